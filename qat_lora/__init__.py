@@ -1,0 +1,32 @@
+"""Low-bit training from a cached teacher, LoRA recovery, and the experiments built on them.
+
+Light to import: each public name loads its module on first use, and nothing here imports torch_xla.
+"""
+
+import importlib
+import os
+
+# transformers and accelerate import torch_xla by themselves where it is installed, and importing it patches torch.
+# Only qat_lora.backend opens that door, after the device is chosen.
+os.environ["USE_TORCH_XLA"] = "0"
+
+_PUBLIC = {
+    "KDCacheDataset": "qat_lora.kd.dataset",
+    "QuantLinear": "qat_lora.quant.linear",
+    "UserError": "qat_lora.errors",
+    "is_xla_device": "qat_lora.backend",
+    "kd_soft_ce": "qat_lora.kd.losses",
+    "load_model": "qat_lora.models.loading",
+    "load_student": "qat_lora.quant.student",
+    "open_backend": "qat_lora.backend",
+    "train_qat": "qat_lora.qat",
+    "train_recovery_lora": "qat_lora.recovery",
+    "xla_mark_step": "qat_lora.backend",
+}
+__all__ = sorted(_PUBLIC)
+
+
+def __getattr__(name):
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'qat_lora' has no attribute {name!r}")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)

@@ -1,0 +1,35 @@
+"""The only door to devices. A training loop calls one Backend and never asks which device it is on."""
+
+import os
+import sys
+
+from qat_lora.backend.detect import resolve, tpu_chips
+from qat_lora.backend.torch import TorchBackend
+
+__all__ = ["TorchBackend", "is_xla_device", "open_backend", "resolve", "tpu_chips", "xla_mark_step"]
+
+
+def open_backend(requested: str = "auto", precision: str = "auto") -> TorchBackend:
+    """The backend for `requested` (auto, cpu, cuda, tpu, xla). precision: auto, fp32 or bf16 autocast.
+
+    torch_xla is imported here, and only when the device resolved to XLA.
+    """
+    kind = resolve(requested)
+    if kind == "xla":
+        from qat_lora.backend.xla import XlaBackend
+
+        return XlaBackend(precision)
+    return TorchBackend(kind, precision)
+
+
+def is_xla_device(device) -> bool:
+    """True for a torch_xla device (torch.device or its name)."""
+    return str(device).split(":")[0] == "xla"
+
+
+def xla_mark_step() -> None:
+    """Compile and run what XLA has recorded so far; nothing on CPU and CUDA, or before an XLA backend is open."""
+    if "torch_xla" in sys.modules and os.environ.get("PJRT_DEVICE"):
+        import torch_xla
+
+        torch_xla.sync()

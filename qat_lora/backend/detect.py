@@ -1,0 +1,69 @@
+"""Which device a run gets, decided without initialising any runtime."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import torch
+
+from qat_lora.errors import UserError
+
+GOOGLE_PCI_VENDOR = "0x1ae0"
+# The vendor also makes network and storage functions, so the device id decides. Ids as torch_xla 2.9 lists them.
+TPU_PCI_DEVICES = {
+    "0x0027": "v2/v3",
+    "0x005e": "v4",
+    "0x0063": "v5e",
+    "0x0062": "v5p",
+    "0x0056": "v4i",
+    "0x006f": "v6e",
+    "0x0076": "v7x",
+}
+DEVICES = ("auto", "cpu", "cuda", "tpu", "xla")
+
+
+def tpu_chips(pci: Path = Path("/sys/bus/pci/devices")) -> list[str]:
+    """The kinds of the TPU chips on this machine's PCI bus, e.g. ["v6e"]; no chip gives []."""
+    chips = []
+    for device in sorted(pci.glob("*")) if pci.is_dir() else []:
+        try:
+            vendor, kind = ((device / f).read_text().strip() for f in ("vendor", "device"))
+        except OSError:
+            continue
+        if vendor == GOOGLE_PCI_VENDOR and kind in TPU_PCI_DEVICES:
+            chips.append(TPU_PCI_DEVICES[kind])
+    return chips
+
+
+def resolve(requested: str = "auto") -> str:
+    """The backend for a requested device: "cpu", "cuda" or "xla".
+
+    auto means TPU chips, then CUDA, then CPU; PJRT_DEVICE=TPU in the environment turns auto into tpu. xla takes the
+    chips where there are some, and torch_xla's CPU device where there are none (PJRT_DEVICE is set accordingly).
+    Raises UserError when an explicit device is absent, saying what was looked for.
+    """
+    if requested not in DEVICES:
+        raise UserError(f"device={requested!r} is not one of {', '.join(DEVICES)}")
+    if requested == "auto" and os.environ.get("PJRT_DEVICE", "").upper() == "TPU":
+        requested = "tpu"
+    chips = tpu_chips() if requested in ("auto", "tpu", "xla") else []
+    has_xla = importlib.util.find_spec("torch_xla") is not None
+    if requested == "tpu" and not chips:
+        raise UserError(
+            f"device=tpu: no TPU chip on the PCI bus (vendor {GOOGLE_PCI_VENDOR}); "
+            "use --device auto, or PJRT_DEVICE=CPU with --device xla to try the XLA path without a chip"
+        )
+    if (requested in ("tpu", "xla") or (requested == "auto" and chips)) and not has_xla:
+        raise UserError(
+            f"device={requested}: the package torch_xla is not installed; pip install -r requirements-tpu.txt"
+        )
+    if requested == "xla" and not chips:
+        os.environ["PJRT_DEVICE"] = "CPU"
+    if chips and requested != "cpu":
+        os.environ.setdefault("PJRT_DEVICE", "TPU")
+        return "xla"
+    if requested == "xla":
+        return "xla"
+    if requested == "cuda" and not torch.cuda.device_count():
+        raise UserError(f"device=cuda: torch {torch.__version__} sees no CUDA device; use --device cpu")
+    return "cuda" if requested in ("auto", "cuda") and torch.cuda.device_count() else "cpu"

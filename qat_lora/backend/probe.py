@@ -1,0 +1,16 @@
+"""Alarms of the XLA path: compilations, and operations that fell back to the host."""
+
+import torch_xla.debug.metrics as met
+
+
+def counters() -> dict[str, int]:
+    """compiles: graphs compiled so far; fallbacks: calls of operators that XLA could not run, over all `aten::` names."""
+    fallbacks = [name for name in met.counter_names() if name.startswith("aten::")]
+    return {
+        "compiles": int(met.counter_value("UncachedCompile") or 0),
+        "fallbacks": int(sum(met.counter_value(name) for name in fallbacks)),
+    }
+
+
+def fallback_names() -> list[str]:
+    return sorted(name for name in met.counter_names() if name.startswith("aten::"))

@@ -1,0 +1,209 @@
+"""The backend on CPU and CUDA, and the interface that the XLA backend specialises."""
+
+import queue
+import random
+import resource
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import checkpoint as torch_checkpoint
+
+from qat_lora.errors import UserError
+
+
+def cpu_has_bf16() -> bool:
+    """Whether this CPU multiplies bf16 natively (avx512_bf16 or AMX); elsewhere bf16 autocast is slower than fp32."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def tied_parameters(module: nn.Module) -> list[list[str]]:
+    """Groups of parameter names that are one and the same tensor, such as an embedding and its lm_head."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def retie(module: nn.Module, groups: list[list[str]]) -> None:
+    """Make every group of names one parameter again."""
+    for first, *others in groups:
+        parameter = module.get_parameter(first)
+        for name in others:
+            owner, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(owner), leaf, parameter)
+
+
+class TorchBackend:
+    """One worker on CPU or CUDA.
+
+    device: where models and batches live. rank, world_size, is_main: this worker's place.
+    """
+
+    rank, world_size, is_main = 0, 1, True
+
+    def __init__(self, kind: str, precision: str = "auto"):
+        self.kind = kind
+        self.device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        self.bf16 = self._wants_bf16(precision)
+
+    def _wants_bf16(self, precision: str) -> bool:
+        if precision not in ("auto", "fp32", "bf16"):
+            raise UserError(f"precision={precision!r} is not one of auto, fp32, bf16")
+        return precision == "bf16" or (precision == "auto" and (self.kind == "cuda" or cpu_has_bf16()))
+
+    def __str__(self):
+        name = torch.cuda.get_device_name(self.device) if self.kind == "cuda" else self.kind
+        return f"{name} ({'bf16 autocast' if self.bf16 else 'fp32'})"
+
+    # -- placement and precision ---------------------------------------------------------------------------------
+    def autocast(self):
+        """bf16 autocast where it is in use; parameters stay fp32 masters."""
+        return torch.autocast(self.device.type, dtype=torch.bfloat16) if self.bf16 else nullcontext()
+
+    def place(self, module: nn.Module) -> nn.Module:
+        """Move a module to the device with its tied parameters still tied. Build the optimiser afterwards."""
+        groups = tied_parameters(module)
+        module.to(self.device)
+        retie(module, groups)
+        return module
+
+    def to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
+
+    def gradient_checkpointing(self, model: nn.Module) -> None:
+        """Recompute each decoder layer of an HF model in the backward pass."""
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable()
+        for module in model.modules():
+            if hasattr(module, "_gradient_checkpointing_func"):
+                module._gradient_checkpointing_func = self.checkpoint
+
+    def checkpoint(self, function, *args):
+        return torch_checkpoint.checkpoint(function, *args, use_reentrant=False)
+
+    # -- one update ----------------------------------------------------------------------------------------------
+    def adamw(self, groups: list[dict], betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0) -> torch.optim.AdamW:
+        """AdamW whose state exists before the first step, so that on XLA step 2 compiles nothing."""
+        optimizer = torch.optim.AdamW(
+            groups, lr=groups[0]["lr"], betas=betas, eps=eps, weight_decay=weight_decay, **self._adamw_kind()
+        )
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = torch.zeros_like(p)
+                optimizer.state[p] = {
+                    "step": torch.zeros((), device=self.device if group["fused"] else "cpu"),
+                    "exp_avg": torch.zeros_like(p),
+                    "exp_avg_sq": torch.zeros_like(p),
+                }
+        return optimizer
+
+    def _adamw_kind(self) -> dict:
+        return {"fused": True}
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def update(self, optimizer: torch.optim.Optimizer, clip: float) -> Tensor:
+        """reduce → clip to a global L2 norm of `clip` (0: no clipping) → step → zero gradients → step boundary.
+
+        Returns the gradient norm before clipping as a device scalar.
+        """
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self.reduce(gradients)
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
+        if clip > 0:
+            scale = (clip / (norm + 1e-6)).clamp(max=1.0)
+            for gradient in gradients:
+                gradient.mul_(scale)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        self.step_boundary()
+        return norm
+
+    def reduce(self, tensors: list[Tensor]) -> None:
+        """Average over workers, in place: the only place where gradients are reduced. One worker: nothing to do."""
+
+    def step_boundary(self) -> None:
+        """Where XLA compiles and runs what was recorded; nothing on CPU and CUDA."""
+
+    def fetch(self, *tensors: Tensor) -> list[float]:
+        """Values of device scalars on the host, in one transfer: the only host synchronisation of a training loop."""
+        return torch.stack([t.detach().float().reshape(()) for t in tensors]).tolist()
+
+    # -- randomness and state ------------------------------------------------------------------------------------
+    def seed(self, seed: int) -> None:
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+
+    def rng_state(self) -> dict:
+        """Every generator's state, as tensors and plain values (loads with weights_only=True)."""
+        state = {"torch": torch.get_rng_state(), "python": list(random.getstate()[1])}
+        if self.kind == "cuda":
+            state["cuda"] = torch.cuda.get_rng_state(self.device)
+        return state
+
+    def set_rng_state(self, state: dict) -> None:
+        torch.set_rng_state(state["torch"])
+        random.setstate((3, tuple(state["python"]), None))
+        if "cuda" in state and self.kind == "cuda":
+            torch.cuda.set_rng_state(state["cuda"], self.device)
+
+    def to_host(self, state):
+        """A copy of a nested state on the CPU, safe to save."""
+        if isinstance(state, Tensor):
+            return state.detach().cpu()
+        if isinstance(state, dict):
+            return {key: self.to_host(value) for key, value in state.items()}
+        if isinstance(state, list | tuple):
+            return [self.to_host(value) for value in state]
+        return state
+
+    # -- data ----------------------------------------------------------------------------------------------------
+    def prefetch(self, batches: Iterable[dict], depth: int = 2) -> Iterator[dict]:
+        """Batches on the device, read ahead by a thread. An exception of the source surfaces at its place."""
+        ready: queue.Queue = queue.Queue(depth)
+        stop = threading.Event()
+
+        def put(item) -> None:
+            while not stop.is_set():
+                try:
+                    return ready.put(item, timeout=0.1)
+                except queue.Full:
+                    continue
+
+        def work() -> None:
+            try:
+                for batch in batches:
+                    put((batch, None))
+                    if stop.is_set():
+                        return
+                put((None, StopIteration()))
+            except BaseException as error:
+                put((None, error))
+
+        threading.Thread(target=work, daemon=True).start()
+        try:
+            while True:
+                batch, error = ready.get()
+                if isinstance(error, StopIteration):
+                    return
+                if error is not None:
+                    raise error
+                yield self.to_device(batch)
+        finally:
+            stop.set()
+
+    # -- what it cost --------------------------------------------------------------------------------------------
+    def counters(self) -> dict[str, int]:
+        """Compilations and host fallbacks so far; only XLA has any."""
+        return {}
+
+    def peak_memory_mb(self) -> float:
+        if self.kind == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) / 2**20
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

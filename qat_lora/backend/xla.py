@@ -1,0 +1,63 @@
+"""The backend on torch_xla: TPU chips, or torch_xla's CPU device. Imported only when the device resolved to XLA.
+
+Every torch_xla name of the project is in this file and in probe.py.
+"""
+
+import os
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+from torch_xla.utils.checkpoint import checkpoint as xla_checkpoint
+
+from qat_lora.backend import probe
+from qat_lora.backend.torch import TorchBackend
+
+
+class XlaBackend(TorchBackend):
+    """One worker on one XLA device. Untested on hardware: proved on torch_xla's CPU device."""
+
+    def __init__(self, precision: str = "auto"):
+        self.kind = "xla"
+        self.device = torch_xla.device()
+        self.bf16 = self._wants_bf16(precision)
+
+    def _wants_bf16(self, precision: str) -> bool:
+        on_tpu = os.environ.get("PJRT_DEVICE") == "TPU"  # torch_xla's CPU device emulates bf16 slowly
+        return super()._wants_bf16("bf16" if on_tpu and precision == "auto" else precision)
+
+    def __str__(self):
+        return f"{self.device} on {os.environ.get('PJRT_DEVICE')} ({'bf16 autocast' if self.bf16 else 'fp32'})"
+
+    def checkpoint(self, function, *args):
+        return xla_checkpoint(function, *args)
+
+    def _adamw_kind(self) -> dict:
+        return {"fused": False, "foreach": False}
+
+    def step_boundary(self) -> None:
+        torch_xla.sync()
+
+    def seed(self, seed: int) -> None:
+        super().seed(seed)
+        torch_xla.manual_seed(seed)
+
+    def rng_state(self) -> dict:
+        return super().rng_state() | {"xla": xm.get_rng_state(str(self.device))}
+
+    def set_rng_state(self, state: dict) -> None:
+        super().set_rng_state(state)
+        if "xla" in state:
+            xm.set_rng_state(state["xla"], str(self.device))
+
+    def to_host(self, state):
+        torch_xla.sync()  # what is still recorded would otherwise be compiled tensor by tensor
+        return super().to_host(state)
+
+    def counters(self) -> dict[str, int]:
+        return probe.counters()
+
+    def peak_memory_mb(self) -> float:
+        if os.environ.get("PJRT_DEVICE") == "TPU":
+            return xm.get_memory_info(self.device)["peak_bytes_used"] / 2**20
+        return super().peak_memory_mb()

@@ -1,0 +1,41 @@
+"""Which rows a step sees: a function of seed and step alone, so that a resumed run sees the same ones."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from qat_lora.errors import UserError
+
+
+def epoch_order(seed: int, epoch: int, count: int) -> Tensor:
+    """A permutation of `count` rows, one for each epoch."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed((seed << 20) + epoch))
+
+
+def batches(dataset: Dataset, batch_size: int, accumulation: int, seed: int, start: int = 0) -> Iterator[dict]:
+    """Micro-batches from update number `start` on, without end; each epoch drops its ragged last batch.
+
+    dataset[i] is a dict of tensors with a `mask`. Every micro-batch also carries `total`: the positions that are
+    kept in the whole update (`accumulation` micro-batches), by which its loss is to be divided.
+    """
+    per_epoch = len(dataset) // batch_size
+    if not per_epoch:
+        raise UserError(f"{len(dataset)} training rows are fewer than --batch-size {batch_size}; lower it or add text")
+    number, epoch, order = start * accumulation, -1, None
+    while True:
+        group = []
+        for _ in range(accumulation):
+            if number // per_epoch != epoch:
+                epoch = number // per_epoch
+                order = epoch_order(seed, epoch, len(dataset)).tolist()
+            at = number % per_epoch * batch_size
+            items = [dataset[i] for i in order[at : at + batch_size]]
+            group.append({key: torch.stack([item[key] for item in items]) for key in items[0]})
+            number += 1
+        total = torch.stack([batch["mask"].sum(dtype=torch.float32) for batch in group]).sum()
+        if total == 0:
+            raise UserError(f"update {number // accumulation}: its rows keep no target; look at the completion masks")
+        for batch in group:
+            yield batch | {"total": total}

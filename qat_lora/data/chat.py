@@ -1,0 +1,146 @@
+"""Chat rows to text, with the character ranges of the assistant's completions."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from jinja2 import TemplateError
+
+from qat_lora.errors import UserError
+
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "system": "system", "user": "user", "assistant": "assistant"}
+KNOWN_FORMATS = "messages, conversations (sharegpt), instruction + output (alpaca), text (plain)"
+THINKING = {"on": (True,), "off": (False,), "both": (True, False)}
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text and what of it is to be learned.
+
+    spans: half-open character ranges [start, end) of the completions, in order and without overlap, each with its
+    end-of-turn marker; None means the whole text (plain text).
+    """
+
+    text: str
+    spans: tuple[tuple[int, int], ...] | None
+
+
+def documents(rows: Iterable[dict], tokenizer, thinking: str) -> Iterator[Document]:
+    """One Document for each plain-text row, and what `render_chat` makes of each chat row, in the rows' order.
+
+    Raises UserError, with the row's number counted from 0, for a row that is neither or that cannot be rendered.
+    """
+    for number, row in enumerate(rows):
+        try:
+            found = _row_documents(row, tokenizer, thinking)
+        except UserError as error:
+            raise UserError(f"row {number}: {error}") from error
+        yield from found
+
+
+def _row_documents(row: dict, tokenizer, thinking: str) -> list[Document]:
+    messages = to_messages(row)
+    if messages is not None:
+        return render_chat(messages, tokenizer, thinking)
+    if not isinstance(row["text"], str):
+        raise UserError(f'column "text" holds a {type(row["text"]).__name__}, not text; remove or mend the row')
+    return [Document(row["text"], None)]
+
+
+def to_messages(row: dict) -> list[dict] | None:
+    """The row as [{"role", "content"}, ...], or None for a plain-text row (column `text`).
+
+    Reads `messages`; sharegpt `conversations` ({"from", "value"}); alpaca `instruction`, `input` (optional), `output`.
+    An absent column and an empty (None) one are the same. Further keys of a message (a template may use
+    `reasoning_content`, say) are kept. Raises UserError for any other row and for a malformed turn.
+    """
+    if row.get("messages") is not None:
+        return [_checked_message(message, turn) for turn, message in enumerate(row["messages"])]
+    if row.get("conversations") is not None:
+        return [_from_sharegpt(entry, turn) for turn, entry in enumerate(row["conversations"])]
+    if row.get("instruction") is not None and row.get("output") is not None:
+        prompt = f"{row['instruction']}\n\n{row['input']}" if row.get("input") else row["instruction"]
+        turns = ({"role": "user", "content": prompt}, {"role": "assistant", "content": row["output"]})
+        return [_checked_message(message, turn) for turn, message in enumerate(turns)]
+    if "text" in row:
+        return None
+    raise UserError(f"columns {', '.join(map(str, row)) or '(none)'} are no known format; known: {KNOWN_FORMATS}")
+
+
+def _checked_message(message: dict, turn: int) -> dict:
+    _require_text(message, ("role", "content"), turn)
+    return dict(message)
+
+
+def _from_sharegpt(entry: dict, turn: int) -> dict:
+    _require_text(entry, ("from", "value"), turn)
+    if entry["from"] not in SHAREGPT_ROLES:
+        raise UserError(f'turn {turn} is from "{entry["from"]}"; known: {", ".join(SHAREGPT_ROLES)}')
+    return {"role": SHAREGPT_ROLES[entry["from"]], "content": entry["value"]}
+
+
+def _require_text(entry: dict, keys: tuple[str, str], turn: int) -> None:
+    if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in keys):
+        raise UserError(f'turn {turn} is malformed; each turn is an object with text in "{keys[0]}" and "{keys[1]}"')
+
+
+def render_chat(messages: list[dict], tokenizer, thinking: str) -> list[Document]:
+    """Render a conversation by the tokenizer's own chat template, once for each setting of `enable_thinking`.
+
+    thinking is "on", "off" or "both"; "both" gives two documents, or one where the two texts are the same.
+    Raises UserError where the tokenizer has no template, the template refuses the messages, or no completion is found.
+    """
+    if thinking not in THINKING:
+        raise UserError(f'thinking="{thinking}" is not one of {", ".join(THINKING)}')
+    if tokenizer.chat_template is None:
+        raise UserError(
+            "the tokenizer has no chat template; use an instruct model's tokenizer, or rows with plain text in `text`"
+        )
+    spans = {}
+    for enabled in THINKING[thinking]:
+        text = _render(messages, tokenizer, enabled)
+        # Of two equal texts the first is kept: a prompt with thinking on ends no later, so its completion covers more.
+        if text not in spans:
+            spans[text] = _completion_spans(messages, text, tokenizer, enabled)
+    return [Document(text, ranges) for text, ranges in spans.items()]
+
+
+def _render(messages: list[dict], tokenizer, enabled: bool, prompt: bool = False) -> str:
+    if not messages:
+        raise UserError("the conversation has no messages; remove the row")
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=prompt, enable_thinking=enabled
+        )
+    except TemplateError as error:
+        raise UserError(f"the chat template refuses the messages: {error}") from error
+
+
+def _completion_spans(messages: list[dict], text: str, tokenizer, enabled: bool) -> tuple[tuple[int, int], ...]:
+    """Ranges of the completions in `text`, found by rendering the messages before and up to each assistant turn.
+
+    A template that rewrites earlier turns (Qwen3 drops their thinking) renders them differently as the last turn than
+    in `text`: what such a turn was prompted with is then unknown, and it is not counted.
+    """
+    # A greeting as the very first message has no prompt to complete.
+    turns = [turn for turn, message in enumerate(messages) if turn > 0 and message["role"] == "assistant"]
+    if not turns:
+        raise UserError("no assistant turn follows a prompt; a chat row needs at least one user and one assistant turn")
+    markers = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    spans = []
+    for turn in turns:
+        before = _render(messages[:turn], tokenizer, enabled, prompt=True)
+        upto = _until_end_marker(_render(messages[: turn + 1], tokenizer, enabled), markers)
+        if len(upto) > len(before) and text.startswith(before) and text.startswith(upto):
+            spans.append((len(before), len(upto)))
+    if not spans:
+        raise UserError(
+            "the chat template renders no assistant turn as a continuation of its own generation prompt; "
+            'use another tokenizer or the other setting of thinking ("on" or "off")'
+        )
+    return tuple(spans)
+
+
+def _until_end_marker(text: str, markers: tuple[str, ...]) -> str:
+    """Cut white space that follows an end-of-turn marker (ChatML's newline): a model stops at the marker."""
+    stripped = text.rstrip()
+    return stripped if stripped.endswith(markers) else text

@@ -1,0 +1,139 @@
+"""Documents to rows of one length: one static shape for every batch, and a mask of the tokens to learn."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from qat_lora.data.chat import Document
+from qat_lora.errors import UserError
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Packed text: tokens int32 [N, L] and mask uint8 [N, L].
+
+    mask[n, t] = 1 where tokens[n, t] is to be learned, that is, predicted from the tokens before it; the losses do the
+    shift. Raises ValueError for other types or shapes.
+    """
+
+    tokens: torch.Tensor
+    mask: torch.Tensor
+
+    def __post_init__(self):
+        if self.tokens.dtype != torch.int32 or self.mask.dtype != torch.uint8:
+            raise ValueError(f"tokens {self.tokens.dtype}, mask {self.mask.dtype}; they must be int32 and uint8")
+        if self.tokens.ndim != 2 or self.tokens.shape != self.mask.shape:
+            raise ValueError(f"tokens {list(self.tokens.shape)}, mask {list(self.mask.shape)}; both must be [N, L]")
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+
+def pack(documents: Iterable[Document], tokenizer, length: int, max_rows: int | None = None) -> Rows:
+    """Tokenise the documents, end each with EOS, put them end to end and cut rows of `length` tokens.
+
+    The ragged end is dropped. A document may span rows and a row may hold several documents. Reading stops as soon as
+    `max_rows` rows are full, so the documents may be endless. Plain text has mask 1 throughout, EOS included; chat has
+    mask 1 inside its spans, and gets no second EOS where its rendering ends with one.
+    Raises UserError where the text does not fill one row or the tokenizer has no EOS.
+    """
+    if length < 2:
+        raise UserError(f"length={length} leaves nothing to predict; use 2 or more")
+    if max_rows is not None and max_rows < 1:
+        raise UserError(f"max_rows={max_rows} keeps nothing; use 1 or more, or leave it out")
+    if tokenizer.eos_token_id is None:
+        raise UserError("the tokenizer has no EOS token to end documents with; set tokenizer.eos_token")
+    tokens, masks, total = [], [], 0
+    for document in documents:
+        ids, mask = _encode(document, tokenizer)
+        tokens.append(ids)
+        masks.append(mask)
+        total += len(ids)
+        if max_rows is not None and total >= max_rows * length:
+            break
+    count = total // length if max_rows is None else min(total // length, max_rows)
+    if count == 0:
+        raise UserError(f"the text has {total} tokens, too few for a row of {length}; shorten the rows or add text")
+    return Rows(_cut(tokens, count, length), _cut(masks, count, length))
+
+
+def _cut(parts: list[np.ndarray], count: int, length: int) -> torch.Tensor:
+    """Concatenate the parts and keep the first count·length entries as [count, length]."""
+    return torch.from_numpy(np.concatenate(parts)[: count * length].reshape(count, length))
+
+
+def _encode(document: Document, tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids int32 [T] and mask uint8 [T] of one document, EOS included; T = 0 for an empty text."""
+    if not document.text:  # hub datasets keep blank lines as rows: an EOS for each would be learned as text
+        return np.zeros(0, np.int32), np.zeros(0, np.uint8)
+    ids, mask = _encode_plain(document, tokenizer) if document.spans is None else _encode_chat(document, tokenizer)
+    return np.asarray(ids, np.int32), np.asarray(mask, np.uint8)
+
+
+def _encode_plain(document: Document, tokenizer) -> tuple[list[int], list[int]]:
+    # verbose=False: a text longer than the model's context is cut into rows here, so its warning would be false.
+    ids = tokenizer(document.text, add_special_tokens=False, verbose=False)["input_ids"] + [tokenizer.eos_token_id]
+    return ids, [1] * len(ids)
+
+
+def _encode_chat(document: Document, tokenizer) -> tuple[list[int], list[int]]:
+    if not tokenizer.is_fast:
+        raise UserError("completion masks need character offsets; use a fast tokenizer (one with a tokenizer.json)")
+    encoded = tokenizer(document.text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
+    ids = list(encoded["input_ids"])
+    mask = _span_mask(encoded["offset_mapping"], document.spans)
+    ending = document.text.rstrip()  # ChatML ends with a newline after its EOS
+    if not ending.endswith(tokenizer.eos_token):
+        ids.append(tokenizer.eos_token_id)
+        mask.append(int(document.spans[-1][1] >= len(ending)))  # learned if the assistant has the last word
+    return ids, mask
+
+
+def _span_mask(offsets: list[tuple[int, int]], spans: tuple[tuple[int, int], ...]) -> list[int]:
+    """1 for each token with a character in a span; one that straddles an edge counts, else its characters are lost."""
+    start, end = np.asarray(offsets).reshape(-1, 2).T
+    end = np.maximum(end, start + 1)  # byte-level tokenizers may report white space as an empty range
+    learned = np.zeros(len(start), bool)
+    for first, last in spans:
+        learned |= (start < last) & (end > first)
+    return learned.astype(int).tolist()
+
+
+def split_heldout(rows: Rows, fraction: float) -> tuple[Rows, Rows]:
+    """(train, held-out): the last max(1, round(fraction·N)) rows are held out, none where fraction is 0.
+
+    A contiguous tail, so that no held-out token is trained on; both are views of `rows`.
+    Raises UserError for a fraction outside [0, 1) and where nothing would be left to train on.
+    """
+    if not 0 <= fraction < 1:
+        raise UserError(f"held-out fraction {fraction} is outside [0, 1); use 0.05, say")
+    held = max(1, round(fraction * len(rows))) if fraction > 0 else 0
+    kept = len(rows) - held
+    if kept < 1:
+        raise UserError(
+            f"holding out {held} of {len(rows)} rows leaves nothing to train on; "
+            "use a smaller fraction, shorter rows or more text"
+        )
+    return Rows(rows.tokens[:kept], rows.mask[:kept]), Rows(rows.tokens[kept:], rows.mask[kept:])
+
+
+def fingerprint(rows: Rows) -> str:
+    """sha256 (hex) over shape, tokens and mask: equal for equal rows in every process and on every machine."""
+    digest = hashlib.sha256(json.dumps(list(rows.tokens.shape)).encode())
+    digest.update(np.ascontiguousarray(rows.tokens.numpy(), dtype="<i4").ravel())
+    digest.update(np.ascontiguousarray(rows.mask.numpy()).ravel())
+    return digest.hexdigest()
+
+
+def tokenizer_fingerprint(tokenizer) -> str:
+    """sha256 (hex) over what decides token ids: the vocabulary (token → id) and the ids of BOS, EOS and UNK.
+
+    The chat template changes the text and not its ids; the pad token never occurs in packed rows, and scripts set it
+    where a model has none, which must not make a cache unusable. Both are left out.
+    """
+    special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id]
+    return hashlib.sha256(json.dumps([sorted(tokenizer.get_vocab().items()), special]).encode()).hexdigest()

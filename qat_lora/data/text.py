@@ -1,0 +1,168 @@
+"""Where text comes from: Python's own help topics, a local file, or a dataset on the Hugging Face hub."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import chain, islice
+from pathlib import Path
+
+from qat_lora.errors import UserError
+
+EMBEDDED = "embedded"
+# One probe without retries: the hub's own client retries for 23 s (measured) before it says that there is no network.
+HUB_PROBE_SECONDS = 8
+PARQUET_BATCH_ROWS = 1024
+
+
+def read_rows(
+    source: str,
+    *,
+    config: str | None = None,
+    split: str = "train",
+    streaming: bool = False,
+    limit: int | None = None,
+) -> Iterator[dict]:
+    """Open `source` and iterate over its rows, each a dict of columns, at most `limit` of them.
+
+    source is "embedded" (pydoc_data.topics, one {"text": ...} a topic in sorted key order), a local .txt (the whole
+    file is one {"text": ...}), .jsonl or .parquet file (both read row by row), or the name of a hub dataset. `config`
+    and `streaming` concern hub datasets only. Without a hub, a dataset that is in the local cache is read from there.
+    The first row is read at once, so that a bad source fails here and not at the first use of the iterator.
+    Raises UserError for a source that is missing, unreadable or empty, for a malformed row (while iterating), and for
+    a `split` other than "train" where the source has no splits, because train rows would then pass for held-out ones.
+    """
+    if limit is not None and limit < 1:
+        raise UserError(f"limit={limit} reads nothing; use 1 or more, or leave it out")
+    rows = _open(source, config, split, streaming)
+    first = next(rows, None)
+    if first is None:
+        raise UserError(f'"{source}" holds no rows; choose another source, such as "{EMBEDDED}"')
+    return islice(chain([first], rows), limit)
+
+
+def _open(source: str, config: str | None, split: str, streaming: bool) -> Iterator[dict]:
+    path = Path(source).expanduser()
+    is_local = source == EMBEDDED or _looks_like_path(source, path)
+    if not is_local:
+        return _hub_rows(source, config, split, streaming)
+    if split != "train":
+        raise UserError(f'split="{split}" needs a hub dataset: "{source}" has no splits; leave split at "train"')
+    return _embedded_rows() if source == EMBEDDED else _file_rows(path)
+
+
+def _looks_like_path(source: str, path: Path) -> bool:
+    return path.suffix.lower() in FILE_READERS or source.startswith(("/", "./", "../", "~")) or path.exists()
+
+
+def _embedded_rows() -> Iterator[dict]:
+    from pydoc_data.topics import topics
+
+    return ({"text": topics[key]} for key in sorted(topics))
+
+
+def _file_rows(path: Path) -> Iterator[dict]:
+    if not path.exists():
+        raise UserError(f"{path}: no such file")
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; name one {_either(FILE_READERS)} file in it")
+    reader = FILE_READERS.get(path.suffix.lower())
+    if reader is None:
+        raise UserError(f'{path}: cannot read "{path.suffix}" files; supported: {_either(FILE_READERS)}')
+    return reader(path)
+
+
+def _txt_rows(path: Path) -> Iterator[dict]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text at byte {error.start}; convert the file to UTF-8") from error
+    if text.strip():
+        yield {"text": text}
+
+
+def _jsonl_rows(path: Path) -> Iterator[dict]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield _json_row(line, path, number)
+
+
+def _json_row(line: bytes, path: Path, number: int) -> dict:
+    try:
+        row = json.loads(line)
+    except ValueError as error:  # malformed JSON or malformed UTF-8
+        raise UserError(f"{path} line {number}: not valid JSON ({error}); mend or remove the line") from error
+    if not isinstance(row, dict):
+        kind = type(row).__name__
+        raise UserError(f'{path} line {number}: holds a {kind}; each line must be an object such as {{"text": "..."}}')
+    return row
+
+
+def _parquet_rows(path: Path) -> Iterator[dict]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS):
+                yield from batch.to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path}: not a readable parquet file ({_first_line(error)}); write it anew") from error
+
+
+FILE_READERS = {".txt": _txt_rows, ".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
+
+
+def _hub_rows(source: str, config: str | None, split: str, streaming: bool) -> Iterator[dict]:
+    import datasets
+    from huggingface_hub.errors import HTTPError
+
+    fault = _hub_fault(source)
+    if fault and "/" not in source:
+        # `datasets` takes "json" and its like for a file format and reads whatever the working directory holds.
+        raise _hub_error(source, fault)
+    try:
+        with _offline(datasets.config) if fault else nullcontext():
+            return iter(datasets.load_dataset(source, config, split=split, streaming=streaming))
+    except (OSError, ValueError, RuntimeError, HTTPError, datasets.exceptions.DatasetsError) as error:
+        # A ValueError comes from a dataset that was found (in the cache, without a hub): no such split or config.
+        reason = fault if fault and not isinstance(error, ValueError) else _first_line(error)
+        raise _hub_error(source, reason) from error
+
+
+def _hub_error(source: str, reason: str) -> UserError:
+    mend = f'use "{EMBEDDED}" or a local {_either(FILE_READERS)} file'
+    return UserError(f'cannot read "{source}" from the hub: {reason}; {mend}')
+
+
+@contextmanager
+def _offline(config):
+    """Offline, `datasets` looks into its cache at once instead of retrying the hub first."""
+    before, config.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE, True
+    try:
+        yield
+    finally:
+        config.HF_HUB_OFFLINE = before
+
+
+def _hub_fault(name: str) -> str | None:
+    """Why the hub does not give the dataset `name` (no network, no such dataset, not a name), or None if it does."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HTTPError, RepositoryNotFoundError
+
+    try:
+        HfApi().dataset_info(name, timeout=HUB_PROBE_SECONDS)
+    except RepositoryNotFoundError:
+        return "no such dataset, or no access to it"
+    except (HTTPError, OSError, ValueError) as error:
+        return _first_line(error)
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(". ")
+
+
+def _either(names) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}"

@@ -1,0 +1,1 @@
+"""Distillation from a cache of the teacher's next-token distributions."""

@@ -1,0 +1,127 @@
+"""The cache on disk: manifest.json and shards of rows with their teacher targets.
+
+A shard (safetensors) holds, for n rows of L tokens:
+  tokens [n, L]; index [n, L, K]; tail [n, L, N]   uint16 where the vocabulary fits, else int32
+  prob [n, L, K]; entropy [n, L]                   float16
+Training rows are in shard-NNNNN, held-out rows in heldout-NNNNN. The targets are described in kd.targets.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save
+from torch import Tensor, nn
+
+from qat_lora.backend import TorchBackend
+from qat_lora.data.packing import Rows
+from qat_lora.errors import UserError
+from qat_lora.kd.targets import teacher_targets
+from qat_lora.run.files import read_json, sha256, write_atomically, write_json
+
+FORMAT = "qat_lora.kd.2"
+PREFIX = {"train": "shard", "heldout": "heldout"}
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """What decides a cache's content; two caches of equal spec are equal byte for byte on one machine."""
+
+    teacher: str
+    tokenizer: str  # fingerprint
+    text: str  # fingerprint of all rows
+    precision: str
+    length: int
+    k: int
+    draws: int
+    vocab: int
+    seed: int
+    rows_per_shard: int
+    train_rows: int
+    heldout_rows: int
+
+    def shards(self) -> Iterator[tuple[str, str, range]]:
+        """(file name, split, rows of that split) of every shard."""
+        for split, count in (("train", self.train_rows), ("heldout", self.heldout_rows)):
+            for number, start in enumerate(range(0, count, self.rows_per_shard)):
+                rows = range(start, min(start + self.rows_per_shard, count))
+                yield f"{PREFIX[split]}-{number:05d}.safetensors", split, rows
+
+    @property
+    def bytes_per_position(self) -> int:
+        width = token_type(self.vocab).itemsize
+        return width * (1 + self.k + self.draws) + 2 * (self.k + 1)
+
+
+def token_type(vocab: int) -> torch.dtype:
+    return torch.uint16 if vocab <= 2**16 else torch.int32
+
+
+def open_cache(directory: Path, spec: CacheSpec) -> dict[str, dict]:
+    """The shards already in `directory` ({file: {rows, sha256}}); raises UserError where it holds another cache."""
+    if not (directory / "manifest.json").exists():
+        return {}
+    manifest = read_json(directory / "manifest.json")
+    there = manifest.get("spec", {})
+    for name, wanted in asdict(spec).items():
+        if there.get(name) != wanted:
+            raise UserError(
+                f"{directory} holds another cache: {name} is {there.get(name)!r}, not {wanted!r}; "
+                "give another --cache-dir or delete that folder"
+            )
+    return manifest["shards"]
+
+
+def write_cache(
+    directory: Path, spec: CacheSpec, rows: dict[str, Rows], teacher: nn.Module, backend: TorchBackend, batch_size: int
+) -> Iterator[int]:
+    """Write the shards that are missing, one file at a time; yields the rows done after every batch.
+
+    rows: {"train": Rows, "heldout": Rows}. Killed at any moment, the next call goes on at the first missing shard and
+    ends with the same bytes.
+    """
+    done = open_cache(directory, spec)
+    for name, split, numbers in spec.shards():
+        if name in done and (directory / name).is_file():
+            yield len(numbers)
+            continue
+        parts = []
+        for start in range(numbers.start, numbers.stop, batch_size):
+            batch = rows[split].tokens[start : min(start + batch_size, numbers.stop)]
+            parts.append(_targets(teacher, backend, batch, start, split, spec, batch_size))
+            yield len(batch)
+        shard = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+        write_atomically(directory / name, lambda file, shard=shard: file.write(save(shard)))
+        done[name] = {"rows": len(numbers), "sha256": sha256(directory / name)}
+        write_json(directory / "manifest.json", {"format": FORMAT, "spec": asdict(spec), "shards": done})
+
+
+def _targets(teacher, backend, tokens: Tensor, start: int, split: str, spec: CacheSpec, batch_size: int) -> dict:
+    """One batch's shard tensors on the host. The batch is filled up to `batch_size`: one shape, one graph on XLA."""
+    count = len(tokens)
+    full = tokens[torch.arange(batch_size) % count].long()
+    uniforms = torch.stack([_uniforms(spec, split, start + i) for i in range(count)])[torch.arange(batch_size) % count]
+    batch = backend.to_device({"tokens": full, "uniforms": uniforms})
+    with backend.autocast():
+        targets = teacher_targets(teacher, batch["tokens"], spec.k, batch["uniforms"])
+    targets = backend.to_host(targets)
+    integer = token_type(spec.vocab)
+    kinds = {"index": integer, "prob": torch.float16, "tail": integer, "entropy": torch.float16}
+    return {"tokens": tokens.to(integer)} | {key: targets[key][:count].to(kind) for key, kind in kinds.items()}
+
+
+def _uniforms(spec: CacheSpec, split: str, row: int) -> Tensor:
+    """The random numbers [L, N] of one row: its own stream, whatever batch or worker it falls in."""
+    stream = torch.Generator().manual_seed((spec.seed << 33) + (2 * row) + (split == "heldout"))
+    return torch.rand(spec.length, spec.draws, generator=stream)
+
+
+def read_shard(directory: Path, name: str, expected: dict) -> dict[str, Tensor]:
+    """A shard's tensors; raises UserError naming the file where it is missing or not what the manifest says."""
+    path = directory / name
+    if not path.is_file():
+        raise UserError(f"cache shard {path} is missing; run build_kd_cache.py again with the same flags")
+    if sha256(path) != expected["sha256"]:
+        raise UserError(f"cache shard {path} is damaged (checksum); delete it and run build_kd_cache.py again")
+    return load_file(path)

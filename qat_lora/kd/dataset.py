@@ -1,0 +1,122 @@
+"""Rows of a KD cache with their sparse targets, sharded over workers."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from qat_lora.errors import UserError
+from qat_lora.kd.cache import FORMAT, PREFIX, CacheSpec, read_shard
+from qat_lora.run.files import read_json
+
+
+class KDCacheDataset(Dataset):
+    """Items: tokens [L] int64; index, prob [L, K+N] (top K, then the tail draws; prob sums to 1); mask [L] uint8, 1
+    where the target counts; entropy [L], so that sparse_loss − entropy estimates the KL to the teacher.
+
+    split: "train" or "heldout". preload reads every shard at once; otherwise each is read (and its checksum tested)
+    when first used. Workers share the files as the guide says (worker k gets k, k+W, …) when there are at least W of
+    them, and the examples (k, k+W, …) otherwise; every worker has the same number of items.
+    The original project's v1 shards open too: they carry no tail, so their target is the renormalised top K, which
+    is biased towards the head, and their last position has no target.
+    Raises UserError for a cache that is missing, unfinished, damaged, or made with another tokenizer
+    (`tokenizer`: fingerprint as data.packing.tokenizer_fingerprint gives; None skips the check).
+    """
+
+    def __init__(
+        self, cache_dir, split="train", preload=True, rank=0, world_size=1, tokenizer: str | None = None
+    ):
+        self.directory, self.split = Path(cache_dir), split
+        if (self.directory / "meta.json").exists():
+            self.spec, self.shards = None, _v1_shards(self.directory)
+        else:
+            self.spec, self.shards = _manifest(self.directory, tokenizer)
+            self.shards = [(n, s) for n, s in self.shards.items() if n.startswith(PREFIX[split])]
+        if not self.shards:
+            raise UserError(f"cache {self.directory} has no {split} rows; build it with a larger --heldout-fraction")
+        self.loaded: dict[str, dict[str, Tensor]] = {}
+        self.items = self._own_items(rank, world_size)
+        if preload:
+            for name, _ in self.items:
+                self._shard(name)
+
+    def _own_items(self, rank: int, world_size: int) -> list[tuple[str, int]]:
+        def rows(shards):
+            return [(name, row) for name, entry in shards for row in range(entry["rows"])]
+
+        if len(self.shards) >= world_size:
+            shares = [rows(self.shards[worker::world_size]) for worker in range(world_size)]
+        else:
+            shares = [rows(self.shards)[worker::world_size] for worker in range(world_size)]
+        return shares[rank][: min(map(len, shares))]
+
+    def _shard(self, name: str) -> dict[str, Tensor]:
+        if name not in self.loaded:
+            entry = dict(self.shards)[name]
+            self.loaded[name] = entry["read"]() if "read" in entry else read_shard(self.directory, name, entry)
+        return self.loaded[name]
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        name, row = self.items[i]
+        item = {key: value[row] for key, value in self._shard(name).items()}
+        if self.spec is None:
+            return item
+        prob, tail = item["prob"].float(), item["tail"].long()
+        rest = (1 - prob.sum(1, keepdim=True)).clamp(min=0) / tail.shape[1]
+        return {
+            "tokens": item["tokens"].long(),
+            "index": torch.cat([item["index"].long(), tail], 1),
+            "prob": torch.cat([prob, rest.expand(-1, tail.shape[1])], 1),
+            "mask": torch.ones(len(prob), dtype=torch.uint8),
+            "entropy": item["entropy"].float(),
+        }
+
+
+def _manifest(directory: Path, tokenizer: str | None) -> tuple[CacheSpec, dict]:
+    if not (directory / "manifest.json").exists():
+        raise UserError(f"cache {directory}: no manifest.json there; build it with scripts/build_kd_cache.py")
+    manifest = read_json(directory / "manifest.json")
+    if manifest.get("format") != FORMAT:
+        raise UserError(f"cache {directory}: format {manifest.get('format')!r} is not {FORMAT}; build it again")
+    try:
+        spec = CacheSpec(**manifest["spec"])
+    except TypeError as error:
+        raise UserError(f"cache {directory}: manifest.json is damaged ({error}); build it again") from error
+    if tokenizer not in (None, spec.tokenizer):
+        raise UserError(
+            f"cache {directory} was made with another tokenizer (of {spec.teacher!r}); build one for this model"
+        )
+    missing = [name for name, _, _ in spec.shards() if name not in manifest["shards"]]
+    if missing:
+        raise UserError(
+            f"cache {directory} is unfinished: {len(missing)} shards are missing; "
+            "go on with scripts/build_kd_cache.py --resume auto"
+        )
+    return spec, manifest["shards"]
+
+
+def _v1_shards(directory: Path) -> list[tuple[str, dict]]:
+    """The original project's files: meta.json and shard_NNNNN.pt, read whole to know their rows."""
+    shards = []
+    for path in sorted(directory.glob("shard_*.pt")):
+        tensors = _read_v1(path)
+        shards.append((path.name, {"rows": len(tensors["tokens"]), "read": lambda path=path: _read_v1(path)}))
+    return shards
+
+
+def _read_v1(path: Path) -> dict[str, Tensor]:
+    try:
+        raw = torch.load(path, weights_only=True, map_location="cpu")
+        tokens, attended = raw["input_ids"].long(), raw["attention_mask"].to(torch.uint8)
+        index, prob = raw["topk_idx"].long(), raw["topk_logits"].float().softmax(-1)
+    except Exception as error:
+        raise UserError(f"cache shard {path} is damaged or not a v1 shard ({error})") from error
+    pad = (0, 0, 0, 1)  # v1 has L−1 targets: the last position gets an empty one
+    prob = torch.nn.functional.pad(prob, pad)
+    entropy = -(prob * prob.clamp(min=1e-30).log()).sum(-1)
+    mask = torch.nn.functional.pad(attended[:, 1:], (0, 1))
+    return {"tokens": tokens, "index": torch.nn.functional.pad(index, pad), "prob": prob, "mask": mask, "entropy": entropy}

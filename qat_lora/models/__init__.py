@@ -1,0 +1,1 @@
+"""Model code: loading HF models and the experiments' own architectures."""

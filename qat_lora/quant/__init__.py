@@ -1,0 +1,1 @@
+"""Low-bit weights: codebook × scale, learned in training, frozen as codes."""

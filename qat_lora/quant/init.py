@@ -1,0 +1,122 @@
+"""Where learned scales start: absolute maximum (plain round-to-nearest) or least squared error."""
+
+import torch
+from torch import Tensor, nn
+
+from qat_lora.errors import UserError
+from qat_lora.quant.linear import Quantizer, nearest_code, quantized_layers
+from qat_lora.quant.spec import LOWRANK_INIT_GROUP, QuantSpec
+
+SEARCH = torch.linspace(0.35, 1.05, 29)  # fractions of the absolute-maximum scale tried by the least-error search
+REFINE = 3  # rounds of "fix codes, solve for the scale" after the search
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, method: str = "mse", moments: dict[str, Tensor] | None = None) -> None:
+    """Set the scale of every quantiser below `model` from its latent weight, on the CPU.
+
+    method: "absmax" (edge level = largest weight) or "mse" (least squared weight error, weighted by `moments`:
+    layer name → mean square of each input [in], as `input_moments` gives).
+    Raises UserError for a weight that holds a non-finite value.
+    """
+    if method not in ("absmax", "mse"):
+        raise UserError(f"init={method!r} is not one of absmax, mse")
+    for name, layer in quantized_layers(model).items():
+        weight = layer.weight.detach().float().cpu()
+        if not torch.isfinite(weight).all():
+            raise UserError(f"{name}: the weight holds NaN or infinity; load the model again from a sound file")
+        moment = moments.get(name) if moments else None
+        _set_scale(layer.quantizer, weight, method, moment)
+
+
+def _set_scale(quantizer: Quantizer, weight: Tensor, method: str, moment: Tensor | None) -> None:
+    spec = quantizer.spec
+    size = {"group": spec.size, "lowrank": LOWRANK_INIT_GROUP, "tensor": weight.numel()}[spec.scale]
+    groups = weight.reshape(-1, size)
+    importance = torch.ones_like(weight) if moment is None else moment.float().cpu().expand_as(weight)
+    scale = least_error_scale(groups, importance.reshape(-1, size), spec, search=method == "mse")
+    if spec.scale == "lowrank":
+        for parameter, value in zip((quantizer.a, quantizer.g, quantizer.b), _factors(scale, weight.shape, spec.size)):
+            parameter.copy_(value)
+    else:
+        quantizer.scale.copy_(scale.view(quantizer.scale.shape))
+
+
+def least_error_scale(groups: Tensor, importance: Tensor, spec: QuantSpec, search: bool = True) -> Tensor:
+    """Scale [G, 1] of least Σ importance·(w − level·scale)² for each row of groups [G, g].
+
+    search=False gives the absolute-maximum scale. The `int` codebook is not symmetric: both signs are tried.
+    """
+    start = groups.abs().amax(1, keepdim=True).clamp(min=1e-8) / spec.largest
+    if not search:
+        return start
+    signs = (1.0, -1.0) if spec.codebook == "int" else (1.0,)
+    best, best_error = start, _error(groups, importance, start, spec)
+    for factor in [f * sign for sign in signs for f in SEARCH.tolist()]:
+        best, best_error = _better(groups, importance, start * factor, spec, best, best_error)
+    for _ in range(REFINE):
+        level = _levels(groups, best, spec)
+        solved = (importance * groups * level).sum(1, keepdim=True) / (importance * level * level).sum(
+            1, keepdim=True
+        ).clamp(min=1e-20)
+        solved = torch.where(solved.abs() < 1e-12, best, solved)
+        best, best_error = _better(groups, importance, solved, spec, best, best_error)
+    return best
+
+
+def _levels(groups: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
+    return nearest_code(groups / scale, spec).mul_(spec.step).add_(spec.lowest)
+
+
+def _error(groups, importance, scale, spec) -> Tensor:
+    return _levels(groups, scale, spec).mul_(scale).sub_(groups).square_().mul_(importance).sum(1, keepdim=True)
+
+
+def _better(groups, importance, scale, spec, best, best_error) -> tuple[Tensor, Tensor]:
+    error = _error(groups, importance, scale, spec)
+    wins = error < best_error
+    return torch.where(wins, scale, best), torch.where(wins, error, best_error)
+
+
+def _factors(group_scale: Tensor, shape: torch.Size, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A [out, r], g [r], B [r, in] of the truncated SVD of the group scales spread over their weights.
+
+    Each group's column stands `size` times in the spread matrix, so the SVD of the small one gives the large one's.
+    Components beyond the rank of the group scales start with g = 0 and random unit vectors: free to learn.
+    """
+    out_features, in_features = shape
+    size = LOWRANK_INIT_GROUP
+    u, g, vh = torch.linalg.svd(group_scale.view(out_features, in_features // size), full_matrices=False)
+    kept = min(rank, len(g))
+    random = torch.Generator().manual_seed(0)
+    a = torch.randn(out_features, rank, generator=random)
+    b = torch.randn(rank, in_features, generator=random)
+    a[:, :kept], b[:kept] = u[:, :kept], vh[:kept].repeat_interleave(size, 1)
+    magnitude = torch.zeros(rank)
+    magnitude[:kept] = g[:kept] * size**0.5
+    return a / a.norm(dim=0, keepdim=True), magnitude, b / b.norm(dim=1, keepdim=True)
+
+
+@torch.no_grad()
+def input_moments(model: nn.Module, batches, forward) -> dict[str, Tensor]:
+    """Mean square of every quantised layer's inputs, layer name → [in], over `forward(model, batch)` of each batch."""
+    sums: dict[str, Tensor] = {}
+    counts: dict[str, int] = {}
+
+    def watch(name):
+        def hook(_, args):
+            x = args[0].detach().float().flatten(0, -2)
+            sums[name] = sums.get(name, 0) + x.square().sum(0)
+            counts[name] = counts.get(name, 0) + x.shape[0]
+
+        return hook
+
+    layers = {n: m for n, m in quantized_layers(model).items() if isinstance(m, nn.Linear)}
+    hooks = [layer.register_forward_pre_hook(watch(name)) for name, layer in layers.items()]
+    try:
+        for batch in batches:
+            forward(model, batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {name: (sums[name] / counts[name]).cpu() for name in sums}

@@ -1,0 +1,89 @@
+"""What a quantiser is made of: bits, a codebook and the shape of its scale."""
+
+import re
+from dataclasses import dataclass
+
+from qat_lora.errors import UserError
+
+CODEBOOKS = ("balanced", "int", "lut")
+BITS = (2, 3, 4, 8)
+LOWRANK_INIT_GROUP = 32  # a low-rank scale starts as the truncated SVD of per-group scales of this size
+
+
+@dataclass(frozen=True)
+class QuantSpec:
+    """One kind of quantised weight: W_eff = level[code] · S.
+
+    codebook, as levels for b bits:
+      balanced  {±1/2, ±3/2, …}, symmetric, no zero
+      int       {−2^(b−1), …, 2^(b−1)−1}; a scale of either sign turns it over
+      lut       2^b levels evenly spaced in [−1, 1]
+    scale: "group" (one per `size` weights of a row), "lowrank" (S = (A·diag(g))·B of rank `size`), "tensor" (one).
+    """
+
+    codebook: str
+    bits: int
+    scale: str
+    size: int = 0
+
+    def __post_init__(self):
+        if self.codebook not in CODEBOOKS or self.bits not in BITS or self.scale not in ("group", "lowrank", "tensor"):
+            raise UserError(f"{self!r}: codebooks {CODEBOOKS}, bits {BITS}, scales group, lowrank, tensor")
+
+    @classmethod
+    def parse(cls, text: str) -> "QuantSpec | None":
+        """From "balanced2/g32" (group), "lut4/r32" (low rank) or "balanced2/tensor"; "none" leaves weights alone."""
+        if text == "none":
+            return None
+        match = re.fullmatch(r"(balanced|int|lut)([2348])/(?:g(\d+)|r(\d+)|(tensor))", text)
+        if not match or "0" in match.group(3, 4):
+            raise UserError(
+                f"quantiser {text!r}: write CODEBOOKbits/SCALE with codebook balanced, int or lut, bits 2, 3, 4 or 8, "
+                "scale g32 (groups of 32), r8 (rank 8) or tensor; for example balanced2/g32, or none"
+            )
+        codebook, bits, group, rank, _ = match.groups()
+        scale = "group" if group else "lowrank" if rank else "tensor"
+        return cls(codebook, int(bits), scale, int(group or rank or 0))
+
+    def __str__(self):
+        size = {"group": f"g{self.size}", "lowrank": f"r{self.size}", "tensor": "tensor"}[self.scale]
+        return f"{self.codebook}{self.bits}/{size}"
+
+    @property
+    def levels(self) -> int:
+        return 2**self.bits
+
+    @property
+    def step(self) -> float:
+        """Distance between neighbouring levels."""
+        return 2.0 / (self.levels - 1) if self.codebook == "lut" else 1.0
+
+    @property
+    def lowest(self) -> float:
+        """The lowest level."""
+        return {"balanced": -(self.levels - 1) / 2, "int": -self.levels / 2, "lut": -1.0}[self.codebook]
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude of a level (Q_max)."""
+        return -self.lowest
+
+    def group_of(self, in_features: int) -> int:
+        """Weights of a row that share one scale; a low-rank scale has one of its own for each weight (1)."""
+        return {"group": self.size, "lowrank": 1, "tensor": in_features}[self.scale]
+
+    def check(self, name: str, out_features: int, in_features: int) -> None:
+        """Raise UserError where a weight [out, in] cannot carry this quantiser."""
+        if self.scale == "group" and in_features % self.size:
+            fits = [g for g in (8, 16, 32, 64, 128, 256) if in_features % g == 0]
+            raise UserError(f"{name}: {in_features} inputs do not divide by group {self.size}; use one of {fits}")
+        if self.scale == "lowrank" and self.size > min(out_features, in_features):
+            raise UserError(f"{name}: rank {self.size} is above the weight's {min(out_features, in_features)}")
+        if self.scale == "lowrank" and in_features % LOWRANK_INIT_GROUP:
+            raise UserError(f"{name}: {in_features} inputs do not divide by {LOWRANK_INIT_GROUP}; use a group scale")
+
+    def scale_values(self, out_features: int, in_features: int) -> int:
+        """How many numbers the scale of a weight [out, in] takes."""
+        if self.scale == "group":
+            return out_features * in_features // self.size
+        return self.size * (out_features + in_features + 1) if self.scale == "lowrank" else 1

@@ -1,0 +1,159 @@
+"""The student: a model whose linear layers are quantised, and the file `best.pt` that carries it frozen."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from qat_lora.errors import UserError
+from qat_lora.models.loading import decoder_layers, load_model, unwrap
+from qat_lora.quant.linear import QuantEmbedding, QuantLinear, freeze, quantized_layers
+from qat_lora.quant.spec import QuantSpec
+from qat_lora.run.files import write_atomically
+
+FORMAT = "qat_lora.student.1"
+
+
+@dataclass(frozen=True)
+class StudentSpec:
+    """Which quantiser each kind of module gets, as QuantSpec texts; "none" leaves it in full precision."""
+
+    mlp: str = "balanced2/g32"
+    attn: str = "balanced2/g32"
+    head: str = "none"
+
+    def __post_init__(self):
+        if all(QuantSpec.parse(text) is None for text in (self.mlp, self.attn, self.head)):
+            raise UserError("mlp, attn and head are all none: nothing would be quantised")
+
+    def __str__(self):
+        return f"mlp={self.mlp} attn={self.attn} head={self.head}"
+
+
+def quantize(model: nn.Module, spec: StudentSpec) -> nn.Module:
+    """Replace the linear layers of the decoder blocks by QuantLinear, in place; scales still to be initialised.
+
+    A quantised head that is tied to the embedding quantises both with one set of codes.
+    """
+    for layer in decoder_layers(model):
+        for name, module in list(layer.named_modules()):
+            if isinstance(module, nn.Linear) and not isinstance(module, QuantLinear):
+                kind = QuantSpec.parse(spec.mlp if name.startswith("mlp") else spec.attn)
+                if kind:
+                    _check(kind, name, module)
+                    layer.set_submodule(name, QuantLinear(module, kind))
+    kind = QuantSpec.parse(spec.head)
+    if kind:
+        base = unwrap(model)
+        _check(kind, "lm_head", base.get_output_embeddings())
+        head, embedding = QuantLinear(base.get_output_embeddings(), kind), base.get_input_embeddings()
+        if embedding.weight is head.weight:
+            base.set_input_embeddings(QuantEmbedding(embedding, head.quantizer))
+        base.set_output_embeddings(head)
+    return model
+
+
+def _check(kind: QuantSpec, name: str, linear: nn.Linear) -> None:
+    kind.check(name, linear.out_features, linear.in_features)
+
+
+def bits_per_weight(model: nn.Module, adapter_values: int = 0) -> float:
+    """Stored bits per quantised weight: codes, scales at 16 bits, and `adapter_values` at 16 bits."""
+    weights = bits = 0
+    for layer in quantized_layers(model).values():
+        quantizer = layer.quantizer
+        count = layer.weight.numel()
+        weights += count
+        bits += count * quantizer.spec.bits + 16 * quantizer.spec.scale_values(*quantizer.shape)
+    return (bits + 16 * adapter_values) / weights if weights else 16.0
+
+
+def megabytes(model: nn.Module, adapter_values: int = 0) -> float:
+    """Size to deploy in MB (1e6 bytes): quantised weights as `bits_per_weight` counts, everything else at 16 bits."""
+    layers = quantized_layers(model)
+    quantised = sum(layer.weight.numel() for layer in layers.values())
+    scales = {id(p) for layer in layers.values() for p in layer.quantizer.parameters()}
+    latent = {id(layer.weight) for layer in layers.values()}
+    rest = sum(p.numel() for p in model.parameters() if id(p) not in scales | latent and not _is_adapter(model, p))
+    code_bits = (bits_per_weight(model, adapter_values) if quantised else 0) * quantised
+    return (code_bits + 16 * rest) / 8 / 1e6
+
+
+def _is_adapter(model: nn.Module, parameter: nn.Parameter) -> bool:
+    return any(parameter is p and "lora_" in name for name, p in model.named_parameters())
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """uint8 codes of any shape → a flat uint8 tensor of ⌈n·bits/8⌉ bytes, lowest bit first."""
+    planes = np.unpackbits(codes.numpy().reshape(-1, 1), axis=1, bitorder="little", count=bits)
+    return torch.from_numpy(np.packbits(planes.reshape(-1), bitorder="little"))
+
+
+def unpack_codes(packed: Tensor, bits: int, shape: tuple[int, int]) -> Tensor:
+    """The inverse of `pack_codes`: uint8 codes of `shape`."""
+    count = shape[0] * shape[1]
+    planes = np.unpackbits(packed.numpy(), bitorder="little", count=count * bits).reshape(count, bits)
+    return torch.from_numpy(np.packbits(planes, axis=1, bitorder="little").reshape(shape))
+
+
+def save_student(path: str | Path, model: nn.Module, model_name: str, spec: StudentSpec, info: dict) -> None:
+    """Write the frozen student as one file, atomically. The model itself may be in training: it is left as it is.
+
+    Codes are packed at their bits, the rest is fp32 on the CPU; `info` holds plain values about how it came to be.
+    """
+    tensors: dict[str, Tensor] = {}
+    layers = quantized_layers(model)
+    latent = {id(layer.weight) for layer in layers.values()}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in latent:
+            tensors[name] = parameter.detach().cpu()
+    for name, layer in layers.items():
+        codes = layer.quantizer.codes
+        codes = layer.quantizer.encode(layer.weight) if codes is None else codes
+        tensors[f"{name}.codes"] = pack_codes(codes.cpu(), layer.quantizer.spec.bits)
+    content = {"format": FORMAT, "model": model_name, "spec": vars(spec) | {}, "info": info, "tensors": tensors}
+    write_atomically(Path(path), lambda file: torch.save(content, file))
+
+
+def read_student(path: str | Path) -> dict:
+    """The content of a student file; raises UserError naming it where it is missing, damaged or something else."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"checkpoint {path}: no such file; train_qat.py writes best.pt into its run directory")
+    try:
+        content = torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0][:120]
+        raise UserError(f"checkpoint {path} is damaged or not a student file ({reason}); train or copy it again") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise UserError(f"checkpoint {path} is not a student file ({FORMAT}); give the best.pt of train_qat.py")
+    return content
+
+
+def load_student(path: str | Path, model: str | None = None) -> tuple[nn.Module, dict]:
+    """The frozen student of a file, and the file's other content. `model` is checked against the one it was made of.
+
+    Codes are read, never recomputed.
+    """
+    content = read_student(path)
+    if model not in (None, content["model"]):
+        raise UserError(f"checkpoint {path} was made of model {content['model']!r}, not {model!r}; drop --model or change it")
+    student = quantize(load_model(content["model"]), StudentSpec(**content["spec"]))
+    tensors = content.pop("tensors")
+    layers = quantized_layers(student)
+    latent = {id(layer.weight) for layer in layers.values()}
+    wanted = {n: p for n, p in student.named_parameters() if id(p) not in latent}
+    expected = set(wanted) | {f"{name}.codes" for name in layers}
+    if expected != set(tensors):
+        odd = sorted(expected ^ set(tensors))[0]
+        raise UserError(f"checkpoint {path} does not fit model {content['model']!r}: {odd} is on one side only")
+    with torch.no_grad():
+        for name, parameter in wanted.items():
+            parameter.copy_(tensors[name])
+    for name, layer in layers.items():
+        layer.quantizer.codes = unpack_codes(tensors[f"{name}.codes"], layer.quantizer.spec.bits, layer.quantizer.shape)
+    freeze(student)
+    student.requires_grad_(False)
+    return student, content

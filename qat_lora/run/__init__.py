@@ -1,0 +1,1 @@
+"""A run: configuration, directory, checkpoints, schedule, metrics, plots."""

@@ -1,0 +1,56 @@
+"""Files that are either whole or not there."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from qat_lora.errors import UserError
+
+
+def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:
+    """Call write(file) on a temporary file beside `path`, flush it to disk, rename it. A failure leaves `path` as it was.
+
+    Raises UserError naming the path when it cannot be written (a full disk, no permission).
+    """
+    part = path.with_name(path.name + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(part, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        part.rename(path)
+    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
+        raise cannot_write(path, error) from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def cannot_write(path: Path, error: Exception) -> UserError:
+    reason = str(error).strip().splitlines()[0]
+    return UserError(f"{path} could not be written ({reason}); free some space or rights; earlier files are untouched")
+
+
+def write_json(path: Path, content: dict) -> None:
+    write_atomically(path, lambda file: file.write((json.dumps(content, indent=2) + "\n").encode()))
+
+
+def read_json(path: Path) -> dict:
+    """A JSON object from a file; raises UserError naming the file where it is missing or damaged."""
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (ValueError, OSError) as error:
+        raise UserError(f"{path} is damaged ({error})") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is damaged (not a JSON object)")
+    return content
+
+
+def sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,171 @@
+"""Chat rows: known formats become messages, and spans cover the completions with their end marker, nothing else."""
+
+import copy
+
+import pytest
+
+from qat_lora.data.chat import Document, documents, render_chat, to_messages
+from qat_lora.errors import UserError
+
+SINGLE = [{"role": "user", "content": "What is 2+2?"}, {"role": "assistant", "content": "It is 4."}]
+MULTI = [
+    {"role": "system", "content": "Be brief."},
+    *SINGLE,
+    {"role": "user", "content": "And 3+3?"},
+    {"role": "assistant", "content": "Six "},
+]
+NO_THOUGHT = "<think>\n\n</think>\n\n"
+
+# What Qwen3 does: the last turn keeps its thoughts (or an empty block), earlier turns lose them.
+FORGETFUL = """
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' %}
+{{- '<think>\\n\\n</think>\\n\\n' if loop.last and '</think>' not in message.content }}
+{{- message.content if loop.last else message.content.split('</think>')[-1] }}
+{%- else %}{{- message.content }}{%- endif %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{{- '<think>\\n\\n</think>\\n\\n' if enable_thinking is defined and not enable_thinking }}
+{%- endif %}
+"""
+
+
+def with_template(tokenizer, template):
+    changed = copy.deepcopy(tokenizer)
+    changed.chat_template = template
+    return changed
+
+
+def completions(document):
+    return [document.text[start:end] for start, end in document.spans]
+
+
+def render_one(messages, tokenizer, thinking):
+    (document,) = render_chat(messages, tokenizer, thinking)
+    return document
+
+
+def fault(function, *arguments) -> str:
+    with pytest.raises(UserError) as caught:
+        function(*arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": SINGLE, "text": "ignored"},
+        {"conversations": [{"from": "human", "value": "What is 2+2?"}, {"from": "gpt", "value": "It is 4."}]},
+        {"conversations": [{"from": "user", "value": "What is 2+2?"}, {"from": "assistant", "value": "It is 4."}]},
+        {"instruction": "What is 2+2?", "output": "It is 4."},
+        {"instruction": "What is 2+2?", "input": "", "output": "It is 4.", "messages": None},
+    ],
+)
+def test_known_formats_become_the_same_messages(row):
+    assert to_messages(row) == SINGLE
+
+
+def test_alpaca_input_follows_the_instruction():
+    messages = to_messages({"instruction": "Add.", "input": "2 and 2", "output": "4"})
+    assert [message["content"] for message in messages] == ["Add.\n\n2 and 2", "4"]
+
+
+def test_plain_text_is_no_chat():
+    assert to_messages({"text": "plain", "id": 3}) is None
+
+
+@pytest.mark.parametrize(
+    "row, words",
+    [
+        ({"prompt": "a", "answer": "b"}, "columns prompt, answer"),
+        ({}, "(none)"),
+        ({"prompt": "a"}, "messages, conversations (sharegpt), instruction + output (alpaca), text"),
+        ({"messages": [{"role": "user"}]}, "turn 0"),
+        ({"messages": "[]oops"}, "turn 0"),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt"}]}, "turn 1"),
+        ({"conversations": [{"from": "robot", "value": "a"}]}, '"robot"'),
+        ({"instruction": 3, "output": "a"}, "turn 0"),
+    ],
+)
+def test_unknown_or_malformed_rows(row, words):
+    assert words in fault(to_messages, row)
+
+
+@pytest.mark.parametrize("messages, expected", [(SINGLE, ["It is 4."]), (MULTI, ["It is 4.", "Six "])])
+@pytest.mark.parametrize("thinking", ["on", "off"])
+def test_spans_are_the_completions_with_their_end_marker(tiny_tokenizer, messages, expected, thinking):
+    document = render_one(messages, tiny_tokenizer, thinking)
+    assert completions(document) == [answer + "<|im_end|>" for answer in expected]
+    assert (NO_THOUGHT in document.text) == (thinking == "off")
+
+
+def test_a_trailing_user_turn_is_not_learned(tiny_tokenizer):
+    document = render_one(MULTI[:-1], tiny_tokenizer, "on")
+    assert completions(document) == ["It is 4.<|im_end|>"]
+    assert document.text.endswith("And 3+3?<|im_end|>\n")
+
+
+def test_a_greeting_without_a_prompt_is_not_learned(tiny_tokenizer):
+    greeting = [{"role": "assistant", "content": "Hello!"}]
+    assert completions(render_one(greeting + SINGLE, tiny_tokenizer, "on")) == ["It is 4.<|im_end|>"]
+
+
+def test_both_gives_two_renderings_or_one_where_they_are_the_same(tiny_tokenizer):
+    on, off = render_chat(SINGLE, tiny_tokenizer, "both")
+    assert [on] == render_chat(SINGLE, tiny_tokenizer, "on") and [off] == render_chat(SINGLE, tiny_tokenizer, "off")
+    indifferent = with_template(tiny_tokenizer, tiny_tokenizer.chat_template.replace("enable_thinking", "ignored"))
+    assert len(render_chat(SINGLE, indifferent, "both")) == 1
+
+
+def test_a_template_that_rewrites_earlier_turns_leaves_the_last_one(tiny_tokenizer):
+    forgetful = with_template(tiny_tokenizer, FORGETFUL)
+    assert completions(render_one(MULTI, forgetful, "on")) == [NO_THOUGHT + "Six <|im_end|>"]
+    assert completions(render_one(MULTI, forgetful, "off")) == ["Six <|im_end|>"]
+    thought = [*MULTI[:-1], {"role": "assistant", "content": "<think>\n3+3\n</think>\n\nSix"}]
+    assert completions(render_one(thought, forgetful, "on")) == ["<think>\n3+3\n</think>\n\nSix<|im_end|>"]
+    assert "continuation of its own generation prompt" in fault(render_chat, thought, forgetful, "off")
+    # One text, two prompts: what thinking on has to say covers what thinking off has to say.
+    assert render_chat(MULTI, forgetful, "both") == render_chat(MULTI, forgetful, "on")
+
+
+def test_a_template_without_an_end_marker_keeps_the_separator(tiny_tokenizer):
+    bare = with_template(
+        tiny_tokenizer,
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
+        "{{ 'assistant: ' if add_generation_prompt }}",
+    )
+    assert completions(render_one(SINGLE, bare, "on")) == ["It is 4.\n"]
+
+
+@pytest.mark.parametrize(
+    "template, messages, words",
+    [
+        (None, SINGLE, "no chat template"),
+        ("{{ messages[-1].content }}", SINGLE, "continuation of its own generation prompt"),
+        ("{{ raise_exception('system role not supported') }}", SINGLE, "system role not supported"),
+        ("{{ messages }}", SINGLE[:1], "no assistant turn"),
+        ("{{ messages }}", [], "no messages"),
+    ],
+)
+def test_what_cannot_be_rendered(tiny_tokenizer, template, messages, words):
+    assert words in fault(render_chat, messages, with_template(tiny_tokenizer, template), "on")
+
+
+def test_unknown_thinking(tiny_tokenizer):
+    assert "on, off, both" in fault(render_chat, SINGLE, tiny_tokenizer, "maybe")
+
+
+def test_documents_mixes_plain_text_and_chat(tiny_tokenizer):
+    found = list(documents([{"text": "plain"}, {"messages": SINGLE}], tiny_tokenizer, "both"))
+    assert found == [Document("plain", None), *render_chat(SINGLE, tiny_tokenizer, "both")]
+
+
+@pytest.mark.parametrize("row", [{"text": None}, {"other": 1}, {"messages": SINGLE[:1]}])
+def test_documents_names_the_row_at_fault(tiny_tokenizer, row):
+    rows = documents([{"text": "plain"}, row], tiny_tokenizer, "on")
+    assert next(rows) == Document("plain", None)
+    assert fault(next, rows).startswith("row 1: ")

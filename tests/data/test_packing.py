@@ -1,0 +1,203 @@
+"""Packing: every token once and in order, the mask decodes to the completions, held-out rows are apart."""
+
+import itertools
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from qat_lora.data.chat import Document, documents
+from qat_lora.data.packing import Rows, fingerprint, pack, split_heldout, tokenizer_fingerprint
+from qat_lora.data.text import read_rows
+from qat_lora.errors import UserError
+
+EOS = "<|im_end|>"
+SINGLE = [{"role": "user", "content": "What is 2+2?"}, {"role": "assistant", "content": "It is 4, naïve 🙂."}]
+MULTI = [*SINGLE, {"role": "user", "content": "And 3+3?"}, {"role": "assistant", "content": "Six"}]
+
+
+def rows_of(count, length=4):
+    tokens = torch.arange(count * length, dtype=torch.int32).reshape(count, length)
+    return Rows(tokens, torch.ones(count, length, dtype=torch.uint8))
+
+
+def pack_whole(found, tokenizer):
+    """All tokens of the documents as ids and mask [T]: rows of 2 drop one token at most, of a last document `!`."""
+    rows = pack([*found, Document("!", None)], tokenizer, 2)
+    return rows.tokens.flatten().tolist(), rows.mask.flatten().tolist()
+
+
+def learned_runs(ids, mask, tokenizer):
+    """The decoded text of each run of tokens with mask 1."""
+    runs = itertools.groupby(zip(ids, mask), key=lambda pair: pair[1])
+    return [tokenizer.decode([token for token, _ in run]) for value, run in runs if value]
+
+
+def chat_runs(row, tokenizer, thinking):
+    ids, mask = pack_whole(documents([row], tokenizer, thinking), tokenizer)
+    return learned_runs(ids, mask, tokenizer)[:-1]  # without the last document
+
+
+def test_every_token_appears_once_and_in_order(tiny_tokenizer):
+    texts = [row["text"] for row in read_rows("embedded", limit=20)]
+    expected = []
+    for text in texts:
+        expected += [*tiny_tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], 2]
+    rows = pack([Document(text, None) for text in texts], tiny_tokenizer, 64)
+    assert tiny_tokenizer.eos_token_id == 2
+    assert rows.tokens.shape == (len(expected) // 64, 64)
+    assert rows.tokens.flatten().tolist() == expected[: len(expected) // 64 * 64]
+    assert rows.mask.all()
+    assert rows.tokens.dtype == torch.int32 and rows.mask.dtype == torch.uint8
+
+
+def test_blank_documents_add_nothing(tiny_tokenizer):
+    assert pack_whole([Document("a b", None)], tiny_tokenizer) == pack_whole(
+        [Document("", None), Document("a b", None), Document("", None)], tiny_tokenizer
+    )
+
+
+@pytest.mark.parametrize("thinking", ["on", "off"])
+@pytest.mark.parametrize(
+    "row, answers",
+    [
+        ({"messages": SINGLE}, ["It is 4, naïve 🙂."]),
+        ({"messages": MULTI}, ["It is 4, naïve 🙂.", "Six"]),
+        ({"instruction": "Add.", "input": "2 and 2", "output": "4"}, ["4"]),
+    ],
+)
+def test_mask_decodes_to_the_completions_and_their_eos(tiny_tokenizer, row, answers, thinking):
+    assert chat_runs(row, tiny_tokenizer, thinking) == [answer + EOS for answer in answers]
+
+
+def test_thinking_both_learns_each_rendering(tiny_tokenizer):
+    assert chat_runs({"messages": SINGLE}, tiny_tokenizer, "both") == ["It is 4, naïve 🙂." + EOS] * 2
+
+
+def test_chat_gets_no_second_eos(tiny_tokenizer):
+    (document,) = documents([{"messages": SINGLE}], tiny_tokenizer, "on")
+    ids, _ = pack_whole([document], tiny_tokenizer)
+    text = tiny_tokenizer.decode(ids)
+    assert text.startswith(document.text) and text[len(document.text) :] in ("!", "!" + EOS)
+
+
+@pytest.mark.parametrize(
+    "document, learned", [(Document("u: hi\na: yes\n", ((9, 13),)), 1), (Document("a: yes\nu: bye\n", ((3, 7),)), 0)]
+)
+def test_eos_after_chat_without_one_is_learned_if_the_assistant_has_the_last_word(tiny_tokenizer, document, learned):
+    ids, mask = pack_whole([document], tiny_tokenizer)
+    end = ids.index(tiny_tokenizer.eos_token_id)
+    assert tiny_tokenizer.decode(ids[:end]) == document.text
+    assert mask[end] == learned
+
+
+def test_a_token_that_straddles_the_start_of_a_span_is_learned(tiny_tokenizer):
+    text = "say: the"
+    (start, end) = tiny_tokenizer(text, return_offsets_mapping=True)["offset_mapping"][-1]
+    assert (start, end) == (4, 8)  # " the" is one token
+    ids, mask = pack_whole([Document(text, ((5, 8),))], tiny_tokenizer)
+    assert learned_runs(ids, mask, tiny_tokenizer)[0].startswith(" the" + EOS)
+
+
+def test_max_rows_stops_reading_an_endless_source(tiny_tokenizer):
+    endless = (Document(f"text {n}", None) for n in itertools.count())
+    rows = pack(endless, tiny_tokenizer, 16, max_rows=3)
+    assert rows.tokens.shape == (3, 16)
+    assert int(next(endless).text.split()[1]) < 48
+
+
+def test_a_megabyte_of_text_packs_without_a_warning(tiny_tokenizer, caplog, recwarn, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)  # or caplog sees nothing
+    rows = pack([Document("All work and no play. " * 50_000, None)], tiny_tokenizer, 1024)
+    assert len(rows) > 300
+    assert not caplog.records and not recwarn.list
+
+
+def test_too_little_text_names_both_numbers(tiny_tokenizer):
+    with pytest.raises(UserError, match=r"has 2 tokens, too few for a row of 128; shorten the rows or add text"):
+        pack([Document("a", None)], tiny_tokenizer, 128)
+    with pytest.raises(UserError, match=r"has 0 tokens"):
+        pack([], tiny_tokenizer, 128)
+
+
+@pytest.mark.parametrize("options", [{"length": 1}, {"length": 8, "max_rows": 0}])
+def test_impossible_sizes(tiny_tokenizer, options):
+    with pytest.raises(UserError, match="use "):
+        pack([Document("a", None)], tiny_tokenizer, **options)
+
+
+def test_rows_refuse_other_types_and_shapes():
+    with pytest.raises(ValueError, match="int32 and uint8"):
+        Rows(torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.uint8))
+    with pytest.raises(ValueError, match=r"\[2, 3\], mask \[3, 2\]"):
+        Rows(torch.zeros(2, 3, dtype=torch.int32), torch.zeros(3, 2, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("fraction, held", [(0, 0), (0.001, 1), (0.2, 2), (0.5, 5)])
+def test_split_holds_out_the_tail(fraction, held):
+    train, heldout = split_heldout(rows_of(10), fraction)
+    assert (len(train), len(heldout)) == (10 - held, held)
+    assert torch.equal(torch.cat([train.tokens, heldout.tokens]), rows_of(10).tokens)
+    assert not set(train.tokens.flatten().tolist()) & set(heldout.tokens.flatten().tolist())
+
+
+@pytest.mark.parametrize(
+    "count, fraction, words", [(1, 0.1, "1 of 1"), (2, 0.9, "2 of 2"), (4, 1, "outside"), (4, -1, "outside")]
+)
+def test_split_that_leaves_nothing(count, fraction, words):
+    with pytest.raises(UserError, match=words):
+        split_heldout(rows_of(count), fraction)
+
+
+def test_fingerprint_tells_content_shape_and_mask():
+    rows = rows_of(4)
+    other_mask = rows.mask.clone()
+    other_mask[1, 1] = 0
+    distinct = [rows, rows_of(2, 8), rows_of(3), Rows(rows.tokens, other_mask), split_heldout(rows, 0)[1]]
+    assert len({fingerprint(each) for each in distinct}) == len(distinct)
+    assert fingerprint(rows) == fingerprint(rows_of(4))
+    assert fingerprint(Rows(rows.tokens[:, ::2], rows.mask[:, ::2])) == fingerprint(
+        Rows(rows.tokens[:, ::2].contiguous(), rows.mask[:, ::2].contiguous())
+    )
+
+
+def test_fingerprints_are_the_same_in_another_process(tiny_tokenizer, tiny_model_dir):
+    code = f"""
+from transformers import AutoTokenizer
+from qat_lora.data.chat import Document
+from qat_lora.data.packing import fingerprint, pack, tokenizer_fingerprint
+tokenizer = AutoTokenizer.from_pretrained({str(tiny_model_dir)!r})
+print(tokenizer_fingerprint(tokenizer), fingerprint(pack([Document("some text " * 50, None)], tokenizer, 8)))
+"""
+    environment = os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    output = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
+    rows = pack([Document("some text " * 50, None)], tiny_tokenizer, 8)
+    assert output.stdout.split() == [tokenizer_fingerprint(tiny_tokenizer), fingerprint(rows)]
+
+
+def test_tokenizer_fingerprint_follows_ids_and_nothing_else(tiny_tokenizer, tiny_model_dir):
+    from transformers import AutoTokenizer
+
+    expected = tokenizer_fingerprint(tiny_tokenizer)
+    changed = AutoTokenizer.from_pretrained(tiny_model_dir)
+    changed.chat_template = None
+    changed.pad_token = changed.eos_token
+    assert tokenizer_fingerprint(changed) == expected
+    changed.eos_token = "<|im_start|>"
+    assert tokenizer_fingerprint(changed) != expected
+    grown = AutoTokenizer.from_pretrained(tiny_model_dir)
+    grown.add_tokens(["<tool>"])
+    assert tokenizer_fingerprint(grown) != expected
+
+
+def test_tiny_model_reads_packed_rows(tiny_tokenizer, tiny_model_dir):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    rows = pack([Document("some text " * 50, None)], tiny_tokenizer, 8, max_rows=2)
+    logits = model(rows.tokens.long()).logits
+    assert logits.shape == (2, 8, len(tiny_tokenizer)) and len(tiny_tokenizer) == 512
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
