@@ -38,6 +38,10 @@ class XlaBackend(TorchBackend):
     def step_boundary(self) -> None:
         torch_xla.sync()
 
+    def fetch(self, *tensors: torch.Tensor) -> list[float]:
+        torch_xla.sync()  # then each value is at hand and no new graph is needed to read it
+        return [float(t.detach().cpu()) for t in tensors]
+
     def seed(self, seed: int) -> None:
         super().seed(seed)
         torch_xla.manual_seed(seed)

@@ -11,7 +11,7 @@ from qat_lora.errors import UserError
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:
-    """Call write(file) on a temporary file beside `path`, flush it to disk, rename it. A failure leaves `path` as it was.
+    """Call write(file) on a temporary file beside `path`, flush it to disk, rename it; a failure leaves `path` alone.
 
     Raises UserError naming the path when it cannot be written (a full disk, no permission).
     """

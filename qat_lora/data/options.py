@@ -1,0 +1,31 @@
+"""The text options that several scripts share, and what they stand for."""
+
+from dataclasses import dataclass
+
+from qat_lora.data.chat import THINKING, documents
+from qat_lora.data.packing import Rows, pack
+from qat_lora.data.text import read_rows
+from qat_lora.errors import UserError
+from qat_lora.run.config import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """Where rows of tokens come from."""
+
+    dataset: str = option("embedded", "embedded, a local .txt, .jsonl or .parquet file, or a hub dataset")
+    dataset_config: str | None = option(None, "configuration of a hub dataset")
+    dataset_split: str = option("train", "split of a hub dataset")
+    streaming: bool = option(False, "stream a hub dataset; give --max-rows with it")
+    thinking: str = option("off", "render chat rows with thinking on, off or both")
+    length: int = option(256, "tokens in a row")
+    max_rows: int | None = option(None, "stop after this many packed rows")
+
+    def rows(self, tokenizer) -> Rows:
+        """The packed rows. Raises UserError for a source, row or option that does not fit."""
+        if self.thinking not in THINKING:
+            raise UserError(f"thinking={self.thinking!r} is not one of {', '.join(THINKING)}")
+        source = read_rows(
+            self.dataset, config=self.dataset_config, split=self.dataset_split, streaming=self.streaming
+        )
+        return pack(documents(source, tokenizer, self.thinking), tokenizer, self.length, self.max_rows)

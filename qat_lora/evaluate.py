@@ -1,0 +1,126 @@
+"""Perplexity and divergence from the teacher, on fixed shapes."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from qat_lora.backend import TorchBackend
+from qat_lora.errors import UserError
+from qat_lora.kd.losses import positions, sparse_loss
+from qat_lora.models.loading import hidden_states, unwrap
+from qat_lora.quant.linear import effective_weight
+
+
+def head_weight(model: nn.Module) -> Tensor:
+    """The LM head's weight [V, H], quantised where the head is."""
+    return effective_weight(unwrap(model).get_output_embeddings())
+
+
+def kd_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Cross-entropy against the cached teacher targets of a batch of KDCacheDataset items."""
+    hidden = hidden_states(model, batch["tokens"])
+    return sparse_loss(hidden, head_weight(model), batch["index"], batch["prob"], batch["mask"], batch.get("total"))
+
+
+def text_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Next-token cross-entropy where mask [B, L] is 1 at the tokens to be predicted."""
+    hidden = hidden_states(model, batch["tokens"])[:, :-1]
+    labels = batch["tokens"][:, 1:].unsqueeze(2)
+    prob = torch.ones_like(labels, dtype=torch.float32)
+    return sparse_loss(hidden, head_weight(model), labels, prob, batch["mask"][:, 1:], batch.get("total"))
+
+
+@torch.no_grad()
+def heldout_figures(
+    model: nn.Module, dataset: Dataset, backend: TorchBackend, batch_size: int, rows: int
+) -> dict[str, float]:
+    """NLL of the text and KL from the cached teacher, in nats a token, over the first `rows` held-out rows.
+
+    Rows beyond a multiple of the batch size are left out: one shape. The KL is an unbiased estimate (top K exact, tail
+    sampled); measure_perplexity.py gives the exact one.
+    """
+    count = min(rows, len(dataset)) // batch_size * batch_size
+    if not count:
+        raise UserError(f"{len(dataset)} held-out rows are fewer than a batch of {batch_size}; hold out more text")
+    was_training = model.training
+    model.eval()
+    sums = []
+    for start in range(0, count, batch_size):
+        items = [dataset[i] for i in range(start, start + batch_size)]
+        batch = backend.to_device({key: torch.stack([item[key] for item in items]) for key in items[0]})
+        with backend.autocast():
+            hidden, head = hidden_states(model, batch["tokens"]), head_weight(model)
+            mask = batch["mask"].float()
+            cross = sparse_loss(hidden, head, batch["index"], batch["prob"], mask)
+            kl = cross - (batch["entropy"] * mask).sum() / mask.sum()
+            labels = batch["tokens"][:, 1:].unsqueeze(2)
+            nll = sparse_loss(hidden[:, :-1], head, labels, torch.ones_like(labels), mask[:, :-1])
+        sums += [kl, nll]
+        backend.step_boundary()
+    model.train(was_training)
+    values = backend.fetch(*sums)
+    kls, nlls = values[::2], values[1::2]
+    nll = sum(nlls) / len(nlls)
+    return {"heldout_nll": nll, "heldout_ppl": math.exp(min(nll, 80)), "heldout_kl": sum(kls) / len(kls)}
+
+
+def windows(tokens: Tensor, length: int, stride: int, limit: int | None = None) -> tuple[Tensor, Tensor]:
+    """Windows [N, length] of a token stream and how many tokens at the end of each count as predicted there [N].
+
+    stride = length: blocked, every window on its own (its first token is given). stride < length: sliding, after the
+    first window only the last `stride` tokens count, with the ones before as context. The ragged end is left out.
+    Raises UserError where the text is shorter than one window.
+    """
+    if not 1 <= stride <= length:
+        raise UserError(f"stride={stride} must be from 1 to the window length {length}")
+    if len(tokens) < length:
+        raise UserError(f"the text has {len(tokens)} tokens, fewer than one window of {length}; use a shorter --length")
+    starts = list(range(0, len(tokens) - length + 1, stride))[:limit]
+    scored = [length - 1 if stride == length or not start else stride for start in starts]
+    return torch.stack([tokens[s : s + length] for s in starts]), torch.tensor(scored)
+
+
+@torch.no_grad()
+def text_figures(
+    model: nn.Module,
+    tokens: Tensor,
+    scored: Tensor,
+    backend: TorchBackend,
+    batch_size: int = 1,
+    teacher: nn.Module | None = None,
+) -> dict[str, float]:
+    """Exact figures over windows [N, L] of which the last `scored` [N] tokens count.
+
+    nll in nats a token, ppl = e^nll, and with a teacher kl = E[KL(teacher‖model)] over the same positions.
+    """
+    count, length = tokens.shape
+    sums = []
+    for start in range(0, count, batch_size):
+        rows = torch.arange(start, start + batch_size)
+        keep = (rows < count).long()  # the last batch is filled up to one shape
+        rows = rows.clamp(max=count - 1)
+        where = torch.arange(1, length) >= (length - scored[rows]).unsqueeze(1)
+        batch = backend.to_device({"tokens": tokens[rows].long(), "mask": where * keep.unsqueeze(1)})
+        with backend.autocast():
+            sums += _window_sums(model, teacher, batch["tokens"], batch["mask"])
+        backend.step_boundary()
+    values = backend.fetch(*sums)
+    total = float(scored.sum())
+    nll = sum(values[::2]) / total
+    figures = {"nll": nll, "ppl": math.exp(min(nll, 80)), "tokens": int(total)}
+    return figures | ({"kl": sum(values[1::2]) / total} if teacher is not None else {})
+
+
+def _window_sums(model, teacher, tokens: Tensor, mask: Tensor) -> list[Tensor]:
+    """[Σ NLL, Σ KL] over kept positions; logits in chunks, softmax in fp32."""
+    states = [(hidden_states(m, tokens)[:, :-1].flatten(0, 1), head_weight(m)) for m in (model, teacher) if m is not None]
+    labels, keep = tokens[:, 1:].reshape(-1, 1), mask.reshape(-1).float()
+    nll = kl = keep.new_zeros(())
+    for rows in positions(len(keep), len(states[0][1])):
+        logp = [(h[rows] @ w.T.to(h.dtype)).float().log_softmax(-1) for h, w in states]
+        nll = nll - (logp[0].gather(1, labels[rows]).squeeze(1) * keep[rows]).sum()
+        if teacher is not None:
+            kl = kl + ((logp[1].exp() * (logp[1] - logp[0])).sum(1) * keep[rows]).sum()
+    return [nll, kl]

@@ -1,0 +1,168 @@
+"""Layer-by-layer QAT: each block learns to answer, on quantised inputs, as its full-precision self would.
+
+The stage before end-to-end training: a block at a time, cheap in memory, and a far better start at 2 bits than any
+scale search (EfficientQAT's first phase, arXiv 2407.11062, with targets computed on the quantised inputs).
+"""
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from qat_lora.backend import TorchBackend
+from qat_lora.errors import UserError
+from qat_lora.evaluate import head_weight
+from qat_lora.kd.losses import sparse_loss
+from qat_lora.models.loading import decoder_layers, hidden_states, unwrap
+from qat_lora.qat import parameter_groups, restore
+from qat_lora.quant.linear import unquantized
+from qat_lora.run.schedule import cosine, set_learning_rates
+from qat_lora.run.session import Session
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """steps updates of one batch for each block; kd_weight: share of a global distillation term, 0 leaves it out."""
+
+    steps: int
+    learning_rate: float
+    scale_learning_rate: float
+    clip_grad_norm: float
+    kd_weight: float = 0.0
+
+
+class _Seen(Exception):
+    """Ends a forward pass once the first block's inputs are known."""
+
+
+def block_inputs(model: nn.Module, tokens: Tensor) -> tuple[Tensor, dict]:
+    """What the first decoder block is called with for tokens [B, L]: hidden states [B, L, H] and keyword arguments.
+
+    The keywords (positions, masks) depend on the shape alone, so they serve every block and batch of that shape.
+    """
+    seen = {}
+
+    def watch(_, args, kwargs):
+        seen.update(hidden=args[0] if args else kwargs.pop("hidden_states"), kwargs=dict(kwargs))
+        raise _Seen
+
+    hook = decoder_layers(model)[0].register_forward_pre_hook(watch, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            hidden_states(model, tokens)
+    except _Seen:
+        return seen["hidden"], seen["kwargs"]
+    finally:
+        hook.remove()
+    raise UserError(f"{type(model).__name__} does not call its decoder layers; layer-wise training needs one that does")
+
+
+def _run(layer: nn.Module, hidden: Tensor, kwargs: dict) -> Tensor:
+    out = layer(hidden, **kwargs)
+    return out[0] if isinstance(out, tuple) else out
+
+
+@torch.no_grad()
+def block_outputs(layer: nn.Module, inputs: list[Tensor], kwargs: dict, backend: TorchBackend) -> list[Tensor]:
+    """A block's outputs [B, L, H] for every batch of inputs; both are kept on the host."""
+    outputs = []
+    for hidden in inputs:
+        with backend.autocast():
+            out = _run(layer, hidden.to(backend.device), kwargs)
+        backend.step_boundary()
+        outputs.append(backend.to_host(out))
+    return outputs
+
+
+def train_layers(student: nn.Module, batches: list[dict], plan: LayerPlan, session: Session, backend: TorchBackend):
+    """Train the blocks of a placed student in order, on `batches` (dicts of tokens [B, L], all of one shape).
+
+    Loss: mean square error against the block with its quantisers off, on the inputs that the quantised blocks before
+    it produce, relative to the target's mean square. With kd_weight, plus that share of the cached distillation loss
+    of the whole model, the later blocks in full precision (batches then carry index, prob and mask).
+    """
+    layers = decoder_layers(student)
+    current, optimizer, saved = -1, None, None
+
+    def state() -> tuple[dict, dict]:
+        return dict(student.named_parameters()), {"optimizer": optimizer.state_dict()}
+
+    def load(tensors: dict, trainer: dict) -> None:
+        nonlocal saved
+        restore(student, tensors)
+        saved = trainer["optimizer"]
+
+    for step in session.steps("layers", len(layers) * plan.steps, state, load):
+        index, inner = divmod(step - 1, plan.steps)
+        if current == -1:
+            inputs, kwargs = _first_inputs(student, batches, backend)
+        while current < index:  # also walks a resumed run through the blocks that are done
+            if current >= 0:
+                inputs = block_outputs(layers[current], inputs, kwargs, backend)
+            current += 1
+            if current == index:
+                with unquantized(layers[index]):
+                    targets = block_outputs(layers[index], inputs, kwargs, backend)
+                groups = parameter_groups(layers[index], plan.learning_rate, plan.scale_learning_rate)
+                optimizer = backend.adamw(groups)
+                if saved and inner:  # resumed in the middle of this block
+                    optimizer.load_state_dict(saved)
+        at = inner % len(batches)
+        batch = {"hidden": inputs[at], "target": targets[at]} | batches[at]
+        figures = _update(student, index, batch, kwargs, optimizer, plan, inner, backend)
+        session.record(**figures)
+
+
+def _first_inputs(student, batches: list[dict], backend: TorchBackend) -> tuple[list[Tensor], dict]:
+    inputs = []
+    for batch in batches:
+        with backend.autocast():
+            hidden, kwargs = block_inputs(student, batch["tokens"].to(backend.device))
+        backend.step_boundary()
+        inputs.append(backend.to_host(hidden))
+    return inputs, kwargs
+
+
+def _update(student, index: int, batch: dict, kwargs: dict, optimizer, plan: LayerPlan, inner: int, backend) -> dict:
+    """One update of block `index`: its inner-th (0-based)."""
+    layer = decoder_layers(student)[index]
+    factor = cosine(inner, plan.steps)
+    set_learning_rates(optimizer, factor)
+    batch = backend.to_device(batch)
+    with _only_trainable(student, layer), backend.autocast():
+        out = _run(layer, batch["hidden"], kwargs)
+        wanted = batch["target"].float()
+        loss = (out.float() - wanted).square().mean() / wanted.square().mean()
+        if plan.kd_weight:
+            loss = loss + plan.kd_weight * _rest_of_model_loss(student, index, out, kwargs, batch)
+        backend.backward(loss)
+    norm = backend.update(optimizer, plan.clip_grad_norm)
+    rate = plan.learning_rate * factor
+    return {"loss": loss.detach(), "grad_norm": norm, "block": index, "tokens": batch["tokens"].numel(), "lr": rate}
+
+
+def _rest_of_model_loss(student, index: int, hidden: Tensor, kwargs: dict, batch: dict) -> Tensor:
+    """Cached distillation loss with the blocks after `index` in full precision."""
+    base = unwrap(student)
+    stack = getattr(base, base.base_model_prefix)
+    with unquantized(stack.layers[index + 1 :]):
+        for layer in stack.layers[index + 1 :]:
+            hidden = _run(layer, hidden, kwargs)
+    return sparse_loss(stack.norm(hidden), head_weight(student), batch["index"], batch["prob"], batch["mask"])
+
+
+@contextmanager
+def _only_trainable(student: nn.Module, layer: nn.Module):
+    """Within this context only the parameters of `layer` take gradients."""
+    before = {p: p.requires_grad for p in student.parameters()}
+    for p in before:
+        p.requires_grad_(False)
+    for p in layer.parameters():
+        p.requires_grad_(before[p])
+    try:
+        yield
+    finally:
+        for p, wanted in before.items():
+            p.requires_grad_(wanted)
+

@@ -1,0 +1,117 @@
+"""End-to-end quantisation-aware training of a student from a KD cache."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from qat_lora.backend import TorchBackend
+from qat_lora.data.batches import batches
+from qat_lora.errors import UserError
+from qat_lora.evaluate import kd_loss
+from qat_lora.quant.linear import quantized_layers
+from qat_lora.run.schedule import cosine, set_learning_rates
+from qat_lora.run.session import Session
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long and how fast to train. One step is one optimiser update of batch_size · accumulation rows."""
+
+    steps: int
+    batch_size: int
+    accumulation: int
+    learning_rate: float
+    warmup_steps: int
+    clip_grad_norm: float
+    seed: int
+
+    def __post_init__(self):
+        for name in ("batch_size", "accumulation"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name.replace('_', '-')}={getattr(self, name)} must be at least 1")
+        if self.steps < 0 or self.learning_rate <= 0 or self.warmup_steps < 0 or self.clip_grad_norm < 0:
+            raise UserError(f"{self}: steps, warm-up and clip must not be negative, the learning rate above 0")
+
+    def learning_rate_factor(self, step: int) -> float:
+        """The schedule's factor for update `step` (1-based): counted in updates, never in micro-batches."""
+        return cosine(step - 1, self.steps, min(self.warmup_steps, self.steps // 2))
+
+
+def parameter_groups(student: nn.Module, learning_rate: float, scale_learning_rate: float) -> list[dict]:
+    """Optimiser groups: latent weights and everything unquantised, and the quantisers' scales."""
+    scales = {id(p) for layer in quantized_layers(student).values() for p in layer.quantizer.parameters()}
+    trained = [p for p in student.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in trained if id(p) not in scales], "lr": learning_rate},
+        {"params": [p for p in trained if id(p) in scales], "lr": scale_learning_rate},
+    ]
+
+
+def restore(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Copy saved parameters into a model; raises UserError where names or shapes differ (another preset or model)."""
+    there = {name: p for name, p in model.named_parameters() if name in tensors or p.requires_grad}
+    for name in sorted(there.keys() ^ tensors.keys()):
+        raise UserError(f"the checkpoint is of another model or preset: parameter {name} is on one side only")
+    for name, parameter in there.items():
+        if parameter.shape != tensors[name].shape:
+            raise UserError(
+                f"the checkpoint is of another preset: {name} is {list(tensors[name].shape)} there, "
+                f"{list(parameter.shape)} here"
+            )
+        parameter.data.copy_(tensors[name])
+
+
+def train_qat(
+    student: nn.Module,
+    train: Dataset,
+    plan: Plan,
+    scale_learning_rate: float,
+    session: Session,
+    backend: TorchBackend,
+    evaluate: Callable[[int], dict],
+) -> None:
+    """Train latent weights, scales, norms and embeddings of a placed student against the cached teacher.
+
+    train: KDCacheDataset. evaluate(step) gives held-out figures, and keeps the best state if it likes.
+    """
+    optimizer = backend.adamw(parameter_groups(student, plan.learning_rate, scale_learning_rate))
+
+    def state() -> tuple[dict, dict]:
+        return dict(student.named_parameters()), {"optimizer": optimizer.state_dict()}
+
+    def load(tensors: dict, trainer: dict) -> None:
+        restore(student, tensors)
+        optimizer.load_state_dict(trainer["optimizer"])
+
+    stream = None
+    student.train()
+    for step in session.steps("qat", plan.steps, state, load, evaluate):
+        stream = stream or backend.prefetch(batches(train, plan.batch_size, plan.accumulation, plan.seed, step - 1))
+        factor = plan.learning_rate_factor(step)
+        set_learning_rates(optimizer, factor)
+        session.record(
+            **update(student, stream, kd_loss, optimizer, plan, backend), lr=plan.learning_rate * factor
+        )
+
+
+def update(model, stream, loss_of: Callable, optimizer, plan: Plan, backend: TorchBackend) -> dict:
+    """One optimiser update over `accumulation` micro-batches; the figures to record, as device scalars.
+
+    loss_of(model, batch) divides by the batch's `total`, so that k micro-batches of b rows equal one of k·b.
+    """
+    loss = kl = tokens = 0
+    for micro in range(plan.accumulation):
+        batch = next(stream)
+        with backend.autocast():
+            part = loss_of(model, batch)
+        backend.backward(part)
+        loss = loss + part.detach()
+        if "entropy" in batch:
+            kl = kl + part.detach() - (batch["entropy"] * batch["mask"]).sum() / batch["total"]
+        tokens += batch["tokens"].numel()
+        if micro + 1 < plan.accumulation:
+            backend.step_boundary()  # on XLA one micro-batch is one graph, not all of them together
+    norm = backend.update(optimizer, plan.clip_grad_norm)
+    return {"loss": loss, **({"kl": kl} if "entropy" in batch else {}), "grad_norm": norm, "tokens": tokens}

@@ -1,0 +1,90 @@
+"""Checkpoints: a directory that is either whole or not there."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from qat_lora.errors import UserError
+from qat_lora.run.files import cannot_write, read_json, sha256, write_atomically
+from qat_lora.run.rundir import say
+
+FILES = ("model.safetensors", "trainer.pt")
+KEEP = 2  # the newest, and one to fall back to when the newest is damaged
+
+
+def save_checkpoint(run_path: Path, step: int, tensors: dict[str, Tensor], trainer: dict, meta: dict) -> Path:
+    """Write checkpoints/step_N and point LATEST at it; older ones beyond KEEP are removed afterwards.
+
+    tensors: the model's, on the CPU, tied ones once. trainer: optimiser, RNG, counters; plain values and tensors.
+    meta: plain values. A failure (a full disk) removes the half-written directory and leaves the others.
+    """
+    folder = run_path / "checkpoints"
+    target, part = folder / f"step_{step}", folder / f".part_{step}"
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        save_file({name: t.contiguous() for name, t in tensors.items()}, part / FILES[0])
+        with open(part / FILES[1], "wb") as file:
+            torch.save(trainer, file)
+        sums = {name: sha256(part / name) for name in FILES}
+        (part / "meta.json").write_text(json.dumps({"step": step, "sha256": sums, **meta}, indent=2))
+        for path in part.iterdir():
+            _sync(path)
+        shutil.rmtree(target, ignore_errors=True)
+        part.rename(target)
+        _sync(folder)
+    except Exception as error:  # safetensors and torch report a full disk with exceptions of their own
+        shutil.rmtree(part, ignore_errors=True)
+        raise cannot_write(target, error) from error
+    write_atomically(folder / "LATEST", lambda file: file.write(target.name.encode()))
+    for path in _newest_first(folder)[KEEP:]:
+        shutil.rmtree(path, ignore_errors=True)
+    return target
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    return sorted(folder.glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
+
+
+def load_checkpoint(run_path: Path) -> tuple[dict[str, Tensor], dict, dict] | None:
+    """(tensors, trainer, meta) of the newest whole checkpoint of a run; None where there is none at all.
+
+    A damaged one is named and passed over; raises UserError where every one is damaged.
+    """
+    folder = run_path / "checkpoints"
+    if folder.is_dir():
+        for part in folder.glob(".part_*"):
+            shutil.rmtree(part, ignore_errors=True)
+    found = _newest_first(folder) if folder.is_dir() else []
+    for path in found:
+        try:
+            return read_checkpoint(path)
+        except UserError as error:
+            say(f"{error}; trying the one before")
+    if found:
+        raise UserError(f"no whole checkpoint is left in {folder}; start again with --resume off")
+    return None
+
+
+def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict, dict]:
+    """One checkpoint directory; raises UserError naming the file that is missing or damaged."""
+    meta = read_json(path / "meta.json")
+    for name in FILES:
+        if not (path / name).is_file():
+            raise UserError(f"checkpoint {path}: {name} is missing")
+        if sha256(path / name) != meta.get("sha256", {}).get(name):
+            raise UserError(f"checkpoint {path}: {name} is damaged (checksum)")
+    return load_file(path / FILES[0]), torch.load(path / FILES[1], weights_only=True, map_location="cpu"), meta

@@ -1,0 +1,157 @@
+"""One flat frozen dataclass per script, read from flags, key=value and YAML presets."""
+
+import dataclasses
+import difflib
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+import yaml
+from transformers.hf_argparser import HfArgumentParser
+
+from qat_lora.errors import UserError
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+
+
+def option(default: Any, help: str) -> Any:
+    """A field of a script's config."""
+    return field(default=default, metadata={"help": help.replace("%", "%%")})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptConfig:
+    """What every script takes."""
+
+    config: str | None = option(None, "preset NAME of configs/<script>/NAME.yaml, or a YAML file; flags win over it")
+    device: str = option("auto", "auto, cpu, cuda, tpu or xla; auto: TPU chips, then CUDA, then CPU")
+    tpu: bool = option(False, "short for --device tpu")
+    precision: str = option("auto", "fp32 or bf16 (autocast); auto: bf16 on TPU, CUDA and CPUs that multiply it")
+    seed: int = option(0, "seed of everything random")
+    dry_run: bool = option(False, "print the resolved plan and stop")
+    debug: bool = option(False, "show the traceback of an error")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(ScriptConfig):
+    """What every script that trains takes on top."""
+
+    output_dir: str | None = option(None, "run directory; default runs/<experiment>/<time>-<preset>-s<seed>-<sha>")
+    resume: str = option("off", "off, auto (newest unfinished run of this config), or a run directory")
+
+
+def parse(kind: type, script: str, argv: list[str], description: str = ""):
+    """The config of `script` from its flags: `--key value`, `key=value`, and presets of configs/<script>/.
+
+    Raises UserError naming the nearest key for an unknown one, and the value and type for a wrong value.
+    """
+    parser = _Parser(kind, prog=f"{script}.py", description=description, allow_abbrev=False)
+    names = {f.name for f in dataclasses.fields(kind)}
+    argv = _spelled_out(argv, names)
+    parser.set_defaults(**_preset(argv, kind, script))
+    config, unknown = parser.parse_args_into_dataclasses(
+        argv, return_remaining_strings=True, look_for_args_file=False
+    )
+    if unknown:
+        raise UserError(_unknown_key(unknown[0].lstrip("-").split("=")[0], names, "flag --"))
+    return dataclasses.replace(config, device="tpu") if config.tpu else config
+
+
+class _Parser(HfArgumentParser):
+    def error(self, message):
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
+def _spelled_out(argv: list[str], names: set[str]) -> list[str]:
+    """key=value → --key value, except right after a flag, where it is that flag's value."""
+    spelled: list[str] = []
+    for word in argv:
+        match = re.fullmatch(r"([A-Za-z_][\w-]*)=(.*)", word, re.DOTALL)
+        after_flag = bool(spelled) and spelled[-1].startswith("--") and "=" not in spelled[-1]
+        if match and not (after_flag and match[1].replace("-", "_") not in names):
+            spelled += [f"--{match[1]}", match[2]]
+        else:
+            spelled.append(word)
+    return spelled
+
+
+def _preset(argv: list[str], kind: type, script: str) -> dict:
+    for i, word in enumerate(argv):
+        if word.startswith("--config="):
+            return _read_preset(word.split("=", 1)[1], kind, script)
+        if word == "--config" and i + 1 < len(argv):
+            return _read_preset(argv[i + 1], kind, script)
+    return {}
+
+
+def _read_preset(name: str, kind: type, script: str) -> dict:
+    """A preset's values, checked against the fields; `base: NAME` in it names a preset that it builds on."""
+    folder = CONFIGS / script
+    path = Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
+    if not path.is_file():
+        known = sorted(p.stem for p in folder.glob("*.yaml"))
+        raise UserError(f"--config {name}: no such preset{_nearest(name, known)}; there are: {', '.join(known) or 'none'}")
+    try:
+        values = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: a preset is a list of `key: value` lines")
+    base = values.pop("base", None)
+    hints = get_type_hints(kind)
+    checked = {}
+    for key, value in values.items():
+        if key not in hints or key == "config":
+            raise UserError(_unknown_key(str(key), set(hints), f"{path}: key "))
+        checked[key] = _coerced(value, hints[key], f"{path}: {key}")
+    return (_read_preset(base, kind, script) if base else {}) | checked
+
+
+def _coerced(value: Any, hint: Any, where: str) -> Any:
+    """`value` as the field's type; PyYAML reads 8e-5 as text, so numbers are read again by the type."""
+    kinds = [k for k in get_args(hint) or (hint,) if k is not NoneType]
+    if value is None and NoneType in get_args(hint):
+        return None
+    kind = kinds[0]
+    if kind is bool and isinstance(value, bool):
+        return value
+    if kind is str and isinstance(value, str | int | float) and not isinstance(value, bool):
+        return str(value)
+    if kind in (int, float) and isinstance(value, str | int | float) and not isinstance(value, bool):
+        try:
+            number = float(value)
+            if kind is float or number == int(number):
+                return kind(number)
+        except (ValueError, OverflowError):
+            pass
+    raise UserError(f"{where}: {value!r} is not {'an' if kind is int else 'a'} {kind.__name__}")
+
+
+def _unknown_key(key: str, names: set[str], what: str) -> str:
+    return f"{what}{key} is unknown{_nearest(key.replace('-', '_'), names)}"
+
+
+def _nearest(word: str, known) -> str:
+    near = difflib.get_close_matches(word, known, 1, 0.5)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def run_script(main, kind: type, script: str, description: str) -> None:
+    """Parse the command line and call main(config). Bad input is one line on stderr and exit code 2."""
+    argv = sys.argv[1:]
+    try:
+        main(parse(kind, script, argv, description))
+    except UserError as error:
+        if "--debug" in argv:
+            raise
+        sys.exit(_one_line(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _one_line(error: UserError) -> int:
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    return 2

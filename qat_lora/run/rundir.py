@@ -1,0 +1,176 @@
+"""The run directory: what was asked for, on what, what came out."""
+
+import dataclasses
+import json
+import platform
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+import yaml
+from tqdm import tqdm
+
+from qat_lora.errors import UserError
+from qat_lora.run.config import RunConfig
+from qat_lora.run.files import cannot_write, read_json, write_json
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("torch", "torch_xla", "transformers", "peft", "datasets", "safetensors", "numpy")
+NOT_IDENTITY = {"config", "device", "tpu", "output_dir", "resume", "dry_run", "debug"}
+
+
+class Run:
+    """A directory with config.yaml, manifest.json, metrics.jsonl, summary.json, checkpoints/ and plots/.
+
+    Made by `open_run`. resumed: whether it continues an earlier process; keep: its path.
+    """
+
+    def __init__(self, path: Path, resumed: bool):
+        self.path, self.resumed = path, resumed
+        self.metrics_path = path / "metrics.jsonl"
+        self.started = time.monotonic()
+
+    def log(self, step: int, values: dict) -> None:
+        """Append one line to metrics.jsonl and show it."""
+        try:
+            with open(self.metrics_path, "a") as file:
+                file.write(json.dumps({"step": step} | values) + "\n")
+        except OSError as error:
+            raise cannot_write(self.metrics_path, error) from error
+        shown = "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items())
+        say(f"step {step}  {shown}")
+
+    def metrics(self) -> list[dict]:
+        """Every logged line so far."""
+        if not self.metrics_path.exists():
+            return []
+        return [json.loads(line) for line in self.metrics_path.read_text().splitlines()]
+
+    def metrics_size(self) -> int:
+        return self.metrics_path.stat().st_size if self.metrics_path.exists() else 0
+
+    def rewind_metrics(self, size: int) -> None:
+        """Forget what was logged after a checkpoint was taken."""
+        if self.metrics_path.exists():
+            with open(self.metrics_path, "r+b") as file:
+                file.truncate(size)
+
+    def finish(self, status: str, **values) -> None:
+        """Write summary.json: status (finished, preempted, failed) and the final figures."""
+        write_json(self.path / "summary.json", {"status": status, **values})
+
+
+def say(line: str) -> None:
+    """A line for people, above a progress bar if there is one."""
+    tqdm.write(line, file=sys.stdout)
+    sys.stdout.flush()
+
+
+def identity(config: RunConfig) -> dict:
+    """The part of a config that decides the numbers of a run."""
+    return {k: v for k, v in dataclasses.asdict(config).items() if k not in NOT_IDENTITY}
+
+
+def open_run(experiment: str, config: RunConfig, facts: dict) -> Run:
+    """A new run directory, or the one that --resume names; `facts` (device, cache, …) go into manifest.json.
+
+    Raises UserError where the directory already holds a run and --resume is off, or holds a run of another config.
+    """
+    path = _resumed_path(experiment, config)
+    if path is not None:
+        manifest = read_json(path / "manifest.json")
+        _check_same(path, read_config(path), identity(config))
+        manifest.setdefault("resumed", []).append({"time": _now(), "argv": sys.argv})
+        write_json(path / "manifest.json", manifest)
+        say(f"resuming {path}")
+        return Run(path, resumed=True)
+    revision, dirty = _git()
+    label = f"{_now()}-{Path(config.config or 'default').stem}-s{config.seed}-{revision}"
+    path = Path(config.output_dir or Path("runs") / experiment / label)
+    if (path / "manifest.json").exists():
+        raise UserError(f"{path} already holds a run; --resume auto continues it, or give another --output-dir")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "config.yaml").write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    write_json(
+        path / "manifest.json",
+        {
+            "experiment": experiment,
+            "started": _now(),
+            "argv": sys.argv,
+            "git": revision,
+            "dirty": dirty,
+            "python": platform.python_version(),
+            "packages": {name: _version(name) for name in PACKAGES},
+            "seed": config.seed,
+            **facts,
+        },
+    )
+    say(f"run directory {path}")
+    return Run(path, resumed=False)
+
+
+def read_config(path: Path) -> dict:
+    """The identity part of a run directory's config.yaml."""
+    try:
+        values = yaml.safe_load((path / "config.yaml").read_text())
+        return {k: v for k, v in values.items() if k not in NOT_IDENTITY}
+    except (OSError, yaml.YAMLError, AttributeError) as error:
+        raise UserError(f"{path}/config.yaml is missing or damaged ({error})") from error
+
+
+def _resumed_path(experiment: str, config: RunConfig) -> Path | None:
+    if config.resume == "off":
+        return None
+    if config.resume != "auto":
+        path = Path(config.resume)
+        if not (path / "manifest.json").exists():
+            raise UserError(f"--resume {path}: no run there (no manifest.json); give a run directory, auto or off")
+        return path
+    if config.output_dir:
+        path = Path(config.output_dir)
+        return path if (path / "manifest.json").exists() else None
+    for manifest in sorted(Path("runs", experiment).glob("*/manifest.json"), reverse=True):
+        path = manifest.parent
+        summary = path / "summary.json"
+        unfinished = not summary.exists() or read_json(summary).get("status") != "finished"
+        if unfinished and (path / "config.yaml").exists() and read_config(path) == identity(config):
+            return path
+    say("--resume auto: no unfinished run of this config; starting a new one")
+    return None
+
+
+def _check_same(path: Path, there: dict, wanted: dict) -> None:
+    for key in sorted(wanted):
+        if there.get(key) != wanted[key]:
+            raise UserError(
+                f"{path} is a run of another config: {key} is {there.get(key)!r} there, {wanted[key]!r} here; "
+                "give the same flags, or another --output-dir"
+            )
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git() -> tuple[str, bool | None]:
+    """Short revision and whether the tree has changes; ("nogit", None) outside a checkout."""
+    try:
+        git = ["git", "-C", str(ROOT)]
+        revision = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        status = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
+        return revision.stdout.strip(), bool(status.stdout.strip())
+    except (OSError, subprocess.CalledProcessError):
+        return "nogit", None

@@ -1,0 +1,18 @@
+"""Learning-rate schedules, counted in optimiser steps."""
+
+import math
+
+
+def cosine(step: int, total: int, warmup: int = 0, final: float = 0.1) -> float:
+    """Factor on the peak learning rate for update `step` (0-based) of `total`: linear warm-up, then a half cosine
+    down to `final`. Never exactly 0: on XLA a learning rate of 0 is another graph."""
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    progress = min(1.0, (step - warmup) / max(1, total - warmup))
+    return max(1e-6, final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def set_learning_rates(optimizer, factor: float) -> None:
+    """Set every group's lr to its peak (`initial_lr`, kept at the first call) times `factor`."""
+    for group in optimizer.param_groups:
+        group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor

@@ -1,0 +1,155 @@
+"""What happens between the steps of a training loop: record, evaluate, save, stop."""
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+from tqdm import tqdm
+
+from qat_lora.backend import TorchBackend
+from qat_lora.errors import UserError
+from qat_lora.run.checkpoint import load_checkpoint, save_checkpoint
+from qat_lora.run.rundir import Run, say
+
+
+@dataclass(frozen=True)
+class Every:
+    """Intervals in steps: log a line, evaluate, save a checkpoint; 0 means only at the end of a stage."""
+
+    log: int = 10
+    evaluate: int = 0
+    save: int = 0
+
+
+class Session:
+    """Drives the steps of a run's stages and survives what interrupts them.
+
+        session = Session(run, backend, every)
+        for step in session.steps("qat", total, state, load, evaluate):
+            …one update…
+            session.record(loss=loss, tokens=tokens, lr=lr)
+
+    Steps are counted through all stages of a run, from 1; a stage that a resumed run has already passed yields nothing.
+    A loss that is not finite stops the run before anything bad is saved. SIGTERM finishes the step, saves and exits
+    with status "preempted". Values given to `record` may be device scalars: they are fetched only when logged.
+    """
+
+    def __init__(self, run: Run, backend: TorchBackend, every: Every):
+        self.run, self.backend, self.every = run, backend, every
+        self.offset = 0  # steps of the stages before this one
+        self.pending: list[dict] = []
+        self.interval: list[dict[str, float]] = []
+        self.stopping = False
+        self.busy_seconds = self.logged_seconds = 0.0  # time in steps, evaluation and saving left out
+        self.resumed = load_checkpoint(run.path) if run.resumed else None
+        if run.resumed:
+            run.rewind_metrics(self.resumed[2]["metrics_size"] if self.resumed else 0)
+        if self.resumed:
+            say(f"resuming at step {self.resumed[2]['step']} of stage {self.resumed[2]['stage']}")
+
+    def steps(
+        self,
+        stage: str,
+        total: int,
+        state: Callable[[], tuple[dict, dict]],
+        load: Callable[[dict, dict], None],
+        evaluate: Callable[[int], dict] | None = None,
+    ) -> Iterator[int]:
+        """Step numbers of one stage (1-based within the stage), with the rest of the work between them.
+
+        state() → (model tensors, trainer state) to save; load(tensors, trainer) restores them; evaluate(step) →
+        figures to log, called before the first step (which on XLA also compiles it), on its interval and at the end.
+        """
+        first = self._restore(stage, total, load)
+        self.stage, self.state = stage, state
+        handler = signal.signal(signal.SIGTERM, self._on_sigterm)
+        try:
+            if evaluate and first == 1 and total:
+                self.run.log(self.offset, {"stage": stage, **evaluate(0)})
+            for step in tqdm(range(first, total + 1), initial=first - 1, total=total, desc=stage, disable=None):
+                started = time.monotonic()
+                yield step
+                self._after(step, total, started, evaluate)
+        finally:
+            signal.signal(signal.SIGTERM, handler)
+        self.offset += total
+
+    def record(self, **values: Tensor | float) -> None:
+        """Figures of one step; called once a step. Over a log interval tokens add up, lr and block show their last value
+        and the rest is averaged."""
+        self.pending.append(values)
+
+    def _restore(self, stage: str, total: int, load) -> int:
+        """The first step to run: 1, the one after the checkpoint's, or past the end for a stage that is done."""
+        if self.resumed is None:
+            return 1
+        tensors, trainer, meta = self.resumed
+        if meta["stage"] != stage:
+            return total + 1
+        load(tensors, trainer["stage"])
+        self.backend.set_rng_state(trainer["rng"])
+        self.interval = trainer["interval"]
+        self.busy_seconds, self.logged_seconds = trainer["seconds"]
+        self.resumed = None
+        return meta["step"] - self.offset + 1
+
+    def _after(self, step: int, total: int, started: float, evaluate) -> None:
+        def due(interval: int) -> bool:
+            return step == total or bool(interval and step % interval == 0)
+
+        log, test, save = due(self.every.log), evaluate and due(self.every.evaluate), due(self.every.save)
+        if log or test or save or self.stopping:
+            self._fetch(self.offset + step)
+        self.busy_seconds += time.monotonic() - started
+        if log:
+            self._log(self.offset + step)
+        if test:
+            self.run.log(self.offset + step, {"stage": self.stage, **evaluate(step)})
+        if save or self.stopping:
+            self._save(self.offset + step)
+        if self.stopping:
+            self.run.finish("preempted", step=self.offset + step)
+            say(f"SIGTERM: saved step {self.offset + step}; --resume auto goes on from there")
+            raise SystemExit(0)
+
+    def _fetch(self, last: int) -> None:
+        """Bring the pending figures to the host; stop at the first that is not finite, before anything is saved."""
+        names = [[n for n, v in values.items() if isinstance(v, Tensor)] for values in self.pending]
+        numbers = iter(self.backend.fetch(*[self.pending[i][n] for i, ns in enumerate(names) for n in ns]))
+        for i, values in enumerate(self.pending):
+            values = values | {n: next(numbers) for n in names[i]}
+            if not all(map(math.isfinite, values.values())):
+                bad = last - len(self.pending) + 1 + i
+                self.run.finish("failed", step=bad)
+                raise UserError(
+                    f"step {bad}: {values} is not finite; the last good checkpoint is kept in {self.run.path}; "
+                    "start a new run with a lower --learning-rate"
+                )
+            self.interval.append(values)
+        self.pending = []
+
+    def _log(self, step: int) -> None:
+        columns = {name: [values[name] for values in self.interval] for name in self.interval[0]}
+        figures = {name: column[-1] if name in ("lr", "block") else sum(column) for name, column in columns.items()}
+        for name in figures.keys() - {"lr", "block", "tokens"}:
+            figures[name] /= len(self.interval)
+        figures["tokens_per_s"] = figures["tokens"] / max(1e-9, self.busy_seconds - self.logged_seconds)
+        self.run.log(step, {"stage": self.stage, **figures, **self.backend.counters()})
+        self.interval, self.logged_seconds = [], self.busy_seconds
+
+    def _save(self, step: int) -> None:
+        tensors, stage_state = self.state()
+        trainer = {
+            "stage": stage_state,
+            "rng": self.backend.rng_state(),
+            "interval": self.interval,
+            "seconds": [self.busy_seconds, self.logged_seconds],
+        }
+        meta = {"stage": self.stage, "metrics_size": self.run.metrics_size()}
+        save_checkpoint(self.run.path, step, self.backend.to_host(tensors), self.backend.to_host(trainer), meta)
+
+    def _on_sigterm(self, *_) -> None:
+        self.stopping = True

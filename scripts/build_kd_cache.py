@@ -1,0 +1,97 @@
+"""What does the teacher say? Writes its next-token distributions over a text to a cache, once, for every later run.
+
+Each position keeps the exact probabilities of the top K tokens and N draws from the rest: an unbiased target in 60
+bytes a position at the defaults. Interrupted at any moment, the same command goes on and ends with the same bytes.
+
+    python scripts/build_kd_cache.py --dataset text.txt --cache-dir caches/text_L256
+    python scripts/build_kd_cache.py --model Qwen/Qwen3-0.6B --dataset wikitext --dataset-config wikitext-103-raw-v1 \\
+        --length 1024 --max-rows 20000 --cache-dir caches/wikitext103_L1024
+
+Expect a progress bar in rows, then the folder's size and the speed in tokens a second.
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from qat_lora.backend import open_backend
+from qat_lora.data.options import TextOptions
+from qat_lora.data.packing import fingerprint, split_heldout, tokenizer_fingerprint
+from qat_lora.errors import UserError
+from qat_lora.kd.cache import CacheSpec, open_cache, write_cache
+from qat_lora.models.loading import EMBEDDED, EMBEDDED_NOTE, load_config, load_model, load_tokenizer
+from qat_lora.run.config import ScriptConfig, option, run_script
+from qat_lora.run.files import read_json, write_json
+from qat_lora.run.rundir import say
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TextOptions, ScriptConfig):
+    model: str = option(EMBEDDED, "the teacher: smollm2-135m (embedded), a local folder, or a hub name")
+    cache_dir: str | None = option(None, "folder to write, e.g. caches/wikitext_L256")
+    top_k: int = option(8, "exact probabilities kept at a position")
+    draws: int = option(12, "tail tokens drawn at a position")
+    batch_size: int = option(4, "rows in a teacher pass")
+    heldout_fraction: float = option(0.1, "share of the rows, from the end, kept for evaluation")
+    rows_per_shard: int = option(128, "rows in a file; have at least as many files as chips")
+    resume: str = option("auto", "auto goes on with an unfinished cache, off refuses to touch one")
+
+
+def main(cfg: Config) -> None:
+    check(cfg)
+    backend = open_backend(cfg.device, cfg.precision)
+    backend.seed(cfg.seed)
+    tokenizer = load_tokenizer(cfg.model)
+    rows = cfg.rows(tokenizer)
+    train, heldout = split_heldout(rows, cfg.heldout_fraction)
+    spec = CacheSpec(
+        teacher=cfg.model, tokenizer=tokenizer_fingerprint(tokenizer), text=fingerprint(rows),
+        precision="bf16" if backend.bf16 else "fp32", length=cfg.length, k=cfg.top_k, draws=cfg.draws,
+        vocab=load_config(cfg.model).vocab_size, seed=cfg.seed, rows_per_shard=cfg.rows_per_shard,
+        train_rows=len(train), heldout_rows=len(heldout),
+    )  # fmt: skip
+    directory = Path(cfg.cache_dir)
+    say(f"{cfg.model} on {backend} → {directory}")
+    say(f"{len(train)} training and {len(heldout)} held-out rows of {cfg.length} tokens, {spec.bytes_per_position} bytes a position")
+    if cfg.model == EMBEDDED:
+        say(EMBEDDED_NOTE)
+    done = open_cache(directory, spec)
+    if done and cfg.resume == "off":
+        raise UserError(f"{directory} already holds {len(done)} shards; --resume auto goes on, or give another folder")
+    if cfg.dry_run:
+        return
+
+    teacher = backend.place(load_model(cfg.model))
+    started = time.monotonic()
+    with tqdm(total=len(rows), unit="row", disable=None) as bar:
+        for count in write_cache(directory, spec, {"train": train, "heldout": heldout}, teacher, backend, cfg.batch_size):
+            bar.update(count)
+    report(directory, spec, time.monotonic() - started)
+
+
+def check(cfg: Config) -> None:
+    if not cfg.cache_dir:
+        raise UserError("--cache-dir is missing; say where to write, e.g. --cache-dir caches/wikitext_L256")
+    for name in ("top_k", "draws", "batch_size", "rows_per_shard"):
+        if getattr(cfg, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(cfg, name)} must be at least 1")
+    if cfg.resume not in ("auto", "off"):
+        raise UserError(f"--resume {cfg.resume!r} is not one of auto, off")
+    if cfg.streaming and not cfg.max_rows:
+        raise UserError("--streaming reads without end; give --max-rows with it")
+
+
+def report(directory: Path, spec: CacheSpec, seconds: float) -> None:
+    """Add this process's seconds to summary.json, the only file of a cache that depends on time."""
+    path = directory / "summary.json"
+    seconds += read_json(path)["seconds"] if path.exists() else 0.0
+    tokens = (spec.train_rows + spec.heldout_rows) * spec.length
+    size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    write_json(path, {"seconds": round(seconds, 1), "tokens": tokens, "bytes": size})
+    say(f"{size / 1e6:.1f} MB, {tokens} tokens in {seconds:.0f} s ({tokens / max(seconds, 1e-9):.0f} tokens/s)")
+
+
+if __name__ == "__main__":
+    run_script(main, Config, "build_kd_cache", __doc__)

@@ -1,0 +1,112 @@
+"""How good can a low-bit student become? Quantisation-aware training from a KD cache; the teacher is never loaded.
+
+    python scripts/train_qat.py --config q2_g32 --cache-dir caches/text_L256 --max-steps 300
+    python scripts/train_qat.py --config q2_g32 --cache-dir caches/text_L256 --output-dir runs/v2_q4 --resume auto
+
+Stages: least-error scales → layer by layer (--layer-steps updates a block) → end to end (--max-steps). A line in
+metrics.jsonl every --log-every steps: loss (cross-entropy against the cached teacher), kl (loss minus the teacher's
+entropy: what is left to win), grad_norm before clipping, lr, tokens, tokens_per_s. The state of lowest held-out KL is
+kept as best.pt: packed codes and scales, for train_recovery_lora.py, measure_perplexity.py and run_inference.py.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from qat_lora.backend import TorchBackend, open_backend
+from qat_lora.data.batches import batches
+from qat_lora.data.packing import tokenizer_fingerprint
+from qat_lora.errors import UserError
+from qat_lora.evaluate import heldout_figures
+from qat_lora.kd.dataset import KDCacheDataset
+from qat_lora.layer_qat import LayerPlan, train_layers
+from qat_lora.memory import training_memory
+from qat_lora.models.loading import EMBEDDED, decoder_layers, hidden_states, load_model, load_tokenizer
+from qat_lora.qat import Plan, train_qat
+from qat_lora.quant.init import initialise, input_moments
+from qat_lora.quant.linear import unquantized
+from qat_lora.quant.student import StudentSpec, bits_per_weight, quantize, save_student
+from qat_lora.run.config import RunConfig, option, run_script
+from qat_lora.run.plots import plot_run
+from qat_lora.run.rundir import open_run, say
+from qat_lora.run.session import Every, Session
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunConfig):
+    model: str = option(EMBEDDED, "base model: smollm2-135m (embedded), a local folder, or a hub name")
+    cache_dir: str | None = option(None, "KD cache made by build_kd_cache.py with this model's tokenizer")
+    mlp: str = option("balanced2/g32", "quantiser of the MLP: CODEBOOKbits/SCALE, e.g. balanced2/g32, lut4/r32; or none")
+    attn: str = option("balanced2/g32", "quantiser of the attention projections")
+    head: str = option("none", "quantiser of the LM head (and of an embedding tied to it)")
+    init: str = option("mse", "where scales start: mse (least error, weighted by input activity) or absmax")
+    layer_steps: int = option(0, "updates for each block before end-to-end training; 0 leaves the stage out")
+    layer_rows: int = option(32, "training rows of the layer-wise stage")
+    layer_learning_rate: float = option(5e-4, "peak learning rate of the layer-wise stage")
+    layer_kd_weight: float = option(0.0, "weight of a global distillation term in the layer-wise loss")
+    max_steps: int = option(300, "end-to-end updates")
+    batch_size: int = option(4, "rows in a micro-batch")
+    accumulation_steps: int = option(1, "micro-batches in an update")
+    learning_rate: float = option(8e-4, "peak learning rate of weights, norms and embeddings")
+    scale_learning_rate: float | None = option(None, "peak learning rate of scales; default: --learning-rate")
+    warmup_steps: int = option(10, "updates of linear warm-up")
+    clip_grad_norm: float = option(1.0, "largest global gradient norm; 0 clips nothing")
+    gradient_checkpointing: bool = option(False, "recompute blocks in the backward pass: less memory, more time")
+    eval_every: int = option(100, "steps between held-out evaluations; 0: first and last")
+    eval_rows: int = option(64, "held-out rows of an evaluation")
+    save_every: int = option(100, "steps between checkpoints; 0: last")
+    log_every: int = option(10, "steps between lines of metrics.jsonl")
+
+
+def main(cfg: Config) -> None:
+    spec = StudentSpec(mlp=cfg.mlp, attn=cfg.attn, head=cfg.head)
+    plan = Plan(
+        steps=cfg.max_steps, batch_size=cfg.batch_size, accumulation=cfg.accumulation_steps,
+        learning_rate=cfg.learning_rate, warmup_steps=cfg.warmup_steps, clip_grad_norm=cfg.clip_grad_norm, seed=cfg.seed,
+    )  # fmt: skip
+    scale_rate = cfg.scale_learning_rate or cfg.learning_rate
+    layers = LayerPlan(cfg.layer_steps, cfg.layer_learning_rate, cfg.layer_learning_rate, cfg.clip_grad_norm, cfg.layer_kd_weight)
+    train, heldout = open_cache(cfg)
+    backend = open_backend(cfg.device, cfg.precision)
+    describe(cfg, spec, train, heldout, backend)
+    if cfg.dry_run:
+        return
+
+    run = open_run("train_qat", cfg, {"device": str(backend), "cache": cfg.cache_dir, "cache_text": train.text, "student": str(spec)})
+    backend.seed(cfg.seed)
+    session = Session(run, backend, Every(cfg.log_every, cfg.eval_every, cfg.save_every))
+    student = quantize(load_model(cfg.model), spec)
+    if session.resumed is None:
+        start_scales(student, cfg, train, backend)
+    backend.place(student)
+
+    calibration = first_batches(train, cfg, cfg.layer_rows) if cfg.layer_steps else []
+    train_layers(student, calibration, layers, session, backend)
+    if cfg.layer_steps and session.resumed is None:
+        save_student(run.path / "layerwise.pt", student, cfg.model, spec, {"stage": "layers"})
+    if cfg.gradient_checkpointing:
+        backend.gradient_checkpointing(student)
+
+    best = {"heldout_kl": float("inf")}
+
+    def evaluate(step: int) -> dict:
+        figures = heldout_figures(student, heldout, backend, cfg.batch_size, cfg.eval_rows)
+        if figures["heldout_kl"] < best["heldout_kl"]:
+            best.update(figures, step=step)
+            save_student(run.path / "best.pt", student, cfg.model, spec, {"stage": "qat", **best})
+        return figures
+
+    train_qat(student, train, plan, scale_rate, session, backend, evaluate)
+    run.finish("finished", **best, bits_per_weight=bits_per_weight(student), **session.cost())
+    plot_run(run.path)
+    say(f"best held-out KL {best['heldout_kl']:.4f}; student in {run.path / 'best.pt'}")
+
+
+def open_cache(cfg: Config) -> tuple[KDCacheDataset, KDCacheDataset]:
+    if not cfg.cache_dir:
+        raise UserError("--cache-dir is missing; build one with scripts/build_kd_cache.py")
+    print_of = tokenizer_fingerprint(load_tokenizer(cfg.model))
+    return tuple(KDCacheDataset(cfg.cache_dir, split, tokenizer=print_of) for split in ("train", "heldout"))
+
+
+if __name__ == "__main__":
+    run_script(main, Config, "train_qat", __doc__)
