@@ -115,7 +115,8 @@ def text_figures(
 
 def _window_sums(model, teacher, tokens: Tensor, mask: Tensor) -> list[Tensor]:
     """[Σ NLL, Σ KL] over kept positions; logits in chunks, softmax in fp32."""
-    states = [(hidden_states(m, tokens)[:, :-1].flatten(0, 1), head_weight(m)) for m in (model, teacher) if m is not None]
+    models = [model] if teacher is None else [model, teacher]
+    states = [(hidden_states(m, tokens)[:, :-1].flatten(0, 1), head_weight(m)) for m in models]
     labels, keep = tokens[:, 1:].reshape(-1, 1), mask.reshape(-1).float()
     nll = kl = keep.new_zeros(())
     for rows in positions(len(keep), len(states[0][1])):

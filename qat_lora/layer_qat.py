@@ -165,4 +165,3 @@ def _only_trainable(student: nn.Module, layer: nn.Module):
     finally:
         for p, wanted in before.items():
             p.requires_grad_(wanted)
-

@@ -91,9 +91,7 @@ def train_qat(
         stream = stream or backend.prefetch(batches(train, plan.batch_size, plan.accumulation, plan.seed, step - 1))
         factor = plan.learning_rate_factor(step)
         set_learning_rates(optimizer, factor)
-        session.record(
-            **update(student, stream, kd_loss, optimizer, plan, backend), lr=plan.learning_rate * factor
-        )
+        session.record(**update(student, stream, kd_loss, optimizer, plan, backend), lr=plan.learning_rate * factor)
 
 
 def update(model, stream, loss_of: Callable, optimizer, plan: Plan, backend: TorchBackend) -> dict:

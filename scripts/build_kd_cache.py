@@ -54,7 +54,8 @@ def main(cfg: Config) -> None:
     )  # fmt: skip
     directory = Path(cfg.cache_dir)
     say(f"{cfg.model} on {backend} → {directory}")
-    say(f"{len(train)} training and {len(heldout)} held-out rows of {cfg.length} tokens, {spec.bytes_per_position} bytes a position")
+    say(f"{len(train)} training and {len(heldout)} held-out rows of {cfg.length} tokens")
+    say(f"top {cfg.top_k} and {cfg.draws} draws: {spec.bytes_per_position} bytes a position")
     if cfg.model == EMBEDDED:
         say(EMBEDDED_NOTE)
     done = open_cache(directory, spec)
@@ -66,7 +67,8 @@ def main(cfg: Config) -> None:
     teacher = backend.place(load_model(cfg.model))
     started = time.monotonic()
     with tqdm(total=len(rows), unit="row", disable=None) as bar:
-        for count in write_cache(directory, spec, {"train": train, "heldout": heldout}, teacher, backend, cfg.batch_size):
+        split = {"train": train, "heldout": heldout}
+        for count in write_cache(directory, spec, split, teacher, backend, cfg.batch_size):
             bar.update(count)
     report(directory, spec, time.monotonic() - started)
 

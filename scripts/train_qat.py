@@ -10,7 +10,8 @@ kept as best.pt: packed codes and scales, for train_recovery_lora.py, measure_pe
 """
 
 from dataclasses import dataclass
-from pathlib import Path
+
+import torch
 
 from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.data.batches import batches
@@ -19,12 +20,12 @@ from qat_lora.errors import UserError
 from qat_lora.evaluate import heldout_figures
 from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.layer_qat import LayerPlan, train_layers
-from qat_lora.memory import training_memory
+from qat_lora.memory import empty_model, training_memory
 from qat_lora.models.loading import EMBEDDED, decoder_layers, hidden_states, load_model, load_tokenizer
 from qat_lora.qat import Plan, train_qat
 from qat_lora.quant.init import initialise, input_moments
 from qat_lora.quant.linear import unquantized
-from qat_lora.quant.student import StudentSpec, bits_per_weight, quantize, save_student
+from qat_lora.quant.student import StudentSpec, bits_per_weight, megabytes, quantize, save_student
 from qat_lora.run.config import RunConfig, option, run_script
 from qat_lora.run.plots import plot_run
 from qat_lora.run.rundir import open_run, say
@@ -35,7 +36,9 @@ from qat_lora.run.session import Every, Session
 class Config(RunConfig):
     model: str = option(EMBEDDED, "base model: smollm2-135m (embedded), a local folder, or a hub name")
     cache_dir: str | None = option(None, "KD cache made by build_kd_cache.py with this model's tokenizer")
-    mlp: str = option("balanced2/g32", "quantiser of the MLP: CODEBOOKbits/SCALE, e.g. balanced2/g32, lut4/r32; or none")
+    mlp: str = option(
+        "balanced2/g32", "quantiser of the MLP: CODEBOOKbits/SCALE, e.g. balanced2/g32 or lut4/r32; or none"
+    )
     attn: str = option("balanced2/g32", "quantiser of the attention projections")
     head: str = option("none", "quantiser of the LM head (and of an embedding tied to it)")
     init: str = option("mse", "where scales start: mse (least error, weighted by input activity) or absmax")
@@ -64,14 +67,17 @@ def main(cfg: Config) -> None:
         learning_rate=cfg.learning_rate, warmup_steps=cfg.warmup_steps, clip_grad_norm=cfg.clip_grad_norm, seed=cfg.seed,
     )  # fmt: skip
     scale_rate = cfg.scale_learning_rate or cfg.learning_rate
-    layers = LayerPlan(cfg.layer_steps, cfg.layer_learning_rate, cfg.layer_learning_rate, cfg.clip_grad_norm, cfg.layer_kd_weight)
+    layers = LayerPlan(
+        steps=cfg.layer_steps, learning_rate=cfg.layer_learning_rate, scale_learning_rate=cfg.layer_learning_rate,
+        clip_grad_norm=cfg.clip_grad_norm, kd_weight=cfg.layer_kd_weight,
+    )  # fmt: skip
     train, heldout = open_cache(cfg)
     backend = open_backend(cfg.device, cfg.precision)
     describe(cfg, spec, train, heldout, backend)
     if cfg.dry_run:
         return
 
-    run = open_run("train_qat", cfg, {"device": str(backend), "cache": cfg.cache_dir, "cache_text": train.text, "student": str(spec)})
+    run = open_run("train_qat", cfg, {"device": str(backend), "cache": train.fingerprint, "student": str(spec)})
     backend.seed(cfg.seed)
     session = Session(run, backend, Every(cfg.log_every, cfg.eval_every, cfg.save_every))
     student = quantize(load_model(cfg.model), spec)
@@ -79,9 +85,9 @@ def main(cfg: Config) -> None:
         start_scales(student, cfg, train, backend)
     backend.place(student)
 
-    calibration = first_batches(train, cfg, cfg.layer_rows) if cfg.layer_steps else []
+    calibration = first_batches(train, cfg.layer_rows, cfg) if cfg.layer_steps else []
     train_layers(student, calibration, layers, session, backend)
-    if cfg.layer_steps and session.resumed is None:
+    if cfg.layer_steps and not session.resumed:
         save_student(run.path / "layerwise.pt", student, cfg.model, spec, {"stage": "layers"})
     if cfg.gradient_checkpointing:
         backend.gradient_checkpointing(student)
@@ -104,8 +110,47 @@ def main(cfg: Config) -> None:
 def open_cache(cfg: Config) -> tuple[KDCacheDataset, KDCacheDataset]:
     if not cfg.cache_dir:
         raise UserError("--cache-dir is missing; build one with scripts/build_kd_cache.py")
-    print_of = tokenizer_fingerprint(load_tokenizer(cfg.model))
-    return tuple(KDCacheDataset(cfg.cache_dir, split, tokenizer=print_of) for split in ("train", "heldout"))
+    tokenizer = tokenizer_fingerprint(load_tokenizer(cfg.model))
+    train, heldout = (KDCacheDataset(cfg.cache_dir, split, tokenizer=tokenizer) for split in ("train", "heldout"))
+    if len(train) < cfg.batch_size:
+        raise UserError(f"{cfg.cache_dir} has {len(train)} training rows, fewer than --batch-size {cfg.batch_size}")
+    return train, heldout
+
+
+def describe(cfg: Config, spec: StudentSpec, train, heldout, backend: TorchBackend) -> None:
+    """The resolved plan."""
+    length, rows = train.length, cfg.batch_size * cfg.accumulation_steps
+    model = quantize(empty_model(cfg.model), spec)
+    say(f"{cfg.model} → {spec}: {bits_per_weight(model):.2f} bits per weight, {megabytes(model):.1f} MB, on {backend}")
+    say(f"cache {cfg.cache_dir}: {len(train)} training and {len(heldout)} held-out rows of {length} tokens")
+    say(
+        f"batch {cfg.batch_size} × accumulation {cfg.accumulation_steps} = {rows} rows, {rows * length} tokens an update"
+    )
+    say(f"{cfg.layer_steps} updates for each of {len(decoder_layers(model))} blocks, then {cfg.max_steps} end to end")
+    memory = training_memory(
+        model.config, sum(p.numel() for p in model.parameters()), 0, cfg.batch_size, length, backend.bf16,
+        cfg.gradient_checkpointing,
+    )  # fmt: skip
+    say("memory (estimated): " + ", ".join(f"{name} {size:.2f} GB" for name, size in memory.items()))
+
+
+def start_scales(student, cfg: Config, train, backend: TorchBackend) -> None:
+    """Initialise the scales, each weight counted by how active its input is on some training rows."""
+    moments = None
+    if cfg.init == "mse":
+
+        def forward(model, batch):
+            with backend.autocast(), torch.no_grad(), unquantized(model):
+                hidden_states(model, batch["tokens"])
+
+        moments = input_moments(student, first_batches(train, cfg.layer_rows, cfg), forward)
+    initialise(student, cfg.init, moments)
+
+
+def first_batches(train, rows: int, cfg: Config) -> list[dict]:
+    """Whole batches of `rows` training rows in all, chosen by the seed."""
+    stream = batches(train, cfg.batch_size, 1, cfg.seed)
+    return [next(stream) for _ in range(max(1, min(rows, len(train)) // cfg.batch_size))]
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import torch_xla.debug.metrics as met
 
 
 def counters() -> dict[str, int]:
-    """compiles: graphs compiled so far; fallbacks: calls of operators that XLA could not run, over all `aten::` names."""
+    """compiles: graphs compiled so far; fallbacks: calls of operators that XLA ran on the host (any `aten::` name)."""
     fallbacks = [name for name in met.counter_names() if name.startswith("aten::")]
     return {
         "compiles": int(met.counter_value("UncachedCompile") or 0),

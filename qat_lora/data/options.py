@@ -25,7 +25,5 @@ class TextOptions:
         """The packed rows. Raises UserError for a source, row or option that does not fit."""
         if self.thinking not in THINKING:
             raise UserError(f"thinking={self.thinking!r} is not one of {', '.join(THINKING)}")
-        source = read_rows(
-            self.dataset, config=self.dataset_config, split=self.dataset_split, streaming=self.streaming
-        )
+        source = read_rows(self.dataset, config=self.dataset_config, split=self.dataset_split, streaming=self.streaming)
         return pack(documents(source, tokenizer, self.thinking), tokenizer, self.length, self.max_rows)

@@ -1,5 +1,6 @@
 """Rows of a KD cache with their sparse targets, sharded over workers."""
 
+import hashlib
 from pathlib import Path
 
 import torch
@@ -24,9 +25,7 @@ class KDCacheDataset(Dataset):
     (`tokenizer`: fingerprint as data.packing.tokenizer_fingerprint gives; None skips the check).
     """
 
-    def __init__(
-        self, cache_dir, split="train", preload=True, rank=0, world_size=1, tokenizer: str | None = None
-    ):
+    def __init__(self, cache_dir, split="train", preload=True, rank=0, world_size=1, tokenizer: str | None = None):
         self.directory, self.split = Path(cache_dir), split
         if (self.directory / "meta.json").exists():
             self.spec, self.shards = None, _v1_shards(self.directory)
@@ -56,6 +55,17 @@ class KDCacheDataset(Dataset):
             entry = dict(self.shards)[name]
             self.loaded[name] = entry["read"]() if "read" in entry else read_shard(self.directory, name, entry)
         return self.loaded[name]
+
+    @property
+    def length(self) -> int:
+        """Tokens in a row."""
+        return self.spec.length if self.spec else len(self[0]["tokens"])
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the cache's text and targets, for a run's manifest."""
+        sums = [entry.get("sha256", name) for name, entry in self.shards]
+        return hashlib.sha256("".join(sums).encode()).hexdigest()[:16]
 
     def __len__(self):
         return len(self.items)
@@ -119,4 +129,10 @@ def _read_v1(path: Path) -> dict[str, Tensor]:
     prob = torch.nn.functional.pad(prob, pad)
     entropy = -(prob * prob.clamp(min=1e-30).log()).sum(-1)
     mask = torch.nn.functional.pad(attended[:, 1:], (0, 1))
-    return {"tokens": tokens, "index": torch.nn.functional.pad(index, pad), "prob": prob, "mask": mask, "entropy": entropy}
+    return {
+        "tokens": tokens,
+        "index": torch.nn.functional.pad(index, pad),
+        "prob": prob,
+        "mask": mask,
+        "entropy": entropy,
+    }

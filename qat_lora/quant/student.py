@@ -126,7 +126,9 @@ def read_student(path: str | Path) -> dict:
         content = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:
         reason = str(error).strip().splitlines()[0][:120]
-        raise UserError(f"checkpoint {path} is damaged or not a student file ({reason}); train or copy it again") from error
+        raise UserError(
+            f"checkpoint {path} is damaged or no student file ({reason}); copy or train it again"
+        ) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise UserError(f"checkpoint {path} is not a student file ({FORMAT}); give the best.pt of train_qat.py")
     return content
@@ -139,7 +141,7 @@ def load_student(path: str | Path, model: str | None = None) -> tuple[nn.Module,
     """
     content = read_student(path)
     if model not in (None, content["model"]):
-        raise UserError(f"checkpoint {path} was made of model {content['model']!r}, not {model!r}; drop --model or change it")
+        raise UserError(f"checkpoint {path} was made of model {content['model']!r}, not {model!r}; change --model")
     student = quantize(load_model(content["model"]), StudentSpec(**content["spec"]))
     tensors = content.pop("tensors")
     layers = quantized_layers(student)

@@ -52,9 +52,7 @@ def parse(kind: type, script: str, argv: list[str], description: str = ""):
     names = {f.name for f in dataclasses.fields(kind)}
     argv = _spelled_out(argv, names)
     parser.set_defaults(**_preset(argv, kind, script))
-    config, unknown = parser.parse_args_into_dataclasses(
-        argv, return_remaining_strings=True, look_for_args_file=False
-    )
+    config, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True, look_for_args_file=False)
     if unknown:
         raise UserError(_unknown_key(unknown[0].lstrip("-").split("=")[0], names, "flag --"))
     return dataclasses.replace(config, device="tpu") if config.tpu else config
@@ -93,7 +91,8 @@ def _read_preset(name: str, kind: type, script: str) -> dict:
     path = Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
     if not path.is_file():
         known = sorted(p.stem for p in folder.glob("*.yaml"))
-        raise UserError(f"--config {name}: no such preset{_nearest(name, known)}; there are: {', '.join(known) or 'none'}")
+        there = ", ".join(known) or "none"
+        raise UserError(f"--config {name}: no such preset{_nearest(name, known)}; there are: {there}")
     try:
         values = yaml.safe_load(path.read_text()) or {}
     except yaml.YAMLError as error:

@@ -78,9 +78,14 @@ class Session:
         self.offset += total
 
     def record(self, **values: Tensor | float) -> None:
-        """Figures of one step; called once a step. Over a log interval tokens add up, lr and block show their last value
-        and the rest is averaged."""
+        """Figures of one step; called once a step. Over a log interval tokens add up, lr and block show their
+        last value, and the rest is averaged."""
         self.pending.append(values)
+
+    def cost(self) -> dict[str, float]:
+        """Seconds in steps (evaluation, saving and start-up left out), peak memory, and what XLA compiled."""
+        memory = {"peak_memory_mb": round(self.backend.peak_memory_mb(), 1)}
+        return {"step_seconds": round(self.busy_seconds, 1)} | memory | self.backend.counters()
 
     def _restore(self, stage: str, total: int, load) -> int:
         """The first step to run: 1, the one after the checkpoint's, or past the end for a stage that is done."""

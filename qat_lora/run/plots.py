@@ -1,0 +1,60 @@
+"""Pictures of a run, drawn from its metrics.jsonl."""
+
+import json
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+from qat_lora.errors import UserError
+
+PANELS = (
+    ("loss", "training loss"),
+    ("kl", "training KL to the teacher (nats)"),
+    ("heldout_kl", "held-out KL to the teacher (nats)"),
+    ("heldout_ppl", "held-out perplexity"),
+    ("grad_norm", "gradient norm before clipping"),
+    ("lr", "learning rate"),
+    ("tokens_per_s", "tokens per second"),
+)
+
+
+def plot_run(path: Path) -> Path:
+    """Draw every figure that a run logged against its steps into plots/metrics.png; stages are told apart by colour.
+
+    Raises UserError where the run has logged nothing or its metrics.jsonl is damaged.
+    """
+    file = path / "metrics.jsonl"
+    if not file.exists():
+        raise UserError(f"{path} has no metrics.jsonl; give a run directory such as runs/train_qat/<run>")
+    try:
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+    except ValueError as error:
+        raise UserError(f"{file} is damaged ({error})") from error
+    panels = [(key, title) for key, title in PANELS if any(key in line for line in lines)]
+    if not panels:
+        raise UserError(f"{file} holds no figures yet; train for a step first")
+    rows = -(-len(panels) // 2)
+    figure, axes = plt.subplots(rows, 2, figsize=(11, 2.8 * rows), squeeze=False)
+    for axis, (key, title) in zip(axes.flat, panels):
+        for stage in dict.fromkeys(line.get("stage") for line in lines):
+            points = [(line["step"], line[key]) for line in lines if line.get("stage") == stage and key in line]
+            if points:
+                axis.plot(*zip(*points), marker="o" if len(points) < 25 else None, markersize=3, label=stage)
+        if key in ("loss", "kl", "heldout_kl", "heldout_ppl", "grad_norm"):
+            axis.set_yscale("log")
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    for axis in axes.flat[len(panels) :]:
+        axis.axis("off")
+    figure.suptitle(path.name, fontsize=10)
+    figure.tight_layout()
+    target = path / "plots" / "metrics.png"
+    target.parent.mkdir(exist_ok=True)
+    figure.savefig(target, dpi=110)
+    plt.close(figure)
+    return target
