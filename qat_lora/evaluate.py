@@ -26,24 +26,58 @@ def kd_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 def text_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Next-token cross-entropy where mask [B, L] is 1 at the tokens to be predicted."""
-    hidden = hidden_states(model, batch["tokens"])[:, :-1]
-    labels = batch["tokens"][:, 1:].unsqueeze(2)
-    prob = torch.ones_like(labels, dtype=torch.float32)
-    return sparse_loss(hidden, head_weight(model), labels, prob, batch["mask"][:, 1:], batch.get("total"))
+    hidden = hidden_states(model, batch["tokens"])
+    return _nll(hidden, head_weight(model), batch["tokens"], batch["mask"], batch.get("total"))
 
 
-@torch.no_grad()
+def _nll(hidden: Tensor, head: Tensor, tokens: Tensor, mask: Tensor, total: Tensor | None = None) -> Tensor:
+    """Next-token cross-entropy of last hidden states [B, L, H], over the tokens at which mask [B, L] is 1."""
+    labels = tokens[:, 1:].unsqueeze(2)
+    return sparse_loss(hidden[:, :-1], head, labels, torch.ones_like(labels), mask[:, 1:], total)
+
+
 def heldout_figures(
     model: nn.Module, dataset: Dataset, backend: TorchBackend, batch_size: int, rows: int
 ) -> dict[str, float]:
-    """NLL of the text and KL from the cached teacher, in nats a token, over the first `rows` held-out rows.
+    """NLL of the text and KL from the cached teacher, in nats a token, over the first `rows` held-out cache rows.
 
-    Rows beyond a multiple of the batch size are left out: one shape. The KL is an unbiased estimate (top K exact, tail
-    sampled); measure_perplexity.py gives the exact one.
+    The KL is an unbiased estimate (top K exact, tail sampled); measure_perplexity.py gives the exact one.
     """
+
+    def figures(batch: dict) -> list[Tensor]:
+        hidden, head, mask = hidden_states(model, batch["tokens"]), head_weight(model), batch["mask"].float()
+        cross = sparse_loss(hidden, head, batch["index"], batch["prob"], mask)
+        kl = cross - (batch["entropy"] * mask).sum() / mask.sum()
+        return [_nll(hidden, head, batch["tokens"], mask), kl]
+
+    nll, kl = _means(figures, model, dataset, backend, batch_size, rows)
+    return {"heldout_nll": nll, "heldout_ppl": math.exp(min(nll, 80)), "heldout_kl": kl}
+
+
+def heldout_nll(
+    model: nn.Module, dataset: Dataset, backend: TorchBackend, batch_size: int, rows: int
+) -> dict[str, float]:
+    """NLL in nats a kept token, over the first `rows` rows of a TextDataset."""
+
+    def figures(batch: dict) -> list[Tensor]:
+        kept = batch["mask"][:, 1:].sum(dtype=torch.float32)
+        return [text_loss(model, batch | {"total": torch.ones_like(kept)}), kept]
+
+    total, kept = _means(figures, model, dataset, backend, batch_size, rows)
+    if not kept:
+        raise UserError("the held-out rows keep no token to predict; hold out more rows")
+    nll = total / kept
+    return {"heldout_nll": nll, "heldout_ppl": math.exp(min(nll, 80))}
+
+
+@torch.no_grad()
+def _means(figures, model: nn.Module, dataset: Dataset, backend: TorchBackend, batch_size: int, rows: int) -> list:
+    """Means over batches of what figures(batch) gives, one shape: rows beyond a multiple of the batch are left out."""
     count = min(rows, len(dataset)) // batch_size * batch_size
     if not count:
-        raise UserError(f"{len(dataset)} held-out rows are fewer than a batch of {batch_size}; hold out more text")
+        raise UserError(
+            f"{min(rows, len(dataset))} held-out rows are fewer than a batch of {batch_size}; hold out more"
+        )
     was_training = model.training
     model.eval()
     sums = []
@@ -51,19 +85,12 @@ def heldout_figures(
         items = [dataset[i] for i in range(start, start + batch_size)]
         batch = backend.to_device({key: torch.stack([item[key] for item in items]) for key in items[0]})
         with backend.autocast():
-            hidden, head = hidden_states(model, batch["tokens"]), head_weight(model)
-            mask = batch["mask"].float()
-            cross = sparse_loss(hidden, head, batch["index"], batch["prob"], mask)
-            kl = cross - (batch["entropy"] * mask).sum() / mask.sum()
-            labels = batch["tokens"][:, 1:].unsqueeze(2)
-            nll = sparse_loss(hidden[:, :-1], head, labels, torch.ones_like(labels), mask[:, :-1])
-        sums += [kl, nll]
+            sums.append(figures(batch))
         backend.step_boundary()
     model.train(was_training)
-    values = backend.fetch(*sums)
-    kls, nlls = values[::2], values[1::2]
-    nll = sum(nlls) / len(nlls)
-    return {"heldout_nll": nll, "heldout_ppl": math.exp(min(nll, 80)), "heldout_kl": sum(kls) / len(kls)}
+    values = backend.fetch(*[value for row in sums for value in row])
+    width = len(sums[0])
+    return [sum(values[i::width]) / len(sums) for i in range(width)]
 
 
 def windows(tokens: Tensor, length: int, stride: int, limit: int | None = None) -> tuple[Tensor, Tensor]:

@@ -78,9 +78,11 @@ def block_outputs(layer: nn.Module, inputs: list[Tensor], kwargs: dict, backend:
 def train_layers(student: nn.Module, batches: list[dict], plan: LayerPlan, session: Session, backend: TorchBackend):
     """Train the blocks of a placed student in order, on `batches` (dicts of tokens [B, L], all of one shape).
 
-    Loss: mean square error against the block with its quantisers off, on the inputs that the quantised blocks before
-    it produce, relative to the target's mean square. With kd_weight, plus that share of the cached distillation loss
-    of the whole model, the later blocks in full precision (batches then carry index, prob and mask).
+    Loss: squared error against the block with its quantisers off, on the inputs that the quantised blocks before it
+    produce, relative to the target's square position by position: the next block's norm sees each position at its own
+    size, and a mean over all would be ruled by the few positions of massive activations. With kd_weight, plus that
+    share of the cached distillation loss of the whole model, the later blocks in full precision (batches then carry
+    index, prob and mask).
     """
     layers = decoder_layers(student)
     current, optimizer, saved = -1, None, None
@@ -133,7 +135,7 @@ def _update(student, index: int, batch: dict, kwargs: dict, optimizer, plan: Lay
     with _only_trainable(student, layer), backend.autocast():
         out = _run(layer, batch["hidden"], kwargs)
         wanted = batch["target"].float()
-        loss = (out.float() - wanted).square().mean() / wanted.square().mean()
+        loss = ((out.float() - wanted).square().sum(-1) / wanted.square().sum(-1)).mean()
         if plan.kd_weight:
             loss = loss + plan.kd_weight * _rest_of_model_loss(student, index, out, kwargs, batch)
         backend.backward(loss)

@@ -64,7 +64,8 @@ def main(cfg: Config) -> None:
     spec = StudentSpec(mlp=cfg.mlp, attn=cfg.attn, head=cfg.head)
     plan = Plan(
         steps=cfg.max_steps, batch_size=cfg.batch_size, accumulation=cfg.accumulation_steps,
-        learning_rate=cfg.learning_rate, warmup_steps=cfg.warmup_steps, clip_grad_norm=cfg.clip_grad_norm, seed=cfg.seed,
+        learning_rate=cfg.learning_rate, warmup_steps=cfg.warmup_steps, clip_grad_norm=cfg.clip_grad_norm,
+        seed=cfg.seed,
     )  # fmt: skip
     scale_rate = cfg.scale_learning_rate or cfg.learning_rate
     layers = LayerPlan(
@@ -92,17 +93,15 @@ def main(cfg: Config) -> None:
     if cfg.gradient_checkpointing:
         backend.gradient_checkpointing(student)
 
-    best = {"heldout_kl": float("inf")}
-
     def evaluate(step: int) -> dict:
         figures = heldout_figures(student, heldout, backend, cfg.batch_size, cfg.eval_rows)
-        if figures["heldout_kl"] < best["heldout_kl"]:
-            best.update(figures, step=step)
-            save_student(run.path / "best.pt", student, cfg.model, spec, {"stage": "qat", **best})
+        if figures["heldout_kl"] < session.best("heldout_kl"):
+            save_student(run.path / "best.pt", student, cfg.model, spec, {"step": step, **figures})
         return figures
 
     train_qat(student, train, plan, scale_rate, session, backend, evaluate)
-    run.finish("finished", **best, bits_per_weight=bits_per_weight(student), **session.cost())
+    best = {"heldout_kl": session.best("heldout_kl")}
+    run.finish("finished", best=best, bits_per_weight=bits_per_weight(student), **session.cost())
     plot_run(run.path)
     say(f"best held-out KL {best['heldout_kl']:.4f}; student in {run.path / 'best.pt'}")
 
@@ -123,9 +122,7 @@ def describe(cfg: Config, spec: StudentSpec, train, heldout, backend: TorchBacke
     model = quantize(empty_model(cfg.model), spec)
     say(f"{cfg.model} → {spec}: {bits_per_weight(model):.2f} bits per weight, {megabytes(model):.1f} MB, on {backend}")
     say(f"cache {cfg.cache_dir}: {len(train)} training and {len(heldout)} held-out rows of {length} tokens")
-    say(
-        f"batch {cfg.batch_size} × accumulation {cfg.accumulation_steps} = {rows} rows, {rows * length} tokens an update"
-    )
+    say(f"batch {cfg.batch_size} × accumulation {cfg.accumulation_steps} = {rows} rows or {rows * length} tokens")
     say(f"{cfg.layer_steps} updates for each of {len(decoder_layers(model))} blocks, then {cfg.max_steps} end to end")
     memory = training_memory(
         model.config, sum(p.numel() for p in model.parameters()), 0, cfg.batch_size, length, backend.bf16,

@@ -32,6 +32,13 @@ class XlaBackend(TorchBackend):
     def checkpoint(self, function, *args):
         return xla_checkpoint(function, *args)
 
+    def adamw(self, groups: list[dict], **options) -> torch.optim.AdamW:
+        optimizer = super().adamw(groups, **options)
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = torch.zeros_like(p)  # the first step then adds to a gradient as every later one does
+        return optimizer
+
     def _adamw_kind(self) -> dict:
         return {"fused": False, "foreach": False}
 

@@ -1,6 +1,8 @@
 """HF causal language models by name, folder or the embedded file."""
 
 import importlib.util
+import io
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import torch
@@ -57,7 +59,8 @@ def load_tokenizer(name: str):
 
 def load_model(name: str) -> nn.Module:
     """The model in fp32 on the CPU, in evaluation mode, ready to be saved by HF."""
-    model = _load(AutoModelForCausalLM, name, dtype=torch.float32)
+    with redirect_stderr(io.StringIO()):  # the GGUF reader's own progress bar
+        model = _load(AutoModelForCausalLM, name, dtype=torch.float32)
     if hasattr(model.config, "quantization_config"):  # a GGUF load leaves it, and save_pretrained then refuses
         del model.config.quantization_config
         model.hf_quantizer = None

@@ -82,6 +82,10 @@ class Session:
         last value, and the rest is averaged."""
         self.pending.append(values)
 
+    def best(self, figure: str) -> float:
+        """The lowest value of a figure that this run has logged, evaluations before a resume included."""
+        return min((line[figure] for line in self.run.metrics() if figure in line), default=math.inf)
+
     def cost(self) -> dict[str, float]:
         """Seconds in steps (evaluation, saving and start-up left out), peak memory, and what XLA compiled."""
         memory = {"peak_memory_mb": round(self.backend.peak_memory_mb(), 1)}

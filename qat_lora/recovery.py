@@ -1,0 +1,140 @@
+"""A small LoRA on the frozen low-bit student that wins back what quantisation lost."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from qat_lora.backend import TorchBackend
+from qat_lora.data.batches import batches
+from qat_lora.data.packing import Rows
+from qat_lora.errors import UserError
+from qat_lora.evaluate import head_weight, kd_loss, text_loss
+from qat_lora.kd.losses import kd_soft_ce
+from qat_lora.models.loading import hidden_states
+from qat_lora.qat import Plan, restore, update
+from qat_lora.run.files import cannot_write
+from qat_lora.run.schedule import set_learning_rates
+from qat_lora.run.session import Session
+
+MODES = {"kd": kd_loss, "sft": text_loss, "recover": text_loss}
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
+MLP_PROJECTIONS = ("gate", "up", "down")
+
+
+def add_adapter(student: nn.Module, rank: int, alpha: float, projections: tuple[str, ...], seed: int) -> nn.Module:
+    """The frozen student inside a PEFT model with a new LoRA on `projections` (of q k v o gate up down).
+
+    The adapter starts as the identity (B = 0) and is seeded: its A does not depend on what was drawn before.
+    """
+    unknown = set(projections) - set(PROJECTIONS)
+    if unknown or not projections:
+        raise UserError(f"--targets {','.join(projections)}: choose from {','.join(PROJECTIONS)}")
+    if rank < 1:
+        raise UserError(f"--recovery-r {rank} must be at least 1")
+    config = LoraConfig(
+        r=rank, lora_alpha=alpha, target_modules=[f"{p}_proj" for p in projections], task_type="CAUSAL_LM"
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return get_peft_model(student, config)
+
+
+def save_adapter(model: nn.Module, folder: Path) -> None:
+    """Write the adapter in PEFT's own format; the folder is replaced whole."""
+    part, old = folder.with_name(f".{folder.name}.part"), folder.with_name(f".{folder.name}.old")
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        # The embedding is never trained here; "auto" would ask the hub whether it was.
+        model.save_pretrained(part, save_embedding_layers=False)
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            folder.rename(old)
+        part.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+    except Exception as error:  # safetensors reports a full disk with an exception of its own
+        shutil.rmtree(part, ignore_errors=True)
+        raise cannot_write(folder, error) from error
+
+
+class TextDataset(Dataset):
+    """Packed rows as items: tokens [L] int64 and mask [L], 1 at the tokens to be predicted (never the first)."""
+
+    def __init__(self, rows: Rows, completions_only: bool):
+        self.tokens, self.mask = rows.tokens, rows.mask.clone() if completions_only else torch.ones_like(rows.mask)
+        self.mask[:, 0] = 0
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return {"tokens": self.tokens[i].long(), "mask": self.mask[i]}
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """What the student said before it had an adapter, to keep it from drifting: tokens [n, L] and logits [n, L, V]."""
+
+    tokens: Tensor
+    logits: Tensor
+    weight: float
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, student: nn.Module, tokens: Tensor, weight: float, backend: TorchBackend) -> "Anchor":
+        tokens = backend.to_device({"tokens": tokens})["tokens"]
+        with backend.autocast():
+            logits = _logits(student, tokens)
+        backend.step_boundary()
+        return cls(tokens, logits, weight)
+
+    def loss(self, model: nn.Module) -> Tensor:
+        """weight · KL(student before ‖ now), up to the constant entropy."""
+        return self.weight * kd_soft_ce(_logits(model, self.tokens), self.logits)
+
+
+def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    return hidden_states(model, tokens) @ head_weight(model).T
+
+
+def train_recovery_lora(
+    model: nn.Module,
+    train: Dataset,
+    mode: str,
+    plan: Plan,
+    anchor: Anchor | None,
+    session: Session,
+    backend: TorchBackend,
+    evaluate: Callable[[int], dict],
+) -> None:
+    """Train the adapter of a placed PEFT model; the student below it stays frozen, gradients cross it.
+
+    mode: "kd" (train is a KDCacheDataset), "sft" or "recover" (train is a TextDataset).
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = backend.adamw([{"params": list(trained.values()), "lr": plan.learning_rate}], betas=(0.9, 0.99))
+
+    def state() -> tuple[dict, dict]:
+        return trained, {"optimizer": optimizer.state_dict()}
+
+    def load(tensors: dict, trainer: dict) -> None:
+        restore(model, tensors)
+        optimizer.load_state_dict(trainer["optimizer"])
+
+    def loss_of(model: nn.Module, batch: dict) -> Tensor:
+        loss = MODES[mode](model, batch)
+        return loss + anchor.loss(model) / plan.accumulation if anchor else loss
+
+    stream = None
+    model.train()
+    for step in session.steps("recovery", plan.steps, state, load, evaluate):
+        stream = stream or backend.prefetch(batches(train, plan.batch_size, plan.accumulation, plan.seed, step - 1))
+        factor = plan.learning_rate_factor(step)
+        set_learning_rates(optimizer, factor)
+        figures = update(model, stream, loss_of, optimizer, plan, backend)
+        session.record(**figures, lr=plan.learning_rate * factor)

@@ -1,0 +1,159 @@
+"""How much of the loss can a few adapter weights win back? A LoRA on a frozen low-bit student.
+
+    python scripts/train_recovery_lora.py --checkpoint runs/v2_q4/best.pt --kd-cache-dir caches/text_L256
+    python scripts/train_recovery_lora.py --tpu --model Qwen/Qwen3-0.6B --checkpoint runs/v2_q4/best.pt \\
+        --kd-cache-dir caches/wikitext103_L1024_K128 --recovery-r 8 --batch-size 4 --accumulation-steps 8
+    PJRT_DEVICE=TPU python scripts/train_recovery_lora.py --v2-checkpoint runs/v2_q4/best.pt --mode recover
+
+--mode kd learns from a KD cache; sft from chat rows, completions only; recover from plain text. --anchor-weight adds
+a KL to what the student said before it had an adapter. metrics.jsonl: loss (cross-entropy against the target, anchor
+included), kl (kd only: loss minus the teacher's entropy), grad_norm, lr, tokens, tokens_per_s. The adapter of the best
+held-out figure is kept in adapter/, in PEFT's own format. Untested on hardware: TPU.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from qat_lora.models.adapter import adapter_values
+
+from qat_lora.backend import TorchBackend, open_backend
+from qat_lora.data.options import TextOptions
+from qat_lora.data.packing import split_heldout, tokenizer_fingerprint
+from qat_lora.errors import UserError
+from qat_lora.evaluate import heldout_figures, heldout_nll
+from qat_lora.kd.dataset import KDCacheDataset
+from qat_lora.memory import training_memory
+from qat_lora.models.loading import load_tokenizer
+from qat_lora.qat import Plan
+from qat_lora.quant.student import bits_per_weight, load_student, read_student
+from qat_lora.recovery import (
+    MLP_PROJECTIONS,
+    MODES,
+    Anchor,
+    TextDataset,
+    add_adapter,
+    save_adapter,
+    train_recovery_lora,
+)
+from qat_lora.run.config import RunConfig, option, run_script
+from qat_lora.run.plots import plot_run
+from qat_lora.run.rundir import open_run, say
+from qat_lora.run.session import Every, Session
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TextOptions, RunConfig):
+    checkpoint: str | None = option(None, "student: the best.pt of train_qat.py")
+    v2_checkpoint: str | None = option(None, "another name of --checkpoint")
+    model: str | None = option(None, "base model; default: the one that the student was made of, else it must agree")
+    mode: str = option("kd", "kd (from a cache), sft (chat rows, completions only) or recover (plain text)")
+    kd_cache_dir: str | None = option(None, "KD cache of mode kd")
+    recovery_r: int = option(8, "rank")
+    recovery_alpha: float | None = option(None, "LoRA alpha; default: the rank")
+    targets: str = option("q,v,o,gate,up,down", "projections with an adapter, of q,k,v,o,gate,up,down")
+    mlp_only: bool = option(False, "adapters on gate,up,down only, whatever --targets says")
+    anchor_weight: float = option(0.0, "weight of the KL to the student without adapter")
+    anchor_rows: int = option(4, "rows of the anchor")
+    anchor_length: int = option(64, "tokens of an anchor row")
+    max_steps: int = option(200, "updates")
+    batch_size: int = option(4, "rows in a micro-batch")
+    accumulation_steps: int = option(1, "micro-batches in an update")
+    learning_rate: float = option(5e-4, "peak learning rate")
+    warmup_steps: int = option(10, "updates of linear warm-up")
+    clip_grad_norm: float = option(1.0, "largest global gradient norm; 0 clips nothing")
+    gradient_checkpointing: bool = option(False, "recompute blocks in the backward pass: less memory, more time")
+    heldout_fraction: float = option(0.1, "share of the text rows kept for evaluation (sft, recover)")
+    eval_every: int = option(100, "steps between held-out evaluations; 0: first and last")
+    eval_rows: int = option(64, "held-out rows of an evaluation")
+    save_every: int = option(100, "steps between checkpoints; 0: last")
+    log_every: int = option(10, "steps between lines of metrics.jsonl")
+
+
+def main(cfg: Config) -> None:
+    check(cfg)
+    checkpoint = cfg.checkpoint or cfg.v2_checkpoint
+    plan = Plan(
+        steps=cfg.max_steps, batch_size=cfg.batch_size, accumulation=cfg.accumulation_steps,
+        learning_rate=cfg.learning_rate, warmup_steps=cfg.warmup_steps, clip_grad_norm=cfg.clip_grad_norm,
+        seed=cfg.seed,
+    )  # fmt: skip
+    backend = open_backend(cfg.device, cfg.precision)
+    train, heldout = open_data(cfg, read_student(checkpoint)["model"])
+    student, made = load_student(checkpoint, cfg.model)
+    projections = MLP_PROJECTIONS if cfg.mlp_only else tuple(cfg.targets.split(","))
+    model = add_adapter(student, cfg.recovery_r, cfg.recovery_alpha or cfg.recovery_r, projections, cfg.seed)
+    describe(cfg, model, made, train, backend)
+    if cfg.dry_run:
+        return
+
+    run = open_run("train_recovery_lora", cfg, {"device": str(backend), "student": made["info"], "spec": made["spec"]})
+    backend.seed(cfg.seed)
+    session = Session(run, backend, Every(cfg.log_every, cfg.eval_every, cfg.save_every))
+    backend.place(model)
+    anchor = make_anchor(cfg, model, train, backend)
+    if cfg.gradient_checkpointing:
+        backend.gradient_checkpointing(model)
+
+    figure = "heldout_kl" if cfg.mode == "kd" else "heldout_nll"
+
+    def evaluate(step: int) -> dict:
+        measure = heldout_figures if cfg.mode == "kd" else heldout_nll
+        figures = measure(model, heldout, backend, cfg.batch_size, cfg.eval_rows)
+        if figures[figure] < session.best(figure):
+            save_adapter(model, run.path / "adapter")
+        return figures
+
+    train_recovery_lora(model, train, cfg.mode, plan, anchor, session, backend, evaluate)
+    bits = bits_per_weight(student, adapter_values(model))
+    run.finish("finished", best={figure: session.best(figure)}, bits_per_weight=bits, **session.cost())
+    plot_run(run.path)
+    say(f"best {figure} {session.best(figure):.4f}; adapter in {run.path / 'adapter'}")
+
+
+def check(cfg: Config) -> None:
+    if bool(cfg.checkpoint) == bool(cfg.v2_checkpoint):
+        raise UserError("give the student's best.pt as either --checkpoint or --v2-checkpoint")
+    if cfg.mode not in MODES:
+        raise UserError(f"--mode {cfg.mode!r} is not one of {', '.join(MODES)}")
+    if cfg.mode == "kd" and not cfg.kd_cache_dir:
+        raise UserError("--mode kd needs --kd-cache-dir; build one with scripts/build_kd_cache.py")
+
+
+def open_data(cfg: Config, model_name: str):
+    """Training and held-out data of the mode."""
+    tokenizer = load_tokenizer(model_name)
+    if cfg.mode == "kd":
+        print_of = tokenizer_fingerprint(tokenizer)
+        data = [KDCacheDataset(cfg.kd_cache_dir, split, tokenizer=print_of) for split in ("train", "heldout")]
+    else:
+        parts = split_heldout(cfg.rows(tokenizer), cfg.heldout_fraction)
+        data = [TextDataset(rows, completions_only=cfg.mode == "sft") for rows in parts]
+    if len(data[0]) < cfg.batch_size:
+        raise UserError(f"{len(data[0])} training rows are fewer than --batch-size {cfg.batch_size}")
+    return data
+
+
+def make_anchor(cfg: Config, model, train, backend: TorchBackend) -> Anchor | None:
+    if not cfg.anchor_weight:
+        return None
+    tokens = torch.stack([train[i]["tokens"][: cfg.anchor_length] for i in range(min(cfg.anchor_rows, len(train)))])
+    return Anchor.of(model, tokens, cfg.anchor_weight, backend)
+
+
+def describe(cfg: Config, model, made: dict, train, backend: TorchBackend) -> None:
+    """The resolved plan."""
+    values = adapter_values(model)
+    length, rows = len(train[0]["tokens"]), cfg.batch_size * cfg.accumulation_steps
+    say(f"{made['model']} {made['spec']} on {backend}")
+    say(f"adapter: {values} values, {bits_per_weight(model, values):.2f} bits per weight with it")
+    say(f"batch {cfg.batch_size} × accumulation {cfg.accumulation_steps} = {rows} rows or {rows * length} tokens")
+    say(f"{cfg.max_steps} updates of mode {cfg.mode} on {len(train)} rows")
+    frozen = sum(p.numel() for p in model.parameters()) - values
+    memory = training_memory(
+        model.config, values, frozen, cfg.batch_size, length, backend.bf16, cfg.gradient_checkpointing
+    )
+    say("memory (estimated): " + ", ".join(f"{name} {size:.2f} GB" for name, size in memory.items()))
+
+
+if __name__ == "__main__":
+    run_script(main, Config, "train_recovery_lora", __doc__)
