@@ -37,6 +37,7 @@ class XlaBackend(TorchBackend):
         for group in optimizer.param_groups:
             for p in group["params"]:
                 p.grad = torch.zeros_like(p)  # the first step then adds to a gradient as every later one does
+        torch_xla.sync()  # or the zeros would be part of the first step's graph
         return optimizer
 
     def _adamw_kind(self) -> dict:

@@ -33,37 +33,43 @@ class Rows:
         return self.tokens.shape[0]
 
 
-def pack(documents: Iterable[Document], tokenizer, length: int, max_rows: int | None = None) -> Rows:
-    """Tokenise the documents, end each with EOS, put them end to end and cut rows of `length` tokens.
+def stream(documents: Iterable[Document], tokenizer, limit: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokenise the documents, end each with EOS and put them end to end: tokens int32 [T] and mask uint8 [T].
 
-    The ragged end is dropped. A document may span rows and a row may hold several documents. Reading stops as soon as
-    `max_rows` rows are full, so the documents may be endless. Plain text has mask 1 throughout, EOS included; chat has
-    mask 1 inside its spans, and gets no second EOS where its rendering ends with one.
+    Plain text has mask 1 throughout, EOS included; chat has mask 1 inside its spans, and gets no second EOS where its
+    rendering ends with one. Reading stops at `limit` tokens, so the documents may be endless.
+    Raises UserError where the tokenizer has no EOS.
+    """
+    if tokenizer.eos_token_id is None:
+        raise UserError("the tokenizer has no EOS token to end documents with; set tokenizer.eos_token")
+    tokens, masks, total = [np.zeros(0, np.int32)], [np.zeros(0, np.uint8)], 0
+    for document in documents:
+        ids, mask = _encode(document, tokenizer)
+        tokens.append(ids)
+        masks.append(mask)
+        total += len(ids)
+        if limit is not None and total >= limit:
+            break
+    return tuple(torch.from_numpy(np.concatenate(parts)[:limit]) for parts in (tokens, masks))
+
+
+def pack(documents: Iterable[Document], tokenizer, length: int, max_rows: int | None = None) -> Rows:
+    """The documents' `stream`, cut into rows of `length` tokens, at most `max_rows`.
+
+    The ragged end is dropped. A document may span rows and a row may hold several documents.
     Raises UserError where the text does not fill one row or the tokenizer has no EOS.
     """
     if length < 2:
         raise UserError(f"length={length} leaves nothing to predict; use 2 or more")
     if max_rows is not None and max_rows < 1:
         raise UserError(f"max_rows={max_rows} keeps nothing; use 1 or more, or leave it out")
-    if tokenizer.eos_token_id is None:
-        raise UserError("the tokenizer has no EOS token to end documents with; set tokenizer.eos_token")
-    tokens, masks, total = [], [], 0
-    for document in documents:
-        ids, mask = _encode(document, tokenizer)
-        tokens.append(ids)
-        masks.append(mask)
-        total += len(ids)
-        if max_rows is not None and total >= max_rows * length:
-            break
-    count = total // length if max_rows is None else min(total // length, max_rows)
+    tokens, mask = stream(documents, tokenizer, None if max_rows is None else max_rows * length)
+    count = len(tokens) // length
     if count == 0:
-        raise UserError(f"the text has {total} tokens, too few for a row of {length}; shorten the rows or add text")
-    return Rows(_cut(tokens, count, length), _cut(masks, count, length))
-
-
-def _cut(parts: list[np.ndarray], count: int, length: int) -> torch.Tensor:
-    """Concatenate the parts and keep the first count·length entries as [count, length]."""
-    return torch.from_numpy(np.concatenate(parts)[: count * length].reshape(count, length))
+        raise UserError(
+            f"the text has {len(tokens)} tokens, too few for a row of {length}; shorten the rows or add text"
+        )
+    return Rows(*(part[: count * length].view(count, length) for part in (tokens, mask)))
 
 
 def _encode(document: Document, tokenizer) -> tuple[np.ndarray, np.ndarray]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from qat_lora.backend import is_xla_device
 from qat_lora.errors import UserError
 
 EMBEDDED = "smollm2-135m"
@@ -78,7 +79,16 @@ def unwrap(model: nn.Module) -> nn.Module:
 def hidden_states(model: nn.Module, tokens: Tensor) -> Tensor:
     """Last hidden states [B, L, H] after the final norm, ready for the LM head; tokens [B, L]. No KV cache."""
     base = unwrap(model)
-    return getattr(base, base.base_model_prefix)(input_ids=tokens, use_cache=False).last_hidden_state
+    # Without a mask transformers looks for packed sequences by reading a tensor: a host sync a step on XLA. With an
+    # explicit one it does not; elsewhere no mask keeps the fused causal kernel.
+    mask = _causal(tokens) if is_xla_device(tokens.device) else None
+    stack = getattr(base, base.base_model_prefix)
+    return stack(input_ids=tokens, attention_mask=mask, use_cache=False).last_hidden_state
+
+
+def _causal(tokens: Tensor) -> Tensor:
+    length = tokens.shape[1]
+    return torch.ones(1, 1, length, length, dtype=torch.bool, device=tokens.device).tril()
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:

@@ -71,18 +71,16 @@ def bits_per_weight(model: nn.Module, adapter_values: int = 0) -> float:
 
 
 def megabytes(model: nn.Module, adapter_values: int = 0) -> float:
-    """Size to deploy in MB (1e6 bytes): quantised weights as `bits_per_weight` counts, everything else at 16 bits."""
+    """Size to deploy in MB (1e6 bytes): quantised weights as `bits_per_weight` counts, everything else at 16 bits.
+
+    An adapter counts by `adapter_values` alone, whether or not one is attached to the model.
+    """
     layers = quantized_layers(model)
     quantised = sum(layer.weight.numel() for layer in layers.values())
-    scales = {id(p) for layer in layers.values() for p in layer.quantizer.parameters()}
-    latent = {id(layer.weight) for layer in layers.values()}
-    rest = sum(p.numel() for p in model.parameters() if id(p) not in scales | latent and not _is_adapter(model, p))
-    code_bits = (bits_per_weight(model, adapter_values) if quantised else 0) * quantised
-    return (code_bits + 16 * rest) / 8 / 1e6
-
-
-def _is_adapter(model: nn.Module, parameter: nn.Parameter) -> bool:
-    return any(parameter is p and "lora_" in name for name, p in model.named_parameters())
+    counted = {id(p) for layer in layers.values() for p in (layer.weight, *layer.quantizer.parameters())}
+    rest = sum(p.numel() for name, p in model.named_parameters() if id(p) not in counted and "lora_" not in name)
+    quantised_bits = bits_per_weight(model) * quantised if quantised else 0
+    return (quantised_bits + 16 * (rest + adapter_values)) / 8 / 1e6
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:

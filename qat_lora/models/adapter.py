@@ -1,0 +1,74 @@
+"""LoRA adapters in PEFT's own format, on a base model or a frozen student."""
+
+import warnings
+from pathlib import Path
+
+from peft import PeftModel
+from peft.utils import get_peft_model_state_dict, load_peft_weights
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from qat_lora.errors import UserError
+from qat_lora.models.loading import unwrap
+from qat_lora.run.files import read_json
+
+WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+
+
+def load_adapter(model: nn.Module, path: str | Path) -> nn.Module:
+    """`model`, changed in place, with the LoRA of a PEFT folder on it; nothing in it is trainable.
+
+    Call it while the model is on the CPU. Raises UserError where the folder is missing, holds no plain LoRA or is
+    damaged, where it does not fit the model to the tensor, and where it changes the LM head: losses and figures here
+    multiply by the head's weight alone and would leave that part out.
+    """
+    folder = Path(path).expanduser()
+    saved = _read(folder)
+    head = unwrap(model).get_output_embeddings()
+    try:
+        with warnings.catch_warnings():  # PEFT only warns of missing tensors; they are refused below
+            warnings.simplefilter("ignore")
+            adapted = PeftModel.from_pretrained(model, str(folder), torch_device="cpu")
+    except (ValueError, RuntimeError, KeyError, TypeError) as error:
+        raise UserError(
+            f"adapter {folder} does not fit the model ({_reason(error)}); give the model of its run"
+        ) from error
+    odd = sorted(saved.keys() ^ get_peft_model_state_dict(adapted, save_embedding_layers=False).keys())
+    if odd:
+        raise UserError(
+            f"adapter {folder} does not fit the model: {odd[0]} is on one side only; give the model of its run"
+        )
+    if unwrap(adapted).get_output_embeddings() is not head:
+        raise UserError(f"adapter {folder} changes the LM head, which is not supported; train one without it")
+    return adapted.requires_grad_(False)
+
+
+def adapter_values(model: nn.Module) -> int:
+    """How many numbers the LoRA adapters attached to a model take; 0 without one."""
+    return sum(p.numel() for name, p in model.named_parameters() if "lora_" in name)
+
+
+def _read(folder: Path) -> dict[str, Tensor]:
+    """The adapter's tensors. Checks here what would otherwise send PEFT to the hub for the missing file."""
+    if not folder.is_dir():
+        raise UserError(
+            f"adapter {folder}: no such folder; train_recovery_lora.py writes adapter/ into its run directory"
+        )
+    if not (folder / "adapter_config.json").is_file() or not any((folder / name).is_file() for name in WEIGHT_FILES):
+        raise UserError(
+            f"adapter {folder} is no PEFT folder: adapter_config.json or {WEIGHT_FILES[0]} is missing; "
+            "give the adapter/ of a run directory"
+        )
+    config = read_json(folder / "adapter_config.json")
+    if config.get("peft_type") != "LORA" or config.get("modules_to_save"):
+        kind, whole = config.get("peft_type"), config.get("modules_to_save")
+        raise UserError(f"adapter {folder}: peft_type {kind}, modules_to_save {whole}; only plain LoRA is supported")
+    try:
+        return load_peft_weights(str(folder), device="cpu")
+    except (SafetensorError, RuntimeError, ValueError, EOFError, OSError) as error:
+        raise UserError(f"adapter {folder} is damaged ({_reason(error)}); copy or train it again") from error
+
+
+def _reason(error: Exception) -> str:
+    """An exception on one short line."""
+    return " ".join(str(error).split())[:160] or type(error).__name__

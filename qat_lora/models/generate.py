@@ -1,0 +1,82 @@
+"""Completions by HF generate, on CPU and CUDA."""
+
+from jinja2 import TemplateError
+from torch import nn
+from transformers import GenerationConfig
+
+from qat_lora.errors import UserError
+from qat_lora.models.loading import unwrap
+
+
+def complete(
+    model: nn.Module,
+    tokenizer,
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    chat: bool = True,
+    streamer=None,
+    system: str | None = None,
+) -> str:
+    """What the model says to `prompt`, without special tokens; it ends at an EOS or after `max_new_tokens`.
+
+    model: a placed HF model, frozen student or PEFT model in evaluation mode. temperature 0 is greedy; above it
+    sampling draws from torch's global generator, so seed the backend first. Sampling defaults that the model ships
+    with (top_k, repetition penalty) are switched off, so that models compare under one rule.
+    chat: the tokenizer's template with `system` before the prompt; False continues the prompt as plain text.
+    streamer: a transformers streamer that gets prompt and tokens as they come.
+    Raises UserError for impossible values, a missing or refusing template, and a prompt beyond the model's context.
+    """
+    check_sampling(max_new_tokens, temperature, top_p)
+    inputs = _encode(tokenizer, prompt, system, chat)
+    base = unwrap(model)
+    used, context = inputs["input_ids"].shape[1], getattr(base.config, "max_position_embeddings", None)
+    if context and used + max_new_tokens > context:
+        raise UserError(
+            f"a prompt of {used} tokens and {max_new_tokens} new ones do not fit the model's context of {context}; "
+            "use fewer new tokens or a shorter prompt"
+        )
+    ends = base.generation_config.eos_token_id or []
+    ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
+    # Where pad is unset or the same token as EOS the mask tells them apart: it is all ones for a single prompt.
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    plan = GenerationConfig(
+        max_new_tokens=max_new_tokens, do_sample=temperature > 0, temperature=temperature or 1.0, top_p=top_p, top_k=0,
+        repetition_penalty=1.0, eos_token_id=sorted(ends), pad_token_id=pad,
+    )  # fmt: skip
+    output = model.generate(
+        input_ids=inputs["input_ids"].to(base.device), attention_mask=inputs["attention_mask"].to(base.device),
+        generation_config=plan, streamer=streamer,
+    )  # fmt: skip
+    return tokenizer.decode(output[0, used:], skip_special_tokens=True)
+
+
+def check_sampling(max_new_tokens: int, temperature: float, top_p: float) -> None:
+    """Raise UserError for values that no completion can be drawn with."""
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens={max_new_tokens} says nothing; use 1 or more")
+    if not 0 <= temperature < float("inf"):
+        raise UserError(f"temperature={temperature} must be 0 (greedy) or above, 0.7 say")
+    if not 0 < top_p <= 1:
+        raise UserError(f"top_p={top_p} is outside (0, 1]; 1 keeps every token")
+
+
+def _encode(tokenizer, prompt: str, system: str | None, chat: bool):
+    """input_ids and attention_mask [1, T] of a prompt, rendered by the chat template or as it stands."""
+    if not chat:
+        if system is not None:
+            raise UserError("a system message needs the chat template; put it into the prompt of a raw continuation")
+        if not prompt:
+            raise UserError("the prompt is empty; give some text to go on from")
+        return tokenizer(prompt, return_tensors="pt")
+    if tokenizer.chat_template is None:
+        raise UserError("the tokenizer has no chat template; use --raw for a plain continuation, or an instruct model")
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    messages.append({"role": "user", "content": prompt})
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        raise UserError(f"the chat template refuses the messages: {error}") from error
+    return tokenizer(text, add_special_tokens=False, return_tensors="pt")

