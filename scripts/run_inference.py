@@ -8,8 +8,7 @@
 Without --prompt every line of standard input is a prompt of its own, until its end (Ctrl-D). The prompt goes through
 the tokenizer's chat template unless --raw. Text appears as it is generated, under a line that names the model.
 Greedy at --temperature 0; above it sampling is seeded anew for every completion, so that with --compare the models
-differ and the dice do not. CPU and CUDA; fp32 unless told otherwise, since a batch of one is bound by reading weights,
-and autocast would cast all of them at every token.
+differ and the dice do not. CPU and CUDA.
 """
 
 import sys
@@ -42,7 +41,6 @@ class Config(ScriptConfig):
     max_new_tokens: int = option(128, "longest completion, in tokens")
     temperature: float = option(0.0, "0 is greedy; above it sampling")
     top_p: float = option(1.0, "sample from the most probable tokens that hold this share")
-    precision: str = option("fp32", "fp32, bf16 (autocast), or auto: bf16 where the device multiplies it")
 
 
 @dataclass(frozen=True)

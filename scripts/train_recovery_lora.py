@@ -14,7 +14,6 @@ held-out figure is kept in adapter/, in PEFT's own format. Untested on hardware:
 from dataclasses import dataclass
 
 import torch
-from qat_lora.models.adapter import adapter_values
 
 from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.data.options import TextOptions
@@ -23,6 +22,7 @@ from qat_lora.errors import UserError
 from qat_lora.evaluate import heldout_figures, heldout_nll
 from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.memory import training_memory
+from qat_lora.models.adapter import adapter_values
 from qat_lora.models.loading import load_tokenizer
 from qat_lora.qat import Plan
 from qat_lora.quant.student import bits_per_weight, load_student, read_student

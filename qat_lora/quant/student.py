@@ -132,15 +132,19 @@ def read_student(path: str | Path) -> dict:
     return content
 
 
-def load_student(path: str | Path, model: str | None = None) -> tuple[nn.Module, dict]:
+def load_student(
+    path: str | Path, model: str | None = None, base: nn.Module | None = None
+) -> tuple[nn.Module, dict]:
     """The frozen student of a file, and the file's other content. `model` is checked against the one it was made of.
+    `base`: that model already loaded, to be turned into the student; else it is loaded by name.
 
     Codes are read, never recomputed.
     """
     content = read_student(path)
     if model not in (None, content["model"]):
         raise UserError(f"checkpoint {path} was made of model {content['model']!r}, not {model!r}; change --model")
-    student = quantize(load_model(content["model"]), StudentSpec(**content["spec"]))
+    base = load_model(content["model"]) if base is None else base
+    student = quantize(base, StudentSpec(**content["spec"]))
     tensors = content.pop("tensors")
     layers = quantized_layers(student)
     latent = {id(layer.weight) for layer in layers.values()}

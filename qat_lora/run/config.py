@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import os
 import re
 import sys
 from dataclasses import dataclass, field
@@ -149,6 +150,8 @@ def run_script(main, kind: type, script: str, description: str) -> None:
         sys.exit(_one_line(error))
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:  # the reader of our output has had enough
+        os._exit(141)
 
 
 def _one_line(error: UserError) -> int:

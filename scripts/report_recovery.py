@@ -1,0 +1,151 @@
+"""What did each step win? A report on one QAT run and the recovery run on top of it.
+
+    python scripts/report_recovery.py --qat-run runs/demo/NAME/qat --recovery-run runs/demo/NAME/recovery \\
+        --cache-dir caches/demo --output runs/demo/NAME/report.md
+
+Measures, on the cache's held-out rows, the teacher, plain round-to-nearest (absolute-maximum scales, no training), the
+student after the layer-wise stage, after end-to-end QAT, and with its LoRA: PPL, exact KL to the teacher, bits per
+weight, MB; and lets each continue one prompt. Writes report.md beside the two runs' pictures.
+"""
+
+import copy
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from qat_lora.backend import TorchBackend, open_backend
+from qat_lora.data.packing import tokenizer_fingerprint
+from qat_lora.errors import UserError
+from qat_lora.evaluate import text_figures
+from qat_lora.kd.dataset import KDCacheDataset
+from qat_lora.models.adapter import adapter_values, load_adapter
+from qat_lora.models.generate import complete
+from qat_lora.models.loading import EMBEDDED, EMBEDDED_NOTE, load_model, load_tokenizer
+from qat_lora.quant.init import initialise
+from qat_lora.quant.linear import freeze
+from qat_lora.quant.student import StudentSpec, bits_per_weight, load_student, megabytes, quantize, read_student
+from qat_lora.run.config import ScriptConfig, option, run_script
+from qat_lora.run.files import read_json, write_atomically
+from qat_lora.run.plots import plot_run
+from qat_lora.run.rundir import say
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ScriptConfig):
+    qat_run: str | None = option(None, "run directory of train_qat.py")
+    recovery_run: str | None = option(None, "run directory of train_recovery_lora.py, on that run's best.pt")
+    cache_dir: str | None = option(None, "the KD cache of both")
+    output: str | None = option(None, "file to write; default: report.md beside the QAT run")
+    rows: int = option(32, "held-out rows to measure on")
+    batch_size: int = option(4, "rows in a pass")
+    prompt: str = option("The most important thing about a dictionary is", "text that every model continues")
+    new_tokens: int = option(32, "tokens of each continuation")
+
+
+def main(cfg: Config) -> None:
+    for name in ("qat_run", "recovery_run", "cache_dir"):
+        if not getattr(cfg, name):
+            raise UserError(f"--{name.replace('_', '-')} is missing")
+    qat, recovery = Path(cfg.qat_run), Path(cfg.recovery_run)
+    made = read_student(qat / "best.pt")
+    tokenizer = load_tokenizer(made["model"])
+    heldout = KDCacheDataset(cfg.cache_dir, "heldout", tokenizer=tokenizer_fingerprint(tokenizer))
+    if cfg.dry_run:
+        return
+    backend = open_backend(cfg.device, cfg.precision)
+    backend.seed(cfg.seed)
+
+    teacher = load_model(made["model"])
+    tokens = torch.stack([heldout[i]["tokens"] for i in range(min(cfg.rows, len(heldout)))])
+    seconds = stage_seconds(qat, recovery, Path(cfg.cache_dir))
+    rows, texts = [], []
+    for name, model in models(teacher, made, qat, recovery):
+        say(f"measuring {name}")
+        rows.append([name, *measure(model, teacher, tokens, backend, cfg.batch_size), seconds.get(name, "")])
+        texts.append((name, complete(model, tokenizer, cfg.prompt, max_new_tokens=cfg.new_tokens, chat=False)))
+        del model
+    pictures = [plot_run(run) for run in (qat, recovery)]
+    output = Path(cfg.output) if cfg.output else qat.parent / "report.md"
+    text = report(
+        cfg, made, read_json(qat / "manifest.json"), rows, texts, tokens.shape, str(backend), pictures, output
+    )
+    write_atomically(output, lambda file: file.write(text.encode()))
+    say(table(rows))
+    say(f"report in {output}")
+
+
+def models(teacher: nn.Module, made: dict, qat: Path, recovery: Path):
+    """(name, frozen model) of every row, one at a time; the teacher's own weights are copied, never changed."""
+    yield "teacher", teacher
+    nearest = quantize(copy.deepcopy(teacher), StudentSpec(**made["spec"]))
+    initialise(nearest, "absmax")
+    freeze(nearest)
+    yield "round-to-nearest", nearest
+    if (qat / "layerwise.pt").exists():
+        yield "layer-wise", load_student(qat / "layerwise.pt", base=copy.deepcopy(teacher))[0]
+    student, _ = load_student(qat / "best.pt", base=copy.deepcopy(teacher))
+    yield "QAT", student
+    yield "+ LoRA", load_adapter(student, recovery / "adapter")
+
+
+def measure(model: nn.Module, teacher: nn.Module, tokens, backend: TorchBackend, batch_size: int) -> list[str]:
+    """PPL, KL, bits per weight and MB, as text."""
+    backend.place(model)
+    backend.place(teacher)
+    scored = torch.full((len(tokens),), tokens.shape[1] - 1)
+    figures = text_figures(model.eval(), tokens, scored, backend, batch_size, teacher)
+    values = adapter_values(model)
+    ppl = f"{figures['ppl']:.1f}" if figures["ppl"] < 1e5 else f"{figures['ppl']:.1e}"
+    return [ppl, f"{figures['kl']:.3f}", f"{bits_per_weight(model, values):.2f}", f"{megabytes(model, values):.0f}"]
+
+
+def stage_seconds(qat: Path, recovery: Path, cache: Path) -> dict[str, str]:
+    """Seconds that each row's own stage took, from the summaries of cache and runs."""
+    stages = read_json(qat / "summary.json")["seconds"] | read_json(recovery / "summary.json")["seconds"]
+    names = {"layers": "layer-wise", "qat": "QAT", "recovery": "+ LoRA"}
+    seconds = {names[stage]: f"{value:.0f}" for stage, value in stages.items()}
+    summary = cache / "summary.json"
+    return seconds | ({"teacher": f"{read_json(summary)['seconds']:.0f} (cache)"} if summary.exists() else {})
+
+
+def table(rows: list[list[str]]) -> str:
+    head = ["", "PPL", "KL to the teacher", "bits per weight", "MB", "seconds"]
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def report(cfg, made: dict, manifest: dict, rows, texts, shape, device: str, pictures, output: Path) -> str:
+    """The report as Markdown."""
+    spec = StudentSpec(**made["spec"])
+    note = (
+        f"Note: {EMBEDDED_NOTE}; the teacher is that file, not the original weights.\n"
+        if made["model"] == EMBEDDED
+        else ""
+    )
+    samples = "\n".join(f"**{name}**: {cfg.prompt}*{' '.join(text.split()) or '(nothing)'}*\n" for name, text in texts)
+    images = "\n".join(f"![{p.parents[1].name}]({os.path.relpath(p, output.parent)})" for p in pictures)
+    return f"""# {made["model"]}, {spec}
+
+{table(rows)}
+
+PPL and the exact KL(teacher‖model), in nats a token, over {shape[0]} held-out rows of {shape[1]} tokens of {cfg.cache_dir}.
+Bits per weight count codes, scales and adapter at their stored size over the quantised weights; MB is the whole model,
+what is not quantised at 16 bits. Seconds are those of each row's own stage: training steps, or the teacher's pass.
+{note}
+Measured on {device}, {platform.machine()}, commit {manifest["git"]}, seed {manifest["seed"]}.
+
+## What each says
+
+{samples}
+## The two runs
+
+{images}
+"""
+
+
+if __name__ == "__main__":
+    run_script(main, Config, "report_recovery", __doc__)
