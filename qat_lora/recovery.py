@@ -1,6 +1,7 @@
 """A small LoRA on the frozen low-bit student that wins back what quantisation lost."""
 
 import shutil
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,8 @@ def add_adapter(student: nn.Module, rank: int, alpha: float, projections: tuple[
     config = LoraConfig(
         r=rank, lora_alpha=alpha, target_modules=[f"{p}_proj" for p in projections], task_type="CAUSAL_LM"
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers for an attribute it has renamed
         torch.manual_seed(seed)
         return get_peft_model(student, config)
 

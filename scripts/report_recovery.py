@@ -132,8 +132,8 @@ def report(cfg, made: dict, manifest: dict, rows, texts, shape, device: str, pic
 
 {table(rows)}
 
-PPL and the exact KL(teacher‖model), in nats a token, over {shape[0]} held-out rows of {shape[1]} tokens of {cfg.cache_dir}.
-Bits per weight count codes, scales and adapter at their stored size over the quantised weights; MB is the whole model,
+PPL and the exact KL(teacher‖model), in nats a token, over {shape[0]} held-out rows of {shape[1]} tokens of
+{cfg.cache_dir}. Bits per weight count codes, scales and adapter at their stored size over the quantised weights; MB is the whole model,
 what is not quantised at 16 bits. Seconds are those of each row's own stage: training steps, or the teacher's pass.
 {note}
 Measured on {device}, {platform.machine()}, commit {manifest["git"]}, seed {manifest["seed"]}.

@@ -25,7 +25,7 @@ from qat_lora.memory import training_memory
 from qat_lora.models.adapter import adapter_values
 from qat_lora.models.loading import load_tokenizer
 from qat_lora.qat import Plan
-from qat_lora.quant.student import bits_per_weight, load_student, read_student
+from qat_lora.quant.student import StudentSpec, bits_per_weight, load_student, read_student
 from qat_lora.recovery import (
     MLP_PROJECTIONS,
     MODES,
@@ -144,7 +144,7 @@ def describe(cfg: Config, model, made: dict, train, backend: TorchBackend) -> No
     """The resolved plan."""
     values = adapter_values(model)
     length, rows = len(train[0]["tokens"]), cfg.batch_size * cfg.accumulation_steps
-    say(f"{made['model']} {made['spec']} on {backend}")
+    say(f"{made['model']} as {StudentSpec(**made['spec'])} on {backend}")
     say(f"adapter: {values} values, {bits_per_weight(model, values):.2f} bits per weight with it")
     say(f"batch {cfg.batch_size} × accumulation {cfg.accumulation_steps} = {rows} rows or {rows * length} tokens")
     say(f"{cfg.max_steps} updates of mode {cfg.mode} on {len(train)} rows")

@@ -1,5 +1,6 @@
 """Shared fixtures: a tokenizer and a random model, both tiny and made on the spot."""
 
+import functools
 import importlib.util
 import os
 import sys
@@ -76,43 +77,50 @@ def tiny_model_dir(tiny_tokenizer, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def tiny_student(tiny_model_dir, tmp_path_factory):
-    """The best.pt of `tiny_model_dir` with its MLP at balanced2/g32 and its attention at lut4/r4, untrained."""
+def make_student(tmp_path_factory):
+    """make_student(model_dir): its best.pt with the MLP at balanced2/g32 and the attention at lut4/r4, untrained."""
     from qat_lora.models.loading import load_model
     from qat_lora.quant.init import initialise
     from qat_lora.quant.student import StudentSpec, quantize, save_student
 
-    spec = StudentSpec(mlp="balanced2/g32", attn="lut4/r4")
-    model = quantize(load_model(str(tiny_model_dir)), spec)
-    initialise(model)
-    path = tmp_path_factory.mktemp("tiny_student") / "best.pt"
-    save_student(path, model, str(tiny_model_dir), spec, {})
-    return path
+    def make(model_dir):
+        spec = StudentSpec(mlp="balanced2/g32", attn="lut4/r4")
+        model = quantize(load_model(str(model_dir)), spec)
+        initialise(model)
+        path = tmp_path_factory.mktemp("student") / "best.pt"
+        save_student(path, model, str(model_dir), spec, {})
+        return path
+
+    return make
 
 
 @pytest.fixture(scope="session")
-def tiny_adapter(tiny_model_dir, tmp_path_factory):
-    """PEFT folder with a random LoRA (q and down, rank 4, alpha 8) that fits `tiny_model_dir` and `tiny_student`."""
+def make_adapter(tmp_path_factory):
+    """make_adapter(model_dir): a PEFT folder with a random LoRA (q and down, rank 4, alpha 8) for it or its student."""
     import torch
     from peft import LoraConfig, get_peft_model
 
     from qat_lora.models.loading import load_model
 
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
-    model = get_peft_model(load_model(str(tiny_model_dir)), config)
-    random = torch.Generator().manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            parameter.data.copy_(torch.randn(parameter.shape, generator=random) * 0.2)
-    folder = tmp_path_factory.mktemp("tiny_adapter")
-    model.save_pretrained(folder, save_embedding_layers=False)
-    return folder
+    def make(model_dir):
+        config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+        model = get_peft_model(load_model(str(model_dir)), config)
+        random = torch.Generator().manual_seed(1)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data.copy_(torch.randn(parameter.shape, generator=random) * 0.2)
+        folder = tmp_path_factory.mktemp("adapter")
+        model.save_pretrained(folder, save_embedding_layers=False)
+        return folder
+
+    return make
 
 
 @pytest.fixture(scope="session")
 def load_script():
     """load_script(name): scripts/<name>.py as a module; a subprocess would import torch anew for each call."""
 
+    @functools.cache
     def load(name: str):
         path = Path(__file__).resolve().parents[1] / "scripts" / f"{name}.py"
         spec = importlib.util.spec_from_file_location(f"scripts_{name}", path)
@@ -125,7 +133,7 @@ def load_script():
 
 @pytest.fixture
 def refusal(load_script, monkeypatch, capsys):
-    """refusal(name, *flags): the one line with which a script refuses bad input, its exit code 2 and silence checked."""
+    """refusal(name, *flags): the line with which a script refuses bad input; exit code 2 and no output checked."""
     from qat_lora.run.config import run_script
 
     def refuse(name: str, *flags) -> str:

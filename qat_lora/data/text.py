@@ -7,10 +7,9 @@ from itertools import chain, islice
 from pathlib import Path
 
 from qat_lora.errors import UserError
+from qat_lora.hub import first_line, hub_fault
 
 EMBEDDED = "embedded"
-# One probe without retries: the hub's own client retries for 23 s (measured) before it says that there is no network.
-HUB_PROBE_SECONDS = 8
 PARQUET_BATCH_ROWS = 1024
 
 
@@ -107,7 +106,7 @@ def _parquet_rows(path: Path) -> Iterator[dict]:
             for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS):
                 yield from batch.to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path}: not a readable parquet file ({_first_line(error)}); write it anew") from error
+        raise UserError(f"{path}: not a readable parquet file ({first_line(error)}); write it anew") from error
 
 
 FILE_READERS = {".txt": _txt_rows, ".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
@@ -117,7 +116,7 @@ def _hub_rows(source: str, config: str | None, split: str, streaming: bool) -> I
     import datasets
     from huggingface_hub.errors import HTTPError
 
-    fault = _hub_fault(source)
+    fault = hub_fault("dataset", source)
     if fault and "/" not in source:
         # `datasets` takes "json" and its like for a file format and reads whatever the working directory holds.
         raise _hub_error(source, fault)
@@ -126,7 +125,7 @@ def _hub_rows(source: str, config: str | None, split: str, streaming: bool) -> I
             return iter(datasets.load_dataset(source, config, split=split, streaming=streaming))
     except (OSError, ValueError, RuntimeError, HTTPError, datasets.exceptions.DatasetsError) as error:
         # A ValueError comes from a dataset that was found (in the cache, without a hub): no such split or config.
-        reason = fault if fault and not isinstance(error, ValueError) else _first_line(error)
+        reason = fault if fault and not isinstance(error, ValueError) else first_line(error)
         raise _hub_error(source, reason) from error
 
 
@@ -143,24 +142,6 @@ def _offline(config):
         yield
     finally:
         config.HF_HUB_OFFLINE = before
-
-
-def _hub_fault(name: str) -> str | None:
-    """Why the hub does not give the dataset `name` (no network, no such dataset, not a name), or None if it does."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HTTPError, RepositoryNotFoundError
-
-    try:
-        HfApi().dataset_info(name, timeout=HUB_PROBE_SECONDS)
-    except RepositoryNotFoundError:
-        return "no such dataset, or no access to it"
-    except (HTTPError, OSError, ValueError) as error:
-        return _first_line(error)
-    return None
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(". ")
 
 
 def _either(names) -> str:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from qat_lora.data.batches import epoch_order
 from qat_lora.errors import UserError
 from qat_lora.kd.cache import FORMAT, PREFIX, CacheSpec, read_shard
 from qat_lora.run.files import read_json
@@ -18,14 +19,24 @@ class KDCacheDataset(Dataset):
 
     split: "train" or "heldout". preload reads every shard at once; otherwise each is read (and its checksum tested)
     when first used. Workers share the files as the guide says (worker k gets k, k+W, …) when there are at least W of
-    them, and the examples (k, k+W, …) otherwise; every worker has the same number of items.
+    them, and the examples (k, k+W, …) otherwise; every worker has the same number of items. seed: put them in a fixed
+    random order, for a loader that does not shuffle; None keeps the order of the text.
     The original project's v1 shards open too: they carry no tail, so their target is the renormalised top K, which
     is biased towards the head, and their last position has no target.
     Raises UserError for a cache that is missing, unfinished, damaged, or made with another tokenizer
     (`tokenizer`: fingerprint as data.packing.tokenizer_fingerprint gives; None skips the check).
     """
 
-    def __init__(self, cache_dir, split="train", preload=True, rank=0, world_size=1, tokenizer: str | None = None):
+    def __init__(
+        self,
+        cache_dir,
+        split="train",
+        preload=True,
+        rank=0,
+        world_size=1,
+        seed: int | None = None,
+        tokenizer: str | None = None,
+    ):
         self.directory, self.split = Path(cache_dir), split
         if (self.directory / "meta.json").exists():
             self.spec, self.shards = None, _v1_shards(self.directory)
@@ -36,6 +47,8 @@ class KDCacheDataset(Dataset):
             raise UserError(f"cache {self.directory} has no {split} rows; build it with a larger --heldout-fraction")
         self.loaded: dict[str, dict[str, Tensor]] = {}
         self.items = self._own_items(rank, world_size)
+        if seed is not None:
+            self.items = [self.items[i] for i in epoch_order(seed, 0, len(self.items))]
         if preload:
             for name, _ in self.items:
                 self._shard(name)

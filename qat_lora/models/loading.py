@@ -12,6 +12,7 @@ from transformers.utils import logging
 
 from qat_lora.backend import is_xla_device
 from qat_lora.errors import UserError
+from qat_lora.hub import first_line, hub_fault
 
 EMBEDDED = "smollm2-135m"
 EMBEDDED_NOTE = "the embedded SmolLM2-135M-Instruct is itself stored in 4 bits (Q4_1, groups of 32)"
@@ -35,13 +36,14 @@ def model_source(name: str) -> dict:
 
 def _load(kind, name: str, **options):
     source = model_source(name)
-    try:
-        return kind.from_pretrained(**source, **options)
+    is_hub = source["pretrained_model_name_or_path"] == name and not Path(name).is_dir()
+    fault = hub_fault("model", name) if is_hub else None
+    try:  # without the hub, what an earlier run has downloaded still loads
+        return kind.from_pretrained(**source, **options, local_files_only=fault is not None)
     except (OSError, ValueError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
-            f"model {name!r} cannot be loaded ({reason[:160]}); where the hub is out of reach use a local folder "
-            f"or the embedded --model {EMBEDDED}"
+            f"model {name!r} cannot be loaded ({(fault or first_line(error))[:160]}); give a local folder, a hub name "
+            f"where the hub can be reached, or the embedded --model {EMBEDDED}"
         ) from error
 
 

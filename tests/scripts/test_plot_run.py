@@ -1,0 +1,60 @@
+"""The picture of the run that was asked for, or of the one that logged last."""
+
+import json
+import os
+
+import pytest
+
+from qat_lora.run.config import parse
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    """Three runs under runs/ of the working directory, the second the newest."""
+    monkeypatch.chdir(tmp_path)
+    lines = [json.dumps({"step": step, "stage": "qat", "loss": 3.0 / step}) for step in (1, 2, 3)]
+    for age, name in enumerate(["train_qat/b", "train_qat/a", "v2_q4"]):
+        path = tmp_path / "runs" / name
+        path.mkdir(parents=True)
+        (path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        os.utime(path / "metrics.jsonl", (1e9, 1e9 + (age == 1)))
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def plot(load_script, capsys):
+    script = load_script("plot_run")
+
+    def run(*flags) -> str:
+        script.main(parse(script.Config, "plot_run", list(map(str, flags))))
+        return capsys.readouterr().out.strip()
+
+    return run
+
+
+def test_newest_run_is_drawn(plot, runs):
+    assert plot() == "runs/train_qat/a/plots/metrics.png"
+    assert (runs / "train_qat/a/plots/metrics.png").read_bytes()[:4] == b"\x89PNG"
+    os.utime(runs / "v2_q4/metrics.jsonl", (2e9, 2e9))
+    assert plot() == "runs/v2_q4/plots/metrics.png"
+
+
+def test_the_run_that_is_named_is_drawn(plot, runs):
+    assert plot("--run", runs / "train_qat/b") == str(runs / "train_qat/b/plots/metrics.png")
+    assert [path.parents[1].name for path in runs.rglob("metrics.png")] == ["b"]
+
+
+def test_dry_run_names_the_run_and_draws_nothing(plot, runs):
+    assert plot("--dry-run") == "run runs/train_qat/a"
+    assert not list(runs.rglob("*.png"))
+
+
+def test_bad_input(refusal, runs, tmp_path, monkeypatch):
+    assert "has no metrics.jsonl" in refusal("plot_run", "--run", tmp_path / "absent")
+    (runs / "v2_q4/metrics.jsonl").write_text("{")
+    assert "is damaged" in refusal("plot_run", "--run", runs / "v2_q4")
+    (runs / "v2_q4/metrics.jsonl").write_text("")
+    assert "holds no figures yet" in refusal("plot_run", "--run", runs / "v2_q4")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    assert f"no run under {tmp_path / 'empty' / 'runs'}" in refusal("plot_run")

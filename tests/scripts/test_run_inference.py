@@ -1,0 +1,224 @@
+"""Completions equal HF's own generation; the script compares models under one rule and refuses what cannot be."""
+
+import io
+import sys
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from qat_lora.errors import UserError
+from qat_lora.models.adapter import load_adapter
+from qat_lora.models.generate import complete
+from qat_lora.models.loading import load_model, load_tokenizer
+from qat_lora.quant.student import load_student
+from qat_lora.run.config import parse
+
+PROMPT = "The assignment statement"
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def model_dir(tiny_model_dir, tiny_tokenizer, tmp_path_factory):
+    """`tiny_model_dir` with large weights and a head of its own: it does not just repeat its last token."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("talker")
+    config = LlamaConfig.from_pretrained(tiny_model_dir, tie_word_embeddings=False, initializer_range=0.3)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def model(model_dir):
+    return load_model(str(model_dir))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_dir):
+    return load_tokenizer(str(model_dir))
+
+
+@pytest.fixture(scope="module")
+def student_file(make_student, model_dir):
+    return make_student(model_dir)
+
+
+@pytest.fixture(scope="module")
+def adapter_dir(make_adapter, model_dir):
+    return make_adapter(model_dir)
+
+
+@pytest.fixture
+def infer(load_script, model_dir, capsys):
+    """infer(*flags): the lines that one run prints after its heading, as (label, text) pairs."""
+    script = load_script("run_inference")
+
+    def run(*flags) -> list[tuple[str, str]]:
+        flags = ["--device", "cpu", "--precision", "fp32", "--max-new-tokens", NEW, *flags]
+        if "--checkpoint" not in flags:
+            flags += ["--model", model_dir]
+        script.main(parse(script.Config, "run_inference", list(map(str, flags))))
+        blocks = capsys.readouterr().out.split("--- ")[1:]
+        return [(block.split("\n", 1)[0], block.split("\n", 1)[1][:-1]) for block in blocks]
+
+    return run
+
+
+def greedy(model, tokenizer, text) -> list[int]:
+    """New tokens of HF's own greedy generation."""
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW)
+    return output[0, ids.shape[1] :].tolist()
+
+
+# -- complete -------------------------------------------------------------------------------------------------------
+def test_greedy_equals_generate(model, tokenizer):
+    expected = greedy(model, tokenizer, PROMPT)
+    assert complete(model, tokenizer, PROMPT, max_new_tokens=NEW, chat=False) == tokenizer.decode(expected)
+    assert len(expected) == NEW
+
+
+def test_chat_renders_system_and_prompt(model, tokenizer):
+    text = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    expected = tokenizer.decode(greedy(model, tokenizer, text))
+    assert complete(model, tokenizer, "Hi", system="Be brief.", max_new_tokens=NEW) == expected
+    assert complete(model, tokenizer, "Hi", max_new_tokens=NEW) != expected
+
+
+def test_a_student_and_its_adapter_generate_like_any_model(tokenizer, student_file, adapter_dir, model):
+    student, _ = load_student(student_file)
+    alone = complete(student, tokenizer, PROMPT, max_new_tokens=NEW, chat=False)
+    assert alone == tokenizer.decode(greedy(student, tokenizer, PROMPT))
+    adapted = load_adapter(student, adapter_dir)
+    assert not any(parameter.requires_grad for parameter in adapted.parameters())
+    both = complete(adapted, tokenizer, PROMPT, max_new_tokens=NEW, chat=False)
+    assert both == tokenizer.decode(greedy(adapted.merge_and_unload(), tokenizer, PROMPT))
+    assert len({alone, both, complete(model, tokenizer, PROMPT, max_new_tokens=NEW, chat=False)}) == 3
+
+
+def test_it_ends_at_an_eos_of_the_model_or_of_the_tokenizer(model, tokenizer):
+    tokens = greedy(model, tokenizer, PROMPT)
+    end = next(i for i in range(1, NEW) if tokens[i] not in tokens[:i])
+    model.generation_config.eos_token_id = [tokens[end], 511]
+    ours = complete(model, tokenizer, PROMPT, max_new_tokens=NEW, chat=False)
+    assert ours == tokenizer.decode(tokens[: end + 1], skip_special_tokens=True)
+
+    model.generation_config.eos_token_id = None
+    other = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    other.eos_token = tokenizer.convert_ids_to_tokens(tokens[end])
+    assert complete(model, other, PROMPT, max_new_tokens=NEW, chat=False) == tokenizer.decode(tokens[:end])
+
+
+def test_pad_may_be_eos(model, tokenizer, caplog, recwarn):
+    other = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    expected = complete(model, tokenizer, PROMPT, max_new_tokens=NEW)
+    for pad in (other.eos_token, None):
+        other.pad_token = pad
+        assert complete(model, other, PROMPT, max_new_tokens=NEW) == expected
+    assert not caplog.records and not recwarn.list
+
+
+def test_sampling_defaults_of_a_model_are_switched_off(model, tokenizer):
+    def say(temperature):
+        torch.manual_seed(3)
+        return complete(model, tokenizer, PROMPT, max_new_tokens=NEW, temperature=temperature)
+
+    plain = say(0.0), say(1.0)
+    model.generation_config.update(top_k=1, temperature=0.01, top_p=0.1, repetition_penalty=9.0, do_sample=True)
+    assert (say(0.0), say(1.0)) == plain
+    assert plain[0] != plain[1]
+
+
+def test_sampling_follows_seed_temperature_and_top_p(model, tokenizer):
+    def say(seed, **options):
+        torch.manual_seed(seed)
+        return complete(model, tokenizer, PROMPT, max_new_tokens=NEW, **options)
+
+    assert say(1, temperature=1.0) == say(1, temperature=1.0) != say(2, temperature=1.0)
+    assert say(1, temperature=1.0, top_p=1e-6) == say(1, temperature=1e-4) == say(1)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"top_p": 0.0}, "outside"),
+        ({"max_new_tokens": 512}, "do not fit the model's context of 512"),
+        ({"prompt": "", "chat": False}, "the prompt is empty"),
+        ({"chat": False, "system": "s"}, "needs the chat template"),
+    ],
+)
+def test_complete_refuses(model, tokenizer, options, words):
+    prompt = options.pop("prompt", PROMPT)
+    with pytest.raises(UserError, match=words):
+        complete(model, tokenizer, prompt, **{"max_new_tokens": NEW} | options)
+
+
+def test_templates_that_are_missing_or_refuse(model, tokenizer):
+    other = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    other.chat_template = None
+    with pytest.raises(UserError, match="no chat template; use --raw"):
+        complete(model, other, PROMPT, max_new_tokens=NEW)
+    other.chat_template = "{{ raise_exception('no system role') if messages[0].role == 'system' }}{{ messages }}"
+    with pytest.raises(UserError, match="refuses the messages: no system role"):
+        complete(model, other, PROMPT, system="s", max_new_tokens=NEW)
+
+
+# -- the script -----------------------------------------------------------------------------------------------------
+def test_what_is_streamed_is_what_is_completed(infer, model, tokenizer, model_dir):
+    ((label, text),) = infer("--prompt", PROMPT)
+    assert label == f"base {model_dir}"
+    assert text == complete(model, tokenizer, PROMPT, max_new_tokens=NEW)
+    ((_, raw),) = infer("--prompt", PROMPT, "--raw")
+    assert raw == complete(model, tokenizer, PROMPT, max_new_tokens=NEW, chat=False) != text
+
+
+def test_compare_answers_with_every_stage(infer, model, tokenizer, student_file, adapter_dir, model_dir):
+    flags = ["--checkpoint", student_file, "--adapter", adapter_dir, "--prompt", PROMPT]
+    said = infer("--compare", *flags)
+    student, _ = load_student(student_file)
+    expected = [complete(each, tokenizer, PROMPT, max_new_tokens=NEW) for each in (model, student)]
+    expected.append(complete(load_adapter(student, adapter_dir), tokenizer, PROMPT, max_new_tokens=NEW))
+    labels = [f"base {model_dir}", f"student {student_file}", f"student {student_file} + {adapter_dir}"]
+    assert said == list(zip(labels, expected))
+    assert infer(*flags) == said[-1:]
+    on_base = infer("--compare", "--adapter", adapter_dir, "--prompt", PROMPT)
+    assert on_base[0] == said[0] and on_base[1][1] not in expected
+
+
+def test_every_completion_is_seeded_anew(infer, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{PROMPT}\n\n{PROMPT}\n"))
+    first, second = infer("--temperature", "1", "--seed", "4")
+    assert first == second
+    assert infer("--temperature", "1", "--seed", "5", "--prompt", PROMPT) != [first]
+
+
+def test_standard_input_gives_a_prompt_a_line(infer, model, tokenizer, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n  \ntwo"))
+    expected = [complete(model, tokenizer, prompt, max_new_tokens=NEW) for prompt in ("one", "two")]
+    assert [text for _, text in infer()] == expected
+
+
+def test_dry_run_says_nothing(infer):
+    assert infer("--prompt", PROMPT, "--dry-run") == []
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--device", "xla"], "every new token would compile another graph; use --device cpu or cuda"),
+        (["--max-new-tokens", "0"], "max_new_tokens=0"),
+        (["--temperature", "-0.5"], "must be 0 (greedy) or above"),
+        (["--top-p", "1.5"], "outside (0, 1]"),
+        (["--raw", "--system", "s"], "leave --raw out"),
+        (["--compare"], "nothing to set beside the base"),
+        (["--checkpoint", "/no/such/best.pt"], "no such file"),
+        (["--promt", "Hi"], "did you mean prompt?"),
+    ],
+)
+def test_bad_flags(refusal, monkeypatch, flags, words):
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")  # what --device xla sets is taken back after the test
+    assert words in refusal("run_inference", *flags)
