@@ -43,7 +43,7 @@ class Config(TextOptions, ScriptConfig):
     quantizer: str = option("balanced2/g32", "quantiser of MLP and attention")
     batch_size: int = option(4, "rows in a batch")
     steps: int = option(7, "timed pairs, after one that is not counted")
-    cosine_draws: int = option(32, "independent caches whose gradients are averaged")
+    cosine_draws: int = option(16, "independent caches whose gradients are averaged")
     side: str = option("all", "all, or only the memory of one: plain, cached")
 
 
@@ -101,9 +101,11 @@ class Bench:
         initialise(model, "absmax")
         return self.backend.place(model).train()
 
-    def cache(self, seed: int = 0) -> KDCacheDataset:
-        spec = CacheSpec(**vars(self.spec) | {"seed": seed})
-        folder = self.folder / f"seed{seed}"
+    def cache(self, seed: int = 0, count: int | None = None) -> KDCacheDataset:
+        """A cache of the first `count` rows (all of them by default), its tail drawn by `seed`."""
+        count = count or len(self.rows)
+        spec = CacheSpec(**vars(self.spec) | {"seed": seed, "train_rows": count})
+        folder = self.folder / f"seed{seed}-{count}"
         for _ in write_cache(folder, spec, {"train": self.rows}, self.teacher, self.backend, self.cfg.batch_size):
             pass
         return KDCacheDataset(folder)
@@ -156,10 +158,10 @@ class Bench:
             model.zero_grad(set_to_none=True)
             return torch.cat(parts)
 
-        dense = gradient(self.dense_kl, self.cache())
+        dense = gradient(self.dense_kl, self.cache(0, self.cfg.batch_size))
         first = mean = None
         for seed in range(draws):
-            one = gradient(kd_loss, self.cache(seed))
+            one = gradient(kd_loss, self.cache(seed, self.cfg.batch_size))
             first, mean = (one, one / draws) if first is None else (first, mean + one / draws)
         return F.cosine_similarity(dense, first, dim=0).item(), F.cosine_similarity(dense, mean, dim=0).item()
 

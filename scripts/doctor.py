@@ -32,7 +32,7 @@ except ImportError as error:  # a doctor must have something to say on the machi
 ROOT = Path(__file__).resolve().parents[1]
 HUGEPAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 OLDEST_PYTHON = (3, 11)
-CHECKPOINT_GB = 10  # a training checkpoint of Qwen3-0.6B: fp32 weights and two moments, the old one kept while saving
+CHECKPOINT_GB = 10  # fp32 weights and two moments of Qwen3-0.6B are 7 GB
 
 
 @dataclass(frozen=True)
@@ -166,8 +166,8 @@ def embedded_model() -> Finding:
         return Finding("BAD", f"{EMBEDDED}: its package is not installed", mend)
     try:
         source = model_source(EMBEDDED)
-    except StopIteration:  # the package is there without its file
-        return Finding("BAD", f"{EMBEDDED}: the package holds no .gguf file", mend)
+    except UserError as error:
+        return Finding("BAD", *str(error).rsplit("; ", 1))
     file = Path(source["pretrained_model_name_or_path"], source["gguf_file"])
     return Finding("ok", f"{EMBEDDED}: {file} ({file.stat().st_size / 1e6:.0f} MB)")
 

@@ -23,10 +23,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from qat_lora.backend import TorchBackend, open_backend
-from qat_lora.data.chat import THINKING, documents
-from qat_lora.data.options import TextOptions
+from qat_lora.data.options import TextSource
 from qat_lora.data.packing import stream, tokenizer_fingerprint
-from qat_lora.data.text import read_rows
 from qat_lora.errors import UserError
 from qat_lora.evaluate import head_weight, text_figures, windows
 from qat_lora.models.adapter import adapter_values, load_adapter
@@ -37,13 +35,12 @@ from qat_lora.run.rundir import say
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TextOptions, ScriptConfig):
+class Config(TextSource, ScriptConfig):
     model: str | None = option(None, "base model; default: the one the checkpoint was made of, else smollm2-135m")
     checkpoint: str | None = option(None, "student to measure: the best.pt of train_qat.py; default: the base itself")
     adapter: str | None = option(None, "PEFT folder to put on it")
     teacher: str | None = option(None, "model to measure the KL from; default: no KL")
     length: int = option(512, "tokens in a window")
-    max_rows: int | None = option(None, "read at most this many times --length tokens of the text")
     mode: str = option("blocked", "blocked or sliding")
     stride: int | None = option(None, "tokens between windows of --mode sliding; default: half a window")
     max_windows: int | None = option(None, "measure the first windows only")
@@ -69,18 +66,16 @@ def main(cfg: Config) -> None:
 def check(cfg: Config) -> None:
     if cfg.mode not in ("blocked", "sliding"):
         raise UserError(f"--mode {cfg.mode!r} is not one of blocked, sliding")
-    if cfg.thinking not in THINKING:
-        raise UserError(f"--thinking {cfg.thinking!r} is not one of {', '.join(THINKING)}")
     if cfg.length < 2:
         raise UserError(f"--length {cfg.length} leaves nothing to predict; use 2 or more")
     if cfg.stride is not None and cfg.mode == "blocked":
         raise UserError(f"--stride {cfg.stride} is for --mode sliding; blocked windows lie side by side")
     if cfg.mode == "sliding" and not 1 <= step_of(cfg) < cfg.length:
         raise UserError(f"--stride {cfg.stride} must be from 1 to {cfg.length - 1}, below --length {cfg.length}")
-    for name in ("max_rows", "max_windows", "batch_size"):
+    for name in ("max_windows", "batch_size"):
         if getattr(cfg, name) is not None and getattr(cfg, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(cfg, name)} must be at least 1")
-    if cfg.streaming and not (cfg.max_rows or cfg.max_windows):
+    if cfg.streaming and not cfg.max_windows:
         raise UserError("--streaming reads without end; give --max-windows with it")
 
 
@@ -114,10 +109,8 @@ def load_teacher(name: str, tokenizer, vocab: int) -> nn.Module:
 
 def read_text(cfg: Config, tokenizer) -> Tensor:
     """The text's tokens [T], no more of them than the windows will need."""
-    source = read_rows(cfg.dataset, config=cfg.dataset_config, split=cfg.dataset_split, streaming=cfg.streaming)
-    limits = [cfg.max_rows * cfg.length] if cfg.max_rows else []
-    limits += [cfg.length + (cfg.max_windows - 1) * step_of(cfg)] if cfg.max_windows else []
-    tokens, _ = stream(documents(source, tokenizer, cfg.thinking), tokenizer, min(limits, default=None))
+    limit = cfg.length + (cfg.max_windows - 1) * step_of(cfg) if cfg.max_windows else None
+    tokens, _ = stream(cfg.documents(tokenizer), tokenizer, limit)
     return tokens
 
 
@@ -140,7 +133,11 @@ def measure(model, teacher, tokens: Tensor, scored: Tensor, backend: TorchBacken
     if teacher is not None:
         backend.place(teacher)
     with tqdm(total=-(-len(tokens) // batch_size), unit="batch", disable=None) as bar:
-        hook = unwrap(model).get_input_embeddings().register_forward_hook(lambda *_: bar.update() and None)
+
+        def advance(*_) -> None:
+            bar.update()
+
+        hook = unwrap(model).get_input_embeddings().register_forward_hook(advance)  # once a batch
         figures = text_figures(model, tokens, scored, backend, batch_size, teacher)
         hook.remove()
     if not math.isfinite(figures["nll"]):

@@ -26,8 +26,8 @@ def main(cfg: Config) -> None:
 
 
 def newest_run(runs: Path) -> Path:
-    """The directory, one or two levels below `runs`, whose metrics.jsonl was written last."""
-    logs = [*runs.glob("*/metrics.jsonl"), *runs.glob("*/*/metrics.jsonl")]
+    """The directory below `runs` whose metrics.jsonl was written last."""
+    logs = list(runs.rglob("metrics.jsonl"))
     if not logs:
         raise UserError(f"no run under {runs.resolve()}; train one, or name a run directory with --run")
     return max(logs, key=lambda log: log.stat().st_mtime).parent

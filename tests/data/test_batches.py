@@ -1,0 +1,112 @@
+"""Which rows a step sees: all of them once an epoch, and the same ones whether or not the run was stopped."""
+
+import itertools
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from qat_lora.backend import TorchBackend
+from qat_lora.data.batches import batches, epoch_order
+from qat_lora.errors import UserError
+
+
+class Numbers(Dataset):
+    """Row i holds i, its mask keeps i % 3 positions; reading row `bad` fails."""
+
+    def __init__(self, count, bad=None):
+        self.count, self.bad = count, bad
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, i):
+        if i == self.bad:
+            raise OSError(f"row {i} cannot be read")
+        return {"tokens": torch.full((4,), i), "mask": (torch.arange(4) < i % 3).to(torch.uint8)}
+
+
+def rows_of(stream, count) -> list:
+    return [batch["tokens"][:, 0].tolist() for batch in itertools.islice(stream, count)]
+
+
+def test_epoch_order_is_a_permutation_of_its_own():
+    orders = {(seed, epoch): tuple(epoch_order(seed, epoch, 50).tolist()) for seed in (0, 1, 7) for epoch in range(3)}
+    assert all(sorted(order) == list(range(50)) for order in orders.values())
+    assert len(set(orders.values())) == len(orders)
+    assert orders[1, 2] == tuple(epoch_order(1, 2, 50).tolist())
+
+
+@pytest.mark.parametrize("seed", [2**12, 2**20])
+def test_large_seeds_count_too(seed):
+    """torch's CPU generator reads the lowest 32 bits of its seed only."""
+    others = [epoch_order(other, epoch, 50).tolist() for other in (0, 1) for epoch in range(3)]
+    assert epoch_order(seed, 0, 50).tolist() not in others
+
+
+def test_the_global_generator_has_no_say():
+    first = rows_of(batches(Numbers(11), 2, 1, seed=3), 8)
+    torch.manual_seed(99)
+    state = torch.get_rng_state()
+    assert rows_of(batches(Numbers(11), 2, 1, seed=3), 8) == first
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_epoch_holds_every_row_once_but_the_ragged_end():
+    seen = rows_of(batches(Numbers(11), 2, 1, seed=0), 10)
+    for number, epoch in enumerate((seen[:5], seen[5:])):
+        rows = list(itertools.chain(*epoch))
+        assert len(set(rows)) == 10 and set(rows) < set(range(11))
+        assert rows == epoch_order(0, number, 11)[:10].tolist()
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 3])
+@pytest.mark.parametrize("start", [1, 4, 5, 6, 11])
+def test_a_resumed_stream_is_the_tail_of_the_whole(accumulation, start):
+    """Five batches an epoch: the starts lie before, on and after its end, with groups across it."""
+    whole = list(itertools.islice(batches(Numbers(11), 2, accumulation, seed=0), 15 * accumulation))
+    resumed = itertools.islice(batches(Numbers(11), 2, accumulation, seed=0, start=start), (15 - start) * accumulation)
+    for ours, wanted in itertools.zip_longest(resumed, whole[start * accumulation :]):
+        assert ours.keys() == wanted.keys() and all(torch.equal(ours[key], wanted[key]) for key in ours)
+
+
+def test_total_counts_the_whole_update():
+    micro = list(itertools.islice(batches(Numbers(12), 2, 3, seed=0), 9))
+    for update in (micro[:3], micro[3:6], micro[6:]):
+        total = sum(int(batch["mask"].sum()) for batch in update)
+        assert [float(batch["total"]) for batch in update] == [total] * 3
+
+
+def test_accumulation_reads_the_rows_of_a_larger_batch():
+    small, large = rows_of(batches(Numbers(12), 2, 2, seed=5), 6), rows_of(batches(Numbers(12), 4, 1, seed=5), 3)
+    assert [a + b for a, b in zip(small[::2], small[1::2])] == large
+
+
+def test_refusals():
+    with pytest.raises(UserError, match="3 training rows are fewer than --batch-size 4"):
+        next(batches(Numbers(3), 4, 1, seed=0))
+
+    class Unmasked(Numbers):
+        def __getitem__(self, i):
+            return super().__getitem__(i) | {"mask": torch.zeros(4)}
+
+    with pytest.raises(UserError, match="update 3: its rows keep no target"):
+        next(batches(Unmasked(8), 2, 1, seed=0, start=2))
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_a_fault_of_the_dataset_surfaces_at_its_place(prefetch):
+    """A loader that swallows exceptions ends an epoch early and looks like success."""
+    order = epoch_order(0, 0, 12).tolist()
+    stream = batches(Numbers(12, bad=order[7]), 2, 1, seed=0)
+    stream = TorchBackend("cpu", "fp32").prefetch(stream) if prefetch else stream
+    assert rows_of(stream, 3) == [order[:2], order[2:4], order[4:6]]
+    with pytest.raises(OSError, match=f"row {order[7]} cannot be read"):
+        next(stream)
+
+
+def test_prefetch_hands_on_every_batch_in_order_and_ends():
+    backend = TorchBackend("cpu", "fp32")
+    source = list(itertools.islice(batches(Numbers(12), 4, 1, seed=0), 20))
+    got = list(backend.prefetch(iter(source)))
+    assert len(got) == 20 and all(torch.equal(a["tokens"], b["tokens"]) for a, b in zip(got, source))

@@ -1,0 +1,177 @@
+"""Where scales start: the search beats the absolute maximum, importance helps what it weighs, bad weights are named."""
+
+import pytest
+import torch
+from torch import nn
+
+from qat_lora.errors import UserError
+from qat_lora.quant.init import initialise, input_moments, least_error_scale
+from qat_lora.quant.linear import QuantEmbedding, QuantLinear
+from qat_lora.quant.spec import QuantSpec
+
+TEXTS = [f"{c}{b}/{s}" for c in ("balanced", "int", "lut") for b in (2, 3, 4, 8) for s in ("g32", "tensor")]
+
+
+def gaussian(rows=32, columns=64, seed=0):
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+
+
+def one_outlier():
+    weight = gaussian()
+    weight[:, 5] = 20
+    return weight
+
+
+WEIGHTS = {"gaussian": gaussian(), "uniform": gaussian().erf(), "outlier": one_outlier()}
+
+
+def started(text, weight, method="mse", moment=None):
+    """A QuantLinear on `weight`, its scale initialised."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    linear.weight.data.copy_(weight)
+    model = nn.ModuleDict({"layer": QuantLinear(linear, QuantSpec.parse(text))})
+    initialise(model, method, None if moment is None else {"layer": moment})
+    return model["layer"]
+
+
+def relative_error(layer, moment=1.0):
+    """Σ moment·(w − ŵ)² / Σ moment·w²."""
+    weight, quantised = layer.weight.detach(), layer.quantizer(layer.weight, torch.float32).detach()
+    return float(((weight - quantised).square() * moment).sum() / (weight.square() * moment).sum())
+
+
+@pytest.mark.parametrize("weight", WEIGHTS.values(), ids=WEIGHTS)
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_search_is_never_worse_than_the_absolute_maximum(text, weight):
+    assert relative_error(started(text, weight)) <= relative_error(started(text, weight, "absmax"))
+
+
+@pytest.mark.parametrize("codebook", ["balanced", "int", "lut"])
+def test_absmax_puts_the_edge_level_on_the_largest_weight(codebook):
+    layer = started(f"{codebook}4/g32", gaussian(), "absmax")
+    largest = layer.quantizer.grouped(layer.weight).abs().amax(2, keepdim=True)
+    torch.testing.assert_close(layer.quantizer.scale * layer.quantizer.spec.largest, largest)
+
+
+def test_errors_on_gaussian_weights():
+    """The figures of the field at g = 64; absmax at 2 bits is the common start and the worst one."""
+    weight = gaussian(512, 256)
+    error = {text: relative_error(started(f"{text}/g64", weight)) for text in ("balanced2", "lut2", "int2")}
+    assert error["balanced2"] == pytest.approx(0.113, rel=0.03)
+    assert error["lut2"] == pytest.approx(error["balanced2"], rel=1e-3), "the same grid"
+    assert error["int2"] == pytest.approx(0.124, rel=0.03)
+    assert relative_error(started("int2/g64", weight, "absmax")) > 1.3 * error["int2"]
+    assert relative_error(started("balanced2/g64", weight, "absmax")) > 2 * error["balanced2"]
+
+
+def test_the_search_tries_both_signs_of_a_codebook_that_is_not_symmetric():
+    weight = gaussian().abs() + 0.1
+    weight[:16] *= -1
+    layer = started("int2/g64", weight)
+    assert (layer.quantizer.scale[:16] > 0).all() and (layer.quantizer.scale[16:] < 0).all()
+
+
+@pytest.mark.parametrize("text", ["balanced2/g32", "int2/g32", "int3/tensor", "lut2/g32"])
+def test_no_scale_in_reach_is_much_better(text):
+    """A brute-force grid over one scale, far finer than the search, wins less than 3%."""
+    spec = QuantSpec.parse(text)
+    groups = gaussian(16, 32, seed=3)
+    codes = torch.arange(spec.levels) * spec.step + spec.lowest
+
+    def error(scale):
+        return (groups.unsqueeze(2) - codes * scale.unsqueeze(2)).abs().amin(2).square().sum(1)
+
+    found = error(least_error_scale(groups, torch.ones_like(groups), spec))
+    reach = groups.abs().amax(1, keepdim=True) / spec.largest
+    signs = (1, -1) if spec.codebook == "int" else (1,)
+    grid = torch.stack([error(reach * f * s) for f in torch.linspace(0.2, 1.2, 800) for s in signs]).amin(0)
+    assert (found.sum() <= 1.03 * grid.sum()) and (found >= 0.99 * grid).all()
+
+
+@pytest.mark.parametrize("text", ["balanced2/g32", "int2/tensor", "lut3/g32"])
+def test_importance_lowers_the_weighted_error(text):
+    moment = torch.linspace(-3, 3, 64).exp().square()
+    plain, weighted = started(text, gaussian()), started(text, gaussian(), moment=moment)
+    assert relative_error(weighted, moment) < 0.985 * relative_error(plain, moment)
+    assert relative_error(weighted) > relative_error(plain)
+
+
+@pytest.mark.parametrize("rank", [2, 5, 16])
+def test_lowrank_starts_at_the_spread_group_scales(rank):
+    """64 inputs are two groups of 32: rank 2 holds their scales exactly."""
+    layer = started(f"balanced4/r{rank}", gaussian())
+    groups = started("balanced4/g32", gaussian()).quantizer.scale.squeeze(2)
+    product = layer.quantizer.scale_matrix().squeeze(1)
+    torch.testing.assert_close(product, groups.repeat_interleave(32, 1), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(layer.quantizer.a.norm(dim=0), torch.ones(rank))
+    torch.testing.assert_close(layer.quantizer.b.norm(dim=1), torch.ones(rank))
+    assert not layer.quantizer.g[2:].any(), "ranks that nothing needs yet start silent"
+
+
+def test_lowrank_below_the_group_scales_is_their_truncated_svd():
+    weight = gaussian(32, 256) * torch.rand(32, 256, generator=torch.Generator().manual_seed(1))
+    layer = started("balanced4/r2", weight)
+    groups = started("balanced4/g32", weight).quantizer.scale.squeeze(2).detach()
+    u, s, v = torch.linalg.svd(groups, full_matrices=False)
+    nearest = (u[:, :2] * s[:2]) @ v[:2]
+    torch.testing.assert_close(
+        layer.quantizer.scale_matrix().squeeze(1), nearest.repeat_interleave(32, 1), rtol=1e-4, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_is_named(value):
+    model = nn.ModuleDict({"up": QuantLinear(nn.Linear(32, 8), QuantSpec.parse("balanced2/g32"))})
+    model["up"].weight.data[3, 4] = value
+    with pytest.raises(UserError, match="up: the weight holds NaN or infinity"):
+        initialise(model)
+
+
+def test_an_unknown_method_is_named():
+    with pytest.raises(UserError, match="init='minmax' is not one of absmax, mse"):
+        initialise(nn.ModuleDict(), "minmax")
+
+
+@pytest.mark.parametrize("method", ["mse", "absmax"])
+@pytest.mark.parametrize("scale", ["g32", "r4", "tensor"])
+@pytest.mark.parametrize("codebook", ["balanced", "int", "lut"])
+def test_zero_weights_train(codebook, scale, method):
+    layer = started(f"{codebook}2/{scale}", torch.zeros(8, 64), method, moment=torch.zeros(64))
+    assert all(torch.isfinite(p).all() for p in layer.parameters())
+    output = layer(torch.randn(3, 64))
+    output.square().sum().backward()
+    assert output.abs().max() < 1e-5 and all(torch.isfinite(p.grad).all() for p in layer.parameters())
+
+
+def test_input_moments_are_mean_squares():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        QuantLinear(nn.Linear(32, 64), QuantSpec.parse("balanced2/g32")),
+        nn.ReLU(),
+        QuantLinear(nn.Linear(64, 8), QuantSpec.parse("balanced2/g32")),
+    )
+    initialise(model)
+    batches = [torch.randn(2, 5, 32), torch.randn(3, 1, 32)]
+    moments = input_moments(model, batches, lambda module, batch: module(batch))
+    rows = torch.cat([batch.reshape(-1, 32) for batch in batches])
+    torch.testing.assert_close(moments["0"], rows.square().mean(0))
+    torch.testing.assert_close(moments["2"], model[0](rows).relu().square().mean(0))
+    assert moments.keys() == {"0", "2"} and not model[0]._forward_pre_hooks
+
+
+def test_moments_reach_the_layer_of_their_name():
+    torch.manual_seed(0)
+    layers = {name: QuantLinear(nn.Linear(64, 32), QuantSpec.parse("balanced2/g32")) for name in ("a", "b")}
+    moment = torch.linspace(-3, 3, 64).exp()
+    initialise(nn.ModuleDict(layers), moments={"b": moment})
+    assert torch.equal(layers["a"].quantizer.scale, started("balanced2/g32", layers["a"].weight).quantizer.scale)
+    expected = started("balanced2/g32", layers["b"].weight, moment=moment).quantizer.scale
+    assert torch.equal(layers["b"].quantizer.scale, expected)
+
+
+def test_a_tied_head_is_initialised_from_its_weight():
+    linear, embedding = nn.Linear(64, 32, bias=False), nn.Embedding(32, 64)
+    embedding.weight = linear.weight
+    head = QuantLinear(linear, QuantSpec.parse("balanced4/g32"))
+    initialise(nn.ModuleDict({"embedding": QuantEmbedding(embedding, head.quantizer), "head": head}))
+    assert torch.equal(head.quantizer.scale, started("balanced4/g32", linear.weight).quantizer.scale)

@@ -1,0 +1,238 @@
+"""The quantised layer: values by brute force, LSQ gradients by hand and by difference, frozen codes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from qat_lora.quant.init import initialise
+from qat_lora.quant.linear import (
+    FakeQuant,
+    QuantEmbedding,
+    QuantLinear,
+    effective_weight,
+    freeze,
+    quantized_layers,
+    unquantized,
+)
+from qat_lora.quant.spec import QuantSpec
+
+SPECS = [f"{c}{b}/{s}" for c in ("balanced", "int", "lut") for b in (2, 3, 4, 8) for s in ("g16", "r3", "tensor")]
+LEVEL_TEXTS = [f"{c}{b}" for c in ("balanced", "int", "lut") for b in (2, 4)]
+
+
+def levels_of(spec):
+    return spec.lowest + spec.step * torch.arange(spec.levels, dtype=torch.float64)
+
+
+def layer_of(text, out_features=24, in_features=64, seed=0):
+    """A QuantLinear on Gaussian weights whose scale clips some of them."""
+    torch.manual_seed(seed)
+    layer = QuantLinear(nn.Linear(in_features, out_features), QuantSpec.parse(text))
+    initialise(layer)
+    return layer
+
+
+def weights_and_scale(spec, seed=0):
+    """Latent [6, 3, 8] with values inside and outside of the range, and a scale [6, 3, 1]; fp64."""
+    torch.manual_seed(seed)
+    weight = torch.randn(6, 3, 8, dtype=torch.float64)
+    return weight, (0.4 + 0.2 * torch.rand(6, 3, 1, dtype=torch.float64)) * 1.5 / spec.largest
+
+
+@pytest.mark.parametrize("text", SPECS)
+def test_forward_is_the_nearest_level_times_the_scale(text):
+    layer = layer_of(text)
+    quantizer = layer.quantizer
+    scale = quantizer.scale_matrix().detach().double().expand_as(quantizer.grouped(layer.weight))
+    candidates = levels_of(quantizer.spec) * scale.reshape(24, 64, 1)
+    nearest = (candidates - layer.weight.detach().double().unsqueeze(2)).abs().argmin(2, keepdim=True)
+    wanted = candidates.gather(2, nearest).squeeze(2).float()
+    torch.testing.assert_close(quantizer(layer.weight, torch.float32), wanted, rtol=1e-5, atol=1e-6)
+    x = torch.randn(2, 5, 64)
+    torch.testing.assert_close(layer(x), F.linear(x, wanted, layer.bias), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("text", LEVEL_TEXTS)
+def test_gradients_are_those_of_lsq(text):
+    spec = QuantSpec.parse(f"{text}/g8")
+    weight, scale = weights_and_scale(spec)
+    weight.requires_grad_(), scale.requires_grad_()
+    upstream = torch.randn(6, 3, 8, dtype=torch.float64)
+    FakeQuant.apply(weight, scale, spec, 0.3, torch.float64).backward(upstream)
+
+    x = (weight / scale).detach()
+    inside = (x >= spec.lowest - spec.step / 2) & (x <= spec.lowest + spec.step * (spec.levels - 0.5))
+    assert 0 < inside.sum() < inside.numel()
+    level = levels_of(spec)[(levels_of(spec) - x.unsqueeze(-1)).abs().argmin(-1)]
+    torch.testing.assert_close(weight.grad, upstream * inside)
+    by_hand = torch.where(inside, level - x, level)
+    torch.testing.assert_close(scale.grad, 0.3 * (upstream * by_hand).sum(2, keepdim=True))
+
+
+@pytest.mark.parametrize("text", LEVEL_TEXTS)
+def test_scale_gradient_is_the_derivative_with_the_rounding_held_fixed(text):
+    """Straight-through: round(x) counts as x + (a constant). Where x is clipped the level is the constant."""
+    spec = QuantSpec.parse(f"{text}/g8")
+    weight, scale = weights_and_scale(spec, seed=1)
+    upstream = torch.randn(6, 3, 8, dtype=torch.float64)
+    x = weight / scale
+    code = ((x - spec.lowest) / spec.step).round()
+    inside = (code >= 0) & (code < spec.levels)
+    level = levels_of(spec)[code.clamp(0, spec.levels - 1).long()]
+
+    def value(s):
+        return (upstream * torch.where(inside, weight / s + (level - x), level) * s).sum(2, keepdim=True)
+
+    numerical = (value(scale + 1e-6) - value(scale - 1e-6)) / 2e-6
+    scale.requires_grad_()
+    FakeQuant.apply(weight, scale, spec, 1.0, torch.float64).backward(upstream)
+    torch.testing.assert_close(scale.grad, numerical, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("scale", "shared"), [("g16", 16), ("tensor", 24 * 64), ("r3", 1)])
+@pytest.mark.parametrize("text", LEVEL_TEXTS)
+def test_layer_gradients_equal_a_dense_reference(text, scale, shared):
+    """W_eff written out with detach(); covers the sum over a group, LSQ's 1/√(N·Q_max), and A, g, B."""
+    layer = layer_of(f"{text}/{scale}").double()
+    quantizer, spec = layer.quantizer, layer.quantizer.spec
+    upstream = torch.randn(24, 64, dtype=torch.float64)
+    quantizer(layer.weight, torch.float64).backward(upstream)
+    learned = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
+    layer.zero_grad()
+
+    s = quantizer.scale_matrix()
+    s = (s.expand_as(quantizer.grouped(layer.weight))).reshape(24, 64)
+    s = s.detach() + (s - s.detach()) / (shared * spec.largest) ** 0.5
+    x = layer.weight / s
+    code = ((x - spec.lowest) / spec.step).round().detach()
+    inside = (code >= 0) & (code < spec.levels)
+    level = levels_of(spec)[code.clamp(0, spec.levels - 1).long()]
+    dense = torch.where(inside, x + (level - x).detach(), level) * s
+    # The straight-through gradient of w inside the range is exactly 1: d(w/s · s)/dw.
+    dense.backward(upstream)
+    reference = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+    assert learned.keys() == reference.keys() == {n for n, _ in layer.named_parameters() if n != "bias"}
+    for name, grad in learned.items():
+        torch.testing.assert_close(grad, reference[name], rtol=1e-6, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_rank_by_rank_sum_is_the_same_weight():
+    """The deployment form, for engines that never form S."""
+    layer = layer_of("lut4/r5").double()
+    quantizer = layer.quantizer
+    a, g, b = (p.detach() for p in (quantizer.a, quantizer.g, quantizer.b))
+    level = levels_of(quantizer.spec)[quantizer.encode(layer.weight).long()]
+    ranks = [level * (a[:, k : k + 1] * g[k] * b[k]) for k in range(5)]
+    torch.testing.assert_close(quantizer(layer.weight, torch.float64), sum(ranks), rtol=1e-6, atol=1e-9)
+
+
+def test_g_alone_carries_magnitude():
+    layer = layer_of("balanced4/r3").double()
+    quantizer = layer.quantizer
+    before = quantizer.scale_matrix().detach()
+    with torch.no_grad():
+        quantizer.a.mul_(torch.tensor([3.0, 0.1, 7.0]))
+        quantizer.b.mul_(torch.tensor([[0.2], [5.0], [11.0]]))
+    torch.testing.assert_close(quantizer.scale_matrix(), before)
+    with torch.no_grad():
+        quantizer.g.mul_(2)
+    torch.testing.assert_close(quantizer.scale_matrix(), 2 * before)
+
+
+@pytest.mark.parametrize("text", SPECS)
+def test_freezing_changes_no_bit(text):
+    layer = layer_of(text)
+    x = torch.randn(3, 64)
+    output, weight = layer(x), layer.quantizer(layer.weight, torch.float32).detach()
+    codes = layer.quantizer.encode(layer.weight)
+    assert torch.equal(layer.quantizer.decode(codes), weight)
+    freeze(layer)
+    assert torch.equal(layer.weight, weight) and torch.equal(layer(x), output)
+    assert layer.quantizer.codes.dtype == torch.uint8 and torch.equal(layer.quantizer.codes, codes)
+    assert int(codes.max()) < layer.quantizer.spec.levels
+    assert not any(p.requires_grad for name, p in layer.named_parameters() if name != "bias")
+
+
+@pytest.mark.parametrize("text", ["balanced2/g16", "lut4/r3"])
+def test_frozen_codes_outlive_a_change_of_scale(text):
+    layer = layer_of(text)
+    freeze(layer)
+    codes = layer.quantizer.codes.clone()
+    parameter = next(layer.quantizer.parameters())
+    parameter.data.mul_(1 + torch.rand(parameter.shape))
+    freeze(layer)
+    assert torch.equal(layer.quantizer.codes, codes)
+    assert torch.equal(layer.weight, layer.quantizer.decode(codes))
+    assert not torch.equal(layer.quantizer.encode(layer.weight * 0.5), codes)  # a new encoding would have differed
+
+
+def test_is_a_linear_layer_and_keeps_its_parameters():
+    linear = nn.Linear(64, 24)
+    layer = QuantLinear(linear, QuantSpec.parse("int4/g16"))
+    assert isinstance(layer, nn.Linear)
+    assert layer.weight is linear.weight and layer.bias is linear.bias
+
+
+def test_unquantized_shows_the_latent_and_ends_on_an_error():
+    layer = layer_of("balanced2/g16")
+    x = torch.randn(2, 64)
+    quantised = layer(x)
+    with unquantized(layer):
+        assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
+    assert torch.equal(layer(x), quantised) and not torch.equal(quantised, F.linear(x, layer.weight, layer.bias))
+    with pytest.raises(KeyError), unquantized(layer):
+        raise KeyError
+    assert torch.equal(layer(x), quantised)
+
+
+def test_bf16_autocast():
+    for text in ("balanced2/g16", "lut4/r3"):
+        layer = layer_of(text)
+        x = torch.randn(2, 64)
+        with torch.autocast("cpu", torch.bfloat16):
+            y, weight = layer(x), effective_weight(layer)
+        assert y.dtype == weight.dtype == torch.bfloat16
+        assert torch.equal(weight, effective_weight(layer).bfloat16()), "only the result is rounded, A·B is not"
+        y.float().square().sum().backward()
+        assert all(p.grad.dtype == torch.float32 and p.grad.abs().sum() > 0 for p in layer.parameters())
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_lora_gradients_cross_layers(frozen):
+    """The original ran the base under no_grad: the first layer's LoRA then learned nothing through the second."""
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = layer_of("balanced2/g16", 64), layer_of("lut4/r3", 24, seed=1)
+
+        def forward(self, x):
+            return self.second(torch.tanh(self.first(x)))
+
+    base = Two()
+    x = torch.randn(4, 64)
+    if frozen:
+        freeze(base)
+    before = base(x).detach()
+    model = get_peft_model(base, LoraConfig(r=2, lora_alpha=2, target_modules=["first"]))
+    assert torch.equal(model(x), before), "B = 0: the adapter starts as the identity"
+    model(x).square().sum().backward()
+    grads = {name.split(".")[-3]: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert grads.keys() == {"lora_A", "lora_B"}
+    assert grads["lora_B"].abs().sum() > 0 and not grads["lora_A"].any(), "A's gradient passes through B, which is 0"
+
+
+def test_a_shared_quantiser_counts_once():
+    linear = nn.Linear(64, 32, bias=False)
+    embedding = nn.Embedding(32, 64)
+    embedding.weight = linear.weight
+    head = QuantLinear(linear, QuantSpec.parse("balanced4/g16"))
+    model = nn.ModuleDict({"embedding": QuantEmbedding(embedding, head.quantizer), "head": head})
+    initialise(model)
+    assert list(quantized_layers(model)) == ["head"]
+    rows = model["embedding"](torch.arange(32))
+    assert torch.equal(rows, head.quantizer(head.weight, torch.float32))
+    freeze(model)
+    assert torch.equal(model["embedding"](torch.arange(32)), rows) and torch.equal(head.weight, rows)

@@ -1,0 +1,231 @@
+"""best.pt: packed codes come back as they were, and whatever is wrong with a file is one line that names it."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from qat_lora.errors import UserError
+from qat_lora.models.loading import load_model
+from qat_lora.quant.init import initialise
+from qat_lora.quant.linear import Quantizer, QuantLinear, effective_weight, freeze, quantized_layers
+from qat_lora.quant.student import (
+    StudentSpec,
+    bits_per_weight,
+    load_student,
+    megabytes,
+    pack_codes,
+    quantize,
+    save_student,
+    unpack_codes,
+)
+
+SPEC = StudentSpec(mlp="balanced2/g32", attn="lut4/r4")
+TIED = StudentSpec(mlp="int3/tensor", attn="none", head="balanced4/g32")
+TOKENS = torch.arange(60).reshape(3, 20) * 7
+
+
+@pytest.fixture
+def trained(tiny_model_dir):
+    """trained(spec): a student as training leaves it, latents, scales and norms away from where they started."""
+
+    def make(spec):
+        student = quantize(load_model(str(tiny_model_dir)), spec)
+        initialise(student)
+        random = torch.Generator().manual_seed(3)
+        for parameter in student.parameters():
+            parameter.data.mul_(1 + 0.3 * torch.rand(parameter.shape, generator=random))
+        return student
+
+    return make
+
+
+@pytest.fixture
+def saved(trained, tiny_model_dir, tmp_path):
+    """saved(spec) → (student, path of its best.pt)."""
+
+    def make(spec=SPEC):
+        student, path = trained(spec), tmp_path / "best.pt"
+        save_student(path, student, str(tiny_model_dir), spec, {"step": 3})
+        return student, path
+
+    return make
+
+
+def refused(path, *args) -> str:
+    """The line with which load_student refuses a file."""
+    with pytest.raises(UserError) as error:
+        load_student(path, *args)
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (7, 9), (16, 32)])
+def test_codes_survive_packing(bits, shape):
+    codes = torch.randint(0, 2**bits, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(bits))
+    packed = pack_codes(codes, bits)
+    assert packed.dtype == torch.uint8 and packed.shape == (-(-codes.numel() * bits // 8),)
+    assert torch.equal(unpack_codes(packed, bits, shape), codes)
+
+
+def test_packed_bytes_by_hand():
+    assert pack_codes(torch.tensor([[1, 2, 3, 0, 2]], dtype=torch.uint8), 2).tolist() == [0b00111001, 0b10]
+    assert pack_codes(torch.tensor([[5, 2, 7]], dtype=torch.uint8), 3).tolist() == [0b11010101, 0b1]
+    assert pack_codes(torch.tensor([[15, 1]], dtype=torch.uint8), 4).tolist() == [0x1F]
+
+
+@pytest.mark.parametrize("spec", [SPEC, TIED], ids=str)
+@torch.no_grad()
+def test_a_file_gives_the_same_student_to_the_bit(saved, spec, tiny_model_dir):
+    student, path = saved(spec)
+    loaded, content = load_student(path, str(tiny_model_dir))
+    assert torch.equal(loaded(TOKENS).logits, student(TOKENS).logits)
+    assert content["info"] == {"step": 3} and StudentSpec(**content["spec"]) == spec
+    assert not any(p.requires_grad for p in loaded.parameters())
+
+
+@torch.no_grad()
+def test_codes_are_read_and_never_recomputed(saved, tiny_model_dir, monkeypatch):
+    """The original's multi-chip scripts encoded anew at load, from the base weights, and lost the trained codes."""
+    student, path = saved()
+    codes = {name: layer.quantizer.encode(layer.weight) for name, layer in quantized_layers(student).items()}
+    logits = student(TOKENS).logits
+    other_weights = load_model(str(tiny_model_dir))
+    for parameter in other_weights.parameters():
+        parameter.normal_()
+    monkeypatch.setattr(Quantizer, "encode", lambda *_: pytest.fail("codes are in the file"))
+    for base in (None, other_weights):
+        loaded, _ = load_student(path, base=base)
+        assert torch.equal(loaded(TOKENS).logits, logits)
+        for name, layer in quantized_layers(loaded).items():
+            assert torch.equal(layer.quantizer.codes, codes[name]) and layer.quantizer.codes.dtype == torch.uint8
+
+
+def test_a_loaded_student_saves_the_same_codes_again(saved, tiny_model_dir, tmp_path):
+    _, path = saved()
+    loaded, content = load_student(path)
+    next(iter(quantized_layers(loaded).values())).weight.data.zero_()  # codes rule, not the weight that shows them
+    save_student(tmp_path / "again.pt", loaded, str(tiny_model_dir), SPEC, content["info"])
+    first, second = (torch.load(p, weights_only=True)["tensors"] for p in (path, tmp_path / "again.pt"))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_saving_does_not_disturb_training(trained, tmp_path):
+    student, twin = (copy.deepcopy(trained(SPEC)).train() for _ in range(2))
+    student(TOKENS).logits.square().mean().backward()
+    save_student(tmp_path / "best.pt", student, "m", SPEC, {})
+    twin(TOKENS).logits.square().mean().backward()
+    assert student.training and student.state_dict().keys() == twin.state_dict().keys()
+    for (name, p), q in zip(student.named_parameters(), twin.parameters()):
+        assert p.requires_grad and torch.equal(p, q) and torch.equal(p.grad, q.grad), name
+    assert all(layer.quantizer.codes is None for layer in quantized_layers(student).values())
+
+
+@pytest.mark.parametrize("where", [0.05, 0.3, 0.6, 0.9])
+def test_a_flipped_byte_is_refused(saved, where):
+    _, path = saved()
+    content = bytearray(path.read_bytes())
+    content[int(where * len(content))] ^= 0x10
+    path.write_bytes(content)
+    assert "damaged" in refused(path)
+
+
+@pytest.mark.parametrize("kept", [0, 10, 0.5, 0.99])
+def test_a_truncated_file_is_refused(saved, kept):
+    _, path = saved()
+    content = path.read_bytes()
+    path.write_bytes(content[: kept if isinstance(kept, int) else int(kept * len(content))])
+    assert "damaged" in refused(path)
+
+
+def test_other_files_are_refused(tmp_path, tiny_model_dir):
+    assert "no such file" in refused(tmp_path / "none.pt")
+    path = tmp_path / "best.pt"
+    for content in ({"format": "qat_lora.student.0", "tensors": {}}, {"w": torch.ones(2)}, torch.ones(2)):
+        torch.save(content, path)
+        assert "not a student file" in refused(path)
+    path.write_text("hello")
+    assert "damaged or no student file" in refused(path)
+
+
+def test_another_model_is_refused(saved, tiny_model_dir):
+    _, path = saved()
+    assert "'other/model'; change --model" in refused(path, "other/model")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [StudentSpec(mlp="lut4/r4", attn="balanced2/g32"), StudentSpec(mlp="balanced2/g16", attn="lut4/r4"),
+     StudentSpec(mlp="balanced4/g32", attn="lut4/r4"), StudentSpec(mlp="balanced2/tensor", attn="lut4/r4"),
+     StudentSpec(mlp="balanced2/g32", attn="lut4/r8")],
+    ids=str,
+)  # fmt: skip
+def test_tensors_that_do_not_fit_the_spec_are_refused(saved, other):
+    _, path = saved()
+    torch.save(torch.load(path, weights_only=True) | {"spec": vars(other) | {}}, path)
+    assert "does not fit" in refused(path)
+
+
+def test_a_base_model_of_another_size_is_refused(saved, tiny_model_dir):
+    """The same names, other shapes: the folder or hub name that the file points to has changed since."""
+    _, path = saved()
+    config = LlamaConfig.from_pretrained(tiny_model_dir)
+    config.intermediate_size = 64
+    with pytest.raises(UserError, match="does not fit"):
+        load_student(path, base=LlamaForCausalLM(config))
+
+
+def test_which_layers_are_quantised(trained):
+    student = trained(SPEC)
+    kinds = {name: str(layer.quantizer.spec) for name, layer in quantized_layers(student).items()}
+    assert len(kinds) == 2 * 7
+    for name, kind in kinds.items():
+        assert kind == ("balanced2/g32" if ".mlp." in name else "lut4/r4")
+    only_attention = trained(StudentSpec(mlp="none", attn="int4/g32"))
+    assert {name.split(".")[3] for name in quantized_layers(only_attention)} == {"self_attn"}
+    assert type(only_attention.model.layers[0].mlp.up_proj) is nn.Linear
+
+
+def test_a_size_that_does_not_fit_names_the_layer(tiny_model_dir):
+    with pytest.raises(UserError, match=r"self_attn.q_proj: 64 inputs do not divide by group 48; use one of \[8, 16"):
+        quantize(load_model(str(tiny_model_dir)), StudentSpec(mlp="none", attn="int4/g48"))
+
+
+@torch.no_grad()
+def test_a_tied_head_is_quantised_once(trained):
+    student = trained(TIED)
+    head, embedding = student.lm_head, student.model.embed_tokens
+    assert head.weight is embedding.weight and head.quantizer is embedding.quantizer
+    assert [name for name in quantized_layers(student) if "mlp" not in name] == ["lm_head"]
+    quantised = effective_weight(head)
+    assert not torch.equal(quantised, head.weight)
+    assert torch.equal(embedding(torch.arange(512)), quantised)
+    freeze(student)
+    assert torch.equal(head.weight, quantised) and torch.equal(embedding(torch.arange(512)), quantised)
+
+
+def test_an_untied_embedding_keeps_full_precision(tiny_model_dir):
+    config = LlamaConfig.from_pretrained(tiny_model_dir)
+    config.tie_word_embeddings = False
+    student = quantize(LlamaForCausalLM(config), TIED)
+    assert isinstance(student.lm_head, QuantLinear) and type(student.model.embed_tokens) is nn.Embedding
+
+
+def test_bits_and_megabytes_by_hand(trained):
+    mlp, attention, rest = 2 * 3 * 64 * 128, 2 * (2 * 64 * 64 + 2 * 32 * 64), 512 * 64 + 5 * 64
+    scales = mlp // 32 + 2 * 4 * (2 * (64 + 64 + 1) + 2 * (32 + 64 + 1))
+    student = trained(SPEC)
+    bits = 2 * mlp + 4 * attention + 16 * scales
+    assert bits_per_weight(student) == pytest.approx(bits / (mlp + attention))
+    assert megabytes(student) == pytest.approx((bits + 16 * rest) / 8e6)
+    assert bits_per_weight(student, 100) == pytest.approx((bits + 1600) / (mlp + attention))
+    assert megabytes(student, 100) == pytest.approx((bits + 16 * rest + 1600) / 8e6)
+    frozen = copy.deepcopy(student)
+    freeze(frozen)
+    assert megabytes(frozen) == megabytes(student)
+    assert bits_per_weight(trained(StudentSpec())) == 2 + 16 / 32
+    tied = trained(TIED)
+    assert bits_per_weight(tied) == pytest.approx((3 * mlp + 6 * 16 + (4 + 0.5) * 512 * 64) / (mlp + 512 * 64))

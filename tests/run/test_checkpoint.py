@@ -1,0 +1,213 @@
+"""A checkpoint is whole or not there; what is damaged is named, and the one before takes its place."""
+
+import json
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from qat_lora.backend import TorchBackend
+from qat_lora.errors import UserError
+from qat_lora.run.checkpoint import KEEP, load_checkpoint, read_checkpoint, save_checkpoint
+
+
+class Tied(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(6, 4), torch.nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embedding.weight
+        self.norm = torch.nn.LayerNorm(4)
+
+    def forward(self, x):
+        return self.head(self.norm(self.embedding(x)))
+
+
+def trained(steps: int = 3):
+    """A tied model and its AdamW after a few updates."""
+    torch.manual_seed(0)
+    backend, model = TorchBackend("cpu", "fp32"), Tied()
+    optimizer = backend.adamw([{"params": list(model.parameters()), "lr": 0.1}])
+    for _ in range(steps):
+        model(torch.arange(6)).logsumexp(1).sum().backward()
+        backend.update(optimizer, 1.0)
+    return backend, model, optimizer
+
+
+def save(run, step, value=0.0, **meta):
+    return save_checkpoint(run, step, {"w": torch.full((3,), value)}, {"value": value}, meta)
+
+
+def flip(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def names(run) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+# -- round trip -------------------------------------------------------------------------------------------------------
+def test_round_trip_goes_on_as_if_never_stopped(tmp_path):
+    backend, model, optimizer = trained(3)
+    state = {"optimizer": optimizer.state_dict(), "rng": backend.rng_state(), "interval": [{"loss": 0.1}], "none": None}
+    tensors = backend.to_host(dict(model.named_parameters()))
+    save_checkpoint(tmp_path, 3, tensors, backend.to_host(state), {"stage": "toy", "metrics_size": 17})
+    loaded, trainer, meta = load_checkpoint(tmp_path)
+    assert meta["step"] == 3 and meta["stage"] == "toy" and meta["metrics_size"] == 17
+    assert trainer["interval"] == [{"loss": 0.1}] and trainer["none"] is None
+
+    _, other, other_optimizer = trained(0)
+    for name, parameter in other.named_parameters():
+        parameter.data.copy_(loaded[name])
+    other_optimizer.load_state_dict(trainer["optimizer"])
+    for one, its in ((model, optimizer), (other, other_optimizer)):
+        one(torch.arange(6)).logsumexp(1).sum().backward()
+        backend.update(its, 1.0)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters()))
+
+
+def test_tied_tensors_are_saved_once_and_on_the_cpu(tmp_path):
+    backend, model, _ = trained(1)
+    path = save_checkpoint(tmp_path, 1, backend.to_host(dict(model.named_parameters())), {}, {})
+    with safe_open(path / "model.safetensors", "pt") as file:
+        assert set(file.keys()) == {"embedding.weight", "norm.weight", "norm.bias"}
+        assert all(file.get_tensor(name).device.type == "cpu" for name in file.keys())  # noqa: SIM118
+
+
+def test_non_contiguous_tensors(tmp_path):
+    tensor = torch.arange(6.0).view(2, 3).T
+    save_checkpoint(tmp_path, 1, {"w": tensor}, {}, {})
+    assert torch.equal(load_checkpoint(tmp_path)[0]["w"], tensor)
+
+
+def test_trainer_state_holds_no_code(tmp_path):
+    """trainer.pt loads with weights_only=True, and a file that would need more is refused, not run."""
+    path = save_checkpoint(tmp_path, 1, {"w": torch.ones(1)}, {"x": 1}, {})
+    assert torch.load(path / "trainer.pt", weights_only=True) == {"x": 1}
+    save_checkpoint(tmp_path, 2, {"w": torch.ones(1)}, {"x": print}, {})
+    with pytest.raises(Exception, match=r"weights_only|WeightsUnpickler|damaged"):
+        read_checkpoint(tmp_path / "checkpoints" / "step_2")
+
+
+def test_keeps_the_newest_and_one_to_fall_back_to(tmp_path):
+    for step in (2, 4, 9, 10):
+        save(tmp_path, step)
+    assert names(tmp_path) == ["LATEST", "step_10", "step_9"] and KEEP == 2
+    assert (tmp_path / "checkpoints" / "LATEST").read_text() == "step_10"
+
+
+def test_same_step_is_replaced(tmp_path):
+    save(tmp_path, 5, 1.0)
+    save(tmp_path, 5, 2.0)
+    assert load_checkpoint(tmp_path)[1] == {"value": 2.0}
+
+
+def test_nothing_saved_yet(tmp_path):
+    assert load_checkpoint(tmp_path) is None
+    (tmp_path / "checkpoints").mkdir()
+    assert load_checkpoint(tmp_path) is None
+
+
+# -- damage -----------------------------------------------------------------------------------------------------------
+def test_half_written_one_is_removed_and_ignored(tmp_path):
+    save(tmp_path, 1, 1.0)
+    part = tmp_path / "checkpoints" / ".part_2"
+    part.mkdir()
+    (part / "model.safetensors").write_bytes(b"half")
+    assert load_checkpoint(tmp_path)[1] == {"value": 1.0}
+    assert names(tmp_path) == ["LATEST", "step_1"]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing"])
+@pytest.mark.parametrize("file", ["model.safetensors", "trainer.pt", "meta.json"])
+def test_damaged_one_is_named_and_the_one_before_is_taken(tmp_path, capsys, file, damage):
+    save(tmp_path, 1, 1.0)
+    path = save(tmp_path, 2, 2.0) / file
+    if damage == "truncated":
+        path.write_bytes(path.read_bytes()[:-9])
+    elif damage == "flipped":
+        flip(path, 0 if file == "meta.json" else path.stat().st_size // 2)
+    else:
+        path.unlink()
+    tensors, trainer, meta = load_checkpoint(tmp_path)
+    assert tensors["w"].tolist() == [1.0] * 3 and trainer == {"value": 1.0} and meta["step"] == 1
+    said = capsys.readouterr().out
+    assert "step_2" in said and file in said and "trying the one before" in said
+
+
+def test_meta_of_another_kind_counts_as_damaged(tmp_path):
+    save(tmp_path, 1, 1.0)
+    (save(tmp_path, 2) / "meta.json").write_text("[]")
+    assert load_checkpoint(tmp_path)[1] == {"value": 1.0}
+
+
+def test_all_damaged_is_refused_with_the_way_out(tmp_path):
+    for step in (1, 2):
+        flip(save(tmp_path, step) / "trainer.pt", 100)
+    with pytest.raises(UserError, match=r"no whole checkpoint.*--resume off"):
+        load_checkpoint(tmp_path)
+
+
+def test_checksums_are_in_meta(tmp_path):
+    meta = json.loads((save(tmp_path, 1, stage="toy") / "meta.json").read_text())
+    assert meta["sha256"].keys() == {"model.safetensors", "trainer.pt"} and meta["stage"] == "toy"
+
+
+# -- a full disk ------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def small_disk():
+    """From here on a file of this process cannot grow beyond 64 kB (Python ignores the signal, writes fail)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("big", ["tensors", "trainer"])
+def test_full_disk_leaves_the_old_checkpoint(tmp_path, big, small_disk):
+    save(tmp_path, 1, 1.0)
+    large = {"w": torch.zeros(2**18)}
+    content = (large, {}) if big == "tensors" else ({"w": torch.zeros(1)}, large)
+    with pytest.raises(UserError, match="step_2 could not be written") as error:
+        save_checkpoint(tmp_path, 2, *content, {})
+    assert len(str(error.value).splitlines()) == 1
+    assert names(tmp_path) == ["LATEST", "step_1"]
+    assert load_checkpoint(tmp_path)[1] == {"value": 1.0}
+
+
+TINY_DISK = """
+import sys, torch
+from pathlib import Path
+from qat_lora.errors import UserError
+from qat_lora.run.checkpoint import load_checkpoint, save_checkpoint
+run = Path(sys.argv[1])
+save_checkpoint(run, 1, {"w": torch.ones(1)}, {"value": 1.0}, {})
+large = {"w": torch.zeros(2**18)}
+for content in ((large, {}), ({"w": torch.zeros(1)}, large)):
+    try:
+        save_checkpoint(run, 2, *content, {})
+        print("saved")
+    except UserError as error:
+        print(str(error).replace("\\n", "⏎"))
+    assert load_checkpoint(run)[1] == {"value": 1.0}
+    assert not list((run / "checkpoints").glob(".part*"))
+"""
+
+
+def test_disk_that_is_really_full(tmp_path):
+    """On a file system of 512 kB, where the machine lets this user mount one."""
+    mount = f"mount -t tmpfs -o size=512k none {tmp_path}"
+    inside = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
+    if subprocess.run([*inside, mount], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    command = f'{mount} && exec "$0" -c "$1" {tmp_path}'
+    done = subprocess.run([*inside, command, sys.executable, TINY_DISK], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        assert "step_2 could not be written" in line and "No space left" in line and "⏎" not in line, line

@@ -1,0 +1,236 @@
+"""Flags, key=value and presets give one config; whatever is wrong is named in one line with the way out."""
+
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+from qat_lora.errors import UserError
+from qat_lora.run import config
+from qat_lora.run.config import RunConfig, option, parse, run_script
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunConfig):
+    learning_rate: float = option(1e-3, "peak, 100% of it")
+    scale_rate: float | None = option(None, "peak of scales")
+    max_steps: int = option(10, "updates")
+    dataset: str = option("embedded", "text")
+    limit: int | None = option(None, "rows")
+    frozen: bool = option(False, "train nothing")
+
+
+@pytest.fixture
+def presets(tmp_path, monkeypatch):
+    """presets(NAME="yaml text"): files in configs/toy/."""
+    monkeypatch.setattr(config, "CONFIGS", tmp_path)
+    (tmp_path / "toy").mkdir()
+
+    def write(**texts):
+        for name, text in texts.items():
+            (tmp_path / "toy" / f"{name}.yaml").write_text(text)
+
+    return write
+
+
+def toy(*argv: str) -> Config:
+    return parse(Config, "toy", list(argv))
+
+
+def said(*argv: str) -> str:
+    with pytest.raises(UserError) as error:
+        toy(*argv)
+    return str(error.value)
+
+
+# -- flags ----------------------------------------------------------------------------------------------------------
+def test_defaults_are_the_dataclass():
+    assert toy() == Config()
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--max-steps", "3"], ["--max_steps", "3"], ["--max-steps=3"], ["max_steps=3"], ["max-steps=3"],
+        ["--frozen", "false", "max_steps=3"], ["--dry-run", "false", "--max_steps=3"],
+    ],
+)  # fmt: skip
+def test_spellings_of_one_flag(argv):
+    assert toy(*argv) == Config(max_steps=3)
+
+
+def test_last_spelling_wins():
+    assert toy("--max-steps", "3", "max_steps=4").max_steps == 4
+
+
+@pytest.mark.parametrize("argv, value", [(["--frozen"], True), (["--frozen", "true"], True), (["frozen=false"], False)])
+def test_bool_flags(argv, value):
+    assert toy(*argv).frozen is value
+
+
+def test_bool_flag_before_key_value():
+    assert toy("--frozen", "max_steps=3") == Config(frozen=True, max_steps=3)
+
+
+def test_value_that_looks_like_key_value_belongs_to_its_flag():
+    assert toy("--dataset", "split=3").dataset == "split=3"
+    assert toy("dataset=a=b").dataset == "a=b"
+    assert toy("--dataset=a=b").dataset == "a=b"
+    assert toy("--dataset", "x", "max_steps=3") == Config(dataset="x", max_steps=3)
+
+
+def test_value_of_several_lines():
+    assert toy("dataset=one\ntwo").dataset == "one\ntwo"
+
+
+def test_optional_fields_take_their_type():
+    assert toy("--limit", "4", "--scale-rate", "8e-5") == Config(limit=4, scale_rate=8e-5)
+
+
+def test_tpu_is_device_tpu():
+    assert toy("--tpu").device == toy("--device", "tpu").device == toy("--device=cpu", "--tpu").device == "tpu"
+    assert toy("tpu=false").device == "auto"
+
+
+@pytest.mark.parametrize("argv", [["--max-steps", "many"], ["max_steps=1.5"], ["--learning-rate", "fast"], ["--limit"]])
+def test_wrong_type_names_flag_and_value(argv):
+    message = said(*argv)
+    assert argv[0].lstrip("-").split("=")[0].replace("_", "-") in message.replace("_", "-")
+    assert argv[-1].split("=")[-1] in message
+    assert "toy.py --help" in message
+
+
+@pytest.mark.parametrize(
+    "argv, wrong, near",
+    [
+        (["--max-step", "3"], "max-step", "max-steps"), (["--learning_rat=3"], "learning_rat", "learning-rate"),
+        (["max_stesp=3"], "max_stesp", "max-steps"), (["--max-steps", "2", "--datasets", "x"], "datasets", "dataset"),
+    ],
+)  # fmt: skip
+def test_unknown_flag_names_the_nearest(argv, wrong, near):
+    assert said(*argv) == f"flag --{wrong} is unknown; did you mean --{near}?"
+
+
+def test_flag_like_nothing_is_named_without_a_guess():
+    assert said("--qqqq") == "flag --qqqq is unknown"
+
+
+def test_help_prints_percent_signs(capsys):
+    with pytest.raises(SystemExit) as stop:
+        toy("--help")
+    assert stop.value.code == 0
+    assert "peak, 100% of it" in capsys.readouterr().out
+
+
+# -- presets --------------------------------------------------------------------------------------------------------
+def test_preset_gives_defaults_and_flags_win(presets):
+    presets(slow="learning_rate: 0.5\nmax_steps: 7\nfrozen: true\nlimit: null\n")
+    assert toy("--config", "slow") == Config(config="slow", learning_rate=0.5, max_steps=7, frozen=True)
+    for argv in (["--max-steps", "2", "--config=slow"], ["config=slow", "max_steps=2"]):
+        assert toy(*argv) == Config(config="slow", learning_rate=0.5, max_steps=2, frozen=True)
+    assert toy("--config", "slow", "--frozen", "false").frozen is False
+
+
+def test_preset_by_file(tmp_path):
+    (tmp_path / "mine.yaml").write_text("max_steps: 7\n")
+    assert toy("--config", str(tmp_path / "mine.yaml")).max_steps == 7
+
+
+def test_preset_builds_on_its_base(presets):
+    presets(a="max_steps: 1\nlimit: 1\n", b="base: a\nlimit: 2\ndataset: x\n", c="base: b\ndataset: y\n", empty="")
+    made = toy("--config", "c")
+    assert (made.max_steps, made.limit, made.dataset) == (1, 2, "y")
+    assert toy("--config", "empty") == Config(config="empty")
+
+
+def test_numbers_are_read_by_the_type_of_the_field(presets):
+    presets(p="learning_rate: 8e-5\nscale_rate: 1\nmax_steps: 1e3\ndataset: 17\n")
+    made = toy("--config", "p")
+    assert (made.learning_rate, made.scale_rate, made.max_steps, made.dataset) == (8e-5, 1.0, 1000, "17")
+    assert isinstance(made.scale_rate, float) and isinstance(made.max_steps, int)
+
+
+@pytest.mark.parametrize(
+    "text, parts",
+    [
+        ("max_steps: 1.5", ["max_steps", "1.5", "int"]), ("max_steps: many", ["max_steps", "'many'", "int"]),
+        ("max_steps: .inf", ["max_steps", "inf", "int"]), ("max_steps: null", ["max_steps", "None"]),
+        ("learning_rate: [1]", ["learning_rate", "[1]", "float"]), ("learning_rate: true", ["learning_rate", "True"]),
+        ("frozen: 1", ["frozen", "1", "bool"]), ("dataset: {a: 1}", ["dataset", "str"]),
+    ],
+)  # fmt: skip
+def test_wrong_type_in_a_preset(presets, text, parts):
+    presets(p=text)
+    message = said("--config", "p")
+    assert all(part in message for part in ["p.yaml", *parts])
+
+
+def test_unknown_key_names_the_nearest(presets):
+    presets(p="max_stesp: 3")
+    assert "p.yaml: key max_stesp is unknown; did you mean max_steps?" in said("--config", "p")
+
+
+def test_unknown_preset_names_the_nearest_and_the_list(presets):
+    presets(q2_g32="", q4_r32="")
+    message = said("--config", "q2_g23")
+    assert "--config q2_g23: no such preset; did you mean q2_g32?" in message and "q2_g32, q4_r32" in message
+    presets(p="base: q4_r3")
+    assert "did you mean q4_r32?" in said("--config", "p")
+
+
+@pytest.mark.parametrize("text", ["max_steps: [3", "a: b: c", "\tmax_steps: 3", "- max_steps", "just text", "\0"])
+def test_damaged_yaml_names_the_file(presets, text):
+    presets(p=text)
+    assert "p.yaml" in said("--config", "p")
+
+
+def test_preset_that_is_no_text_names_the_file(tmp_path):
+    (tmp_path / "p.yaml").write_bytes(b"max_steps: \xff\xfe3")
+    assert "p.yaml" in said("--config", str(tmp_path / "p.yaml"))
+
+
+@pytest.mark.parametrize("texts", [{"p": "base: p"}, {"p": "base: q", "q": "base: p"}, {"p": "base: 5"}])
+def test_impossible_base_is_refused(presets, texts):
+    presets(**texts)
+    assert "p" in said("--config", "p")
+
+
+# -- run_script -------------------------------------------------------------------------------------------------------
+def refuse(_):
+    raise UserError("seed=3 is\nbad; use 4")
+
+
+def test_bad_input_is_one_line_and_exit_code_2(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["toy.py"])
+    with pytest.raises(SystemExit) as stop:
+        run_script(refuse, Config, "toy", "A toy.")
+    assert stop.value.code == 2
+    assert capsys.readouterr() == ("", "error: seed=3 is bad; use 4\n")
+
+
+def test_parse_errors_are_one_line_too(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["toy.py", "--max-steps", "many"])
+    with pytest.raises(SystemExit) as stop:
+        run_script(refuse, Config, "toy", "A toy.")
+    assert stop.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_debug_shows_the_traceback(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["toy.py", "--debug"])
+    with pytest.raises(UserError, match="seed=3"):
+        run_script(refuse, Config, "toy", "A toy.")
+
+
+def test_a_fault_of_ours_is_not_swallowed(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["toy.py"])
+    with pytest.raises(ZeroDivisionError):
+        run_script(lambda cfg: 1 / 0, Config, "toy", "A toy.")
+
+
+def test_main_gets_the_config(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["toy.py", "max_steps=5"])
+    got = []
+    run_script(got.append, Config, "toy", "A toy.")
+    assert got == [Config(max_steps=5)]

@@ -1,0 +1,192 @@
+"""A run directory says what was asked for; it is continued only by the same config, and metrics rewind with it."""
+
+import dataclasses
+import json
+import sys
+from dataclasses import dataclass
+
+import pytest
+import yaml
+
+from qat_lora.errors import UserError
+from qat_lora.run import rundir
+from qat_lora.run.config import RunConfig, option
+from qat_lora.run.rundir import NOT_IDENTITY, Run, identity, open_run, read_config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunConfig):
+    learning_rate: float = option(1e-5, "peak")
+    max_steps: int = option(10, "updates")
+    limit: int | None = option(None, "rows")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rundir, "_git", lambda: ("abc1234", False))
+    return tmp_path
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Each run starts a second after the one before, in order of name and time."""
+    ticks = iter(range(100))
+    monkeypatch.setattr(rundir, "_now", lambda: f"20260101T0000{next(ticks):02d}Z")
+
+
+def config(**values) -> Config:
+    return Config(**{"output_dir": "run"} | values)
+
+
+def refusal(cfg: Config) -> str:
+    with pytest.raises(UserError) as error:
+        open_run("toy", cfg, {})
+    return str(error.value)
+
+
+# -- a new run ----------------------------------------------------------------------------------------------------------
+def test_files_of_a_new_run(here, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["toy.py", "--max-steps", "3"])
+    cfg = config(max_steps=3, seed=4)
+    run = open_run("toy", cfg, {"device": "cpu", "cache": "f00"})
+    assert not run.resumed
+    assert yaml.safe_load((here / "run" / "config.yaml").read_text()) == dataclasses.asdict(cfg)
+    manifest = json.loads((here / "run" / "manifest.json").read_text())
+    assert manifest["experiment"] == "toy" and manifest["argv"] == ["toy.py", "--max-steps", "3"]
+    assert (manifest["git"], manifest["dirty"], manifest["seed"]) == ("abc1234", False, 4)
+    assert (manifest["device"], manifest["cache"]) == ("cpu", "f00")
+    assert manifest["packages"].keys() >= {"torch", "torch_xla", "transformers", "peft"}
+    assert "summary.json" not in {path.name for path in (here / "run").iterdir()}
+
+
+def test_default_place_names_time_preset_seed_and_revision(here, clock):
+    run = open_run("toy", Config(config="presets/q2.yaml", seed=3), {})
+    assert str(run.path) == "runs/toy/20260101T000000Z-q2-s3-abc1234"
+    assert open_run("toy", Config(), {}).path.name.endswith("-default-s0-abc1234")
+
+
+def test_identity_leaves_out_what_changes_no_number():
+    assert NOT_IDENTITY == {"config", "device", "tpu", "output_dir", "resume", "dry_run", "debug"}
+    assert identity(config(device="xla", resume="auto")) == identity(Config())
+    assert identity(config(seed=1)) != identity(Config())
+
+
+def test_config_yaml_gives_back_the_identity():
+    run = open_run("toy", config(learning_rate=1e-5, limit=None), {})
+    assert read_config(run.path) == identity(Config())
+
+
+def test_summary():
+    run = open_run("toy", config(), {})
+    run.finish("finished", best={"loss": 0.5})
+    assert json.loads((run.path / "summary.json").read_text()) == {"status": "finished", "best": {"loss": 0.5}}
+
+
+def test_directory_that_cannot_be_made_is_one_line(here):
+    (here / "file").write_text("")
+    assert "file/run could not be written" in refusal(config(output_dir="file/run"))
+
+
+# -- resuming -----------------------------------------------------------------------------------------------------------
+def test_off_on_an_existing_run_is_refused_with_the_mend():
+    open_run("toy", config(), {})
+    message = refusal(config())
+    assert "run already holds a run" in message and "--resume auto" in message and "--output-dir" in message
+
+
+def test_auto_goes_on_in_its_directory_and_notes_it():
+    open_run("toy", config(), {})
+    again = open_run("toy", config(resume="auto", device="cpu"), {})
+    assert again.resumed and str(again.path) == "run"
+    assert len(json.loads((again.path / "manifest.json").read_text())["resumed"]) == 1
+    assert yaml.safe_load((again.path / "config.yaml").read_text())["resume"] == "off"  # as it was begun
+
+
+def test_auto_in_a_directory_without_a_run_starts_one():
+    assert not open_run("toy", config(resume="auto"), {}).resumed
+
+
+@pytest.mark.parametrize("resume", ["auto", "run"])
+def test_another_config_is_refused_naming_the_key_and_both_values(resume):
+    open_run("toy", config(), {})
+    output = "run" if resume == "auto" else None
+    message = refusal(config(max_steps=20, resume=resume, output_dir=output))
+    assert "max_steps is 10 there, 20 here" in message and "--output-dir" in message
+
+
+def test_path_goes_on_there():
+    open_run("toy", config(), {})
+    assert str(open_run("toy", Config(resume="run"), {}).path) == "run"
+
+
+def test_path_without_a_run_is_refused():
+    message = refusal(Config(resume="nowhere"))
+    assert "--resume nowhere" in message and "manifest.json" in message
+
+
+def test_auto_finds_the_newest_unfinished_run_of_this_config(clock):
+    runs = [open_run("toy", Config(), {}) for _ in range(4)]
+    other = open_run("toy", Config(seed=1), {})
+    runs[3].finish("finished")
+    runs[2].finish("preempted")
+    assert open_run("toy", Config(resume="auto"), {}).path == runs[2].path
+    runs[2].finish("finished")
+    assert open_run("toy", Config(resume="auto"), {}).path == runs[1].path
+    assert open_run("toy", Config(resume="auto", seed=1), {}).path == other.path
+    assert not open_run("other", Config(resume="auto"), {}).resumed
+
+
+def test_auto_says_when_it_starts_a_new_run(clock, capsys):
+    open_run("toy", Config(), {}).finish("finished")
+    assert not open_run("toy", Config(resume="auto"), {}).resumed
+    assert "no unfinished run of this config" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("file", ["config.yaml", "summary.json"])
+def test_auto_passes_over_a_damaged_neighbour(clock, file):
+    good = open_run("toy", Config(), {})
+    (open_run("toy", Config(seed=1), {}).path / file).write_text("{")
+    assert open_run("toy", Config(resume="auto"), {}).path == good.path
+
+
+@pytest.mark.parametrize("file", ["config.yaml", "manifest.json"])
+@pytest.mark.parametrize("text", ["", "{", "[]"])
+def test_damaged_run_is_refused_naming_the_file(file, text):
+    run = open_run("toy", config(), {})
+    (run.path / file).write_text(text)
+    assert file in refusal(config(resume="auto"))
+
+
+# -- metrics ------------------------------------------------------------------------------------------------------------
+def test_metrics_are_one_object_a_line_and_rewind(here):
+    run = Run(here, resumed=False)
+    assert run.metrics() == [] and run.metrics_size() == 0
+    run.log(1, {"loss": 0.5})
+    size = run.metrics_size()
+    run.log(2, {"loss": 0.25, "stage": "qat"})
+    assert run.metrics() == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25, "stage": "qat"}]
+    run.rewind_metrics(size)
+    assert run.metrics() == [{"step": 1, "loss": 0.5}]
+    run.log(2, {"loss": 0.25})
+    assert [line["step"] for line in run.metrics()] == [1, 2]
+
+
+def test_rewind_without_metrics_does_nothing(here):
+    Run(here, resumed=True).rewind_metrics(0)
+    assert not (here / "metrics.jsonl").exists()
+
+
+def test_line_cut_by_a_crash_is_forgotten(here):
+    run = Run(here, resumed=False)
+    run.log(1, {"loss": 0.5})
+    size = run.metrics_size()
+    with open(run.metrics_path, "a") as file:
+        file.write('{"step": 2, "lo')
+    run.rewind_metrics(size)
+    assert run.metrics() == [{"step": 1, "loss": 0.5}]
+
+
+def test_logged_line_is_shown(here, capsys):
+    Run(here, resumed=False).log(3, {"loss": 0.123456, "stage": "qat", "tokens": 128})
+    assert capsys.readouterr().out == "step 3  loss 0.1235  stage qat  tokens 128\n"

@@ -1,0 +1,233 @@
+"""Between the steps: what is logged, evaluated and saved in which order, and what an interruption leaves behind."""
+
+import json
+import math
+import os
+import signal
+
+import pytest
+import torch
+
+from qat_lora.backend import TorchBackend
+from qat_lora.errors import UserError
+from qat_lora.run.checkpoint import read_checkpoint
+from qat_lora.run.rundir import Run
+from qat_lora.run.session import Every, Session
+
+
+class Toy:
+    """A "training" whose state is a running sum and a random walk; its loss at step n of all stages is n."""
+
+    def __init__(self, path, every=Every(), resumed=False, losses=None):
+        self.run, self.backend = Run(path, resumed), TorchBackend("cpu", "fp32")
+        self.session, self.weight = Session(self.run, self.backend, every), torch.zeros(1)
+        self.steps_seen, self.events, self.losses, self.hooks = [], [], losses or {}, {}
+
+    def stage(self, name: str, total: int, evaluate=None) -> "Toy":
+        def state():
+            self.events.append("save")
+            return {"w": self.weight}, {"name": name}
+
+        def load(tensors, trainer):
+            assert trainer == {"name": name}
+            self.weight.copy_(tensors["w"])
+
+        for step in self.session.steps(name, total, state, load, evaluate):
+            number = self.session.offset + step
+            self.steps_seen.append((name, step))
+            self.events.append(step)
+            self.weight += torch.rand(1)
+            if number in self.hooks:
+                self.hooks[number]()
+            loss = torch.tensor(self.losses.get(number, float(number)))
+            self.session.record(loss=loss, walk=self.weight.clone(), tokens=10, lr=1.0 / number)
+        return self
+
+    def lines(self) -> list[dict]:
+        return [{k: v for k, v in line.items() if k != "tokens_per_s"} for line in self.run.metrics()]
+
+    def saved(self) -> list[str]:
+        return sorted(path.name for path in (self.run.path / "checkpoints").glob("step_*"))
+
+
+@pytest.fixture
+def toy(tmp_path):
+    def make(every=Every(), folder="run", **options) -> Toy:
+        torch.manual_seed(0)
+        (tmp_path / folder).mkdir(exist_ok=True)
+        return Toy(tmp_path / folder, every, **options)
+
+    return make
+
+
+# -- order and figures ----------------------------------------------------------------------------------------------------
+def test_order_of_things(toy):
+    """Evaluate before the first step; then update → log → evaluate → save, so that a checkpoint covers its step."""
+    made = toy(Every(log=2, evaluate=2, save=2))
+    log = made.run.log
+    made.run.log = lambda step, values: (made.events.append("log" if "loss" in values else "figures"), log(step, values))
+
+    def evaluate(step):
+        made.events.append(f"evaluate {step}")
+        return {"score": float(step)}
+
+    made.stage("qat", 3, evaluate)
+    saved = ["save"]
+    assert made.events == [
+        "evaluate 0", "figures", 1, 2, "log", "evaluate 2", "figures", *saved, 3, "log", "evaluate 3", "figures", *saved,
+    ]  # fmt: skip
+
+
+def test_intervals_of_0_mean_the_end_only(toy):
+    made = toy(Every(log=0, evaluate=0, save=0)).stage("qat", 5, lambda step: {"score": 0.5})
+    assert [line["step"] for line in made.lines()] == [0, 5, 5]
+    assert made.saved() == ["step_5"]
+
+
+def test_a_line_averages_its_interval(toy):
+    made = toy(Every(log=4)).stage("qat", 6)
+    first, second = made.lines()
+    assert first["step"] == 4 and first["loss"] == pytest.approx((1 + 2 + 3 + 4) / 4)
+    assert first["tokens"] == 40 and first["lr"] == 1 / 4 and first["stage"] == "qat"
+    assert second["step"] == 6 and second["loss"] == pytest.approx(5.5) and second["tokens"] == 20
+    assert all(line["tokens_per_s"] > 0 for line in made.run.metrics())
+
+
+def test_figures_are_fetched_only_when_something_is_due(toy):
+    made, fetches = toy(Every(log=4)), []
+    fetch = made.backend.fetch
+    made.backend.fetch = lambda *tensors: fetches.append(len(tensors)) or fetch(*tensors)
+    made.stage("qat", 8)
+    assert fetches == [8, 8]  # two figures of four steps, in one transfer
+
+
+def test_best_is_the_lowest_ever_logged(toy):
+    scores = iter([0.9, 0.4, 0.7])
+    made = toy(Every(evaluate=2)).stage("qat", 4, lambda step: {"score": next(scores)})
+    assert made.session.best("score") == 0.4
+    assert made.session.best("other") == math.inf
+
+
+# -- stages -----------------------------------------------------------------------------------------------------------------
+def test_steps_count_through_the_stages(toy):
+    made = toy(Every(log=2)).stage("layers", 4).stage("none", 0).stage("qat", 3)
+    assert made.steps_seen == [("layers", s) for s in (1, 2, 3, 4)] + [("qat", s) for s in (1, 2, 3)]
+    assert [(line["stage"], line["step"]) for line in made.lines()] == [
+        ("layers", 2), ("layers", 4), ("qat", 6), ("qat", 7),
+    ]  # fmt: skip
+    assert made.session.cost()["seconds"].keys() == {"layers", "qat"}
+
+
+def test_stage_without_steps_is_evaluated_and_saves_nothing(toy):
+    made = toy().stage("none", 0, lambda step: {"score": 1.0})
+    assert made.lines() == [{"step": 0, "stage": "none", "score": 1.0}] and made.saved() == []
+
+
+def test_resume_passes_over_stages_that_are_done(toy):
+    toy(Every(log=2, save=2)).stage("layers", 4).stage("qat", 2)
+    made = toy(Every(log=2, save=2), resumed=True).stage("layers", 4).stage("qat", 4)
+    assert made.steps_seen == [("qat", 3), ("qat", 4)]
+    assert made.saved() == ["step_6", "step_8"]
+
+
+class Death(BaseException):
+    """Stands for kill -9: nothing of ours handles it."""
+
+
+def die():
+    raise Death
+
+
+@pytest.mark.parametrize("at", [1, 3, 4, 5, 8, 9, 10, 12])
+def test_resume_logs_the_lines_of_a_run_that_never_stopped(toy, at):
+    every = Every(log=3, evaluate=4, save=4)
+
+    def play(folder, resumed=False, deadly=0):
+        made = toy(every, folder, resumed=resumed)
+        made.hooks = {deadly: die}
+        return made.stage("layers", 5).stage("qat", 7, lambda step: {"score": made.weight.item()})
+
+    whole = play("whole")
+    with pytest.raises(Death):
+        play("run", deadly=at)
+    again = play("run", resumed=True)
+    assert again.lines() == whole.lines()
+    assert torch.equal(again.weight, whole.weight)
+
+
+def test_killed_before_anything_was_saved_starts_anew(toy):
+    made = toy(Every(log=1))
+    made.hooks = {3: die}
+    with pytest.raises(Death):
+        made.stage("qat", 4)
+    assert len(made.lines()) == 2
+    again = toy(Every(log=1), resumed=True)
+    assert again.session.resumed is None
+    assert len(again.stage("qat", 4).lines()) == 4
+
+
+# -- figures that are not finite ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_bad_loss_stops_names_its_step_and_keeps_the_last_checkpoint(toy, bad):
+    made = toy(Every(log=4, save=2), losses={3: bad})
+    with pytest.raises(UserError, match=r"step 3: .*not finite.*checkpoint is kept.*--learning-rate"):
+        made.stage("qat", 6)
+    assert made.saved() == ["step_2"] and made.lines() == []
+    assert made.steps_seen[-1] == ("qat", 4)  # where figures were next looked at
+    assert json.loads((made.run.path / "summary.json").read_text()) == {"status": "failed", "step": 3}
+    assert read_checkpoint(made.run.path / "checkpoints" / "step_2")[2]["step"] == 2
+
+
+def test_bad_loss_in_a_later_stage_names_the_step_of_the_whole_run(toy):
+    made = toy(Every(log=10), losses={6: math.nan})
+    with pytest.raises(UserError, match="step 6: "):
+        made.stage("layers", 4).stage("qat", 5)
+    assert made.saved() == ["step_4"]
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_bad_evaluation_stops_before_the_save(toy, step):
+    """The update after a finite loss can break the weights; then they must not replace good ones."""
+    made = toy(Every(log=2, evaluate=2, save=1))
+    with pytest.raises(UserError, match=f"step {step}: .*not finite"):
+        made.stage("qat", 4, lambda at: {"score": math.nan if at == step else 1.0})
+    assert made.saved() == (["step_1"] if step else [])
+
+
+# -- SIGTERM --------------------------------------------------------------------------------------------------------------------
+def terminate():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("at", [1, 5])
+def test_sigterm_finishes_the_step_saves_and_exits_0(toy, at, capsys):
+    before = signal.getsignal(signal.SIGTERM)
+    made = toy(Every(log=3, save=4))
+    made.hooks = {at: terminate}
+    with pytest.raises(SystemExit) as stop:
+        made.stage("qat", 9)
+    assert stop.value.code == 0
+    assert made.steps_seen[-1] == ("qat", at) and f"step_{at}" in made.saved()
+    assert json.loads((made.run.path / "summary.json").read_text()) == {"status": "preempted", "step": at}
+    assert "--resume auto" in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGTERM) is before
+
+    whole, again = toy(Every(log=3, save=4), "whole").stage("qat", 9), toy(Every(log=3, save=4), resumed=True)
+    again.stage("qat", 9)
+    assert again.lines() == whole.lines() and torch.equal(again.weight, whole.weight)
+
+
+def test_sigterm_during_the_first_evaluation(toy):
+    made = toy()
+    with pytest.raises(SystemExit):
+        made.stage("qat", 9, lambda step: terminate() or {"score": 1.0})
+    assert made.steps_seen == [("qat", 1)] and made.saved() == ["step_1"]
+
+
+def test_handler_is_put_back_after_an_error_and_after_a_stage(toy):
+    before = signal.getsignal(signal.SIGTERM)
+    toy().stage("qat", 1)
+    made = toy(folder="other", losses={1: math.nan})
+    with pytest.raises(UserError):
+        made.stage("qat", 1)
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -1,0 +1,46 @@
+"""The report: every row measured, in order, and pictures that exist."""
+
+import pytest
+
+from qat_lora.run.config import parse
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, tiny_model_dir, load_script):
+    """A cache, a QAT run with a layer-wise stage and a recovery run on it, all of the tiny model."""
+    folder = tmp_path_factory.mktemp("report")
+    common = ["--precision", "fp32", "--device", "cpu"]
+    commands = {
+        "build_kd_cache": ["--model", tiny_model_dir, "--cache-dir", folder / "cache", "--length", 32, "--max-rows", 40],
+        "train_qat": [
+            "--model", tiny_model_dir, "--cache-dir", folder / "cache", "--output-dir", folder / "qat", "--layer-steps", 2,
+            "--layer-rows", 8, "--max-steps", 4, "--eval-rows", 4,
+        ],
+        "train_recovery_lora": [
+            "--checkpoint", folder / "qat" / "best.pt", "--kd-cache-dir", folder / "cache",
+            "--output-dir", folder / "recovery", "--max-steps", 2, "--eval-rows", 4,
+        ],
+    }  # fmt: skip
+    for name, flags in commands.items():
+        script = load_script(name)
+        script.main(parse(script.Config, name, [str(word) for word in [*flags, *common]]))
+    return folder
+
+
+def test_report_holds_every_stage_with_its_figures_and_pictures(runs, load_script):
+    script = load_script("report_recovery")
+    flags = ["--qat-run", runs / "qat", "--recovery-run", runs / "recovery", "--cache-dir", runs / "cache"]
+    flags += ["--rows", 4, "--new-tokens", 3, "--precision", "fp32", "--device", "cpu"]
+    script.main(parse(script.Config, "report_recovery", [str(word) for word in flags]))
+    text = (runs / "report.md").read_text()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    names = [row[0] for row in rows[2:]]
+    assert names == ["teacher", "round-to-nearest", "layer-wise", "QAT", "+ LoRA"]
+    figures = {row[0]: row[1:] for row in rows[2:]}
+    assert float(figures["teacher"][1]) == pytest.approx(0, abs=1e-4)
+    assert float(figures["teacher"][2]) == 16
+    assert float(figures["round-to-nearest"][1]) > float(figures["layer-wise"][1]) > 0
+    assert float(figures["+ LoRA"][2]) > float(figures["QAT"][2]) == 2.5
+    for run in ("qat", "recovery"):
+        assert f"({run}/plots/metrics.png)" in text and (runs / run / "plots" / "metrics.png").stat().st_size > 1000
+    assert text.count("**teacher**:") == 1 and text.count("**+ LoRA**:") == 1

@@ -1,0 +1,166 @@
+"""Layer-wise QAT: each block learns its full-precision self on quantised inputs, and nothing else moves."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from qat_lora import layer_qat
+from qat_lora.backend import TorchBackend
+from qat_lora.data.batches import batches
+from qat_lora.evaluate import heldout_figures, kd_loss
+from qat_lora.kd.dataset import KDCacheDataset
+from qat_lora.layer_qat import LayerPlan, block_inputs, block_outputs, train_layers
+from qat_lora.models.loading import decoder_layers, load_model
+from qat_lora.quant.init import initialise
+from qat_lora.quant.linear import unquantized
+from qat_lora.quant.student import StudentSpec, quantize
+
+PLAN = LayerPlan(steps=12, learning_rate=1e-2, scale_learning_rate=1e-2, clip_grad_norm=1.0)
+
+
+@pytest.fixture(scope="module")
+def backend():
+    return TorchBackend("cpu", "fp32")
+
+
+@pytest.fixture(scope="module")
+def data(sharp_cache):
+    """Six batches of four rows, and the held-out rows."""
+    stream = batches(KDCacheDataset(sharp_cache), 4, 1, seed=0)
+    return [next(stream) for _ in range(6)], KDCacheDataset(sharp_cache, "heldout")
+
+
+@pytest.fixture
+def new_student(sharp_model_dir):
+    def make():
+        model = quantize(load_model(str(sharp_model_dir)), StudentSpec("balanced2/g32", "lut2/r4"))
+        initialise(model)
+        return model
+
+    return make
+
+
+@pytest.fixture
+def train(new_student, make_session, data, backend):
+    """train(plan, name): (student, lines of metrics.jsonl) of layer-wise training."""
+
+    def run(plan=PLAN, name="run"):
+        student, session = new_student(), make_session(name, backend)
+        train_layers(student, data[0], plan, session, backend)
+        return student, session.run.metrics()
+
+    return run
+
+
+def values_of(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_every_block_learns_and_the_model_with_them(train, new_student, data, backend):
+    student, lines = train(dataclasses.replace(PLAN, steps=36))
+    assert [line["block"] for line in lines] == [0] * 36 + [1] * 36
+    for block in (lines[:36], lines[36:]):
+        losses = [line["loss"] for line in block]
+        assert sum(losses[-6:]) < 0.75 * sum(losses[:6]), "the last round over the six batches against the first"
+    before, after = (heldout_figures(s, data[1], backend, 4, 8)["heldout_kl"] for s in (new_student(), student))
+    assert after < 0.85 * before
+
+
+def test_only_the_current_block_moves(new_student, make_session, data, backend, monkeypatch):
+    student, seen = new_student(), []
+    update = layer_qat._update
+
+    def watched(student, index, *args):
+        before = values_of(student)
+        figures = update(student, index, *args)
+        moved = {name for name, value in values_of(student).items() if not torch.equal(value, before[name])}
+        seen.append((index, moved))
+        assert all(p.grad is None for p in student.parameters())
+        return figures
+
+    monkeypatch.setattr(layer_qat, "_update", watched)
+    plan = dataclasses.replace(PLAN, steps=2, kd_weight=0.5)
+    train_layers(student, data[0], plan, make_session("run", backend), backend)
+    for index, moved in seen:
+        names = {f"model.layers.{index}.{name}" for name, _ in decoder_layers(student)[index].named_parameters()}
+        assert moved == names, "latents, scales and norms of one block, all of them"
+    assert [index for index, _ in seen] == [0, 0, 1, 1]
+    assert all(p.requires_grad for p in student.parameters())
+
+
+def test_targets_are_the_full_precision_block_on_quantised_inputs(new_student, make_session, data, backend):
+    """By hand for the first step of the second block, with HF's own hidden states: input from the student, whose first
+    block is trained by then; target from the block's original weights."""
+    student, original, session = new_student(), new_student(), make_session("run", backend)
+    train_layers(student, data[0], dataclasses.replace(PLAN, steps=3), session, backend)
+    tokens = data[0][0]["tokens"]
+    first, second = decoder_layers(student)[0], decoder_layers(original)[1]
+    with torch.no_grad():
+        embedded, kwargs = block_inputs(original, tokens)
+        assert torch.equal(embedded, original.model.embed_tokens(tokens))
+        inputs = first(embedded, **kwargs)
+        out = second(inputs, **kwargs)
+        with unquantized(second):
+            target = second(inputs, **kwargs)
+        loss = ((out - target).square().sum(-1) / target.square().sum(-1)).mean()
+    logged = session.run.metrics()[3]
+    assert logged["block"] == 1 and logged["loss"] == pytest.approx(float(loss), rel=1e-5)
+
+
+@torch.no_grad()
+def test_blocks_one_by_one_are_the_model(new_student, data, backend):
+    student = new_student()
+    tokens = data[0][0]["tokens"]
+    hidden, kwargs = block_inputs(student, tokens)
+    hidden = [hidden]
+    for layer in decoder_layers(student):
+        hidden = block_outputs(layer, hidden, kwargs, backend)
+    torch.testing.assert_close(student.lm_head(student.model.norm(hidden[0])), student(tokens).logits)
+
+
+def test_a_distillation_term_counts(train):
+    """Its weight changes the loss by the rest of the model's cross-entropy, and then the result."""
+    student, lines = train(dataclasses.replace(PLAN, steps=2))
+    guided, with_term = train(dataclasses.replace(PLAN, steps=2, kd_weight=0.5), "kd")
+    assert with_term[0]["loss"] > lines[0]["loss"] + 0.5
+    assert any(not torch.equal(p, q) for p, q in zip(student.parameters(), guided.parameters()))
+
+
+def test_the_distillation_term_by_hand(train, new_student, data):
+    """The first block quantised, the second in full precision, the whole of the cached loss."""
+    plain, guided = (train(dataclasses.replace(PLAN, steps=1, kd_weight=w), str(w))[1][0]["loss"] for w in (0, 0.5))
+    student = new_student()
+    batch = {key: value for key, value in data[0][0].items() if key != "total"}
+    with torch.no_grad(), unquantized(decoder_layers(student)[1]):
+        assert guided - plain == pytest.approx(0.5 * float(kd_loss(student, batch)), rel=1e-4)
+
+
+def test_the_learning_rate_starts_anew_for_every_block(train):
+    _, lines = train(dataclasses.replace(PLAN, steps=4))
+    rates = [line["lr"] for line in lines]
+    assert rates[:4] == rates[4:] and rates[0] == PLAN.learning_rate and rates == sorted(rates[:4], reverse=True) * 2
+
+
+@pytest.mark.parametrize("stop", [2, 3, 4, 5])
+def test_a_resumed_run_is_an_uninterrupted_one(new_student, make_session, data, backend, monkeypatch, stop):
+    """Three updates a block, killed after the checkpoint of update `stop`: within a block and between two."""
+    plan = dataclasses.replace(PLAN, steps=3)
+    whole, session = new_student(), make_session("whole", backend)
+    train_layers(whole, data[0], plan, session, backend)
+    first = make_session("run", backend, save=1)
+    save = first._save
+
+    def die(step):
+        save(step)
+        if step == stop:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(first, "_save", die)
+    with pytest.raises(KeyboardInterrupt):
+        train_layers(new_student(), data[0], plan, first, backend)
+    student, second = new_student(), make_session("run", backend)
+    train_layers(student, data[0], plan, second, backend)
+    losses = [[line["loss"] for line in s.run.metrics()] for s in (second, session)]
+    assert losses[0] == losses[1]
+    assert all(torch.equal(p, q) for p, q in zip(student.parameters(), whole.parameters()))
