@@ -143,11 +143,12 @@ def text_figures(
 def _window_sums(model, teacher, tokens: Tensor, mask: Tensor) -> list[Tensor]:
     """[Σ NLL, Σ KL] over kept positions; logits in chunks, softmax in fp32."""
     models = [model] if teacher is None else [model, teacher]
-    states = [(hidden_states(m, tokens)[:, :-1].flatten(0, 1), head_weight(m)) for m in models]
+    hidden = [hidden_states(m, tokens)[:, :-1].flatten(0, 1) for m in models]
+    states = [(h, head_weight(m).to(h.dtype)) for h, m in zip(hidden, models)]
     labels, keep = tokens[:, 1:].reshape(-1, 1), mask.reshape(-1).float()
     nll = kl = keep.new_zeros(())
-    for rows in positions(len(keep), len(states[0][1])):
-        logp = [(h[rows] @ w.T.to(h.dtype)).float().log_softmax(-1) for h, w in states]
+    for rows in positions(len(keep), len(states[0][1]), keep.device):
+        logp = [(h[rows] @ w.T).float().log_softmax(-1) for h, w in states]
         nll = nll - (logp[0].gather(1, labels[rows]).squeeze(1) * keep[rows]).sum()
         if teacher is not None:
             kl = kl + ((logp[1].exp() * (logp[1] - logp[0])).sum(1) * keep[rows]).sum()

@@ -4,6 +4,7 @@ The stage before end-to-end training: a block at a time, cheap in memory, and a 
 scale search (EfficientQAT's first phase, arXiv 2407.11062, with targets computed on the quantised inputs).
 """
 
+import copy
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -23,13 +24,19 @@ from qat_lora.run.session import Session
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """steps updates of one batch for each block; kd_weight: share of a global distillation term, 0 leaves it out."""
+    """steps updates of one batch for each block; kd_weight: of a global distillation term, 0 leaves it out."""
 
     steps: int
     learning_rate: float
     scale_learning_rate: float
     clip_grad_norm: float
     kd_weight: float = 0.0
+
+    def __post_init__(self):
+        if self.steps < 0 or self.kd_weight < 0:
+            raise UserError(f"--layer-steps {self.steps} and --layer-kd-weight {self.kd_weight} must not be negative")
+        if self.learning_rate <= 0 or self.scale_learning_rate <= 0:
+            raise UserError(f"--layer-learning-rate {self.learning_rate} must be above 0")
 
 
 class _Seen(Exception):
@@ -81,17 +88,18 @@ def train_layers(student: nn.Module, batches: list[dict], plan: LayerPlan, sessi
     Loss: squared error against the block with its quantisers off, on the inputs that the quantised blocks before it
     produce, relative to the target's square position by position: the next block's norm sees each position at its own
     size, and a mean over all would be ruled by the few positions of massive activations. With kd_weight, plus that
-    share of the cached distillation loss of the whole model, the later blocks in full precision (batches then carry
-    index, prob and mask).
+    weight times the cached distillation loss of the whole model, the later blocks in full precision (batches then
+    carry index, prob and mask).
     """
     layers = decoder_layers(student)
-    current, optimizer, saved = -1, None, None
+    current, optimizer, saved, original = -1, None, None, None
 
     def state() -> tuple[dict, dict]:
-        return dict(student.named_parameters()), {"optimizer": optimizer.state_dict()}
+        return dict(student.named_parameters()), {"optimizer": optimizer.state_dict(), "block": current}
 
     def load(tensors: dict, trainer: dict) -> None:
-        nonlocal saved
+        nonlocal saved, original
+        original = copy.deepcopy(layers[trainer["block"]])  # untrained: what this block's targets come from
         restore(student, tensors)
         saved = trainer["optimizer"]
 
@@ -104,12 +112,15 @@ def train_layers(student: nn.Module, batches: list[dict], plan: LayerPlan, sessi
                 inputs = block_outputs(layers[current], inputs, kwargs, backend)
             current += 1
             if current == index:
-                with unquantized(layers[index]):
-                    targets = block_outputs(layers[index], inputs, kwargs, backend)
+                resumed = saved and inner  # in the middle of this block
+                whole = original if resumed else layers[index]
+                with unquantized(whole):
+                    targets = block_outputs(whole, inputs, kwargs, backend)
                 groups = parameter_groups(layers[index], plan.learning_rate, plan.scale_learning_rate)
                 optimizer = backend.adamw(groups)
-                if saved and inner:  # resumed in the middle of this block
+                if resumed:
                     optimizer.load_state_dict(saved)
+                saved = original = None
         at = inner % len(batches)
         batch = {"hidden": inputs[at], "target": targets[at]} | batches[at]
         figures = _update(student, index, batch, kwargs, optimizer, plan, inner, backend)

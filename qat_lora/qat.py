@@ -10,9 +10,57 @@ from qat_lora.backend import TorchBackend
 from qat_lora.data.batches import batches
 from qat_lora.errors import UserError
 from qat_lora.evaluate import kd_loss
+from qat_lora.memory import training_memory
 from qat_lora.quant.linear import quantized_layers
+from qat_lora.run.config import RunConfig, option
 from qat_lora.run.schedule import cosine, set_learning_rates
-from qat_lora.run.session import Session
+from qat_lora.run.session import Every, Session
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(RunConfig):
+    """The options of every script that trains from rows of tokens."""
+
+    max_steps: int = option(300, "updates")
+    batch_size: int = option(4, "rows in a micro-batch")
+    accumulation_steps: int = option(1, "micro-batches in an update")
+    learning_rate: float = option(5e-4, "peak learning rate")
+    warmup_steps: int = option(10, "updates of linear warm-up")
+    clip_grad_norm: float = option(1.0, "largest global gradient norm; 0 clips nothing")
+    gradient_checkpointing: bool = option(False, "recompute blocks in the backward pass: less memory, more time")
+    eval_every: int = option(100, "steps between held-out evaluations; 0: first and last")
+    eval_rows: int = option(64, "held-out rows of an evaluation")
+    save_every: int = option(100, "steps between checkpoints; 0: last")
+    log_every: int = option(10, "steps between lines of metrics.jsonl")
+
+    def plan(self) -> "Plan":
+        return Plan(
+            steps=self.max_steps, batch_size=self.batch_size, accumulation=self.accumulation_steps,
+            learning_rate=self.learning_rate, warmup_steps=self.warmup_steps, clip_grad_norm=self.clip_grad_norm,
+            seed=self.seed,
+        )  # fmt: skip
+
+    def every(self) -> Every:
+        return Every(self.log_every, self.eval_every, self.save_every)
+
+    def check_rows(self, train: Dataset, heldout: Dataset) -> None:
+        """Raise UserError where either split is smaller than what one batch takes."""
+        if len(train) < self.batch_size:
+            raise UserError(f"{len(train)} training rows are fewer than --batch-size {self.batch_size}; add text")
+        if min(len(heldout), self.eval_rows) < self.batch_size:
+            raise UserError(
+                f"{len(heldout)} held-out rows and --eval-rows {self.eval_rows} do not fill --batch-size "
+                f"{self.batch_size}; hold out more text, evaluate more rows, or lower the batch size"
+            )
+
+    def describe(self, config, trained: int, frozen: int, length: int, bf16: bool) -> list[str]:
+        """Lines on batch and estimated memory of one worker, for a model with that many parameters."""
+        rows = self.batch_size * self.accumulation_steps
+        memory = training_memory(config, trained, frozen, self.batch_size, length, bf16, self.gradient_checkpointing)
+        return [
+            f"batch {self.batch_size} × accumulation {self.accumulation_steps} = {rows} rows or {rows * length} tokens",
+            "memory (estimated): " + ", ".join(f"{name} {size:.2f} GB" for name, size in memory.items()),
+        ]
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ from torch.utils.data import Dataset
 
 from qat_lora.backend import TorchBackend
 from qat_lora.data.batches import batches
-from qat_lora.data.packing import Rows
+from qat_lora.data.packing import Rows, fingerprint
 from qat_lora.errors import UserError
 from qat_lora.evaluate import head_weight, kd_loss, text_loss
+from qat_lora.hub import first_line
 from qat_lora.kd.losses import kd_soft_ce
 from qat_lora.models.loading import hidden_states
 from qat_lora.qat import Plan, restore, update
@@ -36,21 +37,26 @@ def add_adapter(student: nn.Module, rank: int, alpha: float, projections: tuple[
     unknown = set(projections) - set(PROJECTIONS)
     if unknown or not projections:
         raise UserError(f"--targets {','.join(projections)}: choose from {','.join(PROJECTIONS)}")
-    if rank < 1:
-        raise UserError(f"--recovery-r {rank} must be at least 1")
+    if rank < 1 or alpha <= 0:
+        raise UserError(f"--recovery-r {rank} must be at least 1 and --recovery-alpha {alpha} above 0")
     config = LoraConfig(
         r=rank, lora_alpha=alpha, target_modules=[f"{p}_proj" for p in projections], task_type="CAUSAL_LM"
     )
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers for an attribute it has renamed
         torch.manual_seed(seed)
-        return get_peft_model(student, config)
+        try:
+            return get_peft_model(student, config)
+        except ValueError as error:  # a model without these projections
+            raise UserError(f"--targets {','.join(projections)}: {first_line(error)}") from error
 
 
 def save_adapter(model: nn.Module, folder: Path) -> None:
     """Write the adapter in PEFT's own format; the folder is replaced whole."""
     part, old = folder.with_name(f".{folder.name}.part"), folder.with_name(f".{folder.name}.old")
     try:
+        if old.exists() and not folder.exists():  # killed between the two renames below
+            old.rename(folder)
         shutil.rmtree(part, ignore_errors=True)
         # The embedding is never trained here; "auto" would ask the hub whether it was.
         model.save_pretrained(part, save_embedding_layers=False)
@@ -70,6 +76,7 @@ class TextDataset(Dataset):
     def __init__(self, rows: Rows, completions_only: bool):
         self.tokens, self.mask = rows.tokens, rows.mask.clone() if completions_only else torch.ones_like(rows.mask)
         self.mask[:, 0] = 0
+        self.fingerprint = fingerprint(rows)
 
     def __len__(self):
         return len(self.tokens)
@@ -139,4 +146,6 @@ def train_recovery_lora(
         factor = plan.learning_rate_factor(step)
         set_learning_rates(optimizer, factor)
         figures = update(model, stream, loss_of, optimizer, plan, backend)
+        if anchor:
+            figures.pop("kl", None)  # the loss holds the anchor's part too: no estimate of the KL to the teacher
         session.record(**figures, lr=plan.learning_rate * factor)

@@ -1,7 +1,8 @@
 """What does the teacher say? Writes its next-token distributions over a text to a cache, once, for every later run.
 
-Each position keeps the exact probabilities of the top K tokens and N draws from the rest: an unbiased target in 60
-bytes a position at the defaults. Interrupted at any moment, the same command goes on and ends with the same bytes.
+Each position keeps the exact probabilities of the top K tokens and N draws from the rest: an unbiased target, in 60
+bytes a position at the defaults where token ids fit 16 bits (102 above). Interrupted at any moment, the same command
+goes on and ends with the same bytes.
 
     python scripts/build_kd_cache.py --dataset text.txt --cache-dir caches/text_L256
     python scripts/build_kd_cache.py --model Qwen/Qwen3-0.6B --dataset wikitext --dataset-config wikitext-103-raw-v1 \\
@@ -52,25 +53,29 @@ def main(cfg: Config) -> None:
         vocab=load_config(cfg.model).vocab_size, seed=cfg.seed, rows_per_shard=cfg.rows_per_shard,
         train_rows=len(train), heldout_rows=len(heldout),
     )  # fmt: skip
+    if cfg.top_k >= spec.vocab:
+        raise UserError(f"--top-k {cfg.top_k} must be below the vocabulary of {spec.vocab}")
     directory = Path(cfg.cache_dir)
     say(f"{cfg.model} on {backend} → {directory}")
     say(f"{len(train)} training and {len(heldout)} held-out rows of {cfg.length} tokens")
     say(f"top {cfg.top_k} and {cfg.draws} draws: {spec.bytes_per_position} bytes a position")
     if cfg.model == EMBEDDED:
         say(EMBEDDED_NOTE)
-    done = open_cache(directory, spec)
+    done = dict(open_cache(directory, spec))
     if done and cfg.resume == "off":
         raise UserError(f"{directory} already holds {len(done)} shards; --resume auto goes on, or give another folder")
     if cfg.dry_run:
         return
 
+    sizes = {name: len(numbers) for name, _, numbers in spec.shards()}
     teacher = backend.place(load_model(cfg.model))
     started = time.monotonic()
     with tqdm(total=len(rows), unit="row", disable=None) as bar:
         split = {"train": train, "heldout": heldout}
         for count in write_cache(directory, spec, split, teacher, backend, cfg.batch_size):
             bar.update(count)
-    report(directory, spec, time.monotonic() - started)
+    written = sum(rows for name, rows in sizes.items() if name not in done)
+    report(directory, written * spec.length, time.monotonic() - started)
 
 
 def check(cfg: Config) -> None:
@@ -83,14 +88,14 @@ def check(cfg: Config) -> None:
         raise UserError(f"--resume {cfg.resume!r} is not one of auto, off")
 
 
-def report(directory: Path, spec: CacheSpec, seconds: float) -> None:
-    """Add this process's seconds to summary.json, the only file of a cache that depends on time."""
+def report(directory: Path, tokens: int, seconds: float) -> None:
+    """Add this process's tokens and seconds to summary.json, the only file of a cache that depends on time."""
     path = directory / "summary.json"
-    seconds += read_json(path)["seconds"] if path.exists() else 0.0
-    tokens = (spec.train_rows + spec.heldout_rows) * spec.length
+    before = read_json(path) if path.exists() else {"tokens": 0, "seconds": 0.0}
+    tokens, seconds = before["tokens"] + tokens, before["seconds"] + (seconds if tokens else 0.0)
+    write_json(path, {"tokens": tokens, "seconds": round(seconds, 1)})
     size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
-    write_json(path, {"seconds": round(seconds, 1), "tokens": tokens, "bytes": size})
-    say(f"{size / 1e6:.1f} MB, {tokens} tokens in {seconds:.0f} s ({tokens / max(seconds, 1e-9):.0f} tokens/s)")
+    say(f"{size / 1e6:.1f} MB; {tokens} tokens in {seconds:.0f} s ({tokens / max(seconds, 1e-9):.0f} tokens/s)")
 
 
 if __name__ == "__main__":

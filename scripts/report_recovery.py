@@ -17,13 +17,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from qat_lora.backend import TorchBackend, open_backend
+from qat_lora.backend import TorchBackend, open_backend, resolve
 from qat_lora.data.packing import tokenizer_fingerprint
 from qat_lora.errors import UserError
 from qat_lora.evaluate import text_figures
 from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.models.adapter import adapter_values, load_adapter
-from qat_lora.models.generate import complete
+from qat_lora.models.generate import check_device, complete
 from qat_lora.models.loading import EMBEDDED, EMBEDDED_NOTE, load_model, load_tokenizer
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import freeze
@@ -54,13 +54,15 @@ def main(cfg: Config) -> None:
     made = read_student(qat / "best.pt")
     tokenizer = load_tokenizer(made["model"])
     heldout = KDCacheDataset(cfg.cache_dir, "heldout", tokenizer=tokenizer_fingerprint(tokenizer))
+    check_device(resolve(cfg.device))
     if cfg.dry_run:
         return
     backend = open_backend(cfg.device, cfg.precision)
     backend.seed(cfg.seed)
 
     teacher = load_model(made["model"])
-    tokens = torch.stack([heldout[i]["tokens"] for i in range(min(cfg.rows, len(heldout)))])
+    last = range(max(0, len(heldout) - cfg.rows), len(heldout))  # training runs choose their best state on the first
+    tokens = torch.stack([heldout[i]["tokens"] for i in last])
     seconds = stage_seconds(qat, recovery, Path(cfg.cache_dir))
     rows, texts = [], []
     for name, model in models(teacher, made, qat, recovery):
@@ -105,7 +107,11 @@ def measure(model: nn.Module, teacher: nn.Module, tokens, backend: TorchBackend,
 
 def stage_seconds(qat: Path, recovery: Path, cache: Path) -> dict[str, str]:
     """Seconds that each row's own stage took, from the summaries of cache and runs."""
-    stages = read_json(qat / "summary.json")["seconds"] | read_json(recovery / "summary.json")["seconds"]
+    summaries = [read_json(run / "summary.json") for run in (qat, recovery)]
+    for run, summary in zip((qat, recovery), summaries):
+        if summary.get("status") != "finished":
+            raise UserError(f"{run} is {summary.get('status')}, not finished; go on with its command and --resume auto")
+    stages = summaries[0]["seconds"] | summaries[1]["seconds"]
     names = {"layers": "layer-wise", "qat": "QAT", "recovery": "+ LoRA"}
     seconds = {names[stage]: f"{value:.0f}" for stage, value in stages.items()}
     summary = cache / "summary.json"
@@ -121,6 +127,7 @@ def table(rows: list[list[str]]) -> str:
 def report(cfg, made: dict, manifest: dict, rows, texts, shape, device: str, pictures, output: Path) -> str:
     """The report as Markdown."""
     spec = StudentSpec(**made["spec"])
+    commit = manifest["git"] + (" with changes" if manifest["dirty"] else "")
     note = (
         f"Note: {EMBEDDED_NOTE}; the teacher is that file, not the original weights.\n"
         if made["model"] == EMBEDDED
@@ -132,12 +139,12 @@ def report(cfg, made: dict, manifest: dict, rows, texts, shape, device: str, pic
 
 {table(rows)}
 
-PPL and the exact KL(teacher‖model), in nats a token, over {shape[0]} held-out rows of {shape[1]} tokens of
-{cfg.cache_dir}. Bits per weight count codes, scales and adapter at their stored size over the quantised weights; MB is
-the whole model, what is not quantised at 16 bits. Seconds are those of each row's own stage: training steps, or the
-teacher's pass.
+PPL and the exact KL(teacher‖model), in nats a token, over the last {shape[0]} held-out rows of {shape[1]} tokens of
+{cfg.cache_dir}; the runs chose their best state on the first ones. Bits per weight count codes, scales and adapter at
+their stored size over the quantised weights; MB is the whole model, what is not quantised at 16 bits. Seconds are those
+of each row's own stage: training steps, or the teacher's pass.
 {note}
-Measured on {device}, {platform.machine()}, commit {manifest["git"]}, seed {manifest["seed"]}.
+Measured on {device}, {platform.machine()}, commit {commit}, seed {manifest["seed"]}.
 
 ## What each says
 

@@ -22,7 +22,7 @@ from transformers import TextStreamer
 from qat_lora.backend import open_backend, resolve
 from qat_lora.errors import UserError
 from qat_lora.models.adapter import load_adapter
-from qat_lora.models.generate import check_sampling, complete
+from qat_lora.models.generate import check_device, check_sampling, complete
 from qat_lora.models.loading import EMBEDDED, EMBEDDED_NOTE, load_model, load_tokenizer
 from qat_lora.quant.student import load_student
 from qat_lora.run.config import ScriptConfig, option, run_script
@@ -79,10 +79,7 @@ def main(cfg: Config) -> None:
 
 
 def check(cfg: Config) -> None:
-    if resolve(cfg.device) == "xla":
-        raise UserError(
-            f"--device {cfg.device}: on XLA every new token would compile another graph; use --device cpu or cuda"
-        )
+    check_device(resolve(cfg.device))
     check_sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_p)
     if cfg.raw and cfg.system is not None:
         raise UserError("--system needs the chat template; leave --raw out")

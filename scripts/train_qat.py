@@ -20,20 +20,20 @@ from qat_lora.errors import UserError
 from qat_lora.evaluate import heldout_figures
 from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.layer_qat import LayerPlan, train_layers
-from qat_lora.memory import empty_model, training_memory
+from qat_lora.memory import empty_model
 from qat_lora.models.loading import EMBEDDED, decoder_layers, hidden_states, load_model, load_tokenizer
-from qat_lora.qat import Plan, train_qat
+from qat_lora.qat import TrainOptions, train_qat
 from qat_lora.quant.init import initialise, input_moments
 from qat_lora.quant.linear import unquantized
 from qat_lora.quant.student import StudentSpec, bits_per_weight, megabytes, quantize, save_student
-from qat_lora.run.config import RunConfig, option, run_script
+from qat_lora.run.config import option, run_script
 from qat_lora.run.plots import plot_run
 from qat_lora.run.rundir import open_run, say
-from qat_lora.run.session import Every, Session
+from qat_lora.run.session import Session
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(RunConfig):
+class Config(TrainOptions):
     model: str = option(EMBEDDED, "base model: smollm2-135m (embedded), a local folder, or a hub name")
     cache_dir: str | None = option(None, "KD cache made by build_kd_cache.py with this model's tokenizer")
     mlp: str = option(
@@ -46,28 +46,16 @@ class Config(RunConfig):
     layer_rows: int = option(32, "training rows of the layer-wise stage")
     layer_learning_rate: float = option(5e-4, "peak learning rate of the layer-wise stage")
     layer_kd_weight: float = option(0.0, "weight of a global distillation term in the layer-wise loss")
-    max_steps: int = option(300, "end-to-end updates")
-    batch_size: int = option(4, "rows in a micro-batch")
-    accumulation_steps: int = option(1, "micro-batches in an update")
     learning_rate: float = option(8e-4, "peak learning rate of weights, norms and embeddings")
     scale_learning_rate: float | None = option(None, "peak learning rate of scales; default: --learning-rate")
-    warmup_steps: int = option(10, "updates of linear warm-up")
-    clip_grad_norm: float = option(1.0, "largest global gradient norm; 0 clips nothing")
-    gradient_checkpointing: bool = option(False, "recompute blocks in the backward pass: less memory, more time")
-    eval_every: int = option(100, "steps between held-out evaluations; 0: first and last")
-    eval_rows: int = option(64, "held-out rows of an evaluation")
-    save_every: int = option(100, "steps between checkpoints; 0: last")
-    log_every: int = option(10, "steps between lines of metrics.jsonl")
 
 
 def main(cfg: Config) -> None:
     spec = StudentSpec(mlp=cfg.mlp, attn=cfg.attn, head=cfg.head)
-    plan = Plan(
-        steps=cfg.max_steps, batch_size=cfg.batch_size, accumulation=cfg.accumulation_steps,
-        learning_rate=cfg.learning_rate, warmup_steps=cfg.warmup_steps, clip_grad_norm=cfg.clip_grad_norm,
-        seed=cfg.seed,
-    )  # fmt: skip
-    scale_rate = cfg.scale_learning_rate or cfg.learning_rate
+    plan = cfg.plan()
+    scale_rate = cfg.learning_rate if cfg.scale_learning_rate is None else cfg.scale_learning_rate
+    if scale_rate <= 0:
+        raise UserError(f"--scale-learning-rate {scale_rate} must be above 0")
     layers = LayerPlan(
         steps=cfg.layer_steps, learning_rate=cfg.layer_learning_rate, scale_learning_rate=cfg.layer_learning_rate,
         clip_grad_norm=cfg.clip_grad_norm, kd_weight=cfg.layer_kd_weight,
@@ -80,7 +68,7 @@ def main(cfg: Config) -> None:
 
     run = open_run("train_qat", cfg, {"device": str(backend), "cache": train.fingerprint, "student": str(spec)})
     backend.seed(cfg.seed)
-    session = Session(run, backend, Every(cfg.log_every, cfg.eval_every, cfg.save_every))
+    session = Session(run, backend, cfg.every())
     student = quantize(load_model(cfg.model), spec)
     if session.resumed is None:
         start_scales(student, cfg, train, backend)
@@ -111,24 +99,19 @@ def open_cache(cfg: Config) -> tuple[KDCacheDataset, KDCacheDataset]:
         raise UserError("--cache-dir is missing; build one with scripts/build_kd_cache.py")
     tokenizer = tokenizer_fingerprint(load_tokenizer(cfg.model))
     train, heldout = (KDCacheDataset(cfg.cache_dir, split, tokenizer=tokenizer) for split in ("train", "heldout"))
-    if len(train) < cfg.batch_size:
-        raise UserError(f"{cfg.cache_dir} has {len(train)} training rows, fewer than --batch-size {cfg.batch_size}")
+    cfg.check_rows(train, heldout)
     return train, heldout
 
 
 def describe(cfg: Config, spec: StudentSpec, train, heldout, backend: TorchBackend) -> None:
     """The resolved plan."""
-    length, rows = train.length, cfg.batch_size * cfg.accumulation_steps
     model = quantize(empty_model(cfg.model), spec)
     say(f"{cfg.model} → {spec}: {bits_per_weight(model):.2f} bits per weight, {megabytes(model):.1f} MB, on {backend}")
-    say(f"cache {cfg.cache_dir}: {len(train)} training and {len(heldout)} held-out rows of {length} tokens")
-    say(f"batch {cfg.batch_size} × accumulation {cfg.accumulation_steps} = {rows} rows or {rows * length} tokens")
+    say(f"cache {cfg.cache_dir}: {len(train)} training and {len(heldout)} held-out rows of {train.length} tokens")
     say(f"{cfg.layer_steps} updates for each of {len(decoder_layers(model))} blocks, then {cfg.max_steps} end to end")
-    memory = training_memory(
-        model.config, sum(p.numel() for p in model.parameters()), 0, cfg.batch_size, length, backend.bf16,
-        cfg.gradient_checkpointing,
-    )  # fmt: skip
-    say("memory (estimated): " + ", ".join(f"{name} {size:.2f} GB" for name, size in memory.items()))
+    count = sum(p.numel() for p in model.parameters())
+    for line in cfg.describe(model.config, count, 0, train.length, backend.bf16):
+        say(line)
 
 
 def start_scales(student, cfg: Config, train, backend: TorchBackend) -> None:

@@ -7,11 +7,12 @@
 
 --mode kd learns from a KD cache; sft from chat rows, completions only; recover from plain text. --anchor-weight adds
 a KL to what the student said before it had an adapter. metrics.jsonl: loss (cross-entropy against the target, anchor
-included), kl (kd only: loss minus the teacher's entropy), grad_norm, lr, tokens, tokens_per_s. The adapter of the best
-held-out figure is kept in adapter/, in PEFT's own format. Untested on hardware: TPU.
+included), kl (kd without an anchor: loss minus the teacher's entropy), grad_norm, lr, tokens, tokens_per_s. The adapter
+of the best held-out figure is kept in adapter/, in PEFT's own format. Untested on hardware: TPU, CUDA.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -21,10 +22,9 @@ from qat_lora.data.packing import split_heldout, tokenizer_fingerprint
 from qat_lora.errors import UserError
 from qat_lora.evaluate import heldout_figures, heldout_nll
 from qat_lora.kd.dataset import KDCacheDataset
-from qat_lora.memory import training_memory
 from qat_lora.models.adapter import adapter_values
 from qat_lora.models.loading import load_tokenizer
-from qat_lora.qat import Plan
+from qat_lora.qat import TrainOptions
 from qat_lora.quant.student import StudentSpec, bits_per_weight, load_student, read_student
 from qat_lora.recovery import (
     MLP_PROJECTIONS,
@@ -35,14 +35,15 @@ from qat_lora.recovery import (
     save_adapter,
     train_recovery_lora,
 )
-from qat_lora.run.config import RunConfig, option, run_script
+from qat_lora.run.config import option, run_script
+from qat_lora.run.files import sha256
 from qat_lora.run.plots import plot_run
 from qat_lora.run.rundir import open_run, say
-from qat_lora.run.session import Every, Session
+from qat_lora.run.session import Session
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TextOptions, RunConfig):
+class Config(TextOptions, TrainOptions):
     checkpoint: str | None = option(None, "student: the best.pt of train_qat.py")
     v2_checkpoint: str | None = option(None, "another name of --checkpoint")
     model: str | None = option(None, "base model; default: the one that the student was made of, else it must agree")
@@ -56,39 +57,30 @@ class Config(TextOptions, RunConfig):
     anchor_rows: int = option(4, "rows of the anchor")
     anchor_length: int = option(64, "tokens of an anchor row")
     max_steps: int = option(200, "updates")
-    batch_size: int = option(4, "rows in a micro-batch")
-    accumulation_steps: int = option(1, "micro-batches in an update")
-    learning_rate: float = option(5e-4, "peak learning rate")
-    warmup_steps: int = option(10, "updates of linear warm-up")
-    clip_grad_norm: float = option(1.0, "largest global gradient norm; 0 clips nothing")
-    gradient_checkpointing: bool = option(False, "recompute blocks in the backward pass: less memory, more time")
     heldout_fraction: float = option(0.1, "share of the text rows kept for evaluation (sft, recover)")
-    eval_every: int = option(100, "steps between held-out evaluations; 0: first and last")
-    eval_rows: int = option(64, "held-out rows of an evaluation")
-    save_every: int = option(100, "steps between checkpoints; 0: last")
-    log_every: int = option(10, "steps between lines of metrics.jsonl")
 
 
 def main(cfg: Config) -> None:
     check(cfg)
     checkpoint = cfg.checkpoint or cfg.v2_checkpoint
-    plan = Plan(
-        steps=cfg.max_steps, batch_size=cfg.batch_size, accumulation=cfg.accumulation_steps,
-        learning_rate=cfg.learning_rate, warmup_steps=cfg.warmup_steps, clip_grad_norm=cfg.clip_grad_norm,
-        seed=cfg.seed,
-    )  # fmt: skip
+    plan = cfg.plan()
     backend = open_backend(cfg.device, cfg.precision)
     train, heldout = open_data(cfg, read_student(checkpoint)["model"])
     student, made = load_student(checkpoint, cfg.model)
+    alpha = cfg.recovery_r if cfg.recovery_alpha is None else cfg.recovery_alpha
     projections = MLP_PROJECTIONS if cfg.mlp_only else tuple(cfg.targets.split(","))
-    model = add_adapter(student, cfg.recovery_r, cfg.recovery_alpha or cfg.recovery_r, projections, cfg.seed)
+    model = add_adapter(student, cfg.recovery_r, alpha, projections, cfg.seed)
     describe(cfg, model, made, train, backend)
     if cfg.dry_run:
         return
 
-    run = open_run("train_recovery_lora", cfg, {"device": str(backend), "student": made["info"], "spec": made["spec"]})
+    run = open_run(
+        "train_recovery_lora",
+        cfg,
+        {"device": str(backend), "student": sha256(Path(checkpoint)), "data": train.fingerprint},
+    )
     backend.seed(cfg.seed)
-    session = Session(run, backend, Every(cfg.log_every, cfg.eval_every, cfg.save_every))
+    session = Session(run, backend, cfg.every())
     backend.place(model)
     anchor = make_anchor(cfg, model, train, backend)
     if cfg.gradient_checkpointing:
@@ -126,10 +118,12 @@ def open_data(cfg: Config, model_name: str):
         print_of = tokenizer_fingerprint(tokenizer)
         data = [KDCacheDataset(cfg.kd_cache_dir, split, tokenizer=print_of) for split in ("train", "heldout")]
     else:
-        parts = split_heldout(cfg.rows(tokenizer), cfg.heldout_fraction)
+        rows = cfg.rows(tokenizer)
+        if cfg.mode == "sft" and bool(rows.mask.all()):
+            raise UserError(f"--mode sft: {cfg.dataset} has no chat rows, so no completions; use --mode recover")
+        parts = split_heldout(rows, cfg.heldout_fraction)
         data = [TextDataset(rows, completions_only=cfg.mode == "sft") for rows in parts]
-    if len(data[0]) < cfg.batch_size:
-        raise UserError(f"{len(data[0])} training rows are fewer than --batch-size {cfg.batch_size}")
+    cfg.check_rows(*data)
     return data
 
 
@@ -143,16 +137,12 @@ def make_anchor(cfg: Config, model, train, backend: TorchBackend) -> Anchor | No
 def describe(cfg: Config, model, made: dict, train, backend: TorchBackend) -> None:
     """The resolved plan."""
     values = adapter_values(model)
-    length, rows = len(train[0]["tokens"]), cfg.batch_size * cfg.accumulation_steps
     say(f"{made['model']} as {StudentSpec(**made['spec'])} on {backend}")
     say(f"adapter: {values} values, {bits_per_weight(model, values):.2f} bits per weight with it")
-    say(f"batch {cfg.batch_size} × accumulation {cfg.accumulation_steps} = {rows} rows or {rows * length} tokens")
     say(f"{cfg.max_steps} updates of mode {cfg.mode} on {len(train)} rows")
     frozen = sum(p.numel() for p in model.parameters()) - values
-    memory = training_memory(
-        model.config, values, frozen, cfg.batch_size, length, backend.bf16, cfg.gradient_checkpointing
-    )
-    say("memory (estimated): " + ", ".join(f"{name} {size:.2f} GB" for name, size in memory.items()))
+    for line in cfg.describe(model.config, values, frozen, len(train[0]["tokens"]), backend.bf16):
+        say(line)
 
 
 if __name__ == "__main__":

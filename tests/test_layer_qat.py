@@ -16,7 +16,7 @@ from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import unquantized
 from qat_lora.quant.student import StudentSpec, quantize
 
-PLAN = LayerPlan(steps=12, learning_rate=1e-2, scale_learning_rate=1e-2, clip_grad_norm=1.0)
+PLAN = LayerPlan(steps=12, learning_rate=4e-3, scale_learning_rate=4e-3, clip_grad_norm=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +26,9 @@ def backend():
 
 @pytest.fixture(scope="module")
 def data(sharp_cache):
-    """Six batches of four rows, and the held-out rows."""
+    """Ten batches of four rows, and the held-out rows."""
     stream = batches(KDCacheDataset(sharp_cache), 4, 1, seed=0)
-    return [next(stream) for _ in range(6)], KDCacheDataset(sharp_cache, "heldout")
+    return [next(stream) for _ in range(10)], KDCacheDataset(sharp_cache, "heldout")
 
 
 @pytest.fixture
@@ -58,13 +58,13 @@ def values_of(model):
 
 
 def test_every_block_learns_and_the_model_with_them(train, new_student, data, backend):
-    student, lines = train(dataclasses.replace(PLAN, steps=36))
-    assert [line["block"] for line in lines] == [0] * 36 + [1] * 36
-    for block in (lines[:36], lines[36:]):
+    student, lines = train(dataclasses.replace(PLAN, steps=60))
+    assert [line["block"] for line in lines] == [0] * 60 + [1] * 60
+    for block in (lines[:60], lines[60:]):
         losses = [line["loss"] for line in block]
-        assert sum(losses[-6:]) < 0.75 * sum(losses[:6]), "the last round over the six batches against the first"
+        assert sum(losses[-10:]) < 0.75 * sum(losses[:10]), "the last round over the ten batches against the first"
     before, after = (heldout_figures(s, data[1], backend, 4, 8)["heldout_kl"] for s in (new_student(), student))
-    assert after < 0.85 * before
+    assert after < 0.9 * before
 
 
 def test_only_the_current_block_moves(new_student, make_session, data, backend, monkeypatch):
@@ -139,7 +139,8 @@ def test_the_distillation_term_by_hand(train, new_student, data):
 def test_the_learning_rate_starts_anew_for_every_block(train):
     _, lines = train(dataclasses.replace(PLAN, steps=4))
     rates = [line["lr"] for line in lines]
-    assert rates[:4] == rates[4:] and rates[0] == PLAN.learning_rate and rates == sorted(rates[:4], reverse=True) * 2
+    assert rates[:4] == rates[4:] and rates[0] == PLAN.learning_rate
+    assert rates[:4] == sorted(set(rates), reverse=True), "falling all the way"
 
 
 @pytest.mark.parametrize("stop", [2, 3, 4, 5])

@@ -60,7 +60,8 @@ def resolve(requested: str = "auto") -> str:
     if requested == "xla" and not chips:
         os.environ["PJRT_DEVICE"] = "CPU"
     if chips and requested != "cpu":
-        os.environ.setdefault("PJRT_DEVICE", "TPU")
+        if requested == "tpu" or "PJRT_DEVICE" not in os.environ:
+            os.environ["PJRT_DEVICE"] = "TPU"
         return "xla"
     if requested == "xla":
         return "xla"

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
@@ -69,7 +68,9 @@ class TorchBackend:
     def _wants_bf16(self, precision: str) -> bool:
         if precision not in ("auto", "fp32", "bf16"):
             raise UserError(f"precision={precision!r} is not one of auto, fp32, bf16")
-        return precision == "bf16" or (precision == "auto" and (self.kind == "cuda" or cpu_has_bf16()))
+        if precision != "auto":
+            return precision == "bf16"
+        return torch.cuda.is_bf16_supported(False) if self.kind == "cuda" else cpu_has_bf16()
 
     def __str__(self):
         name = torch.cuda.get_device_name(self.device) if self.kind == "cuda" else self.kind
@@ -152,7 +153,6 @@ class TorchBackend:
     # -- randomness and state ------------------------------------------------------------------------------------
     def seed(self, seed: int) -> None:
         random.seed(seed)
-        np.random.seed(seed)
         torch.manual_seed(seed)
 
     def rng_state(self) -> dict:

@@ -23,8 +23,9 @@ class XlaBackend(TorchBackend):
         self.bf16 = self._wants_bf16(precision)
 
     def _wants_bf16(self, precision: str) -> bool:
-        on_tpu = os.environ.get("PJRT_DEVICE") == "TPU"  # torch_xla's CPU device emulates bf16 slowly
-        return super()._wants_bf16("bf16" if on_tpu and precision == "auto" else precision)
+        if precision == "auto":  # torch_xla's CPU device emulates bf16 slowly
+            precision = "bf16" if os.environ.get("PJRT_DEVICE") == "TPU" else "fp32"
+        return super()._wants_bf16(precision)
 
     def __str__(self):
         return f"{self.device} on {os.environ.get('PJRT_DEVICE')} ({'bf16 autocast' if self.bf16 else 'fp32'})"

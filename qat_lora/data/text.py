@@ -122,7 +122,7 @@ def _hub_rows(source: str, config: str | None, split: str, streaming: bool) -> I
         raise _hub_error(source, fault)
     try:
         with _offline(datasets.config) if fault else nullcontext():
-            return iter(datasets.load_dataset(source, config, split=split, streaming=streaming))
+            yield from datasets.load_dataset(source, config, split=split, streaming=streaming)
     except (OSError, ValueError, RuntimeError, HTTPError, datasets.exceptions.DatasetsError) as error:
         # A ValueError comes from a dataset that was found (in the cache, without a hub): no such split or config.
         reason = fault if fault and not isinstance(error, ValueError) else first_line(error)

@@ -63,14 +63,16 @@ def open_cache(directory: Path, spec: CacheSpec) -> dict[str, dict]:
     if not (directory / "manifest.json").exists():
         return {}
     manifest = read_json(directory / "manifest.json")
-    there = manifest.get("spec", {})
+    there, shards = manifest.get("spec"), manifest.get("shards")
+    if not isinstance(there, dict) or not isinstance(shards, dict):
+        raise UserError(f"{directory}/manifest.json is damaged; delete that folder and build it again")
     for name, wanted in asdict(spec).items():
         if there.get(name) != wanted:
             raise UserError(
                 f"{directory} holds another cache: {name} is {there.get(name)!r}, not {wanted!r}; "
                 "give another --cache-dir or delete that folder"
             )
-    return manifest["shards"]
+    return shards
 
 
 def write_cache(

@@ -18,11 +18,12 @@ class KDCacheDataset(Dataset):
     where the target counts; entropy [L], so that sparse_loss − entropy estimates the KL to the teacher.
 
     split: "train" or "heldout". preload reads every shard at once; otherwise each is read (and its checksum tested)
-    when first used. Workers share the files as the guide says (worker k gets k, k+W, …) when there are at least W of
-    them, and the examples (k, k+W, …) otherwise; every worker has the same number of items. seed: put them in a fixed
-    random order, for a loader that does not shuffle; None keeps the order of the text.
+    when first used. Workers share the files as the guide says (worker k gets k, k+W, …) where that uses nine tenths of
+    the rows, and the examples (k, k+W, …) otherwise; every worker has the same number of items.
+    seed: put them in a fixed random order, for a loader that does not shuffle; None keeps the order of the text.
     The original project's v1 shards open too: they carry no tail, so their target is the renormalised top K, which
-    is biased towards the head, and their last position has no target.
+    is biased towards the head; their last position has no target, the last tenth of their rows is the held-out split,
+    and nothing in them tells the tokenizer.
     Raises UserError for a cache that is missing, unfinished, damaged, or made with another tokenizer
     (`tokenizer`: fingerprint as data.packing.tokenizer_fingerprint gives; None skips the check).
     """
@@ -54,13 +55,15 @@ class KDCacheDataset(Dataset):
                 self._shard(name)
 
     def _own_items(self, rank: int, world_size: int) -> list[tuple[str, int]]:
-        def rows(shards):
-            return [(name, row) for name, entry in shards for row in range(entry["rows"])]
-
-        if len(self.shards) >= world_size:
-            shares = [rows(self.shards[worker::world_size]) for worker in range(world_size)]
-        else:
-            shares = [rows(self.shards)[worker::world_size] for worker in range(world_size)]
+        files = [[(name, row) for row in range(entry["rows"])] for name, entry in self.shards]
+        every = [item for file in files for item in file]
+        if self.spec is None:  # v1 has no held-out shards: the last tenth of its rows is kept apart
+            cut = len(every) - max(1, len(every) // 10)
+            every = every[:cut] if self.split == "train" else every[cut:]
+            files = [[item for item in file if item in set(every)] for file in files]
+        shares = [[item for file in files[worker::world_size] for item in file] for worker in range(world_size)]
+        if min(map(len, shares)) * world_size < 0.9 * len(every):  # too uneven by file: too much would be left out
+            shares = [every[worker::world_size] for worker in range(world_size)]
         return shares[rank][: min(map(len, shares))]
 
     def _shard(self, name: str) -> dict[str, Tensor]:
@@ -106,20 +109,23 @@ def _manifest(directory: Path, tokenizer: str | None) -> tuple[CacheSpec, dict]:
     if manifest.get("format") != FORMAT:
         raise UserError(f"cache {directory}: format {manifest.get('format')!r} is not {FORMAT}; build it again")
     try:
-        spec = CacheSpec(**manifest["spec"])
-    except TypeError as error:
+        spec, shards = CacheSpec(**manifest["spec"]), manifest["shards"]
+        sizes = {name: len(rows) for name, _, rows in spec.shards()}
+        if any(sizes.get(name) != entry["rows"] or len(entry["sha256"]) != 64 for name, entry in shards.items()):
+            raise ValueError("its shards do not fit its rows")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"cache {directory}: manifest.json is damaged ({error}); build it again") from error
     if tokenizer not in (None, spec.tokenizer):
         raise UserError(
             f"cache {directory} was made with another tokenizer (of {spec.teacher!r}); build one for this model"
         )
-    missing = [name for name, _, _ in spec.shards() if name not in manifest["shards"]]
+    missing = [name for name in sizes if name not in shards]
     if missing:
         raise UserError(
             f"cache {directory} is unfinished: {len(missing)} shards are missing; "
             "go on with scripts/build_kd_cache.py --resume auto"
         )
-    return spec, manifest["shards"]
+    return spec, shards
 
 
 def _v1_shards(directory: Path) -> list[tuple[str, dict]]:

@@ -24,7 +24,9 @@ def teacher_targets(teacher: nn.Module, tokens: Tensor, k: int, uniforms: Tensor
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     uniforms = uniforms.flatten(0, 1)
     head = head.to(dtype)
-    parts = [_targets(hidden[r].to(dtype) @ head.T, k, uniforms[r]) for r in positions(len(hidden), len(head))]
+    parts = [
+        _targets(hidden[r].to(dtype) @ head.T, k, uniforms[r]) for r in positions(len(hidden), len(head), hidden.device)
+    ]
     names = ("index", "prob", "tail", "entropy")
     return {n: torch.cat(values).unflatten(0, tokens.shape) for n, values in zip(names, zip(*parts))}
 
@@ -62,6 +64,10 @@ def _targets(logits: Tensor, k: int, uniforms: Tensor) -> tuple[Tensor, Tensor, 
 
     prob = top_mass / z
     drawn = inside.gather(1, member.unsqueeze(1)).squeeze(1) / z
+    # No mass where a draw fell (an empty tail, or rounding at the end of a sum): it falls to the top token instead.
+    void = drawn == 0
+    tail = torch.where(void, index[:, :1], tail)
+    drawn = torch.where(void, prob[:, :1], drawn)
     tiny = torch.finfo(torch.float32).tiny
     tail_mass = below[:, -1] / z.squeeze(1)
     entropy = -(prob * prob.clamp(min=tiny).log()).sum(1) - tail_mass * drawn.clamp(min=tiny).log().mean(1)

@@ -53,6 +53,12 @@ def complete(
     return tokenizer.decode(output[0, used:], skip_special_tokens=True)
 
 
+def check_device(kind: str) -> None:
+    """Raise UserError where generation is not to be had."""
+    if kind == "xla":
+        raise UserError("on XLA every new token would compile another graph; generate with --device cpu or cuda")
+
+
 def check_sampling(max_new_tokens: int, temperature: float, top_p: float) -> None:
     """Raise UserError for values that no completion can be drawn with."""
     if max_new_tokens < 1:

@@ -6,6 +6,7 @@ from contextlib import redirect_stderr
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
@@ -45,7 +46,7 @@ def _load(kind, name: str, **options):
     fault = hub_fault("model", name) if is_hub else None
     try:  # without the hub, what an earlier run has downloaded still loads
         return kind.from_pretrained(**source, **options, local_files_only=fault is not None)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise UserError(
             f"model {name!r} cannot be loaded ({(fault or first_line(error))[:160]}); give a local folder, a hub name "
             f"where the hub can be reached, or the embedded --model {EMBEDDED}"

@@ -36,7 +36,7 @@ class FakeQuant(torch.autograd.Function):
         level = clipped.mul_(spec.step).add_(spec.lowest)
         grad = grad.to(weight.dtype)
         grad_weight = grad * inside
-        grad_scale = level.sub_(x.mul_(inside)).mul_(grad).sum_to_size(scale.shape) * ctx.gradient_scale
+        grad_scale = level.sub_(x.masked_fill_(~inside, 0)).mul_(grad).sum_to_size(scale.shape) * ctx.gradient_scale
         return grad_weight, grad_scale, None, None, None
 
 

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -18,10 +19,11 @@ KEEP = 2  # the newest, and one to fall back to when the newest is damaged
 
 
 def save_checkpoint(run_path: Path, step: int, tensors: dict[str, Tensor], trainer: dict, meta: dict) -> Path:
-    """Write checkpoints/step_N and point LATEST at it; older ones beyond KEEP are removed afterwards.
+    """Write checkpoints/step_N and name it in LATEST (which is for people: resuming takes the newest whole one).
 
     tensors: the model's, on the CPU, tied ones once. trainer: optimiser, RNG, counters; plain values and tensors.
-    meta: plain values. A failure (a full disk) removes the half-written directory and leaves the others.
+    meta: plain values. Checkpoints beyond KEEP are removed afterwards. A failure (a full disk) removes the half-written
+    directory and leaves the others.
     """
     folder = run_path / "checkpoints"
     target, part = folder / f"step_{step}", folder / f".part_{step}"
@@ -29,16 +31,17 @@ def save_checkpoint(run_path: Path, step: int, tensors: dict[str, Tensor], train
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         save_file({name: t.contiguous() for name, t in tensors.items()}, part / FILES[0])
+        meta = {"step": step, **meta}
         with open(part / FILES[1], "wb") as file:
-            torch.save(trainer, file)
+            torch.save({"meta": meta, "state": trainer}, file)
         sums = {name: sha256(part / name) for name in FILES}
-        (part / "meta.json").write_text(json.dumps({"step": step, "sha256": sums, **meta}, indent=2))
+        (part / "meta.json").write_text(json.dumps({**meta, "sha256": sums}, indent=2))
         for path in part.iterdir():
             _sync(path)
         shutil.rmtree(target, ignore_errors=True)
         part.rename(target)
         _sync(folder)
-    except Exception as error:  # safetensors and torch report a full disk with exceptions of their own
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a full disk
         shutil.rmtree(part, ignore_errors=True)
         raise cannot_write(target, error) from error
     write_atomically(folder / "LATEST", lambda file: file.write(target.name.encode()))
@@ -73,7 +76,8 @@ def load_checkpoint(run_path: Path) -> tuple[dict[str, Tensor], dict, dict] | No
         try:
             return read_checkpoint(path)
         except UserError as error:
-            say(f"{error}; trying the one before")
+            say(f"{error}; it is set aside, trying the one before")
+            path.rename(path.with_name(f"damaged_{path.name}"))
     if found:
         raise UserError(f"no whole checkpoint is left in {folder}; start again with --resume off")
     return None
@@ -81,10 +85,11 @@ def load_checkpoint(run_path: Path) -> tuple[dict[str, Tensor], dict, dict] | No
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict, dict]:
     """One checkpoint directory; raises UserError naming the file that is missing or damaged."""
-    meta = read_json(path / "meta.json")
+    sums = read_json(path / "meta.json").get("sha256")
     for name in FILES:
         if not (path / name).is_file():
             raise UserError(f"checkpoint {path}: {name} is missing")
-        if sha256(path / name) != meta.get("sha256", {}).get(name):
+        if not isinstance(sums, dict) or sha256(path / name) != sums.get(name):
             raise UserError(f"checkpoint {path}: {name} is damaged (checksum)")
-    return load_file(path / FILES[0]), torch.load(path / FILES[1], weights_only=True, map_location="cpu"), meta
+    trainer = torch.load(path / FILES[1], weights_only=True, map_location="cpu")
+    return load_file(path / FILES[0]), trainer["state"], trainer["meta"]

@@ -144,11 +144,13 @@ def _nearest(word: str, known, mark: str = "") -> str:
 
 def run_script(main, kind: type, script: str, description: str) -> None:
     """Parse the command line and call main(config). Bad input is one line on stderr and exit code 2."""
-    argv = sys.argv[1:]
+    debug = "--debug" in sys.argv
     try:
-        main(parse(kind, script, argv, description))
+        config = parse(kind, script, sys.argv[1:], description)
+        debug = config.debug
+        main(config)
     except UserError as error:
-        if "--debug" in argv:
+        if debug:
             raise
         sys.exit(_one_line(error))
     except KeyboardInterrupt:
@@ -156,7 +158,7 @@ def run_script(main, kind: type, script: str, description: str) -> None:
     except BrokenPipeError:  # the reader of our output has had enough
         os._exit(141)
     except OSError as error:
-        if error.errno not in FULL_DISK or "--debug" in argv:
+        if error.errno not in FULL_DISK or debug:
             raise
         sys.exit(
             _one_line(UserError(f"{error.filename or 'a file'}: {error.strerror}; free some space and --resume auto"))

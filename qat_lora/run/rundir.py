@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -25,7 +26,7 @@ NOT_IDENTITY = {"config", "device", "tpu", "output_dir", "resume", "dry_run", "d
 class Run:
     """A directory with config.yaml, manifest.json, metrics.jsonl, summary.json, checkpoints/ and plots/.
 
-    Made by `open_run`. resumed: whether it continues an earlier process; keep: its path.
+    Made by `open_run`. resumed: whether it continues an earlier process.
     """
 
     def __init__(self, path: Path, resumed: bool):
@@ -38,6 +39,8 @@ class Run:
         try:
             with open(self.metrics_path, "a") as file:
                 file.write(json.dumps({"step": step} | values) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
         except OSError as error:
             raise cannot_write(self.metrics_path, error) from error
         shown = "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items())
@@ -56,7 +59,7 @@ class Run:
         """Forget what was logged after a checkpoint was taken."""
         if self.metrics_path.exists():
             with open(self.metrics_path, "r+b") as file:
-                file.truncate(size)
+                file.truncate(min(size, self.metrics_size()))
 
     def finish(self, status: str, **values) -> None:
         """Write summary.json: status (finished, preempted, failed) and the final figures."""
@@ -75,14 +78,19 @@ def identity(config: RunConfig) -> dict:
 
 
 def open_run(experiment: str, config: RunConfig, facts: dict) -> Run:
-    """A new run directory, or the one that --resume names; `facts` (device, cache, …) go into manifest.json.
+    """A new run directory, or the one that --resume names; `facts` (device, fingerprints, …) go into manifest.json.
 
-    Raises UserError where the directory already holds a run and --resume is off, or holds a run of another config.
+    Raises UserError where the directory already holds a run and --resume is off, or holds a run of another config or
+    other facts (the device aside). Resuming a finished run ends the program with exit code 0.
     """
     path = _resumed_path(experiment, config)
     if path is not None:
         manifest = read_json(path / "manifest.json")
         _check_same(path, read_config(path), identity(config))
+        _check_same(path, manifest, {k: v for k, v in facts.items() if k != "device"})
+        if _status(path) == "finished":
+            say(f"{path} is finished")
+            raise SystemExit(0)
         manifest.setdefault("resumed", []).append({"time": _now(), "argv": sys.argv})
         write_json(path / "manifest.json", manifest)
         say(f"resuming {path}")
@@ -137,12 +145,15 @@ def _resumed_path(experiment: str, config: RunConfig) -> Path | None:
         return path if (path / "manifest.json").exists() else None
     for manifest in sorted(Path("runs", experiment).glob("*/manifest.json"), reverse=True):
         path = manifest.parent
-        summary = path / "summary.json"
-        unfinished = not summary.exists() or read_json(summary).get("status") != "finished"
-        if unfinished and (path / "config.yaml").exists() and read_config(path) == identity(config):
+        if _status(path) != "finished" and (path / "config.yaml").exists() and read_config(path) == identity(config):
             return path
     say("--resume auto: no unfinished run of this config; starting a new one")
     return None
+
+
+def _status(path: Path) -> str | None:
+    """What summary.json says of a run, or None before it has one."""
+    return read_json(path / "summary.json").get("status") if (path / "summary.json").exists() else None
 
 
 def _check_same(path: Path, there: dict, wanted: dict) -> None:

@@ -23,6 +23,10 @@ class Every:
     evaluate: int = 0
     save: int = 0
 
+    def __post_init__(self):
+        if min(self.log, self.evaluate, self.save) < 0:
+            raise UserError(f"{self}: intervals must not be negative; 0 means at the end of a stage")
+
 
 class Session:
     """Drives the steps of a run's stages and survives what interrupts them.
@@ -85,7 +89,8 @@ class Session:
 
     def best(self, figure: str) -> float:
         """The lowest value of a figure that this run has logged, evaluations before a resume included."""
-        return min((line[figure] for line in self.run.metrics() if figure in line), default=math.inf)
+        values = [line[figure] for line in self.run.metrics() if figure in line]
+        return min(filter(math.isfinite, values), default=math.inf)
 
     def cost(self) -> dict:
         """Seconds of each stage's steps, peak memory, and what XLA compiled."""
@@ -111,17 +116,18 @@ class Session:
         def due(interval: int) -> bool:
             return step == total or bool(interval and step % interval == 0)
 
-        log, test, save = due(self.every.log), evaluate and due(self.every.evaluate), due(self.every.save)
-        if log or test or save or self.stopping:
+        stopping = self.stopping  # read once: the signal may come at any line below, and then waits for the next step
+        log, test, save = due(self.every.log), evaluate and due(self.every.evaluate), stopping or due(self.every.save)
+        if log or test or save:
             self._fetch(self.offset + step)
         self.seconds[self.stage] = self.seconds.get(self.stage, 0.0) + time.monotonic() - started
         if log:
             self._log(self.offset + step)
         if test:
             self.run.log(self.offset + step, {"stage": self.stage, **evaluate(step)})
-        if save or self.stopping:
+        if save:
             self._save(self.offset + step)
-        if self.stopping:
+        if stopping:
             self.run.finish("preempted", step=self.offset + step)
             say(f"SIGTERM: saved step {self.offset + step}; --resume auto goes on from there")
             raise SystemExit(0)

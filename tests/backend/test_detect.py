@@ -118,7 +118,9 @@ def test_xla_with_chips_takes_them_unless_the_environment_says_cpu(pci, monkeypa
     assert detect.resolve("xla") == "xla" and os.environ["PJRT_DEVICE"] == "TPU"
 
 
-@pytest.mark.parametrize("requested, cards", [("xla", []), ("tpu", [("0x1ae0", "0x006f")]), ("auto", [("0x1ae0", "0x006f")])])
+@pytest.mark.parametrize(
+    "requested, cards", [("xla", []), ("tpu", [("0x1ae0", "0x006f")]), ("auto", [("0x1ae0", "0x006f")])]
+)
 def test_missing_torch_xla_is_named(pci, without_xla, requested, cards):
     pci(*cards)
     with pytest.raises(UserError, match=r"torch_xla is not installed; pip install -r requirements-tpu.txt"):

@@ -1,6 +1,8 @@
 """One update, ties, randomness and prefetch on the CPU: the reference that the XLA backend has to equal."""
 
 import random
+import subprocess
+import sys
 import threading
 import time
 
@@ -234,6 +236,42 @@ def test_prefetch_reads_a_few_ahead_and_stops_with_its_reader(backend):
         if threading.active_count() == before:
             break
     assert threading.active_count() == before and len(seen) <= 5
+
+
+def busy():
+    """Batches that take a while, so that the thread is inside torch whenever it is looked at."""
+    while True:
+        yield {"n": torch.randn(300, 300) @ torch.randn(300, 300)}
+
+
+def test_thread_has_ended_when_its_reader_has_closed(backend):
+    """A thread inside torch while the interpreter shuts down aborts the process (exit code 134 for a run that was fine)."""
+    before = threading.active_count()
+    for _ in range(5):
+        stream = backend.prefetch(busy())
+        next(stream)
+        stream.close()
+        assert threading.active_count() == before
+
+
+EXIT = """
+import sys, torch
+from qat_lora.backend import TorchBackend
+
+def busy():
+    while True:
+        yield {"n": torch.stack([torch.zeros(4)] * 64)}
+
+stream = TorchBackend("cpu", "fp32").prefetch(busy(), depth=10**9)
+next(stream)
+sys.exit(0)
+"""
+
+
+def test_interpreter_exits_cleanly_in_the_middle_of_reading():
+    """As after SIGTERM or a refusal: the exception on its way out keeps the stream alive."""
+    done = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_exception_of_the_source_surfaces_at_its_place(backend):

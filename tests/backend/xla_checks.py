@@ -1,6 +1,6 @@
 """Run by test_xla.py in one process of its own: the checks that need torch_xla. Prints one JSON object.
 
-    PJRT_DEVICE=CPU python tests/backend/xla_checks.py MODEL_DIR OUT_DIR
+PJRT_DEVICE=CPU python tests/backend/xla_checks.py MODEL_DIR OUT_DIR
 """
 
 import json
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from qat_lora.backend import TorchBackend, open_backend
+from qat_lora.backend import TorchBackend, open_backend, probe
 from qat_lora.data.batches import batches
 from qat_lora.evaluate import heldout_figures, kd_loss
 from qat_lora.kd.losses import sparse_loss
@@ -219,19 +219,13 @@ def bf16() -> dict:
     optimizer = backend.adamw(parameter_groups(student, 1e-3, 1e-3))
     stream = backend.prefetch(batches(Cached(4), 2, 1, 0))
     figures = update(student, stream, kd_loss, optimizer, plan, backend)
-    exact = lines_of_cpu_first_step()
-    return {
-        "loss": backend.fetch(figures["loss"])[0],
-        "cpu": exact,
-        "master": str(student.lm_head.weight.dtype),
-        "auto": open_backend("xla").bf16,
-    }
-
-
-def lines_of_cpu_first_step() -> float:
-    batch = next(batches(Cached(4), 2, 1, 0))
     with torch.no_grad():
-        return kd_loss(make_student(CPU), batch).item()
+        exact = kd_loss(make_student(CPU), next(batches(Cached(4), 2, 1, 0))).item()
+    return {"loss": backend.fetch(figures["loss"])[0], "cpu": exact, "master": str(student.lm_head.weight.dtype)}
+
+
+def precision() -> dict:
+    return {"auto": open_backend("xla").bf16}
 
 
 def planted() -> dict:
@@ -247,14 +241,12 @@ def planted() -> dict:
         return loss
 
     update(student, stream, loss_of, optimizer, Plan(1, 2, 1, 1e-3, 0, 1.0, seed=0), XLA)
-    from qat_lora.backend.probe import fallback_names
-
-    return {"before": before, "after": XLA.counters()["fallbacks"], "names": fallback_names()}
+    return {"before": before, "after": XLA.counters()["fallbacks"], "names": probe.fallback_names()}
 
 
 if __name__ == "__main__":
     found = {}
-    for check in (placing, qat, recovery, layers, pieces, checkpointing, bf16, planted):
+    for check in (placing, qat, recovery, layers, pieces, checkpointing, precision, bf16, planted):
         started = time.monotonic()
         try:
             found[check.__name__] = check()

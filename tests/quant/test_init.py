@@ -88,6 +88,18 @@ def test_no_scale_in_reach_is_much_better(text):
     assert (found.sum() <= 1.03 * grid.sum()) and (found >= 0.99 * grid).all()
 
 
+@pytest.mark.parametrize("text", ["balanced2/g32", "int2/g32", "lut3/g32"])
+def test_the_search_ends_where_codes_and_scale_agree(text):
+    """For the codes it ends with, the scale of least weighted error (in closed form) is the one it found."""
+    spec, groups = QuantSpec.parse(text), gaussian(200, 32)
+    importance = gaussian(200, 32, seed=1).square()
+    scale = least_error_scale(groups, importance, spec)
+    codes = ((groups / scale - spec.lowest) / spec.step).round().clamp(0, spec.levels - 1)
+    level = codes * spec.step + spec.lowest
+    best = (importance * groups * level).sum(1) / (importance * level.square()).sum(1)
+    assert ((best / scale.squeeze(1) - 1).abs() < 1e-5).float().mean() > 0.8
+
+
 @pytest.mark.parametrize("text", ["balanced2/g32", "int2/tensor", "lut3/g32"])
 def test_importance_lowers_the_weighted_error(text):
     moment = torch.linspace(-3, 3, 64).exp().square()

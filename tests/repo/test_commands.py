@@ -1,0 +1,170 @@
+"""Every command that is written down parses, every preset fits its script, every Make target finds its files."""
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from qat_lora.run.config import parse
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
+PRESETS = sorted((ROOT / "configs").glob("*/*.yaml"))
+ELLIPSIS = ("...", "…")
+SEED_GUIDES = [  # as they stand in the guides of the project's seeds
+    "python scripts/train_recovery_lora.py --tpu --model Qwen/Qwen3-0.6B --checkpoint runs/v2_q4/best.pt "
+    "--kd-cache-dir caches/wikitext103_L1024_K128 --recovery-r 8 --batch-size 4 --accumulation-steps 8 --max-steps 1000",
+    "PT_XLA_DEBUG=1 python scripts/train_recovery_lora.py --tpu ...",
+    "PJRT_DEVICE=TPU python scripts/train_recovery_lora.py ...",
+]
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def commands(text: str) -> list[str]:
+    """The command lines `[ENV=value …] python scripts/X.py …` of a text, continuations joined."""
+    joined = re.sub(r" *\\\\?\n\s*", " ", text)
+    start = r"(?:^|[`$] ?|\s{2,})((?:[A-Z_]+=\S+ )*(?:python3?|\$\(PY\)) scripts/\w+\.py[^`\n]*)"
+    return [re.split(r"\s+#\s", match)[0].strip() for match in re.findall(start, joined, re.MULTILINE)]
+
+
+def written() -> list:
+    """(where, command) of README, docs, Makefile, the scripts' docstrings and the presets' headers."""
+    texts = {
+        name(p): p.read_text() for p in [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))] if p.exists()
+    }
+    makefile = ROOT / "Makefile"
+    if makefile.exists():
+        texts["Makefile"] = re.sub(r"^\t@?", "", makefile.read_text(), flags=re.MULTILINE)
+    texts |= {name(p): ast.get_docstring(ast.parse(p.read_text())) or "" for p in SCRIPTS}
+    for path in PRESETS:
+        header = [line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#")]
+        texts[name(path)] = "\n".join(header)
+    return [(where, command) for where, text in texts.items() for command in commands(text)]
+
+
+WRITTEN = written()
+
+
+def words(command: str) -> tuple[str, list[str]]:
+    """(script, its arguments), without environment, placeholders and Make's variables."""
+    command = re.sub(r"\$\((\w+)\)", r"\1", command)
+    parts = [part for part in shlex.split(command) if part not in ELLIPSIS]
+    at = next(i for i, part in enumerate(parts) if part.startswith("scripts/"))
+    assert all(re.fullmatch(r"[A-Z_]+=\S*", part) or part in ("python", "python3", "PY") for part in parts[:at]), parts
+    end = next((i for i, part in enumerate(parts) if part in ("|", ">", "&&", ";", "2>&1")), len(parts))
+    return Path(parts[at]).stem, parts[at + 1 : end]
+
+
+@pytest.fixture(scope="session")
+def config_of(load_script):
+    """config_of(script, argv): the script's config, as its command line would make it."""
+
+    def make(script: str, argv: list[str]):
+        return parse(load_script(script).Config, script, argv)
+
+    return make
+
+
+# -- the search itself ------------------------------------------------------------------------------------------------
+def test_commands_are_found_in_prose_fences_and_docstrings():
+    text = (
+        "Run `PJRT_DEVICE=CPU python scripts/a.py --device xla …` or\n\n```bash\npython scripts/b.py --x 1 \\\n"
+        "    --y 2   # a comment\n$ python scripts/c.py\n```\n    python scripts/d.py z=1\n"
+    )
+    assert commands(text) == [
+        "PJRT_DEVICE=CPU python scripts/a.py --device xla …", "python scripts/b.py --x 1 --y 2", "python scripts/c.py",
+        "python scripts/d.py z=1",
+    ]  # fmt: skip
+    assert words(commands(text)[0]) == ("a", ["--device", "xla"])
+
+
+def test_the_places_exist_and_hold_commands():
+    where = {place for place, _ in WRITTEN}
+    assert "README.md" in where and "Makefile" in where
+    assert any(place.startswith("docs/") for place in where)
+    assert {name(path) for path in SCRIPTS} <= where, "every script's docstring says how to launch it"
+
+
+# -- commands -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("where, command", WRITTEN)
+def test_written_command_parses(config_of, where, command):
+    script, argv = words(command)
+    assert (ROOT / "scripts" / f"{script}.py").is_file(), f"{where} names scripts/{script}.py"
+    if argv != ["--help"]:
+        config_of(script, argv)
+
+
+@pytest.mark.parametrize("command", SEED_GUIDES)
+def test_commands_of_the_seed_guides_parse(config_of, command):
+    script, argv = words(command)
+    config = config_of(script, argv)
+    if "--max-steps" in argv:
+        assert config.device == "tpu" and config.model == "Qwen/Qwen3-0.6B"
+        assert (config.recovery_r, config.batch_size, config.accumulation_steps, config.max_steps) == (8, 4, 8, 1000)
+        assert (config.checkpoint, config.kd_cache_dir) == ("runs/v2_q4/best.pt", "caches/wikitext103_L1024_K128")
+
+
+# -- presets ------------------------------------------------------------------------------------------------------------
+def test_presets_are_there():
+    wanted = {"q4_r32", "q2a4", "q4a4", "q2_g32", "q2_g64", "q4_g32", "apple_q2"}
+    assert wanted <= {path.stem for path in PRESETS if path.parent.name == "train_qat"}
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=name)
+def test_preset_fits_its_script(config_of, path):
+    script = path.parent.name
+    config = config_of(script, ["--config", path.stem])
+    assert config != config_of(script, []) and config.config == path.stem
+    if script == "train_qat":
+        from qat_lora.quant.student import StudentSpec
+
+        StudentSpec(mlp=config.mlp, attn=config.attn, head=config.head)
+    assert path.read_text().startswith("# "), "a preset's header says what to run and what to expect"
+
+
+# -- Make ---------------------------------------------------------------------------------------------------------------
+def recipes() -> dict[str, list[str]]:
+    """Target → its recipe lines."""
+    found, target = {}, None
+    for line in (ROOT / "Makefile").read_text().splitlines():
+        match = re.match(r"^([a-z0-9-]+):(?!=)", line)
+        if match and ":=" not in line:
+            target = match[1]
+            found.setdefault(target, [])
+        elif line.startswith("\t") and target:
+            found[target].append(line.strip())
+        elif line and not line.startswith(("\t", " ")):
+            target = None
+    return found
+
+
+def test_targets_of_the_design_are_there():
+    assert recipes().keys() >= {"help", "setup", "demo", "test", "test-peers", "lint", "doctor"}
+
+
+@pytest.mark.parametrize("target, lines", recipes().items())
+def test_files_of_a_make_target_exist(target, lines):
+    for line in lines:
+        for file in re.findall(r"\b(?:scripts|benchmarks|configs|docs)/[\w./-]+\w", line):
+            assert (ROOT / file).exists(), f"make {target} uses {file}"
+        script, preset = re.search(r"scripts/(\w+)\.py", line), re.search(r"--config (\w+)", line)
+        if script and preset:
+            assert (ROOT / "configs" / script[1] / f"{preset[1]}.yaml").is_file(), f"make {target}: {preset[1]}"
+
+
+def test_every_public_target_says_what_it_does():
+    text = (ROOT / "Makefile").read_text()
+    phony = re.search(r"^\.PHONY: (.*)$", text, re.MULTILINE)[1].split()
+    assert set(phony) == set(recipes())
+    for target in phony:
+        assert re.search(rf"^{re.escape(target)}:.*## \S", text, re.MULTILINE), f"{target} is not in `make help`"
+
+
+def test_readme_names_only_targets_that_exist():
+    targets = re.findall(r"`make ([a-z0-9-]+)", (ROOT / "README.md").read_text())
+    assert targets and set(targets) <= set(recipes())

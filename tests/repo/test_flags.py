@@ -1,0 +1,35 @@
+"""Every flag does something, and every preset is written down once."""
+
+import ast
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+
+from qat_lora.run.config import RunConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py"))
+COMMON = {field.name for field in dataclasses.fields(RunConfig)}
+SHARED = ROOT / "qat_lora" / "data" / "options.py"  # TextOptions uses its own fields
+
+
+def attributes(path: Path) -> set[str]:
+    """Every name that a file reads as an attribute, and every string that it could pass to getattr."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+    return names | {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_flag_of_a_script_is_read(name, load_script):
+    own = {field.name for field in dataclasses.fields(load_script(name).Config)} - COMMON
+    read = attributes(ROOT / "scripts" / f"{name}.py") | attributes(SHARED)
+    assert own <= read, f"parsed and never used: {sorted(own - read)}"
+
+
+def test_no_two_presets_of_a_script_are_the_same():
+    for folder in (ROOT / "configs").iterdir():
+        contents = [yaml.safe_load(path.read_text()) for path in sorted(folder.glob("*.yaml"))]
+        assert all(contents.count(content) == 1 for content in contents), folder.name

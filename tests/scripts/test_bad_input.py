@@ -1,0 +1,370 @@
+"""Each fault of the input is one line that names it and the mend, and costs nothing that was there before."""
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from qat_lora.errors import UserError
+from qat_lora.quant.student import read_student
+from qat_lora.run.checkpoint import load_checkpoint
+from qat_lora.run.config import parse
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["--max-steps", "2", "--batch-size", "4", "--eval-rows", "4", "--device", "cpu", "--precision", "fp32"]
+
+
+@pytest.fixture(scope="module")
+def run(load_script):
+    """run(script, *flags): main(parse(flags)), as the command line does."""
+
+    def main(script: str, *flags) -> None:
+        module = load_script(script)
+        module.main(parse(module.Config, script, list(map(str, flags))))
+
+    return main
+
+
+@pytest.fixture(scope="module")
+def cache(run, tiny_model_dir, tmp_path_factory):
+    """A small sound cache. Do not write to it."""
+    folder = tmp_path_factory.mktemp("bad") / "cache"
+    size = [
+        "--length",
+        "16",
+        "--max-rows",
+        "32",
+        "--heldout-fraction",
+        "0.25",
+        "--rows-per-shard",
+        "8",
+        "--device",
+        "cpu",
+        "--precision",
+        "fp32",
+    ]
+    run("build_kd_cache", "--model", tiny_model_dir, "--cache-dir", folder, *size)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tiny_student(make_student, tiny_model_dir):
+    return make_student(tiny_model_dir)
+
+
+@pytest.fixture
+def refuse(run):
+    """refuse(script, *flags): the message of the UserError, checked to be one line."""
+
+    def refused(script: str, *flags) -> str:
+        with pytest.raises(UserError) as error:
+            run(script, *flags)
+        message = str(error.value)
+        assert len(message.splitlines()) == 1, message
+        return message
+
+    return refused
+
+
+@pytest.fixture
+def qat(tiny_model_dir, cache, tmp_path):
+    """Flags of a small train_qat on the sound cache."""
+    return ["--model", tiny_model_dir, "--cache-dir", cache, "--output-dir", tmp_path / "run", *SMALL]
+
+
+def damage(path: Path, kind: str) -> None:
+    data = bytearray(path.read_bytes())
+    if kind == "truncated":
+        data = data[: len(data) // 2]
+    elif kind == "flipped":
+        data[len(data) // 2] ^= 1
+    elif kind == "empty":
+        data = b""
+    path.write_bytes(data)
+
+
+# -- flags and presets ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "script, flag",
+    [("build_kd_cache", "--cache-dir"), ("train_qat", "--cache-dir"), ("train_recovery_lora", "--checkpoint")],
+)
+def test_missing_flag_is_named(refuse, script, flag):
+    message = refuse(script)
+    assert flag in message and ("missing" in message or "give" in message)
+
+
+def test_recovery_without_a_cache(refuse, tiny_student):
+    assert "--kd-cache-dir" in refuse("train_recovery_lora", "--checkpoint", tiny_student)
+
+
+@pytest.mark.parametrize(
+    "script, flags, near",
+    [
+        ("train_qat", ["--cache-dri", "x"], "did you mean --cache-dir?"),
+        ("build_kd_cache", ["--datast", "x"], "did you mean --dataset?"),
+        ("train_recovery_lora", ["recovery-rr=4"], "did you mean --recovery-r?"),
+        ("train_qat", ["--config", "q2_g23"], "did you mean q2_g32?"),
+        ("train_recovery_lora", ["--config", "dmo"], "did you mean demo?"),
+    ],
+)
+def test_misspelt_flag_or_preset_names_the_nearest(refuse, script, flags, near):
+    assert near in refuse(script, *flags)
+
+
+@pytest.mark.parametrize(
+    "flags, part",
+    [
+        (["--mlp", "balanced5/g32"], "balanced5/g32"), (["--attn", "lut4/r4096"], "rank 4096"),
+        (["--mlp", "int4/g48"], "48"), (["--mlp", "none", "--attn", "none"], "nothing would be quantised"),
+        (["--init", "best"], "absmax, mse"), (["--batch-size", "0"], "batch-size=0"),
+        (["--learning-rate", "-1"], "learning"), (["--accumulation-steps", "0"], "accumulation=0"),
+        (["--precision", "fp8"], "auto, fp32, bf16"), (["--device", "gpu"], "cuda"),
+    ],
+)  # fmt: skip
+def test_impossible_values_of_qat(refuse, qat, tmp_path, flags, part):
+    assert part in refuse("train_qat", *qat, *flags)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "flags, part",
+    [
+        (["--targets", "q,w"], "q,k,v,o,gate,up,down"), (["--recovery-r", "0"], "--recovery-r 0"),
+        (["--mode", "dpo"], "kd, sft, recover"),
+    ],
+)  # fmt: skip
+def test_impossible_values_of_recovery(refuse, tiny_student, cache, tmp_path, flags, part):
+    student = ["--checkpoint", tiny_student, "--kd-cache-dir", cache, "--output-dir", tmp_path / "run", *SMALL]
+    assert part in refuse("train_recovery_lora", *student, *flags)
+    assert not (tmp_path / "run").exists()
+
+
+# -- models and the hub -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["smolm2-135m", "nobody/no-such-model-qat-lora", "./no/such/folder"])
+@pytest.mark.parametrize("script", ["build_kd_cache", "train_qat"])
+def test_model_that_cannot_be_had_fails_in_seconds_and_names_the_embedded_one(refuse, cache, tmp_path, script, name):
+    folder = tmp_path / "new" if script == "build_kd_cache" else cache
+    started = time.monotonic()
+    message = refuse(script, "--model", name, "--cache-dir", folder)
+    assert time.monotonic() - started < 20
+    assert repr(name) in message and "smollm2-135m" in message
+
+
+def test_dataset_that_cannot_be_had_names_the_embedded_one(refuse, tiny_model_dir, tmp_path):
+    started = time.monotonic()
+    flags = ["--model", tiny_model_dir, "--cache-dir", tmp_path / "new"]
+    message = refuse("build_kd_cache", *flags, "--dataset", "nobody/no-such-text-qat-lora")
+    assert time.monotonic() - started < 20
+    assert "nobody/no-such-text-qat-lora" in message and '"embedded"' in message
+    assert "no such file" in refuse("build_kd_cache", *flags, "--dataset", "missing.txt")
+
+
+# -- text and caches ------------------------------------------------------------------------------------------------------
+def test_text_too_short_for_one_row(refuse, tiny_model_dir, tmp_path):
+    (tmp_path / "short.txt").write_text("A few words.")
+    flags = ["--model", tiny_model_dir, "--cache-dir", tmp_path / "new", "--dataset", tmp_path / "short.txt"]
+    message = refuse("build_kd_cache", *flags, "--length", 64)
+    assert "too few for a row of 64" in message and "shorten the rows or add text" in message
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("kind", ["truncated", "flipped", "missing"])
+@pytest.mark.parametrize("shard", ["shard-00001.safetensors", "heldout-00000.safetensors"])
+def test_damaged_shard_is_named(refuse, qat, cache, tmp_path, kind, shard):
+    copy = shutil.copytree(cache, tmp_path / "cache")
+    (copy / shard).unlink() if kind == "missing" else damage(copy / shard, kind)
+    message = refuse("train_qat", *qat, "--cache-dir", copy)
+    assert shard in message and "build_kd_cache.py again" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_mend_of_a_damaged_shard_works(run, qat, cache, tiny_model_dir, tmp_path):
+    """What the message says: delete it and build again."""
+    copy = shutil.copytree(cache, tmp_path / "cache")
+    (copy / "shard-00001.safetensors").unlink()
+    spec = json.loads((cache / "manifest.json").read_text())["spec"]
+    size = ["--length", spec["length"], "--max-rows", 32, "--heldout-fraction", 0.25, "--rows-per-shard", 8]
+    flags = ["--device", "cpu", "--precision", "fp32"]
+    run("build_kd_cache", "--model", tiny_model_dir, "--cache-dir", copy, *size, *flags)
+    for path in cache.glob("*.safetensors"):
+        assert (copy / path.name).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["truncated", "empty", "missing"])
+def test_damaged_manifest_is_named(refuse, qat, cache, tmp_path, kind):
+    copy = shutil.copytree(cache, tmp_path / "cache")
+    (copy / "manifest.json").unlink() if kind == "missing" else damage(copy / "manifest.json", kind)
+    assert "manifest.json" in refuse("train_qat", *qat, "--cache-dir", copy)
+
+
+@pytest.mark.parametrize("content", [{"format": "qat_lora.kd.2"}, {"format": "qat_lora.kd.2", "spec": None}])
+def test_manifest_without_its_parts_is_named(refuse, qat, cache, tmp_path, content):
+    copy = shutil.copytree(cache, tmp_path / "cache")
+    (copy / "manifest.json").write_text(json.dumps(content))
+    assert str(copy) in refuse("train_qat", *qat, "--cache-dir", copy)
+
+
+def test_cache_from_another_tokenizer(refuse, qat, tiny_model_dir, tiny_tokenizer, tmp_path):
+    other = shutil.copytree(tiny_model_dir, tmp_path / "other")
+    data = json.loads((other / "tokenizer.json").read_text())
+    vocab = data["model"]["vocab"]
+    a, b = sorted(vocab)[-2:]
+    vocab[a], vocab[b] = vocab[b], vocab[a]
+    (other / "tokenizer.json").write_text(json.dumps(data))
+    message = refuse("train_qat", *qat, "--model", other)
+    assert "made with another tokenizer" in message and str(tiny_model_dir) in message and "build one" in message
+
+
+def test_fewer_rows_than_a_batch(refuse, qat, tmp_path):
+    message = refuse("train_qat", *qat, "--batch-size", 64)
+    assert "24 training rows" in message and "--batch-size 64" in message
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("flags", [["--batch-size", 9, "--eval-rows", 64], ["--eval-rows", 2]])
+def test_fewer_heldout_rows_than_a_batch_are_refused_before_training(refuse, qat, tmp_path, flags):
+    """Not after the layer-wise stage, hours later."""
+    assert "held-out rows" in refuse("train_qat", *qat, *flags)
+    assert not (tmp_path / "run").exists()
+
+
+def test_recovery_without_heldout_text_is_refused_before_training(refuse, tiny_student, tmp_path):
+    text = ["--mode", "recover", "--length", 16, "--max-rows", 16, "--heldout-fraction", 0]
+    message = refuse(
+        "train_recovery_lora", "--checkpoint", tiny_student, "--output-dir", tmp_path / "run", *SMALL, *text
+    )
+    assert "held-out" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_building_over_another_cache_is_refused_and_leaves_it(refuse, cache, tiny_model_dir):
+    before = {path.name: path.stat().st_mtime_ns for path in cache.iterdir()}
+    message = refuse("build_kd_cache", "--model", tiny_model_dir, "--cache-dir", cache, "--length", 8, "--max-rows", 9)
+    assert "holds another cache" in message and "--cache-dir" in message
+    assert {path.name: path.stat().st_mtime_ns for path in cache.iterdir()} == before
+
+
+# -- runs and checkpoints ---------------------------------------------------------------------------------------------------
+@pytest.fixture
+def finished(run, qat, tmp_path):
+    """A finished run in tmp_path/run."""
+    run("train_qat", *qat)
+    return tmp_path / "run"
+
+
+def test_runs_are_never_overwritten_or_mixed(refuse, run, finished, qat):
+    before = {path.name: path.read_bytes() for path in finished.iterdir() if path.is_file()}
+    assert "already holds a run" in refuse("train_qat", *qat)
+    message = refuse("train_qat", *qat, "--resume", "auto", "--config", "q2_g64")
+    assert "another config" in message and "attn is 'balanced2/g32' there, 'int2/g64' here" in message
+    assert "no run there" in refuse("train_qat", *qat, "--resume", finished.parent / "nowhere")
+    assert {path.name: path.read_bytes() for path in finished.iterdir() if path.is_file()} == before
+    assert load_checkpoint(finished)[2]["step"] == 2
+
+
+def test_checkpoint_of_another_model(refuse, tiny_student, cache, tmp_path):
+    flags = ["--checkpoint", tiny_student, "--kd-cache-dir", cache, "--output-dir", tmp_path / "run", *SMALL]
+    message = refuse("train_recovery_lora", *flags, "--model", "smollm2-135m")
+    assert str(tiny_student) in message and "smollm2-135m" in message and "--model" in message
+
+
+@pytest.mark.parametrize("change", ["hidden_size", "num_hidden_layers", "vocab_size"])
+def test_model_folder_that_has_changed_since(
+    refuse, tiny_student, tiny_model_dir, tiny_tokenizer, cache, tmp_path, change
+):
+    """The file names a folder that now holds a model of another shape."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    other = tmp_path / "model"
+    values = {"hidden_size": 128, "num_hidden_layers": 3, "vocab_size": 600}
+    LlamaForCausalLM(LlamaConfig.from_pretrained(tiny_model_dir, **{change: values[change]})).save_pretrained(other)
+    tiny_tokenizer.save_pretrained(other)
+    content = read_student(tiny_student) | {"model": str(other)}
+    torch.save(content, tmp_path / "best.pt")
+    message = refuse("train_recovery_lora", "--checkpoint", tmp_path / "best.pt", "--kd-cache-dir", cache, *SMALL)
+    assert "best.pt" in message and "does not fit" in message
+
+
+@pytest.mark.parametrize("kind", ["truncated", "flipped", "empty", "missing"])
+def test_damaged_student_is_named(refuse, tiny_student, cache, tmp_path, kind):
+    path = tmp_path / "best.pt"
+    if kind != "missing":
+        shutil.copy(tiny_student, path)
+        damage(path, kind)
+    message = refuse("train_recovery_lora", "--checkpoint", path, "--kd-cache-dir", cache, *SMALL)
+    assert str(path) in message
+
+
+@pytest.mark.parametrize("content", [{"weights": 1}, [1], {"format": "qat_lora.student.1"}])
+def test_file_that_is_no_student_is_named(refuse, cache, tmp_path, content):
+    torch.save(content, tmp_path / "best.pt")
+    message = refuse("train_recovery_lora", "--checkpoint", tmp_path / "best.pt", "--kd-cache-dir", cache, *SMALL)
+    assert "best.pt" in message
+
+
+# -- training that goes wrong ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("rate", ["1e12", "1e30", "1e38"])
+def test_loss_that_blows_up_stops_and_keeps_the_last_good_checkpoint(refuse, qat, tmp_path, rate):
+    flags = ["--learning-rate", rate, "--warmup-steps", 0, "--max-steps", 8, "--save-every", 1, "--log-every", 1]
+    message = refuse("train_qat", *qat, *flags, "--clip-grad-norm", 0, "--layer-steps", 1, "--layer-rows", 4)
+    assert "not finite" in message and "step " in message and "--learning-rate" in message
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "failed" and f"step {summary['step']}" in message
+    tensors, _, meta = load_checkpoint(tmp_path / "run")
+    assert meta["step"] < summary["step"]
+    assert [name for name, value in tensors.items() if not value.isfinite().all()] == []
+
+
+@pytest.mark.parametrize("limit", [40_000, 150_000, 700_000])
+def test_full_disk_while_saving(refuse, run, qat, tmp_path, limit):
+    """Whatever is being written when the disk fills: one line, and the run goes on from its last checkpoint."""
+    whole = [*qat, "--max-steps", 4, "--save-every", 1, "--output-dir", tmp_path / "whole"]
+    run("train_qat", *whole)
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "whole").rglob("*") if path.is_file()}
+    assert min(sizes["best.pt"], sizes["model.safetensors"], sizes["trainer.pt"]) > 2**14
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        message = refuse("train_qat", *qat, "--max-steps", 4, "--save-every", 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "could not be written" in message and "free some space" in message
+    assert not [path for path in (tmp_path / "run").rglob("*") if "part" in path.name]
+    run("train_qat", *qat, "--max-steps", 4, "--save-every", 1, "--resume", "auto")
+    ends = [load_checkpoint(tmp_path / folder)[0] for folder in ("run", "whole")]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[1])
+
+
+def test_full_disk_while_saving_an_adapter(refuse, run, tiny_student, cache, tmp_path):
+    flags = ["--checkpoint", tiny_student, "--kd-cache-dir", cache, "--output-dir", tmp_path / "run", *SMALL]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8_000, hard))
+    try:
+        message = refuse("train_recovery_lora", *flags)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "adapter could not be written" in message
+    run("train_recovery_lora", *flags, "--resume", "auto")
+    assert load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
+
+
+# -- the process ---------------------------------------------------------------------------------------------------------
+def test_process_says_one_line_and_exits_with_2(tmp_path):
+    """With a hub that refuses the connection."""
+    command = [sys.executable, "scripts/train_qat.py", "--model", "nobody/nothing", "--cache-dir", str(tmp_path)]
+    started = time.monotonic()
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9"}, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: model 'nobody/nothing'") and done.stderr.count("\n") == 1
+    assert "smollm2-135m" in done.stderr and time.monotonic() - started < 60

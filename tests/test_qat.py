@@ -1,0 +1,240 @@
+"""End-to-end QAT: it learns, counts in updates, reduces once, clips what was reduced, and restores strictly."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from qat_lora.backend import TorchBackend
+from qat_lora.data.batches import batches
+from qat_lora.errors import UserError
+from qat_lora.evaluate import heldout_figures, kd_loss
+from qat_lora.kd.dataset import KDCacheDataset
+from qat_lora.models.loading import load_model
+from qat_lora.qat import Plan, parameter_groups, restore, train_qat, update
+from qat_lora.quant.init import initialise
+from qat_lora.quant.linear import quantized_layers
+from qat_lora.quant.student import StudentSpec, quantize
+
+PLAN = Plan(steps=6, batch_size=4, accumulation=1, learning_rate=4e-3, warmup_steps=2, clip_grad_norm=1.0, seed=0)
+
+
+@pytest.fixture(scope="module")
+def backend():
+    return TorchBackend("cpu", "fp32")
+
+
+@pytest.fixture(scope="module")
+def data(sharp_cache):
+    return KDCacheDataset(sharp_cache), KDCacheDataset(sharp_cache, "heldout")
+
+
+@pytest.fixture
+def new_student(sharp_model_dir):
+    def make():
+        student = quantize(load_model(str(sharp_model_dir)), StudentSpec("balanced2/g32", "lut2/r4", "balanced4/g32"))
+        initialise(student)
+        return student
+
+    return make
+
+
+@pytest.fixture
+def train(new_student, make_session, data, backend):
+    """train(plan, name): (student, lines of metrics.jsonl that carry a loss)."""
+
+    def run(plan=PLAN, name="run", backend=backend):
+        student, session = new_student(), make_session(name, backend)
+        train_qat(student, data[0], plan, plan.learning_rate, session, backend, lambda step: {})
+        return student, [line for line in session.run.metrics() if "loss" in line]
+
+    return run
+
+
+class Counting(TorchBackend):
+    """Reduces as two workers would whose gradients sum to three of ours, and writes down what happens."""
+
+    def __init__(self):
+        super().__init__("cpu", "fp32")
+        self.calls, self.norms = [], []
+
+    def reduce(self, tensors):
+        self.calls.append("reduce")
+        for tensor in tensors:
+            tensor.mul_(1.5)
+
+    def adamw(self, groups, **options):
+        optimizer = super().adamw(groups, **options)
+        step = optimizer.step
+
+        def watched():
+            self.calls.append("step")
+            grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            self.norms.append(float(torch.linalg.vector_norm(torch.stack([g.norm() for g in grads]))))
+            step()
+
+        optimizer.step = watched
+        return optimizer
+
+
+# -- learning ---------------------------------------------------------------------------------------------------------
+def test_the_loss_falls_and_the_student_nears_the_teacher(train, new_student, data, backend):
+    student, lines = train(dataclasses.replace(PLAN, steps=60))
+    for figure, floor in (("loss", lines[0]["loss"] - lines[0]["kl"]), ("kl", 0)):
+        values = [line[figure] - floor for line in lines]
+        assert sum(values[-10:]) < 0.6 * sum(values[:10]), f"{figure} above the teacher's entropy"
+    before, after = (heldout_figures(s, data[1], backend, 4, 8)["heldout_kl"] for s in (new_student(), student))
+    assert after < 0.85 * before
+
+
+def test_everything_is_trained(train, new_student):
+    for (name, p), q in zip(train()[0].named_parameters(), new_student().parameters()):
+        assert not torch.equal(p, q), name
+
+
+def test_figures_by_hand(train, new_student, data, backend):
+    """Loss, KL and gradient norm of the first update from the batch itself."""
+    student, lines = new_student(), train()[1]
+    batch = next(batches(data[0], 4, 1, PLAN.seed))
+    loss = kd_loss(student, batch)
+    loss.backward()
+    loss = loss.detach()
+    norm = math.sqrt(sum(float(p.grad.square().sum()) for p in student.parameters()))
+    assert lines[0]["loss"] == pytest.approx(float(loss), rel=1e-6)
+    assert lines[0]["kl"] == pytest.approx(float(loss - batch["entropy"].mean()), rel=1e-5)
+    assert lines[0]["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert lines[0]["tokens"] == 4 * 32
+
+
+def test_the_gradient_reaches_scales_through_every_layer(new_student, data):
+    student = new_student()
+    kd_loss(student, next(batches(data[0], 4, 1, 0))).backward()
+    for name, layer in quantized_layers(student).items():
+        for parameter in (layer.weight, *layer.quantizer.parameters()):
+            assert parameter.grad.abs().sum() > 0, name
+
+
+def test_groups_part_scales_from_the_rest(new_student):
+    student = new_student()
+    rest, scales = parameter_groups(student, 1e-3, 2e-4)
+    assert (rest["lr"], scales["lr"]) == (1e-3, 2e-4)
+    names = {id(p): name for name, p in student.named_parameters()}
+    assert all(".quantizer." in names[id(p)] for p in scales["params"])
+    assert not any(".quantizer." in names[id(p)] for p in rest["params"])
+    assert len(rest["params"]) + len(scales["params"]) == len(names)
+
+
+# -- accumulation -----------------------------------------------------------------------------------------------------
+def test_accumulation_equals_one_large_batch(train):
+    """Two times two rows against four: the same updates, and figures of the update and not of a micro-batch."""
+    whole, lines = train()
+    parts, accumulated = train(dataclasses.replace(PLAN, batch_size=2, accumulation=2), "parts")
+    for one, other in zip(lines, accumulated):
+        assert other["tokens"] == one["tokens"]
+        for figure in ("loss", "kl", "grad_norm"):
+            assert other[figure] == pytest.approx(one[figure], rel=1e-3), figure
+    for p, q in zip(whole.parameters(), parts.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-2, atol=2e-3)
+
+
+def test_the_schedule_counts_updates(train):
+    """The original's cosine ran over micro-batches while it stepped once an update."""
+    rates = [[line["lr"] for line in train(dataclasses.replace(PLAN, accumulation=a), str(a))[1]] for a in (1, 2)]
+    assert rates[0] == rates[1]
+    assert rates[0][:3] == pytest.approx([PLAN.learning_rate * f for f in (1 / 3, 2 / 3, 1)])
+    assert rates[0][3:] == sorted(rates[0][3:], reverse=True) and rates[0][-1] < 0.5 * PLAN.learning_rate
+
+
+def test_the_rate_that_is_logged_is_the_one_in_use(new_student, data, make_session):
+    class Watching(TorchBackend):
+        rates = ()
+
+        def update(self, optimizer, clip):
+            self.rates += (tuple(group["lr"] for group in optimizer.param_groups),)
+            return super().update(optimizer, clip)
+
+    backend = Watching("cpu", "fp32")
+    session = make_session("run", backend)
+    train_qat(new_student(), data[0], PLAN, PLAN.learning_rate / 4, session, backend, lambda step: {})
+    logged = [line["lr"] for line in session.run.metrics() if "loss" in line]
+    assert [rates[0] for rates in backend.rates] == pytest.approx(logged)
+    assert [rates[1] for rates in backend.rates] == pytest.approx([rate / 4 for rate in logged])
+
+
+# -- one update -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_gradients_are_reduced_once_an_update(train, accumulation):
+    """The original reduced by hand and then again inside xm.optimizer_step."""
+    backend = Counting()
+    train(dataclasses.replace(PLAN, batch_size=2, accumulation=accumulation), backend=backend)
+    assert backend.calls == ["reduce", "step"] * PLAN.steps
+
+
+def test_clipping_comes_after_the_reduction(train):
+    clipped, free = Counting(), Counting()
+    _, lines = train(dataclasses.replace(PLAN, clip_grad_norm=0.1), backend=clipped)
+    _, unclipped = train(dataclasses.replace(PLAN, clip_grad_norm=0.0), "free", backend=free)
+    assert clipped.norms == pytest.approx([0.1] * PLAN.steps, rel=1e-3)
+    assert lines[0]["grad_norm"] == pytest.approx(unclipped[0]["grad_norm"]), "logged before clipping"
+    assert [line["grad_norm"] for line in unclipped] == pytest.approx(free.norms, rel=1e-4)
+
+
+def test_a_small_gradient_is_not_clipped(train):
+    backend = Counting()
+    _, lines = train(dataclasses.replace(PLAN, clip_grad_norm=1e3), backend=backend)
+    assert backend.norms == pytest.approx([line["grad_norm"] for line in lines], rel=1e-4)
+
+
+def test_an_update_starts_from_no_gradient(new_student, data, backend):
+    """One plain SGD step by hand: parameter − lr · gradient, twice over, with nothing carried from the first."""
+    student, plan = new_student(), dataclasses.replace(PLAN, clip_grad_norm=0.0)
+    optimizer = torch.optim.SGD(student.parameters(), lr=1e-2)
+    stream = batches(data[0], 4, 1, 0)
+    update(student, stream, kd_loss, optimizer, plan, backend)
+    before = {name: p.detach().clone() for name, p in student.named_parameters()}
+    batch = next(stream)
+    grads = torch.autograd.grad(kd_loss(student, batch), list(student.parameters()))
+    update(student, iter([batch]), kd_loss, optimizer, plan, backend)
+    for (name, p), grad in zip(student.named_parameters(), grads):
+        torch.testing.assert_close(p.detach(), before[name] - 1e-2 * grad, msg=lambda m, name=name: f"{name}: {m}")
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "change",
+    [{"batch_size": 0}, {"accumulation": 0}, {"steps": -1}, {"learning_rate": 0.0}, {"warmup_steps": -1},
+     {"clip_grad_norm": -0.5}],
+)  # fmt: skip
+def test_an_impossible_plan_fails_when_it_is_built(change):
+    with pytest.raises(UserError):
+        dataclasses.replace(PLAN, **change)
+
+
+def test_restore_is_strict(new_student):
+    """The original loaded with strict=False, which hid every mismatch."""
+    student, other = new_student(), new_student()
+    saved = {name: p.detach() + 1 for name, p in student.named_parameters()}
+    restore(other, saved)
+    assert all(torch.equal(p, saved[name]) for name, p in other.named_parameters())
+    name = "model.layers.0.mlp.up_proj.quantizer.scale"
+    for bad, wrong in (
+        ({n: t for n, t in saved.items() if n != name}, f"{name} is on one side only"),
+        (saved | {"model.extra": torch.ones(1)}, "model.extra is on one side only"),
+        (saved | {name: saved[name][:, :1]}, r"\[128, 1, 1\] there, \[128, 2, 1\] here"),
+        (saved | {name: saved[name].squeeze(2)}, r"\[128, 2\] there"),
+    ):
+        with pytest.raises(UserError, match=wrong):
+            restore(other, bad)
+
+
+def test_the_fused_optimiser_is_adamw(backend):
+    """Its state is made beforehand (for XLA); that must not change the numbers."""
+    torch.manual_seed(0)
+    ours, reference = (torch.nn.Parameter(torch.ones(5)) for _ in range(2))
+    made = backend.adamw([{"params": [ours], "lr": 0.1}], betas=(0.9, 0.95))
+    plain = torch.optim.AdamW([reference], lr=0.1, betas=(0.9, 0.95), weight_decay=0.0)
+    for gradient in torch.randn(4, 5):
+        ours.grad, reference.grad = gradient.clone(), gradient.clone()
+        made.step(), plain.step()
+        torch.testing.assert_close(ours, reference)
