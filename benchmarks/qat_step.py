@@ -35,6 +35,7 @@ from qat_lora.qat import Plan, parameter_groups, update
 from qat_lora.quant.init import initialise
 from qat_lora.quant.student import StudentSpec, quantize
 from qat_lora.run.config import ScriptConfig, option, run_script
+from qat_lora.run.rundir import revision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +51,12 @@ class Config(TextOptions, ScriptConfig):
 def main(cfg: Config) -> None:
     backend = open_backend(cfg.device, cfg.precision)
     backend.seed(cfg.seed)
+    print(f"{cfg.model}, {cfg.quantizer}, {cfg.batch_size}×{cfg.length} tokens, {backend}, commit {revision()}")
+    print(f"{torch.get_num_threads()} threads, medians of {cfg.steps} pairs (min–max; seconds of each side)")
+    if cfg.dry_run:
+        return
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(cfg, backend, Path(folder))
-        if cfg.dry_run:
-            return
         if cfg.side in ("plain", "cached"):
             step = {"plain": bench.plain, "cached": bench.cached}[cfg.side]()
             bench.teacher = None  # neither side keeps one while it trains
@@ -63,8 +66,6 @@ def main(cfg: Config) -> None:
             return
         if cfg.side != "all":
             raise UserError(f"--side {cfg.side!r} is not one of all, plain, cached")
-        print(f"{cfg.model}, {cfg.quantizer}, {cfg.batch_size}×{cfg.length} tokens, {backend}")
-        print(f"{torch.get_num_threads()} threads, medians of {cfg.steps} pairs (min–max)")
         pair("cache building speed / bare teacher forward", *bench.building(), cfg.steps, invert=True)
         pair("QAT step from the cache / plain fine-tuning step", bench.cached(), bench.plain(), cfg.steps)
         memory = [peak_of(side) for side in ("cached", "plain")]
@@ -185,7 +186,7 @@ def pair(title: str, a, b, count: int, invert: bool = False) -> None:
 def peak_of(side: str) -> float:
     """Peak memory in MB of one side in a process of its own."""
     command = [sys.executable, __file__, *sys.argv[1:], "--side", side]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])["peak_memory_mb"]
 
 

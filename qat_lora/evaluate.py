@@ -46,11 +46,13 @@ def heldout_figures(
 
     def figures(batch: dict) -> list[Tensor]:
         hidden, head, mask = hidden_states(model, batch["tokens"]), head_weight(model), batch["mask"].float()
-        cross = sparse_loss(hidden, head, batch["index"], batch["prob"], mask)
-        kl = cross - (batch["entropy"] * mask).sum() / mask.sum()
-        return [_nll(hidden, head, batch["tokens"], mask), kl]
+        one = mask.new_ones(())  # sums: batches may keep different numbers of positions
+        cross = sparse_loss(hidden, head, batch["index"], batch["prob"], mask, one)
+        kl = cross - (batch["entropy"] * mask).sum()
+        return [_nll(hidden, head, batch["tokens"], mask, one), mask[:, 1:].sum(), kl, mask.sum()]
 
-    nll, kl = _means(figures, model, dataset, backend, batch_size, rows)
+    nll, predicted, kl, kept = _means(figures, model, dataset, backend, batch_size, rows)
+    nll, kl = nll / predicted, kl / kept
     return {"heldout_nll": nll, "heldout_ppl": math.exp(min(nll, 80)), "heldout_kl": kl}
 
 

@@ -77,6 +77,8 @@ class TextDataset(Dataset):
         self.tokens, self.mask = rows.tokens, rows.mask.clone() if completions_only else torch.ones_like(rows.mask)
         self.mask[:, 0] = 0
         self.fingerprint = fingerprint(rows)
+        if not self.mask.any():
+            raise UserError("the rows keep no completion token to learn; use longer rows or other text")
 
     def __len__(self):
         return len(self.tokens)
@@ -126,7 +128,7 @@ def train_recovery_lora(
     mode: "kd" (train is a KDCacheDataset), "sft" or "recover" (train is a TextDataset).
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = backend.adamw([{"params": list(trained.values()), "lr": plan.learning_rate}], betas=(0.9, 0.99))
+    optimizer = backend.adamw([{"params": list(trained.values()), "lr": plan.learning_rate}])
 
     def state() -> tuple[dict, dict]:
         return trained, {"optimizer": optimizer.state_dict()}

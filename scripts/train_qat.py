@@ -23,7 +23,7 @@ from qat_lora.layer_qat import LayerPlan, train_layers
 from qat_lora.memory import empty_model
 from qat_lora.models.loading import EMBEDDED, decoder_layers, hidden_states, load_model, load_tokenizer
 from qat_lora.qat import TrainOptions, train_qat
-from qat_lora.quant.init import initialise, input_moments
+from qat_lora.quant.init import METHODS, initialise, input_moments
 from qat_lora.quant.linear import unquantized
 from qat_lora.quant.student import StudentSpec, bits_per_weight, megabytes, quantize, save_student
 from qat_lora.run.config import option, run_script
@@ -53,6 +53,8 @@ class Config(TrainOptions):
 def main(cfg: Config) -> None:
     spec = StudentSpec(mlp=cfg.mlp, attn=cfg.attn, head=cfg.head)
     plan = cfg.plan()
+    if cfg.init not in METHODS:
+        raise UserError(f"--init {cfg.init!r} is not one of {', '.join(METHODS)}")
     scale_rate = cfg.learning_rate if cfg.scale_learning_rate is None else cfg.scale_learning_rate
     if scale_rate <= 0:
         raise UserError(f"--scale-learning-rate {scale_rate} must be above 0")

@@ -1,5 +1,6 @@
 """The backend on CPU and CUDA, and the interface that the XLA backend specialises."""
 
+import atexit
 import ctypes
 import platform
 import queue
@@ -94,7 +95,8 @@ class TorchBackend:
     def gradient_checkpointing(self, model: nn.Module) -> None:
         """Recompute each decoder layer of an HF model in the backward pass."""
         model.enable_input_require_grads()
-        model.gradient_checkpointing_enable()
+        # The first name is the older transformers'; the one pinned here warns of it.
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
         for module in model.modules():
             if hasattr(module, "_gradient_checkpointing_func"):
                 module._gradient_checkpointing_func = self.checkpoint
@@ -157,14 +159,16 @@ class TorchBackend:
 
     def rng_state(self) -> dict:
         """Every generator's state, as tensors and plain values (loads with weights_only=True)."""
-        state = {"torch": torch.get_rng_state(), "python": list(random.getstate()[1])}
+        _, words, waiting = random.getstate()
+        state = {"torch": torch.get_rng_state(), "python": [list(words), waiting]}
         if self.kind == "cuda":
             state["cuda"] = torch.cuda.get_rng_state(self.device)
         return state
 
     def set_rng_state(self, state: dict) -> None:
         torch.set_rng_state(state["torch"])
-        random.setstate((3, tuple(state["python"]), None))
+        words, waiting = state["python"]
+        random.setstate((3, tuple(words), waiting))
         if "cuda" in state and self.kind == "cuda":
             torch.cuda.set_rng_state(state["cuda"], self.device)
 
@@ -201,7 +205,13 @@ class TorchBackend:
             except BaseException as error:
                 put((None, error))
 
-        threading.Thread(target=work, daemon=True).start()
+        def end() -> None:  # a thread inside torch while the interpreter shuts down aborts the process
+            stop.set()
+            thread.join()
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        atexit.register(end)
         try:
             while True:
                 batch, error = ready.get()
@@ -211,7 +221,8 @@ class TorchBackend:
                     raise error
                 yield self.to_device(batch)
         finally:
-            stop.set()
+            end()
+            atexit.unregister(end)
 
     # -- what it cost --------------------------------------------------------------------------------------------
     def counters(self) -> dict[str, int]:

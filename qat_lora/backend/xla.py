@@ -9,9 +9,15 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 from torch_xla.utils.checkpoint import checkpoint as xla_checkpoint
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qat_lora.backend import probe
 from qat_lora.backend.torch import TorchBackend
+
+
+def _attention_of_one_type(module, query, key, value, *args, **kwargs):
+    return sdpa_attention_forward(module, query.to(value.dtype), key.to(value.dtype), value, *args, **kwargs)
 
 
 class XlaBackend(TorchBackend):
@@ -21,6 +27,8 @@ class XlaBackend(TorchBackend):
         self.kind = "xla"
         self.device = torch_xla.device()
         self.bf16 = self._wants_bf16(precision)
+        if self.bf16:  # autocast("xla") leaves attention out, and rope gives fp32 queries and keys beside bf16 values
+            ALL_ATTENTION_FUNCTIONS["sdpa"] = _attention_of_one_type
 
     def _wants_bf16(self, precision: str) -> bool:
         if precision == "auto":  # torch_xla's CPU device emulates bf16 slowly

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
@@ -115,8 +116,8 @@ def _targets(teacher, backend, tokens: Tensor, start: int, split: str, spec: Cac
 
 def _uniforms(spec: CacheSpec, split: str, row: int) -> Tensor:
     """The random numbers [L, N] of one row: its own stream, whatever batch or worker it falls in."""
-    stream = torch.Generator().manual_seed((spec.seed << 33) + (2 * row) + (split == "heldout"))
-    return torch.rand(spec.length, spec.draws, generator=stream)
+    stream = np.random.default_rng([spec.seed, row, split == "heldout"])  # torch's generator reads 32 bits of a seed
+    return torch.from_numpy(stream.random((spec.length, spec.draws), dtype=np.float32))
 
 
 def read_shard(directory: Path, name: str, expected: dict) -> dict[str, Tensor]:

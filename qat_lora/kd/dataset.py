@@ -60,7 +60,8 @@ class KDCacheDataset(Dataset):
         if self.spec is None:  # v1 has no held-out shards: the last tenth of its rows is kept apart
             cut = len(every) - max(1, len(every) // 10)
             every = every[:cut] if self.split == "train" else every[cut:]
-            files = [[item for item in file if item in set(every)] for file in files]
+            kept = set(every)
+            files = [[item for item in file if item in kept] for file in files]
         shares = [[item for file in files[worker::world_size] for item in file] for worker in range(world_size)]
         if min(map(len, shares)) * world_size < 0.9 * len(every):  # too uneven by file: too much would be left out
             shares = [every[worker::world_size] for worker in range(world_size)]

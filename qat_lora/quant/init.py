@@ -7,6 +7,7 @@ from qat_lora.errors import UserError
 from qat_lora.quant.linear import Quantizer, nearest_code, quantized_layers
 from qat_lora.quant.spec import LOWRANK_INIT_GROUP, QuantSpec
 
+METHODS = ("mse", "absmax")
 SEARCH = torch.linspace(0.35, 1.05, 29)  # fractions of the absolute-maximum scale tried by the least-error search
 REFINE = 3  # rounds of "fix codes, solve for the scale" after the search
 
@@ -19,8 +20,8 @@ def initialise(model: nn.Module, method: str = "mse", moments: dict[str, Tensor]
     layer name → mean square of each input [in], as `input_moments` gives).
     Raises UserError for a weight that holds a non-finite value.
     """
-    if method not in ("absmax", "mse"):
-        raise UserError(f"init={method!r} is not one of absmax, mse")
+    if method not in METHODS:
+        raise UserError(f"init={method!r} is not one of {', '.join(METHODS)}")
     for name, layer in quantized_layers(model).items():
         weight = layer.weight.detach().float().cpu()
         if not torch.isfinite(weight).all():

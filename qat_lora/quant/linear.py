@@ -132,17 +132,20 @@ class QuantEmbedding(nn.Embedding):
         self.weight, self.quantizer = embedding.weight, quantizer
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, effective_weight(self), self.padding_idx)
+        return F.embedding(tokens, effective_weight(self, self.weight.dtype), self.padding_idx)  # as a plain one: fp32
 
 
-def effective_weight(module: nn.Module) -> Tensor:
-    """The weight [out, in] that a linear layer or embedding multiplies with, quantised or not."""
+def effective_weight(module: nn.Module, dtype: torch.dtype | None = None) -> Tensor:
+    """The weight [out, in] that a linear layer or embedding multiplies with, quantised or not.
+
+    dtype: of a weight that is quantised here and now; default: what autocast would make of it.
+    """
     quantizer = getattr(module, "quantizer", None)
     if quantizer is None or not quantizer.enabled or quantizer.codes is not None:
         return module.weight
     kind = module.weight.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else module.weight.dtype
-    return quantizer(module.weight, dtype)
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else module.weight.dtype
+    return quantizer(module.weight, dtype or autocast)
 
 
 def freeze(module: nn.Module) -> None:

@@ -35,8 +35,8 @@ class QuantSpec:
         """From "balanced2/g32" (group), "lut4/r32" (low rank) or "balanced2/tensor"; "none" leaves weights alone."""
         if text == "none":
             return None
-        match = re.fullmatch(r"(balanced|int|lut)([2348])/(?:g(\d+)|r(\d+)|(tensor))", text)
-        if not match or "0" in match.group(3, 4):
+        match = re.fullmatch(r"(balanced|int|lut)([2348])/(?:g([1-9]\d*)|r([1-9]\d*)|(tensor))", text)
+        if not match:
             raise UserError(
                 f"quantiser {text!r}: write CODEBOOKbits/SCALE with codebook balanced, int or lut, bits 2, 3, 4 or 8, "
                 "scale g32 (groups of 32), r8 (rank 8) or tensor; for example balanced2/g32, or none"
@@ -75,7 +75,7 @@ class QuantSpec:
     def check(self, name: str, out_features: int, in_features: int) -> None:
         """Raise UserError where a weight [out, in] cannot carry this quantiser."""
         if self.scale == "group" and in_features % self.size:
-            fits = [g for g in (8, 16, 32, 64, 128, 256) if in_features % g == 0]
+            fits = [g for g in range(2, min(in_features, 256) + 1) if in_features % g == 0]
             raise UserError(f"{name}: {in_features} inputs do not divide by group {self.size}; use one of {fits}")
         if self.scale == "lowrank" and self.size > min(out_features, in_features):
             raise UserError(f"{name}: rank {self.size} is above the weight's {min(out_features, in_features)}")

@@ -1,5 +1,6 @@
 """The student: a model whose linear layers are quantised, and the file `best.pt` that carries it frozen."""
 
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,12 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.errors import UserError
+from qat_lora.hub import first_line
 from qat_lora.models.loading import decoder_layers, load_model, unwrap
 from qat_lora.quant.linear import QuantEmbedding, QuantLinear, freeze, quantized_layers
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.run.files import write_atomically
 
 FORMAT = "qat_lora.student.1"
+PARTS = {"model", "spec", "info", "tensors"}
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class StudentSpec:
     head: str = "none"
 
     def __post_init__(self):
-        if all(QuantSpec.parse(text) is None for text in (self.mlp, self.attn, self.head)):
+        if not any([QuantSpec.parse(text) for text in (self.mlp, self.attn, self.head)]):  # a list: each is checked
             raise UserError("mlp, attn and head are all none: nothing would be quantised")
 
     def __str__(self):
@@ -111,7 +114,7 @@ def save_student(path: str | Path, model: nn.Module, model_name: str, spec: Stud
         codes = layer.quantizer.codes
         codes = layer.quantizer.encode(layer.weight) if codes is None else codes
         tensors[f"{name}.codes"] = pack_codes(codes.cpu(), layer.quantizer.spec.bits)
-    content = {"format": FORMAT, "model": model_name, "spec": vars(spec) | {}, "info": info, "tensors": tensors}
+    content = {"format": FORMAT, "model": model_name, "spec": dict(vars(spec)), "info": info, "tensors": tensors}
     write_atomically(Path(path), lambda file: torch.save(content, file))
 
 
@@ -121,13 +124,16 @@ def read_student(path: str | Path) -> dict:
     if not path.is_file():
         raise UserError(f"checkpoint {path}: no such file; train_qat.py writes best.pt into its run directory")
     try:
+        with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums that torch.save wrote
+            if archive.testzip():
+                raise ValueError("checksum")
         content = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:
-        reason = str(error).strip().splitlines()[0][:120]
+        reason = first_line(error)[:120]
         raise UserError(
             f"checkpoint {path} is damaged or no student file ({reason}); copy or train it again"
         ) from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    if not isinstance(content, dict) or content.get("format") != FORMAT or not content.keys() >= PARTS:
         raise UserError(f"checkpoint {path} is not a student file ({FORMAT}); give the best.pt of train_qat.py")
     return content
 
@@ -147,13 +153,18 @@ def load_student(path: str | Path, model: str | None = None, base: nn.Module | N
     layers = quantized_layers(student)
     latent = {id(layer.weight) for layer in layers.values()}
     wanted = {n: p for n, p in student.named_parameters() if id(p) not in latent}
-    expected = set(wanted) | {f"{name}.codes" for name in layers}
-    if expected != set(tensors):
-        odd = sorted(expected ^ set(tensors))[0]
-        raise UserError(f"checkpoint {path} does not fit model {content['model']!r}: {odd} is on one side only")
-    with torch.no_grad():
-        for name, parameter in wanted.items():
-            parameter.copy_(tensors[name])
+    shapes = {name: tuple(p.shape) for name, p in wanted.items()}
+    for name, layer in layers.items():
+        shapes[f"{name}.codes"] = (-(-layer.weight.numel() * layer.quantizer.spec.bits // 8),)
+    for name in sorted(shapes.keys() | tensors.keys()):
+        there = tuple(tensors[name].shape) if name in tensors else None
+        if shapes.get(name) != there:
+            raise UserError(
+                f"checkpoint {path} does not fit model {content['model']!r}: {name} is {there} in the file, "
+                f"{shapes.get(name)} in the model"
+            )
+    for name, parameter in wanted.items():
+        parameter.data.copy_(tensors[name])
     for name, layer in layers.items():
         layer.quantizer.codes = unpack_codes(tensors[f"{name}.codes"], layer.quantizer.spec.bits, layer.quantizer.shape)
     freeze(student)

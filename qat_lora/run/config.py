@@ -59,6 +59,8 @@ def parse(kind: type, script: str, argv: list[str], description: str = ""):
     if unknown:
         flags = {name.replace("_", "-") for name in names}
         raise UserError(_unknown_key(unknown[0].lstrip("-").split("=")[0], flags, "flag --", "--"))
+    if config.seed < 0:
+        raise UserError(f"--seed {config.seed} must not be negative")
     return dataclasses.replace(config, device="tpu") if config.tpu else config
 
 
@@ -89,7 +91,7 @@ def _preset(argv: list[str], kind: type, script: str) -> dict:
     return {}
 
 
-def _read_preset(name: str, kind: type, script: str) -> dict:
+def _read_preset(name: str, kind: type, script: str, above: tuple = ()) -> dict:
     """A preset's values, checked against the fields; `base: NAME` in it names a preset that it builds on."""
     folder = CONFIGS / script
     path = Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
@@ -99,18 +101,20 @@ def _read_preset(name: str, kind: type, script: str) -> dict:
         raise UserError(f"--config {name}: no such preset{_nearest(name, known)}; there are: {there}")
     try:
         values = yaml.safe_load(path.read_text()) or {}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from error
     if not isinstance(values, dict):
         raise UserError(f"{path}: a preset is a list of `key: value` lines")
     base = values.pop("base", None)
+    if base is not None and (not isinstance(base, str) or base in (*above, name)):
+        raise UserError(f"{path}: base {base!r} is not the name of another preset")
     hints = get_type_hints(kind)
     checked = {}
     for key, value in values.items():
         if key not in hints or key == "config":
             raise UserError(_unknown_key(str(key), set(hints), f"{path}: key "))
         checked[key] = _coerced(value, hints[key], f"{path}: {key}")
-    return (_read_preset(base, kind, script) if base else {}) | checked
+    return (_read_preset(base, kind, script, (*above, name)) if base else {}) | checked
 
 
 def _coerced(value: Any, hint: Any, where: str) -> Any:

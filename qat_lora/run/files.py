@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from qat_lora.errors import UserError
+from qat_lora.hub import first_line
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:
@@ -30,7 +31,10 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:
 
 
 def cannot_write(path: Path, error: Exception) -> UserError:
-    reason = str(error).strip().splitlines()[0]
+    root = error
+    while root and not isinstance(root, OSError):  # torch.save hides a full disk behind an error of its own
+        root = root.__context__
+    reason = first_line(root or error)
     return UserError(f"{path} could not be written ({reason}); free some space or rights; earlier files are untouched")
 
 

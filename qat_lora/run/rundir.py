@@ -95,8 +95,8 @@ def open_run(experiment: str, config: RunConfig, facts: dict) -> Run:
         write_json(path / "manifest.json", manifest)
         say(f"resuming {path}")
         return Run(path, resumed=True)
-    revision, dirty = _git()
-    label = f"{_now()}-{Path(config.config or 'default').stem}-s{config.seed}-{revision}"
+    commit, dirty = _git()
+    label = f"{_now()}-{Path(config.config or 'default').stem}-s{config.seed}-{commit}"
     path = Path(config.output_dir or Path("runs") / experiment / label)
     if (path / "manifest.json").exists():
         raise UserError(f"{path} already holds a run; --resume auto continues it, or give another --output-dir")
@@ -111,7 +111,7 @@ def open_run(experiment: str, config: RunConfig, facts: dict) -> Run:
             "experiment": experiment,
             "started": _now(),
             "argv": sys.argv,
-            "git": revision,
+            "git": commit,
             "dirty": dirty,
             "python": platform.python_version(),
             "packages": {name: _version(name) for name in PACKAGES},
@@ -145,8 +145,11 @@ def _resumed_path(experiment: str, config: RunConfig) -> Path | None:
         return path if (path / "manifest.json").exists() else None
     for manifest in sorted(Path("runs", experiment).glob("*/manifest.json"), reverse=True):
         path = manifest.parent
-        if _status(path) != "finished" and (path / "config.yaml").exists() and read_config(path) == identity(config):
-            return path
+        try:
+            if _status(path) != "finished" and read_config(path) == identity(config):
+                return path
+        except UserError as error:
+            say(f"passing over {path}: {error}")
     say("--resume auto: no unfinished run of this config; starting a new one")
     return None
 
@@ -180,8 +183,14 @@ def _git() -> tuple[str, bool | None]:
     """Short revision and whether the tree has changes; ("nogit", None) outside a checkout."""
     try:
         git = ["git", "-C", str(ROOT)]
-        revision = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
         status = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
-        return revision.stdout.strip(), bool(status.stdout.strip())
+        return head.stdout.strip(), bool(status.stdout.strip())
     except (OSError, subprocess.CalledProcessError):
         return "nogit", None
+
+
+def revision() -> str:
+    """The commit that a figure was measured at, for people."""
+    commit, dirty = _git()
+    return f"{commit} with changes" if dirty else commit

@@ -73,7 +73,7 @@ class Session:
         handler = signal.signal(signal.SIGTERM, self._on_sigterm)
         try:
             if evaluate and first == 1:
-                self.run.log(self.offset, {"stage": stage, **evaluate(0)})
+                self._evaluate(0, evaluate)
             for step in tqdm(range(first, total + 1), initial=first - 1, total=total, desc=stage, disable=None):
                 started = time.monotonic()
                 yield step
@@ -124,13 +124,26 @@ class Session:
         if log:
             self._log(self.offset + step)
         if test:
-            self.run.log(self.offset + step, {"stage": self.stage, **evaluate(step)})
+            self._evaluate(step, evaluate)
         if save:
             self._save(self.offset + step)
         if stopping:
             self.run.finish("preempted", step=self.offset + step)
             say(f"SIGTERM: saved step {self.offset + step}; --resume auto goes on from there")
             raise SystemExit(0)
+
+    def _evaluate(self, step: int, evaluate) -> None:
+        figures = evaluate(step)
+        if not all(map(math.isfinite, figures.values())):
+            self._refuse(self.offset + step, figures)
+        self.run.log(self.offset + step, {"stage": self.stage, **figures})
+
+    def _refuse(self, step: int, values: dict) -> None:
+        self.run.finish("failed", step=step)
+        raise UserError(
+            f"step {step}: {values} is not finite; the last good checkpoint is kept in {self.run.path}; "
+            "start a new run with a lower --learning-rate"
+        )
 
     def _fetch(self, last: int) -> None:
         """Bring the pending figures to the host; stop at the first that is not finite, before anything is saved."""
@@ -139,12 +152,7 @@ class Session:
         for i, values in enumerate(self.pending):
             values = values | {n: next(numbers) for n in names[i]}
             if not all(map(math.isfinite, values.values())):
-                bad = last - len(self.pending) + 1 + i
-                self.run.finish("failed", step=bad)
-                raise UserError(
-                    f"step {bad}: {values} is not finite; the last good checkpoint is kept in {self.run.path}; "
-                    "start a new run with a lower --learning-rate"
-                )
+                self._refuse(last - len(self.pending) + 1 + i, values)
             self.interval.append(values)
         self.pending = []
 
@@ -168,7 +176,11 @@ class Session:
             "logged_seconds": self.logged_seconds,
         }
         meta = {"stage": self.stage, "metrics_size": self.run.metrics_size()}
-        save_checkpoint(self.run.path, step, self.backend.to_host(tensors), self.backend.to_host(trainer), meta)
+        tensors = self.backend.to_host(tensors)
+        bad = next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None)
+        if bad:  # the loss of this step was finite, its update was not
+            self._refuse(step, {bad: "the updated parameter"})
+        save_checkpoint(self.run.path, step, tensors, self.backend.to_host(trainer), meta)
 
     def _on_sigterm(self, *_) -> None:
         self.stopping = True

@@ -42,7 +42,7 @@ def without_xla(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch_xla" else find(name))
 
 
-# -- chips ------------------------------------------------------------------------------------------------------------
+# -- chips -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("device, kind", detect.TPU_PCI_DEVICES.items())
 def test_each_kind_of_chip_is_known(pci, device, kind):
     pci(("0x1ae0", device))
@@ -63,7 +63,7 @@ def test_bus_that_cannot_be_read(pci, tmp_path):
     assert tpu_chips(tmp_path / "no bus") == []
 
 
-# -- resolve ------------------------------------------------------------------------------------------------------------
+# -- resolve ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("cards", [[], [GVNIC]])
 def test_auto_without_chips_is_cpu_although_torch_xla_is_installed(pci, cards):
     pci(*cards)
@@ -148,7 +148,7 @@ def test_is_xla_device():
     assert not is_xla_device("cpu") and not is_xla_device(torch.device("cpu"))
 
 
-# -- a fresh interpreter --------------------------------------------------------------------------------------------------
+# -- a fresh interpreter ---------------------------------------------------------------------------------------------
 FRESH = """
 import json, os, sys
 before = dict(os.environ)

@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -24,7 +23,7 @@ def backend():
     return TorchBackend("cpu", "fp32")
 
 
-# -- ties -------------------------------------------------------------------------------------------------------------
+# -- ties ------------------------------------------------------------------------------------------------------------
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
@@ -64,7 +63,7 @@ def test_place_keeps_ties_where_moving_breaks_them(tiny_model_dir):
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-# -- one update -----------------------------------------------------------------------------------------------------------
+# -- one update ------------------------------------------------------------------------------------------------------
 def one(value, **options):
     p = nn.Parameter(torch.tensor(value))
     return p, torch.optim.SGD([p], lr=1.0, **options)
@@ -186,9 +185,9 @@ def test_adamw_state_made_beforehand_changes_nothing(backend):
     assert torch.allclose(ours, theirs, atol=1e-6) and not torch.allclose(ours, start, atol=0.1)
 
 
-# -- randomness -------------------------------------------------------------------------------------------------------------
+# -- randomness ------------------------------------------------------------------------------------------------------
 def draw() -> list:
-    return [torch.rand(2).tolist(), random.random(), random.gauss(0, 1), np.random.rand(2).tolist()]
+    return [torch.rand(2).tolist(), random.random(), random.gauss(0, 1)]
 
 
 def test_seed_decides_every_generator(backend):
@@ -208,11 +207,11 @@ def test_rng_state_round_trip_through_a_file(backend, tmp_path):
     backend.seed(99)
     backend.set_rng_state(torch.load(tmp_path / "rng.pt", weights_only=True))
     got = draw()
-    names = ("torch", "python", "python gauss", "numpy")
+    names = ("torch", "python", "python gauss")
     assert [name for name, a, b in zip(names, got, wanted) if a != b] == []
 
 
-# -- prefetch, fetch ----------------------------------------------------------------------------------------------------------
+# -- prefetch, fetch -------------------------------------------------------------------------------------------------
 def numbers(count, seen=None):
     for n in range(count):
         if seen is not None:
@@ -233,9 +232,9 @@ def test_prefetch_reads_a_few_ahead_and_stops_with_its_reader(backend):
     stream.close()
     for _ in range(50):
         time.sleep(0.02)
-        if threading.active_count() == before:
+        if threading.active_count() <= before:
             break
-    assert threading.active_count() == before and len(seen) <= 5
+    assert threading.active_count() <= before and len(seen) <= 5
 
 
 def busy():
@@ -245,13 +244,13 @@ def busy():
 
 
 def test_thread_has_ended_when_its_reader_has_closed(backend):
-    """A thread inside torch while the interpreter shuts down aborts the process (exit code 134 for a run that was fine)."""
+    """One that is inside torch while the interpreter shuts down aborts the process, after a run that was fine."""
     before = threading.active_count()
     for _ in range(5):
         stream = backend.prefetch(busy())
         next(stream)
         stream.close()
-        assert threading.active_count() == before
+        assert threading.active_count() <= before
 
 
 EXIT = """
@@ -299,7 +298,7 @@ def test_to_host_copies_nested_state(backend):
     assert not copied["a"][0].requires_grad
 
 
-# -- recomputation ------------------------------------------------------------------------------------------------------------
+# -- recomputation ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("frozen", [False, True], ids=["all", "lora"])
 def test_gradient_checkpointing_changes_no_gradient(backend, tiny_model_dir, frozen):
     from qat_lora.recovery import add_adapter
@@ -313,7 +312,7 @@ def test_gradient_checkpointing_changes_no_gradient(backend, tiny_model_dir, fro
             backend.gradient_checkpointing(model)
         model.train()
         calls = []
-        layer = [m for m in model.modules() if type(m).__name__ == "LlamaMLP"][0]
+        layer = next(m for m in model.modules() if type(m).__name__ == "LlamaMLP")
         layer.register_forward_pre_hook(lambda *_: calls.append(1))
         text_loss(model, {key: value.unsqueeze(0) for key, value in Text()[3].items()}).backward()
         return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, len(calls)

@@ -1,6 +1,6 @@
 """The XLA path, run for real on torch_xla's CPU device: equal to the CPU, and compiled once.
 
-torch_xla patches torch when imported, so all of it happens in one process (xla_checks.py); the tests read what it found.
+torch_xla patches torch when imported, so all of it happens in one process (xla_checks.py); the tests read its findings.
 """
 
 import json

@@ -84,7 +84,7 @@ def apart(ours: dict, theirs: dict) -> float:
     return max(difference(ours[name], theirs[name]) for name in theirs)
 
 
-# -- checks -----------------------------------------------------------------------------------------------------------
+# -- checks ----------------------------------------------------------------------------------------------------------
 def placing() -> dict:
     student = make_student(XLA)
     groups = parameter_groups(student, 1e-3, 1e-3)

@@ -176,10 +176,11 @@ def test_accumulation_over_total_is_one_large_batch(case):
 
 def test_positions_cover_everything_within_the_limit(monkeypatch):
     monkeypatch.setattr(losses, "CHUNK_BYTES", 4 * V * 5)
-    slices = positions(12, V)
+    cpu = torch.device("cpu")
+    slices = positions(12, V, cpu)
     assert [i for s in slices for i in range(12)[s]] == list(range(12))
     assert max(s.stop - s.start for s in slices) == 5
-    assert len(positions(12, 100 * V)) == 12, "one position at least"
+    assert len(positions(12, 100 * V, cpu)) == 12, "one position at least"
 
 
 @pytest.mark.parametrize("rows", [1, 5, 7])

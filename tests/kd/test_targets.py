@@ -63,18 +63,19 @@ def test_draws_come_from_the_tail(vocab):
 
 
 @pytest.mark.parametrize("vocab", [500, 512, 1000])
-def test_draws_at_the_edges_of_a_group_come_from_the_tail(vocab):
+def test_draws_at_the_edges_of_a_group_have_mass(vocab):
     """Random numbers within rounding of a cumulative sum's steps: the ones that may fall through to a token of no
-    mass. A cache of 10⁸ draws meets some."""
+    mass, or to none at all. A cache of 10⁸ draws meets some. They may go to the top token, which is always there."""
     logits, k = logits_of(400, vocab), 8
     groups = -(-vocab // 2 ** round(vocab.bit_length() / 2))
     mass = tail_of(logits, k)
     mass = torch.cat([mass, mass.new_zeros(400, -vocab % groups)], 1).view(400, -1, groups).sum(1)
     steps = (mass.cumsum(1) * 2**24).round()
     edges = torch.cat([steps + i for i in range(-4, 5)], 1).clamp(0, 2**24 - 1) / 2**24
-    index, _, tail, _ = _targets(logits, k, edges.float())
-    assert int(tail.max()) < vocab
-    assert not (tail.unsqueeze(2) == index.unsqueeze(1)).any()
+    index, _, tail, entropy = _targets(logits.clone(), k, edges.float())
+    assert int(tail.max()) < vocab and entropy.max() < 20
+    assert not (tail.unsqueeze(2) == index[:, None, 1:]).any()
+    assert (tail == index[:, :1]).float().mean() < 1e-3
 
 
 def test_a_teacher_without_a_tail_draws_existing_tokens():

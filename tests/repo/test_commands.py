@@ -15,7 +15,8 @@ PRESETS = sorted((ROOT / "configs").glob("*/*.yaml"))
 ELLIPSIS = ("...", "…")
 SEED_GUIDES = [  # as they stand in the guides of the project's seeds
     "python scripts/train_recovery_lora.py --tpu --model Qwen/Qwen3-0.6B --checkpoint runs/v2_q4/best.pt "
-    "--kd-cache-dir caches/wikitext103_L1024_K128 --recovery-r 8 --batch-size 4 --accumulation-steps 8 --max-steps 1000",
+    "--kd-cache-dir caches/wikitext103_L1024_K128 --recovery-r 8 --batch-size 4 --accumulation-steps 8 "
+    "--max-steps 1000",
     "PT_XLA_DEBUG=1 python scripts/train_recovery_lora.py --tpu ...",
     "PJRT_DEVICE=TPU python scripts/train_recovery_lora.py ...",
 ]
@@ -70,7 +71,7 @@ def config_of(load_script):
     return make
 
 
-# -- the search itself ------------------------------------------------------------------------------------------------
+# -- the search itself -----------------------------------------------------------------------------------------------
 def test_commands_are_found_in_prose_fences_and_docstrings():
     text = (
         "Run `PJRT_DEVICE=CPU python scripts/a.py --device xla …` or\n\n```bash\npython scripts/b.py --x 1 \\\n"
@@ -90,7 +91,7 @@ def test_the_places_exist_and_hold_commands():
     assert {name(path) for path in SCRIPTS} <= where, "every script's docstring says how to launch it"
 
 
-# -- commands -----------------------------------------------------------------------------------------------------------
+# -- commands --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("where, command", WRITTEN)
 def test_written_command_parses(config_of, where, command):
     script, argv = words(command)
@@ -109,7 +110,7 @@ def test_commands_of_the_seed_guides_parse(config_of, command):
         assert (config.checkpoint, config.kd_cache_dir) == ("runs/v2_q4/best.pt", "caches/wikitext103_L1024_K128")
 
 
-# -- presets ------------------------------------------------------------------------------------------------------------
+# -- presets ---------------------------------------------------------------------------------------------------------
 def test_presets_are_there():
     wanted = {"q4_r32", "q2a4", "q4a4", "q2_g32", "q2_g64", "q4_g32", "apple_q2"}
     assert wanted <= {path.stem for path in PRESETS if path.parent.name == "train_qat"}
@@ -127,7 +128,7 @@ def test_preset_fits_its_script(config_of, path):
     assert path.read_text().startswith("# "), "a preset's header says what to run and what to expect"
 
 
-# -- Make ---------------------------------------------------------------------------------------------------------------
+# -- Make ------------------------------------------------------------------------------------------------------------
 def recipes() -> dict[str, list[str]]:
     """Target → its recipe lines."""
     found, target = {}, None

@@ -43,7 +43,7 @@ def said(*argv: str) -> str:
     return str(error.value)
 
 
-# -- flags ----------------------------------------------------------------------------------------------------------
+# -- flags -----------------------------------------------------------------------------------------------------------
 def test_defaults_are_the_dataclass():
     assert toy() == Config()
 
@@ -122,7 +122,7 @@ def test_help_prints_percent_signs(capsys):
     assert "peak, 100% of it" in capsys.readouterr().out
 
 
-# -- presets --------------------------------------------------------------------------------------------------------
+# -- presets ---------------------------------------------------------------------------------------------------------
 def test_preset_gives_defaults_and_flags_win(presets):
     presets(slow="learning_rate: 0.5\nmax_steps: 7\nfrozen: true\nlimit: null\n")
     assert toy("--config", "slow") == Config(config="slow", learning_rate=0.5, max_steps=7, frozen=True)
@@ -195,7 +195,7 @@ def test_impossible_base_is_refused(presets, texts):
     assert "p" in said("--config", "p")
 
 
-# -- run_script -------------------------------------------------------------------------------------------------------
+# -- run_script ------------------------------------------------------------------------------------------------------
 def refuse(_):
     raise UserError("seed=3 is\nbad; use 4")
 

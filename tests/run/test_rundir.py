@@ -45,7 +45,7 @@ def refusal(cfg: Config) -> str:
     return str(error.value)
 
 
-# -- a new run ----------------------------------------------------------------------------------------------------------
+# -- a new run -------------------------------------------------------------------------------------------------------
 def test_files_of_a_new_run(here, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["toy.py", "--max-steps", "3"])
     cfg = config(max_steps=3, seed=4)
@@ -88,7 +88,7 @@ def test_directory_that_cannot_be_made_is_one_line(here):
     assert "file/run could not be written" in refusal(config(output_dir="file/run"))
 
 
-# -- resuming -----------------------------------------------------------------------------------------------------------
+# -- resuming --------------------------------------------------------------------------------------------------------
 def test_off_on_an_existing_run_is_refused_with_the_mend():
     open_run("toy", config(), {})
     message = refusal(config())
@@ -158,7 +158,7 @@ def test_damaged_run_is_refused_naming_the_file(file, text):
     assert file in refusal(config(resume="auto"))
 
 
-# -- metrics ------------------------------------------------------------------------------------------------------------
+# -- metrics ---------------------------------------------------------------------------------------------------------
 def test_metrics_are_one_object_a_line_and_rewind(here):
     run = Run(here, resumed=False)
     assert run.metrics() == [] and run.metrics_size() == 0

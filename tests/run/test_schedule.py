@@ -15,14 +15,14 @@ def test_no_warm_up_starts_at_the_peak():
 
 
 def test_half_way_and_end():
-    assert cosine(55, 100, warmup=10, final=0.1) == pytest.approx(0.55)
-    assert cosine(100, 100, warmup=10, final=0.1) == pytest.approx(0.1)
-    assert cosine(1000, 100, warmup=10, final=0.1) == pytest.approx(0.1)  # and stays there
+    assert cosine(55, 100, warmup=10) == pytest.approx(0.5)
+    assert cosine(100, 100, warmup=10) == pytest.approx(1e-6)
+    assert cosine(1000, 100, warmup=10) == pytest.approx(1e-6)  # and stays there
 
 
 @pytest.mark.parametrize("total, warmup", [(1, 0), (2, 1), (10, 3), (300, 10), (0, 0)])
 def test_never_zero_and_never_above_the_peak(total, warmup):
-    factors = [cosine(step, total, warmup, final=0.0) for step in range(total + 2)]
+    factors = [cosine(step, total, warmup) for step in range(total + 2)]
     assert all(0 < factor <= 1 for factor in factors)
 
 

@@ -14,11 +14,13 @@ from qat_lora.run.checkpoint import read_checkpoint
 from qat_lora.run.rundir import Run
 from qat_lora.run.session import Every, Session
 
+TENTH = Every()  # what a script takes by default: a line every ten steps
+
 
 class Toy:
     """A "training" whose state is a running sum and a random walk; its loss at step n of all stages is n."""
 
-    def __init__(self, path, every=Every(), resumed=False, losses=None):
+    def __init__(self, path, every, resumed=False, losses=None):
         self.run, self.backend = Run(path, resumed), TorchBackend("cpu", "fp32")
         self.session, self.weight = Session(self.run, self.backend, every), torch.zeros(1)
         self.steps_seen, self.events, self.losses, self.hooks = [], [], losses or {}, {}
@@ -52,7 +54,7 @@ class Toy:
 
 @pytest.fixture
 def toy(tmp_path):
-    def make(every=Every(), folder="run", **options) -> Toy:
+    def make(every=TENTH, folder="run", **options) -> Toy:
         torch.manual_seed(0)
         (tmp_path / folder).mkdir(exist_ok=True)
         return Toy(tmp_path / folder, every, **options)
@@ -60,7 +62,7 @@ def toy(tmp_path):
     return make
 
 
-# -- order and figures ----------------------------------------------------------------------------------------------------
+# -- order and figures -----------------------------------------------------------------------------------------------
 def test_order_of_things(toy):
     """Evaluate before the first step; then update → log → evaluate → save, so that a checkpoint covers its step."""
     made = toy(Every(log=2, evaluate=2, save=2))
@@ -75,9 +77,9 @@ def test_order_of_things(toy):
         return {"score": float(step)}
 
     made.stage("qat", 3, evaluate)
-    saved = ["save"]
     assert made.events == [
-        "evaluate 0", "figures", 1, 2, "log", "evaluate 2", "figures", *saved, 3, "log", "evaluate 3", "figures", *saved,
+        "evaluate 0", "figures", 1, 2, "log", "evaluate 2", "figures", "save", 3, "log", "evaluate 3",
+        "figures", "save",
     ]  # fmt: skip
 
 
@@ -111,7 +113,7 @@ def test_best_is_the_lowest_ever_logged(toy):
     assert made.session.best("other") == math.inf
 
 
-# -- stages -----------------------------------------------------------------------------------------------------------------
+# -- stages ----------------------------------------------------------------------------------------------------------
 def test_steps_count_through_the_stages(toy):
     made = toy(Every(log=2)).stage("layers", 4).stage("none", 0).stage("qat", 3)
     assert made.steps_seen == [("layers", s) for s in (1, 2, 3, 4)] + [("qat", s) for s in (1, 2, 3)]
@@ -169,7 +171,7 @@ def test_killed_before_anything_was_saved_starts_anew(toy):
     assert len(again.stage("qat", 4).lines()) == 4
 
 
-# -- figures that are not finite ----------------------------------------------------------------------------------------------
+# -- figures that are not finite -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_bad_loss_stops_names_its_step_and_keeps_the_last_checkpoint(toy, bad):
     made = toy(Every(log=4, save=2), losses={3: bad})
@@ -197,7 +199,7 @@ def test_bad_evaluation_stops_before_the_save(toy, step):
     assert made.saved() == (["step_1"] if step else [])
 
 
-# -- SIGTERM --------------------------------------------------------------------------------------------------------------------
+# -- SIGTERM ---------------------------------------------------------------------------------------------------------
 def terminate():
     os.kill(os.getpid(), signal.SIGTERM)
 

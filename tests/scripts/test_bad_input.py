@@ -51,7 +51,18 @@ def cache(run, tiny_model_dir, tmp_path_factory):
         "--precision",
         "fp32",
     ]
-    run("build_kd_cache", "--model", tiny_model_dir, "--cache-dir", folder, *size)
+    run(
+        "build_kd_cache",
+        "--model",
+        tiny_model_dir,
+        "--cache-dir",
+        folder,
+        *size,
+        "--device",
+        "cpu",
+        "--precision",
+        "fp32",
+    )
     return folder
 
 
@@ -91,7 +102,7 @@ def damage(path: Path, kind: str) -> None:
     path.write_bytes(data)
 
 
-# -- flags and presets ------------------------------------------------------------------------------------------------
+# -- flags and presets -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "script, flag",
     [("build_kd_cache", "--cache-dir"), ("train_qat", "--cache-dir"), ("train_recovery_lora", "--checkpoint")],
@@ -147,7 +158,7 @@ def test_impossible_values_of_recovery(refuse, tiny_student, cache, tmp_path, fl
     assert not (tmp_path / "run").exists()
 
 
-# -- models and the hub -------------------------------------------------------------------------------------------------
+# -- models and the hub ----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["smolm2-135m", "nobody/no-such-model-qat-lora", "./no/such/folder"])
 @pytest.mark.parametrize("script", ["build_kd_cache", "train_qat"])
 def test_model_that_cannot_be_had_fails_in_seconds_and_names_the_embedded_one(refuse, cache, tmp_path, script, name):
@@ -167,7 +178,7 @@ def test_dataset_that_cannot_be_had_names_the_embedded_one(refuse, tiny_model_di
     assert "no such file" in refuse("build_kd_cache", *flags, "--dataset", "missing.txt")
 
 
-# -- text and caches ------------------------------------------------------------------------------------------------------
+# -- text and caches -------------------------------------------------------------------------------------------------
 def test_text_too_short_for_one_row(refuse, tiny_model_dir, tmp_path):
     (tmp_path / "short.txt").write_text("A few words.")
     flags = ["--model", tiny_model_dir, "--cache-dir", tmp_path / "new", "--dataset", tmp_path / "short.txt"]
@@ -252,7 +263,7 @@ def test_building_over_another_cache_is_refused_and_leaves_it(refuse, cache, tin
     assert {path.name: path.stat().st_mtime_ns for path in cache.iterdir()} == before
 
 
-# -- runs and checkpoints ---------------------------------------------------------------------------------------------------
+# -- runs and checkpoints --------------------------------------------------------------------------------------------
 @pytest.fixture
 def finished(run, qat, tmp_path):
     """A finished run in tmp_path/run."""
@@ -310,7 +321,7 @@ def test_file_that_is_no_student_is_named(refuse, cache, tmp_path, content):
     assert "best.pt" in message
 
 
-# -- training that goes wrong ---------------------------------------------------------------------------------------------
+# -- training that goes wrong ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("rate", ["1e12", "1e30", "1e38"])
 def test_loss_that_blows_up_stops_and_keeps_the_last_good_checkpoint(refuse, qat, tmp_path, rate):
     flags = ["--learning-rate", rate, "--warmup-steps", 0, "--max-steps", 8, "--save-every", 1, "--log-every", 1]
@@ -356,7 +367,7 @@ def test_full_disk_while_saving_an_adapter(refuse, run, tiny_student, cache, tmp
     assert load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
 
 
-# -- the process ---------------------------------------------------------------------------------------------------------
+# -- the process -----------------------------------------------------------------------------------------------------
 def test_process_says_one_line_and_exits_with_2(tmp_path):
     """With a hub that refuses the connection."""
     command = [sys.executable, "scripts/train_qat.py", "--model", "nobody/nothing", "--cache-dir", str(tmp_path)]

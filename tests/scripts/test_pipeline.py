@@ -206,8 +206,6 @@ def test_qat_leaves_a_complete_run_and_a_better_student(pipeline):
     assert_complete(run, LAYER_STEPS * BLOCKS + STEPS)
     kl = curve(run, "heldout_kl", "qat")
     assert len(kl) == 3 and kl == sorted(kl, reverse=True) and kl[-1] < 0.97 * kl[0]
-    trained = curve(run, "kl", "qat")  # the last line is of a single batch
-    assert min(trained[1:]) < trained[0]
     assert len(curve(run, "block", "layers")) == LAYER_STEPS * BLOCKS // 3
     assert read_student(run / "best.pt")["info"]["heldout_kl"] == min(kl)
     assert read_student(run / "layerwise.pt")["spec"] == read_student(run / "best.pt")["spec"]
@@ -251,7 +249,7 @@ def test_dry_run_writes_nothing(train_qat, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-# -- death at any moment, then --resume auto ---------------------------------------------------------------------------
+# -- death at any moment, then --resume auto -------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "death",
     [
@@ -342,7 +340,7 @@ def test_damaged_newest_checkpoint_falls_back_and_ends_the_same(train_qat, pipel
     assert_same_end(run, pipeline / "qat")
 
 
-# -- XLA ----------------------------------------------------------------------------------------------------------------
+# -- XLA -------------------------------------------------------------------------------------------------------------
 @pytest.mark.xla
 def test_train_qat_on_xla_compiles_nothing_after_its_first_step(pipeline, sharp_model_dir, tmp_path):
     flags = ["--model", sharp_model_dir, "--cache-dir", pipeline / "cache", "--output-dir", tmp_path / "run", *QAT]

@@ -6,15 +6,17 @@ from qat_lora.run.config import parse
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, tiny_model_dir, load_script):
-    """A cache, a QAT run with a layer-wise stage and a recovery run on it, all of the tiny model."""
+def runs(tmp_path_factory, sharp_model_dir, load_script):
+    """A cache, a QAT run with a layer-wise stage and a recovery run on it, all of a tiny model."""
     folder = tmp_path_factory.mktemp("report")
     common = ["--precision", "fp32", "--device", "cpu"]
     commands = {
-        "build_kd_cache": ["--model", tiny_model_dir, "--cache-dir", folder / "cache", "--length", 32, "--max-rows", 40],
+        "build_kd_cache": [
+            "--model", sharp_model_dir, "--cache-dir", folder / "cache", "--length", 32, "--max-rows", 80,
+        ],
         "train_qat": [
-            "--model", tiny_model_dir, "--cache-dir", folder / "cache", "--output-dir", folder / "qat", "--layer-steps", 2,
-            "--layer-rows", 8, "--max-steps", 4, "--eval-rows", 4,
+            "--model", sharp_model_dir, "--cache-dir", folder / "cache", "--output-dir", folder / "qat",
+            "--layer-steps", 2, "--layer-rows", 8, "--max-steps", 4, "--eval-rows", 4,
         ],
         "train_recovery_lora": [
             "--checkpoint", folder / "qat" / "best.pt", "--kd-cache-dir", folder / "cache",
