@@ -77,7 +77,7 @@ class TextDataset(Dataset):
         self.tokens, self.mask = rows.tokens, rows.mask.clone() if completions_only else torch.ones_like(rows.mask)
         self.mask[:, 0] = 0
         self.fingerprint = fingerprint(rows)
-        if not self.mask.any():
+        if len(rows) and not self.mask.any():
             raise UserError("the rows keep no completion token to learn; use longer rows or other text")
 
     def __len__(self):

@@ -56,7 +56,7 @@ def complete(
 def check_device(kind: str) -> None:
     """Raise UserError where generation is not to be had."""
     if kind == "xla":
-        raise UserError("on XLA every new token would compile another graph; generate with --device cpu or cuda")
+        raise UserError("on XLA every new token would compile another graph; use --device cpu or cuda")
 
 
 def check_sampling(max_new_tokens: int, temperature: float, top_p: float) -> None:

@@ -7,7 +7,7 @@ from qat_lora.errors import UserError
 from qat_lora.quant.linear import Quantizer, nearest_code, quantized_layers
 from qat_lora.quant.spec import LOWRANK_INIT_GROUP, QuantSpec
 
-METHODS = ("mse", "absmax")
+METHODS = ("absmax", "mse")
 SEARCH = torch.linspace(0.35, 1.05, 29)  # fractions of the absolute-maximum scale tried by the least-error search
 REFINE = 3  # rounds of "fix codes, solve for the scale" after the search
 
