@@ -9,6 +9,7 @@ import resource
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -232,4 +233,9 @@ class TorchBackend:
     def peak_memory_mb(self) -> float:
         if self.kind == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / 2**20
+        status = Path(
+            "/proc/self/status"
+        )  # getrusage would give a process at least what its parent held when it forked
+        if status.exists():
+            return next(int(line.split()[1]) for line in status.read_text().splitlines() if "VmHWM" in line) / 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
