@@ -68,10 +68,6 @@ class QuantSpec:
         """The largest magnitude of a level (Q_max)."""
         return -self.lowest
 
-    def group_of(self, in_features: int) -> int:
-        """Weights of a row that share one scale; a low-rank scale has one of its own for each weight (1)."""
-        return {"group": self.size, "lowrank": 1, "tensor": in_features}[self.scale]
-
     def check(self, name: str, out_features: int, in_features: int) -> None:
         """Raise UserError where a weight [out, in] cannot carry this quantiser."""
         if self.scale == "group" and in_features % self.size:

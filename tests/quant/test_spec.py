@@ -76,10 +76,6 @@ def test_scale_values():
     assert QuantSpec.parse("int4/tensor").scale_values(48, 64) == 1
 
 
-def test_group_of():
-    assert [QuantSpec.parse(f"int4/{s}").group_of(64) for s in ("g32", "r8", "tensor")] == [32, 1, 64]
-
-
 def test_check_names_the_numbers_and_a_group_that_fits():
     with pytest.raises(
         UserError, match=r"mlp.up: 48 inputs do not divide by group 32; use one of \[2, 3, 4, 6, 8, 12, 16, 24, 48\]"
