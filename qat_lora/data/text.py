@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 
 from qat_lora.errors import UserError
@@ -19,9 +19,8 @@ def read_rows(
     config: str | None = None,
     split: str = "train",
     streaming: bool = False,
-    limit: int | None = None,
 ) -> Iterator[dict]:
-    """Open `source` and iterate over its rows, each a dict of columns, at most `limit` of them.
+    """Open `source` and iterate over its rows, each a dict of columns.
 
     source is "embedded" (pydoc_data.topics, one {"text": ...} a topic in sorted key order), a local .txt (the whole
     file is one {"text": ...}), .jsonl or .parquet file (both read row by row), or the name of a hub dataset. `config`
@@ -30,13 +29,11 @@ def read_rows(
     Raises UserError for a source that is missing, unreadable or empty, for a malformed row (while iterating), and for
     a `split` other than "train" where the source has no splits, because train rows would then pass for held-out ones.
     """
-    if limit is not None and limit < 1:
-        raise UserError(f"limit={limit} reads nothing; use 1 or more, or leave it out")
     rows = _open(source, config, split, streaming)
     first = next(rows, None)
     if first is None:
         raise UserError(f'"{source}" holds no rows; choose another source, such as "{EMBEDDED}"')
-    return islice(chain([first], rows), limit)
+    return chain([first], rows)
 
 
 def _open(source: str, config: str | None, split: str, streaming: bool) -> Iterator[dict]:

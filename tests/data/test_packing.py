@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+from itertools import islice
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def chat_runs(row, tokenizer, thinking):
 
 
 def test_every_token_appears_once_and_in_order(tiny_tokenizer):
-    texts = [row["text"] for row in read_rows("embedded", limit=20)]
+    texts = [row["text"] for row in islice(read_rows("embedded"), 20)]
     expected = []
     for text in texts:
         expected += [*tiny_tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], 2]
