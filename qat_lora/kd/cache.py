@@ -19,7 +19,7 @@ from qat_lora.backend import TorchBackend
 from qat_lora.data.packing import Rows
 from qat_lora.errors import UserError
 from qat_lora.kd.targets import teacher_targets
-from qat_lora.run.files import read_json, sha256, write_atomically, write_json
+from qat_lora.run.files import lock, read_json, sha256, write_atomically, write_json
 
 FORMAT = "qat_lora.kd.2"
 PREFIX = {"train": "shard", "heldout": "heldout"}
@@ -82,22 +82,23 @@ def write_cache(
     """Write the shards that are missing, one file at a time; yields the rows done after every batch.
 
     rows: {"train": Rows, "heldout": Rows}. Killed at any moment, the next call goes on at the first missing shard and
-    ends with the same bytes.
+    ends with the same bytes. Raises UserError where another process is writing there.
     """
-    done = open_cache(directory, spec)
-    for name, split, numbers in spec.shards():
-        if name in done and (directory / name).is_file():
-            yield len(numbers)
-            continue
-        parts = []
-        for start in range(numbers.start, numbers.stop, batch_size):
-            batch = rows[split].tokens[start : min(start + batch_size, numbers.stop)]
-            parts.append(_targets(teacher, backend, batch, start, split, spec, batch_size))
-            yield len(batch)
-        shard = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
-        write_atomically(directory / name, lambda file, shard=shard: file.write(save(shard)))
-        done[name] = {"rows": len(numbers), "sha256": sha256(directory / name)}
-        write_json(directory / "manifest.json", {"format": FORMAT, "spec": asdict(spec), "shards": done})
+    with lock(directory):
+        done = open_cache(directory, spec)
+        for name, split, numbers in spec.shards():
+            if name in done and (directory / name).is_file():
+                yield len(numbers)
+                continue
+            parts = []
+            for start in range(numbers.start, numbers.stop, batch_size):
+                batch = rows[split].tokens[start : min(start + batch_size, numbers.stop)]
+                parts.append(_targets(teacher, backend, batch, start, split, spec, batch_size))
+                yield len(batch)
+            shard = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+            write_atomically(directory / name, lambda file, shard=shard: file.write(save(shard)))
+            done[name] = {"rows": len(numbers), "sha256": sha256(directory / name)}
+            write_json(directory / "manifest.json", {"format": FORMAT, "spec": asdict(spec), "shards": done})
 
 
 def _targets(teacher, backend, tokens: Tensor, start: int, split: str, spec: CacheSpec, batch_size: int) -> dict:

@@ -1,5 +1,6 @@
-"""Files that are either whole or not there."""
+"""Files that are either whole or not there, and folders that one process at a time writes."""
 
+import fcntl
 import hashlib
 import json
 import os
@@ -36,6 +37,25 @@ def cannot_write(path: Path, error: Exception) -> UserError:
         root = root.__context__
     reason = first_line(root or error)
     return UserError(f"{path} could not be written ({reason}); free some space or rights; earlier files are untouched")
+
+
+def lock(folder: Path) -> BinaryIO:
+    """Make `folder` and keep it for this process until it ends, however it ends.
+
+    Returns the open lock file; dropping it gives the folder free. Raises UserError where another process has it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / ".lock", "ab")  # noqa: SIM115 — it stays open
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"another process is writing {folder}; wait for it, or give another folder") from None
+    except OSError:
+        pass  # a network file system without locks: nothing to ask
+    return file
 
 
 def write_json(path: Path, content: dict) -> None:

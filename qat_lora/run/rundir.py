@@ -10,13 +10,14 @@ import time
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import BinaryIO
 
 import yaml
 from tqdm import tqdm
 
 from qat_lora.errors import UserError
 from qat_lora.run.config import RunConfig
-from qat_lora.run.files import cannot_write, read_json, write_json
+from qat_lora.run.files import cannot_write, lock, read_json, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "torch_xla", "transformers", "peft", "datasets", "safetensors", "numpy")
@@ -26,11 +27,11 @@ NOT_IDENTITY = {"config", "device", "tpu", "output_dir", "resume", "dry_run", "d
 class Run:
     """A directory with config.yaml, manifest.json, metrics.jsonl, summary.json, checkpoints/ and plots/.
 
-    Made by `open_run`. resumed: whether it continues an earlier process.
+    Made by `open_run`. resumed: whether it continues an earlier process. held: the lock of the directory, if any.
     """
 
-    def __init__(self, path: Path, resumed: bool):
-        self.path, self.resumed = path, resumed
+    def __init__(self, path: Path, resumed: bool, held: BinaryIO | None = None):
+        self.path, self.resumed, self.held = path, resumed, held
         self.metrics_path = path / "metrics.jsonl"
         self.started = time.monotonic()
 
@@ -80,8 +81,9 @@ def identity(config: RunConfig) -> dict:
 def open_run(experiment: str, config: RunConfig, facts: dict) -> Run:
     """A new run directory, or the one that --resume names; `facts` (device, fingerprints, …) go into manifest.json.
 
-    Raises UserError where the directory already holds a run and --resume is off, or holds a run of another config or
-    other facts (the device aside). Resuming a finished run ends the program with exit code 0.
+    Raises UserError where the directory already holds a run and --resume is off, holds a run of another config or other
+    facts (the device aside), or is being written by another process. Resuming a finished run ends the program with
+    exit code 0.
     """
     path = _resumed_path(experiment, config)
     if path is not None:
@@ -91,17 +93,18 @@ def open_run(experiment: str, config: RunConfig, facts: dict) -> Run:
         if _status(path) == "finished":
             say(f"{path} is finished")
             raise SystemExit(0)
+        held = lock(path)
         manifest.setdefault("resumed", []).append({"time": _now(), "argv": sys.argv})
         write_json(path / "manifest.json", manifest)
         say(f"resuming {path}")
-        return Run(path, resumed=True)
+        return Run(path, resumed=True, held=held)
     commit, dirty = _git()
     label = f"{_now()}-{Path(config.config or 'default').stem}-s{config.seed}-{commit}"
     path = Path(config.output_dir or Path("runs") / experiment / label)
     if (path / "manifest.json").exists():
         raise UserError(f"{path} already holds a run; --resume auto continues it, or give another --output-dir")
+    held = lock(path)
     try:
-        path.mkdir(parents=True, exist_ok=True)
         (path / "config.yaml").write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
     except OSError as error:
         raise cannot_write(path, error) from error
@@ -120,7 +123,7 @@ def open_run(experiment: str, config: RunConfig, facts: dict) -> Run:
         },
     )
     say(f"run directory {path}")
-    return Run(path, resumed=False)
+    return Run(path, resumed=False, held=held)
 
 
 def read_config(path: Path) -> dict:

@@ -14,6 +14,7 @@ from qat_lora.errors import UserError
 from qat_lora.evaluate import kd_loss
 from qat_lora.kd.cache import CacheSpec, open_cache, write_cache
 from qat_lora.kd.dataset import KDCacheDataset
+from qat_lora.run.files import lock
 from qat_lora.models.loading import load_model
 from qat_lora.run.files import read_json, write_json
 
@@ -119,6 +120,13 @@ def test_an_interrupted_cache_ends_with_the_same_bytes(write, whole, tmp_path, s
     assert bytes_of(tmp_path) != bytes_of(whole)
     write(tmp_path)
     assert bytes_of(tmp_path) == bytes_of(whole)
+
+
+def test_two_writers_of_one_cache_are_refused(write, tmp_path):
+    with lock(tmp_path), pytest.raises(UserError, match="another process is writing"):
+        write(tmp_path)
+    assert not list(tmp_path.glob("*.safetensors"))
+    write(tmp_path)
 
 
 def test_a_finished_cache_is_left_alone(whole, write):

@@ -39,6 +39,13 @@ def config(**values) -> Config:
     return Config(**{"output_dir": "run"} | values)
 
 
+def begun(cfg: Config) -> Run:
+    """A run whose process has ended."""
+    run = open_run("toy", cfg, {})
+    run.held.close()
+    return run
+
+
 def refusal(cfg: Config) -> str:
     with pytest.raises(UserError) as error:
         open_run("toy", cfg, {})
@@ -126,8 +133,8 @@ def test_path_without_a_run_is_refused():
 
 
 def test_auto_finds_the_newest_unfinished_run_of_this_config(clock):
-    runs = [open_run("toy", Config(), {}) for _ in range(4)]
-    other = open_run("toy", Config(seed=1), {})
+    runs = [begun(Config()) for _ in range(4)]
+    other = begun(Config(seed=1))
     runs[3].finish("finished")
     runs[2].finish("preempted")
     assert open_run("toy", Config(resume="auto"), {}).path == runs[2].path
@@ -145,15 +152,24 @@ def test_auto_says_when_it_starts_a_new_run(clock, capsys):
 
 @pytest.mark.parametrize("file", ["config.yaml", "summary.json"])
 def test_auto_passes_over_a_damaged_neighbour(clock, file):
-    good = open_run("toy", Config(), {})
-    (open_run("toy", Config(seed=1), {}).path / file).write_text("{")
+    good = begun(Config())
+    (begun(Config(seed=1)).path / file).write_text("{")
     assert open_run("toy", Config(resume="auto"), {}).path == good.path
+
+
+def test_run_of_a_living_process_is_refused_and_untouched(here):
+    run = open_run("toy", config(), {})
+    before = (run.path / "manifest.json").read_bytes()
+    assert "another process is writing run" in refusal(config(resume="auto"))
+    assert (run.path / "manifest.json").read_bytes() == before
+    run.held.close()
+    assert open_run("toy", config(resume="auto"), {}).resumed
 
 
 @pytest.mark.parametrize("file", ["config.yaml", "manifest.json"])
 @pytest.mark.parametrize("text", ["", "{", "[]"])
 def test_damaged_run_is_refused_naming_the_file(file, text):
-    run = open_run("toy", config(), {})
+    run = begun(config())
     (run.path / file).write_text(text)
     assert file in refusal(config(resume="auto"))
 
