@@ -7,7 +7,7 @@
 3. The cosine between the gradient of full-vocabulary KL and the cached loss's, for one draw and averaged over draws.
 4. Bytes a position of the cache, and the speed of building it over the teacher's bare forward pass.
 
-The same model, batch, precision, optimiser (fused AdamW over all parameters) and allocator on both sides.
+The same model, batch, precision, optimiser (fused AdamW; embedding and head frozen) and allocator on both sides.
 """
 
 import json
@@ -121,8 +121,9 @@ class Bench:
         return self.stepper(model, kd_loss, self.cache())
 
     def plain(self):
-        """Fine-tuning as anyone would write it: HF's own loss on [B, L, V] logits."""
+        """Fine-tuning of the same parameters as anyone would write it: HF's own loss on [B, L, V] logits."""
         model = self.backend.place(load_model(self.cfg.model)).train()
+        model.get_input_embeddings().weight.requires_grad_(False)  # tied to the head in the default model
         return self.stepper(model, lambda m, b: m(input_ids=b["tokens"], labels=b["tokens"]).loss, self.cache())
 
     def online(self):

@@ -120,7 +120,7 @@ def train_qat(
     backend: TorchBackend,
     evaluate: Callable[[int], dict],
 ) -> None:
-    """Train latent weights, scales, norms and embeddings of a placed student against the cached teacher.
+    """Train what a placed student leaves trainable (latent weights, scales, norms) against the cached teacher.
 
     train: KDCacheDataset. evaluate(step) gives held-out figures, and keeps the best state if it likes.
     """

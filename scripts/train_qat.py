@@ -46,7 +46,7 @@ class Config(TrainOptions):
     layer_rows: int = option(32, "training rows of the layer-wise stage")
     layer_learning_rate: float = option(5e-4, "peak learning rate of the layer-wise stage")
     layer_kd_weight: float = option(0.0, "weight of a global distillation term in the layer-wise loss")
-    learning_rate: float = option(8e-4, "peak learning rate of weights, norms and embeddings")
+    learning_rate: float = option(8e-4, "peak learning rate of weights and norms")
     scale_learning_rate: float | None = option(None, "peak learning rate of scales; default: --learning-rate")
 
 
@@ -111,8 +111,9 @@ def describe(cfg: Config, spec: StudentSpec, train, heldout, backend: TorchBacke
     say(f"{cfg.model} → {spec}: {bits_per_weight(model):.2f} bits per weight, {megabytes(model):.1f} MB, on {backend}")
     say(f"cache {cfg.cache_dir}: {len(train)} training and {len(heldout)} held-out rows of {train.length} tokens")
     say(f"{cfg.layer_steps} updates for each of {len(decoder_layers(model))} blocks, then {cfg.max_steps} end to end")
-    count = sum(p.numel() for p in model.parameters())
-    for line in cfg.describe(model.config, count, 0, train.length, backend.bf16):
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in model.parameters()) - trained
+    for line in cfg.describe(model.config, trained, frozen, train.length, backend.bf16):
         say(line)
 
 

@@ -38,7 +38,9 @@ class StudentSpec:
 def quantize(model: nn.Module, spec: StudentSpec) -> nn.Module:
     """Replace the linear layers of the decoder blocks by QuantLinear, in place; scales still to be initialised.
 
-    A quantised head that is tied to the embedding quantises both with one set of codes.
+    A quantised head that is tied to the embedding quantises both with one set of codes. Neither learns unless it is
+    quantised: most tokens are rare, and Adam makes a full step of each sampled target that names one (training a
+    full-precision table raised the held-out KL of SmolLM2-135M from .882 to .905 after 50 steps).
     """
     for layer in decoder_layers(model):
         for name, module in list(layer.named_modules()):
@@ -47,11 +49,14 @@ def quantize(model: nn.Module, spec: StudentSpec) -> nn.Module:
                 if kind:
                     _check(kind, name, module)
                     layer.set_submodule(name, QuantLinear(module, kind))
+    base = unwrap(model)
+    for table in (base.get_input_embeddings(), base.get_output_embeddings()):
+        table.weight.requires_grad_(False)
     kind = QuantSpec.parse(spec.head)
     if kind:
-        base = unwrap(model)
         _check(kind, "lm_head", base.get_output_embeddings())
         head, embedding = QuantLinear(base.get_output_embeddings(), kind), base.get_input_embeddings()
+        head.weight.requires_grad_(True)
         if embedding.weight is head.weight:
             base.set_input_embeddings(QuantEmbedding(embedding, head.quantizer))
         base.set_output_embeddings(head)

@@ -14,9 +14,8 @@ from qat_lora.errors import UserError
 from qat_lora.evaluate import kd_loss
 from qat_lora.kd.cache import CacheSpec, open_cache, write_cache
 from qat_lora.kd.dataset import KDCacheDataset
-from qat_lora.run.files import lock
 from qat_lora.models.loading import load_model
-from qat_lora.run.files import read_json, write_json
+from qat_lora.run.files import lock, read_json, write_json
 
 LENGTH, K, DRAWS = 12, 4, 6
 SPEC = CacheSpec(
@@ -107,6 +106,19 @@ def test_rows_come_back_with_their_targets(whole, teacher):
         torch.testing.assert_close(item["prob"].sum(1), torch.ones(LENGTH), rtol=0, atol=1e-3)
         assert item["mask"].all() and item["mask"].dtype == torch.uint8 and item["tokens"].dtype == torch.int64
         assert (item["prob"][:, K:] == item["prob"][:, K:].amax(1, keepdim=True)).all(), "draws weigh the same"
+
+
+def test_tail_draws_are_systematic_and_differ_by_position(whole, teacher):
+    dataset, differ = KDCacheDataset(whole), set()
+    with torch.no_grad():
+        prob = teacher(TOKENS[:11].long()).logits.softmax(-1)
+    for i in range(11):
+        top, tail = dataset[i]["index"].split([K, DRAWS], dim=1)
+        rest = prob[i].scatter(1, top, 0)
+        counts = torch.zeros_like(rest).scatter_add_(1, tail, torch.ones(tail.shape))
+        assert (counts - DRAWS * rest / rest.sum(1, keepdim=True)).abs().max() < 1 + 1e-3
+        differ |= {tuple(row) for row in tail.tolist()}
+    assert len(differ) == 11 * LENGTH
 
 
 def test_heldout_rows_are_never_training_rows(whole):

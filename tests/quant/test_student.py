@@ -120,7 +120,8 @@ def test_saving_does_not_disturb_training(trained, tmp_path):
     twin(TOKENS).logits.square().mean().backward()
     assert student.training and student.state_dict().keys() == twin.state_dict().keys()
     for (name, p), q in zip(student.named_parameters(), twin.parameters()):
-        assert p.requires_grad and torch.equal(p, q) and torch.equal(p.grad, q.grad), name
+        assert p.requires_grad == q.requires_grad and torch.equal(p, q), name
+        assert torch.equal(p.grad, q.grad) if p.requires_grad else p.grad is q.grad is None, name
     assert all(layer.quantizer.codes is None for layer in quantized_layers(student).values())
 
 
@@ -196,6 +197,13 @@ def test_a_size_that_does_not_fit_names_the_layer(tiny_model_dir):
         quantize(load_model(str(tiny_model_dir)), StudentSpec(mlp="none", attn="int4/g48"))
 
 
+@pytest.mark.parametrize("spec", [SPEC, TIED])
+def test_embedding_and_head_learn_only_where_they_are_quantised(trained, spec):
+    student = trained(spec)
+    assert student.lm_head.weight.requires_grad == (spec is TIED)
+    assert all(p.requires_grad for name, p in student.named_parameters() if "embed" not in name)
+
+
 @torch.no_grad()
 def test_a_tied_head_is_quantised_once(trained):
     student = trained(TIED)
@@ -214,6 +222,7 @@ def test_an_untied_embedding_keeps_full_precision(tiny_model_dir):
     config.tie_word_embeddings = False
     student = quantize(LlamaForCausalLM(config), TIED)
     assert isinstance(student.lm_head, QuantLinear) and type(student.model.embed_tokens) is nn.Embedding
+    assert student.lm_head.weight.requires_grad and not student.model.embed_tokens.weight.requires_grad
 
 
 def test_bits_and_megabytes_by_hand(trained):
