@@ -4,7 +4,8 @@
 
 1. A QAT step from the cache over a step of plain cross-entropy fine-tuning: time, and peak memory (own processes).
 2. A QAT step with the teacher online (full-vocabulary KL, logits of both models held) over the step from the cache.
-3. The cosine between the gradient of full-vocabulary KL and the cached loss's, for one draw and averaged over draws.
+3. The cosine between the gradient of full-vocabulary KL and the cached loss's, for one draw and averaged over draws, on
+   rows not trained on: at the start (least-error scales) and after --cosine-steps updates of QAT.
 4. Bytes a position of the cache, and the speed of building it over the teacher's bare forward pass.
 
 The same model, batch, precision, optimiser (fused AdamW; embedding and head frozen) and allocator on both sides.
@@ -44,7 +45,8 @@ class Config(TextOptions, ScriptConfig):
     quantizer: str = option("balanced2/g32", "quantiser of MLP and attention")
     batch_size: int = option(4, "rows in a batch")
     steps: int = option(7, "timed pairs, after one that is not counted")
-    cosine_draws: int = option(16, "independent caches whose gradients are averaged")
+    cosine_draws: int = option(8, "independent caches whose gradients are averaged")
+    cosine_steps: int = option(40, "updates before the second pair of cosines")
     side: str = option("all", "all, or only the memory of one: plain, cached")
 
 
@@ -72,10 +74,11 @@ def main(cfg: Config) -> None:
         print(f"peak memory, cached / plain: {memory[0] / memory[1]:.3f} ({memory[0]:.0f} / {memory[1]:.0f} MB)")
         pair("QAT step with the teacher online / from the cache", bench.online(), bench.cached(), cfg.steps)
         print(f"bytes a position: {bench.spec.bytes_per_position} at K={bench.spec.k}, {bench.spec.draws} draws")
-        one, averaged = bench.gradient_cosines(cfg.cosine_draws)
-        print(
-            f"gradient cosine with full-vocabulary KL: {one:.4f} for one draw, {averaged:.4f} over {cfg.cosine_draws}"
-        )
+        for steps, kl, one, averaged in bench.gradient_cosines():
+            print(
+                f"gradient cosine with full-vocabulary KL after {steps} updates (KL {kl:.2f}): {one:.4f} for one draw, "
+                f"{averaged:.4f} over {cfg.cosine_draws}"
+            )
 
 
 class Bench:
@@ -84,8 +87,8 @@ class Bench:
     def __init__(self, cfg: Config, backend: TorchBackend, folder: Path):
         self.cfg, self.backend, self.folder = cfg, backend, folder
         tokenizer = load_tokenizer(cfg.model)
-        rows = cfg.rows(tokenizer)
-        self.rows = Rows(rows.tokens[: 8 * cfg.batch_size], rows.mask[: 8 * cfg.batch_size])
+        self.text = cfg.rows(tokenizer)
+        self.rows = self.some(range(8 * cfg.batch_size))
         self.spec = CacheSpec(
             teacher=cfg.model, tokenizer=tokenizer_fingerprint(tokenizer), text=fingerprint(self.rows),
             precision="bf16" if backend.bf16 else "fp32", length=cfg.length, k=8, draws=12, vocab=len(tokenizer),
@@ -97,22 +100,28 @@ class Bench:
             clip_grad_norm=1.0, seed=cfg.seed,
         )  # fmt: skip
 
-    def student(self):
+    def some(self, numbers: range) -> Rows:
+        if numbers.stop > len(self.text):
+            raise UserError(f"the text has {len(self.text)} rows, fewer than {numbers.stop}; use a longer text")
+        return Rows(self.text.tokens[numbers.start : numbers.stop], self.text.mask[numbers.start : numbers.stop])
+
+    def student(self, init: str = "absmax"):
         model = quantize(load_model(self.cfg.model), StudentSpec(self.cfg.quantizer, self.cfg.quantizer))
-        initialise(model, "absmax")
+        initialise(model, init)
         return self.backend.place(model).train()
 
-    def cache(self, seed: int = 0, count: int | None = None) -> KDCacheDataset:
-        """A cache of the first `count` rows (all of them by default), its tail drawn by `seed`."""
-        count = count or len(self.rows)
-        spec = CacheSpec(**vars(self.spec) | {"seed": seed, "train_rows": count})
-        folder = self.folder / f"seed{seed}-{count}"
-        for _ in write_cache(folder, spec, {"train": self.rows}, self.teacher, self.backend, self.cfg.batch_size):
+    def cache(self, seed: int = 0, rows: Rows | None = None) -> KDCacheDataset:
+        """A cache of `rows` (the bench's by default), its tail drawn by `seed`."""
+        rows = rows or self.rows
+        changes = {"seed": seed, "text": fingerprint(rows), "train_rows": len(rows)}
+        spec = CacheSpec(**vars(self.spec) | changes)
+        folder = self.folder / f"seed{seed}-{spec.text[:16]}"
+        for _ in write_cache(folder, spec, {"train": rows}, self.teacher, self.backend, self.cfg.batch_size):
             pass
         return KDCacheDataset(folder)
 
-    def stepper(self, model, loss_of, dataset):
-        optimizer = self.backend.adamw(parameter_groups(model, 1e-5, 1e-5))
+    def stepper(self, model, loss_of, dataset, learning_rate=1e-5):
+        optimizer = self.backend.adamw(parameter_groups(model, learning_rate, learning_rate))
         stream = self.backend.prefetch(batches(dataset, self.cfg.batch_size, 1, self.cfg.seed))
         return lambda: update(model, stream, loss_of, optimizer, self.plan, self.backend)["loss"].item()
 
@@ -148,24 +157,35 @@ class Bench:
 
         return lambda: self.cache(next(count)), bare
 
-    def gradient_cosines(self, draws: int) -> tuple[float, float]:
-        """Cosine with the dense gradient, of the first draw's and of the mean over draws, on one batch."""
-        model = self.student()
+    def gradient_cosines(self):
+        """Yields (updates before, KL, cosine with the dense gradient of the first draw's, of the mean over draws)."""
+        size, model = self.cfg.batch_size, self.student("mse")
+        probe = self.some(range(size))
+        caches = [self.cache(seed, probe) for seed in range(self.cfg.cosine_draws)]
 
-        def gradient(loss_of, dataset) -> torch.Tensor:
-            batch = next(self.backend.prefetch(batches(dataset, self.cfg.batch_size, 1, 0)))
+        def gradient(loss_of, dataset) -> tuple[float, torch.Tensor]:
+            batch = next(self.backend.prefetch(batches(dataset, size, 1, 0)))
             with self.backend.autocast():
-                loss_of(model, batch).backward()
+                loss = loss_of(model, batch)
+            loss.backward()
             parts = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
             model.zero_grad(set_to_none=True)
-            return torch.cat(parts)
+            return loss.item(), torch.cat(parts)
 
-        dense = gradient(self.dense_kl, self.cache(0, self.cfg.batch_size))
-        first = mean = None
-        for seed in range(draws):
-            one = gradient(kd_loss, self.cache(seed, self.cfg.batch_size))
-            first, mean = (one, one / draws) if first is None else (first, mean + one / draws)
-        return cosine(dense, first), cosine(dense, mean)
+        def cosines() -> tuple[float, float, float]:
+            kl, dense = gradient(self.dense_kl, caches[0])
+            first = mean = None
+            for dataset in caches:
+                _, one = gradient(kd_loss, dataset)
+                first, mean = (one, one / len(caches)) if first is None else (first, mean + one / len(caches))
+            return kl, cosine(dense, first), cosine(dense, mean)
+
+        yield 0, *cosines()
+        rows = self.some(range(size, size * (self.cfg.cosine_steps + 1)))
+        step = self.stepper(model, kd_loss, self.cache(rows=rows), learning_rate=5e-4)
+        for _ in range(self.cfg.cosine_steps):
+            step()
+        yield self.cfg.cosine_steps, *cosines()
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
