@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup doctor demo test test-peers lint bench-qat
+.PHONY: help setup doctor demo test lint bench-qat
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,9 +33,6 @@ demo: setup ## cache → 2-bit QAT → LoRA recovery → report, on the embedded
 
 test: setup ## the tests, as CI runs them
 	$(PY) -m pytest
-
-test-peers: setup ## parity against other libraries
-	$(PY) -m pytest -m peer
 
 lint: setup ## ruff, check only
 	$(PY) -m ruff check .

@@ -4,8 +4,8 @@
 
 1. A QAT step from the cache over a step of plain cross-entropy fine-tuning: time, and peak memory (own processes).
 2. A QAT step with the teacher online (full-vocabulary KL, logits of both models held) over the step from the cache.
-3. The cosine between the gradient of full-vocabulary KL and the cached loss's, for one draw and averaged over draws, on
-   rows not trained on: at the start (least-error scales) and after --cosine-steps updates of QAT.
+3. The cosine between the gradient of full-vocabulary KL and the cached loss's, for one cache and averaged over
+   several, on rows not trained on: at the start (least-error scales) and after --cosine-steps updates of QAT.
 4. Bytes a position of the cache, and the speed of building it over the teacher's bare forward pass.
 
 The same model, batch, precision, optimiser (fused AdamW; embedding and head frozen) and allocator on both sides.
@@ -31,7 +31,7 @@ from qat_lora.errors import UserError
 from qat_lora.evaluate import kd_loss
 from qat_lora.kd.cache import CacheSpec, write_cache
 from qat_lora.kd.dataset import KDCacheDataset
-from qat_lora.models.loading import EMBEDDED, load_model, load_tokenizer
+from qat_lora.models.loading import EMBEDDED, load_config, load_model, load_tokenizer
 from qat_lora.qat import Plan, parameter_groups, update
 from qat_lora.quant.init import initialise
 from qat_lora.quant.student import StudentSpec, quantize
@@ -45,12 +45,15 @@ class Config(TextOptions, ScriptConfig):
     quantizer: str = option("balanced2/g32", "quantiser of MLP and attention")
     batch_size: int = option(4, "rows in a batch")
     steps: int = option(7, "timed pairs, after one that is not counted")
-    cosine_draws: int = option(8, "independent caches whose gradients are averaged")
+    cosine_caches: int = option(8, "caches of independent draws whose gradients are averaged")
     cosine_steps: int = option(40, "updates before the second pair of cosines")
     side: str = option("all", "all, or only the memory of one: plain, cached")
 
 
 def main(cfg: Config) -> None:
+    for name in ("batch_size", "steps", "cosine_caches", "cosine_steps"):
+        if getattr(cfg, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(cfg, name)} must be at least 1")
     backend = open_backend(cfg.device, cfg.precision)
     backend.seed(cfg.seed)
     print(f"{cfg.model}, {cfg.quantizer}, {cfg.batch_size}×{cfg.length} tokens, {backend}, commit {revision()}")
@@ -76,8 +79,8 @@ def main(cfg: Config) -> None:
         print(f"bytes a position: {bench.spec.bytes_per_position} at K={bench.spec.k}, {bench.spec.draws} draws")
         for steps, kl, one, averaged in bench.gradient_cosines():
             print(
-                f"gradient cosine with full-vocabulary KL after {steps} updates (KL {kl:.2f}): {one:.4f} for one draw, "
-                f"{averaged:.4f} over {cfg.cosine_draws}"
+                f"gradient cosine with full-vocabulary KL, {steps} updates (KL {kl:.2f}): {one:.4f} for one cache, "
+                f"{averaged:.4f} over {cfg.cosine_caches}"
             )
 
 
@@ -91,8 +94,9 @@ class Bench:
         self.rows = self.some(range(8 * cfg.batch_size))
         self.spec = CacheSpec(
             teacher=cfg.model, tokenizer=tokenizer_fingerprint(tokenizer), text=fingerprint(self.rows),
-            precision="bf16" if backend.bf16 else "fp32", length=cfg.length, k=8, draws=12, vocab=len(tokenizer),
-            seed=cfg.seed, rows_per_shard=len(self.rows), train_rows=len(self.rows), heldout_rows=0,
+            precision="bf16" if backend.bf16 else "fp32", length=cfg.length, k=8, draws=12,
+            vocab=load_config(cfg.model).vocab_size, seed=cfg.seed, rows_per_shard=len(self.rows),
+            train_rows=len(self.rows), heldout_rows=0,
         )  # fmt: skip
         self.teacher = backend.place(load_model(cfg.model)).requires_grad_(False)
         self.plan = Plan(
@@ -112,7 +116,7 @@ class Bench:
 
     def cache(self, seed: int = 0, rows: Rows | None = None) -> KDCacheDataset:
         """A cache of `rows` (the bench's by default), its tail drawn by `seed`."""
-        rows = rows or self.rows
+        rows = self.rows if rows is None else rows
         changes = {"seed": seed, "text": fingerprint(rows), "train_rows": len(rows)}
         spec = CacheSpec(**vars(self.spec) | changes)
         folder = self.folder / f"seed{seed}-{spec.text[:16]}"
@@ -132,7 +136,8 @@ class Bench:
     def plain(self):
         """Fine-tuning of the same parameters as anyone would write it: HF's own loss on [B, L, V] logits."""
         model = self.backend.place(load_model(self.cfg.model)).train()
-        model.get_input_embeddings().weight.requires_grad_(False)  # tied to the head in the default model
+        for table in (model.get_input_embeddings(), model.get_output_embeddings()):
+            table.weight.requires_grad_(False)
         return self.stepper(model, lambda m, b: m(input_ids=b["tokens"], labels=b["tokens"]).loss, self.cache())
 
     def online(self):
@@ -161,7 +166,7 @@ class Bench:
         """Yields (updates before, KL, cosine with the dense gradient of the first draw's, of the mean over draws)."""
         size, model = self.cfg.batch_size, self.student("mse")
         probe = self.some(range(size))
-        caches = [self.cache(seed, probe) for seed in range(self.cfg.cosine_draws)]
+        caches = [self.cache(seed, probe) for seed in range(self.cfg.cosine_caches)]
 
         def gradient(loss_of, dataset) -> tuple[float, torch.Tensor]:
             batch = next(self.backend.prefetch(batches(dataset, size, 1, 0)))

@@ -24,7 +24,7 @@ from qat_lora.errors import UserError
 from qat_lora.kd.cache import CacheSpec, open_cache, write_cache
 from qat_lora.models.loading import EMBEDDED, EMBEDDED_NOTE, load_config, load_model, load_tokenizer
 from qat_lora.run.config import ScriptConfig, option, run_script
-from qat_lora.run.files import read_json, write_json
+from qat_lora.run.files import lock, read_json, write_json
 from qat_lora.run.rundir import say
 
 
@@ -61,21 +61,22 @@ def main(cfg: Config) -> None:
     say(f"top {cfg.top_k} and {cfg.draws} draws: {spec.bytes_per_position} bytes a position")
     if cfg.model == EMBEDDED:
         say(EMBEDDED_NOTE)
-    done = dict(open_cache(directory, spec))
+    done = open_cache(directory, spec)
     if done and cfg.resume == "off":
         raise UserError(f"{directory} already holds {len(done)} shards; --resume auto goes on, or give another folder")
     if cfg.dry_run:
         return
 
-    sizes = {name: len(numbers) for name, _, numbers in spec.shards()}
-    teacher = backend.place(load_model(cfg.model))
-    started = time.monotonic()
-    with tqdm(total=len(rows), unit="row", disable=None) as bar:
-        split = {"train": train, "heldout": heldout}
-        for count in write_cache(directory, spec, split, teacher, backend, cfg.batch_size):
-            bar.update(count)
-    written = sum(rows for name, rows in sizes.items() if name not in done)
-    report(directory, written * spec.length, time.monotonic() - started)
+    with lock(directory):
+        done = dict(open_cache(directory, spec))
+        teacher = backend.place(load_model(cfg.model))
+        started = time.monotonic()
+        with tqdm(total=len(rows), unit="row", disable=None) as bar:
+            split = {"train": train, "heldout": heldout}
+            for count in write_cache(directory, spec, split, teacher, backend, cfg.batch_size):
+                bar.update(count)
+        written = sum(len(numbers) for name, _, numbers in spec.shards() if name not in done)
+        report(directory, written * spec.length, time.monotonic() - started)
 
 
 def check(cfg: Config) -> None:

@@ -29,9 +29,9 @@ from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import freeze
 from qat_lora.quant.student import StudentSpec, bits_per_weight, load_student, megabytes, quantize, read_student
 from qat_lora.run.config import ScriptConfig, option, run_script
-from qat_lora.run.files import read_json, write_atomically
+from qat_lora.run.files import read_json, sha256, write_atomically
 from qat_lora.run.plots import plot_run
-from qat_lora.run.rundir import say
+from qat_lora.run.rundir import read_config, say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +54,7 @@ def main(cfg: Config) -> None:
     made = read_student(qat / "best.pt")
     tokenizer = load_tokenizer(made["model"])
     heldout = KDCacheDataset(cfg.cache_dir, "heldout", tokenizer=tokenizer_fingerprint(tokenizer))
+    check_same_experiment(qat, recovery, cfg)
     check_device(resolve(cfg.device))
     if cfg.dry_run:
         return
@@ -72,12 +73,24 @@ def main(cfg: Config) -> None:
         del model
     pictures = [plot_run(run) for run in (qat, recovery)]
     output = Path(cfg.output) if cfg.output else qat.parent / "report.md"
-    text = report(
-        cfg, made, read_json(qat / "manifest.json"), rows, texts, tokens.shape, str(backend), pictures, output
-    )
+    facts = read_json(qat / "manifest.json") | {
+        "measured on": str(backend),
+        "shape": tokens.shape,
+        "shared": max(0, max(read_config(run)["eval_rows"] for run in (qat, recovery)) - last.start),
+    }
+    text = report(cfg, made, facts, rows, texts, pictures, output)
     write_atomically(output, lambda file: file.write(text.encode()))
     say(table(rows))
     say(f"report in {output}")
+
+
+def check_same_experiment(qat: Path, recovery: Path, cfg: Config) -> None:
+    """Raise UserError where adapter, student and cache do not belong together."""
+    made, used = read_json(qat / "manifest.json"), read_json(recovery / "manifest.json")
+    if used.get("student") != sha256(qat / "best.pt"):
+        raise UserError(f"{recovery} was not trained on {qat}/best.pt; give the recovery run of that student")
+    if made.get("cache") != KDCacheDataset(cfg.cache_dir, "train").fingerprint:
+        raise UserError(f"{qat} was not trained on the cache {cfg.cache_dir}; give the --cache-dir of that run")
 
 
 def models(teacher: nn.Module, made: dict, qat: Path, recovery: Path):
@@ -124,10 +137,13 @@ def table(rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def report(cfg, made: dict, manifest: dict, rows, texts, shape, device: str, pictures, output: Path) -> str:
-    """The report as Markdown."""
+def report(cfg, made: dict, facts: dict, rows, texts, pictures, output: Path) -> str:
+    """The report as Markdown. facts: the QAT run's manifest, and how the rows were measured."""
     spec = StudentSpec(**made["spec"])
-    commit = manifest["git"] + (" with changes" if manifest["dirty"] else "")
+    count, length = facts["shape"]
+    shared = min(facts["shared"], count)
+    chosen = f", {shared} of which are among these" if shared else ", none of which is among these"
+    commit = facts["git"] + (" with changes" if facts["dirty"] else "")
     note = (
         f"Note: {EMBEDDED_NOTE}; the teacher is that file, not the original weights.\n"
         if made["model"] == EMBEDDED
@@ -139,12 +155,12 @@ def report(cfg, made: dict, manifest: dict, rows, texts, shape, device: str, pic
 
 {table(rows)}
 
-PPL and the exact KL(teacher‖model), in nats a token, over the last {shape[0]} held-out rows of {shape[1]} tokens of
-{cfg.cache_dir}; the runs chose their best state on the first ones. Bits per weight count codes, scales and adapter at
-their stored size over the quantised weights; MB is the whole model, what is not quantised at 16 bits. Seconds are those
-of each row's own stage: training steps, or the teacher's pass.
+PPL and the exact KL(teacher‖model), in nats a token, over the last {count} held-out rows of {length} tokens of
+{cfg.cache_dir}; the runs chose their best state on the first held-out rows{chosen}.
+Bits per weight count codes, scales and adapter at their stored size over the quantised weights; MB is the whole model,
+what is not quantised at 16 bits. Seconds are those of each row's own stage: training steps, or the teacher's pass.
 {note}
-Measured on {device}, {platform.machine()}, commit {commit}, seed {manifest["seed"]}.
+Measured on {facts["measured on"]}, {platform.machine()}, commit {commit}, seed {facts["seed"]}.
 
 ## What each says
 

@@ -107,6 +107,11 @@ def check(cfg: Config) -> None:
         raise UserError("give the student's best.pt as either --checkpoint or --v2-checkpoint")
     if cfg.mode not in MODES:
         raise UserError(f"--mode {cfg.mode!r} is not one of {', '.join(MODES)}")
+    if not 0 <= cfg.anchor_weight < float("inf") or cfg.anchor_rows < 1 or cfg.anchor_length < 2:
+        raise UserError(
+            f"--anchor-weight {cfg.anchor_weight} must be 0 or more, --anchor-rows {cfg.anchor_rows} at least 1, "
+            f"--anchor-length {cfg.anchor_length} at least 2"
+        )
     if cfg.mode == "kd" and not cfg.kd_cache_dir:
         raise UserError("--mode kd needs --kd-cache-dir; build one with scripts/build_kd_cache.py")
 

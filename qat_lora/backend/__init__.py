@@ -4,9 +4,9 @@ import os
 import sys
 
 from qat_lora.backend.detect import resolve, tpu_chips
-from qat_lora.backend.torch import TorchBackend
+from qat_lora.backend.torch import TorchBackend, compute_dtype
 
-__all__ = ["TorchBackend", "is_xla_device", "open_backend", "resolve", "tpu_chips", "xla_mark_step"]
+__all__ = ["TorchBackend", "compute_dtype", "is_xla_device", "open_backend", "resolve", "tpu_chips", "xla_mark_step"]
 
 
 def open_backend(requested: str = "auto", precision: str = "auto") -> TorchBackend:

@@ -23,6 +23,12 @@ def cpu_has_bf16() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
+def compute_dtype(tensor: Tensor) -> torch.dtype:
+    """What a matrix product with this tensor is computed in: autocast's type on its device, else its own."""
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
+
+
 def keep_freed_memory() -> None:
     """Have glibc keep what training frees and takes again every step, instead of handing pages back to the kernel.
 
@@ -106,10 +112,10 @@ class TorchBackend:
         return torch_checkpoint.checkpoint(function, *args, use_reentrant=False)
 
     # -- one update ----------------------------------------------------------------------------------------------
-    def adamw(self, groups: list[dict], betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0) -> torch.optim.AdamW:
+    def adamw(self, groups: list[dict]) -> torch.optim.AdamW:
         """AdamW whose state exists before the first step, so that on XLA step 2 compiles nothing."""
         optimizer = torch.optim.AdamW(
-            groups, lr=groups[0]["lr"], betas=betas, eps=eps, weight_decay=weight_decay, **self._adamw_kind()
+            groups, lr=groups[0]["lr"], betas=(0.9, 0.95), weight_decay=0.0, **self._adamw_kind()
         )
         for group in optimizer.param_groups:
             for p in group["params"]:

@@ -41,8 +41,8 @@ class XlaBackend(TorchBackend):
     def checkpoint(self, function, *args):
         return xla_checkpoint(function, *args)
 
-    def adamw(self, groups: list[dict], **options) -> torch.optim.AdamW:
-        optimizer = super().adamw(groups, **options)
+    def adamw(self, groups: list[dict]) -> torch.optim.AdamW:
+        optimizer = super().adamw(groups)
         for group in optimizer.param_groups:
             for p in group["params"]:
                 p.grad = torch.zeros_like(p)  # the first step then adds to a gradient as every later one does

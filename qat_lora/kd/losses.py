@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qat_lora.backend import compute_dtype
+
 # fp32 logits held at a time. Above 32 MB glibc maps fresh pages for every chunk: +35% on a teacher pass, measured.
 CHUNK_BYTES = 24 * 2**20
 ACCELERATOR_CHUNK_BYTES = 256 * 2**20  # fewer, larger products and a smaller graph; not measured on hardware
@@ -44,12 +46,10 @@ def sparse_loss(
     the backward pass repeats no head and [B, L, V] never exists.
     """
     total = kept(mask) if total is None else total
-    kind = hidden.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     width = index.shape[-1]
     return _ChunkedHead.apply(
         hidden.reshape(-1, hidden.shape[-1]), head, index.reshape(-1, width), prob.reshape(-1, width).float(),
-        mask.reshape(-1).float() / total, dtype, torch.is_grad_enabled(),
+        mask.reshape(-1).float() / total, compute_dtype(hidden), torch.is_grad_enabled(),
     )  # fmt: skip
 
 

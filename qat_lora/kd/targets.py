@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qat_lora.backend import compute_dtype
 from qat_lora.kd.losses import positions
 from qat_lora.models.loading import hidden_states
 from qat_lora.quant.linear import effective_weight
@@ -20,8 +21,7 @@ def teacher_targets(teacher: nn.Module, tokens: Tensor, k: int, uniforms: Tensor
     """
     hidden = hidden_states(teacher, tokens).flatten(0, 1)
     head = effective_weight(teacher.get_output_embeddings())
-    kind = hidden.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    dtype = compute_dtype(hidden)
     uniforms = uniforms.flatten(0, 1)
     head = head.to(dtype)
     parts = [

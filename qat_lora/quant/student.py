@@ -39,32 +39,29 @@ def quantize(model: nn.Module, spec: StudentSpec) -> nn.Module:
     """Replace the linear layers of the decoder blocks by QuantLinear, in place; scales still to be initialised.
 
     A quantised head that is tied to the embedding quantises both with one set of codes. Neither learns unless it is
-    quantised: most tokens are rare, and Adam makes a full step of each sampled target that names one (training a
-    full-precision table raised the held-out KL of SmolLM2-135M from .882 to .905 after 50 steps).
+    quantised: training the table costs memory and time and left the student further from its teacher
+    (docs/benchmarks.md).
     """
     for layer in decoder_layers(model):
         for name, module in list(layer.named_modules()):
             if isinstance(module, nn.Linear) and not isinstance(module, QuantLinear):
                 kind = QuantSpec.parse(spec.mlp if name.startswith("mlp") else spec.attn)
                 if kind:
-                    _check(kind, name, module)
+                    kind.check(name, module.out_features, module.in_features)
                     layer.set_submodule(name, QuantLinear(module, kind))
     base = unwrap(model)
     for table in (base.get_input_embeddings(), base.get_output_embeddings()):
         table.weight.requires_grad_(False)
     kind = QuantSpec.parse(spec.head)
     if kind:
-        _check(kind, "lm_head", base.get_output_embeddings())
-        head, embedding = QuantLinear(base.get_output_embeddings(), kind), base.get_input_embeddings()
+        head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
+        kind.check("lm_head", head.out_features, head.in_features)
+        head = QuantLinear(head, kind)
         head.weight.requires_grad_(True)
         if embedding.weight is head.weight:
             base.set_input_embeddings(QuantEmbedding(embedding, head.quantizer))
         base.set_output_embeddings(head)
     return model
-
-
-def _check(kind: QuantSpec, name: str, linear: nn.Linear) -> None:
-    kind.check(name, linear.out_features, linear.in_features)
 
 
 def bits_per_weight(model: nn.Module, adapter_values: int = 0) -> float:

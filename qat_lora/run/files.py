@@ -1,5 +1,6 @@
 """Files that are either whole or not there, and folders that one process at a time writes."""
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -53,8 +54,9 @@ def lock(folder: Path) -> BinaryIO:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UserError(f"another process is writing {folder}; wait for it, or give another folder") from None
-    except OSError:
-        pass  # a network file system without locks: nothing to ask
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):  # a network file system without locks
+            raise cannot_write(folder, error) from error
     return file
 
 

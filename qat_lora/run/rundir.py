@@ -63,8 +63,10 @@ class Run:
                 file.truncate(min(size, self.metrics_size()))
 
     def finish(self, status: str, **values) -> None:
-        """Write summary.json: status (finished, preempted, failed) and the final figures."""
+        """Write summary.json (status: finished, preempted, failed; final figures) and give the directory free."""
         write_json(self.path / "summary.json", {"status": status, **values})
+        if self.held:
+            self.held.close()
 
 
 def say(line: str) -> None:
@@ -87,13 +89,13 @@ def open_run(experiment: str, config: RunConfig, facts: dict) -> Run:
     """
     path = _resumed_path(experiment, config)
     if path is not None:
+        held = lock(path)
         manifest = read_json(path / "manifest.json")
         _check_same(path, read_config(path), identity(config))
         _check_same(path, manifest, {k: v for k, v in facts.items() if k != "device"})
         if _status(path) == "finished":
             say(f"{path} is finished")
             raise SystemExit(0)
-        held = lock(path)
         manifest.setdefault("resumed", []).append({"time": _now(), "argv": sys.argv})
         write_json(path / "manifest.json", manifest)
         say(f"resuming {path}")

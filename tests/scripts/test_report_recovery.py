@@ -1,7 +1,11 @@
 """The report: every row measured, in order, and pictures that exist."""
 
+import json
+import shutil
+
 import pytest
 
+from qat_lora.errors import UserError
 from qat_lora.run.config import parse
 
 
@@ -45,4 +49,25 @@ def test_report_holds_every_stage_with_its_figures_and_pictures(runs, load_scrip
     assert float(figures["+ LoRA"][2]) > float(figures["QAT"][2]) == 2.5
     for run in ("qat", "recovery"):
         assert f"({run}/plots/metrics.png)" in text and (runs / run / "plots" / "metrics.png").stat().st_size > 1000
+    assert "first held-out rows, none of which is among these" in text
     assert text.count("**teacher**:") == 1 and text.count("**+ LoRA**:") == 1
+
+
+def test_parts_of_different_experiments_are_refused(runs, load_script, tmp_path):
+    """An adapter of another student, or another cache than the student's: a report would look right and be wrong."""
+    script = load_script("report_recovery")
+
+    def refused(**changes) -> str:
+        paths = {"qat_run": runs / "qat", "recovery_run": runs / "recovery", "cache_dir": runs / "cache"} | changes
+        with pytest.raises(UserError) as error:
+            script.main(script.Config(device="cpu", dry_run=True, **{key: str(path) for key, path in paths.items()}))
+        return str(error.value)
+
+    student = shutil.copytree(runs / "qat", tmp_path / "qat") / "best.pt"
+    (tmp_path / "qat" / "layerwise.pt").rename(student)
+    assert "was not trained on" in refused(qat_run=tmp_path / "qat")
+    cache = load_script("build_kd_cache")
+    made = json.loads((runs / "cache" / "manifest.json").read_text())["spec"]
+    flags = ["--model", made["teacher"], "--cache-dir", tmp_path / "cache", "--length", 32, "--max-rows", 40]
+    cache.main(parse(cache.Config, "build_kd_cache", [str(word) for word in [*flags, "--device", "cpu"]]))
+    assert "--cache-dir" in refused(cache_dir=tmp_path / "cache")
