@@ -58,8 +58,10 @@ def save_adapter(model: nn.Module, folder: Path) -> None:
         if old.exists() and not folder.exists():  # killed between the two renames below
             old.rename(folder)
         shutil.rmtree(part, ignore_errors=True)
-        # The embedding is never trained here; "auto" would ask the hub whether it was.
-        model.save_pretrained(part, save_embedding_layers=False)
+        # From the host: safetensors cannot read an XLA tensor. The embedding is never trained here; "auto" would ask
+        # the hub whether it was.
+        weights = {name: p.detach().cpu() for name, p in model.named_parameters() if "lora_" in name}
+        model.save_pretrained(part, save_embedding_layers=False, state_dict=weights)
         shutil.rmtree(old, ignore_errors=True)
         if folder.exists():
             folder.rename(old)

@@ -140,10 +140,11 @@ def measure(model, teacher, tokens: Tensor, scored: Tensor, backend: TorchBacken
         hook = unwrap(model).get_input_embeddings().register_forward_hook(advance)  # once a batch
         figures = text_figures(model, tokens, scored, backend, batch_size, teacher)
         hook.remove()
-    if not math.isfinite(figures["nll"]):
-        raise UserError(
-            f"the NLL is {figures['nll']}: the weights or the adapter hold NaN or infinity; train them again"
-        )
+    for name, holder in (("nll", "the weights or the adapter hold"), ("kl", "the teacher's weights hold")):
+        if not math.isfinite(figures.get(name, 0)):
+            raise UserError(
+                f"the {name.upper()} is {figures[name]}: {holder} NaN or infinity; train or fetch them again"
+            )
     return figures
 
 

@@ -50,6 +50,9 @@ def main(cfg: Config) -> None:
     for name in ("qat_run", "recovery_run", "cache_dir"):
         if not getattr(cfg, name):
             raise UserError(f"--{name.replace('_', '-')} is missing")
+    for name in ("rows", "batch_size", "new_tokens"):
+        if getattr(cfg, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(cfg, name)} must be at least 1")
     qat, recovery = Path(cfg.qat_run), Path(cfg.recovery_run)
     made = read_student(qat / "best.pt")
     tokenizer = load_tokenizer(made["model"])

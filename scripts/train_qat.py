@@ -21,7 +21,7 @@ from qat_lora.evaluate import heldout_figures
 from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.layer_qat import LayerPlan, train_layers
 from qat_lora.memory import empty_model
-from qat_lora.models.loading import EMBEDDED, decoder_layers, hidden_states, load_model, load_tokenizer
+from qat_lora.models.loading import EMBEDDED, decoder_layers, hidden_states, load_config, load_model, load_tokenizer
 from qat_lora.qat import TrainOptions, train_qat
 from qat_lora.quant.init import METHODS, initialise, input_moments
 from qat_lora.quant.linear import unquantized
@@ -52,7 +52,9 @@ class Config(TrainOptions):
 
 def main(cfg: Config) -> None:
     spec = StudentSpec(mlp=cfg.mlp, attn=cfg.attn, head=cfg.head)
-    plan = cfg.plan()
+    plan, every = cfg.plan(), cfg.every()
+    if cfg.layer_rows < 1:
+        raise UserError(f"--layer-rows {cfg.layer_rows} must be at least 1")
     if cfg.init not in METHODS:
         raise UserError(f"--init {cfg.init!r} is not one of {', '.join(METHODS)}")
     scale_rate = cfg.learning_rate if cfg.scale_learning_rate is None else cfg.scale_learning_rate
@@ -70,7 +72,7 @@ def main(cfg: Config) -> None:
 
     run = open_run("train_qat", cfg, {"device": str(backend), "cache": train.fingerprint, "student": str(spec)})
     backend.seed(cfg.seed)
-    session = Session(run, backend, cfg.every())
+    session = Session(run, backend, every)
     student = quantize(load_model(cfg.model), spec)
     if session.resumed is None:
         start_scales(student, cfg, train, backend)
@@ -85,8 +87,9 @@ def main(cfg: Config) -> None:
 
     def evaluate(step: int) -> dict:
         figures = heldout_figures(student, heldout, backend, cfg.batch_size, cfg.eval_rows)
-        if figures["heldout_kl"] < session.best("heldout_kl"):
-            save_student(run.path / "best.pt", student, cfg.model, spec, {"step": step, **figures})
+        best = run.path / "best.pt"
+        if figures["heldout_kl"] < session.best("heldout_kl") or not best.exists():
+            save_student(best, student, cfg.model, spec, {"step": step, **figures})
         return figures
 
     train_qat(student, train, plan, scale_rate, session, backend, evaluate)
@@ -99,8 +102,8 @@ def main(cfg: Config) -> None:
 def open_cache(cfg: Config) -> tuple[KDCacheDataset, KDCacheDataset]:
     if not cfg.cache_dir:
         raise UserError("--cache-dir is missing; build one with scripts/build_kd_cache.py")
-    tokenizer = tokenizer_fingerprint(load_tokenizer(cfg.model))
-    train, heldout = (KDCacheDataset(cfg.cache_dir, split, tokenizer=tokenizer) for split in ("train", "heldout"))
+    facts = {"tokenizer": tokenizer_fingerprint(load_tokenizer(cfg.model)), "vocab": load_config(cfg.model).vocab_size}
+    train, heldout = (KDCacheDataset(cfg.cache_dir, split, **facts) for split in ("train", "heldout"))
     cfg.check_rows(train, heldout)
     return train, heldout
 

@@ -23,7 +23,7 @@ from qat_lora.errors import UserError
 from qat_lora.evaluate import heldout_figures, heldout_nll
 from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.models.adapter import adapter_values
-from qat_lora.models.loading import load_tokenizer
+from qat_lora.models.loading import load_config, load_tokenizer
 from qat_lora.qat import TrainOptions
 from qat_lora.quant.student import StudentSpec, bits_per_weight, load_student, read_student
 from qat_lora.recovery import (
@@ -63,7 +63,7 @@ class Config(TextOptions, TrainOptions):
 def main(cfg: Config) -> None:
     check(cfg)
     checkpoint = cfg.checkpoint or cfg.v2_checkpoint
-    plan = cfg.plan()
+    plan, every = cfg.plan(), cfg.every()
     backend = open_backend(cfg.device, cfg.precision)
     train, heldout = open_data(cfg, read_student(checkpoint)["model"])
     student, made = load_student(checkpoint, cfg.model)
@@ -80,7 +80,7 @@ def main(cfg: Config) -> None:
         {"device": str(backend), "student": sha256(Path(checkpoint)), "data": train.fingerprint},
     )
     backend.seed(cfg.seed)
-    session = Session(run, backend, cfg.every())
+    session = Session(run, backend, every)
     backend.place(model)
     anchor = make_anchor(cfg, model, train, backend)
     if cfg.gradient_checkpointing:
@@ -91,8 +91,9 @@ def main(cfg: Config) -> None:
     def evaluate(step: int) -> dict:
         measure = heldout_figures if cfg.mode == "kd" else heldout_nll
         figures = measure(model, heldout, backend, cfg.batch_size, cfg.eval_rows)
-        if figures[figure] < session.best(figure):
-            save_adapter(model, run.path / "adapter")
+        adapter = run.path / "adapter"
+        if figures[figure] < session.best(figure) or not adapter.exists():
+            save_adapter(model, adapter)
         return figures
 
     train_recovery_lora(model, train, cfg.mode, plan, anchor, session, backend, evaluate)
@@ -120,8 +121,8 @@ def open_data(cfg: Config, model_name: str):
     """Training and held-out data of the mode."""
     tokenizer = load_tokenizer(model_name)
     if cfg.mode == "kd":
-        print_of = tokenizer_fingerprint(tokenizer)
-        data = [KDCacheDataset(cfg.kd_cache_dir, split, tokenizer=print_of) for split in ("train", "heldout")]
+        facts = {"tokenizer": tokenizer_fingerprint(tokenizer), "vocab": load_config(model_name).vocab_size}
+        data = [KDCacheDataset(cfg.kd_cache_dir, split, **facts) for split in ("train", "heldout")]
     else:
         rows = cfg.rows(tokenizer)
         if cfg.mode == "sft" and bool(rows.mask.all()):

@@ -22,6 +22,7 @@ from qat_lora.kd.targets import teacher_targets
 from qat_lora.run.files import read_json, sha256, write_atomically, write_json
 
 FORMAT = "qat_lora.kd.3"
+MOST_SHARDS = 10**6  # more is a damaged number, not a cache
 PREFIX = {"train": "shard", "heldout": "heldout"}
 
 
@@ -70,7 +71,7 @@ def open_cache(directory: Path, spec: CacheSpec) -> dict[str, dict]:
             f"{directory} holds a cache of format {manifest.get('format')!r}, not {FORMAT}; delete that folder or give "
             "another --cache-dir"
         )
-    if not isinstance(there, dict) or not isinstance(shards, dict):
+    if not isinstance(there, dict):
         raise UserError(f"{directory}/manifest.json is damaged; delete that folder and build it again")
     for name, wanted in asdict(spec).items():
         if there.get(name) != wanted:
@@ -78,7 +79,30 @@ def open_cache(directory: Path, spec: CacheSpec) -> dict[str, dict]:
                 f"{directory} holds another cache: {name} is {there.get(name)!r}, not {wanted!r}; "
                 "give another --cache-dir or delete that folder"
             )
+    try:
+        check_shards(CacheSpec(**there), shards)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"{directory}/manifest.json is damaged ({error}); delete that folder and build it again"
+        ) from error
     return shards
+
+
+def check_shards(spec: CacheSpec, shards: dict[str, dict]) -> dict[str, int]:
+    """Rows of every shard that a manifest's spec asks for; KeyError, TypeError, … where `shards` do not fit it."""
+    for name, value in asdict(spec).items():
+        kind = CacheSpec.__annotations__[name]
+        if type(value) is not kind or (kind is int and value < 0):
+            raise ValueError(f"{name} is {value!r}")
+    if sum(entry["rows"] for entry in shards.values()) > spec.train_rows + spec.heldout_rows:
+        raise ValueError("its shards hold more than its rows")
+    count = -(-spec.train_rows // spec.rows_per_shard) + -(-spec.heldout_rows // spec.rows_per_shard)
+    if count > MOST_SHARDS:
+        raise ValueError(f"{count} shards")
+    sizes = {name: len(rows) for name, _, rows in spec.shards()}
+    if any(sizes.get(name) != entry["rows"] or len(entry["sha256"]) != 64 for name, entry in shards.items()):
+        raise ValueError("its shards do not fit its rows")
+    return sizes
 
 
 def write_cache(
@@ -114,6 +138,11 @@ def _targets(teacher, backend, tokens: Tensor, start: int, split: str, spec: Cac
     with backend.autocast():
         targets = teacher_targets(teacher, batch["tokens"], spec.k, batch["uniforms"])
     targets = backend.to_host(targets)
+    if not all(targets[key].isfinite().all() for key in ("prob", "entropy")):
+        raise UserError(
+            f"the teacher {spec.teacher} gives NaN or infinity at {split} rows {start} to {start + count - 1}; "
+            "its weights are damaged, or --precision fp32 is needed"
+        )
     integer = token_type(spec.vocab)
     kinds = {"index": integer, "prob": torch.float16, "tail": integer, "entropy": torch.float16}
     return {"tokens": tokens.to(integer)} | {key: targets[key][:count].to(kind) for key, kind in kinds.items()}

@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 from qat_lora.data.batches import epoch_order
 from qat_lora.errors import UserError
-from qat_lora.kd.cache import FORMAT, PREFIX, CacheSpec, read_shard
+from qat_lora.kd.cache import FORMAT, PREFIX, CacheSpec, check_shards, read_shard
 from qat_lora.run.files import read_json
 
 
@@ -24,8 +24,9 @@ class KDCacheDataset(Dataset):
     The original project's v1 shards open too: they carry no tail, so their target is the renormalised top K, which
     is biased towards the head; their last position has no target, the last tenth of their rows is the held-out split,
     and nothing in them tells the tokenizer.
-    Raises UserError for a cache that is missing, unfinished, damaged, or made with another tokenizer
-    (`tokenizer`: fingerprint as data.packing.tokenizer_fingerprint gives; None skips the check).
+    Raises UserError for a cache that is missing, unfinished, damaged, made with another tokenizer (`tokenizer`:
+    fingerprint as data.packing.tokenizer_fingerprint gives) or of a teacher whose head is larger than `vocab`, the
+    student's; None skips the check.
     """
 
     def __init__(
@@ -37,12 +38,13 @@ class KDCacheDataset(Dataset):
         world_size=1,
         seed: int | None = None,
         tokenizer: str | None = None,
+        vocab: int | None = None,
     ):
         self.directory, self.split = Path(cache_dir), split
         if (self.directory / "meta.json").exists():
             self.spec, self.shards = None, _v1_shards(self.directory)
         else:
-            self.spec, self.shards = _manifest(self.directory, tokenizer)
+            self.spec, self.shards = _manifest(self.directory, tokenizer, vocab)
             self.shards = [(n, s) for n, s in self.shards.items() if n.startswith(PREFIX[split])]
         if not self.shards:
             raise UserError(f"cache {self.directory} has no {split} rows; build it with a larger --heldout-fraction")
@@ -103,7 +105,7 @@ class KDCacheDataset(Dataset):
         }
 
 
-def _manifest(directory: Path, tokenizer: str | None) -> tuple[CacheSpec, dict]:
+def _manifest(directory: Path, tokenizer: str | None, vocab: int | None) -> tuple[CacheSpec, dict]:
     if not (directory / "manifest.json").exists():
         raise UserError(f"cache {directory}: no manifest.json there; build it with scripts/build_kd_cache.py")
     manifest = read_json(directory / "manifest.json")
@@ -111,14 +113,19 @@ def _manifest(directory: Path, tokenizer: str | None) -> tuple[CacheSpec, dict]:
         raise UserError(f"cache {directory}: format {manifest.get('format')!r} is not {FORMAT}; build it again")
     try:
         spec, shards = CacheSpec(**manifest["spec"]), manifest["shards"]
-        sizes = {name: len(rows) for name, _, rows in spec.shards()}
-        if any(sizes.get(name) != entry["rows"] or len(entry["sha256"]) != 64 for name, entry in shards.items()):
-            raise ValueError("its shards do not fit its rows")
+        sizes = check_shards(spec, shards)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"cache {directory}: manifest.json is damaged ({error}); build it again") from error
+        raise UserError(
+            f"cache {directory}: manifest.json is damaged ({error}); delete that folder and build it again"
+        ) from error
     if tokenizer not in (None, spec.tokenizer):
         raise UserError(
             f"cache {directory} was made with another tokenizer (of {spec.teacher!r}); build one for this model"
+        )
+    if vocab is not None and spec.vocab > vocab:
+        raise UserError(
+            f"cache {directory} is of a teacher with {spec.vocab} tokens in its head, this model has {vocab}; "
+            "use a teacher with the same head"
         )
     missing = [name for name in sizes if name not in shards]
     if missing:

@@ -59,7 +59,8 @@ def _sync(path: Path) -> None:
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    return sorted(folder.glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
+    numbered = [path for path in folder.glob("step_*") if path.name.removeprefix("step_").isdecimal()]
+    return sorted(numbered, key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
 
 
 def load_checkpoint(run_path: Path) -> tuple[dict[str, Tensor], dict, dict] | None:
@@ -77,9 +78,11 @@ def load_checkpoint(run_path: Path) -> tuple[dict[str, Tensor], dict, dict] | No
             return read_checkpoint(path)
         except UserError as error:
             say(f"{error}; it is set aside, trying the one before")
-            path.rename(path.with_name(f"damaged_{path.name}"))
-    if found:
-        raise UserError(f"no whole checkpoint is left in {folder}; start again with --resume off")
+            aside = path.with_name(f"damaged_{path.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+    if found or list(folder.glob("damaged_step_*")):
+        raise UserError(f"no whole checkpoint is left in {folder}; start again with another --output-dir")
     return None
 
 

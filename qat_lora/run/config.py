@@ -3,6 +3,8 @@
 import dataclasses
 import difflib
 import errno
+import itertools
+import math
 import os
 import re
 import sys
@@ -15,6 +17,7 @@ import yaml
 from transformers.hf_argparser import HfArgumentParser
 
 from qat_lora.errors import UserError
+from qat_lora.hub import first_line
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -59,9 +62,20 @@ def parse(kind: type, script: str, argv: list[str], description: str = ""):
     if unknown:
         flags = {name.replace("_", "-") for name in names}
         raise UserError(_unknown_key(unknown[0].lstrip("-").split("=")[0], flags, "flag --", "--"))
-    if config.seed < 0:
-        raise UserError(f"--seed {config.seed} must not be negative")
+    _check_values(config)
     return dataclasses.replace(config, device="tpu") if config.tpu else config
+
+
+def _check_values(config) -> None:
+    """What no option of any script means: an empty text (an unset shell variable), NaN or infinity."""
+    for name, value in vars(config).items():
+        flag = f"--{name.replace('_', '-')}"
+        if value == "":
+            raise UserError(f"{flag} is empty; give it a value or leave it out")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{flag} {value} is not a finite number")
+    if not 0 <= config.seed < 2**63:
+        raise UserError(f"--seed {config.seed} must be from 0 to 2^63 - 1")
 
 
 class _Parser(HfArgumentParser):
@@ -83,12 +97,13 @@ def _spelled_out(argv: list[str], valued: set[str]) -> list[str]:
 
 
 def _preset(argv: list[str], kind: type, script: str) -> dict:
-    for i, word in enumerate(argv):
-        if word.startswith("--config="):
-            return _read_preset(word.split("=", 1)[1], kind, script)
-        if word == "--config" and i + 1 < len(argv):
-            return _read_preset(argv[i + 1], kind, script)
-    return {}
+    names = [word.split("=", 1)[1] for word in argv if word.startswith("--config=")]
+    names += [name for word, name in itertools.pairwise(argv) if word == "--config"]
+    if len(names) > 1:
+        raise UserError(
+            f"--config is given {len(names)} times ({', '.join(names)}); give one, `base:` in it builds on another"
+        )
+    return _read_preset(names[0], kind, script) if names else {}
 
 
 def _read_preset(name: str, kind: type, script: str, above: tuple = ()) -> dict:
@@ -147,8 +162,10 @@ def _nearest(word: str, known, mark: str = "") -> str:
 
 
 def run_script(main, kind: type, script: str, description: str) -> None:
-    """Parse the command line and call main(config). Bad input is one line on stderr and exit code 2."""
+    """Parse the command line and call main(config). Bad input is one line on stderr and exit code 2; so is, with exit
+    code 1, whatever nobody foresaw. --debug shows the traceback."""
     debug = "--debug" in sys.argv
+    sys.stdout.reconfigure(errors="replace")  # a terminal without → or ± still gets the rest of the line
     try:
         config = parse(kind, script, sys.argv[1:], description)
         debug = config.debug
@@ -162,11 +179,15 @@ def run_script(main, kind: type, script: str, description: str) -> None:
     except BrokenPipeError:  # the reader of our output has had enough
         os._exit(141)
     except OSError as error:
-        if error.errno not in FULL_DISK or debug:
+        if debug:
             raise
-        sys.exit(
-            _one_line(UserError(f"{error.filename or 'a file'}: {error.strerror}; free some space and --resume auto"))
-        )
+        mend = "free some space and --resume auto" if error.errno in FULL_DISK else "mend that and start again"
+        sys.exit(_one_line(UserError(f"{error.filename or 'a file'}: {error.strerror or error}; {mend}")))
+    except Exception as error:
+        if debug:
+            raise
+        _one_line(UserError(f"{type(error).__name__}: {first_line(error)}; unforeseen: --debug shows where"))
+        sys.exit(1)
 
 
 def _one_line(error: UserError) -> int:

@@ -36,8 +36,9 @@ def cannot_write(path: Path, error: Exception) -> UserError:
     root = error
     while root and not isinstance(root, OSError):  # torch.save hides a full disk behind an error of its own
         root = root.__context__
-    reason = first_line(root or error)
-    return UserError(f"{path} could not be written ({reason}); free some space or rights; earlier files are untouched")
+    in_the_way = isinstance(root, FileExistsError | NotADirectoryError | IsADirectoryError)
+    mend = "give another path" if in_the_way else "free some space or rights"
+    return UserError(f"{path} could not be written ({first_line(root or error)}); {mend}; earlier files are untouched")
 
 
 def lock(folder: Path) -> BinaryIO:

@@ -51,16 +51,24 @@ class Run:
         """Every logged line so far."""
         if not self.metrics_path.exists():
             return []
-        return [json.loads(line) for line in self.metrics_path.read_text().splitlines()]
+        try:
+            return [json.loads(line) for line in self.metrics_path.read_text().splitlines()]
+        except ValueError as error:
+            raise UserError(f"{self.metrics_path} is damaged ({error}); mend it or start in another folder") from error
 
     def metrics_size(self) -> int:
         return self.metrics_path.stat().st_size if self.metrics_path.exists() else 0
 
     def rewind_metrics(self, size: int) -> None:
-        """Forget what was logged after a checkpoint was taken."""
+        """Forget what was logged after a checkpoint was taken; raises UserError where lines before it are missing."""
+        if self.metrics_size() < size:
+            raise UserError(
+                f"{self.metrics_path} is shorter than at the last checkpoint: it says which state was best; "
+                "put it back, or start again with another --output-dir"
+            )
         if self.metrics_path.exists():
             with open(self.metrics_path, "r+b") as file:
-                file.truncate(min(size, self.metrics_size()))
+                file.truncate(size)
 
     def finish(self, status: str, **values) -> None:
         """Write summary.json (status: finished, preempted, failed; final figures) and give the directory free."""

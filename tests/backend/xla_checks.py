@@ -10,6 +10,7 @@ import traceback
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -25,7 +26,7 @@ from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import QuantLinear
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import StudentSpec, quantize
-from qat_lora.recovery import Anchor, add_adapter, train_recovery_lora
+from qat_lora.recovery import Anchor, add_adapter, save_adapter, train_recovery_lora
 from qat_lora.run.rundir import Run
 from qat_lora.run.session import Every, Session
 
@@ -123,12 +124,14 @@ def recovery() -> dict:
         anchor = Anchor.of(model, Cached(2).tokens, 0.5, backend)
         plan, data = Plan(4, 2, 1, 3e-3, 1, 1.0, seed=0), Cached(6)
 
-        def evaluate(step: int, model=model, data=data, backend=backend) -> dict:
+        def evaluate(step: int, name=name, model=model, data=data, backend=backend) -> dict:
+            save_adapter(model, OUT / f"adapter-{name}")
             return heldout_figures(model, data, backend, 2, 4)
 
         train_recovery_lora(model, data, "kd", plan, anchor, session, backend, evaluate)
         logged[name] = lines(session)
-    return {"lines": logged, "end": XLA.counters()}
+    xla, cpu = (load_file(OUT / f"adapter-{name}" / "adapter_model.safetensors") for name in ("xla", "cpu"))
+    return {"lines": logged, "end": XLA.counters(), "adapter": apart(xla, cpu)}
 
 
 def layers() -> dict:

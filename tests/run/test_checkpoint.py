@@ -149,8 +149,22 @@ def test_meta_of_another_kind_counts_as_damaged(tmp_path):
 def test_all_damaged_is_refused_with_the_way_out(tmp_path):
     for step in (1, 2):
         flip(save(tmp_path, step) / "trainer.pt", 100)
-    with pytest.raises(UserError, match=r"no whole checkpoint.*--resume off"):
-        load_checkpoint(tmp_path)
+    for _ in range(2):  # also once they are set aside: never from the start without a word
+        with pytest.raises(UserError, match=r"no whole checkpoint.*--output-dir"):
+            load_checkpoint(tmp_path)
+
+
+def test_a_stray_folder_is_no_checkpoint(tmp_path):
+    save(tmp_path, 4)
+    (tmp_path / "checkpoints" / "step_4 (copy)").mkdir()
+    assert load_checkpoint(tmp_path)[2]["step"] == 4
+
+
+def test_a_step_that_is_damaged_twice_is_set_aside_twice(tmp_path):
+    save(tmp_path, 1)
+    for _ in range(2):
+        flip(save(tmp_path, 2) / "trainer.pt", 100)
+        assert load_checkpoint(tmp_path)[2]["step"] == 1
 
 
 def test_checksums_are_in_meta(tmp_path):

@@ -223,10 +223,27 @@ def test_debug_shows_the_traceback(monkeypatch):
         run_script(refuse, Config, "toy", "A toy.")
 
 
-def test_a_fault_of_ours_is_not_swallowed(monkeypatch):
+def test_a_fault_that_nobody_foresaw_is_one_line_and_keeps_its_traceback_for_debug(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["toy.py"])
+    with pytest.raises(SystemExit) as exit:
+        run_script(lambda cfg: 1 / 0, Config, "toy", "A toy.")
+    said = capsys.readouterr().err
+    assert exit.value.code == 1 and said.count("\n") == 1
+    assert "ZeroDivisionError: division by zero" in said and "--debug" in said
+    monkeypatch.setattr(sys, "argv", ["toy.py", "--debug"])
     with pytest.raises(ZeroDivisionError):
         run_script(lambda cfg: 1 / 0, Config, "toy", "A toy.")
+
+
+@pytest.mark.parametrize("flags", [["learning_rate=nan"], ["learning_rate=-inf"], ["limit="], [f"seed={2**63}"]])
+def test_values_that_no_option_means_are_refused_by_name(flags):
+    with pytest.raises(UserError, match=r"--(learning-rate|limit|seed)"):
+        parse(Config, "toy", flags)
+
+
+def test_two_presets_are_refused():
+    with pytest.raises(UserError, match="--config is given 2 times"):
+        parse(Config, "toy", ["--config", "a", "--config=b"])
 
 
 def test_main_gets_the_config(monkeypatch):
