@@ -22,7 +22,7 @@ from qat_lora.data.options import TextOptions
 from qat_lora.data.packing import fingerprint, split_heldout, tokenizer_fingerprint
 from qat_lora.errors import UserError
 from qat_lora.kd.cache import CacheSpec, open_cache, write_cache
-from qat_lora.models.loading import EMBEDDED, EMBEDDED_NOTE, load_config, load_model, load_tokenizer
+from qat_lora.models.loading import EMBEDDED, EMBEDDED_NOTE, check_length, load_config, load_model, load_tokenizer
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.files import lock, read_json, write_json
 from qat_lora.run.rundir import say
@@ -45,6 +45,7 @@ def main(cfg: Config) -> None:
     backend = open_backend(cfg.device, cfg.precision)
     backend.seed(cfg.seed)
     tokenizer = load_tokenizer(cfg.model)
+    check_length(cfg.model, cfg.length)
     rows = cfg.rows(tokenizer)
     train, heldout = split_heldout(rows, cfg.heldout_fraction)
     spec = CacheSpec(

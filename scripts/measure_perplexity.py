@@ -28,7 +28,7 @@ from qat_lora.data.packing import stream, tokenizer_fingerprint
 from qat_lora.errors import UserError
 from qat_lora.evaluate import head_weight, text_figures, windows
 from qat_lora.models.adapter import adapter_values, load_adapter
-from qat_lora.models.loading import EMBEDDED, EMBEDDED_NOTE, load_model, load_tokenizer, unwrap
+from qat_lora.models.loading import EMBEDDED, EMBEDDED_NOTE, check_length, load_model, load_tokenizer, unwrap
 from qat_lora.quant.student import bits_per_weight, load_student, megabytes
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.rundir import say
@@ -55,6 +55,7 @@ def main(cfg: Config) -> None:
     backend.seed(cfg.seed)
     model, name = load(cfg)
     tokenizer = load_tokenizer(name)
+    check_length(name, cfg.length)
     tokens, scored = windows(read_text(cfg, tokenizer), cfg.length, step_of(cfg), cfg.max_windows)
     teacher = load_teacher(cfg.teacher, tokenizer, head_weight(model).shape[0]) if cfg.teacher else None
     facts = describe(cfg, name, model, scored, backend)

@@ -23,7 +23,7 @@ from qat_lora.errors import UserError
 from qat_lora.evaluate import heldout_figures, heldout_nll
 from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.models.adapter import adapter_values
-from qat_lora.models.loading import load_config, load_tokenizer
+from qat_lora.models.loading import check_length, load_config, load_tokenizer
 from qat_lora.qat import TrainOptions
 from qat_lora.quant.student import StudentSpec, bits_per_weight, load_student, read_student
 from qat_lora.recovery import (
@@ -124,6 +124,7 @@ def open_data(cfg: Config, model_name: str):
         facts = {"tokenizer": tokenizer_fingerprint(tokenizer), "vocab": load_config(model_name).vocab_size}
         data = [KDCacheDataset(cfg.kd_cache_dir, split, **facts) for split in ("train", "heldout")]
     else:
+        check_length(model_name, cfg.length)
         rows = cfg.rows(tokenizer)
         if cfg.mode == "sft" and bool(rows.mask.all()):
             raise UserError(f"--mode sft: {cfg.dataset} has no chat rows, so no completions; use --mode recover")

@@ -1,5 +1,6 @@
 """HF causal language models by name, folder or the embedded file."""
 
+import functools
 import importlib.util
 import io
 from contextlib import redirect_stderr
@@ -56,9 +57,17 @@ def _load(kind, name: str, **options):
         ) from error
 
 
+@functools.cache  # reading it from a GGUF file takes seconds
 def load_config(name: str):
-    """The model's HF config, without its weights."""
+    """The model's HF config, without its weights. Not to be changed: every caller gets the same one."""
     return _load(AutoConfig, name)
+
+
+def check_length(name: str, length: int) -> None:
+    """Raise UserError for rows longer than the positions that the model was made for: its answers would be noise."""
+    limit = getattr(load_config(name), "max_position_embeddings", None)
+    if limit and length > limit:
+        raise UserError(f"--length {length} is above the {limit} positions that {name} knows; use a shorter one")
 
 
 def load_tokenizer(name: str):

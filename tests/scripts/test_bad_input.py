@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from qat_lora.errors import UserError
 from qat_lora.kd.cache import FORMAT
+from qat_lora.models.loading import load_model
 from qat_lora.quant.student import read_student
 from qat_lora.run.checkpoint import load_checkpoint
 from qat_lora.run.config import parse
@@ -215,6 +216,66 @@ def test_cache_from_another_tokenizer(refuse, qat, tiny_model_dir, tiny_tokenize
     assert "made with another tokenizer" in message and str(tiny_model_dir) in message and "build one" in message
 
 
+@pytest.mark.parametrize("change", [("length", "16"), ("train_rows", 10**12), ("k", -1), ("extra", 1)])
+def test_manifest_with_a_damaged_number_is_refused_by_reader_and_builder(
+    refuse, qat, cache, tiny_model_dir, tmp_path, change
+):
+    """At once, and never with the advice to do what has just been done."""
+    copy = shutil.copytree(cache, tmp_path / "cache")
+    manifest = json.loads((copy / "manifest.json").read_text())
+    manifest["spec"] |= [change]
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    assert "delete that folder" in refuse("train_qat", *qat, "--cache-dir", copy)
+    flags = "--length 16 --max-rows 32 --heldout-fraction 0.25 --rows-per-shard 8 --device cpu --precision fp32"
+    message = refuse("build_kd_cache", "--model", tiny_model_dir, "--cache-dir", copy, *flags.split())
+    assert "delete that folder" in message
+
+
+@pytest.fixture
+def altered(tiny_model_dir, tiny_tokenizer, tmp_path):
+    """altered(change): a model folder whose model change(model) has been through, with the tiny tokenizer."""
+
+    def make(change) -> Path:
+        model = load_model(str(tiny_model_dir))
+        change(model)
+        model.save_pretrained(tmp_path / "altered")
+        tiny_tokenizer.save_pretrained(tmp_path / "altered")
+        return tmp_path / "altered"
+
+    return make
+
+
+def test_teacher_of_nan_writes_no_cache(refuse, altered, tmp_path):
+    teacher = altered(lambda model: model.model.norm.weight.data.fill_(float("nan")))
+    flags = ["--cache-dir", tmp_path / "c", "--length", 16, "--max-rows", 8, "--device", "cpu", "--precision", "fp32"]
+    assert "gives NaN or infinity at train rows 0" in refuse("build_kd_cache", "--model", teacher, *flags)
+    assert not list((tmp_path / "c").glob("*.safetensors"))
+
+
+def test_teacher_with_a_larger_head_is_refused(run, refuse, qat, altered, tiny_student, tmp_path):
+    """Its tokenizer is the student's: the fingerprint does not tell."""
+    teacher = altered(lambda model: model.resize_token_embeddings(600))
+    flags = ["--length", 16, "--max-rows", 32, "--heldout-fraction", 0.25, "--device", "cpu", "--precision", "fp32"]
+    run("build_kd_cache", "--model", teacher, "--cache-dir", tmp_path / "c", *flags)
+    assert "600 tokens in its head, this model has 512" in refuse("train_qat", *qat, "--cache-dir", tmp_path / "c")
+    recovery = ["--checkpoint", tiny_student, "--kd-cache-dir", tmp_path / "c", *SMALL]
+    assert "600 tokens in its head" in refuse("train_recovery_lora", *recovery)
+
+
+def test_rows_longer_than_the_models_positions(refuse, tiny_model_dir, tiny_student, tmp_path):
+    message = refuse("build_kd_cache", "--model", tiny_model_dir, "--cache-dir", tmp_path / "c", "--length", 513)
+    assert "--length 513 is above the 512 positions" in message
+    assert "above the 512 positions" in refuse("measure_perplexity", "--model", tiny_model_dir, "--length", 1024)
+    flags = ["--checkpoint", tiny_student, "--mode", "recover", "--length", 1024, *SMALL]
+    assert "above the 512 positions" in refuse("train_recovery_lora", *flags)
+
+
+@pytest.mark.parametrize("flag", ["--anchor-weight=-1", "--anchor-rows=0", "--anchor-length=1"])
+def test_impossible_anchor_is_refused(refuse, tiny_student, cache, flag):
+    message = refuse("train_recovery_lora", "--checkpoint", tiny_student, "--kd-cache-dir", cache, *SMALL, flag)
+    assert flag.split("=")[0] in message
+
+
 def test_fewer_rows_than_a_batch(refuse, qat, tmp_path):
     message = refuse("train_qat", *qat, "--batch-size", 64)
     assert "24 training rows" in message and "--batch-size 64" in message
@@ -278,6 +339,27 @@ def test_runs_are_never_overwritten_or_mixed(refuse, run, finished, qat):
     assert "no run there" in refuse("train_qat", *qat, "--resume", finished.parent / "nowhere")
     assert {path.name: path.read_bytes() for path in finished.iterdir() if path.is_file()} == before
     assert load_checkpoint(finished)[2]["step"] == 2
+
+
+def test_best_state_that_was_deleted_is_made_again(run, qat, tmp_path):
+    flags = [*qat, "--max-steps", 4, "--save-every", 2, "--eval-every", 2, "--resume", "auto"]
+    run("train_qat", *flags)
+    (tmp_path / "run" / "summary.json").unlink()
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_4")
+    (tmp_path / "run" / "best.pt").unlink()
+    run("train_qat", *flags)
+    assert read_student(tmp_path / "run" / "best.pt")["info"]["step"] == 4
+
+
+def test_metrics_that_were_lost_are_missed(refuse, run, qat, tmp_path):
+    """They say which state was best: without them a worse one would take its place."""
+    run("train_qat", *qat, "--max-steps", 4, "--save-every", 2)
+    (tmp_path / "run" / "summary.json").unlink()
+    before = (tmp_path / "run" / "best.pt").read_bytes()
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    message = refuse("train_qat", *qat, "--max-steps", 4, "--save-every", 2, "--resume", "auto")
+    assert "metrics.jsonl is shorter" in message and "--output-dir" in message
+    assert (tmp_path / "run" / "best.pt").read_bytes() == before
 
 
 def test_checkpoint_of_another_model(refuse, tiny_student, cache, tmp_path):

@@ -59,10 +59,12 @@ def test_parts_of_different_experiments_are_refused(runs, load_script, tmp_path)
 
     def refused(**changes) -> str:
         paths = {"qat_run": runs / "qat", "recovery_run": runs / "recovery", "cache_dir": runs / "cache"} | changes
+        paths = {key: value if key == "rows" else str(value) for key, value in paths.items()}
         with pytest.raises(UserError) as error:
-            script.main(script.Config(device="cpu", dry_run=True, **{key: str(path) for key, path in paths.items()}))
+            script.main(script.Config(device="cpu", dry_run=True, **paths))
         return str(error.value)
 
+    assert "--rows 0" in refused(rows=0)
     student = shutil.copytree(runs / "qat", tmp_path / "qat") / "best.pt"
     (tmp_path / "qat" / "layerwise.pt").rename(student)
     assert "was not trained on" in refused(qat_run=tmp_path / "qat")
