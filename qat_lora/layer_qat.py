@@ -95,10 +95,8 @@ def train_layers(student: nn.Module, batches: list[dict], plan: LayerPlan, sessi
     current, optimizer, saved, original = -1, None, None, None
 
     def state() -> tuple[dict, dict]:
-        return {n: p for n, p in student.named_parameters() if p.requires_grad}, {
-            "optimizer": optimizer.state_dict(),
-            "block": current,
-        }
+        trained = {name: p for name, p in student.named_parameters() if p.requires_grad}
+        return trained, {"optimizer": optimizer.state_dict(), "block": current}
 
     def load(tensors: dict, trainer: dict) -> None:
         nonlocal saved, original

@@ -127,7 +127,8 @@ def train_qat(
     optimizer = backend.adamw(parameter_groups(student, plan.learning_rate, scale_learning_rate))
 
     def state() -> tuple[dict, dict]:
-        return {n: p for n, p in student.named_parameters() if p.requires_grad}, {"optimizer": optimizer.state_dict()}
+        trained = {name: p for name, p in student.named_parameters() if p.requires_grad}
+        return trained, {"optimizer": optimizer.state_dict()}
 
     def load(tensors: dict, trainer: dict) -> None:
         restore(student, tensors)

@@ -18,6 +18,7 @@ from qat_lora.errors import UserError
 from qat_lora.evaluate import head_weight, kd_loss, text_loss
 from qat_lora.hub import first_line
 from qat_lora.kd.losses import kd_soft_ce
+from qat_lora.models.adapter import write_origin
 from qat_lora.models.loading import hidden_states
 from qat_lora.qat import Plan, restore, update
 from qat_lora.run.files import cannot_write
@@ -51,8 +52,9 @@ def add_adapter(student: nn.Module, rank: int, alpha: float, projections: tuple[
             raise UserError(f"--targets {','.join(projections)}: {first_line(error)}") from error
 
 
-def save_adapter(model: nn.Module, folder: Path) -> None:
-    """Write the adapter in PEFT's own format; the folder is replaced whole."""
+def save_adapter(model: nn.Module, folder: Path, student: str) -> None:
+    """Write the adapter in PEFT's own format, and which student (sha256 of its file) it belongs to; the folder is
+    replaced whole."""
     part, old = folder.with_name(f".{folder.name}.part"), folder.with_name(f".{folder.name}.old")
     try:
         if old.exists() and not folder.exists():  # killed between the two renames below
@@ -62,6 +64,7 @@ def save_adapter(model: nn.Module, folder: Path) -> None:
         # the hub whether it was.
         weights = {name: p.detach().cpu() for name, p in model.named_parameters() if "lora_" in name}
         model.save_pretrained(part, save_embedding_layers=False, state_dict=weights)
+        write_origin(part, student)
         shutil.rmtree(old, ignore_errors=True)
         if folder.exists():
             folder.rename(old)

@@ -93,8 +93,8 @@ def check(cfg: Config) -> None:
 def report(directory: Path, tokens: int, seconds: float) -> None:
     """Add this process's tokens and seconds to summary.json, the only file of a cache that depends on time."""
     path = directory / "summary.json"
-    before = read_json(path) if path.exists() else {"tokens": 0, "seconds": 0.0}
-    tokens, seconds = before["tokens"] + tokens, before["seconds"] + (seconds if tokens else 0.0)
+    before = read_json(path) if path.exists() else {}
+    tokens, seconds = before.get("tokens", 0) + tokens, before.get("seconds", 0.0) + (seconds if tokens else 0.0)
     write_json(path, {"tokens": tokens, "seconds": round(seconds, 1)})
     size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     say(f"{size / 1e6:.1f} MB; {tokens} tokens in {seconds:.0f} s ({tokens / max(seconds, 1e-9):.0f} tokens/s)")

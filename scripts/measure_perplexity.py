@@ -95,7 +95,7 @@ def load(cfg: Config) -> tuple[nn.Module, str]:
     else:
         name = cfg.model or EMBEDDED
         model = load_model(name)
-    return load_adapter(model, cfg.adapter) if cfg.adapter else model, name
+    return load_adapter(model, cfg.adapter, cfg.checkpoint) if cfg.adapter else model, name
 
 
 def load_teacher(name: str, tokenizer, vocab: int) -> nn.Module:

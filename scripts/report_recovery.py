@@ -107,7 +107,7 @@ def models(teacher: nn.Module, made: dict, qat: Path, recovery: Path):
         yield "layer-wise", load_student(qat / "layerwise.pt", base=copy.deepcopy(teacher))[0]
     student, _ = load_student(qat / "best.pt", base=copy.deepcopy(teacher))
     yield "QAT", student
-    yield "+ LoRA", load_adapter(student, recovery / "adapter")
+    yield "+ LoRA", load_adapter(student, recovery / "adapter", qat / "best.pt")
 
 
 def measure(model: nn.Module, teacher: nn.Module, tokens, backend: TorchBackend, batch_size: int) -> list[str]:

@@ -97,7 +97,7 @@ def load(cfg: Config) -> tuple[list[Speaker], str]:
         model, label = load_model(name), f"base {name}"
     stages = [Speaker(label, model)]
     if cfg.adapter:
-        adapted = load_adapter(model, cfg.adapter)
+        adapted = load_adapter(model, cfg.adapter, cfg.checkpoint)
         stages = [Speaker(label, adapted, adapted.disable_adapter), Speaker(f"{label} + {cfg.adapter}", adapted)]
     if not cfg.compare:
         return stages[-1:], name

@@ -74,10 +74,11 @@ def main(cfg: Config) -> None:
     if cfg.dry_run:
         return
 
+    fingerprint = sha256(Path(checkpoint))
     run = open_run(
         "train_recovery_lora",
         cfg,
-        {"device": str(backend), "student": sha256(Path(checkpoint)), "data": train.fingerprint},
+        {"device": str(backend), "student": fingerprint, "data": train.fingerprint},
     )
     backend.seed(cfg.seed)
     session = Session(run, backend, every)
@@ -93,7 +94,7 @@ def main(cfg: Config) -> None:
         figures = measure(model, heldout, backend, cfg.batch_size, cfg.eval_rows)
         adapter = run.path / "adapter"
         if figures[figure] < session.best(figure) or not adapter.exists():
-            save_adapter(model, adapter)
+            save_adapter(model, adapter, fingerprint)
         return figures
 
     train_recovery_lora(model, train, cfg.mode, plan, anchor, session, backend, evaluate)
@@ -108,7 +109,7 @@ def check(cfg: Config) -> None:
         raise UserError("give the student's best.pt as either --checkpoint or --v2-checkpoint")
     if cfg.mode not in MODES:
         raise UserError(f"--mode {cfg.mode!r} is not one of {', '.join(MODES)}")
-    if not 0 <= cfg.anchor_weight < float("inf") or cfg.anchor_rows < 1 or cfg.anchor_length < 2:
+    if cfg.anchor_weight < 0 or cfg.anchor_rows < 1 or cfg.anchor_length < 2:
         raise UserError(
             f"--anchor-weight {cfg.anchor_weight} must be 0 or more, --anchor-rows {cfg.anchor_rows} at least 1, "
             f"--anchor-length {cfg.anchor_length} at least 2"

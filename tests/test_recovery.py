@@ -18,6 +18,7 @@ from qat_lora.qat import Plan, restore
 from qat_lora.quant.linear import quantized_layers
 from qat_lora.quant.student import load_student
 from qat_lora.recovery import PROJECTIONS, Anchor, TextDataset, add_adapter, save_adapter, train_recovery_lora
+from qat_lora.run.files import sha256
 
 PLAN = Plan(steps=5, batch_size=4, accumulation=1, learning_rate=1e-2, warmup_steps=1, clip_grad_norm=1.0, seed=0)
 ALL_BUT_K = tuple(p for p in PROJECTIONS if p != "k")
@@ -226,8 +227,8 @@ def test_a_saved_adapter_measures_the_same(student_path, data, backend, tmp_path
     model = add_adapter(load_student(student_path)[0], 2, 16, ("q", "down"), 0)
     for p in lora_of(model, "B").values():
         p.data.normal_(generator=torch.Generator().manual_seed(0)).mul_(0.02)
-    save_adapter(model, tmp_path / "adapter")
-    loaded = load_adapter(load_student(student_path)[0], tmp_path / "adapter")
+    save_adapter(model, tmp_path / "adapter", sha256(student_path))
+    loaded = load_adapter(load_student(student_path)[0], tmp_path / "adapter", student_path)
     figures = [heldout_figures(m, data[1], backend, 4, 8) for m in (model, loaded)]
     assert figures[0] == figures[1]
     tokens = torch.arange(1, 33).repeat(2, 1)
@@ -240,14 +241,29 @@ def test_a_saved_adapter_measures_the_same(student_path, data, backend, tmp_path
     assert heldout_figures(model, data[1], backend, 4, 8)["heldout_kl"] != figures[1]["heldout_kl"]
 
 
+def test_an_adapter_of_another_student_or_changed_since_is_refused(student_path, new_model, tmp_path):
+    """Either would load, and give figures that look right."""
+    folder, student = tmp_path / "adapter", load_student(student_path)[0]
+    save_adapter(new_model(), folder, sha256(student_path))
+    other = tmp_path / "other.pt"
+    other.write_bytes(student_path.read_bytes() + b" ")
+    for checkpoint, reason in ((other, "another student"), (None, "quantised student")):
+        with pytest.raises(UserError, match=f"{reason}.*--checkpoint"):
+            load_adapter(student, folder, checkpoint)
+    config = folder / "adapter_config.json"
+    config.write_text(config.read_text().replace('"lora_alpha": ', '"lora_alpha": 1'))
+    with pytest.raises(UserError, match="is not what training saved"):
+        load_adapter(student, folder, student_path)
+
+
 def test_a_folder_is_replaced_whole(new_model, tmp_path):
     folder = tmp_path / "adapter"
-    save_adapter(new_model(rank=2), folder)
+    save_adapter(new_model(rank=2), folder, "s")
     (folder / "stale").write_text("")
-    save_adapter(new_model(rank=4), folder)
+    save_adapter(new_model(rank=4), folder, "s")
     assert not (folder / "stale").exists() and {path.name for path in tmp_path.iterdir()} == {"adapter"}
     with pytest.raises(UserError, match="could not be written"):
-        save_adapter(new_model(), tmp_path / "adapter" / "adapter_config.json" / "deeper")
+        save_adapter(new_model(), tmp_path / "adapter" / "adapter_config.json" / "deeper", "s")
 
 
 def test_restore_is_strict_about_the_adapter(new_model):

@@ -23,6 +23,12 @@ class Document:
     text: str
     spans: tuple[tuple[int, int], ...] | None
 
+    def __post_init__(self):
+        try:
+            self.text.encode()
+        except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, which no tokenizer takes
+            raise UserError(f"the text is not Unicode at character {error.start}; remove or mend the row") from error
+
 
 def documents(rows: Iterable[dict], tokenizer, thinking: str) -> Iterator[Document]:
     """One Document for each plain-text row, and what `render_chat` makes of each chat row, in the rows' order.
@@ -53,10 +59,11 @@ def to_messages(row: dict) -> list[dict] | None:
     An absent column and an empty (None) one are the same. Further keys of a message (a template may use
     `reasoning_content`, say) are kept. Raises UserError for any other row and for a malformed turn.
     """
-    if row.get("messages") is not None:
-        return [_checked_message(message, turn) for turn, message in enumerate(row["messages"])]
-    if row.get("conversations") is not None:
-        return [_from_sharegpt(entry, turn) for turn, entry in enumerate(row["conversations"])]
+    for name, read in (("messages", _checked_message), ("conversations", _from_sharegpt)):
+        if row.get(name) is not None:
+            if not isinstance(row[name], list):
+                raise UserError(f'column "{name}" holds a {type(row[name]).__name__}, not a list of turns')
+            return [read(entry, turn) for turn, entry in enumerate(row[name])]
     if row.get("instruction") is not None and row.get("output") is not None:
         prompt = f"{row['instruction']}\n\n{row['input']}" if row.get("input") else row["instruction"]
         turns = ({"role": "user", "content": prompt}, {"role": "assistant", "content": row["output"]})

@@ -86,7 +86,7 @@ def _jsonl_rows(path: Path) -> Iterator[dict]:
 def _json_row(line: bytes, path: Path, number: int) -> dict:
     try:
         row = json.loads(line)
-    except ValueError as error:  # malformed JSON or malformed UTF-8
+    except (ValueError, RecursionError) as error:  # malformed JSON or malformed UTF-8; nested beyond reason
         raise UserError(f"{path} line {number}: not valid JSON ({error}); mend or remove the line") from error
     if not isinstance(row, dict):
         kind = type(row).__name__
@@ -102,7 +102,7 @@ def _parquet_rows(path: Path) -> Iterator[dict]:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS):
                 yield from batch.to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not a readable parquet file ({first_line(error)}); write it anew") from error
 
 

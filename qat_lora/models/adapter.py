@@ -10,20 +10,23 @@ from torch import Tensor, nn
 
 from qat_lora.errors import UserError
 from qat_lora.models.loading import unwrap
-from qat_lora.run.files import read_json
+from qat_lora.run.files import read_json, sha256, write_json
 
+ORIGIN = "origin.json"
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
 
-def load_adapter(model: nn.Module, path: str | Path) -> nn.Module:
+def load_adapter(model: nn.Module, path: str | Path, checkpoint: str | Path | None = None) -> nn.Module:
     """`model`, changed in place, with the LoRA of a PEFT folder on it; nothing in it is trainable.
 
-    Call it while the model is on the CPU. Raises UserError where the folder is missing, holds no plain LoRA or is
-    damaged, where it does not fit the model to the tensor, and where it changes the LM head: losses and figures here
-    multiply by the head's weight alone and would leave that part out.
+    checkpoint: the student file that the model was read from, if any. Call it while the model is on the CPU. Raises
+    UserError where the folder is missing, holds no plain LoRA or is damaged, where it was trained on another student or
+    does not fit the model to the tensor, and where it changes the LM head: losses and figures here multiply by the
+    head's weight alone and would leave that part out.
     """
     folder = Path(path).expanduser()
     saved = _read(folder)
+    _check_origin(folder, checkpoint)
     head = unwrap(model).get_output_embeddings()
     try:
         with warnings.catch_warnings():  # PEFT only warns of missing tensors; they are refused below
@@ -67,6 +70,25 @@ def _read(folder: Path) -> dict[str, Tensor]:
         return load_peft_weights(str(folder), device="cpu")
     except (SafetensorError, RuntimeError, ValueError, EOFError, OSError) as error:
         raise UserError(f"adapter {folder} is damaged ({_reason(error)}); copy or train it again") from error
+
+
+def write_origin(folder: Path, student: str) -> None:
+    """Note beside a saved adapter what it belongs to (`student`: sha256 of the student file) and its own checksums."""
+    sums = {file.name: sha256(file) for file in sorted(folder.iterdir()) if file.name.startswith("adapter_")}
+    write_json(folder / ORIGIN, {"student": student, "sha256": sums})
+
+
+def _check_origin(folder: Path, checkpoint: str | Path | None) -> None:
+    """Raise UserError where an adapter of ours was changed or is another student's. One from elsewhere has no note."""
+    if not (folder / ORIGIN).is_file():
+        return
+    origin = read_json(folder / ORIGIN)
+    for name, wanted in origin.get("sha256", {}).items():
+        if not (folder / name).is_file() or sha256(folder / name) != wanted:
+            raise UserError(f"adapter {folder}: {name} is not what training saved (checksum); copy or train it again")
+    if origin.get("student") != (sha256(Path(checkpoint)) if checkpoint else None):
+        there = f"another student than {checkpoint}" if checkpoint else "a quantised student, not on the base model"
+        raise UserError(f"adapter {folder} was trained on {there}; give the --checkpoint of its run")
 
 
 def _reason(error: Exception) -> str:

@@ -38,13 +38,20 @@ def plot_run(path: Path) -> Path:
         raise UserError(f"{file} holds no figures yet; train for a step first")
     rows = -(-len(panels) // 2)
     figure, axes = plt.subplots(rows, 2, figsize=(11, 2.8 * rows), squeeze=False)
+    stages = list(dict.fromkeys(line.get("stage") for line in lines))
     for axis, (key, title) in zip(axes.flat, panels):
-        lowest = min(line[key] for line in lines if key in line)
-        for stage in dict.fromkeys(line.get("stage") for line in lines):
+        values = [line[key] for line in lines if key in line]
+        for number, stage in enumerate(stages):
             points = [(line["step"], line[key]) for line in lines if line.get("stage") == stage and key in line]
             if points:
-                axis.plot(*zip(*points), marker="o" if len(points) < 25 else None, markersize=3, label=stage)
-        if key in ("loss", "kl", "heldout_kl", "heldout_ppl", "grad_norm") and lowest > 0:
+                axis.plot(
+                    *zip(*points),
+                    color=f"C{number}",
+                    marker="o" if len(points) < 25 else None,
+                    markersize=3,
+                    label=stage,
+                )
+        if key != "lr" and 0 < 10 * min(values) < max(values):
             axis.set_yscale("log")
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("step")

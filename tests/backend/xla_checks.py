@@ -125,7 +125,7 @@ def recovery() -> dict:
         plan, data = Plan(4, 2, 1, 3e-3, 1, 1.0, seed=0), Cached(6)
 
         def evaluate(step: int, name=name, model=model, data=data, backend=backend) -> dict:
-            save_adapter(model, OUT / f"adapter-{name}")
+            save_adapter(model, OUT / f"adapter-{name}", "student")
             return heldout_figures(model, data, backend, 2, 4)
 
         train_recovery_lora(model, data, "kd", plan, anchor, session, backend, evaluate)

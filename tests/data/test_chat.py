@@ -85,7 +85,9 @@ def test_plain_text_is_no_chat():
         ({}, "(none)"),
         ({"prompt": "a"}, "messages, conversations (sharegpt), instruction + output (alpaca), text"),
         ({"messages": [{"role": "user"}]}, "turn 0"),
-        ({"messages": "[]oops"}, "turn 0"),
+        ({"messages": "[]oops"}, "holds a str"),
+        ({"messages": 5}, "holds a int, not a list of turns"),
+        ({"conversations": {"from": "human"}}, "holds a dict"),
         ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt"}]}, "turn 1"),
         ({"conversations": [{"from": "robot", "value": "a"}]}, '"robot"'),
         ({"instruction": 3, "output": "a"}, "turn 0"),
@@ -93,6 +95,11 @@ def test_plain_text_is_no_chat():
 )
 def test_unknown_or_malformed_rows(row, words):
     assert words in fault(to_messages, row)
+
+
+def test_half_a_surrogate_pair_is_refused_with_its_row(tiny_tokenizer):
+    rows = [{"text": "fine 😀"}, {"text": "half \ud800"}]
+    assert "row 1: the text is not Unicode at character 5" in fault(list, documents(rows, tiny_tokenizer, "off"))
 
 
 @pytest.mark.parametrize("messages, expected", [(SINGLE, ["It is 4."]), (MULTI, ["It is 4.", "Six "])])

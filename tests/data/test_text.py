@@ -81,7 +81,9 @@ def test_jsonl_skips_blank_lines_and_reads_no_further_than_asked(tmp_path):
     assert list(islice(read_rows(str(path)), 2)) == [{"n": 1}, {"n": 2}]
 
 
-@pytest.mark.parametrize("line, words", [("{'n': 2}", "not valid JSON"), ("[1]", "list"), ('"ab"', "str")])
+@pytest.mark.parametrize(
+    "line, words", [("{'n': 2}", "not valid JSON"), ("[1]", "list"), ('"ab"', "str"), ("[" * 10**5, "JSON")]
+)
 def test_malformed_jsonl_names_file_and_line(tmp_path, line, words):
     path = tmp_path / "a.jsonl"
     path.write_text(f'{{"n": 1}}\n\n{line}\n')
