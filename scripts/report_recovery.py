@@ -92,7 +92,7 @@ def check_same_experiment(qat: Path, recovery: Path, cfg: Config) -> None:
     made, used = read_json(qat / "manifest.json"), read_json(recovery / "manifest.json")
     if used.get("student") != sha256(qat / "best.pt"):
         raise UserError(f"{recovery} was not trained on {qat}/best.pt; give the recovery run of that student")
-    if made.get("cache") != KDCacheDataset(cfg.cache_dir, "train").fingerprint:
+    if made.get("cache") != KDCacheDataset(cfg.cache_dir, "train", preload=False).fingerprint:
         raise UserError(f"{qat} was not trained on the cache {cfg.cache_dir}; give the --cache-dir of that run")
 
 

@@ -119,6 +119,22 @@ def sharp_cache(sharp_model_dir, tiny_tokenizer, tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="session")
+def backend():
+    """The reference: one worker on the CPU, in fp32."""
+    from qat_lora.backend import TorchBackend
+
+    return TorchBackend("cpu", "fp32")
+
+
+@pytest.fixture(scope="session")
+def data(sharp_cache):
+    """The training and the held-out rows of `sharp_cache`."""
+    from qat_lora.kd.dataset import KDCacheDataset
+
+    return KDCacheDataset(sharp_cache), KDCacheDataset(sharp_cache, "heldout")
+
+
 @pytest.fixture
 def make_session(tmp_path):
     """make_session(name, backend, save=0): a Session in the run directory of that name, resumed where there is one."""

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from qat_lora.backend import TorchBackend
 from qat_lora.errors import UserError
 from qat_lora.evaluate import heldout_figures, heldout_nll, kd_loss, text_figures, text_loss, windows
 from qat_lora.kd import losses
@@ -16,11 +15,6 @@ from qat_lora.quant.init import initialise
 from qat_lora.quant.student import StudentSpec, quantize
 
 ROWS, LENGTH, V = 6, 16, 512
-
-
-@pytest.fixture(scope="module")
-def backend():
-    return TorchBackend("cpu", "fp32")
 
 
 @pytest.fixture(scope="module")

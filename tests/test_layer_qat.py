@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from qat_lora import layer_qat
-from qat_lora.backend import TorchBackend
 from qat_lora.data.batches import batches
 from qat_lora.evaluate import heldout_figures, kd_loss
 from qat_lora.kd.dataset import KDCacheDataset
@@ -17,11 +16,6 @@ from qat_lora.quant.linear import unquantized
 from qat_lora.quant.student import StudentSpec, quantize
 
 PLAN = LayerPlan(steps=12, learning_rate=4e-3, scale_learning_rate=4e-3, clip_grad_norm=1.0)
-
-
-@pytest.fixture(scope="module")
-def backend():
-    return TorchBackend("cpu", "fp32")
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from qat_lora.backend import TorchBackend
 from qat_lora.data.batches import batches
 from qat_lora.errors import UserError
 from qat_lora.evaluate import heldout_figures, kd_loss
-from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.models.loading import load_model
 from qat_lora.qat import Plan, parameter_groups, restore, train_qat, update
 from qat_lora.quant.init import initialise
@@ -18,16 +17,6 @@ from qat_lora.quant.linear import quantized_layers
 from qat_lora.quant.student import StudentSpec, quantize
 
 PLAN = Plan(steps=6, batch_size=4, accumulation=1, learning_rate=4e-3, warmup_steps=2, clip_grad_norm=1.0, seed=0)
-
-
-@pytest.fixture(scope="module")
-def backend():
-    return TorchBackend("cpu", "fp32")
-
-
-@pytest.fixture(scope="module")
-def data(sharp_cache):
-    return KDCacheDataset(sharp_cache), KDCacheDataset(sharp_cache, "heldout")
 
 
 @pytest.fixture

@@ -6,13 +6,11 @@ import pytest
 import torch
 from peft.tuners.lora import LoraLayer
 
-from qat_lora.backend import TorchBackend
 from qat_lora.data.batches import batches
 from qat_lora.data.chat import documents
 from qat_lora.data.packing import Rows, pack
 from qat_lora.errors import UserError
 from qat_lora.evaluate import heldout_figures, heldout_nll, text_figures
-from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.models.adapter import load_adapter
 from qat_lora.qat import Plan, restore
 from qat_lora.quant.linear import quantized_layers
@@ -22,16 +20,6 @@ from qat_lora.run.files import sha256
 
 PLAN = Plan(steps=5, batch_size=4, accumulation=1, learning_rate=1e-2, warmup_steps=1, clip_grad_norm=1.0, seed=0)
 ALL_BUT_K = tuple(p for p in PROJECTIONS if p != "k")
-
-
-@pytest.fixture(scope="module")
-def backend():
-    return TorchBackend("cpu", "fp32")
-
-
-@pytest.fixture(scope="module")
-def data(sharp_cache):
-    return KDCacheDataset(sharp_cache), KDCacheDataset(sharp_cache, "heldout")
 
 
 @pytest.fixture(scope="module")

@@ -102,8 +102,7 @@ class TorchBackend:
     def gradient_checkpointing(self, model: nn.Module) -> None:
         """Recompute each decoder layer of an HF model in the backward pass."""
         model.enable_input_require_grads()
-        # The first name is the older transformers'; the one pinned here warns of it.
-        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        model.activation_checkpointing_enable()
         for module in model.modules():
             if hasattr(module, "_gradient_checkpointing_func"):
                 module._gradient_checkpointing_func = self.checkpoint
@@ -239,9 +238,8 @@ class TorchBackend:
     def peak_memory_mb(self) -> float:
         if self.kind == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / 2**20
-        status = Path(
-            "/proc/self/status"
-        )  # getrusage would give a process at least what its parent held when it forked
+        # getrusage would give a process at least what its parent held when it forked
+        status = Path("/proc/self/status")
         if status.exists():
             return next(int(line.split()[1]) for line in status.read_text().splitlines() if "VmHWM" in line) / 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

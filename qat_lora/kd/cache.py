@@ -60,49 +60,46 @@ def token_type(vocab: int) -> torch.dtype:
     return torch.uint16 if vocab <= 2**16 else torch.int32
 
 
-def open_cache(directory: Path, spec: CacheSpec) -> dict[str, dict]:
-    """The shards already in `directory` ({file: {rows, sha256}}); raises UserError where it holds another cache."""
-    if not (directory / "manifest.json").exists():
-        return {}
+def read_manifest(directory: Path) -> tuple[CacheSpec, dict[str, dict]]:
+    """What a cache was made of, and its shards so far ({file: {rows, sha256}}); UserError where it is damaged."""
     manifest = read_json(directory / "manifest.json")
-    there, shards = manifest.get("spec"), manifest.get("shards")
+    mend = "delete that folder and build it again, or give another --cache-dir"
     if manifest.get("format") != FORMAT:
-        raise UserError(
-            f"{directory} holds a cache of format {manifest.get('format')!r}, not {FORMAT}; delete that folder or give "
-            "another --cache-dir"
-        )
-    if not isinstance(there, dict):
-        raise UserError(f"{directory}/manifest.json is damaged; delete that folder and build it again")
-    for name, wanted in asdict(spec).items():
-        if there.get(name) != wanted:
-            raise UserError(
-                f"{directory} holds another cache: {name} is {there.get(name)!r}, not {wanted!r}; "
-                "give another --cache-dir or delete that folder"
-            )
+        raise UserError(f"cache {directory}: format {manifest.get('format')!r} is not {FORMAT}; {mend}")
     try:
-        check_shards(CacheSpec(**there), shards)
+        spec, shards = CacheSpec(**manifest["spec"]), manifest["shards"]
+        _check_shards(spec, shards)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(
-            f"{directory}/manifest.json is damaged ({error}); delete that folder and build it again"
-        ) from error
-    return shards
+        raise UserError(f"cache {directory}: manifest.json is damaged ({error}); {mend}") from error
+    return spec, shards
 
 
-def check_shards(spec: CacheSpec, shards: dict[str, dict]) -> dict[str, int]:
-    """Rows of every shard that a manifest's spec asks for; KeyError, TypeError, … where `shards` do not fit it."""
+def _check_shards(spec: CacheSpec, shards: dict[str, dict]) -> None:
+    """KeyError, TypeError, … where `shards` are not some of those that the spec asks for."""
     for name, value in asdict(spec).items():
-        kind = CacheSpec.__annotations__[name]
-        if type(value) is not kind or (kind is int and value < 0):
+        kind, least = CacheSpec.__annotations__[name], 1 if name == "rows_per_shard" else 0
+        if type(value) is not kind or (kind is int and value < least):
             raise ValueError(f"{name} is {value!r}")
-    if sum(entry["rows"] for entry in shards.values()) > spec.train_rows + spec.heldout_rows:
-        raise ValueError("its shards hold more than its rows")
     count = -(-spec.train_rows // spec.rows_per_shard) + -(-spec.heldout_rows // spec.rows_per_shard)
     if count > MOST_SHARDS:
         raise ValueError(f"{count} shards")
     sizes = {name: len(rows) for name, _, rows in spec.shards()}
     if any(sizes.get(name) != entry["rows"] or len(entry["sha256"]) != 64 for name, entry in shards.items()):
         raise ValueError("its shards do not fit its rows")
-    return sizes
+
+
+def open_cache(directory: Path, spec: CacheSpec) -> dict[str, dict]:
+    """The shards already in `directory` ({file: {rows, sha256}}); raises UserError where it holds another cache."""
+    if not (directory / "manifest.json").exists():
+        return {}
+    there, shards = read_manifest(directory)
+    for name, wanted in asdict(spec).items():
+        if getattr(there, name) != wanted:
+            raise UserError(
+                f"{directory} holds another cache: {name} is {getattr(there, name)!r}, not {wanted!r}; "
+                "give another --cache-dir or delete that folder"
+            )
+    return shards
 
 
 def write_cache(

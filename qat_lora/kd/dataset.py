@@ -9,8 +9,7 @@ from torch.utils.data import Dataset
 
 from qat_lora.data.batches import epoch_order
 from qat_lora.errors import UserError
-from qat_lora.kd.cache import FORMAT, PREFIX, CacheSpec, check_shards, read_shard
-from qat_lora.run.files import read_json
+from qat_lora.kd.cache import PREFIX, CacheSpec, read_manifest, read_shard
 
 
 class KDCacheDataset(Dataset):
@@ -108,16 +107,7 @@ class KDCacheDataset(Dataset):
 def _manifest(directory: Path, tokenizer: str | None, vocab: int | None) -> tuple[CacheSpec, dict]:
     if not (directory / "manifest.json").exists():
         raise UserError(f"cache {directory}: no manifest.json there; build it with scripts/build_kd_cache.py")
-    manifest = read_json(directory / "manifest.json")
-    if manifest.get("format") != FORMAT:
-        raise UserError(f"cache {directory}: format {manifest.get('format')!r} is not {FORMAT}; build it again")
-    try:
-        spec, shards = CacheSpec(**manifest["spec"]), manifest["shards"]
-        sizes = check_shards(spec, shards)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(
-            f"cache {directory}: manifest.json is damaged ({error}); delete that folder and build it again"
-        ) from error
+    spec, shards = read_manifest(directory)
     if tokenizer not in (None, spec.tokenizer):
         raise UserError(
             f"cache {directory} was made with another tokenizer (of {spec.teacher!r}); build one for this model"
@@ -127,7 +117,7 @@ def _manifest(directory: Path, tokenizer: str | None, vocab: int | None) -> tupl
             f"cache {directory} is of a teacher with {spec.vocab} tokens in its head, this model has {vocab}; "
             "use a teacher with the same head"
         )
-    missing = [name for name in sizes if name not in shards]
+    missing = [name for name, _, _ in spec.shards() if name not in shards]
     if missing:
         raise UserError(
             f"cache {directory} is unfinished: {len(missing)} shards are missing; "

@@ -6,7 +6,6 @@ import os
 import platform
 import subprocess
 import sys
-import time
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -33,7 +32,6 @@ class Run:
     def __init__(self, path: Path, resumed: bool, held: BinaryIO | None = None):
         self.path, self.resumed, self.held = path, resumed, held
         self.metrics_path = path / "metrics.jsonl"
-        self.started = time.monotonic()
 
     def log(self, step: int, values: dict) -> None:
         """Append one line to metrics.jsonl and show it."""
