@@ -74,25 +74,31 @@ def heldout_nll(
 
 @torch.no_grad()
 def _means(figures, model: nn.Module, dataset: Dataset, backend: TorchBackend, batch_size: int, rows: int) -> list:
-    """Means over batches of what figures(batch) gives, one shape: rows beyond a multiple of the batch are left out."""
-    count = min(rows, len(dataset)) // batch_size * batch_size
+    """Means over batches of what figures(batch) gives, one shape: rows beyond a multiple of the batch are left out.
+
+    Worker k takes batches k, k+W, …; all run equally many, and what goes beyond the last batch does not count.
+    """
+    count = min(rows, len(dataset)) // batch_size
     if not count:
         raise UserError(
             f"{min(rows, len(dataset))} held-out rows are fewer than a batch of {batch_size}; hold out more"
         )
     was_training = model.training
     model.eval()
-    sums = []
-    for start in range(0, count, batch_size):
+    mine = []
+    for number in range(backend.rank, -(-count // backend.world_size) * backend.world_size, backend.world_size):
+        start = number % count * batch_size
         items = [dataset[i] for i in range(start, start + batch_size)]
         batch = backend.to_device({key: torch.stack([item[key] for item in items]) for key in items[0]})
         with backend.autocast():
-            sums.append(figures(batch))
+            mine.append(figures(batch))
         backend.step_boundary()
     model.train(was_training)
-    values = backend.fetch(*[value for row in sums for value in row])
-    width = len(sums[0])
-    return [sum(values[i::width]) / len(sums) for i in range(width)]
+    width = len(mine[0])
+    values = backend.fetch(*[value for row in mine for value in row])
+    shares = backend.group.gather([values[at : at + width] for at in range(0, len(values), width)])
+    by_batch = [share[turn] for turn in range(len(mine)) for share in shares][:count]
+    return [sum(column) / count for column in zip(*by_batch)]
 
 
 def windows(tokens: Tensor, length: int, stride: int, limit: int | None = None) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,8 @@
 
 from functools import lru_cache
 
+from qat_lora.errors import first_line
+
 # One probe without retries: the hub's own client retries for 23 s (measured) before it says that there is no network.
 PROBE_SECONDS = 8
 
@@ -19,8 +21,3 @@ def hub_fault(kind: str, name: str) -> str | None:
     except (HTTPError, OSError, ValueError) as error:
         return first_line(error)
     return None
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an exception's message, or its type."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(". ")

@@ -89,7 +89,7 @@ def train_layers(student: nn.Module, batches: list[dict], plan: LayerPlan, sessi
     produce, relative to the target's square position by position: the next block's norm sees each position at its own
     size, and a mean over all would be ruled by the few positions of massive activations. With kd_weight, plus that
     weight times the cached distillation loss of the whole model, the later blocks in full precision (batches then
-    carry index, prob and mask).
+    carry index, prob and mask). Each of several workers has batches of its own, and all train as on one larger batch.
     """
     layers = decoder_layers(student)
     current, optimizer, saved, original = -1, None, None, None
@@ -147,7 +147,7 @@ def _update(student, index: int, batch: dict, kwargs: dict, optimizer, plan: Lay
     with _only_trainable(student, layer), backend.autocast():
         out = _run(layer, batch["hidden"], kwargs)
         wanted = batch["target"].float()
-        loss = ((out.float() - wanted).square().sum(-1) / wanted.square().sum(-1)).mean()
+        loss = ((out.float() - wanted).square().sum(-1) / wanted.square().sum(-1)).mean() / backend.world_size
         if plan.kd_weight:
             loss = loss + plan.kd_weight * _rest_of_model_loss(student, index, out, kwargs, batch)
         backend.backward(loss)
@@ -163,7 +163,9 @@ def _rest_of_model_loss(student, index: int, hidden: Tensor, kwargs: dict, batch
     with unquantized(stack.layers[index + 1 :]):
         for layer in stack.layers[index + 1 :]:
             hidden = _run(layer, hidden, kwargs)
-    return sparse_loss(stack.norm(hidden), head_weight(student), batch["index"], batch["prob"], batch["mask"])
+    return sparse_loss(
+        stack.norm(hidden), head_weight(student), batch["index"], batch["prob"], batch["mask"], batch.get("total")
+    )
 
 
 @contextmanager

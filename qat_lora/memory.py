@@ -1,19 +1,6 @@
 """How much memory a training run will take, from shapes alone."""
 
-import torch
-from torch import nn
-from transformers import AutoModelForCausalLM
-
 from qat_lora.kd.losses import CHUNK_BYTES
-from qat_lora.models.loading import load_config
-
-
-def empty_model(name: str) -> nn.Module:
-    """The model's architecture with no storage behind its parameters."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(load_config(name))
-    model.tie_weights()
-    return model
 
 
 def training_memory(

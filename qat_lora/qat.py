@@ -1,12 +1,12 @@
 """End-to-end quantisation-aware training of a student from a KD cache."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from qat_lora.backend import TorchBackend
+from qat_lora.backend import TorchBackend, count_workers
 from qat_lora.data.batches import batches
 from qat_lora.errors import UserError
 from qat_lora.evaluate import kd_loss
@@ -22,8 +22,11 @@ class TrainOptions(RunConfig):
     """The options of every script that trains from rows of tokens."""
 
     max_steps: int = option(300, "updates")
-    batch_size: int = option(4, "rows in a micro-batch")
+    batch_size: int = option(4, "rows in a micro-batch of each worker")
     accumulation_steps: int = option(1, "micro-batches in an update")
+    num_chips: int | None = option(
+        None, "TPU chips, GPUs or CPU processes of this host to train on, each with --batch-size; 0: all; default: one"
+    )
     learning_rate: float = option(5e-4, "peak learning rate")
     warmup_steps: int = option(10, "updates of linear warm-up")
     clip_grad_norm: float = option(1.0, "largest global gradient norm; 0 clips nothing")
@@ -43,23 +46,36 @@ class TrainOptions(RunConfig):
     def every(self) -> Every:
         return Every(self.log_every, self.eval_every, self.save_every)
 
-    def check_rows(self, train: Dataset, heldout: Dataset) -> None:
-        """Raise UserError where either split is smaller than what one batch takes."""
-        if len(train) < self.batch_size:
-            raise UserError(f"{len(train)} training rows are fewer than --batch-size {self.batch_size}; add text")
+    def planned_workers(self, backend: TorchBackend) -> int:
+        """The workers of a dry run, which may be planned on another machine than it is for."""
+        return self.num_chips or count_workers(backend.kind, self.num_chips)
+
+    def update_facts(self, workers: int) -> dict:
+        """For a run's manifest: a run may go on with other workers as long as this stays."""
+        return {"rows_per_update": self.batch_size * self.accumulation_steps * workers}
+
+    def check_rows(self, train: Dataset, heldout: Dataset, workers: int) -> None:
+        """Raise UserError where the rows do not fill one batch: the training rows one for each worker."""
+        if len(train) < self.batch_size * workers:
+            raise UserError(
+                f"{len(train)} training rows are fewer than --batch-size {self.batch_size} for each of {workers} "
+                "workers; add text, or lower one of them"
+            )
         if min(len(heldout), self.eval_rows) < self.batch_size:
             raise UserError(
                 f"{len(heldout)} held-out rows and --eval-rows {self.eval_rows} do not fill --batch-size "
                 f"{self.batch_size}; hold out more text, evaluate more rows, or lower the batch size"
             )
 
-    def describe(self, config, trained: int, frozen: int, length: int, bf16: bool) -> list[str]:
-        """Lines on batch and estimated memory of one worker, for a model with that many parameters."""
-        rows = self.batch_size * self.accumulation_steps
+    def describe(self, config, trained: int, frozen: int, train: Dataset, bf16: bool, workers: int) -> list[str]:
+        """Lines on batch, shares and estimated memory of a worker, for a model with that many parameters."""
+        rows, length = self.update_facts(workers)["rows_per_update"], len(train[0]["tokens"])
         memory = training_memory(config, trained, frozen, self.batch_size, length, bf16, self.gradient_checkpointing)
         return [
-            f"batch {self.batch_size} × accumulation {self.accumulation_steps} = {rows} rows or {rows * length} tokens",
-            "memory (estimated): " + ", ".join(f"{name} {size:.2f} GB" for name, size in memory.items()),
+            f"effective batch: {self.batch_size} × accumulation {self.accumulation_steps} × chips {workers} = {rows} "
+            f"rows or {rows * length} tokens",
+            f"an epoch: {len(train)} rows in {len(train) / rows:.1f} updates, {len(train) // workers} for each worker",
+            "memory of a worker (estimated): " + ", ".join(f"{name} {size:.2f} GB" for name, size in memory.items()),
         ]
 
 
@@ -137,16 +153,23 @@ def train_qat(
     stream = None
     student.train()
     for step in session.steps("qat", plan.steps, state, load, evaluate):
-        stream = stream or backend.prefetch(batches(train, plan.batch_size, plan.accumulation, plan.seed, step - 1))
+        stream = stream or training_stream(train, plan, step, backend)
         factor = plan.learning_rate_factor(step)
         set_learning_rates(optimizer, factor)
         session.record(**update(student, stream, kd_loss, optimizer, plan, backend), lr=plan.learning_rate * factor)
 
 
+def training_stream(train: Dataset, plan: Plan, step: int, backend: TorchBackend) -> Iterator[dict]:
+    """This worker's micro-batches from update `step` (1-based) on, on the device."""
+    place = {"rank": backend.rank, "world_size": backend.world_size}
+    return backend.prefetch(batches(train, plan.batch_size, plan.accumulation, plan.seed, step - 1, **place))
+
+
 def update(model, stream, loss_of: Callable, optimizer, plan: Plan, backend: TorchBackend) -> dict:
     """One optimiser update over `accumulation` micro-batches; the figures to record, as device scalars.
 
-    loss_of(model, batch) divides by the batch's `total`, so that k micro-batches of b rows equal one of k·b.
+    loss_of(model, batch) divides by the batch's `total`, so that k micro-batches of b rows, in one worker or in many,
+    equal one of k·b; loss, kl and tokens are this worker's share.
     """
     loss = kl = tokens = 0
     for micro in range(plan.accumulation):

@@ -12,15 +12,13 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from qat_lora.backend import TorchBackend
-from qat_lora.data.batches import batches
 from qat_lora.data.packing import Rows, fingerprint
-from qat_lora.errors import UserError
+from qat_lora.errors import UserError, first_line
 from qat_lora.evaluate import head_weight, kd_loss, text_loss
-from qat_lora.hub import first_line
 from qat_lora.kd.losses import kd_soft_ce
 from qat_lora.models.adapter import write_origin
 from qat_lora.models.loading import hidden_states
-from qat_lora.qat import Plan, restore, update
+from qat_lora.qat import Plan, restore, training_stream, update
 from qat_lora.run.files import cannot_write
 from qat_lora.run.schedule import set_learning_rates
 from qat_lora.run.session import Session
@@ -85,6 +83,10 @@ class TextDataset(Dataset):
         if len(rows) and not self.mask.any():
             raise UserError("the rows keep no completion token to learn; use longer rows or other text")
 
+    def kept(self, i: int) -> int:
+        """Positions of row i to be predicted."""
+        return int(self.mask[i].sum())
+
     def __len__(self):
         return len(self.tokens)
 
@@ -144,12 +146,12 @@ def train_recovery_lora(
 
     def loss_of(model: nn.Module, batch: dict) -> Tensor:
         loss = MODES[mode](model, batch)
-        return loss + anchor.loss(model) / plan.accumulation if anchor else loss
+        return loss + anchor.loss(model) / (plan.accumulation * backend.world_size) if anchor else loss
 
     stream = None
     model.train()
     for step in session.steps("recovery", plan.steps, state, load, evaluate):
-        stream = stream or backend.prefetch(batches(train, plan.batch_size, plan.accumulation, plan.seed, step - 1))
+        stream = stream or training_stream(train, plan, step, backend)
         factor = plan.learning_rate_factor(step)
         set_learning_rates(optimizer, factor)
         figures = update(model, stream, loss_of, optimizer, plan, backend)

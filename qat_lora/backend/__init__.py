@@ -4,9 +4,13 @@ import os
 import sys
 
 from qat_lora.backend.detect import resolve, tpu_chips
+from qat_lora.backend.launch import count_workers, launch
 from qat_lora.backend.torch import TorchBackend, compute_dtype
 
-__all__ = ["TorchBackend", "compute_dtype", "is_xla_device", "open_backend", "resolve", "tpu_chips", "xla_mark_step"]
+__all__ = [
+    "TorchBackend", "compute_dtype", "count_workers", "is_xla_device", "launch", "open_backend", "resolve", "tpu_chips",
+    "xla_mark_step",
+]  # fmt: skip
 
 
 def open_backend(requested: str = "auto", precision: str = "auto") -> TorchBackend:

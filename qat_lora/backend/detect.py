@@ -35,6 +35,26 @@ def tpu_chips(pci: Path = Path("/sys/bus/pci/devices")) -> list[str]:
     return chips
 
 
+def cores_per_chip() -> int:
+    """XLA devices of one chip: two on the first and the latest kinds, one on all others and without a chip."""
+    return 2 if set(tpu_chips()) & {"v2/v3", "v7x"} else 1
+
+
+def check_free(dev: Path = Path("/dev"), proc: Path = Path("/proc")) -> None:
+    """Raise UserError naming the process that has a TPU chip's device file open, where this user may see it."""
+    files = {str(path) for pattern in ("accel*", "vfio/[0-9]*") for path in dev.glob(pattern)}
+    for link in proc.glob("[0-9]*/fd/*") if files else []:
+        try:
+            held = os.readlink(link)
+            pid = link.parts[-3]
+            if held not in files or int(pid) == os.getpid():
+                continue
+            command = (proc / pid / "cmdline").read_text().replace("\0", " ").strip()
+        except OSError:  # ended meanwhile, or another user's
+            continue
+        raise UserError(f"{held} is in use by process {pid} ({command[:100]}); end it, or wait for it")
+
+
 def resolve(requested: str = "auto") -> str:
     """The backend for a requested device: "cpu", "cuda" or "xla".
 

@@ -6,16 +6,33 @@ import platform
 import queue
 import random
 import resource
+import subprocess
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
-from qat_lora.errors import UserError
+from qat_lora.backend.group import Group
+from qat_lora.errors import UserError, first_line
+
+BUCKET_BYTES = 64 * 2**20  # gradients reduced in one call: a copy of so many bytes, and few calls
+
+
+def put_zeros(module: nn.Module, device: torch.device) -> None:
+    """Put zeros on `device` in the place of every tensor of a module, which may have no storage (meta), one at a time:
+    the host of many workers never holds their copies. Tied parameters come apart (see `retie`)."""
+    everything = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    for name, tensor in everything:
+        owner, _, leaf = name.rpartition(".")
+        zeros = torch.zeros(tensor.shape, dtype=tensor.dtype).to(device)  # from the host: on XLA data, no constant
+        if isinstance(tensor, nn.Parameter):
+            zeros = nn.Parameter(zeros, requires_grad=tensor.requires_grad)
+        setattr(module.get_submodule(owner), leaf, zeros)
 
 
 def cpu_has_bf16() -> bool:
@@ -58,20 +75,63 @@ def retie(module: nn.Module, groups: list[list[str]]) -> None:
             setattr(module.get_submodule(owner), leaf, parameter)
 
 
+def buckets(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """The tensors in their order, in groups of one dtype and about BUCKET_BYTES."""
+    grouped: list[list[Tensor]] = []
+    room = 0
+    for tensor in tensors:
+        if not grouped or tensor.nbytes > room or tensor.dtype != grouped[-1][0].dtype:
+            grouped.append([])
+            room = BUCKET_BYTES
+        grouped[-1].append(tensor)
+        room -= tensor.nbytes
+    return grouped
+
+
+def check_usable(device: torch.device) -> None:
+    """Raise UserError for a GPU that does not answer, such as one in exclusive mode that another process holds."""
+    try:
+        torch.zeros((), device=device)
+    except RuntimeError as error:
+        query = ["nvidia-smi", "--query-compute-apps=pid,process_name", "--format=csv,noheader"]
+        try:
+            holders = subprocess.run(query, capture_output=True, text=True).stdout.split("\n")
+        except OSError:
+            holders = []
+        held = "; ".join(line for line in holders if line) or "nvidia-smi names no holder"
+        raise UserError(
+            f"{device} cannot be used ({first_line(error)}); in use by: {held}; end that, or wait"
+        ) from error
+
+
 class TorchBackend:
     """One worker on CPU or CUDA.
 
-    device: where models and batches live. rank, world_size, is_main: this worker's place.
+    device: where models and batches live. group: this worker's place among others, one alone unless given; with more,
+    torch.distributed's default process group carries the tensors.
     """
 
-    rank, world_size, is_main = 0, 1, True
-
-    def __init__(self, kind: str, precision: str = "auto"):
-        self.kind = kind
+    def __init__(self, kind: str, precision: str = "auto", group: Group | None = None):
+        self.kind, self.group = kind, group or Group()
         self.device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
         self.bf16 = self._wants_bf16(precision)
         if kind == "cpu":
             keep_freed_memory()
+        if kind == "cuda":
+            check_usable(self.device)
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.group.world_size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this worker writes the run directory and speaks: worker 0."""
+        return self.group.rank == 0
 
     def _wants_bf16(self, precision: str) -> bool:
         if precision not in ("auto", "fp32", "bf16"):
@@ -90,10 +150,17 @@ class TorchBackend:
         return torch.autocast(self.device.type, dtype=torch.bfloat16) if self.bf16 else nullcontext()
 
     def place(self, module: nn.Module) -> nn.Module:
-        """Move a module to the device with its tied parameters still tied. Build the optimiser afterwards."""
+        """Move a module to the device with its tied parameters still tied. Build the optimiser afterwards.
+
+        With several workers everyone gets worker 0's values; on the others the module may be without storage (meta).
+        """
         groups = tied_parameters(module)
+        if not self.is_main:
+            put_zeros(module, self.device)
         module.to(self.device)
         retie(module, groups)
+        if self.world_size > 1:
+            self.broadcast([*module.parameters(), *module.buffers()])
         return module
 
     def to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -148,8 +215,22 @@ class TorchBackend:
         self.step_boundary()
         return norm
 
+    @torch.no_grad()
     def reduce(self, tensors: list[Tensor]) -> None:
-        """Average over workers, in place: the only place where gradients are reduced. One worker: nothing to do."""
+        """Sum over workers, in place: the only place where gradients are reduced. One worker: nothing to do."""
+        if self.world_size == 1:
+            return
+        for bucket in buckets(tensors):
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            dist.all_reduce(flat)
+            for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket])):
+                tensor.copy_(part.view_as(tensor))
+
+    @torch.no_grad()
+    def broadcast(self, tensors: list[Tensor]) -> None:
+        """Give every worker the values of worker 0, in place."""
+        for tensor in tensors:
+            dist.broadcast(tensor, 0)
 
     def step_boundary(self) -> None:
         """Where XLA compiles and runs what was recorded; nothing on CPU and CUDA."""
@@ -179,7 +260,7 @@ class TorchBackend:
             torch.cuda.set_rng_state(state["cuda"], self.device)
 
     def to_host(self, state):
-        """A copy of a nested state on the CPU, safe to save."""
+        """A copy of a nested state on the CPU, safe to save. Call it after a step boundary."""
         if isinstance(state, Tensor):
             return state.detach().cpu()
         if isinstance(state, dict):

@@ -8,11 +8,14 @@ import os
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
+from torch.distributed import TCPStore
 from torch_xla.utils.checkpoint import checkpoint as xla_checkpoint
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qat_lora.backend import probe
+from qat_lora.backend.group import Group
 from qat_lora.backend.torch import TorchBackend
 
 
@@ -20,11 +23,32 @@ def _attention_of_one_type(module, query, key, value, *args, **kwargs):
     return sdpa_attention_forward(module, query.to(value.dtype), key.to(value.dtype), value, *args, **kwargs)
 
 
+def connect() -> Group:
+    """This worker's place in a job that torch_xla.launch started; the store is with the first process of all hosts.
+
+    MASTER_PORT (29500) names the store's port on that host.
+    """
+    host = _addresses()[0].rsplit(":", 1)[0]
+    port = int(os.environ.get("MASTER_PORT", 29500))
+    serves = os.environ.get("CLOUD_TPU_TASK_ID", "0") == "0"
+    store = TCPStore(host, port, is_master=serves, wait_for_workers=False, multi_tenant=True)  # threads share one
+    return Group(xr.global_ordinal(), xr.world_size(), store, serves)
+
+
+def hosts() -> int:
+    """Hosts of the slice, as torch_xla.launch has found them."""
+    return len({address.rsplit(":", 1)[0] for address in _addresses()})
+
+
+def _addresses() -> list[str]:
+    return os.environ.get("TPU_PROCESS_ADDRESSES", "localhost:0").split(",")
+
+
 class XlaBackend(TorchBackend):
     """One worker on one XLA device. Untested on hardware: proved on torch_xla's CPU device."""
 
-    def __init__(self, precision: str = "auto"):
-        self.kind = "xla"
+    def __init__(self, precision: str = "auto", group: Group | None = None):
+        self.kind, self.group = "xla", group or Group()
         self.device = torch_xla.device()
         self.bf16 = self._wants_bf16(precision)
         if self.bf16:  # autocast("xla") leaves attention out, and rope gives fp32 queries and keys beside bf16 values
@@ -71,9 +95,14 @@ class XlaBackend(TorchBackend):
         if "xla" in state:
             xm.set_rng_state(state["xla"], str(self.device))
 
-    def to_host(self, state):
-        torch_xla.sync()  # what is still recorded would otherwise be compiled tensor by tensor
-        return super().to_host(state)
+    def reduce(self, tensors: list[torch.Tensor]) -> None:
+        if self.world_size > 1:
+            xm.all_reduce(xm.REDUCE_SUM, tensors)  # a list: one collective for all of them
+
+    def broadcast(self, tensors: list[torch.Tensor]) -> None:
+        torch_xla.sync()  # everything is data by now, so that all workers run one and the same graph
+        xm.collective_broadcast(tensors)
+        torch_xla.sync()
 
     def counters(self) -> dict[str, int]:
         return probe.counters()

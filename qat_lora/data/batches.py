@@ -15,26 +15,30 @@ def epoch_order(seed: int, epoch: int, count: int) -> Tensor:
     return torch.from_numpy(np.random.default_rng([seed, epoch]).permutation(count))
 
 
-def batches(dataset: Dataset, batch_size: int, accumulation: int, seed: int, start: int = 0) -> Iterator[dict]:
-    """Micro-batches from update number `start` on, without end; each epoch drops its ragged last batch.
+def batches(
+    dataset: Dataset, batch_size: int, accumulation: int, seed: int, start: int = 0, rank: int = 0, world_size: int = 1
+) -> Iterator[dict]:
+    """This worker's micro-batches from update number `start` on, without end.
 
-    dataset[i] is a dict of tensors with a `mask`. Every micro-batch also carries `total`: the positions that are
-    kept in the whole update (`accumulation` micro-batches), by which its loss is to be divided.
+    All epochs' orders stand end to end, and each update takes the next batch_size · accumulation · world_size rows of
+    them: every row once an epoch, whatever the numbers divide by, and the same rows in an update for one worker and
+    for many. dataset[i] is a dict of tensors with a `mask`, and dataset.kept(i) the positions that its mask keeps.
+    Every micro-batch also carries `total`: the positions kept in the whole update, in all micro-batches and workers,
+    by which its loss is to be divided; the losses and gradients of workers and micro-batches then add up.
     """
-    per_epoch = len(dataset) // batch_size
-    if not per_epoch:
-        raise UserError(f"{len(dataset)} training rows are fewer than --batch-size {batch_size}; lower it or add text")
-    number, epoch, order = start * accumulation, -1, None
-    while True:
-        group = []
-        for _ in range(accumulation):
-            if number // per_epoch != epoch:
-                epoch = number // per_epoch
-                order = epoch_order(seed, epoch, len(dataset)).tolist()
-            at = number % per_epoch * batch_size
-            items = [dataset[i] for i in order[at : at + batch_size]]
-            group.append({key: torch.stack([item[key] for item in items]) for key in items[0]})
-            number += 1
-        total = torch.stack([batch["mask"].sum(dtype=torch.float32) for batch in group]).sum()
-        for batch in group:  # an update whose rows happen to keep no target has loss 0
-            yield batch | {"total": total.clamp(min=1)}
+    count, rows = len(dataset), batch_size * accumulation * world_size
+    if count < batch_size * world_size:
+        raise UserError(
+            f"{count} training rows are fewer than a batch of {batch_size} for each of {world_size} workers; "
+            "lower --batch-size or add text"
+        )
+    orders: dict[int, list[int]] = {}
+    for update in range(start, 2**63):
+        places = [divmod(place, count) for place in range(update * rows, (update + 1) * rows)]
+        epochs = {epoch for epoch, _ in places}
+        orders = {e: orders[e] if e in orders else epoch_order(seed, e, count).tolist() for e in epochs}
+        chosen = [orders[epoch][at] for epoch, at in places]
+        total = torch.tensor(float(max(1, sum(map(dataset.kept, chosen)))))  # an update may keep no target: loss 0
+        for first in range(rank * batch_size, rows, batch_size * world_size):
+            items = [dataset[i] for i in chosen[first : first + batch_size]]
+            yield {key: torch.stack([item[key] for item in items]) for key in items[0]} | {"total": total}

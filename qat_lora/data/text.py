@@ -6,8 +6,8 @@ from contextlib import contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
 
-from qat_lora.errors import UserError
-from qat_lora.hub import first_line, hub_fault
+from qat_lora.errors import UserError, first_line
+from qat_lora.hub import hub_fault
 
 EMBEDDED = "embedded"
 PARQUET_BATCH_ROWS = 1024

@@ -134,6 +134,7 @@ def _targets(teacher, backend, tokens: Tensor, start: int, split: str, spec: Cac
     batch = backend.to_device({"tokens": full, "uniforms": uniforms})
     with backend.autocast():
         targets = teacher_targets(teacher, batch["tokens"], spec.k, batch["uniforms"])
+    backend.step_boundary()
     targets = backend.to_host(targets)
     if not all(targets[key].isfinite().all() for key in ("prob", "entropy")):
         raise UserError(

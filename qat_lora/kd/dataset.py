@@ -17,8 +17,10 @@ class KDCacheDataset(Dataset):
     where the target counts; entropy [L], so that sparse_loss − entropy estimates the KL to the teacher.
 
     split: "train" or "heldout". preload reads every shard at once; otherwise each is read (and its checksum tested)
-    when first used. Workers share the files as the guide says (worker k gets k, k+W, …) where that uses nine tenths of
-    the rows, and the examples (k, k+W, …) otherwise; every worker has the same number of items.
+    when first used; either way a shard is mapped from its file, so that the workers of a host hold one copy of it.
+    rank, world_size, for a loop of your own: worker k gets files k, k+W, … where that leaves out fewer than W rows, and
+    examples k, k+W, … otherwise; every worker has the same number of items. The project's own training leaves none
+    out: it opens the whole cache in every worker and deals out the rows of each update (data.batches).
     seed: put them in a fixed random order, for a loader that does not shuffle; None keeps the order of the text.
     The original project's v1 shards open too: they carry no tail, so their target is the renormalised top K, which
     is biased towards the head; their last position has no target, the last tenth of their rows is the held-out split,
@@ -64,7 +66,7 @@ class KDCacheDataset(Dataset):
             kept = set(every)
             files = [[item for item in file if item in kept] for file in files]
         shares = [[item for file in files[worker::world_size] for item in file] for worker in range(world_size)]
-        if min(map(len, shares)) * world_size < 0.9 * len(every):  # too uneven by file: too much would be left out
+        if len(every) - min(map(len, shares)) * world_size >= world_size:  # by example it is fewer
             shares = [every[worker::world_size] for worker in range(world_size)]
         return shares[rank][: min(map(len, shares))]
 
@@ -84,6 +86,11 @@ class KDCacheDataset(Dataset):
         """Of the cache's text and targets, for a run's manifest."""
         sums = [entry.get("sha256", name) for name, entry in self.shards]
         return hashlib.sha256("".join(sums).encode()).hexdigest()[:16]
+
+    def kept(self, i: int) -> int:
+        """Positions of item i that have a target."""
+        name, row = self.items[i]
+        return self.spec.length if self.spec else int(self._shard(name)["mask"][row].sum())
 
     def __len__(self):
         return len(self.items)

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from qat_lora.backend import is_xla_device
-from qat_lora.errors import UserError
-from qat_lora.hub import first_line, hub_fault
+from qat_lora.errors import UserError, first_line
+from qat_lora.hub import hub_fault
 
 EMBEDDED = "smollm2-135m"
 EMBEDDED_NOTE = "the embedded SmolLM2-135M-Instruct is itself stored in 4 bits (Q4_1, groups of 32)"
@@ -88,6 +88,14 @@ def load_model(name: str) -> nn.Module:
         model.is_quantized = False
     model.config._name_or_path = name
     model.name_or_path = name
+    return model.eval()
+
+
+def empty_model(name: str) -> nn.Module:
+    """The model's architecture with no storage behind its parameters."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(load_config(name), dtype=torch.float32)
+    model.tie_weights()
     return model.eval()
 
 

@@ -8,9 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from qat_lora.errors import UserError
-from qat_lora.hub import first_line
-from qat_lora.models.loading import decoder_layers, load_model, unwrap
+from qat_lora.errors import UserError, first_line
+from qat_lora.models.loading import decoder_layers, empty_model, load_model, unwrap
 from qat_lora.quant.linear import QuantEmbedding, QuantLinear, freeze, quantized_layers
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.run.files import write_atomically
@@ -50,17 +49,21 @@ def quantize(model: nn.Module, spec: StudentSpec) -> nn.Module:
                     kind.check(name, module.out_features, module.in_features)
                     layer.set_submodule(name, QuantLinear(module, kind))
     base = unwrap(model)
-    for table in (base.get_input_embeddings(), base.get_output_embeddings()):
-        table.weight.requires_grad_(False)
     kind = QuantSpec.parse(spec.head)
     if kind:
         head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
         kind.check("lm_head", head.out_features, head.in_features)
         head = QuantLinear(head, kind)
-        head.weight.requires_grad_(True)
         if embedding.weight is head.weight:
             base.set_input_embeddings(QuantEmbedding(embedding, head.quantizer))
         base.set_output_embeddings(head)
+    return _freeze_plain_tables(model)
+
+
+def _freeze_plain_tables(model: nn.Module) -> nn.Module:
+    base = unwrap(model)
+    for table in (base.get_input_embeddings(), base.get_output_embeddings()):
+        table.weight.requires_grad_(hasattr(table, "quantizer"))
     return model
 
 
@@ -120,8 +123,9 @@ def save_student(path: str | Path, model: nn.Module, model_name: str, spec: Stud
     write_atomically(Path(path), lambda file: torch.save(content, file))
 
 
-def read_student(path: str | Path) -> dict:
-    """The content of a student file; raises UserError naming it where it is missing, damaged or something else."""
+def read_student(path: str | Path, model: str | None = None) -> dict:
+    """The content of a student file; raises UserError naming it where it is missing, damaged or something else, and
+    where it was made of another model than `model`."""
     path = Path(path)
     if not path.is_file():
         raise UserError(f"checkpoint {path}: no such file; train_qat.py writes best.pt into its run directory")
@@ -137,6 +141,8 @@ def read_student(path: str | Path) -> dict:
         ) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT or not content.keys() >= PARTS:
         raise UserError(f"checkpoint {path} is not a student file ({FORMAT}); give the best.pt of train_qat.py")
+    if model not in (None, content["model"]):
+        raise UserError(f"checkpoint {path} was made of model {content['model']!r}, not {model!r}; change --model")
     return content
 
 
@@ -146,9 +152,7 @@ def load_student(path: str | Path, model: str | None = None, base: nn.Module | N
 
     Codes are read, never recomputed.
     """
-    content = read_student(path)
-    if model not in (None, content["model"]):
-        raise UserError(f"checkpoint {path} was made of model {content['model']!r}, not {model!r}; change --model")
+    content = read_student(path, model)
     base = load_model(content["model"]) if base is None else base
     student = quantize(base, StudentSpec(**content["spec"]))
     tensors = content.pop("tensors")
@@ -172,3 +176,20 @@ def load_student(path: str | Path, model: str | None = None, base: nn.Module | N
     freeze(student)
     student.requires_grad_(False)
     return student, content
+
+
+def empty_student(made: dict) -> nn.Module:
+    """A frozen student's structure without storage, from the `model` and `spec` of its file: for a worker that gets the
+    values from another, and for a plan."""
+    student = quantize(empty_model(made["model"]), StudentSpec(**made["spec"]))
+    for layer in quantized_layers(student).values():
+        layer.quantizer.codes = torch.empty(layer.quantizer.shape, dtype=torch.uint8, device="meta")
+    return student.requires_grad_(False)
+
+
+def thaw(student: nn.Module) -> nn.Module:
+    """A frozen student made trainable again, in place; its latent weights are the quantised ones."""
+    for layer in quantized_layers(student).values():
+        layer.quantizer.codes = None
+    student.requires_grad_(True)
+    return _freeze_plain_tables(student)

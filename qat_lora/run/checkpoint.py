@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from qat_lora.backend.group import Group
 from qat_lora.errors import UserError
 from qat_lora.run.files import cannot_write, read_json, sha256, write_atomically
 from qat_lora.run.rundir import say
@@ -63,11 +64,21 @@ def _newest_first(folder: Path) -> list[Path]:
     return sorted(numbered, key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
 
 
-def load_checkpoint(run_path: Path) -> tuple[dict[str, Tensor], dict, dict] | None:
+def load_checkpoint(run_path: Path, group: Group | None = None) -> tuple[dict[str, Tensor], dict, dict] | None:
     """(tensors, trainer, meta) of the newest whole checkpoint of a run; None where there is none at all.
 
-    A damaged one is named and passed over; raises UserError where every one is damaged.
+    A damaged one is named and set aside; raises UserError where every one is damaged. Of a group of workers the first
+    chooses, and all read: the hosts of a job share one run directory.
     """
+    path = (group or Group()).on_main(lambda: _newest_whole(run_path))
+    if path is None:
+        return None
+    if not path.is_dir():
+        raise UserError(f"checkpoint {path} is not there on this host; the hosts of a job share one run directory")
+    return read_checkpoint(path)
+
+
+def _newest_whole(run_path: Path) -> Path | None:
     folder = run_path / "checkpoints"
     if folder.is_dir():
         for part in folder.glob(".part_*"):
@@ -75,7 +86,8 @@ def load_checkpoint(run_path: Path) -> tuple[dict[str, Tensor], dict, dict] | No
     found = _newest_first(folder) if folder.is_dir() else []
     for path in found:
         try:
-            return read_checkpoint(path)
+            _check(path)
+            return path
         except UserError as error:
             say(f"{error}; it is set aside, trying the one before")
             aside = path.with_name(f"damaged_{path.name}")
@@ -88,11 +100,15 @@ def load_checkpoint(run_path: Path) -> tuple[dict[str, Tensor], dict, dict] | No
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict, dict]:
     """One checkpoint directory; raises UserError naming the file that is missing or damaged."""
+    _check(path)
+    trainer = torch.load(path / FILES[1], weights_only=True, map_location="cpu")
+    return load_file(path / FILES[0]), trainer["state"], trainer["meta"]
+
+
+def _check(path: Path) -> None:
     sums = read_json(path / "meta.json").get("sha256")
     for name in FILES:
         if not (path / name).is_file():
             raise UserError(f"checkpoint {path}: {name} is missing")
         if not isinstance(sums, dict) or sha256(path / name) != sums.get(name):
             raise UserError(f"checkpoint {path}: {name} is damaged (checksum)")
-    trainer = torch.load(path / FILES[1], weights_only=True, map_location="cpu")
-    return load_file(path / FILES[0]), trainer["state"], trainer["meta"]

@@ -2,10 +2,8 @@
 
 import dataclasses
 import difflib
-import errno
 import itertools
 import math
-import os
 import re
 import sys
 from dataclasses import dataclass, field
@@ -16,10 +14,8 @@ from typing import Any, get_args, get_type_hints
 import yaml
 from transformers.hf_argparser import HfArgumentParser
 
-from qat_lora.errors import UserError
-from qat_lora.hub import first_line
+from qat_lora.errors import UserError, report
 
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
@@ -49,15 +45,16 @@ class RunConfig(ScriptConfig):
     resume: str = option("off", "off, auto (newest unfinished run of this config), or a run directory")
 
 
-def parse(kind: type, script: str, argv: list[str], description: str = ""):
-    """The config of `script` from its flags: `--key value`, `key=value`, and presets of configs/<script>/.
+def parse(kind: type, script: str, argv: list[str], description: str = "", presets: str | None = None):
+    """The config of `script` from its flags: `--key value`, `key=value`, and presets of configs/<script>/, or of the
+    folder `presets` where another script has the same.
 
     Raises UserError naming the nearest key for an unknown one, and the value and type for a wrong value.
     """
     parser = _Parser(kind, prog=f"{script}.py", description=description, allow_abbrev=False)
     names = {f.name for f in dataclasses.fields(kind)}
     argv = _spelled_out(argv, {f.name for f in dataclasses.fields(kind) if get_type_hints(kind)[f.name] is not bool})
-    parser.set_defaults(**_preset(argv, kind, script))
+    parser.set_defaults(**_preset(argv, kind, presets or script))
     config, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True, look_for_args_file=False)
     if unknown:
         flags = {name.replace("_", "-") for name in names}
@@ -161,35 +158,16 @@ def _nearest(word: str, known, mark: str = "") -> str:
     return f"; did you mean {mark}{near[0]}?" if near else ""
 
 
-def run_script(main, kind: type, script: str, description: str) -> None:
-    """Parse the command line and call main(config). Bad input is one line on stderr and exit code 2; so is, with exit
-    code 1, whatever nobody foresaw. --debug shows the traceback."""
+def run_script(main, kind: type, script: str, description: str, presets: str | None = None) -> None:
+    """Parse the command line (see `parse`) and call main(config). Bad input is one line on stderr and exit code 2; so
+    is, with exit code 1, whatever nobody foresaw. --debug shows the traceback."""
     debug = "--debug" in sys.argv
     sys.stdout.reconfigure(errors="replace")  # a terminal without → or ± still gets the rest of the line
     try:
-        config = parse(kind, script, sys.argv[1:], description)
+        config = parse(kind, script, sys.argv[1:], description, presets)
         debug = config.debug
         main(config)
-    except UserError as error:
-        if debug:
+    except (Exception, KeyboardInterrupt) as error:
+        if debug and not isinstance(error, BrokenPipeError):
             raise
-        sys.exit(_one_line(error))
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:  # the reader of our output has had enough
-        os._exit(141)
-    except OSError as error:
-        if debug:
-            raise
-        mend = "free some space and --resume auto" if error.errno in FULL_DISK else "mend that and start again"
-        sys.exit(_one_line(UserError(f"{error.filename or 'a file'}: {error.strerror or error}; {mend}")))
-    except Exception as error:
-        if debug:
-            raise
-        _one_line(UserError(f"{type(error).__name__}: {first_line(error)}; unforeseen: --debug shows where"))
-        sys.exit(1)
-
-
-def _one_line(error: UserError) -> int:
-    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-    return 2
+        sys.exit(report(error))

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from qat_lora.errors import UserError
-from qat_lora.hub import first_line
+from qat_lora.errors import UserError, first_line
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:

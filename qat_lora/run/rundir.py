@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -14,27 +15,37 @@ from typing import BinaryIO
 import yaml
 from tqdm import tqdm
 
+from qat_lora.backend.group import Group
 from qat_lora.errors import UserError
 from qat_lora.run.config import RunConfig
 from qat_lora.run.files import cannot_write, lock, read_json, write_json
 
+tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a worker that is killed leaves behind
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "torch_xla", "transformers", "peft", "datasets", "safetensors", "numpy")
-NOT_IDENTITY = {"config", "device", "tpu", "output_dir", "resume", "dry_run", "debug"}
+# How the rows of an update are split over workers and micro-batches changes no figure beyond rounding; the facts hold
+# how many there are.
+NOT_IDENTITY = {
+    "config", "device", "tpu", "output_dir", "resume", "dry_run", "debug", "num_chips", "accumulation_steps",
+}  # fmt: skip
 
 
 class Run:
     """A directory with config.yaml, manifest.json, metrics.jsonl, summary.json, checkpoints/ and plots/.
 
     Made by `open_run`. resumed: whether it continues an earlier process. held: the lock of the directory, if any.
+    writes: False in all workers but the first, for which nothing is logged or written.
     """
 
-    def __init__(self, path: Path, resumed: bool, held: BinaryIO | None = None):
-        self.path, self.resumed, self.held = path, resumed, held
+    def __init__(self, path: Path, resumed: bool, held: BinaryIO | None = None, writes: bool = True):
+        self.path, self.resumed, self.held, self.writes = path, resumed, held, writes
         self.metrics_path = path / "metrics.jsonl"
 
     def log(self, step: int, values: dict) -> None:
         """Append one line to metrics.jsonl and show it."""
+        if not self.writes:
+            return
         try:
             with open(self.metrics_path, "a") as file:
                 file.write(json.dumps({"step": step} | values) + "\n")
@@ -59,6 +70,8 @@ class Run:
 
     def rewind_metrics(self, size: int) -> None:
         """Forget what was logged after a checkpoint was taken; raises UserError where lines before it are missing."""
+        if not self.writes:
+            return
         if self.metrics_size() < size:
             raise UserError(
                 f"{self.metrics_path} is shorter than at the last checkpoint: it says which state was best; "
@@ -70,6 +83,8 @@ class Run:
 
     def finish(self, status: str, **values) -> None:
         """Write summary.json (status: finished, preempted, failed; final figures) and give the directory free."""
+        if not self.writes:
+            return
         write_json(self.path / "summary.json", {"status": status, **values})
         if self.held:
             self.held.close()
@@ -86,13 +101,27 @@ def identity(config: RunConfig) -> dict:
     return {k: v for k, v in dataclasses.asdict(config).items() if k not in NOT_IDENTITY}
 
 
-def open_run(experiment: str, config: RunConfig, facts: dict) -> Run:
+def open_run(experiment: str, config: RunConfig, facts: dict, group: Group) -> Run:
     """A new run directory, or the one that --resume names; `facts` (device, fingerprints, …) go into manifest.json.
 
     Raises UserError where the directory already holds a run and --resume is off, holds a run of another config or other
-    facts (the device aside), or is being written by another process. Resuming a finished run ends the program with
-    exit code 0.
+    facts (the device aside), or is being written by another process, and where the workers of a job differ in config or
+    facts. Resuming a finished run ends the program with exit code 0. Worker 0 alone opens the directory; the others
+    get a Run that writes nothing.
     """
+    group.agree({**dataclasses.asdict(config), **facts})
+    run = None
+
+    def opened() -> tuple[Path, bool]:
+        nonlocal run
+        run = _open(experiment, config, facts)
+        return run.path.absolute(), run.resumed
+
+    path, resumed = group.on_main(opened)
+    return run or Run(path, resumed, writes=False)
+
+
+def _open(experiment: str, config: RunConfig, facts: dict) -> Run:
     path = _resumed_path(experiment, config)
     if path is not None:
         held = lock(path)

@@ -1,7 +1,6 @@
 """What happens between the steps of a training loop: record, evaluate, save, stop."""
 
 import math
-import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,9 +9,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from qat_lora.backend import TorchBackend
+from qat_lora.backend.group import SIGTERM, sigterm_noticed
 from qat_lora.errors import UserError
 from qat_lora.run.checkpoint import load_checkpoint, save_checkpoint
 from qat_lora.run.rundir import Run, say
+
+SHARES = ("loss", "kl", "tokens")  # recorded by each worker for its part; of other figures worker 0's stands for all
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,9 @@ class Session:
             session.record(loss=loss, tokens=tokens, lr=lr)
 
     Steps are counted through all stages of a run, from 1; a stage that a resumed run has already passed yields nothing.
-    A loss that is not finite stops the run before anything bad is saved. SIGTERM finishes the step, saves and exits
-    with status "preempted". Values given to `record` may be device scalars: they are fetched only when logged.
+    A loss that is not finite stops the run before anything bad is saved. SIGTERM, to any of the workers, finishes the
+    step, saves and exits with status "preempted". Values given to `record` may be device scalars: they are fetched only
+    when logged, and then those of all workers are put together. Every worker drives a session; the first one writes.
     """
 
     def __init__(self, run: Run, backend: TorchBackend, every: Every):
@@ -46,10 +49,9 @@ class Session:
         self.offset = 0  # steps of the stages before this one
         self.pending: list[dict] = []
         self.interval: list[dict[str, float]] = []
-        self.stopping = False
         self.seconds: dict[str, float] = {}  # by stage, in steps: evaluation, saving and start-up are left out
         self.logged_seconds = 0.0
-        self.resumed = load_checkpoint(run.path) if run.resumed else None
+        self.resumed = load_checkpoint(run.path, backend.group) if run.resumed else None
         if run.resumed:
             run.rewind_metrics(self.resumed[2]["metrics_size"] if self.resumed else 0)
         if self.resumed:
@@ -70,21 +72,19 @@ class Session:
         """
         first = self._restore(stage, total, load)
         self.stage, self.state = stage, state
-        handler = signal.signal(signal.SIGTERM, self._on_sigterm)
-        try:
+        hidden = None if self.backend.is_main else True  # a bar on a terminal, and one for all workers
+        with sigterm_noticed():
             if evaluate and first == 1:
                 self._evaluate(0, evaluate)
-            for step in tqdm(range(first, total + 1), initial=first - 1, total=total, desc=stage, disable=None):
+            for step in tqdm(range(first, total + 1), initial=first - 1, total=total, desc=stage, disable=hidden):
                 started = time.monotonic()
                 yield step
                 self._after(step, total, started, evaluate)
-        finally:
-            signal.signal(signal.SIGTERM, handler)
         self.offset += total
 
     def record(self, **values: Tensor | float) -> None:
-        """Figures of one step; called once a step. Over a log interval tokens add up, lr and block show their
-        last value, and the rest is averaged."""
+        """Figures of one step; called once a step, loss, kl and tokens as this worker's share of the update's. Over a
+        log interval tokens add up, lr and block show their last value, and the rest is averaged."""
         self.pending.append(values)
 
     def best(self, figure: str) -> float:
@@ -93,8 +93,8 @@ class Session:
         return min(filter(math.isfinite, values), default=math.inf)
 
     def cost(self) -> dict:
-        """Seconds of each stage's steps, peak memory, and what XLA compiled."""
-        memory = {"peak_memory_mb": round(self.backend.peak_memory_mb(), 1)}
+        """Seconds of each stage's steps, peak memory of the largest worker, and what XLA compiled."""
+        memory = {"peak_memory_mb": round(max(self.backend.group.gather(self.backend.peak_memory_mb())), 1)}
         seconds = {stage: round(value, 1) for stage, value in self.seconds.items()}
         return {"seconds": seconds} | memory | self.backend.counters()
 
@@ -106,7 +106,7 @@ class Session:
         if meta["stage"] != stage:
             return total + 1
         load(tensors, trainer["stage"])
-        self.backend.set_rng_state(trainer["rng"])
+        self.backend.set_rng_state(trainer["rng"][self.backend.rank % len(trainer["rng"])])
         self.interval = trainer["interval"]
         self.seconds, self.logged_seconds = trainer["seconds"], trainer["logged_seconds"]
         self.resumed = None
@@ -116,7 +116,8 @@ class Session:
         def due(interval: int) -> bool:
             return step == total or bool(interval and step % interval == 0)
 
-        stopping = self.stopping  # read once: the signal may come at any line below, and then waits for the next step
+        # read once: the signal may come at any line below, and then waits for the next step
+        stopping = any(self.backend.group.gather(SIGTERM.is_set()))
         log, test, save = due(self.every.log), evaluate and due(self.every.evaluate), stopping or due(self.every.save)
         if log or test or save:
             self._fetch(self.offset + step)
@@ -128,6 +129,7 @@ class Session:
         if save:
             self._save(self.offset + step)
         if stopping:
+            SIGTERM.clear()
             self.run.finish("preempted", step=self.offset + step)
             say(f"SIGTERM: saved step {self.offset + step}; --resume auto goes on from there")
             raise SystemExit(0)
@@ -149,8 +151,9 @@ class Session:
         """Bring the pending figures to the host; stop at the first that is not finite, before anything is saved."""
         names = [[n for n, v in values.items() if isinstance(v, Tensor)] for values in self.pending]
         numbers = iter(self.backend.fetch(*[self.pending[i][n] for i, ns in enumerate(names) for n in ns]))
-        for i, values in enumerate(self.pending):
-            values = values | {n: next(numbers) for n in names[i]}
+        mine = [values | {n: next(numbers) for n in names[i]} for i, values in enumerate(self.pending)]
+        for i, shares in enumerate(zip(*self.backend.group.gather(mine))):
+            values = {n: sum(share[n] for share in shares) if n in SHARES else v for n, v in shares[0].items()}
             if not all(map(math.isfinite, values.values())):
                 self._refuse(last - len(self.pending) + 1 + i, values)
             self.interval.append(values)
@@ -167,10 +170,14 @@ class Session:
         self.interval, self.logged_seconds = [], busy
 
     def _save(self, step: int) -> None:
+        rng = self.backend.group.gather(self.backend.to_host(self.backend.rng_state()))
+        self.backend.group.on_main(lambda: self._write(step, rng))
+
+    def _write(self, step: int, rng: list[dict]) -> None:
         tensors, stage_state = self.state()
         trainer = {
             "stage": stage_state,
-            "rng": self.backend.rng_state(),
+            "rng": rng,
             "interval": self.interval,
             "seconds": self.seconds,
             "logged_seconds": self.logged_seconds,
@@ -181,6 +188,3 @@ class Session:
         if bad:  # the loss of this step was finite, its update was not
             self._refuse(step, {bad: "the updated parameter"})
         save_checkpoint(self.run.path, step, tensors, self.backend.to_host(trainer), meta)
-
-    def _on_sigterm(self, *_) -> None:
-        self.stopping = True

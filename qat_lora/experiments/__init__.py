@@ -1,0 +1,1 @@
+"""Experiments that have a script for one chip and one for several: their options and their steps."""

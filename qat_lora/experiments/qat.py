@@ -1,0 +1,187 @@
+"""Low-bit QAT from a KD cache: options and steps of train_qat.py and train_v2_tpu_multi.py."""
+
+from dataclasses import dataclass
+
+import torch
+
+from qat_lora.backend import TorchBackend, launch, open_backend
+from qat_lora.data.batches import batches
+from qat_lora.data.packing import tokenizer_fingerprint
+from qat_lora.errors import UserError
+from qat_lora.evaluate import heldout_figures
+from qat_lora.kd.dataset import KDCacheDataset
+from qat_lora.layer_qat import LayerPlan, train_layers
+from qat_lora.models.loading import (
+    EMBEDDED,
+    decoder_layers,
+    empty_model,
+    hidden_states,
+    load_config,
+    load_model,
+    load_tokenizer,
+)
+from qat_lora.qat import TrainOptions, train_qat
+from qat_lora.quant.init import METHODS, initialise, input_moments
+from qat_lora.quant.linear import unquantized
+from qat_lora.quant.student import (
+    StudentSpec,
+    bits_per_weight,
+    load_student,
+    megabytes,
+    quantize,
+    save_student,
+    thaw,
+)
+from qat_lora.run.config import option
+from qat_lora.run.plots import plot_run
+from qat_lora.run.rundir import open_run, say
+from qat_lora.run.session import Session
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TrainOptions):
+    model: str = option(EMBEDDED, "base model: smollm2-135m (embedded), a local folder, or a hub name")
+    v2_checkpoint: str | None = option(None, "start from this student, a best.pt of these quantisers, not from --model")
+    cache_dir: str | None = option(None, "KD cache made by build_kd_cache.py with this model's tokenizer")
+    mlp: str = option(
+        "balanced2/g32", "quantiser of the MLP: CODEBOOKbits/SCALE, e.g. balanced2/g32 or lut4/r32; or none"
+    )
+    attn: str = option("balanced2/g32", "quantiser of the attention projections")
+    head: str = option("none", "quantiser of the LM head (and of an embedding tied to it)")
+    init: str = option("mse", "where scales start: mse (least error, weighted by input activity) or absmax")
+    layer_steps: int = option(0, "updates for each block before end-to-end training; 0 leaves the stage out")
+    layer_rows: int = option(32, "training rows of the layer-wise stage")
+    layer_learning_rate: float = option(5e-4, "peak learning rate of the layer-wise stage")
+    layer_kd_weight: float = option(0.0, "weight of a global distillation term in the layer-wise loss")
+    learning_rate: float = option(8e-4, "peak learning rate of weights and norms")
+    scale_learning_rate: float | None = option(None, "peak learning rate of scales; default: --learning-rate")
+
+
+def main(cfg: Config) -> None:
+    check(cfg)
+    if cfg.dry_run:
+        backend = open_backend(cfg.device, cfg.precision)
+        return describe(cfg, *open_cache(cfg), backend, cfg.planned_workers(backend))
+    launch(run, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug)
+
+
+def run(backend: TorchBackend, cfg: Config) -> None:
+    """The experiment, in each of its workers."""
+    spec, plan = student_spec(cfg), cfg.plan()
+    with backend.group.main_first():
+        train, heldout = open_cache(cfg, backend.world_size)
+        describe(cfg, train, heldout, backend, backend.world_size)
+    facts = {"device": str(backend), "cache": train.fingerprint, "student": str(spec)}
+    facts |= cfg.update_facts(backend.world_size)
+    if cfg.layer_steps:  # an update of that stage is one batch for each worker
+        facts["layer_rows_per_update"] = cfg.batch_size * backend.world_size
+    run = open_run("train_qat", cfg, facts, backend.group)
+    backend.seed(cfg.seed)
+    session = Session(run, backend, cfg.every())
+    if backend.is_main:
+        student = start(cfg, spec, train, backend, resumed=session.resumed is not None)
+    else:
+        student = quantize(empty_model(cfg.model), spec)  # gets its values from worker 0
+    backend.place(student)
+
+    calibration = first_batches(train, cfg.layer_rows, cfg, backend.rank, backend.world_size) if cfg.layer_steps else []
+    train_layers(student, calibration, layer_plan(cfg), session, backend)
+    if backend.is_main and cfg.layer_steps and not session.resumed:
+        save_student(run.path / "layerwise.pt", student, cfg.model, spec, {"stage": "layers"})
+    if cfg.gradient_checkpointing:
+        backend.gradient_checkpointing(student)
+
+    def evaluate(step: int) -> dict:
+        figures = heldout_figures(student, heldout, backend, cfg.batch_size, cfg.eval_rows)
+        best = run.path / "best.pt"
+        if backend.is_main and (figures["heldout_kl"] < session.best("heldout_kl") or not best.exists()):
+            save_student(best, student, cfg.model, spec, {"step": step, **figures})
+        return figures
+
+    train_qat(student, train, plan, scale_rate(cfg), session, backend, evaluate)
+    best, bits, cost = session.best("heldout_kl"), bits_per_weight(student), session.cost()
+    if backend.is_main:
+        run.finish("finished", best={"heldout_kl": best}, bits_per_weight=bits, **cost)
+        plot_run(run.path)
+        say(f"best held-out KL {best:.4f}; student in {run.path / 'best.pt'}")
+
+
+def check(cfg: Config) -> None:
+    """Raise UserError for what no run could use, before anything is opened."""
+    student_spec(cfg), cfg.plan(), cfg.every(), layer_plan(cfg)
+    if cfg.layer_rows < 1:
+        raise UserError(f"--layer-rows {cfg.layer_rows} must be at least 1")
+    if cfg.init not in METHODS:
+        raise UserError(f"--init {cfg.init!r} is not one of {', '.join(METHODS)}")
+    if scale_rate(cfg) <= 0:
+        raise UserError(f"--scale-learning-rate {scale_rate(cfg)} must be above 0")
+    if not cfg.cache_dir:
+        raise UserError("--cache-dir is missing; build one with scripts/build_kd_cache.py")
+
+
+def student_spec(cfg: Config) -> StudentSpec:
+    return StudentSpec(mlp=cfg.mlp, attn=cfg.attn, head=cfg.head)
+
+
+def scale_rate(cfg: Config) -> float:
+    return cfg.learning_rate if cfg.scale_learning_rate is None else cfg.scale_learning_rate
+
+
+def layer_plan(cfg: Config) -> LayerPlan:
+    return LayerPlan(
+        steps=cfg.layer_steps, learning_rate=cfg.layer_learning_rate, scale_learning_rate=cfg.layer_learning_rate,
+        clip_grad_norm=cfg.clip_grad_norm, kd_weight=cfg.layer_kd_weight,
+    )  # fmt: skip
+
+
+def open_cache(cfg: Config, workers: int = 1) -> tuple[KDCacheDataset, KDCacheDataset]:
+    facts = {"tokenizer": tokenizer_fingerprint(load_tokenizer(cfg.model)), "vocab": load_config(cfg.model).vocab_size}
+    train, heldout = (KDCacheDataset(cfg.cache_dir, split, **facts) for split in ("train", "heldout"))
+    cfg.check_rows(train, heldout, workers)
+    return train, heldout
+
+
+def describe(cfg: Config, train, heldout, backend: TorchBackend, workers: int) -> None:
+    """The resolved plan."""
+    spec = student_spec(cfg)
+    model = quantize(empty_model(cfg.model), spec)
+    say(f"{cfg.model} → {spec}: {bits_per_weight(model):.2f} bits per weight, {megabytes(model):.1f} MB, on {backend}")
+    say(f"cache {cfg.cache_dir}: {len(train)} training and {len(heldout)} held-out rows of {train.length} tokens")
+    say(f"{cfg.layer_steps} updates for each of {len(decoder_layers(model))} blocks, then {cfg.max_steps} end to end")
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in model.parameters()) - trained
+    for line in cfg.describe(model.config, trained, frozen, train, backend.bf16, workers):
+        say(line)
+
+
+def start(cfg: Config, spec: StudentSpec, train, backend: TorchBackend, resumed: bool):
+    """The student where training begins: the base model with fresh scales, or another run's student."""
+    if cfg.v2_checkpoint:
+        student, made = load_student(cfg.v2_checkpoint, cfg.model)
+        if StudentSpec(**made["spec"]) != spec:
+            there = StudentSpec(**made["spec"])
+            raise UserError(f"--v2-checkpoint {cfg.v2_checkpoint} is {there}, this run {spec}; give its --config")
+        return thaw(student)
+    student = quantize(load_model(cfg.model), spec)
+    if not resumed:
+        start_scales(student, cfg, train, backend)
+    return student
+
+
+def start_scales(student, cfg: Config, train, backend: TorchBackend) -> None:
+    """Initialise the scales, each weight counted by how active its input is on some training rows."""
+    moments = None
+    if cfg.init == "mse":
+
+        def forward(model, batch):
+            with backend.autocast(), torch.no_grad(), unquantized(model):
+                hidden_states(model, batch["tokens"])
+
+        moments = input_moments(student, first_batches(train, cfg.layer_rows, cfg), forward)
+    initialise(student, cfg.init, moments)
+
+
+def first_batches(train, rows: int, cfg: Config, rank: int = 0, world_size: int = 1) -> list[dict]:
+    """One worker's whole batches of `rows` training rows in all workers, chosen by the seed."""
+    stream = batches(train, cfg.batch_size, 1, cfg.seed, 0, rank, world_size)
+    return [next(stream) for _ in range(max(1, min(rows, len(train)) // (cfg.batch_size * world_size)))]

@@ -1,0 +1,164 @@
+"""A recovery LoRA on a low-bit student: options and steps of train_recovery_lora.py and its _multi twin."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from qat_lora.backend import TorchBackend, launch, open_backend
+from qat_lora.data.options import TextOptions
+from qat_lora.data.packing import split_heldout, tokenizer_fingerprint
+from qat_lora.errors import UserError
+from qat_lora.evaluate import heldout_figures, heldout_nll
+from qat_lora.kd.dataset import KDCacheDataset
+from qat_lora.models.adapter import adapter_values
+from qat_lora.models.loading import check_length, load_config, load_tokenizer
+from qat_lora.qat import TrainOptions
+from qat_lora.quant.student import StudentSpec, bits_per_weight, empty_student, load_student, read_student
+from qat_lora.recovery import (
+    MLP_PROJECTIONS,
+    MODES,
+    Anchor,
+    TextDataset,
+    add_adapter,
+    save_adapter,
+    train_recovery_lora,
+)
+from qat_lora.run.config import option
+from qat_lora.run.files import sha256
+from qat_lora.run.plots import plot_run
+from qat_lora.run.rundir import open_run, say
+from qat_lora.run.session import Session
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TextOptions, TrainOptions):
+    checkpoint: str | None = option(None, "student: the best.pt of train_qat.py")
+    v2_checkpoint: str | None = option(None, "another name of --checkpoint")
+    model: str | None = option(None, "base model; default: the one that the student was made of, else it must agree")
+    mode: str = option("kd", "kd (from a cache), sft (chat rows, completions only) or recover (plain text)")
+    kd_cache_dir: str | None = option(None, "KD cache of mode kd")
+    recovery_r: int = option(8, "rank")
+    recovery_alpha: float | None = option(None, "LoRA alpha; default: the rank")
+    targets: str = option("q,v,o,gate,up,down", "projections with an adapter, of q,k,v,o,gate,up,down")
+    mlp_only: bool = option(False, "adapters on gate,up,down only, whatever --targets says")
+    anchor_weight: float = option(0.0, "weight of the KL to the student without adapter")
+    anchor_rows: int = option(4, "rows of the anchor")
+    anchor_length: int = option(64, "tokens of an anchor row")
+    max_steps: int = option(200, "updates")
+    heldout_fraction: float = option(0.1, "share of the text rows kept for evaluation (sft, recover)")
+
+
+def main(cfg: Config) -> None:
+    check(cfg)
+    if cfg.dry_run:
+        backend = open_backend(cfg.device, cfg.precision)
+        made = read_made(cfg)
+        train, _ = open_data(cfg, made["model"])
+        return describe(cfg, adapted(cfg, empty_student(made)), made, train, backend, cfg.planned_workers(backend))
+    launch(run, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug)
+
+
+def run(backend: TorchBackend, cfg: Config) -> None:
+    """The experiment, in each of its workers."""
+    plan, checkpoint = cfg.plan(), student_path(cfg)
+    made = backend.group.on_main(lambda: read_made(cfg))
+    with backend.group.main_first():
+        train, heldout = open_data(cfg, made["model"], backend.world_size)
+    student = load_student(checkpoint)[0] if backend.is_main else empty_student(made)  # values come from worker 0
+    model = adapted(cfg, student)
+    describe(cfg, model, made, train, backend, backend.world_size)
+
+    fingerprint = backend.group.on_main(lambda: sha256(checkpoint))
+    facts = {"device": str(backend), "student": fingerprint, "data": train.fingerprint}
+    run = open_run("train_recovery_lora", cfg, facts | cfg.update_facts(backend.world_size), backend.group)
+    backend.seed(cfg.seed)
+    session = Session(run, backend, cfg.every())
+    backend.place(model)
+    anchor = make_anchor(cfg, model, train, backend)
+    if cfg.gradient_checkpointing:
+        backend.gradient_checkpointing(model)
+
+    figure = "heldout_kl" if cfg.mode == "kd" else "heldout_nll"
+
+    def evaluate(step: int) -> dict:
+        measure = heldout_figures if cfg.mode == "kd" else heldout_nll
+        figures = measure(model, heldout, backend, cfg.batch_size, cfg.eval_rows)
+        adapter = run.path / "adapter"
+        if backend.is_main and (figures[figure] < session.best(figure) or not adapter.exists()):
+            save_adapter(model, adapter, fingerprint)
+        return figures
+
+    train_recovery_lora(model, train, cfg.mode, plan, anchor, session, backend, evaluate)
+    best, bits, cost = session.best(figure), bits_per_weight(student, adapter_values(model)), session.cost()
+    if backend.is_main:
+        run.finish("finished", best={figure: best}, bits_per_weight=bits, **cost)
+        plot_run(run.path)
+        say(f"best {figure} {best:.4f}; adapter in {run.path / 'adapter'}")
+
+
+def check(cfg: Config) -> None:
+    if bool(cfg.checkpoint) == bool(cfg.v2_checkpoint):
+        raise UserError("give the student's best.pt as either --checkpoint or --v2-checkpoint")
+    if cfg.mode not in MODES:
+        raise UserError(f"--mode {cfg.mode!r} is not one of {', '.join(MODES)}")
+    if cfg.anchor_weight < 0 or cfg.anchor_rows < 1 or cfg.anchor_length < 2:
+        raise UserError(
+            f"--anchor-weight {cfg.anchor_weight} must be 0 or more, --anchor-rows {cfg.anchor_rows} at least 1, "
+            f"--anchor-length {cfg.anchor_length} at least 2"
+        )
+    if cfg.mode == "kd" and not cfg.kd_cache_dir:
+        raise UserError("--mode kd needs --kd-cache-dir; build one with scripts/build_kd_cache.py")
+    cfg.plan(), cfg.every()
+
+
+def student_path(cfg: Config) -> Path:
+    return Path(cfg.checkpoint or cfg.v2_checkpoint)
+
+
+def read_made(cfg: Config) -> dict:
+    """What the student's file says of itself."""
+    content = read_student(student_path(cfg), cfg.model)
+    return {key: content[key] for key in ("model", "spec")}
+
+
+def adapted(cfg: Config, student):
+    """The student with a new adapter."""
+    alpha = cfg.recovery_r if cfg.recovery_alpha is None else cfg.recovery_alpha
+    projections = MLP_PROJECTIONS if cfg.mlp_only else tuple(cfg.targets.split(","))
+    return add_adapter(student, cfg.recovery_r, alpha, projections, cfg.seed)
+
+
+def open_data(cfg: Config, model_name: str, workers: int = 1):
+    """Training and held-out data of the mode."""
+    tokenizer = load_tokenizer(model_name)
+    if cfg.mode == "kd":
+        facts = {"tokenizer": tokenizer_fingerprint(tokenizer), "vocab": load_config(model_name).vocab_size}
+        data = [KDCacheDataset(cfg.kd_cache_dir, split, **facts) for split in ("train", "heldout")]
+    else:
+        check_length(model_name, cfg.length)
+        rows = cfg.rows(tokenizer)
+        if cfg.mode == "sft" and bool(rows.mask.all()):
+            raise UserError(f"--mode sft: {cfg.dataset} has no chat rows, so no completions; use --mode recover")
+        parts = split_heldout(rows, cfg.heldout_fraction)
+        data = [TextDataset(rows, completions_only=cfg.mode == "sft") for rows in parts]
+    cfg.check_rows(*data, workers)
+    return data
+
+
+def make_anchor(cfg: Config, model, train, backend: TorchBackend) -> Anchor | None:
+    if not cfg.anchor_weight:
+        return None
+    tokens = torch.stack([train[i]["tokens"][: cfg.anchor_length] for i in range(min(cfg.anchor_rows, len(train)))])
+    return Anchor.of(model, tokens, cfg.anchor_weight, backend)
+
+
+def describe(cfg: Config, model, made: dict, train, backend: TorchBackend, workers: int) -> None:
+    """The resolved plan."""
+    values = adapter_values(model)
+    say(f"{made['model']} as {StudentSpec(**made['spec'])} on {backend}")
+    say(f"adapter: {values} values, {bits_per_weight(model, values):.2f} bits per weight with it")
+    say(f"{cfg.max_steps} updates of mode {cfg.mode} on {len(train)} rows")
+    frozen = sum(p.numel() for p in model.parameters()) - values
+    for line in cfg.describe(model.config, values, frozen, train, backend.bf16, workers):
+        say(line)

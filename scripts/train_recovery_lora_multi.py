@@ -1,0 +1,27 @@
+"""The recovery LoRA of train_recovery_lora.py on several chips, GPUs or CPU processes: the same run, sooner.
+
+    python scripts/train_recovery_lora_multi.py --model Qwen/Qwen3-0.6B --checkpoint runs/v2_q4/best.pt \\
+        --kd-cache-dir caches/wikitext103_L1024_K128 --recovery-r 8 --batch-size 4 --accumulation-steps 8 \\
+        --max-steps 1000
+    TPU_NUM_DEVICES=2 python scripts/train_recovery_lora_multi.py --config v6e4 --checkpoint runs/v2_q4/best.pt
+    python scripts/train_recovery_lora_multi.py --config cpu2 --checkpoint runs/demo/qat/best.pt
+
+All chips or GPUs of this host unless --num-chips says fewer (on a CPU: one process); on a TPU slice the same command on
+every host, for GPUs of several hosts under torchrun. Effective batch = batch size × accumulation × chips; at the same
+effective batch the updates see the same rows on any number of chips. Figures in metrics.jsonl are those of all workers.
+docs/TPU.md is the runbook. Run with two CPU processes; untested on hardware: TPU, CUDA.
+"""
+
+from dataclasses import dataclass
+
+from qat_lora.experiments import recovery
+from qat_lora.run.config import option, run_script
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(recovery.Config):
+    num_chips: int | None = option(0, "TPU chips, GPUs or CPU processes of this host; 0: every chip or GPU there is")
+
+
+if __name__ == "__main__":
+    run_script(recovery.main, Config, "train_recovery_lora_multi", __doc__, presets="train_recovery_lora")

@@ -1,0 +1,35 @@
+"""The QAT of train_qat.py on several chips, GPUs or CPU processes: the same run, sooner.
+
+    python scripts/train_v2_tpu_multi.py --from-scratch --cache-dir caches/openhermes_L128_K128_N50K --config q4_r32 \\
+        --batch-size 8 --accumulation-steps 4 --max-steps 3000
+    python scripts/train_v2_tpu_multi.py --v2-checkpoint runs/v2_q4/best.pt --cache-dir caches/text_L256 \\
+        --config q4_r32 --num-chips 2
+
+--from-scratch starts from the base model, --v2-checkpoint from another run's student. All chips or GPUs of this host
+unless --num-chips says fewer (on a CPU: one process); on a TPU slice the same command on every host, for GPUs of
+several hosts under torchrun. Effective batch = batch size × accumulation × chips; at the same effective batch the updates see
+the same rows on any number of chips. Figures in metrics.jsonl are those of all workers. docs/TPU.md is the runbook. Run
+with two CPU processes; untested on hardware: TPU, CUDA.
+"""
+
+from dataclasses import dataclass
+
+from qat_lora.errors import UserError
+from qat_lora.experiments import qat
+from qat_lora.run.config import option, run_script
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(qat.Config):
+    num_chips: int | None = option(0, "TPU chips, GPUs or CPU processes of this host; 0: every chip or GPU there is")
+    from_scratch: bool = option(False, "start from the base model --model")
+
+
+def main(cfg: Config) -> None:
+    if cfg.from_scratch == bool(cfg.v2_checkpoint):
+        raise UserError("give either --from-scratch, to start from the base model, or --v2-checkpoint FILE")
+    qat.main(cfg)
+
+
+if __name__ == "__main__":
+    run_script(main, Config, "train_v2_tpu_multi", __doc__, presets="train_qat")
