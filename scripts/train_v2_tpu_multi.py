@@ -7,9 +7,9 @@
 
 --from-scratch starts from the base model, --v2-checkpoint from another run's student. All chips or GPUs of this host
 unless --num-chips says fewer (on a CPU: one process); on a TPU slice the same command on every host, for GPUs of
-several hosts under torchrun. Effective batch = batch size × accumulation × chips; at the same effective batch the updates see
-the same rows on any number of chips. Figures in metrics.jsonl are those of all workers. docs/TPU.md is the runbook. Run
-with two CPU processes; untested on hardware: TPU, CUDA.
+several hosts under torchrun. Effective batch = batch size × accumulation × chips; at the same effective batch the
+updates see the same rows on any number of chips. Figures in metrics.jsonl are those of all workers. docs/TPU.md is the
+runbook. Run with two CPU processes; untested on hardware: TPU, CUDA.
 """
 
 from dataclasses import dataclass

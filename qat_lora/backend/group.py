@@ -3,6 +3,7 @@
 import pickle
 import signal
 import threading
+import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from datetime import timedelta
@@ -13,6 +14,7 @@ from torch.distributed import DistStoreError, Store
 from qat_lora.errors import UserError
 
 POLL = timedelta(seconds=2)
+LINGER = 4  # seconds that a failed worker keeps its store for the others
 PATIENCE = 900  # polls without an answer before a worker gives up: half an hour, as long as gloo and NCCL wait
 SIGTERM = threading.Event()  # this process was asked to stop
 
@@ -76,8 +78,14 @@ class Group:
 
     def is_first_to_fail(self) -> bool:
         """Note in the store that this worker fails; False where another has: what follows from that needs no report."""
+        if self.world_size == 1:
+            return True
         try:
-            return self.world_size == 1 or self.store.add("failed", 1) == 1
+            first = self.store.add("failed", 1) == 1
+            ends = time.monotonic() + LINGER
+            while self.serves and self.store.add("failed", 0) < self.world_size and time.monotonic() < ends:
+                time.sleep(0.1)  # the others still have to read it
+            return first
         except RuntimeError:  # the store went with the worker that failed first
             return False
 
@@ -97,6 +105,9 @@ class Group:
                     raise UserError("another worker has failed; its message says why") from None
         late = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
         raise UserError(f"worker {late[0]} has not answered for half an hour; end the job and --resume auto")
+
+
+ALONE = Group()
 
 
 def notice_sigterm() -> None:

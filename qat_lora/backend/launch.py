@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 from torch.multiprocessing import ProcessExitedException, start_processes
 
-from qat_lora.backend.detect import check_free, cores_per_chip, resolve, tpu_chips
+from qat_lora.backend import detect
 from qat_lora.backend.group import Group, notice_sigterm
 from qat_lora.backend.torch import TorchBackend
 from qat_lora.errors import UserError, report
@@ -41,12 +41,12 @@ def launch(
     process is one worker of those. SIGTERM reaches every worker. The first worker to fail ends the job within seconds,
     with its exit code. Raises UserError where more is asked than there is, or a chip is held by another process.
     """
-    kind = resolve(device)
+    kind = detect.resolve(device)
     if "RANK" in os.environ:
         return _run_under_torchrun(worker, args, kind, precision, num_chips, debug)
     count = count_workers(kind, num_chips)
-    if kind == "xla" and tpu_chips():
-        check_free()
+    if kind == "xla" and detect.tpu_chips():
+        detect.check_free()
         _choose_chips(count)
     if count > 1:
         return (_spawn_xla if kind == "xla" else _spawn)(worker, args, kind, precision, count, debug)
@@ -59,7 +59,7 @@ def launch(
 
 def count_workers(kind: str, num_chips: int | None) -> int:
     """How many workers of a resolved backend this host starts. Raises UserError where it has not that many."""
-    chips = len(tpu_chips()) if kind == "xla" else 0
+    chips = len(detect.tpu_chips()) if kind == "xla" else 0
     if kind == "cpu":
         there, what = os.cpu_count(), "CPU cores"
     elif kind == "cuda":
@@ -87,7 +87,9 @@ def _choose_chips(count: int) -> None:
     if count == 1:
         os.environ.setdefault("TPU_VISIBLE_CHIPS", "0")
         os.environ.setdefault("TPU_CHIPS_PER_PROCESS_BOUNDS", "1,1,1")
-    if count != len(tpu_chips()) or count == 1:  # torch_xla gives worker k the chip k, and knows the bounds of a host
+    if (
+        count != len(detect.tpu_chips()) or count == 1
+    ):  # torch_xla gives worker k the chip k, and knows the bounds of a host
         os.environ.setdefault("TPU_PROCESS_BOUNDS", PROCESS_BOUNDS[count])
 
 
@@ -218,7 +220,7 @@ class XlaWorker:
             group = xla.connect()
             if group.rank and os.environ.get("PJRT_DEVICE") == "TPU":
                 be_silent()
-            return check_world(xla.XlaBackend(precision, group), count * xla.hosts() * cores_per_chip())
+            return check_world(xla.XlaBackend(precision, group), count * xla.hosts() * detect.cores_per_chip())
 
         run_worker(worker, args, open_backend, debug)
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
-from qat_lora.backend.group import Group
+from qat_lora.backend.group import ALONE, Group
 from qat_lora.errors import UserError, first_line
 
 BUCKET_BYTES = 64 * 2**20  # gradients reduced in one call: a copy of so many bytes, and few calls
@@ -111,8 +111,8 @@ class TorchBackend:
     torch.distributed's default process group carries the tensors.
     """
 
-    def __init__(self, kind: str, precision: str = "auto", group: Group | None = None):
-        self.kind, self.group = kind, group or Group()
+    def __init__(self, kind: str, precision: str = "auto", group: Group = ALONE):
+        self.kind, self.group = kind, group
         self.device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
         self.bf16 = self._wants_bf16(precision)
         if kind == "cpu":

@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qat_lora.backend import probe
-from qat_lora.backend.group import Group
+from qat_lora.backend.group import ALONE, Group
 from qat_lora.backend.torch import TorchBackend
 
 
@@ -47,8 +47,8 @@ def _addresses() -> list[str]:
 class XlaBackend(TorchBackend):
     """One worker on one XLA device. Untested on hardware: proved on torch_xla's CPU device."""
 
-    def __init__(self, precision: str = "auto", group: Group | None = None):
-        self.kind, self.group = "xla", group or Group()
+    def __init__(self, precision: str = "auto", group: Group = ALONE):
+        self.kind, self.group = "xla", group
         self.device = torch_xla.device()
         self.bf16 = self._wants_bf16(precision)
         if self.bf16:  # autocast("xla") leaves attention out, and rope gives fp32 queries and keys beside bf16 values

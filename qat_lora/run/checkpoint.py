@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from qat_lora.backend.group import Group
+from qat_lora.backend.group import ALONE, Group
 from qat_lora.errors import UserError
 from qat_lora.run.files import cannot_write, read_json, sha256, write_atomically
 from qat_lora.run.rundir import say
@@ -64,13 +64,13 @@ def _newest_first(folder: Path) -> list[Path]:
     return sorted(numbered, key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
 
 
-def load_checkpoint(run_path: Path, group: Group | None = None) -> tuple[dict[str, Tensor], dict, dict] | None:
+def load_checkpoint(run_path: Path, group: Group = ALONE) -> tuple[dict[str, Tensor], dict, dict] | None:
     """(tensors, trainer, meta) of the newest whole checkpoint of a run; None where there is none at all.
 
     A damaged one is named and set aside; raises UserError where every one is damaged. Of a group of workers the first
     chooses, and all read: the hosts of a job share one run directory.
     """
-    path = (group or Group()).on_main(lambda: _newest_whole(run_path))
+    path = group.on_main(lambda: _newest_whole(run_path))
     if path is None:
         return None
     if not path.is_dir():

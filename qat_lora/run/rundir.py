@@ -15,7 +15,7 @@ from typing import BinaryIO
 import yaml
 from tqdm import tqdm
 
-from qat_lora.backend.group import Group
+from qat_lora.backend.group import ALONE, Group
 from qat_lora.errors import UserError
 from qat_lora.run.config import RunConfig
 from qat_lora.run.files import cannot_write, lock, read_json, write_json
@@ -101,7 +101,7 @@ def identity(config: RunConfig) -> dict:
     return {k: v for k, v in dataclasses.asdict(config).items() if k not in NOT_IDENTITY}
 
 
-def open_run(experiment: str, config: RunConfig, facts: dict, group: Group) -> Run:
+def open_run(experiment: str, config: RunConfig, facts: dict, group: Group = ALONE) -> Run:
     """A new run directory, or the one that --resume names; `facts` (device, fingerprints, …) go into manifest.json.
 
     Raises UserError where the directory already holds a run and --resume is off, holds a run of another config or other

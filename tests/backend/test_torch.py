@@ -146,6 +146,9 @@ class Text(torch.utils.data.Dataset):
     def __len__(self):
         return len(self.tokens)
 
+    def kept(self, i):
+        return int(self.mask[i].sum())
+
     def __getitem__(self, i):
         return {"tokens": self.tokens[i], "mask": self.mask[i]}
 

@@ -49,6 +49,9 @@ class Cached(torch.utils.data.Dataset):
     def __len__(self):
         return len(self.tokens)
 
+    def kept(self, i):
+        return self.tokens.shape[1]
+
     def __getitem__(self, i):
         mask = torch.ones(self.tokens.shape[1], dtype=torch.uint8)
         entropy = -(self.prob[i] * self.prob[i].log()).sum(-1)

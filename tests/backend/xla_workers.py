@@ -1,6 +1,6 @@
-"""Run by test_workers.py: N workers on N of torch_xla's CPU devices, through the project's own launch.
+"""Run by test_launch.py: N workers on N of torch_xla's CPU devices, through the project's own launch.
 
-PJRT_DEVICE=CPU CPU_NUM_DEVICES=N python tests/backend/xla_workers.py N MODEL_DIR CACHE_DIR OUT_DIR [unreduced]
+PJRT_DEVICE=CPU CPU_NUM_DEVICES=N python tests/backend/xla_workers.py N reduced|unreduced|failing MODEL CACHE OUT
 
 torch_xla runs CPU devices as threads of one process. Threads that reach a graph at the same time each compile an
 executable of their own, and the collectives of different executables never meet. Here the threads enter the step marker
@@ -15,24 +15,12 @@ from pathlib import Path
 
 import torch_xla
 import torch_xla.debug.metrics as met
-from safetensors.torch import save_file
+import worker_checks
 
 from qat_lora.backend import launch
-from qat_lora.kd.dataset import KDCacheDataset
-from qat_lora.models.loading import empty_model, load_model
-from qat_lora.qat import Plan, train_qat
-from qat_lora.quant.init import initialise
-from qat_lora.quant.student import StudentSpec, quantize
-from qat_lora.run.rundir import Run
-from qat_lora.run.session import Every, Session
 
-COUNT, MODEL, CACHE, OUT = int(sys.argv[1]), sys.argv[2], sys.argv[3], Path(sys.argv[4])
-UNREDUCED = sys.argv[5:] == ["unreduced"]
-SPEC = StudentSpec(mlp="balanced2/g32", attn="lut4/r4")
-STEPS, GLOBAL_BATCH = 5, 4
-
+COUNT, MODE, MODEL, CACHE, OUT = int(sys.argv[1]), *sys.argv[2:5], Path(sys.argv[5])
 _marker, _turn, _everyone = torch_xla._XLAC._xla_step_marker, threading.Lock(), threading.Barrier(COUNT)
-_building = threading.Lock()  # transformers switches global defaults while it builds a model
 
 
 def _step_marker(device, devices, wait=False, reset_scope=True):
@@ -59,32 +47,15 @@ def _executables() -> int:
 torch_xla._XLAC._xla_step_marker = _step_marker
 
 
-def worker(backend, out: Path) -> None:
-    with _building:
-        student = quantize(load_model(MODEL) if backend.is_main else empty_model(MODEL), SPEC)
-        if backend.is_main:
-            initialise(student)
-    backend.place(student)
-    graphs, reduce = [], backend.reduce
+def train(backend, out: Path) -> None:
+    graphs: list[str] = []
 
-    def watched(tensors):
-        if not UNREDUCED:
-            reduce(tensors)
-        graphs.append(torch_xla._XLAC._get_xla_tensors_hlo(tensors))
+    def watch(gradients) -> None:
+        graphs.append(torch_xla._XLAC._get_xla_tensors_hlo(gradients))
 
-    backend.reduce = watched
-    run = Run(out / "run", resumed=False, writes=backend.is_main)
-    session = Session(run, backend, Every(log=1, save=0))
-    plan = Plan(
-        steps=STEPS, batch_size=GLOBAL_BATCH // backend.world_size, accumulation=1, learning_rate=1e-4, warmup_steps=1,
-        clip_grad_norm=0.1, seed=0,
-    )  # fmt: skip
-    train_qat(student, KDCacheDataset(CACHE), plan, 1e-4, session, backend, evaluate=lambda step: {})
-    trained = {name: p for name, p in student.named_parameters() if p.requires_grad}
-    save_file(backend.to_host(trained), out / f"worker{backend.rank}.safetensors")
-    (out / f"graphs{backend.rank}.txt").write_text("\n\n".join(graphs))
+    worker_checks.train(backend, MODEL, CACHE, out, MODE == "reduced", watch)
+    (out / f"graphs{backend.rank}.txt").write_text("\n---\n".join(graphs))
 
 
 if __name__ == "__main__":
-    (OUT / "run").mkdir()
-    launch(worker, (OUT,), "xla", "fp32", COUNT)
+    launch(worker_checks.fail_at_once if MODE == "failing" else train, (OUT,), "xla", "fp32", COUNT)

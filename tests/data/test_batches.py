@@ -20,6 +20,9 @@ class Numbers(Dataset):
     def __len__(self):
         return self.count
 
+    def kept(self, i):
+        return i % 3 + 1
+
     def __getitem__(self, i):
         if i == self.bad:
             raise OSError(f"row {i} cannot be read")
@@ -52,18 +55,17 @@ def test_the_global_generator_has_no_say():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_an_epoch_holds_every_row_once_but_the_ragged_end():
-    seen = rows_of(batches(Numbers(11), 2, 1, seed=0), 10)
-    for number, epoch in enumerate((seen[:5], seen[5:])):
-        rows = list(itertools.chain(*epoch))
-        assert len(set(rows)) == 10 and set(rows) < set(range(11))
-        assert rows == epoch_order(0, number, 11)[:10].tolist()
+@pytest.mark.parametrize("size", [2, 3, 4, 11])
+def test_an_epoch_holds_every_row_once(size):
+    """11 rows: the batch at the end of an epoch is filled with the first rows of the next."""
+    rows = list(itertools.chain(*rows_of(batches(Numbers(11), size, 1, seed=0), -(-33 // size))))
+    assert rows[:33] == [row for epoch in range(3) for row in epoch_order(0, epoch, 11).tolist()]
 
 
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
 @pytest.mark.parametrize("start", [1, 4, 5, 6, 11])
 def test_a_resumed_stream_is_the_tail_of_the_whole(accumulation, start):
-    """Five batches an epoch: the starts lie before, on and after its end, with groups across it."""
+    """Five and a half batches an epoch: the starts lie before, on and after its end, with groups across it."""
     whole = list(itertools.islice(batches(Numbers(11), 2, accumulation, seed=0), 15 * accumulation))
     resumed = itertools.islice(batches(Numbers(11), 2, accumulation, seed=0, start=start), (15 - start) * accumulation)
     for ours, wanted in itertools.zip_longest(resumed, whole[start * accumulation :]):
@@ -82,15 +84,46 @@ def test_accumulation_reads_the_rows_of_a_larger_batch():
     assert [a + b for a, b in zip(small[::2], small[1::2])] == large
 
 
-def test_refusals():
-    with pytest.raises(UserError, match="3 training rows are fewer than --batch-size 4"):
-        next(batches(Numbers(3), 4, 1, seed=0))
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_workers_share_the_rows_of_every_update(workers, accumulation):
+    """13 rows, which no number of workers divides: together they see the updates of one worker, and each row once."""
+    one = rows_of(batches(Numbers(13), 2 * workers * accumulation, 1, seed=4), 6)
+    streams = [rows_of(batches(Numbers(13), 2, accumulation, 4, 0, rank, workers), 6 * accumulation)
+               for rank in range(workers)]  # fmt: skip
+    for update, wanted in enumerate(one):
+        micro = range(update * accumulation, (update + 1) * accumulation)
+        assert [row for m in micro for stream in streams for row in stream[m]] == wanted
+    streams = [batches(Numbers(13), 2, accumulation, 4, 0, rank, workers) for rank in range(workers)]
+    totals = [[float(batch["total"]) for batch in itertools.islice(stream, 4)] for stream in streams]
+    wanted = [
+        float(batch["total"]) for batch in itertools.islice(batches(Numbers(13), 2 * workers * accumulation, 1, 4), 4)
+    ]
+    assert all(total == [wanted[m // accumulation] for m in range(4)] for total in totals)
+
+
+def test_a_resumed_stream_of_fewer_workers_goes_on_with_the_same_updates():
+    four = [rows_of(batches(Numbers(13), 1, 1, 0, 0, rank, 4), 3) for rank in range(4)]
+    two = [rows_of(batches(Numbers(13), 1, 2, 0, 3, rank, 2), 6) for rank in range(2)]
+    seen = [row for update in range(3) for stream in four for row in stream[update]]
+    seen += [row for micro in range(6) for stream in two for row in stream[micro]]
+    assert seen == list(itertools.chain(*rows_of(batches(Numbers(13), 4, 1, 0), 6)))
+
+
+@pytest.mark.parametrize("count, size, workers", [(3, 4, 1), (7, 4, 2), (2, 1, 3)])
+def test_refusals(count, size, workers):
+    wanted = f"{count} training rows are fewer than a batch of {size} for each of {workers} workers"
+    with pytest.raises(UserError, match=wanted):
+        next(batches(Numbers(count), size, 1, 0, 0, 0, workers))
 
 
 def test_an_update_without_a_target_divides_by_one():
     """A chat batch of long prompts may hold no completion; the run goes on."""
 
     class Unmasked(Numbers):
+        def kept(self, i):
+            return 0
+
         def __getitem__(self, i):
             return super().__getitem__(i) | {"mask": torch.zeros(4)}
 

@@ -27,7 +27,7 @@ ROWS = {name: Rows(part, torch.ones(len(part), LENGTH, dtype=torch.uint8))
         for name, part in (("train", TOKENS[:11]), ("heldout", TOKENS[11:]))}  # fmt: skip
 V1_IDS = torch.arange(1, 37, dtype=torch.int32).view(6, 6)  # 6 rows of 6 tokens
 V1_LENGTHS = (6, 4, 6, 2, 5, 6)
-BY_FILE = {(1, 2), (1, 4), (2, 2), (5, 2)}  # (workers, rows a file): 10 or 11 of the 11 rows are used
+BY_FILE = {(1, 2), (1, 4), (2, 2), (3, 2), (3, 4), (4, 2), (5, 2)}  # (workers, rows a file)
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +234,7 @@ def test_a_missing_or_foreign_cache_is_refused(cache, tmp_path):
 def test_no_heldout_rows_and_fewer_rows_than_a_batch(write, tmp_path):
     write(tmp_path, dataclasses.replace(SPEC, heldout_rows=0))
     assert "no heldout rows" in refused(tmp_path, split="heldout")
-    with pytest.raises(UserError, match="11 training rows are fewer than --batch-size 12"):
+    with pytest.raises(UserError, match="11 training rows are fewer than a batch of 12"):
         next(batches(KDCacheDataset(tmp_path), 12, 1, 0))
 
 
@@ -242,7 +242,7 @@ def test_no_heldout_rows_and_fewer_rows_than_a_batch(write, tmp_path):
 @pytest.mark.parametrize("rows_per_shard", [2, 4])
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 5])
 def test_workers_share_the_rows(write, tmp_path, workers, rows_per_shard):
-    """Six files of two rows, or three of four, the last one short: by file where that leaves out a tenth at most."""
+    """Six files of two rows or three of four, the last short: by file where that leaves out less than a row each."""
     write(tmp_path, dataclasses.replace(SPEC, rows_per_shard=rows_per_shard))
     rows = tokens_of(KDCacheDataset(tmp_path))
     files = [rows[start : start + rows_per_shard] for start in range(0, 11, rows_per_shard)]

@@ -13,12 +13,20 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
 PRESETS = sorted((ROOT / "configs").glob("*/*.yaml"))
 ELLIPSIS = ("...", "…")
+PRESETS_OF = {"train_recovery_lora_multi": "train_recovery_lora", "train_v2_tpu_multi": "train_qat"}
 SEED_GUIDES = [  # as they stand in the guides of the project's seeds
     "python scripts/train_recovery_lora.py --tpu --model Qwen/Qwen3-0.6B --checkpoint runs/v2_q4/best.pt "
     "--kd-cache-dir caches/wikitext103_L1024_K128 --recovery-r 8 --batch-size 4 --accumulation-steps 8 "
     "--max-steps 1000",
     "PT_XLA_DEBUG=1 python scripts/train_recovery_lora.py --tpu ...",
     "PJRT_DEVICE=TPU python scripts/train_recovery_lora.py ...",
+    "python scripts/train_recovery_lora_multi.py --model Qwen/Qwen3-0.6B --checkpoint runs/v2_q4/best.pt "
+    "--kd-cache-dir caches/wikitext103_L1024_K128 --recovery-r 8 --batch-size 4 --accumulation-steps 8 "
+    "--max-steps 1000",
+    "python scripts/train_v2_tpu_multi.py --from-scratch --cache-dir caches/openhermes_L128_K128_N50K "
+    "--config q4_r32 --batch-size 8 --accumulation-steps 4 --max-steps 3000",
+    "python scripts/train_recovery_lora_multi.py --num-chips 2 ...",
+    "TPU_NUM_DEVICES=2 python scripts/train_recovery_lora_multi.py ...",
 ]
 
 
@@ -66,7 +74,7 @@ def config_of(load_script):
     """config_of(script, argv): the script's config, as its command line would make it."""
 
     def make(script: str, argv: list[str]):
-        return parse(load_script(script).Config, script, argv)
+        return parse(load_script(script).Config, script, argv, presets=PRESETS_OF.get(script))
 
     return make
 
@@ -104,8 +112,13 @@ def test_written_command_parses(config_of, where, command):
 def test_commands_of_the_seed_guides_parse(config_of, command):
     script, argv = words(command)
     config = config_of(script, argv)
-    if "--max-steps" in argv:
-        assert config.device == "tpu" and config.model == "Qwen/Qwen3-0.6B"
+    assert config.num_chips == (2 if "--num-chips" in argv else 0 if script.endswith("_multi") else None)
+    if script == "train_v2_tpu_multi":
+        assert config.from_scratch and config.mlp == config.attn == "lut4/r32"
+        assert (config.batch_size, config.accumulation_steps, config.max_steps) == (8, 4, 3000)
+        assert config.cache_dir == "caches/openhermes_L128_K128_N50K"
+    elif "--max-steps" in argv:
+        assert config.device == ("tpu" if "--tpu" in argv else "auto") and config.model == "Qwen/Qwen3-0.6B"
         assert (config.recovery_r, config.batch_size, config.accumulation_steps, config.max_steps) == (8, 4, 8, 1000)
         assert (config.checkpoint, config.kd_cache_dir) == ("runs/v2_q4/best.pt", "caches/wikitext103_L1024_K128")
 
@@ -155,12 +168,13 @@ def test_files_of_a_make_target_exist(target, lines):
             assert (ROOT / file).exists(), f"make {target} uses {file}"
         script, preset = re.search(r"scripts/(\w+)\.py", line), re.search(r"--config (\w+)", line)
         if script and preset:
-            assert (ROOT / "configs" / script[1] / f"{preset[1]}.yaml").is_file(), f"make {target}: {preset[1]}"
+            folder = PRESETS_OF.get(script[1], script[1])
+            assert (ROOT / "configs" / folder / f"{preset[1]}.yaml").is_file(), f"make {target}: {preset[1]}"
 
 
 def test_every_public_target_says_what_it_does():
     text = (ROOT / "Makefile").read_text()
-    phony = re.search(r"^\.PHONY: (.*)$", text, re.MULTILINE)[1].split()
+    phony = re.search(r"^\.PHONY: (.*)$", text.replace("\\\n", ""), re.MULTILINE)[1].split()
     assert set(phony) == set(recipes())
     for target in phony:
         assert re.search(rf"^{re.escape(target)}:.*## \S", text, re.MULTILINE), f"{target} is not in `make help`"

@@ -12,7 +12,12 @@ from qat_lora.run.config import RunConfig
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py"))
 COMMON = {field.name for field in dataclasses.fields(RunConfig)}
-SHARED = [ROOT / "qat_lora" / "data" / "options.py", ROOT / "qat_lora" / "qat.py"]  # mixins that use their own fields
+# Options that several scripts share are read beside their definition.
+SHARED = [ROOT / "qat_lora" / "data" / "options.py", ROOT / "qat_lora" / "qat.py"]
+EXPERIMENT = {
+    "train_qat": "qat", "train_v2_tpu_multi": "qat", "train_recovery_lora": "recovery",
+    "train_recovery_lora_multi": "recovery",
+}  # fmt: skip
 
 
 def attributes(path: Path) -> set[str]:
@@ -25,7 +30,10 @@ def attributes(path: Path) -> set[str]:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_flag_of_a_script_is_read(name, load_script):
     own = {field.name for field in dataclasses.fields(load_script(name).Config)} - COMMON
-    read = set().union(*map(attributes, [ROOT / "scripts" / f"{name}.py", *SHARED]))
+    files = [ROOT / "scripts" / f"{name}.py", *SHARED]
+    if name in EXPERIMENT:
+        files.append(ROOT / "qat_lora" / "experiments" / f"{EXPERIMENT[name]}.py")
+    read = set().union(*map(attributes, files))
     assert own <= read, f"parsed and never used: {sorted(own - read)}"
 
 

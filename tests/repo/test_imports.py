@@ -41,7 +41,7 @@ def layer(path: Path) -> str:
 
 def test_the_walk_finds_the_code():
     assert len(PACKAGE) > 20 and len(SCRIPTS) >= 8
-    assert "qat_lora.run.session" in imported(ROOT / "scripts" / "train_qat.py")
+    assert "qat_lora.experiments.qat" in imported(ROOT / "scripts" / "train_qat.py")
     assert "torch_xla" in imported(ROOT / "qat_lora" / "backend" / "xla.py")
 
 

@@ -137,7 +137,7 @@ def assert_same_end(one: Path, other: Path) -> None:
     assert names[0] == names[1]
     a, b = (read_checkpoint(run / "checkpoints" / names[0]) for run in (one, other))
     assert_same_tensors(a[0], b[0])
-    assert torch.equal(a[1]["rng"]["torch"], b[1]["rng"]["torch"])
+    assert torch.equal(a[1]["rng"][0]["torch"], b[1]["rng"][0]["torch"])
 
 
 def assert_complete(run: Path, steps: int) -> None:
@@ -245,7 +245,7 @@ def test_recovery_learns_from_text_too(recover, chats, tmp_path, mode):
 
 def test_dry_run_writes_nothing(train_qat, tmp_path):
     said = train_qat(tmp_path / "run", "--dry-run")
-    assert "4 × accumulation 1 = 4 rows or 128 tokens" in said
+    assert "batch_size 4 × accumulation_steps 1 × num_chips 1 = 4 rows or 128 tokens" in said
     assert not (tmp_path / "run").exists()
 
 

@@ -1,0 +1,135 @@
+"""What the workers of a job tell each other on the host: threads here, each with a client of one store."""
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from qat_lora.backend import group as module
+from qat_lora.backend.group import ALONE, Group
+from qat_lora.errors import UserError
+
+
+@pytest.fixture
+def together():
+    """together(function, count): function(group) in each of `count` workers; its results, exceptions included."""
+
+    def run(function, count: int = 3) -> list:
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        results = [None] * count
+
+        def work(rank: int) -> None:
+            try:
+                results[rank] = function(Group(rank, count, dist.TCPStore("127.0.0.1", server.port, is_master=False)))
+            except (Exception, SystemExit) as error:
+                results[rank] = error
+
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert not any(thread.is_alive() for thread in threads)
+        assert server.num_keys() <= 2 * count + 1, "answers are not kept"
+        return results
+
+    return run
+
+
+def test_everyone_gathers_everything_in_the_order_of_ranks(together):
+    def calls(group):
+        return [group.gather((group.rank, turn)) for turn in range(20)]
+
+    assert together(calls) == [[[(rank, turn) for rank in range(3)] for turn in range(20)]] * 3
+
+
+def test_one_worker_needs_no_store():
+    assert ALONE.gather(1) == [1] and ALONE.on_main(lambda: 2) == 2 and ALONE.is_first_to_fail()
+    ALONE.agree({"a": 1})
+    ALONE.close()
+    with ALONE.main_first():
+        pass
+
+
+def test_what_worker_0_does_is_known_to_all(together):
+    calls = []
+
+    def work(group):
+        return group.on_main(lambda: calls.append(group.rank) or "found")
+
+    assert together(work) == ["found"] * 3 and calls == [0]
+
+
+@pytest.mark.parametrize("error", [UserError("no such cache; build it"), SystemExit(0)], ids=["bad input", "finished"])
+def test_what_worker_0_raises_all_raise(together, error):
+    def fail():
+        raise error
+
+    raised = together(lambda group: group.on_main(fail))
+    assert [type(e) for e in raised] == [type(error)] * 3 and [str(e) for e in raised] == [str(error)] * 3
+
+
+def test_worker_0_goes_first(together):
+    entered = []
+
+    def work(group):
+        time.sleep(0.05 * (2 - group.rank))
+        with group.main_first():
+            entered.append(group.rank)
+            time.sleep(0.1)
+            entered.append(group.rank)
+
+    together(work)
+    assert entered[:2] == [0, 0] and sorted(entered) == [0, 0, 1, 1, 2, 2]
+
+
+def test_different_configs_are_refused_by_name(together):
+    errors = together(lambda group: group.agree({"seed": 0, "learning_rate": 1e-3 if group.rank == 2 else 8e-4}))
+    assert {type(e) for e in errors} == {UserError}
+    assert str(errors[1]) == (
+        "the workers were started with different configs: learning_rate is 0.0008 on worker 0, 0.001 on worker 2; "
+        "give every worker the same command"
+    )
+
+
+def test_only_the_first_failure_is_reported(together):
+    firsts = together(lambda group: group.is_first_to_fail())
+    assert sorted(firsts) == [False, False, True]
+
+
+def test_a_failed_worker_is_not_waited_for(together, monkeypatch):
+    monkeypatch.setattr(module, "POLL", timedelta(seconds=0.2))
+
+    def work(group):
+        if group.rank == 1:
+            return group.is_first_to_fail()
+        group.gather(None)
+
+    results = together(work)
+    assert results[1] is True
+    assert [str(results[k]) for k in (0, 2)] == ["another worker has failed; its message says why"] * 2
+
+
+def test_a_worker_that_never_answers_is_named(together, monkeypatch):
+    monkeypatch.setattr(module, "POLL", timedelta(seconds=0.1))
+    monkeypatch.setattr(module, "PATIENCE", 3)
+    results = together(lambda group: None if group.rank == 1 else group.gather(None))
+    assert str(results[0]).startswith("worker 1 has not answered")
+
+
+def test_the_one_that_serves_the_store_leaves_last(together):
+    left = []
+
+    def work(group):
+        group.serves = group.rank == 0
+        time.sleep(0.2 * group.rank)
+        if group.rank:
+            left.append(group.rank)
+        group.close()
+        if not group.rank:
+            left.append(0)
+
+    together(work)
+    assert left == [1, 2, 0]

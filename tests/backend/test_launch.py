@@ -1,0 +1,266 @@
+"""One call starts the workers of a job, they train as one, and none outlives or waits for one that died."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import worker_checks
+from safetensors.torch import load_file
+
+from qat_lora.backend import TorchBackend, count_workers, detect
+from qat_lora.backend.launch import PROCESS_BOUNDS, _choose_chips, check_world, launch
+from qat_lora.errors import UserError
+
+CLOSE = 1e-6  # weights after five steps in fp32
+
+
+@pytest.fixture
+def chips(monkeypatch):
+    """chips(count): a machine with so many TPU chips, and no CUDA."""
+
+    def have(count: int, kind: str = "v6e") -> None:
+        monkeypatch.setattr(detect, "tpu_chips", lambda: [kind] * count)
+
+    for name in ("TPU_VISIBLE_CHIPS", "TPU_CHIPS_PER_PROCESS_BOUNDS", "TPU_PROCESS_BOUNDS", "TPU_NUM_DEVICES"):
+        monkeypatch.setenv(name, "")  # so that monkeypatch takes away what is set below
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    have(0)
+    return have
+
+
+# -- how many --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "kind, chips_there, asked, count",
+    [
+        ("cpu", 0, None, 1), ("cpu", 0, 0, 1), ("cpu", 0, 2, 2), ("cpu", 0, 4, 4), ("cuda", 0, None, 1),
+        ("cuda", 0, 0, 3), ("cuda", 0, 2, 2), ("xla", 4, None, 1), ("xla", 4, 0, 4), ("xla", 4, 2, 2), ("xla", 8, 4, 4),
+        ("xla", 0, 0, 1), ("xla", 0, None, 1),
+    ],
+)  # fmt: skip
+def test_workers_are_counted(chips, kind, chips_there, asked, count):
+    chips(chips_there)
+    assert count_workers(kind, asked) == count
+
+
+@pytest.mark.parametrize(
+    "kind, chips_there, asked, wanted",
+    [
+        ("cpu", 0, 5, "--num-chips 5: this machine has 4 CPU cores; ask for 1 to 4"),
+        ("cuda", 0, 4, "--num-chips 4: this machine has 3 CUDA devices; ask for 1 to 3"),
+        ("xla", 4, 8, "--num-chips 8: this machine has 4 TPU chips; ask for 1 to 4"),
+        ("xla", 8, 3, "--num-chips 3: a part of a host's chips is 1, 2, 4 or 8 of them"),
+        ("xla", 0, 2, "--num-chips 2: this machine has 1 XLA CPU devices; ask for 1 to 1"),
+        ("cpu", 0, -1, "--num-chips -1: this machine has 4 CPU cores; ask for 1 to 4"),
+    ],
+)
+def test_more_than_there_is_is_refused(chips, kind, chips_there, asked, wanted):
+    chips(chips_there)
+    with pytest.raises(UserError) as error:
+        count_workers(kind, asked)
+    assert str(error.value) == wanted
+
+
+def test_tpu_num_devices_limits_all_chips_and_no_other_number(chips, monkeypatch):
+    chips(4)
+    monkeypatch.setenv("TPU_NUM_DEVICES", "2")
+    assert count_workers("xla", 0) == 2 and count_workers("xla", 4) == 4 and count_workers("cpu", 0) == 1
+    monkeypatch.setenv("TPU_NUM_DEVICES", "8")
+    with pytest.raises(UserError, match="TPU_NUM_DEVICES=8: this machine has 4 TPU chips"):
+        count_workers("xla", 0)
+    monkeypatch.setenv("TPU_NUM_DEVICES", "two")
+    with pytest.raises(UserError, match="TPU_NUM_DEVICES=two is not a number"):
+        count_workers("xla", 0)
+
+
+def test_part_of_the_chips_is_translated_for_the_tpu_runtime(chips):
+    chips(8)
+    _choose_chips(8)
+    assert "TPU_PROCESS_BOUNDS" not in os.environ, "torch_xla knows the bounds of a whole host"
+    _choose_chips(4)
+    assert os.environ["TPU_PROCESS_BOUNDS"] == "2,2,1" and "TPU_VISIBLE_CHIPS" not in os.environ
+    from torch_xla._internal import tpu  # what reads it
+
+    assert {count: tpu.MeshShape.from_string(bounds).size for count, bounds in PROCESS_BOUNDS.items()} == {
+        count: count for count in PROCESS_BOUNDS
+    }
+
+
+def test_one_chip_of_many_is_the_first_unless_the_environment_names_another(chips, monkeypatch):
+    chips(4)
+    monkeypatch.setenv("TPU_VISIBLE_CHIPS", "3")
+    _choose_chips(1)
+    found = [os.environ[f"TPU_{name}"] for name in ("VISIBLE_CHIPS", "CHIPS_PER_PROCESS_BOUNDS", "PROCESS_BOUNDS")]
+    assert found == ["3", "1,1,1", "1,1,1"]
+
+
+def test_a_chip_that_is_held_names_its_holder(tmp_path):
+    (tmp_path / "vfio").mkdir()
+    for file in ("accel0", "vfio/0", "vfio/vfio"):
+        (tmp_path / file).touch()
+    detect.check_free(tmp_path)
+    hold = "import sys, time; files = [open(f) for f in sys.argv[1:]]; print(flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", hold, tmp_path / "vfio/vfio"], stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        detect.check_free(tmp_path)  # the container of all groups is no chip
+        other.kill()
+    with subprocess.Popen([sys.executable, "-c", hold, tmp_path / "vfio/0"], stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        with pytest.raises(UserError) as error:
+            detect.check_free(tmp_path)
+        other.kill()
+    assert f"vfio/0 is in use by process {other.pid} ({sys.executable} -c" in str(error.value)
+
+
+def test_workers_that_do_not_find_each_other_stop_the_job(backend):
+    assert check_world(backend, 1) is backend
+    with pytest.raises(UserError, match="4 workers were started and 1 found each other; the job is stopped"):
+        check_world(backend, 4)
+
+
+def test_a_gpu_that_does_not_answer_is_one_line(monkeypatch):
+    from qat_lora.backend.torch import check_usable
+
+    def busy(*_, **__):
+        raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nmore lines")
+
+    monkeypatch.setattr(torch, "zeros", busy)
+    with pytest.raises(UserError, match=r"cuda:0 cannot be used \(CUDA error: CUDA-capable device\(s\) is/are busy"):
+        check_usable(torch.device("cuda:0"))
+
+
+# -- two processes ---------------------------------------------------------------------------------------------------
+def test_one_worker_is_called_here(backend):
+    called = []
+    launch(lambda made, word: called.append((type(made), made.world_size, word)), ("hello",), "cpu")
+    assert called == [(TorchBackend, 1, "hello")]
+
+
+def test_two_workers_know_their_place_and_sum(tmp_path, capfd):
+    launch(worker_checks.describe, (tmp_path,), "cpu", "fp32", 2)
+    threads = 1 if "OMP_NUM_THREADS" not in os.environ else None
+    for rank in range(2):
+        count, is_main, sums, given, used = eval((tmp_path / f"{rank}.txt").read_text())
+        assert (count, is_main) == (2, rank == 0)
+        assert sums == [[3.0] * 3, [[10.0] * 2] * 2, 2.0] and given == [0, 1, 2, 3]
+        assert threads is None or used == max(1, os.cpu_count() // 2)
+    said = [line for line in capfd.readouterr().out.splitlines() if "[Gloo]" not in line]  # gloo prints by itself
+    assert said == ["worker 0 speaks"]
+
+
+@pytest.mark.parametrize(
+    "how, code, said",
+    [
+        ("bad input", 2, ["error: shard 3 is damaged; build it again"]),
+        ("fault", 1, ["Traceback", "in fail", "error: ZeroDivisionError: of worker 1"]),
+        ("exit", 7, []),
+        ("killed", 137, ["error: worker 1 was killed (SIGKILL); the others were ended; --resume auto goes on"]),
+        ("hard exit", 5, []),
+    ],
+)
+def test_a_worker_that_dies_ends_the_job_with_its_own_code(capfd, how, code, said):
+    started = time.monotonic()
+    with pytest.raises(SystemExit) as end:
+        launch(worker_checks.fail, (how,), "cpu", "fp32", 2)
+    assert end.value.code == code and time.monotonic() - started < 40  # the start of two processes included
+    err = capfd.readouterr().err
+    assert all(line in err for line in said), err
+
+
+def test_what_all_workers_refuse_is_said_once(capfd):
+    with pytest.raises(SystemExit) as end:
+        launch(worker_checks.fail_all, (), "cpu", "fp32", 2)
+    assert end.value.code == 2
+    assert [line for line in capfd.readouterr().err.splitlines() if "error:" in line] == [
+        "error: the cache is too small"
+    ]
+
+
+def weights(folder: Path, rank: int = 0) -> dict:
+    return load_file(folder / f"worker{rank}.safetensors")
+
+
+def difference(one: dict, other: dict) -> float:
+    assert one.keys() == other.keys()
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+@pytest.fixture(scope="module")
+def one_worker(backend, sharp_model_dir, sharp_cache, tmp_path_factory):
+    out = tmp_path_factory.mktemp("one")
+    worker_checks.train(TorchBackend("cpu", "fp32"), str(sharp_model_dir), str(sharp_cache), out)
+    return weights(out)
+
+
+def test_two_workers_give_the_weights_of_one(one_worker, sharp_model_dir, sharp_cache, tmp_path):
+    launch(worker_checks.train, (str(sharp_model_dir), str(sharp_cache), tmp_path), "cpu", "fp32", 2)
+    assert difference(weights(tmp_path, 0), weights(tmp_path, 1)) == 0
+    assert difference(weights(tmp_path), one_worker) <= CLOSE
+
+
+def test_without_the_reduction_they_do_not(one_worker, sharp_model_dir, sharp_cache, tmp_path):
+    launch(worker_checks.train, (str(sharp_model_dir), str(sharp_cache), tmp_path, False), "cpu", "fp32", 2)
+    assert difference(weights(tmp_path, 0), weights(tmp_path, 1)) > 100 * CLOSE
+    assert difference(weights(tmp_path), one_worker) > 100 * CLOSE
+
+
+# -- XLA devices -----------------------------------------------------------------------------------------------------
+QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"  # compiles in half the time
+
+
+def on_xla(count: int, *arguments) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, Path(__file__).with_name("xla_workers.py"), str(count), *map(str, arguments)],
+        env=os.environ | {
+            "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(count), "XLA_THREAD_POOL_SIZE": "8", "XLA_FLAGS": QUICK,
+            "MASTER_PORT": str(free_port()),
+        },
+        capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+
+
+def free_port() -> int:
+    return torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
+
+
+@pytest.fixture(scope="module")
+def one_device(sharp_model_dir, sharp_cache, tmp_path_factory):
+    out = tmp_path_factory.mktemp("one_device")
+    done = on_xla(1, "reduced", sharp_model_dir, sharp_cache, out)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return weights(out)
+
+
+@pytest.mark.xla
+@pytest.mark.parametrize("count", [2, 4])
+def test_xla_devices_give_the_weights_of_one(one_device, sharp_model_dir, sharp_cache, tmp_path, count):
+    done = on_xla(count, "reduced", sharp_model_dir, sharp_cache, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for rank in range(count):
+        assert difference(weights(tmp_path, rank), one_device) <= CLOSE
+        graphs = (tmp_path / f"graphs{rank}.txt").read_text().split("\n---\n")
+        assert [graph.count(" all-reduce(") for graph in graphs] == [1] * worker_checks.STEPS
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    compiles = [line["compiles"] for line in lines if "compiles" in line]
+    assert len(set(compiles)) == 1, "every worker and every step runs the first one's graph"
+
+
+@pytest.mark.xla
+def test_xla_devices_without_the_reduction_do_not(one_device, sharp_model_dir, sharp_cache, tmp_path):
+    done = on_xla(2, "unreduced", sharp_model_dir, sharp_cache, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert difference(weights(tmp_path, 0), weights(tmp_path, 1)) > 100 * CLOSE
+    assert difference(weights(tmp_path), one_device) > 100 * CLOSE
+
+
+@pytest.mark.xla
+def test_an_xla_worker_that_fails_ends_the_job(tmp_path):
+    done = on_xla(2, "failing", "-", "-", tmp_path)
+    assert done.returncode == 2
+    assert "error: not on this chip; take another" in done.stderr

@@ -1,0 +1,93 @@
+"""What test_launch.py and xla_workers.py run in every worker: functions that a new process can import."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from qat_lora.errors import UserError
+from qat_lora.kd.dataset import KDCacheDataset
+from qat_lora.models.loading import empty_model, load_model
+from qat_lora.qat import Plan, train_qat
+from qat_lora.quant.init import initialise
+from qat_lora.quant.student import StudentSpec, quantize
+from qat_lora.run.rundir import Run
+from qat_lora.run.session import Every, Session
+
+SPEC = StudentSpec(mlp="balanced2/g32", attn="lut4/r4")
+STEPS, GLOBAL_BATCH = 5, 4
+_building = (
+    threading.Lock()
+)  # transformers switches global defaults while it builds a model, and workers may be threads
+
+
+def train(backend, model: str, cache: str, out: Path, reduced: bool = True, watch=lambda gradients: None) -> None:
+    """Five steps of QAT at one global batch; every worker writes its weights. watch sees the gradients after reduce."""
+    with _building:
+        student = quantize(load_model(model) if backend.is_main else empty_model(model), SPEC)
+        if backend.is_main:
+            initialise(student)
+    backend.place(student)
+    reduce = backend.reduce
+
+    def watched(gradients):
+        if reduced:
+            reduce(gradients)
+        watch(gradients)
+
+    backend.reduce = watched
+    out.mkdir(exist_ok=True)
+    session = Session(Run(out, resumed=False, writes=backend.is_main), backend, Every(log=1, save=0))
+    plan = Plan(
+        steps=STEPS, batch_size=GLOBAL_BATCH // backend.world_size, accumulation=1, learning_rate=1e-4, warmup_steps=1,
+        clip_grad_norm=0.1, seed=0,
+    )  # fmt: skip
+    train_qat(student, KDCacheDataset(cache), plan, 1e-4, session, backend, evaluate=lambda step: {})
+    trained = {name: p for name, p in student.named_parameters() if p.requires_grad}
+    save_file(backend.to_host(trained), out / f"worker{backend.rank}.safetensors")
+
+
+def describe(backend, out: Path) -> None:
+    """Who am I, what does a sum give, what is printed."""
+    one = torch.full((3,), float(backend.rank + 1))
+    many = [one, torch.full((2, 2), 10.0 * backend.rank), torch.ones((), dtype=torch.float64)]
+    backend.reduce(many)
+    given = torch.arange(4.0) if backend.is_main else torch.full((4,), float("nan"))
+    backend.broadcast([given])
+    print(f"worker {backend.rank} speaks")
+    (out / f"{backend.rank}.txt").write_text(
+        repr([backend.world_size, backend.is_main, [t.tolist() for t in many], given.tolist(), torch.get_num_threads()])
+    )
+
+
+def fail(backend, how: str) -> None:
+    """Worker 1 ends in a way of its own while worker 0 waits for it in a reduction."""
+    if backend.rank == 1:
+        if how == "bad input":
+            raise UserError("shard 3 is damaged; build it again")
+        if how == "fault":
+            raise ZeroDivisionError("of worker 1")
+        if how == "exit":
+            sys.exit(7)
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "hard exit":
+            os._exit(5)
+    backend.reduce([torch.ones(1)])
+    time.sleep(60)
+
+
+def fail_all(backend) -> None:
+    raise UserError("the cache is too small")
+
+
+def fail_at_once(backend, _) -> None:
+    """For torch_xla's threads, where no collective may be left waiting."""
+    if backend.rank == 0:
+        raise UserError("not on this chip; take another")
+    time.sleep(60)

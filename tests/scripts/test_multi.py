@@ -1,0 +1,232 @@
+"""The scripts for several chips, as a user starts them, with two CPU processes: the run of one worker, however it is
+interrupted."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from torch.distributed import TCPStore
+
+from qat_lora.backend import TorchBackend
+from qat_lora.evaluate import heldout_figures
+from qat_lora.kd.dataset import KDCacheDataset
+from qat_lora.quant.student import load_student
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = Path(sys.executable)
+CLOSE = 1e-5  # weights after nine updates in fp32: Adam turns differences of 1e-8 into this
+COMMON = "--device cpu --precision fp32 --log-every 1 --eval-rows 8 --save-every 2 --learning-rate 1e-4"
+QAT = f"{COMMON} --mlp balanced2/g32 --attn lut4/r4 --init absmax --max-steps 5 --eval-every 3 --warmup-steps 2"
+LONG = f"{COMMON} --mlp balanced2/g32 --attn lut4/r4 --init absmax --max-steps 400 --eval-every 0 --save-every 20"
+TWO = ["--from-scratch", "--batch-size", 2, "--num-chips", 2]
+RECOVERY = f"{COMMON} --max-steps 4 --eval-every 2 --recovery-r 2 --anchor-weight 0.1 --anchor-length 8"
+
+
+def start(script: str, *flags, launcher: tuple = (), **env) -> subprocess.Popen:
+    command = [PYTHON, *launcher, ROOT / "scripts" / f"{script}.py", *flags]
+    return subprocess.Popen(
+        list(map(str, command)), env=os.environ | {"OMP_NUM_THREADS": "1"} | env, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def end(process: subprocess.Popen, expect: int = 0) -> tuple[str, str]:
+    try:
+        out, err = process.communicate(timeout=150)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        pytest.fail("it hangs")
+    assert process.returncode == expect, (out + err)[-3000:]
+    return out, err
+
+
+def run(script: str, *flags, expect: int = 0, **options) -> tuple[str, str]:
+    return end(start(script, *flags, **options), expect)
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_same_run(one: Path, other: Path, relative: float = 0, weight: float = 0, tokens: int = 4 * 32) -> None:
+    """Logged figures and last weights of two finished runs agree, by default to the bit."""
+    ours, theirs = lines(one), lines(other)
+    assert [line["step"] for line in ours] == [line["step"] for line in theirs]
+    for a, b in zip(ours, theirs):
+        for key in ("loss", "kl", "grad_norm", "lr", "heldout_kl", "heldout_nll"):
+            assert (key in a) == (key in b) and a.get(key, 0) == pytest.approx(b.get(key, 0), rel=relative)
+        assert a.get("tokens", tokens) == b.get("tokens", tokens) == tokens, "counted over all workers"
+    assert {json.loads((run / "summary.json").read_text())["status"] for run in (one, other)} == {"finished"}
+    newest = {(run / "checkpoints" / "LATEST").read_text() for run in (one, other)}
+    assert len(newest) == 1
+    weights = [load_file(run / "checkpoints" / str(*newest) / "model.safetensors") for run in (one, other)]
+    assert max((weights[0][name] - weights[1][name]).abs().max() for name in weights[0]) <= weight
+
+
+@pytest.fixture(scope="module")
+def qat(sharp_model_dir, sharp_cache):
+    """Flags of a QAT run on the shared model and cache."""
+    return ["--model", sharp_model_dir, "--cache-dir", sharp_cache]
+
+
+@pytest.fixture(scope="module")
+def whole(qat, tmp_path_factory):
+    """A long run of two workers that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    run("train_v2_tpu_multi", *qat, *LONG.split(), *TWO, "--output-dir", folder)
+    return folder
+
+
+@pytest.fixture
+def long(qat, tmp_path):
+    """Flags of the same run."""
+    return [*qat, *LONG.split(), *TWO, "--output-dir", tmp_path / "run", "--resume", "auto"]
+
+
+def workers_of(process: subprocess.Popen) -> list[int]:
+    """Process ids of its workers, in the order of ranks."""
+    children = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "spawn_main"], capture_output=True, text=True)
+    return sorted(map(int, children.stdout.split()))
+
+
+def wait_for_step(run: Path, step: int) -> None:
+    for _ in range(600):
+        if (run / "metrics.jsonl").exists() and any(line["step"] >= step for line in lines(run)):
+            return
+        time.sleep(0.1)
+    pytest.fail(f"step {step} is never reached")
+
+
+# -- the same run ----------------------------------------------------------------------------------------------------
+def test_qat_in_two_workers_is_the_run_of_one(qat, tmp_path):
+    layers = ["--layer-steps", 2, "--layer-rows", 8]
+    run("train_qat", *qat, *QAT.split(), *layers, "--batch-size", 4, "--output-dir", tmp_path / "one")
+    out, _ = run(
+        "train_v2_tpu_multi", "--from-scratch", *qat, *QAT.split(), *layers, "--batch-size", 2, "--num-chips", 2,
+        "--output-dir", tmp_path / "two",
+    )  # fmt: skip
+    assert_same_run(tmp_path / "one", tmp_path / "two", relative=1e-5, weight=CLOSE)
+    assert "batch_size 2 × accumulation_steps 1 × num_chips 2 = 4 rows or 128 tokens" in out
+    assert out.count("run directory") == 1, "worker 0 speaks for all"
+    saved = json.loads((tmp_path / "two" / "manifest.json").read_text())
+    assert saved["rows_per_update"] == 4 and saved["layer_rows_per_update"] == 4
+
+
+def test_recovery_under_torchrun_is_the_run_of_one(make_student, sharp_model_dir, sharp_cache, tmp_path):
+    flags = ["--checkpoint", make_student(sharp_model_dir), "--kd-cache-dir", sharp_cache, *RECOVERY.split()]
+    run("train_recovery_lora", *flags, "--batch-size", 4, "--output-dir", tmp_path / "one")
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port())
+    rows = ["--batch-size", 1, "--accumulation-steps", 2, "--output-dir", tmp_path / "two"]
+    run("train_recovery_lora_multi", *flags, *rows, launcher=torchrun)
+    assert_same_run(tmp_path / "one", tmp_path / "two", relative=1e-5, weight=CLOSE)
+    adapters = [load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("one", "two")]
+    assert max((adapters[0][name] - adapters[1][name]).abs().max() for name in adapters[0]) <= CLOSE
+
+
+def test_training_starts_from_a_student(qat, make_student, sharp_model_dir, tmp_path):
+    """--v2-checkpoint: step 0 is that student, to the figure; another preset's is refused."""
+    student = make_student(sharp_model_dir)
+    flags = [*qat, *QAT.split(), "--v2-checkpoint", student, "--max-steps", 1]
+    run("train_v2_tpu_multi", *flags, "--output-dir", tmp_path / "run")
+    first = lines(tmp_path / "run")[0]
+    heldout = KDCacheDataset(qat[3], "heldout")
+    figures = heldout_figures(load_student(student)[0], heldout, TorchBackend("cpu", "fp32"), 4, 8)
+    assert first["heldout_kl"] == pytest.approx(figures["heldout_kl"], rel=1e-6)
+    _, err = run("train_v2_tpu_multi", *flags, "--mlp", "int2/g32", "--output-dir", tmp_path / "other", expect=2)
+    assert "is mlp=balanced2/g32 attn=lut4/r4 head=none, this run mlp=int2/g32" in err
+
+
+# -- interrupted -----------------------------------------------------------------------------------------------------
+def test_killed_worker_ends_the_job_and_it_resumes_to_the_same_losses(long, whole, tmp_path):
+    job = start("train_v2_tpu_multi", *long)
+    wait_for_step(tmp_path / "run", 30)
+    os.kill(workers_of(job)[1], signal.SIGKILL)
+    killed = time.monotonic()
+    _, err = end(job, expect=137)
+    assert time.monotonic() - killed < 15
+    assert "was killed (SIGKILL)" in err and "--resume auto" in err
+    assert not (tmp_path / "run" / "summary.json").exists()
+    run("train_v2_tpu_multi", *long)
+    assert_same_run(tmp_path / "run", whole)
+
+
+@pytest.mark.parametrize("target", ["worker 1", "the job"])
+def test_sigterm_saves_in_all_workers_and_the_next_start_goes_on(long, whole, qat, tmp_path, target):
+    job = start("train_v2_tpu_multi", *long)
+    wait_for_step(tmp_path / "run", 30)
+    os.kill(workers_of(job)[1] if target == "worker 1" else job.pid, signal.SIGTERM)
+    out, _ = end(job)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "preempted" and f"SIGTERM: saved step {summary['step']}" in out
+    assert (tmp_path / "run" / "checkpoints" / "LATEST").read_text() == f"step_{summary['step']}"
+    if target == "worker 1":
+        run("train_v2_tpu_multi", *long)
+        assert_same_run(tmp_path / "run", whole)
+    else:  # one worker takes over, with four rows an update as before; hundreds of updates amplify the rounding
+        flags = [*qat, *LONG.split(), "--batch-size", 2, "--accumulation-steps", 2]
+        run("train_qat", *flags, "--output-dir", tmp_path / "run", "--resume", "auto")
+        assert_same_run(tmp_path / "run", whole, relative=2e-2, weight=1e-2)
+
+
+# -- refused ---------------------------------------------------------------------------------------------------------
+def refused(script: str, *flags, **options) -> str:
+    out, err = run(script, *flags, expect=2, **options)
+    errors = [line for line in err.splitlines() if "error:" in line]
+    assert len(errors) == 1 and "Traceback" not in err, err
+    assert "run directory" not in out
+    return errors[0]
+
+
+def test_more_workers_than_cores(qat):
+    count = os.cpu_count() + 1
+    said = refused("train_v2_tpu_multi", *qat, *QAT.split(), "--from-scratch", "--num-chips", count)
+    assert said == f"error: --num-chips {count}: this machine has {count - 1} CPU cores; ask for 1 to {count - 1}"
+
+
+def test_a_plan_for_more_workers_than_there_are_can_be_made_anywhere(qat):
+    out, _ = run("train_v2_tpu_multi", *qat, *QAT.split(), "--from-scratch", "--num-chips", 8, "--dry-run")
+    assert "× num_chips 8 = 32 rows" in out and "5 for each worker" in out
+
+
+@pytest.mark.parametrize("flags", [[], ["--from-scratch", "--v2-checkpoint", "best.pt"]], ids=["neither", "both"])
+def test_where_to_start_is_one_place(qat, flags):
+    assert "give either --from-scratch" in refused("train_v2_tpu_multi", *qat, *QAT.split(), *flags)
+
+
+def test_a_cache_smaller_than_a_batch_for_each_worker(qat, tmp_path):
+    said = refused(
+        "train_v2_tpu_multi", *qat, *QAT.split(), "--from-scratch", "--batch-size", 21, "--num-chips", 2,
+        "--output-dir", tmp_path / "run",
+    )  # fmt: skip
+    assert "40 training rows are fewer than --batch-size 21 for each of 2 workers" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_ranks_started_with_different_configs(qat, tmp_path):
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    flags = [*qat, *QAT.split(), "--from-scratch", "--batch-size", 2, "--output-dir", tmp_path / "run"]
+    jobs = [
+        start("train_v2_tpu_multi", *flags, "--seed", rank, RANK=str(rank), LOCAL_RANK=str(rank), **place)
+        for rank in range(2)
+    ]
+    said = "".join(end(job, expect=2)[1] for job in jobs)
+    assert said.count("error:") == 1
+    assert "the workers were started with different configs: seed is 0 on worker 0, 1 on worker 1" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_number_of_rows_in_an_update_is_another_run(long, tmp_path):
+    run("train_v2_tpu_multi", *long, "--max-steps", 2)
+    (tmp_path / "run" / "summary.json").unlink()
+    said = refused("train_v2_tpu_multi", *long, "--max-steps", 2, "--accumulation-steps", 2)
+    assert "rows_per_update is 4 there, 8 here" in said
+
+
+def free_port() -> int:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
