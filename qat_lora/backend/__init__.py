@@ -4,26 +4,13 @@ import os
 import sys
 
 from qat_lora.backend.detect import resolve, tpu_chips
-from qat_lora.backend.launch import count_workers, launch
+from qat_lora.backend.launch import count_workers, launch, open_backend
 from qat_lora.backend.torch import TorchBackend, compute_dtype
 
 __all__ = [
     "TorchBackend", "compute_dtype", "count_workers", "is_xla_device", "launch", "open_backend", "resolve", "tpu_chips",
     "xla_mark_step",
 ]  # fmt: skip
-
-
-def open_backend(requested: str = "auto", precision: str = "auto") -> TorchBackend:
-    """The backend for `requested` (auto, cpu, cuda, tpu, xla). precision: auto, fp32 or bf16 autocast.
-
-    torch_xla is imported here, and only when the device resolved to XLA.
-    """
-    kind = resolve(requested)
-    if kind == "xla":
-        from qat_lora.backend.xla import XlaBackend
-
-        return XlaBackend(precision)
-    return TorchBackend(kind, precision)
 
 
 def is_xla_device(device) -> bool:

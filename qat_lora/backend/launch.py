@@ -45,16 +45,27 @@ def launch(
     if "RANK" in os.environ:
         return _run_under_torchrun(worker, args, kind, precision, num_chips, debug)
     count = count_workers(kind, num_chips)
-    if kind == "xla" and detect.tpu_chips():
-        detect.check_free()
-        _choose_chips(count)
-    if count > 1:
-        return (_spawn_xla if kind == "xla" else _spawn)(worker, args, kind, precision, count, debug)
-    if kind == "xla":
-        from qat_lora.backend.xla import XlaBackend
+    if count == 1:
+        worker(open_backend(device, precision), *args)
+    elif kind == "xla":
+        _spawn_xla(worker, args, precision, count, debug)
+    else:
+        _spawn(worker, args, kind, precision, count, debug)
 
-        return worker(XlaBackend(precision), *args)
-    worker(TorchBackend(kind, precision), *args)
+
+def open_backend(requested: str = "auto", precision: str = "auto") -> TorchBackend:
+    """The backend of one worker alone on `requested` (auto, cpu, cuda, tpu, xla). precision: auto, fp32 or bf16
+    autocast.
+
+    torch_xla is imported here, and only when the device resolved to XLA.
+    """
+    kind = detect.resolve(requested)
+    if kind != "xla":
+        return TorchBackend(kind, precision)
+    _take_chips(1)
+    from qat_lora.backend.xla import XlaBackend
+
+    return XlaBackend(precision)
 
 
 def count_workers(kind: str, num_chips: int | None) -> int:
@@ -82,14 +93,19 @@ def count_workers(kind: str, num_chips: int | None) -> int:
     return num_chips
 
 
-def _choose_chips(count: int) -> None:
-    """Limit the TPU runtime to `count` chips of this host: torch_xla 2.9 itself does not read TPU_NUM_DEVICES."""
+def _take_chips(count: int) -> None:
+    """Limit the TPU runtime to `count` chips of this host: torch_xla 2.9 itself does not read TPU_NUM_DEVICES.
+
+    torch_xla gives worker k of several the chip k, and knows the bounds of a whole host.
+    """
+    chips = detect.tpu_chips()
+    if not chips:
+        return
+    detect.check_free()
     if count == 1:
         os.environ.setdefault("TPU_VISIBLE_CHIPS", "0")
         os.environ.setdefault("TPU_CHIPS_PER_PROCESS_BOUNDS", "1,1,1")
-    if (
-        count != len(detect.tpu_chips()) or count == 1
-    ):  # torch_xla gives worker k the chip k, and knows the bounds of a host
+    if count == 1 or count < len(chips):
         os.environ.setdefault("TPU_PROCESS_BOUNDS", PROCESS_BOUNDS[count])
 
 
@@ -218,16 +234,18 @@ class XlaWorker:
 
         def open_backend():
             group = xla.connect()
-            if group.rank and os.environ.get("PJRT_DEVICE") == "TPU":
+            cores = detect.cores_per_chip()
+            if group.rank >= cores and detect.tpu_chips():  # on CPU devices all workers are threads of one process
                 be_silent()
-            return check_world(xla.XlaBackend(precision, group), count * xla.hosts() * detect.cores_per_chip())
+            return check_world(xla.XlaBackend(precision, group), count * xla.hosts() * cores)
 
         run_worker(worker, args, open_backend, debug)
 
 
-def _spawn_xla(worker, args, _, precision: str, count: int, debug: bool) -> None:
+def _spawn_xla(worker, args, precision: str, count: int, debug: bool) -> None:
     import torch_xla
 
+    _take_chips(count)
     codes: list[int] = []
     watch = threading.Thread(target=_end_survivors, args=(codes,), daemon=True)
     watch.start()

@@ -99,9 +99,10 @@ def run(backend: TorchBackend, cfg: Config) -> None:
         return figures
 
     train_qat(student, train, plan, scale_rate(cfg), session, backend, evaluate)
-    best, bits, cost = session.best("heldout_kl"), bits_per_weight(student), session.cost()
+    cost = session.cost()
     if backend.is_main:
-        run.finish("finished", best={"heldout_kl": best}, bits_per_weight=bits, **cost)
+        best = session.best("heldout_kl")
+        run.finish("finished", best={"heldout_kl": best}, bits_per_weight=bits_per_weight(student), **cost)
         plot_run(run.path)
         say(f"best held-out KL {best:.4f}; student in {run.path / 'best.pt'}")
 

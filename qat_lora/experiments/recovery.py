@@ -90,8 +90,9 @@ def run(backend: TorchBackend, cfg: Config) -> None:
         return figures
 
     train_recovery_lora(model, train, cfg.mode, plan, anchor, session, backend, evaluate)
-    best, bits, cost = session.best(figure), bits_per_weight(student, adapter_values(model)), session.cost()
+    cost = session.cost()
     if backend.is_main:
+        best, bits = session.best(figure), bits_per_weight(student, adapter_values(model))
         run.finish("finished", best={figure: best}, bits_per_weight=bits, **cost)
         plot_run(run.path)
         say(f"best {figure} {best:.4f}; adapter in {run.path / 'adapter'}")

@@ -13,7 +13,7 @@ import worker_checks
 from safetensors.torch import load_file
 
 from qat_lora.backend import TorchBackend, count_workers, detect
-from qat_lora.backend.launch import PROCESS_BOUNDS, _choose_chips, check_world, launch
+from qat_lora.backend.launch import PROCESS_BOUNDS, _take_chips, check_world, launch
 from qat_lora.errors import UserError
 
 CLOSE = 1e-6  # weights after five steps in fp32
@@ -81,9 +81,9 @@ def test_tpu_num_devices_limits_all_chips_and_no_other_number(chips, monkeypatch
 
 def test_part_of_the_chips_is_translated_for_the_tpu_runtime(chips):
     chips(8)
-    _choose_chips(8)
+    _take_chips(8)
     assert "TPU_PROCESS_BOUNDS" not in os.environ, "torch_xla knows the bounds of a whole host"
-    _choose_chips(4)
+    _take_chips(4)
     assert os.environ["TPU_PROCESS_BOUNDS"] == "2,2,1" and "TPU_VISIBLE_CHIPS" not in os.environ
     from torch_xla._internal import tpu  # what reads it
 
@@ -95,7 +95,7 @@ def test_part_of_the_chips_is_translated_for_the_tpu_runtime(chips):
 def test_one_chip_of_many_is_the_first_unless_the_environment_names_another(chips, monkeypatch):
     chips(4)
     monkeypatch.setenv("TPU_VISIBLE_CHIPS", "3")
-    _choose_chips(1)
+    _take_chips(1)
     found = [os.environ[f"TPU_{name}"] for name in ("VISIBLE_CHIPS", "CHIPS_PER_PROCESS_BOUNDS", "PROCESS_BOUNDS")]
     assert found == ["3", "1,1,1", "1,1,1"]
 
