@@ -256,6 +256,18 @@ def test_workers_share_the_rows(write, tmp_path, workers, rows_per_shard):
     assert len(rows) - len(together) < workers
 
 
+@pytest.mark.parametrize("rows_per_shard", [4, 11])
+@pytest.mark.parametrize("workers", [2, 3, 5])
+def test_training_deals_out_every_row_once_an_epoch(write, tmp_path, workers, rows_per_shard):
+    """Three uneven files, or one for all workers: 11 rows in updates of 2, 3 or 5, so that none ends with an epoch."""
+    write(tmp_path, dataclasses.replace(SPEC, rows_per_shard=rows_per_shard))
+    data = KDCacheDataset(tmp_path)
+    streams = [batches(data, 1, 1, seed=0, rank=rank, world_size=workers) for rank in range(workers)]
+    seen = [tuple(next(stream)["tokens"][0].tolist()) for _ in range(-(-22 // workers)) for stream in streams]
+    for epoch in (seen[:11], seen[11:22]):
+        assert sorted(epoch) == sorted(map(tuple, tokens_of(data)))
+
+
 def test_a_seed_permutes_the_rows(whole):
     plain, first, again, second = (tokens_of(KDCacheDataset(whole, seed=seed)) for seed in (None, 1, 1, 2))
     assert first == again and len({tuple(order) for order in (plain, first, second)}) == 3
