@@ -6,16 +6,14 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistStoreError, Store
+from torch.distributed import Store
 
 from qat_lora.errors import UserError
 
-POLL = timedelta(seconds=2)
 LINGER = 4  # seconds that a failed worker keeps its store for the others
-PATIENCE = 900  # polls without an answer before a worker gives up: half an hour, as long as gloo and NCCL wait
+PATIENCE = 1800  # seconds without an answer before a worker gives up, as long as gloo waits
 SIGTERM = threading.Event()  # this process was asked to stop
 
 
@@ -97,14 +95,15 @@ class Group:
                 self._wait([f"closed/{rank}" for rank in range(self.world_size)])
 
     def _wait(self, keys: list[str]) -> None:
-        for _ in range(PATIENCE):
-            try:
-                return self.store.wait(keys, POLL)
-            except DistStoreError:  # not there yet
-                if self.store.check(["failed"]):
-                    raise UserError("another worker has failed; its message says why") from None
-        late = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-        raise UserError(f"worker {late[0]} has not answered for half an hour; end the job and --resume auto")
+        started, pause = time.monotonic(), 1e-4
+        while not self.store.check(keys):  # the store's own wait knows nothing of failures, and warns of every timeout
+            if self.store.check(["failed"]):
+                raise UserError("another worker has failed; its message says why")
+            if time.monotonic() - started > PATIENCE:
+                late = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+                raise UserError(f"worker {late[0]} has not answered for {PATIENCE} s; end the job and --resume auto")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
 
 
 ALONE = Group()

@@ -148,7 +148,7 @@ def test_two_workers_know_their_place_and_sum(tmp_path, capfd):
     for rank in range(2):
         count, is_main, sums, given, used = eval((tmp_path / f"{rank}.txt").read_text())
         assert (count, is_main) == (2, rank == 0)
-        assert sums == [[3.0] * 3, [[10.0] * 2] * 2, 2.0] and given == [0, 1, 2, 3]
+        assert sums == [[3.0] * 3, [[10.0] * 2] * 2, 2.0, [3.0] * 2, [3.0] * 2] and given == [0, 1, 2, 3]
         assert threads is None or used == max(1, os.cpu_count() // 2)
     said = [line for line in capfd.readouterr().out.splitlines() if "[Gloo]" not in line]  # gloo prints by itself
     assert said == ["worker 0 speaks"]

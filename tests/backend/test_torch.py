@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from qat_lora.backend import TorchBackend
-from qat_lora.backend.torch import buckets, retie, tied_parameters
+from qat_lora.backend.torch import retie, tied_parameters
 from qat_lora.data.batches import batches
 from qat_lora.evaluate import text_loss
 from qat_lora.models.loading import load_model
@@ -292,17 +292,6 @@ def test_fetch_gives_host_floats(backend):
     values = [torch.tensor(1.5), torch.tensor([2.5], dtype=torch.bfloat16), torch.tensor(3, requires_grad=False)]
     assert backend.fetch(*values) == [1.5, 2.5, 3.0]
     assert all(type(value) is float for value in backend.fetch(*values))
-
-
-def test_buckets_hold_every_tensor_once_in_order_and_up_to_their_size(monkeypatch):
-    monkeypatch.setattr("qat_lora.backend.torch.BUCKET_BYTES", 100)
-    tensors = [torch.zeros(n, dtype=t) for n, t in ((10, torch.float32), (15, torch.float32), (200, torch.float32),
-               (1, torch.float64), (2, torch.float64), (0, torch.float32))]  # fmt: skip
-    grouped = buckets(tensors)
-    assert [[id(t) for t in bucket] for bucket in grouped] == [
-        [id(t) for t in part] for part in (tensors[:2], tensors[2:3], tensors[3:5], tensors[5:])
-    ]
-    assert buckets([]) == []
 
 
 def test_to_host_copies_nested_state(backend):

@@ -56,7 +56,9 @@ def describe(backend, out: Path) -> None:
     """Who am I, what does a sum give, what is printed."""
     one = torch.full((3,), float(backend.rank + 1))
     many = [one, torch.full((2, 2), 10.0 * backend.rank), torch.ones((), dtype=torch.float64)]
-    backend.reduce(many)
+    large = [torch.full((2**17,), backend.rank + 1.0), torch.full((2, 2**17), backend.rank + 1.0).T]
+    backend.reduce([*many, *large])
+    many += [tensor.flatten()[[0, -1]] for tensor in large]
     given = torch.arange(4.0) if backend.is_main else torch.full((4,), float("nan"))
     backend.broadcast([given])
     print(f"worker {backend.rank} speaks")
