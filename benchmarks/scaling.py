@@ -117,9 +117,9 @@ def compare(backend: TorchBackend, cfg: Config, model, accumulation: int, folder
     steps = session.steps("scaling", plan.steps, lambda: ({}, {}), lambda *_: None)
     reduced, reduce = [], dist.all_reduce
 
-    def counted(tensor, *rest):
+    def counted(tensor, **options):
         reduced.append(tensor.nbytes)
-        return reduce(tensor, *rest)
+        return reduce(tensor, **options)
 
     def bare() -> None:
         update(model, stream, kd_loss, optimizer, plan, alone)

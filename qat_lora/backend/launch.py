@@ -118,13 +118,15 @@ def run_worker(worker: Callable, args: tuple, open_backend: Callable, debug: boo
     backend = None
     try:
         backend = open_backend()
-        worker(backend, *args)
+        try:
+            worker(backend, *args)
+        except SystemExit as stop:  # preempted, or nothing to do
+            if stop.code:
+                raise
         backend.group.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         return
-    except SystemExit as stop:
-        if not stop.code:
-            return backend.group.close()
-        code = report(stop)
     except BaseException as error:
         if backend is None or backend.group.is_first_to_fail():
             code = report(error, with_traceback=debug or not isinstance(error, UserError | KeyboardInterrupt))

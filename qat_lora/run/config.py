@@ -168,6 +168,6 @@ def run_script(main, kind: type, script: str, description: str, presets: str | N
         debug = config.debug
         main(config)
     except (Exception, KeyboardInterrupt) as error:
-        if debug and not isinstance(error, BrokenPipeError):
+        if debug and not isinstance(error, BrokenPipeError | KeyboardInterrupt):
             raise
         sys.exit(report(error))

@@ -109,7 +109,7 @@ def open_run(experiment: str, config: RunConfig, facts: dict, group: Group = ALO
     facts. Resuming a finished run ends the program with exit code 0. Worker 0 alone opens the directory; the others
     get a Run that writes nothing.
     """
-    group.agree({**dataclasses.asdict(config), **facts})
+    group.agree({**dataclasses.asdict(config), **facts, "device": None})  # each has a name of its own
     run = None
 
     def opened() -> tuple[Path, bool]:
