@@ -113,7 +113,7 @@ def compare(backend: TorchBackend, cfg: Config, model, accumulation: int, folder
     batch = rows(cfg, load_config(cfg.model).vocab_size, backend.device)
     stream = iter(lambda: batch, None)
     alone = TorchBackend(backend.kind, cfg.precision)
-    session = Session(Run(folder, resumed=False, writes=False), backend, Every(log=10))
+    session = Session(Run(folder, resumed=False, writes=False), backend, Every(log=1))
     steps = session.steps("scaling", plan.steps, lambda: ({}, {}), lambda *_: None)
     reduced, reduce = [], dist.all_reduce
 

@@ -40,10 +40,11 @@ def cores_per_chip() -> int:
     return 2 if set(tpu_chips()) & {"v2/v3", "v7x"} else 1
 
 
-def check_free(dev: Path = Path("/dev"), proc: Path = Path("/proc")) -> None:
-    """Raise UserError naming the process that has a TPU chip's device file open, where this user may see it."""
-    files = {str(path) for pattern in ("accel*", "vfio/[0-9]*") for path in dev.glob(pattern)}
-    for link in proc.glob("[0-9]*/fd/*") if files else []:
+def check_free(chips: list[str], dev: Path = Path("/dev"), proc: Path = Path("/proc")) -> None:
+    """Raise UserError naming the process that has the device file of one of these TPU chips open, where this user may
+    see it."""
+    files = {str(dev / name) for chip in chips for name in (f"accel{chip}", f"vfio/{chip}")}
+    for link in proc.glob("[0-9]*/fd/*"):
         try:
             held = os.readlink(link)
             pid = link.parts[-3]

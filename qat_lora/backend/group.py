@@ -84,8 +84,8 @@ class Group:
             while self.serves and self.store.add("failed", 0) < self.world_size and time.monotonic() < ends:
                 time.sleep(0.1)  # the others still have to read it
             return first
-        except RuntimeError:  # the store went with the worker that failed first
-            return False
+        except RuntimeError:  # the store has gone, and with it the worker that held it
+            return True
 
     def close(self) -> None:
         """Wait until nobody needs this worker any more."""
@@ -126,4 +126,3 @@ def sigterm_noticed():
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-        SIGTERM.clear()

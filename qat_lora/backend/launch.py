@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.multiprocessing import ProcessExitedException, start_processes
 
 from qat_lora.backend import detect
-from qat_lora.backend.group import Group, notice_sigterm
+from qat_lora.backend.group import PATIENCE, Group, notice_sigterm
 from qat_lora.backend.torch import TorchBackend
 from qat_lora.errors import UserError, report
 
@@ -101,12 +102,13 @@ def _take_chips(count: int) -> None:
     chips = detect.tpu_chips()
     if not chips:
         return
-    detect.check_free()
     if count == 1:
         os.environ.setdefault("TPU_VISIBLE_CHIPS", "0")
         os.environ.setdefault("TPU_CHIPS_PER_PROCESS_BOUNDS", "1,1,1")
     if count == 1 or count < len(chips):
         os.environ.setdefault("TPU_PROCESS_BOUNDS", PROCESS_BOUNDS[count])
+    taken = os.environ.get("TPU_VISIBLE_CHIPS") or ",".join(map(str, range(count)))
+    detect.check_free(taken.split(","))
 
 
 # -- one worker ------------------------------------------------------------------------------------------------------
@@ -132,6 +134,7 @@ def run_worker(worker: Callable, args: tuple, open_backend: Callable, debug: boo
             code = report(error, with_traceback=debug or not isinstance(error, UserError | KeyboardInterrupt))
         else:
             code = 2 if isinstance(error, UserError) else 1
+            time.sleep(1)  # the first one's exit code is the job's
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -212,7 +215,7 @@ def _connect(kind: str, precision: str, group: Group, store, local_rank: int, lo
         torch.set_num_threads(max(1, os.cpu_count() // local_count))
     dist.init_process_group(
         "nccl" if kind == "cuda" else "gloo", store=dist.PrefixStore("tensors", store), rank=group.rank,
-        world_size=group.world_size,
+        world_size=group.world_size, timeout=timedelta(seconds=PATIENCE),
     )  # fmt: skip
     return check_world(TorchBackend(kind, precision, group), group.world_size)
 
@@ -228,6 +231,7 @@ class XlaWorker:
     def __setstate__(self, state: dict) -> None:
         vars(self).update(state)
         notice_sigterm()
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # the main thread only waits for the worker's
 
     def __call__(self, _: int) -> None:
         from qat_lora.backend import xla
@@ -249,7 +253,8 @@ def _spawn_xla(worker, args, precision: str, count: int, debug: bool) -> None:
 
     _take_chips(count)
     codes: list[int] = []
-    watch = threading.Thread(target=_end_survivors, args=(codes,), daemon=True)
+    done = threading.Event()
+    watch = threading.Thread(target=_end_survivors, args=(codes, done), daemon=True)
     watch.start()
     with sigterm_forwarded():
         try:
@@ -258,16 +263,19 @@ def _spawn_xla(worker, args, precision: str, count: int, debug: bool) -> None:
             watch.join(GRACE)
             # those that the pool itself has ended by SIGTERM come second
             _end_with(None, next((code for code in codes if code != -signal.SIGTERM), 1))
+        finally:
+            done.set()
 
 
-def _end_survivors(codes: list[int]) -> None:
+def _end_survivors(codes: list[int], done: threading.Event) -> None:
     """Once a child process has failed, note the exit codes and kill the others, which may wait for it for ever."""
     children: set = set()
     while not codes:
-        time.sleep(0.5)
+        if done.wait(0.5):
+            return
         children |= set(multiprocessing.active_children())
         codes += [child.exitcode for child in children if child.exitcode]
-    time.sleep(2 * GRACE)
+    done.wait(2 * GRACE)
     for child in children:
         if child.is_alive():
             child.kill()

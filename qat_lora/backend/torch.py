@@ -149,6 +149,7 @@ class TorchBackend:
         module.to(self.device)
         retie(module, groups)
         if self.world_size > 1:
+            self.group.gather(None)  # worker 0 may have been loading for long; here a failure of it is noticed
             self.broadcast([*module.parameters(), *module.buffers()])
         return module
 

@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import io
+import threading
 from contextlib import redirect_stderr
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from qat_lora.hub import hub_fault
 
 EMBEDDED = "smollm2-135m"
 EMBEDDED_NOTE = "the embedded SmolLM2-135M-Instruct is itself stored in 4 bits (Q4_1, groups of 32)"
+
+_building = threading.RLock()  # transformers switches global defaults meanwhile, and workers may be threads (TPU v3)
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
@@ -49,7 +52,8 @@ def _load(kind, name: str, **options):
     is_hub = source["pretrained_model_name_or_path"] == name and not Path(name).is_dir()
     fault = hub_fault("model", name) if is_hub else None
     try:  # without the hub, what an earlier run has downloaded still loads
-        return kind.from_pretrained(**source, **options, local_files_only=fault is not None)
+        with _building:
+            return kind.from_pretrained(**source, **options, local_files_only=fault is not None)
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise UserError(
             f"model {name!r} cannot be loaded ({(fault or first_line(error))[:160]}); give a local folder, a hub name "
@@ -93,7 +97,7 @@ def load_model(name: str) -> nn.Module:
 
 def empty_model(name: str) -> nn.Module:
     """The model's architecture with no storage behind its parameters."""
-    with torch.device("meta"):
+    with _building, torch.device("meta"):
         model = AutoModelForCausalLM.from_config(load_config(name), dtype=torch.float32)
     model.tie_weights()
     return model.eval()

@@ -28,6 +28,7 @@ PACKAGES = ("torch", "torch_xla", "transformers", "peft", "datasets", "safetenso
 # how many there are.
 NOT_IDENTITY = {
     "config", "device", "tpu", "output_dir", "resume", "dry_run", "debug", "num_chips", "accumulation_steps",
+    "from_scratch",
 }  # fmt: skip
 
 
@@ -122,12 +123,13 @@ def open_run(experiment: str, config: RunConfig, facts: dict, group: Group = ALO
 
 
 def _open(experiment: str, config: RunConfig, facts: dict) -> Run:
-    path = _resumed_path(experiment, config)
+    lasting = {key: value for key, value in facts.items() if key != "device"}
+    path = _resumed_path(experiment, config, lasting)
     if path is not None:
         held = lock(path)
         manifest = read_json(path / "manifest.json")
         _check_same(path, read_config(path), identity(config))
-        _check_same(path, manifest, {k: v for k, v in facts.items() if k != "device"})
+        _check_same(path, manifest, lasting)
         if _status(path) == "finished":
             say(f"{path} is finished")
             raise SystemExit(0)
@@ -172,7 +174,7 @@ def read_config(path: Path) -> dict:
         raise UserError(f"{path}/config.yaml is missing or damaged ({error})") from error
 
 
-def _resumed_path(experiment: str, config: RunConfig) -> Path | None:
+def _resumed_path(experiment: str, config: RunConfig, facts: dict) -> Path | None:
     if config.resume == "off":
         return None
     if config.resume != "auto":
@@ -186,7 +188,8 @@ def _resumed_path(experiment: str, config: RunConfig) -> Path | None:
     for manifest in sorted(Path("runs", experiment).glob("*/manifest.json"), reverse=True):
         path = manifest.parent
         try:
-            if _status(path) != "finished" and read_config(path) == identity(config):
+            same = read_config(path) == identity(config) and read_json(manifest).items() >= facts.items()
+            if same and _status(path) != "finished":
                 return path
         except UserError as error:
             say(f"passing over {path}: {error}")

@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -21,17 +20,13 @@ from qat_lora.run.session import Every, Session
 
 SPEC = StudentSpec(mlp="balanced2/g32", attn="lut4/r4")
 STEPS, GLOBAL_BATCH = 5, 4
-_building = (
-    threading.Lock()
-)  # transformers switches global defaults while it builds a model, and workers may be threads
 
 
 def train(backend, model: str, cache: str, out: Path, reduced: bool = True, watch=lambda gradients: None) -> None:
     """Five steps of QAT at one global batch; every worker writes its weights. watch sees the gradients after reduce."""
-    with _building:
-        student = quantize(load_model(model) if backend.is_main else empty_model(model), SPEC)
-        if backend.is_main:
-            initialise(student)
+    student = quantize(load_model(model) if backend.is_main else empty_model(model), SPEC)
+    if backend.is_main:
+        initialise(student)
     backend.place(student)
     reduce = backend.reduce
 
@@ -67,8 +62,8 @@ def describe(backend, out: Path) -> None:
     )
 
 
-def fail(backend, how: str) -> None:
-    """Worker 1 ends in a way of its own while worker 0 waits for it in a reduction."""
+def fail(backend, how: str, where: str = "reduction") -> None:
+    """Worker 1 ends in a way of its own while worker 0 waits for it in a reduction or on the host."""
     if backend.rank == 1:
         if how == "bad input":
             raise UserError("shard 3 is damaged; build it again")
@@ -80,6 +75,8 @@ def fail(backend, how: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "hard exit":
             os._exit(5)
+    if where == "host":
+        backend.group.gather(None)
     backend.reduce([torch.ones(1)])
     time.sleep(60)
 

@@ -168,10 +168,15 @@ def test_sigterm_saves_in_all_workers_and_the_next_start_goes_on(long, whole, qa
     if target == "worker 1":
         run("train_v2_tpu_multi", *long)
         assert_same_run(tmp_path / "run", whole)
-    else:  # one worker takes over, with four rows an update as before; hundreds of updates amplify the rounding
+    else:  # one worker takes over, with four rows an update as before
         flags = [*qat, *LONG.split(), "--batch-size", 2, "--accumulation-steps", 2]
         run("train_qat", *flags, "--output-dir", tmp_path / "run", "--resume", "auto")
-        assert_same_run(tmp_path / "run", whole, relative=2e-2, weight=1e-2)
+        assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
+        losses = [[line["loss"] for line in lines(folder) if "loss" in line] for folder in (tmp_path / "run", whole)]
+        saved = summary["step"]
+        assert losses[0][:saved] == losses[1][:saved]
+        assert losses[0][saved : saved + 10] == pytest.approx(losses[1][saved : saved + 10], rel=1e-5)
+        assert losses[0] == pytest.approx(losses[1], rel=2e-2), "hundreds of updates amplify the rounding"
 
 
 # -- refused ---------------------------------------------------------------------------------------------------------
