@@ -103,7 +103,7 @@ class Group:
                 late = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
                 raise UserError(f"worker {late[0]} has not answered for {PATIENCE} s; end the job and --resume auto")
             time.sleep(pause)
-            pause = min(2 * pause, 0.05)
+            pause = min(1.5 * pause, 0.01)
 
 
 ALONE = Group()

@@ -17,7 +17,7 @@ class KDCacheDataset(Dataset):
     where the target counts; entropy [L], so that sparse_loss − entropy estimates the KL to the teacher.
 
     split: "train" or "heldout". preload reads every shard at once; otherwise each is read (and its checksum tested)
-    when first used; either way a shard is mapped from its file, so that the workers of a host hold one copy of it.
+    when first used; either way a shard is mapped from its file (but for v1), and the workers of a host hold one copy.
     rank, world_size, for a loop of your own: worker k gets files k, k+W, … where that leaves out fewer than W rows, and
     examples k, k+W, … otherwise; every worker has the same number of items. The project's own training leaves none
     out: it opens the whole cache in every worker and deals out the rows of each update (data.batches).
