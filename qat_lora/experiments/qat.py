@@ -1,6 +1,7 @@
 """Low-bit QAT from a KD cache: options and steps of train_qat.py and train_v2_tpu_multi.py."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -29,10 +30,12 @@ from qat_lora.quant.student import (
     load_student,
     megabytes,
     quantize,
+    read_student,
     save_student,
     thaw,
 )
 from qat_lora.run.config import option
+from qat_lora.run.files import sha256
 from qat_lora.run.plots import plot_run
 from qat_lora.run.rundir import open_run, say
 from qat_lora.run.session import Session
@@ -62,10 +65,10 @@ def main(cfg: Config) -> None:
     if cfg.dry_run:
         backend = open_backend(cfg.device, cfg.precision)
         return describe(cfg, *open_cache(cfg), backend, cfg.planned_workers(backend))
-    launch(run, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug)
+    launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug)
 
 
-def run(backend: TorchBackend, cfg: Config) -> None:
+def work(backend: TorchBackend, cfg: Config) -> None:
     """The experiment, in each of its workers."""
     spec, plan = student_spec(cfg), cfg.plan()
     with backend.group.main_first():
@@ -73,6 +76,8 @@ def run(backend: TorchBackend, cfg: Config) -> None:
         describe(cfg, train, heldout, backend, backend.world_size)
     facts = {"device": str(backend), "cache": train.fingerprint, "student": str(spec)}
     facts |= cfg.update_facts(backend.world_size)
+    if cfg.v2_checkpoint:
+        facts["start"] = backend.group.on_main(lambda: check_start(cfg, spec))
     if cfg.layer_steps:  # an update of that stage is one batch for each worker
         facts["layer_rows_per_update"] = cfg.batch_size * backend.world_size
     run = open_run("train_qat", cfg, facts, backend.group)
@@ -155,14 +160,18 @@ def describe(cfg: Config, train, heldout, backend: TorchBackend, workers: int) -
         say(line)
 
 
+def check_start(cfg: Config, spec: StudentSpec) -> str:
+    """The checksum of --v2-checkpoint; raises UserError where it is no student of this model and these quantisers."""
+    there = StudentSpec(**read_student(cfg.v2_checkpoint, cfg.model)["spec"])
+    if there != spec:
+        raise UserError(f"--v2-checkpoint {cfg.v2_checkpoint} is {there}, this run {spec}; give its --config")
+    return sha256(Path(cfg.v2_checkpoint))
+
+
 def start(cfg: Config, spec: StudentSpec, train, backend: TorchBackend, resumed: bool):
     """The student where training begins: the base model with fresh scales, or another run's student."""
     if cfg.v2_checkpoint:
-        student, made = load_student(cfg.v2_checkpoint, cfg.model)
-        if StudentSpec(**made["spec"]) != spec:
-            there = StudentSpec(**made["spec"])
-            raise UserError(f"--v2-checkpoint {cfg.v2_checkpoint} is {there}, this run {spec}; give its --config")
-        return thaw(student)
+        return thaw(load_student(cfg.v2_checkpoint)[0])
     student = quantize(load_model(cfg.model), spec)
     if not resumed:
         start_scales(student, cfg, train, backend)

@@ -56,10 +56,10 @@ def main(cfg: Config) -> None:
         made = read_made(cfg)
         train, _ = open_data(cfg, made["model"])
         return describe(cfg, adapted(cfg, empty_student(made)), made, train, backend, cfg.planned_workers(backend))
-    launch(run, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug)
+    launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug)
 
 
-def run(backend: TorchBackend, cfg: Config) -> None:
+def work(backend: TorchBackend, cfg: Config) -> None:
     """The experiment, in each of its workers."""
     plan, checkpoint = cfg.plan(), student_path(cfg)
     made = backend.group.on_main(lambda: read_made(cfg))

@@ -1,6 +1,7 @@
 """One call starts the workers of a job, they train as one, and none outlives or waits for one that died."""
 
 import json
+import math
 import os
 import pickle
 import signal
@@ -88,11 +89,7 @@ def test_part_of_the_chips_is_translated_for_the_tpu_runtime(chips):
     assert "TPU_PROCESS_BOUNDS" not in os.environ, "torch_xla knows the bounds of a whole host"
     _take_chips(4)
     assert os.environ["TPU_PROCESS_BOUNDS"] == "2,2,1" and "TPU_VISIBLE_CHIPS" not in os.environ
-    from torch_xla._internal import tpu  # what reads it
-
-    assert {count: tpu.MeshShape.from_string(bounds).size for count, bounds in PROCESS_BOUNDS.items()} == {
-        count: count for count in PROCESS_BOUNDS
-    }
+    assert all(math.prod(map(int, bounds.split(","))) == count for count, bounds in PROCESS_BOUNDS.items())
 
 
 def test_one_chip_of_many_is_the_first_unless_the_environment_names_another(chips, monkeypatch):
@@ -154,7 +151,7 @@ def test_two_workers_know_their_place_and_sum(tmp_path, capfd):
         assert (count, is_main) == (2, rank == 0)
         assert sums == [[3.0] * 3, [[10.0] * 2] * 2, 2.0, [3.0] * 2, [3.0] * 2] and given == [0, 1, 2, 3]
         assert threads is None or used == max(1, os.cpu_count() // 2)
-    said = [line for line in capfd.readouterr().out.splitlines() if "[Gloo]" not in line]  # gloo prints by itself
+    said = [line for line in capfd.readouterr().out.splitlines() if "worker" in line]  # gloo prints lines of its own
     assert said == ["worker 0 speaks"]
 
 

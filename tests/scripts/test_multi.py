@@ -140,6 +140,7 @@ def test_training_starts_from_a_student(qat, make_student, sharp_model_dir, tmp_
     assert first["heldout_kl"] == pytest.approx(figures["heldout_kl"], rel=1e-6)
     _, err = run("train_v2_tpu_multi", *flags, "--mlp", "int2/g32", "--output-dir", tmp_path / "other", expect=2)
     assert "is mlp=balanced2/g32 attn=lut4/r4 head=none, this run mlp=int2/g32" in err
+    assert not (tmp_path / "other").exists()
 
 
 # -- interrupted -----------------------------------------------------------------------------------------------------
