@@ -20,8 +20,8 @@ from torch.utils import checkpoint as torch_checkpoint
 from qat_lora.backend.group import ALONE, Group
 from qat_lora.errors import UserError, first_line
 
-# A gradient of at least so many bytes is reduced where it lies, the smaller ones as one: 438 MB in two gloo processes
-# take .44 s so, .5 to .9 s as copies one after another.
+# A gradient of at least so many bytes is reduced where it lies, the smaller ones as one copy. What the reduction costs:
+# docs/benchmarks.md.
 SMALL_BYTES = 256 * 2**10
 
 

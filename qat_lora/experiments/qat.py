@@ -64,7 +64,8 @@ def main(cfg: Config) -> None:
     check(cfg)
     if cfg.dry_run:
         backend = open_backend(cfg.device, cfg.precision)
-        return describe(cfg, *open_cache(cfg), backend, cfg.planned_workers(backend))
+        workers = cfg.planned_workers(backend)
+        return describe(cfg, *open_cache(cfg, workers), backend, workers)
     launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug)
 
 
@@ -140,7 +141,7 @@ def layer_plan(cfg: Config) -> LayerPlan:
     )  # fmt: skip
 
 
-def open_cache(cfg: Config, workers: int = 1) -> tuple[KDCacheDataset, KDCacheDataset]:
+def open_cache(cfg: Config, workers: int) -> tuple[KDCacheDataset, KDCacheDataset]:
     facts = {"tokenizer": tokenizer_fingerprint(load_tokenizer(cfg.model)), "vocab": load_config(cfg.model).vocab_size}
     train, heldout = (KDCacheDataset(cfg.cache_dir, split, **facts) for split in ("train", "heldout"))
     cfg.check_rows(train, heldout, workers)

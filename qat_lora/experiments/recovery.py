@@ -53,9 +53,9 @@ def main(cfg: Config) -> None:
     check(cfg)
     if cfg.dry_run:
         backend = open_backend(cfg.device, cfg.precision)
-        made = read_made(cfg)
-        train, _ = open_data(cfg, made["model"])
-        return describe(cfg, adapted(cfg, empty_student(made)), made, train, backend, cfg.planned_workers(backend))
+        made, workers = read_made(cfg), cfg.planned_workers(backend)
+        train, _ = open_data(cfg, made["model"], workers)
+        return describe(cfg, adapted(cfg, empty_student(made)), made, train, backend, workers)
     launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug)
 
 
@@ -130,7 +130,7 @@ def adapted(cfg: Config, student):
     return add_adapter(student, cfg.recovery_r, alpha, projections, cfg.seed)
 
 
-def open_data(cfg: Config, model_name: str, workers: int = 1):
+def open_data(cfg: Config, model_name: str, workers: int):
     """Training and held-out data of the mode."""
     tokenizer = load_tokenizer(model_name)
     if cfg.mode == "kd":

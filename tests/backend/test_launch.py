@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import worker_checks
+from conftest import free_port
 from safetensors.torch import load_file
 
 from qat_lora.backend import TorchBackend, count_workers, detect
@@ -250,10 +251,6 @@ def on_xla(count: int, *arguments) -> subprocess.CompletedProcess:
         if done.returncode not in (128 + signal.SIGABRT, 128 + signal.SIGSEGV):
             break
     return done
-
-
-def free_port() -> int:
-    return torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
 
 
 @pytest.fixture(scope="module")

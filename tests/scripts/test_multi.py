@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import free_port
 from safetensors.torch import load_file
-from torch.distributed import TCPStore
 
 from qat_lora.backend import TorchBackend
 from qat_lora.evaluate import heldout_figures
@@ -232,7 +232,3 @@ def test_another_number_of_rows_in_an_update_is_another_run(long, tmp_path):
     (tmp_path / "run" / "summary.json").unlink()
     said = refused("train_v2_tpu_multi", *long, "--max-steps", 2, "--accumulation-steps", 2)
     assert "rows_per_update is 4 there, 8 here" in said
-
-
-def free_port() -> int:
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
