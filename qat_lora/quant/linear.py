@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from qat_lora.backend import compute_dtype
 from qat_lora.quant.spec import QuantSpec
 
+SMALLEST_SCALE = 2.0**-13  # half of it is still a normal fp16 number, which GGUF's Q4_0 needs for half-integer levels
+
 
 class FakeQuant(torch.autograd.Function):
     """Nearest level times scale, with the straight-through gradient of LSQ (arXiv 1902.08153).
@@ -41,6 +43,18 @@ class FakeQuant(torch.autograd.Function):
         return grad_weight, grad_scale, None, None, None
 
 
+class Stored(torch.autograd.Function):
+    """A learned scale as it is stored: rounded to fp16. The gradient passes straight through."""
+
+    @staticmethod
+    def forward(ctx, scale: Tensor):
+        return scale.half().to(scale.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad
+
+
 def nearest_code(x: Tensor, spec: QuantSpec) -> Tensor:
     """Codes 0 … 2^bits − 1 (as floats) of the levels nearest to x = weight / scale. Overwrites x."""
     return x.sub_(spec.lowest).div_(spec.step).round_().clamp_(0, spec.levels - 1)
@@ -54,6 +68,8 @@ class Quantizer(nn.Module):
              that g alone carries magnitude
     codes:   uint8 [out, in], present only when frozen
     enabled: False shows the latent weight itself (the full-precision layer)
+
+    The parameters are fp32 masters; whatever is computed with them sees them rounded to fp16, as a file stores them.
     """
 
     def __init__(self, spec: QuantSpec, out_features: int, in_features: int):
@@ -72,12 +88,11 @@ class Quantizer(nn.Module):
     def scale_matrix(self) -> Tensor:
         """The scale, broadcastable to `grouped(weight)`."""
         if self.spec.scale != "lowrank":
-            return self.scale
-        a = self.a / torch.linalg.vector_norm(self.a, dim=0, keepdim=True)
-        b = self.b / torch.linalg.vector_norm(self.b, dim=1, keepdim=True)
-        s = (a * self.g) @ b
-        tiny = torch.finfo(s.dtype).tiny ** 0.5  # w/s needs a scale that is not 0; its sign stays
-        return torch.where(s < 0, s.clamp(max=-tiny), s.clamp(min=tiny)).unsqueeze(1)
+            return Stored.apply(_not_zero(self.scale, SMALLEST_SCALE))
+        a, g, b = (Stored.apply(p) for p in (self.a, self.g, self.b))
+        a = a / torch.linalg.vector_norm(a, dim=0, keepdim=True)
+        b = b / torch.linalg.vector_norm(b, dim=1, keepdim=True)
+        return _not_zero((a * g) @ b, torch.finfo(a.dtype).tiny ** 0.5).unsqueeze(1)
 
     def grouped(self, weight: Tensor) -> Tensor:
         """A view of weight [out, in] as [out, groups, group], against which the scale broadcasts."""
@@ -103,6 +118,11 @@ class Quantizer(nn.Module):
         """W_eff [out, in] of codes, fp32; equal to forward's to the bit."""
         level = self.grouped(codes.to(torch.float32)).mul_(self.spec.step).add_(self.spec.lowest)
         return level.mul_(self.scale_matrix()).view(self.shape)
+
+
+def _not_zero(scale: Tensor, least: float) -> Tensor:
+    """The scale with every magnitude at `least` or above, for w/s; signs stay."""
+    return torch.where(scale < 0, scale.clamp(max=-least), scale.clamp(min=least))
 
 
 class QuantLinear(nn.Linear):

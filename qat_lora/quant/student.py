@@ -14,7 +14,7 @@ from qat_lora.quant.linear import QuantEmbedding, QuantLinear, freeze, quantized
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.run.files import write_atomically
 
-FORMAT = "qat_lora.student.1"
+FORMAT = "qat_lora.student.2"
 PARTS = {"model", "spec", "info", "tensors"}
 
 
@@ -107,14 +107,16 @@ def unpack_codes(packed: Tensor, bits: int, shape: tuple[int, int]) -> Tensor:
 def save_student(path: str | Path, model: nn.Module, model_name: str, spec: StudentSpec, info: dict) -> None:
     """Write the frozen student as one file, atomically. The model itself may be in training: it is left as it is.
 
-    Codes are packed at their bits, the rest is fp32 on the CPU; `info` holds plain values about how it came to be.
+    Codes are packed at their bits, scales are fp16, the rest fp32; `info` holds plain values about how it came to be.
     """
     tensors: dict[str, Tensor] = {}
     layers = quantized_layers(model)
     latent = {id(layer.weight) for layer in layers.values()}
+    scales = {id(p) for layer in layers.values() for p in layer.quantizer.parameters()}
     for name, parameter in model.named_parameters():
         if id(parameter) not in latent:
-            tensors[name] = parameter.detach().cpu()
+            value = parameter.detach().cpu()
+            tensors[name] = value.half() if id(parameter) in scales else value
     for name, layer in layers.items():
         codes = layer.quantizer.codes
         codes = layer.quantizer.encode(layer.weight) if codes is None else codes

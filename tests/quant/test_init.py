@@ -6,7 +6,7 @@ from torch import nn
 
 from qat_lora.errors import UserError
 from qat_lora.quant.init import initialise, input_moments, least_error_scale
-from qat_lora.quant.linear import QuantEmbedding, QuantLinear
+from qat_lora.quant.linear import SMALLEST_SCALE, QuantEmbedding, QuantLinear
 from qat_lora.quant.spec import QuantSpec
 
 TEXTS = [f"{c}{b}/{s}" for c in ("balanced", "int", "lut") for b in (2, 3, 4, 8) for s in ("g32", "tensor")]
@@ -114,7 +114,7 @@ def test_lowrank_starts_at_the_spread_group_scales(rank):
     layer = started(f"balanced4/r{rank}", gaussian())
     groups = started("balanced4/g32", gaussian()).quantizer.scale.squeeze(2)
     product = layer.quantizer.scale_matrix().squeeze(1)
-    torch.testing.assert_close(product, groups.repeat_interleave(32, 1), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(product, groups.repeat_interleave(32, 1), rtol=2e-3, atol=1e-6)  # factors in fp16
     torch.testing.assert_close(layer.quantizer.a.norm(dim=0), torch.ones(rank))
     torch.testing.assert_close(layer.quantizer.b.norm(dim=1), torch.ones(rank))
     assert not layer.quantizer.g[2:].any(), "ranks that nothing needs yet start silent"
@@ -127,7 +127,7 @@ def test_lowrank_below_the_group_scales_is_their_truncated_svd():
     u, s, v = torch.linalg.svd(groups, full_matrices=False)
     nearest = (u[:, :2] * s[:2]) @ v[:2]
     torch.testing.assert_close(
-        layer.quantizer.scale_matrix().squeeze(1), nearest.repeat_interleave(32, 1), rtol=1e-4, atol=1e-6
+        layer.quantizer.scale_matrix().squeeze(1), nearest.repeat_interleave(32, 1), rtol=2e-3, atol=1e-5
     )
 
 
@@ -152,7 +152,7 @@ def test_zero_weights_train(codebook, scale, method):
     assert all(torch.isfinite(p).all() for p in layer.parameters())
     output = layer(torch.randn(3, 64))
     output.square().sum().backward()
-    assert output.abs().max() < 1e-5 and all(torch.isfinite(p.grad).all() for p in layer.parameters())
+    assert output.abs().max() < 64 * 4 * SMALLEST_SCALE and all(torch.isfinite(p.grad).all() for p in layer.parameters())
 
 
 def test_input_moments_are_mean_squares():

@@ -8,6 +8,7 @@ from torch import nn
 
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import (
+    SMALLEST_SCALE,
     FakeQuant,
     QuantEmbedding,
     QuantLinear,
@@ -122,7 +123,8 @@ def test_rank_by_rank_sum_is_the_same_weight():
     """The deployment form, for engines that never form S."""
     layer = layer_of("lut4/r5").double()
     quantizer = layer.quantizer
-    a, g, b = (p.detach() for p in (quantizer.a, quantizer.g, quantizer.b))
+    a, g, b = (p.detach().half().double() for p in (quantizer.a, quantizer.g, quantizer.b))
+    a, b = a / a.norm(dim=0), b / b.norm(dim=1, keepdim=True)
     level = levels_of(quantizer.spec)[quantizer.encode(layer.weight).long()]
     ranks = [level * (a[:, k : k + 1] * g[k] * b[k]) for k in range(5)]
     torch.testing.assert_close(quantizer(layer.weight, torch.float64), sum(ranks), rtol=1e-6, atol=1e-9)
@@ -133,12 +135,31 @@ def test_g_alone_carries_magnitude():
     quantizer = layer.quantizer
     before = quantizer.scale_matrix().detach()
     with torch.no_grad():
-        quantizer.a.mul_(torch.tensor([3.0, 0.1, 7.0]))
-        quantizer.b.mul_(torch.tensor([[0.2], [5.0], [11.0]]))
+        quantizer.a.mul_(torch.tensor([4.0, 0.125, 8.0]))
+        quantizer.b.mul_(torch.tensor([[0.25], [4.0], [16.0]]))
     torch.testing.assert_close(quantizer.scale_matrix(), before)
     with torch.no_grad():
         quantizer.g.mul_(2)
     torch.testing.assert_close(quantizer.scale_matrix(), 2 * before)
+
+
+@pytest.mark.parametrize("text", ["int2/g32", "balanced2/tensor", "lut4/r5"])
+def test_a_scale_counts_as_fp16_holds_it(text):
+    layer = layer_of(text)
+    before = layer(torch.eye(64)[:3])
+    with torch.no_grad():
+        for p in layer.quantizer.parameters():
+            assert not torch.equal(p, p.half().float()), "the masters are finer than fp16"
+            p.copy_(p.half())
+    assert torch.equal(layer(torch.eye(64)[:3]), before)
+
+
+def test_a_scale_never_reaches_zero_and_keeps_its_sign():
+    layer = layer_of("int2/g32")
+    with torch.no_grad():
+        layer.quantizer.scale[::2], layer.quantizer.scale[1::2] = 1e-9, -1e-9
+    scale = layer.quantizer.scale_matrix()
+    assert (scale[::2] == SMALLEST_SCALE).all() and (scale[1::2] == -SMALLEST_SCALE).all()
 
 
 @pytest.mark.parametrize("text", SPECS)
