@@ -109,9 +109,9 @@ class Bench:
             raise UserError(f"the text has {len(self.text)} rows, fewer than {numbers.stop}; use a longer text")
         return Rows(self.text.tokens[numbers.start : numbers.stop], self.text.mask[numbers.start : numbers.stop])
 
-    def student(self, init: str = "absmax"):
+    def student(self, search: bool = False):
         model = quantize(load_model(self.cfg.model), StudentSpec(self.cfg.quantizer, self.cfg.quantizer))
-        initialise(model, init)
+        initialise(model, search)
         return self.backend.place(model).train()
 
     def cache(self, seed: int = 0, rows: Rows | None = None) -> KDCacheDataset:
@@ -164,7 +164,7 @@ class Bench:
 
     def gradient_cosines(self):
         """Yields (updates before, KL, cosine with the dense gradient of the first draw's, of the mean over draws)."""
-        size, model = self.cfg.batch_size, self.student("mse")
+        size, model = self.cfg.batch_size, self.student(search=True)
         probe = self.some(range(size))
         caches = [self.cache(seed, probe) for seed in range(self.cfg.cosine_caches)]
 

@@ -75,7 +75,7 @@ def student(backend: TorchBackend, cfg: Config):
     """The model at 2 bits, everything but the embedding trained."""
     model = quantize(load_model(cfg.model) if backend.is_main else empty_model(cfg.model), StudentSpec())
     if backend.is_main:
-        initialise(model, "absmax")
+        initialise(model, search=False)
     return backend.place(model).train()
 
 

@@ -65,7 +65,8 @@ def block_inputs(model: nn.Module, tokens: Tensor) -> tuple[Tensor, dict]:
     raise UserError(f"{type(model).__name__} does not call its decoder layers; layer-wise training needs one that does")
 
 
-def _run(layer: nn.Module, hidden: Tensor, kwargs: dict) -> Tensor:
+def run_block(layer: nn.Module, hidden: Tensor, kwargs: dict) -> Tensor:
+    """The hidden states [B, L, H] that a decoder block makes of `hidden`."""
     out = layer(hidden, **kwargs)
     return out[0] if isinstance(out, tuple) else out
 
@@ -76,7 +77,7 @@ def block_outputs(layer: nn.Module, inputs: list[Tensor], kwargs: dict, backend:
     outputs = []
     for hidden in inputs:
         with backend.autocast():
-            out = _run(layer, hidden.to(backend.device), kwargs)
+            out = run_block(layer, hidden.to(backend.device), kwargs)
         backend.step_boundary()
         outputs.append(backend.to_host(out))
     return outputs
@@ -145,7 +146,7 @@ def _update(student, index: int, batch: dict, kwargs: dict, optimizer, plan: Lay
     set_learning_rates(optimizer, factor)
     batch = backend.to_device(batch)
     with _only_trainable(student, layer), backend.autocast():
-        out = _run(layer, batch["hidden"], kwargs)
+        out = run_block(layer, batch["hidden"], kwargs)
         wanted = batch["target"].float()
         loss = ((out.float() - wanted).square().sum(-1) / wanted.square().sum(-1)).mean() / backend.world_size
         if plan.kd_weight:
@@ -162,7 +163,7 @@ def _rest_of_model_loss(student, index: int, hidden: Tensor, kwargs: dict, batch
     stack = getattr(base, base.base_model_prefix)
     with unquantized(stack.layers[index + 1 :]):
         for layer in stack.layers[index + 1 :]:
-            hidden = _run(layer, hidden, kwargs)
+            hidden = run_block(layer, hidden, kwargs)
     return sparse_loss(
         stack.norm(hidden), head_weight(student), batch["index"], batch["prob"], batch["mask"], batch.get("total")
     )

@@ -100,7 +100,7 @@ def models(teacher: nn.Module, made: dict, qat: Path, recovery: Path):
     """(name, frozen model) of every row, one at a time; the teacher's own weights are copied, never changed."""
     yield "teacher", teacher
     nearest = quantize(copy.deepcopy(teacher), StudentSpec(**made["spec"]))
-    initialise(nearest, "absmax")
+    initialise(nearest, search=False)
     freeze(nearest)
     yield "round-to-nearest", nearest
     if (qat / "layerwise.pt").exists():

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from qat_lora.backend import TorchBackend, launch, open_backend
 from qat_lora.data.batches import batches
 from qat_lora.data.packing import tokenizer_fingerprint
@@ -16,14 +14,11 @@ from qat_lora.models.loading import (
     EMBEDDED,
     decoder_layers,
     empty_model,
-    hidden_states,
     load_config,
     load_model,
     load_tokenizer,
 )
 from qat_lora.qat import TrainOptions, train_qat
-from qat_lora.quant.init import METHODS, initialise, input_moments
-from qat_lora.quant.linear import unquantized
 from qat_lora.quant.student import (
     StudentSpec,
     bits_per_weight,
@@ -39,6 +34,7 @@ from qat_lora.run.files import sha256
 from qat_lora.run.plots import plot_run
 from qat_lora.run.rundir import open_run, say
 from qat_lora.run.session import Session
+from qat_lora.start import METHODS, start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +47,11 @@ class Config(TrainOptions):
     )
     attn: str = option("balanced2/g32", "quantiser of the attention projections")
     head: str = option("none", "quantiser of the LM head (and of an embedding tied to it)")
-    init: str = option("mse", "where scales start: mse (least error, weighted by input activity) or absmax")
+    init: str = option(
+        "mse", "the start: rtn (plain rounding), mse (least-error scales) or gptq (and errors compensated)"
+    )
     layer_steps: int = option(0, "updates for each block before end-to-end training; 0 leaves the stage out")
-    layer_rows: int = option(32, "training rows of the layer-wise stage")
+    layer_rows: int = option(32, "training rows of the start and of the layer-wise stage")
     layer_learning_rate: float = option(5e-4, "peak learning rate of the layer-wise stage")
     layer_kd_weight: float = option(0.0, "weight of a global distillation term in the layer-wise loss")
     learning_rate: float = option(8e-4, "peak learning rate of weights and norms")
@@ -85,7 +83,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     backend.seed(cfg.seed)
     session = Session(run, backend, cfg.every())
     if backend.is_main:
-        student = start(cfg, spec, train, backend, resumed=session.resumed is not None)
+        student = first_student(cfg, spec, train, backend, resumed=session.resumed is not None)
     else:
         student = quantize(empty_model(cfg.model), spec)  # gets its values from worker 0
     backend.place(student)
@@ -169,27 +167,14 @@ def check_start(cfg: Config, spec: StudentSpec) -> str:
     return sha256(Path(cfg.v2_checkpoint))
 
 
-def start(cfg: Config, spec: StudentSpec, train, backend: TorchBackend, resumed: bool):
+def first_student(cfg: Config, spec: StudentSpec, train, backend: TorchBackend, resumed: bool):
     """The student where training begins: the base model with fresh scales, or another run's student."""
     if cfg.v2_checkpoint:
         return thaw(load_student(cfg.v2_checkpoint)[0])
     student = quantize(load_model(cfg.model), spec)
     if not resumed:
-        start_scales(student, cfg, train, backend)
+        start(student, cfg.init, first_batches(train, cfg.layer_rows, cfg), backend)
     return student
-
-
-def start_scales(student, cfg: Config, train, backend: TorchBackend) -> None:
-    """Initialise the scales, each weight counted by how active its input is on some training rows."""
-    moments = None
-    if cfg.init == "mse":
-
-        def forward(model, batch):
-            with backend.autocast(), torch.no_grad(), unquantized(model):
-                hidden_states(model, batch["tokens"])
-
-        moments = input_moments(student, first_batches(train, cfg.layer_rows, cfg), forward)
-    initialise(student, cfg.init, moments)
 
 
 def first_batches(train, rows: int, cfg: Config, rank: int = 0, world_size: int = 1) -> list[dict]:

@@ -1,5 +1,7 @@
 """Where learned scales start: absolute maximum (plain round-to-nearest) or least squared error."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -7,35 +9,32 @@ from qat_lora.errors import UserError
 from qat_lora.quant.linear import Quantizer, nearest_code, quantized_layers
 from qat_lora.quant.spec import LOWRANK_INIT_GROUP, QuantSpec
 
-METHODS = ("absmax", "mse")
 SEARCH = torch.linspace(0.35, 1.05, 29)  # fractions of the absolute-maximum scale tried by the least-error search
 REFINE = 3  # rounds of "fix codes, solve for the scale" after the search
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, method: str = "mse", moments: dict[str, Tensor] | None = None) -> None:
+def initialise(model: nn.Module, search: bool = True, moments: dict[str, Tensor] | None = None) -> None:
     """Set the scale of every quantiser below `model` from its latent weight, on the CPU.
 
-    method: "absmax" (edge level = largest weight) or "mse" (least squared weight error, weighted by `moments`:
-    layer name → mean square of each input [in], as `input_moments` gives).
+    search=True: least squared weight error, weighted by `moments` (layer name → mean square of each input [in], as
+    `input_moments` gives) where they are given; False: the edge level is the largest weight, plain rounding.
     Raises UserError for a weight that holds a non-finite value.
     """
-    if method not in METHODS:
-        raise UserError(f"init={method!r} is not one of {', '.join(METHODS)}")
     for name, layer in quantized_layers(model).items():
         weight = layer.weight.detach().float().cpu()
         if not torch.isfinite(weight).all():
             raise UserError(f"{name}: the weight holds NaN or infinity; load the model again from a sound file")
         moment = moments.get(name) if moments else None
-        _set_scale(layer.quantizer, weight, method, moment)
+        _set_scale(layer.quantizer, weight, search, moment)
 
 
-def _set_scale(quantizer: Quantizer, weight: Tensor, method: str, moment: Tensor | None) -> None:
+def _set_scale(quantizer: Quantizer, weight: Tensor, search: bool, moment: Tensor | None) -> None:
     spec = quantizer.spec
     size = {"group": spec.size, "lowrank": LOWRANK_INIT_GROUP, "tensor": weight.numel()}[spec.scale]
     groups = weight.reshape(-1, size)
     importance = torch.ones_like(weight) if moment is None else moment.float().cpu().expand_as(weight)
-    scale = least_error_scale(groups, importance.reshape(-1, size), spec, search=method == "mse")
+    scale = least_error_scale(groups, importance.reshape(-1, size), spec, search)
     if spec.scale == "lowrank":
         for parameter, value in zip((quantizer.a, quantizer.g, quantizer.b), _factors(scale, weight.shape, spec.size)):
             parameter.copy_(value)
@@ -99,15 +98,19 @@ def _factors(group_scale: Tensor, shape: torch.Size, rank: int) -> tuple[Tensor,
 
 
 @torch.no_grad()
-def input_moments(model: nn.Module, batches, forward) -> dict[str, Tensor]:
-    """Mean square of every quantised layer's inputs, layer name → [in], over `forward(model, batch)` of each batch."""
+def input_moments(model: nn.Module, run: Callable[[], object], cross: bool = False) -> dict[str, Tensor]:
+    """What the inputs x [in] of every quantised linear layer are like while run() computes with them.
+
+    Layer name → mean square E[x²] [in], or with `cross` the second moment E[xxᵀ] [in, in].
+    """
     sums: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
 
     def watch(name):
         def hook(_, args):
             x = args[0].detach().float().flatten(0, -2)
-            sums[name] = sums.get(name, 0) + x.square().sum(0)
+            with torch.autocast(x.device.type, enabled=False):
+                sums[name] = sums.get(name, 0) + (x.T @ x if cross else x.square().sum(0))
             counts[name] = counts.get(name, 0) + x.shape[0]
 
         return hook
@@ -115,8 +118,7 @@ def input_moments(model: nn.Module, batches, forward) -> dict[str, Tensor]:
     layers = {n: m for n, m in quantized_layers(model).items() if isinstance(m, nn.Linear)}
     hooks = [layer.register_forward_pre_hook(watch(name)) for name, layer in layers.items()]
     try:
-        for batch in batches:
-            forward(model, batch)
+        run()
     finally:
         for hook in hooks:
             hook.remove()

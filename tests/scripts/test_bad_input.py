@@ -117,7 +117,7 @@ def test_misspelt_flag_or_preset_names_the_nearest(refuse, script, flags, near):
     [
         (["--mlp", "balanced5/g32"], "balanced5/g32"), (["--attn", "lut4/r4096"], "rank 4096"),
         (["--mlp", "int4/g48"], "48"), (["--mlp", "none", "--attn", "none"], "nothing would be quantised"),
-        (["--init", "best"], "absmax, mse"), (["--batch-size", "0"], "batch-size=0"),
+        (["--init", "best"], "rtn, mse, gptq"), (["--batch-size", "0"], "batch-size=0"),
         (["--learning-rate", "-1"], "learning"), (["--accumulation-steps", "0"], "accumulation=0"),
         (["--precision", "fp8"], "auto, fp32, bf16"), (["--device", "gpu"], "cuda"),
     ],
