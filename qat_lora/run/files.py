@@ -5,7 +5,9 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -80,3 +82,35 @@ def read_json(path: Path) -> dict:
 def sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to write into that becomes `path` at the end of the block, whole; a failure leaves nothing of it.
+
+    Raises UserError where `path` is there already and not empty, where another process is writing it, and where it
+    cannot be written.
+    """
+    check_new(path)
+    part = path.resolve().with_name(f".{path.resolve().name}.part")
+    held = lock(part)
+    try:
+        for old in set(part.iterdir()) - {part / ".lock"}:  # of a process that was killed
+            shutil.rmtree(old) if old.is_dir() else old.unlink()
+        yield part
+        (part / ".lock").unlink()
+        for file in filter(Path.is_file, part.rglob("*")):
+            with open(file, "rb") as opened:
+                os.fsync(opened.fileno())
+        part.rename(path)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    finally:
+        held.close()
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def check_new(path: Path) -> None:
+    """Raise UserError where `path` is a file or a folder that holds something."""
+    if path.is_file() or (path.is_dir() and any(path.iterdir())):
+        raise UserError(f"{path} is there already and nothing is overwritten; give another folder, or delete it")

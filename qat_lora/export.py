@@ -1,0 +1,383 @@
+"""A frozen student, alone or with its adapter, as files that other programs load; each is read back before it counts.
+
+HF folders hold the baked weights level·scale in fp32: fp16 would round them. GGUF holds the codes and scales
+themselves, in the block types of qat_lora.quant.gguf.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from gguf import GGUFReader, GGUFWriter
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from qat_lora.errors import UserError, first_line
+from qat_lora.models.adapter import WEIGHT_FILES, load_adapter
+from qat_lora.models.gguf import (
+    adapter_writer,
+    check_architecture,
+    file_bytes,
+    from_gguf_rows,
+    metadata,
+    model_writer,
+    tensor_names,
+    to_gguf_rows,
+    turned_heads,
+)
+from qat_lora.models.loading import load_tokenizer
+from qat_lora.quant.gguf import QUANTISED, TYPES, choose, coding, decode, encode, library_type, row_bytes
+from qat_lora.quant.linear import Quantizer, quantized_layers
+from qat_lora.quant.spec import QuantSpec
+from qat_lora.quant.student import load_student
+from qat_lora.run.files import cannot_write, read_json, sha256, write_json
+
+MODEL_FILE, ADAPTER_FILE, ADAPTER_FOLDER = "model.gguf", "adapter.gguf", "adapter"
+
+
+@dataclass(frozen=True)
+class Lora:
+    """One layer's share of an adapter: its weight gets factor · b @ a; a [r, in], b [out, r], fp32."""
+
+    a: Tensor
+    b: Tensor
+    factor: float
+
+
+@dataclass
+class Source:
+    """What is exported: a frozen student, the model it was made of, and by module name the parts of its adapter."""
+
+    checkpoint: Path
+    student: nn.Module
+    made: dict
+    adapter: Path | None = None
+    alpha: float = 0.0
+    loras: dict[str, Lora] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.made["model"]
+
+
+def load_source(checkpoint: str, adapter: str | None = None) -> Source:
+    """Read a student file and the adapter that was trained on it.
+
+    Raises UserError for files that are missing, damaged or untrained, and for the adapter of another student.
+    """
+    student, made = load_student(checkpoint)
+    if made["info"].get("step") == 0:
+        raise UserError(
+            f"checkpoint {checkpoint} is untrained: the best of its run was step 0, before any update; train it, or "
+            "give the layerwise.pt of a run with --layer-steps"
+        )
+    for name, value in _plain_parameters(student).items():
+        if not value.isfinite().all():
+            raise UserError(f"checkpoint {checkpoint} is damaged: {name} holds NaN or infinity; train it again")
+    source = Source(Path(checkpoint), student, made)
+    if adapter:
+        _take_adapter(source, Path(adapter).expanduser())
+    return source
+
+
+def _take_adapter(source: Source, folder: Path) -> None:
+    adapted = load_adapter(source.student, folder, source.checkpoint)
+    config = adapted.peft_config["default"]
+    if config.use_dora or config.lora_bias or config.bias != "none":
+        raise UserError(f"adapter {folder} is more than B·A (DoRA or biases); only a plain LoRA is exported")
+    for name, module in adapted.get_base_model().named_modules():
+        if isinstance(module, LoraLayer):
+            if not isinstance(module.get_base_layer(), nn.Linear):
+                raise UserError(f"adapter {folder} changes {name}, which is no linear layer; train one without it")
+            a, b = (part["default"].weight.detach().float() for part in (module.lora_A, module.lora_B))
+            if not (a.isfinite().all() and b.isfinite().all()):
+                raise UserError(f"adapter {folder} is damaged: {name} holds NaN or infinity; train it again")
+            source.loras[name] = Lora(a, b, float(module.scaling["default"]))
+    source.student, source.adapter, source.alpha = adapted.unload(), folder, float(config.lora_alpha)
+
+
+def _plain_parameters(student: nn.Module) -> dict[str, Tensor]:
+    """Every weight as a model without quantisers has it, tied ones once."""
+    return {name: p.detach() for name, p in student.named_parameters() if ".quantizer." not in name}
+
+
+def _weight(source: Source, parameter: str, merged: bool) -> Tensor:
+    """A parameter in fp32, with the adapter added where it is merged."""
+    weight = source.student.get_parameter(parameter).detach()
+    lora = source.loras.get(parameter.removesuffix(".weight")) if merged else None
+    return weight if lora is None else weight + lora.b @ lora.a * lora.factor
+
+
+def _differs(path: Path, what: str) -> UserError:
+    return UserError(f"{path}: {what} reads back otherwise than it was written, and is not kept; check disk and memory")
+
+
+# -- HF --------------------------------------------------------------------------------------------------------------
+def hf_bytes(source: Source, merged: bool) -> int:
+    """Bytes of the weights of an HF export, adapter included, without the few kB of names."""
+    adapter = 0 if merged else sum(4 * (lora.a.numel() + lora.b.numel()) for lora in source.loras.values())
+    return adapter + sum(4 * p.numel() for p in _plain_parameters(source.student).values())
+
+
+def write_hf(source: Source, folder: Path, shown: Path, merged: bool) -> None:
+    """Model, tokenizer and generation config in HF's format; the adapter merged into the weights or beside them.
+
+    shown: the folder's later name, which the adapter names as its base model.
+    """
+    weights = {name: _weight(source, name, merged) for name in _plain_parameters(source.student)}
+    try:
+        source.student.save_pretrained(folder, state_dict=weights)
+        load_tokenizer(source.name).save_pretrained(folder)
+        if source.loras and not merged:
+            _write_adapter(source, folder / ADAPTER_FOLDER, shown)
+    except Exception as error:  # safetensors reports a full disk with an exception of its own
+        raise cannot_write(shown, error) from error
+    _check_hf(source, folder, shown, weights, merged)
+
+
+def _write_adapter(source: Source, folder: Path, base: Path) -> None:
+    folder.mkdir()
+    name = next(name for name in WEIGHT_FILES if (source.adapter / name).is_file())
+    (folder / name).write_bytes((source.adapter / name).read_bytes())
+    config = read_json(source.adapter / "adapter_config.json")
+    write_json(folder / "adapter_config.json", config | {"base_model_name_or_path": str(base)})
+
+
+def _check_hf(source: Source, folder: Path, shown: Path, weights: dict[str, Tensor], merged: bool) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    read = dict(model.named_parameters())
+    for name in sorted(read.keys() | weights.keys()):
+        if name not in read or name not in weights or not torch.equal(read[name], weights[name]):
+            raise _differs(shown, name)
+    tokenizer, ours = AutoTokenizer.from_pretrained(folder), load_tokenizer(source.name)
+    if tokenizer.get_vocab() != ours.get_vocab() or tokenizer.chat_template != ours.chat_template:
+        raise _differs(shown, "the tokenizer")
+    if source.loras and not merged:
+        adapted = PeftModel.from_pretrained(model, str(folder / ADAPTER_FOLDER), torch_device="cpu")
+        for name, lora in source.loras.items():
+            module = adapted.get_base_model().get_submodule(name)
+            pairs = ((module.lora_A["default"].weight, lora.a), (module.lora_B["default"].weight, lora.b))
+            if not all(torch.equal(there, here) for there, here in pairs):
+                raise _differs(shown / ADAPTER_FOLDER, name)
+
+
+# -- GGUF ------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a GGUF file: its name and type there, and what it is made of here."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    parameter: str
+    quantizer: Quantizer | None = None
+    heads: int = 0
+    merged: bool = False
+
+    @property
+    def bytes(self) -> int:
+        return self.shape[0] * row_bytes(self.kind, self.shape[1]) if len(self.shape) > 1 else 4 * self.shape[0]
+
+    @property
+    def spec(self) -> QuantSpec | None:
+        return self.quantizer.spec if self.quantizer else None
+
+
+@dataclass
+class GGUFPlan:
+    """A GGUF export: tensors and metadata of the model, and of its adapter where that is a file of its own."""
+
+    entries: list[Entry]
+    writer: GGUFWriter
+    notes: list[str]
+    adapter: dict[str, Tensor] = field(default_factory=dict)
+    adapter_writer: GGUFWriter | None = None
+
+    @property
+    def model_bytes(self) -> int:
+        return file_bytes(self.writer, [(e.name, len(e.shape), e.bytes) for e in self.entries])
+
+    @property
+    def adapter_bytes(self) -> int:
+        tensors = [(name, 2, 4 * value.numel()) for name, value in self.adapter.items()]
+        return file_bytes(self.adapter_writer, tensors) if self.adapter_writer else 0
+
+
+def plan_gguf(source: Source, wanted: str = "auto", merged: bool = False) -> GGUFPlan:
+    """The type of each tensor, by `wanted` (see quant.gguf.choose), and all metadata. `merged`: the adapted layers
+    become F16 with the adapter added; else the adapter is a file of its own.
+
+    Raises UserError for an architecture, a tokenizer or a layout that the format cannot hold.
+    """
+    check_architecture(source.name)
+    parameters = _plain_parameters(source.student)
+    layers = {id(layer.weight): layer.quantizer for layer in quantized_layers(source.student).values()}
+    entries = []
+    for parameter, name in tensor_names(source.name, list(parameters)).items():
+        weight, module = source.student.get_parameter(parameter), parameter.rpartition(".")[0]
+        quantizer, adapted = layers.get(id(weight)), merged and module in source.loras
+        kind = "F16" if weight.ndim > 1 else "F32"
+        if quantizer and not adapted:
+            kind = choose(module, quantizer.spec, weight.shape[1], wanted)
+        heads = turned_heads(source.name, module)
+        entries.append(Entry(name, kind, tuple(weight.shape), parameter, quantizer, heads, adapted))
+    biggest = max(QUANTISED, key=lambda kind: sum(np.prod(e.shape) for e in entries if e.kind == kind))
+    kind = biggest if any(e.kind == biggest for e in entries) else "F16"
+    writer, notes = model_writer(source.name, TYPES[kind].file_type)
+    plan = GGUFPlan(entries, writer, notes)
+    if source.loras and not merged:
+        plan.adapter_writer = adapter_writer(source.name, source.alpha)
+        plan.adapter = dict(_adapter_tensors(source))
+    return plan
+
+
+def _adapter_tensors(source: Source) -> Iterator[tuple[str, Tensor]]:
+    """The adapter's tensors as llama.cpp has them: it multiplies by alpha / rank, what else there is goes into b."""
+    names = tensor_names(source.name, [f"{module}.weight" for module in source.loras])
+    for module, lora in source.loras.items():
+        name, share = names[f"{module}.weight"], lora.factor * len(lora.a) / source.alpha
+        b = to_gguf_rows(lora.b.numpy(), turned_heads(source.name, module))
+        yield f"{name}.lora_a", lora.a
+        yield f"{name}.lora_b", torch.from_numpy(np.ascontiguousarray(b)) * share
+
+
+def write_gguf(source: Source, plan: GGUFPlan, folder: Path, shown: Path) -> None:
+    """model.gguf and, where the plan has one, adapter.gguf. `shown`: the folder's later name, for messages."""
+    payloads = ((entry, _payload(source, entry)) for entry in plan.entries)
+    infos = [(e.name, e.shape, e.kind, e.bytes) for e in plan.entries]
+    try:
+        _write(plan.writer, folder / MODEL_FILE, infos, (data for _, data in payloads))
+        if plan.adapter_writer:
+            infos = [(name, tuple(v.shape), "F32", 4 * v.numel()) for name, v in plan.adapter.items()]
+            _write(plan.adapter_writer, folder / ADAPTER_FILE, infos, (v.numpy() for v in plan.adapter.values()))
+    except OSError as error:
+        raise cannot_write(shown, error) from error
+    check_gguf(source, plan, folder, shown)
+
+
+def _write(writer: GGUFWriter, path: Path, infos: list, payloads: Iterator[np.ndarray]) -> None:
+    for name, shape, kind, size in infos:
+        writer.add_tensor_info(name, shape, np.dtype(np.void), size, raw_dtype=library_type(kind))
+    writer.write_header_to_file(path)
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for data in payloads:
+        writer.write_tensor_data(data)
+    writer.close()
+
+
+def _codes_and_scale(entry: Entry) -> tuple[np.ndarray, np.ndarray]:
+    """The student's codes [out, in] and scales [out, groups], rows in GGUF's order."""
+    scale = entry.quantizer.scale_matrix().detach().squeeze(2)
+    scale = scale.expand(entry.shape[0], scale.shape[1]).numpy()
+    return to_gguf_rows(entry.quantizer.codes.numpy(), entry.heads), to_gguf_rows(scale, entry.heads)
+
+
+def _plain(source: Source, entry: Entry) -> np.ndarray:
+    """A tensor that is not in blocks, in fp16 or fp32."""
+    value = to_gguf_rows(_weight(source, entry.parameter, entry.merged).numpy(), entry.heads)
+    value = torch.from_numpy(np.ascontiguousarray(value)).to(torch.float16 if entry.kind == "F16" else torch.float32)
+    if not value.isfinite().all():
+        raise UserError(f"{entry.parameter} holds values above 65504, which F16 cannot; use --format hf")
+    return value.numpy()
+
+
+def _payload(source: Source, entry: Entry) -> np.ndarray:
+    if entry.kind not in QUANTISED:
+        return _plain(source, entry)
+    return encode(entry.kind, entry.spec, *_codes_and_scale(entry))
+
+
+def check_gguf(source: Source, plan: GGUFPlan, folder: Path, shown: Path) -> None:
+    """Read the files back and compare: every code, scale, offset and plain value, bit for bit, and all metadata."""
+    tensors = _read(plan.writer, folder / MODEL_FILE, shown)
+    if tensors.keys() != {entry.name for entry in plan.entries}:
+        raise _differs(shown / MODEL_FILE, "the list of tensors")
+    for entry in plan.entries:
+        if not _same(source, entry, tensors[entry.name]):
+            raise _differs(shown / MODEL_FILE, entry.name)
+    if plan.adapter_writer:
+        tensors = _read(plan.adapter_writer, folder / ADAPTER_FILE, shown)
+        for name in sorted(tensors.keys() | plan.adapter.keys()):
+            there, here = tensors.get(name), plan.adapter.get(name)
+            if there is None or here is None or not np.array_equal(there.data, here.numpy()):
+                raise _differs(shown / ADAPTER_FILE, name)
+
+
+def _read(writer: GGUFWriter, path: Path, shown: Path) -> dict:
+    """The tensors of a file, after its metadata has been compared with what the writer was given."""
+    try:
+        reader = GGUFReader(path)
+    except (ValueError, KeyError, IndexError, OSError) as error:
+        raise _differs(shown / path.name, first_line(error)) from error
+    for key, value in metadata(writer).items():
+        there = reader.fields[key].contents() if key in reader.fields else None
+        if there != (float(np.float32(value)) if isinstance(value, float) else value):
+            raise _differs(shown / path.name, key)
+    return {tensor.name: tensor for tensor in reader.tensors}
+
+
+def _same(source: Source, entry: Entry, tensor) -> bool:
+    if tensor.tensor_type != library_type(entry.kind) or tuple(reversed(tensor.shape.tolist())) != entry.shape:
+        return False
+    if entry.kind not in QUANTISED:
+        return tensor.data.tobytes() == _plain(source, entry).tobytes()
+    codes, scale, offset = decode(entry.kind, entry.spec, tensor.data)
+    wanted = entry.quantizer.scale_matrix().detach().squeeze(2)
+    wanted = wanted.expand(entry.shape[0], wanted.shape[1]).repeat_interleave(scale.shape[1] // wanted.shape[1], dim=1)
+    codes, scale = (torch.from_numpy(from_gguf_rows(part, entry.heads)) for part in (codes, scale))
+    if not torch.equal(codes, entry.quantizer.codes) or not torch.equal(scale.float(), wanted):
+        return False
+    if offset is None:
+        return True
+    rounded = (wanted * coding(entry.spec, entry.kind).offset).half()
+    return torch.equal(torch.from_numpy(from_gguf_rows(offset, entry.heads)), rounded)
+
+
+# -- description -----------------------------------------------------------------------------------------------------
+def summary(source: Source, plan: GGUFPlan) -> list[dict]:
+    """One line for each class of tensors: class, quantiser, type, tensors, bytes, note."""
+    base, lines = source.student, {}
+    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
+    tied = head.weight is embedding.weight
+    for entry in plan.entries:
+        weight = base.get_parameter(entry.parameter)
+        if weight is embedding.weight:
+            name = "embedding, head" if tied else "embedding"
+        elif weight is head.weight:
+            name = "head"
+        elif weight.ndim == 1:
+            name = "norms, biases"
+        else:
+            name = "mlp" if ".mlp." in entry.parameter else "attention"
+        key = (name, str(entry.spec or "—"), entry.kind, _note(entry))
+        count, size = lines.get(key, (0, 0))
+        lines[key] = (count + 1, size + entry.bytes)
+    keys = ("class", "quantiser", "type", "note")
+    return [dict(zip(keys, key)) | {"tensors": n, "bytes": size} for key, (n, size) in lines.items()]
+
+
+def _note(entry: Entry) -> str:
+    if entry.kind == "F32":
+        return "exact"
+    if entry.merged:
+        return "adapter added, rounded to fp16"
+    if entry.kind == "F16":
+        return "level·scale rounded to fp16" if entry.spec else "rounded to fp16"
+    how = coding(entry.spec, entry.kind)
+    rounded = how.offset is not None and entry.spec.codebook == "balanced"
+    return f"codes and scales exact, offset {how.offset}·scale rounded to fp16" if rounded else "codes and scales exact"
+
+
+def provenance(source: Source) -> dict:
+    """What an export was made of, for its export.json."""
+    made, folder = source.made, source.adapter
+    files = [folder / name for name in WEIGHT_FILES if (folder / name).is_file()] if folder else []
+    return {
+        "model": made["model"], "quantisers": made["spec"], "info": made["info"],
+        "student": sha256(source.checkpoint), "adapter": sha256(files[0]) if files else None,
+    }  # fmt: skip

@@ -1,0 +1,199 @@
+"""What a GGUF file says of a model besides its weights: names, order of rows, shape, tokenizer."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from gguf import MODEL_ARCH, GGUFReader, GGUFValueType, GGUFWriter, TokenType, get_tensor_name_map
+from gguf.constants import Keys
+
+from qat_lora.errors import UserError
+from qat_lora.models.loading import load_config, load_tokenizer, model_source
+
+ARCHITECTURES = {"llama": MODEL_ARCH.LLAMA, "qwen2": MODEL_ARCH.QWEN2, "qwen3": MODEL_ARCH.QWEN3}
+# How a tokenizer cuts text before merging, by the regular expression of its Split step, as llama.cpp names it.
+SPLITS = {
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+":
+        "qwen2",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|"
+    r"\s+": "llama-bpe",
+}  # fmt: skip
+
+
+def check_architecture(name: str) -> None:
+    """Raise UserError for a model that llama.cpp would not run as it is trained here."""
+    config = load_config(name)
+    if config.model_type not in ARCHITECTURES:
+        raise UserError(
+            f"model {name!r} is a {config.model_type}: GGUF is written for {', '.join(ARCHITECTURES)}; use --format hf"
+        )
+    rope = config.rope_parameters or {}
+    odd = {
+        "rope_type": rope.get("rope_type", "default") != "default",
+        "partial_rotary_factor": rope.get("partial_rotary_factor", 1) != 1,
+        "hidden_act": config.hidden_act != "silu",
+        "use_sliding_window": getattr(config, "use_sliding_window", False),
+        "attention_bias": config.model_type != "qwen2" and getattr(config, "attention_bias", False),
+        "mlp_bias": getattr(config, "mlp_bias", False),
+    }
+    for setting in (key for key, is_odd in odd.items() if is_odd):
+        value = rope.get(setting, getattr(config, setting, None))
+        raise UserError(f"model {name!r} has {setting} {value!r}, which is not written to GGUF; use --format hf")
+
+
+def tensor_names(name: str, parameters: list[str]) -> dict[str, str]:
+    """HF's parameter names → GGUF's. Raises UserError for one that the architecture has no name for."""
+    config = load_config(name)
+    table = get_tensor_name_map(ARCHITECTURES[config.model_type], config.num_hidden_layers)
+    names = {parameter: table.get_name(parameter, (".weight", ".bias")) for parameter in parameters}
+    for parameter in (parameter for parameter, there in names.items() if there is None):
+        raise UserError(f"model {name!r}: GGUF has no name for {parameter}; use --format hf")
+    return names
+
+
+def turned_heads(name: str, module: str) -> int:
+    """How many heads' rows GGUF holds in another order, for the module of a weight; 0 where the order is HF's.
+
+    HF's Llama pairs position j of a head with j + half in its rotation, llama.cpp's pairs neighbours.
+    """
+    config = load_config(name)
+    leaf = module.rpartition(".")[2]
+    if config.model_type != "llama" or leaf not in ("q_proj", "k_proj"):
+        return 0
+    return config.num_attention_heads if leaf == "q_proj" else config.num_key_value_heads
+
+
+def to_gguf_rows(rows: np.ndarray, heads: int) -> np.ndarray:
+    """rows [out, …] in GGUF's order: in each head row j + half comes right after row j."""
+    if not heads:
+        return rows
+    return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def from_gguf_rows(rows: np.ndarray, heads: int) -> np.ndarray:
+    """The inverse of `to_gguf_rows`."""
+    if not heads:
+        return rows
+    return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def model_writer(name: str, file_type: int) -> tuple[GGUFWriter, list[str]]:
+    """A writer that holds the metadata and the tokenizer of a model and has no file yet, and what to say about them."""
+    config = load_config(name)
+    writer = GGUFWriter(None, config.model_type)
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    writer.add_type("model")
+    writer.add_name(Path(name).name)
+    writer.add_file_type(file_type)
+    writer.add_quantization_version(2)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(width)
+    writer.add_value_length(width)
+    writer.add_rope_dimension_count(width)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    source = model_source(name)
+    if "gguf_file" in source:
+        _copy_tokenizer(writer, Path(source["pretrained_model_name_or_path"]) / source["gguf_file"])
+        return writer, [f"tokenizer: as {source['gguf_file']} has it"]
+    return writer, _add_tokenizer(writer, load_tokenizer(name), name, config.vocab_size)
+
+
+def adapter_writer(name: str, alpha: float) -> GGUFWriter:
+    """A writer with the metadata of a LoRA adapter for a model, without a file yet."""
+    writer = GGUFWriter(None, load_config(name).model_type)
+    writer.add_type("adapter")
+    writer.add_string(Keys.Adapter.TYPE, "lora")
+    writer.add_float32(Keys.Adapter.LORA_ALPHA, alpha)
+    return writer
+
+
+def metadata(writer: GGUFWriter) -> dict:
+    """Its keys and values."""
+    return {key: field.value for key, field in writer.kv_data[0].items()}
+
+
+def file_bytes(writer: GGUFWriter, tensors: list[tuple[str, int, int]]) -> int:
+    """Size of the file that a writer would make with tensors (name, dimensions, bytes), to the byte."""
+    size = 24 + sum(12 + len(key.encode()) + _value_bytes(f.value, f.type) for key, f in writer.kv_data[0].items())
+    size += sum(24 + len(name.encode()) + 8 * dimensions for name, dimensions, _ in tensors)
+    pad = writer.ggml_pad
+    return pad(size, writer.data_alignment) + sum(pad(count, writer.data_alignment) for _, _, count in tensors)
+
+
+def _value_bytes(value, kind: GGUFValueType) -> int:
+    if kind == GGUFValueType.STRING:
+        return 8 + len(value if isinstance(value, bytes) else value.encode())
+    if kind == GGUFValueType.ARRAY:
+        return 12 + sum(_value_bytes(item, GGUFValueType.get_type(item)) for item in value)
+    return np.dtype(GGUFReader.gguf_scalar_to_np[kind]).itemsize
+
+
+# -- tokenizer -------------------------------------------------------------------------------------------------------
+def _copy_tokenizer(writer: GGUFWriter, path: Path) -> None:
+    """Every tokenizer value of a GGUF file, unchanged."""
+    for key, field in GGUFReader(path).fields.items():
+        if key.startswith("tokenizer."):
+            inner = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
+            writer.add_key_value(key, field.contents(), field.types[0], inner)
+
+
+def _add_tokenizer(writer: GGUFWriter, tokenizer, name: str, rows: int) -> list[str]:
+    """The values of an HF tokenizer; `rows` of the embedding beyond its tokens are filled up. Returns what to say."""
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    steps = _steps(state)
+    if state["model"]["type"] != "BPE" or "ByteLevel" not in {step["type"] for step in steps}:
+        raise UserError(f"model {name!r}: its tokenizer is no byte-level BPE, which is not written; use --format hf")
+    added = {token["id"]: token for token in state["added_tokens"]}
+    texts = {number: text for text, number in state["model"]["vocab"].items()}
+    texts |= {number: token["content"] for number, token in added.items()}
+    if max(texts) >= rows:
+        raise UserError(f"model {name!r} has {rows} embeddings, its tokenizer {max(texts) + 1} tokens; mend the folder")
+    kinds = {number: TokenType.CONTROL if t["special"] else TokenType.USER_DEFINED for number, t in added.items()}
+    normal = {number: TokenType.NORMAL for number in texts}
+    pre = _pre_tokenizer(state, steps)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre or "default")
+    writer.add_token_list([texts.get(number, f"[PAD{number}]") for number in range(rows)])
+    writer.add_token_types([int((normal | kinds).get(number, TokenType.UNUSED)) for number in range(rows)])
+    merges = state["model"]["merges"]
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+    for kind in ("bos", "eos", "unk", "pad"):
+        if (number := getattr(tokenizer, f"{kind}_token_id")) is not None:
+            getattr(writer, f"add_{kind}_token_id")(number)
+    first = tokenizer("a")["input_ids"][0]
+    writer.add_add_bos_token(tokenizer.bos_token_id is not None and first == tokenizer.bos_token_id)
+    writer.add_add_space_prefix(False)
+    if template := tokenizer.chat_template:
+        named = isinstance(template, dict)
+        writer.add_chat_template(
+            [{"name": key, "template": text} for key, text in template.items()] if named else template
+        )
+    said = f'pre-tokenizer "{pre}"' if pre else 'its way of cutting text is not known, "default" stands for it: compare'
+    return [f"tokenizer: {rows} tokens, {said}" + ("" if template else "; no chat template")]
+
+
+def _steps(state: dict) -> list[dict]:
+    pre = state["pre_tokenizer"] or {"type": None}
+    return pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
+
+
+def _pre_tokenizer(state: dict, steps: list[dict]) -> str | None:
+    """llama.cpp's name for how a tokenizer cuts text, or None where it has none that is known here."""
+    normalizer, kinds, last = state["normalizer"], [step["type"] for step in steps], steps[-1]
+    if (normalizer and normalizer["type"] != "NFC") or last["type"] != "ByteLevel" or last["add_prefix_space"]:
+        return None
+    if kinds == ["ByteLevel"] and last["use_regex"]:
+        return "gpt-2"
+    if kinds == ["Digits", "ByteLevel"] and steps[0]["individual_digits"] and last["use_regex"]:
+        return "smollm"
+    if kinds == ["Split", "ByteLevel"] and not last["use_regex"]:
+        return SPLITS.get(steps[0]["pattern"].get("Regex"))
+    return None

@@ -1,0 +1,159 @@
+"""A trained student as files for other programs: Hugging Face folders, or GGUF for llama.cpp and what builds on it.
+
+    python scripts/export_model.py --checkpoint runs/q2/best.pt --format gguf --output-dir exports/q2
+    python scripts/export_model.py --checkpoint runs/q2/best.pt --adapter runs/q2-lora/adapter --format hf \\
+        --output-dir exports/q2-hf
+    python scripts/export_model.py --checkpoint runs/q2/best.pt --adapter runs/q2-lora/adapter --format gguf \\
+        --adapter-as merged --output-dir exports/q2-merged
+
+hf      a folder for AutoModelForCausalLM with the baked weights level·scale, and adapter/ for PeftModel beside them.
+        In fp32, 4 bytes a weight: fp16 would round the products.
+merged  the same folder with the adapter added to the weights.
+gguf    model.gguf with the trained codes and scales themselves, in the smallest block type that holds each tensor:
+        int2 with groups of 64 in Q2_0; int and balanced of 2 to 4 bits in Q4_0 or, balanced4, in Q4_1 (codes and scales
+        exact, its offset -7.5·scale rounded to fp16 once); int8 in Q8_0; groups that blocks do not fit, low-rank scales
+        and lut as F16, level·scale rounded. Embedding and head are F16 unless quantised, norms F32. --gguf-type asks
+        for one type for all quantised tensors. The adapter is adapter.gguf beside it (llama.cpp's --lora), or with
+        --adapter-as merged added to its layers, which then are F16.
+
+Tokenizer and chat template are in every export, and export.json: what it was made of, types, bits, sizes. What was
+written is read back and compared with the student, code by code, before the folder gets its name. Nothing is ever
+overwritten. Expect a minute for a model of 135M weights.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from qat_lora.errors import UserError
+from qat_lora.export import (
+    ADAPTER_FILE,
+    MODEL_FILE,
+    GGUFPlan,
+    Source,
+    hf_bytes,
+    load_source,
+    plan_gguf,
+    provenance,
+    summary,
+    write_gguf,
+    write_hf,
+)
+from qat_lora.quant.gguf import CHOICES
+from qat_lora.quant.student import bits_per_weight
+from qat_lora.run.config import ScriptConfig, option, run_script
+from qat_lora.run.files import check_new, new_folder, write_json
+from qat_lora.run.rundir import revision, say
+
+FORMATS = ("hf", "merged", "gguf")
+ADAPTER_AS = ("lora", "merged")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ScriptConfig):
+    checkpoint: str | None = option(None, "student: the best.pt of train_qat.py")
+    adapter: str | None = option(None, "PEFT folder that was trained on it: the adapter/ of train_recovery_lora.py")
+    format: str = option("gguf", "hf, merged or gguf")
+    output_dir: str | None = option(None, "new folder for the export, for example exports/q2")
+    gguf_type: str = option("auto", "auto, Q2_0, Q4_0, Q4_1, Q8_0 or F16; auto: the smallest that holds each tensor")
+    adapter_as: str | None = option(None, "adapter in GGUF: lora (its own file, the default) or merged (F16 layers)")
+
+
+def main(cfg: Config) -> None:
+    check(cfg)
+    source = load_source(cfg.checkpoint, cfg.adapter)
+    say(f"student {cfg.checkpoint} of {source.name}" + (f", adapter {cfg.adapter}" if cfg.adapter else ""))
+    if cfg.format == "gguf":
+        export_gguf(cfg, source)
+    else:
+        export_hf(cfg, source)
+
+
+def check(cfg: Config) -> None:
+    for name, known in (("format", FORMATS), ("gguf_type", CHOICES), ("adapter_as", (None, *ADAPTER_AS))):
+        if getattr(cfg, name) not in known:
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"{flag} {getattr(cfg, name)!r} is not one of {', '.join(filter(None, known))}")
+    for name, example in (("checkpoint", "runs/q2/best.pt"), ("output_dir", "exports/q2")):
+        if getattr(cfg, name) is None:
+            raise UserError(f"--{name.replace('_', '-')} is missing; for example {example}")
+    if cfg.format == "merged" and not cfg.adapter:
+        raise UserError("--format merged needs the --adapter to merge; without one it is --format hf")
+    if cfg.adapter_as and (cfg.format != "gguf" or not cfg.adapter):
+        raise UserError(f"--adapter-as {cfg.adapter_as} is for --format gguf with an --adapter; leave it out")
+    if cfg.gguf_type != "auto" and cfg.format != "gguf":
+        raise UserError(f"--gguf-type {cfg.gguf_type} is for --format gguf; leave it out")
+    check_new(Path(cfg.output_dir))
+
+
+# -- HF --------------------------------------------------------------------------------------------------------------
+def export_hf(cfg: Config, source: Source) -> None:
+    merged, target = cfg.format == "merged", Path(cfg.output_dir)
+    computed = hf_bytes(source, merged)
+    adapter = "added to them" if merged else "beside them in adapter/" if source.loras else "none"
+    say(f"plan    baked weights in fp32, adapter {adapter}; {computed / 1e6:.2f} MB computed")
+    if cfg.dry_run:
+        return
+    with new_folder(target) as folder:
+        write_hf(source, folder, target, merged)
+        real = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
+        write_json(folder / "export.json", record(cfg, source, {"all": "F32"}, 32.0, {"weights": (computed, real)}))
+    say(f"written {target}: {real / 1e6:.2f} MB, read back and equal to the student bit for bit")
+
+
+# -- GGUF ------------------------------------------------------------------------------------------------------------
+def export_gguf(cfg: Config, source: Source) -> None:
+    merged, target = cfg.adapter_as == "merged", Path(cfg.output_dir)
+    plan = plan_gguf(source, cfg.gguf_type, merged)
+    computed = {MODEL_FILE: plan.model_bytes, ADAPTER_FILE: plan.adapter_bytes}
+    show_plan(source, plan, computed)
+    if merged:
+        alone = plan_gguf(source, cfg.gguf_type).model_bytes
+        say(f"merging costs {(computed[MODEL_FILE] - alone) / 1e6:.2f} MB more than {alone / 1e6:.2f} MB without")
+    if cfg.dry_run:
+        return
+    with new_folder(target) as folder:
+        write_gguf(source, plan, folder, target)
+        sizes = {f.name: (computed[f.name], f.stat().st_size) for f in sorted(folder.glob("*.gguf"), reverse=True)}
+        types = {f"{line['class']} {line['quantiser']}": line["type"] for line in summary(source, plan)}
+        write_json(folder / "export.json", record(cfg, source, types, stored_bits(plan), sizes))
+    for name, (expected, real) in sizes.items():
+        say(f"written {target / name}: {real / 1e6:.2f} MB ({expected / 1e6:.2f} computed)")
+    say("read back: every code, scale, offset and plain value is the student's, bit for bit")
+
+
+def show_plan(source: Source, plan: GGUFPlan, computed: dict[str, int]) -> None:
+    for line in summary(source, plan):
+        say(
+            f"  {line['class']:<16}{line['quantiser']:<16}{line['type']:<5}{line['tensors']:>4} tensors"
+            f"{line['bytes'] / 1e6:>9.2f} MB  {line['note']}"
+        )
+    if plan.adapter_writer:
+        values = sum(value.numel() for value in plan.adapter.values())
+        say(f"  {'adapter':<16}{'—':<16}{'F32':<5}{len(plan.adapter):>4} tensors{4 * values / 1e6:>9.2f} MB  exact")
+    for note in plan.notes:
+        say(f"  {note}")
+    student = bits_per_weight(source.student)
+    say(f"bits per quantised weight: {stored_bits(plan):.3f} in the file, {student:.3f} in the student")
+    say("computed: " + ", ".join(f"{name} {size / 1e6:.2f} MB" for name, size in computed.items() if size))
+
+
+def stored_bits(plan: GGUFPlan) -> float:
+    """Bits in the file for each quantised weight, those included that became F16."""
+    mine = [entry for entry in plan.entries if entry.quantizer]
+    return 8 * sum(entry.bytes for entry in mine) / sum(entry.shape[0] * entry.shape[1] for entry in mine)
+
+
+def record(cfg: Config, source: Source, types: dict, bits: float, sizes: dict[str, tuple[int, int]]) -> dict:
+    """The content of export.json."""
+    own_file = cfg.adapter and cfg.format != "merged" and cfg.adapter_as != "merged"
+    return {
+        "format": cfg.format, "adapter_as": ("lora" if own_file else "merged") if cfg.adapter else None,
+        **provenance(source), "types": types, "bits_per_weight": bits,
+        "student_bits_per_weight": bits_per_weight(source.student),
+        "bytes": {name: {"computed": computed, "written": real} for name, (computed, real) in sizes.items()},
+        "commit": revision(),
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    run_script(main, Config, "export_model", __doc__)
