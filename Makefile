@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 TPU := $(wildcard /dev/accel0 /dev/vfio/0)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup doctor demo test lint bench-qat bench-scaling \
+.PHONY: help setup doctor demo test lint bench-qat bench-scaling setup-peers test-peers \
 	recovery-v6e1 recovery-v6e4 recovery-v6e8 recovery-cuda recovery-cpu2 qat-v6e4 qat-cuda qat-cpu2
 
 help: ## this list
@@ -61,6 +61,17 @@ qat-cpu2: setup ## the demo's QAT in two CPU processes, after `make demo`
 
 test: setup ## the tests, as CI runs them
 	$(PY) -m pytest
+
+# Apart from the environment: the peers want other versions of what it pins.
+PEERS := $(VENV)/peers
+setup-peers: setup $(PEERS)/.ready ## the programs that test-peers compares with (llama.cpp is compiled: 12 minutes on two cores)
+
+$(PEERS)/.ready: requirements-peers.txt
+	$(PY) -m pip install --quiet --no-deps --upgrade --target $(PEERS) --requirement requirements-peers.txt
+	touch $@
+
+test-peers: setup-peers ## exports in llama.cpp itself, beside our figures (about twenty minutes on two cores)
+	PYTHONPATH=$(PEERS) $(PY) -m pytest -m peer
 
 lint: setup ## ruff, check only
 	$(PY) -m ruff check .

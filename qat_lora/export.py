@@ -4,6 +4,7 @@ HF folders hold the baked weights level·scale in fp32: fp16 would round them. G
 themselves, in the block types of qat_lora.quant.gguf.
 """
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -157,7 +158,9 @@ def _check_hf(source: Source, folder: Path, shown: Path, weights: dict[str, Tens
     if tokenizer.get_vocab() != ours.get_vocab() or tokenizer.chat_template != ours.chat_template:
         raise _differs(shown, "the tokenizer")
     if source.loras and not merged:
-        adapted = PeftModel.from_pretrained(model, str(folder / ADAPTER_FOLDER), torch_device="cpu")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers for an attribute it has renamed
+            adapted = PeftModel.from_pretrained(model, str(folder / ADAPTER_FOLDER), torch_device="cpu")
         for name, lora in source.loras.items():
             module = adapted.get_base_model().get_submodule(name)
             pairs = ((module.lora_A["default"].weight, lora.a), (module.lora_B["default"].weight, lora.b))

@@ -61,7 +61,6 @@ class Config(ScriptConfig):
 def main(cfg: Config) -> None:
     check(cfg)
     source = load_source(cfg.checkpoint, cfg.adapter)
-    say(f"student {cfg.checkpoint} of {source.name}" + (f", adapter {cfg.adapter}" if cfg.adapter else ""))
     if cfg.format == "gguf":
         export_gguf(cfg, source)
     else:
@@ -85,12 +84,17 @@ def check(cfg: Config) -> None:
     check_new(Path(cfg.output_dir))
 
 
+def introduce(cfg: Config, source: Source) -> None:
+    say(f"student {cfg.checkpoint} of {source.name}" + (f", adapter {cfg.adapter}" if cfg.adapter else ""))
+
+
 # -- HF --------------------------------------------------------------------------------------------------------------
 def export_hf(cfg: Config, source: Source) -> None:
     merged, target = cfg.format == "merged", Path(cfg.output_dir)
     computed = hf_bytes(source, merged)
     adapter = "added to them" if merged else "beside them in adapter/" if source.loras else "none"
-    say(f"plan    baked weights in fp32, adapter {adapter}; {computed / 1e6:.2f} MB computed")
+    introduce(cfg, source)
+    say(f"  baked weights in fp32, adapter {adapter}; {computed / 1e6:.2f} MB computed")
     if cfg.dry_run:
         return
     with new_folder(target) as folder:
@@ -105,6 +109,7 @@ def export_gguf(cfg: Config, source: Source) -> None:
     merged, target = cfg.adapter_as == "merged", Path(cfg.output_dir)
     plan = plan_gguf(source, cfg.gguf_type, merged)
     computed = {MODEL_FILE: plan.model_bytes, ADAPTER_FILE: plan.adapter_bytes}
+    introduce(cfg, source)
     show_plan(source, plan, computed)
     if merged:
         alone = plan_gguf(source, cfg.gguf_type).model_bytes

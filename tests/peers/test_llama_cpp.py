@@ -1,0 +1,138 @@
+"""Does llama.cpp run an exported student as we do? Perplexity on the same tokens of embedded text.
+
+llama.cpp rounds activations to 8 bits in its products, so the figures are near each other and not equal.
+"""
+
+import gc
+import math
+from pydoc_data.topics import topics
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from qat_lora.export import ADAPTER_FILE, MODEL_FILE, load_source, plan_gguf, write_gguf
+from qat_lora.models.adapter import load_adapter
+from qat_lora.models.loading import EMBEDDED, load_model, load_tokenizer
+from qat_lora.quant.init import initialise
+from qat_lora.quant.student import StudentSpec, load_student, quantize, save_student
+
+pytestmark = [pytest.mark.peer, pytest.mark.timeout(1800)]
+llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed; make setup-peers builds it")
+
+WINDOW, WINDOWS, NEAR = 256, 2, 0.005
+STUDENTS = {  # the 2-bit one quantises the MLPs only and searches its scales: round-to-nearest would leave noise
+    "Q2_0": (StudentSpec(mlp="int2/g64", attn="none"), "mse"),
+    "Q4_0": (StudentSpec(mlp="int4/g32", attn="int4/g32"), "absmax"),
+    "Q4_1": (StudentSpec(mlp="balanced4/g32", attn="balanced4/g32"), "absmax"),
+}
+
+
+@pytest.fixture(scope="module")
+def windows():
+    ids = load_tokenizer(EMBEDDED)(topics["assignment"], add_special_tokens=False)["input_ids"]
+    return torch.tensor(ids[: WINDOW * WINDOWS]).view(WINDOWS, WINDOW)
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory):
+    """student(type): the file of a quantised embedded model that fits the type, and the folder for its exports."""
+    made = {}
+
+    def make(kind):
+        if kind not in made:
+            folder = tmp_path_factory.mktemp(kind)
+            spec, method = STUDENTS[kind]
+            model = quantize(load_model(EMBEDDED), spec)
+            initialise(model, method)
+            save_student(folder / "best.pt", model, EMBEDDED, spec, {})
+            made[kind] = folder
+        return made[kind]
+
+    return make
+
+
+@torch.no_grad()
+def our_nll(model, windows) -> float:
+    return sum(model(row[None], labels=row[None]).loss.item() for row in windows) / len(windows)
+
+
+def their_nll(folder, windows, **options) -> float:
+    model = llama_cpp.Llama(
+        str(folder / MODEL_FILE), n_ctx=512, n_batch=512, logits_all=True, verbose=False, seed=0, **options
+    )
+    total = 0.0
+    for row in windows.tolist():
+        model.reset()
+        model.eval(row)
+        logits = torch.from_numpy(np.array(model.scores[: len(row)])).log_softmax(-1)
+        total -= logits[:-1].gather(1, torch.tensor(row[1:])[:, None]).mean().item()
+    model.close()
+    return total / len(windows)
+
+
+def exported(folder, name, adapter=None, merged=False):
+    source = load_source(folder / "best.pt", adapter)
+    (folder / name).mkdir()
+    plan = plan_gguf(source, merged=merged)
+    write_gguf(source, plan, folder / name, folder / name)
+    return folder / name, {entry.kind for entry in plan.entries if entry.quantizer}
+
+
+def compare(record_property, theirs, ours):
+    ratio = math.exp(theirs - ours)
+    record_property("ratio", ratio)
+    print(f"\nperplexity: llama.cpp {math.exp(theirs):.4f}, here {math.exp(ours):.4f}, ratio {ratio:.5f}")
+    assert abs(ratio - 1) <= NEAR
+
+
+@pytest.mark.parametrize("kind", STUDENTS)
+def test_perplexity_of_a_type(student, windows, record_property, kind):
+    folder, kinds = exported(student(kind), "plain")
+    assert kinds == {kind}
+    ours = our_nll(load_student(student(kind) / "best.pt")[0], windows)
+    compare(record_property, their_nll(folder, windows), ours)
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_perplexity_with_an_adapter(student, windows, record_property, merged):
+    """As adapter.gguf that llama.cpp puts on the model, and added to F16 layers. It must change the figure."""
+    base = student("Q4_0")
+    adapter = random_adapter(base / f"adapter-{merged}")
+    model = load_student(base / "best.pt")[0]
+    alone = our_nll(model, windows)
+    ours = our_nll(load_adapter(model, adapter), windows)
+    assert abs(ours - alone) > 0.05
+    del model
+    gc.collect()
+    folder, _ = exported(base, f"merged-{merged}", adapter, merged)
+    options = {} if merged else {"lora_path": str(folder / ADAPTER_FILE)}
+    compare(record_property, their_nll(folder, windows, **options), ours)
+
+
+def random_adapter(folder):
+    """A LoRA on every projection of the embedded model, with B far enough from 0 to matter."""
+    targets = [f"{p}_proj" for p in ("q", "k", "v", "o", "gate", "up", "down")]
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
+    random = torch.Generator().manual_seed(0)
+    model = get_peft_model(load_model(EMBEDDED), config)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn(parameter.shape, generator=random) * 0.03
+    model.save_pretrained(folder, save_embedding_layers=False)
+    return folder
+
+
+def test_tokens_and_chat_template_are_the_same(student):
+    """In the file that llama.cpp reads, whichever way the text is cut."""
+    folder = student("Q4_0") / "plain"
+    if not folder.exists():
+        folder, _ = exported(student("Q4_0"), "plain")
+    model = llama_cpp.Llama(str(folder / MODEL_FILE), n_ctx=512, vocab_only=True, verbose=False)
+    tokenizer = load_tokenizer(EMBEDDED)
+    for text in (topics["assignment"][:3000], "x = 12345 + 6.7\n\n\tdef f():  pass", "naïve café 東京 'll I've"):
+        theirs = model.tokenize(text.encode(), add_bos=False, special=False)
+        assert theirs == tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert model.metadata["tokenizer.chat_template"] == tokenizer.chat_template
+    model.close()

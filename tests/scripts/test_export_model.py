@@ -1,0 +1,231 @@
+"""The script leaves a whole, checked export or nothing; the plan is what comes out; bad input is one line."""
+
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGUFReader
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from qat_lora import export
+from qat_lora.errors import UserError
+from qat_lora.models.adapter import write_origin
+from qat_lora.models.loading import load_model
+from qat_lora.quant.init import initialise
+from qat_lora.quant.student import StudentSpec, quantize, read_student, save_student
+from qat_lora.run.config import parse
+from qat_lora.run.files import lock, sha256
+
+ROOT = Path(__file__).resolve().parents[2]
+SPEC = StudentSpec(mlp="int2/g64", attn="balanced4/g32")
+
+
+@pytest.fixture(scope="module")
+def files(tiny_model_dir, make_adapter, tmp_path_factory):
+    """(a trained student file, its adapter). Do not write to them."""
+    folder = tmp_path_factory.mktemp("files")
+    model = quantize(load_model(str(tiny_model_dir)), SPEC)
+    initialise(model, "absmax")
+    save_student(folder / "best.pt", model, str(tiny_model_dir), SPEC, {"step": 7, "heldout_ppl": 9.5})
+    shutil.copytree(make_adapter(tiny_model_dir), folder / "adapter")
+    write_origin(folder / "adapter", sha256(folder / "best.pt"))
+    return folder / "best.pt", folder / "adapter"
+
+
+@pytest.fixture
+def run(load_script, files, tmp_path, capsys):
+    """run(*flags): the lines that an export of the student to tmp_path/out prints."""
+    script = load_script("export_model")
+
+    def main(*flags) -> list[str]:
+        flags = ["--checkpoint", files[0], "--output-dir", tmp_path / "out", *flags]
+        script.main(parse(script.Config, "export_model", list(map(str, flags))))
+        return capsys.readouterr().out.splitlines()
+
+    return main
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# -- what comes out --------------------------------------------------------------------------------------------------
+def test_gguf_with_its_adapter(run, files, tmp_path):
+    lines = run("--adapter", files[1])
+    out = tmp_path / "out"
+    assert names(out) == ["adapter.gguf", "export.json", "model.gguf"] and names(tmp_path) == ["out"]
+    table = [line.split()[:4] for line in lines if " tensors" in line]
+    assert table == [
+        ["embedding,", "head", "—", "F16"], ["attention", "balanced4/g32", "Q4_1", "8"],
+        ["mlp", "int2/g64", "Q2_0", "6"], ["norms,", "biases", "—", "F32"], ["adapter", "—", "F32", "8"],
+    ]  # fmt: skip
+    note = json.loads((out / "export.json").read_text())
+    for name, sizes in note["bytes"].items():
+        assert sizes["written"] == sizes["computed"] == (out / name).stat().st_size
+    assert note["bytes"].keys() == {"model.gguf", "adapter.gguf"}
+    assert note["types"] == {
+        "embedding, head —": "F16", "attention balanced4/g32": "Q4_1", "mlp int2/g64": "Q2_0", "norms, biases —": "F32",
+    }  # fmt: skip
+    attention, mlp = 2 * (2 * 64 * 64 + 2 * 32 * 64), 2 * 3 * 64 * 128
+    assert note["bits_per_weight"] == pytest.approx((5 * attention + 2.25 * mlp) / (attention + mlp), rel=1e-12)
+    assert note["student_bits_per_weight"] == pytest.approx((4.5 * attention + 2.25 * mlp) / (attention + mlp))
+    assert (note["format"], note["adapter_as"], note["quantisers"]) == ("gguf", "lora", vars(SPEC))
+    assert note["student"] == sha256(files[0]) and note["info"]["step"] == 7
+    assert note["adapter"] == sha256(files[1] / "adapter_model.safetensors")
+    assert re.fullmatch(r"[0-9a-f]{7,}( with changes)?|nogit", note["commit"])
+
+
+def test_merging_states_its_price(run, files, tmp_path):
+    lines = run("--adapter", files[1], "--adapter-as", "merged")
+    types = {t.name: t.tensor_type.name for t in GGUFReader(tmp_path / "out" / "model.gguf").tensors}
+    assert types["blk.0.attn_q.weight"] == types["blk.1.ffn_down.weight"] == "F16"
+    assert types["blk.0.attn_k.weight"] == "Q4_1" and types["blk.0.ffn_up.weight"] == "Q2_0"
+    more = 2 * (64 * 64 * (16 - 5) + 128 * 64 * (16 - 2.25)) / 8e6
+    assert any(f"merging costs {more:.2f} MB" in line for line in lines)
+    assert names(tmp_path / "out") == ["export.json", "model.gguf"]
+
+
+@pytest.mark.parametrize("kind", ["hf", "merged"])
+def test_hf_folder(run, files, tmp_path, kind):
+    lines = run("--adapter", files[1], "--format", kind)
+    out = tmp_path / "out"
+    assert (out / "adapter").is_dir() == (kind == "hf")
+    assert {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"} <= set(names(out))
+    AutoModelForCausalLM.from_pretrained(out)
+    assert AutoTokenizer.from_pretrained(out).apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+    note = json.loads((out / "export.json").read_text())
+    assert note["adapter_as"] == ("lora" if kind == "hf" else "merged")
+    sizes = note["bytes"]["weights"]
+    assert sizes["written"] == sum(file.stat().st_size for file in out.rglob("*.safetensors"))
+    assert sizes["written"] == pytest.approx(sizes["computed"], rel=0.05)  # 47 names in a tiny file
+    assert any("read back" in line for line in lines)
+
+
+@pytest.mark.parametrize("flags", [["--format", "hf"], ["--format", "gguf"], ["--gguf-type", "F16"]])
+def test_dry_run_says_the_size_and_writes_nothing(run, tmp_path, flags):
+    plan = run(*flags, "--dry-run")
+    assert names(tmp_path) == []
+    assert plan == run(*flags)[: len(plan)]
+    assert re.search(r"[\d.]+ MB", plan[-1])
+
+
+def test_empty_folder_is_taken_and_the_target_may_be_deep(run, tmp_path):
+    (tmp_path / "out").mkdir()
+    run()
+    run("--output-dir", tmp_path / "a" / "b" / "c")
+    for out in (tmp_path / "out", tmp_path / "a" / "b" / "c"):
+        assert names(out) == ["export.json", "model.gguf"]
+
+
+# -- what goes wrong -------------------------------------------------------------------------------------------------
+def test_export_that_reads_back_otherwise_is_not_kept(run, tmp_path, monkeypatch):
+    encode = export.encode
+
+    def faulty(kind, spec, codes, scale):
+        data = encode(kind, spec, codes, scale)
+        data[-1, -1] ^= 1
+        return data
+
+    monkeypatch.setattr(export, "encode", faulty)
+    with pytest.raises(UserError, match="reads back otherwise than it was written, and is not kept"):
+        run()
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("flags", [["--format", "gguf"], ["--format", "hf"]])
+def test_full_disk_leaves_nothing(run, tmp_path, flags):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, hard))
+    try:
+        with pytest.raises(UserError, match="could not be written"):
+            run(*flags)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert names(tmp_path) == []
+    run(*flags)
+
+
+def test_killed_export_leaves_no_folder_of_that_name_and_the_next_one_succeeds(run, files, tmp_path):
+    code = (
+        "import sys, time; from qat_lora import export; sys.argv[0] = 'export_model.py'\n"
+        "write = export.write_gguf\n"
+        "def slow(*args): write(*args); print('written', flush=True); time.sleep(60)\n"
+        "export.write_gguf = slow\n"
+        "import runpy; runpy.run_path('scripts/export_model.py', run_name='__main__')\n"
+    )
+    command = [sys.executable, "-c", code, "--checkpoint", files[0], "--output-dir", tmp_path / "out"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(list(map(str, command)), cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
+    try:
+        assert any("written" in line for line in process.stdout)
+        with pytest.raises(UserError, match="another process is writing"):
+            run()
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert names(tmp_path) == [".out.part"]
+    run()
+    assert names(tmp_path) == ["out"] and names(tmp_path / "out") == ["export.json", "model.gguf"]
+
+
+def test_what_is_there_is_left_alone(refusal, run, files, tmp_path):
+    run()
+    before = (tmp_path / "out" / "model.gguf").read_bytes()
+    flags = ["--checkpoint", files[0], "--output-dir"]
+    assert "is there already and nothing is overwritten" in refusal("export_model", *flags, tmp_path / "out")
+    assert (tmp_path / "out" / "model.gguf").read_bytes() == before
+    assert "is there already" in refusal("export_model", *flags, files[0])
+    held = lock(tmp_path / ".new.part")
+    with pytest.raises(UserError, match="another process is writing"):
+        run("--output-dir", tmp_path / "new")
+    held.close()
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--format", "onnx"], "--format 'onnx' is not one of hf, merged, gguf"),
+        (["--gguf-type", "Q4_K"], "--gguf-type 'Q4_K' is not one of auto, Q2_0, Q4_0, Q4_1, Q8_0, F16"),
+        (["--adapter-as", "both"], "--adapter-as 'both' is not one of lora, merged"),
+        (["--format", "merged"], "needs the --adapter"), (["--adapter-as", "merged"], "is for --format gguf with an"),
+        (["--format", "hf", "--gguf-type", "Q4_0"], "--gguf-type Q4_0 is for --format gguf"),
+        (["--gguf-typ", "Q4_0"], "did you mean --gguf-type?"), (["--adapter", "/no/such/adapter"], "no such folder"),
+        (["--gguf-type", "Q4_0"], "Q4_0 cannot hold model.layers.0.self_attn.q_proj, which is balanced4/g32"),
+        (["--gguf-type", "Q2_0"], "what fits: Q4_1, Q8_0, F16, or auto"),
+    ],
+)  # fmt: skip
+def test_bad_flags(refusal, files, tmp_path, flags, words):
+    flags = ["--checkpoint", files[0], "--output-dir", tmp_path / "out", *flags]
+    assert words in refusal("export_model", *flags)
+    assert names(tmp_path) == []
+
+
+def test_missing_flags(refusal, files):
+    assert "--checkpoint is missing" in refusal("export_model", "--output-dir", "x")
+    assert "--output-dir is missing" in refusal("export_model", "--checkpoint", files[0])
+
+
+def test_students_that_are_not_exported(refusal, files, tmp_path):
+    said = refusal("export_model", "--output-dir", tmp_path / "out", "--checkpoint", tmp_path / "no.pt")
+    assert "no such file" in said
+    (tmp_path / "cut.pt").write_bytes(files[0].read_bytes()[:-2000])
+    said = refusal("export_model", "--output-dir", tmp_path / "out", "--checkpoint", tmp_path / "cut.pt")
+    assert "damaged" in said
+    torch.save(read_student(files[0]) | {"info": {"step": 0}}, tmp_path / "raw.pt")
+    said = refusal("export_model", "--output-dir", tmp_path / "out", "--checkpoint", tmp_path / "raw.pt")
+    assert "is untrained" in said and "step 0" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_adapter_of_another_student(refusal, files, tmp_path):
+    torch.save(read_student(files[0]) | {"info": {"step": 8}}, tmp_path / "other.pt")
+    flags = ["--output-dir", tmp_path / "out", "--checkpoint", tmp_path / "other.pt", "--adapter", files[1]]
+    assert "was trained on another student" in refusal("export_model", *flags)
