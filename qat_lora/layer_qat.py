@@ -8,14 +8,14 @@ import copy
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from qat_lora.backend import TorchBackend
+from qat_lora.blocks import block_inputs, block_outputs, compensate_block, run_block
 from qat_lora.errors import UserError
 from qat_lora.evaluate import head_weight
 from qat_lora.kd.losses import sparse_loss
-from qat_lora.models.loading import decoder_layers, hidden_states, unwrap
+from qat_lora.models.loading import decoder_layers, unwrap
 from qat_lora.qat import parameter_groups, restore
 from qat_lora.quant.linear import unquantized
 from qat_lora.run.schedule import cosine, set_learning_rates
@@ -24,63 +24,21 @@ from qat_lora.run.session import Session
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """steps updates of one batch for each block; kd_weight: of a global distillation term, 0 leaves it out."""
+    """steps updates of one batch for each block; kd_weight: of a global distillation term, 0 leaves it out;
+    compensate: each block starts with GPTQ on the inputs that the trained blocks before it give."""
 
     steps: int
     learning_rate: float
     scale_learning_rate: float
     clip_grad_norm: float
     kd_weight: float = 0.0
+    compensate: bool = False
 
     def __post_init__(self):
         if self.steps < 0 or self.kd_weight < 0:
             raise UserError(f"--layer-steps {self.steps} and --layer-kd-weight {self.kd_weight} must not be negative")
         if self.learning_rate <= 0 or self.scale_learning_rate <= 0:
             raise UserError(f"--layer-learning-rate {self.learning_rate} must be above 0")
-
-
-class _Seen(Exception):
-    """Ends a forward pass once the first block's inputs are known."""
-
-
-def block_inputs(model: nn.Module, tokens: Tensor) -> tuple[Tensor, dict]:
-    """What the first decoder block is called with for tokens [B, L]: hidden states [B, L, H] and keyword arguments.
-
-    The keywords (positions, masks) depend on the shape alone, so they serve every block and batch of that shape.
-    """
-    seen = {}
-
-    def watch(_, args, kwargs):
-        seen.update(hidden=args[0] if args else kwargs.pop("hidden_states"), kwargs=dict(kwargs))
-        raise _Seen
-
-    hook = decoder_layers(model)[0].register_forward_pre_hook(watch, with_kwargs=True)
-    try:
-        with torch.no_grad():
-            hidden_states(model, tokens)
-    except _Seen:
-        return seen["hidden"], seen["kwargs"]
-    finally:
-        hook.remove()
-    raise UserError(f"{type(model).__name__} does not call its decoder layers; layer-wise training needs one that does")
-
-
-def run_block(layer: nn.Module, hidden: Tensor, kwargs: dict) -> Tensor:
-    """The hidden states [B, L, H] that a decoder block makes of `hidden`."""
-    out = layer(hidden, **kwargs)
-    return out[0] if isinstance(out, tuple) else out
-
-
-@torch.no_grad()
-def block_outputs(layer: nn.Module, inputs: list[Tensor], kwargs: dict, backend: TorchBackend) -> list[Tensor]:
-    """A block's outputs [B, L, H] for every batch of inputs; both are kept on the host."""
-    outputs = []
-    for hidden in inputs:
-        with backend.autocast():
-            out = run_block(layer, hidden.to(backend.device), kwargs)
-        backend.step_boundary()
-        outputs.append(backend.to_host(out))
-    return outputs
 
 
 def train_layers(student: nn.Module, batches: list[dict], plan: LayerPlan, session: Session, backend: TorchBackend):
@@ -118,6 +76,8 @@ def train_layers(student: nn.Module, batches: list[dict], plan: LayerPlan, sessi
                 whole = original if resumed else layers[index]
                 with unquantized(whole):
                     targets = block_outputs(whole, inputs, kwargs, backend)
+                if plan.compensate and not resumed:
+                    compensate_block(layers[index], inputs, kwargs, backend)
                 groups = parameter_groups(layers[index], plan.learning_rate, plan.scale_learning_rate)
                 optimizer = backend.adamw(groups)
                 if resumed:

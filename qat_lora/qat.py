@@ -1,8 +1,10 @@
 """End-to-end quantisation-aware training of a student from a KD cache."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -11,6 +13,7 @@ from qat_lora.data.batches import batches
 from qat_lora.errors import UserError
 from qat_lora.evaluate import kd_loss
 from qat_lora.memory import training_memory
+from qat_lora.models.loading import decoder_layers
 from qat_lora.quant.linear import quantized_layers
 from qat_lora.run.config import RunConfig, option
 from qat_lora.run.schedule import cosine, set_learning_rates
@@ -103,14 +106,78 @@ class Plan:
         return cosine(step - 1, self.steps, min(self.warmup_steps, self.steps // 2))
 
 
+SCOPES = ("all", "mlp", "attn", "weights")
+
+
+@dataclass(frozen=True)
+class QATPlan(Plan):
+    """scale_learning_rate: of the quantisers' scales. scope: what learns, see `select_parameters`. ema: decay of the
+    moving average that is measured and saved in the student's place; 0: the student itself."""
+
+    scale_learning_rate: float = 0.0
+    scope: str = "all"
+    ema: float = 0.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.scale_learning_rate <= 0:
+            raise UserError(f"--scale-learning-rate {self.scale_learning_rate} must be above 0")
+        if self.scope not in SCOPES:
+            raise UserError(f"--scope {self.scope!r} is not one of {', '.join(SCOPES)}")
+        if not 0 <= self.ema < 1:
+            raise UserError(f"--ema {self.ema} must be from 0 (no average) to below 1, such as 0.98")
+
+
+def select_parameters(student: nn.Module, scope: str) -> None:
+    """Freeze what `scope` leaves out: "mlp" and "attn" train that part of the decoder blocks alone, "weights" all but
+    the scales, "all" freezes nothing."""
+    keep = {id(p) for p in student.parameters()}
+    if scope in ("mlp", "attn"):
+        inside = [(name, p) for block in decoder_layers(student) for name, p in block.named_parameters()]
+        keep = {id(p) for name, p in inside if name.split(".")[0] == {"mlp": "mlp", "attn": "self_attn"}[scope]}
+    elif scope == "weights":
+        keep -= {id(p) for layer in quantized_layers(student).values() for p in layer.quantizer.parameters()}
+    for p in student.parameters():
+        p.requires_grad_(p.requires_grad and id(p) in keep)
+
+
+class Average:
+    """The exponential moving average of parameters: values ← decay·values + (1 − decay)·parameters at each update."""
+
+    def __init__(self, parameters: dict[str, Tensor], decay: float):
+        self.parameters, self.decay = parameters, decay
+        self.values = {name: p.detach().clone() for name, p in parameters.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for name, p in self.parameters.items():
+            self.values[name].lerp_(p, 1 - self.decay)
+
+    def load(self, values: dict[str, Tensor]) -> None:
+        for name, value in values.items():
+            self.values[name].copy_(value)
+
+    @contextmanager
+    def shown(self):
+        """Within this context the parameters hold the average."""
+        before = {name: p.detach().clone() for name, p in self.parameters.items()}
+        with torch.no_grad():
+            for name, p in self.parameters.items():
+                p.copy_(self.values[name])
+            yield
+            for name, p in self.parameters.items():
+                p.copy_(before[name])
+
+
 def parameter_groups(student: nn.Module, learning_rate: float, scale_learning_rate: float) -> list[dict]:
-    """Optimiser groups: latent weights and everything unquantised, and the quantisers' scales."""
+    """Optimiser groups: latent weights and everything unquantised, and the quantisers' scales; none of them empty."""
     scales = {id(p) for layer in quantized_layers(student).values() for p in layer.quantizer.parameters()}
     trained = [p for p in student.parameters() if p.requires_grad]
-    return [
+    groups = [
         {"params": [p for p in trained if id(p) not in scales], "lr": learning_rate},
         {"params": [p for p in trained if id(p) in scales], "lr": scale_learning_rate},
     ]
+    return [group for group in groups if group["params"]]
 
 
 def restore(model: nn.Module, tensors: dict[str, Tensor]) -> None:
@@ -130,33 +197,44 @@ def restore(model: nn.Module, tensors: dict[str, Tensor]) -> None:
 def train_qat(
     student: nn.Module,
     train: Dataset,
-    plan: Plan,
-    scale_learning_rate: float,
+    plan: QATPlan,
     session: Session,
     backend: TorchBackend,
     evaluate: Callable[[int], dict],
+    stage: str = "qat",
 ) -> None:
-    """Train what a placed student leaves trainable (latent weights, scales, norms) against the cached teacher.
+    """Train what a placed student leaves trainable, and the plan's scope, against the cached teacher.
 
     train: KDCacheDataset. evaluate(step) gives held-out figures, and keeps the best state if it likes.
     """
-    optimizer = backend.adamw(parameter_groups(student, plan.learning_rate, scale_learning_rate))
+    kept = {name: p for name, p in student.named_parameters() if p.requires_grad}  # of earlier stages too
+    select_parameters(student, plan.scope)
+    optimizer = backend.adamw(parameter_groups(student, plan.learning_rate, plan.scale_learning_rate))
+    average = Average({n: p for n, p in kept.items() if p.requires_grad}, plan.ema) if plan.ema else None
 
     def state() -> tuple[dict, dict]:
-        trained = {name: p for name, p in student.named_parameters() if p.requires_grad}
-        return trained, {"optimizer": optimizer.state_dict()}
+        return kept, {"optimizer": optimizer.state_dict()} | ({"average": average.values} if average else {})
 
     def load(tensors: dict, trainer: dict) -> None:
         restore(student, tensors)
         optimizer.load_state_dict(trainer["optimizer"])
+        if average:
+            average.load(trainer["average"])
+
+    def measure(step: int) -> dict:
+        with average.shown() if average else nullcontext():
+            return evaluate(step)
 
     stream = None
     student.train()
-    for step in session.steps("qat", plan.steps, state, load, evaluate):
+    for step in session.steps(stage, plan.steps, state, load, measure):
         stream = stream or training_stream(train, plan, step, backend)
         factor = plan.learning_rate_factor(step)
         set_learning_rates(optimizer, factor)
         session.record(**update(student, stream, kd_loss, optimizer, plan, backend), lr=plan.learning_rate * factor)
+        if average:
+            average.update()
+            backend.step_boundary()  # on XLA a graph of its own, not a part of the next step's
 
 
 def training_stream(train: Dataset, plan: Plan, step: int, backend: TorchBackend) -> Iterator[dict]:

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from qat_lora import layer_qat
+from qat_lora.blocks import block_inputs, block_outputs
 from qat_lora.data.batches import batches
 from qat_lora.evaluate import heldout_figures, kd_loss
 from qat_lora.kd.dataset import KDCacheDataset
-from qat_lora.layer_qat import LayerPlan, block_inputs, block_outputs, train_layers
+from qat_lora.layer_qat import LayerPlan, train_layers
 from qat_lora.models.loading import decoder_layers, load_model
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import unquantized

@@ -11,12 +11,15 @@ from qat_lora.data.batches import batches
 from qat_lora.errors import UserError
 from qat_lora.evaluate import heldout_figures, kd_loss
 from qat_lora.models.loading import load_model
-from qat_lora.qat import Plan, parameter_groups, restore, train_qat, update
+from qat_lora.qat import QATPlan, parameter_groups, restore, train_qat, update
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import quantized_layers
 from qat_lora.quant.student import StudentSpec, quantize
 
-PLAN = Plan(steps=6, batch_size=4, accumulation=1, learning_rate=4e-3, warmup_steps=2, clip_grad_norm=1.0, seed=0)
+PLAN = QATPlan(
+    steps=6, batch_size=4, accumulation=1, learning_rate=4e-3, warmup_steps=2, clip_grad_norm=1.0, seed=0,
+    scale_learning_rate=4e-3,
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -35,7 +38,7 @@ def train(new_student, make_session, data, backend):
 
     def run(plan=PLAN, name="run", backend=backend):
         student, session = new_student(), make_session(name, backend)
-        train_qat(student, data[0], plan, plan.learning_rate, session, backend, lambda step: {})
+        train_qat(student, data[0], plan, session, backend, lambda step: {})
         return student, [line for line in session.run.metrics() if "loss" in line]
 
     return run
@@ -145,7 +148,8 @@ def test_the_rate_that_is_logged_is_the_one_in_use(new_student, data, make_sessi
 
     backend = Watching("cpu", "fp32")
     session = make_session("run", backend)
-    train_qat(new_student(), data[0], PLAN, PLAN.learning_rate / 4, session, backend, lambda step: {})
+    plan = dataclasses.replace(PLAN, scale_learning_rate=PLAN.learning_rate / 4)
+    train_qat(new_student(), data[0], plan, session, backend, lambda step: {})
     logged = [line["lr"] for line in session.run.metrics() if "loss" in line]
     assert [rates[0] for rates in backend.rates] == pytest.approx(logged)
     assert [rates[1] for rates in backend.rates] == pytest.approx([rate / 4 for rate in logged])

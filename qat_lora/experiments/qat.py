@@ -1,5 +1,6 @@
 """Low-bit QAT from a KD cache: options and steps of train_qat.py and train_v2_tpu_multi.py."""
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from qat_lora.models.loading import (
     load_model,
     load_tokenizer,
 )
-from qat_lora.qat import TrainOptions, train_qat
+from qat_lora.qat import QATPlan, TrainOptions, train_qat
+from qat_lora.quant.linear import free_scales
 from qat_lora.quant.student import (
     StudentSpec,
     bits_per_weight,
@@ -26,11 +28,13 @@ from qat_lora.quant.student import (
     megabytes,
     quantize,
     read_student,
+    reload_student,
+    requantized,
     save_student,
     thaw,
 )
 from qat_lora.run.config import option
-from qat_lora.run.files import sha256
+from qat_lora.run.files import sha256, write_atomically
 from qat_lora.run.plots import plot_run
 from qat_lora.run.rundir import open_run, say
 from qat_lora.run.session import Session
@@ -40,7 +44,11 @@ from qat_lora.start import METHODS, start
 @dataclass(frozen=True, kw_only=True)
 class Config(TrainOptions):
     model: str = option(EMBEDDED, "base model: smollm2-135m (embedded), a local folder, or a hub name")
-    v2_checkpoint: str | None = option(None, "start from this student, a best.pt of these quantisers, not from --model")
+    v2_checkpoint: str | None = option(
+        None,
+        "start from this student, a best.pt of --model; of other quantisers (4 bits, say): from its weights",
+        "--from",
+    )
     cache_dir: str | None = option(None, "KD cache made by build_kd_cache.py with this model's tokenizer")
     mlp: str = option(
         "balanced2/g32", "quantiser of the MLP: CODEBOOKbits/SCALE, e.g. balanced2/g32 or lut4/r32; or none"
@@ -53,6 +61,11 @@ class Config(TrainOptions):
     layer_steps: int = option(0, "updates for each block before end-to-end training; 0 leaves the stage out")
     layer_rows: int = option(32, "training rows of the start and of the layer-wise stage")
     layer_learning_rate: float = option(5e-4, "peak learning rate of the layer-wise stage")
+    scope: str = option("all", "what learns end to end: all, mlp, attn, or weights (scales stay)")
+    ema: float = option(0.0, "decay of a moving average of the student, measured and kept in its place; 0: none")
+    scale_steps: int = option(
+        0, "updates of the scales alone, codes fixed, from the best state; 0: no such stage"
+    )
     layer_kd_weight: float = option(0.0, "weight of a global distillation term in the layer-wise loss")
     learning_rate: float = option(8e-4, "peak learning rate of weights and norms")
     scale_learning_rate: float | None = option(None, "peak learning rate of scales; default: --learning-rate")
@@ -69,14 +82,14 @@ def main(cfg: Config) -> None:
 
 def work(backend: TorchBackend, cfg: Config) -> None:
     """The experiment, in each of its workers."""
-    spec, plan = student_spec(cfg), cfg.plan()
+    spec, plan = student_spec(cfg), qat_plan(cfg)
     with backend.group.main_first():
         train, heldout = open_cache(cfg, backend.world_size)
         describe(cfg, train, heldout, backend, backend.world_size)
     facts = {"device": str(backend), "cache": train.fingerprint, "student": str(spec)}
     facts |= cfg.update_facts(backend.world_size)
     if cfg.v2_checkpoint:
-        facts["start"] = backend.group.on_main(lambda: check_start(cfg, spec))
+        facts["start"] = backend.group.on_main(lambda: check_start(cfg))
     if cfg.layer_steps:  # an update of that stage is one batch for each worker
         facts["layer_rows_per_update"] = cfg.batch_size * backend.world_size
     run = open_run("train_qat", cfg, facts, backend.group)
@@ -102,7 +115,14 @@ def work(backend: TorchBackend, cfg: Config) -> None:
             save_student(best, student, cfg.model, spec, {"step": step, **figures})
         return figures
 
-    train_qat(student, train, plan, scale_rate(cfg), session, backend, evaluate)
+    train_qat(student, train, plan, session, backend, evaluate)
+    if cfg.scale_steps:
+        before = run.path / "endtoend.pt"
+        backend.group.on_main(lambda: before.exists() or keep(run.path / "best.pt", before))
+        reload_student(before, student)
+        free_scales(student)
+        plan = dataclasses.replace(plan, steps=cfg.scale_steps, scope="all")
+        train_qat(student, train, plan, session, backend, evaluate, stage="scales")
     cost = session.cost()
     if backend.is_main:
         best = session.best("heldout_kl")
@@ -113,13 +133,13 @@ def work(backend: TorchBackend, cfg: Config) -> None:
 
 def check(cfg: Config) -> None:
     """Raise UserError for what no run could use, before anything is opened."""
-    student_spec(cfg), cfg.plan(), cfg.every(), layer_plan(cfg)
+    student_spec(cfg), qat_plan(cfg), cfg.every(), layer_plan(cfg)
+    if cfg.scale_steps < 0:
+        raise UserError(f"--scale-steps {cfg.scale_steps} must not be negative; 0 leaves the stage out")
     if cfg.layer_rows < 1:
         raise UserError(f"--layer-rows {cfg.layer_rows} must be at least 1")
     if cfg.init not in METHODS:
         raise UserError(f"--init {cfg.init!r} is not one of {', '.join(METHODS)}")
-    if scale_rate(cfg) <= 0:
-        raise UserError(f"--scale-learning-rate {scale_rate(cfg)} must be above 0")
     if not cfg.cache_dir:
         raise UserError("--cache-dir is missing; build one with scripts/build_kd_cache.py")
 
@@ -128,14 +148,15 @@ def student_spec(cfg: Config) -> StudentSpec:
     return StudentSpec(mlp=cfg.mlp, attn=cfg.attn, head=cfg.head)
 
 
-def scale_rate(cfg: Config) -> float:
-    return cfg.learning_rate if cfg.scale_learning_rate is None else cfg.scale_learning_rate
+def qat_plan(cfg: Config) -> QATPlan:
+    rate = cfg.learning_rate if cfg.scale_learning_rate is None else cfg.scale_learning_rate
+    return QATPlan(**vars(cfg.plan()), scale_learning_rate=rate, scope=cfg.scope, ema=cfg.ema)
 
 
 def layer_plan(cfg: Config) -> LayerPlan:
     return LayerPlan(
         steps=cfg.layer_steps, learning_rate=cfg.layer_learning_rate, scale_learning_rate=cfg.layer_learning_rate,
-        clip_grad_norm=cfg.clip_grad_norm, kd_weight=cfg.layer_kd_weight,
+        clip_grad_norm=cfg.clip_grad_norm, kd_weight=cfg.layer_kd_weight, compensate=cfg.init == "gptq",
     )  # fmt: skip
 
 
@@ -152,29 +173,39 @@ def describe(cfg: Config, train, heldout, backend: TorchBackend, workers: int) -
     model = quantize(empty_model(cfg.model), spec)
     say(f"{cfg.model} → {spec}: {bits_per_weight(model):.2f} bits per weight, {megabytes(model):.1f} MB, on {backend}")
     say(f"cache {cfg.cache_dir}: {len(train)} training and {len(heldout)} held-out rows of {train.length} tokens")
-    say(f"{cfg.layer_steps} updates for each of {len(decoder_layers(model))} blocks, then {cfg.max_steps} end to end")
+    stages = f"{cfg.layer_steps} updates for each of {len(decoder_layers(model))} blocks, {cfg.max_steps} end to end"
+    say(f"start: {cfg.v2_checkpoint or cfg.init}; {stages}, {cfg.scale_steps} of the scales alone")
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters()) - trained
     for line in cfg.describe(model.config, trained, frozen, train, backend.bf16, workers):
         say(line)
 
 
-def check_start(cfg: Config, spec: StudentSpec) -> str:
-    """The checksum of --v2-checkpoint; raises UserError where it is no student of this model and these quantisers."""
-    there = StudentSpec(**read_student(cfg.v2_checkpoint, cfg.model)["spec"])
-    if there != spec:
-        raise UserError(f"--v2-checkpoint {cfg.v2_checkpoint} is {there}, this run {spec}; give its --config")
+def check_start(cfg: Config) -> str:
+    """The checksum of --v2-checkpoint; raises UserError where it is no student of this model."""
+    read_student(cfg.v2_checkpoint, cfg.model)
     return sha256(Path(cfg.v2_checkpoint))
 
 
 def first_student(cfg: Config, spec: StudentSpec, train, backend: TorchBackend, resumed: bool):
-    """The student where training begins: the base model with fresh scales, or another run's student."""
+    """The student where training begins: the base model, or another run's student, with fresh scales where it has none
+    of these quantisers."""
     if cfg.v2_checkpoint:
-        return thaw(load_student(cfg.v2_checkpoint)[0])
-    student = quantize(load_model(cfg.model), spec)
+        student, made = load_student(cfg.v2_checkpoint)
+        if StudentSpec(**made["spec"]) == spec:
+            return thaw(student)
+        student = requantized(student, load_model(cfg.model), spec)
+    else:
+        student = quantize(load_model(cfg.model), spec)
     if not resumed:
-        start(student, cfg.init, first_batches(train, cfg.layer_rows, cfg), backend)
+        # with a layer-wise stage GPTQ waits for it: each block is compensated on what the trained ones before it give
+        method = "mse" if cfg.init == "gptq" and cfg.layer_steps else cfg.init
+        start(student, method, first_batches(train, cfg.layer_rows, cfg), cfg.precision)
     return student
+
+
+def keep(path: Path, copy: Path) -> None:
+    write_atomically(copy, lambda file: file.write(path.read_bytes()))
 
 
 def first_batches(train, rows: int, cfg: Config, rank: int = 0, world_size: int = 1) -> list[dict]:

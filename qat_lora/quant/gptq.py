@@ -3,24 +3,23 @@
 import torch
 from torch import Tensor
 
-from qat_lora.quant.linear import Quantizer, nearest_code
+from qat_lora.quant.linear import nearest_code
+from qat_lora.quant.spec import QuantSpec
 
 DAMPING = 0.01  # of the mean diagonal, added to it: inputs that hardly occur must not blow up the inverse
 BLOCK = 128  # columns whose errors reach the columns after them in one product
 
 
 @torch.no_grad()
-def compensated(weight: Tensor, moment: Tensor, quantizer: Quantizer) -> Tensor:
+def compensated(weight: Tensor, scale: Tensor, moment: Tensor, spec: QuantSpec) -> Tensor:
     """The weight [out, in], column by column as it stood just before rounding: its codes are GPTQ's.
 
-    moment [in, in] is the second moment E[xxᵀ] of the layer's inputs; the quantiser's scale is fixed beforehand.
-    Columns go in the order of falling E[x²], the ones with most to lose first. Minimises E‖(W − Q)x‖² greedily.
+    scale [out, in] is fixed beforehand; moment [in, in] is the second moment E[xxᵀ] of the layer's inputs. All on the
+    CPU. Columns go in the order of falling E[x²], the ones with most to lose first. Minimises E‖(W − Q)x‖² greedily.
     """
-    spec = quantizer.spec
     order = moment.diagonal().argsort(descending=True, stable=True)
     back = order.argsort()
-    scale = quantizer.scale_matrix().expand_as(quantizer.grouped(weight)).reshape(weight.shape)[:, order]
-    w, u = weight[:, order].clone(), _inverse_root(moment[order][:, order])
+    w, scale, u = weight[:, order], scale[:, order], _inverse_root(moment[order][:, order])
     for start in range(0, w.shape[1], BLOCK):
         end = min(start + BLOCK, w.shape[1])
         errors = torch.empty_like(w[:, start:end])

@@ -122,4 +122,4 @@ def input_moments(model: nn.Module, run: Callable[[], object], cross: bool = Fal
     finally:
         for hook in hooks:
             hook.remove()
-    return {name: (sums[name] / counts[name]).cpu() for name in sums}
+    return {name: sums[name] / counts[name] for name in sums}

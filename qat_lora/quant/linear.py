@@ -43,6 +43,25 @@ class FakeQuant(torch.autograd.Function):
         return grad_weight, grad_scale, None, None, None
 
 
+class ScaledCodes(torch.autograd.Function):
+    """level[code]·scale in `dtype` for fixed codes [O, G, g]; ∂/∂scale is the level, times gradient_scale.
+
+    Only the codes are kept for the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx, codes: Tensor, scale: Tensor, spec: QuantSpec, gradient_scale: float, dtype: torch.dtype):
+        ctx.save_for_backward(codes)
+        ctx.spec, ctx.gradient_scale, ctx.shape = spec, gradient_scale, scale.shape
+        return levels_of(codes, spec).mul_(scale).to(dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (codes,) = ctx.saved_tensors
+        grad_scale = levels_of(codes, ctx.spec).mul_(grad).sum_to_size(ctx.shape) * ctx.gradient_scale
+        return None, grad_scale, None, None, None
+
+
 class Stored(torch.autograd.Function):
     """A learned scale as it is stored: rounded to fp16. The gradient passes straight through."""
 
@@ -58,6 +77,11 @@ class Stored(torch.autograd.Function):
 def nearest_code(x: Tensor, spec: QuantSpec) -> Tensor:
     """Codes 0 … 2^bits − 1 (as floats) of the levels nearest to x = weight / scale. Overwrites x."""
     return x.sub_(spec.lowest).div_(spec.step).round_().clamp_(0, spec.levels - 1)
+
+
+def levels_of(codes: Tensor, spec: QuantSpec) -> Tensor:
+    """The fp32 levels of codes."""
+    return codes.to(torch.float32).mul_(spec.step).add_(spec.lowest)
 
 
 class Quantizer(nn.Module):
@@ -101,12 +125,19 @@ class Quantizer(nn.Module):
         return weight.view(out_features, in_features // group, group)
 
     def forward(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """W_eff [out, in] in `dtype`, differentiable in the latent weight and the scale."""
+        """W_eff [out, in] in `dtype`, differentiable in the latent weight and the scale; with codes, in the scale."""
         shared = math.prod(self.shape) // self.spec.scale_values(*self.shape) if self.spec.scale != "lowrank" else 1
         gradient_scale = 1 / math.sqrt(shared * self.spec.largest)
         with torch.autocast(weight.device.type, enabled=False):  # the product A·B of a low-rank scale stays fp32
             scale = self.scale_matrix()
+        if self.codes is not None:
+            return ScaledCodes.apply(self.grouped(self.codes), scale, self.spec, gradient_scale, dtype).view(self.shape)
         return FakeQuant.apply(self.grouped(weight), scale, self.spec, gradient_scale, dtype).view(self.shape)
+
+    @property
+    def settled(self) -> bool:
+        """Whether neither codes nor scale change any more."""
+        return self.codes is not None and not next(self.parameters()).requires_grad
 
     @torch.no_grad()
     def encode(self, weight: Tensor) -> Tensor:
@@ -116,8 +147,7 @@ class Quantizer(nn.Module):
     @torch.no_grad()
     def decode(self, codes: Tensor) -> Tensor:
         """W_eff [out, in] of codes, fp32; equal to forward's to the bit."""
-        level = self.grouped(codes.to(torch.float32)).mul_(self.spec.step).add_(self.spec.lowest)
-        return level.mul_(self.scale_matrix()).view(self.shape)
+        return levels_of(self.grouped(codes), self.spec).mul_(self.scale_matrix()).view(self.shape)
 
 
 def _not_zero(scale: Tensor, least: float) -> Tensor:
@@ -162,7 +192,7 @@ def effective_weight(module: nn.Module, dtype: torch.dtype | None = None) -> Ten
     dtype: of a weight that is quantised here and now; default: what autocast would make of it.
     """
     quantizer = getattr(module, "quantizer", None)
-    if quantizer is None or not quantizer.enabled or quantizer.codes is not None:
+    if quantizer is None or not quantizer.enabled or quantizer.settled:
         return module.weight
     return quantizer(module.weight, dtype or compute_dtype(module.weight))
 
@@ -175,6 +205,12 @@ def freeze(module: nn.Module) -> None:
         layer.weight.data = layer.quantizer.decode(layer.quantizer.codes)
         layer.weight.requires_grad_(False)
         layer.quantizer.requires_grad_(False)
+
+
+def free_scales(module: nn.Module) -> None:
+    """Let the scales of a frozen `module` learn again; the codes stay."""
+    for layer in quantized_layers(module).values():
+        layer.quantizer.requires_grad_(True)
 
 
 def quantized_layers(module: nn.Module) -> dict[str, nn.Module]:

@@ -157,8 +157,17 @@ def load_student(path: str | Path, model: str | None = None, base: nn.Module | N
     content = read_student(path, model)
     base = load_model(content["model"]) if base is None else base
     student = quantize(base, StudentSpec(**content["spec"]))
-    tensors = content.pop("tensors")
-    layers = quantized_layers(student)
+    _fill(student, content, path)
+    return student, {key: value for key, value in content.items() if key != "tensors"}
+
+
+def reload_student(path: str | Path, student: nn.Module) -> None:
+    """Turn a student, wherever it is placed, into the frozen one of a file made of the same model and quantisers."""
+    _fill(student, read_student(path), path)
+
+
+def _fill(student: nn.Module, content: dict, path: str | Path) -> None:
+    tensors, layers = content["tensors"], quantized_layers(student)
     latent = {id(layer.weight) for layer in layers.values()}
     wanted = {n: p for n, p in student.named_parameters() if id(p) not in latent}
     shapes = {name: tuple(p.shape) for name, p in wanted.items()}
@@ -174,10 +183,10 @@ def load_student(path: str | Path, model: str | None = None, base: nn.Module | N
     for name, parameter in wanted.items():
         parameter.data.copy_(tensors[name])
     for name, layer in layers.items():
-        layer.quantizer.codes = unpack_codes(tensors[f"{name}.codes"], layer.quantizer.spec.bits, layer.quantizer.shape)
+        codes = unpack_codes(tensors[f"{name}.codes"], layer.quantizer.spec.bits, layer.quantizer.shape)
+        layer.quantizer.codes = codes.to(layer.weight.device)
     freeze(student)
     student.requires_grad_(False)
-    return student, content
 
 
 def empty_student(made: dict) -> nn.Module:
@@ -187,6 +196,17 @@ def empty_student(made: dict) -> nn.Module:
     for layer in quantized_layers(student).values():
         layer.quantizer.codes = torch.empty(layer.quantizer.shape, dtype=torch.uint8, device="meta")
     return student.requires_grad_(False)
+
+
+def requantized(student: nn.Module, base: nn.Module, spec: StudentSpec) -> nn.Module:
+    """`base`, a model of the same architecture, as a student of other quantisers: its latent weights are those that the
+    frozen `student` shows. Scales are still to be initialised."""
+    values = {name: p for name, p in student.named_parameters() if ".quantizer." not in name}
+    model = quantize(base, spec)
+    for name, parameter in model.named_parameters():
+        if ".quantizer." not in name:
+            parameter.data.copy_(values[name])
+    return model
 
 
 def thaw(student: nn.Module) -> nn.Module:

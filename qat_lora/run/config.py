@@ -19,9 +19,9 @@ from qat_lora.errors import UserError, report
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
-def option(default: Any, help: str) -> Any:
-    """A field of a script's config."""
-    return field(default=default, metadata={"help": help.replace("%", "%%")})
+def option(default: Any, help: str, *aliases: str) -> Any:
+    """A field of a script's config; aliases: other flags for it ("--from")."""
+    return field(default=default, metadata={"help": help.replace("%", "%%"), "aliases": list(aliases)})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,7 +72,7 @@ def test_five_steps_of_qat_equal_the_cpu(found):
     assert_same_figures(found, ("kl", "grad_norm", "heldout_kl"), first_evaluation_and_five_steps, 1e-4)
 
 
-@pytest.mark.parametrize("found", ["qat", "recovery"], indirect=True)
+@pytest.mark.parametrize("found", ["qat", "scales", "recovery"], indirect=True)
 def test_compiles_stay_flat_from_the_first_step_to_the_end(found):
     """Over warm-up, accumulation, logging, evaluation, the last batch of an epoch and saving."""
     compiles = [line["compiles"] for line in steps(found["lines"]["xla"])]
@@ -80,7 +80,7 @@ def test_compiles_stay_flat_from_the_first_step_to_the_end(found):
     assert found["end"]["compiles"] == compiles[-1]
 
 
-@pytest.mark.parametrize("found", ["qat", "recovery", "layers"], indirect=True)
+@pytest.mark.parametrize("found", ["qat", "scales", "recovery", "layers"], indirect=True)
 def test_nothing_falls_back_to_the_host(found):
     assert found["end"]["fallbacks"] == 0
 
@@ -95,6 +95,11 @@ def test_planted_item_sets_the_alarm_off(found):
 def test_recovery_equals_the_cpu(found):
     assert_same_figures(found, ("loss", "heldout_nll"), 7, 1e-5)
     assert found["adapter"] < 1e-3, "as saved"
+
+
+@reads("scales")
+def test_scales_alone_equal_the_cpu(found):
+    assert_same_figures(found, ("loss", "heldout_nll"), 7, 1e-5)
 
 
 @reads("layers")

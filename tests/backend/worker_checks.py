@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from qat_lora.errors import UserError
 from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.models.loading import empty_model, load_model
-from qat_lora.qat import Plan, train_qat
+from qat_lora.qat import QATPlan, train_qat
 from qat_lora.quant.init import initialise
 from qat_lora.quant.student import StudentSpec, quantize
 from qat_lora.run.rundir import Run
@@ -38,11 +38,11 @@ def train(backend, model: str, cache: str, out: Path, reduced: bool = True, watc
     backend.reduce = watched
     out.mkdir(exist_ok=True)
     session = Session(Run(out, resumed=False, writes=backend.is_main), backend, Every(log=1, save=0))
-    plan = Plan(
+    plan = QATPlan(
         steps=STEPS, batch_size=GLOBAL_BATCH // backend.world_size, accumulation=1, learning_rate=1e-4, warmup_steps=1,
-        clip_grad_norm=0.1, seed=0,
+        clip_grad_norm=0.1, seed=0, scale_learning_rate=1e-4,
     )  # fmt: skip
-    train_qat(student, KDCacheDataset(cache), plan, 1e-4, session, backend, evaluate=lambda step: {})
+    train_qat(student, KDCacheDataset(cache), plan, session, backend, evaluate=lambda step: {})
     trained = {name: p for name, p in student.named_parameters() if p.requires_grad}
     save_file(backend.to_host(trained), out / f"worker{backend.rank}.safetensors")
 

@@ -21,9 +21,9 @@ from qat_lora.kd.losses import sparse_loss
 from qat_lora.kd.targets import teacher_targets
 from qat_lora.layer_qat import LayerPlan, train_layers
 from qat_lora.models.loading import load_model
-from qat_lora.qat import Plan, parameter_groups, train_qat, update
+from qat_lora.qat import Plan, QATPlan, parameter_groups, train_qat, update
 from qat_lora.quant.init import initialise
-from qat_lora.quant.linear import QuantLinear
+from qat_lora.quant.linear import QuantLinear, free_scales, freeze
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import StudentSpec, quantize
 from qat_lora.recovery import Anchor, add_adapter, save_adapter, train_recovery_lora
@@ -107,13 +107,31 @@ def qat() -> dict:
     for name, backend in (("xla", XLA), ("cpu", CPU)):
         student, data = make_student(backend), Cached(10)
         session = open_session(f"qat-{name}", backend, Every(log=1, evaluate=3, save=2))
-        plan = Plan(STEPS, 2, 2, 3e-3, 3, 1.0, seed=0)
+        plan = QATPlan(STEPS, 2, 2, 3e-3, 3, 1.0, seed=0, scale_learning_rate=1e-3, ema=0.5)
 
         def evaluate(step: int, student=student, data=data, backend=backend) -> dict:
             return heldout_figures(student, data, backend, 2, 5)
 
         backend.seed(0)
-        train_qat(student, data, plan, 1e-3, session, backend, evaluate)
+        train_qat(student, data, plan, session, backend, evaluate)
+        logged[name] = lines(session)
+    return {"lines": logged, "end": XLA.counters()}
+
+
+def scales() -> dict:
+    """The stage of scales alone, on a frozen student."""
+    logged = {}
+    for name, backend in (("xla", XLA), ("cpu", CPU)):
+        student, data = make_student(backend), Cached(10)
+        freeze(student)
+        free_scales(student.requires_grad_(False))
+        session = open_session(f"scales-{name}", backend, Every(log=1, evaluate=2, save=2))
+        plan = QATPlan(4, 2, 1, 3e-3, 1, 1.0, seed=0, scale_learning_rate=1e-2)
+
+        def evaluate(step: int, student=student, data=data, backend=backend) -> dict:
+            return heldout_figures(student, data, backend, 2, 5)
+
+        train_qat(student, data, plan, session, backend, evaluate, stage="scales")
         logged[name] = lines(session)
     return {"lines": logged, "end": XLA.counters()}
 
@@ -146,7 +164,7 @@ def layers() -> dict:
         student = make_student(backend, LlamaForCausalLM(config).eval())
         session = open_session(f"layers-{name}", backend, Every(log=1, save=5))
         stream = batches(data, 2, 1, 0)
-        train_layers(student, [next(stream) for _ in range(2)], LayerPlan(3, 1e-3, 1e-3, 1.0), session, backend)
+        train_layers(student, [next(stream) for _ in range(2)], LayerPlan(3, 1e-3, 1e-3, 1.0, compensate=True), session, backend)
         logged[name] = lines(session)
     return {"lines": logged, "end": XLA.counters()}
 
@@ -252,7 +270,7 @@ def planted() -> dict:
 
 if __name__ == "__main__":
     found = {}
-    for check in (placing, qat, recovery, layers, pieces, checkpointing, precision, bf16, planted):
+    for check in (placing, qat, scales, recovery, layers, pieces, checkpointing, precision, bf16, planted):
         started = time.monotonic()
         try:
             found[check.__name__] = check()

@@ -26,6 +26,12 @@ def correlated(in_features=192, rows=600):
     return x, x.T @ x / rows
 
 
+def compensate(layer, moment):
+    quantizer = layer.quantizer
+    scale = quantizer.scale_matrix().detach().expand_as(quantizer.grouped(layer.weight)).reshape(layer.weight.shape)
+    return compensated(layer.weight.detach(), scale, moment, quantizer.spec)
+
+
 def error(layer, quantised, x):
     return ((layer.weight - quantised) @ x.T).square().mean()
 
@@ -35,7 +41,7 @@ def test_it_equals_a_loop_that_removes_one_input_after_another(text):
     """The optimal-brain form: after each column the inverse moment loses that row and column."""
     layer = layer_of(text)
     _, moment = correlated()
-    latent = compensated(layer.weight, moment, layer.quantizer)
+    latent = compensate(layer, moment)
     h = moment.double()
     inverse = torch.linalg.inv(h + DAMPING * h.diagonal().mean() * torch.eye(len(h)).double())
     w = layer.weight.detach().double().clone()
@@ -55,7 +61,7 @@ def test_it_equals_a_loop_that_removes_one_input_after_another(text):
 @pytest.mark.parametrize("text", SPECS)
 def test_uncorrelated_inputs_leave_nothing_to_compensate(text):
     layer = layer_of(text)
-    assert torch.equal(compensated(layer.weight, torch.linspace(1, 2, 192).diag(), layer.quantizer), layer.weight)
+    assert torch.equal(compensate(layer, torch.linspace(1, 2, 192).diag()), layer.weight)
 
 
 @pytest.mark.parametrize("text", SPECS)
@@ -64,7 +70,7 @@ def test_correlated_inputs_lose_less(text):
     x, moment = correlated()
     quantizer = layer.quantizer
     plain = quantizer.decode(quantizer.encode(layer.weight))
-    better = quantizer.decode(quantizer.encode(compensated(layer.weight, moment, quantizer)))
+    better = quantizer.decode(quantizer.encode(compensate(layer, moment)))
     assert error(layer, better, x) < 0.8 * error(layer, plain, x)
 
 
@@ -72,5 +78,5 @@ def test_inputs_that_never_occur_do_not_hurt():
     layer = layer_of("int2/g64")
     x, _ = correlated()
     x[:, 50:60] = 0
-    latent = compensated(layer.weight, x.T @ x / len(x), layer.quantizer)
+    latent = compensate(layer, x.T @ x / len(x))
     assert torch.isfinite(latent).all() and torch.equal(latent[:, 50:60], layer.weight[:, 50:60])
