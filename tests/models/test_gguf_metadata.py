@@ -1,0 +1,154 @@
+"""What a GGUF file says of a model: order of rows, tokenizer, and which models it could not say enough of."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGUFReader
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
+
+from qat_lora.errors import UserError
+from qat_lora.models import gguf
+from qat_lora.models.gguf import check_architecture, file_bytes, from_gguf_rows, metadata, model_writer, to_gguf_rows
+from qat_lora.models.loading import EMBEDDED, load_tokenizer, model_source
+
+FILE = "model.gguf"
+LLAMA3 = next(regex for regex, name in gguf.SPLITS.items() if name == "llama-bpe")
+
+
+@pytest.fixture
+def with_tokenizer(tiny_model_dir, tmp_path):
+    """with_tokenizer(tokenizer): the tiny model's folder with another tokenizer."""
+
+    def make(tokenizer):
+        folder = shutil.copytree(tiny_model_dir, tmp_path / "other")
+        for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            (folder / file).unlink(missing_ok=True)
+        tokenizer.save_pretrained(folder)
+        return str(folder)
+
+    return make
+
+
+def bpe(*steps) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of single bytes that cuts text by the given steps."""
+    vocab = {text: number for number, text in enumerate(["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    made = Tokenizer(models.BPE(vocab, []))
+    made.pre_tokenizer = pre_tokenizers.Sequence(list(steps)) if len(steps) > 1 else steps[0]
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>")
+
+
+def changed(config, **values):
+    """A config with other values, whatever they mean."""
+    return type("Config", (), {**config.to_dict(), **values})
+
+
+def byte_level(**options):
+    return pre_tokenizers.ByteLevel(**{"add_prefix_space": False, "use_regex": True} | options)
+
+
+def split(pattern):
+    return pre_tokenizers.Split(Regex(pattern), "isolated")
+
+
+def test_rows_go_there_and_back():
+    rows = np.arange(24).reshape(12, 2)
+    assert to_gguf_rows(rows, 2)[:, 0].tolist() == [0, 6, 2, 8, 4, 10, 12, 18, 14, 20, 16, 22]
+    assert (from_gguf_rows(to_gguf_rows(rows, 2), 2) == rows).all()
+    assert to_gguf_rows(rows, 0) is rows
+
+
+# -- tokenizer -------------------------------------------------------------------------------------------------------
+def test_tokenizer_of_a_folder_is_written_whole(tiny_model_dir, tmp_path, tiny_tokenizer, monkeypatch):
+    monkeypatch.setattr(gguf, "load_config", lambda name, load=gguf.load_config: changed(load(name), vocab_size=520))
+    writer, notes = model_writer(str(tiny_model_dir), 0)
+    assert any('520 tokens, pre-tokenizer "gpt-2"' in note for note in notes)
+    size = file_bytes(writer, [])
+    writer.write_header_to_file(tmp_path / FILE)
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert (tmp_path / FILE).stat().st_size == size
+    values = {key: field.contents() for key, field in GGUFReader(tmp_path / FILE).fields.items()}
+    tokens = values["tokenizer.ggml.tokens"]
+    assert {text: number for number, text in enumerate(tokens[:512])} == tiny_tokenizer.get_vocab()
+    assert tokens[512:] == [f"[PAD{number}]" for number in range(512, 520)]
+    assert values["tokenizer.ggml.token_type"] == [3] * 3 + [1] * 509 + [5] * 8
+    state = json.loads(tiny_tokenizer.backend_tokenizer.to_str())
+    assert values["tokenizer.ggml.merges"] == [" ".join(pair) for pair in state["model"]["merges"]]
+    assert values["tokenizer.chat_template"] == tiny_tokenizer.chat_template
+    assert (values["tokenizer.ggml.eos_token_id"], values["tokenizer.ggml.add_bos_token"]) == (2, False)
+    read = AutoTokenizer.from_pretrained(tmp_path, gguf_file=FILE)
+    for text in ("Assignment statements are used to (re)bind names.", "x = 12345\n\n\tdef f():", "naïve café 東京"):
+        assert read(text)["input_ids"] == tiny_tokenizer(text)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    "steps, name",
+    [
+        ([byte_level()], "gpt-2"), ([pre_tokenizers.Digits(individual_digits=True), byte_level()], "smollm"),
+        ([split(LLAMA3), byte_level(use_regex=False)], "llama-bpe"), ([byte_level(add_prefix_space=True)], "default"),
+        ([pre_tokenizers.Digits(individual_digits=False), byte_level()], "default"),
+        ([split(r"\\w+"), byte_level(use_regex=False)], "default"), ([split(LLAMA3), byte_level()], "default"),
+    ],
+)  # fmt: skip
+def test_pre_tokenizer_is_told_by_its_steps(with_tokenizer, steps, name):
+    writer, notes = model_writer(with_tokenizer(bpe(*steps)), 0)
+    assert metadata(writer)["tokenizer.ggml.pre"] == name
+    assert any("compare" in note for note in notes) == (name == "default")
+    assert any("no chat template" in note for note in notes) and "tokenizer.chat_template" not in metadata(writer)
+
+
+def test_pre_tokenizer_of_qwen(with_tokenizer):
+    """The regular expression of transformers' own class; its begin-of-text token is none."""
+    vocab = {"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}
+    writer, _ = model_writer(with_tokenizer(Qwen2Tokenizer(vocab=vocab, merges=[("a", "b")])), 0)
+    values = metadata(writer)
+    assert values["tokenizer.ggml.pre"] == "qwen2" and values["tokenizer.ggml.merges"] == ["a b"]
+    assert "tokenizer.ggml.bos_token_id" not in values and not values["tokenizer.ggml.add_bos_token"]
+
+
+def test_tokenizer_of_a_gguf_file_is_copied_unchanged():
+    """The embedded model's, with its own pre-tokenizer; the shape is the one that it states."""
+    writer, _ = model_writer(EMBEDDED, 2)
+    source = model_source(EMBEDDED)
+    fields = GGUFReader(Path(source["pretrained_model_name_or_path"], source["gguf_file"])).fields
+    theirs = {key: field.contents() for key, field in fields.items() if key.startswith("tokenizer.")}
+    assert {key: value for key, value in metadata(writer).items() if key.startswith("tokenizer.")} == theirs
+    assert theirs["tokenizer.ggml.pre"] == "smollm" and len(theirs) >= 11
+    for key in ("block_count", "rope.dimension_count", "attention.head_count_kv", "embedding_length", "vocab_size"):
+        assert metadata(writer)[f"llama.{key}"] == fields[f"llama.{key}"].contents(), key
+    for key in ("rope.freq_base", "attention.layer_norm_rms_epsilon"):
+        assert np.float32(metadata(writer)[f"llama.{key}"]) == np.float32(fields[f"llama.{key}"].contents()), key
+
+
+def test_tokenizer_that_is_no_byte_level_bpe(with_tokenizer):
+    words = Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
+    folder = with_tokenizer(PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>"))
+    with pytest.raises(UserError, match="no byte-level BPE"):
+        model_writer(folder, 0)
+
+
+def test_tokenizer_with_more_tokens_than_embeddings(with_tokenizer, tiny_model_dir):
+    grown = load_tokenizer(str(tiny_model_dir))
+    grown.add_tokens(["<tool>"])
+    with pytest.raises(UserError, match="512 embeddings, its tokenizer 513 tokens"):
+        model_writer(with_tokenizer(grown), 0)
+
+
+# -- models ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"model_type": "gemma"}, "is a gemma"), ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"attention_bias": True}, "attention_bias True"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope_type 'linear'"),
+    ],
+)  # fmt: skip
+def test_models_that_gguf_would_run_otherwise(tiny_model_dir, monkeypatch, change, words):
+    monkeypatch.setattr(gguf, "load_config", lambda name, load=gguf.load_config: changed(load(name), **change))
+    with pytest.raises(UserError, match=words):
+        check_architecture(str(tiny_model_dir))
