@@ -72,7 +72,7 @@ def model_dir(tiny_tokenizer, tmp_path_factory):
 def student_of(folder, spec=SPEC, info=None, change=None):
     """Its best.pt beside it; `change` goes over the model before it is saved."""
     model = quantize(load_model(str(folder)), spec)
-    initialise(model, "absmax")
+    initialise(model)
     if change:
         change(model)
     path = folder / f"{abs(hash(str(spec)))}.pt"

@@ -33,7 +33,7 @@ def files(tiny_model_dir, make_adapter, tmp_path_factory):
     """(a trained student file, its adapter). Do not write to them."""
     folder = tmp_path_factory.mktemp("files")
     model = quantize(load_model(str(tiny_model_dir)), SPEC)
-    initialise(model, "absmax")
+    initialise(model)
     save_student(folder / "best.pt", model, str(tiny_model_dir), SPEC, {"step": 7, "heldout_ppl": 9.5})
     shutil.copytree(make_adapter(tiny_model_dir), folder / "adapter")
     write_origin(folder / "adapter", sha256(folder / "best.pt"))
