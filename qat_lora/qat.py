@@ -1,7 +1,7 @@
 """End-to-end quantisation-aware training of a student from a KD cache."""
 
+import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -141,32 +141,12 @@ def select_parameters(student: nn.Module, scope: str) -> None:
         p.requires_grad_(p.requires_grad and id(p) in keep)
 
 
-class Average:
-    """The exponential moving average of parameters: values ← decay·values + (1 − decay)·parameters at each update."""
-
-    def __init__(self, parameters: dict[str, Tensor], decay: float):
-        self.parameters, self.decay = parameters, decay
-        self.values = {name: p.detach().clone() for name, p in parameters.items()}
-
-    @torch.no_grad()
-    def update(self) -> None:
-        for name, p in self.parameters.items():
-            self.values[name].lerp_(p, 1 - self.decay)
-
-    def load(self, values: dict[str, Tensor]) -> None:
-        for name, value in values.items():
-            self.values[name].copy_(value)
-
-    @contextmanager
-    def shown(self):
-        """Within this context the parameters hold the average."""
-        before = {name: p.detach().clone() for name, p in self.parameters.items()}
-        with torch.no_grad():
-            for name, p in self.parameters.items():
-                p.copy_(self.values[name])
-            yield
-            for name, p in self.parameters.items():
-                p.copy_(before[name])
+@torch.no_grad()
+def follow(average: nn.Module, student: nn.Module, decay: float) -> None:
+    """One step of an exponential moving average: average ← decay·average + (1 − decay)·student, for what is trained."""
+    for p, q in zip(average.parameters(), student.parameters()):
+        if q.requires_grad:
+            p.lerp_(q, 1 - decay)
 
 
 def parameter_groups(student: nn.Module, learning_rate: float, scale_learning_rate: float) -> list[dict]:
@@ -200,40 +180,38 @@ def train_qat(
     plan: QATPlan,
     session: Session,
     backend: TorchBackend,
-    evaluate: Callable[[int], dict],
+    evaluate: Callable[[int, nn.Module], dict],
     stage: str = "qat",
 ) -> None:
     """Train what a placed student leaves trainable, and the plan's scope, against the cached teacher.
 
-    train: KDCacheDataset. evaluate(step) gives held-out figures, and keeps the best state if it likes.
+    train: KDCacheDataset. evaluate(step, model) gives held-out figures, and keeps the best state if it likes; model is
+    the student, or its moving average.
     """
     kept = {name: p for name, p in student.named_parameters() if p.requires_grad}  # of earlier stages too
     select_parameters(student, plan.scope)
     optimizer = backend.adamw(parameter_groups(student, plan.learning_rate, plan.scale_learning_rate))
-    average = Average({n: p for n, p in kept.items() if p.requires_grad}, plan.ema) if plan.ema else None
+    shown = copy.deepcopy(student) if plan.ema else student
 
     def state() -> tuple[dict, dict]:
-        return kept, {"optimizer": optimizer.state_dict()} | ({"average": average.values} if average else {})
+        average = {name: p for name, p in shown.named_parameters() if name in kept} if plan.ema else {}
+        return kept, {"optimizer": optimizer.state_dict(), "average": average}
 
     def load(tensors: dict, trainer: dict) -> None:
         restore(student, tensors)
         optimizer.load_state_dict(trainer["optimizer"])
-        if average:
-            average.load(trainer["average"])
-
-    def measure(step: int) -> dict:
-        with average.shown() if average else nullcontext():
-            return evaluate(step)
+        if plan.ema:
+            restore(shown, trainer["average"])
 
     stream = None
     student.train()
-    for step in session.steps(stage, plan.steps, state, load, measure):
+    for step in session.steps(stage, plan.steps, state, load, lambda step: evaluate(step, shown)):
         stream = stream or training_stream(train, plan, step, backend)
         factor = plan.learning_rate_factor(step)
         set_learning_rates(optimizer, factor)
         session.record(**update(student, stream, kd_loss, optimizer, plan, backend), lr=plan.learning_rate * factor)
-        if average:
-            average.update()
+        if plan.ema:
+            follow(shown, student, plan.ema)
             backend.step_boundary()  # on XLA a graph of its own, not a part of the next step's
 
 

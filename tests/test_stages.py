@@ -8,7 +8,7 @@ import torch
 from qat_lora.errors import UserError
 from qat_lora.evaluate import heldout_figures, kd_loss
 from qat_lora.models.loading import load_model
-from qat_lora.qat import Average, QATPlan, select_parameters, train_qat
+from qat_lora.qat import QATPlan, follow, select_parameters, train_qat
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import free_scales, freeze, quantized_layers
 from qat_lora.quant.student import StudentSpec, load_student, quantize, reload_student, requantized, save_student
@@ -52,7 +52,7 @@ def test_only_the_scope_moves(scope, moves, new_student, data, make_session, bac
     assert moved and moved == {name for name in trained if moves(name)}
 
 
-def no_figures(step):
+def no_figures(step, model):
     return {}
 
 
@@ -70,36 +70,61 @@ def test_an_impossible_plan_fails_when_it_is_built(change):
 
 # -- the moving average -----------------------------------------------------------------------------------------------
 def test_the_average_by_hand():
-    p = torch.nn.Parameter(torch.tensor([1.0]))
-    average = Average({"p": p}, 0.75)
+    average, student = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    student.bias.requires_grad_(False)
+    average.weight.data.fill_(1), average.bias.data.fill_(7)
     for value, wanted in ((5.0, 2.0), (2.0, 2.0), (6.0, 3.0)):
-        p.data.fill_(value)
-        average.update()
-        assert average.values["p"].item() == pytest.approx(wanted)
-    with average.shown():
-        assert p.item() == pytest.approx(3)
-    assert p.item() == 6
+        student.weight.data.fill_(value)
+        follow(average, student, 0.75)
+        assert average.weight.item() == pytest.approx(wanted) and average.bias.item() == 7
 
 
 def test_the_average_is_measured_and_training_goes_on_without_it(new_student, data, make_session, backend):
-    plan, seen = dataclasses.replace(PLAN, ema=0.5), {}
+    students, measured = {}, {}
+    for name, plan in (("plain", PLAN), ("average", dataclasses.replace(PLAN, ema=0.5))):
+        students[name] = new_student()
 
-    def measure(name, student):
-        def evaluate(step):
-            seen[name] = values_of(student)
+        def evaluate(step, model, name=name):
+            measured[name] = model
             return {}
 
-        return evaluate
+        train_qat(students[name], data[0], plan, make_session(name, backend), backend, evaluate)
+    assert measured["plain"] is students["plain"]
+    average = values_of(measured["average"])
+    for name, value in values_of(students["plain"]).items():
+        assert torch.equal(value, students["average"].get_parameter(name)), name
+    assert not torch.equal(average["model.norm.weight"], students["plain"].model.norm.weight)
+    assert torch.equal(average["model.embed_tokens.weight"], students["plain"].model.embed_tokens.weight)
 
-    students = {}
-    for name, one in (("plain", PLAN), ("average", plan)):
-        students[name] = new_student()
-        train_qat(students[name], data[0], one, make_session(name, backend), backend, measure(name, students[name]))
-    plain, average = values_of(students["plain"]), values_of(students["average"])
-    for name, value in plain.items():
-        assert torch.equal(value, average[name]), name
-    name = "model.layers.0.mlp.up_proj.weight"
-    assert torch.equal(seen["plain"][name], plain[name]) and not torch.equal(seen["average"][name], plain[name])
+
+def test_a_resumed_run_keeps_its_average(new_student, data, make_session, backend):
+    plan, measured = dataclasses.replace(PLAN, ema=0.5), {}
+
+    def run(name, run_name, deadly=None):
+        def evaluate(step, model):
+            measured[name] = values_of(model)
+            return {}
+
+        session = make_session(run_name, backend, save=2)
+        if deadly:
+            record = session.record
+
+            def killing(**values):
+                nonlocal deadly
+                deadly -= 1
+                if not deadly:
+                    raise KeyboardInterrupt
+                record(**values)
+
+            session.record = killing
+        train_qat(new_student(), data[0], plan, session, backend, evaluate)
+
+    run("whole", "whole")
+    with pytest.raises(KeyboardInterrupt):
+        run("killed", "parts", deadly=4)
+    run("resumed", "parts")
+    for name, value in measured["whole"].items():
+        assert torch.equal(value, measured["resumed"][name]), name
 
 
 # -- scales alone -----------------------------------------------------------------------------------------------------

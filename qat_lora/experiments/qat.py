@@ -108,11 +108,11 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     if cfg.gradient_checkpointing:
         backend.gradient_checkpointing(student)
 
-    def evaluate(step: int) -> dict:
-        figures = heldout_figures(student, heldout, backend, cfg.batch_size, cfg.eval_rows)
+    def evaluate(step: int, model) -> dict:
+        figures = heldout_figures(model, heldout, backend, cfg.batch_size, cfg.eval_rows)
         best = run.path / "best.pt"
         if backend.is_main and (figures["heldout_kl"] < session.best("heldout_kl") or not best.exists()):
-            save_student(best, student, cfg.model, spec, {"step": step, **figures})
+            save_student(best, model, cfg.model, spec, {"step": step, **figures})
         return figures
 
     train_qat(student, train, plan, session, backend, evaluate)

@@ -116,6 +116,11 @@ def test_layer_stage_compiles_two_blocks_and_no_more(found):
     assert after[3] == after[2] == after[1] == found["end"]["compiles"]
 
 
+@reads("compensation")
+def test_compensation_gives_the_codes_of_the_cpu(found):
+    assert found["xla"] < 0.01 < 0.05 < found["plain"] and found["fallbacks"] == 0
+
+
 @reads("pieces")
 def test_losses_targets_and_fake_quant_equal_the_cpu(found):
     assert found["sparse_loss"] < 1e-6 and found["targets"] < 1e-5

@@ -15,15 +15,16 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from qat_lora.backend import TorchBackend, open_backend, probe
+from qat_lora.blocks import block_inputs, compensate_block
 from qat_lora.data.batches import batches
 from qat_lora.evaluate import heldout_figures, kd_loss
 from qat_lora.kd.losses import sparse_loss
 from qat_lora.kd.targets import teacher_targets
 from qat_lora.layer_qat import LayerPlan, train_layers
-from qat_lora.models.loading import load_model
+from qat_lora.models.loading import decoder_layers, load_model
 from qat_lora.qat import Plan, QATPlan, parameter_groups, train_qat, update
 from qat_lora.quant.init import initialise
-from qat_lora.quant.linear import QuantLinear, free_scales, freeze
+from qat_lora.quant.linear import QuantLinear, free_scales, freeze, quantized_layers
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import StudentSpec, quantize
 from qat_lora.recovery import Anchor, add_adapter, save_adapter, train_recovery_lora
@@ -109,8 +110,8 @@ def qat() -> dict:
         session = open_session(f"qat-{name}", backend, Every(log=1, evaluate=3, save=2))
         plan = QATPlan(STEPS, 2, 2, 3e-3, 3, 1.0, seed=0, scale_learning_rate=1e-3, ema=0.5)
 
-        def evaluate(step: int, student=student, data=data, backend=backend) -> dict:
-            return heldout_figures(student, data, backend, 2, 5)
+        def evaluate(step: int, model, data=data, backend=backend) -> dict:
+            return heldout_figures(model, data, backend, 2, 5)
 
         backend.seed(0)
         train_qat(student, data, plan, session, backend, evaluate)
@@ -128,8 +129,8 @@ def scales() -> dict:
         session = open_session(f"scales-{name}", backend, Every(log=1, evaluate=2, save=2))
         plan = QATPlan(4, 2, 1, 3e-3, 1, 1.0, seed=0, scale_learning_rate=1e-2)
 
-        def evaluate(step: int, student=student, data=data, backend=backend) -> dict:
-            return heldout_figures(student, data, backend, 2, 5)
+        def evaluate(step: int, model, data=data, backend=backend) -> dict:
+            return heldout_figures(model, data, backend, 2, 5)
 
         train_qat(student, data, plan, session, backend, evaluate, stage="scales")
         logged[name] = lines(session)
@@ -164,9 +165,28 @@ def layers() -> dict:
         student = make_student(backend, LlamaForCausalLM(config).eval())
         session = open_session(f"layers-{name}", backend, Every(log=1, save=5))
         stream = batches(data, 2, 1, 0)
-        train_layers(student, [next(stream) for _ in range(2)], LayerPlan(3, 1e-3, 1e-3, 1.0, compensate=True), session, backend)
+        train_layers(student, [next(stream) for _ in range(2)], LayerPlan(3, 1e-3, 1e-3, 1.0), session, backend)
         logged[name] = lines(session)
     return {"lines": logged, "end": XLA.counters()}
+
+
+def compensation() -> dict:
+    """GPTQ on the first block: the share of codes that differ from the CPU's, and from plain rounding's."""
+    codes, data = {}, Cached(4)
+    for name, backend in (("xla", XLA), ("cpu", CPU)):
+        student = make_student(backend)
+        block = decoder_layers(student)[0]
+        codes["plain"] = encoded(block)
+        hidden, kwargs = block_inputs(student, data.tokens.to(backend.device))
+        compensate_block(block, [backend.to_host(hidden)], kwargs, backend)
+        codes[name] = encoded(block)
+    share = {name: (codes[name] != codes["cpu"]).float().mean().item() for name in ("xla", "plain")}
+    return share | {"fallbacks": XLA.counters()["fallbacks"]}
+
+
+def encoded(block) -> torch.Tensor:
+    layers = quantized_layers(block).values()
+    return torch.cat([layer.quantizer.encode(layer.weight).cpu().flatten() for layer in layers])
 
 
 def pieces() -> dict:
@@ -270,7 +290,19 @@ def planted() -> dict:
 
 if __name__ == "__main__":
     found = {}
-    for check in (placing, qat, scales, recovery, layers, pieces, checkpointing, precision, bf16, planted):
+    for check in (
+        placing,
+        qat,
+        scales,
+        recovery,
+        layers,
+        compensation,
+        pieces,
+        checkpointing,
+        precision,
+        bf16,
+        planted,
+    ):
         started = time.monotonic()
         try:
             found[check.__name__] = check()
