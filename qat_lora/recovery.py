@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -19,6 +20,7 @@ from qat_lora.kd.losses import kd_soft_ce
 from qat_lora.models.adapter import write_origin
 from qat_lora.models.loading import hidden_states
 from qat_lora.qat import Plan, restore, training_stream, update
+from qat_lora.quant.init import input_moments
 from qat_lora.run.files import cannot_write
 from qat_lora.run.schedule import set_learning_rates
 from qat_lora.run.session import Session
@@ -48,6 +50,40 @@ def add_adapter(student: nn.Module, rank: int, alpha: float, projections: tuple[
             return get_peft_model(student, config)
         except ValueError as error:  # a model without these projections
             raise UserError(f"--targets {','.join(projections)}: {first_line(error)}") from error
+
+
+@torch.no_grad()
+def start_from_error(model: nn.Module, base: nn.Module, batches: list[dict], precision: str = "auto") -> None:
+    """Set a new adapter, on the CPU, to the best it can be at once: B·A of least E‖(W − Q)x − scaling·B·A·x‖².
+
+    W is the weight in `base`, the full-precision model, Q the student's, x what the student's layer gets on `batches`
+    (dicts of tokens [B, L]). Closed form: with M = E[xxᵀ], the truncated SVD of (W − Q)·M^½ times M^−½ (as in LQER,
+    arXiv 2402.02446, with the whole second moment).
+    """
+    backend = TorchBackend("cpu", precision)
+
+    def run():
+        for batch in batches:
+            with backend.autocast():
+                hidden_states(model, batch["tokens"])
+
+    moments = input_moments(model, run, cross=True)
+    prefix = "base_model.model."  # what PEFT puts before a module's own name
+    for name, layer in model.named_modules():
+        if isinstance(layer, LoraLayer):
+            error = base.get_submodule(name.removeprefix(prefix)).weight - layer.base_layer.weight
+            b, a = low_rank(error, moments[f"{name}.base_layer"], layer.r["default"])
+            layer.lora_A["default"].weight.copy_(a)
+            layer.lora_B["default"].weight.copy_(b / layer.scaling["default"])
+
+
+def low_rank(error: Tensor, moment: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """B [out, r] and A [r, in] of least tr((E − BA)·M·(E − BA)ᵀ) for E [out, in] and M [in, in]."""
+    values, vectors = torch.linalg.eigh(moment.double())
+    root = values.clamp(min=1e-4 * values.mean()).sqrt()  # directions that never occur must not blow A up
+    u, s, vh = torch.linalg.svd(error.double() @ (vectors * root), full_matrices=False)
+    half = s[:rank].sqrt()
+    return (u[:, :rank] * half).float(), ((half[:, None] * vh[:rank] / root) @ vectors.T).float()
 
 
 def save_adapter(model: nn.Module, folder: Path, student: str) -> None:

@@ -12,10 +12,20 @@ from qat_lora.data.packing import Rows, pack
 from qat_lora.errors import UserError
 from qat_lora.evaluate import heldout_figures, heldout_nll, text_figures
 from qat_lora.models.adapter import load_adapter
+from qat_lora.models.loading import load_model
 from qat_lora.qat import Plan, restore
 from qat_lora.quant.linear import quantized_layers
 from qat_lora.quant.student import load_student
-from qat_lora.recovery import PROJECTIONS, Anchor, TextDataset, add_adapter, save_adapter, train_recovery_lora
+from qat_lora.recovery import (
+    PROJECTIONS,
+    Anchor,
+    TextDataset,
+    add_adapter,
+    low_rank,
+    save_adapter,
+    start_from_error,
+    train_recovery_lora,
+)
 from qat_lora.run.files import sha256
 
 PLAN = Plan(steps=5, batch_size=4, accumulation=1, learning_rate=1e-2, warmup_steps=1, clip_grad_norm=1.0, seed=0)
@@ -52,6 +62,38 @@ def train(new_model, make_session, data, backend):
 
 def lora_of(model, part=""):
     return {name: p for name, p in model.named_parameters() if f"lora_{part}" in name}
+
+
+# -- where it starts ---------------------------------------------------------------------------------------------------
+def test_low_rank_is_the_best_of_its_rank_under_the_moment():
+    torch.manual_seed(0)
+    error, x = torch.randn(12, 20), torch.randn(300, 20) @ torch.randn(20, 20)
+    moment = x.T @ x / len(x)
+
+    def lost(left):
+        return ((error - left) @ x.T).square().mean().item()
+
+    b, a = low_rank(error, moment, 3)
+    u, s, vh = torch.linalg.svd(error @ x.T, full_matrices=False)
+    assert lost(b @ a) == pytest.approx(float(s[3:].square().sum()) / (12 * 300), rel=1e-3), "Eckart–Young"
+    u, s, vh = torch.linalg.svd(error)
+    assert lost(b @ a) < 0.95 * lost((u[:, :3] * s[:3]) @ vh[:3]), "the plain SVD does not know the inputs"
+    b, a = low_rank(error, moment, 12)
+    torch.testing.assert_close(b @ a, error, rtol=1e-2, atol=1e-2)
+
+
+@torch.no_grad()
+def test_an_adapter_from_the_error_is_nearer_to_the_teacher_at_once(new_model, sharp_model_dir, data, backend):
+    base = load_model(str(sharp_model_dir))
+    stream = batches(data[0], 4, 1, 0)
+    calibration = [next(stream) for _ in range(8)]
+    kl = {}
+    for rank in (0, 2, 16):
+        model = new_model(rank or 1, 3)
+        if rank:
+            start_from_error(model, base, calibration, "fp32")
+        kl[rank] = heldout_figures(model, data[1], backend, 4, 8)["heldout_kl"]
+    assert kl[16] < kl[2] < kl[0]
 
 
 # -- the adapter ------------------------------------------------------------------------------------------------------

@@ -6,13 +6,14 @@ from pathlib import Path
 import torch
 
 from qat_lora.backend import TorchBackend, launch, open_backend
+from qat_lora.data.batches import batches
 from qat_lora.data.options import TextOptions
 from qat_lora.data.packing import split_heldout, tokenizer_fingerprint
 from qat_lora.errors import UserError
 from qat_lora.evaluate import heldout_figures, heldout_nll
 from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.models.adapter import adapter_values
-from qat_lora.models.loading import check_length, load_config, load_tokenizer
+from qat_lora.models.loading import check_length, load_config, load_model, load_tokenizer
 from qat_lora.qat import TrainOptions
 from qat_lora.quant.student import StudentSpec, bits_per_weight, empty_student, load_student, read_student
 from qat_lora.recovery import (
@@ -22,6 +23,7 @@ from qat_lora.recovery import (
     TextDataset,
     add_adapter,
     save_adapter,
+    start_from_error,
     train_recovery_lora,
 )
 from qat_lora.run.config import option
@@ -29,6 +31,8 @@ from qat_lora.run.files import sha256
 from qat_lora.run.plots import plot_run
 from qat_lora.run.rundir import open_run, say
 from qat_lora.run.session import Session
+
+CALIBRATION_ROWS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +43,7 @@ class Config(TextOptions, TrainOptions):
     mode: str = option("kd", "kd (from a cache), sft (chat rows, completions only) or recover (plain text)")
     kd_cache_dir: str | None = option(None, "KD cache of mode kd")
     recovery_r: int = option(8, "rank")
+    adapter_init: str = option("zero", "zero, or error: the low-rank matrix nearest to what quantisation lost")
     recovery_alpha: float | None = option(None, "LoRA alpha; default: the rank")
     targets: str = option("q,v,o,gate,up,down", "projections with an adapter, of q,k,v,o,gate,up,down")
     mlp_only: bool = option(False, "adapters on gate,up,down only, whatever --targets says")
@@ -67,6 +72,8 @@ def work(backend: TorchBackend, cfg: Config) -> None:
         train, heldout = open_data(cfg, made["model"], backend.world_size)
     student = load_student(checkpoint)[0] if backend.is_main else empty_student(made)  # values come from worker 0
     model = adapted(cfg, student)
+    if backend.is_main and cfg.adapter_init == "error":
+        start_from_error(model, load_model(made["model"]), first_batches(cfg, train), cfg.precision)
     describe(cfg, model, made, train, backend, backend.world_size)
 
     fingerprint = backend.group.on_main(lambda: sha256(checkpoint))
@@ -101,6 +108,8 @@ def work(backend: TorchBackend, cfg: Config) -> None:
 def check(cfg: Config) -> None:
     if bool(cfg.checkpoint) == bool(cfg.v2_checkpoint):
         raise UserError("give the student's best.pt as either --checkpoint or --v2-checkpoint")
+    if cfg.adapter_init not in ("zero", "error"):
+        raise UserError(f"--adapter-init {cfg.adapter_init!r} is not one of zero, error")
     if cfg.mode not in MODES:
         raise UserError(f"--mode {cfg.mode!r} is not one of {', '.join(MODES)}")
     if cfg.anchor_weight < 0 or cfg.anchor_rows < 1 or cfg.anchor_length < 2:
@@ -145,6 +154,12 @@ def open_data(cfg: Config, model_name: str, workers: int):
         data = [TextDataset(rows, completions_only=cfg.mode == "sft") for rows in parts]
     cfg.check_rows(*data, workers)
     return data
+
+
+def first_batches(cfg: Config, train) -> list[dict]:
+    """The rows that an adapter is fitted on before training."""
+    stream = batches(train, cfg.batch_size, 1, cfg.seed)
+    return [next(stream) for _ in range(max(1, min(CALIBRATION_ROWS, len(train)) // cfg.batch_size))]
 
 
 def make_anchor(cfg: Config, model, train, backend: TorchBackend) -> Anchor | None:

@@ -1,0 +1,400 @@
+"""Which low-bit student is nearest to its teacher, for the same tokens, grid and bits? Ours beside its peers.
+
+    python benchmarks/qat_quality.py --quick                                       # about 30 minutes on two cores
+    python benchmarks/qat_quality.py --dataset wiki.txt --other-dataset tales.txt  # hours; the same command goes on
+
+A cell is a grid, a method and a seed. Each runs in a process of its own and adds its rows to results.jsonl of
+--output-dir; what is there is not run again, and a cell that was interrupted goes on. At the end of each the table and
+the plot are made anew. The first nine tenths of --dataset are trained on, from a cache of the teacher that is built
+once; PPL and the exact KL(teacher‖student) are measured on the rest and on --other-dataset, 512-token windows, fp32.
+
+  rtn, mse, gptq  no training (train_qat.py --init)
+  efficientqat    scales by the largest weight, blocks one after another, then scales alone (train_qat.py's stages)
+  loftq           alternating rounding and SVD (arXiv 2310.08659), then the adapter alone
+  torchao         its QAT: scales by the largest weight, taken anew at every step; from the same cached targets
+  torchao-text    the same from the text alone, by cross-entropy, as its documentation has it
+  ours            GPTQ and layer-wise, end to end, scales alone, recovery LoRA: a row after each stage
+
+Methods that train see equally many tokens of the same rows. Adapters have rank 4 and count at 16 bits a value.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import torch
+from matplotlib import pyplot as plt
+from torch import nn
+
+from qat_lora.backend import TorchBackend, open_backend
+from qat_lora.data.options import TextSource
+from qat_lora.data.packing import Rows, fingerprint, stream, tokenizer_fingerprint
+from qat_lora.errors import UserError
+from qat_lora.evaluate import heldout_figures, kd_loss, text_figures, text_loss, windows
+from qat_lora.kd.cache import CacheSpec, open_cache, write_cache
+from qat_lora.kd.dataset import KDCacheDataset
+from qat_lora.models.adapter import adapter_values, load_adapter
+from qat_lora.models.loading import EMBEDDED, EMBEDDED_NOTE, empty_model, load_config, load_model, load_tokenizer
+from qat_lora.qat import Plan, parameter_groups, restore, training_stream, update
+from qat_lora.quant.init import initialise
+from qat_lora.quant.linear import freeze, quantized_layers
+from qat_lora.quant.spec import QuantSpec
+from qat_lora.quant.student import StudentSpec, bits_per_weight, load_student, quantize
+from qat_lora.recovery import PROJECTIONS, add_adapter, low_rank
+from qat_lora.run.config import ScriptConfig, option, run_script
+from qat_lora.run.files import read_json, write_atomically
+from qat_lora.run.rundir import Run, revision
+from qat_lora.run.schedule import set_learning_rates
+from qat_lora.run.session import Every, Session
+
+METHODS = ("rtn", "mse", "gptq", "efficientqat", "loftq", "torchao", "torchao-text", "ours")
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+LENGTH, BATCH, WINDOW, RANK = 256, 4, 512, 4
+RATE = {2: 4e-4, 4: 1e-4}  # peak learning rate of weights and scales by bits; of adapters, 1e-3 and 5e-4
+ADAPTER_RATE = {2: 1e-3, 4: 5e-4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TextSource, ScriptConfig):
+    model: str = option(EMBEDDED, "model to quantise, and its own teacher")
+    other_dataset: str | None = option(None, "a text of another kind to measure on too")
+    grids: str = option("int2/g64,int2/g32,int4/g32,int4/g128", "quantisers of MLP and attention")
+    methods: str = option(",".join(METHODS), "what to compare")
+    seeds: str = option("0,1", "seeds of the order of the rows")
+    steps: int = option(488, "updates of 4×256 tokens at 2 bits: half a million")
+    steps_4bit: int = option(96, "updates at 4 bits")
+    calibration_rows: int = option(64, "rows that scales and GPTQ look at")
+    measured: int = option(12, "windows of each text to measure on")
+    output_dir: str = option("runs/qat_quality", "folder of the cache, the results, the table and the plot")
+    quick: bool = option(False, "int2/g64 alone, one seed, 40 updates, without torchao-text")
+    cell: str | None = option(None, "run this cell alone: GRID,METHOD,SEED")
+
+
+def main(cfg: Config) -> None:
+    if cfg.quick:
+        methods = ",".join(m for m in METHODS if m != "torchao-text")
+        cfg = Config(**vars(cfg) | {"grids": "int2/g64", "methods": methods, "seeds": "0", "steps": 40, "quick": False})
+    cells = check(cfg)
+    backend = open_backend(cfg.device, cfg.precision)
+    out = Path(cfg.output_dir)
+    print(f"{cfg.model} on {backend}, commit {revision()}, {len(cells)} cells → {out}", flush=True)
+    if cfg.dry_run:
+        return print("\n".join(cells))
+    if cfg.cell:
+        return run_cell(cfg, backend, out)
+    build_cache(cfg, backend, out)
+    done = {row["cell"] for row in results(out)}
+    for cell in cells:
+        if cell in done:
+            continue
+        print(cell, flush=True)
+        flags = [word for word in sys.argv[1:] if word not in ("--quick", "quick=true")]
+        steps = ["--steps", str(cfg.steps), "--steps-4bit", str(cfg.steps_4bit)]
+        subprocess.run([sys.executable, __file__, *flags, *steps, "--cell", cell], check=True)
+        write_report(cfg, out, str(backend))
+
+
+def check(cfg: Config) -> list[str]:
+    """The cells, after what is impossible has been refused."""
+    for name in ("steps", "steps_4bit", "calibration_rows", "measured"):
+        if getattr(cfg, name) < BATCH:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(cfg, name)} must be at least {BATCH}")
+    for grid in cfg.grids.split(","):
+        if (spec := QuantSpec.parse(grid)) is None or spec.scale != "group":
+            raise UserError(f"--grids {grid}: give group quantisers, such as int2/g64")
+    for method in cfg.methods.split(","):
+        if method not in METHODS:
+            raise UserError(f"--methods {method!r} is not one of {', '.join(METHODS)}")
+    if not all(seed.isdecimal() for seed in cfg.seeds.split(",")):
+        raise UserError(f"--seeds {cfg.seeds}: give whole numbers, such as 0,1")
+    seeds, methods, grids = (text.split(",") for text in (cfg.seeds, cfg.methods, cfg.grids))
+    cells = [f"{g},{m},{s}" for g in grids for s in seeds for m in methods]
+    if cfg.cell and cfg.cell not in cells:
+        raise UserError(f"--cell {cfg.cell} is none of these grids, methods and seeds")
+    return cells
+
+
+# -- text, cache, measuring ------------------------------------------------------------------------------------------
+def texts(cfg: Config) -> tuple[Rows, dict[str, tuple]]:
+    """Training rows, and the windows (with how many tokens of each count) of every text to measure on."""
+    tokenizer = load_tokenizer(cfg.model)
+    tokens, _ = stream(cfg.documents(tokenizer), tokenizer)
+    cut = len(tokens) * 9 // 10
+    count = cut // LENGTH
+    rows = tokens[: count * LENGTH].view(count, LENGTH)
+    measured = {"text": windows(tokens[cut:], WINDOW, WINDOW, cfg.measured)}
+    if cfg.other_dataset:
+        source = TextSource(dataset=cfg.other_dataset)
+        other, _ = stream(source.documents(tokenizer), tokenizer, cfg.measured * WINDOW)
+        measured["other"] = windows(other, WINDOW, WINDOW, cfg.measured)
+    return Rows(rows, torch.ones_like(rows, dtype=torch.uint8)), measured
+
+
+def build_cache(cfg: Config, backend: TorchBackend, out: Path) -> None:
+    """The teacher's cache: all rows but a fiftieth to train on, that one to choose the best state by."""
+    rows, _ = texts(cfg)
+    heldout = max(2 * BATCH, len(rows) // 50)
+    cut, tokenizer = len(rows) - heldout, load_tokenizer(cfg.model)
+    spec = CacheSpec(
+        teacher=cfg.model, tokenizer=tokenizer_fingerprint(tokenizer), text=fingerprint(rows),
+        precision="bf16" if backend.bf16 else "fp32", length=LENGTH, k=8, draws=12,
+        vocab=load_config(cfg.model).vocab_size, seed=0, rows_per_shard=64, train_rows=cut, heldout_rows=heldout,
+    )  # fmt: skip
+    (out / "cache").mkdir(parents=True, exist_ok=True)
+    if len(open_cache(out / "cache", spec)) == len(list(spec.shards())):
+        return
+    started, teacher = time.monotonic(), backend.place(load_model(cfg.model))
+    parts = {"train": Rows(rows.tokens[:cut], rows.mask[:cut]), "heldout": Rows(rows.tokens[cut:], rows.mask[cut:])}
+    for _ in write_cache(out / "cache", spec, parts, teacher, backend, BATCH):
+        pass
+    print(f"cache of {len(rows)} rows: {time.monotonic() - started:.0f} s", flush=True)
+
+
+class Bench:
+    """One cell: its student's quantisers, its rows, and what measures it."""
+
+    def __init__(self, cfg: Config, backend: TorchBackend, out: Path):
+        self.cfg, self.backend = cfg, backend
+        self.grid, self.method, seed = cfg.cell.split(",")
+        self.seed, self.out = int(seed), out
+        self.spec, self.bits = StudentSpec(self.grid, self.grid), QuantSpec.parse(self.grid).bits
+        self.steps = cfg.steps if self.bits == 2 else cfg.steps_4bit
+        self.train, self.heldout = (KDCacheDataset(out / "cache", split) for split in ("train", "heldout"))
+        self.folder = out / "cells" / cfg.cell.replace("/", "-").replace(",", "_")
+        self.started, self.whole = time.monotonic(), not self.folder.exists()
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def measure(self, model: nn.Module, stage: str, seconds: float, memory: float) -> dict:
+        """A row of the results."""
+        backend = TorchBackend("cpu", "fp32") if self.backend.kind == "cpu" else self.backend
+        teacher, figures = backend.place(load_model(self.cfg.model)), {}
+        backend.place(model.eval())
+        for name, (tokens, scored) in texts(self.cfg)[1].items():
+            got, own = (text_figures(m, tokens, scored, backend, BATCH, teacher) for m in (model, teacher))
+            figures[name] = {"ppl": got["ppl"], "kl": got["kl"], "gap": got["nll"] - own["nll"], "teacher": own["ppl"]}
+        values = adapter_values(model)
+        bits = bits_per_weight(quantize(empty_model(self.cfg.model), self.spec), values)
+        return {
+            "cell": self.cfg.cell, "grid": self.grid, "method": self.method, "stage": stage, "seed": self.seed,
+            "commit": revision(), "steps": self.steps, "seconds": round(seconds) if self.whole else None,
+            "peak_memory_mb": round(memory), "bits": bits, **figures,
+        }  # fmt: skip
+
+    def script(self, name: str, run: Path, **flags) -> dict:
+        """Run one of the project's scripts, or go on with it; its summary."""
+        own = {"output_dir": run, "resume": "auto", "device": self.cfg.device, "precision": self.cfg.precision}
+        own |= {"batch_size": BATCH, "eval_rows": len(self.heldout), "save_every": 50, "seed": self.seed}
+        words = [word for key, value in (own | flags).items() for word in (f"--{key.replace('_', '-')}", str(value))]
+        if not (run / "summary.json").exists() or read_json(run / "summary.json")["status"] != "finished":
+            subprocess.run([sys.executable, SCRIPTS / f"{name}.py", *words], check=True, stdout=subprocess.DEVNULL)
+        return read_json(run / "summary.json")
+
+    def qat(self, **flags) -> tuple[Path, dict]:
+        run = self.folder / "qat"
+        flags = {"layer_rows": self.cfg.calibration_rows, "max_steps": 0, "eval_every": self.steps // 4} | flags
+        flags = {"model": self.cfg.model, "cache_dir": self.out / "cache", "mlp": self.grid, "attn": self.grid} | flags
+        return run, self.script("train_qat", run, learning_rate=RATE[self.bits], **flags)
+
+    def fit(self, model: nn.Module, loss_of, groups: list[dict]) -> None:
+        """Train a placed model in the visible way, resumable; groups are the optimiser's."""
+        optimizer = self.backend.adamw(groups)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        run = Run(self.folder / "fit", resumed=(self.folder / "fit").exists())
+        run.path.mkdir(exist_ok=True)
+        session = Session(run, self.backend, Every(log=10, evaluate=self.steps // 4, save=50))
+        plan = Plan(self.steps, BATCH, 1, groups[0]["lr"], 10, 1.0, self.seed)
+
+        def state() -> tuple[dict, dict]:
+            return trained, {"optimizer": optimizer.state_dict()}
+
+        def load(tensors: dict, trainer: dict) -> None:
+            restore(model, tensors)
+            optimizer.load_state_dict(trainer["optimizer"])
+
+        def evaluate(step: int) -> dict:
+            return heldout_figures(model, self.heldout, self.backend, BATCH, len(self.heldout))
+
+        stream = None
+        model.train()
+        for step in session.steps("fit", self.steps, state, load, evaluate):
+            stream = stream or training_stream(self.train, plan, step, self.backend)
+            set_learning_rates(optimizer, plan.learning_rate_factor(step))
+            session.record(**update(model, stream, loss_of, optimizer, plan, self.backend))
+
+
+# -- the methods -----------------------------------------------------------------------------------------------------
+def run_cell(cfg: Config, backend: TorchBackend, out: Path) -> None:
+    bench = Bench(cfg, backend, out)
+    backend.seed(bench.seed)
+    trained = {"efficientqat": efficientqat, "loftq": loftq, "torchao": torchao, "torchao-text": torchao, "ours": ours}
+    rows = trained.get(bench.method, no_training)(bench)
+    with (out / "results.jsonl").open("a") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def no_training(bench: Bench) -> list[dict]:
+    run, summary = bench.qat(init=bench.method)
+    seconds = time.monotonic() - bench.started
+    return [bench.measure(load_student(run / "best.pt")[0], bench.method, seconds, summary["peak_memory_mb"])]
+
+
+def efficientqat(bench: Bench) -> list[dict]:
+    """arXiv 2407.11062 on our grid: half of the tokens block by block, half on the scales alone."""
+    half = bench.steps // 2
+    run, summary = bench.qat(
+        init="rtn", layer_steps=half, layer_rows=min(half * BATCH, len(bench.train)), scale_steps=bench.steps - half,
+        layer_learning_rate=RATE[bench.bits],
+    )  # fmt: skip
+    seconds = time.monotonic() - bench.started
+    return [bench.measure(load_student(run / "best.pt")[0], "scales", seconds, summary["peak_memory_mb"])]
+
+
+def loftq(bench: Bench) -> list[dict]:
+    base = load_model(bench.cfg.model)
+    student = quantize(load_model(bench.cfg.model), bench.spec)
+    factors = {}
+    for name, layer in quantized_layers(student).items():
+        weight, left = base.get_submodule(name).weight.detach(), torch.zeros(())
+        for _ in range(5):
+            layer.weight.data.copy_(weight - left)
+            initialise(layer)
+            error = weight - layer.quantizer.decode(layer.quantizer.encode(layer.weight))
+            factors[name] = low_rank(error, torch.eye(error.shape[1]), RANK)
+            left = factors[name][0] @ factors[name][1]
+    freeze(student)
+    model = add_adapter(student.requires_grad_(False), RANK, RANK, PROJECTIONS, bench.seed)
+    for name, (b, a) in factors.items():
+        layer = model.get_submodule(f"base_model.model.{name}")
+        layer.lora_A["default"].weight.data.copy_(a)
+        layer.lora_B["default"].weight.data.copy_(b)
+    bench.backend.place(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    bench.fit(model, kd_loss, [{"params": trained, "lr": ADAPTER_RATE[bench.bits]}])
+    return [bench.measure(model, "adapter", time.monotonic() - bench.started, bench.backend.peak_memory_mb())]
+
+
+def torchao(bench: Bench) -> list[dict]:
+    try:
+        from torchao.quantization import quantize_
+        from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
+    except ImportError as error:
+        raise UserError(f"torchao cannot be imported ({error}); make bench-quality installs it") from error
+    model, spec = load_model(bench.cfg.model), QuantSpec.parse(bench.grid)
+    config = IntxFakeQuantizeConfig(getattr(torch, f"int{spec.bits}"), group_size=spec.size, is_symmetric=True)
+    layers = QATConfig(weight_config=config, step="prepare")
+    quantize_(model, layers, filter_fn=lambda m, name: isinstance(m, nn.Linear) and "lm_head" not in name)
+    for table in (model.get_input_embeddings(), model.get_output_embeddings()):
+        table.weight.requires_grad_(False)  # as ours
+    bench.backend.place(model)
+    loss_of = text_loss if bench.method == "torchao-text" else kd_loss
+    bench.fit(model, loss_of, parameter_groups(model, RATE[bench.bits], RATE[bench.bits]))
+    return [bench.measure(model, "qat", time.monotonic() - bench.started, bench.backend.peak_memory_mb())]
+
+
+def ours(bench: Bench) -> list[dict]:
+    layers, scales, adapter = bench.steps // 12, bench.steps // 12, bench.steps // 6
+    run, summary = bench.qat(
+        init="gptq", layer_steps=layers, scale_steps=scales, max_steps=bench.steps - layers - scales - adapter,
+        layer_learning_rate=RATE[bench.bits],
+    )  # fmt: skip
+    seconds, rows = summary["seconds"], []
+    start = time.monotonic() - bench.started - sum(seconds.values())  # loading and GPTQ
+    stages = {"layerwise": "layers", "endtoend": "qat", "best": "scales"}
+    for file, stage in stages.items():
+        start += seconds[stage]
+        rows.append(bench.measure(load_student(run / f"{file}.pt")[0], stage, start, summary["peak_memory_mb"]))
+    began = time.monotonic()
+    lora = bench.folder / "recovery"
+    summary = bench.script(
+        "train_recovery_lora", lora, checkpoint=run / "best.pt", kd_cache_dir=bench.out / "cache", recovery_r=RANK,
+        targets=",".join(PROJECTIONS), max_steps=adapter, eval_every=adapter // 4,
+        learning_rate=ADAPTER_RATE[bench.bits],
+        seed=bench.seed + 1000,  # other rows first: on those that QAT has just fitted an adapter wins nothing
+    )  # fmt: skip
+    student = load_adapter(load_student(run / "best.pt")[0], lora / "adapter", run / "best.pt")
+    took = start + time.monotonic() - began
+    return [*rows, bench.measure(student, "adapter", took, summary["peak_memory_mb"])]
+
+
+# -- the report ------------------------------------------------------------------------------------------------------
+def results(out: Path) -> list[dict]:
+    path = out / "results.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def write_report(cfg: Config, out: Path, device: str) -> None:
+    """report.md and kl.png of everything measured so far."""
+    rows = results(out)
+    names = ["text", "other"] if "other" in rows[0] else ["text"]
+    head = ["", "bits", "PPL", "KL", *(["PPL, other", "KL, other"] if len(names) == 2 else [])]
+    head += ["above the teacher (nats)", "s", "MB", "seeds"]
+    lines = []
+    for grid in dict.fromkeys(row["grid"] for row in rows):
+        lines += [f"\n## {grid}, {rows_of(rows, grid=grid)[0]['steps']} updates\n", *table_lines(head)]
+        for method, stage in dict.fromkeys((row["method"], row["stage"]) for row in rows_of(rows, grid=grid)):
+            same = rows_of(rows, grid=grid, method=method, stage=stage)
+            figures = [spread([row[name][figure] for row in same]) for name in names for figure in ("ppl", "kl")]
+            figures += [spread([row["text"]["gap"] for row in same])]
+            figures += [spread([row[key] for row in same if row[key]], 0) for key in ("seconds", "peak_memory_mb")]
+            name = method if stage == method else f"{method}: {stage}"
+            lines.append("| " + " | ".join([name, f"{same[0]['bits']:.2f}", *figures, str(len(same))]) + " |")
+    teacher = ", ".join(f"{rows[0][name]['teacher']:.1f} on the {name}" for name in names)
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
+    note = f" Note: {EMBEDDED_NOTE}." if cfg.model == EMBEDDED else ""
+    text = (
+        f"# {cfg.model}: students for the same tokens, grid and bits\n\nTeacher's PPL: {teacher}.{note} Mean (smallest–"
+        f"largest) over seeds; {cfg.measured} windows of {WINDOW} tokens of each text; s is the time to that row, "
+        f"loading included, the cache's left out. {device}, commits {commits}.\n"
+        + "\n".join(lines)
+        + "\n\n![KL](kl.png)\n"
+    )
+    write_atomically(out / "report.md", lambda file: file.write(text.encode()))
+    plot(rows, out / "kl.png")
+
+
+def rows_of(rows: list[dict], **wanted) -> list[dict]:
+    return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
+
+
+def table_lines(head: list[str]) -> list[str]:
+    return ["| " + " | ".join(head) + " |", "|" + "---|" + "---:|" * (len(head) - 1)]
+
+
+def spread(values: list[float], digits: int = 3) -> str:
+    """Mean (smallest–largest)."""
+    if not values:
+        return ""
+
+    def show(value: float) -> str:
+        return f"{value:.1e}" if value >= 1e5 else f"{value:.1f}" if value >= 100 and digits else f"{value:.{digits}f}"
+
+    mean = sum(values) / len(values)
+    return show(mean) if len(values) == 1 else f"{show(mean)} ({show(min(values))}–{show(max(values))})"
+
+
+def plot(rows: list[dict], path: Path) -> None:
+    """Held-out KL of every row, a panel for each grid."""
+    grids = list(dict.fromkeys(row["grid"] for row in rows))
+    figure, axes = plt.subplots(1, len(grids), figsize=(5 * len(grids), 4), squeeze=False)
+    for axis, grid in zip(axes.flat, grids):
+        names = [f"{row['method']}: {row['stage']}" for row in rows_of(rows, grid=grid)]
+        order = list(dict.fromkeys(reversed(names)))
+        axis.scatter([row["text"]["kl"] for row in rows_of(rows, grid=grid)], [order.index(name) for name in names])
+        axis.set_yticks(range(len(order)), order, fontsize=8)
+        axis.set_xscale("log")
+        axis.set_xlabel("KL to the teacher (nats)")
+        axis.set_title(grid)
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    run_script(main, Config, "qat_quality", __doc__)
