@@ -130,9 +130,10 @@ def write_hf(source: Source, folder: Path, shown: Path, merged: bool) -> None:
     shown: the folder's later name, which the adapter names as its base model.
     """
     weights = {name: _weight(source, name, merged) for name in _plain_parameters(source.student)}
+    tokenizer = load_tokenizer(source.name)
     try:
         source.student.save_pretrained(folder, state_dict=weights)
-        load_tokenizer(source.name).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
         if source.loras and not merged:
             _write_adapter(source, folder / ADAPTER_FOLDER, shown)
     except Exception as error:  # safetensors reports a full disk with an exception of its own

@@ -1,6 +1,8 @@
 """Does llama.cpp run an exported student as we do? Perplexity on the same tokens of embedded text.
 
-llama.cpp rounds activations to 8 bits in its products, so the figures are near each other and not equal.
+llama.cpp rounds what it multiplies with a block type to 8 bits, in blocks of 32. That alone moves the perplexity of
+SmolLM2-135M by half a per cent, of its publisher's own file too, so our figure is taken with the same rounding; the two
+still differ by noise, of about .2% over these tokens. F16 has no such rounding, and must agree to .1%.
 """
 
 import gc
@@ -16,16 +18,17 @@ from qat_lora.export import ADAPTER_FILE, MODEL_FILE, load_source, plan_gguf, wr
 from qat_lora.models.adapter import load_adapter
 from qat_lora.models.loading import EMBEDDED, load_model, load_tokenizer
 from qat_lora.quant.init import initialise
+from qat_lora.quant.linear import quantized_layers
 from qat_lora.quant.student import StudentSpec, load_student, quantize, save_student
 
 pytestmark = [pytest.mark.peer, pytest.mark.timeout(1800)]
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed; make setup-peers builds it")
 
-WINDOW, WINDOWS, NEAR = 256, 2, 0.005
-STUDENTS = {  # the 2-bit one quantises the MLPs only and searches its scales: round-to-nearest would leave noise
-    "Q2_0": (StudentSpec(mlp="int2/g64", attn="none"), "mse"),
-    "Q4_0": (StudentSpec(mlp="int4/g32", attn="int4/g32"), "absmax"),
-    "Q4_1": (StudentSpec(mlp="balanced4/g32", attn="balanced4/g32"), "absmax"),
+WINDOW, WINDOWS, NEAR = 512, 4, 0.005
+STUDENTS = {  # untrained at 2 bits the whole model would say nothing: there only the attention is quantised
+    "Q2_0": (StudentSpec(mlp="none", attn="int2/g64"), {"Q2_0"}),
+    "Q4_0": (StudentSpec(mlp="int4/g32", attn="int4/g32", head="int8/g32"), {"Q4_0", "Q8_0"}),
+    "Q4_1": (StudentSpec(mlp="balanced4/g32", attn="balanced4/g32"), {"Q4_1"}),
 }
 
 
@@ -43,14 +46,28 @@ def student(tmp_path_factory):
     def make(kind):
         if kind not in made:
             folder = tmp_path_factory.mktemp(kind)
-            spec, method = STUDENTS[kind]
+            spec = STUDENTS[kind][0]
             model = quantize(load_model(EMBEDDED), spec)
-            initialise(model, method)
+            initialise(model, search=kind == "Q2_0")  # the search takes minutes; 4 bits do without
             save_student(folder / "best.pt", model, EMBEDDED, spec, {})
             made[kind] = folder
         return made[kind]
 
     return make
+
+
+def rounded(x):
+    """Activations as llama.cpp has them in such a product: in blocks of 32, 127 steps to the largest."""
+    blocks = x.reshape(*x.shape[:-1], -1, 32)
+    step = blocks.abs().amax(-1, keepdim=True) / 127
+    return ((blocks / step.clamp(min=1e-30)).round() * step.half().float()).view_as(x)
+
+
+def round_inputs(model):
+    """Put that rounding before every quantised layer of a student."""
+    for layer in quantized_layers(model).values():
+        layer.register_forward_pre_hook(lambda layer, args: (rounded(args[0]),))
+    return model
 
 
 @torch.no_grad()
@@ -72,43 +89,59 @@ def their_nll(folder, windows, **options) -> float:
     return total / len(windows)
 
 
-def exported(folder, name, adapter=None, merged=False):
+def exported(folder, name, adapter=None, wanted="auto", merged=False):
     source = load_source(folder / "best.pt", adapter)
     (folder / name).mkdir()
-    plan = plan_gguf(source, merged=merged)
+    plan = plan_gguf(source, wanted, merged)
     write_gguf(source, plan, folder / name, folder / name)
     return folder / name, {entry.kind for entry in plan.entries if entry.quantizer}
 
 
-def compare(record_property, theirs, ours):
-    ratio = math.exp(theirs - ours)
-    record_property("ratio", ratio)
-    print(f"\nperplexity: llama.cpp {math.exp(theirs):.4f}, here {math.exp(ours):.4f}, ratio {ratio:.5f}")
-    assert abs(ratio - 1) <= NEAR
+def compare(what, theirs, exact, ours, near=NEAR):
+    """theirs against ours, whose products are rounded as theirs; beside it against our exact ones."""
+    ratio, plain = math.exp(theirs - ours), math.exp(theirs - exact)
+    print(
+        f"\n{what}: perplexity of llama.cpp {math.exp(theirs):.4f}, here {math.exp(ours):.4f} with rounded inputs "
+        f"(ratio {ratio:.5f}), {math.exp(exact):.4f} without (ratio {plain:.5f})",
+        flush=True,
+    )
+    assert abs(ratio - 1) <= near
 
 
 @pytest.mark.parametrize("kind", STUDENTS)
-def test_perplexity_of_a_type(student, windows, record_property, kind):
+def test_perplexity_of_a_type(student, windows, kind):
     folder, kinds = exported(student(kind), "plain")
-    assert kinds == {kind}
-    ours = our_nll(load_student(student(kind) / "best.pt")[0], windows)
-    compare(record_property, their_nll(folder, windows), ours)
+    assert kinds == STUDENTS[kind][1]
+    model = load_student(student(kind) / "best.pt")[0]
+    exact = our_nll(model, windows)
+    ours = our_nll(round_inputs(model), windows)
+    compare(kind, their_nll(folder, windows), exact, ours)
+
+
+def test_perplexity_of_the_same_weights_as_f16(student, windows):
+    """Names, order of rows, rotation, norms and tokens, without the rounding of inputs."""
+    folder, _ = exported(student("Q4_1"), "f16", wanted="F16")
+    exact = our_nll(load_student(student("Q4_1") / "best.pt")[0], windows)
+    compare("F16", their_nll(folder, windows), exact, exact, 0.001)
 
 
 @pytest.mark.parametrize("merged", [False, True])
-def test_perplexity_with_an_adapter(student, windows, record_property, merged):
+def test_perplexity_with_an_adapter(student, windows, merged):
     """As adapter.gguf that llama.cpp puts on the model, and added to F16 layers. It must change the figure."""
-    base = student("Q4_0")
+    base = student("Q4_1")
     adapter = random_adapter(base / f"adapter-{merged}")
     model = load_student(base / "best.pt")[0]
     alone = our_nll(model, windows)
-    ours = our_nll(load_adapter(model, adapter), windows)
-    assert abs(ours - alone) > 0.05
+    exact = ours = our_nll(load_adapter(model, adapter), windows)
+    assert abs(exact - alone) > 0.05
+    if not merged:
+        model = load_student(base / "best.pt")[0]
+        ours = our_nll(load_adapter(round_inputs(model), adapter), windows)
     del model
     gc.collect()
-    folder, _ = exported(base, f"merged-{merged}", adapter, merged)
+    folder, _ = exported(base, f"merged-{merged}", adapter, merged=merged)
     options = {} if merged else {"lora_path": str(folder / ADAPTER_FILE)}
-    compare(record_property, their_nll(folder, windows, **options), ours)
+    compare(f"adapter, merged: {merged}", their_nll(folder, windows, **options), exact, ours)
 
 
 def random_adapter(folder):
