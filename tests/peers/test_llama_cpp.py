@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from qat_lora.export import ADAPTER_FILE, MODEL_FILE, load_source, plan_gguf, write_gguf
 from qat_lora.models.adapter import load_adapter
@@ -144,15 +145,15 @@ def test_perplexity_with_an_adapter(student, windows, merged):
     compare(f"adapter, merged: {merged}", their_nll(folder, windows, **options), exact, ours)
 
 
-def random_adapter(folder):
-    """A LoRA on every projection of the embedded model, with B far enough from 0 to matter."""
+def random_adapter(folder, name=EMBEDDED, spread=0.03):
+    """A LoRA on every projection of a model, far enough from 0 to matter."""
     targets = [f"{p}_proj" for p in ("q", "k", "v", "o", "gate", "up", "down")]
     config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
     random = torch.Generator().manual_seed(0)
-    model = get_peft_model(load_model(EMBEDDED), config)
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            parameter.data = torch.randn(parameter.shape, generator=random) * 0.03
+    model = get_peft_model(load_model(name), config)
+    for parameter_name, parameter in model.named_parameters():
+        if "lora_" in parameter_name:
+            parameter.data = torch.randn(parameter.shape, generator=random) * spread
     model.save_pretrained(folder, save_embedding_layers=False)
     return folder
 
@@ -169,3 +170,82 @@ def test_tokens_and_chat_template_are_the_same(student):
         assert theirs == tokenizer(text, add_special_tokens=False)["input_ids"]
     assert model.metadata["tokenizer.chat_template"] == tokenizer.chat_template
     model.close()
+
+
+# -- tiny random models: seconds -------------------------------------------------------------------------------------
+SHAPE = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 520, "bos_token_id": None,
+    "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+TINY = {
+    "llama": LlamaConfig(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, **SHAPE),
+    "qwen2": Qwen2Config(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, **SHAPE),
+    "qwen3": Qwen3Config(
+        num_attention_heads=2, num_key_value_heads=1, head_dim=128, tie_word_embeddings=True, **SHAPE
+    ),
+}  # fmt: skip
+LAYOUTS = {
+    "F16": (StudentSpec("lut4/g32", "int4/r4", "lut4/g32"), 1e-2),
+    "Q2_0": (StudentSpec("int2/g64", "int2/g64", "int2/g64"), 5e-2),
+    "Q4_0": (StudentSpec("balanced2/g32", "int4/tensor", "balanced3/g32"), 5e-2),
+    "Q4_1": (StudentSpec("balanced4/g32", "balanced4/g64", "balanced4/g32"), 5e-2),
+    "Q8_0": (StudentSpec("int8/g32", "int8/g64", "int8/g32"), 5e-2),
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_tokenizer, tmp_path_factory):
+    """tiny(kind): a folder with a random model whose every parameter counts."""
+
+    def make(kind):
+        random = torch.Generator().manual_seed(0)
+        model = AutoModelForCausalLM.from_config(TINY[kind])
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=random)
+            parameter.data = 1 + 0.1 * noise if "norm" in name else 0.2 * noise
+        folder = tmp_path_factory.mktemp(kind)
+        model.save_pretrained(folder)
+        tiny_tokenizer.save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", TINY)
+@pytest.mark.parametrize("adapted", [False, True])
+def test_logits_of_every_architecture_and_type(tiny, tmp_path, kind, layout, adapted):
+    """Root mean square of the difference in units of the logits' spread; a wrong order of rows makes it about 1."""
+    spec, near = LAYOUTS[layout]
+    name = str(tiny(kind))
+    model = quantize(load_model(name), spec)
+    initialise(model)
+    save_student(tmp_path / "best.pt", model, name, spec, {})
+    adapter = random_adapter(tmp_path / "adapter", name, 0.2) if adapted else None
+    folder, kinds = exported(tmp_path, "gguf", adapter)
+    assert kinds == {layout}
+    model = load_student(tmp_path / "best.pt")[0]
+    model = model if layout == "F16" else round_inputs(model)
+    tokens = torch.arange(3, 67)
+    alone = logits_of(model, tokens)
+    ours = logits_of(load_adapter(model, adapter), tokens) if adapted else alone
+    theirs = their_logits(folder, tokens, **({"lora_path": str(folder / ADAPTER_FILE)} if adapted else {}))
+    far = ((theirs - ours).square().mean().sqrt() / ours.std()).item()
+    print(f"\n{kind} {layout} adapter {adapted}: {far:.5f}", flush=True)
+    assert far < near
+    assert not adapted or (alone - ours).std() > 0.3 * ours.std()
+
+
+@torch.no_grad()
+def logits_of(model, tokens):
+    return model(tokens[None]).logits[0]
+
+
+def their_logits(folder, tokens, **options):
+    model = llama_cpp.Llama(
+        str(folder / MODEL_FILE), n_ctx=128, n_batch=128, logits_all=True, verbose=False, **options
+    )  # fmt: skip
+    model.eval(tokens.tolist())
+    logits = torch.from_numpy(np.array(model.scores[: len(tokens)]))
+    model.close()
+    return logits
