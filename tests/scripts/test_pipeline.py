@@ -26,9 +26,9 @@ from qat_lora.run.checkpoint import KEEP, read_checkpoint
 ROOT = Path(__file__).resolve().parents[2]
 IMPORTS = ["pytest", "qat_lora.recovery", "qat_lora.layer_qat", "qat_lora.run.plots", "qat_lora.memory"]
 TINY = ["--batch-size", "4", "--device", "cpu", "--precision", "fp32"]
-LAYER_STEPS, BLOCKS, STEPS = 3, 2, 10
+LAYER_STEPS, BLOCKS, STEPS, SCALE_STEPS = 3, 2, 10, 4
 QAT = f"--layer-steps {LAYER_STEPS} --layer-rows 8 --max-steps {STEPS} --warmup-steps 2 --learning-rate 1e-3 --seed 1"
-QAT += " --mlp lut2/r4 --layer-learning-rate 2e-3 --clip-grad-norm 0"
+QAT += f" --mlp lut2/r4 --layer-learning-rate 2e-3 --clip-grad-norm 0 --init gptq --ema 0.5 --scale-steps {SCALE_STEPS}"
 QAT = [*QAT.split(), *["--log-every", "3", "--save-every", "4", "--eval-every", "5", "--eval-rows", "16"], *TINY]
 RECOVERY = "--max-steps 8 --warmup-steps 2 --learning-rate 5e-3 --log-every 3 --save-every 3 --eval-every 4"
 RECOVERY = [*RECOVERY.split(), *["--eval-rows", "8", "--recovery-r", "2"], *TINY]
@@ -203,9 +203,15 @@ def recover(execute, pipeline):
 
 def test_qat_leaves_a_complete_run_and_a_better_student(pipeline):
     run = pipeline / "qat"
-    assert_complete(run, LAYER_STEPS * BLOCKS + STEPS)
+    assert_complete(run, LAYER_STEPS * BLOCKS + STEPS + SCALE_STEPS)
     kl = curve(run, "heldout_kl", "qat")
     assert len(kl) == 3 and kl == sorted(kl, reverse=True) and kl[-1] < 0.97 * kl[0]
+    scales = curve(run, "heldout_kl", "scales")
+    assert scales[0] == kl[-1] and scales[-1] < kl[-1], "it starts from the best state before"
+    before, after = (read_student(run / name)["tensors"] for name in ("endtoend.pt", "best.pt"))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and all(".quantizer." in name for name in changed), "codes and norms stay"
+    kl = [*kl, *scales]
     assert len(curve(run, "block", "layers")) == LAYER_STEPS * BLOCKS // 3
     assert read_student(run / "best.pt")["info"]["heldout_kl"] == min(kl)
     assert read_student(run / "layerwise.pt")["spec"] == read_student(run / "best.pt")["spec"]
@@ -261,6 +267,9 @@ def test_dry_run_writes_nothing(train_qat, tmp_path):
         kill("save_file", 3),  # inside an end-to-end save
         kill("write_atomically", 3, after=True),  # best.pt is newer than the checkpoint
         kill("Run.log", 6, after=True),  # logged, not saved
+        kill("write_atomically", 4),  # between end to end and the scales: best.pt is about to be kept as endtoend.pt
+        kill("Session.record", 18),  # scales alone
+        kill("save_checkpoint", 6),  # their last save
         kill("Run.finish", 1),  # trained to the end, no summary yet
     ],
     ids=lambda death: f"{death[0]}-{death[1]}",
@@ -271,7 +280,7 @@ def test_killed_qat_resumes_to_the_same_bits(train_qat, pipeline, tmp_path, deat
     assert not (run / "summary.json").exists()
     train_qat(run)
     assert_same_end(run, pipeline / "qat")
-    for name in ("best.pt", "layerwise.pt"):
+    for name in ("best.pt", "layerwise.pt", "endtoend.pt"):
         assert_same_student(run / name, pipeline / "qat" / name)
     assert not [path for path in run.rglob("*") if "part" in path.name]
 
@@ -351,8 +360,9 @@ def test_train_qat_on_xla_compiles_nothing_after_its_first_step(pipeline, sharp_
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     run = tmp_path / "run"
-    compiles = [line["compiles"] for line in figures(run) if line["stage"] == "qat" and "compiles" in line]
-    assert compiles[0] > 0 and compiles[0] == compiles[-1] and len(compiles) == STEPS
+    for stage, steps in (("qat", STEPS), ("scales", SCALE_STEPS)):
+        compiles = [line["compiles"] for line in figures(run) if line["stage"] == stage and "compiles" in line]
+        assert compiles[0] > 0 and compiles[0] == compiles[-1] and len(compiles) == steps
     summary = json.loads((run / "summary.json").read_text())
     assert summary["compiles"] == compiles[-1] and summary["fallbacks"] == 0
     kl = curve(run, "heldout_kl", "qat")
