@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 TPU := $(wildcard /dev/accel0 /dev/vfio/0)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup doctor demo test lint bench-qat bench-scaling setup-peers test-peers \
+.PHONY: help setup doctor demo test lint bench-qat bench-quality bench-scaling setup-peers test-peers \
 	recovery-v6e1 recovery-v6e4 recovery-v6e8 recovery-cuda recovery-cpu2 qat-v6e4 qat-cuda qat-cpu2
 
 help: ## this list
@@ -64,7 +64,7 @@ test: setup ## the tests, as CI runs them
 
 # Apart from the environment: the peers want other versions of what it pins.
 PEERS := $(VENV)/peers
-setup-peers: setup $(PEERS)/.ready ## the programs that test-peers compares with (llama.cpp is compiled: 12 minutes on two cores)
+setup-peers: setup $(PEERS)/.ready ## the programs that ours are compared with (llama.cpp is compiled: 12 minutes)
 
 $(PEERS)/.ready: requirements-peers.txt
 	$(PY) -m pip install --quiet --no-deps --upgrade --target $(PEERS) --requirement requirements-peers.txt
@@ -79,6 +79,9 @@ lint: setup ## ruff, check only
 
 bench-qat: setup ## cost of a QAT step and of a cache against plain fine-tuning and the bare teacher
 	$(PY) benchmarks/qat_step.py
+
+bench-quality: setup-peers ## students of equal bits and tokens beside their peers' (half an hour on two cores; docs/benchmarks.md)
+	PYTHONPATH=$(PEERS) $(PY) benchmarks/qat_quality.py --quick
 
 bench-scaling: setup ## what two workers cost each other, and the bytes they reduce
 	$(PY) benchmarks/scaling.py

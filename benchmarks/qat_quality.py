@@ -48,7 +48,7 @@ from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import StudentSpec, bits_per_weight, load_student, quantize
 from qat_lora.recovery import PROJECTIONS, add_adapter, low_rank
 from qat_lora.run.config import ScriptConfig, option, run_script
-from qat_lora.run.files import read_json, write_atomically
+from qat_lora.run.files import read_json, write_atomically, write_json
 from qat_lora.run.rundir import Run, revision
 from qat_lora.run.schedule import set_learning_rates
 from qat_lora.run.session import Every, Session
@@ -89,6 +89,7 @@ def main(cfg: Config) -> None:
     if cfg.cell:
         return run_cell(cfg, backend, out)
     build_cache(cfg, backend, out)
+    check_settings(cfg, out)
     done = {row["cell"] for row in results(out)}
     for cell in cells:
         if cell in done:
@@ -154,6 +155,19 @@ def build_cache(cfg: Config, backend: TorchBackend, out: Path) -> None:
     for _ in write_cache(out / "cache", spec, parts, teacher, backend, BATCH):
         pass
     print(f"cache of {len(rows)} rows: {time.monotonic() - started:.0f} s", flush=True)
+
+
+def check_settings(cfg: Config, out: Path) -> None:
+    """Raise UserError where the folder's results were made with other settings than these."""
+    names = ("model", "dataset", "other_dataset", "steps", "steps_4bit", "calibration_rows", "measured", "precision")
+    now, path = {name: getattr(cfg, name) for name in names}, out / "settings.json"
+    there = read_json(path) if path.exists() else now
+    for name in names:
+        if there[name] != now[name]:
+            raise UserError(
+                f"{out} holds results of --{name} {there[name]}, not {now[name]}; give another --output-dir"
+            )
+    write_json(path, now)
 
 
 class Bench:

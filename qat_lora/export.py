@@ -71,7 +71,7 @@ def load_source(checkpoint: str, adapter: str | None = None) -> Source:
     Raises UserError for files that are missing, damaged or untrained, and for the adapter of another student.
     """
     student, made = load_student(checkpoint)
-    if made["info"].get("step") == 0:
+    if made["info"].get("step") == 0 and not made["info"].get("start"):
         raise UserError(
             f"checkpoint {checkpoint} is untrained: the best of its run was step 0, before any update; train it, or "
             "give the layerwise.pt of a run with --layer-steps"

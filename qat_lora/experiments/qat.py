@@ -63,9 +63,7 @@ class Config(TrainOptions):
     layer_learning_rate: float = option(5e-4, "peak learning rate of the layer-wise stage")
     scope: str = option("all", "what learns end to end: all, mlp, attn, or weights (scales stay)")
     ema: float = option(0.0, "decay of a moving average of the student, measured and kept in its place; 0: none")
-    scale_steps: int = option(
-        0, "updates of the scales alone, codes fixed, from the best state; 0: no such stage"
-    )
+    scale_steps: int = option(0, "updates of the scales alone, codes fixed, from the best state; 0: no such stage")
     layer_kd_weight: float = option(0.0, "weight of a global distillation term in the layer-wise loss")
     learning_rate: float = option(8e-4, "peak learning rate of weights and norms")
     scale_learning_rate: float | None = option(None, "peak learning rate of scales; default: --learning-rate")
@@ -112,15 +110,13 @@ def work(backend: TorchBackend, cfg: Config) -> None:
         figures = heldout_figures(model, heldout, backend, cfg.batch_size, cfg.eval_rows)
         best = run.path / "best.pt"
         if backend.is_main and (figures["heldout_kl"] < session.best("heldout_kl") or not best.exists()):
-            save_student(best, model, cfg.model, spec, {"step": step, **figures})
+            info = {"step": session.offset + step, "start": facts.get("start"), **figures}
+            save_student(best, model, cfg.model, spec, info)
         return figures
 
     train_qat(student, train, plan, session, backend, evaluate)
     if cfg.scale_steps:
-        before = run.path / "endtoend.pt"
-        backend.group.on_main(lambda: before.exists() or keep(run.path / "best.pt", before))
-        reload_student(before, student)
-        free_scales(student)
+        thaw_scales(student, run.path, backend)
         plan = dataclasses.replace(plan, steps=cfg.scale_steps, scope="all")
         train_qat(student, train, plan, session, backend, evaluate, stage="scales")
     cost = session.cost()
@@ -204,8 +200,14 @@ def first_student(cfg: Config, spec: StudentSpec, train, backend: TorchBackend, 
     return student
 
 
-def keep(path: Path, copy: Path) -> None:
-    write_atomically(copy, lambda file: file.write(path.read_bytes()))
+def thaw_scales(student, folder: Path, backend: TorchBackend) -> None:
+    """The best state of the stages before, its codes fixed, its scales to be learned; endtoend.pt keeps it."""
+    best, before = folder / "best.pt", folder / "endtoend.pt"
+    backend.group.on_main(
+        lambda: before.exists() or write_atomically(before, lambda file: file.write(best.read_bytes()))
+    )
+    reload_student(before, student)
+    free_scales(student)
 
 
 def first_batches(train, rows: int, cfg: Config, rank: int = 0, world_size: int = 1) -> list[dict]:

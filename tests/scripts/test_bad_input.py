@@ -117,7 +117,9 @@ def test_misspelt_flag_or_preset_names_the_nearest(refuse, script, flags, near):
     [
         (["--mlp", "balanced5/g32"], "balanced5/g32"), (["--attn", "lut4/r4096"], "rank 4096"),
         (["--mlp", "int4/g48"], "48"), (["--mlp", "none", "--attn", "none"], "nothing would be quantised"),
-        (["--init", "best"], "rtn, mse, gptq"), (["--batch-size", "0"], "batch-size=0"),
+        (["--init", "best"], "rtn, mse, gptq"), (["--scope", "head"], "all, mlp, attn, weights"),
+        (["--ema", "1"], "--ema 1.0"), (["--scale-steps", "-1"], "--scale-steps -1"),
+        (["--batch-size", "0"], "batch-size=0"),
         (["--learning-rate", "-1"], "learning"), (["--accumulation-steps", "0"], "accumulation=0"),
         (["--precision", "fp8"], "auto, fp32, bf16"), (["--device", "gpu"], "cuda"),
     ],
@@ -131,7 +133,7 @@ def test_impossible_values_of_qat(refuse, qat, tmp_path, flags, part):
     "flags, part",
     [
         (["--targets", "q,w"], "q,k,v,o,gate,up,down"), (["--recovery-r", "0"], "--recovery-r 0"),
-        (["--mode", "dpo"], "kd, sft, recover"),
+        (["--mode", "dpo"], "kd, sft, recover"), (["--adapter-init", "loftq"], "zero, error"),
     ],
 )  # fmt: skip
 def test_impossible_values_of_recovery(refuse, tiny_student, cache, tmp_path, flags, part):
