@@ -18,6 +18,7 @@ once; PPL and the exact KL(teacher‖student) are measured on the rest and on --
 Methods that train see equally many tokens of the same rows. Adapters have rank 4 and count at 16 bits a value.
 """
 
+import copy
 import json
 import subprocess
 import sys
@@ -40,7 +41,7 @@ from qat_lora.evaluate import heldout_figures, kd_loss, text_figures, text_loss,
 from qat_lora.kd.cache import CacheSpec, open_cache, write_cache
 from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.models.adapter import adapter_values, load_adapter
-from qat_lora.models.loading import EMBEDDED, EMBEDDED_NOTE, empty_model, load_config, load_model, load_tokenizer
+from qat_lora.models.loading import EMBEDDED, EMBEDDED_NOTE, load_config, load_model, load_tokenizer
 from qat_lora.qat import Plan, parameter_groups, restore, training_stream, update
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import freeze, quantized_layers
@@ -139,7 +140,7 @@ def texts(cfg: Config) -> tuple[Rows, dict[str, tuple]]:
 
 def build_cache(cfg: Config, backend: TorchBackend, out: Path) -> None:
     """The teacher's cache: all rows but a fiftieth to train on, that one to choose the best state by."""
-    rows, _ = texts(cfg)
+    rows, measured = texts(cfg)
     heldout = max(2 * BATCH, len(rows) // 50)
     cut, tokenizer = len(rows) - heldout, load_tokenizer(cfg.model)
     spec = CacheSpec(
@@ -148,6 +149,7 @@ def build_cache(cfg: Config, backend: TorchBackend, out: Path) -> None:
         vocab=load_config(cfg.model).vocab_size, seed=0, rows_per_shard=64, train_rows=cut, heldout_rows=heldout,
     )  # fmt: skip
     (out / "cache").mkdir(parents=True, exist_ok=True)
+    torch.save(measured, out / "measured.pt")
     if len(open_cache(out / "cache", spec)) == len(list(spec.shards())):
         return
     started, teacher = time.monotonic(), backend.place(load_model(cfg.model))
@@ -183,17 +185,27 @@ class Bench:
         self.folder = out / "cells" / cfg.cell.replace("/", "-").replace(",", "_")
         self.started, self.whole = time.monotonic(), not self.folder.exists()
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.measured, self._base = torch.load(out / "measured.pt", weights_only=True), None
+
+    def base(self) -> nn.Module:
+        """The full-precision model, a new one each time; it is read only once."""
+        self._base = self._base or load_model(self.cfg.model)
+        return copy.deepcopy(self._base)
+
+    def student(self, path: Path) -> nn.Module:
+        return load_student(path, base=self.base())[0]
 
     def measure(self, model: nn.Module, stage: str, seconds: float, memory: float) -> dict:
         """A row of the results."""
-        backend = TorchBackend("cpu", "fp32") if self.backend.kind == "cpu" else self.backend
-        teacher, figures = backend.place(load_model(self.cfg.model)), {}
-        backend.place(model.eval())
-        for name, (tokens, scored) in texts(self.cfg)[1].items():
-            got, own = (text_figures(m, tokens, scored, backend, BATCH, teacher) for m in (model, teacher))
+        backend, teacher, figures = open_backend(self.cfg.device, "fp32"), self.base(), {}
+        for placed in (model.eval(), teacher):
+            backend.place(placed)
+        for name, (tokens, scored) in self.measured.items():
+            got, own = (
+                text_figures(m, tokens, scored, backend, BATCH, t) for m, t in ((model, teacher), (teacher, None))
+            )
             figures[name] = {"ppl": got["ppl"], "kl": got["kl"], "gap": got["nll"] - own["nll"], "teacher": own["ppl"]}
-        values = adapter_values(model)
-        bits = bits_per_weight(quantize(empty_model(self.cfg.model), self.spec), values)
+        bits = bits_per_weight(quantize(self.base(), self.spec), adapter_values(model))
         return {
             "cell": self.cfg.cell, "grid": self.grid, "method": self.method, "stage": stage, "seed": self.seed,
             "commit": revision(), "steps": self.steps, "seconds": round(seconds) if self.whole else None,
@@ -255,7 +267,7 @@ def run_cell(cfg: Config, backend: TorchBackend, out: Path) -> None:
 def no_training(bench: Bench) -> list[dict]:
     run, summary = bench.qat(init=bench.method)
     seconds = time.monotonic() - bench.started
-    return [bench.measure(load_student(run / "best.pt")[0], bench.method, seconds, summary["peak_memory_mb"])]
+    return [bench.measure(bench.student(run / "best.pt"), bench.method, seconds, summary["peak_memory_mb"])]
 
 
 def efficientqat(bench: Bench) -> list[dict]:
@@ -266,12 +278,12 @@ def efficientqat(bench: Bench) -> list[dict]:
         layer_learning_rate=RATE[bench.bits],
     )  # fmt: skip
     seconds = time.monotonic() - bench.started
-    return [bench.measure(load_student(run / "best.pt")[0], "scales", seconds, summary["peak_memory_mb"])]
+    return [bench.measure(bench.student(run / "best.pt"), "scales", seconds, summary["peak_memory_mb"])]
 
 
 def loftq(bench: Bench) -> list[dict]:
-    base = load_model(bench.cfg.model)
-    student = quantize(load_model(bench.cfg.model), bench.spec)
+    base = bench.base()
+    student = quantize(bench.base(), bench.spec)
     factors = {}
     for name, layer in quantized_layers(student).items():
         weight, left = base.get_submodule(name).weight.detach(), torch.zeros(())
@@ -299,7 +311,7 @@ def torchao(bench: Bench) -> list[dict]:
         from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
     except ImportError as error:
         raise UserError(f"torchao cannot be imported ({error}); make bench-quality installs it") from error
-    model, spec = load_model(bench.cfg.model), QuantSpec.parse(bench.grid)
+    model, spec = bench.base(), QuantSpec.parse(bench.grid)
     config = IntxFakeQuantizeConfig(getattr(torch, f"int{spec.bits}"), group_size=spec.size, is_symmetric=True)
     layers = QATConfig(weight_config=config, step="prepare")
     quantize_(model, layers, filter_fn=lambda m, name: isinstance(m, nn.Linear) and "lm_head" not in name)
@@ -312,7 +324,7 @@ def torchao(bench: Bench) -> list[dict]:
 
 
 def ours(bench: Bench) -> list[dict]:
-    layers, scales, adapter = bench.steps // 12, bench.steps // 12, bench.steps // 6
+    layers, scales, adapter = bench.steps // 24, bench.steps // 12, bench.steps // 6
     run, summary = bench.qat(
         init="gptq", layer_steps=layers, scale_steps=scales, max_steps=bench.steps - layers - scales - adapter,
         layer_learning_rate=RATE[bench.bits],
@@ -322,7 +334,7 @@ def ours(bench: Bench) -> list[dict]:
     stages = {"layerwise": "layers", "endtoend": "qat", "best": "scales"}
     for file, stage in stages.items():
         start += seconds[stage]
-        rows.append(bench.measure(load_student(run / f"{file}.pt")[0], stage, start, summary["peak_memory_mb"]))
+        rows.append(bench.measure(bench.student(run / f"{file}.pt"), stage, start, summary["peak_memory_mb"]))
     began = time.monotonic()
     lora = bench.folder / "recovery"
     summary = bench.script(
@@ -331,7 +343,7 @@ def ours(bench: Bench) -> list[dict]:
         learning_rate=ADAPTER_RATE[bench.bits],
         seed=bench.seed + 1000,  # other rows first: on those that QAT has just fitted an adapter wins nothing
     )  # fmt: skip
-    student = load_adapter(load_student(run / "best.pt")[0], lora / "adapter", run / "best.pt")
+    student = load_adapter(bench.student(run / "best.pt"), lora / "adapter", run / "best.pt")
     took = start + time.monotonic() - began
     return [*rows, bench.measure(student, "adapter", took, summary["peak_memory_mb"])]
 
