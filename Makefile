@@ -81,7 +81,7 @@ bench-qat: setup ## cost of a QAT step and of a cache against plain fine-tuning 
 	$(PY) benchmarks/qat_step.py
 
 bench-quality: setup-peers ## students of equal bits and tokens beside their peers' (half an hour on two cores; docs/benchmarks.md)
-	PYTHONPATH=$(PEERS) $(PY) benchmarks/qat_quality.py --quick
+	PYTHONPATH=$(PEERS) $(PY) benchmarks/qat_quality.py --config quick
 
 bench-scaling: setup ## what two workers cost each other, and the bytes they reduce
 	$(PY) benchmarks/scaling.py

@@ -1,6 +1,6 @@
 """Which low-bit student is nearest to its teacher, for the same tokens, grid and bits? Ours beside its peers.
 
-    python benchmarks/qat_quality.py --quick                                       # about 30 minutes on two cores
+    python benchmarks/qat_quality.py --config quick                                # about 30 minutes on two cores
     python benchmarks/qat_quality.py --dataset wiki.txt --other-dataset tales.txt  # hours; the same command goes on
 
 A cell is a grid, a method and a seed. Each runs in a process of its own and adds its rows to results.jsonl of
@@ -26,11 +26,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
 import torch
-from matplotlib import pyplot as plt
+from quality_report import write_report
 from torch import nn
 
 from qat_lora.backend import TorchBackend, open_backend
@@ -73,14 +70,10 @@ class Config(TextSource, ScriptConfig):
     calibration_rows: int = option(64, "rows that scales and GPTQ look at")
     measured: int = option(12, "windows of each text to measure on")
     output_dir: str = option("runs/qat_quality", "folder of the cache, the results, the table and the plot")
-    quick: bool = option(False, "int2/g64 alone, one seed, 40 updates, without torchao-text")
     cell: str | None = option(None, "run this cell alone: GRID,METHOD,SEED")
 
 
 def main(cfg: Config) -> None:
-    if cfg.quick:
-        methods = ",".join(m for m in METHODS if m != "torchao-text")
-        cfg = Config(**vars(cfg) | {"grids": "int2/g64", "methods": methods, "seeds": "0", "steps": 40, "quick": False})
     cells = check(cfg)
     backend = open_backend(cfg.device, cfg.precision)
     out = Path(cfg.output_dir)
@@ -89,17 +82,20 @@ def main(cfg: Config) -> None:
         return print("\n".join(cells))
     if cfg.cell:
         return run_cell(cfg, backend, out)
-    build_cache(cfg, backend, out)
-    check_settings(cfg, out)
+    prepare(cfg, backend, out)
     done = {row["cell"] for row in results(out)}
     for cell in cells:
         if cell in done:
             continue
         print(cell, flush=True)
-        flags = [word for word in sys.argv[1:] if word not in ("--quick", "quick=true")]
-        steps = ["--steps", str(cfg.steps), "--steps-4bit", str(cfg.steps_4bit)]
-        subprocess.run([sys.executable, __file__, *flags, *steps, "--cell", cell], check=True)
-        write_report(cfg, out, str(backend))
+        subprocess.run([sys.executable, __file__, *sys.argv[1:], "--cell", cell], check=True)
+        note = f" Note: {EMBEDDED_NOTE}." if cfg.model == EMBEDDED else ""
+        write_report(results(out), out, f"{cfg.model} on {backend}.{note}")
+
+
+def results(out: Path) -> list[dict]:
+    path = out / "results.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def check(cfg: Config) -> list[str]:
@@ -138,8 +134,12 @@ def texts(cfg: Config) -> tuple[Rows, dict[str, tuple]]:
     return Rows(rows, torch.ones_like(rows, dtype=torch.uint8)), measured
 
 
-def build_cache(cfg: Config, backend: TorchBackend, out: Path) -> None:
-    """The teacher's cache: all rows but a fiftieth to train on, that one to choose the best state by."""
+def prepare(cfg: Config, backend: TorchBackend, out: Path) -> None:
+    """What all cells share: the teacher's cache (all rows but a fiftieth to train on, that one to choose the best state
+    by), and the windows to measure on with the teacher's own figures."""
+    check_settings(cfg, out)
+    if (out / "measured.pt").exists():
+        return
     rows, measured = texts(cfg)
     heldout = max(2 * BATCH, len(rows) // 50)
     cut, tokenizer = len(rows) - heldout, load_tokenizer(cfg.model)
@@ -148,15 +148,19 @@ def build_cache(cfg: Config, backend: TorchBackend, out: Path) -> None:
         precision="bf16" if backend.bf16 else "fp32", length=LENGTH, k=8, draws=12,
         vocab=load_config(cfg.model).vocab_size, seed=0, rows_per_shard=64, train_rows=cut, heldout_rows=heldout,
     )  # fmt: skip
-    (out / "cache").mkdir(parents=True, exist_ok=True)
-    torch.save(measured, out / "measured.pt")
-    if len(open_cache(out / "cache", spec)) == len(list(spec.shards())):
-        return
+    (out / "cache").mkdir(exist_ok=True)
+    open_cache(out / "cache", spec)
     started, teacher = time.monotonic(), backend.place(load_model(cfg.model))
     parts = {"train": Rows(rows.tokens[:cut], rows.mask[:cut]), "heldout": Rows(rows.tokens[cut:], rows.mask[cut:])}
     for _ in write_cache(out / "cache", spec, parts, teacher, backend, BATCH):
         pass
     print(f"cache of {len(rows)} rows: {time.monotonic() - started:.0f} s", flush=True)
+    exact = open_backend(cfg.device, "fp32")
+    content = {
+        name: {"tokens": tokens, "scored": scored, **text_figures(teacher, tokens, scored, exact, BATCH)}
+        for name, (tokens, scored) in measured.items()
+    }
+    write_atomically(out / "measured.pt", lambda file: torch.save(content, file))
 
 
 def check_settings(cfg: Config, out: Path) -> None:
@@ -169,6 +173,7 @@ def check_settings(cfg: Config, out: Path) -> None:
             raise UserError(
                 f"{out} holds results of --{name} {there[name]}, not {now[name]}; give another --output-dir"
             )
+    out.mkdir(parents=True, exist_ok=True)
     write_json(path, now)
 
 
@@ -185,12 +190,11 @@ class Bench:
         self.folder = out / "cells" / cfg.cell.replace("/", "-").replace(",", "_")
         self.started, self.whole = time.monotonic(), not self.folder.exists()
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.measured, self._base = torch.load(out / "measured.pt", weights_only=True), None
+        self.measured, self.loaded = torch.load(out / "measured.pt", weights_only=True), load_model(cfg.model)
 
     def base(self) -> nn.Module:
-        """The full-precision model, a new one each time; it is read only once."""
-        self._base = self._base or load_model(self.cfg.model)
-        return copy.deepcopy(self._base)
+        """The full-precision model, a new one each time."""
+        return copy.deepcopy(self.loaded)
 
     def student(self, path: Path) -> nn.Module:
         return load_student(path, base=self.base())[0]
@@ -200,10 +204,8 @@ class Bench:
         backend, teacher, figures = open_backend(self.cfg.device, "fp32"), self.base(), {}
         for placed in (model.eval(), teacher):
             backend.place(placed)
-        for name, (tokens, scored) in self.measured.items():
-            got, own = (
-                text_figures(m, tokens, scored, backend, BATCH, t) for m, t in ((model, teacher), (teacher, None))
-            )
+        for name, own in self.measured.items():
+            got = text_figures(model, own["tokens"], own["scored"], backend, BATCH, teacher)
             figures[name] = {"ppl": got["ppl"], "kl": got["kl"], "gap": got["nll"] - own["nll"], "teacher": own["ppl"]}
         bits = bits_per_weight(quantize(self.base(), self.spec), adapter_values(model))
         return {
@@ -346,80 +348,6 @@ def ours(bench: Bench) -> list[dict]:
     student = load_adapter(bench.student(run / "best.pt"), lora / "adapter", run / "best.pt")
     took = start + time.monotonic() - began
     return [*rows, bench.measure(student, "adapter", took, summary["peak_memory_mb"])]
-
-
-# -- the report ------------------------------------------------------------------------------------------------------
-def results(out: Path) -> list[dict]:
-    path = out / "results.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def write_report(cfg: Config, out: Path, device: str) -> None:
-    """report.md and kl.png of everything measured so far."""
-    rows = results(out)
-    names = ["text", "other"] if "other" in rows[0] else ["text"]
-    head = ["", "bits", "PPL", "KL", *(["PPL, other", "KL, other"] if len(names) == 2 else [])]
-    head += ["above the teacher (nats)", "s", "MB", "seeds"]
-    lines = []
-    for grid in dict.fromkeys(row["grid"] for row in rows):
-        lines += [f"\n## {grid}, {rows_of(rows, grid=grid)[0]['steps']} updates\n", *table_lines(head)]
-        for method, stage in dict.fromkeys((row["method"], row["stage"]) for row in rows_of(rows, grid=grid)):
-            same = rows_of(rows, grid=grid, method=method, stage=stage)
-            figures = [spread([row[name][figure] for row in same]) for name in names for figure in ("ppl", "kl")]
-            figures += [spread([row["text"]["gap"] for row in same])]
-            figures += [spread([row[key] for row in same if row[key]], 0) for key in ("seconds", "peak_memory_mb")]
-            name = method if stage == method else f"{method}: {stage}"
-            lines.append("| " + " | ".join([name, f"{same[0]['bits']:.2f}", *figures, str(len(same))]) + " |")
-    teacher = ", ".join(f"{rows[0][name]['teacher']:.1f} on the {name}" for name in names)
-    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
-    note = f" Note: {EMBEDDED_NOTE}." if cfg.model == EMBEDDED else ""
-    text = (
-        f"# {cfg.model}: students for the same tokens, grid and bits\n\nTeacher's PPL: {teacher}.{note} Mean (smallest–"
-        f"largest) over seeds; {cfg.measured} windows of {WINDOW} tokens of each text; s is the time to that row, "
-        f"loading included, the cache's left out. {device}, commits {commits}.\n"
-        + "\n".join(lines)
-        + "\n\n![KL](kl.png)\n"
-    )
-    write_atomically(out / "report.md", lambda file: file.write(text.encode()))
-    plot(rows, out / "kl.png")
-
-
-def rows_of(rows: list[dict], **wanted) -> list[dict]:
-    return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
-
-
-def table_lines(head: list[str]) -> list[str]:
-    return ["| " + " | ".join(head) + " |", "|" + "---|" + "---:|" * (len(head) - 1)]
-
-
-def spread(values: list[float], digits: int = 3) -> str:
-    """Mean (smallest–largest)."""
-    if not values:
-        return ""
-
-    def show(value: float) -> str:
-        return f"{value:.1e}" if value >= 1e5 else f"{value:.1f}" if value >= 100 and digits else f"{value:.{digits}f}"
-
-    mean = sum(values) / len(values)
-    return show(mean) if len(values) == 1 else f"{show(mean)} ({show(min(values))}–{show(max(values))})"
-
-
-def plot(rows: list[dict], path: Path) -> None:
-    """Held-out KL of every row, a panel for each grid."""
-    grids = list(dict.fromkeys(row["grid"] for row in rows))
-    figure, axes = plt.subplots(1, len(grids), figsize=(5 * len(grids), 4), squeeze=False)
-    for axis, grid in zip(axes.flat, grids):
-        names = [f"{row['method']}: {row['stage']}" for row in rows_of(rows, grid=grid)]
-        order = list(dict.fromkeys(reversed(names)))
-        axis.scatter([row["text"]["kl"] for row in rows_of(rows, grid=grid)], [order.index(name) for name in names])
-        axis.set_yticks(range(len(order)), order, fontsize=8)
-        axis.set_xscale("log")
-        axis.set_xlabel("KL to the teacher (nats)")
-        axis.set_title(grid)
-        axis.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

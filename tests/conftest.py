@@ -198,11 +198,16 @@ def make_adapter(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def load_script():
-    """load_script(name): scripts/<name>.py as a module; a subprocess would import torch anew for each call."""
+    """load_script(name): scripts/<name>.py, or benchmarks/<name>.py, as a module; a subprocess would import torch anew
+    for each call."""
+    root, patch = Path(__file__).resolve().parents[1], pytest.MonkeyPatch()
 
     @functools.cache
     def load(name: str):
-        path = Path(__file__).resolve().parents[1] / "scripts" / f"{name}.py"
+        path = root / "scripts" / f"{name}.py"
+        if not path.exists():
+            path = root / "benchmarks" / f"{name}.py"
+            patch.syspath_prepend(path.parent)  # as when it is run: benchmarks have a module beside them
         spec = importlib.util.spec_from_file_location(f"scripts_{name}", path)
         module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
         spec.loader.exec_module(module)

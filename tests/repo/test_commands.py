@@ -35,9 +35,9 @@ def name(path: Path) -> str:
 
 
 def commands(text: str) -> list[str]:
-    """The command lines `[ENV=value …] python scripts/X.py …` of a text, continuations joined."""
+    """The command lines `[ENV=value …] python scripts/X.py …` (or benchmarks/) of a text, continuations joined."""
     joined = re.sub(r" *\\\\?\n\s*", " ", text)
-    start = r"(?:^|[`$] ?|\s{2,})((?:[A-Z_]+=\S+ )*(?:python3?|\$\(PY\)) scripts/\w+\.py[^`\n]*)"
+    start = r"(?:^|[`$] ?|\s{2,})((?:[A-Z_]+=\S+ )*(?:python3?|\$\(PY\)) (?:scripts|benchmarks)/\w+\.py[^`\n]*)"
     return [re.split(r"\s+#\s", match)[0].strip() for match in re.findall(start, joined, re.MULTILINE)]
 
 
@@ -63,7 +63,7 @@ def words(command: str) -> tuple[str, list[str]]:
     """(script, its arguments), without environment, placeholders and Make's variables."""
     command = re.sub(r"\$\((\w+)\)", r"\1", command)
     parts = [part for part in shlex.split(command) if part not in ELLIPSIS]
-    at = next(i for i, part in enumerate(parts) if part.startswith("scripts/"))
+    at = next(i for i, part in enumerate(parts) if part.startswith(("scripts/", "benchmarks/")))
     assert all(re.fullmatch(r"[A-Z_]+=\S*", part) or part in ("python", "python3", "PY") for part in parts[:at]), parts
     end = next((i for i, part in enumerate(parts) if part in ("|", ">", "&&", ";", "2>&1")), len(parts))
     return Path(parts[at]).stem, parts[at + 1 : end]
@@ -103,7 +103,7 @@ def test_the_places_exist_and_hold_commands():
 @pytest.mark.parametrize("where, command", WRITTEN)
 def test_written_command_parses(config_of, where, command):
     script, argv = words(command)
-    assert (ROOT / "scripts" / f"{script}.py").is_file(), f"{where} names scripts/{script}.py"
+    assert any((ROOT / folder / f"{script}.py").is_file() for folder in ("scripts", "benchmarks")), f"{where}: {script}"
     if argv != ["--help"]:
         config_of(script, argv)
 
