@@ -1,0 +1,44 @@
+"""The quality benchmark: impossible settings are refused before anything is built, the report is what was measured."""
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    "flags, part",
+    [
+        (["--grids", "lut2/r32"], "give group quantisers"), (["--methods", "awq"], "'awq' is not one of rtn, mse"),
+        (["--seeds", "a"], "--seeds a"), (["--steps", "3"], "--steps 3"),
+        (["--cell", "int2/g64,ours,7"], "none of these"),
+    ],
+)  # fmt: skip
+def test_impossible_settings_are_refused(refusal, tmp_path, flags, part):
+    assert part in refusal("qat_quality", "--output-dir", tmp_path / "out", *flags)
+    assert not (tmp_path / "out").exists()
+
+
+def test_results_of_other_settings_are_not_mixed(load_script, tmp_path):
+    bench = load_script("qat_quality")
+    bench.check_settings(bench.Config(steps=40), tmp_path)
+    bench.check_settings(bench.Config(steps=40, methods="ours"), tmp_path)
+    with pytest.raises(bench.UserError, match="holds results of --steps 40, not 80"):
+        bench.check_settings(bench.Config(steps=80), tmp_path)
+
+
+def row(method, stage, seed, kl, seconds=100):
+    text = {"ppl": 40.0 + seed, "kl": kl, "gap": 0.4, "teacher": 31.98}
+    return {
+        "cell": f"int2/g64,{method},{seed}", "grid": "int2/g64", "method": method, "stage": stage, "seed": seed,
+        "commit": "abc1234", "steps": 8, "seconds": seconds, "peak_memory_mb": 2000, "bits": 2.25, "text": text,
+    }  # fmt: skip
+
+
+def test_the_report_gives_mean_and_range_over_seeds(load_script, tmp_path):
+    report = load_script("quality_report")
+    rows = [row("gptq", "gptq", 0, 1.4), row("ours", "qat", 0, 0.5), row("ours", "qat", 1, 0.7, seconds=None)]
+    report.write_report(rows, tmp_path, "A model on a machine.")
+    lines = (tmp_path / "report.md").read_text().splitlines()
+    assert "## int2/g64, 8 updates" in lines
+    assert "| gptq | 2.25 | 40.000 | 1.400 | 0.400 | 100 | 2000 | 1 |" in lines
+    ours = next(line for line in lines if line.startswith("| ours: qat |"))
+    assert "0.600 (0.500–0.700)" in ours and "| 100 |" in ours and ours.endswith("| 2 |")
+    assert (tmp_path / "kl.png").read_bytes().startswith(b"\x89PNG")
