@@ -221,7 +221,10 @@ class Bench:
         words = [word for key, value in (own | flags).items() for word in (f"--{key.replace('_', '-')}", str(value))]
         if not (run / "summary.json").exists() or read_json(run / "summary.json")["status"] != "finished":
             subprocess.run([sys.executable, SCRIPTS / f"{name}.py", *words], check=True, stdout=subprocess.DEVNULL)
-        return read_json(run / "summary.json")
+        summary = read_json(run / "summary.json")
+        if summary["status"] != "finished":
+            raise UserError(f"{run} was stopped; the same command goes on from there")
+        return summary
 
     def qat(self, **flags) -> tuple[Path, dict]:
         run = self.folder / "qat"

@@ -105,7 +105,7 @@ def wait_for_step(run: Path, step: int) -> None:
 
 # -- the same run ----------------------------------------------------------------------------------------------------
 def test_qat_in_two_workers_is_the_run_of_one(qat, tmp_path):
-    layers = ["--layer-steps", 2, "--layer-rows", 8]
+    layers = ["--layer-steps", 2, "--layer-rows", 8, "--init", "gptq", "--ema", 0.5, "--scale-steps", 3]
     run("train_qat", *qat, *QAT.split(), *layers, "--batch-size", 4, "--output-dir", tmp_path / "one")
     out, _ = run(
         "train_v2_tpu_multi", "--from-scratch", *qat, *QAT.split(), *layers, "--batch-size", 2, "--num-chips", 2,
