@@ -71,6 +71,7 @@ def compensate_block(block: nn.Module, inputs: list[Tensor], kwargs: dict, backe
             quantizer, weight = layer.quantizer, layer.weight.detach().cpu()
             scale = quantizer.scale_matrix().expand_as(quantizer.grouped(layer.weight)).reshape(weight.shape).cpu()
             layer.weight.copy_(compensated(weight, scale, moment, quantizer.spec))
+            backend.broadcast([p.data for p in layer.parameters()])  # another machine may round another way
 
 
 def _by_input(block: nn.Module, hidden: Tensor, kwargs: dict) -> list[list[QuantLinear]]:

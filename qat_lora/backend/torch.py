@@ -227,8 +227,8 @@ class TorchBackend:
 
     @torch.no_grad()
     def broadcast(self, tensors: list[Tensor]) -> None:
-        """Give every worker the values of worker 0, in place."""
-        for tensor in tensors:
+        """Give every worker the values of worker 0, in place. One worker: nothing to do."""
+        for tensor in tensors if self.world_size > 1 else ():
             dist.broadcast(tensor, 0)
 
     def step_boundary(self) -> None:

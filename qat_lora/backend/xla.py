@@ -100,6 +100,8 @@ class XlaBackend(TorchBackend):
             xm.all_reduce(xm.REDUCE_SUM, tensors)  # a list: one collective for all of them
 
     def broadcast(self, tensors: list[torch.Tensor]) -> None:
+        if self.world_size == 1:
+            return
         torch_xla.sync()  # everything is data by now, so that all workers run one and the same graph
         xm.collective_broadcast(tensors)
         torch_xla.sync()

@@ -105,7 +105,7 @@ def wait_for_step(run: Path, step: int) -> None:
 
 # -- the same run ----------------------------------------------------------------------------------------------------
 def test_qat_in_two_workers_is_the_run_of_one(qat, tmp_path):
-    layers = ["--layer-steps", 2, "--layer-rows", 8, "--init", "gptq", "--ema", 0.5, "--scale-steps", 3]
+    layers = ["--layer-steps", 2, "--layer-rows", 8, "--ema", 0.5, "--scale-steps", 3]
     run("train_qat", *qat, *QAT.split(), *layers, "--batch-size", 4, "--output-dir", tmp_path / "one")
     out, _ = run(
         "train_v2_tpu_multi", "--from-scratch", *qat, *QAT.split(), *layers, "--batch-size", 2, "--num-chips", 2,
@@ -116,6 +116,17 @@ def test_qat_in_two_workers_is_the_run_of_one(qat, tmp_path):
     assert out.count("run directory") == 1, "worker 0 speaks for all"
     saved = json.loads((tmp_path / "two" / "manifest.json").read_text())
     assert saved["rows_per_update"] == 4 and saved["layer_rows_per_update"] == 4
+
+
+def test_compensation_in_two_workers_is_that_of_all_rows(qat, tmp_path):
+    """A weight on the edge between two codes may fall the other way, no more: the moments are those of all workers."""
+    flags = [*qat, *QAT.split(), "--init", "gptq", "--layer-steps", 1, "--layer-rows", 16, "--max-steps", 0]
+    run("train_qat", *flags, "--batch-size", 4, "--output-dir", tmp_path / "one")
+    two = ["--from-scratch", "--batch-size", 2, "--num-chips", 2, "--output-dir", tmp_path / "two"]
+    run("train_v2_tpu_multi", *flags, *two)
+    run("train_qat", *flags, "--batch-size", 4, "--layer-rows", 4, "--output-dir", tmp_path / "fewer")
+    one, two, fewer = (lines(tmp_path / name)[-1]["heldout_kl"] for name in ("one", "two", "fewer"))
+    assert two == pytest.approx(one, rel=5e-3) and fewer != pytest.approx(one, rel=5e-3)
 
 
 def test_recovery_under_torchrun_is_the_run_of_one(make_student, sharp_model_dir, sharp_cache, tmp_path):
