@@ -64,13 +64,13 @@ test: setup ## the tests, as CI runs them
 
 # Apart from the environment: the peers want other versions of what it pins.
 PEERS := $(VENV)/peers
-setup-peers: setup $(PEERS)/.ready ## the programs that ours are compared with (llama.cpp is compiled: 12 minutes)
+setup-peers: setup $(PEERS)/.ready ## the programs that ours are compared with (llama.cpp is compiled)
 
 $(PEERS)/.ready: requirements-peers.txt
 	$(PY) -m pip install --quiet --no-deps --upgrade --target $(PEERS) --requirement requirements-peers.txt
 	touch $@
 
-test-peers: setup-peers ## exports in llama.cpp itself, beside our figures (about twenty minutes on two cores)
+test-peers: setup-peers ## exports in llama.cpp itself, beside our figures
 	PYTHONPATH=$(PEERS) $(PY) -m pytest -m peer
 
 lint: setup ## ruff, check only
@@ -80,7 +80,7 @@ lint: setup ## ruff, check only
 bench-qat: setup ## cost of a QAT step and of a cache against plain fine-tuning and the bare teacher
 	$(PY) benchmarks/qat_step.py
 
-bench-quality: setup-peers ## students of equal bits and tokens beside their peers' (half an hour on two cores; docs/benchmarks.md)
+bench-quality: setup-peers ## students of equal bits and tokens beside their peers', small (docs/benchmarks.md)
 	PYTHONPATH=$(PEERS) $(PY) benchmarks/qat_quality.py --config quick
 
 bench-scaling: setup ## what two workers cost each other, and the bytes they reduce

@@ -1,6 +1,6 @@
 """Which low-bit student is nearest to its teacher, for the same tokens, grid and bits? Ours beside its peers.
 
-    python benchmarks/qat_quality.py --config quick                                # about 30 minutes on two cores
+    python benchmarks/qat_quality.py --config quick                                # small: one grid, one seed
     python benchmarks/qat_quality.py --dataset wiki.txt --other-dataset tales.txt  # hours; the same command goes on
 
 A cell is a grid, a method and a seed. Each runs in a process of its own and adds its rows to results.jsonl of

@@ -105,8 +105,11 @@ def models(teacher: nn.Module, made: dict, qat: Path, recovery: Path):
     yield "round-to-nearest", nearest
     if (qat / "layerwise.pt").exists():
         yield "layer-wise", load_student(qat / "layerwise.pt", base=copy.deepcopy(teacher))[0]
+    before = qat / "endtoend.pt"
+    if before.exists():
+        yield "QAT", load_student(before, base=copy.deepcopy(teacher))[0]
     student, _ = load_student(qat / "best.pt", base=copy.deepcopy(teacher))
-    yield "QAT", student
+    yield "+ scales" if before.exists() else "QAT", student
     yield "+ LoRA", load_adapter(student, recovery / "adapter", qat / "best.pt")
 
 
@@ -128,7 +131,7 @@ def stage_seconds(qat: Path, recovery: Path, cache: Path) -> dict[str, str]:
         if summary.get("status") != "finished":
             raise UserError(f"{run} is {summary.get('status')}, not finished; go on with its command and --resume auto")
     stages = summaries[0]["seconds"] | summaries[1]["seconds"]
-    names = {"layers": "layer-wise", "qat": "QAT", "recovery": "+ LoRA"}
+    names = {"layers": "layer-wise", "qat": "QAT", "scales": "+ scales", "recovery": "+ LoRA"}
     seconds = {names[stage]: f"{value:.0f}" for stage, value in stages.items()}
     summary = cache / "summary.json"
     return seconds | ({"teacher": f"{read_json(summary)['seconds']:.0f} (cache)"} if summary.exists() else {})

@@ -102,6 +102,23 @@ def sharp_model_dir(tiny_model_dir, tiny_tokenizer, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def full_model_dir(tiny_tokenizer, tmp_path_factory):
+    """full_model_dir(model): its folder, with random values in every parameter, so that each of them counts."""
+
+    def make(model):
+        random = torch.Generator().manual_seed(0)
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=random)
+            parameter.data = 1 + 0.1 * noise if "norm" in name else 0.2 * noise
+        folder = tmp_path_factory.mktemp(model.config.model_type)
+        model.save_pretrained(folder)
+        tiny_tokenizer.save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def sharp_cache(sharp_model_dir, tiny_tokenizer, tmp_path_factory):
     """KD cache of `sharp_model_dir`: 40 training and 8 held-out rows of 32 tokens, K = 8, 12 draws. Do not write to it.
 

@@ -52,21 +52,11 @@ BALANCED = StudentSpec("balanced4/g32", "balanced4/g64", "balanced4/g32")
 
 
 @pytest.fixture(scope="module")
-def model_dir(tiny_tokenizer, tmp_path_factory):
+def model_dir(full_model_dir):
     """model_dir(kind, **config): a folder with a random tiny model whose every parameter counts."""
-
-    def make(kind, **config):
-        random = torch.Generator().manual_seed(0)
-        model = MODELS[kind](bos_token_id=None, eos_token_id=2, pad_token_id=0, **config)
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=random)
-            parameter.data = 1 + 0.1 * noise if "norm" in name else 0.2 * noise
-        folder = tmp_path_factory.mktemp(kind)
-        model.save_pretrained(folder)
-        tiny_tokenizer.save_pretrained(folder)
-        return folder
-
-    return make
+    return lambda kind, **config: full_model_dir(
+        MODELS[kind](bos_token_id=None, eos_token_id=2, pad_token_id=0, **config)
+    )
 
 
 def student_of(folder, spec=SPEC, info=None, change=None):

@@ -194,21 +194,9 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def tiny(tiny_tokenizer, tmp_path_factory):
+def tiny(full_model_dir):
     """tiny(kind): a folder with a random model whose every parameter counts."""
-
-    def make(kind):
-        random = torch.Generator().manual_seed(0)
-        model = AutoModelForCausalLM.from_config(TINY[kind])
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=random)
-            parameter.data = 1 + 0.1 * noise if "norm" in name else 0.2 * noise
-        folder = tmp_path_factory.mktemp(kind)
-        model.save_pretrained(folder)
-        tiny_tokenizer.save_pretrained(folder)
-        return folder
-
-    return make
+    return lambda kind: full_model_dir(AutoModelForCausalLM.from_config(TINY[kind]))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

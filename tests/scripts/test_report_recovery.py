@@ -11,7 +11,7 @@ from qat_lora.run.config import parse
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, sharp_model_dir, load_script):
-    """A cache, a QAT run with a layer-wise stage and a recovery run on it, all of a tiny model."""
+    """A cache, a QAT run with a layer-wise and a scales stage and a recovery run on it, all of a tiny model."""
     folder = tmp_path_factory.mktemp("report")
     common = ["--precision", "fp32", "--device", "cpu"]
     commands = {
@@ -20,7 +20,7 @@ def runs(tmp_path_factory, sharp_model_dir, load_script):
         ],
         "train_qat": [
             "--model", sharp_model_dir, "--cache-dir", folder / "cache", "--output-dir", folder / "qat",
-            "--layer-steps", 2, "--layer-rows", 8, "--max-steps", 4, "--eval-rows", 4,
+            "--layer-steps", 2, "--layer-rows", 8, "--max-steps", 4, "--scale-steps", 2, "--eval-rows", 4,
         ],
         "train_recovery_lora": [
             "--checkpoint", folder / "qat" / "best.pt", "--kd-cache-dir", folder / "cache",
@@ -41,7 +41,7 @@ def test_report_holds_every_stage_with_its_figures_and_pictures(runs, load_scrip
     text = (runs / "report.md").read_text()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
     names = [row[0] for row in rows[2:]]
-    assert names == ["teacher", "round-to-nearest", "layer-wise", "QAT", "+ LoRA"]
+    assert names == ["teacher", "round-to-nearest", "layer-wise", "QAT", "+ scales", "+ LoRA"]
     figures = {row[0]: row[1:] for row in rows[2:]}
     assert float(figures["teacher"][1]) == pytest.approx(0, abs=1e-4)
     assert float(figures["teacher"][2]) == 16
