@@ -14,6 +14,7 @@ once; PPL and the exact KL(teacher‖student) are measured on the rest and on --
   torchao         its QAT: scales by the largest weight, taken anew at every step; from the same cached targets
   torchao-text    the same from the text alone, by cross-entropy, as its documentation has it
   ours            GPTQ and layer-wise, end to end, scales alone, recovery LoRA: a row after each stage
+  ranks           on ours before its LoRA: adapters of ranks 4 to 32 and about as many values each, so on fewer layers
 
 Methods that train see equally many tokens of the same rows. Adapters have rank 4 and count at 16 bits a value.
 """
@@ -51,11 +52,12 @@ from qat_lora.run.rundir import Run, revision
 from qat_lora.run.schedule import set_learning_rates
 from qat_lora.run.session import Every, Session
 
-METHODS = ("rtn", "mse", "gptq", "efficientqat", "loftq", "torchao", "torchao-text", "ours")
+METHODS = ("rtn", "mse", "gptq", "efficientqat", "loftq", "torchao", "torchao-text", "ours", "ranks")
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 LENGTH, BATCH, WINDOW, RANK = 256, 4, 512, 4
 RATE = {2: 4e-4, 4: 1e-4}  # peak learning rate of weights and scales by bits; of adapters, 1e-3 and 5e-4
 ADAPTER_RATE = {2: 1e-3, 4: 5e-4}
+RANKS = {4: PROJECTIONS, 8: ("v", "gate", "up"), 16: ("down",), 32: ("o",)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,6 +234,18 @@ class Bench:
         flags = {"model": self.cfg.model, "cache_dir": self.out / "cache", "mlp": self.grid, "attn": self.grid} | flags
         return run, self.script("train_qat", run, learning_rate=RATE[self.bits], **flags)
 
+    def adapter(self, student: Path, run: Path, rank: int, targets: tuple[str, ...], **flags) -> tuple[nn.Module, dict]:
+        """A student with a recovery LoRA that a sixth of the tokens trained, and the summary of that run."""
+        steps = self.steps // 6
+        summary = self.script(
+            "train_recovery_lora", run, checkpoint=student, kd_cache_dir=self.out / "cache", recovery_r=rank,
+            targets=",".join(targets), max_steps=steps, eval_every=max(1, steps // 4),
+            learning_rate=ADAPTER_RATE[self.bits],
+            seed=self.seed + 1000,  # other rows first: on those that QAT has just fitted an adapter wins nothing
+            **flags,
+        )  # fmt: skip
+        return load_adapter(self.student(student), run / "adapter", student), summary
+
     def fit(self, model: nn.Module, loss_of, groups: list[dict]) -> None:
         """Train a placed model in the visible way, resumable; groups are the optimiser's."""
         optimizer = self.backend.adamw(groups)
@@ -263,8 +277,8 @@ class Bench:
 def run_cell(cfg: Config, backend: TorchBackend, out: Path) -> None:
     bench = Bench(cfg, backend, out)
     backend.seed(bench.seed)
-    trained = {"efficientqat": efficientqat, "loftq": loftq, "torchao": torchao, "torchao-text": torchao, "ours": ours}
-    rows = trained.get(bench.method, no_training)(bench)
+    trained = {"efficientqat": efficientqat, "loftq": loftq, "torchao": torchao, "torchao-text": torchao}
+    rows = {**trained, "ours": ours, "ranks": ranks}.get(bench.method, no_training)(bench)
     with (out / "results.jsonl").open("a") as file:
         file.write("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -341,16 +355,23 @@ def ours(bench: Bench) -> list[dict]:
         start += seconds[stage]
         rows.append(bench.measure(bench.student(run / f"{file}.pt"), stage, start, summary["peak_memory_mb"]))
     began = time.monotonic()
-    lora = bench.folder / "recovery"
-    summary = bench.script(
-        "train_recovery_lora", lora, checkpoint=run / "best.pt", kd_cache_dir=bench.out / "cache", recovery_r=RANK,
-        targets=",".join(PROJECTIONS), max_steps=adapter, eval_every=adapter // 4,
-        learning_rate=ADAPTER_RATE[bench.bits],
-        seed=bench.seed + 1000,  # other rows first: on those that QAT has just fitted an adapter wins nothing
-    )  # fmt: skip
-    student = load_adapter(bench.student(run / "best.pt"), lora / "adapter", run / "best.pt")
+    model, summary = bench.adapter(run / "best.pt", bench.folder / "recovery", RANK, PROJECTIONS)
     took = start + time.monotonic() - began
-    return [*rows, bench.measure(student, "adapter", took, summary["peak_memory_mb"])]
+    return [*rows, bench.measure(model, "adapter", took, summary["peak_memory_mb"])]
+
+
+def ranks(bench: Bench) -> list[dict]:
+    student = bench.folder.with_name(bench.folder.name.replace("ranks", "ours")) / "qat" / "best.pt"
+    if not student.exists():
+        raise UserError(f"{student} is missing; method ranks goes on from method ours of the same grid and seed")
+    plans = {f"{rank} on {' '.join(targets)}": (rank, targets, "zero") for rank, targets in RANKS.items()}
+    plans["4 on q k v o gate up down, from the error"] = (4, PROJECTIONS, "error")
+    rows = []
+    for stage, (rank, targets, init) in plans.items():
+        began, folder = time.monotonic(), bench.folder / f"{rank}-{init}"
+        model, summary = bench.adapter(student, folder, rank, targets, adapter_init=init)
+        rows.append(bench.measure(model, stage, time.monotonic() - began, summary["peak_memory_mb"]))
+    return rows
 
 
 if __name__ == "__main__":

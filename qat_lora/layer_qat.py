@@ -1,10 +1,9 @@
-"""Layer-by-layer QAT: each block learns to answer, on quantised inputs, as its full-precision self would.
+"""Layer-by-layer QAT: each block learns to answer, on quantised inputs, as it does in the full-precision model.
 
 The stage before end-to-end training: a block at a time, cheap in memory, and a far better start at 2 bits than any
-scale search (EfficientQAT's first phase, arXiv 2407.11062, with targets computed on the quantised inputs).
+scale search (EfficientQAT's first phase, arXiv 2407.11062).
 """
 
-import copy
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -44,45 +43,59 @@ class LayerPlan:
 def train_layers(student: nn.Module, batches: list[dict], plan: LayerPlan, session: Session, backend: TorchBackend):
     """Train the blocks of a placed student in order, on `batches` (dicts of tokens [B, L], all of one shape).
 
-    Loss: squared error against the block with its quantisers off, on the inputs that the quantised blocks before it
-    produce, relative to the target's square position by position: the next block's norm sees each position at its own
-    size, and a mean over all would be ruled by the few positions of massive activations. With kd_weight, plus that
+    Loss: squared error of what the block makes of the inputs that the trained blocks before it produce, against what
+    the same block answers in the full-precision model: it learns to undo their errors too. It is relative to the
+    target's square position by position: the next block's norm sees each position at its own size, and a mean over all
+    would be ruled by the few positions of massive activations. With kd_weight, plus that
     weight times the cached distillation loss of the whole model, the later blocks in full precision (batches then
     carry index, prob and mask). Each of several workers has batches of its own, and all train as on one larger batch.
     """
     layers = decoder_layers(student)
-    current, optimizer, saved, original = -1, None, None, None
+    current, optimizer, saved = -1, None, None
+    inputs, kwargs, targets, known = [], {}, [], -1  # `targets`: what the full-precision model's block `known` answers
 
     def state() -> tuple[dict, dict]:
         trained = {name: p for name, p in student.named_parameters() if p.requires_grad}
         return trained, {"optimizer": optimizer.state_dict(), "block": current}
 
+    def begin() -> None:
+        nonlocal inputs, kwargs, targets
+        inputs, kwargs = _first_inputs(student, batches, backend)
+        targets = inputs
+
+    def know(index: int) -> None:
+        """Let `targets` reach block `index`, as long as the blocks up to it are untrained."""
+        nonlocal targets, known
+        while known < index:
+            known += 1
+            with unquantized(layers[known]):
+                targets = block_outputs(layers[known], targets, kwargs, backend)
+
     def load(tensors: dict, trainer: dict) -> None:
-        nonlocal saved, original
-        original = copy.deepcopy(layers[trainer["block"]])  # untrained: what this block's targets come from
+        nonlocal saved
+        begin()
+        know(trainer["block"])
         restore(student, tensors)
         saved = trainer["optimizer"]
 
     for step in session.steps("layers", len(layers) * plan.steps, state, load):
         index, inner = divmod(step - 1, plan.steps)
-        if current == -1:
-            inputs, kwargs = _first_inputs(student, batches, backend)
+        if not inputs:
+            begin()
         while current < index:  # also walks a resumed run through the blocks that are done
             if current >= 0:
                 inputs = block_outputs(layers[current], inputs, kwargs, backend)
             current += 1
             if current == index:
+                know(index)
                 resumed = saved and inner  # in the middle of this block
-                whole = original if resumed else layers[index]
-                with unquantized(whole):
-                    targets = block_outputs(whole, inputs, kwargs, backend)
                 if plan.compensate and not resumed:
                     compensate_block(layers[index], inputs, kwargs, backend)
                 groups = parameter_groups(layers[index], plan.learning_rate, plan.scale_learning_rate)
                 optimizer = backend.adamw(groups)
                 if resumed:
                     optimizer.load_state_dict(saved)
-                saved = original = None
+                saved = None
         at = inner % len(batches)
         batch = {"hidden": inputs[at], "target": targets[at]} | batches[at]
         figures = _update(student, index, batch, kwargs, optimizer, plan, inner, backend)

@@ -1,4 +1,4 @@
-"""Layer-wise QAT: each block learns its full-precision self on quantised inputs, and nothing else moves."""
+"""Layer-wise QAT: each block learns the full-precision model's answers on quantised inputs, and nothing else moves."""
 
 import dataclasses
 
@@ -57,9 +57,9 @@ def test_every_block_learns_and_the_model_with_them(train, new_student, data, ba
     assert [line["block"] for line in lines] == [0] * 60 + [1] * 60
     for block in (lines[:60], lines[60:]):
         losses = [line["loss"] for line in block]
-        assert sum(losses[-10:]) < 0.75 * sum(losses[:10]), "the last round over the ten batches against the first"
+        assert sum(losses[-10:]) < 0.8 * sum(losses[:10]), "the last round over the ten batches against the first"
     before, after = (heldout_figures(s, data[1], backend, 4, 8)["heldout_kl"] for s in (new_student(), student))
-    assert after < 0.9 * before
+    assert after < 0.82 * before
 
 
 def test_only_the_current_block_moves(new_student, make_session, data, backend, monkeypatch):
@@ -84,20 +84,20 @@ def test_only_the_current_block_moves(new_student, make_session, data, backend, 
     assert all(p.requires_grad for name, p in student.named_parameters() if "embed" not in name)
 
 
-def test_targets_are_the_full_precision_block_on_quantised_inputs(new_student, make_session, data, backend):
+def test_targets_are_the_full_precision_models(new_student, make_session, data, backend):
     """By hand for the first step of the second block, with HF's own hidden states: input from the student, whose first
-    block is trained by then; target from the block's original weights."""
+    block is trained by then; target from the original model, no block of which is quantised."""
     student, original, session = new_student(), new_student(), make_session("run", backend)
     train_layers(student, data[0], dataclasses.replace(PLAN, steps=3), session, backend)
     tokens = data[0][0]["tokens"]
-    first, second = decoder_layers(student)[0], decoder_layers(original)[1]
     with torch.no_grad():
         embedded, kwargs = block_inputs(original, tokens)
         assert torch.equal(embedded, original.model.embed_tokens(tokens))
-        inputs = first(embedded, **kwargs)
-        out = second(inputs, **kwargs)
-        with unquantized(second):
-            target = second(inputs, **kwargs)
+        out = decoder_layers(original)[1](decoder_layers(student)[0](embedded, **kwargs), **kwargs)
+        with unquantized(original):
+            target = embedded
+            for layer in decoder_layers(original)[:2]:
+                target = layer(target, **kwargs)
         loss = ((out - target).square().sum(-1) / target.square().sum(-1)).mean()
     logged = session.run.metrics()[3]
     assert logged["block"] == 1 and logged["loss"] == pytest.approx(float(loss), rel=1e-5)
