@@ -16,7 +16,7 @@ once; PPL and the exact KL(teacher‖student) are measured on the rest and on --
   ours            GPTQ and layer-wise, end to end, scales alone, recovery LoRA: a row after each stage
   ranks           on ours before its LoRA: adapters of ranks 4 to 32 and about as many values each, so on fewer layers
 
-Methods that train see equally many tokens of the same rows. Adapters have rank 4 and count at 16 bits a value.
+Methods that train see equally many tokens of the same rows. Adapters (rank 4 but for `ranks`) count at 16 bits a value.
 """
 
 import copy
@@ -277,8 +277,11 @@ class Bench:
 def run_cell(cfg: Config, backend: TorchBackend, out: Path) -> None:
     bench = Bench(cfg, backend, out)
     backend.seed(bench.seed)
-    trained = {"efficientqat": efficientqat, "loftq": loftq, "torchao": torchao, "torchao-text": torchao}
-    rows = {**trained, "ours": ours, "ranks": ranks}.get(bench.method, no_training)(bench)
+    trained = {
+        "efficientqat": efficientqat, "loftq": loftq, "torchao": torchao, "torchao-text": torchao, "ours": ours,
+        "ranks": ranks,
+    }  # fmt: skip
+    rows = trained.get(bench.method, no_training)(bench)
     with (out / "results.jsonl").open("a") as file:
         file.write("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -364,12 +367,11 @@ def ranks(bench: Bench) -> list[dict]:
     student = bench.folder.with_name(bench.folder.name.replace("ranks", "ours")) / "qat" / "best.pt"
     if not student.exists():
         raise UserError(f"{student} is missing; method ranks goes on from method ours of the same grid and seed")
-    plans = {f"{rank} on {' '.join(targets)}": (rank, targets, "zero") for rank, targets in RANKS.items()}
-    plans["4 on q k v o gate up down, from the error"] = (4, PROJECTIONS, "error")
     rows = []
-    for stage, (rank, targets, init) in plans.items():
-        began, folder = time.monotonic(), bench.folder / f"{rank}-{init}"
-        model, summary = bench.adapter(student, folder, rank, targets, adapter_init=init)
+    for rank, targets, init in [*((r, t, "zero") for r, t in RANKS.items()), (RANK, PROJECTIONS, "error")]:
+        began, run = time.monotonic(), bench.folder / f"{rank}-{init}"
+        model, summary = bench.adapter(student, run, rank, targets, adapter_init=init)
+        stage = f"{rank} on {' '.join(targets)}, from {init}"
         rows.append(bench.measure(model, stage, time.monotonic() - began, summary["peak_memory_mb"]))
     return rows
 

@@ -46,9 +46,9 @@ def train_layers(student: nn.Module, batches: list[dict], plan: LayerPlan, sessi
     Loss: squared error of what the block makes of the inputs that the trained blocks before it produce, against what
     the same block answers in the full-precision model: it learns to undo their errors too. It is relative to the
     target's square position by position: the next block's norm sees each position at its own size, and a mean over all
-    would be ruled by the few positions of massive activations. With kd_weight, plus that
-    weight times the cached distillation loss of the whole model, the later blocks in full precision (batches then
-    carry index, prob and mask). Each of several workers has batches of its own, and all train as on one larger batch.
+    would be ruled by the few positions of massive activations. With kd_weight, plus that weight times the cached
+    distillation loss of the whole model, the later blocks in full precision (batches then carry index, prob and mask).
+    Each of several workers has batches of its own, and all train as on one larger batch.
     """
     layers = decoder_layers(student)
     current, optimizer, saved = -1, None, None

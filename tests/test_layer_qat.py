@@ -55,9 +55,9 @@ def values_of(model):
 def test_every_block_learns_and_the_model_with_them(train, new_student, data, backend):
     student, lines = train(dataclasses.replace(PLAN, steps=60))
     assert [line["block"] for line in lines] == [0] * 60 + [1] * 60
-    for block in (lines[:60], lines[60:]):
+    for block, bound in ((lines[:60], 0.75), (lines[60:], 0.8)):  # the second also starts from the first one's errors
         losses = [line["loss"] for line in block]
-        assert sum(losses[-10:]) < 0.8 * sum(losses[:10]), "the last round over the ten batches against the first"
+        assert sum(losses[-10:]) < bound * sum(losses[:10]), "the last round over the ten batches against the first"
     before, after = (heldout_figures(s, data[1], backend, 4, 8)["heldout_kl"] for s in (new_student(), student))
     assert after < 0.82 * before
 
