@@ -1,5 +1,6 @@
 """The decoder blocks of a model, one at a time: their inputs, their outputs, and GPTQ on them."""
 
+import contextlib
 import itertools
 
 import torch
@@ -14,7 +15,7 @@ from qat_lora.quant.linear import QuantLinear, quantized_layers
 
 
 class _Seen(Exception):
-    """Ends a forward pass once the first block's inputs are known."""
+    """Ends a forward pass once what it was for is known."""
 
 
 def block_inputs(model: nn.Module, tokens: Tensor) -> tuple[Tensor, dict]:
@@ -63,7 +64,7 @@ def compensate_block(block: nn.Module, inputs: list[Tensor], kwargs: dict, backe
     give for `inputs` (a list of [B, L, H]). The weights become the compensated ones. Several workers, each with inputs
     of its own, put their moments together."""
     for layers in _by_input(block, inputs[0].to(backend.device), kwargs):
-        moment = input_moments(layers[0], lambda: block_outputs(block, inputs, kwargs, backend), cross=True)[""]
+        moment = input_moments(layers[0], lambda: _reach(layers[0], block, inputs, kwargs, backend), cross=True)[""]
         backend.reduce([moment])
         moment = moment.cpu() / backend.world_size
         for layer in layers:
@@ -72,6 +73,20 @@ def compensate_block(block: nn.Module, inputs: list[Tensor], kwargs: dict, backe
             scale = quantizer.scale_matrix().expand_as(quantizer.grouped(layer.weight)).reshape(weight.shape).cpu()
             layer.weight.copy_(compensated(weight, scale, moment, quantizer.spec))
             backend.broadcast([p.data for p in layer.parameters()])  # another machine may round another way
+
+
+def _reach(layer: QuantLinear, block: nn.Module, inputs: list[Tensor], kwargs: dict, backend: TorchBackend) -> None:
+    """Run a block on every batch of inputs, as far as one of its layers."""
+
+    def stop(*_):
+        raise _Seen
+
+    hook = layer.register_forward_hook(stop)
+    for hidden in inputs:
+        with contextlib.suppress(_Seen):
+            block_outputs(block, [hidden], kwargs, backend)
+        backend.step_boundary()
+    hook.remove()
 
 
 def _by_input(block: nn.Module, hidden: Tensor, kwargs: dict) -> list[list[QuantLinear]]:

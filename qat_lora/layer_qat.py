@@ -7,6 +7,7 @@ scale search (EfficientQAT's first phase, arXiv 2407.11062).
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from qat_lora.backend import TorchBackend
@@ -43,11 +44,10 @@ class LayerPlan:
 def train_layers(student: nn.Module, batches: list[dict], plan: LayerPlan, session: Session, backend: TorchBackend):
     """Train the blocks of a placed student in order, on `batches` (dicts of tokens [B, L], all of one shape).
 
-    Loss: squared error of what the block makes of the inputs that the trained blocks before it produce, against what
-    the same block answers in the full-precision model: it learns to undo their errors too. It is relative to the
-    target's square position by position: the next block's norm sees each position at its own size, and a mean over all
-    would be ruled by the few positions of massive activations. With kd_weight, plus that weight times the cached
-    distillation loss of the whole model, the later blocks in full precision (batches then carry index, prob and mask).
+    Loss: `relative_error` of what the block makes of the inputs that the trained blocks before it produce, to what the
+    same block answers in the full-precision model: it learns to undo their errors too. With kd_weight, plus that weight
+    times the cached distillation loss of the whole model, the later blocks in full precision (batches then carry index,
+    prob and mask).
     Each of several workers has batches of its own, and all train as on one larger batch.
     """
     layers = decoder_layers(student)
@@ -120,8 +120,7 @@ def _update(student, index: int, batch: dict, kwargs: dict, optimizer, plan: Lay
     batch = backend.to_device(batch)
     with _only_trainable(student, layer), backend.autocast():
         out = run_block(layer, batch["hidden"], kwargs)
-        wanted = batch["target"].float()
-        loss = ((out.float() - wanted).square().sum(-1) / wanted.square().sum(-1)).mean() / backend.world_size
+        loss = relative_error(out.float(), batch["target"].float()).mean() / backend.world_size
         if plan.kd_weight:
             loss = loss + plan.kd_weight * _rest_of_model_loss(student, index, out, kwargs, batch)
         backend.backward(loss)
@@ -140,6 +139,17 @@ def _rest_of_model_loss(student, index: int, hidden: Tensor, kwargs: dict, batch
     return sparse_loss(
         stack.norm(hidden), head_weight(student), batch["index"], batch["prob"], batch["mask"], batch.get("total")
     )
+
+
+def relative_error(answer: Tensor, wanted: Tensor) -> Tensor:
+    """Squared error of hidden states [B, L, H] at each position [B, L], relative to the larger one's square.
+
+    Position by position, because the next block's norm sees each at its own size, and a mean over all would be ruled by
+    the few positions of massive activations; the larger one, because where only the answer is massive its error would
+    be thousands of times the target.
+    """
+    size = torch.maximum(wanted.square().sum(-1), answer.detach().square().sum(-1))
+    return (answer - wanted).square().sum(-1) / size
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from qat_lora.blocks import block_inputs, block_outputs
 from qat_lora.data.batches import batches
 from qat_lora.evaluate import heldout_figures, kd_loss
 from qat_lora.kd.dataset import KDCacheDataset
-from qat_lora.layer_qat import LayerPlan, train_layers
+from qat_lora.layer_qat import LayerPlan, relative_error, train_layers
 from qat_lora.models.loading import decoder_layers, load_model
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import unquantized
@@ -84,6 +84,17 @@ def test_only_the_current_block_moves(new_student, make_session, data, backend, 
     assert all(p.requires_grad for name, p in student.named_parameters() if "embed" not in name)
 
 
+def test_no_position_rules_the_loss():
+    wanted = torch.ones(1, 4, 8)
+    answer = wanted + torch.tensor([0.0, 0.5, 1000.0, -1001.0]).view(1, 4, 1)
+    answer.requires_grad_()
+    error = relative_error(answer, wanted)
+    torch.testing.assert_close(error[0], torch.tensor([0.0, (0.5 / 1.5) ** 2, (1000 / 1001) ** 2, (1001 / 1000) ** 2]))
+    error.sum().backward()
+    assert answer.grad[0, 0].abs().max() == 0, "nothing to learn where nothing is wrong"
+    assert answer.grad[0, 2].norm() < answer.grad[0, 1].norm() and (answer.grad[0, 2] > 0).all()
+
+
 def test_targets_are_the_full_precision_models(new_student, make_session, data, backend):
     """By hand for the first step of the second block, with HF's own hidden states: input from the student, whose first
     block is trained by then; target from the original model, no block of which is quantised."""
@@ -98,7 +109,8 @@ def test_targets_are_the_full_precision_models(new_student, make_session, data, 
             target = embedded
             for layer in decoder_layers(original)[:2]:
                 target = layer(target, **kwargs)
-        loss = ((out - target).square().sum(-1) / target.square().sum(-1)).mean()
+        size = torch.stack([out.square().sum(-1), target.square().sum(-1)]).amax(0)
+        loss = ((out - target).square().sum(-1) / size).mean()
     logged = session.run.metrics()[3]
     assert logged["block"] == 1 and logged["loss"] == pytest.approx(float(loss), rel=1e-5)
 
