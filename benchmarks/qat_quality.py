@@ -57,6 +57,7 @@ SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 LENGTH, BATCH, WINDOW, RANK = 256, 2, 512, 4
 RATE = {2: 3e-4, 4: 1e-4}  # peak learning rate of weights and scales by bits; of adapters, 1e-3 and 5e-4
 ADAPTER_RATE = {2: 1e-3, 4: 5e-4}
+STAGES = 24  # that part of the updates is layer-wise in `ours`, and as many are of the scales alone
 RANKS = {4: PROJECTIONS, 8: ("v", "gate", "up"), 16: ("down",), 32: ("o",)}
 
 
@@ -102,9 +103,9 @@ def results(out: Path) -> list[dict]:
 
 def check(cfg: Config) -> list[str]:
     """The cells, after what is impossible has been refused."""
-    for name in ("steps", "steps_4bit", "calibration_rows", "measured"):
-        if getattr(cfg, name) < BATCH:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(cfg, name)} must be at least {BATCH}")
+    for name, least in (("steps", STAGES), ("steps_4bit", STAGES), ("calibration_rows", BATCH), ("measured", BATCH)):
+        if getattr(cfg, name) < least:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(cfg, name)} must be at least {least}")
     for grid in cfg.grids.split(","):
         if (spec := QuantSpec.parse(grid)) is None or spec.scale != "group":
             raise UserError(f"--grids {grid}: give group quantisers, such as int2/g64")
@@ -346,7 +347,7 @@ def torchao(bench: Bench) -> list[dict]:
 
 
 def ours(bench: Bench) -> list[dict]:
-    layers, scales, adapter = bench.steps // 24, bench.steps // 24, bench.steps // 8
+    layers, scales, adapter = bench.steps // STAGES, bench.steps // STAGES, bench.steps // 8
     run, summary = bench.qat(
         init="gptq", layer_steps=layers, scale_steps=scales, max_steps=bench.steps - layers - scales - adapter,
         layer_learning_rate=RATE[bench.bits],

@@ -7,7 +7,7 @@ import pytest
     "flags, part",
     [
         (["--grids", "lut2/r32"], "give group quantisers"), (["--methods", "awq"], "'awq' is not one of rtn, mse"),
-        (["--seeds", "a"], "--seeds a"), (["--steps", "3"], "--steps 3"),
+        (["--seeds", "a"], "--seeds a"), (["--steps", "23"], "--steps 23 must be at least 24"),
         (["--cell", "int2/g64,ours,7"], "none of these"),
     ],
 )  # fmt: skip
