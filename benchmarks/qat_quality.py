@@ -160,7 +160,7 @@ def prepare(cfg: Config, backend: TorchBackend, out: Path) -> None:
     print(f"cache of {len(rows)} rows: {time.monotonic() - started:.0f} s", flush=True)
     exact = open_backend(cfg.device, "fp32")
     content = {
-        name: {"tokens": tokens, "scored": scored, **text_figures(teacher, tokens, scored, exact, BATCH)}
+        name: text_figures(teacher, tokens, scored, exact, BATCH) | {"tokens": tokens, "scored": scored}
         for name, (tokens, scored) in measured.items()
     }
     write_atomically(out / "measured.pt", lambda file: torch.save(content, file))

@@ -1,6 +1,16 @@
 """The quality benchmark: impossible settings are refused before anything is built, the report is what was measured."""
 
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from pydoc_data.topics import topics
+
 import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
@@ -42,3 +52,28 @@ def test_the_report_gives_mean_and_range_over_seeds(load_script, tmp_path):
     ours = next(line for line in lines if line.startswith("| ours: qat |"))
     assert "0.600 (0.500–0.700)" in ours and "| 100 |" in ours and ours.endswith("| 2 |")
     assert (tmp_path / "kl.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_methods_from_text_to_report(sharp_model_dir, tmp_path):
+    """Whole cells of our own methods, each in its process; the same command again has nothing left to do."""
+    (tmp_path / "text.txt").write_text("\n".join(topics[key] for key in sorted(topics))[:60_000])
+    methods = ["mse", "efficientqat", "loftq", "ours"]
+    words = [sys.executable, ROOT / "benchmarks" / "qat_quality.py", "--model", sharp_model_dir, "--methods"]
+    words += [",".join(methods), "--grids", "int2/g64", "--seeds", "0", "--steps", "24", "--calibration-rows", "4"]
+    words += ["--measured", "2", "--dataset", tmp_path / "text.txt", "--other-dataset", tmp_path / "text.txt"]
+    words += ["--device", "cpu", "--precision", "fp32", "--output-dir", tmp_path / "out"]
+    run = functools.partial(
+        subprocess.run, words, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    done = run()
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    kl = {f"{row['method']} {row['stage']}": row["text"]["kl"] for row in rows}
+    stages = ["layers", "qat", "scales", "adapter"]
+    assert list(kl) == ["mse mse", "efficientqat scales", "loftq adapter", *(f"ours {stage}" for stage in stages)]
+    assert all(0 < value < 20 for value in kl.values()) and kl["ours adapter"] < kl["mse mse"]
+    bits = {f"{row['method']} {row['stage']}": row["bits"] for row in rows}
+    assert bits["mse mse"] == bits["ours scales"] == 2.25 and bits["ours adapter"] == bits["loftq adapter"] > 2.25
+    assert "| ours: adapter |" in (tmp_path / "out" / "report.md").read_text()
+    again = run()
+    assert again.returncode == 0 and len((tmp_path / "out" / "results.jsonl").read_text().splitlines()) == len(rows)
