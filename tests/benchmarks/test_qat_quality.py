@@ -1,6 +1,5 @@
 """The quality benchmark: impossible settings are refused before anything is built, the report is what was measured."""
 
-import functools
 import json
 import os
 import subprocess
@@ -54,20 +53,25 @@ def test_the_report_gives_mean_and_range_over_seeds(load_script, tmp_path):
     assert (tmp_path / "kl.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_methods_from_text_to_report(sharp_model_dir, tmp_path):
-    """Whole cells of our own methods, each in its process; the same command again has nothing left to do."""
+@pytest.fixture
+def measure(sharp_model_dir, tmp_path):
+    """measure(methods): the rows of whole cells on the tiny model, each in its process."""
     (tmp_path / "text.txt").write_text("\n".join(topics[key] for key in sorted(topics))[:60_000])
-    methods = ["mse", "efficientqat", "loftq", "ours"]
-    words = [sys.executable, ROOT / "benchmarks" / "qat_quality.py", "--model", sharp_model_dir, "--methods"]
-    words += [",".join(methods), "--grids", "int2/g64", "--seeds", "0", "--steps", "24", "--calibration-rows", "4"]
-    words += ["--measured", "2", "--dataset", tmp_path / "text.txt", "--other-dataset", tmp_path / "text.txt"]
-    words += ["--device", "cpu", "--precision", "fp32", "--output-dir", tmp_path / "out"]
-    run = functools.partial(
-        subprocess.run, words, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
-    done = run()
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    flags = ["--dataset", tmp_path / "text.txt", "--other-dataset", tmp_path / "text.txt", "--device", "cpu"]
+    flags += ["--precision", "fp32", "--grids", "int2/g64", "--seeds", "0", "--steps", "24", "--measured", "2"]
+    flags += ["--calibration-rows", "4", "--model", sharp_model_dir, "--output-dir", tmp_path / "out"]
+
+    def run(methods: str) -> list[dict]:
+        words = [sys.executable, ROOT / "benchmarks" / "qat_quality.py", *flags, "--methods", methods]
+        done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        assert done.returncode == 0, done.stderr
+        return [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+
+    return run
+
+
+def test_our_methods_from_text_to_report(measure, tmp_path):
+    rows = measure("mse,efficientqat,loftq,ours")
     kl = {f"{row['method']} {row['stage']}": row["text"]["kl"] for row in rows}
     stages = ["layers", "qat", "scales", "adapter"]
     assert list(kl) == ["mse mse", "efficientqat scales", "loftq adapter", *(f"ours {stage}" for stage in stages)]
@@ -75,5 +79,10 @@ def test_methods_from_text_to_report(sharp_model_dir, tmp_path):
     bits = {f"{row['method']} {row['stage']}": row["bits"] for row in rows}
     assert bits["mse mse"] == bits["ours scales"] == 2.25 and bits["ours adapter"] == bits["loftq adapter"] > 2.25
     assert "| ours: adapter |" in (tmp_path / "out" / "report.md").read_text()
-    again = run()
-    assert again.returncode == 0 and len((tmp_path / "out" / "results.jsonl").read_text().splitlines()) == len(rows)
+    assert measure("mse,efficientqat,loftq,ours") == rows, "the same command again has nothing left to do"
+
+
+@pytest.mark.peer
+def test_torchao_learns_from_the_same_rows(measure):
+    rows = measure("torchao,torchao-text")
+    assert [row["stage"] for row in rows] == ["qat", "qat"] and rows[0]["text"]["kl"] < rows[1]["text"]["kl"]
