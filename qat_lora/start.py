@@ -7,13 +7,13 @@ from qat_lora.backend import TorchBackend
 from qat_lora.blocks import block_inputs, block_outputs, compensate_block
 from qat_lora.models.loading import decoder_layers, hidden_states
 from qat_lora.quant.init import initialise, input_moments
-from qat_lora.quant.linear import unquantized
+from qat_lora.quant.linear import quantized_layers, unquantized
 
 METHODS = ("rtn", "mse", "gptq")
 
 
 @torch.no_grad()
-def start(student: nn.Module, method: str, batches: list[dict], precision: str = "auto") -> None:
+def start(student: nn.Module, method: str, batches: list[dict], precision: str = "auto", blocks: bool = True) -> None:
     """Set the quantisers of a student on the CPU from its weights and some calibration rows, in this worker alone.
 
     method: "rtn" (edge level = largest weight: plain rounding), "mse" (least squared error, each weight counted by how
@@ -21,21 +21,34 @@ def start(student: nn.Module, method: str, batches: list[dict], precision: str =
     weights become the compensated ones, so that the student's first answer is GPTQ's. What stands outside the blocks, a
     quantised head, starts as with "mse").
     batches: dicts of tokens [B, L], all of one shape; "rtn" does not look at them.
+    blocks: False leaves the blocks of "gptq" at plain rounding, for a stage that compensates each when its turn comes.
     """
-    moments, backend = None, TorchBackend("cpu", precision)
-    if method != "rtn":
+    initialise(student, search=False)
+    layers = {} if method == "rtn" else quantized_layers(student)
+    if method == "gptq":  # those of the blocks are set below, on the inputs that they will really get
+        inside = {layer for block in decoder_layers(student) for layer in block.modules()}
+        layers = {name: layer for name, layer in layers.items() if layer not in inside}
+    if layers:
+        _least_error(student, layers, batches, TorchBackend("cpu", precision))
+    if method == "gptq" and blocks:
+        _compensate(student, batches, TorchBackend("cpu", precision))
 
-        def forward():
-            for batch in batches:
-                with backend.autocast(), unquantized(student):
-                    hidden_states(student, batch["tokens"])
 
-        moments = input_moments(student, forward)
-    initialise(student, method != "rtn", moments)
-    if method == "gptq":
-        with backend.autocast():
-            seen = [block_inputs(student, batch["tokens"]) for batch in batches]
-        inputs, kwargs = [hidden for hidden, _ in seen], seen[0][1]
-        for block in decoder_layers(student):
-            compensate_block(block, inputs, kwargs, backend)
-            inputs = block_outputs(block, inputs, kwargs, backend)
+def _least_error(student: nn.Module, layers: dict[str, nn.Module], batches: list[dict], backend: TorchBackend) -> None:
+    def forward():
+        for batch in batches:
+            with backend.autocast(), unquantized(student):
+                hidden_states(student, batch["tokens"])
+
+    moments = input_moments(student, forward)
+    for name, layer in layers.items():
+        initialise(layer, moments={"": moments[name]} if name in moments else None)
+
+
+def _compensate(student: nn.Module, batches: list[dict], backend: TorchBackend) -> None:
+    with backend.autocast():
+        seen = [block_inputs(student, batch["tokens"]) for batch in batches]
+    inputs, kwargs = [hidden for hidden, _ in seen], seen[0][1]
+    for block in decoder_layers(student):
+        compensate_block(block, inputs, kwargs, backend)
+        inputs = block_outputs(block, inputs, kwargs, backend)

@@ -195,8 +195,8 @@ def first_student(cfg: Config, spec: StudentSpec, train, backend: TorchBackend, 
         student = quantize(load_model(cfg.model), spec)
     if not resumed:
         # with a layer-wise stage GPTQ waits for it: each block is compensated on what the trained ones before it give
-        method = "mse" if cfg.init == "gptq" and cfg.layer_steps else cfg.init
-        start(student, method, first_batches(train, cfg.layer_rows, cfg), cfg.precision)
+        calibration = first_batches(train, cfg.layer_rows, cfg)
+        start(student, cfg.init, calibration, cfg.precision, blocks=not cfg.layer_steps)
     return student
 
 
