@@ -16,7 +16,8 @@ once; PPL and the exact KL(teacher‖student) are measured on the rest and on --
   ours            GPTQ and layer-wise, end to end, scales alone, recovery LoRA: a row after each stage
   ranks           on ours before its LoRA: adapters of ranks 4 to 32 and about as many values each, so on fewer layers
 
-Methods that train see equally many tokens of the same rows. Adapters (rank 4 but for `ranks`) count at 16 bits a value.
+Methods that train see equally many tokens of the same rows; those of train_qat.py with its optimiser, the others with
+plain AdamW. Adapters (rank 4 but for `ranks`) count at 16 bits a value.
 """
 
 import copy
@@ -248,8 +249,8 @@ class Bench:
         return load_adapter(self.student(student), run / "adapter", student), summary
 
     def fit(self, model: nn.Module, loss_of, groups: list[dict]) -> None:
-        """Train a placed model in the visible way, resumable; groups are the optimiser's."""
-        optimizer = self.backend.adamw(groups)
+        """Train a peer's placed model, resumable; groups are the optimiser's."""
+        optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         run = Run(self.folder / "fit", resumed=(self.folder / "fit").exists())
         run.path.mkdir(exist_ok=True)

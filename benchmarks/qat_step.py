@@ -8,7 +8,7 @@
    several, on rows not trained on: at the start (least-error scales) and after --cosine-steps updates of QAT.
 4. Bytes a position of the cache, and the speed of building it over the teacher's bare forward pass.
 
-The same model, batch, precision, optimiser (fused AdamW; embedding and head frozen) and allocator on both sides.
+The same model, batch, precision, optimiser (ours; embedding and head frozen) and allocator on both sides.
 """
 
 import json
@@ -125,7 +125,7 @@ class Bench:
         return KDCacheDataset(folder)
 
     def stepper(self, model, loss_of, dataset, learning_rate=1e-5):
-        optimizer = self.backend.adamw(parameter_groups(model, learning_rate, learning_rate))
+        optimizer = self.backend.optimizer(parameter_groups(model, learning_rate, learning_rate))
         stream = self.backend.prefetch(batches(dataset, self.cfg.batch_size, 1, self.cfg.seed))
         return lambda: update(model, stream, loss_of, optimizer, self.plan, self.backend)["loss"].item()
 

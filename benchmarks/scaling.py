@@ -4,7 +4,7 @@
     python benchmarks/scaling.py --num-chips 4 --device cuda --steps 20
 
 Every worker times two kinds of update on the same model and rows, turn by turn, all workers side by side: the bare
-loop (forward, backward, clip, fused AdamW, alone) and the path of a job (the same, with the gradients reduced, the
+loop (forward, backward, clip, optimiser, alone) and the path of a job (the same, with the gradients reduced, the
 figures of all workers put together and SIGTERM agreed on, as a Session does). A pair's time is the slowest worker's on
 both sides. Also the bytes that go into all-reduce in an update, beside those of the trained parameters. Rows and
 targets are random: nothing is learned here.
@@ -109,7 +109,7 @@ def compare(backend: TorchBackend, cfg: Config, model, accumulation: int, folder
         steps=cfg.steps + 2, batch_size=cfg.batch_size, accumulation=accumulation, learning_rate=1e-6, warmup_steps=0,
         clip_grad_norm=1.0, seed=cfg.seed,
     )  # fmt: skip
-    optimizer = backend.adamw([g for g in parameter_groups(model, 1e-6, 1e-6) if g["params"]])
+    optimizer = backend.optimizer([g for g in parameter_groups(model, 1e-6, 1e-6) if g["params"]])
     batch = rows(cfg, load_config(cfg.model).vocab_size, backend.device)
     stream = iter(lambda: batch, None)
     alone = TorchBackend(backend.kind, cfg.precision)

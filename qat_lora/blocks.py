@@ -1,6 +1,7 @@
 """The decoder blocks of a model, one at a time: their inputs, their outputs, and GPTQ on them."""
 
 import contextlib
+import functools
 import itertools
 
 import torch
@@ -64,7 +65,8 @@ def compensate_block(block: nn.Module, inputs: list[Tensor], kwargs: dict, backe
     give for `inputs` (a list of [B, L, H]). The weights become the compensated ones. Several workers, each with inputs
     of its own, put their moments together."""
     for layers in _by_input(block, inputs[0].to(backend.device), kwargs):
-        moment = input_moments(layers[0], lambda: _reach(layers[0], block, inputs, kwargs, backend), cross=True)[""]
+        reach = functools.partial(_reach, layers[0], block, inputs, kwargs, backend)
+        moment = input_moments(layers[0], reach, cross=True)[""]
         backend.reduce([moment])
         moment = moment.cpu() / backend.world_size
         for layer in layers:

@@ -92,7 +92,7 @@ def train_layers(student: nn.Module, batches: list[dict], plan: LayerPlan, sessi
                 if plan.compensate and not resumed:
                     compensate_block(layers[index], inputs, kwargs, backend)
                 groups = parameter_groups(layers[index], plan.learning_rate, plan.scale_learning_rate)
-                optimizer = backend.adamw(groups)
+                optimizer = backend.optimizer(groups)
                 if resumed:
                     optimizer.load_state_dict(saved)
                 saved = None

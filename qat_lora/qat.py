@@ -190,7 +190,7 @@ def train_qat(
     """
     kept = {name: p for name, p in student.named_parameters() if p.requires_grad}  # of earlier stages too
     select_parameters(student, plan.scope)
-    optimizer = backend.adamw(parameter_groups(student, plan.learning_rate, plan.scale_learning_rate))
+    optimizer = backend.optimizer(parameter_groups(student, plan.learning_rate, plan.scale_learning_rate))
     shown = copy.deepcopy(student) if plan.ema else student
 
     def state() -> tuple[dict, dict]:

@@ -171,7 +171,7 @@ def train_recovery_lora(
     mode: "kd" (train is a KDCacheDataset), "sft" or "recover" (train is a TextDataset).
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = backend.adamw([{"params": list(trained.values()), "lr": plan.learning_rate}])
+    optimizer = backend.optimizer([{"params": list(trained.values()), "lr": plan.learning_rate}])
 
     def state() -> tuple[dict, dict]:
         return trained, {"optimizer": optimizer.state_dict()}

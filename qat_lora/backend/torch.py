@@ -19,6 +19,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from qat_lora.backend.group import ALONE, Group
 from qat_lora.errors import UserError, first_line
+from qat_lora.optim import CautiousAdamW
 
 # A gradient of at least so many bytes is reduced where it lies, the smaller ones as one copy. What the reduction costs:
 # docs/benchmarks.md.
@@ -168,22 +169,9 @@ class TorchBackend:
         return torch_checkpoint.checkpoint(function, *args, use_reentrant=False)
 
     # -- one update ----------------------------------------------------------------------------------------------
-    def adamw(self, groups: list[dict]) -> torch.optim.AdamW:
-        """AdamW whose state exists before the first step, so that on XLA step 2 compiles nothing."""
-        optimizer = torch.optim.AdamW(
-            groups, lr=groups[0]["lr"], betas=(0.9, 0.95), weight_decay=0.0, **self._adamw_kind()
-        )
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                optimizer.state[p] = {
-                    "step": torch.zeros((), device=self.device if group["fused"] else "cpu"),
-                    "exp_avg": torch.zeros_like(p),
-                    "exp_avg_sq": torch.zeros_like(p),
-                }
-        return optimizer
-
-    def _adamw_kind(self) -> dict:
-        return {"fused": True}
+    def optimizer(self, groups: list[dict]) -> CautiousAdamW:
+        """The optimiser of parameter groups, each with its "lr"."""
+        return CautiousAdamW(groups)
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()

@@ -17,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from qat_lora.backend import probe
 from qat_lora.backend.group import ALONE, Group
 from qat_lora.backend.torch import TorchBackend
+from qat_lora.optim import CautiousAdamW
 
 
 def _attention_of_one_type(module, query, key, value, *args, **kwargs):
@@ -65,16 +66,13 @@ class XlaBackend(TorchBackend):
     def checkpoint(self, function, *args):
         return xla_checkpoint(function, *args)
 
-    def adamw(self, groups: list[dict]) -> torch.optim.AdamW:
-        optimizer = super().adamw(groups)
+    def optimizer(self, groups: list[dict]) -> CautiousAdamW:
+        optimizer = super().optimizer(groups)
         for group in optimizer.param_groups:
             for p in group["params"]:
                 p.grad = torch.zeros_like(p)  # the first step then adds to a gradient as every later one does
         torch_xla.sync()  # or the zeros would be part of the first step's graph
         return optimizer
-
-    def _adamw_kind(self) -> dict:
-        return {"fused": False, "foreach": False}
 
     def step_boundary(self) -> None:
         torch_xla.sync()

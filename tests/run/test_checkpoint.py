@@ -29,7 +29,7 @@ def trained(steps: int = 3):
     """A tied model and its AdamW after a few updates."""
     torch.manual_seed(0)
     backend, model = TorchBackend("cpu", "fp32"), Tied()
-    optimizer = backend.adamw([{"params": list(model.parameters()), "lr": 0.1}])
+    optimizer = backend.optimizer([{"params": list(model.parameters()), "lr": 0.1}])
     for _ in range(steps):
         model(torch.arange(6)).logsumexp(1).sum().backward()
         backend.update(optimizer, 1.0)
