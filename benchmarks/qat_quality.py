@@ -55,8 +55,8 @@ from qat_lora.run.session import Every, Session
 
 METHODS = ("rtn", "mse", "gptq", "efficientqat", "loftq", "torchao", "torchao-text", "ours", "ranks")
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
-LENGTH, BATCH, WINDOW, RANK = 256, 2, 512, 4
-RATE = {2: 3e-4, 4: 1e-4}  # peak learning rate of weights and scales by bits; of adapters, 1e-3 and 5e-4
+LENGTH, BATCH, WINDOW, RANK = 256, 4, 512, 4
+RATE = {2: 6e-4, 4: 1e-4}  # peak learning rate of weights and scales by bits; of adapters, 1e-3 and 5e-4
 ADAPTER_RATE = {2: 1e-3, 4: 5e-4}
 STAGES = 24  # that part of the updates is layer-wise in `ours`, and as many are of the scales alone
 RANKS = {4: PROJECTIONS, 8: ("v", "gate", "up"), 16: ("down",), 32: ("o",)}
@@ -69,8 +69,8 @@ class Config(TextSource, ScriptConfig):
     grids: str = option("int2/g64,int2/g32,int4/g32,int4/g128", "quantisers of MLP and attention")
     methods: str = option(",".join(METHODS), "what to compare")
     seeds: str = option("0,1", "seeds of the order of the rows")
-    steps: int = option(976, "updates of 2×256 tokens at 2 bits: half a million")
-    steps_4bit: int = option(192, "updates at 4 bits")
+    steps: int = option(488, "updates of 4×256 tokens at 2 bits: half a million")
+    steps_4bit: int = option(96, "updates at 4 bits")
     calibration_rows: int = option(64, "rows that scales and GPTQ look at")
     measured: int = option(12, "windows of each text to measure on")
     output_dir: str = option("runs/qat_quality", "folder of the cache, the results, the table and the plot")

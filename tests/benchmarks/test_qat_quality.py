@@ -58,7 +58,7 @@ def measure(sharp_model_dir, tmp_path):
     """measure(methods): the rows of whole cells on the tiny model, each in its process."""
     (tmp_path / "text.txt").write_text("\n".join(topics[key] for key in sorted(topics))[:60_000])
     flags = ["--dataset", tmp_path / "text.txt", "--other-dataset", tmp_path / "text.txt", "--device", "cpu"]
-    flags += ["--precision", "fp32", "--grids", "int2/g64", "--seeds", "0", "--steps", "24", "--measured", "2"]
+    flags += ["--precision", "fp32", "--grids", "int2/g64", "--seeds", "0", "--steps", "24", "--measured", "4"]
     flags += ["--calibration-rows", "4", "--model", sharp_model_dir, "--output-dir", tmp_path / "out"]
 
     def run(methods: str) -> list[dict]:
