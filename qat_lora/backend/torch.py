@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from qat_lora.backend.group import ALONE, Group
+from qat_lora.backend.optim import CautiousAdamW
 from qat_lora.errors import UserError, first_line
-from qat_lora.optim import CautiousAdamW
 
 # A gradient of at least so many bytes is reduced where it lies, the smaller ones as one copy. What the reduction costs:
 # docs/benchmarks.md.

@@ -16,8 +16,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qat_lora.backend import probe
 from qat_lora.backend.group import ALONE, Group
+from qat_lora.backend.optim import CautiousAdamW
 from qat_lora.backend.torch import TorchBackend
-from qat_lora.optim import CautiousAdamW
 
 
 def _attention_of_one_type(module, query, key, value, *args, **kwargs):

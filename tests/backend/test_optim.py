@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from qat_lora.optim import CautiousAdamW
+from qat_lora.backend.optim import CautiousAdamW
 
 
 def walk(optimizer, p: nn.Parameter, gradients) -> None:

@@ -37,6 +37,6 @@ def _update(
     exp_avg.lerp_(grad, 1 - first)
     exp_avg_sq.mul_(second).addcmul_(grad, grad, value=1 - second)
     agree = (exp_avg * grad > 0).to(p.dtype)
-    size = exp_avg_sq.sqrt().div_(math.sqrt(1 - second**step)).add_(EPS)
+    size = exp_avg_sq.sqrt().div_(math.sqrt(1 - second**step)).add_(EPS).mul_(1 - first**step)
     change = (exp_avg / size).mul_(agree)
-    p.sub_(change.div_(agree.mean().clamp(min=1e-3)), alpha=lr / (1 - first**step))
+    p.sub_(change.div_(agree.mean().clamp(min=1e-3)), alpha=lr)
