@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 EPS = 1e-8
+LEAST = 2.0**-10  # share of agreeing steps that the others are divided by
 
 
 class CautiousAdamW(torch.optim.Optimizer):
@@ -37,6 +38,7 @@ def _update(
     exp_avg.lerp_(grad, 1 - first)
     exp_avg_sq.mul_(second).addcmul_(grad, grad, value=1 - second)
     agree = (exp_avg * grad > 0).to(p.dtype)
-    size = exp_avg_sq.sqrt().div_(math.sqrt(1 - second**step)).add_(EPS).mul_(1 - first**step)
+    correction = (1 - first**step) / math.sqrt(1 - second**step)  # one number: on XLA one that occurs twice, as
+    size = exp_avg_sq.sqrt().mul_(correction).add_(EPS)  # 1 − first does in step 1, is another graph
     change = (exp_avg / size).mul_(agree)
-    p.sub_(change.div_(agree.mean().clamp(min=1e-3)), alpha=lr)
+    p.sub_(change.div_(agree.mean().clamp(min=LEAST)), alpha=lr)
