@@ -39,6 +39,8 @@ def _update(
     exp_avg_sq.mul_(second).addcmul_(grad, grad, value=1 - second)
     agree = (exp_avg * grad > 0).to(p.dtype)
     correction = (1 - first**step) / math.sqrt(1 - second**step)  # one number: on XLA one that occurs twice, as
-    size = exp_avg_sq.sqrt().mul_(correction).add_(EPS)  # 1 − first does in step 1, is another graph
+    size = (
+        exp_avg_sq.sqrt().mul_(correction).add_(EPS * (1 - first**step))
+    )  # 1 − first does in step 1, is another graph
     change = (exp_avg / size).mul_(agree)
     p.sub_(change.div_(agree.mean().clamp(min=LEAST)), alpha=lr)
