@@ -190,6 +190,7 @@ class Bench:
         self.seed, self.out = int(seed), out
         self.spec, self.bits = StudentSpec(self.grid, self.grid), QuantSpec.parse(self.grid).bits
         self.steps = cfg.steps if self.bits == 2 else cfg.steps_4bit
+        self.adapter_steps = self.steps // 8
         self.train, self.heldout = (KDCacheDataset(out / "cache", split) for split in ("train", "heldout"))
         self.folder = out / "cells" / cfg.cell.replace("/", "-").replace(",", "_")
         self.started, self.whole = time.monotonic(), not self.folder.exists()
@@ -238,10 +239,9 @@ class Bench:
 
     def adapter(self, student: Path, run: Path, rank: int, targets: tuple[str, ...], **flags) -> tuple[nn.Module, dict]:
         """A student with a recovery LoRA that an eighth of the tokens trained, and the summary of that run."""
-        steps = self.steps // 8
         summary = self.script(
             "train_recovery_lora", run, checkpoint=student, kd_cache_dir=self.out / "cache", recovery_r=rank,
-            targets=",".join(targets), max_steps=steps, eval_every=max(1, steps // 4),
+            targets=",".join(targets), max_steps=self.adapter_steps, eval_every=max(1, self.adapter_steps // 4),
             learning_rate=ADAPTER_RATE[self.bits],
             seed=self.seed + 1000,  # other rows first: on those that QAT has just fitted an adapter wins nothing
             **flags,
@@ -348,10 +348,10 @@ def torchao(bench: Bench) -> list[dict]:
 
 
 def ours(bench: Bench) -> list[dict]:
-    layers, scales, adapter = bench.steps // STAGES, bench.steps // STAGES, bench.steps // 8
+    layers = scales = bench.steps // STAGES
     run, summary = bench.qat(
-        init="gptq", layer_steps=layers, scale_steps=scales, max_steps=bench.steps - layers - scales - adapter,
-        layer_learning_rate=RATE[bench.bits],
+        init="gptq", layer_steps=layers, scale_steps=scales, layer_learning_rate=RATE[bench.bits],
+        max_steps=bench.steps - layers - scales - bench.adapter_steps,
     )  # fmt: skip
     seconds, rows = summary["seconds"], []
     start = time.monotonic() - bench.started - sum(seconds.values())  # loading and GPTQ

@@ -109,7 +109,7 @@ def compare(backend: TorchBackend, cfg: Config, model, accumulation: int, folder
         steps=cfg.steps + 2, batch_size=cfg.batch_size, accumulation=accumulation, learning_rate=1e-6, warmup_steps=0,
         clip_grad_norm=1.0, seed=cfg.seed,
     )  # fmt: skip
-    optimizer = backend.optimizer([g for g in parameter_groups(model, 1e-6, 1e-6) if g["params"]])
+    optimizer = backend.optimizer(parameter_groups(model, 1e-6, 1e-6))
     batch = rows(cfg, load_config(cfg.model).vocab_size, backend.device)
     stream = iter(lambda: batch, None)
     alone = TorchBackend(backend.kind, cfg.precision)

@@ -83,12 +83,11 @@ def _reach(layer: QuantLinear, block: nn.Module, inputs: list[Tensor], kwargs: d
     def stop(*_):
         raise _Seen
 
-    hook = layer.register_forward_hook(stop)
-    for hidden in inputs:
-        with contextlib.suppress(_Seen):
-            block_outputs(block, [hidden], kwargs, backend)
-        backend.step_boundary()
-    hook.remove()
+    with layer.register_forward_hook(stop):
+        for hidden in inputs:
+            with contextlib.suppress(_Seen):
+                block_outputs(block, [hidden], kwargs, backend)
+            backend.step_boundary()
 
 
 def _by_input(block: nn.Module, hidden: Tensor, kwargs: dict) -> list[list[QuantLinear]]:

@@ -47,8 +47,7 @@ def train_layers(student: nn.Module, batches: list[dict], plan: LayerPlan, sessi
     Loss: `relative_error` of what the block makes of the inputs that the trained blocks before it produce, to what the
     same block answers in the full-precision model: it learns to undo their errors too. With kd_weight, plus that weight
     times the cached distillation loss of the whole model, the later blocks in full precision (batches then carry index,
-    prob and mask).
-    Each of several workers has batches of its own, and all train as on one larger batch.
+    prob and mask). Each of several workers has batches of its own, and all train as on one larger batch.
     """
     layers = decoder_layers(student)
     current, optimizer, saved = -1, None, None

@@ -23,15 +23,16 @@ def start(student: nn.Module, method: str, batches: list[dict], precision: str =
     batches: dicts of tokens [B, L], all of one shape; "rtn" does not look at them.
     blocks: False leaves the blocks of "gptq" at plain rounding, for a stage that compensates each when its turn comes.
     """
+    backend = TorchBackend("cpu", precision)
     initialise(student, search=False)
     layers = {} if method == "rtn" else quantized_layers(student)
     if method == "gptq":  # those of the blocks are set below, on the inputs that they will really get
         inside = {layer for block in decoder_layers(student) for layer in block.modules()}
         layers = {name: layer for name, layer in layers.items() if layer not in inside}
     if layers:
-        _least_error(student, layers, batches, TorchBackend("cpu", precision))
+        _least_error(student, layers, batches, backend)
     if method == "gptq" and blocks:
-        _compensate(student, batches, TorchBackend("cpu", precision))
+        _compensate(student, batches, backend)
 
 
 def _least_error(student: nn.Module, layers: dict[str, nn.Module], batches: list[dict], backend: TorchBackend) -> None:

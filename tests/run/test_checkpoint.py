@@ -26,7 +26,7 @@ class Tied(torch.nn.Module):
 
 
 def trained(steps: int = 3):
-    """A tied model and its AdamW after a few updates."""
+    """A tied model and its optimiser after a few updates."""
     torch.manual_seed(0)
     backend, model = TorchBackend("cpu", "fp32"), Tied()
     optimizer = backend.optimizer([{"params": list(model.parameters()), "lr": 0.1}])

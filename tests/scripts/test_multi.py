@@ -120,20 +120,8 @@ def test_qat_in_two_workers_is_the_run_of_one(qat, tmp_path):
 
 def test_compensation_in_two_workers_is_that_of_all_rows(qat, tmp_path):
     """A weight on the edge between two codes may fall the other way, no more: the moments are those of all workers."""
-    flags = [
-        *qat,
-        *QAT.split(),
-        "--init",
-        "gptq",
-        "--layer-steps",
-        1,
-        "--layer-learning-rate",
-        1e-6,
-        "--layer-rows",
-        16,
-        "--max-steps",
-        0,
-    ]
+    gptq = "--init gptq --layer-steps 1 --layer-learning-rate 1e-6 --layer-rows 16 --max-steps 0"
+    flags = [*qat, *QAT.split(), *gptq.split()]
     run("train_qat", *flags, "--batch-size", 4, "--output-dir", tmp_path / "one")
     two = ["--from-scratch", "--batch-size", 2, "--num-chips", 2, "--output-dir", tmp_path / "two"]
     run("train_v2_tpu_multi", *flags, *two)
