@@ -92,7 +92,9 @@ def main(cfg: Config) -> None:
         if cell in done:
             continue
         print(cell, flush=True)
-        subprocess.run([sys.executable, __file__, *sys.argv[1:], "--cell", cell], check=True)
+        code = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--cell", cell]).returncode
+        if code:  # the cell has said why
+            raise SystemExit(code)
         note = f" Note: {EMBEDDED_NOTE}." if cfg.model == EMBEDDED else ""
         write_report(results(out), out, f"{cfg.model} on {backend}.{note}")
 
