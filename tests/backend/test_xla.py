@@ -99,8 +99,7 @@ def test_recovery_equals_the_cpu(found):
 
 @reads("scales")
 def test_scales_alone_equal_the_cpu(found):
-    """As near as a CPU's own products are to another's: a step against a gradient of almost 0 is taken or left."""
-    assert_same_figures(found, ("loss", "heldout_nll"), 7, 1e-4)
+    assert_same_figures(found, ("loss", "heldout_nll"), 7, 1e-5)
 
 
 @reads("layers")
@@ -134,7 +133,7 @@ def test_losses_targets_and_fake_quant_equal_the_cpu(found):
 @pytest.mark.parametrize("kind", ["all", "lora"])
 def test_gradients_equal_the_cpu_and_recomputation_changes_none(found, kind):
     assert not {key: text for key, text in found.items() if "error" in key}
-    assert found[f"{kind} cpu"] < 3e-5  # of the largest gradient of each parameter; 1.07e-5 on a CPU with AMX
+    assert found[f"{kind} cpu"] < 1e-5  # of the largest gradient of each parameter
     assert found[f"{kind} recomputed"] < 1e-6
 
 

@@ -127,7 +127,7 @@ def scales() -> dict:
         freeze(student)
         free_scales(student.requires_grad_(False))
         session = open_session(f"scales-{name}", backend, Every(log=1, evaluate=2, save=2))
-        plan = QATPlan(4, 2, 1, 3e-3, 1, 1.0, seed=0, scale_learning_rate=1e-2)
+        plan = QATPlan(4, 2, 1, 3e-3, 1, 1.0, seed=0, scale_learning_rate=1e-3)
 
         def evaluate(step: int, model, data=data, backend=backend) -> dict:
             return heldout_figures(model, data, backend, 2, 5)
@@ -226,8 +226,8 @@ def pieces() -> dict:
 
 
 def checkpointing() -> dict:
-    """Gradients with recomputation against gradients without, on XLA; without, against the CPU's."""
-    batch = {name: value.unsqueeze(0) for name, value in Cached(3)[2].items()}
+    """Gradients with recomputation against gradients without, on XLA; without, against the CPU's in fp64: in fp32 those
+    would add a rounding that differs from CPU to CPU."""
     out = {}
     for kind in ("all", "lora"):
         found = {}
@@ -240,6 +240,10 @@ def checkpointing() -> dict:
                     for n, p in model.named_parameters():
                         if "lora_B" in n:
                             nn.init.normal_(p, std=0.1)
+                batch = {key: value.unsqueeze(0) for key, value in Cached(3)[2].items()}
+                if name == "cpu":
+                    model.double()
+                    batch = {key: v.double() if v.is_floating_point() else v for key, v in batch.items()}
                 backend.place(model)
                 if name == "recomputed":
                     backend.gradient_checkpointing(model)
