@@ -91,8 +91,7 @@ def test_the_table_has_three_models_with_figures_of_their_own(executed):
         rows[name] = [float(cell) for cell in cells]
     assert list(rows) == ["teacher", "student", "student and adapter"]
     perplexity, kl, bits, size = (list(column) for column in zip(*rows.values()))
-    # four updates may leave the adapter as it began: the best held-out state is the one that is kept
-    assert all(1 < value < math.inf for value in perplexity) and perplexity[0] not in perplexity[1:]
+    assert all(1 < value < math.inf for value in perplexity) and len(set(perplexity)) == 3
     assert kl[0] == 0 and all(0 < value < 1 for value in kl[1:])
     assert bits[0] == 16 and 4 < bits[1] < bits[2] < 6 and size[1] < size[2] < size[0]
 
