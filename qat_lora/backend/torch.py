@@ -165,7 +165,8 @@ class TorchBackend:
             if hasattr(module, "_gradient_checkpointing_func"):
                 module._gradient_checkpointing_func = self.checkpoint
 
-    def checkpoint(self, function, *args):
+    @staticmethod
+    def checkpoint(function, *args):
         return torch_checkpoint.checkpoint(function, *args, use_reentrant=False)
 
     # -- one update ----------------------------------------------------------------------------------------------

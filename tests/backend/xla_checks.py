@@ -165,7 +165,7 @@ def layers() -> dict:
         student = make_student(backend, LlamaForCausalLM(config).eval())
         session = open_session(f"layers-{name}", backend, Every(log=1, save=5))
         stream = batches(data, 2, 1, 0)
-        train_layers(student, [next(stream) for _ in range(2)], LayerPlan(3, 1e-3, 1e-3, 1.0), session, backend)
+        train_layers(student, [next(stream) for _ in range(2)], LayerPlan(3, 1e-3, 1.0), session, backend)
         logged[name] = lines(session)
     return {"lines": logged, "end": XLA.counters()}
 
