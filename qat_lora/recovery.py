@@ -82,9 +82,21 @@ def low_rank(error: Tensor, moment: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """B [out, r] and A [r, in] of least tr((E − BA)·M·(E − BA)ᵀ) for E [out, in] and M [in, in]."""
     values, vectors = torch.linalg.eigh(moment.double())
     root = values.clamp(min=1e-4 * values.mean()).sqrt()  # directions that never occur must not blow A up
-    u, s, vh = torch.linalg.svd(error.double() @ (vectors * root), full_matrices=False)
-    half = s[:rank].sqrt()
-    return (u[:, :rank] * half).float(), ((half[:, None] * vh[:rank] / root) @ vectors.T).float()
+    b, a = nearest_of_rank(error.double() @ (vectors * root), rank)
+    return b.float(), ((a / root) @ vectors.T).float()
+
+
+def nearest_of_rank(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """B [n, r] and A [r, m] of least ‖matrix − BA‖ for a matrix [n, m], both of like size: from the smaller Gram
+    matrix, which takes a fraction of an SVD's time."""
+    if matrix.shape[0] > matrix.shape[1]:
+        b, a = nearest_of_rank(matrix.T, rank)
+        return a.T, b.T
+    wide = matrix.double()
+    b = torch.linalg.eigh(wide @ wide.T).eigenvectors[:, -rank:]
+    a = b.T @ wide
+    size = a.norm(dim=1).sqrt().clamp(min=1e-30)  # of nothing: zeros
+    return (b * size).to(matrix.dtype), (a / size[:, None]).to(matrix.dtype)
 
 
 def save_adapter(model: nn.Module, folder: Path, student: str) -> None:
