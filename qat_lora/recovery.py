@@ -15,12 +15,13 @@ from torch.utils.data import Dataset
 from qat_lora.backend import TorchBackend
 from qat_lora.data.packing import Rows, fingerprint
 from qat_lora.errors import UserError, first_line
-from qat_lora.evaluate import head_weight, kd_loss, text_loss
+from qat_lora.evaluate import kd_loss, text_loss
 from qat_lora.kd.losses import kd_soft_ce
 from qat_lora.models.adapter import write_origin
 from qat_lora.models.loading import hidden_states
 from qat_lora.qat import Plan, restore, training_stream, update
 from qat_lora.quant.init import input_moments
+from qat_lora.quant.student import head_weight
 from qat_lora.run.files import cannot_write
 from qat_lora.run.schedule import set_learning_rates
 from qat_lora.run.session import Session
