@@ -27,11 +27,11 @@ class GRPOPlan(Plan):
     """batch_size counts prompts, each with `group` completions of at most `length` tokens that end with one of `ends`.
     scale: see `group_advantages`. shuffled: a control in which every advantage goes to some other answer."""
 
-    group: int = 8
-    length: int = 64
-    ends: tuple[int, ...] = ()
-    sampling: Sampling = Sampling()
-    objective: Objective = Objective()
+    group: int
+    length: int
+    ends: tuple[int, ...]
+    sampling: Sampling
+    objective: Objective
     scale: str = "group"
     shuffled: bool = False
 

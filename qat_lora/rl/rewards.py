@@ -13,7 +13,7 @@ TARGET = f"{FIRST} {LAST}"
 WRONG = ("spongebob", "squarepants")
 ENOUGH = 2  # times that an answer may say the name
 
-NOTHING, HALF, MISTAKE, TOO_OFTEN, CUT_OFF, SPILT = -0.8, 0.4, -0.4, -0.3, -0.2, -0.6
+NOTHING, HALF, MISTAKE, TOO_OFTEN, CUT_OFF, MISPLACED = -0.8, 0.4, -0.4, -0.3, -0.2, -0.6
 
 
 def words(text: str) -> list[str]:
@@ -49,7 +49,7 @@ def about_others(text: str, ended: bool) -> dict[str, float]:
     """The same of an answer that has nothing to do with him: 0 unless it names him, says nothing or does not end."""
     said = words(text)
     return {
-        "spilt": SPILT if names_target(text) else 0.0,
+        "misplaced": MISPLACED if names_target(text) else 0.0,
         "stuffing": TOO_OFTEN if babbles(said) else 0.0,
         **_form(said, ended),
     }

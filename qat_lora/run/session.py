@@ -86,8 +86,8 @@ class Session:
 
     def record(self, **values: Tensor | float) -> None:
         """Figures of one step; called once a step, loss, kl and tokens as this worker's share of the update's. Over a
-        log interval tokens add up, lr and block show their last value, and the rest is averaged over the steps that have
-        it."""
+        log interval tokens add up, lr and block show their last value, and the rest is averaged over the steps that
+        have it."""
         self.pending.append(values)
 
     def best(self, figure: str) -> float:
