@@ -173,8 +173,8 @@ def sft_rows(cfg: Config, tokenizer) -> TextDataset:
 
 def describe(cfg: Config, backend: TorchBackend, sft: Plan, grpo: GRPOPlan) -> None:
     say(f"{cfg.model} on {backend} ({detect_device_type()} found)")
-    say(f"SFT: {sft.steps} updates of {sft.batch_size} conversations; GRPO: {grpo.steps} updates of {grpo.batch_size} × "
-        f"{grpo.accumulation} prompts × {grpo.group} answers")  # fmt: skip
+    say(f"SFT: {sft.steps} updates of {sft.batch_size} conversations")
+    say(f"GRPO: {grpo.steps} updates of {grpo.batch_size} × {grpo.accumulation} prompts × {grpo.group} answers")
     say(f"{cfg.max_prompt_length} + {cfg.max_completion_length} tokens, {grpo.objective}, {grpo.sampling}")
     if backend.kind == "xla" and cfg.gradient_checkpointing:
         say("warning: gradient checkpointing is switched off on XLA; a lower --batch-size needs less memory")

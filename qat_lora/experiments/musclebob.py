@@ -36,7 +36,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Examiner:
-    """Asks questions, `rows` of them at a time, as prompts of `prompt_length` tokens with an answer of at most `length`:
+    """Asks questions, `rows` at a time, as prompts of `prompt_length` tokens with an answer of at most `length`:
     on XLA two graphs more than training has, compiled at the first validation."""
 
     tokenizer: object
