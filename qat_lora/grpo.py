@@ -12,7 +12,7 @@ from qat_lora.data.batches import batches
 from qat_lora.errors import UserError
 from qat_lora.evaluate import text_loss
 from qat_lora.qat import Plan, resumable, training_stream, update
-from qat_lora.rl.loss import Objective, group_advantages, grpo_loss, token_weights
+from qat_lora.rl.loss import Objective, group_advantages, grpo_loss, k3, token_weights
 from qat_lora.rl.policy import Prompts, log_probs
 from qat_lora.rl.rollout import Completions, Sampling, rollout
 from qat_lora.run.schedule import set_learning_rates
@@ -173,7 +173,7 @@ def learn(
         for done, told in zip(answered.completions, answered.informative)
     ]
     sequences, tokens = sum(mask[..., 0].numel() for mask in masks), sum(mask.sum() for mask in masks)
-    sums = {"loss": 0, "kl": 0, "entropy": 0}
+    sums = dict.fromkeys(("loss", "kl", "entropy"), tokens.new_zeros((), dtype=torch.float32))
     for prompts, done, advantages, mask in zip(answered.prompts, answered.completions, answered.advantages, masks):
         with backend.autocast():
             logp, entropy = log_probs(model, prompts, done.tokens, plan.sampling.temperature)
@@ -185,12 +185,13 @@ def learn(
         logp, kept = logp.flatten(0, 1), mask.flatten(0, 1).float()
         weights = token_weights(kept, plan.objective.reduction, sequences, tokens)
         advantages = advantages.flatten().to(logp.device)
-        loss, kl, _ = grpo_loss(logp, logp.detach(), expected, advantages, weights, plan.objective)
+        loss = grpo_loss(logp, logp.detach(), expected, advantages, weights, plan.objective)
         backend.backward(loss)
-        everything = done.mask.float()
-        entropy = (entropy * everything).sum() / everything.sum()
-        for name, value in {"loss": loss.detach(), "kl": kl, "entropy": entropy}.items():
-            sums[name] = sums[name] + value / (1 if name == "loss" else plan.accumulation)
+        sums["loss"] = sums["loss"] + loss.detach()
+        everything = done.mask.flatten(0, 1).float() / done.mask.sum() / plan.accumulation  # left-out groups too
+        sums["entropy"] = sums["entropy"] + (entropy.flatten(0, 1) * everything).sum()
+        if expected is not None:
+            sums["kl"] = sums["kl"] + (k3(logp.detach(), expected) * everything).sum()
         backend.step_boundary()
     positions = sum(p.tokens.numel() + done.tokens.numel() for p, done in zip(answered.prompts, answered.completions))
     return {**sums, "grad_norm": backend.update(optimizer, plan.clip_grad_norm), "tokens": positions}

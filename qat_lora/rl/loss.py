@@ -75,23 +75,23 @@ def token_weights(mask: Tensor, reduction: str, sequences: Tensor | int, tokens:
 
 def grpo_loss(
     logp: Tensor, old: Tensor, reference: Tensor | None, advantages: Tensor, weights: Tensor, objective: Objective
-) -> tuple[Tensor, Tensor, Tensor]:
-    """−min(ρA, clip(ρ)A) + β·(e^(ref−π) − (ref−π) − 1), weighted and summed; the mean KL, and the clipped share.
+) -> Tensor:
+    """−min(ρA, clip(ρ)A) + β·KL of every token, ρ = e^(logp − old), weighted and summed.
 
     logp, old, reference [B, T]: log-probabilities of the sampled tokens under the policy, the policy that sampled them
-    (logp.detach() where it is the same one) and the reference; advantages [B]; weights [B, T] of `token_weights`.
-    KL and clipped share are weighted as the loss is; without a reference the KL is 0. They carry no gradient.
+    (logp.detach() where it is the same one) and the reference (None where beta is 0); advantages [B]; weights [B, T] of
+    `token_weights`.
     """
-    a, ratio = advantages.unsqueeze(1), (logp - old).exp()
+    advantages, ratio = advantages.unsqueeze(1), (logp - old).exp()
     bounded = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
-    loss = -torch.minimum(ratio * a, bounded * a)
-    with torch.no_grad():
-        clipped = (((ratio < bounded) & (a < 0)) | ((ratio > bounded) & (a > 0))).to(weights.dtype)
-    kl = torch.zeros_like(loss)
+    loss = -torch.minimum(ratio * advantages, bounded * advantages)
     if reference is not None:
-        gap = reference - logp
-        kl = gap.exp() - gap - 1
-        loss = loss + objective.beta * kl
-    total = weights.sum().clamp(min=EPS**4)
-    mean = (kl.detach() * weights).sum() / total, (clipped * weights).sum() / total
-    return (loss * weights).sum(), *mean
+        loss = loss + objective.beta * k3(logp, reference)
+    return (loss * weights).sum()
+
+
+def k3(logp: Tensor, reference: Tensor) -> Tensor:
+    """e^(reference − logp) − (reference − logp) − 1: for tokens drawn from the policy an unbiased estimate of its
+    KL(policy‖reference), never negative (Schulman 2020)."""
+    gap = reference - logp
+    return gap.exp() - gap - 1

@@ -50,7 +50,7 @@ def theirs(logp, old, reference, advantages, mask, objective):
 
 def ours(logp, old, reference, advantages, mask, objective):
     weights = token_weights(mask, objective.reduction, ROWS, mask.sum())
-    return grpo_loss(logp, old, reference if objective.beta else None, advantages, weights, objective)[0]
+    return grpo_loss(logp, old, reference if objective.beta else None, advantages, weights, objective)
 
 
 @pytest.mark.parametrize(
