@@ -20,7 +20,7 @@ Methods that train see equally many tokens of the same rows; those of train_qat.
 plain AdamW. Adapters (rank 4 but for `ranks`) count at 16 bits a value.
 """
 
-import copy
+import hashlib
 import json
 import subprocess
 import sys
@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from quality_bench import ADAPTER_RATE, BATCH, RATE, Bench
 from quality_report import write_report
 from torch import nn
 
@@ -36,29 +37,27 @@ from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.data.options import TextSource
 from qat_lora.data.packing import Rows, fingerprint, stream, tokenizer_fingerprint
 from qat_lora.errors import UserError
-from qat_lora.evaluate import heldout_figures, kd_loss, text_figures, text_loss, windows
-from qat_lora.kd.cache import CacheSpec, open_cache, write_cache
-from qat_lora.kd.dataset import KDCacheDataset
-from qat_lora.models.adapter import adapter_values, load_adapter
+from qat_lora.evaluate import kd_loss, text_figures, text_loss, windows
+from qat_lora.kd.cache import CacheSpec, write_cache
 from qat_lora.models.loading import EMBEDDED, EMBEDDED_NOTE, load_config, load_model, load_tokenizer
-from qat_lora.qat import Plan, parameter_groups, restore, training_stream, update
+from qat_lora.qat import parameter_groups
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import freeze, quantized_layers
 from qat_lora.quant.spec import QuantSpec
-from qat_lora.quant.student import StudentSpec, bits_per_weight, load_student, quantize
+from qat_lora.quant.student import quantize
 from qat_lora.recovery import PROJECTIONS, add_adapter, low_rank
 from qat_lora.run.config import ScriptConfig, option, run_script
-from qat_lora.run.files import read_json, write_atomically, write_json
-from qat_lora.run.rundir import Run, revision
-from qat_lora.run.schedule import set_learning_rates
-from qat_lora.run.session import Every, Session
+from qat_lora.run.files import lock, read_json, write_atomically, write_json
+from qat_lora.run.rundir import revision
 
 METHODS = ("rtn", "mse", "gptq", "efficientqat", "loftq", "torchao", "torchao-text", "ours", "ranks")
-SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
-LENGTH, BATCH, WINDOW, RANK = 256, 4, 512, 4
-RATE = {2: 6e-4, 4: 1e-4}  # peak learning rate of weights and scales by bits; of adapters, 1e-3 and 5e-4
-ADAPTER_RATE = {2: 1e-3, 4: 5e-4}
+LENGTH, WINDOW, RANK = 256, 512, 4
 STAGES = 24  # that part of the updates is layer-wise in `ours`, and as many are of the scales alone
+STAGE_FILES = (  # of `ours`: the student after each stage, and the file that is written when the stage ends
+    ("layers", "layerwise.pt", "layerwise.pt"),
+    ("qat", "endtoend.pt", "endtoend.pt"),
+    ("scales", "best.pt", "summary.json"),
+)
 RANKS = {4: PROJECTIONS, 8: ("v", "gate", "up"), 16: ("down",), 32: ("o",)}
 
 
@@ -86,6 +85,7 @@ def main(cfg: Config) -> None:
         return print("\n".join(cells))
     if cfg.cell:
         return run_cell(cfg, backend, out)
+    held = lock(out)
     prepare(cfg, backend, out)
     done = {row["cell"] for row in results(out)}
     for cell in cells:
@@ -97,6 +97,7 @@ def main(cfg: Config) -> None:
             raise SystemExit(code)
         note = f" Note: {EMBEDDED_NOTE}." if cfg.model == EMBEDDED else ""
         write_report(results(out), out, f"{cfg.model} on {backend}.{note}")
+    held.close()
 
 
 def results(out: Path) -> list[dict]:
@@ -109,12 +110,15 @@ def check(cfg: Config) -> list[str]:
     for name, least in (("steps", STAGES), ("steps_4bit", STAGES), ("calibration_rows", BATCH), ("measured", BATCH)):
         if getattr(cfg, name) < least:
             raise UserError(f"--{name.replace('_', '-')} {getattr(cfg, name)} must be at least {least}")
-    for grid in cfg.grids.split(","):
-        if (spec := QuantSpec.parse(grid)) is None or spec.scale != "group":
-            raise UserError(f"--grids {grid}: give group quantisers, such as int2/g64")
     for method in cfg.methods.split(","):
         if method not in METHODS:
             raise UserError(f"--methods {method!r} is not one of {', '.join(METHODS)}")
+    for grid in cfg.grids.split(","):
+        spec = QuantSpec.parse(grid)
+        if spec is None or spec.scale != "group" or spec.bits not in RATE:
+            raise UserError(f"--grids {grid}: give group quantisers of 2 or 4 bits, such as int2/g64")
+        if spec.codebook != "int" and "torchao" in cfg.methods:
+            raise UserError(f"--grids {grid}: torchao has the int grids alone; leave it out of --methods")
     if not all(seed.isdecimal() for seed in cfg.seeds.split(",")):
         raise UserError(f"--seeds {cfg.seeds}: give whole numbers, such as 0,1")
     seeds, methods, grids = (text.split(",") for text in (cfg.seeds, cfg.methods, cfg.grids))
@@ -143,10 +147,12 @@ def texts(cfg: Config) -> tuple[Rows, dict[str, tuple]]:
 def prepare(cfg: Config, backend: TorchBackend, out: Path) -> None:
     """What all cells share: the teacher's cache (all rows but a fiftieth to train on, that one to choose the best state
     by), and the windows to measure on with the teacher's own figures."""
-    check_settings(cfg, out)
+    rows, measured = texts(cfg)
+    names = ("model", "steps", "steps_4bit", "calibration_rows", "measured", "precision")
+    read = b"".join(tokens.numpy().tobytes() for tokens in [rows.tokens, *(tokens for tokens, _ in measured.values())])
+    check_settings({name: getattr(cfg, name) for name in names} | {"text": hashlib.sha256(read).hexdigest()}, out)
     if (out / "measured.pt").exists():
         return
-    rows, measured = texts(cfg)
     heldout = max(2 * BATCH, len(rows) // 50)
     cut, tokenizer = len(rows) - heldout, load_tokenizer(cfg.model)
     spec = CacheSpec(
@@ -155,7 +161,6 @@ def prepare(cfg: Config, backend: TorchBackend, out: Path) -> None:
         vocab=load_config(cfg.model).vocab_size, seed=0, rows_per_shard=64, train_rows=cut, heldout_rows=heldout,
     )  # fmt: skip
     (out / "cache").mkdir(exist_ok=True)
-    open_cache(out / "cache", spec)
     started, teacher = time.monotonic(), backend.place(load_model(cfg.model))
     parts = {"train": Rows(rows.tokens[:cut], rows.mask[:cut]), "heldout": Rows(rows.tokens[cut:], rows.mask[cut:])}
     for _ in write_cache(out / "cache", spec, parts, teacher, backend, BATCH):
@@ -169,112 +174,14 @@ def prepare(cfg: Config, backend: TorchBackend, out: Path) -> None:
     write_atomically(out / "measured.pt", lambda file: torch.save(content, file))
 
 
-def check_settings(cfg: Config, out: Path) -> None:
+def check_settings(settings: dict, out: Path) -> None:
     """Raise UserError where the folder's results were made with other settings than these."""
-    names = ("model", "dataset", "other_dataset", "steps", "steps_4bit", "calibration_rows", "measured", "precision")
-    now, path = {name: getattr(cfg, name) for name in names}, out / "settings.json"
-    there = read_json(path) if path.exists() else now
-    for name in names:
-        if there[name] != now[name]:
-            raise UserError(
-                f"{out} holds results of --{name} {there[name]}, not {now[name]}; give another --output-dir"
-            )
-    out.mkdir(parents=True, exist_ok=True)
-    write_json(path, now)
-
-
-class Bench:
-    """One cell: its student's quantisers, its rows, and what measures it."""
-
-    def __init__(self, cfg: Config, backend: TorchBackend, out: Path):
-        self.cfg, self.backend = cfg, backend
-        self.grid, self.method, seed = cfg.cell.split(",")
-        self.seed, self.out = int(seed), out
-        self.spec, self.bits = StudentSpec(self.grid, self.grid), QuantSpec.parse(self.grid).bits
-        self.steps = cfg.steps if self.bits == 2 else cfg.steps_4bit
-        self.adapter_steps = self.steps // 8
-        self.train, self.heldout = (KDCacheDataset(out / "cache", split) for split in ("train", "heldout"))
-        self.folder = out / "cells" / cfg.cell.replace("/", "-").replace(",", "_")
-        self.started, self.whole = time.monotonic(), not self.folder.exists()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.measured, self.loaded = torch.load(out / "measured.pt", weights_only=True), load_model(cfg.model)
-
-    def base(self) -> nn.Module:
-        """The full-precision model, a new one each time."""
-        return copy.deepcopy(self.loaded)
-
-    def student(self, path: Path) -> nn.Module:
-        return load_student(path, base=self.base())[0]
-
-    def measure(self, model: nn.Module, stage: str, seconds: float, memory: float) -> dict:
-        """A row of the results."""
-        backend, teacher, figures = open_backend(self.cfg.device, "fp32"), self.base(), {}
-        for placed in (model.eval(), teacher):
-            backend.place(placed)
-        for name, own in self.measured.items():
-            got = text_figures(model, own["tokens"], own["scored"], backend, BATCH, teacher)
-            figures[name] = {"ppl": got["ppl"], "kl": got["kl"], "gap": got["nll"] - own["nll"], "teacher": own["ppl"]}
-        bits = bits_per_weight(quantize(self.base(), self.spec), adapter_values(model))
-        return {
-            "cell": self.cfg.cell, "grid": self.grid, "method": self.method, "stage": stage, "seed": self.seed,
-            "commit": revision(), "steps": self.steps, "seconds": round(seconds) if self.whole else None,
-            "peak_memory_mb": round(memory), "bits": bits, **figures,
-        }  # fmt: skip
-
-    def script(self, name: str, run: Path, **flags) -> dict:
-        """Run one of the project's scripts, or go on with it; its summary."""
-        own = {"output_dir": run, "resume": "auto", "device": self.cfg.device, "precision": self.cfg.precision}
-        own |= {"batch_size": BATCH, "eval_rows": len(self.heldout), "save_every": 50, "seed": self.seed}
-        words = [word for key, value in (own | flags).items() for word in (f"--{key.replace('_', '-')}", str(value))]
-        if not (run / "summary.json").exists() or read_json(run / "summary.json")["status"] != "finished":
-            subprocess.run([sys.executable, SCRIPTS / f"{name}.py", *words], check=True, stdout=subprocess.DEVNULL)
-        summary = read_json(run / "summary.json")
-        if summary["status"] != "finished":
-            raise UserError(f"{run} was stopped; the same command goes on from there")
-        return summary
-
-    def qat(self, **flags) -> tuple[Path, dict]:
-        run = self.folder / "qat"
-        flags = {"layer_rows": self.cfg.calibration_rows, "max_steps": 0, "eval_every": self.steps // 4} | flags
-        flags = {"model": self.cfg.model, "cache_dir": self.out / "cache", "mlp": self.grid, "attn": self.grid} | flags
-        return run, self.script("train_qat", run, learning_rate=RATE[self.bits], **flags)
-
-    def adapter(self, student: Path, run: Path, rank: int, targets: tuple[str, ...], **flags) -> tuple[nn.Module, dict]:
-        """A student with a recovery LoRA that an eighth of the tokens trained, and the summary of that run."""
-        summary = self.script(
-            "train_recovery_lora", run, checkpoint=student, kd_cache_dir=self.out / "cache", recovery_r=rank,
-            targets=",".join(targets), max_steps=self.adapter_steps, eval_every=max(1, self.adapter_steps // 4),
-            learning_rate=ADAPTER_RATE[self.bits],
-            seed=self.seed + 1000,  # other rows first: on those that QAT has just fitted an adapter wins nothing
-            **flags,
-        )  # fmt: skip
-        return load_adapter(self.student(student), run / "adapter", student), summary
-
-    def fit(self, model: nn.Module, loss_of, groups: list[dict]) -> None:
-        """Train a peer's placed model, resumable; groups are the optimiser's."""
-        optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        run = Run(self.folder / "fit", resumed=(self.folder / "fit").exists())
-        run.path.mkdir(exist_ok=True)
-        session = Session(run, self.backend, Every(log=10, evaluate=self.steps // 4, save=50))
-        plan = Plan(self.steps, BATCH, 1, groups[0]["lr"], 10, 1.0, self.seed)
-
-        def state() -> tuple[dict, dict]:
-            return trained, {"optimizer": optimizer.state_dict()}
-
-        def load(tensors: dict, trainer: dict) -> None:
-            restore(model, tensors)
-            optimizer.load_state_dict(trainer["optimizer"])
-
-        def evaluate(step: int) -> dict:
-            return heldout_figures(model, self.heldout, self.backend, BATCH, len(self.heldout))
-
-        stream = None
-        model.train()
-        for step in session.steps("fit", self.steps, state, load, evaluate):
-            stream = stream or training_stream(self.train, plan, step, self.backend)
-            set_learning_rates(optimizer, plan.learning_rate_factor(step))
-            session.record(**update(model, stream, loss_of, optimizer, plan, self.backend))
+    path = out / "settings.json"
+    there = read_json(path) if path.exists() else settings
+    for name, value in settings.items():
+        if there.get(name) != value:
+            raise UserError(f"{out} holds results of {name} {there.get(name)}, not {value}; give another --output-dir")
+    write_json(path, settings)
 
 
 # -- the methods -----------------------------------------------------------------------------------------------------
@@ -292,7 +199,7 @@ def run_cell(cfg: Config, backend: TorchBackend, out: Path) -> None:
 
 def no_training(bench: Bench) -> list[dict]:
     run, summary = bench.qat(init=bench.method)
-    seconds = time.monotonic() - bench.started
+    seconds = bench.seconds()
     return [bench.measure(bench.student(run / "best.pt"), bench.method, seconds, summary["peak_memory_mb"])]
 
 
@@ -303,7 +210,7 @@ def efficientqat(bench: Bench) -> list[dict]:
         init="rtn", layer_steps=half, layer_rows=min(half * BATCH, len(bench.train)), scale_steps=bench.steps - half,
         layer_learning_rate=RATE[bench.bits],
     )  # fmt: skip
-    seconds = time.monotonic() - bench.started
+    seconds = bench.seconds()
     return [bench.measure(bench.student(run / "best.pt"), "scales", seconds, summary["peak_memory_mb"])]
 
 
@@ -319,6 +226,7 @@ def loftq(bench: Bench) -> list[dict]:
             error = weight - layer.quantizer.decode(layer.quantizer.encode(layer.weight))
             factors[name] = low_rank(error, torch.eye(error.shape[1]), RANK)
             left = factors[name][0] @ factors[name][1]
+    del base
     freeze(student)
     model = add_adapter(student.requires_grad_(False), RANK, RANK, PROJECTIONS, bench.seed)
     for name, (b, a) in factors.items():
@@ -328,7 +236,7 @@ def loftq(bench: Bench) -> list[dict]:
     bench.backend.place(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     bench.fit(model, kd_loss, [{"params": trained, "lr": ADAPTER_RATE[bench.bits]}])
-    return [bench.measure(model, "adapter", time.monotonic() - bench.started, bench.backend.peak_memory_mb())]
+    return [bench.measure(model, "adapter", bench.seconds(), bench.backend.peak_memory_mb())]
 
 
 def torchao(bench: Bench) -> list[dict]:
@@ -346,7 +254,7 @@ def torchao(bench: Bench) -> list[dict]:
     bench.backend.place(model)
     loss_of = text_loss if bench.method == "torchao-text" else kd_loss
     bench.fit(model, loss_of, parameter_groups(model, RATE[bench.bits], RATE[bench.bits]))
-    return [bench.measure(model, "qat", time.monotonic() - bench.started, bench.backend.peak_memory_mb())]
+    return [bench.measure(model, "qat", bench.seconds(), bench.backend.peak_memory_mb())]
 
 
 def ours(bench: Bench) -> list[dict]:
@@ -355,16 +263,14 @@ def ours(bench: Bench) -> list[dict]:
         init="gptq", layer_steps=layers, scale_steps=scales, layer_learning_rate=RATE[bench.bits],
         max_steps=bench.steps - layers - scales - bench.adapter_steps,
     )  # fmt: skip
-    seconds, rows = summary["seconds"], []
-    start = time.monotonic() - bench.started - sum(seconds.values())  # loading and GPTQ
-    stages = {"layerwise": "layers", "endtoend": "qat", "best": "scales"}
-    for file, stage in stages.items():
-        start += seconds[stage]
-        rows.append(bench.measure(bench.student(run / f"{file}.pt"), stage, start, summary["peak_memory_mb"]))
-    began = time.monotonic()
+    rows = []
+    for stage, file, ended in STAGE_FILES:
+        seconds = bench.seconds(run / ended)
+        rows.append(bench.measure(bench.student(run / file), stage, seconds, summary["peak_memory_mb"]))
+    began = time.time()
     model, summary = bench.adapter(run / "best.pt", bench.folder / "recovery", RANK, PROJECTIONS)
-    took = start + time.monotonic() - began
-    return [*rows, bench.measure(model, "adapter", took, summary["peak_memory_mb"])]
+    seconds += time.time() - began
+    return [*rows, bench.measure(model, "adapter", seconds, summary["peak_memory_mb"])]
 
 
 def ranks(bench: Bench) -> list[dict]:

@@ -6,6 +6,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib import ticker
 
 from qat_lora.run.files import write_atomically
 
@@ -23,12 +24,10 @@ def write_report(rows: list[dict], folder: Path, about: str) -> None:
         mine = of(rows, grid=grid)
         lines += ["", f"## {grid}, {mine[0]['steps']} updates", "", "| " + " | ".join(head) + " |"]
         lines += ["|---|" + "---:|" * (len(head) - 1)]
-        for method, stage in dict.fromkeys((row["method"], row["stage"]) for row in mine):
-            same = of(mine, method=method, stage=stage)
+        for name, same in by_name(mine).items():
             figures = [spread([row[name][figure] for row in same]) for name in names for figure in ("ppl", "kl")]
             figures += [spread([row["text"]["gap"] for row in same])]
             figures += [spread([row[key] for row in same if row[key]], 0) for key in ("seconds", "peak_memory_mb")]
-            name = method if stage == method else f"{method}: {stage}"
             lines.append("| " + " | ".join([name, f"{same[0]['bits']:.2f}", *figures, str(len(same))]) + " |")
     teacher = ", ".join(f"{rows[0][name]['teacher']:.1f} on the {name}" for name in names)
     commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
@@ -46,6 +45,15 @@ def of(rows: list[dict], **wanted) -> list[dict]:
     return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
 
 
+def by_name(rows: list[dict]) -> dict[str, list[dict]]:
+    """The rows of one grid by method and stage, farthest from the teacher first."""
+    found: dict[str, list[dict]] = {}
+    for row in rows:
+        name = row["method"] if row["stage"] == row["method"] else f"{row['method']}: {row['stage']}"
+        found.setdefault(name, []).append(row)
+    return dict(sorted(found.items(), key=lambda item: -sum(row["text"]["kl"] for row in item[1]) / len(item[1])))
+
+
 def spread(values: list[float], digits: int = 3) -> str:
     """Mean (smallest–largest); "" of nothing."""
 
@@ -60,14 +68,16 @@ def spread(values: list[float], digits: int = 3) -> str:
 def plot(rows: list[dict], path: Path) -> None:
     """KL to the teacher of every row, a panel for each grid."""
     grids = list(dict.fromkeys(row["grid"] for row in rows))
-    figure, axes = plt.subplots(1, len(grids), figsize=(5 * len(grids), 4), squeeze=False)
+    figure, axes = plt.subplots(len(grids), 1, figsize=(8, 3.2 * len(grids)), squeeze=False)
     for axis, grid in zip(axes.flat, grids):
-        mine = of(rows, grid=grid)
-        names = [f"{row['method']}: {row['stage']}" for row in mine]
-        order = list(dict.fromkeys(reversed(names)))
-        axis.scatter([row["text"]["kl"] for row in mine], [order.index(name) for name in names])
-        axis.set_yticks(range(len(order)), order, fontsize=8)
+        named = by_name(of(rows, grid=grid))
+        for place, same in enumerate(named.values()):
+            axis.scatter([row["text"]["kl"] for row in same], [-place] * len(same), color="C0")
+        axis.set_yticks([-place for place in range(len(named))], named, fontsize=8)
         axis.set_xscale("log")
+        axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+        axis.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
+        axis.xaxis.set_minor_formatter(ticker.NullFormatter())
         axis.set_xlabel("KL to the teacher (nats)")
         axis.set_title(grid)
         axis.grid(alpha=0.3)

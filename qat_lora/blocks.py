@@ -11,7 +11,7 @@ from qat_lora.backend import TorchBackend
 from qat_lora.errors import UserError
 from qat_lora.models.loading import decoder_layers, hidden_states
 from qat_lora.quant.gptq import compensated
-from qat_lora.quant.init import initialise, input_moments
+from qat_lora.quant.init import input_moments, set_scale
 from qat_lora.quant.linear import QuantLinear, quantized_layers
 
 
@@ -70,7 +70,7 @@ def compensate_block(block: nn.Module, inputs: list[Tensor], kwargs: dict, backe
         backend.reduce([moment])
         moment = moment.cpu() / backend.world_size
         for layer in layers:
-            initialise(layer, moments={"": moment.diagonal()})
+            set_scale(layer, moment=moment.diagonal())
             quantizer, weight = layer.quantizer, layer.weight.detach().cpu()
             scale = quantizer.scale_matrix().expand_as(quantizer.grouped(layer.weight)).reshape(weight.shape).cpu()
             layer.weight.copy_(compensated(weight, scale, moment, quantizer.spec))

@@ -14,11 +14,12 @@ import torch
 from gguf import GGUFReader, GGUFWriter
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qat_lora.errors import UserError, first_line
-from qat_lora.models.adapter import WEIGHT_FILES, load_adapter
+from qat_lora.models.adapter import WEIGHT_FILES, load_adapter, write_origin
 from qat_lora.models.gguf import (
     adapter_writer,
     check_architecture,
@@ -71,7 +72,7 @@ def load_source(checkpoint: str, adapter: str | None = None) -> Source:
     Raises UserError for files that are missing, damaged or untrained, and for the adapter of another student.
     """
     student, made = load_student(checkpoint)
-    if made["info"].get("step") == 0 and not made["info"].get("start"):
+    if made["info"].get("trained") is False:
         raise UserError(
             f"checkpoint {checkpoint} is untrained: the best of its run was step 0, before any update; train it, or "
             "give the layerwise.pt of a run with --layer-steps"
@@ -136,7 +137,7 @@ def write_hf(source: Source, folder: Path, shown: Path, merged: bool) -> None:
         tokenizer.save_pretrained(folder)
         if source.loras and not merged:
             _write_adapter(source, folder / ADAPTER_FOLDER, shown)
-    except Exception as error:  # safetensors reports a full disk with an exception of its own
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a full disk
         raise cannot_write(shown, error) from error
     _check_hf(source, folder, shown, weights, merged)
 
@@ -147,6 +148,7 @@ def _write_adapter(source: Source, folder: Path, base: Path) -> None:
     (folder / name).write_bytes((source.adapter / name).read_bytes())
     config = read_json(source.adapter / "adapter_config.json")
     write_json(folder / "adapter_config.json", config | {"base_model_name_or_path": str(base)})
+    write_origin(folder, sha256(source.checkpoint))
 
 
 def _check_hf(source: Source, folder: Path, shown: Path, weights: dict[str, Tensor], merged: bool) -> None:

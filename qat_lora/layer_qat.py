@@ -29,7 +29,6 @@ class LayerPlan:
 
     steps: int
     learning_rate: float
-    scale_learning_rate: float
     clip_grad_norm: float
     kd_weight: float = 0.0
     compensate: bool = False
@@ -37,7 +36,7 @@ class LayerPlan:
     def __post_init__(self):
         if self.steps < 0 or self.kd_weight < 0:
             raise UserError(f"--layer-steps {self.steps} and --layer-kd-weight {self.kd_weight} must not be negative")
-        if self.learning_rate <= 0 or self.scale_learning_rate <= 0:
+        if self.learning_rate <= 0:
             raise UserError(f"--layer-learning-rate {self.learning_rate} must be above 0")
 
 
@@ -90,7 +89,7 @@ def train_layers(student: nn.Module, batches: list[dict], plan: LayerPlan, sessi
                 resumed = saved and inner  # in the middle of this block
                 if plan.compensate and not resumed:
                     compensate_block(layers[index], inputs, kwargs, backend)
-                groups = parameter_groups(layers[index], plan.learning_rate, plan.scale_learning_rate)
+                groups = parameter_groups(layers[index], plan.learning_rate, plan.learning_rate)
                 optimizer = backend.optimizer(groups)
                 if resumed:
                     optimizer.load_state_dict(saved)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -105,7 +106,7 @@ def save_adapter(model: nn.Module, folder: Path, student: str) -> None:
             folder.rename(old)
         part.rename(folder)
         shutil.rmtree(old, ignore_errors=True)
-    except Exception as error:  # safetensors reports a full disk with an exception of its own
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a full disk
         shutil.rmtree(part, ignore_errors=True)
         raise cannot_write(folder, error) from error
 
@@ -133,7 +134,7 @@ class TextDataset(Dataset):
 
 @dataclass(frozen=True)
 class Anchor:
-    """What the student said before it had an adapter, to keep it from drifting: tokens [n, L] and logits [n, L, V]."""
+    """What the student says without its adapter, to keep it from drifting: tokens [n, L] and logits [n, L, V]."""
 
     tokens: Tensor
     logits: Tensor

@@ -5,9 +5,9 @@ from torch import nn
 
 from qat_lora.backend import TorchBackend
 from qat_lora.blocks import block_inputs, block_outputs, compensate_block
-from qat_lora.models.loading import decoder_layers, hidden_states
-from qat_lora.quant.init import initialise, input_moments
-from qat_lora.quant.linear import quantized_layers, unquantized
+from qat_lora.models.loading import decoder_layers, hidden_states, unwrap
+from qat_lora.quant.init import initialise, input_moments, set_scale
+from qat_lora.quant.linear import QuantLinear, quantized_layers, unquantized
 
 METHODS = ("rtn", "mse", "gptq")
 
@@ -39,11 +39,15 @@ def _least_error(student: nn.Module, layers: dict[str, nn.Module], batches: list
     def forward():
         for batch in batches:
             with backend.autocast(), unquantized(student):
-                hidden_states(student, batch["tokens"])
+                hidden = hidden_states(student, batch["tokens"])
+                if isinstance(head, QuantLinear):
+                    for row in hidden:  # logits of a whole batch may not fit
+                        head(row)
 
+    head = unwrap(student).get_output_embeddings()
     moments = input_moments(student, forward)
     for name, layer in layers.items():
-        initialise(layer, moments={"": moments[name]} if name in moments else None)
+        set_scale(layer, moment=moments[name])
 
 
 def _compensate(student: nn.Module, batches: list[dict], backend: TorchBackend) -> None:

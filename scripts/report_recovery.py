@@ -72,7 +72,7 @@ def main(cfg: Config) -> None:
     for name, model in models(teacher, made, qat, recovery):
         say(f"measuring {name}")
         rows.append([name, *measure(model, teacher, tokens, backend, cfg.batch_size), seconds.get(name, "")])
-        texts.append((name, complete(model, tokenizer, cfg.prompt, max_new_tokens=cfg.new_tokens, chat=False)))
+        texts.append((name, complete(model, tokenizer, cfg.prompt, max_new_tokens=cfg.new_tokens)))
         del model
     pictures = [plot_run(run) for run in (qat, recovery)]
     output = Path(cfg.output) if cfg.output else qat.parent / "report.md"

@@ -73,8 +73,7 @@ def main(cfg: Config) -> None:
             with speaker.condition(), backend.autocast():
                 complete(
                     speaker.model, tokenizer, prompt, max_new_tokens=cfg.max_new_tokens, temperature=cfg.temperature,
-                    top_p=cfg.top_p, chat=not cfg.raw, system=cfg.system,
-                    streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+                    top_p=cfg.top_p, streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
                 )  # fmt: skip
 
 
@@ -105,16 +104,14 @@ def load(cfg: Config) -> tuple[list[Speaker], str]:
     return base + stages, name
 
 
-def prompts(cfg: Config) -> Iterator[str]:
-    """--prompt, or the lines of standard input that are not blank."""
-    if cfg.prompt is not None:
-        yield cfg.prompt
-        return
-    if sys.stdin.isatty():
+def prompts(cfg: Config) -> Iterator[str | list[dict]]:
+    """--prompt, or the lines of standard input that are not blank: as messages, with --raw as they stand."""
+    if cfg.prompt is None and sys.stdin.isatty():
         say("a prompt on each line; end with Ctrl-D")
-    for line in sys.stdin:
-        if line.strip():
-            yield line.strip()
+    texts = (line.strip() for line in sys.stdin if line.strip()) if cfg.prompt is None else [cfg.prompt]
+    system = [] if cfg.system is None else [{"role": "system", "content": cfg.system}]
+    for text in texts:
+        yield text if cfg.raw else [*system, {"role": "user", "content": text}]
 
 
 if __name__ == "__main__":

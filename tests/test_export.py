@@ -30,11 +30,11 @@ from qat_lora.export import (
     write_gguf,
     write_hf,
 )
-from qat_lora.models.adapter import write_origin
+from qat_lora.models.adapter import load_adapter, write_origin
 from qat_lora.models.gguf import from_gguf_rows
 from qat_lora.models.loading import load_model
 from qat_lora.quant.init import initialise
-from qat_lora.quant.student import StudentSpec, quantize, save_student
+from qat_lora.quant.student import StudentSpec, load_student, quantize, read_student, save_student
 from qat_lora.run.files import sha256
 
 TOKENS = torch.arange(3, 35).view(2, 16)
@@ -260,13 +260,17 @@ def test_adapter_beside_the_folder_and_merged_into_it(llama, tmp_path):
     assert apart(beside, ours) < 1e-5
     config = json.loads((tmp_path / "hf" / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(tmp_path / "hf")
+    other = tmp_path / "other.pt"
+    torch.save(read_student(llama[0]) | {"info": {"step": 9}}, other)
+    with pytest.raises(UserError, match="was trained on another student"):  # it still knows its own
+        load_adapter(load_student(other)[0], tmp_path / "hf" / "adapter", other)
     assert not (tmp_path / "merged" / "adapter").exists()
     assert apart(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), ours) < 1e-5
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------
 def test_untrained_student(model_dir):
-    checkpoint = student_of(model_dir("llama"), info={"step": 0})
+    checkpoint = student_of(model_dir("llama"), info={"step": 0, "trained": False})
     with pytest.raises(UserError, match="is untrained"):
         load_source(checkpoint)
     assert load_source(student_of(model_dir("llama"), info={"stage": "layers"})).loras == {}

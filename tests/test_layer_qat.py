@@ -16,7 +16,7 @@ from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import unquantized
 from qat_lora.quant.student import StudentSpec, quantize
 
-PLAN = LayerPlan(steps=12, learning_rate=4e-3, scale_learning_rate=4e-3, clip_grad_norm=1.0)
+PLAN = LayerPlan(steps=12, learning_rate=4e-3, clip_grad_norm=1.0)
 
 
 @pytest.fixture(scope="module")

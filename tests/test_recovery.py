@@ -11,6 +11,7 @@ from qat_lora.data.chat import documents
 from qat_lora.data.packing import Rows, pack
 from qat_lora.errors import UserError
 from qat_lora.evaluate import heldout_figures, heldout_nll, text_figures
+from qat_lora.experiments.recovery import Config, make_anchor
 from qat_lora.models.adapter import load_adapter
 from qat_lora.models.loading import load_model
 from qat_lora.qat import Plan, restore
@@ -162,6 +163,15 @@ def test_gradients_reach_the_first_block(train):
     started = lora_of(fresh)
     for name, p in lora_of(model).items():
         assert not torch.equal(p, started[name]), name
+
+
+def test_anchor_is_the_student_without_its_adapter(new_model, data, backend):
+    """Whatever the adapter starts from."""
+    model, cfg = new_model(), Config(anchor_weight=1.0)
+    plain = make_anchor(cfg, model, data[0], backend).logits
+    for p in lora_of(model).values():
+        p.data.normal_()
+    assert torch.equal(make_anchor(cfg, model, data[0], backend).logits, plain)
 
 
 def test_accumulation_equals_one_large_batch_with_an_anchor(train, backend):

@@ -1,4 +1,6 @@
-"""Where a student starts: each method nearer to the teacher than the one before, and step 0 of GPTQ is GPTQ."""
+"""Where a student starts: each method nearer to the teacher than the one before, and GPTQ block by block."""
+
+import contextlib
 
 import pytest
 import torch
@@ -7,9 +9,9 @@ from qat_lora.blocks import block_inputs, block_outputs, compensate_block
 from qat_lora.data.batches import batches
 from qat_lora.evaluate import heldout_figures
 from qat_lora.layer_qat import LayerPlan, train_layers
-from qat_lora.models.loading import decoder_layers, load_model
-from qat_lora.quant.init import initialise
-from qat_lora.quant.linear import freeze, quantized_layers
+from qat_lora.models.loading import decoder_layers, hidden_states, load_model
+from qat_lora.quant.init import initialise, set_scale
+from qat_lora.quant.linear import quantized_layers, unquantized
 from qat_lora.quant.student import StudentSpec, quantize
 from qat_lora.start import METHODS, start
 
@@ -47,28 +49,35 @@ def test_only_gptq_touches_the_weights(new_student, calibration, method):
     assert not any(same) if method == "gptq" else all(same)
 
 
-def test_the_first_answer_is_that_of_the_frozen_codes(new_student, calibration, data, backend):
-    student = new_student()
+def test_a_block_is_compensated_on_what_the_quantised_ones_before_it_give(new_student, calibration, backend):
+    """The second block by hand, from its full-precision weights; on what the full-precision first block gives it
+    comes out otherwise."""
+    student, by_hand = new_student(), {}
     start(student, "gptq", calibration, "fp32")
-    before = heldout_figures(student, data[1], backend, 4, 8)
-    freeze(student)
-    assert heldout_figures(student, data[1], backend, 4, 8) == before
+    first, second = decoder_layers(student)
+    seen = [block_inputs(student, batch["tokens"]) for batch in calibration]
+    inputs, kwargs = [hidden for hidden, _ in seen], seen[0][1]
+    for name, block in (("quantised", first), ("full", decoder_layers(new_student())[0])):
+        with contextlib.nullcontext() if name == "quantised" else unquantized(block):
+            reached = block_outputs(block, inputs, kwargs, backend)
+        by_hand[name] = decoder_layers(new_student())[1]
+        initialise(by_hand[name], search=False)
+        compensate_block(by_hand[name], reached, kwargs, backend)
+    down = {name: block.mlp.down_proj.weight for name, block in by_hand.items()}
+    assert torch.equal(second.mlp.down_proj.weight, down["quantised"])
+    assert not torch.equal(second.mlp.down_proj.weight, down["full"])
 
 
-def test_a_layer_sees_what_the_quantised_ones_before_it_give(new_student, calibration, backend):
-    """Compensating a block twice from the same weights, with and without its predecessor quantised, differs."""
-    ways = []
-    for quantised in (True, False):
-        student = new_student()
-        initialise(student)
-        first, second = decoder_layers(student)
-        seen = [block_inputs(student, batch["tokens"]) for batch in calibration]
-        inputs, kwargs = [hidden for hidden, _ in seen], seen[0][1]
-        if quantised:
-            compensate_block(first, inputs, kwargs, backend)
-        compensate_block(second, block_outputs(first, inputs, kwargs, backend), kwargs, backend)
-        ways.append(second.mlp.down_proj.weight.detach().clone())
-    assert not torch.equal(*ways)
+@torch.no_grad()
+def test_a_quantised_head_counts_each_weight_by_its_input(sharp_model_dir, calibration):
+    base, spec = load_model(str(sharp_model_dir)), StudentSpec("none", "none", "balanced4/g32")
+    student, by_hand = (quantize(load_model(str(sharp_model_dir)), spec) for _ in range(2))
+    start(student, "mse", calibration, "fp32")
+    hidden = torch.cat([hidden_states(base, batch["tokens"]).flatten(0, 1) for batch in calibration])
+    set_scale(by_hand.lm_head, moment=hidden.square().mean(0))
+    torch.testing.assert_close(student.lm_head.quantizer.scale, by_hand.lm_head.quantizer.scale)
+    set_scale(by_hand.lm_head)
+    assert not torch.allclose(student.lm_head.quantizer.scale, by_hand.lm_head.quantizer.scale)
 
 
 def test_a_block_of_the_layer_stage_is_compensated_when_its_turn_comes(
@@ -79,7 +88,7 @@ def test_a_block_of_the_layer_stage_is_compensated_when_its_turn_comes(
     for compensate in (False, True):
         student = new_student()
         initialise(student)
-        plan = LayerPlan(1, 1e-9, 1e-9, 1.0, compensate=compensate)
+        plan = LayerPlan(1, 1e-9, 1.0, compensate=compensate)
         session = make_session(f"run{compensate}", backend)
         train_layers(student, calibration, plan, session, backend)
         heldout[compensate] = heldout_figures(student, data[1], backend, 4, 8)["heldout_kl"]

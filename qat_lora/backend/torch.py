@@ -1,6 +1,5 @@
 """The backend on CPU and CUDA, and the interface that the XLA backend specialises."""
 
-import atexit
 import ctypes
 import platform
 import queue
@@ -8,6 +7,7 @@ import random
 import resource
 import subprocess
 import threading
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -165,7 +165,8 @@ class TorchBackend:
             if hasattr(module, "_gradient_checkpointing_func"):
                 module._gradient_checkpointing_func = self.checkpoint
 
-    def checkpoint(self, function, *args):
+    @staticmethod
+    def checkpoint(function, *args):
         return torch_checkpoint.checkpoint(function, *args, use_reentrant=False)
 
     # -- one update ----------------------------------------------------------------------------------------------
@@ -279,13 +280,14 @@ class TorchBackend:
             except BaseException as error:
                 put((None, error))
 
-        def end() -> None:  # a thread inside torch while the interpreter shuts down aborts the process
+        def end() -> None:
             stop.set()
             thread.join()
 
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
-        atexit.register(end)
+        # once, at exit if not before: a thread inside torch while the interpreter shuts down aborts the process
+        ended = weakref.finalize(stop, end)
         try:
             while True:
                 batch, error = ready.get()
@@ -295,8 +297,7 @@ class TorchBackend:
                     raise error
                 yield self.to_device(batch)
         finally:
-            end()
-            atexit.unregister(end)
+            ended()
 
     # -- what it cost --------------------------------------------------------------------------------------------
     def counters(self) -> dict[str, int]:

@@ -63,7 +63,8 @@ class XlaBackend(TorchBackend):
     def __str__(self):
         return f"{self.device} on {os.environ.get('PJRT_DEVICE')} ({'bf16 autocast' if self.bf16 else 'fp32'})"
 
-    def checkpoint(self, function, *args):
+    @staticmethod
+    def checkpoint(function, *args):
         return xla_checkpoint(function, *args)
 
     def optimizer(self, groups: list[dict]) -> CautiousAdamW:

@@ -74,6 +74,8 @@ def main(cfg: Config) -> None:
     if cfg.dry_run:
         backend = open_backend(cfg.device, cfg.precision)
         workers = cfg.planned_workers(backend)
+        if cfg.v2_checkpoint:
+            check_start(cfg)
         return describe(cfg, *open_cache(cfg, workers), backend, workers)
     launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug)
 
@@ -86,8 +88,9 @@ def work(backend: TorchBackend, cfg: Config) -> None:
         describe(cfg, train, heldout, backend, backend.world_size)
     facts = {"device": str(backend), "cache": train.fingerprint, "student": str(spec)}
     facts |= cfg.update_facts(backend.world_size)
+    trained = False
     if cfg.v2_checkpoint:
-        facts["start"] = backend.group.on_main(lambda: check_start(cfg))
+        facts["start"], trained = backend.group.on_main(lambda: check_start(cfg))
     if cfg.layer_steps:  # an update of that stage is one batch for each worker
         facts["layer_rows_per_update"] = cfg.batch_size * backend.world_size
     run = open_run("train_qat", cfg, facts, backend.group)
@@ -110,14 +113,19 @@ def work(backend: TorchBackend, cfg: Config) -> None:
         figures = heldout_figures(model, heldout, backend, cfg.batch_size, cfg.eval_rows)
         best = run.path / "best.pt"
         if backend.is_main and (figures["heldout_kl"] < session.best("heldout_kl") or not best.exists()):
-            info = {"step": session.offset + step, "start": facts.get("start"), **figures}
-            save_student(best, model, cfg.model, spec, info)
+            done = session.offset + step
+            save_student(best, model, cfg.model, spec, {"step": done, "trained": trained or done > 0, **figures})
         return figures
 
     train_qat(student, train, plan, session, backend, evaluate)
     if cfg.scale_steps:
         thaw_scales(student, run.path, backend)
-        plan = dataclasses.replace(plan, steps=cfg.scale_steps, scope="all")
+        plan = dataclasses.replace(
+            plan,
+            steps=cfg.scale_steps,
+            scope="all",
+            learning_rate=plan.scale_learning_rate,  # the one that is logged
+        )
         train_qat(student, train, plan, session, backend, evaluate, stage="scales")
     cost = session.cost()
     if backend.is_main:
@@ -151,8 +159,8 @@ def qat_plan(cfg: Config) -> QATPlan:
 
 def layer_plan(cfg: Config) -> LayerPlan:
     return LayerPlan(
-        steps=cfg.layer_steps, learning_rate=cfg.layer_learning_rate, scale_learning_rate=cfg.layer_learning_rate,
-        clip_grad_norm=cfg.clip_grad_norm, kd_weight=cfg.layer_kd_weight, compensate=cfg.init == "gptq",
+        steps=cfg.layer_steps, learning_rate=cfg.layer_learning_rate, clip_grad_norm=cfg.clip_grad_norm,
+        kd_weight=cfg.layer_kd_weight, compensate=cfg.init == "gptq",
     )  # fmt: skip
 
 
@@ -177,10 +185,17 @@ def describe(cfg: Config, train, heldout, backend: TorchBackend, workers: int) -
         say(line)
 
 
-def check_start(cfg: Config) -> str:
-    """The checksum of --v2-checkpoint; raises UserError where it is no student of this model."""
-    read_student(cfg.v2_checkpoint, cfg.model)
-    return sha256(Path(cfg.v2_checkpoint))
+def check_start(cfg: Config) -> tuple[str, bool]:
+    """The checksum of --v2-checkpoint, and whether the run goes on from trained codes; raises UserError where it is no
+    student of this model."""
+    made = read_student(cfg.v2_checkpoint, cfg.model)
+    same = StudentSpec(**made["spec"]) == student_spec(cfg)
+    if same and cfg.layer_steps:
+        raise UserError(
+            f"--layer-steps {cfg.layer_steps}: {cfg.v2_checkpoint} has these quantisers, so its blocks have nothing to "
+            "learn from but themselves; use --layer-steps 0"
+        )
+    return sha256(Path(cfg.v2_checkpoint)), same and made["info"].get("trained") is not False
 
 
 def first_student(cfg: Config, spec: StudentSpec, train, backend: TorchBackend, resumed: bool):

@@ -72,8 +72,6 @@ def work(backend: TorchBackend, cfg: Config) -> None:
         train, heldout = open_data(cfg, made["model"], backend.world_size)
     student = load_student(checkpoint)[0] if backend.is_main else empty_student(made)  # values come from worker 0
     model = adapted(cfg, student)
-    if backend.is_main and cfg.adapter_init == "error":
-        start_from_error(model, load_model(made["model"]), first_batches(cfg, train), cfg.precision)
     describe(cfg, model, made, train, backend, backend.world_size)
 
     fingerprint = backend.group.on_main(lambda: sha256(checkpoint))
@@ -81,6 +79,8 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     run = open_run("train_recovery_lora", cfg, facts | cfg.update_facts(backend.world_size), backend.group)
     backend.seed(cfg.seed)
     session = Session(run, backend, cfg.every())
+    if backend.is_main and cfg.adapter_init == "error" and not session.resumed:
+        start_from_error(model, load_model(made["model"]), first_batches(cfg, train), cfg.precision)
     backend.place(model)
     anchor = make_anchor(cfg, model, train, backend)
     if cfg.gradient_checkpointing:
@@ -166,7 +166,8 @@ def make_anchor(cfg: Config, model, train, backend: TorchBackend) -> Anchor | No
     if not cfg.anchor_weight:
         return None
     tokens = torch.stack([train[i]["tokens"][: cfg.anchor_length] for i in range(min(cfg.anchor_rows, len(train)))])
-    return Anchor.of(model, tokens, cfg.anchor_weight, backend)
+    with model.disable_adapter():
+        return Anchor.of(model, tokens, cfg.anchor_weight, backend)
 
 
 def describe(cfg: Config, model, made: dict, train, backend: TorchBackend, workers: int) -> None:

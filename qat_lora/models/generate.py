@@ -11,26 +11,24 @@ from qat_lora.models.loading import unwrap
 def complete(
     model: nn.Module,
     tokenizer,
-    prompt: str,
+    prompt: str | list[dict],
     *,
     max_new_tokens: int,
     temperature: float = 0.0,
     top_p: float = 1.0,
-    chat: bool = True,
     streamer=None,
-    system: str | None = None,
 ) -> str:
     """What the model says to `prompt`, without special tokens; it ends at an EOS or after `max_new_tokens`.
 
+    prompt: messages ({"role": …, "content": …}) for the chat template, or plain text to go on from.
     model: a placed HF model, frozen student or PEFT model in evaluation mode. temperature 0 is greedy; above it
     sampling draws from torch's global generator, so seed the backend first. Sampling defaults that the model ships
     with (top_k, repetition penalty) are switched off, so that models compare under one rule.
-    chat: the tokenizer's template with `system` before the prompt; False continues the prompt as plain text.
     streamer: a transformers streamer that gets prompt and tokens as they come.
     Raises UserError for impossible values, a missing or refusing template, and a prompt beyond the model's context.
     """
     check_sampling(max_new_tokens, temperature, top_p)
-    inputs = _encode(tokenizer, prompt, system, chat)
+    inputs = _encode(tokenizer, prompt)
     base = unwrap(model)
     used, context = inputs["input_ids"].shape[1], getattr(base.config, "max_position_embeddings", None)
     if context and used + max_new_tokens > context:
@@ -73,20 +71,16 @@ def check_sampling(max_new_tokens: int, temperature: float, top_p: float) -> Non
         raise UserError(f"top_p={top_p} is outside (0, 1]; 1 keeps every token")
 
 
-def _encode(tokenizer, prompt: str, system: str | None, chat: bool):
-    """input_ids and attention_mask [1, T] of a prompt, rendered by the chat template or as it stands."""
-    if not chat:
-        if system is not None:
-            raise UserError("a system message needs the chat template; put it into the prompt of a raw continuation")
-        if not prompt:
-            raise UserError("the prompt is empty; give some text to go on from")
+def _encode(tokenizer, prompt: str | list[dict]):
+    """input_ids and attention_mask [1, T] of messages, rendered by the chat template, or of text as it stands."""
+    if not prompt:
+        raise UserError("the prompt is empty; give some text to go on from")
+    if isinstance(prompt, str):
         return tokenizer(prompt, return_tensors="pt")
     if tokenizer.chat_template is None:
         raise UserError("the tokenizer has no chat template; use --raw for a plain continuation, or an instruct model")
-    messages = [{"role": "system", "content": system}] if system is not None else []
-    messages.append({"role": "user", "content": prompt})
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
     except TemplateError as error:
         raise UserError(f"the chat template refuses the messages: {error}") from error
     return tokenizer(text, add_special_tokens=False, return_tensors="pt")

@@ -100,9 +100,13 @@ def choose(name: str, spec: QuantSpec, in_features: int, wanted: str) -> str:
         return fits[0]
     if wanted not in fits:
         block = TYPES[wanted].weights
-        reason = f"its blocks take {block} weights" if coding(spec, wanted) else f"it has no {spec.codebook} levels"
+        reason = f"its blocks take {block} weights"
         if in_features % block:
             reason = f"{in_features} inputs do not divide by its blocks of {block}"
+        elif spec.scale == "lowrank":
+            reason = "its blocks have a scale each, not one for every weight"
+        elif not coding(spec, wanted):
+            reason = f"it has not the levels of {spec.codebook}{spec.bits}"
         raise UserError(
             f"--gguf-type {wanted} cannot hold {name}, which is {spec} ({reason}); "
             f"what fits: {', '.join(fits)}, or auto"

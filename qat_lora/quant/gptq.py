@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from qat_lora.quant.linear import nearest_code
+from qat_lora.quant.linear import nearest_level
 from qat_lora.quant.spec import QuantSpec
 
 DAMPING = 0.01  # of the mean diagonal, added to it: inputs that hardly occur must not blow up the inverse
@@ -24,7 +24,7 @@ def compensated(weight: Tensor, scale: Tensor, moment: Tensor, spec: QuantSpec) 
         end = min(start + BLOCK, w.shape[1])
         errors = torch.empty_like(w[:, start:end])
         for j in range(start, end):
-            level = nearest_code(w[:, j] / scale[:, j], spec).mul_(spec.step).add_(spec.lowest)
+            level = nearest_level(w[:, j] / scale[:, j], spec)
             errors[:, j - start] = (w[:, j] - level * scale[:, j]) / u[j, j]
             w[:, j + 1 : end] -= errors[:, j - start, None] * u[j, j + 1 : end]
         w[:, end:] -= errors @ u[start:end, end:]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.errors import UserError
-from qat_lora.quant.linear import Quantizer, nearest_code, quantized_layers
+from qat_lora.quant.linear import nearest_level, quantized_layers
 from qat_lora.quant.spec import LOWRANK_INIT_GROUP, QuantSpec
 
 SEARCH = torch.linspace(0.35, 1.05, 29)  # fractions of the absolute-maximum scale tried by the least-error search
@@ -14,22 +14,22 @@ REFINE = 3  # rounds of "fix codes, solve for the scale" after the search
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, search: bool = True, moments: dict[str, Tensor] | None = None) -> None:
-    """Set the scale of every quantiser below `model` from its latent weight, on the CPU.
-
-    search=True: least squared weight error, weighted by `moments` (layer name → mean square of each input [in], as
-    `input_moments` gives) where they are given; False: the edge level is the largest weight, plain rounding.
-    Raises UserError for a weight that holds a non-finite value.
-    """
+def initialise(model: nn.Module, search: bool = True) -> None:
+    """Set the scale of every quantiser below `model` from its latent weight, see `set_scale`."""
     for name, layer in quantized_layers(model).items():
-        weight = layer.weight.detach().float().cpu()
-        if not torch.isfinite(weight).all():
+        if not torch.isfinite(layer.weight).all():
             raise UserError(f"{name}: the weight holds NaN or infinity; load the model again from a sound file")
-        moment = moments.get(name) if moments else None
-        _set_scale(layer.quantizer, weight, search, moment)
+        set_scale(layer, search)
 
 
-def _set_scale(quantizer: Quantizer, weight: Tensor, search: bool, moment: Tensor | None) -> None:
+@torch.no_grad()
+def set_scale(layer: nn.Module, search: bool = True, moment: Tensor | None = None) -> None:
+    """Set the scale of a quantised layer from its latent weight, on the CPU.
+
+    search=True: least squared weight error, weighted by `moment`, the mean square of each input [in], where it is
+    given; False: the edge level is the largest weight, plain rounding.
+    """
+    quantizer, weight = layer.quantizer, layer.weight.detach().float().cpu()
     spec = quantizer.spec
     size = {"group": spec.size, "lowrank": LOWRANK_INIT_GROUP, "tensor": weight.numel()}[spec.scale]
     groups = weight.reshape(-1, size)
@@ -55,7 +55,7 @@ def least_error_scale(groups: Tensor, importance: Tensor, spec: QuantSpec, searc
     for factor in [f * sign for sign in signs for f in SEARCH.tolist()]:
         best, best_error = _better(groups, importance, start * factor, spec, best, best_error)
     for _ in range(REFINE):
-        level = _levels(groups, best, spec)
+        level = nearest_level(groups / best, spec)
         solved = (importance * groups * level).sum(1, keepdim=True) / (importance * level * level).sum(
             1, keepdim=True
         ).clamp(min=1e-20)
@@ -64,12 +64,8 @@ def least_error_scale(groups: Tensor, importance: Tensor, spec: QuantSpec, searc
     return best
 
 
-def _levels(groups: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
-    return nearest_code(groups / scale, spec).mul_(spec.step).add_(spec.lowest)
-
-
 def _error(groups, importance, scale, spec) -> Tensor:
-    return _levels(groups, scale, spec).mul_(scale).sub_(groups).square_().mul_(importance).sum(1, keepdim=True)
+    return nearest_level(groups / scale, spec).mul_(scale).sub_(groups).square_().mul_(importance).sum(1, keepdim=True)
 
 
 def _better(groups, importance, scale, spec, best, best_error) -> tuple[Tensor, Tensor]:

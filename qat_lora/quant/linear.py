@@ -25,8 +25,7 @@ class FakeQuant(torch.autograd.Function):
     def forward(ctx, weight: Tensor, scale: Tensor, spec: QuantSpec, gradient_scale: float, dtype: torch.dtype):
         ctx.save_for_backward(weight, scale)
         ctx.spec, ctx.gradient_scale = spec, gradient_scale
-        level = nearest_code(weight / scale, spec).mul_(spec.step).add_(spec.lowest)
-        return level.mul_(scale).to(dtype)
+        return nearest_level(weight / scale, spec).mul_(scale).to(dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -79,6 +78,11 @@ def nearest_code(x: Tensor, spec: QuantSpec) -> Tensor:
     return x.sub_(spec.lowest).div_(spec.step).round_().clamp_(0, spec.levels - 1)
 
 
+def nearest_level(x: Tensor, spec: QuantSpec) -> Tensor:
+    """The levels nearest to x = weight / scale. Overwrites x."""
+    return nearest_code(x, spec).mul_(spec.step).add_(spec.lowest)
+
+
 def levels_of(codes: Tensor, spec: QuantSpec) -> Tensor:
     """The fp32 levels of codes."""
     return codes.to(torch.float32).mul_(spec.step).add_(spec.lowest)
@@ -117,6 +121,12 @@ class Quantizer(nn.Module):
         a = a / torch.linalg.vector_norm(a, dim=0, keepdim=True)
         b = b / torch.linalg.vector_norm(b, dim=1, keepdim=True)
         return _not_zero((a * g) @ b, torch.finfo(a.dtype).tiny ** 0.5).unsqueeze(1)
+
+    def stored(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Each parameter, and the fp16 values by which a file holds what `scale_matrix` sees of it."""
+        if self.spec.scale != "lowrank":
+            return [(self.scale, _not_zero(self.scale.detach(), SMALLEST_SCALE).half())]
+        return [(p, p.detach().half()) for p in (self.a, self.g, self.b)]
 
     def grouped(self, weight: Tensor) -> Tensor:
         """A view of weight [out, in] as [out, groups, group], against which the scale broadcasts."""

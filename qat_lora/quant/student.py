@@ -117,11 +117,10 @@ def save_student(path: str | Path, model: nn.Module, model_name: str, spec: Stud
     tensors: dict[str, Tensor] = {}
     layers = quantized_layers(model)
     latent = {id(layer.weight) for layer in layers.values()}
-    scales = {id(p) for layer in layers.values() for p in layer.quantizer.parameters()}
+    scales = {id(p): value for layer in layers.values() for p, value in layer.quantizer.stored()}
     for name, parameter in model.named_parameters():
         if id(parameter) not in latent:
-            value = parameter.detach().cpu()
-            tensors[name] = value.half() if id(parameter) in scales else value
+            tensors[name] = scales.get(id(parameter), parameter.detach()).cpu()
     for name, layer in layers.items():
         codes = layer.quantizer.codes
         codes = layer.quantizer.encode(layer.weight) if codes is None else codes

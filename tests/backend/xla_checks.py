@@ -132,7 +132,7 @@ def scales() -> dict:
         freeze(student)
         free_scales(student.requires_grad_(False))
         session = open_session(f"scales-{name}", backend, Every(log=1, evaluate=2, save=2))
-        plan = QATPlan(4, 2, 1, 3e-3, 1, 1.0, seed=0, scale_learning_rate=1e-2)
+        plan = QATPlan(4, 2, 1, 3e-3, 1, 1.0, seed=0, scale_learning_rate=1e-3)
 
         def evaluate(step: int, model, data=data, backend=backend) -> dict:
             return heldout_figures(model, data, backend, 2, 5)
@@ -170,7 +170,7 @@ def layers() -> dict:
         student = make_student(backend, LlamaForCausalLM(config).eval())
         session = open_session(f"layers-{name}", backend, Every(log=1, save=5))
         stream = batches(data, 2, 1, 0)
-        train_layers(student, [next(stream) for _ in range(2)], LayerPlan(3, 1e-3, 1e-3, 1.0), session, backend)
+        train_layers(student, [next(stream) for _ in range(2)], LayerPlan(3, 1e-3, 1.0), session, backend)
         logged[name] = lines(session)
     return {"lines": logged, "end": XLA.counters()}
 
@@ -231,8 +231,8 @@ def pieces() -> dict:
 
 
 def checkpointing() -> dict:
-    """Gradients with recomputation against gradients without, on XLA; without, against the CPU's."""
-    batch = {name: value.unsqueeze(0) for name, value in Cached(3)[2].items()}
+    """Gradients with recomputation against gradients without, on XLA; without, against the CPU's in fp64: in fp32 those
+    would add a rounding that differs from CPU to CPU."""
     out = {}
     for kind in ("all", "lora"):
         found = {}
@@ -245,6 +245,10 @@ def checkpointing() -> dict:
                     for n, p in model.named_parameters():
                         if "lora_B" in n:
                             nn.init.normal_(p, std=0.1)
+                batch = {key: value.unsqueeze(0) for key, value in Cached(3)[2].items()}
+                if name == "cpu":
+                    model.double()
+                    batch = {key: v.double() if v.is_floating_point() else v for key, v in batch.items()}
                 backend.place(model)
                 if name == "recomputed":
                     backend.gradient_checkpointing(model)

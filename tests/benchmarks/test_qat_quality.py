@@ -15,7 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize(
     "flags, part",
     [
-        (["--grids", "lut2/r32"], "give group quantisers"), (["--methods", "awq"], "'awq' is not one of rtn, mse"),
+        (["--grids", "lut2/r32"], "give group quantisers"), (["--grids", "int8/g64"], "of 2 or 4 bits"),
+        (["--grids", "balanced2/g64"], "torchao has the int grids alone"),
+        (["--methods", "awq"], "'awq' is not one of rtn, mse"),
         (["--seeds", "a"], "--seeds a"), (["--steps", "23"], "--steps 23 must be at least 24"),
         (["--cell", "int2/g64,ours,7"], "none of these"),
     ],
@@ -27,10 +29,14 @@ def test_impossible_settings_are_refused(refusal, tmp_path, flags, part):
 
 def test_results_of_other_settings_are_not_mixed(load_script, tmp_path):
     bench = load_script("qat_quality")
-    bench.check_settings(bench.Config(steps=40), tmp_path)
-    bench.check_settings(bench.Config(steps=40, methods="ours"), tmp_path)
-    with pytest.raises(bench.UserError, match="holds results of --steps 40, not 80"):
-        bench.check_settings(bench.Config(steps=80), tmp_path)
+    for _ in range(2):
+        bench.check_settings({"steps": 40, "text": "a"}, tmp_path)
+    for settings, words in (
+        ({"steps": 80, "text": "a"}, "steps 40, not 80"),
+        ({"steps": 40, "text": "b"}, "text a, not b"),
+    ):
+        with pytest.raises(bench.UserError, match=f"holds results of {words}"):
+            bench.check_settings(settings, tmp_path)
 
 
 def row(method, stage, seed, kl, seconds=100):

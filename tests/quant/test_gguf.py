@@ -7,7 +7,7 @@ import torch
 
 from qat_lora.errors import UserError
 from qat_lora.quant.gguf import QUANTISED, TYPES, choose, coding, decode, encode, fitting, library_type, row_bytes
-from qat_lora.quant.linear import Quantizer
+from qat_lora.quant.linear import SMALLEST_SCALE, Quantizer
 from qat_lora.quant.spec import QuantSpec
 
 OUT, IN = 6, 128
@@ -122,10 +122,12 @@ def test_what_fits(text, width, types):
     "text, width, kind, words",
     [
         ("int2/g32", 128, "Q2_0", ["its blocks take 64 weights", "what fits: Q4_0, Q4_1, Q8_0, F16"]),
-        ("balanced2/g64", 128, "Q2_0", ["it has no balanced levels", "Q4_0"]),
+        ("balanced2/g64", 128, "Q2_0", ["it has not the levels of balanced2", "Q4_0"]),
         ("int2/tensor", 96, "Q2_0", ["96 inputs do not divide by its blocks of 64", "Q4_0"]),
         ("int4/tensor", 48, "Q4_0", ["48 inputs do not divide by its blocks of 32", "what fits: F16"]),
-        ("lut4/r8", 128, "Q4_0", ["it has no lut levels"]),
+        ("int4/g64", 128, "Q2_0", ["it has not the levels of int4", "what fits: Q4_0"]),
+        ("balanced8/g32", 128, "Q8_0", ["it has not the levels of balanced8", "what fits: F16"]),
+        ("int4/r8", 128, "Q4_0", ["a scale each, not one for every weight", "what fits: F16"]),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(text, width, kind, words):
@@ -136,5 +138,5 @@ def test_what_does_not_fit_is_refused_by_name(text, width, kind, words):
 
 
 def test_d_is_exact_for_the_smallest_scale():
-    assert coding(QuantSpec.parse("balanced2/g32"), "Q4_0").factor == 0.5
-    assert np.float16(2.0**-14) == 2.0**-14 and np.float16(2.0**-13 * 0.5) * 2 == 2.0**-13
+    factor = coding(QuantSpec.parse("balanced2/g32"), "Q4_0").factor
+    assert factor == 0.5 and np.float16(SMALLEST_SCALE * factor) / factor == SMALLEST_SCALE

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from qat_lora.errors import UserError
-from qat_lora.quant.init import initialise, input_moments, least_error_scale
+from qat_lora.quant.init import initialise, input_moments, least_error_scale, set_scale
 from qat_lora.quant.linear import SMALLEST_SCALE, QuantEmbedding, QuantLinear
 from qat_lora.quant.spec import QuantSpec
 
@@ -29,9 +29,9 @@ def started(text, weight, search=True, moment=None):
     """A QuantLinear on `weight`, its scale initialised."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     linear.weight.data.copy_(weight)
-    model = nn.ModuleDict({"layer": QuantLinear(linear, QuantSpec.parse(text))})
-    initialise(model, search, None if moment is None else {"layer": moment})
-    return model["layer"]
+    layer = QuantLinear(linear, QuantSpec.parse(text))
+    set_scale(layer, search, moment)
+    return layer
 
 
 def relative_error(layer, moment=1.0):
@@ -166,16 +166,6 @@ def test_input_moments_are_mean_squares():
     torch.testing.assert_close(moments["0"], rows.square().mean(0))
     torch.testing.assert_close(moments["2"], model[0](rows).relu().square().mean(0))
     assert moments.keys() == {"0", "2"} and not model[0]._forward_pre_hooks
-
-
-def test_moments_reach_the_layer_of_their_name():
-    torch.manual_seed(0)
-    layers = {name: QuantLinear(nn.Linear(64, 32), QuantSpec.parse("balanced2/g32")) for name in ("a", "b")}
-    moment = torch.linspace(-3, 3, 64).exp()
-    initialise(nn.ModuleDict(layers), moments={"b": moment})
-    assert torch.equal(layers["a"].quantizer.scale, started("balanced2/g32", layers["a"].weight).quantizer.scale)
-    expected = started("balanced2/g32", layers["b"].weight, moment=moment).quantizer.scale
-    assert torch.equal(layers["b"].quantizer.scale, expected)
 
 
 def test_a_tied_head_is_initialised_from_its_weight():

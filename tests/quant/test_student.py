@@ -88,6 +88,16 @@ def test_a_file_gives_the_same_student_to_the_bit(saved, spec, tiny_model_dir):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("scale", [1e-9, -1e-9])
+def test_a_scale_next_to_zero_keeps_its_sign_in_the_file(trained, tiny_model_dir, tmp_path, scale):
+    student = trained(StudentSpec("int2/g32", "int2/g32"))
+    for layer in quantized_layers(student).values():
+        layer.quantizer.scale[::3] = scale
+    save_student(tmp_path / "best.pt", student, str(tiny_model_dir), StudentSpec("int2/g32", "int2/g32"), {})
+    assert torch.equal(load_student(tmp_path / "best.pt")[0](TOKENS).logits, student(TOKENS).logits)
+
+
+@torch.no_grad()
 def test_codes_are_read_and_never_recomputed(saved, tiny_model_dir, monkeypatch):
     """The original's multi-chip scripts encoded anew at load, from the base weights, and lost the trained codes."""
     student, path = saved()

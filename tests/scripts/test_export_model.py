@@ -219,7 +219,7 @@ def test_students_that_are_not_exported(refusal, files, tmp_path):
     (tmp_path / "cut.pt").write_bytes(files[0].read_bytes()[:-2000])
     said = refusal("export_model", "--output-dir", tmp_path / "out", "--checkpoint", tmp_path / "cut.pt")
     assert "damaged" in said
-    torch.save(read_student(files[0]) | {"info": {"step": 0}}, tmp_path / "raw.pt")
+    torch.save(read_student(files[0]) | {"info": {"step": 0, "trained": False}}, tmp_path / "raw.pt")
     said = refusal("export_model", "--output-dir", tmp_path / "out", "--checkpoint", tmp_path / "raw.pt")
     assert "is untrained" in said and "step 0" in said
     assert not (tmp_path / "out").exists()

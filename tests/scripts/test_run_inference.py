@@ -65,6 +65,11 @@ def infer(load_script, model_dir, capsys):
     return run
 
 
+def user(text: str, system: str | None = None) -> list[dict]:
+    before = [] if system is None else [{"role": "system", "content": system}]
+    return [*before, {"role": "user", "content": text}]
+
+
 def greedy(model, tokenizer, text) -> list[int]:
     """New tokens of HF's own greedy generation."""
     ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
@@ -75,26 +80,26 @@ def greedy(model, tokenizer, text) -> list[int]:
 # -- complete -------------------------------------------------------------------------------------------------------
 def test_greedy_equals_generate(model, tokenizer):
     expected = greedy(model, tokenizer, PROMPT)
-    assert complete(model, tokenizer, PROMPT, max_new_tokens=NEW, chat=False) == tokenizer.decode(expected)
+    assert complete(model, tokenizer, PROMPT, max_new_tokens=NEW) == tokenizer.decode(expected)
     assert len(expected) == NEW
 
 
 def test_chat_renders_system_and_prompt(model, tokenizer):
     text = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     expected = tokenizer.decode(greedy(model, tokenizer, text))
-    assert complete(model, tokenizer, "Hi", system="Be brief.", max_new_tokens=NEW) == expected
-    assert complete(model, tokenizer, "Hi", max_new_tokens=NEW) != expected
+    assert complete(model, tokenizer, user("Hi", system="Be brief."), max_new_tokens=NEW) == expected
+    assert complete(model, tokenizer, user("Hi"), max_new_tokens=NEW) != expected
 
 
 def test_a_student_and_its_adapter_generate_like_any_model(tokenizer, student_file, adapter_dir, model):
     student, _ = load_student(student_file)
-    alone = complete(student, tokenizer, PROMPT, max_new_tokens=NEW, chat=False)
+    alone = complete(student, tokenizer, PROMPT, max_new_tokens=NEW)
     assert alone == tokenizer.decode(greedy(student, tokenizer, PROMPT))
     adapted = load_adapter(student, adapter_dir)
     assert not any(parameter.requires_grad for parameter in adapted.parameters())
-    both = complete(adapted, tokenizer, PROMPT, max_new_tokens=NEW, chat=False)
+    both = complete(adapted, tokenizer, PROMPT, max_new_tokens=NEW)
     assert both == tokenizer.decode(greedy(adapted.merge_and_unload(), tokenizer, PROMPT))
-    assert len({alone, both, complete(model, tokenizer, PROMPT, max_new_tokens=NEW, chat=False)}) == 3
+    assert len({alone, both, complete(model, tokenizer, PROMPT, max_new_tokens=NEW)}) == 3
 
 
 def test_it_ends_at_an_eos_of_the_model_or_of_the_tokenizer(model, tokenizer):
@@ -102,27 +107,27 @@ def test_it_ends_at_an_eos_of_the_model_or_of_the_tokenizer(model, tokenizer):
     end = next(i for i in range(1, NEW) if tokens[i] not in tokens[:i])
     expected = tokenizer.decode(tokens[: end + 1])
     model.generation_config.eos_token_id = [tokens[end], 511]
-    assert complete(model, tokenizer, PROMPT, max_new_tokens=NEW, chat=False) == expected
+    assert complete(model, tokenizer, PROMPT, max_new_tokens=NEW) == expected
 
     model.generation_config.eos_token_id = None
     other = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
     other.eos_token = tokenizer.convert_ids_to_tokens(tokens[end])
-    assert complete(model, other, PROMPT, max_new_tokens=NEW, chat=False) == expected
+    assert complete(model, other, PROMPT, max_new_tokens=NEW) == expected
 
 
 def test_pad_may_be_eos(model, tokenizer, caplog, recwarn):
     other = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
-    expected = complete(model, tokenizer, PROMPT, max_new_tokens=NEW)
+    expected = complete(model, tokenizer, user(PROMPT), max_new_tokens=NEW)
     for pad in (other.eos_token, None):
         other.pad_token = pad
-        assert complete(model, other, PROMPT, max_new_tokens=NEW) == expected
+        assert complete(model, other, user(PROMPT), max_new_tokens=NEW) == expected
     assert not caplog.records and not recwarn.list
 
 
 def test_sampling_defaults_of_a_model_are_switched_off(model, tokenizer):
     def say(temperature):
         torch.manual_seed(3)
-        return complete(model, tokenizer, PROMPT, max_new_tokens=NEW, temperature=temperature)
+        return complete(model, tokenizer, user(PROMPT), max_new_tokens=NEW, temperature=temperature)
 
     plain = say(0.0), say(1.0)
     model.generation_config.update(top_k=1, temperature=0.01, top_p=0.1, repetition_penalty=9.0, do_sample=True)
@@ -133,7 +138,7 @@ def test_sampling_defaults_of_a_model_are_switched_off(model, tokenizer):
 def test_sampling_follows_seed_temperature_and_top_p(model, tokenizer):
     def say(seed, **options):
         torch.manual_seed(seed)
-        return complete(model, tokenizer, PROMPT, max_new_tokens=NEW, **options)
+        return complete(model, tokenizer, user(PROMPT), max_new_tokens=NEW, **options)
 
     assert say(1, temperature=1.0) == say(1, temperature=1.0) != say(2, temperature=1.0)
     assert say(1, temperature=1.0, top_p=1e-6) == say(1, temperature=1e-4) == say(1)
@@ -147,8 +152,8 @@ def test_sampling_follows_seed_temperature_and_top_p(model, tokenizer):
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"top_p": 0.0}, "outside"),
         ({"max_new_tokens": 512}, "do not fit the model's context of 512"),
-        ({"prompt": "", "chat": False}, "the prompt is empty"),
-        ({"chat": False, "system": "s"}, "needs the chat template"),
+        ({"prompt": ""}, "the prompt is empty"),
+        ({"prompt": []}, "the prompt is empty"),
     ],
 )
 def test_complete_refuses(model, tokenizer, options, words):
@@ -161,27 +166,27 @@ def test_templates_that_are_missing_or_refuse(model, tokenizer):
     other = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
     other.chat_template = None
     with pytest.raises(UserError, match="no chat template; use --raw"):
-        complete(model, other, PROMPT, max_new_tokens=NEW)
+        complete(model, other, user(PROMPT), max_new_tokens=NEW)
     other.chat_template = "{{ raise_exception('no system role') if messages[0].role == 'system' }}{{ messages }}"
     with pytest.raises(UserError, match="refuses the messages: no system role"):
-        complete(model, other, PROMPT, system="s", max_new_tokens=NEW)
+        complete(model, other, user(PROMPT, system="s"), max_new_tokens=NEW)
 
 
 # -- the script -----------------------------------------------------------------------------------------------------
 def test_what_is_streamed_is_what_is_completed(infer, model, tokenizer, model_dir):
     ((label, text),) = infer("--prompt", PROMPT)
     assert label == f"base {model_dir}"
-    assert text == complete(model, tokenizer, PROMPT, max_new_tokens=NEW)
+    assert text == complete(model, tokenizer, user(PROMPT), max_new_tokens=NEW)
     ((_, raw),) = infer("--prompt", PROMPT, "--raw")
-    assert raw == complete(model, tokenizer, PROMPT, max_new_tokens=NEW, chat=False) != text
+    assert raw == complete(model, tokenizer, PROMPT, max_new_tokens=NEW) != text
 
 
 def test_compare_answers_with_every_stage(infer, model, tokenizer, student_file, adapter_dir, model_dir):
     flags = ["--checkpoint", student_file, "--adapter", adapter_dir, "--prompt", PROMPT]
     said = infer("--compare", *flags)
     student, _ = load_student(student_file)
-    expected = [complete(each, tokenizer, PROMPT, max_new_tokens=NEW) for each in (model, student)]
-    expected.append(complete(load_adapter(student, adapter_dir), tokenizer, PROMPT, max_new_tokens=NEW))
+    expected = [complete(each, tokenizer, user(PROMPT), max_new_tokens=NEW) for each in (model, student)]
+    expected.append(complete(load_adapter(student, adapter_dir), tokenizer, user(PROMPT), max_new_tokens=NEW))
     labels = [f"base {model_dir}", f"student {student_file}", f"student {student_file} + {adapter_dir}"]
     assert said == list(zip(labels, expected))
     assert infer(*flags) == said[-1:]
@@ -198,7 +203,7 @@ def test_every_completion_is_seeded_anew(infer, monkeypatch):
 
 def test_standard_input_gives_a_prompt_a_line(infer, model, tokenizer, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\n  \ntwo"))
-    expected = [complete(model, tokenizer, prompt, max_new_tokens=NEW) for prompt in ("one", "two")]
+    expected = [complete(model, tokenizer, user(prompt), max_new_tokens=NEW) for prompt in ("one", "two")]
     assert [text for _, text in infer()] == expected
 
 

@@ -1,0 +1,132 @@
+"""One cell of qat_quality.py: what trains a student, by our scripts or by a peer's rules, and what measures it."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from qat_lora.backend import TorchBackend, open_backend
+from qat_lora.errors import UserError
+from qat_lora.evaluate import heldout_figures, text_figures
+from qat_lora.kd.dataset import KDCacheDataset
+from qat_lora.models.adapter import adapter_values, load_adapter
+from qat_lora.models.loading import empty_model, load_model
+from qat_lora.qat import Plan, restore, training_stream, update
+from qat_lora.quant.spec import QuantSpec
+from qat_lora.quant.student import StudentSpec, bits_per_weight, load_student, quantize
+from qat_lora.run.files import read_json, write_atomically
+from qat_lora.run.rundir import Run, revision
+from qat_lora.run.schedule import set_learning_rates
+from qat_lora.run.session import Every, Session
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+BATCH = 4
+RATE = {2: 6e-4, 4: 1e-4}  # peak learning rate of weights and scales by bits; of adapters, 1e-3 and 5e-4
+ADAPTER_RATE = {2: 1e-3, 4: 5e-4}
+
+
+class Bench:
+    """One cell: its student's quantisers, its rows, and what measures it. cfg: that of qat_quality.py."""
+
+    def __init__(self, cfg, backend: TorchBackend, out: Path):
+        self.cfg, self.backend = cfg, backend
+        self.grid, self.method, seed = cfg.cell.split(",")
+        self.seed, self.out = int(seed), out
+        self.spec, self.bits = StudentSpec(self.grid, self.grid), QuantSpec.parse(self.grid).bits
+        self.steps = cfg.steps if self.bits == 2 else cfg.steps_4bit
+        self.adapter_steps = self.steps // 8
+        self.train, self.heldout = (KDCacheDataset(out / "cache", split) for split in ("train", "heldout"))
+        self.folder = out / "cells" / cfg.cell.replace("/", "-").replace(",", "_")
+        self.began, self.whole = time.time(), not self.folder.exists()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.measured = torch.load(out / "measured.pt", weights_only=True)
+
+    def base(self) -> nn.Module:
+        """The full-precision model, a new one each time: none stays in memory beside what is trained."""
+        return load_model(self.cfg.model)
+
+    def seconds(self, file: Path | None = None) -> float:
+        """From the cell's beginning until a file was written, or until now."""
+        return (file.stat().st_mtime if file else time.time()) - self.began
+
+    def student(self, path: Path) -> nn.Module:
+        return load_student(path, base=self.base())[0]
+
+    def measure(self, model: nn.Module, stage: str, seconds: float, memory: float) -> dict:
+        """A row of the results."""
+        backend, teacher, figures = open_backend(self.cfg.device, "fp32"), self.base(), {}
+        for placed in (model.eval(), teacher):
+            backend.place(placed)
+        for name, own in self.measured.items():
+            got = text_figures(model, own["tokens"], own["scored"], backend, BATCH, teacher)
+            figures[name] = {"ppl": got["ppl"], "kl": got["kl"], "gap": got["nll"] - own["nll"], "teacher": own["ppl"]}
+        bits = bits_per_weight(quantize(empty_model(self.cfg.model), self.spec), adapter_values(model))
+        return {
+            "cell": self.cfg.cell, "grid": self.grid, "method": self.method, "stage": stage, "seed": self.seed,
+            "commit": revision(), "steps": self.steps, "seconds": round(seconds) if self.whole else None,
+            "peak_memory_mb": round(memory), "bits": bits, **figures,
+        }  # fmt: skip
+
+    def script(self, name: str, run: Path, **flags) -> dict:
+        """Run one of the project's scripts, or go on with it; its summary."""
+        own = {"output_dir": run, "resume": "auto", "device": self.cfg.device, "precision": self.cfg.precision}
+        own |= {"batch_size": BATCH, "eval_rows": len(self.heldout), "save_every": 50, "seed": self.seed}
+        words = [word for key, value in (own | flags).items() for word in (f"--{key.replace('_', '-')}", str(value))]
+        if not (run / "summary.json").exists() or read_json(run / "summary.json")["status"] != "finished":
+            subprocess.run([sys.executable, SCRIPTS / f"{name}.py", *words], check=True, stdout=subprocess.DEVNULL)
+        summary = read_json(run / "summary.json")
+        if summary["status"] != "finished":
+            raise UserError(f"{run} was stopped; the same command goes on from there")
+        return summary
+
+    def qat(self, **flags) -> tuple[Path, dict]:
+        run = self.folder / "qat"
+        flags = {"layer_rows": self.cfg.calibration_rows, "max_steps": 0, "eval_every": self.steps // 4} | flags
+        flags = {"model": self.cfg.model, "cache_dir": self.out / "cache", "mlp": self.grid, "attn": self.grid} | flags
+        return run, self.script("train_qat", run, learning_rate=RATE[self.bits], **flags)
+
+    def adapter(self, student: Path, run: Path, rank: int, targets: tuple[str, ...], **flags) -> tuple[nn.Module, dict]:
+        """A student with a recovery LoRA that an eighth of the tokens trained, and the summary of that run."""
+        summary = self.script(
+            "train_recovery_lora", run, checkpoint=student, kd_cache_dir=self.out / "cache", recovery_r=rank,
+            targets=",".join(targets), max_steps=self.adapter_steps, eval_every=max(1, self.adapter_steps // 4),
+            learning_rate=ADAPTER_RATE[self.bits],
+            seed=self.seed + 1000,  # other rows first: on those that QAT has just fitted an adapter wins nothing
+            **flags,
+        )  # fmt: skip
+        return load_adapter(self.student(student), run / "adapter", student), summary
+
+    def fit(self, model: nn.Module, loss_of, groups: list[dict]) -> None:
+        """Train a peer's placed model to its best held-out state, resumable; groups are the optimiser's."""
+        optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        run = Run(self.folder / "fit", resumed=(self.folder / "fit").exists())
+        run.path.mkdir(exist_ok=True)
+        best = run.path / "best.pt"
+        session = Session(run, self.backend, Every(log=10, evaluate=self.steps // 4, save=50))
+        plan = Plan(self.steps, BATCH, 1, groups[0]["lr"], 10, 1.0, self.seed)
+
+        def state() -> tuple[dict, dict]:
+            return trained, {"optimizer": optimizer.state_dict()}
+
+        def load(tensors: dict, trainer: dict) -> None:
+            restore(model, tensors)
+            optimizer.load_state_dict(trainer["optimizer"])
+
+        def evaluate(step: int) -> dict:
+            figures = heldout_figures(model, self.heldout, self.backend, BATCH, len(self.heldout))
+            if figures["heldout_kl"] < session.best("heldout_kl") or not best.exists():
+                state = {name: p.detach() for name, p in trained.items()}
+                write_atomically(best, lambda file: torch.save(state, file))
+            return figures
+
+        stream = None
+        model.train()
+        for step in session.steps("fit", self.steps, state, load, evaluate):
+            stream = stream or training_stream(self.train, plan, step, self.backend)
+            set_learning_rates(optimizer, plan.learning_rate_factor(step))
+            session.record(**update(model, stream, loss_of, optimizer, plan, self.backend))
+        restore(model, torch.load(best, weights_only=True))
