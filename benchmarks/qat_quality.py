@@ -45,7 +45,7 @@ from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import freeze, quantized_layers
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import quantize
-from qat_lora.recovery import PROJECTIONS, add_adapter, low_rank
+from qat_lora.recovery import PROJECTIONS, add_adapter
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.files import lock, read_json, write_atomically, write_json
 from qat_lora.run.rundir import revision
@@ -224,7 +224,7 @@ def loftq(bench: Bench) -> list[dict]:
             layer.weight.data.copy_(weight - left)
             initialise(layer)
             error = weight - layer.quantizer.decode(layer.quantizer.encode(layer.weight))
-            factors[name] = low_rank(error, torch.eye(error.shape[1]), RANK)
+            factors[name] = nearest_of_rank(error, RANK)
             left = factors[name][0] @ factors[name][1]
     del base
     freeze(student)
@@ -237,6 +237,18 @@ def loftq(bench: Bench) -> list[dict]:
     trained = [p for p in model.parameters() if p.requires_grad]
     bench.fit(model, kd_loss, [{"params": trained, "lr": ADAPTER_RATE[bench.bits]}])
     return [bench.measure(model, "adapter", bench.seconds(), bench.backend.peak_memory_mb())]
+
+
+def nearest_of_rank(error: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """B [out, r] and A [r, in] of least ‖E − BA‖ for E [out, in], from the smaller Gram matrix: a thousand SVDs would
+    take longer than the training."""
+    if error.shape[0] > error.shape[1]:
+        b, a = nearest_of_rank(error.T, rank)
+        return a.T, b.T
+    b = torch.linalg.eigh(error.double() @ error.double().T).eigenvectors[:, -rank:].float()
+    a = b.T @ error
+    size = a.norm(dim=1).sqrt()
+    return b * size, a / size[:, None]
 
 
 def torchao(bench: Bench) -> list[dict]:

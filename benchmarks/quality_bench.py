@@ -119,8 +119,8 @@ class Bench:
         def evaluate(step: int) -> dict:
             figures = heldout_figures(model, self.heldout, self.backend, BATCH, len(self.heldout))
             if figures["heldout_kl"] < session.best("heldout_kl") or not best.exists():
-                state = {name: p.detach() for name, p in trained.items()}
-                write_atomically(best, lambda file: torch.save(state, file))
+                values = {name: p.detach() for name, p in trained.items()}
+                write_atomically(best, lambda file: torch.save(values, file))
             return figures
 
         stream = None

@@ -3,7 +3,6 @@
 import functools
 import importlib.util
 import os
-import socket
 import sys
 from pathlib import Path
 
@@ -25,12 +24,6 @@ CHAT_TEMPLATE = """
 {%- endfor %}
 {{- '<|im_start|>assistant\\n' + no_thought if add_generation_prompt }}
 """
-
-
-def free_port() -> int:
-    """A TCP port of this machine that nobody listens on just now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import worker_checks
-from conftest import free_port
+from ports import free_port
 from safetensors.torch import load_file
 
 from qat_lora.backend import TorchBackend, count_workers, detect

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import free_port
+from ports import free_port
 from safetensors.torch import load_file
 
 from qat_lora.backend import TorchBackend
