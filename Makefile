@@ -28,7 +28,7 @@ doctor: setup ## what this machine has, and what is missing
 # make demo DEMO=runs/demo/NAME goes on with a demo that was interrupted.
 DEMO ?= runs/demo/$(shell date -u +%Y%m%dT%H%M%SZ)
 demo: DEMO := $(DEMO)
-demo: setup ## cache → 2-bit QAT → LoRA recovery → report, on the embedded model (about ten minutes on two cores)
+demo: setup ## cache → 2-bit QAT → LoRA recovery → report, on the embedded model (ten to fifteen minutes on two cores)
 	$(PY) scripts/build_kd_cache.py --config demo
 	$(PY) scripts/train_qat.py --config demo --output-dir $(DEMO)/qat --resume auto
 	$(PY) scripts/train_recovery_lora.py --config demo --checkpoint $(DEMO)/qat/best.pt --output-dir $(DEMO)/recovery --resume auto

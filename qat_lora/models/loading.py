@@ -1,5 +1,6 @@
 """HF causal language models by name, folder or the embedded file."""
 
+import copy
 import functools
 import importlib.util
 import io
@@ -7,6 +8,7 @@ import threading
 from contextlib import redirect_stderr
 from pathlib import Path
 
+import gguf
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -21,6 +23,9 @@ EMBEDDED = "smollm2-135m"
 EMBEDDED_NOTE = "the embedded SmolLM2-135M-Instruct is itself stored in 4 bits (Q4_1, groups of 32)"
 
 _building = threading.RLock()  # transformers switches global defaults meanwhile, and workers may be threads (TPU v3)
+
+# transformers asks for the same table once for every module of a GGUF file's model: half of the time that loading takes
+gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
@@ -85,7 +90,7 @@ def load_tokenizer(name: str):
 def load_model(name: str) -> nn.Module:
     """The model in fp32 on the CPU, in evaluation mode, ready to be saved by HF."""
     with redirect_stderr(io.StringIO()):  # the GGUF reader's own progress bar
-        model = _load(AutoModelForCausalLM, name, dtype=torch.float32)
+        model = _load(AutoModelForCausalLM, name, dtype=torch.float32, config=copy.deepcopy(load_config(name)))
     if hasattr(model.config, "quantization_config"):  # a GGUF load leaves it, and save_pretrained then refuses
         del model.config.quantization_config
         model.hf_quantizer = None
