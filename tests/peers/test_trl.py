@@ -55,7 +55,7 @@ def ours(logp, old, reference, advantages, mask, objective):
 
 @pytest.mark.parametrize(
     "reduction, beta, clip, masked, on_policy",
-    product(REDUCTIONS, (0.0, 0.04), ((0.2, 0.28), (0.1, 0.1)), (False, True), (False, True)),
+    list(product(REDUCTIONS, (0.0, 0.04), ((0.2, 0.28), (0.1, 0.1)), (False, True), (False, True))),
 )
 def test_loss_and_gradient_equal(reduction, beta, clip, masked, on_policy):
     random = torch.Generator().manual_seed(5)
