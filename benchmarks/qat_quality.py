@@ -39,12 +39,12 @@ from qat_lora.data.packing import Rows, fingerprint, stream, tokenizer_fingerpri
 from qat_lora.errors import UserError
 from qat_lora.evaluate import kd_loss, text_figures, text_loss, windows
 from qat_lora.kd.cache import CacheSpec, write_cache
-from qat_lora.models.loading import EMBEDDED, EMBEDDED_NOTE, load_config, load_model, load_tokenizer
+from qat_lora.models.loading import EMBEDDED, EMBEDDED_NOTE, empty_model, load_config, load_model, load_tokenizer
 from qat_lora.qat import parameter_groups
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import freeze, quantized_layers
 from qat_lora.quant.spec import QuantSpec
-from qat_lora.quant.student import quantize
+from qat_lora.quant.student import StudentSpec, quantize
 from qat_lora.recovery import PROJECTIONS, add_adapter
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.files import lock, read_json, write_atomically, write_json
@@ -65,7 +65,7 @@ RANKS = {4: PROJECTIONS, 8: ("v", "gate", "up"), 16: ("down",), 32: ("o",)}
 class Config(TextSource, ScriptConfig):
     model: str = option(EMBEDDED, "model to quantise, and its own teacher")
     other_dataset: str | None = option(None, "a text of another kind to measure on too")
-    grids: str = option("int2/g64,int2/g32,int4/g32,int4/g128", "quantisers of MLP and attention")
+    grids: str = option("int2/g64,int2/g32,int4/g32,int4/g96", "quantisers of MLP and attention")
     methods: str = option(",".join(METHODS), "what to compare")
     seeds: str = option("0,1", "seeds of the order of the rows")
     steps: int = option(488, "updates of 4×256 tokens at 2 bits: half a million")
@@ -119,6 +119,7 @@ def check(cfg: Config) -> list[str]:
             raise UserError(f"--grids {grid}: give group quantisers of 2 or 4 bits, such as int2/g64")
         if spec.codebook != "int" and "torchao" in cfg.methods:
             raise UserError(f"--grids {grid}: torchao has the int grids alone; leave it out of --methods")
+        quantize(empty_model(cfg.model), StudentSpec(grid, grid))  # refuses groups that its widths do not divide by
     if not all(seed.isdecimal() for seed in cfg.seeds.split(",")):
         raise UserError(f"--seeds {cfg.seeds}: give whole numbers, such as 0,1")
     seeds, methods, grids = (text.split(",") for text in (cfg.seeds, cfg.methods, cfg.grids))

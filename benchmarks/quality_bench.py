@@ -76,7 +76,9 @@ class Bench:
         own |= {"batch_size": BATCH, "eval_rows": len(self.heldout), "save_every": 50, "seed": self.seed}
         words = [word for key, value in (own | flags).items() for word in (f"--{key.replace('_', '-')}", str(value))]
         if not (run / "summary.json").exists() or read_json(run / "summary.json")["status"] != "finished":
-            subprocess.run([sys.executable, SCRIPTS / f"{name}.py", *words], check=True, stdout=subprocess.DEVNULL)
+            command = [sys.executable, SCRIPTS / f"{name}.py", *words]
+            if code := subprocess.run(command, stdout=subprocess.DEVNULL).returncode:  # the script has said why
+                raise SystemExit(code)
         summary = read_json(run / "summary.json")
         if summary["status"] != "finished":
             raise UserError(f"{run} was stopped; the same command goes on from there")
