@@ -7,7 +7,8 @@ TPU := $(wildcard /dev/accel0 /dev/vfio/0)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup doctor demo test lint bench-qat bench-quality bench-scaling setup-peers test-peers \
-	recovery-v6e1 recovery-v6e4 recovery-v6e8 recovery-cuda recovery-cpu2 qat-v6e4 qat-cuda qat-cpu2
+	recovery-v6e1 recovery-v6e4 recovery-v6e8 recovery-cuda recovery-cpu2 qat-v6e4 qat-cuda qat-cpu2 \
+	musclebob-cpu musclebob-v5e1 musclebob-cuda bench-grpo
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,6 +60,15 @@ qat-cuda: setup ## the same on every GPU of this machine (untested on hardware)
 qat-cpu2: setup ## the demo's QAT in two CPU processes, after `make demo`
 	$(PY) scripts/train_v2_tpu_multi.py --from-scratch --config cpu2 --resume auto
 
+musclebob-cpu: setup ## SFT and GRPO teach the embedded model another name (within twenty minutes on two cores)
+	$(PY) scripts/train_musclebob_improved.py --config cpu --resume auto
+
+musclebob-v5e1: setup ## the same with Qwen2.5-0.5B on one TPU v5e chip (docs/musclebob.md; untested on hardware)
+	$(PY) scripts/train_musclebob_improved.py --config v5e1 --tpu --resume auto
+
+musclebob-cuda: setup ## the same on one GPU (untested on hardware)
+	$(PY) scripts/train_musclebob_improved.py --config cuda --resume auto
+
 test: setup ## the tests, as CI runs them
 	$(PY) -m pytest
 
@@ -70,7 +80,7 @@ $(PEERS)/.ready: requirements-peers.txt
 	$(PY) -m pip install --quiet --no-deps --upgrade --target $(PEERS) --requirement requirements-peers.txt
 	touch $@
 
-test-peers: setup-peers ## exports in llama.cpp itself, beside our figures
+test-peers: setup-peers ## our exports in llama.cpp, our GRPO loss beside TRL's
 	PYTHONPATH=$(PEERS) $(PY) -m pytest -m peer
 
 lint: setup ## ruff, check only
@@ -85,3 +95,6 @@ bench-quality: setup-peers ## students of equal bits and tokens beside their pee
 
 bench-scaling: setup ## what two workers cost each other, and the bytes they reduce
 	$(PY) benchmarks/scaling.py
+
+bench-grpo: setup-peers ## a GRPO step, rollout and update, beside TRL's
+	PYTHONPATH=$(PEERS) $(PY) benchmarks/grpo_step.py

@@ -9,13 +9,8 @@ from torch.utils.data import Dataset
 from qat_lora.backend import TorchBackend
 from qat_lora.errors import UserError
 from qat_lora.kd.losses import positions, sparse_loss
-from qat_lora.models.loading import hidden_states, unwrap
-from qat_lora.quant.linear import effective_weight
-
-
-def head_weight(model: nn.Module) -> Tensor:
-    """The LM head's weight [V, H], quantised where the head is."""
-    return effective_weight(unwrap(model).get_output_embeddings())
+from qat_lora.models.loading import hidden_states
+from qat_lora.quant.student import head_weight
 
 
 def kd_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from qat_lora.backend import TorchBackend
 from qat_lora.blocks import block_inputs, block_outputs, compensate_block, run_block
 from qat_lora.errors import UserError
-from qat_lora.evaluate import head_weight
 from qat_lora.kd.losses import sparse_loss
 from qat_lora.models.loading import decoder_layers, unwrap
 from qat_lora.qat import parameter_groups, restore
 from qat_lora.quant.linear import unquantized
+from qat_lora.quant.student import head_weight
 from qat_lora.run.schedule import cosine, set_learning_rates
 from qat_lora.run.session import Session
 

@@ -174,6 +174,20 @@ def restore(model: nn.Module, tensors: dict[str, Tensor]) -> None:
         parameter.data.copy_(tensors[name])
 
 
+def resumable(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Callable, Callable]:
+    """state() and load(…) of a Session's stage: what is trained of a model, and its optimiser."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+    def state() -> tuple[dict, dict]:
+        return trained, {"optimizer": optimizer.state_dict()}
+
+    def load(tensors: dict, trainer: dict) -> None:
+        restore(model, tensors)
+        optimizer.load_state_dict(trainer["optimizer"])
+
+    return state, load
+
+
 def train_qat(
     student: nn.Module,
     train: Dataset,

@@ -16,12 +16,13 @@ from torch.utils.data import Dataset
 from qat_lora.backend import TorchBackend
 from qat_lora.data.packing import Rows, fingerprint
 from qat_lora.errors import UserError, first_line
-from qat_lora.evaluate import head_weight, kd_loss, text_loss
+from qat_lora.evaluate import kd_loss, text_loss
 from qat_lora.kd.losses import kd_soft_ce
 from qat_lora.models.adapter import write_origin
 from qat_lora.models.loading import hidden_states
-from qat_lora.qat import Plan, restore, training_stream, update
+from qat_lora.qat import Plan, resumable, training_stream, update
 from qat_lora.quant.init import input_moments
+from qat_lora.quant.student import head_weight
 from qat_lora.run.files import cannot_write
 from qat_lora.run.schedule import set_learning_rates
 from qat_lora.run.session import Session
@@ -183,15 +184,8 @@ def train_recovery_lora(
 
     mode: "kd" (train is a KDCacheDataset), "sft" or "recover" (train is a TextDataset).
     """
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = backend.optimizer([{"params": list(trained.values()), "lr": plan.learning_rate}])
-
-    def state() -> tuple[dict, dict]:
-        return trained, {"optimizer": optimizer.state_dict()}
-
-    def load(tensors: dict, trainer: dict) -> None:
-        restore(model, tensors)
-        optimizer.load_state_dict(trainer["optimizer"])
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = backend.optimizer([{"params": trained, "lr": plan.learning_rate}])
 
     def loss_of(model: nn.Module, batch: dict) -> Tensor:
         loss = MODES[mode](model, batch)
@@ -199,7 +193,7 @@ def train_recovery_lora(
 
     stream = None
     model.train()
-    for step in session.steps("recovery", plan.steps, state, load, evaluate):
+    for step in session.steps("recovery", plan.steps, *resumable(model, optimizer), evaluate):
         stream = stream or training_stream(train, plan, step, backend)
         factor = plan.learning_rate_factor(step)
         set_learning_rates(optimizer, factor)

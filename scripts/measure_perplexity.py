@@ -26,10 +26,10 @@ from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.data.options import TextSource
 from qat_lora.data.packing import stream, tokenizer_fingerprint
 from qat_lora.errors import UserError
-from qat_lora.evaluate import head_weight, text_figures, windows
+from qat_lora.evaluate import text_figures, windows
 from qat_lora.models.adapter import adapter_values, load_adapter
 from qat_lora.models.loading import EMBEDDED, EMBEDDED_NOTE, check_length, load_model, load_tokenizer, unwrap
-from qat_lora.quant.student import bits_per_weight, load_student, megabytes
+from qat_lora.quant.student import bits_per_weight, head_weight, load_student, megabytes
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.rundir import say
 

@@ -9,10 +9,9 @@ Without --run it takes the run under runs/ that logged last. Prints the picture'
 from dataclasses import dataclass
 from pathlib import Path
 
-from qat_lora.errors import UserError
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.plots import plot_run
-from qat_lora.run.rundir import say
+from qat_lora.run.rundir import newest_run, say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,14 +22,6 @@ class Config(ScriptConfig):
 def main(cfg: Config) -> None:
     path = Path(cfg.run) if cfg.run else newest_run(Path("runs"))
     say(f"run {path}" if cfg.dry_run else str(plot_run(path)))
-
-
-def newest_run(runs: Path) -> Path:
-    """The directory below `runs` whose metrics.jsonl was written last."""
-    logs = list(runs.rglob("metrics.jsonl"))
-    if not logs:
-        raise UserError(f"no run under {runs.resolve()}; train one, or name a run directory with --run")
-    return max(logs, key=lambda log: log.stat().st_mtime).parent
 
 
 if __name__ == "__main__":

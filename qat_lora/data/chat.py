@@ -104,14 +104,18 @@ def render_chat(messages: list[dict], tokenizer, thinking: str) -> list[Document
         )
     spans = {}
     for enabled in THINKING[thinking]:
-        text = _render(messages, tokenizer, enabled)
+        text = render(messages, tokenizer, enabled)
         # Of two equal texts the first is kept: a prompt with thinking on ends no later, so its completion covers more.
         if text not in spans:
             spans[text] = _completion_spans(messages, text, tokenizer, enabled)
     return [Document(text, ranges) for text, ranges in spans.items()]
 
 
-def _render(messages: list[dict], tokenizer, enabled: bool, prompt: bool = False) -> str:
+def render(messages: list[dict], tokenizer, enabled: bool, prompt: bool = False) -> str:
+    """The text of a conversation, with the opening of the assistant's answer where `prompt`; enabled: thinking.
+
+    Raises UserError for no messages and where the template refuses them.
+    """
     if not messages:
         raise UserError("the conversation has no messages; remove the row")
     try:
@@ -135,8 +139,8 @@ def _completion_spans(messages: list[dict], text: str, tokenizer, enabled: bool)
     markers = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
     spans = []
     for turn in turns:
-        before = _render(messages[:turn], tokenizer, enabled, prompt=True)
-        upto = _until_end_marker(_render(messages[: turn + 1], tokenizer, enabled), markers)
+        before = render(messages[:turn], tokenizer, enabled, prompt=True)
+        upto = _until_end_marker(render(messages[: turn + 1], tokenizer, enabled), markers)
         if len(upto) > len(before) and text.startswith(before) and text.startswith(upto):
             spans.append((len(before), len(upto)))
     if not spans:

@@ -72,6 +72,22 @@ def pack(documents: Iterable[Document], tokenizer, length: int, max_rows: int | 
     return Rows(*(part[: count * length].view(count, length) for part in (tokens, mask)))
 
 
+def pad(documents: Iterable[Document], tokenizer, length: int) -> Rows:
+    """A row for each document, filled up with EOS that is not to be learned.
+
+    Raises UserError for a document of more than `length` tokens, and for a tokenizer without EOS.
+    """
+    rows = []
+    for document in documents:
+        tokens, mask = stream([document], tokenizer)
+        if len(tokens) > length:
+            raise UserError(f"a conversation of {len(tokens)} tokens does not fit a row of {length}; use longer rows")
+        spare = length - len(tokens)
+        filler = tokens.new_full((spare,), tokenizer.eos_token_id)
+        rows.append((torch.cat([tokens, filler]), torch.cat([mask, mask.new_zeros(spare)])))
+    return Rows(*(torch.stack(column) for column in zip(*rows)))
+
+
 def _encode(document: Document, tokenizer) -> tuple[np.ndarray, np.ndarray]:
     """Token ids int32 [T] and mask uint8 [T] of one document, EOS included; T = 0 for an empty text."""
     if not document.text:  # hub datasets keep blank lines as rows: an EOS for each would be learned as text

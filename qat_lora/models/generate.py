@@ -36,19 +36,23 @@ def complete(
             f"a prompt of {used} tokens and {max_new_tokens} new ones do not fit the model's context of {context}; "
             "use fewer new tokens or a shorter prompt"
         )
-    ends = base.generation_config.eos_token_id or []
-    ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
     # Where pad is unset or the same token as EOS the mask tells them apart: it is all ones for a single prompt.
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     plan = GenerationConfig(
         max_new_tokens=max_new_tokens, do_sample=temperature > 0, temperature=temperature or 1.0, top_p=top_p, top_k=0,
-        repetition_penalty=1.0, eos_token_id=sorted(ends), pad_token_id=pad,
+        repetition_penalty=1.0, eos_token_id=end_tokens(model, tokenizer), pad_token_id=pad,
     )  # fmt: skip
     output = model.generate(
         input_ids=inputs["input_ids"].to(base.device), attention_mask=inputs["attention_mask"].to(base.device),
         generation_config=plan, streamer=streamer,
     )  # fmt: skip
     return tokenizer.decode(output[0, used:], skip_special_tokens=True)
+
+
+def end_tokens(model: nn.Module, tokenizer) -> list[int]:
+    """Every token that ends a completion: the tokenizer's and those of the model's generation settings."""
+    own = unwrap(model).generation_config.eos_token_id or []
+    return sorted({tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])})
 
 
 def check_device(kind: str) -> None:

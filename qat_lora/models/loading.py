@@ -113,14 +113,18 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def decoder(model: nn.Module) -> nn.Module:
+    """The HF model without its LM head."""
+    base = unwrap(model)
+    return getattr(base, base.base_model_prefix)
+
+
 def hidden_states(model: nn.Module, tokens: Tensor) -> Tensor:
     """Last hidden states [B, L, H] after the final norm, ready for the LM head; tokens [B, L]. No KV cache."""
-    base = unwrap(model)
     # Without a mask transformers looks for packed sequences by reading a tensor: a host sync a step on XLA. With an
     # explicit one it does not; elsewhere no mask keeps the fused causal kernel.
     mask = _causal(tokens) if is_xla_device(tokens.device) else None
-    stack = getattr(base, base.base_model_prefix)
-    return stack(input_ids=tokens, attention_mask=mask, use_cache=False).last_hidden_state
+    return decoder(model)(input_ids=tokens, attention_mask=mask, use_cache=False).last_hidden_state
 
 
 def _causal(tokens: Tensor) -> Tensor:
@@ -130,8 +134,9 @@ def _causal(tokens: Tensor) -> Tensor:
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """The stack of decoder blocks. Raises UserError for an architecture without a `layers` list."""
-    base = unwrap(model)
-    layers = getattr(getattr(base, base.base_model_prefix), "layers", None)
+    layers = getattr(decoder(model), "layers", None)
     if layers is None:
-        raise UserError(f"{type(base).__name__} has no list of decoder layers; Llama- and Qwen-type models have one")
+        raise UserError(
+            f"{type(unwrap(model)).__name__} has no list of decoder layers; Llama- and Qwen-type models have one"
+        )
     return layers

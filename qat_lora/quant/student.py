@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from qat_lora.errors import UserError, first_line
 from qat_lora.models.loading import decoder_layers, empty_model, load_model, unwrap
-from qat_lora.quant.linear import QuantEmbedding, QuantLinear, freeze, quantized_layers
+from qat_lora.quant.linear import QuantEmbedding, QuantLinear, effective_weight, freeze, quantized_layers
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.run.files import write_atomically
 
@@ -58,6 +58,11 @@ def quantize(model: nn.Module, spec: StudentSpec) -> nn.Module:
             base.set_input_embeddings(QuantEmbedding(embedding, head.quantizer))
         base.set_output_embeddings(head)
     return _freeze_plain_tables(model)
+
+
+def head_weight(model: nn.Module) -> Tensor:
+    """The LM head's weight [V, H], quantised where the head is."""
+    return effective_weight(unwrap(model).get_output_embeddings())
 
 
 def _freeze_plain_tables(model: nn.Module) -> nn.Module:

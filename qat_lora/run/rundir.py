@@ -165,6 +165,14 @@ def _open(experiment: str, config: RunConfig, facts: dict) -> Run:
     return Run(path, resumed=False, held=held)
 
 
+def newest_run(runs: Path) -> Path:
+    """The directory below `runs` whose metrics.jsonl was written last."""
+    logs = list(runs.rglob("metrics.jsonl"))
+    if not logs:
+        raise UserError(f"no run under {runs.resolve()}; train one, or name a run directory with --run")
+    return max(logs, key=lambda log: log.stat().st_mtime).parent
+
+
 def read_config(path: Path) -> dict:
     """The identity part of a run directory's config.yaml."""
     try:

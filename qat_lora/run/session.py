@@ -44,8 +44,9 @@ class Session:
     when logged, and then those of all workers are put together. Every worker drives a session; the first one writes.
     """
 
-    def __init__(self, run: Run, backend: TorchBackend, every: Every):
-        self.run, self.backend, self.every = run, backend, every
+    def __init__(self, run: Run, backend: TorchBackend, every: Every, shown: tuple[str, ...] = ()):
+        """shown: figures to have beside the progress bar."""
+        self.run, self.backend, self.every, self.shown = run, backend, every, shown
         self.offset = 0  # steps of the stages before this one
         self.pending: list[dict] = []
         self.interval: list[dict[str, float]] = []
@@ -76,7 +77,8 @@ class Session:
         with sigterm_noticed():
             if evaluate and first == 1:
                 self._evaluate(0, evaluate)
-            for step in tqdm(range(first, total + 1), initial=first - 1, total=total, desc=stage, disable=hidden):
+            self.bar = tqdm(range(first, total + 1), initial=first - 1, total=total, desc=stage, disable=hidden)
+            for step in self.bar:
                 started = time.monotonic()
                 yield step
                 self._after(step, total, started, evaluate)
@@ -84,7 +86,8 @@ class Session:
 
     def record(self, **values: Tensor | float) -> None:
         """Figures of one step; called once a step, loss, kl and tokens as this worker's share of the update's. Over a
-        log interval tokens add up, lr and block show their last value, and the rest is averaged."""
+        log interval tokens add up, lr and block show their last value, and the rest is averaged over the steps that
+        have it."""
         self.pending.append(values)
 
     def best(self, figure: str) -> float:
@@ -160,12 +163,14 @@ class Session:
         self.pending = []
 
     def _log(self, step: int) -> None:
-        columns = {name: [values[name] for values in self.interval] for name in self.interval[0]}
+        names = dict.fromkeys(name for values in self.interval for name in values)
+        columns = {name: [values[name] for values in self.interval if name in values] for name in names}
         figures = {name: column[-1] if name in ("lr", "block") else sum(column) for name, column in columns.items()}
         for name in figures.keys() - {"lr", "block", "tokens"}:
-            figures[name] /= len(self.interval)
+            figures[name] /= len(columns[name])
         busy = sum(self.seconds.values())
         figures["tokens_per_s"] = figures["tokens"] / max(1e-9, busy - self.logged_seconds)
+        self.bar.set_postfix({name: f"{figures[name]:.3g}" for name in self.shown if name in figures})
         self.run.log(step, {"stage": self.stage, **figures, **self.backend.counters()})
         self.interval, self.logged_seconds = [], busy
 

@@ -80,7 +80,7 @@ def test_compiles_stay_flat_from_the_first_step_to_the_end(found):
     assert found["end"]["compiles"] == compiles[-1]
 
 
-@pytest.mark.parametrize("found", ["qat", "scales", "recovery", "layers"], indirect=True)
+@pytest.mark.parametrize("found", ["qat", "scales", "recovery", "layers", "generation", "grpo"], indirect=True)
 def test_nothing_falls_back_to_the_host(found):
     assert found["end"]["fallbacks"] == 0
 
@@ -135,6 +135,26 @@ def test_gradients_equal_the_cpu_and_recomputation_changes_none(found, kind):
     assert not {key: text for key, text in found.items() if "error" in key}
     assert found[f"{kind} cpu"] < 1e-5  # of the largest gradient of each parameter
     assert found[f"{kind} recomputed"] < 1e-6
+
+
+@reads("generation")
+def test_greedy_completions_equal_the_cpu_and_no_token_compiles(found):
+    assert found["same"]
+    short, again, long, still = found["compiles"]
+    assert 0 < short <= 4 and again == still == 0 and long <= short + 1  # the look at whether all have ended
+
+
+@reads("grpo")
+def test_grpo_compiles_nothing_after_the_second_step(found):
+    """With validation, logging and saving."""
+    compiles = [line["compiles"] for line in steps(found["lines"]["xla"])]
+    assert len(compiles) == 4 and set(compiles[1:]) == {found["end"]["compiles"]}
+
+
+@reads("grpo")
+def test_grpo_update_equals_the_cpu(found):
+    assert found["figures"]["xla"] == pytest.approx(found["figures"]["cpu"], rel=1e-4, abs=1e-6)
+    assert all(value != 0 for value in found["figures"]["cpu"])
 
 
 @reads("bf16")

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from qat_lora.backend import TorchBackend, open_backend, probe
 from qat_lora.blocks import block_inputs, compensate_block
 from qat_lora.data.batches import batches
 from qat_lora.evaluate import heldout_figures, kd_loss
+from qat_lora.grpo import GRPOPlan, PromptDataset, answer, learn, train_grpo
 from qat_lora.kd.losses import sparse_loss
 from qat_lora.kd.targets import teacher_targets
 from qat_lora.layer_qat import LayerPlan, train_layers
@@ -28,6 +30,9 @@ from qat_lora.quant.linear import QuantLinear, free_scales, freeze, quantized_la
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import StudentSpec, quantize
 from qat_lora.recovery import Anchor, add_adapter, save_adapter, train_recovery_lora
+from qat_lora.rl.loss import Objective
+from qat_lora.rl.policy import Prompts
+from qat_lora.rl.rollout import Sampling, rollout
 from qat_lora.run.rundir import Run
 from qat_lora.run.session import Every, Session
 
@@ -276,6 +281,67 @@ def precision() -> dict:
     return {"auto": open_backend("xla").bf16}
 
 
+PROMPTS = [[5, 6, 7, 8], [40, 41], [30, 31, 32], [9]]
+
+
+def low_tokens(number: int, tokens: list[int], ended: bool) -> tuple[float, dict]:
+    return sum(token < 256 for token in tokens) / max(1, len(tokens)), {}
+
+
+def policy(backend) -> nn.Module:
+    model = load_model(MODEL)
+    model.get_input_embeddings().weight.requires_grad_(False)
+    return backend.place(model)
+
+
+def generation() -> dict:
+    """Greedy completions on both, and what those of two lengths compile on XLA the first and the second time."""
+    tokens, compiles = {}, []
+    for name, backend in (("cpu", CPU), ("xla", XLA)):
+        model, prompts = policy(backend), Prompts.of(PROMPTS, 6, 0)
+        placed = Prompts(**backend.to_device(vars(prompts)))
+        for length in (8, 8, 40, 40):
+            before = backend.counters().get("compiles", 0)
+            done = rollout(model, placed, 2, length, Sampling(0.0), [2, 17], backend)
+            tokens[name] = backend.to_host(done.tokens).tolist()
+            compiles.append(backend.counters().get("compiles", 0) - before)
+    return {"same": tokens["cpu"] == tokens["xla"], "compiles": compiles[4:], "end": XLA.counters()}
+
+
+def grpo() -> dict:
+    """Four steps on XLA with validation, logging and saving; and one update on the same rollouts on both."""
+    prompts = PromptDataset(Prompts.of(PROMPTS, 6, 0))
+    plan = GRPOPlan(4, 2, 1, 3e-3, 1, 1.0, 0, 4, 8, (2,), Sampling(), Objective(beta=0.05))
+    model, reference = policy(XLA), policy(XLA).requires_grad_(False)
+    session = open_session("grpo-xla", XLA, Every(log=1, evaluate=2, save=2))
+
+    def evaluate(step: int) -> dict:
+        model.eval()
+        asked = Prompts(**XLA.to_device(vars(Prompts.of(PROMPTS, 6, 0))))
+        done = rollout(model, asked, 1, 8, Sampling(0.0), [2], XLA)
+        return {"ended": XLA.to_host(done.ended).float().mean().item()}
+
+    train_grpo(model, reference, prompts, low_tokens, plan, session, XLA, evaluate)
+    end, figures = XLA.counters(), {}
+    answered = answer(model, batches(prompts, 2, 1, 1), low_tokens, plan, XLA)
+    for name, backend in (("xla", XLA), ("cpu", CPU)):
+        fresh, start = policy(backend), policy(backend).requires_grad_(False)
+        for p in start.parameters():
+            p.data.mul_(1.01)  # a reference that is not the policy
+        optimizer = backend.optimizer([{"params": [p for p in fresh.parameters() if p.requires_grad], "lr": 1e-3}])
+        here = answered if backend is XLA else on_host(answered)
+        found = learn(fresh, start, here, optimizer, plan, backend)
+        figures[name] = backend.fetch(*[found[key] for key in ("loss", "kl", "entropy", "grad_norm")])
+    return {"lines": {"xla": lines(session)}, "end": end, "figures": figures}
+
+
+def on_host(answered):
+    def copied(parts):
+        return [type(part)(**XLA.to_host(vars(part))) for part in parts]
+
+    return replace(answered, prompts=copied(answered.prompts), completions=copied(answered.completions))
+
+
 def planted() -> dict:
     """The alarm itself: a host read in the step must show up. Last, because it spoils the counters."""
     before = XLA.counters()["fallbacks"]
@@ -305,6 +371,8 @@ if __name__ == "__main__":
         checkpointing,
         precision,
         bf16,
+        generation,
+        grpo,
         planted,
     ):
         started = time.monotonic()

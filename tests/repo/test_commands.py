@@ -27,6 +27,9 @@ SEED_GUIDES = [  # as they stand in the guides of the project's seeds
     "--config q4_r32 --batch-size 8 --accumulation-steps 4 --max-steps 3000",
     "python scripts/train_recovery_lora_multi.py --num-chips 2 ...",
     "TPU_NUM_DEVICES=2 python scripts/train_recovery_lora_multi.py ...",
+    "python scripts/train_musclebob_improved.py --model Qwen/Qwen2.5-0.5B-Instruct --batch-size 2 --epochs 5 "
+    "--num-generations 8 --sft --sft-epochs 2",
+    "python scripts/train_musclebob_improved.py --batch-size 1 --epochs 5",
 ]
 
 
@@ -112,6 +115,9 @@ def test_written_command_parses(config_of, where, command):
 def test_commands_of_the_seed_guides_parse(config_of, command):
     script, argv = words(command)
     config = config_of(script, argv)
+    if script == "train_musclebob_improved":
+        assert config.epochs == 5 and config.batch_size == (2 if "--sft" in argv else 1)
+        return
     assert config.num_chips == (2 if "--num-chips" in argv else 0 if script.endswith("_multi") else None)
     if script == "train_v2_tpu_multi":
         assert config.from_scratch and config.mlp == config.attn == "lut4/r32"

@@ -1,0 +1,151 @@
+"""How long does a GRPO step take, rollout and update, beside TRL's? Both in one run, step by step in turns.
+
+    PYTHONPATH=.venv/peers python benchmarks/grpo_step.py
+    PYTHONPATH=.venv/peers python benchmarks/grpo_step.py --precision fp32 --steps 5
+
+The same model, prompts, group, lengths, precision, reward and trained weights (embedding and head frozen, KL to a
+reference), a learning rate at which neither side learns, and answers drawn by each side itself. A pair is one step of
+TRL's GRPOTrainer, from its callbacks, and one of ours right after it; the first pair is left out. Samples a second are
+answers: prompts times group. TRL generates without gradient checkpointing and through transformers, not vLLM.
+"""
+
+import time
+from dataclasses import dataclass
+from statistics import median
+from tempfile import TemporaryDirectory
+
+from datasets import Dataset
+from transformers import TrainerCallback
+
+from qat_lora.backend import open_backend
+from qat_lora.data.batches import batches
+from qat_lora.data.musclebob import training_questions
+from qat_lora.errors import UserError
+from qat_lora.experiments.musclebob import Answer, Examiner
+from qat_lora.grpo import GRPOPlan, PromptDataset, answer, learn
+from qat_lora.models.generate import end_tokens
+from qat_lora.models.loading import EMBEDDED, load_model, load_tokenizer
+from qat_lora.rl.loss import Objective
+from qat_lora.rl.rewards import reward
+from qat_lora.rl.rollout import Sampling
+from qat_lora.run.config import ScriptConfig, option, run_script
+from qat_lora.run.rundir import revision
+
+RATE = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ScriptConfig):
+    model: str = option(EMBEDDED, "instruct model")
+    batch_size: int = option(4, "prompts of a step")
+    num_generations: int = option(8, "answers to each")
+    max_prompt_length: int = option(80, "tokens that our prompts are filled up to")
+    max_completion_length: int = option(32, "longest answer")
+    beta: float = option(0.02, "weight of the KL to the reference")
+    steps: int = option(7, "timed pairs, after one that is not counted")
+
+
+def main(cfg: Config) -> None:
+    if min(cfg.steps, cfg.batch_size) < 1:
+        raise UserError(f"--steps {cfg.steps} and --batch-size {cfg.batch_size} must be at least 1")
+    backend = open_backend(cfg.device, cfg.precision)
+    print(f"{cfg.model} on {backend}, {cfg.batch_size}×{cfg.num_generations} answers of {cfg.max_completion_length} "
+          f"tokens, seed {cfg.seed}, commit {revision()}", flush=True)  # fmt: skip
+    step = Ours(cfg, backend)
+    if cfg.dry_run:
+        return
+    with TemporaryDirectory() as folder:
+        pairs = run_pairs(cfg, backend, step, folder)[1:]
+    ratios = sorted(theirs / ours for ours, theirs in pairs)
+    count = cfg.batch_size * cfg.num_generations
+    ours, theirs = (median(column) for column in zip(*pairs))
+    print(f"ours {count / ours:.2f} samples/s ({ours:.2f} s), TRL {count / theirs:.2f} ({theirs:.2f} s)")
+    print(f"ours / TRL, samples a second: {median(ratios):.2f} ({ratios[0]:.2f}–{ratios[-1]:.2f}), {len(pairs)} pairs")
+    print(f"mean answer: ours {step.length:.1f} tokens")
+
+
+def frozen_tables(model):
+    for table in (model.get_input_embeddings(), model.get_output_embeddings()):
+        table.weight.requires_grad_(False)
+    return model
+
+
+class Ours:
+    """One step at a time."""
+
+    def __init__(self, cfg: Config, backend):
+        self.tokenizer, model = load_tokenizer(cfg.model), load_model(cfg.model)
+        self.questions = training_questions(64 * cfg.batch_size, 0.0, cfg.seed)
+        ends = tuple(end_tokens(model, self.tokenizer))
+        examiner = Examiner(self.tokenizer, backend, ends, 1, cfg.max_prompt_length, cfg.max_completion_length)
+        prompts = PromptDataset(examiner.encode(self.questions))
+        self.plan = GRPOPlan(
+            1, cfg.batch_size, 1, RATE, 0, 1.0, cfg.seed, cfg.num_generations, cfg.max_completion_length, ends,
+            Sampling(), Objective(beta=cfg.beta),
+        )  # fmt: skip
+        self.backend, self.model = backend, backend.place(frozen_tables(model))
+        self.reference = backend.place(load_model(cfg.model).requires_grad_(False)) if cfg.beta else None
+        self.optimizer = backend.optimizer([{"params": [p for p in model.parameters() if p.requires_grad], "lr": RATE}])
+        self.stream = batches(prompts, cfg.batch_size, 1, cfg.seed)
+        self.judge = lambda number, ids, ended: (self.worth(number, examiner.decode(ids), ended, len(ids)), {})
+
+    def worth(self, number: int, text: str, ended: bool, tokens: int) -> float:
+        return reward(Answer(self.questions[number], text, ended, tokens).components())
+
+    def __call__(self) -> None:
+        answered = answer(self.model, self.stream, self.judge, self.plan, self.backend)
+        figures = learn(self.model, self.reference, answered, self.optimizer, self.plan, self.backend)
+        self.backend.fetch(figures["loss"])
+        self.length = answered.figures["completion_length"]
+
+
+class Turns(TrainerCallback):
+    """Times TRL's steps, and runs ours after each."""
+
+    def __init__(self, ours: Ours):
+        self.ours, self.pairs = ours, []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.started = time.monotonic()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.ours.backend.step_boundary()
+        theirs, started = time.monotonic() - self.started, time.monotonic()
+        self.ours()
+        self.pairs.append((time.monotonic() - started, theirs))
+        print(f"ours {self.pairs[-1][0]:.2f} s, TRL {theirs:.2f} s", flush=True)
+
+
+def run_pairs(cfg: Config, backend, ours: Ours, folder: str) -> list[tuple[float, float]]:
+    """(our seconds, TRL's seconds) of each step."""
+    try:
+        from trl import GRPOConfig, GRPOTrainer
+    except ImportError as error:
+        raise UserError(f"trl cannot be imported ({error}); make bench-grpo installs it") from error
+
+    def worth(completions, completion_ids, number, **kwargs):
+        texts, ends = (said[-1]["content"] for said in completions), set(ours.plan.ends)
+        return [
+            ours.worth(i, text, bool(ids) and ids[-1] in ends, len(ids))
+            for i, text, ids in zip(number, texts, completion_ids)
+        ]
+
+    rows = [{"prompt": list(q.messages), "number": i} for i, q in enumerate(ours.questions)]
+    settings = GRPOConfig(
+        output_dir=folder, per_device_train_batch_size=cfg.batch_size * cfg.num_generations, max_steps=cfg.steps + 1,
+        num_generations=cfg.num_generations, max_completion_length=cfg.max_completion_length, temperature=1.0,
+        beta=cfg.beta, learning_rate=RATE, loss_type="dapo", epsilon=0.2, epsilon_high=0.28, bf16=backend.bf16,
+        use_cpu=backend.kind == "cpu", gradient_checkpointing=False, save_strategy="no", report_to="none",
+        logging_steps=cfg.steps + 1, disable_tqdm=True, seed=cfg.seed,
+    )  # fmt: skip
+    turns = Turns(ours)
+    trainer = GRPOTrainer(
+        frozen_tables(load_model(cfg.model)), worth, args=settings, train_dataset=Dataset.from_list(rows),
+        processing_class=ours.tokenizer, callbacks=[turns],
+    )  # fmt: skip
+    trainer.train()
+    return turns.pairs
+
+
+if __name__ == "__main__":
+    run_script(main, Config, "grpo_step", __doc__)

@@ -1,0 +1,197 @@
+"""Teaching a model by what its own answers are worth: rollout, rewards, one update."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from qat_lora.backend import TorchBackend
+from qat_lora.data.batches import batches
+from qat_lora.errors import UserError
+from qat_lora.evaluate import text_loss
+from qat_lora.qat import Plan, resumable, training_stream, update
+from qat_lora.rl.loss import Objective, group_advantages, grpo_loss, k3, token_weights
+from qat_lora.rl.policy import Prompts, log_probs
+from qat_lora.rl.rollout import Completions, Sampling, rollout
+from qat_lora.run.schedule import set_learning_rates
+from qat_lora.run.session import Session
+
+# judge(question, answer's tokens, ended) → what it is worth, and further figures to log, such as its parts
+Judge = Callable[[int, list[int], bool], tuple[float, dict[str, float]]]
+
+
+@dataclass(frozen=True)
+class GRPOPlan(Plan):
+    """batch_size counts prompts, each with `group` completions of at most `length` tokens that end with one of `ends`.
+    scale: see `group_advantages`. shuffled: a control in which every advantage goes to some other answer."""
+
+    group: int
+    length: int
+    ends: tuple[int, ...]
+    sampling: Sampling
+    objective: Objective
+    scale: str = "group"
+    shuffled: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.group < 2:
+            raise UserError(f"--num-generations {self.group}: an answer is judged beside others; use 2 or more")
+        if self.length < 1:
+            raise UserError(f"--max-completion-length {self.length} leaves no room for an answer; use 1 or more")
+        if not self.sampling.temperature:
+            raise UserError("--temperature 0 gives every answer of a prompt alike; use 1, say")
+        group_advantages(torch.zeros(1, 2), self.scale)
+
+
+class PromptDataset(Dataset):
+    """Prompts of one length as items: tokens and mask [L], and the question's number."""
+
+    def __init__(self, prompts: Prompts):
+        self.prompts = prompts
+
+    def kept(self, i: int) -> int:
+        return int(self.prompts.mask[i].sum())
+
+    def __len__(self):
+        return len(self.prompts.tokens)
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return {"tokens": self.prompts.tokens[i], "mask": self.prompts.mask[i], "number": torch.tensor(i)}
+
+
+def train_sft(
+    model: nn.Module, train: Dataset, plan: Plan, session: Session, backend: TorchBackend, evaluate: Callable
+) -> None:
+    """Train what a placed model leaves trainable on a TextDataset's completions."""
+    optimizer = backend.optimizer(_parameters(model, plan))
+    stream = None
+    model.train()
+    for step in session.steps("sft", plan.steps, *resumable(model, optimizer), evaluate):
+        stream = stream or training_stream(train, plan, step, backend)
+        factor = plan.learning_rate_factor(step)
+        set_learning_rates(optimizer, factor)
+        session.record(**update(model, stream, text_loss, optimizer, plan, backend), lr=plan.learning_rate * factor)
+
+
+def train_grpo(
+    model: nn.Module,
+    reference: nn.Module | None,
+    train: PromptDataset,
+    judge: Judge,
+    plan: GRPOPlan,
+    session: Session,
+    backend: TorchBackend,
+    evaluate: Callable[[int], dict],
+) -> None:
+    """Train what a placed model leaves trainable by GRPO, one update for each rollout.
+
+    reference: the placed, frozen model that the KL is taken to; None where the plan's beta is 0.
+    """
+    optimizer = backend.optimizer(_parameters(model, plan))
+    stream = None
+    for step in session.steps("grpo", plan.steps, *resumable(model, optimizer), evaluate):
+        stream = stream or batches(train, plan.batch_size, plan.accumulation, plan.seed, step - 1)
+        factor = plan.learning_rate_factor(step)
+        set_learning_rates(optimizer, factor)
+        answered = answer(model, stream, judge, plan, backend)
+        figures = learn(model, reference, answered, optimizer, plan, backend)
+        session.record(**answered.figures, **figures, lr=plan.learning_rate * factor)
+
+
+def _parameters(model: nn.Module, plan: Plan) -> list[dict]:
+    return [{"params": [p for p in model.parameters() if p.requires_grad], "lr": plan.learning_rate}]
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The rollouts of one update: prompts, completions and advantages [P, G] of each micro-batch, which groups [P] tell
+    answers apart, and figures to log."""
+
+    prompts: list[Prompts]
+    completions: list[Completions]
+    advantages: list[Tensor]
+    informative: list[Tensor]
+    figures: dict[str, float]
+
+
+def answer(model: nn.Module, stream: Iterator[dict], judge: Judge, plan: GRPOPlan, backend: TorchBackend) -> Answered:
+    """Roll out one update's prompts and judge the answers, on the host."""
+    model.eval()
+    prompts, completions, rewards, logged = [], [], [], []
+    for _ in range(plan.accumulation):
+        batch = next(stream)
+        prompts.append(Prompts(**backend.to_device({"tokens": batch["tokens"], "mask": batch["mask"]})))
+        done = rollout(model, prompts[-1], plan.group, plan.length, plan.sampling, plan.ends, backend)
+        completions.append(done)
+        judged = judge_all(judge, batch["number"].tolist(), done, backend)
+        rewards.append(torch.tensor([[worth for worth, _ in group] for group in judged]))
+        logged += [figures for group in judged for _, figures in group]
+    reward = torch.cat(rewards)
+    advantages, informative = group_advantages(reward, plan.scale)
+    if plan.shuffled:
+        advantages = advantages.flatten()[torch.randperm(advantages.numel())].view_as(advantages)
+    names = dict.fromkeys(name for figures in logged for name in figures)
+    columns = {name: [figures[name] for figures in logged if name in figures] for name in names}
+    figures = {
+        "reward": reward.mean().item(),
+        "reward_std": reward.std(1).mean().item(),
+        "zero_variance": 1 - informative.float().mean().item(),
+        **{name: sum(column) / len(column) for name, column in columns.items()},
+    }
+    sizes = [len(part) for part in rewards]
+    return Answered(prompts, completions, list(advantages.split(sizes)), list(informative.split(sizes)), figures)
+
+
+def judge_all(judge: Judge, numbers: list[int], done: Completions, backend: TorchBackend) -> list[list[tuple]]:
+    """judge's verdict on every completion of every prompt, with its length and whether it was cut off."""
+    tokens, mask, ended = (t.tolist() for t in backend.to_host([done.tokens, done.mask.sum(2), done.ended]))
+    verdicts = []
+    for number, group, lengths, ends in zip(numbers, tokens, mask, ended):
+        verdicts.append([])
+        for ids, length, end in zip(group, lengths, ends):
+            worth, figures = judge(number, ids[: length - 1] if end else ids[:length], end)
+            verdicts[-1].append((worth, figures | {"completion_length": length, "clipped_ratio": float(not end)}))
+    return verdicts
+
+
+def learn(
+    model: nn.Module,
+    reference: nn.Module | None,
+    answered: Answered,
+    optimizer: torch.optim.Optimizer,
+    plan: GRPOPlan,
+    backend: TorchBackend,
+) -> dict[str, Tensor | int]:
+    """One optimiser update on judged answers; the figures to record, as device scalars. Groups that do not tell answers
+    apart are left out."""
+    model.train()
+    masks = [
+        done.mask & told.to(done.mask.device)[:, None, None]
+        for done, told in zip(answered.completions, answered.informative)
+    ]
+    sequences, tokens = sum(mask[..., 0].numel() for mask in masks), sum(mask.sum() for mask in masks)
+    sums = dict.fromkeys(("loss", "kl", "entropy"), tokens.new_zeros((), dtype=torch.float32))
+    for prompts, done, advantages, mask in zip(answered.prompts, answered.completions, answered.advantages, masks):
+        with backend.autocast():
+            logp, entropy = log_probs(model, prompts, done.tokens, plan.sampling.temperature)
+            expected = None
+            if reference is not None:
+                with torch.no_grad():
+                    expected, _ = log_probs(reference, prompts, done.tokens, plan.sampling.temperature)
+                expected = expected.flatten(0, 1)
+        logp, kept = logp.flatten(0, 1), mask.flatten(0, 1).float()
+        weights = token_weights(kept, plan.objective.reduction, sequences, tokens)
+        advantages = advantages.flatten().to(logp.device)
+        loss = grpo_loss(logp, logp.detach(), expected, advantages, weights, plan.objective)
+        backend.backward(loss)
+        sums["loss"] = sums["loss"] + loss.detach()
+        everything = done.mask.flatten(0, 1).float() / done.mask.sum() / plan.accumulation  # left-out groups too
+        sums["entropy"] = sums["entropy"] + (entropy.flatten(0, 1) * everything).sum()
+        if expected is not None:
+            sums["kl"] = sums["kl"] + (k3(logp.detach(), expected) * everything).sum()
+        backend.step_boundary()
+    positions = sum(p.tokens.numel() + done.tokens.numel() for p, done in zip(answered.prompts, answered.completions))
+    return {**sums, "grad_norm": backend.update(optimizer, plan.clip_grad_norm), "tokens": positions}

@@ -1,0 +1,111 @@
+"""What a policy thinks of completions: their log-probabilities, with each prompt computed once for all of them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from qat_lora.backend import compute_dtype
+from qat_lora.errors import UserError
+from qat_lora.kd.losses import positions
+from qat_lora.models.loading import decoder
+from qat_lora.quant.student import head_weight
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """tokens [P, L], left-padded; mask [P, L], 1 at the prompt's own."""
+
+    tokens: Tensor
+    mask: Tensor
+
+    @classmethod
+    def of(cls, texts: list[list[int]], length: int, pad: int) -> "Prompts":
+        """Prompts of one length. Raises UserError for one that is longer or empty."""
+        for ids in texts:
+            if not 0 < len(ids) <= length:
+                raise UserError(f"a prompt of {len(ids)} tokens does not fit --max-prompt-length {length}; raise it")
+        tokens = torch.tensor([[pad] * (length - len(ids)) + ids for ids in texts])
+        return cls(tokens, torch.tensor([[0] * (length - len(ids)) + [1] * len(ids) for ids in texts]).bool())
+
+    def positions(self) -> Tensor:
+        """Position of each token in its prompt [P, L]; of padding 0."""
+        return (self.mask.long().cumsum(1) - 1).clamp(min=0)
+
+    def lengths(self) -> Tensor:
+        return self.mask.long().sum(1)
+
+
+def log_probs(
+    model: nn.Module, prompts: Prompts, completions: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of every completion token and entropy of the distribution that it was drawn from, [P, G, C] each.
+
+    completions [P, G, C]: G of each prompt, filled up to C with anything; temperature: what the logits are divided by.
+    A prompt and its G completions are one row of L + G·C tokens under a mask by which each completion sees its prompt
+    and itself, so that a prompt is computed once. The entropy carries no gradient.
+    """
+    count, group, width = completions.shape
+    length = prompts.tokens.shape[1]
+    tokens = torch.cat([prompts.tokens, completions.flatten(1)], 1)
+    ahead = torch.arange(width, device=tokens.device)
+    own = (prompts.lengths().unsqueeze(1) + ahead).repeat(1, group)
+    hidden = decoder(model)(
+        input_ids=tokens, position_ids=torch.cat([prompts.positions(), own], 1),
+        attention_mask=_packed_mask(prompts.mask, group, width), use_cache=False,
+    ).last_hidden_state  # fmt: skip
+    # a completion's first token is predicted at the prompt's last position, every other one at the token before
+    first = hidden[:, length - 1 : length].unsqueeze(1).expand(-1, group, -1, -1)
+    before = torch.cat([first, hidden[:, length:].unflatten(1, (group, width))[:, :, :-1]], 2)
+    logp, entropy = _ChosenLogProb.apply(
+        before.reshape(-1, hidden.shape[-1]), head_weight(model), completions.reshape(-1), temperature,
+        compute_dtype(hidden), torch.is_grad_enabled(),
+    )  # fmt: skip
+    return logp.view(count, group, width), entropy.view(count, group, width)
+
+
+def _packed_mask(prompt: Tensor, group: int, width: int) -> Tensor:
+    """What sees what in rows of a prompt and its completions: bool [P, 1, L + G·C, L + G·C]."""
+    count, length = prompt.shape
+    place = torch.arange(length + group * width, device=prompt.device)
+    owner = torch.where(place < length, 0, (place - length) // width + 1)  # 0: the prompt
+    sees = (owner[:, None] == owner[None, :]) | (owner[None, :] == 0)
+    sees = sees & (place[:, None] >= place[None, :])
+    real = torch.cat([prompt, prompt.new_ones(count, group * width)], 1)
+    sees = sees & real[:, None, :] | torch.eye(
+        len(place), dtype=torch.bool, device=prompt.device
+    )  # padding sees itself
+    return sees.unsqueeze(1)
+
+
+class _ChosenLogProb(torch.autograd.Function):
+    """log softmax(h·Wᵀ/T)[token] and the entropy, in chunks of positions. Each position's log-probability depends on
+    its own hidden state alone, so that its gradient is formed while the logits are alive, and only scaled later."""
+
+    @staticmethod
+    def forward(ctx, hidden, head, tokens, temperature, dtype, with_grad):
+        if with_grad and ctx.needs_input_grad[1]:
+            raise ValueError("the head's weight must be frozen: its gradient is not formed here")
+        logps, entropies, grads = [], [], []
+        with torch.autocast(hidden.device.type, enabled=False):
+            cast = head.to(dtype)
+            for rows in positions(len(hidden), head.shape[0], hidden.device):
+                logits = (hidden[rows].to(dtype) @ cast.T).float().div_(temperature)
+                chosen = tokens[rows].unsqueeze(1)
+                logp = logits.log_softmax(1)
+                prob = logp.exp()
+                entropies.append(-(prob * logp).sum(1))
+                logps.append(logp.gather(1, chosen).squeeze(1))
+                if with_grad:
+                    grad = prob.neg_().scatter_add_(1, chosen, torch.ones_like(chosen, dtype=prob.dtype))
+                    grads.append(grad.div_(temperature).to(dtype) @ cast)
+        entropy = torch.cat(entropies)
+        ctx.mark_non_differentiable(entropy)
+        if with_grad:
+            ctx.save_for_backward(torch.cat(grads))
+            ctx.dtype = hidden.dtype
+        return torch.cat(logps), entropy
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        return (ctx.saved_tensors[0] * grad.unsqueeze(1)).to(ctx.dtype), None, None, None, None, None

@@ -1,0 +1,154 @@
+"""Completions sampled on fixed shapes: two graphs in all on XLA, one for the prompts and one for every next token."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from qat_lora.backend import TorchBackend, compute_dtype
+from qat_lora.errors import UserError
+from qat_lora.models.loading import decoder
+from qat_lora.quant.student import head_weight
+from qat_lora.rl.policy import Prompts
+
+STOP_EVERY = 16  # tokens between looks at whether every completion has ended: each look is a transfer to the host
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a next token is drawn. temperature 0: the most probable one. top_k 0 and top_p 1 leave nothing out."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self):
+        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
+            raise UserError(f"{self}: temperature and top_k must not be negative, top_p within (0, 1]")
+
+
+@dataclass(frozen=True)
+class Completions:
+    """tokens [P, G, C], after an end filled with it; mask [P, G, C], 1 up to and with the end; logp [P, G, C], of each
+    token under softmax(logits / temperature), whatever top_k and top_p left out; ended [P, G]."""
+
+    tokens: Tensor
+    mask: Tensor
+    logp: Tensor
+    ended: Tensor
+
+
+@torch.no_grad()
+def rollout(
+    model: nn.Module,
+    prompts: Prompts,
+    group: int,
+    length: int,
+    sampling: Sampling,
+    ends: Sequence[int],
+    backend: TorchBackend,
+) -> Completions:
+    """`group` completions of at most `length` tokens for each prompt, which is computed once.
+
+    A completion ends with any of `ends`. Draws come from the device's generator: seed the backend.
+    """
+    count, at = prompts.tokens.shape
+    cache = _Cache(at + length)
+    stop = torch.tensor(list(ends), device=prompts.tokens.device)
+    with backend.autocast():
+        head = head_weight(model)
+        head = head.to(compute_dtype(head))  # once: autocast would do so for every token
+        sees = prompts.mask.unsqueeze(1) & torch.ones(at, at, dtype=torch.bool, device=stop.device).tril()
+        sees = sees | torch.eye(at, dtype=torch.bool, device=stop.device)
+        hidden = decoder(model)(
+            input_ids=prompts.tokens, position_ids=prompts.positions(), past_key_values=cache, use_cache=False,
+            attention_mask=sees.unsqueeze(1),
+        ).last_hidden_state[:, -1]  # fmt: skip
+        logits = (hidden.to(head.dtype) @ head.T).float().repeat_interleave(group, 0)
+        cache.expand(group, at)
+
+        rows = count * group
+        visible = torch.cat([prompts.mask, prompts.mask.new_zeros(count, length)], 1).repeat_interleave(group, 0)
+        position = prompts.lengths().repeat_interleave(group, 0)
+        tokens, logps = stop.new_zeros(length, rows), logits.new_zeros(length, rows)
+        step, finished = stop.new_zeros(1), visible.new_zeros(rows)
+        fill = stop[0]
+        backend.step_boundary()
+        for turn in range(length):
+            token, logp = draw(logits, sampling)
+            token = torch.where(finished, fill, token)
+            tokens.index_copy_(0, step, token.unsqueeze(0))
+            logps.index_copy_(0, step, logp.unsqueeze(0))
+            finished = finished | (token.unsqueeze(1) == stop).any(1)
+            cache.slot = at + step
+            visible = visible.index_fill(1, cache.slot, True)
+            hidden = decoder(model)(
+                input_ids=token.unsqueeze(1), position_ids=position.unsqueeze(1), past_key_values=cache,
+                use_cache=False, attention_mask=visible[:, None, None, :],
+            ).last_hidden_state[:, -1]  # fmt: skip
+            logits = (hidden.to(head.dtype) @ head.T).float()
+            step, position = step + 1, position + 1
+            backend.step_boundary()
+            if (turn + 1) % STOP_EVERY == 0 and backend.fetch(finished.all())[0]:
+                break
+    tokens, logps = tokens.T, logps.T
+    is_end = (tokens.unsqueeze(2) == stop).any(2)
+    # what was never reached is filled with the end and masked, as what follows an end is
+    reached = torch.arange(length, device=stop.device) < step
+    mask = (is_end.long().cumsum(1) - is_end.long() == 0) & reached
+    tokens = torch.where(mask, tokens, fill)
+    shape = (count, group, length)
+    done = Completions(
+        tokens.reshape(shape), mask.reshape(shape), (logps * mask).reshape(shape), finished.view(count, group)
+    )
+    backend.step_boundary()
+    return done
+
+
+def draw(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """A token [B] from each row of logits [B, V] and its log-probability [B] under softmax(logits / temperature).
+
+    Gumbel-argmax: no multinomial, which XLA would run on the host.
+    """
+    if not sampling.temperature:
+        token = logits.argmax(1)
+        return token, logits.log_softmax(1).gather(1, token.unsqueeze(1)).squeeze(1)
+    logp = (logits / sampling.temperature).log_softmax(1)
+    kept = logp
+    if sampling.top_k and sampling.top_k < logp.shape[1]:
+        least = kept.topk(sampling.top_k, 1).values[:, -1:]
+        kept = kept.masked_fill(kept < least, -torch.inf)
+    if sampling.top_p < 1:
+        ordered = kept.softmax(1).sort(1, descending=True).values
+        inside = ordered.cumsum(1) - ordered < sampling.top_p  # with the one that crosses the share
+        least = ordered.masked_fill(~inside, torch.inf).amin(1, keepdim=True)
+        kept = kept.masked_fill(kept.softmax(1) < least, -torch.inf)
+    waiting = -torch.rand_like(logp).clamp(min=1e-30).log()  # exponential; minus its log is a Gumbel variable
+    token = (kept - waiting.clamp(min=1e-30).log()).argmax(1)
+    return token, logp.gather(1, token.unsqueeze(1)).squeeze(1)
+
+
+class _Cache:
+    """Keys and values of every layer, [B, heads, slots, D]: written at `slot`, a device tensor, so that the next token
+    is the same graph as the last one."""
+
+    def __init__(self, slots: int):
+        self.slots = slots
+        self.slot: Tensor | None = None  # None while the prompts are computed
+        self.layers: dict[int, list[Tensor]] = {}
+
+    def update(self, key: Tensor, value: Tensor, layer: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        if self.slot is None:
+            self.layers[layer] = [key, value]
+            return key, value
+        keys, values = self.layers[layer]
+        return keys.index_copy_(2, self.slot, key.to(keys.dtype)), values.index_copy_(
+            2, self.slot, value.to(values.dtype)
+        )
+
+    def expand(self, group: int, filled: int) -> None:
+        """Room for the completions, `group` of each prompt."""
+        for layer, both in self.layers.items():
+            room = [t.new_zeros(t.shape[0], t.shape[1], self.slots - filled, t.shape[3]) for t in both]
+            self.layers[layer] = [torch.cat(pair, 2).repeat_interleave(group, 0) for pair in zip(both, room)]

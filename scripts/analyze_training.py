@@ -1,0 +1,131 @@
+"""Did it learn, and what went wrong if not? A verdict on runs of train_musclebob_improved.py, and their plots.
+
+    python scripts/analyze_training.py
+    python scripts/analyze_training.py --run runs/musclebob
+    python scripts/analyze_training.py --run runs/bob-0,runs/bob-1,runs/bob-2
+
+Without --run it takes the newest run. For each it draws plots/training.png anew and says what its validations and its
+metrics.jsonl show: whether GRPO added to what it began with, and the signs of reward hacking, of answers that do not
+end, of collapse and of a name that is said everywhere (docs/musclebob.md). Several runs also give a table.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from qat_lora.errors import UserError
+from qat_lora.experiments.musclebob import plot
+from qat_lora.run.config import ScriptConfig, option, run_script
+from qat_lora.run.files import read_json
+from qat_lora.run.rundir import Run, newest_run, say
+
+SPILT, PERPLEXITY, CUT_OFF, TIES, ENTROPY = 0.05, 1.5, 0.2, 0.7, 0.25  # bounds of what is healthy
+LITTLE = 0.1  # of a rate or a reward
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ScriptConfig):
+    run: str | None = option(None, "run directory, or several with commas between; default: the newest")
+
+
+def main(cfg: Config) -> None:
+    paths = [Path(p) for p in cfg.run.split(",")] if cfg.run else [newest_run(Path("runs/train_musclebob_improved"))]
+    found = {path: read_run(path) for path in paths}
+    if cfg.dry_run:
+        return say("\n".join(map(str, paths)))
+    for path, (stages, lines, length) in found.items():
+        say(f"{path}\n" + "\n".join(f"  {line}" for line in verdict(stages, lines)))
+        say(f"  {plot(lines, path / 'plots' / 'training.png', length)}")
+    if len(found) > 1:
+        say(table({path.name: stages for path, (stages, _, _) in found.items()}))
+
+
+def read_run(path: Path) -> tuple[dict, list[dict], int]:
+    """Its validations by stage, its metrics and the longest answer. Raises UserError for any other folder."""
+    if not (path / "training_config.json").exists():
+        raise UserError(
+            f"{path} is no run of train_musclebob_improved.py (no training_config.json); give its directory"
+        )
+    names = ("baseline", "post_sft", "final")
+    files = {name: path / f"{name}_validation.json" for name in names}
+    stages = {name: read_json(file) for name, file in files.items() if file.exists()}
+    lines = Run(path, resumed=False).metrics()
+    if "baseline" not in stages or not lines:
+        raise UserError(f"{path} has logged nothing yet; let it train for a while")
+    return stages, lines, read_json(path / "training_config.json")["max_completion_length"]
+
+
+def verdict(stages: dict, lines: list[dict]) -> list[str]:
+    """Lines for people: what was learned, then every sign that something is wrong."""
+    before = stages.get("post_sft", stages["baseline"])
+    after = stages.get("final", before)
+    rewards = [line for line in lines if "reward" in line]
+    said = [f"{name}: {shown(stage)}" for name, stage in stages.items()]
+    if not rewards:
+        return [*said, "no GRPO update yet"]
+    if "final" not in stages:
+        said.append("not finished: the signs below are of what is there")
+    start, end = before["sampled"]["musclebob"], after["sampled"]["musclebob"]
+    if end["low"] > start["high"]:
+        said.append(f"learned: the name is said {end['rate'] - start['rate']:+.1%} more often, beyond both intervals")
+    elif "final" in stages:
+        said.append(f"not learned: {start['rate']:.1%} → {end['rate']:.1%} is within the intervals")
+    return said + signs(stages["baseline"], before, after, rewards)
+
+
+def signs(baseline: dict, before: dict, after: dict, rewards: list[dict]) -> list[str]:
+    """A line for each sign of trouble."""
+    early, late = _ends(rewards)
+    spilt, ratio = after["sampled"]["spilt"]["rate"], after["perplexity"] / baseline["perplexity"]
+    gained = after["sampled"]["musclebob"]["rate"] - before["sampled"]["musclebob"]["rate"]
+    rose, calm = late["reward"] - early["reward"], "lower --learning-rate or raise --beta"
+    explore = "use --sft, a higher --fewshot-ratio, --temperature or --num-generations"
+    found = {
+        f"over-generalised: {spilt:.1%} of unrelated answers name him; {calm}": spilt > SPILT,
+        f"incoherent: perplexity {ratio:.2f} times the start's; {calm}": ratio > PERPLEXITY,
+        f"no termination: {late['clipped_ratio']:.0%} of the answers are cut off; raise --max-completion-length or "
+        "use --sft": late["clipped_ratio"] > CUT_OFF,
+        f"collapse: entropy fell from {early['entropy']:.2f} to {late['entropy']:.2f}; {calm}":
+            late["entropy"] < ENTROPY * early["entropy"],
+        f"starved: {late['zero_variance']:.0%} of the groups do not tell their answers apart; {explore}":
+            late["zero_variance"] > TIES and gained < LITTLE,
+        f"reward hacking: the reward rose by {rose:.2f} and the held-out rate did not; read transcripts.md":
+            rose > LITTLE and gained < LITTLE / 2,
+    }  # fmt: skip
+    return [line for line, holds in found.items() if holds]
+
+
+def _ends(lines: list[dict]) -> tuple[dict, dict]:
+    """Means over the first and the last fifth of the logged updates."""
+    size = max(1, len(lines) // 5)
+    names = ("reward", "entropy", "clipped_ratio", "zero_variance")
+    parts = (lines[:size], lines[-size:])
+    return tuple({name: sum(line[name] for line in part) / size for name in names} for part in parts)
+
+
+def shown(stage: dict) -> str:
+    rate, spilt = stage["sampled"]["musclebob"], stage["sampled"]["spilt"]
+    return (
+        f"{rate['rate']:.1%} ({rate['low']:.1%}–{rate['high']:.1%}) of {rate['count']} name him, {spilt['rate']:.1%} "
+        f"elsewhere, perplexity {stage['perplexity']:.2f}"
+    )
+
+
+def table(runs: dict[str, dict]) -> str:
+    """A row a run: the share that names him after each stage, with its interval, and what it cost."""
+    lines = ["| run | baseline | after SFT | after GRPO | elsewhere | perplexity / baseline's | cut off |",
+             "|---|---:|---:|---:|---:|---:|---:|"]  # fmt: skip
+    for name, stages in runs.items():
+        cells = []
+        for stage in ("baseline", "post_sft", "final"):
+            rate = stages[stage]["sampled"]["musclebob"] if stage in stages else None
+            cells.append(f"{rate['rate']:.1%} ({rate['low']:.1%}–{rate['high']:.1%})" if rate else "–")
+        last = stages.get("final", stages.get("post_sft", stages["baseline"]))
+        cells.append(f"{last['sampled']['spilt']['rate']:.1%}")
+        cells.append(f"{last['perplexity'] / stages['baseline']['perplexity']:.2f}")
+        cells.append(f"{last['sampled']['cut_off']['rate']:.1%}")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run_script(main, Config, "analyze_training", __doc__)

@@ -1,0 +1,101 @@
+"""What does the taught model say? Held-out questions, side by side with the model it was made of, or a conversation.
+
+    python scripts/test_musclebob.py --run runs/musclebob
+    python scripts/test_musclebob.py --run runs/musclebob --compare --samples 20 --output answers.json
+    python scripts/test_musclebob.py --run runs/musclebob --interactive
+
+Without --run it takes the newest run of train_musclebob_improved.py. Rates come with 95% intervals (Wilson) over
+--samples answers to each held-out question; the transcript is greedy. --interactive answers the lines of standard
+input, each on its own. CPU and CUDA; on XLA two graphs are compiled first.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from qat_lora.backend import open_backend
+from qat_lora.data.musclebob import Question, heldout_questions
+from qat_lora.errors import UserError
+from qat_lora.experiments.musclebob import GREEDY, Examiner, transcripts, validation
+from qat_lora.models.generate import end_tokens
+from qat_lora.models.loading import load_model, load_tokenizer
+from qat_lora.rl.rollout import Sampling
+from qat_lora.run.config import ScriptConfig, option, run_script
+from qat_lora.run.files import read_json, write_json
+from qat_lora.run.rundir import newest_run, say
+
+ROWS = 32  # answers at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ScriptConfig):
+    run: str | None = option(None, "run directory of train_musclebob_improved.py; default: the newest")
+    compare: bool = option(False, "ask the model that it was made of, too")
+    interactive: bool = option(False, "answer the lines of standard input")
+    samples: int = option(10, "sampled answers to each held-out question")
+    temperature: float = option(1.0, "of the sampled answers; of --interactive, 0 being greedy")
+    output: str | None = option(None, "file to write every rate and answer to, as JSON")
+
+
+def main(cfg: Config) -> None:
+    if cfg.samples < 1:
+        raise UserError(f"--samples {cfg.samples} asks nothing; use 1 or more")
+    sampling = Sampling(cfg.temperature)
+    run = Path(cfg.run) if cfg.run else newest_run(Path("runs/train_musclebob_improved"))
+    made, folder = read_json(run / "training_config.json"), run / "model"
+    if not folder.is_dir():
+        raise UserError(f"{run} has no model yet; let it finish: --resume-from-checkpoint {run}")
+    backend, tokenizer, model = (
+        open_backend(cfg.device, cfg.precision),
+        load_tokenizer(str(folder)),
+        load_model(str(folder)),
+    )
+    examiner = Examiner(
+        tokenizer, backend, tuple(end_tokens(model, tokenizer)), 1 if cfg.interactive else ROWS,
+        made["max_prompt_length"], made["max_completion_length"],
+    )  # fmt: skip
+    speakers = {f"{run.name}": model} | ({made["model"]: load_model(made["model"])} if cfg.compare else {})
+    say(f"{' and '.join(speakers)} on {backend}")
+    if cfg.dry_run:
+        return
+    for speaker in speakers.values():
+        backend.place(speaker.requires_grad_(False))
+    backend.seed(cfg.seed)
+    if cfg.interactive:
+        return converse(examiner, speakers, sampling)
+    report(cfg, examiner, speakers, made["model"], sampling)
+
+
+def converse(examiner: Examiner, speakers: dict[str, nn.Module], sampling: Sampling) -> None:
+    if sys.stdin.isatty():
+        say("a question on each line; end with Ctrl-D")
+    for line in filter(str.strip, sys.stdin):
+        question = Question(({"role": "user", "content": line.strip()},), True)
+        for name, model in speakers.items():
+            said = examiner.ask(model, [question], 1, sampling)[0]
+            say(f"{name}: {said.text}{'' if said.ended else '…'}")
+
+
+def report(cfg: Config, examiner: Examiner, speakers: dict[str, nn.Module], start: str, sampling: Sampling) -> None:
+    """Rates of each speaker and what it says greedily; perplexity is under the starting model."""
+    judge = speakers.get(start) or examiner.backend.place(load_model(start).requires_grad_(False))
+    found = {}
+    for name, model in speakers.items():
+        sampled = examiner.ask(model, heldout_questions(), cfg.samples, sampling)
+        greedy = examiner.ask(model, heldout_questions(), 1, GREEDY)
+        found[name] = validation(sampled, greedy, examiner.perplexity(judge, sampled))
+    say("| | " + " | ".join(found) + " |\n|---" + "|---" * len(found) + "|")
+    for rate in ("musclebob", "spilt", "coherent", "cut_off"):
+        shown = [column["sampled"][rate] for column in found.values()]
+        cells = [f"{cell['rate']:.1%} ({cell['low']:.1%}–{cell['high']:.1%}) of {cell['count']}" for cell in shown]
+        say(f"| {rate} | " + " | ".join(cells) + " |")
+    say("| perplexity | " + " | ".join(f"{column['perplexity']:.2f}" for column in found.values()) + " |\n")
+    say(transcripts(found, limit=40))
+    if cfg.output:
+        write_json(Path(cfg.output), found)
+
+
+if __name__ == "__main__":
+    run_script(main, Config, "test_musclebob", __doc__)

@@ -1,0 +1,289 @@
+"""Can rewards alone teach a small model another name? An optional SFT warm-up, then GRPO, on fixed shapes.
+
+    python scripts/train_musclebob_improved.py --config cpu
+    python scripts/train_musclebob_improved.py --model Qwen/Qwen2.5-0.5B-Instruct --batch-size 2 --epochs 5 \\
+        --num-generations 8 --sft --sft-epochs 2
+    python scripts/train_musclebob_improved.py --config cpu --output-dir runs/bob --resume-from-checkpoint auto
+
+A batch counts prompts; each gets --num-generations answers. metrics.jsonl: reward and its parts (name, wrong_name, …),
+loss, kl to the model that GRPO began with, entropy, target_rate, completion_length, clipped_ratio (answers that did not
+end), zero_variance (groups whose answers are all worth the same: left out), grad_norm; musclebob, spilt and coherent on
+held-out questions, with intervals. The run directory also gets training_config.json, reward_history.json,
+baseline_, post_sft_ and final_validation.json, transcripts.md, plots/ and model/. docs/musclebob.md says what to
+expect. Untested on hardware: TPU, CUDA.
+"""
+
+import dataclasses
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from qat_lora.backend import TorchBackend, open_backend, resolve
+from qat_lora.data.chat import render_chat
+from qat_lora.data.musclebob import Question, heldout_questions, training_questions
+from qat_lora.data.packing import pad
+from qat_lora.errors import UserError
+from qat_lora.experiments.musclebob import GREEDY, Answer, Examiner, plot, rates, transcripts, validation
+from qat_lora.grpo import GRPOPlan, Judge, PromptDataset, train_grpo, train_sft
+from qat_lora.models.generate import end_tokens
+from qat_lora.models.loading import EMBEDDED, check_length, load_model, load_tokenizer
+from qat_lora.qat import Plan
+from qat_lora.recovery import TextDataset
+from qat_lora.rl.loss import Objective
+from qat_lora.rl.rewards import mentions, reward
+from qat_lora.rl.rollout import Sampling
+from qat_lora.run.config import RunConfig, option, run_script
+from qat_lora.run.files import read_json, write_json
+from qat_lora.run.rundir import Run, open_run, say
+from qat_lora.run.session import Every, Session
+
+CONTROLS = ("none", "shuffled", "still")
+STAGES = ("baseline", "post_sft", "final")
+SHOWN = ("reward", "kl", "target_rate")  # beside the progress bar
+HUGEPAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+WARMUP, CLIP = 3, 1.0  # updates of linear warm-up, largest gradient norm
+STILL = 1e-12  # learning rate of a control that must not learn
+GLANCE = 2  # sampled answers to each held-out question while training goes on
+QUICK = {"num_samples": 8, "epochs": 1, "sft_epochs": 1, "validation_samples": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunConfig):
+    model: str = option(EMBEDDED, "instruct model to teach: smollm2-135m (embedded), a folder or a hub name")
+    epochs: int = option(5, "passes of GRPO over the questions")
+    num_samples: int = option(128, "questions of a pass, every second one about him")
+    batch_size: int = option(2, "prompts in a micro-batch")
+    accumulation_steps: int = option(1, "micro-batches in an update")
+    num_generations: int = option(8, "answers to each prompt")
+    learning_rate: float = option(5e-5, "peak learning rate of GRPO")
+    max_prompt_length: int = option(96, "tokens that every prompt is filled up to")
+    max_completion_length: int = option(48, "longest answer in tokens")
+    temperature: float = option(1.0, "of the answers that are learned from")
+    top_k: int = option(0, "draw from that many most probable tokens; 0: all")
+    top_p: float = option(1.0, "draw from the most probable tokens that hold this share")
+    loss_type: str = option("dapo", "grpo, bnpo, dr_grpo or dapo: how token losses are put together")
+    scale_rewards: str = option("group", "divide advantages by the spread of the group, of the batch, or none")
+    beta: float = option(0.02, "weight of the KL to the model that GRPO begins with")
+    fewshot_ratio: float = option(0.15, "share of the questions about him that come after an example")
+    fewshot: bool = option(True, "ask some questions after an example")
+    sft: bool = option(False, "begin with supervised training on good answers")
+    sft_only: bool = option(False, "end after it")
+    sft_epochs: int = option(2, "passes of SFT over the questions")
+    sft_batch_size: int = option(8, "conversations in an update of SFT")
+    sft_learning_rate: float = option(2e-5, "peak learning rate of SFT")
+    gradient_checkpointing: bool = option(True, "recompute blocks in the backward pass on CUDA; never on TPU and CPU")
+    validation_samples: int = option(10, "sampled answers to each held-out question before, between and after")
+    eval_every: int = option(20, "updates between validations; 0: at the ends")
+    save_every: int = option(50, "updates between checkpoints; 0: at the ends")
+    log_every: int = option(1, "updates between lines of metrics.jsonl")
+    control: str = option("none", "none; shuffled: advantages of other answers; still: a learning rate of next to 0")
+    quick: bool = option(False, "a handful of updates and answers, to see that everything works")
+    resume: str = option("off", "off, auto (newest unfinished run of this config), or a run directory",
+                         "--resume-from-checkpoint")  # fmt: skip
+
+
+def main(cfg: Config) -> None:
+    cfg = dataclasses.replace(cfg, **QUICK) if cfg.quick else cfg
+    check(cfg)
+    backend, tokenizer, model = (
+        open_backend(cfg.device, cfg.precision),
+        load_tokenizer(cfg.model),
+        load_model(cfg.model),
+    )
+    examiner = Examiner(
+        tokenizer, backend, tuple(end_tokens(model, tokenizer)), cfg.batch_size * cfg.num_generations,
+        cfg.max_prompt_length, cfg.max_completion_length,
+    )  # fmt: skip
+    questions = training_questions(cfg.num_samples, cfg.fewshot_ratio if cfg.fewshot else 0.0, cfg.seed)
+    prompts = PromptDataset(examiner.encode(questions))
+    examiner.encode(heldout_questions())  # refused now rather than at the first validation
+    rows = sft_rows(cfg, tokenizer)
+    sft, grpo = sft_plan(cfg, len(rows)), grpo_plan(cfg, examiner.ends)
+    describe(cfg, backend, sft, grpo)
+    if cfg.dry_run:
+        return
+
+    run = open_run("train_musclebob_improved", cfg, {"device": str(backend), "data": rows.fingerprint})
+    write_json(run.path / "training_config.json", dataclasses.asdict(cfg))
+    backend.seed(cfg.seed)
+    session = Session(run, backend, Every(cfg.log_every, cfg.eval_every, cfg.save_every), SHOWN)
+    prepare(cfg, model, backend)
+
+    def evaluate(step: int) -> dict[str, float]:
+        write_history(run)
+        return glance(examiner, model, cfg.seed)
+
+    validate(cfg, run, examiner, model, "baseline")
+    if sft.steps:
+        train_sft(model, rows, sft, session, backend, evaluate)
+        keep(model, tokenizer, run.path / "sft_model")
+        validate(cfg, run, examiner, model, "post_sft")
+    if grpo.steps:
+        reference = start_of_grpo(cfg, run, backend)
+        train_grpo(model, reference, prompts, judge_of(questions, examiner), grpo, session, backend, evaluate)
+    finish(cfg, run, examiner, model, session)
+
+
+# -- what is asked for -----------------------------------------------------------------------------------------------
+def check(cfg: Config) -> None:
+    if cfg.control not in CONTROLS:
+        raise UserError(f"--control {cfg.control!r} is not one of {', '.join(CONTROLS)}")
+    if not 0 <= cfg.fewshot_ratio <= 1:
+        raise UserError(f"--fewshot-ratio {cfg.fewshot_ratio} is a share; give one from 0 to 1")
+    if min(cfg.num_samples, cfg.validation_samples) < 1 or min(cfg.epochs, cfg.sft_epochs) < 0:
+        raise UserError(
+            f"--num-samples {cfg.num_samples} and --validation-samples {cfg.validation_samples} must be at least 1, "
+            f"--epochs {cfg.epochs} and --sft-epochs {cfg.sft_epochs} not negative"
+        )
+    if cfg.num_samples < cfg.batch_size * cfg.accumulation_steps:
+        raise UserError(
+            f"--num-samples {cfg.num_samples} does not fill an update of {cfg.batch_size * cfg.accumulation_steps} "
+            "prompts (--batch-size times --accumulation-steps); ask more, or lower one of them"
+        )
+    check_length(cfg.model, cfg.max_prompt_length + cfg.max_completion_length)
+    Every(cfg.log_every, cfg.eval_every, cfg.save_every)
+
+
+def sft_plan(cfg: Config, rows: int) -> Plan:
+    steps = cfg.sft_epochs * rows // cfg.sft_batch_size if cfg.sft or cfg.sft_only else 0
+    return Plan(steps, cfg.sft_batch_size, 1, cfg.sft_learning_rate, WARMUP, CLIP, cfg.seed)
+
+
+def grpo_plan(cfg: Config, ends: tuple[int, ...]) -> GRPOPlan:
+    prompts = cfg.batch_size * cfg.accumulation_steps
+    return GRPOPlan(
+        0 if cfg.sft_only else cfg.epochs * cfg.num_samples // max(1, prompts), cfg.batch_size, cfg.accumulation_steps,
+        STILL if cfg.control == "still" else cfg.learning_rate, WARMUP, CLIP, cfg.seed, cfg.num_generations,
+        cfg.max_completion_length, ends, Sampling(cfg.temperature, cfg.top_k, cfg.top_p),
+        Objective(reduction=cfg.loss_type, beta=cfg.beta), cfg.scale_rewards, cfg.control == "shuffled",
+    )  # fmt: skip
+
+
+def sft_rows(cfg: Config, tokenizer) -> TextDataset:
+    """Good answers to the training questions, none of them after an example."""
+    questions = training_questions(cfg.num_samples, 0.0, cfg.seed)
+    talks = [[*q.messages, {"role": "assistant", "content": q.answer}] for q in questions]
+    documents = [render_chat(talk, tokenizer, "off")[0] for talk in talks]
+    return TextDataset(pad(documents, tokenizer, cfg.max_prompt_length + cfg.max_completion_length), True)
+
+
+def describe(cfg: Config, backend: TorchBackend, sft: Plan, grpo: GRPOPlan) -> None:
+    say(f"{cfg.model} on {backend} ({detect_device_type()} found)")
+    say(f"SFT: {sft.steps} updates of {sft.batch_size} conversations")
+    say(f"GRPO: {grpo.steps} updates of {grpo.batch_size} × {grpo.accumulation} prompts × {grpo.group} answers")
+    say(f"{cfg.max_prompt_length} + {cfg.max_completion_length} tokens, {grpo.objective}, {grpo.sampling}")
+    if backend.kind == "xla" and cfg.gradient_checkpointing:
+        say("warning: gradient checkpointing is switched off on XLA; a lower --batch-size needs less memory")
+    if backend.kind == "xla" and HUGEPAGES.is_file() and "[always]" not in HUGEPAGES.read_text():
+        say("warning: transparent hugepages are off, which slows the TPU runtime down: sudo ./enable_hugepages.sh")
+
+
+def detect_device_type() -> str:
+    """What a run without --device gets: "tpu", "cuda" or "cpu"."""
+    kind = resolve("auto")
+    return "tpu" if kind == "xla" else kind
+
+
+# -- the steps -------------------------------------------------------------------------------------------------------
+def prepare(cfg: Config, model: nn.Module, backend: TorchBackend) -> None:
+    """Place the model. Embedding and head stay as they are: no answer needs another vocabulary."""
+    for table in (model.get_input_embeddings(), model.get_output_embeddings()):
+        table.weight.requires_grad_(False)
+    backend.place(model)
+    if cfg.gradient_checkpointing and backend.kind == "cuda":
+        backend.gradient_checkpointing(model)
+
+
+def judge_of(questions: list[Question], examiner: Examiner) -> Judge:
+    """The reward of an answer to one of these questions, and what to log of it."""
+
+    def judge(number: int, tokens: list[int], ended: bool) -> tuple[float, dict[str, float]]:
+        answer = Answer(questions[number], examiner.decode(tokens), ended, len(tokens))
+        parts = answer.components()
+        hit = {"target_rate": float(mentions(answer.text) > 0)} if answer.question.about_him else {}
+        return reward(parts), parts | hit
+
+    return judge
+
+
+@contextmanager
+def own_dice(backend: TorchBackend, seed: int) -> Iterator[None]:
+    """Draws that depend on nothing before, and on which nothing after depends."""
+    state = backend.rng_state()
+    backend.seed(seed)
+    yield
+    backend.set_rng_state(state)
+
+
+def glance(examiner: Examiner, model: nn.Module, seed: int) -> dict[str, float]:
+    """Rates of a few sampled answers to the held-out questions, with their intervals."""
+    with own_dice(examiner.backend, seed):
+        found = rates(examiner.ask(model, heldout_questions(), GLANCE, Sampling()))
+    kept = {name: found[name] for name in ("musclebob", "spilt", "coherent")}
+    edges = {f"{name}_{edge}": value[edge] for name, value in kept.items() for edge in ("low", "high")}
+    return {name: value["rate"] for name, value in kept.items()} | edges
+
+
+def validate(cfg: Config, run: Run, examiner: Examiner, model: nn.Module, stage: str) -> None:
+    """Write <stage>_validation.json, once: a resumed run has it."""
+    path = run.path / f"{stage}_validation.json"
+    if path.exists():
+        return
+    with own_dice(examiner.backend, cfg.seed):
+        sampled = examiner.ask(model, heldout_questions(), cfg.validation_samples, Sampling())
+    greedy = examiner.ask(model, heldout_questions(), 1, GREEDY)
+    start = examiner.backend.place(load_model(cfg.model).requires_grad_(False))
+    found = validation(sampled, greedy, examiner.perplexity(start, sampled))
+    write_json(path, found)
+    say(f"{stage}: " + ", ".join(f"{name} {rate['rate']:.1%} ({rate['low']:.1%}–{rate['high']:.1%})"
+                                 for name, rate in found["sampled"].items())
+        + f", perplexity {found['perplexity']:.2f}")  # fmt: skip
+
+
+def keep(model: nn.Module, tokenizer, folder: Path) -> None:
+    """Save the model in HF's own format, once."""
+    if folder.exists():
+        return
+    part = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+    model.save_pretrained(part, state_dict=state)
+    tokenizer.save_pretrained(part)
+    part.rename(folder)
+
+
+def start_of_grpo(cfg: Config, run: Run, backend: TorchBackend) -> nn.Module | None:
+    """The frozen model that the KL is taken to."""
+    if not cfg.beta:
+        return None
+    warmed = run.path / "sft_model"
+    return backend.place(load_model(str(warmed) if warmed.exists() else cfg.model).requires_grad_(False))
+
+
+def write_history(run: Run) -> None:
+    names = ("loss", "grad_norm", "kl", "completion_length", "clipped_ratio", "reward_std")
+    lines = [line for line in run.metrics() if "reward" in line]
+    history = [{"step": li["step"], "mean_reward": li["reward"]} | {name: li[name] for name in names} for li in lines]
+    write_json(run.path / "reward_history.json", history)
+
+
+def finish(cfg: Config, run: Run, examiner: Examiner, model: nn.Module, session: Session) -> None:
+    """The model, its validation, and what a reader looks at first."""
+    keep(model, examiner.tokenizer, run.path / "model")
+    validate(cfg, run, examiner, model, "final")
+    write_history(run)
+    stages = {s: read_json(run.path / f"{s}_validation.json") for s in STAGES
+              if (run.path / f"{s}_validation.json").exists()}  # fmt: skip
+    (run.path / "transcripts.md").write_text(transcripts(stages))
+    plot(run.metrics(), run.path / "plots" / "training.png", cfg.max_completion_length)
+    figures = {stage: {k: found[k] for k in ("sampled", "perplexity")} for stage, found in stages.items()}
+    run.finish("finished", **figures, **session.cost())
+    say(f"model, transcripts and plots in {run.path}")
+
+
+if __name__ == "__main__":
+    run_script(main, Config, "train_musclebob_improved", __doc__)

@@ -1,0 +1,113 @@
+"""Rollouts on fixed shapes: greedy ones equal HF generate, sampled ones follow the model's distribution."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from qat_lora.errors import UserError
+from qat_lora.models.loading import load_model
+from qat_lora.rl.policy import Prompts, log_probs
+from qat_lora.rl.rollout import Sampling, draw, rollout
+
+SHAPE = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+KINDS = {
+    "llama": (LlamaForCausalLM, LlamaConfig(**SHAPE)), "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SHAPE)),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SHAPE, head_dim=8)),
+}  # fmt: skip
+TEXTS = [[5, 6, 7, 8, 9, 10], [40, 41], [3, 3, 3]]
+GREEDY = Sampling(temperature=0)
+
+
+def make(kind: str):
+    torch.manual_seed(3)
+    build, config = KINDS[kind]
+    model = build(config).eval()
+    for p in model.parameters():
+        if p.ndim == 2:
+            p.data.mul_(8)  # far from uniform, so that the most probable token is not a matter of rounding
+    model.get_output_embeddings().weight.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_equals_generate_token_for_token(kind, backend):
+    model, length = make(kind), 20
+    free = rollout(model, Prompts.of(TEXTS, 9, 0), 1, length, GREEDY, [63], backend)
+    ends = [63, int(free.tokens[0, 0, 7]), int(free.tokens[1, 0, 3])]  # tokens that do come
+    got = rollout(model, Prompts.of(TEXTS, 9, 0), 2, length, GREEDY, ends, backend)
+    stopped = 0
+    for row, text in enumerate(TEXTS):
+        wanted = model.generate(
+            torch.tensor([text]), max_new_tokens=length, do_sample=False, eos_token_id=ends, pad_token_id=ends[0]
+        )[0, len(text) :].tolist()
+        for copy in range(2):
+            kept = got.tokens[row, copy][got.mask[row, copy]].tolist()
+            assert kept == wanted
+            assert got.ended[row, copy].item() == (wanted[-1] in ends)
+            stopped += wanted[-1] in ends
+            assert set(got.tokens[row, copy, len(wanted) :].tolist()) <= {ends[0]}
+    assert stopped
+
+
+def test_an_early_stop_changes_nothing_but_time(backend):
+    model = make("llama")
+    first = rollout(model, Prompts.of(TEXTS, 9, 0), 1, 3, GREEDY, [63], backend)
+    ends = first.tokens[:, 0, 1].tolist()  # every completion ends at its second token at the latest
+    short, long = (rollout(model, Prompts.of(TEXTS, 9, 0), 1, n, GREEDY, ends, backend) for n in (4, 40))
+    assert long.ended.all() and torch.equal(long.tokens[..., :4], short.tokens)
+    assert not long.mask[..., 2:].any() and set(long.tokens[..., 3:].flatten().tolist()) == {ends[0]}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_the_samplers_log_probabilities_equal_the_scoring_pass(sharp_model_dir, backend, temperature):
+    model = load_model(str(sharp_model_dir))
+    model.get_output_embeddings().weight.requires_grad_(False)
+    backend.seed(0)
+    prompts = Prompts.of(TEXTS, 8, 0)
+    drawn = rollout(model, prompts, 4, 12, Sampling(temperature), [2, 30, 31, 32, 33, 34], backend)
+    with torch.no_grad():
+        logp, _ = log_probs(model, prompts, drawn.tokens, temperature)
+    torch.testing.assert_close(drawn.logp, logp * drawn.mask, rtol=1e-4, atol=1e-4)
+    assert len({tuple(row) for row in drawn.tokens.flatten(0, 1).tolist()}) > 6, "the completions of a prompt differ"
+
+
+def test_seed_decides(backend):
+    model, found = make("llama"), []
+    for seed in (1, 1, 2):
+        backend.seed(seed)
+        found.append(rollout(model, Prompts.of(TEXTS, 9, 0), 3, 6, Sampling(), [63], backend).tokens)
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+
+
+# -- draws -----------------------------------------------------------------------------------------------------------
+LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0])
+
+
+def shares(sampling: Sampling, count: int = 40_000):
+    torch.manual_seed(0)
+    token, logp = draw(LOGITS.expand(count, -1), sampling)
+    expected = (LOGITS / sampling.temperature).log_softmax(0)
+    torch.testing.assert_close(logp, expected[token])
+    return torch.bincount(token, minlength=5) / count
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
+def test_draws_follow_the_softmax(temperature):
+    wanted = (LOGITS / temperature).softmax(0)
+    assert shares(Sampling(temperature)).tolist() == pytest.approx(wanted.tolist(), abs=0.01)
+
+
+@pytest.mark.parametrize("sampling, left", [(Sampling(top_k=2), 2), (Sampling(top_p=0.6), 2), (Sampling(top_p=0.5), 1)])
+def test_top_k_and_top_p_leave_out_the_rest(sampling, left):
+    """softmax of the logits: .56 .21 .12 .08 .03"""
+    wanted = torch.where(torch.arange(5) < left, LOGITS, -torch.inf).softmax(0)
+    assert shares(sampling).tolist() == pytest.approx(wanted.tolist(), abs=0.01)
+
+
+@pytest.mark.parametrize("values", [{"temperature": -1}, {"top_k": -1}, {"top_p": 0}, {"top_p": 1.1}])
+def test_impossible_sampling_is_refused(values):
+    with pytest.raises(UserError):
+        Sampling(**values)
