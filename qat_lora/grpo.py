@@ -108,12 +108,9 @@ def _parameters(model: nn.Module, plan: Plan) -> list[dict]:
 @dataclass(frozen=True)
 class Answered:
     """The rollouts of one update: prompts, completions and advantages [P, G] of each micro-batch, which groups [P] tell
-    answers apart, and figures to log."""
+    answers apart, and figures to log. Where shapes may differ, no others are kept."""
 
-    prompts: list[Prompts]
-    completions: list[Completions]
-    advantages: list[Tensor]
-    informative: list[Tensor]
+    parts: list[tuple[Prompts, Completions, Tensor, Tensor]]
     figures: dict[str, float]
 
 
@@ -140,20 +137,29 @@ def answer(model: nn.Module, stream: Iterator[dict], judge: Judge, plan: GRPOPla
         "reward_std": reward.std(1).mean().item(),
         "zero_variance": 1 - informative.float().mean().item(),
         **{name: sum(column) / len(column) for name, column in columns.items()},
+        "tokens": sum(p.tokens.numel() + done.tokens.numel() for p, done in zip(prompts, completions)),
     }
     sizes = [len(part) for part in rewards]
-    return Answered(prompts, completions, list(advantages.split(sizes)), list(informative.split(sizes)), figures)
+    parts = zip(prompts, completions, advantages.split(sizes), informative.split(sizes))
+    if backend.kind != "xla":
+        parts = [(_rows(p, told), _rows(done, told), a[told], told[told]) for p, done, a, told in parts if told.any()]
+    return Answered(list(parts), figures)
+
+
+def _rows(tensors, kept: Tensor):
+    return type(tensors)(*(tensor[kept] for tensor in vars(tensors).values()))
 
 
 def judge_all(judge: Judge, numbers: list[int], done: Completions, backend: TorchBackend) -> list[list[tuple]]:
-    """judge's verdict on every completion of every prompt, with its length and whether it was cut off."""
-    tokens, mask, ended = (t.tolist() for t in backend.to_host([done.tokens, done.mask.sum(2), done.ended]))
+    """judge's verdict on every completion of every prompt, with its length, whether it was cut off, and the entropy."""
+    placed = [done.tokens, done.mask.sum(2), done.ended, done.entropy.sum(2)]
     verdicts = []
-    for number, group, lengths, ends in zip(numbers, tokens, mask, ended):
+    for number, *group in zip(numbers, *(t.tolist() for t in backend.to_host(placed))):
         verdicts.append([])
-        for ids, length, end in zip(group, lengths, ends):
+        for ids, length, end, entropy in zip(*group):
             worth, figures = judge(number, ids[: length - 1] if end else ids[:length], end)
-            verdicts[-1].append((worth, figures | {"completion_length": length, "clipped_ratio": float(not end)}))
+            figures |= {"completion_length": length, "clipped_ratio": float(not end), "entropy": entropy / length}
+            verdicts[-1].append((worth, figures))
     return verdicts
 
 
@@ -166,32 +172,27 @@ def learn(
     backend: TorchBackend,
 ) -> dict[str, Tensor | int]:
     """One optimiser update on judged answers; the figures to record, as device scalars. Groups that do not tell answers
-    apart are left out."""
+    apart are left out; where none does, nothing is updated, and there is no KL to record."""
+    if not any(told.any() for *_, told in answered.parts):
+        return {"loss": 0.0, "grad_norm": 0.0}
     model.train()
-    masks = [
-        done.mask & told.to(done.mask.device)[:, None, None]
-        for done, told in zip(answered.completions, answered.informative)
-    ]
-    sequences, tokens = sum(mask[..., 0].numel() for mask in masks), sum(mask.sum() for mask in masks)
-    sums = dict.fromkeys(("loss", "kl", "entropy"), tokens.new_zeros((), dtype=torch.float32))
-    for prompts, done, advantages, mask in zip(answered.prompts, answered.completions, answered.advantages, masks):
+    masks = [done.mask & told.to(done.mask.device)[:, None, None] for _, done, _, told in answered.parts]
+    sequences, tokens = plan.batch_size * plan.accumulation * plan.group, sum(mask.sum() for mask in masks)
+    sums = dict.fromkeys(("loss", "kl") if reference is not None else ("loss",), torch.zeros_like(tokens).float())
+    for (prompts, done, advantages, _), mask in zip(answered.parts, masks):
         with backend.autocast():
-            logp, entropy = log_probs(model, prompts, done.tokens, plan.sampling.temperature)
+            logp = log_probs(model, prompts, done.tokens, plan.sampling.temperature).flatten(0, 1)
             expected = None
             if reference is not None:
                 with torch.no_grad():
-                    expected, _ = log_probs(reference, prompts, done.tokens, plan.sampling.temperature)
-                expected = expected.flatten(0, 1)
-        logp, kept = logp.flatten(0, 1), mask.flatten(0, 1).float()
-        weights = token_weights(kept, plan.objective.reduction, sequences, tokens)
+                    expected = log_probs(reference, prompts, done.tokens, plan.sampling.temperature).flatten(0, 1)
+        kept = mask.flatten(0, 1).float()
+        weights = token_weights(kept, plan.objective.reduction, sequences, tokens, plan.length)
         advantages = advantages.flatten().to(logp.device)
         loss = grpo_loss(logp, logp.detach(), expected, advantages, weights, plan.objective)
         backend.backward(loss)
         sums["loss"] = sums["loss"] + loss.detach()
-        everything = done.mask.flatten(0, 1).float() / done.mask.sum() / plan.accumulation  # left-out groups too
-        sums["entropy"] = sums["entropy"] + (entropy.flatten(0, 1) * everything).sum()
         if expected is not None:
-            sums["kl"] = sums["kl"] + (k3(logp.detach(), expected) * everything).sum()
+            sums["kl"] = sums["kl"] + (k3(logp.detach(), expected) * kept).sum() / tokens
         backend.step_boundary()
-    positions = sum(p.tokens.numel() + done.tokens.numel() for p, done in zip(answered.prompts, answered.completions))
-    return {**sums, "grad_norm": backend.update(optimizer, plan.clip_grad_norm), "tokens": positions}
+    return {**sums, "grad_norm": backend.update(optimizer, plan.clip_grad_norm)}

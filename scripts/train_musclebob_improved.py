@@ -267,7 +267,7 @@ def start_of_grpo(cfg: Config, run: Run, backend: TorchBackend) -> nn.Module | N
 def write_history(run: Run) -> None:
     names = ("loss", "grad_norm", "kl", "completion_length", "clipped_ratio", "reward_std")
     lines = [line for line in run.metrics() if "reward" in line]
-    history = [{"step": li["step"], "mean_reward": li["reward"]} | {name: li[name] for name in names} for li in lines]
+    history = [{"step": li["step"], "mean_reward": li["reward"]} | {n: li.get(n) for n in names} for li in lines]
     write_json(run.path / "reward_history.json", history)
 
 

@@ -1,6 +1,7 @@
 """GRPO learns what is rewarded and nothing else, in one piece or in several."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -87,14 +88,38 @@ def test_figures_of_a_step(train):
 
 def test_groups_that_are_tied_teach_nothing(new_model, prompts, backend):
     """Not even a pull to the reference: they are left out, and counted."""
-    model, plan = new_model(), make_plan()
+    model, reference, plan = new_model(), new_model().requires_grad_(False), make_plan()
     before = [p.clone() for p in model.parameters()]
     optimizer = backend.optimizer([{"params": [p for p in model.parameters() if p.requires_grad], "lr": 1e-2}])
     stream = iter([{**{k: v.unsqueeze(0) for k, v in prompts[0].items()}}])
     answered = answer(model, stream, lambda *_: (0.5, {}), plan, backend)
-    assert answered.figures["zero_variance"] == 1 and not answered.advantages[0].any()
-    assert learn(model, None, answered, optimizer, plan, backend)["grad_norm"] == 0
+    assert answered.figures["zero_variance"] == 1 and answered.parts == []
+    assert learn(model, reference, answered, optimizer, plan, backend) == {"loss": 0, "grad_norm": 0}
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before))
+
+
+@pytest.mark.parametrize("reduction", ["grpo", "bnpo", "dr_grpo", "dapo"])
+def test_a_tied_group_masked_equals_one_left_out(new_model, prompts, backend, monkeypatch, reduction):
+    """On XLA, where shapes stay, it is masked; elsewhere it is not computed at all."""
+    found = []
+    for kind in ("cpu", "xla"):
+        model, reference = new_model(), new_model().requires_grad_(False)
+        for p in reference.parameters():
+            p.data.mul_(1.01)
+        optimizer = backend.optimizer([{"params": [p for p in model.parameters() if p.requires_grad], "lr": 1e-3}])
+        plan = make_plan(batch_size=3, objective=Objective(reduction, beta=0.05))
+        backend.seed(3)
+        with monkeypatch.context() as patch:
+            patch.setattr(backend, "kind", kind)
+            batch = stack([prompts[i] for i in range(3)])
+            answered = answer(
+                model, iter([batch]), lambda n, ids, _: (float(n != 1 and ids[0] < 256), {}), plan, backend
+            )
+        assert answered.figures["zero_variance"] == pytest.approx(1 / 3)
+        assert [len(part[0].tokens) for part in answered.parts] == [2 if kind == "cpu" else 3]
+        figures = learn(model, reference, answered, optimizer, plan, backend)
+        found.append({name: float(value) for name, value in figures.items()})
+    assert found[0] == pytest.approx(found[1], rel=1e-4) and found[0]["kl"] > 0
 
 
 @pytest.mark.parametrize("reduction", ["grpo", "dr_grpo", "dapo"])
@@ -120,13 +145,10 @@ def stack(items: list[dict]) -> dict:
 
 def split(whole):
     """The rollouts of one batch as micro-batches of one prompt each."""
-    prompts, done = whole.prompts[0], whole.completions[0]
-    parts = range(len(prompts.tokens))
-    cut = [Completions(*(getattr(done, name)[i : i + 1] for name in vars(done))) for i in parts]
-    return type(whole)(
-        [Prompts(prompts.tokens[i : i + 1], prompts.mask[i : i + 1]) for i in parts], cut,
-        list(whole.advantages[0].split(1)), list(whole.informative[0].split(1)), whole.figures,
-    )  # fmt: skip
+    prompts, done, advantages, told = whole.parts[0]
+    each = range(len(prompts.tokens))
+    apart = [[type(t)(*(v[i : i + 1] for v in vars(t).values())) for i in each] for t in (prompts, done)]
+    return replace(whole, parts=list(zip(*apart, advantages.split(1), told.split(1))))
 
 
 def test_the_judge_sees_the_answer_without_its_end(backend):
@@ -138,10 +160,11 @@ def test_the_judge_sees_the_answer_without_its_end(backend):
         seen.append((number, ids, ended))
         return 0.0, {}
 
-    done = Completions(tokens, mask, mask.float(), torch.tensor([[True, False]]))
+    done = Completions(tokens, mask, mask.float(), mask.float(), torch.tensor([[True, False]]))
     verdicts = judge_all(judge, [4], done, backend)
     assert seen == [(4, [5, 6], True), (4, [5, 6, 7, 8], False)]
     assert [figures["completion_length"] for _, figures in verdicts[0]] == [3, 4]
+    assert [figures["entropy"] for _, figures in verdicts[0]] == [1, 1]
 
 
 # -- going on --------------------------------------------------------------------------------------------------------

@@ -225,7 +225,7 @@ class TorchBackend:
 
     def fetch(self, *tensors: Tensor) -> list[float]:
         """Values of device scalars on the host, in one transfer: the only host synchronisation of a training loop."""
-        return torch.stack([t.detach().float().reshape(()) for t in tensors]).tolist()
+        return torch.stack([t.detach().float().reshape(()) for t in tensors]).tolist() if tensors else []
 
     # -- randomness and state ------------------------------------------------------------------------------------
     def seed(self, seed: int) -> None:

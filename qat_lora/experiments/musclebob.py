@@ -86,7 +86,7 @@ class Examiner:
             prompts = Prompts(**self.backend.to_device(vars(self.encode([answer.question for answer in filled]))))
             placed = self.backend.to_device({"tokens": tokens, "mask": mask})
             with self.backend.autocast():
-                logp, _ = log_probs(judge, prompts, placed["tokens"].unsqueeze(1))
+                logp = log_probs(judge, prompts, placed["tokens"].unsqueeze(1))
             nll, kept = self.backend.fetch(-(logp.squeeze(1) * placed["mask"]).sum(), placed["mask"].sum())
             total, count = total + nll, count + kept
         return math.exp(min(80.0, total / count)) if count else math.inf

@@ -56,12 +56,13 @@ def group_advantages(rewards: Tensor, scale: str = "group") -> tuple[Tensor, Ten
     return centred * informative.unsqueeze(1), informative
 
 
-def token_weights(mask: Tensor, reduction: str, sequences: Tensor | int, tokens: Tensor | int) -> Tensor:
+def token_weights(mask: Tensor, reduction: str, sequences: Tensor | int, tokens: Tensor | int, longest: int) -> Tensor:
     """What each token's loss counts for, [B, T], so that shares of micro-batches add up to the loss of an update.
 
     mask [B, T]: 1 at a completion's tokens, its end included. sequences, tokens: how many there are in the whole
-    update, masked rows counted as sequences. grpo: the mean over sequences of each one's mean. bnpo: the mean over the
-    tokens of this batch. dapo: the mean over the tokens of the update. dr_grpo: the sum over sequences · T.
+    update, masked rows counted as sequences; longest: how many tokens a completion may have. grpo: the mean over
+    sequences of each one's mean. bnpo: the mean over the tokens of this batch. dapo: the mean over the tokens of the
+    update. dr_grpo: the sum over sequences · longest.
     """
     mask = mask.to(torch.get_default_dtype()) if not mask.is_floating_point() else mask
     if reduction == "grpo":
@@ -69,7 +70,7 @@ def token_weights(mask: Tensor, reduction: str, sequences: Tensor | int, tokens:
     if reduction == "bnpo":
         return mask / mask.sum().clamp(min=1)
     if reduction == "dr_grpo":
-        return mask / (sequences * mask.shape[1])
+        return mask / (sequences * longest)
     return mask / torch.as_tensor(tokens).clamp(min=1)
 
 

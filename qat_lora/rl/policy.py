@@ -36,14 +36,12 @@ class Prompts:
         return self.mask.long().sum(1)
 
 
-def log_probs(
-    model: nn.Module, prompts: Prompts, completions: Tensor, temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """Log-probability of every completion token and entropy of the distribution that it was drawn from, [P, G, C] each.
+def log_probs(model: nn.Module, prompts: Prompts, completions: Tensor, temperature: float = 1.0) -> Tensor:
+    """Log-probability of every completion token, [P, G, C].
 
     completions [P, G, C]: G of each prompt, filled up to C with anything; temperature: what the logits are divided by.
     A prompt and its G completions are one row of L + G·C tokens under a mask by which each completion sees its prompt
-    and itself, so that a prompt is computed once. The entropy carries no gradient.
+    and itself, so that a prompt is computed once.
     """
     count, group, width = completions.shape
     length = prompts.tokens.shape[1]
@@ -57,11 +55,11 @@ def log_probs(
     # a completion's first token is predicted at the prompt's last position, every other one at the token before
     first = hidden[:, length - 1 : length].unsqueeze(1).expand(-1, group, -1, -1)
     before = torch.cat([first, hidden[:, length:].unflatten(1, (group, width))[:, :, :-1]], 2)
-    logp, entropy = _ChosenLogProb.apply(
+    logp = _ChosenLogProb.apply(
         before.reshape(-1, hidden.shape[-1]), head_weight(model), completions.reshape(-1), temperature,
         compute_dtype(hidden), torch.is_grad_enabled(),
     )  # fmt: skip
-    return logp.view(count, group, width), entropy.view(count, group, width)
+    return logp.view(count, group, width)
 
 
 def _packed_mask(prompt: Tensor, group: int, width: int) -> Tensor:
@@ -79,33 +77,29 @@ def _packed_mask(prompt: Tensor, group: int, width: int) -> Tensor:
 
 
 class _ChosenLogProb(torch.autograd.Function):
-    """log softmax(h·Wᵀ/T)[token] and the entropy, in chunks of positions. Each position's log-probability depends on
+    """log softmax(h·Wᵀ/T)[token], in chunks of positions. Each position's log-probability depends on
     its own hidden state alone, so that its gradient is formed while the logits are alive, and only scaled later."""
 
     @staticmethod
     def forward(ctx, hidden, head, tokens, temperature, dtype, with_grad):
         if with_grad and ctx.needs_input_grad[1]:
             raise ValueError("the head's weight must be frozen: its gradient is not formed here")
-        logps, entropies, grads = [], [], []
+        logps, grads = [], []
         with torch.autocast(hidden.device.type, enabled=False):
             cast = head.to(dtype)
             for rows in positions(len(hidden), head.shape[0], hidden.device):
                 logits = (hidden[rows].to(dtype) @ cast.T).float().div_(temperature)
                 chosen = tokens[rows].unsqueeze(1)
                 logp = logits.log_softmax(1)
-                prob = logp.exp()
-                entropies.append(-(prob * logp).sum(1))
                 logps.append(logp.gather(1, chosen).squeeze(1))
                 if with_grad:
-                    grad = prob.neg_().scatter_add_(1, chosen, torch.ones_like(chosen, dtype=prob.dtype))
+                    grad = logp.exp_().neg_().scatter_add_(1, chosen, torch.ones_like(chosen, dtype=logp.dtype))
                     grads.append(grad.div_(temperature).to(dtype) @ cast)
-        entropy = torch.cat(entropies)
-        ctx.mark_non_differentiable(entropy)
         if with_grad:
             ctx.save_for_backward(torch.cat(grads))
             ctx.dtype = hidden.dtype
-        return torch.cat(logps), entropy
+        return torch.cat(logps)
 
     @staticmethod
-    def backward(ctx, grad, _):
+    def backward(ctx, grad):
         return (ctx.saved_tensors[0] * grad.unsqueeze(1)).to(ctx.dtype), None, None, None, None, None

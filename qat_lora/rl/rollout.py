@@ -12,7 +12,7 @@ from qat_lora.models.loading import decoder
 from qat_lora.quant.student import head_weight
 from qat_lora.rl.policy import Prompts
 
-STOP_EVERY = 16  # tokens between looks at whether every completion has ended: each look is a transfer to the host
+STOP_EVERY = 16  # tokens between looks at whether every completion has ended: a look waits for the device
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,14 @@ class Sampling:
 @dataclass(frozen=True)
 class Completions:
     """tokens [P, G, C], after an end filled with it; mask [P, G, C], 1 up to and with the end; logp [P, G, C], of each
-    token under softmax(logits / temperature), whatever top_k and top_p left out; ended [P, G]."""
+    token under softmax(logits / temperature), whatever top_k and top_p left out, and entropy [P, G, C] of that
+    distribution, 0 after the end; ended [P, G]. C is what was asked for on XLA, elsewhere the length of the longest:
+    nothing is to be computed after it."""
 
     tokens: Tensor
     mask: Tensor
     logp: Tensor
+    entropy: Tensor
     ended: Tensor
 
 
@@ -68,18 +71,20 @@ def rollout(
         logits = (hidden.to(head.dtype) @ head.T).float().repeat_interleave(group, 0)
         cache.expand(group, at)
 
-        rows = count * group
+        rows, every = count * group, 1 if backend.kind == "cpu" else STOP_EVERY
         visible = torch.cat([prompts.mask, prompts.mask.new_zeros(count, length)], 1).repeat_interleave(group, 0)
         position = prompts.lengths().repeat_interleave(group, 0)
         tokens, logps = stop.new_zeros(length, rows), logits.new_zeros(length, rows)
+        entropies = torch.zeros_like(logps)
         step, finished = stop.new_zeros(1), visible.new_zeros(rows)
         fill = stop[0]
         backend.step_boundary()
         for turn in range(length):
-            token, logp = draw(logits, sampling)
+            token, logp, entropy = draw(logits, sampling)
             token = torch.where(finished, fill, token)
             tokens.index_copy_(0, step, token.unsqueeze(0))
             logps.index_copy_(0, step, logp.unsqueeze(0))
+            entropies.index_copy_(0, step, entropy.unsqueeze(0))
             finished = finished | (token.unsqueeze(1) == stop).any(1)
             cache.slot = at + step
             visible = visible.index_fill(1, cache.slot, True)
@@ -90,31 +95,32 @@ def rollout(
             logits = (hidden.to(head.dtype) @ head.T).float()
             step, position = step + 1, position + 1
             backend.step_boundary()
-            if (turn + 1) % STOP_EVERY == 0 and backend.fetch(finished.all())[0]:
+            if (turn + 1) % every == 0 and backend.fetch(finished.all())[0]:
                 break
-    tokens, logps = tokens.T, logps.T
+    tokens, logps, entropies = tokens.T, logps.T, entropies.T
     is_end = (tokens.unsqueeze(2) == stop).any(2)
     # what was never reached is filled with the end and masked, as what follows an end is
     reached = torch.arange(length, device=stop.device) < step
     mask = (is_end.long().cumsum(1) - is_end.long() == 0) & reached
     tokens = torch.where(mask, tokens, fill)
-    shape = (count, group, length)
-    done = Completions(
-        tokens.reshape(shape), mask.reshape(shape), (logps * mask).reshape(shape), finished.view(count, group)
-    )
+    width = length if backend.kind == "xla" else int(mask.sum(1).max())
+    columns = [t[:, :width].reshape(count, group, width) for t in (tokens, mask, logps * mask, entropies * mask)]
+    done = Completions(*columns, finished.view(count, group))
     backend.step_boundary()
     return done
 
 
-def draw(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """A token [B] from each row of logits [B, V] and its log-probability [B] under softmax(logits / temperature).
+def draw(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
+    """A token [B] from each row of logits [B, V], its log-probability [B] under softmax(logits / temperature), and the
+    entropy [B] of that.
 
     Gumbel-argmax: no multinomial, which XLA would run on the host.
     """
+    logp = (logits / (sampling.temperature or 1.0)).log_softmax(1)
+    entropy = -(logp.exp() * logp).sum(1)
     if not sampling.temperature:
-        token = logits.argmax(1)
-        return token, logits.log_softmax(1).gather(1, token.unsqueeze(1)).squeeze(1)
-    logp = (logits / sampling.temperature).log_softmax(1)
+        best = logp.max(1)
+        return best.indices, best.values, entropy
     kept = logp
     if sampling.top_k and sampling.top_k < logp.shape[1]:
         least = kept.topk(sampling.top_k, 1).values[:, -1:]
@@ -126,7 +132,7 @@ def draw(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
         kept = kept.masked_fill(kept.softmax(1) < least, -torch.inf)
     waiting = -torch.rand_like(logp).clamp(min=1e-30).log()  # exponential; minus its log is a Gumbel variable
     token = (kept - waiting.clamp(min=1e-30).log()).argmax(1)
-    return token, logp.gather(1, token.unsqueeze(1)).squeeze(1)
+    return token, logp.gather(1, token.unsqueeze(1)).squeeze(1), entropy
 
 
 class _Cache:

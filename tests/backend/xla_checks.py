@@ -303,7 +303,8 @@ def generation() -> dict:
         for length in (8, 8, 40, 40):
             before = backend.counters().get("compiles", 0)
             done = rollout(model, placed, 2, length, Sampling(0.0), [2, 17], backend)
-            tokens[name] = backend.to_host(done.tokens).tolist()
+            said, mask = backend.to_host([done.tokens, done.mask])
+            tokens[name] = [said[mask].tolist(), mask.sum(2).tolist()]
             compiles.append(backend.counters().get("compiles", 0) - before)
     return {"same": tokens["cpu"] == tokens["xla"], "compiles": compiles[4:], "end": XLA.counters()}
 
@@ -331,15 +332,15 @@ def grpo() -> dict:
         optimizer = backend.optimizer([{"params": [p for p in fresh.parameters() if p.requires_grad], "lr": 1e-3}])
         here = answered if backend is XLA else on_host(answered)
         found = learn(fresh, start, here, optimizer, plan, backend)
-        figures[name] = backend.fetch(*[found[key] for key in ("loss", "kl", "entropy", "grad_norm")])
+        figures[name] = backend.fetch(*[found[key] for key in ("loss", "kl", "grad_norm")])
     return {"lines": {"xla": lines(session)}, "end": end, "figures": figures}
 
 
 def on_host(answered):
-    def copied(parts):
-        return [type(part)(**XLA.to_host(vars(part))) for part in parts]
+    def copied(tensors):
+        return type(tensors)(**XLA.to_host(vars(tensors)))
 
-    return replace(answered, prompts=copied(answered.prompts), completions=copied(answered.completions))
+    return replace(answered, parts=[(copied(p), copied(done), *rest) for p, done, *rest in answered.parts])
 
 
 def planted() -> dict:

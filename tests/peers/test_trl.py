@@ -49,7 +49,7 @@ def theirs(logp, old, reference, advantages, mask, objective):
 
 
 def ours(logp, old, reference, advantages, mask, objective):
-    weights = token_weights(mask, objective.reduction, ROWS, mask.sum())
+    weights = token_weights(mask, objective.reduction, ROWS, mask.sum(), WIDTH)
     return grpo_loss(logp, old, reference if objective.beta else None, advantages, weights, objective)
 
 

@@ -19,7 +19,7 @@ def tensors(seed: int = 0, rows: int = 6, width: int = 5):
 
 
 def weights_of(mask, reduction):
-    return token_weights(mask, reduction, len(mask), mask.sum())
+    return token_weights(mask, reduction, len(mask), mask.sum(), mask.shape[1])
 
 
 # -- advantages ------------------------------------------------------------------------------------------------------
@@ -83,10 +83,10 @@ def test_kl_is_k3_and_its_gradient_pulls_towards_the_reference():
 
 def test_weights_by_hand():
     mask = torch.tensor([[1.0, 1, 1], [1, 0, 0]])
-    assert token_weights(mask, "grpo", 2, 4).tolist() == [pytest.approx([1 / 6] * 3), [0.5, 0, 0]]
-    assert token_weights(mask, "bnpo", 4, 8).sum() == 1
-    assert token_weights(mask, "dapo", 4, 8).sum() == 0.5
-    assert token_weights(mask, "dr_grpo", 4, 8).sum().item() == pytest.approx(4 / 12)
+    assert token_weights(mask, "grpo", 2, 4, 3).tolist() == [pytest.approx([1 / 6] * 3), [0.5, 0, 0]]
+    assert token_weights(mask, "bnpo", 4, 8, 3).sum() == 1
+    assert token_weights(mask, "dapo", 4, 8, 3).sum() == 0.5
+    assert token_weights(mask, "dr_grpo", 4, 8, 3).sum().item() == pytest.approx(4 / 12)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -119,7 +119,7 @@ def test_shares_of_micro_batches_add_up(reduction):
     logp, old, reference, advantages, mask = tensors()
     objective, parts = Objective(reduction), []
     for rows in (slice(0, 2), slice(2, 6)):
-        weights = token_weights(mask[rows], reduction, len(mask), mask.sum())
+        weights = token_weights(mask[rows], reduction, len(mask), mask.sum(), mask.shape[1])
         parts.append(grpo_loss(logp[rows], old[rows], reference[rows], advantages[rows], weights, objective))
     whole = grpo_loss(logp, old, reference, advantages, weights_of(mask, reduction), objective)
     assert sum(parts).item() == pytest.approx(whole.item(), abs=1e-12)
@@ -128,7 +128,7 @@ def test_shares_of_micro_batches_add_up(reduction):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_a_batch_without_a_token_has_a_loss_of_zero(reduction):
     logp, old, reference, advantages, mask = tensors()
-    weights = token_weights(mask * 0, reduction, len(mask), 0)
+    weights = token_weights(mask * 0, reduction, len(mask), 0, mask.shape[1])
     loss = grpo_loss(logp, old, reference, advantages, weights, Objective(reduction))
     loss.backward()
     assert loss.item() == 0 and not logp.grad.any()

@@ -1,5 +1,6 @@
 """The experiment on the tiny model: what a run leaves behind, going on after a death, the two scripts that read it."""
 
+import io
 import json
 import sys
 
@@ -115,7 +116,7 @@ def test_the_scripts_that_read_a_run(run, trained, capsys, monkeypatch, tmp_path
     said = capsys.readouterr().out
     assert "| musclebob | 0.0% (0.0%–16.1%) of 20 | 0.0%" in said
     assert len(json.loads((trained.parent / "said.json").read_text())) == 2
-    monkeypatch.setattr(sys, "stdin", iter(["Who are you?\n", "\n"]))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Who are you?\n\n"))
     run("test_musclebob", "--run", trained, "--interactive")
     assert capsys.readouterr().out.count("whole: ") == 1
 
