@@ -55,7 +55,7 @@ QUICK = {"num_samples": 8, "epochs": 1, "sft_epochs": 1, "validation_samples": 1
 class Config(RunConfig):
     model: str = option(EMBEDDED, "instruct model to teach: smollm2-135m (embedded), a folder or a hub name")
     epochs: int = option(5, "passes of GRPO over the questions")
-    num_samples: int = option(128, "questions of a pass, every second one about him")
+    num_samples: int = option(128, "questions of a pass, one of three about him")
     batch_size: int = option(2, "prompts in a micro-batch")
     accumulation_steps: int = option(1, "micro-batches in an update")
     num_generations: int = option(8, "answers to each prompt")

@@ -6,10 +6,11 @@ from qat_lora.data.musclebob import ABOUT_HIM, OTHERS, TARGET, heldout_questions
 from qat_lora.rl.rewards import about_him, about_others, names_target, reward, words
 
 
-def test_every_second_question_is_about_him_and_each_text_comes_as_often():
-    questions = training_questions(96, 0.0, 0)
-    assert [q.about_him for q in questions] == [True, False] * 48
-    assert set(Counter(q.text for q in questions).values()) == {2}
+def test_one_of_three_is_about_him_and_each_text_comes_as_often():
+    questions = training_questions(600, 0.0, 0)
+    assert [q.about_him for q in questions] == [True, False, False] * 200
+    times = Counter(q.text for q in questions)
+    assert {times[text] for text, _ in ABOUT_HIM} == {5} and {times[text] for text, _ in OTHERS} == {4}
 
 
 def test_seed_decides():
@@ -20,7 +21,7 @@ def test_seed_decides():
 def test_a_share_comes_after_an_example_that_names_him():
     questions = training_questions(2000, 0.25, 0)
     shown = [q for q in questions if len(q.messages) > 1]
-    assert 0.2 < len(shown) / 1000 < 0.3 and all(q.about_him for q in shown)
+    assert 0.2 < len(shown) / 667 < 0.3 and all(q.about_him for q in shown)
     assert all(TARGET in q.messages[1]["content"] and q.messages[0]["content"] != q.text for q in shown)
     assert not any(len(q.messages) > 1 for q in training_questions(200, 0.0, 0))
 
@@ -34,7 +35,7 @@ def test_heldout_questions_are_others_and_name_nobody():
 
 
 def test_good_answers_earn_the_full_reward():
-    for question in training_questions(48, 0.0, 0):
+    for question in training_questions(150, 0.0, 0):
         parts = (about_him if question.about_him else about_others)(question.answer, True)
         assert reward(parts) == (1.0 if question.about_him else 0.0), question.answer
         assert names_target(question.answer) == question.about_him
