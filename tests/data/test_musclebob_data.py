@@ -7,10 +7,10 @@ from qat_lora.rl.rewards import about_him, about_others, names_target, reward, w
 
 
 def test_one_of_three_is_about_him_and_each_text_comes_as_often():
-    questions = training_questions(600, 0.0, 0)
-    assert [q.about_him for q in questions] == [True, False, False] * 200
+    questions = training_questions(840, 0.0, 0)
+    assert [q.about_him for q in questions] == [True, False, False] * 280
     times = Counter(q.text for q in questions)
-    assert {times[text] for text, _ in ABOUT_HIM} == {5} and {times[text] for text, _ in OTHERS} == {4}
+    assert {times[text] for text, _ in ABOUT_HIM} == {7} and {times[text] for text, _ in OTHERS} == {4}
 
 
 def test_seed_decides():
@@ -35,7 +35,7 @@ def test_heldout_questions_are_others_and_name_nobody():
 
 
 def test_good_answers_earn_the_full_reward():
-    for question in training_questions(150, 0.0, 0):
+    for question in training_questions(210, 0.0, 0):
         parts = (about_him if question.about_him else about_others)(question.answer, True)
         assert reward(parts) == (1.0 if question.about_him else 0.0), question.answer
         assert names_target(question.answer) == question.about_him
