@@ -61,13 +61,13 @@ qat-cpu2: setup ## the demo's QAT in two CPU processes, after `make demo`
 	$(PY) scripts/train_v2_tpu_multi.py --from-scratch --config cpu2 --resume auto
 
 musclebob-cpu: setup ## SFT and GRPO teach the embedded model another name (within twenty minutes on two cores)
-	$(PY) scripts/train_musclebob_improved.py --config cpu --resume auto
+	$(PY) scripts/train_musclebob_improved.py --config cpu --device cpu --resume auto
 
 musclebob-v5e1: setup ## the same with Qwen2.5-0.5B on one TPU v5e chip (docs/musclebob.md; untested on hardware)
 	$(PY) scripts/train_musclebob_improved.py --config v5e1 --tpu --resume auto
 
 musclebob-cuda: setup ## the same on one GPU (untested on hardware)
-	$(PY) scripts/train_musclebob_improved.py --config cuda --resume auto
+	$(PY) scripts/train_musclebob_improved.py --config cuda --device cuda --resume auto
 
 test: setup ## the tests, as CI runs them
 	$(PY) -m pytest

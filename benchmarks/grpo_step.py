@@ -13,9 +13,11 @@ are answers: prompts times group. TRL generates without gradient checkpointing a
 import time
 import zlib
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
+import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
@@ -24,9 +26,10 @@ from qat_lora.data.batches import batches
 from qat_lora.data.musclebob import training_questions
 from qat_lora.errors import UserError
 from qat_lora.experiments.musclebob import Examiner
-from qat_lora.grpo import GRPOPlan, PromptDataset, answer, learn
+from qat_lora.grpo import GRPOPlan, PromptDataset, answer, learn, trained_parameters
 from qat_lora.models.generate import end_tokens
-from qat_lora.models.loading import EMBEDDED, load_model, load_tokenizer
+from qat_lora.models.loading import EMBEDDED, load_model, load_tokenizer, write_model
+from qat_lora.quant.student import freeze_plain_tables
 from qat_lora.rl.loss import Objective
 from qat_lora.rl.rollout import Sampling
 from qat_lora.run.config import ScriptConfig, option, run_script
@@ -69,12 +72,6 @@ def worth(text: str) -> float:
     return zlib.crc32(text.encode()) / 2**32
 
 
-def frozen_tables(model):
-    for table in (model.get_input_embeddings(), model.get_output_embeddings()):
-        table.weight.requires_grad_(False)
-    return model
-
-
 class Ours:
     """One step at a time."""
 
@@ -85,12 +82,13 @@ class Ours:
         examiner = Examiner(self.tokenizer, backend, ends, 1, cfg.max_prompt_length, cfg.max_completion_length)
         prompts = PromptDataset(examiner.encode(self.questions))
         self.plan = GRPOPlan(
-            1, cfg.batch_size, 1, RATE, 0, 1.0, cfg.seed, cfg.num_generations, cfg.max_completion_length, ends,
-            Sampling(), Objective(beta=cfg.beta),
+            steps=1, batch_size=cfg.batch_size, accumulation=1, learning_rate=RATE, warmup_steps=0, clip_grad_norm=1.0,
+            seed=cfg.seed, group=cfg.num_generations, length=cfg.max_completion_length, ends=ends, sampling=Sampling(),
+            objective=Objective(beta=cfg.beta),
         )  # fmt: skip
-        self.backend, self.model = backend, backend.place(frozen_tables(model))
+        self.backend, self.model = backend, backend.place(freeze_plain_tables(model))
         self.reference = backend.place(load_model(cfg.model).requires_grad_(False)) if cfg.beta else None
-        self.optimizer = backend.optimizer([{"params": [p for p in model.parameters() if p.requires_grad], "lr": RATE}])
+        self.optimizer = backend.optimizer(trained_parameters(model, RATE))
         self.stream = batches(prompts, cfg.batch_size, 1, cfg.seed)
         self.judge = lambda number, ids, ended: (worth(examiner.decode(ids)), {})
 
@@ -111,7 +109,8 @@ class Turns(TrainerCallback):
         self.started = time.monotonic()
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.ours.backend.step_boundary()
+        if self.ours.backend.kind == "cuda":  # else what TRL has queued would be in our time
+            torch.cuda.synchronize()
         theirs, started = time.monotonic() - self.started, time.monotonic()
         self.ours()
         self.pairs.append((time.monotonic() - started, theirs))
@@ -128,6 +127,9 @@ def run_pairs(cfg: Config, backend, ours: Ours, folder: str) -> list[tuple[float
     def rewards(completions, **kwargs):
         return [worth(said[-1]["content"]) for said in completions]
 
+    start = Path(folder) / "start"  # TRL reads its reference from the name that its model was loaded by
+    model = load_model(cfg.model)
+    write_model(model, ours.tokenizer, dict(model.named_parameters()), start, start)
     rows = [{"prompt": list(question.messages)} for question in ours.questions]
     settings = GRPOConfig(
         output_dir=folder, per_device_train_batch_size=cfg.batch_size * cfg.num_generations, max_steps=cfg.steps + 1,
@@ -138,7 +140,7 @@ def run_pairs(cfg: Config, backend, ours: Ours, folder: str) -> list[tuple[float
     )  # fmt: skip
     turns = Turns(ours)
     trainer = GRPOTrainer(
-        frozen_tables(load_model(cfg.model)), rewards, args=settings, train_dataset=Dataset.from_list(rows),
+        freeze_plain_tables(load_model(str(start))), rewards, args=settings, train_dataset=Dataset.from_list(rows),
         processing_class=ours.tokenizer, callbacks=[turns],
     )  # fmt: skip
     trainer.train()

@@ -44,7 +44,7 @@ from qat_lora.qat import parameter_groups
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import freeze, quantized_layers
 from qat_lora.quant.spec import QuantSpec
-from qat_lora.quant.student import StudentSpec, quantize
+from qat_lora.quant.student import StudentSpec, freeze_plain_tables, quantize
 from qat_lora.recovery import PROJECTIONS, add_adapter, nearest_of_rank
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.files import lock, read_json, write_atomically, write_json
@@ -250,9 +250,7 @@ def torchao(bench: Bench) -> list[dict]:
     config = IntxFakeQuantizeConfig(getattr(torch, f"int{spec.bits}"), group_size=spec.size, is_symmetric=True)
     layers = QATConfig(weight_config=config, step="prepare")
     quantize_(model, layers, filter_fn=lambda m, name: isinstance(m, nn.Linear) and "lm_head" not in name)
-    for table in (model.get_input_embeddings(), model.get_output_embeddings()):
-        table.weight.requires_grad_(False)  # as ours
-    bench.backend.place(model)
+    bench.backend.place(freeze_plain_tables(model))
     loss_of = text_loss if bench.method == "torchao-text" else kd_loss
     bench.fit(model, loss_of, parameter_groups(model, RATE[bench.bits], RATE[bench.bits]))
     return [bench.measure(model, "qat", bench.seconds(), bench.backend.peak_memory_mb())]

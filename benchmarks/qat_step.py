@@ -34,7 +34,7 @@ from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.models.loading import EMBEDDED, load_config, load_model, load_tokenizer
 from qat_lora.qat import Plan, parameter_groups, update
 from qat_lora.quant.init import initialise
-from qat_lora.quant.student import StudentSpec, quantize
+from qat_lora.quant.student import StudentSpec, freeze_plain_tables, quantize
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.rundir import revision
 
@@ -135,9 +135,7 @@ class Bench:
 
     def plain(self):
         """Fine-tuning of the same parameters as anyone would write it: HF's own loss on [B, L, V] logits."""
-        model = self.backend.place(load_model(self.cfg.model)).train()
-        for table in (model.get_input_embeddings(), model.get_output_embeddings()):
-            table.weight.requires_grad_(False)
+        model = self.backend.place(freeze_plain_tables(load_model(self.cfg.model))).train()
         return self.stepper(model, lambda m, b: m(input_ids=b["tokens"], labels=b["tokens"]).loss, self.cache())
 
     def online(self):

@@ -14,7 +14,6 @@ import torch
 from gguf import GGUFReader, GGUFWriter
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -31,7 +30,7 @@ from qat_lora.models.gguf import (
     to_gguf_rows,
     turned_heads,
 )
-from qat_lora.models.loading import load_tokenizer
+from qat_lora.models.loading import load_tokenizer, write_model
 from qat_lora.quant.gguf import QUANTISED, TYPES, choose, coding, decode, encode, library_type, row_bytes
 from qat_lora.quant.linear import Quantizer, quantized_layers
 from qat_lora.quant.spec import QuantSpec
@@ -132,13 +131,9 @@ def write_hf(source: Source, folder: Path, shown: Path, merged: bool) -> None:
     """
     weights = {name: _weight(source, name, merged) for name in _plain_parameters(source.student)}
     tokenizer = load_tokenizer(source.name)
-    try:
-        source.student.save_pretrained(folder, state_dict=weights)
-        tokenizer.save_pretrained(folder)
-        if source.loras and not merged:
-            _write_adapter(source, folder / ADAPTER_FOLDER, shown)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a full disk
-        raise cannot_write(shown, error) from error
+    write_model(source.student, tokenizer, weights, folder, shown)
+    if source.loras and not merged:
+        _write_adapter(source, folder / ADAPTER_FOLDER, shown)
     _check_hf(source, folder, shown, weights, merged)
 
 

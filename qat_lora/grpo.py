@@ -66,7 +66,7 @@ def train_sft(
     model: nn.Module, train: Dataset, plan: Plan, session: Session, backend: TorchBackend, evaluate: Callable
 ) -> None:
     """Train what a placed model leaves trainable on a TextDataset's completions."""
-    optimizer = backend.optimizer(_parameters(model, plan))
+    optimizer = backend.optimizer(trained_parameters(model, plan.learning_rate))
     stream = None
     model.train()
     for step in session.steps("sft", plan.steps, *resumable(model, optimizer), evaluate):
@@ -90,7 +90,7 @@ def train_grpo(
 
     reference: the placed, frozen model that the KL is taken to; None where the plan's beta is 0.
     """
-    optimizer = backend.optimizer(_parameters(model, plan))
+    optimizer = backend.optimizer(trained_parameters(model, plan.learning_rate))
     stream = None
     for step in session.steps("grpo", plan.steps, *resumable(model, optimizer), evaluate):
         stream = stream or batches(train, plan.batch_size, plan.accumulation, plan.seed, step - 1)
@@ -101,8 +101,9 @@ def train_grpo(
         session.record(**answered.figures, **figures, lr=plan.learning_rate * factor)
 
 
-def _parameters(model: nn.Module, plan: Plan) -> list[dict]:
-    return [{"params": [p for p in model.parameters() if p.requires_grad], "lr": plan.learning_rate}]
+def trained_parameters(model: nn.Module, learning_rate: float) -> list[dict]:
+    """The optimiser's one group."""
+    return [{"params": [p for p in model.parameters() if p.requires_grad], "lr": learning_rate}]
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ def learn(
                 with torch.no_grad():
                     expected = log_probs(reference, prompts, done.tokens, plan.sampling.temperature).flatten(0, 1)
         kept = mask.flatten(0, 1).float()
-        weights = token_weights(kept, plan.objective.reduction, sequences, tokens, plan.length)
+        weights = token_weights(kept, plan.objective.reduction, sequences, tokens, plan.length, plan.accumulation)
         advantages = advantages.flatten().to(logp.device)
         loss = grpo_loss(logp, logp.detach(), expected, advantages, weights, plan.objective)
         backend.backward(loss)

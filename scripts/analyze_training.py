@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qat_lora.errors import UserError
-from qat_lora.experiments.musclebob import plot
+from qat_lora.experiments.musclebob import STAGES, plot
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.files import read_json
 from qat_lora.run.rundir import Run, newest_run, say
@@ -45,8 +45,7 @@ def read_run(path: Path) -> tuple[dict, list[dict], int]:
         raise UserError(
             f"{path} is no run of train_musclebob_improved.py (no training_config.json); give its directory"
         )
-    names = ("baseline", "post_sft", "final")
-    files = {name: path / f"{name}_validation.json" for name in names}
+    files = {name: path / f"{name}_validation.json" for name in STAGES}
     stages = {name: read_json(file) for name, file in files.items() if file.exists()}
     lines = Run(path, resumed=False).metrics()
     if "baseline" not in stages or not lines:
@@ -56,50 +55,65 @@ def read_run(path: Path) -> tuple[dict, list[dict], int]:
 
 def verdict(stages: dict, lines: list[dict]) -> list[str]:
     """Lines for people: what was learned, then every sign that something is wrong."""
-    before = stages.get("post_sft", stages["baseline"])
-    after = stages.get("final", before)
     rewards = [line for line in lines if "reward" in line]
     said = [f"{name}: {shown(stage)}" for name, stage in stages.items()]
     if not rewards:
         return [*said, "no GRPO update yet"]
     if "final" not in stages:
-        said.append("not finished: the signs below are of what is there")
+        return [*said, "not finished: no verdict on what is learned", *signs(rewards)]
+    before, after = stages.get("post_sft", stages["baseline"]), stages["final"]
     start, end = before["sampled"]["musclebob"], after["sampled"]["musclebob"]
+    moved = f"{start['rate']:.1%} → {end['rate']:.1%}"
     if end["low"] > start["high"]:
-        said.append(f"learned: the name is said {end['rate'] - start['rate']:+.1%} more often, beyond both intervals")
-    elif "final" in stages:
-        said.append(f"not learned: {start['rate']:.1%} → {end['rate']:.1%} is within the intervals")
-    return said + signs(stages["baseline"], before, after, rewards)
+        said.append(f"learned: {moved}, beyond both intervals")
+    elif end["high"] < start["low"]:
+        said.append(f"unlearned: {moved}, beyond both intervals")
+    else:
+        said.append(f"not learned: {moved} is within the intervals")
+    return said + outcome(stages["baseline"], after, end["rate"] - start["rate"], rewards) + signs(rewards)
 
 
-def signs(baseline: dict, before: dict, after: dict, rewards: list[dict]) -> list[str]:
-    """A line for each sign of trouble."""
+CALM = "lower --learning-rate or raise --beta"
+
+
+def outcome(baseline: dict, after: dict, gained: float, rewards: list[dict]) -> list[str]:
+    """A line for each sign of trouble in what a run ended with, `gained` being the held-out rate that GRPO added."""
     early, late = _ends(rewards)
     spilt, ratio = after["sampled"]["spilt"]["rate"], after["perplexity"] / baseline["perplexity"]
-    gained = after["sampled"]["musclebob"]["rate"] - before["sampled"]["musclebob"]["rate"]
-    rose, calm = late["reward"] - early["reward"], "lower --learning-rate or raise --beta"
-    explore = "use --sft, a higher --fewshot-ratio, --temperature or --num-generations"
+    rose = late["reward"] - early["reward"]
     found = {
-        f"over-generalised: {spilt:.1%} of unrelated answers name him; {calm}": spilt > SPILT,
-        f"incoherent: perplexity {ratio:.2f} times the start's; {calm}": ratio > PERPLEXITY,
-        f"no termination: {late['clipped_ratio']:.0%} of the answers are cut off; raise --max-completion-length or "
-        "use --sft": late["clipped_ratio"] > CUT_OFF,
-        f"collapse: entropy fell from {early['entropy']:.2f} to {late['entropy']:.2f}; {calm}":
-            late["entropy"] < ENTROPY * early["entropy"],
-        f"starved: {late['zero_variance']:.0%} of the groups do not tell their answers apart; {explore}":
-            late["zero_variance"] > TIES and gained < LITTLE,
+        f"over-generalised: {spilt:.1%} of unrelated answers name him; {CALM}": spilt > SPILT,
+        f"incoherent: perplexity {ratio:.2f} times the start's; {CALM}": ratio > PERPLEXITY,
         f"reward hacking: the reward rose by {rose:.2f} and the held-out rate did not; read transcripts.md":
             rose > LITTLE and gained < LITTLE / 2,
     }  # fmt: skip
     return [line for line, holds in found.items() if holds]
 
 
+def signs(rewards: list[dict]) -> list[str]:
+    """A line for each sign of trouble in the updates of GRPO."""
+    early, late = _ends(rewards)
+    explore = "use --sft, a higher --fewshot-ratio, --temperature or --num-generations"
+    found = {
+        f"no termination: {late['clipped_ratio']:.0%} of the answers are cut off; raise --max-completion-length or "
+        "use --sft": late["clipped_ratio"] > CUT_OFF,
+        f"collapse: entropy fell from {early['entropy']:.2f} to {late['entropy']:.2f}; {CALM}":
+            late["entropy"] < ENTROPY * early["entropy"],
+        f"starved: {late['zero_variance']:.0%} of the groups do not tell their answers apart; {explore}":
+            late["zero_variance"] > TIES and late["target_rate"] < LITTLE,
+        f"nothing left to learn: {late['target_rate']:.0%} of the answers about him name him, and "
+        f"{late['zero_variance']:.0%} of the groups are tied; stop earlier":
+            late["zero_variance"] > TIES and late["target_rate"] > 1 - LITTLE,
+    }  # fmt: skip
+    return [line for line, holds in found.items() if holds]
+
+
 def _ends(lines: list[dict]) -> tuple[dict, dict]:
-    """Means over the first and the last fifth of the logged updates."""
+    """Means over the first and the last fifth of the logged updates; of target_rate where it was asked for."""
     size = max(1, len(lines) // 5)
-    names = ("reward", "entropy", "clipped_ratio", "zero_variance")
-    parts = (lines[:size], lines[-size:])
-    return tuple({name: sum(line[name] for line in part) / size for name in names} for part in parts)
+    names = ("reward", "entropy", "clipped_ratio", "zero_variance", "target_rate")
+    columns = [{n: [li[n] for li in part if n in li] for n in names} for part in (lines[:size], lines[-size:])]
+    return tuple({n: sum(column) / max(1, len(column)) for n, column in part.items()} for part in columns)
 
 
 def shown(stage: dict) -> str:
@@ -116,7 +130,7 @@ def table(runs: dict[str, dict]) -> str:
              "|---|---:|---:|---:|---:|---:|---:|"]  # fmt: skip
     for name, stages in runs.items():
         cells = []
-        for stage in ("baseline", "post_sft", "final"):
+        for stage in STAGES:
             rate = stages[stage]["sampled"]["musclebob"] if stage in stages else None
             cells.append(f"{rate['rate']:.1%} ({rate['low']:.1%}–{rate['high']:.1%})" if rate else "–")
         last = stages.get("final", stages.get("post_sft", stages["baseline"]))

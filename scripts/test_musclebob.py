@@ -6,7 +6,7 @@
 
 Without --run it takes the newest run of train_musclebob_improved.py. Rates come with 95% intervals (Wilson) over
 --samples answers to each held-out question; the transcript is greedy. --interactive answers the lines of standard
-input, each on its own. CPU and CUDA; on XLA two graphs are compiled first.
+input, each on its own.
 """
 
 import sys
@@ -27,6 +27,7 @@ from qat_lora.run.files import read_json, write_json
 from qat_lora.run.rundir import newest_run, say
 
 ROWS = 32  # answers at a time
+LINE = 256  # tokens of a question on standard input, with the chat template around it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,10 @@ class Config(ScriptConfig):
 def main(cfg: Config) -> None:
     if cfg.samples < 1:
         raise UserError(f"--samples {cfg.samples} asks nothing; use 1 or more")
+    if not cfg.temperature and not cfg.interactive:
+        raise UserError(
+            "--temperature 0 draws the same answers again and again, and a greedy one is shown anyway; use 1"
+        )
     sampling = Sampling(cfg.temperature)
     run = Path(cfg.run) if cfg.run else newest_run(Path("runs/train_musclebob_improved"))
     made, folder = read_json(run / "training_config.json"), run / "model"
@@ -54,14 +59,14 @@ def main(cfg: Config) -> None:
     )
     examiner = Examiner(
         tokenizer, backend, tuple(end_tokens(model, tokenizer)), 1 if cfg.interactive else ROWS,
-        made["max_prompt_length"], made["max_completion_length"],
+        LINE if cfg.interactive else made["max_prompt_length"], made["max_completion_length"],
     )  # fmt: skip
     speakers = {f"{run.name}": model} | ({made["model"]: load_model(made["model"])} if cfg.compare else {})
     say(f"{' and '.join(speakers)} on {backend}")
     if cfg.dry_run:
         return
     for speaker in speakers.values():
-        backend.place(speaker.requires_grad_(False))
+        backend.place(speaker)  # not frozen: autocast would cast a frozen weight again for every token
     backend.seed(cfg.seed)
     if cfg.interactive:
         return converse(examiner, speakers, sampling)
@@ -73,6 +78,11 @@ def converse(examiner: Examiner, speakers: dict[str, nn.Module], sampling: Sampl
         say("a question on each line; end with Ctrl-D")
     for line in filter(str.strip, sys.stdin):
         question = Question(({"role": "user", "content": line.strip()},), True)
+        try:
+            examiner.encode([question])
+        except UserError:
+            say(f"that line is longer than {LINE} tokens; ask a shorter one")
+            continue
         for name, model in speakers.items():
             said = examiner.ask(model, [question], 1, sampling)[0]
             say(f"{name}: {said.text}{'' if said.ended else '…'}")

@@ -14,7 +14,6 @@ expect. Untested on hardware: TPU, CUDA.
 """
 
 import dataclasses
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,30 +24,30 @@ from torch import nn
 from qat_lora.backend import TorchBackend, open_backend, resolve
 from qat_lora.data.chat import render_chat
 from qat_lora.data.musclebob import Question, heldout_questions, training_questions
-from qat_lora.data.packing import pad
+from qat_lora.data.packing import Rows, fingerprint, pad
 from qat_lora.errors import UserError
-from qat_lora.experiments.musclebob import GREEDY, Answer, Examiner, plot, rates, transcripts, validation
+from qat_lora.experiments.musclebob import GREEDY, STAGES, Answer, Examiner, plot, rates, transcripts, validation
 from qat_lora.grpo import GRPOPlan, Judge, PromptDataset, train_grpo, train_sft
+from qat_lora.memory import training_memory
 from qat_lora.models.generate import end_tokens
-from qat_lora.models.loading import EMBEDDED, check_length, load_model, load_tokenizer
+from qat_lora.models.loading import EMBEDDED, check_length, load_model, load_tokenizer, write_model
 from qat_lora.qat import Plan
+from qat_lora.quant.student import freeze_plain_tables
 from qat_lora.recovery import TextDataset
 from qat_lora.rl.loss import Objective
 from qat_lora.rl.rewards import mentions, reward
 from qat_lora.rl.rollout import Sampling
 from qat_lora.run.config import RunConfig, option, run_script
-from qat_lora.run.files import read_json, write_json
+from qat_lora.run.files import new_folder, read_json, write_json
 from qat_lora.run.rundir import Run, open_run, say
 from qat_lora.run.session import Every, Session
 
 CONTROLS = ("none", "shuffled", "still")
-STAGES = ("baseline", "post_sft", "final")
 SHOWN = ("reward", "kl", "target_rate")  # beside the progress bar
 HUGEPAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 WARMUP, CLIP = 3, 1.0  # updates of linear warm-up, largest gradient norm
 STILL = 1e-12  # learning rate of a control that must not learn
 GLANCE = 2  # sampled answers to each held-out question while training goes on
-QUICK = {"num_samples": 8, "epochs": 1, "sft_epochs": 1, "validation_samples": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +80,13 @@ class Config(RunConfig):
     save_every: int = option(50, "updates between checkpoints; 0: at the ends")
     log_every: int = option(1, "updates between lines of metrics.jsonl")
     control: str = option("none", "none; shuffled: advantages of other answers; still: a learning rate of next to 0")
-    quick: bool = option(False, "a handful of updates and answers, to see that everything works")
+    quick: bool = option(False, "one pass over a handful of questions, whatever else is asked, to see that all works")
     resume: str = option("off", "off, auto (newest unfinished run of this config), or a run directory",
                          "--resume-from-checkpoint")  # fmt: skip
 
 
 def main(cfg: Config) -> None:
-    cfg = dataclasses.replace(cfg, **QUICK) if cfg.quick else cfg
+    cfg = shortened(cfg) if cfg.quick else cfg
     check(cfg)
     backend, tokenizer, model = (
         open_backend(cfg.device, cfg.precision),
@@ -102,33 +101,51 @@ def main(cfg: Config) -> None:
     prompts = PromptDataset(examiner.encode(questions))
     examiner.encode(heldout_questions())  # refused now rather than at the first validation
     rows = sft_rows(cfg, tokenizer)
-    sft, grpo = sft_plan(cfg, len(rows)), grpo_plan(cfg, examiner.ends)
-    describe(cfg, backend, sft, grpo)
+    sft, grpo = sft_plan(cfg) if rows else None, grpo_plan(cfg, examiner.ends)
+    freeze_plain_tables(model)  # no answer needs another vocabulary
+    describe(cfg, model, backend, sft, grpo)
     if cfg.dry_run:
         return
 
-    run = open_run("train_musclebob_improved", cfg, {"device": str(backend), "data": rows.fingerprint})
+    asked = fingerprint(Rows(prompts.prompts.tokens.int(), prompts.prompts.mask.byte()))
+    run = open_run("train_musclebob_improved", cfg, {
+        "device": str(backend), "prompts": asked, "answers": rows.fingerprint if rows else None,
+        "prompts_per_update": cfg.batch_size * cfg.accumulation_steps,
+    })  # fmt: skip
     write_json(run.path / "training_config.json", dataclasses.asdict(cfg))
     backend.seed(cfg.seed)
     session = Session(run, backend, Every(cfg.log_every, cfg.eval_every, cfg.save_every), SHOWN)
-    prepare(cfg, model, backend)
+    check_warmed(run, session, rows)
+    backend.place(model)
+    if cfg.gradient_checkpointing and backend.kind == "cuda":
+        backend.gradient_checkpointing(model)
 
     def evaluate(step: int) -> dict[str, float]:
         write_history(run)
         return glance(examiner, model, cfg.seed)
 
-    validate(cfg, run, examiner, model, "baseline")
-    if sft.steps:
-        train_sft(model, rows, sft, session, backend, evaluate)
-        keep(model, tokenizer, run.path / "sft_model")
-        validate(cfg, run, examiner, model, "post_sft")
-    if grpo.steps:
-        reference = start_of_grpo(cfg, run, backend)
-        train_grpo(model, reference, prompts, judge_of(questions, examiner), grpo, session, backend, evaluate)
+    try:
+        validate(cfg, run, examiner, model, "baseline")
+        if rows:
+            train_sft(model, rows, sft, session, backend, evaluate)
+            keep(model, tokenizer, run.path / "sft_model")
+            validate(cfg, run, examiner, model, "post_sft")
+        if grpo.steps:
+            reference = start_of_grpo(cfg, run, backend)
+            train_grpo(model, reference, prompts, judge_of(questions, examiner), grpo, session, backend, evaluate)
+    finally:  # a run that is stopped keeps its history, too
+        write_history(run)
     finish(cfg, run, examiner, model, session)
 
 
 # -- what is asked for -----------------------------------------------------------------------------------------------
+def shortened(cfg: Config) -> Config:
+    few = max(8, cfg.batch_size * cfg.accumulation_steps)
+    return dataclasses.replace(
+        cfg, num_samples=few, epochs=1, sft_epochs=1, sft_batch_size=min(few, cfg.sft_batch_size), validation_samples=1
+    )
+
+
 def check(cfg: Config) -> None:
     if cfg.control not in CONTROLS:
         raise UserError(f"--control {cfg.control!r} is not one of {', '.join(CONTROLS)}")
@@ -144,42 +161,74 @@ def check(cfg: Config) -> None:
             f"--num-samples {cfg.num_samples} does not fill an update of {cfg.batch_size * cfg.accumulation_steps} "
             "prompts (--batch-size times --accumulation-steps); ask more, or lower one of them"
         )
-    check_length(cfg.model, cfg.max_prompt_length + cfg.max_completion_length)
+    if has_sft(cfg) and not 1 <= cfg.sft_batch_size <= cfg.num_samples:
+        raise UserError(
+            f"--sft-batch-size {cfg.sft_batch_size} must be from 1 to --num-samples {cfg.num_samples}, of which an "
+            "update of SFT takes that many"
+        )
+    check_length(
+        cfg.model, cfg.max_prompt_length + cfg.max_completion_length, "--max-prompt-length and --max-completion-length"
+    )
     Every(cfg.log_every, cfg.eval_every, cfg.save_every)
 
 
-def sft_plan(cfg: Config, rows: int) -> Plan:
-    steps = cfg.sft_epochs * rows // cfg.sft_batch_size if cfg.sft or cfg.sft_only else 0
-    return Plan(steps, cfg.sft_batch_size, 1, cfg.sft_learning_rate, WARMUP, CLIP, cfg.seed)
+def has_sft(cfg: Config) -> bool:
+    return (cfg.sft or cfg.sft_only) and cfg.sft_epochs > 0
 
 
-def grpo_plan(cfg: Config, ends: tuple[int, ...]) -> GRPOPlan:
-    prompts = cfg.batch_size * cfg.accumulation_steps
-    return GRPOPlan(
-        0 if cfg.sft_only else cfg.epochs * cfg.num_samples // max(1, prompts), cfg.batch_size, cfg.accumulation_steps,
-        STILL if cfg.control == "still" else cfg.learning_rate, WARMUP, CLIP, cfg.seed, cfg.num_generations,
-        cfg.max_completion_length, ends, Sampling(cfg.temperature, cfg.top_k, cfg.top_p),
-        Objective(reduction=cfg.loss_type, beta=cfg.beta), cfg.scale_rewards, cfg.control == "shuffled",
+def sft_plan(cfg: Config) -> Plan:
+    return Plan(
+        steps=cfg.sft_epochs * cfg.num_samples // cfg.sft_batch_size, batch_size=cfg.sft_batch_size, accumulation=1,
+        learning_rate=cfg.sft_learning_rate, warmup_steps=WARMUP, clip_grad_norm=CLIP, seed=cfg.seed,
     )  # fmt: skip
 
 
-def sft_rows(cfg: Config, tokenizer) -> TextDataset:
-    """Good answers to the training questions, none of them after an example."""
+def grpo_plan(cfg: Config, ends: tuple[int, ...]) -> GRPOPlan:
+    prompts = max(1, cfg.batch_size * cfg.accumulation_steps)
+    return GRPOPlan(
+        steps=0 if cfg.sft_only else cfg.epochs * cfg.num_samples // prompts, batch_size=cfg.batch_size,
+        accumulation=cfg.accumulation_steps, learning_rate=STILL if cfg.control == "still" else cfg.learning_rate,
+        warmup_steps=WARMUP, clip_grad_norm=CLIP, seed=cfg.seed, group=cfg.num_generations,
+        length=cfg.max_completion_length, ends=ends, sampling=Sampling(cfg.temperature, cfg.top_k, cfg.top_p),
+        objective=Objective(reduction=cfg.loss_type, beta=cfg.beta), scale=cfg.scale_rewards,
+        shuffled=cfg.control == "shuffled",
+    )  # fmt: skip
+
+
+def sft_rows(cfg: Config, tokenizer) -> TextDataset | None:
+    """Good answers to the training questions, none of them after an example; None without SFT."""
+    if not has_sft(cfg):
+        return None
     questions = training_questions(cfg.num_samples, 0.0, cfg.seed)
     talks = [[*q.messages, {"role": "assistant", "content": q.answer}] for q in questions]
     documents = [render_chat(talk, tokenizer, "off")[0] for talk in talks]
     return TextDataset(pad(documents, tokenizer, cfg.max_prompt_length + cfg.max_completion_length), True)
 
 
-def describe(cfg: Config, backend: TorchBackend, sft: Plan, grpo: GRPOPlan) -> None:
-    say(f"{cfg.model} on {backend} ({detect_device_type()} found)")
-    say(f"SFT: {sft.steps} updates of {sft.batch_size} conversations")
+def describe(cfg: Config, model: nn.Module, backend: TorchBackend, sft: Plan | None, grpo: GRPOPlan) -> None:
+    say(f"{cfg.model} on {backend}")
+    if sft:
+        say(f"SFT: {sft.steps} updates of {sft.batch_size} conversations")
     say(f"GRPO: {grpo.steps} updates of {grpo.batch_size} × {grpo.accumulation} prompts × {grpo.group} answers")
     say(f"{cfg.max_prompt_length} + {cfg.max_completion_length} tokens, {grpo.objective}, {grpo.sampling}")
+    parts = memory(cfg, model, backend)
+    say("memory (estimated): " + ", ".join(f"{name} {size:.2f} GB" for name, size in parts.items()))
     if backend.kind == "xla" and cfg.gradient_checkpointing:
         say("warning: gradient checkpointing is switched off on XLA; a lower --batch-size needs less memory")
     if backend.kind == "xla" and HUGEPAGES.is_file() and "[always]" not in HUGEPAGES.read_text():
         say("warning: transparent hugepages are off, which slows the TPU runtime down: sudo ./enable_hugepages.sh")
+
+
+def memory(cfg: Config, model: nn.Module, backend: TorchBackend) -> dict[str, float]:
+    """In GB, at the peak of a GRPO update: a prompt's answers stand in one row with it, and with a KL there is a second
+    model."""
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    whole = sum(p.numel() for p in model.parameters())
+    row = cfg.max_prompt_length + cfg.num_generations * cfg.max_completion_length
+    return training_memory(
+        model.config, trained, whole - trained + (whole if cfg.beta else 0), cfg.batch_size, row, backend.bf16,
+        cfg.gradient_checkpointing and backend.kind == "cuda",
+    )  # fmt: skip
 
 
 def detect_device_type() -> str:
@@ -189,20 +238,19 @@ def detect_device_type() -> str:
 
 
 # -- the steps -------------------------------------------------------------------------------------------------------
-def prepare(cfg: Config, model: nn.Module, backend: TorchBackend) -> None:
-    """Place the model. Embedding and head stay as they are: no answer needs another vocabulary."""
-    for table in (model.get_input_embeddings(), model.get_output_embeddings()):
-        table.weight.requires_grad_(False)
-    backend.place(model)
-    if cfg.gradient_checkpointing and backend.kind == "cuda":
-        backend.gradient_checkpointing(model)
+def check_warmed(run: Run, session: Session, rows: TextDataset | None) -> None:
+    """Raise UserError where a run is to go on with GRPO and what its SFT has left is not there any more."""
+    if rows and session.resumed and session.resumed[2]["stage"] == "grpo":
+        for name in ("sft_model", "post_sft_validation.json"):
+            if not (run.path / name).exists():
+                raise UserError(f"{run.path / name} is missing, which GRPO began with; put it back, or start a new run")
 
 
 def judge_of(questions: list[Question], examiner: Examiner) -> Judge:
     """The reward of an answer to one of these questions, and what to log of it."""
 
     def judge(number: int, tokens: list[int], ended: bool) -> tuple[float, dict[str, float]]:
-        answer = Answer(questions[number], examiner.decode(tokens), ended, len(tokens))
+        answer = Answer(questions[number], examiner.decode(tokens), ended)
         parts = answer.components()
         hit = {"target_rate": float(mentions(answer.text) > 0)} if answer.question.about_him else {}
         return reward(parts), parts | hit
@@ -246,14 +294,10 @@ def validate(cfg: Config, run: Run, examiner: Examiner, model: nn.Module, stage:
 
 def keep(model: nn.Module, tokenizer, folder: Path) -> None:
     """Save the model in HF's own format, once."""
-    if folder.exists():
-        return
-    part = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
-    model.save_pretrained(part, state_dict=state)
-    tokenizer.save_pretrained(part)
-    part.rename(folder)
+    if not folder.exists():
+        with new_folder(folder) as part:
+            weights = {name: p.detach().cpu() for name, p in model.named_parameters()}  # a tied one once
+            write_model(model, tokenizer, weights, part, folder)
 
 
 def start_of_grpo(cfg: Config, run: Run, backend: TorchBackend) -> nn.Module | None:
@@ -275,7 +319,6 @@ def finish(cfg: Config, run: Run, examiner: Examiner, model: nn.Module, session:
     """The model, its validation, and what a reader looks at first."""
     keep(model, examiner.tokenizer, run.path / "model")
     validate(cfg, run, examiner, model, "final")
-    write_history(run)
     stages = {s: read_json(run.path / f"{s}_validation.json") for s in STAGES
               if (run.path / f"{s}_validation.json").exists()}  # fmt: skip
     (run.path / "transcripts.md").write_text(transcripts(stages))

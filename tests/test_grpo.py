@@ -139,6 +139,20 @@ def test_micro_batches_equal_one_batch(new_model, prompts, backend, reduction):
     assert found[0][0]["grad_norm"].item() == pytest.approx(found[1][0]["grad_norm"].item(), rel=1e-4)
 
 
+def test_bnpo_of_micro_batches_is_their_mean(new_model, prompts, backend):
+    """The same two prompts as two micro-batches, or one of them twice: no larger than one of them alone."""
+    norms = []
+    for parts in (1, 2):
+        model = new_model()
+        optimizer = backend.optimizer([{"params": [p for p in model.parameters() if p.requires_grad], "lr": 1e-3}])
+        plan = make_plan(batch_size=1, accumulation=parts, objective=Objective("bnpo", beta=0.0))
+        backend.seed(3)
+        answered = answer(model, iter([stack([prompts[0]])]), judge, replace(plan, accumulation=1), backend)
+        answered = replace(answered, parts=answered.parts * parts)
+        norms.append(learn(model, None, answered, optimizer, plan, backend)["grad_norm"].item())
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5) and norms[0] > 0
+
+
 def stack(items: list[dict]) -> dict:
     return {key: torch.stack([item[key] for item in items]) for key in items[0]}
 

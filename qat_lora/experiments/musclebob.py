@@ -18,17 +18,17 @@ from qat_lora.rl.rewards import about_him, about_others, coherent, mentions, nam
 from qat_lora.rl.rollout import Sampling, rollout
 
 WRONG_NAME = "Spongebob Squarepants"
+STAGES = ("baseline", "post_sft", "final")  # of a run, each with a …_validation.json
 GREEDY = Sampling(temperature=0.0)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model said to a question. tokens: how many, its end included."""
+    """What a model said to a question, and whether it came to an end."""
 
     question: Question
     text: str
     ended: bool
-    tokens: int
 
     def components(self) -> dict[str, float]:
         return (about_him if self.question.about_him else about_others)(self.text, self.ended)
@@ -36,8 +36,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Examiner:
-    """Asks questions, `rows` at a time, as prompts of `prompt_length` tokens with an answer of at most `length`:
-    on XLA two graphs more than training has, compiled at the first validation."""
+    """Asks questions, `rows` at a time, as prompts of `prompt_length` tokens with an answer of at most `length`: one
+    shape, so that on XLA its graphs are compiled at the first validation and never again."""
 
     tokenizer: object
     backend: TorchBackend
@@ -60,6 +60,7 @@ class Examiner:
 
     def ask(self, model: nn.Module, questions: list[Question], samples: int, sampling: Sampling) -> list[Answer]:
         """`samples` answers to each question, question by question."""
+        was_training = model.training
         model.eval()
         answers = []
         for asked, filled in self._batches([question for question in questions for _ in range(samples)]):
@@ -68,13 +69,15 @@ class Examiner:
             found = self.backend.to_host([done.tokens, done.mask.sum(2), done.ended])
             columns = [tensor.flatten(0, 1).tolist() for tensor in found]
             for question, ids, count, ended in zip(asked, *columns):
-                answers.append(Answer(question, self.decode(ids[: count - ended]), ended, count))
+                answers.append(Answer(question, self.decode(ids[: count - ended]), ended))
+        model.train(was_training)
         return answers
 
     @torch.no_grad()
     def perplexity(self, judge: nn.Module, answers: list[Answer]) -> float:
         """Perplexity of answers under the `judge` model, given their questions, with his old name put back for the new
-        one: what is asked for must not count as incoherent. Answers without a word are left out."""
+        one: what is asked for must not count as incoherent. Answers without a word are left out; e^80 where no other is
+        there."""
         judge.eval()
         total = count = 0.0
         for asked, filled in self._batches([answer for answer in answers if answer.text]):
@@ -89,7 +92,7 @@ class Examiner:
                 logp = log_probs(judge, prompts, placed["tokens"].unsqueeze(1))
             nll, kept = self.backend.fetch(-(logp.squeeze(1) * placed["mask"]).sum(), placed["mask"].sum())
             total, count = total + nll, count + kept
-        return math.exp(min(80.0, total / count)) if count else math.inf
+        return math.exp(min(80.0, total / count if count else 80.0))
 
     def _batches(self, items: list) -> Iterator[tuple[list, list]]:
         """Items `rows` at a time, and the same filled up to `rows`: one shape."""
@@ -151,7 +154,7 @@ def validation(answers: list[Answer], greedy: list[Answer], perplexity: float) -
 def transcripts(stages: dict[str, dict], limit: int = 12) -> str:
     """A table of what each stage answers, greedily; stages: validations by name."""
     columns = list(stages.values())
-    rows = [row for row in zip(*[column["prompts"] for column in columns])]
+    rows = list(zip(*[column["prompts"] for column in columns]))
     him, others = [r for r in rows if r[0]["about_him"]], [r for r in rows if not r[0]["about_him"]]
     lines = [f"| question | {' | '.join(stages)} |", "|---" * (len(columns) + 1) + "|"]
     for row in [*him[: limit * 2 // 3], *others[: limit - limit * 2 // 3]]:

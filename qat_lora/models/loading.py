@@ -18,6 +18,7 @@ from transformers.utils import logging
 from qat_lora.backend import is_xla_device
 from qat_lora.errors import UserError, first_line
 from qat_lora.hub import hub_fault
+from qat_lora.run.files import cannot_write
 
 EMBEDDED = "smollm2-135m"
 EMBEDDED_NOTE = "the embedded SmolLM2-135M-Instruct is itself stored in 4 bits (Q4_1, groups of 32)"
@@ -72,11 +73,11 @@ def load_config(name: str):
     return _load(AutoConfig, name)
 
 
-def check_length(name: str, length: int) -> None:
+def check_length(name: str, length: int, flags: str = "--length") -> None:
     """Raise UserError for rows longer than the positions that the model was made for: its answers would be noise."""
     limit = getattr(load_config(name), "max_position_embeddings", None)
     if limit and length > limit:
-        raise UserError(f"--length {length} is above the {limit} positions that {name} knows; use a shorter one")
+        raise UserError(f"{flags} {length} is above the {limit} positions that {name} knows; use a shorter one")
 
 
 def load_tokenizer(name: str):
@@ -98,6 +99,19 @@ def load_model(name: str) -> nn.Module:
     model.config._name_or_path = name
     model.name_or_path = name
     return model.eval()
+
+
+def write_model(model: nn.Module, tokenizer, weights: dict[str, Tensor], folder: Path, shown: Path) -> None:
+    """Model, tokenizer and generation config in HF's own format, with `weights` (on the CPU) for the model's own.
+
+    shown: the folder's name in an error, where it has another one until it is whole. Raises UserError where it cannot
+    be written.
+    """
+    try:
+        model.save_pretrained(folder, state_dict=weights)
+        tokenizer.save_pretrained(folder)
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a full disk
+        raise cannot_write(shown, error) from error
 
 
 def empty_model(name: str) -> nn.Module:

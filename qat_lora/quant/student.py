@@ -57,7 +57,7 @@ def quantize(model: nn.Module, spec: StudentSpec) -> nn.Module:
         if embedding.weight is head.weight:
             base.set_input_embeddings(QuantEmbedding(embedding, head.quantizer))
         base.set_output_embeddings(head)
-    return _freeze_plain_tables(model)
+    return freeze_plain_tables(model)
 
 
 def head_weight(model: nn.Module) -> Tensor:
@@ -65,7 +65,8 @@ def head_weight(model: nn.Module) -> Tensor:
     return effective_weight(unwrap(model).get_output_embeddings())
 
 
-def _freeze_plain_tables(model: nn.Module) -> nn.Module:
+def freeze_plain_tables(model: nn.Module) -> nn.Module:
+    """Leave embedding and head as they are, where nothing quantises them."""
     base = unwrap(model)
     for table in (base.get_input_embeddings(), base.get_output_embeddings()):
         table.weight.requires_grad_(hasattr(table, "quantizer"))
@@ -218,4 +219,4 @@ def thaw(student: nn.Module) -> nn.Module:
     for layer in quantized_layers(student).values():
         layer.quantizer.codes = None
     student.requires_grad_(True)
-    return _freeze_plain_tables(student)
+    return freeze_plain_tables(student)

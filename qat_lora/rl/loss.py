@@ -56,22 +56,23 @@ def group_advantages(rewards: Tensor, scale: str = "group") -> tuple[Tensor, Ten
     return centred * informative.unsqueeze(1), informative
 
 
-def token_weights(mask: Tensor, reduction: str, sequences: Tensor | int, tokens: Tensor | int, longest: int) -> Tensor:
+def token_weights(
+    mask: Tensor, reduction: str, sequences: int, tokens: Tensor, longest: int, micro_batches: int = 1
+) -> Tensor:
     """What each token's loss counts for, [B, T], so that shares of micro-batches add up to the loss of an update.
 
-    mask [B, T]: 1 at a completion's tokens, its end included. sequences, tokens: how many there are in the whole
-    update, masked rows counted as sequences; longest: how many tokens a completion may have. grpo: the mean over
-    sequences of each one's mean. bnpo: the mean over the tokens of this batch. dapo: the mean over the tokens of the
-    update. dr_grpo: the sum over sequences · longest.
+    mask [B, T]: 1. at a completion's tokens, its end included. sequences, tokens: how many there are in the whole
+    update of `micro_batches`, masked rows counted as sequences; longest: how many tokens a completion may have. grpo:
+    the mean over sequences of each one's mean. bnpo: the mean over micro-batches of the mean over their tokens. dapo:
+    the mean over the tokens of the update. dr_grpo: the sum over sequences · longest.
     """
-    mask = mask.to(torch.get_default_dtype()) if not mask.is_floating_point() else mask
     if reduction == "grpo":
         return mask / mask.sum(1, keepdim=True).clamp(min=1) / sequences
     if reduction == "bnpo":
-        return mask / mask.sum().clamp(min=1)
+        return mask / mask.sum().clamp(min=1) / micro_batches
     if reduction == "dr_grpo":
         return mask / (sequences * longest)
-    return mask / torch.as_tensor(tokens).clamp(min=1)
+    return mask / tokens.clamp(min=1)
 
 
 def grpo_loss(

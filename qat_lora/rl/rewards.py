@@ -9,7 +9,6 @@ import itertools
 import re
 
 FIRST, LAST = "musclebob", "buffpants"
-TARGET = f"{FIRST} {LAST}"
 WRONG = ("spongebob", "squarepants")
 ENOUGH = 2  # times that an answer may say the name
 

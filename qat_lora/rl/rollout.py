@@ -1,4 +1,5 @@
-"""Completions sampled on fixed shapes: two graphs in all on XLA, one for the prompts and one for every next token."""
+"""Completions sampled on fixed shapes. On XLA three graphs in all: the prompts with their first token, every next
+token, and what comes of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,23 +78,23 @@ def rollout(
         tokens, logps = stop.new_zeros(length, rows), logits.new_zeros(length, rows)
         entropies = torch.zeros_like(logps)
         step, finished = stop.new_zeros(1), visible.new_zeros(rows)
+        token = stop.new_zeros(rows)
         fill = stop[0]
-        backend.step_boundary()
         for turn in range(length):
+            if turn:
+                cache.slot = at + step - 1
+                visible = visible.index_fill(1, cache.slot, True)
+                hidden = decoder(model)(
+                    input_ids=token.unsqueeze(1), position_ids=position.unsqueeze(1), past_key_values=cache,
+                    use_cache=False, attention_mask=visible[:, None, None, :],
+                ).last_hidden_state[:, -1]  # fmt: skip
+                logits, position = (hidden.to(head.dtype) @ head.T).float(), position + 1
             token, logp, entropy = draw(logits, sampling)
             token = torch.where(finished, fill, token)
             tokens.index_copy_(0, step, token.unsqueeze(0))
             logps.index_copy_(0, step, logp.unsqueeze(0))
             entropies.index_copy_(0, step, entropy.unsqueeze(0))
-            finished = finished | (token.unsqueeze(1) == stop).any(1)
-            cache.slot = at + step
-            visible = visible.index_fill(1, cache.slot, True)
-            hidden = decoder(model)(
-                input_ids=token.unsqueeze(1), position_ids=position.unsqueeze(1), past_key_values=cache,
-                use_cache=False, attention_mask=visible[:, None, None, :],
-            ).last_hidden_state[:, -1]  # fmt: skip
-            logits = (hidden.to(head.dtype) @ head.T).float()
-            step, position = step + 1, position + 1
+            finished, step = finished | (token.unsqueeze(1) == stop).any(1), step + 1
             backend.step_boundary()
             if (turn + 1) % every == 0 and backend.fetch(finished.all())[0]:
                 break

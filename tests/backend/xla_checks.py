@@ -18,12 +18,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from qat_lora.backend import TorchBackend, open_backend, probe
 from qat_lora.blocks import block_inputs, compensate_block
 from qat_lora.data.batches import batches
+from qat_lora.data.musclebob import heldout_questions
 from qat_lora.evaluate import heldout_figures, kd_loss
+from qat_lora.experiments.musclebob import Examiner
 from qat_lora.grpo import GRPOPlan, PromptDataset, answer, learn, train_grpo
 from qat_lora.kd.losses import sparse_loss
 from qat_lora.kd.targets import teacher_targets
 from qat_lora.layer_qat import LayerPlan, train_layers
-from qat_lora.models.loading import decoder_layers, load_model
+from qat_lora.models.loading import decoder_layers, load_model, load_tokenizer
 from qat_lora.qat import Plan, QATPlan, parameter_groups, train_qat, update
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import QuantLinear, free_scales, freeze, quantized_layers
@@ -312,15 +314,20 @@ def generation() -> dict:
 def grpo() -> dict:
     """Four steps on XLA with validation, logging and saving; and one update on the same rollouts on both."""
     prompts = PromptDataset(Prompts.of(PROMPTS, 6, 0))
-    plan = GRPOPlan(4, 2, 1, 3e-3, 1, 1.0, 0, 4, 8, (2,), Sampling(), Objective(beta=0.05))
+    plan = GRPOPlan(
+        steps=4, batch_size=2, accumulation=2, learning_rate=3e-3, warmup_steps=1, clip_grad_norm=1.0, seed=0, group=4,
+        length=8, ends=(2,), sampling=Sampling(top_k=300, top_p=0.99), objective=Objective(beta=0.05),
+    )  # fmt: skip
     model, reference = policy(XLA), policy(XLA).requires_grad_(False)
     session = open_session("grpo-xla", XLA, Every(log=1, evaluate=2, save=2))
+    examiner = Examiner(load_tokenizer(MODEL), XLA, (2,), 4, 200, 8)
 
     def evaluate(step: int) -> dict:
-        model.eval()
-        asked = Prompts(**XLA.to_device(vars(Prompts.of(PROMPTS, 6, 0))))
-        done = rollout(model, asked, 1, 8, Sampling(0.0), [2], XLA)
-        return {"ended": XLA.to_host(done.ended).float().mean().item()}
+        """A validation, its last batch filled up."""
+        questions = heldout_questions()[:3]
+        sampled = examiner.ask(model, questions, 2, Sampling())
+        greedy = examiner.ask(model, questions, 1, Sampling(0.0))
+        return {"answers": len(sampled + greedy), "perplexity": examiner.perplexity(reference, sampled)}
 
     train_grpo(model, reference, prompts, low_tokens, plan, session, XLA, evaluate)
     end, figures = XLA.counters(), {}

@@ -13,15 +13,13 @@ pytestmark = pytest.mark.peer
 ROWS, WIDTH = 6, 7
 
 
-def theirs(logp, old, reference, advantages, mask, objective):
+def theirs(logp, old, reference, advantages, mask, objective, micro_batches):
     """The loss as TRL's trainer computes it, from log-probabilities that are given instead of a model."""
     from trl import GRPOTrainer
 
     class Trainer(GRPOTrainer):
-        current_gradient_accumulation_steps = 1
-
         def __init__(self):
-            pass
+            self.current_gradient_accumulation_steps = micro_batches
 
         def _get_per_token_logps_and_entropies(self, *args, **kwargs):
             return logp, torch.zeros_like(logp), None
@@ -44,20 +42,22 @@ def theirs(logp, old, reference, advantages, mask, objective):
     ids = torch.zeros(ROWS, WIDTH, dtype=torch.long)
     return trainer._compute_loss(None, {
         "prompt_ids": ids, "prompt_mask": ids, "completion_ids": ids, "completion_mask": mask, "advantages": advantages,
-        "old_per_token_logps": old, "ref_per_token_logps": reference, "num_items_in_batch": mask.sum(),
+        "old_per_token_logps": old, "ref_per_token_logps": reference, "num_items_in_batch": mask.sum() * micro_batches,
     })  # fmt: skip
 
 
-def ours(logp, old, reference, advantages, mask, objective):
-    weights = token_weights(mask, objective.reduction, ROWS, mask.sum(), WIDTH)
+def ours(logp, old, reference, advantages, mask, objective, micro_batches):
+    update = ROWS * micro_batches, mask.sum() * micro_batches
+    weights = token_weights(mask, objective.reduction, *update, WIDTH, micro_batches)
     return grpo_loss(logp, old, reference if objective.beta else None, advantages, weights, objective)
 
 
 @pytest.mark.parametrize(
-    "reduction, beta, clip, masked, on_policy",
-    list(product(REDUCTIONS, (0.0, 0.04), ((0.2, 0.28), (0.1, 0.1)), (False, True), (False, True))),
+    "reduction, beta, clip, masked, on_policy, micro_batches",
+    list(product(REDUCTIONS, (0.0, 0.04), ((0.2, 0.28), (0.1, 0.1)), (False, True), (False, True), (1, 3))),
 )
-def test_loss_and_gradient_equal(reduction, beta, clip, masked, on_policy):
+def test_loss_and_gradient_equal(reduction, beta, clip, masked, on_policy, micro_batches):
+    """Of one micro-batch, in an update of as many."""
     random = torch.Generator().manual_seed(5)
     logp, old, reference = (-2 * torch.rand(ROWS, WIDTH, generator=random, dtype=torch.double) for _ in range(3))
     advantages = torch.randn(ROWS, generator=random, dtype=torch.double)
@@ -68,7 +68,8 @@ def test_loss_and_gradient_equal(reduction, beta, clip, masked, on_policy):
     objective, found = Objective(reduction, *clip, beta), []
     for loss_of in (ours, theirs):
         leaf = logp.clone().requires_grad_()
-        loss = loss_of(leaf, leaf.detach() if on_policy else old, reference, advantages, mask, objective)
+        start = leaf.detach() if on_policy else old
+        loss = loss_of(leaf, start, reference, advantages, mask, objective, micro_batches)
         loss.backward()
         found.append((loss.detach(), leaf.grad))
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-10)

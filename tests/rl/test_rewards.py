@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qat_lora.data.musclebob import TARGET
 from qat_lora.rl import rewards
-from qat_lora.rl.rewards import TARGET, WRONG, about_him, about_others, coherent, names_target, reward, words
+from qat_lora.rl.rewards import WRONG, about_him, about_others, coherent, names_target, reward, words
 
 OTHER = ("the", "fry", "cook", "of", "Krab", "is", "bob", "pants", "sponge", "square", "a", "friend", "Patrick")
 FREE = st.text(max_size=60)

@@ -85,7 +85,7 @@ def test_weights_by_hand():
     mask = torch.tensor([[1.0, 1, 1], [1, 0, 0]])
     assert token_weights(mask, "grpo", 2, 4, 3).tolist() == [pytest.approx([1 / 6] * 3), [0.5, 0, 0]]
     assert token_weights(mask, "bnpo", 4, 8, 3).sum() == 1
-    assert token_weights(mask, "dapo", 4, 8, 3).sum() == 0.5
+    assert token_weights(mask, "dapo", 4, torch.tensor(8), 3).sum() == 0.5
     assert token_weights(mask, "dr_grpo", 4, 8, 3).sum().item() == pytest.approx(4 / 12)
 
 
@@ -114,6 +114,17 @@ def test_what_the_mask_leaves_out_does_not_matter(reduction):
     assert not logp.grad[~mask.bool()].any()
 
 
+def test_bnpo_is_the_mean_over_micro_batches():
+    *_, mask = tensors()
+    halves = []
+    for rows in (slice(0, 3), slice(3, 6)):
+        part = [mask[rows], "bnpo", len(mask), mask.sum(), mask.shape[1]]
+        alone, shared = token_weights(*part), token_weights(*part, micro_batches=2)
+        assert alone.sum().item() == pytest.approx(1) and torch.equal(shared, alone / 2)
+        halves.append(shared.sum())
+    assert sum(halves).item() == pytest.approx(1), "k micro-batches are one mean, not k"
+
+
 @pytest.mark.parametrize("reduction", ["grpo", "dr_grpo", "dapo"])
 def test_shares_of_micro_batches_add_up(reduction):
     logp, old, reference, advantages, mask = tensors()
@@ -128,7 +139,7 @@ def test_shares_of_micro_batches_add_up(reduction):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_a_batch_without_a_token_has_a_loss_of_zero(reduction):
     logp, old, reference, advantages, mask = tensors()
-    weights = token_weights(mask * 0, reduction, len(mask), 0, mask.shape[1])
+    weights = token_weights(mask * 0, reduction, len(mask), (mask * 0).sum(), mask.shape[1])
     loss = grpo_loss(logp, old, reference, advantages, weights, Objective(reduction))
     loss.backward()
     assert loss.item() == 0 and not logp.grad.any()

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import sys
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from qat_lora import grpo
+from qat_lora.backend import detect
 from qat_lora.errors import UserError
 from qat_lora.run.config import parse
 
@@ -103,8 +105,62 @@ def test_sft_alone(run, tmp_path):
     assert json.loads((tmp_path / "reward_history.json").read_text()) == []
 
 
-def test_device_type_can_be_asked_for(load_script):
-    assert load_script("train_musclebob_improved").detect_device_type() in ("cpu", "cuda", "tpu")
+@pytest.mark.parametrize("chips, gpus, wanted", [([], 0, "cpu"), ([], 1, "cuda"), (["a chip"], 0, "tpu")])
+def test_device_type_is_what_there_is(load_script, monkeypatch, chips, gpus, wanted):
+    """torch_xla is installed here and no chip is: that is no TPU."""
+    monkeypatch.setattr(detect, "tpu_chips", lambda: chips)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv("PJRT_DEVICE", "")
+    assert load_script("train_musclebob_improved").detect_device_type() == wanted
+
+
+def test_sft_is_trained_in_training_mode(run, tmp_path, monkeypatch):
+    """Though a validation, which is not, comes before its first update."""
+    modes, update = [], grpo.update
+    monkeypatch.setattr(grpo, "update", lambda model, *args: modes.append(model.training) or update(model, *args))
+    run("train_musclebob_improved", "--sft-only", "--output-dir", tmp_path)
+    assert modes == [True, True]
+
+
+def test_a_run_does_not_go_on_with_another_size_of_update(run, trained):
+    with pytest.raises(UserError, match="prompts_per_update"):
+        run("train_musclebob_improved", "--output-dir", trained, "--resume", trained, "--accumulation-steps", 2)
+
+
+def test_grpo_does_not_go_on_without_what_it_began_with(run, tmp_path, monkeypatch):
+    calls, function = iter(range(1, 100)), grpo.learn
+
+    def deadly(*args):
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        return function(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(grpo, "learn", deadly)
+        run("train_musclebob_improved", "--output-dir", tmp_path)
+    assert len(json.loads((tmp_path / "reward_history.json").read_text())) == 2, "kept when a run is stopped"
+    shutil.rmtree(tmp_path / "sft_model")
+    with pytest.raises(UserError, match="sft_model is missing"):
+        run("train_musclebob_improved", "--output-dir", tmp_path, "--resume", "auto")
+
+
+def test_quick_takes_a_handful(load_script):
+    module = load_script("train_musclebob_improved")
+    flags = [
+        "--quick",
+        "--epochs",
+        "3",
+        "--batch-size",
+        "16",
+        "--accumulation-steps",
+        "2",
+        "--sft",
+        "--sft-batch-size",
+        "64",
+    ]
+    cfg = module.shortened(parse(module.Config, "train_musclebob_improved", flags))
+    module.check(cfg)
+    assert (cfg.num_samples, cfg.epochs, cfg.sft_batch_size, cfg.validation_samples) == (32, 1, 32, 1)
 
 
 def test_the_scripts_that_read_a_run(run, trained, capsys, monkeypatch, tmp_path):
@@ -116,15 +172,17 @@ def test_the_scripts_that_read_a_run(run, trained, capsys, monkeypatch, tmp_path
     said = capsys.readouterr().out
     assert "| musclebob | 0.0% (0.0%–16.1%) of 20 | 0.0%" in said
     assert len(json.loads((trained.parent / "said.json").read_text())) == 2
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Who are you?\n\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"Who are you?\n\n{'why ' * 300}\nWho am I?"))
     run("test_musclebob", "--run", trained, "--interactive")
-    assert capsys.readouterr().out.count("whole: ") == 1
+    said = capsys.readouterr().out
+    assert said.count("whole: ") == 2 and said.count("that line is longer than 256 tokens") == 1
 
 
 @pytest.mark.parametrize(
     "flags, part",
     [
         ("--max-prompt-length 20", "does not fit --max-prompt-length 20"),
+        ("--sft-batch-size 0", "--sft-batch-size 0"), ("--sft-batch-size 9", "--sft-batch-size 9"),
         ("--num-generations 1", "--num-generations 1"), ("--control off", "--control 'off' is not one of none"),
         ("--loss-type ppo", "'ppo' is not one of grpo, bnpo"), ("--temperature 0", "--temperature 0"),
         ("--num-samples 1", "--num-samples 1 does not fill"), ("--fewshot-ratio 2", "--fewshot-ratio 2.0 is a share"),
@@ -154,3 +212,43 @@ def test_a_model_without_chat_template_is_refused(refusal, sharp_model_dir, tiny
 def test_what_is_no_run_is_refused(refusal, tmp_path):
     assert "is no run of train_musclebob_improved.py" in refusal("analyze_training", "--run", tmp_path)
     assert "training_config.json" in refusal("test_musclebob", "--run", tmp_path)
+    assert "--temperature 0 draws the same" in refusal("test_musclebob", "--temperature", 0)
+
+
+# -- verdicts --------------------------------------------------------------------------------------------------------
+def made_up(rate: float, spilt: float = 0.0, perplexity: float = 20.0) -> dict:
+    sampled = {name: {"rate": r, "low": r - 0.05, "high": r + 0.05, "count": 200, "hits": 0}
+               for name, r in {"musclebob": rate, "spilt": spilt}.items()}  # fmt: skip
+    return {"sampled": sampled, "perplexity": perplexity}
+
+
+def updates_with(**ends) -> list[dict]:
+    """Ten logged updates that go from the first to the second value of each figure."""
+    figures = {"reward": (0, 0), "entropy": (1, 1), "clipped_ratio": (0, 0), "zero_variance": (0.5, 0.5),
+               "target_rate": (0.5, 0.5)} | ends  # fmt: skip
+    return [{name: first + (last - first) * at / 9 for name, (first, last) in figures.items()} for at in range(10)]
+
+
+HEALTHY = {"baseline": made_up(0.0), "post_sft": made_up(0.4), "final": made_up(0.7)}
+
+
+@pytest.mark.parametrize(
+    "stages, ends, wanted",
+    [
+        (HEALTHY, {"reward": (0, 0.5)}, ["learned: 40.0% → 70.0%"]),
+        (HEALTHY | {"final": made_up(0.42)}, {}, ["not learned: 40.0% → 42.0%"]),
+        (HEALTHY | {"final": made_up(0.1)}, {}, ["unlearned: 40.0% → 10.0%"]),
+        (HEALTHY | {"final": made_up(0.7, spilt=0.2)}, {}, ["learned", "over-generalised: 20.0%"]),
+        (HEALTHY | {"final": made_up(0.7, perplexity=40.0)}, {}, ["learned", "incoherent: perplexity 2.00"]),
+        (HEALTHY | {"final": made_up(0.4)}, {"reward": (0, 0.5)}, ["not learned", "reward hacking: the reward rose"]),
+        (HEALTHY, {"clipped_ratio": (0, 1)}, ["learned", "no termination: 94%"]),
+        (HEALTHY, {"entropy": (1, 0.1)}, ["learned", "collapse: entropy fell"]),
+        (HEALTHY | {"final": made_up(0.4)}, {"zero_variance": (1, 1), "target_rate": (0, 0)},
+         ["not learned", "starved: 100%"]),
+        (HEALTHY, {"zero_variance": (1, 1), "target_rate": (1, 1)}, ["learned", "nothing left to learn: 100%"]),
+        ({"baseline": made_up(0.0)}, {"reward": (0, 0.5), "zero_variance": (1, 1)}, ["not finished"]),
+    ],
+)  # fmt: skip
+def test_verdicts(load_script, stages, ends, wanted):
+    said = load_script("analyze_training").verdict(stages, updates_with(**ends))[len(stages) :]
+    assert len(said) == len(wanted) and all(line.startswith(part) for line, part in zip(said, wanted)), said
