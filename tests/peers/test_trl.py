@@ -34,7 +34,7 @@ def theirs(logp, old, reference, advantages, mask, objective, micro_batches):
         "importance_sampling_level": "token", "_entropy_bonus_enabled": False, "use_adaptive_entropy": False,
         "beta": objective.beta, "loss_type": objective.reduction, "epsilon_low": objective.clip_low,
         "epsilon_high": objective.clip_high, "max_completion_length": WIDTH, "accelerator": alone,
-        "args": SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1),
+        "args": SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=micro_batches),
         "model": SimpleNamespace(training=True), "_metrics": {"train": defaultdict(list)},
     }  # fmt: skip
     for name, value in settings.items():
