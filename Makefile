@@ -97,4 +97,4 @@ bench-scaling: setup ## what two workers cost each other, and the bytes they red
 	$(PY) benchmarks/scaling.py
 
 bench-grpo: setup-peers ## a GRPO step, rollout and update, beside TRL's
-	PYTHONPATH=$(PEERS) $(PY) benchmarks/grpo_step.py
+	USE_TORCH_XLA=0 PYTHONPATH=$(PEERS) $(PY) benchmarks/grpo_step.py

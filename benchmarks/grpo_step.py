@@ -1,13 +1,14 @@
 """How long does a GRPO step take, rollout and update, beside TRL's? Both in one run, step by step in turns.
 
-    PYTHONPATH=.venv/peers python benchmarks/grpo_step.py
-    PYTHONPATH=.venv/peers python benchmarks/grpo_step.py --precision fp32 --steps 5
+    USE_TORCH_XLA=0 PYTHONPATH=.venv/peers python benchmarks/grpo_step.py
+    USE_TORCH_XLA=0 PYTHONPATH=.venv/peers python benchmarks/grpo_step.py --precision fp32 --steps 5
 
 The same model, prompts, group, lengths, precision and trained weights (embedding and head frozen, KL to a reference), a
 learning rate at which neither side learns, and answers drawn by each side itself. The reward is a checksum of the
 text, by which hardly a group is tied: ours leaves tied groups out of the update, TRL computes them. A pair is one step
 of TRL's GRPOTrainer, from its callbacks, and one of ours right after it; the first pair is left out. Samples a second
-are answers: prompts times group. TRL generates without gradient checkpointing and through transformers, not vLLM.
+are answers: prompts times group. TRL generates without gradient checkpointing and through transformers, not vLLM. Without
+USE_TORCH_XLA=0 its accelerate would take torch_xla, where that is installed, and compile every token.
 """
 
 import time
@@ -143,6 +144,8 @@ def run_pairs(cfg: Config, backend, ours: Ours, folder: str) -> list[tuple[float
         freeze_plain_tables(load_model(str(start))), rewards, args=settings, train_dataset=Dataset.from_list(rows),
         processing_class=ours.tokenizer, callbacks=[turns],
     )  # fmt: skip
+    if trainer.args.device.type != backend.device.type:
+        raise UserError(f"TRL took {trainer.args.device}, ours is on {backend}; set USE_TORCH_XLA=0 before the command")
     trainer.train()
     return turns.pairs
 
