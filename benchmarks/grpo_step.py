@@ -7,7 +7,7 @@ The same model, prompts, group, lengths, precision and trained weights (embeddin
 learning rate at which neither side learns, and answers drawn by each side itself. The reward is a checksum of the
 text, by which hardly a group is tied: ours leaves tied groups out of the update, TRL computes them. A pair is one step
 of TRL's GRPOTrainer, from its callbacks, and one of ours right after it; the first pair is left out. Samples a second
-are answers: prompts times group. TRL generates without gradient checkpointing and through transformers, not vLLM. Without
+are answers: prompts times group. TRL generates through transformers, not vLLM, without gradient checkpointing. Without
 USE_TORCH_XLA=0 its accelerate would take torch_xla, where that is installed, and compile every token.
 """
 
