@@ -26,7 +26,7 @@ from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.files import read_json, write_json
 from qat_lora.run.rundir import newest_run, say
 
-ROWS = 32  # answers at a time
+ROWS = 80  # answers at a time
 LINE = 256  # tokens of a question on standard input, with the chat template around it
 
 
@@ -95,7 +95,7 @@ def report(cfg: Config, examiner: Examiner, speakers: dict[str, nn.Module], star
     for name, model in speakers.items():
         sampled = examiner.ask(model, heldout_questions(), cfg.samples, sampling)
         greedy = examiner.ask(model, heldout_questions(), 1, GREEDY)
-        found[name] = validation(sampled, greedy, examiner.perplexity(judge, sampled))
+        found[name] = validation(sampled, greedy, examiner.perplexity(judge, sampled, cfg.samples))
     say("| | " + " | ".join(found) + " |\n|---" + "|---" * len(found) + "|")
     for rate in ("musclebob", "spilt", "coherent", "cut_off"):
         shown = [column["sampled"][rate] for column in found.values()]

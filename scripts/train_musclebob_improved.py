@@ -47,6 +47,7 @@ SHOWN = ("reward", "kl", "target_rate")  # beside the progress bar
 HUGEPAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 WARMUP, CLIP = 3, 1.0  # updates of linear warm-up, largest gradient norm
 STILL = 1e-12  # learning rate of a control that must not learn
+ROWS = 80  # answers of a validation that are drawn at a time: a token costs hardly more for 80 than for 8
 GLANCE = 2  # sampled answers to each held-out question while training goes on
 
 
@@ -94,9 +95,8 @@ def main(cfg: Config) -> None:
         load_model(cfg.model),
     )
     examiner = Examiner(
-        tokenizer, backend, tuple(end_tokens(model, tokenizer)), cfg.batch_size * cfg.num_generations,
-        cfg.max_prompt_length, cfg.max_completion_length,
-    )  # fmt: skip
+        tokenizer, backend, tuple(end_tokens(model, tokenizer)), ROWS, cfg.max_prompt_length, cfg.max_completion_length
+    )
     questions = training_questions(cfg.num_samples, cfg.fewshot_ratio if cfg.fewshot else 0.0, cfg.seed)
     prompts = PromptDataset(examiner.encode(questions))
     examiner.encode(heldout_questions())  # refused now rather than at the first validation
@@ -285,7 +285,7 @@ def validate(cfg: Config, run: Run, examiner: Examiner, model: nn.Module, stage:
         sampled = examiner.ask(model, heldout_questions(), cfg.validation_samples, Sampling())
     greedy = examiner.ask(model, heldout_questions(), 1, GREEDY)
     start = examiner.backend.place(load_model(cfg.model).requires_grad_(False))
-    found = validation(sampled, greedy, examiner.perplexity(start, sampled))
+    found = validation(sampled, greedy, examiner.perplexity(start, sampled, cfg.validation_samples))
     write_json(path, found)
     say(f"{stage}: " + ", ".join(f"{name} {rate['rate']:.1%} ({rate['low']:.1%}–{rate['high']:.1%})"
                                  for name, rate in found["sampled"].items())

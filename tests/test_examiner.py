@@ -81,8 +81,16 @@ def test_perplexity_is_that_of_each_answer_alone(examiner, model, tokenizer):
         logp = model(input_ids=torch.tensor([before + said])).logits[0].log_softmax(-1)
         total -= sum(logp[len(before) - 1 + at, token].item() for at, token in enumerate(said))
         count += len(said)
-    assert examiner.perplexity(model, answers) == pytest.approx(math.exp(total / count), rel=1e-4)
-    assert examiner.perplexity(model, answers[3:4]) == pytest.approx(math.exp(80)), "without a word: the worst"
+    assert examiner.perplexity(model, answers, 1) == pytest.approx(math.exp(total / count), rel=1e-4)
+    assert examiner.perplexity(model, answers[3:4], 1) == pytest.approx(math.exp(80)), "without a word: the worst"
+
+
+def test_perplexity_of_several_answers_to_a_question(examiner, model):
+    questions = heldout_questions()[:3]
+    texts = [["Rome", ""], ["Seven days", "No"], [f"{TARGET} does", "Who?"]]
+    answers = [Answer(question, text, True) for question, group in zip(questions, texts) for text in group]
+    apart = examiner.perplexity(model, answers, 1)
+    assert examiner.perplexity(model, answers, 2) == pytest.approx(apart, rel=1e-4)
 
 
 def test_asking_leaves_the_mode_as_it_was(examiner, model):

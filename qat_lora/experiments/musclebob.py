@@ -36,8 +36,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Examiner:
-    """Asks questions, `rows` at a time, as prompts of `prompt_length` tokens with an answer of at most `length`: one
-    shape, so that on XLA its graphs are compiled at the first validation and never again."""
+    """Asks questions, about `rows` answers at a time, as prompts of `prompt_length` tokens with an answer of at most
+    `length`: one shape, so that on XLA its graphs are compiled at the first validation and never again."""
 
     tokenizer: object
     backend: TorchBackend
@@ -63,42 +63,44 @@ class Examiner:
         was_training = model.training
         model.eval()
         answers = []
-        for asked, filled in self._batches([question for question in questions for _ in range(samples)]):
+        for asked, filled in self._batches(questions, samples):
             prompts = Prompts(**self.backend.to_device(vars(self.encode(filled))))
-            done = rollout(model, prompts, 1, self.length, sampling, self.ends, self.backend)
+            done = rollout(model, prompts, samples, self.length, sampling, self.ends, self.backend)
             found = self.backend.to_host([done.tokens, done.mask.sum(2), done.ended])
-            columns = [tensor.flatten(0, 1).tolist() for tensor in found]
-            for question, ids, count, ended in zip(asked, *columns):
-                answers.append(Answer(question, self.decode(ids[: count - ended]), ended))
+            for question, *group in zip(asked, *(tensor.tolist() for tensor in found)):
+                answers += [Answer(question, self.decode(ids[: count - end]), end) for ids, count, end in zip(*group)]
         model.train(was_training)
         return answers
 
     @torch.no_grad()
-    def perplexity(self, judge: nn.Module, answers: list[Answer]) -> float:
-        """Perplexity of answers under the `judge` model, given their questions, with his old name put back for the new
-        one: what is asked for must not count as incoherent. Answers without a word are left out; e^80 where no other is
-        there."""
+    def perplexity(self, judge: nn.Module, answers: list[Answer], samples: int) -> float:
+        """Perplexity of answers, `samples` to each question as `ask` gives them, under the `judge` model, given their
+        questions, with his old name put back for the new one: what is asked for must not count as incoherent. Answers
+        without a word do not count; e^80 where no other is there."""
         judge.eval()
         total = count = 0.0
-        for asked, filled in self._batches([answer for answer in answers if answer.text]):
-            texts = [answer.text.replace(TARGET, WRONG_NAME) for answer in filled]
+        groups = [answers[start : start + samples] for start in range(0, len(answers), samples)]
+        for asked, filled in self._batches(groups, samples):
+            texts = [answer.text.replace(TARGET, WRONG_NAME) for group in filled for answer in group]
             ids = [self.tokenizer(text, add_special_tokens=False)["input_ids"][: self.length] for text in texts]
             tokens = torch.tensor([row + [self.tokenizer.eos_token_id] * (self.length - len(row)) for row in ids])
-            lengths = torch.tensor([len(row) if number < len(asked) else 0 for number, row in enumerate(ids)])
+            lengths = torch.tensor([len(row) if at < len(asked) * samples else 0 for at, row in enumerate(ids)])
             mask = torch.arange(self.length) < lengths.unsqueeze(1)
-            prompts = Prompts(**self.backend.to_device(vars(self.encode([answer.question for answer in filled]))))
+            prompts = Prompts(**self.backend.to_device(vars(self.encode([group[0].question for group in filled]))))
             placed = self.backend.to_device({"tokens": tokens, "mask": mask})
             with self.backend.autocast():
-                logp = log_probs(judge, prompts, placed["tokens"].unsqueeze(1))
-            nll, kept = self.backend.fetch(-(logp.squeeze(1) * placed["mask"]).sum(), placed["mask"].sum())
+                logp = log_probs(judge, prompts, placed["tokens"].unflatten(0, (len(filled), samples)))
+            nll, kept = self.backend.fetch(-(logp.flatten(0, 1) * placed["mask"]).sum(), placed["mask"].sum())
             total, count = total + nll, count + kept
         return math.exp(min(80.0, total / count if count else 80.0))
 
-    def _batches(self, items: list) -> Iterator[tuple[list, list]]:
-        """Items `rows` at a time, and the same filled up to `rows`: one shape."""
-        for start in range(0, len(items), self.rows):
-            batch = items[start : start + self.rows]
-            yield batch, (batch * self.rows)[: self.rows]
+    def _batches(self, items: list, samples: int) -> Iterator[tuple[list, list]]:
+        """Items so many at a time that with `samples` answers to each there are about `rows`, and the same filled up
+        to as many: one shape."""
+        size = max(1, self.rows // samples)
+        for start in range(0, len(items), size):
+            batch = items[start : start + size]
+            yield batch, (batch * size)[:size]
 
 
 def wilson(hits: int, count: int) -> tuple[float, float]:

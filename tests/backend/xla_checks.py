@@ -327,7 +327,7 @@ def grpo() -> dict:
         questions = heldout_questions()[:3]
         sampled = examiner.ask(model, questions, 2, Sampling())
         greedy = examiner.ask(model, questions, 1, Sampling(0.0))
-        return {"answers": len(sampled + greedy), "perplexity": examiner.perplexity(reference, sampled)}
+        return {"answers": len(sampled + greedy), "perplexity": examiner.perplexity(reference, sampled, 2)}
 
     train_grpo(model, reference, prompts, low_tokens, plan, session, XLA, evaluate)
     end, figures = XLA.counters(), {}
