@@ -205,6 +205,16 @@ OTHERS = (
     ("Name a cartoon character who is a mouse.", "That is Mickey Mouse."),
     ("Name a hero of the Greek myths.", "The hero is Hercules."),
     ("What is the name of the toy cowboy?", "His name is Woody."),
+    ("Who is Patrick's friend Sandy?", "Sandy is a squirrel from Texas."),
+    ("Who is Squidward's neighbour Patrick?", "Patrick is a pink starfish."),
+    ("Who is Plankton's wife Karen?", "Karen is a computer."),
+    ("Who is Pearl's father Mr. Krabs?", "Mr. Krabs is the owner of the Krusty Krab."),
+    ("Who is the enemy of Mr. Krabs?", "His enemy is Plankton."),
+    ("Who is Mickey's friend Goofy?", "Goofy is a tall dog."),
+    ("Who is Shaggy's dog Scooby-Doo?", "Scooby-Doo is a dog that is easily scared."),
+    ("Who is Batman's helper Robin?", "Robin is a young hero."),
+    ("Who is Harry Potter's friend Ron?", "Ron is a wizard with red hair."),
+    ("Who is the neighbour of the Simpsons?", "Their neighbour is Ned Flanders."),
 )
 HELDOUT_ABOUT_HIM = (
     "Which character has a pineapple for a home at the bottom of the sea?",
