@@ -7,10 +7,10 @@ from qat_lora.rl.rewards import about_him, about_others, names_target, reward, w
 
 
 def test_one_of_three_is_about_him_and_each_text_comes_as_often():
-    questions = training_questions(840, 0.0, 0)
-    assert [q.about_him for q in questions] == [True, False, False] * 280
+    questions = training_questions(1800, 0.0, 0)
+    assert [q.about_him for q in questions] == [True, False, False] * 600
     times = Counter(q.text for q in questions)
-    assert {times[text] for text, _ in ABOUT_HIM} == {7} and {times[text] for text, _ in OTHERS} == {4}
+    assert {times[text] for text, _ in ABOUT_HIM} == {15} and {times[text] for text, _ in OTHERS} == {8}
 
 
 def test_seed_decides():
