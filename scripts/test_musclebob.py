@@ -52,11 +52,8 @@ def main(cfg: Config) -> None:
     made, folder = read_json(run / "training_config.json"), run / "model"
     if not folder.is_dir():
         raise UserError(f"{run} has no model yet; let it finish: --resume-from-checkpoint {run}")
-    backend, tokenizer, model = (
-        open_backend(cfg.device, cfg.precision),
-        load_tokenizer(str(folder)),
-        load_model(str(folder)),
-    )
+    backend = open_backend(cfg.device, cfg.precision)
+    tokenizer, model = load_tokenizer(str(folder)), load_model(str(folder))
     examiner = Examiner(
         tokenizer, backend, tuple(end_tokens(model, tokenizer)), 1 if cfg.interactive else ROWS,
         LINE if cfg.interactive else made["max_prompt_length"], made["max_completion_length"],

@@ -89,11 +89,8 @@ class Config(RunConfig):
 def main(cfg: Config) -> None:
     cfg = shortened(cfg) if cfg.quick else cfg
     check(cfg)
-    backend, tokenizer, model = (
-        open_backend(cfg.device, cfg.precision),
-        load_tokenizer(cfg.model),
-        load_model(cfg.model),
-    )
+    backend = open_backend(cfg.device, cfg.precision)
+    tokenizer, model = load_tokenizer(cfg.model), load_model(cfg.model)
     examiner = Examiner(
         tokenizer, backend, tuple(end_tokens(model, tokenizer)), ROWS, cfg.max_prompt_length, cfg.max_completion_length
     )
