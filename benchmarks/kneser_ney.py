@@ -1,0 +1,55 @@
+"""An interpolated Kneser–Ney n-gram with three discounts an order (Chen and Goodman 1998): what a reservoir has to beat."""
+
+import math
+from collections import Counter, defaultdict
+
+
+class KneserNey:
+    """Counts of one token stream. Lower orders count in how many contexts an n-gram occurs, not how often; below the
+    unigrams stands the uniform distribution over the vocabulary."""
+
+    def __init__(self, tokens: list[int], order: int, vocab: int):
+        self.order, self.vocab = order, vocab
+        counts = Counter(zip(*(tokens[at:] for at in range(order))))
+        self.levels = [_Level(counts)]
+        for _ in range(order - 1):
+            counts = Counter(gram[1:] for gram in counts)  # each longer n-gram counts once
+            self.levels.insert(0, _Level(counts))
+
+    def probability(self, token: int, context: tuple[int, ...]) -> float:
+        """P(token | context), of which the last order − 1 tokens count."""
+        result = 1 / self.vocab
+        for size, level in enumerate(self.levels):
+            if size > len(context):
+                break
+            result = level.interpolate(context[len(context) - size :], token, result)
+        return result
+
+    def nll(self, tokens: list[int]) -> float:
+        """Sum of −log P in nats over a stream, each token after those before it."""
+        return -sum(
+            math.log(self.probability(token, tuple(tokens[max(0, at - self.order + 1) : at]))) for at, token in enumerate(tokens)
+        )
+
+
+class _Level:
+    """N-grams of one length: counts, discounts, and of each context the sum and how many tokens follow 1, 2, 3+ times."""
+
+    def __init__(self, counts: Counter):
+        self.counts = counts
+        have = Counter(min(count, 4) for count in counts.values())
+        n1, n2, n3, n4 = (max(1, have[k]) for k in (1, 2, 3, 4))
+        y = n1 / (n1 + 2 * n2)
+        self.discounts = (0.0, 1 - 2 * y * n2 / n1, max(0.0, 2 - 3 * y * n3 / n2), max(0.0, 3 - 4 * y * n4 / n3))
+        self.sums, self.kinds = defaultdict(int), defaultdict(lambda: [0, 0, 0, 0])
+        for gram, count in counts.items():
+            self.sums[gram[:-1]] += count
+            self.kinds[gram[:-1]][min(count, 3)] += 1
+
+    def interpolate(self, context: tuple[int, ...], token: int, lower: float) -> float:
+        total = self.sums.get(context, 0)
+        if not total:
+            return lower
+        count = self.counts.get((*context, token), 0)
+        left = sum(discount * kinds for discount, kinds in zip(self.discounts, self.kinds[context]))
+        return (max(0.0, count - self.discounts[min(count, 3)]) + left * lower) / total

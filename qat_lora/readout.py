@@ -1,0 +1,50 @@
+"""Linear readouts in closed form: ridge regression from streamed moments, and recursive least squares, its equal."""
+
+import torch
+from torch import Tensor
+
+
+class RidgeMoments:
+    """XᵀX [F, F] and XᵀY [F, V] of features and next-token targets, fp64, summed batch by batch.
+
+    Y is one-hot and never formed: each feature row is added to its target's column.
+    """
+
+    def __init__(self, features: int, vocab: int):
+        self.xx = torch.zeros(features, features, dtype=torch.float64)
+        self.yx = torch.zeros(vocab, features, dtype=torch.float64)
+
+    def add(self, features: Tensor, targets: Tensor) -> None:
+        """features [M, F], targets [M]."""
+        x = features.double().cpu()
+        self.xx += x.T @ x
+        self.yx.index_add_(0, targets.cpu(), x)
+
+    def solve(self, alphas: list[float]) -> list[Tensor]:
+        """The readout [V, F] of least Σ‖Wx − y‖² + α‖W‖² for each α, from one decomposition."""
+        values, vectors = torch.linalg.eigh(self.xx)
+        turned = self.yx @ vectors
+        return [(turned / (values.clamp(min=0) + alpha)) @ vectors.T for alpha in alphas]
+
+
+class RecursiveLeastSquares:
+    """The ridge readout kept up to date sample by sample: with `forgetting` 1 and P₀ = I/α it equals ridge's.
+
+    weight [V, F], p [F, F] = (XᵀX + αI)⁻¹, fp64 (Haykin 2014, ch. 10; batches by the Woodbury identity).
+    """
+
+    def __init__(self, features: int, vocab: int, alpha: float, forgetting: float = 1.0):
+        self.forgetting = forgetting
+        self.p = torch.eye(features, dtype=torch.float64) / alpha
+        self.weight = torch.zeros(vocab, features, dtype=torch.float64)
+
+    def add(self, features: Tensor, targets: Tensor) -> None:
+        """features [M, F], targets [M]: M samples at once, forgotten as one step."""
+        x = features.double()
+        px = self.p @ x.T
+        small = self.forgetting * torch.eye(len(x), dtype=torch.float64) + x @ px
+        gain = torch.linalg.solve(small, px.T)  # [M, F]
+        error = -(x @ self.weight.T)
+        error[torch.arange(len(x)), targets] += 1
+        self.weight += error.T @ gain
+        self.p = (self.p - px @ gain) / self.forgetting
