@@ -40,7 +40,9 @@ class _Level:
         have = Counter(min(count, 4) for count in counts.values())
         n1, n2, n3, n4 = (max(1, have[k]) for k in (1, 2, 3, 4))
         y = n1 / (n1 + 2 * n2)
-        self.discounts = (0.0, 1 - 2 * y * n2 / n1, max(0.0, 2 - 3 * y * n3 / n2), max(0.0, 3 - 4 * y * n4 / n3))
+        estimates = (1 - 2 * y * n2 / n1, 2 - 3 * y * n3 / n2, 3 - 4 * y * n4 / n3)
+        # of few n-grams an estimate may lie outside (0, count): then half a count
+        self.discounts = (0.0, *(d if 0 < d < count else 0.5 for count, d in enumerate(estimates, 1)))
         self.sums, self.kinds = defaultdict(int), defaultdict(lambda: [0, 0, 0, 0])
         for gram, count in counts.items():
             self.sums[gram[:-1]] += count

@@ -1,0 +1,34 @@
+"""The n-gram that a reservoir has to beat is a proper one."""
+
+import math
+import random
+
+import pytest
+
+
+@pytest.fixture
+def model(load_script):
+    tokens = random.Random(0).choices(range(6), weights=(8, 5, 3, 2, 1, 0), k=400)
+    return load_script("kneser_ney").KneserNey(tokens, 3, 6), tokens
+
+
+@pytest.mark.parametrize("context", [(), (0,), (1, 0), (5, 5), (2, 0, 1, 1)])
+def test_probabilities_sum_to_one_and_none_is_zero(model, context):
+    """After contexts that were seen, that were not, and that are longer than it looks."""
+    found = [model[0].probability(token, context) for token in range(6)]
+    assert sum(found) == pytest.approx(1) and min(found) > 0
+
+
+def test_by_hand(load_script):
+    """Bigrams of "a b a b a c": three discounts that are all 0 or 1 by the estimate are still proper."""
+    kneser_ney = load_script("kneser_ney").KneserNey([0, 1, 0, 1, 0, 2], 2, 3)
+    level = kneser_ney.levels[1]
+    assert level.counts == {(0, 1): 2, (1, 0): 2, (0, 2): 1} and level.sums == {(0,): 3, (1,): 2}
+    unigrams = kneser_ney.levels[0]
+    assert unigrams.counts == {(1,): 1, (0,): 1, (2,): 1}, "in how many contexts, not how often"
+
+
+def test_what_was_seen_is_likelier_than_what_was_not(model):
+    kneser_ney, tokens = model
+    seen, strange = kneser_ney.nll(tokens), kneser_ney.nll([5] * len(tokens))
+    assert seen < len(tokens) * math.log(6) < strange
