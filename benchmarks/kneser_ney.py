@@ -28,7 +28,8 @@ class KneserNey:
     def nll(self, tokens: list[int]) -> float:
         """Sum of −log P in nats over a stream, each token after those before it."""
         return -sum(
-            math.log(self.probability(token, tuple(tokens[max(0, at - self.order + 1) : at]))) for at, token in enumerate(tokens)
+            math.log(self.probability(token, tuple(tokens[max(0, at - self.order + 1) : at])))
+            for at, token in enumerate(tokens)
         )
 
 

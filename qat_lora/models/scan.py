@@ -44,8 +44,12 @@ class DiagonalScan(nn.Module):
             power = decay ** (chunk**level)
             within = torch.where(back >= 0, power[:, None, None] ** back.clamp(min=0), 0)  # [N, C, C]
             carried = power[:, None] ** torch.arange(1, chunk + 1)  # [N, C]
-            self.register_buffer(f"within{level}", _rotations(within).flatten(3, 4).flatten(1, 2).float(), persistent=False)
-            self.register_buffer(f"carried{level}", _rotations(carried[:, :, None]).flatten(3, 4).flatten(1, 2).float(), persistent=False)
+            self.register_buffer(
+                f"within{level}", _rotations(within).flatten(3, 4).flatten(1, 2).float(), persistent=False
+            )
+            self.register_buffer(
+                f"carried{level}", _rotations(carried[:, :, None]).flatten(3, 4).flatten(1, 2).float(), persistent=False
+            )
 
     def forward(self, drive: Tensor, state: Tensor) -> Tensor:
         """States [B, T, N, 2] of a drive [B, T, N, 2] and the state before it, [B, N, 2]."""

@@ -38,7 +38,12 @@ class SmallLM(nn.Module):
 
 def feed_forward(width: int, hidden: int, dropout: float) -> nn.Sequential:
     return nn.Sequential(
-        nn.LayerNorm(width), nn.Linear(width, hidden), nn.GELU(), nn.Dropout(dropout), nn.Linear(hidden, width), nn.Dropout(dropout)
+        nn.LayerNorm(width),
+        nn.Linear(width, hidden),
+        nn.GELU(),
+        nn.Dropout(dropout),
+        nn.Linear(hidden, width),
+        nn.Dropout(dropout),
     )
 
 
@@ -48,7 +53,11 @@ class MinGRUBlock(nn.Module):
     def __init__(self, width: int, hidden: int, dropout: float = 0.0):
         super().__init__()
         self.width, self.norm, self.both = width, nn.LayerNorm(width), nn.Linear(width, 2 * width)
-        self.out, self.dropout, self.after = nn.Linear(width, width), nn.Dropout(dropout), feed_forward(width, hidden, dropout)
+        self.out, self.dropout, self.after = (
+            nn.Linear(width, width),
+            nn.Dropout(dropout),
+            feed_forward(width, hidden, dropout),
+        )
 
     def begin(self, rows: int) -> Tensor:
         return self.out.weight.new_zeros(rows, self.width)

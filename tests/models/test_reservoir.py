@@ -89,7 +89,9 @@ def test_memory_is_no_more_than_units():
     cell = EchoState(spec, 1)
     inputs = torch.rand(6000, generator=torch.Generator().manual_seed(3)) - 0.5
     states, _ = cell(inputs.view(1, -1, 1), cell.begin(1))
-    assert 6 < memory_capacity(states[0], inputs, 60) <= 20 * 1.05  # 60 fits of 20 weights to 6,000 steps: a little of noise
+    assert (
+        6 < memory_capacity(states[0], inputs, 60) <= 20 * 1.05
+    )  # 60 fits of 20 weights to 6,000 steps: a little of noise
 
 
 @pytest.mark.parametrize("spec", [ESN, DIAGONAL])
@@ -102,7 +104,9 @@ def test_a_block_carries_its_state(spec):
     rest, _ = block(x[:, 6:], state)
     torch.testing.assert_close(torch.cat([first, rest], 1), whole)
     whole.sum().backward()
-    assert all(p.grad is not None for p in block.parameters()) and not any("w_in" in n for n, _ in block.named_parameters())
+    assert all(p.grad is not None for p in block.parameters()) and not any(
+        "w_in" in n for n, _ in block.named_parameters()
+    )
 
 
 @pytest.mark.parametrize(
