@@ -1,4 +1,4 @@
-"""An interpolated Kneser–Ney n-gram with three discounts an order (Chen and Goodman 1998): what a reservoir has to beat."""
+"""An interpolated Kneser–Ney n-gram with three discounts an order (Chen and Goodman 1998): what a reservoir must beat."""
 
 import math
 from collections import Counter, defaultdict
@@ -34,7 +34,7 @@ class KneserNey:
 
 
 class _Level:
-    """N-grams of one length: counts, discounts, and of each context the sum and how many tokens follow 1, 2, 3+ times."""
+    """N-grams of one length: counts, discounts, and of each context the sum and how many follow 1, 2, 3+ times."""
 
     def __init__(self, counts: Counter):
         self.counts = counts

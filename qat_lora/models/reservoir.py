@@ -89,8 +89,9 @@ class DiagonalReservoir(nn.Module):
     """A diagonal linear reservoir: buffers decay [N, 2], w_in [2N, D]; nothing to train. A state is re and im of each
     unit, 2N features.
 
-    Angles are uniform, radii uniform in area below the spec's radius. Rows of W_in are scaled so that white input gives every
-    unit the same variance, whatever its decay (as in LRU, arXiv 2303.06349): a readout hears slow units as well as fast ones.
+    Angles are uniform, radii uniform in area below the spec's radius. Rows of W_in are scaled so that white input gives
+    every unit the same variance, whatever its decay (as in LRU, arXiv 2303.06349): a readout hears slow units as well as
+    fast ones.
     """
 
     def __init__(self, spec: ReservoirSpec, inputs: int, chunk: int = 64):
@@ -122,8 +123,8 @@ def reservoir(spec: ReservoirSpec, inputs: int) -> nn.Module:
 
 
 class ReservoirBlock(nn.Module):
-    """y = g ⊙ x + (1 − g) ⊙ u: u a trained mix (norm, one hidden layer) of what the block's reservoirs hold, g a trained
-    gate on the input x [B, T, D]."""
+    """y = g ⊙ x + (1 − g) ⊙ u: u a trained mix (norm, one hidden layer) of what the block's reservoirs hold, g a
+    trained gate on the input x [B, T, D]."""
 
     def __init__(self, width: int, hidden: int, specs: tuple[ReservoirSpec, ...], dropout: float = 0.0):
         super().__init__()

@@ -16,8 +16,8 @@ def times(a: Tensor, b: Tensor) -> Tensor:
 
 
 def sequential_scan(decay: Tensor, drive: Tensor, state: Tensor) -> Tensor:
-    """h_t = decay·h_{t−1} + drive_t, one step after another: [B, T, N, 2], from decay [N, 2], drive [B, T, N, 2] and the
-    state before, [B, N, 2]. What `DiagonalScan` is compared with."""
+    """h_t = decay·h_{t−1} + drive_t, one step after another: [B, T, N, 2], from decay [N, 2], drive [B, T, N, 2] and
+    the state before, [B, N, 2]. What `DiagonalScan` is compared with."""
     states = []
     for now in drive.unbind(1):
         state = times(decay, state) + now
@@ -28,9 +28,10 @@ def sequential_scan(decay: Tensor, drive: Tensor, state: Tensor) -> Tensor:
 class DiagonalScan(nn.Module):
     """The same with a decay that never changes, in chunks.
 
-    Within a chunk of C steps the states are a lower triangular matrix of powers of the decay times the drive: one batched
-    matrix product. The chunks' ends are such a recurrence themselves, with decay^C over T/C steps, and what they carry into the
-    next chunk is added by a second product. Two levels reach C² steps, so that the graph is the same for every T in between.
+    Within a chunk of C steps the states are a lower triangular matrix of powers of the decay times the drive: one
+    batched matrix product. The chunks' ends are such a recurrence themselves, with decay^C over T/C steps, and what they
+    carry into the next chunk is added by a second product. L levels reach C^L steps, and the number of operations
+    depends on the levels alone.
 
     decay [N, 2], |decay| ≤ 1.
     """

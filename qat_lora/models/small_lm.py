@@ -73,7 +73,8 @@ class MinGRUBlock(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Causal self-attention with rotary positions (arXiv 2104.09864) and a feed-forward layer; its state is keys and values so far."""
+    """Causal self-attention with rotary positions (arXiv 2104.09864) and a feed-forward layer; its state is the keys
+    and values so far."""
 
     def __init__(self, width: int, hidden: int, heads: int, dropout: float = 0.0):
         super().__init__()
