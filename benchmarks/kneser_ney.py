@@ -1,4 +1,4 @@
-"""An interpolated Kneser–Ney n-gram with three discounts an order (Chen and Goodman 1998): what a reservoir must beat."""
+"""An interpolated Kneser–Ney n-gram with three discounts an order (Chen and Goodman 1998): what to beat."""
 
 import math
 from collections import Counter, defaultdict

@@ -100,7 +100,7 @@ class Blocks(Dataset):
         self.count = (len(stream) - 1) // length
         if length < 1 or not self.count:
             raise UserError(
-                f"--block-size {length} and a text of {len(stream)} tokens: a block must hold 1 token and fit the text; "
+                f"--block-size {length} and a text of {len(stream)} tokens: a block must hold 1 and fit it; "
                 "shorten it or add text"
             )
         self.stream, self.length = stream, length

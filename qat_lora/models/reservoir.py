@@ -90,7 +90,7 @@ class DiagonalReservoir(nn.Module):
     unit, 2N features.
 
     Angles are uniform, radii uniform in area below the spec's radius. Rows of W_in are scaled so that white input gives
-    every unit the same variance, whatever its decay (as in LRU, arXiv 2303.06349): a readout hears slow units as well as
+    every unit the same variance, whatever its decay (like LRU, arXiv 2303.06349): a readout hears slow units like
     fast ones.
     """
 

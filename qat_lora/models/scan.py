@@ -29,8 +29,8 @@ class DiagonalScan(nn.Module):
     """The same with a decay that never changes, in chunks.
 
     Within a chunk of C steps the states are a lower triangular matrix of powers of the decay times the drive: one
-    batched matrix product. The chunks' ends are such a recurrence themselves, with decay^C over T/C steps, and what they
-    carry into the next chunk is added by a second product. L levels reach C^L steps, and the number of operations
+    batched matrix product. The chunks' ends are such a recurrence themselves, with decay^C over T/C steps, and what
+    they carry into the next chunk is added by a second product. L levels reach C^L steps, and the number of operations
     depends on the levels alone.
 
     decay [N, 2], |decay| ≤ 1.

@@ -112,7 +112,8 @@ def test_a_block_carries_its_state(spec):
 @pytest.mark.parametrize(
     "changes, part",
     [
-        ({"radius": 0.0}, "spectral radius 0.0"), ({"radius": -1.0}, "spectral radius"), ({"density": 0.0}, "density 0.0"),
+        ({"radius": 0.0}, "spectral radius 0.0"), ({"radius": -1.0}, "spectral radius"),
+        ({"density": 0.0}, "density 0.0"),
         ({"density": 1.5}, "density 1.5"), ({"leak": (0.0, 1.0)}, "leak"), ({"units": 0}, "0 units"),
         ({"kind": "lstm"}, "'lstm'"), ({"kind": "diagonal", "radius": 1.2}, "grow without end"),
     ],
