@@ -1,0 +1,128 @@
+"""The reservoir language model and those it is compared with: how they are made, measured, and what they tell."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from qat_lora.backend import TorchBackend
+from qat_lora.data.stories import Stories, spans
+from qat_lora.errors import UserError
+from qat_lora.kd.losses import sparse_loss
+from qat_lora.models.reservoir import ReservoirBlock, ReservoirSpec
+from qat_lora.models.small_lm import MinGRUBlock, SmallLM, TransformerBlock
+from qat_lora.rl.rollout import Sampling, draw
+
+MODELS = ("reservoir", "transformer", "mingru")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A reservoir language model: `blocks` blocks of width `embedding`, each with the reservoirs of `specs` and a mix
+    through `hidden` units."""
+
+    embedding: int
+    blocks: int
+    hidden: int
+    specs: tuple[ReservoirSpec, ...]
+    heads: int = 4
+    dropout: float = 0.0
+
+    def __post_init__(self):
+        if min(self.embedding, self.blocks, self.hidden, self.heads) < 1 or not self.specs:
+            raise UserError(f"{self}: widths, blocks, heads and reservoirs must be at least 1")
+        if self.embedding % self.heads:
+            raise UserError(f"--embedding {self.embedding} does not divide by --heads {self.heads}; change one")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"--dropout {self.dropout} is outside [0, 1); 0.1, say")
+
+
+def build(kind: str, vocab: int, shape: Shape, seed: int) -> SmallLM:
+    """A model of `kind`, drawn with `seed`. The baselines have the reservoir model's embedding and number of blocks and
+    the hidden width at which their trained parameters come nearest to its."""
+    if kind not in MODELS:
+        raise UserError(f"--model {kind!r} is not one of {', '.join(MODELS)}")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if kind == "reservoir":
+            return _reservoir(vocab, shape, seed)
+        wanted = trained(_reservoir(vocab, shape, seed))
+        hidden = _nearest(lambda hidden: trained(_baseline(kind, vocab, shape, hidden)), wanted)
+        return _baseline(kind, vocab, shape, hidden)
+
+
+def trained(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def _reservoir(vocab: int, shape: Shape, seed: int) -> SmallLM:
+    blocks = []
+    for number in range(shape.blocks):
+        specs = tuple(
+            ReservoirSpec(**vars(spec) | {"seed": 1000 * seed + 100 * number + k}) for k, spec in enumerate(shape.specs)
+        )
+        blocks.append(ReservoirBlock(shape.embedding, shape.hidden, specs, shape.dropout))
+    return SmallLM(vocab, shape.embedding, blocks, shape.dropout)
+
+
+def _baseline(kind: str, vocab: int, shape: Shape, hidden: int) -> SmallLM:
+    def block() -> nn.Module:
+        if kind == "mingru":
+            return MinGRUBlock(shape.embedding, hidden, shape.dropout)
+        return TransformerBlock(shape.embedding, hidden, shape.heads, shape.dropout)
+
+    return SmallLM(vocab, shape.embedding, [block() for _ in range(shape.blocks)], shape.dropout)
+
+
+def _nearest(count, wanted: int) -> int:
+    """The hidden width whose count, which grows evenly with it, is nearest to `wanted`."""
+    one, two = count(1), count(2)
+    return max(1, round(1 + (wanted - one) / (two - one)))
+
+
+def story_loss(model: SmallLM, batch: dict[str, Tensor]) -> Tensor:
+    """Cross-entropy of tokens [B, T + 1] from the second on, where mask [B, T] is 1."""
+    hidden, _ = model(batch["tokens"][:, :-1])
+    labels = batch["tokens"][:, 1:].unsqueeze(2)
+    weight = model.embedding.weight
+    return sparse_loss(hidden, weight, labels, torch.ones_like(labels), batch["mask"], batch.get("total"))
+
+
+@torch.no_grad()
+def heldout(model: SmallLM, stories: Stories, length: int, rows: int, backend: TorchBackend) -> dict[str, float]:
+    """Every held-out token, in windows of `length` of which half is context: nats a token, perplexity, bits a byte."""
+    was_training = model.training
+    model.eval()
+    sums = []
+    for batch in spans(stories.heldout, stories.end, length, max(1, length // 2), rows):
+        batch = backend.to_device(batch)
+        with backend.autocast():
+            sums.append(story_loss(model, batch | {"total": torch.ones((), device=batch["mask"].device)}))
+        backend.step_boundary()
+    model.train(was_training)
+    total = sum(backend.fetch(*sums))
+    nll = total / len(stories.heldout)
+    return {
+        "heldout_nll": nll, "heldout_ppl": math.exp(min(nll, 80)),
+        "bits_per_byte": total / math.log(2) / stories.heldout_bytes,
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def tell(model: SmallLM, stories: Stories, begin: str, tokens: int, sampling: Sampling, backend: TorchBackend) -> str:
+    """`begin`, gone on with for at most `tokens` tokens, one at a time from the carried state."""
+    model.eval()
+    said = [stories.end, *stories.tokenizer.encode(begin).ids]
+    given = backend.to_device({"tokens": torch.tensor([said])})["tokens"]
+    state = model.begin(1)
+    for _ in range(tokens):
+        with backend.autocast():
+            hidden, state = model(given, state)
+            logits = (hidden[:, -1] @ model.embedding.weight.to(hidden.dtype).T).float()
+        given = draw(logits, sampling)[0].unsqueeze(1)
+        token = int(backend.to_host(given))
+        if token == stories.end:
+            break
+        said.append(token)
+    return stories.tokenizer.decode(said[1:])
