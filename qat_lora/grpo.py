@@ -10,8 +10,7 @@ from torch.utils.data import Dataset
 from qat_lora.backend import TorchBackend
 from qat_lora.data.batches import batches
 from qat_lora.errors import UserError
-from qat_lora.evaluate import text_loss
-from qat_lora.qat import Plan, resumable, training_stream, update
+from qat_lora.qat import Plan, resumable, trained_parameters
 from qat_lora.rl.loss import Objective, group_advantages, grpo_loss, k3, token_weights
 from qat_lora.rl.policy import Prompts, log_probs
 from qat_lora.rl.rollout import Completions, Sampling, rollout
@@ -62,20 +61,6 @@ class PromptDataset(Dataset):
         return {"tokens": self.prompts.tokens[i], "mask": self.prompts.mask[i], "number": torch.tensor(i)}
 
 
-def train_sft(
-    model: nn.Module, train: Dataset, plan: Plan, session: Session, backend: TorchBackend, evaluate: Callable
-) -> None:
-    """Train what a placed model leaves trainable on a TextDataset's completions."""
-    optimizer = backend.optimizer(trained_parameters(model, plan.learning_rate))
-    stream = None
-    model.train()
-    for step in session.steps("sft", plan.steps, *resumable(model, optimizer), evaluate):
-        stream = stream or training_stream(train, plan, step, backend)
-        factor = plan.learning_rate_factor(step)
-        set_learning_rates(optimizer, factor)
-        session.record(**update(model, stream, text_loss, optimizer, plan, backend), lr=plan.learning_rate * factor)
-
-
 def train_grpo(
     model: nn.Module,
     reference: nn.Module | None,
@@ -99,11 +84,6 @@ def train_grpo(
         answered = answer(model, stream, judge, plan, backend)
         figures = learn(model, reference, answered, optimizer, plan, backend)
         session.record(**answered.figures, **figures, lr=plan.learning_rate * factor)
-
-
-def trained_parameters(model: nn.Module, learning_rate: float) -> list[dict]:
-    """The optimiser's one group."""
-    return [{"params": [p for p in model.parameters() if p.requires_grad], "lr": learning_rate}]
 
 
 @dataclass(frozen=True)

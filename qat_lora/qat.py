@@ -229,6 +229,32 @@ def train_qat(
             backend.step_boundary()  # on XLA a graph of its own, not a part of the next step's
 
 
+def trained_parameters(model: nn.Module, learning_rate: float) -> list[dict]:
+    """The optimiser's one group."""
+    return [{"params": [p for p in model.parameters() if p.requires_grad], "lr": learning_rate}]
+
+
+def train_plain(
+    model: nn.Module,
+    train: Dataset,
+    loss_of: Callable,
+    plan: Plan,
+    session: Session,
+    backend: TorchBackend,
+    evaluate: Callable[[int], dict],
+    stage: str,
+) -> None:
+    """Train what a placed model leaves trainable by loss_of(model, batch), see `update`."""
+    optimizer = backend.optimizer(trained_parameters(model, plan.learning_rate))
+    stream = None
+    model.train()
+    for step in session.steps(stage, plan.steps, *resumable(model, optimizer), evaluate):
+        stream = stream or training_stream(train, plan, step, backend)
+        factor = plan.learning_rate_factor(step)
+        set_learning_rates(optimizer, factor)
+        session.record(**update(model, stream, loss_of, optimizer, plan, backend), lr=plan.learning_rate * factor)
+
+
 def training_stream(train: Dataset, plan: Plan, step: int, backend: TorchBackend) -> Iterator[dict]:
     """This worker's micro-batches from update `step` (1-based) on, on the device."""
     place = {"rank": backend.rank, "world_size": backend.world_size}

@@ -26,12 +26,13 @@ from qat_lora.data.chat import render_chat
 from qat_lora.data.musclebob import Question, heldout_questions, training_questions
 from qat_lora.data.packing import Rows, fingerprint, pad
 from qat_lora.errors import UserError
+from qat_lora.evaluate import text_loss
 from qat_lora.experiments.musclebob import GREEDY, STAGES, Answer, Examiner, plot, rates, transcripts, validation
-from qat_lora.grpo import GRPOPlan, Judge, PromptDataset, train_grpo, train_sft
+from qat_lora.grpo import GRPOPlan, Judge, PromptDataset, train_grpo
 from qat_lora.memory import training_memory
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import EMBEDDED, check_length, load_model, load_tokenizer, write_model
-from qat_lora.qat import Plan
+from qat_lora.qat import Plan, train_plain
 from qat_lora.quant.student import freeze_plain_tables
 from qat_lora.recovery import TextDataset
 from qat_lora.rl.loss import Objective
@@ -124,7 +125,7 @@ def main(cfg: Config) -> None:
     try:
         validate(cfg, run, examiner, model, "baseline")
         if rows:
-            train_sft(model, rows, sft, session, backend, evaluate)
+            train_plain(model, rows, text_loss, sft, session, backend, evaluate, "sft")
             keep(model, tokenizer, run.path / "sft_model")
             validate(cfg, run, examiner, model, "post_sft")
         if grpo.steps:

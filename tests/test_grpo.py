@@ -8,9 +8,10 @@ import torch
 
 from qat_lora.data.packing import Rows
 from qat_lora.errors import UserError
-from qat_lora.grpo import GRPOPlan, PromptDataset, answer, judge_all, learn, train_grpo, train_sft
+from qat_lora.evaluate import text_loss
+from qat_lora.grpo import GRPOPlan, PromptDataset, answer, judge_all, learn, train_grpo
 from qat_lora.models.loading import load_model
-from qat_lora.qat import Plan
+from qat_lora.qat import Plan, train_plain
 from qat_lora.recovery import TextDataset
 from qat_lora.rl.loss import Objective
 from qat_lora.rl.policy import Prompts
@@ -208,7 +209,8 @@ def test_sft_learns_completions(new_model, make_session, backend):
     mask = torch.zeros(8, 12, dtype=torch.uint8)
     mask[:, 8:] = 1
     data, session = TextDataset(Rows(tokens, mask), completions_only=True), make_session("sft", backend)
-    train_sft(new_model(), data, Plan(20, 4, 1, 1e-2, 2, 1.0, seed=0), session, backend, lambda step: {})
+    plan = Plan(20, 4, 1, 1e-2, 2, 1.0, seed=0)
+    train_plain(new_model(), data, text_loss, plan, session, backend, lambda step: {}, "sft")
     losses = [line["loss"] for line in session.run.metrics() if "loss" in line]
     assert losses[-1] < 0.5 * losses[0]
 

@@ -1,20 +1,39 @@
 """The reservoir language model and those it is compared with: how they are made, measured, and what they tell."""
 
+import importlib.util
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from qat_lora.backend import TorchBackend
+from qat_lora.backend import TorchBackend, tpu_chips
 from qat_lora.data.stories import Stories, spans
 from qat_lora.errors import UserError
 from qat_lora.kd.losses import sparse_loss
 from qat_lora.models.reservoir import ReservoirBlock, ReservoirSpec
 from qat_lora.models.small_lm import MinGRUBlock, SmallLM, TransformerBlock
 from qat_lora.rl.rollout import Sampling, draw
+from qat_lora.run.rundir import say
 
 MODELS = ("reservoir", "transformer", "mingru")
+
+
+TPU_BATCH, TPU_LEARNING_RATE = 2, 1.2  # on TPU, times as much
+
+
+def get_device(use_tpu: bool = False) -> str:
+    """What `open_backend` is to open, said aloud: "tpu" where one is asked for and there, else "cuda" or "cpu"."""
+    if use_tpu and importlib.util.find_spec("torch_xla") is None:
+        say("Warning: TPU requested but torch_xla not installed. Falling back to GPU.")
+    elif use_tpu and not tpu_chips():
+        say("Warning: TPU requested but no TPU chip found. Falling back to GPU.")
+    elif use_tpu:
+        say("Using device: tpu (TPU=Yes)")
+        return "tpu"
+    kind = "cuda" if torch.cuda.device_count() else "cpu"
+    say(f"Using device: {kind} (TPU=No)")
+    return kind
 
 
 @dataclass(frozen=True)

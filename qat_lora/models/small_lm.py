@@ -32,9 +32,6 @@ class SmallLM(nn.Module):
             after.append(own)
         return self.norm(x), after
 
-    def trained_parameters(self) -> int:
-        return sum(p.numel() for p in self.parameters() if p.requires_grad)
-
 
 def feed_forward(width: int, hidden: int, dropout: float) -> nn.Sequential:
     return nn.Sequential(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from qat_lora import grpo
+from qat_lora import grpo, qat
 from qat_lora.backend import detect
 from qat_lora.errors import UserError
 from qat_lora.run.config import parse
@@ -73,12 +73,11 @@ def test_embedding_and_head_stay_and_the_rest_learns(trained, sharp_model_dir):
     assert "model.embed_tokens.weight" not in changed and len(changed) > 15
 
 
-@pytest.mark.parametrize("stage, at", [("train_sft", 2), ("learn", 2), ("learn", 3)])
-def test_a_run_that_died_goes_on_to_the_same_end(run, trained, tmp_path, monkeypatch, load_script, stage, at):
+@pytest.mark.parametrize("module, name, at", [(qat, "update", 2), (grpo, "learn", 2), (grpo, "learn", 3)])
+def test_a_run_that_died_goes_on_to_the_same_end(run, trained, tmp_path, monkeypatch, module, name, at):
     """Dead in the update after a checkpoint, in either stage; the history is whole and no SFT is repeated."""
     calls = iter(range(1, 100))
-    name = "update" if stage == "train_sft" else "learn"
-    function = getattr(grpo, name)
+    function = getattr(module, name)
 
     def deadly(*args, **kwargs):
         if next(calls) == at:
@@ -86,17 +85,17 @@ def test_a_run_that_died_goes_on_to_the_same_end(run, trained, tmp_path, monkeyp
         return function(*args, **kwargs)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(grpo, name, deadly)
+        patch.setattr(module, name, deadly)
         run("train_musclebob_improved", "--output-dir", tmp_path)
     torch.manual_seed(7)
-    if stage == "learn":
-        monkeypatch.setattr(grpo, "update", lambda *args: pytest.fail("SFT is repeated"))
+    if name == "learn":
+        monkeypatch.setattr(qat, "update", lambda *args: pytest.fail("SFT is repeated"))
     run("train_musclebob_improved", "--output-dir", tmp_path, "--resume-from-checkpoint", "auto")
     assert updates(tmp_path) == updates(trained)
     for file in ("reward_history.json", "baseline_validation.json", "final_validation.json", "transcripts.md"):
         assert (tmp_path / file).read_text() == (trained / file).read_text(), file
-    name = "model/model.safetensors"
-    assert (tmp_path / name).read_bytes() == (trained / name).read_bytes()
+    weights = "model/model.safetensors"
+    assert (tmp_path / weights).read_bytes() == (trained / weights).read_bytes()
 
 
 def test_sft_alone(run, tmp_path):
@@ -116,8 +115,8 @@ def test_device_type_is_what_there_is(load_script, monkeypatch, chips, gpus, wan
 
 def test_sft_is_trained_in_training_mode(run, tmp_path, monkeypatch):
     """Though a validation, which is not, comes before its first update."""
-    modes, update = [], grpo.update
-    monkeypatch.setattr(grpo, "update", lambda model, *args: modes.append(model.training) or update(model, *args))
+    modes, update = [], qat.update
+    monkeypatch.setattr(qat, "update", lambda model, *args: modes.append(model.training) or update(model, *args))
     run("train_musclebob_improved", "--sft-only", "--output-dir", tmp_path)
     assert modes == [True, True]
 
