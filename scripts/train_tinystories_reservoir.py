@@ -4,13 +4,14 @@
     python scripts/train_tinystories_reservoir.py --config cpu --model transformer
     python scripts/train_tinystories_reservoir.py --dataset roneneldan/TinyStories --use-tpu
 
-The recurrent part is a fixed reservoir; embedding, mixing and readout are trained. --model transformer and mingru have the
-same embedding, blocks and number of trained parameters. SHARED_CONFIG below holds what every field is unless a flag
+The recurrent part is a fixed reservoir; embedding, mixing and readout are trained. --model transformer and mingru have
+the same embedding, blocks and number of trained parameters. SHARED_CONFIG below holds what every field is unless a flag
 or a preset says otherwise. With USE_TPU (--use-tpu) a missing TPU is a warning and a GPU or the CPU takes its place;
 on TPU the batch is doubled and the learning rate is 1.2 times as large, as config.yaml of the run shows.
 
 metrics.jsonl: loss, grad_norm, tokens_per_s; held-out nll, perplexity and bits a byte, over every held-out token.
-The run directory also gets tokenizer.json, model.pt (the best state), samples.txt. docs/reservoir.md says what to expect.
+The run directory also gets tokenizer.json, best.pt (the state of least held-out loss) and samples.txt.
+docs/reservoir.md says what to expect.
 Untested on hardware: TPU, CUDA.
 """
 
@@ -21,12 +22,21 @@ import torch
 
 from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.data.stories import Blocks, Stories, load_stories
+from qat_lora.errors import UserError
 from qat_lora.experiments.stories import (
-    MODELS, TPU_BATCH, TPU_LEARNING_RATE, Shape, build, get_device, heldout, story_loss, tell, trained,
+    TPU_BATCH,
+    TPU_LEARNING_RATE,
+    Shape,
+    build,
+    get_device,
+    heldout,
+    story_loss,
+    tell,
+    trained,
 )  # fmt: skip
 from qat_lora.models.reservoir import ReservoirSpec
 from qat_lora.models.small_lm import SmallLM
-from qat_lora.qat import Plan, train_plain
+from qat_lora.qat import Plan, restore, train_plain
 from qat_lora.rl.rollout import Sampling
 from qat_lora.run.config import RunConfig, option, run_script
 from qat_lora.run.files import write_atomically
@@ -126,3 +136,70 @@ def main(cfg: Config) -> None:
 
     train_plain(model, train, story_loss, plan, session, backend, evaluate, "train")
     finish(run, model, stories, sampling, backend, session)
+
+
+# -- what is asked for -----------------------------------------------------------------------------------------------
+def resolved(cfg: Config, backend: TorchBackend) -> Config:
+    """The config in use, which the run directory keeps: on TPU a larger batch and learning rate."""
+    if backend.kind != "xla":
+        return cfg
+    rate = cfg.learning_rate * TPU_LEARNING_RATE
+    return dataclasses.replace(cfg, batch_size=cfg.batch_size * TPU_BATCH, learning_rate=rate)
+
+
+def shape_of(cfg: Config) -> Shape:
+    specs = []
+    for text in cfg.reservoirs.split(","):
+        kind, _, units = text.strip().partition(":")
+        if not units.isdigit():
+            raise UserError(f"--reservoirs {cfg.reservoirs!r}: {text!r} is not KIND:UNITS, such as diagonal:256")
+        specs.append(ReservoirSpec(
+            units=int(units), kind=kind, radius=cfg.spectral_radius, density=cfg.density,
+            leak=(cfg.leak_min, cfg.leak_max), scaling=cfg.input_scaling,
+        ))  # fmt: skip
+    return Shape(cfg.embedding, cfg.blocks, cfg.hidden, tuple(specs), cfg.heads, cfg.dropout)
+
+
+def plan_of(cfg: Config, blocks: int) -> Plan:
+    if not 1 <= cfg.batch_size <= blocks:
+        raise UserError(f"--batch-size {cfg.batch_size} must be from 1 to the {blocks} blocks of the text; change it")
+    if cfg.epochs < 0:
+        raise UserError(f"--epochs {cfg.epochs} must not be negative")
+    return Plan(
+        steps=cfg.epochs * blocks // cfg.batch_size, batch_size=cfg.batch_size, accumulation=1,
+        learning_rate=cfg.learning_rate, warmup_steps=cfg.warmup_steps, clip_grad_norm=cfg.clip_grad_norm, seed=cfg.seed,
+    )  # fmt: skip
+
+
+def describe(cfg: Config, backend: TorchBackend, stories: Stories, train: Blocks, model: SmallLM, plan: Plan) -> None:
+    fixed = sum(b.numel() for b in model.buffers())
+    say(f"{cfg.model} on {backend}: {trained(model):,} trained parameters, {fixed:,} fixed values")
+    say(f"{len(stories.train):,} tokens of {stories.vocab} kinds to train on, {len(stories.heldout):,} held out")
+    say(f"{plan.steps} updates of {plan.batch_size} × {train.length} tokens, {len(train) // plan.batch_size} an epoch, "
+        f"learning rate {plan.learning_rate:g}")  # fmt: skip
+
+
+# -- the steps -------------------------------------------------------------------------------------------------------
+def save(run: Run, model: SmallLM, backend: TorchBackend) -> None:
+    state = backend.to_host({name: p for name, p in model.named_parameters() if p.requires_grad})
+    write_atomically(run.path / "best.pt", lambda file: torch.save(state, file))
+
+
+def finish(
+    run: Run, model: SmallLM, stories: Stories, sampling: Sampling, backend: TorchBackend, session: Session
+) -> None:
+    """The best state's figures and what it tells."""
+    restore(model, torch.load(run.path / "best.pt", weights_only=True))
+    stories.tokenizer.save(str(run.path / "tokenizer.json"))
+    backend.seed(0)
+    told = [tell(model, stories, begin, SAMPLE_TOKENS, sampling, backend) for begin in BEGINNINGS]
+    (run.path / "samples.txt").write_text("\n---\n".join(told) + "\n")
+    best = min((line for line in run.metrics() if "heldout_nll" in line), key=lambda line: line["heldout_nll"])
+    figures = {name: best[name] for name in ("step", "heldout_nll", "heldout_ppl", "bits_per_byte")}
+    run.finish("finished", **figures, trained_parameters=trained(model), **session.cost())
+    say(f"best at step {best['step']}: perplexity {best['heldout_ppl']:.2f}, {best['bits_per_byte']:.4f} bits a byte")
+    say(f"{told[1]}\n{plot_run(run.path)}")
+
+
+if __name__ == "__main__":
+    run_script(main, Config, "train_tinystories_reservoir", __doc__)

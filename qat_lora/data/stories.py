@@ -1,5 +1,6 @@
 """Stories as one stream of tokens, its tail held out, and the tokenizer that made it."""
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -34,6 +35,14 @@ class Stories:
     @property
     def end(self) -> int:
         return self.tokenizer.token_to_id(END)
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 (hex) of both parts' tokens."""
+        digest = hashlib.sha256(f"{len(self.train)} {self.vocab}".encode())
+        for part in (self.train, self.heldout):
+            digest.update(part.numpy().astype("<i4").tobytes())
+        return digest.hexdigest()
 
 
 def load_stories(source: str, max_stories: int, heldout: float, tokenizer: str, vocab: int) -> Stories:
