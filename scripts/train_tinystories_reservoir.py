@@ -167,7 +167,8 @@ def plan_of(cfg: Config, blocks: int) -> Plan:
         raise UserError(f"--epochs {cfg.epochs} must not be negative")
     return Plan(
         steps=cfg.epochs * blocks // cfg.batch_size, batch_size=cfg.batch_size, accumulation=1,
-        learning_rate=cfg.learning_rate, warmup_steps=cfg.warmup_steps, clip_grad_norm=cfg.clip_grad_norm, seed=cfg.seed,
+        learning_rate=cfg.learning_rate, warmup_steps=cfg.warmup_steps, clip_grad_norm=cfg.clip_grad_norm,
+        seed=cfg.seed,
     )  # fmt: skip
 
 
