@@ -23,17 +23,7 @@ import torch
 from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.data.stories import Blocks, Stories, load_stories
 from qat_lora.errors import UserError
-from qat_lora.experiments.stories import (
-    TPU_BATCH,
-    TPU_LEARNING_RATE,
-    Shape,
-    build,
-    get_device,
-    heldout,
-    story_loss,
-    tell,
-    trained,
-)  # fmt: skip
+from qat_lora.experiments.stories import Shape, build, get_device, heldout, on_tpu, story_loss, tell, trained
 from qat_lora.models.reservoir import ReservoirSpec
 from qat_lora.models.small_lm import SmallLM
 from qat_lora.qat import Plan, restore, train_plain
@@ -143,8 +133,8 @@ def resolved(cfg: Config, backend: TorchBackend) -> Config:
     """The config in use, which the run directory keeps: on TPU a larger batch and learning rate."""
     if backend.kind != "xla":
         return cfg
-    rate = cfg.learning_rate * TPU_LEARNING_RATE
-    return dataclasses.replace(cfg, batch_size=cfg.batch_size * TPU_BATCH, learning_rate=rate)
+    batch_size, learning_rate = on_tpu(cfg.batch_size, cfg.learning_rate)
+    return dataclasses.replace(cfg, batch_size=batch_size, learning_rate=learning_rate)
 
 
 def shape_of(cfg: Config) -> Shape:

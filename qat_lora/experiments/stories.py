@@ -19,7 +19,9 @@ from qat_lora.run.rundir import say
 MODELS = ("reservoir", "transformer", "mingru")
 
 
-TPU_BATCH, TPU_LEARNING_RATE = 2, 1.2  # on TPU, times as much
+def on_tpu(batch_size: int, learning_rate: float) -> tuple[int, float]:
+    """What a TPU gets instead: twice the batch, 1.2 times the learning rate."""
+    return 2 * batch_size, 1.2 * learning_rate
 
 
 def get_device(use_tpu: bool = False) -> str:

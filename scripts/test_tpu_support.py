@@ -1,0 +1,107 @@
+"""Is everything in place to train the reservoir on a TPU, and does it fall back where not? Tries the real functions.
+
+    python scripts/test_tpu_support.py
+    python scripts/test_tpu_support.py --device xla
+
+Choice of device and its fallback, batch and learning rate on TPU, data of one shape with each token once, an update on
+the device, and generation from a carried state. Without a TPU all of it runs on GPU or CPU, with --device xla on
+torch_xla's CPU device. Ends with exit code 0 when all checks pass.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from qat_lora.backend import TorchBackend, open_backend
+from qat_lora.data.stories import Blocks, load_stories
+from qat_lora.errors import UserError
+from qat_lora.experiments.stories import Shape, build, get_device, heldout, on_tpu, story_loss, tell
+from qat_lora.models.reservoir import ReservoirSpec
+from qat_lora.qat import Plan, trained_parameters, training_stream, update
+from qat_lora.rl.rollout import Sampling
+from qat_lora.run.config import ScriptConfig, run_script
+from qat_lora.run.rundir import say
+
+SMALL = Shape(32, 1, 32, (ReservoirSpec(32),))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ScriptConfig):
+    pass
+
+
+def main(cfg: Config) -> None:
+    kind = cfg.device if cfg.device != "auto" else get_device(use_tpu=True)
+    backend = open_backend(kind, cfg.precision)
+    checks = {
+        "device": lambda: str(backend),
+        "fallback without a TPU": check_fallback,
+        "batch and learning rate on TPU": check_resolved,
+        "data": check_data,
+        "an update": lambda: check_update(backend),
+        "a story": lambda: check_story(backend),
+    }
+    if cfg.dry_run:
+        return say("\n".join(checks))
+    failed = [name for name, check in checks.items() if not passes(name, check)]
+    if failed:
+        raise UserError(f"{', '.join(failed)}: see above; docs/reservoir.md says what each needs")
+    say("All checks passed: the set-up is ready.")
+
+
+def passes(name: str, check: Callable[[], str]) -> bool:
+    try:
+        say(f"ok      {name}: {check()}")
+    except (AssertionError, RuntimeError, UserError) as error:
+        say(f"FAILED  {name}: {error}")
+        return False
+    return True
+
+
+def check_fallback() -> str:
+    wanted = "cuda" if torch.cuda.device_count() else "cpu"
+    assert get_device(use_tpu=False) == wanted, f"without USE_TPU the device is not {wanted}"
+    return wanted
+
+
+def check_resolved() -> str:
+    batch, rate = on_tpu(64, 1e-3)
+    assert (batch, round(rate, 9)) == (128, 0.0012), f"64 and 0.001 become {batch} and {rate}, not 128 and 0.0012"
+    return "64 → 128, 0.001 → 0.0012"
+
+
+def check_data() -> str:
+    stories = load_stories("embedded", 4, 0.1, "chars", 0)
+    blocks = Blocks(stories.train, 64)
+    shapes = {blocks[i]["tokens"].shape for i in range(len(blocks))}
+    seen = torch.cat([blocks[i]["tokens"][1:] for i in range(len(blocks))])
+    assert shapes == {(65,)} and torch.equal(seen, stories.train[1 : len(seen) + 1]), (
+        "a token is missing or twice there"
+    )
+    return f"{len(blocks)} blocks of one shape, each token once"
+
+
+def check_update(backend: TorchBackend) -> str:
+    stories = load_stories("embedded", 4, 0.1, "chars", 0)
+    model = backend.place(build("reservoir", stories.vocab, SMALL, 0))
+    plan = Plan(8, 4, 1, 1e-2, 0, 1.0, 0)
+    optimizer = backend.optimizer(trained_parameters(model, plan.learning_rate))
+    stream = training_stream(Blocks(stories.train, 64), plan, 1, backend)
+    losses = [update(model, stream, story_loss, optimizer, plan, backend)["loss"] for _ in range(plan.steps)]
+    first, *_, last = backend.fetch(*losses)
+    assert last < first, f"the loss went from {first:.3f} to {last:.3f}"
+    nll = heldout(model, stories, 64, 4, backend)["heldout_nll"]
+    return f"loss {first:.3f} → {last:.3f}, held out {nll:.3f}"
+
+
+def check_story(backend: TorchBackend) -> str:
+    stories = load_stories("embedded", 4, 0.1, "chars", 0)
+    model = backend.place(build("reservoir", stories.vocab, SMALL, 0))
+    told = tell(model, stories, "The", 8, Sampling(), backend)
+    assert told.startswith("The"), f"{told!r} does not begin as asked"
+    return repr(told)
+
+
+if __name__ == "__main__":
+    run_script(main, Config, "test_tpu_support", __doc__)
