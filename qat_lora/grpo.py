@@ -25,7 +25,8 @@ Judge = Callable[[int, list[int], bool], tuple[float, dict[str, float]]]
 @dataclass(frozen=True)
 class GRPOPlan(Plan):
     """batch_size counts prompts, each with `group` completions of at most `length` tokens that end with one of `ends`.
-    scale: see `group_advantages`. shuffled: a control in which every advantage goes to some other answer."""
+    scale: see `group_advantages`. shuffled: a control in which a group's advantages are dealt out to its
+    answers at random."""
 
     group: int
     length: int
@@ -130,7 +131,7 @@ def answer(model: nn.Module, stream: Iterator[dict], judge: Judge, plan: GRPOPla
     reward = torch.cat(rewards)
     advantages, informative = group_advantages(reward, plan.scale)
     if plan.shuffled:
-        advantages = advantages.flatten()[torch.randperm(advantages.numel())].view_as(advantages)
+        advantages = torch.stack([group[torch.randperm(plan.group)] for group in advantages])
     names = dict.fromkeys(name for figures in logged for name in figures)
     columns = {name: [figures[name] for figures in logged if name in figures] for name in names}
     figures = {
