@@ -11,7 +11,7 @@ from qat_lora.backend import TorchBackend
 from qat_lora.data.batches import batches
 from qat_lora.errors import UserError
 from qat_lora.evaluate import text_loss
-from qat_lora.qat import Plan, resumable, training_stream, update
+from qat_lora.qat import Plan, parameter_groups, resumable, training_stream, update
 from qat_lora.rl.loss import Objective, group_advantages, grpo_loss, k3, token_weights
 from qat_lora.rl.policy import Prompts, log_probs
 from qat_lora.rl.rollout import Completions, Sampling, rollout
@@ -67,7 +67,7 @@ def train_sft(
     model: nn.Module, train: Dataset, plan: Plan, session: Session, backend: TorchBackend, evaluate: Callable
 ) -> None:
     """Train what a placed model leaves trainable on a TextDataset's completions."""
-    optimizer = backend.optimizer(trained_parameters(model, plan.learning_rate))
+    optimizer = backend.optimizer(parameter_groups(model, plan.learning_rate, plan.learning_rate))
     stream = None
     model.train()
     for step in session.steps("sft", plan.steps, *resumable(model, optimizer), evaluate):
@@ -91,7 +91,7 @@ def train_grpo(
 
     reference: the placed, frozen model that the KL is taken to; None where the plan's beta is 0.
     """
-    optimizer = backend.optimizer(trained_parameters(model, plan.learning_rate))
+    optimizer = backend.optimizer(parameter_groups(model, plan.learning_rate, plan.learning_rate))
     stream = None
     for step in session.steps("grpo", plan.steps, *resumable(model, optimizer), evaluate):
         stream = stream or batches(train, plan.batch_size, plan.accumulation, plan.seed, step - 1)
@@ -100,11 +100,6 @@ def train_grpo(
         answered = answer(model, stream, judge, plan, backend)
         figures = learn(model, reference, answered, optimizer, plan, backend)
         session.record(**answered.figures, **figures, lr=plan.learning_rate * factor)
-
-
-def trained_parameters(model: nn.Module, learning_rate: float) -> list[dict]:
-    """The optimiser's one group."""
-    return [{"params": [p for p in model.parameters() if p.requires_grad], "lr": learning_rate}]
 
 
 @dataclass(frozen=True)
