@@ -94,7 +94,7 @@ class DiagonalReservoir(nn.Module):
     fast ones.
     """
 
-    def __init__(self, spec: ReservoirSpec, inputs: int, chunk: int = 64):
+    def __init__(self, spec: ReservoirSpec, inputs: int):
         super().__init__()
         self.units, self.features = spec.units, 2 * spec.units
         random = torch.Generator().manual_seed(spec.seed)
@@ -106,15 +106,15 @@ class DiagonalReservoir(nn.Module):
         w_in = input_matrix(spec, inputs, 2 * spec.units).view(spec.units, 2, inputs)
         self.register_buffer("decay", torch.view_as_real(decay).float())
         self.register_buffer("w_in", (w_in * gain[:, None, None]).flatten(0, 1).float())
-        self.scan = DiagonalScan(torch.view_as_real(decay), chunk)
+        self.scan = DiagonalScan(torch.view_as_real(decay))
 
     def begin(self, rows: int) -> Tensor:
         return self.decay.new_zeros(rows, self.units, 2)
 
     def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Features [B, T, 2N] for inputs [B, T, D] after `state` [B, N, 2], and the last state."""
-        drive = (x.to(self.w_in.dtype) @ self.w_in.T).unflatten(2, (self.units, 2))
-        states = self.scan(drive, state)
+        drive = (self.w_in @ x.to(self.w_in.dtype).flatten(0, 1).T).view(self.units, 2, *x.shape[:2])
+        states = self.scan(drive.permute(2, 3, 0, 1), state)
         return states.flatten(2), states[:, -1]
 
 

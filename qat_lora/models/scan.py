@@ -6,6 +6,7 @@ Complex numbers are pairs of real ones in the last dimension (re, im): XLA on TP
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -28,62 +29,63 @@ def sequential_scan(decay: Tensor, drive: Tensor, state: Tensor) -> Tensor:
 class DiagonalScan(nn.Module):
     """The same with a decay that never changes, in chunks.
 
-    Within a chunk of C steps the states are a lower triangular matrix of powers of the decay times the drive: one
-    batched matrix product. The chunks' ends are such a recurrence themselves, with decay^C over T/C steps, and what
-    they carry into the next chunk is added by a second product. L levels reach C^L steps, and the number of operations
-    depends on the levels alone.
+    Within a chunk of C steps the states are the drive times a triangular matrix of powers of the decay: a batched
+    matrix product. The chunks' ends are such a recurrence themselves, with decay^C over T/C steps, and what they carry
+    into the next chunk is added by another product. L levels reach C^L steps, and the number of operations depends on
+    the levels alone.
 
     decay [N, 2], |decay| ≤ 1.
     """
 
-    def __init__(self, decay: Tensor, chunk: int = 64, levels: int = 3):
+    def __init__(self, decay: Tensor, chunk: int = 16, levels: int = 4):
         super().__init__()
         self.chunk, self.levels = chunk, levels
         decay = torch.view_as_complex(decay.double().contiguous())
-        back = torch.arange(chunk)[:, None] - torch.arange(chunk)[None, :]
+        steps = torch.arange(chunk)
+        back = steps[None, :] - steps[:, None]
         for level in range(levels):
-            power = decay ** (chunk**level)
-            within = torch.where(back >= 0, power[:, None, None] ** back.clamp(min=0), 0)  # [N, C, C]
-            carried = power[:, None] ** torch.arange(1, chunk + 1)  # [N, C]
-            self.register_buffer(
-                f"within{level}", _rotations(within).flatten(3, 4).flatten(1, 2).float(), persistent=False
-            )
-            self.register_buffer(
-                f"carried{level}", _rotations(carried[:, :, None]).flatten(3, 4).flatten(1, 2).float(), persistent=False
-            )
+            once = _power(decay, chunk**level)[:, None]
+            within = torch.where(back >= 0, _power(once[:, None], back.clamp(min=0)), 0)  # [N, C of now, C of later]
+            real, imaginary = _products(within)
+            self.register_buffer(f"real{level}", real.float(), persistent=False)
+            self.register_buffer(f"imaginary{level}", imaginary.float(), persistent=False)
+            carried = torch.stack(_products(_power(once, steps + 1)), 1)
+            self.register_buffer(f"carried{level}", carried.float(), persistent=False)
 
     def forward(self, drive: Tensor, state: Tensor) -> Tensor:
-        """States [B, T, N, 2] of a drive [B, T, N, 2] and the state before it, [B, N, 2]."""
+        """States [B, T, N, 2] of a drive [B, T, N, 2] and the state before it, [B, N, 2]. In memory a drive is best
+        [N, 2, B, T]: it is then not copied."""
         if drive.shape[1] > self.chunk**self.levels:
             raise ValueError(f"{drive.shape[1]} steps are more than {self.levels} levels of {self.chunk} reach")
         with torch.autocast(drive.device.type, enabled=False):
-            columns = drive.float().permute(2, 1, 3, 0)  # [N, T, 2, B]
-            return self._scan(columns, state.float().permute(1, 2, 0), 0).permute(3, 1, 0, 2)
+            return self._scan(drive.float().permute(2, 3, 0, 1), state.float().transpose(0, 1), 0).permute(2, 3, 0, 1)
 
     def _scan(self, drive: Tensor, state: Tensor, level: int) -> Tensor:
-        """[N, T, 2, B] from drive [N, T, 2, B] and state [N, 2, B]."""
-        units, steps, _, rows = drive.shape
-        within, carried = getattr(self, f"within{level}"), getattr(self, f"carried{level}")
-        if steps <= self.chunk:
-            local = torch.bmm(within[:, : 2 * steps, : 2 * steps], drive.reshape(units, 2 * steps, rows))
-            return torch.baddbmm(local, carried[:, : 2 * steps], state).view(units, steps, 2, rows)
+        """[N, 2, B, T] from drive [N, 2, B, T] and state [N, B, 2]."""
+        units, _, rows, steps = drive.shape
         count = -(-steps // self.chunk)
-        spare = count * self.chunk - steps
-        if spare:
-            drive = torch.cat([drive, drive.new_zeros(units, spare, 2, rows)], 1)
-        chunks = drive.reshape(units, count, 2 * self.chunk, rows).transpose(1, 2).reshape(units, 2 * self.chunk, -1)
-        local = torch.bmm(within, chunks)
-        ends = local[:, -2:].reshape(units, 2, count, rows).transpose(1, 2)  # [N, count, 2, B]
-        after = self._scan(ends, state, level + 1)
-        before = torch.cat([state.unsqueeze(1), after[:, :-1]], 1).transpose(1, 2).reshape(units, 2, -1)
-        whole = torch.baddbmm(local, carried, before).view(units, 2 * self.chunk, count, rows)
-        return whole.transpose(1, 2).reshape(units, count * self.chunk, 2, rows)[:, :steps]
+        drive = F.pad(drive, (0, count * self.chunk - steps)).reshape(units, 2, rows * count, self.chunk)
+        real, imaginary, carried = (getattr(self, f"{name}{level}") for name in ("real", "imaginary", "carried"))
+        states = torch.baddbmm(torch.bmm(drive[:, 0], real), drive[:, 1], imaginary)  # [N, B·T/C, 2C]
+        before = state.unsqueeze(2)  # [N, B, T/C, 2]
+        if count > 1:
+            ends = states.view(units, rows, count, 2, self.chunk)[..., -1].permute(0, 3, 1, 2)
+            after = self._scan(ends, state, level + 1)
+            before = torch.cat([before, after[..., :-1].permute(0, 2, 3, 1)], 2)
+        states = torch.baddbmm(states, before.flatten(1, 2), carried)
+        states = states.view(units, rows, count, 2, self.chunk).permute(0, 3, 1, 2, 4)
+        return states.reshape(units, 2, rows, count * self.chunk)[..., :steps]
 
 
-def _rotations(z: Tensor) -> Tensor:
-    """Complex [N, I, J] as real matrices [N, I, 2, J, 2], each entry [[re, −im], [im, re]]."""
-    rows = torch.stack([torch.stack([z.real, -z.imag], -1), torch.stack([z.imag, z.real], -1)], -2)  # [N, I, J, 2, 2]
-    return rows.permute(0, 1, 3, 2, 4)
+def _power(z: Tensor, exponent: int | Tensor) -> Tensor:
+    """z^exponent; of a z that has underflown to 0 too, where the product's own rule gives NaN at 0^0."""
+    return torch.polar(z.abs() ** exponent, z.angle() * exponent)
+
+
+def _products(z: Tensor) -> tuple[Tensor, Tensor]:
+    """Real matrices, by which the real and the imaginary part of what is multiplied with z [..., C] give (re, im) of
+    the product: [..., 2C] each."""
+    return torch.cat([z.real, z.imag], -1), torch.cat([-z.imag, z.real], -1)
 
 
 def gated_scan(keep: Tensor, drive: Tensor, state: Tensor) -> Tensor:

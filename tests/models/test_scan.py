@@ -29,6 +29,14 @@ def test_chunks_equal_the_loop(steps):
     torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-4)
 
 
+def test_a_decay_that_underflows_in_the_upper_levels():
+    decay = torch.tensor([[1e-3, 0.0], [0.0, 0.0], [-1.0, 0.0]])
+    drive = torch.randn(1, 70, 3, 2, generator=torch.Generator().manual_seed(6))
+    state = torch.ones(1, 3, 2)
+    wanted = sequential_scan(decay, drive, state)
+    torch.testing.assert_close(DiagonalScan(decay, chunk=4)(drive, state), wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_a_text_in_two_parts_is_the_text():
     decay, drive = decays(4), torch.randn(2, 50, 4, 2, generator=torch.Generator().manual_seed(2))
     scan, state = DiagonalScan(decay, chunk=8), torch.zeros(2, 4, 2)
@@ -51,7 +59,7 @@ def test_gradients_equal_the_loops():
 
 def test_more_steps_than_it_reaches_are_refused():
     with pytest.raises(ValueError, match="9 steps are more than 3 levels of 2 reach"):
-        DiagonalScan(decays(2), chunk=2)(torch.zeros(1, 9, 2, 2), torch.zeros(1, 2, 2))
+        DiagonalScan(decays(2), chunk=2, levels=3)(torch.zeros(1, 9, 2, 2), torch.zeros(1, 2, 2))
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5, 16, 33])
