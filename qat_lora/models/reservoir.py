@@ -78,7 +78,7 @@ class EchoState(nn.Module):
     def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """States [B, T, N] for inputs [B, T, D] after `state` [B, N], and the last of them."""
         with torch.autocast(x.device.type, enabled=False):
-            drive, states = x.float() @ self.w_in.T, []
+            drive, states = x.to(self.w_in.dtype) @ self.w_in.T, []
             for now in drive.unbind(1):
                 state = torch.lerp(state, torch.addmm(now, state, self.w.T).tanh(), self.leak)
                 states.append(state)
