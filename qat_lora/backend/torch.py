@@ -8,7 +8,7 @@ import resource
 import subprocess
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -312,3 +312,19 @@ class TorchBackend:
         if status.exists():
             return next(int(line.split()[1]) for line in status.read_text().splitlines() if "VmHWM" in line) / 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+def loop(step: Callable, carry: tuple, inputs: Tensor) -> tuple[tuple, Tensor]:
+    """The last carry and the outputs [T, …] of carry, output = step(carry, input) over inputs [T, …].
+
+    On XLA it is one while loop, whose graph does not grow with T. There `step` must be a function of a module, whose
+    traced form is kept, with all tensors that it needs in the carry.
+    """
+    if inputs.device.type == "xla":
+        from torch_xla.experimental.scan import scan
+
+        return scan(step, carry, inputs)
+    outputs = []
+    for each in inputs.unbind(0):
+        carry, output = step(carry, each)
+        outputs.append(output)
+    return carry, torch.stack(outputs)

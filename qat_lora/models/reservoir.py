@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from qat_lora.backend import loop
 from qat_lora.errors import UserError
 from qat_lora.models.scan import DiagonalScan
 
@@ -78,11 +79,15 @@ class EchoState(nn.Module):
     def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """States [B, T, N] for inputs [B, T, D] after `state` [B, N], and the last of them."""
         with torch.autocast(x.device.type, enabled=False):
-            drive, states = x.to(self.w_in.dtype) @ self.w_in.T, []
-            for now in drive.unbind(1):
-                state = torch.lerp(state, torch.addmm(now, state, self.w.T).tanh(), self.leak)
-                states.append(state)
-            return torch.stack(states, 1), state
+            drive = x.to(self.w_in.dtype) @ self.w_in.T
+            carry, states = loop(_leaky, (state, self.w.T, self.leak), drive.transpose(0, 1))
+            return states.transpose(0, 1), carry[0]
+
+
+def _leaky(carry: tuple[Tensor, Tensor, Tensor], drive: Tensor) -> tuple[tuple, Tensor]:
+    state, w, leak = carry
+    state = torch.lerp(state, torch.addmm(drive, state, w).tanh(), leak)
+    return (state, w, leak), state
 
 
 class DiagonalReservoir(nn.Module):
