@@ -53,6 +53,7 @@ SHARED_CONFIG = {
     "leak_min": 0.05,
     "leak_max": 1.0,
     "input_scaling": 1.0,
+    "attention_window": 0,
     "heads": 4,
     "dropout": 0.1,
     "learning_rate": 2e-3,
@@ -87,7 +88,8 @@ class Config(RunConfig):
     leak_min: float = option(SHARED_CONFIG["leak_min"], "slowest unit's leak")
     leak_max: float = option(SHARED_CONFIG["leak_max"], "fastest unit's leak")
     input_scaling: float = option(SHARED_CONFIG["input_scaling"], "of what goes into a reservoir")
-    heads: int = option(SHARED_CONFIG["heads"], "attention heads of the transformer")
+    attention_window: int = option(SHARED_CONFIG["attention_window"], "reservoir: attend to so many tokens; 0: to none")
+    heads: int = option(SHARED_CONFIG["heads"], "attention heads")
     dropout: float = option(SHARED_CONFIG["dropout"], "share of activations dropped in training")
     learning_rate: float = option(SHARED_CONFIG["learning_rate"], "peak learning rate; 1.2 times as large on TPU")
     warmup_steps: int = option(SHARED_CONFIG["warmup_steps"], "updates of linear warm-up")
@@ -147,7 +149,7 @@ def shape_of(cfg: Config) -> Shape:
             units=int(units), kind=kind, radius=cfg.spectral_radius, density=cfg.density,
             leak=(cfg.leak_min, cfg.leak_max), scaling=cfg.input_scaling,
         ))  # fmt: skip
-    return Shape(cfg.embedding, cfg.blocks, cfg.hidden, tuple(specs), cfg.heads, cfg.dropout)
+    return Shape(cfg.embedding, cfg.blocks, cfg.hidden, tuple(specs), cfg.heads, cfg.dropout, cfg.attention_window)
 
 
 def plan_of(cfg: Config, blocks: int) -> Plan:

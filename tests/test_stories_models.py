@@ -1,5 +1,6 @@
 """Reservoir model and baselines: equal in parameters, causal, the same in one piece or with a carried state."""
 
+import dataclasses
 import math
 
 import pytest
@@ -14,9 +15,10 @@ from qat_lora.rl.rollout import Sampling
 SHAPE = Shape(32, 2, 80, (ReservoirSpec(24), ReservoirSpec(20, "esn", radius=0.9)))
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(params=[*MODELS, "reservoir and attention"])
 def model(request):
-    return build(request.param, 50, SHAPE, seed=0).eval()
+    kind, _, attention = request.param.partition(" ")
+    return build(kind, 50, dataclasses.replace(SHAPE, window=16 if attention else 0), seed=0).eval()
 
 
 @pytest.fixture

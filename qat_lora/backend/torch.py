@@ -313,6 +313,7 @@ class TorchBackend:
             return next(int(line.split()[1]) for line in status.read_text().splitlines() if "VmHWM" in line) / 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
+
 def loop(step: Callable, carry: tuple, inputs: Tensor) -> tuple[tuple, Tensor]:
     """The last carry and the outputs [T, …] of carry, output = step(carry, input) over inputs [T, …].
 

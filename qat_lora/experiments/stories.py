@@ -12,7 +12,7 @@ from qat_lora.data.stories import Stories, spans
 from qat_lora.errors import UserError
 from qat_lora.kd.losses import sparse_loss
 from qat_lora.models.reservoir import ReservoirBlock, ReservoirSpec
-from qat_lora.models.small_lm import MinGRUBlock, SmallLM, TransformerBlock
+from qat_lora.models.small_lm import MinGRUBlock, SmallLM, TransformerBlock, WindowAttention
 from qat_lora.rl.rollout import Sampling, draw
 from qat_lora.run.rundir import say
 
@@ -41,7 +41,7 @@ def get_device(use_tpu: bool = False) -> str:
 @dataclass(frozen=True)
 class Shape:
     """A reservoir language model: `blocks` blocks of width `embedding`, each with the reservoirs of `specs` and a mix
-    through `hidden` units."""
+    through `hidden` units; `window`: the last block is followed by attention to that many positions, 0: by none."""
 
     embedding: int
     blocks: int
@@ -49,12 +49,15 @@ class Shape:
     specs: tuple[ReservoirSpec, ...]
     heads: int = 4
     dropout: float = 0.0
+    window: int = 0
 
     def __post_init__(self):
         if min(self.embedding, self.blocks, self.hidden, self.heads) < 1 or not self.specs:
             raise UserError(f"{self}: widths, blocks, heads and reservoirs must be at least 1")
         if self.embedding % self.heads:
             raise UserError(f"--embedding {self.embedding} does not divide by --heads {self.heads}; change one")
+        if self.window < 0:
+            raise UserError(f"--attention-window {self.window} must not be negative; 0 is no attention")
         if not 0 <= self.dropout < 1:
             raise UserError(f"--dropout {self.dropout} is outside [0, 1); 0.1, say")
 
@@ -84,6 +87,8 @@ def _reservoir(vocab: int, shape: Shape, seed: int) -> SmallLM:
             ReservoirSpec(**vars(spec) | {"seed": 1000 * seed + 100 * number + k}) for k, spec in enumerate(shape.specs)
         )
         blocks.append(ReservoirBlock(shape.embedding, shape.hidden, specs, shape.dropout))
+    if shape.window:
+        blocks.append(WindowAttention(shape.embedding, shape.heads, shape.window, shape.dropout))
     return SmallLM(vocab, shape.embedding, blocks, shape.dropout)
 
 
@@ -142,6 +147,7 @@ def tell(model: SmallLM, stories: Stories, begin: str, tokens: int, sampling: Sa
             hidden, state = model(given, state)
             logits = (hidden[:, -1] @ model.embedding.weight.to(hidden.dtype).T).float()
         given = draw(logits, sampling)[0].unsqueeze(1)
+        backend.step_boundary()  # of the state as well: else each token's graph would hold all before it
         token = int(backend.to_host(given))
         if token == stories.end:
             break

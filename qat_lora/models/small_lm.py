@@ -95,6 +95,27 @@ class TransformerBlock(nn.Module):
         return x + self.after(x), (k, v)
 
 
+class WindowAttention(nn.Module):
+    """Causal self-attention to the last `window` positions: its state, their keys and values, never grows. The places
+    before the text hold zeros and take their share of attention."""
+
+    def __init__(self, width: int, heads: int, window: int, dropout: float = 0.0):
+        super().__init__()
+        self.heads, self.window, self.norm = heads, window, nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.dropout = nn.Dropout(dropout)
+
+    def begin(self, rows: int) -> Tensor:
+        return self.out.weight.new_zeros(2, rows, self.heads, self.window, self.out.in_features // self.heads)
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        q, *new = (t.unflatten(2, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        kept = torch.cat([state.to(q.dtype), torch.stack(new)], 3)  # [2, B, heads, window + T, D]
+        sees = torch.ones(x.shape[1], kept.shape[3], dtype=torch.bool, device=x.device).tril(self.window).triu(1)
+        heard = F.scaled_dot_product_attention(rotated(q, self.window), rotated(kept[0], 0), kept[1], attn_mask=sees)
+        return x + self.dropout(self.out(heard.transpose(1, 2).flatten(2))), kept[:, :, :, -self.window :]
+
+
 def rotated(x: Tensor, start: int) -> Tensor:
     """Queries or keys [B, heads, T, D] turned by their positions start, start + 1, …"""
     half = x.shape[-1] // 2

@@ -1,0 +1,81 @@
+"""Run by test_xla_stories.py in a process of its own: the reservoir models on torch_xla's CPU device and on the CPU.
+
+PJRT_DEVICE=CPU python tests/backend/story_checks.py OUT_DIR
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch_xla
+
+from qat_lora.backend import TorchBackend, open_backend
+from qat_lora.data.stories import Blocks, load_stories
+from qat_lora.experiments.stories import Shape, build, heldout, story_loss, tell
+from qat_lora.models.reservoir import ReservoirSpec, reservoir
+from qat_lora.qat import Plan, train_plain
+from qat_lora.rl.rollout import Sampling
+from qat_lora.run.rundir import Run
+from qat_lora.run.session import Every, Session
+
+OUT = Path(sys.argv[1])
+XLA = open_backend("xla", "fp32")  # before any backward on the CPU, which would break XLA's in this process
+CPU = TorchBackend("cpu", "fp32")
+SPECS = {
+    "esn": ReservoirSpec(12, "esn", radius=0.9, density=0.3, leak=(0.1, 0.9)),
+    "diagonal": ReservoirSpec(12, leak=(0.1, 1.0)),
+}
+
+
+def states(kind: str) -> dict:
+    """Of texts of 30, 100 and 250 steps: how large the graph of states and gradients is, and how far off the CPU's."""
+    found = {"instructions": [], "states": [], "gradients": []}
+    for steps in (30, 100, 250):
+        given = torch.randn(3, steps, 8, generator=torch.Generator().manual_seed(0))
+        results = []
+        for backend in (CPU, XLA):
+            cell = backend.place(reservoir(SPECS[kind], 8))
+            x = given.clone().to(backend.device).requires_grad_()
+            out, last = cell(x, cell.begin(3))
+            out.square().mean().backward()
+            if backend is XLA:
+                graph = torch_xla._XLAC._get_xla_tensors_hlo([out, last, x.grad])
+                found["instructions"].append(graph.count(" = "))
+            results.append([tensor.detach().cpu() for tensor in (out, last, x.grad)])
+        (cpu, cpu_last, cpu_grad), (xla, xla_last, xla_grad) = results
+        found["states"].append(max((xla - cpu).abs().max().item(), (xla_last - cpu_last).abs().max().item()))
+        found["gradients"].append(((xla_grad - cpu_grad).abs().max() / cpu_grad.abs().max()).item())
+    return found
+
+
+def training(kind: str) -> dict:
+    """Ten updates with evaluation and saving, then a story twice."""
+    stories = load_stories("embedded", 2, 0.1, "chars", 0)
+    shape = Shape(16, 2, 24, (SPECS["diagonal"], SPECS["esn"]), heads=2, window=8)
+    lines, compiles = {}, []
+    for name, backend in (("cpu", CPU), ("xla", XLA)):
+        before = backend.counters().get("compiles", 0)
+        backend.seed(0)
+        model = backend.place(build(kind, stories.vocab, shape, 0))
+        (OUT / f"{kind}-{name}").mkdir()
+        run = Run(OUT / f"{kind}-{name}", resumed=False)
+        session = Session(run, backend, Every(log=1, evaluate=4, save=4))
+
+        def evaluate(step: int, model=model, backend=backend) -> dict:
+            return heldout(model, stories, 32, 64, backend)
+
+        train_plain(model, Blocks(stories.train, 32), story_loss, Plan(10, 4, 1, 1e-2, 2, 1.0, 0), session, backend,
+                    evaluate, "train")  # fmt: skip
+        lines[name] = [line | {"compiles": line.get("compiles", 0) - before} for line in run.metrics()]
+        for count in (4, 9) if name == "xla" else ():
+            start = XLA.counters()["compiles"]
+            tell(model, stories, "The", count, Sampling(temperature=0.0), XLA)
+            compiles.append(XLA.counters()["compiles"] - start)
+    return {"lines": lines, "telling": compiles, "fallbacks": XLA.counters()["fallbacks"]}
+
+
+if __name__ == "__main__":
+    found = {f"states of {kind}": states(kind) for kind in SPECS}
+    found |= {kind: training(kind) for kind in ("reservoir", "mingru", "transformer")}
+    (OUT / "found.json").write_text(json.dumps(found))
