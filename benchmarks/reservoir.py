@@ -176,8 +176,8 @@ def train(cfg: Config, kind: str, out: Path) -> Path:
 
     def run(folder: str, epochs: int, *flags: str) -> Path:
         command = [sys.executable, str(SCRIPT), "--config", cfg.preset, "--dataset", cfg.dataset, "--model", kind,
-                   "--epochs", str(epochs), "--seed", str(cfg.seed), "--device", cfg.device,
-                   "--precision", cfg.precision, "--output-dir", str(out / folder), "--resume", "auto", *flags]  # fmt: skip
+                   "--epochs", str(epochs), "--seed", str(cfg.seed), "--device", cfg.device, "--precision",
+                   cfg.precision, "--output-dir", str(out / folder), "--resume", "auto", *flags]  # fmt: skip
         if subprocess.run(command).returncode:
             raise UserError(f"{kind} could not be trained; see above")
         return out / folder

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qat_lora.backend import TorchBackend, open_backend
+from qat_lora.backend import TorchBackend, count_workers, launch, open_backend, resolve
 from qat_lora.data.stories import Blocks, Stories, load_stories
 from qat_lora.errors import UserError
 from qat_lora.experiments.stories import Shape, build, get_device, heldout, on_tpu, story_loss, tell, trained
@@ -70,6 +70,7 @@ BEGINNINGS = ("", "Once upon a time", "The little dog")
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
     use_tpu: bool = option(SHARED_CONFIG["USE_TPU"], "use a TPU where there is one, else a GPU or the CPU")
+    num_chips: int | None = option(None, "TPU chips, GPUs or CPU processes of this host; 0: every chip or GPU there is")
     model: str = option("reservoir", "reservoir, or transformer or mingru of as many trained parameters")
     dataset: str = option(SHARED_CONFIG["dataset"], "embedded, a local .txt, .jsonl or .parquet file, or a hub dataset")
     max_stories: int = option(SHARED_CONFIG["max_stories"], "read that many texts")
@@ -103,37 +104,51 @@ class Config(RunConfig):
 
 
 def main(cfg: Config) -> None:
-    kind = cfg.device if cfg.device != "auto" else get_device(cfg.use_tpu)
-    backend = open_backend(kind, cfg.precision)
-    cfg = resolved(cfg, backend)
-    shape, sampling = shape_of(cfg), Sampling(cfg.temperature, cfg.top_k, cfg.top_p)
+    cfg = resolved(cfg, cfg.device if cfg.device != "auto" else get_device(cfg.use_tpu))
+    shape_of(cfg)
+    Sampling(cfg.temperature, cfg.top_k, cfg.top_p)
+    if cfg.dry_run:
+        return work(open_backend(cfg.device, cfg.precision), cfg)
+    launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug)
+
+
+def work(backend: TorchBackend, cfg: Config) -> None:
+    """One worker's part: all of it, or its share of every update's rows."""
     stories = load_stories(cfg.dataset, cfg.max_stories, cfg.heldout_fraction, cfg.tokenizer, cfg.vocab_size)
     train = Blocks(stories.train, cfg.block_size)
-    plan = plan_of(cfg, len(train))
-    model = build(cfg.model, stories.vocab, shape, cfg.seed)
-    describe(cfg, backend, stories, train, model, plan)
+    rows = cfg.batch_size * (count_workers(backend.kind, cfg.num_chips) if cfg.dry_run else backend.world_size)
+    plan = plan_of(cfg, len(train), rows)
+    model = build(cfg.model, stories.vocab, shape_of(cfg), cfg.seed)
+    if backend.is_main:
+        describe(cfg, backend, stories, train, model, plan, rows)
     if cfg.dry_run:
         return
 
-    run = open_run("train_tinystories_reservoir", cfg, {"device": str(backend), "data": stories.fingerprint})
+    facts = {"device": str(backend), "data": stories.fingerprint, "rows_per_update": rows}
+    run = open_run("train_tinystories_reservoir", cfg, facts, backend.group)
     backend.seed(cfg.seed)
     session = Session(run, backend, Every(cfg.log_every, cfg.eval_every, cfg.save_every), ("loss", "heldout_ppl"))
     backend.place(model)
 
     def evaluate(step: int) -> dict[str, float]:
         figures = heldout(model, stories, cfg.block_size, cfg.batch_size, backend)
-        if figures["heldout_nll"] < session.best("heldout_nll"):
-            save(run, model, backend)
+        best = run.path / "best.pt"
+        if backend.is_main and (figures["heldout_nll"] < session.best("heldout_nll") or not best.exists()):
+            state = backend.to_host({name: p for name, p in model.named_parameters() if p.requires_grad})
+            write_atomically(best, lambda file: torch.save(state, file))
         return figures
 
     train_plain(model, train, story_loss, plan, session, backend, evaluate, "train")
-    finish(run, model, stories, sampling, backend, session)
+    cost = session.cost()
+    if backend.is_main:
+        finish(run, model, stories, Sampling(cfg.temperature, cfg.top_k, cfg.top_p), backend, cost)
 
 
 # -- what is asked for -----------------------------------------------------------------------------------------------
-def resolved(cfg: Config, backend: TorchBackend) -> Config:
-    """The config in use, which the run directory keeps: on TPU a larger batch and learning rate."""
-    if backend.kind != "xla":
+def resolved(cfg: Config, device: str) -> Config:
+    """The config in use, which the run directory keeps: its device, and on TPU a larger batch and learning rate."""
+    cfg = dataclasses.replace(cfg, device=device)
+    if resolve(device) != "xla":
         return cfg
     batch_size, learning_rate = on_tpu(cfg.batch_size, cfg.learning_rate)
     return dataclasses.replace(cfg, batch_size=batch_size, learning_rate=learning_rate)
@@ -152,35 +167,34 @@ def shape_of(cfg: Config) -> Shape:
     return Shape(cfg.embedding, cfg.blocks, cfg.hidden, tuple(specs), cfg.heads, cfg.dropout, cfg.attention_window)
 
 
-def plan_of(cfg: Config, blocks: int) -> Plan:
-    if not 1 <= cfg.batch_size <= blocks:
-        raise UserError(f"--batch-size {cfg.batch_size} must be from 1 to the {blocks} blocks of the text; change it")
+def plan_of(cfg: Config, blocks: int, rows: int) -> Plan:
+    """rows: blocks in an update, of all workers."""
+    if not 1 <= rows <= blocks:
+        raise UserError(
+            f"--batch-size {cfg.batch_size} makes updates of {rows} blocks, of which the text has {blocks}; use from 1 "
+            "up to as many"
+        )
     if cfg.epochs < 0:
         raise UserError(f"--epochs {cfg.epochs} must not be negative")
     return Plan(
-        steps=cfg.epochs * blocks // cfg.batch_size, batch_size=cfg.batch_size, accumulation=1,
+        steps=cfg.epochs * blocks // rows, batch_size=cfg.batch_size, accumulation=1,
         learning_rate=cfg.learning_rate, warmup_steps=cfg.warmup_steps, clip_grad_norm=cfg.clip_grad_norm,
         seed=cfg.seed,
     )  # fmt: skip
 
 
-def describe(cfg: Config, backend: TorchBackend, stories: Stories, train: Blocks, model: SmallLM, plan: Plan) -> None:
+def describe(
+    cfg: Config, backend: TorchBackend, stories: Stories, train: Blocks, model: SmallLM, plan: Plan, rows: int
+) -> None:
     fixed = sum(b.numel() for b in model.buffers())
     say(f"{cfg.model} on {backend}: {trained(model):,} trained parameters, {fixed:,} fixed values")
     say(f"{len(stories.train):,} tokens of {stories.vocab} kinds to train on, {len(stories.heldout):,} held out")
-    say(f"{plan.steps} updates of {plan.batch_size} × {train.length} tokens, {len(train) // plan.batch_size} an epoch, "
-        f"learning rate {plan.learning_rate:g}")  # fmt: skip
+    say(f"{plan.steps} updates of {rows} × {train.length} tokens, {len(train) // rows} an epoch, {cfg.batch_size} blocks "
+        f"a worker, learning rate {plan.learning_rate:g}")  # fmt: skip
 
 
 # -- the steps -------------------------------------------------------------------------------------------------------
-def save(run: Run, model: SmallLM, backend: TorchBackend) -> None:
-    state = backend.to_host({name: p for name, p in model.named_parameters() if p.requires_grad})
-    write_atomically(run.path / "best.pt", lambda file: torch.save(state, file))
-
-
-def finish(
-    run: Run, model: SmallLM, stories: Stories, sampling: Sampling, backend: TorchBackend, session: Session
-) -> None:
+def finish(run: Run, model: SmallLM, stories: Stories, sampling: Sampling, backend: TorchBackend, cost: dict) -> None:
     """The best state's figures and what it tells."""
     restore(model, torch.load(run.path / "best.pt", weights_only=True))
     stories.tokenizer.save(str(run.path / "tokenizer.json"))
@@ -189,7 +203,7 @@ def finish(
     (run.path / "samples.txt").write_text("\n---\n".join(told) + "\n")
     best = min((line for line in run.metrics() if "heldout_nll" in line), key=lambda line: line["heldout_nll"])
     figures = {name: best[name] for name in ("step", "heldout_nll", "heldout_ppl", "bits_per_byte")}
-    run.finish("finished", **figures, trained_parameters=trained(model), **session.cost())
+    run.finish("finished", **figures, trained_parameters=trained(model), **cost)
     say(f"best at step {best['step']}: perplexity {best['heldout_ppl']:.2f}, {best['bits_per_byte']:.4f} bits a byte")
     say(f"{told[1]}\n{plot_run(run.path)}")
 
