@@ -8,7 +8,7 @@ TPU := $(wildcard /dev/accel0 /dev/vfio/0)
 .DEFAULT_GOAL := help
 .PHONY: help setup doctor demo test lint bench-qat bench-quality bench-scaling setup-peers test-peers \
 	recovery-v6e1 recovery-v6e4 recovery-v6e8 recovery-cuda recovery-cpu2 qat-v6e4 qat-cuda qat-cpu2 \
-	musclebob-cpu musclebob-v5e1 musclebob-cuda bench-grpo
+	musclebob-cpu musclebob-v5e1 musclebob-cuda bench-grpo reservoir-cpu reservoir-tpu reservoir-cuda bench-reservoir
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,6 +71,17 @@ musclebob-v5e1: setup ## the same with Qwen2.5-0.5B on one TPU v5e chip (docs/mu
 musclebob-cuda: setup ## the same on one GPU (untested on hardware)
 	$(PY) scripts/train_musclebob_improved.py --config cuda --device cuda --resume auto
 
+# make reservoir-cpu DATASET=stories.txt trains on another text.
+DATASET ?= embedded
+reservoir-cpu: setup ## a reservoir language model on DATASET (within fifteen minutes on two cores)
+	$(PY) scripts/train_tinystories_reservoir.py --config cpu --device cpu --dataset $(DATASET) --resume auto
+
+reservoir-tpu: setup ## a larger one on TinyStories, all TPU chips (docs/reservoir.md; untested on hardware)
+	$(PY) scripts/train_tinystories_reservoir.py --config tpu --use-tpu --num-chips 0 --resume auto
+
+reservoir-cuda: setup ## the same on every GPU of this machine (untested on hardware)
+	$(PY) scripts/train_tinystories_reservoir.py --config cuda --num-chips 0 --resume auto
+
 test: setup ## the tests, as CI runs them
 	$(PY) -m pytest
 
@@ -100,3 +111,6 @@ bench-scaling: setup ## what two workers cost each other, and the bytes they red
 
 bench-grpo: setup-peers ## a GRPO step, rollout and update, beside TRL's
 	USE_TORCH_XLA=0 PYTHONPATH=$(PEERS) $(PY) benchmarks/grpo_step.py
+
+bench-reservoir: setup-peers ## a reservoir's speed beside ReservoirPy's
+	PYTHONPATH=$(PEERS) $(PY) benchmarks/reservoir.py --part speed

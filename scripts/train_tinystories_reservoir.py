@@ -189,8 +189,8 @@ def describe(
     fixed = sum(b.numel() for b in model.buffers())
     say(f"{cfg.model} on {backend}: {trained(model):,} trained parameters, {fixed:,} fixed values")
     say(f"{len(stories.train):,} tokens of {stories.vocab} kinds to train on, {len(stories.heldout):,} held out")
-    say(f"{plan.steps} updates of {rows} × {train.length} tokens, {len(train) // rows} an epoch, {cfg.batch_size} blocks "
-        f"a worker, learning rate {plan.learning_rate:g}")  # fmt: skip
+    say(f"{plan.steps} updates of {rows} × {train.length} tokens ({plan.batch_size} blocks a worker), "
+        f"{len(train) // rows} an epoch, learning rate {plan.learning_rate:g}")  # fmt: skip
 
 
 # -- the steps -------------------------------------------------------------------------------------------------------
