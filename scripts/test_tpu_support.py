@@ -98,7 +98,7 @@ def check_update(backend: TorchBackend) -> str:
 def check_story(backend: TorchBackend) -> str:
     stories = load_stories("embedded", 4, 0.1, "chars", 0)
     model = backend.place(build("reservoir", stories.vocab, SMALL, 0))
-    told = tell(model, stories, "The", 8, Sampling(), backend)
+    told = tell(model, stories, stories.tokenizer.encode("The").ids, 8, Sampling(), backend)
     assert told.startswith("The"), f"{told!r} does not begin as asked"
     return repr(told)
 

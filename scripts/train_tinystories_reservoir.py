@@ -64,7 +64,7 @@ SHARED_CONFIG = {
     "top_p": 0.9,
 }
 SAMPLE_TOKENS = 120
-BEGINNINGS = ("", "Once upon a time", "The little dog")
+OPENING = 6  # tokens of a held-out story to go on from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,17 +195,18 @@ def describe(
 
 # -- the steps -------------------------------------------------------------------------------------------------------
 def finish(run: Run, model: SmallLM, stories: Stories, sampling: Sampling, backend: TorchBackend, cost: dict) -> None:
-    """The best state's figures and what it tells."""
+    """The best state's figures, and what it tells: from nothing, and from what two held-out texts begin with."""
     restore(model, torch.load(run.path / "best.pt", weights_only=True))
     stories.tokenizer.save(str(run.path / "tokenizer.json"))
     backend.seed(0)
-    told = [tell(model, stories, begin, SAMPLE_TOKENS, sampling, backend) for begin in BEGINNINGS]
+    openings = [[], *stories.openings(2, OPENING)]
+    told = [tell(model, stories, begin, SAMPLE_TOKENS, sampling, backend) for begin in openings]
     (run.path / "samples.txt").write_text("\n---\n".join(told) + "\n")
     best = min((line for line in run.metrics() if "heldout_nll" in line), key=lambda line: line["heldout_nll"])
     figures = {name: best[name] for name in ("step", "heldout_nll", "heldout_ppl", "bits_per_byte")}
     run.finish("finished", **figures, trained_parameters=trained(model), **cost)
     say(f"best at step {best['step']}: perplexity {best['heldout_ppl']:.2f}, {best['bits_per_byte']:.4f} bits a byte")
-    say(f"{told[1]}\n{plot_run(run.path)}")
+    say(f"{told[-1]}\n{plot_run(run.path)}")
 
 
 if __name__ == "__main__":

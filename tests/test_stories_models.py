@@ -81,9 +81,9 @@ def test_heldout_figures_are_of_every_token(stories, backend):
 def test_a_story_goes_on_from_its_beginning(stories, backend):
     model = backend.place(build("reservoir", stories.vocab, SHAPE, seed=0))
     backend.seed(1)
-    told = tell(model, stories, "The cat", 20, Sampling(0.8, top_k=5, top_p=0.9), backend)
+    told = tell(model, stories, stories.tokenizer.encode("The cat").ids, 20, Sampling(0.8, top_k=5, top_p=0.9), backend)
     assert told.startswith("The cat") and len(told) > 7
-    assert tell(model, stories, "", 5, Sampling(0.0), backend) == tell(model, stories, "", 5, Sampling(0.0), backend)
+    assert tell(model, stories, [], 5, Sampling(0.0), backend) == tell(model, stories, [], 5, Sampling(0.0), backend)
 
 
 @pytest.mark.parametrize("changes", [{"embedding": 30}, {"dropout": 1.0}, {"specs": ()}, {"blocks": 0}])

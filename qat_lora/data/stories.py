@@ -36,6 +36,12 @@ class Stories:
     def end(self) -> int:
         return self.tokenizer.token_to_id(END)
 
+    def openings(self, count: int, length: int) -> list[list[int]]:
+        """The first tokens of the first held-out texts."""
+        ends = (self.heldout == self.end).nonzero().flatten().tolist()[:count]
+        starts = [0, *(end + 1 for end in ends)]
+        return [self.heldout[start : min(start + length, end)].tolist() for start, end in zip(starts, ends)]
+
     @property
     def fingerprint(self) -> str:
         """sha256 (hex) of both parts' tokens."""
@@ -106,7 +112,7 @@ class Blocks(Dataset):
     the ragged end is left out."""
 
     def __init__(self, stream: Tensor, length: int):
-        self.count = (len(stream) - 1) // length
+        self.count = (len(stream) - 1) // max(1, length)
         if length < 1 or not self.count:
             raise UserError(
                 f"--block-size {length} and a text of {len(stream)} tokens: a block must hold 1 and fit it; "

@@ -136,10 +136,12 @@ def heldout(model: SmallLM, stories: Stories, length: int, rows: int, backend: T
 
 
 @torch.no_grad()
-def tell(model: SmallLM, stories: Stories, begin: str, tokens: int, sampling: Sampling, backend: TorchBackend) -> str:
-    """`begin`, gone on with for at most `tokens` tokens, one at a time from the carried state."""
+def tell(
+    model: SmallLM, stories: Stories, begin: list[int], tokens: int, sampling: Sampling, backend: TorchBackend
+) -> str:
+    """The text of the tokens `begin`, gone on with for at most `tokens`, one at a time from the carried state."""
     model.eval()
-    said = [stories.end, *stories.tokenizer.encode(begin).ids]
+    said = [stories.end, *begin]
     given = backend.to_device({"tokens": torch.tensor([said])})["tokens"]
     state = model.begin(1)
     for _ in range(tokens):

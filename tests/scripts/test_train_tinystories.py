@@ -1,0 +1,182 @@
+"""The reservoir's script on a small text: what a run leaves behind, going on after a death, workers, fallbacks."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from qat_lora import qat
+from qat_lora.errors import UserError
+from qat_lora.experiments import stories
+from qat_lora.run.checkpoint import load_checkpoint
+from qat_lora.run.config import parse
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = "--tokenizer chars --heldout-fraction 0.2 --epochs 2 --batch-size 4 --block-size 32 --embedding 16 --hidden 24 "
+SMALL += "--reservoirs diagonal:12,esn:8 --spectral-radius 0.9 --density 0.4 --attention-window 8 --learning-rate 1e-2 "
+SMALL += "--warmup-steps 2 --dropout 0 --eval-every 5 --save-every 5 --log-every 1 --device cpu --precision fp32"
+SMALL = SMALL.split()
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    file = tmp_path_factory.mktemp("text") / "stories.jsonl"
+    texts = (f"Tom had {n} cats. He gave one to Ann and kept {n - 1}." for n in range(1, 33))
+    file.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    return file
+
+
+@pytest.fixture(scope="module")
+def train(load_script, text):
+    """train(*flags): the script's main, on the small text."""
+    module = load_script("train_tinystories_reservoir")
+
+    def main(*flags) -> None:
+        flags = ["--dataset", text, *SMALL, *flags]
+        module.main(parse(module.Config, "train_tinystories_reservoir", list(map(str, flags))))
+
+    return main
+
+
+@pytest.fixture(scope="module")
+def trained(train, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tale") / "run"
+    train("--output-dir", folder)
+    return folder
+
+
+def lines(folder: Path) -> list[dict]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "tokens_per_s"} for line in found]
+
+
+def test_what_a_run_leaves_behind(trained):
+    there = {path.name for path in trained.iterdir()}
+    assert there >= {"config.yaml", "manifest.json", "metrics.jsonl", "summary.json", "best.pt", "tokenizer.json"}
+    assert (trained / "samples.txt").read_text().count("\n---\n") == 2
+    losses = [line["loss"] for line in lines(trained) if "loss" in line]
+    assert losses[-1] < 0.75 * losses[0]
+    summary = json.loads((trained / "summary.json").read_text())
+    measured = [line["heldout_nll"] for line in lines(trained) if "heldout_nll" in line]
+    assert summary["status"] == "finished" and summary["heldout_nll"] == min(measured) < measured[0]
+    best = torch.load(trained / "best.pt", weights_only=True)
+    assert summary["trained_parameters"] == sum(value.numel() for value in best.values())
+    assert not any("reservoirs" in name for name in best), "nothing of a reservoir is trained"
+
+
+@pytest.mark.parametrize("at", [4, 8])
+def test_a_run_that_died_goes_on_to_the_same_end(train, trained, tmp_path, monkeypatch, at):
+    calls, update = iter(range(1, 100)), qat.update
+
+    def deadly(*args):
+        if next(calls) == at:
+            raise KeyboardInterrupt
+        return update(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(qat, "update", deadly)
+        train("--output-dir", tmp_path)
+    torch.manual_seed(7)
+    train("--output-dir", tmp_path, "--resume", "auto")
+    assert lines(tmp_path) == lines(trained)
+    for file in ("best.pt", "samples.txt"):
+        assert (tmp_path / file).read_bytes() == (trained / file).read_bytes()
+
+
+def test_two_workers_are_one(trained, text, tmp_path):
+    """Half of each update's blocks each."""
+    flags = ["--dataset", text, *SMALL, "--batch-size", 2, "--num-chips", 2, "--output-dir", tmp_path / "two"]
+    command = [sys.executable, ROOT / "scripts" / "train_tinystories_reservoir.py", *flags]
+    done = subprocess.run(list(map(str, command)), env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True,
+                          text=True, timeout=150)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("run directory") == 1 and "4 × 32 tokens (2 blocks a worker)" in done.stdout
+    ours, theirs = lines(tmp_path / "two"), lines(trained)
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs):
+        assert one.pop("stage") == other["stage"]
+        assert one == pytest.approx({key: other[key] for key in other if key != "stage"}, rel=1e-4)
+    tensors, whole = (load_checkpoint(folder)[0] for folder in (tmp_path / "two", trained))
+    assert max((tensors[name] - whole[name]).abs().max() for name in whole) < 1e-4
+
+
+@pytest.mark.parametrize("model", ["transformer", "mingru"])
+def test_baselines_train_too(train, tmp_path, model):
+    train("--model", model, "--output-dir", tmp_path)
+    losses = [line["loss"] for line in lines(tmp_path) if "loss" in line]
+    assert losses[-1] < losses[0]
+
+
+def test_batch_and_learning_rate_on_tpu_are_in_the_resolved_config(load_script):
+    module = load_script("train_tinystories_reservoir")
+    cfg = parse(module.Config, "train_tinystories_reservoir", ["--batch-size", "64", "--learning-rate", "1e-3"])
+    there = module.resolved(cfg, "xla")
+    assert (there.batch_size, there.learning_rate) == (128, pytest.approx(1.2e-3))
+    here = module.resolved(cfg, "cpu")
+    assert (here.batch_size, here.learning_rate) == (64, 1e-3)
+
+
+# -- devices ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "there, gpus, warning, device",
+    [
+        (False, 1, "Warning: TPU requested but torch_xla not installed. Falling back to GPU.\n", "cuda (TPU=No)"),
+        (False, 0, "Warning: TPU requested but torch_xla not installed. Falling back to GPU.\n", "cpu (TPU=No)"),
+        (True, 0, "Warning: TPU requested but no TPU chip found. Falling back to GPU.\n", "cpu (TPU=No)"),
+    ],
+)
+def test_fallback_says_what_the_guide_says(monkeypatch, capsys, there, gpus, warning, device):
+    monkeypatch.setattr(stories.importlib.util, "find_spec", lambda name: there or None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(stories, "tpu_chips", list)
+    assert stories.get_device(use_tpu=True) == device.split()[0]
+    assert capsys.readouterr().out == f"{warning}Using device: {device}\n"
+
+
+def test_a_tpu_that_is_there_is_taken(monkeypatch, capsys):
+    monkeypatch.setattr(stories, "tpu_chips", lambda: ["chip"])
+    assert stories.get_device(use_tpu=True) == "tpu" and "Using device: tpu (TPU=Yes)" in capsys.readouterr().out
+
+
+def test_the_tpu_check_passes_and_can_fail(load_script, monkeypatch, capsys):
+    module = load_script("test_tpu_support")
+    cfg = parse(module.Config, "test_tpu_support", ["--device", "cpu"])
+    module.main(cfg)
+    said = capsys.readouterr().out
+    assert said.count("ok ") == 6 and "All checks passed" in said
+    monkeypatch.setattr(module, "on_tpu", lambda batch, rate: (batch, rate))
+    with pytest.raises(UserError, match="batch and learning rate on TPU"):
+        module.main(cfg)
+    assert "FAILED  batch and learning rate on TPU" in capsys.readouterr().out
+
+
+# -- bad input -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "flags, part",
+    [
+        ("--block-size 5000", "--block-size 5000"), ("--block-size 0", "--block-size 0"),
+        ("--spectral-radius 0", "spectral radius 0.0"), ("--spectral-radius -1", "spectral radius -1.0"),
+        ("--density 0", "density 0.0 is outside (0, 1]"), ("--density 1.5", "density 1.5 is outside (0, 1]"),
+        ("--tokenizer words", "--tokenizer 'words' is not one of"), ("--reservoirs diagonal", "is not KIND:UNITS"),
+        ("--reservoirs loop:8", "'loop' is not one of"), ("--leak-min 0", "leak"), ("--model rnn", "--model 'rnn'"),
+        ("--batch-size 0", "--batch-size 0"), ("--batch-size 999", "--batch-size 999"), ("--epochs -1", "--epochs -1"),
+        ("--heads 3", "--heads 3"), ("--attention-window -1", "--attention-window -1"), ("--dropout 1", "--dropout 1"),
+        ("--temperature -1", "temperature"), ("--heldout-fraction 1", "--heldout-fraction 1"),
+        ("--dataset absent.txt", "absent.txt"), ("--num-chips 99", "--num-chips 99"),
+    ],
+)  # fmt: skip
+def test_bad_input(train, tmp_path, flags, part):
+    with pytest.raises(UserError) as error:
+        train("--output-dir", tmp_path / "run", *flags.split())
+    assert part in str(error.value) and "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_empty_text_is_refused(train, tmp_path):
+    (tmp_path / "empty.txt").write_text("\n \n")
+    with pytest.raises(UserError, match=r"empty\.txt"):
+        train("--dataset", tmp_path / "empty.txt")
