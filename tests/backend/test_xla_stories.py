@@ -31,6 +31,11 @@ def test_graph_does_not_grow_with_the_text_and_states_equal_the_cpu(checks, kind
     assert max(found["states"]) < 1e-5 and max(found["gradients"]) < 1e-5
 
 
+def test_radius_and_density_are_what_was_asked_for_on_the_device(checks):
+    radius, density = checks["states of esn"]["drawn"]
+    assert radius == pytest.approx(0.9, rel=1e-4) and density == pytest.approx(0.3, abs=0.08)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_equal_the_cpu(checks, kind):
     ours, theirs = checks[kind]["lines"]["xla"], checks[kind]["lines"]["cpu"]
