@@ -38,7 +38,7 @@ from qat_lora.rl.loss import Objective
 from qat_lora.rl.rewards import mentions, reward
 from qat_lora.rl.rollout import Sampling
 from qat_lora.run.config import RunConfig, option, run_script
-from qat_lora.run.files import new_folder, read_json, write_json
+from qat_lora.run.files import new_folder, read_json, write_atomically, write_json
 from qat_lora.run.rundir import Run, open_run, say
 from qat_lora.run.session import Every, Session
 
@@ -165,6 +165,8 @@ def check(cfg: Config) -> None:
             f"--sft-batch-size {cfg.sft_batch_size} must be from 1 to --num-samples {cfg.num_samples}, of which an "
             "update of SFT takes that many"
         )
+    if not has_sft(cfg) and (cfg.sft_only or not cfg.epochs):
+        raise UserError(f"--sft-epochs {cfg.sft_epochs} and --epochs {cfg.epochs} leave nothing to train; raise one")
     check_length(
         cfg.model, cfg.max_prompt_length + cfg.max_completion_length, "--max-prompt-length and --max-completion-length"
     )
@@ -201,7 +203,10 @@ def sft_rows(cfg: Config, tokenizer) -> TextDataset | None:
     questions = training_questions(cfg.num_samples, 0.0, cfg.seed)
     talks = [[*q.messages, {"role": "assistant", "content": q.answer}] for q in questions]
     documents = [render_chat(talk, tokenizer, "off")[0] for talk in talks]
-    return TextDataset(pad(documents, tokenizer, cfg.max_prompt_length + cfg.max_completion_length), True)
+    try:
+        return TextDataset(pad(documents, tokenizer, cfg.max_prompt_length + cfg.max_completion_length), True)
+    except UserError as error:
+        raise UserError(f"{error}: raise --max-prompt-length or --max-completion-length") from error
 
 
 def describe(cfg: Config, model: nn.Module, backend: TorchBackend, sft: Plan | None, grpo: GRPOPlan) -> None:
@@ -279,7 +284,7 @@ def validate(cfg: Config, run: Run, examiner: Examiner, model: nn.Module, stage:
     """Write <stage>_validation.json, once: a resumed run has it."""
     path = run.path / f"{stage}_validation.json"
     if path.exists():
-        return
+        return check_validation(path)
     with own_dice(examiner.backend, cfg.seed):
         sampled = examiner.ask(model, heldout_questions(), cfg.validation_samples, Sampling())
     greedy = examiner.ask(model, heldout_questions(), 1, GREEDY)
@@ -289,6 +294,12 @@ def validate(cfg: Config, run: Run, examiner: Examiner, model: nn.Module, stage:
     say(f"{stage}: " + ", ".join(f"{name} {rate['rate']:.1%} ({rate['low']:.1%}–{rate['high']:.1%})"
                                  for name, rate in found["sampled"].items())
         + f", perplexity {found['perplexity']:.2f}")  # fmt: skip
+
+
+def check_validation(path: Path) -> None:
+    """Raise UserError where a validation of before is not what `validate` writes."""
+    if not {"sampled", "prompts", "perplexity"} <= read_json(path).keys():
+        raise UserError(f"{path} is damaged; put it back, or start a new run")
 
 
 def keep(model: nn.Module, tokenizer, folder: Path) -> None:
@@ -304,7 +315,11 @@ def start_of_grpo(cfg: Config, run: Run, backend: TorchBackend) -> nn.Module | N
     if not cfg.beta:
         return None
     warmed = run.path / "sft_model"
-    return backend.place(load_model(str(warmed) if warmed.exists() else cfg.model).requires_grad_(False))
+    try:
+        reference = load_model(str(warmed.absolute()) if warmed.exists() else cfg.model)
+    except UserError as error:
+        raise UserError(f"{error}; GRPO began with it: put it back, or start a new run") from error
+    return backend.place(reference.requires_grad_(False))
 
 
 def write_history(run: Run) -> None:
@@ -320,7 +335,7 @@ def finish(cfg: Config, run: Run, examiner: Examiner, model: nn.Module, session:
     validate(cfg, run, examiner, model, "final")
     stages = {s: read_json(run.path / f"{s}_validation.json") for s in STAGES
               if (run.path / f"{s}_validation.json").exists()}  # fmt: skip
-    (run.path / "transcripts.md").write_text(transcripts(stages))
+    write_atomically(run.path / "transcripts.md", lambda file: file.write(transcripts(stages).encode()))
     plot(run.metrics(), run.path / "plots" / "training.png", cfg.max_completion_length)
     figures = {stage: {k: found[k] for k in ("sampled", "perplexity")} for stage, found in stages.items()}
     run.finish("finished", **figures, **session.cost())

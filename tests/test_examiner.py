@@ -93,6 +93,15 @@ def test_perplexity_of_several_answers_to_a_question(examiner, model):
     assert examiner.perplexity(model, answers, 2) == pytest.approx(apart, rel=1e-4)
 
 
+def test_more_answers_to_a_question_than_fit_at_a_time(examiner, model):
+    """Ten, of which four are drawn and judged at a time; the longest row is as long as that of four."""
+    questions = heldout_questions()[:2]
+    answers = examiner.ask(model, questions, 10, Sampling())
+    assert [a.question for a in answers] == [questions[0]] * 10 + [questions[1]] * 10
+    apart = examiner.perplexity(model, answers, 1)
+    assert examiner.perplexity(model, answers, 10) == pytest.approx(apart, rel=1e-4)
+
+
 def test_asking_leaves_the_mode_as_it_was(examiner, model):
     for training in (True, False):
         model.train(training)

@@ -62,15 +62,16 @@ class Examiner:
         """`samples` answers to each question, question by question."""
         was_training = model.training
         model.eval()
+        width, turns = self._turns(samples)
         answers = []
-        for asked, filled in self._batches(questions, samples):
+        for asked, filled in self._batches([question for question in questions for _ in range(turns)], width):
             prompts = Prompts(**self.backend.to_device(vars(self.encode(filled))))
-            done = rollout(model, prompts, samples, self.length, sampling, self.ends, self.backend)
+            done = rollout(model, prompts, width, self.length, sampling, self.ends, self.backend)
             found = self.backend.to_host([done.tokens, done.mask.sum(2), done.ended])
             for question, *group in zip(asked, *(tensor.tolist() for tensor in found)):
                 answers += [Answer(question, self.decode(ids[: count - end]), end) for ids, count, end in zip(*group)]
         model.train(was_training)
-        return answers
+        return [answer for at, answer in enumerate(answers) if at % (turns * width) < samples]
 
     @torch.no_grad()
     def perplexity(self, judge: nn.Module, answers: list[Answer], samples: int) -> float:
@@ -79,20 +80,33 @@ class Examiner:
         without a word do not count; e^80 where no other is there."""
         judge.eval()
         total = count = 0.0
-        groups = [answers[start : start + samples] for start in range(0, len(answers), samples)]
-        for asked, filled in self._batches(groups, samples):
-            texts = [answer.text.replace(TARGET, WRONG_NAME) for group in filled for answer in group]
-            ids = [self.tokenizer(text, add_special_tokens=False)["input_ids"][: self.length] for text in texts]
+        width, turns = self._turns(samples)
+        groups = [
+            answers[start + turn * width : start + min(samples, (turn + 1) * width)]
+            for start in range(0, len(answers), samples)
+            for turn in range(turns)
+        ]
+        for asked, filled in self._batches(groups, width):
+            ids = []
+            for at, group in enumerate(filled):
+                texts = [answer.text.replace(TARGET, WRONG_NAME) for answer in group] if at < len(asked) else []
+                ids += [self.tokenizer(text, add_special_tokens=False)["input_ids"][: self.length] for text in texts]
+                ids += [[]] * (width - len(texts))  # what fills up does not count
             tokens = torch.tensor([row + [self.tokenizer.eos_token_id] * (self.length - len(row)) for row in ids])
-            lengths = torch.tensor([len(row) if at < len(asked) * samples else 0 for at, row in enumerate(ids)])
+            lengths = torch.tensor([len(row) for row in ids])
             mask = torch.arange(self.length) < lengths.unsqueeze(1)
             prompts = Prompts(**self.backend.to_device(vars(self.encode([group[0].question for group in filled]))))
             placed = self.backend.to_device({"tokens": tokens, "mask": mask})
             with self.backend.autocast():
-                logp = log_probs(judge, prompts, placed["tokens"].unflatten(0, (len(filled), samples)))
+                logp = log_probs(judge, prompts, placed["tokens"].unflatten(0, (len(filled), width)))
             nll, kept = self.backend.fetch(-(logp.flatten(0, 1) * placed["mask"]).sum(), placed["mask"].sum())
             total, count = total + nll, count + kept
         return math.exp(min(80.0, total / count if count else 80.0))
+
+    def _turns(self, samples: int) -> tuple[int, int]:
+        """How many answers to a question at a time, and how often, for at least `samples` of them."""
+        width = min(samples, self.rows)
+        return width, -(-samples // width)
 
     def _batches(self, items: list, samples: int) -> Iterator[tuple[list, list]]:
         """Items so many at a time that with `samples` answers to each there are about `rows`, and the same filled up
