@@ -155,7 +155,7 @@ def test_path_and_another_output_dir_are_refused():
 def test_damaged_line_of_metrics_is_named(line):
     run = open_run("toy", config(), {})
     run.metrics_path.write_text('{"step": 1}\n' + line + "\n")
-    with pytest.raises(UserError, match="metrics.jsonl is damaged in line 2 "):
+    with pytest.raises(UserError, match=r"metrics\.jsonl is damaged in line 2 "):
         run.metrics()
 
 
