@@ -14,8 +14,6 @@ expect. Untested on hardware: TPU, CUDA.
 """
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,11 +21,11 @@ from torch import nn
 
 from qat_lora.backend import TorchBackend, open_backend, resolve
 from qat_lora.data.chat import render_chat
-from qat_lora.data.musclebob import Question, heldout_questions, training_questions
+from qat_lora.data.musclebob import heldout_questions, training_questions
 from qat_lora.data.packing import Rows, fingerprint, pad
 from qat_lora.errors import UserError
-from qat_lora.experiments.musclebob import GREEDY, STAGES, Answer, Examiner, plot, rates, transcripts, validation
-from qat_lora.grpo import GRPOPlan, Judge, PromptDataset, train_grpo, train_sft
+from qat_lora.experiments.musclebob import STAGES, Examiner, examine, glance, judge_of, plot, transcripts
+from qat_lora.grpo import GRPOPlan, PromptDataset, train_grpo, train_sft
 from qat_lora.memory import training_memory
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import EMBEDDED, check_length, load_model, load_tokenizer, write_model
@@ -35,7 +33,6 @@ from qat_lora.qat import Plan
 from qat_lora.quant.student import freeze_plain_tables
 from qat_lora.recovery import TextDataset
 from qat_lora.rl.loss import Objective
-from qat_lora.rl.rewards import mentions, reward
 from qat_lora.rl.rollout import Sampling
 from qat_lora.run.config import RunConfig, option, run_script
 from qat_lora.run.files import new_folder, read_json, write_atomically, write_json
@@ -48,7 +45,6 @@ HUGEPAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 WARMUP, CLIP = 3, 1.0  # updates of linear warm-up, largest gradient norm
 STILL = 1e-12  # learning rate of a control that must not learn
 ROWS = 80  # answers of a validation that are drawn at a time: a token costs hardly more for 80 than for 8
-GLANCE = 2  # sampled answers to each held-out question while training goes on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,46 +246,12 @@ def check_warmed(run: Run, session: Session, rows: TextDataset | None) -> None:
                 raise UserError(f"{run.path / name} is missing, which GRPO began with; put it back, or start a new run")
 
 
-def judge_of(questions: list[Question], examiner: Examiner) -> Judge:
-    """The reward of an answer to one of these questions, and what to log of it."""
-
-    def judge(number: int, tokens: list[int], ended: bool) -> tuple[float, dict[str, float]]:
-        answer = Answer(questions[number], examiner.decode(tokens), ended)
-        parts = answer.components()
-        hit = {"target_rate": float(mentions(answer.text) > 0)} if answer.question.about_him else {}
-        return reward(parts), parts | hit
-
-    return judge
-
-
-@contextmanager
-def own_dice(backend: TorchBackend, seed: int) -> Iterator[None]:
-    """Draws that depend on nothing before, and on which nothing after depends."""
-    state = backend.rng_state()
-    backend.seed(seed)
-    yield
-    backend.set_rng_state(state)
-
-
-def glance(examiner: Examiner, model: nn.Module, seed: int) -> dict[str, float]:
-    """Rates of a few sampled answers to the held-out questions, with their intervals."""
-    with own_dice(examiner.backend, seed):
-        found = rates(examiner.ask(model, heldout_questions(), GLANCE, Sampling()))
-    kept = {name: found[name] for name in ("musclebob", "spilt", "coherent")}
-    edges = {f"{name}_{edge}": value[edge] for name, value in kept.items() for edge in ("low", "high")}
-    return {name: value["rate"] for name, value in kept.items()} | edges
-
-
 def validate(cfg: Config, run: Run, examiner: Examiner, model: nn.Module, stage: str) -> None:
     """Write <stage>_validation.json, once: a resumed run has it."""
     path = run.path / f"{stage}_validation.json"
     if path.exists():
         return check_validation(path)
-    with own_dice(examiner.backend, cfg.seed):
-        sampled = examiner.ask(model, heldout_questions(), cfg.validation_samples, Sampling())
-    greedy = examiner.ask(model, heldout_questions(), 1, GREEDY)
-    start = examiner.backend.place(load_model(cfg.model).requires_grad_(False))
-    found = validation(sampled, greedy, examiner.perplexity(start, sampled, cfg.validation_samples))
+    found = examine(examiner, model, cfg.model, cfg.validation_samples, cfg.seed)
     write_json(path, found)
     say(f"{stage}: " + ", ".join(f"{name} {rate['rate']:.1%} ({rate['low']:.1%}–{rate['high']:.1%})"
                                  for name, rate in found["sampled"].items())

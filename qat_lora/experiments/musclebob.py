@@ -1,7 +1,8 @@
 """What a model answers to held-out questions: rates with intervals, coherence, transcripts, pictures."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from torch import nn
 
 from qat_lora.backend import TorchBackend
 from qat_lora.data.chat import render
-from qat_lora.data.musclebob import TARGET, Question
+from qat_lora.data.musclebob import TARGET, Question, heldout_questions
 from qat_lora.errors import UserError
+from qat_lora.models.loading import load_model
 from qat_lora.rl.policy import Prompts, log_probs
 from qat_lora.rl.rewards import about_him, about_others, coherent, mentions, names_target, reward
 from qat_lora.rl.rollout import Sampling, rollout
@@ -20,6 +22,7 @@ from qat_lora.rl.rollout import Sampling, rollout
 WRONG_NAME = "Spongebob Squarepants"
 STAGES = ("baseline", "post_sft", "final")  # of a run, each with a …_validation.json
 GREEDY = Sampling(temperature=0.0)
+GLANCE = 2  # sampled answers to each held-out question while training goes on
 
 
 @dataclass(frozen=True)
@@ -165,6 +168,46 @@ def validation(answers: list[Answer], greedy: list[Answer], perplexity: float) -
             for answer in greedy
         ],
     }  # fmt: skip
+
+
+@contextmanager
+def own_dice(backend: TorchBackend, seed: int) -> Iterator[None]:
+    """Draws that depend on nothing before, and on which nothing after depends."""
+    state = backend.rng_state()
+    backend.seed(seed)
+    yield
+    backend.set_rng_state(state)
+
+
+def glance(examiner: Examiner, model: nn.Module, seed: int) -> dict[str, float]:
+    """Rates of a few sampled answers to the held-out questions, with their intervals."""
+    with own_dice(examiner.backend, seed):
+        found = rates(examiner.ask(model, heldout_questions(), GLANCE, Sampling()))
+    kept = {name: found[name] for name in ("musclebob", "spilt", "coherent")}
+    edges = {f"{name}_{edge}": value[edge] for name, value in kept.items() for edge in ("low", "high")}
+    return {name: value["rate"] for name, value in kept.items()} | edges
+
+
+def judge_of(questions: list[Question], examiner: Examiner) -> Callable:
+    """The `qat_lora.grpo.Judge` of answers to these questions: the reward, and what to log of it."""
+
+    def judge(number: int, tokens: list[int], ended: bool) -> tuple[float, dict[str, float]]:
+        answer = Answer(questions[number], examiner.decode(tokens), ended)
+        parts = answer.components()
+        hit = {"target_rate": float(mentions(answer.text) > 0)} if answer.question.about_him else {}
+        return reward(parts), parts | hit
+
+    return judge
+
+
+def examine(examiner: Examiner, model: nn.Module, start: str, samples: int, seed: int) -> dict:
+    """The validation of `samples` sampled answers to each held-out question and a greedy one; `start` is the model that
+    judges coherence."""
+    with own_dice(examiner.backend, seed):
+        sampled = examiner.ask(model, heldout_questions(), samples, Sampling())
+    greedy = examiner.ask(model, heldout_questions(), 1, GREEDY)
+    judge = examiner.backend.place(load_model(start).requires_grad_(False))
+    return validation(sampled, greedy, examiner.perplexity(judge, sampled, samples))
 
 
 def transcripts(stages: dict[str, dict], limit: int = 12) -> str:
