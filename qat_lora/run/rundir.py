@@ -228,7 +228,12 @@ def _status(path: Path) -> str | None:
 
 def _check_same(path: Path, there: dict, wanted: dict) -> None:
     for key in sorted(wanted):
-        if there.get(key) != wanted[key]:
+        if key not in there:
+            raise UserError(
+                f"{path} does not say its {key}: config.yaml or manifest.json is damaged, or of another version; put "
+                "it back, or give another --output-dir"
+            )
+        if there[key] != wanted[key]:
             raise UserError(
                 f"{path} is a run of another config: {key} is {there.get(key)!r} there, {wanted[key]!r} here; "
                 "give the same flags, or another --output-dir"

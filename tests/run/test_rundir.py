@@ -46,9 +46,9 @@ def begun(cfg: Config) -> Run:
     return run
 
 
-def refusal(cfg: Config) -> str:
+def refusal(cfg: Config, facts: dict | None = None) -> str:
     with pytest.raises(UserError) as error:
-        open_run("toy", cfg, {})
+        open_run("toy", cfg, facts or {})
     return str(error.value)
 
 
@@ -138,6 +138,16 @@ def test_another_config_is_refused_naming_the_key_and_both_values(resume):
     output = "run" if resume == "auto" else None
     message = refusal(config(max_steps=20, resume=resume, output_dir=output))
     assert "max_steps is 10 there, 20 here" in message and "--output-dir" in message
+
+
+@pytest.mark.parametrize("file, key", [("config.yaml", "seed"), ("manifest.json", "rows")])
+def test_a_run_that_does_not_say_what_it_is_is_refused(file, key):
+    path = open_run("toy", config(), {"rows": 4}).path / file
+    there = yaml.safe_load(path.read_text())
+    del there[key]
+    path.write_text(json.dumps(there))
+    message = refusal(config(resume="auto"), {"rows": 4})
+    assert f"does not say its {key}" in message and "damaged" in message
 
 
 def test_path_goes_on_there():
