@@ -145,7 +145,7 @@ def test_a_run_that_does_not_say_what_it_is_is_refused(file, key):
     path = open_run("toy", config(), {"rows": 4}).path / file
     there = yaml.safe_load(path.read_text())
     del there[key]
-    path.write_text(json.dumps(there))
+    path.write_text((yaml.safe_dump if path.suffix == ".yaml" else json.dumps)(there))
     message = refusal(config(resume="auto"), {"rows": 4})
     assert f"does not say its {key}" in message and "damaged" in message
 
