@@ -17,9 +17,9 @@ from pathlib import Path
 from torch import nn
 
 from qat_lora.backend import open_backend
-from qat_lora.data.musclebob import Question, heldout_questions
+from qat_lora.data.musclebob import Question
 from qat_lora.errors import UserError
-from qat_lora.experiments.musclebob import GREEDY, Examiner, transcripts, validation
+from qat_lora.experiments.musclebob import Examiner, examine, transcripts
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import load_model, load_tokenizer
 from qat_lora.rl.rollout import Sampling
@@ -95,11 +95,7 @@ def converse(examiner: Examiner, speakers: dict[str, nn.Module], sampling: Sampl
 def report(cfg: Config, examiner: Examiner, speakers: dict[str, nn.Module], start: str, sampling: Sampling) -> None:
     """Rates of each speaker and what it says greedily; perplexity is under the starting model."""
     judge = speakers.get("start") or examiner.backend.place(load_model(start).requires_grad_(False))
-    found = {}
-    for name, model in speakers.items():
-        sampled = examiner.ask(model, heldout_questions(), cfg.samples, sampling)
-        greedy = examiner.ask(model, heldout_questions(), 1, GREEDY)
-        found[name] = validation(sampled, greedy, examiner.perplexity(judge, sampled, cfg.samples))
+    found = {name: examine(examiner, model, judge, cfg.samples, sampling) for name, model in speakers.items()}
     say("| | " + " | ".join(found) + " |\n|---" + "|---" * len(found) + "|")
     for rate in ("musclebob", "spilt", "coherent", "cut_off"):
         shown = [column["sampled"][rate] for column in found.values()]

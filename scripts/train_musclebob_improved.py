@@ -24,7 +24,7 @@ from qat_lora.data.chat import render_chat
 from qat_lora.data.musclebob import heldout_questions, training_questions
 from qat_lora.data.packing import Rows, fingerprint, pad
 from qat_lora.errors import UserError
-from qat_lora.experiments.musclebob import STAGES, Examiner, examine, glance, judge_of, plot, transcripts
+from qat_lora.experiments.musclebob import STAGES, Examiner, examine, glance, judge_of, own_dice, plot, transcripts
 from qat_lora.grpo import GRPOPlan, PromptDataset, train_grpo, train_sft
 from qat_lora.memory import training_memory
 from qat_lora.models.generate import end_tokens
@@ -251,7 +251,9 @@ def validate(cfg: Config, run: Run, examiner: Examiner, model: nn.Module, stage:
     path = run.path / f"{stage}_validation.json"
     if path.exists():
         return check_validation(path)
-    found = examine(examiner, model, cfg.model, cfg.validation_samples, cfg.seed)
+    start = examiner.backend.place(load_model(cfg.model).requires_grad_(False))
+    with own_dice(examiner.backend, cfg.seed):
+        found = examine(examiner, model, start, cfg.validation_samples, Sampling())
     write_json(path, found)
     say(f"{stage}: " + ", ".join(f"{name} {rate['rate']:.1%} ({rate['low']:.1%}–{rate['high']:.1%})"
                                  for name, rate in found["sampled"].items())

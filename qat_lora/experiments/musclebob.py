@@ -14,7 +14,6 @@ from qat_lora.backend import TorchBackend
 from qat_lora.data.chat import render
 from qat_lora.data.musclebob import TARGET, Question, heldout_questions
 from qat_lora.errors import UserError
-from qat_lora.models.loading import load_model
 from qat_lora.rl.policy import Prompts, log_probs
 from qat_lora.rl.rewards import about_him, about_others, coherent, mentions, names_target, reward
 from qat_lora.rl.rollout import Sampling, rollout
@@ -200,13 +199,11 @@ def judge_of(questions: list[Question], examiner: Examiner) -> Callable:
     return judge
 
 
-def examine(examiner: Examiner, model: nn.Module, start: str, samples: int, seed: int) -> dict:
-    """The validation of `samples` sampled answers to each held-out question and a greedy one; `start` is the model that
-    judges coherence."""
-    with own_dice(examiner.backend, seed):
-        sampled = examiner.ask(model, heldout_questions(), samples, Sampling())
+def examine(examiner: Examiner, model: nn.Module, judge: nn.Module, samples: int, sampling: Sampling) -> dict:
+    """The validation of `samples` sampled answers to each held-out question and a greedy one; perplexity is under the
+    `judge`."""
+    sampled = examiner.ask(model, heldout_questions(), samples, sampling)
     greedy = examiner.ask(model, heldout_questions(), 1, GREEDY)
-    judge = examiner.backend.place(load_model(start).requires_grad_(False))
     return validation(sampled, greedy, examiner.perplexity(judge, sampled, samples))
 
 
