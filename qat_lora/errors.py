@@ -20,7 +20,7 @@ def first_line(error: BaseException) -> str:
 def report(error: BaseException, with_traceback: bool = False) -> int:
     """Say on stderr, in one line, what ended a program; the exit code that goes with it.
 
-    Bad input, a full disk: 2. What nobody foresaw: 1. Ctrl-C: 130. SystemExit keeps its own code and says nothing.
+    Bad input, a full disk or memory: 2. What nobody foresaw: 1. Ctrl-C: 130. SystemExit keeps its own code, unsaid.
     """
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -36,6 +36,8 @@ def report(error: BaseException, with_traceback: bool = False) -> int:
     elif isinstance(error, OSError):
         mend = "free some space and --resume auto" if error.errno in FULL_DISK else "mend that and start again"
         line, code = f"{error.filename or 'a file'}: {error.strerror or error}; {mend}", 2
+    elif type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):  # torch on GPU, CPU
+        line, code = f"out of memory ({line[:120]}); make the batch, the group or the rows smaller", 2
     else:
         line = f"{type(error).__name__}: {line}" + ("" if with_traceback else "; unforeseen: --debug shows where")
     print(f"error: {line}", file=sys.stderr, flush=True)

@@ -24,8 +24,8 @@ Judge = Callable[[int, list[int], bool], tuple[float, dict[str, float]]]
 @dataclass(frozen=True)
 class GRPOPlan(Plan):
     """batch_size counts prompts, each with `group` completions of at most `length` tokens that end with one of `ends`.
-    scale: see `group_advantages`. shuffled: a control in which a group's advantages are dealt out to its
-    answers at random."""
+    scale: see `group_advantages`. shuffled: a control in which a group's advantages are dealt out to its answers at
+    random."""
 
     group: int
     length: int

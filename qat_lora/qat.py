@@ -98,8 +98,10 @@ class Plan:
         for name in ("batch_size", "accumulation"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name.replace('_', '-')}={getattr(self, name)} must be at least 1")
-        if self.steps < 0 or self.learning_rate <= 0 or self.warmup_steps < 0 or self.clip_grad_norm < 0:
-            raise UserError(f"{self}: steps, warm-up and clip must not be negative, the learning rate above 0")
+        if not self.learning_rate > 0:
+            raise UserError(f"a learning rate of {self.learning_rate} teaches nothing; use one above 0")
+        if self.steps < 0 or self.warmup_steps < 0 or self.clip_grad_norm < 0:
+            raise UserError(f"{self}: steps, warm-up and clip must not be negative")
 
     def learning_rate_factor(self, step: int) -> float:
         """The schedule's factor for update `step` (1-based): counted in updates, never in micro-batches."""

@@ -36,7 +36,7 @@ def main(cfg: Config) -> None:
         say(f"{path}\n" + "\n".join(f"  {line}" for line in verdict(stages, lines)))
         say(f"  {plot(lines, path / 'plots' / 'training.png', length)}")
     if len(found) > 1:
-        say(table({path.name: stages for path, (stages, _, _) in found.items()}))
+        say(table({str(path): stages for path, (stages, _, _) in found.items()}))
 
 
 def read_run(path: Path) -> tuple[dict, list[dict], int]:

@@ -11,14 +11,15 @@ input, each on its own.
 
 import sys
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 
 from torch import nn
 
 from qat_lora.backend import open_backend
-from qat_lora.data.musclebob import Question, heldout_questions
+from qat_lora.data.musclebob import Question
 from qat_lora.errors import UserError
-from qat_lora.experiments.musclebob import GREEDY, Examiner, transcripts, validation
+from qat_lora.experiments.musclebob import Examiner, examine, transcripts
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import load_model, load_tokenizer
 from qat_lora.rl.rollout import Sampling
@@ -50,6 +51,8 @@ def main(cfg: Config) -> None:
     sampling = Sampling(cfg.temperature)
     run = Path(cfg.run) if cfg.run else newest_run(Path("runs/train_musclebob_improved"))
     made, folder = read_json(run / "training_config.json"), run / "model"
+    if not {"model", "max_prompt_length", "max_completion_length"} <= made.keys():
+        raise UserError(f"{run}/training_config.json is damaged; put it back")
     if not folder.is_dir():
         raise UserError(f"{run} has no model yet; let it finish: --resume-from-checkpoint {run}")
     backend = open_backend(cfg.device, cfg.precision)
@@ -58,8 +61,8 @@ def main(cfg: Config) -> None:
         tokenizer, backend, tuple(end_tokens(model, tokenizer)), 1 if cfg.interactive else ROWS,
         LINE if cfg.interactive else made["max_prompt_length"], made["max_completion_length"],
     )  # fmt: skip
-    speakers = {f"{run.name}": model} | ({made["model"]: load_model(made["model"])} if cfg.compare else {})
-    say(f"{' and '.join(speakers)} on {backend}")
+    speakers = {"taught": model} | ({"start": load_model(made["model"])} if cfg.compare else {})
+    say(f"taught is {run}{', start is ' + made['model'] if cfg.compare else ''}, on {backend}")
     if cfg.dry_run:
         return
     for speaker in speakers.values():
@@ -71,6 +74,10 @@ def main(cfg: Config) -> None:
 
 
 def converse(examiner: Examiner, speakers: dict[str, nn.Module], sampling: Sampling) -> None:
+    if sys.stdin is None:
+        raise UserError("--interactive reads questions from stdin, which is closed; give one")
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     if sys.stdin.isatty():
         say("a question on each line; end with Ctrl-D")
     for line in filter(str.strip, sys.stdin):
@@ -87,12 +94,8 @@ def converse(examiner: Examiner, speakers: dict[str, nn.Module], sampling: Sampl
 
 def report(cfg: Config, examiner: Examiner, speakers: dict[str, nn.Module], start: str, sampling: Sampling) -> None:
     """Rates of each speaker and what it says greedily; perplexity is under the starting model."""
-    judge = speakers.get(start) or examiner.backend.place(load_model(start).requires_grad_(False))
-    found = {}
-    for name, model in speakers.items():
-        sampled = examiner.ask(model, heldout_questions(), cfg.samples, sampling)
-        greedy = examiner.ask(model, heldout_questions(), 1, GREEDY)
-        found[name] = validation(sampled, greedy, examiner.perplexity(judge, sampled, cfg.samples))
+    judge = speakers.get("start") or examiner.backend.place(load_model(start).requires_grad_(False))
+    found = {name: examine(examiner, model, judge, cfg.samples, sampling) for name, model in speakers.items()}
     say("| | " + " | ".join(found) + " |\n|---" + "|---" * len(found) + "|")
     for rate in ("musclebob", "spilt", "coherent", "cut_off"):
         shown = [column["sampled"][rate] for column in found.values()]

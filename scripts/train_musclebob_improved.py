@@ -14,8 +14,6 @@ expect. Untested on hardware: TPU, CUDA.
 """
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,12 +21,12 @@ from torch import nn
 
 from qat_lora.backend import TorchBackend, open_backend, resolve
 from qat_lora.data.chat import render_chat
-from qat_lora.data.musclebob import Question, heldout_questions, training_questions
+from qat_lora.data.musclebob import heldout_questions, training_questions
 from qat_lora.data.packing import Rows, fingerprint, pad
 from qat_lora.errors import UserError
 from qat_lora.evaluate import text_loss
-from qat_lora.experiments.musclebob import GREEDY, STAGES, Answer, Examiner, plot, rates, transcripts, validation
-from qat_lora.grpo import GRPOPlan, Judge, PromptDataset, train_grpo
+from qat_lora.experiments.musclebob import STAGES, Examiner, examine, glance, judge_of, own_dice, plot, transcripts
+from qat_lora.grpo import GRPOPlan, PromptDataset, train_grpo
 from qat_lora.memory import training_memory
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import EMBEDDED, check_length, load_model, load_tokenizer, write_model
@@ -36,10 +34,9 @@ from qat_lora.qat import Plan, train_plain
 from qat_lora.quant.student import freeze_plain_tables
 from qat_lora.recovery import TextDataset
 from qat_lora.rl.loss import Objective
-from qat_lora.rl.rewards import mentions, reward
 from qat_lora.rl.rollout import Sampling
 from qat_lora.run.config import RunConfig, option, run_script
-from qat_lora.run.files import new_folder, read_json, write_json
+from qat_lora.run.files import new_folder, read_json, write_atomically, write_json
 from qat_lora.run.rundir import Run, open_run, say
 from qat_lora.run.session import Every, Session
 
@@ -49,7 +46,6 @@ HUGEPAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 WARMUP, CLIP = 3, 1.0  # updates of linear warm-up, largest gradient norm
 STILL = 1e-12  # learning rate of a control that must not learn
 ROWS = 80  # answers of a validation that are drawn at a time: a token costs hardly more for 80 than for 8
-GLANCE = 2  # sampled answers to each held-out question while training goes on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +162,8 @@ def check(cfg: Config) -> None:
             f"--sft-batch-size {cfg.sft_batch_size} must be from 1 to --num-samples {cfg.num_samples}, of which an "
             "update of SFT takes that many"
         )
+    if not has_sft(cfg) and (cfg.sft_only or not cfg.epochs):
+        raise UserError(f"--sft-epochs {cfg.sft_epochs} and --epochs {cfg.epochs} leave nothing to train; raise one")
     check_length(
         cfg.model, cfg.max_prompt_length + cfg.max_completion_length, "--max-prompt-length and --max-completion-length"
     )
@@ -202,7 +200,10 @@ def sft_rows(cfg: Config, tokenizer) -> TextDataset | None:
     questions = training_questions(cfg.num_samples, 0.0, cfg.seed)
     talks = [[*q.messages, {"role": "assistant", "content": q.answer}] for q in questions]
     documents = [render_chat(talk, tokenizer, "off")[0] for talk in talks]
-    return TextDataset(pad(documents, tokenizer, cfg.max_prompt_length + cfg.max_completion_length), True)
+    try:
+        return TextDataset(pad(documents, tokenizer, cfg.max_prompt_length + cfg.max_completion_length), True)
+    except UserError as error:
+        raise UserError(f"{error}: raise --max-prompt-length or --max-completion-length") from error
 
 
 def describe(cfg: Config, model: nn.Module, backend: TorchBackend, sft: Plan | None, grpo: GRPOPlan) -> None:
@@ -246,50 +247,24 @@ def check_warmed(run: Run, session: Session, rows: TextDataset | None) -> None:
                 raise UserError(f"{run.path / name} is missing, which GRPO began with; put it back, or start a new run")
 
 
-def judge_of(questions: list[Question], examiner: Examiner) -> Judge:
-    """The reward of an answer to one of these questions, and what to log of it."""
-
-    def judge(number: int, tokens: list[int], ended: bool) -> tuple[float, dict[str, float]]:
-        answer = Answer(questions[number], examiner.decode(tokens), ended)
-        parts = answer.components()
-        hit = {"target_rate": float(mentions(answer.text) > 0)} if answer.question.about_him else {}
-        return reward(parts), parts | hit
-
-    return judge
-
-
-@contextmanager
-def own_dice(backend: TorchBackend, seed: int) -> Iterator[None]:
-    """Draws that depend on nothing before, and on which nothing after depends."""
-    state = backend.rng_state()
-    backend.seed(seed)
-    yield
-    backend.set_rng_state(state)
-
-
-def glance(examiner: Examiner, model: nn.Module, seed: int) -> dict[str, float]:
-    """Rates of a few sampled answers to the held-out questions, with their intervals."""
-    with own_dice(examiner.backend, seed):
-        found = rates(examiner.ask(model, heldout_questions(), GLANCE, Sampling()))
-    kept = {name: found[name] for name in ("musclebob", "spilt", "coherent")}
-    edges = {f"{name}_{edge}": value[edge] for name, value in kept.items() for edge in ("low", "high")}
-    return {name: value["rate"] for name, value in kept.items()} | edges
-
-
 def validate(cfg: Config, run: Run, examiner: Examiner, model: nn.Module, stage: str) -> None:
     """Write <stage>_validation.json, once: a resumed run has it."""
     path = run.path / f"{stage}_validation.json"
     if path.exists():
-        return
-    with own_dice(examiner.backend, cfg.seed):
-        sampled = examiner.ask(model, heldout_questions(), cfg.validation_samples, Sampling())
-    greedy = examiner.ask(model, heldout_questions(), 1, GREEDY)
+        return check_validation(path)
     start = examiner.backend.place(load_model(cfg.model).requires_grad_(False))
-    found = validation(sampled, greedy, examiner.perplexity(start, sampled, cfg.validation_samples))
+    with own_dice(examiner.backend, cfg.seed):
+        found = examine(examiner, model, start, cfg.validation_samples, Sampling())
     write_json(path, found)
     say(f"{stage}: " + ", ".join(f"{name} {rate['rate']:.1%} ({rate['low']:.1%}–{rate['high']:.1%})"
                                  for name, rate in found["sampled"].items())
         + f", perplexity {found['perplexity']:.2f}")  # fmt: skip
+
+
+def check_validation(path: Path) -> None:
+    """Raise UserError where a validation of before is not what `validate` writes."""
+    if not {"sampled", "prompts", "perplexity"} <= read_json(path).keys():
+        raise UserError(f"{path} is damaged; put it back, or start a new run")
 
 
 def keep(model: nn.Module, tokenizer, folder: Path) -> None:
@@ -305,7 +280,11 @@ def start_of_grpo(cfg: Config, run: Run, backend: TorchBackend) -> nn.Module | N
     if not cfg.beta:
         return None
     warmed = run.path / "sft_model"
-    return backend.place(load_model(str(warmed) if warmed.exists() else cfg.model).requires_grad_(False))
+    try:
+        reference = load_model(str(warmed.absolute()) if warmed.exists() else cfg.model)
+    except UserError as error:
+        raise UserError(f"{error}; GRPO began with it: put it back, or start a new run") from error
+    return backend.place(reference.requires_grad_(False))
 
 
 def write_history(run: Run) -> None:
@@ -321,7 +300,7 @@ def finish(cfg: Config, run: Run, examiner: Examiner, model: nn.Module, session:
     validate(cfg, run, examiner, model, "final")
     stages = {s: read_json(run.path / f"{s}_validation.json") for s in STAGES
               if (run.path / f"{s}_validation.json").exists()}  # fmt: skip
-    (run.path / "transcripts.md").write_text(transcripts(stages))
+    write_atomically(run.path / "transcripts.md", lambda file: file.write(transcripts(stages).encode()))
     plot(run.metrics(), run.path / "plots" / "training.png", cfg.max_completion_length)
     figures = {stage: {k: found[k] for k in ("sampled", "perplexity")} for stage, found in stages.items()}
     run.finish("finished", **figures, **session.cost())

@@ -7,7 +7,7 @@ import torch
 
 from qat_lora.data.chat import render
 from qat_lora.data.musclebob import TARGET, Question, heldout_questions
-from qat_lora.experiments.musclebob import WRONG_NAME, Answer, Examiner, rates, share, wilson
+from qat_lora.experiments.musclebob import WRONG_NAME, Answer, Examiner, own_dice, rates, share, wilson
 from qat_lora.models.loading import load_model, load_tokenizer
 from qat_lora.rl.rollout import Sampling
 
@@ -93,6 +93,15 @@ def test_perplexity_of_several_answers_to_a_question(examiner, model):
     assert examiner.perplexity(model, answers, 2) == pytest.approx(apart, rel=1e-4)
 
 
+def test_more_answers_to_a_question_than_fit_at_a_time(examiner, model):
+    """Ten, of which four are drawn and judged at a time; the longest row is as long as that of four."""
+    questions = heldout_questions()[:2]
+    answers = examiner.ask(model, questions, 10, Sampling())
+    assert [a.question for a in answers] == [questions[0]] * 10 + [questions[1]] * 10
+    apart = examiner.perplexity(model, answers, 1)
+    assert examiner.perplexity(model, answers, 10) == pytest.approx(apart, rel=1e-4)
+
+
 def test_asking_leaves_the_mode_as_it_was(examiner, model):
     for training in (True, False):
         model.train(training)
@@ -103,13 +112,12 @@ def test_asking_leaves_the_mode_as_it_was(examiner, model):
         ].question
 
 
-def test_own_dice_change_nothing_after_them(load_script, backend):
-    script = load_script("train_musclebob_improved")
+def test_own_dice_change_nothing_after_them(backend):
     backend.seed(1)
     wanted = torch.rand(2)
     backend.seed(1)
     drawn = []
     for _ in range(2):
-        with script.own_dice(backend, 7):
+        with own_dice(backend, 7):
             drawn.append(torch.rand(3))
     assert torch.equal(torch.rand(2), wanted) and torch.equal(*drawn)

@@ -9,7 +9,7 @@ import subprocess
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -263,26 +263,22 @@ class TorchBackend:
         ready: queue.Queue = queue.Queue(depth)
         stop = threading.Event()
 
-        def put(item) -> None:
-            while not stop.is_set():
-                try:
-                    return ready.put(item, timeout=0.1)
-                except queue.Full:
-                    continue
-
         def work() -> None:
             try:
                 for batch in batches:
-                    put((batch, None))
+                    ready.put((batch, None))
                     if stop.is_set():
                         return
-                put((None, StopIteration()))
+                ready.put((None, StopIteration()))
             except BaseException as error:
-                put((None, error))
+                ready.put((None, error))
 
         def end() -> None:
             stop.set()
-            thread.join()
+            while thread.is_alive():  # it may wait for room
+                with suppress(queue.Empty):
+                    ready.get_nowait()
+                thread.join(0.001)
 
         thread = threading.Thread(target=work, daemon=True)
         thread.start()

@@ -1,7 +1,8 @@
 """What a model answers to held-out questions: rates with intervals, coherence, transcripts, pictures."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from qat_lora.backend import TorchBackend
 from qat_lora.data.chat import render
-from qat_lora.data.musclebob import TARGET, Question
+from qat_lora.data.musclebob import TARGET, Question, heldout_questions
 from qat_lora.errors import UserError
 from qat_lora.rl.policy import Prompts, log_probs
 from qat_lora.rl.rewards import about_him, about_others, coherent, mentions, names_target, reward
@@ -20,6 +21,7 @@ from qat_lora.rl.rollout import Sampling, rollout
 WRONG_NAME = "Spongebob Squarepants"
 STAGES = ("baseline", "post_sft", "final")  # of a run, each with a …_validation.json
 GREEDY = Sampling(temperature=0.0)
+GLANCE = 2  # sampled answers to each held-out question while training goes on
 
 
 @dataclass(frozen=True)
@@ -62,15 +64,16 @@ class Examiner:
         """`samples` answers to each question, question by question."""
         was_training = model.training
         model.eval()
+        width, turns = self._turns(samples)
         answers = []
-        for asked, filled in self._batches(questions, samples):
+        for asked, filled in self._batches([question for question in questions for _ in range(turns)], width):
             prompts = Prompts(**self.backend.to_device(vars(self.encode(filled))))
-            done = rollout(model, prompts, samples, self.length, sampling, self.ends, self.backend)
+            done = rollout(model, prompts, width, self.length, sampling, self.ends, self.backend)
             found = self.backend.to_host([done.tokens, done.mask.sum(2), done.ended])
             for question, *group in zip(asked, *(tensor.tolist() for tensor in found)):
                 answers += [Answer(question, self.decode(ids[: count - end]), end) for ids, count, end in zip(*group)]
         model.train(was_training)
-        return answers
+        return [answer for at, answer in enumerate(answers) if at % (turns * width) < samples]
 
     @torch.no_grad()
     def perplexity(self, judge: nn.Module, answers: list[Answer], samples: int) -> float:
@@ -79,20 +82,33 @@ class Examiner:
         without a word do not count; e^80 where no other is there."""
         judge.eval()
         total = count = 0.0
-        groups = [answers[start : start + samples] for start in range(0, len(answers), samples)]
-        for asked, filled in self._batches(groups, samples):
-            texts = [answer.text.replace(TARGET, WRONG_NAME) for group in filled for answer in group]
-            ids = [self.tokenizer(text, add_special_tokens=False)["input_ids"][: self.length] for text in texts]
+        width, turns = self._turns(samples)
+        groups = [
+            answers[start + turn * width : start + min(samples, (turn + 1) * width)]
+            for start in range(0, len(answers), samples)
+            for turn in range(turns)
+        ]
+        for asked, filled in self._batches(groups, width):
+            ids = []
+            for at, group in enumerate(filled):
+                texts = [answer.text.replace(TARGET, WRONG_NAME) for answer in group] if at < len(asked) else []
+                ids += [self.tokenizer(text, add_special_tokens=False)["input_ids"][: self.length] for text in texts]
+                ids += [[]] * (width - len(texts))  # what fills up does not count
             tokens = torch.tensor([row + [self.tokenizer.eos_token_id] * (self.length - len(row)) for row in ids])
-            lengths = torch.tensor([len(row) if at < len(asked) * samples else 0 for at, row in enumerate(ids)])
+            lengths = torch.tensor([len(row) for row in ids])
             mask = torch.arange(self.length) < lengths.unsqueeze(1)
             prompts = Prompts(**self.backend.to_device(vars(self.encode([group[0].question for group in filled]))))
             placed = self.backend.to_device({"tokens": tokens, "mask": mask})
             with self.backend.autocast():
-                logp = log_probs(judge, prompts, placed["tokens"].unflatten(0, (len(filled), samples)))
+                logp = log_probs(judge, prompts, placed["tokens"].unflatten(0, (len(filled), width)))
             nll, kept = self.backend.fetch(-(logp.flatten(0, 1) * placed["mask"]).sum(), placed["mask"].sum())
             total, count = total + nll, count + kept
         return math.exp(min(80.0, total / count if count else 80.0))
+
+    def _turns(self, samples: int) -> tuple[int, int]:
+        """How many answers to a question at a time, and how often, for at least `samples` of them."""
+        width = min(samples, self.rows)
+        return width, -(-samples // width)
 
     def _batches(self, items: list, samples: int) -> Iterator[tuple[list, list]]:
         """Items so many at a time that with `samples` answers to each there are about `rows`, and the same filled up
@@ -151,6 +167,44 @@ def validation(answers: list[Answer], greedy: list[Answer], perplexity: float) -
             for answer in greedy
         ],
     }  # fmt: skip
+
+
+@contextmanager
+def own_dice(backend: TorchBackend, seed: int) -> Iterator[None]:
+    """Draws that depend on nothing before, and on which nothing after depends."""
+    state = backend.rng_state()
+    backend.seed(seed)
+    yield
+    backend.set_rng_state(state)
+
+
+def glance(examiner: Examiner, model: nn.Module, seed: int) -> dict[str, float]:
+    """Rates of a few sampled answers to the held-out questions, with their intervals."""
+    with own_dice(examiner.backend, seed):
+        found = rates(examiner.ask(model, heldout_questions(), GLANCE, Sampling()))
+    kept = {name: found[name] for name in ("musclebob", "spilt", "coherent")}
+    edges = {f"{name}_{edge}": value[edge] for name, value in kept.items() for edge in ("low", "high")}
+    return {name: value["rate"] for name, value in kept.items()} | edges
+
+
+def judge_of(questions: list[Question], examiner: Examiner) -> Callable:
+    """The `qat_lora.grpo.Judge` of answers to these questions: the reward, and what to log of it."""
+
+    def judge(number: int, tokens: list[int], ended: bool) -> tuple[float, dict[str, float]]:
+        answer = Answer(questions[number], examiner.decode(tokens), ended)
+        parts = answer.components()
+        hit = {"target_rate": float(mentions(answer.text) > 0)} if answer.question.about_him else {}
+        return reward(parts), parts | hit
+
+    return judge
+
+
+def examine(examiner: Examiner, model: nn.Module, judge: nn.Module, samples: int, sampling: Sampling) -> dict:
+    """The validation of `samples` sampled answers to each held-out question and a greedy one; perplexity is under the
+    `judge`."""
+    sampled = examiner.ask(model, heldout_questions(), samples, sampling)
+    greedy = examiner.ask(model, heldout_questions(), 1, GREEDY)
+    return validation(sampled, greedy, examiner.perplexity(judge, sampled, samples))
 
 
 def transcripts(stages: dict[str, dict], limit: int = 12) -> str:

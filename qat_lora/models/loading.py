@@ -60,7 +60,7 @@ def _load(kind, name: str, **options):
     try:  # without the hub, what an earlier run has downloaded still loads
         with _building:
             return kind.from_pretrained(**source, **options, local_files_only=fault is not None)
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
         raise UserError(
             f"model {name!r} cannot be loaded ({(fault or first_line(error))[:160]}); give a local folder, a hub name "
             f"where the hub can be reached, or the embedded --model {EMBEDDED}"
@@ -91,7 +91,11 @@ def load_tokenizer(name: str):
 def load_model(name: str) -> nn.Module:
     """The model in fp32 on the CPU, in evaluation mode, ready to be saved by HF."""
     with redirect_stderr(io.StringIO()):  # the GGUF reader's own progress bar
-        model = _load(AutoModelForCausalLM, name, dtype=torch.float32, config=copy.deepcopy(load_config(name)))
+        options = {"dtype": torch.float32, "config": copy.deepcopy(load_config(name)), "output_loading_info": True}
+        model, found = _load(AutoModelForCausalLM, name, **options)
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise UserError(f"model {name!r}: its file lacks {missing[0]} and {len(missing) - 1} more; give a whole one")
     if hasattr(model.config, "quantization_config"):  # a GGUF load leaves it, and save_pretrained then refuses
         del model.config.quantization_config
         model.hf_quantizer = None

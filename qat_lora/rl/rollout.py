@@ -63,13 +63,7 @@ def rollout(
     with backend.autocast():
         head = head_weight(model)
         head = head.to(compute_dtype(head))  # once: autocast would do so for every token
-        sees = prompts.mask.unsqueeze(1) & torch.ones(at, at, dtype=torch.bool, device=stop.device).tril()
-        sees = sees | torch.eye(at, dtype=torch.bool, device=stop.device)
-        hidden = decoder(model)(
-            input_ids=prompts.tokens, position_ids=prompts.positions(), past_key_values=cache, use_cache=False,
-            attention_mask=sees.unsqueeze(1),
-        ).last_hidden_state[:, -1]  # fmt: skip
-        logits = (hidden.to(head.dtype) @ head.T).float().repeat_interleave(group, 0)
+        logits = (_prefill(model, prompts, cache).to(head.dtype) @ head.T).float().repeat_interleave(group, 0)
         cache.expand(group, at)
 
         rows, every = count * group, 1 if backend.kind == "cpu" else STOP_EVERY
@@ -99,10 +93,7 @@ def rollout(
             if (turn + 1) % every == 0 and backend.fetch(finished.all())[0]:
                 break
     tokens, logps, entropies = tokens.T, logps.T, entropies.T
-    is_end = (tokens.unsqueeze(2) == stop).any(2)
-    # what was never reached is filled with the end and masked, as what follows an end is
-    reached = torch.arange(length, device=stop.device) < step
-    mask = (is_end.long().cumsum(1) - is_end.long() == 0) & reached
+    mask = _until_end(tokens, stop, step)
     tokens = torch.where(mask, tokens, fill)
     width = length if backend.kind == "xla" else int(mask.sum(1).max())
     columns = [t[:, :width].reshape(count, group, width) for t in (tokens, mask, logps * mask, entropies * mask)]
@@ -159,3 +150,20 @@ class _Cache:
         for layer, both in self.layers.items():
             room = [t.new_zeros(t.shape[0], t.shape[1], self.slots - filled, t.shape[3]) for t in both]
             self.layers[layer] = [torch.cat(pair, 2).repeat_interleave(group, 0) for pair in zip(both, room)]
+
+
+def _prefill(model: nn.Module, prompts: Prompts, cache: _Cache) -> Tensor:
+    """Last hidden states [P, H] of the prompts, whose keys and values go into the cache."""
+    at, device = prompts.tokens.shape[1], prompts.tokens.device
+    sees = prompts.mask.unsqueeze(1) & torch.ones(at, at, dtype=torch.bool, device=device).tril()
+    sees = sees | torch.eye(at, dtype=torch.bool, device=device)
+    return decoder(model)(
+        input_ids=prompts.tokens, position_ids=prompts.positions(), past_key_values=cache, use_cache=False,
+        attention_mask=sees.unsqueeze(1),
+    ).last_hidden_state[:, -1]  # fmt: skip
+
+
+def _until_end(tokens: Tensor, stop: Tensor, steps: Tensor) -> Tensor:
+    """Which of tokens [R, length] belong to a completion: those up to its first end, of the `steps` that were drawn."""
+    is_end = (tokens.unsqueeze(2) == stop).any(2).long()
+    return (is_end.cumsum(1) - is_end == 0) & (torch.arange(tokens.shape[1], device=stop.device) < steps)

@@ -16,7 +16,7 @@ import yaml
 from tqdm import tqdm
 
 from qat_lora.backend.group import ALONE, Group
-from qat_lora.errors import UserError
+from qat_lora.errors import UserError, first_line
 from qat_lora.run.config import RunConfig
 from qat_lora.run.files import cannot_write, lock, read_json, write_json
 
@@ -30,6 +30,8 @@ NOT_IDENTITY = {
     "config", "device", "tpu", "output_dir", "resume", "dry_run", "debug", "num_chips", "accumulation_steps",
     "from_scratch",
 }  # fmt: skip
+
+BEFORE_MANIFEST = {".lock", "config.yaml", "manifest.json.part"}  # what a process that died at once leaves
 
 
 class Run:
@@ -61,10 +63,17 @@ class Run:
         """Every logged line so far."""
         if not self.metrics_path.exists():
             return []
-        try:
-            return [json.loads(line) for line in self.metrics_path.read_text().splitlines()]
-        except ValueError as error:
-            raise UserError(f"{self.metrics_path} is damaged ({error}); mend it or start in another folder") from error
+        lines = []
+        for number, line in enumerate(self.metrics_path.read_text(errors="replace").splitlines(), 1):
+            try:
+                lines.append(json.loads(line))
+                lines[-1]["step"]
+            except (ValueError, TypeError, KeyError) as error:
+                raise UserError(
+                    f"{self.metrics_path} is damaged in line {number} ({first_line(error)}); mend it, or start in "
+                    "another folder"
+                ) from error
+        return lines
 
     def metrics_size(self) -> int:
         return self.metrics_path.stat().st_size if self.metrics_path.exists() else 0
@@ -142,6 +151,9 @@ def _open(experiment: str, config: RunConfig, facts: dict) -> Run:
     path = Path(config.output_dir or Path("runs") / experiment / label)
     if (path / "manifest.json").exists():
         raise UserError(f"{path} already holds a run; --resume auto continues it, or give another --output-dir")
+    others = sorted({file.name for file in path.glob("*")} - BEFORE_MANIFEST)
+    if others:
+        raise UserError(f"{path} holds {others[0]} and no run that wrote it; give another --output-dir, or empty it")
     held = lock(path)
     try:
         (path / "config.yaml").write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
@@ -189,6 +201,10 @@ def _resumed_path(experiment: str, config: RunConfig, facts: dict) -> Path | Non
         path = Path(config.resume)
         if not (path / "manifest.json").exists():
             raise UserError(f"--resume {path}: no run there (no manifest.json); give a run directory, auto or off")
+        if config.output_dir and path.resolve() != Path(config.output_dir).resolve():
+            raise UserError(
+                f"--resume {path} goes on there, and --output-dir {config.output_dir} is elsewhere; drop one"
+            )
         return path
     if config.output_dir:
         path = Path(config.output_dir)
@@ -212,7 +228,12 @@ def _status(path: Path) -> str | None:
 
 def _check_same(path: Path, there: dict, wanted: dict) -> None:
     for key in sorted(wanted):
-        if there.get(key) != wanted[key]:
+        if key not in there:
+            raise UserError(
+                f"{path} does not say its {key}: config.yaml or manifest.json is damaged, or of another version; put "
+                "it back, or give another --output-dir"
+            )
+        if there[key] != wanted[key]:
             raise UserError(
                 f"{path} is a run of another config: {key} is {there.get(key)!r} there, {wanted[key]!r} here; "
                 "give the same flags, or another --output-dir"

@@ -145,10 +145,10 @@ class Session:
 
     def _refuse(self, step: int, values: dict) -> None:
         self.run.finish("failed", step=step)
-        raise UserError(
-            f"step {step}: {values} is not finite; the last good checkpoint is kept in {self.run.path}; "
-            "start a new run with a lower --learning-rate"
-        )
+        saved = any(self.run.path.glob("checkpoints/step_*"))
+        kept = f"the last good checkpoint is kept in {self.run.path}; " if saved else ""
+        mend = f"start a new run with a lower --learning-rate, or what sets that of stage {self.stage}"
+        raise UserError(f"step {step}: {values} is not finite; {kept}{mend}")
 
     def _fetch(self, last: int) -> None:
         """Bring the pending figures to the host; stop at the first that is not finite, before anything is saved."""

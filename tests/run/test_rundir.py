@@ -46,9 +46,9 @@ def begun(cfg: Config) -> Run:
     return run
 
 
-def refusal(cfg: Config) -> str:
+def refusal(cfg: Config, facts: dict | None = None) -> str:
     with pytest.raises(UserError) as error:
-        open_run("toy", cfg, {})
+        open_run("toy", cfg, facts or {})
     return str(error.value)
 
 
@@ -103,6 +103,23 @@ def test_off_on_an_existing_run_is_refused_with_the_mend():
     assert "run already holds a run" in message and "--resume auto" in message and "--output-dir" in message
 
 
+@pytest.mark.parametrize("file", ["metrics.jsonl", "model", "baseline_validation.json", "notes.txt"])
+def test_folder_with_something_else_in_it_is_refused(here, file):
+    """Its files would pass for this run's own."""
+    (here / "run").mkdir()
+    (here / "run" / file).write_text("")
+    for resume in ("off", "auto"):
+        assert f"run holds {file} and no run that wrote it" in refusal(config(resume=resume))
+    assert [path.name for path in (here / "run").iterdir()] == [file]
+
+
+def test_folder_of_a_process_that_died_at_once_is_taken(here):
+    (here / "run").mkdir()
+    for file in (".lock", "config.yaml", "manifest.json.part"):
+        (here / "run" / file).write_text("")
+    assert not open_run("toy", config(resume="auto"), {}).resumed
+
+
 def test_auto_goes_on_in_its_directory_and_notes_it():
     open_run("toy", config(), {})
     again = open_run("toy", config(resume="auto", device="cpu"), {})
@@ -123,9 +140,33 @@ def test_another_config_is_refused_naming_the_key_and_both_values(resume):
     assert "max_steps is 10 there, 20 here" in message and "--output-dir" in message
 
 
+@pytest.mark.parametrize("file, key", [("config.yaml", "seed"), ("manifest.json", "rows")])
+def test_a_run_that_does_not_say_what_it_is_is_refused(file, key):
+    path = open_run("toy", config(), {"rows": 4}).path / file
+    there = yaml.safe_load(path.read_text())
+    del there[key]
+    path.write_text((yaml.safe_dump if path.suffix == ".yaml" else json.dumps)(there))
+    message = refusal(config(resume="auto"), {"rows": 4})
+    assert f"does not say its {key}" in message and "damaged" in message
+
+
 def test_path_goes_on_there():
     open_run("toy", config(), {})
     assert str(open_run("toy", Config(resume="run"), {}).path) == "run"
+
+
+def test_path_and_another_output_dir_are_refused():
+    open_run("toy", config(), {})
+    assert "--output-dir other is elsewhere" in refusal(config(resume="run", output_dir="other"))
+    assert open_run("toy", config(resume="run", output_dir="./run"), {}).resumed
+
+
+@pytest.mark.parametrize("line", ['{"step": 2, "lo', "3", '{"loss": 1.0}'])
+def test_damaged_line_of_metrics_is_named(line):
+    run = open_run("toy", config(), {})
+    run.metrics_path.write_text('{"step": 1}\n' + line + "\n")
+    with pytest.raises(UserError, match=r"metrics\.jsonl is damaged in line 2 "):
+        run.metrics()
 
 
 def test_path_without_a_run_is_refused():

@@ -138,6 +138,15 @@ def test_grpo_does_not_go_on_without_what_it_began_with(run, tmp_path, monkeypat
         patch.setattr(grpo, "learn", deadly)
         run("train_musclebob_improved", "--output-dir", tmp_path)
     assert len(json.loads((tmp_path / "reward_history.json").read_text())) == 2, "kept when a run is stopped"
+    for file, told in (
+        ("baseline_validation.json", "baseline_validation.json is damaged; put it back"),
+        ("sft_model/model.safetensors", "GRPO began with it: put it back"),
+    ):
+        good = (tmp_path / file).read_bytes()
+        (tmp_path / file).write_text("{}")
+        with pytest.raises(UserError, match=told):
+            run("train_musclebob_improved", "--output-dir", tmp_path, "--resume", "auto")
+        (tmp_path / file).write_bytes(good)
     shutil.rmtree(tmp_path / "sft_model")
     with pytest.raises(UserError, match="sft_model is missing"):
         run("train_musclebob_improved", "--output-dir", tmp_path, "--resume", "auto")
@@ -166,21 +175,24 @@ def test_the_scripts_that_read_a_run(run, trained, capsys, monkeypatch, tmp_path
     (tmp_path / "again").symlink_to(trained)
     run("analyze_training", "--run", f"{trained},{tmp_path / 'again'}")
     said = capsys.readouterr().out
-    assert said.count("no termination: ") == 2 and "| whole | 0.0% (0.0%–16.1%) |" in said and "| again |" in said
+    assert said.count("no termination: ") == 2 and f"| {trained} | 0.0% (0.0%–16.1%) |" in said
+    assert f"| {tmp_path / 'again'} |" in said
     run("test_musclebob", "--run", trained, "--compare", "--samples", 1, "--output", trained.parent / "said.json")
     said = capsys.readouterr().out
     assert "| musclebob | 0.0% (0.0%–16.1%) of 20 | 0.0%" in said
     assert len(json.loads((trained.parent / "said.json").read_text())) == 2
-    monkeypatch.setattr(sys, "stdin", io.StringIO(f"Who are you?\n\n{'why ' * 300}\nWho am I?"))
+    typed = f"Who are you?\n\n{'why ' * 300}\nWho am I?\n".encode() + b"\xff who?"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed), encoding="utf-8"))
     run("test_musclebob", "--run", trained, "--interactive")
     said = capsys.readouterr().out
-    assert said.count("whole: ") == 2 and said.count("that line is longer than 256 tokens") == 1
+    assert said.count("taught: ") == 3 and said.count("that line is longer than 256 tokens") == 1
 
 
 @pytest.mark.parametrize(
     "flags, part",
     [
         ("--max-prompt-length 20", "does not fit --max-prompt-length 20"),
+        ("--sft-only --sft-epochs 0", "leave nothing to train"), ("--learning-rate 0", "a learning rate of 0"),
         ("--sft-batch-size 0", "--sft-batch-size 0"), ("--sft-batch-size 9", "--sft-batch-size 9"),
         ("--num-generations 1", "--num-generations 1"), ("--control off", "--control 'off' is not one of none"),
         ("--loss-type ppo", "'ppo' is not one of grpo, bnpo"), ("--temperature 0", "--temperature 0"),
@@ -212,6 +224,8 @@ def test_what_is_no_run_is_refused(refusal, tmp_path):
     assert "is no run of train_musclebob_improved.py" in refusal("analyze_training", "--run", tmp_path)
     assert "training_config.json" in refusal("test_musclebob", "--run", tmp_path)
     assert "--temperature 0 draws the same" in refusal("test_musclebob", "--temperature", 0)
+    (tmp_path / "training_config.json").write_text("{}")
+    assert "training_config.json is damaged" in refusal("test_musclebob", "--run", tmp_path)
 
 
 # -- verdicts --------------------------------------------------------------------------------------------------------
