@@ -64,15 +64,17 @@ class DiagonalScan(nn.Module):
         """[N, 2, B, T] from drive [N, 2, B, T] and state [N, B, 2]."""
         units, _, rows, steps = drive.shape
         count = -(-steps // self.chunk)
-        drive = F.pad(drive, (0, count * self.chunk - steps)).reshape(units, 2, rows * count, self.chunk)
+        if steps % self.chunk:
+            drive = F.pad(drive, (0, count * self.chunk - steps))
+        drive = drive.reshape(units, 2, rows * count, self.chunk)
         real, imaginary, carried = (getattr(self, f"{name}{level}") for name in ("real", "imaginary", "carried"))
-        states = torch.baddbmm(torch.bmm(drive[:, 0], real), drive[:, 1], imaginary)  # [N, B·T/C, 2C]
+        states = torch.bmm(drive[:, 0], real).baddbmm_(drive[:, 1], imaginary)  # [N, B·T/C, 2C]
         before = state.unsqueeze(2)  # [N, B, T/C, 2]
         if count > 1:
-            ends = states.view(units, rows, count, 2, self.chunk)[..., -1].permute(0, 3, 1, 2)
+            ends = states.view(units, rows, count, 2, self.chunk)[..., -1].permute(0, 3, 1, 2).contiguous()
             after = self._scan(ends, state, level + 1)
             before = torch.cat([before, after[..., :-1].permute(0, 2, 3, 1)], 2)
-        states = torch.baddbmm(states, before.flatten(1, 2), carried)
+        states = states.baddbmm_(before.flatten(1, 2), carried)
         states = states.view(units, rows, count, 2, self.chunk).permute(0, 3, 1, 2, 4)
         return states.reshape(units, 2, rows, count * self.chunk)[..., :steps]
 
