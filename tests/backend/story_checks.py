@@ -19,6 +19,9 @@ from qat_lora.rl.rollout import Sampling
 from qat_lora.run.rundir import Run
 from qat_lora.run.session import Every, Session
 
+sys.path.append(str(Path(__file__).parents[1]))
+import memory_capacity
+
 OUT = Path(sys.argv[1])
 XLA = open_backend("xla", "fp32")  # before any backward on the CPU, which would break XLA's in this process
 CPU = TorchBackend("cpu", "fp32")
@@ -36,9 +39,6 @@ def states(kind: str) -> dict:
         results = []
         for backend in (CPU, XLA):
             cell = backend.place(reservoir(SPECS[kind], 8))
-            if kind == "esn":
-                w = cell.w.cpu()
-                found["drawn"] = [torch.linalg.eigvals(w).abs().max().item(), (w != 0).float().mean().item()]
             x = given.clone().to(backend.device).requires_grad_()
             out, last = cell(x, cell.begin(3))
             out.square().mean().backward()
@@ -50,6 +50,23 @@ def states(kind: str) -> dict:
         found["states"].append(max((xla - cpu).abs().max().item(), (xla_last - cpu_last).abs().max().item()))
         found["gradients"].append(((xla_grad - cpu_grad).abs().max() / cpu_grad.abs().max()).item())
     return found
+
+
+def drawn() -> dict:
+    """An echo-state reservoir on the device: what it was drawn with, how far apart two beginnings stay, and, in
+    memory.pt, its states of the memory test."""
+    cell = XLA.place(reservoir(SPECS["esn"], 8))
+    w, leak = cell.w.cpu(), cell.leak.cpu()
+    x = torch.randn(1, 300, 8, generator=torch.Generator().manual_seed(0)).to(XLA.device)
+    here, there = (cell(x, begin)[0].cpu() for begin in (cell.begin(1), cell.begin(1) + 0.5))
+    apart = (here - there).norm(dim=2)[0]
+    remembering = XLA.place(reservoir(memory_capacity.SPEC, 1))
+    inputs = memory_capacity.INPUTS.view(1, -1, 1).to(XLA.device)
+    torch.save(remembering(inputs, remembering.begin(1))[0][0].cpu(), OUT / "memory.pt")
+    return {
+        "radius": torch.linalg.eigvals(w).abs().max().item(), "density": (w != 0).float().mean().item(),
+        "leak": [leak.min().item(), leak.max().item()], "apart": [apart[0].item(), apart[-1].item()],
+    }  # fmt: skip
 
 
 def training(kind: str) -> dict:
@@ -80,5 +97,6 @@ def training(kind: str) -> dict:
 
 if __name__ == "__main__":
     found = {f"states of {kind}": states(kind) for kind in SPECS}
+    found["drawn"] = drawn()
     found |= {kind: training(kind) for kind in ("reservoir", "mingru", "transformer")}
     (OUT / "found.json").write_text(json.dumps(found))

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from memory_capacity import INPUTS, MOST, memory_capacity
 
 pytestmark = pytest.mark.xla
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -21,7 +23,7 @@ def checks(tmp_path_factory):
         env=os.environ | {"PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICK}, capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads((folder / "found.json").read_text())
+    return json.loads((folder / "found.json").read_text()) | {"folder": folder}
 
 
 @pytest.mark.parametrize("kind", ["esn", "diagonal"])
@@ -31,9 +33,16 @@ def test_graph_does_not_grow_with_the_text_and_states_equal_the_cpu(checks, kind
     assert max(found["states"]) < 1e-5 and max(found["gradients"]) < 1e-5
 
 
-def test_radius_and_density_are_what_was_asked_for_on_the_device(checks):
-    radius, density = checks["states of esn"]["drawn"]
-    assert radius == pytest.approx(0.9, rel=1e-4) and density == pytest.approx(0.3, abs=0.08)
+def test_a_reservoir_on_the_device_is_what_was_asked_for(checks):
+    drawn = checks["drawn"]
+    assert drawn["radius"] == pytest.approx(0.9, rel=1e-4) and drawn["density"] == pytest.approx(0.3, abs=0.08)
+    assert drawn["leak"] == pytest.approx([0.1, 0.9])
+
+
+def test_on_the_device_two_beginnings_come_together_and_memory_is_no_more_than_units(checks):
+    first, last = checks["drawn"]["apart"]
+    assert first > 0.1 and last < 1e-3 * first
+    assert 6 < memory_capacity(torch.load(checks["folder"] / "memory.pt"), INPUTS, 60) <= MOST
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from memory_capacity import INPUTS, MOST, SPEC, memory_capacity
 
 from qat_lora.errors import UserError
 from qat_lora.models.reservoir import DiagonalReservoir, EchoState, ReservoirBlock, ReservoirSpec, reservoir
@@ -72,26 +73,10 @@ def test_two_beginnings_come_together(spec):
     assert apart[0] > 0.1 and apart[-1] < 1e-3 * apart[0]
 
 
-def memory_capacity(states: torch.Tensor, inputs: torch.Tensor, longest: int) -> float:
-    """Σ over delays k of how well a linear readout tells the input k steps ago (Jaeger 2001)."""
-    x = states.double() - states.double().mean(0)
-    total = 0.0
-    for delay in range(1, longest):
-        y = inputs[longest - delay : len(inputs) - delay].double()
-        y, seen = y - y.mean(), x[longest:]
-        weights = torch.linalg.lstsq(seen, y).solution
-        total += float(1 - (seen @ weights - y).square().sum() / y.square().sum())
-    return total
-
-
 def test_memory_is_no_more_than_units():
-    spec = ReservoirSpec(20, "esn", radius=0.95, density=1.0, scaling=0.1, seed=1)
-    cell = EchoState(spec, 1)
-    inputs = torch.rand(6000, generator=torch.Generator().manual_seed(3)) - 0.5
-    states, _ = cell(inputs.view(1, -1, 1), cell.begin(1))
-    assert (
-        6 < memory_capacity(states[0], inputs, 60) <= 20 * 1.05
-    )  # 60 fits of 20 weights to 6,000 steps: a little of noise
+    cell = EchoState(SPEC, 1)
+    states, _ = cell(INPUTS.view(1, -1, 1), cell.begin(1))
+    assert 6 < memory_capacity(states[0], INPUTS, 60) <= MOST
 
 
 @pytest.mark.parametrize("spec", [ESN, DIAGONAL])
