@@ -1,12 +1,13 @@
 """Run by test_xla_stories.py in a process of its own: the reservoir models on torch_xla's CPU device and on the CPU.
 
-PJRT_DEVICE=CPU python tests/backend/story_checks.py OUT_DIR
+PYTHONPATH=tests PJRT_DEVICE=CPU python tests/backend/story_checks.py OUT_DIR
 """
 
 import json
 import sys
 from pathlib import Path
 
+import memory_capacity
 import torch
 import torch_xla
 
@@ -18,9 +19,6 @@ from qat_lora.qat import Plan, train_plain
 from qat_lora.rl.rollout import Sampling
 from qat_lora.run.rundir import Run
 from qat_lora.run.session import Every, Session
-
-sys.path.append(str(Path(__file__).parents[1]))
-import memory_capacity
 
 OUT = Path(sys.argv[1])
 XLA = open_backend("xla", "fp32")  # before any backward on the CPU, which would break XLA's in this process

@@ -18,9 +18,11 @@ KINDS = ("reservoir", "mingru", "transformer")
 @pytest.fixture(scope="module")
 def checks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("xla_stories")
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("story_checks.py"), folder],
-        env=os.environ | {"PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICK}, capture_output=True, text=True, timeout=400,
+        env=os.environ | {"PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICK, "PYTHONPATH": path},
+        capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((folder / "found.json").read_text()) | {"folder": folder}
