@@ -2,8 +2,9 @@
 
 import importlib.util
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -52,10 +53,11 @@ class Shape:
     window: int = 0
 
     def __post_init__(self):
-        if min(self.embedding, self.blocks, self.hidden, self.heads) < 1 or not self.specs:
-            raise UserError(f"{self}: widths, blocks, heads and reservoirs must be at least 1")
-        if self.embedding % self.heads:
-            raise UserError(f"--embedding {self.embedding} does not divide by --heads {self.heads}; change one")
+        for name in ("embedding", "blocks", "hidden", "heads"):
+            if getattr(self, name) < 1:
+                raise UserError(f"--{name} {getattr(self, name)} must be at least 1")
+        if self.embedding % (2 * self.heads):  # rotary positions turn pairs
+            raise UserError(f"--embedding {self.embedding} does not divide by twice --heads {self.heads}; change one")
         if self.window < 0:
             raise UserError(f"--attention-window {self.window} must not be negative; 0 is no attention")
         if not 0 <= self.dropout < 1:
@@ -83,13 +85,16 @@ def trained(model: nn.Module) -> int:
 def _reservoir(vocab: int, shape: Shape, seed: int) -> SmallLM:
     blocks = []
     for number in range(shape.blocks):
-        specs = tuple(
-            ReservoirSpec(**vars(spec) | {"seed": 1000 * seed + 100 * number + k}) for k, spec in enumerate(shape.specs)
-        )
+        specs = tuple(replace(spec, seed=_seed(seed, number, k)) for k, spec in enumerate(shape.specs))
         blocks.append(ReservoirBlock(shape.embedding, shape.hidden, specs, shape.dropout))
     if shape.window:
         blocks.append(WindowAttention(shape.embedding, shape.heads, shape.window, shape.dropout))
     return SmallLM(vocab, shape.embedding, blocks, shape.dropout)
+
+
+def _seed(*place: int) -> int:
+    """A seed of its own for each place."""
+    return int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def _baseline(kind: str, vocab: int, shape: Shape, hidden: int) -> SmallLM:

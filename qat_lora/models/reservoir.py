@@ -18,7 +18,7 @@ from qat_lora.models.scan import DiagonalScan
 class ReservoirSpec:
     """What a reservoir is drawn from. kind: "esn" or "diagonal". radius: spectral radius of W, or the largest |Λ|.
     density: share of W's entries that are not 0 (esn). leak: a or τ, the same for all units or evenly spaced in the
-    logarithm between two. scaling: standard deviation of W_in's rows' norms. Raises UserError for what cannot be."""
+    logarithm between two. scaling: root mean square of the norms of W_in's rows. Raises UserError for what cannot be."""
 
     units: int
     kind: str = "diagonal"
@@ -40,16 +40,16 @@ class ReservoirSpec:
         if not 0 < self.density <= 1:
             raise UserError(f"density {self.density} is outside (0, 1]; 0.1 connects a tenth of the pairs")
         if not 0 < self.leak[0] <= self.leak[1] <= 1:
-            raise UserError(f"leak {self.leak} is outside (0, 1]; 1 forgets at the radius alone")
+            low, high = self.leak
+            raise UserError(f"leaks from {low} to {high} must be 0 < low ≤ high ≤ 1; 1 forgets at the radius alone")
 
     def leaks(self) -> Tensor:
         low, high = (torch.tensor(edge, dtype=torch.float64).log() for edge in self.leak)
         return torch.lerp(low, high, torch.linspace(0, 1, self.units, dtype=torch.float64)).exp()
 
 
-def recurrent_matrix(spec: ReservoirSpec) -> Tensor:
+def recurrent_matrix(spec: ReservoirSpec, random: torch.Generator) -> Tensor:
     """W [N, N] of the spec's density, scaled to its spectral radius, fp64, on the CPU."""
-    random = torch.Generator().manual_seed(spec.seed)
     weight = torch.randn(spec.units, spec.units, generator=random, dtype=torch.float64)
     weight *= torch.rand(weight.shape, generator=random) < spec.density
     largest = torch.linalg.eigvals(weight).abs().max()
@@ -58,9 +58,8 @@ def recurrent_matrix(spec: ReservoirSpec) -> Tensor:
     return weight * (spec.radius / largest)
 
 
-def input_matrix(spec: ReservoirSpec, inputs: int, columns: int) -> Tensor:
-    random = torch.Generator().manual_seed(spec.seed + 1)
-    return torch.randn(columns, inputs, generator=random, dtype=torch.float64) * (spec.scaling / inputs**0.5)
+def input_matrix(spec: ReservoirSpec, inputs: int, rows: int, random: torch.Generator) -> Tensor:
+    return torch.randn(rows, inputs, generator=random, dtype=torch.float64) * (spec.scaling / inputs**0.5)
 
 
 class EchoState(nn.Module):
@@ -69,8 +68,9 @@ class EchoState(nn.Module):
     def __init__(self, spec: ReservoirSpec, inputs: int):
         super().__init__()
         self.features = self.units = spec.units
-        self.register_buffer("w", recurrent_matrix(spec).float())
-        self.register_buffer("w_in", input_matrix(spec, inputs, spec.units).float())
+        random = torch.Generator().manual_seed(spec.seed)
+        self.register_buffer("w", recurrent_matrix(spec, random).float())
+        self.register_buffer("w_in", input_matrix(spec, inputs, spec.units, random).float())
         self.register_buffer("leak", spec.leaks().float())
 
     def begin(self, rows: int) -> Tensor:
@@ -91,10 +91,11 @@ def _leaky(carry: tuple[Tensor, Tensor, Tensor], drive: Tensor) -> tuple[tuple, 
 
 
 class DiagonalReservoir(nn.Module):
-    """A diagonal linear reservoir: buffers decay [N, 2], w_in [2N, D]; nothing to train. A state is re and im of each
-    unit, 2N features.
+    """A diagonal linear reservoir: buffers decay [N, 2], (1 − τ) + τΛ, and w_in [2N, D], τ·W_in; nothing to train. A
+    state is re and im of each unit, 2N features.
 
-    Angles are uniform, radii uniform in area below the spec's radius. Rows of W_in are scaled so that white input gives
+    Angles are uniform in [0, π] (the conjugates would tell nothing new), radii uniform in area below the spec's. W_in's
+    rows are scaled so that white input gives
     every unit the same variance, whatever its decay (like LRU, arXiv 2303.06349): a readout hears slow units like
     fast ones.
     """
@@ -108,7 +109,7 @@ class DiagonalReservoir(nn.Module):
         leak = spec.leaks()
         decay = (1 - leak) + leak * eigenvalues
         gain = (1 - decay.abs().square()).clamp(min=1e-6).sqrt()
-        w_in = input_matrix(spec, inputs, 2 * spec.units).view(spec.units, 2, inputs)
+        w_in = input_matrix(spec, inputs, 2 * spec.units, random).view(spec.units, 2, inputs)
         self.register_buffer("decay", torch.view_as_real(decay).float())
         self.register_buffer("w_in", (w_in * gain[:, None, None]).flatten(0, 1).float())
         self.scan = DiagonalScan(torch.view_as_real(decay))
