@@ -11,7 +11,7 @@ TPU := $(wildcard /dev/accel0 /dev/vfio/0)
 	musclebob-cpu musclebob-v5e1 musclebob-cuda bench-grpo reservoir-cpu reservoir-tpu reservoir-cuda bench-reservoir
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # A download that breaks off fails all of pip: what has arrived lies in its cache, so it is tried twice more.
 INSTALL = $(PY) -m pip install --quiet --requirement requirements-dev.txt $(if $(TPU),--requirement requirements-tpu.txt)
@@ -80,7 +80,7 @@ reservoir-tpu: setup ## a larger one on TinyStories, all TPU chips (docs/reservo
 	$(PY) scripts/train_tinystories_reservoir.py --config tpu --use-tpu --num-chips 0 --resume auto
 
 reservoir-cuda: setup ## the same on every GPU of this machine (untested on hardware)
-	$(PY) scripts/train_tinystories_reservoir.py --config cuda --num-chips 0 --resume auto
+	$(PY) scripts/train_tinystories_reservoir.py --config cuda --device cuda --num-chips 0 --resume auto
 
 test: setup ## the tests, as CI runs them
 	$(PY) -m pytest

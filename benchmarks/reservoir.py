@@ -19,7 +19,7 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -156,12 +156,13 @@ def quality(cfg: Config) -> None:
         summary = json.loads((run / "summary.json").read_text())
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         took = summary["seconds"]["train"]
-        rows.append(Row(kind, summary["trained_parameters"], took, sum(line.get("tokens", 0) for line in lines),
-                        summary["bits_per_byte"], summary["heldout_ppl"]))  # fmt: skip
+        settings = yaml.safe_load((run / "config.yaml").read_text())
+        tokens = lines[-1]["step"] * settings["batch_size"] * settings["block_size"]
+        rows.append(Row(kind, summary["trained_parameters"], took, tokens, summary["bits_per_byte"],
+                        summary["heldout_ppl"]))  # fmt: skip
         curves[kind] = [
             (took * li["step"] / lines[-1]["step"], li["bits_per_byte"]) for li in lines if "bits_per_byte" in li
         ]
-    settings = yaml.safe_load((run / "config.yaml").read_text())
     stories = load_stories(*(settings[name] for name in
                              ("dataset", "max_stories", "heldout_fraction", "tokenizer", "vocab_size")))  # fmt: skip
     rows += [n_gram(stories), ridge(stories, cfg.seed)]
@@ -208,33 +209,31 @@ def ridge(stories: Stories, seed: int, width: int = 256, units: int = 512) -> Ro
     embedding = torch.randn(stories.vocab, width, generator=torch.Generator().manual_seed(seed))
     cell = DiagonalReservoir(ReservoirSpec(units, radius=0.99, leak=(0.05, 1.0), seed=seed), width)
 
-    def features(stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def features(stream: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Of each token but the last: reservoir, embedding, 1; and the token after it."""
-        state, parts = cell.begin(1), []
-        for part in stream[:-1].split(4096):
+        state = cell.begin(1)
+        for part, after in zip(stream[:-1].split(4096), stream[1:].split(4096)):
             found, state = cell(embedding[part][None], state)
-            parts.append(torch.cat([found[0], embedding[part], torch.ones(len(part), 1)], 1))
-        return torch.cat(parts), stream[1:]
+            yield torch.cat([found[0], embedding[part], torch.ones(len(part), 1)], 1), after
 
     cut = len(stories.train) * 19 // 20
-    (x, y), (chosen_x, chosen_y) = features(stories.train[:cut]), features(stories.train[cut:])
-    moments = RidgeMoments(x.shape[1], stories.vocab)
-    for part in range(0, len(x), 16384):
-        moments.add(x[part : part + 16384], y[part : part + 16384])
+    moments = RidgeMoments(2 * units + width + 1, stories.vocab)
+    for x, y in features(stories.train[:cut]):
+        moments.add(x, y)
+    chosen = list(features(stories.train[cut:]))
     choices = [
-        (nll(chosen_x, chosen_y, weight.float(), sharpness), weight.float(), sharpness)
-        for weight in moments.solve([1e-2 * len(x), 1e-1 * len(x), len(x)])
+        (nll(chosen, weight.float(), sharpness), weight.float(), sharpness)
+        for weight in moments.solve([1e-2 * cut, 1e-1 * cut, cut])
         for sharpness in (2, 4, 8, 16, 32)
     ]
     _, weight, sharpness = min(choices, key=lambda choice: choice[0])
     took = time.monotonic() - started
     end = torch.tensor([stories.end])
-    total = nll(*features(torch.cat([end, stories.heldout])), weight, sharpness)
+    total = nll(features(torch.cat([end, stories.heldout])), weight, sharpness)
     return row_of(stories, "reservoir, ridge readout alone", weight.numel(), took, total)
 
 
-def nll(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, sharpness: float) -> float:
-    parts = zip(x.split(4096), y.split(4096))
+def nll(parts: Iterable, weight: torch.Tensor, sharpness: float) -> float:
     return sum(F.cross_entropy(sharpness * a @ weight.T, b, reduction="sum").item() for a, b in parts)
 
 

@@ -5,9 +5,9 @@ from torch import Tensor
 
 
 class RidgeMoments:
-    """XᵀX [F, F] and XᵀY [F, V] of features and next-token targets, fp64, summed batch by batch.
+    """XᵀX [F, F] and YᵀX [V, F] of features and next-token targets, fp64, summed batch by batch.
 
-    Y is one-hot and never formed: each feature row is added to its target's column.
+    Y is one-hot and never formed: each feature row is added to its target's row.
     """
 
     def __init__(self, features: int, vocab: int):
@@ -30,7 +30,8 @@ class RidgeMoments:
 class RecursiveLeastSquares:
     """The ridge readout kept up to date sample by sample: with `forgetting` 1 and P₀ = I/α it equals ridge's.
 
-    weight [V, F], p [F, F] = (XᵀX + αI)⁻¹, fp64 (Haykin 2014, ch. 10; batches by the Woodbury identity).
+    weight [V, F], p [F, F], (XᵀX + αI)⁻¹ without forgetting, fp64 (Haykin 2014, ch. 10; batches by the
+    Woodbury identity).
     """
 
     def __init__(self, features: int, vocab: int, alpha: float, forgetting: float = 1.0):

@@ -10,12 +10,14 @@ torch_xla's CPU device. Ends with exit code 0 when all checks pass.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 
-from qat_lora.backend import TorchBackend, open_backend
+from qat_lora.backend import TorchBackend, open_backend, tpu_chips
 from qat_lora.data.stories import Blocks, load_stories
 from qat_lora.errors import UserError
+from qat_lora.experiments import stories
 from qat_lora.experiments.stories import Shape, build, get_device, heldout, on_tpu, story_loss, tell
 from qat_lora.models.reservoir import ReservoirSpec
 from qat_lora.qat import Plan, parameter_groups, training_stream, update
@@ -47,7 +49,7 @@ def main(cfg: Config) -> None:
     failed = [name for name, check in checks.items() if not passes(name, check)]
     if failed:
         raise UserError(f"{', '.join(failed)}: see above; docs/reservoir.md says what each needs")
-    say("All checks passed: the set-up is ready.")
+    say(f"All checks passed on {backend}{'' if tpu_chips() else '; there is no TPU here'}.")
 
 
 def passes(name: str, check: Callable[[], str]) -> bool:
@@ -61,7 +63,10 @@ def passes(name: str, check: Callable[[], str]) -> bool:
 
 def check_fallback() -> str:
     wanted = "cuda" if torch.cuda.device_count() else "cpu"
-    assert get_device(use_tpu=False) == wanted, f"without USE_TPU the device is not {wanted}"
+    with mock.patch.object(stories, "tpu_chips", list):
+        for use_tpu in (True, False):
+            found = get_device(use_tpu)
+            assert found == wanted, f"with USE_TPU={use_tpu} and no chip the device is {found}, not {wanted}"
     return wanted
 
 
@@ -72,35 +77,38 @@ def check_resolved() -> str:
 
 
 def check_data() -> str:
-    stories = load_stories("embedded", 4, 0.1, "chars", 0)
-    blocks = Blocks(stories.train, 64)
+    data = load_stories("embedded", 4, 0.1, "chars", 0)
+    blocks = Blocks(data.train, 64)
     shapes = {blocks[i]["tokens"].shape for i in range(len(blocks))}
     seen = torch.cat([blocks[i]["tokens"][1:] for i in range(len(blocks))])
-    assert shapes == {(65,)} and torch.equal(seen, stories.train[1 : len(seen) + 1]), (
-        "a token is missing or twice there"
-    )
+    assert shapes == {(65,)} and torch.equal(seen, data.train[1 : len(seen) + 1]), "a token is missing or twice there"
     return f"{len(blocks)} blocks of one shape, each token once"
 
 
 def check_update(backend: TorchBackend) -> str:
-    stories = load_stories("embedded", 4, 0.1, "chars", 0)
-    model = backend.place(build("reservoir", stories.vocab, SMALL, 0))
+    data = load_stories("embedded", 4, 0.1, "chars", 0)
+    model = backend.place(build("reservoir", data.vocab, SMALL, 0))
     plan = Plan(8, 4, 1, 1e-2, 0, 1.0, 0)
     optimizer = backend.optimizer(parameter_groups(model, plan.learning_rate, plan.learning_rate))
-    stream = training_stream(Blocks(stories.train, 64), plan, 1, backend)
+    stream = training_stream(Blocks(data.train, 64), plan, 1, backend)
     losses = [update(model, stream, story_loss, optimizer, plan, backend)["loss"] for _ in range(plan.steps)]
     first, *_, last = backend.fetch(*losses)
     assert last < first, f"the loss went from {first:.3f} to {last:.3f}"
-    nll = heldout(model, stories, 64, 4, backend)["heldout_nll"]
+    nll = heldout(model, data, 64, 4, backend)["heldout_nll"]
     return f"loss {first:.3f} → {last:.3f}, held out {nll:.3f}"
 
 
 def check_story(backend: TorchBackend) -> str:
-    stories = load_stories("embedded", 4, 0.1, "chars", 0)
-    model = backend.place(build("reservoir", stories.vocab, SMALL, 0))
-    told = tell(model, stories, stories.tokenizer.encode("The").ids, 8, Sampling(), backend)
-    assert told.startswith("The"), f"{told!r} does not begin as asked"
-    return repr(told)
+    data = load_stories("embedded", 4, 0.1, "chars", 0)
+    model = backend.place(build("reservoir", data.vocab, SMALL, 0))
+    told = tell(model, data, data.tokenizer.encode("The").ids, 8, Sampling(), backend)
+    tokens = backend.to_device({"tokens": data.heldout[None, :40]})["tokens"]
+    with torch.no_grad():
+        whole, (first, state) = model(tokens)[0], model(tokens[:, :23])
+        parts = torch.cat([first, model(tokens[:, 23:], state)[0]], 1)
+    off = float(backend.to_host((whole - parts).abs().max()))
+    assert off < 1e-3, f"in two parts with the state carried on, hidden states are off by {off:.1e}"
+    return f"{told!r}, two parts off by {off:.0e}"
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ Untested on hardware: TPU, CUDA.
 """
 
 import dataclasses
+import os
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,7 @@ from qat_lora.data.stories import Blocks, Stories, load_stories
 from qat_lora.errors import UserError
 from qat_lora.experiments.stories import Shape, build, get_device, heldout, on_tpu, story_loss, tell, trained
 from qat_lora.models.reservoir import ReservoirSpec
+from qat_lora.models.scan import CHUNK, LEVELS
 from qat_lora.models.small_lm import SmallLM
 from qat_lora.qat import Plan, restore, train_plain
 from qat_lora.rl.rollout import Sampling
@@ -64,6 +66,7 @@ SHARED_CONFIG = {
     "top_p": 0.9,
 }
 SAMPLE_TOKENS = 120
+PJRT_TPU = os.environ.get("PJRT_DEVICE") == "TPU"  # asks for a TPU as well
 OPENING = 6  # tokens of a held-out story to go on from
 
 
@@ -73,12 +76,12 @@ class Config(RunConfig):
     num_chips: int | None = option(None, "TPU chips, GPUs or CPU processes of this host; 0: every chip or GPU there is")
     model: str = option("reservoir", "reservoir, or transformer or mingru of as many trained parameters")
     dataset: str = option(SHARED_CONFIG["dataset"], "embedded, a local .txt, .jsonl or .parquet file, or a hub dataset")
-    max_stories: int = option(SHARED_CONFIG["max_stories"], "read that many texts")
+    max_stories: int = option(SHARED_CONFIG["max_stories"], "read that many texts; a .txt is one")
     heldout_fraction: float = option(SHARED_CONFIG["heldout_fraction"], "share of the text at its end to measure on")
     tokenizer: str = option(SHARED_CONFIG["tokenizer"], "gpt2, bpe (trained on the text), chars; auto: gpt2, else bpe")
     vocab_size: int = option(SHARED_CONFIG["vocab_size"], "tokens of a bpe tokenizer")
     epochs: int = option(SHARED_CONFIG["epochs"], "passes over the text")
-    batch_size: int = option(SHARED_CONFIG["batch_size"], "blocks in an update; twice as many on TPU")
+    batch_size: int = option(SHARED_CONFIG["batch_size"], "blocks in an update, of all workers; twice as many on TPU")
     block_size: int = option(SHARED_CONFIG["block_size"], "tokens in a block")
     embedding: int = option(SHARED_CONFIG["embedding"], "width of embedding and blocks")
     blocks: int = option(SHARED_CONFIG["blocks"], "blocks")
@@ -104,7 +107,7 @@ class Config(RunConfig):
 
 
 def main(cfg: Config) -> None:
-    cfg = resolved(cfg, cfg.device if cfg.device != "auto" else get_device(cfg.use_tpu))
+    cfg = resolved(cfg, cfg.device if cfg.device != "auto" else get_device(cfg.use_tpu or PJRT_TPU))
     shape_of(cfg)
     Sampling(cfg.temperature, cfg.top_k, cfg.top_p)
     if cfg.dry_run:
@@ -116,22 +119,22 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     """One worker's part: all of it, or its share of every update's rows."""
     stories = load_stories(cfg.dataset, cfg.max_stories, cfg.heldout_fraction, cfg.tokenizer, cfg.vocab_size)
     train = Blocks(stories.train, cfg.block_size)
-    rows = cfg.batch_size * (count_workers(backend.kind, cfg.num_chips) if cfg.dry_run else backend.world_size)
-    plan = plan_of(cfg, len(train), rows)
+    here = (cfg.num_chips or count_workers(backend.kind, cfg.num_chips)) if cfg.dry_run else backend.world_size
+    plan = plan_of(cfg, len(train), here)
     model = build(cfg.model, stories.vocab, shape_of(cfg), cfg.seed)
     if backend.is_main:
-        describe(cfg, backend, stories, train, model, plan, rows)
+        describe(cfg, backend, stories, train, model, plan)
     if cfg.dry_run:
         return
 
-    facts = {"device": str(backend), "data": stories.fingerprint, "rows_per_update": rows}
+    facts = {"device": str(backend), "data": stories.fingerprint}
     run = open_run("train_tinystories_reservoir", cfg, facts, backend.group)
-    backend.seed(cfg.seed)
+    backend.seed(cfg.seed + backend.rank)  # each worker's dropout is its own
     session = Session(run, backend, Every(cfg.log_every, cfg.eval_every, cfg.save_every), ("loss", "heldout_ppl"))
     backend.place(model)
 
     def evaluate(step: int) -> dict[str, float]:
-        figures = heldout(model, stories, cfg.block_size, cfg.batch_size, backend)
+        figures = heldout(model, stories, cfg.block_size, plan.batch_size, backend)
         best = run.path / "best.pt"
         if backend.is_main and (figures["heldout_nll"] < session.best("heldout_nll") or not best.exists()):
             state = backend.to_host({name: p for name, p in model.named_parameters() if p.requires_grad})
@@ -167,30 +170,32 @@ def shape_of(cfg: Config) -> Shape:
     return Shape(cfg.embedding, cfg.blocks, cfg.hidden, tuple(specs), cfg.heads, cfg.dropout, cfg.attention_window)
 
 
-def plan_of(cfg: Config, blocks: int, rows: int) -> Plan:
-    """rows: blocks in an update, of all workers."""
-    if not 1 <= rows <= blocks:
-        raise UserError(
-            f"--batch-size {cfg.batch_size} makes updates of {rows} blocks, of which the text has {blocks}; use from 1 "
-            "up to as many"
-        )
+def plan_of(cfg: Config, blocks: int, workers: int) -> Plan:
+    """Of one worker, whose batch is its share of an update's blocks."""
+    if not 1 <= cfg.batch_size <= blocks:
+        raise UserError(f"--batch-size {cfg.batch_size} is not from 1 to {blocks}, the blocks of the text; change it")
+    if cfg.block_size > CHUNK**LEVELS:
+        raise UserError(f"--block-size {cfg.block_size} is more than the {CHUNK**LEVELS} steps of a scan; shorten it")
+    if cfg.batch_size % workers:
+        raise UserError(f"--batch-size {cfg.batch_size} does not divide by {workers} workers; use a multiple of them")
     if cfg.epochs < 0:
         raise UserError(f"--epochs {cfg.epochs} must not be negative")
     return Plan(
-        steps=cfg.epochs * blocks // rows, batch_size=cfg.batch_size, accumulation=1,
+        steps=cfg.epochs * blocks // cfg.batch_size, batch_size=cfg.batch_size // workers, accumulation=1,
         learning_rate=cfg.learning_rate, warmup_steps=cfg.warmup_steps, clip_grad_norm=cfg.clip_grad_norm,
         seed=cfg.seed,
     )  # fmt: skip
 
 
-def describe(
-    cfg: Config, backend: TorchBackend, stories: Stories, train: Blocks, model: SmallLM, plan: Plan, rows: int
-) -> None:
-    fixed = sum(b.numel() for b in model.buffers())
+def describe(cfg: Config, backend: TorchBackend, stories: Stories, train: Blocks, model: SmallLM, plan: Plan) -> None:
+    fixed = sum(value.numel() for value in model.state_dict().values()) - sum(p.numel() for p in model.parameters())
     say(f"{cfg.model} on {backend}: {trained(model):,} trained parameters, {fixed:,} fixed values")
-    say(f"{len(stories.train):,} tokens of {stories.vocab} kinds to train on, {len(stories.heldout):,} held out")
-    say(f"{plan.steps} updates of {rows} × {train.length} tokens ({plan.batch_size} blocks a worker), "
-        f"{len(train) // rows} an epoch, learning rate {plan.learning_rate:g}")  # fmt: skip
+    say(
+        f"{len(stories.train):,} tokens of {stories.vocab} kinds ({stories.kind}) to train on, "
+        f"{len(stories.heldout):,} held out"
+    )
+    say(f"{plan.steps} updates of {cfg.batch_size} × {train.length} tokens ({plan.batch_size} blocks a worker), "
+        f"{len(train) // cfg.batch_size} an epoch, learning rate {plan.learning_rate:g}")  # fmt: skip
 
 
 # -- the steps -------------------------------------------------------------------------------------------------------

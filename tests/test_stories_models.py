@@ -32,9 +32,10 @@ def test_baselines_have_as_many_trained_parameters():
     assert all(count == pytest.approx(counts["reservoir"], rel=0.01) for count in counts.values()), counts
 
 
-def test_the_seed_decides(model):
+@pytest.mark.parametrize("seed", [0, 2**63 - 1])
+def test_the_seed_decides(seed):
     kind = MODELS[0]
-    one, same, other = (build(kind, 50, SHAPE, seed).state_dict() for seed in (1, 1, 2))
+    one, same, other = (build(kind, 50, SHAPE, seed).state_dict() for seed in (seed, seed, 2))
     assert all(torch.equal(one[n], same[n]) for n in one)
     assert not torch.equal(one["embedding.weight"], other["embedding.weight"])
     assert not torch.equal(one["blocks.0.reservoirs.0.decay"], other["blocks.0.reservoirs.0.decay"])
@@ -90,6 +91,33 @@ def test_a_story_goes_on_from_its_beginning(stories, backend):
 def test_impossible_shapes_are_refused(changes):
     with pytest.raises(UserError):
         Shape(**vars(SHAPE) | changes)
+
+
+def test_a_baseline_that_cannot_be_as_small_is_refused():
+    with pytest.raises(UserError, match="--model transformer has at least"):
+        build("transformer", 50, Shape(64, 2, 4, (ReservoirSpec(4),)), 0)
+
+
+def test_training_leaves_reservoirs_as_they_were_drawn(stories, backend):
+    model, drawn = (build("reservoir", stories.vocab, SHAPE, seed=0) for _ in range(2))
+    backend.place(model)
+    optimizer = backend.optimizer([{"params": [p for p in model.parameters() if p.requires_grad], "lr": 0.1}])
+    for _ in range(3):
+        backend.backward(story_loss(model, {"tokens": stories.train[None, :40], "mask": torch.ones(1, 39)}))
+        backend.update(optimizer, 1.0)
+    buffers = dict(drawn.named_buffers())
+    assert len(buffers) > 10 and all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
+    assert not torch.equal(model.embedding.weight, drawn.embedding.weight)
+    for w in (block.reservoirs[1].w for block in model.blocks):
+        assert torch.linalg.eigvals(w).abs().max().item() == pytest.approx(0.9, rel=1e-4)
+        assert (w != 0).float().mean().item() == pytest.approx(0.1, abs=0.05)
+
+
+def test_every_reservoir_is_another():
+    shape = Shape(16, 12, 8, (ReservoirSpec(6), ReservoirSpec(6), ReservoirSpec(8, "esn", density=0.5)))
+    state = build("reservoir", 50, shape, 0).state_dict()
+    drawn = [value.flatten()[:8].tolist() for name, value in state.items() if name.endswith(("decay", ".w", "w_in"))]
+    assert len(drawn) == 72 and len(set(map(tuple, drawn))) == 72
 
 
 def test_unknown_models_are_refused():

@@ -10,6 +10,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from qat_lora.data.chat import Document
 from qat_lora.data.text import read_rows
 from qat_lora.errors import UserError
 from qat_lora.models.loading import load_tokenizer
@@ -21,8 +22,9 @@ TOKENIZERS = ("auto", "gpt2", "bpe", "chars")
 @dataclass(frozen=True)
 class Stories:
     """train, heldout: tokens [T], each text followed by END. heldout_bytes: of the held-out text in UTF-8, for bits a
-    byte."""
+    byte. kind: of the tokenizer, gpt2, bpe or chars."""
 
+    kind: str
     tokenizer: Tokenizer
     train: Tensor
     heldout: Tensor
@@ -37,10 +39,13 @@ class Stories:
         return self.tokenizer.token_to_id(END)
 
     def openings(self, count: int, length: int) -> list[list[int]]:
-        """The first tokens of the first held-out texts."""
-        ends = (self.heldout == self.end).nonzero().flatten().tolist()[:count]
-        starts = [0, *(end + 1 for end in ends)]
-        return [self.heldout[start : min(start + length, end)].tolist() for start, end in zip(starts, ends)]
+        """The first tokens of `count` held-out texts; of fewer texts, tokens of the last from other places."""
+        ends = (self.heldout == self.end).nonzero().flatten().tolist()
+        starts = [0, *(end + 1 for end in ends[:-1])][:count]
+        room, missing = max(0, ends[-1] - starts[-1] - length), count - len(starts)
+        starts += [starts[-1] + room * part // missing for part in range(1, missing + 1)]
+        stops = [min(start + length, next(end for end in ends if end >= start)) for start in starts]
+        return [self.heldout[start:stop].tolist() for start, stop in zip(starts, stops)]
 
     @property
     def fingerprint(self) -> str:
@@ -54,8 +59,9 @@ class Stories:
 def load_stories(source: str, max_stories: int, heldout: float, tokenizer: str, vocab: int) -> Stories:
     """Read `source` (embedded, a local file or a hub dataset), hold out the tail, and tokenise both.
 
-    tokenizer: gpt2; bpe, trained on the training text with `vocab` tokens; chars; auto is gpt2 where it is at hand and
-    bpe elsewhere. Raises UserError for what cannot be read, is empty or leaves nothing on one side.
+    tokenizer: gpt2; bpe, trained on the training text with `vocab` tokens; chars, those of the whole text; auto is gpt2
+    where it is at hand and bpe elsewhere. Raises UserError for what cannot be read, is empty or leaves nothing on one
+    side.
     """
     if tokenizer not in TOKENIZERS:
         raise UserError(f"--tokenizer {tokenizer!r} is not one of {', '.join(TOKENIZERS)}")
@@ -63,17 +69,31 @@ def load_stories(source: str, max_stories: int, heldout: float, tokenizer: str, 
         raise UserError(
             f"--max-stories {max_stories} must be at least 1, --heldout-fraction {heldout} within (0, 1), 0.05 say"
         )
-    texts = [text for row in islice(read_rows(source), max_stories) if (text := str(row.get("text") or "").strip())]
+    rows = enumerate(islice(read_rows(source), max_stories))
+    texts = [text for number, row in rows if (text := _text(number, row))]
     train, rest = _split(texts, heldout)
     if not train or not rest:
-        raise UserError(f"{source} is too short to hold out {heldout} of it; add text, or choose another share")
-    made = _tokenizer(tokenizer, train, rest, vocab)
+        raise UserError(
+            f"{source} is too short to hold out {heldout} of it (of a single text, whole lines); add text, or choose "
+            "another share"
+        )
+    kind, made = _tokenizer(tokenizer, train, rest, vocab)
     end = made.token_to_id(END)
     streams = [
         torch.tensor([token for done in made.encode_batch(part) for token in (*done.ids, end)])
         for part in (train, rest)
     ]
-    return Stories(made, *streams, sum(len(text.encode()) for text in rest))
+    return Stories(kind, made, *streams, sum(len(text.encode()) for text in rest))
+
+
+def _text(number: int, row: dict) -> str:
+    text = row.get("text", row)
+    if not isinstance(text, str | None):
+        raise UserError(f'row {number}: no text in column "text" (columns: {", ".join(row)}); rename or mend it')
+    try:
+        return Document(text or "", None).text.strip()
+    except UserError as error:
+        raise UserError(f"row {number}: {error}") from error
 
 
 def _split(texts: list[str], heldout: float) -> tuple[list[str], list[str]]:
@@ -85,17 +105,17 @@ def _split(texts: list[str], heldout: float) -> tuple[list[str], list[str]]:
     return texts[:-count], texts[-count:]
 
 
-def _tokenizer(kind: str, train: list[str], rest: list[str], vocab: int) -> Tokenizer:
+def _tokenizer(kind: str, train: list[str], rest: list[str], vocab: int) -> tuple[str, Tokenizer]:
     if kind in ("auto", "gpt2"):
         try:
-            return load_tokenizer("gpt2").backend_tokenizer
+            return "gpt2", load_tokenizer("gpt2").backend_tokenizer
         except UserError:
             if kind == "gpt2":
                 raise
     if kind == "chars":
         made = Tokenizer(models.WordLevel({c: i for i, c in enumerate([END, *sorted(set("".join([*train, *rest])))])}))
         made.pre_tokenizer, made.decoder = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated"), decoders.Fuse()
-        return made
+        return "chars", made
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocab <= len(alphabet):
         raise UserError(f"--vocab-size {vocab} has no room for all {len(alphabet)} bytes and more; use 1024 or more")
@@ -104,7 +124,7 @@ def _tokenizer(kind: str, train: list[str], rest: list[str], vocab: int) -> Toke
     made.train_from_iterator(train, trainers.BpeTrainer(
         vocab_size=vocab, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
     ))  # fmt: skip
-    return made
+    return "bpe", made
 
 
 class Blocks(Dataset):

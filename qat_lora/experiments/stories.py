@@ -3,6 +3,7 @@
 import importlib.util
 import math
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 import torch
@@ -73,7 +74,11 @@ def build(kind: str, vocab: int, shape: Shape, seed: int) -> SmallLM:
         torch.manual_seed(seed)
         if kind == "reservoir":
             return _reservoir(vocab, shape, seed)
-        wanted = trained(_reservoir(vocab, shape, seed))
+        wanted, least = trained(_reservoir(vocab, shape, seed)), trained(_baseline(kind, vocab, shape, 1))
+        if least > wanted:
+            raise UserError(
+                f"--model {kind} has at least {least:,} trained parameters, the reservoir {wanted:,}; raise --hidden"
+            )
         hidden = _nearest(lambda hidden: trained(_baseline(kind, vocab, shape, hidden)), wanted)
         return _baseline(kind, vocab, shape, hidden)
 
@@ -109,7 +114,7 @@ def _baseline(kind: str, vocab: int, shape: Shape, hidden: int) -> SmallLM:
 def _nearest(count, wanted: int) -> int:
     """The hidden width whose count, which grows evenly with it, is nearest to `wanted`."""
     one, two = count(1), count(2)
-    return max(1, round(1 + (wanted - one) / (two - one)))
+    return round(1 + (wanted - one) / (two - one))
 
 
 def story_loss(model: SmallLM, batch: dict[str, Tensor]) -> Tensor:
@@ -122,17 +127,19 @@ def story_loss(model: SmallLM, batch: dict[str, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def heldout(model: SmallLM, stories: Stories, length: int, rows: int, backend: TorchBackend) -> dict[str, float]:
-    """Every held-out token, in windows of `length` of which half is context: nats a token, perplexity, bits a byte."""
+    """Every held-out token, in windows of `length` of which half is context (of the first, none): nats a token,
+    perplexity, bits a byte. Each worker measures its share of the batches, of `rows` windows."""
     was_training = model.training
     model.eval()
     sums = []
-    for batch in spans(stories.heldout, stories.end, length, max(1, length // 2), rows):
+    batches = spans(stories.heldout, stories.end, length, max(1, length // 2), rows)
+    for batch in islice(batches, backend.rank, None, backend.world_size):
         batch = backend.to_device(batch)
         with backend.autocast():
             sums.append(story_loss(model, batch | {"total": torch.ones((), device=batch["mask"].device)}))
         backend.step_boundary()
     model.train(was_training)
-    total = sum(backend.fetch(*sums))
+    total = sum(backend.group.gather(sum(backend.fetch(*sums))))
     nll = total / len(stories.heldout)
     return {
         "heldout_nll": nll, "heldout_ppl": math.exp(min(nll, 80)),

@@ -18,7 +18,7 @@ from qat_lora.models.scan import DiagonalScan
 class ReservoirSpec:
     """What a reservoir is drawn from. kind: "esn" or "diagonal". radius: spectral radius of W, or the largest |Λ|.
     density: share of W's entries that are not 0 (esn). leak: a or τ, the same for all units or evenly spaced in the
-    logarithm between two. scaling: root mean square of the norms of W_in's rows. Raises UserError for what cannot be."""
+    logarithm between two. scaling: root mean square of W_in's rows' norms. Raises UserError for what cannot be."""
 
     units: int
     kind: str = "diagonal"

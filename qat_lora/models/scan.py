@@ -1,4 +1,4 @@
-"""Linear recurrences over time as a few matrix products, and minGRU's as log2(T) shifts; loops over time as oracles.
+"""Linear recurrences over time as a few matrix products, and minGRU's as log2(T) shifts; a loop over time as oracle.
 
 Complex numbers are pairs of real ones in the last dimension (re, im): XLA on TPU has no others.
 """
@@ -26,6 +26,9 @@ def sequential_scan(decay: Tensor, drive: Tensor, state: Tensor) -> Tensor:
     return torch.stack(states, 1)
 
 
+CHUNK, LEVELS = 16, 4  # steps of a product, and how often products are nested
+
+
 class DiagonalScan(nn.Module):
     """The same with a decay that never changes, in chunks.
 
@@ -37,7 +40,7 @@ class DiagonalScan(nn.Module):
     decay [N, 2], |decay| ≤ 1.
     """
 
-    def __init__(self, decay: Tensor, chunk: int = 16, levels: int = 4):
+    def __init__(self, decay: Tensor, chunk: int = CHUNK, levels: int = LEVELS):
         super().__init__()
         self.chunk, self.levels = chunk, levels
         decay = torch.view_as_complex(decay.double().contiguous())

@@ -27,7 +27,7 @@ PACKAGES = ("torch", "torch_xla", "transformers", "peft", "datasets", "safetenso
 # How the rows of an update are split over workers and micro-batches changes no figure beyond rounding; the facts hold
 # how many there are.
 NOT_IDENTITY = {
-    "config", "device", "tpu", "output_dir", "resume", "dry_run", "debug", "num_chips", "accumulation_steps",
+    "config", "device", "tpu", "use_tpu", "output_dir", "resume", "dry_run", "debug", "num_chips", "accumulation_steps",
     "from_scratch",
 }  # fmt: skip
 

@@ -20,10 +20,12 @@ def test_probabilities_sum_to_one_and_none_is_zero(model, context):
 
 
 def test_by_hand(load_script):
-    """Bigrams of "a b a b a c": three discounts that are all 0 or 1 by the estimate are still proper."""
+    """Bigrams of "a b a b a c"."""
     kneser_ney = load_script("kneser_ney").KneserNey([0, 1, 0, 1, 0, 2], 2, 3)
     level = kneser_ney.levels[1]
     assert level.counts == {(0, 1): 2, (1, 0): 2, (0, 2): 1} and level.sums == {(0,): 3, (1,): 2}
+    assert level.discounts == pytest.approx((0, 0.2, 1.7, 2.2))
+    assert [kneser_ney.probability(token, (0,)) for token in range(3)] == pytest.approx([19 / 90, 28 / 90, 43 / 90])
     unigrams = kneser_ney.levels[0]
     assert unigrams.counts == {(1,): 1, (0,): 1, (2,): 1}, "in how many contexts, not how often"
 

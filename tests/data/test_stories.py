@@ -34,6 +34,29 @@ def test_several_stories_keep_apart(tmp_path):
     assert found.tokenizer.decode(found.heldout.tolist(), skip_special_tokens=False).count(END) == 3
 
 
+def test_openings_are_of_several_texts_or_places(text, tmp_path):
+    one = load_stories(text, 10, 0.3, "chars", 0)
+    first, second = (one.tokenizer.decode(tokens) for tokens in one.openings(2, 9))
+    assert first.startswith("Story") and len(first) == len(second) == 9 and first != second
+    (tmp_path / "s.jsonl").write_text("".join(f'{{"text": "tale {n}"}}\n' for n in range(20)))
+    several = load_stories(str(tmp_path / "s.jsonl"), 20, 0.2, "chars", 0)
+    assert [several.tokenizer.decode(tokens) for tokens in several.openings(2, 9)] == ["tale 16", "tale 17"]
+
+
+@pytest.mark.parametrize(
+    "line, part",
+    [
+        ('{"story": "x"}', 'row 1: no text in column "text" (columns: story)'), ('{"text": 7}', "row 1: no text"),
+        (r'{"text": "\ud800"}', "row 1: the text is not Unicode"),
+    ],
+)  # fmt: skip
+def test_rows_without_text_are_refused(tmp_path, line, part):
+    (tmp_path / "s.jsonl").write_text('{"text": "fine"}\n' + line)
+    with pytest.raises(UserError) as error:
+        load_stories(str(tmp_path / "s.jsonl"), 20, 0.2, "chars", 0)
+    assert part in str(error.value)
+
+
 @pytest.mark.parametrize("length", [1, 5, 13])
 def test_every_token_is_predicted_once_an_epoch(length):
     stream = torch.arange(100)

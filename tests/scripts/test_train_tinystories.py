@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -87,9 +88,9 @@ def test_a_run_that_died_goes_on_to_the_same_end(train, trained, tmp_path, monke
         assert (tmp_path / file).read_bytes() == (trained / file).read_bytes()
 
 
-def test_two_workers_are_one(trained, text, tmp_path):
+def test_two_workers_are_one(train, trained, text, tmp_path):
     """Half of each update's blocks each."""
-    flags = ["--dataset", text, *SMALL, "--batch-size", 2, "--num-chips", 2, "--output-dir", tmp_path / "two"]
+    flags = ["--dataset", text, *SMALL, "--num-chips", 2, "--output-dir", tmp_path / "two"]
     command = [sys.executable, ROOT / "scripts" / "train_tinystories_reservoir.py", *flags]
     done = subprocess.run(list(map(str, command)), env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True,
                           text=True, timeout=150)  # fmt: skip
@@ -102,6 +103,10 @@ def test_two_workers_are_one(trained, text, tmp_path):
         assert one == pytest.approx({key: other[key] for key in other if key != "stage"}, rel=1e-4)
     tensors, whole = (load_checkpoint(folder)[0] for folder in (tmp_path / "two", trained))
     assert max((tensors[name] - whole[name]).abs().max() for name in whole) < 1e-4
+    shutil.rmtree(max((tmp_path / "two" / "checkpoints").glob("step_*"), key=lambda path: int(path.name[5:])))
+    (tmp_path / "two" / "summary.json").unlink()
+    train("--output-dir", tmp_path / "two", "--resume", "auto")  # one worker goes on where two have stopped
+    assert lines(tmp_path / "two")[-1]["heldout_nll"] == pytest.approx(lines(trained)[-1]["heldout_nll"], rel=1e-4)
 
 
 @pytest.mark.parametrize("model", ["transformer", "mingru"])
@@ -147,7 +152,7 @@ def test_the_tpu_check_passes_and_can_fail(load_script, monkeypatch, capsys):
     cfg = parse(module.Config, "test_tpu_support", ["--device", "cpu"])
     module.main(cfg)
     said = capsys.readouterr().out
-    assert said.count("ok ") == 6 and "All checks passed" in said
+    assert said.count("ok ") == 6 and "All checks passed on cpu (" in said and "no TPU here" in said
     monkeypatch.setattr(module, "on_tpu", lambda batch, rate: (batch, rate))
     with pytest.raises(UserError, match="batch and learning rate on TPU"):
         module.main(cfg)
@@ -164,6 +169,7 @@ def test_the_tpu_check_passes_and_can_fail(load_script, monkeypatch, capsys):
         ("--tokenizer words", "--tokenizer 'words' is not one of"), ("--reservoirs diagonal", "is not KIND:UNITS"),
         ("--reservoirs loop:8", "'loop' is not one of"), ("--leak-min 0", "leak"), ("--model rnn", "--model 'rnn'"),
         ("--batch-size 0", "--batch-size 0"), ("--batch-size 999", "--batch-size 999"), ("--epochs -1", "--epochs -1"),
+        ("--batch-size 3 --num-chips 2 --dry-run", "--batch-size 3 does not divide by 2 workers"),
         ("--heads 3", "--heads 3"), ("--attention-window -1", "--attention-window -1"), ("--dropout 1", "--dropout 1"),
         ("--temperature -1", "temperature"), ("--heldout-fraction 1", "--heldout-fraction 1"),
         ("--dataset absent.txt", "absent.txt"), ("--num-chips 99", "--num-chips 99"),
