@@ -66,7 +66,7 @@ SHARED_CONFIG = {
     "top_p": 0.9,
 }
 SAMPLE_TOKENS = 120
-PJRT_TPU = os.environ.get("PJRT_DEVICE") == "TPU"  # asks for a TPU as well
+PJRT_TPU = os.environ.get("PJRT_DEVICE", "").upper() == "TPU"  # asks for a TPU as well
 OPENING = 6  # tokens of a held-out story to go on from
 
 
