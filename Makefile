@@ -93,7 +93,7 @@ $(PEERS)/.ready: requirements-peers.txt
 	$(PY) -m pip install --quiet --no-deps --upgrade --target $(PEERS) --requirement requirements-peers.txt
 	touch $@
 
-test-peers: setup-peers ## our exports in llama.cpp, our GRPO loss beside TRL's
+test-peers: setup-peers ## exports in llama.cpp, GRPO's loss beside TRL's, states beside ReservoirPy's
 	PYTHONPATH=$(PEERS) $(PY) -m pytest -m peer
 
 lint: setup ## ruff, check only
