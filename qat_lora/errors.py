@@ -37,7 +37,7 @@ def report(error: BaseException, with_traceback: bool = False) -> int:
         mend = "free some space and --resume auto" if error.errno in FULL_DISK else "mend that and start again"
         line, code = f"{error.filename or 'a file'}: {error.strerror or error}; {mend}", 2
     elif type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):  # torch on GPU, CPU
-        line, code = f"out of memory ({line[:120]}); make the batch, the group or the rows smaller", 2
+        line, code = f"out of memory ({line[:120]}); make the batch, the rows or the model smaller", 2
     else:
         line = f"{type(error).__name__}: {line}" + ("" if with_traceback else "; unforeseen: --debug shows where")
     print(f"error: {line}", file=sys.stderr, flush=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from qat_lora.backend import TorchBackend, count_workers
+from qat_lora.backend import TorchBackend, planned_workers
 from qat_lora.data.batches import batches
 from qat_lora.errors import UserError
 from qat_lora.evaluate import kd_loss
@@ -51,7 +51,7 @@ class TrainOptions(RunConfig):
 
     def planned_workers(self, backend: TorchBackend) -> int:
         """The workers of a dry run, which may be planned on another machine than it is for."""
-        return self.num_chips or count_workers(backend.kind, self.num_chips)
+        return planned_workers(backend.kind, self.num_chips)
 
     def update_facts(self, workers: int) -> dict:
         """For a run's manifest: a run may go on with other workers as long as this stays."""
@@ -82,6 +82,9 @@ class TrainOptions(RunConfig):
         ]
 
 
+LARGEST = 1e6  # learning rate: a typo beyond it, and past fp32 not even a number
+
+
 @dataclass(frozen=True)
 class Plan:
     """How long and how fast to train. One step is one optimiser update of batch_size · accumulation rows."""
@@ -98,10 +101,11 @@ class Plan:
         for name in ("batch_size", "accumulation"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name.replace('_', '-')}={getattr(self, name)} must be at least 1")
-        if not self.learning_rate > 0:
-            raise UserError(f"a learning rate of {self.learning_rate} teaches nothing; use one above 0")
-        if self.steps < 0 or self.warmup_steps < 0 or self.clip_grad_norm < 0:
-            raise UserError(f"{self}: steps, warm-up and clip must not be negative")
+        if not 0 < self.learning_rate < LARGEST:
+            raise UserError(f"a learning rate of {self.learning_rate} is not within (0, {LARGEST:g}); 1e-3, say")
+        for name in ("steps", "warmup_steps", "clip_grad_norm"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name.replace('_', '-')}={getattr(self, name)} must not be negative")
 
     def learning_rate_factor(self, step: int) -> float:
         """The schedule's factor for update `step` (1-based): counted in updates, never in micro-batches."""
@@ -176,16 +180,20 @@ def restore(model: nn.Module, tensors: dict[str, Tensor]) -> None:
         parameter.data.copy_(tensors[name])
 
 
-def resumable(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Callable, Callable]:
-    """state() and load(…) of a Session's stage: what is trained of a model, and its optimiser."""
+def resumable(
+    model: nn.Module, optimizer: torch.optim.Optimizer, best: dict | None = None
+) -> tuple[Callable, Callable]:
+    """state() and load(…) of a Session's stage: what is trained of a model, its optimiser, and what `best` holds."""
+    best = {} if best is None else best
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
     def state() -> tuple[dict, dict]:
-        return trained, {"optimizer": optimizer.state_dict()}
+        return trained, {"optimizer": optimizer.state_dict(), "best": best}
 
     def load(tensors: dict, trainer: dict) -> None:
         restore(model, tensors)
         optimizer.load_state_dict(trainer["optimizer"])
+        best.update(trainer["best"])
 
     return state, load
 
@@ -240,12 +248,18 @@ def train_plain(
     backend: TorchBackend,
     evaluate: Callable[[int], dict],
     stage: str,
+    best: dict | None = None,
 ) -> None:
-    """Train what a placed model leaves trainable by loss_of(model, batch), see `update`."""
+    """Train what a placed model leaves trainable by loss_of(model, batch), see `update`.
+
+    best: what evaluate keeps there, plain values and host tensors, goes through checkpoints.
+    """
+    best = {} if best is None else best
     optimizer = backend.optimizer(parameter_groups(model, plan.learning_rate, plan.learning_rate))
     stream = None
+    state, load = resumable(model, optimizer, best)
     model.train()
-    for step in session.steps(stage, plan.steps, *resumable(model, optimizer), evaluate):
+    for step in session.steps(stage, plan.steps, state, load, evaluate):
         stream = stream or training_stream(train, plan, step, backend)
         factor = plan.learning_rate_factor(step)
         set_learning_rates(optimizer, factor)

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from qat_lora.errors import UserError
+
 
 class RidgeMoments:
     """XᵀX [F, F] and YᵀX [V, F] of features and next-token targets, fp64, summed batch by batch.
@@ -22,6 +24,7 @@ class RidgeMoments:
 
     def solve(self, alphas: list[float]) -> list[Tensor]:
         """The readout [V, F] of least Σ‖Wx − y‖² + α‖W‖² for each α, from one decomposition."""
+        _check(*alphas)
         values, vectors = torch.linalg.eigh(self.xx)
         turned = self.yx @ vectors
         return [(turned / (values.clamp(min=0) + alpha)) @ vectors.T for alpha in alphas]
@@ -35,6 +38,9 @@ class RecursiveLeastSquares:
     """
 
     def __init__(self, features: int, vocab: int, alpha: float, forgetting: float = 1.0):
+        _check(alpha)
+        if not 0 < forgetting <= 1:
+            raise UserError(f"forgetting {forgetting} is outside (0, 1]; 1 forgets nothing")
         self.forgetting = forgetting
         self.p = torch.eye(features, dtype=torch.float64) / alpha
         self.weight = torch.zeros(vocab, features, dtype=torch.float64)
@@ -49,3 +55,9 @@ class RecursiveLeastSquares:
         error[torch.arange(len(x)), targets] += 1
         self.weight += error.T @ gain
         self.p = (self.p - px @ gain) / self.forgetting
+
+
+def _check(*alphas: float) -> None:
+    for alpha in alphas:
+        if not alpha > 0:
+            raise UserError(f"ridge α {alpha} must be above 0; 1e-3, say")

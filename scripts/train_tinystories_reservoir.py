@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qat_lora.backend import TorchBackend, count_workers, launch, open_backend, resolve
+from qat_lora.backend import TorchBackend, launch, open_backend, planned_workers, resolve
 from qat_lora.data.stories import Blocks, Stories, load_stories
 from qat_lora.errors import UserError
 from qat_lora.experiments.stories import Shape, build, get_device, heldout, on_tpu, story_loss, tell, trained
@@ -110,6 +110,7 @@ def main(cfg: Config) -> None:
     cfg = resolved(cfg, cfg.device if cfg.device != "auto" else get_device(cfg.use_tpu or PJRT_TPU))
     shape_of(cfg)
     Sampling(cfg.temperature, cfg.top_k, cfg.top_p)
+    Every(cfg.log_every, cfg.eval_every, cfg.save_every)
     if cfg.dry_run:
         return work(open_backend(cfg.device, cfg.precision), cfg)
     launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug)
@@ -119,7 +120,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     """One worker's part: all of it, or its share of every update's rows."""
     stories = load_stories(cfg.dataset, cfg.max_stories, cfg.heldout_fraction, cfg.tokenizer, cfg.vocab_size)
     train = Blocks(stories.train, cfg.block_size)
-    here = (cfg.num_chips or count_workers(backend.kind, cfg.num_chips)) if cfg.dry_run else backend.world_size
+    here = planned_workers(backend.kind, cfg.num_chips) if cfg.dry_run else backend.world_size
     plan = plan_of(cfg, len(train), here)
     model = build(cfg.model, stories.vocab, shape_of(cfg), cfg.seed)
     if backend.is_main:
@@ -131,20 +132,22 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     run = open_run("train_tinystories_reservoir", cfg, facts, backend.group)
     backend.seed(cfg.seed + backend.rank)  # each worker's dropout is its own
     session = Session(run, backend, Every(cfg.log_every, cfg.eval_every, cfg.save_every), ("loss", "heldout_ppl"))
+    if backend.is_main:
+        write_atomically(run.path / "tokenizer.json", lambda file: file.write(stories.tokenizer.to_str().encode()))
     backend.place(model)
+    best: dict = {}  # figures and state of the least held-out loss; checkpoints carry it
 
     def evaluate(step: int) -> dict[str, float]:
         figures = heldout(model, stories, cfg.block_size, plan.batch_size, backend)
-        best = run.path / "best.pt"
-        if backend.is_main and (figures["heldout_nll"] < session.best("heldout_nll") or not best.exists()):
-            state = backend.to_host({name: p for name, p in model.named_parameters() if p.requires_grad})
-            write_atomically(best, lambda file: torch.save(state, file))
+        if not best or figures["heldout_nll"] < best["figures"]["heldout_nll"]:
+            state = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+            best.update(figures={"step": step, **figures}, state=backend.to_host(state))
         return figures
 
-    train_plain(model, train, story_loss, plan, session, backend, evaluate, "train")
+    train_plain(model, train, story_loss, plan, session, backend, evaluate, "train", best)
     cost = session.cost()
     if backend.is_main:
-        finish(run, model, stories, Sampling(cfg.temperature, cfg.top_k, cfg.top_p), backend, cost)
+        finish(run, model, stories, Sampling(cfg.temperature, cfg.top_k, cfg.top_p), backend, best, cost)
 
 
 # -- what is asked for -----------------------------------------------------------------------------------------------
@@ -161,7 +164,7 @@ def shape_of(cfg: Config) -> Shape:
     specs = []
     for text in cfg.reservoirs.split(","):
         kind, _, units = text.strip().partition(":")
-        if not units.isdigit():
+        if not (units.isascii() and units.isdecimal()):
             raise UserError(f"--reservoirs {cfg.reservoirs!r}: {text!r} is not KIND:UNITS, such as diagonal:256")
         specs.append(ReservoirSpec(
             units=int(units), kind=kind, radius=cfg.spectral_radius, density=cfg.density,
@@ -174,7 +177,7 @@ def plan_of(cfg: Config, blocks: int, workers: int) -> Plan:
     """Of one worker, whose batch is its share of an update's blocks."""
     if not 1 <= cfg.batch_size <= blocks:
         raise UserError(f"--batch-size {cfg.batch_size} is not from 1 to {blocks}, the blocks of the text; change it")
-    if cfg.block_size > CHUNK**LEVELS:
+    if cfg.model != "transformer" and cfg.block_size > CHUNK**LEVELS:
         raise UserError(f"--block-size {cfg.block_size} is more than the {CHUNK**LEVELS} steps of a scan; shorten it")
     if cfg.batch_size % workers:
         raise UserError(f"--batch-size {cfg.batch_size} does not divide by {workers} workers; use a multiple of them")
@@ -199,18 +202,22 @@ def describe(cfg: Config, backend: TorchBackend, stories: Stories, train: Blocks
 
 
 # -- the steps -------------------------------------------------------------------------------------------------------
-def finish(run: Run, model: SmallLM, stories: Stories, sampling: Sampling, backend: TorchBackend, cost: dict) -> None:
-    """The best state's figures, and what it tells: from nothing, and from what two held-out texts begin with."""
-    restore(model, torch.load(run.path / "best.pt", weights_only=True))
-    stories.tokenizer.save(str(run.path / "tokenizer.json"))
+def finish(
+    run: Run, model: SmallLM, stories: Stories, sampling: Sampling, backend: TorchBackend, best: dict, cost: dict
+) -> None:
+    """The best state, its figures, and what it tells: from nothing, and from what two held-out texts begin with."""
+    restore(model, best["state"])
+    write_atomically(run.path / "best.pt", lambda file: torch.save(best["state"], file))
     backend.seed(0)
     openings = [[], *stories.openings(2, OPENING)]
     told = [tell(model, stories, begin, SAMPLE_TOKENS, sampling, backend) for begin in openings]
-    (run.path / "samples.txt").write_text("\n---\n".join(told) + "\n")
-    best = min((line for line in run.metrics() if "heldout_nll" in line), key=lambda line: line["heldout_nll"])
-    figures = {name: best[name] for name in ("step", "heldout_nll", "heldout_ppl", "bits_per_byte")}
+    write_atomically(run.path / "samples.txt", lambda file: file.write(("\n---\n".join(told) + "\n").encode()))
+    figures = best["figures"]
     run.finish("finished", **figures, trained_parameters=trained(model), **cost)
-    say(f"best at step {best['step']}: perplexity {best['heldout_ppl']:.2f}, {best['bits_per_byte']:.4f} bits a byte")
+    say(
+        f"best at step {figures['step']}: perplexity {figures['heldout_ppl']:.2f}, "
+        f"{figures['bits_per_byte']:.4f} bits a byte"
+    )
     say(f"{told[-1]}\n{plot_run(run.path)}")
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from qat_lora.errors import UserError
 from qat_lora.readout import RecursiveLeastSquares, RidgeMoments
 
 VOCAB, FEATURES = 7, 12
@@ -47,3 +48,11 @@ def test_forgetting_weighs_samples_by_their_age(data):
         scaled.T @ scaled + 0.5 * 0.9**30 * torch.eye(FEATURES).double(), (x.double() * weight[:, None]).T @ y
     ).T
     torch.testing.assert_close(rls.weight, wanted, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("alpha", [0.0, -1.0, float("nan")])
+def test_a_ridge_that_is_none_is_refused(alpha):
+    with pytest.raises(UserError, match=f"α {alpha}"):
+        RidgeMoments(FEATURES, VOCAB).solve([1.0, alpha])
+    with pytest.raises(UserError, match=f"α {alpha}"):
+        RecursiveLeastSquares(FEATURES, VOCAB, alpha)

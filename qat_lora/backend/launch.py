@@ -94,6 +94,13 @@ def count_workers(kind: str, num_chips: int | None) -> int:
     return num_chips
 
 
+def planned_workers(kind: str, num_chips: int | None) -> int:
+    """The workers of a dry run, which may be planned on another machine than it is for."""
+    if num_chips is not None and num_chips < 0:
+        raise UserError(f"--num-chips {num_chips} must not be negative; 0 means all that are here")
+    return num_chips or count_workers(kind, num_chips)
+
+
 def _take_chips(count: int) -> None:
     """Limit the TPU runtime to `count` chips of this host: torch_xla 2.9 itself does not read TPU_NUM_DEVICES.
 

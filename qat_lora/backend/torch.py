@@ -248,7 +248,7 @@ class TorchBackend:
             torch.cuda.set_rng_state(state["cuda"], self.device)
 
     def to_host(self, state):
-        """A copy of a nested state on the CPU, safe to save. Call it after a step boundary."""
+        """A nested state on the CPU, to be saved at once: on a CPU the very tensors. Call it after a step boundary."""
         if isinstance(state, Tensor):
             return state.detach().cpu()
         if isinstance(state, dict):

@@ -16,6 +16,7 @@ from qat_lora.errors import UserError
 from qat_lora.models.loading import load_tokenizer
 
 END = "<|endoftext|>"
+LARGEST_VOCAB = 1_000_000
 TOKENIZERS = ("auto", "gpt2", "bpe", "chars")
 
 
@@ -65,12 +66,12 @@ def load_stories(source: str, max_stories: int, heldout: float, tokenizer: str, 
     """
     if tokenizer not in TOKENIZERS:
         raise UserError(f"--tokenizer {tokenizer!r} is not one of {', '.join(TOKENIZERS)}")
-    if max_stories < 1 or not 0 < heldout < 1:
-        raise UserError(
-            f"--max-stories {max_stories} must be at least 1, --heldout-fraction {heldout} within (0, 1), 0.05 say"
-        )
+    if max_stories < 1:
+        raise UserError(f"--max-stories {max_stories} must be at least 1")
+    if not 0 < heldout < 1:
+        raise UserError(f"--heldout-fraction {heldout} is outside (0, 1); 0.05, say")
     rows = enumerate(islice(read_rows(source), max_stories))
-    texts = [text for number, row in rows if (text := _text(number, row))]
+    texts = [text for number, row in rows if (text := _text(f"{source} row {number}", row))]
     train, rest = _split(texts, heldout)
     if not train or not rest:
         raise UserError(
@@ -86,14 +87,14 @@ def load_stories(source: str, max_stories: int, heldout: float, tokenizer: str, 
     return Stories(kind, made, *streams, sum(len(text.encode()) for text in rest))
 
 
-def _text(number: int, row: dict) -> str:
+def _text(where: str, row: dict) -> str:
     text = row.get("text", row)
     if not isinstance(text, str | None):
-        raise UserError(f'row {number}: no text in column "text" (columns: {", ".join(row)}); rename or mend it')
+        raise UserError(f'{where}: no text in column "text" (columns: {", ".join(row)}); rename or mend it')
     try:
         return Document(text or "", None).text.strip()
     except UserError as error:
-        raise UserError(f"row {number}: {error}") from error
+        raise UserError(f"{where}: {error}") from error
 
 
 def _split(texts: list[str], heldout: float) -> tuple[list[str], list[str]]:
@@ -109,16 +110,18 @@ def _tokenizer(kind: str, train: list[str], rest: list[str], vocab: int) -> tupl
     if kind in ("auto", "gpt2"):
         try:
             return "gpt2", load_tokenizer("gpt2").backend_tokenizer
-        except UserError:
+        except UserError as error:
             if kind == "gpt2":
-                raise
+                raise UserError(f"--tokenizer gpt2: {error}; --tokenizer bpe needs no hub") from error
     if kind == "chars":
         made = Tokenizer(models.WordLevel({c: i for i, c in enumerate([END, *sorted(set("".join([*train, *rest])))])}))
         made.pre_tokenizer, made.decoder = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated"), decoders.Fuse()
         return "chars", made
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    if vocab <= len(alphabet):
-        raise UserError(f"--vocab-size {vocab} has no room for all {len(alphabet)} bytes and more; use 1024 or more")
+    if not len(alphabet) < vocab <= LARGEST_VOCAB:
+        raise UserError(
+            f"--vocab-size {vocab} is not from {len(alphabet) + 1}, all bytes and END, to {LARGEST_VOCAB}; 2048, say"
+        )
     made = Tokenizer(models.BPE())
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     made.train_from_iterator(train, trainers.BpeTrainer(

@@ -69,7 +69,7 @@ def _file_rows(path: Path) -> Iterator[dict]:
 
 def _txt_rows(path: Path) -> Iterator[dict]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # a byte order mark is no text
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text at byte {error.start}; convert the file to UTF-8") from error
     if text.strip():

@@ -13,6 +13,8 @@ from qat_lora.backend import loop
 from qat_lora.errors import UserError
 from qat_lora.models.scan import DiagonalScan
 
+LARGEST = 1e6  # radius and input scaling: squares of states stay within fp32
+
 
 @dataclass(frozen=True)
 class ReservoirSpec:
@@ -33,10 +35,12 @@ class ReservoirSpec:
             raise UserError(f"reservoir kind {self.kind!r} is not one of esn, diagonal")
         if self.units < 1:
             raise UserError(f"a reservoir of {self.units} units holds nothing; use 1 or more")
-        if not self.radius > 0:
-            raise UserError(f"spectral radius {self.radius} must be above 0; about 1 keeps a long memory")
+        if not 0 < self.radius <= LARGEST:
+            raise UserError(f"spectral radius {self.radius} is outside (0, {LARGEST:g}]; about 1 keeps a long memory")
         if self.kind == "diagonal" and self.radius > 1:
             raise UserError(f"spectral radius {self.radius} lets a linear reservoir grow without end; use 1 or less")
+        if not 0 < self.scaling <= LARGEST:
+            raise UserError(f"input scaling {self.scaling} is outside (0, {LARGEST:g}]; 1 is a common one")
         if not 0 < self.density <= 1:
             raise UserError(f"density {self.density} is outside (0, 1]; 0.1 connects a tenth of the pairs")
         if not 0 < self.leak[0] <= self.leak[1] <= 1:
@@ -95,9 +99,8 @@ class DiagonalReservoir(nn.Module):
     state is re and im of each unit, 2N features.
 
     Angles are uniform in [0, π] (the conjugates would tell nothing new), radii uniform in area below the spec's. W_in's
-    rows are scaled so that white input gives
-    every unit the same variance, whatever its decay (like LRU, arXiv 2303.06349): a readout hears slow units like
-    fast ones.
+    rows are scaled so that white input gives every unit the same variance, whatever its decay (like LRU,
+    arXiv 2303.06349): a readout hears slow units like fast ones.
     """
 
     def __init__(self, spec: ReservoirSpec, inputs: int):

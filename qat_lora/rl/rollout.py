@@ -13,6 +13,7 @@ from qat_lora.models.loading import decoder
 from qat_lora.quant.student import head_weight
 from qat_lora.rl.policy import Prompts
 
+LEAST = 1e-6  # temperature (or 0) and top_p
 STOP_EVERY = 16  # tokens between looks at whether every completion has ended: a look waits for the device
 
 
@@ -25,8 +26,12 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self):
-        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise UserError(f"{self}: temperature and top_k must not be negative, top_p within (0, 1]")
+        if self.temperature and not self.temperature >= LEAST:  # fp32 logits divided by less overflow
+            raise UserError(f"temperature {self.temperature} is below {LEAST:g}; 0 draws the most probable token")
+        if self.top_k < 0:
+            raise UserError(f"top-k {self.top_k} must not be negative; 0 leaves nothing out")
+        if not LEAST <= self.top_p <= 1:
+            raise UserError(f"top-p {self.top_p} is outside [{LEAST:g}, 1]; 1 leaves nothing out")
 
 
 @dataclass(frozen=True)

@@ -142,8 +142,12 @@ def _open(experiment: str, config: RunConfig, facts: dict) -> Run:
         if _status(path) == "finished":
             say(f"{path} is finished")
             raise SystemExit(0)
-        manifest.setdefault("resumed", []).append({"time": _now(), "argv": sys.argv})
-        write_json(path / "manifest.json", manifest)
+        earlier = manifest.get("resumed", [])
+        if not isinstance(earlier, list):
+            raise UserError(
+                f"{path}/manifest.json is damaged: resumed is no list; put it back, or start in another folder"
+            )
+        write_json(path / "manifest.json", manifest | {"resumed": [*earlier, {"time": _now(), "argv": sys.argv}]})
         say(f"resuming {path}")
         return Run(path, resumed=True, held=held)
     commit, dirty = _git()
@@ -190,8 +194,8 @@ def read_config(path: Path) -> dict:
     try:
         values = yaml.safe_load((path / "config.yaml").read_text())
         return {k: v for k, v in values.items() if k not in NOT_IDENTITY}
-    except (OSError, yaml.YAMLError, AttributeError) as error:
-        raise UserError(f"{path}/config.yaml is missing or damaged ({error})") from error
+    except (OSError, yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
+        raise UserError(f"{path}/config.yaml is missing or damaged ({first_line(error)})") from error
 
 
 def _resumed_path(experiment: str, config: RunConfig, facts: dict) -> Path | None:

@@ -26,8 +26,9 @@ class Every:
     save: int = 0
 
     def __post_init__(self):
-        if min(self.log, self.evaluate, self.save) < 0:
-            raise UserError(f"{self}: intervals must not be negative; 0 means at the end of a stage")
+        for flag, steps in (("log", self.log), ("eval", self.evaluate), ("save", self.save)):
+            if steps < 0:
+                raise UserError(f"--{flag}-every {steps} must not be negative; 0 means at the end of a stage")
 
 
 class Session:

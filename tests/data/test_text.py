@@ -67,6 +67,8 @@ def test_txt_is_one_document(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("first\n\nsecond é\n", encoding="utf-8")
     assert list(read_rows(str(path))) == [{"text": "first\n\nsecond é\n"}]
+    path.write_text("first\n\nsecond é\n", encoding="utf-8-sig")
+    assert list(read_rows(str(path))) == [{"text": "first\n\nsecond é\n"}], "a byte order mark is no text"
 
 
 @pytest.mark.parametrize("write, name", [(write_jsonl, "a.jsonl"), (write_parquet, "a.parquet")])

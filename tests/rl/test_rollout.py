@@ -108,7 +108,9 @@ def test_top_k_and_top_p_leave_out_the_rest(sampling, left):
     assert shares(sampling).tolist() == pytest.approx(wanted.tolist(), abs=0.01)
 
 
-@pytest.mark.parametrize("values", [{"temperature": -1}, {"top_k": -1}, {"top_p": 0}, {"top_p": 1.1}])
+@pytest.mark.parametrize(
+    "values", [{"temperature": -1}, {"temperature": 1e-9}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}]
+)
 def test_impossible_sampling_is_refused(values):
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match=next(iter(values)).replace("_", "-")):
         Sampling(**values)

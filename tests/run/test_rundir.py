@@ -35,6 +35,9 @@ def clock(monkeypatch):
     monkeypatch.setattr(rundir, "_now", lambda: f"20260101T0000{next(ticks):02d}Z")
 
 
+RESUMED = b', "resumed": 3}'
+
+
 def config(**values) -> Config:
     return Config(**{"output_dir": "run"} | values)
 
@@ -214,6 +217,16 @@ def test_damaged_run_is_refused_naming_the_file(file, text):
     run = begun(config())
     (run.path / file).write_text(text)
     assert file in refusal(config(resume="auto"))
+
+
+@pytest.mark.parametrize(
+    "file, damage",
+    [("config.yaml", lambda whole: b"\xff" + whole), ("manifest.json", lambda whole: whole[:-2] + RESUMED)],
+)
+def test_run_damaged_in_part_is_refused_naming_the_file(file, damage):
+    path = begun(config()).path / file
+    path.write_bytes(damage(path.read_bytes()))
+    assert f"{file} is" in (said := refusal(config(resume="auto"))) and "damaged" in said
 
 
 # -- metrics ---------------------------------------------------------------------------------------------------------

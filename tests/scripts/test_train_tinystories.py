@@ -82,6 +82,7 @@ def test_a_run_that_died_goes_on_to_the_same_end(train, trained, tmp_path, monke
         patch.setattr(qat, "update", deadly)
         train("--output-dir", tmp_path)
     torch.manual_seed(7)
+    (tmp_path / "best.pt").write_text("of nobody")  # the best state is in the checkpoint
     train("--output-dir", tmp_path, "--resume", "auto")
     assert lines(tmp_path) == lines(trained)
     for file in ("best.pt", "samples.txt"):
@@ -173,6 +174,13 @@ def test_the_tpu_check_passes_and_can_fail(load_script, monkeypatch, capsys):
         ("--heads 3", "--heads 3"), ("--attention-window -1", "--attention-window -1"), ("--dropout 1", "--dropout 1"),
         ("--temperature -1", "temperature"), ("--heldout-fraction 1", "--heldout-fraction 1"),
         ("--dataset absent.txt", "absent.txt"), ("--num-chips 99", "--num-chips 99"),
+        ("--num-chips -2 --dry-run", "--num-chips -2"),
+        ("--tokenizer bpe --vocab-size 99999999999999", "--vocab-size 99999999999999"),
+        ("--log-every -1", "--log-every -1"), ("--eval-every -2 --dry-run", "--eval-every -2"),
+        ("--learning-rate 1e300", "learning rate of 1e+300"), ("--input-scaling 1e30", "input scaling 1e+30"),
+        ("--reservoirs esn:8 --spectral-radius 1e300", "spectral radius 1e+300"), ("--reservoirs esn:²", "KIND:UNITS"),
+        ("--temperature 1e-300", "temperature 1e-300"), ("--top-p 1e-300", "top-p 1e-300"), ("--top-k -1", "top-k -1"),
+        ("--max-stories 0", "--max-stories 0 must"),
     ],
 )  # fmt: skip
 def test_bad_input(train, tmp_path, flags, part):
