@@ -1,6 +1,7 @@
 """A run directory says what was asked for; it is continued only by the same config, and metrics rewind with it."""
 
 import dataclasses
+import gc
 import json
 import sys
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ class Config(RunConfig):
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(rundir, "_git", lambda: ("abc1234", False))
-    return tmp_path
+    yield tmp_path
+    gc.collect()  # locks of refused runs: freed within the next test, the warning would keep that one's alive
 
 
 @pytest.fixture
