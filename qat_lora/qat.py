@@ -82,7 +82,7 @@ class TrainOptions(RunConfig):
         ]
 
 
-LARGEST = 1e6  # learning rate: a typo beyond it, and past fp32 not even a number
+LARGEST = torch.finfo(torch.float32).max  # learning rate: more is no fp32 number
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Plan:
             if getattr(self, name) < 1:
                 raise UserError(f"{name.replace('_', '-')}={getattr(self, name)} must be at least 1")
         if not 0 < self.learning_rate < LARGEST:
-            raise UserError(f"a learning rate of {self.learning_rate} is not within (0, {LARGEST:g}); 1e-3, say")
+            raise UserError(f"a learning rate of {self.learning_rate} is not within (0, {LARGEST:.0e}); 1e-3, say")
         for name in ("steps", "warmup_steps", "clip_grad_norm"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name.replace('_', '-')}={getattr(self, name)} must not be negative")
