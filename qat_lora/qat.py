@@ -254,12 +254,10 @@ def train_plain(
 
     best: what evaluate keeps there, plain values and host tensors, goes through checkpoints.
     """
-    best = {} if best is None else best
     optimizer = backend.optimizer(parameter_groups(model, plan.learning_rate, plan.learning_rate))
     stream = None
-    state, load = resumable(model, optimizer, best)
     model.train()
-    for step in session.steps(stage, plan.steps, state, load, evaluate):
+    for step in session.steps(stage, plan.steps, *resumable(model, optimizer, best), evaluate):
         stream = stream or training_stream(train, plan, step, backend)
         factor = plan.learning_rate_factor(step)
         set_learning_rates(optimizer, factor)

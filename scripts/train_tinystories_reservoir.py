@@ -139,9 +139,10 @@ def work(backend: TorchBackend, cfg: Config) -> None:
 
     def evaluate(step: int) -> dict[str, float]:
         figures = heldout(model, stories, cfg.block_size, plan.batch_size, backend)
-        if not best or figures["heldout_nll"] < best["figures"]["heldout_nll"]:
-            state = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
-            best.update(figures={"step": step, **figures}, state=backend.to_host(state))
+        if backend.is_main and (not best or figures["heldout_nll"] < best["figures"]["heldout_nll"]):
+            state = backend.to_host({name: p for name, p in model.named_parameters() if p.requires_grad})
+            state = {name: tensor.clone() for name, tensor in state.items()}  # on a CPU it would go on learning
+            best.update(figures={"step": step, **figures}, state=state)
         return figures
 
     train_plain(model, train, story_loss, plan, session, backend, evaluate, "train", best)

@@ -96,9 +96,7 @@ def count_workers(kind: str, num_chips: int | None) -> int:
 
 def planned_workers(kind: str, num_chips: int | None) -> int:
     """The workers of a dry run, which may be planned on another machine than it is for."""
-    if num_chips is not None and num_chips < 0:
-        raise UserError(f"--num-chips {num_chips} must not be negative; 0 means all that are here")
-    return num_chips or count_workers(kind, num_chips)
+    return num_chips if (num_chips or 0) > 0 else count_workers(kind, num_chips)
 
 
 def _take_chips(count: int) -> None:
