@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from qat_lora.backend import TorchBackend, planned_workers
+from qat_lora.backend import TorchBackend
 from qat_lora.data.batches import batches
 from qat_lora.errors import UserError
 from qat_lora.evaluate import kd_loss
@@ -48,10 +48,6 @@ class TrainOptions(RunConfig):
 
     def every(self) -> Every:
         return Every(self.log_every, self.eval_every, self.save_every)
-
-    def planned_workers(self, backend: TorchBackend) -> int:
-        """The workers of a dry run, which may be planned on another machine than it is for."""
-        return planned_workers(backend.kind, self.num_chips)
 
     def update_facts(self, workers: int) -> dict:
         """For a run's manifest: a run may go on with other workers as long as this stays."""

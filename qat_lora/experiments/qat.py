@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from qat_lora.backend import TorchBackend, launch, open_backend
+from qat_lora.backend import TorchBackend, launch, open_backend, planned_workers
 from qat_lora.data.batches import batches
 from qat_lora.data.packing import tokenizer_fingerprint
 from qat_lora.errors import UserError
@@ -73,7 +73,7 @@ def main(cfg: Config) -> None:
     check(cfg)
     if cfg.dry_run:
         backend = open_backend(cfg.device, cfg.precision)
-        workers = cfg.planned_workers(backend)
+        workers = planned_workers(backend.kind, cfg.num_chips)
         if cfg.v2_checkpoint:
             check_start(cfg)
         return describe(cfg, *open_cache(cfg, workers), backend, workers)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from qat_lora.backend import TorchBackend, launch, open_backend
+from qat_lora.backend import TorchBackend, launch, open_backend, planned_workers
 from qat_lora.data.batches import batches
 from qat_lora.data.options import TextOptions
 from qat_lora.data.packing import split_heldout, tokenizer_fingerprint
@@ -58,7 +58,7 @@ def main(cfg: Config) -> None:
     check(cfg)
     if cfg.dry_run:
         backend = open_backend(cfg.device, cfg.precision)
-        made, workers = read_made(cfg), cfg.planned_workers(backend)
+        made, workers = read_made(cfg), planned_workers(backend.kind, cfg.num_chips)
         train, _ = open_data(cfg, made["model"], workers)
         return describe(cfg, adapted(cfg, empty_student(made)), made, train, backend, workers)
     launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug)
