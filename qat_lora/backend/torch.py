@@ -177,8 +177,10 @@ class TorchBackend:
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
-    def update(self, optimizer: torch.optim.Optimizer, clip: float) -> Tensor:
+    def update(self, optimizer: torch.optim.Optimizer, clip: float, after: Callable[[], None] | None = None) -> Tensor:
         """reduce → clip to a global L2 norm of `clip` (0: no clipping) → step → zero gradients → step boundary.
+
+        after: what else belongs to the step, such as a moving average; on XLA it is then a part of the same graph.
 
         Returns the gradient norm before clipping as a device scalar.
         """
@@ -191,6 +193,8 @@ class TorchBackend:
                 gradient.mul_(scale)
         optimizer.step()
         optimizer.zero_grad(set_to_none=self.kind != "xla")  # on XLA a gradient that comes and goes is another graph
+        if after is not None:
+            after()
         self.step_boundary()
         return norm
 

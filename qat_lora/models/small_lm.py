@@ -118,9 +118,18 @@ class WindowAttention(nn.Module):
 
 def rotated(x: Tensor, start: int) -> Tensor:
     """Queries or keys [B, heads, T, D] turned by their positions start, start + 1, …"""
-    half = x.shape[-1] // 2
-    rates = torch.exp(torch.arange(half, device=x.device) * (-math.log(10_000) / half))
-    angles = torch.arange(start, start + x.shape[2], device=x.device)[:, None] * rates
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    first, second = x[..., :half], x[..., half:]
+    return turned(x, *rotation(start, x.shape[2], x.shape[-1], x.dtype, x.device))
+
+
+def rotation(start: int, count: int, width: int, dtype: torch.dtype, device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [count, width / 2] of the angles of positions start, start + 1, … (arXiv 2104.09864)."""
+    wide = torch.promote_types(dtype, torch.float32)
+    rates = torch.exp(torch.arange(width // 2, device=device, dtype=wide) * (-2 * math.log(10_000) / width))
+    angles = torch.arange(start, start + count, device=device)[:, None] * rates
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [B, heads, T, D] with its two halves turned as pairs by the angles of cosines and sines [T, D / 2]."""
+    first, second = x.chunk(2, -1)
     return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, ClassVar, get_args, get_type_hints
 
 import yaml
 from transformers.hf_argparser import HfArgumentParser
@@ -20,16 +20,25 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
 def option(default: Any, help: str, *aliases: str) -> Any:
-    """A field of a script's config; aliases: other flags for it ("--from")."""
+    """A field of a script's config; aliases: other flags for it ("--from"), and other keys of a preset ("from")."""
     return field(default=default, metadata={"help": help.replace("%", "%%"), "aliases": list(aliases)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptConfig:
-    """What every script takes."""
+    """What every script takes.
+
+    SECTIONS: fields that are also written section.field, in a preset as a block of that name. DEFAULT_CONFIG: the
+    preset that is read when none is named.
+    """
+
+    SECTIONS: ClassVar[dict[str, tuple[str, ...]]] = {}
+    DEFAULT_CONFIG: ClassVar[str | None] = None
 
     config: str | None = option(None, "preset NAME of configs/<script>/NAME.yaml, or a YAML file; flags win over it")
-    device: str = option("auto", "auto, cpu, cuda, tpu or xla; auto: TPU chips, then CUDA, then CPU")
+    device: str = option(
+        "auto", "auto, cpu, cuda, tpu or xla; auto: TPU chips, then CUDA, then CPU", "--device-type", "--device_type"
+    )
     tpu: bool = option(False, "short for --device tpu")
     precision: str = option("auto", "fp32 or bf16 (autocast); auto: bf16 on TPU, CUDA and CPUs that multiply it")
     seed: int = option(0, "seed of everything random")
@@ -52,8 +61,8 @@ def parse(kind: type, script: str, argv: list[str], description: str = "", prese
     Raises UserError naming the nearest key for an unknown one, and the value and type for a wrong value.
     """
     parser = _Parser(kind, prog=f"{script}.py", description=description, allow_abbrev=False)
-    names = {f.name for f in dataclasses.fields(kind)}
-    argv = _spelled_out(argv, {f.name for f in dataclasses.fields(kind) if get_type_hints(kind)[f.name] is not bool})
+    names = _names(kind)
+    argv = _spelled_out(argv, kind)
     parser.set_defaults(**_preset(argv, kind, presets or script))
     config, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True, look_for_args_file=False)
     if unknown:
@@ -61,6 +70,13 @@ def parse(kind: type, script: str, argv: list[str], description: str = "", prese
         raise UserError(_unknown_key(unknown[0].lstrip("-").split("=")[0], flags, "flag --", "--"))
     _check_values(config)
     return dataclasses.replace(config, device="tpu") if config.tpu else config
+
+
+def _names(kind: type) -> dict[str, str]:
+    """The field that each name means, the fields' own and the aliases."""
+    fields = dataclasses.fields(kind)
+    aliases = {alias.lstrip("-").replace("-", "_"): f.name for f in fields for alias in f.metadata.get("aliases", ())}
+    return {f.name: f.name for f in fields} | aliases
 
 
 def _check_values(config) -> None:
@@ -80,17 +96,29 @@ class _Parser(HfArgumentParser):
         raise UserError(f"{message}; see {self.prog} --help")
 
 
-def _spelled_out(argv: list[str], valued: set[str]) -> list[str]:
-    """key=value → --key value, except right after a flag that takes a value (one of `valued`): it is that value."""
+def _spelled_out(argv: list[str], kind: type) -> list[str]:
+    """key=value → --key value, except right after a flag that takes a value: it is that value; section.key → key."""
+    hints = get_type_hints(kind)
+    valued = {name for name, field in _names(kind).items() if hints[field] is not bool}
     spelled: list[str] = []
     for word in argv:
-        match = re.fullmatch(r"([A-Za-z_][\w-]*)=(.*)", word, re.DOTALL)
         flag = spelled[-1].lstrip("-").replace("-", "_") if spelled and spelled[-1].startswith("--") else ""
-        if match and flag not in valued:
-            spelled += [f"--{match[1]}", match[2]]
-        else:
+        if flag in valued:
             spelled.append(word)
+            continue
+        if match := re.fullmatch(r"(?:--)?([A-Za-z_][\w-]*)\.([\w-]+)(=.*)?", word, re.DOTALL):
+            section, key, value = match[1], match[2], match[3] or ""
+            if section in kind.SECTIONS:
+                _check_in_section(key.replace("-", "_"), section, kind, "flag ", f"--{section}.")
+                word = f"--{key}{value}" if word.startswith("--") else f"{key}{value}"
+        match = re.fullmatch(r"([A-Za-z_][\w.-]*)=(.*)", word, re.DOTALL)
+        spelled += [f"--{match[1]}", match[2]] if match else [word]
     return spelled
+
+
+def _check_in_section(key: str, section: str, kind: type, what: str, mark: str) -> None:
+    if key not in kind.SECTIONS[section]:
+        raise UserError(_unknown_key(key, set(kind.SECTIONS[section]), what + mark, mark))
 
 
 def _preset(argv: list[str], kind: type, script: str) -> dict:
@@ -100,7 +128,8 @@ def _preset(argv: list[str], kind: type, script: str) -> dict:
         raise UserError(
             f"--config is given {len(names)} times ({', '.join(names)}); give one, `base:` in it builds on another"
         )
-    return _read_preset(names[0], kind, script) if names else {}
+    name = names[0] if names else kind.DEFAULT_CONFIG
+    return _read_preset(name, kind, script) if name else {}
 
 
 def _read_preset(name: str, kind: type, script: str, above: tuple = ()) -> dict:
@@ -120,12 +149,19 @@ def _read_preset(name: str, kind: type, script: str, above: tuple = ()) -> dict:
     base = values.pop("base", None)
     if base is not None and (not isinstance(base, str) or base in (*above, name)):
         raise UserError(f"{path}: base {base!r} is not the name of another preset")
-    hints = get_type_hints(kind)
+    for section in kind.SECTIONS.keys() & values.keys():
+        block = values.pop(section)
+        if not isinstance(block, dict):
+            raise UserError(f"{path}: {section} is a block of `key: value` lines")
+        for key in block:
+            _check_in_section(str(key), section, kind, f"{path}: key ", f"{section}.")
+        values |= block
+    hints, known = get_type_hints(kind), _names(kind)
     checked = {}
     for key, value in values.items():
-        if key not in hints or key == "config":
-            raise UserError(_unknown_key(str(key), set(hints), f"{path}: key "))
-        checked[key] = _coerced(value, hints[key], f"{path}: {key}")
+        if key not in known or key == "config":
+            raise UserError(_unknown_key(str(key), set(known), f"{path}: key "))
+        checked[known[key]] = _coerced(value, hints[known[key]], f"{path}: {key}")
     return (_read_preset(base, kind, script, (*above, name)) if base else {}) | checked
 
 

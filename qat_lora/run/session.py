@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import Tensor
 from tqdm import tqdm
@@ -45,9 +46,17 @@ class Session:
     when logged, and then those of all workers are put together. Every worker drives a session; the first one writes.
     """
 
-    def __init__(self, run: Run, backend: TorchBackend, every: Every, shown: tuple[str, ...] = ()):
-        """shown: figures to have beside the progress bar."""
-        self.run, self.backend, self.every, self.shown = run, backend, every, shown
+    def __init__(
+        self,
+        run: Run,
+        backend: TorchBackend,
+        every: Every,
+        shown: tuple[str, ...] = (),
+        saved: Callable[[Path], None] | None = None,
+    ):
+        """shown: figures to have beside the progress bar. saved(folder): called by the first worker with every
+        checkpoint that it has written."""
+        self.run, self.backend, self.every, self.shown, self.saved = run, backend, every, shown, saved
         self.offset = 0  # steps of the stages before this one
         self.pending: list[dict] = []
         self.interval: list[dict[str, float]] = []
@@ -69,8 +78,9 @@ class Session:
     ) -> Iterator[int]:
         """Step numbers of one stage (1-based within the stage), with the rest of the work between them.
 
-        state() → (model tensors, trainer state) to save; load(tensors, trainer) restores them; evaluate(step) →
-        figures to log, called before the first step (which on XLA also compiles it), on its interval and at the end.
+        state() → (model tensors, trainer state) to save, called in every worker, of which the first one's is saved;
+        load(tensors, trainer) restores them; evaluate(step) → figures to log, called before the first step (which on
+        XLA also compiles it), on its interval and at the end.
         """
         first = self._restore(stage, total, load)
         self.stage, self.state = stage, state
@@ -177,10 +187,10 @@ class Session:
 
     def _save(self, step: int) -> None:
         rng = self.backend.group.gather(self.backend.to_host(self.backend.rng_state()))
-        self.backend.group.on_main(lambda: self._write(step, rng))
+        state = self.state()
+        self.backend.group.on_main(lambda: self._write(step, rng, *state))
 
-    def _write(self, step: int, rng: list[dict]) -> None:
-        tensors, stage_state = self.state()
+    def _write(self, step: int, rng: list[dict], tensors: dict[str, Tensor], stage_state: dict) -> None:
         trainer = {
             "stage": stage_state,
             "rng": rng,
@@ -193,4 +203,6 @@ class Session:
         bad = next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None)
         if bad:  # the loss of this step was finite, its update was not
             self._refuse(step, {bad: "the updated parameter"})
-        save_checkpoint(self.run.path, step, tensors, self.backend.to_host(trainer), meta)
+        written = save_checkpoint(self.run.path, step, tensors, self.backend.to_host(trainer), meta)
+        if self.saved:
+            self.saved(written)

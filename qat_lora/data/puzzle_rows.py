@@ -1,0 +1,259 @@
+"""Rows of one length for a recursive model: puzzles or prompt → response, split by what is essentially the same.
+
+On disk they have the layout of the Tiny Recursive Model's datasets (arXiv 2510.04871): train/ and test/, each with
+dataset.json and arrays.
+"""
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qat_lora import urls
+from qat_lora.data import puzzles
+from qat_lora.errors import UserError, first_line
+from qat_lora.models.recursive import IGNORE
+from qat_lora.run.files import new_folder, read_json, write_json
+
+PAD, BLANK_TOKEN, END, BYTE = 0, 1, 2, 3  # tokens of text; BYTE is that of byte 0
+TEXT_VOCAB = BYTE + 256
+SIDES = ("train", "test")
+COUNTS = {"seq_len": 1, "vocab_size": 2, "num_puzzle_identifiers": 1}  # of dataset.json, and the least
+
+
+@dataclass(frozen=True)
+class PuzzleRows:
+    """N rows of L tokens. inputs, labels [N, L], labels IGNORE where nothing is asked; identifiers [N], of puzzles with
+    embeddings of their own; budgets [N], segments that a row may have, 0: as the run says; difficulty [N].
+
+    kind: of `puzzles`, whose symmetries a batch may then draw. causal: a label is the next token.
+    """
+
+    inputs: np.ndarray
+    labels: np.ndarray
+    identifiers: np.ndarray
+    budgets: np.ndarray
+    difficulty: np.ndarray
+    vocab: int
+    identifiers_count: int = 1
+    kind: str | None = None
+    causal: bool = False
+
+    @property
+    def length(self) -> int:
+        return self.inputs.shape[1]
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 (hex) of all that training sees."""
+        digest = hashlib.sha256(f"{self.inputs.shape} {self.vocab} {self.kind} {self.causal}".encode())
+        for values in (self.inputs, self.labels, self.identifiers, self.budgets):
+            digest.update(values.astype("<i4").tobytes())
+        return digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def batch(self, indices: np.ndarray, rng: np.random.Generator | None = None) -> dict[str, Tensor]:
+        """inputs, labels [B, L], identifiers, budgets [B], int64; with `rng` puzzles come in a random symmetry each."""
+        names = ("inputs", "labels", "identifiers", "budgets")
+        rows = {name: getattr(self, name)[indices] for name in names}
+        if rng is not None and self.kind:
+            rows["inputs"], rows["labels"] = puzzles.variant(self.kind, rows["inputs"], rows["labels"], rng)
+        return {name: torch.from_numpy(values.astype(np.int64)) for name, values in rows.items()}
+
+    def take(self, indices: np.ndarray) -> "PuzzleRows":
+        return dataclasses.replace(self, **{name: getattr(self, name)[indices] for name in ARRAYS})
+
+    def first(self, count: int) -> "PuzzleRows":
+        return self.take(np.arange(min(count, len(self))))
+
+
+ARRAYS = ("inputs", "labels", "identifiers", "budgets", "difficulty")
+
+
+def _rows(inputs: np.ndarray, labels: np.ndarray, difficulty=0, budgets=0, **facts) -> PuzzleRows:
+    numbers = [np.broadcast_to(np.asarray(value, np.int32), len(inputs)) for value in (0, budgets, difficulty)]
+    return PuzzleRows(inputs.astype(np.int32), labels.astype(np.int32), *numbers, **facts)
+
+
+# -- puzzles ---------------------------------------------------------------------------------------------------------
+def draw(kind: str, count: int, seed: int, blanks: tuple[float, float] = (0.4, 1.0)) -> PuzzleRows:
+    """`count` different puzzles of `puzzles.generate`."""
+    questions, answers, difficulty = puzzles.generate(kind, count, seed, blanks)
+    return _rows(questions, answers, difficulty, vocab=puzzles.vocab(kind), kind=kind)
+
+
+def split(rows: PuzzleRows, fraction: float, seed: int) -> tuple[PuzzleRows, PuzzleRows]:
+    """(training, held-out) rows, about `fraction` of them held out: nothing held out is a symmetry of anything trained
+    on, by the whole answer for 6×6 and 9×9 Sudoku, by the question for 4×4, whose answers are of two kinds alone, and
+    mazes; nor, of text, has the prompt of it. Raises UserError where that leaves nothing on one side.
+    """
+    if not 0 < fraction < 1:
+        raise UserError(f"--heldout-fraction {fraction} is not between 0 and 1; 0.1, say")
+    if rows.kind in ("sudoku6", "sudoku9"):
+        keys = puzzles.answer_class(rows.kind, rows.labels)
+    elif rows.kind:
+        keys = puzzles.form(rows.kind, rows.inputs)
+    else:
+        given = np.where(rows.labels == IGNORE, rows.inputs, PAD) if rows.causal else rows.inputs
+        keys = [row.tobytes() for row in given]
+    classes: dict[bytes, list[int]] = {}
+    for number, key in enumerate(keys):
+        classes.setdefault(key, []).append(number)
+    groups, target = list(classes.values()), fraction * len(rows)
+    if len(groups) < 2:
+        raise UserError(f"{len(rows)} rows are all essentially the same: none can be held out; make more")
+    held: list[int] = []
+    for number in np.random.default_rng(seed).permutation(len(groups)):
+        if len(held) + len(groups[number]) <= target:
+            held += groups[number]
+    held = np.sort(held or min(groups, key=len))
+    return rows.take(np.setdiff1d(np.arange(len(rows)), held)), rows.take(held)
+
+
+# -- prompt → response -----------------------------------------------------------------------------------------------
+def corpus(rows, where: str, length: int, causal: bool, iterations: int) -> tuple[PuzzleRows, int]:
+    """(rows, how many were too long for `length` bytes and left out) of dicts with text `prompt` and `response`, and
+    maybe `iterations`, the segments that the row may have; `iterations` is for those that do not say.
+
+    Tokens are bytes. Only the response and its end have labels. The input has the prompt, then blanks up to the length,
+    so that it tells neither the response nor how long it is; with causal=True the response comes in behind the prompt,
+    as each position sees those before it alone.
+    """
+    if length < 2:
+        raise UserError(f"--length {length} must be at least 2")
+    inputs, labels, budgets, long = [], [], [], 0
+    for number, row in enumerate(rows, 1):
+        prompt, response = (_tokens(row, name, f"{where} row {number}") for name in ("prompt", "response"))
+        budget = row.get("iterations", iterations)
+        if type(budget) is not int or budget < 0:
+            raise UserError(f"{where} row {number}: iterations {budget!r} is no whole number of segments from 0 on")
+        response = [*response, END]
+        used = len(prompt) + len(response) - causal  # causal: the last label stands at the last but one token
+        if used > length:
+            long += 1
+            continue
+        asked = [IGNORE] * (len(prompt) - causal) + response
+        behind = response[:-1] + [PAD] * (length - used) if causal else [BLANK_TOKEN] * (length - len(prompt))
+        inputs.append(prompt + behind)
+        labels.append(asked + [IGNORE] * (length - used))
+        budgets.append(budget)
+    if not inputs:
+        raise UserError(f"{where}: none of {long} rows fits --length {length}; raise it")
+    return _rows(np.array(inputs), np.array(labels), 0, budgets, vocab=TEXT_VOCAB, causal=causal), long
+
+
+def _tokens(row: dict, name: str, where: str) -> list[int]:
+    text = row.get(name)
+    if not isinstance(text, str) or not text:
+        raise UserError(f"{where}: {name} is {text!r}, and must be text; its keys are {', '.join(map(str, row))}")
+    try:
+        return [BYTE + byte for byte in text.encode()]
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: {name} is no UTF-8 text ({first_line(error)})") from error
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+def save(folder: Path, train: PuzzleRows, heldout: PuzzleRows) -> None:
+    """Write both sides to a new folder; raises UserError where it cannot."""
+    with new_folder(folder) as part:
+        for side, rows in zip(SIDES, (train, heldout)):
+            (part / side).mkdir()
+            write_json(
+                part / side / "dataset.json",
+                {
+                    "seq_len": rows.length, "vocab_size": rows.vocab, "pad_id": PAD, "ignore_label_id": PAD,
+                    "blank_identifier_id": 0, "num_puzzle_identifiers": rows.identifiers_count,
+                    "total_groups": len(rows), "mean_puzzle_examples": 1.0, "total_puzzles": len(rows), "sets": ["all"],
+                    "kind": rows.kind, "causal": rows.causal,
+                },
+            )  # fmt: skip
+            each = np.arange(len(rows) + 1, dtype=np.int32)
+            arrays = {
+                "inputs": rows.inputs, "labels": np.where(rows.labels == IGNORE, PAD, rows.labels),
+                "puzzle_identifiers": rows.identifiers, "puzzle_indices": each, "group_indices": each,
+                "budgets": rows.budgets, "difficulty": rows.difficulty,
+            }  # fmt: skip
+            for name, values in arrays.items():
+                np.save(part / side / f"all__{name}.npy", values)
+        (part / "identifiers.json").write_text(json.dumps(["<blank>"]))
+
+
+def load(path: str) -> tuple[PuzzleRows, PuzzleRows]:
+    """Training and held-out rows of a folder or URL. Raises UserError naming the file that is missing or not what
+    dataset.json says, and where the two sides differ."""
+    with urls.local_folder(path) as folder:
+        train, heldout = (_load(folder / side, f"{path.rstrip('/')}/{side}") for side in SIDES)
+    for name in ("length", "vocab", "kind", "causal"):
+        if getattr(train, name) != getattr(heldout, name):
+            raise UserError(
+                f"{path}: {name} is {getattr(train, name)} in train and {getattr(heldout, name)} in test; "
+                "both sides come from one build"
+            )
+    return train, heldout
+
+
+def _load(folder: Path, shown: str) -> PuzzleRows:
+    if not folder.is_dir():
+        raise UserError(f"{shown}: no such folder; scripts/build_puzzle_data.py writes train/ and test/")
+    try:
+        facts = read_json(folder / "dataset.json")
+    except UserError as error:
+        raise UserError(str(error).replace(str(folder), shown)) from error
+    for name, least in COUNTS.items():
+        if type(facts.get(name)) is not int or facts[name] < least:
+            raise UserError(f"{shown}/dataset.json: {name} is {facts.get(name)!r}, not a whole number from {least} on")
+    vocab, kind, sets = facts["vocab_size"], facts.get("kind"), facts.get("sets", ["all"])
+    if sets != ["all"]:
+        raise UserError(f"{shown}/dataset.json: sets is {sets!r}; only ['all'] can be read")
+    if kind is not None and (puzzles.vocab(kind), puzzles.side(kind) ** 2) != (vocab, facts["seq_len"]):
+        raise UserError(f"{shown}/dataset.json: a {kind} has no vocabulary of {vocab} and length of {facts['seq_len']}")
+
+    def array(name: str, below: int | None, *shape: int | None) -> np.ndarray:
+        return _array(folder / f"all__{name}.npy", f"{shown}/all__{name}.npy", below, shape)
+
+    inputs = array("inputs", vocab, None, facts["seq_len"])
+    labels = array("labels", vocab, *inputs.shape)
+    ignored = facts.get("ignore_label_id")
+    named = array("puzzle_identifiers", facts["num_puzzle_identifiers"], None)
+    starts = array("puzzle_indices", None, len(named) + 1)
+    if starts[0] != 0 or starts[-1] != len(inputs) or (np.diff(starts) < 0).any():
+        raise UserError(f"{shown}/all__puzzle_indices.npy: does not rise from 0 to the {len(inputs)} rows")
+    extra = {name: np.zeros(len(inputs), np.int32) for name in ("budgets", "difficulty")}  # which TRM's have not
+    extra |= {name: array(name, None, len(inputs)) for name in extra if (folder / f"all__{name}.npy").exists()}
+    return PuzzleRows(
+        inputs, labels if ignored is None else np.where(labels == ignored, IGNORE, labels).astype(np.int32),
+        np.repeat(named, np.diff(starts)), **extra, vocab=vocab, identifiers_count=facts["num_puzzle_identifiers"],
+        kind=kind, causal=facts.get("causal") is True,
+    )  # fmt: skip
+
+
+def _array(path: Path, shown: str, below: int | None, shape: tuple) -> np.ndarray:
+    """Whole numbers from 0 to `below`, [*shape] (None: any), as int32."""
+    try:
+        values = np.load(path, allow_pickle=False)
+    except FileNotFoundError:
+        raise UserError(f"{shown}: no such file") from None
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"{shown} is no array of numpy's that can be read ({first_line(error)})") from error
+    wanted = "×".join("N" if n is None else str(n) for n in shape)
+    right = values.ndim == len(shape) and all(n in (None, there) for n, there in zip(shape, values.shape))
+    if not right or not np.issubdtype(values.dtype, np.integer):
+        raise UserError(
+            f"{shown} holds {'×'.join(map(str, values.shape))} values of type {values.dtype}; dataset.json says "
+            f"{wanted} whole numbers"
+        )
+    if not values.size:
+        raise UserError(f"{shown} is empty")
+    if values.min() < 0 or (below is not None and values.max() >= below):
+        raise UserError(
+            f"{shown} holds values from {values.min()} to {values.max()}; dataset.json says 0 to "
+            f"{'any' if below is None else below - 1}"
+        )
+    return values.astype(np.int32)

@@ -1,0 +1,99 @@
+"""Folders that may be on a bucket: gs://, s3:// and whatever else fsspec opens."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import fsspec
+
+from qat_lora.errors import UserError, first_line
+
+LAST = "meta.json"  # written after all else of a checkpoint: one without it has not arrived
+CLOUDS = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "az": "adlfs", "abfs": "adlfs"}
+
+
+@contextmanager
+def opened(url: str) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
+    """(file system, path in it) of a folder or URL. Whatever goes wrong in the block becomes one line with the URL."""
+    protocol = url.split("://")[0] if "://" in url else "file"
+    try:
+        yield fsspec.core.url_to_fs(url)
+    except UserError:
+        raise
+    except ImportError as error:
+        mend = f"pip install {CLOUDS[protocol]}" if protocol in CLOUDS else first_line(error)
+        raise UserError(f"{url}: the package for {protocol}:// is missing; {mend}, or use a folder") from error
+    except FileNotFoundError:
+        raise UserError(f"{url}: no such file or folder") from None
+    except Exception as error:  # each cloud has classes of its own
+        raise UserError(f"{url} cannot be used ({type(error).__name__}: {first_line(error)})") from error
+
+
+@contextmanager
+def local_folder(url: str) -> Iterator[Path]:
+    """A folder, or a copy of one on a bucket for as long as the block lasts."""
+    if "://" not in url:
+        yield Path(url)
+        return
+    with tempfile.TemporaryDirectory() as copy:
+        with opened(url) as (files, path):
+            if not files.isdir(path):
+                raise FileNotFoundError
+            _get(files, path, Path(copy))
+        yield Path(copy)
+
+
+def _get(files: fsspec.AbstractFileSystem, path: str, folder: Path) -> None:
+    for name in files.find(path):
+        target = folder / name[len(path) :].lstrip("/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        files.get_file(name, str(target))
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------------
+def _whole(files: fsspec.AbstractFileSystem, path: str) -> list[int]:
+    """Steps of the checkpoints at `path` that have arrived, newest first."""
+    files.invalidate_cache()
+    if not files.exists(path):
+        return []
+    names = [name.rstrip("/").rsplit("/", 1)[-1] for name in files.ls(path, detail=False)]
+    steps = [int(name[5:]) for name in names if name.startswith("step_") and name[5:].isdecimal()]
+    return sorted((step for step in steps if files.exists(f"{path}/step_{step}/{LAST}")), reverse=True)
+
+
+def newest(url: str) -> str | None:
+    """Name of the newest whole checkpoint at a URL."""
+    with opened(url) as (files, path):
+        return next((f"step_{step}" for step in _whole(files, path)), None)
+
+
+def push(checkpoint: Path, url: str) -> None:
+    """Copy a checkpoint's folder to a URL, under its name."""
+    with opened(url) as (files, path):
+        target = f"{path}/{checkpoint.name}"
+        if files.exists(target):  # of a run that went on from an earlier step
+            files.rm(target, recursive=True)
+        files.makedirs(target, exist_ok=True)
+        for file in sorted(checkpoint.iterdir(), key=lambda file: file.name == LAST):
+            files.put_file(str(file), f"{target}/{file.name}")
+
+
+def pull_newest(url: str, folder: Path) -> Path | None:
+    """Copy the newest whole checkpoint into `folder`; its path, or None where there is none."""
+    with opened(url) as (files, path):
+        for step in _whole(files, path)[:1]:
+            target, part = folder / f"step_{step}", folder / f".part_{step}"
+            shutil.rmtree(part, ignore_errors=True)
+            _get(files, f"{path}/step_{step}", part)
+            part.rename(target)
+            return target
+    return None
+
+
+def prune(url: str, keep: int) -> None:
+    """Remove all whole checkpoints at a URL but the newest `keep`."""
+    with opened(url) as (files, path):
+        for step in _whole(files, path)[keep:]:
+            files.rm(f"{path}/step_{step}", recursive=True)

@@ -1,0 +1,184 @@
+"""Does pretraining work on this machine? Five lines, each printed once its check has passed; exit code 1 otherwise.
+
+    python scripts/smoke_test.py
+    python scripts/smoke_test.py --run-training --train-epochs 5
+    python scripts/smoke_test.py --run-training --train-epochs 5 device_type=tpu
+
+On all chips or GPUs of this host; on a CPU with two processes, where it has two cores, so that there is something to
+reduce. Without --run-training two updates are made. Untested on hardware: TPU, CUDA.
+"""
+
+import copy
+import os
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from qat_lora.backend import TorchBackend, launch, resolve
+from qat_lora.data.puzzle_rows import PuzzleRows, draw, load, save, split
+from qat_lora.data.puzzles import solve
+from qat_lora.errors import UserError, first_line
+from qat_lora.experiments.athena import announce
+from qat_lora.models.recursive import RecursiveModel, RecursiveSpec
+from qat_lora.recursive import RecursivePlan, Trainer, measure, segment_batches
+from qat_lora.run.checkpoint import load_checkpoint, save_checkpoint
+from qat_lora.run.config import ScriptConfig, option, run_script
+from qat_lora.run.rundir import say
+
+BATCH, PUZZLES, WIDTH = 32, 160, 32
+NAMES = {"cpu": "CPU", "cuda": "CUDA", "xla": "XLA"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ScriptConfig):
+    num_chips: int | None = option(None, "TPU chips, GPUs or CPU processes; default: every chip, two processes")
+    run_training: bool = option(False, "train for --train-epochs passes over 144 puzzles, not for two updates")
+    train_epochs: int = option(5, "of --run-training")
+
+
+class Failed(Exception):
+    """A check has not passed."""
+
+
+def main(cfg: Config) -> None:
+    if cfg.train_epochs < 1:
+        raise UserError(f"--train-epochs {cfg.train_epochs} must be at least 1")
+    kind = resolve(cfg.device)
+    chips = cfg.num_chips
+    if chips is None:
+        chips = min(2, os.cpu_count() or 1) if kind == "cpu" else 0
+    if cfg.dry_run:
+        return say(f"smoke test on {kind}: device, data loading, training loop, gradient sync, checkpointing")
+    launch(work, (cfg,), cfg.device, cfg.precision, chips, cfg.debug)
+
+
+def work(backend: TorchBackend, cfg: Config) -> None:
+    """The five checks, in each worker; all of them have to agree."""
+    epochs = cfg.train_epochs if cfg.run_training else 0
+    name = "TPU" if os.environ.get("PJRT_DEVICE") == "TPU" and backend.kind == "xla" else NAMES[backend.kind]
+    checked(backend, f"{name} detected and initialized", lambda: check_device(backend))
+    train, heldout = checked(backend, "Data loading works", lambda: check_data(cfg.seed))
+    trainer = checked(backend, "Training loop runs", lambda: check_training(backend, cfg, train, heldout, epochs))
+    checked(backend, "Gradient sync works", lambda: check_sync(backend, trainer, train))
+    checked(backend, "Checkpointing works", lambda: check_checkpoint(backend, trainer, train))
+
+
+def checked(backend: TorchBackend, line: str, check):
+    """What check() gives, and the line; in every worker SystemExit(1), and the cause on stderr, where one fails."""
+    result = cause = None
+    try:
+        result = check()
+    except Failed as error:
+        cause = first_line(error)
+    causes = backend.group.gather(cause)
+    if any(causes):
+        if backend.is_main:
+            worker, said = next((number, text) for number, text in enumerate(causes) if text)
+            print(f"❌ {line}: not so on worker {worker}: {said}", file=sys.stderr, flush=True)
+        raise SystemExit(1)
+    if backend.is_main:
+        say(f"✅ {line}")
+    return result
+
+
+def need(condition: bool, otherwise: str) -> None:
+    if not condition:
+        raise Failed(otherwise)
+
+
+# -- the checks ------------------------------------------------------------------------------------------------------
+def check_device(backend: TorchBackend) -> None:
+    """A product on the device is what it is on the host."""
+    if backend.is_main:
+        announce(backend)
+    a = torch.arange(64.0).view(8, 8) / 64
+    there = backend.to_device({"a": a})["a"]
+    product = backend.to_host(there @ there)
+    need(torch.allclose(product, a @ a, rtol=1e-2), f"a product on {backend.device} is wrong")
+
+
+def check_data(seed: int) -> tuple[PuzzleRows, PuzzleRows]:
+    """Puzzles written to disk and read again are the same, and have the answers that they say they have."""
+    rows = draw("sudoku4", PUZZLES, seed)
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = split(rows, 0.1, seed)
+        save(Path(folder) / "data", *wanted)
+        found = load(f"{folder}/data")
+    need([r.fingerprint for r in found] == [r.fingerprint for r in wanted], "rows read are not the rows written")
+    for question, label in zip(found[0].inputs[:8], found[0].labels[:8]):
+        answers, _ = solve(question)
+        need(len(answers) == 1 and (answers[0] == label).all(), "a puzzle's answer is not its only one")
+    return found
+
+
+def check_training(backend: TorchBackend, cfg: Config, train: PuzzleRows, heldout: PuzzleRows, epochs: int) -> Trainer:
+    """Every update moves the weights, by a finite loss which is lower at the end; held-out figures are finite too."""
+    spec = RecursiveSpec(train.vocab, train.length, WIDTH, num_heads=2, H_cycles=2, L_cycles=2, mlp_t=True)
+    steps = -(-epochs * len(train) // BATCH) or 2
+    plan = RecursivePlan(
+        steps=steps, batch_size=BATCH, learning_rate=2e-3, warmup_steps=2, clip_grad_norm=1.0, seed=cfg.seed,
+        segments=4, ema=0.9,
+    )  # fmt: skip
+    backend.seed(cfg.seed)
+    model = backend.place(RecursiveModel(spec))
+    trainer = Trainer(model, plan, backend)
+    before, losses = backend.to_host(model.head).clone(), []
+    stream = segment_batches(train, plan, 0, backend.rank, backend.world_size)
+    for number, batch in enumerate(stream, 1):
+        figures = trainer.step(backend.to_device(batch), number)
+        losses.append(sum(backend.group.gather(backend.fetch(figures["loss"])[0])))
+    need(len(losses) == steps, f"{len(losses)} of {steps} updates were made")
+    need(all(map(torch.isfinite, map(torch.tensor, losses))), f"the losses are {losses}")
+    need(not torch.equal(before, backend.to_host(model.head)), "the weights have not moved")
+    half = len(losses) // 2
+    need(steps < 10 or sum(losses[half:]) < sum(losses[:half]), f"the loss has not fallen: {losses}")
+    found = measure(trainer.shown, heldout, plan.segments, BATCH, backend)
+    need(0 <= found["heldout_cells"] <= 1, f"held-out figures are {found}")
+    if backend.is_main:
+        say(
+            f"   {steps} updates: loss {losses[0]:.3f} → {losses[-1]:.3f}, "
+            f"{found['heldout_cells']:.1%} of the held-out cells"
+        )
+    return trainer
+
+
+def check_sync(backend: TorchBackend, trainer: Trainer, train: PuzzleRows) -> None:
+    """The reduced gradient is the sum of the workers' own, and all workers have the same weights after training."""
+    plan, model = trainer.plan, trainer.model
+    batch = backend.to_device(next(segment_batches(train, plan, 0, backend.rank, backend.world_size)))
+    states = [model.H_init.expand(len(batch["inputs"]), model.spec.positions, -1) for _ in range(2)]
+    picked = model.identity.index_select(0, batch["identifiers"])
+    logits = model(*states, batch["inputs"], picked)[2]
+    gradient = torch.autograd.grad(logits.square().mean(), model.head)[0]
+    own = backend.to_host(gradient).clone()
+    backend.reduce([gradient])
+    backend.step_boundary()
+    everyone = backend.group.gather(own)
+    need(torch.allclose(backend.to_host(gradient), sum(everyone), rtol=1e-3, atol=1e-6), "the sum is not the sum")
+    need(backend.world_size == 1 or not torch.equal(everyone[0], everyone[1]), "the workers have the same rows")
+    weights = backend.group.gather({name: backend.to_host(p).clone() for name, p in model.named_parameters()})
+    for name, first in weights[0].items():
+        need(all(torch.equal(first, other[name]) for other in weights), f"the workers' {name} differ")
+
+
+def check_checkpoint(backend: TorchBackend, trainer: Trainer, train: PuzzleRows) -> None:
+    """What was saved and loaded goes on as what was not."""
+    plan = replace(trainer.plan, steps=trainer.plan.steps + 1)
+    batch = backend.to_device(next(segment_batches(train, plan, plan.steps - 1, backend.rank, backend.world_size)))
+    with tempfile.TemporaryDirectory() as own:
+        folder = Path(backend.group.gather(own)[0])  # worker 0's
+        tensors, rest = (copy.deepcopy(backend.to_host(part)) for part in trainer.state())
+        backend.group.on_main(lambda: save_checkpoint(folder, plan.steps - 1, tensors, rest, {}) and None)
+        tensors, rest, _ = load_checkpoint(folder, backend.group)
+        backend.group.gather(None)  # everyone has read it
+    again = Trainer(backend.place(RecursiveModel(trainer.model.spec)), plan, backend)
+    again.load(tensors, rest)
+    ended = [backend.fetch(each.step(batch, plan.steps)["loss"])[0] for each in (trainer, again)]
+    need(abs(ended[0] - ended[1]) < 1e-4, f"the next loss is {ended[1]} after loading, {ended[0]} without")
+
+
+if __name__ == "__main__":
+    run_script(main, Config, "smoke_test", __doc__)

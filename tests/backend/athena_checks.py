@@ -1,0 +1,93 @@
+"""Run by test_xla_athena.py in a process of its own: a recursive model on torch_xla's CPU device and on the CPU.
+
+PJRT_DEVICE=CPU python tests/backend/athena_checks.py OUT_DIR
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch_xla
+import torch_xla.debug.metrics as met
+
+from qat_lora.backend import TorchBackend, open_backend
+from qat_lora.data.puzzle_rows import draw, split
+from qat_lora.models.recursive import RecursiveModel, RecursiveSpec
+from qat_lora.recursive import RecursivePlan, Trainer, measure, train_recursive
+from qat_lora.run.rundir import Run
+from qat_lora.run.session import Every, Session
+
+OUT = Path(sys.argv[1])
+XLA = open_backend("xla", "fp32")  # before any backward on the CPU, which would break XLA's in this process
+CPU = TorchBackend("cpu", "fp32")
+STEPS = 12
+SHAPES = {
+    "mlp": {"mlp_t": True},
+    "attention": {"num_kv_heads": 1},
+    "one step": {"mlp_t": True, "one_step_gradient": True},
+    "checkpointed": {"num_kv_heads": 1},
+}
+
+
+def graphs() -> int:
+    """How many graphs XLA has been given so far, compiled before or not."""
+    return sum(met.counter_value(name) or 0 for name in ("CachedCompile", "UncachedCompile"))
+
+
+def training(kind: str) -> dict:
+    """Twelve updates with halts, a warm-up and a decay, the average measured every fourth, and a checkpoint."""
+    train, heldout = split(draw("sudoku4", 40, 0), 0.2, 0)
+    spec = RecursiveSpec(train.vocab, train.length, 16, 2, H_cycles=2, L_cycles=2, **SHAPES[kind])
+    plan = RecursivePlan(
+        steps=STEPS, batch_size=8, learning_rate=1e-2, warmup_steps=3, lr_min_ratio=0.1, clip_grad_norm=1.0, seed=0,
+        segments=3, ema=0.9, exploration=0.5,
+    )  # fmt: skip
+    lines, halts, given = {}, {}, []
+    for name, backend in (("cpu", CPU), ("xla", XLA)):
+        before = backend.counters().get("compiles", 0)
+        backend.seed(0)
+        model = RecursiveModel(spec)
+        with torch.no_grad():  # a head that differs from row to row, so that they end at different times
+            model.halt_weight.normal_(std=3, generator=torch.Generator().manual_seed(1))
+            model.halt_bias.zero_()
+        model = backend.place(model)
+        if kind == "checkpointed":
+            model.checkpoint = backend.checkpoint
+        (OUT / f"{kind}-{name}").mkdir()
+        run = Run(OUT / f"{kind}-{name}", resumed=False)
+        session = Session(run, backend, Every(log=1, evaluate=4, save=4))
+        trainer = Trainer(model, plan, backend)
+        halts[name], step = [], trainer.step
+
+        def watched(batch, number, trainer=trainer, step=step, name=name):
+            count = graphs()
+            figures = step(batch, number)
+            given.append((name, graphs() - count))
+            halts[name].append(trainer.carry.halted.tolist())
+            return figures
+
+        trainer.step = watched
+
+        def evaluate(_, trainer=trainer, backend=backend) -> dict:
+            return measure(trainer.shown, heldout, plan.segments, 8, backend)
+
+        train_recursive(trainer, train, session, evaluate, {})
+        lines[name] = [line | {"compiles": line.get("compiles", 0) - before} for line in run.metrics()]
+    return {
+        "lines": lines, "halts": halts, "graphs": [count for name, count in given if name == "xla"],
+        "fallbacks": XLA.counters()["fallbacks"],
+    }  # fmt: skip
+
+
+def planted() -> int:
+    """Fallbacks or fetches that a step with a look at a value has: the guard of the others."""
+    value = torch.ones(4, device=XLA.device).nonzero()
+    torch_xla.sync()
+    return len(value) and XLA.counters()["fallbacks"]
+
+
+if __name__ == "__main__":
+    found = {kind: training(kind) for kind in SHAPES}
+    found["planted"] = planted()
+    (OUT / "found.json").write_text(json.dumps(found))
