@@ -1,0 +1,64 @@
+"""Write a folder of rows for pretrain.py: puzzles that are drawn, or prompt → response pairs of a text.
+
+    python scripts/build_puzzle_data.py --kind sudoku6 --count 2000 --output-dir data/sudoku6
+    python scripts/build_puzzle_data.py --kind maze9 --count 4000 --output-dir data/maze9
+    python scripts/build_puzzle_data.py --corpus pairs.jsonl --length 128 --iterations 8 --output-dir data/pairs
+
+Puzzles are a function of the seed, each with a proof that its answer is the only one; what is held out (test/) is no
+symmetry of anything in train/. A corpus has a `prompt` and a `response` a row, and maybe `iterations`, the segments
+that a row may have; its tokens are bytes, and only the response has a loss. The layout is that of the Tiny Recursive Model's
+datasets (docs/athena.md). --dry-run says what would be written.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from qat_lora.data.puzzle_rows import corpus, draw, save, split
+from qat_lora.data.puzzles import as_text, side
+from qat_lora.data.text import read_rows
+from qat_lora.errors import UserError
+from qat_lora.run.config import ScriptConfig, option, run_script
+from qat_lora.run.files import check_new
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ScriptConfig):
+    output_dir: str = option("data/puzzles", "new folder to write")
+    kind: str = option("sudoku6", "sudoku4, sudoku6, sudoku9 or mazeN")
+    count: int = option(2000, "puzzles to draw")
+    least_blanks: float = option(0.4, "of a Sudoku: share of its cells that are blank at least")
+    most_blanks: float = option(1.0, "and at most, as far as the answer stays the only one: more blanks are harder")
+    heldout_fraction: float = option(0.1, "share of the rows that goes to test/")
+    corpus: str | None = option(None, "instead of puzzles: .jsonl, .parquet or a hub dataset with prompt and response")
+    length: int = option(128, "with --corpus: bytes of a row; longer ones are left out")
+    causal: bool = option(False, "with --corpus: the response as input too, each position seeing those before it")
+    iterations: int = option(0, "with --corpus: segments of rows that do not say; 0: as many as the run gives")
+
+
+def main(cfg: Config) -> None:
+    folder = Path(cfg.output_dir)
+    check_new(folder)
+    if cfg.iterations < 0:
+        raise UserError(f"--iterations {cfg.iterations} must not be negative; 0: as many as the run gives")
+    if cfg.corpus:
+        rows, long = corpus(read_rows(cfg.corpus), cfg.corpus, cfg.length, cfg.causal, cfg.iterations)
+        print(f"{len(rows):,} rows of {rows.length} bytes, {long:,} longer ones left out")
+    else:
+        side(cfg.kind)
+        if cfg.dry_run:
+            return print(f"{cfg.count:,} {cfg.kind} would go to {folder}, {cfg.heldout_fraction:.0%} of them held out")
+        rows = draw(cfg.kind, cfg.count, cfg.seed, (cfg.least_blanks, cfg.most_blanks))
+        quartiles = " ".join(f"{value:.0f}" for value in np.quantile(rows.difficulty, np.linspace(0, 1, 5)))
+        print(f"{len(rows):,} {cfg.kind}, difficulty from least to most by quarters: {quartiles}")
+        print(f"{as_text(cfg.kind, rows.inputs[0])}\n\n{as_text(cfg.kind, rows.labels[0])}\n")
+    train, heldout = split(rows, cfg.heldout_fraction, cfg.seed)
+    if cfg.dry_run:
+        return print(f"{len(train):,} and {len(heldout):,} held out would go to {folder}")
+    save(folder, train, heldout)
+    print(f"{len(train):,} rows in {folder}/train, {len(heldout):,} in {folder}/test")
+
+
+if __name__ == "__main__":
+    run_script(main, Config, "build_puzzle_data", __doc__)

@@ -1,0 +1,212 @@
+"""Rows of puzzles and of text: what the model sees, how they are split, and how they lie on disk."""
+
+import json
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+
+from qat_lora.data.puzzle_rows import BLANK_TOKEN, BYTE, END, PAD, corpus, draw, load, save, split
+from qat_lora.data.puzzles import answer_class, form, solve
+from qat_lora.errors import UserError
+from qat_lora.models.recursive import IGNORE
+
+TEXTS = [
+    {"prompt": "2+2=", "response": "4"}, {"prompt": "3+5=", "response": "8", "iterations": 3},
+    {"prompt": "2+2=", "response": "four", "iterations": 1}, {"prompt": "é", "response": "è"},
+]  # fmt: skip
+
+
+def text(**changes):
+    return corpus(**{"rows": TEXTS, "where": "t.jsonl", "length": 12, "causal": False, "iterations": 2} | changes)[0]
+
+
+# -- batches ---------------------------------------------------------------------------------------------------------
+def test_a_batch_holds_the_rows_as_they_are_or_in_another_guise():
+    rows = draw("sudoku4", 10, 0)
+    at = np.array([3, 0, 3])
+    plain, guises = rows.batch(at), rows.batch(at, np.random.default_rng(0))
+    assert plain["inputs"].tolist() == rows.inputs[at].tolist() and plain["inputs"].dtype == torch.int64
+    assert plain["labels"].shape == (3, 16) and plain["budgets"].tolist() == plain["identifiers"].tolist() == [0] * 3
+    assert (guises["inputs"] != plain["inputs"]).any()
+    for question, answer in zip(guises["inputs"], guises["labels"]):
+        assert (torch.from_numpy(solve(question.numpy())[0][0].astype(int)) == answer).all()
+
+
+def test_the_fingerprint_is_of_all_that_training_sees():
+    rows = draw("sudoku4", 5, 0)
+    assert rows.fingerprint == draw("sudoku4", 5, 0).fingerprint != draw("sudoku4", 5, 1).fingerprint
+    assert text().fingerprint != text(iterations=1).fingerprint != text(causal=True).fingerprint
+
+
+# -- splitting -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", ["sudoku4", "sudoku6", "maze7"])
+def test_nothing_held_out_is_a_symmetry_of_what_is_trained_on(kind):
+    rows = draw(kind, 300, 0)
+    train, heldout = split(rows, 0.2, 0)
+    assert len(train) + len(heldout) == 300 and 30 <= len(heldout) <= 60
+
+    def keys(part):
+        return set(answer_class(kind, part.labels) if kind == "sudoku6" else form(kind, part.inputs))
+
+    assert not keys(train) & keys(heldout)
+    assert split(rows, 0.2, 0)[1].fingerprint == heldout.fingerprint != split(rows, 0.2, 1)[1].fingerprint
+
+
+def test_a_split_by_string_would_leak():
+    """The guard of the test before: a random half has symmetries of the other half."""
+    rows = draw("sudoku6", 300, 0)
+    classes = answer_class("sudoku6", rows.labels)
+    assert set(classes[:270]) & set(classes[270:])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_text_is_split_by_its_prompt(causal):
+    for seed in range(5):
+        train, heldout = split(text(causal=causal), 0.5, seed)
+        assert len(train) == len(heldout) == 2
+        prompts = [{bytes(row[:3].astype(np.uint8)) for row in part.inputs} for part in (train, heldout)]
+        assert not prompts[0] & prompts[1]
+
+
+def test_what_leaves_a_side_empty_is_refused():
+    for rows, fraction, said in (
+        (draw("maze7", 1, 0), 0.5, "essentially the same"), (draw("maze7", 3, 0), 1.0, "--heldout-fraction 1.0"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=said):
+            split(rows, fraction, 0)
+    train, heldout = split(draw("maze7", 3, 0), 0.01, 0)  # at least one
+    assert (len(train), len(heldout)) == (2, 1)
+
+
+# -- text ------------------------------------------------------------------------------------------------------------
+def test_text_hides_the_response_and_its_length_and_asks_for_it_alone():
+    rows = text()
+    assert (rows.inputs[0] == rows.inputs[2]).all(), "4 and four: the input would tell which"
+    assert rows.inputs[0].tolist() == [BYTE + b for b in b"2+2="] + [BLANK_TOKEN] * 8
+    assert rows.labels[0].tolist() == [IGNORE] * 4 + [BYTE + ord("4"), END] + [IGNORE] * 6
+    assert rows.labels[2].tolist() == [IGNORE] * 4 + [BYTE + b for b in b"four"] + [END] + [IGNORE] * 3
+    assert rows.budgets.tolist() == [2, 3, 1, 2] and rows.vocab == BYTE + 256
+    assert rows.inputs[3, :2].tolist() == [BYTE + b for b in "é".encode()]
+
+
+def test_causal_text_has_the_next_token_as_label():
+    rows = text(causal=True)
+    assert rows.causal
+    assert rows.inputs[2].tolist() == [BYTE + b for b in b"2+2=four"] + [PAD] * 4
+    assert rows.labels[2].tolist() == [IGNORE] * 3 + [BYTE + b for b in b"four"] + [END] + [IGNORE] * 4
+    for inputs, labels in zip(rows.inputs, rows.labels):
+        asked = np.flatnonzero(labels != IGNORE)
+        assert (inputs[asked[1:]] == labels[asked[:-1]]).all()
+
+
+def test_rows_that_are_too_long_are_counted():
+    rows, long = corpus(TEXTS, "t.jsonl", 6, False, 0)
+    assert (len(rows), long) == (3, 1)  # 4 + four + end are 9
+    assert corpus(TEXTS, "t.jsonl", 8, True, 0)[1] == 0, "causal: the end is no input"
+
+
+@pytest.mark.parametrize(
+    "rows, said",
+    [
+        ([{"prompt": "a"}], "t.jsonl row 1: response is None, and must be text; its keys are prompt"),
+        ([{"prompt": "a", "response": 4}], "row 1: response is 4"), ([{"prompt": "", "response": "b"}], "prompt is ''"),
+        ([{"prompt": "a", "response": "b", "iterations": -1}], "iterations -1 is no whole number"),
+        ([{"prompt": "a", "response": "b", "iterations": True}], "iterations True"),
+        ([{"prompt": "\ud800", "response": "b"}], "prompt is no UTF-8 text"),
+        ([{"prompt": "a" * 20, "response": "b"}], "none of 1 rows fits --length 12"),
+    ],
+)  # fmt: skip
+def test_text_that_cannot_be_used_is_named(rows, said):
+    with pytest.raises(UserError, match=said):
+        text(rows=rows)
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def written(tmp_path):
+    save(tmp_path / "data", *split(draw("sudoku4", 20, 0), 0.2, 0))
+    return tmp_path / "data"
+
+
+@pytest.mark.parametrize("make", [lambda: draw("sudoku4", 20, 0), text, lambda: text(causal=True)])
+def test_what_is_read_is_what_was_written(make, tmp_path):
+    sides = split(make(), 0.3, 0)
+    save(tmp_path / "data", *sides)
+    for one, other in zip(sides, load(str(tmp_path / "data"))):
+        assert one.fingerprint == other.fingerprint and (one.difficulty == other.difficulty).all()
+        assert (one.kind, one.causal, one.vocab) == (other.kind, other.causal, other.vocab)
+
+
+def test_a_folder_on_a_bucket_is_read(written):
+    files = fsspec.filesystem("memory")
+    files.put(str(written), "/bucket/data", recursive=True)
+    assert load("memory://bucket/data")[0].fingerprint == load(str(written))[0].fingerprint
+    with pytest.raises(UserError, match="memory://bucket/nowhere: no such file or folder"):
+        load("memory://bucket/nowhere")
+
+
+def test_a_dataset_of_trm_is_read_identifiers_included(written):
+    """Without our own keys; several rows of a puzzle, whose identifier stands once."""
+    rows = load(str(written))[0]
+    for side in ("train", "test"):
+        facts = json.loads((written / side / "dataset.json").read_text())
+        del facts["kind"], facts["causal"]
+        (written / side / "dataset.json").write_text(json.dumps(facts | {"num_puzzle_identifiers": 3}))
+        for name in ("budgets", "difficulty"):
+            (written / side / f"all__{name}.npy").unlink()
+    np.save(written / "train" / "all__puzzle_identifiers.npy", [2, 1])
+    np.save(written / "train" / "all__puzzle_indices.npy", [0, 5, len(rows)])
+    found, _ = load(str(written))
+    assert found.kind is None and found.identifiers_count == 3 and (found.inputs == rows.inputs).all()
+    assert found.identifiers.tolist() == [2] * 5 + [1] * (len(rows) - 5) and not found.budgets.any()
+
+
+def facts_with(**changes):
+    def change(folder):
+        path = folder / "train" / "dataset.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+def array_of(name: str, change):
+    def put(folder):
+        path = folder / "train" / f"all__{name}.npy"
+        np.save(path, change(np.load(path)))
+
+    return put
+
+
+@pytest.mark.parametrize(
+    "damage, said",
+    [
+        (facts_with(vocab_size=5, kind=None), "all__inputs.npy holds values from 1 to 5; dataset.json says 0 to 4"),
+        (facts_with(seq_len=81, kind=None), r"all__inputs.npy holds 16×16 values .*dataset.json says N×81"),
+        (facts_with(seq_len=None), "train/dataset.json: seq_len is None, not a whole number from 1 on"),
+        (facts_with(kind="sudoku6"), "a sudoku6 has no vocabulary of 6 and length of 16"),
+        (facts_with(kind="chess"), "kind 'chess' is not one of"), (facts_with(sets=["a"]), r"sets is \['a'\]"),
+        (facts_with(causal=True), "causal is True in train and False in test"),
+        (facts_with(vocab_size=7, kind=None), "vocab is 7 in train and 6 in test"),
+        (array_of("labels", lambda a: a[:-1]), "all__labels.npy holds 15×16 values"),
+        (array_of("inputs", lambda a: a[:0]), "all__inputs.npy is empty"),
+        (array_of("inputs", lambda a: a / 2), "of type float64"), (array_of("inputs", lambda a: -a), "values from -5"),
+        (array_of("puzzle_identifiers", lambda a: a + 1), "values from 1 to 1; dataset.json says 0 to 0"),
+        (array_of("puzzle_indices", lambda a: a[::-1]), "does not rise from 0 to the 16 rows"),
+        (array_of("budgets", lambda a: a - 1), "all__budgets.npy holds values from -1"),
+        (lambda f: (f / "train" / "all__inputs.npy").unlink(), "train/all__inputs.npy: no such file"),
+        (lambda f: (f / "train" / "all__inputs.npy").write_bytes(b"x" * 99), "all__inputs.npy is no array"),
+        (lambda f: (f / "test" / "dataset.json").write_text("{"), "test/dataset.json is damaged"),
+        (lambda f: (f / "test").rename(f / "dev"), "data/test: no such folder"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_refused_by_name(damage, said, written):
+    damage(written)
+    with pytest.raises(UserError, match=said):
+        load(str(written))
+
+
+def test_no_dataset_is_overwritten(written):
+    with pytest.raises(UserError, match="is there already"):
+        save(written, *load(str(written)))

@@ -1,0 +1,68 @@
+"""scripts/build_puzzle_data.py: puzzles and text in, rows that pretrain.py reads out."""
+
+import json
+
+import pytest
+
+from qat_lora.data.puzzle_rows import load
+from qat_lora.errors import UserError
+from qat_lora.run.config import parse
+
+
+@pytest.fixture
+def build(load_script, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script = load_script("build_puzzle_data")
+    return lambda *words: script.main(parse(script.Config, "build_puzzle_data", list(words)))
+
+
+def test_puzzles_are_those_of_the_seed(build, capsys):
+    for folder, seed in (("a", 1), ("b", 1), ("c", 2)):
+        build("kind=sudoku4", "count=30", "--heldout-fraction", "0.2", f"output_dir={folder}", f"seed={seed}")
+    a, b, c = (load(folder) for folder in "abc")
+    assert [part.fingerprint for part in a] == [part.fingerprint for part in b] != [part.fingerprint for part in c]
+    assert len(a[0]) + len(a[1]) == 30 and 1 <= len(a[1]) <= 6 and a[0].kind == "sudoku4"
+    printed = capsys.readouterr().out
+    assert (
+        "30 sudoku4, difficulty from least to most by quarters: 0 0 0 0 0" in printed and "rows in a/train" in printed
+    )
+
+
+def test_blanks_decide_how_hard_a_sudoku_is(build):
+    build("kind=sudoku6", "count=20", "output_dir=easy", "--least-blanks", "0.2", "--most-blanks", "0.3")
+    train, _ = load("easy")
+    assert ((train.inputs == 1).mean(1) <= 0.31).all()
+
+
+def test_a_corpus(build, tmp_path, capsys):
+    rows = [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(20)] + [{"prompt": "x" * 99, "response": "y"}]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    build("corpus=pairs.jsonl", "length=16", "iterations=3", "output_dir=pairs")
+    train, heldout = load("pairs")
+    assert len(train) + len(heldout) == 20 and train.kind is None and set(train.budgets) == {3}
+    assert "20 rows of 16 bytes, 1 longer ones left out" in capsys.readouterr().out
+
+
+def test_a_dry_run_writes_nothing(build, tmp_path, capsys):
+    build("--dry-run")
+    assert "2,000 sudoku6 would go to data/puzzles, 10% of them held out" in capsys.readouterr().out
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["kind=sudoku7"], "kind 'sudoku7' is not one of"), (["count=0"], "--count 0 must be at least 1"),
+        (["count=9", "heldout_fraction=1"], "--heldout-fraction 1.0 is not between 0 and 1"),
+        (["least_blanks=0.9", "most_blanks=0.5"], "shares of blanks 0.9 to 0.5"),
+        (["corpus=none.jsonl"], "no such file"),
+        (["corpus=pairs.jsonl", "length=1"], "--length 1 must be at least 2"),
+        (["corpus=pairs.jsonl", "iterations=-1"], "--iterations -1"), (["output_dir=pairs.jsonl"], "is there already"),
+        (["corpus=pairs.jsonl"], "pairs.jsonl row 2: response is None"), (["kinds=maze9"], "did you mean --kind"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_named_and_nothing_is_written(build, tmp_path, words, said):
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "response": "b"}\n{"prompt": "a"}\n')
+    with pytest.raises(UserError, match=said):
+        build(*words)
+    assert [path.name for path in tmp_path.iterdir()] == ["pairs.jsonl"]
