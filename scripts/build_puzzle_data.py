@@ -6,8 +6,8 @@
 
 Puzzles are a function of the seed, each with a proof that its answer is the only one; what is held out (test/) is no
 symmetry of anything in train/. A corpus has a `prompt` and a `response` a row, and maybe `iterations`, the segments
-that a row may have; its tokens are bytes, and only the response has a loss. The layout is that of the Tiny Recursive Model's
-datasets (docs/athena.md). --dry-run says what would be written.
+that a row may have; its tokens are bytes, and only the response has a loss. The layout is that of the Tiny Recursive
+Model's datasets (docs/athena.md). --dry-run says what would be written.
 """
 
 from dataclasses import dataclass

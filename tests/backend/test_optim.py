@@ -58,3 +58,16 @@ def test_it_goes_on_from_its_state():
     resumed.load_state_dict(optimizer.state_dict())
     walk(resumed, second, gradients[4:])
     assert torch.equal(second, whole)
+
+
+def test_a_group_may_have_decays_of_its_own():
+    """Moments with other betas, and decoupled decay of every parameter, agreeing or not."""
+    ours, theirs = (nn.Parameter(torch.ones(4)) for _ in range(2))
+    gradients = torch.rand(6, 4, generator=torch.Generator().manual_seed(0)) + 0.1
+    walk(CautiousAdamW([{"params": [ours], "lr": 0.1, "betas": (0.8, 0.99), "weight_decay": 0.5}]), ours, gradients)
+    walk(torch.optim.AdamW([theirs], lr=0.1, betas=(0.8, 0.99), weight_decay=0.5), theirs, gradients)
+    torch.testing.assert_close(ours, theirs)
+    before = ours.detach().clone()
+    optimizer = CautiousAdamW([{"params": [ours], "lr": 0.1, "weight_decay": 0.5}])
+    walk(optimizer, ours, torch.zeros(1, 4))
+    torch.testing.assert_close(ours.detach(), before * 0.95)

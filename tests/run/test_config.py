@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 
@@ -251,3 +252,64 @@ def test_main_gets_the_config(monkeypatch):
     got = []
     run_script(got.append, Config, "toy", "A toy.")
     assert got == [Config(max_steps=5)]
+
+
+# -- sections and a preset by default --------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class Sectioned(RunConfig):
+    SECTIONS: ClassVar = {"arch": ("hidden_size", "deep")}
+    DEFAULT_CONFIG: ClassVar = "usual"
+
+    hidden_size: int = option(512, "width")
+    deep: bool = option(False, "more layers")
+    lr: float = option(8e-5, "rate", "--learning-rate")
+
+
+def sectioned(*argv: str) -> Sectioned:
+    return parse(Sectioned, "toy", list(argv))
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["arch.hidden_size=64"], ["arch.hidden-size=64"], ["--arch.hidden_size", "64"], ["--arch.hidden-size=64"],
+        ["hidden_size=64"], ["--config", "small"],
+    ],
+)  # fmt: skip
+def test_a_key_of_a_section(presets, argv):
+    presets(usual="", small="arch:\n  hidden_size: 64\n")
+    assert sectioned(*argv).hidden_size == 64
+    assert sectioned("arch.deep=true").deep and sectioned("--arch.deep").deep
+
+
+def test_the_default_preset_is_read_unless_another_is_named(presets):
+    presets(usual="lr: 8e-4\narch:\n  hidden_size: 8\n", small="base: usual\narch:\n  deep: true\n", bare="lr: 1")
+    assert sectioned() == Sectioned(lr=8e-4, hidden_size=8)
+    assert sectioned("arch.hidden_size=9") == Sectioned(lr=8e-4, hidden_size=9)
+    assert sectioned("--config", "small") == Sectioned(config="small", lr=8e-4, hidden_size=8, deep=True)
+    assert sectioned("--config", "bare") == Sectioned(config="bare", lr=1.0)
+
+
+def test_a_preset_may_use_the_other_name_of_a_key(presets):
+    presets(usual="learning_rate: 1e-3\ndevice_type: cpu\n")
+    assert sectioned() == Sectioned(lr=1e-3, device="cpu")
+    assert sectioned("device_type=cuda").device == sectioned("--device-type", "cuda").device == "cuda"
+    assert sectioned("--learning-rate", "2").lr == 2.0
+
+
+@pytest.mark.parametrize(
+    "preset, argv, wanted",
+    [
+        ("", ["arch.hiden_size=3"], "flag --arch.hiden_size is unknown; did you mean --arch.hidden_size?"),
+        ("", ["--arch.lr", "3"], "flag --arch.lr is unknown"),
+        ("", ["art.deep=true"], "flag --art.deep is unknown"),
+        ("arch:\n  hiden_size: 3\n", [], "key arch.hiden_size is unknown; did you mean arch.hidden_size?"),
+        ("arch: 3\n", [], "arch is a block of `key: value` lines"),
+        ("arch:\n  hidden_size: wide\n", [], "hidden_size: 'wide' is not an int"),
+    ],
+)  # fmt: skip
+def test_a_section_knows_its_keys(presets, preset, argv, wanted):
+    presets(usual=preset)
+    with pytest.raises(UserError) as error:
+        sectioned(*argv)
+    assert wanted in str(error.value)
