@@ -99,10 +99,10 @@ def work(backend: TorchBackend, cfg: Config) -> None:
         return
 
     if cfg.checkpoint_path and cfg.resume == "auto":
-        backend.group.on_main(lambda: bring_back(cfg.checkpoint_path, Path(cfg.output_dir or "runs/pretrain/brought")))
-    run = open_run("pretrain", cfg, {"device": str(backend), "data": train.fingerprint}, backend.group)
-    if cfg.checkpoint_path and not run.resumed:
+        backend.group.on_main(lambda: bring_back(cfg.checkpoint_path, Path(cfg.output_dir)))
+    elif cfg.checkpoint_path and cfg.resume == "off":
         backend.group.on_main(lambda: check_unused(cfg.checkpoint_path))
+    run = open_run("pretrain", cfg, {"device": str(backend), "data": train.fingerprint}, backend.group)
     every = Every(cfg.log_interval, cfg.eval_interval, cfg.save_interval)
     saved = (lambda path: copy_out(run.path, path, cfg.checkpoint_path)) if cfg.checkpoint_path else None
     session = Session(run, backend, every, ("loss", "exact"), saved=saved)
@@ -145,6 +145,8 @@ def checked(cfg: Config) -> Config:
             raise UserError(f"--{name.replace('_', '-')} {getattr(cfg, name)} must be at least {least}")
     if not 0 < cfg.heldout_fraction < 1:
         raise UserError(f"--heldout-fraction {cfg.heldout_fraction} is not between 0 and 1; 0.1, say")
+    if cfg.checkpoint_path and not cfg.output_dir:
+        raise UserError("--checkpoint-path needs --output-dir, the run directory that a copy is brought back to")
     Every(cfg.log_interval, cfg.eval_interval, cfg.save_interval)
     plan_of(cfg, 1)
     return cfg

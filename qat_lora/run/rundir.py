@@ -28,7 +28,7 @@ PACKAGES = ("torch", "torch_xla", "transformers", "peft", "datasets", "safetenso
 # how many there are.
 NOT_IDENTITY = {
     "config", "device", "tpu", "use_tpu", "output_dir", "resume", "dry_run", "debug", "num_chips", "accumulation_steps",
-    "from_scratch",
+    "from_scratch", "checkpoint_path",
 }  # fmt: skip
 
 BEFORE_MANIFEST = {".lock", "config.yaml", "manifest.json.part"}  # what a process that died at once leaves

@@ -288,3 +288,25 @@ def test_an_xla_worker_that_fails_ends_the_job(tmp_path):
     done = on_xla(2, "failing", "-", "-", tmp_path)
     assert done.returncode == 2
     assert "error: not on this chip; take another" in done.stderr
+
+
+@pytest.mark.xla
+def test_two_xla_devices_train_a_recursive_model_as_one(tmp_path):
+    """Losses, held-out figures, weights, average, embeddings of puzzles, and who is through; one graph for all."""
+    for count in (1, 2):
+        (tmp_path / str(count)).mkdir()
+        done = on_xla(count, "athena", "-", "-", tmp_path / str(count))
+        assert done.returncode == 0, done.stderr[-3000:]
+    one, *two = (
+        json.loads((tmp_path / name).read_text()) for name in ("1/found0.json", "2/found0.json", "2/found1.json")
+    )
+    whole = torch.load(tmp_path / "1" / "weights0.pt")
+    for rank, found in enumerate(two):
+        for name in ("loss", "grad_norm"):
+            assert [line[name] for line in found["lines"]] == pytest.approx([line[name] for line in one["lines"]])
+        assert found["measured"] == pytest.approx(one["measured"])
+        assert len({line["compiles"] for line in found["lines"]}) == 1 and found["lines"][-1]["fallbacks"] == 0
+        weights = torch.load(tmp_path / "2" / f"weights{rank}.pt")
+        assert torch.equal(weights.pop("halted"), whole["halted"])
+        assert difference(weights, {name: whole[name] for name in weights}) <= CLOSE
+    assert whole["identity"].abs().min() > 0 and 0 < whole["halted"].sum() < 8

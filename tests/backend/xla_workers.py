@@ -1,6 +1,6 @@
 """Run by test_launch.py: N workers on N of torch_xla's CPU devices, through the project's own launch.
 
-PJRT_DEVICE=CPU CPU_NUM_DEVICES=N python tests/backend/xla_workers.py N reduced|unreduced|failing MODEL CACHE OUT
+PJRT_DEVICE=CPU CPU_NUM_DEVICES=N python tests/backend/xla_workers.py N reduced|unreduced|failing|athena MODEL CACHE OUT
 
 torch_xla runs CPU devices as threads of one process. Threads that reach a graph at the same time each compile an
 executable of their own, and the collectives of different executables never meet. Here the threads enter the step marker
@@ -13,6 +13,7 @@ import threading
 import time
 from pathlib import Path
 
+import athena_workers
 import torch_xla
 import torch_xla.debug.metrics as met
 import worker_checks
@@ -58,4 +59,5 @@ def train(backend, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    launch(worker_checks.fail_at_once if MODE == "failing" else train, (OUT,), "xla", "fp32", COUNT)
+    does = {"failing": worker_checks.fail_at_once, "athena": athena_workers.train}.get(MODE, train)
+    launch(does, (OUT,), "xla", "fp32", COUNT)

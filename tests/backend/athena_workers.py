@@ -1,0 +1,46 @@
+"""Run by xla_workers.py: a recursive model trained by some workers, on the rows of one."""
+
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from qat_lora.data.puzzle_rows import draw, split
+from qat_lora.models.recursive import RecursiveModel, RecursiveSpec
+from qat_lora.recursive import RecursivePlan, Trainer, measure, segment_batches
+
+STEPS, IDENTIFIERS = 6, 3
+ONE_AT_A_TIME = threading.Lock()  # the workers are threads of one process, and share its generator
+
+
+def train(backend, out: Path) -> None:
+    """Writes this worker's weights (embeddings of puzzles included), and figures and graphs an update as JSON."""
+    with ONE_AT_A_TIME:
+        train, heldout = split(draw("sudoku4", 40, 0), 0.2, 0)
+        train = replace(train, identifiers=np.arange(len(train)) % IDENTIFIERS)
+        spec = RecursiveSpec(
+            train.vocab, train.length, 16, 2, num_kv_heads=1, H_cycles=2, L_cycles=2, identifiers=IDENTIFIERS
+        )
+        plan = RecursivePlan(
+            steps=STEPS, batch_size=8, learning_rate=1e-2, warmup_steps=3, clip_grad_norm=0.1, seed=0, segments=3,
+            ema=0.9, exploration=0.5,
+        )  # fmt: skip
+        backend.seed(0)
+        model = RecursiveModel(spec)
+        with torch.no_grad():
+            model.halt_weight.normal_(std=3)
+            model.halt_bias.zero_()
+    trainer = Trainer(backend.place(model), plan, backend)
+    lines, stream = [], segment_batches(train, plan, 0, backend.rank, backend.world_size)
+    for number, batch in enumerate(stream, 1):
+        figures = trainer.step(backend.to_device(batch), number)
+        fetched = backend.fetch(figures["loss"], figures["grad_norm"])
+        lines.append({"loss": sum(backend.group.gather(fetched[0])), "grad_norm": fetched[1]} | backend.counters())
+    found = measure(trainer.shown, heldout, plan.segments, 8, backend)
+    tensors, rest = trainer.state()
+    kept = backend.to_host({**tensors, "identity": rest["identity"], "average": rest["average"]["head"]})
+    torch.save(kept | {"halted": rest["carry"]["halted"]}, out / f"weights{backend.rank}.pt")
+    (out / f"found{backend.rank}.json").write_text(json.dumps({"lines": lines, "measured": found}))

@@ -1,0 +1,235 @@
+"""scripts/pretrain.py on a few puzzles: what a run leaves behind, death and resuming, workers, buckets, bad input."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+
+from qat_lora import recursive
+from qat_lora.data.puzzle_rows import draw, save, split
+from qat_lora.errors import UserError
+from qat_lora.models.recursive import RecursiveModel, RecursiveSpec
+from qat_lora.run.checkpoint import load_checkpoint
+from qat_lora.run.config import parse
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = "puzzle=sudoku4 puzzles=60 heldout_fraction=0.2 global_batch_size=8 epochs=2 eval_interval=5 save_interval=4 "
+SMALL += (
+    "log_interval=1 lr=1e-2 lr_warmup=2 ema_decay=0.9 halt_max_segments=3 halt_exploration=0.5 arch.hidden_size=16 "
+)
+SMALL += "arch.num_heads=2 arch.L_cycles=2 arch.mlp_t=false device_type=cpu forward_dtype=float32 num_chips=1"
+SMALL = SMALL.split()
+
+
+@pytest.fixture(scope="module")
+def train(load_script):
+    """train(*words): the script's main, on a few 4×4 puzzles."""
+    module = load_script("pretrain")
+
+    def main(*words) -> None:
+        module.main(parse(module.Config, "pretrain", [*SMALL, *map(str, words)]))
+
+    return main
+
+
+@pytest.fixture(scope="module")
+def trained(train, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("athena") / "run"
+    train(f"output_dir={folder}")
+    return folder
+
+
+def lines(folder: Path) -> list[dict]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "tokens_per_s"} for line in found]
+
+
+# -- what a run leaves behind ----------------------------------------------------------------------------------------
+def test_what_a_run_leaves_behind(trained):
+    there = {path.name for path in trained.iterdir()}
+    assert there >= {"config.yaml", "manifest.json", "metrics.jsonl", "summary.json", "best.pt", "solved.png", "plots"}
+    assert (trained / "solved.png").stat().st_size > 5000
+    found, summary = lines(trained), json.loads((trained / "summary.json").read_text())
+    measured = [line for line in found if "heldout_loss" in line]
+    assert [line["step"] for line in measured] == [0, 5, 10, 12] and summary["status"] == "finished"
+    assert {"heldout_exact", "heldout_cells", "heldout_exact_full", "heldout_cells_full", "heldout_segments"} <= set(
+        measured[0]
+    )
+    best = torch.load(trained / "best.pt", weights_only=True)
+    wanted = max(measured, key=lambda line: (line["heldout_exact_full"], -line["heldout_loss"]))
+    assert best["figures"]["step"] == summary["step"] == wanted["step"]
+    assert best["figures"]["heldout_loss"] == wanted["heldout_loss"] == summary["heldout_loss"]
+
+
+def test_the_best_state_is_what_was_measured(trained):
+    best = torch.load(trained / "best.pt", weights_only=True)
+    model = RecursiveModel(RecursiveSpec(**best["spec"]))
+    model.load_state_dict(best["state"])
+    _, heldout = split(draw("sudoku4", 60, 0), 0.2, 0)
+    found = recursive.measure(model, heldout, 3, 8, recursive.TorchBackend("cpu", "fp32"))
+    assert found == {name: best["figures"][name] for name in found}
+
+
+def test_status_lines_are_the_guides(train, tmp_path, capsys):
+    train(f"output_dir={tmp_path / 'run'}", "steps=1", "eval_rows=4")
+    printed = capsys.readouterr().out.splitlines()
+    assert "[Athena] Using CPU (no GPU/TPU available)" in printed and "[Athena] Model moved to device: cpu" in printed
+    assert any("rows of 16 tokens (sudoku4) to train on, 4 held out, vocabulary 6" in line for line in printed)
+
+
+def test_an_epoch_that_is_shorter_than_every_interval_still_trains_measures_and_saves(train, tmp_path):
+    train(f"output_dir={tmp_path}", "epochs=1", "global_batch_size=64", "eval_interval=500", "save_interval=500",
+          "log_interval=500")  # fmt: skip
+    found = lines(tmp_path)
+    assert [line["step"] for line in found] == [0, 1, 1] and "loss" in found[1] and "heldout_exact" in found[2]
+    assert (tmp_path / "checkpoints" / "step_1" / "meta.json").exists() and (tmp_path / "best.pt").exists()
+
+
+@pytest.mark.parametrize("words", [["ema=false", "arch.mlp_t=true"], ["arch.use_gradient_checkpointing=true"]])
+def test_other_ways_to_train(train, tmp_path, words):
+    train(f"output_dir={tmp_path}", *words)
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
+
+
+def test_the_guides_root_script_is_the_script(tmp_path):
+    done = subprocess.run(
+        [sys.executable, ROOT / "pretrain.py", *SMALL, "--dry-run"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0 and "updates of 8 rows on 1 workers" in done.stdout, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+# -- data of one's own -----------------------------------------------------------------------------------------------
+@pytest.fixture
+def data(tmp_path):
+    save(tmp_path / "data", *split(draw("sudoku4", 40, 0), 0.2, 0))
+    return tmp_path / "data"
+
+
+def test_a_folder_and_a_bucket_are_trained_on(train, data, tmp_path):
+    fsspec.filesystem("memory").put(str(data), "/athena/data", recursive=True)
+    train(f"output_dir={tmp_path / 'one'}", f"data_path={data}")
+    train(f"output_dir={tmp_path / 'two'}", "data_path=memory://athena/data")
+    assert lines(tmp_path / "one") == lines(tmp_path / "two")
+
+
+def test_another_dataset_does_not_go_on(train, data, tmp_path):
+    train(f"output_dir={tmp_path / 'run'}", f"data_path={data}", "steps=2")
+    (tmp_path / "run" / "summary.json").unlink()
+    labels = np.load(data / "train" / "all__labels.npy")
+    np.save(data / "train" / "all__labels.npy", labels[::-1])
+    with pytest.raises(UserError, match="is a run of another config: data is"):
+        train(f"output_dir={tmp_path / 'run'}", f"data_path={data}", "steps=2", "resume=auto")
+
+
+# -- going on --------------------------------------------------------------------------------------------------------
+def dies_at(number: int, monkeypatch):
+    step = recursive.Trainer.step
+
+    def deadly(self, batch, at):
+        if at == number:
+            raise KeyboardInterrupt
+        return step(self, batch, at)
+
+    monkeypatch.setattr(recursive.Trainer, "step", deadly)
+
+
+@pytest.mark.parametrize("at", [6, 12])
+def test_a_run_that_died_goes_on_to_the_same_end(train, trained, tmp_path, monkeypatch, at):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        dies_at(at, patch)
+        train(f"output_dir={tmp_path}")
+    torch.manual_seed(7)
+    train(f"output_dir={tmp_path}", "resume=auto")
+    assert lines(tmp_path) == lines(trained)
+    same_best(tmp_path, trained)
+
+
+def same_best(one: Path, other: Path) -> None:
+    left, right = (torch.load(folder / "best.pt", weights_only=True) for folder in (one, other))
+    assert left["figures"] == right["figures"]
+    assert all(torch.equal(left["state"][name], right["state"][name]) for name in right["state"])
+
+
+@pytest.mark.parametrize("kind", ["folder", "memory"])
+def test_a_run_goes_on_elsewhere_from_its_copy(train, trained, tmp_path, monkeypatch, kind):
+    there = f"checkpoint_path={tmp_path / 'bucket' if kind == 'folder' else 'memory://bucket/of-athena'}"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        dies_at(10, patch)
+        train(f"output_dir={tmp_path / 'first'}", there)
+    shutil.rmtree(tmp_path / "first")  # the machine is gone
+    with pytest.raises(UserError, match="holds step_8 of a run; --resume auto goes on, or give another"):
+        train(f"output_dir={tmp_path / 'other'}", there)
+    train(f"output_dir={tmp_path / 'second'}", there, "resume=auto")
+    assert lines(tmp_path / "second") == lines(trained)
+    same_best(tmp_path / "second", trained)
+
+
+def test_two_workers_are_one(train, trained, tmp_path):
+    """Half of each update's rows each; and one worker goes on where two have stopped, the carry of both with it."""
+    command = [
+        sys.executable,
+        ROOT / "scripts" / "pretrain.py",
+        *SMALL,
+        "num_chips=2",
+        f"output_dir={tmp_path / 'two'}",
+    ]
+    done = subprocess.run(list(map(str, command)), env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True,
+                          text=True, timeout=200)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("run directory") == 1 and "updates of 8 rows on 2 workers" in done.stdout
+    assert "[Athena] Using CPU. Process 0/2" in done.stdout
+    names = ("loss", "grad_norm", "heldout_loss", "heldout_cells", "heldout_segments", "lr")
+    ours, theirs = lines(tmp_path / "two"), lines(trained)
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs):
+        shared = [name for name in names if name in other]
+        assert [one[name] for name in shared] == pytest.approx([other[name] for name in shared], rel=1e-4)
+    tensors, whole = (load_checkpoint(folder)[0] for folder in (tmp_path / "two", trained))
+    assert max((tensors[name] - whole[name]).abs().max() for name in whole) < 1e-4
+    shutil.rmtree(tmp_path / "two" / "checkpoints" / "step_12")
+    (tmp_path / "two" / "summary.json").unlink()
+    train(f"output_dir={tmp_path / 'two'}", "resume=auto")
+    assert lines(tmp_path / "two")[-1]["heldout_loss"] == pytest.approx(lines(trained)[-1]["heldout_loss"], rel=1e-4)
+
+
+# -- bad input -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["global_batch=8"], "flag --global_batch is unknown; did you mean --global-batch-size?"),
+        (["arch.H_cycle=2"], "flag --arch.H_cycle is unknown; did you mean --arch.H_cycles?"),
+        (["device_type=cuda"], "device=cuda: torch"), (["device_type=gpu"], "device='gpu' is not one of auto"),
+        (["data_path=nowhere"], "nowhere/train: no such folder; scripts/build_puzzle_data.py writes train/ and test/"),
+        (["data_path=gs://athena/data"], "gs://athena/data: the package for gs:// is missing; pip install gcsfs"),
+        (["data_path=what://athena/data"], "what://athena/data cannot be used"),
+        (["checkpoint_path=gs://athena/run", "output_dir=run"], "gs://athena/run: the package for gs:// is missing"),
+        (["checkpoint_path=copies"], "--checkpoint-path needs --output-dir"),
+        (["puzzle=sudoku5"], "kind 'sudoku5' is not one of"), (["puzzles=1"], "--puzzles 1 must be at least 2"),
+        (["epochs=0"], "--epochs 0 must be at least 1"), (["global_batch_size=0"], "--global-batch-size 0 must be"),
+        (["heldout_fraction=0"], "--heldout-fraction 0.0 is not between 0 and 1"),
+        (["forward_dtype=fp16"], "--forward-dtype 'fp16' is not one of float32, bfloat16"),
+        (["precision=bf16"], "--forward-dtype float32 and --precision bf16 differ"),
+        (["eval_interval=-1"], "must not be negative"), (["lr=0"], "a learning rate of 0.0 is not within"),
+        (["arch.num_heads=3"], "arch.hidden_size 16 does not divide by twice arch.num_heads 3"),
+        (["num_chips=3", "--dry-run"], "global_batch_size 8 does not divide by 3 workers"),
+        (["halt_max_segments=0"], "--halt-max-segments 0"), (["eval_rows=-1"], "--eval-rows -1 must be at least 0"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line_and_leaves_nothing(train, tmp_path, monkeypatch, words, said):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as error:
+        train(*words)
+    assert said in str(error.value) and len(str(error.value).splitlines()) == 1
+    assert not list(tmp_path.iterdir())
