@@ -8,7 +8,8 @@ TPU := $(wildcard /dev/accel0 /dev/vfio/0)
 .DEFAULT_GOAL := help
 .PHONY: help setup doctor demo test lint bench-qat bench-quality bench-scaling setup-peers test-peers \
 	recovery-v6e1 recovery-v6e4 recovery-v6e8 recovery-cuda recovery-cpu2 qat-v6e4 qat-cuda qat-cpu2 \
-	musclebob-cpu musclebob-v5e1 musclebob-cuda bench-grpo reservoir-cpu reservoir-tpu reservoir-cuda bench-reservoir
+	musclebob-cpu musclebob-v5e1 musclebob-cuda bench-grpo reservoir-cpu reservoir-tpu reservoir-cuda bench-reservoir \
+	athena-cpu athena-v3-8 athena-cuda bench-recursive
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -82,6 +83,15 @@ reservoir-tpu: setup ## a larger one on TinyStories, all TPU chips (docs/reservo
 reservoir-cuda: setup ## the same on every GPU of this machine (untested on hardware)
 	$(PY) scripts/train_tinystories_reservoir.py --config cuda --device cuda --num-chips 0 --resume auto
 
+athena-cpu: setup ## a recursive model learns 6×6 Sudoku (a quarter of an hour on two cores)
+	$(PY) pretrain.py device_type=cpu --resume auto
+
+athena-v3-8: setup ## a larger one, 9×9, on all cores of a TPU v3-8 (docs/athena.md; untested on hardware)
+	$(PY) pretrain.py --config cfg_pretrain_tpu --resume auto
+
+athena-cuda: setup ## the same on every GPU of this machine (untested on hardware)
+	$(PY) pretrain.py --config base device_type=cuda --resume auto
+
 test: setup ## the tests, as CI runs them
 	$(PY) -m pytest
 
@@ -114,3 +124,6 @@ bench-grpo: setup-peers ## a GRPO step, rollout and update, beside TRL's
 
 bench-reservoir: setup-peers ## a reservoir's speed beside ReservoirPy's
 	PYTHONPATH=$(PEERS) $(PY) benchmarks/reservoir.py --part speed
+
+bench-recursive: setup ## an update of a recursive model beside the published arithmetic
+	$(PY) benchmarks/recursive_step.py

@@ -16,6 +16,7 @@ from qat_lora.models.small_lm import rotation, turned
 
 IGNORE = -100  # the label of a position without a loss
 EPS = 1e-5
+FEW_POSITIONS = 128
 HALT_BIAS = -5.0  # nothing halts before the head has learnt when
 
 
@@ -188,17 +189,29 @@ class RecursiveModel(nn.Module):
 
     def attended(self, h: Tensor, mix_in: Tensor, mix_out: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         heads, shared = self.spec.num_heads, self.spec.kv_heads
-        qkv = F.linear(h, mix_in).unflatten(2, (-1, self.spec.head_width)).transpose(1, 2)
-        qk, v = qkv.split([heads + shared, shared], 1)
-        q, k = turned(qk, cos, sin).split([heads, shared], 1)
+        qkv = F.linear(h, mix_in).unflatten(2, (-1, self.spec.head_width))
+        qk, v = qkv.split([heads + shared, shared], 2)
+        q, k = turned(qk, cos[:, None], sin[:, None]).split([heads, shared], 2)
         if shared < heads:
-            k, v = (x.repeat_interleave(heads // shared, 1) for x in (k, v))
-        heard = F.scaled_dot_product_attention(q, k, v, is_causal=self.spec.causal)
+            k, v = (x.repeat_interleave(heads // shared, 2) for x in (k, v))
+        heard = attention(*(x.transpose(1, 2) for x in (q, k, v)), self.spec.causal)
         return F.linear(heard.transpose(1, 2).flatten(2), mix_out)
 
 
+def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """softmax(qkᵀ/√D)·v of [B, heads, S, D]. Over few positions the two products by themselves are faster on a CPU than
+    the kernel for long texts, whose backward pass in bf16 takes eight times as long (docs/benchmarks.md)."""
+    if causal or q.shape[2] > FEW_POSITIONS:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    weights = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(2, 3)).softmax(
+        -1, torch.promote_types(q.dtype, torch.float32)
+    )
+    return torch.matmul(weights.to(v.dtype), v)
+
+
 def across(h: Tensor, gate: Tensor, value: Tensor, out: Tensor) -> Tensor:
-    """SwiGLU over the positions of h [B, S, D]. The weights stand on the left, so that nothing is transposed."""
+    """SwiGLU over the positions of h [B, S, D]. The weights stand on the left, so that nothing is transposed; with
+    positions first it would be one product, which two threads share less well."""
     gate, value, out = (weight.expand(len(h), -1, -1) for weight in (gate, value, out))
     return torch.bmm(out, swish(torch.bmm(gate, h), torch.bmm(value, h)))
 

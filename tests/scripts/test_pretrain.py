@@ -11,6 +11,7 @@ import fsspec
 import numpy as np
 import pytest
 import torch
+from ports import free_port
 
 from qat_lora import recursive
 from qat_lora.data.puzzle_rows import draw, save, split
@@ -24,7 +25,7 @@ SMALL = "puzzle=sudoku4 puzzles=60 heldout_fraction=0.2 global_batch_size=8 epoc
 SMALL += (
     "log_interval=1 lr=1e-2 lr_warmup=2 ema_decay=0.9 halt_max_segments=3 halt_exploration=0.5 arch.hidden_size=16 "
 )
-SMALL += "arch.num_heads=2 arch.L_cycles=2 arch.mlp_t=false device_type=cpu forward_dtype=float32 num_chips=1"
+SMALL += "arch.num_heads=2 arch.L_cycles=2 arch.mlp_t=false device_type=cpu forward_dtype=float32"
 SMALL = SMALL.split()
 
 
@@ -177,14 +178,10 @@ def test_a_run_goes_on_elsewhere_from_its_copy(train, trained, tmp_path, monkeyp
 
 
 def test_two_workers_are_one(train, trained, tmp_path):
-    """Half of each update's rows each; and one worker goes on where two have stopped, the carry of both with it."""
-    command = [
-        sys.executable,
-        ROOT / "scripts" / "pretrain.py",
-        *SMALL,
-        "num_chips=2",
-        f"output_dir={tmp_path / 'two'}",
-    ]
+    """Half of each update's rows each, under torchrun, as the guide says; and one worker goes on where two have
+    stopped, the carry of both with it."""
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port()]
+    command = [sys.executable, *launcher, ROOT / "pretrain.py", *SMALL, f"output_dir={tmp_path / 'two'}"]
     done = subprocess.run(list(map(str, command)), env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True,
                           text=True, timeout=200)  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

@@ -1,0 +1,155 @@
+"""How long does an update of a recursive model take, beside the published training's arithmetic? In turns, in one run.
+
+    python benchmarks/recursive_step.py
+    python benchmarks/recursive_step.py --precision bf16 --mixer attention
+    python benchmarks/recursive_step.py --puzzle sudoku9 --hidden-size 256 --H-cycles 3 --L-cycles 6 --batch-size 32
+
+The published code is not at hand where there is no hub; benchmarks/plain_trm.py has its arithmetic in plain PyTorch,
+and the tests hold our model equal to it in fp64. Both sides have the same sizes, as many weights, the same rows and
+dtype, and do a whole update: carry, segment, loss, gradients, AdamW, moving average. Ours also clips and moves the
+puzzles' embeddings; theirs fetches its figures every step, as published. A pair is one step of each; the first two are
+left out. Then: peak memory of a process against the H cycles, and what XLA compiles in ten updates with halts (on its
+CPU device).
+"""
+
+import multiprocessing
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import islice
+from statistics import median
+
+import torch
+from plain_trm import PlainTraining, PlainTRM, Sizes
+
+from qat_lora.backend import TorchBackend, open_backend
+from qat_lora.data.puzzle_rows import draw
+from qat_lora.errors import UserError
+from qat_lora.models.recursive import IGNORE, RecursiveModel, RecursiveSpec
+from qat_lora.recursive import RecursivePlan, Trainer, segment_batches
+from qat_lora.run.config import ScriptConfig, option, run_script
+from qat_lora.run.rundir import revision
+
+WARM, SEGMENTS = 2, 16
+MIXERS = {"mlp": True, "attention": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ScriptConfig):
+    puzzle: str = option("sudoku6", "kind of the rows")
+    mixer: str = option("both", "mlp (over positions), attention or both")
+    batch_size: int = option(128, "rows of an update")
+    hidden_size: int = option(128, "width")
+    num_heads: int = option(4, "attention heads")
+    L_layers: int = option(2, "blocks")
+    H_cycles: int = option(2, "updates of the answer in a segment")
+    L_cycles: int = option(3, "updates of the reasoning state before each")
+    pairs: int = option(9, "timed pairs")
+
+
+def main(cfg: Config) -> None:
+    if min(cfg.pairs, cfg.batch_size) < 1:
+        raise UserError(f"--pairs {cfg.pairs} and --batch-size {cfg.batch_size} must be at least 1")
+    if cfg.mixer not in (*MIXERS, "both"):
+        raise UserError(f"--mixer {cfg.mixer!r} is not one of {', '.join(MIXERS)}, both")
+    backend = open_backend(cfg.device, cfg.precision)
+    print(
+        f"{cfg.batch_size} rows of {cfg.puzzle}, width {cfg.hidden_size}, H {cfg.H_cycles}, L {cfg.L_cycles}, {backend}, "
+        f"{torch.get_num_threads()} threads, seed {cfg.seed}, commit {revision()}",
+        flush=True,
+    )
+    if cfg.dry_run:
+        return
+    for mixer in MIXERS if cfg.mixer == "both" else [cfg.mixer]:
+        times = run_pairs(cfg, backend, MIXERS[mixer])
+        ratios = sorted(ours / theirs for ours, theirs in times)
+        ours, theirs = (median(column) for column in zip(*times))
+        print(f"{mixer}: ours {ours:.3f} s, plain {theirs:.3f} s; ours / plain {median(ratios):.2f} "
+              f"({ratios[0]:.2f}–{ratios[-1]:.2f}), {len(ratios)} pairs", flush=True)  # fmt: skip
+        peaks = [apart(peak, cfg, str(backend.kind), MIXERS[mixer], cycles) for cycles in (1, 2, 4, 8)]
+        print(f"{mixer}: peak memory with 1, 2, 4, 8 H cycles: {', '.join(f'{mb:.0f}' for mb in peaks)} MB", flush=True)
+        first, last = apart(compiles, cfg, "xla", MIXERS[mixer], cfg.H_cycles)
+        print(f"{mixer}: XLA has compiled {first} graphs after one update, {last} after ten", flush=True)
+
+
+def sizes_of(cfg: Config, mlp_t: bool, rows) -> RecursiveSpec:
+    return RecursiveSpec(
+        rows.vocab, rows.length, cfg.hidden_size, cfg.num_heads, L_layers=cfg.L_layers, H_cycles=cfg.H_cycles,
+        L_cycles=cfg.L_cycles, mlp_t=mlp_t,
+    )  # fmt: skip
+
+
+def training(cfg: Config, backend: TorchBackend, mlp_t: bool):
+    """Our trainer, and its batches."""
+    rows = draw(cfg.puzzle, 2 * cfg.batch_size, cfg.seed)
+    plan = RecursivePlan(
+        steps=1000, batch_size=cfg.batch_size, learning_rate=1e-4, warmup_steps=10, clip_grad_norm=1.0, seed=cfg.seed,
+        segments=SEGMENTS,
+    )  # fmt: skip
+    backend.seed(cfg.seed)
+    model = backend.place(RecursiveModel(sizes_of(cfg, mlp_t, rows)))
+    return Trainer(model, plan, backend), segment_batches(rows, plan, 0)
+
+
+def run_pairs(cfg: Config, backend: TorchBackend, mlp_t: bool) -> list[tuple[float, float]]:
+    """(our seconds, theirs) of each pair."""
+    trainer, batches = training(cfg, backend, mlp_t)
+    spec = trainer.model.spec
+    sizes = Sizes(
+        spec.vocab, spec.length, spec.hidden_size, spec.num_heads, spec.kv_heads, spec.L_layers, spec.H_cycles,
+        spec.L_cycles, spec.inner(spec.hidden_size), spec.inner(spec.positions) if mlp_t else 0,
+    )  # fmt: skip
+    plain = PlainTRM(sizes, torch.bfloat16 if backend.bf16 else torch.float32).to(backend.device)
+    count, theirs = (sum(p.numel() for p in model.parameters()) for model in (trainer.model, plain))
+    if count != theirs:
+        raise UserError(f"ours has {count} weights, the plain one {theirs}: no comparison")
+    published = PlainTraining(plain, cfg.batch_size, 1e-4, 0.9995, SEGMENTS, IGNORE)
+    times = []
+    for number, batch in enumerate(islice(batches, cfg.pairs + WARM), 1):
+        batch = backend.to_device(batch)
+        puzzle = torch.zeros(cfg.batch_size, spec.hidden_size, device=backend.device)
+        ours = timed(backend, lambda: trainer.step(batch, number)["loss"])  # noqa: B023 — called at once
+        theirs = timed(backend, lambda: published.step(batch["inputs"], batch["labels"], puzzle)["loss"])  # noqa: B023
+        times.append((ours, theirs))
+    return times[WARM:]
+
+
+def timed(backend: TorchBackend, step) -> float:
+    started = time.monotonic()
+    float(step())  # waits for the device
+    if backend.kind == "cuda":
+        torch.cuda.synchronize()
+    return time.monotonic() - started
+
+
+def apart(work, *arguments):
+    """work(*arguments) in a process of its own."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(work, *arguments).result()
+
+
+def peak(cfg: Config, kind: str, mlp_t: bool, cycles: int) -> float:
+    backend = open_backend(kind, cfg.precision)
+    trainer, batches = training(replace(cfg, H_cycles=cycles), backend, mlp_t)
+    for number, batch in enumerate(islice(batches, 3), 1):
+        float(trainer.step(backend.to_device(batch), number)["loss"])
+    return backend.peak_memory_mb()
+
+
+def compiles(cfg: Config, kind: str, mlp_t: bool, cycles: int) -> tuple[int, int]:
+    os.environ.setdefault("PJRT_DEVICE", "CPU")
+    backend = open_backend(kind, "fp32")
+    trainer, batches = training(replace(cfg, batch_size=8), backend, mlp_t)
+    torch.nn.init.zeros_(trainer.model.halt_bias)  # some rows are through, and some are not
+    torch.nn.init.normal_(trainer.model.halt_weight)
+    backend.step_boundary()
+    found = []
+    for number, batch in enumerate(islice(batches, 10), 1):
+        float(trainer.step(backend.to_device(batch), number)["loss"])
+        found.append(backend.counters()["compiles"])
+    return found[0], found[-1]
+
+
+if __name__ == "__main__":
+    run_script(main, Config, "recursive_step", __doc__)
