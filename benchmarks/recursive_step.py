@@ -55,8 +55,8 @@ def main(cfg: Config) -> None:
         raise UserError(f"--mixer {cfg.mixer!r} is not one of {', '.join(MIXERS)}, both")
     backend = open_backend(cfg.device, cfg.precision)
     print(
-        f"{cfg.batch_size} rows of {cfg.puzzle}, width {cfg.hidden_size}, H {cfg.H_cycles}, L {cfg.L_cycles}, {backend}, "
-        f"{torch.get_num_threads()} threads, seed {cfg.seed}, commit {revision()}",
+        f"{cfg.batch_size} rows of {cfg.puzzle}, width {cfg.hidden_size}, H {cfg.H_cycles}, L {cfg.L_cycles}, "
+        f"{backend}, {torch.get_num_threads()} threads, seed {cfg.seed}, commit {revision()}",
         flush=True,
     )
     if cfg.dry_run:

@@ -15,6 +15,13 @@ PRESETS = sorted((ROOT / "configs").glob("*/*.yaml"))
 ELLIPSIS = ("...", "…")
 PRESETS_OF = {"train_recovery_lora_multi": "train_recovery_lora", "train_v2_tpu_multi": "train_qat"}
 SEED_GUIDES = [  # as they stand in the guides of the project's seeds
+    "python pretrain.py",
+    "python pretrain.py device_type=tpu",
+    "python pretrain.py device_type=cuda",
+    "python pretrain.py device_type=cpu",
+    "python pretrain.py device_type=tpu global_batch_size=1024",
+    "python scripts/smoke_test.py --run-training --train-epochs 5",
+    "python scripts/smoke_test.py --run-training --train-epochs 5 device_type=tpu",
     "python scripts/train_recovery_lora.py --tpu --model Qwen/Qwen3-0.6B --checkpoint runs/v2_q4/best.pt "
     "--kd-cache-dir caches/wikitext103_L1024_K128 --recovery-r 8 --batch-size 4 --accumulation-steps 8 "
     "--max-steps 1000",
@@ -40,7 +47,8 @@ def name(path: Path) -> str:
 def commands(text: str) -> list[str]:
     """The command lines `[ENV=value …] python scripts/X.py …` (or benchmarks/) of a text, continuations joined."""
     joined = re.sub(r" *\\\\?\n\s*", " ", text)
-    start = r"(?:^|[`$] ?|\s{2,})((?:[A-Z_]+=\S+ )*(?:python3?|\$\(PY\)) (?:scripts|benchmarks)/\w+\.py[^`\n]*)"
+    script = r"(?:(?:scripts|benchmarks)/\w+|pretrain)\.py"
+    start = rf"(?:^|[`$] ?|\s{{2,}})((?:[A-Z_]+=\S+ )*(?:python3?|\$\(PY\)) {script}[^`\n]*)"
     return [re.split(r"\s+#\s", match)[0].strip() for match in re.findall(start, joined, re.MULTILINE)]
 
 
@@ -66,7 +74,7 @@ def words(command: str) -> tuple[str, list[str]]:
     """(script, its arguments), without environment, placeholders and Make's variables."""
     command = re.sub(r"\$\((\w+)\)", r"\1", command)
     parts = [part for part in shlex.split(command) if part not in ELLIPSIS]
-    at = next(i for i, part in enumerate(parts) if part.startswith(("scripts/", "benchmarks/")))
+    at = next(i for i, part in enumerate(parts) if part.startswith(("scripts/", "benchmarks/", "pretrain.py")))
     assert all(re.fullmatch(r"[A-Z_]+=\S*", part) or part in ("python", "python3", "PY") for part in parts[:at]), parts
     end = next((i for i, part in enumerate(parts) if part in ("|", ">", "&&", ";", "2>&1")), len(parts))
     return Path(parts[at]).stem, parts[at + 1 : end]
@@ -115,6 +123,10 @@ def test_written_command_parses(config_of, where, command):
 def test_commands_of_the_seed_guides_parse(config_of, command):
     script, argv = words(command)
     config = config_of(script, argv)
+    if script in ("pretrain", "smoke_test"):
+        devices = [word.removeprefix("device_type=") for word in argv if word.startswith("device_type=")]
+        assert config.device == (*devices, "auto")[0]
+        return
     if script == "train_musclebob_improved":
         assert config.epochs == 5 and config.batch_size == (2 if "--sft" in argv else 1)
         return

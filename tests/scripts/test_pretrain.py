@@ -111,6 +111,33 @@ def test_the_guides_root_script_is_the_script(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+GUIDE = """
+device_type: tpu
+global_batch_size: 256
+epochs: 100000
+eval_interval: 5000
+lr: 8e-5
+grad_clip_norm: 1.0
+ema: true
+forward_dtype: bfloat16
+arch:
+  hidden_size: 2304
+  num_heads: 36
+  H_cycles: 7
+  L_cycles: 5
+  use_gradient_checkpointing: true
+"""
+
+
+def test_the_guides_config_is_read(load_script, tmp_path):
+    (tmp_path / "large.yaml").write_text(GUIDE)
+    cfg = parse(load_script("pretrain").Config, "pretrain", ["--config", str(tmp_path / "large.yaml")])
+    assert (cfg.device, cfg.lr, cfg.ema, cfg.eval_interval, cfg.epochs) == ("tpu", 8e-5, True, 5000, 100000)
+    assert (cfg.hidden_size, cfg.num_heads, cfg.H_cycles, cfg.L_cycles, cfg.L_layers) == (2304, 36, 7, 5, 2)
+    assert cfg.use_gradient_checkpointing and (cfg.beta1, cfg.beta2, cfg.weight_decay) == (0.9, 0.95, 0.1)
+    assert cfg.ema_decay == 0.9995
+
+
 # -- data of one's own -----------------------------------------------------------------------------------------------
 @pytest.fixture
 def data(tmp_path):
