@@ -242,14 +242,18 @@ def finish(run, model: RecursiveModel, heldout: PuzzleRows, plan: RecursivePlan,
 
 
 def draw_answer(kind: str, question, label, found, segments: int, path: Path) -> None:
-    """A question and the answer to it, side by side: given cells black, right ones green, wrong ones red."""
+    """A question and the answer to it, side by side: given cells black, right ones green, wrong ones on red."""
     n, maze = side(kind), kind.startswith("maze")
     figure, axes = plt.subplots(1, 2, figsize=(8, 4.3))
-    for axis, tokens, title in zip(axes, (question, found), ("question", f"answer after {segments} segments")):
+    for axis, tokens, title in zip(
+        axes, (question, found), ("question", f"answer after {segments} segment{'s' * (segments > 1)}")
+    ):
         axis.set(xlim=(0, n), ylim=(n, 0), xticks=[], yticks=[], aspect="equal", title=title)
         for place, (token, given, wanted) in enumerate(zip(tokens.tolist(), question.tolist(), label.tolist())):
             row, column = divmod(place, n)
-            colour = "black" if token == given else "tab:green" if token == wanted else "tab:red"
+            colour = "black" if token == given else "tab:green"
+            if axis is axes[1] and token != wanted:
+                axis.add_patch(plt.Rectangle((column, row), 1, 1, color="tab:red", alpha=0.4, zorder=2))
             if maze and token == 1:
                 axis.add_patch(plt.Rectangle((column, row), 1, 1, color="0.25"))
             elif maze or token > 1:

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import numpy as np
@@ -16,6 +17,7 @@ from ports import free_port
 from qat_lora import recursive
 from qat_lora.data.puzzle_rows import draw, save, split
 from qat_lora.errors import UserError
+from qat_lora.experiments.athena import announce
 from qat_lora.models.recursive import RecursiveModel, RecursiveSpec
 from qat_lora.run.checkpoint import load_checkpoint
 from qat_lora.run.config import parse
@@ -83,6 +85,22 @@ def test_status_lines_are_the_guides(train, tmp_path, capsys):
     printed = capsys.readouterr().out.splitlines()
     assert "[Athena] Using CPU (no GPU/TPU available)" in printed and "[Athena] Model moved to device: cpu" in printed
     assert any("rows of 16 tokens (sudoku4) to train on, 4 held out, vocabulary 6" in line for line in printed)
+
+
+@pytest.mark.parametrize(
+    "kind, place, device, said",
+    [
+        ("xla", (0, 8), "xla:0", ["[Athena] TPU detected. Core 0/8, Device: xla:0"]),
+        ("cuda", (0, 1), "cuda:0", ["[Athena] CUDA detected. Using GPU: NVIDIA RTX 4060"]),
+        ("cuda", (0, 4), "cuda:0", ["[Athena] CUDA detected. Using GPU: NVIDIA RTX 4060",
+                                    "[Athena] Multi-GPU training. Rank 0/4"]),
+    ],
+)  # fmt: skip
+def test_status_lines_of_devices_that_are_not_here(monkeypatch, capsys, kind, place, device, said):
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA RTX 4060")
+    announce(SimpleNamespace(kind=kind, rank=place[0], world_size=place[1], device=device))
+    assert capsys.readouterr().out.splitlines() == said
 
 
 def test_an_epoch_that_is_shorter_than_every_interval_still_trains_measures_and_saves(train, tmp_path):
