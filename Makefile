@@ -86,10 +86,13 @@ reservoir-cuda: setup ## the same on every GPU of this machine (untested on hard
 athena-cpu: setup ## a recursive model learns 6×6 Sudoku (a quarter of an hour on two cores)
 	$(PY) pretrain.py device_type=cpu --resume auto
 
-athena-v3-8: setup ## a larger one, 9×9, on all cores of a TPU v3-8 (docs/athena.md; untested on hardware)
+data/sudoku9: | setup
+	$(PY) scripts/build_puzzle_data.py --kind sudoku9 --count 11000 --output-dir data/sudoku9
+
+athena-v3-8: setup data/sudoku9 ## a larger one, 9×9, on all cores of a TPU v3-8 (docs/athena.md; untested on hardware)
 	$(PY) pretrain.py --config cfg_pretrain_tpu --resume auto
 
-athena-cuda: setup ## the same on every GPU of this machine (untested on hardware)
+athena-cuda: setup data/sudoku9 ## the same on every GPU of this machine (untested on hardware)
 	$(PY) pretrain.py --config base device_type=cuda --resume auto
 
 test: setup ## the tests, as CI runs them
