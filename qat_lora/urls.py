@@ -63,6 +63,14 @@ def _whole(files: fsspec.AbstractFileSystem, path: str) -> list[int]:
     return sorted((step for step in steps if files.exists(f"{path}/step_{step}/{LAST}")), reverse=True)
 
 
+def check_writable(url: str) -> None:
+    """Raise UserError where nothing can be written to a folder or URL; it is made where it is not there."""
+    with opened(url) as (files, path):
+        files.makedirs(path, exist_ok=True)
+        files.pipe_file(f"{path}/.probe", b"may I?")
+        files.rm_file(f"{path}/.probe")
+
+
 def newest(url: str) -> str | None:
     """Name of the newest whole checkpoint at a URL."""
     with opened(url) as (files, path):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from qat_lora.errors import UserError
 from qat_lora.run.rundir import say
-from qat_lora.urls import newest, prune, pull_newest, push
+from qat_lora.urls import check_writable, newest, prune, pull_newest, push
 
 KEEP = 2
 BESIDE = ("config.yaml", "manifest.json", "metrics.jsonl")  # what a run directory holds beside its checkpoints
@@ -21,7 +21,8 @@ def copy_out(run_path: Path, checkpoint: Path, url: str) -> None:
 
 def bring_back(url: str, folder: Path) -> None:
     """Make the run directory `folder` from the newest copy at `url`; nothing where it is a run already or there is no
-    copy."""
+    copy. Raises UserError where no later copy could be written."""
+    check_writable(url)
     if (folder / "manifest.json").exists():
         return
     found = pull_newest(url, folder / "checkpoints")
@@ -32,6 +33,7 @@ def bring_back(url: str, folder: Path) -> None:
 
 
 def check_unused(url: str) -> None:
-    """Raise UserError where a new run would bury another's checkpoints."""
+    """Raise UserError where a new run would bury another's checkpoints, or could write none."""
+    check_writable(url)
     if (there := newest(url)) is not None:
         raise UserError(f"--checkpoint-path {url} holds {there} of a run; --resume auto goes on, or give another")

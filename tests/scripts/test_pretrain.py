@@ -257,6 +257,8 @@ def test_two_workers_are_one(train, trained, tmp_path):
         (["data_path=gs://athena/data"], "gs://athena/data: the package for gs:// is missing; pip install gcsfs"),
         (["data_path=what://athena/data"], "what://athena/data cannot be used"),
         (["checkpoint_path=gs://athena/run", "output_dir=run"], "gs://athena/run: the package for gs:// is missing"),
+        (["checkpoint_path=/proc/none", "output_dir=run"], "/proc/none: no such file or folder"),
+        (["checkpoint_path=/dev/null", "output_dir=run", "resume=auto"], "/dev/null cannot be used (FileExistsError"),
         (["checkpoint_path=copies"], "--checkpoint-path needs --output-dir"),
         (["puzzle=sudoku5"], "kind 'sudoku5' is not one of"), (["puzzles=1"], "--puzzles 1 must be at least 2"),
         (["epochs=0"], "--epochs 0 must be at least 1"), (["global_batch_size=0"], "--global-batch-size 0 must be"),
