@@ -6,10 +6,11 @@
 
 The published code is not at hand where there is no hub; benchmarks/plain_trm.py has its arithmetic in plain PyTorch,
 and the tests hold our model equal to it in fp64. Both sides have the same sizes, as many weights, the same rows and
-dtype, and do a whole update: carry, segment, loss, gradients, AdamW, moving average. Ours also clips and moves the
-puzzles' embeddings; theirs fetches its figures every step, as published. A pair is one step of each; the first two are
-left out. Then: peak memory of a process against the H cycles, and what XLA compiles in ten updates with halts (on its
-CPU device).
+dtype, and do a whole update: carry, segment, loss, gradients, AdamW, moving average. Ours is compiled as in
+pretrain.py, also clips and moves the puzzles' embeddings; theirs fetches its figures every step, as published. It
+stands there twice, as it is written and with all of its model by torch.compile, as the published training has it on a
+GPU. A turn is one step of each; the first two are left out. Then: peak memory of a process against the H cycles, and
+what XLA compiles in ten updates with halts (on its CPU device).
 """
 
 import multiprocessing
@@ -45,28 +46,28 @@ class Config(ScriptConfig):
     L_layers: int = option(2, "blocks")
     H_cycles: int = option(2, "updates of the answer in a segment")
     L_cycles: int = option(3, "updates of the reasoning state before each")
-    pairs: int = option(9, "timed pairs")
+    turns: int = option(9, "timed turns")
 
 
 def main(cfg: Config) -> None:
-    if min(cfg.pairs, cfg.batch_size) < 1:
-        raise UserError(f"--pairs {cfg.pairs} and --batch-size {cfg.batch_size} must be at least 1")
+    if min(cfg.turns, cfg.batch_size) < 1:
+        raise UserError(f"--turns {cfg.turns} and --batch-size {cfg.batch_size} must be at least 1")
     if cfg.mixer not in (*MIXERS, "both"):
         raise UserError(f"--mixer {cfg.mixer!r} is not one of {', '.join(MIXERS)}, both")
     backend = open_backend(cfg.device, cfg.precision)
     print(
         f"{cfg.batch_size} rows of {cfg.puzzle}, width {cfg.hidden_size}, H {cfg.H_cycles}, L {cfg.L_cycles}, "
-        f"{backend}, {torch.get_num_threads()} threads, seed {cfg.seed}, commit {revision()}",
+        f"{cfg.turns} turns, {backend}, {torch.get_num_threads()} threads, seed {cfg.seed}, commit {revision()}",
         flush=True,
     )
     if cfg.dry_run:
         return
     for mixer in MIXERS if cfg.mixer == "both" else [cfg.mixer]:
-        times = run_pairs(cfg, backend, MIXERS[mixer])
-        ratios = sorted(ours / theirs for ours, theirs in times)
-        ours, theirs = (median(column) for column in zip(*times))
-        print(f"{mixer}: ours {ours:.3f} s, plain {theirs:.3f} s; ours / plain {median(ratios):.2f} "
-              f"({ratios[0]:.2f}–{ratios[-1]:.2f}), {len(ratios)} pairs", flush=True)  # fmt: skip
+        ours, *others = zip(*run_turns(cfg, backend, MIXERS[mixer]))
+        for name, theirs in zip(("plain", "plain compiled"), others):
+            ratios = sorted(one / other for one, other in zip(ours, theirs))
+            print(f"{mixer}: ours {median(ours):.3f} s, {name} {median(theirs):.3f} s; ours / {name} "
+                  f"{median(ratios):.2f} ({ratios[0]:.2f}–{ratios[-1]:.2f})", flush=True)  # fmt: skip
         peaks = [apart(peak, cfg, str(backend.kind), MIXERS[mixer], cycles) for cycles in (1, 2, 4, 8)]
         print(f"{mixer}: peak memory with 1, 2, 4, 8 H cycles: {', '.join(f'{mb:.0f}' for mb in peaks)} MB", flush=True)
         first, last = apart(compiles, cfg, "xla", MIXERS[mixer], cfg.H_cycles)
@@ -89,29 +90,33 @@ def training(cfg: Config, backend: TorchBackend, mlp_t: bool):
     )  # fmt: skip
     backend.seed(cfg.seed)
     model = backend.place(RecursiveModel(sizes_of(cfg, mlp_t, rows)))
+    if lacking := backend.compiler_lacks():
+        raise UserError(f"nothing to compare: torch.compile needs {lacking} here")
+    model.stack = backend.compiled(model.stack)
     return Trainer(model, plan, backend), segment_batches(rows, plan, 0)
 
 
-def run_pairs(cfg: Config, backend: TorchBackend, mlp_t: bool) -> list[tuple[float, float]]:
-    """(our seconds, theirs) of each pair."""
+def run_turns(cfg: Config, backend: TorchBackend, mlp_t: bool) -> list[tuple[float, float, float]]:
+    """Seconds of each turn: ours, the plain one's, and its as compiled."""
     trainer, batches = training(cfg, backend, mlp_t)
     spec = trainer.model.spec
     sizes = Sizes(
         spec.vocab, spec.length, spec.hidden_size, spec.num_heads, spec.kv_heads, spec.L_layers, spec.H_cycles,
         spec.L_cycles, spec.inner(spec.hidden_size), spec.inner(spec.positions) if mlp_t else 0,
     )  # fmt: skip
-    plain = PlainTRM(sizes, torch.bfloat16 if backend.bf16 else torch.float32).to(backend.device)
-    count, theirs = (sum(p.numel() for p in model.parameters()) for model in (trainer.model, plain))
+    others = [PlainTRM(sizes, torch.bfloat16 if backend.bf16 else torch.float32).to(backend.device) for _ in range(2)]
+    count, theirs = (sum(p.numel() for p in model.parameters()) for model in (trainer.model, others[0]))
     if count != theirs:
         raise UserError(f"ours has {count} weights, the plain one {theirs}: no comparison")
-    published = PlainTraining(plain, cfg.batch_size, 1e-4, 0.9995, SEGMENTS, IGNORE)
+    others[1].forward = backend.compiled(others[1].forward)
+    published = [PlainTraining(plain, cfg.batch_size, 1e-4, 0.9995, SEGMENTS, IGNORE) for plain in others]
     times = []
-    for number, batch in enumerate(islice(batches, cfg.pairs + WARM), 1):
+    for number, batch in enumerate(islice(batches, cfg.turns + WARM), 1):
         batch = backend.to_device(batch)
         puzzle = torch.zeros(cfg.batch_size, spec.hidden_size, device=backend.device)
-        ours = timed(backend, lambda: trainer.step(batch, number)["loss"])  # noqa: B023 — called at once
-        theirs = timed(backend, lambda: published.step(batch["inputs"], batch["labels"], puzzle)["loss"])  # noqa: B023
-        times.append((ours, theirs))
+        steps = [lambda: trainer.step(batch, number)["loss"]]  # noqa: B023 — called at once
+        steps += [lambda p=p: p.step(batch["inputs"], batch["labels"], puzzle)["loss"] for p in published]  # noqa: B023
+        times.append(tuple(timed(backend, step) for step in steps))
     return times[WARM:]
 
 

@@ -1,15 +1,20 @@
 """The backend on CPU and CUDA, and the interface that the XLA backend specialises."""
 
 import ctypes
+import os
 import platform
 import queue
 import random
 import resource
+import shutil
 import subprocess
+import sys
+import sysconfig
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -168,6 +173,20 @@ class TorchBackend:
     @staticmethod
     def checkpoint(function, *args):
         return torch_checkpoint.checkpoint(function, *args, use_reentrant=False)
+
+    def compiled(self, function: Callable) -> Callable:
+        """The function by torch.compile, for arguments of fixed shapes: elementwise work is fused. XLA compiles by
+        itself: there the function as it is."""
+        return torch.compile(function, dynamic=False)
+
+    def compiler_lacks(self) -> str | None:
+        """What torch.compile needs and this machine has not; None where it can be used."""
+        compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+        if not shutil.which(compiler):
+            return f"a C++ compiler ({compiler})"
+        if not Path(sysconfig.get_path("include"), "Python.h").exists():
+            return "Python's headers (python3-dev)"
+        return "triton" if self.kind == "cuda" and not find_spec("triton") else None
 
     # -- one update ----------------------------------------------------------------------------------------------
     def optimizer(self, groups: list[dict]) -> CautiousAdamW:

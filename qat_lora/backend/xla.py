@@ -4,6 +4,7 @@ Every torch_xla name of the project is in this file and in probe.py.
 """
 
 import os
+from collections.abc import Callable
 
 import torch
 import torch_xla
@@ -66,6 +67,12 @@ class XlaBackend(TorchBackend):
     @staticmethod
     def checkpoint(function, *args):
         return xla_checkpoint(function, *args)
+
+    def compiled(self, function: Callable) -> Callable:
+        return function
+
+    def compiler_lacks(self) -> None:
+        return None
 
     def optimizer(self, groups: list[dict]) -> CautiousAdamW:
         optimizer = super().optimizer(groups)

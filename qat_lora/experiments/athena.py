@@ -44,6 +44,7 @@ class Config(RunConfig):
     puzzle: str = option("sudoku6", "without --data-path: sudoku4, sudoku6, sudoku9 or mazeN")
     puzzles: int = option(2000, "without --data-path: puzzles to draw")
     heldout_fraction: float = option(0.1, "without --data-path: share of them to measure on")
+    compile: bool = option(True, "fuse the stack by torch.compile where there is a C++ compiler; seconds at the start")
     eval_rows: int = option(1024, "held-out rows to measure on; 0: all")
     global_batch_size: int = option(768, "rows of an update, of all workers")
     epochs: int = option(1000, "passes over the training rows")
@@ -111,6 +112,8 @@ def work(backend: TorchBackend, cfg: Config) -> None:
         say(f"[Athena] Model moved to device: {backend.device}")
     if cfg.use_gradient_checkpointing:
         model.checkpoint = backend.checkpoint
+    if cfg.compile:
+        fuse(backend, model)
     trainer = Trainer(model, plan, backend)
     best: dict = {}  # figures and state of the most held-out rows right; checkpoints carry it
 
@@ -124,6 +127,14 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     cost = session.cost()
     if backend.is_main:
         finish(run, trainer.shown, heldout, plan, backend, best, cost)
+
+
+def fuse(backend: TorchBackend, model: RecursiveModel) -> None:
+    """Have the model's stack compiled, or say why it is not."""
+    if (lacking := backend.compiler_lacks()) is None:
+        model.stack = backend.compiled(model.stack)
+    elif backend.is_main:
+        say(f"[Athena] Not compiled, so slower: this machine lacks {lacking}")
 
 
 def rank(figures: dict[str, float]) -> tuple[float, float]:
@@ -226,7 +237,8 @@ def finish(run, model: RecursiveModel, heldout: PuzzleRows, plan: RecursivePlan,
     write_atomically(run.path / "best.pt", lambda file: torch.save(made, file))
     picture = run.path / "solved.png"
     if heldout.kind:
-        batch = heldout.batch(torch.arange(min(len(heldout), plan.batch_size // backend.world_size)).numpy())
+        rows = torch.arange(plan.batch_size // backend.world_size).clamp(max=len(heldout) - 1)
+        batch = heldout.batch(rows.numpy())  # as many as a batch has, so that nothing is compiled anew
         found, _ = answer(model, backend.to_device(batch), plan.segments, backend)
         right = (found.early.cpu() == batch["labels"]).all(1)
         at = int(right.int().argmax())  # the first that is right, or the first

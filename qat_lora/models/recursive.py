@@ -179,12 +179,13 @@ class RecursiveModel(nn.Module):
         return self.stack(h, *turns, *weights)
 
     def stack(self, h: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor) -> Tensor:
-        """All blocks on h [B, 1 + L, D]: h = rms(h + mix(h)), h = rms(h + swiglu(h))."""
+        """All blocks on h [B, 1 + L, D]: h = rms(h + mix(h)), h = rms(h + swiglu(h)). Of the model it reads the sizes
+        alone, so that a backend's compiled form of it serves copies of the model too."""
         each = len(weights) // self.spec.L_layers
         for first in range(0, len(weights), each):
             *mix, gate, value, out = weights[first : first + each]
             h = rms(h + (across(h, *mix) if self.spec.mlp_t else self.attended(h, *mix, cos, sin)))
-            h = rms(h + F.linear(swish(F.linear(h, gate), F.linear(h, value)), out))
+            h = rms(h + F.linear(F.silu(F.linear(h, gate)) * F.linear(h, value), out))
         return h
 
     def attended(self, h: Tensor, mix_in: Tensor, mix_out: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -213,38 +214,12 @@ def across(h: Tensor, gate: Tensor, value: Tensor, out: Tensor) -> Tensor:
     """SwiGLU over the positions of h [B, S, D]. The weights stand on the left, so that nothing is transposed; with
     positions first it would be one product, which two threads share less well."""
     gate, value, out = (weight.expand(len(h), -1, -1) for weight in (gate, value, out))
-    return torch.bmm(out, swish(torch.bmm(gate, h), torch.bmm(value, h)))
-
-
-def swish(gate: Tensor, value: Tensor) -> Tensor:
-    if torch.is_grad_enabled():
-        return F.silu(gate) * value
-    return F.silu(gate, inplace=True).mul_(value)  # nobody will need them again
+    return torch.bmm(out, F.silu(torch.bmm(gate, h)) * torch.bmm(value, h))
 
 
 def rms(x: Tensor) -> Tensor:
     """x over the root mean square of its last dimension, without a weight."""
-    return Rms.apply(x)
-
-
-class Rms(torch.autograd.Function):
-    """y = r·x, r = (mean(x²) + ε)^-½ in fp32 or better, and dx = r·(dy − y·mean(y·dy)): of what it gave, which the next
-    layer keeps anyway. On a CPU less is read and written than by F.rms_norm's passes."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
-        r = torch.rsqrt(size.square() / x.shape[-1] + EPS).to(x.dtype)
-        y = x * r
-        ctx.save_for_backward(y, r)
-        return y
-
-    @staticmethod
-    def backward(ctx, dy: Tensor) -> Tensor:
-        y, r = ctx.saved_tensors
-        along = (y * dy).mean(-1, keepdim=True)
-        return torch.addcmul(dy, y, along, value=-1).mul_(r)
+    return F.rms_norm(x, x.shape[-1:], eps=EPS)
 
 
 # -- the loss --------------------------------------------------------------------------------------------------------

@@ -12,10 +12,10 @@ from qat_lora.models.recursive import (
     IGNORE,
     RecursiveModel,
     RecursiveSpec,
-    Rms,
     fresh,
     halting,
     refill,
+    rms,
     segment_loss,
     sign_sums,
     sign_update,
@@ -130,14 +130,9 @@ def test_the_states_come_back_without_a_gradient_and_the_logits_with_one():
     assert not z_H.requires_grad and not z_L.requires_grad and logits.requires_grad and halt.requires_grad
 
 
-def test_the_root_mean_square_and_its_gradient():
-    x = torch.randn(3, 4, 8, dtype=torch.double, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    wanted = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    torch.testing.assert_close(Rms.apply(x), wanted)
-    # y² / mean(y²) is where ε is left out of the gradient: 1e-5 of it
-    weight = torch.randn_like(x)
-    ours, theirs = (torch.autograd.grad((y * weight).sum(), x)[0] for y in (Rms.apply(x), wanted))
-    torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-8)
+def test_the_root_mean_square_is_one():
+    x = torch.randn(3, 4, 8, dtype=torch.double, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(rms(x), x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt())
 
 
 # -- the loss --------------------------------------------------------------------------------------------------------
