@@ -128,7 +128,7 @@ class PlainTRM(nn.Module):
         for _ in range(1 if sizes.one_step else sizes.L):
             z_L = self.f(z_L + z_H + x)
         z_H = self.f(z_H + z_L)
-        halt = self.halt(z_H[:, -1 if sizes.causal else 0]) + self.halt_bias.to(z_H.dtype)
+        halt = self.halt(z_H[:, 0]) + self.halt_bias.to(z_H.dtype)
         return z_H.detach(), z_L.detach(), self.head(z_H[:, 1:]), halt[:, 0]
 
 
@@ -159,10 +159,11 @@ class PlainTraining:
         self.optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95), weight_decay=0.1)
         self.average = {name: p.detach().clone() for name, p in model.named_parameters()}
         sizes = model.sizes
-        shape = (rows, 1 + sizes.length, sizes.width)
-        self.z_H, self.z_L = torch.empty(shape, dtype=model.dtype), torch.empty(shape, dtype=model.dtype)
-        self.steps, self.halted = torch.zeros(rows, dtype=torch.long), torch.ones(rows, dtype=torch.bool)
-        self.inputs = self.labels = torch.zeros(rows, sizes.length, dtype=torch.long)
+        shape, device = (rows, 1 + sizes.length, sizes.width), model.H_init.device
+        self.z_H, self.z_L = (torch.empty(shape, dtype=model.dtype, device=device) for _ in range(2))
+        self.steps = torch.zeros(rows, dtype=torch.long, device=device)
+        self.halted = torch.ones(rows, dtype=torch.bool, device=device)
+        self.inputs = self.labels = torch.zeros(rows, sizes.length, dtype=torch.long, device=device)
 
     def step(self, inputs: Tensor, labels: Tensor, puzzle: Tensor) -> dict[str, float]:
         model, out = self.model, self.halted
@@ -175,7 +176,8 @@ class PlainTraining:
         loss, right = losses(logits, halt, self.labels, self.ignore)
         (loss / len(inputs)).backward()
         with torch.no_grad():
-            longest = torch.randint(2, self.segments + 1, self.steps.shape) * (torch.rand(self.steps.shape) < 0.1)
+            explores = torch.rand_like(halt, dtype=torch.float32) < 0.1
+            longest = torch.randint_like(self.steps, 2, self.segments + 1) * explores
             self.halted = (self.steps >= self.segments) | ((halt > 0) & (self.steps >= longest))
             figures = {
                 "count": self.halted.sum(), "exact": (self.halted & right).sum(), "loss": loss,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qat_lora.backend import TorchBackend
-from qat_lora.data.batches import epoch_order
+from qat_lora.data.batches import chosen_rows
 from qat_lora.data.puzzle_rows import PuzzleRows
 from qat_lora.errors import UserError
 from qat_lora.models.recursive import (
@@ -62,6 +62,12 @@ class RecursivePlan(Plan):
             if getattr(self, flag) < 0:
                 raise UserError(f"--{flag.replace('_', '-')} {getattr(self, flag)} must not be negative")
 
+    def share(self, workers: int) -> int:
+        """Rows of an update that each of so many workers has."""
+        if self.batch_size % workers:
+            raise UserError(f"global_batch_size {self.batch_size} does not divide by {workers} workers; use a multiple")
+        return self.batch_size // workers
+
     def learning_rate_factor(self, step: int) -> float:
         """Linear warm-up, then a half cosine to lr_min_ratio."""
         factor = super().learning_rate_factor(step)
@@ -78,14 +84,10 @@ def segment_batches(
     A function of seed and update alone: all epochs' orders stand end to end, and each update takes the next batch_size
     rows, whatever the number of workers.
     """
-    count, share = len(rows), plan.batch_size // world_size
-    orders: dict[int, Tensor] = {}
-    for update in range(start, plan.steps):
-        places = [divmod(place, count) for place in range(update * plan.batch_size, (update + 1) * plan.batch_size)]
-        epochs = {epoch for epoch, _ in places}
-        orders = {e: orders[e] if e in orders else epoch_order(plan.seed, e, count) for e in epochs}
+    share = plan.share(world_size)
+    for update, chosen in zip(range(start, plan.steps), chosen_rows(plan.seed, len(rows), plan.batch_size, start)):
         random = np.random.default_rng([plan.seed, update])
-        batch = rows.batch(np.array([int(orders[epoch][at]) for epoch, at in places]), random)
+        batch = rows.batch(np.array(chosen), random)
         explores = random.random(plan.batch_size) < plan.exploration
         least = explores * random.integers(min(2, plan.segments), plan.segments + 1, plan.batch_size)
         batch["least"] = torch.from_numpy(least)
@@ -100,21 +102,17 @@ class Trainer:
     """
 
     def __init__(self, model: RecursiveModel, plan: RecursivePlan, backend: TorchBackend):
-        if plan.batch_size % backend.world_size:
-            raise UserError(
-                f"global_batch_size {plan.batch_size} does not divide by {backend.world_size} workers; use a multiple"
-            )
         self.model, self.plan, self.backend = model, plan, backend
         rate = {"lr": plan.learning_rate, "betas": plan.betas, "weight_decay": plan.weight_decay}
         self.optimizer = backend.optimizer([{"params": list(model.parameters()), **rate}])
         self.shown = copy.deepcopy(model) if plan.ema else model
         self.shown.identity = model.identity  # one table: its optimiser moves only what a batch had
-        self.carry = fresh(model, plan.batch_size // backend.world_size)
+        self.carry = fresh(model, plan.share(backend.world_size))
         backend.step_boundary()
 
     def step(self, batch: dict[str, Tensor], number: int) -> dict[str, Tensor | float]:
-        """Update `number` (1-based) on rows of `segment_batches`; figures of it, as device scalars: loss (this worker's
-        share), share of the rows that are through which are right, and their segments."""
+        """Update `number` (1-based) on rows of `segment_batches`; figures of it, as device scalars, this
+        worker's share: loss, and of the rows that are through (sum, count) of those that are right and of segments."""
         model, plan, backend = self.model, self.plan, self.backend
         factor = plan.learning_rate_factor(number)
         set_learning_rates(self.optimizer, factor)
@@ -127,11 +125,11 @@ class Trainer:
         backend.backward(loss)
         segments = carry.segments + 1
         halted = halting(halt.detach(), segments, carry.budgets, plan.segments, batch["least"])
-        through = halted.sum().clamp(min=1)
+        through = halted.sum()
         figures = {
             "loss": loss.detach(),
-            "exact": (right & halted).sum() / through,
-            "segments": (segments * halted).sum() / through,
+            "exact": ((right & halted).sum(), through),
+            "segments": ((segments * halted).sum(), through),
         }
         self.carry = replace(carry, z_H=z_H, z_L=z_L, segments=segments, halted=halted)
         sums = sign_sums(carry.identifiers, picked.grad.float(), len(model.identity))
@@ -164,7 +162,7 @@ class Trainer:
             restore(self.shown, trainer["average"])
         with torch.no_grad():
             self.model.identity.copy_(trainer["identity"])
-        share = self.plan.batch_size // self.backend.world_size
+        share = self.plan.share(self.backend.world_size)
         mine = slice(self.backend.rank * share, (self.backend.rank + 1) * share)
         self.carry = Carry(**self.backend.to_device({name: kept[mine] for name, kept in trainer["carry"].items()}))
         self.backend.step_boundary()
@@ -236,8 +234,8 @@ def measure(
     """
     sums = torch.zeros(8, device=backend.device)
     share = batch_size // backend.world_size
-    for first in range(backend.rank * share, len(rows), batch_size):
-        at = np.arange(first, first + share)
+    for first in range(0, len(rows), batch_size):  # equally many for every worker
+        at = first + backend.rank * share + np.arange(share)
         batch = rows.batch(np.minimum(at, len(rows) - 1))
         batch["labels"][torch.from_numpy(at >= len(rows))] = IGNORE
         batch["counts"] = torch.from_numpy(at < len(rows))

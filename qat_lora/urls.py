@@ -2,7 +2,7 @@
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -77,27 +77,29 @@ def newest(url: str) -> str | None:
         return next((f"step_{step}" for step in _whole(files, path)), None)
 
 
-def push(checkpoint: Path, url: str) -> None:
-    """Copy a checkpoint's folder to a URL, under its name."""
+def push(checkpoint: Path, url: str, beside: Sequence[Path] = ()) -> None:
+    """Copy a checkpoint's folder to a URL, under its name, with other files."""
     with opened(url) as (files, path):
         target = f"{path}/{checkpoint.name}"
         if files.exists(target):  # of a run that went on from an earlier step
             files.rm(target, recursive=True)
         files.makedirs(target, exist_ok=True)
-        for file in sorted(checkpoint.iterdir(), key=lambda file: file.name == LAST):
+        for file in sorted([*beside, *checkpoint.iterdir()], key=lambda file: file.name == LAST):
             files.put_file(str(file), f"{target}/{file.name}")
 
 
 def pull_newest(url: str, folder: Path) -> Path | None:
     """Copy the newest whole checkpoint into `folder`; its path, or None where there is none."""
     with opened(url) as (files, path):
-        for step in _whole(files, path)[:1]:
-            target, part = folder / f"step_{step}", folder / f".part_{step}"
-            shutil.rmtree(part, ignore_errors=True)
-            _get(files, f"{path}/step_{step}", part)
-            part.rename(target)
-            return target
-    return None
+        steps = _whole(files, path)
+        if not steps:
+            return None
+        target, part = folder / f"step_{steps[0]}", folder / f".part_{steps[0]}"
+        for there in (part, target):  # of a process that died here
+            shutil.rmtree(there, ignore_errors=True)
+        _get(files, f"{path}/step_{steps[0]}", part)
+        part.rename(target)
+        return target
 
 
 def prune(url: str, keep: int) -> None:

@@ -39,7 +39,7 @@ def model_of(rows, **changes) -> RecursiveModel:
 def train(trainer: Trainer, rows, first: int, last: int) -> list[dict]:
     stream = segment_batches(rows, trainer.plan, first - 1)
     return [
-        {name: float(value) for name, value in trainer.step(next(stream), number).items()}
+        {name: float(np.ravel(value)[0]) for name, value in trainer.step(next(stream), number).items()}
         for number in range(first, last + 1)
     ]
 
@@ -138,13 +138,18 @@ def test_only_embeddings_of_puzzles_that_came_move(rows):
 
 
 def test_figures_are_of_the_rows_that_are_through(rows):
-    trainer = Trainer(model_of(rows[0]), PLAN, CPU)
-    for number, batch in enumerate(itertools.islice(segment_batches(rows[0], PLAN, 0), 6), 1):
+    """Rows that ask nothing are right, the others, of random weights, are not."""
+    labels = np.where(np.arange(len(rows[0]))[:, None] % 2, IGNORE, rows[0].labels)
+    data, counts = replace(rows[0], labels=labels, kind=None), []
+    trainer = Trainer(model_of(data), replace(PLAN, exploration=1.0), CPU)
+    for number, batch in enumerate(itertools.islice(segment_batches(data, trainer.plan, 0), 6), 1):
         found, carry = trainer.step(batch, number), trainer.carry
         through = carry.halted.nonzero()[:, 0]
-        assert found["segments"] == (carry.segments[through].float().mean() if len(through) else 0)
-        assert found["exact"] == 0  # of random weights
+        counts.append(len(through))
+        assert found["segments"] == (carry.segments[through].sum(), len(through))
+        assert found["exact"] == ((carry.labels[through] == IGNORE).all(1).sum(), len(through))
         assert found["lr"] == pytest.approx(1e-2 * PLAN.learning_rate_factor(number))
+    assert 0 in counts and max(counts) > 1
 
 
 def test_it_learns(rows):
@@ -188,6 +193,27 @@ def test_what_is_measured_is_what_a_row_at_a_time_gives(rows):
     for batch_size in (2, 3, len(heldout), 20):  # whatever the last batch is filled up with
         assert measure(model, heldout, 3, batch_size, CPU) == pytest.approx(wanted)
     assert 0 < wanted["heldout_exact_full"] < 1 and 1 < wanted["heldout_segments"] < 3
+
+
+@pytest.mark.parametrize("workers, batch_size", [(2, 12), (2, 4), (4, 12), (4, 8)])
+def test_every_worker_measures_equally_often_and_together_they_are_one(rows, workers, batch_size):
+    """Of 8 rows: in a batch of 12 some workers have none, and what they make up counts nothing."""
+    model, heldout, boundaries = model_of(rows[1]), rows[1], []
+
+    class Worker(TorchBackend):
+        def step_boundary(self):
+            boundaries[-1] += 1
+
+    def sums(rank: int, count: int) -> list[float]:
+        backend, given = Worker("cpu", "fp32"), []
+        backend.group = SimpleNamespace(rank=rank, world_size=count, gather=lambda v: given.append(v) or [[1.0] * 8])
+        boundaries.append(0)
+        measure(model, heldout, 3, batch_size, backend)
+        return given[0]
+
+    shares = [sums(rank, workers) for rank in range(workers)]
+    assert len(set(boundaries)) == 1
+    assert np.sum(shares, 0) == pytest.approx(sums(0, 1))
 
 
 def test_a_budget_ends_a_row_when_measured_too(rows):

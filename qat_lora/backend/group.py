@@ -13,6 +13,7 @@ from torch.distributed import Store
 from qat_lora.errors import UserError
 
 LINGER = 4  # seconds that a failed worker keeps its store for the others
+PART = 4 * 2**20  # bytes of a value in the store, which refuses 8 MiB
 PATIENCE = 1800  # seconds without an answer before a worker gives up, as long as gloo waits
 SIGTERM = threading.Event()  # this process was asked to stop
 
@@ -26,19 +27,26 @@ class Group:
     def __init__(self, rank: int = 0, world_size: int = 1, store: Store | None = None, serves: bool = False):
         self.rank, self.world_size, self.store = rank, world_size, store
         self.serves = serves  # the store ends with this process, so it leaves last
-        self.calls = 0
+        self.calls, self.written = 0, []
 
     def gather(self, value: Any) -> list:
         """What each worker gave, in the order of ranks. Raises UserError once another worker has failed."""
         if self.world_size == 1:
             return [value]
-        keys = [f"{self.calls}/{rank}" for rank in range(self.world_size)]
-        self.store.set(keys[self.rank], pickle.dumps(value))
+        keys, content = [f"{self.calls}/{rank}" for rank in range(self.world_size)], pickle.dumps(value)
+        parts = [content[at : at + PART] for at in range(0, len(content), PART)]
+        mine = [f"{keys[self.rank]}/{number}" for number in range(len(parts) - 1)]
+        for key, part in zip(mine, parts[1:]):
+            self.store.set(key, part)
+        self.store.set(keys[self.rank], len(parts).to_bytes(4) + parts[0])  # the last to come
         self._wait(keys)
-        values = [pickle.loads(content) for content in self.store.multi_get(keys)]
-        if self.calls:  # everyone is in this call, so everyone has read the one before
-            self.store.delete_key(f"{self.calls - 1}/{self.rank}")
-        self.calls += 1
+        values = []
+        for key, first in zip(keys, self.store.multi_get(keys)):
+            rest = [self.store.get(f"{key}/{number}") for number in range(int.from_bytes(first[:4]) - 1)]
+            values.append(pickle.loads(first[4:] + b"".join(rest)))
+        for key in self.written:  # everyone is in this call, so everyone has read the one before
+            self.store.delete_key(key)
+        self.calls, self.written = self.calls + 1, [keys[self.rank], *mine]
         return values
 
     def on_main(self, function: Callable[[], Any]) -> Any:

@@ -123,6 +123,8 @@ class TorchBackend:
     def world_size(self) -> int:
         return self.group.world_size
 
+    on_tpu = False
+
     @property
     def is_main(self) -> bool:
         """Whether this worker writes the run directory and speaks: worker 0."""

@@ -56,9 +56,14 @@ class XlaBackend(TorchBackend):
         if self.bf16:  # autocast("xla") leaves attention out, and rope gives fp32 queries and keys beside bf16 values
             ALL_ATTENTION_FUNCTIONS["sdpa"] = _attention_of_one_type
 
+    @property
+    def on_tpu(self) -> bool:
+        """Whether the device is a TPU chip, not torch_xla's CPU device."""
+        return os.environ.get("PJRT_DEVICE") == "TPU"
+
     def _wants_bf16(self, precision: str) -> bool:
         if precision == "auto":  # torch_xla's CPU device emulates bf16 slowly
-            precision = "bf16" if os.environ.get("PJRT_DEVICE") == "TPU" else "fp32"
+            precision = "bf16" if self.on_tpu else "fp32"
         return super()._wants_bf16(precision)
 
     def __str__(self):
@@ -116,6 +121,6 @@ class XlaBackend(TorchBackend):
         return probe.counters()
 
     def peak_memory_mb(self) -> float:
-        if os.environ.get("PJRT_DEVICE") == "TPU":
+        if self.on_tpu:
             return xm.get_memory_info(self.device)["peak_bytes_used"] / 2**20
         return super().peak_memory_mb()

@@ -15,16 +15,27 @@ def epoch_order(seed: int, epoch: int, count: int) -> Tensor:
     return torch.from_numpy(np.random.default_rng([seed, epoch]).permutation(count))
 
 
+def chosen_rows(seed: int, count: int, rows: int, start: int = 0) -> Iterator[list[int]]:
+    """Which of `count` rows each update has, from number `start` on, without end: all epochs' orders stand end to end,
+    and each update takes the next `rows` of them."""
+    orders: dict[int, list[int]] = {}
+    for update in range(start, 2**63):
+        places = [divmod(place, count) for place in range(update * rows, (update + 1) * rows)]
+        epochs = {epoch for epoch, _ in places}
+        orders = {e: orders[e] if e in orders else epoch_order(seed, e, count).tolist() for e in epochs}
+        yield [orders[epoch][at] for epoch, at in places]
+
+
 def batches(
     dataset: Dataset, batch_size: int, accumulation: int, seed: int, start: int = 0, rank: int = 0, world_size: int = 1
 ) -> Iterator[dict]:
     """This worker's micro-batches from update number `start` on, without end.
 
-    All epochs' orders stand end to end, and each update takes the next batch_size · accumulation · world_size rows of
-    them: every row once an epoch, whatever the numbers divide by, and the same rows in an update for one worker and
-    for many. dataset[i] is a dict of tensors with a `mask`, and dataset.kept(i) the positions that its mask keeps.
-    Every micro-batch also carries `total`: the positions kept in the whole update, in all micro-batches and workers,
-    by which its loss is to be divided; the losses and gradients of workers and micro-batches then add up.
+    Each update takes the next batch_size · accumulation · world_size of `chosen_rows`: every row once an epoch,
+    whatever the numbers divide by, and the same rows in an update for one worker and for many. dataset[i] is a dict of
+    tensors with a `mask`, and dataset.kept(i) the positions that its mask keeps. Every micro-batch also carries
+    `total`: the positions kept in the whole update, in all micro-batches and workers, by which its loss is to be
+    divided; the losses and gradients of workers and micro-batches then add up.
     """
     count, rows = len(dataset), batch_size * accumulation * world_size
     if count < batch_size * world_size:
@@ -32,12 +43,7 @@ def batches(
             f"{count} training rows are fewer than a batch of {batch_size} for each of {world_size} workers; "
             "lower --batch-size or add text"
         )
-    orders: dict[int, list[int]] = {}
-    for update in range(start, 2**63):
-        places = [divmod(place, count) for place in range(update * rows, (update + 1) * rows)]
-        epochs = {epoch for epoch, _ in places}
-        orders = {e: orders[e] if e in orders else epoch_order(seed, e, count).tolist() for e in epochs}
-        chosen = [orders[epoch][at] for epoch, at in places]
+    for chosen in chosen_rows(seed, count, rows, start):
         total = torch.tensor(float(max(1, sum(map(dataset.kept, chosen)))))  # an update may keep no target: loss 0
         for first in range(rank * batch_size, rows, batch_size * world_size):
             items = [dataset[i] for i in chosen[first : first + batch_size]]

@@ -101,7 +101,9 @@ def split(rows: PuzzleRows, fraction: float, seed: int) -> tuple[PuzzleRows, Puz
     elif rows.kind:
         keys = puzzles.form(rows.kind, rows.inputs)
     else:
-        given = np.where(rows.labels == IGNORE, rows.inputs, PAD) if rows.causal else rows.inputs
+        asked = rows.labels != IGNORE
+        before = asked.cumsum(1) == asked  # no label comes earlier: of causal rows the prompt
+        given = np.where(before, rows.inputs, PAD) if rows.causal else rows.inputs
         keys = [row.tobytes() for row in given]
     classes: dict[bytes, list[int]] = {}
     for number, key in enumerate(keys):
@@ -190,7 +192,7 @@ def load(path: str) -> tuple[PuzzleRows, PuzzleRows]:
     dataset.json says, and where the two sides differ."""
     with urls.local_folder(path) as folder:
         train, heldout = (_load(folder / side, f"{path.rstrip('/')}/{side}") for side in SIDES)
-    for name in ("length", "vocab", "kind", "causal"):
+    for name in ("length", "vocab", "identifiers_count", "kind", "causal"):
         if getattr(train, name) != getattr(heldout, name):
             raise UserError(
                 f"{path}: {name} is {getattr(train, name)} in train and {getattr(heldout, name)} in test; "

@@ -1,17 +1,16 @@
 """Pretraining a recursive reasoning model: options and steps of pretrain.py and of its smoke test."""
 
 import dataclasses
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-import matplotlib
 import torch
+from matplotlib import pyplot as plt
 
 from qat_lora.backend import TorchBackend, launch, open_backend, planned_workers
 from qat_lora.data.puzzle_rows import PuzzleRows, draw, load, split
-from qat_lora.data.puzzles import side
+from qat_lora.data.puzzles import BLANK, BOXES, MAZE, WALL, side
 from qat_lora.errors import UserError
 from qat_lora.experiments.remote import bring_back, check_unused, copy_out
 from qat_lora.models.recursive import RecursiveModel, RecursiveSpec
@@ -21,9 +20,6 @@ from qat_lora.run.files import write_atomically
 from qat_lora.run.plots import plot_run
 from qat_lora.run.rundir import open_run, say
 from qat_lora.run.session import Every, Session
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # after the choice of how to draw
 
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16"}
 ARCH = (
@@ -88,12 +84,12 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     """The experiment, in each of its workers."""
     if backend.is_main:
         announce(backend)
-    with backend.group.main_first():
-        train, heldout = open_rows(cfg)
+    train, heldout = open_rows(cfg)
     plan, spec = plan_of(cfg, len(train)), spec_of(cfg, train)
     backend.seed(cfg.seed)
     model = RecursiveModel(spec)
     workers = planned_workers(backend.kind, cfg.num_chips) if cfg.dry_run else backend.world_size
+    plan.share(workers)
     if backend.is_main:
         describe(backend, train, heldout, plan, model, workers)
     if cfg.dry_run:
@@ -103,7 +99,8 @@ def work(backend: TorchBackend, cfg: Config) -> None:
         backend.group.on_main(lambda: bring_back(cfg.checkpoint_path, Path(cfg.output_dir)))
     elif cfg.checkpoint_path and cfg.resume == "off":
         backend.group.on_main(lambda: check_unused(cfg.checkpoint_path))
-    run = open_run("pretrain", cfg, {"device": str(backend), "data": train.fingerprint}, backend.group)
+    facts = {"device": str(backend), "data": train.fingerprint, "heldout": heldout.fingerprint}
+    run = open_run("pretrain", cfg, facts, backend.group)
     every = Every(cfg.log_interval, cfg.eval_interval, cfg.save_interval)
     saved = (lambda path: copy_out(run.path, path, cfg.checkpoint_path)) if cfg.checkpoint_path else None
     session = Session(run, backend, every, ("loss", "exact"), saved=saved)
@@ -119,14 +116,12 @@ def work(backend: TorchBackend, cfg: Config) -> None:
 
     def evaluate(step: int) -> dict[str, float]:
         figures = measure(trainer.shown, heldout, plan.segments, plan.batch_size, backend)
-        if backend.is_main and (not best or rank(figures) > rank(best["figures"])):
+        if backend.is_main and (not best or merit(figures) > merit(best["figures"])):
             best.update(figures={"step": step, **figures}, state=kept(trainer.shown, backend))
         return figures
 
     train_recursive(trainer, train, session, evaluate, best)
-    cost = session.cost()
-    if backend.is_main:
-        finish(run, trainer.shown, heldout, plan, backend, best, cost)
+    finish(run, trainer.shown, heldout, plan, backend, best, session.cost())
 
 
 def fuse(backend: TorchBackend, model: RecursiveModel) -> None:
@@ -137,7 +132,7 @@ def fuse(backend: TorchBackend, model: RecursiveModel) -> None:
         say(f"[Athena] Not compiled, so slower: this machine lacks {lacking}")
 
 
-def rank(figures: dict[str, float]) -> tuple[float, float]:
+def merit(figures: dict[str, float]) -> tuple[float, float]:
     """Which of two states is better: by the rows right after all segments, then by the loss."""
     return figures["heldout_exact_full"], -figures["heldout_loss"]
 
@@ -196,7 +191,7 @@ def announce(backend: TorchBackend) -> None:
     """The device, in the guide's words."""
     place = f"{backend.rank}/{backend.world_size}"
     if backend.kind == "xla":
-        what = "TPU detected" if os.environ.get("PJRT_DEVICE") == "TPU" else "XLA on the CPU"
+        what = "TPU detected" if backend.on_tpu else "XLA on the CPU"
         say(f"[Athena] {what}. Core {place}, Device: {backend.device}")
     elif backend.kind == "cuda":
         say(f"[Athena] CUDA detected. Using GPU: {torch.cuda.get_device_name(backend.device)}")
@@ -215,8 +210,6 @@ def describe(
     model: RecursiveModel,
     workers: int,
 ) -> None:
-    if plan.batch_size % workers:
-        raise UserError(f"global_batch_size {plan.batch_size} does not divide by {workers} workers; use a multiple")
     spec, weights = model.spec, sum(p.numel() for p in model.parameters())
     applied = spec.L_layers * spec.H_cycles * (spec.L_cycles + 1)
     say(f"{weights:,} weights on {backend}, {spec.L_layers} layers that a segment applies {applied} deep")
@@ -229,21 +222,23 @@ def describe(
 # -- what comes out --------------------------------------------------------------------------------------------------
 def finish(run, model: RecursiveModel, heldout: PuzzleRows, plan: RecursivePlan, backend: TorchBackend, best: dict,
            cost: dict) -> None:  # fmt: skip
-    """best.pt, the picture of a puzzle that the best state was asked, summary.json and the curves."""
-    with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            tensor.copy_(best["state"][name])
+    """best.pt, the picture of a puzzle that the best state was asked, summary.json and the curves. `best` is the first
+    worker's; all of them answer."""
+    if backend.is_main:
+        model.load_state_dict(best["state"])
+    backend.broadcast([*model.parameters(), *model.buffers()])
+    rows = torch.arange(plan.share(backend.world_size)).clamp(max=len(heldout) - 1)
+    batch = heldout.batch(rows.numpy())  # as many as a batch has, so that nothing is compiled anew
+    found, _ = answer(model, backend.to_device(batch), plan.segments, backend)
+    early, segments = backend.to_host([found.early, found.segments])
+    if not backend.is_main:
+        return
     made = {"spec": dataclasses.asdict(model.spec), "kind": heldout.kind, **best}
     write_atomically(run.path / "best.pt", lambda file: torch.save(made, file))
     picture = run.path / "solved.png"
     if heldout.kind:
-        rows = torch.arange(plan.batch_size // backend.world_size).clamp(max=len(heldout) - 1)
-        batch = heldout.batch(rows.numpy())  # as many as a batch has, so that nothing is compiled anew
-        found, _ = answer(model, backend.to_device(batch), plan.segments, backend)
-        right = (found.early.cpu() == batch["labels"]).all(1)
-        at = int(right.int().argmax())  # the first that is right, or the first
-        draw_answer(heldout.kind, batch["inputs"][at], batch["labels"][at], found.early[at].cpu(),
-                    int(found.segments[at]), picture)  # fmt: skip
+        at = int((early == batch["labels"]).all(1).int().argmax())  # the first that is right, or the first
+        draw_answer(heldout.kind, batch["inputs"][at], batch["labels"][at], early[at], int(segments[at]), picture)
     figures = best["figures"]
     run.finish("finished", **figures, weights=sum(p.numel() for p in model.parameters()), **cost)
     say(
@@ -266,13 +261,13 @@ def draw_answer(kind: str, question, label, found, segments: int, path: Path) ->
             colour = "black" if token == given else "tab:green"
             if axis is axes[1] and token != wanted:
                 axis.add_patch(plt.Rectangle((column, row), 1, 1, color="tab:red", alpha=0.4, zorder=2))
-            if maze and token == 1:
+            if maze and token == WALL:
                 axis.add_patch(plt.Rectangle((column, row), 1, 1, color="0.25"))
-            elif maze or token > 1:
-                text = "?# SGo"[min(token, 5)] if maze else str(token - 1)
+            elif maze or token > BLANK:
+                text = MAZE[token] if maze else str(token - BLANK)
                 axis.text(column + 0.5, row + 0.55, text, color=colour, ha="center", va="center", fontsize=120 / n)
         if not maze:
-            high, wide = {4: (2, 2), 6: (2, 3), 9: (3, 3)}[n]
+            high, wide = BOXES[kind]
             for line in range(n + 1):
                 axis.axhline(line, color="black", linewidth=2.5 if line % high == 0 else 0.5)
                 axis.axvline(line, color="black", linewidth=2.5 if line % wide == 0 else 0.5)

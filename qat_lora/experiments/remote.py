@@ -8,14 +8,12 @@ from qat_lora.run.rundir import say
 from qat_lora.urls import check_writable, newest, prune, pull_newest, push
 
 KEEP = 2
-BESIDE = ("config.yaml", "manifest.json", "metrics.jsonl")  # what a run directory holds beside its checkpoints
+BESIDE = ("config.yaml", "metrics.jsonl", "manifest.json")  # of a run directory; with the last it is one
 
 
 def copy_out(run_path: Path, checkpoint: Path, url: str) -> None:
     """Copy a checkpoint to `url`, a folder or a bucket, with the files of its run directory; older copies go."""
-    for name in BESIDE:
-        shutil.copy(run_path / name, checkpoint / name)
-    push(checkpoint, url)
+    push(checkpoint, url, [run_path / name for name in BESIDE])
     prune(url, KEEP)
 
 

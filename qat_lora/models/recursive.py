@@ -27,7 +27,8 @@ class RecursiveSpec:
 
     H_cycles times: L_cycles updates of z_L, one of z_H, each by the same `L_layers` blocks; only the last of the H
     cycles has a gradient, with one_step_gradient only its last two updates. mlp_t: tokens are mixed by an MLP over
-    positions, not by attention. causal: a position sees those before it alone.
+    positions, not by attention. causal: a position sees those before it alone, so the halting head, at position 0, no
+    token: any place that sees all of a prompt may see answers, too.
     """
 
     vocab: int
@@ -157,9 +158,7 @@ class RecursiveModel(nn.Module):
             updates = 1 if spec.one_step_gradient else spec.L_cycles
             z_H, z_L = self.cycle(z_H, z_L, e, turns, weights, updates)
             logits = F.linear(z_H[:, 1:], self.head.to(cast))
-            # Position 0 sees every other, except where each sees only those before it: there the last one does.
-            seen = z_H[:, -1] if spec.causal else z_H[:, 0]
-            halt = F.linear(seen, self.halt_weight.to(cast), self.halt_bias.to(cast)).squeeze(1)
+            halt = F.linear(z_H[:, 0], self.halt_weight.to(cast), self.halt_bias.to(cast)).squeeze(1)
         wide = torch.promote_types(cast, torch.float32)
         return z_H.detach().to(given), z_L.detach().to(given), logits.to(wide), halt.to(wide)
 
@@ -202,7 +201,7 @@ class RecursiveModel(nn.Module):
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """softmax(qkᵀ/√D)·v of [B, heads, S, D]. Over few positions the two products by themselves are faster on a CPU than
     the kernel for long texts, whose backward pass in bf16 takes eight times as long (docs/benchmarks.md)."""
-    if causal or q.shape[2] > FEW_POSITIONS:
+    if causal or q.device.type == "cuda" or q.shape[2] > FEW_POSITIONS:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
     weights = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(2, 3)).softmax(
         -1, torch.promote_types(q.dtype, torch.float32)
@@ -227,10 +226,10 @@ def stablemax_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Cross-entropy [B, L] of logits [B, L, V], in their dtype, under stablemax (arXiv 2501.04697), 0 where the label
     is IGNORE.
 
-    Stablemax is s(x)/Σs, s(x) = x + 1 from 0 on and 1/(1 − x) below: log s(x) = sign(x)·log(1 + |x|), and the softmax
-    of that. So it needs no fp64, which a TPU has not.
+    Stablemax is s(x)/Σs, s(x) = x + 1 from 0 on and 1/(1 − x) below: log s(x) = ±log(1 + |x|), and the softmax of that.
+    So it needs no fp64, which a TPU has not.
     """
-    logs = logits.sign() * logits.abs().log1p()
+    logs = logits.clamp(min=0).log1p() - (-logits).relu().log1p()  # of slope 1 at 0, where sign and abs have none
     return F.cross_entropy(logs.transpose(1, 2), labels, ignore_index=IGNORE, reduction="none")
 
 

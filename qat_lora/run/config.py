@@ -21,7 +21,8 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 def option(default: Any, help: str, *aliases: str) -> Any:
     """A field of a script's config; aliases: other flags for it ("--from"), and other keys of a preset ("from")."""
-    return field(default=default, metadata={"help": help.replace("%", "%%"), "aliases": list(aliases)})
+    spelled = [name for alias in aliases for name in (alias, f"--{alias[2:].replace('-', '_')}")]
+    return field(default=default, metadata={"help": help.replace("%", "%%"), "aliases": list(dict.fromkeys(spelled))})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +37,7 @@ class ScriptConfig:
     DEFAULT_CONFIG: ClassVar[str | None] = None
 
     config: str | None = option(None, "preset NAME of configs/<script>/NAME.yaml, or a YAML file; flags win over it")
-    device: str = option(
-        "auto", "auto, cpu, cuda, tpu or xla; auto: TPU chips, then CUDA, then CPU", "--device-type", "--device_type"
-    )
+    device: str = option("auto", "auto, cpu, cuda, tpu or xla; auto: TPU chips, then CUDA, then CPU", "--device-type")
     tpu: bool = option(False, "short for --device tpu")
     precision: str = option("auto", "fp32 or bf16 (autocast); auto: bf16 on TPU, CUDA and CPUs that multiply it")
     seed: int = option(0, "seed of everything random")

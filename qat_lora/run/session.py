@@ -16,6 +16,7 @@ from qat_lora.run.checkpoint import load_checkpoint, save_checkpoint
 from qat_lora.run.rundir import Run, say
 
 SHARES = ("loss", "kl", "tokens")  # recorded by each worker for its part; of other figures worker 0's stands for all
+SUM, COUNT = ".sum", ".count"  # of a figure that is a mean over what the steps of all workers have
 
 
 @dataclass(frozen=True)
@@ -95,11 +96,16 @@ class Session:
                 self._after(step, total, started, evaluate)
         self.offset += total
 
-    def record(self, **values: Tensor | float) -> None:
+    def record(self, **values: Tensor | float | tuple[Tensor, Tensor]) -> None:
         """Figures of one step; called once a step, loss, kl and tokens as this worker's share of the update's. Over a
         log interval tokens add up, lr and block show their last value, and the rest is averaged over the steps that
-        have it."""
-        self.pending.append(values)
+        have it. A pair is (sum, count) of what this worker has: a line shows all sums over all counts, if there are
+        any."""
+        pairs = {name: value for name, value in values.items() if isinstance(value, tuple)}
+        plain = {name: value for name, value in values.items() if name not in pairs}
+        self.pending.append(
+            plain | {name + end: part for name, pair in pairs.items() for end, part in zip((SUM, COUNT), pair)}
+        )
 
     def best(self, figure: str) -> float:
         """The lowest value of a figure that this run has logged, evaluations before a resume included."""
@@ -167,7 +173,10 @@ class Session:
         numbers = iter(self.backend.fetch(*[self.pending[i][n] for i, ns in enumerate(names) for n in ns]))
         mine = [values | {n: next(numbers) for n in names[i]} for i, values in enumerate(self.pending)]
         for i, shares in enumerate(zip(*self.backend.group.gather(mine))):
-            values = {n: sum(share[n] for share in shares) if n in SHARES else v for n, v in shares[0].items()}
+            values = {
+                n: sum(share[n] for share in shares) if n in SHARES or n.endswith((SUM, COUNT)) else v
+                for n, v in shares[0].items()
+            }
             if not all(map(math.isfinite, values.values())):
                 self._refuse(last - len(self.pending) + 1 + i, values)
             self.interval.append(values)
@@ -177,8 +186,13 @@ class Session:
         names = dict.fromkeys(name for values in self.interval for name in values)
         columns = {name: [values[name] for values in self.interval if name in values] for name in names}
         figures = {name: column[-1] if name in ("lr", "block") else sum(column) for name, column in columns.items()}
-        for name in figures.keys() - {"lr", "block", "tokens"}:
-            figures[name] /= len(columns[name])
+        for name in columns:
+            if name.endswith(SUM):
+                own = name.removesuffix(SUM)
+                total, count = figures.pop(name), figures.pop(own + COUNT)
+                figures |= {own: total / count} if count else {}
+            elif name not in ("lr", "block", "tokens") and not name.endswith(COUNT):
+                figures[name] /= len(columns[name])
         busy = sum(self.seconds.values())
         figures["tokens_per_s"] = figures["tokens"] / max(1e-9, busy - self.logged_seconds)
         self.bar.set_postfix({name: f"{figures[name]:.3g}" for name in self.shown if name in figures})

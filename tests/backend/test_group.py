@@ -44,6 +44,25 @@ def test_everyone_gathers_everything_in_the_order_of_ranks(together):
     assert together(calls) == [[[(rank, turn) for rank in range(3)] for turn in range(20)]] * 3
 
 
+def test_what_is_larger_than_the_store_takes_is_gathered_in_parts(together, monkeypatch):
+    """TCPStore refuses 8 MiB; a carry of many rows has more. Nothing of it stays."""
+    monkeypatch.setattr(module, "PART", 2**10)
+
+    def calls(group):
+        large = [group.gather(bytes([group.rank]) * (1000 * (group.rank + 1) ** 3)) for _ in range(2)]
+        return large, group.gather(None)
+
+    wanted = [bytes([rank]) * (1000 * (rank + 1) ** 3) for rank in range(3)]
+    assert together(calls) == [([wanted, wanted], [None] * 3)] * 3
+
+
+def test_a_part_is_one_that_the_store_takes(together):
+    def calls(group):
+        return [len(value) for value in group.gather(bytes(9 * 2**20))], group.gather(None)
+
+    assert together(calls, 2) == [([9 * 2**20] * 2, [None] * 2)] * 2
+
+
 def test_one_worker_needs_no_store():
     assert ALONE.gather(1) == [1] and ALONE.on_main(lambda: 2) == 2 and ALONE.is_first_to_fail()
     ALONE.agree({"a": 1})

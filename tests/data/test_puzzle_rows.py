@@ -61,6 +61,13 @@ def test_a_split_by_string_would_leak():
     assert set(classes[:270]) & set(classes[270:])
 
 
+def test_causal_text_is_split_by_all_of_its_prompt():
+    """Its last byte has a label, which is the answer's first."""
+    texts = [{"prompt": str(n), "response": "same"} for n in range(4)]
+    train, heldout = split(text(rows=texts, causal=True), 0.5, 0)
+    assert len(train) == len(heldout) == 2
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_text_is_split_by_its_prompt(causal):
     for seed in range(5):

@@ -9,9 +9,11 @@ from torch import nn
 from qat_lora.backend import TorchBackend
 from qat_lora.errors import UserError
 from qat_lora.models.recursive import (
+    FEW_POSITIONS,
     IGNORE,
     RecursiveModel,
     RecursiveSpec,
+    attention,
     fresh,
     halting,
     refill,
@@ -130,6 +132,17 @@ def test_the_states_come_back_without_a_gradient_and_the_logits_with_one():
     assert not z_H.requires_grad and not z_L.requires_grad and logits.requires_grad and halt.requires_grad
 
 
+@pytest.mark.parametrize("places", [5, FEW_POSITIONS + 1])
+@pytest.mark.parametrize("causal", [False, True])
+def test_both_ways_of_attention_are_one(places, causal):
+    made = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 3, places, 4, generator=made, dtype=torch.double) for _ in range(3))
+    scores = q @ k.transpose(2, 3) / 2
+    if causal:
+        scores = scores.masked_fill(torch.ones(places, places).triu(1).bool(), -torch.inf)
+    torch.testing.assert_close(attention(q, k, v, causal), scores.softmax(-1) @ v)
+
+
 def test_the_root_mean_square_is_one():
     x = torch.randn(3, 4, 8, dtype=torch.double, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(rms(x), x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt())
@@ -149,9 +162,12 @@ def test_stablemax_in_fp32_is_that_of_fp64_even_for_large_logits():
     torch.testing.assert_close(
         stablemax_loss(logits, labels), stablemax_loss(logits.double(), labels).float(), rtol=1e-5, atol=1e-5
     )
+
+
+def test_stablemax_has_its_slope_at_0_as_well():
     logits = torch.zeros(1, 1, 4, requires_grad=True)
     stablemax_loss(logits, torch.tensor([[0]])).sum().backward()
-    assert logits.grad.isfinite().all()
+    torch.testing.assert_close(logits.grad[0, 0], torch.tensor([-0.75, 0.25, 0.25, 0.25]))
 
 
 def test_positions_without_a_label_have_no_loss_and_do_not_make_an_answer_wrong():
@@ -180,8 +196,9 @@ def test_of_causal_rows_a_token_changes_nothing_before_it():
         for at in range(LENGTH):
             changed = inputs.clone()
             changed[:, at] = changed[:, at] % (VOCAB - 1) + 1
-            one, other = (model(z_H, z_L, tokens, picked)[2] for tokens in (inputs, changed))
-            assert torch.equal(one[:, :at], other[:, :at]) and not torch.equal(one[:, at], other[:, at])
+            one, other = (model(z_H, z_L, tokens, picked) for tokens in (inputs, changed))
+            assert torch.equal(one[2][:, :at], other[2][:, :at]) and not torch.equal(one[2][:, at], other[2][:, at])
+            assert torch.equal(one[3], other[3]), "the halting head has seen an answer"
 
 
 def test_without_causal_every_token_is_seen_by_every_position():

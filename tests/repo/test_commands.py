@@ -126,6 +126,10 @@ def test_commands_of_the_seed_guides_parse(config_of, command):
     if script in ("pretrain", "smoke_test"):
         devices = [word.removeprefix("device_type=") for word in argv if word.startswith("device_type=")]
         assert config.device == (*devices, "auto")[0]
+        if "global_batch_size=1024" in argv:
+            assert config.global_batch_size == 1024
+        if script == "smoke_test":
+            assert config.run_training and config.train_epochs == 5
         return
     if script == "train_musclebob_improved":
         assert config.epochs == 5 and config.batch_size == (2 if "--sft" in argv else 1)

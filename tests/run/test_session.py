@@ -24,6 +24,7 @@ class Toy:
         self.run, self.backend = Run(path, resumed), TorchBackend("cpu", "fp32")
         self.session, self.weight = Session(self.run, self.backend, every), torch.zeros(1)
         self.steps_seen, self.events, self.losses, self.hooks = [], [], losses or {}, {}
+        self.also = lambda number: {}
 
     def stage(self, name: str, total: int, evaluate=None) -> "Toy":
         def state():
@@ -42,7 +43,7 @@ class Toy:
             if number in self.hooks:
                 self.hooks[number]()
             loss = torch.tensor(self.losses.get(number, float(number)))
-            self.session.record(loss=loss, walk=self.weight.clone(), tokens=10, lr=1.0 / number)
+            self.session.record(loss=loss, walk=self.weight.clone(), tokens=10, lr=1.0 / number, **self.also(number))
         return self
 
     def lines(self) -> list[dict]:
@@ -96,6 +97,30 @@ def test_a_line_averages_its_interval(toy):
     assert first["tokens"] == 40 and first["lr"] == 1 / 4 and first["stage"] == "qat"
     assert second["step"] == 6 and second["loss"] == pytest.approx(5.5) and second["tokens"] == 20
     assert all(line["tokens_per_s"] > 0 for line in made.run.metrics())
+
+
+def test_a_pair_is_a_mean_over_what_there_is(toy):
+    """Steps without any of it count nothing, and a line without any has no such figure."""
+    made = toy(Every(log=2))
+    has = {1: (3.0, 4.0), 2: (0.0, 0.0), 3: (0.0, 0.0), 4: (0.0, 0.0), 5: (1.0, 1.0), 6: (1.0, 3.0)}
+    made.also = lambda number: {"exact": tuple(map(torch.tensor, has[number]))}
+    found = made.stage("qat", 6).lines()
+    assert [line.get("exact") for line in found] == [0.75, None, 0.5]
+    assert not any("." in name for line in found for name in line)
+
+
+def test_a_pair_is_over_all_workers(toy, monkeypatch):
+    made = toy(Every(log=1))
+    made.also = lambda number: {"exact": (torch.tensor(1.0), torch.tensor(2.0))}
+
+    def gather(value):  # another worker, which has 5 of 6
+        return [value, [line | {"exact.sum": 5.0, "exact.count": 6.0} for line in value] if value else value]
+
+    monkeypatch.setattr(made.session.backend.group, "gather", gather)
+    with pytest.raises(RuntimeError, match="enough"):
+        made.hooks[2] = lambda: (_ for _ in ()).throw(RuntimeError("enough"))
+        made.stage("qat", 2)
+    assert made.lines()[0]["exact"] == 6 / 8
 
 
 def test_figures_are_fetched_only_when_something_is_due(toy):

@@ -17,6 +17,7 @@ from ports import free_port
 from qat_lora import recursive
 from qat_lora.data.puzzle_rows import draw, save, split
 from qat_lora.errors import UserError
+from qat_lora.experiments import remote
 from qat_lora.experiments.athena import announce
 from qat_lora.models.recursive import RecursiveModel, RecursiveSpec
 from qat_lora.run.checkpoint import load_checkpoint
@@ -55,7 +56,7 @@ def lines(folder: Path) -> list[dict]:
 
 
 def same_figures(ours: list[dict], theirs: list[dict], rel: float) -> None:
-    names = ("step", "loss", "grad_norm", "heldout_loss", "heldout_cells", "heldout_segments", "lr")
+    names = ("step", "loss", "exact", "segments", "grad_norm", "lr", "heldout_loss", "heldout_cells")
     for one, other in zip(ours, theirs, strict=True):
         shared = [name for name in names if name in other]
         assert [one[name] for name in shared] == pytest.approx([other[name] for name in shared], rel=rel)
@@ -104,9 +105,8 @@ def test_status_lines_are_the_guides(train, tmp_path, capsys):
     ],
 )  # fmt: skip
 def test_status_lines_of_devices_that_are_not_here(monkeypatch, capsys, kind, place, device, said):
-    monkeypatch.setenv("PJRT_DEVICE", "TPU")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA RTX 4060")
-    announce(SimpleNamespace(kind=kind, rank=place[0], world_size=place[1], device=device))
+    announce(SimpleNamespace(kind=kind, rank=place[0], world_size=place[1], device=device, on_tpu=kind == "xla"))
     assert capsys.readouterr().out.splitlines() == said
 
 
@@ -236,6 +236,26 @@ def same_best(one: Path, other: Path) -> None:
     left, right = (torch.load(folder / "best.pt", weights_only=True) for folder in (one, other))
     assert left["figures"] == right["figures"]
     assert all(torch.equal(left["state"][name], right["state"][name]) for name in right["state"])
+
+
+def test_bringing_a_copy_back_may_die_at_any_file(train, tmp_path, monkeypatch):
+    words = [f"checkpoint_path={tmp_path / 'bucket'}", "steps=3", f"output_dir={tmp_path / 'first'}"]
+    train(*words)
+    assert not {"config.yaml", "metrics.jsonl"} & set(os.listdir(tmp_path / "first" / "checkpoints" / "step_3"))
+    move = shutil.move
+    for at in range(3):
+        folder, left = tmp_path / f"again{at}", iter(range(at))
+
+        def dies(*paths, left=left):
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            move(*paths)
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(shutil, "move", dies)
+            remote.bring_back(str(tmp_path / "bucket"), folder)
+        remote.bring_back(str(tmp_path / "bucket"), folder)
+        assert lines(folder) == lines(tmp_path / "first")
 
 
 @pytest.mark.parametrize("kind", ["folder", "memory"])
