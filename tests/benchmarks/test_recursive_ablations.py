@@ -1,4 +1,4 @@
-"""The ablations: a line a variant, and the picture, from what the runs have measured; finished runs are not run again."""
+"""The ablations: a line a variant, the picture, from what runs have measured; finished runs are not run again."""
 
 import json
 
