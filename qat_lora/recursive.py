@@ -29,6 +29,7 @@ from qat_lora.run.schedule import set_learning_rates
 from qat_lora.run.session import Session
 
 STAGE = "pretrain"
+MOST_SEGMENTS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +50,8 @@ class RecursivePlan(Plan):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.segments < 1:
-            raise UserError(f"--halt-max-segments {self.segments} must be at least 1")
+        if not 1 <= self.segments <= MOST_SEGMENTS:
+            raise UserError(f"--halt-max-segments {self.segments} must be at least 1, at most {MOST_SEGMENTS:,}")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise UserError(f"--beta1 {self.betas[0]} and --beta2 {self.betas[1]} must be from 0 to below 1")
         for flag, value in (
@@ -58,9 +59,8 @@ class RecursivePlan(Plan):
         ):  # fmt: skip
             if not 0 <= value <= 1 or (value == 1 and flag == "ema-decay"):
                 raise UserError(f"--{flag} {value} must be from 0 to {'below ' if flag == 'ema-decay' else ''}1")
-        for flag in ("weight_decay", "identifier_learning_rate", "identifier_weight_decay"):
-            if getattr(self, flag) < 0:
-                raise UserError(f"--{flag.replace('_', '-')} {getattr(self, flag)} must not be negative")
+        if self.weight_decay < 0:
+            raise UserError(f"--weight-decay {self.weight_decay} must not be negative")
 
     def share(self, workers: int) -> int:
         """Rows of an update that each of so many workers has."""
@@ -162,6 +162,8 @@ class Trainer:
             restore(self.shown, trainer["average"])
         with torch.no_grad():
             self.model.identity.copy_(trainer["identity"])
+        if (rows := len(trainer["carry"]["halted"])) != self.plan.batch_size:
+            raise UserError(f"the checkpoint is of a run with global_batch_size {rows}, not {self.plan.batch_size}")
         share = self.plan.share(self.backend.world_size)
         mine = slice(self.backend.rank * share, (self.backend.rank + 1) * share)
         self.carry = Carry(**self.backend.to_device({name: kept[mine] for name, kept in trainer["carry"].items()}))

@@ -88,18 +88,24 @@ def push(checkpoint: Path, url: str, beside: Sequence[Path] = ()) -> None:
             files.put_file(str(file), f"{target}/{file.name}")
 
 
-def pull_newest(url: str, folder: Path) -> Path | None:
-    """Copy the newest whole checkpoint into `folder`; its path, or None where there is none."""
+def fetch(url: str, names: Sequence[str], folder: Path) -> None:
+    """Copy files of a URL into a folder."""
     with opened(url) as (files, path):
-        steps = _whole(files, path)
-        if not steps:
-            return None
-        target, part = folder / f"step_{steps[0]}", folder / f".part_{steps[0]}"
-        for there in (part, target):  # of a process that died here
-            shutil.rmtree(there, ignore_errors=True)
-        _get(files, f"{path}/step_{steps[0]}", part)
-        part.rename(target)
-        return target
+        for name in names:
+            files.get_file(f"{path}/{name}", str(folder / name))
+
+
+def pull(url: str, folder: Path) -> list[Path]:
+    """Copy all whole checkpoints into `folder`; their paths, newest first. One may turn out to be damaged."""
+    found = []
+    with opened(url) as (files, path):
+        for step in _whole(files, path):
+            target, part = folder / f"step_{step}", folder / f".part_{step}"
+            for there in (part, target):  # of a process that died here
+                shutil.rmtree(there, ignore_errors=True)
+            _get(files, f"{path}/step_{step}", part)
+            found.append(part.rename(target))
+    return found
 
 
 def prune(url: str, keep: int) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qat_lora.data.puzzle_rows import corpus, draw, save, split
+from qat_lora.data.puzzle_rows import ANY, corpus, draw, save, split
 from qat_lora.data.puzzles import as_text, side
 from qat_lora.data.text import read_rows
 from qat_lora.errors import UserError
@@ -40,8 +40,12 @@ class Config(ScriptConfig):
 def main(cfg: Config) -> None:
     folder = Path(cfg.output_dir)
     check_new(folder)
-    if cfg.iterations < 0:
-        raise UserError(f"--iterations {cfg.iterations} must not be negative; 0: as many as the run gives")
+    if not 0 <= cfg.iterations < ANY:
+        raise UserError(f"--iterations {cfg.iterations} is no number of segments; 0: as many as the run gives")
+    if cfg.count < 1:
+        raise UserError(f"--count {cfg.count} must be at least 1")
+    if not 0 < cfg.heldout_fraction < 1:
+        raise UserError(f"--heldout-fraction {cfg.heldout_fraction} is not between 0 and 1; 0.1, say")
     if cfg.corpus:
         rows, long = corpus(read_rows(cfg.corpus), cfg.corpus, cfg.length, cfg.causal, cfg.iterations)
         print(f"{len(rows):,} rows of {rows.length} bytes, {long:,} longer ones left out")

@@ -27,12 +27,12 @@ def checkpoint(tmp_path):
 
 
 def test_the_newest_comes_back_as_it_was(bucket, checkpoint, tmp_path):
-    assert urls.newest(bucket) is None and urls.pull_newest(bucket, tmp_path) is None
+    assert urls.newest(bucket) is None and urls.pull(bucket, tmp_path) == []
     for step in (9, 10):  # by number, not by letter
         urls.push(checkpoint(step), bucket)
     assert urls.newest(bucket) == "step_10"
-    found = urls.pull_newest(bucket, tmp_path / "back")
-    assert found == tmp_path / "back" / "step_10"
+    found, older = urls.pull(bucket, tmp_path / "back")
+    assert found == tmp_path / "back" / "step_10" and older == tmp_path / "back" / "step_9"
     assert {file.name: file.read_text() for file in found.iterdir()} == {
         file.name: file.read_text() for file in checkpoint(10).iterdir()
     }

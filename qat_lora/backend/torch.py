@@ -184,7 +184,7 @@ class TorchBackend:
     def compiler_lacks(self) -> str | None:
         """What torch.compile needs and this machine has not; None where it can be used."""
         compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
-        if not shutil.which(compiler):
+        if not shutil.which(compiler) or subprocess.run([compiler, "--version"], capture_output=True).returncode:
             return f"a C++ compiler ({compiler})"
         if not Path(sysconfig.get_path("include"), "Python.h").exists():
             return "Python's headers (python3-dev)"

@@ -22,7 +22,9 @@ from qat_lora.run.files import new_folder, read_json, write_json
 
 PAD, BLANK_TOKEN, END, BYTE = 0, 1, 2, 3  # tokens of text; BYTE is that of byte 0
 TEXT_VOCAB = BYTE + 256
+LONGEST = 2**20
 SIDES = ("train", "test")
+ANY = 2**31  # numbers are kept as int32
 COUNTS = {"seq_len": 1, "vocab_size": 2, "num_puzzle_identifiers": 1}  # of dataset.json, and the least
 
 
@@ -128,13 +130,13 @@ def corpus(rows, where: str, length: int, causal: bool, iterations: int) -> tupl
     so that it tells neither the response nor how long it is; with causal=True the response comes in behind the prompt,
     as each position sees those before it alone.
     """
-    if length < 2:
-        raise UserError(f"--length {length} must be at least 2")
+    if not 2 <= length <= LONGEST:
+        raise UserError(f"--length {length} must be from 2 to {LONGEST:,}")
     inputs, labels, budgets, long = [], [], [], 0
     for number, row in enumerate(rows, 1):
         prompt, response = (_tokens(row, name, f"{where} row {number}") for name in ("prompt", "response"))
         budget = row.get("iterations", iterations)
-        if type(budget) is not int or budget < 0:
+        if type(budget) is not int or not 0 <= budget < ANY:
             raise UserError(f"{where} row {number}: iterations {budget!r} is no whole number of segments from 0 on")
         response = [*response, END]
         used = len(prompt) + len(response) - causal  # causal: the last label stands at the last but one token
@@ -214,36 +216,48 @@ def _load(folder: Path, shown: str) -> PuzzleRows:
     vocab, kind, sets = facts["vocab_size"], facts.get("kind"), facts.get("sets", ["all"])
     if sets != ["all"]:
         raise UserError(f"{shown}/dataset.json: sets is {sets!r}; only ['all'] can be read")
-    if kind is not None and (puzzles.vocab(kind), puzzles.side(kind) ** 2) != (vocab, facts["seq_len"]):
+    ignored = facts.get("ignore_label_id")
+    if type(ignored) not in (int, type(None)):
+        raise UserError(f"{shown}/dataset.json: ignore_label_id is {ignored!r}, not a whole number or null")
+    try:
+        sizes = None if kind is None else (puzzles.vocab(kind), puzzles.side(kind) ** 2)
+    except (UserError, TypeError) as error:
+        raise UserError(f"{shown}/dataset.json: kind is {kind!r}, none of ours ({first_line(error)})") from error
+    if sizes not in (None, (vocab, facts["seq_len"])):
         raise UserError(f"{shown}/dataset.json: a {kind} has no vocabulary of {vocab} and length of {facts['seq_len']}")
 
-    def array(name: str, below: int | None, *shape: int | None) -> np.ndarray:
+    def array(name: str, below: int, *shape: int | None) -> np.ndarray:
         return _array(folder / f"all__{name}.npy", f"{shown}/all__{name}.npy", below, shape)
 
     inputs = array("inputs", vocab, None, facts["seq_len"])
     labels = array("labels", vocab, *inputs.shape)
-    ignored = facts.get("ignore_label_id")
+    asked = np.ones_like(labels, bool) if ignored is None else labels != ignored
+    if not (asked.all() if kind else asked.any()):
+        what = f"cells without a label, and a {kind} has an answer in each" if kind else "no label at all"
+        raise UserError(f"{shown}/all__labels.npy holds {what}")
     named = array("puzzle_identifiers", facts["num_puzzle_identifiers"], None)
-    starts = array("puzzle_indices", None, len(named) + 1)
+    starts = array("puzzle_indices", ANY, len(named) + 1)
     if starts[0] != 0 or starts[-1] != len(inputs) or (np.diff(starts) < 0).any():
         raise UserError(f"{shown}/all__puzzle_indices.npy: does not rise from 0 to the {len(inputs)} rows")
     extra = {name: np.zeros(len(inputs), np.int32) for name in ("budgets", "difficulty")}  # which TRM's have not
-    extra |= {name: array(name, None, len(inputs)) for name in extra if (folder / f"all__{name}.npy").exists()}
+    extra |= {name: array(name, ANY, len(inputs)) for name in extra if (folder / f"all__{name}.npy").exists()}
     return PuzzleRows(
-        inputs, labels if ignored is None else np.where(labels == ignored, IGNORE, labels).astype(np.int32),
+        inputs, np.where(asked, labels, IGNORE).astype(np.int32),
         np.repeat(named, np.diff(starts)), **extra, vocab=vocab, identifiers_count=facts["num_puzzle_identifiers"],
         kind=kind, causal=facts.get("causal") is True,
     )  # fmt: skip
 
 
-def _array(path: Path, shown: str, below: int | None, shape: tuple) -> np.ndarray:
+def _array(path: Path, shown: str, below: int, shape: tuple) -> np.ndarray:
     """Whole numbers from 0 to `below`, [*shape] (None: any), as int32."""
     try:
         values = np.load(path, allow_pickle=False)
     except FileNotFoundError:
         raise UserError(f"{shown}: no such file") from None
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, MemoryError) as error:
         raise UserError(f"{shown} is no array of numpy's that can be read ({first_line(error)})") from error
+    if not isinstance(values, np.ndarray):
+        raise UserError(f"{shown} is an archive of arrays (.npz), not one array")
     wanted = "×".join("N" if n is None else str(n) for n in shape)
     right = values.ndim == len(shape) and all(n in (None, there) for n, there in zip(shape, values.shape))
     if not right or not np.issubdtype(values.dtype, np.integer):
@@ -253,9 +267,8 @@ def _array(path: Path, shown: str, below: int | None, shape: tuple) -> np.ndarra
         )
     if not values.size:
         raise UserError(f"{shown} is empty")
-    if values.min() < 0 or (below is not None and values.max() >= below):
+    if values.min() < 0 or values.max() >= below:
         raise UserError(
-            f"{shown} holds values from {values.min()} to {values.max()}; dataset.json says 0 to "
-            f"{'any' if below is None else below - 1}"
+            f"{shown} holds values from {values.min()} to {values.max()}; they have to be from 0 to {below - 1}"
         )
     return values.astype(np.int32)

@@ -148,7 +148,7 @@ def generate(
         if len(found) == count:
             break
         if number - last >= PATIENCE:
-            raise UserError(f"--count {count} is more than the {len(found)} {kind} that could be found; lower it")
+            raise UserError(f"{count} puzzles are more than the {len(found)} {kind} that could be found; ask for fewer")
     questions, answers, difficulties = zip(*found.values())
     return np.stack(questions), np.stack(answers), np.array(difficulties)
 

@@ -1,6 +1,7 @@
 """Pretraining a recursive reasoning model: options and steps of pretrain.py and of its smoke test."""
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -18,7 +19,7 @@ from qat_lora.recursive import RecursivePlan, Trainer, answer, kept, measure, tr
 from qat_lora.run.config import RunConfig, option
 from qat_lora.run.files import write_atomically
 from qat_lora.run.plots import plot_run
-from qat_lora.run.rundir import open_run, say
+from qat_lora.run.rundir import check_same, open_run, say
 from qat_lora.run.session import Every, Session
 
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16"}
@@ -95,12 +96,13 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     if cfg.dry_run:
         return
 
-    if cfg.checkpoint_path and cfg.resume == "auto":
-        backend.group.on_main(lambda: bring_back(cfg.checkpoint_path, Path(cfg.output_dir)))
-    elif cfg.checkpoint_path and cfg.resume == "off":
+    facts = {"data": train.fingerprint, "heldout": heldout.fingerprint}
+    if cfg.checkpoint_path and cfg.resume == "off":
         backend.group.on_main(lambda: check_unused(cfg.checkpoint_path))
-    facts = {"device": str(backend), "data": train.fingerprint, "heldout": heldout.fingerprint}
-    run = open_run("pretrain", cfg, facts, backend.group)
+    elif cfg.checkpoint_path:
+        same = functools.partial(check_same, config=cfg, facts=facts)
+        backend.group.on_main(lambda: bring_back(cfg.checkpoint_path, Path(cfg.output_dir), same))
+    run = open_run("pretrain", cfg, facts | {"device": str(backend)}, backend.group)
     every = Every(cfg.log_interval, cfg.eval_interval, cfg.save_interval)
     saved = (lambda path: copy_out(run.path, path, cfg.checkpoint_path)) if cfg.checkpoint_path else None
     session = Session(run, backend, every, ("loss", "exact"), saved=saved)
@@ -146,13 +148,18 @@ def checked(cfg: Config) -> Config:
         if cfg.precision not in ("auto", PRECISIONS[cfg.forward_dtype]):
             raise UserError(f"--forward-dtype {cfg.forward_dtype} and --precision {cfg.precision} differ; give one")
         cfg = dataclasses.replace(cfg, precision=PRECISIONS[cfg.forward_dtype], forward_dtype=None)
-    for name, least in (("epochs", 1), ("steps", 0), ("puzzles", 2), ("eval_rows", 0), ("global_batch_size", 1)):
+    for name, least in (
+        ("epochs", 1), ("steps", 0), ("puzzles", 2), ("eval_rows", 0), ("global_batch_size", 1), ("lr_warmup", 0),
+        ("grad_clip_norm", 0), ("puzzle_emb_lr", 0), ("puzzle_emb_weight_decay", 0),
+    ):  # fmt: skip
         if getattr(cfg, name) < least:
             raise UserError(f"--{name.replace('_', '-')} {getattr(cfg, name)} must be at least {least}")
     if not 0 < cfg.heldout_fraction < 1:
         raise UserError(f"--heldout-fraction {cfg.heldout_fraction} is not between 0 and 1; 0.1, say")
     if cfg.checkpoint_path and not cfg.output_dir:
         raise UserError("--checkpoint-path needs --output-dir, the run directory that a copy is brought back to")
+    if cfg.checkpoint_path and Path(cfg.checkpoint_path).resolve().is_relative_to(Path(cfg.output_dir).resolve()):
+        raise UserError(f"--checkpoint-path {cfg.checkpoint_path} lies in the run directory itself; give another")
     Every(cfg.log_interval, cfg.eval_interval, cfg.save_interval)
     plan_of(cfg, 1)
     return cfg
@@ -239,12 +246,12 @@ def finish(run, model: RecursiveModel, heldout: PuzzleRows, plan: RecursivePlan,
     if heldout.kind:
         at = int((early == batch["labels"]).all(1).int().argmax())  # the first that is right, or the first
         draw_answer(heldout.kind, batch["inputs"][at], batch["labels"][at], early[at], int(segments[at]), picture)
-    figures = best["figures"]
+    figures, curves = best["figures"], plot_run(run.path)
     run.finish("finished", **figures, weights=sum(p.numel() for p in model.parameters()), **cost)
     say(
         f"best at step {figures['step']}: {figures['heldout_exact_full']:.1%} of the held-out rows exactly right after "
         f"{plan.segments} segments, {figures['heldout_exact']:.1%} after {figures['heldout_segments']:.1f} on average "
-        f"where it stops by itself\n{plot_run(run.path)}" + (f"\n{picture}" if heldout.kind else "")
+        f"where it stops by itself\n{curves}" + (f"\n{picture}" if heldout.kind else "")
     )
 
 

@@ -1,11 +1,13 @@
 """Checkpoints on a bucket: a copy of each, with what its run needs to go on elsewhere."""
 
 import shutil
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from qat_lora.errors import UserError
 from qat_lora.run.rundir import say
-from qat_lora.urls import check_writable, newest, prune, pull_newest, push
+from qat_lora.urls import check_writable, fetch, newest, prune, pull, push
 
 KEEP = 2
 BESIDE = ("config.yaml", "metrics.jsonl", "manifest.json")  # of a run directory; with the last it is one
@@ -17,17 +19,29 @@ def copy_out(run_path: Path, checkpoint: Path, url: str) -> None:
     prune(url, KEEP)
 
 
-def bring_back(url: str, folder: Path) -> None:
-    """Make the run directory `folder` from the newest copy at `url`; nothing where it is a run already or there is no
-    copy. Raises UserError where no later copy could be written."""
+def bring_back(url: str, folder: Path, check: Callable[[Path], object]) -> None:
+    """Make the run directory `folder` from the copies at `url`; nothing where it is a run already or there is no copy.
+
+    check(path) raises UserError where config.yaml and manifest.json in `path` are of another run. So does bring_back,
+    before anything is touched, and where no later copy could be written.
+    """
     check_writable(url)
-    if (folder / "manifest.json").exists():
+    if (step := newest(url)) is None:
         return
-    found = pull_newest(url, folder / "checkpoints")
-    if found:
+    with tempfile.TemporaryDirectory() as there:
+        fetch(f"{url}/{step}", BESIDE, Path(there))
+        try:
+            check(Path(there))
+        except UserError as error:
+            raise UserError(str(error).replace(there, f"{url}/{step}")) from error
+        if (folder / "manifest.json").exists():
+            return
+        for found in pull(url, folder / "checkpoints"):
+            for name in BESIDE:
+                (found / name).unlink(missing_ok=True)
         for name in BESIDE:
-            shutil.move(found / name, folder / name)
-        say(f"{found.name} of {url} brought back to {folder}")
+            shutil.move(f"{there}/{name}", folder / name)
+    say(f"{step} of {url} brought back to {folder}")
 
 
 def check_unused(url: str) -> None:

@@ -136,9 +136,7 @@ def _open(experiment: str, config: RunConfig, facts: dict) -> Run:
     path = _resumed_path(experiment, config, lasting)
     if path is not None:
         held = lock(path)
-        manifest = read_json(path / "manifest.json")
-        _check_same(path, read_config(path), identity(config))
-        _check_same(path, manifest, lasting)
+        manifest = check_same(path, config, lasting)
         if _status(path) == "finished":
             say(f"{path} is finished")
             raise SystemExit(0)
@@ -228,6 +226,14 @@ def _resumed_path(experiment: str, config: RunConfig, facts: dict) -> Path | Non
 def _status(path: Path) -> str | None:
     """What summary.json says of a run, or None before it has one."""
     return read_json(path / "summary.json").get("status") if (path / "summary.json").exists() else None
+
+
+def check_same(path: Path, config: RunConfig, facts: dict) -> dict:
+    """The manifest.json beside a config.yaml; raises UserError where they are of another config or of other facts."""
+    manifest = read_json(path / "manifest.json")
+    _check_same(path, read_config(path), identity(config))
+    _check_same(path, manifest, facts)
+    return manifest
 
 
 def _check_same(path: Path, there: dict, wanted: dict) -> None:

@@ -131,7 +131,7 @@ def test_more_blanks_are_harder():
     [
         (("sudoku5", 1, 0), "kind 'sudoku5' is not one of sudoku4, sudoku6, sudoku9, mazeN"),
         (("maze8", 1, 0), "N odd from 5"), (("maze", 1, 0), "mazeN"), (("sudoku4", 0, 0), "--count 0"),
-        (("maze5", 10**6, 0), "--count 1000000 is more than the"),
+        (("maze5", 10**6, 0), "1000000 puzzles are more than the"),
         (("sudoku4", 1, 0, (0.9, 0.2)), "shares of blanks 0.9 to 0.2"),
     ],
 )  # fmt: skip

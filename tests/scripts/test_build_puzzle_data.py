@@ -54,9 +54,12 @@ def test_a_dry_run_writes_nothing(build, tmp_path, capsys):
     [
         (["kind=sudoku7"], "kind 'sudoku7' is not one of"), (["count=0"], "--count 0 must be at least 1"),
         (["count=9", "heldout_fraction=1"], "--heldout-fraction 1.0 is not between 0 and 1"),
+        (["count=0", "--dry-run"], "--count 0 must"), (["heldout_fraction=2", "--dry-run"], "--heldout-fraction 2.0"),
+        (["corpus=pairs.jsonl", "iterations=5000000000"], "--iterations 5000000000 is no number of segments"),
+        (["corpus=pairs.jsonl", "length=100000000000"], "--length 100000000000 must be from 2 to 1,048,576"),
         (["least_blanks=0.9", "most_blanks=0.5"], "shares of blanks 0.9 to 0.5"),
         (["corpus=none.jsonl"], "no such file"),
-        (["corpus=pairs.jsonl", "length=1"], "--length 1 must be at least 2"),
+        (["corpus=pairs.jsonl", "length=1"], "--length 1 must be from 2"),
         (["corpus=pairs.jsonl", "iterations=-1"], "--iterations -1"), (["output_dir=pairs.jsonl"], "is there already"),
         (["corpus=pairs.jsonl"], "pairs.jsonl row 2: response is None"), (["kinds=maze9"], "did you mean --kind"),
     ],

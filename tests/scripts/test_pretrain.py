@@ -131,10 +131,11 @@ def test_compiled_it_trains_as_it_does_plainly_and_goes_on_to_the_same_bits(trai
     same_best(tmp_path / "died", tmp_path / "whole")
 
 
-def test_without_a_compiler_it_says_so_and_trains(train, trained, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("CXX", "no-such-compiler")
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "/bin/false"])
+def test_without_a_compiler_it_says_so_and_trains(train, trained, tmp_path, monkeypatch, capsys, compiler):
+    monkeypatch.setenv("CXX", compiler)
     train(f"output_dir={tmp_path}", "compile=true")
-    said = "[Athena] Not compiled, so slower: this machine lacks a C++ compiler (no-such-compiler)"
+    said = f"[Athena] Not compiled, so slower: this machine lacks a C++ compiler ({compiler})"
     assert said in capsys.readouterr().out.splitlines()
     assert lines(tmp_path) == lines(trained)
 
@@ -253,9 +254,36 @@ def test_bringing_a_copy_back_may_die_at_any_file(train, tmp_path, monkeypatch):
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(shutil, "move", dies)
-            remote.bring_back(str(tmp_path / "bucket"), folder)
-        remote.bring_back(str(tmp_path / "bucket"), folder)
+            remote.bring_back(str(tmp_path / "bucket"), folder, str)
+        remote.bring_back(str(tmp_path / "bucket"), folder, str)
         assert lines(folder) == lines(tmp_path / "first")
+
+
+def test_copies_of_another_run_are_left_alone(train, tmp_path, monkeypatch):
+    """Neither brought to a new folder nor buried by a run that goes on."""
+    there = f"checkpoint_path={tmp_path / 'bucket'}"
+    train(there, f"output_dir={tmp_path / 'one'}", "steps=3")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        dies_at(5, patch)
+        train(f"output_dir={tmp_path / 'two'}", "seed=1")
+    copies = sorted(tmp_path.glob("bucket/*/*"))
+    for words in (
+        [f"output_dir={tmp_path / 'two'}", "seed=1"],
+        [f"output_dir={tmp_path / 'new'}", "steps=3", "lr=1e-3"],
+    ):
+        with pytest.raises(UserError, match=r"bucket/step_3 is a run of another config: (seed|lr) is"):
+            train(there, "resume=auto", *words)
+    assert sorted(tmp_path.glob("bucket/*/*")) == copies and not (tmp_path / "new").exists()
+
+
+def test_where_the_newest_copy_is_damaged_the_one_before_is_gone_on_from(train, trained, tmp_path, monkeypatch):
+    there = f"checkpoint_path={tmp_path / 'bucket'}"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        dies_at(10, patch)
+        train(f"output_dir={tmp_path / 'first'}", there)
+    (tmp_path / "bucket" / "step_8" / "meta.json").write_text("{")
+    train(f"output_dir={tmp_path / 'second'}", there, "resume=auto")
+    assert lines(tmp_path / "second") == lines(trained)
 
 
 @pytest.mark.parametrize("kind", ["folder", "memory"])
@@ -306,6 +334,10 @@ def test_two_workers_are_one(train, trained, tmp_path):
         (["checkpoint_path=/proc/none", "output_dir=run"], "/proc/none: no such file or folder"),
         (["checkpoint_path=/dev/null", "output_dir=run", "resume=auto"], "/dev/null cannot be used (FileExistsError"),
         (["checkpoint_path=copies"], "--checkpoint-path needs --output-dir"),
+        (["checkpoint_path=run/../run/checkpoints", "output_dir=run"], "lies in the run directory itself"),
+        (["puzzle_emb_lr=-1"], "--puzzle-emb-lr -1.0 must be"), (["lr_warmup=-5"], "--lr-warmup -5 must be"),
+        (["halt_max_segments=100000000000000000000"], "--halt-max-segments 100000000000000000000 must be at least 1"),
+        (["puzzle=maze5", "puzzles=2000"], "2000 puzzles are more than the"),
         (["puzzle=sudoku5"], "kind 'sudoku5' is not one of"), (["puzzles=1"], "--puzzles 1 must be at least 2"),
         (["epochs=0"], "--epochs 0 must be at least 1"), (["global_batch_size=0"], "--global-batch-size 0 must be"),
         (["heldout_fraction=0"], "--heldout-fraction 0.0 is not between 0 and 1"),
