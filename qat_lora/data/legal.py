@@ -1,0 +1,353 @@
+"""Questions of English law whose answers can be computed, over a closed list of authorities (law as of January 2024).
+
+A rule draws facts, and its law says what follows from them; so a model's answer can be checked, and whatever it cites
+that is not in AUTHORITIES is invented. Made for training software, no advice.
+"""
+
+import calendar
+import random
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import date, timedelta
+
+from qat_lora.errors import UserError
+
+PATIENCE = 1000  # draws of one question that are all known before there are too few
+TYPES = ("case_analysis", "educational", "client_interaction", "statutory")
+WHO = ("a baker", "a barber", "a bookseller", "a carpenter", "a caterer", "a dentist", "a driver", "a farmer",
+       "a florist", "a gardener", "a grocer", "a joiner", "a mechanic", "a musician", "a nurse", "a painter",
+       "a plumber", "a roofer", "a tailor", "a teacher")  # fmt: skip
+FIRST_DAY, DAYS = date(2019, 1, 1), 5 * 365  # when things happen; the law was the same all the time
+
+
+def day(when: date) -> str:
+    return f"{when.day} {calendar.month_name[when.month]} {when.year}"
+
+
+def money(pounds: float) -> str:
+    return f"£{pounds:,.2f}".removesuffix(".00")
+
+
+def later(when: date, months: int) -> date:
+    """The corresponding date so many months on, or the last of a month that has none."""
+    year, month = divmod(when.year * 12 + when.month - 1 + months, 12)
+    return date(year, month + 1, min(when.day, calendar.monthrange(year, month + 1)[1]))
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One case: what happened (others telling, and the client telling), how the answer follows, the answer's figure."""
+
+    told: str
+    mine: str
+    steps: tuple[str, ...]
+    value: str
+
+
+@dataclass(frozen=True)
+class Rule:
+    """ask: what is wanted. law: the rule in a sentence. draw: facts of a case."""
+
+    topic: str
+    difficulty: str
+    authority: str
+    ask: str
+    law: str
+    draw: Callable[[random.Random], Facts]
+
+
+def _when(rng: random.Random) -> date:
+    return FIRST_DAY + timedelta(rng.randrange(DAYS))
+
+
+def _period(happened: str, mine: str, step: str, end: Callable[[date], date]) -> Callable[[random.Random], Facts]:
+    """Facts of a period that runs from a date. happened, mine: with {who} and {when}; step: how long it runs."""
+
+    def draw(rng: random.Random) -> Facts:
+        when, who = _when(rng), rng.choice(WHO)
+        said = {"who": who, "when": day(when)}
+        steps = (f"Time runs from {day(when)}.", step, f"That leads to {day(end(when))}.")
+        return Facts(happened.format(**said), mine.format(**said), steps, day(end(when)))
+
+    return draw
+
+
+def _days(count: int) -> Callable[[date], date]:
+    return lambda when: when + timedelta(count)
+
+
+def _months(count: int, less: int = 0) -> Callable[[date], date]:
+    return lambda when: later(when, count) - timedelta(less)
+
+
+def _notice(rng: random.Random) -> Facts:
+    years, months, who = rng.randint(1, 18), rng.randrange(1, 12), rng.choice(WHO)
+    weeks = min(years, 12)
+    cap = "Twelve weeks are the most." if years > 12 else "That is within the most of twelve weeks."
+    served = f"{years} year{'s' * (years > 1)} and {months} month{'s' * (months > 1)}"
+    steps = (f"Of {served} the complete years count, {years}.", "Each counts for one week.", cap)
+    told = f"worked for the company for {served}"
+    return Facts(
+        f"{who} has {told} and is dismissed.", f"I have {told} and am being dismissed.", steps,
+        f"{weeks} week{'s' * (weeks > 1)}",
+    )  # fmt: skip
+
+
+def _redundancy(rng: random.Random) -> Facts:
+    years, pay, old = rng.randint(2, 25), rng.randrange(300, 640, 5), rng.random() < 0.5
+    who, counted, rate = rng.choice(WHO), min(years, 20), 1.5 if old else 1.0
+    value = money(counted * rate * pay)
+    ages = "all of them from the age of 41 on" if old else "all of them between the ages of 22 and 40"
+    steps = (f"{counted} years count, of at most twenty.", f"Each is worth {rate:g} week's pay at that age.",
+             f"{counted} × {rate:g} × {money(pay)} = {value}.")  # fmt: skip
+    served = f"after {years} complete years of service, {ages}, at a week's pay of {money(pay)}"
+    return Facts(f"{who} is made redundant {served}.", f"I am made redundant {served}.", steps, value)
+
+
+def _fixed_sum(rng: random.Random) -> Facts:
+    least, most = rng.choice(((100, 1000), (1000, 10_000), (10_000, 90_000)))
+    debt, who = rng.randrange(least, most, 10), rng.choice(WHO)
+    value = money(40 if debt < 1000 else 70 if debt < 10000 else 100)
+    steps = ("The sum depends on the size of the debt: £40 below £1,000, £70 below £10,000, £100 from there on.",
+             f"The debt is {money(debt)}.", f"So the sum is {value}.")  # fmt: skip
+    late = f"a commercial invoice of {money(debt)} late"
+    return Facts(f"A customer pays {who} {late}.", f"A customer has paid my business {late}.", steps, value)
+
+
+def _interest(rng: random.Random) -> Facts:
+    debt, base = rng.randrange(1000, 50000, 500), rng.choice((0.5, 0.75, 1.0, 2.0, 3.5, 5.0, 5.25))
+    who = rng.choice(WHO)
+    value = money(round(debt * (base + 8) / 100, 2))
+    steps = (f"The rate is the base rate of {base:g}% and 8%, {base + 8:g}%.",
+             "Interest is simple, and one year has passed.", f"{money(debt)} × {base + 8:g}% = {value}.")  # fmt: skip
+    owed = f"a commercial debt of {money(debt)} has been overdue for exactly one year, with a base rate of {base:g}%"
+    return Facts(f"In the business of {who} {owed}.", f"In my business {owed}.", steps, value)
+
+
+def _seat_belt(rng: random.Random) -> Facts:
+    full, who, whole = rng.randrange(4000, 200000, 1000), rng.choice(WHO), rng.random() < 0.5
+    share = 25 if whole else 15
+    value = money(full * (100 - share) / 100)
+    would = "would have been avoided altogether" if whole else "would have been a good deal less severe"
+    steps = (f"With a belt the injuries {would}.", f"Damages are reduced by {share}%.",
+             f"{money(full)} less {share}% is {value}.")  # fmt: skip
+    hurt = "hurt without a seat belt in a collision that another driver caused"
+    rest = f"With a belt the injuries {would}. In full, the damages are {money(full)}."
+    return Facts(f"{who} was {hurt}. {rest}", f"I was {hurt}. {rest}", steps, value)
+
+
+def _contributory(rng: random.Random) -> Facts:
+    full, who, share = rng.randrange(4000, 200000, 1000), rng.choice(WHO), rng.randrange(10, 80, 5)
+    value = money(full * (100 - share) / 100)
+    steps = ("The claim does not fail, but the damages go down by the claimant's share in the fault.",
+             f"That share is {share}%.", f"{money(full)} less {share}% is {value}.")  # fmt: skip
+    told = (
+        f"a claim for negligence with damages of {money(full)} in full; the judge finds the claimant {share}% to blame"
+    )
+    return Facts(f"{who} brings {told}.", f"I bring {told}.", steps, value)
+
+
+def _bereavement(rng: random.Random) -> Facts:
+    when, who = date(2014, 1, 1) + timedelta(rng.randrange(365 * 9)), rng.choice(WHO)
+    new = when >= date(2020, 5, 1)
+    value = money(15120 if new else 12980)
+    steps = ("The sum is fixed by order, for causes of action from a date on.",
+             f"{day(when)} is {'on or after' if new else 'before'} 1 May 2020.", f"So it is {value}.")  # fmt: skip
+    return Facts(f"The husband of {who} was killed by negligence on {day(when)}.",
+                 f"My husband was killed by negligence on {day(when)}.", steps, value)  # fmt: skip
+
+
+def _letters(which: str) -> Callable[[random.Random], Facts]:
+    def draw(rng: random.Random) -> Facts:
+        posted, who = _when(rng), rng.choice(WHO)
+        arrived = posted + timedelta(1 if which == "instant" else rng.randint(2, 9))
+        counts, name = (posted, "posted") if which == "posted" else (arrived, "received")
+        sent = "sent" if which == "instant" else "posted"
+        what = {
+            "posted": "a letter of acceptance, where post was a proper way to answer,",
+            "revoked": "a letter that revoked an offer", "instant": "an acceptance by telex",
+        }[which]  # fmt: skip
+        steps = (f"It was {sent} on {day(posted)} and received on {day(arrived)}.",
+                 f"What counts is the day on which it is {name}.", f"That is {day(counts)}.")  # fmt: skip
+        told = f"{sent} {what} on {day(posted)}; it was received on {day(arrived)}"
+        return Facts(f"{who} {told}.", f"I {told}.", steps, day(counts))
+
+    return draw
+
+
+def _deposit(rng: random.Random) -> Facts:
+    deposit, who = rng.randrange(400, 3000, 25), rng.choice(WHO)
+    value = money(3 * deposit)
+    steps = ("The penalty lies between once and three times the deposit.", f"The deposit is {money(deposit)}.",
+             f"3 × {money(deposit)} = {value}.")  # fmt: skip
+    told = f"paid a tenancy deposit of {money(deposit)}, which the landlord never protected"
+    return Facts(f"{who} {told}.", f"I {told}.", steps, value)
+
+
+LAST = "the last day for issuing the claim"
+# topic, difficulty, authority, what is wanted, how long it runs; the law; what happened, told by others and by the
+# client; the step from there.
+PERIODS = (
+    ("contract", "easy", "Limitation Act 1980, s 5", LAST, _months(72),
+     "An action on a simple contract is barred after six years from the accrual of the cause of action.",
+     "{who} broke a simple contract with a supplier on {when}.",
+     "My supplier broke our contract, which is not a deed, on {when}.", "A simple contract has six years."),
+    ("contract", "medium", "Limitation Act 1980, s 8", LAST, _months(144),
+     "An action upon a specialty, such as a deed, is barred after twelve years.",
+     "A covenant in a deed with {who} was broken on {when}.", "A covenant in a deed with me was broken on {when}.",
+     "A deed has twelve years."),
+    ("tort", "easy", "Limitation Act 1980, s 2", LAST, _months(72),
+     "An action founded on tort is barred after six years from the accrual of the cause of action.",
+     "A trespass to the goods of {who} took place on {when}.", "Somebody damaged my goods on purpose on {when}.",
+     "Tort has six years."),
+    ("tort", "easy", "Limitation Act 1980, s 4A", LAST, _months(12),
+     "An action for libel or slander is barred after one year.",
+     "A libel of {who} was published on {when}.", "A libel about me was published on {when}.", "Libel has one year."),
+    ("personal injury", "easy", "Limitation Act 1980, s 11", LAST, _months(36),
+     "An action for personal injuries is barred after three years from the accrual or the date of knowledge.",
+     "{who} was injured at work through negligence on {when}, and knew so at once.",
+     "I was injured at work through negligence on {when}, and knew so at once.", "Personal injury has three years."),
+    ("personal injury", "hard", "Limitation Act 1980, s 11A", "the day on which the longstop ends", _months(120),
+     "A right of action for a defective product is extinguished ten years after its producer put it into circulation.",
+     "The product that injured {who} was put into circulation by its producer on {when}.",
+     "The product that injured me was put into circulation by its producer on {when}.", "The longstop is ten years."),
+    ("employment", "medium", "Employment Rights Act 1996, s 111",
+     "the last day for presenting a claim, conciliation aside", _months(3, 1),
+     "A claim for unfair dismissal is presented within three months beginning with the effective date of termination.",
+     "{who} was unfairly dismissed, with effect from {when}.", "I was unfairly dismissed, with effect from {when}.",
+     "Three months that begin with a day end the day before its date comes round."),
+    ("employment", "medium", "Equality Act 2010, s 123", "the last day for presenting a complaint, conciliation aside",
+     _months(3, 1),
+     "A complaint of discrimination at work is brought within three months starting with the date of the act.",
+     "{who} was refused a promotion because of her sex on {when}.",
+     "I was refused a promotion because of my sex on {when}.",
+     "Three months that start with a day end the day before its date comes round."),
+    ("consumer", "easy", "Consumer Rights Act 2015, s 22", "the last day of the short-term right to reject", _days(30),
+     "Faulty goods may be rejected within 30 days, beginning with the day after delivery.",
+     "{who} was delivered a faulty washing machine on {when}.",
+     "A faulty washing machine was delivered to me on {when}.", "The right lasts 30 days from the day after."),
+    ("consumer", "easy",
+     "Consumer Contracts (Information, Cancellation and Additional Charges) Regulations 2013, reg 30",
+     "the last day for cancelling", _days(14),
+     "A sale at a distance may be cancelled within 14 days after the day on which the goods arrive.",
+     "Shoes that {who} had bought online arrived on {when}.", "Shoes that I had bought online arrived on {when}.",
+     "Fourteen days follow that day."),
+    ("housing", "easy", "Protection from Eviction Act 1977, s 5",
+     "the earliest day on which the notice can take effect", _days(28),
+     "A notice to quit a dwelling has to be given not less than four weeks before it takes effect.",
+     "The landlord gave {who}, a periodic tenant, notice to quit on {when}.",
+     "My landlord gave me, a periodic tenant, notice to quit on {when}.", "Four weeks are 28 days."),
+    ("housing", "medium", "Housing Act 2004, s 213", "the last day for protecting the deposit", _days(29),
+     "A tenancy deposit has to be protected within 30 days beginning with the date on which it is received.",
+     "The landlord of {who} received a tenancy deposit on {when}.",
+     "My landlord received my tenancy deposit on {when}.", "The day itself is the first of the 30."),
+    ("property", "medium", "Limitation Act 1980, s 15", LAST, _months(144),
+     "An action to recover unregistered land is barred after twelve years.",
+     "A squatter took possession of unregistered land of {who} on {when}.",
+     "A squatter took possession of my unregistered land on {when}.", "Land has twelve years."),
+    ("property", "medium", "Inheritance (Provision for Family and Dependants) Act 1975, s 4",
+     "the last day for an application that needs no permission", _months(6),
+     "An application for provision is made within six months from the grant of representation.",
+     "Probate of the will of {who} was granted on {when}; the widow wants provision.",
+     "Probate of my husband's will was granted on {when}; I want provision.", "Six months follow the grant."),
+    ("public law", "hard", "Civil Procedure Rules, r 54.5", "the last day for filing the claim form", _months(3),
+     "A claim for judicial review is filed promptly and not later than three months after the grounds first arose.",
+     "A decision against {who}, which is not on planning, was taken on {when}.",
+     "The council took a decision against me, not on planning, on {when}.", "Three months are the most."),
+    ("public law", "easy", "UK GDPR, art 12(3)", "the last day for an answer that is not extended", _months(1),
+     "A request of access is answered within one month of its receipt.",
+     "A company received a request of access from {who} on {when}.",
+     "A company received my request for my personal data on {when}.", "One month follows."),
+    ("criminal", "medium", "Magistrates' Courts Act 1980, s 127", "the last day for laying the information", _months(6),
+     "An information for a summary offence is laid within six months from the offence.",
+     "{who} is said to have committed a summary offence on {when}.",
+     "I am said to have committed a summary offence on {when}.", "A summary offence has six months."),
+)  # fmt: skip
+LATE = "Late Payment of Commercial Debts (Interest) Act 1998, s "
+FORMED = "the day on which the contract was made"
+RULES = (
+    *(Rule(*names, law, _period(told, mine, step, end)) for *names, end, law, told, mine, step in PERIODS),
+    Rule("contract", "medium", "Adams v Lindsell (1818) 1 B & Ald 681", FORMED,
+         "An acceptance by post is complete when it is posted.", _letters("posted")),
+    Rule("contract", "hard", "Byrne & Co v Leon Van Tienhoven & Co (1880) 5 CPD 344",
+         "the day on which the revocation took effect",
+         "A revocation of an offer takes effect when it reaches the offeree, also by post.", _letters("revoked")),
+    Rule("contract", "medium", "Entores Ltd v Miles Far East Corp [1955] 2 QB 327", FORMED,
+         "An acceptance by an instantaneous means takes effect when it is received.", _letters("instant")),
+    Rule("contract", "easy", LATE + "5A", "the fixed sum for late payment",
+         "A supplier is entitled to a fixed sum by the size of the debt.", _fixed_sum),
+    Rule("contract", "medium", LATE + "6", "the statutory interest",
+         "Statutory interest is simple, at a rate set by order, 8% above the base rate.", _interest),
+    Rule("personal injury", "medium", "Froom v Butcher [1976] QB 286",
+         "the damages after the reduction for the seat belt",
+         "Damages go down by 25% where a seat belt would have prevented the injuries, by 15% where it would have made "
+         "them a good deal less severe.", _seat_belt),
+    Rule("personal injury", "easy", "Law Reform (Contributory Negligence) Act 1945, s 1",
+         "the damages after the reduction",
+         "Damages are reduced by the claimant's share in the responsibility for the damage.", _contributory),
+    Rule("personal injury", "medium", "Fatal Accidents Act 1976, s 1A", "the bereavement damages",
+         "The sum is £15,120 for causes of action from 1 May 2020 on, £12,980 for those from 1 April 2013 until then.",
+         _bereavement),
+    Rule("employment", "easy", "Employment Rights Act 1996, s 86", "the least notice that the employer must give",
+         "After a month the notice is a week at least, from two years on a week for each year, twelve at most.",
+         _notice),
+    Rule("employment", "medium", "Employment Rights Act 1996, s 162", "the statutory redundancy payment",
+         "It is a week's pay for each year from the age of 22, one and a half from 41, for at most twenty years.",
+         _redundancy),
+    Rule("housing", "hard", "Housing Act 2004, s 214", "the largest penalty that a court can order",
+         "A landlord who has not protected a deposit pays between one and three times its amount.", _deposit),
+)  # fmt: skip
+AUTHORITIES = tuple(sorted(rule.authority for rule in RULES))
+
+ASKED = {
+    "case_analysis": ("{told} Analyse the case and give {ask}.", "Consider these facts. {told} Find {ask}."),
+    "educational": ("Show a student how to find {ask}. {told}", "By way of an example, work out {ask}. {told}"),
+    "client_interaction": ("{mine} Can you tell me {ask}?", "{mine} I need to know {ask}."),
+    "statutory": ("Apply {authority}. {told} State {ask}.", "{told} Under {authority}, give {ask}."),
+}
+
+
+def generate(count: int, seed: int) -> Iterator[dict]:
+    """`count` different rows with the columns of rzeraat/law (id, question, answer, topic, difficulty, case_citation,
+    reasoning, jurisdiction, sample_type); sample types and rules in turn. Row i is a function of seed and i alone, but
+    for rows that were there before. Raises UserError for a count below 1 and one that is too large.
+    """
+    if count < 1:
+        raise UserError(f"--count {count} must be at least 1")
+    seen: set[str] = set()
+    for number in range(count):
+        kind, rule = TYPES[number % len(TYPES)], RULES[number // len(TYPES) % len(RULES)]
+        for attempt in range(PATIENCE):
+            rng = random.Random(f"{seed} {number} {attempt}")
+            facts = rule.draw(rng)
+            question = rng.choice(ASKED[kind]).format(
+                told=_capital(facts.told), mine=facts.mine, ask=rule.ask, authority=rule.authority
+            )
+            if question not in seen:
+                break
+        else:
+            raise UserError(f"--count {count} is more than there are different questions; {number} are, say")
+        seen.add(question)
+        steps = (rule.law, *facts.steps)
+        yield {
+            "id": f"law-{number + 1:06d}", "question": question, "answer": f"{_capital(rule.ask)}: {facts.value}.",
+            "topic": rule.topic, "difficulty": rule.difficulty, "case_citation": rule.authority,
+            "reasoning": "\n".join(f"Step {place}: {step}" for place, step in enumerate(steps, 1)),
+            "jurisdiction": "England and Wales", "sample_type": kind,
+        }  # fmt: skip
+
+
+def _capital(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
+# -- what an answer says ---------------------------------------------------------------------------------------------
+MONTHS = "|".join(calendar.month_name[1:])
+FIGURE = re.compile(rf"£\d[\d,]*(?:\.\d+)?|\b\d{{1,2}} (?:{MONTHS}) \d{{4}}\b|\b\d+ weeks?\b")
+
+
+def figure(text: str) -> str | None:
+    """The first sum, date or number of weeks in a text, without what is written in different ways."""
+    found = FIGURE.search(text)
+    return found and re.sub(r"\.00$|,|(?<=week)s$", "", found[0])
