@@ -83,7 +83,7 @@ reservoir-tpu: setup ## a larger one on TinyStories, all TPU chips (docs/reservo
 reservoir-cuda: setup ## the same on every GPU of this machine (untested on hardware)
 	$(PY) scripts/train_tinystories_reservoir.py --config cuda --device cuda --num-chips 0 --resume auto
 
-athena-cpu: setup ## a recursive model learns 6×6 Sudoku (a quarter of an hour on two cores)
+athena-cpu: setup ## a recursive model learns 6×6 Sudoku (within a quarter of an hour on two cores)
 	$(PY) pretrain.py device_type=cpu --resume auto
 
 data/sudoku9: | setup
