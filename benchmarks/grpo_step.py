@@ -82,7 +82,7 @@ class Ours:
         self.questions = training_questions(64 * cfg.batch_size, 0.0, cfg.seed)
         ends = tuple(end_tokens(model, self.tokenizer))
         examiner = Examiner(self.tokenizer, backend, ends, 1, cfg.max_prompt_length, cfg.max_completion_length)
-        prompts = PromptDataset(examiner.encode(self.questions))
+        prompts = PromptDataset(examiner.encode([question.messages for question in self.questions]))
         self.plan = GRPOPlan(
             steps=1, batch_size=cfg.batch_size, accumulation=1, learning_rate=RATE, warmup_steps=0, clip_grad_norm=1.0,
             seed=cfg.seed, group=cfg.num_generations, length=cfg.max_completion_length, ends=ends, sampling=Sampling(),

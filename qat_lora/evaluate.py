@@ -46,7 +46,7 @@ def heldout_figures(
         kl = cross - (batch["entropy"] * mask).sum()
         return [_nll(hidden, head, batch["tokens"], mask, one), mask[:, 1:].sum(), kl, mask.sum()]
 
-    nll, predicted, kl, kept = _means(figures, model, dataset, backend, batch_size, rows)
+    nll, predicted, kl, kept = batch_means(figures, model, dataset, backend, batch_size, rows)
     nll, kl = nll / predicted, kl / kept
     return {"heldout_nll": nll, "heldout_ppl": math.exp(min(nll, 80)), "heldout_kl": kl}
 
@@ -60,7 +60,7 @@ def heldout_nll(
         kept = batch["mask"][:, 1:].sum(dtype=torch.float32)
         return [text_loss(model, batch | {"total": torch.ones_like(kept)}), kept]
 
-    total, kept = _means(figures, model, dataset, backend, batch_size, rows)
+    total, kept = batch_means(figures, model, dataset, backend, batch_size, rows)
     if not kept:
         raise UserError("the held-out rows keep no token to predict; hold out more rows")
     nll = total / kept
@@ -68,7 +68,7 @@ def heldout_nll(
 
 
 @torch.no_grad()
-def _means(figures, model: nn.Module, dataset: Dataset, backend: TorchBackend, batch_size: int, rows: int) -> list:
+def batch_means(figures, model: nn.Module, dataset: Dataset, backend: TorchBackend, batch_size: int, rows: int) -> list:
     """Means over batches of what figures(batch) gives, one shape: rows beyond a multiple of the batch are left out.
 
     Worker k takes batches k, k+W, …; all run equally many, and what goes beyond the last batch does not count.

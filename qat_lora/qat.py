@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -92,6 +92,7 @@ class Plan:
     warmup_steps: int
     clip_grad_norm: float
     seed: int
+    weight_decay: float = field(default=0.0, kw_only=True)  # decoupled
 
     def __post_init__(self):
         for name in ("batch_size", "accumulation"):
@@ -99,7 +100,7 @@ class Plan:
                 raise UserError(f"{name.replace('_', '-')}={getattr(self, name)} must be at least 1")
         if not 0 < self.learning_rate < LARGEST:
             raise UserError(f"a learning rate of {self.learning_rate} is not within (0, {LARGEST:.0e}); 1e-3, say")
-        for name in ("steps", "warmup_steps", "clip_grad_norm"):
+        for name in ("steps", "warmup_steps", "clip_grad_norm", "weight_decay"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name.replace('_', '-')}={getattr(self, name)} must not be negative")
 
@@ -250,7 +251,8 @@ def train_plain(
 
     best: what evaluate keeps there, plain values and host tensors, goes through checkpoints.
     """
-    optimizer = backend.optimizer(parameter_groups(model, plan.learning_rate, plan.learning_rate))
+    groups = parameter_groups(model, plan.learning_rate, plan.learning_rate)
+    optimizer = backend.optimizer([group | {"weight_decay": plan.weight_decay} for group in groups])
     stream = None
     model.train()
     for step in session.steps(stage, plan.steps, *resumable(model, optimizer, best), evaluate):

@@ -32,19 +32,26 @@ PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 MLP_PROJECTIONS = ("gate", "up", "down")
 
 
-def add_adapter(student: nn.Module, rank: int, alpha: float, projections: tuple[str, ...], seed: int) -> nn.Module:
+def add_adapter(
+    student: nn.Module, rank: int, alpha: float, projections: tuple[str, ...], seed: int, dropout: float = 0.0,
+    rslora: bool = False,
+) -> nn.Module:  # fmt: skip
     """The frozen student inside a PEFT model with a new LoRA on `projections` (of q k v o gate up down).
 
-    The adapter starts as the identity (B = 0) and is seeded: its A does not depend on what was drawn before.
+    The adapter starts as the identity (B = 0) and is seeded: its A does not depend on what was drawn before. rslora:
+    scaled by alpha/√rank instead of alpha/rank (arXiv 2312.03732).
     """
     unknown = set(projections) - set(PROJECTIONS)
     if unknown or not projections:
         raise UserError(f"--targets {','.join(projections)}: choose from {','.join(PROJECTIONS)}")
     if rank < 1 or alpha <= 0:
-        raise UserError(f"--recovery-r {rank} must be at least 1 and --recovery-alpha {alpha} above 0")
+        raise UserError(f"the adapter's rank {rank} must be at least 1 and its alpha {alpha} above 0")
+    if not 0 <= dropout < 1:
+        raise UserError(f"the adapter's dropout {dropout} is outside [0, 1); 0.05, say")
     config = LoraConfig(
-        r=rank, lora_alpha=alpha, target_modules=[f"{p}_proj" for p in projections], task_type="CAUSAL_LM"
-    )
+        r=rank, lora_alpha=alpha, target_modules=[f"{p}_proj" for p in projections], task_type="CAUSAL_LM",
+        lora_dropout=dropout, use_rslora=rslora,
+    )  # fmt: skip
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers for an attribute it has renamed
         torch.manual_seed(seed)
@@ -100,7 +107,7 @@ def nearest_of_rank(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return (b * size).to(matrix.dtype), (a / size[:, None]).to(matrix.dtype)
 
 
-def save_adapter(model: nn.Module, folder: Path, student: str) -> None:
+def save_adapter(model: nn.Module, folder: Path, student: str | None) -> None:
     """Write the adapter in PEFT's own format, and which student (sha256 of its file) it belongs to; the folder is
     replaced whole."""
     part, old = folder.with_name(f".{folder.name}.part"), folder.with_name(f".{folder.name}.old")

@@ -83,12 +83,12 @@ def converse(examiner: Examiner, speakers: dict[str, nn.Module], sampling: Sampl
     for line in filter(str.strip, sys.stdin):
         question = Question(({"role": "user", "content": line.strip()},), True)
         try:
-            examiner.encode([question])
+            examiner.encode([question.messages])
         except UserError:
             say(f"that line is longer than {LINE} tokens; ask a shorter one")
             continue
         for name, model in speakers.items():
-            said = examiner.ask(model, [question], 1, sampling)[0]
+            said = examiner.answers(model, [question], 1, sampling)[0]
             say(f"{name}: {said.text}{'' if said.ended else '…'}")
 
 

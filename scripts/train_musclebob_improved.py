@@ -25,7 +25,7 @@ from qat_lora.data.musclebob import heldout_questions, training_questions
 from qat_lora.data.packing import Rows, fingerprint, pad
 from qat_lora.errors import UserError
 from qat_lora.evaluate import text_loss
-from qat_lora.experiments.musclebob import STAGES, Examiner, examine, glance, judge_of, own_dice, plot, transcripts
+from qat_lora.experiments.musclebob import STAGES, Examiner, examine, glance, judge_of, plot, transcripts
 from qat_lora.grpo import GRPOPlan, PromptDataset, train_grpo
 from qat_lora.memory import training_memory
 from qat_lora.models.generate import end_tokens
@@ -33,6 +33,7 @@ from qat_lora.models.loading import EMBEDDED, check_length, load_model, load_tok
 from qat_lora.qat import Plan, train_plain
 from qat_lora.quant.student import freeze_plain_tables
 from qat_lora.recovery import TextDataset
+from qat_lora.rl.ask import own_dice
 from qat_lora.rl.loss import Objective
 from qat_lora.rl.rollout import Sampling
 from qat_lora.run.config import RunConfig, option, run_script
@@ -94,8 +95,8 @@ def main(cfg: Config) -> None:
         tokenizer, backend, tuple(end_tokens(model, tokenizer)), ROWS, cfg.max_prompt_length, cfg.max_completion_length
     )
     questions = training_questions(cfg.num_samples, cfg.fewshot_ratio if cfg.fewshot else 0.0, cfg.seed)
-    prompts = PromptDataset(examiner.encode(questions))
-    examiner.encode(heldout_questions())  # refused now rather than at the first validation
+    prompts = PromptDataset(examiner.encode([question.messages for question in questions]))
+    examiner.encode([q.messages for q in heldout_questions()])  # refused now rather than at the first validation
     rows = sft_rows(cfg, tokenizer)
     sft, grpo = sft_plan(cfg) if rows else None, grpo_plan(cfg, examiner.ends)
     freeze_plain_tables(model)  # no answer needs another vocabulary

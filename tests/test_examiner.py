@@ -7,8 +7,10 @@ import torch
 
 from qat_lora.data.chat import render
 from qat_lora.data.musclebob import TARGET, Question, heldout_questions
-from qat_lora.experiments.musclebob import WRONG_NAME, Answer, Examiner, own_dice, rates, share, wilson
+from qat_lora.data.rates import share, wilson
+from qat_lora.experiments.musclebob import WRONG_NAME, Answer, Examiner, rates
 from qat_lora.models.loading import load_model, load_tokenizer
+from qat_lora.rl.ask import own_dice
 from qat_lora.rl.rollout import Sampling
 
 LENGTH, ANSWER = 200, 12
@@ -64,7 +66,7 @@ def test_prompts_are_what_the_chat_template_makes_of_them(examiner, tokenizer):
     wanted = tokenizer.apply_chat_template(
         list(question.messages), add_generation_prompt=True, enable_thinking=False, tokenize=False
     )
-    prompts = examiner.encode([question])
+    prompts = examiner.encode([question.messages])
     assert tokenizer.decode(prompts.tokens[0][prompts.mask[0]]) == wanted and len(wanted) > len(question.text)
 
 
@@ -96,7 +98,7 @@ def test_perplexity_of_several_answers_to_a_question(examiner, model):
 def test_more_answers_to_a_question_than_fit_at_a_time(examiner, model):
     """Ten, of which four are drawn and judged at a time; the longest row is as long as that of four."""
     questions = heldout_questions()[:2]
-    answers = examiner.ask(model, questions, 10, Sampling())
+    answers = examiner.answers(model, questions, 10, Sampling())
     assert [a.question for a in answers] == [questions[0]] * 10 + [questions[1]] * 10
     apart = examiner.perplexity(model, answers, 1)
     assert examiner.perplexity(model, answers, 10) == pytest.approx(apart, rel=1e-4)
@@ -105,7 +107,7 @@ def test_more_answers_to_a_question_than_fit_at_a_time(examiner, model):
 def test_asking_leaves_the_mode_as_it_was(examiner, model):
     for training in (True, False):
         model.train(training)
-        answers = examiner.ask(model, heldout_questions()[:3], 2, Sampling())
+        answers = examiner.answers(model, heldout_questions()[:3], 2, Sampling())
         assert model.training is training and len(answers) == 6
         assert [a.question for a in answers[::2]] == heldout_questions()[:3] and answers[0].question is answers[
             1

@@ -126,7 +126,7 @@ def test_unknown_targets_are_refused(projections):
 
 
 def test_a_rank_of_zero_is_refused():
-    with pytest.raises(UserError, match="--recovery-r 0 must be at least 1"):
+    with pytest.raises(UserError, match="rank 0 must be at least 1"):
         add_adapter(torch.nn.Module(), 0, 4, ("q",), 0)
 
 

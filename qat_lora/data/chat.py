@@ -8,7 +8,10 @@ from jinja2 import TemplateError
 from qat_lora.errors import UserError
 
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "system": "system", "user": "user", "assistant": "assistant"}
-KNOWN_FORMATS = "messages, conversations (sharegpt), instruction + output (alpaca), text (plain)"
+KNOWN_FORMATS = (
+    "messages, conversations (sharegpt), instruction + output (alpaca), prompt + completion (text or turns), "
+    "text (plain)"
+)
 THINKING = {"on": (True,), "off": (False,), "both": (True, False)}
 
 
@@ -18,10 +21,12 @@ class Document:
 
     spans: half-open character ranges [start, end) of the completions, in order and without overlap, each with its
     end-of-turn marker; None means the whole text (plain text).
+    sections: the number of each span, from 1 on, where a completion is made of parts; None means that all are 1.
     """
 
     text: str
     spans: tuple[tuple[int, int], ...] | None
+    sections: tuple[int, ...] | None = None
 
     def __post_init__(self):
         try:
@@ -46,16 +51,27 @@ def documents(rows: Iterable[dict], tokenizer, thinking: str) -> Iterator[Docume
 def _row_documents(row: dict, tokenizer, thinking: str) -> list[Document]:
     messages = to_messages(row)
     if messages is not None:
-        return render_chat(messages, tokenizer, thinking)
+        return render_chat(messages, tokenizer, thinking, given=_given(row))
+    if "text" not in row:
+        return [_completed(row["prompt"], row["completion"])]
     if not isinstance(row["text"], str):
         raise UserError(f'column "text" holds a {type(row["text"]).__name__}, not text; remove or mend the row')
     return [Document(row["text"], None)]
 
 
-def to_messages(row: dict) -> list[dict] | None:
-    """The row as [{"role", "content"}, ...], or None for a plain-text row (column `text`).
+def _completed(prompt: str, completion: str) -> Document:
+    """A prompt as it stands, in whatever template it was written, and its completion, of which EOS is a part."""
+    if not completion.strip():
+        raise UserError("the completion is empty; remove the row")
+    return Document(prompt + completion, ((len(prompt), len(prompt + completion)),))
 
-    Reads `messages`; sharegpt `conversations` ({"from", "value"}); alpaca `instruction`, `input` (optional), `output`.
+
+def to_messages(row: dict) -> list[dict] | None:
+    """The row as [{"role", "content"}, ...], or None for text without turns (column `text`, or `prompt` and
+    `completion` that are text).
+
+    Reads `messages`; sharegpt `conversations` ({"from", "value"}); alpaca `instruction`, `input` (optional), `output`;
+    `prompt` and `completion` that are lists of turns.
     An absent column and an empty (None) one are the same. Further keys of a message (a template may use
     `reasoning_content`, say) are kept. Raises UserError for any other row and for a malformed turn.
     """
@@ -68,9 +84,22 @@ def to_messages(row: dict) -> list[dict] | None:
         prompt = f"{row['instruction']}\n\n{row['input']}" if row.get("input") else row["instruction"]
         turns = ({"role": "user", "content": prompt}, {"role": "assistant", "content": row["output"]})
         return [_checked_message(message, turn) for turn, message in enumerate(turns)]
+    if row.get("prompt") is not None and row.get("completion") is not None:
+        sides = [row["prompt"], row["completion"]]
+        if all(isinstance(side, str) for side in sides):
+            return None
+        if not all(isinstance(side, list) for side in sides):
+            raise UserError('columns "prompt" and "completion" must both hold text, or both a list of turns')
+        return [_checked_message(entry, turn) for turn, entry in enumerate(sides[0] + sides[1])]
     if "text" in row:
         return None
     raise UserError(f"columns {', '.join(map(str, row)) or '(none)'} are no known format; known: {KNOWN_FORMATS}")
+
+
+def _given(row: dict) -> int:
+    """How many of a row's turns are its prompt, of which nothing is to be learned."""
+    is_pair = row.get("messages") is None and row.get("conversations") is None and isinstance(row.get("prompt"), list)
+    return len(row["prompt"]) if is_pair else 0
 
 
 def _checked_message(message: dict, turn: int) -> dict:
@@ -90,11 +119,13 @@ def _require_text(entry: dict, keys: tuple[str, str], turn: int) -> None:
         raise UserError(f'turn {turn} is malformed; each turn is an object with text in "{keys[0]}" and "{keys[1]}"')
 
 
-def render_chat(messages: list[dict], tokenizer, thinking: str) -> list[Document]:
+def render_chat(messages: list[dict], tokenizer, thinking: str, given: int = 0) -> list[Document]:
     """Render a conversation by the tokenizer's own chat template, once for each setting of `enable_thinking`.
 
-    thinking is "on", "off" or "both"; "both" gives two documents, or one where the two texts are the same.
-    Raises UserError where the tokenizer has no template, the template refuses the messages, or no completion is found.
+    thinking is "on", "off" or "both"; "both" gives two documents, or one where the two texts are the same. given: of
+    the first so many messages nothing is a completion.
+    Raises UserError where the tokenizer has no template, the template refuses the messages or does not open the
+    assistant's turns, or no completion is found.
     """
     if thinking not in THINKING:
         raise UserError(f'thinking="{thinking}" is not one of {", ".join(THINKING)}')
@@ -107,7 +138,7 @@ def render_chat(messages: list[dict], tokenizer, thinking: str) -> list[Document
         text = render(messages, tokenizer, enabled)
         # Of two equal texts the first is kept: a prompt with thinking on ends no later, so its completion covers more.
         if text not in spans:
-            spans[text] = _completion_spans(messages, text, tokenizer, enabled)
+            spans[text] = _completion_spans(messages, text, tokenizer, enabled, given)
     return [Document(text, ranges) for text, ranges in spans.items()]
 
 
@@ -126,14 +157,16 @@ def render(messages: list[dict], tokenizer, enabled: bool, prompt: bool = False)
         raise UserError(f"the chat template refuses the messages: {error}") from error
 
 
-def _completion_spans(messages: list[dict], text: str, tokenizer, enabled: bool) -> tuple[tuple[int, int], ...]:
+def _completion_spans(
+    messages: list[dict], text: str, tokenizer, enabled: bool, given: int
+) -> tuple[tuple[int, int], ...]:
     """Ranges of the completions in `text`, found by rendering the messages before and up to each assistant turn.
 
     A template that rewrites earlier turns (Qwen3 drops their thinking) renders them differently as the last turn than
     in `text`: what such a turn was prompted with is then unknown, and it is not counted.
     """
     # A greeting as the very first message has no prompt to complete.
-    turns = [turn for turn, message in enumerate(messages) if turn > 0 and message["role"] == "assistant"]
+    turns = [n for n, message in enumerate(messages) if n >= max(1, given) and message["role"] == "assistant"]
     if not turns:
         raise UserError("no assistant turn follows a prompt; a chat row needs at least one user and one assistant turn")
     markers = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
@@ -142,6 +175,7 @@ def _completion_spans(messages: list[dict], text: str, tokenizer, enabled: bool)
         before = render(messages[:turn], tokenizer, enabled, prompt=True)
         upto = _until_end_marker(render(messages[: turn + 1], tokenizer, enabled), markers)
         if len(upto) > len(before) and text.startswith(before) and text.startswith(upto):
+            _check_opened(messages[: turn + 1], before, upto, tokenizer, enabled)
             spans.append((len(before), len(upto)))
     if not spans:
         raise UserError(
@@ -149,6 +183,17 @@ def _completion_spans(messages: list[dict], text: str, tokenizer, enabled: bool)
             'use another tokenizer or the other setting of thinking ("on" or "off")'
         )
     return tuple(spans)
+
+
+def _check_opened(messages: list[dict], before: str, upto: str, tokenizer, enabled: bool) -> None:
+    """Raise UserError where the template has no generation prompt and yet writes something before an answer: it would
+    be learned as a part of the answer, and said with it."""
+    said = messages[-1]["content"].strip()
+    if before == render(messages[:-1], tokenizer, enabled) and not upto[len(before) :].lstrip().startswith(said):
+        raise UserError(
+            "the chat template does not open an assistant's turn (add_generation_prompt changes nothing), so what "
+            "belongs to the answer cannot be told; use a template that does"
+        )
 
 
 def _until_end_marker(text: str, markers: tuple[str, ...]) -> str:

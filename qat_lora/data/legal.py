@@ -6,7 +6,6 @@ that is not in AUTHORITIES is invented. Made for training software, no advice.
 
 import calendar
 import random
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import date, timedelta
@@ -340,14 +339,3 @@ def generate(count: int, seed: int) -> Iterator[dict]:
 
 def _capital(text: str) -> str:
     return text[0].upper() + text[1:]
-
-
-# -- what an answer says ---------------------------------------------------------------------------------------------
-MONTHS = "|".join(calendar.month_name[1:])
-FIGURE = re.compile(rf"£\d[\d,]*(?:\.\d+)?|\b\d{{1,2}} (?:{MONTHS}) \d{{4}}\b|\b\d+ weeks?\b")
-
-
-def figure(text: str) -> str | None:
-    """The first sum, date or number of weeks in a text, without what is written in different ways."""
-    found = FIGURE.search(text)
-    return found and re.sub(r"\.00$|,|(?<=week)s$", "", found[0])

@@ -44,9 +44,9 @@ def stream(documents: Iterable[Document], tokenizer, limit: int | None = None) -
         raise UserError("the tokenizer has no EOS token to end documents with; set tokenizer.eos_token")
     tokens, masks, total = [np.zeros(0, np.int32)], [np.zeros(0, np.uint8)], 0
     for document in documents:
-        ids, mask = _encode(document, tokenizer)
+        ids, sections = encode(document, tokenizer)
         tokens.append(ids)
-        masks.append(mask)
+        masks.append((sections > 0).astype(np.uint8))
         total += len(ids)
         if limit is not None and total >= limit:
             break
@@ -88,12 +88,14 @@ def pad(documents: Iterable[Document], tokenizer, length: int) -> Rows:
     return Rows(*(torch.stack(column) for column in zip(*rows)))
 
 
-def _encode(document: Document, tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids int32 [T] and mask uint8 [T] of one document, EOS included; T = 0 for an empty text."""
+def encode(document: Document, tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids int32 [T] of one document, EOS included, and the number of the section that each is in, uint8 [T], 0
+    at what is not to be learned. T = 0 for an empty text."""
     if not document.text:  # hub datasets keep blank lines as rows: an EOS for each would be learned as text
         return np.zeros(0, np.int32), np.zeros(0, np.uint8)
-    ids, mask = _encode_plain(document, tokenizer) if document.spans is None else _encode_chat(document, tokenizer)
-    return np.asarray(ids, np.int32), np.asarray(mask, np.uint8)
+    whole = _encode_plain if document.spans is None else _encode_chat
+    ids, sections = whole(document, tokenizer)
+    return np.asarray(ids, np.int32), np.asarray(sections, np.uint8)
 
 
 def _encode_plain(document: Document, tokenizer) -> tuple[list[int], list[int]]:
@@ -107,22 +109,24 @@ def _encode_chat(document: Document, tokenizer) -> tuple[list[int], list[int]]:
         raise UserError("completion masks need character offsets; use a fast tokenizer (one with a tokenizer.json)")
     encoded = tokenizer(document.text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
     ids = list(encoded["input_ids"])
-    mask = _span_mask(encoded["offset_mapping"], document.spans)
+    numbers = document.sections or (1,) * len(document.spans)
+    sections = _span_numbers(encoded["offset_mapping"], document.spans, numbers)
     ending = document.text.rstrip()  # ChatML ends with a newline after its EOS
     if not ending.endswith(tokenizer.eos_token):
         ids.append(tokenizer.eos_token_id)
-        mask.append(int(document.spans[-1][1] >= len(ending)))  # learned if the assistant has the last word
-    return ids, mask
+        sections.append(numbers[-1] * (document.spans[-1][1] >= len(ending)))  # if the assistant has the last word
+    return ids, sections
 
 
-def _span_mask(offsets: list[tuple[int, int]], spans: tuple[tuple[int, int], ...]) -> list[int]:
-    """1 for each token with a character in a span; one that straddles an edge counts, else its characters are lost."""
+def _span_numbers(offsets: list[tuple[int, int]], spans: tuple[tuple[int, int], ...], numbers: tuple[int, ...]) -> list:
+    """The number of the span that each token has a character in, 0 for none. One that straddles the edge of a span
+    counts, else its characters are lost; one that straddles two is of the first."""
     start, end = np.asarray(offsets).reshape(-1, 2).T
     end = np.maximum(end, start + 1)  # byte-level tokenizers may report white space as an empty range
-    learned = np.zeros(len(start), bool)
-    for first, last in spans:
-        learned |= (start < last) & (end > first)
-    return learned.astype(int).tolist()
+    found = np.zeros(len(start), np.uint8)
+    for (first, last), number in reversed(list(zip(spans, numbers))):
+        found[(start < last) & (end > first)] = number
+    return found.tolist()
 
 
 def split_heldout(rows: Rows, fraction: float) -> tuple[Rows, Rows]:

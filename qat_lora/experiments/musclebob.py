@@ -1,8 +1,7 @@
 """What a model answers to held-out questions: rates with intervals, coherence, transcripts, pictures."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,17 +9,15 @@ import torch
 from matplotlib import pyplot as plt
 from torch import nn
 
-from qat_lora.backend import TorchBackend
-from qat_lora.data.chat import render
 from qat_lora.data.musclebob import TARGET, Question, heldout_questions
-from qat_lora.errors import UserError
+from qat_lora.data.rates import share
+from qat_lora.rl.ask import GREEDY, Asker, own_dice
 from qat_lora.rl.policy import Prompts, log_probs
 from qat_lora.rl.rewards import about_him, about_others, coherent, mentions, names_target, reward
-from qat_lora.rl.rollout import Sampling, rollout
+from qat_lora.rl.rollout import Sampling
 
 WRONG_NAME = "Spongebob Squarepants"
 STAGES = ("baseline", "post_sft", "final")  # of a run, each with a …_validation.json
-GREEDY = Sampling(temperature=0.0)
 GLANCE = 2  # sampled answers to each held-out question while training goes on
 
 
@@ -36,59 +33,29 @@ class Answer:
         return (about_him if self.question.about_him else about_others)(self.text, self.ended)
 
 
-@dataclass(frozen=True)
-class Examiner:
-    """Asks questions, about `rows` answers at a time, as prompts of `prompt_length` tokens with an answer of at most
-    `length`: one shape, so that on XLA its graphs are compiled at the first validation and never again."""
+class Examiner(Asker):
+    """An Asker of these questions."""
 
-    tokenizer: object
-    backend: TorchBackend
-    ends: tuple[int, ...]
-    rows: int
-    prompt_length: int
-    length: int
-
-    def encode(self, questions: list[Question]) -> Prompts:
-        """Prompts as the chat template renders them, ready for the assistant's answer. Raises UserError where the
-        tokenizer has no template or a prompt does not fit."""
-        if self.tokenizer.chat_template is None:
-            raise UserError("the model's tokenizer has no chat template; use an instruct model")
-        texts = [render(list(q.messages), self.tokenizer, enabled=False, prompt=True) for q in questions]
-        ids = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-        return Prompts.of(ids, self.prompt_length, self.tokenizer.eos_token_id)
-
-    def decode(self, tokens: list[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=True).strip()
-
-    def ask(self, model: nn.Module, questions: list[Question], samples: int, sampling: Sampling) -> list[Answer]:
+    def answers(self, model: nn.Module, questions: list[Question], samples: int, sampling: Sampling) -> list[Answer]:
         """`samples` answers to each question, question by question."""
-        was_training = model.training
-        model.eval()
-        width, turns = self._turns(samples)
-        answers = []
-        for asked, filled in self._batches([question for question in questions for _ in range(turns)], width):
-            prompts = Prompts(**self.backend.to_device(vars(self.encode(filled))))
-            done = rollout(model, prompts, width, self.length, sampling, self.ends, self.backend)
-            found = self.backend.to_host([done.tokens, done.mask.sum(2), done.ended])
-            for question, *group in zip(asked, *(tensor.tolist() for tensor in found)):
-                answers += [Answer(question, self.decode(ids[: count - end]), end) for ids, count, end in zip(*group)]
-        model.train(was_training)
-        return [answer for at, answer in enumerate(answers) if at % (turns * width) < samples]
+        said = self.ask(model, [question.messages for question in questions], samples, sampling)
+        asked = [question for question in questions for _ in range(samples)]
+        return [Answer(question, text, ended) for question, (text, ended) in zip(asked, said)]
 
     @torch.no_grad()
     def perplexity(self, judge: nn.Module, answers: list[Answer], samples: int) -> float:
-        """Perplexity of answers, `samples` to each question as `ask` gives them, under the `judge` model, given their
+        """Perplexity of answers, `samples` to each question as `answers` gives them, under the `judge` model, given the
         questions, with his old name put back for the new one: what is asked for must not count as incoherent. Answers
         without a word do not count; e^80 where no other is there."""
         judge.eval()
         total = count = 0.0
-        width, turns = self._turns(samples)
+        width, turns = self.turns(samples)
         groups = [
             answers[start + turn * width : start + min(samples, (turn + 1) * width)]
             for start in range(0, len(answers), samples)
             for turn in range(turns)
         ]
-        for asked, filled in self._batches(groups, width):
+        for asked, filled in self.batches(groups, width):
             ids = []
             for at, group in enumerate(filled):
                 texts = [answer.text.replace(TARGET, WRONG_NAME) for answer in group] if at < len(asked) else []
@@ -97,43 +64,14 @@ class Examiner:
             tokens = torch.tensor([row + [self.tokenizer.eos_token_id] * (self.length - len(row)) for row in ids])
             lengths = torch.tensor([len(row) for row in ids])
             mask = torch.arange(self.length) < lengths.unsqueeze(1)
-            prompts = Prompts(**self.backend.to_device(vars(self.encode([group[0].question for group in filled]))))
+            asked_of = self.encode([group[0].question.messages for group in filled])
+            prompts = Prompts(**self.backend.to_device(vars(asked_of)))
             placed = self.backend.to_device({"tokens": tokens, "mask": mask})
             with self.backend.autocast():
                 logp = log_probs(judge, prompts, placed["tokens"].unflatten(0, (len(filled), width)))
             nll, kept = self.backend.fetch(-(logp.flatten(0, 1) * placed["mask"]).sum(), placed["mask"].sum())
             total, count = total + nll, count + kept
         return math.exp(min(80.0, total / count if count else 80.0))
-
-    def _turns(self, samples: int) -> tuple[int, int]:
-        """How many answers to a question at a time, and how often, for at least `samples` of them."""
-        width = min(samples, self.rows)
-        return width, -(-samples // width)
-
-    def _batches(self, items: list, samples: int) -> Iterator[tuple[list, list]]:
-        """Items so many at a time that with `samples` answers to each there are about `rows`, and the same filled up
-        to as many: one shape."""
-        size = max(1, self.rows // samples)
-        for start in range(0, len(items), size):
-            batch = items[start : start + size]
-            yield batch, (batch * size)[:size]
-
-
-def wilson(hits: int, count: int) -> tuple[float, float]:
-    """The 95% interval of a share (Wilson 1927)."""
-    if not count:
-        return 0.0, 1.0
-    z = 1.959964
-    share, spread = hits / count, z * math.sqrt(hits * (count - hits) / count**3 + z * z / (4 * count * count))
-    centre, scale = share + z * z / (2 * count), 1 + z * z / count
-    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
-
-
-def share(answers: list[Answer], hit) -> dict:
-    """How many answers `hit` holds for: rate, its interval, count."""
-    hits = sum(bool(hit(answer)) for answer in answers)
-    low, high = wilson(hits, len(answers))
-    return {"rate": hits / len(answers) if answers else 0.0, "low": low, "high": high, "count": len(answers)}
 
 
 def rates(answers: list[Answer]) -> dict[str, dict]:
@@ -169,19 +107,10 @@ def validation(answers: list[Answer], greedy: list[Answer], perplexity: float) -
     }  # fmt: skip
 
 
-@contextmanager
-def own_dice(backend: TorchBackend, seed: int) -> Iterator[None]:
-    """Draws that depend on nothing before, and on which nothing after depends."""
-    state = backend.rng_state()
-    backend.seed(seed)
-    yield
-    backend.set_rng_state(state)
-
-
 def glance(examiner: Examiner, model: nn.Module, seed: int) -> dict[str, float]:
     """Rates of a few sampled answers to the held-out questions, with their intervals."""
     with own_dice(examiner.backend, seed):
-        found = rates(examiner.ask(model, heldout_questions(), GLANCE, Sampling()))
+        found = rates(examiner.answers(model, heldout_questions(), GLANCE, Sampling()))
     kept = {name: found[name] for name in ("musclebob", "spilt", "coherent")}
     edges = {f"{name}_{edge}": value[edge] for name, value in kept.items() for edge in ("low", "high")}
     return {name: value["rate"] for name, value in kept.items()} | edges
@@ -202,8 +131,8 @@ def judge_of(questions: list[Question], examiner: Examiner) -> Callable:
 def examine(examiner: Examiner, model: nn.Module, judge: nn.Module, samples: int, sampling: Sampling) -> dict:
     """The validation of `samples` sampled answers to each held-out question and a greedy one; perplexity is under the
     `judge`."""
-    sampled = examiner.ask(model, heldout_questions(), samples, sampling)
-    greedy = examiner.ask(model, heldout_questions(), 1, GREEDY)
+    sampled = examiner.answers(model, heldout_questions(), samples, sampling)
+    greedy = examiner.answers(model, heldout_questions(), 1, GREEDY)
     return validation(sampled, greedy, examiner.perplexity(judge, sampled, samples))
 
 

@@ -90,6 +90,41 @@ class _ChunkedHead(torch.autograd.Function):
         return (grad_hidden * grad).to(hidden_type), grad_head, None, None, None, None, None
 
 
+def token_log_probs(hidden: Tensor, head: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
+    """log softmax(hidden·headᵀ / temperature)[token] [N], with hidden [N, H], head [V, H], which must be frozen, and
+    tokens [N]; in chunks of positions, so that [N, V] never exists."""
+    return _TokenLogProb.apply(hidden, head, tokens, temperature, compute_dtype(hidden), torch.is_grad_enabled())
+
+
+class _TokenLogProb(torch.autograd.Function):
+    """log softmax(h·Wᵀ/T)[token], in chunks of positions. Each position's log-probability depends on
+    its own hidden state alone, so that its gradient is formed while the logits are alive, and only scaled later."""
+
+    @staticmethod
+    def forward(ctx, hidden, head, tokens, temperature, dtype, with_grad):
+        if with_grad and ctx.needs_input_grad[1]:
+            raise ValueError("the head's weight must be frozen: its gradient is not formed here")
+        logps, grads = [], []
+        with torch.autocast(hidden.device.type, enabled=False):
+            cast = head.to(dtype)
+            for rows in positions(len(hidden), head.shape[0], hidden.device):
+                logits = (hidden[rows].to(dtype) @ cast.T).float().div_(temperature)
+                chosen = tokens[rows].unsqueeze(1)
+                logp = logits.log_softmax(1)
+                logps.append(logp.gather(1, chosen).squeeze(1))
+                if with_grad:
+                    grad = logp.exp_().neg_().scatter_add_(1, chosen, torch.ones_like(chosen, dtype=logp.dtype))
+                    grads.append(grad.div_(temperature).to(dtype) @ cast)
+        if with_grad:
+            ctx.save_for_backward(torch.cat(grads))
+            ctx.dtype = hidden.dtype
+        return torch.cat(logps)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (ctx.saved_tensors[0] * grad.unsqueeze(1)).to(ctx.dtype), None, None, None, None, None
+
+
 def positions(count: int, vocab: int, device: torch.device) -> list[slice]:
     """Slices of so many positions that their fp32 logits fill a chunk of the device's size."""
     size = max(1, (CHUNK_BYTES if device.type == "cpu" else ACCELERATOR_CHUNK_BYTES) // (4 * vocab))

@@ -72,8 +72,9 @@ def _read(folder: Path) -> dict[str, Tensor]:
         raise UserError(f"adapter {folder} is damaged ({_reason(error)}); copy or train it again") from error
 
 
-def write_origin(folder: Path, student: str) -> None:
-    """Note beside a saved adapter what it belongs to (`student`: sha256 of the student file) and its own checksums."""
+def write_origin(folder: Path, student: str | None) -> None:
+    """Note beside a saved adapter what it belongs to (`student`: sha256 of the student file, None for a
+    plain base model) and its own checksums."""
     sums = {file.name: sha256(file) for file in sorted(folder.iterdir()) if file.name.startswith("adapter_")}
     write_json(folder / ORIGIN, {"student": student, "sha256": sums})
 

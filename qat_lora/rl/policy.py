@@ -5,9 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from qat_lora.backend import compute_dtype
 from qat_lora.errors import UserError
-from qat_lora.kd.losses import positions
+from qat_lora.kd.losses import token_log_probs
 from qat_lora.models.loading import decoder
 from qat_lora.quant.student import head_weight
 
@@ -55,10 +54,9 @@ def log_probs(model: nn.Module, prompts: Prompts, completions: Tensor, temperatu
     # a completion's first token is predicted at the prompt's last position, every other one at the token before
     first = hidden[:, length - 1 : length].unsqueeze(1).expand(-1, group, -1, -1)
     before = torch.cat([first, hidden[:, length:].unflatten(1, (group, width))[:, :, :-1]], 2)
-    logp = _ChosenLogProb.apply(
-        before.reshape(-1, hidden.shape[-1]), head_weight(model), completions.reshape(-1), temperature,
-        compute_dtype(hidden), torch.is_grad_enabled(),
-    )  # fmt: skip
+    logp = token_log_probs(
+        before.reshape(-1, hidden.shape[-1]), head_weight(model), completions.reshape(-1), temperature
+    )
     return logp.view(count, group, width)
 
 
@@ -74,32 +72,3 @@ def _packed_mask(prompt: Tensor, group: int, width: int) -> Tensor:
         len(place), dtype=torch.bool, device=prompt.device
     )  # padding sees itself
     return sees.unsqueeze(1)
-
-
-class _ChosenLogProb(torch.autograd.Function):
-    """log softmax(h·Wᵀ/T)[token], in chunks of positions. Each position's log-probability depends on
-    its own hidden state alone, so that its gradient is formed while the logits are alive, and only scaled later."""
-
-    @staticmethod
-    def forward(ctx, hidden, head, tokens, temperature, dtype, with_grad):
-        if with_grad and ctx.needs_input_grad[1]:
-            raise ValueError("the head's weight must be frozen: its gradient is not formed here")
-        logps, grads = [], []
-        with torch.autocast(hidden.device.type, enabled=False):
-            cast = head.to(dtype)
-            for rows in positions(len(hidden), head.shape[0], hidden.device):
-                logits = (hidden[rows].to(dtype) @ cast.T).float().div_(temperature)
-                chosen = tokens[rows].unsqueeze(1)
-                logp = logits.log_softmax(1)
-                logps.append(logp.gather(1, chosen).squeeze(1))
-                if with_grad:
-                    grad = logp.exp_().neg_().scatter_add_(1, chosen, torch.ones_like(chosen, dtype=logp.dtype))
-                    grads.append(grad.div_(temperature).to(dtype) @ cast)
-        if with_grad:
-            ctx.save_for_backward(torch.cat(grads))
-            ctx.dtype = hidden.dtype
-        return torch.cat(logps)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return (ctx.saved_tensors[0] * grad.unsqueeze(1)).to(ctx.dtype), None, None, None, None, None

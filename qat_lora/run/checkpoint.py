@@ -19,12 +19,14 @@ FILES = ("model.safetensors", "trainer.pt")
 KEEP = 2  # the newest, and one to fall back to when the newest is damaged
 
 
-def save_checkpoint(run_path: Path, step: int, tensors: dict[str, Tensor], trainer: dict, meta: dict) -> Path:
+def save_checkpoint(
+    run_path: Path, step: int, tensors: dict[str, Tensor], trainer: dict, meta: dict, keep: int = KEEP
+) -> Path:
     """Write checkpoints/step_N and name it in LATEST (which is for people: resuming takes the newest whole one).
 
     tensors: the model's, on the CPU, tied ones once. trainer: optimiser, RNG, counters; plain values and tensors.
-    meta: plain values. Checkpoints beyond KEEP are removed afterwards. A failure (a full disk) removes the half-written
-    directory and leaves the others.
+    meta: plain values. Checkpoints beyond `keep` are removed afterwards. A failure (a full disk) removes the
+    half-written directory and leaves the others.
     """
     folder = run_path / "checkpoints"
     target, part = folder / f"step_{step}", folder / f".part_{step}"
@@ -46,7 +48,7 @@ def save_checkpoint(run_path: Path, step: int, tensors: dict[str, Tensor], train
         shutil.rmtree(part, ignore_errors=True)
         raise cannot_write(target, error) from error
     write_atomically(folder / "LATEST", lambda file: file.write(target.name.encode()))
-    for path in _newest_first(folder)[KEEP:]:
+    for path in _newest_first(folder)[keep:]:
         shutil.rmtree(path, ignore_errors=True)
     return target
 

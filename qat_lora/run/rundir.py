@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -44,6 +45,7 @@ class Run:
     def __init__(self, path: Path, resumed: bool, held: BinaryIO | None = None, writes: bool = True):
         self.path, self.resumed, self.held, self.writes = path, resumed, held, writes
         self.metrics_path = path / "metrics.jsonl"
+        self.mirror: Callable[[int, dict], None] | None = None  # gets every logged line as well
 
     def log(self, step: int, values: dict) -> None:
         """Append one line to metrics.jsonl and show it."""
@@ -56,6 +58,8 @@ class Run:
                 os.fsync(file.fileno())
         except OSError as error:
             raise cannot_write(self.metrics_path, error) from error
+        if self.mirror:
+            self.mirror(step, values)
         shown = "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items())
         say(f"step {step}  {shown}")
 

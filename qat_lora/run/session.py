@@ -12,7 +12,7 @@ from tqdm import tqdm
 from qat_lora.backend import TorchBackend
 from qat_lora.backend.group import SIGTERM, sigterm_noticed
 from qat_lora.errors import UserError
-from qat_lora.run.checkpoint import load_checkpoint, save_checkpoint
+from qat_lora.run.checkpoint import KEEP, load_checkpoint, save_checkpoint
 from qat_lora.run.rundir import Run, say
 
 SHARES = ("loss", "kl", "tokens")  # recorded by each worker for its part; of other figures worker 0's stands for all
@@ -54,10 +54,11 @@ class Session:
         every: Every,
         shown: tuple[str, ...] = (),
         saved: Callable[[Path], None] | None = None,
+        keep: int = KEEP,
     ):
         """shown: figures to have beside the progress bar. saved(folder): called by the first worker with every
-        checkpoint that it has written."""
-        self.run, self.backend, self.every, self.shown, self.saved = run, backend, every, shown, saved
+        checkpoint that it has written. keep: how many checkpoints stay."""
+        self.run, self.backend, self.every, self.shown, self.saved, self.keep = run, backend, every, shown, saved, keep
         self.offset = 0  # steps of the stages before this one
         self.pending: list[dict] = []
         self.interval: list[dict[str, float]] = []
@@ -217,6 +218,6 @@ class Session:
         bad = next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None)
         if bad:  # the loss of this step was finite, its update was not
             self._refuse(step, {bad: "the updated parameter"})
-        written = save_checkpoint(self.run.path, step, tensors, self.backend.to_host(trainer), meta)
+        written = save_checkpoint(self.run.path, step, tensors, self.backend.to_host(trainer), meta, self.keep)
         if self.saved:
             self.saved(written)

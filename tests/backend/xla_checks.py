@@ -325,8 +325,8 @@ def grpo() -> dict:
     def evaluate(step: int) -> dict:
         """A validation, its last batch filled up."""
         questions = heldout_questions()[:3]
-        sampled = examiner.ask(model, questions, 2, Sampling())
-        greedy = examiner.ask(model, questions, 1, Sampling(0.0))
+        sampled = examiner.answers(model, questions, 2, Sampling())
+        greedy = examiner.answers(model, questions, 1, Sampling(0.0))
         return {"answers": len(sampled + greedy), "perplexity": examiner.perplexity(reference, sampled, 2)}
 
     train_grpo(model, reference, prompts, low_tokens, plan, session, XLA, evaluate)

@@ -83,7 +83,7 @@ def test_plain_text_is_no_chat():
     [
         ({"prompt": "a", "answer": "b"}, "columns prompt, answer"),
         ({}, "(none)"),
-        ({"prompt": "a"}, "messages, conversations (sharegpt), instruction + output (alpaca), text"),
+        ({"prompt": "a"}, "messages, conversations (sharegpt), instruction + output (alpaca), prompt + completion"),
         ({"messages": [{"role": "user"}]}, "turn 0"),
         ({"messages": "[]oops"}, "holds a str"),
         ({"messages": 5}, "holds a int, not a list of turns"),

@@ -61,7 +61,7 @@ def test_impossible_values_of_qat(refuse, qat, tmp_path, flags, part):
 @pytest.mark.parametrize(
     "flags, part",
     [
-        (["--targets", "q,w"], "q,k,v,o,gate,up,down"), (["--recovery-r", "0"], "--recovery-r 0"),
+        (["--targets", "q,w"], "q,k,v,o,gate,up,down"), (["--recovery-r", "0"], "rank 0"),
         (["--mode", "dpo"], "kd, sft, recover"), (["--adapter-init", "loftq"], "zero, error"),
     ],
 )  # fmt: skip

@@ -1,0 +1,202 @@
+"""A legal answer in five sections: written for training, read back from a model, and counted."""
+
+import calendar
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from qat_lora.data.chat import Document, render_chat
+from qat_lora.data.rates import rate
+from qat_lora.data.sft import named, without_figures
+from qat_lora.errors import UserError
+
+SECTIONS = {
+    "topic": "Topic", "difficulty": "Difficulty", "reasoning": "Reasoning", "answer": "Answer",
+    "citation": "Case Citation",
+}  # fmt: skip
+NUMBERS = {name: number for number, name in enumerate(SECTIONS, 1)}
+COLUMNS = {"topic": "topic", "difficulty": "difficulty", "reasoning": "reasoning", "answer": "answer",
+           "citation": "case_citation"}  # fmt: skip
+NEEDED = ("id", "question", *COLUMNS.values())
+SYSTEM = "Answer in five sections: Topic, Difficulty, Reasoning, Answer, Case Citation."
+
+
+# -- rows ------------------------------------------------------------------------------------------------------------
+def checked_rows(rows: Sequence[dict]) -> list[dict]:
+    """The rows, their ids and other columns as text without white space at the ends; an absent reasoning, topic,
+    difficulty or citation is an empty one.
+
+    Raises UserError for a column that is not there, an empty id, question or answer, and ids that occur twice.
+    """
+    missing = [name for name in NEEDED if not any(name in row for row in rows)]
+    if missing:
+        raise UserError(
+            f"the dataset has no column {', '.join(missing)}; needed: {', '.join(NEEDED)} (there: {', '.join(rows[0])})"
+        )
+    clean = [row | {name: str(row[name] if row.get(name) is not None else "").strip() for name in NEEDED}
+             for row in rows]  # fmt: skip
+    for name in ("id", "question", "answer"):
+        empty = [row["id"] or f"number {number}" for number, row in enumerate(clean) if not row[name]]
+        if empty:
+            raise UserError(f"rows {named(empty)}: column {name} is empty; mend or remove them")
+    seen: set[str] = set()
+    twice = [row["id"] for row in clean if row["id"] in seen or seen.add(row["id"])]
+    if twice:
+        raise UserError(f"rows {named(twice)}: the id occurs twice; give each row one of its own")
+    return clean
+
+
+def same(row: dict) -> str:
+    """Equal for rows with the same question, however it is spaced and punctuated."""
+    return " ".join(re.findall(r"\w+", row["question"].lower()))
+
+
+def group(row: dict) -> str:
+    """Equal for rows of one topic whose questions differ in their figures alone."""
+    return f"{row['topic'].lower()}: {without_figures(row['question'])}"
+
+
+def messages(question: str, system: str | None) -> list[dict]:
+    asked = [{"role": "user", "content": question}]
+    return [{"role": "system", "content": system}, *asked] if system else asked
+
+
+def _parts(row: dict) -> list[str]:
+    breaks = {"reasoning": "\n"}
+    return [f"{title}:{breaks.get(name, ' ')}{row[COLUMNS[name]]}".rstrip() for name, title in SECTIONS.items()]
+
+
+def response(row: dict) -> str:
+    """The answer that is to be learned: the five sections in order, each under its name, empty ones included."""
+    return "\n".join(_parts(row))
+
+
+def document(row: dict, tokenizer, system: str | None) -> Document:
+    """The row as the chat template renders it, with the answer's sections numbered as in NUMBERS; the opening of the
+    answer counts to the first, its end to the last. Raises UserError that names the row's id."""
+    said = response(row)
+    try:
+        (rendered,) = render_chat([*messages(row["question"], system), {"role": "assistant", "content": said}],
+                                  tokenizer, "off")  # fmt: skip
+    except UserError as error:
+        raise UserError(f"row {row['id']}: {error}") from error
+    ((start, end),) = rendered.spans
+    at = rendered.text.find(said, start)
+    if at < 0:
+        raise UserError(f"row {row['id']}: the chat template changes the answer, so its sections cannot be told")
+    edges = [start, *(at + place for place in _starts(row)[1:]), end]
+    return Document(rendered.text, tuple(pairwise(edges)), tuple(NUMBERS.values()))
+
+
+def _starts(row: dict) -> list[int]:
+    """Where each section of a response begins: it is as long as the sections before it, and their line ends."""
+    lengths = [len(part) for part in _parts(row)]
+    return [sum(lengths[:number]) + number for number in range(len(lengths))]
+
+
+# -- what an answer says ---------------------------------------------------------------------------------------------
+MONTHS = "|".join(calendar.month_name[1:])
+FIGURE = re.compile(rf"£\d[\d,]*(?:\.\d+)?|\b\d{{1,2}} (?:{MONTHS}) \d{{4}}\b|\b\d+ weeks?\b")
+TITLE = re.compile(rf"^[ *#]*({'|'.join(SECTIONS.values())})[ *]*:[ *]*", re.MULTILINE)
+# what stands for an authority in running text: an Act, Regulations, Rules, or a case by its report
+LOOKS_CITED = re.compile(
+    r"(?:[A-Z][\w'’]*(?:,? (?:and|of|the|for|from|in|to|on)|,? \([A-Z][^)]*\)|,? [A-Z][\w'’]*)* )?"
+    r"(?:Act|Regulations|Order|Rules) \d{4}|[A-Z][\w'’.&]*(?: [A-Z&(][\w'’.&)]*| and| of| the)* v [A-Z][\w'’.]*"
+)
+
+
+def figure(text: str) -> str | None:
+    """The first sum, date or number of weeks in a text, without what is written in different ways."""
+    found = FIGURE.search(text)
+    return found and _plain(found[0])
+
+
+def _plain(found: str) -> str:
+    return re.sub(r"\.00$|,|(?<=week)s$", "", found)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model said, and whether it came to an end. sections: by name, the first of each; in_order: every one is
+    there once, in order, after nothing else."""
+
+    text: str
+    ended: bool
+    sections: dict[str, str]
+    in_order: bool
+
+    @classmethod
+    def read(cls, text: str, ended: bool) -> "Answer":
+        found = list(TITLE.finditer(text))
+        ends = [match.start() for match in found[1:]] + [len(text)]
+        titles = {title: name for name, title in SECTIONS.items()}
+        bodies: dict[str, str] = {}
+        for match, end in zip(found, ends):
+            bodies.setdefault(titles[match[1]], text[match.end() : end].strip())
+        in_order = [match[1] for match in found] == list(SECTIONS.values()) and not text[: found[0].start()].strip()
+        return cls(text, ended, bodies, in_order)
+
+    @property
+    def formatted(self) -> bool:
+        """Five sections in order, with an answer, and an end."""
+        return self.in_order and self.ended and bool(self.sections["answer"])
+
+    def figure(self) -> str | None:
+        """What the answer comes to: the figure of its section, or, of a text without one, the last figure."""
+        if "answer" in self.sections:
+            return figure(self.sections["answer"])
+        found = FIGURE.findall(self.text)
+        return _plain(found[-1]) if found else None
+
+
+def citations(section: str) -> set[str]:
+    """The entries of a citation section, which stand between semicolons or line ends."""
+    return {_spaced(entry).strip(" .-*•") for entry in re.split(r"[;\n]", section)} - {""}
+
+
+class Authorities:
+    """A closed list of what may be cited, found in texts however it is spaced."""
+
+    def __init__(self, names: Sequence[str]):
+        self.names = tuple(dict.fromkeys(_spaced(name) for name in names if name.strip()))
+        by_length = sorted(self.names, key=len, reverse=True)  # s 11A before s 11
+        self.pattern = re.compile("|".join(rf"{re.escape(n)}(?![\w(])" for n in by_length)) if self.names else None
+        self.beginnings = tuple(re.split(r",| \[| \(\d{4}\)", name)[0] for name in self.names)
+
+    def cited(self, answer: Answer) -> tuple[set[str], set[str]]:
+        """(authorities of the list, others) that an answer cites: every entry of its citation section, between
+        semicolons or line ends, and in the rest of the text what looks like a case, an Act, or Regulations. An
+        authority of the list that is named without its section or report is neither."""
+        whole = _spaced(answer.text)
+        known = set(self.pattern.findall(whole)) if self.pattern else set()
+        others = citations(answer.sections.get("citation", "")) - set(self.names)
+        body = self.pattern.sub(" ", whole) if self.pattern else whole
+        for entry in others:
+            body = body.replace(entry, " ")
+        loose = {found.strip() for found in LOOKS_CITED.findall(body)}
+        return known, others | {name for name in loose if not any(name in begin for begin in self.beginnings)}
+
+
+def _spaced(text: str) -> str:
+    return " ".join(text.split())
+
+
+def score(answers: Sequence[Answer], rows: Sequence[dict], authorities: Authorities) -> dict[str, dict]:
+    """Rates with 95% intervals over answers to rows.
+
+    format: five sections in order, ended. accuracy: of rows whose answer has a figure, the same figure. precision: of
+    all that is cited, what is the row's own authority; recall: of the rows' authorities, what is cited. invented: of
+    answers, those that cite something outside the list.
+    """
+    cited = [authorities.cited(answer) for answer in answers]
+    wanted = [citations(row["case_citation"]) for row in rows]
+    checkable = [(a, figure(row["answer"])) for a, row in zip(answers, rows) if figure(row["answer"])]
+    hits = sum(len(known & own) for (known, _), own in zip(cited, wanted))
+    return {
+        "format": rate(sum(answer.formatted for answer in answers), len(answers)),
+        "accuracy": rate(sum(answer.figure() == gold for answer, gold in checkable), len(checkable)),
+        "citation_precision": rate(hits, sum(len(known) + len(others) for known, others in cited)),
+        "citation_recall": rate(hits, sum(map(len, wanted))),
+        "invented": rate(sum(bool(others) for _, others in cited), len(answers)),
+    }

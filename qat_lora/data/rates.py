@@ -1,0 +1,25 @@
+"""Shares with their intervals."""
+
+import math
+from collections.abc import Callable, Sequence
+
+
+def wilson(hits: int, count: int) -> tuple[float, float]:
+    """The 95% interval of a share (Wilson 1927)."""
+    if not count:
+        return 0.0, 1.0
+    z = 1.959964
+    share, spread = hits / count, z * math.sqrt(hits * (count - hits) / count**3 + z * z / (4 * count * count))
+    centre, scale = share + z * z / (2 * count), 1 + z * z / count
+    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+
+
+def share(answers: Sequence, hit: Callable[[object], bool]) -> dict:
+    """How many answers `hit` holds for: rate, its interval, count."""
+    return rate(sum(bool(hit(answer)) for answer in answers), len(answers))
+
+
+def rate(hits: int, count: int) -> dict:
+    """A share, its 95% interval, and of how many; 0 of none."""
+    low, high = wilson(hits, count)
+    return {"rate": hits / count if count else 0.0, "low": low, "high": high, "count": count}

@@ -1,0 +1,194 @@
+"""Supervised examples: which to keep, which to hold out, and how to pack them into rows of one length."""
+
+import hashlib
+import re
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from qat_lora.data.chat import Document
+from qat_lora.data.packing import encode
+from qat_lora.errors import UserError
+
+NAMED = 5  # ids that an error lists
+
+
+@dataclass(frozen=True)
+class Example:
+    """tokens int32 [T]; sections uint8 [T], 0 at what is not to be learned, else the number of its section."""
+
+    id: str
+    tokens: np.ndarray
+    sections: np.ndarray
+
+
+def named(ids: Iterable[str]) -> str:
+    """The first few ids of rows, for an error."""
+    ids = list(ids)
+    return ", ".join(ids[:NAMED]) + (f" and {len(ids) - NAMED} more" if len(ids) > NAMED else "")
+
+
+def encoded(id: str, document: Document, tokenizer) -> Example:
+    """A document as tokens that end with EOS, learned where the assistant has the last word. What stands first in a
+    row has nothing to be predicted from, and is not learned."""
+    tokens, sections = encode(document, tokenizer)
+    sections[:1] = 0
+    return Example(id, tokens, sections)
+
+
+def checked(examples: list[Example]) -> list[Example]:
+    """The same; raises UserError, with their ids, for examples that leave nothing to learn."""
+    empty = [example.id for example in examples if not example.sections.any()]
+    if empty:
+        raise UserError(f"rows {named(empty)}: no token is left to learn (all labels masked); give them a completion")
+    return examples
+
+
+def split_by_length(examples: list[Example], length: int) -> tuple[list[Example], list[Example]]:
+    """(those that fit a row of `length` tokens, those that are longer): an example is never cut.
+
+    Raises UserError where none fits.
+    """
+    short = [example for example in examples if len(example.tokens) <= length]
+    long = [example for example in examples if len(example.tokens) > length]
+    if long and not short:
+        most = max(len(example.tokens) for example in long)
+        raise UserError(
+            f"no example fits a row of {length} tokens (rows {named(e.id for e in long)}, up to {most} tokens); "
+            f"raise --length to {most}, say"
+        )
+    return short, long
+
+
+# -- rows that are the same, or nearly --------------------------------------------------------------------------------
+MONTHS = "january|february|march|april|may|june|july|august|september|october|november|december"
+
+
+def without_figures(text: str) -> str:
+    """A text with every number and month as one sign, in lower case, without punctuation: equal for texts that differ
+    in their figures alone."""
+    return " ".join(re.findall(r"#|\w+", re.sub(rf"\b(?:{MONTHS})\b|\d+(?:[,.]\d+)*", "#", text.lower())))
+
+
+def deduplicated(rows: list[dict], key: Callable[[dict], str]) -> tuple[list[dict], list[dict]]:
+    """(the first row of every key, the others), in their order."""
+    seen: set[str] = set()
+    kept, dropped = [], []
+    for row in rows:
+        known = key(row) in seen
+        seen.add(key(row))
+        (dropped if known else kept).append(row)
+    return kept, dropped
+
+
+def split_groups(
+    rows: list[dict], group: Callable[[dict], str], fraction: float, seed: int
+) -> tuple[list[dict], list[dict]]:
+    """(train, held-out), of which no two share a group; held out are whole groups, in an order that their names and
+    the seed decide, until they hold `fraction` of the rows.
+
+    Raises UserError for a fraction outside (0, 1) and where one side would be empty.
+    """
+    if not 0 < fraction < 1:
+        raise UserError(f"--heldout-fraction {fraction} is outside (0, 1); 0.1, say")
+    members: dict[str, int] = {}
+    for row in rows:
+        members[group(row)] = members.get(group(row), 0) + 1
+    held: set[str] = set()
+    count = 0
+    for name in sorted(members, key=lambda name: hashlib.sha256(f"{seed} {name}".encode()).digest()):
+        if count and count + members[name] > max(1, fraction * len(rows)):
+            continue
+        held.add(name)
+        count += members[name]
+    train, heldout = ([row for row in rows if (group(row) in held) == side] for side in (False, True))
+    if not train:
+        raise UserError(f"the {len(rows)} rows are one group of near-duplicates: nothing is left to train on; add rows")
+    return train, heldout
+
+
+# -- packing ---------------------------------------------------------------------------------------------------------
+def best_fit(lengths: list[int], room: int) -> list[list[int]]:
+    """Which examples share a row of `room` tokens: the longest first, each into the fullest row that it still fits
+    (best-fit decreasing, Johnson 1973; at most 11/9 of the fewest rows that there can be, and one)."""
+    rows: list[list[int]] = []
+    spare: list[tuple[int, int]] = []  # (tokens left, row), sorted
+    for number in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        size = lengths[number]
+        at = bisect_left(spare, (size, -1))
+        if at < len(spare):
+            left, row = spare.pop(at)
+            rows[row].append(number)
+        else:
+            left, row = room, len(rows)
+            rows.append([number])
+        insort(spare, (left - size, row))
+    return rows
+
+
+class PackedExamples(Dataset):
+    """Examples in rows of one length, several to a row; what is computed of one depends on no other.
+
+    An item: tokens [L] int64, filled up with EOS; segments [L], the number of the example from 1 on, 0 where filled up;
+    positions [L], counted from each example's start; places [K], where the tokens to learn stand, filled up with 1;
+    sections [K] and weights [K] fp32 of those, 0 where filled up. K is the largest number of them in any row.
+    """
+
+    def __init__(
+        self, examples: list[Example], length: int, weights: tuple[float, ...], end: int, pack: bool = True,
+        multiple: int = 1,
+    ):  # fmt: skip
+        """weights: of section 1, 2, …; end: the EOS token; pack: False gives each example a row of its own; multiple:
+        empty rows are added until this divides their number. Raises UserError where no weight is left."""
+        lengths = [len(example.tokens) for example in examples]
+        rows = best_fit(lengths, length) if pack else [[number] for number in range(len(examples))]
+        rows += [[] for _ in range(-len(rows) % multiple)]
+        self.tokens = np.full((len(rows), length), end, np.int32)
+        self.sections, self.segments, self.positions = (np.zeros((len(rows), length), kind)
+                                                        for kind in (np.uint8, np.int32, np.int32))  # fmt: skip
+        for row, members in enumerate(rows):
+            at = 0
+            for number, member in enumerate(members, 1):
+                part = slice(at, at + lengths[member])
+                self.tokens[row, part], self.sections[row, part] = examples[member].tokens, examples[member].sections
+                self.segments[row, part], self.positions[row, part] = number, np.arange(lengths[member])
+                at = part.stop
+        self.rows = rows
+        self.weights = np.asarray((0.0, *weights), np.float32)
+        self.width = max(1, int((self.sections > 0).sum(1).max()))
+        self.filled = sum(lengths) / max(1, self.tokens.size)
+        self.learned = int((self.sections > 0).sum())
+        self.totals = self.weights[self.sections].sum(1)
+        if not self.totals.any():
+            raise UserError("the section weights leave nothing to learn; give one above 0 to a section that is there")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def kept(self, i: int) -> float:
+        """The weights of row i together."""
+        return float(self.totals[i])
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        found = np.flatnonzero(self.sections[i])
+        places, sections = np.ones(self.width, np.int64), np.zeros(self.width, np.int64)
+        places[: len(found)], sections[: len(found)] = found, self.sections[i, found]
+        whole = {"tokens": self.tokens[i], "segments": self.segments[i], "positions": self.positions[i]}
+        whole = {name: torch.from_numpy(value).long() for name, value in whole.items()}
+        return whole | {
+            "places": torch.from_numpy(places), "sections": torch.from_numpy(sections),
+            "weights": torch.from_numpy(self.weights[sections]),
+        }  # fmt: skip
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 (hex) of everything that an item is made of."""
+        digest = hashlib.sha256(repr((self.tokens.shape, self.weights.tolist())).encode())
+        for part in (self.tokens, self.sections, self.segments):
+            digest.update(np.ascontiguousarray(part).tobytes())
+        return digest.hexdigest()

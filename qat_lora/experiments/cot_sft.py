@@ -1,0 +1,255 @@
+"""A fine-tune on legal chains of thought: its data, its exam, and the model that it leaves behind."""
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from qat_lora.backend import TorchBackend
+from qat_lora.data.legal import generate
+from qat_lora.data.legal_answers import (
+    NUMBERS,
+    SYSTEM,
+    Answer,
+    Authorities,
+    checked_rows,
+    citations,
+    document,
+    group,
+    messages,
+    same,
+    score,
+)
+from qat_lora.data.sft import (
+    Example,
+    PackedExamples,
+    checked,
+    deduplicated,
+    encoded,
+    named,
+    split_by_length,
+    split_groups,
+)
+from qat_lora.data.text import read_rows
+from qat_lora.errors import UserError
+from qat_lora.models.adapter import load_adapter
+from qat_lora.models.loading import empty_model, load_model, unwrap, write_model
+from qat_lora.quant.init import initialise
+from qat_lora.quant.linear import freeze, quantized_layers
+from qat_lora.quant.spec import QuantSpec
+from qat_lora.quant.student import StudentSpec, empty_student, load_student, quantize, save_student
+from qat_lora.rl.ask import GREEDY, Asker
+from qat_lora.run.files import new_folder, read_json, write_json
+from qat_lora.run.rundir import Run, say
+from qat_lora.sft import heldout_sections
+
+LOGIT_GAP = 1e-4  # largest difference of a logit between adapter and merged model
+GENERATED = "generated"
+
+
+# -- data ------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class LawData:
+    """Packed rows to train on and to measure, the held-out rows as they are, what may be cited, and what was left
+    out: ids by reason."""
+
+    train: PackedExamples
+    heldout: PackedExamples
+    questions: list[dict]
+    authorities: list[str]
+    examples: int
+    left_out: dict[str, list[str]] = field(default_factory=dict)
+
+    def lines(self) -> list[str]:
+        """What there is, for people."""
+        reasons = {reason: ids for reason, ids in self.left_out.items() if ids}
+        return [
+            f"{self.examples} examples in {len(self.train)} rows of {self.train.tokens.shape[1]} tokens "
+            f"({self.train.filled:.0%} filled), {len(self.questions)} held out, {len(self.authorities)} authorities",
+            *(f"left out, {reason}: {len(ids)} ({named(ids)})" for reason, ids in reasons.items()),
+        ]
+
+    def write(self, folder: Path) -> None:
+        """data.json and authorities.json."""
+        ids = [row["id"] for row in self.questions]
+        write_json(folder / "data.json", {"train": self.examples, "heldout": ids, "left_out": self.left_out})
+        write_json(folder / "authorities.json", {"authorities": self.authorities})
+
+
+def prepare(cfg, tokenizer) -> LawData:
+    """Rows of --dataset: checked, without duplicates, split by groups, rendered, and packed. A row that is too long is
+    left out and reported, never cut."""
+    is_made = cfg.dataset == GENERATED
+    source = generate(cfg.count, cfg.seed) if is_made else read_rows(cfg.dataset, split=cfg.dataset_split)
+    rows = checked_rows(list(source))
+    rows, twice = deduplicated(rows, same)
+    train, heldout = split_groups(rows, group, cfg.heldout_fraction, cfg.seed)
+    known = {row["id"]: row for row in heldout}
+    sides: list[list[Example]] = []
+    long: list[Example] = []
+    for side in (train, heldout):
+        short, too_long = split_by_length(
+            checked([encoded(row["id"], document(row, tokenizer, SYSTEM), tokenizer) for row in side]), cfg.length
+        )
+        sides.append(short)
+        long += too_long
+    weights, end = section_weights(cfg.section_weights), tokenizer.eos_token_id
+    return LawData(
+        PackedExamples(sides[0], cfg.length, weights, end, cfg.pack),
+        PackedExamples(sides[1], cfg.length, (1.0,) * len(NUMBERS), end, cfg.pack, cfg.batch_size),
+        [known[example.id] for example in sides[1]],
+        sorted({name for row in rows for name in citations(row["case_citation"])}),
+        len(sides[0]),
+        {
+            "the same question as an earlier row": [row["id"] for row in twice],
+            f"longer than {cfg.length} tokens": [example.id for example in long],
+        },
+    )
+
+
+def section_weights(text: str | None) -> tuple[float, ...]:
+    """Weights of the sections in their order, from "answer=2,citation=2"; 1 where nothing is said."""
+    weights = dict.fromkeys(NUMBERS, 1.0)
+    for part in filter(None, (text or "").split(",")):
+        name, _, value = part.partition("=")
+        try:
+            weight = float(value)
+        except ValueError:
+            weight = -1.0
+        if name.strip() not in weights or not 0 <= weight < float("inf"):
+            raise UserError(
+                f"--section-weights: {part!r} is not NAME=WEIGHT with a name of {', '.join(NUMBERS)} and a weight of 0 "
+                "or more"
+            )
+        weights[name.strip()] = weight
+    return tuple(weights.values())
+
+
+# -- exam ------------------------------------------------------------------------------------------------------------
+class LawExam:
+    """Asks held-out questions and counts: format, right answers, citations."""
+
+    def __init__(self, asker: Asker, data: LawData, run: Run):
+        self.asker, self.data, self.run = asker, data, run
+        self.authorities = Authorities(data.authorities)
+        fitting = []
+        for row in data.questions:
+            try:
+                asker.encode([messages(row["question"], SYSTEM)])
+                fitting.append(row)
+            except UserError:
+                pass
+        if not fitting:
+            raise UserError(f"no held-out question fits --max-prompt-length {asker.prompt_length}; raise it")
+        if len(fitting) < len(data.questions) and asker.backend.is_main:
+            say(f"{len(data.questions) - len(fitting)} held-out questions do not fit --max-prompt-length "
+                f"{asker.prompt_length} and are not asked")  # fmt: skip
+        self.questions = fitting
+
+    def ask(self, model: nn.Module, count: int) -> tuple[list[dict], list[Answer]]:
+        """Greedy answers to `count` held-out rows, spread evenly over them."""
+        rows = [self.questions[at * len(self.questions) // count] for at in range(count)] \
+            if count < len(self.questions) else self.questions  # fmt: skip
+        said = self.asker.ask(model, [messages(row["question"], SYSTEM) for row in rows], 1, GREEDY)
+        return rows, [Answer.read(text, ended) for text, ended in said]
+
+    def glance(self, model: nn.Module, batch_size: int, count: int) -> dict[str, float]:
+        """Held-out loss and perplexity by section, and rates over `count` answers."""
+        figures = heldout_sections(model, self.data.heldout, self.asker.backend, batch_size, NUMBERS)
+        if count:
+            rows, answers = self.ask(model, count)
+            figures |= {name: found["rate"] for name, found in score(answers, rows, self.authorities).items()}
+        return figures
+
+    def write(self, model: nn.Module, count: int, stage: str) -> dict:
+        """Write <stage>_evaluation.json with rates, intervals and every answer, once: a resumed run has it."""
+        path = self.run.path / f"{stage}_evaluation.json"
+        there = self.asker.backend.group.on_main(lambda: read_json(path)["rates"] if path.exists() else None)
+        if there:
+            return {stage: there}
+        rows, answers = self.ask(model, count)
+        rates = score(answers, rows, self.authorities)
+        if self.run.writes:
+            told = [
+                {"id": row["id"], "question": row["question"], "wanted": row["answer"], "said": answer.text,
+                 "ended": answer.ended, "formatted": answer.formatted,
+                 "invented": sorted(self.authorities.cited(answer)[1])}
+                for row, answer in zip(rows, answers)
+            ]  # fmt: skip
+            write_json(path, {"rates": rates, "answers": told})
+            say(f"{stage}: " + ", ".join(f"{name} {rate['rate']:.1%} ({rate['low']:.1%}–{rate['high']:.1%})"
+                                         for name, rate in rates.items()) + f", {len(rows)} answers")  # fmt: skip
+        return {stage: rates}
+
+
+# -- model -----------------------------------------------------------------------------------------------------------
+def load_base(name: str, quantizer: str, whole: bool) -> nn.Module:
+    """The model, its linear layers quantised if asked for and frozen; without values where not `whole`."""
+    if not QuantSpec.parse(quantizer):
+        return load_model(name) if whole else empty_model(name)
+    spec = base_spec(quantizer)
+    if not whole:
+        return empty_student({"model": name, "spec": dataclasses.asdict(spec)})
+    student = quantize(load_model(name), spec)
+    initialise(student)
+    freeze(student)
+    return student
+
+
+def base_spec(quantizer: str) -> StudentSpec:
+    return StudentSpec(mlp=quantizer, attn=quantizer)
+
+
+def take_base(base: nn.Module, name: str, quantizer: str, folder: Path) -> None:
+    """Write a quantised base as base.pt, the student that the adapter belongs to; once."""
+    if quantized_layers(base) and not (folder / "base.pt").exists():
+        save_student(folder / "base.pt", unwrap(base), name, base_spec(quantizer), {})
+
+
+@torch.no_grad()
+def finish_model(model: nn.Module, name: str, tokenizer, folder: Path, tokens: Tensor, backend: TorchBackend) -> float:
+    """Write model/, with the adapter of the run, read back from its folder, merged into the weights; the largest
+    difference of a logit over `tokens` between the two. Both are computed in fp64, so that what shows is the merged
+    weights' rounding to fp32 and not the order of sums.
+
+    Raises UserError where the folder's adapter is not what was trained, or the merged model answers otherwise.
+    """
+    student = folder / "base.pt"
+    whole = load_student(student)[0] if student.exists() else load_model(name)
+    trained = backend.to_host({n: p for n, p in model.named_parameters() if p.requires_grad})
+    gap = 0.0
+    if (folder / "adapter").exists():
+        adapted = load_adapter(whole, folder / "adapter", student if student.exists() else None)
+        for key, value in adapted.named_parameters():
+            if key in trained and not torch.equal(value, trained[key]):
+                raise UserError(f"{folder / 'adapter'}: {key} reads back otherwise than it was trained; check the disk")
+        ids = tokens.unsqueeze(0)
+        before = adapted.double()(input_ids=ids).logits
+        whole = adapted.merge_and_unload().float()
+        gap = float((whole.double()(input_ids=ids).logits - before).abs().max())
+        whole.float()
+        if gap > LOGIT_GAP:
+            raise UserError(f"merged and adapted model differ by {gap} in a logit, more than {LOGIT_GAP}; not written")
+    else:
+        for key, value in whole.named_parameters():
+            value.copy_(trained[key])
+    weights = {key: value for key, value in whole.named_parameters() if ".quantizer." not in key}
+    if not (folder / "model").exists():
+        with new_folder(folder / "model") as part:
+            write_model(whole, tokenizer, weights, part, folder / "model")
+    return gap
+
+
+# -- Weights & Biases ------------------------------------------------------------------------------------------------
+def wandb_mirror(project: str, folder: Path):
+    """mirror(step, values) for a Run, which sends every line of metrics.jsonl there too."""
+    try:
+        import wandb
+    except ImportError as error:
+        raise UserError(f"--wandb {project}: wandb is not installed; pip install wandb, or leave it out") from error
+    session = wandb.init(project=project, name=folder.name, dir=str(folder), resume="allow", id=folder.name,
+                         config=json.loads((folder / "manifest.json").read_text()))  # fmt: skip
+    return lambda step, values: session.log(values, step=step)

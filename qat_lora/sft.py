@@ -1,0 +1,60 @@
+"""Supervised fine-tuning on packed examples: the loss of what is to be learned, and held-out figures by section."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from qat_lora.backend import TorchBackend
+from qat_lora.data.sft import PackedExamples
+from qat_lora.evaluate import batch_means
+from qat_lora.kd.losses import sparse_loss, token_log_probs
+from qat_lora.models.loading import decoder
+from qat_lora.quant.student import head_weight
+
+
+def packed_states(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Of a batch of PackedExamples: the hidden states [B, K, H] from which the tokens [B, K] at its places are
+    predicted. An example is seen from itself alone, as if it stood in a row of its own."""
+    segments, places = batch["segments"], batch["places"]
+    length = segments.shape[1]
+    sees = torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
+    sees = (segments.unsqueeze(2) == segments.unsqueeze(1)) & sees
+    hidden = decoder(model)(
+        input_ids=batch["tokens"], position_ids=batch["positions"], attention_mask=sees.unsqueeze(1), use_cache=False
+    ).last_hidden_state
+    before = (places - 1).unsqueeze(2).expand(-1, -1, hidden.shape[2])
+    return hidden.gather(1, before), batch["tokens"].gather(1, places)
+
+
+def packed_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Weighted cross-entropy of the tokens to be learned, divided by the batch's `total` of weights.
+
+    The LM head is applied where there is something to learn and nowhere else.
+    """
+    hidden, labels = packed_states(model, batch)
+    labels = labels.unsqueeze(2)
+    return sparse_loss(
+        hidden, head_weight(model), labels, torch.ones_like(labels), batch["weights"], batch.get("total")
+    )
+
+
+def heldout_sections(
+    model: nn.Module, dataset: PackedExamples, backend: TorchBackend, batch_size: int, names: dict[str, int]
+) -> dict[str, float]:
+    """NLL in nats a token and perplexity of everything to be learned, whatever it weighs, and of each section; names:
+    section numbers. The rows of the dataset are to be a multiple of the batch (`multiple` of PackedExamples)."""
+
+    def figures(batch: dict) -> list[Tensor]:
+        hidden, labels = packed_states(model, batch)
+        nll = -token_log_probs(hidden.flatten(0, 1), head_weight(model), labels.flatten())
+        sections = batch["sections"].flatten()
+        there = [sections > 0, *(sections == number for number in names.values())]
+        return [part for keep in there for part in ((nll * keep).sum(), keep.sum(dtype=torch.float32))]
+
+    sums = batch_means(figures, model, dataset, backend, batch_size, len(dataset))
+    found = {}
+    for name, total, count in zip(("heldout", *names), sums[::2], sums[1::2]):
+        if count:
+            found |= {f"{name}_nll": total / count, f"{name}_ppl": math.exp(min(80.0, total / count))}
+    return found

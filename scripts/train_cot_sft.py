@@ -1,0 +1,204 @@
+"""Can a small model answer questions of law in five sections, rightly, and cite nothing that it made up? LoRA on chains
+of thought.
+
+    python scripts/train_cot_sft.py --config cpu
+    python scripts/train_cot_sft.py --config v5e8 --tpu --resume auto
+    python scripts/train_cot_sft.py --config cuda --dataset rzeraat/law
+    python scripts/train_cot_sft.py --config cpu --dataset data/law.jsonl --quantize int4/g32 --output-dir runs/law4
+
+The loss is on the answer alone, weighted by section if asked; examples are packed into rows of --length tokens, none of
+which sees another. Whole groups of near-duplicates are held out. metrics.jsonl: loss, grad_norm, lr, tokens_per_s; at
+every evaluation heldout_nll, heldout_ppl and the same of each section, and over greedy answers to held-out questions
+format, accuracy, citation_precision, citation_recall, invented. The run directory also gets data.json (what was left
+out, by id), authorities.json (what may be cited), baseline_ and final_evaluation.json with every answer, adapter/ and
+model/, the whole model with the adapter merged. docs/cot-sft.md says what to expect. Untested on hardware: TPU, CUDA.
+"""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from qat_lora.backend import TorchBackend, launch, open_backend, planned_workers
+from qat_lora.errors import UserError
+from qat_lora.experiments.cot_sft import (
+    LawData,
+    LawExam,
+    finish_model,
+    load_base,
+    prepare,
+    section_weights,
+    take_base,
+    wandb_mirror,
+)
+from qat_lora.memory import training_memory
+from qat_lora.models.generate import end_tokens
+from qat_lora.models.loading import EMBEDDED, check_length, load_tokenizer
+from qat_lora.qat import Plan, train_plain
+from qat_lora.quant.spec import QuantSpec
+from qat_lora.recovery import PROJECTIONS, add_adapter, save_adapter
+from qat_lora.rl.ask import Asker
+from qat_lora.run.config import RunConfig, option, run_script
+from qat_lora.run.files import sha256
+from qat_lora.run.plots import plot_run
+from qat_lora.run.rundir import open_run, say
+from qat_lora.run.session import Every, Session
+from qat_lora.sft import packed_loss
+
+METHODS = ("lora", "rslora", "full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunConfig):
+    model: str = option(EMBEDDED, "instruct model: smollm2-135m (embedded), a folder or a hub name")
+    dataset: str = option("generated", "generated, a local .jsonl or .parquet file, or a hub dataset (rzeraat/law)")
+    dataset_split: str = option("train", "split of a hub dataset")
+    count: int = option(2000, "rows of the generated dataset")
+    heldout_fraction: float = option(0.1, "share of the rows held out, in whole groups of near-duplicates")
+    length: int = option(1000, "tokens in a row")
+    pack: bool = option(True, "several examples in a row")
+    method: str = option("lora", "lora, rslora (scaled by alpha/√rank) or full")
+    lora_r: int = option(32, "rank")
+    lora_alpha: float = option(64.0, "alpha")
+    lora_dropout: float = option(0.05, "dropout before the adapter")
+    quantize: str = option("none", "quantise the base first, like int4/g32, and train the adapter on that")
+    section_weights: str | None = option(
+        None, "weights of the loss, like answer=2,citation=2, of topic, difficulty, reasoning, answer, citation; else 1"
+    )
+    epochs: float = option(3.0, "passes over the rows")
+    batch_size: int = option(4, "rows in a micro-batch of each worker")
+    accumulation_steps: int = option(2, "micro-batches in an update")
+    num_chips: int | None = option(None, "TPU cores, GPUs or CPU processes of this host; 0: all; default: one")
+    learning_rate: float = option(2e-4, "peak learning rate")
+    warmup_ratio: float = option(0.03, "share of the updates with linear warm-up")
+    weight_decay: float = option(0.01, "decoupled weight decay")
+    clip_grad_norm: float = option(1.0, "largest global gradient norm; 0 clips nothing")
+    gradient_checkpointing: bool = option(True, "recompute blocks in the backward pass: less memory, more time")
+    eval_every: int = option(50, "updates between evaluations; 0: first and last")
+    eval_answers: int = option(32, "held-out questions answered at each evaluation; 0: none")
+    final_answers: int = option(300, "held-out questions answered before and after training; 0: none")
+    answer_rows: int = option(64, "answers that are drawn at a time")
+    max_prompt_length: int = option(256, "tokens that a question is filled up to")
+    max_new_tokens: int = option(256, "longest answer in tokens")
+    save_every: int = option(50, "updates between checkpoints; 0: last")
+    keep: int = option(2, "checkpoints that are kept")
+    log_every: int = option(5, "updates between lines of metrics.jsonl")
+    wandb: str | None = option(None, "also log to this project of Weights & Biases")
+
+
+def main(cfg: Config) -> None:
+    check(cfg)
+    if cfg.dry_run:
+        return work(open_backend(cfg.device, cfg.precision), cfg)
+    launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug)
+
+
+def work(backend: TorchBackend, cfg: Config) -> None:
+    """The experiment, in each of its workers."""
+    tokenizer = load_tokenizer(cfg.model)
+    workers = planned_workers(backend.kind, cfg.num_chips) if cfg.dry_run else backend.world_size
+    with backend.group.main_first():
+        data = prepare(cfg, tokenizer)
+    plan = plan_of(cfg, data, workers)
+    base = load_base(cfg.model, cfg.quantize, backend.is_main)
+    model = adapted(cfg, base)
+    if backend.is_main:
+        describe(cfg, model, backend, data, plan, workers)
+    if cfg.dry_run:
+        return
+
+    facts = {"device": str(backend), "data": data.train.fingerprint, "heldout": data.heldout.fingerprint,
+             "rows_per_update": plan.batch_size * plan.accumulation * workers}  # fmt: skip
+    run = open_run("train_cot_sft", cfg, facts, backend.group)
+    if cfg.wandb and backend.is_main:
+        run.mirror = wandb_mirror(cfg.wandb, run.path)
+    backend.seed(cfg.seed + backend.rank)  # each worker's dropout is its own
+    session = Session(run, backend, Every(cfg.log_every, cfg.eval_every, cfg.save_every), keep=cfg.keep)
+    if backend.is_main:
+        data.write(run.path)
+        take_base(base, cfg.model, cfg.quantize, run.path)
+    backend.place(model)
+    if cfg.gradient_checkpointing:
+        backend.gradient_checkpointing(model)
+
+    ends = tuple(end_tokens(model, tokenizer))
+    asker = Asker(tokenizer, backend, ends, cfg.answer_rows, cfg.max_prompt_length, cfg.max_new_tokens)
+    exam = LawExam(asker, data, run)
+    if cfg.final_answers:
+        exam.write(model, cfg.final_answers, "baseline")
+    train_plain(
+        model, data.train, packed_loss, plan, session, backend,
+        lambda step: exam.glance(model, cfg.batch_size, cfg.eval_answers), "sft",
+    )  # fmt: skip
+    figures = exam.write(model, cfg.final_answers, "final") if cfg.final_answers else {}
+    cost = session.cost()
+    if backend.is_main:
+        student = run.path / "base.pt"
+        if cfg.method != "full":
+            save_adapter(model, run.path / "adapter", sha256(student) if student.exists() else None)
+        gap = finish_model(model, cfg.model, tokenizer, run.path, data.train[0]["tokens"], backend)
+        plot_run(run.path)
+        run.finish("finished", **figures, merged_logit_gap=gap, **cost)
+        say(f"adapter and merged model differ by {gap:.1e} in a logit; model in {run.path / 'model'}")
+
+
+# -- what is asked for -----------------------------------------------------------------------------------------------
+def check(cfg: Config) -> None:
+    if cfg.method not in METHODS:
+        raise UserError(f"--method {cfg.method!r} is not one of {', '.join(METHODS)}")
+    if QuantSpec.parse(cfg.quantize) and cfg.method == "full":
+        raise UserError(f"--quantize {cfg.quantize} freezes the base; use --method lora or rslora with it")
+    if not 0 <= cfg.warmup_ratio < 1 or not 0 < cfg.epochs <= 10_000:
+        raise UserError(f"--warmup-ratio {cfg.warmup_ratio} must be in [0, 1) and --epochs {cfg.epochs} above 0")
+    if min(cfg.eval_answers, cfg.final_answers) < 0 or cfg.answer_rows < 1 or cfg.max_new_tokens < 1 or cfg.keep < 1:
+        raise UserError(
+            f"--eval-answers {cfg.eval_answers} and --final-answers {cfg.final_answers} must not be negative, "
+            f"--answer-rows {cfg.answer_rows}, --max-new-tokens {cfg.max_new_tokens} and --keep {cfg.keep} at least 1"
+        )
+    section_weights(cfg.section_weights)
+    check_length(cfg.model, cfg.length)
+    check_length(cfg.model, cfg.max_prompt_length + cfg.max_new_tokens, "--max-prompt-length and --max-new-tokens")
+    Every(cfg.log_every, cfg.eval_every, cfg.save_every)
+
+
+def plan_of(cfg: Config, data: LawData, workers: int) -> Plan:
+    rows = cfg.batch_size * cfg.accumulation_steps * workers
+    if not 1 <= cfg.batch_size * workers <= len(data.train):
+        raise UserError(
+            f"{len(data.train)} packed rows do not fill a batch of --batch-size {cfg.batch_size} for each of {workers} "
+            "workers; lower one of them, or add rows"
+        )
+    steps = max(1, round(cfg.epochs * len(data.train) / max(1, rows)))
+    return Plan(
+        steps=steps, batch_size=cfg.batch_size, accumulation=cfg.accumulation_steps, learning_rate=cfg.learning_rate,
+        warmup_steps=round(cfg.warmup_ratio * steps), clip_grad_norm=cfg.clip_grad_norm, seed=cfg.seed,
+        weight_decay=cfg.weight_decay,
+    )  # fmt: skip
+
+
+def adapted(cfg: Config, base: nn.Module) -> nn.Module:
+    """The base with a new adapter on all seven projections, or all of it to be trained."""
+    if cfg.method == "full":
+        return base.requires_grad_(True)
+    base.requires_grad_(False)
+    return add_adapter(
+        base, cfg.lora_r, cfg.lora_alpha, PROJECTIONS, cfg.seed, cfg.lora_dropout, cfg.method == "rslora"
+    )
+
+
+def describe(cfg: Config, model: nn.Module, backend: TorchBackend, data: LawData, plan: Plan, workers: int) -> None:
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    whole = sum(p.numel() for p in model.parameters())
+    rows = plan.batch_size * plan.accumulation * workers
+    say(f"{cfg.model} on {backend}: {trained:,} trained of {whole:,} values ({cfg.method})")
+    for line in data.lines():
+        say(line)
+    say(f"{plan.steps} updates of {plan.batch_size} × {plan.accumulation} × {workers} = {rows} rows "
+        f"({rows * cfg.length:,} tokens), learning rate {plan.learning_rate:g}")  # fmt: skip
+    parts = training_memory(
+        model.config, trained, whole - trained, cfg.batch_size, cfg.length, backend.bf16, cfg.gradient_checkpointing
+    )
+    say("memory of a worker (estimated): " + ", ".join(f"{name} {size:.2f} GB" for name, size in parts.items()))
+
+
+if __name__ == "__main__":
+    run_script(main, Config, "train_cot_sft", __doc__)
