@@ -174,7 +174,7 @@ class Authorities:
         body = self.pattern.sub(" ", whole) if self.pattern else whole
         for entry in others:
             body = body.replace(entry, " ")
-        loose = {found.strip() for found in LOOKS_CITED.findall(body)}
+        loose = {found.strip(" .") for found in LOOKS_CITED.findall(body)}
         return known, others | {name for name in loose if not any(name in begin for begin in self.beginnings)}
 
 

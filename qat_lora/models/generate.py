@@ -1,9 +1,13 @@
 """Completions by HF generate, on CPU and CUDA."""
 
+import threading
+from collections.abc import Iterator
+
 from jinja2 import TemplateError
 from torch import nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, TextIteratorStreamer
 
+from qat_lora.backend import TorchBackend
 from qat_lora.errors import UserError
 from qat_lora.models.loading import unwrap
 
@@ -47,6 +51,47 @@ def complete(
         generation_config=plan, streamer=streamer,
     )  # fmt: skip
     return tokenizer.decode(output[0, used:], skip_special_tokens=True)
+
+
+class _Pieces(TextIteratorStreamer):
+    """Text as it is generated, until nobody wants it any more."""
+
+    left = False
+
+    def put(self, value):
+        if self.left:
+            raise _Left
+        super().put(value)
+
+
+class _Left(Exception):
+    """The reader has gone: generation is to end."""
+
+
+def stream(model: nn.Module, tokenizer, prompt: str | list[dict], backend: TorchBackend, **rule) -> Iterator[str]:
+    """What `complete` says, piece by piece while it is generated; whoever stops reading stops it. rule: its further
+    arguments. An exception of `complete` surfaces at the place of the next piece."""
+    pieces, failed = _Pieces(tokenizer, skip_prompt=True, skip_special_tokens=True), []
+
+    def work() -> None:
+        try:
+            with backend.autocast():
+                complete(model, tokenizer, prompt, streamer=pieces, **rule)
+        except _Left:
+            pass
+        except Exception as error:
+            failed.append(error)
+            pieces.end()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        yield from filter(None, pieces)
+        if failed:
+            raise failed[0]
+    finally:
+        pieces.left = True
+        thread.join()
 
 
 def end_tokens(model: nn.Module, tokenizer) -> list[int]:

@@ -74,3 +74,71 @@ def test_loss_and_gradient_equal(reduction, beta, clip, masked, on_policy, micro
         found.append((loss.detach(), leaf.grad))
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-10)
     assert found[0][1].abs().sum() > 0
+
+
+# -- SFT -------------------------------------------------------------------------------------------------------------
+TURNS = [
+    ("What is two and two?", "Four."),
+    ("Name a colour, please, and nothing else but that one colour.", "Blue, as the sky is on a day without clouds."),
+    ("Why?", "Because."),
+]
+AS_TEXT = [{"prompt": f"### Q: {asked}\n### A: ", "completion": said} for asked, said in TURNS]
+AS_TURNS = [
+    {"prompt": [{"role": "user", "content": asked}], "completion": [{"role": "assistant", "content": said}]}
+    for asked, said in TURNS
+]
+
+
+@pytest.mark.parametrize("rows", [AS_TEXT, AS_TURNS], ids=["text", "turns"])
+@pytest.mark.parametrize("pack", [False, True])
+def test_sft_labels_loss_and_gradients_equal(rows, pack, tiny_model_dir, tiny_tokenizer, tmp_path):
+    """The same rows through TRL's trainer: what it learns, its loss and gradients. Of a chat it also learns the line
+    end that the template puts after the end of the turn, which no model gets to say."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    from qat_lora.data.chat import documents
+    from qat_lora.data.sft import PackedExamples, encoded
+    from qat_lora.models.loading import load_model
+    from qat_lora.sft import packed_loss
+
+    plain = [row | {"chat_template_kwargs": {"enable_thinking": False}} for row in rows]
+    settings = SFTConfig(
+        output_dir=str(tmp_path), per_device_train_batch_size=len(rows), report_to="none", use_cpu=True, bf16=False,
+        gradient_checkpointing=False, shuffle_dataset=False, max_length=None,
+    )  # fmt: skip
+    trainer = SFTTrainer(
+        load_model(str(tiny_model_dir)), args=settings, train_dataset=Dataset.from_list(plain),
+        processing_class=tiny_tokenizer,
+    )  # fmt: skip
+    batch = next(iter(trainer.get_train_dataloader()))
+    examples = [
+        encoded(str(n), document, tiny_tokenizer) for n, document in enumerate(documents(rows, tiny_tokenizer, "off"))
+    ]
+    line_end = tiny_tokenizer("\n")["input_ids"][0]
+    learned = []
+    for row, labels in enumerate(batch["labels"]):
+        kept = labels[labels != -100].tolist()
+        if kept[-1] == line_end:
+            last = int((labels != -100).nonzero().max())
+            batch["labels"][row, last] = -100
+            kept = kept[:-1]
+        learned.append(kept)
+    by_text = sorted(examples, key=lambda example: example.tokens.tolist())
+    assert sorted(learned) == sorted(example.tokens[example.sections > 0].tolist() for example in by_text)
+    assert all(kept[-1] == tiny_tokenizer.eos_token_id for kept in learned)
+
+    theirs = trainer.model.train()
+    loss = trainer.compute_loss(theirs, batch)
+    loss.backward()
+    ours = load_model(str(tiny_model_dir)).train()
+    packed = PackedExamples(examples, 256, (1.0,), tiny_tokenizer.eos_token_id, pack)
+    assert len(packed) == (1 if pack else 3)
+    items = [packed[row] for row in range(len(packed))]
+    found = packed_loss(ours, {name: torch.stack([item[name] for item in items]) for name in items[0]})
+    found.backward()
+    assert float(found) == pytest.approx(float(loss), abs=1e-5)
+    other = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad, other[name].grad, rtol=0, atol=1e-5)
+        assert parameter.grad.abs().sum() > 0

@@ -1,0 +1,197 @@
+"""How many completion tokens a second does supervised fine-tuning learn, beside TRL's SFTTrainer? Step by step in turns.
+
+    USE_TORCH_XLA=0 PYTHONPATH=.venv/peers python benchmarks/sft_step.py
+    USE_TORCH_XLA=0 PYTHONPATH=.venv/peers python benchmarks/sft_step.py --trl-loss chunked_nll --lora-dropout 0
+
+The same rows (generated legal questions), model, LoRA, precision and trained weights; a learning rate at which neither
+side learns. A pair is one step of TRL's SFTTrainer over --batch-size examples, from its callbacks, and one of ours over
+as many packed rows right after it; the first pairs are left out. TRL fills each batch up to its longest example: its
+packing needs FlashAttention. --trl-loss is its loss_type: nll, its default, or chunked_nll. Completion tokens are those
+that each side learns. Memory is measured in a process for each side, --memory-steps long, as its peak of resident
+memory. Without USE_TORCH_XLA=0 TRL's accelerate would take torch_xla where that is installed.
+"""
+
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+
+from qat_lora.backend import TorchBackend, open_backend
+from qat_lora.data.batches import batches
+from qat_lora.data.legal import generate
+from qat_lora.data.legal_answers import NUMBERS, SYSTEM, checked_rows, document, messages, response
+from qat_lora.data.sft import PackedExamples, encoded
+from qat_lora.errors import UserError
+from qat_lora.models.loading import EMBEDDED, load_model, load_tokenizer
+from qat_lora.qat import Plan, update
+from qat_lora.recovery import PROJECTIONS, add_adapter
+from qat_lora.run.config import ScriptConfig, option, run_script
+from qat_lora.run.rundir import revision
+from qat_lora.sft import packed_loss
+
+RATE, SKIPPED = 1e-9, 2
+SIDES = ("both", "ours", "trl")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ScriptConfig):
+    model: str = option(EMBEDDED, "instruct model")
+    batch_size: int = option(4, "TRL's examples, and our rows, of a step")
+    length: int = option(256, "tokens of our rows; every example fits")
+    lora_r: int = option(32, "rank of both adapters")
+    lora_alpha: float = option(64.0, "alpha of both")
+    lora_dropout: float = option(0.05, "dropout of both")
+    trl_loss: str = option("nll", "TRL's loss_type: nll or chunked_nll")
+    steps: int = option(9, "timed pairs")
+    memory_steps: int = option(6, "steps of each side after which its peak memory is read; 0: none")
+    side: str = option("both", "both in turns, or ours or trl alone: peak memory, no times")
+
+
+def main(cfg: Config) -> None:
+    if cfg.steps < 1 or cfg.batch_size < 1 or cfg.memory_steps < 0 or cfg.side not in SIDES:
+        raise UserError(
+            f"--steps {cfg.steps} and --batch-size {cfg.batch_size} must be at least 1, --memory-steps "
+            f"{cfg.memory_steps} not negative, --side {cfg.side!r} one of {', '.join(SIDES)}"
+        )
+    backend = open_backend(cfg.device, cfg.precision)
+    rows = checked_rows(list(generate(64 * cfg.batch_size, cfg.seed)))
+    if cfg.side == "both":
+        print(f"{cfg.model} on {backend}, {cfg.batch_size} examples of TRL ({cfg.trl_loss}) and rows of {cfg.length} "
+              f"tokens of ours, LoRA {cfg.lora_r}, dropout {cfg.lora_dropout}, seed {cfg.seed}, commit {revision()}",
+              flush=True)  # fmt: skip
+    if cfg.dry_run:
+        return
+    ours = Ours(cfg, backend, rows) if cfg.side != "trl" else None
+    if cfg.side == "ours":
+        for _ in range(cfg.memory_steps):
+            ours()
+    else:
+        pairs = run_pairs(cfg, backend, ours, rows)
+    if cfg.side != "both":
+        return print(f"peak_memory_mb {backend.peak_memory_mb():.0f}")
+    report(pairs[SKIPPED:])
+    if cfg.memory_steps:
+        memory = {side: alone(side) for side in SIDES[1:]}
+        print(f"peak memory, a process for each: ours {memory['ours']:.0f} MB, TRL {memory['trl']:.0f} MB, "
+              f"ours / TRL {memory['ours'] / memory['trl']:.2f}")  # fmt: skip
+
+
+def report(pairs: list[tuple[float, float]]) -> None:
+    ratios = sorted(ours / theirs for ours, theirs in pairs)
+    ours, theirs = (median(column) for column in zip(*pairs))
+    print(f"completion tokens a second: ours {ours:.0f}, TRL {theirs:.0f}")
+    print(f"ours / TRL: {median(ratios):.2f} ({ratios[0]:.2f}–{ratios[-1]:.2f}), {len(pairs)} pairs")
+
+
+def alone(side: str) -> float:
+    """Peak memory in MB of one side in a process of its own, with the flags of this one."""
+    done = subprocess.run([sys.executable, *sys.argv, "--side", side], capture_output=True, text=True)
+    found = [line for line in done.stdout.splitlines() if line.startswith("peak_memory_mb")]
+    if done.returncode or not found:
+        raise UserError(f"{side} alone failed: {done.stderr[-300:]}")
+    return float(found[-1].split()[1])
+
+
+class Ours:
+    """One step at a time; completion tokens a second of each."""
+
+    def __init__(self, cfg: Config, backend: TorchBackend, rows: list[dict]):
+        tokenizer = load_tokenizer(cfg.model)
+        examples = [encoded(row["id"], document(row, tokenizer, SYSTEM), tokenizer) for row in rows]
+        longest = max(len(example.tokens) for example in examples)
+        if longest > cfg.length:
+            raise UserError(f"--length {cfg.length} is less than {longest}, the longest example")
+        packed = PackedExamples(examples, cfg.length, (1.0,) * len(NUMBERS), tokenizer.eos_token_id)
+        base = load_model(cfg.model).requires_grad_(False)
+        adapted = add_adapter(base, cfg.lora_r, cfg.lora_alpha, PROJECTIONS, cfg.seed, cfg.lora_dropout)
+        self.backend, self.model = backend, backend.place(adapted).train()
+        self.plan = Plan(steps=1, batch_size=cfg.batch_size, accumulation=1, learning_rate=RATE, warmup_steps=0,
+                         clip_grad_norm=1.0, seed=cfg.seed)  # fmt: skip
+        self.optimizer = backend.optimizer(
+            [{"params": [p for p in self.model.parameters() if p.requires_grad], "lr": RATE}]
+        )
+        self.stream = counted(backend.prefetch(batches(packed, cfg.batch_size, 1, cfg.seed)), self)
+
+    def __call__(self) -> float:
+        started = time.monotonic()
+        figures = update(self.model, self.stream, packed_loss, self.optimizer, self.plan, self.backend)
+        float(figures["loss"])  # waits for the device
+        return self.learned / (time.monotonic() - started)
+
+
+def counted(stream, side: Ours):
+    for batch in stream:
+        side.learned = int((batch["sections"] > 0).sum())
+        yield batch
+
+
+class Turns(TrainerCallback):
+    """Times TRL's steps, and runs ours after each."""
+
+    def __init__(self, ours: Ours | None, learned: list[int], backend: TorchBackend):
+        self.ours, self.learned, self.backend, self.pairs = ours, learned, backend, []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.learned.clear()
+        self.started = time.monotonic()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.backend.kind == "cuda":  # else what TRL has queued would be in our time
+            torch.cuda.synchronize()
+        theirs = sum(self.learned) / (time.monotonic() - self.started)
+        if self.ours:
+            self.pairs.append((self.ours(), theirs))
+            print(f"ours {self.pairs[-1][0]:.0f}, TRL {theirs:.0f} completion tokens/s", flush=True)
+
+
+def run_pairs(cfg: Config, backend: TorchBackend, ours: Ours | None, rows: list[dict]) -> list[tuple[float, float]]:
+    """(ours, TRL's) completion tokens a second of each step."""
+    try:
+        from peft import LoraConfig
+        from trl import SFTConfig, SFTTrainer
+    except ImportError as error:
+        raise UserError(f"trl cannot be imported ({error}); make bench-sft installs it") from error
+
+    learned: list[int] = []
+
+    class Trainer(SFTTrainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            learned.append(int((inputs["labels"][:, 1:] != -100).sum()))
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    talks = [
+        {"prompt": messages(row["question"], SYSTEM), "completion": [{"role": "assistant", "content": response(row)}]}
+        for row in rows
+    ]
+    lora = LoraConfig(
+        r=cfg.lora_r, lora_alpha=cfg.lora_alpha, lora_dropout=cfg.lora_dropout, task_type="CAUSAL_LM",
+        target_modules=[f"{name}_proj" for name in PROJECTIONS],
+    )  # fmt: skip
+    with TemporaryDirectory() as folder:
+        settings = SFTConfig(
+            output_dir=folder, per_device_train_batch_size=cfg.batch_size, learning_rate=RATE, bf16=backend.bf16,
+            max_steps=cfg.memory_steps if ours is None else cfg.steps + SKIPPED, use_cpu=backend.kind == "cpu",
+            gradient_checkpointing=False, save_strategy="no", report_to="none", logging_strategy="no",
+            disable_tqdm=True, seed=cfg.seed, loss_type=cfg.trl_loss, max_length=cfg.length,
+        )  # fmt: skip
+        turns = Turns(ours, learned, backend)
+        trainer = Trainer(
+            load_model(cfg.model), args=settings, train_dataset=Dataset.from_list(talks), peft_config=lora,
+            processing_class=load_tokenizer(cfg.model), callbacks=[turns],
+        )  # fmt: skip
+        if trainer.args.device.type != backend.device.type:
+            raise UserError(
+                f"TRL took {trainer.args.device}, ours is on {backend}; set USE_TORCH_XLA=0 before the command"
+            )
+        trainer.train()
+    return turns.pairs
+
+
+if __name__ == "__main__":
+    run_script(main, Config, "sft_step", __doc__)

@@ -1,0 +1,77 @@
+"""A legal answer as a page shows it: its sections as they come, and what it cites outside the list."""
+
+from collections.abc import Callable, Iterator
+from html import escape
+
+from qat_lora.data.legal_answers import SECTIONS, Answer, Authorities
+from qat_lora.errors import UserError
+
+EXAMPLES = (
+    "A baker broke a simple contract with a supplier on 3 May 2021. Find the last day for issuing the claim.",
+    "My landlord received my tenancy deposit on 9 March 2022. Can you tell me the last day for protecting the deposit?",
+)
+NOTICE = "Made for research: no legal advice. Check every citation."
+STYLE = """
+.law section { border: 1px solid #8884; border-radius: 8px; padding: .5em .9em; margin: .5em 0; }
+.law h4 { margin: 0 0 .2em; font-size: .8em; opacity: .7; }
+.law p { margin: 0; white-space: pre-wrap; }
+.law .known { color: #1a7f37; }
+.law .unknown { color: #cf222e; font-weight: 600; }
+"""
+
+
+def verdicts(answer: Answer, authorities: Authorities) -> list[tuple[str, bool]]:
+    """What an answer cites, each with whether it is in the list."""
+    known, others = authorities.cited(answer)
+    return [(name, True) for name in sorted(known)] + [(name, False) for name in sorted(others)]
+
+
+def verdict_line(name: str, known: bool) -> str:
+    return f"✓ {name}" if known else f"✗ {name}: not in the list of authorities"
+
+
+def show(answer: Answer, authorities: Authorities) -> str:
+    """The answer as HTML: a block for each section, or one for text that has none; once it has ended, what it cites."""
+    blocks = [(name, title, answer.sections[name]) for name, title in SECTIONS.items() if name in answer.sections] or [
+        ("text", "Answer without sections", answer.text)
+    ]
+    parts = [f'<section class="{name}"><h4>{title}</h4><p>{escape(body)}</p></section>' for name, title, body in blocks]
+    if answer.ended:
+        lines = [
+            f'<p class="{"known" if known else "unknown"}">{escape(verdict_line(name, known))}</p>'
+            for name, known in verdicts(answer, authorities)
+        ] or ["<p>nothing is cited</p>"]
+        if not answer.in_order:
+            lines.append('<p class="unknown">✗ the five sections are not all there, in order</p>')
+        parts.append(f'<section class="verdict"><h4>Citations</h4>{"".join(lines)}</section>')
+    return f'<div class="law">{"".join(parts)}</div>'
+
+
+def page(ask: Callable[[str], Iterator[str]], authorities: Authorities, about: str):
+    """A Gradio page on `ask`, which gives the pieces of an answer to a question."""
+    import gradio
+
+    def answered(question: str) -> Iterator[str]:
+        if not question.strip():
+            yield "<p>Type a question.</p>"
+            return
+        text = ""
+        try:
+            for piece in ask(question.strip()):
+                text += piece
+                yield show(Answer.read(text, False), authorities)
+            yield show(Answer.read(text, True), authorities)
+        except UserError as error:
+            yield f'<div class="law"><p class="unknown">{escape(str(error))}</p></div>'
+
+    with gradio.Blocks(title="Legal assistant") as blocks:
+        gradio.Markdown(f"## Legal assistant\n{about}\n\n*{NOTICE}*")
+        question = gradio.Textbox(label="Question", lines=3, elem_id="question")
+        with gradio.Row():
+            asked = gradio.Button("Ask", variant="primary", elem_id="ask")
+            stopped = gradio.Button("Stop", elem_id="stop")
+        said = gradio.HTML(elem_id="answer")
+        gradio.Examples([[text] for text in EXAMPLES], [question])
+        running = [trigger(answered, question, said) for trigger in (asked.click, question.submit)]
+        stopped.click(None, cancels=running)
+    return blocks

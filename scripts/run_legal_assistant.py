@@ -1,0 +1,164 @@
+"""What does it answer, and what does it cite? A legal fine-tune in the terminal, or on a page of this machine.
+
+    python scripts/run_legal_assistant.py --run runs/law --question "A deed was broken on 3 May 2021. Until when?"
+    python scripts/run_legal_assistant.py --run runs/law --web
+    python scripts/run_legal_assistant.py --model runs/law/model --authorities runs/law/authorities.json --web
+    python scripts/run_legal_assistant.py --model Qwen/Qwen2.5-0.5B-Instruct --adapter law/adapter
+
+--run takes model, adapter and list of authorities from a run directory of train_cot_sft.py. Without --question and
+--web every line of standard input is a question. The answer appears as it is generated; then each citation is looked up
+in the list, and what is not there is marked. Greedy unless --temperature. CPU and CUDA. No legal advice.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from qat_lora.backend import open_backend, resolve
+from qat_lora.data.legal import AUTHORITIES
+from qat_lora.data.legal_answers import SYSTEM, Answer, Authorities, messages
+from qat_lora.errors import UserError
+from qat_lora.experiments.legal_page import STYLE, page, verdict_line, verdicts
+from qat_lora.models.adapter import load_adapter
+from qat_lora.models.generate import check_device, check_sampling, stream
+from qat_lora.models.loading import EMBEDDED, load_model, load_tokenizer
+from qat_lora.quant.student import load_student
+from qat_lora.run.config import ScriptConfig, option, run_script
+from qat_lora.run.files import read_json
+from qat_lora.run.rundir import read_config, say
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ScriptConfig):
+    run: str | None = option(None, "run directory of train_cot_sft.py, instead of the next four")
+    model: str | None = option(None, "model folder or hub name; default: smollm2-135m")
+    checkpoint: str | None = option(None, "quantised base (base.pt) that the adapter was trained on")
+    adapter: str | None = option(None, "PEFT folder to put on it")
+    authorities: str | None = option(None, "authorities.json with what may be cited; default: that of the generator")
+    question: str | None = option(None, "what to ask; default: lines of standard input")
+    web: bool = option(False, "open a page instead")
+    host: str = option("127.0.0.1", "address of the page; 0.0.0.0 lets other machines in")
+    port: int = option(7860, "port of the page")
+    max_new_tokens: int = option(256, "longest answer in tokens")
+    temperature: float = option(0.0, "0 is greedy; above it sampling")
+    top_p: float = option(1.0, "sample from the most probable tokens that hold this share")
+
+
+def main(cfg: Config) -> None:
+    cfg = from_run(cfg)
+    check(cfg)
+    authorities = read_authorities(cfg.authorities)
+    backend = open_backend(cfg.device, cfg.precision)
+    model, name = load(cfg)
+    tokenizer = load_tokenizer(name)
+    about = f"{name}{f' + {cfg.adapter}' if cfg.adapter else ''} on {backend}, {len(authorities.names)} authorities"
+    say(about)
+    if cfg.dry_run:
+        return
+    backend.place(model)
+
+    def ask(question: str) -> Iterator[str]:
+        backend.seed(cfg.seed)
+        return stream(
+            model, tokenizer, messages(question, SYSTEM), backend, max_new_tokens=cfg.max_new_tokens,
+            temperature=cfg.temperature, top_p=cfg.top_p,
+        )  # fmt: skip
+
+    if cfg.web:
+        return serve(cfg, ask, authorities, about)
+    for question in questions(cfg):
+        answer_in_terminal(ask(question), authorities)
+
+
+def check(cfg: Config) -> None:
+    check_device(resolve(cfg.device))
+    check_sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_p)
+    if cfg.web and cfg.question is not None:
+        raise UserError("--web and --question exclude each other; ask on the page, or in the terminal")
+    if not 0 < cfg.port < 65536:
+        raise UserError(f"--port {cfg.port} is no port; use 7860, say")
+
+
+def from_run(cfg: Config) -> Config:
+    """The config with what a run directory says: its base model and adapter, or the whole model it trained."""
+    if cfg.run is None:
+        return cfg
+    given = [f"--{n}" for n in ("model", "checkpoint", "adapter", "authorities") if getattr(cfg, n) is not None]
+    if given:
+        raise UserError(f"--run {cfg.run} says what {given[0]} is; leave one of them out")
+    folder = Path(cfg.run)
+    made = read_config(folder)
+    if not (folder / "model").is_dir():
+        raise UserError(f"--run {cfg.run} holds no model/: it has not finished; --resume it with train_cot_sft.py")
+    found = {"authorities": str(folder / "authorities.json")}
+    if (folder / "adapter").is_dir():
+        base = folder / "base.pt"
+        found |= {"model": made["model"], "adapter": str(folder / "adapter")}
+        found |= {"checkpoint": str(base)} if base.exists() else {}
+    else:
+        found["model"] = str(folder / "model")
+    return Config(**(vars(cfg) | found))
+
+
+def read_authorities(path: str | None) -> Authorities:
+    if path is None:
+        return Authorities(AUTHORITIES)
+    names = read_json(Path(path)).get("authorities")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UserError(f'--authorities {path} holds no list "authorities" of texts; give one that training wrote')
+    return Authorities(names)
+
+
+def load(cfg: Config) -> tuple[nn.Module, str]:
+    """The model that answers, and the name that its tokenizer has."""
+    if cfg.checkpoint:
+        model, made = load_student(cfg.checkpoint, cfg.model)
+        name = made["model"]
+    else:
+        name = cfg.model or EMBEDDED
+        model = load_model(name)
+    return (load_adapter(model, cfg.adapter, cfg.checkpoint) if cfg.adapter else model), name
+
+
+def questions(cfg: Config) -> Iterator[str]:
+    if cfg.question is not None:
+        yield cfg.question
+        return
+    if sys.stdin is None:
+        raise UserError("questions are read from stdin, which is closed; give one with --question")
+    if sys.stdin.isatty():
+        say("a question on each line; end with Ctrl-D")
+    yield from filter(None, map(str.strip, sys.stdin))
+
+
+def answer_in_terminal(pieces: Iterator[str], authorities: Authorities) -> None:
+    text = ""
+    for piece in pieces:
+        print(piece, end="", flush=True)
+        text += piece
+    print()
+    for name, known in verdicts(Answer.read(text, True), authorities):
+        say(verdict_line(name, known))
+
+
+def serve(cfg: Config, ask, authorities: Authorities, about: str) -> None:
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # a page of this machine tells nobody
+    try:
+        import gradio
+    except ImportError as error:
+        raise UserError(f"--web needs gradio ({error}); pip install -r requirements.txt") from error
+    plain = gradio.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])  # no fonts from elsewhere
+    try:
+        page(ask, authorities, about).launch(
+            server_name=cfg.host, server_port=cfg.port, css=STYLE, theme=plain, footer_links=[]
+        )
+    except OSError as error:
+        raise UserError(f"--port {cfg.port} cannot be opened ({error}); give another one") from error
+
+
+if __name__ == "__main__":
+    run_script(main, Config, "run_legal_assistant", __doc__)

@@ -1,0 +1,176 @@
+"""The assistant in the terminal and on its page, which a real browser opens."""
+
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from qat_lora.data.legal import AUTHORITIES
+from qat_lora.data.legal_answers import Answer, Authorities
+from qat_lora.experiments.legal_page import show, verdicts
+from qat_lora.run.config import parse
+
+ROOT = Path(__file__).resolve().parents[2]
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+]
+SAID = (
+    "Topic: contract\nDifficulty: easy\nReasoning:\nStep 1: <b>One</b>, as in Smith v Jones.\n"
+    "Answer: The last day: 3 May 2027.\nCase Citation: Limitation Act 1980, s 5"
+)
+
+
+@pytest.fixture
+def answering(load_script, tiny_model_dir, capsys):
+    """answering(*flags): what a run in the terminal prints."""
+
+    def run(*flags) -> str:
+        module = load_script("run_legal_assistant")
+        argv = ["--model", str(tiny_model_dir), "--device", "cpu", "--max-new-tokens", "5", *map(str, flags)]
+        module.main(parse(module.Config, "run_legal_assistant", argv))
+        return capsys.readouterr().out
+
+    return run
+
+
+# -- what is shown ---------------------------------------------------------------------------------------------------
+def test_sections_are_shown_apart_and_what_is_not_in_the_list_is_marked():
+    html = show(Answer.read(SAID, True), Authorities(AUTHORITIES))
+    assert html.count("<section") == 6 and "&lt;b&gt;One&lt;/b&gt;" in html and "<b>" not in html
+    assert '<p class="known">✓ Limitation Act 1980, s 5</p>' in html
+    assert '<p class="unknown">✗ Smith v Jones: not in the list of authorities</p>' in html
+
+
+def test_an_unfinished_answer_has_no_verdict_yet():
+    html = show(Answer.read(SAID[:40], False), Authorities(AUTHORITIES))
+    assert html.count("<section") == 2 and "verdict" not in html
+
+
+def test_an_answer_without_sections_says_so():
+    html = show(Answer.read("I do not know.", True), Authorities(AUTHORITIES))
+    assert "I do not know." in html and "nothing is cited" in html and "not all there" in html
+
+
+def test_another_list_has_other_verdicts():
+    assert verdicts(Answer.read(SAID, True), Authorities(["Smith v Jones"])) == [
+        ("Smith v Jones", True), ("Limitation Act 1980, s 5", False),
+    ]  # fmt: skip
+
+
+# -- terminal --------------------------------------------------------------------------------------------------------
+def test_an_answer_in_the_terminal(answering):
+    said = answering("--question", "Until when?").splitlines()
+    assert "28 authorities" in said[0] and len(said) >= 2
+    assert said == answering("--question", "Until when?").splitlines(), "greedy"
+
+
+def test_bad_input(refusal, tmp_path, tiny_model_dir):
+    for flags, part in [
+        (["--web", "--question", "x"], "exclude each other"),
+        (["--run", tmp_path, "--model", "x"], "leave one of them out"),
+        (["--run", tmp_path], "config.yaml is missing"),
+        (["--port", "0"], "--port 0 is no port"),
+        (["--authorities", tmp_path / "none.json"], "none.json"),
+        (["--device", "xla"], "XLA"),
+        (["--top-p", "0"], "top_p=0"),
+    ]:
+        assert part in refusal("run_legal_assistant", *flags)
+    (tmp_path / "list.json").write_text("{}")
+    assert 'holds no list "authorities"' in refusal("run_legal_assistant", "--authorities", tmp_path / "list.json")
+
+
+# -- page ------------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def address(tiny_model_dir, tmp_path_factory):
+    """Of the page that the script serves in a process of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = tmp_path_factory.mktemp("page") / "log"
+    command = [sys.executable, ROOT / "scripts/run_legal_assistant.py", "--web", "--model", tiny_model_dir]
+    with open(log, "w") as out:
+        served = subprocess.Popen(
+            [*command, "--device", "cpu", "--port", str(port), "--max-new-tokens", "40"], stdout=out, stderr=out
+        )
+    try:
+        for _ in range(600):
+            assert served.poll() is None, log.read_text()
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        served.terminate()
+        served.wait()
+
+
+@pytest.fixture
+def browser(tmp_path):
+    if not (CHROMIUM and DRIVER):
+        pytest.skip("no chromium and chromedriver on this machine (Debian: chromium, chromium-driver)")
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path / 'profile'}"):
+        options.add_argument(flag)
+    driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
+    yield driver
+    driver.quit()
+
+
+def text_of(browser, element: str) -> str:
+    from selenium.webdriver.common.by import By
+
+    return browser.find_element(By.ID, element).text
+
+
+def wait_for(browser, element: str, part: str) -> str:
+    deadline = time.monotonic() + 60
+    while part not in text_of(browser, element):
+        assert time.monotonic() < deadline, text_of(browser, element)
+        time.sleep(0.2)
+    return text_of(browser, element)
+
+
+def test_a_browser_asks_and_sees_an_answer_with_its_verdict(address, browser):
+    from selenium.webdriver.common.by import By
+
+    browser.get(address)
+    deadline = time.monotonic() + 60
+    while not browser.find_elements(By.CSS_SELECTOR, "#question textarea") and time.monotonic() < deadline:
+        time.sleep(0.2)
+    browser.find_element(By.CSS_SELECTOR, "#question textarea").send_keys("Until when may I issue the claim?")
+    browser.find_element(By.ID, "ask").click()
+    said = wait_for(browser, "answer", "nothing is cited")
+    assert "ANSWER WITHOUT SECTIONS" in said.upper() and "not all there" in said
+    color = browser.find_element(By.CSS_SELECTOR, "#answer .unknown").value_of_css_property("color")
+    assert "207, 34, 46" in color, "what is wrong is red"
+    loaded = browser.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
+    assert loaded and all(name.startswith((address, "data:", "blob:")) for name in loaded), "nothing from elsewhere"
+
+
+def test_a_question_beyond_the_context_is_refused_on_the_page(address, browser):
+    from selenium.webdriver.common.by import By
+
+    browser.get(address)
+    deadline = time.monotonic() + 60
+    while not browser.find_elements(By.CSS_SELECTOR, "#question textarea") and time.monotonic() < deadline:
+        time.sleep(0.2)
+    browser.find_element(By.CSS_SELECTOR, "#question textarea").send_keys("word " * 400)
+    browser.find_element(By.ID, "ask").click()
+    assert "do not fit the model's context of 512" in wait_for(browser, "answer", "context")
