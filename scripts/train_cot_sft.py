@@ -23,11 +23,11 @@ from qat_lora.errors import UserError
 from qat_lora.experiments.cot_sft import (
     LawData,
     LawExam,
+    base_content,
     finish_model,
     load_base,
     prepare,
     section_weights,
-    take_base,
     wandb_mirror,
 )
 from qat_lora.memory import training_memory
@@ -35,6 +35,7 @@ from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import EMBEDDED, check_length, load_tokenizer
 from qat_lora.qat import Plan, train_plain
 from qat_lora.quant.spec import QuantSpec
+from qat_lora.quant.student import write_student
 from qat_lora.recovery import PROJECTIONS, add_adapter, save_adapter
 from qat_lora.rl.ask import Asker
 from qat_lora.run.config import RunConfig, option, run_script
@@ -100,7 +101,11 @@ def work(backend: TorchBackend, cfg: Config) -> None:
         data = prepare(cfg, tokenizer)
     plan = plan_of(cfg, data, workers)
     base = load_base(cfg.model, cfg.quantize, backend.is_main)
+    student = base_content(base, cfg.model, cfg.quantize) if backend.is_main else None
     model = adapted(cfg, base)
+    ends = tuple(end_tokens(model, tokenizer))
+    asker = Asker(tokenizer, backend, ends, cfg.answer_rows, cfg.max_prompt_length, cfg.max_new_tokens)
+    exam = LawExam(asker, data)
     if backend.is_main:
         describe(cfg, model, backend, data, plan, workers)
     if cfg.dry_run:
@@ -115,26 +120,23 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     session = Session(run, backend, Every(cfg.log_every, cfg.eval_every, cfg.save_every), keep=cfg.keep)
     if backend.is_main:
         data.write(run.path)
-        take_base(base, cfg.model, cfg.quantize, run.path)
+        if student and not (run.path / "base.pt").exists():
+            write_student(run.path / "base.pt", student)
     backend.place(model)
     if cfg.gradient_checkpointing:
         backend.gradient_checkpointing(model)
 
-    ends = tuple(end_tokens(model, tokenizer))
-    asker = Asker(tokenizer, backend, ends, cfg.answer_rows, cfg.max_prompt_length, cfg.max_new_tokens)
-    exam = LawExam(asker, data, run)
     if cfg.final_answers:
-        exam.write(model, cfg.final_answers, "baseline")
+        exam.write(model, cfg.final_answers, run, "baseline")
     train_plain(
         model, data.train, packed_loss, plan, session, backend,
         lambda step: exam.glance(model, cfg.batch_size, cfg.eval_answers), "sft",
     )  # fmt: skip
-    figures = exam.write(model, cfg.final_answers, "final") if cfg.final_answers else {}
+    figures = exam.write(model, cfg.final_answers, run, "final") if cfg.final_answers else {}
     cost = session.cost()
     if backend.is_main:
-        student = run.path / "base.pt"
         if cfg.method != "full":
-            save_adapter(model, run.path / "adapter", sha256(student) if student.exists() else None)
+            save_adapter(model, run.path / "adapter", sha256(run.path / "base.pt") if student else None)
         gap = finish_model(model, cfg.model, tokenizer, run.path, data.train[0]["tokens"], backend)
         plot_run(run.path)
         run.finish("finished", **figures, merged_logit_gap=gap, **cost)
@@ -149,6 +151,8 @@ def check(cfg: Config) -> None:
         raise UserError(f"--quantize {cfg.quantize} freezes the base; use --method lora or rslora with it")
     if not 0 <= cfg.warmup_ratio < 1 or not 0 < cfg.epochs <= 10_000:
         raise UserError(f"--warmup-ratio {cfg.warmup_ratio} must be in [0, 1) and --epochs {cfg.epochs} above 0")
+    if cfg.batch_size < 1:
+        raise UserError(f"--batch-size {cfg.batch_size} must be at least 1")
     if min(cfg.eval_answers, cfg.final_answers) < 0 or cfg.answer_rows < 1 or cfg.max_new_tokens < 1 or cfg.keep < 1:
         raise UserError(
             f"--eval-answers {cfg.eval_answers} and --final-answers {cfg.final_answers} must not be negative, "
@@ -162,7 +166,7 @@ def check(cfg: Config) -> None:
 
 def plan_of(cfg: Config, data: LawData, workers: int) -> Plan:
     rows = cfg.batch_size * cfg.accumulation_steps * workers
-    if not 1 <= cfg.batch_size * workers <= len(data.train):
+    if cfg.batch_size * workers > len(data.train):
         raise UserError(
             f"{len(data.train)} packed rows do not fill a batch of --batch-size {cfg.batch_size} for each of {workers} "
             "workers; lower one of them, or add rows"

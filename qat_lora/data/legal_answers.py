@@ -105,6 +105,8 @@ LOOKS_CITED = re.compile(
     r"(?:Act|Regulations|Order|Rules) \d{4}|[A-Z][\w'’.&]*(?: [A-Z&(][\w'’.&)]*| and| of| the)* v [A-Z][\w'’.]*"
 )
 
+OPENING = re.compile(r"^(?:(?:See|As|In|Under|The|By|And|Of|But|Cf) )+")  # of a sentence, not of a name
+
 
 def figure(text: str) -> str | None:
     """The first sum, date or number of weeks in a text, without what is written in different ways."""
@@ -174,7 +176,7 @@ class Authorities:
         body = self.pattern.sub(" ", whole) if self.pattern else whole
         for entry in others:
             body = body.replace(entry, " ")
-        loose = {found.strip(" .") for found in LOOKS_CITED.findall(body)}
+        loose = {OPENING.sub("", found).strip(" .") for found in LOOKS_CITED.findall(body)}
         return known, others | {name for name in loose if not any(name in begin for begin in self.beginnings)}
 
 

@@ -36,11 +36,11 @@ from qat_lora.data.sft import (
 from qat_lora.data.text import read_rows
 from qat_lora.errors import UserError
 from qat_lora.models.adapter import load_adapter
-from qat_lora.models.loading import empty_model, load_model, unwrap, write_model
+from qat_lora.models.loading import empty_model, load_model, write_model
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import freeze, quantized_layers
 from qat_lora.quant.spec import QuantSpec
-from qat_lora.quant.student import StudentSpec, empty_student, load_student, quantize, save_student
+from qat_lora.quant.student import StudentSpec, empty_student, load_student, quantize, student_content
 from qat_lora.rl.ask import GREEDY, Asker
 from qat_lora.run.files import new_folder, read_json, write_json
 from qat_lora.run.rundir import Run, say
@@ -132,8 +132,8 @@ def section_weights(text: str | None) -> tuple[float, ...]:
 class LawExam:
     """Asks held-out questions and counts: format, right answers, citations."""
 
-    def __init__(self, asker: Asker, data: LawData, run: Run):
-        self.asker, self.data, self.run = asker, data, run
+    def __init__(self, asker: Asker, data: LawData):
+        self.asker, self.data = asker, data
         self.authorities = Authorities(data.authorities)
         fitting = []
         for row in data.questions:
@@ -164,15 +164,15 @@ class LawExam:
             figures |= {name: found["rate"] for name, found in score(answers, rows, self.authorities).items()}
         return figures
 
-    def write(self, model: nn.Module, count: int, stage: str) -> dict:
+    def write(self, model: nn.Module, count: int, run: Run, stage: str) -> dict:
         """Write <stage>_evaluation.json with rates, intervals and every answer, once: a resumed run has it."""
-        path = self.run.path / f"{stage}_evaluation.json"
+        path = run.path / f"{stage}_evaluation.json"
         there = self.asker.backend.group.on_main(lambda: read_json(path)["rates"] if path.exists() else None)
         if there:
             return {stage: there}
         rows, answers = self.ask(model, count)
         rates = score(answers, rows, self.authorities)
-        if self.run.writes:
+        if run.writes:
             told = [
                 {"id": row["id"], "question": row["question"], "wanted": row["answer"], "said": answer.text,
                  "ended": answer.ended, "formatted": answer.formatted,
@@ -203,10 +203,10 @@ def base_spec(quantizer: str) -> StudentSpec:
     return StudentSpec(mlp=quantizer, attn=quantizer)
 
 
-def take_base(base: nn.Module, name: str, quantizer: str, folder: Path) -> None:
-    """Write a quantised base as base.pt, the student that the adapter belongs to; once."""
-    if quantized_layers(base) and not (folder / "base.pt").exists():
-        save_student(folder / "base.pt", unwrap(base), name, base_spec(quantizer), {})
+def base_content(base: nn.Module, name: str, quantizer: str) -> dict | None:
+    """What a quantised base's file holds, the student that an adapter on it belongs to; to be taken before there is
+    an adapter. None for a base in full precision."""
+    return student_content(base, name, base_spec(quantizer), {}) if quantized_layers(base) else None
 
 
 @torch.no_grad()

@@ -112,9 +112,17 @@ def unpack_codes(packed: Tensor, bits: int, shape: tuple[int, int]) -> Tensor:
 
 def save_student(path: str | Path, model: nn.Module, model_name: str, spec: StudentSpec, info: dict) -> None:
     """Write the frozen student as one file, atomically. The model itself may be in training: it is left as it is.
+    `info` holds plain values about how it came to be."""
+    write_student(path, student_content(model, model_name, spec, info))
 
-    Codes are packed at their bits, scales are fp16, the rest fp32; `info` holds plain values about how it came to be.
-    """
+
+def write_student(path: str | Path, content: dict) -> None:
+    """A `student_content` as a file, atomically."""
+    write_atomically(Path(path), lambda file: torch.save(content, file))
+
+
+def student_content(model: nn.Module, model_name: str, spec: StudentSpec, info: dict) -> dict:
+    """What a student file holds: codes packed at their bits, scales in fp16, the rest in fp32."""
     tensors: dict[str, Tensor] = {}
     layers = quantized_layers(model)
     latent = {id(layer.weight) for layer in layers.values()}
@@ -126,8 +134,7 @@ def save_student(path: str | Path, model: nn.Module, model_name: str, spec: Stud
         codes = layer.quantizer.codes
         codes = layer.quantizer.encode(layer.weight) if codes is None else codes
         tensors[f"{name}.codes"] = pack_codes(codes.cpu(), layer.quantizer.spec.bits)
-    content = {"format": FORMAT, "model": model_name, "spec": dict(vars(spec)), "info": info, "tensors": tensors}
-    write_atomically(Path(path), lambda file: torch.save(content, file))
+    return {"format": FORMAT, "model": model_name, "spec": dict(vars(spec)), "info": info, "tensors": tensors}
 
 
 def read_student(path: str | Path, model: str | None = None) -> dict:

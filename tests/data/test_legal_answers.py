@@ -1,0 +1,188 @@
+"""Legal answers: rendered in sections, read back, and counted by hand."""
+
+import pytest
+
+from qat_lora.data.legal import AUTHORITIES, generate
+from qat_lora.data.legal_answers import (
+    NUMBERS,
+    SYSTEM,
+    Answer,
+    Authorities,
+    checked_rows,
+    citations,
+    document,
+    figure,
+    group,
+    response,
+    same,
+    score,
+)
+from qat_lora.data.sft import encoded
+from qat_lora.errors import UserError
+
+ROW = {
+    "id": "a", "question": "Until when?", "answer": "The last day: 3 May 2027.", "topic": "contract",
+    "difficulty": "easy", "case_citation": "Limitation Act 1980, s 5", "reasoning": "Step 1: One.\nStep 2: Two.",
+}  # fmt: skip
+SAID = (
+    "Topic: contract\nDifficulty: easy\nReasoning:\nStep 1: One.\nStep 2: Two.\nAnswer: The last day: 3 May 2027.\n"
+    "Case Citation: Limitation Act 1980, s 5"
+)
+LIST = Authorities(AUTHORITIES)
+
+
+def changed(**columns) -> dict:
+    return ROW | columns
+
+
+# -- rows ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "rows, words",
+    [
+        ([{k: v for k, v in ROW.items() if k != "reasoning"}], "the dataset has no column reasoning; needed: id, "),
+        ([ROW, changed(id="b", answer=" "), changed(id="c", answer=None)], "rows b, c: column answer is empty"),
+        ([changed(question="")], "rows a: column question is empty"),
+        ([ROW, changed(id="")], "rows number 1: column id is empty"),
+        ([ROW, changed(question="And when?")], "rows a: the id occurs twice"),
+        ([changed(id=str(n), answer="") for n in range(7)], "rows 0, 1, 2, 3, 4 and 2 more: column answer"),
+    ],
+)
+def test_rows_that_are_refused(rows, words):
+    with pytest.raises(UserError, match=words):
+        checked_rows(rows)
+
+
+def test_other_columns_may_be_empty_and_ids_numbers():
+    (row,) = checked_rows([changed(id=7, reasoning=None, case_citation="  ")])
+    assert row["id"] == "7" and row["reasoning"] == row["case_citation"] == ""
+
+
+def test_duplicates_and_groups():
+    assert same(ROW) == same(changed(question="until  WHEN")) != same(changed(question="Until then?"))
+    one = changed(question="A debt of £3,000 is due on 3 May 2021.")
+    other = changed(question="A debt of £7 is due on 1 June 2020.")
+    assert group(one) == group(other) != group(other | {"topic": "tort"})
+
+
+# -- rendering -------------------------------------------------------------------------------------------------------
+def test_a_response_has_five_sections_in_order():
+    assert response(ROW) == SAID
+    empty = response(changed(reasoning="", case_citation=""))
+    assert "\nReasoning:\nAnswer: The" in empty and empty.endswith("\nCase Citation:")
+
+
+@pytest.mark.parametrize("row", [ROW, changed(reasoning=""), changed(reasoning="", case_citation="", topic="")])
+@pytest.mark.parametrize("system", [SYSTEM, None])
+def test_what_is_learned_is_the_response_and_its_end_each_section_under_its_number(row, system, tiny_tokenizer):
+    found = encoded("a", document(row, tiny_tokenizer, system), tiny_tokenizer)
+    assert tiny_tokenizer.decode(found.tokens[found.sections > 0]) == response(row) + "<|im_end|>"
+    titles = ("Topic", "Difficulty", "Reasoning", "Answer", "Case Citation")
+    for title, number in zip(titles, NUMBERS.values()):
+        part = tiny_tokenizer.decode(found.tokens[found.sections == number])
+        assert title[1:] in part and not any(f"{other}:" in part for other in titles if other not in title)
+    last = tiny_tokenizer.decode(found.tokens[found.sections == NUMBERS["citation"]])
+    assert last.endswith("<|im_end|>"), "the end is learned"
+    asked = tiny_tokenizer.decode(found.tokens[found.sections == 0])
+    assert "Until when?" in asked and (SYSTEM in asked) == (system is not None)
+
+
+def test_a_row_that_cannot_be_rendered_is_named(tiny_tokenizer, monkeypatch):
+    monkeypatch.setattr(tiny_tokenizer, "chat_template", "{{ raise_exception('no system') }}")
+    with pytest.raises(UserError, match="row a: the chat template refuses"):
+        document(ROW, tiny_tokenizer, SYSTEM)
+    monkeypatch.setattr(
+        tiny_tokenizer, "chat_template",
+        "{% for m in messages %}<{{ m.role }}>{{ m.content | upper }}{% endfor %}"
+        "{{ '<assistant>' if add_generation_prompt }}",
+    )  # fmt: skip
+    with pytest.raises(UserError, match="row a: the chat template changes the answer"):
+        document(ROW, tiny_tokenizer, SYSTEM)
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+def test_what_was_written_is_read_back():
+    answer = Answer.read(SAID, True)
+    assert answer.formatted and list(answer.sections) == list(NUMBERS)
+    assert answer.sections["reasoning"] == "Step 1: One.\nStep 2: Two." and answer.figure() == "3 May 2027"
+
+
+@pytest.mark.parametrize(
+    "text, ended",
+    [
+        (SAID, False), ("Well. " + SAID, True), (SAID.replace("Difficulty: easy\n", ""), True),
+        (SAID + "\nTopic: again", True), (SAID.replace(" The last day: 3 May 2027.", ""), True), ("", True),
+        (SAID.replace("Topic", "Answer", 1), True),
+    ],
+)  # fmt: skip
+def test_what_is_no_format(text, ended):
+    assert not Answer.read(text, ended).formatted
+
+
+def test_marks_of_emphasis_are_no_fault():
+    assert Answer.read(SAID.replace("Topic:", "**Topic:**").replace("Answer:", "## Answer:"), True).formatted
+
+
+@pytest.mark.parametrize(
+    "text, wanted",
+    [("It is £1,200.00, not £3.", "£1200"), ("within 7 weeks", "7 week"), ("1 week", "1 week"), ("none", None),
+     ("on 3 May 2027", "3 May 2027"), ("£1,234.56", "£1234.56")],
+)  # fmt: skip
+def test_figures(text, wanted):
+    assert figure(text) == wanted
+
+
+def test_an_answer_without_sections_counts_by_its_last_figure():
+    assert Answer.read("From 3 May 2021 on, six years: 3 May 2027.", True).figure() == "3 May 2027"
+    assert Answer.read("I do not know.", True).figure() is None
+
+
+# -- citations -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "text, known, others",
+    [
+        (SAID, {"Limitation Act 1980, s 5"}, set()),
+        ("Case Citation: Limitation Act 1980,  s 11A", {"Limitation Act 1980, s 11A"}, set()),
+        ("Case Citation: Limitation Act 1980, s 99", set(), {"Limitation Act 1980, s 99"}),
+        ("See Froom v Butcher [1976] QB 286.", {"Froom v Butcher [1976] QB 286"}, set()),
+        ("See Froom v Butcher and the Limitation Act 1980.", set(), set()),
+        ("As Smith v Jones says, and Theft Act 1968.", set(), {"Smith v Jones", "Theft Act 1968"}),
+        ("Case Citation: UK GDPR, art 12(3); R v Smith", {"UK GDPR, art 12(3)"}, {"R v Smith"}),
+        ("Case Citation: none", set(), {"none"}),
+        ("Nothing.", set(), set()),
+    ],
+)
+def test_what_is_cited(text, known, others):
+    assert LIST.cited(Answer.read(text, True)) == (known, others)
+
+
+def test_every_authority_is_found_alone_and_none_for_another():
+    for name in AUTHORITIES:
+        assert LIST.cited(Answer.read(f"Case Citation: {name}", True)) == ({name}, set())
+
+
+def test_an_empty_list_knows_nothing():
+    assert Authorities([]).cited(Answer.read(SAID, True)) == (set(), {"Limitation Act 1980, s 5"})
+
+
+def test_entries_of_a_citation_section():
+    assert citations("A v B; C  v D\n- E v F.") == {"A v B", "C v D", "E v F"}
+
+
+# -- counting --------------------------------------------------------------------------------------------------------
+def test_scores_by_hand():
+    rows = [ROW, changed(case_citation="UK GDPR, art 12(3)"), changed(answer="It depends.")]
+    said = [SAID, SAID.replace("3 May", "4 May"), SAID.replace("Limitation Act 1980, s 5", "Smith v Jones")]
+    rates = {name: (found["rate"], found["count"]) for name, found in
+             score([Answer.read(text, True) for text in said], rows, LIST).items()}  # fmt: skip
+    assert rates == {
+        "format": (1.0, 3), "accuracy": (0.5, 2), "citation_precision": (pytest.approx(1 / 3), 3),
+        "citation_recall": (pytest.approx(1 / 3), 3), "invented": (pytest.approx(1 / 3), 3),
+    }  # fmt: skip
+
+
+def test_the_generators_own_answers_are_all_right():
+    rows = checked_rows(list(generate(224, 5)))
+    rates = score([Answer.read(response(row), True) for row in rows], rows, LIST)
+    assert [rates[n]["rate"] for n in ("format", "accuracy", "citation_precision", "citation_recall", "invented")] == [
+        1.0, 1.0, 1.0, 1.0, 0.0,
+    ]  # fmt: skip

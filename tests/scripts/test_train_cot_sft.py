@@ -1,0 +1,225 @@
+"""The legal fine-tune on the tiny model: what a run leaves behind, death and going on, two workers, what is refused."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from qat_lora import qat
+from qat_lora.data.legal import generate
+from qat_lora.errors import UserError
+from qat_lora.models.adapter import load_adapter
+from qat_lora.models.loading import load_model
+from qat_lora.quant.student import load_student
+from qat_lora.run.config import parse
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = "--count 60 --length 512 --batch-size 4 --accumulation-steps 2 --epochs 1 --lora-r 4 --eval-every 3 "
+SMALL += "--eval-answers 2 --final-answers 3 --answer-rows 2 --max-new-tokens 6 --save-every 2 --log-every 1 "
+SMALL = (SMALL + "--device cpu --precision fp32").split()
+
+
+@pytest.fixture(scope="module")
+def run(load_script, sharp_model_dir):
+    """run(*flags): main(parse(flags)) on the sharp tiny model, small."""
+
+    def main(*flags) -> None:
+        module = load_script("train_cot_sft")
+        argv = ["--model", str(sharp_model_dir), *SMALL, *map(str, flags)]
+        module.main(parse(module.Config, "train_cot_sft", argv))
+
+    return main
+
+
+@pytest.fixture(scope="module")
+def trained(run, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("law") / "whole"
+    run("--output-dir", folder, "--section-weights", "answer=2,topic=0.5")
+    return folder
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_time(folder: Path) -> list[dict]:
+    return [{k: v for k, v in line.items() if k != "tokens_per_s"} for line in lines(folder)]
+
+
+def test_what_a_run_leaves_behind(trained):
+    assert {path.name for path in trained.iterdir()} >= {
+        "config.yaml", "manifest.json", "metrics.jsonl", "summary.json", "data.json", "authorities.json",
+        "baseline_evaluation.json", "final_evaluation.json", "adapter", "model", "checkpoints",
+    }  # fmt: skip
+    summary = json.loads((trained / "summary.json").read_text())
+    assert summary["status"] == "finished" and summary["merged_logit_gap"] <= 1e-4
+    assert set(summary["final"]) == {"format", "accuracy", "citation_precision", "citation_recall", "invented"}
+    measured = [line for line in lines(trained) if "heldout_nll" in line]
+    names = {f"{name}_ppl" for name in ("heldout", "topic", "difficulty", "reasoning", "answer", "citation")}
+    assert all(names | {"format", "accuracy", "invented"} <= line.keys() for line in measured)
+    assert measured[-1]["heldout_nll"] < measured[0]["heldout_nll"]
+    answers = json.loads((trained / "final_evaluation.json").read_text())["answers"]
+    data = json.loads((trained / "data.json").read_text())
+    assert len(answers) == 3 and {answer["id"] for answer in answers} <= set(data["heldout"])
+    assert data["train"] + len(data["heldout"]) + sum(map(len, data["left_out"].values())) == 60
+    assert (trained / "plots" / "metrics.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_merged_model_is_the_adapter_on_the_base(trained, sharp_model_dir):
+    tokens = torch.randint(3, 500, (1, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        merged = load_model(str(trained / "model")).double()(input_ids=tokens).logits
+        base = load_model(str(sharp_model_dir))
+        plain = base.double()(input_ids=tokens).logits
+        adapted = load_adapter(base.float(), trained / "adapter").double()(input_ids=tokens).logits
+    assert (merged - adapted).abs().max() <= 1e-4 < (merged - plain).abs().max()
+
+
+@pytest.mark.parametrize("at", [4, 5])
+def test_a_run_that_died_goes_on_to_the_same_end(run, trained, tmp_path, monkeypatch, at):
+    """Dead at a checkpoint and right after one: equal losses, figures and weights, to the bit."""
+    calls, update = iter(range(1, 100)), qat.update
+
+    def deadly(*args):
+        if next(calls) == at:
+            raise KeyboardInterrupt
+        return update(*args)
+
+    flags = ["--output-dir", tmp_path / "run", "--section-weights", "answer=2,topic=0.5"]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(qat, "update", deadly)
+        run(*flags)
+    torch.manual_seed(7)
+    run(*flags, "--resume", "auto")
+    assert without_time(tmp_path / "run") == without_time(trained)
+    for file in ("model/model.safetensors", "adapter/adapter_model.safetensors", "final_evaluation.json"):
+        assert (tmp_path / "run" / file).read_bytes() == (trained / file).read_bytes(), file
+    assert len(list((tmp_path / "run" / "checkpoints").glob("step_*"))) == 2
+
+
+def test_full_training_trains_every_value(run, sharp_model_dir, tmp_path):
+    run("--output-dir", tmp_path / "run", "--method", "full", "--final-answers", 0, "--eval-answers", 0, "--keep", 1)
+    before = load_file(sharp_model_dir / "model.safetensors")
+    after = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert before.keys() == after.keys() and not any(torch.equal(before[name], after[name]) for name in before)
+    assert not (tmp_path / "run" / "adapter").exists()
+    assert len(list((tmp_path / "run" / "checkpoints").glob("step_*"))) == 1
+
+
+def test_a_quantised_base_stays_and_its_adapter_knows_it(run, load_script, tmp_path, capsys):
+    folder = tmp_path / "run"
+    run("--output-dir", folder, "--quantize", "int4/g32", "--method", "rslora", "--final-answers", 0)
+    student, made = load_student(folder / "base.pt")
+    assert made["spec"]["mlp"] == made["spec"]["attn"] == "int4/g32"
+    adapted = load_adapter(student, folder / "adapter", folder / "base.pt")
+    scaling = next(m.scaling["default"] for m in adapted.modules() if hasattr(m, "lora_A"))
+    assert scaling == 64 / 4**0.5, "rsLoRA"
+    with pytest.raises(UserError, match="a quantised student"):
+        load_adapter(load_model(str(folder / "model")), folder / "adapter")
+    module = load_script("run_legal_assistant")
+    capsys.readouterr()
+    module.main(parse(module.Config, "run_legal_assistant", [
+        "--run", str(folder), "--question", "Until when?", "--max-new-tokens", "3", "--device", "cpu",
+    ]))  # fmt: skip
+    assert f"+ {folder / 'adapter'}" in capsys.readouterr().out
+
+
+def test_a_file_with_the_same_columns_works_the_same(run, tmp_path, trained):
+    rows = list(generate(60, 0))
+    rows[7] = rows[7] | {"question": rows[3]["question"]}  # a duplicate
+    rows[9] = rows[9] | {"reasoning": "Step 1: " + "and so on " * 600}  # too long
+    file = tmp_path / "law.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run("--dataset", file, "--output-dir", tmp_path / "run", "--final-answers", 0, "--eval-answers", 0)
+    left_out = json.loads((tmp_path / "run" / "data.json").read_text())["left_out"]
+    assert left_out["the same question as an earlier row"] == ["law-000008"]
+    assert "law-000010" in left_out["longer than 512 tokens"]
+    same = json.loads((tmp_path / "run" / "authorities.json").read_text())
+    assert same == json.loads((trained / "authorities.json").read_text())
+
+
+@pytest.mark.timeout(300)
+def test_two_workers_learn_what_one_does(sharp_model_dir, tmp_path):
+    """Losses, held-out figures, answers and weights, at the same rows an update."""
+    flags = ["--model", sharp_model_dir, *SMALL, "--lora-dropout", 0]
+    for name, more in (("one", []), ("two", ["--num-chips", 2, "--accumulation-steps", 1])):
+        command = [sys.executable, ROOT / "scripts/train_cot_sft.py", *flags, *more, "--output-dir", tmp_path / name]
+        done = subprocess.run(
+            list(map(str, command)), env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+    one, two = without_time(tmp_path / "one"), without_time(tmp_path / "two")
+    assert len(one) == len(two) > 6
+    for a, b in zip(one, two):
+        assert a.keys() == b.keys()
+        assert [v for v in a.values() if v != "sft"] == pytest.approx([v for v in b.values() if v != "sft"], rel=1e-4)
+    said = [json.loads((tmp_path / name / "final_evaluation.json").read_text()) for name in ("one", "two")]
+    assert said[0] == said[1]
+    weights = [load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("one", "two")]
+    assert max((weights[0][name] - weights[1][name]).abs().max() for name in weights[0]) <= 1e-5
+
+
+def test_metrics_go_to_wandb_only_when_asked(run, trained, tmp_path, monkeypatch):
+    sent = []
+
+    class Session:
+        def log(self, values, step):
+            sent.append({"step": step, **values})
+
+    class Wandb:
+        @staticmethod
+        def init(**settings):
+            assert settings["project"] == "law" and settings["id"] == "run"
+            return Session()
+
+    monkeypatch.setitem(sys.modules, "wandb", Wandb)
+    run("--output-dir", tmp_path / "run", "--final-answers", 0, "--eval-answers", 0, "--wandb", "law")
+    assert sent == lines(tmp_path / "run")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match="--wandb law: wandb is not installed"):
+        run("--output-dir", tmp_path / "other", "--wandb", "law")
+
+
+@pytest.mark.parametrize(
+    "flags, part",
+    [
+        ("--method qlora", "'qlora' is not one of lora, rslora, full"), ("--lora-r 0", "rank 0"),
+        ("--lora-dropout 1", "dropout 1.0 is outside"), ("--quantize int4/g32 --method full", "freezes the base"),
+        ("--quantize int9", "int9"), ("--section-weights verdict=2", "'verdict=2' is not NAME=WEIGHT"),
+        ("--section-weights answer=-1", "'answer=-1'"), ("--epochs 0", "--epochs 0"),
+        ("--length 100", "no example fits"), ("--length 513", "above the 512 positions"),
+        ("--max-new-tokens 300", "--max-prompt-length and --max-new-tokens"),
+        ("--max-prompt-length 20", "no held-out question fits --max-prompt-length 20"),
+        ("--batch-size 500", "do not fill a batch"), ("--batch-size 0", "--batch-size 0 must"),
+        ("--accumulation-steps 0", "accumulation=0"), ("--heldout-fraction 0", "--heldout-fraction 0"),
+        ("--count 0", "--count 0"), ("--dataset none.jsonl", "none.jsonl: no such file"), ("--keep 0", "--keep 0"),
+        ("--answer-rows 0", "--answer-rows 0"), ("--weight-decay -1", "weight-decay=-1"), ("--lora-alpha 0", "alpha 0"),
+        ("--section-weights topic=0,difficulty=0,reasoning=0,answer=0,citation=0", "leave nothing to learn"),
+    ],
+)  # fmt: skip
+def test_bad_input(refusal, sharp_model_dir, tmp_path, flags, part):
+    flags = ["--model", sharp_model_dir, *SMALL, "--output-dir", tmp_path / "run", *flags.split()]
+    assert part in refusal("train_cot_sft", *flags)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "change, part",
+    [
+        ({"answer": None}, "no column answer"), ({"answer": ""}, "rows law-000001, law-000002, law-000003"),
+        ({"id": "x"}, "rows x, x, x, x, x and 54 more: the id occurs twice"),
+        ({"question": "Same?", "topic": "same"}, "one group of near-duplicates"),
+    ],
+)  # fmt: skip
+def test_bad_rows(refusal, sharp_model_dir, tmp_path, change, part):
+    rows = [{k: v for k, v in (row | change).items() if v is not None} for row in generate(60, 0)]
+    file = tmp_path / "law.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--model", sharp_model_dir, *SMALL, "--output-dir", tmp_path / "run", "--dataset", file]
+    assert part in refusal("train_cot_sft", *flags)
+    assert not (tmp_path / "run").exists()
