@@ -9,7 +9,7 @@ TPU := $(wildcard /dev/accel0 /dev/vfio/0)
 .PHONY: help setup doctor demo test lint bench-qat bench-quality bench-scaling setup-peers test-peers \
 	recovery-v6e1 recovery-v6e4 recovery-v6e8 recovery-cuda recovery-cpu2 qat-v6e4 qat-cuda qat-cpu2 \
 	musclebob-cpu musclebob-v5e1 musclebob-cuda bench-grpo reservoir-cpu reservoir-tpu reservoir-cuda bench-reservoir \
-	athena-cpu athena-v3-8 athena-cuda bench-recursive
+	athena-cpu athena-v3-8 athena-cuda bench-recursive legal-cpu legal-v5e8 legal-cuda bench-sft
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -95,6 +95,15 @@ athena-v3-8: setup data/sudoku9 ## a larger one, 9×9, on all cores of a TPU v3-
 athena-cuda: setup data/sudoku9 ## the same on every GPU of this machine (untested on hardware)
 	$(PY) pretrain.py --config base device_type=cuda --resume auto
 
+legal-cpu: setup ## legal chains of thought on the embedded model (within twenty-five minutes on two cores)
+	$(PY) scripts/train_cot_sft.py --config cpu --device cpu --resume auto
+
+legal-v5e8: setup ## the same with Qwen2.5-0.5B on a TPU v5e-8 (docs/cot-sft.md; untested on hardware)
+	$(PY) scripts/train_cot_sft.py --config v5e8 --tpu --resume auto
+
+legal-cuda: setup ## the same on every GPU of this machine (untested on hardware)
+	$(PY) scripts/train_cot_sft.py --config cuda --device cuda --resume auto
+
 test: setup ## the tests, as CI runs them
 	$(PY) -m pytest
 
@@ -106,7 +115,7 @@ $(PEERS)/.ready: requirements-peers.txt
 	$(PY) -m pip install --quiet --no-deps --upgrade --target $(PEERS) --requirement requirements-peers.txt
 	touch $@
 
-test-peers: setup-peers ## exports in llama.cpp, GRPO's loss beside TRL's, states beside ReservoirPy's
+test-peers: setup-peers ## exports in llama.cpp, losses of GRPO and SFT beside TRL's, states beside ReservoirPy's
 	PYTHONPATH=$(PEERS) $(PY) -m pytest -m peer
 
 lint: setup ## ruff, check only
@@ -124,6 +133,9 @@ bench-scaling: setup ## what two workers cost each other, and the bytes they red
 
 bench-grpo: setup-peers ## a GRPO step, rollout and update, beside TRL's
 	USE_TORCH_XLA=0 PYTHONPATH=$(PEERS) $(PY) benchmarks/grpo_step.py
+
+bench-sft: setup-peers ## supervised fine-tuning beside TRL's: tokens a second and memory
+	USE_TORCH_XLA=0 PYTHONPATH=$(PEERS) $(PY) benchmarks/sft_step.py
 
 bench-reservoir: setup-peers ## a reservoir's speed beside ReservoirPy's
 	PYTHONPATH=$(PEERS) $(PY) benchmarks/reservoir.py --part speed

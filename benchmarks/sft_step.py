@@ -42,8 +42,9 @@ SIDES = ("both", "ours", "trl")
 @dataclass(frozen=True, kw_only=True)
 class Config(ScriptConfig):
     model: str = option(EMBEDDED, "instruct model")
-    batch_size: int = option(4, "TRL's examples, and our rows, of a step")
-    length: int = option(272, "tokens of our rows; every example fits")
+    batch_size: int = option(5, "examples of a step of TRL's")
+    rows: int = option(1, "packed rows of a step of ours")
+    length: int = option(1024, "tokens of a packed row")
     lora_r: int = option(32, "rank of both adapters")
     lora_alpha: float = option(64.0, "alpha of both")
     lora_dropout: float = option(0.05, "dropout of both")
@@ -54,17 +55,17 @@ class Config(ScriptConfig):
 
 
 def main(cfg: Config) -> None:
-    if cfg.steps < 1 or cfg.batch_size < 1 or cfg.memory_steps < 0 or cfg.side not in SIDES:
+    if min(cfg.steps, cfg.batch_size, cfg.rows) < 1 or cfg.memory_steps < 0 or cfg.side not in SIDES:
         raise UserError(
-            f"--steps {cfg.steps} and --batch-size {cfg.batch_size} must be at least 1, --memory-steps "
-            f"{cfg.memory_steps} not negative, --side {cfg.side!r} one of {', '.join(SIDES)}"
+            f"--steps {cfg.steps}, --batch-size {cfg.batch_size} and --rows {cfg.rows} must be at least 1, "
+            f"--memory-steps {cfg.memory_steps} not negative, --side {cfg.side!r} one of {', '.join(SIDES)}"
         )
     backend = open_backend(cfg.device, cfg.precision)
     rows = checked_rows(list(generate(64 * cfg.batch_size, cfg.seed)))
     if cfg.side == "both":
-        print(f"{cfg.model} on {backend}, {cfg.batch_size} examples of TRL ({cfg.trl_loss}) and rows of {cfg.length} "
-              f"tokens of ours, LoRA {cfg.lora_r}, dropout {cfg.lora_dropout}, seed {cfg.seed}, commit {revision()}",
-              flush=True)  # fmt: skip
+        print(f"{cfg.model} on {backend}: TRL {cfg.batch_size} examples ({cfg.trl_loss}), ours {cfg.rows} × "
+              f"{cfg.length} tokens, LoRA {cfg.lora_r}, dropout {cfg.lora_dropout}, seed {cfg.seed}, "
+              f"commit {revision()}", flush=True)  # fmt: skip
     if cfg.dry_run:
         return
     ours = Ours(cfg, backend, rows) if cfg.side != "trl" else None
@@ -111,12 +112,12 @@ class Ours:
         base = load_model(cfg.model).requires_grad_(False)
         adapted = add_adapter(base, cfg.lora_r, cfg.lora_alpha, PROJECTIONS, cfg.seed, cfg.lora_dropout)
         self.backend, self.model = backend, backend.place(adapted).train()
-        self.plan = Plan(steps=1, batch_size=cfg.batch_size, accumulation=1, learning_rate=RATE, warmup_steps=0,
+        self.plan = Plan(steps=1, batch_size=cfg.rows, accumulation=1, learning_rate=RATE, warmup_steps=0,
                          clip_grad_norm=1.0, seed=cfg.seed)  # fmt: skip
         self.optimizer = backend.optimizer(
             [{"params": [p for p in self.model.parameters() if p.requires_grad], "lr": RATE}]
         )
-        self.stream = counted(backend.prefetch(batches(packed, cfg.batch_size, 1, cfg.seed)), self)
+        self.stream = counted(backend.prefetch(batches(packed, cfg.rows, 1, cfg.seed)), self)
 
     def __call__(self) -> float:
         started = time.monotonic()

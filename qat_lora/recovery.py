@@ -18,7 +18,7 @@ from qat_lora.data.packing import Rows, fingerprint
 from qat_lora.errors import UserError, first_line
 from qat_lora.evaluate import kd_loss, text_loss
 from qat_lora.kd.losses import kd_soft_ce
-from qat_lora.models.adapter import write_origin
+from qat_lora.models.adapter import Dropout, write_origin
 from qat_lora.models.loading import hidden_states
 from qat_lora.qat import Plan, resumable, training_stream, update
 from qat_lora.quant.init import input_moments
@@ -56,9 +56,13 @@ def add_adapter(
         warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers for an attribute it has renamed
         torch.manual_seed(seed)
         try:
-            return get_peft_model(student, config)
+            model = get_peft_model(student, config)
         except ValueError as error:  # a model without these projections
             raise UserError(f"--targets {','.join(projections)}: {first_line(error)}") from error
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer) and dropout:
+            layer.lora_dropout["default"] = Dropout(dropout)
+    return model
 
 
 @torch.no_grad()

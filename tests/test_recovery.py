@@ -348,3 +348,28 @@ def test_heldout_text_is_scored_as_the_training_text(new_model, backend):
     figures = heldout_nll(new_model(), dataset, backend, 2, 4)
     wanted = text_figures(new_model(), rows.tokens, torch.full((4,), 15), backend)
     assert figures["heldout_nll"] == pytest.approx(wanted["nll"], rel=1e-5)
+
+
+def test_dropout_drops_its_share_and_keeps_the_mean():
+    from qat_lora.models.adapter import Dropout
+
+    torch.manual_seed(0)
+    layer, x = Dropout(0.05), torch.ones(333, 1001, requires_grad=True)
+    out = layer(x)
+    assert float((out == 0).float().mean()) == pytest.approx(0.05, abs=1e-3)
+    assert float(out.mean().detach()) == pytest.approx(1, abs=1e-3) and len(out.unique()) == 2
+    out.sum().backward()
+    assert torch.equal(x.grad, out.detach()), "what is dropped learns nothing"
+    assert not torch.equal(layer(x), layer(x))
+    assert layer.eval()(x) is x or torch.equal(layer(x), x)
+
+
+def test_a_dropout_of_the_adapter_is_ours_and_rslora_scales_by_the_root(sharp_model_dir):
+    from qat_lora.models.adapter import Dropout
+
+    model = add_adapter(load_model(str(sharp_model_dir)), 4, 8, ("q", "down"), 0, dropout=0.1, rslora=True)
+    layers = [m for m in model.modules() if hasattr(m, "lora_A")]
+    assert len(layers) == 4 and all(isinstance(m.lora_dropout["default"], Dropout) for m in layers)
+    assert all(m.scaling["default"] == 4.0 for m in layers)
+    with pytest.raises(UserError, match="dropout 1"):
+        add_adapter(load_model(str(sharp_model_dir)), 4, 8, ("q",), 0, dropout=1)

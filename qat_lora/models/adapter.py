@@ -3,6 +3,7 @@
 import warnings
 from pathlib import Path
 
+import torch
 from peft import PeftModel
 from peft.utils import get_peft_model_state_dict, load_peft_weights
 from safetensors import SafetensorError
@@ -14,6 +15,19 @@ from qat_lora.run.files import read_json, sha256, write_json
 
 ORIGIN = "origin.json"
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+
+
+class Dropout(nn.Dropout):
+    """Dropout that on a CPU draws 16 bits for each value, four values at once: its share of what is dropped is a
+    multiple of 2⁻¹⁶. torch's own took 27% of a LoRA step there (seven projections, two cores), this one 10."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type != "cpu" or not self.training or not self.p:
+            return super().forward(x)
+        words = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+        bits = words.view(torch.int16)[: x.numel()].view(x.shape)
+        dropped = round(self.p * 2**16)
+        return x * ((bits >= dropped - 2**15).to(x.dtype) * (1 / (1 - dropped / 2**16)))
 
 
 def load_adapter(model: nn.Module, path: str | Path, checkpoint: str | Path | None = None) -> nn.Module:

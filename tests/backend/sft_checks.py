@@ -1,0 +1,73 @@
+"""Run by test_xla_sft.py in a process of its own: fine-tuning on packed examples, XLA's CPU device and the CPU.
+
+PJRT_DEVICE=CPU python tests/backend/sft_checks.py MODEL_DIR OUT_DIR
+"""
+
+import json
+import sys
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch_xla.debug.metrics as met
+
+from qat_lora.backend import TorchBackend, open_backend
+from qat_lora.experiments.cot_sft import LawExam, finish_model, prepare
+from qat_lora.models.loading import load_model, load_tokenizer
+from qat_lora.qat import Plan, train_plain
+from qat_lora.recovery import PROJECTIONS, add_adapter, save_adapter
+from qat_lora.rl.ask import Asker
+from qat_lora.run.rundir import Run
+from qat_lora.run.session import Every, Session
+from qat_lora.sft import packed_loss
+
+MODEL, OUT = sys.argv[1], Path(sys.argv[2])
+XLA = open_backend("xla", "fp32")  # before any backward on the CPU, which would break XLA's in this process
+CPU = TorchBackend("cpu", "fp32")
+ASKED = SimpleNamespace(
+    dataset="generated", dataset_split="train", count=46, seed=0, heldout_fraction=0.2, length=512, batch_size=4,
+    section_weights="answer=2", pack=True,
+)  # fmt: skip
+
+
+def graphs() -> int:
+    """How many graphs XLA has been given so far, compiled before or not."""
+    return sum(met.counter_value(name) or 0 for name in ("CachedCompile", "UncachedCompile"))
+
+
+def training(backend, checkpointing: bool) -> dict:
+    """Twelve updates of two micro-batches, through the ragged end of an epoch, with held-out figures and answers every
+    fourth, and checkpoints."""
+    tokenizer = load_tokenizer(MODEL)
+    data = prepare(ASKED, tokenizer)
+    model = backend.place(add_adapter(load_model(MODEL).requires_grad_(False), 4, 8, PROJECTIONS, 0))
+    if checkpointing:
+        backend.gradient_checkpointing(model)
+    folder = OUT / f"{backend.kind}-{checkpointing}"
+    folder.mkdir()
+    run = Run(folder, resumed=False)
+    session = Session(run, backend, Every(log=1, evaluate=4, save=4))
+    exam = LawExam(Asker(tokenizer, backend, (tokenizer.eos_token_id,), 2, 256, 4), data)
+    plan = Plan(12, 4, 2, 1e-3, 3, 1.0, 0, weight_decay=0.01)
+    before, given = backend.counters().get("compiles", 0), []
+
+    def loss_of(model, batch):
+        given.append(graphs())
+        return packed_loss(model, batch)
+
+    train_plain(model, data.train, loss_of, plan, session, backend, lambda step: exam.glance(model, 4, 3), "sft")
+    save_adapter(model, folder / "adapter", None)
+    gap = finish_model(model, MODEL, tokenizer, folder, data.train[0]["tokens"], CPU)
+    lines = [line | {"compiles": line.get("compiles", 0) - before} for line in run.metrics()]
+    return {"lines": lines, "rows": len(data.train), "heldout": sum(map(bool, data.heldout.rows)), "gap": gap,
+            "graphs": [b - a for a, b in pairwise(given)],
+            "fallbacks": backend.counters().get("fallbacks", 0)}  # fmt: skip
+
+
+if __name__ == "__main__":
+    found = {
+        f"{backend.kind}{' checkpointed' if checkpointing else ''}": training(backend, checkpointing)
+        for checkpointing in (False, True)
+        for backend in (XLA, CPU)
+    }
+    (OUT / "found.json").write_text(json.dumps(found))
