@@ -44,7 +44,7 @@ def batches(
             "lower --batch-size or add text"
         )
     for chosen in chosen_rows(seed, count, rows, start):
-        total = torch.tensor(float(max(1, sum(map(dataset.kept, chosen)))))  # an update may keep no target: loss 0
+        total = torch.tensor(float(sum(map(dataset.kept, chosen)) or 1))  # an update may keep no target: loss 0
         for first in range(rank * batch_size, rows, batch_size * world_size):
             items = [dataset[i] for i in chosen[first : first + batch_size]]
             yield {key: torch.stack([item[key] for item in items]) for key in items[0]} | {"total": total}

@@ -52,7 +52,7 @@ def _row_documents(row: dict, tokenizer, thinking: str) -> list[Document]:
     messages = to_messages(row)
     if messages is not None:
         return render_chat(messages, tokenizer, thinking, given=_given(row))
-    if "text" not in row:
+    if row.get("prompt") is not None and row.get("completion") is not None:
         return [_completed(row["prompt"], row["completion"])]
     if not isinstance(row["text"], str):
         raise UserError(f'column "text" holds a {type(row["text"]).__name__}, not text; remove or mend the row')

@@ -1,14 +1,14 @@
 """A legal answer in five sections: written for training, read back from a model, and counted."""
 
-import calendar
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from qat_lora.data.chat import Document, render_chat
+from qat_lora.data.legal import WHO
 from qat_lora.data.rates import rate
-from qat_lora.data.sft import named, without_figures
+from qat_lora.data.sft import MONTHS, named, without_figures
 from qat_lora.errors import UserError
 
 SECTIONS = {
@@ -19,6 +19,7 @@ NUMBERS = {name: number for number, name in enumerate(SECTIONS, 1)}
 COLUMNS = {"topic": "topic", "difficulty": "difficulty", "reasoning": "reasoning", "answer": "answer",
            "citation": "case_citation"}  # fmt: skip
 NEEDED = ("id", "question", *COLUMNS.values())
+PARTY = re.compile(rf"\b(?:{'|'.join(WHO)})\b")
 SYSTEM = "Answer in five sections: Topic, Difficulty, Reasoning, Answer, Case Citation."
 
 
@@ -27,13 +28,19 @@ def checked_rows(rows: Sequence[dict]) -> list[dict]:
     """The rows, their ids and other columns as text without white space at the ends; an absent reasoning, topic,
     difficulty or citation is an empty one.
 
-    Raises UserError for a column that is not there, an empty id, question or answer, and ids that occur twice.
+    Raises UserError for a column that is not there or holds something else than text, an empty id, question or answer,
+    and ids that occur twice.
     """
     missing = [name for name in NEEDED if not any(name in row for row in rows)]
     if missing:
         raise UserError(
             f"the dataset has no column {', '.join(missing)}; needed: {', '.join(NEEDED)} (there: {', '.join(rows[0])})"
         )
+    for name in NEEDED:
+        known = (str, int) if name == "id" else str
+        odd = [str(row.get("id")) for row in rows if row.get(name) is not None and not isinstance(row[name], known)]
+        if odd:
+            raise UserError(f"rows {named(odd)}: column {name} is not text; mend or remove them")
     clean = [row | {name: str(row[name] if row.get(name) is not None else "").strip() for name in NEEDED}
              for row in rows]  # fmt: skip
     for name in ("id", "question", "answer"):
@@ -43,7 +50,7 @@ def checked_rows(rows: Sequence[dict]) -> list[dict]:
     seen: set[str] = set()
     twice = [row["id"] for row in clean if row["id"] in seen or seen.add(row["id"])]
     if twice:
-        raise UserError(f"rows {named(twice)}: the id occurs twice; give each row one of its own")
+        raise UserError(f"rows {named(dict.fromkeys(twice))}: the id occurs twice; give each row one of its own")
     return clean
 
 
@@ -53,8 +60,9 @@ def same(row: dict) -> str:
 
 
 def group(row: dict) -> str:
-    """Equal for rows of one topic whose questions differ in their figures alone."""
-    return f"{row['topic'].lower()}: {without_figures(row['question'])}"
+    """Equal for rows of one topic whose questions differ alone in their figures and in the trade of who is concerned,
+    which is all that two questions of the generator in the same words differ in."""
+    return f"{row['topic'].lower()}: {without_figures(PARTY.sub('a party', row['question'].lower()))}"
 
 
 def messages(question: str, system: str | None) -> list[dict]:
@@ -96,16 +104,8 @@ def _starts(row: dict) -> list[int]:
 
 
 # -- what an answer says ---------------------------------------------------------------------------------------------
-MONTHS = "|".join(calendar.month_name[1:])
 FIGURE = re.compile(rf"£\d[\d,]*(?:\.\d+)?|\b\d{{1,2}} (?:{MONTHS}) \d{{4}}\b|\b\d+ weeks?\b")
 TITLE = re.compile(rf"^[ *#]*({'|'.join(SECTIONS.values())})[ *]*:[ *]*", re.MULTILINE)
-# what stands for an authority in running text: an Act, Regulations, Rules, or a case by its report
-LOOKS_CITED = re.compile(
-    r"(?:[A-Z][\w'’]*(?:,? (?:and|of|the|for|from|in|to|on)|,? \([A-Z][^)]*\)|,? [A-Z][\w'’]*)* )?"
-    r"(?:Act|Regulations|Order|Rules) \d{4}|[A-Z][\w'’.&]*(?: [A-Z&(][\w'’.&)]*| and| of| the)* v [A-Z][\w'’.]*"
-)
-
-OPENING = re.compile(r"^(?:(?:See|As|In|Under|The|By|And|Of|But|Cf) )+")  # of a sentence, not of a name
 
 
 def figure(text: str) -> str | None:
@@ -120,8 +120,8 @@ def _plain(found: str) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model said, and whether it came to an end. sections: by name, the first of each; in_order: every one is
-    there once, in order, after nothing else."""
+    """What a model said, and whether it came to an end. sections: by name, one that is there twice as one text;
+    in_order: every one is there once, in order, after nothing else."""
 
     text: str
     ended: bool
@@ -135,7 +135,8 @@ class Answer:
         titles = {title: name for name, title in SECTIONS.items()}
         bodies: dict[str, str] = {}
         for match, end in zip(found, ends):
-            bodies.setdefault(titles[match[1]], text[match.end() : end].strip())
+            name, body = titles[match[1]], text[match.end() : end].strip()
+            bodies[name] = f"{bodies[name]}\n{body}" if name in bodies else body
         in_order = [match[1] for match in found] == list(SECTIONS.values()) and not text[: found[0].start()].strip()
         return cls(text, ended, bodies, in_order)
 
@@ -152,32 +153,71 @@ class Answer:
         return _plain(found[-1]) if found else None
 
 
+# -- citations -------------------------------------------------------------------------------------------------------
+PLACE = r"(?:ss?|sections?|regs?|regulations?|arts?|articles?|rr?|rules?|paras?|sch)\.? ?\d[\w.()]*"  # s 5, reg 30, …
+REPORT = r"[\[(][12]\d{3}[\])](?: [\w&]+){0,5}"  # [1976] QB 286
+NAME = r"[A-Z][\w'’&-]*\.?"
+JOINED = r"(?:,? (?:and|of|the|for|from|in|to|on|or|application|\([^)]*\)))*,? "
+# what stands for an authority in running text: a statute with its year, or a case, with its report or without
+LOOSE = re.compile(
+    rf"{NAME}(?:{JOINED}{NAME})*? (?:Act|Regulations|Order|Rules)(?: \([^)]*\))? [12]\d{{3}}\b(?:,? {PLACE})?"
+    rf"|(?:R \([^)]*\)|{NAME}(?:{JOINED}{NAME})*) v\.? {NAME}(?: (?:{NAME}|and|of|the|for|&))*(?: {REPORT})?"
+    rf"|\bRe {NAME}(?: {NAME})* {REPORT}"
+)
+OPENING = re.compile(r"^(?:(?:see|as|in|under|the|by|and|of|but|cf|pursuant|according|to) )+", re.IGNORECASE)
+NOTHING = {"", "none", "n/a", "not applicable", "no authority"}
+GAP = " § "  # stands where something was found, so that what is around it does not grow together
+
+
 def citations(section: str) -> set[str]:
     """The entries of a citation section, which stand between semicolons or line ends."""
-    return {_spaced(entry).strip(" .-*•") for entry in re.split(r"[;\n]", section)} - {""}
+    entries = {_spaced(entry).strip(" .-*•") for entry in re.split(r"[;\n]", section)}
+    return {entry for entry in entries if entry.lower() not in NOTHING}
 
 
 class Authorities:
-    """A closed list of what may be cited, found in texts however it is spaced."""
+    """A closed list of what may be cited, found in texts however it is spaced.
+
+    An authority is a title (an Act, Rules, a case) and, mostly, a place in it or a report.
+    """
 
     def __init__(self, names: Sequence[str]):
         self.names = tuple(dict.fromkeys(_spaced(name) for name in names if name.strip()))
-        by_length = sorted(self.names, key=len, reverse=True)  # s 11A before s 11
-        self.pattern = re.compile("|".join(rf"{re.escape(n)}(?![\w(])" for n in by_length)) if self.names else None
-        self.beginnings = tuple(re.split(r",| \[| \(\d{4}\)", name)[0] for name in self.names)
+        titles = {re.split(rf", (?={PLACE}$)| (?={REPORT})", name)[0] for name in self.names}
+        self.known, self.elsewhere = (self._any(found) for found in (self.names, titles))
+
+    @staticmethod
+    def _any(names) -> str:
+        """A pattern of any of the names, the longest first: s 11A before s 11."""
+        return "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True)) or r"(?!)"
 
     def cited(self, answer: Answer) -> tuple[set[str], set[str]]:
-        """(authorities of the list, others) that an answer cites: every entry of its citation section, between
-        semicolons or line ends, and in the rest of the text what looks like a case, an Act, or Regulations. An
-        authority of the list that is named without its section or report is neither."""
-        whole = _spaced(answer.text)
-        known = set(self.pattern.findall(whole)) if self.pattern else set()
-        others = citations(answer.sections.get("citation", "")) - set(self.names)
-        body = self.pattern.sub(" ", whole) if self.pattern else whole
-        for entry in others:
-            body = body.replace(entry, " ")
-        loose = {OPENING.sub("", found).strip(" .") for found in LOOKS_CITED.findall(body)}
-        return known, others | {name for name in loose if not any(name in begin for begin in self.beginnings)}
+        """(authorities of the list, others) that an answer cites: in its whole text what looks like a statute, a case or
+        a place in a title of the list, and every other entry of its citation section. A title of the list without a
+        place or report is neither."""
+        known, others, _ = self._found(answer.text)
+        for entry in citations(answer.sections.get("citation", "")):
+            listed, unlisted, rest = self._found(entry)
+            rest = re.sub(r"\([^)]*\)|\b(?:and|see|also|with|under|the|in)\b|[^\w]", "", rest)
+            if rest:
+                others |= {entry} if not listed else unlisted or {rest}
+        return known, others - known
+
+    def _found(self, text: str) -> tuple[set[str], set[str], str]:
+        """What a text cites of the list and beside it, and what is left of the text."""
+        known: set[str] = set()
+        others: set[str] = set()
+
+        def take(pattern: str | re.Pattern, into: set[str] | None, text: str) -> str:
+            found = [match[0].strip(" .,") for match in re.finditer(pattern, text)]
+            if into is not None:
+                into.update(OPENING.sub("", name) if into is others else name for name in found)
+            return re.sub(pattern, GAP, text)
+
+        rest = take(rf"(?:{self.known})(?![\w(]|\.\d)", known, _spaced(text))
+        rest = take(rf"(?:{self.elsewhere})(?:,? {PLACE}| {REPORT})", others, rest)
+        rest = take(rf"(?:{self.elsewhere})", None, rest)
+        return known, others, take(LOOSE, others, rest)
 
 
 def _spaced(text: str) -> str:

@@ -1,5 +1,6 @@
 """Supervised examples: which to keep, which to hold out, and how to pack them into rows of one length."""
 
+import calendar
 import hashlib
 import re
 from bisect import bisect_left, insort
@@ -66,13 +67,13 @@ def split_by_length(examples: list[Example], length: int) -> tuple[list[Example]
 
 
 # -- rows that are the same, or nearly --------------------------------------------------------------------------------
-MONTHS = "january|february|march|april|may|june|july|august|september|october|november|december"
+MONTHS = "|".join(calendar.month_name[1:])
 
 
 def without_figures(text: str) -> str:
     """A text with every number and month as one sign, in lower case, without punctuation: equal for texts that differ
     in their figures alone."""
-    return " ".join(re.findall(r"#|\w+", re.sub(rf"\b(?:{MONTHS})\b|\d+(?:[,.]\d+)*", "#", text.lower())))
+    return " ".join(re.findall(r"#|\w+", re.sub(rf"\b(?:{MONTHS.lower()})\b|\d+(?:[,.]\d+)*", "#", text.lower())))
 
 
 def deduplicated(rows: list[dict], key: Callable[[dict], str]) -> tuple[list[dict], list[dict]]:
@@ -89,8 +90,8 @@ def deduplicated(rows: list[dict], key: Callable[[dict], str]) -> tuple[list[dic
 def split_groups(
     rows: list[dict], group: Callable[[dict], str], fraction: float, seed: int
 ) -> tuple[list[dict], list[dict]]:
-    """(train, held-out), of which no two share a group; held out are whole groups, in an order that their names and
-    the seed decide, until they hold `fraction` of the rows.
+    """(train, held-out), which share no group; held out are whole groups, in an order that their names and the seed
+    decide, as many as hold at most `fraction` of the rows, or else the smallest one.
 
     Raises UserError for a fraction outside (0, 1) and where one side would be empty.
     """
@@ -99,13 +100,14 @@ def split_groups(
     members: dict[str, int] = {}
     for row in rows:
         members[group(row)] = members.get(group(row), 0) + 1
+    order = sorted(members, key=lambda name: hashlib.sha256(f"{seed} {name}".encode()).digest())
     held: set[str] = set()
     count = 0
-    for name in sorted(members, key=lambda name: hashlib.sha256(f"{seed} {name}".encode()).digest()):
-        if count and count + members[name] > max(1, fraction * len(rows)):
-            continue
-        held.add(name)
-        count += members[name]
+    for name in order:
+        if count + members[name] <= fraction * len(rows):
+            held.add(name)
+            count += members[name]
+    held = held or {min(order, key=members.__getitem__)}
     train, heldout = ([row for row in rows if (group(row) in held) == side] for side in (False, True))
     if not train:
         raise UserError(f"the {len(rows)} rows are one group of near-duplicates: nothing is left to train on; add rows")

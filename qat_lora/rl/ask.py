@@ -70,12 +70,12 @@ class Asker:
         return width, -(-samples // width)
 
     def batches(self, items: list, samples: int) -> Iterator[tuple[list, list]]:
-        """Items so many at a time that with `samples` answers to each there are about `rows`, and the same filled up
-        to as many: one shape."""
+        """Items so many at a time that with `samples` answers to each there are about `rows`, and what to compute for
+        them: on XLA the last ones filled up to as many, so that there is one shape."""
         size = max(1, self.rows // samples)
         for start in range(0, len(items), size):
             batch = items[start : start + size]
-            yield batch, (batch * size)[:size]
+            yield batch, (batch * size)[:size] if self.backend.kind == "xla" else batch
 
 
 @contextmanager
@@ -83,5 +83,7 @@ def own_dice(backend: TorchBackend, seed: int) -> Iterator[None]:
     """Draws that depend on nothing before, and on which nothing after depends."""
     state = backend.rng_state()
     backend.seed(seed)
-    yield
-    backend.set_rng_state(state)
+    try:
+        yield
+    finally:
+        backend.set_rng_state(state)
