@@ -70,6 +70,12 @@ def messages(question: str, system: str | None) -> list[dict]:
     return [{"role": "system", "content": system}, *asked] if system else asked
 
 
+def readable(row: dict) -> bool:
+    """Whether the response reads back as its sections: no line of one begins as another does."""
+    found = Answer.read(response(row), True)
+    return found.formatted and all(found.sections[name] == row[column] for name, column in COLUMNS.items())
+
+
 def _parts(row: dict) -> list[str]:
     breaks = {"reasoning": "\n"}
     return [f"{title}:{breaks.get(name, ' ')}{row[COLUMNS[name]]}".rstrip() for name, title in SECTIONS.items()]
@@ -192,9 +198,9 @@ class Authorities:
         return "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True)) or r"(?!)"
 
     def cited(self, answer: Answer) -> tuple[set[str], set[str]]:
-        """(authorities of the list, others) that an answer cites: in its whole text what looks like a statute, a case or
-        a place in a title of the list, and every other entry of its citation section. A title of the list without a
-        place or report is neither."""
+        """(authorities of the list, others) that an answer cites: in its whole text what looks like a statute, a case
+        or a place in a title of the list, and every other entry of its citation section. A title of the list without
+        a place or report is neither."""
         known, others, _ = self._found(answer.text)
         for entry in citations(answer.sections.get("citation", "")):
             listed, unlisted, rest = self._found(entry)

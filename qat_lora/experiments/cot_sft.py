@@ -20,6 +20,7 @@ from qat_lora.data.legal_answers import (
     document,
     group,
     messages,
+    readable,
     same,
     score,
 )
@@ -86,6 +87,10 @@ def prepare(cfg, tokenizer) -> LawData:
     source = generate(cfg.count, cfg.seed) if is_made else read_rows(cfg.dataset, split=cfg.dataset_split)
     rows = checked_rows(list(source))
     rows, twice = deduplicated(rows, same)
+    odd = [row["id"] for row in rows if not readable(row)]
+    rows = [row for row in rows if readable(row)]
+    if not rows:
+        raise UserError(f"rows {named(odd)}: a line of every row begins like a section's title; mend the rows")
     train, heldout = split_groups(rows, group, cfg.heldout_fraction, cfg.seed)
     known = {row["id"]: row for row in heldout}
     sides: list[list[Example]] = []
@@ -105,6 +110,7 @@ def prepare(cfg, tokenizer) -> LawData:
         len(sides[0]),
         {
             "the same question as an earlier row": [row["id"] for row in twice],
+            "a line begins like a section's title": odd,
             f"longer than {cfg.length} tokens": [example.id for example in long],
         },
     )
