@@ -60,15 +60,17 @@ def main(cfg: Config) -> None:
             f"--steps {cfg.steps}, --batch-size {cfg.batch_size} and --rows {cfg.rows} must be at least 1, "
             f"--memory-steps {cfg.memory_steps} not negative, --side {cfg.side!r} one of {', '.join(SIDES)}"
         )
+    if cfg.side != "both" and not cfg.memory_steps:
+        raise UserError(f"--side {cfg.side} takes --memory-steps, which are 0; give some")
     backend = open_backend(cfg.device, cfg.precision)
     rows = checked_rows(list(generate(64 * cfg.batch_size, cfg.seed)))
     if cfg.side == "both":
         print(f"{cfg.model} on {backend}: TRL {cfg.batch_size} examples ({cfg.trl_loss}), ours {cfg.rows} × "
               f"{cfg.length} tokens, LoRA {cfg.lora_r}, dropout {cfg.lora_dropout}, seed {cfg.seed}, "
               f"commit {revision()}", flush=True)  # fmt: skip
+    ours = Ours(cfg, backend, rows) if cfg.side != "trl" else None
     if cfg.dry_run:
         return
-    ours = Ours(cfg, backend, rows) if cfg.side != "trl" else None
     if cfg.side == "ours":
         for _ in range(cfg.memory_steps):
             ours()
@@ -95,7 +97,7 @@ def alone(side: str) -> float:
     done = subprocess.run([sys.executable, *sys.argv, "--side", side], capture_output=True, text=True)
     found = [line for line in done.stdout.splitlines() if line.startswith("peak_memory_mb")]
     if done.returncode or not found:
-        raise UserError(f"{side} alone failed: {done.stderr[-300:]}")
+        raise UserError(f"{side} alone failed: {done.stderr.strip().splitlines()[-1:]}")
     return float(found[-1].split()[1])
 
 

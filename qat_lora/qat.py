@@ -283,7 +283,7 @@ def update(model, stream, loss_of: Callable, optimizer, plan: Plan, backend: Tor
         loss = loss + part.detach()
         if "entropy" in batch:
             kl = kl + part.detach() - (batch["entropy"] * batch["mask"]).sum() / batch["total"]
-        tokens += batch["tokens"].numel()
+        tokens = tokens + ((batch["segments"] > 0).sum() if "segments" in batch else batch["tokens"].numel())
         if micro + 1 < plan.accumulation:
             backend.step_boundary()  # on XLA one micro-batch is one graph, not all of them together
     norm = backend.update(optimizer, plan.clip_grad_norm)

@@ -16,8 +16,8 @@ from qat_lora.models.loading import decoder, unwrap
 from qat_lora.quant.student import head_weight
 
 PACKED = "packed_examples"  # the attention below, among transformers' own
-# Where examples are attended to one by one: 1.4 times the tokens a second of one mask a row (1,024 tokens, two cores,
-# measured). Elsewhere their lengths would have to be fetched from the device.
+# Where examples are attended to one by one: 1.4 times the tokens a second of one mask a row (docs/benchmarks.md).
+# Elsewhere their lengths would have to be fetched from the device.
 ONE_BY_ONE = ("cpu",)
 
 
@@ -43,17 +43,16 @@ def packed_states(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, T
     """Of a batch of PackedExamples: the hidden states [B, K, H] from which the tokens [B, K] at its places are
     predicted. An example is seen from itself alone, as if it stood in a row of its own."""
     segments, places = batch["segments"], batch["places"]
-    if segments.device.type in ONE_BY_ONE:
+    length, apart = segments.shape[1], {}
+    sees = torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
+    sees = (segments.unsqueeze(2) == segments.unsqueeze(1)) & sees
+    if segments.device.type in ONE_BY_ONE:  # an architecture that does not pass `examples` on still has the mask
         unwrap(model).config._attn_implementation = PACKED
-        lengths = [row.unique_consecutive(return_counts=True)[1].tolist() for row in segments]
-        only = {"attention_mask": segments.new_ones(1, 1, 1, 1).bool(), "examples": lengths}
-    else:
-        length = segments.shape[1]
-        sees = torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
-        only = {"attention_mask": ((segments.unsqueeze(2) == segments.unsqueeze(1)) & sees).unsqueeze(1)}
+        apart = {"examples": [row.unique_consecutive(return_counts=True)[1].tolist() for row in segments]}
     hidden = decoder(model)(
-        input_ids=batch["tokens"], position_ids=batch["positions"], use_cache=False, **only
-    ).last_hidden_state
+        input_ids=batch["tokens"], position_ids=batch["positions"], attention_mask=sees.unsqueeze(1), use_cache=False,
+        **apart,
+    ).last_hidden_state  # fmt: skip
     before = (places - 1).unsqueeze(2).expand(-1, -1, hidden.shape[2])
     return hidden.gather(1, before), batch["tokens"].gather(1, places)
 

@@ -35,7 +35,7 @@ def main(cfg: Config) -> None:
         raise UserError(f"--output {cfg.output} ends in neither .jsonl nor .parquet")
     check_new(path)
     if cfg.dry_run:
-        row = next(generate(1, cfg.seed))
+        row = next(generate(cfg.count, cfg.seed))
         return print(
             f"{cfg.count:,} rows such as this would go to {path}:\n{json.dumps(row, indent=2, ensure_ascii=False)}"
         )

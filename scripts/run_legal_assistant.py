@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 
 from torch import nn
@@ -22,9 +23,9 @@ from qat_lora.backend import open_backend, resolve
 from qat_lora.data.legal import AUTHORITIES
 from qat_lora.data.legal_answers import SYSTEM, Answer, Authorities, messages
 from qat_lora.errors import UserError
-from qat_lora.experiments.legal_page import STYLE, page, verdict_line, verdicts
+from qat_lora.experiments.legal_page import CUT_OFF, STYLE, page, verdict_line, verdicts
 from qat_lora.models.adapter import load_adapter
-from qat_lora.models.generate import check_device, check_sampling, stream
+from qat_lora.models.generate import Stream, check_device, check_sampling
 from qat_lora.models.loading import EMBEDDED, load_model, load_tokenizer
 from qat_lora.quant.student import load_student
 from qat_lora.run.config import ScriptConfig, option, run_script
@@ -61,17 +62,22 @@ def main(cfg: Config) -> None:
         return
     backend.place(model)
 
-    def ask(question: str) -> Iterator[str]:
+    def ask(question: str) -> Stream:
         backend.seed(cfg.seed)
-        return stream(
+        return Stream(
             model, tokenizer, messages(question, SYSTEM), backend, max_new_tokens=cfg.max_new_tokens,
-            temperature=cfg.temperature, top_p=cfg.top_p,
+            temperature=cfg.temperature, top_p=cfg.top_p, thinking=False,
         )  # fmt: skip
 
     if cfg.web:
         return serve(cfg, ask, authorities, about)
     for question in questions(cfg):
-        answer_in_terminal(ask(question), authorities)
+        try:
+            answer_in_terminal(ask(question), authorities)
+        except UserError as error:
+            if cfg.question is not None:
+                raise
+            say(f"not answered: {error}")  # and the next one may be
 
 
 def check(cfg: Config) -> None:
@@ -91,13 +97,17 @@ def from_run(cfg: Config) -> Config:
     if given:
         raise UserError(f"--run {cfg.run} says what {given[0]} is; leave one of them out")
     folder = Path(cfg.run)
-    made = read_config(folder)
+    model = read_config(folder).get("model")
+    if not isinstance(model, str):
+        raise UserError(
+            f"{folder / 'config.yaml'} does not say which model was trained: it is damaged, or of another script"
+        )
     if not (folder / "model").is_dir():
         raise UserError(f"--run {cfg.run} holds no model/: it has not finished; --resume it with train_cot_sft.py")
     found = {"authorities": str(folder / "authorities.json")}
     if (folder / "adapter").is_dir():
         base = folder / "base.pt"
-        found |= {"model": made["model"], "adapter": str(folder / "adapter")}
+        found |= {"model": model, "adapter": str(folder / "adapter")}
         found |= {"checkpoint": str(base)} if base.exists() else {}
     else:
         found["model"] = str(folder / "model")
@@ -130,19 +140,23 @@ def questions(cfg: Config) -> Iterator[str]:
         return
     if sys.stdin is None:
         raise UserError("questions are read from stdin, which is closed; give one with --question")
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     if sys.stdin.isatty():
         say("a question on each line; end with Ctrl-D")
     yield from filter(None, map(str.strip, sys.stdin))
 
 
-def answer_in_terminal(pieces: Iterator[str], authorities: Authorities) -> None:
+def answer_in_terminal(pieces: Stream, authorities: Authorities) -> None:
     text = ""
     for piece in pieces:
         print(piece, end="", flush=True)
         text += piece
     print()
-    for name, known in verdicts(Answer.read(text, True), authorities):
+    for name, known in verdicts(Answer.read(text, pieces.ended), authorities):
         say(verdict_line(name, known))
+    if not pieces.ended:
+        say(CUT_OFF)
 
 
 def serve(cfg: Config, ask, authorities: Authorities, about: str) -> None:
@@ -157,7 +171,7 @@ def serve(cfg: Config, ask, authorities: Authorities, about: str) -> None:
             server_name=cfg.host, server_port=cfg.port, css=STYLE, theme=plain, footer_links=[]
         )
     except OSError as error:
-        raise UserError(f"--port {cfg.port} cannot be opened ({error}); give another one") from error
+        raise UserError(f"{cfg.host}:{cfg.port} cannot be opened ({error}); give another --host or --port") from error
 
 
 if __name__ == "__main__":

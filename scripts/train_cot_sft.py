@@ -15,6 +15,7 @@ model/, the whole model with the adapter merged. docs/cot-sft.md says what to ex
 """
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from torch import nn
 
@@ -24,15 +25,16 @@ from qat_lora.experiments.cot_sft import (
     LawData,
     LawExam,
     base_content,
-    finish_model,
     load_base,
+    merged,
     prepare,
     section_weights,
     wandb_mirror,
+    write_whole,
 )
 from qat_lora.memory import training_memory
 from qat_lora.models.generate import end_tokens
-from qat_lora.models.loading import EMBEDDED, check_length, load_tokenizer
+from qat_lora.models.loading import EMBEDDED, check_length, load_tokenizer, weights_fingerprint
 from qat_lora.qat import Plan, train_plain
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import write_student
@@ -102,17 +104,20 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     plan = plan_of(cfg, data, workers)
     base = load_base(cfg.model, cfg.quantize, backend.is_main)
     student = base_content(base, cfg.model, cfg.quantize) if backend.is_main else None
+    fingerprint = None if cfg.dry_run else backend.group.on_main(lambda: weights_fingerprint(base))
     model = adapted(cfg, base)
     ends = tuple(end_tokens(model, tokenizer))
     asker = Asker(tokenizer, backend, ends, cfg.answer_rows, cfg.max_prompt_length, cfg.max_new_tokens)
-    exam = LawExam(asker, data)
+    exam = LawExam(asker, data)  # refuses prompts that do not fit
     if backend.is_main:
         describe(cfg, model, backend, data, plan, workers)
     if cfg.dry_run:
         return
 
-    facts = {"device": str(backend), "data": data.train.fingerprint, "heldout": data.heldout.fingerprint,
-             "rows_per_update": plan.batch_size * plan.accumulation * workers}  # fmt: skip
+    facts = {
+        "device": str(backend), "base": fingerprint, "data": data.train.fingerprint,
+        "heldout": data.heldout.fingerprint, "rows_per_update": plan.batch_size * plan.accumulation * workers,
+    }  # fmt: skip
     run = open_run("train_cot_sft", cfg, facts, backend.group)
     if cfg.wandb and backend.is_main:
         run.mirror = wandb_mirror(cfg.wandb, run.path)
@@ -120,7 +125,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     session = Session(run, backend, Every(cfg.log_every, cfg.eval_every, cfg.save_every), keep=cfg.keep)
     if backend.is_main:
         data.write(run.path)
-        if student and not (run.path / "base.pt").exists():
+        if student:
             write_student(run.path / "base.pt", student)
     backend.place(model)
     if cfg.gradient_checkpointing:
@@ -135,12 +140,16 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     figures = exam.write(model, cfg.final_answers, run, "final") if cfg.final_answers else {}
     cost = session.cost()
     if backend.is_main:
-        if cfg.method != "full":
-            save_adapter(model, run.path / "adapter", sha256(run.path / "base.pt") if student else None)
-        gap = finish_model(model, cfg.model, tokenizer, run.path, data.train[0]["tokens"], backend)
+        checkpoint = run.path / "base.pt" if student else None
+        adapter = None if cfg.method == "full" else run.path / "adapter"
+        if adapter:
+            save_adapter(model, adapter, sha256(checkpoint) if checkpoint else None)
+        whole, gap = merged(model, cfg.model, checkpoint, adapter, data.train[0]["tokens"], backend)
+        write_whole(whole, tokenizer, run.path / "model")
         plot_run(run.path)
         run.finish("finished", **figures, merged_logit_gap=gap, **cost)
-        say(f"adapter and merged model differ by {gap:.1e} in a logit; model in {run.path / 'model'}")
+        same = "" if gap is None else f"adapter and merged model differ by {gap:.1e} in a logit; "
+        say(f"{same}model in {run.path / 'model'}")
 
 
 # -- what is asked for -----------------------------------------------------------------------------------------------
@@ -158,6 +167,8 @@ def check(cfg: Config) -> None:
             f"--eval-answers {cfg.eval_answers} and --final-answers {cfg.final_answers} must not be negative, "
             f"--answer-rows {cfg.answer_rows}, --max-new-tokens {cfg.max_new_tokens} and --keep {cfg.keep} at least 1"
         )
+    if cfg.wandb and not find_spec("wandb"):
+        raise UserError(f"--wandb {cfg.wandb}: wandb is not installed; pip install wandb, or leave it out")
     section_weights(cfg.section_weights)
     check_length(cfg.model, cfg.length)
     check_length(cfg.model, cfg.max_prompt_length + cfg.max_new_tokens, "--max-prompt-length and --max-new-tokens")
@@ -166,12 +177,17 @@ def check(cfg: Config) -> None:
 
 def plan_of(cfg: Config, data: LawData, workers: int) -> Plan:
     rows = cfg.batch_size * cfg.accumulation_steps * workers
+    if rows > cfg.epochs * len(data.train):
+        raise UserError(
+            f"an update of {rows} rows (--batch-size {cfg.batch_size}, --accumulation-steps {cfg.accumulation_steps}, "
+            f"{workers} workers) is more than --epochs {cfg.epochs:g} of {len(data.train)} packed rows; lower one"
+        )
     if cfg.batch_size * workers > len(data.train):
         raise UserError(
             f"{len(data.train)} packed rows do not fill a batch of --batch-size {cfg.batch_size} for each of {workers} "
             "workers; lower one of them, or add rows"
         )
-    steps = max(1, round(cfg.epochs * len(data.train) / max(1, rows)))
+    steps = round(cfg.epochs * len(data.train) / max(1, rows))
     return Plan(
         steps=steps, batch_size=cfg.batch_size, accumulation=cfg.accumulation_steps, learning_rate=cfg.learning_rate,
         warmup_steps=round(cfg.warmup_ratio * steps), clip_grad_norm=cfg.clip_grad_norm, seed=cfg.seed,

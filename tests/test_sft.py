@@ -99,6 +99,14 @@ def test_an_example_never_sees_another(examples, model, masked, monkeypatch):
             assert not torch.equal(after[row, others], before[row, others]) or not others.any()
 
 
+def test_weights_count_against_each_other_only(examples, model):
+    found = []
+    for size in (1.0, 1e-3):
+        data = PackedExamples(examples, 12, (size, 2 * size), 2, pack=False)
+        found.append(float(packed_loss(model, next(batches(data, 2, 1, seed=3))).detach()))
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
 def test_accumulation_changes_nothing(examples, model):
     """Whatever the micro-batches hold: every token of an update weighs the same."""
     data = PackedExamples(examples, 12, (1.0, 2.0), 2, pack=False)

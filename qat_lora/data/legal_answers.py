@@ -43,6 +43,9 @@ def checked_rows(rows: Sequence[dict]) -> list[dict]:
             raise UserError(f"rows {named(odd)}: column {name} is not text; mend or remove them")
     clean = [row | {name: str(row[name] if row.get(name) is not None else "").strip() for name in NEEDED}
              for row in rows]  # fmt: skip
+    broken = [row["id"] for row in clean if any(_surrogate(row[name]) for name in NEEDED)]
+    if broken:
+        raise UserError(f"rows {named(map(ascii, broken))}: the text is not Unicode; mend or remove them")
     for name in ("id", "question", "answer"):
         empty = [row["id"] or f"number {number}" for number, row in enumerate(clean) if not row[name]]
         if empty:
@@ -52,6 +55,11 @@ def checked_rows(rows: Sequence[dict]) -> list[dict]:
     if twice:
         raise UserError(f"rows {named(dict.fromkeys(twice))}: the id occurs twice; give each row one of its own")
     return clean
+
+
+def _surrogate(text: str) -> bool:
+    """Whether a text holds half of a surrogate pair, which JSON can spell and no tokenizer takes."""
+    return any("\ud800" <= sign <= "\udfff" for sign in text)
 
 
 def same(row: dict) -> str:
@@ -90,6 +98,10 @@ def document(row: dict, tokenizer, system: str | None) -> Document:
     """The row as the chat template renders it, with the answer's sections numbered as in NUMBERS; the opening of the
     answer counts to the first, its end to the last. Raises UserError that names the row's id."""
     said = response(row)
+    markers = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    held = [marker for marker in markers if marker in said or marker in row["question"]]
+    if held:
+        raise UserError(f"row {row['id']}: its text holds {held[0]}, which the tokenizer takes for a sign; remove it")
     try:
         (rendered,) = render_chat([*messages(row["question"], system), {"role": "assistant", "content": said}],
                                   tokenizer, "off")  # fmt: skip
@@ -110,18 +122,27 @@ def _starts(row: dict) -> list[int]:
 
 
 # -- what an answer says ---------------------------------------------------------------------------------------------
-FIGURE = re.compile(rf"£\d[\d,]*(?:\.\d+)?|\b\d{{1,2}} (?:{MONTHS}) \d{{4}}\b|\b\d+ weeks?\b")
+FIGURE = re.compile(
+    r"£ ?(?P<sum>\d[\d,]*(?:\.\d+)?)(?: ?(?P<size>thousand|k|million|m|billion|bn)\b)?"
+    rf"|\b(?P<day>[0-3]?\d)(?:st|nd|rd|th)? (?:of )?(?P<month>{MONTHS}),? (?P<year>\d{{4}})\b"
+    r"|\b(?P<count>\d+) (?P<unit>day|week|month|year)s?\b"
+)
+SIZES = {"thousand": 1e3, "k": 1e3, "million": 1e6, "m": 1e6, "billion": 1e9, "bn": 1e9, None: 1}
 TITLE = re.compile(rf"^[ *#]*({'|'.join(SECTIONS.values())})[ *]*:[ *]*", re.MULTILINE)
 
 
 def figure(text: str) -> str | None:
-    """The first sum, date or number of weeks in a text, without what is written in different ways."""
+    """The first sum, date or time in a text, in one spelling."""
     found = FIGURE.search(text)
-    return found and _plain(found[0])
+    return found and _plain(found)
 
 
-def _plain(found: str) -> str:
-    return re.sub(r"\.00$|,|(?<=week)s$", "", found)
+def _plain(found: re.Match) -> str:
+    if found["sum"]:
+        return f"£{float(found['sum'].replace(',', '')) * SIZES[found['size']]:.2f}"
+    if found["day"]:
+        return f"{int(found['day'])} {found['month']} {found['year']}"
+    return f"{int(found['count'])} {found['unit']}"
 
 
 @dataclass(frozen=True)
@@ -155,14 +176,14 @@ class Answer:
         """What the answer comes to: the figure of its section, or, of a text without one, the last figure."""
         if "answer" in self.sections:
             return figure(self.sections["answer"])
-        found = FIGURE.findall(self.text)
+        found = list(FIGURE.finditer(self.text))
         return _plain(found[-1]) if found else None
 
 
 # -- citations -------------------------------------------------------------------------------------------------------
-PLACE = r"(?:ss?|sections?|regs?|regulations?|arts?|articles?|rr?|rules?|paras?|sch)\.? ?\d[\w.()]*"  # s 5, reg 30, …
-REPORT = r"[\[(][12]\d{3}[\])](?: [\w&]+){0,5}"  # [1976] QB 286
-NAME = r"[A-Z][\w'’&-]*\.?"
+PLACE = r"(?:ss?|sections?|regs?|regulations?|arts?|articles?|rr?|rules?|paras?|sch)\.? ?\d[\w.()/–-]*"
+REPORT = r"[\[(][12]\d{3}[\])](?: [\w&]+){0,5}"  # as in Froom v Butcher [1976] QB 286
+NAME = r"(?:[A-Z]\w{0,2}\.|[A-Z][\w'’&-]*)"  # only what is short is abbreviated
 JOINED = r"(?:,? (?:and|of|the|for|from|in|to|on|or|application|\([^)]*\)))*,? "
 # what stands for an authority in running text: a statute with its year, or a case, with its report or without
 LOOSE = re.compile(
@@ -220,9 +241,10 @@ class Authorities:
                 into.update(OPENING.sub("", name) if into is others else name for name in found)
             return re.sub(pattern, GAP, text)
 
-        rest = take(rf"(?:{self.known})(?![\w(]|\.\d)", known, _spaced(text))
-        rest = take(rf"(?:{self.elsewhere})(?:,? {PLACE}| {REPORT})", others, rest)
-        rest = take(rf"(?:{self.elsewhere})", None, rest)
+        rest = _spaced(text.replace("\n", GAP))
+        rest = take(rf"(?<![\w-])(?:{self.known})(?![\w(/–-]|\.\d)", known, rest)
+        rest = take(rf"(?<![\w-])(?:{self.elsewhere})(?:,? {PLACE}| {REPORT})", others, rest)
+        rest = take(rf"(?<![\w-])(?:{self.elsewhere})", None, rest)
         return known, others, take(LOOSE, others, rest)
 
 
@@ -231,7 +253,7 @@ def _spaced(text: str) -> str:
 
 
 def score(answers: Sequence[Answer], rows: Sequence[dict], authorities: Authorities) -> dict[str, dict]:
-    """Rates with 95% intervals over answers to rows.
+    """Rates with 95% intervals over answers to rows, without those of nothing (no row has a figure, say).
 
     format: five sections in order, ended. accuracy: of rows whose answer has a figure, the same figure. precision: of
     all that is cited, what is the row's own authority; recall: of the rows' authorities, what is cited. invented: of
@@ -241,10 +263,11 @@ def score(answers: Sequence[Answer], rows: Sequence[dict], authorities: Authorit
     wanted = [citations(row["case_citation"]) for row in rows]
     checkable = [(a, figure(row["answer"])) for a, row in zip(answers, rows) if figure(row["answer"])]
     hits = sum(len(known & own) for (known, _), own in zip(cited, wanted))
-    return {
+    rates = {
         "format": rate(sum(answer.formatted for answer in answers), len(answers)),
         "accuracy": rate(sum(answer.figure() == gold for answer, gold in checkable), len(checkable)),
         "citation_precision": rate(hits, sum(len(known) + len(others) for known, others in cited)),
         "citation_recall": rate(hits, sum(map(len, wanted))),
         "invented": rate(sum(bool(others) for _, others in cited), len(answers)),
     }
+    return {name: found for name, found in rates.items() if found["count"]}

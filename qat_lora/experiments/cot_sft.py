@@ -1,7 +1,8 @@
 """A fine-tune on legal chains of thought: its data, its exam, and the model that it leaves behind."""
 
 import dataclasses
-import json
+import hashlib
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,7 +36,7 @@ from qat_lora.data.sft import (
     split_groups,
 )
 from qat_lora.data.text import read_rows
-from qat_lora.errors import UserError
+from qat_lora.errors import UserError, first_line
 from qat_lora.models.adapter import load_adapter
 from qat_lora.models.loading import empty_model, load_model, write_model
 from qat_lora.quant.init import initialise
@@ -84,6 +85,8 @@ def prepare(cfg, tokenizer) -> LawData:
     """Rows of --dataset: checked, without duplicates, split by groups, rendered, and packed. A row that is too long is
     left out and reported, never cut."""
     is_made = cfg.dataset == GENERATED
+    if is_made and cfg.dataset_split != "train":
+        raise UserError(f"--dataset-split {cfg.dataset_split} needs a hub dataset: the generated one has no splits")
     source = generate(cfg.count, cfg.seed) if is_made else read_rows(cfg.dataset, split=cfg.dataset_split)
     rows = checked_rows(list(source))
     rows, twice = deduplicated(rows, same)
@@ -125,10 +128,10 @@ def section_weights(text: str | None) -> tuple[float, ...]:
             weight = float(value)
         except ValueError:
             weight = -1.0
-        if name.strip() not in weights or not 0 <= weight < float("inf"):
+        if name.strip() not in weights or not (weight == 0 or 1e-6 <= weight <= 1e6):
             raise UserError(
-                f"--section-weights: {part!r} is not NAME=WEIGHT with a name of {', '.join(NUMBERS)} and a weight of 0 "
-                "or more"
+                f"--section-weights: {part!r} is not NAME=WEIGHT with a name of {', '.join(NUMBERS)} and a weight that "
+                "is 0 or from 1e-6 to 1e6"
             )
         weights[name.strip()] = weight
     return tuple(weights.values())
@@ -141,19 +144,15 @@ class LawExam:
     def __init__(self, asker: Asker, data: LawData):
         self.asker, self.data = asker, data
         self.authorities = Authorities(data.authorities)
-        fitting = []
-        for row in data.questions:
-            try:
-                asker.encode([messages(row["question"], SYSTEM)])
-                fitting.append(row)
-            except UserError:
-                pass
-        if not fitting:
-            raise UserError(f"no held-out question fits --max-prompt-length {asker.prompt_length}; raise it")
-        if len(fitting) < len(data.questions) and asker.backend.is_main:
-            say(f"{len(data.questions) - len(fitting)} held-out questions do not fit --max-prompt-length "
+        lengths = [len(asker.prompt(messages(row["question"], SYSTEM))) for row in data.questions]
+        self.questions = [row for row, length in zip(data.questions, lengths) if length <= asker.prompt_length]
+        if not self.questions:
+            raise UserError(
+                f"no held-out question fits --max-prompt-length {asker.prompt_length}; raise it to {max(lengths)}"
+            )
+        if len(self.questions) < len(lengths) and asker.backend.is_main:
+            say(f"{len(lengths) - len(self.questions)} held-out questions do not fit --max-prompt-length "
                 f"{asker.prompt_length} and are not asked")  # fmt: skip
-        self.questions = fitting
 
     def ask(self, model: nn.Module, count: int) -> tuple[list[dict], list[Answer]]:
         """Greedy answers to `count` held-out rows, spread evenly over them."""
@@ -173,7 +172,7 @@ class LawExam:
     def write(self, model: nn.Module, count: int, run: Run, stage: str) -> dict:
         """Write <stage>_evaluation.json with rates, intervals and every answer, once: a resumed run has it."""
         path = run.path / f"{stage}_evaluation.json"
-        there = self.asker.backend.group.on_main(lambda: read_json(path)["rates"] if path.exists() else None)
+        there = self.asker.backend.group.on_main(lambda: _read_rates(path) if path.exists() else None)
         if there:
             return {stage: there}
         rows, answers = self.ask(model, count)
@@ -189,6 +188,14 @@ class LawExam:
             say(f"{stage}: " + ", ".join(f"{name} {rate['rate']:.1%} ({rate['low']:.1%}–{rate['high']:.1%})"
                                          for name, rate in rates.items()) + f", {len(rows)} answers")  # fmt: skip
         return {stage: rates}
+
+
+def _read_rates(path: Path) -> dict:
+    """What `write` has written before. Raises UserError where it is damaged."""
+    rates = read_json(path).get("rates")
+    if not isinstance(rates, dict) or not all(isinstance(r, dict) and "rate" in r for r in rates.values()) or not rates:
+        raise UserError(f"{path} is damaged; delete it, and it is measured again")
+    return rates
 
 
 # -- model -----------------------------------------------------------------------------------------------------------
@@ -216,46 +223,59 @@ def base_content(base: nn.Module, name: str, quantizer: str) -> dict | None:
 
 
 @torch.no_grad()
-def finish_model(model: nn.Module, name: str, tokenizer, folder: Path, tokens: Tensor, backend: TorchBackend) -> float:
-    """Write model/, with the adapter of the run, read back from its folder, merged into the weights; the largest
-    difference of a logit over `tokens` between the two. Both are computed in fp64, so that what shows is the merged
-    weights' rounding to fp32 and not the order of sums.
+def merged(
+    model: nn.Module, name: str, checkpoint: Path | None, adapter: Path | None, tokens: Tensor, backend: TorchBackend
+) -> tuple[nn.Module, float | None]:
+    """The whole trained model on the CPU, with the adapter, read back from its folder, merged into the weights; and the
+    largest difference of a logit over `tokens` between the two, None without an adapter. Both are computed in fp64, so
+    that what shows is the merged weights' rounding to fp32 and not the order of sums. checkpoint: the file of a
+    quantised base.
 
-    Raises UserError where the folder's adapter is not what was trained, or the merged model answers otherwise.
+    Raises UserError where the folder's adapter is not what was trained.
     """
-    student = folder / "base.pt"
-    whole = load_student(student)[0] if student.exists() else load_model(name)
+    whole = load_student(checkpoint)[0] if checkpoint else load_model(name)
     trained = backend.to_host({n: p for n, p in model.named_parameters() if p.requires_grad})
-    gap = 0.0
-    if (folder / "adapter").exists():
-        adapted = load_adapter(whole, folder / "adapter", student if student.exists() else None)
-        for key, value in adapted.named_parameters():
-            if key in trained and not torch.equal(value, trained[key]):
-                raise UserError(f"{folder / 'adapter'}: {key} reads back otherwise than it was trained; check the disk")
-        ids = tokens.unsqueeze(0)
-        before = adapted.double()(input_ids=ids).logits
-        whole = adapted.merge_and_unload().float()
-        gap = float((whole.double()(input_ids=ids).logits - before).abs().max())
-        whole.float()
-        if gap > LOGIT_GAP:
-            raise UserError(f"merged and adapted model differ by {gap} in a logit, more than {LOGIT_GAP}; not written")
-    else:
+    if adapter is None:
         for key, value in whole.named_parameters():
             value.copy_(trained[key])
-    weights = {key: value for key, value in whole.named_parameters() if ".quantizer." not in key}
-    if not (folder / "model").exists():
-        with new_folder(folder / "model") as part:
-            write_model(whole, tokenizer, weights, part, folder / "model")
-    return gap
+        return whole, None
+    adapted = load_adapter(whole, adapter, checkpoint)
+    back = dict(adapted.named_parameters())
+    for key, value in trained.items():
+        if key not in back or not torch.equal(back[key], value):
+            raise UserError(f"{adapter}: {key} reads back otherwise than it was trained; check the disk")
+    ids = tokens.unsqueeze(0)
+    before = adapted.double()(input_ids=ids).logits
+    whole = adapted.merge_and_unload().float()
+    gap = float((whole.double()(input_ids=ids).logits - before).abs().max())
+    if gap > LOGIT_GAP:
+        say(f"warning: adapter and merged model differ by {gap:.1e} in a logit, more than {LOGIT_GAP:g}; use adapter/")
+    return whole.float(), gap
+
+
+def write_whole(model: nn.Module, tokenizer, folder: Path) -> None:
+    """The model as transformers loads it; what an earlier process has left there is written anew."""
+    weights = {key: value for key, value in model.named_parameters() if ".quantizer." not in key}
+    if folder.is_file():
+        folder.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
+    with new_folder(folder) as part:
+        write_model(model, tokenizer, weights, part, folder)
 
 
 # -- Weights & Biases ------------------------------------------------------------------------------------------------
 def wandb_mirror(project: str, folder: Path):
     """mirror(step, values) for a Run, which sends every line of metrics.jsonl there too."""
+    import wandb
+
     try:
-        import wandb
-    except ImportError as error:
-        raise UserError(f"--wandb {project}: wandb is not installed; pip install wandb, or leave it out") from error
-    session = wandb.init(project=project, name=folder.name, dir=str(folder), resume="allow", id=folder.name,
-                         config=json.loads((folder / "manifest.json").read_text()))  # fmt: skip
+        session = wandb.init(
+            project=project, name=folder.name, dir=str(folder), resume="allow",
+            config=read_json(folder / "manifest.json"),
+            id=hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16],
+        )  # fmt: skip
+    except Exception as error:
+        raise UserError(
+            f"--wandb {project}: {first_line(error)}; log in with `wandb login`, or leave it out"
+        ) from error
     return lambda step, values: session.log(values, step=step)

@@ -5,11 +5,13 @@ from html import escape
 
 from qat_lora.data.legal_answers import SECTIONS, Answer, Authorities
 from qat_lora.errors import UserError
+from qat_lora.models.generate import Stream
 
 EXAMPLES = (
     "A baker broke a simple contract with a supplier on 3 May 2021. Find the last day for issuing the claim.",
     "My landlord received my tenancy deposit on 9 March 2022. Can you tell me the last day for protecting the deposit?",
 )
+CUT_OFF = "✗ cut off before its end: what it cites last may be half a name; raise --max-new-tokens"
 NOTICE = "Made for research: no legal advice. Check every citation."
 STYLE = """
 .law section { border: 1px solid #8884; border-radius: 8px; padding: .5em .9em; margin: .5em 0; }
@@ -30,25 +32,27 @@ def verdict_line(name: str, known: bool) -> str:
     return f"✓ {name}" if known else f"✗ {name}: not in the list of authorities"
 
 
-def show(answer: Answer, authorities: Authorities) -> str:
-    """The answer as HTML: a block for each section, or one for text that has none; once it has ended, what it cites."""
+def show(answer: Answer, authorities: Authorities, whole: bool) -> str:
+    """The answer as HTML: a block for each section, or one for text that has none; of a whole one, what it cites."""
     blocks = [(name, title, answer.sections[name]) for name, title in SECTIONS.items() if name in answer.sections] or [
         ("text", "Answer without sections", answer.text)
     ]
     parts = [f'<section class="{name}"><h4>{title}</h4><p>{escape(body)}</p></section>' for name, title, body in blocks]
-    if answer.ended:
+    if whole:
         lines = [
             f'<p class="{"known" if known else "unknown"}">{escape(verdict_line(name, known))}</p>'
             for name, known in verdicts(answer, authorities)
         ] or ["<p>nothing is cited</p>"]
+        if not answer.ended:
+            lines.append(f'<p class="unknown">{CUT_OFF}</p>')
         if not answer.in_order:
             lines.append('<p class="unknown">✗ the five sections are not all there, in order</p>')
         parts.append(f'<section class="verdict"><h4>Citations</h4>{"".join(lines)}</section>')
     return f'<div class="law">{"".join(parts)}</div>'
 
 
-def page(ask: Callable[[str], Iterator[str]], authorities: Authorities, about: str):
-    """A Gradio page on `ask`, which gives the pieces of an answer to a question."""
+def page(ask: Callable[[str], Stream], authorities: Authorities, about: str):
+    """A Gradio page on `ask`, which answers a question."""
     import gradio
 
     def answered(question: str) -> Iterator[str]:
@@ -57,10 +61,11 @@ def page(ask: Callable[[str], Iterator[str]], authorities: Authorities, about: s
             return
         text = ""
         try:
-            for piece in ask(question.strip()):
+            pieces = ask(question.strip())
+            for piece in pieces:
                 text += piece
-                yield show(Answer.read(text, False), authorities)
-            yield show(Answer.read(text, True), authorities)
+                yield show(Answer.read(text, False), authorities, whole=False)
+            yield show(Answer.read(text, pieces.ended), authorities, whole=True)
         except UserError as error:
             yield f'<div class="law"><p class="unknown">{escape(str(error))}</p></div>'
 

@@ -19,14 +19,14 @@ WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
 class Dropout(nn.Dropout):
     """Dropout that on a CPU draws 16 bits for each value, four values at once: its share of what is dropped is a
-    multiple of 2⁻¹⁶. torch's own took 27% of a LoRA step there (seven projections, two cores), this one 10."""
+    multiple of 2⁻¹⁶. torch's own took a quarter of a LoRA step there (docs/benchmarks.md)."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type != "cpu" or not self.training or not self.p:
             return super().forward(x)
         words = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
         bits = words.view(torch.int16)[: x.numel()].view(x.shape)
-        dropped = round(self.p * 2**16)
+        dropped = min(round(self.p * 2**16), 2**16 - 1)
         return x * ((bits >= dropped - 2**15).to(x.dtype) * (1 / (1 - dropped / 2**16)))
 
 
@@ -98,7 +98,10 @@ def _check_origin(folder: Path, checkpoint: str | Path | None) -> None:
     if not (folder / ORIGIN).is_file():
         return
     origin = read_json(folder / ORIGIN)
-    for name, wanted in origin.get("sha256", {}).items():
+    sums = origin.get("sha256")
+    if not isinstance(sums, dict) or not sums:
+        raise UserError(f"adapter {folder}: {ORIGIN} is damaged; copy the folder again, or delete that file")
+    for name, wanted in sums.items():
         if not (folder / name).is_file() or sha256(folder / name) != wanted:
             raise UserError(f"adapter {folder}: {name} is not what training saved (checksum); copy or train it again")
     if origin.get("student") != (sha256(Path(checkpoint)) if checkpoint else None):

@@ -20,6 +20,7 @@ def complete(
     max_new_tokens: int,
     temperature: float = 0.0,
     top_p: float = 1.0,
+    thinking: bool | None = None,
     streamer=None,
 ) -> str:
     """What the model says to `prompt`, without special tokens; it ends at an EOS or after `max_new_tokens`.
@@ -28,11 +29,12 @@ def complete(
     model: a placed HF model, frozen student or PEFT model in evaluation mode. temperature 0 is greedy; above it
     sampling draws from torch's global generator, so seed the backend first. Sampling defaults that the model ships
     with (top_k, repetition penalty) are switched off, so that models compare under one rule.
+    thinking: what the template's switch of that name is set to, where it has one; None leaves it alone.
     streamer: a transformers streamer that gets prompt and tokens as they come.
     Raises UserError for impossible values, a missing or refusing template, and a prompt beyond the model's context.
     """
     check_sampling(max_new_tokens, temperature, top_p)
-    inputs = _encode(tokenizer, prompt)
+    inputs = _encode(tokenizer, prompt, {} if thinking is None else {"enable_thinking": thinking})
     base = unwrap(model)
     used, context = inputs["input_ids"].shape[1], getattr(base.config, "max_position_embeddings", None)
     if context and used + max_new_tokens > context:
@@ -57,10 +59,12 @@ class _Pieces(TextIteratorStreamer):
     """Text as it is generated, until nobody wants it any more."""
 
     left = False
+    last = None
 
     def put(self, value):
         if self.left:
             raise _Left
+        self.last = int(value.flatten()[-1])
         super().put(value)
 
 
@@ -68,36 +72,61 @@ class _Left(Exception):
     """The reader has gone: generation is to end."""
 
 
-def stream(model: nn.Module, tokenizer, prompt: str | list[dict], backend: TorchBackend, **rule) -> Iterator[str]:
+class Stream:
     """What `complete` says, piece by piece while it is generated; whoever stops reading stops it. rule: its further
-    arguments. An exception of `complete` surfaces at the place of the next piece."""
-    pieces, failed = _Pieces(tokenizer, skip_prompt=True, skip_special_tokens=True), []
+    arguments. ended: whether the answer has come to an end by itself, once all of it is read.
 
-    def work() -> None:
+    Iterating raises what `complete` raises, in place of the next piece.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer, prompt: str | list[dict], backend: TorchBackend, **rule):
+        self.model, self.tokenizer, self.prompt, self.backend, self.rule = model, tokenizer, prompt, backend, rule
+        self.ended = False
+
+    def __iter__(self) -> Iterator[str]:
+        pieces, failed = _Pieces(self.tokenizer, skip_prompt=True, skip_special_tokens=True), []
+
+        def work() -> None:
+            try:
+                with self.backend.autocast():
+                    complete(self.model, self.tokenizer, self.prompt, streamer=pieces, **self.rule)
+            except _Left:
+                pass
+            except Exception as error:
+                failed.append(error)
+                pieces.end()
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
         try:
-            with backend.autocast():
-                complete(model, tokenizer, prompt, streamer=pieces, **rule)
-        except _Left:
-            pass
-        except Exception as error:
-            failed.append(error)
-            pieces.end()
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    try:
-        yield from filter(None, pieces)
-        if failed:
-            raise failed[0]
-    finally:
-        pieces.left = True
-        thread.join()
+            yield from filter(None, pieces)
+            if failed:
+                raise failed[0]
+            self.ended = pieces.last in end_tokens(self.model, self.tokenizer)
+        finally:
+            pieces.left = True
+            thread.join()
 
 
 def end_tokens(model: nn.Module, tokenizer) -> list[int]:
-    """Every token that ends a completion: the tokenizer's and those of the model's generation settings."""
+    """Every token that ends a completion: the tokenizer's, those of the model's generation settings, and the one with
+    which its chat template ends an assistant's turn (of a base model often another than EOS)."""
     own = unwrap(model).generation_config.eos_token_id or []
-    return sorted({tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])})
+    return sorted({tokenizer.eos_token_id, *(own if isinstance(own, list) else [own]), *_turn_end(tokenizer)})
+
+
+def _turn_end(tokenizer) -> list[int]:
+    said = "§"
+    talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
+    try:
+        text = tokenizer.apply_chat_template(talk, tokenize=False) if tokenizer.chat_template else ""
+    except TemplateError:  # one that asks for more
+        text = ""
+    if said not in text:
+        return []
+    after = tokenizer(text.rpartition(said)[2], add_special_tokens=False)["input_ids"]
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return [number for number in after[:1] if number in special]
 
 
 def check_device(kind: str) -> None:
@@ -116,16 +145,21 @@ def check_sampling(max_new_tokens: int, temperature: float, top_p: float) -> Non
         raise UserError(f"top_p={top_p} is outside (0, 1]; 1 keeps every token")
 
 
-def _encode(tokenizer, prompt: str | list[dict]):
+def _encode(tokenizer, prompt: str | list[dict], switches: dict):
     """input_ids and attention_mask [1, T] of messages, rendered by the chat template, or of text as it stands."""
     if not prompt:
         raise UserError("the prompt is empty; give some text to go on from")
+    try:
+        for text in [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]:
+            text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"the prompt is not Unicode at character {error.start}; type it anew") from error
     if isinstance(prompt, str):
         return tokenizer(prompt, return_tensors="pt")
     if tokenizer.chat_template is None:
         raise UserError("the tokenizer has no chat template; use --raw for a plain continuation, or an instruct model")
     try:
-        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **switches)
     except TemplateError as error:
         raise UserError(f"the chat template refuses the messages: {error}") from error
     return tokenizer(text, add_special_tokens=False, return_tensors="pt")

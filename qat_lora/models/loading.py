@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import hashlib
 import importlib.util
 import io
 import threading
@@ -116,6 +117,15 @@ def write_model(model: nn.Module, tokenizer, weights: dict[str, Tensor], folder:
         tokenizer.save_pretrained(folder)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a full disk
         raise cannot_write(shown, error) from error
+
+
+def weights_fingerprint(model: nn.Module) -> str:
+    """sha256 (hex) of all parameters of a model on the CPU, by name."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(name.encode())
+        digest.update(parameter.detach().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def empty_model(name: str) -> nn.Module:

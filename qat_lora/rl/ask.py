@@ -32,9 +32,12 @@ class Asker:
         tokenizer has no template or a prompt does not fit."""
         if self.tokenizer.chat_template is None:
             raise UserError("the model's tokenizer has no chat template; use an instruct model")
-        texts = [render(list(talk), self.tokenizer, enabled=False, prompt=True) for talk in talks]
-        ids = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-        return Prompts.of(ids, self.prompt_length, self.tokenizer.eos_token_id)
+        return Prompts.of([self.prompt(talk) for talk in talks], self.prompt_length, self.tokenizer.eos_token_id)
+
+    def prompt(self, talk: Sequence[dict]) -> list[int]:
+        """The tokens of one conversation, however many."""
+        text = render(list(talk), self.tokenizer, enabled=False, prompt=True)
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True).strip()

@@ -29,7 +29,7 @@ PACKAGES = ("torch", "torch_xla", "transformers", "peft", "datasets", "safetenso
 # rounding; the facts hold how many workers there are.
 NOT_IDENTITY = {
     "config", "device", "tpu", "use_tpu", "output_dir", "resume", "dry_run", "debug", "num_chips", "accumulation_steps",
-    "from_scratch", "checkpoint_path", "compile",
+    "from_scratch", "checkpoint_path", "compile", "wandb",
 }  # fmt: skip
 
 BEFORE_MANIFEST = {".lock", "config.yaml", "manifest.json.part"}  # what a process that died at once leaves

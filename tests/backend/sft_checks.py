@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import torch_xla.debug.metrics as met
 
 from qat_lora.backend import TorchBackend, open_backend
-from qat_lora.experiments.cot_sft import LawExam, finish_model, prepare
+from qat_lora.experiments.cot_sft import LawExam, merged, prepare
 from qat_lora.models.loading import load_model, load_tokenizer
 from qat_lora.qat import Plan, train_plain
 from qat_lora.recovery import PROJECTIONS, add_adapter, save_adapter
@@ -57,7 +57,7 @@ def training(backend, checkpointing: bool) -> dict:
 
     train_plain(model, data.train, loss_of, plan, session, backend, lambda step: exam.glance(model, 4, 3), "sft")
     save_adapter(model, folder / "adapter", None)
-    gap = finish_model(model, MODEL, tokenizer, folder, data.train[0]["tokens"], CPU)
+    gap = merged(model, MODEL, None, folder / "adapter", data.train[0]["tokens"], CPU)[1]
     lines = [line | {"compiles": line.get("compiles", 0) - before} for line in run.metrics()]
     return {"lines": lines, "rows": len(data.train), "heldout": sum(map(bool, data.heldout.rows)), "gap": gap,
             "graphs": [b - a for a, b in pairwise(given)],

@@ -13,6 +13,7 @@ from qat_lora.data.legal_answers import (
     document,
     figure,
     group,
+    readable,
     response,
     same,
     score,
@@ -101,6 +102,20 @@ def test_a_row_that_cannot_be_rendered_is_named(tiny_tokenizer, monkeypatch):
         document(ROW, tiny_tokenizer, SYSTEM)
 
 
+def test_rows_with_signs_of_the_tokenizer_or_half_characters_are_refused_by_id(tiny_tokenizer):
+    with pytest.raises(UserError, match=r"row a: its text holds <\|im_end\|>"):
+        document(changed(answer="yes <|im_end|> no"), tiny_tokenizer, SYSTEM)
+    with pytest.raises(UserError, match="rows 'a': the text is not Unicode"):
+        checked_rows([changed(topic="x \ud800")])
+
+
+@pytest.mark.parametrize("column, text", [("reasoning", "One.\nAnswer: none yet"), ("difficulty", "a\nReasoning: x"),
+                                          ("answer", "Yes.\nAnswer: no")])  # fmt: skip
+def test_rows_that_do_not_read_back_are_told(column, text):
+    assert readable(ROW) and readable(changed(reasoning="", case_citation=""))
+    assert not readable(changed(**{column: text}))
+
+
 # -- reading ---------------------------------------------------------------------------------------------------------
 def test_what_was_written_is_read_back():
     answer = Answer.read(SAID, True)
@@ -126,8 +141,10 @@ def test_marks_of_emphasis_are_no_fault():
 
 @pytest.mark.parametrize(
     "text, wanted",
-    [("It is £1,200.00, not £3.", "£1200"), ("within 7 weeks", "7 week"), ("1 week", "1 week"), ("none", None),
-     ("on 3 May 2027", "3 May 2027"), ("£1,234.56", "£1234.56")],
+    [("It is £1,200.00, not £3.", "£1200.00"), ("£12.5", "£12.50"), ("£ 500", "£500.00"), ("£5 million", "£5000000.00"),
+     ("£5m", "£5000000.00"), ("£5 more", "£5.00"), ("within 7 weeks", "7 week"), ("1 week", "1 week"),
+     ("12 months", "12 month"), ("none", None), ("on 3 May 2027", "3 May 2027"), ("03 May 2027", "3 May 2027"),
+     ("the 3rd of May, 2027", "3 May 2027"), ("99 May 2021", None)],
 )  # fmt: skip
 def test_figures(text, wanted):
     assert figure(text) == wanted
@@ -179,6 +196,8 @@ def test_an_answer_without_sections_counts_by_its_last_figure():
         ),
         ("the Sale of Goods Act 1979, s 14", set(), {"Sale of Goods Act 1979, s 14"}),
         ("Limitation Act 1980, s 5.2", set(), {"Limitation Act 1980, s 5.2"}),
+        ("Limitation Act 1980, s 5-9", set(), {"Limitation Act 1980, s 5-9"}),
+        ("Limitation Act 1980, s 5/6", set(), {"Limitation Act 1980, s 5/6"}),
         (
             "Case Citation: Limitation Act 1980, s 5 and Froom v Butcher [1976] QB 286",
             {"Limitation Act 1980, s 5", "Froom v Butcher [1976] QB 286"},

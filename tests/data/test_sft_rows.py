@@ -144,6 +144,13 @@ def test_no_group_stands_on_both_sides(groups, fraction, seed):
     assert (train, heldout) == split_groups(rows, lambda row: row["g"], fraction, seed)
 
 
+def test_a_group_that_is_too_large_is_passed_over():
+    rows = [{"g": "large"}] * 36 + [{"g": "small"}] * 4
+    for seed in range(6):
+        assert [len(side) for side in split_groups(rows, lambda row: row["g"], 0.1, seed)] == [36, 4]
+        assert [len(side) for side in split_groups(rows, lambda row: row["g"], 0.05, seed)] == [36, 4], "the smallest"
+
+
 def test_a_share_that_is_none_is_refused():
     with pytest.raises(UserError, match="--heldout-fraction 1"):
         split_groups([{}], str, 1, 0)

@@ -16,7 +16,7 @@ COMMON = {field.name for field in dataclasses.fields(RunConfig)}
 SHARED = [ROOT / "qat_lora" / "data" / "options.py", ROOT / "qat_lora" / "qat.py"]
 EXPERIMENT = {
     "train_qat": "qat", "train_v2_tpu_multi": "qat", "train_recovery_lora": "recovery",
-    "train_recovery_lora_multi": "recovery", "pretrain": "athena",
+    "train_recovery_lora_multi": "recovery", "pretrain": "athena", "train_cot_sft": "cot_sft",
 }  # fmt: skip
 
 

@@ -48,20 +48,21 @@ def answering(load_script, tiny_model_dir, capsys):
 
 # -- what is shown ---------------------------------------------------------------------------------------------------
 def test_sections_are_shown_apart_and_what_is_not_in_the_list_is_marked():
-    html = show(Answer.read(SAID, True), Authorities(AUTHORITIES))
+    html = show(Answer.read(SAID, True), Authorities(AUTHORITIES), whole=True)
     assert html.count("<section") == 6 and "&lt;b&gt;One&lt;/b&gt;" in html and "<b>" not in html
     assert '<p class="known">✓ Limitation Act 1980, s 5</p>' in html
     assert '<p class="unknown">✗ Smith v Jones: not in the list of authorities</p>' in html
 
 
 def test_an_unfinished_answer_has_no_verdict_yet():
-    html = show(Answer.read(SAID[:40], False), Authorities(AUTHORITIES))
+    html = show(Answer.read(SAID[:40], False), Authorities(AUTHORITIES), whole=False)
     assert html.count("<section") == 2 and "verdict" not in html
 
 
 def test_an_answer_without_sections_says_so():
-    html = show(Answer.read("I do not know.", True), Authorities(AUTHORITIES))
+    html = show(Answer.read("I do not know.", True), Authorities(AUTHORITIES), whole=True)
     assert "I do not know." in html and "nothing is cited" in html and "not all there" in html
+    assert "cut off" not in html and "cut off" in show(Answer.read("I do", False), Authorities(AUTHORITIES), whole=True)
 
 
 def test_another_list_has_other_verdicts():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -58,7 +59,7 @@ def test_what_a_run_leaves_behind(trained):
     }  # fmt: skip
     summary = json.loads((trained / "summary.json").read_text())
     assert summary["status"] == "finished" and summary["merged_logit_gap"] <= 1e-4
-    assert set(summary["final"]) == {"format", "accuracy", "citation_precision", "citation_recall", "invented"}
+    assert {"format", "accuracy", "citation_recall", "invented"} <= set(summary["final"])
     measured = [line for line in lines(trained) if "heldout_nll" in line]
     names = {f"{name}_ppl" for name in ("heldout", "topic", "difficulty", "reasoning", "answer", "citation")}
     assert all(names | {"format", "accuracy", "invented"} <= line.keys() for line in measured)
@@ -100,6 +101,31 @@ def test_a_run_that_died_goes_on_to_the_same_end(run, trained, tmp_path, monkeyp
     for file in ("model/model.safetensors", "adapter/adapter_model.safetensors", "final_evaluation.json"):
         assert (tmp_path / "run" / file).read_bytes() == (trained / file).read_bytes(), file
     assert len(list((tmp_path / "run" / "checkpoints").glob("step_*"))) == 2
+
+
+def test_a_run_does_not_go_on_with_other_weights_below_it(run, trained, sharp_model_dir, tiny_model_dir, tmp_path):
+    shutil.copytree(sharp_model_dir, tmp_path / "base")
+    flags = ["--model", tmp_path / "base", "--output-dir", tmp_path / "run", "--eval-answers", 0, "--final-answers", 0]
+    run(*flags)
+    (tmp_path / "run" / "summary.json").unlink()
+    shutil.copy(tiny_model_dir / "model.safetensors", tmp_path / "base" / "model.safetensors")
+    with pytest.raises(UserError, match="run of another config: base is"):
+        run(*flags, "--resume", "auto")
+
+
+def test_what_a_dead_process_has_left_half_is_written_anew(run, trained, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(trained, folder)
+    (folder / "summary.json").unlink()
+    (folder / "model" / "model.safetensors").write_text("x")
+    flags = ["--output-dir", folder, "--section-weights", "answer=2,topic=0.5", "--resume", "auto"]
+    run(*flags)
+    whole = "model/model.safetensors"
+    assert (folder / whole).read_bytes() == (trained / whole).read_bytes()
+    (folder / "summary.json").unlink()
+    (folder / "final_evaluation.json").write_text("{}")
+    with pytest.raises(UserError, match=r"final_evaluation.json is damaged; delete it"):
+        run(*flags)
 
 
 def test_full_training_trains_every_value(run, sharp_model_dir, tmp_path):
@@ -164,7 +190,7 @@ def test_two_workers_learn_what_one_does(sharp_model_dir, tmp_path):
     assert max((weights[0][name] - weights[1][name]).abs().max() for name in weights[0]) <= 1e-5
 
 
-def test_metrics_go_to_wandb_only_when_asked(run, trained, tmp_path, monkeypatch):
+def test_metrics_go_to_wandb_only_when_asked(run, load_script, tmp_path, monkeypatch):
     sent = []
 
     class Session:
@@ -174,13 +200,14 @@ def test_metrics_go_to_wandb_only_when_asked(run, trained, tmp_path, monkeypatch
     class Wandb:
         @staticmethod
         def init(**settings):
-            assert settings["project"] == "law" and settings["id"] == "run"
+            assert settings["project"] == "law" and settings["name"] == "run"
             return Session()
 
     monkeypatch.setitem(sys.modules, "wandb", Wandb)
+    monkeypatch.setattr(load_script("train_cot_sft"), "find_spec", lambda name: name == "wandb")
     run("--output-dir", tmp_path / "run", "--final-answers", 0, "--eval-answers", 0, "--wandb", "law")
     assert sent == lines(tmp_path / "run")
-    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.undo()
     with pytest.raises(UserError, match="--wandb law: wandb is not installed"):
         run("--output-dir", tmp_path / "other", "--wandb", "law")
 
@@ -191,11 +218,13 @@ def test_metrics_go_to_wandb_only_when_asked(run, trained, tmp_path, monkeypatch
         ("--method qlora", "'qlora' is not one of lora, rslora, full"), ("--lora-r 0", "rank 0"),
         ("--lora-dropout 1", "dropout 1.0 is outside"), ("--quantize int4/g32 --method full", "freezes the base"),
         ("--quantize int9", "int9"), ("--section-weights verdict=2", "'verdict=2' is not NAME=WEIGHT"),
-        ("--section-weights answer=-1", "'answer=-1'"), ("--epochs 0", "--epochs 0"),
+        ("--section-weights answer=-1", "'answer=-1'"), ("--section-weights answer=1e39", "'answer=1e39'"),
+        ("--accumulation-steps 100", "an update of 400 rows"), ("--dataset-split test", "--dataset-split test needs"),
+         ("--epochs 0", "--epochs 0"),
         ("--length 100", "no example fits"), ("--length 513", "above the 512 positions"),
         ("--max-new-tokens 300", "--max-prompt-length and --max-new-tokens"),
         ("--max-prompt-length 20", "no held-out question fits --max-prompt-length 20"),
-        ("--batch-size 500", "do not fill a batch"), ("--batch-size 0", "--batch-size 0 must"),
+        ("--batch-size 500", "an update of 1000 rows"), ("--batch-size 0", "--batch-size 0 must"),
         ("--accumulation-steps 0", "accumulation=0"), ("--heldout-fraction 0", "--heldout-fraction 0"),
         ("--count 0", "--count 0"), ("--dataset none.jsonl", "none.jsonl: no such file"), ("--keep 0", "--keep 0"),
         ("--answer-rows 0", "--answer-rows 0"), ("--weight-decay -1", "weight-decay=-1"), ("--lora-alpha 0", "alpha 0"),
