@@ -27,9 +27,9 @@ from qat_lora.data.options import TextSource
 from qat_lora.data.packing import stream, tokenizer_fingerprint
 from qat_lora.errors import UserError
 from qat_lora.evaluate import text_figures, windows
-from qat_lora.models.adapter import adapter_values, load_adapter
+from qat_lora.models.adapter import adapter_values
 from qat_lora.models.loading import EMBEDDED, EMBEDDED_NOTE, check_length, load_model, load_tokenizer, unwrap
-from qat_lora.quant.student import bits_per_weight, head_weight, load_student, megabytes
+from qat_lora.quant.student import bits_per_weight, head_weight, load_trained, megabytes
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.rundir import say
 
@@ -53,7 +53,7 @@ def main(cfg: Config) -> None:
     check(cfg)
     backend = open_backend(cfg.device, cfg.precision)
     backend.seed(cfg.seed)
-    model, name = load(cfg)
+    model, name = load_trained(cfg.model, cfg.checkpoint, cfg.adapter)
     tokenizer = load_tokenizer(name)
     check_length(name, cfg.length)
     tokens, scored = windows(read_text(cfg, tokenizer), cfg.length, step_of(cfg), cfg.max_windows)
@@ -85,17 +85,6 @@ def step_of(cfg: Config) -> int:
     if cfg.mode == "blocked":
         return cfg.length
     return cfg.length // 2 if cfg.stride is None else cfg.stride
-
-
-def load(cfg: Config) -> tuple[nn.Module, str]:
-    """The model to measure, and the name of the base that it was made of."""
-    if cfg.checkpoint:
-        model, made = load_student(cfg.checkpoint, cfg.model)
-        name = made["model"]
-    else:
-        name = cfg.model or EMBEDDED
-        model = load_model(name)
-    return load_adapter(model, cfg.adapter, cfg.checkpoint) if cfg.adapter else model, name
 
 
 def load_teacher(name: str, tokenizer, vocab: int) -> nn.Module:

@@ -17,17 +17,14 @@ from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
 
-from torch import nn
-
 from qat_lora.backend import open_backend, resolve
 from qat_lora.data.legal import AUTHORITIES
 from qat_lora.data.legal_answers import SYSTEM, Answer, Authorities, messages
 from qat_lora.errors import UserError
 from qat_lora.experiments.legal_page import CUT_OFF, STYLE, page, verdict_line, verdicts
-from qat_lora.models.adapter import load_adapter
 from qat_lora.models.generate import Stream, check_device, check_sampling
-from qat_lora.models.loading import EMBEDDED, load_model, load_tokenizer
-from qat_lora.quant.student import load_student
+from qat_lora.models.loading import load_tokenizer
+from qat_lora.quant.student import load_trained
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.files import read_json
 from qat_lora.run.rundir import read_config, say
@@ -54,7 +51,7 @@ def main(cfg: Config) -> None:
     check(cfg)
     authorities = read_authorities(cfg.authorities)
     backend = open_backend(cfg.device, cfg.precision)
-    model, name = load(cfg)
+    model, name = load_trained(cfg.model, cfg.checkpoint, cfg.adapter)
     tokenizer = load_tokenizer(name)
     about = f"{name}{f' + {cfg.adapter}' if cfg.adapter else ''} on {backend}, {len(authorities.names)} authorities"
     say(about)
@@ -121,17 +118,6 @@ def read_authorities(path: str | None) -> Authorities:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise UserError(f'--authorities {path} holds no list "authorities" of texts; give one that training wrote')
     return Authorities(names)
-
-
-def load(cfg: Config) -> tuple[nn.Module, str]:
-    """The model that answers, and the name that its tokenizer has."""
-    if cfg.checkpoint:
-        model, made = load_student(cfg.checkpoint, cfg.model)
-        name = made["model"]
-    else:
-        name = cfg.model or EMBEDDED
-        model = load_model(name)
-    return (load_adapter(model, cfg.adapter, cfg.checkpoint) if cfg.adapter else model), name
 
 
 def questions(cfg: Config) -> Iterator[str]:

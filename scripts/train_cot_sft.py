@@ -58,7 +58,6 @@ class Config(RunConfig):
     count: int = option(2000, "rows of the generated dataset")
     heldout_fraction: float = option(0.1, "share of the rows held out, in whole groups of near-duplicates")
     length: int = option(1000, "tokens in a row")
-    pack: bool = option(True, "several examples in a row")
     method: str = option("lora", "lora, rslora (scaled by alpha/√rank) or full")
     lora_r: int = option(32, "rank")
     lora_alpha: float = option(64.0, "alpha")

@@ -4,6 +4,7 @@ import calendar
 import hashlib
 import re
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -81,9 +82,9 @@ def deduplicated(rows: list[dict], key: Callable[[dict], str]) -> tuple[list[dic
     seen: set[str] = set()
     kept, dropped = [], []
     for row in rows:
-        known = key(row) in seen
-        seen.add(key(row))
-        (dropped if known else kept).append(row)
+        own = key(row)
+        (dropped if own in seen else kept).append(row)
+        seen.add(own)
     return kept, dropped
 
 
@@ -97,9 +98,8 @@ def split_groups(
     """
     if not 0 < fraction < 1:
         raise UserError(f"--heldout-fraction {fraction} is outside (0, 1); 0.1, say")
-    members: dict[str, int] = {}
-    for row in rows:
-        members[group(row)] = members.get(group(row), 0) + 1
+    names = [group(row) for row in rows]
+    members = Counter(names)
     order = sorted(members, key=lambda name: hashlib.sha256(f"{seed} {name}".encode()).digest())
     held: set[str] = set()
     count = 0
@@ -108,7 +108,7 @@ def split_groups(
             held.add(name)
             count += members[name]
     held = held or {min(order, key=members.__getitem__)}
-    train, heldout = ([row for row in rows if (group(row) in held) == side] for side in (False, True))
+    train, heldout = ([row for row, name in zip(rows, names) if (name in held) == side] for side in (False, True))
     if not train:
         raise UserError(f"the {len(rows)} rows are one group of near-duplicates: nothing is left to train on; add rows")
     return train, heldout
@@ -164,7 +164,6 @@ class PackedExamples(Dataset):
         self.weights = np.asarray((0.0, *weights), np.float32)
         self.width = max(1, int((self.sections > 0).sum(1).max()))
         self.filled = sum(lengths) / max(1, self.tokens.size)
-        self.learned = int((self.sections > 0).sum())
         self.totals = self.weights[self.sections].sum(1)
         if not self.totals.any():
             raise UserError("the section weights leave nothing to learn; give one above 0 to a section that is there")

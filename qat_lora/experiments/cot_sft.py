@@ -90,8 +90,9 @@ def prepare(cfg, tokenizer) -> LawData:
     source = generate(cfg.count, cfg.seed) if is_made else read_rows(cfg.dataset, split=cfg.dataset_split)
     rows = checked_rows(list(source))
     rows, twice = deduplicated(rows, same)
-    odd = [row["id"] for row in rows if not readable(row)]
-    rows = [row for row in rows if readable(row)]
+    whole = [readable(row) for row in rows]
+    odd = [row["id"] for row, good in zip(rows, whole) if not good]
+    rows = [row for row, good in zip(rows, whole) if good]
     if not rows:
         raise UserError(f"rows {named(odd)}: a line of every row begins like a section's title; mend the rows")
     train, heldout = split_groups(rows, group, cfg.heldout_fraction, cfg.seed)
@@ -106,8 +107,8 @@ def prepare(cfg, tokenizer) -> LawData:
         long += too_long
     weights, end = section_weights(cfg.section_weights), tokenizer.eos_token_id
     return LawData(
-        PackedExamples(sides[0], cfg.length, weights, end, cfg.pack),
-        PackedExamples(sides[1], cfg.length, (1.0,) * len(NUMBERS), end, cfg.pack, cfg.batch_size),
+        PackedExamples(sides[0], cfg.length, weights, end),
+        PackedExamples(sides[1], cfg.length, (1.0,) * len(NUMBERS), end, multiple=cfg.batch_size),
         [known[example.id] for example in sides[1]],
         sorted({name for row in rows for name in citations(row["case_citation"])}),
         len(sides[0]),

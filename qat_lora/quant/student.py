@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.errors import UserError, first_line
-from qat_lora.models.loading import decoder_layers, empty_model, load_model, unwrap
+from qat_lora.models.adapter import load_adapter
+from qat_lora.models.loading import EMBEDDED, decoder_layers, empty_model, load_model, unwrap
 from qat_lora.quant.linear import QuantEmbedding, QuantLinear, effective_weight, freeze, quantized_layers
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.run.files import write_atomically
@@ -171,6 +172,18 @@ def load_student(path: str | Path, model: str | None = None, base: nn.Module | N
     student = quantize(base, StudentSpec(**content["spec"]))
     _fill(student, content, path)
     return student, {key: value for key, value in content.items() if key != "tensors"}
+
+
+def load_trained(model: str | None, checkpoint: str | Path | None, adapter: str | Path | None) -> tuple[nn.Module, str]:
+    """A base model (the embedded one unless `model` names another), or the student of a checkpoint, with an adapter on
+    it where one is given; and the name of the base, which its tokenizer has."""
+    if checkpoint:
+        whole, made = load_student(checkpoint, model)
+        name = made["model"]
+    else:
+        name = model or EMBEDDED
+        whole = load_model(name)
+    return load_adapter(whole, adapter, checkpoint) if adapter else whole, name
 
 
 def reload_student(path: str | Path, student: nn.Module) -> None:

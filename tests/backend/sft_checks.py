@@ -26,7 +26,7 @@ XLA = open_backend("xla", "fp32")  # before any backward on the CPU, which would
 CPU = TorchBackend("cpu", "fp32")
 ASKED = SimpleNamespace(
     dataset="generated", dataset_split="train", count=46, seed=0, heldout_fraction=0.2, length=512, batch_size=4,
-    section_weights="answer=2", pack=True,
+    section_weights="answer=2",
 )  # fmt: skip
 
 
