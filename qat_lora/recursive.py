@@ -59,8 +59,6 @@ class RecursivePlan(Plan):
         ):  # fmt: skip
             if not 0 <= value <= 1 or (value == 1 and flag == "ema-decay"):
                 raise UserError(f"--{flag} {value} must be from 0 to {'below ' if flag == 'ema-decay' else ''}1")
-        if self.weight_decay < 0:
-            raise UserError(f"--weight-decay {self.weight_decay} must not be negative")
 
     def share(self, workers: int) -> int:
         """Rows of an update that each of so many workers has."""

@@ -39,8 +39,9 @@ def launch(
     num_chips: TPU chips, GPUs or CPU processes of this host; None is one, 0 every chip or GPU there is. One is called
     here, in this process; more are processes of their own (`worker` and `args` are pickled), TPU chips by
     torch_xla.launch. On a TPU slice give the same command on every host. Under torchrun (RANK in the environment) this
-    process is one worker of those. SIGTERM reaches every worker. The first worker to fail ends the job within seconds,
-    with its exit code. Raises UserError where more is asked than there is, or a chip is held by another process.
+    process is one worker of those. SIGTERM reaches every worker, and none outlives this process. The first worker to
+    fail ends the job within seconds, with its exit code. Raises UserError where more is asked than there is, or a chip
+    is held by another process.
     """
     kind = detect.resolve(device)
     if "RANK" in os.environ:
@@ -159,6 +160,14 @@ def check_world(backend: TorchBackend, wanted: int) -> TorchBackend:
     return backend
 
 
+def end_with_parent() -> None:
+    """End this process hard once the one that started it is gone: killed, that had no time to end its workers, and
+    they may be waiting for each other."""
+    parent = multiprocessing.parent_process()
+    if parent:
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+
 def be_silent() -> None:
     """Worker 0 speaks for all; errors still reach stderr."""
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
@@ -184,6 +193,7 @@ def _spawned(rank: int, worker, args, kind: str, precision: str, count: int, por
         return _connect(kind, precision, Group(rank, count, dist.PrefixStore("host", store)), store, rank, count)
 
     notice_sigterm()
+    end_with_parent()
     run_worker(worker, args, open_backend, debug)
 
 
@@ -236,6 +246,7 @@ class XlaWorker:
     def __setstate__(self, state: dict) -> None:
         vars(self).update(state)
         notice_sigterm()
+        end_with_parent()
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # the main thread only waits for the worker's
 
     def __call__(self, _: int) -> None:

@@ -32,7 +32,7 @@ def read_rows(
     rows = _open(source, config, split, streaming)
     first = next(rows, None)
     if first is None:
-        raise UserError(f'"{source}" holds no rows; choose another source, such as "{EMBEDDED}"')
+        raise UserError(f'"{source}" holds no rows; choose another source')
     return chain([first], rows)
 
 

@@ -195,6 +195,31 @@ def test_a_tpu_worker_hears_sigterm_in_the_main_thread_of_its_process():
             signal.signal(number, handler)
 
 
+def test_workers_end_with_a_parent_that_is_killed(tmp_path):
+    job = "import sys, worker_checks; from pathlib import Path; from qat_lora.backend.launch import launch\n"
+    job += "if __name__ == '__main__': launch(worker_checks.wait, (Path(sys.argv[1]),), 'cpu', 'fp32', 2)"
+    (tmp_path / "job.py").write_text(job)
+    environment = os.environ | {"PYTHONPATH": str(Path(worker_checks.__file__).parent)}
+    with subprocess.Popen([sys.executable, tmp_path / "job.py", tmp_path], env=environment) as parent:
+        started = time.monotonic()
+        while len(files := list(tmp_path.glob("*.pid"))) < 2:
+            assert time.monotonic() - started < 60 and parent.poll() is None
+            time.sleep(0.2)
+        parent.kill()
+    workers = [int(file.stem) for file in files]
+    while any(map(is_running, workers)):
+        assert time.monotonic() - started < 90, workers
+        time.sleep(0.2)
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, which has not ended; one that nobody has collected has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def test_what_all_workers_refuse_is_said_once(capfd):
     with pytest.raises(SystemExit) as end:
         launch(worker_checks.fail_all, (), "cpu", "fp32", 2)
