@@ -195,27 +195,33 @@ def test_a_tpu_worker_hears_sigterm_in_the_main_thread_of_its_process():
             signal.signal(number, handler)
 
 
-def test_workers_end_with_a_parent_that_is_killed(tmp_path):
-    job = "import sys, worker_checks; from pathlib import Path; from qat_lora.backend.launch import launch\n"
-    job += "if __name__ == '__main__': launch(worker_checks.wait, (Path(sys.argv[1]),), 'cpu', 'fp32', 2)"
-    (tmp_path / "job.py").write_text(job)
+def test_workers_that_start_end_with_a_parent_that_is_killed(tmp_path):
+    job = tmp_path / "job.py"
+    job.write_text(
+        "import worker_checks\nfrom qat_lora.backend.launch import launch\n"
+        "if __name__ == '__main__':\n    launch(worker_checks.fail, ('exit',), 'cpu', 'fp32', 2)\n"
+    )
     environment = os.environ | {"PYTHONPATH": str(Path(worker_checks.__file__).parent)}
-    with subprocess.Popen([sys.executable, tmp_path / "job.py", tmp_path], env=environment) as parent:
-        started = time.monotonic()
-        while len(files := list(tmp_path.glob("*.pid"))) < 2:
-            assert time.monotonic() - started < 60 and parent.poll() is None
-            time.sleep(0.2)
+    with subprocess.Popen([sys.executable, job], env=environment) as parent:
+        while len(workers := started_by(parent.pid)) < 2:
+            assert parent.poll() is None
+            time.sleep(0.05)
         parent.kill()
-    workers = [int(file.stem) for file in files]
-    while any(map(is_running, workers)):
-        assert time.monotonic() - started < 90, workers
+    end = time.monotonic() + 60
+    while any(map(is_worker, workers)):
+        assert time.monotonic() < end, "they wait for a parent that is gone"
         time.sleep(0.2)
 
 
-def is_running(pid: int) -> bool:
-    """Whether there is such a process, which has not ended; one that nobody has collected has."""
+def started_by(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [child for child in map(int, children) if is_worker(child)]
+
+
+def is_worker(pid: int) -> bool:
+    """Whether there is such a process that multiprocessing has started, and that has not ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 

@@ -81,14 +81,6 @@ def fail(backend, how: str, where: str = "reduction") -> None:
     time.sleep(60)
 
 
-def wait(backend, out: Path) -> None:
-    """Worker 0 waits for the other, which never comes."""
-    (out / f"{os.getpid()}.pid").touch()
-    if backend.is_main:
-        backend.group.gather(None)
-    time.sleep(600)
-
-
 def fail_all(backend) -> None:
     raise UserError("the cache is too small")
 
