@@ -14,7 +14,7 @@ out, by id), authorities.json (what may be cited), baseline_ and final_evaluatio
 model/, the whole model with the adapter merged. docs/cot-sft.md says what to expect. Untested on hardware: TPU, CUDA.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 
 from torch import nn
@@ -105,7 +105,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     student = base_content(base, cfg.model, cfg.quantize) if backend.is_main else None
     fingerprint = None if cfg.dry_run else backend.group.on_main(lambda: weights_fingerprint(base))
     model = adapted(cfg, base)
-    ends = tuple(end_tokens(model, tokenizer))
+    ends = backend.group.on_main(lambda: tuple(end_tokens(model, tokenizer)))  # the others have no generation config
     asker = Asker(tokenizer, backend, ends, cfg.answer_rows, cfg.max_prompt_length, cfg.max_new_tokens)
     exam = LawExam(asker, data)  # refuses prompts that do not fit
     if backend.is_main:
@@ -119,7 +119,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     }  # fmt: skip
     run = open_run("train_cot_sft", cfg, facts, backend.group)
     if cfg.wandb and backend.is_main:
-        run.mirror = wandb_mirror(cfg.wandb, run.path)
+        run.mirror = wandb_mirror(cfg.wandb, run.path, asdict(cfg))
     backend.seed(cfg.seed + backend.rank)  # each worker's dropout is its own
     session = Session(run, backend, Every(cfg.log_every, cfg.eval_every, cfg.save_every), keep=cfg.keep)
     if backend.is_main:

@@ -33,9 +33,9 @@ def batches(
 
     Each update takes the next batch_size · accumulation · world_size of `chosen_rows`: every row once an epoch,
     whatever the numbers divide by, and the same rows in an update for one worker and for many. dataset[i] is a dict of
-    tensors with a `mask`, and dataset.kept(i) the positions that its mask keeps. Every micro-batch also carries
-    `total`: the positions kept in the whole update, in all micro-batches and workers, by which its loss is to be
-    divided; the losses and gradients of workers and micro-batches then add up.
+    tensors, and dataset.kept(i) how much of it there is to learn, in positions or their weights. Every micro-batch also
+    carries `total`: that of the whole update, in all micro-batches and workers, by which its loss is to be divided; the
+    losses and gradients of workers and micro-batches then add up.
     """
     count, rows = len(dataset), batch_size * accumulation * world_size
     if count < batch_size * world_size:

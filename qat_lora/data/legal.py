@@ -60,24 +60,61 @@ def _when(rng: random.Random) -> date:
     return FIRST_DAY + timedelta(rng.randrange(DAYS))
 
 
-def _period(happened: str, mine: str, step: str, end: Callable[[date], date]) -> Callable[[random.Random], Facts]:
-    """Facts of a period that runs from a date. happened, mine: with {who} and {when}; step: how long it runs."""
+def _period(
+    happened: str, mine: str, step: str, end: Callable[[date], tuple[date, str]]
+) -> Callable[[random.Random], Facts]:
+    """Facts of a period that runs from a date. happened, mine: with {who} and {when}; step: how long it runs; end:
+    the day on which it ends, and how that is counted."""
 
     def draw(rng: random.Random) -> Facts:
         when, who = _when(rng), rng.choice(WHO)
         said = {"who": who, "when": day(when)}
-        steps = (f"Time runs from {day(when)}.", step, f"That leads to {day(end(when))}.")
-        return Facts(happened.format(**said), mine.format(**said), steps, day(end(when)))
+        value, counted = end(when)
+        steps = (f"Time runs from {day(when)}.", step, counted, f"That leads to {day(value)}.")
+        return Facts(happened.format(**said), mine.format(**said), tuple(filter(None, steps)), day(value))
 
     return draw
 
 
-def _days(count: int) -> Callable[[date], date]:
-    return lambda when: when + timedelta(count)
+def _days(count: int) -> Callable[[date], tuple[date, str]]:
+    def end(when: date) -> tuple[date, str]:
+        total, month = when.day + count, when
+        parts = [f"{when.day} + {count} = {total}"]
+        while total > (length := calendar.monthrange(month.year, month.month)[1]):
+            parts.append(
+                f"{calendar.month_name[month.month]} has {length} days, and {total} − {length} = {total - length}"
+            )
+            total, month = total - length, later(month.replace(day=1), 1)
+        return when + timedelta(count), "; ".join(parts) + "."
+
+    return end
 
 
-def _months(count: int, less: int = 0) -> Callable[[date], date]:
-    return lambda when: later(when, count) - timedelta(less)
+def _months(count: int, begins: bool = False) -> Callable[[date], tuple[date, str]]:
+    """So many months on. begins: the day itself is the first of them, so that they end the day before the date comes
+    round; where a month has no such date, on its last day."""
+
+    def end(when: date) -> tuple[date, str]:
+        on = later(when, count)
+        month = f"{calendar.month_name[on.month]} {on.year}"
+        parts = [f"{count} month{'s' * (count > 1)} on, it is {month}"] if count % 12 else []
+        if on.day < when.day:
+            parts.append(f"{month} has only {on.day} days, so its last day counts")
+        elif begins:
+            parts.append(f"the date comes round on {day(on)}")
+            on -= timedelta(1)
+        return on, _capital("; ".join(parts)) + "." if parts else ""
+
+    return end
+
+
+def _percent(full: float, share: int) -> str:
+    """How to find `share` per cent, a multiple of 5 from 10 on."""
+    tens, five = divmod(share, 10)
+    parts = [f"10% of {money(full)} is {money(full / 10)}"]
+    parts += [f"{tens}0% is {money(full * tens / 10)}"] * (tens > 1)
+    parts += [f"5% is {money(full / 20)}", f"{share}% is {money(full * share / 100)}"] * bool(five)
+    return ", ".join(parts) + "."
 
 
 def _notice(rng: random.Random) -> Facts:
@@ -94,12 +131,16 @@ def _notice(rng: random.Random) -> Facts:
 
 
 def _redundancy(rng: random.Random) -> Facts:
-    years, pay, old = rng.randint(2, 25), rng.randrange(300, 640, 5), rng.random() < 0.5
-    who, counted, rate = rng.choice(WHO), min(years, 20), 1.5 if old else 1.0
-    value = money(counted * rate * pay)
+    old, pay, who = rng.random() < 0.5, rng.randrange(300, 640, 5), rng.choice(WHO)
+    years = rng.randint(2, 25 if old else 19)  # from 22 to 40 there are nineteen
+    counted, rate = min(years, 20), 1.5 if old else 1.0
+    weeks, value = counted * rate, money(counted * rate * pay)
+    tens = weeks // 10 * 10
+    parts = [f"{part:g} × {money(pay)} = {money(part * pay)}, " for part in (tens, weeks - tens) if 0 < part < weeks]
     ages = "all of them from the age of 41 on" if old else "all of them between the ages of 22 and 40"
-    steps = (f"{counted} years count, of at most twenty.", f"Each is worth {rate:g} week's pay at that age.",
-             f"{counted} × {rate:g} × {money(pay)} = {value}.")  # fmt: skip
+    steps = (f"{counted} years count, of at most twenty.",
+             f"Each is worth {rate:g} week's pay: {counted} × {rate:g} = {weeks:g}.",
+             f"{''.join(parts)}{weeks:g} × {money(pay)} = {value}.")  # fmt: skip
     served = f"after {years} complete years of service, {ages}, at a week's pay of {money(pay)}"
     return Facts(f"{who} is made redundant {served}.", f"I am made redundant {served}.", steps, value)
 
@@ -119,7 +160,9 @@ def _interest(rng: random.Random) -> Facts:
     who = rng.choice(WHO)
     value = money(round(debt * (base + 8) / 100, 2))
     steps = (f"The rate is the base rate of {base:g}% and 8%, {base + 8:g}%.",
-             "Interest is simple, and one year has passed.", f"{money(debt)} × {base + 8:g}% = {value}.")  # fmt: skip
+             "Interest is simple, and one year has passed.",
+             f"8% of {money(debt)} is {money(debt * 0.08)}, {base:g}% is {money(debt * base / 100)}.",
+             f"{money(debt)} × {base + 8:g}% = {value}.")  # fmt: skip
     owed = f"a commercial debt of {money(debt)} has been overdue for exactly one year, with a base rate of {base:g}%"
     return Facts(f"In the business of {who} {owed}.", f"In my business {owed}.", steps, value)
 
@@ -127,10 +170,9 @@ def _interest(rng: random.Random) -> Facts:
 def _seat_belt(rng: random.Random) -> Facts:
     full, who, whole = rng.randrange(4000, 200000, 1000), rng.choice(WHO), rng.random() < 0.5
     share = 25 if whole else 15
-    value = money(full * (100 - share) / 100)
+    cut, value = money(full * share / 100), money(full * (100 - share) / 100)
     would = "would have been avoided altogether" if whole else "would have been a good deal less severe"
-    steps = (f"With a belt the injuries {would}.", f"Damages are reduced by {share}%.",
-             f"{money(full)} less {share}% is {value}.")  # fmt: skip
+    steps = (f"With a belt they {would}: {share}%.", _percent(full, share), f"{money(full)} less {cut} is {value}.")
     hurt = "hurt without a seat belt in a collision that another driver caused"
     rest = f"With a belt the injuries {would}. In full, the damages are {money(full)}."
     return Facts(f"{who} was {hurt}. {rest}", f"I was {hurt}. {rest}", steps, value)
@@ -138,9 +180,8 @@ def _seat_belt(rng: random.Random) -> Facts:
 
 def _contributory(rng: random.Random) -> Facts:
     full, who, share = rng.randrange(4000, 200000, 1000), rng.choice(WHO), rng.randrange(10, 80, 5)
-    value = money(full * (100 - share) / 100)
-    steps = ("The claim does not fail, but the damages go down by the claimant's share in the fault.",
-             f"That share is {share}%.", f"{money(full)} less {share}% is {value}.")  # fmt: skip
+    cut, value = money(full * share / 100), money(full * (100 - share) / 100)
+    steps = (f"That share is {share}%.", _percent(full, share), f"{money(full)} less {cut} is {value}.")
     told = (
         f"a claim for negligence with damages of {money(full)} in full; the judge finds the claimant {share}% to blame"
     )
@@ -177,9 +218,10 @@ def _letters(which: str) -> Callable[[random.Random], Facts]:
 
 def _deposit(rng: random.Random) -> Facts:
     deposit, who = rng.randrange(400, 3000, 25), rng.choice(WHO)
-    value = money(3 * deposit)
+    rest, value = deposit % 100, money(3 * deposit)
+    parts = [f"3 × {money(part)} = {money(3 * part)}, " for part in (deposit - rest, rest) if rest]
     steps = ("The penalty lies between once and three times the deposit.", f"The deposit is {money(deposit)}.",
-             f"3 × {money(deposit)} = {value}.")  # fmt: skip
+             f"{''.join(parts)}3 × {money(deposit)} = {value}.")  # fmt: skip
     told = f"paid a tenancy deposit of {money(deposit)}, which the landlord never protected"
     return Facts(f"{who} {told}.", f"I {told}.", steps, value)
 
@@ -212,12 +254,12 @@ PERIODS = (
      "The product that injured {who} was put into circulation by its producer on {when}.",
      "The product that injured me was put into circulation by its producer on {when}.", "The longstop is ten years."),
     ("employment", "medium", "Employment Rights Act 1996, s 111",
-     "the last day for presenting a claim, conciliation aside", _months(3, 1),
+     "the last day for presenting a claim, conciliation aside", _months(3, True),
      "A claim for unfair dismissal is presented within three months beginning with the effective date of termination.",
      "{who} was unfairly dismissed, with effect from {when}.", "I was unfairly dismissed, with effect from {when}.",
      "Three months that begin with a day end the day before its date comes round."),
     ("employment", "medium", "Equality Act 2010, s 123", "the last day for presenting a complaint, conciliation aside",
-     _months(3, 1),
+     _months(3, True),
      "A complaint of discrimination at work is brought within three months starting with the date of the act.",
      "{who} was refused a promotion because of her sex on {when}.",
      "I was refused a promotion because of my sex on {when}.",

@@ -73,8 +73,9 @@ MONTHS = "|".join(calendar.month_name[1:])
 
 def without_figures(text: str) -> str:
     """A text with every number and month as one sign, in lower case, without punctuation: equal for texts that differ
-    in their figures alone."""
-    return " ".join(re.findall(r"#|\w+", re.sub(rf"\b(?:{MONTHS.lower()})\b|\d+(?:[,.]\d+)*", "#", text.lower())))
+    in their figures alone, whether those ask for a plural or not."""
+    text = re.sub(rf"\b(?:{MONTHS.lower()})\b|\d+(?:[,.]\d+)*", "#", text.lower())
+    return " ".join(re.findall(r"#|\w+", re.sub(r"#\s+(\w+?)s?\b", r"# \1", text)))
 
 
 def deduplicated(rows: list[dict], key: Callable[[dict], str]) -> tuple[list[dict], list[dict]]:

@@ -22,6 +22,7 @@ from qat_lora.data.legal_answers import (
     group,
     messages,
     readable,
+    response,
     same,
     score,
 )
@@ -106,6 +107,7 @@ def prepare(cfg, tokenizer) -> LawData:
         sides.append(short)
         long += too_long
     weights, end = section_weights(cfg.section_weights), tokenizer.eos_token_id
+    most = f", up to {max(len(example.tokens) for example in long)}" if long else ""
     return LawData(
         PackedExamples(sides[0], cfg.length, weights, end),
         PackedExamples(sides[1], cfg.length, (1.0,) * len(NUMBERS), end, multiple=cfg.batch_size),
@@ -115,7 +117,7 @@ def prepare(cfg, tokenizer) -> LawData:
         {
             "the same question as an earlier row": [row["id"] for row in twice],
             "a line begins like a section's title": odd,
-            f"longer than {cfg.length} tokens": [example.id for example in long],
+            f"longer than {cfg.length} tokens{most}": [example.id for example in long],
         },
     )
 
@@ -135,6 +137,10 @@ def section_weights(text: str | None) -> tuple[float, ...]:
                 "is 0 or from 1e-6 to 1e6"
             )
         weights[name.strip()] = weight
+    if not weights["citation"]:
+        raise UserError(
+            "--section-weights: citation=0 would leave the answer's end unlearned, which follows it; 1e-3, say"
+        )
     return tuple(weights.values())
 
 
@@ -154,6 +160,10 @@ class LawExam:
         if len(self.questions) < len(lengths) and asker.backend.is_main:
             say(f"{len(lengths) - len(self.questions)} held-out questions do not fit --max-prompt-length "
                 f"{asker.prompt_length} and are not asked")  # fmt: skip
+        long = sum(len(asker.tokenizer(response(row))["input_ids"]) >= asker.length for row in self.questions)
+        if long and asker.backend.is_main:
+            say(f"{long} of {len(self.questions)} held-out rows have answers that do not fit --max-new-tokens {asker.length}: "
+                "the model's are cut off there and count as wrong; raise it")  # fmt: skip
 
     def ask(self, model: nn.Module, count: int) -> tuple[list[dict], list[Answer]]:
         """Greedy answers to `count` held-out rows, spread evenly over them."""
@@ -265,14 +275,13 @@ def write_whole(model: nn.Module, tokenizer, folder: Path) -> None:
 
 
 # -- Weights & Biases ------------------------------------------------------------------------------------------------
-def wandb_mirror(project: str, folder: Path):
+def wandb_mirror(project: str, folder: Path, config: dict):
     """mirror(step, values) for a Run, which sends every line of metrics.jsonl there too."""
     import wandb
 
     try:
         session = wandb.init(
-            project=project, name=folder.name, dir=str(folder), resume="allow",
-            config=read_json(folder / "manifest.json"),
+            project=project, name=folder.name, dir=str(folder), resume="allow", config=config,
             id=hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16],
         )  # fmt: skip
     except Exception as error:

@@ -35,15 +35,15 @@ def graphs() -> int:
     return sum(met.counter_value(name) or 0 for name in ("CachedCompile", "UncachedCompile"))
 
 
-def training(backend, checkpointing: bool) -> dict:
+def training(backend, checkpointing: bool, dropout: float = 0.0) -> dict:
     """Twelve updates of two micro-batches, through the ragged end of an epoch, with held-out figures and answers every
     fourth, and checkpoints."""
     tokenizer = load_tokenizer(MODEL)
     data = prepare(ASKED, tokenizer)
-    model = backend.place(add_adapter(load_model(MODEL).requires_grad_(False), 4, 8, PROJECTIONS, 0))
+    model = backend.place(add_adapter(load_model(MODEL).requires_grad_(False), 4, 8, PROJECTIONS, 0, dropout))
     if checkpointing:
         backend.gradient_checkpointing(model)
-    folder = OUT / f"{backend.kind}-{checkpointing}"
+    folder = OUT / f"{backend.kind}-{checkpointing}-{dropout}"
     folder.mkdir()
     run = Run(folder, resumed=False)
     session = Session(run, backend, Every(log=1, evaluate=4, save=4))
@@ -69,5 +69,5 @@ if __name__ == "__main__":
         f"{backend.kind}{' checkpointed' if checkpointing else ''}": training(backend, checkpointing)
         for checkpointing in (False, True)
         for backend in (XLA, CPU)
-    }
+    } | {"xla dropout": training(XLA, True, 0.05)}
     (OUT / "found.json").write_text(json.dumps(found))

@@ -40,7 +40,7 @@ def test_the_data_has_ragged_ends(checks):
     assert checks["xla"]["rows"] % 8 and checks["xla"]["heldout"] % 4
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, " dropout"])
 def test_nothing_is_compiled_after_the_first_update(checks, kind):
     """Through ragged ends, warm-up and decay, figures by section, answers, and saving."""
     compiles = [line["compiles"] for line in checks[f"xla{kind}"]["lines"] if "loss" in line]
@@ -48,7 +48,7 @@ def test_nothing_is_compiled_after_the_first_update(checks, kind):
     assert checks[f"xla{kind}"]["fallbacks"] == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, " dropout"])
 def test_a_micro_batch_is_one_graph(checks, kind):
     """Between two losses of an update, and from the second to the next update's first where nothing is measured."""
     given = checks[f"xla{kind}"]["graphs"]

@@ -1,5 +1,7 @@
 """The legal generator: what it says follows from its own law, and nothing outside its list is cited."""
 
+import re
+from calendar import month_name
 from collections import Counter
 from datetime import date
 
@@ -48,7 +50,12 @@ def test_the_last_step_leads_to_the_answer():
     [
         ("Limitation Act 1980, s 5", "on 29 February 2020", "28 February 2026"),
         ("Equality Act 2010, s 123", "on 29 July 2021", "28 October 2021"),
+        ("Equality Act 2010, s 123", "on 31 August 2021", "30 November 2021"),
+        ("Equality Act 2010, s 123", "on 30 November 2019", "29 February 2020"),
+        ("Equality Act 2010, s 123", "on 1 March 2021", "31 May 2021"),
+        ("UK GDPR, art 12(3)", "on 31 January 2021", "28 February 2021"),
         ("Housing Act 2004, s 213", "on 8 December 2019", "6 January 2020"),
+        ("Consumer Rights Act 2015, s 22", "on 31 January 2021", "2 March 2021"),
         ("Consumer Rights Act 2015, s 22", "on 26 December 2020", "25 January 2021"),
     ],
 )
@@ -61,8 +68,7 @@ def test_periods_by_hand(authority, told, said):
 
         def randrange(self, most):
             day, month, year = told.removeprefix("on ").split()
-            number = {"February": 2, "July": 7, "December": 12}[month]
-            return (date(int(year), number, int(day)) - FIRST_DAY).days
+            return (date(int(year), list(month_name).index(month), int(day)) - FIRST_DAY).days
 
         def choice(self, items):
             return items[0]
@@ -83,6 +89,40 @@ def test_sums_by_hand():
             assert float(value[1:]) == 3 * sums[0]
         if row["case_citation"].startswith("Froom"):
             assert float(value[1:]) == sums[0] * (0.75 if "altogether" in row["question"] else 0.85)
+
+
+def number(text: str) -> float:
+    return float(text.strip("£%").replace(",", ""))
+
+
+def test_every_step_reckons_right():
+    """What stands on both sides of a sign, shares of a sum, and what a share is taken from."""
+    sums = {"+": 0, "−": 0, "×": 0}
+    value = r"£?\d[\d,]*(?:\.\d+)?%?"
+    shares = 0
+    for row in ROWS:
+        for left, sign, right, result in re.findall(rf"({value}) ([+−×]) ({value}) = ({value})", row["reasoning"]):
+            one, other = number(left), number(right)
+            other /= 100 if right.endswith("%") else 1
+            found = {"+": one + other, "−": one - other, "×": one * other}[sign]
+            assert number(result) == pytest.approx(found, abs=0.006), row["reasoning"]
+            sums[sign] += 1
+        if whole := re.search(rf"% of ({value})", row["reasoning"]):
+            for share, result in re.findall(
+                rf"({value})(?: of {value})? is ({value})", row["reasoning"].split("less")[0]
+            ):
+                if share.endswith("%"):
+                    assert number(result) == pytest.approx(number(share) * number(whole[1]) / 100, abs=0.006)
+                    shares += 1
+        for whole, cut, rest in re.findall(rf"({value}) less ({value}) is ({value})", row["reasoning"]):
+            assert number(rest) == number(whole) - number(cut)
+    assert min(*sums.values(), shares) > 100
+
+
+def test_nobody_has_served_longer_than_the_ages_allow():
+    served = [int(re.search(r"after (\d+) complete years", row["question"])[1]) for row in ROWS
+              if "between the ages of 22 and 40" in row["question"]]  # fmt: skip
+    assert served and max(served) <= 19
 
 
 def test_a_month_later_where_the_month_is_short():
