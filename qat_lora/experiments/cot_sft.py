@@ -162,8 +162,8 @@ class LawExam:
                 f"{asker.prompt_length} and are not asked")  # fmt: skip
         long = sum(len(asker.tokenizer(response(row))["input_ids"]) >= asker.length for row in self.questions)
         if long and asker.backend.is_main:
-            say(f"{long} of {len(self.questions)} held-out rows have answers that do not fit --max-new-tokens {asker.length}: "
-                "the model's are cut off there and count as wrong; raise it")  # fmt: skip
+            say(f"{long} of {len(self.questions)} held-out rows have answers that do not fit --max-new-tokens "
+                f"{asker.length}: the model's are cut off there and count as wrong; raise it")  # fmt: skip
 
     def ask(self, model: nn.Module, count: int) -> tuple[list[dict], list[Answer]]:
         """Greedy answers to `count` held-out rows, spread evenly over them."""
