@@ -25,9 +25,10 @@ from qat_lora.experiments.cot_sft import (
     LawData,
     LawExam,
     base_content,
+    law_data,
+    law_rows,
     load_base,
     merged,
-    prepare,
     section_weights,
     wandb_mirror,
     write_whole,
@@ -99,7 +100,9 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     tokenizer = load_tokenizer(cfg.model)
     workers = planned_workers(backend.kind, cfg.num_chips) if cfg.dry_run else backend.world_size
     with backend.group.main_first():
-        data = prepare(cfg, tokenizer)
+        rows = law_rows(cfg.dataset, cfg.dataset_split, cfg.count, cfg.seed)
+    weights = section_weights(cfg.section_weights)
+    data = law_data(rows, tokenizer, cfg.length, weights, cfg.heldout_fraction, cfg.batch_size, cfg.seed)
     plan = plan_of(cfg, data, workers)
     base = load_base(cfg.model, cfg.quantize, backend.is_main)
     student = base_content(base, cfg.model, cfg.quantize) if backend.is_main else None

@@ -82,42 +82,49 @@ class LawData:
         write_json(folder / "authorities.json", {"authorities": self.authorities})
 
 
-def prepare(cfg, tokenizer) -> LawData:
-    """Rows of --dataset: checked, without duplicates, split by groups, rendered, and packed. A row that is too long is
-    left out and reported, never cut."""
-    is_made = cfg.dataset == GENERATED
-    if is_made and cfg.dataset_split != "train":
-        raise UserError(f"--dataset-split {cfg.dataset_split} needs a hub dataset: the generated one has no splits")
-    source = generate(cfg.count, cfg.seed) if is_made else read_rows(cfg.dataset, split=cfg.dataset_split)
-    rows = checked_rows(list(source))
+def law_rows(dataset: str, split: str, count: int, seed: int) -> list[dict]:
+    """The checked rows of a dataset, or `count` generated ones."""
+    if dataset != GENERATED:
+        return checked_rows(list(read_rows(dataset, split=split)))
+    if split != "train":
+        raise UserError(f"--dataset-split {split} needs a hub dataset: the generated one has no splits")
+    return checked_rows(list(generate(count, seed)))
+
+
+def law_data(
+    rows: list[dict], tokenizer, length: int, weights: tuple[float, ...], heldout_fraction: float, batch_size: int,
+    seed: int,
+) -> LawData:  # fmt: skip
+    """Checked rows without duplicates, split by groups, rendered, and packed. A row that is too long is left out and
+    reported, never cut. weights: of the sections; batch_size: held-out rows are filled up to a multiple of it."""
     rows, twice = deduplicated(rows, same)
     whole = [readable(row) for row in rows]
     odd = [row["id"] for row, good in zip(rows, whole) if not good]
     rows = [row for row, good in zip(rows, whole) if good]
     if not rows:
         raise UserError(f"rows {named(odd)}: a line of every row begins like a section's title; mend the rows")
-    train, heldout = split_groups(rows, group, cfg.heldout_fraction, cfg.seed)
+    train, heldout = split_groups(rows, group, heldout_fraction, seed)
     known = {row["id"]: row for row in heldout}
     sides: list[list[Example]] = []
     long: list[Example] = []
     for side in (train, heldout):
         short, too_long = split_by_length(
-            checked([encoded(row["id"], document(row, tokenizer, SYSTEM), tokenizer) for row in side]), cfg.length
+            checked([encoded(row["id"], document(row, tokenizer, SYSTEM), tokenizer) for row in side]), length
         )
         sides.append(short)
         long += too_long
-    weights, end = section_weights(cfg.section_weights), tokenizer.eos_token_id
+    end = tokenizer.eos_token_id
     most = f", up to {max(len(example.tokens) for example in long)}" if long else ""
     return LawData(
-        PackedExamples(sides[0], cfg.length, weights, end),
-        PackedExamples(sides[1], cfg.length, (1.0,) * len(NUMBERS), end, multiple=cfg.batch_size),
+        PackedExamples(sides[0], length, weights, end),
+        PackedExamples(sides[1], length, (1.0,) * len(NUMBERS), end, multiple=batch_size),
         [known[example.id] for example in sides[1]],
         sorted({name for row in rows for name in citations(row["case_citation"])}),
         len(sides[0]),
         {
             "the same question as an earlier row": [row["id"] for row in twice],
             "a line begins like a section's title": odd,
-            f"longer than {cfg.length} tokens{most}": [example.id for example in long],
+            f"longer than {length} tokens{most}": [example.id for example in long],
         },
     )
 

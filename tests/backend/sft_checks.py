@@ -7,12 +7,11 @@ import json
 import sys
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch_xla.debug.metrics as met
 
 from qat_lora.backend import TorchBackend, open_backend
-from qat_lora.experiments.cot_sft import LawExam, merged, prepare
+from qat_lora.experiments.cot_sft import LawExam, law_data, law_rows, merged, section_weights
 from qat_lora.models.loading import load_model, load_tokenizer
 from qat_lora.qat import Plan, train_plain
 from qat_lora.recovery import PROJECTIONS, add_adapter, save_adapter
@@ -24,10 +23,6 @@ from qat_lora.sft import packed_loss
 MODEL, OUT = sys.argv[1], Path(sys.argv[2])
 XLA = open_backend("xla", "fp32")  # before any backward on the CPU, which would break XLA's in this process
 CPU = TorchBackend("cpu", "fp32")
-ASKED = SimpleNamespace(
-    dataset="generated", dataset_split="train", count=46, seed=0, heldout_fraction=0.2, length=512, batch_size=4,
-    section_weights="answer=2",
-)  # fmt: skip
 
 
 def graphs() -> int:
@@ -39,7 +34,7 @@ def training(backend, checkpointing: bool, dropout: float = 0.0) -> dict:
     """Twelve updates of two micro-batches, through the ragged end of an epoch, with held-out figures and answers every
     fourth, and checkpoints."""
     tokenizer = load_tokenizer(MODEL)
-    data = prepare(ASKED, tokenizer)
+    data = law_data(law_rows("generated", "train", 46, 0), tokenizer, 512, section_weights("answer=2"), 0.2, 4, 0)
     model = backend.place(add_adapter(load_model(MODEL).requires_grad_(False), 4, 8, PROJECTIONS, 0, dropout))
     if checkpointing:
         backend.gradient_checkpointing(model)
