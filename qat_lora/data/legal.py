@@ -20,8 +20,12 @@ WHO = ("a baker", "a barber", "a bookseller", "a carpenter", "a caterer", "a den
 FIRST_DAY, DAYS = date(2019, 1, 1), 5 * 365  # when things happen; the law was the same all the time
 
 
+def _month(when: date) -> str:
+    return calendar.month_name[when.month]
+
+
 def day(when: date) -> str:
-    return f"{when.day} {calendar.month_name[when.month]} {when.year}"
+    return f"{when.day} {_month(when)} {when.year}"
 
 
 def money(pounds: float) -> str:
@@ -81,10 +85,10 @@ def _days(count: int) -> Callable[[date], tuple[date, str]]:
         total, month = when.day + count, when
         parts = [f"{when.day} + {count} = {total}"]
         while total > (length := calendar.monthrange(month.year, month.month)[1]):
-            parts.append(
-                f"{calendar.month_name[month.month]} has {length} days, and {total} − {length} = {total - length}"
-            )
+            parts.append(f"{_month(month)} has {length} days, and {total} − {length} = {total - length}")
             total, month = total - length, later(month.replace(day=1), 1)
+        if month is when:
+            parts.append(f"{_month(month)} has {length} days")
         return when + timedelta(count), "; ".join(parts) + "."
 
     return end
@@ -96,8 +100,9 @@ def _months(count: int, begins: bool = False) -> Callable[[date], tuple[date, st
 
     def end(when: date) -> tuple[date, str]:
         on = later(when, count)
-        month = f"{calendar.month_name[on.month]} {on.year}"
-        parts = [f"{count} month{'s' * (count > 1)} on, it is {month}"] if count % 12 else []
+        month = f"{_month(on)} {on.year}"
+        names = [_month(later(when, number)) for number in range(1, count + 1)]
+        parts = [f"{count} month{'s' * (count > 1)} on: {', '.join(names)} {on.year}"] if count % 12 else []
         if on.day < when.day:
             parts.append(f"{month} has only {on.day} days, so its last day counts")
         elif begins:
@@ -146,11 +151,13 @@ def _redundancy(rng: random.Random) -> Facts:
 
 
 def _fixed_sum(rng: random.Random) -> Facts:
-    least, most = rng.choice(((100, 1000), (1000, 10_000), (10_000, 90_000)))
-    debt, who = rng.randrange(least, most, 10), rng.choice(WHO)
-    value = money(40 if debt < 1000 else 70 if debt < 10000 else 100)
+    least, most, fixed, size = rng.choice((
+        (100, 1000, 40, "below £1,000"), (1000, 10_000, 70, "from £1,000 on and below £10,000"),
+        (10_000, 90_000, 100, "from £10,000 on"),
+    ))  # fmt: skip
+    debt, who, value = rng.randrange(least, most, 10), rng.choice(WHO), money(fixed)
     steps = ("The sum depends on the size of the debt: £40 below £1,000, £70 below £10,000, £100 from there on.",
-             f"The debt is {money(debt)}.", f"So the sum is {value}.")  # fmt: skip
+             f"{money(debt)} is {size}.", f"So the sum is {value}.")  # fmt: skip
     late = f"a commercial invoice of {money(debt)} late"
     return Facts(f"A customer pays {who} {late}.", f"A customer has paid my business {late}.", steps, value)
 
@@ -192,8 +199,11 @@ def _bereavement(rng: random.Random) -> Facts:
     when, who = date(2014, 1, 1) + timedelta(rng.randrange(365 * 9)), rng.choice(WHO)
     new = when >= date(2020, 5, 1)
     value = money(15120 if new else 12980)
-    steps = ("The sum is fixed by order, for causes of action from a date on.",
-             f"{day(when)} is {'on or after' if new else 'before'} 1 May 2020.", f"So it is {value}.")  # fmt: skip
+    if when.year == 2020:
+        side = f"{_month(when)} is {'not ' * new}before May"
+    else:
+        side = f"{when.year} is {'after' if new else 'before'} 2020"
+    steps = (f"The death was on {day(when)}.", f"{side}.", f"So it is {value}.")  # fmt: skip
     return Facts(f"The husband of {who} was killed by negligence on {day(when)}.",
                  f"My husband was killed by negligence on {day(when)}.", steps, value)  # fmt: skip
 
