@@ -95,7 +95,7 @@ athena-v3-8: setup data/sudoku9 ## a larger one, 9×9, on all cores of a TPU v3-
 athena-cuda: setup data/sudoku9 ## the same on every GPU of this machine (untested on hardware)
 	$(PY) pretrain.py --config base device_type=cuda --resume auto
 
-legal-cpu: setup ## legal chains of thought on the embedded model (within twenty-five minutes on two cores)
+legal-cpu: setup ## legal chains of thought on the embedded model (docs/cot-sft.md)
 	$(PY) scripts/train_cot_sft.py --config cpu --device cpu --resume auto
 
 legal-v5e8: setup ## the same with Qwen2.5-0.5B on a TPU v5e-8 (docs/cot-sft.md; untested on hardware)

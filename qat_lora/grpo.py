@@ -69,13 +69,13 @@ def train_grpo(
     judge: Judge,
     plan: GRPOPlan,
     session: Session,
-    backend: TorchBackend,
     evaluate: Callable[[int], dict],
 ) -> None:
     """Train what a placed model leaves trainable by GRPO, one update for each rollout.
 
     reference: the placed, frozen model that the KL is taken to; None where the plan's beta is 0.
     """
+    backend = session.backend
     optimizer = backend.optimizer(parameter_groups(model, plan.learning_rate, plan.learning_rate))
     stream = None
     for step in session.steps("grpo", plan.steps, *resumable(model, optimizer), evaluate):

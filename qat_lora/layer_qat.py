@@ -40,7 +40,7 @@ class LayerPlan:
             raise UserError(f"--layer-learning-rate {self.learning_rate} must be above 0")
 
 
-def train_layers(student: nn.Module, batches: list[dict], plan: LayerPlan, session: Session, backend: TorchBackend):
+def train_layers(student: nn.Module, batches: list[dict], plan: LayerPlan, session: Session):
     """Train the blocks of a placed student in order, on `batches` (dicts of tokens [B, L], all of one shape).
 
     Loss: `relative_error` of what the block makes of the inputs that the trained blocks before it produce, to what the
@@ -48,6 +48,7 @@ def train_layers(student: nn.Module, batches: list[dict], plan: LayerPlan, sessi
     times the cached distillation loss of the whole model, the later blocks in full precision (batches then carry index,
     prob and mask). Each of several workers has batches of its own, and all train as on one larger batch.
     """
+    backend = session.backend
     layers = decoder_layers(student)
     current, optimizer, saved = -1, None, None
     inputs, kwargs, targets, known = [], {}, [], -1  # `targets`: what the full-precision model's block `known` answers

@@ -200,7 +200,6 @@ def train_qat(
     train: Dataset,
     plan: QATPlan,
     session: Session,
-    backend: TorchBackend,
     evaluate: Callable[[int, nn.Module], dict],
     stage: str = "qat",
 ) -> None:
@@ -209,6 +208,7 @@ def train_qat(
     train: KDCacheDataset. evaluate(step, model) gives held-out figures, and keeps the best state if it likes; model is
     the student, or its moving average.
     """
+    backend = session.backend
     kept = {name: p for name, p in student.named_parameters() if p.requires_grad}  # of earlier stages too
     select_parameters(student, plan.scope)
     optimizer = backend.optimizer(parameter_groups(student, plan.learning_rate, plan.scale_learning_rate))
@@ -242,7 +242,6 @@ def train_plain(
     loss_of: Callable,
     plan: Plan,
     session: Session,
-    backend: TorchBackend,
     evaluate: Callable[[int], dict],
     stage: str,
     best: dict | None = None,
@@ -251,6 +250,7 @@ def train_plain(
 
     best: what evaluate keeps there, plain values and host tensors, goes through checkpoints.
     """
+    backend = session.backend
     groups = parameter_groups(model, plan.learning_rate, plan.learning_rate)
     optimizer = backend.optimizer([group | {"weight_decay": plan.weight_decay} for group in groups])
     stream = None

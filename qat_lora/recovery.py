@@ -188,13 +188,13 @@ def train_recovery_lora(
     plan: Plan,
     anchor: Anchor | None,
     session: Session,
-    backend: TorchBackend,
     evaluate: Callable[[int], dict],
 ) -> None:
     """Train the adapter of a placed PEFT model; the student below it stays frozen, gradients cross it.
 
     mode: "kd" (train is a KDCacheDataset), "sft" or "recover" (train is a TextDataset).
     """
+    backend = session.backend
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = backend.optimizer([{"params": trained, "lr": plan.learning_rate}])
 

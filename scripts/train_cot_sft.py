@@ -136,7 +136,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     if cfg.final_answers:
         exam.write(model, cfg.final_answers, run, "baseline")
     train_plain(
-        model, data.train, packed_loss, plan, session, backend,
+        model, data.train, packed_loss, plan, session,
         lambda step: exam.glance(model, cfg.batch_size, cfg.eval_answers), "sft",
     )  # fmt: skip
     figures = exam.write(model, cfg.final_answers, run, "final") if cfg.final_answers else {}

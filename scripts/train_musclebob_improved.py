@@ -124,12 +124,12 @@ def main(cfg: Config) -> None:
     try:
         validate(cfg, run, examiner, model, "baseline")
         if rows:
-            train_plain(model, rows, text_loss, sft, session, backend, evaluate, "sft")
+            train_plain(model, rows, text_loss, sft, session, evaluate, "sft")
             keep(model, tokenizer, run.path / "sft_model")
             validate(cfg, run, examiner, model, "post_sft")
         if grpo.steps:
             reference = start_of_grpo(cfg, run, backend)
-            train_grpo(model, reference, prompts, judge_of(questions, examiner), grpo, session, backend, evaluate)
+            train_grpo(model, reference, prompts, judge_of(questions, examiner), grpo, session, evaluate)
     finally:  # a run that is stopped keeps its history, too
         write_history(run)
     finish(cfg, run, examiner, model, session)

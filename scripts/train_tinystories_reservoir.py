@@ -145,7 +145,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
             best.update(figures={"step": step, **figures}, state=state)
         return figures
 
-    train_plain(model, train, story_loss, plan, session, backend, evaluate, "train", best)
+    train_plain(model, train, story_loss, plan, session, evaluate, "train", best)
     cost = session.cost()
     if backend.is_main:
         finish(run, model, stories, Sampling(cfg.temperature, cfg.top_k, cfg.top_p), backend, best, cost)

@@ -58,7 +58,7 @@ def train(new_model, make_session, prompts, backend):
     def run(name="run", save=0, **changes):
         model, reference, session = new_model(), new_model().requires_grad_(False), make_session(name, backend, save)
         backend.seed(0)
-        train_grpo(model, reference, prompts, judge, make_plan(**changes), session, backend, lambda step: {})
+        train_grpo(model, reference, prompts, judge, make_plan(**changes), session, lambda step: {})
         return model, [line for line in session.run.metrics() if "loss" in line]
 
     return run
@@ -210,7 +210,7 @@ def test_sft_learns_completions(new_model, make_session, backend):
     mask[:, 8:] = 1
     data, session = TextDataset(Rows(tokens, mask), completions_only=True), make_session("sft", backend)
     plan = Plan(20, 4, 1, 1e-2, 2, 1.0, seed=0)
-    train_plain(new_model(), data, text_loss, plan, session, backend, lambda step: {}, "sft")
+    train_plain(new_model(), data, text_loss, plan, session, lambda step: {}, "sft")
     losses = [line["loss"] for line in session.run.metrics() if "loss" in line]
     assert losses[-1] < 0.5 * losses[0]
 

@@ -42,7 +42,7 @@ def train(new_student, make_session, data, backend):
 
     def run(plan=PLAN, name="run"):
         student, session = new_student(), make_session(name, backend)
-        train_layers(student, data[0], plan, session, backend)
+        train_layers(student, data[0], plan, session)
         return student, session.run.metrics()
 
     return run
@@ -76,7 +76,7 @@ def test_only_the_current_block_moves(new_student, make_session, data, backend, 
 
     monkeypatch.setattr(layer_qat, "_update", watched)
     plan = dataclasses.replace(PLAN, steps=2, kd_weight=0.5)
-    train_layers(student, data[0], plan, make_session("run", backend), backend)
+    train_layers(student, data[0], plan, make_session("run", backend))
     for index in (0, 1):
         names = {f"model.layers.{index}.{name}" for name, _ in decoder_layers(student)[index].named_parameters()}
         first, second = (moved for block, moved in seen if block == index)
@@ -100,7 +100,7 @@ def test_targets_are_the_full_precision_models(new_student, make_session, data, 
     """By hand for the first step of the second block, with HF's own hidden states: input from the student, whose first
     block is trained by then; target from the original model, no block of which is quantised."""
     student, original, session = new_student(), new_student(), make_session("run", backend)
-    train_layers(student, data[0], dataclasses.replace(PLAN, steps=3), session, backend)
+    train_layers(student, data[0], dataclasses.replace(PLAN, steps=3), session)
     tokens = data[0][0]["tokens"]
     with torch.no_grad():
         embedded, kwargs = block_inputs(original, tokens)
@@ -156,7 +156,7 @@ def test_a_resumed_run_is_an_uninterrupted_one(new_student, make_session, data, 
     """Three updates a block, killed after the checkpoint of update `stop`: within a block and between two."""
     plan = dataclasses.replace(PLAN, steps=3)
     whole, session = new_student(), make_session("whole", backend)
-    train_layers(whole, data[0], plan, session, backend)
+    train_layers(whole, data[0], plan, session)
     first = make_session("run", backend, save=1)
     save = first._save
 
@@ -167,9 +167,9 @@ def test_a_resumed_run_is_an_uninterrupted_one(new_student, make_session, data, 
 
     monkeypatch.setattr(first, "_save", die)
     with pytest.raises(KeyboardInterrupt):
-        train_layers(new_student(), data[0], plan, first, backend)
+        train_layers(new_student(), data[0], plan, first)
     student, second = new_student(), make_session("run", backend)
-    train_layers(student, data[0], plan, second, backend)
+    train_layers(student, data[0], plan, second)
     losses = [[line["loss"] for line in s.run.metrics()] for s in (second, session)]
     assert losses[0] == losses[1]
     assert all(torch.equal(p, q) for p, q in zip(student.parameters(), whole.parameters()))

@@ -38,7 +38,7 @@ def train(new_student, make_session, data, backend):
 
     def run(plan=PLAN, name="run", backend=backend):
         student, session = new_student(), make_session(name, backend)
-        train_qat(student, data[0], plan, session, backend, lambda step, model: {})
+        train_qat(student, data[0], plan, session, lambda step, model: {})
         return student, [line for line in session.run.metrics() if "loss" in line]
 
     return run
@@ -149,7 +149,7 @@ def test_the_rate_that_is_logged_is_the_one_in_use(new_student, data, make_sessi
     backend = Watching("cpu", "fp32")
     session = make_session("run", backend)
     plan = dataclasses.replace(PLAN, scale_learning_rate=PLAN.learning_rate / 4)
-    train_qat(new_student(), data[0], plan, session, backend, lambda step, model: {})
+    train_qat(new_student(), data[0], plan, session, lambda step, model: {})
     logged = [line["lr"] for line in session.run.metrics() if "loss" in line]
     assert [rates[0] for rates in backend.rates] == pytest.approx(logged)
     assert [rates[1] for rates in backend.rates] == pytest.approx([rate / 4 for rate in logged])

@@ -55,7 +55,7 @@ def train(new_model, make_session, data, backend):
     def run(plan=PLAN, mode="kd", anchor=None, train=data[0], name="run"):
         model, session = new_model(), make_session(name, backend)
         anchor = anchor and anchor(model)
-        train_recovery_lora(model, train, mode, plan, anchor, session, backend, lambda step: {})
+        train_recovery_lora(model, train, mode, plan, anchor, session, lambda step: {})
         return model, [line for line in session.run.metrics() if "loss" in line]
 
     return run
@@ -333,7 +333,7 @@ def test_a_resumed_run_is_an_uninterrupted_one(new_model, make_session, data, ba
 
     monkeypatch.setattr(first, "_save", die)
     with pytest.raises(KeyboardInterrupt):
-        train_recovery_lora(new_model(), data[0], "kd", PLAN, None, first, backend, lambda step: {})
+        train_recovery_lora(new_model(), data[0], "kd", PLAN, None, first, lambda step: {})
     torch.manual_seed(99)
     resumed, again = train(name="run")
     assert [line["loss"] for line in again] == [line["loss"] for line in lines]

@@ -47,7 +47,7 @@ def test_only_the_scope_moves(scope, moves, new_student, data, make_session, bac
     student, plan = new_student(StudentSpec("int2/g32", "balanced4/g32")), dataclasses.replace(PLAN, scope=scope)
     trained = {name for name, p in student.named_parameters() if p.requires_grad}
     before = values_of(student)
-    train_qat(student, data[0], plan, make_session("run", backend), backend, no_figures)
+    train_qat(student, data[0], plan, make_session("run", backend), no_figures)
     moved = {name for name, p in student.named_parameters() if not torch.equal(p, before[name])}
     assert moved and moved == {name for name in trained if moves(name)}
 
@@ -88,7 +88,7 @@ def test_the_average_is_measured_and_training_goes_on_without_it(new_student, da
             measured[name] = model
             return {}
 
-        train_qat(students[name], data[0], plan, make_session(name, backend), backend, evaluate)
+        train_qat(students[name], data[0], plan, make_session(name, backend), evaluate)
     assert measured["plain"] is students["plain"]
     average = values_of(measured["average"])
     for name, value in values_of(students["plain"]).items():
@@ -117,7 +117,7 @@ def test_a_resumed_run_keeps_its_average(new_student, data, make_session, backen
                 record(**values)
 
             session.record = killing
-        train_qat(new_student(), data[0], plan, session, backend, evaluate)
+        train_qat(new_student(), data[0], plan, session, evaluate)
 
     run("whole", "whole")
     with pytest.raises(KeyboardInterrupt):
@@ -134,7 +134,7 @@ def test_scales_alone_learn_and_codes_stay(new_student, data, make_session, back
     freeze(student)
     free_scales(student.requires_grad_(False))
     plan = dataclasses.replace(PLAN, steps=60, scale_learning_rate=1e-2)
-    train_qat(student, data[0], plan, make_session("run", backend), backend, no_figures, stage="scales")
+    train_qat(student, data[0], plan, make_session("run", backend), no_figures, stage="scales")
     assert heldout_figures(student, data[1], backend, 4, 8)["heldout_kl"] < 0.95 * before
     for name, layer in quantized_layers(student).items():
         assert torch.equal(layer.quantizer.codes, codes[name])

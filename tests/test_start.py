@@ -90,7 +90,7 @@ def test_a_block_of_the_layer_stage_is_compensated_when_its_turn_comes(
         initialise(student)
         plan = LayerPlan(1, 1e-9, 1.0, compensate=compensate)
         session = make_session(f"run{compensate}", backend)
-        train_layers(student, calibration, plan, session, backend)
+        train_layers(student, calibration, plan, session)
         heldout[compensate] = heldout_figures(student, data[1], backend, 4, 8)["heldout_kl"]
         losses[compensate] = [line["loss"] for line in session.run.metrics()]
     assert heldout[True] < 0.9 * heldout[False]

@@ -87,7 +87,7 @@ def _days(count: int) -> Callable[[date], tuple[date, str]]:
         while total > (length := calendar.monthrange(month.year, month.month)[1]):
             parts.append(f"{_month(month)} has {length} days, and {total} − {length} = {total - length}")
             total, month = total - length, later(month.replace(day=1), 1)
-        if month is when:
+        if len(parts) == 1:
             parts.append(f"{_month(month)} has {length} days")
         return when + timedelta(count), "; ".join(parts) + "."
 

@@ -103,7 +103,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     backend.place(student)
 
     calibration = first_batches(train, cfg.layer_rows, cfg, backend.rank, backend.world_size) if cfg.layer_steps else []
-    train_layers(student, calibration, layer_plan(cfg), session, backend)
+    train_layers(student, calibration, layer_plan(cfg), session)
     if backend.is_main and cfg.layer_steps and not session.resumed:
         save_student(run.path / "layerwise.pt", student, cfg.model, spec, {"stage": "layers"})
     if cfg.gradient_checkpointing:
@@ -117,7 +117,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
             save_student(best, model, cfg.model, spec, {"step": done, "trained": trained or done > 0, **figures})
         return figures
 
-    train_qat(student, train, plan, session, backend, evaluate)
+    train_qat(student, train, plan, session, evaluate)
     if cfg.scale_steps:
         thaw_scales(student, run.path, backend)
         plan = dataclasses.replace(
@@ -126,7 +126,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
             scope="all",
             learning_rate=plan.scale_learning_rate,  # the one that is logged
         )
-        train_qat(student, train, plan, session, backend, evaluate, stage="scales")
+        train_qat(student, train, plan, session, evaluate, stage="scales")
     cost = session.cost()
     if backend.is_main:
         best = session.best("heldout_kl")

@@ -96,7 +96,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
             save_adapter(model, adapter, fingerprint)
         return figures
 
-    train_recovery_lora(model, train, cfg.mode, plan, anchor, session, backend, evaluate)
+    train_recovery_lora(model, train, cfg.mode, plan, anchor, session, evaluate)
     cost = session.cost()
     if backend.is_main:
         best, bits = session.best(figure), bits_per_weight(student, adapter_values(model))

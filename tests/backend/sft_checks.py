@@ -50,7 +50,7 @@ def training(backend, checkpointing: bool, dropout: float = 0.0) -> dict:
         given.append(graphs())
         return packed_loss(model, batch)
 
-    train_plain(model, data.train, loss_of, plan, session, backend, lambda step: exam.glance(model, 4, 3), "sft")
+    train_plain(model, data.train, loss_of, plan, session, lambda step: exam.glance(model, 4, 3), "sft")
     save_adapter(model, folder / "adapter", None)
     gap = merged(model, MODEL, None, folder / "adapter", data.train[0]["tokens"], CPU)[1]
     lines = [line | {"compiles": line.get("compiles", 0) - before} for line in run.metrics()]

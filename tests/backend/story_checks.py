@@ -83,7 +83,7 @@ def training(kind: str) -> dict:
         def evaluate(step: int, model=model, backend=backend) -> dict:
             return heldout(model, stories, 32, 64, backend)
 
-        train_plain(model, Blocks(stories.train, 32), story_loss, Plan(10, 4, 1, 1e-2, 2, 1.0, 0), session, backend,
+        train_plain(model, Blocks(stories.train, 32), story_loss, Plan(10, 4, 1, 1e-2, 2, 1.0, 0), session,
                     evaluate, "train")  # fmt: skip
         lines[name] = [line | {"compiles": line.get("compiles", 0) - before} for line in run.metrics()]
         for count in (4, 9) if name == "xla" else ():

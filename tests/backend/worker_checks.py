@@ -42,7 +42,7 @@ def train(backend, model: str, cache: str, out: Path, reduced: bool = True, watc
         steps=STEPS, batch_size=GLOBAL_BATCH // backend.world_size, accumulation=1, learning_rate=1e-4, warmup_steps=1,
         clip_grad_norm=0.1, seed=0, scale_learning_rate=1e-4,
     )  # fmt: skip
-    train_qat(student, KDCacheDataset(cache), plan, session, backend, evaluate=lambda step, model: {})
+    train_qat(student, KDCacheDataset(cache), plan, session, evaluate=lambda step, model: {})
     trained = {name: p for name, p in student.named_parameters() if p.requires_grad}
     save_file(backend.to_host(trained), out / f"worker{backend.rank}.safetensors")
 

@@ -121,7 +121,7 @@ def qat() -> dict:
             return heldout_figures(model, data, backend, 2, 5)
 
         backend.seed(0)
-        train_qat(student, data, plan, session, backend, evaluate)
+        train_qat(student, data, plan, session, evaluate)
         logged[name] = lines(session)
     return {"lines": logged, "end": XLA.counters()}
 
@@ -139,7 +139,7 @@ def scales() -> dict:
         def evaluate(step: int, model, data=data, backend=backend) -> dict:
             return heldout_figures(model, data, backend, 2, 5)
 
-        train_qat(student, data, plan, session, backend, evaluate, stage="scales")
+        train_qat(student, data, plan, session, evaluate, stage="scales")
         logged[name] = lines(session)
     return {"lines": logged, "end": XLA.counters()}
 
@@ -157,7 +157,7 @@ def recovery() -> dict:
             save_adapter(model, OUT / f"adapter-{name}", "student")
             return heldout_figures(model, data, backend, 2, 4)
 
-        train_recovery_lora(model, data, "kd", plan, anchor, session, backend, evaluate)
+        train_recovery_lora(model, data, "kd", plan, anchor, session, evaluate)
         logged[name] = lines(session)
     xla, cpu = (load_file(OUT / f"adapter-{name}" / "adapter_model.safetensors") for name in ("xla", "cpu"))
     return {"lines": logged, "end": XLA.counters(), "adapter": apart(xla, cpu)}
@@ -172,7 +172,7 @@ def layers() -> dict:
         student = make_student(backend, LlamaForCausalLM(config).eval())
         session = open_session(f"layers-{name}", backend, Every(log=1, save=5))
         stream = batches(data, 2, 1, 0)
-        train_layers(student, [next(stream) for _ in range(2)], LayerPlan(3, 1e-3, 1.0), session, backend)
+        train_layers(student, [next(stream) for _ in range(2)], LayerPlan(3, 1e-3, 1.0), session)
         logged[name] = lines(session)
     return {"lines": logged, "end": XLA.counters()}
 
@@ -329,7 +329,7 @@ def grpo() -> dict:
         greedy = examiner.answers(model, questions, 1, Sampling(0.0))
         return {"answers": len(sampled + greedy), "perplexity": examiner.perplexity(reference, sampled, 2)}
 
-    train_grpo(model, reference, prompts, low_tokens, plan, session, XLA, evaluate)
+    train_grpo(model, reference, prompts, low_tokens, plan, session, evaluate)
     end, figures = XLA.counters(), {}
     answered = answer(model, batches(prompts, 2, 1, 1), low_tokens, plan, XLA)
     for name, backend in (("xla", XLA), ("cpu", CPU)):
