@@ -25,7 +25,7 @@ from transformers import TrainerCallback
 from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.data.batches import batches
 from qat_lora.data.legal import generate
-from qat_lora.data.legal_answers import NUMBERS, SYSTEM, checked_rows, document, messages, response
+from qat_lora.data.legal_answers import NUMBERS, checked_rows, document, messages, response
 from qat_lora.data.sft import PackedExamples, encoded
 from qat_lora.errors import UserError
 from qat_lora.models.loading import EMBEDDED, load_model, load_tokenizer
@@ -106,7 +106,7 @@ class Ours:
 
     def __init__(self, cfg: Config, backend: TorchBackend, rows: list[dict]):
         tokenizer = load_tokenizer(cfg.model)
-        examples = [encoded(row["id"], document(row, tokenizer, SYSTEM), tokenizer) for row in rows]
+        examples = [encoded(row["id"], document(row, tokenizer), tokenizer) for row in rows]
         longest = max(len(example.tokens) for example in examples)
         if longest > cfg.length:
             raise UserError(f"--length {cfg.length} is less than {longest}, the longest example")
@@ -169,7 +169,7 @@ def run_pairs(cfg: Config, backend: TorchBackend, ours: Ours | None, rows: list[
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     talks = [
-        {"prompt": messages(row["question"], SYSTEM), "completion": [{"role": "assistant", "content": response(row)}]}
+        {"prompt": messages(row["question"]), "completion": [{"role": "assistant", "content": response(row)}]}
         for row in rows
     ]
     lora = LoraConfig(

@@ -24,3 +24,10 @@ def training_memory(
         "weights as multiplied, logits": width * (trained + frozen) + 3 * CHUNK_BYTES,
     }
     return {name: size / 1e9 for name, size in parts.items()} | {"total": sum(parts.values()) / 1e9}
+
+
+def cache_memory(config, rows: int, length: int, bf16: bool) -> float:
+    """GB (1e9 bytes) of the keys and values of `rows` completions of `length` tokens, prompts included."""
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    values = 2 * config.num_hidden_layers * config.num_key_value_heads * head * rows * length
+    return (2 if bf16 else 4) * values / 1e9

@@ -13,13 +13,13 @@ in the list, and what is not there is marked. Greedy unless --temperature. CPU a
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from pathlib import Path
 
 from qat_lora.backend import open_backend, resolve
 from qat_lora.data.legal import AUTHORITIES
-from qat_lora.data.legal_answers import SYSTEM, Answer, Authorities, messages
+from qat_lora.data.legal_answers import Answer, Authorities, messages
 from qat_lora.errors import UserError
 from qat_lora.experiments.legal_page import CUT_OFF, STYLE, page, verdict_line, verdicts
 from qat_lora.models.generate import Stream, check_device, check_sampling
@@ -41,7 +41,7 @@ class Config(ScriptConfig):
     web: bool = option(False, "open a page instead")
     host: str = option("127.0.0.1", "address of the page; 0.0.0.0 lets other machines in")
     port: int = option(7860, "port of the page")
-    max_new_tokens: int = option(256, "longest answer in tokens")
+    max_new_tokens: int | None = option(None, "longest answer in tokens; default: as in the run, else 256")
     temperature: float = option(0.0, "0 is greedy; above it sampling")
     top_p: float = option(1.0, "sample from the most probable tokens that hold this share")
 
@@ -62,7 +62,7 @@ def main(cfg: Config) -> None:
     def ask(question: str) -> Stream:
         backend.seed(cfg.seed)
         return Stream(
-            model, tokenizer, messages(question, SYSTEM), backend, max_new_tokens=cfg.max_new_tokens,
+            model, tokenizer, messages(question), backend, max_new_tokens=cfg.max_new_tokens,
             temperature=cfg.temperature, top_p=cfg.top_p, thinking=False,
         )  # fmt: skip
 
@@ -87,28 +87,32 @@ def check(cfg: Config) -> None:
 
 
 def from_run(cfg: Config) -> Config:
-    """The config with what a run directory says: its base model and adapter, or the whole model it trained."""
+    """The config with what a run directory says: its base model and adapter, or the whole model it trained, and how
+    long its answers may be."""
     if cfg.run is None:
-        return cfg
+        return replace(cfg, max_new_tokens=256) if cfg.max_new_tokens is None else cfg
     given = [f"--{n}" for n in ("model", "checkpoint", "adapter", "authorities") if getattr(cfg, n) is not None]
     if given:
         raise UserError(f"--run {cfg.run} says what {given[0]} is; leave one of them out")
     folder = Path(cfg.run)
-    model = read_config(folder).get("model")
-    if not isinstance(model, str):
+    trained = read_config(folder)
+    model, length = trained.get("model"), trained.get("max_new_tokens")
+    if not isinstance(model, str) or not isinstance(length, int):
         raise UserError(
-            f"{folder / 'config.yaml'} does not say which model was trained: it is damaged, or of another script"
+            f"{folder / 'config.yaml'} does not say which model was trained, or how long it answers: it is damaged, or "
+            "of another script"
         )
     if not (folder / "model").is_dir():
         raise UserError(f"--run {cfg.run} holds no model/: it has not finished; --resume it with train_cot_sft.py")
     found = {"authorities": str(folder / "authorities.json")}
+    found |= {"max_new_tokens": length} if cfg.max_new_tokens is None else {}
     if (folder / "adapter").is_dir():
         base = folder / "base.pt"
         found |= {"model": model, "adapter": str(folder / "adapter")}
         found |= {"checkpoint": str(base)} if base.exists() else {}
     else:
         found["model"] = str(folder / "model")
-    return Config(**(vars(cfg) | found))
+    return replace(cfg, **found)
 
 
 def read_authorities(path: str | None) -> Authorities:

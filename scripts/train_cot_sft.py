@@ -8,10 +8,11 @@ of thought.
 
 The loss is on the answer alone, weighted by section if asked; examples are packed into rows of --length tokens, none of
 which sees another. Whole groups of near-duplicates are held out. metrics.jsonl: loss, grad_norm, lr, tokens_per_s; at
-every evaluation heldout_nll, heldout_ppl and the same of each section, and over greedy answers to held-out questions
-format, accuracy, citation_precision, citation_recall, invented. The run directory also gets data.json (what was left
-out, by id), authorities.json (what may be cited), baseline_ and final_evaluation.json with every answer, adapter/ and
-model/, the whole model with the adapter merged. docs/cot-sft.md says what to expect. Untested on hardware: TPU, CUDA.
+every evaluation heldout_nll, heldout_ppl and the same of each section, and over --eval-answers greedy answers to
+held-out questions format, accuracy, citation_precision, citation_recall, invented. The run directory also gets
+data.json (what was left out, by id), authorities.json (what may be cited), baseline_ and final_evaluation.json with
+every answer, adapter/ and model/, the whole model with the adapter merged. docs/cot-sft.md says what to expect.
+Untested on hardware: TPU, CUDA.
 """
 
 from dataclasses import asdict, dataclass
@@ -33,7 +34,7 @@ from qat_lora.experiments.cot_sft import (
     wandb_mirror,
     write_whole,
 )
-from qat_lora.memory import training_memory
+from qat_lora.memory import cache_memory, training_memory
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import EMBEDDED, check_length, load_tokenizer, weights_fingerprint
 from qat_lora.qat import Plan, train_plain
@@ -104,8 +105,9 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     weights = section_weights(cfg.section_weights)
     data = law_data(rows, tokenizer, cfg.length, weights, cfg.heldout_fraction, cfg.batch_size, cfg.seed)
     plan = plan_of(cfg, data, workers)
-    base = load_base(cfg.model, cfg.quantize, backend.is_main)
-    student = base_content(base, cfg.model, cfg.quantize) if backend.is_main else None
+    with_values = backend.is_main and not cfg.dry_run
+    base = load_base(cfg.model, cfg.quantize, with_values)
+    student = base_content(base, cfg.model, cfg.quantize) if with_values else None
     fingerprint = None if cfg.dry_run else backend.group.on_main(lambda: weights_fingerprint(base))
     model = adapted(cfg, base)
     ends = backend.group.on_main(lambda: tuple(end_tokens(model, tokenizer)))  # the others have no generation config
@@ -220,6 +222,8 @@ def describe(cfg: Config, model: nn.Module, backend: TorchBackend, data: LawData
         model.config, trained, whole - trained, cfg.batch_size, cfg.length, backend.bf16, cfg.gradient_checkpointing
     )
     say("memory of a worker (estimated): " + ", ".join(f"{name} {size:.2f} GB" for name, size in parts.items()))
+    cache = cache_memory(model.config, cfg.answer_rows, cfg.max_prompt_length + cfg.max_new_tokens, backend.bf16)
+    say(f"and while it is examined: keys and values of {cfg.answer_rows} answers {cache:.2f} GB")
 
 
 if __name__ == "__main__":

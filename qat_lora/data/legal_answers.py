@@ -73,9 +73,9 @@ def group(row: dict) -> str:
     return f"{row['topic'].lower()}: {without_figures(PARTY.sub('a party', row['question'].lower()))}"
 
 
-def messages(question: str, system: str | None) -> list[dict]:
-    asked = [{"role": "user", "content": question}]
-    return [{"role": "system", "content": system}, *asked] if system else asked
+def messages(question: str) -> list[dict]:
+    """What the model is asked, as chat messages."""
+    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
 
 
 def readable(row: dict) -> bool:
@@ -94,7 +94,7 @@ def response(row: dict) -> str:
     return "\n".join(_parts(row))
 
 
-def document(row: dict, tokenizer, system: str | None) -> Document:
+def document(row: dict, tokenizer) -> Document:
     """The row as the chat template renders it, with the answer's sections numbered as in NUMBERS; the opening of the
     answer counts to the first, its end to the last. Raises UserError that names the row's id."""
     said = response(row)
@@ -103,7 +103,7 @@ def document(row: dict, tokenizer, system: str | None) -> Document:
     if held:
         raise UserError(f"row {row['id']}: its text holds {held[0]}, which the tokenizer takes for a sign; remove it")
     try:
-        (rendered,) = render_chat([*messages(row["question"], system), {"role": "assistant", "content": said}],
+        (rendered,) = render_chat([*messages(row["question"]), {"role": "assistant", "content": said}],
                                   tokenizer, "off")  # fmt: skip
     except UserError as error:
         raise UserError(f"row {row['id']}: {error}") from error
@@ -128,7 +128,7 @@ FIGURE = re.compile(
     r"|\b(?P<count>\d+) (?P<unit>day|week|month|year)s?\b"
 )
 SIZES = {"thousand": 1e3, "k": 1e3, "million": 1e6, "m": 1e6, "billion": 1e9, "bn": 1e9, None: 1}
-TITLE = re.compile(rf"^[ *#]*({'|'.join(SECTIONS.values())})[ *]*:[ *]*", re.MULTILINE)
+TITLE = re.compile(rf"^[ *#]*({'|'.join(SECTIONS.values())})[ *]*:\** *", re.MULTILINE)
 
 
 def figure(text: str) -> str | None:
@@ -181,7 +181,9 @@ class Answer:
 
 
 # -- citations -------------------------------------------------------------------------------------------------------
-PLACE = r"(?:ss?|sections?|regs?|regulations?|arts?|articles?|rr?|rules?|paras?|sch)\.? ?\d[\w.()/–-]*"
+PLACES = {"s": "sections?|sec|ss?", "reg": "regulations?|regs?", "art": "articles?|arts?", "r": "rules?|rr?",
+          "para": "paragraphs?|paras?", "sch": "schedules?|sch"}  # fmt: skip
+PLACE = rf"(?:{'|'.join(PLACES)}) \d[\w.()/–-]*"
 REPORT = r"[\[(][12]\d{3}[\])](?: [\w&]+){0,5}"  # as in Froom v Butcher [1976] QB 286
 NAME = r"(?:[A-Z]\w{0,2}\.|[A-Z][\w'’&-]*)"  # only what is short is abbreviated
 JOINED = r"(?:,? (?:and|of|the|for|from|in|to|on|or|application|\([^)]*\)))*,? "
@@ -198,18 +200,19 @@ GAP = " § "  # stands where something was found, so that what is around it does
 
 def citations(section: str) -> set[str]:
     """The entries of a citation section, which stand between semicolons or line ends."""
-    entries = {_spaced(entry).strip(" .-*•") for entry in re.split(r"[;\n]", section)}
+    entries = {_spelled(entry).strip(" .-•") for entry in re.split(r"[;\n]", section)}
     return {entry for entry in entries if entry.lower() not in NOTHING}
 
 
 class Authorities:
-    """A closed list of what may be cited, found in texts however it is spaced.
+    """A closed list of what may be cited, found in texts however it is spaced and its places are spelled: "Limitation
+    Act 1980, s 5", "Limitation Act 1980 section 5" and "s. 5 of the Limitation Act 1980" are one.
 
     An authority is a title (an Act, Rules, a case) and, mostly, a place in it or a report.
     """
 
     def __init__(self, names: Sequence[str]):
-        self.names = tuple(dict.fromkeys(_spaced(name) for name in names if name.strip()))
+        self.names = tuple(dict.fromkeys(_spelled(name) for name in names if name.strip()))
         titles = {re.split(rf", (?={PLACE}$)| (?={REPORT})", name)[0] for name in self.names}
         self.known, self.elsewhere = (self._any(found) for found in (self.names, titles))
 
@@ -241,15 +244,21 @@ class Authorities:
                 into.update(OPENING.sub("", name) if into is others else name for name in found)
             return re.sub(pattern, GAP, text)
 
-        rest = _spaced(text.replace("\n", GAP))
+        rest = _spelled(text.replace("\n", GAP))
+        rest = re.sub(rf"(?<![\w-])({PLACE}) of (?:the )?({self.elsewhere})(?!\w|, {PLACE})", r"\2, \1", rest)
+        rest = re.sub(rf"(?<![\w-])({self.elsewhere}) (?={PLACE})", r"\1, ", rest)
         rest = take(rf"(?<![\w-])(?:{self.known})(?![\w(/–-]|\.\d)", known, rest)
         rest = take(rf"(?<![\w-])(?:{self.elsewhere})(?:,? {PLACE}| {REPORT})", others, rest)
         rest = take(rf"(?<![\w-])(?:{self.elsewhere})", None, rest)
         return known, others, take(LOOSE, others, rest)
 
 
-def _spaced(text: str) -> str:
-    return " ".join(text.split())
+def _spelled(text: str) -> str:
+    """A text with one space between words, no marks of emphasis, and places in Acts spelled as in PLACES."""
+    text = " ".join(re.sub("[*_]", "", text).split())
+    for short, words in PLACES.items():
+        text = re.sub(rf"(?<![\w'’])(?:{words})\.? ?(?=\d{{1,3}}(?!\d))", f"{short} ", text, flags=re.IGNORECASE)
+    return re.sub(rf"(?<=\b\d{{4}}) (?={PLACE})", ", ", text)
 
 
 def score(answers: Sequence[Answer], rows: Sequence[dict], authorities: Authorities) -> dict[str, dict]:

@@ -19,28 +19,30 @@ def read_rows(
     config: str | None = None,
     split: str = "train",
     streaming: bool = False,
+    mend: str | None = None,
 ) -> Iterator[dict]:
     """Open `source` and iterate over its rows, each a dict of columns.
 
     source is "embedded" (pydoc_data.topics, one {"text": ...} a topic in sorted key order), a local .txt (the whole
     file is one {"text": ...}), .jsonl or .parquet file (both read row by row), or the name of a hub dataset. `config`
     and `streaming` concern hub datasets only. Without a hub, a dataset that is in the local cache is read from there.
+    mend: what an error about the hub advises, for callers that take other sources than these.
     The first row is read at once, so that a bad source fails here and not at the first use of the iterator.
     Raises UserError for a source that is missing, unreadable or empty, for a malformed row (while iterating), and for
     a `split` other than "train" where the source has no splits, because train rows would then pass for held-out ones.
     """
-    rows = _open(source, config, split, streaming)
+    rows = _open(source, config, split, streaming, mend)
     first = next(rows, None)
     if first is None:
         raise UserError(f'"{source}" holds no rows; choose another source')
     return chain([first], rows)
 
 
-def _open(source: str, config: str | None, split: str, streaming: bool) -> Iterator[dict]:
+def _open(source: str, config: str | None, split: str, streaming: bool, mend: str | None) -> Iterator[dict]:
     path = Path(source).expanduser()
     is_local = source == EMBEDDED or _looks_like_path(source, path)
     if not is_local:
-        return _hub_rows(source, config, split, streaming)
+        return _hub_rows(source, config, split, streaming, mend)
     if split != "train":
         raise UserError(f'split="{split}" needs a hub dataset: "{source}" has no splits; leave split at "train"')
     return _embedded_rows() if source == EMBEDDED else _file_rows(path)
@@ -109,25 +111,25 @@ def _parquet_rows(path: Path) -> Iterator[dict]:
 FILE_READERS = {".txt": _txt_rows, ".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
 
 
-def _hub_rows(source: str, config: str | None, split: str, streaming: bool) -> Iterator[dict]:
+def _hub_rows(source: str, config: str | None, split: str, streaming: bool, mend: str | None) -> Iterator[dict]:
     import datasets
     from huggingface_hub.errors import HTTPError
 
     fault = hub_fault("dataset", source)
     if fault and "/" not in source:
         # `datasets` takes "json" and its like for a file format and reads whatever the working directory holds.
-        raise _hub_error(source, fault)
+        raise _hub_error(source, fault, mend)
     try:
         with _offline(datasets.config) if fault else nullcontext():
             yield from datasets.load_dataset(source, config, split=split, streaming=streaming)
     except (OSError, ValueError, RuntimeError, HTTPError, datasets.exceptions.DatasetsError) as error:
         # A ValueError comes from a dataset that was found (in the cache, without a hub): no such split or config.
         reason = fault if fault and not isinstance(error, ValueError) else first_line(error)
-        raise _hub_error(source, reason) from error
+        raise _hub_error(source, reason, mend) from error
 
 
-def _hub_error(source: str, reason: str) -> UserError:
-    mend = f'use "{EMBEDDED}" or a local {_either(FILE_READERS)} file'
+def _hub_error(source: str, reason: str, mend: str | None) -> UserError:
+    mend = mend or f'use "{EMBEDDED}" or a local {_either(FILE_READERS)} file'
     return UserError(f'cannot read "{source}" from the hub: {reason}; {mend}')
 
 

@@ -13,7 +13,6 @@ from qat_lora.backend import TorchBackend
 from qat_lora.data.legal import generate
 from qat_lora.data.legal_answers import (
     NUMBERS,
-    SYSTEM,
     Answer,
     Authorities,
     checked_rows,
@@ -51,6 +50,7 @@ from qat_lora.sft import heldout_sections
 
 LOGIT_GAP = 1e-4  # largest difference of a logit between adapter and merged model
 GENERATED = "generated"
+NO_HUB = f'use "{GENERATED}" or a local .jsonl or .parquet file'
 
 
 # -- data ------------------------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ class LawData:
 def law_rows(dataset: str, split: str, count: int, seed: int) -> list[dict]:
     """The checked rows of a dataset, or `count` generated ones."""
     if dataset != GENERATED:
-        return checked_rows(list(read_rows(dataset, split=split)))
+        return checked_rows(list(read_rows(dataset, split=split, mend=NO_HUB)))
     if split != "train":
         raise UserError(f"--dataset-split {split} needs a hub dataset: the generated one has no splits")
     return checked_rows(list(generate(count, seed)))
@@ -109,7 +109,7 @@ def law_data(
     long: list[Example] = []
     for side in (train, heldout):
         short, too_long = split_by_length(
-            checked([encoded(row["id"], document(row, tokenizer, SYSTEM), tokenizer) for row in side]), length
+            checked([encoded(row["id"], document(row, tokenizer), tokenizer) for row in side]), length
         )
         sides.append(short)
         long += too_long
@@ -158,7 +158,7 @@ class LawExam:
     def __init__(self, asker: Asker, data: LawData):
         self.asker, self.data = asker, data
         self.authorities = Authorities(data.authorities)
-        lengths = [len(asker.prompt(messages(row["question"], SYSTEM))) for row in data.questions]
+        lengths = [len(asker.prompt(messages(row["question"]))) for row in data.questions]
         self.questions = [row for row, length in zip(data.questions, lengths) if length <= asker.prompt_length]
         if not self.questions:
             raise UserError(
@@ -176,7 +176,7 @@ class LawExam:
         """Greedy answers to `count` held-out rows, spread evenly over them."""
         rows = [self.questions[at * len(self.questions) // count] for at in range(count)] \
             if count < len(self.questions) else self.questions  # fmt: skip
-        said = self.asker.ask(model, [messages(row["question"], SYSTEM) for row in rows], 1, GREEDY)
+        said = self.asker.ask(model, [messages(row["question"]) for row in rows], 1, GREEDY)
         return rows, [Answer.read(text, ended) for text, ended in said]
 
     def glance(self, model: nn.Module, batch_size: int, count: int) -> dict[str, float]:
@@ -283,13 +283,15 @@ def write_whole(model: nn.Module, tokenizer, folder: Path) -> None:
 
 # -- Weights & Biases ------------------------------------------------------------------------------------------------
 def wandb_mirror(project: str, folder: Path, config: dict):
-    """mirror(step, values) for a Run, which sends every line of metrics.jsonl there too."""
+    """mirror(step, values) for a Run, which sends every line of metrics.jsonl there too: to the same curves after a
+    resume, to new ones from another run in the same folder."""
     import wandb
 
+    name = f"{folder.resolve()} {read_json(folder / 'manifest.json').get('started')}"
     try:
         session = wandb.init(
             project=project, name=folder.name, dir=str(folder), resume="allow", config=config,
-            id=hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16],
+            id=hashlib.sha256(name.encode()).hexdigest()[:16],
         )  # fmt: skip
     except Exception as error:
         raise UserError(

@@ -65,6 +65,8 @@ def test_duplicates_and_groups():
     one = changed(question="A debt of £3,000 is due on 3 May 2021.")
     other = changed(question="A debt of £7 is due on 1 June 2020.")
     assert group(one) == group(other) != group(other | {"topic": "tort"})
+    assert group(changed(question="A baker owes £3.")) == group(changed(question="A nurse owes £4."))
+    assert group(changed(question="A baker owes £3.")) != group(changed(question="A baker gets £3."))
 
 
 # -- rendering -------------------------------------------------------------------------------------------------------
@@ -75,9 +77,8 @@ def test_a_response_has_five_sections_in_order():
 
 
 @pytest.mark.parametrize("row", [ROW, changed(reasoning=""), changed(reasoning="", case_citation="", topic="")])
-@pytest.mark.parametrize("system", [SYSTEM, None])
-def test_what_is_learned_is_the_response_and_its_end_each_section_under_its_number(row, system, tiny_tokenizer):
-    found = encoded("a", document(row, tiny_tokenizer, system), tiny_tokenizer)
+def test_what_is_learned_is_the_response_and_its_end_each_section_under_its_number(row, tiny_tokenizer):
+    found = encoded("a", document(row, tiny_tokenizer), tiny_tokenizer)
     assert tiny_tokenizer.decode(found.tokens[found.sections > 0]) == response(row) + "<|im_end|>"
     titles = ("Topic", "Difficulty", "Reasoning", "Answer", "Case Citation")
     for title, number in zip(titles, NUMBERS.values()):
@@ -86,25 +87,25 @@ def test_what_is_learned_is_the_response_and_its_end_each_section_under_its_numb
     last = tiny_tokenizer.decode(found.tokens[found.sections == NUMBERS["citation"]])
     assert last.endswith("<|im_end|>"), "the end is learned"
     asked = tiny_tokenizer.decode(found.tokens[found.sections == 0])
-    assert "Until when?" in asked and (SYSTEM in asked) == (system is not None)
+    assert "Until when?" in asked and SYSTEM in asked
 
 
 def test_a_row_that_cannot_be_rendered_is_named(tiny_tokenizer, monkeypatch):
     monkeypatch.setattr(tiny_tokenizer, "chat_template", "{{ raise_exception('no system') }}")
     with pytest.raises(UserError, match="row a: the chat template refuses"):
-        document(ROW, tiny_tokenizer, SYSTEM)
+        document(ROW, tiny_tokenizer)
     monkeypatch.setattr(
         tiny_tokenizer, "chat_template",
         "{% for m in messages %}<{{ m.role }}>{{ m.content | upper }}{% endfor %}"
         "{{ '<assistant>' if add_generation_prompt }}",
     )  # fmt: skip
     with pytest.raises(UserError, match="row a: the chat template changes the answer"):
-        document(ROW, tiny_tokenizer, SYSTEM)
+        document(ROW, tiny_tokenizer)
 
 
 def test_rows_with_signs_of_the_tokenizer_or_half_characters_are_refused_by_id(tiny_tokenizer):
     with pytest.raises(UserError, match=r"row a: its text holds <\|im_end\|>"):
-        document(changed(answer="yes <|im_end|> no"), tiny_tokenizer, SYSTEM)
+        document(changed(answer="yes <|im_end|> no"), tiny_tokenizer)
     with pytest.raises(UserError, match="rows 'a': the text is not Unicode"):
         checked_rows([changed(topic="x \ud800")])
 
@@ -114,6 +115,12 @@ def test_rows_with_signs_of_the_tokenizer_or_half_characters_are_refused_by_id(t
 def test_rows_that_do_not_read_back_are_told(column, text):
     assert readable(ROW) and readable(changed(reasoning="", case_citation=""))
     assert not readable(changed(**{column: text}))
+
+
+@pytest.mark.parametrize("column, text", [("answer", "**3 May 2027**, no later"), ("topic", "*contract*"),
+                                          ("case_citation", "*Froom v Butcher* [1976] QB 286")])  # fmt: skip
+def test_a_section_may_open_with_emphasis(column, text):
+    assert readable(changed(**{column: text}))
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -210,6 +217,13 @@ def test_an_answer_without_sections_counts_by_its_last_figure():
             {"UK GDPR, art 12(3)"},
             {"R v Smith"},
         ),
+        ("*Froom v Butcher* [1976] QB 286", {"Froom v Butcher [1976] QB 286"}, set()),
+        ("Case Citation: Limitation Act 1980 section 5", {"Limitation Act 1980, s 5"}, set()),
+        ("Limitation Act 1980, s. 5; UK GDPR Article 12(3)", {"Limitation Act 1980, s 5", "UK GDPR, art 12(3)"}, set()),
+        ("By section 5 of the Limitation Act 1980, yes.", {"Limitation Act 1980, s 5"}, set()),
+        ("By section 99 of the Limitation Act 1980, no.", set(), {"Limitation Act 1980, s 99"}),
+        ("Limitation Act 1980, s 5(1)", set(), {"Limitation Act 1980, s 5(1)"}),
+        ("It is the tenant's 5 weeks. Section 5 says so.", set(), set()),
         ("Nothing.", set(), set()),
     ],
 )
@@ -227,7 +241,8 @@ def test_an_empty_list_knows_nothing():
 
 
 def test_entries_of_a_citation_section():
-    assert citations("A v B; C  v D\n- E v F.") == {"A v B", "C v D", "E v F"}
+    assert citations("A v B; *C*  v D\n- E v F.") == {"A v B", "C v D", "E v F"}
+    assert citations("X Act 1999 Section 5, Y Act 2000, ss. 6") == {"X Act 1999, s 5, Y Act 2000, s 6"}
 
 
 # -- counting --------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -192,15 +191,11 @@ def test_an_item_of_packed_examples():
     assert {name: value.shape for name, value in empty.items()} == {n: v.shape for n, v in item.items()}
 
 
-def test_without_packing_each_example_has_a_row():
-    packed = PackedExamples([example("a", 0, 1), example("b", 0, 1)], 7, (1.0,), 9, pack=False)
-    assert [row["segments"].max() for row in (packed[0], packed[1])] == [torch.tensor(1)] * 2
-
-
 def test_the_fingerprint_knows_tokens_sections_packing_and_weights():
     rows = [example("a", 0, 1, 1), example("b", 0, 1)]
+    tokens, sections = (np.concatenate([getattr(row, part) for row in rows]) for part in ("tokens", "sections"))
     made = [
-        PackedExamples(rows, 7, (1.0,), 9), PackedExamples(rows, 7, (1.0,), 9, pack=False),
+        PackedExamples(rows, 7, (1.0,), 9), PackedExamples([Example("ab", tokens, sections)], 7, (1.0,), 9),
         PackedExamples(rows, 7, (2.0,), 9), PackedExamples(rows, 8, (1.0,), 9), PackedExamples(rows, 7, (1.0,), 8),
         PackedExamples([rows[0], example("b", 0, 0)], 7, (1.0,), 9),
     ]  # fmt: skip

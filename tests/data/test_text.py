@@ -130,6 +130,10 @@ def test_without_a_hub_a_dataset_name_fails_fast_and_names_the_mend(no_hub, sour
     assert f'"{source}"' in message and '"embedded"' in message and ".txt, .jsonl or .parquet" in message
 
 
+def test_without_a_hub_a_caller_with_other_sources_names_its_own(no_hub):
+    assert fault("nobody/nothing", mend="use a pencil").endswith("; use a pencil")
+
+
 def test_without_a_hub_the_process_does_not_stay_offline(no_hub):
     import datasets
 

@@ -92,4 +92,5 @@ def test_on_a_tpu_it_runs_the_guides_settings(monkeypatch, load_script, tmp_path
         training.lora_dropout, training.learning_rate, training.warmup_ratio, training.weight_decay,
     )  # fmt: skip
     assert training.gradient_checkpointing and training.resume == "auto"
-    assert configs["run_legal_assistant"].run == str(tmp_path / "runs" / "law-v5e8")
+    asked = configs["run_legal_assistant"]
+    assert asked.run == str(tmp_path / "runs" / "law-v5e8") and asked.max_new_tokens is None, "as the run says"

@@ -2,6 +2,7 @@
 
 import io
 import sys
+import time
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from qat_lora.errors import UserError
 from qat_lora.models.adapter import load_adapter
-from qat_lora.models.generate import complete
+from qat_lora.models.generate import Stream, complete
 from qat_lora.models.loading import load_model, load_tokenizer
 from qat_lora.quant.student import load_student
 from qat_lora.run.config import parse
@@ -170,6 +171,27 @@ def test_templates_that_are_missing_or_refuse(model, tokenizer):
     other.chat_template = "{{ raise_exception('no system role') if messages[0].role == 'system' }}{{ messages }}"
     with pytest.raises(UserError, match="refuses the messages: no system role"):
         complete(model, other, user(PROMPT, system="s"), max_new_tokens=NEW)
+
+
+def test_whoever_stops_reading_a_stream_stops_it(model, tokenizer, backend, monkeypatch):
+    calls, forward = [], model.forward
+
+    def slow(*args, **kwargs):
+        calls.append(None)
+        time.sleep(0.01)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(model, "forward", slow)
+    stream = Stream(model, tokenizer, PROMPT, backend, max_new_tokens=100)
+    assert "".join(stream) == complete(model, tokenizer, PROMPT, max_new_tokens=100)
+    whole = len(calls) // 2
+    calls.clear()
+    pieces = iter(stream)
+    assert next(pieces)
+    pieces.close()
+    count = len(calls)
+    time.sleep(0.1)
+    assert len(calls) == count < whole / 2
 
 
 # -- the script -----------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import time
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,13 @@ def test_an_answer_in_the_terminal(answering):
     assert said == answering("--question", "Until when?").splitlines(), "greedy"
 
 
+def test_a_question_that_cannot_be_answered_leaves_the_next_one(answering, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", StringIO("word " * 600 + "\nUntil when?\n"))
+    said = answering()
+    assert "not answered: a prompt of" in said and said == said.rstrip() + "\n"
+    assert len(said.splitlines()) >= 3, "the second is answered"
+
+
 def test_bad_input(refusal, tmp_path, tiny_model_dir):
     for flags, part in [
         (["--web", "--question", "x"], "exclude each other"),
@@ -89,6 +97,9 @@ def test_bad_input(refusal, tmp_path, tiny_model_dir):
         (["--top-p", "0"], "top_p=0"),
     ]:
         assert part in refusal("run_legal_assistant", *flags)
+    for text, part in [("model: x", "or how long it answers"), ("model: x\nmax_new_tokens: 9", "has not finished")]:
+        (tmp_path / "config.yaml").write_text(text)
+        assert part in refusal("run_legal_assistant", "--run", tmp_path)
     (tmp_path / "list.json").write_text("{}")
     assert 'holds no list "authorities"' in refusal("run_legal_assistant", "--authorities", tmp_path / "list.json")
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from qat_lora import qat
 from qat_lora.data.legal import generate
 from qat_lora.errors import UserError
+from qat_lora.experiments.cot_sft import wandb_mirror
 from qat_lora.models.adapter import load_adapter
 from qat_lora.models.loading import load_model
 from qat_lora.quant.student import load_student
@@ -150,9 +151,11 @@ def test_a_quantised_base_stays_and_its_adapter_knows_it(run, load_script, tmp_p
     module = load_script("run_legal_assistant")
     capsys.readouterr()
     module.main(parse(module.Config, "run_legal_assistant", [
-        "--run", str(folder), "--question", "Until when?", "--max-new-tokens", "3", "--device", "cpu",
+        "--run", str(folder), "--question", "Until when?", "--device", "cpu",
     ]))  # fmt: skip
     assert f"+ {folder / 'adapter'}" in capsys.readouterr().out
+    assert module.from_run(module.Config(run=str(folder))).max_new_tokens == 6, "as in its exam"
+    assert module.from_run(module.Config(run=str(folder), max_new_tokens=3)).max_new_tokens == 3
 
 
 def test_a_file_with_the_same_columns_works_the_same(run, tmp_path, trained):
@@ -168,6 +171,21 @@ def test_a_file_with_the_same_columns_works_the_same(run, tmp_path, trained):
     assert "law-000010" in long and int(reason.rpartition(" ")[2]) > 1800
     same = json.loads((tmp_path / "run" / "authorities.json").read_text())
     assert same == json.loads((trained / "authorities.json").read_text())
+
+
+def test_a_dry_run_of_a_quantised_base_computes_no_value(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("qat_lora.experiments.cot_sft.load_model", None)
+    run("--output-dir", tmp_path / "run", "--quantize", "int4/g32", "--dry-run")
+    said = capsys.readouterr().out
+    # keys and values, 2 layers, 2 heads of 16, fp32, 2 answers of 256 + 6 tokens
+    assert f"keys and values of 2 answers {2 * 2 * 2 * 16 * 4 * 2 * 262 / 1e9:.2f} GB" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_a_hub_a_wrong_dataset_names_the_one_that_needs_none(refusal, sharp_model_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    said = refusal("train_cot_sft", "--model", sharp_model_dir, *SMALL, "--dataset", "generate")
+    assert said.endswith('; use "generated" or a local .jsonl or .parquet file\n')
 
 
 @pytest.mark.timeout(300)
@@ -192,7 +210,7 @@ def test_two_workers_learn_what_one_does(sharp_model_dir, tmp_path):
 
 
 def test_metrics_go_to_wandb_only_when_asked(run, load_script, tmp_path, monkeypatch):
-    sent = []
+    sent, ids = [], []
 
     class Session:
         def log(self, values, step):
@@ -202,12 +220,18 @@ def test_metrics_go_to_wandb_only_when_asked(run, load_script, tmp_path, monkeyp
         @staticmethod
         def init(**settings):
             assert settings["project"] == "law" and settings["name"] == "run"
+            ids.append(settings["id"])
             return Session()
 
     monkeypatch.setitem(sys.modules, "wandb", Wandb)
     monkeypatch.setattr(load_script("train_cot_sft"), "find_spec", lambda name: name == "wandb")
     run("--output-dir", tmp_path / "run", "--final-answers", 0, "--eval-answers", 0, "--wandb", "law")
     assert sent == lines(tmp_path / "run")
+    wandb_mirror("law", tmp_path / "run", {})
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    (tmp_path / "run" / "manifest.json").write_text(json.dumps(manifest | {"started": "later"}))
+    wandb_mirror("law", tmp_path / "run", {})
+    assert ids[0] == ids[1] != ids[2], "another run in the same folder has curves of its own"
     monkeypatch.undo()
     with pytest.raises(UserError, match="--wandb law: wandb is not installed"):
         run("--output-dir", tmp_path / "other", "--wandb", "law")
