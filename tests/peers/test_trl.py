@@ -90,8 +90,8 @@ AS_TURNS = [
 
 
 @pytest.mark.parametrize("rows", [AS_TEXT, AS_TURNS], ids=["text", "turns"])
-@pytest.mark.parametrize("packed_rows", [1, 2])
-def test_sft_labels_loss_and_gradients_equal(rows, packed_rows, tiny_model_dir, tiny_tokenizer, tmp_path):
+@pytest.mark.parametrize("together", [False, True])
+def test_sft_labels_loss_and_gradients_equal(rows, together, tiny_model_dir, tiny_tokenizer, tmp_path):
     """The same rows through TRL's trainer: what it learns, its loss and gradients. Of a chat it also learns the line
     end that the template puts after the end of the turn, which no model gets to say."""
     from datasets import Dataset
@@ -132,9 +132,9 @@ def test_sft_labels_loss_and_gradients_equal(rows, packed_rows, tiny_model_dir, 
     loss = trainer.compute_loss(theirs, batch)
     loss.backward()
     ours = load_model(str(tiny_model_dir)).train()
-    room = 256 if packed_rows == 1 else max(len(example.tokens) for example in examples)
+    room = 256 if together else max(len(example.tokens) for example in examples)
     packed = PackedExamples(examples, room, (1.0,), tiny_tokenizer.eos_token_id)
-    assert len(packed) == packed_rows
+    assert (len(packed) == 1) == together
     items = [packed[row] for row in range(len(packed))]
     found = packed_loss(ours, {name: torch.stack([item[name] for item in items]) for name in items[0]})
     found.backward()
