@@ -1,6 +1,6 @@
 """What does it answer, and what does it cite? A legal fine-tune in the terminal, or on a page of this machine.
 
-    python scripts/run_legal_assistant.py --run runs/law --question "A deed was broken on 3 May 2021. Until when?"
+    python scripts/run_legal_assistant.py --run runs/law --question "When does the time for a claim end?"
     python scripts/run_legal_assistant.py --run runs/law --web
     python scripts/run_legal_assistant.py --model runs/law/model --authorities runs/law/authorities.json --web
     python scripts/run_legal_assistant.py --model Qwen/Qwen2.5-0.5B-Instruct --adapter law/adapter
