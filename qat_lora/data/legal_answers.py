@@ -189,7 +189,7 @@ NAME = r"(?:[A-Z]\w{0,2}\.|[A-Z][\w'’&-]*)"  # only what is short is abbreviat
 JOINED = r"(?:,? (?:and|of|the|for|from|in|to|on|or|application|\([^)]*\)))*,? "
 # what stands for an authority in running text: a statute with its year, or a case, with its report or without
 LOOSE = re.compile(
-    rf"{NAME}(?:{JOINED}{NAME})*? (?:Act|Regulations|Order|Rules)(?: \([^)]*\))? [12]\d{{3}}\b(?:,? {PLACE})?"
+    rf"{NAME}(?:{JOINED}{NAME})*? (?:Act|Regulations|Order|Rules)(?: \([^)]*\))? [12]\d{{3}}\b(?:, {PLACE})?"
     rf"|(?:R \([^)]*\)|{NAME}(?:{JOINED}{NAME})*) v\.? {NAME}(?: (?:{NAME}|and|of|the|for|&))*(?: {REPORT})?"
     rf"|\bRe {NAME}(?: {NAME})* {REPORT}"
 )
@@ -248,7 +248,7 @@ class Authorities:
         rest = re.sub(rf"(?<![\w-])({PLACE}) of (?:the )?({self.elsewhere})(?!\w|, {PLACE})", r"\2, \1", rest)
         rest = re.sub(rf"(?<![\w-])({self.elsewhere}) (?={PLACE})", r"\1, ", rest)
         rest = take(rf"(?<![\w-])(?:{self.known})(?![\w(/–-]|\.\d)", known, rest)
-        rest = take(rf"(?<![\w-])(?:{self.elsewhere})(?:,? {PLACE}| {REPORT})", others, rest)
+        rest = take(rf"(?<![\w-])(?:{self.elsewhere})(?:, {PLACE}| {REPORT})", others, rest)
         rest = take(rf"(?<![\w-])(?:{self.elsewhere})", None, rest)
         return known, others, take(LOOSE, others, rest)
 
