@@ -3,13 +3,15 @@
 import contextlib
 import functools
 import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from qat_lora.backend import TorchBackend
 from qat_lora.errors import UserError
-from qat_lora.models.loading import decoder_layers, hidden_states
+from qat_lora.models.architecture import as_answer, decoder_layers, hidden_states, model_type, replaced
 from qat_lora.quant.gptq import compensated
 from qat_lora.quant.init import input_moments, set_scale
 from qat_lora.quant.linear import QuantLinear, quantized_layers
@@ -19,53 +21,133 @@ class _Seen(Exception):
     """Ends a forward pass once what it was for is known."""
 
 
-def block_inputs(model: nn.Module, tokens: Tensor) -> tuple[Tensor, dict]:
-    """What the first decoder block is called with for tokens [B, L]: hidden states [B, L, H] and keyword arguments.
+Call = tuple[tuple, dict]  # what a block is called with after its hidden states: arguments and keywords
 
-    The keywords (positions, masks) depend on the shape alone, so they serve every block and batch of that shape.
+
+@dataclass(frozen=True)
+class BlockCalls:
+    """How a model calls its decoder blocks: masks, rotary embeddings and whatever else each of them gets.
+
+    calls: for each batch, one Call for each block. answers: by class of block, how many values it returns; 0: the
+    hidden states alone.
     """
-    seen = {}
 
-    def watch(_, args, kwargs):
-        seen.update(hidden=args[0] if args else kwargs.pop("hidden_states"), kwargs=dict(kwargs))
-        raise _Seen
+    calls: list[list[Call]]
+    answers: dict[type, int]
 
-    hook = decoder_layers(model)[0].register_forward_pre_hook(watch, with_kwargs=True)
-    try:
-        with torch.no_grad():
-            hidden_states(model, tokens)
-    except _Seen:
-        return seen["hidden"], seen["kwargs"]
-    finally:
-        hook.remove()
-    raise UserError(f"{type(model).__name__} does not call its decoder layers; layer-wise training needs one that does")
-
-
-def run_block(layer: nn.Module, hidden: Tensor, kwargs: dict) -> Tensor:
-    """The hidden states [B, L, H] that a decoder block makes of `hidden`."""
-    out = layer(hidden, **kwargs)
-    return out[0] if isinstance(out, tuple) else out
+    def block(self, index: int) -> list[Call]:
+        """What block `index` is called with, batch after batch."""
+        return [calls[index] for calls in self.calls]
 
 
 @torch.no_grad()
-def block_outputs(layer: nn.Module, inputs: list[Tensor], kwargs: dict, backend: TorchBackend) -> list[Tensor]:
+def first_inputs(model: nn.Module, batches: list[dict], backend: TorchBackend) -> tuple[list[Tensor], BlockCalls]:
+    """What the first decoder block gets for batches of tokens [B, L], all of one shape: hidden states [B, L, H] on the
+    host; and how all blocks are called. The model's own forward runs for it, with blocks that pass their hidden states
+    on.
+
+    Raises UserError for a model whose blocks take more from each other than hidden states: it cannot be trained block
+    by block.
+    """
+    inputs, calls, answers = [], [], {}
+    for number, batch in enumerate(batches):
+        tokens = batch["tokens"].to(backend.device)
+        with backend.autocast():
+            hidden, found = _calls(model, tokens, answers, 0.0)
+            if not number and not _same(found, _calls(model, tokens, answers, 1.0)[1]):
+                raise _entangled(model, "what a block is called with depends on the blocks before it")
+        backend.step_boundary()
+        inputs.append(backend.to_host(hidden))
+        if number == 1 and _same(found, calls[0]):  # masks and positions, the same for every batch: kept once
+            calls = [calls[0]] * len(batches)
+        if len(calls) < len(batches):
+            calls.append(found)
+    return inputs, BlockCalls(calls, answers)
+
+
+def _calls(model: nn.Module, tokens: Tensor, answers: dict[type, int], shift: float) -> tuple[Tensor, list[Call]]:
+    """The first block's hidden states and what every block is called with, if each answers what it gets, plus
+    `shift`."""
+    layers, seen = decoder_layers(model), []
+
+    def stand_in(block: nn.Module):
+        def forward(*args, **kwargs):
+            hidden = args[0] if args else kwargs.pop("hidden_states")
+            if seen and not torch.equal(hidden, seen[-1][0] + shift):
+                raise _entangled(model, "the model changes hidden states between its blocks")
+            seen.append((hidden, (args[1:], kwargs)))
+            if type(block) not in answers:
+                answers[type(block)] = _values(model, type(block).forward(block, hidden, *args[1:], **kwargs))
+            return as_answer(hidden + shift, answers[type(block)])
+
+        return forward
+
+    with replaced(layers, stand_in):
+        hidden_states(model, tokens)
+    if len(seen) != len(layers):
+        raise _entangled(model, f"its {len(layers)} blocks are called {len(seen)} times")
+    return seen[0][0], [call for _, call in seen]
+
+
+def _values(model: nn.Module, out) -> int:
+    if isinstance(out, Tensor):
+        return 0
+    if any(value is not None for value in out[1:]):
+        raise _entangled(model, "its blocks answer with more than hidden states")
+    return len(out)
+
+
+def _entangled(model: nn.Module, reason: str) -> UserError:
+    return UserError(
+        f"model type {model_type(model)!r} cannot be trained block by block: {reason}; "
+        "use --layer-steps 0 and --init mse or rtn"
+    )
+
+
+def _same(one, other) -> bool:
+    """Whether two nested values hold equal tensors."""
+    if one is other:
+        return True
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return one == other
+
+
+def run_block(layer: nn.Module, hidden: Tensor, call: Call) -> Tensor:
+    """The hidden states [B, L, H] that a decoder block makes of `hidden`."""
+    args, kwargs = call
+    out = layer(hidden, *args, **kwargs)
+    return out if isinstance(out, Tensor) else out[0]
+
+
+@torch.no_grad()
+def block_outputs(layer: nn.Module, inputs: list[Tensor], calls: list[Call], backend: TorchBackend) -> list[Tensor]:
     """A block's outputs [B, L, H] for every batch of inputs; both are kept on the host."""
     outputs = []
-    for hidden in inputs:
+    for hidden, call in zip(inputs, calls):
         with backend.autocast():
-            out = run_block(layer, hidden.to(backend.device), kwargs)
+            out = run_block(layer, hidden.to(backend.device), call)
         backend.step_boundary()
         outputs.append(backend.to_host(out))
     return outputs
 
 
 @torch.no_grad()
-def compensate_block(block: nn.Module, inputs: list[Tensor], kwargs: dict, backend: TorchBackend) -> None:
+def compensate_block(block: nn.Module, inputs: list[Tensor], calls: list[Call], backend: TorchBackend) -> None:
     """GPTQ on a block, layer after layer in the order of its forward pass, each on what the quantised ones before it
     give for `inputs` (a list of [B, L, H]). The weights become the compensated ones. Several workers, each with inputs
-    of its own, put their moments together."""
-    for layers in _by_input(block, inputs[0].to(backend.device), kwargs):
-        reach = functools.partial(_reach, layers[0], block, inputs, kwargs, backend)
+    of its own, put their moments together. Experts, each of which sees some of the tokens, get scales of least squared
+    error."""
+    for layer in quantized_layers(block).values():
+        if not isinstance(layer, QuantLinear):
+            set_scale(layer)
+            backend.broadcast([p.data for p in layer.quantizer.parameters()])
+    for layers in _by_input(block, inputs[0].to(backend.device), calls[0]):
+        reach = functools.partial(_reach, layers[0], block, inputs, calls, backend)
         moment = input_moments(layers[0], reach, cross=True)[""]
         backend.reduce([moment])
         moment = moment.cpu() / backend.world_size
@@ -77,28 +159,29 @@ def compensate_block(block: nn.Module, inputs: list[Tensor], kwargs: dict, backe
             backend.broadcast([p.data for p in layer.parameters()])  # another machine may round another way
 
 
-def _reach(layer: QuantLinear, block: nn.Module, inputs: list[Tensor], kwargs: dict, backend: TorchBackend) -> None:
+def _reach(layer: QuantLinear, block: nn.Module, inputs: list[Tensor], calls: list[Call], backend) -> None:
     """Run a block on every batch of inputs, as far as one of its layers."""
 
     def stop(*_):
         raise _Seen
 
     with layer.register_forward_hook(stop):
-        for hidden in inputs:
+        for hidden, call in zip(inputs, calls):
             with contextlib.suppress(_Seen):
-                block_outputs(block, [hidden], kwargs, backend)
+                block_outputs(block, [hidden], [call], backend)
             backend.step_boundary()
 
 
-def _by_input(block: nn.Module, hidden: Tensor, kwargs: dict) -> list[list[QuantLinear]]:
+def _by_input(block: nn.Module, hidden: Tensor, call: Call) -> list[list[QuantLinear]]:
     """The block's quantised layers in the order of the forward pass, those with one and the same input together."""
     seen: list[tuple[Tensor, QuantLinear]] = []
     hooks = [
         layer.register_forward_pre_hook(lambda layer, args: seen.append((args[0], layer)))
         for layer in quantized_layers(block).values()
+        if isinstance(layer, QuantLinear)
     ]
     try:
-        run_block(block, hidden, kwargs)
+        run_block(block, hidden, call)
     finally:
         for hook in hooks:
             hook.remove()

@@ -8,24 +8,24 @@ from torch.utils.data import Dataset
 
 from qat_lora.backend import TorchBackend
 from qat_lora.errors import UserError
-from qat_lora.kd.losses import positions, sparse_loss
-from qat_lora.models.loading import hidden_states
-from qat_lora.quant.student import head_weight
+from qat_lora.kd.losses import Head, positions, sparse_loss
+from qat_lora.models.architecture import hidden_states
+from qat_lora.quant.student import head_of
 
 
 def kd_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Cross-entropy against the cached teacher targets of a batch of KDCacheDataset items."""
     hidden = hidden_states(model, batch["tokens"])
-    return sparse_loss(hidden, head_weight(model), batch["index"], batch["prob"], batch["mask"], batch.get("total"))
+    return sparse_loss(hidden, head_of(model), batch["index"], batch["prob"], batch["mask"], batch.get("total"))
 
 
 def text_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Next-token cross-entropy where mask [B, L] is 1 at the tokens to be predicted."""
     hidden = hidden_states(model, batch["tokens"])
-    return _nll(hidden, head_weight(model), batch["tokens"], batch["mask"], batch.get("total"))
+    return _nll(hidden, head_of(model), batch["tokens"], batch["mask"], batch.get("total"))
 
 
-def _nll(hidden: Tensor, head: Tensor, tokens: Tensor, mask: Tensor, total: Tensor | None = None) -> Tensor:
+def _nll(hidden: Tensor, head: Head, tokens: Tensor, mask: Tensor, total: Tensor | None = None) -> Tensor:
     """Next-token cross-entropy of last hidden states [B, L, H], over the tokens at which mask [B, L] is 1."""
     labels = tokens[:, 1:].unsqueeze(2)
     return sparse_loss(hidden[:, :-1], head, labels, torch.ones_like(labels), mask[:, 1:], total)
@@ -40,7 +40,7 @@ def heldout_figures(
     """
 
     def figures(batch: dict) -> list[Tensor]:
-        hidden, head, mask = hidden_states(model, batch["tokens"]), head_weight(model), batch["mask"].float()
+        hidden, head, mask = hidden_states(model, batch["tokens"]), head_of(model), batch["mask"].float()
         one = mask.new_ones(())  # sums: batches may keep different numbers of positions
         cross = sparse_loss(hidden, head, batch["index"], batch["prob"], mask, one)
         kl = cross - (batch["entropy"] * mask).sum()
@@ -147,11 +147,11 @@ def _window_sums(model, teacher, tokens: Tensor, mask: Tensor) -> list[Tensor]:
     """[Σ NLL, Σ KL] over kept positions; logits in chunks, softmax in fp32."""
     models = [model] if teacher is None else [model, teacher]
     hidden = [hidden_states(m, tokens)[:, :-1].flatten(0, 1) for m in models]
-    states = [(h, head_weight(m).to(h.dtype)) for h, m in zip(hidden, models)]
+    states = [(h, head_of(m).cast(h.dtype)) for h, m in zip(hidden, models)]
     labels, keep = tokens[:, 1:].reshape(-1, 1), mask.reshape(-1).float()
     nll = kl = keep.new_zeros(())
-    for rows in positions(len(keep), len(states[0][1]), keep.device):
-        logp = [(h[rows] @ w.T).float().log_softmax(-1) for h, w in states]
+    for rows in positions(len(keep), len(states[0][1].weight), keep.device):
+        logp = [head.logits(h[rows]).log_softmax(-1) for h, head in states]
         nll = nll - (logp[0].gather(1, labels[rows]).squeeze(1) * keep[rows]).sum()
         if teacher is not None:
             kl = kl + ((logp[1].exp() * (logp[1] - logp[0])).sum(1) * keep[rows]).sum()

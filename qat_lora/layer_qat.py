@@ -4,20 +4,19 @@ The stage before end-to-end training: a block at a time, cheap in memory, and a 
 scale search (EfficientQAT's first phase, arXiv 2407.11062).
 """
 
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from qat_lora.backend import TorchBackend
-from qat_lora.blocks import block_inputs, block_outputs, compensate_block, run_block
+from qat_lora.blocks import BlockCalls, Call, block_outputs, compensate_block, first_inputs, run_block
 from qat_lora.errors import UserError
-from qat_lora.kd.losses import sparse_loss
-from qat_lora.models.loading import decoder_layers, unwrap
+from qat_lora.evaluate import kd_loss
+from qat_lora.models.architecture import as_answer, decoder_layers, replaced
 from qat_lora.qat import parameter_groups, restore
 from qat_lora.quant.linear import unquantized
-from qat_lora.quant.student import head_weight
 from qat_lora.run.schedule import cosine, set_learning_rates
 from qat_lora.run.session import Session
 
@@ -50,16 +49,16 @@ def train_layers(student: nn.Module, batches: list[dict], plan: LayerPlan, sessi
     """
     backend = session.backend
     layers = decoder_layers(student)
-    current, optimizer, saved = -1, None, None
-    inputs, kwargs, targets, known = [], {}, [], -1  # `targets`: what the full-precision model's block `known` answers
+    current, optimizer, saved, calls = -1, None, None, BlockCalls([], {})
+    inputs, targets, known = [], [], -1  # `targets`: what the full-precision model's block `known` answers
 
     def state() -> tuple[dict, dict]:
         trained = {name: p for name, p in student.named_parameters() if p.requires_grad}
         return trained, {"optimizer": optimizer.state_dict(), "block": current}
 
     def begin() -> None:
-        nonlocal inputs, kwargs, targets
-        inputs, kwargs = _first_inputs(student, batches, backend)
+        nonlocal inputs, calls, targets
+        inputs, calls = first_inputs(student, batches, backend)
         targets = inputs
 
     def know(index: int) -> None:
@@ -68,7 +67,7 @@ def train_layers(student: nn.Module, batches: list[dict], plan: LayerPlan, sessi
         while known < index:
             known += 1
             with unquantized(layers[known]):
-                targets = block_outputs(layers[known], targets, kwargs, backend)
+                targets = block_outputs(layers[known], targets, calls.block(known), backend)
 
     def load(tensors: dict, trainer: dict) -> None:
         nonlocal saved
@@ -83,13 +82,13 @@ def train_layers(student: nn.Module, batches: list[dict], plan: LayerPlan, sessi
             begin()
         while current < index:  # also walks a resumed run through the blocks that are done
             if current >= 0:
-                inputs = block_outputs(layers[current], inputs, kwargs, backend)
+                inputs = block_outputs(layers[current], inputs, calls.block(current), backend)
             current += 1
             if current == index:
                 know(index)
                 resumed = saved and inner  # in the middle of this block
                 if plan.compensate and not resumed:
-                    compensate_block(layers[index], inputs, kwargs, backend)
+                    compensate_block(layers[index], inputs, calls.block(index), backend)
                 groups = parameter_groups(layers[index], plan.learning_rate, plan.learning_rate)
                 optimizer = backend.optimizer(groups)
                 if resumed:
@@ -97,47 +96,39 @@ def train_layers(student: nn.Module, batches: list[dict], plan: LayerPlan, sessi
                 saved = None
         at = inner % len(batches)
         batch = {"hidden": inputs[at], "target": targets[at]} | batches[at]
-        figures = _update(student, index, batch, kwargs, optimizer, plan, inner, backend)
+        figures = _update(student, index, batch, calls.block(index)[at], calls.answers, optimizer, plan, inner, backend)
         session.record(**figures)
 
 
-def _first_inputs(student, batches: list[dict], backend: TorchBackend) -> tuple[list[Tensor], dict]:
-    inputs = []
-    for batch in batches:
-        with backend.autocast():
-            hidden, kwargs = block_inputs(student, batch["tokens"].to(backend.device))
-        backend.step_boundary()
-        inputs.append(backend.to_host(hidden))
-    return inputs, kwargs
-
-
-def _update(student, index: int, batch: dict, kwargs: dict, optimizer, plan: LayerPlan, inner: int, backend) -> dict:
+def _update(
+    student, index: int, batch: dict, call: Call, answers: dict, optimizer, plan: LayerPlan, inner: int, backend
+) -> dict:
     """One update of block `index`: its inner-th (0-based)."""
     layer = decoder_layers(student)[index]
     factor = cosine(inner, plan.steps)
     set_learning_rates(optimizer, factor)
     batch = backend.to_device(batch)
     with _only_trainable(student, layer), backend.autocast():
-        out = run_block(layer, batch["hidden"], kwargs)
+        out = run_block(layer, batch["hidden"], call)
         loss = relative_error(out.float(), batch["target"].float()).mean() / backend.world_size
         if plan.kd_weight:
-            loss = loss + plan.kd_weight * _rest_of_model_loss(student, index, out, kwargs, batch)
+            loss = loss + plan.kd_weight * _rest_of_model_loss(student, index, out, answers, batch)
         backend.backward(loss)
     norm = backend.update(optimizer, plan.clip_grad_norm)
     rate = plan.learning_rate * factor
     return {"loss": loss.detach(), "grad_norm": norm, "block": index, "tokens": batch["tokens"].numel(), "lr": rate}
 
 
-def _rest_of_model_loss(student, index: int, hidden: Tensor, kwargs: dict, batch: dict) -> Tensor:
-    """Cached distillation loss with the blocks after `index` in full precision."""
-    base = unwrap(student)
-    stack = getattr(base, base.base_model_prefix)
-    with unquantized(stack.layers[index + 1 :]):
-        for layer in stack.layers[index + 1 :]:
-            hidden = run_block(layer, hidden, kwargs)
-    return sparse_loss(
-        stack.norm(hidden), head_weight(student), batch["index"], batch["prob"], batch["mask"], batch.get("total")
-    )
+def _rest_of_model_loss(student, index: int, hidden: Tensor, answers: dict[type, int], batch: dict) -> Tensor:
+    """Cached distillation loss of the model from block `index` on, whose answer is `hidden`; later blocks in full
+    precision."""
+    layers = decoder_layers(student)
+
+    def passed(block: nn.Module) -> Callable:
+        return lambda *args, **kwargs: as_answer(hidden, answers[type(block)])
+
+    with unquantized(layers[index + 1 :]), replaced(layers[: index + 1], passed):
+        return kd_loss(student, batch)
 
 
 def relative_error(answer: Tensor, wanted: Tensor) -> Tensor:

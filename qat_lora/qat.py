@@ -13,7 +13,7 @@ from qat_lora.data.batches import batches
 from qat_lora.errors import UserError
 from qat_lora.evaluate import kd_loss
 from qat_lora.memory import training_memory
-from qat_lora.models.loading import decoder_layers
+from qat_lora.models.architecture import decoder_layers, part_of
 from qat_lora.quant.linear import quantized_layers
 from qat_lora.run.config import RunConfig, option
 from qat_lora.run.schedule import cosine, set_learning_rates
@@ -136,12 +136,20 @@ def select_parameters(student: nn.Module, scope: str) -> None:
     the scales, "all" freezes nothing."""
     keep = {id(p) for p in student.parameters()}
     if scope in ("mlp", "attn"):
-        inside = [(name, p) for block in decoder_layers(student) for name, p in block.named_parameters()]
-        keep = {id(p) for name, p in inside if name.split(".")[0] == {"mlp": "mlp", "attn": "self_attn"}[scope]}
+        keep = {
+            id(p)
+            for block in decoder_layers(student)
+            for child, module in block.named_children()
+            if any(p.ndim > 1 for p in module.parameters())  # not the block's own norms
+            for name, p in module.named_parameters(child)
+            if part_of(block, name) == scope
+        }
     elif scope == "weights":
         keep -= {id(p) for layer in quantized_layers(student).values() for p in layer.quantizer.parameters()}
     for p in student.parameters():
         p.requires_grad_(p.requires_grad and id(p) in keep)
+    if not any(p.requires_grad for p in student.parameters()):
+        raise UserError(f"--scope {scope} leaves nothing of this model to train; use another scope")
 
 
 @torch.no_grad()

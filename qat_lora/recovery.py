@@ -13,16 +13,16 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from qat_lora.backend import TorchBackend
+from qat_lora.backend import TorchBackend, compute_dtype
 from qat_lora.data.packing import Rows, fingerprint
 from qat_lora.errors import UserError, first_line
 from qat_lora.evaluate import kd_loss, text_loss
 from qat_lora.kd.losses import kd_soft_ce
 from qat_lora.models.adapter import Dropout, write_origin
-from qat_lora.models.loading import hidden_states
+from qat_lora.models.architecture import hidden_states
 from qat_lora.qat import Plan, resumable, training_stream, update
 from qat_lora.quant.init import input_moments
-from qat_lora.quant.student import head_weight
+from qat_lora.quant.student import head_of
 from qat_lora.run.files import cannot_write
 from qat_lora.run.schedule import set_learning_rates
 from qat_lora.run.session import Session
@@ -178,7 +178,8 @@ class Anchor:
 
 
 def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    return hidden_states(model, tokens) @ head_weight(model).T
+    hidden = hidden_states(model, tokens)
+    return head_of(model).cast(compute_dtype(hidden)).logits(hidden)
 
 
 def train_recovery_lora(

@@ -4,55 +4,26 @@ import math
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from qat_lora.backend import TorchBackend
 from qat_lora.data.sft import PackedExamples
 from qat_lora.evaluate import batch_means
 from qat_lora.kd.losses import sparse_loss, token_log_probs
-from qat_lora.models.loading import decoder, unwrap
-from qat_lora.quant.student import head_weight
-
-PACKED = "packed_examples"  # the attention below, among transformers' own
-# Where examples are attended to one by one: 1.4 times the tokens a second of one mask a row (docs/benchmarks.md).
-# Elsewhere their lengths would have to be fetched from the device.
-ONE_BY_ONE = ("cpu",)
-
-
-def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options):
-    """transformers' attention, one example of a packed row after the other where `examples` says how long they are:
-    nothing is computed that a mask would throw away. Without them, its usual one."""
-    examples = options.pop("examples", None)
-    if examples is None:
-        return sdpa_attention_forward(module, query, key, value, mask, **options)
-    rows = []
-    for row, lengths in enumerate(examples):
-        parts = zip(*(tensor[row : row + 1].split(lengths, 2) for tensor in (query, key, value)))
-        seen = [sdpa_attention_forward(module, *part, None, is_causal=True, **options)[0] for part in parts]
-        rows.append(torch.cat(seen, 1))
-    return torch.cat(rows), None
-
-
-AttentionInterface.register(PACKED, _attend)
-AttentionMaskInterface.register(PACKED, sdpa_mask)
+from qat_lora.models.architecture import ONE_BY_ONE, hidden_states, packs
+from qat_lora.models.attention import Layout
+from qat_lora.quant.student import head_of
 
 
 def packed_states(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Of a batch of PackedExamples: the hidden states [B, K, H] from which the tokens [B, K] at its places are
-    predicted. An example is seen from itself alone, as if it stood in a row of its own."""
-    segments, places = batch["segments"], batch["places"]
-    length, apart = segments.shape[1], {}
-    sees = torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
-    sees = (segments.unsqueeze(2) == segments.unsqueeze(1)) & sees
-    if segments.device.type in ONE_BY_ONE:  # an architecture that does not pass `examples` on still has the mask
-        unwrap(model).config._attn_implementation = PACKED
-        apart = {"examples": [row.unique_consecutive(return_counts=True)[1].tolist() for row in segments]}
-    hidden = decoder(model)(
-        input_ids=batch["tokens"], position_ids=batch["positions"], attention_mask=sees.unsqueeze(1), use_cache=False,
-        **apart,
-    ).last_hidden_state  # fmt: skip
+    predicted. An example is seen from itself alone, as if it stood in a row of its own.
+
+    A model that cannot keep examples apart (`packs`) is to be given one to a row: what fills a row up comes after it.
+    """
+    segments, places, layout = batch["segments"], batch["places"], None
+    if packs(model):
+        layout = Layout.packed(segments, batch["positions"], segments.device.type in ONE_BY_ONE)
+    hidden = hidden_states(model, batch["tokens"], layout)
     before = (places - 1).unsqueeze(2).expand(-1, -1, hidden.shape[2])
     return hidden.gather(1, before), batch["tokens"].gather(1, places)
 
@@ -64,9 +35,7 @@ def packed_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """
     hidden, labels = packed_states(model, batch)
     labels = labels.unsqueeze(2)
-    return sparse_loss(
-        hidden, head_weight(model), labels, torch.ones_like(labels), batch["weights"], batch.get("total")
-    )
+    return sparse_loss(hidden, head_of(model), labels, torch.ones_like(labels), batch["weights"], batch.get("total"))
 
 
 def heldout_sections(
@@ -77,7 +46,7 @@ def heldout_sections(
 
     def figures(batch: dict) -> list[Tensor]:
         hidden, labels = packed_states(model, batch)
-        nll = -token_log_probs(hidden.flatten(0, 1), head_weight(model), labels.flatten())
+        nll = -token_log_probs(hidden.flatten(0, 1), head_of(model), labels.flatten())
         sections = batch["sections"].flatten()
         there = [sections > 0, *(sections == number for number in names.values())]
         return [part for keep in there for part in ((nll * keep).sum(), keep.sum(dtype=torch.float32))]

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from qat_lora.backend import TorchBackend
-from qat_lora.blocks import block_inputs, block_outputs, compensate_block
-from qat_lora.models.loading import decoder_layers, hidden_states, unwrap
+from qat_lora.blocks import block_outputs, compensate_block, first_inputs
+from qat_lora.models.architecture import decoder_layers, hidden_states, unwrap
 from qat_lora.quant.init import initialise, input_moments, set_scale
 from qat_lora.quant.linear import QuantLinear, quantized_layers, unquantized
 
@@ -27,8 +27,8 @@ def start(student: nn.Module, method: str, batches: list[dict], precision: str =
     initialise(student, search=False)
     layers = {} if method == "rtn" else quantized_layers(student)
     if method == "gptq":  # those of the blocks are set below, on the inputs that they will really get
-        inside = {layer for block in decoder_layers(student) for layer in block.modules()}
-        layers = {name: layer for name, layer in layers.items() if layer not in inside}
+        inside = {id(p) for block in decoder_layers(student) for p in block.parameters()}
+        layers = {name: layer for name, layer in layers.items() if id(layer.weight) not in inside}
     if layers:
         _least_error(student, layers, batches, backend)
     if method == "gptq" and blocks:
@@ -47,13 +47,11 @@ def _least_error(student: nn.Module, layers: dict[str, nn.Module], batches: list
     head = unwrap(student).get_output_embeddings()
     moments = input_moments(student, forward)
     for name, layer in layers.items():
-        set_scale(layer, moment=moments[name])
+        set_scale(layer, moment=moments.get(name))  # experts have no input of their own
 
 
 def _compensate(student: nn.Module, batches: list[dict], backend: TorchBackend) -> None:
-    with backend.autocast():
-        seen = [block_inputs(student, batch["tokens"]) for batch in batches]
-    inputs, kwargs = [hidden for hidden, _ in seen], seen[0][1]
-    for block in decoder_layers(student):
-        compensate_block(block, inputs, kwargs, backend)
-        inputs = block_outputs(block, inputs, kwargs, backend)
+    inputs, calls = first_inputs(student, batches, backend)
+    for index, block in enumerate(decoder_layers(student)):
+        compensate_block(block, inputs, calls.block(index), backend)
+        inputs = block_outputs(block, inputs, calls.block(index), backend)

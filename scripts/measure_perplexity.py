@@ -28,8 +28,9 @@ from qat_lora.data.packing import stream, tokenizer_fingerprint
 from qat_lora.errors import UserError
 from qat_lora.evaluate import text_figures, windows
 from qat_lora.models.adapter import adapter_values
-from qat_lora.models.loading import EMBEDDED, EMBEDDED_NOTE, check_length, load_model, load_tokenizer, unwrap
-from qat_lora.quant.student import bits_per_weight, head_weight, load_trained, megabytes
+from qat_lora.models.architecture import unwrap
+from qat_lora.models.loading import EMBEDDED, EMBEDDED_NOTE, check_length, load_model, load_tokenizer
+from qat_lora.quant.student import bits_per_weight, head_of, load_trained, megabytes
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.rundir import say
 
@@ -57,7 +58,7 @@ def main(cfg: Config) -> None:
     tokenizer = load_tokenizer(name)
     check_length(name, cfg.length)
     tokens, scored = windows(read_text(cfg, tokenizer), cfg.length, step_of(cfg), cfg.max_windows)
-    teacher = load_teacher(cfg.teacher, tokenizer, head_weight(model).shape[0]) if cfg.teacher else None
+    teacher = load_teacher(cfg.teacher, tokenizer, len(head_of(model).weight)) if cfg.teacher else None
     facts = describe(cfg, name, model, scored, backend)
     if not cfg.dry_run:
         facts |= measure(model, teacher, tokens, scored, backend, cfg.batch_size)
@@ -92,8 +93,8 @@ def load_teacher(name: str, tokenizer, vocab: int) -> nn.Module:
     if tokenizer_fingerprint(load_tokenizer(name)) != tokenizer_fingerprint(tokenizer):
         raise UserError(f"--teacher {name} has another tokenizer than the model: their tokens cannot be compared")
     teacher = load_model(name)
-    if head_weight(teacher).shape[0] != vocab:
-        raise UserError(f"--teacher {name} has {head_weight(teacher).shape[0]} tokens in its head, the model {vocab}")
+    if len(head_of(teacher).weight) != vocab:
+        raise UserError(f"--teacher {name} has {len(head_of(teacher).weight)} tokens in its head, the model {vocab}")
     return teacher
 
 

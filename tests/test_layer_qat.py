@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from qat_lora import layer_qat
-from qat_lora.blocks import block_inputs, block_outputs
+from qat_lora.blocks import block_outputs, first_inputs, run_block
 from qat_lora.data.batches import batches
 from qat_lora.evaluate import heldout_figures, kd_loss
 from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.layer_qat import LayerPlan, relative_error, train_layers
-from qat_lora.models.loading import decoder_layers, load_model
+from qat_lora.models.architecture import decoder_layers
+from qat_lora.models.loading import load_model
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import unquantized
 from qat_lora.quant.student import StudentSpec, quantize
@@ -103,13 +104,14 @@ def test_targets_are_the_full_precision_models(new_student, make_session, data, 
     train_layers(student, data[0], dataclasses.replace(PLAN, steps=3), session)
     tokens = data[0][0]["tokens"]
     with torch.no_grad():
-        embedded, kwargs = block_inputs(original, tokens)
+        (embedded,), calls = first_inputs(original, [{"tokens": tokens}], backend)
         assert torch.equal(embedded, original.model.embed_tokens(tokens))
-        out = decoder_layers(original)[1](decoder_layers(student)[0](embedded, **kwargs), **kwargs)
+        first, second = (calls.block(index)[0] for index in range(2))
+        out = run_block(decoder_layers(original)[1], run_block(decoder_layers(student)[0], embedded, first), second)
         with unquantized(original):
             target = embedded
-            for layer in decoder_layers(original)[:2]:
-                target = layer(target, **kwargs)
+            for layer, call in zip(decoder_layers(original), (first, second)):
+                target = run_block(layer, target, call)
         size = torch.stack([out.square().sum(-1), target.square().sum(-1)]).amax(0)
         loss = ((out - target).square().sum(-1) / size).mean()
     logged = session.run.metrics()[3]
@@ -120,10 +122,9 @@ def test_targets_are_the_full_precision_models(new_student, make_session, data, 
 def test_blocks_one_by_one_are_the_model(new_student, data, backend):
     student = new_student()
     tokens = data[0][0]["tokens"]
-    hidden, kwargs = block_inputs(student, tokens)
-    hidden = [hidden]
-    for layer in decoder_layers(student):
-        hidden = block_outputs(layer, hidden, kwargs, backend)
+    hidden, calls = first_inputs(student, [{"tokens": tokens}], backend)
+    for index, layer in enumerate(decoder_layers(student)):
+        hidden = block_outputs(layer, hidden, calls.block(index), backend)
     torch.testing.assert_close(student.lm_head(student.model.norm(hidden[0])), student(tokens).logits)
 
 

@@ -5,11 +5,12 @@ import contextlib
 import pytest
 import torch
 
-from qat_lora.blocks import block_inputs, block_outputs, compensate_block
+from qat_lora.blocks import block_outputs, compensate_block, first_inputs
 from qat_lora.data.batches import batches
 from qat_lora.evaluate import heldout_figures
 from qat_lora.layer_qat import LayerPlan, train_layers
-from qat_lora.models.loading import decoder_layers, hidden_states, load_model
+from qat_lora.models.architecture import decoder_layers, hidden_states
+from qat_lora.models.loading import load_model
 from qat_lora.quant.init import initialise, set_scale
 from qat_lora.quant.linear import quantized_layers, unquantized
 from qat_lora.quant.student import StudentSpec, quantize
@@ -55,14 +56,13 @@ def test_a_block_is_compensated_on_what_the_quantised_ones_before_it_give(new_st
     student, by_hand = new_student(), {}
     start(student, "gptq", calibration, "fp32")
     first, second = decoder_layers(student)
-    seen = [block_inputs(student, batch["tokens"]) for batch in calibration]
-    inputs, kwargs = [hidden for hidden, _ in seen], seen[0][1]
+    inputs, calls = first_inputs(student, calibration, backend)
     for name, block in (("quantised", first), ("full", decoder_layers(new_student())[0])):
         with contextlib.nullcontext() if name == "quantised" else unquantized(block):
-            reached = block_outputs(block, inputs, kwargs, backend)
+            reached = block_outputs(block, inputs, calls.block(0), backend)
         by_hand[name] = decoder_layers(new_student())[1]
         initialise(by_hand[name], search=False)
-        compensate_block(by_hand[name], reached, kwargs, backend)
+        compensate_block(by_hand[name], reached, calls.block(1), backend)
     down = {name: block.mlp.down_proj.weight for name, block in by_hand.items()}
     assert torch.equal(second.mlp.down_proj.weight, down["quantised"])
     assert not torch.equal(second.mlp.down_proj.weight, down["full"])

@@ -11,14 +11,8 @@ from qat_lora.errors import UserError
 from qat_lora.evaluate import heldout_figures
 from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.layer_qat import LayerPlan, train_layers
-from qat_lora.models.loading import (
-    EMBEDDED,
-    decoder_layers,
-    empty_model,
-    load_config,
-    load_model,
-    load_tokenizer,
-)
+from qat_lora.models.architecture import decoder_layers
+from qat_lora.models.loading import EMBEDDED, empty_model, load_config, load_model, load_tokenizer
 from qat_lora.qat import QATPlan, TrainOptions, train_qat
 from qat_lora.quant.linear import free_scales
 from qat_lora.quant.student import (

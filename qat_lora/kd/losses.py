@@ -1,5 +1,7 @@
 """Distillation and cross-entropy losses that never hold [B, L, V]."""
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,6 +11,50 @@ from qat_lora.backend import compute_dtype
 # fp32 logits held at a time. Above 32 MB glibc maps fresh pages for every chunk: +35% on a teacher pass, measured.
 CHUNK_BYTES = 24 * 2**20
 ACCELERATOR_CHUNK_BYTES = 256 * 2**20  # fewer, larger products and a smaller graph; not measured on hardware
+
+
+@dataclass(frozen=True)
+class Head:
+    """How hidden states h [..., H] become logits [..., V]: z = cap·tanh(y/cap) of y = after·(W·(before·h) + bias).
+
+    weight [V, H]; bias [V] or None; cap None: z = y.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    before: float = 1.0
+    after: float = 1.0
+    cap: float | None = None
+
+    @classmethod
+    def of(cls, head: "Head | Tensor") -> "Head":
+        """The head itself, or one that is a plain weight."""
+        return head if isinstance(head, cls) else cls(head)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether logits are the product with the weight and nothing else."""
+        return self.bias is None and self.before * self.after == 1 and self.cap is None
+
+    def cast(self, dtype: torch.dtype) -> "Head":
+        """The same with its weight in the type that it is multiplied in; what follows the product is fp32."""
+        bias = None if self.bias is None else self.bias.float() * self.after
+        return Head(self.weight.to(dtype), bias, self.before, self.after, self.cap)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """fp32 logits of hidden states, by a head that `cast` has given their type."""
+        logits = (hidden @ self.weight.T).float()
+        if self.before * self.after != 1:
+            logits = logits * (self.before * self.after)
+        if self.bias is not None:
+            logits = logits + self.bias
+        return logits if self.cap is None else (logits / self.cap).tanh() * self.cap
+
+    def gradient(self, grad: Tensor, logits: Tensor) -> Tensor:
+        """∂/∂(W·h) of what has the gradient `grad` in its logits, both [..., V]; overwrites `grad`."""
+        if self.cap is not None:
+            grad = grad.mul_(1 - (logits / self.cap).square_())
+        return grad if self.before * self.after == 1 else grad.mul_(self.before * self.after)
 
 
 def kd_soft_ce(student_logits: Tensor, teacher_logits: Tensor, temperature: float = 1.0, mask: Tensor | None = None):
@@ -33,38 +79,43 @@ def kept(mask: Tensor) -> Tensor:
 
 
 def sparse_loss(
-    hidden: Tensor, head: Tensor, index: Tensor, prob: Tensor, mask: Tensor, total: Tensor | None = None
+    hidden: Tensor, head: Head | Tensor, index: Tensor, prob: Tensor, mask: Tensor, total: Tensor | None = None
 ) -> Tensor:
-    """−Σ_j prob_j · log softmax(hidden·headᵀ)[index_j], summed over kept positions and divided by `total`.
+    """−Σ_j prob_j · log softmax(logits)[index_j], summed over kept positions and divided by `total`.
 
-    hidden [B, L, H]; head [V, H]; index, prob [B, L, J] (an index may repeat: its probabilities add up); mask [B, L];
-    total: scalar, what the sum is divided by; kept positions of this mask unless given (give the count over all
-    micro-batches and workers of an update, and accumulation equals one large batch).
-    With J = 1 and prob 1 this is plain cross-entropy. With exact top-K probabilities and sampled tail draws that sum
-    to 1, E[target] is the teacher's distribution and the gradient softmax − target is unbiased (arXiv 2503.16870).
-    The LM head is applied in chunks of positions, and each chunk's gradient is formed while its logits are alive, so
-    the backward pass repeats no head and [B, L, V] never exists.
+    hidden [B, L, H]; head: a Head, or its weight [V, H] where nothing else makes the logits; index, prob [B, L, J] (an
+    index may repeat: its probabilities add up); mask [B, L]; total: scalar, what the sum is divided by; kept positions
+    of this mask unless given (give the count over all micro-batches and workers of an update, and accumulation equals
+    one large batch). With J = 1 and prob 1 this is plain cross-entropy. With exact top-K probabilities and sampled tail
+    draws that sum to 1, E[target] is the teacher's distribution and the gradient softmax − target is unbiased (arXiv
+    2503.16870). The LM head is applied in chunks of positions, and each chunk's gradient is formed while its logits are
+    alive, so the backward pass repeats no head and [B, L, V] never exists.
     """
     total = kept(mask) if total is None else total
-    width = index.shape[-1]
+    width, head = index.shape[-1], Head.of(head)
     return _ChunkedHead.apply(
-        hidden.reshape(-1, hidden.shape[-1]), head, index.reshape(-1, width), prob.reshape(-1, width).float(),
-        mask.reshape(-1).float() / total, compute_dtype(hidden), torch.is_grad_enabled(),
+        hidden.reshape(-1, hidden.shape[-1]), head.weight, head.bias, head, index.reshape(-1, width),
+        prob.reshape(-1, width).float(), mask.reshape(-1).float() / total, compute_dtype(hidden),
+        torch.is_grad_enabled(),
     )  # fmt: skip
 
 
 class _ChunkedHead(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, head, index, prob, weight, dtype, with_grad):
-        head_grad_wanted = with_grad and ctx.needs_input_grad[1]
+    def forward(ctx, hidden, table, bias, head, index, prob, weight, dtype, with_grad):
+        wanted = [with_grad and needed for needed in ctx.needs_input_grad[1:3]]
         with torch.autocast(hidden.device.type, enabled=False):
-            cast = head.to(dtype)
+            head = head.cast(dtype)
             loss = hidden.new_zeros((), dtype=torch.float32)
             grad_hidden = []
-            grad_head = torch.zeros_like(head, dtype=torch.float32) if head_grad_wanted else None
-            for rows in positions(len(hidden), head.shape[0], hidden.device):
+            grad_table, grad_bias = (
+                torch.zeros_like(tensor, dtype=torch.float32) if needed else None
+                for tensor, needed in zip((table, bias), wanted)
+            )
+            for rows in positions(len(hidden), table.shape[0], hidden.device):
                 h = hidden[rows].to(dtype)
-                logits = (h @ cast.T).float()
+                logits = head.logits(h)
+                capped = logits.clone() if with_grad and head.cap is not None else None
                 peak = logits.amax(1, keepdim=True)
                 target = logits.gather(1, index[rows]) - peak
                 logits.sub_(peak).exp_()
@@ -73,48 +124,55 @@ class _ChunkedHead(torch.autograd.Function):
                 loss += (weight[rows] * ((z.log() * mass).squeeze(1) - (prob[rows] * target).sum(1))).sum()
                 if with_grad:
                     scale = weight[rows].unsqueeze(1)
-                    grad = logits.mul_(mass * scale / z).scatter_add_(1, index[rows], -prob[rows] * scale).to(dtype)
-                    grad_hidden.append(grad @ cast)
-                    if head_grad_wanted:
-                        grad_head += grad.T @ h
+                    grad = logits.mul_(mass * scale / z).scatter_add_(1, index[rows], -prob[rows] * scale)
+                    grad = head.gradient(grad, capped)
+                    if grad_bias is not None:
+                        grad_bias += grad.sum(0) / head.before
+                    grad = grad.to(dtype)
+                    grad_hidden.append(grad @ head.weight)
+                    if grad_table is not None:
+                        grad_table += grad.T @ h
         if with_grad:
-            ctx.save_for_backward(torch.cat(grad_hidden), grad_head)
-            ctx.dtypes = hidden.dtype, head.dtype
+            ctx.save_for_backward(torch.cat(grad_hidden), grad_table, grad_bias)
+            ctx.dtypes = hidden.dtype, table.dtype
         return loss
 
     @staticmethod
     def backward(ctx, grad):
-        grad_hidden, grad_head = ctx.saved_tensors
-        hidden_type, head_type = ctx.dtypes
-        grad_head = None if grad_head is None else (grad_head * grad).to(head_type)
-        return (grad_hidden * grad).to(hidden_type), grad_head, None, None, None, None, None
+        grad_hidden, *grads = ctx.saved_tensors
+        hidden_type, table_type = ctx.dtypes
+        grads = [None if part is None else (part * grad).to(table_type) for part in grads]
+        return (grad_hidden * grad).to(hidden_type), *grads, None, None, None, None, None, None
 
 
-def token_log_probs(hidden: Tensor, head: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
-    """log softmax(hidden·headᵀ / temperature)[token] [N], with hidden [N, H], head [V, H], which must be frozen, and
-    tokens [N]; in chunks of positions, so that [N, V] never exists."""
-    return _TokenLogProb.apply(hidden, head, tokens, temperature, compute_dtype(hidden), torch.is_grad_enabled())
+def token_log_probs(hidden: Tensor, head: Head | Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
+    """log softmax(logits / temperature)[token] [N], with hidden [N, H], a head (or its weight [V, H]), which must be
+    frozen, and tokens [N]; in chunks of positions, so that [N, V] never exists."""
+    head = Head.of(head)
+    return _TokenLogProb.apply(
+        hidden, head.weight, head.bias, head, tokens, temperature, compute_dtype(hidden), torch.is_grad_enabled()
+    )
 
 
 class _TokenLogProb(torch.autograd.Function):
-    """log softmax(h·Wᵀ/T)[token], in chunks of positions. Each position's log-probability depends on
+    """log softmax(logits/T)[token], in chunks of positions. Each position's log-probability depends on
     its own hidden state alone, so that its gradient is formed while the logits are alive, and only scaled later."""
 
     @staticmethod
-    def forward(ctx, hidden, head, tokens, temperature, dtype, with_grad):
-        if with_grad and ctx.needs_input_grad[1]:
+    def forward(ctx, hidden, table, bias, head, tokens, temperature, dtype, with_grad):
+        if with_grad and any(ctx.needs_input_grad[1:3]):
             raise ValueError("the head's weight must be frozen: its gradient is not formed here")
         logps, grads = [], []
         with torch.autocast(hidden.device.type, enabled=False):
-            cast = head.to(dtype)
-            for rows in positions(len(hidden), head.shape[0], hidden.device):
-                logits = (hidden[rows].to(dtype) @ cast.T).float().div_(temperature)
+            head = head.cast(dtype)
+            for rows in positions(len(hidden), table.shape[0], hidden.device):
+                logits = head.logits(hidden[rows].to(dtype))
                 chosen = tokens[rows].unsqueeze(1)
-                logp = logits.log_softmax(1)
+                logp = (logits if temperature == 1 else logits / temperature).log_softmax(1)
                 logps.append(logp.gather(1, chosen).squeeze(1))
                 if with_grad:
                     grad = logp.exp_().neg_().scatter_add_(1, chosen, torch.ones_like(chosen, dtype=logp.dtype))
-                    grads.append(grad.div_(temperature).to(dtype) @ cast)
+                    grads.append(head.gradient(grad.div_(temperature), logits).to(dtype) @ head.weight)
         if with_grad:
             ctx.save_for_backward(torch.cat(grads))
             ctx.dtype = hidden.dtype
@@ -122,7 +180,7 @@ class _TokenLogProb(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return (ctx.saved_tensors[0] * grad.unsqueeze(1)).to(ctx.dtype), None, None, None, None, None
+        return (ctx.saved_tensors[0] * grad.unsqueeze(1)).to(ctx.dtype), None, None, None, None, None, None, None
 
 
 def positions(count: int, vocab: int, device: torch.device) -> list[slice]:

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from qat_lora.backend import compute_dtype
 from qat_lora.kd.losses import positions
-from qat_lora.models.loading import hidden_states
-from qat_lora.quant.linear import effective_weight
+from qat_lora.models.architecture import hidden_states
+from qat_lora.quant.student import head_of
 
 
 @torch.no_grad()
@@ -20,13 +20,15 @@ def teacher_targets(teacher: nn.Module, tokens: Tensor, k: int, uniforms: Tensor
       entropy []       −Σ t̂ log t over these targets, so that cross-entropy − entropy estimates KL without bias
     """
     hidden = hidden_states(teacher, tokens).flatten(0, 1)
-    head = effective_weight(teacher.get_output_embeddings())
-    dtype = compute_dtype(hidden)
+    dtype, head = compute_dtype(hidden), head_of(teacher).cast(compute_dtype(hidden))
     uniforms = uniforms.flatten(0, 1)
-    head = head.to(dtype)
-    parts = [
-        _targets(hidden[r].to(dtype) @ head.T, k, uniforms[r]) for r in positions(len(hidden), len(head), hidden.device)
-    ]
+
+    def logits(rows: slice) -> Tensor:
+        h = hidden[rows].to(dtype)
+        return h @ head.weight.T if head.is_plain else head.logits(h)  # a product alone is left in its own type
+
+    chunks = positions(len(hidden), len(head.weight), hidden.device)
+    parts = [_targets(logits(rows), k, uniforms[rows]) for rows in chunks]
     names = ("index", "prob", "tail", "entropy")
     return {n: torch.cat(values).unflatten(0, tokens.shape) for n, values in zip(names, zip(*parts))}
 

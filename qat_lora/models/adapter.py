@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from qat_lora.errors import UserError
-from qat_lora.models.loading import unwrap
+from qat_lora.models.architecture import unwrap
 from qat_lora.run.files import read_json, sha256, write_json
 
 ORIGIN = "origin.json"

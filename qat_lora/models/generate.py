@@ -9,7 +9,7 @@ from transformers import GenerationConfig, TextIteratorStreamer
 
 from qat_lora.backend import TorchBackend
 from qat_lora.errors import UserError
-from qat_lora.models.loading import unwrap
+from qat_lora.models.architecture import unwrap
 
 
 def complete(

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from qat_lora.backend import is_xla_device
 from qat_lora.errors import UserError, first_line
 from qat_lora.hub import hub_fault
+from qat_lora.models import architecture
 from qat_lora.run.files import cannot_write
 
 EMBEDDED = "smollm2-135m"
@@ -103,7 +103,8 @@ def load_model(name: str) -> nn.Module:
         model.is_quantized = False
     model.config._name_or_path = name
     model.name_or_path = name
-    return model.eval()
+    architecture.check(model.eval())
+    return model
 
 
 def write_model(model: nn.Module, tokenizer, weights: dict[str, Tensor], folder: Path, shown: Path) -> None:
@@ -134,37 +135,3 @@ def empty_model(name: str) -> nn.Module:
         model = AutoModelForCausalLM.from_config(load_config(name), dtype=torch.float32)
     model.tie_weights()
     return model.eval()
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The HF model inside a PEFT wrapper, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def decoder(model: nn.Module) -> nn.Module:
-    """The HF model without its LM head."""
-    base = unwrap(model)
-    return getattr(base, base.base_model_prefix)
-
-
-def hidden_states(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Last hidden states [B, L, H] after the final norm, ready for the LM head; tokens [B, L]. No KV cache."""
-    # Without a mask transformers looks for packed sequences by reading a tensor: a host sync a step on XLA. With an
-    # explicit one it does not; elsewhere no mask keeps the fused causal kernel.
-    mask = _causal(tokens) if is_xla_device(tokens.device) else None
-    return decoder(model)(input_ids=tokens, attention_mask=mask, use_cache=False).last_hidden_state
-
-
-def _causal(tokens: Tensor) -> Tensor:
-    length = tokens.shape[1]
-    return torch.ones(1, 1, length, length, dtype=torch.bool, device=tokens.device).tril()
-
-
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The stack of decoder blocks. Raises UserError for an architecture without a `layers` list."""
-    layers = getattr(decoder(model), "layers", None)
-    if layers is None:
-        raise UserError(
-            f"{type(unwrap(model)).__name__} has no list of decoder layers; Llama- and Qwen-type models have one"
-        )
-    return layers

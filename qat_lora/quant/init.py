@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.errors import UserError
-from qat_lora.quant.linear import nearest_level, quantized_layers
+from qat_lora.quant.linear import nearest_level, quantized_layers, rows_of
 from qat_lora.quant.spec import LOWRANK_INIT_GROUP, QuantSpec
 
 SEARCH = torch.linspace(0.35, 1.05, 29)  # fractions of the absolute-maximum scale tried by the least-error search
@@ -29,17 +29,20 @@ def set_scale(layer: nn.Module, search: bool = True, moment: Tensor | None = Non
     search=True: least squared weight error, weighted by `moment`, the mean square of each input [in], where it is
     given; False: the edge level is the largest weight, plain rounding.
     """
-    quantizer, weight = layer.quantizer, layer.weight.detach().float().cpu()
-    spec = quantizer.spec
-    size = {"group": spec.size, "lowrank": LOWRANK_INIT_GROUP, "tensor": weight.numel()}[spec.scale]
-    groups = weight.reshape(-1, size)
-    importance = torch.ones_like(weight) if moment is None else moment.float().cpu().expand_as(weight)
-    scale = least_error_scale(groups, importance.reshape(-1, size), spec, search)
-    if spec.scale == "lowrank":
-        for parameter, value in zip((quantizer.a, quantizer.g, quantizer.b), _factors(scale, weight.shape, spec.size)):
-            parameter.copy_(value)
-    else:
-        quantizer.scale.copy_(scale.view(quantizer.scale.shape))
+    quantizer, weight = layer.quantizer, rows_of(layer).detach()
+    spec, parameters = quantizer.spec, list(quantizer.parameters())
+    parts = [(weight, *parameters)]
+    if weight.ndim == 3:  # a low-rank scale has its experts in front, another one in its rows
+        shapes = [p.shape if spec.scale == "lowrank" else (len(weight), -1, *p.shape[1:]) for p in parameters]
+        parts = zip(weight, *(p.view(shape) for p, shape in zip(parameters, shapes)))
+    for part, *values in parts:  # experts one after the other: their search takes many times their memory
+        matrix = part.float().cpu()
+        size = {"group": spec.size, "lowrank": LOWRANK_INIT_GROUP, "tensor": matrix.numel()}[spec.scale]
+        importance = torch.ones_like(matrix) if moment is None else moment.float().cpu().expand_as(matrix)
+        scale = least_error_scale(matrix.reshape(-1, size), importance.reshape(-1, size), spec, search)
+        found = _factors(scale, matrix.shape, spec.size) if spec.scale == "lowrank" else [scale.view(values[0].shape)]
+        for value, start in zip(values, found):
+            value.copy_(start)
 
 
 def least_error_scale(groups: Tensor, importance: Tensor, spec: QuantSpec, search: bool = True) -> Tensor:
@@ -111,7 +114,9 @@ def input_moments(model: nn.Module, run: Callable[[], object], cross: bool = Fal
 
         return hook
 
-    layers = {n: m for n, m in quantized_layers(model).items() if isinstance(m, nn.Linear)}
+    layers = {
+        n: m for n, m in quantized_layers(model).items() if isinstance(m, nn.Linear)
+    }  # experts have no input of their own
     hooks = [layer.register_forward_pre_hook(watch(name)) for name, layer in layers.items()]
     try:
         run()

@@ -1,5 +1,10 @@
-"""The quantised linear layer: a latent fp32 weight seen through a codebook and a learned scale."""
+"""Quantised weights: a latent fp32 weight seen through a codebook and a learned scale.
 
+They stand in linear layers, in embeddings tied to a quantised head, and in modules that keep all their experts in one
+parameter.
+"""
+
+import functools
 import math
 
 import torch
@@ -89,7 +94,8 @@ def levels_of(codes: Tensor, spec: QuantSpec) -> Tensor:
 
 
 class Quantizer(nn.Module):
-    """The learned scale of one weight [out, in] and, once frozen, its codes.
+    """The learned scale of one weight [out, in], or of each of the weights [experts, out, in], and, once frozen, its
+    codes.
 
     group:   scale [out, in/g, 1]        tensor: scale [1, 1, 1]
     lowrank: A [out, r], g [r], B [r, in]; S = (A·diag(g))·B with the columns of A and the rows of B at unit norm, so
@@ -97,30 +103,38 @@ class Quantizer(nn.Module):
     codes:   uint8 [out, in], present only when frozen
     enabled: False shows the latent weight itself (the full-precision layer)
 
-    The parameters are fp32 masters; whatever is computed with them sees them rounded to fp16, as a file stores them.
+    With experts the first dimension of a scale counts experts · out rows (tensor: experts), and A, g, B and codes have
+    one more dimension in front. The parameters are fp32 masters; whatever is computed with them sees them rounded to
+    fp16, as a file stores them.
     """
 
-    def __init__(self, spec: QuantSpec, out_features: int, in_features: int):
+    def __init__(self, spec: QuantSpec, *shape: int):
+        """shape: out, in, or experts, out, in."""
         super().__init__()
+        *experts, out_features, in_features = shape
         spec.check("weight", out_features, in_features)
-        self.spec, self.shape, self.enabled = spec, (out_features, in_features), True
+        self.spec, self.shape, self.enabled = spec, tuple(shape), True
         if spec.scale == "lowrank":
-            self.a = nn.Parameter(torch.empty(out_features, spec.size))
-            self.g = nn.Parameter(torch.empty(spec.size))
-            self.b = nn.Parameter(torch.empty(spec.size, in_features))
+            self.a = nn.Parameter(torch.empty(*experts, out_features, spec.size))
+            self.g = nn.Parameter(torch.empty(*experts, spec.size))
+            self.b = nn.Parameter(torch.empty(*experts, spec.size, in_features))
         else:
             rows, groups = (1, 1) if spec.scale == "tensor" else (out_features, in_features // spec.size)
-            self.scale = nn.Parameter(torch.empty(rows, groups, 1))
+            self.scale = nn.Parameter(torch.empty(math.prod(experts) * rows, groups, 1))
         self.register_buffer("codes", None)
 
     def scale_matrix(self) -> Tensor:
         """The scale, broadcastable to `grouped(weight)`."""
         if self.spec.scale != "lowrank":
-            return Stored.apply(_not_zero(self.scale, SMALLEST_SCALE))
+            scale = Stored.apply(_not_zero(self.scale, SMALLEST_SCALE))
+            return (
+                scale.repeat_interleave(self.shape[-2], 0) if len(scale) > 1 and self.spec.scale == "tensor" else scale
+            )
         a, g, b = (Stored.apply(p) for p in (self.a, self.g, self.b))
-        a = a / torch.linalg.vector_norm(a, dim=0, keepdim=True)
-        b = b / torch.linalg.vector_norm(b, dim=1, keepdim=True)
-        return _not_zero((a * g) @ b, torch.finfo(a.dtype).tiny ** 0.5).unsqueeze(1)
+        a = a / torch.linalg.vector_norm(a, dim=-2, keepdim=True)
+        b = b / torch.linalg.vector_norm(b, dim=-1, keepdim=True)
+        product = ((a * g.unsqueeze(-2)) @ b).view(-1, 1, self.shape[-1])
+        return _not_zero(product, torch.finfo(a.dtype).tiny ** 0.5)
 
     def stored(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Each parameter, and the fp16 values by which a file holds what `scale_matrix` sees of it."""
@@ -129,20 +143,26 @@ class Quantizer(nn.Module):
         return [(p, p.detach().half()) for p in (self.a, self.g, self.b)]
 
     def grouped(self, weight: Tensor) -> Tensor:
-        """A view of weight [out, in] as [out, groups, group], against which the scale broadcasts."""
-        out_features, in_features = self.shape
+        """weight [out, in] as [out, groups, group], against which the scale broadcasts; rows of all experts follow each
+        other."""
+        in_features = self.shape[-1]
         group = self.spec.size if self.spec.scale == "group" else in_features
-        return weight.view(out_features, in_features // group, group)
+        return weight.reshape(-1, in_features // group, group)
 
     def forward(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """W_eff [out, in] in `dtype`, differentiable in the latent weight and the scale; with codes, in the scale."""
-        shared = math.prod(self.shape) // self.spec.scale_values(*self.shape) if self.spec.scale != "lowrank" else 1
+        shared = math.prod(self.shape) // self.scale_values if self.spec.scale != "lowrank" else 1
         gradient_scale = 1 / math.sqrt(shared * self.spec.largest)
         with torch.autocast(weight.device.type, enabled=False):  # the product A·B of a low-rank scale stays fp32
             scale = self.scale_matrix()
         if self.codes is not None:
             return ScaledCodes.apply(self.grouped(self.codes), scale, self.spec, gradient_scale, dtype).view(self.shape)
         return FakeQuant.apply(self.grouped(weight), scale, self.spec, gradient_scale, dtype).view(self.shape)
+
+    @property
+    def scale_values(self) -> int:
+        """How many numbers the scale is stored as."""
+        return math.prod(self.shape[:-2]) * self.spec.scale_values(*self.shape[-2:])
 
     @property
     def settled(self) -> bool:
@@ -182,37 +202,90 @@ class QuantLinear(nn.Linear):
         return F.linear(x, effective_weight(self), self.bias)
 
 
-class QuantEmbedding(nn.Embedding):
-    """An nn.Embedding that looks its rows up in a quantised table; it shares the Quantizer of a tied lm_head."""
+class Shown:
+    """Mixed into a module's class by `show_quantized`: while its forward runs, some of its parameters are seen
+    quantised."""
 
-    def __init__(self, embedding: nn.Embedding, quantizer: Quantizer):
-        nn.Module.__init__(self)
-        self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
-        self.padding_idx, self.max_norm, self.norm_type = embedding.padding_idx, None, 2.0
-        self.scale_grad_by_freq, self.sparse = False, False
-        self.weight, self.quantizer = embedding.weight, quantizer
+    shown: tuple[str, ...] = ()
+    transposed = False
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, effective_weight(self, self.weight.dtype), self.padding_idx)  # as a plain one: fp32
+    def forward(self, *args, **kwargs):
+        self.__dict__["_live"] = {name: self._effective(name) for name in self.shown}
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            del self.__dict__["_live"]
+
+    def _effective(self, name: str) -> Tensor:
+        weight, quantizer = self._parameters[name], self.quantizer
+        if isinstance(quantizer, Quantizer):  # an embedding, in the type of a plain one
+            return effective_weight(self, weight.dtype)
+        return effective_weight(ExpertWeight(self, name))
 
 
-def effective_weight(module: nn.Module, dtype: torch.dtype | None = None) -> Tensor:
-    """The weight [out, in] that a linear layer or embedding multiplies with, quantised or not.
+def show_quantized(module: nn.Module, quantizer: nn.Module, names: tuple[str, ...], transposed: bool = False) -> None:
+    """Have `module` see its parameters `names` through `quantizer`, whatever its forward does with them.
+
+    quantizer: a Quantizer for "weight", or an nn.ModuleDict with one for each name. transposed: weights are [experts,
+    in, out].
+    """
+    module.__class__ = _shown_class(type(module), names)
+    module.quantizer, module.transposed = quantizer, transposed
+
+
+@functools.cache
+def _shown_class(kind: type, names: tuple[str, ...]) -> type:
+    def seen(name: str) -> property:
+        return property(lambda self: self.__dict__.get("_live", self._parameters)[name])
+
+    body = {name: seen(name) for name in names} | {"shown": names, "__module__": __name__}
+    return type(f"Quant{kind.__name__}", (Shown, kind), body)
+
+
+class ExpertWeight:
+    """One of the weights of a module that keeps its experts in one parameter each, seen as a layer of its own."""
+
+    def __init__(self, module: Shown, name: str):
+        self.module, self.name, self.transposed = module, name, module.transposed
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return self.module._parameters[self.name]
+
+    @property
+    def quantizer(self) -> Quantizer:
+        return self.module.quantizer[self.name]
+
+
+def rows_of(layer) -> Tensor:
+    """A layer's weight as its quantizer sees it: [out, in] or [experts, out, in]."""
+    return layer.weight.transpose(1, 2) if getattr(layer, "transposed", False) else layer.weight
+
+
+def set_rows(layer, rows: Tensor) -> None:
+    """Replace a layer's weight by `rows`, in the shape of `rows_of`."""
+    layer.weight.data = rows.transpose(1, 2).contiguous() if getattr(layer, "transposed", False) else rows
+
+
+def effective_weight(module, dtype: torch.dtype | None = None) -> Tensor:
+    """The weight that a linear layer, an embedding or experts multiply with, quantised or not, in the model's own
+    shape.
 
     dtype: of a weight that is quantised here and now; default: what autocast would make of it.
     """
     quantizer = getattr(module, "quantizer", None)
     if quantizer is None or not quantizer.enabled or quantizer.settled:
         return module.weight
-    return quantizer(module.weight, dtype or compute_dtype(module.weight))
+    value = quantizer(rows_of(module), dtype or compute_dtype(module.weight))
+    return value.transpose(1, 2) if getattr(module, "transposed", False) else value
 
 
 def freeze(module: nn.Module) -> None:
     """Turn every latent weight below `module` into codes, and show the quantised weight in its place."""
     for layer in quantized_layers(module).values():
         if layer.quantizer.codes is None:
-            layer.quantizer.codes = layer.quantizer.encode(layer.weight)
-        layer.weight.data = layer.quantizer.decode(layer.quantizer.codes)
+            layer.quantizer.codes = layer.quantizer.encode(rows_of(layer))
+        set_rows(layer, layer.quantizer.decode(layer.quantizer.codes))
         layer.weight.requires_grad_(False)
         layer.quantizer.requires_grad_(False)
 
@@ -223,11 +296,17 @@ def free_scales(module: nn.Module) -> None:
         layer.quantizer.requires_grad_(True)
 
 
-def quantized_layers(module: nn.Module) -> dict[str, nn.Module]:
-    """Every layer with a Quantizer, by name; an embedding tied to its head counts once, as the head."""
-    layers = {n: m for n, m in module.named_modules() if isinstance(m, QuantLinear | QuantEmbedding)}
-    heads = {id(m.quantizer) for m in layers.values() if isinstance(m, QuantLinear)}
-    return {n: m for n, m in layers.items() if isinstance(m, QuantLinear) or id(m.quantizer) not in heads}
+def quantized_layers(module: nn.Module) -> dict[str, QuantLinear | Shown | ExpertWeight]:
+    """Every quantised weight by the name of its layer, or of itself for experts; an embedding tied to its head counts
+    once, as the head."""
+    layers = {}
+    for name, found in module.named_modules():
+        if isinstance(found, QuantLinear) or (isinstance(found, Shown) and isinstance(found.quantizer, Quantizer)):
+            layers[name] = found
+        elif isinstance(found, Shown):
+            layers |= {f"{name}.{weight}".lstrip("."): ExpertWeight(found, weight) for weight in found.shown}
+    heads = {id(layer.quantizer) for layer in layers.values() if isinstance(layer, QuantLinear)}
+    return {n: m for n, m in layers.items() if not isinstance(m, Shown) or id(m.quantizer) not in heads}
 
 
 class unquantized:

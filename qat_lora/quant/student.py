@@ -1,5 +1,6 @@
 """The student: a model whose linear layers are quantised, and the file `best.pt` that carries it frozen."""
 
+import math
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.errors import UserError, first_line
+from qat_lora.kd.losses import Head
 from qat_lora.models.adapter import load_adapter
-from qat_lora.models.loading import EMBEDDED, decoder_layers, empty_model, load_model, unwrap
-from qat_lora.quant.linear import QuantEmbedding, QuantLinear, effective_weight, freeze, quantized_layers
+from qat_lora.models.architecture import decoder_layers, head_form, matrices, unwrap
+from qat_lora.models.loading import EMBEDDED, empty_model, load_model
+from qat_lora.quant.linear import (
+    Quantizer,
+    QuantLinear,
+    effective_weight,
+    freeze,
+    quantized_layers,
+    rows_of,
+    show_quantized,
+)
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.run.files import write_atomically
 
@@ -36,34 +47,54 @@ class StudentSpec:
 
 
 def quantize(model: nn.Module, spec: StudentSpec) -> nn.Module:
-    """Replace the linear layers of the decoder blocks by QuantLinear, in place; scales still to be initialised.
+    """Quantise the linear layers and experts of the decoder blocks, in place; scales still to be initialised.
 
     A quantised head that is tied to the embedding quantises both with one set of codes. Neither learns unless it is
     quantised: training the table costs memory and time and left the student further from its teacher
-    (docs/benchmarks.md).
+    (docs/benchmarks.md). Raises UserError where nothing would be quantised.
     """
-    for layer in decoder_layers(model):
-        for name, module in list(layer.named_modules()):
-            if isinstance(module, nn.Linear) and not isinstance(module, QuantLinear):
-                kind = QuantSpec.parse(spec.mlp if name.startswith("mlp") else spec.attn)
-                if kind:
-                    kind.check(name, module.out_features, module.in_features)
-                    layer.set_submodule(name, QuantLinear(module, kind))
-    base = unwrap(model)
-    kind = QuantSpec.parse(spec.head)
-    if kind:
-        head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
-        kind.check("lm_head", head.out_features, head.in_features)
-        head = QuantLinear(head, kind)
-        if embedding.weight is head.weight:
-            base.set_input_embeddings(QuantEmbedding(embedding, head.quantizer))
-        base.set_output_embeddings(head)
+    for block in decoder_layers(model):
+        experts: dict[nn.Module, dict] = {}
+        for matrix in list(matrices(block)):
+            kind = QuantSpec.parse(spec.mlp if matrix.part == "mlp" else spec.attn)
+            if kind is None:
+                continue
+            kind.check(f"{matrix.path}.{matrix.name}".removesuffix(".weight"), *matrix.shape[-2:])
+            if matrix.is_experts:
+                experts.setdefault(matrix.module, {})[matrix.name] = (Quantizer(kind, *matrix.shape), matrix.transposed)
+            else:
+                block.set_submodule(matrix.path, QuantLinear(matrix.module, kind))
+        for module, found in experts.items():
+            quantizers = nn.ModuleDict({name: quantizer for name, (quantizer, _) in found.items()})
+            show_quantized(module, quantizers, tuple(found), next(iter(found.values()))[1])
+    _quantize_head(unwrap(model), QuantSpec.parse(spec.head))
+    if not quantized_layers(model):
+        raise UserError(
+            f"{spec} quantises nothing: the blocks of model type {unwrap(model).config.model_type!r} hold no "
+            "plain linear layers or experts of that kind; quantise another part, or another model"
+        )
     return freeze_plain_tables(model)
 
 
-def head_weight(model: nn.Module) -> Tensor:
-    """The LM head's weight [V, H], quantised where the head is."""
-    return effective_weight(unwrap(model).get_output_embeddings())
+def _quantize_head(base: nn.Module, kind: QuantSpec | None) -> None:
+    if kind is None:
+        return
+    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
+    kind.check("lm_head", head.out_features, head.in_features)
+    tied, head = embedding.weight is head.weight, QuantLinear(head, kind)
+    if tied:
+        show_quantized(embedding, head.quantizer, ("weight",))
+    base.set_output_embeddings(head)
+
+
+def head_of(model: nn.Module) -> Head:
+    """How a model's hidden states become logits, its weight quantised where the head is."""
+    form, head = head_form(model), unwrap(model).get_output_embeddings()
+    weight = effective_weight(head)
+    if len(weight) != form.vocab:
+        weight = weight[: form.vocab]
+    bias = None if head.bias is None else head.bias[: form.vocab]
+    return Head(weight, bias, form.before, form.after, form.cap)
 
 
 def freeze_plain_tables(model: nn.Module) -> nn.Module:
@@ -71,31 +102,44 @@ def freeze_plain_tables(model: nn.Module) -> nn.Module:
     base = unwrap(model)
     for table in (base.get_input_embeddings(), base.get_output_embeddings()):
         table.weight.requires_grad_(hasattr(table, "quantizer"))
+        if getattr(table, "bias", None) is not None:
+            table.bias.requires_grad_(False)
     return model
 
 
 def bits_per_weight(model: nn.Module, adapter_values: int = 0) -> float:
-    """Stored bits per quantised weight: codes, scales at 16 bits, and `adapter_values` at 16 bits."""
-    weights = bits = 0
-    for layer in quantized_layers(model).values():
-        quantizer = layer.quantizer
-        count = layer.weight.numel()
-        weights += count
-        bits += count * quantizer.spec.bits + 16 * quantizer.spec.scale_values(*quantizer.shape)
-    return (bits + 16 * adapter_values) / weights if weights else 16.0
+    """Stored bits per weight of the decoder blocks (and of a quantised head): codes, scales at 16 bits,
+    `adapter_values` and whatever is not quantised at 16 bits. Biases, norms and other vectors do not count."""
+    layers = quantized_layers(model)
+    mine = {id(layer.weight) for layer in layers.values()}
+    scales = {id(p) for layer in layers.values() for p in layer.quantizer.parameters()}
+    quantised, bits = _quantised_bits(layers)
+    plain = sum(
+        p.numel()
+        for block in decoder_layers(model)
+        for name, p in block.named_parameters()
+        if p.ndim > 1 and "lora_" not in name and id(p) not in mine | scales
+    )
+    return (bits + 16 * (plain + adapter_values)) / (quantised + plain)
 
 
 def megabytes(model: nn.Module, adapter_values: int = 0) -> float:
-    """Size to deploy in MB (1e6 bytes): quantised weights as `bits_per_weight` counts, everything else at 16 bits.
+    """Size to deploy in MB (1e6 bytes): quantised weights with their codes and scales, everything else at 16 bits.
 
     An adapter counts by `adapter_values` alone, whether or not one is attached to the model.
     """
     layers = quantized_layers(model)
-    quantised = sum(layer.weight.numel() for layer in layers.values())
     counted = {id(p) for layer in layers.values() for p in (layer.weight, *layer.quantizer.parameters())}
     rest = sum(p.numel() for name, p in model.named_parameters() if id(p) not in counted and "lora_" not in name)
-    quantised_bits = bits_per_weight(model) * quantised if quantised else 0
-    return (quantised_bits + 16 * (rest + adapter_values)) / 8 / 1e6
+    return (_quantised_bits(layers)[1] + 16 * (rest + adapter_values)) / 8 / 1e6
+
+
+def _quantised_bits(layers: dict) -> tuple[int, int]:
+    """How many weights are quantised, and the bits that their codes and scales take."""
+    quantizers = [layer.quantizer for layer in layers.values()]
+    weights = [math.prod(quantizer.shape) for quantizer in quantizers]
+    bits = sum(n * quantizer.spec.bits + 16 * quantizer.scale_values for n, quantizer in zip(weights, quantizers))
+    return sum(weights), bits
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
@@ -104,9 +148,9 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     return torch.from_numpy(np.packbits(planes.reshape(-1), bitorder="little"))
 
 
-def unpack_codes(packed: Tensor, bits: int, shape: tuple[int, int]) -> Tensor:
+def unpack_codes(packed: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:
     """The inverse of `pack_codes`: uint8 codes of `shape`."""
-    count = shape[0] * shape[1]
+    count = math.prod(shape)
     planes = np.unpackbits(packed.numpy(), bitorder="little", count=count * bits).reshape(count, bits)
     return torch.from_numpy(np.packbits(planes, axis=1, bitorder="little").reshape(shape))
 
@@ -133,7 +177,7 @@ def student_content(model: nn.Module, model_name: str, spec: StudentSpec, info: 
             tensors[name] = scales.get(id(parameter), parameter.detach()).cpu()
     for name, layer in layers.items():
         codes = layer.quantizer.codes
-        codes = layer.quantizer.encode(layer.weight) if codes is None else codes
+        codes = layer.quantizer.encode(rows_of(layer)) if codes is None else codes
         tensors[f"{name}.codes"] = pack_codes(codes.cpu(), layer.quantizer.spec.bits)
     return {"format": FORMAT, "model": model_name, "spec": dict(vars(spec)), "info": info, "tensors": tensors}
 

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from qat_lora.errors import UserError
 from qat_lora.kd.losses import token_log_probs
-from qat_lora.models.loading import decoder
-from qat_lora.quant.student import head_weight
+from qat_lora.models.architecture import hidden_states, packs
+from qat_lora.models.attention import Layout
+from qat_lora.quant.student import head_of
 
 
 @dataclass(frozen=True)
@@ -39,36 +40,47 @@ def log_probs(model: nn.Module, prompts: Prompts, completions: Tensor, temperatu
     """Log-probability of every completion token, [P, G, C].
 
     completions [P, G, C]: G of each prompt, filled up to C with anything; temperature: what the logits are divided by.
-    A prompt and its G completions are one row of L + G·C tokens under a mask by which each completion sees its prompt
-    and itself, so that a prompt is computed once.
     """
-    count, group, width = completions.shape
+    before = (_together if packs(model) else _apart)(model, prompts, completions)
+    logp = token_log_probs(before.flatten(0, 2), head_of(model), completions.reshape(-1), temperature)
+    return logp.view(completions.shape)
+
+
+def _together(model: nn.Module, prompts: Prompts, completions: Tensor) -> Tensor:
+    """The hidden states [P, G, C, H] from which completion tokens are predicted. A prompt and its G completions are one
+    row of L + G·C tokens in which each completion sees its prompt and itself, so that a prompt is computed once."""
+    group, width = completions.shape[1:]
     length = prompts.tokens.shape[1]
     tokens = torch.cat([prompts.tokens, completions.flatten(1)], 1)
     ahead = torch.arange(width, device=tokens.device)
     own = (prompts.lengths().unsqueeze(1) + ahead).repeat(1, group)
-    hidden = decoder(model)(
-        input_ids=tokens, position_ids=torch.cat([prompts.positions(), own], 1),
-        attention_mask=_packed_mask(prompts.mask, group, width), use_cache=False,
-    ).last_hidden_state  # fmt: skip
+    positions = torch.cat([prompts.positions(), own], 1)
+    hidden = hidden_states(model, tokens, Layout(_visible(prompts.mask, group, width), positions, positions))
     # a completion's first token is predicted at the prompt's last position, every other one at the token before
     first = hidden[:, length - 1 : length].unsqueeze(1).expand(-1, group, -1, -1)
-    before = torch.cat([first, hidden[:, length:].unflatten(1, (group, width))[:, :, :-1]], 2)
-    logp = token_log_probs(
-        before.reshape(-1, hidden.shape[-1]), head_weight(model), completions.reshape(-1), temperature
-    )
-    return logp.view(count, group, width)
+    return torch.cat([first, hidden[:, length:].unflatten(1, (group, width))[:, :, :-1]], 2)
 
 
-def _packed_mask(prompt: Tensor, group: int, width: int) -> Tensor:
-    """What sees what in rows of a prompt and its completions: bool [P, 1, L + G·C, L + G·C]."""
-    count, length = prompt.shape
+def _apart(model: nn.Module, prompts: Prompts, completions: Tensor) -> Tensor:
+    """The same for a model that cannot keep completions apart in one row: each has a row of its own that begins with
+    its prompt, and what fills it up comes last."""
+    count, group, width = completions.shape
+    length = prompts.tokens.shape[1]
+    rows = torch.cat([prompts.tokens.repeat_interleave(group, 0), completions.flatten(0, 1)], 1)
+    own = prompts.lengths().repeat_interleave(group, 0).unsqueeze(1)
+    place = torch.arange(length + width, device=rows.device) + length - own
+    hidden = hidden_states(model, rows.gather(1, place.clamp(max=length + width - 1)))
+    before = own - 1 + torch.arange(width, device=rows.device)
+    return hidden.gather(1, before.unsqueeze(2).expand(-1, -1, hidden.shape[2])).unflatten(0, (count, group))
+
+
+def _visible(prompt: Tensor, group: int, width: int) -> Tensor:
+    """What sees what in rows of a prompt and its completions: bool [P, L + G·C, L + G·C]."""
+    length = prompt.shape[1]
     place = torch.arange(length + group * width, device=prompt.device)
     owner = torch.where(place < length, 0, (place - length) // width + 1)  # 0: the prompt
     sees = (owner[:, None] == owner[None, :]) | (owner[None, :] == 0)
     sees = sees & (place[:, None] >= place[None, :])
-    real = torch.cat([prompt, prompt.new_ones(count, group * width)], 1)
-    sees = sees & real[:, None, :] | torch.eye(
-        len(place), dtype=torch.bool, device=prompt.device
-    )  # padding sees itself
-    return sees.unsqueeze(1)
+    real = torch.cat([prompt, prompt.new_ones(len(prompt), group * width)], 1)
+    own = torch.eye(len(place), dtype=torch.bool, device=prompt.device)  # padding sees itself
+    return sees & real[:, None, :] | own

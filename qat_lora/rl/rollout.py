@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from qat_lora.backend import TorchBackend, compute_dtype
 from qat_lora.errors import UserError
-from qat_lora.models.loading import decoder
-from qat_lora.quant.student import head_weight
+from qat_lora.models.architecture import cached_states, hidden_states, is_recurrent, model_type, own_cache
+from qat_lora.models.attention import Layout
+from qat_lora.quant.student import head_of
 from qat_lora.rl.policy import Prompts
 
 LEAST = 1e-6  # temperature (or 0) and top_p
@@ -62,32 +63,23 @@ def rollout(
 
     A completion ends with any of `ends`. Draws come from the device's generator: seed the backend.
     """
-    count, at = prompts.tokens.shape
-    cache = _Cache(at + length)
+    count = len(prompts.tokens)
     stop = torch.tensor(list(ends), device=prompts.tokens.device)
     with backend.autocast():
-        head = head_weight(model)
-        head = head.to(compute_dtype(head))  # once: autocast would do so for every token
-        logits = (_prefill(model, prompts, cache).to(head.dtype) @ head.T).float().repeat_interleave(group, 0)
-        cache.expand(group, at)
+        head = head_of(model)
+        head = head.cast(compute_dtype(head.weight))  # once: autocast would do so for every token
+        reader = (_OwnCache if is_recurrent(model) else _Slots)(model, prompts, group, length)
+        logits = head.logits(reader.first().to(head.weight.dtype)).repeat_interleave(group, 0)
 
         rows, every = count * group, 1 if backend.kind == "cpu" else STOP_EVERY
-        visible = torch.cat([prompts.mask, prompts.mask.new_zeros(count, length)], 1).repeat_interleave(group, 0)
-        position = prompts.lengths().repeat_interleave(group, 0)
         tokens, logps = stop.new_zeros(length, rows), logits.new_zeros(length, rows)
         entropies = torch.zeros_like(logps)
-        step, finished = stop.new_zeros(1), visible.new_zeros(rows)
+        step, finished = stop.new_zeros(1), torch.zeros(rows, dtype=torch.bool, device=stop.device)
         token = stop.new_zeros(rows)
         fill = stop[0]
         for turn in range(length):
             if turn:
-                cache.slot = at + step - 1
-                visible = visible.index_fill(1, cache.slot, True)
-                hidden = decoder(model)(
-                    input_ids=token.unsqueeze(1), position_ids=position.unsqueeze(1), past_key_values=cache,
-                    use_cache=False, attention_mask=visible[:, None, None, :],
-                ).last_hidden_state[:, -1]  # fmt: skip
-                logits, position = (hidden.to(head.dtype) @ head.T).float(), position + 1
+                logits = head.logits(reader.next(token, step - 1).to(head.weight.dtype))
             token, logp, entropy = draw(logits, sampling)
             token = torch.where(finished, fill, token)
             tokens.index_copy_(0, step, token.unsqueeze(0))
@@ -132,15 +124,43 @@ def draw(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
     return token, logp.gather(1, token.unsqueeze(1)).squeeze(1), entropy
 
 
-class _Cache:
-    """Keys and values of every layer, [B, heads, slots, D]: written at `slot`, a device tensor, so that the next token
-    is the same graph as the last one."""
+class _Slots:
+    """Reads prompts and then `group` completions of each, token by token, with the keys and values of every layer, [B,
+    heads, slots, D], written at `slot`, a device tensor: the next token is the same graph as the last one. To a model
+    it is its cache."""
 
-    def __init__(self, slots: int):
-        self.slots = slots
+    is_compileable = False
+
+    def __init__(self, model: nn.Module, prompts: Prompts, group: int, length: int):
+        self.model, self.prompts, self.group, self.length = model, prompts, group, length
         self.slot: Tensor | None = None  # None while the prompts are computed
         self.layers: dict[int, list[Tensor]] = {}
+        ahead = prompts.lengths().unsqueeze(1) + torch.arange(length, device=prompts.tokens.device)
+        self.positions = torch.cat([prompts.positions(), ahead], 1).repeat_interleave(group, 0)
+        room = prompts.mask.new_zeros(len(prompts.mask), length)
+        self.visible = torch.cat([prompts.mask, room], 1).repeat_interleave(group, 0)
 
+    def first(self) -> Tensor:
+        """Last hidden states [P, H] of the prompts."""
+        tokens, mask, positions = self.prompts.tokens, self.prompts.mask, self.prompts.positions()
+        at = tokens.shape[1]
+        sees = mask.unsqueeze(1) & torch.ones(at, at, dtype=torch.bool, device=tokens.device).tril()
+        sees = sees | torch.eye(at, dtype=torch.bool, device=tokens.device)
+        hidden = hidden_states(self.model, tokens, Layout(sees, positions, positions), self)[:, -1]
+        for layer, both in self.layers.items():
+            room = [t.new_zeros(t.shape[0], t.shape[1], self.length, t.shape[3]) for t in both]
+            self.layers[layer] = [torch.cat(pair, 2).repeat_interleave(self.group, 0) for pair in zip(both, room)]
+        return hidden
+
+    def next(self, token: Tensor, step: Tensor) -> Tensor:
+        """Last hidden states [P·G, H] after one more token [P·G] of each completion, its step-th (a device tensor
+        [1])."""
+        self.slot = self.prompts.tokens.shape[1] + step
+        self.visible = self.visible.index_fill(1, self.slot, True)
+        layout = Layout(self.visible.unsqueeze(1), self.positions.index_select(1, self.slot), self.positions)
+        return hidden_states(self.model, token.unsqueeze(1), layout, self)[:, -1]
+
+    # What a model asks of its cache. How long it is does not matter: the layout makes the masks.
     def update(self, key: Tensor, value: Tensor, layer: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
         if self.slot is None:
             self.layers[layer] = [key, value]
@@ -150,22 +170,41 @@ class _Cache:
             2, self.slot, value.to(values.dtype)
         )
 
-    def expand(self, group: int, filled: int) -> None:
-        """Room for the completions, `group` of each prompt."""
-        for layer, both in self.layers.items():
-            room = [t.new_zeros(t.shape[0], t.shape[1], self.slots - filled, t.shape[3]) for t in both]
-            self.layers[layer] = [torch.cat(pair, 2).repeat_interleave(group, 0) for pair in zip(both, room)]
+    def get_seq_length(self, layer: int = 0) -> int:
+        return 0
+
+    def get_query_offset(self, layer: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, queries: int, layer: int = 0) -> tuple[int, int]:
+        return queries, 0
 
 
-def _prefill(model: nn.Module, prompts: Prompts, cache: _Cache) -> Tensor:
-    """Last hidden states [P, H] of the prompts, whose keys and values go into the cache."""
-    at, device = prompts.tokens.shape[1], prompts.tokens.device
-    sees = prompts.mask.unsqueeze(1) & torch.ones(at, at, dtype=torch.bool, device=device).tril()
-    sees = sees | torch.eye(at, dtype=torch.bool, device=device)
-    return decoder(model)(
-        input_ids=prompts.tokens, position_ids=prompts.positions(), past_key_values=cache, use_cache=False,
-        attention_mask=sees.unsqueeze(1),
-    ).last_hidden_state[:, -1]  # fmt: skip
+class _OwnCache:
+    """Reads as `_Slots` does, with the cache that the model brings: for blocks that carry a state, not keys and values.
+    It grows token by token, so it is not for XLA."""
+
+    def __init__(self, model: nn.Module, prompts: Prompts, group: int, length: int):
+        if prompts.tokens.device.type == "xla":
+            raise UserError(
+                f"model type {model_type(model)!r} carries a state from token to token, so on XLA every new token "
+                "would compile another graph; use --device cpu or cuda"
+            )
+        self.model, self.prompts, self.cache = model, prompts, own_cache(model)
+        self.group, self.position = group, prompts.lengths().repeat_interleave(group, 0).unsqueeze(1)
+        self.mask = prompts.mask.repeat_interleave(group, 0)
+
+    def first(self) -> Tensor:
+        tokens, mask, positions = self.prompts.tokens, self.prompts.mask, self.prompts.positions()
+        hidden = cached_states(self.model, tokens, mask, positions, self.cache)[:, -1]
+        self.cache.reorder_cache(torch.arange(len(tokens), device=tokens.device).repeat_interleave(self.group))
+        return hidden
+
+    def next(self, token: Tensor, step: Tensor) -> Tensor:
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(token), 1)], 1)
+        hidden = cached_states(self.model, token.unsqueeze(1), self.mask, self.position, self.cache)[:, -1]
+        self.position = self.position + 1
+        return hidden
 
 
 def _until_end(tokens: Tensor, stop: Tensor, steps: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from qat_lora.backend import TorchBackend, open_backend, probe
-from qat_lora.blocks import block_inputs, compensate_block
+from qat_lora.blocks import compensate_block, first_inputs
 from qat_lora.data.batches import batches
 from qat_lora.data.musclebob import heldout_questions
 from qat_lora.evaluate import heldout_figures, kd_loss
@@ -25,7 +25,8 @@ from qat_lora.grpo import GRPOPlan, PromptDataset, answer, learn, train_grpo
 from qat_lora.kd.losses import sparse_loss
 from qat_lora.kd.targets import teacher_targets
 from qat_lora.layer_qat import LayerPlan, train_layers
-from qat_lora.models.loading import decoder_layers, load_model, load_tokenizer
+from qat_lora.models.architecture import decoder_layers
+from qat_lora.models.loading import load_model, load_tokenizer
 from qat_lora.qat import Plan, QATPlan, parameter_groups, train_qat, update
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import QuantLinear, free_scales, freeze, quantized_layers
@@ -184,8 +185,8 @@ def compensation() -> dict:
         student = make_student(backend)
         block = decoder_layers(student)[0]
         codes["plain"] = encoded(block)
-        hidden, kwargs = block_inputs(student, data.tokens.to(backend.device))
-        compensate_block(block, [backend.to_host(hidden)], kwargs, backend)
+        hidden, calls = first_inputs(student, [{"tokens": data.tokens}], backend)
+        compensate_block(block, hidden, calls.block(0), backend)
         codes[name] = encoded(block)
     share = {name: (codes[name] != codes["cpu"]).float().mean().item() for name in ("xla", "plain")}
     return share | {"fallbacks": XLA.counters()["fallbacks"]}

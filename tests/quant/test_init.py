@@ -6,7 +6,7 @@ from torch import nn
 
 from qat_lora.errors import UserError
 from qat_lora.quant.init import initialise, input_moments, least_error_scale, set_scale
-from qat_lora.quant.linear import SMALLEST_SCALE, QuantEmbedding, QuantLinear
+from qat_lora.quant.linear import SMALLEST_SCALE, QuantLinear, show_quantized
 from qat_lora.quant.spec import QuantSpec
 
 TEXTS = [f"{c}{b}/{s}" for c in ("balanced", "int", "lut") for b in (2, 3, 4, 8) for s in ("g32", "tensor")]
@@ -172,5 +172,6 @@ def test_a_tied_head_is_initialised_from_its_weight():
     linear, embedding = nn.Linear(64, 32, bias=False), nn.Embedding(32, 64)
     embedding.weight = linear.weight
     head = QuantLinear(linear, QuantSpec.parse("balanced4/g32"))
-    initialise(nn.ModuleDict({"embedding": QuantEmbedding(embedding, head.quantizer), "head": head}))
+    show_quantized(embedding, head.quantizer, ("weight",))
+    initialise(nn.ModuleDict({"embedding": embedding, "head": head}))
     assert torch.equal(head.quantizer.scale, started("balanced4/g32", linear.weight).quantizer.scale)

@@ -10,11 +10,11 @@ from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import (
     SMALLEST_SCALE,
     FakeQuant,
-    QuantEmbedding,
     QuantLinear,
     effective_weight,
     freeze,
     quantized_layers,
+    show_quantized,
     unquantized,
 )
 from qat_lora.quant.spec import QuantSpec
@@ -250,7 +250,8 @@ def test_a_shared_quantiser_counts_once():
     embedding = nn.Embedding(32, 64)
     embedding.weight = linear.weight
     head = QuantLinear(linear, QuantSpec.parse("balanced4/g16"))
-    model = nn.ModuleDict({"embedding": QuantEmbedding(embedding, head.quantizer), "head": head})
+    show_quantized(embedding, head.quantizer, ("weight",))
+    model = nn.ModuleDict({"embedding": embedding, "head": head})
     initialise(model)
     assert list(quantized_layers(model)) == ["head"]
     rows = model["embedding"](torch.arange(32))

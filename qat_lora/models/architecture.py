@@ -1,0 +1,389 @@
+"""What a Hugging Face causal language model looks like: the one place that reaches into it.
+
+Everything is found by structure, or measured on the model's own forward pass, never by a list of model names. A model
+that this room does not describe rightly is refused (`check`): no number is given that plain transformers would not
+give.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from qat_lora.backend import is_xla_device
+from qat_lora.errors import UserError, first_line
+from qat_lora.models.attention import PACKED, Layout, laid_out
+
+# What a module's forward asks for if its answer at one token depends on others.
+OTHER_TOKENS = {
+    "attention_mask", "position_embeddings", "position_ids", "past_key_values", "past_key_value", "layer_past",
+    "cache_params", "cache_position", "alibi", "sinusoidal_pos", "seq_idx", "state",
+}  # fmt: skip
+FEED_FORWARD = ("mlp", "feed_forward", "ffn")
+# Where the examples of a packed row are attended to one by one: 1.4 times the tokens a second of one mask a row
+# (docs/benchmarks.md). Elsewhere their lengths would have to be fetched from the device.
+ONE_BY_ONE = ("cpu",)
+# Outputs of a head on which the function that makes logits of them is measured: powers of two, exact in every type.
+PROBES = tuple(sign * 2.0**power for power in (-10, 0, 3, 5, 10, 100) for sign in (1, -1))
+CHECKED = 12  # tokens of a text in `check`
+CLOSE = 1e-4  # of the largest logit: sums in another order, in fp32
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The HF model inside a PEFT wrapper, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def decoder(model: nn.Module) -> nn.Module:
+    """The HF model without its LM head."""
+    base = unwrap(model)
+    stack = base.get_decoder()
+    return base.base_model if stack is base.get_output_embeddings() else stack  # a head of that name
+
+
+def text_config(model: nn.Module):
+    """The part of a model's config that describes its decoder."""
+    return unwrap(model).config.get_text_config(decoder=True)
+
+
+def model_type(model: nn.Module) -> str:
+    return unwrap(model).config.model_type
+
+
+# -- hidden states ---------------------------------------------------------------------------------------------------
+@functools.cache
+def _accepts(kind: type) -> tuple[frozenset[str], bool]:
+    """The parameters of a module's forward, and whether it takes any others."""
+    parameters = inspect.signature(kind.forward).parameters
+    return frozenset(parameters), any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def hidden_states(model: nn.Module, tokens: Tensor, layout: Layout | None = None, cache=None) -> Tensor:
+    """Last hidden states [B, Q, H] of tokens [B, Q], ready for `head_form`'s output matrix.
+
+    layout: who sees whom; None: every row is one text from its start. cache: holds the keys and values of a layout's
+    earlier tokens.
+    """
+    stack = decoder(model)
+    if layout is None and is_xla_device(tokens.device):
+        # Without a mask transformers looks for packed sequences by reading a tensor: a host sync a step.
+        return _run(stack, tokens, Layout.causal(tokens.shape[1], tokens.device), cache, positions=False)
+    if layout is None:
+        return stack(input_ids=tokens, use_cache=False).last_hidden_state
+    return _run(stack, tokens, layout, cache, positions=True)
+
+
+def _run(stack: nn.Module, tokens: Tensor, layout: Layout, cache, positions: bool) -> Tensor:
+    named, others = _accepts(type(stack))
+    options = {"use_cache": False, "attention_mask": tokens.new_ones(tokens.shape)}  # 2-D: its values are not looked at
+    if positions:
+        options["position_ids"] = layout.query.expand(tokens.shape)
+    if cache is not None:
+        options["past_key_values"] = cache
+    config = stack.config
+    if layout.lengths is not None and others and config._attn_implementation in ("sdpa", PACKED):
+        config._attn_implementation = PACKED
+        options["layout"] = layout
+    known = {key: value for key, value in options.items() if others or key in named}
+    with laid_out(layout):
+        return stack(input_ids=tokens, **known).last_hidden_state
+
+
+def own_cache(model: nn.Module) -> DynamicCache:
+    """An empty cache of the model's own kind."""
+    return DynamicCache(config=unwrap(model).config)
+
+
+def cached_states(model: nn.Module, tokens: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
+    """Last hidden states [B, Q, H] of the next tokens [B, Q] after those in the model's own cache.
+
+    mask [B, K]: which of all tokens so far are real; positions [B, Q]: of the new ones.
+    """
+    options = {"attention_mask": mask.long(), "position_ids": positions, "past_key_values": cache, "use_cache": True}
+    named, others = _accepts(type(decoder(model)))
+    known = {key: value for key, value in options.items() if others or key in named}
+    return decoder(model)(input_ids=tokens, **known).last_hidden_state
+
+
+# -- logits ----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class HeadForm:
+    """How last hidden states h become logits: z = cap·tanh(y/cap) of y = after·(W·(before·h) + bias), no cap where it
+    is None.
+
+    Only the first `vocab` rows of W give logits.
+    """
+
+    before: float
+    after: float
+    cap: float | None
+    vocab: int
+
+
+class _Answer(BaseModelOutputWithPast):
+    """A decoder's answer in which whatever else a model looks for is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+def head_form(model: nn.Module) -> HeadForm:
+    """Measured on the model's own forward pass, with its decoder and its head replaced by known numbers: no weights are
+    needed.
+
+    Raises UserError for a model whose logits are another function of its hidden states.
+    """
+    base = unwrap(model)
+    if not isinstance(base.__dict__.get("_head_form"), HeadForm):
+        base._head_form = _measured(base)
+    return base._head_form
+
+
+def _measured(base: nn.Module) -> HeadForm:
+    head, stack = base.get_output_embeddings(), decoder(base)
+    if head is None or stack is base or getattr(head, "weight", None) is None or head.weight.ndim != 2:
+        raise _refused(base, "it has no decoder with one output matrix behind it")
+    rows, width = head.weight.shape
+    hidden = torch.linspace(0.5, 1.5, width, dtype=torch.float64).view(1, 1, -1)
+    given = torch.tensor(PROBES, dtype=torch.float64).repeat(-(-rows // len(PROBES)))[:rows].view(1, 1, -1)
+    seen = {}
+
+    def fake_head(x: Tensor) -> Tensor:
+        seen["x"] = x.double().cpu()
+        return given.clone()
+
+    stack.forward = lambda *args, **kwargs: _Answer(last_hidden_state=hidden)
+    head.forward = fake_head
+    try:
+        logits = base(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits.double().cpu()
+    except Exception as error:
+        raise _refused(base, f"its logits cannot be told from its hidden states ({first_line(error)[:100]})") from error
+    finally:
+        del stack.forward, head.forward
+    before = seen["x"] / hidden if "x" in seen and seen["x"].shape == hidden.shape else torch.full((2,), torch.nan)
+    if not torch.allclose(before, before.flatten()[0].expand_as(before), rtol=1e-5):
+        raise _refused(base, "it has layers of its own between the last hidden states and the output matrix")
+    given = given[..., : logits.shape[-1]]
+    after, largest = (float((logits / given)[given == PROBES[0]].mean()), float(logits.abs().max()))
+    cap = largest if largest < 2.0**90 else None
+    wanted = given * after if cap is None else cap * torch.tanh(given * after / cap)
+    if logits.shape[:2] != (1, 1) or not torch.allclose(logits, wanted, rtol=1e-4, atol=1e-6):
+        raise _refused(
+            base, "its logits are more than a multiple, a bias and a soft cap of what its output matrix gives"
+        )
+    return HeadForm(_snapped(float(before.flatten()[0])), _snapped(after), cap, logits.shape[-1])
+
+
+def _snapped(value: float) -> float:
+    return 1.0 if abs(value - 1) < 1e-6 else value
+
+
+def embedding_rows(model: nn.Module) -> int:
+    """How many token ids the embedding has."""
+    return unwrap(model).get_input_embeddings().weight.shape[0]
+
+
+# -- blocks ----------------------------------------------------------------------------------------------------------
+def mixes_tokens(module: nn.Module) -> bool:
+    """Whether a module's answer at one token depends on others: attention, convolutions and recurrences."""
+    return bool(_accepts(type(module))[0] & OTHER_TOKENS)
+
+
+def _is_block(module: nn.Module) -> bool:
+    return mixes_tokens(module) and any(p.ndim > 1 for p in module.parameters())
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The stack of decoder blocks. Raises UserError for a model that has none, or several."""
+    stack, found = decoder(model), []
+    for name, module in stack.named_modules():
+        inside = any(name.startswith(f"{other}.") for other, _ in found)
+        if isinstance(module, nn.ModuleList) and not inside and any(map(_is_block, module)):
+            found.append((name, module))
+    if len(found) != 1:
+        lists = ", ".join(name for name, _ in found) or "none"
+        raise _refused(model, f"its decoder blocks do not stand in one list (found: {lists})")
+    return found[0][1]
+
+
+def part_of(block: nn.Module, name: str) -> str:
+    """ "attn" (whatever mixes tokens) or "mlp", for the module or parameter `name` of a decoder block."""
+    part, module = "mlp", block
+    for step in name.split("."):
+        module = getattr(module, step) if isinstance(module, nn.Module) else None
+        if step in FEED_FORWARD:
+            part = "mlp"
+        elif isinstance(module, nn.Module) and mixes_tokens(module):
+            part = "attn"
+    return part
+
+
+def experts_of(module: nn.Module) -> dict[str, bool]:
+    """The weights [experts, …] of a module that keeps all its experts in one parameter, and whether each is [in,
+    out]."""
+    marked, experts = hasattr(module, "is_transposed"), getattr(module, "num_experts", None)
+    if not (marked or "Experts" in type(module).__name__):
+        return {}
+    weights = {name: p for name, p in module._parameters.items() if p is not None and p.ndim == 3}
+    if experts is not None:
+        weights = {name: p for name, p in weights.items() if len(p) == experts}
+    return {name: _is_transposed(module, name, p) for name, p in weights.items()}
+
+
+def _is_transposed(module: nn.Module, name: str, weight: Tensor) -> bool:
+    if hasattr(module, "is_transposed"):
+        return bool(module.is_transposed)
+    hidden = getattr(module, "hidden_size", None)  # Llama 4 multiplies from the right, and says so nowhere
+    return (
+        hidden is not None
+        and weight.shape[1 if name.startswith(("gate", "up")) else 2] == hidden
+        and hasattr(module, "expert_dim")
+    )
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight of a decoder block that can be quantised: parameter `name` of `module`, at `path` from the block; [out,
+    in] of a linear layer, or [experts, out, in], [experts, in, out] where `transposed`."""
+
+    path: str
+    module: nn.Module
+    name: str
+    part: str
+    transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[out, in], or [experts, out, in]."""
+        shape = tuple(self.module._parameters[self.name].shape)
+        return (shape[0], shape[2], shape[1]) if self.transposed else shape
+
+    @property
+    def is_experts(self) -> bool:
+        return not isinstance(self.module, nn.Linear)
+
+
+def matrices(block: nn.Module) -> Iterator[Matrix]:
+    """The linear layers and the experts of a block. What chooses between experts is left alone: it is small, and a
+    wrong choice costs more than any rounding."""
+    modules = list(block.named_modules())
+    choosers = {
+        path.rpartition(".")[0]: max(len(module._parameters[name]) for name in names)
+        for path, module in modules
+        if (names := experts_of(module))
+    }
+    for path, module in modules:
+        owner = path.rpartition(".")[0]
+        if type(module) is nn.Linear:
+            above = [count for other, count in choosers.items() if owner == other or owner.startswith(f"{other}.")]
+            if not any(module.out_features in (1, count) for count in above):
+                yield Matrix(path, module, "weight", part_of(block, path))
+        for name, transposed in experts_of(module).items():
+            yield Matrix(path, module, name, part_of(block, path), transposed)
+
+
+@contextmanager
+def replaced(blocks: Iterable[nn.Module], stand_in: Callable) -> Iterator[None]:
+    """Within this context each block runs stand_in(block) in place of its forward."""
+    blocks = list(blocks)
+    for block in blocks:
+        block.forward = stand_in(block)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.forward
+
+
+def as_answer(hidden: Tensor, values: int):
+    """Hidden states as a block returns them: alone (values 0), or first of so many values."""
+    return (hidden, *[None] * (values - 1)) if values else hidden
+
+
+def is_recurrent(model: nn.Module) -> bool:
+    """Whether some blocks carry a state from token to token instead of looking back: linear attention, convolutions,
+    state spaces."""
+    base = unwrap(model)
+    if base._is_stateful:
+        return True
+    try:
+        return any(DynamicCache(config=base.config).is_linear)
+    except (AttributeError, KeyError, ValueError, TypeError):
+        return False
+
+
+def packs(model: nn.Module) -> bool:
+    """Whether the examples of a packed row can be kept apart. Measured by `check`; before that, by structure."""
+    return unwrap(model).__dict__.get("_packs", not is_recurrent(model))
+
+
+# -- the check -------------------------------------------------------------------------------------------------------
+def _refused(model: nn.Module, reason: str) -> UserError:
+    base = unwrap(model)
+    return UserError(
+        f"model type {base.config.model_type!r} ({type(base).__name__}) is not supported: {reason}; use another model"
+    )
+
+
+@torch.no_grad()
+def check(model: nn.Module) -> None:
+    """Raise UserError unless hidden states and logits as they are computed here equal the model's own, in fp32 on the
+    CPU. Compared on a few tokens: rows as they are, rows with a mask of their own (as on XLA), and, to learn whether
+    examples can be packed together, two texts in one row.
+    """
+    rows = embedding_rows(model)
+    first = (torch.arange(CHECKED) * 7919 + 11) % min(
+        rows, 50_000
+    )  # some ids; low ones are special in many vocabularies
+    second = first.flip(0)
+    changed = torch.cat([first[:-1], (first[-1:] + 1) % rows])
+    tokens = torch.stack([first, changed, second])
+    try:
+        own = unwrap(model)(input_ids=tokens, use_cache=False).logits.float()
+    except Exception as error:
+        raise _refused(model, f"its own forward pass fails on tokens alone ({first_line(error)[:120]})") from error
+    limit = CLOSE * float(own.abs().max())
+    if float((own[0, :-1] - own[1, :-1]).abs().max()) > limit:
+        raise _refused(model, "its answer at a token depends on later ones, so it is no causal language model")
+    for what, layout in (("", None), (" under a mask of its own", Layout.causal(CHECKED, tokens.device))):
+        try:
+            ours = _logits(model, tokens, layout)
+        except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise _refused(model, f"it cannot be run{what} ({first_line(error)[:120]})") from error
+        gap = float((ours - own).abs().max()) if ours.shape == own.shape else float("inf")
+        if not gap <= limit:
+            raise _refused(
+                model, f"its logits{what} differ from ours by {gap:.1e}, of at most {float(own.abs().max()):.1e}"
+            )
+    unwrap(model)._packs = _keeps_apart(model, torch.cat([first, second]), own[[0, 2]].flatten(0, 1), limit)
+
+
+def _logits(model: nn.Module, tokens: Tensor, layout: Layout | None) -> Tensor:
+    form, head = head_form(model), unwrap(model).get_output_embeddings()
+    y = form.after * head(hidden_states(model, tokens, layout) * form.before)[..., : form.vocab].float()
+    return y if form.cap is None else form.cap * torch.tanh(y / form.cap)
+
+
+def _keeps_apart(model: nn.Module, tokens: Tensor, own: Tensor, limit: float) -> bool:
+    count = torch.arange(CHECKED)
+    segments, positions = torch.arange(2).repeat_interleave(CHECKED), torch.cat([count, count])
+    before = text_config(model)._attn_implementation
+    try:
+        for one_by_one in (False, True):
+            layout = Layout.packed(segments.unsqueeze(0), positions.unsqueeze(0), one_by_one)
+            if not float((_logits(model, tokens.unsqueeze(0), layout)[0] - own).abs().max()) <= limit:
+                return False
+        return True
+    except Exception:  # an architecture that takes no positions, or no mask
+        return False
+    finally:
+        text_config(model)._attn_implementation = before
