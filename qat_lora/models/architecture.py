@@ -44,7 +44,12 @@ def decoder(model: nn.Module) -> nn.Module:
     """The HF model without its LM head."""
     base = unwrap(model)
     stack = base.get_decoder()
-    return base.base_model if stack is base.get_output_embeddings() else stack  # a head of that name
+    if stack is base.get_output_embeddings():  # a head of that name
+        stack = base.base_model
+    if stack is base:  # a class that names its decoder after another's
+        embedding = base.get_input_embeddings()
+        stack = next((child for child in base.children() if any(m is embedding for m in child.modules())), base)
+    return stack
 
 
 def text_config(model: nn.Module):
@@ -164,7 +169,7 @@ def _measured(base: nn.Module) -> HeadForm:
     try:
         logits = base(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits.double().cpu()
     except Exception as error:
-        raise _refused(base, f"its logits cannot be told from its hidden states ({first_line(error)[:100]})") from error
+        raise _refused(base, "more than one output matrix makes logits of its last hidden states") from error
     finally:
         del stack.forward, head.forward
     before = seen["x"] / hidden if "x" in seen and seen["x"].shape == hidden.shape else torch.full((2,), torch.nan)
@@ -197,7 +202,7 @@ def mixes_tokens(module: nn.Module) -> bool:
 
 
 def _is_block(module: nn.Module) -> bool:
-    return mixes_tokens(module) and any(p.ndim > 1 for p in module.parameters())
+    return any(map(mixes_tokens, module.modules())) and any(p.ndim > 1 for p in module.parameters())
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
@@ -275,9 +280,11 @@ def matrices(block: nn.Module) -> Iterator[Matrix]:
     wrong choice costs more than any rounding."""
     modules = list(block.named_modules())
     choosers = {
-        path.rpartition(".")[0]: max(len(module._parameters[name]) for name in names)
+        path.rpartition(".")[0]: max(
+            [getattr(module, "num_experts", None) or 0, *(len(module._parameters[n]) for n in names)]
+        )
         for path, module in modules
-        if (names := experts_of(module))
+        if (names := experts_of(module)) or "Experts" in type(module).__name__
     }
     for path, module in modules:
         owner = path.rpartition(".")[0]
