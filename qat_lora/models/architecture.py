@@ -19,6 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from qat_lora.backend import is_xla_device
 from qat_lora.errors import UserError, first_line
 from qat_lora.models.attention import PACKED, Layout, laid_out
+from qat_lora.models.experts import STATIC
 
 # What a module's forward asks for if its answer at one token depends on others.
 OTHER_TOKENS = {
@@ -43,8 +44,8 @@ def unwrap(model: nn.Module) -> nn.Module:
 def decoder(model: nn.Module) -> nn.Module:
     """The HF model without its LM head."""
     base = unwrap(model)
-    stack = base.get_decoder()
-    return base.base_model if stack is base.get_output_embeddings() else stack  # a head of that name
+    found = (base.get_decoder(), base.base_model, getattr(base, "model", base))
+    return next((stack for stack in found if stack not in (base, base.get_output_embeddings())), base)
 
 
 def text_config(model: nn.Module):
@@ -71,6 +72,8 @@ def hidden_states(model: nn.Module, tokens: Tensor, layout: Layout | None = None
     earlier tokens.
     """
     stack = decoder(model)
+    if is_xla_device(tokens.device):
+        stack.config._experts_implementation = STATIC
     if layout is None and is_xla_device(tokens.device):
         # Without a mask transformers looks for packed sequences by reading a tensor: a host sync a step.
         return _run(stack, tokens, Layout.causal(tokens.shape[1], tokens.device), cache, positions=False)
