@@ -65,6 +65,12 @@ def first_inputs(model: nn.Module, batches: list[dict], backend: TorchBackend) -
     return inputs, BlockCalls(calls, answers)
 
 
+def check_blocks(model: nn.Module) -> None:
+    """Raise UserError, on the CPU, for a model that `first_inputs` refuses."""
+    tokens = torch.arange(2, 10).unsqueeze(0)
+    first_inputs(model, [{"tokens": tokens}], TorchBackend("cpu", "fp32"))
+
+
 def _calls(model: nn.Module, tokens: Tensor, answers: dict[type, int], shift: float) -> tuple[Tensor, list[Call]]:
     """The first block's hidden states and what every block is called with, if each answers what it gets, plus
     `shift`."""

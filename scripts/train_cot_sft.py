@@ -35,6 +35,7 @@ from qat_lora.experiments.cot_sft import (
     write_whole,
 )
 from qat_lora.memory import cache_memory, training_memory
+from qat_lora.models.architecture import model_type, packs, set_packs
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import EMBEDDED, check_length, load_tokenizer, weights_fingerprint
 from qat_lora.qat import Plan, train_plain
@@ -42,6 +43,7 @@ from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import write_student
 from qat_lora.recovery import PROJECTIONS, add_adapter, save_adapter
 from qat_lora.rl.ask import Asker
+from qat_lora.rl.rollout import check_answers
 from qat_lora.run.config import RunConfig, option, run_script
 from qat_lora.run.files import sha256
 from qat_lora.run.plots import plot_run
@@ -103,10 +105,14 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     with backend.group.main_first():
         rows = law_rows(cfg.dataset, cfg.dataset_split, cfg.count, cfg.seed)
     weights = section_weights(cfg.section_weights)
-    data = law_data(rows, tokenizer, cfg.length, weights, cfg.heldout_fraction, cfg.batch_size, cfg.seed)
-    plan = plan_of(cfg, data, workers)
     with_values = backend.is_main and not cfg.dry_run
     base = load_base(cfg.model, cfg.quantize, with_values)
+    together = packs(base) if cfg.dry_run else backend.group.on_main(lambda: packs(base))
+    set_packs(base, together)  # the other workers have no weights to find out with
+    if cfg.eval_answers or cfg.final_answers:
+        check_answers(base, backend.kind, with_values)
+    data = law_data(rows, tokenizer, cfg.length, weights, cfg.heldout_fraction, cfg.batch_size, cfg.seed, together)
+    plan = plan_of(cfg, data, workers)
     student = base_content(base, cfg.model, cfg.quantize) if with_values else None
     fingerprint = None if cfg.dry_run else backend.group.on_main(lambda: weights_fingerprint(base))
     model = adapted(cfg, base)
@@ -216,6 +222,8 @@ def describe(cfg: Config, model: nn.Module, backend: TorchBackend, data: LawData
     say(f"{cfg.model} on {backend}: {trained:,} trained of {whole:,} values ({cfg.method})")
     for line in data.lines():
         say(line)
+    if not packs(model):
+        say(f"one example to a row: a model of type {model_type(model)!r} does not keep several apart")
     say(f"{plan.steps} updates of {plan.batch_size} × {plan.accumulation} × {workers} = {rows} rows "
         f"({rows * cfg.length:,} tokens), learning rate {plan.learning_rate:g}")  # fmt: skip
     parts = training_memory(

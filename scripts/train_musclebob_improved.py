@@ -35,7 +35,7 @@ from qat_lora.quant.student import freeze_plain_tables
 from qat_lora.recovery import TextDataset
 from qat_lora.rl.ask import own_dice
 from qat_lora.rl.loss import Objective
-from qat_lora.rl.rollout import Sampling
+from qat_lora.rl.rollout import Sampling, check_answers
 from qat_lora.run.config import RunConfig, option, run_script
 from qat_lora.run.files import new_folder, read_json, write_atomically, write_json
 from qat_lora.run.rundir import Run, open_run, say
@@ -99,6 +99,7 @@ def main(cfg: Config) -> None:
     examiner.encode([q.messages for q in heldout_questions()])  # refused now rather than at the first validation
     rows = sft_rows(cfg, tokenizer)
     sft, grpo = sft_plan(cfg) if rows else None, grpo_plan(cfg, examiner.ends)
+    check_answers(model, backend.kind)
     freeze_plain_tables(model)  # no answer needs another vocabulary
     describe(cfg, model, backend, sft, grpo)
     if cfg.dry_run:

@@ -93,10 +93,11 @@ def law_rows(dataset: str, split: str, count: int, seed: int) -> list[dict]:
 
 def law_data(
     rows: list[dict], tokenizer, length: int, weights: tuple[float, ...], heldout_fraction: float, batch_size: int,
-    seed: int,
+    seed: int, together: bool = True,
 ) -> LawData:  # fmt: skip
     """Checked rows without duplicates, split by groups, rendered, and packed. A row that is too long is left out and
-    reported, never cut. weights: of the sections; batch_size: held-out rows are filled up to a multiple of it."""
+    reported, never cut. weights: of the sections; batch_size: held-out rows are filled up to a multiple of it;
+    together: several examples to a row."""
     rows, twice = deduplicated(rows, same)
     whole = [readable(row) for row in rows]
     odd = [row["id"] for row, good in zip(rows, whole) if not good]
@@ -116,8 +117,8 @@ def law_data(
     end = tokenizer.eos_token_id
     most = f", up to {max(len(example.tokens) for example in long)}" if long else ""
     return LawData(
-        PackedExamples(sides[0], length, weights, end),
-        PackedExamples(sides[1], length, (1.0,) * len(NUMBERS), end, multiple=batch_size),
+        PackedExamples(sides[0], length, weights, end, together=together),
+        PackedExamples(sides[1], length, (1.0,) * len(NUMBERS), end, multiple=batch_size, together=together),
         [known[example.id] for example in sides[1]],
         sorted({name for row in rows for name in citations(row["case_citation"])}),
         len(sides[0]),

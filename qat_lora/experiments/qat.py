@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qat_lora.backend import TorchBackend, launch, open_backend, planned_workers
+from qat_lora.blocks import check_blocks
 from qat_lora.data.batches import batches
 from qat_lora.data.packing import tokenizer_fingerprint
 from qat_lora.errors import UserError
@@ -87,13 +88,13 @@ def work(backend: TorchBackend, cfg: Config) -> None:
         facts["start"], trained = backend.group.on_main(lambda: check_start(cfg))
     if cfg.layer_steps:  # an update of that stage is one batch for each worker
         facts["layer_rows_per_update"] = cfg.batch_size * backend.world_size
+    student = first_student(cfg, spec, backend.is_main)  # what cannot be trained leaves no run behind
     run = open_run("train_qat", cfg, facts, backend.group)
     backend.seed(cfg.seed)
     session = Session(run, backend, cfg.every())
-    if backend.is_main:
-        student = first_student(cfg, spec, train, backend, resumed=session.resumed is not None)
-    else:
-        student = quantize(empty_model(cfg.model), spec)  # gets its values from worker 0
+    if backend.is_main and not trained_before(cfg, spec) and session.resumed is None:
+        # with a layer-wise stage GPTQ waits for it: each block is compensated on what the trained ones before it give
+        start(student, cfg.init, first_batches(train, cfg.layer_rows, cfg), cfg.precision, blocks=not cfg.layer_steps)
     backend.place(student)
 
     calibration = first_batches(train, cfg.layer_rows, cfg, backend.rank, backend.world_size) if cfg.layer_steps else []
@@ -192,20 +193,22 @@ def check_start(cfg: Config) -> tuple[str, bool]:
     return sha256(Path(cfg.v2_checkpoint)), same and made["info"].get("trained") is not False
 
 
-def first_student(cfg: Config, spec: StudentSpec, train, backend: TorchBackend, resumed: bool):
-    """The student where training begins: the base model, or another run's student, with fresh scales where it has none
-    of these quantisers."""
-    if cfg.v2_checkpoint:
-        student, made = load_student(cfg.v2_checkpoint)
-        if StudentSpec(**made["spec"]) == spec:
-            return thaw(student)
-        student = requantized(student, load_model(cfg.model), spec)
-    else:
-        student = quantize(load_model(cfg.model), spec)
-    if not resumed:
-        # with a layer-wise stage GPTQ waits for it: each block is compensated on what the trained ones before it give
-        calibration = first_batches(train, cfg.layer_rows, cfg)
-        start(student, cfg.init, calibration, cfg.precision, blocks=not cfg.layer_steps)
+def trained_before(cfg: Config, spec: StudentSpec) -> bool:
+    """Whether --v2-checkpoint has these quantisers, so that its codes and scales are where training begins."""
+    return bool(cfg.v2_checkpoint) and StudentSpec(**read_student(cfg.v2_checkpoint)["spec"]) == spec
+
+
+def first_student(cfg: Config, spec: StudentSpec, is_main: bool):
+    """The student where training begins: the base model, or another run's student, its scales still to be set where it
+    has none of these quantisers. Only worker 0 has its values, the others get them from it."""
+    if not is_main:
+        return quantize(empty_model(cfg.model), spec)
+    if trained_before(cfg, spec):
+        return thaw(load_student(cfg.v2_checkpoint)[0])
+    base = load_model(cfg.model)
+    student = requantized(load_student(cfg.v2_checkpoint)[0], base, spec) if cfg.v2_checkpoint else quantize(base, spec)
+    if cfg.layer_steps or cfg.init == "gptq":
+        check_blocks(student)
     return student
 
 

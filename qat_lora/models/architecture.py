@@ -327,6 +327,11 @@ def packs(model: nn.Module) -> bool:
     return unwrap(model).__dict__.get("_packs", not is_recurrent(model))
 
 
+def set_packs(model: nn.Module, together: bool) -> None:
+    """Have `packs` say so."""
+    unwrap(model)._packs = together
+
+
 # -- the check -------------------------------------------------------------------------------------------------------
 def _refused(model: nn.Module, reason: str) -> UserError:
     base = unwrap(model)
@@ -367,7 +372,7 @@ def check(model: nn.Module) -> None:
             raise _refused(
                 model, f"its logits{what} differ from ours by {gap:.1e}, of at most {float(own.abs().max()):.1e}"
             )
-    unwrap(model)._packs = _keeps_apart(model, torch.cat([first, second]), own[[0, 2]].flatten(0, 1), limit)
+    set_packs(model, _keeps_apart(model, torch.cat([first, second]), own[[0, 2]].flatten(0, 1), limit))
 
 
 def _logits(model: nn.Module, tokens: Tensor, layout: Layout | None) -> Tensor:
