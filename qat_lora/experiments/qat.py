@@ -206,10 +206,9 @@ def first_student(cfg: Config, spec: StudentSpec, is_main: bool):
     if trained_before(cfg, spec):
         return thaw(load_student(cfg.v2_checkpoint)[0])
     base = load_model(cfg.model)
-    student = requantized(load_student(cfg.v2_checkpoint)[0], base, spec) if cfg.v2_checkpoint else quantize(base, spec)
     if cfg.layer_steps or cfg.init == "gptq":
-        check_blocks(student)
-    return student
+        check_blocks(base)
+    return requantized(load_student(cfg.v2_checkpoint)[0], base, spec) if cfg.v2_checkpoint else quantize(base, spec)
 
 
 def thaw_scales(student, folder: Path, backend: TorchBackend) -> None:
