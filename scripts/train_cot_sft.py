@@ -227,10 +227,10 @@ def describe(cfg: Config, model: nn.Module, backend: TorchBackend, data: LawData
     say(f"{plan.steps} updates of {plan.batch_size} × {plan.accumulation} × {workers} = {rows} rows "
         f"({rows * cfg.length:,} tokens), learning rate {plan.learning_rate:g}")  # fmt: skip
     parts = training_memory(
-        model.config, trained, whole - trained, cfg.batch_size, cfg.length, backend.bf16, cfg.gradient_checkpointing
+        model, trained, whole - trained, cfg.batch_size, cfg.length, backend.bf16, cfg.gradient_checkpointing
     )
     say("memory of a worker (estimated): " + ", ".join(f"{name} {size:.2f} GB" for name, size in parts.items()))
-    cache = cache_memory(model.config, cfg.answer_rows, cfg.max_prompt_length + cfg.max_new_tokens, backend.bf16)
+    cache = cache_memory(model, cfg.answer_rows, cfg.max_prompt_length + cfg.max_new_tokens, backend.bf16)
     say(f"and while it is examined: keys and values of {cfg.answer_rows} answers {cache:.2f} GB")
 
 

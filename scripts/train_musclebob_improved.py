@@ -229,7 +229,7 @@ def memory(cfg: Config, model: nn.Module, backend: TorchBackend) -> dict[str, fl
     whole = sum(p.numel() for p in model.parameters())
     row = cfg.max_prompt_length + cfg.num_generations * cfg.max_completion_length
     return training_memory(
-        model.config, trained, whole - trained + (whole if cfg.beta else 0), cfg.batch_size, row, backend.bf16,
+        model, trained, whole - trained + (whole if cfg.beta else 0), cfg.batch_size, row, backend.bf16,
         cfg.gradient_checkpointing and backend.kind == "cuda",
     )  # fmt: skip
 

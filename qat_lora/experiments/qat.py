@@ -176,7 +176,7 @@ def describe(cfg: Config, train, heldout, backend: TorchBackend, workers: int) -
     say(f"start: {cfg.v2_checkpoint or cfg.init}; {stages}, {cfg.scale_steps} of the scales alone")
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters()) - trained
-    for line in cfg.describe(model.config, trained, frozen, train, backend.bf16, workers):
+    for line in cfg.describe(model, trained, frozen, train, backend.bf16, workers):
         say(line)
 
 

@@ -177,5 +177,5 @@ def describe(cfg: Config, model, made: dict, train, backend: TorchBackend, worke
     say(f"adapter: {values} values, {bits_per_weight(model, values):.2f} bits per weight with it")
     say(f"{cfg.max_steps} updates of mode {cfg.mode} on {len(train)} rows")
     frozen = sum(p.numel() for p in model.parameters()) - values
-    for line in cfg.describe(model.config, values, frozen, train, backend.bf16, workers):
+    for line in cfg.describe(model, values, frozen, train, backend.bf16, workers):
         say(line)
