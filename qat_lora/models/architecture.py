@@ -273,6 +273,11 @@ class Matrix:
         return not isinstance(self.module, nn.Linear)
 
 
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a module multiplies by its weight and does nothing else, quantised or not."""
+    return type(module) is nn.Linear or (isinstance(module, nn.Linear) and hasattr(module, "quantizer"))
+
+
 def matrices(block: nn.Module) -> Iterator[Matrix]:
     """The linear layers and the experts of a block. What chooses between experts is left alone: it is small, and a
     wrong choice costs more than any rounding."""
@@ -284,10 +289,9 @@ def matrices(block: nn.Module) -> Iterator[Matrix]:
     }
     for path, module in modules:
         owner = path.rpartition(".")[0]
-        if type(module) is nn.Linear:
-            above = [count for other, count in choosers.items() if owner == other or owner.startswith(f"{other}.")]
-            if not any(module.out_features in (1, count) for count in above):
-                yield Matrix(path, module, "weight", part_of(block, path))
+        chooses = owner in choosers and _is_linear(module) and module.out_features in (1, choosers[owner])
+        if _is_linear(module) and not chooses:
+            yield Matrix(path, module, "weight", part_of(block, path))
         for name, transposed in experts_of(module).items():
             yield Matrix(path, module, name, part_of(block, path), transposed)
 

@@ -10,6 +10,7 @@ from qat_lora.backend import TorchBackend
 from qat_lora.blocks import block_outputs, check_blocks, first_inputs
 from qat_lora.errors import UserError
 from qat_lora.kd.losses import Head, sparse_loss, token_log_probs
+from qat_lora.memory import training_memory
 from qat_lora.models.architecture import (
     HeadForm,
     check,
@@ -22,7 +23,7 @@ from qat_lora.models.architecture import (
     part_of,
 )
 from qat_lora.models.attention import Layout
-from qat_lora.quant.student import head_of
+from qat_lora.quant.student import StudentSpec, head_of, quantize
 from qat_lora.rl.policy import Prompts, log_probs
 from qat_lora.rl.rollout import check_answers
 
@@ -267,3 +268,11 @@ def test_a_decoder_that_is_run_otherwise_is_refused():
     model.__class__ = Doubled
     with pytest.raises(UserError, match=r"'llama' .*its logits differ from ours by"):
         check(model)
+
+
+# -- size ------------------------------------------------------------------------------------------------------------
+def test_a_quantised_model_takes_the_activations_of_the_plain_one():
+    model = make("Llama")
+    before = training_memory(model, 10, 20, 2, 8, False, False)
+    assert before["activations"] == 2 * 2 * 8 * (10 * 32 + 4 * 64) * 4 / 1e9
+    assert training_memory(quantize(model, StudentSpec()), 10, 20, 2, 8, False, False) == before
