@@ -10,6 +10,7 @@ import torch
 
 from qat_lora.data.chat import Document
 from qat_lora.errors import UserError
+from qat_lora.models.tokens import check_ids
 
 
 @dataclass(frozen=True)
@@ -17,11 +18,13 @@ class Rows:
     """Packed text: tokens int32 [N, L] and mask uint8 [N, L].
 
     mask[n, t] = 1 where tokens[n, t] is to be learned, that is, predicted from the tokens before it; the losses do the
-    shift. Raises ValueError for other types or shapes.
+    shift. given: a token that is context wherever it stands and is never predicted (BOS, unless it is also the EOS).
+    Raises ValueError for other types or shapes.
     """
 
     tokens: torch.Tensor
     mask: torch.Tensor
+    given: int | None = None
 
     def __post_init__(self):
         if self.tokens.dtype != torch.int32 or self.mask.dtype != torch.uint8:
@@ -33,43 +36,89 @@ class Rows:
         return self.tokens.shape[0]
 
 
-def stream(documents: Iterable[Document], tokenizer, limit: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def stream(
+    documents: Iterable[Document], tokenizer, limit: int | None = None, bos: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokenise the documents, end each with EOS and put them end to end: tokens int32 [T] and mask uint8 [T].
 
     Plain text has mask 1 throughout, EOS included; chat has mask 1 inside its spans, and gets no second EOS where its
-    rendering ends with one. Reading stops at `limit` tokens, so the documents may be endless.
+    rendering ends with one. bos: the token that every document begins with, mask 0; it is added where the text does
+    not begin with it already. Where BOS and EOS are the same token, the EOS of the document before stands for it.
+    Reading stops at `limit` tokens, so the documents may be endless.
     Raises UserError where the tokenizer has no EOS.
     """
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no EOS token to end documents with; set tokenizer.eos_token")
+    given = given_token(tokenizer, bos)
     tokens, masks, total = [np.zeros(0, np.int32)], [np.zeros(0, np.uint8)], 0
     for document in documents:
         ids, sections = encode(document, tokenizer)
+        mask = (sections > 0).astype(np.uint8)
+        if given is not None and len(ids):
+            if ids[0] != given:
+                ids, mask = np.insert(ids, 0, given), np.insert(mask, 0, 0)
+            mask[ids == given] = 0
         tokens.append(ids)
-        masks.append((sections > 0).astype(np.uint8))
+        masks.append(mask)
         total += len(ids)
         if limit is not None and total >= limit:
             break
     return tuple(torch.from_numpy(np.concatenate(parts)[:limit]) for parts in (tokens, masks))
 
 
-def pack(documents: Iterable[Document], tokenizer, length: int, max_rows: int | None = None) -> Rows:
+def given_token(tokenizer, bos: int | None) -> int | None:
+    """The token that is never predicted in rows that begin with `bos`: BOS itself, unless it also ends documents."""
+    return None if bos == tokenizer.eos_token_id else bos
+
+
+def cut(tokens: torch.Tensor, length: int, stride: int, bos: int | None = None) -> list[tuple[int, int, int]]:
+    """Windows of `length` tokens over a stream [T], as (start, end, tokens at its end that no window before it holds).
+
+    Each goes `stride` tokens further than the one before it, or less where `stride` is `length` and the windows stand
+    side by side. With `bos` every window begins with that token: where the stream has another one at `start`, BOS is
+    put in front, and the window holds length − 1 tokens of the stream. The ragged end is left out.
+    """
+    room = length if bos is None else length - 1
+    found, done = [], 0
+    while True:
+        end = done + (min(stride, room) if found else room)
+        start = end - room
+        end += bos is not None and start < len(tokens) and int(tokens[start]) == bos
+        if end > len(tokens):
+            return found
+        found.append((start, end, end - done))
+        done = end
+
+
+def windows_of(values: torch.Tensor, found: list[tuple[int, int, int]], length: int, first: int | None) -> torch.Tensor:
+    """The windows that `cut` found, [N, length]; `first` is put in front of one that is a value short."""
+    front = values.new_tensor([] if first is None else [first])
+    parts = (values[start:end] for start, end, _ in found)
+    return torch.stack([part if len(part) == length else torch.cat([front, part]) for part in parts])
+
+
+def pack(
+    documents: Iterable[Document], tokenizer, length: int, max_rows: int | None = None, bos: int | None = None
+) -> Rows:
     """The documents' `stream`, cut into rows of `length` tokens, at most `max_rows`.
 
-    The ragged end is dropped. A document may span rows and a row may hold several documents.
+    The ragged end is dropped. A document may span rows and a row may hold several documents. With `bos` every row and
+    every document begins with that token, so that a row of one document holds length − 1 tokens of its text; it is
+    context (mask 0) and never to be learned.
     Raises UserError where the text does not fill one row or the tokenizer has no EOS.
     """
     if length < 2:
         raise UserError(f"length={length} leaves nothing to predict; use 2 or more")
     if max_rows is not None and max_rows < 1:
         raise UserError(f"max_rows={max_rows} keeps nothing; use 1 or more, or leave it out")
-    tokens, mask = stream(documents, tokenizer, None if max_rows is None else max_rows * length)
-    count = len(tokens) // length
-    if count == 0:
+    tokens, mask = stream(documents, tokenizer, None if max_rows is None else max_rows * length, bos)
+    found = cut(tokens, length, length, bos)[:max_rows]
+    if not found:
         raise UserError(
             f"the text has {len(tokens)} tokens, too few for a row of {length}; shorten the rows or add text"
         )
-    return Rows(*(part[: count * length].view(count, length) for part in (tokens, mask)))
+    rows = (windows_of(values, found, length, first) for values, first in ((tokens, bos), (mask, 0)))
+    return Rows(*rows, given_token(tokenizer, bos))
 
 
 def pad(documents: Iterable[Document], tokenizer, length: int) -> Rows:
@@ -95,6 +144,7 @@ def encode(document: Document, tokenizer) -> tuple[np.ndarray, np.ndarray]:
         return np.zeros(0, np.int32), np.zeros(0, np.uint8)
     whole = _encode_plain if document.spans is None else _encode_chat
     ids, sections = whole(document, tokenizer)
+    check_ids(ids, tokenizer)
     return np.asarray(ids, np.int32), np.asarray(sections, np.uint8)
 
 
@@ -144,7 +194,8 @@ def split_heldout(rows: Rows, fraction: float) -> tuple[Rows, Rows]:
             f"holding out {held} of {len(rows)} rows leaves nothing to train on; "
             "use a smaller fraction, shorter rows or more text"
         )
-    return Rows(rows.tokens[:kept], rows.mask[:kept]), Rows(rows.tokens[kept:], rows.mask[kept:])
+    sides = slice(None, kept), slice(kept, None)
+    return tuple(Rows(rows.tokens[side], rows.mask[side], rows.given) for side in sides)
 
 
 def fingerprint(rows: Rows) -> str:
