@@ -35,7 +35,15 @@ from torch import nn
 
 from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.data.options import TextSource
-from qat_lora.data.packing import Rows, cut, fingerprint, given_token, stream, tokenizer_fingerprint, windows_of
+from qat_lora.data.packing import (
+    Rows,
+    fingerprint,
+    given_token,
+    stream,
+    tokenizer_fingerprint,
+    window_starts,
+    windowed,
+)
 from qat_lora.errors import UserError
 from qat_lora.evaluate import kd_loss, text_figures, text_loss, windows
 from qat_lora.kd.cache import CacheSpec, edges, write_cache
@@ -136,7 +144,7 @@ def texts(cfg: Config) -> tuple[Rows, dict[str, tuple]]:
     bos = cfg.bos_token(tokenizer)
     tokens, _ = stream(cfg.documents(tokenizer), tokenizer, bos=bos)
     edge = len(tokens) * 9 // 10
-    rows = windows_of(tokens, cut(tokens[:edge], LENGTH, LENGTH, bos), LENGTH, bos)
+    rows = windowed(tokens, window_starts(tokens[:edge], LENGTH, LENGTH, bos), LENGTH, bos)
     measured = {"text": windows(tokens[edge:], WINDOW, WINDOW, cfg.measured, bos)}
     if cfg.other_dataset:
         source = TextSource(dataset=cfg.other_dataset)

@@ -1,6 +1,7 @@
 """Perplexity and divergence from the teacher, on fixed shapes."""
 
 import math
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from qat_lora.backend import TorchBackend
-from qat_lora.data.packing import cut, windows_of
+from qat_lora.data.packing import window_starts, windowed
 from qat_lora.errors import UserError
 from qat_lora.kd.losses import positions, sparse_loss
 from qat_lora.models.loading import hidden_states
@@ -106,17 +107,17 @@ def windows(
 
     stride = length: blocked, every window on its own (its first token is given). stride < length: sliding, after the
     first window only the last `stride` tokens count, with the ones before as context. With `bos` each window begins
-    with that token, which is put in front of `length − 1` tokens of the stream: those all count in a blocked window.
-    The ragged end is left out.
+    with that token, in place of the stream's one there, which does not count in either case. The ragged end is left
+    out.
     Raises UserError where the text is shorter than one window.
     """
     if not 1 <= stride <= length:
         raise UserError(f"stride={stride} must be from 1 to the window length {length}")
-    found = cut(tokens, length, stride, bos)[:limit]
-    if not found:
+    starts = window_starts(tokens, length, stride, bos)[:limit]
+    if not starts:
         raise UserError(f"the text has {len(tokens)} tokens, fewer than one window of {length}; use a shorter --length")
-    scored = torch.tensor([min(new, length - 1) for _, _, new in found])
-    return windows_of(tokens, found, length, bos), scored
+    new = [length, *(later - start for start, later in pairwise(starts))]
+    return windowed(tokens, starts, length, bos), torch.tensor([min(count, length - 1) for count in new])
 
 
 def counted(tokens: Tensor, scored: Tensor, given: int | None = None) -> Tensor:

@@ -9,7 +9,8 @@ The whole text is one stream of tokens, each document ended by EOS; only a ragge
 out. Blocked: windows of --length side by side, each on its own, its first token given. Sliding: windows --stride
 apart, of which only the new tokens count, with the rest as context: the smaller the stride, the more context, the
 lower the PPL and the longer the wait. Every token counts, a chat row's prompt included. Where texts begin with BOS
-(--bos), every window does: a window of 256 is BOS and 255 tokens of the text. BOS is context and never counts.
+(--bos), every window does: one of 256 is BOS, in place of its first token, and 255 tokens of the text. BOS is context
+and never counts.
 
 Prints NLL in nats a token, PPL = e^NLL, with --teacher the exact KL(teacher‖model) over the same tokens, bits per
 quantised weight (codes, scales and adapter; 16 where nothing is quantised) and the size in MB (the rest at 16 bits).
@@ -100,8 +101,9 @@ def load_teacher(name: str, tokenizer) -> nn.Module:
 
 def read_text(cfg: Config, tokenizer, bos: int | None) -> Tensor:
     """The text's tokens [T], no more of them than the windows will need."""
-    # A window that begins with a document's own BOS holds one token more of the text.
-    limit = cfg.length + (cfg.max_windows - 1) * (step_of(cfg) + 1) if cfg.max_windows else None
+    # With BOS a window may begin one token further.
+    step = step_of(cfg) + (bos is not None)
+    limit = cfg.length + 1 + (cfg.max_windows - 1) * step if cfg.max_windows else None
     tokens, _ = stream(cfg.documents(tokenizer), tokenizer, limit, bos)
     return tokens
 

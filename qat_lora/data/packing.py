@@ -43,14 +43,16 @@ def stream(
 
     Plain text has mask 1 throughout, EOS included; chat has mask 1 inside its spans, and gets no second EOS where its
     rendering ends with one. bos: the token that every document begins with, mask 0; it is added where the text does
-    not begin with it already. Where BOS and EOS are the same token, the EOS of the document before stands for it.
+    not begin with it already. Where BOS and EOS are the same token, the EOS of the document before stands for it, and
+    one is added at the very beginning.
     Reading stops at `limit` tokens, so the documents may be endless.
     Raises UserError where the tokenizer has no EOS.
     """
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no EOS token to end documents with; set tokenizer.eos_token")
     given = given_token(tokenizer, bos)
-    tokens, masks, total = [np.zeros(0, np.int32)], [np.zeros(0, np.uint8)], 0
+    start = [] if bos is None or given is not None else [bos]
+    tokens, masks, total = [np.asarray(start, np.int32)], [np.zeros(len(start), np.uint8)], len(start)
     for document in documents:
         ids, sections = encode(document, tokenizer)
         mask = (sections > 0).astype(np.uint8)
@@ -71,30 +73,29 @@ def given_token(tokenizer, bos: int | None) -> int | None:
     return None if bos == tokenizer.eos_token_id else bos
 
 
-def cut(tokens: torch.Tensor, length: int, stride: int, bos: int | None = None) -> list[tuple[int, int, int]]:
-    """Windows of `length` tokens over a stream [T], as (start, end, tokens at its end that no window before it holds).
+def window_starts(tokens: torch.Tensor, length: int, stride: int, bos: int | None = None) -> list[int]:
+    """Where windows of `length` tokens begin in a stream [T], `stride` apart; the ragged end is left out.
 
-    Each goes `stride` tokens further than the one before it, or less where `stride` is `length` and the windows stand
-    side by side. With `bos` every window begins with that token: where the stream has another one at `start`, BOS is
-    put in front, and the window holds length − 1 tokens of the stream. The ragged end is left out.
+    With `bos`, for which `windowed` overwrites a window's first token, one token further where the second is a BOS
+    already: two would stand side by side.
     """
-    room = length if bos is None else length - 1
-    found, done = [], 0
+    if bos is None:
+        return list(range(0, len(tokens) - length + 1, stride))
+    found, start, is_bos = [], 0, (tokens == bos).tolist()
     while True:
-        end = done + (min(stride, room) if found else room)
-        start = end - room
-        end += bos is not None and start < len(tokens) and int(tokens[start]) == bos
-        if end > len(tokens):
+        start += start + 1 < len(tokens) and is_bos[start + 1] and not is_bos[start]
+        if start + length > len(tokens):
             return found
-        found.append((start, end, end - done))
-        done = end
+        found.append(start)
+        start += stride
 
 
-def windows_of(values: torch.Tensor, found: list[tuple[int, int, int]], length: int, first: int | None) -> torch.Tensor:
-    """The windows that `cut` found, [N, length]; `first` is put in front of one that is a value short."""
-    front = values.new_tensor([] if first is None else [first])
-    parts = (values[start:end] for start, end, _ in found)
-    return torch.stack([part if len(part) == length else torch.cat([front, part]) for part in parts])
+def windowed(values: torch.Tensor, starts: list[int], length: int, first: int | None = None) -> torch.Tensor:
+    """The windows [N, length] of a stream [T], with `first` in place of each one's first value."""
+    rows = torch.stack([values[start : start + length] for start in starts])
+    if first is not None:
+        rows[:, 0] = first
+    return rows
 
 
 def pack(
@@ -103,21 +104,23 @@ def pack(
     """The documents' `stream`, cut into rows of `length` tokens, at most `max_rows`.
 
     The ragged end is dropped. A document may span rows and a row may hold several documents. With `bos` every row and
-    every document begins with that token, so that a row of one document holds length − 1 tokens of its text; it is
-    context (mask 0) and never to be learned.
+    every document begins with that token, mask 0. At the start of a row it stands in place of a token of the text, one
+    that could not be learned there anyway: nothing stands before it. A row of 256 is then BOS and 255 tokens of text.
     Raises UserError where the text does not fill one row or the tokenizer has no EOS.
     """
     if length < 2:
         raise UserError(f"length={length} leaves nothing to predict; use 2 or more")
     if max_rows is not None and max_rows < 1:
         raise UserError(f"max_rows={max_rows} keeps nothing; use 1 or more, or leave it out")
-    tokens, mask = stream(documents, tokenizer, None if max_rows is None else max_rows * length, bos)
-    found = cut(tokens, length, length, bos)[:max_rows]
-    if not found:
+    most = length if bos is None else length + 1  # tokens of the stream that a row can use up
+    tokens, mask = stream(documents, tokenizer, None if max_rows is None else max_rows * most, bos)
+    starts = window_starts(tokens, length, length, bos)[:max_rows]
+    if not starts:
         raise UserError(
             f"the text has {len(tokens)} tokens, too few for a row of {length}; shorten the rows or add text"
         )
-    rows = (windows_of(values, found, length, first) for values, first in ((tokens, bos), (mask, 0)))
+    unlearned = None if bos is None else 0
+    rows = (windowed(values, starts, length, first) for values, first in ((tokens, bos), (mask, unlearned)))
     return Rows(*rows, given_token(tokenizer, bos))
 
 
