@@ -193,7 +193,7 @@ def test_a_teacher_with_a_larger_embedding_teaches(run, qat, altered, tiny_stude
     run("train_recovery_lora", *recovery, *SMALL)
     for folder in ("run", "lora"):
         figures = read_json(tmp_path / folder / "summary.json")["best"]
-        assert 0 < figures["heldout_kl"] < 1
+        assert -0.05 < figures["heldout_kl"] < 0.2  # an estimate from few draws
 
 
 def test_rows_longer_than_the_models_positions(refuse, tiny_model_dir, tiny_student, tmp_path):

@@ -305,7 +305,7 @@ def test_teachers_that_cannot_be_compared(refusal, tiny_model_dir, tiny_tokenize
     assert "has another tokenizer" in refusal("measure_perplexity", *flags, other)
     short = other_model(tmp_path / "short", grown)
     for model in (["--model", short], ["--model", tiny_model_dir, "--teacher", short]):
-        said = refusal("measure_perplexity", *model, "--dataset", text)
+        said = refusal("measure_perplexity", *model, "--dataset", text, "--length", LENGTH)
         assert "ids up to 512 ('<tool>') and its embedding has 512 rows" in said
 
 
