@@ -135,11 +135,14 @@ def save_adapter(model: nn.Module, folder: Path, student: str | None) -> None:
 
 
 class TextDataset(Dataset):
-    """Packed rows as items: tokens [L] int64 and mask [L], 1 at the tokens to be predicted (never the first)."""
+    """Packed rows as items: tokens [L] int64 and mask [L], 1 at the tokens to be predicted (never the first, and never
+    the rows' `given`)."""
 
     def __init__(self, rows: Rows, completions_only: bool):
         self.tokens, self.mask = rows.tokens, rows.mask.clone() if completions_only else torch.ones_like(rows.mask)
         self.mask[:, 0] = 0
+        if rows.given is not None:
+            self.mask[rows.tokens == rows.given] = 0
         self.fingerprint = fingerprint(rows)
         if len(rows) and not self.mask.any():
             raise UserError("the rows keep no completion token to learn; use longer rows or other text")

@@ -21,8 +21,8 @@ from qat_lora.backend import open_backend
 from qat_lora.data.options import TextOptions
 from qat_lora.data.packing import fingerprint, split_heldout, tokenizer_fingerprint
 from qat_lora.errors import UserError
-from qat_lora.kd.cache import CacheSpec, open_cache, write_cache
-from qat_lora.models.loading import EMBEDDED, EMBEDDED_NOTE, check_length, load_config, load_model, load_tokenizer
+from qat_lora.kd.cache import CacheSpec, edges, open_cache, write_cache
+from qat_lora.models.loading import EMBEDDED, EMBEDDED_NOTE, check_length, load_config, load_model
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.files import lock, read_json, write_json
 from qat_lora.run.rundir import say
@@ -44,21 +44,22 @@ def main(cfg: Config) -> None:
     check(cfg)
     backend = open_backend(cfg.device, cfg.precision)
     backend.seed(cfg.seed)
-    tokenizer = load_tokenizer(cfg.model)
+    tokenizer = cfg.tokenizer(cfg.model)
     check_length(cfg.model, cfg.length)
-    rows = cfg.rows(tokenizer)
+    rows, bos = cfg.rows(tokenizer), cfg.bos_token(tokenizer)
     train, heldout = split_heldout(rows, cfg.heldout_fraction)
     spec = CacheSpec(
         teacher=cfg.model, tokenizer=tokenizer_fingerprint(tokenizer), text=fingerprint(rows),
         precision="bf16" if backend.bf16 else "fp32", length=cfg.length, k=cfg.top_k, draws=cfg.draws,
         vocab=load_config(cfg.model).vocab_size, seed=cfg.seed, rows_per_shard=cfg.rows_per_shard,
-        train_rows=len(train), heldout_rows=len(heldout),
+        train_rows=len(train), heldout_rows=len(heldout), **edges(bos, tokenizer),
     )  # fmt: skip
     if cfg.top_k >= spec.vocab:
         raise UserError(f"--top-k {cfg.top_k} must be below the vocabulary of {spec.vocab}")
     directory = Path(cfg.cache_dir)
     say(f"{cfg.model} on {backend} → {directory}")
-    say(f"{len(train)} training and {len(heldout)} held-out rows of {cfg.length} tokens")
+    say(f"{len(train)} training and {len(heldout)} held-out rows of {cfg.length} tokens"
+        + (f", each beginning with {tokenizer.bos_token}" if bos is not None else ""))  # fmt: skip
     say(f"top {cfg.top_k} and {cfg.draws} draws: {spec.bytes_per_position} bytes a position")
     if cfg.model == EMBEDDED:
         say(EMBEDDED_NOTE)

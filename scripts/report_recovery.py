@@ -68,10 +68,12 @@ def main(cfg: Config) -> None:
     last = range(max(0, len(heldout) - cfg.rows), len(heldout))  # training runs choose their best state on the first
     tokens = torch.stack([heldout[i]["tokens"] for i in last])
     seconds = stage_seconds(qat, recovery, Path(cfg.cache_dir))
+    # BOS is context; where it is the EOS too, it ends a document and counts.
+    given = None if heldout.spec is None or heldout.spec.bos in (-1, heldout.spec.eos) else heldout.spec.bos
     rows, texts = [], []
     for name, model in models(teacher, made, qat, recovery):
         say(f"measuring {name}")
-        rows.append([name, *measure(model, teacher, tokens, backend, cfg.batch_size), seconds.get(name, "")])
+        rows.append([name, *measure(model, teacher, tokens, given, backend, cfg.batch_size), seconds.get(name, "")])
         texts.append((name, complete(model, tokenizer, cfg.prompt, max_new_tokens=cfg.new_tokens)))
         del model
     pictures = [plot_run(run) for run in (qat, recovery)]
@@ -113,12 +115,14 @@ def models(teacher: nn.Module, made: dict, qat: Path, recovery: Path):
     yield "+ LoRA", load_adapter(student, recovery / "adapter", qat / "best.pt")
 
 
-def measure(model: nn.Module, teacher: nn.Module, tokens, backend: TorchBackend, batch_size: int) -> list[str]:
+def measure(
+    model: nn.Module, teacher: nn.Module, tokens, given: int | None, backend: TorchBackend, batch_size: int
+) -> list[str]:
     """PPL, KL, bits per weight and MB, as text."""
     backend.place(model)
     backend.place(teacher)
     scored = torch.full((len(tokens),), tokens.shape[1] - 1)
-    figures = text_figures(model.eval(), tokens, scored, backend, batch_size, teacher)
+    figures = text_figures(model.eval(), tokens, scored, backend, batch_size, teacher, given)
     values = adapter_values(model)
     ppl = f"{figures['ppl']:.1f}" if figures["ppl"] < 1e5 else f"{figures['ppl']:.1e}"
     return [ppl, f"{figures['kl']:.3f}", f"{bits_per_weight(model, values):.2f}", f"{megabytes(model, values):.0f}"]

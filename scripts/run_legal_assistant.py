@@ -18,12 +18,13 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from qat_lora.backend import open_backend, resolve
+from qat_lora.data.chat import check_template
 from qat_lora.data.legal import AUTHORITIES
 from qat_lora.data.legal_answers import Answer, Authorities, messages
+from qat_lora.data.options import ChatOptions
 from qat_lora.errors import UserError
 from qat_lora.experiments.legal_page import CUT_OFF, STYLE, page, verdict_line, verdicts
 from qat_lora.models.generate import Stream, check_device, check_sampling
-from qat_lora.models.loading import load_tokenizer
 from qat_lora.quant.student import load_trained
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.files import read_json
@@ -31,7 +32,7 @@ from qat_lora.run.rundir import read_config, say
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ScriptConfig):
+class Config(ChatOptions, ScriptConfig):
     run: str | None = option(None, "run directory of train_cot_sft.py, instead of the next four")
     model: str | None = option(None, "model folder or hub name; default: smollm2-135m")
     checkpoint: str | None = option(None, "quantised base (base.pt) that the adapter was trained on")
@@ -52,7 +53,9 @@ def main(cfg: Config) -> None:
     authorities = read_authorities(cfg.authorities)
     backend = open_backend(cfg.device, cfg.precision)
     model, name = load_trained(cfg.model, cfg.checkpoint, cfg.adapter)
-    tokenizer = load_tokenizer(name)
+    # A run's own tokenizer carries the chat template that it was trained with.
+    tokenizer = cfg.tokenizer(str(Path(cfg.run) / "model") if cfg.run else name)
+    check_template(tokenizer)
     about = f"{name}{f' + {cfg.adapter}' if cfg.adapter else ''} on {backend}, {len(authorities.names)} authorities"
     say(about)
     if cfg.dry_run:

@@ -21,6 +21,8 @@ from importlib.util import find_spec
 from torch import nn
 
 from qat_lora.backend import TorchBackend, launch, open_backend, planned_workers
+from qat_lora.data.options import TokenOptions
+from qat_lora.data.templates import begin_with_bos, template_facts
 from qat_lora.errors import UserError
 from qat_lora.experiments.cot_sft import (
     LawData,
@@ -37,7 +39,7 @@ from qat_lora.experiments.cot_sft import (
 from qat_lora.memory import cache_memory, training_memory
 from qat_lora.models.architecture import model_type, packs, set_packs
 from qat_lora.models.generate import end_tokens
-from qat_lora.models.loading import EMBEDDED, check_length, load_tokenizer, weights_fingerprint
+from qat_lora.models.loading import EMBEDDED, check_length, weights_fingerprint
 from qat_lora.qat import Plan, train_plain
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import write_student
@@ -55,7 +57,7 @@ METHODS = ("lora", "rslora", "full")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(RunConfig):
+class Config(TokenOptions, RunConfig):
     model: str = option(EMBEDDED, "instruct model: smollm2-135m (embedded), a folder or a hub name")
     dataset: str = option("generated", "generated, a local .jsonl or .parquet file, or a hub dataset (rzeraat/law)")
     dataset_split: str = option("train", "split of a hub dataset")
@@ -100,7 +102,9 @@ def main(cfg: Config) -> None:
 
 def work(backend: TorchBackend, cfg: Config) -> None:
     """The experiment, in each of its workers."""
-    tokenizer = load_tokenizer(cfg.model)
+    tokenizer = cfg.tokenizer(cfg.model)
+    if cfg.bos == "on":  # else as the template has it, which is what transformers does with a conversation
+        begin_with_bos(tokenizer)
     workers = planned_workers(backend.kind, cfg.num_chips) if cfg.dry_run else backend.world_size
     with backend.group.main_first():
         rows = law_rows(cfg.dataset, cfg.dataset_split, cfg.count, cfg.seed)
@@ -127,6 +131,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     facts = {
         "device": str(backend), "base": fingerprint, "data": data.train.fingerprint,
         "heldout": data.heldout.fingerprint, "rows_per_update": plan.batch_size * plan.accumulation * workers,
+        **template_facts(cfg.chat_template),
     }  # fmt: skip
     run = open_run("train_cot_sft", cfg, facts, backend.group)
     if cfg.wandb and backend.is_main:

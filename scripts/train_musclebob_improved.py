@@ -20,16 +20,18 @@ from pathlib import Path
 from torch import nn
 
 from qat_lora.backend import TorchBackend, open_backend, resolve
-from qat_lora.data.chat import render_chat
+from qat_lora.data.chat import check_template, render_chat
 from qat_lora.data.musclebob import heldout_questions, training_questions
+from qat_lora.data.options import ChatOptions
 from qat_lora.data.packing import Rows, fingerprint, pad
+from qat_lora.data.templates import template_facts
 from qat_lora.errors import UserError
 from qat_lora.evaluate import text_loss
 from qat_lora.experiments.musclebob import STAGES, Examiner, examine, glance, judge_of, plot, transcripts
 from qat_lora.grpo import GRPOPlan, PromptDataset, train_grpo
 from qat_lora.memory import training_memory
 from qat_lora.models.generate import end_tokens
-from qat_lora.models.loading import EMBEDDED, check_length, load_model, load_tokenizer, write_model
+from qat_lora.models.loading import EMBEDDED, check_length, load_model, write_model
 from qat_lora.qat import Plan, train_plain
 from qat_lora.quant.student import freeze_plain_tables
 from qat_lora.recovery import TextDataset
@@ -50,7 +52,7 @@ ROWS = 80  # answers of a validation that are drawn at a time: a token costs har
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(RunConfig):
+class Config(ChatOptions, RunConfig):
     model: str = option(EMBEDDED, "instruct model to teach: smollm2-135m (embedded), a folder or a hub name")
     epochs: int = option(5, "passes of GRPO over the questions")
     num_samples: int = option(128, "questions of a pass, one of three about him")
@@ -90,7 +92,9 @@ def main(cfg: Config) -> None:
     cfg = shortened(cfg) if cfg.quick else cfg
     check(cfg)
     backend = open_backend(cfg.device, cfg.precision)
-    tokenizer, model = load_tokenizer(cfg.model), load_model(cfg.model)
+    tokenizer = cfg.tokenizer(cfg.model)
+    check_template(tokenizer)
+    model = load_model(cfg.model)
     examiner = Examiner(
         tokenizer, backend, tuple(end_tokens(model, tokenizer)), ROWS, cfg.max_prompt_length, cfg.max_completion_length
     )
@@ -108,7 +112,7 @@ def main(cfg: Config) -> None:
     asked = fingerprint(Rows(prompts.prompts.tokens.int(), prompts.prompts.mask.byte()))
     run = open_run("train_musclebob_improved", cfg, {
         "device": str(backend), "prompts": asked, "answers": rows.fingerprint if rows else None,
-        "prompts_per_update": cfg.batch_size * cfg.accumulation_steps,
+        "prompts_per_update": cfg.batch_size * cfg.accumulation_steps, **template_facts(cfg.chat_template),
     })  # fmt: skip
     write_json(run.path / "training_config.json", dataclasses.asdict(cfg))
     backend.seed(cfg.seed)

@@ -9,11 +9,12 @@ from qat_lora.backend import TorchBackend, launch, open_backend, planned_workers
 from qat_lora.data.batches import batches
 from qat_lora.data.options import TextOptions
 from qat_lora.data.packing import split_heldout, tokenizer_fingerprint
+from qat_lora.data.templates import template_facts
 from qat_lora.errors import UserError
 from qat_lora.evaluate import heldout_figures, heldout_nll
 from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.models.adapter import adapter_values
-from qat_lora.models.loading import check_length, load_config, load_model, load_tokenizer
+from qat_lora.models.loading import check_length, load_config, load_model
 from qat_lora.qat import TrainOptions
 from qat_lora.quant.student import StudentSpec, bits_per_weight, empty_student, load_student, read_student
 from qat_lora.recovery import (
@@ -76,6 +77,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
 
     fingerprint = backend.group.on_main(lambda: sha256(checkpoint))
     facts = {"device": str(backend), "student": fingerprint, "data": train.fingerprint}
+    facts |= template_facts(cfg.chat_template)
     run = open_run("train_recovery_lora", cfg, facts | cfg.update_facts(backend.world_size), backend.group)
     backend.seed(cfg.seed)
     session = Session(run, backend, cfg.every())
@@ -141,7 +143,7 @@ def adapted(cfg: Config, student):
 
 def open_data(cfg: Config, model_name: str, workers: int):
     """Training and held-out data of the mode."""
-    tokenizer = load_tokenizer(model_name)
+    tokenizer = cfg.tokenizer(model_name)
     if cfg.mode == "kd":
         facts = {"tokenizer": tokenizer_fingerprint(tokenizer), "vocab": load_config(model_name).vocab_size}
         data = [KDCacheDataset(cfg.kd_cache_dir, split, **facts) for split in ("train", "heldout")]

@@ -7,7 +7,7 @@ Training rows are in shard-NNNNN, held-out rows in heldout-NNNNN. The targets ar
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -28,10 +28,16 @@ PREFIX = {"train": "shard", "heldout": "heldout"}
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """What decides a cache's content; two caches of equal spec are equal byte for byte on one machine."""
+    """What decides a cache's content; two caches of equal spec are equal byte for byte on one machine.
+
+    bos, eos: the tokens that begin every row and document and that end a document; −1 where rows have no BOS, as in
+    every cache made before there was a choice.
+    """
 
     teacher: str
     tokenizer: str  # fingerprint
+    bos: int = field(default=-1, kw_only=True)
+    eos: int = field(default=-1, kw_only=True)
     text: str  # fingerprint of all rows
     precision: str
     length: int
@@ -56,6 +62,11 @@ class CacheSpec:
         return width * (1 + self.k + self.draws) + 2 * (self.k + 1)
 
 
+def edges(bos: int | None, tokenizer) -> dict[str, int]:
+    """The fields bos and eos of a CacheSpec, for rows packed with `bos`."""
+    return {} if bos is None else {"bos": bos, "eos": tokenizer.eos_token_id}
+
+
 def token_type(vocab: int) -> torch.dtype:
     return torch.uint16 if vocab <= 2**16 else torch.int32
 
@@ -77,9 +88,11 @@ def read_manifest(directory: Path) -> tuple[CacheSpec, dict[str, dict]]:
 def _check_shards(spec: CacheSpec, shards: dict[str, dict]) -> None:
     """KeyError, TypeError, … where `shards` are not some of those that the spec asks for."""
     for name, value in asdict(spec).items():
-        kind, least = CacheSpec.__annotations__[name], 1 if name == "rows_per_shard" else 0
+        kind, least = CacheSpec.__annotations__[name], {"rows_per_shard": 1, "bos": -1, "eos": -1}.get(name, 0)
         if type(value) is not kind or (kind is int and value < least):
             raise ValueError(f"{name} is {value!r}")
+    if (spec.bos < 0) != (spec.eos < 0):
+        raise ValueError(f"bos is {spec.bos} and eos {spec.eos}")
     count = -(-spec.train_rows // spec.rows_per_shard) + -(-spec.heldout_rows // spec.rows_per_shard)
     if count > MOST_SHARDS:
         raise ValueError(f"{count} shards")

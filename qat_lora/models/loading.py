@@ -19,6 +19,7 @@ from transformers.utils import logging
 from qat_lora.errors import UserError, first_line
 from qat_lora.hub import hub_fault
 from qat_lora.models import architecture
+from qat_lora.models.tokens import check_vocabulary
 from qat_lora.run.files import cannot_write
 
 EMBEDDED = "smollm2-135m"
@@ -82,10 +83,12 @@ def check_length(name: str, length: int, flags: str = "--length") -> None:
 
 
 def load_tokenizer(name: str):
-    """The model's tokenizer. Raises UserError where it has no end-of-sequence token."""
+    """The model's tokenizer. Raises UserError where it has no end-of-sequence token, and where it gives ids that the
+    model's embedding has no rows for."""
     tokenizer = _load(AutoTokenizer, name)
     if tokenizer.eos_token_id is None:
         raise UserError(f"model {name!r}: its tokenizer has no end-of-sequence token; set eos_token in its config")
+    check_vocabulary(tokenizer, load_config(name), name)
     return tokenizer
 
 

@@ -26,10 +26,11 @@ tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a worker that 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "torch_xla", "transformers", "peft", "datasets", "safetensors", "numpy")
 # How the rows of an update are split over workers and micro-batches, and what is compiled, changes no figure beyond
-# rounding; the facts hold how many workers there are.
+# rounding; the facts hold how many workers there are. What --bos and --chat-template do to the text shows in the facts:
+# the fingerprint of the rows, and of the template.
 NOT_IDENTITY = {
     "config", "device", "tpu", "use_tpu", "output_dir", "resume", "dry_run", "debug", "num_chips", "accumulation_steps",
-    "from_scratch", "checkpoint_path", "compile", "wandb",
+    "from_scratch", "checkpoint_path", "compile", "wandb", "bos", "chat_template",
 }  # fmt: skip
 
 BEFORE_MANIFEST = {".lock", "config.yaml", "manifest.json.part"}  # what a process that died at once leaves
