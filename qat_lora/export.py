@@ -31,7 +31,8 @@ from qat_lora.models.gguf import (
     to_gguf_rows,
     turned_heads,
 )
-from qat_lora.models.loading import load_tokenizer, plain_state
+from qat_lora.models.gguf_settings import frequency_factors, norm_change
+from qat_lora.models.loading import load_config, load_tokenizer, plain_state
 from qat_lora.models.writing import check_logits, differs, logits_on_cpu, probe, write_model
 from qat_lora.quant.gguf import QUANTISED, TYPES, choose, coding, decode, encode, library_type, row_bytes
 from qat_lora.quant.linear import Quantizer, quantized_layers
@@ -172,15 +173,20 @@ def _check_adapter(source: Source, back: nn.Module, folder: Path, shown: Path) -
 # -- GGUF ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a GGUF file: its name and type there, and what it is made of here."""
+    """One tensor of a GGUF file: its name and type there, and what it is made of here.
+
+    change: (a, b) where the file has (w + a)·b for a weight w. factors: the values of one that is no parameter here.
+    """
 
     name: str
     kind: str
     shape: tuple[int, ...]
-    parameter: str
+    parameter: str = ""
     quantizer: Quantizer | None = None
     heads: int = 0
     merged: bool = False
+    change: tuple[float, float] = (0.0, 1.0)
+    factors: tuple[float, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -218,7 +224,9 @@ def plan_gguf(source: Source, wanted: str = "auto", merged: bool = False) -> GGU
     Raises UserError for an architecture, a tokenizer or a layout that the format cannot hold.
     """
     check_architecture(source.name)
-    parameters = plain_state(source.student)
+    config, parameters = load_config(source.name), plain_state(source.student)
+    for name in source.updates.keys() - {f"{module}.weight" for module in source.loras}:
+        raise UserError(f"adapter {source.adapter} changes {name}, which is not written to GGUF; use --format hf")
     layers = {id(layer.weight): layer.quantizer for layer in quantized_layers(source.student).values()}
     entries = []
     for parameter, name in tensor_names(source.name, list(parameters)).items():
@@ -228,7 +236,10 @@ def plan_gguf(source: Source, wanted: str = "auto", merged: bool = False) -> GGU
         if quantizer and not adapted:
             kind = choose(module, quantizer.spec, weight.shape[1], wanted)
         heads = turned_heads(source.name, module)
-        entries.append(Entry(name, kind, tuple(weight.shape), parameter, quantizer, heads, adapted))
+        change = norm_change(config, parameter)
+        entries.append(Entry(name, kind, tuple(weight.shape), parameter, quantizer, heads, adapted, change))
+    if factors := frequency_factors(config):
+        entries.append(Entry("rope_freqs.weight", "F32", (len(factors),), factors=tuple(factors)))
     biggest = max(QUANTISED, key=lambda kind: sum(np.prod(e.shape) for e in entries if e.kind == kind))
     kind = biggest if any(e.kind == biggest for e in entries) else "F16"
     writer, notes = model_writer(source.name, TYPES[kind].file_type)
@@ -283,7 +294,10 @@ def _codes_and_scale(entry: Entry) -> tuple[np.ndarray, np.ndarray]:
 
 def _plain(source: Source, entry: Entry) -> np.ndarray:
     """A tensor that is not in blocks, in fp16 or fp32."""
-    value = to_gguf_rows(_weight(source, entry.parameter, entry.merged).numpy(), entry.heads)
+    if entry.factors:
+        return np.array(entry.factors, np.float32)
+    plus, times = entry.change
+    value = to_gguf_rows(((_weight(source, entry.parameter, entry.merged) + plus) * times).numpy(), entry.heads)
     value = torch.from_numpy(np.ascontiguousarray(value)).to(torch.float16 if entry.kind == "F16" else torch.float32)
     if not value.isfinite().all():
         raise UserError(f"{entry.parameter} holds values above 65504, which F16 cannot; use --format hf")
@@ -349,8 +363,10 @@ def summary(source: Source, plan: GGUFPlan) -> list[dict]:
     head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
     tied = head.weight is embedding.weight
     for entry in plan.entries:
-        weight = base.get_parameter(entry.parameter)
-        if weight is embedding.weight:
+        weight = base.get_parameter(entry.parameter) if entry.parameter else None
+        if weight is None:
+            name = "rotation"
+        elif weight is embedding.weight:
             name = "embedding, head" if tied else "embedding"
         elif weight is head.weight:
             name = "head"
@@ -367,7 +383,7 @@ def summary(source: Source, plan: GGUFPlan) -> list[dict]:
 
 def _note(entry: Entry) -> str:
     if entry.kind == "F32":
-        return "exact"
+        return "exact" if entry.change[1] == 1 else "exact, or times the scale of q"
     if entry.merged:
         return "adapter added, rounded to fp16"
     if entry.kind == "F16":

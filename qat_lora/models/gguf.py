@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 
 import numpy as np
-from gguf import MODEL_ARCH, GGUFReader, GGUFValueType, GGUFWriter, TokenType, get_tensor_name_map
+from gguf import GGUFReader, GGUFValueType, GGUFWriter, TokenType, get_tensor_name_map
 from gguf.constants import Keys
 
 from qat_lora.errors import UserError
+from qat_lora.models.gguf_settings import ARCHITECTURES, add_settings, unwritten
 from qat_lora.models.loading import load_config, load_tokenizer, model_source
 
-ARCHITECTURES = {"llama": MODEL_ARCH.LLAMA, "qwen2": MODEL_ARCH.QWEN2, "qwen3": MODEL_ARCH.QWEN3}
 # How a tokenizer cuts text before merging, by the regular expression of its Split step, as llama.cpp names it.
 SPLITS = {
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+":
@@ -22,29 +22,14 @@ SPLITS = {
 
 def check_architecture(name: str) -> None:
     """Raise UserError for a model that llama.cpp would not run as it is trained here."""
-    config = load_config(name)
-    if config.model_type not in ARCHITECTURES:
-        raise UserError(
-            f"model {name!r} is a {config.model_type}: GGUF is written for {', '.join(ARCHITECTURES)}; use --format hf"
-        )
-    rope = config.rope_parameters or {}
-    odd = {
-        "rope_type": rope.get("rope_type", "default") != "default",
-        "partial_rotary_factor": rope.get("partial_rotary_factor", 1) != 1,
-        "hidden_act": config.hidden_act != "silu",
-        "use_sliding_window": getattr(config, "use_sliding_window", False),
-        "attention_bias": config.model_type != "qwen2" and getattr(config, "attention_bias", False),
-        "mlp_bias": getattr(config, "mlp_bias", False),
-    }
-    for setting in (key for key, is_odd in odd.items() if is_odd):
-        value = rope.get(setting, getattr(config, setting, None))
-        raise UserError(f"model {name!r} has {setting} {value!r}, which is not written to GGUF; use --format hf")
+    if reason := unwritten(load_config(name)):
+        raise UserError(f"model {name!r} {reason}; use --format hf")
 
 
 def tensor_names(name: str, parameters: list[str]) -> dict[str, str]:
     """HF's parameter names → GGUF's. Raises UserError for one that the architecture has no name for."""
     config = load_config(name)
-    table = get_tensor_name_map(ARCHITECTURES[config.model_type], config.num_hidden_layers)
+    table = get_tensor_name_map(ARCHITECTURES[config.model_type].kind, config.num_hidden_layers)
     names = {parameter: table.get_name(parameter, (".weight", ".bias")) for parameter in parameters}
     for parameter in (parameter for parameter, there in names.items() if there is None):
         raise UserError(f"model {name!r}: GGUF has no name for {parameter}; use --format hf")
@@ -58,7 +43,7 @@ def turned_heads(name: str, module: str) -> int:
     """
     config = load_config(name)
     leaf = module.rpartition(".")[2]
-    if config.model_type != "llama" or leaf not in ("q_proj", "k_proj"):
+    if not ARCHITECTURES[config.model_type].turned or leaf not in ("q_proj", "k_proj"):
         return 0
     return config.num_attention_heads if leaf == "q_proj" else config.num_key_value_heads
 
@@ -80,25 +65,12 @@ def from_gguf_rows(rows: np.ndarray, heads: int) -> np.ndarray:
 def model_writer(name: str, file_type: int) -> tuple[GGUFWriter, list[str]]:
     """A writer that holds the metadata and the tokenizer of a model and has no file yet, and what to say about them."""
     config = load_config(name)
-    writer = GGUFWriter(None, config.model_type)
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    writer = GGUFWriter(None, ARCHITECTURES[config.model_type].name)
     writer.add_type("model")
     writer.add_name(Path(name).name)
     writer.add_file_type(file_type)
     writer.add_quantization_version(2)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(width)
-    writer.add_value_length(width)
-    writer.add_rope_dimension_count(width)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    add_settings(writer, config)
     source = model_source(name)
     if "gguf_file" in source:
         _copy_tokenizer(writer, Path(source["pretrained_model_name_or_path"]) / source["gguf_file"])
@@ -108,7 +80,7 @@ def model_writer(name: str, file_type: int) -> tuple[GGUFWriter, list[str]]:
 
 def adapter_writer(name: str, alpha: float) -> GGUFWriter:
     """A writer with the metadata of a LoRA adapter for a model, without a file yet."""
-    writer = GGUFWriter(None, load_config(name).model_type)
+    writer = GGUFWriter(None, ARCHITECTURES[load_config(name).model_type].name)
     writer.add_type("adapter")
     writer.add_string(Keys.Adapter.TYPE, "lora")
     writer.add_float32(Keys.Adapter.LORA_ALPHA, alpha)
@@ -164,7 +136,8 @@ def _add_tokenizer(writer: GGUFWriter, tokenizer, name: str, rows: int) -> list[
     writer.add_token_list([texts.get(number, f"[PAD{number}]") for number in range(rows)])
     writer.add_token_types([int((normal | kinds).get(number, TokenType.UNUSED)) for number in range(rows)])
     merges = state["model"]["merges"]
-    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
+    writer.add_token_merges(merges or ["no merges"])  # llama.cpp wants a list; this pair never meets in single bytes
     for kind in ("bos", "eos", "unk", "pad"):
         if (number := getattr(tokenizer, f"{kind}_token_id")) is not None:
             getattr(writer, f"add_{kind}_token_id")(number)
