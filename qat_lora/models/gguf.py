@@ -1,6 +1,7 @@
 """What a GGUF file says of a model besides its weights: names, order of rows, shape, tokenizer."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,16 @@ SPLITS = {
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|"
     r"\s+": "llama-bpe",
 }  # fmt: skip
+
+BYTE = re.compile("<0x[0-9A-F]{2}>")
+# How a SentencePiece tokenizer turns spaces into ▁ (normalizer, pre-tokenizer), and whether one goes before the text.
+_REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+_SPLIT = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+_PREPEND = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, _REPLACE]}
+SPACES = {
+    json.dumps(steps, sort_keys=True): prefix
+    for steps, prefix in (([_REPLACE, None], False), ([_REPLACE, _SPLIT], False), ([_PREPEND, None], True))
+}
 
 
 def check_architecture(name: str) -> None:
@@ -120,37 +131,80 @@ def _copy_tokenizer(writer: GGUFWriter, path: Path) -> None:
 def _add_tokenizer(writer: GGUFWriter, tokenizer, name: str, rows: int) -> list[str]:
     """The values of an HF tokenizer; `rows` of the embedding beyond its tokens are filled up. Returns what to say."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
-    steps = _steps(state)
-    if state["model"]["type"] != "BPE" or "ByteLevel" not in {step["type"] for step in steps}:
-        raise UserError(f"model {name!r}: its tokenizer is no byte-level BPE, which is not written; use --format hf")
     added = {token["id"]: token for token in state["added_tokens"]}
     texts = {number: text for text, number in state["model"]["vocab"].items()}
     texts |= {number: token["content"] for number, token in added.items()}
     if max(texts) >= rows:
-        raise UserError(f"model {name!r} has {rows} embeddings, its tokenizer {max(texts) + 1} tokens; mend the folder")
-    kinds = {number: TokenType.CONTROL if t["special"] else TokenType.USER_DEFINED for number, t in added.items()}
-    normal = {number: TokenType.NORMAL for number in texts}
-    pre = _pre_tokenizer(state, steps)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre or "default")
+        raise UserError(f"model {name!r} has {rows} embeddings, its tokenizer {max(texts) + 1} tokens; fix the folder")
+    kinds = dict.fromkeys(texts, TokenType.NORMAL)
+    if state["model"]["type"] == "BPE" and "ByteLevel" in {step["type"] for step in _steps(state)}:
+        said = _add_byte_level(writer, state)
+    else:
+        kinds |= {number: TokenType.BYTE for number, text in texts.items() if BYTE.fullmatch(text)}
+        said = _add_sentencepiece(writer, state, texts, kinds.keys() - added.keys(), name)
+    kinds |= {number: TokenType.CONTROL if t["special"] else TokenType.USER_DEFINED for number, t in added.items()}
     writer.add_token_list([texts.get(number, f"[PAD{number}]") for number in range(rows)])
-    writer.add_token_types([int((normal | kinds).get(number, TokenType.UNUSED)) for number in range(rows)])
-    merges = state["model"]["merges"]
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
-    writer.add_token_merges(merges or ["no merges"])  # llama.cpp wants a list; this pair never meets in single bytes
+    writer.add_token_types([int(kinds.get(number, TokenType.UNUSED)) for number in range(rows)])
     for kind in ("bos", "eos", "unk", "pad"):
         if (number := getattr(tokenizer, f"{kind}_token_id")) is not None:
             getattr(writer, f"add_{kind}_token_id")(number)
-    first = tokenizer("a")["input_ids"][0]
-    writer.add_add_bos_token(tokenizer.bos_token_id is not None and first == tokenizer.bos_token_id)
-    writer.add_add_space_prefix(False)
+    ids = tokenizer("a")["input_ids"]
+    writer.add_add_bos_token(tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id)
+    writer.add_add_eos_token(len(ids) > 1 and ids[-1] == tokenizer.eos_token_id)
     if template := tokenizer.chat_template:
         named = isinstance(template, dict)
         writer.add_chat_template(
             [{"name": key, "template": text} for key, text in template.items()] if named else template
         )
-    said = f'pre-tokenizer "{pre}"' if pre else 'its way of cutting text is not known, "default" stands for it: compare'
     return [f"tokenizer: {rows} tokens, {said}" + ("" if template else "; no chat template")]
+
+
+def _add_byte_level(writer: GGUFWriter, state: dict) -> str:
+    pre, merges = _pre_tokenizer(state, _steps(state)), _merges(state)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre or "default")
+    # llama.cpp wants a list; the pair that stands in for an empty one never meets where all symbols are single bytes
+    writer.add_token_merges([" ".join(pair) for pair in merges] or ["no merges"])
+    writer.add_add_space_prefix(False)
+    return f'pre-tokenizer "{pre}"' if pre else 'its way of cutting text is not known, "default" stands for it: compare'
+
+
+def _add_sentencepiece(writer: GGUFWriter, state: dict, texts: dict[int, str], normal: set[int], name: str) -> str:
+    """A BPE over characters with spaces as ▁, as Gemma has it: llama.cpp merges by the score of what comes out."""
+    prefix = SPACES.get(json.dumps([state["normalizer"], state["pre_tokenizer"]], sort_keys=True))
+    if state["model"]["type"] != "BPE" or not state["model"].get("byte_fallback") or prefix is None:
+        raise UserError(
+            f"model {name!r}: its tokenizer is neither a byte-level BPE nor a SentencePiece one as Gemma has it, which "
+            "is not written; use --format hf"
+        )
+    merges, order = _merges(state), {}
+    results = [left + right for left, right in merges]
+    for before, text in zip([None, *results], results):
+        if text != before and text in order:
+            raise _not_by_score(name, text)
+        order.setdefault(text, len(order))
+    pairs, vocab = set(merges), state["model"]["vocab"]
+    for text in (texts[number] for number in normal if not BYTE.fullmatch(texts[number])):
+        cuts = ((text[:at], text[at:]) for at in range(1, len(text)))
+        if any(pair not in pairs and pair[0] in vocab and pair[1] in vocab for pair in cuts):
+            raise _not_by_score(name, text)
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    rows = max(texts) + 1
+    writer.add_token_scores([float(-order.get(texts.get(number), len(order))) for number in range(rows)])
+    writer.add_add_space_prefix(prefix)
+    return "SentencePiece, scores by the order of merges"
+
+
+def _not_by_score(name: str, text: str) -> UserError:
+    return UserError(
+        f"model {name!r}: its tokenizer does not merge by the score of what comes out (at {text!r}), as llama.cpp would; "
+        "use --format hf"
+    )
+
+
+def _merges(state: dict) -> list[tuple[str, str]]:
+    return [tuple(m.split(" ", 1)) if isinstance(m, str) else tuple(m) for m in state["model"]["merges"]]
 
 
 def _steps(state: dict) -> list[dict]:
