@@ -32,7 +32,7 @@ from qat_lora.models.gguf import (
     turned_heads,
 )
 from qat_lora.models.gguf_settings import frequency_factors, norm_change
-from qat_lora.models.loading import load_config, load_tokenizer, plain_state
+from qat_lora.models.loading import empty_model, load_config, load_tokenizer, model_source, plain_state
 from qat_lora.models.writing import check_logits, differs, logits_on_cpu, probe, write_model
 from qat_lora.quant.gguf import QUANTISED, TYPES, choose, coding, decode, encode, library_type, row_bytes
 from qat_lora.quant.linear import Quantizer, quantized_layers
@@ -248,6 +248,24 @@ def plan_gguf(source: Source, wanted: str = "auto", merged: bool = False) -> GGU
         plan.adapter_writer = adapter_writer(source.name, source.alpha)
         plan.adapter = dict(_adapter_tensors(source))
     return plan
+
+
+def gguf_refusal(name: str) -> str | None:
+    """Why no student of a model can be written as GGUF; None where it can be."""
+    try:
+        check_architecture(name)
+        tensor_names(name, list(plain_state(empty_model(name))))
+        if "gguf_file" not in model_source(name):  # a GGUF file's tokenizer is copied as it is
+            model_writer(name, 0)
+    except UserError as error:
+        return str(error).removesuffix("; use --format hf")
+    return None
+
+
+def export_formats(name: str) -> str:
+    """What export_model.py will write of a student of this model, for the plan of a run."""
+    reason = gguf_refusal(name)
+    return f"export: hf; GGUF: not written: {reason}" if reason else "export: hf, gguf"
 
 
 def _adapter_tensors(source: Source) -> Iterator[tuple[str, Tensor]]:

@@ -174,8 +174,8 @@ def _add_sentencepiece(writer: GGUFWriter, state: dict, texts: dict[int, str], n
     prefix = SPACES.get(json.dumps([state["normalizer"], state["pre_tokenizer"]], sort_keys=True))
     if state["model"]["type"] != "BPE" or not state["model"].get("byte_fallback") or prefix is None:
         raise UserError(
-            f"model {name!r}: its tokenizer is neither a byte-level BPE nor a SentencePiece one as Gemma has it, which "
-            "is not written; use --format hf"
+            f"model {name!r}: its tokenizer is no byte-level BPE, and no SentencePiece BPE as Gemma has it; others are "
+            "not written; use --format hf"
         )
     merges, order = _merges(state), {}
     results = [left + right for left, right in merges]

@@ -104,4 +104,4 @@ def check_logits(back: nn.Module, tokens: Tensor, logits: Tensor, shown: Path) -
 
 
 def differs(path: Path, what: str) -> UserError:
-    return UserError(f"{path}: {what} does not read back as it was written, and is not kept; check disk and memory")
+    return UserError(f"{path}: {what} reads back otherwise than it was written, and is not kept; check disk and memory")
