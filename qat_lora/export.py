@@ -413,8 +413,8 @@ def _note(entry: Entry) -> str:
 
 def provenance(source: Source) -> dict:
     """What an export was made of, for its export.json."""
-    made = source.made
+    made, adapter = source.made, source.adapter
     return {
         "model": made["model"], "quantisers": made["spec"], "info": made["info"],
-        "student": sha256(source.checkpoint), "adapter": sha256(_weight_file(source.adapter)) if source.adapter else None,
+        "student": sha256(source.checkpoint), "adapter": sha256(_weight_file(adapter)) if adapter else None,
     }  # fmt: skip

@@ -16,8 +16,8 @@ from qat_lora.run.files import read_json, sha256, write_json
 
 ORIGIN = "origin.json"
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
-# Settings of a LoRA that say where its B·A goes and how large it is, or nothing about what it computes. Any other that is
-# switched on makes it something else than B·A on a frozen base.
+# Settings of a LoRA that say where its B·A goes and how large it is, or nothing about what it computes. Any other one
+# that is switched on makes it something else than B·A on a frozen base.
 SIZE = {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
 PLACE = {
     "target_modules", "exclude_modules", "target_parameters", "layers_to_transform", "layers_pattern", "fan_in_fan_out",

@@ -198,8 +198,8 @@ def _add_sentencepiece(writer: GGUFWriter, state: dict, texts: dict[int, str], n
 
 def _not_by_score(name: str, text: str) -> UserError:
     return UserError(
-        f"model {name!r}: its tokenizer does not merge by the score of what comes out (at {text!r}), as llama.cpp would; "
-        "use --format hf"
+        f"model {name!r}: its tokenizer does not merge by the score of what comes out (at {text!r}), as llama.cpp "
+        "would; use --format hf"
     )
 
 

@@ -1,4 +1,4 @@
-"""A model as a Hugging Face folder that plain transformers runs as we do; what was written is read back and compared."""
+"""A model as a Hugging Face folder that plain transformers runs as we do: it is read back and compared."""
 
 import io
 from contextlib import redirect_stderr

@@ -50,8 +50,8 @@ def test_every_setting_of_the_installed_peft_is_known():
     others = set(LoraConfig().to_dict()) - SIZE - PLACE - SILENT - BEYOND_PRODUCT
     assert others == {
         "alora_invocation_tokens", "arrow_config", "ensure_weight_tying", "kasa_config", "layer_replication",
-        "megatron_config", "modules_to_save", "monteclora_config", "trainable_token_indices", "use_bdlora", "use_qalora",
-        "velora_config",
+        "megatron_config", "modules_to_save", "monteclora_config", "trainable_token_indices", "use_bdlora",
+        "use_qalora", "velora_config",
     }  # fmt: skip
 
 

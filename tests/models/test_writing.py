@@ -19,7 +19,8 @@ from qat_lora.models.writing import logits_on_cpu, probe, write_model
 
 SHAPE = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": 0,
+    "pad_token_id": 0,
 }  # fmt: skip
 CONFIGS = {
     "gemma3": Gemma3TextConfig(head_dim=16, **SHAPE),
@@ -45,7 +46,7 @@ def model():
     def make(kind):
         torch.manual_seed(0)
         made = AutoModelForCausalLM.from_config(CONFIGS[kind], dtype=torch.float32).eval()
-        for name, parameter in made.named_parameters():
+        for parameter in made.parameters():
             parameter.data = (0.3 if parameter.ndim > 1 else 0.1) * torch.randn(parameter.shape) + (parameter.ndim < 2)
         for name, buffer in made.named_buffers():
             if name.endswith(BUFFERS.get(kind, "-")):
