@@ -31,7 +31,8 @@ from qat_lora.experiments.musclebob import STAGES, Examiner, examine, glance, ju
 from qat_lora.grpo import GRPOPlan, PromptDataset, train_grpo
 from qat_lora.memory import training_memory
 from qat_lora.models.generate import end_tokens
-from qat_lora.models.loading import EMBEDDED, check_length, load_model, write_model
+from qat_lora.models.loading import EMBEDDED, check_length, load_model
+from qat_lora.models.writing import write_model
 from qat_lora.qat import Plan, train_plain
 from qat_lora.quant.student import freeze_plain_tables
 from qat_lora.recovery import TextDataset
@@ -277,8 +278,7 @@ def keep(model: nn.Module, tokenizer, folder: Path) -> None:
     """Save the model in HF's own format, once."""
     if not folder.exists():
         with new_folder(folder) as part:
-            weights = {name: p.detach().cpu() for name, p in model.named_parameters()}  # a tied one once
-            write_model(model, tokenizer, weights, part, folder)
+            write_model(model, tokenizer, part, folder)
 
 
 def start_of_grpo(cfg: Config, run: Run, backend: TorchBackend) -> nn.Module | None:

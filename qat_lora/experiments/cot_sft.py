@@ -38,7 +38,8 @@ from qat_lora.data.sft import (
 from qat_lora.data.text import read_rows
 from qat_lora.errors import UserError, first_line
 from qat_lora.models.adapter import load_adapter
-from qat_lora.models.loading import empty_model, load_model, write_model
+from qat_lora.models.loading import empty_model, load_model
+from qat_lora.models.writing import write_model
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import freeze, quantized_layers
 from qat_lora.quant.spec import QuantSpec
@@ -258,6 +259,7 @@ def merged(
         for key, value in whole.named_parameters():
             value.copy_(trained[key])
         return whole, None
+    whole.set_experts_implementation("eager")  # the fused kernels of experts do not know fp64
     adapted = load_adapter(whole, adapter, checkpoint)
     back = dict(adapted.named_parameters())
     for key, value in trained.items():
@@ -274,12 +276,11 @@ def merged(
 
 def write_whole(model: nn.Module, tokenizer, folder: Path) -> None:
     """The model as transformers loads it; what an earlier process has left there is written anew."""
-    weights = {key: value for key, value in model.named_parameters() if ".quantizer." not in key}
     if folder.is_file():
         folder.unlink()
     shutil.rmtree(folder, ignore_errors=True)
     with new_folder(folder) as part:
-        write_model(model, tokenizer, weights, part, folder)
+        write_model(model, tokenizer, part, folder)
 
 
 # -- Weights & Biases ------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from qat_lora.data.batches import batches
 from qat_lora.data.packing import tokenizer_fingerprint
 from qat_lora.errors import UserError
 from qat_lora.evaluate import heldout_figures
+from qat_lora.export import export_formats
 from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.layer_qat import LayerPlan, train_layers
 from qat_lora.models.architecture import decoder_layers
@@ -176,6 +177,7 @@ def describe(cfg: Config, train, heldout, backend: TorchBackend, workers: int) -
     say(f"start: {cfg.v2_checkpoint or cfg.init}; {stages}, {cfg.scale_steps} of the scales alone")
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters()) - trained
+    say(export_formats(cfg.model))
     for line in cfg.describe(model, trained, frozen, train, backend.bf16, workers):
         say(line)
 

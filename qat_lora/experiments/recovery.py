@@ -12,6 +12,7 @@ from qat_lora.data.packing import split_heldout, tokenizer_fingerprint
 from qat_lora.data.templates import template_facts
 from qat_lora.errors import UserError
 from qat_lora.evaluate import heldout_figures, heldout_nll
+from qat_lora.export import export_formats
 from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.models.adapter import adapter_values
 from qat_lora.models.loading import check_length, load_config, load_model
@@ -179,5 +180,6 @@ def describe(cfg: Config, model, made: dict, train, backend: TorchBackend, worke
     say(f"adapter: {values} values, {bits_per_weight(model, values):.2f} bits per weight with it")
     say(f"{cfg.max_steps} updates of mode {cfg.mode} on {len(train)} rows")
     frozen = sum(p.numel() for p in model.parameters()) - values
+    say(export_formats(made["model"]))
     for line in cfg.describe(model, values, frozen, train, backend.bf16, workers):
         say(line)

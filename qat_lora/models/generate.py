@@ -126,9 +126,8 @@ def _turn_end(tokenizer) -> list[int]:
         text = ""
     if said not in text:
         return []
-    after = tokenizer(text.rpartition(said)[2], add_special_tokens=False)["input_ids"]
-    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return [number for number in after[:1] if number in special]
+    after = tokenizer(text.rpartition(said)[2].lstrip(), add_special_tokens=False)["input_ids"]
+    return [number for number in after[:1] if number in tokenizer.added_tokens_decoder]
 
 
 def check_device(kind: str) -> None:

@@ -20,7 +20,6 @@ from qat_lora.errors import UserError, first_line
 from qat_lora.hub import hub_fault
 from qat_lora.models import architecture
 from qat_lora.models.tokens import check_vocabulary
-from qat_lora.run.files import cannot_write
 
 EMBEDDED = "smollm2-135m"
 EMBEDDED_NOTE = "the embedded SmolLM2-135M-Instruct is itself stored in 4 bits (Q4_1, groups of 32)"
@@ -110,25 +109,19 @@ def load_model(name: str) -> nn.Module:
     return model
 
 
-def write_model(model: nn.Module, tokenizer, weights: dict[str, Tensor], folder: Path, shown: Path) -> None:
-    """Model, tokenizer and generation config in HF's own format, with `weights` (on the CPU) for the model's own.
-
-    shown: the folder's name in an error, where it has another one until it is whole. Raises UserError where it cannot
-    be written.
-    """
-    try:
-        model.save_pretrained(folder, state_dict=weights)
-        tokenizer.save_pretrained(folder)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a full disk
-        raise cannot_write(shown, error) from error
+def plain_state(model: nn.Module) -> dict[str, Tensor]:
+    """All that a model without quantisers holds: parameters, a tied one once, and the buffers that a file keeps."""
+    state = {name: value for name, value in model.state_dict(keep_vars=True).items() if ".quantizer" not in name}
+    first = {id(value): name for name, value in reversed(state.items())}
+    return {name: value for name, value in state.items() if first[id(value)] == name}
 
 
 def weights_fingerprint(model: nn.Module) -> str:
-    """sha256 (hex) of all parameters of a model on the CPU, by name."""
+    """sha256 (hex) of all that a model on the CPU holds, by name."""
     digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
+    for name, value in sorted({**dict(model.named_parameters()), **plain_state(model)}.items()):
         digest.update(name.encode())
-        digest.update(parameter.detach().contiguous().view(-1).view(torch.uint8).numpy())
+        digest.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
