@@ -48,12 +48,13 @@ from qat_lora.errors import UserError
 from qat_lora.evaluate import kd_loss, text_figures, text_loss, windows
 from qat_lora.kd.cache import CacheSpec, edges, write_cache
 from qat_lora.models.loading import EMBEDDED, EMBEDDED_NOTE, empty_model, load_config, load_model
+from qat_lora.models.targets import PROJECTIONS
 from qat_lora.qat import parameter_groups
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import freeze, quantized_layers
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import StudentSpec, freeze_plain_tables, quantize
-from qat_lora.recovery import PROJECTIONS, add_adapter, nearest_of_rank
+from qat_lora.recovery import add_adapter, nearest_of_rank
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.files import lock, read_json, write_atomically, write_json
 from qat_lora.run.rundir import revision

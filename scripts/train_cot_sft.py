@@ -40,10 +40,11 @@ from qat_lora.memory import cache_memory, training_memory
 from qat_lora.models.architecture import model_type, packs, set_packs
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import EMBEDDED, check_length, weights_fingerprint
+from qat_lora.models.targets import coverage, left_out
 from qat_lora.qat import Plan, train_plain
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import write_student
-from qat_lora.recovery import PROJECTIONS, add_adapter, save_adapter
+from qat_lora.recovery import add_adapter, save_adapter
 from qat_lora.rl.ask import Asker
 from qat_lora.rl.rollout import check_answers
 from qat_lora.run.config import RunConfig, option, run_script
@@ -211,13 +212,12 @@ def plan_of(cfg: Config, data: LawData, workers: int) -> Plan:
 
 
 def adapted(cfg: Config, base: nn.Module) -> nn.Module:
-    """The base with a new adapter on all seven projections, or all of it to be trained."""
+    """The base with a new adapter on every linear layer of its blocks, or all of it to be trained."""
     if cfg.method == "full":
         return base.requires_grad_(True)
     base.requires_grad_(False)
-    return add_adapter(
-        base, cfg.lora_r, cfg.lora_alpha, PROJECTIONS, cfg.seed, cfg.lora_dropout, cfg.method == "rslora"
-    )
+    rslora = cfg.method == "rslora"
+    return add_adapter(base, cfg.lora_r, cfg.lora_alpha, ("all",), cfg.seed, cfg.lora_dropout, rslora)
 
 
 def describe(cfg: Config, model: nn.Module, backend: TorchBackend, data: LawData, plan: Plan, workers: int) -> None:
@@ -225,6 +225,9 @@ def describe(cfg: Config, model: nn.Module, backend: TorchBackend, data: LawData
     whole = sum(p.numel() for p in model.parameters())
     rows = plan.batch_size * plan.accumulation * workers
     say(f"{cfg.model} on {backend}: {trained:,} trained of {whole:,} values ({cfg.method})")
+    if cfg.method != "full":
+        for line in (f"adapter: {coverage(model)}", *left_out(model)):
+            say(line)
     for line in data.lines():
         say(line)
     if not packs(model):

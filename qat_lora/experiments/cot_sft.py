@@ -38,6 +38,7 @@ from qat_lora.data.sft import (
 from qat_lora.data.text import read_rows
 from qat_lora.errors import UserError, first_line
 from qat_lora.models.adapter import load_adapter
+from qat_lora.models.architecture import eager_experts
 from qat_lora.models.loading import empty_model, load_model
 from qat_lora.models.writing import write_model
 from qat_lora.quant.init import initialise
@@ -266,9 +267,10 @@ def merged(
         if key not in back or not torch.equal(back[key], value):
             raise UserError(f"{adapter}: {key} reads back otherwise than it was trained; check the disk")
     ids = tokens.unsqueeze(0)
-    before = adapted.double()(input_ids=ids).logits
-    whole = adapted.merge_and_unload().float()
-    gap = float((whole.double()(input_ids=ids).logits - before).abs().max())
+    with eager_experts(adapted):
+        before = adapted.double()(input_ids=ids).logits
+        whole = adapted.merge_and_unload().float()
+        gap = float((whole.double()(input_ids=ids).logits - before).abs().max())
     if gap > LOGIT_GAP:
         say(f"warning: adapter and merged model differ by {gap:.1e} in a logit, more than {LOGIT_GAP:g}; use adapter/")
     return whole.float(), gap

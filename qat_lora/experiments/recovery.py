@@ -16,10 +16,10 @@ from qat_lora.export import export_formats
 from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.models.adapter import adapter_values
 from qat_lora.models.loading import check_length, load_config, load_model
+from qat_lora.models.targets import coverage, left_out
 from qat_lora.qat import TrainOptions
 from qat_lora.quant.student import StudentSpec, bits_per_weight, empty_student, load_student, read_student
 from qat_lora.recovery import (
-    MLP_PROJECTIONS,
     MODES,
     Anchor,
     TextDataset,
@@ -47,8 +47,8 @@ class Config(TextOptions, TrainOptions):
     recovery_r: int = option(8, "rank")
     adapter_init: str = option("zero", "zero, or error: the low-rank matrix nearest to what quantisation lost")
     recovery_alpha: float | None = option(None, "LoRA alpha; default: the rank")
-    targets: str = option("q,v,o,gate,up,down", "projections with an adapter, of q,k,v,o,gate,up,down")
-    mlp_only: bool = option(False, "adapters on gate,up,down only, whatever --targets says")
+    targets: str = option("auto", "layers with an adapter: auto (all but k_proj), all, attn, mlp, experts, or names")
+    mlp_only: bool = option(False, "adapters on the MLP only, whatever --targets says")
     anchor_weight: float = option(0.0, "weight of the KL to the student without adapter")
     anchor_rows: int = option(4, "rows of the anchor")
     anchor_length: int = option(64, "tokens of an anchor row")
@@ -138,8 +138,8 @@ def read_made(cfg: Config) -> dict:
 def adapted(cfg: Config, student):
     """The student with a new adapter."""
     alpha = cfg.recovery_r if cfg.recovery_alpha is None else cfg.recovery_alpha
-    projections = MLP_PROJECTIONS if cfg.mlp_only else tuple(cfg.targets.split(","))
-    return add_adapter(student, cfg.recovery_r, alpha, projections, cfg.seed)
+    targets = ("mlp",) if cfg.mlp_only else tuple(target.strip() for target in cfg.targets.split(","))
+    return add_adapter(student, cfg.recovery_r, alpha, targets, cfg.seed)
 
 
 def open_data(cfg: Config, model_name: str, workers: int):
@@ -177,7 +177,10 @@ def describe(cfg: Config, model, made: dict, train, backend: TorchBackend, worke
     """The resolved plan."""
     values = adapter_values(model)
     say(f"{made['model']} as {StudentSpec(**made['spec'])} on {backend}")
-    say(f"adapter: {values} values, {bits_per_weight(model, values):.2f} bits per weight with it")
+    bits = bits_per_weight(model, values)
+    say(f"adapter: {coverage(model)}, {values} values, {bits:.2f} bits per weight with it")
+    for line in left_out(model, "; --targets experts adapts them"):
+        say(line)
     say(f"{cfg.max_steps} updates of mode {cfg.mode} on {len(train)} rows")
     frozen = sum(p.numel() for p in model.parameters()) - values
     say(export_formats(made["model"]))

@@ -7,6 +7,7 @@ give.
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -273,27 +274,68 @@ class Matrix:
         return not isinstance(self.module, nn.Linear)
 
 
+@functools.cache
+def _computes_linear(kind: type) -> bool:
+    """Whether modules of a subclass of nn.Linear compute what nn.Linear does (Falcon's); measured on a small one."""
+    if kind is nn.Linear or not issubclass(kind, nn.Linear) or kind.__init__ is not nn.Linear.__init__:
+        return kind is nn.Linear
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        layer, x = kind(3, 2, device="cpu"), torch.rand(4, 3, device="cpu")
+        found = layer(x)
+    return isinstance(found, Tensor) and torch.allclose(found, nn.functional.linear(x, layer.weight, layer.bias))
+
+
 def _is_linear(module: nn.Module) -> bool:
-    """Whether a module multiplies by its weight and does nothing else, quantised or not."""
-    return type(module) is nn.Linear or (isinstance(module, nn.Linear) and hasattr(module, "quantizer"))
+    return _computes_linear(type(module)) or (isinstance(module, nn.Linear) and "quantizer" in module._modules)
 
 
 def matrices(block: nn.Module) -> Iterator[Matrix]:
-    """The linear layers and the experts of a block. What chooses between experts is left alone: it is small, and a
-    wrong choice costs more than any rounding."""
+    """The linear layers, quantised or not, and the experts of a block. What chooses between experts is left alone: it
+    is small, and a wrong choice costs more than any rounding."""
     modules = list(block.named_modules())
-    choosers = {
+    counts = {
         path.rpartition(".")[0]: max(len(module._parameters[name]) for name in names)
         for path, module in modules
         if (names := experts_of(module))
     }
+    inputs: dict[str, set[int]] = {}  # of the linear layers that stand beside each other
+    for path, module in modules:
+        if isinstance(module, nn.Linear):
+            inputs.setdefault(path.rpartition(".")[0], set()).add(module.in_features)
     for path, module in modules:
         owner = path.rpartition(".")[0]
-        chooses = owner in choosers and _is_linear(module) and module.out_features in (1, choosers[owner])
-        if _is_linear(module) and not chooses:
-            yield Matrix(path, module, "weight", part_of(block, path))
+        if _is_linear(module) and _is_called(block, path):
+            # Beside the experts, or at the end of a module that stands there: an expert shared by all tokens may be as
+            # wide as there are experts, and what it makes goes on into another layer.
+            chooses = any(
+                owner == other or (owner.startswith(f"{other}.") and count not in inputs[owner])
+                for other, count in counts.items()
+                if module.out_features in (1, count)
+            )
+            if not chooses:
+                yield Matrix(path, module, "weight", part_of(block, path))
         for name, transposed in experts_of(module).items():
             yield Matrix(path, module, name, part_of(block, path), transposed)
+
+
+@functools.cache
+def _weights_read(kind: type) -> frozenset[str]:
+    try:
+        return frozenset(re.findall(r"self\.(\w+)\.weight\b(?![.\[])", inspect.getsource(kind)))
+    except (OSError, TypeError):
+        return frozenset()
+
+
+def _is_called(block: nn.Module, path: str) -> bool:
+    """Whether the linear layer at `path` of a block is called, on every device. Mamba's code multiplies with the weight
+    of some itself, and would see no quantiser or adapter there."""
+    owner, _, name = path.rpartition(".")
+    return name not in _weights_read(type(block.get_submodule(owner)))
+
+
+def uncalled(block: nn.Module) -> list[str]:
+    """The linear layers of a block that are left as they are, because the model reads their weights itself."""
+    return [path for path, module in block.named_modules() if _is_linear(module) and not _is_called(block, path)]
 
 
 @contextmanager
@@ -307,6 +349,18 @@ def replaced(blocks: Iterable[nn.Module], stand_in: Callable) -> Iterator[None]:
     finally:
         for block in blocks:
             del block.forward
+
+
+@contextmanager
+def eager_experts(model: nn.Module) -> Iterator[None]:
+    """Within this context experts are multiplied one after the other, which also works in fp64: torch's grouped product
+    does not."""
+    config = unwrap(model).config
+    before, config._experts_implementation = config._experts_implementation, "eager"
+    try:
+        yield
+    finally:
+        config._experts_implementation = before
 
 
 def as_answer(hidden: Tensor, values: int):

@@ -32,6 +32,7 @@ NOT_IDENTITY = {
     "config", "device", "tpu", "use_tpu", "output_dir", "resume", "dry_run", "debug", "num_chips", "accumulation_steps",
     "from_scratch", "checkpoint_path", "compile", "wandb", "bos", "chat_template",
 }  # fmt: skip
+FORMER_DEFAULTS = {"targets": ("q,v,o,gate,up,down", "auto")}  # of a run begun before: the same under another name
 
 BEFORE_MANIFEST = {".lock", "config.yaml", "manifest.json.part"}  # what a process that died at once leaves
 
@@ -113,7 +114,12 @@ def say(line: str) -> None:
 
 def identity(config: RunConfig) -> dict:
     """The part of a config that decides the numbers of a run."""
-    return {k: v for k, v in dataclasses.asdict(config).items() if k not in NOT_IDENTITY}
+    return _identity(dataclasses.asdict(config))
+
+
+def _identity(values: dict) -> dict:
+    former = {k: now for k, (then, now) in FORMER_DEFAULTS.items() if values.get(k) == then}
+    return {k: v for k, v in (values | former).items() if k not in NOT_IDENTITY}
 
 
 def open_run(experiment: str, config: RunConfig, facts: dict, group: Group = ALONE) -> Run:
@@ -195,8 +201,7 @@ def newest_run(runs: Path) -> Path:
 def read_config(path: Path) -> dict:
     """The identity part of a run directory's config.yaml."""
     try:
-        values = yaml.safe_load((path / "config.yaml").read_text())
-        return {k: v for k, v in values.items() if k not in NOT_IDENTITY}
+        return _identity(yaml.safe_load((path / "config.yaml").read_text()))
     except (OSError, yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
         raise UserError(f"{path}/config.yaml is missing or damaged ({first_line(error)})") from error
 
