@@ -88,6 +88,16 @@ def fingerprint(files: list[Path], config: dict, tokenizer: str) -> str:
     return digest.hexdigest()
 
 
+def tokenizer_fingerprint(tokenizer) -> str:
+    """sha256 (hex) over what decides token ids: the vocabulary (token → id) and the ids of BOS, EOS and UNK.
+
+    The chat template changes the text and not its ids; the pad token never occurs in packed rows, and scripts set it
+    where a model has none, which must not make a cache unusable. Both are left out.
+    """
+    special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id]
+    return hashlib.sha256(json.dumps([sorted(tokenizer.get_vocab().items()), special]).encode()).hexdigest()
+
+
 def _model_part(config):
     """A config.json's content without the notes of whoever wrote it, and without what is null."""
     if isinstance(config, dict):

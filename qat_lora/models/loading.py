@@ -18,15 +18,13 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.utils import logging
 
 from qat_lora.backend import is_xla_device
-from qat_lora.data.packing import tokenizer_fingerprint
 from qat_lora.errors import UserError
 from qat_lora.hub import hub_fault
-from qat_lora.models.identity import fingerprint, headers
+from qat_lora.models.identity import fingerprint, headers, tokenizer_fingerprint
 from qat_lora.models.multimodal import full_class, language_model, text_class, text_config
 from qat_lora.models.source import (
     EMBEDDED,
     EMBEDDED_HUB,
-    EMBEDDED_NOTE,
     check_source,
     config_json,
     is_hub,
@@ -35,9 +33,8 @@ from qat_lora.models.source import (
     state,
     weight_files,
 )
+from qat_lora.models.source import EMBEDDED_NOTE as EMBEDDED_NOTE
 from qat_lora.run.files import cannot_write
-
-__all__ = ["EMBEDDED", "EMBEDDED_NOTE", "model_source"]  # and what is defined below
 
 _building = threading.RLock()  # transformers switches global defaults meanwhile, and workers may be threads (TPU v3)
 
@@ -65,10 +62,17 @@ def _load(kind, name: str, **options):
 
 
 def _cannot_be_loaded(name: str, reason: str | Exception) -> UserError:
-    said = " ".join(str(reason).split()).rstrip(". ") or type(reason).__name__
+    source = model_source(name)
+    said = str(reason).replace(f"{source['pretrained_model_name_or_path']}/", "")
+    said = " ".join(said.split()).rstrip(". ")[:160] or type(reason).__name__
+    if "gguf_file" in source:
+        return UserError(
+            f"model {name!r} cannot be loaded ({said}); the file is damaged, or of a kind that transformers does not "
+            "read: download it again, or give a model folder"
+        )
     return UserError(
-        f"model {name!r} cannot be loaded ({said[:160]}); give a local folder, a .gguf file, a hub name where the hub "
-        f"can be reached, or the embedded --model {EMBEDDED}"
+        f"model {name!r} cannot be loaded ({said}); give a local folder, a .gguf file, a hub name where the hub can be "
+        f"reached, or the embedded --model {EMBEDDED}"
     )
 
 
@@ -141,8 +145,8 @@ def _check_found(name: str, config: PreTrainedConfig, found: dict, prefixes: tup
     for key, there, wanted in sorted(found["mismatched_keys"]):
         if key.startswith(prefixes):
             raise UserError(
-                f"model {name!r}: {key} is {tuple(there)} in its file, {tuple(wanted)} by its config.json; one of the "
-                "two is another model's"
+                f"model {name!r} cannot be loaded: {key} is {tuple(there)} in its file, {tuple(wanted)} by its "
+                "config.json; one of the two is another model's"
             )
     extra = getattr(config, "num_nextn_predict_layers", None) or 0  # stored as blocks after the last
     layers = {str(config.num_hidden_layers + number) for number in range(extra)}
@@ -170,7 +174,10 @@ def _check_ties(name: str, full: nn.Module) -> None:
 
 @functools.cache
 def _fingerprint(name: str, state: tuple) -> str:
+    load_config(name)  # says what is wrong with something that is no model
     files = weight_files(name)
+    if not files:
+        raise UserError(f"model {name!r}: there are no weights (model.safetensors) in it; give a whole model")
     if "gguf_file" in model_source(name):
         return fingerprint(files, {}, "")  # everything is in the file
     try:

@@ -33,8 +33,8 @@ def text_class(name: str, config: PreTrainedConfig) -> type:
     if text is config:
         raise UserError(f"{kind}, which transformers {transformers.__version__} has no causal language model for")
     raise UserError(
-        f"{kind}, whose language model ({text.model_type}) transformers {transformers.__version__} cannot build without "
-        "the rest; give a text-only model"
+        f"{kind}, whose language model ({text.model_type}) transformers {transformers.__version__} cannot build alone; "
+        "give a text-only model"
     )
 
 

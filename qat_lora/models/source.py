@@ -3,7 +3,6 @@
 import functools
 import importlib.util
 import json
-import os
 import tempfile
 from pathlib import Path
 
@@ -64,8 +63,8 @@ def _folder_for_links() -> tempfile.TemporaryDirectory:
 
 @functools.cache
 def _alone(path: Path) -> str:
-    """A folder that holds nothing but a link to `path`: transformers would mix in a tokenizer_config.json, chat template
-    or adapter that lies beside the file and belongs to another model."""
+    """A folder that holds nothing but a link to `path`: transformers would mix in a tokenizer_config.json, a chat
+    template or an adapter that lies beside the file and belongs to another model."""
     folder = Path(tempfile.mkdtemp(dir=_folder_for_links().name))
     (folder / path.name).symlink_to(path)
     return str(folder)
