@@ -27,6 +27,8 @@ from qat_lora.models.source import (
     EMBEDDED_HUB,
     check_source,
     config_json,
+    file_of,
+    has_tokenizer,
     is_hub,
     model_source,
     place,
@@ -100,7 +102,12 @@ def check_length(name: str, length: int, flags: str = "--length") -> None:
 
 
 def load_tokenizer(name: str):
-    """The model's tokenizer. Raises UserError where it has no end-of-sequence token."""
+    """The model's tokenizer. Raises UserError for what is no causal language model, where there is no tokenizer, and
+    where it has no end-of-sequence token."""
+    if "gguf_file" in model_source(name) or file_of(name, "config.json"):
+        load_config(name)
+        if not is_hub(name) and not has_tokenizer(name):
+            raise UserError(f"model {name!r} holds no tokenizer; put its tokenizer.json there")
     tokenizer = _load(AutoTokenizer, name)
     if tokenizer.eos_token_id is None:
         raise UserError(f"model {name!r}: its tokenizer has no end-of-sequence token; set eos_token in its config")
@@ -114,7 +121,7 @@ def load_model(name: str) -> nn.Module:
     Raises UserError for a model that is not whole, whose files hold more than its config says, or whose config says
     otherwise than its files.
     """
-    check_source(name)
+    check_headers(name)
     config = _full_config(name, state(name))
     options = {"dtype": torch.float32, "config": copy.deepcopy(config), "output_loading_info": True}
     if "gguf_file" in model_source(name) and hasattr(transformers, "GgufConfig"):
@@ -166,18 +173,20 @@ def _check_ties(name: str, full: nn.Module) -> None:
     """Raise UserError where the config ties tensors that differ in the file: transformers leaves them apart."""
     for one, other in full.get_expanded_tied_weights_keys(all_submodels=True).items():
         if full.get_parameter(one) is not full.get_parameter(other):
-            raise UserError(
-                f"model {name!r}: its config.json says tie_word_embeddings, but {one} and {other} differ in its file; "
-                "set tie_word_embeddings to false there to use both, or remove one of the tensors"
-            )
+            raise _differently_tied(name, one, other)
+
+
+def _differently_tied(name: str, one: str, other: str) -> UserError:
+    return UserError(
+        f"model {name!r}: its config.json says tie_word_embeddings, but {one} and {other} differ in its file; set "
+        "tie_word_embeddings to false there to use both, or remove one of the tensors"
+    )
 
 
 @functools.cache
 def _fingerprint(name: str, state: tuple) -> str:
     load_config(name)  # says what is wrong with something that is no model
     files = weight_files(name)
-    if not files:
-        raise UserError(f"model {name!r}: there are no weights (model.safetensors) in it; give a whole model")
     if "gguf_file" in model_source(name):
         return fingerprint(files, {}, "")  # everything is in the file
     try:
@@ -237,15 +246,16 @@ def check_headers(name: str) -> None:
 
 @functools.cache
 def _check_headers(name: str, state: tuple) -> None:
-    check_source(name)
-    files = [] if is_hub(name) else weight_files(name)
     whole = _full_config(name, state)
+    kind = full_class(name, whole)
+    files = [] if is_hub(name) else weight_files(name)
     if not files or any(file.suffix != ".safetensors" for file in files) or hasattr(whole, "quantization_config"):
         return
-    tensors = {key: header.empty() for key, header in headers(files).items()}
+    stored = headers(files)
+    tensors = {key: header.empty() for key, header in stored.items()}
     try:
         with _building:
-            full, found = full_class(name, whole).from_pretrained(
+            full, found = kind.from_pretrained(
                 None, config=copy.deepcopy(whole), state_dict=tensors, device_map={"": "meta"}, dtype=torch.float32,
                 ignore_mismatched_sizes=True, output_loading_info=True,
             )  # fmt: skip
@@ -253,6 +263,9 @@ def _check_headers(name: str, state: tuple) -> None:
         raise _cannot_be_loaded(name, error) from error
     model, prefixes = language_model(name, full, load_config(name))
     _check_found(name, model.config, found, prefixes)
+    for one, other in full.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if one in stored and other in stored and not stored[one].looks_like(stored[other]):
+            raise _differently_tied(name, one, other)
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -17,6 +17,10 @@ EMBEDDED = "smollm2-135m"
 EMBEDDED_NOTE = "the embedded SmolLM2-135M-Instruct is itself stored in 4 bits (Q4_1, groups of 32)"
 EMBEDDED_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the weights that the embedded file was rounded from
 GIVE = f"give a model folder, a .gguf file, a hub name, or {EMBEDDED}"
+TOKENIZERS = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "tekken.json", "vocab.json", "vocab.txt",
+    "spiece.model", "tiktoken.model",
+)  # fmt: skip
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -95,7 +99,8 @@ def file_of(name: str, file: str) -> Path | None:
 
 
 def weight_files(name: str) -> list[Path]:
-    """The files that hold a model's weights; raises UserError where an index is damaged or names a missing one."""
+    """The files that hold a model's weights; raises UserError where there are none, and where an index is damaged or
+    names a missing one."""
     source = model_source(name)
     if "gguf_file" in source:
         return [Path(source["pretrained_model_name_or_path"], source["gguf_file"]).resolve()]
@@ -112,7 +117,12 @@ def weight_files(name: str) -> list[Path]:
             if missing:
                 raise UserError(f"model {name!r}: {missing[0]} is missing, which {file} names; copy it again")
             return list(shards.values())
-    return []
+    raise UserError(f"model {name!r} holds no weights (model.safetensors); give a whole model")
+
+
+def has_tokenizer(name: str) -> bool:
+    """Whether a folder holds the file of a tokenizer; a GGUF file always does."""
+    return "gguf_file" in model_source(name) or any(file_of(name, file) for file in TOKENIZERS)
 
 
 def state(name: str) -> tuple:
