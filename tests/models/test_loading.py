@@ -18,7 +18,8 @@ from qat_lora.models.loading import check_headers, empty_model, load_config, loa
 NAME = "model.layers.1.self_attn.q_proj.weight"
 SMALL = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512, "eos_token_id": 2, "pad_token_id": 0, "bos_token_id": None,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "eos_token_id": 2, "pad_token_id": 0,
+    "bos_token_id": None,
 }  # fmt: skip
 
 

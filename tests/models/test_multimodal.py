@@ -13,7 +13,8 @@ from qat_lora.models.loading import empty_model, load_config, load_model, load_t
 
 TEXT = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512, "eos_token_id": 2, "pad_token_id": 0, "bos_token_id": None,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "eos_token_id": 2, "pad_token_id": 0,
+    "bos_token_id": None,
 }  # fmt: skip
 VISION = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
@@ -124,7 +125,7 @@ def test_the_vision_tower_is_not_missed_and_the_language_model_is(make):
 def test_a_language_model_that_transformers_cannot_build_alone_is_refused_by_name(make):
     tower = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}
     folder, _ = make("Qwen2VLForConditionalGeneration", vision_config=tower)
-    with pytest.raises(UserError, match="'qwen2_vl'.*text-only"):
+    with pytest.raises(UserError, match=r"'qwen2_vl'.*text-only"):
         load_config(str(folder))
 
 
@@ -132,5 +133,5 @@ def test_a_language_model_that_says_something_else_alone_is_refused_by_name(make
     """The whole Cohere 2 Vision does not scale its logits, the language model's own class does."""
     folder, _ = make("Cohere2VisionForConditionalGeneration", {"model_type": "cohere2"},
                      vision_config=VISION | {"model_type": "siglip_vision_model"})  # fmt: skip
-    with pytest.raises(UserError, match="'cohere2_vision'.*logits differ"):
+    with pytest.raises(UserError, match=r"'cohere2_vision'.*logits differ"):
         load_model(str(folder))
