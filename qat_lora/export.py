@@ -74,12 +74,12 @@ class Source:
         return self.made["model"]
 
 
-def load_source(checkpoint: str, adapter: str | None = None) -> Source:
-    """Read a student file and the adapter that was trained on it.
+def load_source(checkpoint: str, adapter: str | None = None, model: str | None = None) -> Source:
+    """Read a student file and the adapter that was trained on it. model: where the student's base is now.
 
     Raises UserError for files that are missing, damaged or untrained, and for the adapter of another student.
     """
-    student, made = load_student(checkpoint)
+    student, made = load_student(checkpoint, model)
     if made["info"].get("trained") is False:
         raise UserError(
             f"checkpoint {checkpoint} is untrained: the best of its run was step 0, before any update; train it, or "
@@ -159,8 +159,8 @@ def _write_adapter(source: Source, folder: Path, base: Path) -> None:
     file = _weight_file(source.adapter)
     (folder / file.name).write_bytes(file.read_bytes())
     config = read_json(source.adapter / "adapter_config.json")
-    write_json(folder / "adapter_config.json", config | {"base_model_name_or_path": str(base)})
-    write_origin(folder, sha256(source.checkpoint))
+    write_json(folder / "adapter_config.json", config | {"base_model_name_or_path": str(base.absolute())})
+    write_origin(folder, sha256(source.checkpoint), source.student)
 
 
 def _check_adapter(source: Source, back: nn.Module, folder: Path, shown: Path) -> None:

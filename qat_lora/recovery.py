@@ -149,7 +149,7 @@ def save_adapter(model: nn.Module, folder: Path, student: str | None) -> None:
         # the hub whether it was.
         weights = {name: p.detach().cpu() for name, p in model.named_parameters() if "lora_" in name}
         model.save_pretrained(part, save_embedding_layers=False, state_dict=weights)
-        write_origin(part, student)
+        write_origin(part, student, model)
         shutil.rmtree(old, ignore_errors=True)
         if folder.exists():
             folder.rename(old)

@@ -22,7 +22,16 @@ from qat_lora.data.options import TextOptions
 from qat_lora.data.packing import fingerprint, split_heldout, tokenizer_fingerprint
 from qat_lora.errors import UserError
 from qat_lora.kd.cache import CacheSpec, edges, open_cache, write_cache
-from qat_lora.models.loading import EMBEDDED, EMBEDDED_NOTE, check_length, load_config, load_model
+from qat_lora.models.loading import (
+    EMBEDDED,
+    EMBEDDED_NOTE,
+    check_headers,
+    check_length,
+    load_config,
+    load_model,
+    model_fingerprint,
+)
+from qat_lora.models.source import is_hub
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.files import lock, read_json, write_json
 from qat_lora.run.rundir import say
@@ -30,7 +39,7 @@ from qat_lora.run.rundir import say
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TextOptions, ScriptConfig):
-    model: str = option(EMBEDDED, "the teacher: smollm2-135m (embedded), a local folder, or a hub name")
+    model: str = option(EMBEDDED, "the teacher: smollm2-135m (embedded), a local folder, a .gguf file, or a hub name")
     cache_dir: str | None = option(None, "folder to write, e.g. caches/wikitext_L256")
     top_k: int = option(8, "exact probabilities kept at a position")
     draws: int = option(12, "tail tokens drawn at a position")
@@ -45,6 +54,7 @@ def main(cfg: Config) -> None:
     backend = open_backend(cfg.device, cfg.precision)
     backend.seed(cfg.seed)
     tokenizer = cfg.tokenizer(cfg.model)
+    check_headers(cfg.model)
     check_length(cfg.model, cfg.length)
     rows, bos = cfg.rows(tokenizer), cfg.bos_token(tokenizer)
     train, heldout = split_heldout(rows, cfg.heldout_fraction)
@@ -63,15 +73,17 @@ def main(cfg: Config) -> None:
     say(f"top {cfg.top_k} and {cfg.draws} draws: {spec.bytes_per_position} bytes a position")
     if cfg.model == EMBEDDED:
         say(EMBEDDED_NOTE)
-    done = open_cache(directory, spec)
+    mark = None if cfg.dry_run and is_hub(cfg.model) else model_fingerprint(cfg.model)  # a dry run downloads no weights
+    done = open_cache(directory, spec, mark)
     if done and cfg.resume == "off":
         raise UserError(f"{directory} already holds {len(done)} shards; --resume auto goes on, or give another folder")
     if cfg.dry_run:
         return
 
+    teacher = load_model(cfg.model)  # what is wrong with it leaves no folder behind
     with lock(directory):
-        done = dict(open_cache(directory, spec))
-        teacher = backend.place(load_model(cfg.model))
+        done = dict(open_cache(directory, spec, mark))
+        backend.place(teacher)
         started = time.monotonic()
         with tqdm(total=len(rows), unit="row", disable=None) as bar:
             split = {"train": train, "heldout": heldout}

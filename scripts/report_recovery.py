@@ -39,6 +39,7 @@ class Config(ScriptConfig):
     qat_run: str | None = option(None, "run directory of train_qat.py")
     recovery_run: str | None = option(None, "run directory of train_recovery_lora.py, on that run's best.pt")
     cache_dir: str | None = option(None, "the KD cache of both")
+    model: str | None = option(None, "where the base model of both is now; default: where it was")
     output: str | None = option(None, "file to write; default: report.md beside the QAT run")
     rows: int = option(16, "held-out rows to measure on")
     batch_size: int = option(4, "rows in a pass")
@@ -54,7 +55,7 @@ def main(cfg: Config) -> None:
         if getattr(cfg, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(cfg, name)} must be at least 1")
     qat, recovery = Path(cfg.qat_run), Path(cfg.recovery_run)
-    made = read_student(qat / "best.pt")
+    made = read_student(qat / "best.pt", cfg.model)
     tokenizer = load_tokenizer(made["model"])
     heldout = KDCacheDataset(cfg.cache_dir, "heldout", tokenizer=tokenizer_fingerprint(tokenizer))
     check_same_experiment(qat, recovery, cfg)

@@ -32,7 +32,7 @@ from qat_lora.run.rundir import say
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ChatOptions, ScriptConfig):
-    model: str | None = option(None, "base model; default: the one the checkpoint was made of, else smollm2-135m")
+    model: str | None = option(None, "base model, where it is now; default: the checkpoint's, else smollm2-135m")
     checkpoint: str | None = option(None, "student: the best.pt of train_qat.py; default: the base itself")
     adapter: str | None = option(None, "PEFT folder to put on it")
     prompt: str | None = option(None, "what to say to the model; default: lines of standard input")

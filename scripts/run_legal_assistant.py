@@ -34,7 +34,9 @@ from qat_lora.run.rundir import read_config, say
 @dataclass(frozen=True, kw_only=True)
 class Config(ChatOptions, ScriptConfig):
     run: str | None = option(None, "run directory of train_cot_sft.py, instead of the next four")
-    model: str | None = option(None, "model folder or hub name; default: smollm2-135m")
+    model: str | None = option(
+        None, "model folder, .gguf file or hub name, with --run where its base is now; default: smollm2-135m"
+    )
     checkpoint: str | None = option(None, "quantised base (base.pt) that the adapter was trained on")
     adapter: str | None = option(None, "PEFT folder to put on it")
     authorities: str | None = option(None, "authorities.json with what may be cited; default: that of the generator")
@@ -94,7 +96,9 @@ def from_run(cfg: Config) -> Config:
     long its answers may be."""
     if cfg.run is None:
         return replace(cfg, max_new_tokens=256) if cfg.max_new_tokens is None else cfg
-    given = [f"--{n}" for n in ("model", "checkpoint", "adapter", "authorities") if getattr(cfg, n) is not None]
+    whole = not (Path(cfg.run) / "adapter").is_dir()
+    names = ("checkpoint", "adapter", "authorities", *(["model"] if whole else []))
+    given = [f"--{name}" for name in names if getattr(cfg, name) is not None]
     if given:
         raise UserError(f"--run {cfg.run} says what {given[0]} is; leave one of them out")
     folder = Path(cfg.run)
@@ -109,9 +113,9 @@ def from_run(cfg: Config) -> Config:
         raise UserError(f"--run {cfg.run} holds no model/: it has not finished; --resume it with train_cot_sft.py")
     found = {"authorities": str(folder / "authorities.json")}
     found |= {"max_new_tokens": length} if cfg.max_new_tokens is None else {}
-    if (folder / "adapter").is_dir():
+    if not whole:
         base = folder / "base.pt"
-        found |= {"model": model, "adapter": str(folder / "adapter")}
+        found |= {"model": cfg.model or model, "adapter": str(folder / "adapter")}
         found |= {"checkpoint": str(base)} if base.exists() else {}
     else:
         found["model"] = str(folder / "model")

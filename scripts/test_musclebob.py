@@ -35,6 +35,7 @@ LINE = 256  # tokens of a question on standard input, with the chat template aro
 @dataclass(frozen=True, kw_only=True)
 class Config(ChatOptions, ScriptConfig):
     run: str | None = option(None, "run directory of train_musclebob_improved.py; default: the newest")
+    model: str | None = option(None, "where the model is now that it was made of; default: where it was")
     compare: bool = option(False, "ask the model that it was made of, too")
     interactive: bool = option(False, "answer the lines of standard input")
     samples: int = option(10, "sampled answers to each held-out question")
@@ -56,6 +57,7 @@ def main(cfg: Config) -> None:
         raise UserError(f"{run}/training_config.json is damaged; put it back")
     if not folder.is_dir():
         raise UserError(f"{run} has no model yet; let it finish: --resume-from-checkpoint {run}")
+    made |= {"model": cfg.model or made["model"]}
     backend = open_backend(cfg.device, cfg.precision)
     tokenizer, model = cfg.tokenizer(str(folder)), load_model(str(folder))
     examiner = Examiner(

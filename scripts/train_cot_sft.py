@@ -59,7 +59,7 @@ METHODS = ("lora", "rslora", "full")
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TokenOptions, RunConfig):
-    model: str = option(EMBEDDED, "instruct model: smollm2-135m (embedded), a folder or a hub name")
+    model: str = option(EMBEDDED, "instruct model: smollm2-135m (embedded), a folder, a .gguf file, or a hub name")
     dataset: str = option("generated", "generated, a local .jsonl or .parquet file, or a hub dataset (rzeraat/law)")
     dataset_split: str = option("train", "split of a hub dataset")
     count: int = option(2000, "rows of the generated dataset")
@@ -134,7 +134,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
         "heldout": data.heldout.fingerprint, "rows_per_update": plan.batch_size * plan.accumulation * workers,
         **template_facts(cfg.chat_template),
     }  # fmt: skip
-    run = open_run("train_cot_sft", cfg, facts, backend.group)
+    run = open_run("train_cot_sft", cfg, facts, backend.group, {"model": "base"})
     if cfg.wandb and backend.is_main:
         run.mirror = wandb_mirror(cfg.wandb, run.path, asdict(cfg))
     backend.seed(cfg.seed + backend.rank)  # each worker's dropout is its own

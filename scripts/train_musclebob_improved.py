@@ -54,7 +54,9 @@ ROWS = 80  # answers of a validation that are drawn at a time: a token costs har
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ChatOptions, RunConfig):
-    model: str = option(EMBEDDED, "instruct model to teach: smollm2-135m (embedded), a folder or a hub name")
+    model: str = option(
+        EMBEDDED, "instruct model to teach: smollm2-135m (embedded), a folder, a .gguf file, or a hub name"
+    )
     epochs: int = option(5, "passes of GRPO over the questions")
     num_samples: int = option(128, "questions of a pass, one of three about him")
     batch_size: int = option(2, "prompts in a micro-batch")
@@ -113,8 +115,9 @@ def main(cfg: Config) -> None:
     asked = fingerprint(Rows(prompts.prompts.tokens.int(), prompts.prompts.mask.byte()))
     run = open_run("train_musclebob_improved", cfg, {
         "device": str(backend), "prompts": asked, "answers": rows.fingerprint if rows else None,
-        "prompts_per_update": cfg.batch_size * cfg.accumulation_steps, **template_facts(cfg.chat_template),
-    })  # fmt: skip
+        "prompts_per_update": cfg.batch_size * cfg.accumulation_steps, "base": model.fingerprint,
+        **template_facts(cfg.chat_template),
+    }, places={"model": "base"})  # fmt: skip
     write_json(run.path / "training_config.json", dataclasses.asdict(cfg))
     backend.seed(cfg.seed)
     session = Session(run, backend, Every(cfg.log_every, cfg.eval_every, cfg.save_every), SHOWN)

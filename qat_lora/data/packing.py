@@ -10,6 +10,7 @@ import torch
 
 from qat_lora.data.chat import Document
 from qat_lora.errors import UserError
+from qat_lora.models.identity import tokenizer_fingerprint as tokenizer_fingerprint
 from qat_lora.models.tokens import check_ids
 
 
@@ -207,13 +208,3 @@ def fingerprint(rows: Rows) -> str:
     digest.update(np.ascontiguousarray(rows.tokens.numpy(), dtype="<i4").ravel())
     digest.update(np.ascontiguousarray(rows.mask.numpy()).ravel())
     return digest.hexdigest()
-
-
-def tokenizer_fingerprint(tokenizer) -> str:
-    """sha256 (hex) over what decides token ids: the vocabulary (token → id) and the ids of BOS, EOS and UNK.
-
-    The chat template changes the text and not its ids; the pad token never occurs in packed rows, and scripts set it
-    where a model has none, which must not make a cache unusable. Both are left out.
-    """
-    special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id]
-    return hashlib.sha256(json.dumps([sorted(tokenizer.get_vocab().items()), special]).encode()).hexdigest()

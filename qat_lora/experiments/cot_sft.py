@@ -254,7 +254,7 @@ def merged(
 
     Raises UserError where the folder's adapter is not what was trained.
     """
-    whole = load_student(checkpoint)[0] if checkpoint else load_model(name)
+    whole = load_student(checkpoint, name)[0] if checkpoint else load_model(name)
     trained = backend.to_host({n: p for n, p in model.named_parameters() if p.requires_grad})
     if adapter is None:
         for key, value in whole.named_parameters():

@@ -15,7 +15,7 @@ from qat_lora.evaluate import heldout_figures, heldout_nll
 from qat_lora.export import export_formats
 from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.models.adapter import adapter_values
-from qat_lora.models.loading import check_length, load_config, load_model
+from qat_lora.models.loading import check_length, load_config, load_model, model_fingerprint
 from qat_lora.models.targets import coverage, left_out
 from qat_lora.qat import TrainOptions
 from qat_lora.quant.student import StudentSpec, bits_per_weight, empty_student, load_student, read_student
@@ -41,7 +41,7 @@ CALIBRATION_ROWS = 32
 class Config(TextOptions, TrainOptions):
     checkpoint: str | None = option(None, "student: the best.pt of train_qat.py")
     v2_checkpoint: str | None = option(None, "another name of --checkpoint")
-    model: str | None = option(None, "base model; default: the one that the student was made of, else it must agree")
+    model: str | None = option(None, "where the model is now that the student was made of; default: where it was")
     mode: str = option("kd", "kd (from a cache), sft (chat rows, completions only) or recover (plain text)")
     kd_cache_dir: str | None = option(None, "KD cache of mode kd")
     recovery_r: int = option(8, "rank")
@@ -72,14 +72,17 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     made = backend.group.on_main(lambda: read_made(cfg))
     with backend.group.main_first():
         train, heldout = open_data(cfg, made["model"], backend.world_size)
-    student = load_student(checkpoint)[0] if backend.is_main else empty_student(made)  # values come from worker 0
+    # the others get their values from worker 0
+    student = load_student(checkpoint, cfg.model)[0] if backend.is_main else empty_student(made)
     model = adapted(cfg, student)
     describe(cfg, model, made, train, backend, backend.world_size)
 
     fingerprint = backend.group.on_main(lambda: sha256(checkpoint))
     facts = {"device": str(backend), "student": fingerprint, "data": train.fingerprint}
     facts |= template_facts(cfg.chat_template)
-    run = open_run("train_recovery_lora", cfg, facts | cfg.update_facts(backend.world_size), backend.group)
+    facts["base"] = backend.group.on_main(lambda: model_fingerprint(made["model"]))
+    places = {"model": "base", "checkpoint": "student", "v2_checkpoint": "student", "kd_cache_dir": "data"}
+    run = open_run("train_recovery_lora", cfg, facts | cfg.update_facts(backend.world_size), backend.group, places)
     backend.seed(cfg.seed)
     session = Session(run, backend, cfg.every())
     if backend.is_main and cfg.adapter_init == "error" and not session.resumed:

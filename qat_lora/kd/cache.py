@@ -101,13 +101,21 @@ def _check_shards(spec: CacheSpec, shards: dict[str, dict]) -> None:
         raise ValueError("its shards do not fit its rows")
 
 
-def open_cache(directory: Path, spec: CacheSpec) -> dict[str, dict]:
-    """The shards already in `directory` ({file: {rows, sha256}}); raises UserError where it holds another cache."""
+def open_cache(directory: Path, spec: CacheSpec, teacher: str | None = None) -> dict[str, dict]:
+    """The shards already in `directory` ({file: {rows, sha256}}); raises UserError where it holds another cache. The
+    teacher is known by its fingerprint (`teacher`, models.loading.model_fingerprint), wherever it is; where that is
+    None or the cache from before it was kept, by its name."""
     if not (directory / "manifest.json").exists():
         return {}
     there, shards = read_manifest(directory)
+    made = read_json(directory / "manifest.json").get("teacher_fingerprint")
+    if made and teacher and made != teacher:
+        raise UserError(
+            f"{directory} holds another cache: its teacher is {there.teacher!r} (fingerprint {made[:12]}), not "
+            f"{spec.teacher!r} ({teacher[:12]}); give another --cache-dir or delete that folder"
+        )
     for name, wanted in asdict(spec).items():
-        if getattr(there, name) != wanted:
+        if getattr(there, name) != wanted and not (name == "teacher" and made and teacher):
             raise UserError(
                 f"{directory} holds another cache: {name} is {getattr(there, name)!r}, not {wanted!r}; "
                 "give another --cache-dir or delete that folder"
@@ -123,7 +131,8 @@ def write_cache(
     rows: {"train": Rows, "heldout": Rows}. Killed at any moment, the next call goes on at the first missing shard and
     ends with the same bytes. One process at a time: hold run.files.lock(directory).
     """
-    done = open_cache(directory, spec)
+    mark = getattr(teacher, "fingerprint", None)
+    done = open_cache(directory, spec, mark)
     for name, split, numbers in spec.shards():
         if name in done and (directory / name).is_file():
             yield len(numbers)
@@ -136,7 +145,10 @@ def write_cache(
         shard = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
         write_atomically(directory / name, lambda file, shard=shard: file.write(save(shard)))
         done[name] = {"rows": len(numbers), "sha256": sha256(directory / name)}
-        write_json(directory / "manifest.json", {"format": FORMAT, "spec": asdict(spec), "shards": done})
+        write_json(
+            directory / "manifest.json",
+            {"format": FORMAT, "spec": asdict(spec), "teacher_fingerprint": mark, "shards": done},
+        )
 
 
 def _targets(teacher, backend, tokens: Tensor, start: int, split: str, spec: CacheSpec, batch_size: int) -> dict:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from qat_lora.errors import UserError
 from qat_lora.models.architecture import unwrap
+from qat_lora.models.identity import short
 from qat_lora.run.files import read_json, sha256, write_json
 
 ORIGIN = "origin.json"
@@ -54,7 +55,7 @@ def load_adapter(model: nn.Module, path: str | Path, checkpoint: str | Path | No
     """
     folder = Path(path).expanduser()
     saved = _read(folder)
-    _check_origin(folder, checkpoint)
+    _check_origin(folder, checkpoint, model)
     head = unwrap(model).get_output_embeddings()
     try:
         with warnings.catch_warnings():  # PEFT only warns of missing tensors; they are refused below
@@ -117,14 +118,15 @@ def _check_config(folder: Path, config: dict) -> None:
             raise UserError(f"adapter {folder}: {name} {value} is not supported; only plain LoRA is, train one without")
 
 
-def write_origin(folder: Path, student: str | None) -> None:
-    """Note beside a saved adapter what it belongs to (`student`: sha256 of the student file, None for a
-    plain base model) and its own checksums."""
+def write_origin(folder: Path, student: str | None, model: nn.Module | None = None) -> None:
+    """Note beside a saved adapter what it belongs to (`student`: sha256 of the student file, None for a plain base
+    model; the fingerprint of the base `model`, where it has one) and its own checksums."""
     sums = {file.name: sha256(file) for file in sorted(folder.iterdir()) if file.name.startswith("adapter_")}
-    write_json(folder / ORIGIN, {"student": student, "sha256": sums})
+    base = None if model is None else getattr(unwrap(model), "fingerprint", None)
+    write_json(folder / ORIGIN, {"student": student, "base": base, "sha256": sums})
 
 
-def _check_origin(folder: Path, checkpoint: str | Path | None) -> None:
+def _check_origin(folder: Path, checkpoint: str | Path | None, model: nn.Module) -> None:
     """Raise UserError where an adapter of ours was changed or is another student's. One from elsewhere has no note."""
     if not (folder / ORIGIN).is_file():
         return
@@ -138,6 +140,12 @@ def _check_origin(folder: Path, checkpoint: str | Path | None) -> None:
     if origin.get("student") != (sha256(Path(checkpoint)) if checkpoint else None):
         there = f"another student than {checkpoint}" if checkpoint else "a quantised student, not on the base model"
         raise UserError(f"adapter {folder} was trained on {there}; give the --checkpoint of its run")
+    trained, here = origin.get("base"), getattr(unwrap(model), "fingerprint", None)
+    if trained and here and trained != here:
+        raise UserError(
+            f"adapter {folder} was trained on another model (fingerprint {short(trained)}) than {model.name_or_path!r} "
+            f"({short(here)}); give the --model of its run"
+        )
 
 
 def _reason(error: Exception) -> str:
