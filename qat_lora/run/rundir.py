@@ -261,17 +261,14 @@ def check_same(path: Path, config: RunConfig, facts: dict, places: dict[str, str
     for option, fact in known.items():
         if manifest[fact] != facts[fact] and now.get(option):
             raise UserError(
-                f"{path} is a run of another {option}: {was.get(option)!r} ({_short(manifest[fact])}) there, "
-                f"{now[option]!r} ({_short(facts[fact])}) here; give the same one, or another --output-dir"
+                f"{path} is a run of another config: {fact} is {str(manifest[fact])[:12]!r} ({option} "
+                f"{was.get(option)!r}) there, {str(facts[fact])[:12]!r} ({option} {now[option]!r}) here; give the same "
+                "one, or another --output-dir"
             )
     _check_same(path, was, {key: value for key, value in now.items() if key not in known})
     new = set(places.values()) - set(known.values())
     _check_same(path, manifest, {key: value for key, value in facts.items() if key not in new})
     return manifest
-
-
-def _short(fact) -> str:
-    return f"fingerprint {str(fact)[:12]}"
 
 
 def _check_same(path: Path, there: dict, wanted: dict) -> None:

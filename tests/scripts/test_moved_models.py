@@ -19,6 +19,7 @@ from qat_lora.recovery import add_adapter, save_adapter
 
 CACHE = ["--length", 16, "--max-rows", 32, "--heldout-fraction", 0.25, "--rows-per-shard", 8, "--device", "cpu",
          "--precision", "fp32"]  # fmt: skip
+QAT = [*SMALL, "--max-steps", 6, "--init", "rtn", "--learning-rate", 3e-3, "--warmup-steps", 0]  # learns at once
 PPL = ["--length", 16, "--max-windows", 2, "--device", "cpu", "--dataset", "embedded"]
 
 
@@ -34,7 +35,7 @@ def here(sharp_model_dir, tmp_path, monkeypatch):
 def made(run, here):
     """The same with a cache c/, a run of QAT r/ and one of recovery l/, all made of the model `m`."""
     run("build_kd_cache", "--model", "m", "--cache-dir", "c", *CACHE)
-    run("train_qat", "--model", "m", "--cache-dir", "c", "--output-dir", "r", *SMALL)
+    run("train_qat", "--model", "m", "--cache-dir", "c", "--output-dir", "r", *QAT)
     run("train_recovery_lora", "--checkpoint", "r/best.pt", "--kd-cache-dir", "c", "--output-dir", "l", *SMALL)
     return here
 
@@ -54,13 +55,13 @@ def use_everything(run, model: str) -> None:
     run("run_legal_assistant", *base, "--checkpoint", "r/best.pt", "--adapter", "l/adapter", "--question", "A?",
         "--max-new-tokens", 2, "--device", "cpu")  # fmt: skip
     run("build_kd_cache", *base, "--cache-dir", "c", *CACHE)
-    again = [*base, "--resume", "auto", *SMALL]
+    again = [*base, "--resume", "auto"]
     for folder in ("r", "l"):
         with open(f"{folder}/summary.json") as file:
             finished = file.read()
         with pytest.raises(SystemExit):
-            script = ["train_qat", "--cache-dir", "./c"] if folder == "r" else [
-                "train_recovery_lora", "--v2-checkpoint", "./r/best.pt", "--kd-cache-dir", "./c",
+            script = ["train_qat", "--cache-dir", "./c", *QAT] if folder == "r" else [
+                "train_recovery_lora", "--v2-checkpoint", "./r/best.pt", "--kd-cache-dir", "./c", *SMALL,
             ]  # fmt: skip
             run(*script, "--output-dir", folder, *again)
         with open(f"{folder}/summary.json") as file:
@@ -87,14 +88,14 @@ def test_a_model_is_the_same_however_its_path_is_spelled_and_where_it_was_moved(
     for script, *flags in (
         ("measure_perplexity", *base, "--checkpoint", "r/best.pt", *PPL),
         ("build_kd_cache", *base, "--cache-dir", "c", *CACHE),
-        ("train_qat", *base, "--cache-dir", "c", "--output-dir", "r", "--resume", "auto", *SMALL),
+        ("train_qat", *base, "--cache-dir", "c", "--output-dir", "r", "--resume", "auto", *QAT),
         ("train_qat", *base, "--cache-dir", "c", "--output-dir", "new", "--from", "r/best.pt", *SMALL),
         ("export_model", *base, "--checkpoint", "r/best.pt", "--output-dir", "new"),
         ("train_recovery_lora", *base, "--checkpoint", "r/best.pt", "--kd-cache-dir", "c", "--output-dir", "new",
          *SMALL),
     ):  # fmt: skip
         message = refuse(script, *flags)
-        assert "m'" in message and "'moved'" in message and "ingerprint" in message
+        assert "m'" in message and "'moved'" in message and ("ingerprint" in message or "base is" in message)
     assert not (made / "new").exists()
     (made / "moved").rename(made / "m")
     assert "it has changed since" in refuse("measure_perplexity", "--checkpoint", "r/best.pt", *PPL)
@@ -113,7 +114,7 @@ def test_what_was_made_before_fingerprints_still_loads(run, refuse, made, tiny_t
     (made / "r" / "manifest.json").write_text(json.dumps(facts))
     assert read_manifest(made / "c")[0].teacher == "m"
 
-    again = ["--cache-dir", "c", "--output-dir", "r", "--resume", "auto", *SMALL]
+    again = ["--cache-dir", "c", "--output-dir", "r", "--resume", "auto", *QAT]
     with pytest.raises(SystemExit):  # it is finished, and so it was found to be the same
         run("train_qat", "--model", "m", *again)
     for flags in ([], ["--model", "m"], ["--model", "./m"]):
