@@ -29,7 +29,8 @@ from qat_lora.errors import UserError
 from qat_lora.experiments.musclebob import Examiner
 from qat_lora.grpo import GRPOPlan, PromptDataset, answer, learn
 from qat_lora.models.generate import end_tokens
-from qat_lora.models.loading import EMBEDDED, load_model, load_tokenizer, write_model
+from qat_lora.models.loading import EMBEDDED, load_model, load_tokenizer
+from qat_lora.models.writing import write_model
 from qat_lora.qat import parameter_groups
 from qat_lora.quant.student import freeze_plain_tables
 from qat_lora.rl.loss import Objective
@@ -131,7 +132,7 @@ def run_pairs(cfg: Config, backend, ours: Ours, folder: str) -> list[tuple[float
 
     start = Path(folder) / "start"  # TRL reads its reference from the name that its model was loaded by
     model = load_model(cfg.model)
-    write_model(model, ours.tokenizer, dict(model.named_parameters()), start, start)
+    write_model(model, ours.tokenizer, start, start)
     rows = [{"prompt": list(question.messages)} for question in ours.questions]
     settings = GRPOConfig(
         output_dir=folder, per_device_train_batch_size=cfg.batch_size * cfg.num_generations, max_steps=cfg.steps + 1,

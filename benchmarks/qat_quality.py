@@ -35,17 +35,26 @@ from torch import nn
 
 from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.data.options import TextSource
-from qat_lora.data.packing import Rows, fingerprint, stream, tokenizer_fingerprint
+from qat_lora.data.packing import (
+    Rows,
+    fingerprint,
+    given_token,
+    stream,
+    tokenizer_fingerprint,
+    window_starts,
+    windowed,
+)
 from qat_lora.errors import UserError
 from qat_lora.evaluate import kd_loss, text_figures, text_loss, windows
-from qat_lora.kd.cache import CacheSpec, write_cache
-from qat_lora.models.loading import EMBEDDED, EMBEDDED_NOTE, empty_model, load_config, load_model, load_tokenizer
+from qat_lora.kd.cache import CacheSpec, edges, write_cache
+from qat_lora.models.loading import EMBEDDED, EMBEDDED_NOTE, empty_model, load_config, load_model
+from qat_lora.models.targets import PROJECTIONS
 from qat_lora.qat import parameter_groups
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import freeze, quantized_layers
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import StudentSpec, freeze_plain_tables, quantize
-from qat_lora.recovery import PROJECTIONS, add_adapter, nearest_of_rank
+from qat_lora.recovery import add_adapter, nearest_of_rank
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.files import lock, read_json, write_atomically, write_json
 from qat_lora.run.rundir import revision
@@ -132,17 +141,17 @@ def check(cfg: Config) -> list[str]:
 # -- text, cache, measuring ------------------------------------------------------------------------------------------
 def texts(cfg: Config) -> tuple[Rows, dict[str, tuple]]:
     """Training rows, and the windows (with how many tokens of each count) of every text to measure on."""
-    tokenizer = load_tokenizer(cfg.model)
-    tokens, _ = stream(cfg.documents(tokenizer), tokenizer)
-    cut = len(tokens) * 9 // 10
-    count = cut // LENGTH
-    rows = tokens[: count * LENGTH].view(count, LENGTH)
-    measured = {"text": windows(tokens[cut:], WINDOW, WINDOW, cfg.measured)}
+    tokenizer = cfg.tokenizer(cfg.model)
+    bos = cfg.bos_token(tokenizer)
+    tokens, _ = stream(cfg.documents(tokenizer), tokenizer, bos=bos)
+    edge = len(tokens) * 9 // 10
+    rows = windowed(tokens, window_starts(tokens[:edge], LENGTH, LENGTH, bos), LENGTH, bos)
+    measured = {"text": windows(tokens[edge:], WINDOW, WINDOW, cfg.measured, bos)}
     if cfg.other_dataset:
         source = TextSource(dataset=cfg.other_dataset)
-        other, _ = stream(source.documents(tokenizer), tokenizer, cfg.measured * WINDOW)
-        measured["other"] = windows(other, WINDOW, WINDOW, cfg.measured)
-    return Rows(rows, torch.ones_like(rows, dtype=torch.uint8)), measured
+        other, _ = stream(source.documents(tokenizer), tokenizer, cfg.measured * WINDOW, bos)
+        measured["other"] = windows(other, WINDOW, WINDOW, cfg.measured, bos)
+    return Rows(rows, torch.ones_like(rows, dtype=torch.uint8), given_token(tokenizer, bos)), measured
 
 
 def prepare(cfg: Config, backend: TorchBackend, out: Path) -> None:
@@ -155,21 +164,24 @@ def prepare(cfg: Config, backend: TorchBackend, out: Path) -> None:
     if (out / "measured.pt").exists():
         return
     heldout = max(2 * BATCH, len(rows) // 50)
-    cut, tokenizer = len(rows) - heldout, load_tokenizer(cfg.model)
+    kept, tokenizer = len(rows) - heldout, cfg.tokenizer(cfg.model)
     spec = CacheSpec(
         teacher=cfg.model, tokenizer=tokenizer_fingerprint(tokenizer), text=fingerprint(rows),
         precision="bf16" if backend.bf16 else "fp32", length=LENGTH, k=8, draws=12,
-        vocab=load_config(cfg.model).vocab_size, seed=0, rows_per_shard=64, train_rows=cut, heldout_rows=heldout,
+        vocab=load_config(cfg.model).vocab_size, seed=0, rows_per_shard=64, train_rows=kept, heldout_rows=heldout,
+        **edges(cfg.bos_token(tokenizer), tokenizer),
     )  # fmt: skip
     (out / "cache").mkdir(exist_ok=True)
     started, teacher = time.monotonic(), backend.place(load_model(cfg.model))
-    parts = {"train": Rows(rows.tokens[:cut], rows.mask[:cut]), "heldout": Rows(rows.tokens[cut:], rows.mask[cut:])}
+    sides = {"train": slice(None, kept), "heldout": slice(kept, None)}
+    parts = {name: Rows(rows.tokens[side], rows.mask[side]) for name, side in sides.items()}
     for _ in write_cache(out / "cache", spec, parts, teacher, backend, BATCH):
         pass
     print(f"cache of {len(rows)} rows: {time.monotonic() - started:.0f} s", flush=True)
     exact = open_backend(cfg.device, "fp32")
     content = {
-        name: text_figures(teacher, tokens, scored, exact, BATCH) | {"tokens": tokens, "scored": scored}
+        name: text_figures(teacher, tokens, scored, exact, BATCH, given=rows.given)
+        | {"tokens": tokens, "scored": scored, "given": rows.given}
         for name, (tokens, scored) in measured.items()
     }
     write_atomically(out / "measured.pt", lambda file: torch.save(content, file))

@@ -29,9 +29,9 @@ from qat_lora.data.options import TextOptions
 from qat_lora.data.packing import Rows, fingerprint, tokenizer_fingerprint
 from qat_lora.errors import UserError
 from qat_lora.evaluate import kd_loss
-from qat_lora.kd.cache import CacheSpec, write_cache
+from qat_lora.kd.cache import CacheSpec, edges, write_cache
 from qat_lora.kd.dataset import KDCacheDataset
-from qat_lora.models.loading import EMBEDDED, load_config, load_model, load_tokenizer
+from qat_lora.models.loading import EMBEDDED, load_config, load_model
 from qat_lora.qat import Plan, parameter_groups, update
 from qat_lora.quant.init import initialise
 from qat_lora.quant.student import StudentSpec, freeze_plain_tables, quantize
@@ -89,14 +89,14 @@ class Bench:
 
     def __init__(self, cfg: Config, backend: TorchBackend, folder: Path):
         self.cfg, self.backend, self.folder = cfg, backend, folder
-        tokenizer = load_tokenizer(cfg.model)
+        tokenizer = cfg.tokenizer(cfg.model)
         self.text = cfg.rows(tokenizer)
         self.rows = self.some(range(8 * cfg.batch_size))
         self.spec = CacheSpec(
             teacher=cfg.model, tokenizer=tokenizer_fingerprint(tokenizer), text=fingerprint(self.rows),
             precision="bf16" if backend.bf16 else "fp32", length=cfg.length, k=8, draws=12,
             vocab=load_config(cfg.model).vocab_size, seed=cfg.seed, rows_per_shard=len(self.rows),
-            train_rows=len(self.rows), heldout_rows=0,
+            train_rows=len(self.rows), heldout_rows=0, **edges(cfg.bos_token(tokenizer), tokenizer),
         )  # fmt: skip
         self.teacher = backend.place(load_model(cfg.model)).requires_grad_(False)
         self.plan = Plan(

@@ -61,7 +61,7 @@ class Bench:
         for placed in (model.eval(), teacher):
             backend.place(placed)
         for name, own in self.measured.items():
-            got = text_figures(model, own["tokens"], own["scored"], backend, BATCH, teacher)
+            got = text_figures(model, own["tokens"], own["scored"], backend, BATCH, teacher, own.get("given"))
             figures[name] = {"ppl": got["ppl"], "kl": got["kl"], "gap": got["nll"] - own["nll"], "teacher": own["ppl"]}
         bits = bits_per_weight(quantize(empty_model(self.cfg.model), self.spec), adapter_values(model))
         return {

@@ -46,16 +46,12 @@ def first_inputs(model: nn.Module, batches: list[dict], backend: TorchBackend) -
     host; and how all blocks are called. The model's own forward runs for it, with blocks that pass their hidden states
     on.
 
-    Raises UserError for a model whose blocks take more from each other than hidden states: it cannot be trained block
-    by block.
+    `check_blocks` tells whether that is all there is to it.
     """
     inputs, calls, answers = [], [], {}
     for number, batch in enumerate(batches):
-        tokens = batch["tokens"].to(backend.device)
         with backend.autocast():
-            hidden, found = _calls(model, tokens, answers, 0.0)
-            if not number and not _same(found, _calls(model, tokens, answers, 1.0)[1]):
-                raise _entangled(model, "what a block is called with depends on the blocks before it")
+            hidden, found = _calls(model, batch["tokens"].to(backend.device), answers)
         backend.step_boundary()
         inputs.append(backend.to_host(hidden))
         if number == 1 and _same(found, calls[0]):  # masks and positions, the same for every batch: kept once
@@ -65,20 +61,39 @@ def first_inputs(model: nn.Module, batches: list[dict], backend: TorchBackend) -
     return inputs, BlockCalls(calls, answers)
 
 
-def _calls(model: nn.Module, tokens: Tensor, answers: dict[type, int], shift: float) -> tuple[Tensor, list[Call]]:
-    """The first block's hidden states and what every block is called with, if each answers what it gets, plus
-    `shift`."""
+@torch.no_grad()
+def check_blocks(model: nn.Module) -> None:
+    """Raise UserError for a model on the CPU whose blocks get more from each other than hidden states: it cannot be
+    trained block by block."""
+    tokens, real = torch.arange(2, 10).unsqueeze(0), []
+
+    def note(_, args, kwargs):
+        real.append((args[1:], {key: value for key, value in kwargs.items() if key != "hidden_states"}))
+
+    hooks = [block.register_forward_pre_hook(note, with_kwargs=True) for block in decoder_layers(model)]
+    try:
+        hidden_states(model, tokens)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not _same(real, _calls(model, tokens, {})[1]):
+        raise _entangled(model, "what a block is called with depends on the blocks before it")
+
+
+def _calls(model: nn.Module, tokens: Tensor, answers: dict[type, int]) -> tuple[Tensor, list[Call]]:
+    """The first block's hidden states and what every block is called with, where each passes on what it gets."""
     layers, seen = decoder_layers(model), []
 
     def stand_in(block: nn.Module):
         def forward(*args, **kwargs):
             hidden = args[0] if args else kwargs.pop("hidden_states")
-            if seen and not torch.equal(hidden, seen[-1][0] + shift):
+            if seen and hidden is not seen[-1][0]:
                 raise _entangled(model, "the model changes hidden states between its blocks")
             seen.append((hidden, (args[1:], kwargs)))
             if type(block) not in answers:
-                answers[type(block)] = _values(model, type(block).forward(block, hidden, *args[1:], **kwargs))
-            return as_answer(hidden + shift, answers[type(block)])
+                out = type(block).forward(block, hidden, *args[1:], **kwargs)
+                answers[type(block)] = 0 if isinstance(out, Tensor) else len(out)
+            return as_answer(hidden, answers[type(block)])
 
         return forward
 
@@ -87,14 +102,6 @@ def _calls(model: nn.Module, tokens: Tensor, answers: dict[type, int], shift: fl
     if len(seen) != len(layers):
         raise _entangled(model, f"its {len(layers)} blocks are called {len(seen)} times")
     return seen[0][0], [call for _, call in seen]
-
-
-def _values(model: nn.Module, out) -> int:
-    if isinstance(out, Tensor):
-        return 0
-    if any(value is not None for value in out[1:]):
-        raise _entangled(model, "its blocks answer with more than hidden states")
-    return len(out)
 
 
 def _entangled(model: nn.Module, reason: str) -> UserError:

@@ -1,12 +1,15 @@
 """Perplexity and divergence from the teacher, on fixed shapes."""
 
 import math
+from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from qat_lora.backend import TorchBackend
+from qat_lora.data.packing import window_starts, windowed
 from qat_lora.errors import UserError
 from qat_lora.kd.losses import Head, positions, sparse_loss
 from qat_lora.models.architecture import hidden_states
@@ -42,9 +45,10 @@ def heldout_figures(
     def figures(batch: dict) -> list[Tensor]:
         hidden, head, mask = hidden_states(model, batch["tokens"]), head_of(model), batch["mask"].float()
         one = mask.new_ones(())  # sums: batches may keep different numbers of positions
+        predicted = F.pad(mask[:, :-1], (1, 0))  # what a kept position has for its next token
         cross = sparse_loss(hidden, head, batch["index"], batch["prob"], mask, one)
         kl = cross - (batch["entropy"] * mask).sum()
-        return [_nll(hidden, head, batch["tokens"], mask, one), mask[:, 1:].sum(), kl, mask.sum()]
+        return [_nll(hidden, head, batch["tokens"], predicted, one), predicted.sum(), kl, mask.sum()]
 
     nll, predicted, kl, kept = batch_means(figures, model, dataset, backend, batch_size, rows)
     nll, kl = nll / predicted, kl / kept
@@ -96,20 +100,31 @@ def batch_means(figures, model: nn.Module, dataset: Dataset, backend: TorchBacke
     return [sum(column) / count for column in zip(*by_batch)]
 
 
-def windows(tokens: Tensor, length: int, stride: int, limit: int | None = None) -> tuple[Tensor, Tensor]:
+def windows(
+    tokens: Tensor, length: int, stride: int, limit: int | None = None, bos: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Windows [N, length] of a token stream and how many tokens at the end of each count as predicted there [N].
 
     stride = length: blocked, every window on its own (its first token is given). stride < length: sliding, after the
-    first window only the last `stride` tokens count, with the ones before as context. The ragged end is left out.
+    first window only the last `stride` tokens count, with the ones before as context. With `bos` each window begins
+    with that token, in place of the stream's one there, which does not count in either case. The ragged end is left
+    out.
     Raises UserError where the text is shorter than one window.
     """
     if not 1 <= stride <= length:
         raise UserError(f"stride={stride} must be from 1 to the window length {length}")
-    if len(tokens) < length:
+    starts = window_starts(tokens, length, stride, bos)[:limit]
+    if not starts:
         raise UserError(f"the text has {len(tokens)} tokens, fewer than one window of {length}; use a shorter --length")
-    starts = list(range(0, len(tokens) - length + 1, stride))[:limit]
-    scored = [length - 1 if stride == length or not start else stride for start in starts]
-    return torch.stack([tokens[s : s + length] for s in starts]), torch.tensor(scored)
+    new = [length, *(later - start for start, later in pairwise(starts))]
+    return windowed(tokens, starts, length, bos), torch.tensor([min(count, length - 1) for count in new])
+
+
+def counted(tokens: Tensor, scored: Tensor, given: int | None = None) -> Tensor:
+    """Which of tokens[:, 1:] count, bool [N, L − 1]: of each window [N, L] the last `scored` [N], without `given`."""
+    length = tokens.shape[1]
+    where = torch.arange(1, length) >= (length - scored).unsqueeze(1)
+    return where if given is None else where & (tokens[:, 1:] != given)
 
 
 @torch.no_grad()
@@ -120,24 +135,27 @@ def text_figures(
     backend: TorchBackend,
     batch_size: int = 1,
     teacher: nn.Module | None = None,
+    given: int | None = None,
 ) -> dict[str, float]:
-    """Exact figures over windows [N, L] of which the last `scored` [N] tokens count.
+    """Exact figures over windows [N, L] of which the last `scored` [N] tokens count, without those that are `given`.
 
-    nll in nats a token, ppl = e^nll, and with a teacher kl = E[KL(teacher‖model)] over the same positions.
+    nll in nats a token, ppl = e^nll, and with a teacher kl = E[KL(teacher‖model)] over the same positions. Where the
+    two embeddings have different numbers of rows (one tokenizer, padded differently), the KL is over the ids that both
+    have, each side's probabilities renormalised on them; the NLL is over all of the model's own.
     """
-    count, length = tokens.shape
+    count = len(tokens)
+    where = counted(tokens, scored, given)
     sums = []
     for start in range(0, count, batch_size):
         rows = torch.arange(start, start + batch_size)
         keep = (rows < count).long()  # the last batch is filled up to one shape
         rows = rows.clamp(max=count - 1)
-        where = torch.arange(1, length) >= (length - scored[rows]).unsqueeze(1)
-        batch = backend.to_device({"tokens": tokens[rows].long(), "mask": where * keep.unsqueeze(1)})
+        batch = backend.to_device({"tokens": tokens[rows].long(), "mask": where[rows] * keep.unsqueeze(1)})
         with backend.autocast():
             sums += _window_sums(model, teacher, batch["tokens"], batch["mask"])
         backend.step_boundary()
     values = backend.fetch(*sums)
-    total = float(scored.sum())
+    total = float(where.sum())
     nll = sum(values[::2]) / total
     figures = {"nll": nll, "ppl": math.exp(min(nll, 80)), "tokens": int(total)}
     return figures | ({"kl": sum(values[1::2]) / total} if teacher is not None else {})
@@ -154,5 +172,12 @@ def _window_sums(model, teacher, tokens: Tensor, mask: Tensor) -> list[Tensor]:
         logp = [head.logits(h[rows]).log_softmax(-1) for h, head in states]
         nll = nll - (logp[0].gather(1, labels[rows]).squeeze(1) * keep[rows]).sum()
         if teacher is not None:
+            logp = _on_common_ids(logp)
             kl = kl + ((logp[1].exp() * (logp[1] - logp[0])).sum(1) * keep[rows]).sum()
     return [nll, kl]
+
+
+def _on_common_ids(logp: list[Tensor]) -> list[Tensor]:
+    """Log-probabilities [M, V] of several models over the ids that all have, renormalised where ids are left out."""
+    common = min(p.shape[1] for p in logp)
+    return [p if p.shape[1] == common else p[:, :common].log_softmax(-1) for p in logp]

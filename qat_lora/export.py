@@ -5,8 +5,9 @@ themselves, in the block types of qat_lora.quant.gguf.
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,11 @@ import torch
 from gguf import GGUFReader, GGUFWriter
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qat_lora.errors import UserError, first_line
-from qat_lora.models.adapter import WEIGHT_FILES, load_adapter, write_origin
+from qat_lora.models.adapter import BEYOND_PRODUCT, WEIGHT_FILES, load_adapter, write_origin
 from qat_lora.models.gguf import (
     adapter_writer,
     check_architecture,
@@ -30,7 +31,9 @@ from qat_lora.models.gguf import (
     to_gguf_rows,
     turned_heads,
 )
-from qat_lora.models.loading import load_tokenizer, write_model
+from qat_lora.models.gguf_settings import frequency_factors, norm_change
+from qat_lora.models.loading import empty_model, load_config, load_tokenizer, model_source, plain_state
+from qat_lora.models.writing import check_logits, differs, logits_on_cpu, probe, write_model
 from qat_lora.quant.gguf import QUANTISED, TYPES, choose, coding, decode, encode, library_type, row_bytes
 from qat_lora.quant.linear import Quantizer, quantized_layers
 from qat_lora.quant.spec import QuantSpec
@@ -51,7 +54,11 @@ class Lora:
 
 @dataclass
 class Source:
-    """What is exported: a frozen student, the model it was made of, and by module name the parts of its adapter."""
+    """What is exported: a frozen student, the model it was made of, and the parts of its adapter.
+
+    loras: those of linear layers, by module name. updates: what merging adds to a weight, by parameter name. adapted:
+    the logits with the adapter, for `probe` of the student.
+    """
 
     checkpoint: Path
     student: nn.Module
@@ -59,24 +66,26 @@ class Source:
     adapter: Path | None = None
     alpha: float = 0.0
     loras: dict[str, Lora] = field(default_factory=dict)
+    updates: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
+    adapted: Tensor | None = None
 
     @property
     def name(self) -> str:
         return self.made["model"]
 
 
-def load_source(checkpoint: str, adapter: str | None = None) -> Source:
-    """Read a student file and the adapter that was trained on it.
+def load_source(checkpoint: str, adapter: str | None = None, model: str | None = None) -> Source:
+    """Read a student file and the adapter that was trained on it. model: where the student's base is now.
 
     Raises UserError for files that are missing, damaged or untrained, and for the adapter of another student.
     """
-    student, made = load_student(checkpoint)
+    student, made = load_student(checkpoint, model)
     if made["info"].get("trained") is False:
         raise UserError(
             f"checkpoint {checkpoint} is untrained: the best of its run was step 0, before any update; train it, or "
             "give the layerwise.pt of a run with --layer-steps"
         )
-    for name, value in _plain_parameters(student).items():
+    for name, value in plain_state(student).items():
         if not value.isfinite().all():
             raise UserError(f"checkpoint {checkpoint} is damaged: {name} holds NaN or infinity; train it again")
     source = Source(Path(checkpoint), student, made)
@@ -88,40 +97,41 @@ def load_source(checkpoint: str, adapter: str | None = None) -> Source:
 def _take_adapter(source: Source, folder: Path) -> None:
     adapted = load_adapter(source.student, folder, source.checkpoint)
     config = adapted.peft_config["default"]
-    if config.use_dora or config.lora_bias or config.bias != "none":
+    if any(getattr(config, name) not in (False, "none") for name in BEYOND_PRODUCT):
         raise UserError(f"adapter {folder} is more than B·A (DoRA or biases); only a plain LoRA is exported")
     for name, module in adapted.get_base_model().named_modules():
         if isinstance(module, LoraLayer):
-            if not isinstance(module.get_base_layer(), nn.Linear):
-                raise UserError(f"adapter {folder} changes {name}, which is no linear layer; train one without it")
-            a, b = (part["default"].weight.detach().float() for part in (module.lora_A, module.lora_B))
-            if not (a.isfinite().all() and b.isfinite().all()):
-                raise UserError(f"adapter {folder} is damaged: {name} holds NaN or infinity; train it again")
-            source.loras[name] = Lora(a, b, float(module.scaling["default"]))
+            _take_layer(source, folder, name, module)
+    source.adapted = logits_on_cpu(adapted, probe(source.student))
     source.student, source.adapter, source.alpha = adapted.unload(), folder, float(config.lora_alpha)
 
 
-def _plain_parameters(student: nn.Module) -> dict[str, Tensor]:
-    """Every weight as a model without quantisers has it, tied ones once."""
-    return {name: p.detach() for name, p in student.named_parameters() if ".quantizer." not in name}
+def _take_layer(source: Source, folder: Path, name: str, module: LoraLayer) -> None:
+    a, b = (part["default"].weight.detach().float() for part in (module.lora_A, module.lora_B))
+    if not (a.isfinite().all() and b.isfinite().all()):
+        raise UserError(f"adapter {folder} is damaged: {name} holds NaN or infinity; train it again")
+    if isinstance(module, ParamWrapper):  # experts: several parameters of one module are wrapped in one another
+        parameter = f"{name.replace('.base_layer', '')}.{module.parameter_name}"
+    elif isinstance(module.get_base_layer(), nn.Linear):
+        parameter = f"{name}.weight"
+        source.loras[name] = Lora(a, b, float(module.scaling["default"]))
+    else:
+        raise UserError(f"adapter {folder} changes {name}, which is no linear layer; train one without it")
+    source.updates[parameter] = partial(module.get_delta_weight, "default")
 
 
+@torch.no_grad()
 def _weight(source: Source, parameter: str, merged: bool) -> Tensor:
     """A parameter in fp32, with the adapter added where it is merged."""
-    weight = source.student.get_parameter(parameter).detach()
-    lora = source.loras.get(parameter.removesuffix(".weight")) if merged else None
-    return weight if lora is None else weight + lora.b @ lora.a * lora.factor
-
-
-def _differs(path: Path, what: str) -> UserError:
-    return UserError(f"{path}: {what} reads back otherwise than it was written, and is not kept; check disk and memory")
+    weight, update = source.student.get_parameter(parameter).detach(), source.updates.get(parameter)
+    return weight + update() if merged and update else weight
 
 
 # -- HF --------------------------------------------------------------------------------------------------------------
 def hf_bytes(source: Source, merged: bool) -> int:
     """Bytes of the weights of an HF export, adapter included, without the few kB of names."""
-    adapter = 0 if merged else sum(4 * (lora.a.numel() + lora.b.numel()) for lora in source.loras.values())
-    return adapter + sum(4 * p.numel() for p in _plain_parameters(source.student).values())
+    beside = _weight_file(source.adapter).stat().st_size if source.adapter and not merged else 0
+    return beside + sum(value.numel() * value.element_size() for value in plain_state(source.student).values())
 
 
 def write_hf(source: Source, folder: Path, shown: Path, merged: bool) -> None:
@@ -129,55 +139,54 @@ def write_hf(source: Source, folder: Path, shown: Path, merged: bool) -> None:
 
     shown: the folder's later name, which the adapter names as its base model.
     """
-    weights = {name: _weight(source, name, merged) for name in _plain_parameters(source.student)}
-    tokenizer = load_tokenizer(source.name)
-    write_model(source.student, tokenizer, weights, folder, shown)
-    if source.loras and not merged:
+    student, tokenizer = source.student, load_tokenizer(source.name)
+    if merged:
+        state = plain_state(student) | {name: _weight(source, name, True) for name in source.updates}
+        write_model(student, tokenizer, folder, shown, state, source.adapted)
+        return
+    back = write_model(student, tokenizer, folder, shown)
+    if source.adapter:
         _write_adapter(source, folder / ADAPTER_FOLDER, shown)
-    _check_hf(source, folder, shown, weights, merged)
+        _check_adapter(source, back, folder / ADAPTER_FOLDER, shown / ADAPTER_FOLDER)
+
+
+def _weight_file(folder: Path) -> Path:
+    return next(folder / name for name in WEIGHT_FILES if (folder / name).is_file())
 
 
 def _write_adapter(source: Source, folder: Path, base: Path) -> None:
     folder.mkdir()
-    name = next(name for name in WEIGHT_FILES if (source.adapter / name).is_file())
-    (folder / name).write_bytes((source.adapter / name).read_bytes())
+    file = _weight_file(source.adapter)
+    (folder / file.name).write_bytes(file.read_bytes())
     config = read_json(source.adapter / "adapter_config.json")
-    write_json(folder / "adapter_config.json", config | {"base_model_name_or_path": str(base)})
-    write_origin(folder, sha256(source.checkpoint))
+    write_json(folder / "adapter_config.json", config | {"base_model_name_or_path": str(base.absolute())})
+    write_origin(folder, sha256(source.checkpoint), source.student)
 
 
-def _check_hf(source: Source, folder: Path, shown: Path, weights: dict[str, Tensor], merged: bool) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    read = dict(model.named_parameters())
-    for name in sorted(read.keys() | weights.keys()):
-        if name not in read or name not in weights or not torch.equal(read[name], weights[name]):
-            raise _differs(shown, name)
-    tokenizer, ours = AutoTokenizer.from_pretrained(folder), load_tokenizer(source.name)
-    if tokenizer.get_vocab() != ours.get_vocab() or tokenizer.chat_template != ours.chat_template:
-        raise _differs(shown, "the tokenizer")
-    if source.loras and not merged:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers for an attribute it has renamed
-            adapted = PeftModel.from_pretrained(model, str(folder / ADAPTER_FOLDER), torch_device="cpu")
-        for name, lora in source.loras.items():
-            module = adapted.get_base_model().get_submodule(name)
-            pairs = ((module.lora_A["default"].weight, lora.a), (module.lora_B["default"].weight, lora.b))
-            if not all(torch.equal(there, here) for there, here in pairs):
-                raise _differs(shown / ADAPTER_FOLDER, name)
+def _check_adapter(source: Source, back: nn.Module, folder: Path, shown: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers for an attribute it has renamed
+        adapted = PeftModel.from_pretrained(back, str(folder), torch_device="cpu")
+    check_logits(adapted, probe(back), source.adapted, shown)
 
 
 # -- GGUF ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a GGUF file: its name and type there, and what it is made of here."""
+    """One tensor of a GGUF file: its name and type there, and what it is made of here.
+
+    change: (a, b) where the file has (w + a)·b for a weight w. factors: the values of one that is no parameter here.
+    """
 
     name: str
     kind: str
     shape: tuple[int, ...]
-    parameter: str
+    parameter: str = ""
     quantizer: Quantizer | None = None
     heads: int = 0
     merged: bool = False
+    change: tuple[float, float] = (0.0, 1.0)
+    factors: tuple[float, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -215,7 +224,9 @@ def plan_gguf(source: Source, wanted: str = "auto", merged: bool = False) -> GGU
     Raises UserError for an architecture, a tokenizer or a layout that the format cannot hold.
     """
     check_architecture(source.name)
-    parameters = _plain_parameters(source.student)
+    config, parameters = load_config(source.name), plain_state(source.student)
+    for name in source.updates.keys() - {f"{module}.weight" for module in source.loras}:
+        raise UserError(f"adapter {source.adapter} changes {name}, which is not written to GGUF; use --format hf")
     layers = {id(layer.weight): layer.quantizer for layer in quantized_layers(source.student).values()}
     entries = []
     for parameter, name in tensor_names(source.name, list(parameters)).items():
@@ -225,7 +236,10 @@ def plan_gguf(source: Source, wanted: str = "auto", merged: bool = False) -> GGU
         if quantizer and not adapted:
             kind = choose(module, quantizer.spec, weight.shape[1], wanted)
         heads = turned_heads(source.name, module)
-        entries.append(Entry(name, kind, tuple(weight.shape), parameter, quantizer, heads, adapted))
+        change = norm_change(config, parameter)
+        entries.append(Entry(name, kind, tuple(weight.shape), parameter, quantizer, heads, adapted, change))
+    if factors := frequency_factors(config):
+        entries.append(Entry("rope_freqs.weight", "F32", (len(factors),), factors=tuple(factors)))
     biggest = max(QUANTISED, key=lambda kind: sum(np.prod(e.shape) for e in entries if e.kind == kind))
     kind = biggest if any(e.kind == biggest for e in entries) else "F16"
     writer, notes = model_writer(source.name, TYPES[kind].file_type)
@@ -234,6 +248,24 @@ def plan_gguf(source: Source, wanted: str = "auto", merged: bool = False) -> GGU
         plan.adapter_writer = adapter_writer(source.name, source.alpha)
         plan.adapter = dict(_adapter_tensors(source))
     return plan
+
+
+def gguf_refusal(name: str) -> str | None:
+    """Why no student of a model can be written as GGUF; None where it can be."""
+    try:
+        check_architecture(name)
+        tensor_names(name, list(plain_state(empty_model(name))))
+        if "gguf_file" not in model_source(name):  # a GGUF file's tokenizer is copied as it is
+            model_writer(name, 0)
+    except UserError as error:
+        return str(error).removesuffix("; use --format hf")
+    return None
+
+
+def export_formats(name: str) -> str:
+    """What export_model.py will write of a student of this model, for the plan of a run."""
+    reason = gguf_refusal(name)
+    return f"export: hf; GGUF: not written: {reason}" if reason else "export: hf, gguf"
 
 
 def _adapter_tensors(source: Source) -> Iterator[tuple[str, Tensor]]:
@@ -280,7 +312,10 @@ def _codes_and_scale(entry: Entry) -> tuple[np.ndarray, np.ndarray]:
 
 def _plain(source: Source, entry: Entry) -> np.ndarray:
     """A tensor that is not in blocks, in fp16 or fp32."""
-    value = to_gguf_rows(_weight(source, entry.parameter, entry.merged).numpy(), entry.heads)
+    if entry.factors:
+        return np.array(entry.factors, np.float32)
+    plus, times = entry.change
+    value = to_gguf_rows(((_weight(source, entry.parameter, entry.merged) + plus) * times).numpy(), entry.heads)
     value = torch.from_numpy(np.ascontiguousarray(value)).to(torch.float16 if entry.kind == "F16" else torch.float32)
     if not value.isfinite().all():
         raise UserError(f"{entry.parameter} holds values above 65504, which F16 cannot; use --format hf")
@@ -297,16 +332,16 @@ def check_gguf(source: Source, plan: GGUFPlan, folder: Path, shown: Path) -> Non
     """Read the files back and compare: every code, scale, offset and plain value, bit for bit, and all metadata."""
     tensors = _read(plan.writer, folder / MODEL_FILE, shown)
     if tensors.keys() != {entry.name for entry in plan.entries}:
-        raise _differs(shown / MODEL_FILE, "the list of tensors")
+        raise differs(shown / MODEL_FILE, "the list of tensors")
     for entry in plan.entries:
         if not _same(source, entry, tensors[entry.name]):
-            raise _differs(shown / MODEL_FILE, entry.name)
+            raise differs(shown / MODEL_FILE, entry.name)
     if plan.adapter_writer:
         tensors = _read(plan.adapter_writer, folder / ADAPTER_FILE, shown)
         for name in sorted(tensors.keys() | plan.adapter.keys()):
             there, here = tensors.get(name), plan.adapter.get(name)
             if there is None or here is None or not np.array_equal(there.data, here.numpy()):
-                raise _differs(shown / ADAPTER_FILE, name)
+                raise differs(shown / ADAPTER_FILE, name)
 
 
 def _read(writer: GGUFWriter, path: Path, shown: Path) -> dict:
@@ -314,11 +349,11 @@ def _read(writer: GGUFWriter, path: Path, shown: Path) -> dict:
     try:
         reader = GGUFReader(path)
     except (ValueError, KeyError, IndexError, OSError) as error:
-        raise _differs(shown / path.name, first_line(error)) from error
+        raise differs(shown / path.name, first_line(error)) from error
     for key, value in metadata(writer).items():
         there = reader.fields[key].contents() if key in reader.fields else None
         if there != (float(np.float32(value)) if isinstance(value, float) else value):
-            raise _differs(shown / path.name, key)
+            raise differs(shown / path.name, key)
     return {tensor.name: tensor for tensor in reader.tensors}
 
 
@@ -346,8 +381,10 @@ def summary(source: Source, plan: GGUFPlan) -> list[dict]:
     head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
     tied = head.weight is embedding.weight
     for entry in plan.entries:
-        weight = base.get_parameter(entry.parameter)
-        if weight is embedding.weight:
+        weight = base.get_parameter(entry.parameter) if entry.parameter else None
+        if weight is None:
+            name = "rotation"
+        elif weight is embedding.weight:
             name = "embedding, head" if tied else "embedding"
         elif weight is head.weight:
             name = "head"
@@ -364,7 +401,7 @@ def summary(source: Source, plan: GGUFPlan) -> list[dict]:
 
 def _note(entry: Entry) -> str:
     if entry.kind == "F32":
-        return "exact"
+        return "exact" if entry.change[1] == 1 else "exact, or times the scale of q"
     if entry.merged:
         return "adapter added, rounded to fp16"
     if entry.kind == "F16":
@@ -376,9 +413,8 @@ def _note(entry: Entry) -> str:
 
 def provenance(source: Source) -> dict:
     """What an export was made of, for its export.json."""
-    made, folder = source.made, source.adapter
-    files = [folder / name for name in WEIGHT_FILES if (folder / name).is_file()] if folder else []
+    made, adapter = source.made, source.adapter
     return {
         "model": made["model"], "quantisers": made["spec"], "info": made["info"],
-        "student": sha256(source.checkpoint), "adapter": sha256(files[0]) if files else None,
+        "student": sha256(source.checkpoint), "adapter": sha256(_weight_file(adapter)) if adapter else None,
     }  # fmt: skip

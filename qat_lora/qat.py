@@ -66,10 +66,12 @@ class TrainOptions(RunConfig):
                 f"{self.batch_size}; hold out more text, evaluate more rows, or lower the batch size"
             )
 
-    def describe(self, config, trained: int, frozen: int, train: Dataset, bf16: bool, workers: int) -> list[str]:
+    def describe(
+        self, model: nn.Module, trained: int, frozen: int, train: Dataset, bf16: bool, workers: int
+    ) -> list[str]:
         """Lines on batch, shares and estimated memory of a worker, for a model with that many parameters."""
         rows, length = self.update_facts(workers)["rows_per_update"], len(train[0]["tokens"])
-        memory = training_memory(config, trained, frozen, self.batch_size, length, bf16, self.gradient_checkpointing)
+        memory = training_memory(model, trained, frozen, self.batch_size, length, bf16, self.gradient_checkpointing)
         return [
             f"effective batch: batch_size {self.batch_size} × accumulation_steps {self.accumulation_steps} × num_chips "
             f"{workers} = {rows} rows or {rows * length} tokens",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, get_peft_model
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import LoraLayer, ParamWrapper
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -19,7 +19,8 @@ from qat_lora.errors import UserError, first_line
 from qat_lora.evaluate import kd_loss, text_loss
 from qat_lora.kd.losses import kd_soft_ce
 from qat_lora.models.adapter import Dropout, write_origin
-from qat_lora.models.architecture import hidden_states
+from qat_lora.models.architecture import hidden_states, unwrap
+from qat_lora.models.targets import adapted, choose, peft_targets
 from qat_lora.qat import Plan, resumable, training_stream, update
 from qat_lora.quant.init import input_moments
 from qat_lora.quant.student import head_of
@@ -28,39 +29,41 @@ from qat_lora.run.schedule import set_learning_rates
 from qat_lora.run.session import Session
 
 MODES = {"kd": kd_loss, "sft": text_loss, "recover": text_loss}
-PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
-MLP_PROJECTIONS = ("gate", "up", "down")
 
 
 def add_adapter(
-    student: nn.Module, rank: int, alpha: float, projections: tuple[str, ...], seed: int, dropout: float = 0.0,
+    student: nn.Module, rank: int, alpha: float, targets: tuple[str, ...], seed: int, dropout: float = 0.0,
     rslora: bool = False,
 ) -> nn.Module:  # fmt: skip
-    """The frozen student inside a PEFT model with a new LoRA on `projections` (of q k v o gate up down).
+    """The frozen student inside a PEFT model with a new LoRA on what `targets` mean (see `targets.choose`).
 
     The adapter starts as the identity (B = 0) and is seeded: its A does not depend on what was drawn before. rslora:
-    scaled by alpha/√rank instead of alpha/rank (arXiv 2312.03732).
+    scaled by alpha/√rank instead of alpha/rank (arXiv 2312.03732). Experts, each with an A and a B of its own, and
+    whatever else PEFT adapts by its weight have no dropout.
     """
-    unknown = set(projections) - set(PROJECTIONS)
-    if unknown or not projections:
-        raise UserError(f"--targets {','.join(projections)}: choose from {','.join(PROJECTIONS)}")
     if rank < 1 or alpha <= 0:
         raise UserError(f"the adapter's rank {rank} must be at least 1 and its alpha {alpha} above 0")
     if not 0 <= dropout < 1:
         raise UserError(f"the adapter's dropout {dropout} is outside [0, 1); 0.05, say")
+    linear, experts = choose(student, targets)
+    places = peft_targets(student, linear, experts)
     config = LoraConfig(
-        r=rank, lora_alpha=alpha, target_modules=[f"{p}_proj" for p in projections], task_type="CAUSAL_LM",
-        lora_dropout=dropout, use_rslora=rslora,
+        r=rank, lora_alpha=alpha, **places, task_type="CAUSAL_LM",
+        lora_dropout=0.0 if places["target_parameters"] else dropout, use_rslora=rslora,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers for an attribute it has renamed
         torch.manual_seed(seed)
         try:
             model = get_peft_model(student, config)
-        except ValueError as error:  # a model without these projections
-            raise UserError(f"--targets {','.join(projections)}: {first_line(error)}") from error
-    for layer in model.modules():
-        if isinstance(layer, LoraLayer) and dropout:
+        except ValueError as error:
+            raise UserError(f"--targets {','.join(targets)}: {first_line(error)}; choose other layers") from error
+    found = adapted(unwrap(model))
+    if found.keys() != {*linear, *experts}:
+        odd = min(found.keys() ^ {*linear, *experts})
+        raise UserError(f"--targets {','.join(targets)}: PEFT does not keep to them at {odd}; choose other layers")
+    for layer in found.values():
+        if dropout and not isinstance(layer, ParamWrapper):
             layer.lora_dropout["default"] = Dropout(dropout)
     return model
 
@@ -71,7 +74,7 @@ def start_from_error(model: nn.Module, base: nn.Module, batches: list[dict], pre
 
     W is the weight in `base`, the full-precision model, Q the student's, x what the student's layer gets on `batches`
     (dicts of tokens [B, L]). Closed form: with M = E[xxᵀ], the truncated SVD of (W − Q)·M^½ times M^−½ (as in LQER,
-    arXiv 2402.02446, with the whole second moment).
+    arXiv 2402.02446, with the whole second moment). Of experts ‖W − Q − scaling·B·A‖ is least.
     """
     backend = TorchBackend("cpu", precision)
 
@@ -80,14 +83,37 @@ def start_from_error(model: nn.Module, base: nn.Module, batches: list[dict], pre
             with backend.autocast():
                 hidden_states(model, batch["tokens"])
 
-    moments = input_moments(model, run, cross=True)
-    prefix = "base_model.model."  # what PEFT puts before a module's own name
-    for name, layer in model.named_modules():
-        if isinstance(layer, LoraLayer):
-            error = base.get_submodule(name.removeprefix(prefix)).weight - layer.base_layer.weight
-            b, a = low_rank(error, moments[f"{name}.base_layer"], layer.r["default"])
-            layer.lora_A["default"].weight.copy_(a)
-            layer.lora_B["default"].weight.copy_(b / layer.scaling["default"])
+    student = unwrap(model)
+    moments = input_moments(student, run, cross=True)
+    for place, layer in adapted(student).items():
+        if isinstance(linear := layer.get_base_layer(), nn.Linear):
+            if (moment := moments.get(f"{place}.base_layer")) is not None:  # else nothing was lost
+                error = base.get_submodule(place).weight - linear.weight
+                _start(layer, *low_rank(error, moment, layer.r["default"]))
+        else:
+            _start_experts(layer, base.get_parameter(place) - layer.get_param())
+
+
+def _start(layer: LoraLayer, b: Tensor, a: Tensor) -> None:
+    """B·A, of the adapter's rank or the layer's, where that is lower."""
+    layer.lora_A["default"].weight[: len(a)] = a
+    layer.lora_B["default"].weight[:, : len(a)] = b / layer.scaling["default"]
+
+
+def _start_experts(layer: ParamWrapper, error: Tensor) -> None:
+    """Each expert's B·A nearest to its error; error [experts, out, in], or [experts, in, out] where the module says so.
+    What an expert gets to see depends on the router, so its inputs do not count here."""
+    if not error.any():
+        return
+    count, rank = len(error), layer.r["default"]
+    if getattr(layer.get_base_layer(), "is_transposed", False):
+        error = error.transpose(1, 2)
+    a_of = layer.lora_A["default"].weight.view(count, rank, -1)
+    b_of = layer.lora_B["default"].weight.view(-1, rank, count)
+    for at, matrix in enumerate(error):
+        b, a = nearest_of_rank(matrix, rank)
+        a_of[at, : len(a)] = a
+        b_of[:, : len(a), at] = b / layer.scaling["default"]
 
 
 def low_rank(error: Tensor, moment: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -123,7 +149,7 @@ def save_adapter(model: nn.Module, folder: Path, student: str | None) -> None:
         # the hub whether it was.
         weights = {name: p.detach().cpu() for name, p in model.named_parameters() if "lora_" in name}
         model.save_pretrained(part, save_embedding_layers=False, state_dict=weights)
-        write_origin(part, student)
+        write_origin(part, student, model)
         shutil.rmtree(old, ignore_errors=True)
         if folder.exists():
             folder.rename(old)
@@ -135,11 +161,14 @@ def save_adapter(model: nn.Module, folder: Path, student: str | None) -> None:
 
 
 class TextDataset(Dataset):
-    """Packed rows as items: tokens [L] int64 and mask [L], 1 at the tokens to be predicted (never the first)."""
+    """Packed rows as items: tokens [L] int64 and mask [L], 1 at the tokens to be predicted (never the first, and never
+    the rows' `given`)."""
 
     def __init__(self, rows: Rows, completions_only: bool):
         self.tokens, self.mask = rows.tokens, rows.mask.clone() if completions_only else torch.ones_like(rows.mask)
         self.mask[:, 0] = 0
+        if rows.given is not None:
+            self.mask[rows.tokens == rows.given] = 0
         self.fingerprint = fingerprint(rows)
         if len(rows) and not self.mask.any():
             raise UserError("the rows keep no completion token to learn; use longer rows or other text")

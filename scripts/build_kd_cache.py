@@ -21,8 +21,17 @@ from qat_lora.backend import open_backend
 from qat_lora.data.options import TextOptions
 from qat_lora.data.packing import fingerprint, split_heldout, tokenizer_fingerprint
 from qat_lora.errors import UserError
-from qat_lora.kd.cache import CacheSpec, open_cache, write_cache
-from qat_lora.models.loading import EMBEDDED, EMBEDDED_NOTE, check_length, load_config, load_model, load_tokenizer
+from qat_lora.kd.cache import CacheSpec, edges, open_cache, write_cache
+from qat_lora.models.loading import (
+    EMBEDDED,
+    EMBEDDED_NOTE,
+    check_headers,
+    check_length,
+    load_config,
+    load_model,
+    model_fingerprint,
+)
+from qat_lora.models.source import is_hub
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.files import lock, read_json, write_json
 from qat_lora.run.rundir import say
@@ -30,7 +39,7 @@ from qat_lora.run.rundir import say
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TextOptions, ScriptConfig):
-    model: str = option(EMBEDDED, "the teacher: smollm2-135m (embedded), a local folder, or a hub name")
+    model: str = option(EMBEDDED, "the teacher: smollm2-135m (embedded), a local folder, a .gguf file, or a hub name")
     cache_dir: str | None = option(None, "folder to write, e.g. caches/wikitext_L256")
     top_k: int = option(8, "exact probabilities kept at a position")
     draws: int = option(12, "tail tokens drawn at a position")
@@ -44,33 +53,37 @@ def main(cfg: Config) -> None:
     check(cfg)
     backend = open_backend(cfg.device, cfg.precision)
     backend.seed(cfg.seed)
-    tokenizer = load_tokenizer(cfg.model)
+    tokenizer = cfg.tokenizer(cfg.model)
+    check_headers(cfg.model)
     check_length(cfg.model, cfg.length)
-    rows = cfg.rows(tokenizer)
+    rows, bos = cfg.rows(tokenizer), cfg.bos_token(tokenizer)
     train, heldout = split_heldout(rows, cfg.heldout_fraction)
     spec = CacheSpec(
         teacher=cfg.model, tokenizer=tokenizer_fingerprint(tokenizer), text=fingerprint(rows),
         precision="bf16" if backend.bf16 else "fp32", length=cfg.length, k=cfg.top_k, draws=cfg.draws,
         vocab=load_config(cfg.model).vocab_size, seed=cfg.seed, rows_per_shard=cfg.rows_per_shard,
-        train_rows=len(train), heldout_rows=len(heldout),
+        train_rows=len(train), heldout_rows=len(heldout), **edges(bos, tokenizer),
     )  # fmt: skip
     if cfg.top_k >= spec.vocab:
         raise UserError(f"--top-k {cfg.top_k} must be below the vocabulary of {spec.vocab}")
     directory = Path(cfg.cache_dir)
     say(f"{cfg.model} on {backend} → {directory}")
-    say(f"{len(train)} training and {len(heldout)} held-out rows of {cfg.length} tokens")
+    say(f"{len(train)} training and {len(heldout)} held-out rows of {cfg.length} tokens"
+        + (f", each beginning with {tokenizer.bos_token}" if bos is not None else ""))  # fmt: skip
     say(f"top {cfg.top_k} and {cfg.draws} draws: {spec.bytes_per_position} bytes a position")
     if cfg.model == EMBEDDED:
         say(EMBEDDED_NOTE)
-    done = open_cache(directory, spec)
+    mark = None if cfg.dry_run and is_hub(cfg.model) else model_fingerprint(cfg.model)  # a dry run downloads no weights
+    done = open_cache(directory, spec, mark)
     if done and cfg.resume == "off":
         raise UserError(f"{directory} already holds {len(done)} shards; --resume auto goes on, or give another folder")
     if cfg.dry_run:
         return
 
+    teacher = load_model(cfg.model)  # what is wrong with it leaves no folder behind
     with lock(directory):
-        done = dict(open_cache(directory, spec))
-        teacher = backend.place(load_model(cfg.model))
+        done = dict(open_cache(directory, spec, mark))
+        backend.place(teacher)
         started = time.monotonic()
         with tqdm(total=len(rows), unit="row", disable=None) as bar:
             split = {"train": train, "heldout": heldout}

@@ -8,7 +8,9 @@
 The whole text is one stream of tokens, each document ended by EOS; only a ragged end shorter than a window is left
 out. Blocked: windows of --length side by side, each on its own, its first token given. Sliding: windows --stride
 apart, of which only the new tokens count, with the rest as context: the smaller the stride, the more context, the
-lower the PPL and the longer the wait. Every token counts, a chat row's prompt included.
+lower the PPL and the longer the wait. Every token counts, a chat row's prompt included. Where texts begin with BOS
+(--bos), every window does: one of 256 is BOS, in place of its first token, and 255 tokens of the text. BOS is context
+and never counts.
 
 Prints NLL in nats a token, PPL = e^NLL, with --teacher the exact KL(teacher‖model) over the same tokens, bits per
 quantised weight (codes, scales and adapter; 16 where nothing is quantised) and the size in MB (the rest at 16 bits).
@@ -24,20 +26,20 @@ from tqdm import tqdm
 
 from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.data.options import TextSource
-from qat_lora.data.packing import stream, tokenizer_fingerprint
+from qat_lora.data.packing import given_token, stream, tokenizer_fingerprint
 from qat_lora.errors import UserError
-from qat_lora.evaluate import text_figures, windows
+from qat_lora.evaluate import counted, text_figures, windows
 from qat_lora.models.adapter import adapter_values
 from qat_lora.models.architecture import unwrap
 from qat_lora.models.loading import EMBEDDED, EMBEDDED_NOTE, check_length, load_model, load_tokenizer
-from qat_lora.quant.student import bits_per_weight, head_of, load_trained, megabytes
+from qat_lora.quant.student import bits_per_weight, load_trained, megabytes
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.rundir import say
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TextSource, ScriptConfig):
-    model: str | None = option(None, "base model; default: the one the checkpoint was made of, else smollm2-135m")
+    model: str | None = option(None, "base model, where it is now; default: the checkpoint's, else smollm2-135m")
     checkpoint: str | None = option(None, "student to measure: the best.pt of train_qat.py; default: the base itself")
     adapter: str | None = option(None, "PEFT folder to put on it")
     teacher: str | None = option(None, "model to measure the KL from; default: no KL")
@@ -55,13 +57,16 @@ def main(cfg: Config) -> None:
     backend = open_backend(cfg.device, cfg.precision)
     backend.seed(cfg.seed)
     model, name = load_trained(cfg.model, cfg.checkpoint, cfg.adapter)
-    tokenizer = load_tokenizer(name)
+    tokenizer = cfg.tokenizer(name)
     check_length(name, cfg.length)
-    tokens, scored = windows(read_text(cfg, tokenizer), cfg.length, step_of(cfg), cfg.max_windows)
-    teacher = load_teacher(cfg.teacher, tokenizer, len(head_of(model).weight)) if cfg.teacher else None
-    facts = describe(cfg, name, model, scored, backend)
+    bos = cfg.bos_token(tokenizer)
+    tokens, scored = windows(read_text(cfg, tokenizer, bos), cfg.length, step_of(cfg), cfg.max_windows, bos)
+    given = given_token(tokenizer, bos)
+    teacher = load_teacher(cfg.teacher, tokenizer) if cfg.teacher else None
+    facts = describe(cfg, name, model, counted(tokens, scored, given), backend)
+    facts["bos"] = None if bos is None else tokenizer.bos_token
     if not cfg.dry_run:
-        facts |= measure(model, teacher, tokens, scored, backend, cfg.batch_size)
+        facts |= measure(model, teacher, tokens, scored, given, backend, cfg.batch_size)
     show(facts, cfg.json)
 
 
@@ -88,36 +93,37 @@ def step_of(cfg: Config) -> int:
     return cfg.length // 2 if cfg.stride is None else cfg.stride
 
 
-def load_teacher(name: str, tokenizer, vocab: int) -> nn.Module:
-    """The teacher, which must give probabilities to the same tokens as the model does."""
+def load_teacher(name: str, tokenizer) -> nn.Module:
+    """The teacher, whose tokens must be the model's; its embedding may be padded to another number of rows."""
     if tokenizer_fingerprint(load_tokenizer(name)) != tokenizer_fingerprint(tokenizer):
         raise UserError(f"--teacher {name} has another tokenizer than the model: their tokens cannot be compared")
-    teacher = load_model(name)
-    if len(head_of(teacher).weight) != vocab:
-        raise UserError(f"--teacher {name} has {len(head_of(teacher).weight)} tokens in its head, the model {vocab}")
-    return teacher
+    return load_model(name)
 
 
-def read_text(cfg: Config, tokenizer) -> Tensor:
+def read_text(cfg: Config, tokenizer, bos: int | None) -> Tensor:
     """The text's tokens [T], no more of them than the windows will need."""
-    limit = cfg.length + (cfg.max_windows - 1) * step_of(cfg) if cfg.max_windows else None
-    tokens, _ = stream(cfg.documents(tokenizer), tokenizer, limit)
+    # With BOS a window may begin one token further.
+    step = step_of(cfg) + (bos is not None)
+    limit = cfg.length + 1 + (cfg.max_windows - 1) * step if cfg.max_windows else None
+    tokens, _ = stream(cfg.documents(tokenizer), tokenizer, limit, bos)
     return tokens
 
 
-def describe(cfg: Config, name: str, model: nn.Module, scored: Tensor, backend: TorchBackend) -> dict:
+def describe(cfg: Config, name: str, model: nn.Module, where: Tensor, backend: TorchBackend) -> dict:
     """What is measured on what, and the model's size."""
     values = adapter_values(model)
     return {
         "model": name, "checkpoint": cfg.checkpoint, "adapter": cfg.adapter, "teacher": cfg.teacher,
-        "dataset": cfg.dataset, "windows": len(scored), "length": cfg.length, "stride": step_of(cfg),
-        "tokens": int(scored.sum()), "precision": "bf16" if backend.bf16 else "fp32", "device": backend.kind,
+        "dataset": cfg.dataset, "windows": len(where), "length": cfg.length, "stride": step_of(cfg),
+        "tokens": int(where.sum()), "precision": "bf16" if backend.bf16 else "fp32", "device": backend.kind,
         "bits_per_weight": bits_per_weight(model, values), "mb": megabytes(model, values),
         **({"note": EMBEDDED_NOTE} if EMBEDDED in (name, cfg.teacher) else {}),
     }  # fmt: skip
 
 
-def measure(model, teacher, tokens: Tensor, scored: Tensor, backend: TorchBackend, batch_size: int) -> dict:
+def measure(
+    model, teacher, tokens: Tensor, scored: Tensor, given: int | None, backend: TorchBackend, batch_size: int
+) -> dict:
     """ppl, nll, kl and tokens; raises UserError where the model gives no number."""
     batch_size = min(batch_size, len(tokens))
     backend.place(model)
@@ -129,7 +135,7 @@ def measure(model, teacher, tokens: Tensor, scored: Tensor, backend: TorchBacken
             bar.update()
 
         hook = unwrap(model).get_input_embeddings().register_forward_hook(advance)  # once a batch
-        figures = text_figures(model, tokens, scored, backend, batch_size, teacher)
+        figures = text_figures(model, tokens, scored, backend, batch_size, teacher, given)
         hook.remove()
     for name, holder in (("nll", "the weights or the adapter hold"), ("kl", "the teacher's weights hold")):
         if not math.isfinite(figures.get(name, 0)):
@@ -148,7 +154,7 @@ def show(facts: dict, as_json: bool) -> None:
     say(f"model  {', '.join([facts['model'], *parts])}; {facts['precision']} on {facts['device']}")
     say(
         f"text   {facts['dataset']}: {facts['windows']} windows of {facts['length']} tokens, {facts['stride']} apart; "
-        f"{facts['tokens']} tokens count"
+        f"{facts['tokens']} tokens count" + (f", each window begins with {facts['bos']}" if facts["bos"] else "")
     )
     if "nll" in facts:
         say(f"NLL    {facts['nll']:.4f} nats a token")

@@ -39,6 +39,7 @@ class Config(ScriptConfig):
     qat_run: str | None = option(None, "run directory of train_qat.py")
     recovery_run: str | None = option(None, "run directory of train_recovery_lora.py, on that run's best.pt")
     cache_dir: str | None = option(None, "the KD cache of both")
+    model: str | None = option(None, "where the base model of both is now; default: where it was")
     output: str | None = option(None, "file to write; default: report.md beside the QAT run")
     rows: int = option(16, "held-out rows to measure on")
     batch_size: int = option(4, "rows in a pass")
@@ -54,7 +55,7 @@ def main(cfg: Config) -> None:
         if getattr(cfg, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(cfg, name)} must be at least 1")
     qat, recovery = Path(cfg.qat_run), Path(cfg.recovery_run)
-    made = read_student(qat / "best.pt")
+    made = read_student(qat / "best.pt", cfg.model)
     tokenizer = load_tokenizer(made["model"])
     heldout = KDCacheDataset(cfg.cache_dir, "heldout", tokenizer=tokenizer_fingerprint(tokenizer))
     check_same_experiment(qat, recovery, cfg)
@@ -68,10 +69,12 @@ def main(cfg: Config) -> None:
     last = range(max(0, len(heldout) - cfg.rows), len(heldout))  # training runs choose their best state on the first
     tokens = torch.stack([heldout[i]["tokens"] for i in last])
     seconds = stage_seconds(qat, recovery, Path(cfg.cache_dir))
+    # BOS is context; where it is the EOS too, it ends a document and counts.
+    given = None if heldout.spec is None or heldout.spec.bos in (-1, heldout.spec.eos) else heldout.spec.bos
     rows, texts = [], []
     for name, model in models(teacher, made, qat, recovery):
         say(f"measuring {name}")
-        rows.append([name, *measure(model, teacher, tokens, backend, cfg.batch_size), seconds.get(name, "")])
+        rows.append([name, *measure(model, teacher, tokens, given, backend, cfg.batch_size), seconds.get(name, "")])
         texts.append((name, complete(model, tokenizer, cfg.prompt, max_new_tokens=cfg.new_tokens)))
         del model
     pictures = [plot_run(run) for run in (qat, recovery)]
@@ -113,12 +116,14 @@ def models(teacher: nn.Module, made: dict, qat: Path, recovery: Path):
     yield "+ LoRA", load_adapter(student, recovery / "adapter", qat / "best.pt")
 
 
-def measure(model: nn.Module, teacher: nn.Module, tokens, backend: TorchBackend, batch_size: int) -> list[str]:
+def measure(
+    model: nn.Module, teacher: nn.Module, tokens, given: int | None, backend: TorchBackend, batch_size: int
+) -> list[str]:
     """PPL, KL, bits per weight and MB, as text."""
     backend.place(model)
     backend.place(teacher)
     scored = torch.full((len(tokens),), tokens.shape[1] - 1)
-    figures = text_figures(model.eval(), tokens, scored, backend, batch_size, teacher)
+    figures = text_figures(model.eval(), tokens, scored, backend, batch_size, teacher, given)
     values = adapter_values(model)
     ppl = f"{figures['ppl']:.1f}" if figures["ppl"] < 1e5 else f"{figures['ppl']:.1e}"
     return [ppl, f"{figures['kl']:.3f}", f"{bits_per_weight(model, values):.2f}", f"{megabytes(model, values):.0f}"]

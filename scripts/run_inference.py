@@ -6,9 +6,9 @@
     python scripts/run_inference.py --checkpoint runs/v2_q4/best.pt --raw --prompt "Once upon a time" --temperature 0.7
 
 Without --prompt every line of standard input is a prompt of its own, until its end (Ctrl-D). The prompt goes through
-the tokenizer's chat template unless --raw. Text appears as it is generated, under a line that names the model.
-Greedy at --temperature 0; above it sampling is seeded anew for every completion, so that with --compare the models
-differ and the dice do not. CPU and CUDA.
+the tokenizer's chat template, or --chat-template, unless --raw: then BOS stands in front where the tokenizer puts it
+there. Text appears as it is generated, under a line that names the model. Greedy at --temperature 0; above it sampling
+is seeded anew for every completion, so that with --compare the models differ and the dice do not. CPU and CUDA.
 """
 
 import sys
@@ -20,18 +20,19 @@ from torch import nn
 from transformers import TextStreamer
 
 from qat_lora.backend import open_backend, resolve
+from qat_lora.data.options import ChatOptions
 from qat_lora.errors import UserError
 from qat_lora.models.adapter import load_adapter
 from qat_lora.models.generate import check_device, check_sampling, complete
-from qat_lora.models.loading import EMBEDDED, EMBEDDED_NOTE, load_model, load_tokenizer
+from qat_lora.models.loading import EMBEDDED, EMBEDDED_NOTE, load_model
 from qat_lora.quant.student import load_student
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.rundir import say
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ScriptConfig):
-    model: str | None = option(None, "base model; default: the one the checkpoint was made of, else smollm2-135m")
+class Config(ChatOptions, ScriptConfig):
+    model: str | None = option(None, "base model, where it is now; default: the checkpoint's, else smollm2-135m")
     checkpoint: str | None = option(None, "student: the best.pt of train_qat.py; default: the base itself")
     adapter: str | None = option(None, "PEFT folder to put on it")
     prompt: str | None = option(None, "what to say to the model; default: lines of standard input")
@@ -56,7 +57,7 @@ def main(cfg: Config) -> None:
     check(cfg)
     backend = open_backend(cfg.device, cfg.precision)
     speakers, name = load(cfg)
-    tokenizer = load_tokenizer(name)
+    tokenizer = cfg.tokenizer(name)
     for speaker in speakers:
         backend.place(speaker.model)
     rule = f"temperature {cfg.temperature}, top-p {cfg.top_p}" if cfg.temperature else "greedy"
@@ -82,6 +83,8 @@ def check(cfg: Config) -> None:
     check_sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_p)
     if cfg.raw and cfg.system is not None:
         raise UserError("--system needs the chat template; leave --raw out")
+    if cfg.raw and cfg.chat_template is not None:
+        raise UserError("--raw uses no chat template; leave out --raw or --chat-template")
     if cfg.compare and not (cfg.checkpoint or cfg.adapter):
         raise UserError("--compare has nothing to set beside the base; give --checkpoint, --adapter or both")
 

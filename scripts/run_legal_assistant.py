@@ -18,12 +18,13 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from qat_lora.backend import open_backend, resolve
+from qat_lora.data.chat import check_template
 from qat_lora.data.legal import AUTHORITIES
 from qat_lora.data.legal_answers import Answer, Authorities, messages
+from qat_lora.data.options import ChatOptions
 from qat_lora.errors import UserError
 from qat_lora.experiments.legal_page import CUT_OFF, STYLE, page, verdict_line, verdicts
 from qat_lora.models.generate import Stream, check_device, check_sampling
-from qat_lora.models.loading import load_tokenizer
 from qat_lora.quant.student import load_trained
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.files import read_json
@@ -31,9 +32,11 @@ from qat_lora.run.rundir import read_config, say
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ScriptConfig):
+class Config(ChatOptions, ScriptConfig):
     run: str | None = option(None, "run directory of train_cot_sft.py, instead of the next four")
-    model: str | None = option(None, "model folder or hub name; default: smollm2-135m")
+    model: str | None = option(
+        None, "model folder, .gguf file or hub name, with --run where its base is now; default: smollm2-135m"
+    )
     checkpoint: str | None = option(None, "quantised base (base.pt) that the adapter was trained on")
     adapter: str | None = option(None, "PEFT folder to put on it")
     authorities: str | None = option(None, "authorities.json with what may be cited; default: that of the generator")
@@ -52,7 +55,9 @@ def main(cfg: Config) -> None:
     authorities = read_authorities(cfg.authorities)
     backend = open_backend(cfg.device, cfg.precision)
     model, name = load_trained(cfg.model, cfg.checkpoint, cfg.adapter)
-    tokenizer = load_tokenizer(name)
+    # A run's own tokenizer carries the chat template that it was trained with.
+    tokenizer = cfg.tokenizer(str(Path(cfg.run) / "model") if cfg.run else name)
+    check_template(tokenizer)
     about = f"{name}{f' + {cfg.adapter}' if cfg.adapter else ''} on {backend}, {len(authorities.names)} authorities"
     say(about)
     if cfg.dry_run:
@@ -91,7 +96,9 @@ def from_run(cfg: Config) -> Config:
     long its answers may be."""
     if cfg.run is None:
         return replace(cfg, max_new_tokens=256) if cfg.max_new_tokens is None else cfg
-    given = [f"--{n}" for n in ("model", "checkpoint", "adapter", "authorities") if getattr(cfg, n) is not None]
+    whole = not (Path(cfg.run) / "adapter").is_dir()
+    names = ("checkpoint", "adapter", "authorities", *(["model"] if whole else []))
+    given = [f"--{name}" for name in names if getattr(cfg, name) is not None]
     if given:
         raise UserError(f"--run {cfg.run} says what {given[0]} is; leave one of them out")
     folder = Path(cfg.run)
@@ -106,9 +113,9 @@ def from_run(cfg: Config) -> Config:
         raise UserError(f"--run {cfg.run} holds no model/: it has not finished; --resume it with train_cot_sft.py")
     found = {"authorities": str(folder / "authorities.json")}
     found |= {"max_new_tokens": length} if cfg.max_new_tokens is None else {}
-    if (folder / "adapter").is_dir():
+    if not whole:
         base = folder / "base.pt"
-        found |= {"model": model, "adapter": str(folder / "adapter")}
+        found |= {"model": cfg.model or model, "adapter": str(folder / "adapter")}
         found |= {"checkpoint": str(base)} if base.exists() else {}
     else:
         found["model"] = str(folder / "model")

@@ -18,10 +18,11 @@ from torch import nn
 
 from qat_lora.backend import open_backend
 from qat_lora.data.musclebob import Question
+from qat_lora.data.options import ChatOptions
 from qat_lora.errors import UserError
 from qat_lora.experiments.musclebob import Examiner, examine, transcripts
 from qat_lora.models.generate import end_tokens
-from qat_lora.models.loading import load_model, load_tokenizer
+from qat_lora.models.loading import load_model
 from qat_lora.rl.rollout import Sampling
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.files import read_json, write_json
@@ -32,8 +33,9 @@ LINE = 256  # tokens of a question on standard input, with the chat template aro
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ScriptConfig):
+class Config(ChatOptions, ScriptConfig):
     run: str | None = option(None, "run directory of train_musclebob_improved.py; default: the newest")
+    model: str | None = option(None, "where the model is now that it was made of; default: where it was")
     compare: bool = option(False, "ask the model that it was made of, too")
     interactive: bool = option(False, "answer the lines of standard input")
     samples: int = option(10, "sampled answers to each held-out question")
@@ -55,8 +57,9 @@ def main(cfg: Config) -> None:
         raise UserError(f"{run}/training_config.json is damaged; put it back")
     if not folder.is_dir():
         raise UserError(f"{run} has no model yet; let it finish: --resume-from-checkpoint {run}")
+    made |= {"model": cfg.model or made["model"]}
     backend = open_backend(cfg.device, cfg.precision)
-    tokenizer, model = load_tokenizer(str(folder)), load_model(str(folder))
+    tokenizer, model = cfg.tokenizer(str(folder)), load_model(str(folder))
     examiner = Examiner(
         tokenizer, backend, tuple(end_tokens(model, tokenizer)), 1 if cfg.interactive else ROWS,
         LINE if cfg.interactive else made["max_prompt_length"], made["max_completion_length"],

@@ -21,6 +21,8 @@ from importlib.util import find_spec
 from torch import nn
 
 from qat_lora.backend import TorchBackend, launch, open_backend, planned_workers
+from qat_lora.data.options import TokenOptions
+from qat_lora.data.templates import begin_with_bos, template_facts
 from qat_lora.errors import UserError
 from qat_lora.experiments.cot_sft import (
     LawData,
@@ -35,13 +37,16 @@ from qat_lora.experiments.cot_sft import (
     write_whole,
 )
 from qat_lora.memory import cache_memory, training_memory
+from qat_lora.models.architecture import model_type, packs, set_packs
 from qat_lora.models.generate import end_tokens
-from qat_lora.models.loading import EMBEDDED, check_length, load_tokenizer, weights_fingerprint
+from qat_lora.models.loading import EMBEDDED, check_length, weights_fingerprint
+from qat_lora.models.targets import coverage, left_out
 from qat_lora.qat import Plan, train_plain
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import write_student
-from qat_lora.recovery import PROJECTIONS, add_adapter, save_adapter
+from qat_lora.recovery import add_adapter, save_adapter
 from qat_lora.rl.ask import Asker
+from qat_lora.rl.rollout import check_answers
 from qat_lora.run.config import RunConfig, option, run_script
 from qat_lora.run.files import sha256
 from qat_lora.run.plots import plot_run
@@ -53,8 +58,8 @@ METHODS = ("lora", "rslora", "full")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(RunConfig):
-    model: str = option(EMBEDDED, "instruct model: smollm2-135m (embedded), a folder or a hub name")
+class Config(TokenOptions, RunConfig):
+    model: str = option(EMBEDDED, "instruct model: smollm2-135m (embedded), a folder, a .gguf file, or a hub name")
     dataset: str = option("generated", "generated, a local .jsonl or .parquet file, or a hub dataset (rzeraat/law)")
     dataset_split: str = option("train", "split of a hub dataset")
     count: int = option(2000, "rows of the generated dataset")
@@ -98,15 +103,21 @@ def main(cfg: Config) -> None:
 
 def work(backend: TorchBackend, cfg: Config) -> None:
     """The experiment, in each of its workers."""
-    tokenizer = load_tokenizer(cfg.model)
+    tokenizer = cfg.tokenizer(cfg.model)
+    if cfg.bos == "on":  # else as the template has it, which is what transformers does with a conversation
+        begin_with_bos(tokenizer)
     workers = planned_workers(backend.kind, cfg.num_chips) if cfg.dry_run else backend.world_size
     with backend.group.main_first():
         rows = law_rows(cfg.dataset, cfg.dataset_split, cfg.count, cfg.seed)
     weights = section_weights(cfg.section_weights)
-    data = law_data(rows, tokenizer, cfg.length, weights, cfg.heldout_fraction, cfg.batch_size, cfg.seed)
-    plan = plan_of(cfg, data, workers)
     with_values = backend.is_main and not cfg.dry_run
     base = load_base(cfg.model, cfg.quantize, with_values)
+    together = packs(base) if cfg.dry_run else backend.group.on_main(lambda: packs(base))
+    set_packs(base, together)  # the other workers have no weights to find out with
+    if cfg.eval_answers or cfg.final_answers:
+        check_answers(base, backend.kind, with_values)
+    data = law_data(rows, tokenizer, cfg.length, weights, cfg.heldout_fraction, cfg.batch_size, cfg.seed, together)
+    plan = plan_of(cfg, data, workers)
     student = base_content(base, cfg.model, cfg.quantize) if with_values else None
     fingerprint = None if cfg.dry_run else backend.group.on_main(lambda: weights_fingerprint(base))
     model = adapted(cfg, base)
@@ -121,8 +132,9 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     facts = {
         "device": str(backend), "base": fingerprint, "data": data.train.fingerprint,
         "heldout": data.heldout.fingerprint, "rows_per_update": plan.batch_size * plan.accumulation * workers,
+        **template_facts(cfg.chat_template),
     }  # fmt: skip
-    run = open_run("train_cot_sft", cfg, facts, backend.group)
+    run = open_run("train_cot_sft", cfg, facts, backend.group, {"model": "base"})
     if cfg.wandb and backend.is_main:
         run.mirror = wandb_mirror(cfg.wandb, run.path, asdict(cfg))
     backend.seed(cfg.seed + backend.rank)  # each worker's dropout is its own
@@ -200,13 +212,12 @@ def plan_of(cfg: Config, data: LawData, workers: int) -> Plan:
 
 
 def adapted(cfg: Config, base: nn.Module) -> nn.Module:
-    """The base with a new adapter on all seven projections, or all of it to be trained."""
+    """The base with a new adapter on every linear layer of its blocks, or all of it to be trained."""
     if cfg.method == "full":
         return base.requires_grad_(True)
     base.requires_grad_(False)
-    return add_adapter(
-        base, cfg.lora_r, cfg.lora_alpha, PROJECTIONS, cfg.seed, cfg.lora_dropout, cfg.method == "rslora"
-    )
+    rslora = cfg.method == "rslora"
+    return add_adapter(base, cfg.lora_r, cfg.lora_alpha, ("all",), cfg.seed, cfg.lora_dropout, rslora)
 
 
 def describe(cfg: Config, model: nn.Module, backend: TorchBackend, data: LawData, plan: Plan, workers: int) -> None:
@@ -214,15 +225,20 @@ def describe(cfg: Config, model: nn.Module, backend: TorchBackend, data: LawData
     whole = sum(p.numel() for p in model.parameters())
     rows = plan.batch_size * plan.accumulation * workers
     say(f"{cfg.model} on {backend}: {trained:,} trained of {whole:,} values ({cfg.method})")
+    if cfg.method != "full":
+        for line in (f"adapter: {coverage(model)}", *left_out(model)):
+            say(line)
     for line in data.lines():
         say(line)
+    if not packs(model):
+        say(f"one example to a row: a model of type {model_type(model)!r} does not keep several apart")
     say(f"{plan.steps} updates of {plan.batch_size} × {plan.accumulation} × {workers} = {rows} rows "
         f"({rows * cfg.length:,} tokens), learning rate {plan.learning_rate:g}")  # fmt: skip
     parts = training_memory(
-        model.config, trained, whole - trained, cfg.batch_size, cfg.length, backend.bf16, cfg.gradient_checkpointing
+        model, trained, whole - trained, cfg.batch_size, cfg.length, backend.bf16, cfg.gradient_checkpointing
     )
     say("memory of a worker (estimated): " + ", ".join(f"{name} {size:.2f} GB" for name, size in parts.items()))
-    cache = cache_memory(model.config, cfg.answer_rows, cfg.max_prompt_length + cfg.max_new_tokens, backend.bf16)
+    cache = cache_memory(model, cfg.answer_rows, cfg.max_prompt_length + cfg.max_new_tokens, backend.bf16)
     say(f"and while it is examined: keys and values of {cfg.answer_rows} answers {cache:.2f} GB")
 
 

@@ -20,22 +20,25 @@ from pathlib import Path
 from torch import nn
 
 from qat_lora.backend import TorchBackend, open_backend, resolve
-from qat_lora.data.chat import render_chat
+from qat_lora.data.chat import check_template, render_chat
 from qat_lora.data.musclebob import heldout_questions, training_questions
+from qat_lora.data.options import ChatOptions
 from qat_lora.data.packing import Rows, fingerprint, pad
+from qat_lora.data.templates import template_facts
 from qat_lora.errors import UserError
 from qat_lora.evaluate import text_loss
 from qat_lora.experiments.musclebob import STAGES, Examiner, examine, glance, judge_of, plot, transcripts
 from qat_lora.grpo import GRPOPlan, PromptDataset, train_grpo
 from qat_lora.memory import training_memory
 from qat_lora.models.generate import end_tokens
-from qat_lora.models.loading import EMBEDDED, check_length, load_model, load_tokenizer, write_model
+from qat_lora.models.loading import EMBEDDED, check_length, load_model
+from qat_lora.models.writing import write_model
 from qat_lora.qat import Plan, train_plain
 from qat_lora.quant.student import freeze_plain_tables
 from qat_lora.recovery import TextDataset
 from qat_lora.rl.ask import own_dice
 from qat_lora.rl.loss import Objective
-from qat_lora.rl.rollout import Sampling
+from qat_lora.rl.rollout import Sampling, check_answers
 from qat_lora.run.config import RunConfig, option, run_script
 from qat_lora.run.files import new_folder, read_json, write_atomically, write_json
 from qat_lora.run.rundir import Run, open_run, say
@@ -50,8 +53,10 @@ ROWS = 80  # answers of a validation that are drawn at a time: a token costs har
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(RunConfig):
-    model: str = option(EMBEDDED, "instruct model to teach: smollm2-135m (embedded), a folder or a hub name")
+class Config(ChatOptions, RunConfig):
+    model: str = option(
+        EMBEDDED, "instruct model to teach: smollm2-135m (embedded), a folder, a .gguf file, or a hub name"
+    )
     epochs: int = option(5, "passes of GRPO over the questions")
     num_samples: int = option(128, "questions of a pass, one of three about him")
     batch_size: int = option(2, "prompts in a micro-batch")
@@ -90,7 +95,9 @@ def main(cfg: Config) -> None:
     cfg = shortened(cfg) if cfg.quick else cfg
     check(cfg)
     backend = open_backend(cfg.device, cfg.precision)
-    tokenizer, model = load_tokenizer(cfg.model), load_model(cfg.model)
+    tokenizer = cfg.tokenizer(cfg.model)
+    check_template(tokenizer)
+    model = load_model(cfg.model)
     examiner = Examiner(
         tokenizer, backend, tuple(end_tokens(model, tokenizer)), ROWS, cfg.max_prompt_length, cfg.max_completion_length
     )
@@ -99,6 +106,7 @@ def main(cfg: Config) -> None:
     examiner.encode([q.messages for q in heldout_questions()])  # refused now rather than at the first validation
     rows = sft_rows(cfg, tokenizer)
     sft, grpo = sft_plan(cfg) if rows else None, grpo_plan(cfg, examiner.ends)
+    check_answers(model, backend.kind)
     freeze_plain_tables(model)  # no answer needs another vocabulary
     describe(cfg, model, backend, sft, grpo)
     if cfg.dry_run:
@@ -107,8 +115,9 @@ def main(cfg: Config) -> None:
     asked = fingerprint(Rows(prompts.prompts.tokens.int(), prompts.prompts.mask.byte()))
     run = open_run("train_musclebob_improved", cfg, {
         "device": str(backend), "prompts": asked, "answers": rows.fingerprint if rows else None,
-        "prompts_per_update": cfg.batch_size * cfg.accumulation_steps,
-    })  # fmt: skip
+        "prompts_per_update": cfg.batch_size * cfg.accumulation_steps, "base": model.fingerprint,
+        **template_facts(cfg.chat_template),
+    }, places={"model": "base"})  # fmt: skip
     write_json(run.path / "training_config.json", dataclasses.asdict(cfg))
     backend.seed(cfg.seed)
     session = Session(run, backend, Every(cfg.log_every, cfg.eval_every, cfg.save_every), SHOWN)
@@ -228,7 +237,7 @@ def memory(cfg: Config, model: nn.Module, backend: TorchBackend) -> dict[str, fl
     whole = sum(p.numel() for p in model.parameters())
     row = cfg.max_prompt_length + cfg.num_generations * cfg.max_completion_length
     return training_memory(
-        model.config, trained, whole - trained + (whole if cfg.beta else 0), cfg.batch_size, row, backend.bf16,
+        model, trained, whole - trained + (whole if cfg.beta else 0), cfg.batch_size, row, backend.bf16,
         cfg.gradient_checkpointing and backend.kind == "cuda",
     )  # fmt: skip
 
@@ -272,8 +281,7 @@ def keep(model: nn.Module, tokenizer, folder: Path) -> None:
     """Save the model in HF's own format, once."""
     if not folder.exists():
         with new_folder(folder) as part:
-            weights = {name: p.detach().cpu() for name, p in model.named_parameters()}  # a tied one once
-            write_model(model, tokenizer, weights, part, folder)
+            write_model(model, tokenizer, part, folder)
 
 
 def start_of_grpo(cfg: Config, run: Run, backend: TorchBackend) -> nn.Module | None:

@@ -10,8 +10,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -23,6 +27,8 @@ from qat_lora.export import (
     ADAPTER_FILE,
     MODEL_FILE,
     check_gguf,
+    export_formats,
+    gguf_refusal,
     hf_bytes,
     load_source,
     plan_gguf,
@@ -266,6 +272,65 @@ def test_adapter_beside_the_folder_and_merged_into_it(llama, tmp_path):
         load_adapter(load_student(other)[0], tmp_path / "hf" / "adapter", other)
     assert not (tmp_path / "merged" / "adapter").exists()
     assert apart(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), ours) < 1e-5
+
+
+# -- adapters on experts ---------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def mixtral(full_model_dir):
+    """(student file, adapter on attention and experts) of a tiny Mixtral."""
+    config = MixtralConfig(
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, bos_token_id=None, eos_token_id=2, **SHAPE
+    )
+    folder = full_model_dir(MixtralForCausalLM(config))
+    checkpoint = student_of(folder, StudentSpec("none", "int4/g32"))
+    experts = [f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    return checkpoint, adapter_of(folder, checkpoint, target_modules=["q_proj"], target_parameters=experts)
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_adapter_on_experts(mixtral, tmp_path, merged):
+    ours = logits(load_adapter(load_student(mixtral[0])[0], mixtral[1], mixtral[0]))
+    source = load_source(*mixtral)
+    assert apart(logits(source.student), ours) > 0.1 and len(source.updates) == 2 * 3
+    write_hf(source, tmp_path, tmp_path, merged)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    model = model if merged else PeftModel.from_pretrained(model, tmp_path / "adapter")
+    assert apart(logits(model), ours) < 1e-5
+
+
+def test_mixture_of_experts_is_no_gguf(mixtral):
+    with pytest.raises(UserError, match="is a mixtral: GGUF is written for llama"):
+        plan_gguf(load_source(mixtral[0]))
+
+
+# -- plans -----------------------------------------------------------------------------------------------------------
+def test_formats_of_a_model(model_dir, mixtral):
+    assert export_formats(str(model_dir("llama"))) == "export: hf, gguf"
+    assert gguf_refusal(str(model_dir("llama", attention_bias=True))).endswith("not written to GGUF")
+    said = export_formats(read_student(mixtral[0])["model"])
+    assert said.startswith("export: hf; GGUF: not written: model ") and "is a mixtral" in said and "\n" not in said
+
+
+# -- Gemma -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("scalar", [16, 24])
+def test_norms_of_gemma_hold_one_plus_the_weight_and_the_scale_of_q(full_model_dir, tmp_path, scalar):
+    config = Gemma3TextConfig(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, query_pre_attn_scalar=scalar, bos_token_id=None,
+        **SHAPE,
+    )  # fmt: skip
+    source = load_source(student_of(full_model_dir(Gemma3ForCausalLM(config))))
+    plan = written(source, tmp_path)
+    tensors = {t.name: t.data for t in GGUFReader(tmp_path / MODEL_FILE).tensors}
+    weights = dict(source.student.named_parameters())
+    for name, parameter, factor in (
+        ("blk.1.attn_q_norm", "self_attn.q_norm", (16 / scalar) ** 0.5), ("blk.1.attn_k_norm", "self_attn.k_norm", 1),
+        ("blk.1.ffn_norm", "pre_feedforward_layernorm", 1), ("blk.1.attn_norm", "input_layernorm", 1),
+        ("blk.1.post_attention_norm", "post_attention_layernorm", 1),
+        ("blk.1.post_ffw_norm", "post_feedforward_layernorm", 1),
+    ):  # fmt: skip
+        ours = (1 + weights[f"model.layers.1.{parameter}.weight"]) * factor
+        assert np.array_equal(tensors[f"{name}.weight"], ours.numpy()), name
+    assert {e.kind for e in plan.entries if e.quantizer} == {"Q4_0", "Q8_0"}  # codes and scales as they are
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------

@@ -14,11 +14,11 @@ from qat_lora.evaluate import heldout_figures, heldout_nll, text_figures
 from qat_lora.experiments.recovery import Config, make_anchor
 from qat_lora.models.adapter import load_adapter
 from qat_lora.models.loading import load_model
+from qat_lora.models.targets import PROJECTIONS
 from qat_lora.qat import Plan, restore
 from qat_lora.quant.linear import quantized_layers
 from qat_lora.quant.student import load_student
 from qat_lora.recovery import (
-    PROJECTIONS,
     Anchor,
     TextDataset,
     add_adapter,
@@ -119,10 +119,10 @@ def test_targets_are_where_the_adapter_sits(new_model, projections):
     assert names == {f"{p}_proj" for p in projections}
 
 
-@pytest.mark.parametrize("projections", [("q", "qkv"), ("",), (), ("q_proj",)])
-def test_unknown_targets_are_refused(projections):
-    with pytest.raises(UserError, match="choose from q,k,v,o,gate,up,down"):
-        add_adapter(torch.nn.Module(), 4, 4, projections, 0)
+@pytest.mark.parametrize("projections", [("q", "qkv"), ("",), (), ("experts",), ("proj",)])
+def test_unknown_targets_are_refused(new_model, projections):
+    with pytest.raises(UserError, match=r"choose from q,k,v,o,gate,up,down,attn,mlp,all$"):
+        new_model(projections=projections)
 
 
 def test_a_rank_of_zero_is_refused():

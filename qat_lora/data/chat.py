@@ -129,10 +129,7 @@ def render_chat(messages: list[dict], tokenizer, thinking: str, given: int = 0) 
     """
     if thinking not in THINKING:
         raise UserError(f'thinking="{thinking}" is not one of {", ".join(THINKING)}')
-    if tokenizer.chat_template is None:
-        raise UserError(
-            "the tokenizer has no chat template; use an instruct model's tokenizer, or rows with plain text in `text`"
-        )
+    check_template(tokenizer)
     spans = {}
     for enabled in THINKING[thinking]:
         text = render(messages, tokenizer, enabled)
@@ -140,6 +137,15 @@ def render_chat(messages: list[dict], tokenizer, thinking: str, given: int = 0) 
         if text not in spans:
             spans[text] = _completion_spans(messages, text, tokenizer, enabled, given)
     return [Document(text, ranges) for text, ranges in spans.items()]
+
+
+def check_template(tokenizer) -> None:
+    """Raise UserError where a tokenizer has no chat template."""
+    if tokenizer.chat_template is None:
+        raise UserError(
+            "the tokenizer has no chat template: give one with --chat-template (chatml, gemma, llama3 or a Jinja "
+            "file), or use an instruct model"
+        )
 
 
 def render(messages: list[dict], tokenizer, enabled: bool, prompt: bool = False) -> str:

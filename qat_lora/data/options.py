@@ -5,13 +5,44 @@ from dataclasses import dataclass
 
 from qat_lora.data.chat import THINKING, Document, documents
 from qat_lora.data.packing import Rows, pack
+from qat_lora.data.templates import set_template
 from qat_lora.data.text import read_rows
 from qat_lora.errors import UserError
+from qat_lora.models.loading import load_tokenizer
+from qat_lora.models.tokens import bos_token
 from qat_lora.run.config import option
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextSource:
+class ChatOptions:
+    """How conversations become text."""
+
+    chat_template: str | None = option(
+        None, "chat template in place of the tokenizer's own: chatml, gemma, llama3 or a file with a Jinja template"
+    )
+
+    def tokenizer(self, name: str):
+        """The tokenizer of a model, with the template asked for. Raises UserError as `load_tokenizer` and
+        `set_template` do."""
+        tokenizer = load_tokenizer(name)
+        if self.chat_template is not None:
+            set_template(tokenizer, self.chat_template)
+        return tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenOptions(ChatOptions):
+    """How texts become tokens."""
+
+    bos: str = option("auto", "begin texts and rows with BOS: on, off, or auto: where the tokenizer itself does so")
+
+    def bos_token(self, tokenizer) -> int | None:
+        """The token that texts begin with, or None."""
+        return bos_token(tokenizer, self.bos)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSource(TokenOptions):
     """Where documents come from."""
 
     dataset: str = option("embedded", "embedded, a local .txt, .jsonl or .parquet file, or a hub dataset")
@@ -39,4 +70,5 @@ class TextOptions(TextSource):
         """The documents packed into rows. Raises UserError as `documents` and `pack` do."""
         if self.streaming and not self.max_rows:
             raise UserError("--streaming reads without end; give --max-rows with it")
-        return pack(self.documents(tokenizer), tokenizer, self.length, self.max_rows)
+        bos = self.bos_token(tokenizer)
+        return pack(self.documents(tokenizer), tokenizer, self.length, self.max_rows, bos)

@@ -10,6 +10,8 @@ import torch
 
 from qat_lora.data.chat import Document
 from qat_lora.errors import UserError
+from qat_lora.models.identity import tokenizer_fingerprint as tokenizer_fingerprint
+from qat_lora.models.tokens import check_ids
 
 
 @dataclass(frozen=True)
@@ -17,11 +19,13 @@ class Rows:
     """Packed text: tokens int32 [N, L] and mask uint8 [N, L].
 
     mask[n, t] = 1 where tokens[n, t] is to be learned, that is, predicted from the tokens before it; the losses do the
-    shift. Raises ValueError for other types or shapes.
+    shift. given: a token that is context wherever it stands and is never predicted (BOS, unless it is also the EOS).
+    Raises ValueError for other types or shapes.
     """
 
     tokens: torch.Tensor
     mask: torch.Tensor
+    given: int | None = None
 
     def __post_init__(self):
         if self.tokens.dtype != torch.int32 or self.mask.dtype != torch.uint8:
@@ -33,43 +37,92 @@ class Rows:
         return self.tokens.shape[0]
 
 
-def stream(documents: Iterable[Document], tokenizer, limit: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def stream(
+    documents: Iterable[Document], tokenizer, limit: int | None = None, bos: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokenise the documents, end each with EOS and put them end to end: tokens int32 [T] and mask uint8 [T].
 
     Plain text has mask 1 throughout, EOS included; chat has mask 1 inside its spans, and gets no second EOS where its
-    rendering ends with one. Reading stops at `limit` tokens, so the documents may be endless.
+    rendering ends with one. bos: the token that every document begins with, mask 0; it is added where the text does
+    not begin with it already. Where BOS and EOS are the same token, the EOS of the document before stands for it, and
+    one is added at the very beginning.
+    Reading stops at `limit` tokens, so the documents may be endless.
     Raises UserError where the tokenizer has no EOS.
     """
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no EOS token to end documents with; set tokenizer.eos_token")
-    tokens, masks, total = [np.zeros(0, np.int32)], [np.zeros(0, np.uint8)], 0
+    given = given_token(tokenizer, bos)
+    start = [] if bos is None or given is not None else [bos]
+    tokens, masks, total = [np.asarray(start, np.int32)], [np.zeros(len(start), np.uint8)], len(start)
     for document in documents:
         ids, sections = encode(document, tokenizer)
+        mask = (sections > 0).astype(np.uint8)
+        if given is not None and len(ids):
+            if ids[0] != given:
+                ids, mask = np.insert(ids, 0, given), np.insert(mask, 0, 0)
+            mask[ids == given] = 0
         tokens.append(ids)
-        masks.append((sections > 0).astype(np.uint8))
+        masks.append(mask)
         total += len(ids)
         if limit is not None and total >= limit:
             break
     return tuple(torch.from_numpy(np.concatenate(parts)[:limit]) for parts in (tokens, masks))
 
 
-def pack(documents: Iterable[Document], tokenizer, length: int, max_rows: int | None = None) -> Rows:
+def given_token(tokenizer, bos: int | None) -> int | None:
+    """The token that is never predicted in rows that begin with `bos`: BOS itself, unless it also ends documents."""
+    return None if bos == tokenizer.eos_token_id else bos
+
+
+def window_starts(tokens: torch.Tensor, length: int, stride: int, bos: int | None = None) -> list[int]:
+    """Where windows of `length` tokens begin in a stream [T], `stride` apart; the ragged end is left out.
+
+    With `bos`, for which `windowed` overwrites a window's first token, one token further where the second is a BOS
+    already: two would stand side by side.
+    """
+    if bos is None:
+        return list(range(0, len(tokens) - length + 1, stride))
+    found, start, is_bos = [], 0, (tokens == bos).tolist()
+    while True:
+        start += start + 1 < len(tokens) and is_bos[start + 1] and not is_bos[start]
+        if start + length > len(tokens):
+            return found
+        found.append(start)
+        start += stride
+
+
+def windowed(values: torch.Tensor, starts: list[int], length: int, first: int | None = None) -> torch.Tensor:
+    """The windows [N, length] of a stream [T], with `first` in place of each one's first value."""
+    rows = torch.stack([values[start : start + length] for start in starts])
+    if first is not None:
+        rows[:, 0] = first
+    return rows
+
+
+def pack(
+    documents: Iterable[Document], tokenizer, length: int, max_rows: int | None = None, bos: int | None = None
+) -> Rows:
     """The documents' `stream`, cut into rows of `length` tokens, at most `max_rows`.
 
-    The ragged end is dropped. A document may span rows and a row may hold several documents.
+    The ragged end is dropped. A document may span rows and a row may hold several documents. With `bos` every row and
+    every document begins with that token, mask 0. At the start of a row it stands in place of a token of the text, one
+    that could not be learned there anyway: nothing stands before it. A row of 256 is then BOS and 255 tokens of text.
     Raises UserError where the text does not fill one row or the tokenizer has no EOS.
     """
     if length < 2:
         raise UserError(f"length={length} leaves nothing to predict; use 2 or more")
     if max_rows is not None and max_rows < 1:
         raise UserError(f"max_rows={max_rows} keeps nothing; use 1 or more, or leave it out")
-    tokens, mask = stream(documents, tokenizer, None if max_rows is None else max_rows * length)
-    count = len(tokens) // length
-    if count == 0:
+    most = length if bos is None else length + 1  # tokens of the stream that a row can use up
+    tokens, mask = stream(documents, tokenizer, None if max_rows is None else max_rows * most, bos)
+    starts = window_starts(tokens, length, length, bos)[:max_rows]
+    if not starts:
         raise UserError(
             f"the text has {len(tokens)} tokens, too few for a row of {length}; shorten the rows or add text"
         )
-    return Rows(*(part[: count * length].view(count, length) for part in (tokens, mask)))
+    unlearned = None if bos is None else 0
+    rows = (windowed(values, starts, length, first) for values, first in ((tokens, bos), (mask, unlearned)))
+    return Rows(*rows, given_token(tokenizer, bos))
 
 
 def pad(documents: Iterable[Document], tokenizer, length: int) -> Rows:
@@ -95,6 +148,7 @@ def encode(document: Document, tokenizer) -> tuple[np.ndarray, np.ndarray]:
         return np.zeros(0, np.int32), np.zeros(0, np.uint8)
     whole = _encode_plain if document.spans is None else _encode_chat
     ids, sections = whole(document, tokenizer)
+    check_ids(ids, tokenizer)
     return np.asarray(ids, np.int32), np.asarray(sections, np.uint8)
 
 
@@ -144,7 +198,8 @@ def split_heldout(rows: Rows, fraction: float) -> tuple[Rows, Rows]:
             f"holding out {held} of {len(rows)} rows leaves nothing to train on; "
             "use a smaller fraction, shorter rows or more text"
         )
-    return Rows(rows.tokens[:kept], rows.mask[:kept]), Rows(rows.tokens[kept:], rows.mask[kept:])
+    sides = slice(None, kept), slice(kept, None)
+    return tuple(Rows(rows.tokens[side], rows.mask[side], rows.given) for side in sides)
 
 
 def fingerprint(rows: Rows) -> str:
@@ -153,13 +208,3 @@ def fingerprint(rows: Rows) -> str:
     digest.update(np.ascontiguousarray(rows.tokens.numpy(), dtype="<i4").ravel())
     digest.update(np.ascontiguousarray(rows.mask.numpy()).ravel())
     return digest.hexdigest()
-
-
-def tokenizer_fingerprint(tokenizer) -> str:
-    """sha256 (hex) over what decides token ids: the vocabulary (token → id) and the ids of BOS, EOS and UNK.
-
-    The chat template changes the text and not its ids; the pad token never occurs in packed rows, and scripts set it
-    where a model has none, which must not make a cache unusable. Both are left out.
-    """
-    special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id]
-    return hashlib.sha256(json.dumps([sorted(tokenizer.get_vocab().items()), special]).encode()).hexdigest()

@@ -142,11 +142,14 @@ class PackedExamples(Dataset):
     sections [K] and weights [K] fp32 of those, 0 where filled up. K is the largest number of them in any row.
     """
 
-    def __init__(self, examples: list[Example], length: int, weights: tuple[float, ...], end: int, multiple: int = 1):
+    def __init__(
+        self, examples: list[Example], length: int, weights: tuple[float, ...], end: int, multiple: int = 1,
+        together: bool = True,
+    ):  # fmt: skip
         """weights: of section 1, 2, …; end: the EOS token; multiple: empty rows are added until this divides their
-        number. Raises UserError where no weight is left."""
+        number; together: several examples to a row, else one. Raises UserError where no weight is left."""
         lengths = [len(example.tokens) for example in examples]
-        rows = best_fit(lengths, length)
+        rows = best_fit(lengths, length) if together else [[number] for number in range(len(lengths))]
         rows += [[] for _ in range(-len(rows) % multiple)]
         self.tokens = np.full((len(rows), length), end, np.int32)
         self.sections, self.segments, self.positions = (np.zeros((len(rows), length), kind)

@@ -38,7 +38,9 @@ from qat_lora.data.sft import (
 from qat_lora.data.text import read_rows
 from qat_lora.errors import UserError, first_line
 from qat_lora.models.adapter import load_adapter
-from qat_lora.models.loading import empty_model, load_model, write_model
+from qat_lora.models.architecture import eager_experts
+from qat_lora.models.loading import empty_model, load_model
+from qat_lora.models.writing import write_model
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import freeze, quantized_layers
 from qat_lora.quant.spec import QuantSpec
@@ -93,10 +95,11 @@ def law_rows(dataset: str, split: str, count: int, seed: int) -> list[dict]:
 
 def law_data(
     rows: list[dict], tokenizer, length: int, weights: tuple[float, ...], heldout_fraction: float, batch_size: int,
-    seed: int,
+    seed: int, together: bool = True,
 ) -> LawData:  # fmt: skip
     """Checked rows without duplicates, split by groups, rendered, and packed. A row that is too long is left out and
-    reported, never cut. weights: of the sections; batch_size: held-out rows are filled up to a multiple of it."""
+    reported, never cut. weights: of the sections; batch_size: held-out rows are filled up to a multiple of it;
+    together: several examples to a row."""
     rows, twice = deduplicated(rows, same)
     whole = [readable(row) for row in rows]
     odd = [row["id"] for row, good in zip(rows, whole) if not good]
@@ -116,8 +119,8 @@ def law_data(
     end = tokenizer.eos_token_id
     most = f", up to {max(len(example.tokens) for example in long)}" if long else ""
     return LawData(
-        PackedExamples(sides[0], length, weights, end),
-        PackedExamples(sides[1], length, (1.0,) * len(NUMBERS), end, multiple=batch_size),
+        PackedExamples(sides[0], length, weights, end, together=together),
+        PackedExamples(sides[1], length, (1.0,) * len(NUMBERS), end, multiple=batch_size, together=together),
         [known[example.id] for example in sides[1]],
         sorted({name for row in rows for name in citations(row["case_citation"])}),
         len(sides[0]),
@@ -251,21 +254,23 @@ def merged(
 
     Raises UserError where the folder's adapter is not what was trained.
     """
-    whole = load_student(checkpoint)[0] if checkpoint else load_model(name)
+    whole = load_student(checkpoint, name)[0] if checkpoint else load_model(name)
     trained = backend.to_host({n: p for n, p in model.named_parameters() if p.requires_grad})
     if adapter is None:
         for key, value in whole.named_parameters():
             value.copy_(trained[key])
         return whole, None
+    whole.set_experts_implementation("eager")  # the fused kernels of experts do not know fp64
     adapted = load_adapter(whole, adapter, checkpoint)
     back = dict(adapted.named_parameters())
     for key, value in trained.items():
         if key not in back or not torch.equal(back[key], value):
             raise UserError(f"{adapter}: {key} reads back otherwise than it was trained; check the disk")
     ids = tokens.unsqueeze(0)
-    before = adapted.double()(input_ids=ids).logits
-    whole = adapted.merge_and_unload().float()
-    gap = float((whole.double()(input_ids=ids).logits - before).abs().max())
+    with eager_experts(adapted):
+        before = adapted.double()(input_ids=ids).logits
+        whole = adapted.merge_and_unload().float()
+        gap = float((whole.double()(input_ids=ids).logits - before).abs().max())
     if gap > LOGIT_GAP:
         say(f"warning: adapter and merged model differ by {gap:.1e} in a logit, more than {LOGIT_GAP:g}; use adapter/")
     return whole.float(), gap
@@ -273,12 +278,11 @@ def merged(
 
 def write_whole(model: nn.Module, tokenizer, folder: Path) -> None:
     """The model as transformers loads it; what an earlier process has left there is written anew."""
-    weights = {key: value for key, value in model.named_parameters() if ".quantizer." not in key}
     if folder.is_file():
         folder.unlink()
     shutil.rmtree(folder, ignore_errors=True)
     with new_folder(folder) as part:
-        write_model(model, tokenizer, weights, part, folder)
+        write_model(model, tokenizer, part, folder)
 
 
 # -- Weights & Biases ------------------------------------------------------------------------------------------------

@@ -5,14 +5,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qat_lora.backend import TorchBackend, launch, open_backend, planned_workers
+from qat_lora.blocks import check_blocks
 from qat_lora.data.batches import batches
 from qat_lora.data.packing import tokenizer_fingerprint
 from qat_lora.errors import UserError
 from qat_lora.evaluate import heldout_figures
+from qat_lora.export import export_formats
 from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.layer_qat import LayerPlan, train_layers
 from qat_lora.models.architecture import decoder_layers
-from qat_lora.models.loading import EMBEDDED, empty_model, load_config, load_model, load_tokenizer
+from qat_lora.models.loading import EMBEDDED, empty_model, load_config, load_model, load_tokenizer, model_fingerprint
 from qat_lora.qat import QATPlan, TrainOptions, train_qat
 from qat_lora.quant.linear import free_scales
 from qat_lora.quant.student import (
@@ -37,7 +39,7 @@ from qat_lora.start import METHODS, start
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TrainOptions):
-    model: str = option(EMBEDDED, "base model: smollm2-135m (embedded), a local folder, or a hub name")
+    model: str = option(EMBEDDED, "base model: smollm2-135m (embedded), a local folder, a .gguf file, or a hub name")
     v2_checkpoint: str | None = option(
         None,
         "start from this student, a best.pt of --model; of other quantisers (4 bits, say): from its weights",
@@ -81,17 +83,20 @@ def work(backend: TorchBackend, cfg: Config) -> None:
         train, heldout = open_cache(cfg, backend.world_size)
         describe(cfg, train, heldout, backend, backend.world_size)
     facts = {"device": str(backend), "cache": train.fingerprint, "student": str(spec)}
+    facts["base"] = backend.group.on_main(lambda: model_fingerprint(cfg.model))
     facts |= cfg.update_facts(backend.world_size)
     trained = False
     if cfg.v2_checkpoint:
         facts["start"], trained = backend.group.on_main(lambda: check_start(cfg))
     if cfg.layer_steps:  # an update of that stage is one batch for each worker
         facts["layer_rows_per_update"] = cfg.batch_size * backend.world_size
-    run = open_run("train_qat", cfg, facts, backend.group)
+    loaded = load_start(cfg, spec) if backend.is_main else None  # what is wrong with it leaves no run behind
+    places = {"model": "base", "cache_dir": "cache", "v2_checkpoint": "start"}
+    run = open_run("train_qat", cfg, facts, backend.group, places)
     backend.seed(cfg.seed)
     session = Session(run, backend, cfg.every())
     if backend.is_main:
-        student = first_student(cfg, spec, train, backend, resumed=session.resumed is not None)
+        student = first_student(loaded, cfg, train, session.resumed is not None)
     else:
         student = quantize(empty_model(cfg.model), spec)  # gets its values from worker 0
     backend.place(student)
@@ -175,7 +180,8 @@ def describe(cfg: Config, train, heldout, backend: TorchBackend, workers: int) -
     say(f"start: {cfg.v2_checkpoint or cfg.init}; {stages}, {cfg.scale_steps} of the scales alone")
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters()) - trained
-    for line in cfg.describe(model.config, trained, frozen, train, backend.bf16, workers):
+    say(export_formats(cfg.model))
+    for line in cfg.describe(model, trained, frozen, train, backend.bf16, workers):
         say(line)
 
 
@@ -192,17 +198,21 @@ def check_start(cfg: Config) -> tuple[str, bool]:
     return sha256(Path(cfg.v2_checkpoint)), same and made["info"].get("trained") is not False
 
 
-def first_student(cfg: Config, spec: StudentSpec, train, backend: TorchBackend, resumed: bool):
-    """The student where training begins: the base model, or another run's student, with fresh scales where it has none
-    of these quantisers."""
-    if cfg.v2_checkpoint:
-        student, made = load_student(cfg.v2_checkpoint)
-        if StudentSpec(**made["spec"]) == spec:
-            return thaw(student)
-        student = requantized(student, load_model(cfg.model), spec)
-    else:
-        student = quantize(load_model(cfg.model), spec)
-    if not resumed:
+def load_start(cfg: Config, spec: StudentSpec):
+    """The student where training begins, and whether it has its scales: the base model, or another run's student."""
+    student, made = load_student(cfg.v2_checkpoint, cfg.model) if cfg.v2_checkpoint else (None, None)
+    if made and StudentSpec(**made["spec"]) == spec:
+        return thaw(student), True
+    base = load_model(cfg.model)
+    if cfg.layer_steps or cfg.init == "gptq":
+        check_blocks(base)
+    return (requantized(student, base, spec) if made else quantize(base, spec)), False
+
+
+def first_student(loaded: tuple, cfg: Config, train, resumed: bool):
+    """What `load_start` gave, with fresh scales where it has none of these quantisers."""
+    student, has_scales = loaded
+    if not resumed and not has_scales:
         # with a layer-wise stage GPTQ waits for it: each block is compensated on what the trained ones before it give
         calibration = first_batches(train, cfg.layer_rows, cfg)
         start(student, cfg.init, calibration, cfg.precision, blocks=not cfg.layer_steps)

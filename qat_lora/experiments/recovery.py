@@ -9,15 +9,17 @@ from qat_lora.backend import TorchBackend, launch, open_backend, planned_workers
 from qat_lora.data.batches import batches
 from qat_lora.data.options import TextOptions
 from qat_lora.data.packing import split_heldout, tokenizer_fingerprint
+from qat_lora.data.templates import template_facts
 from qat_lora.errors import UserError
 from qat_lora.evaluate import heldout_figures, heldout_nll
+from qat_lora.export import export_formats
 from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.models.adapter import adapter_values
-from qat_lora.models.loading import check_length, load_config, load_model, load_tokenizer
+from qat_lora.models.loading import check_length, load_config, load_model, model_fingerprint
+from qat_lora.models.targets import coverage, left_out
 from qat_lora.qat import TrainOptions
 from qat_lora.quant.student import StudentSpec, bits_per_weight, empty_student, load_student, read_student
 from qat_lora.recovery import (
-    MLP_PROJECTIONS,
     MODES,
     Anchor,
     TextDataset,
@@ -39,14 +41,14 @@ CALIBRATION_ROWS = 32
 class Config(TextOptions, TrainOptions):
     checkpoint: str | None = option(None, "student: the best.pt of train_qat.py")
     v2_checkpoint: str | None = option(None, "another name of --checkpoint")
-    model: str | None = option(None, "base model; default: the one that the student was made of, else it must agree")
+    model: str | None = option(None, "where the model is now that the student was made of; default: where it was")
     mode: str = option("kd", "kd (from a cache), sft (chat rows, completions only) or recover (plain text)")
     kd_cache_dir: str | None = option(None, "KD cache of mode kd")
     recovery_r: int = option(8, "rank")
     adapter_init: str = option("zero", "zero, or error: the low-rank matrix nearest to what quantisation lost")
     recovery_alpha: float | None = option(None, "LoRA alpha; default: the rank")
-    targets: str = option("q,v,o,gate,up,down", "projections with an adapter, of q,k,v,o,gate,up,down")
-    mlp_only: bool = option(False, "adapters on gate,up,down only, whatever --targets says")
+    targets: str = option("auto", "layers with an adapter: auto (all but k_proj), all, attn, mlp, experts, or names")
+    mlp_only: bool = option(False, "adapters on the MLP only, whatever --targets says")
     anchor_weight: float = option(0.0, "weight of the KL to the student without adapter")
     anchor_rows: int = option(4, "rows of the anchor")
     anchor_length: int = option(64, "tokens of an anchor row")
@@ -70,13 +72,17 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     made = backend.group.on_main(lambda: read_made(cfg))
     with backend.group.main_first():
         train, heldout = open_data(cfg, made["model"], backend.world_size)
-    student = load_student(checkpoint)[0] if backend.is_main else empty_student(made)  # values come from worker 0
+    # the others get their values from worker 0
+    student = load_student(checkpoint, cfg.model)[0] if backend.is_main else empty_student(made)
     model = adapted(cfg, student)
     describe(cfg, model, made, train, backend, backend.world_size)
 
     fingerprint = backend.group.on_main(lambda: sha256(checkpoint))
     facts = {"device": str(backend), "student": fingerprint, "data": train.fingerprint}
-    run = open_run("train_recovery_lora", cfg, facts | cfg.update_facts(backend.world_size), backend.group)
+    facts |= template_facts(cfg.chat_template)
+    facts["base"] = backend.group.on_main(lambda: model_fingerprint(made["model"]))
+    places = {"model": "base", "checkpoint": "student", "v2_checkpoint": "student", "kd_cache_dir": "data"}
+    run = open_run("train_recovery_lora", cfg, facts | cfg.update_facts(backend.world_size), backend.group, places)
     backend.seed(cfg.seed)
     session = Session(run, backend, cfg.every())
     if backend.is_main and cfg.adapter_init == "error" and not session.resumed:
@@ -135,13 +141,13 @@ def read_made(cfg: Config) -> dict:
 def adapted(cfg: Config, student):
     """The student with a new adapter."""
     alpha = cfg.recovery_r if cfg.recovery_alpha is None else cfg.recovery_alpha
-    projections = MLP_PROJECTIONS if cfg.mlp_only else tuple(cfg.targets.split(","))
-    return add_adapter(student, cfg.recovery_r, alpha, projections, cfg.seed)
+    targets = ("mlp",) if cfg.mlp_only else tuple(target.strip() for target in cfg.targets.split(","))
+    return add_adapter(student, cfg.recovery_r, alpha, targets, cfg.seed)
 
 
 def open_data(cfg: Config, model_name: str, workers: int):
     """Training and held-out data of the mode."""
-    tokenizer = load_tokenizer(model_name)
+    tokenizer = cfg.tokenizer(model_name)
     if cfg.mode == "kd":
         facts = {"tokenizer": tokenizer_fingerprint(tokenizer), "vocab": load_config(model_name).vocab_size}
         data = [KDCacheDataset(cfg.kd_cache_dir, split, **facts) for split in ("train", "heldout")]
@@ -174,8 +180,12 @@ def describe(cfg: Config, model, made: dict, train, backend: TorchBackend, worke
     """The resolved plan."""
     values = adapter_values(model)
     say(f"{made['model']} as {StudentSpec(**made['spec'])} on {backend}")
-    say(f"adapter: {values} values, {bits_per_weight(model, values):.2f} bits per weight with it")
+    bits = bits_per_weight(model, values)
+    say(f"adapter: {coverage(model)}, {values} values, {bits:.2f} bits per weight with it")
+    for line in left_out(model, "; --targets experts adapts them"):
+        say(line)
     say(f"{cfg.max_steps} updates of mode {cfg.mode} on {len(train)} rows")
     frozen = sum(p.numel() for p in model.parameters()) - values
-    for line in cfg.describe(model.config, values, frozen, train, backend.bf16, workers):
+    say(export_formats(made["model"]))
+    for line in cfg.describe(model, values, frozen, train, backend.bf16, workers):
         say(line)

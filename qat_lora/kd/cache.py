@@ -7,7 +7,7 @@ Training rows are in shard-NNNNN, held-out rows in heldout-NNNNN. The targets ar
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -28,10 +28,16 @@ PREFIX = {"train": "shard", "heldout": "heldout"}
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """What decides a cache's content; two caches of equal spec are equal byte for byte on one machine."""
+    """What decides a cache's content; two caches of equal spec are equal byte for byte on one machine.
+
+    bos, eos: the tokens that begin every row and document and that end a document; −1 where rows have no BOS, as in
+    every cache made before there was a choice.
+    """
 
     teacher: str
     tokenizer: str  # fingerprint
+    bos: int = field(default=-1, kw_only=True)
+    eos: int = field(default=-1, kw_only=True)
     text: str  # fingerprint of all rows
     precision: str
     length: int
@@ -56,6 +62,11 @@ class CacheSpec:
         return width * (1 + self.k + self.draws) + 2 * (self.k + 1)
 
 
+def edges(bos: int | None, tokenizer) -> dict[str, int]:
+    """The fields bos and eos of a CacheSpec, for rows packed with `bos`."""
+    return {} if bos is None else {"bos": bos, "eos": tokenizer.eos_token_id}
+
+
 def token_type(vocab: int) -> torch.dtype:
     return torch.uint16 if vocab <= 2**16 else torch.int32
 
@@ -77,9 +88,11 @@ def read_manifest(directory: Path) -> tuple[CacheSpec, dict[str, dict]]:
 def _check_shards(spec: CacheSpec, shards: dict[str, dict]) -> None:
     """KeyError, TypeError, … where `shards` are not some of those that the spec asks for."""
     for name, value in asdict(spec).items():
-        kind, least = CacheSpec.__annotations__[name], 1 if name == "rows_per_shard" else 0
+        kind, least = CacheSpec.__annotations__[name], {"rows_per_shard": 1, "bos": -1, "eos": -1}.get(name, 0)
         if type(value) is not kind or (kind is int and value < least):
             raise ValueError(f"{name} is {value!r}")
+    if (spec.bos < 0) != (spec.eos < 0):
+        raise ValueError(f"bos is {spec.bos} and eos {spec.eos}")
     count = -(-spec.train_rows // spec.rows_per_shard) + -(-spec.heldout_rows // spec.rows_per_shard)
     if count > MOST_SHARDS:
         raise ValueError(f"{count} shards")
@@ -88,13 +101,21 @@ def _check_shards(spec: CacheSpec, shards: dict[str, dict]) -> None:
         raise ValueError("its shards do not fit its rows")
 
 
-def open_cache(directory: Path, spec: CacheSpec) -> dict[str, dict]:
-    """The shards already in `directory` ({file: {rows, sha256}}); raises UserError where it holds another cache."""
+def open_cache(directory: Path, spec: CacheSpec, teacher: str | None = None) -> dict[str, dict]:
+    """The shards already in `directory` ({file: {rows, sha256}}); raises UserError where it holds another cache. The
+    teacher is known by its fingerprint (`teacher`, models.loading.model_fingerprint), wherever it is; where that is
+    None or the cache from before it was kept, by its name."""
     if not (directory / "manifest.json").exists():
         return {}
     there, shards = read_manifest(directory)
+    made = read_json(directory / "manifest.json").get("teacher_fingerprint")
+    if made and teacher and made != teacher:
+        raise UserError(
+            f"{directory} holds another cache: its teacher is {there.teacher!r} (fingerprint {made[:12]}), not "
+            f"{spec.teacher!r} ({teacher[:12]}); give another --cache-dir or delete that folder"
+        )
     for name, wanted in asdict(spec).items():
-        if getattr(there, name) != wanted:
+        if getattr(there, name) != wanted and not (name == "teacher" and made and teacher):
             raise UserError(
                 f"{directory} holds another cache: {name} is {getattr(there, name)!r}, not {wanted!r}; "
                 "give another --cache-dir or delete that folder"
@@ -110,7 +131,8 @@ def write_cache(
     rows: {"train": Rows, "heldout": Rows}. Killed at any moment, the next call goes on at the first missing shard and
     ends with the same bytes. One process at a time: hold run.files.lock(directory).
     """
-    done = open_cache(directory, spec)
+    mark = getattr(teacher, "fingerprint", None)
+    done = open_cache(directory, spec, mark)
     for name, split, numbers in spec.shards():
         if name in done and (directory / name).is_file():
             yield len(numbers)
@@ -123,7 +145,10 @@ def write_cache(
         shard = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
         write_atomically(directory / name, lambda file, shard=shard: file.write(save(shard)))
         done[name] = {"rows": len(numbers), "sha256": sha256(directory / name)}
-        write_json(directory / "manifest.json", {"format": FORMAT, "spec": asdict(spec), "shards": done})
+        write_json(
+            directory / "manifest.json",
+            {"format": FORMAT, "spec": asdict(spec), "teacher_fingerprint": mark, "shards": done},
+        )
 
 
 def _targets(teacher, backend, tokens: Tensor, start: int, split: str, spec: CacheSpec, batch_size: int) -> dict:

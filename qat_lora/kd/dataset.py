@@ -16,6 +16,12 @@ class KDCacheDataset(Dataset):
     """Items: tokens [L] int64; index, prob [L, K+N] (top K, then the tail draws; prob sums to 1); mask [L] uint8, 1
     where the target counts; entropy [L], so that sparse_loss − entropy estimates the KL to the teacher.
 
+    A position whose next token is a BOS that packing put there has no target: the teacher knows nothing of what comes
+    after the end of a document.
+    vocab: rows of the student's embedding. Of a teacher with more of them (one tokenizer, padded differently) the
+    targets beyond are dropped and the others renormalised, a proper distribution over the ids that both have; a
+    position where nothing is left has no target.
+
     split: "train" or "heldout". preload reads every shard at once; otherwise each is read (and its checksum tested)
     when first used; either way a shard is mapped from its file (but for v1), and the workers of a host hold one copy.
     rank, world_size, for a loop of your own: worker k gets files k, k+W, … where that leaves out fewer than W rows, and
@@ -25,9 +31,8 @@ class KDCacheDataset(Dataset):
     The original project's v1 shards open too: they carry no tail, so their target is the renormalised top K, which
     is biased towards the head; their last position has no target, the last tenth of their rows is the held-out split,
     and nothing in them tells the tokenizer.
-    Raises UserError for a cache that is missing, unfinished, damaged, made with another tokenizer (`tokenizer`:
-    fingerprint as data.packing.tokenizer_fingerprint gives) or of a teacher whose head is larger than `vocab`, the
-    student's; None skips the check.
+    Raises UserError for a cache that is missing, unfinished, damaged or made with another tokenizer (`tokenizer`:
+    fingerprint as data.packing.tokenizer_fingerprint gives; None skips the check).
     """
 
     def __init__(
@@ -41,11 +46,11 @@ class KDCacheDataset(Dataset):
         tokenizer: str | None = None,
         vocab: int | None = None,
     ):
-        self.directory, self.split = Path(cache_dir), split
+        self.directory, self.split, self.vocab = Path(cache_dir), split, vocab
         if (self.directory / "meta.json").exists():
             self.spec, self.shards = None, _v1_shards(self.directory)
         else:
-            self.spec, self.shards = _manifest(self.directory, tokenizer, vocab)
+            self.spec, self.shards = _manifest(self.directory, tokenizer)
             self.shards = [(n, s) for n, s in self.shards.items() if n.startswith(PREFIX[split])]
         if not self.shards:
             raise UserError(f"cache {self.directory} has no {split} rows; build it with a larger --heldout-fraction")
@@ -87,10 +92,15 @@ class KDCacheDataset(Dataset):
         sums = [entry.get("sha256", name) for name, entry in self.shards]
         return hashlib.sha256("".join(sums).encode()).hexdigest()[:16]
 
+    @property
+    def _clips(self) -> bool:
+        """Whether targets may lie beyond the student's embedding; v1 does not tell the teacher's size."""
+        return self.vocab is not None and (self.spec is None or self.spec.vocab > self.vocab)
+
     def kept(self, i: int) -> int:
         """Positions of item i that have a target."""
-        name, row = self.items[i]
-        return self.spec.length if self.spec else int(self._shard(name)["mask"][row].sum())
+        every = self.spec is not None and self.spec.bos < 0 and not self._clips
+        return self.spec.length if every else int(self[i]["mask"].sum())
 
     def __len__(self):
         return len(self.items)
@@ -99,30 +109,63 @@ class KDCacheDataset(Dataset):
         name, row = self.items[i]
         item = {key: value[row] for key, value in self._shard(name).items()}
         if self.spec is None:
-            return item
-        prob, tail = item["prob"].float(), item["tail"].long()
+            return clipped(item, item["index"].shape[1], self.vocab) if self._clips else item
+        tokens, prob, tail = item["tokens"].long(), item["prob"].float(), item["tail"].long()
         rest = (1 - prob.sum(1, keepdim=True)).clamp(min=0) / tail.shape[1]
-        return {
-            "tokens": item["tokens"].long(),
+        targets = {
+            "tokens": tokens,
             "index": torch.cat([item["index"].long(), tail], 1),
             "prob": torch.cat([prob, rest.expand(-1, tail.shape[1])], 1),
-            "mask": torch.ones(len(prob), dtype=torch.uint8),
+            "mask": has_next(tokens, self.spec.bos, self.spec.eos),
             "entropy": item["entropy"].float(),
         }
+        return clipped(targets, prob.shape[1], self.vocab) if self._clips else targets
 
 
-def _manifest(directory: Path, tokenizer: str | None, vocab: int | None) -> tuple[CacheSpec, dict]:
+def has_next(tokens: Tensor, bos: int, eos: int) -> Tensor:
+    """mask uint8 [L]: 0 at positions of a row that its text does not go on from, those before a BOS inside the row and
+    an EOS at its end. All 1 where rows have no BOS (−1), and where BOS is also the EOS, which texts do go on from."""
+    mask = torch.ones(len(tokens), dtype=torch.uint8)
+    if bos not in (-1, eos):
+        mask[:-1] = tokens[1:] != bos
+        mask[-1] = tokens[-1] != eos
+    return mask
+
+
+def clipped(item: dict[str, Tensor], k: int, vocab: int) -> dict[str, Tensor]:
+    """An item whose targets lie below `vocab`: the others get probability 0 (and index 0), those left sum to what all
+    did, and the entropy is that of the teacher renormalised in the same way.
+
+    index, prob [L, K+N], the first `k` columns exact. The log-probability of each draw is not stored, so a dropped one
+    takes with it the mean of its position's draws.
+    """
+    index, prob, entropy = item["index"], item["prob"], item["entropy"]
+    keep = index < vocab
+    if keep.all():
+        return item
+    surprise = -prob * prob.clamp(min=torch.finfo(prob.dtype).tiny).log()
+    drawn = entropy - surprise[:, :k].sum(1)
+    width = index.shape[1] - k
+    share = keep[:, k:].float().mean(1) if width else torch.zeros_like(entropy)
+    left, whole = (prob * keep).sum(1), prob.sum(1)
+    some = left > 0
+    scale = torch.where(some, whole / left.clamp(min=1e-30), 0.0)
+    kept_entropy = ((surprise * keep)[:, :k].sum(1) + drawn * share) * scale - whole * scale.clamp(min=1e-30).log()
+    return item | {
+        "index": index.where(keep, 0),
+        "prob": prob * keep * scale.unsqueeze(1),
+        "mask": item["mask"] * some,
+        "entropy": torch.where(keep.all(1), entropy, kept_entropy * some),
+    }
+
+
+def _manifest(directory: Path, tokenizer: str | None) -> tuple[CacheSpec, dict]:
     if not (directory / "manifest.json").exists():
         raise UserError(f"cache {directory}: no manifest.json there; build it with scripts/build_kd_cache.py")
     spec, shards = read_manifest(directory)
     if tokenizer not in (None, spec.tokenizer):
         raise UserError(
             f"cache {directory} was made with another tokenizer (of {spec.teacher!r}); build one for this model"
-        )
-    if vocab is not None and spec.vocab > vocab:
-        raise UserError(
-            f"cache {directory} is of a teacher with {spec.vocab} tokens in its head, this model has {vocab}; "
-            "use a teacher with the same head"
         )
     missing = [name for name, _, _ in spec.shards() if name not in shards]
     if missing:

@@ -1,6 +1,6 @@
 """Distillation and cross-entropy losses that never hold [B, L, V]."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -38,16 +38,15 @@ class Head:
 
     def cast(self, dtype: torch.dtype) -> "Head":
         """The same with its weight in the type that it is multiplied in; what follows the product is fp32."""
-        bias = None if self.bias is None else self.bias.float() * self.after
-        return Head(self.weight.to(dtype), bias, self.before, self.after, self.cap)
+        return replace(self, weight=self.weight.to(dtype))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """fp32 logits of hidden states, by a head that `cast` has given their type."""
+        """fp32 logits of hidden states of the weight's type."""
         logits = (hidden @ self.weight.T).float()
         if self.before * self.after != 1:
             logits = logits * (self.before * self.after)
         if self.bias is not None:
-            logits = logits + self.bias
+            logits = logits + self.bias.float() * self.after
         return logits if self.cap is None else (logits / self.cap).tanh() * self.cap
 
     def gradient(self, grad: Tensor, logits: Tensor) -> Tensor:

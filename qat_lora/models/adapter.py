@@ -1,5 +1,6 @@
 """LoRA adapters in PEFT's own format, on a base model or a frozen student."""
 
+import math
 import warnings
 from pathlib import Path
 
@@ -11,10 +12,24 @@ from torch import Tensor, nn
 
 from qat_lora.errors import UserError
 from qat_lora.models.architecture import unwrap
+from qat_lora.models.identity import short
 from qat_lora.run.files import read_json, sha256, write_json
 
 ORIGIN = "origin.json"
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+# Settings of a LoRA that say where its B·A goes and how large it is, or nothing about what it computes. Any other one
+# that is switched on makes it something else than B·A on a frozen base.
+SIZE = {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
+PLACE = {
+    "target_modules", "exclude_modules", "target_parameters", "layers_to_transform", "layers_pattern", "fan_in_fan_out",
+}  # fmt: skip
+SILENT = {
+    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "lora_dropout", "megatron_core", "qalora_group_size", "init_lora_weights", "loftq_config", "eva_config",
+    "corda_config", "lora_ga_config", "runtime_config",
+}  # fmt: skip
+BEYOND_PRODUCT = {"use_dora", "lora_bias", "bias"}  # PEFT runs them right, yet only PEFT
+STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # of B and A alone: the others change the base on loading
 
 
 class Dropout(nn.Dropout):
@@ -40,7 +55,7 @@ def load_adapter(model: nn.Module, path: str | Path, checkpoint: str | Path | No
     """
     folder = Path(path).expanduser()
     saved = _read(folder)
-    _check_origin(folder, checkpoint)
+    _check_origin(folder, checkpoint, model)
     head = unwrap(model).get_output_embeddings()
     try:
         with warnings.catch_warnings():  # PEFT only warns of missing tensors; they are refused below
@@ -76,24 +91,42 @@ def _read(folder: Path) -> dict[str, Tensor]:
             f"adapter {folder} is no PEFT folder: adapter_config.json or {WEIGHT_FILES[0]} is missing; "
             "give the adapter/ of a run directory"
         )
-    config = read_json(folder / "adapter_config.json")
-    if config.get("peft_type") != "LORA" or config.get("modules_to_save"):
-        kind, whole = config.get("peft_type"), config.get("modules_to_save")
-        raise UserError(f"adapter {folder}: peft_type {kind}, modules_to_save {whole}; only plain LoRA is supported")
+    _check_config(folder, read_json(folder / "adapter_config.json"))
     try:
         return load_peft_weights(str(folder), device="cpu")
     except (SafetensorError, RuntimeError, ValueError, EOFError, OSError) as error:
         raise UserError(f"adapter {folder} is damaged ({_reason(error)}); copy or train it again") from error
 
 
-def write_origin(folder: Path, student: str | None) -> None:
-    """Note beside a saved adapter what it belongs to (`student`: sha256 of the student file, None for a
-    plain base model) and its own checksums."""
+def _check_config(folder: Path, config: dict) -> None:
+    """Raise UserError for an adapter that is no LoRA on an unchanged base: what PEFT makes of it while loading would
+    be missing from an export, or there twice."""
+    if config.get("peft_type") != "LORA" or config.get("task_type") not in (None, "CAUSAL_LM"):
+        kind, task = config.get("peft_type"), config.get("task_type")
+        raise UserError(f"adapter {folder}: peft_type {kind}, task_type {task}; only LoRA of a CAUSAL_LM is supported")
+    alpha, start = config.get("lora_alpha", 8), config.get("init_lora_weights", True)
+    if not isinstance(alpha, int | float) or not math.isfinite(alpha) or alpha == 0:
+        raise UserError(f"adapter {folder}: lora_alpha {alpha} switches it off; leave it out, or correct the number")
+    if start not in STARTS:
+        raise UserError(
+            f"adapter {folder}: init_lora_weights {start!r} changes the base model whenever it is loaded; save it with "
+            "PEFT's path_initial_model_for_weight_conversion, which makes a plain LoRA of it"
+        )
+    for name in sorted(config.keys() - SIZE - PLACE - SILENT - BEYOND_PRODUCT):
+        if config[name]:
+            value = str(config[name])[:60]
+            raise UserError(f"adapter {folder}: {name} {value} is not supported; only plain LoRA is, train one without")
+
+
+def write_origin(folder: Path, student: str | None, model: nn.Module | None = None) -> None:
+    """Note beside a saved adapter what it belongs to (`student`: sha256 of the student file, None for a plain base
+    model; the fingerprint of the base `model`, where it has one) and its own checksums."""
     sums = {file.name: sha256(file) for file in sorted(folder.iterdir()) if file.name.startswith("adapter_")}
-    write_json(folder / ORIGIN, {"student": student, "sha256": sums})
+    base = None if model is None else getattr(unwrap(model), "fingerprint", None)
+    write_json(folder / ORIGIN, {"student": student, "base": base, "sha256": sums})
 
 
-def _check_origin(folder: Path, checkpoint: str | Path | None) -> None:
+def _check_origin(folder: Path, checkpoint: str | Path | None, model: nn.Module) -> None:
     """Raise UserError where an adapter of ours was changed or is another student's. One from elsewhere has no note."""
     if not (folder / ORIGIN).is_file():
         return
@@ -107,6 +140,12 @@ def _check_origin(folder: Path, checkpoint: str | Path | None) -> None:
     if origin.get("student") != (sha256(Path(checkpoint)) if checkpoint else None):
         there = f"another student than {checkpoint}" if checkpoint else "a quantised student, not on the base model"
         raise UserError(f"adapter {folder} was trained on {there}; give the --checkpoint of its run")
+    trained, here = origin.get("base"), getattr(unwrap(model), "fingerprint", None)
+    if trained and here and trained != here:
+        raise UserError(
+            f"adapter {folder} was trained on another model (fingerprint {short(trained)}) than {model.name_or_path!r} "
+            f"({short(here)}); give the --model of its run"
+        )
 
 
 def _reason(error: Exception) -> str:

@@ -7,6 +7,7 @@ give.
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from qat_lora.backend import is_xla_device
 from qat_lora.errors import UserError, first_line
 from qat_lora.models.attention import PACKED, Layout, laid_out
+from qat_lora.models.experts import STATIC
 
 # What a module's forward asks for if its answer at one token depends on others.
 OTHER_TOKENS = {
@@ -43,13 +45,8 @@ def unwrap(model: nn.Module) -> nn.Module:
 def decoder(model: nn.Module) -> nn.Module:
     """The HF model without its LM head."""
     base = unwrap(model)
-    stack = base.get_decoder()
-    if stack is base.get_output_embeddings():  # a head of that name
-        stack = base.base_model
-    if stack is base:  # a class that names its decoder after another's
-        embedding = base.get_input_embeddings()
-        stack = next((child for child in base.children() if any(m is embedding for m in child.modules())), base)
-    return stack
+    found = (base.get_decoder(), base.base_model, getattr(base, "model", base))
+    return next((stack for stack in found if stack not in (base, base.get_output_embeddings())), base)
 
 
 def text_config(model: nn.Module):
@@ -76,6 +73,8 @@ def hidden_states(model: nn.Module, tokens: Tensor, layout: Layout | None = None
     earlier tokens.
     """
     stack = decoder(model)
+    if is_xla_device(tokens.device):
+        stack.config._experts_implementation = STATIC
     if layout is None and is_xla_device(tokens.device):
         # Without a mask transformers looks for packed sequences by reading a tensor: a host sync a step.
         return _run(stack, tokens, Layout.causal(tokens.shape[1], tokens.device), cache, positions=False)
@@ -275,25 +274,70 @@ class Matrix:
         return not isinstance(self.module, nn.Linear)
 
 
+@functools.cache
+def _computes_linear(kind: type) -> bool:
+    """Whether modules of a subclass of nn.Linear compute what nn.Linear does (Falcon's); measured on a small one."""
+    if kind is nn.Linear or not issubclass(kind, nn.Linear) or kind.__init__ is not nn.Linear.__init__:
+        return kind is nn.Linear
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        layer, x = kind(3, 2, device="cpu"), torch.rand(4, 3, device="cpu")
+        found = layer(x)
+    return isinstance(found, Tensor) and torch.allclose(found, nn.functional.linear(x, layer.weight, layer.bias))
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return _computes_linear(type(module)) or (isinstance(module, nn.Linear) and "quantizer" in module._modules)
+
+
 def matrices(block: nn.Module) -> Iterator[Matrix]:
-    """The linear layers and the experts of a block. What chooses between experts is left alone: it is small, and a
-    wrong choice costs more than any rounding."""
+    """The linear layers, quantised or not, and the experts of a block. What chooses between experts is left alone: it
+    is small, and a wrong choice costs more than any rounding."""
     modules = list(block.named_modules())
-    choosers = {
+    counts = {
         path.rpartition(".")[0]: max(
             [getattr(module, "num_experts", None) or 0, *(len(module._parameters[n]) for n in names)]
         )
         for path, module in modules
         if (names := experts_of(module)) or "Experts" in type(module).__name__
     }
+    inputs: dict[str, set[int]] = {}  # of the linear layers that stand beside each other
+    for path, module in modules:
+        if isinstance(module, nn.Linear):
+            inputs.setdefault(path.rpartition(".")[0], set()).add(module.in_features)
     for path, module in modules:
         owner = path.rpartition(".")[0]
-        if type(module) is nn.Linear:
-            above = [count for other, count in choosers.items() if owner == other or owner.startswith(f"{other}.")]
-            if not any(module.out_features in (1, count) for count in above):
+        if _is_linear(module) and _is_called(block, path):
+            # Beside the experts, or at the end of a module that stands there: an expert shared by all tokens may be as
+            # wide as there are experts, and what it makes goes on into another layer.
+            chooses = any(
+                owner == other or (owner.startswith(f"{other}.") and count not in inputs[owner])
+                for other, count in counts.items()
+                if module.out_features in (1, count)
+            )
+            if not chooses:
                 yield Matrix(path, module, "weight", part_of(block, path))
         for name, transposed in experts_of(module).items():
             yield Matrix(path, module, name, part_of(block, path), transposed)
+
+
+@functools.cache
+def _weights_read(kind: type) -> frozenset[str]:
+    try:
+        return frozenset(re.findall(r"self\.(\w+)\.weight\b(?![.\[])", inspect.getsource(kind)))
+    except (OSError, TypeError):
+        return frozenset()
+
+
+def _is_called(block: nn.Module, path: str) -> bool:
+    """Whether the linear layer at `path` of a block is called, on every device. Mamba's code multiplies with the weight
+    of some itself, and would see no quantiser or adapter there."""
+    owner, _, name = path.rpartition(".")
+    return name not in _weights_read(type(block.get_submodule(owner)))
+
+
+def uncalled(block: nn.Module) -> list[str]:
+    """The linear layers of a block that are left as they are, because the model reads their weights itself."""
+    return [path for path, module in block.named_modules() if _is_linear(module) and not _is_called(block, path)]
 
 
 @contextmanager
@@ -307,6 +351,18 @@ def replaced(blocks: Iterable[nn.Module], stand_in: Callable) -> Iterator[None]:
     finally:
         for block in blocks:
             del block.forward
+
+
+@contextmanager
+def eager_experts(model: nn.Module) -> Iterator[None]:
+    """Within this context experts are multiplied one after the other, which also works in fp64: torch's grouped product
+    does not."""
+    config = unwrap(model).config
+    before, config._experts_implementation = config._experts_implementation, "eager"
+    try:
+        yield
+    finally:
+        config._experts_implementation = before
 
 
 def as_answer(hidden: Tensor, values: int):
@@ -329,6 +385,11 @@ def is_recurrent(model: nn.Module) -> bool:
 def packs(model: nn.Module) -> bool:
     """Whether the examples of a packed row can be kept apart. Measured by `check`; before that, by structure."""
     return unwrap(model).__dict__.get("_packs", not is_recurrent(model))
+
+
+def set_packs(model: nn.Module, together: bool) -> None:
+    """Have `packs` say so."""
+    unwrap(model)._packs = together
 
 
 # -- the check -------------------------------------------------------------------------------------------------------
@@ -371,7 +432,7 @@ def check(model: nn.Module) -> None:
             raise _refused(
                 model, f"its logits{what} differ from ours by {gap:.1e}, of at most {float(own.abs().max()):.1e}"
             )
-    unwrap(model)._packs = _keeps_apart(model, torch.cat([first, second]), own[[0, 2]].flatten(0, 1), limit)
+    set_packs(model, _keeps_apart(model, torch.cat([first, second]), own[[0, 2]].flatten(0, 1), limit))
 
 
 def _logits(model: nn.Module, tokens: Tensor, layout: Layout | None) -> Tensor:

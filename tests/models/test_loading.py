@@ -1,13 +1,26 @@
-"""Models that are not whole are refused, not filled up at random."""
+"""Models that are not whole, that disagree with their config, or that are no causal language models are refused."""
 
+import json
+import os
+import pickle
 import shutil
 
+import peft
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from qat_lora.errors import UserError
-from qat_lora.models.loading import load_model, load_tokenizer
+from qat_lora.models.loading import check_headers, empty_model, load_config, load_model, load_tokenizer
+
+NAME = "model.layers.1.self_attn.q_proj.weight"
+SMALL = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "eos_token_id": 2, "pad_token_id": 0,
+    "bos_token_id": None,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -15,24 +28,203 @@ def folder(sharp_model_dir, tmp_path):
     return shutil.copytree(sharp_model_dir, tmp_path / "model")
 
 
-def test_a_file_without_one_of_the_tensors(folder):
+def edit(folder, **config):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+
+
+def rewrite(folder, change):
     tensors = load_file(folder / "model.safetensors")
-    name = "model.layers.1.self_attn.q_proj.weight"
-    del tensors[name]
+    change(tensors)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match=f"its file lacks {name} and 0 more"):
-        load_model(str(folder))
+
+
+def refusals(folder, *functions) -> set[str]:
+    """The lines with which each of the functions refuses a model."""
+    found = set()
+    for function in functions:
+        with pytest.raises(UserError) as error:
+            function(str(folder))
+        assert len(str(error.value).splitlines()) == 1
+        found.add(str(error.value))
+    return found
+
+
+def refused(folder, *functions) -> str:
+    """The line with which all of the functions refuse a model."""
+    found = refusals(folder, *functions)
+    assert len(found) == 1, found
+    return found.pop()
+
+
+# -- config and weights ----------------------------------------------------------------------------------------------
+def test_a_file_without_one_of_the_tensors(folder):
+    rewrite(folder, lambda tensors: tensors.pop(NAME))
+    assert f"its file lacks {NAME} and 0 more" in refused(folder, load_model, empty_model)
 
 
 def test_a_tensor_of_another_shape(folder):
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.norm.weight"] = torch.ones(3)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match="cannot be loaded"):
-        load_model(str(folder))
+    rewrite(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)}))
+    message = refused(folder, load_model, empty_model)
+    assert "cannot be loaded: model.norm.weight is (3,) in its file, (64,) by its config.json" in message
+
+
+def test_more_tensors_in_the_file_than_the_model_has(folder):
+    rewrite(folder, lambda tensors: tensors.update({NAME.replace("weight", "bias"): torch.ones(64)}))
+    assert "its file holds model.layers.1.self_attn.q_proj.bias and 0 more" in refused(folder, load_model, empty_model)
+
+
+@pytest.mark.parametrize("layers, part", [(1, "holds model.layers.1."), (3, "lacks model.layers.2.")])
+def test_another_number_of_layers_in_the_file_than_in_the_config(folder, layers, part):
+    edit(folder, num_hidden_layers=layers)
+    assert part in refused(folder, load_model, empty_model)
+
+
+def test_another_number_of_experts(tmp_path):
+    """Their tensors are stacked while they are loaded, and only then have the wrong shape."""
+    config = transformers.MixtralConfig(**SMALL, num_local_experts=4)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    assert load_model(str(tmp_path)).config.num_local_experts == 4
+    edit(tmp_path, num_local_experts=2)
+    assert "(4, 64, 128) in its file, (2, 64, 128) by its config.json" in refused(tmp_path, load_model, empty_model)
+
+
+def test_head_and_embedding_that_are_tied_by_the_config_and_differ_in_the_file(folder):
+    """Workers whose models are tied and not tied cannot exchange gradients: torch aborted the process."""
+    rewrite(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
+    message = refused(folder, load_model, empty_model)
+    assert "tie_word_embeddings" in message and "lm_head.weight" in message and "embed_tokens" in message
+    edit(folder, tie_word_embeddings=False)
+    model = load_model(str(folder))
+    assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight + 1)
+
+
+def test_a_tied_head_that_is_in_the_file_twice_is_tied(folder):
+    rewrite(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    for model in (load_model(str(folder)), empty_model(str(folder))):
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_what_a_model_may_leave_unread(folder, tmp_path):
+    """Buffers of older versions, and heads that predict several tokens at once."""
+    more = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8), "mtp.layers.0.norm.weight": torch.ones(3)}
+    rewrite(folder, lambda tensors: tensors.update(more))
+    load_model(str(folder)), empty_model(str(folder))
+    config = transformers.DeepseekV3Config(
+        **SMALL | {"num_key_value_heads": 4}, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
+        moe_intermediate_size=32, first_k_dense_replace=1, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8,
+        qk_nope_head_dim=8, v_head_dim=16, num_nextn_predict_layers=0,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "deep")
+    rewrite(tmp_path / "deep", lambda tensors: tensors.update({"model.layers.2.eh_proj.weight": torch.ones(3)}))
+    assert "model.layers.2.eh_proj.weight" in refused(tmp_path / "deep", load_model, empty_model)
+    edit(tmp_path / "deep", num_nextn_predict_layers=1)
+    load_model(str(tmp_path / "deep")), empty_model(str(tmp_path / "deep"))
+
+
+@pytest.mark.parametrize("size", [0, 100, 100_000])
+def test_a_file_that_is_cut_off(folder, size):
+    os.truncate(folder / "model.safetensors", size)
+    message = refused(folder, load_model, empty_model)
+    assert "model.safetensors is damaged" in message and "again" in message
+
+
+def test_a_shard_that_is_missing(folder):
+    load_model(str(folder)).save_pretrained(folder, max_shard_size="100KB")
+    (folder / "model-00002-of-00005.safetensors").unlink()
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    assert "model-00002-of-00005.safetensors is missing" in refused(folder, load_model, empty_model)
+
+
+def test_a_folder_without_weights(folder):
+    (folder / "model.safetensors").unlink()
+    assert "holds no weights" in refused(folder, load_model, empty_model)
+
+
+def test_a_pickle_is_read_without_running_it(folder, tmp_path):
+    model = load_model(str(folder))
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    again = load_model(str(folder))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters()))
+
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Evil()))
+    assert "cannot be loaded" in refused(folder, load_model)
+    assert not (tmp_path / "ran").exists()
+
+
+# -- what is no model ------------------------------------------------------------------------------------------------
+EVERYTHING = (load_config, load_tokenizer, empty_model, check_headers, load_model)
+
+
+@pytest.mark.parametrize(
+    "change, parts",
+    [
+        ({"model_type": "foo"}, ["'foo'", "transformers", "does not know"]),
+        (
+            {"model_type": "foo", "auto_map": {"AutoConfig": "c.C", "AutoModelForCausalLM": "m.M"}},
+            ["'foo'", "Python code of its own"],
+        ),
+        ({"model_type": None}, ["no model_type"]),
+        ({"model_type": "bert"}, ["'bert'", "an encoder:"]),
+        ({"model_type": "t5", "is_encoder_decoder": True}, ["'t5'", "an encoder-decoder:"]),
+        ({"model_type": "vit"}, ["'vit'", "no causal language model"]),
+        ({"hidden_size": "wide"}, ["hidden_size", "wide"]),
+    ],
+)
+def test_a_config_of_something_else(folder, change, parts):
+    edit(folder, **change)
+    message = refused(folder, *EVERYTHING)
+    assert [part for part in (str(folder), *parts) if part not in message] == []
+
+
+def test_remote_code_is_not_needed_where_transformers_has_the_class(folder):
+    edit(folder, auto_map={"AutoModelForCausalLM": "modeling_llama.Other"})
+    assert type(load_model(str(folder))).__module__.startswith("transformers.")
+
+
+def test_a_damaged_config(folder):
+    (folder / "config.json").write_text("{")
+    assert "config.json is damaged" in refused(folder, *EVERYTHING)
+
+
+def test_a_folder_with_nothing_in_it(tmp_path):
+    assert "no config.json" in refused(tmp_path, load_config, empty_model, load_model)
+
+
+def test_a_model_with_an_adapter_beside_it(folder):
+    """transformers put the adapter on the model without a word."""
+    peft.get_peft_model(load_model(str(folder)), peft.LoraConfig(task_type="CAUSAL_LM")).save_pretrained(folder)
+    assert (folder / "adapter_config.json").is_file()
+    message = refused(folder, *EVERYTHING)
+    assert "holds a full model and an adapter" in message and "--adapter" in message
+    (folder / "config.json").unlink()
+    message = refused(folder, *EVERYTHING)
+    assert "is an adapter, not a model" in message and "--model" in message
 
 
 def test_a_damaged_tokenizer(folder):
     (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match="cannot be loaded"):
-        load_tokenizer(str(folder))
+    assert "cannot be loaded" in refused(folder, load_tokenizer)
+
+
+def test_a_folder_without_a_tokenizer(folder):
+    for file in folder.glob("token*"):
+        file.unlink()
+    assert "holds no tokenizer" in refused(folder, load_tokenizer)
+
+
+def test_the_same_name_in_another_folder_is_another_model(folder, tmp_path, monkeypatch):
+    """What is remembered of a model belongs to its place and files, not to how its path was spelled."""
+    other = shutil.copytree(folder, tmp_path / "elsewhere" / "model")
+    edit(other, rope_theta=5e5, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    monkeypatch.chdir(folder.parent)
+    assert load_config("model").rope_parameters["rope_theta"] == 10000
+    monkeypatch.chdir(other.parent)
+    assert load_config("model").rope_parameters["rope_theta"] == 5e5
+    edit(other, rope_parameters={"rope_type": "default", "rope_theta": 70000.0})
+    assert load_config("model").rope_parameters["rope_theta"] == 70000

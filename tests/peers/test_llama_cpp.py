@@ -13,7 +13,15 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from qat_lora.export import ADAPTER_FILE, MODEL_FILE, load_source, plan_gguf, write_gguf
 from qat_lora.models.adapter import load_adapter
@@ -222,6 +230,59 @@ def test_logits_of_every_architecture_and_type(tiny, tmp_path, kind, layout, ada
     print(f"\n{kind} {layout} adapter {adapted}: {far:.5f}", flush=True)
     assert far < near
     assert not adapted or (alone - ours).std() > 0.3 * ours.std()
+
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+UNSCALED = {"rope_type": "default", "rope_theta": 10000.0}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+TWO = {"sliding_attention": UNSCALED, "full_attention": LINEAR | {"rope_theta": 1e6}}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+GRANITE = {"logits_scaling": 8.0, "attention_multiplier": 0.1, "residual_multiplier": 0.3, "embedding_multiplier": 12.0}
+SETTINGS = {  # the model, and the same without what is tried
+    "llama3": (LlamaConfig(rope_parameters=LLAMA3, **HEADS, **SHAPE), {"rope_parameters": UNSCALED}),
+    "linear": (LlamaConfig(rope_parameters=LINEAR, **HEADS, **SHAPE), {"rope_parameters": UNSCALED}),
+    "yarn": (Qwen2Config(rope_parameters=YARN, **HEADS, **SHAPE), {"rope_parameters": UNSCALED}),
+    "mistral": (MistralConfig(sliding_window=None, **HEADS, **SHAPE), {"sliding_window": 8}),
+    "granite": (GraniteConfig(**GRANITE, **HEADS, **SHAPE), {"attention_multiplier": 0.25, "residual_multiplier": 1.0}),
+    "gemma3": (Gemma3TextConfig(head_dim=16, sliding_window=8, **HEADS, **SHAPE), {"sliding_window": 512}),
+    "gemma3 mixed": (
+        Gemma3TextConfig(head_dim=32, sliding_window=8, query_pre_attn_scalar=24, final_logit_softcapping=5.0,
+                         layer_types=["sliding_attention", "full_attention"], rope_parameters=TWO, **HEADS, **SHAPE),
+        {"final_logit_softcapping": None},
+    ),
+    "gemma3 full": (Gemma3TextConfig(head_dim=16, layer_types=["full_attention"] * 2, **HEADS, **SHAPE),
+                    {"query_pre_attn_scalar": 16}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", SETTINGS)
+@pytest.mark.parametrize("adapted", [False, True])
+def test_logits_of_settings(full_model_dir, tmp_path, what, adapted):
+    """Rotary scaling, windows, norms and multipliers; each model without the setting gives other logits."""
+    config, without = SETTINGS[what]
+    name, spec = str(full_model_dir(AutoModelForCausalLM.from_config(config))), StudentSpec("lut4/g32", "int4/r4")
+    model = quantize(load_model(name), spec)
+    initialise(model, search=False)
+    save_student(tmp_path / "best.pt", model, name, spec, {})
+    adapter = random_adapter(tmp_path / "adapter", name, 0.2) if adapted else None
+    folder, _ = exported(tmp_path, "gguf", adapter)
+    model = load_student(tmp_path / "best.pt")[0]
+    model = load_adapter(model, adapter) if adapted else model
+    tokens = torch.randint(3, 512, (100,), generator=torch.Generator().manual_seed(0))
+    ours = logits_of(model, tokens)
+    theirs = their_logits(folder, tokens, **({"lora_path": str(folder / ADAPTER_FILE)} if adapted else {}))
+    far = ((theirs - ours).square().mean().sqrt() / ours.std()).item()
+    other = AutoModelForCausalLM.from_config(type(config)(**config.to_dict() | without)).eval()
+    other.load_state_dict(load_student(tmp_path / "best.pt")[0].state_dict(), strict=False)
+    if not adapted:
+        off = ((logits_of(other, tokens) - theirs).square().mean().sqrt() / ours.std()).item()
+        print(f"\n{what}: {far:.5f}, without the setting {off:.5f}", flush=True)
+        assert off > 5 * far
+    assert far < 1e-2
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+import transformers as tf
 
 from qat_lora.errors import UserError
 from qat_lora.models.loading import load_model
@@ -13,9 +13,17 @@ SHAPE = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
+WINDOWS = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 8}
 KINDS = {
-    "llama": (LlamaForCausalLM, LlamaConfig(**SHAPE)), "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SHAPE)),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SHAPE, head_dim=8)),
+    "llama": tf.LlamaConfig(**SHAPE), "qwen2": tf.Qwen2Config(**SHAPE), "qwen3": tf.Qwen3Config(**SHAPE, head_dim=8),
+    "mistral": tf.MistralConfig(**SHAPE, sliding_window=5), "gemma3": tf.Gemma3TextConfig(**SHAPE, **WINDOWS),
+    "gemma2": tf.Gemma2Config(**SHAPE, **WINDOWS, final_logit_softcapping=2.0),
+    "mixtral": tf.MixtralConfig(**SHAPE, num_local_experts=4),
+    "gpt_oss": tf.GptOssConfig(**SHAPE, **WINDOWS, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_5": tf.Qwen3_5TextConfig(
+        **SHAPE, head_dim=8, layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
+    ),
 }  # fmt: skip
 TEXTS = [[5, 6, 7, 8, 9, 10], [40, 41], [3, 3, 3]]
 GREEDY = Sampling(temperature=0)
@@ -23,10 +31,9 @@ GREEDY = Sampling(temperature=0)
 
 def make(kind: str):
     torch.manual_seed(3)
-    build, config = KINDS[kind]
-    model = build(config).eval()
+    model = tf.AutoModelForCausalLM.from_config(KINDS[kind]).eval()
     for p in model.parameters():
-        if p.ndim == 2:
+        if p.ndim > 1:
             p.data.mul_(8)  # far from uniform, so that the most probable token is not a matter of rounding
     model.get_output_embeddings().weight.requires_grad_(False)
     return model

@@ -80,7 +80,8 @@ def test_default_place_names_time_preset_seed_and_revision(here, clock):
 
 def test_identity_leaves_out_what_changes_no_number():
     how = {"config", "device", "tpu", "use_tpu", "output_dir", "resume", "dry_run", "debug", "wandb"}
-    assert how | {"num_chips", "accumulation_steps", "from_scratch", "checkpoint_path", "compile"} == NOT_IDENTITY
+    split = {"num_chips", "accumulation_steps", "from_scratch", "checkpoint_path", "compile"}
+    assert how | split | {"bos", "chat_template"} == NOT_IDENTITY
     assert identity(config(device="xla", resume="auto")) == identity(Config())
     assert identity(config(seed=1)) != identity(Config())
 
@@ -263,3 +264,36 @@ def test_line_cut_by_a_crash_is_forgotten(here):
 def test_logged_line_is_shown(here, capsys):
     Run(here, resumed=False).log(3, {"loss": 0.123456, "stage": "qat", "tokens": 128})
     assert capsys.readouterr().out == "step 3  loss 0.1235  stage qat  tokens 128\n"
+
+
+# -- what is there, not how its path is spelled ----------------------------------------------------------------------
+WHERE = {"limit": "base"}  # any option will do
+
+
+def test_a_fact_stands_in_for_the_option_that_says_where_it_is():
+    open_run("toy", config(limit=1), {"base": "f00"}, places=WHERE)
+    assert open_run("toy", config(limit=2, resume="auto"), {"base": "f00"}, places=WHERE).resumed
+
+
+def test_something_else_in_that_place_is_refused_naming_both():
+    open_run("toy", config(limit=1), {"base": "f00"}, places=WHERE)
+    with pytest.raises(UserError) as error:
+        open_run("toy", config(limit=2, resume="auto"), {"base": "ba4"}, places=WHERE)
+    assert "base is 'f00' (limit 1) there, 'ba4' (limit 2) here" in str(error.value)
+
+
+def test_in_a_run_from_before_the_fact_was_kept_the_option_has_to_agree():
+    open_run("toy", config(limit=1), {})
+    with pytest.raises(UserError) as error:
+        open_run("toy", config(limit=2, resume="auto"), {"base": "f00"}, places=WHERE)
+    assert "limit is 1 there, 2 here" in str(error.value)
+    del error
+    gc.collect()  # the process would end here
+    assert open_run("toy", config(limit=1, resume="auto"), {"base": "f00"}, places=WHERE).resumed
+
+
+def test_auto_finds_a_run_whose_model_has_moved(clock):
+    run = open_run("toy", Config(limit=1), {"base": "f00"}, places=WHERE)
+    run.held.close()
+    assert open_run("toy", Config(limit=2, resume="auto"), {"base": "f00"}, places=WHERE).path == run.path
+    assert not open_run("toy", Config(limit=2, resume="auto"), {"base": "ba4"}, places=WHERE).resumed

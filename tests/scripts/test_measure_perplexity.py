@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from peft import IA3Config, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from tokenizers import processors
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from qat_lora.models.loading import load_model
@@ -298,12 +299,66 @@ def test_weights_that_hold_nan(refusal, tiny_student, text, tmp_path):
 
 def test_teachers_that_cannot_be_compared(refusal, tiny_model_dir, tiny_tokenizer, text, tmp_path):
     flags = ["--model", tiny_model_dir, "--dataset", text, "--length", LENGTH, "--teacher"]
-    wider = other_model(tmp_path / "wider", tiny_tokenizer, vocab_size=520)
-    assert "has 520 tokens in its head, the model 512" in refusal("measure_perplexity", *flags, wider)
     grown = AutoTokenizer.from_pretrained(tiny_model_dir)
     grown.add_tokens(["<tool>"])
-    other = other_model(tmp_path / "other", grown)
+    other = other_model(tmp_path / "other", grown, vocab_size=520)
     assert "has another tokenizer" in refusal("measure_perplexity", *flags, other)
+    short = other_model(tmp_path / "short", grown)
+    for model in (["--model", short], ["--model", tiny_model_dir, "--teacher", short]):
+        said = refusal("measure_perplexity", *model, "--dataset", text, "--length", LENGTH)
+        assert "ids up to 512 ('<tool>') and its embedding has 512 rows" in said
+
+
+def test_kl_over_the_ids_that_both_have(measure, tiny_model_dir, tiny_tokenizer, tokens, tmp_path):
+    """Padded differently, either side: equal to a KL of two renormalised softmaxes; the NLL is over all own ids."""
+    wider = other_model(tmp_path / "wider", tiny_tokenizer, vocab_size=520)
+    logits = {}
+    for folder in (tiny_model_dir, wider):
+        with torch.no_grad():
+            rows = tokens[: len(tokens) // LENGTH * LENGTH].view(-1, LENGTH)
+            logits[folder] = load_model(str(folder))(input_ids=rows).logits[:, :-1]
+    for model, teacher in ((tiny_model_dir, wider), (wider, tiny_model_dir)):
+        ours, theirs = (logits[folder][..., :512].log_softmax(-1) for folder in (model, teacher))
+        kl = (theirs.exp() * (theirs - ours)).sum(-1).mean()
+        figures = measure("--model", model, "--teacher", teacher)
+        assert figures["kl"] == pytest.approx(float(kl), rel=1e-4)
+        assert figures["nll"] == pytest.approx(blocked_nll(load_model(str(model)), tokens), rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def bos_model_dir(tiny_model_dir, tmp_path_factory):
+    """The tiny model with a tokenizer that writes <|im_start|> in front of a text."""
+    folder = tmp_path_factory.mktemp("bos")
+    shutil.copytree(tiny_model_dir, folder, dirs_exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.bos_token = "<|im_start|>"
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
+    )
+    tokenizer.save_pretrained(folder)
+    assert AutoTokenizer.from_pretrained(folder)("a")["input_ids"][0] == 1
+    return folder
+
+
+def test_every_window_begins_with_bos_where_the_tokenizer_writes_it(measure, bos_model_dir, tokens):
+    model = load_model(str(bos_model_dir))
+    whole = torch.cat([torch.tensor([1]), tokens])
+    rows = whole[: len(whole) // LENGTH * LENGTH].view(-1, LENGTH).clone()
+    rows[:, 0] = 1
+    figures = measure("--model", bos_model_dir)
+    assert figures["nll"] == pytest.approx(blocked_nll(model, rows.flatten()), rel=1e-5)
+    assert figures["bos"] == "<|im_start|>" and figures["tokens"] == len(rows) * (LENGTH - 1)
+    off = measure("--model", bos_model_dir, "--bos", "off")
+    assert off["nll"] == pytest.approx(blocked_nll(model, tokens), rel=1e-5) and off["bos"] is None
+    sliding = measure("--model", bos_model_dir, "--mode", "sliding", "--stride", 8)
+    assert sliding["tokens"] == LENGTH - 1 + 8 * (sliding["windows"] - 1)
+
+
+def test_bos_that_is_not_to_be_had(refusal, tiny_model_dir, text):
+    assert "has no BOS token" in refusal(
+        "measure_perplexity", "--model", tiny_model_dir, "--dataset", text, "--bos", "on"
+    )
+    assert "is not one of auto, on, off" in refusal("measure_perplexity", "--model", tiny_model_dir, "--bos", "never")
 
 
 def adapter_of(model_dir, folder, config):

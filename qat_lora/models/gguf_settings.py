@@ -1,0 +1,191 @@
+"""Which settings of a model's config GGUF holds, and what llama.cpp makes of them.
+
+A config is compared with a list of what is written: whatever else in it differs from its class's default is refused, so
+that a setting nobody here has heard of cannot be lost on the way.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGUFWriter, RopeScalingType
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+SHAPE = {
+    "vocab_size", "max_position_embeddings", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters", "tie_word_embeddings",
+}  # fmt: skip
+# What a forward pass in evaluation mode does not read. Which layers Qwen's window covers is in layer_types.
+SILENT = {
+    "architectures", "model_type", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache",
+    "initializer_range", "attention_dropout", "pretraining_tp", "bos_token_id", "eos_token_id", "pad_token_id",
+    "unk_token_id", "use_sliding_window", "max_window_layers", "is_llama_config", "rope_interleaved",
+    "transformers.js_config", "unsloth_fixed", "unsloth_version", "output_attentions", "output_hidden_states",
+    "return_dict", "chunk_size_feed_forward", "id2label", "label2id", "problem_type",
+}  # fmt: skip
+# Settings of a rotary embedding by its type; llama.cpp has the other ones of yarn at their defaults.
+ROPES = {
+    "default": set(),
+    "linear": {"factor"},
+    "yarn": {"factor", "original_max_position_embeddings"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+}
+ROPE_DEFAULTS = {"partial_rotary_factor": 1.0, "beta_fast": 32, "beta_slow": 1, "truncate": True}
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model type in llama.cpp: what it is called, the settings that are fixed there, those written beyond SHAPE, the
+    types of rotary embedding, and whether the rows of q and k stand in another order (see gguf.turned_heads)."""
+
+    kind: MODEL_ARCH
+    fixed: dict[str, object]
+    written: frozenset[str] = field(default_factory=frozenset)
+    ropes: tuple[str, ...] = ("default", "linear", "yarn")
+    turned: bool = False
+
+    @property
+    def name(self) -> str:
+        return MODEL_ARCH_NAMES[self.kind]
+
+
+PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "sliding_window": None}
+GEMMA3 = {
+    "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "attn_logit_softcapping": None,
+    "use_bidirectional_attention": False,
+}  # fmt: skip
+ARCHITECTURES = {
+    "llama": Architecture(MODEL_ARCH.LLAMA, PLAIN, ropes=tuple(ROPES), turned=True),
+    "mistral": Architecture(MODEL_ARCH.LLAMA, PLAIN, ropes=tuple(ROPES), turned=True),
+    "granite": Architecture(
+        MODEL_ARCH.GRANITE, PLAIN, ropes=tuple(ROPES), turned=True, written=frozenset(
+            {"attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"}
+        ),
+    ),
+    "qwen2": Architecture(MODEL_ARCH.QWEN2, PLAIN),
+    "qwen3": Architecture(MODEL_ARCH.QWEN3, PLAIN),
+    "gemma3_text": Architecture(
+        MODEL_ARCH.GEMMA3, GEMMA3, ropes=("default", "linear"), written=frozenset(
+            {"sliding_window", "layer_types", "query_pre_attn_scalar", "final_logit_softcapping"}
+        ),
+    ),
+}  # fmt: skip
+
+
+def unwritten(config) -> str | None:
+    """Why a config cannot be written, in words that go on "model … "; None where it can."""
+    if config.model_type not in ARCHITECTURES:
+        return f"is a {config.model_type}: GGUF is written for {', '.join(ARCHITECTURES)}"
+    architecture = ARCHITECTURES[config.model_type]
+    odd = _odd_settings(config, architecture) | _odd_rope(config, architecture)
+    for name, value in odd.items():
+        return f"has {name} {str(value)[:80]!s}, which is not written to GGUF"
+    return None
+
+
+def _odd_settings(config, architecture: Architecture) -> dict:
+    values, usual = config.to_dict(), type(config)().to_dict()
+    if config.model_type in ("qwen2", "qwen3") and SLIDING not in (values.get("layer_types") or []):
+        values["sliding_window"] = None  # no layer looks at it
+    if (values.get("sliding_window") or 0) >= config.max_position_embeddings and config.model_type == "mistral":
+        values["sliding_window"] = None  # wider than every text
+    odd = {}
+    for name, value in values.items():
+        if name in SHAPE | SILENT | architecture.written or name.startswith("_"):
+            continue
+        if name == "layer_types":
+            known = not value or set(value) == {FULL}
+        elif name in architecture.fixed:
+            known = value == architecture.fixed[name] or (not value and not architecture.fixed[name])
+        else:
+            known = value == usual[name] if name in usual else not value
+        if not known:
+            odd[name] = repr(value)
+    return odd
+
+
+def _odd_rope(config, architecture: Architecture) -> dict:
+    odd, ropes = {}, [rope_of(config), rope_of(config, SLIDING)]
+    for rope, types in zip(ropes, (architecture.ropes, ("default",) if ropes[0] is not ropes[1] else ROPES)):
+        kind = rope.get("rope_type", "default")
+        if kind not in types:
+            return {"rope_type": repr(kind)}
+        for name in ROPES[kind] - {n for n, value in rope.items() if value is not None}:
+            odd[name] = None  # a type without its own setting
+        for name in rope.keys() - ROPES[kind] - {"rope_type", "type", "rope_theta"}:
+            if rope[name] is not None and rope[name] != ROPE_DEFAULTS.get(name):
+                odd[name] = repr(rope[name])
+    return odd
+
+
+def rope_of(config, kind: str = FULL) -> dict:
+    """The rotary embedding's settings; of the layers of a kind, where a config has several."""
+    rope = config.rope_parameters or {}
+    return rope.get(kind, rope)
+
+
+def head_size(config) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def add_settings(writer: GGUFWriter, config) -> None:
+    """All of a config that `unwritten` lets through, besides its vocabulary."""
+    width, rope = head_size(config), rope_of(config)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(width)
+    writer.add_value_length(width)
+    writer.add_rope_dimension_count(width)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if rope.get("rope_type") in ("linear", "yarn"):
+        writer.add_rope_scaling_type(RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if config.model_type == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+        writer.add_residual_scale(config.residual_multiplier)
+    if config.model_type == "gemma3_text":
+        _add_gemma3(writer, config)
+
+
+def _add_gemma3(writer: GGUFWriter, config) -> None:
+    if config.final_logit_softcapping:
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if SLIDING in config.layer_types:
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern([kind == SLIDING for kind in config.layer_types])
+        writer.add_rope_freq_base_swa(rope_of(config, SLIDING)["rope_theta"])
+
+
+def frequency_factors(config) -> list[float] | None:
+    """By what llama.cpp divides each of the rotary embedding's frequencies, where that is a tensor of the file."""
+    rope, width = rope_of(config), head_size(config)
+    if rope.get("rope_type") != "llama3":
+        return None
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    plain = 1 / rope["rope_theta"] ** (torch.arange(0, width, 2).float() / width)
+    return (plain / scaled).tolist()
+
+
+def norm_change(config, parameter: str) -> tuple[float, float]:
+    """(a, b) such that GGUF has (w + a)·b for the weight w of a norm.
+
+    Gemma multiplies by 1 + w. llama.cpp scales Gemma's q by 1/√head size, in the model of 62 layers by 1/√(hidden size
+    per head); where the config has another scale the rest of it goes into the norm of q.
+    """
+    if config.model_type != "gemma3_text" or not parameter.endswith("norm.weight"):
+        return 0.0, 1.0
+    there = head_size(config)
+    if config.num_hidden_layers == 62:
+        there = config.hidden_size // config.num_attention_heads
+    is_q = parameter.endswith("q_norm.weight")
+    return 1.0, (there / config.query_pre_attn_scalar) ** 0.5 if is_q else 1.0

@@ -1,0 +1,114 @@
+"""Which weights a model holds: names and shapes from the headers of its files, and a fingerprint of the content."""
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qat_lora.errors import UserError, first_line
+from qat_lora.run.files import sha256
+
+# Bytes of one tensor that a fingerprint reads: all of a tensor up to here; of a larger one this many blocks, evenly
+# spaced, which make up as much. Training and merging change every block.
+WHOLE, BLOCK = 4 * 2**20, 2**16
+# What a config.json says of how it was written, and not of the model.
+NOT_MODEL = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Header:
+    """One tensor of a safetensors file: its type and shape, and where its bytes are."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+    def empty(self) -> Tensor:
+        """A tensor like it without storage; fp32 where torch has no such type."""
+        return torch.empty(self.shape, dtype=DTYPES.get(self.dtype, torch.float32), device="meta")
+
+    def looks_like(self, other: "Header") -> bool:
+        """Whether what `sample` reads of both is equal."""
+        return self.dtype != other.dtype or all(a == b for a, b in zip(self.sample(), other.sample()))
+
+    def sample(self) -> Iterator[bytes]:
+        """The tensor's bytes, or blocks of them."""
+        with open(self.file, "rb") as file:
+            if self.size <= WHOLE:
+                file.seek(self.start)
+                yield file.read(self.size)
+                return
+            blocks = WHOLE // BLOCK
+            for number in range(blocks):
+                file.seek(self.start + (self.size - BLOCK) * number // (blocks - 1))
+                yield file.read(BLOCK)
+
+
+def headers(files: list[Path]) -> dict[str, Header]:
+    """The tensors of safetensors files by name, without reading them. Raises UserError for a damaged file."""
+    found = {}
+    for path in files:
+        try:
+            with open(path, "rb") as file:
+                length = struct.unpack("<Q", file.read(8))[0]
+                if length > path.stat().st_size:
+                    raise ValueError("truncated")
+                table = json.loads(file.read(length))
+            for name, entry in table.items():
+                if name != "__metadata__":
+                    start, end = entry["data_offsets"]
+                    found[name] = Header(path, entry["dtype"], tuple(entry["shape"]), 8 + length + start, end - start)
+                    if 8 + length + end > path.stat().st_size:
+                        raise ValueError("truncated")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+            raise UserError(f"{path} is damaged ({first_line(error)[:80]}); copy or download it again") from error
+    return found
+
+
+def fingerprint(files: list[Path], config: dict, tokenizer: str) -> str:
+    """sha256 (hex) of what a model holds, wherever it is: tensors with their names, shapes and types, in however many
+    safetensors files they are; its config.json but for the notes of the program that wrote it; and the fingerprint of
+    its tokenizer. Of a .gguf or .bin file all bytes count."""
+    digest = hashlib.sha256(json.dumps([_model_part(config), tokenizer], sort_keys=True).encode())
+    if all(path.suffix == ".safetensors" for path in files):
+        for name, header in sorted(headers(files).items()):
+            digest.update(json.dumps([name, header.dtype, header.shape]).encode())
+            for block in header.sample():
+                digest.update(block)
+    else:
+        for path in files:
+            digest.update(sha256(path).encode())
+    return digest.hexdigest()
+
+
+def tokenizer_fingerprint(tokenizer) -> str:
+    """sha256 (hex) over what decides token ids: the vocabulary (token → id) and the ids of BOS, EOS and UNK.
+
+    The chat template changes the text and not its ids; the pad token never occurs in packed rows, and scripts set it
+    where a model has none, which must not make a cache unusable. Both are left out.
+    """
+    special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id]
+    return hashlib.sha256(json.dumps([sorted(tokenizer.get_vocab().items()), special]).encode()).hexdigest()
+
+
+def _model_part(config):
+    """A config.json's content without the notes of whoever wrote it, and without what is null."""
+    if isinstance(config, dict):
+        return {k: _model_part(v) for k, v in config.items() if k not in NOT_MODEL and v is not None}
+    return [_model_part(value) for value in config] if isinstance(config, list) else config
+
+
+def short(mark: str) -> str:
+    """A fingerprint for people."""
+    return mark[:12]

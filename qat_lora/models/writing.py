@@ -1,0 +1,107 @@
+"""A model as a Hugging Face folder that plain transformers runs as we do: it is read back and compared."""
+
+import io
+from contextlib import redirect_stderr
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from qat_lora.errors import UserError, first_line
+from qat_lora.models.generate import end_tokens
+from qat_lora.models.loading import plain_state
+from qat_lora.run.files import cannot_write
+
+PROBE_TOKENS = 24
+NEAR = 1e-4  # largest root mean square of a difference of logits, in units of their spread
+
+
+def write_model(
+    model: nn.Module,
+    tokenizer,
+    folder: Path,
+    shown: Path,
+    state: dict[str, Tensor] | None = None,
+    logits: Tensor | None = None,
+) -> nn.Module:
+    """Model, tokenizer and generation config in HF's own format; returns the model as transformers reads it back.
+
+    model: an HF model, wherever it is placed, its quantised weights frozen. state: other values (on the CPU) for
+    what `plain_state` names, and with it `logits`, what they give for `probe` of the model. shown: the folder's name
+    in an error, where it has another one until it is whole.
+
+    The generation config stops at every token that ends a turn here. Raises UserError where the folder cannot be
+    written, and where what plain transformers loads from it does not hold the same tensors and give the same logits.
+    """
+    if state is None:
+        state = {name: value.detach().cpu() for name, value in plain_state(model).items()}
+        logits = logits_on_cpu(model, probe(model))
+    model.generation_config.eos_token_id = end_tokens(model, tokenizer)
+    try:
+        model.save_pretrained(folder, state_dict=dict(state))
+        tokenizer.save_pretrained(folder)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # the last two: how torch reports a full disk
+        raise cannot_write(shown, error) from error
+    back = _read(folder, shown)
+    check_state(back, state, shown)
+    check_logits(back, probe(model), logits, shown)
+    read, ends = AutoTokenizer.from_pretrained(folder), back.generation_config.eos_token_id
+    if read.get_vocab() != tokenizer.get_vocab() or read.chat_template != tokenizer.chat_template:
+        raise differs(shown, "the tokenizer")
+    if ends != model.generation_config.eos_token_id:
+        raise differs(shown, "the generation config")
+    return back
+
+
+def probe(model: nn.Module) -> Tensor:
+    """The tokens [1, T] on which two forms of a model are compared: drawn from all of its vocabulary."""
+    rows = len(model.get_input_embeddings().weight)
+    return torch.randint(rows, (1, PROBE_TOKENS), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def logits_on_cpu(model: nn.Module, tokens: Tensor) -> Tensor:
+    """What the model gives for tokens [B, L] on the CPU, in evaluation mode, wherever it is placed."""
+    training = model.training
+    model.eval()
+    try:
+        if next(model.parameters()).device.type == "cpu":
+            return model(input_ids=tokens, use_cache=False).logits
+        values = {n: v.detach().cpu() for n, v in (*model.named_parameters(), *model.named_buffers())}
+        return functional_call(model, values, (tokens,), {"use_cache": False}).logits
+    finally:
+        model.train(training)
+
+
+def _read(folder: Path, shown: Path) -> nn.Module:
+    try:
+        with redirect_stderr(io.StringIO()):
+            return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise UserError(f"{shown} cannot be read back ({first_line(error)[:160]}) and is not kept") from error
+
+
+def check_state(back: nn.Module, state: dict[str, Tensor], shown: Path) -> None:
+    """Raise UserError naming the first tensor of a model that is not the one in `state`."""
+    read = plain_state(back)
+    for name in sorted(read.keys() | state.keys()):
+        if name not in read or name not in state or not torch.equal(read[name], state[name]):
+            raise differs(shown, name)
+
+
+def check_logits(back: nn.Module, tokens: Tensor, logits: Tensor, shown: Path) -> None:
+    """Raise UserError where a model's logits for tokens [B, L] are not `logits`, up to the order of sums."""
+    gap = (logits_on_cpu(back, tokens) - logits).double()
+    spread = logits.double().std()
+    if not gap.square().mean().sqrt() <= NEAR * spread:  # NaN is no success
+        raise UserError(
+            f"{shown}: transformers computes other logits from it than the trained model gives (up to "
+            f"{float(gap.abs().max()):.2g} apart, their spread is {float(spread):.2g}), and it is not kept"
+        )
+
+
+def differs(path: Path, what: str) -> UserError:
+    return UserError(f"{path}: {what} reads back otherwise than it was written, and is not kept; check disk and memory")

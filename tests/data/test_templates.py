@@ -1,0 +1,118 @@
+"""Built-in chat templates render what their models were trained on, end a turn where a model can stop, and say no."""
+
+from copy import deepcopy
+
+import pytest
+from tokenizers import processors
+
+from qat_lora.data.chat import render_chat
+from qat_lora.data.options import ChatOptions
+from qat_lora.data.templates import begin_with_bos, set_template, template_facts
+from qat_lora.errors import UserError
+from qat_lora.models.generate import _turn_end
+from qat_lora.run.rundir import NOT_IDENTITY
+
+TALK = [
+    {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello"}, {"role": "user", "content": "Bye"},
+    {"role": "assistant", "content": "See you"},
+]  # fmt: skip
+CHATML = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in TALK)
+GEMMA = (
+    "<start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\nHello<end_of_turn>\n"
+    "<start_of_turn>user\nBye<end_of_turn>\n<start_of_turn>model\nSee you<end_of_turn>\n"
+)
+LLAMA = "".join(f"<|start_header_id|>{turn['role']}<|end_header_id|>\n\n{turn['content']}<|eot_id|>" for turn in TALK)
+SHAPES = [("chatml", "<|im_end|>", CHATML), ("gemma", "<end_of_turn>", GEMMA), ("llama3", "<|eot_id|>", LLAMA)]
+
+
+@pytest.fixture
+def bare(tiny_tokenizer):
+    """bare(*specials, bos): a tokenizer without template whose EOS is <|pad|>, with more special tokens; `bos` writes
+    <|im_start|> in front of a text."""
+
+    def make(*specials, bos=False):
+        tokenizer = deepcopy(tiny_tokenizer)
+        tokenizer.chat_template, tokenizer.eos_token = None, "<|pad|>"
+        tokenizer.add_tokens(list(specials), special_tokens=True)
+        if bos:
+            tokenizer.bos_token = "<|im_start|>"
+            tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+                single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
+            )
+        return tokenizer
+
+    return make
+
+
+@pytest.mark.parametrize("name, end, text", SHAPES)
+def test_built_in_templates(bare, name, end, text):
+    tokenizer = bare(end)
+    set_template(tokenizer, name)
+    (found,) = render_chat(TALK, tokenizer, "off")
+    assert found.text == text
+    assert [found.text[start:stop] for start, stop in found.spans] == ["Hello" + end, "See you" + end]
+    assert _turn_end(tokenizer) == [tokenizer.convert_tokens_to_ids(end)]
+    set_template(other := bare(end, bos=True), name)
+    assert render_chat(TALK, other, "off")[0].text == "<|im_start|>" + text
+
+
+@pytest.mark.parametrize("name, end, text", SHAPES[1:])
+def test_without_the_end_marker_a_turn_ends_with_eos(bare, name, end, text):
+    tokenizer = bare()
+    set_template(tokenizer, name)
+    (found,) = render_chat(TALK, tokenizer, "off")
+    assert found.text == text.replace(end, "<|pad|>")
+    assert [found.text[start:stop] for start, stop in found.spans] == ["Hello<|pad|>", "See you<|pad|>"]
+    assert _turn_end(tokenizer) == [tokenizer.eos_token_id]
+
+
+def test_a_file_stands_in_place_of_the_tokenizers_own(tiny_model_dir, tmp_path):
+    path = tmp_path / "talk.jinja"
+    path.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+                    "{% if add_generation_prompt %}assistant: {% endif %}")  # fmt: skip
+    tokenizer = ChatOptions(chat_template=str(path)).tokenizer(str(tiny_model_dir))
+    assert render_chat(TALK[1:3], tokenizer, "off")[0].text == "user: Hi<|im_end|>assistant: Hello<|im_end|>"
+    own = ChatOptions().tokenizer(str(tiny_model_dir))
+    assert render_chat(TALK[1:3], own, "off")[0].text.startswith("<|im_start|>user")
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (None, "no such file; give one with a Jinja template, or chatml, gemma, llama3"),
+        (b"\xff\xfe", "not UTF-8 text at byte 0"),
+        (b"{% for m in messages %}", "is not usable"),
+        (b"{{ messages[0].content + 1 }}", "is not usable"),
+        (b"{{ raise_exception('no') }}", "is not usable"),
+        (b"hello", "does not show what the assistant says"),
+        (b"{% for m in messages %}{{ m.content }}</turn>\n{% endfor %}", "ends a turn with '</turn>', which is no "),
+    ],
+)  # fmt: skip
+def test_files_that_are_no_template(tiny_tokenizer, tmp_path, content, words):
+    path = tmp_path / "t.jinja"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError) as error:
+        set_template(deepcopy(tiny_tokenizer), str(path))
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_bos_is_put_in_front_of_a_template_that_lacks_it(bare):
+    tokenizer = bare("<|eot_id|>")
+    set_template(tokenizer, "llama3")
+    with pytest.raises(UserError, match="no BOS token"):
+        begin_with_bos(tokenizer)
+    tokenizer.bos_token = "<|im_start|>"
+    for _ in range(2):
+        begin_with_bos(tokenizer)
+        assert render_chat(TALK, tokenizer, "off")[0].text == "<|im_start|>" + LLAMA
+
+
+def test_a_run_knows_its_template_by_content(tmp_path):
+    paths = [tmp_path / name for name in ("a", "b", "c")]
+    for path, text in zip(paths, ("one", "one", "two")):
+        path.write_text(text)
+    first, same, other = (template_facts(str(path)) for path in paths)
+    assert first == same != other and template_facts(None) == {}
+    assert template_facts("gemma") == {"chat_template": "gemma"} and "chat_template" in NOT_IDENTITY

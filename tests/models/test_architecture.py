@@ -1,0 +1,278 @@
+"""What a model is found to be: its head, its masks, its blocks and their parts; and which models are refused."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as tf
+from torch import nn
+
+from qat_lora.backend import TorchBackend
+from qat_lora.blocks import block_outputs, check_blocks, first_inputs
+from qat_lora.errors import UserError
+from qat_lora.kd.losses import Head, sparse_loss, token_log_probs
+from qat_lora.memory import training_memory
+from qat_lora.models.architecture import (
+    HeadForm,
+    check,
+    decoder_layers,
+    head_form,
+    hidden_states,
+    is_recurrent,
+    matrices,
+    packs,
+    part_of,
+)
+from qat_lora.models.attention import Layout
+from qat_lora.quant.student import StudentSpec, head_of, quantize
+from qat_lora.rl.policy import Prompts, log_probs
+from qat_lora.rl.rollout import check_answers
+
+SIZE = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+OPT = {"ffn_dim": 64, "word_embed_proj_dim": 32}
+GEMMA = {"head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+def make(kind: str, **options) -> nn.Module:
+    """A random model in which every parameter counts."""
+    torch.manual_seed(0)
+    config = getattr(tf, f"{kind}Config")(**SIZE | options)
+    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for p in model.parameters():
+        p.data = 0.3 * torch.randn(p.shape) if p.ndim > 1 else p.data + 0.2 * torch.randn(p.shape)
+    return model
+
+
+def tokens(rows: int = 2, length: int = 20) -> torch.Tensor:
+    return torch.randint(1, 97, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+# -- logits ----------------------------------------------------------------------------------------------------------
+LATENT = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16}
+HEADS = [
+    ("Llama", {}, (1.0, 1.0, None)),
+    ("Gemma2", GEMMA | {"final_logit_softcapping": 3.0}, (1.0, 1.0, 3.0)),
+    ("NanoChat", {"final_logit_softcapping": 2.0}, (1.0, 1.0, 2.0)),
+    ("Granite", {"logits_scaling": 8.0}, (1.0, 0.125, None)),  # divides
+    ("HyperCLOVAX", {"logits_scaling": 8.0}, (1.0, 8.0, None)),  # multiplies
+    ("Cohere", {"logit_scale": 0.25}, (1.0, 0.25, None)),
+    ("MiniCPM3", LATENT | {"dim_model_base": 8}, (0.25, 1.0, None)),
+    ("Phi", {}, (1.0, 1.0, None)),  # with a bias
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "options", "form"), HEADS, ids=[kind for kind, *_ in HEADS])
+def test_logits_are_the_models_own(kind, options, form):
+    model = make(kind, **options)
+    assert head_form(model) == HeadForm(*form, 97)
+    with torch.no_grad():
+        own, hidden = model(tokens()).logits, hidden_states(model, tokens())
+        torch.testing.assert_close(head_of(model).logits(hidden), own, rtol=1e-5, atol=1e-5)
+    nll = F.cross_entropy(own[:, :-1].flatten(0, 1), tokens()[:, 1:].flatten())
+    labels = tokens()[:, 1:].unsqueeze(2)
+    loss = sparse_loss(hidden[:, :-1], head_of(model), labels, torch.ones_like(labels), torch.ones(2, 19))
+    assert float(loss.detach()) == pytest.approx(float(nll), rel=1e-5)
+
+
+def test_a_head_needs_no_weights_to_be_known():
+    with torch.device("meta"):
+        model = tf.AutoModelForCausalLM.from_config(tf.GraniteConfig(**SIZE, logits_scaling=4.0))
+    assert head_form(model) == HeadForm(1.0, 0.25, None, 97)
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_gradients_through_a_head_are_autograds(cap, with_bias):
+    random = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (torch.randn(shape, generator=random) for shape in ((3, 5, 8), (11, 8), (11,)))
+    index, prob = torch.randint(0, 11, (3, 5, 4), generator=random), torch.rand(3, 5, 4, generator=random).softmax(-1)
+    found = []
+    for dense in (True, False):
+        given = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
+        head = Head(given[1], given[2] if with_bias else None, 0.5, 3.0, cap)
+        if dense:
+            target = torch.zeros(3, 5, 11).scatter_add(-1, index, prob)
+            loss = -(target * head.logits(given[0]).log_softmax(-1)).sum(-1).mean()
+        else:
+            loss = sparse_loss(given[0], head, index, prob, torch.ones(3, 5))
+        loss.backward()
+        found.append([loss.detach(), *(tensor.grad for tensor in given[: 3 if with_bias else 2])])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probabilities_through_a_head(temperature):
+    random = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(6, 8, generator=random), torch.randn(11, 8, generator=random)
+    chosen, found = torch.randint(0, 11, (6,), generator=random), []
+    for dense in (True, False):
+        given = hidden.clone().requires_grad_()
+        head = Head(weight, torch.arange(11.0), 0.5, 2.0, 4.0)
+        logp = (head.logits(given) / temperature).log_softmax(1).gather(1, chosen.unsqueeze(1)).squeeze(1)
+        logp = logp if dense else token_log_probs(given, head, chosen, temperature)
+        (logp * torch.arange(6.0)).sum().backward()
+        found.append((logp.detach(), given.grad))
+    torch.testing.assert_close(*found)
+
+
+# -- masks -----------------------------------------------------------------------------------------------------------
+WINDOWED = [
+    ("Mistral", {"sliding_window": 4}), ("Gemma3Text", GEMMA), ("Gemma2", GEMMA),
+    ("GptOss", GEMMA | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    ("Llama4Text", {"attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 64, "head_dim": 8}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "options"), WINDOWED, ids=[kind for kind, _ in WINDOWED])
+def test_windows_hold_under_every_mask(kind, options):
+    """As it is, with a mask of its own, packed at once and one by one, and after a padded prompt."""
+    model = make(kind, **options)
+    check(model)
+    assert packs(model)
+    whole, parts = tokens(1, 20), (9, 11)
+    with torch.no_grad():
+        own = model(whole).logits
+        texts = [model(part).logits for part in whole.split(parts, 1)]
+
+        def logits(layout=None):
+            return head_of(model).logits(hidden_states(model, whole, layout))
+
+        torch.testing.assert_close(logits(), own, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logits(Layout.causal(20, whole.device)), own, rtol=1e-4, atol=1e-4)
+        segments = torch.tensor([[1] * parts[0] + [2] * parts[1]])
+        positions = torch.cat([torch.arange(part) for part in parts]).unsqueeze(0)
+        for one_by_one in (False, True):
+            packed = logits(Layout.packed(segments, positions, one_by_one))
+            torch.testing.assert_close(packed, torch.cat(texts, 1), rtol=1e-4, atol=1e-4)
+        unlimited = make(kind, **options | {"sliding_window": 64, "attention_chunk_size": 64})
+        assert not torch.allclose(unlimited(whole).logits, own, atol=1e-2), "the window counts"
+    check_answers(model, "cpu")
+
+
+def test_completions_of_one_prompt_stand_within_its_window():
+    model = make("Mistral", sliding_window=4)
+    check(model)
+    prompt, drawn = tokens(1, 7), tokens(3, 5).unsqueeze(0)
+    with torch.no_grad():
+        together = log_probs(model, Prompts.of(prompt.tolist(), 10, 0), drawn)
+        for group in range(3):
+            row = torch.cat([prompt, drawn[:, group]], 1)
+            own = model(row).logits[0, 6:-1].log_softmax(-1).gather(1, drawn[0, group].unsqueeze(1)).squeeze(1)
+            torch.testing.assert_close(together[0, group], own, rtol=1e-4, atol=1e-4)
+
+
+# -- blocks ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("Gemma3Text", GEMMA), ("Mixtral", {"num_local_experts": 4}), ("OPT", OPT), ("GPTNeoX", {}), ("Bloom", {})],
+)  # fmt: skip
+def test_blocks_one_by_one_are_the_model(kind, options):
+    """Each with its own mask and rotary embedding."""
+    model, backend = make(kind, **options), TorchBackend("cpu", "fp32")
+    layers, seen = decoder_layers(model), []
+    last = layers[-1].register_forward_hook(lambda _, args, out: seen.append(out if torch.is_tensor(out) else out[0]))
+    model(tokens())
+    last.remove()
+    hidden, calls = first_inputs(model, [{"tokens": tokens()}, {"tokens": tokens() + 0}], backend)
+    for index, layer in enumerate(layers):
+        hidden = block_outputs(layer, hidden, calls.block(index), backend)
+    torch.testing.assert_close(hidden[0], seen[0].detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_blocks_that_take_more_than_hidden_states_are_refused():
+    model = make("Llama")
+    layers = decoder_layers(model)
+
+    class Coupled(type(layers[1])):
+        def forward(self, hidden, *args, **kwargs):
+            return super().forward(hidden, *args, **kwargs | {"attention_mask": None})
+
+    class Coupling(type(model.model)):
+        """Its second block gets what the first one answered."""
+
+        def forward(self, *args, **kwargs):
+            with first.register_forward_hook(lambda _, args, out: seen.append(out)):
+                return super().forward(*args, **kwargs)
+
+    seen, first = [], layers[0]
+    layers[1].register_forward_pre_hook(lambda _, args, kwargs: (args, kwargs | {"last": seen[-1]}), with_kwargs=True)
+    layers[1].__class__, model.model.__class__ = Coupled, Coupling
+    with pytest.raises(UserError, match="'llama' cannot be trained block by block: what a block is called with"):
+        check_blocks(model)
+
+
+PARTS = [
+    ("Llama", {}, {"self_attn.q_proj": "attn", "mlp.gate_proj": "mlp"}),
+    ("OPT", OPT, {"self_attn.out_proj": "attn", "fc1": "mlp"}),
+    ("GPTNeoX", {}, {"attention.query_key_value": "attn", "mlp.dense_4h_to_h": "mlp"}),
+    ("Lfm2", {"layer_types": ["conv", "full_attention"]}, {"conv.in_proj": "attn", "feed_forward.w1": "mlp"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "options", "parts"), PARTS, ids=[kind for kind, *_ in PARTS])
+def test_parts_are_told_by_structure(kind, options, parts):
+    block = decoder_layers(make(kind, **options))[0]
+    found = {matrix.path: matrix.part for matrix in matrices(block)}
+    assert parts.items() <= found.items()
+    assert {name: part_of(block, f"{name}.weight") for name in parts} == parts
+
+
+def test_experts_are_found_and_what_chooses_them_is_left_alone():
+    for kind, transposed in (("Mixtral", False), ("GptOss", True)):
+        block = decoder_layers(make(kind, num_local_experts=4, head_dim=8))[0]
+        found = {f"{m.path}.{m.name}": (m.shape, m.transposed) for m in matrices(block) if m.is_experts}
+        assert found == {
+            "mlp.experts.gate_up_proj": ((4, 128, 32), transposed), "mlp.experts.down_proj": ((4, 32, 64), transposed),
+        }  # fmt: skip
+        assert not any("router" in m.path or "gate" in m.path.split(".") for m in matrices(block))
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+def test_a_recurrent_model_does_not_pack():
+    model = make("Qwen3_5Text", head_dim=8, layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2,
+                 linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8)  # fmt: skip
+    assert is_recurrent(model) and not packs(model)
+    check(model)
+    assert not packs(model)
+    check_answers(model, "cpu")
+    with pytest.raises(UserError, match="'qwen3_5_text' carries a state from token to token, so on XLA"):
+        check_answers(model, "xla")
+
+
+def test_a_model_that_looks_ahead_is_refused():
+    with pytest.raises(UserError, match=r"'bert' .*depends on later ones"):
+        check(make("Bert"))
+
+
+def test_a_forward_that_does_something_else_is_refused():
+    class Shifted(tf.LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            out = super().forward(*args, **kwargs)
+            out.logits = out.logits.roll(1, -1)
+            return out
+
+    model = make("Llama")
+    model.__class__ = Shifted
+    with pytest.raises(UserError, match=r"model type 'llama' \(Shifted\) is not supported: its logits are more than"):
+        check(model)
+
+
+def test_a_decoder_that_is_run_otherwise_is_refused():
+    class Doubled(tf.LlamaForCausalLM):
+        def forward(self, input_ids=None, **kwargs):
+            return super().forward(inputs_embeds=2 * self.get_input_embeddings()(input_ids), **kwargs)
+
+    model = make("Llama")
+    model.__class__ = Doubled
+    with pytest.raises(UserError, match=r"'llama' .*its logits differ from ours by"):
+        check(model)
+
+
+# -- size ------------------------------------------------------------------------------------------------------------
+def test_a_quantised_model_takes_the_activations_of_the_plain_one():
+    model = make("Llama")
+    before = training_memory(model, 10, 20, 2, 8, False, False)
+    assert before["activations"] == 2 * 2 * 8 * (10 * 32 + 4 * 64) * 4 / 1e9
+    assert training_memory(quantize(model, StudentSpec()), 10, 20, 2, 8, False, False) == before

@@ -1,0 +1,127 @@
+"""Any .gguf file that transformers reads is a model: config, tokenizer, and weights without a rounding."""
+
+import shutil
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from qat_lora.errors import UserError
+from qat_lora.models.gguf import from_gguf_rows, model_writer, tensor_names, to_gguf_rows, turned_heads
+from qat_lora.models.loading import empty_model, load_config, load_model, load_tokenizer, model_fingerprint
+
+TOKENS = torch.arange(3, 35).unsqueeze(0)
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_tokenizer, tmp_path_factory):
+    """A small Llama whose rows are as long as the blocks of K-quants, with a tokenizer that GGUF has a name for."""
+    import json
+
+    from qat_lora.models.gguf import SPLITS
+
+    folder = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tiny_tokenizer), hidden_size=256, intermediate_size=256, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, bos_token_id=None,
+        eos_token_id=tiny_tokenizer.eos_token_id, pad_token_id=tiny_tokenizer.pad_token_id,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    state = json.loads((folder / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": next(iter(SPLITS))}, "behavior": "Isolated", "invert": False}
+    bytes_alone = state["pre_tokenizer"] | {"use_regex": False}
+    state["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, bytes_alone]}
+    (folder / "tokenizer.json").write_text(json.dumps(state))
+    return folder
+
+
+def write(folder, path, kind: str) -> dict[str, np.ndarray]:
+    """The model of a folder as a GGUF file, its matrices in one type; what each parameter then is in fp32."""
+    name, wanted = str(folder), {}
+    parameters = {key: p.detach().numpy() for key, p in load_model(name).named_parameters()}
+    writer, _ = model_writer(name, 0)
+    random = np.random.default_rng(0)
+    for key, there in tensor_names(name, list(parameters)).items():
+        heads = turned_heads(name, key.rpartition(".")[0])
+        rows = np.ascontiguousarray(to_gguf_rows(parameters[key], heads))
+        kind_here = GGMLQuantizationType[kind if rows.ndim > 1 else "F32"]
+        try:
+            data = gguf.quants.quantize(rows, kind_here)
+        except NotImplementedError:  # no K-quant is written by the library: any codes, with small scales
+            block, size = gguf.GGML_QUANT_SIZES[kind_here]
+            data = random.integers(0, 255, (len(rows), rows.shape[1] // block * size), dtype=np.uint8)
+            scales = slice(0, 4) if kind == "Q4_K" else slice(size - 2, size)
+            data.reshape(-1, size)[:, scales] = np.frombuffer(np.float16(0.001).tobytes(), np.uint8).tolist() * (
+                2 if kind == "Q4_K" else 1
+            )
+        writer.add_tensor(there, data, raw_dtype=kind_here)
+        wanted[key] = from_gguf_rows(gguf.quants.dequantize(data, kind_here).reshape(rows.shape), heads)
+    writer.write_header_to_file(path)
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return wanted
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K"])
+def test_a_file_gives_just_the_values_that_its_blocks_mean(folder, tmp_path, kind):
+    path = tmp_path / "some model.gguf"
+    wanted = write(folder, path, kind)
+    model = load_model(str(path))
+    for key, parameter in model.named_parameters():
+        assert parameter.dtype == torch.float32 and np.array_equal(parameter.numpy(), wanted[key]), key
+    if kind == "F32":
+        assert torch.equal(model(TOKENS).logits, load_model(str(folder))(TOKENS).logits)
+    tokenizer, text = load_tokenizer(str(path)), "def f(x): return x[1:]  # some text"
+    assert tokenizer(text)["input_ids"] == AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
+    assert load_config(str(path)).hidden_size == 256
+    empty_model(str(path))
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "saved")(TOKENS).logits, model(TOKENS).logits)
+
+
+def test_what_lies_beside_the_file_is_another_model(folder, sharp_model_dir, tmp_path, monkeypatch):
+    write(folder, tmp_path / "m.gguf", "F16")
+    known = model_fingerprint(str(tmp_path / "m.gguf"))
+    crowd = shutil.copytree(sharp_model_dir, tmp_path / "crowd")
+    (crowd / "adapter_config.json").write_text("{}")
+    (crowd / "chat_template.jinja").write_text("another's")
+    (crowd / "tokenizer_config.json").write_text('{"eos_token": "<|pad|>"}')
+    shutil.copy(tmp_path / "m.gguf", crowd)
+    monkeypatch.chdir(crowd)
+    assert model_fingerprint("m.gguf") == known
+    assert load_model("m.gguf").config.hidden_size == 256
+    tokenizer = load_tokenizer("m.gguf")
+    assert tokenizer.eos_token == "<|im_end|>" and tokenizer.chat_template != "another's"
+
+
+def test_files_that_cannot_be_read(folder, tmp_path):
+    write(folder, tmp_path / "m.gguf", "F16")
+    whole = (tmp_path / "m.gguf").read_bytes()
+    for name, content in (("cut", whole[: len(whole) // 2]), ("head", whole[:3000]), ("text", b"hello"), ("no", b"")):
+        (tmp_path / f"{name}.gguf").write_bytes(content)
+    writer = GGUFWriter(tmp_path / "odd.gguf", "no_such_architecture")
+    writer.add_tensor("x", np.zeros((2, 2), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    for name in ("cut", "head", "text", "no", "odd", "missing"):
+        path = str(tmp_path / f"{name}.gguf")
+        for load in (load_config, load_tokenizer, empty_model, load_model):
+            with pytest.raises(UserError) as error:
+                load(path)
+            message = str(error.value)
+            assert repr(path) in message and len(message.splitlines()) == 1 and "qat_lora_gguf_" not in message
+            assert ("no such file" if name == "missing" else "cannot be loaded") in message
+    with pytest.raises(UserError, match="no_such_architecture"):
+        load_model(str(tmp_path / "odd.gguf"))
+    (tmp_path / "weights.pt").write_bytes(b"")
+    with pytest.raises(UserError, match=r"not a \.gguf file"):
+        load_model(str(tmp_path / "weights.pt"))

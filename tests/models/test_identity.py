@@ -1,0 +1,78 @@
+"""A model is known by what it holds: the same wherever it is and however it is stored, another one for any change."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from qat_lora.errors import UserError
+from qat_lora.models import identity
+from qat_lora.models.loading import load_model, model_fingerprint
+
+
+@pytest.fixture
+def folder(sharp_model_dir, tmp_path):
+    return shutil.copytree(sharp_model_dir, tmp_path / "m")
+
+
+def test_however_the_path_is_spelled(folder, sharp_model_dir, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(folder)
+    known = model_fingerprint(str(sharp_model_dir))
+    assert {model_fingerprint(name) for name in ("m", "./m", str(folder), "link", "m/../m")} == {known}
+    folder.rename(tmp_path / "moved")
+    assert model_fingerprint("moved") == known == load_model("moved").fingerprint
+
+
+def test_in_however_many_files_and_by_whatever_version(folder, sharp_model_dir, tmp_path, tiny_tokenizer):
+    known = model_fingerprint(str(folder))
+    sharded = tmp_path / "sharded"
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(sharded, max_shard_size="100KB")
+    tiny_tokenizer.save_pretrained(sharded)
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    assert model_fingerprint(str(sharded)) == known
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"transformers_version": "4.1", "_name_or_path": "/x/y"}))
+    (folder / "README.md").write_text("notes")
+    assert model_fingerprint(str(folder)) == known
+
+
+@pytest.mark.parametrize("block", [identity.WHOLE, 1024])
+def test_any_change_makes_another(folder, monkeypatch, block):
+    """With 1024: of each larger tensor 1024 bytes are read, in blocks of 64, and training changes all of it."""
+    monkeypatch.setattr(identity, "WHOLE", block)
+    monkeypatch.setattr(identity, "BLOCK", 64)
+    seen = [model_fingerprint(str(folder))]
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][0] += 1
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    seen.append(model_fingerprint(str(folder)))
+    tensors["model.layers.0.mlp.up_proj.weight"] += 1e-3
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    seen.append(model_fingerprint(str(folder)))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-5}))
+    seen.append(model_fingerprint(str(folder)))
+    table = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(table | {"eos_token": "<|pad|>"}))
+    seen.append(model_fingerprint(str(folder)))
+    assert len(set(seen)) == len(seen)
+
+
+def test_a_large_tensor_is_read_in_blocks_to_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(identity, "WHOLE", 256)
+    monkeypatch.setattr(identity, "BLOCK", 64)
+    value = torch.arange(1000, dtype=torch.int16)
+    save_file({"x": value}, tmp_path / "a.safetensors")
+    header = identity.headers([tmp_path / "a.safetensors"])["x"]
+    blocks, whole = list(header.sample()), value.numpy().tobytes()
+    assert [len(block) for block in blocks] == [64] * 4
+    assert blocks[0] == whole[:64] and blocks[-1] == whole[-64:] and all(block in whole for block in blocks)
+
+
+def test_a_folder_that_is_no_model_has_none(tmp_path):
+    with pytest.raises(UserError, match=r"no config\.json"):
+        model_fingerprint(str(tmp_path))

@@ -1,0 +1,138 @@
+"""Of a multimodal model its language model is used: the same logits, and a text-only folder when it is saved."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from qat_lora.errors import UserError
+from qat_lora.models.loading import empty_model, load_config, load_model, load_tokenizer, model_fingerprint
+from qat_lora.models.writing import write_model
+
+TEXT = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "eos_token_id": 2, "pad_token_id": 0,
+    "bos_token_id": None,
+}  # fmt: skip
+VISION = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+MIXED = {
+    "head_dim": 16, "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 2,
+    "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
+TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
+FAMILIES = {
+    "Gemma3ForConditionalGeneration": (
+        {"head_dim": 16}, {"vision_config": VISION, "mm_tokens_per_image": 4}
+    ),
+    "Mistral3ForConditionalGeneration": (
+        {"model_type": "mistral", "head_dim": 16}, {"vision_config": VISION | {"model_type": "pixtral"}}
+    ),
+    "Qwen3_5ForConditionalGeneration": (MIXED, {"vision_config": TOWER}),
+    "Llama4ForConditionalGeneration": (
+        {"head_dim": 16, "num_local_experts": 2, "intermediate_size_mlp": 64},
+        {"vision_config": VISION | {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}},
+    ),
+    "LlavaForConditionalGeneration": (
+        {"model_type": "llama"}, {"vision_config": VISION | {"model_type": "clip_vision_model"}}
+    ),
+    "Qwen2AudioForConditionalGeneration": (
+        {"model_type": "qwen2"},
+        {"audio_config": {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 64}},
+    ),
+}  # fmt: skip
+TOKENS = torch.arange(1, 81).view(2, 40)
+
+
+@pytest.fixture
+def make(tiny_tokenizer, tmp_path):
+    """make(class name, text={}, rest={}): a folder with a random model of that class, and the model."""
+
+    def made(name: str, text: dict | None = None, **rest):
+        kind, (more, others) = getattr(transformers, name), FAMILIES.get(name, ({}, {}))
+        torch.manual_seed(0)
+        model = kind(kind.config_class(text_config=TEXT | more | (text or {}), **others | rest)).eval()
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.data = 0.3 * torch.randn(parameter.shape)
+        folder = tmp_path / name
+        model.save_pretrained(folder)
+        tiny_tokenizer.save_pretrained(folder)
+        return folder, model
+
+    return made
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_language_model_says_what_the_whole_one_says(make, tmp_path, name):
+    folder, full = make(name)
+    model, config = load_model(str(folder)), load_config(str(folder))
+    logits = model(input_ids=TOKENS).logits
+    assert torch.equal(logits, full(input_ids=TOKENS).logits)
+    assert not any("vision" in key or "audio" in key for key in model.state_dict())
+    assert config.model_type == model.config.model_type and not hasattr(config, "vision_config")
+    assert config.vocab_size == 512 and config.max_position_embeddings == 512
+    empty = {key: p.shape for key, p in empty_model(str(folder)).named_parameters()}
+    assert empty == {key: p.shape for key, p in model.named_parameters()}
+
+    weights, plain = dict(model.named_parameters()), tmp_path / "plain"
+    write_model(model, load_tokenizer(str(folder)), weights, plain, plain)
+    assert "text_config" not in json.loads((plain / "config.json").read_text())
+    again, found = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, output_loading_info=True)
+    assert type(again) is type(model) and not found["missing_keys"] and not found["unexpected_keys"]
+    assert torch.equal(again(input_ids=TOKENS).logits, logits)
+    assert torch.equal(load_model(str(plain))(input_ids=TOKENS).logits, logits)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_whole_model_says_whether_the_head_is_tied(make, tied):
+    """Mistral 3's own config does, whatever its text_config says."""
+    folder, full = make("Mistral3ForConditionalGeneration", {"tie_word_embeddings": not tied}, tie_word_embeddings=tied)
+    model = load_model(str(folder))
+    assert load_config(str(folder)).tie_word_embeddings == model.config.tie_word_embeddings == tied
+    for one in (model, empty_model(str(folder))):
+        assert (one.lm_head.weight is one.model.embed_tokens.weight) == tied
+    assert torch.equal(model.lm_head.weight, full.lm_head.weight)
+
+
+def test_the_vision_tower_is_not_missed_and_the_language_model_is(make):
+    folder, full = make("Gemma3ForConditionalGeneration")
+    known = model_fingerprint(str(folder))
+    tensors = load_file(folder / "model.safetensors")
+    text = {key: value for key, value in tensors.items() if "vision" not in key}
+    assert len(text) < len(tensors)
+    save_file(text | {"audio_tower.weight": torch.ones(3)}, folder / "model.safetensors", {"format": "pt"})
+    with torch.no_grad():
+        assert torch.equal(load_model(str(folder))(input_ids=TOKENS).logits, full(input_ids=TOKENS).logits)
+    assert model_fingerprint(str(folder)) != known
+    for change, part in (
+        (lambda t, key: t.pop(key), "lacks"),
+        (lambda t, key: t.update({key.replace("layers.1", "layers.2"): t[key].clone()}), "holds"),
+    ):
+        changed = dict(text)
+        change(changed, next(key for key in text if "layers.1.mlp.up_proj" in key))
+        save_file(changed, folder / "model.safetensors", {"format": "pt"})
+        for load in (load_model, empty_model):
+            with pytest.raises(UserError, match=f"its file {part} "):
+                load(str(folder))
+
+
+def test_a_language_model_that_transformers_cannot_build_alone_is_refused_by_name(make):
+    tower = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}
+    folder, _ = make("Qwen2VLForConditionalGeneration", vision_config=tower)
+    with pytest.raises(UserError, match=r"'qwen2_vl'.*text-only"):
+        load_config(str(folder))
+
+
+def test_a_language_model_that_says_something_else_alone_is_refused_by_name(make):
+    """The whole Cohere 2 Vision does not scale its logits, the language model's own class does."""
+    folder, _ = make("Cohere2VisionForConditionalGeneration", {"model_type": "cohere2"},
+                     vision_config=VISION | {"model_type": "siglip_vision_model"})  # fmt: skip
+    with pytest.raises(UserError, match=r"'cohere2_vision'.*logits differ"):
+        load_model(str(folder))

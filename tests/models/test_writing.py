@@ -1,0 +1,121 @@
+"""What is written is what plain transformers runs: every tensor, the same logits, and turns that end."""
+
+import pytest
+import torch
+from transformers import (
+    ApertusConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    Gemma4TextConfig,
+    GenerationConfig,
+    MixtralConfig,
+)
+
+from qat_lora.errors import UserError
+from qat_lora.models.loading import load_model, load_tokenizer, plain_state, weights_fingerprint
+from qat_lora.models.writing import logits_on_cpu, probe, write_model
+
+SHAPE = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": 0,
+    "pad_token_id": 0,
+}  # fmt: skip
+CONFIGS = {
+    "gemma3": Gemma3TextConfig(head_dim=16, **SHAPE),
+    "gemma4": Gemma4TextConfig(
+        head_dim=16, global_head_dim=16, layer_types=["sliding_attention", "full_attention"],
+        hidden_size_per_layer_input=0, vocab_size_per_layer_input=512, num_kv_shared_layers=0, **SHAPE
+    ),
+    "mixtral": MixtralConfig(num_local_experts=4, **SHAPE),
+    "deepseek": DeepseekV3Config(
+        n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1,
+        moe_intermediate_size=64, q_lora_rank=32, kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=16,
+        v_head_dim=16, **SHAPE | {"num_key_value_heads": 4}
+    ),
+    "apertus": ApertusConfig(**SHAPE),
+}  # fmt: skip
+BUFFERS = {"gemma4": "layer_scalar", "deepseek": "e_score_correction_bias", "apertus": "beta"}
+
+
+@pytest.fixture(scope="module")
+def model():
+    """model(kind): a random model in which buffers count."""
+
+    def make(kind):
+        torch.manual_seed(0)
+        made = AutoModelForCausalLM.from_config(CONFIGS[kind], dtype=torch.float32).eval()
+        for parameter in made.parameters():
+            parameter.data = (0.3 if parameter.ndim > 1 else 0.1) * torch.randn(parameter.shape) + (parameter.ndim < 2)
+        for name, buffer in made.named_buffers():
+            if name.endswith(BUFFERS.get(kind, "-")):
+                buffer.copy_(torch.linspace(0.4, 3, buffer.numel()).view(buffer.shape))
+        return made
+
+    return make
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_plain_transformers_gives_our_logits(model, tiny_tokenizer, tmp_path, kind):
+    ours = model(kind)
+    write_model(ours, tiny_tokenizer, tmp_path, tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    tokens = torch.arange(3, 35).view(2, 16)
+    with torch.no_grad():
+        wanted = ours(tokens).logits
+        assert torch.allclose(theirs(tokens).logits, wanted, atol=1e-5 * float(wanted.std()))
+    if kind in BUFFERS:
+        assert any(name.endswith(BUFFERS[kind]) for name in plain_state(ours))
+
+
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_a_buffer_is_part_of_the_fingerprint(model, kind):
+    before, other = model(kind), model(kind)
+    assert weights_fingerprint(before) == weights_fingerprint(other)
+    next(b for n, b in other.named_buffers() if n.endswith(BUFFERS[kind])).add_(1)
+    assert weights_fingerprint(before) != weights_fingerprint(other)
+
+
+def test_a_folder_without_a_tensor_is_refused(model, tiny_tokenizer, tmp_path):
+    ours = model("gemma4")
+    state = {name: value for name, value in plain_state(ours).items() if "layer_scalar" not in name}
+    with pytest.raises(UserError, match=r"layers\.0\.layer_scalar reads back otherwise"):
+        write_model(ours, tiny_tokenizer, tmp_path, tmp_path, state, logits_on_cpu(ours, probe(ours)))
+
+
+@pytest.mark.parametrize("wrong", ["shifted", "nan"])
+def test_a_folder_with_other_logits_is_refused(model, tiny_tokenizer, tmp_path, wrong):
+    ours = model("gemma3")
+    logits = logits_on_cpu(ours, probe(ours))
+    logits = logits + 1e-3 * logits.std() if wrong == "shifted" else logits * float("nan")
+    with pytest.raises(UserError, match="transformers computes other logits"):
+        write_model(ours, tiny_tokenizer, tmp_path, tmp_path, plain_state(ours), logits)
+
+
+def test_a_setting_that_is_lost_on_the_way_is_refused(model, tiny_tokenizer, tmp_path):
+    """The tensors are the same, the function is not."""
+    ours = model("gemma3")
+    ours.model.layers[0].self_attn.scaling *= 2
+    with pytest.raises(UserError, match="transformers computes other logits"):
+        write_model(ours, tiny_tokenizer, tmp_path, tmp_path)
+
+
+def test_plain_generate_stops_where_a_turn_ends(tiny_model_dir, tmp_path):
+    """A base model that ends texts with one token, its template turns with another."""
+    model, tokenizer = load_model(str(tiny_model_dir)), load_tokenizer(str(tiny_model_dir))
+    tokenizer.add_special_tokens({"eos_token": "<|pad|>"})
+    ends = {tokenizer.convert_tokens_to_ids(t) for t in ("<|pad|>", "<|im_end|>")}
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, do_sample=False)
+    turn_end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    for name, parameter in model.named_parameters():  # whatever the text, it says <|im_end|>
+        parameter.data.fill_(float("embed" in name or "norm" in name))
+    model.lm_head.weight = torch.nn.Parameter(torch.zeros(512, 64))
+    model.lm_head.weight.data[turn_end] = 1
+    model.config.tie_word_embeddings = False
+    write_model(model, tokenizer, tmp_path, tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert set(plain.generation_config.eos_token_id) == ends
+    prompt = AutoTokenizer.from_pretrained(tmp_path)("say", return_tensors="pt")
+    said = plain.generate(**prompt, max_new_tokens=8)[0, prompt["input_ids"].shape[1] :]
+    assert said.tolist() == [turn_end]

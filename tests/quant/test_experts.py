@@ -1,0 +1,127 @@
+"""Experts that share a parameter: each is quantised as a matrix of its own, counted, trained, frozen and read back."""
+
+import copy
+
+import pytest
+import torch
+import transformers as tf
+
+from qat_lora.errors import UserError
+from qat_lora.models.experts import STATIC
+from qat_lora.quant.init import initialise, set_scale
+from qat_lora.quant.linear import ExpertWeight, Quantizer, QuantLinear, freeze, quantized_layers, rows_of, unquantized
+from qat_lora.quant.spec import QuantSpec
+from qat_lora.quant.student import StudentSpec, bits_per_weight, quantize, student_content, thaw
+
+SIZE = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 8,
+}  # fmt: skip
+KINDS = ("Mixtral", "GptOss")  # [experts, out, in] and [experts, in, out]
+SPECS = ("balanced2/g16", "int4/tensor", "lut4/r4")
+
+
+def make(kind: str):
+    torch.manual_seed(0)
+    model = tf.AutoModelForCausalLM.from_config(getattr(tf, f"{kind}Config")(**SIZE), dtype=torch.float32).eval()
+    for p in model.parameters():
+        p.data = 0.3 * torch.randn(p.shape)
+    return model
+
+
+def student_of(kind: str, spec: str):
+    student = quantize(make(kind), StudentSpec(spec, "none"))
+    initialise(student)
+    return student
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_each_expert_is_quantised_as_if_it_stood_alone(spec):
+    weight = torch.randn(3, 32, 64, generator=torch.Generator().manual_seed(0))
+    together, kind = Quantizer(QuantSpec.parse(spec), 3, 32, 64), QuantSpec.parse(spec)
+
+    class Layer:
+        pass
+
+    layer = Layer()
+    layer.weight, layer.quantizer = torch.nn.Parameter(weight), together
+    set_scale(layer)
+    found = together(layer.weight, torch.float32)
+    found.square().sum().backward()
+    for expert in range(3):
+        alone = Layer()
+        alone.weight, alone.quantizer = torch.nn.Parameter(weight[expert]), Quantizer(kind, 32, 64)
+        set_scale(alone)
+        own = alone.quantizer(alone.weight, torch.float32)
+        own.square().sum().backward()
+        assert torch.equal(found[expert], own)
+        assert torch.equal(layer.weight.grad[expert], alone.weight.grad)
+    assert together.scale_values == 3 * alone.quantizer.scale_values
+    assert torch.equal(together.decode(together.encode(layer.weight)), found.detach())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_forward_pass_sees_quantised_experts(kind, spec):
+    """As if their weights had been replaced beforehand; without quantisers the model is what it was."""
+    student, plain = student_of(kind, spec), make(kind)
+    with torch.no_grad():
+        with unquantized(student):
+            assert torch.equal(student(tokens()).logits, plain(tokens()).logits)
+        for name, layer in quantized_layers(student).items():
+            owner, _, leaf = name.rpartition(".")
+            rows = layer.quantizer(rows_of(layer), torch.float32)
+            plain.get_submodule(owner)._parameters[leaf].copy_(rows.transpose(1, 2) if layer.transposed else rows)
+        torch.testing.assert_close(student(tokens()).logits, plain(tokens()).logits)
+        frozen = copy.deepcopy(student)
+        freeze(frozen)
+        torch.testing.assert_close(frozen(tokens()).logits, plain(tokens()).logits)
+    assert dict(student.named_parameters()).keys() >= dict(plain.named_parameters()).keys(), "names stay as they were"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_and_their_scales_learn(kind):
+    student = student_of(kind, "balanced2/g16")
+    student(tokens(), labels=tokens()).loss.backward()
+    for layer in quantized_layers(student).values():
+        assert isinstance(layer, ExpertWeight) and layer.weight.grad.abs().sum() > 0
+        assert all(p.grad.abs().sum() > 0 for p in layer.quantizer.parameters())
+    freeze(student)
+    codes = [layer.quantizer.codes for layer in quantized_layers(student).values()]
+    assert all(layer.weight.requires_grad for layer in quantized_layers(thaw(student)).values())
+    freeze(student)
+    again = [layer.quantizer.codes for layer in quantized_layers(student).values()]
+    assert all(map(torch.equal, codes, again))
+
+
+def test_experts_on_static_shapes_are_the_same():
+    for kind in KINDS:
+        found = []
+        for implementation in ("eager", STATIC):
+            student = student_of(kind, "balanced2/g16")
+            student.config._experts_implementation = implementation
+            out = student(tokens(), labels=tokens())
+            out.loss.backward()
+            found.append((out.logits, [p.grad for p in student.parameters() if p.grad is not None]))
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+def test_every_block_weight_counts():
+    student = student_of("Mixtral", "balanced2/g16")
+    experts, rest = 2 * 3 * (128 * 32 + 32 * 64), 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32)
+    bits = experts * 2 + experts // 16 * 16 + rest * 16
+    assert bits_per_weight(student) == pytest.approx(bits / (experts + rest))
+    content = student_content(student, "a", StudentSpec("balanced2/g16", "none"), {})
+    packed = content["tensors"]["model.layers.0.mlp.experts.gate_up_proj.codes"]
+    assert packed.numel() == 3 * 128 * 32 * 2 // 8
+
+
+def test_a_student_in_which_nothing_is_quantised_is_refused():
+    with pytest.raises(UserError, match=r"mlp=balanced2/g32 attn=none head=none quantises nothing: .*'gpt2'"):
+        quantize(tf.GPT2LMHeadModel(tf.GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=9)),
+                 StudentSpec("balanced2/g32", "none"))  # fmt: skip
+    assert any(isinstance(m, QuantLinear) for m in quantize(make("Mixtral"), StudentSpec("none", "int4/g16")).modules())

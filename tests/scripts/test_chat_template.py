@@ -1,0 +1,133 @@
+"""A base model without a chat template, in every script that renders conversations; and its tokenizer's BOS."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from qat_lora.errors import UserError
+from qat_lora.kd.dataset import KDCacheDataset
+from qat_lora.run.config import parse
+
+CPU = ["--device", "cpu", "--precision", "fp32"]
+LAW = "--count 40 --length 512 --batch-size 2 --accumulation-steps 1 --epochs 0.1 --lora-r 2 --eval-answers 0 "
+LAW = (LAW + "--final-answers 1 --answer-rows 1 --max-new-tokens 2").split()
+BOB = "--num-samples 4 --epochs 1 --sft-only --sft-epochs 1 --sft-batch-size 4 --max-prompt-length 200 "
+BOB = (BOB + "--max-completion-length 4 --validation-samples 1").split()
+
+
+@pytest.fixture(scope="module")
+def base_dir(sharp_model_dir, tmp_path_factory):
+    """A base model: no chat template, and no special token but its EOS, <|pad|>."""
+    folder = tmp_path_factory.mktemp("base")
+    shutil.copytree(sharp_model_dir, folder, dirs_exist_ok=True)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template, tokenizer.eos_token = None, "<|pad|>"
+    tokenizer.save_pretrained(folder)
+    assert AutoTokenizer.from_pretrained(folder).chat_template is None
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(load_script):
+    def main(script: str, *flags) -> None:
+        module = load_script(script)
+        module.main(parse(module.Config, script, list(map(str, flags))))
+
+    return main
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
+    talk = [{"role": "user", "content": "What is 2+2?"}, {"role": "assistant", "content": "It is 4."}]
+    path.write_text((json.dumps({"messages": talk}) + "\n") * 200)
+    return path
+
+
+def test_the_refusal_names_the_option(run, refusal, base_dir, chats, tmp_path, capsys):
+    text = ["--dataset", chats, "--length", 16]
+    for script, flags in (
+        ("build_kd_cache", [*text, "--cache-dir", tmp_path / "c"]), ("measure_perplexity", text),
+        ("train_cot_sft", [*LAW, "--output-dir", tmp_path / "r"]), ("run_inference", ["--prompt", "Hi"]),
+        ("train_musclebob_improved", [*BOB, "--output-dir", tmp_path / "r"]),
+        ("run_legal_assistant", ["--question", "Hi"]),
+    ):  # fmt: skip
+        flags = ["--model", base_dir, *flags, "--device", "cpu"]
+        if script.startswith("run_"):
+            with pytest.raises(UserError, match="--chat-template"):
+                run(script, *flags)
+            capsys.readouterr()
+        else:
+            assert "--chat-template" in refusal(script, *flags)
+    assert not (tmp_path / "r").exists()
+
+
+def test_chat_rows_of_a_base_model(run, base_dir, chats, tmp_path, capsys):
+    template = ["--model", base_dir, "--chat-template", "llama3"]
+    run(
+        "build_kd_cache",
+        *template,
+        "--dataset",
+        chats,
+        "--length",
+        32,
+        "--max-rows",
+        8,
+        "--cache-dir",
+        tmp_path / "c",
+        *CPU,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(base_dir)
+    said = tokenizer.decode(torch.cat([item["tokens"] for item in KDCacheDataset(tmp_path / "c")]))
+    assert "<|end_header_id|>\n\nIt is 4.<|pad|><|start_header_id|>user" in said
+    run("measure_perplexity", *template, "--dataset", chats, "--length", 32, "--max-windows", 2, "--device", "cpu")
+    run("run_inference", *template, "--prompt", "Hi", "--max-new-tokens", 2, "--device", "cpu")
+    assert "PPL" in capsys.readouterr().out
+
+
+def test_a_base_model_learns_law_and_carries_its_template(run, base_dir, tmp_path, capsys):
+    template = tmp_path / "law.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}\n{% endfor %}"
+                        "{% if add_generation_prompt %}assistant: {% endif %}")  # fmt: skip
+    flags = ["--model", base_dir, *LAW, *CPU, "--output-dir", tmp_path / "r"]
+    run("train_cot_sft", *flags, "--chat-template", template)
+    assert AutoTokenizer.from_pretrained(tmp_path / "r" / "model").chat_template == template.read_text()
+    moved = template.rename(tmp_path / "moved.jinja")
+    with pytest.raises(SystemExit):  # finished: the same template elsewhere is the same run
+        run("train_cot_sft", *flags, "--chat-template", moved, "--resume", "auto")
+    moved.write_text(moved.read_text().replace(": ", "> "))
+    with pytest.raises(UserError, match="is a run of another config"):
+        run("train_cot_sft", *flags, "--chat-template", moved, "--resume", "auto")
+    run("run_legal_assistant", "--run", tmp_path / "r", "--question", "When?", "--device", "cpu")
+
+
+def test_a_base_model_learns_the_name(run, base_dir, tmp_path, capsys):
+    flags = ["--model", base_dir, *BOB, *CPU, "--output-dir", tmp_path / "r", "--chat-template", "chatml"]
+    run("train_musclebob_improved", *flags)
+    assert "<|im_start|>" in AutoTokenizer.from_pretrained(tmp_path / "r" / "model").chat_template
+    run("test_musclebob", "--run", tmp_path / "r", "--samples", 1, "--device", "cpu")
+    assert "| musclebob |" in capsys.readouterr().out
+
+
+def test_sft_with_bos_asks_and_saves_with_bos(run, base_dir, load_script, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "bos"
+    shutil.copytree(base_dir, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.bos_token = "<|im_start|>"
+    tokenizer.save_pretrained(folder)
+    run("train_cot_sft", "--model", folder, *LAW, *CPU, "--output-dir", tmp_path / "r", "--chat-template", "llama3",
+        "--bos", "on")  # fmt: skip
+    saved = AutoTokenizer.from_pretrained(tmp_path / "r" / "model")
+    asked = saved.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], add_generation_prompt=True, return_dict=False
+    )
+    assert asked[0] == saved.bos_token_id and asked.count(saved.bos_token_id) == 1
+
+
+def test_raw_takes_no_template(refusal):
+    said = refusal("run_inference", "--raw", "--prompt", "Hi", "--chat-template", "chatml", "--device", "cpu")
+    assert "--raw uses no chat template" in said
