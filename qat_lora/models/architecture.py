@@ -415,6 +415,8 @@ def check(model: nn.Module) -> None:
         own = unwrap(model)(input_ids=tokens, use_cache=False).logits.float()
     except Exception as error:
         raise _refused(model, f"its own forward pass fails on tokens alone ({first_line(error)[:120]})") from error
+    if not own.isfinite().all():
+        raise UserError(f"model type {model_type(model)!r} gives NaN or infinity: its weights are damaged; get it again")
     limit = CLOSE * float(own.abs().max())
     if float((own[0, :-1] - own[1, :-1]).abs().max()) > limit:
         raise _refused(model, "its answer at a token depends on later ones, so it is no causal language model")

@@ -29,6 +29,7 @@ from qat_lora.models.source import (
     has_tokenizer,
     is_hub,
     model_source,
+    own_tokens,
     place,
     state,
     weight_files,
@@ -109,7 +110,7 @@ def load_tokenizer(name: str):
     tokenizer = _load(AutoTokenizer, name)
     if tokenizer.eos_token_id is None:
         raise UserError(f"model {name!r}: its tokenizer has no end-of-sequence token; set eos_token in its config")
-    check_vocabulary(tokenizer, load_config(name), name)
+    check_vocabulary(tokenizer, load_config(name), name, own_tokens(name))
     return tokenizer
 
 
