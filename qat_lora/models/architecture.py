@@ -45,8 +45,13 @@ def unwrap(model: nn.Module) -> nn.Module:
 def decoder(model: nn.Module) -> nn.Module:
     """The HF model without its LM head."""
     base = unwrap(model)
-    found = (base.get_decoder(), base.base_model, getattr(base, "model", base))
-    return next((stack for stack in found if stack not in (base, base.get_output_embeddings())), base)
+    stack = base.get_decoder()
+    if stack is base.get_output_embeddings():  # a head of that name
+        stack = base.base_model
+    if stack is base:  # a class that names its decoder after another's
+        embedding = base.get_input_embeddings()
+        stack = next((child for child in base.children() if any(m is embedding for m in child.modules())), base)
+    return stack
 
 
 def text_config(model: nn.Module):
@@ -168,7 +173,7 @@ def _measured(base: nn.Module) -> HeadForm:
     try:
         logits = base(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits.double().cpu()
     except Exception as error:
-        raise _refused(base, f"its logits cannot be told from its hidden states ({first_line(error)[:100]})") from error
+        raise _refused(base, "more than one output matrix makes logits of its last hidden states") from error
     finally:
         del stack.forward, head.forward
     before = seen["x"] / hidden if "x" in seen and seen["x"].shape == hidden.shape else torch.full((2,), torch.nan)
@@ -201,7 +206,7 @@ def mixes_tokens(module: nn.Module) -> bool:
 
 
 def _is_block(module: nn.Module) -> bool:
-    return mixes_tokens(module) and any(p.ndim > 1 for p in module.parameters())
+    return any(map(mixes_tokens, module.modules())) and any(p.ndim > 1 for p in module.parameters())
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
@@ -294,9 +299,11 @@ def matrices(block: nn.Module) -> Iterator[Matrix]:
     is small, and a wrong choice costs more than any rounding."""
     modules = list(block.named_modules())
     counts = {
-        path.rpartition(".")[0]: max(len(module._parameters[name]) for name in names)
+        path.rpartition(".")[0]: max(
+            [getattr(module, "num_experts", None) or 0, *(len(module._parameters[n]) for n in names)]
+        )
         for path, module in modules
-        if (names := experts_of(module))
+        if (names := experts_of(module)) or "Experts" in type(module).__name__
     }
     inputs: dict[str, set[int]] = {}  # of the linear layers that stand beside each other
     for path, module in modules:
@@ -416,7 +423,9 @@ def check(model: nn.Module) -> None:
     except Exception as error:
         raise _refused(model, f"its own forward pass fails on tokens alone ({first_line(error)[:120]})") from error
     if not own.isfinite().all():
-        raise UserError(f"model type {model_type(model)!r} gives NaN or infinity: its weights are damaged; get it again")
+        raise UserError(
+            f"model type {model_type(model)!r} gives NaN or infinity: its weights are damaged; copy it anew"
+        )
     limit = CLOSE * float(own.abs().max())
     if float((own[0, :-1] - own[1, :-1]).abs().max()) > limit:
         raise _refused(model, "its answer at a token depends on later ones, so it is no causal language model")

@@ -1,0 +1,179 @@
+"""Every causal-LM config class of transformers: our logits equal the model's own, or one line refuses it."""
+
+import pytest
+import torch
+from torch import Tensor
+from zoo import VOCAB, config, model, names
+
+from qat_lora.errors import UserError
+from qat_lora.models.architecture import CHECKED, check, hidden_states, packs
+from qat_lora.models.attention import Layout
+from qat_lora.quant.student import head_of
+
+CLOSE = 1e-5  # of the largest logit
+LENGTH = 24  # three windows, and not the length of the check at load
+TRANSFORM = "more than one output matrix makes logits of its last hidden states"
+NOT_CAUSAL = "its answer at a token depends on later ones"
+REFUSED = {
+    "bert": TRANSFORM,
+    "big_bird": TRANSFORM,
+    "blt": "it cannot be run under a mask of its own",
+    "camembert": TRANSFORM,
+    "cpmant": NOT_CAUSAL,
+    "data2vec-text": TRANSFORM,
+    "electra": TRANSFORM,
+    "ernie": TRANSFORM,
+    "megatron-bert": TRANSFORM,
+    "modernbert-decoder": TRANSFORM,
+    "prophetnet": TRANSFORM,
+    "rembert": TRANSFORM,
+    "roberta": TRANSFORM,
+    "roberta-prelayernorm": TRANSFORM,
+    "roc_bert": TRANSFORM,
+    "roformer": TRANSFORM,
+    "xlm-roberta": TRANSFORM,
+    "xlm-roberta-xl": TRANSFORM,
+    "xlnet": NOT_CAUSAL,
+    "xmod": TRANSFORM,
+}
+# Examples of a packed row cannot be kept apart: a state goes from token to token, or positions or masks of their own.
+ALONE = [
+    "afmoe",
+    "axk2",
+    "bailing_hybrid",
+    "bamba",
+    "bart",
+    "bigbird_pegasus",
+    "blenderbot",
+    "blenderbot-small",
+    "deepseek_v32",
+    "deepseek_v4",
+    "doge",
+    "dots3_note",
+    "dots3_note_text",
+    "falcon",
+    "falcon_h1",
+    "falcon_mamba",
+    "glm_moe_dsa",
+    "granitemoehybrid",
+    "hrm_text",
+    "hy_v4",
+    "inkling2_text",
+    "inkling_text",
+    "jamba",
+    "kimi_linear",
+    "lfm2",
+    "lfm2_moe",
+    "lfm3",
+    "mamba",
+    "mamba2",
+    "marian",
+    "mbart",
+    "minimax",
+    "mvp",
+    "nemotron_h",
+    "olmo_hybrid",
+    "openai-gpt",
+    "pegasus",
+    "plbart",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+    "qwen4_exp",
+    "qwen4_exp_text",
+    "recurrent_gemma",
+    "reformer",
+    "rwkv",
+    "trocr",
+    "xlm",
+    "xlstm",
+    "zamba",
+    "zamba2",
+    "zaya",
+]
+# One of each kind for `make test`; `make test-zoo` takes them all.
+FEW = [
+    "bert",
+    "cohere2",
+    "falcon_h1",
+    "gemma2",
+    "gemma3_text",
+    "gemma4_text",
+    "gpt_oss",
+    "granite",
+    "llama4_text",
+    "minicpm3",
+    "mistral",
+    "mixtral",
+    "phi",
+    "phi3",
+    "qwen3_5_text",
+    "qwen3_moe",
+    "qwen3_next",
+]
+
+
+def every(few: list[str]) -> list:
+    return [pytest.param(name, marks=[] if name in few else pytest.mark.zoo) for name in names()]
+
+
+def assert_ours_are_its_own(made) -> None:
+    """Rows as they are, rows with a mask of their own as on XLA, and two texts in one row where they can be kept
+    apart."""
+    tokens = torch.randint(1, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    assert LENGTH > CHECKED
+    with torch.no_grad():
+        own = made(input_ids=tokens, use_cache=False).logits
+
+        def gap(layout: Layout | None, rows: Tensor) -> float:
+            ours = head_of(made).logits(hidden_states(made, rows, layout)).view(own.shape)
+            return ((ours - own).abs().max() / own.abs().max()).item()
+
+        assert own.isfinite().all() and own.std() > 0.05
+        assert gap(None, tokens) < CLOSE
+        assert gap(Layout.causal(LENGTH, tokens.device), tokens) < CLOSE
+        if packs(made):
+            positions = torch.arange(LENGTH).repeat(1, 2)
+            segments = torch.arange(2).repeat_interleave(LENGTH).unsqueeze(0)
+            for one_by_one in (False, True):
+                assert gap(Layout.packed(segments, positions, one_by_one), tokens.view(1, -1)) < CLOSE
+
+
+@pytest.mark.parametrize("name", every(FEW))
+def test_logits_are_the_models_own_or_one_line_refuses_it(name):
+    made = model(name)
+    if name not in REFUSED:
+        check(made)
+        assert packs(made) == (name not in ALONE)
+        return assert_ours_are_its_own(made)
+    with pytest.raises(UserError) as refusal:
+        check(made)
+    said = str(refusal.value)
+    assert len(said.splitlines()) == 1 and repr(made.config.model_type) in said and REFUSED[name] in said
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("name", sorted(set(names()) - REFUSED.keys() - {"dbrx"}))  # dbrx is never tied
+def test_the_same_with_the_head_tied_the_other_way(name):
+    made = model(name, tie_word_embeddings=not config(name).tie_word_embeddings)
+    check(made)
+    assert_ours_are_its_own(made)
+
+
+@pytest.mark.parametrize(
+    "name, fields",
+    [
+        ("bert", {"is_decoder": False}),
+        ("gemma3_text", {"use_bidirectional_attention": True}),
+    ],
+)  # fmt: skip
+def test_a_model_that_sees_later_tokens_is_refused(name, fields):
+    with pytest.raises(UserError, match=NOT_CAUSAL):
+        check(model(name, **fields))
+
+
+def test_lists_hold_only_classes_that_are_there():
+    assert {*REFUSED, *ALONE, *FEW} <= set(names())
+    assert len(names()) > 170

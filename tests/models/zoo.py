@@ -1,0 +1,177 @@
+"""A tiny random model of every causal-LM config class that transformers has.
+
+The classes come from transformers' own table. SMALL holds sizes and switches by the name of a config's field, away from
+their defaults wherever a default would hide something: a multiplier of 1, a window longer than the text, a bias of
+zeros. OWN holds what a class wants besides; NO_TEXT_MODEL says why a class is left out.
+"""
+
+import dataclasses
+import functools
+import warnings
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging
+
+VOCAB = 257  # every byte, and an end
+LAYERS = 4
+WINDOW = 8
+LARGEST = 30_000_000  # parameters
+PATTERNS = ("layer_types", "mlp_layer_types")
+SMALL = {
+    # sizes
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 512,
+    "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "n_embd": 64, "n_layer": LAYERS, "n_head": 4, "n_positions": 512, "n_inner": 128, "n_ctx": 512,
+    "d_model": 64, "d_inner": 128, "d_ff": 128, "d_kv": 16, "ffn_dim": 128, "num_layers": LAYERS, "num_heads": 4,
+    "decoder_layers": LAYERS, "encoder_layers": 2, "decoder_ffn_dim": 128, "encoder_ffn_dim": 128,
+    "decoder_attention_heads": 4, "encoder_attention_heads": 4, "embedding_size": 64, "n_heads": 4, "n_layers": LAYERS,
+    "max_seq_len": 512, "attention_hidden_size": 64, "global_head_dim": 16, "rotary_dim": 8,
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "laurel_rank": 8,
+    # tokens: the byte tokenizer's
+    "pad_token_id": 0, "eos_token_id": 0, "bos_token_id": 0,
+    # windows
+    "sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 2, "attention_chunk_size": WINDOW,
+    "sliding_window_size": WINDOW, "window_size": WINDOW, "attention_window_size": WINDOW, "keep_window_size": WINDOW,
+    # experts
+    "num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_num_experts": 4,
+    "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "shared_intermediate_size": 64, "moe_k": 2,
+    "moe_topk": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "num_dense_layers": 1, "expert_ffn_hidden_size": 64, "zero_expert_num": 2, "ffn_hidden_size": 128,
+    "shared_experts_intermediate_size": 64, "route_scale": 2.0, "routed_scaling_factor": 2.0,
+    # latent and sparse attention
+    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+    "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8,
+    # states
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_d_state": 16, "mamba_n_groups": 1,
+    "mamba_expand": 2, "mamba_chunk_size": 8, "state_size": 16, "n_groups": 1, "chunk_size": 8, "time_step_rank": 8,
+    "linear_num_heads": 4, "linear_head_dim": 16, "lru_width": 64, "block_multiple_of": 32,
+    # between hidden states and logits, and around the blocks
+    "logits_scaling": 8.0, "logit_scale": 0.25, "final_logit_softcapping": 20.0, "logits_soft_cap": 20.0,
+    "attn_logit_softcapping": 5.0, "lm_head_multiplier": 0.5, "lm_head_bias": True, "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5, "attention_multiplier": 0.3, "query_pre_attn_scalar": 9, "scale_embedding": True,
+    "scale_emb": 3, "scale_depth": 1.1, "dim_model_base": 32, "mup_enabled": True, "logits_mup_width_multiplier": 3.0,
+    "attention_in_multiplier": 0.7, "attention_out_multiplier": 1.3, "key_multiplier": 0.6, "ssm_in_multiplier": 0.8,
+    "ssm_out_multiplier": 1.2, "ssm_multipliers": [0.5, 0.7, 0.9, 1.1, 1.3], "mlp_multipliers": [0.6, 1.4],
+    "attention_value_scale": 0.7, "clip_qkv": 2.0, "attention_bias": True, "mlp_bias": True, "use_qkv_bias": True,
+    "scale_attn_by_inverse_layer_idx": True, "is_decoder": True,
+}  # fmt: skip
+EVERY_HEAD_ITS_OWN_KEYS = {"num_key_value_heads": 4}
+SLIDING = ["sliding_attention", "full_attention"] * 2
+LINEAR = ["linear_attention", "full_attention"] * 2
+OWN: dict[str, dict] = {
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "blt": {"encoder_hash_byte_group_vocab": 50},
+    "blt_local_encoder": {"hidden_size_global": 64},
+    "blt_local_decoder": {"hidden_size_global": 64},
+    "cohere_compass_text": {"layer_types": SLIDING, "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0}, "full_attention": None}},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 2.0, "rope_theta": 10_000.0},
+             "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2}},
+    "dots3_note_text": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 32,
+                        "swa_kv_lora_rank": 32, "swa_qk_nope_head_dim": 8, "swa_qk_rope_head_dim": 8,
+                        "swa_v_head_dim": 16, "swa_head_dim": 16},
+    "dots3_note_audio_encoder": {"adapter_input_size": 64, "adapter_out_dim": 64},
+    "dots3_note_vision_encoder": {"mlp_bias": False, "adapter_in_dim": 64, "adapter_out_dim": 64},
+    "gemma3n_text": {"num_kv_shared_layers": 2},
+    "gemma4_text": {"num_kv_shared_layers": 2},
+    "gemma4_unified_text": {"num_kv_shared_layers": 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "granitemoehybrid": {"layer_types": LINEAR},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "laguna": {"layer_types": SLIDING},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "longcat_flash": {"head_dim": 8},
+    "mamba2": {"num_heads": 8},
+    "mellum": {"layer_types": SLIDING},
+    "ministral": {"layer_types": SLIDING},
+    "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
+                       "indexer_compress_ratio": 2},
+    "reformer": {"axial_pos_shape": (16, 32), "axial_pos_embds_dim": (32, 32)},
+    "smollm3": {"no_rope_layers": [1, 0, 1, 0]},
+    "xlm": {"emb_dim": 64, "causal": True},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"attention_hidden_size": 128, "layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid", "hybrid_sliding"] * 2},
+}  # fmt: skip
+NO_TEXT_MODEL = {
+    "gemma3n": "needs timm for its pictures; its language model is gemma3n_text",
+    "gemma4_assistant": "drafts for another model, whose keys and values it needs",
+    "gemma4_unified_assistant": "drafts for another model, whose keys and values it needs",
+    "musicgen": "speaks audio codes",
+    "musicgen_melody": "speaks audio codes",
+}
+
+
+def names() -> list[str]:
+    """Model types with a causal LM, one for each config class."""
+    kinds = {CONFIG_MAPPING_NAMES[name]: name for name in reversed(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)}
+    return sorted(set(kinds.values()) - NO_TEXT_MODEL.keys())
+
+
+def config(name: str, **more) -> PreTrainedConfig:
+    """A small config of a model type; more: fields that it gets besides."""
+    kind = CONFIG_MAPPING[name]
+    return kind(**_values(kind(), name) | more)
+
+
+def _values(default: PreTrainedConfig, name: str) -> dict:
+    fields = {field.name for field in dataclasses.fields(default)}
+    values = {key: value for key, value in SMALL.items() if key in fields}
+    for key in PATTERNS:  # every kind of block that the class has, in turn
+        pattern = getattr(default, key, None) if key in fields else None
+        if pattern and len(set(pattern)) > 1:
+            values[key] = (list(dict.fromkeys(pattern)) * LAYERS)[:LAYERS]
+    if "kv_lora_rank" in fields:
+        values |= EVERY_HEAD_ITS_OWN_KEYS
+    for key in type(default).sub_configs:
+        part = getattr(default, key, None)
+        if isinstance(part, PreTrainedConfig):
+            values[key] = _values(part, part.model_type)
+    return values | OWN.get(name, {})
+
+
+def model(name: str, **more) -> nn.Module:
+    """A random model of a model type, in fp32 and evaluation mode, with values that count in every tensor."""
+    logging.set_verbosity_error()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        make = functools.partial(AutoModelForCausalLM.from_config, dtype=torch.float32)
+        with torch.device("meta"):
+            size = sum(p.numel() for p in make(config(name, **more)).parameters())
+        if size > LARGEST:
+            raise ValueError(f"{name} has {size / 1e6:.0f}M parameters; name its sizes in SMALL or OWN")
+        return randomized(make(config(name, **more)).eval())
+
+
+@torch.no_grad()
+def randomized(made: nn.Module) -> nn.Module:
+    """The model with random values, large enough that a mistake shows, in every parameter and stored buffer."""
+    random = torch.Generator().manual_seed(0)
+    for name, parameter in made.named_parameters():
+        noise = torch.randn(parameter.shape, generator=random)
+        if parameter.ndim > 1:
+            parameter.copy_(0.3 * noise)
+        else:
+            parameter.add_((0.5 if name.endswith("bias") else 0.2) * noise)
+    stored = made.state_dict().keys()
+    for name, buffer in made.named_buffers():
+        if name in stored and buffer.ndim == 1 and buffer.is_floating_point():  # others follow from the config
+            buffer.copy_(0.5 - 0.8 * (torch.arange(len(buffer)) % 2))
+    return made
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A token a byte; EOS is 0."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bpe = Tokenizer(models.BPE({sign: number for number, sign in enumerate(["<eos>", *alphabet])}, []))
+    bpe.add_special_tokens(["<eos>"])
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>", model_max_length=512)
