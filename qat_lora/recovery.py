@@ -20,7 +20,8 @@ from qat_lora.evaluate import kd_loss, text_loss
 from qat_lora.kd.losses import kd_soft_ce
 from qat_lora.models.adapter import Dropout, write_origin
 from qat_lora.models.architecture import hidden_states, unwrap
-from qat_lora.models.targets import PROJECTIONS, adapted, choose, peft_targets
+from qat_lora.models.targets import PROJECTIONS as PROJECTIONS
+from qat_lora.models.targets import adapted, choose, peft_targets
 from qat_lora.qat import Plan, resumable, training_stream, update
 from qat_lora.quant.init import input_moments
 from qat_lora.quant.student import head_of

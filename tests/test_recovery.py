@@ -121,7 +121,7 @@ def test_targets_are_where_the_adapter_sits(new_model, projections):
 
 @pytest.mark.parametrize("projections", [("q", "qkv"), ("",), (), ("experts",), ("proj",)])
 def test_unknown_targets_are_refused(new_model, projections):
-    with pytest.raises(UserError, match="choose from q,k,v,o,gate,up,down,attn,mlp,all$"):
+    with pytest.raises(UserError, match=r"choose from q,k,v,o,gate,up,down,attn,mlp,all$"):
         new_model(projections=projections)
 
 
