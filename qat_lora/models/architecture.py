@@ -27,6 +27,7 @@ OTHER_TOKENS = {
     "attention_mask", "position_embeddings", "position_ids", "past_key_values", "past_key_value", "layer_past",
     "cache_params", "cache_position", "alibi", "sinusoidal_pos", "seq_idx", "state",
 }  # fmt: skip
+FEWEST_INPUTS = 16  # of a layer worth quantising: Gemma 3n mixes its four streams by layers of 4 inputs
 FEED_FORWARD = ("mlp", "feed_forward", "ffn")
 # Where the examples of a packed row are attended to one by one: 1.4 times the tokens a second of one mask a row
 # (docs/benchmarks.md). Elsewhere their lengths would have to be fetched from the device.
@@ -296,7 +297,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 def matrices(block: nn.Module) -> Iterator[Matrix]:
     """The linear layers, quantised or not, and the experts of a block. What chooses between experts is left alone: it
-    is small, and a wrong choice costs more than any rounding."""
+    is small, and a wrong choice costs more than any rounding; so are layers of a few inputs."""
     modules = list(block.named_modules())
     counts = {
         path.rpartition(".")[0]: max(
@@ -311,7 +312,7 @@ def matrices(block: nn.Module) -> Iterator[Matrix]:
             inputs.setdefault(path.rpartition(".")[0], set()).add(module.in_features)
     for path, module in modules:
         owner = path.rpartition(".")[0]
-        if _is_linear(module) and _is_called(block, path):
+        if _is_linear(module) and module.in_features >= FEWEST_INPUTS and _is_called(block, path):
             # Beside the experts, or at the end of a module that stands there: an expert shared by all tokens may be as
             # wide as there are experts, and what it makes goes on into another layer.
             chooses = any(

@@ -20,6 +20,7 @@ from transformers.utils import logging
 VOCAB = 257  # every byte, and an end
 LAYERS = 4
 WINDOW = 8
+SPECIAL = ("eos_token", "pad_token", "unk_token")  # those that some classes would otherwise add to the vocabulary
 LARGEST = 30_000_000  # parameters
 PATTERNS = ("layer_types", "mlp_layer_types")
 SMALL = {
@@ -31,7 +32,7 @@ SMALL = {
     "decoder_layers": LAYERS, "encoder_layers": 2, "decoder_ffn_dim": 128, "encoder_ffn_dim": 128,
     "decoder_attention_heads": 4, "encoder_attention_heads": 4, "embedding_size": 64, "n_heads": 4, "n_layers": LAYERS,
     "max_seq_len": 512, "attention_hidden_size": 64, "global_head_dim": 16, "rotary_dim": 8,
-    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "laurel_rank": 8,
+    "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCAB, "laurel_rank": 32,
     # tokens: the byte tokenizer's
     "pad_token_id": 0, "eos_token_id": 0, "bos_token_id": 0,
     # windows
@@ -39,7 +40,8 @@ SMALL = {
     "sliding_window_size": WINDOW, "window_size": WINDOW, "attention_window_size": WINDOW, "keep_window_size": WINDOW,
     # experts
     "num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_num_experts": 4,
-    "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "shared_intermediate_size": 64, "moe_k": 2,
+    "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
+    "moe_shared_expert_intermediate_size": 64, "shared_intermediate_size": 64, "moe_k": 2,
     "moe_topk": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
     "num_dense_layers": 1, "expert_ffn_hidden_size": 64, "zero_expert_num": 2, "ffn_hidden_size": 128,
     "shared_experts_intermediate_size": 64, "route_scale": 2.0, "routed_scaling_factor": 2.0,
@@ -48,8 +50,8 @@ SMALL = {
     "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8,
     # states
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_d_state": 16, "mamba_n_groups": 1,
-    "mamba_expand": 2, "mamba_chunk_size": 8, "state_size": 16, "n_groups": 1, "chunk_size": 8, "time_step_rank": 8,
+    "mamba_num_heads": 8, "mamba_head_dim": 16, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_d_state": 16, "mamba_n_groups": 1,
+    "mamba_expand": 2, "mamba_chunk_size": 8, "state_size": 16, "n_groups": 1, "chunk_size": 8, "time_step_rank": 32,
     "linear_num_heads": 4, "linear_head_dim": 16, "lru_width": 64, "block_multiple_of": 32,
     # between hidden states and logits, and around the blocks
     "logits_scaling": 8.0, "logit_scale": 0.25, "final_logit_softcapping": 20.0, "logits_soft_cap": 20.0,
@@ -174,4 +176,4 @@ def tokenizer() -> PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE({sign: number for number, sign in enumerate(["<eos>", *alphabet])}, []))
     bpe.add_special_tokens(["<eos>"])
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>", model_max_length=512)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, **dict.fromkeys(SPECIAL, "<eos>"), model_max_length=512)

@@ -1,0 +1,88 @@
+"""Whole pipelines on tiny models of many families: what plain transformers makes of the export is what we measured."""
+
+import json
+import math
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import pytest
+import torch
+import zoo
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from qat_lora.errors import UserError
+from qat_lora.run.config import parse
+
+LENGTH, WINDOWS = 32, 12
+SMALL = ["--device", "cpu", "--precision", "fp32", "--batch-size", 2]
+TRAIN = ["--max-steps", 2, "--warmup-steps", 0, "--learning-rate", 2e-3, "--eval-rows", 4, *SMALL]
+BLOCKS = ["--init", "gptq", "--layer-steps", 1, "--layer-rows", 4]
+FAMILIES = """
+    llama qwen2 qwen3 gemma gemma2 gemma3_text gemma3n_text gemma4_text granite cohere cohere2 mistral ministral3 phi phi3
+    gpt_neox falcon olmo2 olmo3 starcoder2 stablelm glm glm4 smollm3 exaone4 nemotron minicpm3 mixtral qwen2_moe
+    qwen3_moe phimoe gpt_oss granitemoe olmoe llama4_text deepseek_v3 glm4_moe qwen3_next qwen3_5_text falcon_h1
+    granitemoehybrid bamba jamba lfm2 lfm2_moe nemotron_h mamba2 recurrent_gemma
+""".split()
+FEW = ["gemma4_text", "gpt_oss"]
+ENTANGLED = ["gemma3n_text", "gemma4_text"]  # later blocks see keys and values of earlier ones
+VARIANTS = {"gemma4_text-alone": {"num_kv_shared_layers": 0}, "mistral-tied": {"tie_word_embeddings": True}}
+
+
+@pytest.fixture(scope="module")
+def run(load_script):
+    """run(script, *flags): main(parse(flags)), as the command line does."""
+
+    def main(script: str, *flags) -> None:
+        module = load_script(script)
+        module.main(parse(module.Config, script, list(map(str, flags))))
+
+    return main
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(topics["assignment"][:4000])
+    return path
+
+
+def plain_perplexity(folder: Path, text: Path) -> float:
+    """By transformers alone."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokens = AutoTokenizer.from_pretrained(folder)(text.read_text(), add_special_tokens=False)["input_ids"]
+    rows = torch.tensor(tokens[: WINDOWS * LENGTH]).view(WINDOWS, LENGTH)
+    with torch.no_grad():
+        logp = model(input_ids=rows).logits[:, :-1].float().log_softmax(-1)
+    return math.exp(-logp.gather(2, rows[:, 1:, None]).mean().item())
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in FEW else pytest.mark.zoo) for n in [*FAMILIES, *VARIANTS]]
+)
+def test_the_exports_perplexity_by_plain_transformers_is_ours(run, text, tmp_path, capsys, name):
+    base, cache, qat, recovery = (tmp_path / part for part in ("base", "cache", "qat", "recovery"))
+    zoo.model(name.partition("-")[0], **VARIANTS.get(name, {})).save_pretrained(base)
+    zoo.tokenizer().save_pretrained(base)
+
+    def ours(*flags) -> float:
+        capsys.readouterr()
+        flags = [*flags, "--dataset", text, "--length", LENGTH, "--max-windows", WINDOWS, "--json", *SMALL]
+        run("measure_perplexity", *flags)
+        return json.loads(capsys.readouterr().out)["ppl"]
+
+    assert ours("--model", base) == pytest.approx(plain_perplexity(base, text), rel=1e-4)
+    rows = ["--dataset", text, "--length", LENGTH, "--max-rows", 24, "--heldout-fraction", 0.25]
+    run("build_kd_cache", "--model", base, *rows, "--cache-dir", cache, *SMALL)
+    student = ["--model", base, "--cache-dir", cache, "--output-dir", qat, *TRAIN]
+    if name in ENTANGLED:
+        with pytest.raises(UserError, match="cannot be trained block by block"):
+            run("train_qat", *student, *BLOCKS)
+        run("train_qat", *student)
+    else:
+        run("train_qat", *student, *BLOCKS)
+    best = ["--checkpoint", qat / "best.pt"]
+    run("train_recovery_lora", *best, "--kd-cache-dir", cache, "--output-dir", recovery, *TRAIN)
+    adapter = ["--adapter", recovery / "adapter"]
+    for kind, made in (("hf", best), ("merged", [*best, *adapter])):
+        run("export_model", *made, "--format", kind, "--output-dir", tmp_path / kind)
+        assert plain_perplexity(tmp_path / kind, text) == pytest.approx(ours(*made), rel=1e-4)
