@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from qat_lora.errors import UserError
 from qat_lora.hub import hub_fault
-from qat_lora.models import architecture
+from qat_lora.models.check import check
 from qat_lora.models.identity import fingerprint, headers, tokenizer_fingerprint
 from qat_lora.models.multimodal import full_class, language_model, text_class, text_config
 from qat_lora.models.source import (
@@ -140,7 +140,7 @@ def load_model(name: str) -> nn.Module:
         model.is_quantized = False
     model.config._name_or_path = model.name_or_path = EMBEDDED_HUB if name == EMBEDDED else place(name)
     model.fingerprint = model_fingerprint(name)
-    architecture.check(model.eval())
+    check(model.eval())
     return model
 
 

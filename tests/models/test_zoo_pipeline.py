@@ -17,12 +17,56 @@ LENGTH, WINDOWS = 32, 12
 SMALL = ["--device", "cpu", "--precision", "fp32", "--batch-size", 2]
 TRAIN = ["--max-steps", 2, "--warmup-steps", 0, "--learning-rate", 2e-3, "--eval-rows", 4, *SMALL]
 BLOCKS = ["--init", "gptq", "--layer-steps", 1, "--layer-rows", 4]
-FAMILIES = """
-    llama qwen2 qwen3 gemma gemma2 gemma3_text gemma3n_text gemma4_text granite cohere cohere2 mistral ministral3 phi phi3
-    gpt_neox falcon olmo2 olmo3 starcoder2 stablelm glm glm4 smollm3 exaone4 nemotron minicpm3 mixtral qwen2_moe
-    qwen3_moe phimoe gpt_oss granitemoe olmoe llama4_text deepseek_v3 glm4_moe qwen3_next qwen3_5_text falcon_h1
-    granitemoehybrid bamba jamba lfm2 lfm2_moe nemotron_h mamba2 recurrent_gemma
-""".split()
+FAMILIES = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "gemma3n_text",
+    "gemma4_text",
+    "granite",
+    "cohere",
+    "cohere2",
+    "mistral",
+    "ministral3",
+    "phi",
+    "phi3",
+    "gpt_neox",
+    "falcon",
+    "olmo2",
+    "olmo3",
+    "starcoder2",
+    "stablelm",
+    "glm",
+    "glm4",
+    "smollm3",
+    "exaone4",
+    "nemotron",
+    "minicpm3",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "phimoe",
+    "gpt_oss",
+    "granitemoe",
+    "olmoe",
+    "llama4_text",
+    "deepseek_v3",
+    "glm4_moe",
+    "qwen3_next",
+    "qwen3_5_text",
+    "falcon_h1",
+    "granitemoehybrid",
+    "bamba",
+    "jamba",
+    "lfm2",
+    "lfm2_moe",
+    "nemotron_h",
+    "mamba2",
+    "recurrent_gemma",
+]
 FEW = ["gemma4_text", "gpt_oss"]
 ENTANGLED = ["gemma3n_text", "gemma4_text"]  # later blocks see keys and values of earlier ones
 VARIANTS = {"gemma4_text-alone": {"num_kv_shared_layers": 0}, "mistral-tied": {"tie_word_embeddings": True}}
