@@ -116,7 +116,7 @@ def _same(one, other) -> bool:
     if one is other:
         return True
     if isinstance(one, Tensor):
-        return isinstance(other, Tensor) and one.shape == other.shape and torch.equal(one, other)
+        return isinstance(other, Tensor) and one.shape == other.shape and torch.equal(one.cpu(), other.cpu())
     if isinstance(one, Mapping):
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):

@@ -11,8 +11,9 @@ from torch.utils.data import Dataset
 from qat_lora.backend import TorchBackend
 from qat_lora.data.packing import window_starts, windowed
 from qat_lora.errors import UserError
-from qat_lora.kd.losses import Head, positions, sparse_loss
+from qat_lora.kd.losses import positions, sparse_loss
 from qat_lora.models.architecture import hidden_states
+from qat_lora.models.head import Head
 from qat_lora.quant.student import head_of
 
 

@@ -1,59 +1,15 @@
 """Distillation and cross-entropy losses that never hold [B, L, V]."""
 
-from dataclasses import dataclass, replace
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from qat_lora.backend import compute_dtype
+from qat_lora.models.head import Head
 
 # fp32 logits held at a time. Above 32 MB glibc maps fresh pages for every chunk: +35% on a teacher pass, measured.
 CHUNK_BYTES = 24 * 2**20
 ACCELERATOR_CHUNK_BYTES = 256 * 2**20  # fewer, larger products and a smaller graph; not measured on hardware
-
-
-@dataclass(frozen=True)
-class Head:
-    """How hidden states h [..., H] become logits [..., V]: z = cap·tanh(y/cap) of y = after·(W·(before·h) + bias).
-
-    weight [V, H]; bias [V] or None; cap None: z = y.
-    """
-
-    weight: Tensor
-    bias: Tensor | None = None
-    before: float = 1.0
-    after: float = 1.0
-    cap: float | None = None
-
-    @classmethod
-    def of(cls, head: "Head | Tensor") -> "Head":
-        """The head itself, or one that is a plain weight."""
-        return head if isinstance(head, cls) else cls(head)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether logits are the product with the weight and nothing else."""
-        return self.bias is None and self.before * self.after == 1 and self.cap is None
-
-    def cast(self, dtype: torch.dtype) -> "Head":
-        """The same with its weight in the type that it is multiplied in; what follows the product is fp32."""
-        return replace(self, weight=self.weight.to(dtype))
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """fp32 logits of hidden states of the weight's type."""
-        logits = (hidden @ self.weight.T).float()
-        if self.before * self.after != 1:
-            logits = logits * (self.before * self.after)
-        if self.bias is not None:
-            logits = logits + self.bias.float() * self.after
-        return logits if self.cap is None else (logits / self.cap).tanh() * self.cap
-
-    def gradient(self, grad: Tensor, logits: Tensor) -> Tensor:
-        """∂/∂(W·h) of what has the gradient `grad` in its logits, both [..., V]; overwrites `grad`."""
-        if self.cap is not None:
-            grad = grad.mul_(1 - (logits / self.cap).square_())
-        return grad if self.before * self.after == 1 else grad.mul_(self.before * self.after)
 
 
 def kd_soft_ce(student_logits: Tensor, teacher_logits: Tensor, temperature: float = 1.0, mask: Tensor | None = None):

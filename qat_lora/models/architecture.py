@@ -15,10 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from qat_lora.backend import is_xla_device
-from qat_lora.errors import UserError, first_line
+from qat_lora.errors import UserError
 from qat_lora.models.attention import PACKED, Layout, laid_out
 from qat_lora.models.experts import STATIC
 
@@ -32,10 +31,6 @@ FEED_FORWARD = ("mlp", "feed_forward", "ffn")
 # Where the examples of a packed row are attended to one by one: 1.4 times the tokens a second of one mask a row
 # (docs/benchmarks.md). Elsewhere their lengths would have to be fetched from the device.
 ONE_BY_ONE = ("cpu",)
-# Outputs of a head on which the function that makes logits of them is measured: powers of two, exact in every type.
-PROBES = tuple(sign * 2.0**power for power in (-10, 0, 3, 5, 10, 100) for sign in (1, -1))
-CHECKED = 12  # tokens of a text in `check`
-CLOSE = 1e-4  # of the largest logit: sums in another order, in fp32
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -46,8 +41,13 @@ def unwrap(model: nn.Module) -> nn.Module:
 def decoder(model: nn.Module) -> nn.Module:
     """The HF model without its LM head."""
     base = unwrap(model)
-    found = (base.get_decoder(), base.base_model, getattr(base, "model", base))
-    return next((stack for stack in found if stack not in (base, base.get_output_embeddings())), base)
+    stack = base.get_decoder()
+    if stack is base.get_output_embeddings():  # a head of that name
+        stack = base.base_model
+    if stack is base:  # a class that names its decoder after another's
+        embedding = base.get_input_embeddings()
+        stack = next((child for child in base.children() if any(m is embedding for m in child.modules())), base)
+    return stack
 
 
 def text_config(model: nn.Module):
@@ -116,80 +116,6 @@ def cached_states(model: nn.Module, tokens: Tensor, mask: Tensor, positions: Ten
     return decoder(model)(input_ids=tokens, **known).last_hidden_state
 
 
-# -- logits ----------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class HeadForm:
-    """How last hidden states h become logits: z = cap·tanh(y/cap) of y = after·(W·(before·h) + bias), no cap where it
-    is None.
-
-    Only the first `vocab` rows of W give logits.
-    """
-
-    before: float
-    after: float
-    cap: float | None
-    vocab: int
-
-
-class _Answer(BaseModelOutputWithPast):
-    """A decoder's answer in which whatever else a model looks for is None."""
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-
-def head_form(model: nn.Module) -> HeadForm:
-    """Measured on the model's own forward pass, with its decoder and its head replaced by known numbers: no weights are
-    needed.
-
-    Raises UserError for a model whose logits are another function of its hidden states.
-    """
-    base = unwrap(model)
-    if not isinstance(base.__dict__.get("_head_form"), HeadForm):
-        base._head_form = _measured(base)
-    return base._head_form
-
-
-def _measured(base: nn.Module) -> HeadForm:
-    head, stack = base.get_output_embeddings(), decoder(base)
-    if head is None or stack is base or getattr(head, "weight", None) is None or head.weight.ndim != 2:
-        raise _refused(base, "it has no decoder with one output matrix behind it")
-    rows, width = head.weight.shape
-    hidden = torch.linspace(0.5, 1.5, width, dtype=torch.float64).view(1, 1, -1)
-    given = torch.tensor(PROBES, dtype=torch.float64).repeat(-(-rows // len(PROBES)))[:rows].view(1, 1, -1)
-    seen = {}
-
-    def fake_head(x: Tensor) -> Tensor:
-        seen["x"] = x.double().cpu()
-        return given.clone()
-
-    stack.forward = lambda *args, **kwargs: _Answer(last_hidden_state=hidden)
-    head.forward = fake_head
-    try:
-        logits = base(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits.double().cpu()
-    except Exception as error:
-        raise _refused(base, "more than one output matrix makes logits of its last hidden states") from error
-    finally:
-        del stack.forward, head.forward
-    before = seen["x"] / hidden if "x" in seen and seen["x"].shape == hidden.shape else torch.full((2,), torch.nan)
-    if not torch.allclose(before, before.flatten()[0].expand_as(before), rtol=1e-5):
-        raise _refused(base, "it has layers of its own between the last hidden states and the output matrix")
-    given = given[..., : logits.shape[-1]]
-    after, largest = (float((logits / given)[given == PROBES[0]].mean()), float(logits.abs().max()))
-    cap = largest if largest < 2.0**90 else None
-    wanted = given * after if cap is None else cap * torch.tanh(given * after / cap)
-    if logits.shape[:2] != (1, 1) or not torch.allclose(logits, wanted, rtol=1e-4, atol=1e-6):
-        raise _refused(
-            base, "its logits are more than a multiple, a bias and a soft cap of what its output matrix gives"
-        )
-    return HeadForm(_snapped(float(before.flatten()[0])), _snapped(after), cap, logits.shape[-1])
-
-
-def _snapped(value: float) -> float:
-    return 1.0 if abs(value - 1) < 1e-6 else value
-
-
 def embedding_rows(model: nn.Module) -> int:
     """How many token ids the embedding has."""
     return unwrap(model).get_input_embeddings().weight.shape[0]
@@ -214,7 +140,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
             found.append((name, module))
     if len(found) != 1:
         lists = ", ".join(name for name, _ in found) or "none"
-        raise _refused(model, f"its decoder blocks do not stand in one list (found: {lists})")
+        raise refused(model, f"its decoder blocks do not stand in one list (found: {lists})")
     return found[0][1]
 
 
@@ -393,66 +319,8 @@ def set_packs(model: nn.Module, together: bool) -> None:
     unwrap(model)._packs = together
 
 
-# -- the check -------------------------------------------------------------------------------------------------------
-def _refused(model: nn.Module, reason: str) -> UserError:
+def refused(model: nn.Module, reason: str) -> UserError:
     base = unwrap(model)
     return UserError(
         f"model type {base.config.model_type!r} ({type(base).__name__}) is not supported: {reason}; use another model"
     )
-
-
-@torch.no_grad()
-def check(model: nn.Module) -> None:
-    """Raise UserError unless hidden states and logits as they are computed here equal the model's own, in fp32 on the
-    CPU. Compared on a few tokens: rows as they are, rows with a mask of their own (as on XLA), and, to learn whether
-    examples can be packed together, two texts in one row.
-    """
-    rows = embedding_rows(model)
-    first = (torch.arange(CHECKED) * 7919 + 11) % min(
-        rows, 50_000
-    )  # some ids; low ones are special in many vocabularies
-    second = first.flip(0)
-    changed = torch.cat([first[:-1], (first[-1:] + 1) % rows])
-    tokens = torch.stack([first, changed, second])
-    try:
-        own = unwrap(model)(input_ids=tokens, use_cache=False).logits.float()
-    except Exception as error:
-        raise _refused(model, f"its own forward pass fails on tokens alone ({first_line(error)[:120]})") from error
-    limit = CLOSE * float(own.abs().max())
-    if float((own[0, :-1] - own[1, :-1]).abs().max()) > limit:
-        raise _refused(model, "its answer at a token depends on later ones, so it is no causal language model")
-    for what, layout in (("", None), (" under a mask of its own", Layout.causal(CHECKED, tokens.device))):
-        try:
-            ours = _logits(model, tokens, layout)
-        except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as error:
-            if isinstance(error, UserError):
-                raise
-            raise _refused(model, f"it cannot be run{what} ({first_line(error)[:120]})") from error
-        gap = float((ours - own).abs().max()) if ours.shape == own.shape else float("inf")
-        if not gap <= limit:
-            raise _refused(
-                model, f"its logits{what} differ from ours by {gap:.1e}, of at most {float(own.abs().max()):.1e}"
-            )
-    set_packs(model, _keeps_apart(model, torch.cat([first, second]), own[[0, 2]].flatten(0, 1), limit))
-
-
-def _logits(model: nn.Module, tokens: Tensor, layout: Layout | None) -> Tensor:
-    form, head = head_form(model), unwrap(model).get_output_embeddings()
-    y = form.after * head(hidden_states(model, tokens, layout) * form.before)[..., : form.vocab].float()
-    return y if form.cap is None else form.cap * torch.tanh(y / form.cap)
-
-
-def _keeps_apart(model: nn.Module, tokens: Tensor, own: Tensor, limit: float) -> bool:
-    count = torch.arange(CHECKED)
-    segments, positions = torch.arange(2).repeat_interleave(CHECKED), torch.cat([count, count])
-    before = text_config(model)._attn_implementation
-    try:
-        for one_by_one in (False, True):
-            layout = Layout.packed(segments.unsqueeze(0), positions.unsqueeze(0), one_by_one)
-            if not float((_logits(model, tokens.unsqueeze(0), layout)[0] - own).abs().max()) <= limit:
-                return False
-        return True
-    except Exception:  # an architecture that takes no positions, or no mask
-        return False
-    finally:
-        text_config(model)._attn_implementation = before

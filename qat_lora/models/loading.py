@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from qat_lora.errors import UserError
 from qat_lora.hub import hub_fault
-from qat_lora.models import architecture
+from qat_lora.models.check import check
 from qat_lora.models.identity import fingerprint, headers, tokenizer_fingerprint
 from qat_lora.models.multimodal import full_class, language_model, text_class, text_config
 from qat_lora.models.source import (
@@ -29,6 +29,7 @@ from qat_lora.models.source import (
     has_tokenizer,
     is_hub,
     model_source,
+    own_tokens,
     place,
     state,
     weight_files,
@@ -109,7 +110,7 @@ def load_tokenizer(name: str):
     tokenizer = _load(AutoTokenizer, name)
     if tokenizer.eos_token_id is None:
         raise UserError(f"model {name!r}: its tokenizer has no end-of-sequence token; set eos_token in its config")
-    check_vocabulary(tokenizer, load_config(name), name)
+    check_vocabulary(tokenizer, load_config(name), name, own_tokens(name))
     return tokenizer
 
 
@@ -139,7 +140,7 @@ def load_model(name: str) -> nn.Module:
         model.is_quantized = False
     model.config._name_or_path = model.name_or_path = EMBEDDED_HUB if name == EMBEDDED else place(name)
     model.fingerprint = model_fingerprint(name)
-    architecture.check(model.eval())
+    check(model.eval())
     return model
 
 

@@ -125,6 +125,20 @@ def has_tokenizer(name: str) -> bool:
     return "gguf_file" in model_source(name) or any(file_of(name, file) for file in TOKENIZERS)
 
 
+def own_tokens(name: str) -> set[str]:
+    """The tokens that a model's tokenizer.json holds; none where it has no such file."""
+    path = None if "gguf_file" in model_source(name) else file_of(name, "tokenizer.json")
+    if path is None:
+        return set()
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+        vocabulary = held["model"]["vocab"]  # of Unigram a list of [token, score]
+        tokens = vocabulary if isinstance(vocabulary, dict) else [token for token, _ in vocabulary]
+        return {*tokens, *(token["content"] for token in held["added_tokens"])}
+    except (OSError, ValueError, KeyError, TypeError):  # whoever reads the tokenizer says what is wrong with it
+        return set()
+
+
 def state(name: str) -> tuple:
     """What changes when the files behind a name do, without reading them: the key of what is remembered of them."""
     source = model_source(name)

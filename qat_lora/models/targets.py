@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from peft import LoraConfig
-from peft.tuners.lora import LoraLayer, ParamWrapper
+from peft.tuners.lora import LoraLayer
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
 
@@ -39,6 +39,8 @@ def choose(model: nn.Module, targets: Sequence[str]) -> tuple[list[str], list[st
     places = {id(module): name for name, module in base.named_modules()}
     layers = decoder_layers(model)
     blocks = [list(matrices(block)) for block in layers]
+    if not any(blocks):
+        raise UserError("the model's blocks hold no plain linear layers that could have an adapter; use another model")
     tests = {target: GROUPS.get(target) or _named(target) for target in targets}
     wanted = [[m for m in block if any(test(m) for test in tests.values())] for block in blocks]
     if not tests:
@@ -88,8 +90,8 @@ def _check_shared(wanted: list[list[Matrix]]) -> None:
     shared = {_name(m.path) for block in wanted for m in block if counts[id(m.module._parameters[m.name])] > 1}
     if shared:
         raise UserError(
-            f"--targets: blocks share the weight of {', '.join(sorted(shared))}, which one adapter each would change "
-            "for all; name other layers"
+            f"blocks share the weight of {', '.join(sorted(shared))}: an adapter of each could not be merged; give "
+            "--targets without them"
         )
 
 
@@ -99,8 +101,6 @@ def _there_is(blocks: list[list[Matrix]]) -> str:
     linear = [[short.get(name := _name(m.path), name) for m in block if not m.is_experts] for block in blocks]
     groups = [group for group, test in GROUPS.items() if group != "auto" and any(test(m) for b in blocks for m in b)]
     found = _by_blocks(linear)
-    if not groups:
-        return "another model: its blocks hold no plain linear layers"
     if len(found) == 1 and found[0][1] == len(blocks):
         return ",".join([*found[0][0], *groups])
     return ", ".join(f"{','.join(names)} ({count} of {len(blocks)} blocks)" for names, count in found) + (
@@ -166,9 +166,8 @@ def adapted(block: nn.Module) -> dict[str, LoraLayer]:
     for path, module in block.named_modules():
         if isinstance(module, LoraLayer):
             place = path.replace(".base_layer", "")  # several parameters of one module are wrapped in one another
-            if isinstance(module, ParamWrapper):
-                place = f"{place}.{module.parameter_name}".removesuffix(".weight")
-            found[place] = module
+            linear = isinstance(module.get_base_layer(), nn.Linear)
+            found[place if linear else f"{place}.{module.parameter_name}"] = module
     return found
 
 

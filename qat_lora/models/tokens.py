@@ -35,12 +35,13 @@ def prompt_ids(tokenizer, text: str) -> list[int]:
 PLACEHOLDERS = ("image_token", "video_token", "audio_token")
 
 
-def check_vocabulary(tokenizer, config, name: str) -> None:
+def check_vocabulary(tokenizer, config, name: str, own: set[str]) -> None:
     """Raise UserError where the tokenizer gives ids beyond the rows of the model's embedding: they have no vector, and
     some devices read another one's in silence.
 
-    A placeholder of images, video or audio may lie beyond them: only a text that spells it gives it, and `check_ids`
-    refuses that text.
+    own: the tokens that the model's files hold. Placeholders of images, video or audio may lie beyond the rows, and
+    special tokens that transformers adds by itself (`<|endoftext|>` to a Qwen2 tokenizer, or to one from a .gguf file),
+    unless they begin or end texts. Only a text that spells one gives it, and `check_ids` refuses that text.
     """
     rows = getattr(config.get_text_config(decoder=True), "vocab_size", None)
     if rows is None:
@@ -49,6 +50,8 @@ def check_vocabulary(tokenizer, config, name: str) -> None:
     if not names:
         return
     allowed = {tokenizer.special_tokens_map.get(kind) for kind in PLACEHOLDERS}
+    allowed |= {token.content for token in tokenizer.added_tokens_decoder.values() if token.special} - own
+    allowed -= {tokenizer.bos_token, tokenizer.eos_token}
     refused = {id: token for id, token in names.items() if token not in allowed}
     if refused:
         raise UserError(

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from qat_lora.errors import UserError, first_line
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import plain_state
-from qat_lora.run.files import cannot_write
+from qat_lora.run.files import cannot_write, read_json, write_json
 
 PROBE_TOKENS = 24
 NEAR = 1e-4  # largest root mean square of a difference of logits, in units of their spread
@@ -43,17 +43,32 @@ def write_model(
     try:
         model.save_pretrained(folder, state_dict=dict(state))
         tokenizer.save_pretrained(folder)
+        _leave_out(folder / "tokenizer.json", getattr(tokenizer, "without_row", {}))
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # the last two: how torch reports a full disk
         raise cannot_write(shown, error) from error
     back = _read(folder, shown)
     check_state(back, state, shown)
     check_logits(back, probe(model), logits, shown)
     read, ends = AutoTokenizer.from_pretrained(folder), back.generation_config.eos_token_id
-    if read.get_vocab() != tokenizer.get_vocab() or read.chat_template != tokenizer.chat_template:
+    if _with_rows(read, back) != _with_rows(tokenizer, back) or read.chat_template != tokenizer.chat_template:
         raise differs(shown, "the tokenizer")
     if ends != model.generation_config.eos_token_id:
         raise differs(shown, "the generation config")
     return back
+
+
+def _with_rows(tokenizer, model: nn.Module) -> dict[str, int]:
+    """The tokens that a model's embedding has rows for: what else there is, transformers may add by itself."""
+    rows = len(model.get_input_embeddings().weight)
+    return {token: id for token, id in tokenizer.get_vocab().items() if id < rows}
+
+
+def _leave_out(path: Path, tokens: dict[int, str]) -> None:
+    """Take out of a tokenizer's file what transformers has added to it beyond the model's embedding."""
+    if tokens and path.is_file():
+        held = read_json(path)
+        held["added_tokens"] = [token for token in held["added_tokens"] if token["id"] not in tokens]
+        write_json(path, held)
 
 
 def probe(model: nn.Module) -> Tensor:

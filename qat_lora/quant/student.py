@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.errors import UserError, first_line
-from qat_lora.kd.losses import Head
 from qat_lora.models.adapter import load_adapter
-from qat_lora.models.architecture import decoder_layers, head_form, matrices, unwrap
+from qat_lora.models.architecture import decoder_layers, matrices, unwrap
+from qat_lora.models.head import Head, head_form
 from qat_lora.models.identity import short
 from qat_lora.models.loading import EMBEDDED, empty_model, load_model, model_fingerprint
 from qat_lora.models.source import place

@@ -9,6 +9,7 @@ from torch import nn
 from qat_lora.backend import TorchBackend
 from qat_lora.data.chat import render
 from qat_lora.errors import UserError
+from qat_lora.models.tokens import check_ids
 from qat_lora.rl.policy import Prompts
 from qat_lora.rl.rollout import Sampling, rollout
 
@@ -37,7 +38,9 @@ class Asker:
     def prompt(self, talk: Sequence[dict]) -> list[int]:
         """The tokens of one conversation, however many."""
         text = render(list(talk), self.tokenizer, enabled=False, prompt=True)
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        check_ids(ids, self.tokenizer)
+        return ids
 
     def decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True).strip()

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from qat_lora.backend import TorchBackend, compute_dtype
 from qat_lora.errors import UserError, first_line
 from qat_lora.models.architecture import (
-    CLOSE,
     cached_states,
     embedding_rows,
     hidden_states,
@@ -20,6 +19,7 @@ from qat_lora.models.architecture import (
     unwrap,
 )
 from qat_lora.models.attention import Layout
+from qat_lora.models.check import CLOSE
 from qat_lora.quant.student import head_of
 from qat_lora.rl.policy import Prompts, log_probs
 

@@ -9,20 +9,12 @@ from torch import nn
 from qat_lora.backend import TorchBackend
 from qat_lora.blocks import block_outputs, check_blocks, first_inputs
 from qat_lora.errors import UserError
-from qat_lora.kd.losses import Head, sparse_loss, token_log_probs
+from qat_lora.kd.losses import sparse_loss, token_log_probs
 from qat_lora.memory import training_memory
-from qat_lora.models.architecture import (
-    HeadForm,
-    check,
-    decoder_layers,
-    head_form,
-    hidden_states,
-    is_recurrent,
-    matrices,
-    packs,
-    part_of,
-)
+from qat_lora.models.architecture import decoder_layers, hidden_states, is_recurrent, matrices, packs, part_of
 from qat_lora.models.attention import Layout
+from qat_lora.models.check import check
+from qat_lora.models.head import Head, HeadForm, head_form
 from qat_lora.quant.student import StudentSpec, head_of, quantize
 from qat_lora.rl.policy import Prompts, log_probs
 from qat_lora.rl.rollout import check_answers

@@ -81,8 +81,8 @@ def test_the_language_model_says_what_the_whole_one_says(make, tmp_path, name):
     empty = {key: p.shape for key, p in empty_model(str(folder)).named_parameters()}
     assert empty == {key: p.shape for key, p in model.named_parameters()}
 
-    weights, plain = dict(model.named_parameters()), tmp_path / "plain"
-    write_model(model, load_tokenizer(str(folder)), weights, plain, plain)
+    plain = tmp_path / "plain"
+    write_model(model, load_tokenizer(str(folder)), plain, plain)
     assert "text_config" not in json.loads((plain / "config.json").read_text())
     again, found = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, output_loading_info=True)
     assert type(again) is type(model) and not found["missing_keys"] and not found["unexpected_keys"]

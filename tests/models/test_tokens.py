@@ -74,18 +74,18 @@ def test_ids_beyond_the_embedding_are_refused_at_load(tiny_model_dir, tiny_token
 
 
 def test_rows_that_fill_the_embedding_up_and_nested_configs(tiny_tokenizer):
-    check_vocabulary(tiny_tokenizer, LlamaConfig(vocab_size=600), "m")
+    check_vocabulary(tiny_tokenizer, LlamaConfig(vocab_size=600), "m", set())
     for wrap in (lambda text: text, lambda text: Gemma3Config(text_config=text.to_dict())):
-        check_vocabulary(tiny_tokenizer, wrap(Gemma3TextConfig(vocab_size=512)), "m")
+        check_vocabulary(tiny_tokenizer, wrap(Gemma3TextConfig(vocab_size=512)), "m", set())
         with pytest.raises(UserError, match=r"ids up to 511 .* has 511 rows"):
-            check_vocabulary(tiny_tokenizer, wrap(Gemma3TextConfig(vocab_size=511)), "m")
+            check_vocabulary(tiny_tokenizer, wrap(Gemma3TextConfig(vocab_size=511)), "m", {"the"})
 
 
 def test_a_placeholder_of_images_may_lie_beyond_and_no_text_may_spell_it(tiny_tokenizer, tmp_path):
     tiny_tokenizer.save_pretrained(tmp_path)
     grown = AutoTokenizer.from_pretrained(tmp_path, extra_special_tokens={"image_token": "<image>"})
     assert grown.convert_tokens_to_ids("<image>") == 512
-    check_vocabulary(grown, LlamaConfig(vocab_size=512), "m")
+    check_vocabulary(grown, LlamaConfig(vocab_size=512), "m", {"<image>"})
     check_ids([511], grown)
     with pytest.raises(UserError, match="the text holds '<image>', which the model has no embedding for"):
         _encode(grown, "look: <image>", {})

@@ -6,8 +6,9 @@ from torch import Tensor
 from zoo import VOCAB, config, model, names
 
 from qat_lora.errors import UserError
-from qat_lora.models.architecture import CHECKED, check, hidden_states, packs
+from qat_lora.models.architecture import hidden_states, packs
 from qat_lora.models.attention import Layout
+from qat_lora.models.check import CHECKED, check
 from qat_lora.quant.student import head_of
 
 CLOSE = 1e-5  # of the largest logit

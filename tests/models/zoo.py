@@ -50,8 +50,8 @@ SMALL = {
     "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8,
     # states
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-    "mamba_num_heads": 8, "mamba_head_dim": 16,
-    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_d_state": 16, "mamba_n_groups": 1,
+    "mamba_num_heads": 8, "mamba_head_dim": 16, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128,
+    "mamba_d_state": 16, "mamba_n_groups": 1,
     "mamba_expand": 2, "mamba_chunk_size": 8, "state_size": 16, "n_groups": 1, "chunk_size": 8, "time_step_rank": 32,
     "linear_num_heads": 4, "linear_head_dim": 16, "lru_width": 64, "block_multiple_of": 32,
     # between hidden states and logits, and around the blocks

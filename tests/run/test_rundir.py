@@ -91,6 +91,21 @@ def test_config_yaml_gives_back_the_identity():
     assert read_config(run.path) == identity(Config())
 
 
+def test_a_default_of_another_name_is_the_same_run(tmp_path):
+    """A run of --targets q,v,o,gate,up,down, the default of older versions, is one of auto."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Adapter(RunConfig):
+        targets: str = option("auto", "layers")
+
+    old = Adapter(targets="q,v,o,gate,up,down", output_dir=str(tmp_path / "run"))
+    open_run("test", old, {}).finish("preempted")
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["targets"] == old.targets
+    assert open_run("test", dataclasses.replace(old, targets="auto", resume="auto"), {}).resumed
+    with pytest.raises(UserError, match="targets is 'auto' there, 'q,v' here"):
+        open_run("test", dataclasses.replace(old, targets="q,v", resume="auto"), {})
+
+
 def test_summary():
     run = open_run("toy", config(), {})
     run.finish("finished", best={"loss": 0.5})

@@ -179,8 +179,8 @@ def altered(tiny_model_dir, tiny_tokenizer, tmp_path):
 def test_teacher_of_nan_writes_no_cache(refuse, altered, tmp_path):
     teacher = altered(lambda model: model.model.norm.weight.data.fill_(float("nan")))
     flags = ["--cache-dir", tmp_path / "c", "--length", 16, "--max-rows", 8, "--device", "cpu", "--precision", "fp32"]
-    assert "gives NaN or infinity at train rows 0" in refuse("build_kd_cache", "--model", teacher, *flags)
-    assert not list((tmp_path / "c").glob("*.safetensors"))
+    assert "gives NaN or infinity" in refuse("build_kd_cache", "--model", teacher, *flags)
+    assert not (tmp_path / "c").exists()
 
 
 def test_a_teacher_with_a_larger_embedding_teaches(run, qat, altered, tiny_student, tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from qat_lora import qat
@@ -80,6 +81,28 @@ def test_the_merged_model_is_the_adapter_on_the_base(trained, sharp_model_dir):
         plain = base.double()(input_ids=tokens).logits
         adapted = load_adapter(base.float(), trained / "adapter").double()(input_ids=tokens).logits
     assert (merged - adapted).abs().max() <= 1e-4 < (merged - plain).abs().max()
+
+
+@pytest.mark.parametrize("kind, quantize", [("Mixtral", "none"), ("Qwen3Moe", "int4/tensor")])
+def test_a_mixture_of_experts_is_merged_too(run, full_model_dir, tmp_path, capsys, kind, quantize):
+    """The comparison in fp64 included, which torch's grouped product refuses. The experts stay."""
+    config = getattr(transformers, f"{kind}Config")(
+        hidden_size=64, intermediate_size=64, moe_intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_experts=4, num_local_experts=4, num_experts_per_tok=2, vocab_size=512,
+        max_position_embeddings=1024, bos_token_id=None, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    base = full_model_dir(transformers.AutoModelForCausalLM.from_config(config))
+    flags = ["--final-answers", 0, "--eval-every", 0, "--eval-answers", 0, "--count", 40, "--quantize", quantize]
+    run("--model", base, "--output-dir", tmp_path / "run", *flags)
+    said = capsys.readouterr().out
+    assert "adapter: 8 layers (q_proj, k_proj, v_proj, o_proj in each of 2 blocks)" in said
+    assert "experts are left as they are\n" in said
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["merged_logit_gap"] <= 1e-4
+    student = load_student(tmp_path / "run" / "base.pt")[0] if quantize != "none" else load_model(str(base))
+    whole = load_model(str(tmp_path / "run" / "model"))
+    before, after = student.state_dict(), whole.state_dict()
+    assert all(torch.equal(before[name], value) == ("self_attn" not in name or "norm" in name)
+               for name, value in after.items())  # fmt: skip
 
 
 @pytest.mark.parametrize("at", [4, 5])

@@ -1,0 +1,81 @@
+"""The check at load: what is computed here is what the model itself computes, or the model is refused."""
+
+import torch
+from torch import Tensor, nn
+
+from qat_lora.errors import UserError, first_line
+from qat_lora.models.architecture import (
+    embedding_rows,
+    hidden_states,
+    model_type,
+    refused,
+    set_packs,
+    text_config,
+    unwrap,
+)
+from qat_lora.models.attention import Layout
+from qat_lora.models.head import head_form
+
+CHECKED = 12  # tokens of a text in `check`
+CLOSE = 1e-4  # of the largest logit: sums in another order, in fp32
+
+
+@torch.no_grad()
+def check(model: nn.Module) -> None:
+    """Raise UserError unless hidden states and logits as they are computed here equal the model's own, in fp32 on the
+    CPU. Compared on a few tokens: rows as they are, rows with a mask of their own (as on XLA), and, to learn whether
+    examples can be packed together, two texts in one row.
+    """
+    rows = embedding_rows(model)
+    first = (torch.arange(CHECKED) * 7919 + 11) % min(
+        rows, 50_000
+    )  # some ids; low ones are special in many vocabularies
+    second = first.flip(0)
+    changed = torch.cat([first[:-1], (first[-1:] + 1) % rows])
+    tokens = torch.stack([first, changed, second])
+    try:
+        own = unwrap(model)(input_ids=tokens, use_cache=False).logits.float()
+    except Exception as error:
+        raise refused(model, f"its own forward pass fails on tokens alone ({first_line(error)[:120]})") from error
+    if not own.isfinite().all():
+        raise UserError(
+            f"model type {model_type(model)!r} gives NaN or infinity: its weights are damaged; copy it anew"
+        )
+    limit = CLOSE * float(own.abs().max())
+    if float((own[0, :-1] - own[1, :-1]).abs().max()) > limit:
+        raise refused(model, "its answer at a token depends on later ones, so it is no causal language model")
+    for what, layout in (("", None), (" under a mask of its own", Layout.causal(CHECKED, tokens.device))):
+        try:
+            ours = _logits(model, tokens, layout)
+        except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise refused(model, f"it cannot be run{what} ({first_line(error)[:120]})") from error
+        gap = float((ours - own).abs().max()) if ours.shape == own.shape else float("inf")
+        if not gap <= limit:
+            raise refused(
+                model, f"its logits{what} differ from ours by {gap:.1e}, of at most {float(own.abs().max()):.1e}"
+            )
+    set_packs(model, _keeps_apart(model, torch.cat([first, second]), own[[0, 2]].flatten(0, 1), limit))
+
+
+def _logits(model: nn.Module, tokens: Tensor, layout: Layout | None) -> Tensor:
+    form, head = head_form(model), unwrap(model).get_output_embeddings()
+    y = form.after * head(hidden_states(model, tokens, layout) * form.before)[..., : form.vocab].float()
+    return y if form.cap is None else form.cap * torch.tanh(y / form.cap)
+
+
+def _keeps_apart(model: nn.Module, tokens: Tensor, own: Tensor, limit: float) -> bool:
+    count = torch.arange(CHECKED)
+    segments, positions = torch.arange(2).repeat_interleave(CHECKED), torch.cat([count, count])
+    before = text_config(model)._attn_implementation
+    try:
+        for one_by_one in (False, True):
+            layout = Layout.packed(segments.unsqueeze(0), positions.unsqueeze(0), one_by_one)
+            if not float((_logits(model, tokens.unsqueeze(0), layout)[0] - own).abs().max()) <= limit:
+                return False
+        return True
+    except Exception:  # an architecture that takes no positions, or no mask
+        return False
+    finally:
+        text_config(model)._attn_implementation = before
