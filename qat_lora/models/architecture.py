@@ -235,7 +235,7 @@ def matrices(block: nn.Module) -> Iterator[Matrix]:
         owner = path.rpartition(".")[0]
         if _is_linear(module) and module.in_features >= FEWEST_INPUTS and _is_called(block, path):
             # Beside the experts, or at the end of a module that stands there: an expert shared by all tokens may be as
-            # wide as there are experts, and what it makes goes on into another layer.
+            # wide as there are experts, and its answer feeds another layer.
             chooses = any(
                 owner == other or (owner.startswith(f"{other}.") and count not in inputs[owner])
                 for other, count in counts.items()

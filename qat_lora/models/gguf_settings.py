@@ -73,7 +73,7 @@ ARCHITECTURES = {
 
 
 def unwritten(config) -> str | None:
-    """Why a config cannot be written, in words that go on "model … "; None where it can."""
+    """Why a config cannot be written, as the rest of a sentence that begins with "model …"; None where it can."""
     if config.model_type not in ARCHITECTURES:
         return f"is a {config.model_type}: GGUF is written for {', '.join(ARCHITECTURES)}"
     architecture = ARCHITECTURES[config.model_type]

