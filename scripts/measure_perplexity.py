@@ -13,7 +13,7 @@ lower the PPL and the longer the wait. Every token counts, a chat row's prompt i
 and never counts.
 
 Prints NLL in nats a token, PPL = e^NLL, with --teacher the exact KL(teacher‖model) over the same tokens, bits per
-quantised weight (codes, scales and adapter; 16 where nothing is quantised) and the size in MB (the rest at 16 bits).
+weight of the decoder blocks (codes, scales, adapter, and 16 for what is not quantised) and the size in MB.
 fp32 unless told otherwise: bf16 moves the PPL by a fraction of a per cent.
 """
 
