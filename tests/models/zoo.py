@@ -47,7 +47,7 @@ SMALL = {
     "shared_experts_intermediate_size": 64, "route_scale": 2.0, "routed_scaling_factor": 2.0,
     # latent and sparse attention
     "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
-    "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8,
+    "index_n_heads": 8, "index_head_dim": 16, "index_topk": 8,
     # states
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "mamba_num_heads": 8, "mamba_head_dim": 16, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128,
