@@ -110,8 +110,9 @@ def cached_states(model: nn.Module, tokens: Tensor, mask: Tensor, positions: Ten
 
     mask [B, K]: which of all tokens so far are real; positions [B, Q]: of the new ones.
     """
-    options = {"attention_mask": mask.long(), "position_ids": positions, "past_key_values": cache, "use_cache": True}
     named, others = _accepts(type(decoder(model)))
+    options = {"attention_mask": mask.long(), "position_ids": positions, "use_cache": True}
+    options["cache_params" if "cache_params" in named else "past_key_values"] = cache
     known = {key: value for key, value in options.items() if others or key in named}
     return decoder(model)(input_ids=tokens, **known).last_hidden_state
 
@@ -307,6 +308,13 @@ def is_recurrent(model: nn.Module) -> bool:
         return any(DynamicCache(config=base.config).is_linear)
     except (AttributeError, KeyError, ValueError, TypeError):
         return False
+
+
+def counts_slots(model: nn.Module) -> bool:
+    """Whether some attention has a window by a matrix of its own (GPT-Neo), which counts the slots of a row, not the
+    positions in a text."""
+    masks = (b for b in decoder(model).buffers() if b.dtype == torch.bool and b.ndim > 1 and b.shape[-1] == b.shape[-2])
+    return any(not bool(mask[..., -1, 0].all()) for mask in masks)
 
 
 def packs(model: nn.Module) -> bool:

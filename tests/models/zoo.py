@@ -1,8 +1,8 @@
 """A tiny random model of every causal-LM config class that transformers has.
 
-The classes come from transformers' own table. SMALL holds sizes and switches by the name of a config's field, away from
-their defaults wherever a default would hide something: a multiplier of 1, a window longer than the text, a bias of
-zeros. OWN holds what a class wants besides; NO_TEXT_MODEL says why a class is left out.
+The classes come from transformers' own table. SMALL holds sizes by the name of a config's field; STRONG holds settings
+away from defaults that would hide something: a multiplier of 1, a window longer than the text, a bias of zeros. OWN
+holds what a class wants besides; NO_TEXT_MODEL says why a class is left out.
 """
 
 import dataclasses
@@ -33,11 +33,9 @@ SMALL = {
     "decoder_attention_heads": 4, "encoder_attention_heads": 4, "embedding_size": 64, "n_heads": 4, "n_layers": LAYERS,
     "max_seq_len": 512, "attention_hidden_size": 64, "global_head_dim": 16, "rotary_dim": 8,
     "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCAB, "laurel_rank": 32,
+    "is_decoder": True,
     # tokens: the byte tokenizer's
     "pad_token_id": 0, "eos_token_id": 0, "bos_token_id": 0,
-    # windows
-    "sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 2, "attention_chunk_size": WINDOW,
-    "sliding_window_size": WINDOW, "window_size": WINDOW, "attention_window_size": WINDOW, "keep_window_size": WINDOW,
     # experts
     "num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_num_experts": 4,
     "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
@@ -47,13 +45,18 @@ SMALL = {
     "shared_experts_intermediate_size": 64, "route_scale": 2.0, "routed_scaling_factor": 2.0,
     # latent and sparse attention
     "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
-    "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8,
+    "index_n_heads": 8, "index_head_dim": 16, "index_topk": 8,
     # states
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "mamba_num_heads": 8, "mamba_head_dim": 16, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128,
     "mamba_d_state": 16, "mamba_n_groups": 1,
     "mamba_expand": 2, "mamba_chunk_size": 8, "state_size": 16, "n_groups": 1, "chunk_size": 8, "time_step_rank": 32,
     "linear_num_heads": 4, "linear_head_dim": 16, "lru_width": 64, "block_multiple_of": 32,
+}  # fmt: skip
+STRONG = {
+    # windows
+    "sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 2, "attention_chunk_size": WINDOW,
+    "sliding_window_size": WINDOW, "window_size": WINDOW, "attention_window_size": WINDOW, "keep_window_size": WINDOW,
     # between hidden states and logits, and around the blocks
     "logits_scaling": 8.0, "logit_scale": 0.25, "final_logit_softcapping": 20.0, "logits_soft_cap": 20.0,
     "attn_logit_softcapping": 5.0, "lm_head_multiplier": 0.5, "lm_head_bias": True, "embedding_multiplier": 3.0,
@@ -62,7 +65,7 @@ SMALL = {
     "attention_in_multiplier": 0.7, "attention_out_multiplier": 1.3, "key_multiplier": 0.6, "ssm_in_multiplier": 0.8,
     "ssm_out_multiplier": 1.2, "ssm_multipliers": [0.5, 0.7, 0.9, 1.1, 1.3], "mlp_multipliers": [0.6, 1.4],
     "attention_value_scale": 0.7, "clip_qkv": 2.0, "attention_bias": True, "mlp_bias": True, "use_qkv_bias": True,
-    "scale_attn_by_inverse_layer_idx": True, "is_decoder": True,
+    "scale_attn_by_inverse_layer_idx": True,
 }  # fmt: skip
 EVERY_HEAD_ITS_OWN_KEYS = {"num_key_value_heads": 4}
 SLIDING = ["sliding_attention", "full_attention"] * 2
@@ -119,15 +122,16 @@ def names() -> list[str]:
     return sorted(set(kinds.values()) - NO_TEXT_MODEL.keys())
 
 
-def config(name: str, **more) -> PreTrainedConfig:
-    """A small config of a model type; more: fields that it gets besides."""
+def config(name: str, strong: bool = True, **more) -> PreTrainedConfig:
+    """A small config of a model type. strong: with all that makes it unlike others, else as it is published; more:
+    fields that it gets besides."""
     kind = CONFIG_MAPPING[name]
-    return kind(**_values(kind(), name) | more)
+    return kind(**_values(kind(), name, SMALL | STRONG if strong else SMALL) | more)
 
 
-def _values(default: PreTrainedConfig, name: str) -> dict:
+def _values(default: PreTrainedConfig, name: str, wanted: dict) -> dict:
     fields = {field.name for field in dataclasses.fields(default)}
-    values = {key: value for key, value in SMALL.items() if key in fields}
+    values = {key: value for key, value in wanted.items() if key in fields}
     for key in PATTERNS:  # every kind of block that the class has, in turn
         pattern = getattr(default, key, None) if key in fields else None
         if pattern and len(set(pattern)) > 1:
@@ -137,7 +141,7 @@ def _values(default: PreTrainedConfig, name: str) -> dict:
     for key in type(default).sub_configs:
         part = getattr(default, key, None)
         if isinstance(part, PreTrainedConfig):
-            values[key] = _values(part, part.model_type)
+            values[key] = _values(part, part.model_type, wanted)
     return values | OWN.get(name, {})
 
 

@@ -1,0 +1,230 @@
+"""What can be done with a tiny model of a type: each use is tried once and compared with the model itself.
+
+python tests/models/zoo_uses.py cpu|xla NAME …   prints a JSON line for each model type: by use, "yes" or the line that
+refuses it.
+"""
+
+import contextlib
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+import zoo
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from qat_lora.backend import TorchBackend, open_backend
+from qat_lora.blocks import check_blocks
+from qat_lora.data.sft import Example, PackedExamples
+from qat_lora.errors import UserError
+from qat_lora.evaluate import text_figures, text_loss
+from qat_lora.experiments.recovery import Config as Recovery
+from qat_lora.export import gguf_refusal, load_source, plan_gguf, write_gguf, write_hf
+from qat_lora.kd.targets import teacher_targets
+from qat_lora.models.architecture import packs
+from qat_lora.models.loading import load_model
+from qat_lora.quant.init import initialise
+from qat_lora.quant.linear import freeze
+from qat_lora.quant.student import StudentSpec, quantize, save_student
+from qat_lora.recovery import add_adapter
+from qat_lora.rl.policy import Prompts, log_probs
+from qat_lora.rl.rollout import Sampling, check_answers, rollout
+from qat_lora.sft import packed_loss
+
+CPU = TorchBackend("cpu", "fp32")
+CLOSE = 1e-4
+LENGTH, NEW = 24, 6
+PROMPTS = ([7, 9, 200, 31, 5, 77, 8], [40, 3, 99])
+NO_END = (zoo.VOCAB + 50,)  # no completion ends before its time
+
+
+def assert_close(ours, theirs) -> None:
+    """Equal but for sums in another order, relative to the largest of theirs."""
+    ours, theirs = (torch.as_tensor(values).detach().cpu().double() for values in (ours, theirs))
+    gap, largest = (ours - theirs).abs().max(), theirs.abs().max().clamp(min=1)
+    assert gap <= CLOSE * largest, f"differs by {gap:.1e} of {largest:.1e}"
+
+
+def rows() -> Tensor:
+    return torch.randint(1, zoo.VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def log_probs_of(made: nn.Module, tokens: Tensor) -> Tensor:
+    """The model's own log-probabilities [B, L − 1] of the tokens [B, L] after the first."""
+    with torch.no_grad():
+        logp = made(input_ids=tokens, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+    return logp.gather(2, tokens[:, 1:, None]).squeeze(2)
+
+
+def learns(model: nn.Module, loss: Tensor, backend: TorchBackend) -> None:
+    """A backward pass gives finite gradients, not all of them zero."""
+    backend.backward(loss)
+    backend.step_boundary()
+    sizes = [p.grad.abs().max().cpu() for p in model.parameters() if p.requires_grad and p.grad is not None]
+    assert sizes and torch.stack(sizes).isfinite().all() and max(sizes) > 0
+
+
+def student(folder: Path) -> nn.Module:
+    made = quantize(load_model(str(folder)), StudentSpec())
+    initialise(made)
+    return made
+
+
+# -- uses ------------------------------------------------------------------------------------------------------------
+def perplexity(folder: Path, backend: TorchBackend) -> None:
+    """Perplexity and what a cache holds, against the logits of plain transformers."""
+    plain, tokens = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), rows()
+    with torch.no_grad():
+        probs = plain(input_ids=tokens, use_cache=False).logits.softmax(-1)
+    made = backend.place(load_model(str(folder)))
+    figures = text_figures(made, tokens, torch.full((2,), LENGTH - 1), backend, 2)
+    assert_close(figures["nll"], -log_probs_of(plain, tokens).mean())
+    given = backend.to_device({"tokens": tokens, "uniforms": torch.full((2, LENGTH, 4), 0.5)})
+    targets = teacher_targets(made, given["tokens"], 4, given["uniforms"])
+    backend.step_boundary()
+    assert_close(targets["prob"], probs.gather(2, targets["index"].cpu()))
+
+
+def qat(folder: Path, backend: TorchBackend) -> None:
+    """A step of a student, whose loss is that of its frozen twin on the CPU."""
+    batch = {"tokens": rows(), "mask": torch.ones(2, LENGTH)}
+    frozen = student(folder)
+    freeze(frozen)
+    with torch.no_grad():
+        wanted = text_loss(frozen, batch)
+    made = backend.place(student(folder))
+    loss = text_loss(made, backend.to_device(batch))
+    learns(made, loss, backend)
+    assert_close(loss, wanted)
+
+
+def layers(folder: Path, backend: TorchBackend) -> None:
+    check_blocks(load_model(str(folder)))
+
+
+def recovery(folder: Path, backend: TorchBackend) -> None:
+    """A step of a new adapter on a frozen student."""
+    batch, frozen = {"tokens": rows(), "mask": torch.ones(2, LENGTH)}, student(folder)
+    freeze(frozen)
+    with torch.no_grad():
+        wanted = text_loss(frozen, batch)
+    model = add_adapter(frozen.requires_grad_(False), 2, 2, tuple(Recovery().targets.split(",")), 0)
+    loss = text_loss(backend.place(model), backend.to_device(batch))
+    learns(model, loss, backend)
+    assert_close(loss, wanted)
+
+
+def sft(folder: Path, backend: TorchBackend) -> None:
+    """Examples of several lengths, together in a row where that is possible, cost what each costs alone."""
+    made, random = load_model(str(folder)), np.random.RandomState(3)
+    examples = [
+        Example(str(n), random.randint(1, zoo.VOCAB, n).astype(np.int32), np.arange(n).clip(3, 4).astype(np.uint8) - 3)
+        for n in (14, 10, 17)
+    ]
+    alone = [log_probs_of(made, torch.tensor(e.tokens).long()[None])[0, 3:] for e in examples]
+    backend.place(made)
+    cost = 0.0
+    for group in [examples] if packs(made) else [[example] for example in examples]:
+        packed = PackedExamples(group, 48, (1.0,), 0)
+        assert len(packed) == 1
+        batch = backend.to_device({key: value.unsqueeze(0) for key, value in packed[0].items()})
+        with torch.no_grad():
+            cost += backend.fetch(packed_loss(made, batch | {"total": batch["weights"].new_ones(())}))[0]
+    assert_close(cost, -torch.cat(alone).sum())
+
+
+def grpo(folder: Path, backend: TorchBackend) -> None:
+    """Greedy completions and what is thought of them, as in the model's own forward pass over the whole text."""
+    made = load_model(str(folder))
+    check_answers(made, backend.kind)
+    wanted = []
+    for text in PROMPTS:
+        row = torch.tensor([text])
+        for _ in range(NEW):
+            with torch.no_grad():
+                best = made(input_ids=row, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
+            row = torch.cat([row, best], 1)
+        wanted.append((row[0, len(text) :], log_probs_of(made, row)[0, len(text) - 1 :]))
+    prompts = Prompts.of(list(PROMPTS), 8, 0)
+    prompts = Prompts(**backend.to_device({"tokens": prompts.tokens, "mask": prompts.mask}))
+    done = rollout(backend.place(made), prompts, 2, NEW, Sampling(temperature=0.0), NO_END, backend)
+    with torch.no_grad():
+        scored = log_probs(made, prompts, done.tokens)
+    backend.step_boundary()
+    for (tokens, logp), said, *ours in zip(wanted, done.tokens.cpu(), done.logp, scored):
+        assert said.tolist() == [tokens.tolist()] * 2
+        for values in ours:
+            assert_close(values, logp.expand(2, -1))
+
+
+def export_hf(folder: Path, backend: TorchBackend) -> None:
+    with exported(folder) as (source, out):
+        write_hf(source, out, out, False)
+        plain = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+        assert_close(log_probs_of(plain, rows()), log_probs_of(source.student, rows()))
+
+
+def export_gguf(folder: Path, backend: TorchBackend) -> None:
+    """Of a model as it is published: settings that llama.cpp does not have are refused one by one."""
+    plain = folder.with_name("published")
+    save(json.loads((folder / "config.json").read_text())["model_type"], plain, strong=False)
+    if reason := gguf_refusal(str(plain)):
+        raise UserError(reason)
+    with exported(plain) as (source, out):
+        write_gguf(source, plan_gguf(source), out, out)
+
+
+@contextlib.contextmanager
+def exported(folder: Path):
+    """The student of a model as `export_model.py` reads it, and an empty folder."""
+    with TemporaryDirectory() as there:
+        path, out = Path(there) / "best.pt", Path(there) / "out"
+        save_student(path, student(folder), str(folder), StudentSpec(), {"trained": True})
+        out.mkdir()
+        yield load_source(str(path)), out
+
+
+USES: dict[str, Callable] = {
+    "cache, perplexity": perplexity, "QAT": qat, "block by block": layers, "recovery": recovery, "SFT": sft,
+    "GRPO": grpo, "HF": export_hf, "GGUF": export_gguf,
+}  # fmt: skip
+ON_XLA = ("cache, perplexity", "QAT", "recovery", "SFT", "GRPO")
+
+
+def save(name: str, folder: Path, **options) -> None:
+    zoo.model(name, **options).save_pretrained(folder)
+    zoo.tokenizer().save_pretrained(folder)
+
+
+def outcomes(name: str, backend: TorchBackend, uses=tuple(USES)) -> dict[str, str]:
+    """By use, "yes" or the line that refuses it. Raises where a use gives other numbers than the model, or no line."""
+    with TemporaryDirectory() as there:
+        folder, found = Path(there) / "model", {}
+        save(name, folder)
+        for use in uses:
+            try:
+                USES[use](folder, backend)
+                found[use] = "yes"
+            except UserError as error:
+                found[use] = str(error).replace(str(folder), name).replace(str(folder.with_name("published")), name)
+                assert len(found[use].splitlines()) == 1
+        return found
+
+
+def main(device: str, names: list[str]) -> None:
+    backend = open_backend(device, "fp32")  # before any backward on the CPU, which would break XLA's in this process
+    for name in names:
+        try:
+            found = outcomes(name, backend, ON_XLA if device == "xla" else tuple(USES))
+        except Exception as error:
+            found = {"error": re.sub(r"\s+", " ", f"{type(error).__name__}: {error}")[:300]}
+        print(json.dumps({"name": name} | found), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
