@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 TPU := $(wildcard /dev/accel0 /dev/vfio/0)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup doctor demo test lint bench-qat bench-quality bench-scaling setup-peers test-peers setup-zoo test-zoo \
+.PHONY: help setup doctor demo test lint bench-qat bench-quality bench-scaling setup-peers test-peers setup-zoo test-zoo models \
 	recovery-v6e1 recovery-v6e4 recovery-v6e8 recovery-cuda recovery-cpu2 qat-v6e4 qat-cuda qat-cpu2 \
 	musclebob-cpu musclebob-v5e1 musclebob-cuda bench-grpo reservoir-cpu reservoir-tpu reservoir-cuda bench-reservoir \
 	athena-cpu athena-v3-8 athena-cuda bench-recursive legal-cpu legal-v5e8 legal-cuda bench-sft
@@ -127,6 +127,9 @@ $(ZOO)/.ready: requirements-zoo.txt
 
 test-zoo: setup-zoo ## every architecture of transformers, tiny, through the pipelines; Gemma 3 270M (about an hour)
 	PYTHONPATH=$(ZOO) $(PY) -m pytest -m zoo
+
+models: setup ## docs/models.md: what can be done with each model type (about two hours; resumes)
+	$(PY) tests/models/zoo_table.py
 
 lint: setup ## ruff, check only
 	$(PY) -m ruff check .

@@ -1,14 +1,14 @@
 """What can be done with a tiny model of a type: each use is tried once and compared with the model itself.
 
-python tests/models/zoo_uses.py cpu|xla NAME …   prints a JSON line for each model type: by use, "yes" or the line that
-refuses it.
+python tests/models/zoo_uses.py cpu|xla USE;… NAME …   prints a JSON line for each model type: by use, "yes" or the line
+that refuses it.
 """
 
 import contextlib
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -78,10 +78,11 @@ def student(folder: Path) -> nn.Module:
 # -- uses ------------------------------------------------------------------------------------------------------------
 def perplexity(folder: Path, backend: TorchBackend) -> None:
     """Perplexity and what a cache holds, against the logits of plain transformers."""
-    plain, tokens = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), rows()
+    made, tokens = load_model(str(folder)), rows()
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         probs = plain(input_ids=tokens, use_cache=False).logits.softmax(-1)
-    made = backend.place(load_model(str(folder)))
+    backend.place(made)
     figures = text_figures(made, tokens, torch.full((2,), LENGTH - 1), backend, 2)
     assert_close(figures["nll"], -log_probs_of(plain, tokens).mean())
     given = backend.to_device({"tokens": tokens, "uniforms": torch.full((2, LENGTH, 4), 0.5)})
@@ -201,7 +202,7 @@ def save(name: str, folder: Path, **options) -> None:
     zoo.tokenizer().save_pretrained(folder)
 
 
-def outcomes(name: str, backend: TorchBackend, uses=tuple(USES)) -> dict[str, str]:
+def outcomes(name: str, backend: TorchBackend, uses: Iterable[str]) -> dict[str, str]:
     """By use, "yes" or the line that refuses it. Raises where a use gives other numbers than the model, or no line."""
     with TemporaryDirectory() as there:
         folder, found = Path(there) / "model", {}
@@ -216,15 +217,15 @@ def outcomes(name: str, backend: TorchBackend, uses=tuple(USES)) -> dict[str, st
         return found
 
 
-def main(device: str, names: list[str]) -> None:
+def main(device: str, uses: list[str], names: list[str]) -> None:
     backend = open_backend(device, "fp32")  # before any backward on the CPU, which would break XLA's in this process
     for name in names:
         try:
-            found = outcomes(name, backend, ON_XLA if device == "xla" else tuple(USES))
+            found = outcomes(name, backend, uses)
         except Exception as error:
             found = {"error": re.sub(r"\s+", " ", f"{type(error).__name__}: {error}")[:300]}
         print(json.dumps({"name": name} | found), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main(sys.argv[1], sys.argv[2].split(";"), sys.argv[3:])
