@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -86,6 +87,8 @@ def _calls(model: nn.Module, tokens: Tensor, answers: dict[type, int]) -> tuple[
 
     def stand_in(block: nn.Module):
         def forward(*args, **kwargs):
+            if not args and list(inspect.signature(type(block).forward).parameters)[1] != "hidden_states":
+                raise _entangled(model, "hidden states are not the first thing that its blocks take")
             hidden = args[0] if args else kwargs.pop("hidden_states")
             if seen and hidden is not seen[-1][0]:
                 raise _entangled(model, "the model changes hidden states between its blocks")

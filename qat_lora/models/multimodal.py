@@ -14,6 +14,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from qat_lora.errors import UserError
+from qat_lora.models.architecture import decoder
 
 
 def text_class(name: str, config: PreTrainedConfig) -> type:
@@ -85,11 +86,12 @@ def language_model(name: str, full: nn.Module, config: PreTrainedConfig) -> tupl
     else:
         with torch.device("meta"):
             text = kind(copy.deepcopy(config))
-        body, head = type(getattr(text, text.base_model_prefix)), full.get_output_embeddings()
+        stack, head = decoder(text), full.get_output_embeddings()
+        body, place = type(stack), next(path for path, module in text.named_modules() if module is stack)
         inside = [module for module in paths if type(module) is body]
         if len(inside) != 1 or head is None:
             raise _not_alone(name, full, f"{len(inside)} parts of it are a {body.__name__}")
-        setattr(text, text.base_model_prefix, inside[0])
+        text.set_submodule(place, inside[0])
         text.set_output_embeddings(head)
         prefixes = tuple(f"{paths[module]}." for module in (inside[0], head))
         _check_same_logits(name, full, text)
