@@ -339,5 +339,6 @@ def test_two_xla_devices_train_a_recursive_model_as_one(tmp_path):
         assert len({line["compiles"] for line in found["lines"]}) == 1 and found["lines"][-1]["fallbacks"] == 0
         weights = torch.load(tmp_path / "2" / f"weights{rank}.pt")
         assert torch.equal(weights.pop("halted"), whole["halted"])
-        assert difference(weights, {name: whole[name] for name in weights}) <= 10 * CLOSE  # weights of up to 4: fp32 sums in another order
+        # weights of up to 4: fp32 sums in another order
+        assert difference(weights, {name: whole[name] for name in weights}) <= 10 * CLOSE
     assert whole["identity"].abs().min() > 0 and 0 < whole["halted"].sum() < 8
