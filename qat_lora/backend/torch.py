@@ -196,6 +196,9 @@ class TorchBackend:
         return CautiousAdamW(groups)
 
     def backward(self, loss: Tensor) -> None:
+        """Raises UserError for a loss that depends on nothing that is trained."""
+        if not loss.requires_grad:
+            raise UserError("no gradient reaches what is to be trained in this model; train other parts of it")
         loss.backward()
 
     def update(self, optimizer: torch.optim.Optimizer, clip: float, after: Callable[[], None] | None = None) -> Tensor:

@@ -17,6 +17,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
+from qat_lora.models.multimodal import full_class
+
 VOCAB = 257  # every byte, and an end
 LAYERS = 4
 WINDOW = 8
@@ -51,7 +53,7 @@ SMALL = {
     "mamba_num_heads": 8, "mamba_head_dim": 16, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128,
     "mamba_d_state": 16, "mamba_n_groups": 1,
     "mamba_expand": 2, "mamba_chunk_size": 8, "state_size": 16, "n_groups": 1, "chunk_size": 8, "time_step_rank": 32,
-    "linear_num_heads": 4, "linear_head_dim": 16, "lru_width": 64, "block_multiple_of": 32,
+    "linear_num_heads": 2, "linear_head_dim": 32, "lru_width": 64, "block_multiple_of": 32,
 }  # fmt: skip
 STRONG = {
     # windows
@@ -67,10 +69,17 @@ STRONG = {
     "attention_value_scale": 0.7, "clip_qkv": 2.0, "attention_bias": True, "mlp_bias": True, "use_qkv_bias": True,
     "scale_attn_by_inverse_layer_idx": True,
 }  # fmt: skip
+NO_NOISE = """
+    activation_dropout attention_dropout attention_probs_dropout_prob attn_pdrop decoder_layerdrop dropout emb_pdrop
+    embd_pdrop embed_dropout embedding_dropout encoder_layerdrop hidden_dropout hidden_dropout_prob input_jitter_noise
+    layerdrop local_attention_probs_dropout_prob lsh_attention_probs_dropout_prob resid_dropout resid_pdrop
+    residual_dropout router_jitter_noise
+"""  # in training
 EVERY_HEAD_ITS_OWN_KEYS = {"num_key_value_heads": 4}
 SLIDING = ["sliding_attention", "full_attention"] * 2
 LINEAR = ["linear_attention", "full_attention"] * 2
 OWN: dict[str, dict] = {
+    "axk2": {"gated_norm_rank": 32},
     "bamba": {"attn_layer_indices": [1, 3]},
     "blt": {"encoder_hash_byte_group_vocab": 50},
     "blt_local_encoder": {"hidden_size_global": 64},
@@ -84,6 +93,9 @@ OWN: dict[str, dict] = {
                         "swa_v_head_dim": 16, "swa_head_dim": 16},
     "dots3_note_audio_encoder": {"adapter_input_size": 64, "adapter_out_dim": 64},
     "dots3_note_vision_encoder": {"mlp_bias": False, "adapter_in_dim": 64, "adapter_out_dim": 64},
+    "emu3": {"vocabulary_map": {"<image>": 5}},
+    "emu3_vqgan": {"base_channels": 32, "channel_multiplier": (1, 1), "attn_resolutions": (), "codebook_size": 32},
+    "gemma3": {"text_config": {"final_logit_softcapping": None}},  # which the whole model leaves out
     "gemma3n_text": {"num_kv_shared_layers": 2},
     "gemma4_text": {"num_kv_shared_layers": 2},
     "gemma4_unified_text": {"num_kv_shared_layers": 2},
@@ -97,15 +109,16 @@ OWN: dict[str, dict] = {
     "mamba2": {"num_heads": 8},
     "mellum": {"layer_types": SLIDING},
     "ministral": {"layer_types": SLIDING},
+    "mpt": {"attn_config": {"attn_pdrop": 0}},  # no float is taken
     "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
                        "indexer_compress_ratio": 2},
-    "reformer": {"axial_pos_shape": (16, 32), "axial_pos_embds_dim": (32, 32)},
+    "reformer": {"axial_pos_embds": False},
     "smollm3": {"no_rope_layers": [1, 0, 1, 0]},
     "xlm": {"emb_dim": 64, "causal": True},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"attention_hidden_size": 128, "layers_block_type": ["linear_attention", "hybrid"] * 2},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
-    "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid", "hybrid_sliding"] * 2},
+    "zaya": {"num_experts_per_tok": 1, "sliding_window": WINDOW, "layer_types": ["hybrid", "hybrid_sliding"] * 2},
 }  # fmt: skip
 NO_TEXT_MODEL = {
     "gemma3n": "needs timm for its pictures; its language model is gemma3n_text",
@@ -132,6 +145,7 @@ def config(name: str, strong: bool = True, **more) -> PreTrainedConfig:
 def _values(default: PreTrainedConfig, name: str, wanted: dict) -> dict:
     fields = {field.name for field in dataclasses.fields(default)}
     values = {key: value for key, value in wanted.items() if key in fields}
+    values |= {key: 0.0 for key in NO_NOISE.split() if key in fields}
     for key in PATTERNS:  # every kind of block that the class has, in turn
         pattern = getattr(default, key, None) if key in fields else None
         if pattern and len(set(pattern)) > 1:
@@ -141,16 +155,19 @@ def _values(default: PreTrainedConfig, name: str, wanted: dict) -> dict:
     for key in type(default).sub_configs:
         part = getattr(default, key, None)
         if isinstance(part, PreTrainedConfig):
-            values[key] = _values(part, part.model_type, wanted)
-    return values | OWN.get(name, {})
+            values[key] = _values(part, part.model_type, wanted) | OWN.get(name, {}).get(key, {})
+    return values | {key: value for key, value in OWN.get(name, {}).items() if key not in type(default).sub_configs}
 
 
-def model(name: str, **more) -> nn.Module:
-    """A random model of a model type, in fp32 and evaluation mode, with values that count in every tensor."""
+def model(name: str, whole: bool = False, **more) -> nn.Module:
+    """A random model of a model type, in fp32 and evaluation mode, with values that count in every tensor. whole: of a
+    multimodal type, all that its files hold."""
     logging.set_verbosity_error()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         make = functools.partial(AutoModelForCausalLM.from_config, dtype=torch.float32)
+        if whole and "text_config" in CONFIG_MAPPING[name].sub_configs:
+            make = full_class(name, config(name, **more))
         with torch.device("meta"):
             size = sum(p.numel() for p in make(config(name, **more)).parameters())
         if size > LARGEST:

@@ -72,7 +72,9 @@ def measured(device: str, names: Iterable[str]) -> dict[str, dict[str, str]]:
         command = [sys.executable, zoo_uses.__file__, device, ";".join(ON_XLA if device == "xla" else USES), *todo]
         with path.open("a") as file:
             done = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.DEVNULL)
-        if done.returncode:
+        if done.returncode > 0:
+            sys.exit(f"{' '.join(command[:4])} … ended with exit code {done.returncode}")
+        if done.returncode < 0:  # by a signal
             left = next(name for name in todo if name not in known())
             with path.open("a") as file:
                 file.write(json.dumps({"name": left} | dict.fromkeys(ON_XLA, ABORTED)) + "\n")

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import zoo
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.blocks import check_blocks
@@ -28,6 +28,7 @@ from qat_lora.export import gguf_refusal, load_source, plan_gguf, write_gguf, wr
 from qat_lora.kd.targets import teacher_targets
 from qat_lora.models.architecture import packs
 from qat_lora.models.loading import load_model
+from qat_lora.models.multimodal import full_class
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import freeze
 from qat_lora.quant.student import StudentSpec, quantize, save_student
@@ -79,7 +80,7 @@ def student(folder: Path) -> nn.Module:
 def perplexity(folder: Path, backend: TorchBackend) -> None:
     """Perplexity and what a cache holds, against the logits of plain transformers."""
     made, tokens = load_model(str(folder)), rows()
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    plain = full_class("", AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         probs = plain(input_ids=tokens, use_cache=False).logits.softmax(-1)
     backend.place(made)
@@ -98,7 +99,7 @@ def qat(folder: Path, backend: TorchBackend) -> None:
     freeze(frozen)
     with torch.no_grad():
         wanted = text_loss(frozen, batch)
-    made = backend.place(student(folder))
+    made = backend.place(student(folder)).train()
     loss = text_loss(made, backend.to_device(batch))
     learns(made, loss, backend)
     assert_close(loss, wanted)
@@ -115,7 +116,7 @@ def recovery(folder: Path, backend: TorchBackend) -> None:
     with torch.no_grad():
         wanted = text_loss(frozen, batch)
     model = add_adapter(frozen.requires_grad_(False), 2, 2, tuple(Recovery().targets.split(",")), 0)
-    loss = text_loss(backend.place(model), backend.to_device(batch))
+    loss = text_loss(backend.place(model).train(), backend.to_device(batch))
     learns(model, loss, backend)
     assert_close(loss, wanted)
 
@@ -198,7 +199,7 @@ ON_XLA = ("cache, perplexity", "QAT", "recovery", "SFT", "GRPO")
 
 
 def save(name: str, folder: Path, **options) -> None:
-    zoo.model(name, **options).save_pretrained(folder)
+    zoo.model(name, whole=True, **options).save_pretrained(folder)
     zoo.tokenizer().save_pretrained(folder)
 
 
