@@ -260,7 +260,6 @@ def merged(
         for key, value in whole.named_parameters():
             value.copy_(trained[key])
         return whole, None
-    whole.set_experts_implementation("eager")  # the fused kernels of experts do not know fp64
     adapted = load_adapter(whole, adapter, checkpoint)
     back = dict(adapted.named_parameters())
     for key, value in trained.items():

@@ -1,8 +1,7 @@
 """What a Hugging Face causal language model looks like: the one place that reaches into it.
 
 Everything is found by structure, or measured on the model's own forward pass, never by a list of model names. A model
-that this room does not describe rightly is refused (`check`): no number is given that plain transformers would not
-give.
+that is described wrongly here is refused (models/check.py): no number is given that plain transformers would not give.
 """
 
 import functools
@@ -146,7 +145,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 
 def part_of(block: nn.Module, name: str) -> str:
-    """ "attn" (whatever mixes tokens) or "mlp", for the module or parameter `name` of a decoder block."""
+    """Of which part of a decoder block its module or parameter `name` is: "attn", whatever mixes tokens, or "mlp"."""
     part, module = "mlp", block
     for step in name.split("."):
         module = getattr(module, step) if isinstance(module, nn.Module) else None

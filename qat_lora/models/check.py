@@ -27,9 +27,7 @@ def check(model: nn.Module) -> None:
     examples can be packed together, two texts in one row.
     """
     rows = embedding_rows(model)
-    first = (torch.arange(CHECKED) * 7919 + 11) % min(
-        rows, 50_000
-    )  # some ids; low ones are special in many vocabularies
+    first = (torch.arange(CHECKED) * 7919 + 11) % min(rows, 50_000)  # spread out: the lowest ids are often special
     second = first.flip(0)
     changed = torch.cat([first[:-1], (first[-1:] + 1) % rows])
     tokens = torch.stack([first, changed, second])
@@ -54,7 +52,7 @@ def check(model: nn.Module) -> None:
         gap = float((ours - own).abs().max()) if ours.shape == own.shape else float("inf")
         if not gap <= limit:
             raise refused(
-                model, f"its logits{what} differ from ours by {gap:.1e}, of at most {float(own.abs().max()):.1e}"
+                model, f"our logits{what} differ from its own by {gap:.1e}, of at most {float(own.abs().max()):.1e}"
             )
     set_packs(model, _keeps_apart(model, torch.cat([first, second]), own[[0, 2]].flatten(0, 1), limit))
 

@@ -13,8 +13,9 @@ import torch_xla.debug.metrics as met
 from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.experiments.cot_sft import LawExam, law_data, law_rows, merged, section_weights
 from qat_lora.models.loading import load_model, load_tokenizer
+from qat_lora.models.targets import PROJECTIONS
 from qat_lora.qat import Plan, train_plain
-from qat_lora.recovery import PROJECTIONS, add_adapter, save_adapter
+from qat_lora.recovery import add_adapter, save_adapter
 from qat_lora.rl.ask import Asker
 from qat_lora.run.rundir import Run
 from qat_lora.run.session import Every, Session

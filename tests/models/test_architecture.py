@@ -258,7 +258,7 @@ def test_a_decoder_that_is_run_otherwise_is_refused():
 
     model = make("Llama")
     model.__class__ = Doubled
-    with pytest.raises(UserError, match=r"'llama' .*its logits differ from ours by"):
+    with pytest.raises(UserError, match=r"'llama' .*our logits differ from its own by"):
         check(model)
 
 
