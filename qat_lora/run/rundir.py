@@ -140,14 +140,14 @@ def open_run(
 
     def opened() -> tuple[Path, bool]:
         nonlocal run
-        run = _open(experiment, config, facts, places or {})
+        run = _open(experiment, config, facts, places)
         return run.path.absolute(), run.resumed
 
     path, resumed = group.on_main(opened)
     return run or Run(path, resumed, writes=False)
 
 
-def _open(experiment: str, config: RunConfig, facts: dict, places: dict[str, str]) -> Run:
+def _open(experiment: str, config: RunConfig, facts: dict, places: dict[str, str] | None) -> Run:
     lasting = {key: value for key, value in facts.items() if key != "device"}
     path = _resumed_path(experiment, config, lasting, places)
     if path is not None:
@@ -211,7 +211,7 @@ def read_config(path: Path) -> dict:
         raise UserError(f"{path}/config.yaml is missing or damaged ({first_line(error)})") from error
 
 
-def _resumed_path(experiment: str, config: RunConfig, facts: dict, places: dict[str, str]) -> Path | None:
+def _resumed_path(experiment: str, config: RunConfig, facts: dict, places: dict[str, str] | None) -> Path | None:
     if config.resume == "off":
         return None
     if config.resume != "auto":
@@ -240,7 +240,7 @@ def _resumed_path(experiment: str, config: RunConfig, facts: dict, places: dict[
     return None
 
 
-def _is_same(path: Path, config: RunConfig, facts: dict, places: dict[str, str]) -> bool:
+def _is_same(path: Path, config: RunConfig, facts: dict, places: dict[str, str] | None) -> bool:
     try:
         check_same(path, config, facts, places)
     except UserError:
@@ -253,9 +253,10 @@ def _status(path: Path) -> str | None:
     return read_json(path / "summary.json").get("status") if (path / "summary.json").exists() else None
 
 
-def check_same(path: Path, config: RunConfig, facts: dict, places: dict[str, str]) -> dict:
+def check_same(path: Path, config: RunConfig, facts: dict, places: dict[str, str] | None = None) -> dict:
     """The manifest.json beside a config.yaml; raises UserError where they are of another config or of other facts. In a
     run from before one of `places` had a fact, the option itself has to agree."""
+    places = places or {}
     was, now, manifest = read_config(path), identity(config), read_json(path / "manifest.json")
     known = {option: fact for option, fact in places.items() if fact in manifest and fact in facts}
     for option, fact in known.items():
