@@ -26,11 +26,8 @@ def text_class(name: str, config: PreTrainedConfig) -> type:
         raise UserError(f"{kind}, an encoder-decoder: only causal language models (decoders) are supported")
     if type(text) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(text, "is_decoder", False):
         raise UserError(f"{kind}, an encoder: only causal language models (decoders) are supported")
-    for one in (text, config):
-        if type(one) in MODEL_FOR_CAUSAL_LM_MAPPING:
-            found = MODEL_FOR_CAUSAL_LM_MAPPING[type(one)]
-            if one is text or found.config_class is type(text):
-                return found
+    if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
     if text is config:
         raise UserError(f"{kind}, which transformers {transformers.__version__} has no causal language model for")
     raise UserError(

@@ -3,6 +3,7 @@ token, and what comes of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from textwrap import shorten
 
 import torch
 from torch import Tensor, nn
@@ -122,28 +123,32 @@ def check_answers(model: nn.Module, kind: str, with_values: bool = True) -> None
     if not with_values:
         return
     if counts_slots(model):
-        raise UserError(
-            f"model type {model_type(model)!r} cannot be sampled from here: its attention has a window that counts "
-            "padding too; use another model"
-        )
+        raise _no_answers(model, "its attention has a window that counts padding too")
     rows, texts = embedding_rows(model), ([5, 3, 8, 4, 6], [7, 2, 9])
     prompts = Prompts.of([[number % rows for number in text] for text in texts], 6, 0)
     try:
         done = rollout(model, prompts, 2, 3, Sampling(temperature=0.0), (rows,), TorchBackend("cpu", "fp32"))
         scored = log_probs(model, prompts, done.tokens)
+        gaps, sizes = [], []
         for text, mask, group, *ours in zip(prompts.tokens, prompts.mask, done.tokens, done.logp, scored):
             tokens = group[0]  # as all of its group: the most probable ones
             row = torch.cat([text[mask], tokens]).unsqueeze(0)
             own = unwrap(model)(input_ids=row, use_cache=False).logits[0, -len(tokens) - 1 : -1].float()
             wanted = own.log_softmax(1).gather(1, tokens.unsqueeze(1)).squeeze(1)
-            gap = max(float((logp - wanted).abs().max()) for logp in ours)
-            if not gap <= 2 * CLOSE * max(1.0, float(own.abs().max())):
-                raise ValueError(f"log-probabilities differ by {gap:.1e}")
-    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError) as error:
-        raise UserError(
-            f"model type {model_type(model)!r} cannot be sampled from here ({first_line(error)[:120]}); "
-            "use another model"
-        ) from error
+            gaps.append((torch.stack(ours) - wanted).abs().max())
+            sizes.append(own.abs().max())
+    except AttributeError as error:
+        raise _no_answers(model, f"it asks its cache for {error.name}, not for keys and values alone") from error
+    except (RuntimeError, TypeError, ValueError, KeyError, IndexError, NotImplementedError) as error:
+        reason = f"it fails with prompts of several lengths: {shorten(first_line(error), 120)}"
+        raise _no_answers(model, reason) from error
+    gap, largest = (float(torch.stack(values).max()) for values in (gaps, sizes))
+    if not gap <= 2 * CLOSE * max(1.0, largest):
+        raise _no_answers(model, f"with a cache its log-probabilities differ by {gap:.1e}")
+
+
+def _no_answers(model: nn.Module, reason: str) -> UserError:
+    return UserError(f"model type {model_type(model)!r} cannot be sampled from here: {reason}; use another model")
 
 
 def draw(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:

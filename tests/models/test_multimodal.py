@@ -136,3 +136,11 @@ def test_a_language_model_that_says_something_else_alone_is_refused_by_name(make
                      vision_config=VISION | {"model_type": "siglip_vision_model"})  # fmt: skip
     with pytest.raises(UserError, match=r"'cohere2_vision'.*logits differ"):
         load_model(str(folder))
+
+
+@pytest.mark.parametrize("kind", ["MllamaConfig", "Emu3Config"])
+def test_a_language_model_that_has_no_type_of_its_own_is_refused_at_once(tmp_path, kind):
+    """transformers could not read back what would be written of it."""
+    getattr(transformers, kind)().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"cannot build alone; give a text-only model"):
+        load_config(str(tmp_path))

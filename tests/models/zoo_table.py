@@ -29,7 +29,7 @@ ABORTED = "torch_xla ends the process"
 SHORT = {
     r"model type \S+ \(\w+\) is not supported: (.*); use another model": r"\1",
     r"model type \S+ cannot be trained block by block: (.*); use .*": r"\1",
-    r"model type \S+ cannot be sampled from here:? \(?(.*?)\)?; use another model": r"\1",
+    r"model type \S+ cannot be sampled from here: (.*); use another model": r"\1",
     r"model type \S+ carries (a state from token to token), so (on XLA.*); use .*": r"\2, for \1 is carried",
     r"mlp=.* quantises nothing: .*": "its blocks hold no plain linear layers or experts",
     r"model '[^']*' is a \w+: (GGUF is written for .*)": r"\1",

@@ -207,7 +207,10 @@ def outcomes(name: str, backend: TorchBackend, uses: Iterable[str]) -> dict[str,
     """By use, "yes" or the line that refuses it. Raises where a use gives other numbers than the model, or no line."""
     with TemporaryDirectory() as there:
         folder, found = Path(there) / "model", {}
-        save(name, folder)
+        try:
+            save(name, folder)
+        except UserError as error:  # of a multimodal model: in none of its classes
+            return dict.fromkeys(uses, str(error))
         for use in uses:
             try:
                 USES[use](folder, backend)
