@@ -20,16 +20,21 @@ CHECKED = 12  # tokens of a text in `check`
 CLOSE = 1e-4  # of the largest logit: sums in another order, in fp32
 
 
+def sample_tokens(model: nn.Module, count: int) -> Tensor:
+    """Token ids [count] spread over the vocabulary. The lowest are often special: a model that was hardly trained on
+    them can blow fp32's rounding up to visible differences."""
+    return (torch.arange(count) * 7919 + 11) % min(embedding_rows(model), 50_000)
+
+
 @torch.no_grad()
 def check(model: nn.Module) -> None:
     """Raise UserError unless hidden states and logits as they are computed here equal the model's own, in fp32 on the
     CPU. Compared on a few tokens: rows as they are, rows with a mask of their own (as on XLA), and, to learn whether
     examples can be packed together, two texts in one row.
     """
-    rows = embedding_rows(model)
-    first = (torch.arange(CHECKED) * 7919 + 11) % min(rows, 50_000)  # spread out: the lowest ids are often special
+    first = sample_tokens(model, CHECKED)
     second = first.flip(0)
-    changed = torch.cat([first[:-1], (first[-1:] + 1) % rows])
+    changed = torch.cat([first[:-1], (first[-1:] + 1) % embedding_rows(model)])
     tokens = torch.stack([first, changed, second])
     try:
         own = unwrap(model)(input_ids=tokens, use_cache=False).logits.float()

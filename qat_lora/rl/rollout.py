@@ -21,7 +21,7 @@ from qat_lora.models.architecture import (
     unwrap,
 )
 from qat_lora.models.attention import Layout
-from qat_lora.models.check import CLOSE
+from qat_lora.models.check import CLOSE, sample_tokens
 from qat_lora.quant.student import head_of
 from qat_lora.rl.policy import Prompts, log_probs
 
@@ -124,10 +124,10 @@ def check_answers(model: nn.Module, kind: str, with_values: bool = True) -> None
         return
     if counts_slots(model):
         raise _no_answers(model, "its attention has a window that counts padding too")
-    rows, texts = embedding_rows(model), ([5, 3, 8, 4, 6], [7, 2, 9])
-    prompts = Prompts.of([[number % rows for number in text] for text in texts], 6, 0)
+    sample, no_end = sample_tokens(model, 8).tolist(), (embedding_rows(model),)
+    prompts = Prompts.of([sample[:5], sample[5:]], 6, 0)
     try:
-        done = rollout(model, prompts, 2, 3, Sampling(temperature=0.0), (rows,), TorchBackend("cpu", "fp32"))
+        done = rollout(model, prompts, 2, 3, Sampling(temperature=0.0), no_end, TorchBackend("cpu", "fp32"))
         scored = log_probs(model, prompts, done.tokens)
         gaps, sizes = [], []
         for text, mask, group, *ours in zip(prompts.tokens, prompts.mask, done.tokens, done.logp, scored):
