@@ -97,8 +97,9 @@ def load_source(checkpoint: str, adapter: str | None = None, model: str | None =
 def _take_adapter(source: Source, folder: Path) -> None:
     adapted = load_adapter(source.student, folder, source.checkpoint)
     config = adapted.peft_config["default"]
-    if any(getattr(config, name) not in (False, "none") for name in BEYOND_PRODUCT):
-        raise UserError(f"adapter {folder} is more than B·A (DoRA or biases); only a plain LoRA is exported")
+    for name in BEYOND_PRODUCT:
+        if (value := getattr(config, name)) not in (False, "none"):
+            raise UserError(f"adapter {folder} has {name}={value}, which cannot be exported; train a plain LoRA")
     for name, module in adapted.get_base_model().named_modules():
         if isinstance(module, LoraLayer):
             _take_layer(source, folder, name, module)
@@ -265,7 +266,7 @@ def gguf_refusal(name: str) -> str | None:
 def export_formats(name: str) -> str:
     """What export_model.py will write of a student of this model, for the plan of a run."""
     reason = gguf_refusal(name)
-    return f"export: hf; GGUF: not written: {reason}" if reason else "export: hf, gguf"
+    return f"export: hf; no GGUF: {reason}" if reason else "export: hf, gguf"
 
 
 def _adapter_tensors(source: Source) -> Iterator[tuple[str, Tensor]]:
@@ -318,7 +319,7 @@ def _plain(source: Source, entry: Entry) -> np.ndarray:
     value = to_gguf_rows(((_weight(source, entry.parameter, entry.merged) + plus) * times).numpy(), entry.heads)
     value = torch.from_numpy(np.ascontiguousarray(value)).to(torch.float16 if entry.kind == "F16" else torch.float32)
     if not value.isfinite().all():
-        raise UserError(f"{entry.parameter} holds values above 65504, which F16 cannot; use --format hf")
+        raise UserError(f"{entry.parameter} holds values beyond 65504, fp16's largest; use --format hf")
     return value.numpy()
 
 

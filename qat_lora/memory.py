@@ -46,7 +46,7 @@ def _number(model: nn.Module, name: str, default: int) -> int:
     """A whole number of a config that may not have it, or may have one for each layer."""
     try:
         value = getattr(text_config(model), name, None)
-    except AttributeError:  # one that says so of numbers that differ from layer to layer
+    except (AttributeError, RuntimeError):  # one that says so of numbers that differ from layer to layer
         value = None
     return value if isinstance(value, int) else default
 

@@ -56,7 +56,7 @@ def set_template(tokenizer, choice: str) -> None:
     after = _after_answer(tokenizer, choice)
     if after and not after.startswith(tuple(special_tokens(tokenizer))):
         raise UserError(
-            f"--chat-template {choice} ends a turn with {after[:40]!r}, which is no special token of the tokenizer: "
+            f"--chat-template {choice} ends a turn with {after[:40]!r}, which is no special token of the tokenizer, so "
             f"answers would not stop there; end it with {{{{ eos_token }}}}, or add the token to the tokenizer"
         )
 
@@ -99,7 +99,7 @@ def _after_answer(tokenizer, choice: str) -> str:
     try:
         text = render([{"role": "user", "content": "?"}, {"role": "assistant", "content": said}], tokenizer, False)
     except (UserError, TypeError, ValueError, LookupError, ArithmeticError) as error:
-        raise UserError(f"--chat-template {choice} is not usable: {error}") from error
+        raise UserError(f"--chat-template {choice} cannot be rendered ({error}); correct the template") from error
     if said not in text:
-        raise UserError(f"--chat-template {choice} does not show what the assistant says; give a Jinja chat template")
+        raise UserError(f"--chat-template {choice} leaves out the assistant's message; give a Jinja chat template")
     return text.rpartition(said)[2].strip()

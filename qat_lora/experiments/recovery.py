@@ -182,7 +182,7 @@ def describe(cfg: Config, model, made: dict, train, backend: TorchBackend, worke
     say(f"{made['model']} as {StudentSpec(**made['spec'])} on {backend}")
     bits = bits_per_weight(model, values)
     say(f"adapter: {coverage(model)}, {values} values, {bits:.2f} bits per weight with it")
-    for line in left_out(model, "; --targets experts adapts them"):
+    for line in left_out(model, "; --targets auto,experts adapts them too"):
         say(line)
     say(f"{cfg.max_steps} updates of mode {cfg.mode} on {len(train)} rows")
     frozen = sum(p.numel() for p in model.parameters()) - values

@@ -140,7 +140,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
             found.append((name, module))
     if len(found) != 1:
         lists = ", ".join(name for name, _ in found) or "none"
-        raise refused(model, f"its decoder blocks do not stand in one list (found: {lists})")
+        raise refused(model, f"its decoder blocks are not in one list (found: {lists})")
     return found[0][1]
 
 

@@ -18,6 +18,8 @@ from qat_lora.models.head import head_form
 
 CHECKED = 12  # tokens of a text in `check`
 CLOSE = 1e-4  # of the largest logit: sums in another order, in fp32
+# What a forward pass raises that cannot do what it is given.
+FAULTS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError)
 
 
 def sample_tokens(model: nn.Module, count: int) -> Tensor:
@@ -42,22 +44,24 @@ def check(model: nn.Module) -> None:
         raise refused(model, f"its own forward pass fails on tokens alone ({first_line(error)[:120]})") from error
     if not own.isfinite().all():
         raise UserError(
-            f"model type {model_type(model)!r} gives NaN or infinity: its weights are damaged; copy it anew"
+            f"model type {model_type(model)!r} gives NaN or infinite logits; its weights may be damaged: copy it again"
         )
     limit = CLOSE * float(own.abs().max())
     if float((own[0, :-1] - own[1, :-1]).abs().max()) > limit:
-        raise refused(model, "its answer at a token depends on later ones, so it is no causal language model")
-    for what, layout in (("", None), (" under a mask of its own", Layout.causal(CHECKED, tokens.device))):
+        raise refused(model, "its logits depend on later tokens, so it is not a causal language model")
+    for what, layout in (("", None), (" with an explicit mask", Layout.causal(CHECKED, tokens.device))):
         try:
             ours = _logits(model, tokens, layout)
-        except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as error:
-            if isinstance(error, UserError):
-                raise
-            raise refused(model, f"it cannot be run{what} ({first_line(error)[:120]})") from error
+        except UserError:
+            raise
+        except FAULTS as error:
+            raise refused(model, f"it fails{what} ({first_line(error)[:120]})") from error
         gap = float((ours - own).abs().max()) if ours.shape == own.shape else float("inf")
         if not gap <= limit:
             raise refused(
-                model, f"our logits{what} differ from its own by {gap:.1e}, of at most {float(own.abs().max()):.1e}"
+                model,
+                f"logits computed here{what} differ from transformers' by {gap:.1e}; the largest is "
+                f"{float(own.abs().max()):.1e}",
             )
     set_packs(model, _keeps_apart(model, torch.cat([first, second]), own[[0, 2]].flatten(0, 1), limit))
 
@@ -78,7 +82,7 @@ def _keeps_apart(model: nn.Module, tokens: Tensor, own: Tensor, limit: float) ->
             if not float((_logits(model, tokens.unsqueeze(0), layout)[0] - own).abs().max()) <= limit:
                 return False
         return True
-    except Exception:  # an architecture that takes no positions, or no mask
+    except FAULTS:  # an architecture that takes no positions, or no mask
         return False
     finally:
         text_config(model)._attn_implementation = before

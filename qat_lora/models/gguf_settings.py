@@ -4,10 +4,11 @@ A config is compared with a list of what is written: whatever else in it differs
 that a setting nobody here has heard of cannot be lost on the way.
 """
 
+import math
 from dataclasses import dataclass, field
 
 import torch
-from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGUFWriter, RopeScalingType
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGUFReader, GGUFWriter, RopeScalingType
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 SHAPE = {
@@ -189,3 +190,42 @@ def norm_change(config, parameter: str) -> tuple[float, float]:
         there = config.hidden_size // config.num_attention_heads
     is_q = parameter.endswith("q_norm.weight")
     return 1.0, (there / config.query_pre_attn_scalar) ** 0.5 if is_q else 1.0
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+SCALES = {
+    "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier", "final_logit_softcapping": "final_logit_softcapping",
+    "attn_logit_softcapping": "attn_logit_softcapping", "attention.sliding_window": "sliding_window",
+}  # fmt: skip
+FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+WITHOUT = (None, 0, 1, "none")  # what a setting is that changes nothing
+
+
+def unread(reader: GGUFReader, config) -> str | None:
+    """A setting of a .gguf file that changes its model's numbers and that `config`, as transformers reads it from the
+    file, has otherwise; None where there is none."""
+    values = {key.split(".", 1)[1]: field.contents for key, field in reader.fields.items() if "." in key}
+    rope = rope_of(config)
+    kinds = {"default": "none", "llama3": "none"}
+    here = {
+        "rope.scaling.type": kinds.get(kind := rope.get("rope_type", "default"), kind),
+        "rope.scaling.factor": rope.get("factor"), "rope.freq_base": rope.get("rope_theta"),
+        "logit_scale": getattr(config, "logits_scaling", getattr(config, "logit_scale", None)),
+    } | {key: getattr(config, name, None) for key, name in SCALES.items()}  # fmt: skip
+    for key, value in here.items():
+        there = values[key]() if key in values else None
+        if there not in WITHOUT and not _same(there, value):
+            return f"{key} {there}"
+    pattern = values["attention.sliding_window_pattern"]() if "attention.sliding_window_pattern" in values else None
+    if isinstance(pattern, list) and [bool(one) for one in pattern] != [k == SLIDING for k in config.layer_types]:
+        return "attention.sliding_window_pattern"
+    if rope.get("rope_type", "default") not in ("llama3", "longrope"):
+        for tensor in reader.tensors:
+            if tensor.name in FACTORS and (tensor.data != 1).any():
+                return tensor.name
+    return None
+
+
+def _same(one, other) -> bool:
+    return math.isclose(one, other, rel_tol=1e-5) if isinstance(other, int | float) else one == other

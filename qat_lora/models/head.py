@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from qat_lora.errors import first_line
 from qat_lora.models.architecture import decoder, refused, unwrap
 
 # Outputs of a head on which the function that makes logits of them is measured: powers of two, exact in every type.
@@ -57,11 +58,7 @@ class Head:
 
 @dataclass(frozen=True)
 class HeadForm:
-    """How last hidden states h become logits: z = cap·tanh(y/cap) of y = after·(W·(before·h) + bias), no cap where it
-    is None.
-
-    Only the first `vocab` rows of W give logits.
-    """
+    """What of a `Head` is measured, and how many rows of W give logits: the first `vocab`."""
 
     before: float
     after: float
@@ -92,9 +89,10 @@ def head_form(model: nn.Module) -> HeadForm:
 def _measured(base: nn.Module) -> HeadForm:
     head, stack = base.get_output_embeddings(), decoder(base)
     if head is None or stack is base or getattr(head, "weight", None) is None or head.weight.ndim != 2:
-        raise refused(base, "it has no decoder with one output matrix behind it")
+        raise refused(base, "it has no decoder followed by a single LM head")
     rows, width = head.weight.shape
     hidden = torch.linspace(0.5, 1.5, width, dtype=torch.float64).view(1, 1, -1)
+    own_type = hidden.to(head.weight.dtype)  # the only one that layers of the model's own would take
     given = torch.tensor(PROBES, dtype=torch.float64).repeat(-(-rows // len(PROBES)))[:rows].view(1, 1, -1)
     seen = {}
 
@@ -102,25 +100,28 @@ def _measured(base: nn.Module) -> HeadForm:
         seen["x"] = x.double().cpu()
         return given.clone()
 
-    stack.forward = lambda *args, **kwargs: _Answer(last_hidden_state=hidden)
     head.forward = fake_head
     try:
-        logits = base(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits.double().cpu()
-    except Exception as error:
-        raise refused(base, "more than one output matrix makes logits of its last hidden states") from error
+        for states in (hidden, own_type):
+            stack.forward = lambda *args, **kwargs: _Answer(last_hidden_state=states)  # noqa: B023
+            try:
+                logits = base(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits.double().cpu()
+                break
+            except Exception as error:
+                failed = error
+        else:
+            raise refused(base, f"it makes no logits of its last hidden states alone ({first_line(failed)[:120]})")
     finally:
         del stack.forward, head.forward
     before = seen["x"] / hidden if "x" in seen and seen["x"].shape == hidden.shape else torch.full((2,), torch.nan)
     if not torch.allclose(before, before.flatten()[0].expand_as(before), rtol=1e-5):
-        raise refused(base, "it has layers of its own between the last hidden states and the output matrix")
+        raise refused(base, "it has layers of its own between the last hidden states and the LM head")
     given = given[..., : logits.shape[-1]]
     after, largest = (float((logits / given)[given == PROBES[0]].mean()), float(logits.abs().max()))
     cap = largest if largest < 2.0**90 else None
     wanted = given * after if cap is None else cap * torch.tanh(given * after / cap)
     if logits.shape[:2] != (1, 1) or not torch.allclose(logits, wanted, rtol=1e-4, atol=1e-6):
-        raise refused(
-            base, "its logits are more than a multiple, a bias and a soft cap of what its output matrix gives"
-        )
+        raise refused(base, "its logits are not those of an LM head with at most a factor, a bias and a soft cap")
     return HeadForm(_snapped(float(before.flatten()[0])), _snapped(after), cap, logits.shape[-1])
 
 

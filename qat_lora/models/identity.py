@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import os
 import struct
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +15,7 @@ from torch import Tensor
 from qat_lora.errors import UserError, first_line
 from qat_lora.run.files import sha256
 
-# Bytes of one tensor that a fingerprint reads: all of a tensor up to here; of a larger one this many blocks, evenly
-# spaced, which make up as much. Training and merging change every block.
-WHOLE, BLOCK = 4 * 2**20, 2**16
+BLOCK = 2**24  # bytes read at a time
 # What a config.json says of how it was written, and not of the model.
 NOT_MODEL = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 DTYPES = {
@@ -38,21 +38,23 @@ class Header:
         """A tensor like it without storage; fp32 where torch has no such type."""
         return torch.empty(self.shape, dtype=DTYPES.get(self.dtype, torch.float32), device="meta")
 
-    def looks_like(self, other: "Header") -> bool:
-        """Whether what `sample` reads of both is equal."""
-        return self.dtype != other.dtype or all(a == b for a, b in zip(self.sample(), other.sample()))
+    def may_equal(self, other: "Header") -> bool:
+        """Whether the bytes of two tensors are equal; those of different types are not compared."""
+        return self.dtype != other.dtype or all(a == b for a, b in zip(self.bytes(), other.bytes()))
 
-    def sample(self) -> Iterator[bytes]:
-        """The tensor's bytes, or blocks of them."""
+    def bytes(self) -> Iterator[bytes]:
+        """The tensor's bytes in blocks."""
         with open(self.file, "rb") as file:
-            if self.size <= WHOLE:
-                file.seek(self.start)
-                yield file.read(self.size)
-                return
-            blocks = WHOLE // BLOCK
-            for number in range(blocks):
-                file.seek(self.start + (self.size - BLOCK) * number // (blocks - 1))
-                yield file.read(BLOCK)
+            file.seek(self.start)
+            for left in range(self.size, 0, -BLOCK):
+                yield file.read(min(left, BLOCK))
+
+    def digest(self) -> str:
+        """sha256 (hex) of the tensor: type, shape and bytes."""
+        digest = hashlib.sha256(json.dumps([self.dtype, self.shape]).encode())
+        for block in self.bytes():
+            digest.update(block)
+        return digest.hexdigest()
 
 
 def headers(files: list[Path]) -> dict[str, Header]:
@@ -82,10 +84,10 @@ def fingerprint(files: list[Path], config: dict, tokenizer: str) -> str:
     its tokenizer. Of a .gguf or .bin file all bytes count."""
     digest = hashlib.sha256(json.dumps([_model_part(config), tokenizer], sort_keys=True).encode())
     if all(path.suffix == ".safetensors" for path in files):
-        for name, header in sorted(headers(files).items()):
-            digest.update(json.dumps([name, header.dtype, header.shape]).encode())
-            for block in header.sample():
-                digest.update(block)
+        stored = sorted(headers(files).items())
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing lets other threads run
+            for (name, _), mark in zip(stored, pool.map(lambda item: item[1].digest(), stored)):
+                digest.update(json.dumps([name, mark]).encode())
     else:
         for path in files:
             digest.update(sha256(path).encode())

@@ -4,34 +4,38 @@ import copy
 import functools
 import hashlib
 import io
+import os
 import re
 import threading
 from contextlib import redirect_stderr
+from pathlib import Path
+from unittest.mock import patch
 
 import gguf
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
 
-from qat_lora.errors import UserError
+from qat_lora.errors import UserError, first_line
 from qat_lora.hub import hub_fault
 from qat_lora.models.check import check
+from qat_lora.models.gguf_settings import unread
 from qat_lora.models.identity import fingerprint, headers, tokenizer_fingerprint
-from qat_lora.models.multimodal import full_class, language_model, text_class, text_config
+from qat_lora.models.multimodal import full_class, language_model, text_class, text_config, text_part
 from qat_lora.models.source import (
     EMBEDDED,
     EMBEDDED_HUB,
+    absolute_name,
     check_source,
     config_json,
     file_of,
+    files_key,
     has_tokenizer,
     is_hub,
     model_source,
     own_tokens,
-    place,
-    state,
     weight_files,
 )
 from qat_lora.models.source import EMBEDDED_NOTE as EMBEDDED_NOTE
@@ -55,11 +59,24 @@ def _load(kind, name: str, **options):
     source = model_source(name)
     fault = hub_fault("model", name) if is_hub(name) else None
     try:  # without the hub, what an earlier run has downloaded still loads
-        with _building, redirect_stderr(io.StringIO()):  # the GGUF reader's own progress bar
+        # the GGUF reader shows a progress bar of its own
+        with _building, patch.object(gguf, "GGUFReader", _gguf_reader), redirect_stderr(io.StringIO()):
             offline = fault is not None
             return kind.from_pretrained(**source, **options, trust_remote_code=False, local_files_only=offline)
     except Exception as error:  # files from elsewhere: whatever transformers trips over is their fault
         raise _cannot_be_loaded(name, fault or error) from error
+
+
+@functools.lru_cache(1)
+def _parsed(path: str, size: int, time: int, read=gguf.GGUFReader) -> gguf.GGUFReader:
+    return read(path)
+
+
+def _gguf_reader(path) -> gguf.GGUFReader:
+    """transformers parses a file for its config, its tokenizer and its weights, each time for seconds where the
+    vocabulary is large."""
+    there = os.stat(path)
+    return _parsed(str(path), there.st_size, there.st_mtime_ns)
 
 
 def _cannot_be_loaded(name: str, reason: str | Exception) -> UserError:
@@ -79,7 +96,17 @@ def _cannot_be_loaded(name: str, reason: str | Exception) -> UserError:
 
 @functools.cache  # reading it from a GGUF file takes seconds
 def _full_config(name: str, state: tuple) -> PreTrainedConfig:
-    return _load(AutoConfig, name)
+    config, source = _load(AutoConfig, name), model_source(name)
+    if "gguf_file" in source and name != EMBEDDED:
+        lost = unread(_gguf_reader(Path(source["pretrained_model_name_or_path"], source["gguf_file"])), config)
+        if lost:
+            raise UserError(
+                f"model {name!r} has {lost}, which transformers {transformers.__version__} does not read from a .gguf "
+                "file, so its numbers would be wrong; give the model as a folder"
+            )
+    for part in (config, text_part(config)):  # what these ask for is never used, and no such config could be saved
+        part.output_attentions = part.output_hidden_states = False
+    return config
 
 
 @functools.cache
@@ -90,14 +117,14 @@ def _config(name: str, state: tuple) -> PreTrainedConfig:
 def load_config(name: str) -> PreTrainedConfig:
     """The model's HF config, without its weights; of a multimodal model, that of its language model. Not to be changed:
     every caller gets the same one. Raises UserError for what is no causal language model."""
-    return _config(name, state(name))
+    return _config(name, files_key(name))
 
 
 def check_length(name: str, length: int, flags: str = "--length") -> None:
     """Raise UserError for rows longer than the positions that the model was made for: its answers would be noise."""
     limit = getattr(load_config(name), "max_position_embeddings", None)
     if limit and length > limit:
-        raise UserError(f"{flags} {length} is above the {limit} positions that {name} knows; use a shorter one")
+        raise UserError(f"{flags} {length} exceeds the {limit} positions of {name}; use at most {limit}")
 
 
 def load_tokenizer(name: str):
@@ -122,7 +149,7 @@ def load_model(name: str) -> nn.Module:
     otherwise than its files.
     """
     check_headers(name)
-    config = _full_config(name, state(name))
+    config = _full_config(name, files_key(name))
     options = {"dtype": torch.float32, "config": copy.deepcopy(config), "output_loading_info": True}
     if "gguf_file" in model_source(name) and hasattr(transformers, "GgufConfig"):
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)  # never left in blocks
@@ -130,18 +157,44 @@ def load_model(name: str) -> nn.Module:
     model, prefixes = language_model(name, full, load_config(name))
     _check_found(name, model.config, found, prefixes)
     _check_ties(name, full)
-    if hasattr(model.config, "quantization_config"):
+    if getattr(model.config, "quantization_config", None) is not None:
         if "gguf_file" not in model_source(name):
             raise UserError(
-                f"model {name!r} is stored quantised and stays so when it is loaded; give it in bf16, fp16 or fp32"
+                f"model {name!r} is stored quantised and cannot be loaded in full precision; give its bf16, fp16 or "
+                "fp32 version"
             )
         del model.config.quantization_config  # a GGUF load leaves it, and save_pretrained then refuses
         model.hf_quantizer = None
         model.is_quantized = False
-    model.config._name_or_path = model.name_or_path = EMBEDDED_HUB if name == EMBEDDED else place(name)
+    _settle_generation(name, model.generation_config)
+    model.config._name_or_path = model.name_or_path = EMBEDDED_HUB if name == EMBEDDED else absolute_name(name)
     model.fingerprint = model_fingerprint(name)
     check(model.eval())
     return model
+
+
+# Settings of generation that count only when sampling, and only with several beams.
+SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff",
+)  # fmt: skip
+BEAMS = ("early_stopping", "length_penalty")
+
+
+def _settle_generation(name: str, settings: GenerationConfig) -> None:
+    """Drop what has no effect, which transformers would refuse to save. Raises UserError for what is no setting."""
+    idle = (() if settings.do_sample else SAMPLING) + (() if (settings.num_beams or 1) > 1 else BEAMS)
+    for key in idle:
+        if hasattr(settings, key):
+            setattr(settings, key, getattr(GenerationConfig(), key))
+    ends = settings.eos_token_id
+    try:
+        if not all(type(one) is int for one in (ends if isinstance(ends, list) else [ends]) if one is not None):
+            raise ValueError(f"eos_token_id {ends!r}")
+        settings.validate(strict=True)
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"model {name!r}: its generation_config.json is not valid ({first_line(error)[:160]}); correct it"
+        ) from error
 
 
 def _check_found(name: str, config: PreTrainedConfig, found: dict, prefixes: tuple[str, ...]) -> None:
@@ -149,7 +202,10 @@ def _check_found(name: str, config: PreTrainedConfig, found: dict, prefixes: tup
     info; prefixes: of the tensors that count."""
     missing = sorted(key for key in found["missing_keys"] if key.startswith(prefixes))
     if missing:
-        raise UserError(f"model {name!r}: its file lacks {missing[0]} and {len(missing) - 1} more; give a whole one")
+        raise UserError(
+            f"model {name!r}: its weight files lack {len(missing)} of its tensors ({missing[0]} is the first); copy it "
+            "again"
+        )
     for key, there, wanted in sorted(found["mismatched_keys"]):
         if key.startswith(prefixes):
             raise UserError(
@@ -165,8 +221,8 @@ def _check_found(name: str, config: PreTrainedConfig, found: dict, prefixes: tup
     )
     if more:
         raise UserError(
-            f"model {name!r}: its file holds {more[0]} and {len(more) - 1} more that its config.json has no place for; "
-            "correct the config, or give a model that fits it"
+            f"model {name!r}: its weight files hold {len(more)} tensors that its config.json does not describe "
+            f"({more[0]} is the first); correct the config, or give the weights that it describes"
         )
 
 
@@ -199,8 +255,8 @@ def _fingerprint(name: str, state: tuple) -> str:
 
 def model_fingerprint(name: str) -> str:
     """sha256 (hex) of what a model holds: weights, config and tokenizer. It does not depend on where the model is, on
-    how its path is spelled, or on how many files its weights are in. Reads at most 4 MiB of each tensor."""
-    return _fingerprint(name, state(name))
+    how its path is spelled, or on how many files its weights are in. Reads all of the weights."""
+    return _fingerprint(name, files_key(name))
 
 
 def plain_state(model: nn.Module) -> dict[str, Tensor]:
@@ -222,7 +278,7 @@ def weights_fingerprint(model: nn.Module) -> str:
 def empty_model(name: str) -> nn.Module:
     """The model's architecture with no storage behind its parameters. Raises UserError where the headers of its local
     safetensors files do not hold just its tensors."""
-    config, whole = load_config(name), _full_config(name, state(name))
+    config, whole = load_config(name), _full_config(name, files_key(name))
     try:
         with _building, torch.device("meta"):
             model = text_class(name, whole)._from_config(copy.deepcopy(config), dtype=torch.float32)
@@ -236,7 +292,7 @@ def empty_model(name: str) -> nn.Module:
 def check_headers(name: str) -> None:
     """Raise UserError where the headers of a local model's safetensors files do not hold just its tensors. What is not
     local or in another format is checked when it is loaded."""
-    _check_headers(name, state(name))
+    _check_headers(name, files_key(name))
 
 
 @functools.cache
@@ -244,7 +300,7 @@ def _check_headers(name: str, state: tuple) -> None:
     whole = _full_config(name, state)
     kind = full_class(name, whole)
     files = [] if is_hub(name) else weight_files(name)
-    if not files or any(file.suffix != ".safetensors" for file in files) or hasattr(whole, "quantization_config"):
+    if not files or any(file.suffix != ".safetensors" for file in files) or getattr(whole, "quantization_config", None):
         return
     stored = headers(files)
     tensors = {key: header.empty() for key, header in stored.items()}
@@ -259,5 +315,5 @@ def _check_headers(name: str, state: tuple) -> None:
     model, prefixes = language_model(name, full, load_config(name))
     _check_found(name, model.config, found, prefixes)
     for one, other in full.get_expanded_tied_weights_keys(all_submodels=True).items():
-        if one in stored and other in stored and not stored[one].looks_like(stored[other]):
+        if one in stored and other in stored and not stored[one].may_equal(stored[other]):
             raise _differently_tied(name, one, other)

@@ -23,13 +23,15 @@ def text_class(name: str, config: PreTrainedConfig) -> type:
     text = text_part(config)
     kind = f"model {name!r} is of type {config.model_type!r}"
     if getattr(text, "is_encoder_decoder", False) or getattr(config, "is_encoder_decoder", False):
-        raise UserError(f"{kind}, an encoder-decoder: only causal language models (decoders) are supported")
+        raise UserError(f"{kind}, an encoder-decoder; give a decoder-only language model")
     if type(text) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(text, "is_decoder", False):
-        raise UserError(f"{kind}, an encoder: only causal language models (decoders) are supported")
+        raise UserError(f"{kind}, an encoder; give a decoder-only language model")
     if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
     if text is config:
-        raise UserError(f"{kind}, which transformers {transformers.__version__} has no causal language model for")
+        raise UserError(
+            f"{kind}, for which transformers {transformers.__version__} has no causal language model; give another"
+        )
     raise UserError(
         f"{kind}, whose language model ({text.model_type}) transformers {transformers.__version__} cannot build alone; "
         "give a text-only model"

@@ -79,8 +79,8 @@ def is_hub(name: str) -> bool:
     return model_source(name)["pretrained_model_name_or_path"] == name and not Path(name).is_absolute()
 
 
-def place(name: str) -> str:
-    """A model's name as it is good from any working directory: paths made absolute."""
+def absolute_name(name: str) -> str:
+    """A model's name with a local path made absolute."""
     path = Path(name).expanduser().absolute()
     return str(path) if name != EMBEDDED and path.exists() else name
 
@@ -115,7 +115,7 @@ def weight_files(name: str) -> list[Path]:
             shards = {shard: file_of(name, shard) for shard in sorted(set(table.values()))}
             missing = [shard for shard, there in shards.items() if there is None]
             if missing:
-                raise UserError(f"model {name!r}: {missing[0]} is missing, which {file} names; copy it again")
+                raise UserError(f"model {name!r}: {missing[0]}, listed in {file}, is missing; copy the model again")
             return list(shards.values())
     raise UserError(f"model {name!r} holds no weights (model.safetensors); give a whole model")
 
@@ -139,8 +139,8 @@ def own_tokens(name: str) -> set[str]:
         return set()
 
 
-def state(name: str) -> tuple:
-    """What changes when the files behind a name do, without reading them: the key of what is remembered of them."""
+def files_key(name: str) -> tuple:
+    """Cache key of a model's files: changes with their sizes and times. Reads no contents."""
     source = model_source(name)
     folder = source["pretrained_model_name_or_path"]
     if is_hub(name):
@@ -190,8 +190,8 @@ def check_source(name: str) -> None:
         return
     if config.get("auto_map"):
         raise UserError(
-            f"model {name!r} is of type {kind!r}, which comes as Python code of its own (auto_map): such code is not "
-            "run here; give a model that transformers knows"
+            f"model {name!r} is of type {kind!r} and needs Python code of its own (auto_map), which is never run here; "
+            "give a model that transformers supports"
         )
     if not kind:
         raise UserError(f"model {name!r}: its config.json names no model_type; give a whole model")

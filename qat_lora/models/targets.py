@@ -32,8 +32,8 @@ def choose(model: nn.Module, targets: Sequence[str]) -> tuple[list[str], list[st
     model reads without calling them.
 
     A group takes what there is; only one that is in no block is refused. A name has to be in every block, or another
-    target has to adapt the same part (attention or MLP) of each block that lacks it and has such a part: nobody who
-    names q and v of a hybrid model gets them in a quarter of its blocks unawares. Raises UserError with what there is.
+    target has to adapt the same part (attention or MLP) of each block that lacks it and has such a part: otherwise q,v
+    would silently adapt a quarter of the blocks of a hybrid model. Raises UserError with what there is.
     """
     base = unwrap(model)
     places = {id(module): name for name, module in base.named_modules()}
@@ -71,7 +71,7 @@ def _name(path: str) -> str:
 def _check(target: str, test: Callable, blocks: list[list[Matrix]], wanted: list[list[Matrix]]) -> None:
     matching = [[m for m in block if test(m)] for block in blocks]
     if not any(matching):
-        raise UserError(f"--targets {target!r}: nothing to adapt has that name; choose from {_there_is(blocks)}")
+        raise UserError(f"--targets {target!r} matches nothing; choose from {_there_is(blocks)}")
     parts = {m.part for found in matching for m in found}
     bare = [
         {m.path for m in block if m.part in parts - {m.part for m in chosen}} if not found else set()
@@ -79,8 +79,8 @@ def _check(target: str, test: Callable, blocks: list[list[Matrix]], wanted: list
     ]
     if any(bare) and target not in GROUPS:
         raise UserError(
-            f"--targets {target!r}: only {sum(map(bool, matching))} of {len(blocks)} blocks have it, and "
-            f"{sum(map(bool, bare))} others would get nothing in its place; choose from {_there_is(blocks)}"
+            f"--targets {target!r} matches {sum(map(bool, matching))} of {len(blocks)} blocks and leaves "
+            f"{sum(map(bool, bare))} others without an adapter on that part; add a target for them: {_there_is(blocks)}"
         )
 
 
@@ -90,8 +90,8 @@ def _check_shared(wanted: list[list[Matrix]]) -> None:
     shared = {_name(m.path) for block in wanted for m in block if counts[id(m.module._parameters[m.name])] > 1}
     if shared:
         raise UserError(
-            f"blocks share the weight of {', '.join(sorted(shared))}: an adapter of each could not be merged; give "
-            "--targets without them"
+            f"blocks share the weights of {', '.join(sorted(shared))}, so an adapter for each could not be merged; "
+            "leave them out of --targets"
         )
 
 

@@ -36,8 +36,8 @@ PLACEHOLDERS = ("image_token", "video_token", "audio_token")
 
 
 def check_vocabulary(tokenizer, config, name: str, own: set[str]) -> None:
-    """Raise UserError where the tokenizer gives ids beyond the rows of the model's embedding: they have no vector, and
-    some devices read another one's in silence.
+    """Raise UserError where the tokenizer gives ids beyond the rows of the model's embedding: some devices would
+    silently read a wrong row. Those that are allowed are kept as `tokenizer.without_row`.
 
     own: the tokens that the model's files hold. Placeholders of images, video or audio may lie beyond the rows, and
     special tokens that transformers adds by itself (`<|endoftext|>` to a Qwen2 tokenizer, or to one from a .gguf file),
@@ -55,8 +55,8 @@ def check_vocabulary(tokenizer, config, name: str, own: set[str]) -> None:
     refused = {id: token for id, token in names.items() if token not in allowed}
     if refused:
         raise UserError(
-            f"model {name!r}: its tokenizer gives ids up to {max(refused)} ({refused[max(refused)]!r}) and its "
-            f"embedding has {rows} rows; use the tokenizer that it was trained with, or resize the embedding"
+            f"model {name!r}: its tokenizer gives ids up to {max(refused)} ({refused[max(refused)]!r}), beyond the "
+            f"{rows} rows of its embedding; use the tokenizer that it was trained with, or resize the embedding"
         )
     tokenizer.without_row = names
 

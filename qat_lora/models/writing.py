@@ -113,10 +113,13 @@ def check_logits(back: nn.Module, tokens: Tensor, logits: Tensor, shown: Path) -
     spread = logits.double().std()
     if not gap.square().mean().sqrt() <= NEAR * spread:  # NaN is no success
         raise UserError(
-            f"{shown}: transformers computes other logits from it than the trained model gives (up to "
-            f"{float(gap.abs().max()):.2g} apart, their spread is {float(spread):.2g}), and it is not kept"
+            f"{shown}: plain transformers' logits of it differ from the trained model's by up to "
+            f"{float(gap.abs().max()):.2g} (their spread is {float(spread):.2g}), so it is not kept; use the pinned "
+            "transformers"
         )
 
 
 def differs(path: Path, what: str) -> UserError:
-    return UserError(f"{path}: {what} reads back otherwise than it was written, and is not kept; check disk and memory")
+    return UserError(
+        f"{path}: {what} changed between writing and reading back, so it is not kept; check disk and memory"
+    )

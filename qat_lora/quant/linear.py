@@ -100,7 +100,7 @@ class Quantizer(nn.Module):
     group:   scale [out, in/g, 1]        tensor: scale [1, 1, 1]
     lowrank: A [out, r], g [r], B [r, in]; S = (A·diag(g))·B with the columns of A and the rows of B at unit norm, so
              that g alone carries magnitude
-    codes:   uint8 [out, in], present only when frozen
+    codes:   uint8, of the weight's shape, present only when frozen
     enabled: False shows the latent weight itself (the full-precision layer)
 
     With experts the first dimension of a scale counts experts · out rows (tensor: experts), and A, g, B and codes have
@@ -137,20 +137,20 @@ class Quantizer(nn.Module):
         return _not_zero(product, torch.finfo(a.dtype).tiny ** 0.5)
 
     def stored(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Each parameter, and the fp16 values by which a file holds what `scale_matrix` sees of it."""
+        """Each parameter of the scale with the fp16 values that a file holds of it."""
         if self.spec.scale != "lowrank":
             return [(self.scale, _not_zero(self.scale.detach(), SMALLEST_SCALE).half())]
         return [(p, p.detach().half()) for p in (self.a, self.g, self.b)]
 
     def grouped(self, weight: Tensor) -> Tensor:
-        """weight [out, in] as [out, groups, group], against which the scale broadcasts; rows of all experts follow each
-        other."""
+        """weight [..., out, in] as [rows, groups, group], against which the scale broadcasts: the rows of one expert
+        after the other's."""
         in_features = self.shape[-1]
         group = self.spec.size if self.spec.scale == "group" else in_features
         return weight.reshape(-1, in_features // group, group)
 
     def forward(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """W_eff [out, in] in `dtype`, differentiable in the latent weight and the scale; with codes, in the scale."""
+        """W_eff [..., out, in] in `dtype`, differentiable in latent weight and scale; with codes, in the scale."""
         shared = math.prod(self.shape) // self.scale_values if self.spec.scale != "lowrank" else 1
         gradient_scale = 1 / math.sqrt(shared * self.spec.largest)
         with torch.autocast(weight.device.type, enabled=False):  # the product A·B of a low-rank scale stays fp32
@@ -171,7 +171,7 @@ class Quantizer(nn.Module):
 
     @torch.no_grad()
     def encode(self, weight: Tensor) -> Tensor:
-        """uint8 codes [out, in] of a latent weight."""
+        """uint8 codes [..., out, in] of a latent weight."""
         return nearest_code(self.grouped(weight) / self.scale_matrix(), self.spec).to(torch.uint8).view(self.shape)
 
     @torch.no_grad()
@@ -203,8 +203,8 @@ class QuantLinear(nn.Linear):
 
 
 class Shown:
-    """Mixed into a module's class by `show_quantized`: while its forward runs, some of its parameters are seen
-    quantised."""
+    """Mixed into a module's class by `show_quantized`: during forward its parameters named in `shown` read as their
+    quantised values."""
 
     shown: tuple[str, ...] = ()
     transposed = False
@@ -223,7 +223,7 @@ class Shown:
 
 
 def show_quantized(module: nn.Module, quantizer: nn.Module, names: tuple[str, ...], transposed: bool = False) -> None:
-    """Have `module` see its parameters `names` through `quantizer`, whatever its forward does with them.
+    """Have `module` read its parameters `names` through `quantizer`, whatever its forward does with them.
 
     quantizer: a Quantizer for "weight", or an nn.ModuleDict with one for each name. transposed: weights are [experts,
     in, out].
@@ -277,7 +277,7 @@ def effective_weight(module, dtype: torch.dtype | None = None) -> Tensor:
     """The weight that a linear layer, an embedding or experts multiply with, quantised or not, in the model's own
     shape.
 
-    dtype: of a weight that is quantised here and now; default: what autocast would make of it.
+    dtype: of the result where the weight is quantised on the fly (default: autocast's); ignored otherwise.
     """
     quantizer = getattr(module, "quantizer", None)
     if quantizer is None or not quantizer.enabled or quantizer.settled:

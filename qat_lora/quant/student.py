@@ -15,7 +15,7 @@ from qat_lora.models.architecture import decoder_layers, matrices, unwrap
 from qat_lora.models.head import Head, head_form
 from qat_lora.models.identity import short
 from qat_lora.models.loading import EMBEDDED, empty_model, load_model, model_fingerprint
-from qat_lora.models.source import place
+from qat_lora.models.source import absolute_name
 from qat_lora.quant.linear import (
     Quantizer,
     QuantLinear,
@@ -184,8 +184,9 @@ def student_content(model: nn.Module, model_name: str, spec: StudentSpec, info: 
         codes = layer.quantizer.encode(rows_of(layer)) if codes is None else codes
         tensors[f"{name}.codes"] = pack_codes(codes.cpu(), layer.quantizer.spec.bits)
     return {
-        "format": FORMAT, "model": place(model_name), "fingerprint": getattr(unwrap(model), "fingerprint", None),
-        "spec": dict(vars(spec)), "info": info, "tensors": tensors,
+        "format": FORMAT, "model": absolute_name(model_name),
+        "fingerprint": getattr(unwrap(model), "fingerprint", None), "spec": dict(vars(spec)),
+        "info": info, "tensors": tensors,
     }  # fmt: skip
 
 
@@ -202,11 +203,12 @@ def read_student(path: str | Path, model: str | None = None) -> dict:
     except UserError as error:
         if model is not None:
             raise UserError(
-                f"checkpoint {path} was made of model {made!r}, not {name!r}; change --model ({error})"
+                f"checkpoint {path} was made of model {made!r}, and --model {name!r} cannot be read ({error}); say "
+                "with --model where it is now"
             ) from error
         raise UserError(
-            f"checkpoint {path} was made of model {made!r}, which is not there any more; say with --model where it is "
-            f"now ({error})"
+            f"checkpoint {path} was made of model {made!r}, which cannot be read ({error}); say with --model where it "
+            "is now"
         ) from error
     content["model"] = name
     there = content.get("fingerprint")
@@ -214,10 +216,10 @@ def read_student(path: str | Path, model: str | None = None) -> dict:
         _check_old(path, content, made)
     elif there != here:
         marks = f"fingerprint {short(there)} in the file, {short(here)} there"
-        if place(name) == place(made):
+        if absolute_name(name) == absolute_name(made):
             raise UserError(
-                f"checkpoint {path} does not fit model {name!r}: it has changed since ({marks}); give --model with the "
-                "one that it was made of"
+                f"checkpoint {path} does not fit model {name!r}, which has changed since ({marks}); give the one that "
+                "it was made of as --model"
             )
         raise UserError(f"checkpoint {path} was made of model {made!r}, not {name!r}; change --model ({marks})")
     return content
@@ -225,10 +227,10 @@ def read_student(path: str | Path, model: str | None = None) -> dict:
 
 def _check_old(path: str | Path, content: dict, made: str) -> None:
     """A file from before fingerprints: a base of another name is taken where the shapes fit."""
-    if place(content["model"]) == place(made):
+    if absolute_name(content["model"]) == absolute_name(made):
         return
     _check_shapes(empty_student(content), content, path)
-    say(f"note: {path} names the model {made!r} but not its weights; {content['model']!r} is taken for it")
+    say(f"note: {path} has no fingerprint of its base model {made!r}; {content['model']!r} is taken for it")
 
 
 def _read(path: Path) -> dict:

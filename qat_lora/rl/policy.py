@@ -1,4 +1,4 @@
-"""What a policy thinks of completions: their log-probabilities, with each prompt computed once for all of them."""
+"""Log-probabilities of completions under a policy; each prompt is computed once for all its completions."""
 
 from dataclasses import dataclass
 
@@ -23,8 +23,10 @@ class Prompts:
     def of(cls, texts: list[list[int]], length: int, pad: int) -> "Prompts":
         """Prompts of one length. Raises UserError for one that is longer or empty."""
         for ids in texts:
-            if not 0 < len(ids) <= length:
-                raise UserError(f"a prompt of {len(ids)} tokens does not fit --max-prompt-length {length}; raise it")
+            if not ids:
+                raise UserError("a prompt is empty; remove it")
+            if len(ids) > length:
+                raise UserError(f"a prompt of {len(ids)} tokens exceeds --max-prompt-length {length}; raise it")
         tokens = torch.tensor([[pad] * (length - len(ids)) + ids for ids in texts])
         return cls(tokens, torch.tensor([[0] * (length - len(ids)) + [1] * len(ids) for ids in texts]).bool())
 

@@ -25,7 +25,7 @@ from qat_lora.models.check import CLOSE, sample_tokens
 from qat_lora.quant.student import head_of
 from qat_lora.rl.policy import Prompts, log_probs
 
-LEAST = 1e-6  # temperature (or 0) and top_p
+LEAST = 1e-6  # of a temperature other than 0, and of top_p
 STOP_EVERY = 16  # tokens between looks at whether every completion has ended: a look waits for the device
 
 
@@ -123,7 +123,7 @@ def check_answers(model: nn.Module, kind: str, with_values: bool = True) -> None
     if not with_values:
         return
     if counts_slots(model):
-        raise _no_answers(model, "its attention has a window that counts padding too")
+        raise _no_answers(model, "its attention window counts padding too")
     sample, no_end = sample_tokens(model, 8).tolist(), (embedding_rows(model),)
     prompts = Prompts.of([sample[:5], sample[5:]], 6, 0)
     try:
@@ -138,9 +138,9 @@ def check_answers(model: nn.Module, kind: str, with_values: bool = True) -> None
             gaps.append((torch.stack(ours) - wanted).abs().max())
             sizes.append(own.abs().max())
     except AttributeError as error:
-        raise _no_answers(model, f"it asks its cache for {error.name}, not for keys and values alone") from error
+        raise _no_answers(model, f"it needs {error.name} of its cache, which one of fixed size lacks") from error
     except (RuntimeError, TypeError, ValueError, KeyError, IndexError, NotImplementedError) as error:
-        reason = f"it fails with prompts of several lengths: {shorten(first_line(error), 120)}"
+        reason = f"sampling two test prompts failed ({shorten(first_line(error), 120)})"
         raise _no_answers(model, reason) from error
     gap, largest = (float(torch.stack(values).max()) for values in (gaps, sizes))
     if not gap <= 2 * CLOSE * max(1.0, largest):

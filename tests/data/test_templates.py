@@ -82,10 +82,10 @@ def test_a_file_stands_in_place_of_the_tokenizers_own(tiny_model_dir, tmp_path):
     [
         (None, "no such file; give one with a Jinja template, or chatml, gemma, llama3"),
         (b"\xff\xfe", "not UTF-8 text at byte 0"),
-        (b"{% for m in messages %}", "is not usable"),
-        (b"{{ messages[0].content + 1 }}", "is not usable"),
-        (b"{{ raise_exception('no') }}", "is not usable"),
-        (b"hello", "does not show what the assistant says"),
+        (b"{% for m in messages %}", "cannot be rendered"),
+        (b"{{ messages[0].content + 1 }}", "cannot be rendered"),
+        (b"{{ raise_exception('no') }}", "cannot be rendered"),
+        (b"hello", "leaves out the assistant's message"),
         (b"{% for m in messages %}{{ m.content }}</turn>\n{% endfor %}", "ends a turn with '</turn>', which is no "),
     ],
 )  # fmt: skip

@@ -171,18 +171,18 @@ def test_names_and_groups(kind, targets, wanted):
 @pytest.mark.parametrize(
     "kind, targets, reason",
     [
-        ("Phi3", "q,v,o", "'q': nothing to adapt has that name; choose from o,qkv_proj,gate_up_proj,down,attn,mlp,all"),
-        ("GPTNeoX", "o", "'o': nothing to adapt has that name; choose from query_key_value,dense,dense_h_to_4h,"),
-        ("Mixtral", "q,down", "'down': nothing to adapt has that name; choose from q,k,v,o,attn,all,experts"),
-        ("Mixtral", "mlp", "'mlp': nothing to adapt has that name; choose from q,k,v,o,attn,all,experts"),
-        ("Mixtral", "gate_up_proj", "'gate_up_proj': nothing to adapt has that name"),
-        ("Mixtral", "mlp.gate", "'mlp.gate': nothing to adapt has that name"),  # the router
-        ("Qwen3Next", "q,v,o", "'q': only 1 of 4 blocks have it, and 3 others would get nothing in its place; choose "
-         "from in_proj_qkvz,in_proj_ba,out_proj (3 of 4 blocks), gate,up,down (4 of 4 blocks), q,k,v,o (1 of 4 "
-         "blocks), attn,mlp,all,experts"),
-        ("Qwen3Next", "auto,experts,in_proj", "'in_proj': nothing to adapt has that name"),
-        ("Jamba", "gate,up,down", "'gate': only 1 of 2 blocks have it"),
-        ("Mamba", "dt_proj", "'dt_proj': nothing to adapt has that name; choose from in_proj,attn,all"),
+        ("Phi3", "q,v,o", "'q' matches nothing; choose from o,qkv_proj,gate_up_proj,down,attn,mlp,all"),
+        ("GPTNeoX", "o", "'o' matches nothing; choose from query_key_value,dense,dense_h_to_4h,"),
+        ("Mixtral", "q,down", "'down' matches nothing; choose from q,k,v,o,attn,all,experts"),
+        ("Mixtral", "mlp", "'mlp' matches nothing; choose from q,k,v,o,attn,all,experts"),
+        ("Mixtral", "gate_up_proj", "'gate_up_proj' matches nothing"),
+        ("Mixtral", "mlp.gate", "'mlp.gate' matches nothing"),  # the router
+        ("Qwen3Next", "q,v,o", "'q' matches 1 of 4 blocks and leaves 3 others without an adapter on that part; add "
+         "a target for them: in_proj_qkvz,in_proj_ba,out_proj (3 of 4 blocks), gate,up,down (4 of 4 blocks), q,k,v,o "
+         "(1 of 4 blocks), attn,mlp,all,experts"),
+        ("Qwen3Next", "auto,experts,in_proj", "'in_proj' matches nothing"),
+        ("Jamba", "gate,up,down", "'gate' matches 1 of 2 blocks"),
+        ("Mamba", "dt_proj", "'dt_proj' matches nothing; choose from in_proj,attn,all"),
         ("GPT2", "auto", "blocks hold no plain linear layers that could have an adapter; use another"),
     ],
 )  # fmt: skip
@@ -197,7 +197,7 @@ def test_a_weight_that_blocks_share_is_refused():
     for name in ("q_proj", "o_proj"):
         first, second = (getattr(block.self_attn, name) for block in decoder_layers(model))
         second.weight = first.weight
-    with pytest.raises(UserError, match="share the weight of o_proj, q_proj"):
+    with pytest.raises(UserError, match="share the weights of o_proj, q_proj"):
         choose(model, ["auto"])
     assert choose(model, ["v"])[0] == [f"model.layers.{at}.self_attn.v_proj" for at in range(2)]
 

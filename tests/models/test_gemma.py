@@ -55,11 +55,11 @@ def test_perplexity_is_plain_transformers_through_cache_training_export_and_back
     cache, student, export = (tmp_path / name for name in ("cache", "student", "export"))
     rows = ["--dataset", text, "--length", LENGTH, "--max-rows", 8, "--heldout-fraction", 0.5]
     run("build_kd_cache", "--model", gemma, *rows, "--cache-dir", cache, *SMALL)
-    grids = ["--mlp", "int8/g32", "--attn", "int8/g32", "--head", "int8/g32"]
-    train = ["--max-steps", 2, "--warmup-steps", 0, "--learning-rate", 2e-5, "--batch-size", 1, "--eval-rows", 4]
+    grids = ["--mlp", "int4/g32", "--attn", "int4/g32", "--head", "int8/g32"]
+    train = ["--max-steps", 2, "--warmup-steps", 0, "--learning-rate", 1e-5, "--batch-size", 4, "--eval-rows", 4]
     run("train_qat", "--model", gemma, "--cache-dir", cache, "--output-dir", student, *grids, *train, *SMALL)
     learned = ours("--checkpoint", student / "best.pt")
-    assert learned == pytest.approx(base, rel=0.02), "8 bits lose next to nothing"
+    assert learned == pytest.approx(base, rel=0.2), "4 bits lose little"
     run("export_model", "--checkpoint", student / "best.pt", "--format", "hf", "--output-dir", export)
     assert plain_perplexity(text, export) == pytest.approx(learned, rel=1e-4)
     assert ours("--model", export) == pytest.approx(learned, rel=1e-4)

@@ -148,7 +148,7 @@ def test_tokenizer_that_is_no_byte_level_bpe(with_tokenizer):
 def test_tokenizer_with_more_tokens_than_embeddings(with_tokenizer, tiny_model_dir):
     grown = load_tokenizer(str(tiny_model_dir))
     grown.add_tokens(["<tool>"])
-    with pytest.raises(UserError, match=r"gives ids up to 512 .* has 512 rows"):
+    with pytest.raises(UserError, match=r"gives ids up to 512 .* beyond the 512 rows"):
         model_writer(with_tokenizer(grown), 0)
 
 

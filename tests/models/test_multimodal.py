@@ -112,14 +112,14 @@ def test_the_vision_tower_is_not_missed_and_the_language_model_is(make):
         assert torch.equal(load_model(str(folder))(input_ids=TOKENS).logits, full(input_ids=TOKENS).logits)
     assert model_fingerprint(str(folder)) != known
     for change, part in (
-        (lambda t, key: t.pop(key), "lacks"),
-        (lambda t, key: t.update({key.replace("layers.1", "layers.2"): t[key].clone()}), "holds"),
+        (lambda t, key: t.pop(key), "lack"),
+        (lambda t, key: t.update({key.replace("layers.1", "layers.2"): t[key].clone()}), "hold"),
     ):
         changed = dict(text)
         change(changed, next(key for key in text if "layers.1.mlp.up_proj" in key))
         save_file(changed, folder / "model.safetensors", {"format": "pt"})
         for load in (load_model, empty_model):
-            with pytest.raises(UserError, match=f"its file {part} "):
+            with pytest.raises(UserError, match=f"its weight files {part} "):
                 load(str(folder))
 
 

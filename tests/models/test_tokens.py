@@ -68,7 +68,7 @@ def test_ids_beyond_the_embedding_are_refused_at_load(tiny_model_dir, tiny_token
     for file in tiny_model_dir.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     grown.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"ids up to 513 \('<call>'\) and its embedding has 512 rows; ") as error:
+    with pytest.raises(UserError, match=r"ids up to 513 \('<call>'\), beyond the 512 rows of its embedding; ") as error:
         load_tokenizer(str(tmp_path))
     assert "\n" not in str(error.value)
 
@@ -77,7 +77,7 @@ def test_rows_that_fill_the_embedding_up_and_nested_configs(tiny_tokenizer):
     check_vocabulary(tiny_tokenizer, LlamaConfig(vocab_size=600), "m", set())
     for wrap in (lambda text: text, lambda text: Gemma3Config(text_config=text.to_dict())):
         check_vocabulary(tiny_tokenizer, wrap(Gemma3TextConfig(vocab_size=512)), "m", set())
-        with pytest.raises(UserError, match=r"ids up to 511 .* has 511 rows"):
+        with pytest.raises(UserError, match=r"ids up to 511 .* beyond the 511 rows"):
             check_vocabulary(tiny_tokenizer, wrap(Gemma3TextConfig(vocab_size=511)), "m", {"the"})
 
 

@@ -1,4 +1,4 @@
-"""Every causal-LM config class of transformers: our logits equal the model's own, or one line refuses it."""
+"""Every causal-LM config class of transformers: logits equal the model's own, or one line refuses it."""
 
 import pytest
 import torch
@@ -13,12 +13,12 @@ from qat_lora.quant.student import head_of
 
 CLOSE = 1e-5  # of the largest logit
 LENGTH = 24  # three windows, and not the length of the check at load
-TRANSFORM = "more than one output matrix makes logits of its last hidden states"
-NOT_CAUSAL = "its answer at a token depends on later ones"
+TRANSFORM = "layers of its own between the last hidden states and the LM head"
+NOT_CAUSAL = "its logits depend on later tokens"
 REFUSED = {
     "bert": TRANSFORM,
     "big_bird": TRANSFORM,
-    "blt": "it cannot be run under a mask of its own",
+    "blt": "it fails with an explicit mask",
     "camembert": TRANSFORM,
     "cpmant": NOT_CAUSAL,
     "data2vec-text": TRANSFORM,
@@ -26,8 +26,8 @@ REFUSED = {
     "ernie": TRANSFORM,
     "megatron-bert": TRANSFORM,
     "modernbert-decoder": TRANSFORM,
-    "prophetnet": TRANSFORM,
-    "rembert": TRANSFORM,
+    "prophetnet": "it makes no logits of its last hidden states alone",
+    "rembert": "it makes no logits of its last hidden states alone",
     "roberta": TRANSFORM,
     "roberta-prelayernorm": TRANSFORM,
     "roc_bert": TRANSFORM,
@@ -61,21 +61,24 @@ def assert_ours_are_its_own(made) -> None:
     apart."""
     tokens = torch.randint(1, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     assert LENGTH > CHECKED
+    rows = [(None, tokens), (Layout.causal(LENGTH, tokens.device), tokens)]
+    if packs(made):
+        positions = torch.arange(LENGTH).repeat(1, 2)
+        segments = torch.arange(2).repeat_interleave(LENGTH).unsqueeze(0)
+        rows += [(Layout.packed(segments, positions, one), tokens.view(1, -1)) for one in (False, True)]
     with torch.no_grad():
         own = made(input_ids=tokens, use_cache=False).logits
-
-        def gap(layout: Layout | None, rows: Tensor) -> float:
-            ours = head_of(made).logits(hidden_states(made, rows, layout)).view(own.shape)
-            return ((ours - own).abs().max() / own.abs().max()).item()
-
         assert own.isfinite().all() and own.std() > 0.05
-        assert gap(None, tokens) < CLOSE
-        assert gap(Layout.causal(LENGTH, tokens.device), tokens) < CLOSE
-        if packs(made):
-            positions = torch.arange(LENGTH).repeat(1, 2)
-            segments = torch.arange(2).repeat_interleave(LENGTH).unsqueeze(0)
-            for one_by_one in (False, True):
-                assert gap(Layout.packed(segments, positions, one_by_one), tokens.view(1, -1)) < CLOSE
+        if max(gaps(made, rows, own)) < CLOSE:
+            return
+        made.double()  # random weights can blow fp32's rounding up beyond that
+        assert max(gaps(made, rows, made(input_ids=tokens, use_cache=False).logits)) < CLOSE / 10
+
+
+def gaps(made, rows: list, own: Tensor) -> list[float]:
+    """How far our logits of rows (layout, tokens) are from its own, relative to the largest."""
+    ours = [head_of(made).logits(hidden_states(made, tokens, layout)).view(own.shape) for layout, tokens in rows]
+    return [((logits - own).abs().max() / own.abs().max()).item() for logits in ours]
 
 
 @pytest.mark.parametrize("name", every(FEW))

@@ -164,7 +164,7 @@ def test_other_files_are_refused(tmp_path, tiny_model_dir):
 
 def test_another_model_is_refused(saved, tiny_model_dir):
     _, path = saved()
-    assert "'other/model'; change --model" in refused(path, "other/model")
+    assert "--model 'other/model' cannot be read" in refused(path, "other/model")
 
 
 @pytest.mark.parametrize(

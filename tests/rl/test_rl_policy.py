@@ -71,7 +71,7 @@ def test_a_head_that_learns_is_refused(model):
         log_probs(model, Prompts.of(TEXTS, 8, 0), completions())
 
 
-@pytest.mark.parametrize("texts", [[[1, 2, 3]], [[]]])
-def test_a_prompt_beyond_the_fixed_length_is_refused(texts):
-    with pytest.raises(UserError, match="max-prompt-length 2"):
-        Prompts.of(texts, 2, 0)
+@pytest.mark.parametrize("text, said", [([1, 2, 3], "max-prompt-length 2"), ([], "a prompt is empty")])
+def test_a_prompt_that_is_empty_or_beyond_the_fixed_length_is_refused(text, said):
+    with pytest.raises(UserError, match=said):
+        Prompts.of([text], 2, 0)

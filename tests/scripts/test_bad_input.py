@@ -179,7 +179,7 @@ def altered(tiny_model_dir, tiny_tokenizer, tmp_path):
 def test_teacher_of_nan_writes_no_cache(refuse, altered, tmp_path):
     teacher = altered(lambda model: model.model.norm.weight.data.fill_(float("nan")))
     flags = ["--cache-dir", tmp_path / "c", "--length", 16, "--max-rows", 8, "--device", "cpu", "--precision", "fp32"]
-    assert "gives NaN or infinity" in refuse("build_kd_cache", "--model", teacher, *flags)
+    assert "gives NaN or infinite logits" in refuse("build_kd_cache", "--model", teacher, *flags)
     assert not (tmp_path / "c").exists()
 
 
@@ -198,10 +198,10 @@ def test_a_teacher_with_a_larger_embedding_teaches(run, qat, altered, tiny_stude
 
 def test_rows_longer_than_the_models_positions(refuse, tiny_model_dir, tiny_student, tmp_path):
     message = refuse("build_kd_cache", "--model", tiny_model_dir, "--cache-dir", tmp_path / "c", "--length", 513)
-    assert "--length 513 is above the 512 positions" in message
-    assert "above the 512 positions" in refuse("measure_perplexity", "--model", tiny_model_dir, "--length", 1024)
+    assert "--length 513 exceeds the 512 positions" in message
+    assert "exceeds the 512 positions" in refuse("measure_perplexity", "--model", tiny_model_dir, "--length", 1024)
     flags = ["--checkpoint", tiny_student, "--mode", "recover", "--length", 1024, *SMALL]
-    assert "above the 512 positions" in refuse("train_recovery_lora", *flags)
+    assert "exceeds the 512 positions" in refuse("train_recovery_lora", *flags)
 
 
 @pytest.mark.parametrize("flag", ["--anchor-weight=-1", "--anchor-rows=0", "--anchor-length=1"])

@@ -135,7 +135,7 @@ def test_export_that_reads_back_otherwise_is_not_kept(run, tmp_path, monkeypatch
         return data
 
     monkeypatch.setattr(export, "encode", faulty)
-    with pytest.raises(UserError, match="reads back otherwise than it was written, and is not kept"):
+    with pytest.raises(UserError, match="changed between writing and reading back, so it is not kept"):
         run()
     assert names(tmp_path) == []
 

@@ -66,7 +66,7 @@ def test_experts_are_left_alone_unless_asked_for(run, mixtral, sharp_cache, tmp_
     run("train_recovery_lora", *flags(mixtral, sharp_cache, tmp_path / "run", "--dry-run"))
     said = capsys.readouterr().out
     assert "adapter: 6 layers (q_proj, v_proj, o_proj in each of 2 blocks), " in said
-    assert "experts are left as they are; --targets experts adapts them" in said
+    assert "experts are left as they are; --targets auto,experts adapts them too" in said
 
     more = ["--targets", "auto, experts", "--adapter-init", "error", "--recovery-r", "4", "--anchor-weight", "0.1"]
     run("train_recovery_lora", *flags(mixtral, sharp_cache, tmp_path / "run", *more, "--learning-rate", "1e-3"))
