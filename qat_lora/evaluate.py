@@ -140,9 +140,10 @@ def text_figures(
 ) -> dict[str, float]:
     """Exact figures over windows [N, L] of which the last `scored` [N] tokens count, without those that are `given`.
 
-    nll in nats a token, ppl = e^nll, and with a teacher kl = E[KL(teacher‖model)] over the same positions. Where the
-    two embeddings have different numbers of rows (one tokenizer, padded differently), the KL is over the ids that both
-    have, each side's probabilities renormalised on them; the NLL is over all of the model's own.
+    nll in nats a token, ppl = e^nll, and with a teacher kl = E[KL(teacher‖model)] over the same positions. Of a
+    teacher with more rows in its embedding than the model's (one tokenizer, padded differently) what lies beyond is
+    dropped and the rest renormalised; what the model gives to rows that the teacher lacks counts against it, as in the
+    loss from a cache.
     """
     count = len(tokens)
     where = counted(tokens, scored, given)
@@ -173,12 +174,8 @@ def _window_sums(model, teacher, tokens: Tensor, mask: Tensor) -> list[Tensor]:
         logp = [head.logits(h[rows]).log_softmax(-1) for h, head in states]
         nll = nll - (logp[0].gather(1, labels[rows]).squeeze(1) * keep[rows]).sum()
         if teacher is not None:
-            logp = _on_common_ids(logp)
-            kl = kl + ((logp[1].exp() * (logp[1] - logp[0])).sum(1) * keep[rows]).sum()
+            mine, its = logp
+            if its.shape[1] > mine.shape[1]:
+                its = its[:, : mine.shape[1]].log_softmax(-1)
+            kl = kl + ((its.exp() * (its - mine[:, : its.shape[1]])).sum(1) * keep[rows]).sum()
     return [nll, kl]
-
-
-def _on_common_ids(logp: list[Tensor]) -> list[Tensor]:
-    """Log-probabilities [M, V] of several models over the ids that all have, renormalised where ids are left out."""
-    common = min(p.shape[1] for p in logp)
-    return [p if p.shape[1] == common else p[:, :common].log_softmax(-1) for p in logp]

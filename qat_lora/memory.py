@@ -55,5 +55,6 @@ def cache_memory(model: nn.Module, rows: int, length: int, bf16: bool) -> float:
     """GB (1e9 bytes) of the keys and values of `rows` completions of `length` tokens, prompts included."""
     heads = _number(model, "num_attention_heads", 1)
     head = _number(model, "head_dim", 0) or unwrap(model).get_output_embeddings().weight.shape[1] // heads
-    values = 2 * len(decoder_layers(model)) * _number(model, "num_key_value_heads", heads) * head * rows * length
+    layers = _number(model, "num_hidden_layers", 1)
+    values = 2 * layers * _number(model, "num_key_value_heads", heads) * head * rows * length
     return (2 if bf16 else 4) * values / 1e9

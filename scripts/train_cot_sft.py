@@ -115,7 +115,10 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     together = packs(base) if cfg.dry_run else backend.group.on_main(lambda: packs(base))
     set_packs(base, together)  # the other workers have no weights to find out with
     if cfg.eval_answers or cfg.final_answers:
-        check_answers(base, backend.kind, with_values)
+        try:
+            check_answers(base, backend.kind, with_values)
+        except UserError as error:
+            raise UserError(f"{error}, or --eval-answers 0 --final-answers 0") from error
     data = law_data(rows, tokenizer, cfg.length, weights, cfg.heldout_fraction, cfg.batch_size, cfg.seed, together)
     plan = plan_of(cfg, data, workers)
     student = base_content(base, cfg.model, cfg.quantize) if with_values else None
@@ -186,8 +189,9 @@ def check(cfg: Config) -> None:
     if cfg.wandb and not find_spec("wandb"):
         raise UserError(f"--wandb {cfg.wandb}: wandb is not installed; pip install wandb, or leave it out")
     section_weights(cfg.section_weights)
-    check_length(cfg.model, cfg.length)
-    check_length(cfg.model, cfg.max_prompt_length + cfg.max_new_tokens, "--max-prompt-length and --max-new-tokens")
+    check_length(cfg.model, cfg.length, mixed=True)
+    answer = cfg.max_prompt_length + cfg.max_new_tokens
+    check_length(cfg.model, answer, "--max-prompt-length and --max-new-tokens", mixed=True)
     Every(cfg.log_every, cfg.eval_every, cfg.save_every)
 
 

@@ -174,9 +174,8 @@ def check(cfg: Config) -> None:
         )
     if not has_sft(cfg) and (cfg.sft_only or not cfg.epochs):
         raise UserError(f"--sft-epochs {cfg.sft_epochs} and --epochs {cfg.epochs} leave nothing to train; raise one")
-    check_length(
-        cfg.model, cfg.max_prompt_length + cfg.max_completion_length, "--max-prompt-length and --max-completion-length"
-    )
+    length = cfg.max_prompt_length + cfg.max_completion_length
+    check_length(cfg.model, length, "--max-prompt-length and --max-completion-length", mixed=True)
     Every(cfg.log_every, cfg.eval_every, cfg.save_every)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedConfig
 
 from qat_lora.backend import is_xla_device
 from qat_lora.errors import UserError
@@ -307,6 +307,20 @@ def is_recurrent(model: nn.Module) -> bool:
         return any(DynamicCache(config=base.config).is_linear)
     except (AttributeError, KeyError, ValueError, TypeError):
         return False
+
+
+def short_range(config: PreTrainedConfig) -> int | None:
+    """Tokens up to which a text's answer does not depend on how long others of its batch are, or where in a row it
+    stands; None: however long. LongRoPE takes other frequencies beyond it, Llama 4 another attention temperature."""
+    ropes = getattr(config, "rope_parameters", None) or {}
+    limits = [
+        rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+        for rope in (ropes, *ropes.values())
+        if isinstance(rope, dict) and rope.get("rope_type") == "longrope"
+    ]
+    if getattr(config, "attn_temperature_tuning", False):
+        limits.append(getattr(config, "floor_scale", None))
+    return min((int(limit) for limit in limits if limit), default=None)
 
 
 def counts_slots(model: nn.Module) -> bool:

@@ -20,6 +20,7 @@ from transformers.utils import logging
 
 from qat_lora.errors import UserError, first_line
 from qat_lora.hub import hub_fault
+from qat_lora.models.architecture import short_range
 from qat_lora.models.check import check
 from qat_lora.models.gguf_settings import unread
 from qat_lora.models.identity import fingerprint, headers, tokenizer_fingerprint
@@ -120,11 +121,22 @@ def load_config(name: str) -> PreTrainedConfig:
     return _config(name, files_key(name))
 
 
-def check_length(name: str, length: int, flags: str = "--length") -> None:
-    """Raise UserError for rows longer than the positions that the model was made for: its answers would be noise."""
-    limit = getattr(load_config(name), "max_position_embeddings", None)
+def check_length(name: str, length: int, flags: str = "--length", mixed: bool = False) -> None:
+    """Raise UserError for rows longer than the positions that the model was made for: its answers would be noise.
+
+    mixed: texts of several lengths in a batch or row. The rotary embedding of LongRoPE goes by the longest of them, and
+    Llama 4's attention counts slots of the row: beyond their short range a text's answer depends on the others.
+    """
+    config = load_config(name)
+    limit = getattr(config, "max_position_embeddings", None)
     if limit and length > limit:
         raise UserError(f"{flags} {length} exceeds the {limit} positions of {name}; use at most {limit}")
+    limit = short_range(config)
+    if mixed and limit and length > limit:
+        raise UserError(
+            f"{flags} {length} exceeds {limit}, beyond which model type {config.model_type!r} answers a text by the "
+            f"longest one of its batch; use at most {limit}"
+        )
 
 
 def load_tokenizer(name: str):

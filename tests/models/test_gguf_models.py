@@ -101,6 +101,34 @@ def test_what_lies_beside_the_file_is_another_model(folder, sharp_model_dir, tmp
     assert tokenizer.eos_token == "<|im_end|>" and tokenizer.chat_template != "another's"
 
 
+@pytest.mark.parametrize(
+    "add, said",
+    [
+        (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR), "rope.scaling.type linear"),
+        (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.NONE), None),
+        (lambda w: w.add_final_logit_softcapping(30.0), "final_logit_softcapping 30.0"),
+        (lambda w: w.add_final_logit_softcapping(0.0), None),
+        (lambda w: w.add_sliding_window(8), "attention.sliding_window 8"),
+        (lambda w: w.add_logit_scale(0.25), "logit_scale 0.25"),
+        (lambda w: w.add_tensor("rope_freqs.weight", np.linspace(1, 8, 32, dtype=np.float32)), "rope_freqs.weight"),
+        (lambda w: w.add_tensor("rope_freqs.weight", np.ones(32, np.float32)), None),
+    ],
+)
+def test_a_setting_that_transformers_does_not_read_from_the_file_is_refused(folder, tmp_path, monkeypatch, add, said):
+    def adding(name, kind, make=model_writer):
+        writer, note = make(name, kind)
+        add(writer)
+        return writer, note
+
+    monkeypatch.setitem(write.__globals__, "model_writer", adding)
+    write(folder, tmp_path / "m.gguf", "F16")
+    if said is None:
+        return load_config(str(tmp_path / "m.gguf"))
+    for load in (load_config, load_tokenizer, load_model):
+        with pytest.raises(UserError, match=rf"m\.gguf' has {said}, which transformers .* give the model as a folder"):
+            load(str(tmp_path / "m.gguf"))
+
+
 def test_files_that_cannot_be_read(folder, tmp_path):
     write(folder, tmp_path / "m.gguf", "F16")
     whole = (tmp_path / "m.gguf").read_bytes()

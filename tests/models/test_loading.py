@@ -13,7 +13,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from qat_lora.errors import UserError
-from qat_lora.models.loading import check_headers, empty_model, load_config, load_model, load_tokenizer
+from qat_lora.models.loading import (
+    check_headers,
+    check_length,
+    empty_model,
+    load_config,
+    load_model,
+    load_tokenizer,
+)
+from qat_lora.models.writing import write_model
 
 NAME = "model.layers.1.self_attn.q_proj.weight"
 SMALL = {
@@ -230,3 +238,59 @@ def test_the_same_name_in_another_folder_is_another_model(folder, tmp_path, monk
     assert load_config("model").rope_parameters["rope_theta"] == 5e5
     edit(other, rope_parameters={"rope_type": "default", "rope_theta": 70000.0})
     assert load_config("model").rope_parameters["rope_theta"] == 70000
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0.6, "top_p": 0.9, "top_k": 7},
+        {"early_stopping": True, "length_penalty": 2.0, "num_beams": 1},
+        {"do_sample": True, "temperature": 0.6},
+    ],
+)
+def test_generation_settings_that_transformers_would_not_save_are_dropped_where_they_have_no_effect(
+    folder, tmp_path, settings
+):
+    (folder / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": [2, 5]}))
+    model = load_model(str(folder))
+    write_model(model, load_tokenizer(str(folder)), tmp_path / "out", tmp_path / "out")
+    read = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert read["eos_token_id"] == [2, 5]
+    assert read.get("temperature") == (settings["temperature"] if settings.get("do_sample") else None)
+
+
+def test_an_end_token_that_is_no_number(folder):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": "x"}))
+    assert "its generation_config.json is not valid (eos_token_id 'x'); correct it" in refused(folder, load_model)
+
+
+@pytest.mark.parametrize("change", [{"output_attentions": True}, {"output_hidden_states": True}])
+def test_a_config_that_asks_for_more_than_logits_can_be_written_again(folder, tmp_path, change):
+    edit(folder, **change)
+    write_model(load_model(str(folder)), load_tokenizer(str(folder)), tmp_path / "out", tmp_path / "out")
+
+
+def test_no_quantisation_at_all_is_none(folder):
+    edit(folder, quantization_config=None)
+    load_model(str(folder))
+
+
+@pytest.mark.parametrize(
+    "config, limit",
+    [
+        (transformers.Phi3Config(**SMALL | {"max_position_embeddings": 4096}, rope_parameters={
+            "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8},
+            original_max_position_embeddings=64), 64),
+        (transformers.Llama4TextConfig(**SMALL, head_dim=16, attn_temperature_tuning=True, floor_scale=96,
+            num_local_experts=2), 96),
+        (transformers.LlamaConfig(**SMALL), 512),
+    ],
+)  # fmt: skip
+def test_texts_of_several_lengths_stay_within_the_range_in_which_they_do_not_touch(folder, config, limit):
+    config.save_pretrained(folder)
+    check_length(str(folder), limit, mixed=True)
+    with pytest.raises(UserError, match=rf"--length {limit + 1} exceeds .*use at most {limit}$"):
+        check_length(str(folder), limit + 1, mixed=True)
+    if limit < 512:
+        check_length(str(folder), 512)

@@ -6,6 +6,7 @@ from torch import Tensor
 from zoo import VOCAB, config, model, names
 
 from qat_lora.errors import UserError
+from qat_lora.memory import cache_memory
 from qat_lora.models.architecture import hidden_states, packs
 from qat_lora.models.attention import Layout
 from qat_lora.models.check import CHECKED, check
@@ -41,9 +42,9 @@ REFUSED = {
 ALONE = """
     afmoe axk2 bailing_hybrid bamba bart bigbird_pegasus blenderbot blenderbot-small deepseek_v32 deepseek_v4 doge
     dots3_note dots3_note_text falcon falcon_h1 falcon_mamba glm_moe_dsa granitemoehybrid hrm_text
-    inkling2_text inkling_text jamba kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2 marian mbart minimax mvp nemotron_h
-    olmo_hybrid openai-gpt pegasus plbart qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp
-    qwen4_exp_text recurrent_gemma reformer rwkv trocr xlm xlstm zamba zamba2 zaya
+    inkling2_text inkling_text jamba kimi_linear lfm2 lfm2_moe lfm3 llama4 llama4_text mamba mamba2 marian mbart
+    minimax mvp nemotron_h olmo_hybrid openai-gpt pegasus plbart qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text
+    qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma reformer rwkv trocr xlm xlstm zamba zamba2 zaya
 """
 # One of each kind for `make test`; `make test-zoo` takes them all.
 FEW = """
@@ -87,6 +88,7 @@ def test_logits_are_the_models_own_or_one_line_refuses_it(name):
     if name not in REFUSED:
         check(made)
         assert packs(made) == (name not in ALONE.split())
+        assert cache_memory(made, 2, LENGTH, True) > 0
         return assert_ours_are_its_own(made)
     with pytest.raises(UserError) as refusal:
         check(made)

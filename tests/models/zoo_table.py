@@ -2,7 +2,7 @@
 
 python tests/models/zoo_table.py     (make models)
 
-An hour and a half on two cores. What has been found is kept in runs/models/ under the commit, so that the same command
+About two hours on two cores. What has been found is kept in runs/models/ under the commit, so that the same command
 resumes; delete the file to try again. A model type that gives other numbers than plain transformers ends the command.
 """
 
@@ -32,16 +32,16 @@ SHORT = {
     r"model type \S+ cannot be sampled from here: (.*); use another model": r"\1",
     r"model type \S+ carries (a state from token to token), so (on XLA.*); use .*": r"\2, for \1 is carried",
     r"mlp=.* quantises nothing: .*": "its blocks hold no plain linear layers or experts",
-    r"model '[^']*' is a \w+: (GGUF is written for .*)": r"\1",
+    r"model '[^']*' is a \S+: (GGUF is written for .*)": r"\1",
     r"model '[^']*' (.*)": r"\1",
     r"(.* differ)( by|s by) [\d.e+-]+.*": r"\1",
 }
 HEAD = """# Which models
 
 Made by `make models` with transformers {version}: each use is tried on a tiny random model of each type that
-transformers' table of causal language models holds, with settings that tell it from others (windows, soft caps,
+transformers' table of causal language models holds, with settings that make it unlike others (windows, soft caps,
 multipliers, biases, several kinds of blocks), and compared with the model's own forward pass. "yes" means that the
-numbers agree; a number in brackets is the reason of a refusal, below. Every model is compared in the same way when it
+numbers agree; a number in brackets is that of the refusal's reason, below. Every model is compared in the same way when it
 is loaded, so one that is published with other settings is refused rather than measured wrongly. A model's type is the
 `model_type` in its config.json.
 
@@ -49,10 +49,11 @@ is loaded, so one that is published with other settings is refused rather than m
 - *QAT*: `train_qat.py`; *block by block*: its `--layer-steps` and `--init gptq`
 - *recovery*: `train_recovery_lora.py`; *SFT*: `train_cot_sft.py`; *GRPO*: `train_musclebob_improved.py`
 - *HF*, *GGUF*: `export_model.py`; GGUF for a model with its type's usual settings
-- *XLA*: the first ones on torch_xla's CPU device; "yes" where what the CPU does is done there too
+- *XLA*: cache, QAT, recovery, SFT and GRPO on torch_xla's CPU device; "yes": the same as on the CPU
 
-Mixtures of experts, linear attention, sliding windows and multimodal folders need nothing of you. A type that keeps no
-examples apart in one row (linear attention, encoders turned decoders) has one example to a row in SFT.
+Mixtures of experts, linear attention, sliding windows and multimodal folders need no options. Where several examples in
+one row cannot be kept apart (linear attention, encoders turned decoders), SFT trains on one example a row. A type that
+is refused for GRPO is fine-tuned with `--eval-answers 0 --final-answers 0`: SFT samples answers only to count them.
 """
 
 
@@ -62,6 +63,7 @@ def measured(device: str, names: Iterable[str]) -> dict[str, dict[str, str]]:
     path = ROOT / "runs" / "models" / f"{revision()}-{device}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
+    uses = ON_XLA if device == "xla" else USES
 
     def known() -> dict[str, dict]:
         return {(line := json.loads(text)).pop("name"): line for text in path.read_text().splitlines()}
@@ -69,7 +71,7 @@ def measured(device: str, names: Iterable[str]) -> dict[str, dict[str, str]]:
     while todo := [name for name in names if name not in known()]:
         environment = os.environ | ({"PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICK} if device == "xla" else {})
         print(f"{device}: {len(todo)} model types to try", flush=True)
-        command = [sys.executable, zoo_uses.__file__, device, ";".join(ON_XLA if device == "xla" else USES), *todo]
+        command = [sys.executable, zoo_uses.__file__, device, ";".join(uses), *todo]
         with path.open("a") as file:
             done = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.DEVNULL)
         if done.returncode > 0:
@@ -77,7 +79,7 @@ def measured(device: str, names: Iterable[str]) -> dict[str, dict[str, str]]:
         if done.returncode < 0:  # by a signal
             left = next(name for name in todo if name not in known())
             with path.open("a") as file:
-                file.write(json.dumps({"name": left} | dict.fromkeys(ON_XLA, ABORTED)) + "\n")
+                file.write(json.dumps({"name": left} | dict.fromkeys(uses, ABORTED)) + "\n")
     return known()
 
 
