@@ -39,7 +39,7 @@ from qat_lora.experiments.cot_sft import (
 from qat_lora.memory import cache_memory, training_memory
 from qat_lora.models.architecture import model_type, packs, set_packs
 from qat_lora.models.generate import end_tokens
-from qat_lora.models.loading import EMBEDDED, check_length, weights_fingerprint
+from qat_lora.models.loading import EMBEDDED, adapter_notes, check_length, weights_fingerprint
 from qat_lora.models.targets import coverage, left_out
 from qat_lora.qat import Plan, train_plain
 from qat_lora.quant.spec import QuantSpec
@@ -230,7 +230,7 @@ def describe(cfg: Config, model: nn.Module, backend: TorchBackend, data: LawData
     rows = plan.batch_size * plan.accumulation * workers
     say(f"{cfg.model} on {backend}: {trained:,} trained of {whole:,} values ({cfg.method})")
     if cfg.method != "full":
-        for line in (f"adapter: {coverage(model)}", *left_out(model)):
+        for line in (f"adapter: {coverage(model)}", *left_out(model), *adapter_notes(cfg.model)):
             say(line)
     for line in data.lines():
         say(line)

@@ -15,7 +15,7 @@ from qat_lora.evaluate import heldout_figures, heldout_nll
 from qat_lora.export import export_formats
 from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.models.adapter import adapter_values
-from qat_lora.models.loading import check_length, load_config, load_model, model_fingerprint
+from qat_lora.models.loading import adapter_notes, check_length, load_config, load_model, model_fingerprint
 from qat_lora.models.targets import coverage, left_out
 from qat_lora.qat import TrainOptions
 from qat_lora.quant.student import StudentSpec, bits_per_weight, empty_student, load_student, read_student
@@ -182,10 +182,11 @@ def describe(cfg: Config, model, made: dict, train, backend: TorchBackend, worke
     say(f"{made['model']} as {StudentSpec(**made['spec'])} on {backend}")
     bits = bits_per_weight(model, values)
     say(f"adapter: {coverage(model)}, {values} values, {bits:.2f} bits per weight with it")
-    for line in left_out(model, "; --targets auto,experts adapts them too"):
+    for line in (*left_out(model, "; --targets auto,experts adapts them too"), *adapter_notes(made["model"])):
         say(line)
     say(f"{cfg.max_steps} updates of mode {cfg.mode} on {len(train)} rows")
     frozen = sum(p.numel() for p in model.parameters()) - values
-    say(export_formats(made["model"]))
+    untrained = made.get("info", {}).get("trained") is False
+    say("export: none, for the checkpoint is untrained" if untrained else export_formats(made["model"]))
     for line in cfg.describe(model, values, frozen, train, backend.bf16, workers):
         say(line)

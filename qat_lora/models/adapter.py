@@ -61,7 +61,7 @@ def load_adapter(model: nn.Module, path: str | Path, checkpoint: str | Path | No
         with warnings.catch_warnings():  # PEFT only warns of missing tensors; they are refused below
             warnings.simplefilter("ignore")
             adapted = PeftModel.from_pretrained(model, str(folder), torch_device="cpu")
-    except (ValueError, RuntimeError, KeyError, TypeError) as error:
+    except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"adapter {folder} does not fit the model ({_reason(error)}); give the model of its run"
         ) from error

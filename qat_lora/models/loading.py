@@ -24,7 +24,7 @@ from qat_lora.models.architecture import short_range
 from qat_lora.models.check import check
 from qat_lora.models.gguf_settings import unread
 from qat_lora.models.identity import fingerprint, headers, tokenizer_fingerprint
-from qat_lora.models.multimodal import full_class, language_model, text_class, text_config, text_part
+from qat_lora.models.multimodal import full_class, language_model, loads_as_text, text_class, text_config, text_part
 from qat_lora.models.source import (
     EMBEDDED,
     EMBEDDED_HUB,
@@ -107,6 +107,7 @@ def _full_config(name: str, state: tuple) -> PreTrainedConfig:
             )
     for part in (config, text_part(config)):  # what these ask for is never used, and no such config could be saved
         part.output_attentions = part.output_hidden_states = False
+        part.return_dict = True
     return config
 
 
@@ -119,6 +120,14 @@ def load_config(name: str) -> PreTrainedConfig:
     """The model's HF config, without its weights; of a multimodal model, that of its language model. Not to be changed:
     every caller gets the same one. Raises UserError for what is no causal language model."""
     return _config(name, files_key(name))
+
+
+def adapter_notes(name: str) -> list[str]:
+    """For people: where plain PEFT would not put an adapter of this model's language model."""
+    config = _full_config(name, files_key(name))
+    if loads_as_text(name, config):
+        return []
+    return [f"adapter/ fits the language model alone: PEFT cannot load it onto the whole {config.model_type} model"]
 
 
 def check_length(name: str, length: int, flags: str = "--length", mixed: bool = False) -> None:

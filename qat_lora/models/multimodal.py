@@ -44,6 +44,13 @@ def text_part(config: PreTrainedConfig) -> PreTrainedConfig:
     return text if isinstance(text, PreTrainedConfig) else config
 
 
+def loads_as_text(name: str, config: PreTrainedConfig) -> bool:
+    """Whether AutoModelForCausalLM, and PEFT with it, makes the language model alone of this model's folder."""
+    return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and (
+        MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] is text_class(name, config)
+    )
+
+
 def full_class(name: str, config: PreTrainedConfig) -> type:
     """The class that reads the files of a model: of the whole model where it is multimodal."""
     text = text_class(name, config)

@@ -186,7 +186,7 @@ def check_source(name: str) -> None:
         )
     config = config_json(name)
     kind = config.get("model_type")
-    if not config or kind in CONFIG_MAPPING:
+    if not config or (isinstance(kind, str) and kind in CONFIG_MAPPING):
         return
     if config.get("auto_map"):
         raise UserError(

@@ -41,7 +41,7 @@ HEAD = """# Which models
 Made by `make models` with transformers {version}: each use is tried on a tiny random model of each type that
 transformers' table of causal language models holds, with settings that make it unlike others (windows, soft caps,
 multipliers, biases, several kinds of blocks), and compared with the model's own forward pass. "yes" means that the
-numbers agree; a number in brackets is that of the refusal's reason, below. Every model is compared in the same way when it
+numbers agree; a number in brackets, that it is refused for the reason below. Every model is compared so when it
 is loaded, so one that is published with other settings is refused rather than measured wrongly. A model's type is the
 `model_type` in its config.json.
 

@@ -124,7 +124,7 @@ def recovery(folder: Path, backend: TorchBackend) -> None:
 def sft(folder: Path, backend: TorchBackend) -> None:
     """Examples of several lengths, together in a row where that is possible, cost what each costs alone; and the model
     takes an adapter."""
-    add_adapter(load_model(str(folder)).requires_grad_(False), 2, 2, ("auto",), 0)
+    add_adapter(load_model(str(folder)).requires_grad_(False), 2, 2, ("all",), 0)
     made, random = load_model(str(folder)), np.random.RandomState(3)
     examples = [
         Example(str(n), random.randint(1, zoo.VOCAB, n).astype(np.int32), np.arange(n).clip(3, 4).astype(np.uint8) - 3)

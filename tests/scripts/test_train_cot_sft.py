@@ -269,7 +269,7 @@ def test_metrics_go_to_wandb_only_when_asked(run, load_script, tmp_path, monkeyp
         ("--section-weights answer=-1", "'answer=-1'"), ("--section-weights answer=1e39", "'answer=1e39'"),
         ("--accumulation-steps 100", "an update of 400 rows"), ("--dataset-split test", "--dataset-split test needs"),
          ("--epochs 0", "--epochs 0"),
-        ("--length 100", "no example fits"), ("--length 513", "above the 512 positions"),
+        ("--length 100", "no example fits"), ("--length 513", "exceeds the 512 positions"),
         ("--max-new-tokens 300", "--max-prompt-length and --max-new-tokens"),
         ("--max-prompt-length 20", "no held-out question fits --max-prompt-length 20"),
         ("--batch-size 500", "an update of 1000 rows"), ("--batch-size 0", "--batch-size 0 must"),
