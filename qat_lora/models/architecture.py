@@ -1,7 +1,8 @@
 """What a Hugging Face causal language model looks like: the one place that reaches into it.
 
-Everything is found by structure, or measured on the model's own forward pass, never by a list of model names. A model
-that is described wrongly here is refused (models/check.py): no number is given that plain transformers would not give.
+It is found in module types, shapes of parameters, signatures of forward and, where nothing else tells, names and source
+code; how hidden states become logits is measured (models/head.py). There is no list of model names. A model that is
+described wrongly here is refused (models/check.py): no number is given that plain transformers would not give.
 """
 
 import functools
@@ -70,7 +71,7 @@ def hidden_states(model: nn.Module, tokens: Tensor, layout: Layout | None = None
     """Last hidden states [B, Q, H] of tokens [B, Q], ready for `head_form`'s output matrix.
 
     layout: who sees whom; None: every row is one text from its start. cache: holds the keys and values of a layout's
-    earlier tokens.
+    earlier tokens. Switches the model's implementations of attention and experts where it has to, and leaves them so.
     """
     stack = decoder(model)
     if is_xla_device(tokens.device):
