@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from qat_lora.errors import UserError, first_line
 from qat_lora.models.architecture import (
+    decoder,
     embedding_rows,
     hidden_states,
     model_type,
@@ -76,7 +77,8 @@ def _logits(model: nn.Module, tokens: Tensor, layout: Layout | None) -> Tensor:
 def _keeps_apart(model: nn.Module, tokens: Tensor, own: Tensor, limit: float) -> bool:
     count = torch.arange(CHECKED)
     segments, positions = torch.arange(2).repeat_interleave(CHECKED), torch.cat([count, count])
-    before = text_config(model)._attn_implementation
+    config = decoder(model).config  # another object than the model's where it was taken out of a multimodal one
+    before = config._attn_implementation
     try:
         for one_by_one in (False, True):
             layout = Layout.packed(segments.unsqueeze(0), positions.unsqueeze(0), one_by_one)
@@ -86,4 +88,4 @@ def _keeps_apart(model: nn.Module, tokens: Tensor, own: Tensor, limit: float) ->
     except FAULTS:  # an architecture that takes no positions, or no mask
         return False
     finally:
-        text_config(model)._attn_implementation = before
+        config._attn_implementation = before

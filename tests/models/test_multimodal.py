@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from qat_lora.errors import UserError
+from qat_lora.models.architecture import decoder
 from qat_lora.models.loading import empty_model, load_config, load_model, load_tokenizer, model_fingerprint
 from qat_lora.models.writing import write_model
 
@@ -144,3 +145,10 @@ def test_a_language_model_that_has_no_type_of_its_own_is_refused_at_once(tmp_pat
     getattr(transformers, kind)().save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"cannot build alone; give a text-only model"):
         load_config(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_check_at_load_leaves_the_attention_as_it_was(make, name):
+    folder, _ = make(name)
+    model = load_model(str(folder))
+    assert decoder(model).config._attn_implementation == "sdpa"
