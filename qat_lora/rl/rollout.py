@@ -127,7 +127,7 @@ def check_answers(model: nn.Module, kind: str, with_values: bool = True) -> None
     sample, no_end = sample_tokens(model, 8).tolist(), (embedding_rows(model),)
     prompts = Prompts.of([sample[:5], sample[5:]], 6, 0)
     try:
-        done = rollout(model, prompts, 2, 3, Sampling(temperature=0.0), no_end, TorchBackend("cpu", "fp32"))
+        done = rollout(model, prompts, 2, 7, Sampling(temperature=0.0), no_end, TorchBackend("cpu", "fp32"))
         scored = log_probs(model, prompts, done.tokens)
         gaps, sizes = [], []
         for text, mask, group, *ours in zip(prompts.tokens, prompts.mask, done.tokens, done.logp, scored):

@@ -172,6 +172,7 @@ def model(name: str, whole: bool = False, **more) -> nn.Module:
             size = sum(p.numel() for p in make(config(name, **more)).parameters())
         if size > LARGEST:
             raise ValueError(f"{name} has {size / 1e6:.0f}M parameters; name its sizes in SMALL or OWN")
+        torch.manual_seed(0)
         return randomized(make(config(name, **more)).eval())
 
 
