@@ -51,7 +51,7 @@ ADAPTER_AS = ("lora", "merged")
 @dataclass(frozen=True, kw_only=True)
 class Config(ScriptConfig):
     checkpoint: str | None = option(None, "student: the best.pt of train_qat.py")
-    model: str | None = option(None, "where the model is now that the student was made of; default: where it was")
+    model: str | None = option(None, "the student's base model, if it has moved: folder, .gguf file or hub name")
     adapter: str | None = option(None, "PEFT folder that was trained on it: the adapter/ of train_recovery_lora.py")
     format: str = option("gguf", "hf, merged or gguf")
     output_dir: str | None = option(None, "new folder for the export, for example exports/q2")

@@ -39,7 +39,7 @@ class Config(ScriptConfig):
     qat_run: str | None = option(None, "run directory of train_qat.py")
     recovery_run: str | None = option(None, "run directory of train_recovery_lora.py, on that run's best.pt")
     cache_dir: str | None = option(None, "the KD cache of both")
-    model: str | None = option(None, "where the base model of both is now; default: where it was")
+    model: str | None = option(None, "the base model of both, if it has moved: folder, .gguf file or hub name")
     output: str | None = option(None, "file to write; default: report.md beside the QAT run")
     rows: int = option(16, "held-out rows to measure on")
     batch_size: int = option(4, "rows in a pass")

@@ -35,7 +35,7 @@ LINE = 256  # tokens of a question on standard input, with the chat template aro
 @dataclass(frozen=True, kw_only=True)
 class Config(ChatOptions, ScriptConfig):
     run: str | None = option(None, "run directory of train_musclebob_improved.py; default: the newest")
-    model: str | None = option(None, "where the model is now that it was made of; default: where it was")
+    model: str | None = option(None, "the base model, if it has moved: folder, .gguf file or hub name")
     compare: bool = option(False, "ask the model that it was made of, too")
     interactive: bool = option(False, "answer the lines of standard input")
     samples: int = option(10, "sampled answers to each held-out question")

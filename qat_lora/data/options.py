@@ -34,7 +34,7 @@ class ChatOptions:
 class TokenOptions(ChatOptions):
     """How texts become tokens."""
 
-    bos: str = option("auto", "begin texts and rows with BOS: on, off, or auto: where the tokenizer itself does so")
+    bos: str = option("auto", "begin texts and rows with BOS: on, off, or auto (where the tokenizer itself does)")
 
     def bos_token(self, tokenizer) -> int | None:
         """The token that texts begin with, or None."""

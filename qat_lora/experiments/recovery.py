@@ -41,7 +41,7 @@ CALIBRATION_ROWS = 32
 class Config(TextOptions, TrainOptions):
     checkpoint: str | None = option(None, "student: the best.pt of train_qat.py")
     v2_checkpoint: str | None = option(None, "another name of --checkpoint")
-    model: str | None = option(None, "where the model is now that the student was made of; default: where it was")
+    model: str | None = option(None, "the student's base model, if it has moved: folder, .gguf file or hub name")
     mode: str = option("kd", "kd (from a cache), sft (chat rows, completions only) or recover (plain text)")
     kd_cache_dir: str | None = option(None, "KD cache of mode kd")
     recovery_r: int = option(8, "rank")
