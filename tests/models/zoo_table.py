@@ -76,8 +76,8 @@ def measured(device: str, names: Iterable[str]) -> dict[str, dict[str, str]]:
             done = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.DEVNULL)
         if done.returncode > 0:
             sys.exit(f"{' '.join(command[:4])} … ended with exit code {done.returncode}")
-        if done.returncode < 0:  # by a signal
-            left = next(name for name in todo if name not in known())
+        left = next((name for name in todo if name not in known()), None)
+        if done.returncode < 0 and left == todo[0]:  # by a signal, and not for what came before in the same process
             with path.open("a") as file:
                 file.write(json.dumps({"name": left} | dict.fromkeys(uses, ABORTED)) + "\n")
     return known()
