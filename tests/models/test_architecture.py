@@ -122,7 +122,7 @@ def test_windows_hold_under_every_mask(kind, options):
     """As it is, with a mask of its own, packed at once and one by one, and after a padded prompt."""
     model = make(kind, **options)
     check(model)
-    assert packs(model)
+    assert packs(model) == (kind != "Llama4Text")
     whole, parts = tokens(1, 20), (9, 11)
     with torch.no_grad():
         own = model(whole).logits
