@@ -101,6 +101,7 @@ OWN: dict[str, dict] = {
     "gemma4_unified_text": {"num_kv_shared_layers": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {"layer_types": LINEAR},
+    "hrm_text": {"L_cycles": 1, "L_bp_cycles": [1, 1]},  # more of them blow fp32's rounding up beyond the bound
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "laguna": {"layer_types": SLIDING},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
