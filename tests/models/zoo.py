@@ -131,9 +131,11 @@ NO_TEXT_MODEL = {
 
 
 def names() -> list[str]:
-    """Model types with a causal LM, one for each config class."""
-    kinds = {CONFIG_MAPPING_NAMES[name]: name for name in reversed(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)}
-    return sorted(set(kinds.values()) - NO_TEXT_MODEL.keys())
+    """Model types with a causal LM, one for each config class: the class's own where it is among them."""
+    types = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    kinds = {CONFIG_MAPPING_NAMES[name]: name for name in reversed(types)}
+    own = {name: CONFIG_MAPPING[name].model_type for name in kinds.values()}
+    return sorted({own[name] if own[name] in types else name for name in own} - NO_TEXT_MODEL.keys())
 
 
 def config(name: str, strong: bool = True, **more) -> PreTrainedConfig:

@@ -78,8 +78,12 @@ def measured(device: str, names: Iterable[str]) -> dict[str, dict[str, str]]:
             sys.exit(f"{' '.join(command[:4])} … ended with exit code {done.returncode}")
         left = next((name for name in todo if name not in known()), None)
         if done.returncode < 0 and left == todo[0]:  # by a signal, and not for what came before in the same process
+            found = {"name": left}
+            for use in uses:
+                alone = subprocess.run([*command[:3], use, left], env=environment, capture_output=True, text=True)
+                found |= json.loads(alone.stdout) if alone.returncode == 0 else {use: ABORTED}
             with path.open("a") as file:
-                file.write(json.dumps({"name": left} | dict.fromkeys(uses, ABORTED)) + "\n")
+                file.write(json.dumps(found) + "\n")
     return known()
 
 
