@@ -175,6 +175,7 @@ def load_model(name: str) -> nn.Module:
     if "gguf_file" in model_source(name) and hasattr(transformers, "GgufConfig"):
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)  # never left in blocks
     full, found = _load(full_class(name, config), name, ignore_mismatched_sizes=True, **options)
+    _parsed.cache_clear()  # 200 MB of small objects for SmolLM2's vocabulary
     model, prefixes = language_model(name, full, load_config(name))
     _check_found(name, model.config, found, prefixes)
     _check_ties(name, full)
