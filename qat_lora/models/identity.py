@@ -40,9 +40,9 @@ class Header:
 
     def may_equal(self, other: "Header") -> bool:
         """Whether the bytes of two tensors are equal; those of different types are not compared."""
-        return self.dtype != other.dtype or all(a == b for a, b in zip(self.bytes(), other.bytes()))
+        return self.dtype != other.dtype or all(a == b for a, b in zip(self.blocks(), other.blocks()))
 
-    def bytes(self) -> Iterator[bytes]:
+    def blocks(self) -> Iterator[bytes]:
         """The tensor's bytes in blocks."""
         with open(self.file, "rb") as file:
             file.seek(self.start)
@@ -52,7 +52,7 @@ class Header:
     def digest(self) -> str:
         """sha256 (hex) of the tensor: type, shape and bytes."""
         digest = hashlib.sha256(json.dumps([self.dtype, self.shape]).encode())
-        for block in self.bytes():
+        for block in self.blocks():
             digest.update(block)
         return digest.hexdigest()
 

@@ -7,6 +7,7 @@ from textwrap import shorten
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from qat_lora.backend import TorchBackend, compute_dtype
 from qat_lora.errors import UserError, first_line
@@ -21,7 +22,7 @@ from qat_lora.models.architecture import (
     unwrap,
 )
 from qat_lora.models.attention import Layout
-from qat_lora.models.check import CLOSE, sample_tokens
+from qat_lora.models.check import CLOSE, FAULTS, sample_tokens
 from qat_lora.quant.student import head_of
 from qat_lora.rl.policy import Prompts, log_probs
 
@@ -137,14 +138,14 @@ def check_answers(model: nn.Module, kind: str, with_values: bool = True) -> None
             wanted = own.log_softmax(1).gather(1, tokens.unsqueeze(1)).squeeze(1)
             gaps.append((torch.stack(ours) - wanted).abs().max())
             sizes.append(own.abs().max())
-    except AttributeError as error:
-        raise _no_answers(model, f"it needs {error.name} of its cache, which one of fixed size lacks") from error
-    except (RuntimeError, TypeError, ValueError, KeyError, IndexError, NotImplementedError) as error:
+    except FAULTS as error:
         reason = f"sampling two test prompts failed ({shorten(first_line(error), 120)})"
+        if isinstance(getattr(error, "obj", None), _Slots | DynamicCache):
+            reason = f"its cache here lacks {error.name}"
         raise _no_answers(model, reason) from error
     gap, largest = (float(torch.stack(values).max()) for values in (gaps, sizes))
     if not gap <= 2 * CLOSE * max(1.0, largest):
-        raise _no_answers(model, f"with a cache its log-probabilities differ by {gap:.1e}")
+        raise _no_answers(model, f"log-probabilities of its answers differ by {gap:.1e}")
 
 
 def _no_answers(model: nn.Module, reason: str) -> UserError:

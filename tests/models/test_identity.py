@@ -64,8 +64,8 @@ def test_a_tensor_is_read_in_blocks_to_its_end(tmp_path, monkeypatch):
     value = torch.arange(1000, dtype=torch.int16)
     save_file({"x": value}, tmp_path / "a.safetensors")
     header = identity.headers([tmp_path / "a.safetensors"])["x"]
-    assert b"".join(header.bytes()) == value.numpy().tobytes()
-    assert [len(block) for block in header.bytes()] == [64] * 31 + [16]
+    assert b"".join(header.blocks()) == value.numpy().tobytes()
+    assert [len(block) for block in header.blocks()] == [64] * 31 + [16]
 
 
 def test_a_folder_that_is_no_model_has_none(tmp_path):

@@ -41,9 +41,9 @@ HEAD = """# Which models
 Made by `make models` with transformers {version}: each use is tried on a tiny random model of each type that
 transformers' table of causal language models holds, with settings that make it unlike others (windows, soft caps,
 multipliers, biases, several kinds of blocks), and compared with the model's own forward pass. "yes" means that the
-numbers agree; a number in brackets, that it is refused for the reason below. Every model is compared so when it
-is loaded, so one that is published with other settings is refused rather than measured wrongly. A model's type is the
-`model_type` in its config.json.
+numbers agree; a number in brackets, that it is refused for the reason below. Every model is compared in the same way
+when it is loaded: one that is published with other settings is refused rather than measured wrongly. A model's type is
+the `model_type` in its config.json.
 
 - *cache, perplexity*: `build_kd_cache.py`, `measure_perplexity.py`
 - *QAT*: `train_qat.py`; *block by block*: its `--layer-steps` and `--init gptq`
