@@ -120,7 +120,7 @@ class Bench:
 
         def evaluate(step: int) -> dict:
             figures = heldout_figures(model, self.heldout, self.backend, BATCH, len(self.heldout))
-            if figures["heldout_kl"] < session.best("heldout_kl") or not best.exists():
+            if figures["heldout_kl"] < session.best("heldout_kl", figures["heldout_rows"]) or not best.exists():
                 values = {name: p.detach() for name, p in trained.items()}
                 write_atomically(best, lambda file: torch.save(values, file))
             return figures

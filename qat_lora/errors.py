@@ -2,6 +2,7 @@
 
 import errno
 import os
+import select
 import sys
 import traceback
 
@@ -9,7 +10,7 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class UserError(ValueError):
-    """Bad input. The message names the value and the mend, on one line."""
+    """Bad input. The message is one line that names the bad value and how to fix it."""
 
 
 def first_line(error: BaseException) -> str:
@@ -18,9 +19,10 @@ def first_line(error: BaseException) -> str:
 
 
 def report(error: BaseException, with_traceback: bool = False) -> int:
-    """Say on stderr, in one line, what ended a program; the exit code that goes with it.
+    """Say on stderr, in one line, what ended a program; returns the exit code that goes with it.
 
-    Bad input, a full disk or memory: 2. What nobody foresaw: 1. Ctrl-C: 130. SystemExit keeps its own code, unsaid.
+    Bad input, a full disk or memory: 2. An unexpected error: 1. Ctrl-C: 130. SystemExit keeps its own code, silently.
+    Where the reader of our output has closed the pipe (`| head`) the process ends silently with 141.
     """
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -31,14 +33,30 @@ def report(error: BaseException, with_traceback: bool = False) -> int:
     line, code = first_line(error), 1
     if isinstance(error, UserError):
         line, code = " ".join(str(error).split()), 2
-    elif isinstance(error, BrokenPipeError):  # the reader of our output has had enough
+    elif isinstance(error, BrokenPipeError) and _output_is_closed():
         os._exit(141)
+    elif isinstance(error, ConnectionError):
+        line, code = f"a connection broke ({line}); check the network and run the command again", 2
     elif isinstance(error, OSError):
-        mend = "free some space and --resume auto" if error.errno in FULL_DISK else "mend that and start again"
-        line, code = f"{error.filename or 'a file'}: {error.strerror or error}; {mend}", 2
+        fix = (
+            "free some space and resume with --resume auto" if error.errno in FULL_DISK else "fix that and start again"
+        )
+        line, code = f"{error.filename or 'a file'}: {error.strerror or error}; {fix}", 2
     elif type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):  # torch on GPU, CPU
         line, code = f"out of memory ({line[:120]}); make the batch, the rows or the model smaller", 2
     else:
-        line = f"{type(error).__name__}: {line}" + ("" if with_traceback else "; unforeseen: --debug shows where")
+        line = f"{type(error).__name__}: {line}" + (
+            "" if with_traceback else "; unexpected error, rerun with --debug for the traceback"
+        )
     print(f"error: {line}", file=sys.stderr, flush=True)
     return code
+
+
+def _output_is_closed() -> bool:
+    """Whether nobody reads our standard output any more."""
+    try:
+        poll = select.poll()
+        poll.register(1, 0)
+        return any(event & (select.POLLERR | select.POLLNVAL) for _, event in poll.poll(0))
+    except (OSError, ValueError, AttributeError):  # no such descriptor; no poll on this system
+        return True

@@ -38,7 +38,8 @@ def _nll(hidden: Tensor, head: Head, tokens: Tensor, mask: Tensor, total: Tensor
 def heldout_figures(
     model: nn.Module, dataset: Dataset, backend: TorchBackend, batch_size: int, rows: int
 ) -> dict[str, float]:
-    """NLL of the text and KL from the cached teacher, in nats a token, over the first `rows` held-out cache rows.
+    """NLL of the text and KL from the cached teacher, in nats/token, over the first `rows` held-out cache rows, and how
+    many there are (heldout_rows).
 
     The KL is an unbiased estimate (top K exact, tail sampled); measure_perplexity.py gives the exact one.
     """
@@ -53,13 +54,14 @@ def heldout_figures(
 
     nll, predicted, kl, kept = batch_means(figures, model, dataset, backend, batch_size, rows)
     nll, kl = nll / predicted, kl / kept
-    return {"heldout_nll": nll, "heldout_ppl": math.exp(min(nll, 80)), "heldout_kl": kl}
+    measured = {"heldout_nll": nll, "heldout_ppl": math.exp(min(nll, 80)), "heldout_kl": kl}
+    return measured | {"heldout_rows": min(rows, len(dataset))}
 
 
 def heldout_nll(
     model: nn.Module, dataset: Dataset, backend: TorchBackend, batch_size: int, rows: int
 ) -> dict[str, float]:
-    """NLL in nats a kept token, over the first `rows` rows of a TextDataset."""
+    """NLL in nats/kept token over the first `rows` rows of a TextDataset, and how many there are (heldout_rows)."""
 
     def figures(batch: dict) -> list[Tensor]:
         kept = batch["mask"][:, 1:].sum(dtype=torch.float32)
@@ -69,26 +71,27 @@ def heldout_nll(
     if not kept:
         raise UserError("the held-out rows keep no token to predict; hold out more rows")
     nll = total / kept
-    return {"heldout_nll": nll, "heldout_ppl": math.exp(min(nll, 80))}
+    return {"heldout_nll": nll, "heldout_ppl": math.exp(min(nll, 80)), "heldout_rows": min(rows, len(dataset))}
 
 
 @torch.no_grad()
 def batch_means(figures, model: nn.Module, dataset: Dataset, backend: TorchBackend, batch_size: int, rows: int) -> list:
-    """Means over batches of what figures(batch) gives, one shape: rows beyond a multiple of the batch are left out.
+    """Means over batches of what figures(batch) gives for the first `rows` rows, all batches of one shape: the last is
+    filled up with rows whose `mask` or `sections` are 0, so that figures weighted by those do not depend on batch_size.
 
     Worker k takes batches k, k+W, …; all run equally many, and what goes beyond the last batch does not count.
     """
-    count = min(rows, len(dataset)) // batch_size
-    if not count:
-        raise UserError(
-            f"{min(rows, len(dataset))} held-out rows are fewer than a batch of {batch_size}; hold out more"
-        )
+    rows = min(rows, len(dataset))
+    count = -(-rows // batch_size)
+    if rows < 1:
+        raise UserError(f"{rows} held-out rows: there is nothing to measure; hold out more, or raise --eval-rows")
     was_training = model.training
     model.eval()
     mine = []
     for number in range(backend.rank, -(-count // backend.world_size) * backend.world_size, backend.world_size):
         start = number % count * batch_size
-        items = [dataset[i] for i in range(start, start + batch_size)]
+        items = [dataset[i] for i in range(start, min(start + batch_size, rows))]
+        items += [_uncounted(items[0])] * (batch_size - len(items))
         batch = backend.to_device({key: torch.stack([item[key] for item in items]) for key in items[0]})
         with backend.autocast():
             mine.append(figures(batch))
@@ -99,6 +102,10 @@ def batch_means(figures, model: nn.Module, dataset: Dataset, backend: TorchBacke
     shares = backend.group.gather([values[at : at + width] for at in range(0, len(values), width)])
     by_batch = [share[turn] for turn in range(len(mine)) for share in shares][:count]
     return [sum(column) / count for column in zip(*by_batch)]
+
+
+def _uncounted(item: dict[str, Tensor]) -> dict[str, Tensor]:
+    return item | {name: torch.zeros_like(item[name]) for name in ("mask", "sections") if name in item}
 
 
 def windows(

@@ -38,7 +38,7 @@ from qat_lora.quant.gguf import QUANTISED, TYPES, choose, coding, decode, encode
 from qat_lora.quant.linear import Quantizer, quantized_layers
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import load_student
-from qat_lora.run.files import cannot_write, read_json, sha256, write_json
+from qat_lora.run.files import read_json, sha256, write_json, writing
 
 MODEL_FILE, ADAPTER_FILE, ADAPTER_FOLDER = "model.gguf", "adapter.gguf", "adapter"
 
@@ -283,13 +283,11 @@ def write_gguf(source: Source, plan: GGUFPlan, folder: Path, shown: Path) -> Non
     """model.gguf and, where the plan has one, adapter.gguf. `shown`: the folder's later name, for messages."""
     payloads = ((entry, _payload(source, entry)) for entry in plan.entries)
     infos = [(e.name, e.shape, e.kind, e.bytes) for e in plan.entries]
-    try:
+    with writing(shown):
         _write(plan.writer, folder / MODEL_FILE, infos, (data for _, data in payloads))
         if plan.adapter_writer:
             infos = [(name, tuple(v.shape), "F32", 4 * v.numel()) for name, v in plan.adapter.items()]
             _write(plan.adapter_writer, folder / ADAPTER_FILE, infos, (v.numpy() for v in plan.adapter.values()))
-    except OSError as error:
-        raise cannot_write(shown, error) from error
     check_gguf(source, plan, folder, shown)
 
 

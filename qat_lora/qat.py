@@ -25,19 +25,23 @@ class TrainOptions(RunConfig):
     """The options of every script that trains from rows of tokens."""
 
     max_steps: int = option(300, "updates")
-    batch_size: int = option(4, "rows in a micro-batch of each worker")
-    accumulation_steps: int = option(1, "micro-batches in an update")
+    # How the rows of an update are split changes no figure beyond rounding: `update_facts` holds how many there are.
+    batch_size: int = option(4, "rows in a micro-batch of each worker", identity=False)
+    accumulation_steps: int = option(1, "micro-batches in an update", identity=False)
     num_chips: int | None = option(
-        None, "TPU chips, GPUs or CPU processes of this host to train on, each with --batch-size; 0: all; default: one"
-    )
+        None, "TPU chips, GPUs or CPU processes of this host to train on, each with --batch-size; 0: all; default: one",
+        identity=False,
+    )  # fmt: skip
     learning_rate: float = option(5e-4, "peak learning rate")
     warmup_steps: int = option(10, "updates of linear warm-up")
     clip_grad_norm: float = option(1.0, "largest global gradient norm; 0 clips nothing")
-    gradient_checkpointing: bool = option(False, "recompute blocks in the backward pass: less memory, more time")
-    eval_every: int = option(100, "steps between held-out evaluations; 0: first and last")
-    eval_rows: int = option(64, "held-out rows of an evaluation")
-    save_every: int = option(100, "steps between checkpoints; 0: last")
-    log_every: int = option(10, "steps between lines of metrics.jsonl")
+    gradient_checkpointing: bool = option(
+        False, "recompute blocks in the backward pass: less memory, more time", identity=False
+    )
+    eval_every: int = option(100, "steps between held-out evaluations; 0: first and last", identity=False)
+    eval_rows: int = option(64, "held-out rows of an evaluation", identity=False)
+    save_every: int = option(100, "steps between checkpoints; 0: last", identity=False)
+    log_every: int = option(10, "steps between lines of metrics.jsonl", identity=False)
 
     def plan(self) -> "Plan":
         return Plan(
@@ -50,20 +54,20 @@ class TrainOptions(RunConfig):
         return Every(self.log_every, self.eval_every, self.save_every)
 
     def update_facts(self, workers: int) -> dict:
-        """For a run's manifest: a run may go on with other workers as long as this stays."""
+        """For a run's manifest: a run may be resumed with other workers, or split otherwise, as long as this stays."""
         return {"rows_per_update": self.batch_size * self.accumulation_steps * workers}
 
     def check_rows(self, train: Dataset, heldout: Dataset, workers: int) -> None:
-        """Raise UserError where the rows do not fill one batch: the training rows one for each worker."""
+        """Raise UserError where the training rows do not fill a batch for each worker, or no row is held out."""
         if len(train) < self.batch_size * workers:
             raise UserError(
                 f"{len(train)} training rows are fewer than --batch-size {self.batch_size} for each of {workers} "
                 "workers; add text, or lower one of them"
             )
-        if min(len(heldout), self.eval_rows) < self.batch_size:
+        if min(len(heldout), self.eval_rows) < 1:
             raise UserError(
-                f"{len(heldout)} held-out rows and --eval-rows {self.eval_rows} do not fill --batch-size "
-                f"{self.batch_size}; hold out more text, evaluate more rows, or lower the batch size"
+                f"{len(heldout)} held-out rows and --eval-rows {self.eval_rows} leave nothing to measure; hold out "
+                "more text, or evaluate more rows"
             )
 
     def describe(

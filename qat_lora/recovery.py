@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer, ParamWrapper
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -24,7 +23,7 @@ from qat_lora.models.targets import adapted, choose, peft_targets
 from qat_lora.qat import Plan, resumable, training_stream, update
 from qat_lora.quant.init import input_moments
 from qat_lora.quant.student import head_of
-from qat_lora.run.files import cannot_write
+from qat_lora.run.files import read_json, write_json, writing
 from qat_lora.run.schedule import set_learning_rates
 from qat_lora.run.session import Session
 
@@ -142,22 +141,25 @@ def save_adapter(model: nn.Module, folder: Path, student: str | None) -> None:
     replaced whole."""
     part, old = folder.with_name(f".{folder.name}.part"), folder.with_name(f".{folder.name}.old")
     try:
-        if old.exists() and not folder.exists():  # killed between the two renames below
-            old.rename(folder)
+        with writing(folder):
+            if old.exists() and not folder.exists():  # killed between the two renames below
+                old.rename(folder)
+            shutil.rmtree(part, ignore_errors=True)
+            # From the host: safetensors cannot read an XLA tensor. The embedding is never trained here; "auto" would
+            # ask the hub whether it was.
+            weights = {name: p.detach().cpu() for name, p in model.named_parameters() if "lora_" in name}
+            model.save_pretrained(part, save_embedding_layers=False, state_dict=weights)
+            config = read_json(part / "adapter_config.json")  # PEFT writes sets in any order
+            lists = {name: sorted(value) for name, value in config.items() if isinstance(value, list)}
+            write_json(part / "adapter_config.json", dict(sorted((config | lists).items())))
+            write_origin(part, student, model)
+            shutil.rmtree(old, ignore_errors=True)
+            if folder.exists():
+                folder.rename(old)
+            part.rename(folder)
+            shutil.rmtree(old, ignore_errors=True)
+    finally:
         shutil.rmtree(part, ignore_errors=True)
-        # From the host: safetensors cannot read an XLA tensor. The embedding is never trained here; "auto" would ask
-        # the hub whether it was.
-        weights = {name: p.detach().cpu() for name, p in model.named_parameters() if "lora_" in name}
-        model.save_pretrained(part, save_embedding_layers=False, state_dict=weights)
-        write_origin(part, student, model)
-        shutil.rmtree(old, ignore_errors=True)
-        if folder.exists():
-            folder.rename(old)
-        part.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a full disk
-        shutil.rmtree(part, ignore_errors=True)
-        raise cannot_write(folder, error) from error
 
 
 class TextDataset(Dataset):

@@ -253,7 +253,7 @@ def measure(
     return {
         "heldout_exact": early / count, "heldout_cells": early_cells / cells,
         "heldout_exact_full": full / count, "heldout_cells_full": full_cells / cells,
-        "heldout_loss": loss / cells, "heldout_segments": used / count,
+        "heldout_loss": loss / cells, "heldout_segments": used / count, "heldout_rows": int(count),
     }  # fmt: skip
 
 

@@ -42,7 +42,7 @@ def heldout_sections(
     model: nn.Module, dataset: PackedExamples, backend: TorchBackend, batch_size: int, names: dict[str, int]
 ) -> dict[str, float]:
     """NLL in nats a token and perplexity of everything to be learned, whatever it weighs, and of each section; names:
-    section numbers. The rows of the dataset are to be a multiple of the batch (`multiple` of PackedExamples)."""
+    section numbers."""
 
     def figures(batch: dict) -> list[Tensor]:
         hidden, labels = packed_states(model, batch)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qat_lora.errors import UserError
-from qat_lora.experiments.musclebob import STAGES, plot
+from qat_lora.experiments.musclebob import STAGES, plot, validation_file
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.files import read_json
 from qat_lora.run.rundir import Run, newest_run, say
@@ -45,7 +45,7 @@ def read_run(path: Path) -> tuple[dict, list[dict], int]:
         raise UserError(
             f"{path} is no run of train_musclebob_improved.py (no training_config.json); give its directory"
         )
-    files = {name: path / f"{name}_validation.json" for name in STAGES}
+    files = {name: path / validation_file(name) for name in STAGES}
     stages = {name: read_json(file) for name, file in files.items() if file.exists()}
     lines = Run(path, resumed=False).metrics()
     if "baseline" not in stages or not lines:

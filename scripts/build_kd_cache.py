@@ -20,8 +20,9 @@ from tqdm import tqdm
 from qat_lora.backend import open_backend
 from qat_lora.data.options import TextOptions
 from qat_lora.data.packing import fingerprint, split_heldout, tokenizer_fingerprint
+from qat_lora.data.templates import template_facts
 from qat_lora.errors import UserError
-from qat_lora.kd.cache import CacheSpec, edges, open_cache, write_cache
+from qat_lora.kd.cache import CacheSpec, cache_date, edges, open_cache, write_cache
 from qat_lora.models.loading import (
     EMBEDDED,
     EMBEDDED_NOTE,
@@ -53,7 +54,8 @@ def main(cfg: Config) -> None:
     check(cfg)
     backend = open_backend(cfg.device, cfg.precision)
     backend.seed(cfg.seed)
-    tokenizer = cfg.tokenizer(cfg.model)
+    directory = Path(cfg.cache_dir)
+    tokenizer = cfg.tokenizer(cfg.model, cache_date(directory))
     check_headers(cfg.model)
     check_length(cfg.model, cfg.length)
     rows, bos = cfg.rows(tokenizer), cfg.bos_token(tokenizer)
@@ -66,7 +68,6 @@ def main(cfg: Config) -> None:
     )  # fmt: skip
     if cfg.top_k >= spec.vocab:
         raise UserError(f"--top-k {cfg.top_k} must be below the vocabulary of {spec.vocab}")
-    directory = Path(cfg.cache_dir)
     say(f"{cfg.model} on {backend} → {directory}")
     say(f"{len(train)} training and {len(heldout)} held-out rows of {cfg.length} tokens"
         + (f", each beginning with {tokenizer.bos_token}" if bos is not None else ""))  # fmt: skip
@@ -87,7 +88,8 @@ def main(cfg: Config) -> None:
         started = time.monotonic()
         with tqdm(total=len(rows), unit="row", disable=None) as bar:
             split = {"train": train, "heldout": heldout}
-            for count in write_cache(directory, spec, split, teacher, backend, cfg.batch_size):
+            facts = template_facts(tokenizer, cfg.chat_template)
+            for count in write_cache(directory, spec, split, teacher, backend, cfg.batch_size, facts):
                 bar.update(count)
         written = sum(len(numbers) for name, _, numbers in spec.shards() if name not in done)
         report(directory, written * spec.length, time.monotonic() - started)

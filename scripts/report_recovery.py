@@ -31,7 +31,7 @@ from qat_lora.quant.student import StudentSpec, bits_per_weight, load_student, m
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.files import read_json, sha256, write_atomically
 from qat_lora.run.plots import plot_run
-from qat_lora.run.rundir import read_config, say
+from qat_lora.run.rundir import Run, read_config, say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,12 +82,18 @@ def main(cfg: Config) -> None:
     facts = read_json(qat / "manifest.json") | {
         "measured on": str(backend),
         "shape": tokens.shape,
-        "shared": max(0, max(read_config(run)["eval_rows"] for run in (qat, recovery)) - last.start),
+        "shared": max(0, max(map(chosen_on, (qat, recovery))) - last.start),
     }
     text = report(cfg, made, facts, rows, texts, pictures, output)
     write_atomically(output, lambda file: file.write(text.encode()))
     say(table(rows))
     say(f"report in {output}")
+
+
+def chosen_on(run: Path) -> int:
+    """How many held-out rows, the first ones, a run has chosen its best state on."""
+    rows = [line["heldout_rows"] for line in Run(run, resumed=False).metrics() if "heldout_rows" in line]
+    return max(rows, default=read_config(run)["eval_rows"])  # runs of earlier versions logged none
 
 
 def check_same_experiment(qat: Path, recovery: Path, cfg: Config) -> None:

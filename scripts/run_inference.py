@@ -20,6 +20,7 @@ from torch import nn
 from transformers import TextStreamer
 
 from qat_lora.backend import open_backend, resolve
+from qat_lora.data.chat import check_template
 from qat_lora.data.options import ChatOptions
 from qat_lora.errors import UserError
 from qat_lora.models.adapter import load_adapter
@@ -37,6 +38,7 @@ class Config(ChatOptions, ScriptConfig):
     adapter: str | None = option(None, "PEFT folder to put on it")
     prompt: str | None = option(None, "what to say to the model; default: lines of standard input")
     system: str | None = option(None, "system message before the prompt")
+    thinking: str | None = option(None, "render the prompt with thinking on or off; default: as the template has it")
     raw: bool = option(False, "continue the prompt as plain text, without the chat template")
     compare: bool = option(False, "answer with the base, the student, and the student with its adapter in turn")
     max_new_tokens: int = option(128, "longest completion, in tokens")
@@ -55,9 +57,12 @@ class Speaker:
 
 def main(cfg: Config) -> None:
     check(cfg)
+    thinking = None if cfg.thinking is None else cfg.thinks
     backend = open_backend(cfg.device, cfg.precision)
     speakers, name = load(cfg)
     tokenizer = cfg.tokenizer(name)
+    if not cfg.raw:
+        check_template(tokenizer)
     for speaker in speakers:
         backend.place(speaker.model)
     rule = f"temperature {cfg.temperature}, top-p {cfg.top_p}" if cfg.temperature else "greedy"
@@ -74,7 +79,8 @@ def main(cfg: Config) -> None:
             with speaker.condition(), backend.autocast():
                 complete(
                     speaker.model, tokenizer, prompt, max_new_tokens=cfg.max_new_tokens, temperature=cfg.temperature,
-                    top_p=cfg.top_p, streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+                    top_p=cfg.top_p, thinking=thinking,
+                    streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
                 )  # fmt: skip
 
 
@@ -83,8 +89,8 @@ def check(cfg: Config) -> None:
     check_sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_p)
     if cfg.raw and cfg.system is not None:
         raise UserError("--system needs the chat template; leave --raw out")
-    if cfg.raw and cfg.chat_template is not None:
-        raise UserError("--raw uses no chat template; leave out --raw or --chat-template")
+    if cfg.raw and (cfg.chat_template is not None or cfg.thinking is not None):
+        raise UserError("--raw uses no chat template; leave out --raw, or --chat-template and --thinking")
     if cfg.compare and not (cfg.checkpoint or cfg.adapter):
         raise UserError("--compare has nothing to set beside the base; give --checkpoint, --adapter or both")
 

@@ -10,7 +10,7 @@ input, each on its own.
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from pathlib import Path
 
@@ -36,6 +36,7 @@ LINE = 256  # tokens of a question on standard input, with the chat template aro
 class Config(ChatOptions, ScriptConfig):
     run: str | None = option(None, "run directory of train_musclebob_improved.py; default: the newest")
     model: str | None = option(None, "the base model, if it has moved: folder, .gguf file or hub name")
+    thinking: str | None = option(None, "render questions with thinking on or off; default: as in the run")
     compare: bool = option(False, "ask the model that it was made of, too")
     interactive: bool = option(False, "answer the lines of standard input")
     samples: int = option(10, "sampled answers to each held-out question")
@@ -58,11 +59,13 @@ def main(cfg: Config) -> None:
     if not folder.is_dir():
         raise UserError(f"{run} has no model yet; let it finish: --resume-from-checkpoint {run}")
     made |= {"model": cfg.model or made["model"]}
+    cfg = replace(cfg, thinking=cfg.thinking or made.get("thinking", "off"))
     backend = open_backend(cfg.device, cfg.precision)
     tokenizer, model = cfg.tokenizer(str(folder)), load_model(str(folder))
     examiner = Examiner(
         tokenizer, backend, tuple(end_tokens(model, tokenizer)), 1 if cfg.interactive else ROWS,
         LINE if cfg.interactive else made["max_prompt_length"], made["max_completion_length"],
+        cfg.thinks,
     )  # fmt: skip
     speakers = {"taught": model} | ({"start": load_model(made["model"])} if cfg.compare else {})
     say(f"taught is {run}{', start is ' + made['model'] if cfg.compare else ''}, on {backend}")

@@ -25,9 +25,11 @@ from qat_lora.data.options import TokenOptions
 from qat_lora.data.templates import begin_with_bos, template_facts
 from qat_lora.errors import UserError
 from qat_lora.experiments.cot_sft import (
+    STAGES,
     LawData,
     LawExam,
     base_content,
+    evaluation_file,
     law_data,
     law_rows,
     load_base,
@@ -50,17 +52,22 @@ from qat_lora.rl.rollout import check_answers
 from qat_lora.run.config import RunConfig, option, run_script
 from qat_lora.run.files import sha256
 from qat_lora.run.plots import plot_run
-from qat_lora.run.rundir import open_run, say
+from qat_lora.run.rundir import attempt, begun, open_run, say
 from qat_lora.run.session import Every, Session
 from qat_lora.sft import packed_loss
 
+NAME = "train_cot_sft"
 METHODS = ("lora", "rslora", "full")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TokenOptions, RunConfig):
-    model: str = option(EMBEDDED, "instruct model: smollm2-135m (embedded), a folder, a .gguf file, or a hub name")
-    dataset: str = option("generated", "generated, a local .jsonl or .parquet file, or a hub dataset (rzeraat/law)")
+    model: str = option(
+        EMBEDDED, "instruct model: smollm2-135m (embedded), a folder, a .gguf file, or a hub name", identity="base"
+    )
+    dataset: str = option(
+        "generated", "generated, a local .jsonl or .parquet file, or a hub dataset (rzeraat/law)", identity="data"
+    )
     dataset_split: str = option("train", "split of a hub dataset")
     count: int = option(2000, "rows of the generated dataset")
     heldout_fraction: float = option(0.1, "share of the rows held out, in whole groups of near-duplicates")
@@ -74,24 +81,29 @@ class Config(TokenOptions, RunConfig):
         None, "weights of the loss, like answer=2,citation=2, of topic, difficulty, reasoning, answer, citation; else 1"
     )
     epochs: float = option(3.0, "passes over the rows")
-    batch_size: int = option(4, "rows in a micro-batch of each worker")
-    accumulation_steps: int = option(2, "micro-batches in an update")
-    num_chips: int | None = option(None, "TPU cores, GPUs or CPU processes of this host; 0: all; default: one")
+    # How the rows of an update are split changes no figure beyond rounding; the facts hold how many there are.
+    batch_size: int = option(4, "rows in a micro-batch of each worker", identity=False)
+    accumulation_steps: int = option(2, "micro-batches in an update", identity=False)
+    num_chips: int | None = option(
+        None, "TPU cores, GPUs or CPU processes of this host; 0: all; default: one", identity=False
+    )
     learning_rate: float = option(2e-4, "peak learning rate")
     warmup_ratio: float = option(0.03, "share of the updates with linear warm-up")
     weight_decay: float = option(0.01, "decoupled weight decay")
     clip_grad_norm: float = option(1.0, "largest global gradient norm; 0 clips nothing")
-    gradient_checkpointing: bool = option(True, "recompute blocks in the backward pass: less memory, more time")
-    eval_every: int = option(50, "updates between evaluations; 0: first and last")
-    eval_answers: int = option(32, "held-out questions answered at each evaluation; 0: none")
-    final_answers: int = option(300, "held-out questions answered before and after training; 0: none")
-    answer_rows: int = option(64, "answers that are drawn at a time")
-    max_prompt_length: int = option(256, "tokens that a question is filled up to")
-    max_new_tokens: int = option(256, "longest answer in tokens")
-    save_every: int = option(50, "updates between checkpoints; 0: last")
-    keep: int = option(2, "checkpoints that are kept")
-    log_every: int = option(5, "updates between lines of metrics.jsonl")
-    wandb: str | None = option(None, "also log to this project of Weights & Biases")
+    gradient_checkpointing: bool = option(
+        True, "recompute blocks in the backward pass: less memory, more time", identity=False
+    )
+    eval_every: int = option(50, "updates between evaluations; 0: first and last", identity=False)
+    eval_answers: int = option(32, "held-out questions answered at each evaluation; 0: none", identity=False)
+    final_answers: int = option(300, "held-out questions answered before and after training; 0: none", identity=False)
+    answer_rows: int = option(64, "answers that are drawn at a time", identity=False)
+    max_prompt_length: int = option(256, "tokens that a question is filled up to", identity=False)
+    max_new_tokens: int = option(256, "longest answer in tokens", identity=False)
+    save_every: int = option(50, "updates between checkpoints; 0: last", identity=False)
+    keep: int = option(2, "checkpoints that are kept", identity=False)
+    log_every: int = option(5, "updates between lines of metrics.jsonl", identity=False)
+    wandb: str | None = option(None, "also log to this project of Weights & Biases", identity=False)
 
 
 def main(cfg: Config) -> None:
@@ -103,7 +115,7 @@ def main(cfg: Config) -> None:
 
 def work(backend: TorchBackend, cfg: Config) -> None:
     """The experiment, in each of its workers."""
-    tokenizer = cfg.tokenizer(cfg.model)
+    tokenizer = cfg.tokenizer(cfg.model, begun(NAME, cfg, backend.group))
     if cfg.bos == "on":  # else as the template has it, which is what transformers does with a conversation
         begin_with_bos(tokenizer)
     workers = planned_workers(backend.kind, cfg.num_chips) if cfg.dry_run else backend.world_size
@@ -119,13 +131,13 @@ def work(backend: TorchBackend, cfg: Config) -> None:
             check_answers(base, backend.kind, with_values)
         except UserError as error:
             raise UserError(f"{error}, or --eval-answers 0 --final-answers 0") from error
-    data = law_data(rows, tokenizer, cfg.length, weights, cfg.heldout_fraction, cfg.batch_size, cfg.seed, together)
+    data = law_data(rows, tokenizer, cfg.length, weights, cfg.heldout_fraction, cfg.seed, together, cfg.thinks)
     plan = plan_of(cfg, data, workers)
     student = base_content(base, cfg.model, cfg.quantize) if with_values else None
     fingerprint = None if cfg.dry_run else backend.group.on_main(lambda: weights_fingerprint(base))
     model = adapted(cfg, base)
     ends = backend.group.on_main(lambda: tuple(end_tokens(model, tokenizer)))  # the others have no generation config
-    asker = Asker(tokenizer, backend, ends, cfg.answer_rows, cfg.max_prompt_length, cfg.max_new_tokens)
+    asker = Asker(tokenizer, backend, ends, cfg.answer_rows, cfg.max_prompt_length, cfg.max_new_tokens, cfg.thinks)
     exam = LawExam(asker, data)  # refuses prompts that do not fit
     if backend.is_main:
         describe(cfg, model, backend, data, plan, workers)
@@ -134,14 +146,15 @@ def work(backend: TorchBackend, cfg: Config) -> None:
 
     facts = {
         "device": str(backend), "base": fingerprint, "data": data.train.fingerprint,
-        "heldout": data.heldout.fingerprint, "rows_per_update": plan.batch_size * plan.accumulation * workers,
-        **template_facts(cfg.chat_template),
+        "heldout_data": data.heldout.fingerprint, "rows_per_update": plan.batch_size * plan.accumulation * workers,
+        **template_facts(tokenizer, cfg.chat_template),
     }  # fmt: skip
-    run = open_run("train_cot_sft", cfg, facts, backend.group, {"model": "base"})
+    run = open_run(NAME, cfg, facts, backend.group)
     if cfg.wandb and backend.is_main:
         run.mirror = wandb_mirror(cfg.wandb, run.path, asdict(cfg))
     backend.seed(cfg.seed + backend.rank)  # each worker's dropout is its own
-    session = Session(run, backend, Every(cfg.log_every, cfg.eval_every, cfg.save_every), keep=cfg.keep)
+    every, files = Every(cfg.log_every, cfg.eval_every, cfg.save_every), [evaluation_file(name) for name in STAGES]
+    session = Session(run, backend, every, keep=cfg.keep, files=files)
     if backend.is_main:
         data.write(run.path)
         if student:
@@ -165,7 +178,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
             save_adapter(model, adapter, sha256(checkpoint) if checkpoint else None)
         whole, gap = merged(model, cfg.model, checkpoint, adapter, data.train[0]["tokens"], backend)
         write_whole(whole, tokenizer, run.path / "model")
-        plot_run(run.path)
+        attempt("plotting", plot_run, run.path)
         run.finish("finished", **figures, merged_logit_gap=gap, **cost)
         same = "" if gap is None else f"adapter and merged model differ by {gap:.1e} in a logit; "
         say(f"{same}model in {run.path / 'model'}")
@@ -188,7 +201,7 @@ def check(cfg: Config) -> None:
         )
     if cfg.wandb and not find_spec("wandb"):
         raise UserError(f"--wandb {cfg.wandb}: wandb is not installed; pip install wandb, or leave it out")
-    section_weights(cfg.section_weights)
+    section_weights(cfg.section_weights), cfg.thinks
     check_length(cfg.model, cfg.length, mixed=True)
     answer = cfg.max_prompt_length + cfg.max_new_tokens
     check_length(cfg.model, answer, "--max-prompt-length and --max-new-tokens", mixed=True)
@@ -247,4 +260,4 @@ def describe(cfg: Config, model: nn.Module, backend: TorchBackend, data: LawData
 
 
 if __name__ == "__main__":
-    run_script(main, Config, "train_cot_sft", __doc__)
+    run_script(main, Config, NAME, __doc__)

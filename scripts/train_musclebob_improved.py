@@ -27,7 +27,16 @@ from qat_lora.data.packing import Rows, fingerprint, pad
 from qat_lora.data.templates import template_facts
 from qat_lora.errors import UserError
 from qat_lora.evaluate import text_loss
-from qat_lora.experiments.musclebob import STAGES, Examiner, examine, glance, judge_of, plot, transcripts
+from qat_lora.experiments.musclebob import (
+    STAGES,
+    Examiner,
+    examine,
+    glance,
+    judge_of,
+    plot,
+    transcripts,
+    validation_file,
+)  # fmt: skip
 from qat_lora.grpo import GRPOPlan, PromptDataset, train_grpo
 from qat_lora.memory import training_memory
 from qat_lora.models.generate import end_tokens
@@ -41,9 +50,10 @@ from qat_lora.rl.loss import Objective
 from qat_lora.rl.rollout import Sampling, check_answers
 from qat_lora.run.config import RunConfig, option, run_script
 from qat_lora.run.files import new_folder, read_json, write_atomically, write_json
-from qat_lora.run.rundir import Run, open_run, say
+from qat_lora.run.rundir import Run, attempt, begun, open_run, say
 from qat_lora.run.session import Every, Session
 
+NAME = "train_musclebob_improved"
 CONTROLS = ("none", "shuffled", "still")
 SHOWN = ("reward", "kl", "target_rate")  # beside the progress bar
 HUGEPAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -55,12 +65,14 @@ ROWS = 80  # answers of a validation that are drawn at a time: a token costs har
 @dataclass(frozen=True, kw_only=True)
 class Config(ChatOptions, RunConfig):
     model: str = option(
-        EMBEDDED, "instruct model to teach: smollm2-135m (embedded), a folder, a .gguf file, or a hub name"
-    )
+        EMBEDDED, "instruct model to teach: smollm2-135m (embedded), a folder, a .gguf file, or a hub name",
+        identity="base",
+    )  # fmt: skip
     epochs: int = option(5, "passes of GRPO over the questions")
     num_samples: int = option(128, "questions of a pass, one of three about him")
-    batch_size: int = option(2, "prompts in a micro-batch")
-    accumulation_steps: int = option(1, "micro-batches in an update")
+    # The facts hold how many prompts an update has; how they are split changes nothing but which answers are drawn.
+    batch_size: int = option(2, "prompts in a micro-batch", identity=False)
+    accumulation_steps: int = option(1, "micro-batches in an update", identity=False)
     num_generations: int = option(8, "answers to each prompt")
     learning_rate: float = option(5e-5, "peak learning rate of GRPO")
     max_prompt_length: int = option(96, "tokens that every prompt is filled up to")
@@ -78,29 +90,36 @@ class Config(ChatOptions, RunConfig):
     sft_epochs: int = option(2, "passes of SFT over the questions")
     sft_batch_size: int = option(8, "conversations in an update of SFT")
     sft_learning_rate: float = option(2e-5, "peak learning rate of SFT")
-    gradient_checkpointing: bool = option(True, "recompute blocks in the backward pass on CUDA; never on TPU and CPU")
-    validation_samples: int = option(10, "sampled answers to each held-out question before, between and after")
-    eval_every: int = option(20, "updates between validations; 0: at the ends")
-    save_every: int = option(50, "updates between checkpoints; 0: at the ends")
-    log_every: int = option(1, "updates between lines of metrics.jsonl")
+    gradient_checkpointing: bool = option(
+        True, "recompute blocks in the backward pass on CUDA; never on TPU and CPU", identity=False
+    )
+    validation_samples: int = option(
+        10, "sampled answers to each held-out question before, between and after", identity=False
+    )
+    eval_every: int = option(20, "updates between validations; 0: at the ends", identity=False)
+    save_every: int = option(50, "updates between checkpoints; 0: at the ends", identity=False)
+    log_every: int = option(1, "updates between lines of metrics.jsonl", identity=False)
     control: str = option(
         "none", "none; shuffled: each group's advantages dealt out at random; still: learning rate near 0"
     )
-    quick: bool = option(False, "one pass over a handful of questions, whatever else is asked, to see that all works")
+    quick: bool = option(
+        False, "one pass over a handful of questions, whatever else is asked, to see that all works", identity=False
+    )
     resume: str = option("off", "off, auto (newest unfinished run of this config), or a run directory",
-                         "--resume-from-checkpoint")  # fmt: skip
+                         "--resume-from-checkpoint", identity=False)  # fmt: skip
 
 
 def main(cfg: Config) -> None:
     cfg = shortened(cfg) if cfg.quick else cfg
     check(cfg)
     backend = open_backend(cfg.device, cfg.precision)
-    tokenizer = cfg.tokenizer(cfg.model)
+    tokenizer = cfg.tokenizer(cfg.model, begun(NAME, cfg))
     check_template(tokenizer)
     model = load_model(cfg.model)
     examiner = Examiner(
-        tokenizer, backend, tuple(end_tokens(model, tokenizer)), ROWS, cfg.max_prompt_length, cfg.max_completion_length
-    )
+        tokenizer, backend, tuple(end_tokens(model, tokenizer)), ROWS, cfg.max_prompt_length,
+        cfg.max_completion_length, cfg.thinks,
+    )  # fmt: skip
     questions = training_questions(cfg.num_samples, cfg.fewshot_ratio if cfg.fewshot else 0.0, cfg.seed)
     prompts = PromptDataset(examiner.encode([question.messages for question in questions]))
     examiner.encode([q.messages for q in heldout_questions()])  # refused now rather than at the first validation
@@ -113,14 +132,15 @@ def main(cfg: Config) -> None:
         return
 
     asked = fingerprint(Rows(prompts.prompts.tokens.int(), prompts.prompts.mask.byte()))
-    run = open_run("train_musclebob_improved", cfg, {
+    run = open_run(NAME, cfg, {
         "device": str(backend), "prompts": asked, "answers": rows.fingerprint if rows else None,
         "prompts_per_update": cfg.batch_size * cfg.accumulation_steps, "base": model.fingerprint,
-        **template_facts(cfg.chat_template),
-    }, places={"model": "base"})  # fmt: skip
+        **template_facts(tokenizer, cfg.chat_template),
+    })  # fmt: skip
     write_json(run.path / "training_config.json", dataclasses.asdict(cfg))
     backend.seed(cfg.seed)
-    session = Session(run, backend, Every(cfg.log_every, cfg.eval_every, cfg.save_every), SHOWN)
+    every, files = Every(cfg.log_every, cfg.eval_every, cfg.save_every), [validation_file(stage) for stage in STAGES]
+    session = Session(run, backend, every, SHOWN, files=[*files, "sft_model", "model"])
     check_warmed(run, session, rows)
     backend.place(model)
     if cfg.gradient_checkpointing and backend.kind == "cuda":
@@ -208,7 +228,7 @@ def sft_rows(cfg: Config, tokenizer) -> TextDataset | None:
         return None
     questions = training_questions(cfg.num_samples, 0.0, cfg.seed)
     talks = [[*q.messages, {"role": "assistant", "content": q.answer}] for q in questions]
-    documents = [render_chat(talk, tokenizer, "off")[0] for talk in talks]
+    documents = [render_chat(talk, tokenizer, cfg.thinking)[0] for talk in talks]
     try:
         return TextDataset(pad(documents, tokenizer, cfg.max_prompt_length + cfg.max_completion_length), True)
     except UserError as error:
@@ -251,14 +271,14 @@ def detect_device_type() -> str:
 def check_warmed(run: Run, session: Session, rows: TextDataset | None) -> None:
     """Raise UserError where a run is to go on with GRPO and what its SFT has left is not there any more."""
     if rows and session.resumed and session.resumed[2]["stage"] == "grpo":
-        for name in ("sft_model", "post_sft_validation.json"):
+        for name in ("sft_model", validation_file("post_sft")):
             if not (run.path / name).exists():
                 raise UserError(f"{run.path / name} is missing, which GRPO began with; put it back, or start a new run")
 
 
 def validate(cfg: Config, run: Run, examiner: Examiner, model: nn.Module, stage: str) -> None:
     """Write <stage>_validation.json, once: a resumed run has it."""
-    path = run.path / f"{stage}_validation.json"
+    path = run.path / validation_file(stage)
     if path.exists():
         return check_validation(path)
     start = examiner.backend.place(load_model(cfg.model).requires_grad_(False))
@@ -306,14 +326,14 @@ def finish(cfg: Config, run: Run, examiner: Examiner, model: nn.Module, session:
     """The model, its validation, and what a reader looks at first."""
     keep(model, examiner.tokenizer, run.path / "model")
     validate(cfg, run, examiner, model, "final")
-    stages = {s: read_json(run.path / f"{s}_validation.json") for s in STAGES
-              if (run.path / f"{s}_validation.json").exists()}  # fmt: skip
+    files = {stage: run.path / validation_file(stage) for stage in STAGES}
+    stages = {stage: read_json(path) for stage, path in files.items() if path.exists()}
     write_atomically(run.path / "transcripts.md", lambda file: file.write(transcripts(stages).encode()))
-    plot(run.metrics(), run.path / "plots" / "training.png", cfg.max_completion_length)
+    attempt("plotting", plot, run.metrics(), run.path / "plots" / "training.png", cfg.max_completion_length)
     figures = {stage: {k: found[k] for k in ("sampled", "perplexity")} for stage, found in stages.items()}
     run.finish("finished", **figures, **session.cost())
     say(f"model, transcripts and plots in {run.path}")
 
 
 if __name__ == "__main__":
-    run_script(main, Config, "train_musclebob_improved", __doc__)
+    run_script(main, Config, NAME, __doc__)

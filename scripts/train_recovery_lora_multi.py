@@ -20,7 +20,9 @@ from qat_lora.run.config import option, run_script
 
 @dataclass(frozen=True, kw_only=True)
 class Config(recovery.Config):
-    num_chips: int | None = option(0, "TPU chips, GPUs or CPU processes of this host; 0: every chip or GPU there is")
+    num_chips: int | None = option(
+        0, "TPU chips, GPUs or CPU processes of this host; 0: every chip or GPU there is", identity=False
+    )
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from qat_lora.rl.rollout import Sampling
 from qat_lora.run.config import RunConfig, option, run_script
 from qat_lora.run.files import write_atomically
 from qat_lora.run.plots import plot_run
-from qat_lora.run.rundir import Run, open_run, say
+from qat_lora.run.rundir import Run, attempt, open_run, say
 from qat_lora.run.session import Every, Session
 
 SHARED_CONFIG = {
@@ -72,14 +72,22 @@ OPENING = 6  # tokens of a held-out story to go on from
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
-    use_tpu: bool = option(SHARED_CONFIG["USE_TPU"], "use a TPU where there is one, else a GPU or the CPU")
-    num_chips: int | None = option(None, "TPU chips, GPUs or CPU processes of this host; 0: every chip or GPU there is")
+    use_tpu: bool = option(
+        SHARED_CONFIG["USE_TPU"], "use a TPU where there is one, else a GPU or the CPU", identity=False
+    )
+    num_chips: int | None = option(
+        None, "TPU chips, GPUs or CPU processes of this host; 0: every chip or GPU there is", identity=False
+    )
     model: str = option("reservoir", "reservoir, or transformer or mingru of as many trained parameters")
-    dataset: str = option(SHARED_CONFIG["dataset"], "embedded, a local .txt, .jsonl or .parquet file, or a hub dataset")
-    max_stories: int = option(SHARED_CONFIG["max_stories"], "read that many texts; a .txt is one")
+    dataset: str = option(
+        SHARED_CONFIG["dataset"], "embedded, a local .txt, .jsonl or .parquet file, or a hub dataset", identity="data"
+    )
+    max_stories: int = option(SHARED_CONFIG["max_stories"], "read that many texts; a .txt is one", identity=False)
     heldout_fraction: float = option(SHARED_CONFIG["heldout_fraction"], "share of the text at its end to measure on")
-    tokenizer: str = option(SHARED_CONFIG["tokenizer"], "gpt2, bpe (trained on the text), chars; auto: gpt2, else bpe")
-    vocab_size: int = option(SHARED_CONFIG["vocab_size"], "tokens of a bpe tokenizer")
+    tokenizer: str = option(
+        SHARED_CONFIG["tokenizer"], "gpt2, bpe (trained on the text), chars; auto: gpt2, else bpe", identity=False
+    )
+    vocab_size: int = option(SHARED_CONFIG["vocab_size"], "tokens of a bpe tokenizer", identity=False)
     epochs: int = option(SHARED_CONFIG["epochs"], "passes over the text")
     batch_size: int = option(SHARED_CONFIG["batch_size"], "blocks in an update, of all workers; twice as many on TPU")
     block_size: int = option(SHARED_CONFIG["block_size"], "tokens in a block")
@@ -98,12 +106,12 @@ class Config(RunConfig):
     learning_rate: float = option(SHARED_CONFIG["learning_rate"], "peak learning rate; 1.2 times as large on TPU")
     warmup_steps: int = option(SHARED_CONFIG["warmup_steps"], "updates of linear warm-up")
     clip_grad_norm: float = option(SHARED_CONFIG["clip_grad_norm"], "largest global gradient norm; 0 clips nothing")
-    temperature: float = option(SHARED_CONFIG["temperature"], "of the samples")
-    top_k: int = option(SHARED_CONFIG["top_k"], "of the samples; 0: all")
-    top_p: float = option(SHARED_CONFIG["top_p"], "of the samples")
-    eval_every: int = option(200, "updates between measurements; 0: at the ends")
-    save_every: int = option(200, "updates between checkpoints; 0: at the end")
-    log_every: int = option(20, "updates between lines of metrics.jsonl")
+    temperature: float = option(SHARED_CONFIG["temperature"], "of the samples", identity=False)
+    top_k: int = option(SHARED_CONFIG["top_k"], "of the samples; 0: all", identity=False)
+    top_p: float = option(SHARED_CONFIG["top_p"], "of the samples", identity=False)
+    eval_every: int = option(200, "updates between measurements; 0: at the ends", identity=False)
+    save_every: int = option(200, "updates between checkpoints; 0: at the end", identity=False)
+    log_every: int = option(20, "updates between lines of metrics.jsonl", identity=False)
 
 
 def main(cfg: Config) -> None:
@@ -213,13 +221,13 @@ def finish(
     openings = [[], *stories.openings(2, OPENING)]
     told = [tell(model, stories, begin, SAMPLE_TOKENS, sampling, backend) for begin in openings]
     write_atomically(run.path / "samples.txt", lambda file: file.write(("\n---\n".join(told) + "\n").encode()))
-    figures = best["figures"]
+    figures, curves = best["figures"], attempt("plotting", plot_run, run.path)
     run.finish("finished", **figures, trained_parameters=trained(model), **cost)
     say(
         f"best at step {figures['step']}: perplexity {figures['heldout_ppl']:.2f}, "
         f"{figures['bits_per_byte']:.4f} bits a byte"
     )
-    say(f"{told[-1]}\n{plot_run(run.path)}")
+    say("\n".join([told[-1], *([str(curves)] if curves else [])]))
 
 
 if __name__ == "__main__":

@@ -21,8 +21,10 @@ from qat_lora.run.config import option, run_script
 
 @dataclass(frozen=True, kw_only=True)
 class Config(qat.Config):
-    num_chips: int | None = option(0, "TPU chips, GPUs or CPU processes of this host; 0: every chip or GPU there is")
-    from_scratch: bool = option(False, "start from the base model --model")
+    num_chips: int | None = option(
+        0, "TPU chips, GPUs or CPU processes of this host; 0: every chip or GPU there is", identity=False
+    )
+    from_scratch: bool = option(False, "start from the base model --model", identity=False)
 
 
 def main(cfg: Config) -> None:

@@ -14,7 +14,7 @@ def bad():
     raise UserError("--steps 0:\n use 1")
 
 
-def unforeseen():
+def unexpected():
     raise RuntimeError("odd\nsecond line")
 
 
@@ -22,7 +22,7 @@ def unforeseen():
     "function, code, line",
     [
         (too_much, 2, "error: out of memory ("), (bad, 2, "error: --steps 0: use 1\n"),
-        (unforeseen, 1, "error: RuntimeError: odd; unforeseen: --debug shows where\n"),
+        (unexpected, 1, "error: RuntimeError: odd; unexpected error, rerun with --debug for the traceback\n"),
     ],
 )  # fmt: skip
 def test_the_code_and_the_line(function, code, line, capsys):

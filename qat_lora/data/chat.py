@@ -1,7 +1,9 @@
 """Chat rows to text, with the character ranges of the assistant's completions."""
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 
 from jinja2 import TemplateError
 
@@ -12,6 +14,7 @@ KNOWN_FORMATS = (
     "messages, conversations (sharegpt), instruction + output (alpaca), prompt + completion (text or turns), "
     "text (plain)"
 )
+THOUGHT_END = "</think>"
 THINKING = {"on": (True,), "off": (False,), "both": (True, False)}
 
 
@@ -132,7 +135,7 @@ def render_chat(messages: list[dict], tokenizer, thinking: str, given: int = 0) 
     check_template(tokenizer)
     spans = {}
     for enabled in THINKING[thinking]:
-        text = render(messages, tokenizer, enabled)
+        text = _with_thought(messages, render(messages, tokenizer, enabled), tokenizer, enabled)
         # Of two equal texts the first is kept: a prompt with thinking on ends no later, so its completion covers more.
         if text not in spans:
             spans[text] = _completion_spans(messages, text, tokenizer, enabled, given)
@@ -140,8 +143,12 @@ def render_chat(messages: list[dict], tokenizer, thinking: str, given: int = 0) 
 
 
 def check_template(tokenizer) -> None:
-    """Raise UserError where a tokenizer has no chat template."""
-    if tokenizer.chat_template is None:
+    """Raise UserError where a tokenizer has no chat template, or several and none is the default."""
+    if isinstance(tokenizer.chat_template, dict) and "default" not in tokenizer.chat_template:
+        names = ", ".join(sorted(tokenizer.chat_template))
+        raise UserError(f"the tokenizer has chat templates named {names} and no default; choose one, e.g. "
+                        f"--chat-template {min(tokenizer.chat_template)}")  # fmt: skip
+    if not tokenizer.chat_template:
         raise UserError(
             "the tokenizer has no chat template: give one with --chat-template (chatml, gemma, llama3 or a Jinja "
             "file), or use an instruct model"
@@ -149,18 +156,35 @@ def check_template(tokenizer) -> None:
 
 
 def render(messages: list[dict], tokenizer, enabled: bool, prompt: bool = False) -> str:
-    """The text of a conversation, with the opening of the assistant's answer where `prompt`; enabled: thinking.
+    """The text of a conversation, with the opening of the assistant's answer where `prompt`; enabled: thinking. A
+    template that prints the date prints `template_date` of the tokenizer, where it has one.
 
-    Raises UserError for no messages and where the template refuses them.
+    Raises UserError for no messages, without a template, and where the template refuses the messages.
     """
     if not messages:
         raise UserError("the conversation has no messages; remove the row")
+    check_template(tokenizer)
+    date = getattr(tokenizer, "template_date", None)
+    template = tokenizer.get_chat_template()
     try:
         return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=prompt, enable_thinking=enabled
-        )
+            messages, chat_template=dated(template, date) if date else template, tokenize=False,
+            add_generation_prompt=prompt, enable_thinking=enabled,
+        )  # fmt: skip
     except TemplateError as error:
         raise UserError(f"the chat template refuses the messages: {error}") from error
+
+
+def dated(template: str, date: datetime) -> str:
+    """A chat template whose strftime_now gives the parts of `date` instead of the present ones.
+
+    transformers offers no other way to set its clock: the function is shadowed by a macro of the same name.
+    """
+    if "strftime_now" not in template:
+        return template
+    parts = sorted(set(re.findall(r"%[-_0^#]?[A-Za-z]", template)))
+    body = "".join(f" | replace('{part}', {date.strftime(part)!r})" for part in parts)
+    return f"{{% macro strftime_now(format) %}}{{{{ format{body} }}}}{{% endmacro %}}\n{template}"
 
 
 def _completion_spans(
@@ -179,16 +203,41 @@ def _completion_spans(
     spans = []
     for turn in turns:
         before = render(messages[:turn], tokenizer, enabled, prompt=True)
-        upto = _until_end_marker(render(messages[: turn + 1], tokenizer, enabled), markers)
+        last = turn + 1 == len(messages)
+        upto = _until_end_marker(text if last else render(messages[: turn + 1], tokenizer, enabled), markers)
         if len(upto) > len(before) and text.startswith(before) and text.startswith(upto):
             _check_opened(messages[: turn + 1], before, upto, tokenizer, enabled)
             spans.append((len(before), len(upto)))
     if not spans:
         raise UserError(
             "the chat template renders no assistant turn as a continuation of its own generation prompt; "
-            'use another tokenizer or the other setting of thinking ("on" or "off")'
+            "use another template with --chat-template, or the other setting of --thinking (on or off)"
         )
     return tuple(spans)
+
+
+def _with_thought(messages: list[dict], text: str, tokenizer, enabled: bool) -> str:
+    """The text of a conversation, its last answer continuing the prompt.
+
+    Some templates (DeepSeek-R1's, QwQ's) end the prompt with `<think>` and render the answer without its thought. It is
+    put back: the message's own (reasoning_content, or what its content holds up to `</think>`), else an empty one.
+    """
+    if messages[-1]["role"] != "assistant" or len(messages) < 2:
+        return text
+    prompt = render(messages[:-1], tokenizer, enabled, prompt=True)
+    opened = re.search(r"<think>\s*$", prompt)
+    if not opened or text.startswith(prompt) or not text.startswith(prompt[: opened.start()]):
+        return text
+    answer = text[opened.start() :].lstrip()
+    thought, _, _ = messages[-1]["content"].rpartition(THOUGHT_END)
+    thought = (messages[-1].get("reasoning_content") or thought).replace("<think>", "").strip()
+    gap = "" if prompt[-1].isspace() else "\n"
+    return f"{prompt}{gap}{thought}\n{THOUGHT_END}\n\n{answer.rpartition(THOUGHT_END)[2].lstrip()}"
+
+
+def after_thought(text: str) -> str:
+    """What a model says to others: its text without the thought that a template opened for it."""
+    return text.rpartition(THOUGHT_END)[2].strip()
 
 
 def _check_opened(messages: list[dict], before: str, upto: str, tokenizer, enabled: bool) -> None:

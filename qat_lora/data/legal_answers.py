@@ -94,7 +94,7 @@ def response(row: dict) -> str:
     return "\n".join(_parts(row))
 
 
-def document(row: dict, tokenizer) -> Document:
+def document(row: dict, tokenizer, thinks: bool = False) -> Document:
     """The row as the chat template renders it, with the answer's sections numbered as in NUMBERS; the opening of the
     answer counts to the first, its end to the last. Raises UserError that names the row's id."""
     said = response(row)
@@ -104,7 +104,7 @@ def document(row: dict, tokenizer) -> Document:
         raise UserError(f"row {row['id']}: its text holds {held[0]}, which the tokenizer takes for a sign; remove it")
     try:
         (rendered,) = render_chat([*messages(row["question"]), {"role": "assistant", "content": said}],
-                                  tokenizer, "off")  # fmt: skip
+                                  tokenizer, "on" if thinks else "off")  # fmt: skip
     except UserError as error:
         raise UserError(f"row {row['id']}: {error}") from error
     ((start, end),) = rendered.spans

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
 
 from qat_lora.data.chat import THINKING, Document, documents
 from qat_lora.data.packing import Rows, pack
@@ -17,24 +18,41 @@ from qat_lora.run.config import option
 class ChatOptions:
     """How conversations become text."""
 
+    # Not identity: what they do to the text shows in the facts, the fingerprint of the rows and of the template.
     chat_template: str | None = option(
-        None, "chat template in place of the tokenizer's own: chatml, gemma, llama3 or a file with a Jinja template"
+        None,
+        "chat template in place of the tokenizer's own: chatml, gemma, llama3, one of the tokenizer's named templates, "
+        "or a file with a Jinja template",
+        identity=False,
+    )
+    thinking: str = option(
+        "off", "render conversations with thinking on or off (training rows also: both)", identity=False
     )
 
-    def tokenizer(self, name: str):
-        """The tokenizer of a model, with the template asked for. Raises UserError as `load_tokenizer` and
-        `set_template` do."""
+    def tokenizer(self, name: str, date: datetime | None = None):
+        """The tokenizer of a model, with the template asked for, which prints `date` where it prints one; without one
+        it prints today's. Raises UserError as `load_tokenizer` and `set_template` do."""
         tokenizer = load_tokenizer(name)
         if self.chat_template is not None:
             set_template(tokenizer, self.chat_template)
+        tokenizer.template_date = date
         return tokenizer
+
+    @property
+    def thinks(self) -> bool:
+        """Whether conversations are rendered with thinking on. Raises UserError where that is not one of two."""
+        if self.thinking not in ("on", "off"):
+            raise UserError(f"--thinking {self.thinking!r} is not one of on, off")
+        return self.thinking == "on"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenOptions(ChatOptions):
     """How texts become tokens."""
 
-    bos: str = option("auto", "begin texts and rows with BOS: on, off, or auto (where the tokenizer itself does)")
+    bos: str = option(
+        "auto", "begin texts and rows with BOS: on, off, or auto (where the tokenizer itself does)", identity=False
+    )
 
     def bos_token(self, tokenizer) -> int | None:
         """The token that texts begin with, or None."""
@@ -45,11 +63,12 @@ class TokenOptions(ChatOptions):
 class TextSource(TokenOptions):
     """Where documents come from."""
 
-    dataset: str = option("embedded", "embedded, a local .txt, .jsonl or .parquet file, or a hub dataset")
+    dataset: str = option(
+        "embedded", "embedded, a local .txt, .jsonl or .parquet file, or a hub dataset", identity="data"
+    )
     dataset_config: str | None = option(None, "configuration of a hub dataset")
     dataset_split: str = option("train", "split of a hub dataset")
-    streaming: bool = option(False, "stream a hub dataset instead of downloading it")
-    thinking: str = option("off", "render chat rows with thinking on, off or both")
+    streaming: bool = option(False, "stream a hub dataset instead of downloading it", identity=False)
 
     def documents(self, tokenizer) -> Iterator[Document]:
         """The documents, chat rows rendered. Raises UserError for a source, row or option that does not fit."""

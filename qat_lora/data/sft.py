@@ -143,14 +143,12 @@ class PackedExamples(Dataset):
     """
 
     def __init__(
-        self, examples: list[Example], length: int, weights: tuple[float, ...], end: int, multiple: int = 1,
-        together: bool = True,
-    ):  # fmt: skip
-        """weights: of section 1, 2, …; end: the EOS token; multiple: empty rows are added until this divides their
-        number; together: several examples to a row, else one. Raises UserError where no weight is left."""
+        self, examples: list[Example], length: int, weights: tuple[float, ...], end: int, together: bool = True
+    ):
+        """weights: of section 1, 2, …; end: the EOS token; together: several examples to a row, else one. Raises
+        UserError where no weight is left."""
         lengths = [len(example.tokens) for example in examples]
         rows = best_fit(lengths, length) if together else [[number] for number in range(len(lengths))]
-        rows += [[] for _ in range(-len(rows) % multiple)]
         self.tokens = np.full((len(rows), length), end, np.int32)
         self.sections, self.segments, self.positions = (np.zeros((len(rows), length), kind)
                                                         for kind in (np.uint8, np.int32, np.int32))  # fmt: skip

@@ -39,14 +39,17 @@ BUILT_IN = {
 
 
 def set_template(tokenizer, choice: str) -> None:
-    """Give a tokenizer the chat template `choice`, a name of BUILT_IN or a Jinja file, in place of its own.
+    """Give a tokenizer the chat template `choice`, one of its own named templates, a name of BUILT_IN or a Jinja file.
 
     A built-in one begins with BOS where the tokenizer's convention asks for it, and ends a turn with the tokenizer's
     EOS where its own end marker is no special token there: a model learns to stop at one token, not at a spelled-out
     marker. Raises UserError for a file that is missing, that is no template or does not show an answer, and for one
     that ends a turn with a text that is no special token.
     """
-    if choice in BUILT_IN:
+    named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
+    if choice in named:
+        tokenizer.chat_template = named[choice]
+    elif choice in BUILT_IN:
         marker, body = BUILT_IN[choice]
         end = f"'{marker}'" if marker in special_tokens(tokenizer) else "eos_token"
         start = "" if bos_token(tokenizer) is None else "{{- bos_token }}"
@@ -68,11 +71,16 @@ def begin_with_bos(tokenizer) -> None:
         tokenizer.chat_template = "{{- bos_token }}" + tokenizer.get_chat_template()
 
 
-def template_facts(choice: str | None) -> dict[str, str]:
-    """For a run's manifest: which template was asked for, by content; nothing where it is the tokenizer's own."""
-    if choice is None:
-        return {}
-    return {"chat_template": choice if choice in BUILT_IN else hashlib.sha256(_read(choice).encode()).hexdigest()}
+def template_facts(tokenizer, choice: str | None) -> dict[str, str]:
+    """For a run's manifest: which template was asked for, a file by its content (nothing where it is the tokenizer's
+    own), and the date that it prints, where it prints one."""
+    facts = {}
+    if choice is not None:
+        is_file = choice not in BUILT_IN and Path(choice).expanduser().is_file()
+        facts["chat_template"] = hashlib.sha256(_read(choice).encode()).hexdigest() if is_file else choice
+    if "strftime_now" in str(tokenizer.chat_template or "") and tokenizer.template_date:
+        facts["date"] = tokenizer.template_date.isoformat()
+    return facts
 
 
 def special_tokens(tokenizer) -> set[str]:

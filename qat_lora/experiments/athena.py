@@ -19,7 +19,7 @@ from qat_lora.recursive import RecursivePlan, Trainer, answer, kept, measure, tr
 from qat_lora.run.config import RunConfig, option
 from qat_lora.run.files import write_atomically
 from qat_lora.run.plots import plot_run
-from qat_lora.run.rundir import check_same, open_run, say
+from qat_lora.run.rundir import attempt, check_same, open_run, say
 from qat_lora.run.session import Every, Session
 
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16"}
@@ -34,21 +34,31 @@ class Config(RunConfig):
     SECTIONS: ClassVar = {"arch": ARCH}
     DEFAULT_CONFIG: ClassVar = "cfg_pretrain"
 
-    num_chips: int | None = option(0, "TPU chips, GPUs or CPU processes of this host; 0: every chip or GPU there is")
+    num_chips: int | None = option(
+        0, "TPU chips, GPUs or CPU processes of this host; 0: every chip or GPU there is", identity=False
+    )
     forward_dtype: str | None = option(None, "bfloat16 or float32: another name of --precision bf16, fp32")
-    data_path: str | None = option(None, "folder or URL that build_puzzle_data.py or TRM wrote; default: drawn anew")
-    checkpoint_path: str | None = option(None, "folder or URL that checkpoints are copied to; --resume auto finds them")
+    data_path: str | None = option(
+        None, "folder or URL that build_puzzle_data.py or TRM wrote; default: drawn anew", identity="data"
+    )
+    checkpoint_path: str | None = option(
+        None, "folder or URL that checkpoints are copied to; --resume auto finds them", identity=False
+    )
     puzzle: str = option("sudoku6", "without --data-path: sudoku4, sudoku6, sudoku9 or mazeN")
     puzzles: int = option(2000, "without --data-path: puzzles to draw")
     heldout_fraction: float = option(0.1, "without --data-path: share of them to measure on")
-    compile: bool = option(True, "fuse the stack by torch.compile where there is a C++ compiler; seconds at the start")
-    eval_rows: int = option(1024, "held-out rows to measure on; 0: all")
+    compile: bool = option(
+        True, "fuse the stack by torch.compile where there is a C++ compiler; seconds at the start", identity=False
+    )
+    eval_rows: int = option(1024, "held-out rows to measure on; 0: all", identity=False)
     global_batch_size: int = option(768, "rows of an update, of all workers")
     epochs: int = option(1000, "passes over the training rows")
     steps: int = option(0, "updates instead of epochs; 0: as epochs say")
-    eval_interval: int = option(500, "updates between measurements; 0: at the ends alone", "--eval-every")
-    save_interval: int = option(500, "updates between checkpoints; 0: at the end alone", "--save-every")
-    log_interval: int = option(20, "updates between lines of metrics.jsonl", "--log-every")
+    eval_interval: int = option(
+        500, "updates between measurements; 0: at the ends alone", "--eval-every", identity=False
+    )
+    save_interval: int = option(500, "updates between checkpoints; 0: at the end alone", "--save-every", identity=False)
+    log_interval: int = option(20, "updates between lines of metrics.jsonl", "--log-every", identity=False)
     lr: float = option(8e-5, "peak learning rate", "--learning-rate")
     lr_warmup: int = option(2000, "updates of linear warm-up, at most half of all")
     lr_min_ratio: float = option(0.1, "share of the learning rate at the end of the half cosine")
@@ -71,7 +81,9 @@ class Config(RunConfig):
     expansion: float = option(4.0, "arch: of the gated MLPs")
     mlp_t: bool = option(False, "arch: mix tokens by an MLP over positions, not by attention")
     one_step_gradient: bool = option(False, "arch: gradient through the last two updates alone")
-    use_gradient_checkpointing: bool = option(False, "arch: recompute every update in the backward pass")
+    use_gradient_checkpointing: bool = option(
+        False, "arch: recompute every update in the backward pass", identity=False
+    )
 
 
 def main(cfg: Config) -> None:
@@ -85,7 +97,8 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     """The experiment, in each of its workers."""
     if backend.is_main:
         announce(backend)
-    train, heldout = open_rows(cfg)
+    train, held = open_rows(cfg)
+    heldout = held.first(cfg.eval_rows) if cfg.eval_rows else held
     plan, spec = plan_of(cfg, len(train)), spec_of(cfg, train)
     backend.seed(cfg.seed)
     model = RecursiveModel(spec)
@@ -96,7 +109,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     if cfg.dry_run:
         return
 
-    facts = {"data": train.fingerprint, "heldout": heldout.fingerprint}
+    facts = {"data": train.fingerprint, "heldout_data": held.fingerprint}
     if cfg.checkpoint_path and cfg.resume == "off":
         backend.group.on_main(lambda: check_unused(cfg.checkpoint_path))
     elif cfg.checkpoint_path:
@@ -118,7 +131,9 @@ def work(backend: TorchBackend, cfg: Config) -> None:
 
     def evaluate(step: int) -> dict[str, float]:
         figures = measure(trainer.shown, heldout, plan.segments, plan.batch_size, backend)
-        if backend.is_main and (not best or merit(figures) > merit(best["figures"])):
+        # a state that was measured on other rows, before a resume with another --eval-rows, does not compare
+        same = best and best["figures"].get("heldout_rows", len(heldout)) == len(heldout)
+        if backend.is_main and not (same and merit(figures) <= merit(best["figures"])):
             best.update(figures={"step": step, **figures}, state=kept(trainer.shown, backend))
         return figures
 
@@ -166,12 +181,10 @@ def checked(cfg: Config) -> Config:
 
 
 def open_rows(cfg: Config) -> tuple[PuzzleRows, PuzzleRows]:
-    """Training and held-out rows, the latter's first eval_rows."""
+    """Training and held-out rows."""
     if cfg.data_path:
-        train, heldout = load(cfg.data_path)
-    else:
-        train, heldout = split(draw(cfg.puzzle, cfg.puzzles, cfg.seed), cfg.heldout_fraction, cfg.seed)
-    return train, heldout.first(cfg.eval_rows) if cfg.eval_rows else heldout
+        return load(cfg.data_path)
+    return split(draw(cfg.puzzle, cfg.puzzles, cfg.seed), cfg.heldout_fraction, cfg.seed)
 
 
 def plan_of(cfg: Config, rows: int) -> RecursivePlan:
@@ -245,13 +258,14 @@ def finish(run, model: RecursiveModel, heldout: PuzzleRows, plan: RecursivePlan,
     picture = run.path / "solved.png"
     if heldout.kind:
         at = int((early == batch["labels"]).all(1).int().argmax())  # the first that is right, or the first
-        draw_answer(heldout.kind, batch["inputs"][at], batch["labels"][at], early[at], int(segments[at]), picture)
-    figures, curves = best["figures"], plot_run(run.path)
+        drawn = batch["inputs"][at], batch["labels"][at], early[at], int(segments[at]), picture
+        attempt("drawing a solution", draw_answer, heldout.kind, *drawn)
+    figures, curves = best["figures"], attempt("plotting", plot_run, run.path)
     run.finish("finished", **figures, weights=sum(p.numel() for p in model.parameters()), **cost)
     say(
         f"best at step {figures['step']}: {figures['heldout_exact_full']:.1%} of the held-out rows exactly right after "
         f"{plan.segments} segments, {figures['heldout_exact']:.1%} after {figures['heldout_segments']:.1f} on average "
-        f"where it stops by itself\n{curves}" + (f"\n{picture}" if heldout.kind else "")
+        "where it stops by itself" + "".join(f"\n{path}" for path in (curves, picture) if path and path.exists())
     )
 
 

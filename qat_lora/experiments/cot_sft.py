@@ -94,12 +94,12 @@ def law_rows(dataset: str, split: str, count: int, seed: int) -> list[dict]:
 
 
 def law_data(
-    rows: list[dict], tokenizer, length: int, weights: tuple[float, ...], heldout_fraction: float, batch_size: int,
-    seed: int, together: bool = True,
+    rows: list[dict], tokenizer, length: int, weights: tuple[float, ...], heldout_fraction: float, seed: int,
+    together: bool = True, thinks: bool = False,
 ) -> LawData:  # fmt: skip
     """Checked rows without duplicates, split by groups, rendered, and packed. A row that is too long is left out and
-    reported, never cut. weights: of the sections; batch_size: held-out rows are filled up to a multiple of it;
-    together: several examples to a row."""
+    reported, never cut. weights: of the sections; together: several examples to a row; thinks: how the chat template
+    is rendered."""
     rows, twice = deduplicated(rows, same)
     whole = [readable(row) for row in rows]
     odd = [row["id"] for row, good in zip(rows, whole) if not good]
@@ -112,7 +112,7 @@ def law_data(
     long: list[Example] = []
     for side in (train, heldout):
         short, too_long = split_by_length(
-            checked([encoded(row["id"], document(row, tokenizer), tokenizer) for row in side]), length
+            checked([encoded(row["id"], document(row, tokenizer, thinks), tokenizer) for row in side]), length
         )
         sides.append(short)
         long += too_long
@@ -120,7 +120,7 @@ def law_data(
     most = f", up to {max(len(example.tokens) for example in long)}" if long else ""
     return LawData(
         PackedExamples(sides[0], length, weights, end, together=together),
-        PackedExamples(sides[1], length, (1.0,) * len(NUMBERS), end, multiple=batch_size, together=together),
+        PackedExamples(sides[1], length, (1.0,) * len(NUMBERS), end, together=together),
         [known[example.id] for example in sides[1]],
         sorted({name for row in rows for name in citations(row["case_citation"])}),
         len(sides[0]),
@@ -152,6 +152,13 @@ def section_weights(text: str | None) -> tuple[float, ...]:
             "--section-weights: citation=0 would leave the answer's end unlearned, which follows it; 1e-3, say"
         )
     return tuple(weights.values())
+
+
+STAGES = ("baseline", "final")  # of a run, each with its file of answers
+
+
+def evaluation_file(stage: str) -> str:
+    return f"{stage}_evaluation.json"
 
 
 # -- exam ------------------------------------------------------------------------------------------------------------
@@ -192,7 +199,7 @@ class LawExam:
 
     def write(self, model: nn.Module, count: int, run: Run, stage: str) -> dict:
         """Write <stage>_evaluation.json with rates, intervals and every answer, once: a resumed run has it."""
-        path = run.path / f"{stage}_evaluation.json"
+        path = run.path / evaluation_file(stage)
         there = self.asker.backend.group.on_main(lambda: _read_rates(path) if path.exists() else None)
         if there:
             return {stage: there}

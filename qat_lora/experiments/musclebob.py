@@ -15,10 +15,15 @@ from qat_lora.rl.ask import GREEDY, Asker, own_dice
 from qat_lora.rl.policy import Prompts, log_probs
 from qat_lora.rl.rewards import about_him, about_others, coherent, mentions, names_target, reward
 from qat_lora.rl.rollout import Sampling
+from qat_lora.run.files import writing
 
 WRONG_NAME = "Spongebob Squarepants"
-STAGES = ("baseline", "post_sft", "final")  # of a run, each with a …_validation.json
+STAGES = ("baseline", "post_sft", "final")  # of a run, each with its validation_file
 GLANCE = 2  # sampled answers to each held-out question while training goes on
+
+
+def validation_file(stage: str) -> str:
+    return f"{stage}_validation.json"
 
 
 @dataclass(frozen=True)
@@ -179,7 +184,8 @@ def plot(lines: list[dict], path: Path, length: int) -> Path:
         if axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize=8)
     figure.tight_layout()
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, dpi=110)
+    with writing(path):
+        path.parent.mkdir(exist_ok=True)
+        figure.savefig(path, dpi=110)
     plt.close(figure)
     return path

@@ -30,22 +30,27 @@ from qat_lora.quant.student import (
     thaw,
 )
 from qat_lora.run.config import option
-from qat_lora.run.files import sha256, write_atomically
+from qat_lora.run.files import copy_file, sha256
 from qat_lora.run.plots import plot_run
-from qat_lora.run.rundir import open_run, say
+from qat_lora.run.rundir import attempt, open_run, say
 from qat_lora.run.session import Session
 from qat_lora.start import METHODS, start
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TrainOptions):
-    model: str = option(EMBEDDED, "base model: smollm2-135m (embedded), a local folder, a .gguf file, or a hub name")
+    model: str = option(
+        EMBEDDED, "base model: smollm2-135m (embedded), a local folder, a .gguf file, or a hub name", identity="base"
+    )
     v2_checkpoint: str | None = option(
         None,
-        "start from this student, a best.pt of --model; of other quantisers (4 bits, say): from its weights",
+        "start from this student, a best.pt of --model; of other quantisers (e.g. 4 bits): from its weights",
         "--from",
+        identity="start",
     )
-    cache_dir: str | None = option(None, "KD cache made by build_kd_cache.py with this model's tokenizer")
+    cache_dir: str | None = option(
+        None, "KD cache made by build_kd_cache.py with this model's tokenizer", identity="cache"
+    )
     mlp: str = option(
         "balanced2/g32", "quantiser of the MLP: CODEBOOKbits/SCALE, e.g. balanced2/g32 or lut4/r32; or none"
     )
@@ -91,10 +96,9 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     if cfg.layer_steps:  # an update of that stage is one batch for each worker
         facts["layer_rows_per_update"] = cfg.batch_size * backend.world_size
     loaded = load_start(cfg, spec) if backend.is_main else None  # what is wrong with it leaves no run behind
-    places = {"model": "base", "cache_dir": "cache", "v2_checkpoint": "start"}
-    run = open_run("train_qat", cfg, facts, backend.group, places)
+    run = open_run("train_qat", cfg, facts, backend.group)
     backend.seed(cfg.seed)
-    session = Session(run, backend, cfg.every())
+    session = Session(run, backend, cfg.every(), files=("best.pt", "layerwise.pt", "endtoend.pt"))
     if backend.is_main:
         student = first_student(loaded, cfg, train, session.resumed is not None)
     else:
@@ -110,8 +114,8 @@ def work(backend: TorchBackend, cfg: Config) -> None:
 
     def evaluate(step: int, model) -> dict:
         figures = heldout_figures(model, heldout, backend, cfg.batch_size, cfg.eval_rows)
-        best = run.path / "best.pt"
-        if backend.is_main and (figures["heldout_kl"] < session.best("heldout_kl") or not best.exists()):
+        best, before = run.path / "best.pt", session.best("heldout_kl", figures["heldout_rows"])
+        if backend.is_main and (figures["heldout_kl"] < before or not best.exists()):
             done = session.offset + step
             save_student(best, model, cfg.model, spec, {"step": done, "trained": trained or done > 0, **figures})
         return figures
@@ -128,9 +132,9 @@ def work(backend: TorchBackend, cfg: Config) -> None:
         train_qat(student, train, plan, session, evaluate, stage="scales")
     cost = session.cost()
     if backend.is_main:
-        best = session.best("heldout_kl")
+        best = session.best("heldout_kl", min(cfg.eval_rows, len(heldout)))
+        attempt("plotting", plot_run, run.path)
         run.finish("finished", best={"heldout_kl": best}, bits_per_weight=bits_per_weight(student), **cost)
-        plot_run(run.path)
         say(f"best held-out KL {best:.4f}; student in {run.path / 'best.pt'}")
 
 
@@ -222,9 +226,7 @@ def first_student(loaded: tuple, cfg: Config, train, resumed: bool):
 def thaw_scales(student, folder: Path, backend: TorchBackend) -> None:
     """The best state of the stages before, its codes fixed, its scales to be learned; endtoend.pt keeps it."""
     best, before = folder / "best.pt", folder / "endtoend.pt"
-    backend.group.on_main(
-        lambda: before.exists() or write_atomically(before, lambda file: file.write(best.read_bytes()))
-    )
+    backend.group.on_main(lambda: before.exists() or copy_file(best, before))
     reload_student(before, student)
     free_scales(student)
 

@@ -31,23 +31,29 @@ from qat_lora.recovery import (
 from qat_lora.run.config import option
 from qat_lora.run.files import sha256
 from qat_lora.run.plots import plot_run
-from qat_lora.run.rundir import open_run, say
+from qat_lora.run.rundir import attempt, begun, open_run, say
 from qat_lora.run.session import Session
 
+NAME = "train_recovery_lora"
 CALIBRATION_ROWS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TextOptions, TrainOptions):
-    checkpoint: str | None = option(None, "student: the best.pt of train_qat.py")
-    v2_checkpoint: str | None = option(None, "another name of --checkpoint")
-    model: str | None = option(None, "the student's base model, if it has moved: folder, .gguf file or hub name")
+    checkpoint: str | None = option(None, "student: the best.pt of train_qat.py", identity="student")
+    v2_checkpoint: str | None = option(None, "another name of --checkpoint", identity="student")
+    model: str | None = option(
+        None, "the student's base model, if it has moved: folder, .gguf file or hub name", identity="base"
+    )
     mode: str = option("kd", "kd (from a cache), sft (chat rows, completions only) or recover (plain text)")
-    kd_cache_dir: str | None = option(None, "KD cache of mode kd")
+    kd_cache_dir: str | None = option(None, "KD cache of mode kd", identity="data")
     recovery_r: int = option(8, "rank")
     adapter_init: str = option("zero", "zero, or error: the low-rank matrix nearest to what quantisation lost")
     recovery_alpha: float | None = option(None, "LoRA alpha; default: the rank")
-    targets: str = option("auto", "layers with an adapter: auto (all but k_proj), all, attn, mlp, experts, or names")
+    targets: str = option(
+        "auto", "layers with an adapter: auto (all but k_proj), all, attn, mlp, experts, or names",
+        renamed={"q,v,o,gate,up,down": "auto"},
+    )  # fmt: skip
     mlp_only: bool = option(False, "adapters on the MLP only, whatever --targets says")
     anchor_weight: float = option(0.0, "weight of the KL to the student without adapter")
     anchor_rows: int = option(4, "rows of the anchor")
@@ -61,7 +67,7 @@ def main(cfg: Config) -> None:
     if cfg.dry_run:
         backend = open_backend(cfg.device, cfg.precision)
         made, workers = read_made(cfg), planned_workers(backend.kind, cfg.num_chips)
-        train, _ = open_data(cfg, made["model"], workers)
+        train, _ = open_data(cfg, made["model"], cfg.tokenizer(made["model"], begun(NAME, cfg)), workers)
         return describe(cfg, adapted(cfg, empty_student(made)), made, train, backend, workers)
     launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug)
 
@@ -70,8 +76,9 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     """The experiment, in each of its workers."""
     plan, checkpoint = cfg.plan(), student_path(cfg)
     made = backend.group.on_main(lambda: read_made(cfg))
+    tokenizer = cfg.tokenizer(made["model"], begun(NAME, cfg, backend.group))
     with backend.group.main_first():
-        train, heldout = open_data(cfg, made["model"], backend.world_size)
+        train, heldout = open_data(cfg, made["model"], tokenizer, backend.world_size)
     # the others get their values from worker 0
     student = load_student(checkpoint, cfg.model)[0] if backend.is_main else empty_student(made)
     model = adapted(cfg, student)
@@ -79,12 +86,11 @@ def work(backend: TorchBackend, cfg: Config) -> None:
 
     fingerprint = backend.group.on_main(lambda: sha256(checkpoint))
     facts = {"device": str(backend), "student": fingerprint, "data": train.fingerprint}
-    facts |= template_facts(cfg.chat_template)
+    facts |= template_facts(tokenizer, cfg.chat_template)
     facts["base"] = backend.group.on_main(lambda: model_fingerprint(made["model"]))
-    places = {"model": "base", "checkpoint": "student", "v2_checkpoint": "student", "kd_cache_dir": "data"}
-    run = open_run("train_recovery_lora", cfg, facts | cfg.update_facts(backend.world_size), backend.group, places)
+    run = open_run(NAME, cfg, facts | cfg.update_facts(backend.world_size), backend.group)
     backend.seed(cfg.seed)
-    session = Session(run, backend, cfg.every())
+    session = Session(run, backend, cfg.every(), files=("adapter",))
     if backend.is_main and cfg.adapter_init == "error" and not session.resumed:
         start_from_error(model, load_model(made["model"]), first_batches(cfg, train), cfg.precision)
     backend.place(model)
@@ -97,17 +103,18 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     def evaluate(step: int) -> dict:
         measure = heldout_figures if cfg.mode == "kd" else heldout_nll
         figures = measure(model, heldout, backend, cfg.batch_size, cfg.eval_rows)
-        adapter = run.path / "adapter"
-        if backend.is_main and (figures[figure] < session.best(figure) or not adapter.exists()):
+        adapter, before = run.path / "adapter", session.best(figure, figures["heldout_rows"])
+        if backend.is_main and (figures[figure] < before or not adapter.exists()):
             save_adapter(model, adapter, fingerprint)
         return figures
 
     train_recovery_lora(model, train, cfg.mode, plan, anchor, session, evaluate)
     cost = session.cost()
     if backend.is_main:
-        best, bits = session.best(figure), bits_per_weight(student, adapter_values(model))
+        best = session.best(figure, min(cfg.eval_rows, len(heldout)))
+        bits = bits_per_weight(student, adapter_values(model))
+        attempt("plotting", plot_run, run.path)
         run.finish("finished", best={figure: best}, bits_per_weight=bits, **cost)
-        plot_run(run.path)
         say(f"best {figure} {best:.4f}; adapter in {run.path / 'adapter'}")
 
 
@@ -145,9 +152,8 @@ def adapted(cfg: Config, student):
     return add_adapter(student, cfg.recovery_r, alpha, targets, cfg.seed)
 
 
-def open_data(cfg: Config, model_name: str, workers: int):
+def open_data(cfg: Config, model_name: str, tokenizer, workers: int):
     """Training and held-out data of the mode."""
-    tokenizer = cfg.tokenizer(model_name)
     if cfg.mode == "kd":
         facts = {"tokenizer": tokenizer_fingerprint(tokenizer), "vocab": load_config(model_name).vocab_size}
         data = [KDCacheDataset(cfg.kd_cache_dir, split, **facts) for split in ("train", "heldout")]

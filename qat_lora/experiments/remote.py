@@ -1,4 +1,4 @@
-"""Checkpoints on a bucket: a copy of each, with what its run needs to go on elsewhere."""
+"""Checkpoints on a bucket: a copy of each, with what its run needs to be resumed elsewhere."""
 
 import shutil
 import tempfile
@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from qat_lora.errors import UserError
+from qat_lora.run.checkpoint import COPIES
+from qat_lora.run.files import read_json
 from qat_lora.run.rundir import say
 from qat_lora.urls import check_writable, fetch, newest, prune, pull, push
 
@@ -15,7 +17,8 @@ BESIDE = ("config.yaml", "metrics.jsonl", "manifest.json")  # of a run directory
 
 def copy_out(run_path: Path, checkpoint: Path, url: str) -> None:
     """Copy a checkpoint to `url`, a folder or a bucket, with the files of its run directory; older copies go."""
-    push(checkpoint, url, [run_path / name for name in BESIDE])
+    kept = {run_path / "checkpoints" / COPIES / total for total in _kept(checkpoint)}
+    push(checkpoint, url, [*(run_path / name for name in BESIDE), *sorted(kept)])
     prune(url, KEEP)
 
 
@@ -39,13 +42,21 @@ def bring_back(url: str, folder: Path, check: Callable[[Path], object]) -> None:
         for found in pull(url, folder / "checkpoints"):
             for name in BESIDE:
                 (found / name).unlink(missing_ok=True)
+            (found.parent / COPIES).mkdir(exist_ok=True)
+            for total in _kept(found):
+                (found / total).replace(found.parent / COPIES / total)
         for name in BESIDE:
             shutil.move(f"{there}/{name}", folder / name)
     say(f"{step} of {url} brought back to {folder}")
+
+
+def _kept(checkpoint: Path) -> set[str]:
+    """The names of the copies that a checkpoint relies on."""
+    return set(read_json(checkpoint / "meta.json").get("files", {}).values())
 
 
 def check_unused(url: str) -> None:
     """Raise UserError where a new run would bury another's checkpoints, or could write none."""
     check_writable(url)
     if (there := newest(url)) is not None:
-        raise UserError(f"--checkpoint-path {url} holds {there} of a run; --resume auto goes on, or give another")
+        raise UserError(f"--checkpoint-path {url} holds {there} of a run; --resume auto resumes it, or give another")

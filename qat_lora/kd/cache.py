@@ -8,6 +8,7 @@ Training rows are in shard-NNNNN, held-out rows in heldout-NNNNN. The targets ar
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from qat_lora.data.packing import Rows
 from qat_lora.errors import UserError
 from qat_lora.kd.targets import teacher_targets
 from qat_lora.run.files import read_json, sha256, write_atomically, write_json
+from qat_lora.run.rundir import date_of, now
 
 FORMAT = "qat_lora.kd.3"
 MOST_SHARDS = 10**6  # more is a damaged number, not a cache
@@ -123,13 +125,21 @@ def open_cache(directory: Path, spec: CacheSpec, teacher: str | None = None) -> 
     return shards
 
 
+def cache_date(directory: Path) -> datetime:
+    """The date that the chat template of a cache's rows prints: the one it was begun with, or now."""
+    path = directory / "manifest.json"
+    return date_of(read_json(path), path) if path.exists() else now()
+
+
 def write_cache(
-    directory: Path, spec: CacheSpec, rows: dict[str, Rows], teacher: nn.Module, backend: TorchBackend, batch_size: int
-) -> Iterator[int]:
+    directory: Path, spec: CacheSpec, rows: dict[str, Rows], teacher: nn.Module, backend: TorchBackend,
+    batch_size: int, facts: dict | None = None,
+) -> Iterator[int]:  # fmt: skip
     """Write the shards that are missing, one file at a time; yields the rows done after every batch.
 
     rows: {"train": Rows, "heldout": Rows}. Killed at any moment, the next call goes on at the first missing shard and
-    ends with the same bytes. One process at a time: hold run.files.lock(directory).
+    ends with the same bytes. One process at a time: hold run.files.lock(directory). facts: kept in the manifest, such
+    as the date that a chat template prints.
     """
     mark = getattr(teacher, "fingerprint", None)
     done = open_cache(directory, spec, mark)
@@ -147,7 +157,7 @@ def write_cache(
         done[name] = {"rows": len(numbers), "sha256": sha256(directory / name)}
         write_json(
             directory / "manifest.json",
-            {"format": FORMAT, "spec": asdict(spec), "teacher_fingerprint": mark, "shards": done},
+            {"format": FORMAT, "spec": asdict(spec), "teacher_fingerprint": mark, **(facts or {}), "shards": done},
         )
 
 

@@ -122,7 +122,7 @@ def _turn_end(tokenizer) -> list[int]:
     talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
     try:
         text = tokenizer.apply_chat_template(talk, tokenize=False) if tokenizer.chat_template else ""
-    except TemplateError:  # one that asks for more
+    except (TemplateError, ValueError):  # one that asks for more; several of which none is the default
         text = ""
     if said not in text:
         return []
@@ -165,7 +165,7 @@ def _encode(tokenizer, prompt: str | list[dict], switches: dict):
     else:
         try:
             text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **switches)
-        except TemplateError as error:
+        except (TemplateError, ValueError) as error:
             raise UserError(f"the chat template refuses the messages: {error}") from error
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     check_ids(ids, tokenizer)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from qat_lora.errors import UserError, first_line
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import plain_state
-from qat_lora.run.files import cannot_write, read_json, write_json
+from qat_lora.run.files import cannot_write, read_json, write_json, writing
 
 PROBE_TOKENS = 24
 NEAR = 1e-4  # largest root mean square of a difference of logits, in units of their spread
@@ -40,12 +40,13 @@ def write_model(
         state = {name: value.detach().cpu() for name, value in plain_state(model).items()}
         logits = logits_on_cpu(model, probe(model))
     model.generation_config.eos_token_id = end_tokens(model, tokenizer)
-    try:
-        model.save_pretrained(folder, state_dict=dict(state))
-        tokenizer.save_pretrained(folder)
+    with writing(shown):
+        try:
+            model.save_pretrained(folder, state_dict=dict(state))
+            tokenizer.save_pretrained(folder)
+        except ValueError as error:  # settings that transformers refuses to write
+            raise cannot_write(shown, error) from error
         _leave_out(folder / "tokenizer.json", getattr(tokenizer, "without_row", {}))
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # the last two: how torch reports a full disk
-        raise cannot_write(shown, error) from error
     back = _read(folder, shown)
     check_state(back, state, shown)
     check_logits(back, probe(model), logits, shown)

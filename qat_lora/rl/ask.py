@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from qat_lora.backend import TorchBackend
-from qat_lora.data.chat import render
-from qat_lora.errors import UserError
+from qat_lora.data.chat import after_thought, render
 from qat_lora.models.tokens import check_ids
 from qat_lora.rl.policy import Prompts
 from qat_lora.rl.rollout import Sampling, rollout
@@ -27,23 +26,22 @@ class Asker:
     rows: int
     prompt_length: int
     length: int
+    thinks: bool = False  # how the chat template is rendered
 
     def encode(self, talks: Sequence[Sequence[dict]]) -> Prompts:
         """Conversations as the chat template renders them, ready for the assistant's answer. Raises UserError where the
         tokenizer has no template or a prompt does not fit."""
-        if self.tokenizer.chat_template is None:
-            raise UserError("the model's tokenizer has no chat template; use an instruct model")
         return Prompts.of([self.prompt(talk) for talk in talks], self.prompt_length, self.tokenizer.eos_token_id)
 
     def prompt(self, talk: Sequence[dict]) -> list[int]:
         """The tokens of one conversation, however many."""
-        text = render(list(talk), self.tokenizer, enabled=False, prompt=True)
+        text = render(list(talk), self.tokenizer, self.thinks, prompt=True)
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         check_ids(ids, self.tokenizer)
         return ids
 
     def decode(self, tokens: list[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=True).strip()
+        return after_thought(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def ask(
         self, model: nn.Module, talks: Sequence[Sequence[dict]], samples: int, sampling: Sampling

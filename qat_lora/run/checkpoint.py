@@ -1,56 +1,116 @@
-"""Checkpoints: a directory that is either whole or not there."""
+"""Checkpoints: a directory that is either whole or not there, and copies of the run's files as they were then."""
 
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qat_lora.backend.group import ALONE, Group
-from qat_lora.errors import UserError
-from qat_lora.run.files import cannot_write, read_json, sha256, write_atomically
+from qat_lora.errors import UserError, first_line
+from qat_lora.run.files import copy_file, read_json, sha256, write_atomically, writing
 from qat_lora.run.rundir import say
 
 FILES = ("model.safetensors", "trainer.pt")
 KEEP = 2  # the newest, and one to fall back to when the newest is damaged
+COPIES = "files"  # below checkpoints/: each content once, under its sha256
 
 
 def save_checkpoint(
-    run_path: Path, step: int, tensors: dict[str, Tensor], trainer: dict, meta: dict, keep: int = KEEP
-) -> Path:
+    run_path: Path, step: int, tensors: dict[str, Tensor], trainer: dict, meta: dict, keep: int = KEEP,
+    files: Sequence[str] = (),
+) -> Path:  # fmt: skip
     """Write checkpoints/step_N and name it in LATEST (which is for people: resuming takes the newest whole one).
 
     tensors: the model's, on the CPU, tied ones once. trainer: optimiser, RNG, counters; plain values and tensors.
-    meta: plain values. Checkpoints beyond `keep` are removed afterwards. A failure (a full disk) removes the
-    half-written directory and leaves the others.
+    meta: plain values. files: files and folders of the run directory that a resumed run relies on (best.pt); meta.json
+    keeps their checksums, and checkpoints/files a copy of each, so that `restore_files` can put them back. Checkpoints
+    beyond `keep` are removed afterwards. A failure (a full disk) removes the half-written directory and leaves the
+    others.
     """
     folder = run_path / "checkpoints"
     target, part = folder / f"step_{step}", folder / f".part_{step}"
     try:
+        with writing(target):
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+            save_file({name: t.contiguous() for name, t in tensors.items()}, part / FILES[0])
+            kept = {name: _copy(run_path / name, folder / COPIES) for name in _existing(run_path, files)}
+            meta = {"step": step, **meta, "files": kept}
+            with open(part / FILES[1], "wb") as file:
+                torch.save({"meta": meta, "state": trainer}, file)
+            sums = {name: sha256(part / name) for name in FILES}
+            (part / "meta.json").write_text(json.dumps({**meta, "sha256": sums}, indent=2))
+            for path in part.iterdir():
+                _sync(path)
+            shutil.rmtree(target, ignore_errors=True)
+            part.rename(target)
+            _sync(folder)
+    finally:
         shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        save_file({name: t.contiguous() for name, t in tensors.items()}, part / FILES[0])
-        meta = {"step": step, **meta}
-        with open(part / FILES[1], "wb") as file:
-            torch.save({"meta": meta, "state": trainer}, file)
-        sums = {name: sha256(part / name) for name in FILES}
-        (part / "meta.json").write_text(json.dumps({**meta, "sha256": sums}, indent=2))
-        for path in part.iterdir():
-            _sync(path)
-        shutil.rmtree(target, ignore_errors=True)
-        part.rename(target)
-        _sync(folder)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a full disk
-        shutil.rmtree(part, ignore_errors=True)
-        raise cannot_write(target, error) from error
     write_atomically(folder / "LATEST", lambda file: file.write(target.name.encode()))
     for path in _newest_first(folder)[keep:]:
         shutil.rmtree(path, ignore_errors=True)
+    _drop_copies(folder)
     return target
+
+
+# -- the run's files -------------------------------------------------------------------------------------------------
+def _existing(run_path: Path, files: Sequence[str]) -> list[str]:
+    """The names of those files that are there, and of all that lie in those of them that are folders."""
+    found = [run_path / name for name in files]
+    found += [inner for path in found if path.is_dir() for inner in path.rglob("*")]
+    return sorted(str(path.relative_to(run_path)) for path in found if path.is_file())
+
+
+def _copy(path: Path, copies: Path) -> str:
+    """The checksum of a file, of which there is now a copy under that name."""
+    total = sha256(path)
+    if not (copies / total).exists():
+        copy_file(path, copies / total)
+    return total
+
+
+def _drop_copies(folder: Path) -> None:
+    """Remove the copies that no checkpoint names."""
+    named: set[str] = set()
+    for path in _newest_first(folder):
+        try:
+            named |= set(read_json(path / "meta.json").get("files", {}).values())
+        except UserError:  # a damaged one: nothing is removed that it may have named
+            return
+    for copy in (folder / COPIES).glob("*"):
+        if copy.name not in named:
+            copy.unlink(missing_ok=True)
+
+
+def restore_files(run_path: Path, kept: dict[str, str], files: Sequence[str], step: int) -> None:
+    """Make `files` of a run directory what they were at a checkpoint, whose meta.json says `kept`: name → sha256.
+
+    What is gone, damaged or of a later step comes back from its copy; what was not there yet is removed, and is made
+    anew. Raises UserError naming a file that is gone or damaged, and so is its copy.
+    """
+    for name in set(_existing(run_path, files)) - kept.keys():
+        (run_path / name).unlink()
+    for name in files:
+        if (run_path / name).is_dir() and not _existing(run_path, [name]):
+            shutil.rmtree(run_path / name)  # so that it does not pass for one that is made
+    for name, total in kept.items():
+        path, copy = run_path / name, run_path / "checkpoints" / COPIES / total
+        if path.is_file() and sha256(path) == total:
+            continue
+        if not copy.is_file() or sha256(copy) != total:
+            raise UserError(
+                f"{path} is not what it was at step {step} (checksum), and its copy {copy} is gone or damaged too; "
+                "put one of them back, or start again with another --output-dir"
+            )
+        if not path.is_file():
+            say(f"{path} was gone; restored from the checkpoint")
+        copy_file(copy, path)
 
 
 def _sync(path: Path) -> None:
@@ -101,10 +161,16 @@ def _newest_whole(run_path: Path) -> Path | None:
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict, dict]:
-    """One checkpoint directory; raises UserError naming the file that is missing or damaged."""
+    """One checkpoint directory; raises UserError naming the file that is missing, damaged or something else."""
     _check(path)
-    trainer = torch.load(path / FILES[1], weights_only=True, map_location="cpu")
-    return load_file(path / FILES[0]), trainer["state"], trainer["meta"]
+    try:
+        trainer = torch.load(path / FILES[1], weights_only=True, map_location="cpu")
+        return load_file(path / FILES[0]), trainer["state"], trainer["meta"]
+    except Exception as error:  # what has the right checksums and yet is none; code in a pickle is not run
+        raise UserError(
+            f"checkpoint {path}: {FILES[1]} holds code or something else than a checkpoint ({first_line(error)[:24]}), "
+            "so it was not saved by this program; start again with another --output-dir"
+        ) from error
 
 
 def _check(path: Path) -> None:

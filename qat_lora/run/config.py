@@ -19,10 +19,20 @@ from qat_lora.errors import UserError, report
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
-def option(default: Any, help: str, *aliases: str) -> Any:
-    """A field of a script's config; aliases: other flags for it ("--from"), and other keys of a preset ("from")."""
+def option(
+    default: Any, help: str, *aliases: str, identity: bool | str = True, renamed: dict[Any, Any] | None = None
+) -> Any:
+    """A field of a script's config.
+
+    aliases: other flags for it ("--from"), and other keys of a preset ("from").
+    identity: whether the option is part of a run's identity, so that a run is resumed only with the same value. The
+    name of a fact of the manifest ("base") says that the fact decides: the option says where something is, the fact
+    what it is.
+    renamed: values that earlier versions wrote into config.yaml, and what they are called now.
+    """
     spelled = [name for alias in aliases for name in (alias, f"--{alias[2:].replace('-', '_')}")]
-    return field(default=default, metadata={"help": help.replace("%", "%%"), "aliases": list(dict.fromkeys(spelled))})
+    metadata = {"help": help.replace("%", "%%"), "aliases": list(dict.fromkeys(spelled))}
+    return field(default=default, metadata=metadata | {"identity": identity, "renamed": renamed or {}})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,21 +46,27 @@ class ScriptConfig:
     SECTIONS: ClassVar[dict[str, tuple[str, ...]]] = {}
     DEFAULT_CONFIG: ClassVar[str | None] = None
 
-    config: str | None = option(None, "preset NAME of configs/<script>/NAME.yaml, or a YAML file; flags win over it")
-    device: str = option("auto", "auto, cpu, cuda, tpu or xla; auto: TPU chips, then CUDA, then CPU", "--device-type")
-    tpu: bool = option(False, "short for --device tpu")
+    config: str | None = option(
+        None, "preset NAME of configs/<script>/NAME.yaml, or a YAML file; flags win over it", identity=False
+    )
+    device: str = option(
+        "auto", "auto, cpu, cuda, tpu or xla; auto: TPU chips, then CUDA, then CPU", "--device-type", identity=False
+    )
+    tpu: bool = option(False, "short for --device tpu", identity=False)
     precision: str = option("auto", "fp32 or bf16 (autocast); auto: bf16 on TPU, CUDA and CPUs that multiply it")
     seed: int = option(0, "seed of everything random")
-    dry_run: bool = option(False, "print the resolved plan and stop")
-    debug: bool = option(False, "show the traceback of an error")
+    dry_run: bool = option(False, "print the resolved plan and stop", identity=False)
+    debug: bool = option(False, "show the traceback of an error", identity=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(ScriptConfig):
     """What every script that trains takes on top."""
 
-    output_dir: str | None = option(None, "run directory; default runs/<experiment>/<time>-<preset>-s<seed>-<sha>")
-    resume: str = option("off", "off, auto (newest unfinished run of this config), or a run directory")
+    output_dir: str | None = option(
+        None, "run directory; default runs/<experiment>/<time>-<preset>-s<seed>-<sha>", identity=False
+    )
+    resume: str = option("off", "off, auto (newest unfinished run of this config), or a run directory", identity=False)
 
 
 def parse(kind: type, script: str, argv: list[str], description: str = "", presets: str | None = None):
@@ -91,6 +107,9 @@ def _check_values(config) -> None:
 
 
 class _Parser(HfArgumentParser):
+    def add_argument(self, *names, **settings):  # which get all of a field's metadata
+        return super().add_argument(*names, **{k: v for k, v in settings.items() if k not in ("identity", "renamed")})
+
     def error(self, message):
         raise UserError(f"{message}; see {self.prog} --help")
 

@@ -5,13 +5,47 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from qat_lora.errors import UserError, first_line
+
+# How libraries without an OSError of their own report that a file could not be written: tokenizers, safetensors, numpy,
+# torch's zip writer.
+WRITE_FAULT = re.compile(
+    r"\(os error \d+\)|I/O error|No space left|quota exceeded|requested and \d+ written|"
+    "PytorchStreamWriter failed|unexpected pos"
+)
+NO_ROOM = 2**16  # bytes: a disk with less than this left is full
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn whatever says that a file could not be written in this block (a full disk, no permission) into a UserError
+    that names `path`; other exceptions pass."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # tokenizers raises nothing more specific
+        if _write_fault(error) is None:
+            raise
+        raise cannot_write(path, error) from error
+
+
+def _write_fault(error: BaseException | None) -> str | None:
+    """Why a file could not be written, or None where an exception says nothing of the kind."""
+    while error is not None:
+        if isinstance(error, OSError):
+            return error.strerror or first_line(error)
+        if found := WRITE_FAULT.search(str(error)):
+            return found[0] if found[0].startswith("No space") else first_line(error)[:120]
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:
@@ -21,25 +55,40 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:
     """
     part = path.with_name(path.name + ".part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(part, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        part.rename(path)
-    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
-        raise cannot_write(path, error) from error
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(part, "wb") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+            part.rename(path)
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file of any size, atomically as `write_atomically` does."""
+    with open(source, "rb") as opened:
+        write_atomically(target, lambda file: shutil.copyfileobj(opened, file, 2**20))
 
 
 def cannot_write(path: Path, error: Exception) -> UserError:
+    reason = _write_fault(error) or first_line(error)
     root = error
-    while root and not isinstance(root, OSError):  # torch.save hides a full disk behind an error of its own
-        root = root.__context__
-    in_the_way = isinstance(root, FileExistsError | NotADirectoryError | IsADirectoryError)
-    mend = "give another path" if in_the_way else "free some space or rights"
-    return UserError(f"{path} could not be written ({first_line(root or error)}); {mend}; earlier files are untouched")
+    while root and not isinstance(root, OSError):
+        root = root.__cause__ or root.__context__
+    if isinstance(root, FileExistsError | NotADirectoryError | IsADirectoryError):
+        return UserError(f"{path} could not be written ({reason}); give another path; earlier files are untouched")
+    if _is_full(path):
+        reason = "No space left on device"
+    fix = "free some space" if "space" in reason or "quota" in reason else "free some space or check the permissions"
+    return UserError(f"{path} could not be written ({reason}); {fix}; earlier files are untouched")
+
+
+def _is_full(path: Path) -> bool:
+    there = next((folder for folder in path.absolute().parents if folder.is_dir()), None)
+    return there is not None and shutil.disk_usage(there).free < NO_ROOM
 
 
 def lock(folder: Path) -> BinaryIO:
@@ -95,16 +144,17 @@ def new_folder(path: Path) -> Iterator[Path]:
     part = path.resolve().with_name(f".{path.resolve().name}.part")
     held = lock(part)
     try:
-        for old in set(part.iterdir()) - {part / ".lock"}:  # of a process that was killed
-            shutil.rmtree(old) if old.is_dir() else old.unlink()
-        yield part
-        (part / ".lock").unlink()
-        for file in filter(Path.is_file, part.rglob("*")):
-            with open(file, "rb") as opened:
-                os.fsync(opened.fileno())
-        part.rename(path)
-    except OSError as error:
-        raise cannot_write(path, error) from error
+        with writing(path):
+            for old in set(part.iterdir()) - {part / ".lock"}:  # of a process that was killed
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
+            yield part
+            (part / ".lock").unlink()
+            for file in filter(Path.is_file, part.rglob("*")):
+                with open(file, "rb") as opened:
+                    os.fsync(opened.fileno())
+            part.rename(path)
+    except UserError as error:
+        raise UserError(str(error).replace(str(part), str(path))) from error
     finally:
         held.close()
         shutil.rmtree(part, ignore_errors=True)

@@ -1,6 +1,5 @@
 """Pictures of a run, drawn from its metrics.jsonl."""
 
-import json
 from pathlib import Path
 
 import matplotlib
@@ -9,6 +8,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 from qat_lora.errors import UserError
+from qat_lora.run.files import writing
+from qat_lora.run.rundir import Run
 
 PANELS = (
     ("loss", "training loss"),
@@ -29,16 +30,13 @@ def plot_run(path: Path) -> Path:
 
     Raises UserError where the run has logged nothing or its metrics.jsonl is damaged.
     """
-    file = path / "metrics.jsonl"
-    if not file.exists():
+    run = Run(path, resumed=False)
+    if not run.metrics_path.exists():
         raise UserError(f"{path} has no metrics.jsonl; give a run directory such as runs/train_qat/<run>")
-    try:
-        lines = [json.loads(line) for line in file.read_text().splitlines()]
-    except ValueError as error:
-        raise UserError(f"{file} is damaged ({error})") from error
+    lines = run.metrics()
     panels = [(key, title) for key, title in PANELS if any(key in line for line in lines)]
     if not panels:
-        raise UserError(f"{file} holds no figures yet; train for a step first")
+        raise UserError(f"{run.metrics_path} holds no figures yet; train for a step first")
     rows = -(-len(panels) // 2)
     figure, axes = plt.subplots(rows, 2, figsize=(11, 2.8 * rows), squeeze=False)
     stages = list(dict.fromkeys(line.get("stage") for line in lines))
@@ -65,7 +63,8 @@ def plot_run(path: Path) -> Path:
     figure.suptitle(path.name, fontsize=10)
     figure.tight_layout()
     target = path / "plots" / "metrics.png"
-    target.parent.mkdir(exist_ok=True)
-    figure.savefig(target, dpi=110)
+    with writing(target):
+        target.parent.mkdir(exist_ok=True)
+        figure.savefig(target, dpi=110)
     plt.close(figure)
     return target

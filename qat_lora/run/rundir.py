@@ -1,17 +1,18 @@
 """The run directory: what was asked for, on what, what came out."""
 
 import dataclasses
+import hashlib
 import json
 import os
 import platform
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import yaml
 from tqdm import tqdm
@@ -19,22 +20,20 @@ from tqdm import tqdm
 from qat_lora.backend.group import ALONE, Group
 from qat_lora.errors import UserError, first_line
 from qat_lora.run.config import RunConfig
-from qat_lora.run.files import cannot_write, lock, read_json, write_json
+from qat_lora.run.files import lock, read_json, sha256, write_atomically, write_json, writing
 
 tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a worker that is killed leaves behind
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "torch_xla", "transformers", "peft", "datasets", "safetensors", "numpy")
-# How the rows of an update are split over workers and micro-batches, and what is compiled, changes no figure beyond
-# rounding; the facts hold how many workers there are. What --bos and --chat-template do to the text shows in the facts:
-# the fingerprint of the rows, and of the template.
-NOT_IDENTITY = {
-    "config", "device", "tpu", "use_tpu", "output_dir", "resume", "dry_run", "debug", "num_chips", "accumulation_steps",
-    "from_scratch", "checkpoint_path", "compile", "wandb", "bos", "chat_template",
-}  # fmt: skip
-FORMER_DEFAULTS = {"targets": ("q,v,o,gate,up,down", "auto")}  # of a run begun before: the same under another name
-
-BEFORE_MANIFEST = {".lock", "config.yaml", "manifest.json.part"}  # what a process that died at once leaves
+CONFIG_SUM = "config_sha256"  # in manifest.json
+DATE, STAMP = "date", "%Y%m%dT%H%M%SZ"
+BEFORE_MANIFEST = {
+    ".lock",
+    "config.yaml",
+    "config.yaml.part",
+    "manifest.json.part",
+}  # what a process that died at once leaves
 
 
 class Run:
@@ -53,15 +52,17 @@ class Run:
         """Append one line to metrics.jsonl and show it."""
         if not self.writes:
             return
-        try:
-            with open(self.metrics_path, "a") as file:
-                file.write(json.dumps({"step": step} | values) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise cannot_write(self.metrics_path, error) from error
+        with writing(self.metrics_path), open(self.metrics_path, "a") as file:
+            file.write(json.dumps({"step": step} | values) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         if self.mirror:
-            self.mirror(step, values)
+            try:
+                self.mirror(step, values)
+            except Exception as error:  # whatever a network library raises
+                self.mirror = None
+                say(f"warning: the mirror of {self.metrics_path} failed ({first_line(error)}) and gets no more lines; "
+                    "training continues, and that file has every line")  # fmt: skip
         shown = "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items())
         say(f"step {step}  {shown}")
 
@@ -81,24 +82,9 @@ class Run:
                 ) from error
         return lines
 
-    def metrics_size(self) -> int:
-        return self.metrics_path.stat().st_size if self.metrics_path.exists() else 0
-
-    def rewind_metrics(self, size: int) -> None:
-        """Forget what was logged after a checkpoint was taken; raises UserError where lines before it are missing."""
-        if not self.writes:
-            return
-        if self.metrics_size() < size:
-            raise UserError(
-                f"{self.metrics_path} is shorter than at the last checkpoint: it says which state was best; "
-                "put it back, or start again with another --output-dir"
-            )
-        if self.metrics_path.exists():
-            with open(self.metrics_path, "r+b") as file:
-                file.truncate(size)
-
     def finish(self, status: str, **values) -> None:
-        """Write summary.json (status: finished, preempted, failed; final figures) and give the directory free."""
+        """Write summary.json (status: finished, preempted, failed; final figures) and release the directory. A run that
+        is finished is never resumed, so this comes last."""
         if not self.writes:
             return
         write_json(self.path / "summary.json", {"status": status, **values})
@@ -112,26 +98,30 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
+def attempt(what: str, function: Callable[..., Any], *args) -> Any:
+    """function(*args), or None where it fails: one warning says so, and the program continues. For what a run can do
+    without, such as its plots."""
+    try:
+        return function(*args)
+    except Exception as error:  # whatever a plotting or network library raises
+        say(f"warning: {what} failed ({first_line(error)}); the run continues without")
+        return None
+
+
 def identity(config: RunConfig) -> dict:
-    """The part of a config that decides the numbers of a run."""
-    return _identity(dataclasses.asdict(config))
+    """The options that decide the numbers of a run; each says so where it is declared."""
+    return {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.metadata.get("identity", True)}
 
 
-def _identity(values: dict) -> dict:
-    former = {k: now for k, (then, now) in FORMER_DEFAULTS.items() if values.get(k) == then}
-    return {k: v for k, v in (values | former).items() if k not in NOT_IDENTITY}
-
-
-def open_run(
-    experiment: str, config: RunConfig, facts: dict, group: Group = ALONE, places: dict[str, str] | None = None
-) -> Run:
+def open_run(experiment: str, config: RunConfig, facts: dict, group: Group = ALONE) -> Run:
     """A new run directory, or the one that --resume names; `facts` (device, fingerprints, …) go into manifest.json.
 
-    places: options that say where something is, each with the fact that says what is there ({"model": "base"}). Where
-    both runs know the fact, it alone is compared: the same thing elsewhere, or spelled differently, is the same.
+    A run is resumed only with the same identity: options, as each declares, and facts, the device aside. An option that
+    names a fact (`--model` and "base") may differ where both runs know the fact and it agrees: the same model elsewhere
+    is the same. A fact that an older run did not record is not compared.
 
     Raises UserError where the directory already holds a run and --resume is off, holds a run of another config or other
-    facts (the device aside), or is being written by another process, and where the workers of a job differ in config or
+    facts, or is being written by another process, and where the workers of a job differ in config or
     facts. Resuming a finished run ends the program with exit code 0. Worker 0 alone opens the directory; the others
     get a Run that writes nothing.
     """
@@ -140,19 +130,19 @@ def open_run(
 
     def opened() -> tuple[Path, bool]:
         nonlocal run
-        run = _open(experiment, config, facts, places)
+        run = _open(experiment, config, facts)
         return run.path.absolute(), run.resumed
 
     path, resumed = group.on_main(opened)
     return run or Run(path, resumed, writes=False)
 
 
-def _open(experiment: str, config: RunConfig, facts: dict, places: dict[str, str] | None) -> Run:
+def _open(experiment: str, config: RunConfig, facts: dict) -> Run:
     lasting = {key: value for key, value in facts.items() if key != "device"}
-    path = _resumed_path(experiment, config, lasting, places)
+    path = _resumed_path(experiment, config, lasting)
     if path is not None:
         held = lock(path)
-        manifest = check_same(path, config, lasting, places)
+        manifest = check_same(path, config, lasting)
         if _status(path) == "finished":
             say(f"{path} is finished")
             raise SystemExit(0)
@@ -161,7 +151,8 @@ def _open(experiment: str, config: RunConfig, facts: dict, places: dict[str, str
             raise UserError(
                 f"{path}/manifest.json is damaged: resumed is no list; put it back, or start in another folder"
             )
-        write_json(path / "manifest.json", manifest | {"resumed": [*earlier, {"time": _now(), "argv": sys.argv}]})
+        again = {"time": _now(), "argv": sys.argv, "changed": _changed(path, config)}
+        write_json(path / "manifest.json", manifest | {"resumed": [*earlier, again]})
         say(f"resuming {path}")
         return Run(path, resumed=True, held=held)
     commit, dirty = _git()
@@ -173,10 +164,8 @@ def _open(experiment: str, config: RunConfig, facts: dict, places: dict[str, str
     if others:
         raise UserError(f"{path} holds {others[0]} and no run that wrote it; give another --output-dir, or empty it")
     held = lock(path)
-    try:
-        (path / "config.yaml").write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
-    except OSError as error:
-        raise cannot_write(path, error) from error
+    text = yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
+    write_atomically(path / "config.yaml", lambda file: file.write(text.encode()))
     write_json(
         path / "manifest.json",
         {
@@ -188,6 +177,7 @@ def _open(experiment: str, config: RunConfig, facts: dict, places: dict[str, str
             "python": platform.python_version(),
             "packages": {name: _version(name) for name in PACKAGES},
             "seed": config.seed,
+            CONFIG_SUM: hashlib.sha256(text.encode()).hexdigest(),
             **facts,
         },
     )
@@ -204,45 +194,89 @@ def newest_run(runs: Path) -> Path:
 
 
 def read_config(path: Path) -> dict:
-    """The identity part of a run directory's config.yaml."""
+    """The options that a run directory was begun with, from its config.yaml."""
     try:
-        return _identity(yaml.safe_load((path / "config.yaml").read_text()))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
+        found = yaml.safe_load((path / "config.yaml").read_text())
+        if not isinstance(found, dict):
+            raise ValueError("no options in it")
+        return found
+    except (OSError, yaml.YAMLError, ValueError) as error:
         raise UserError(f"{path}/config.yaml is missing or damaged ({first_line(error)})") from error
 
 
-def _resumed_path(experiment: str, config: RunConfig, facts: dict, places: dict[str, str] | None) -> Path | None:
+def _resumed_path(experiment: str, config: RunConfig, facts: dict) -> Path | None:
+    """The run to resume: the one named, or the newest that is the same."""
+    for path in _candidates(experiment, config):
+        if config.output_dir or config.resume != "auto" or _is_same(path, config, facts):
+            return path
+    if config.resume == "auto" and not config.output_dir:
+        say("--resume auto: no unfinished run of this config; starting a new one")
+    return None
+
+
+def _candidates(experiment: str, config: RunConfig) -> Iterator[Path]:
+    """Run directories that --resume may mean: the one that is named, or all unfinished ones, the newest first."""
     if config.resume == "off":
-        return None
+        return
     if config.resume != "auto":
         path = Path(config.resume)
         if not (path / "manifest.json").exists():
             raise UserError(f"--resume {path}: no run there (no manifest.json); give a run directory, auto or off")
         if config.output_dir and path.resolve() != Path(config.output_dir).resolve():
             raise UserError(
-                f"--resume {path} goes on there, and --output-dir {config.output_dir} is elsewhere; drop one"
+                f"--resume {path} resumes there, and --output-dir {config.output_dir} is elsewhere; drop one"
             )
-        return path
-    if config.output_dir:
+        yield path
+    elif config.output_dir:
         path = Path(config.output_dir)
-        return path if (path / "manifest.json").exists() else None
-    for manifest in sorted(Path("runs", experiment).glob("*/manifest.json"), reverse=True):
-        path = manifest.parent
-        try:
-            read_config(path), read_json(manifest)
-            finished = _status(path) == "finished"
-        except UserError as error:
-            say(f"passing over {path}: {error}")
-            continue
-        if not finished and _is_same(path, config, facts, places):
-            return path
-    say("--resume auto: no unfinished run of this config; starting a new one")
-    return None
+        if (path / "manifest.json").exists():
+            yield path
+    else:
+        for manifest in sorted(Path("runs", experiment).glob("*/manifest.json"), reverse=True):
+            try:
+                read_config(manifest.parent), read_json(manifest)
+                finished = _status(manifest.parent) == "finished"
+            except UserError as error:
+                say(f"passing over {manifest.parent}: {error}")
+                continue
+            if not finished:
+                yield manifest.parent
 
 
-def _is_same(path: Path, config: RunConfig, facts: dict, places: dict[str, str] | None) -> bool:
+def begun(experiment: str, config: RunConfig, group: Group = ALONE) -> datetime:
+    """When the run that --resume means was begun, in local time; now for a new run. Of several unfinished runs of one
+    config it is the newest. A chat template that prints the date prints this one, so that a run can be resumed on
+    another day."""
+    return group.on_main(lambda: _begun(experiment, config))
+
+
+def _begun(experiment: str, config: RunConfig) -> datetime:
+    for path in _candidates(experiment, config):
+        if config.output_dir or config.resume != "auto" or _is_same(path, config, {}):
+            return date_of(read_json(path / "manifest.json"), path / "manifest.json")
+    return now()
+
+
+def now() -> datetime:
+    return datetime.now().replace(microsecond=0)
+
+
+def date_of(manifest: dict, path: Path) -> datetime:
+    """The date that a manifest keeps for chat templates, or, in an older one, when the run was started (UTC)."""
     try:
-        check_same(path, config, facts, places)
+        if DATE in manifest:
+            return datetime.fromisoformat(manifest[DATE])
+        if "started" in manifest:
+            started = datetime.strptime(manifest["started"], STAMP).replace(tzinfo=UTC)
+            return started.astimezone().replace(tzinfo=None)
+        return now()
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{path} is damaged ({first_line(error)}); put it back, or start in another folder") from error
+
+
+def _is_same(path: Path, config: RunConfig, facts: dict) -> bool:
+    try:
+        check_same(path, config, facts)
     except UserError:
         return False
     return True
@@ -253,41 +287,54 @@ def _status(path: Path) -> str | None:
     return read_json(path / "summary.json").get("status") if (path / "summary.json").exists() else None
 
 
-def check_same(path: Path, config: RunConfig, facts: dict, places: dict[str, str] | None = None) -> dict:
-    """The manifest.json beside a config.yaml; raises UserError where they are of another config or of other facts. In a
-    run from before one of `places` had a fact, the option itself has to agree."""
-    places = places or {}
-    was, now, manifest = read_config(path), identity(config), read_json(path / "manifest.json")
-    known = {option: fact for option, fact in places.items() if fact in manifest and fact in facts}
-    for option, fact in known.items():
-        if manifest[fact] != facts[fact] and now.get(option):
+def check_same(path: Path, config: RunConfig, facts: dict) -> dict:
+    """The manifest.json of a run; raises UserError where that run has another identity than `config` and `facts`, or
+    where its files are damaged."""
+    was, manifest = read_config(path), read_json(path / "manifest.json")
+    wanted = manifest.get(CONFIG_SUM)
+    if wanted is not None and sha256(path / "config.yaml") != wanted:
+        raise UserError(f"{path}/config.yaml is damaged (checksum); put it back, or give another --output-dir")
+    for field in dataclasses.fields(config):
+        name, kind, now = field.name, field.metadata.get("identity", True), getattr(config, field.name)
+        if not kind:
+            continue
+        if isinstance(kind, str) and kind in manifest and kind in facts:
+            if manifest[kind] != facts[kind] and now:
+                raise UserError(
+                    f"{path} is a run of another config: {kind} is {str(manifest[kind])[:12]!r} ({name} "
+                    f"{was.get(name)!r}) there, {str(facts[kind])[:12]!r} ({name} {now!r}) here; give the same one, or "
+                    "another --output-dir"
+                )
+            continue
+        if name not in was and wanted is None:
             raise UserError(
-                f"{path} is a run of another config: {fact} is {str(manifest[fact])[:12]!r} ({option} "
-                f"{was.get(option)!r}) there, {str(facts[fact])[:12]!r} ({option} {now[option]!r}) here; give the same "
-                "one, or another --output-dir"
+                f"{path}/config.yaml does not say its {name}: it is damaged, or of another version; put it back, or "
+                "give another --output-dir"
             )
-    _check_same(path, was, {key: value for key, value in now.items() if key not in known})
-    new = set(places.values()) - set(known.values())
-    _check_same(path, manifest, {key: value for key, value in facts.items() if key not in new})
+        before = was.get(name, field.default)  # an option that came later
+        _check_equal(path, name, field.metadata.get("renamed", {}).get(before, before), now)
+    for name in sorted(facts.keys() & manifest.keys()):
+        _check_equal(path, name, manifest[name], facts[name])
     return manifest
 
 
-def _check_same(path: Path, there: dict, wanted: dict) -> None:
-    for key in sorted(wanted):
-        if key not in there:
-            raise UserError(
-                f"{path} does not say its {key}: config.yaml or manifest.json is damaged, or of another version; put "
-                "it back, or give another --output-dir"
-            )
-        if there[key] != wanted[key]:
-            raise UserError(
-                f"{path} is a run of another config: {key} is {there.get(key)!r} there, {wanted[key]!r} here; "
-                "give the same flags, or another --output-dir"
-            )
+def _check_equal(path: Path, name: str, there: Any, here: Any) -> None:
+    if there != here:
+        raise UserError(
+            f"{path} is a run of another config: {name} is {there!r} there, {here!r} here; give the same flags, or "
+            "another --output-dir"
+        )
+
+
+def _changed(path: Path, config: RunConfig) -> dict:
+    """The options that are not what the run was begun with; --resume and its like aside."""
+    was, own = read_config(path), {field.name for field in dataclasses.fields(RunConfig)}
+    now = {name: value for name, value in dataclasses.asdict(config).items() if name not in own}
+    return {name: value for name, value in now.items() if was.get(name, value) != value}
 
 
 def _now() -> str:
-    return datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    return datetime.now(UTC).strftime(STAMP)
 
 
 def _version(name: str) -> str | None:

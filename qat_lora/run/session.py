@@ -1,8 +1,9 @@
 """What happens between the steps of a training loop: record, evaluate, save, stop."""
 
 import math
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,8 +12,8 @@ from tqdm import tqdm
 
 from qat_lora.backend import TorchBackend
 from qat_lora.backend.group import SIGTERM, sigterm_noticed
-from qat_lora.errors import UserError
-from qat_lora.run.checkpoint import KEEP, load_checkpoint, save_checkpoint
+from qat_lora.errors import UserError, first_line
+from qat_lora.run.checkpoint import KEEP, load_checkpoint, restore_files, save_checkpoint
 from qat_lora.run.rundir import Run, say
 
 SHARES = ("loss", "kl", "tokens")  # recorded by each worker for its part; of other figures worker 0's stands for all
@@ -55,10 +56,15 @@ class Session:
         shown: tuple[str, ...] = (),
         saved: Callable[[Path], None] | None = None,
         keep: int = KEEP,
+        files: Sequence[str] = (),
     ):
         """shown: figures to have beside the progress bar. saved(folder): called by the first worker with every
-        checkpoint that it has written. keep: how many checkpoints stay."""
+        checkpoint that it has written, such as to copy it elsewhere; where it fails, training continues. keep: how many
+        checkpoints stay. files: files and folders of the run directory that a resumed run relies on: checkpoints keep
+        them, and a resumed run gets them back as they were at its checkpoint."""
         self.run, self.backend, self.every, self.shown, self.saved, self.keep = run, backend, every, shown, saved, keep
+        self.files = [run.metrics_path.name, *files]
+        self.copying = True  # the last copy of a checkpoint arrived
         self.offset = 0  # steps of the stages before this one
         self.pending: list[dict] = []
         self.interval: list[dict[str, float]] = []
@@ -66,7 +72,7 @@ class Session:
         self.logged_seconds = 0.0
         self.resumed = load_checkpoint(run.path, backend.group) if run.resumed else None
         if run.resumed:
-            run.rewind_metrics(self.resumed[2]["metrics_size"] if self.resumed else 0)
+            backend.group.on_main(self._rewind)
         if self.resumed:
             say(f"resuming at step {self.resumed[2]['step']} of stage {self.resumed[2]['stage']}")
 
@@ -108,9 +114,12 @@ class Session:
             plain | {name + end: part for name, pair in pairs.items() for end, part in zip((SUM, COUNT), pair)}
         )
 
-    def best(self, figure: str) -> float:
-        """The lowest value of a figure that this run has logged, evaluations before a resume included."""
-        values = [line[figure] for line in self.run.metrics() if figure in line]
+    def best(self, figure: str, rows: int) -> float:
+        """The lowest value of a held-out figure over `rows` rows that this run has logged. What it has measured on
+        other rows, before it was resumed with another --eval-rows, does not compare."""
+        values = [
+            line[figure] for line in self.run.metrics() if figure in line and line.get("heldout_rows", rows) == rows
+        ]
         return min(filter(math.isfinite, values), default=math.inf)
 
     def cost(self) -> dict:
@@ -118,6 +127,22 @@ class Session:
         memory = {"peak_memory_mb": round(max(self.backend.group.gather(self.backend.peak_memory_mb())), 1)}
         seconds = {stage: round(value, 1) for stage, value in self.seconds.items()}
         return {"seconds": seconds} | memory | self.backend.counters()
+
+    def _rewind(self) -> None:
+        """Make the run's files what they were at the checkpoint, or, without one, at the beginning."""
+        meta = self.resumed[2] if self.resumed else {"files": {}, "step": 0}
+        if "files" in meta:
+            restore_files(self.run.path, meta["files"], self.files, meta["step"])
+            return
+        size, path = meta["metrics_size"], self.run.metrics_path  # a checkpoint of an earlier version
+        there = path.stat().st_size if path.exists() else 0
+        if there < size:
+            raise UserError(
+                f"{path} is shorter than at the last checkpoint: it says which state was best; put it back, or start "
+                "again with another --output-dir"
+            )
+        if there:
+            os.truncate(path, size)
 
     def _restore(self, stage: str, total: int, load) -> int:
         """The first step to run: 1, the one after the checkpoint's, or past the end for a stage that is done."""
@@ -213,11 +238,23 @@ class Session:
             "seconds": self.seconds,
             "logged_seconds": self.logged_seconds,
         }
-        meta = {"stage": self.stage, "metrics_size": self.run.metrics_size()}
+        meta = {"stage": self.stage}
         tensors = self.backend.to_host(tensors)
         bad = next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None)
         if bad:  # the loss of this step was finite, its update was not
             self._refuse(step, {bad: "the updated parameter"})
-        written = save_checkpoint(self.run.path, step, tensors, self.backend.to_host(trainer), meta, self.keep)
+        trainer = self.backend.to_host(trainer)
+        written = save_checkpoint(self.run.path, step, tensors, trainer, meta, self.keep, self.files)
         if self.saved:
+            self._copy_out(written)
+
+    def _copy_out(self, written: Path) -> None:
+        """Call `saved`; warn of the first failure in a row."""
+        try:
             self.saved(written)
+            self.copying = True
+        except Exception as error:  # each cloud has exceptions of its own
+            if self.copying:
+                say(f"warning: {written.name} was not copied ({first_line(error)}); training continues, and the next "
+                    "checkpoint is tried again")  # fmt: skip
+            self.copying = False

@@ -35,7 +35,7 @@ def training(backend, checkpointing: bool, dropout: float = 0.0) -> dict:
     """Twelve updates of two micro-batches, through the ragged end of an epoch, with held-out figures and answers every
     fourth, and checkpoints."""
     tokenizer = load_tokenizer(MODEL)
-    data = law_data(law_rows("generated", "train", 46, 0), tokenizer, 512, section_weights("answer=2"), 0.2, 4, 0)
+    data = law_data(law_rows("generated", "train", 46, 0), tokenizer, 512, section_weights("answer=2"), 0.2, 0)
     model = backend.place(add_adapter(load_model(MODEL).requires_grad_(False), 4, 8, PROJECTIONS, 0, dropout))
     if checkpointing:
         backend.gradient_checkpointing(model)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from qat_lora.data.chat import Document, documents, render_chat, to_messages
+from qat_lora.data.chat import Document, after_thought, documents, render, render_chat, to_messages
 from qat_lora.errors import UserError
 
 SINGLE = [{"role": "user", "content": "What is 2+2?"}, {"role": "assistant", "content": "It is 4."}]
@@ -30,6 +30,15 @@ FORGETFUL = """
 {{- '<|im_start|>assistant\\n' }}
 {{- '<think>\\n\\n</think>\\n\\n' if enable_thinking is defined and not enable_thinking }}
 {%- endif %}
+"""
+
+
+# What DeepSeek-R1 and QwQ do: the prompt opens a thought, and rendered answers have none.
+OPENING = """
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content.split('</think>')[-1].lstrip() + '<|im_end|>\\n' }}
+{%- endfor %}
+{{- '<|im_start|>assistant\\n<think>' + gap if add_generation_prompt }}
 """
 
 
@@ -176,3 +185,35 @@ def test_documents_names_the_row_at_fault(tiny_tokenizer, row):
     rows = documents([{"text": "plain"}, row], tiny_tokenizer, "on")
     assert next(rows) == Document("plain", None)
     assert fault(next, rows).startswith("row 1: ")
+
+
+# -- templates that open a thought -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("gap", ["", "\n"])
+@pytest.mark.parametrize("thinking", ["on", "off", "both"])
+def test_an_opened_thought_is_closed_before_the_answer(tiny_tokenizer, gap, thinking):
+    tokenizer = with_template(tiny_tokenizer, OPENING.replace("gap", repr(gap)))
+    document = render_one(SINGLE, tokenizer, thinking)
+    prompt = render(SINGLE[:1], tokenizer, False, prompt=True)
+    assert prompt.endswith("<think>" + gap)
+    assert document.text == prompt + ("" if gap else "\n") + "\n</think>\n\nIt is 4.<|im_end|>\n"
+    assert document.text[: document.spans[0][0]] == prompt and completions(document)[0].endswith("It is 4.<|im_end|>")
+    assert after_thought(completions(document)[0].removesuffix("<|im_end|>")) == "It is 4."
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"role": "assistant", "content": "<think>\nTwo twos.\n</think>\n\nIt is 4."},
+        {"role": "assistant", "content": "It is 4.", "reasoning_content": "Two twos."},
+    ],
+)
+def test_a_thought_that_the_template_drops_is_put_back(tiny_tokenizer, answer):
+    tokenizer = with_template(tiny_tokenizer, OPENING.replace("gap", repr("\n")))
+    assert completions(render_one([SINGLE[0], answer], tokenizer, "on")) == [
+        "Two twos.\n</think>\n\nIt is 4.<|im_end|>"
+    ]
+
+
+def test_of_several_turns_the_last_continues_its_prompt(tiny_tokenizer):
+    tokenizer = with_template(tiny_tokenizer, OPENING.replace("gap", repr("\n")))
+    assert completions(render_one(MULTI, tokenizer, "off")) == ["\n</think>\n\nSix <|im_end|>"]

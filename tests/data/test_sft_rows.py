@@ -178,17 +178,14 @@ def test_the_fullest_row_that_fits_is_taken():
 
 
 def test_an_item_of_packed_examples():
-    packed = PackedExamples([example("a", 0, 1, 2), example("b", 0, 1)], 7, (1.0, 3.0), end=9, multiple=2)
-    assert len(packed) == 2 and packed.width == 3 and packed.filled == 5 / 14
+    packed = PackedExamples([example("a", 0, 1, 2), example("b", 0, 1)], 7, (1.0, 3.0), end=9)
+    assert len(packed) == 1 and packed.width == 3 and packed.filled == 5 / 7
     item = packed[0]
     assert item["tokens"].tolist() == [10, 11, 12, 10, 11, 9, 9]
     assert item["segments"].tolist() == [1, 1, 1, 2, 2, 0, 0]
     assert item["positions"].tolist() == [0, 1, 2, 0, 1, 0, 0]
     assert item["places"].tolist() == [1, 2, 4] and item["sections"].tolist() == [1, 2, 1]
     assert item["weights"].tolist() == [1.0, 3.0, 1.0] and packed.kept(0) == 5.0
-    empty = packed[1]
-    assert not empty["segments"].any() and not empty["weights"].any() and packed.kept(1) == 0.0
-    assert {name: value.shape for name, value in empty.items()} == {n: v.shape for n, v in item.items()}
 
 
 def test_the_fingerprint_knows_tokens_sections_packing_and_weights():

@@ -1,6 +1,7 @@
 """Built-in chat templates render what their models were trained on, end a turn where a model can stop, and say no."""
 
 from copy import deepcopy
+from datetime import datetime
 
 import pytest
 from tokenizers import processors
@@ -10,7 +11,6 @@ from qat_lora.data.options import ChatOptions
 from qat_lora.data.templates import begin_with_bos, set_template, template_facts
 from qat_lora.errors import UserError
 from qat_lora.models.generate import _turn_end
-from qat_lora.run.rundir import NOT_IDENTITY
 
 TALK = [
     {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"},
@@ -23,6 +23,10 @@ GEMMA = (
     "<start_of_turn>user\nBye<end_of_turn>\n<start_of_turn>model\nSee you<end_of_turn>\n"
 )
 LLAMA = "".join(f"<|start_header_id|>{turn['role']}<|end_header_id|>\n\n{turn['content']}<|eot_id|>" for turn in TALK)
+DATELESS = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 SHAPES = [("chatml", "<|im_end|>", CHATML), ("gemma", "<end_of_turn>", GEMMA), ("llama3", "<|eot_id|>", LLAMA)]
 
 
@@ -69,8 +73,7 @@ def test_without_the_end_marker_a_turn_ends_with_eos(bare, name, end, text):
 
 def test_a_file_stands_in_place_of_the_tokenizers_own(tiny_model_dir, tmp_path):
     path = tmp_path / "talk.jinja"
-    path.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
-                    "{% if add_generation_prompt %}assistant: {% endif %}")  # fmt: skip
+    path.write_text(DATELESS)
     tokenizer = ChatOptions(chat_template=str(path)).tokenizer(str(tiny_model_dir))
     assert render_chat(TALK[1:3], tokenizer, "off")[0].text == "user: Hi<|im_end|>assistant: Hello<|im_end|>"
     own = ChatOptions().tokenizer(str(tiny_model_dir))
@@ -109,10 +112,40 @@ def test_bos_is_put_in_front_of_a_template_that_lacks_it(bare):
         assert render_chat(TALK, tokenizer, "off")[0].text == "<|im_start|>" + LLAMA
 
 
-def test_a_run_knows_its_template_by_content(tmp_path):
+def test_a_run_knows_its_template_by_content(tmp_path, bare):
+    tokenizer = bare("<|eot_id|>")
     paths = [tmp_path / name for name in ("a", "b", "c")]
     for path, text in zip(paths, ("one", "one", "two")):
         path.write_text(text)
-    first, same, other = (template_facts(str(path)) for path in paths)
-    assert first == same != other and template_facts(None) == {}
-    assert template_facts("gemma") == {"chat_template": "gemma"} and "chat_template" in NOT_IDENTITY
+    first, same, other = (template_facts(tokenizer, str(path)) for path in paths)
+    assert first == same != other and template_facts(tokenizer, None) == {}
+    assert template_facts(tokenizer, "gemma") == {"chat_template": "gemma"}
+
+
+# -- templates with a date, with names ---------------------------------------------------------------------------------
+def test_a_template_prints_the_date_that_it_is_given(bare):
+    tokenizer = bare("<|eot_id|>")
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y %H:%M') }}" + DATELESS
+    (today,) = render_chat(TALK[1:3], tokenizer, "off")
+    assert today.text.startswith(datetime.now().strftime("%d %b %Y"))
+    tokenizer.template_date = datetime(2024, 7, 26, 8, 30)
+    (then,) = render_chat(TALK[1:3], tokenizer, "off")
+    assert then.text.startswith("26 Jul 2024 08:30")
+    assert template_facts(tokenizer, None) == {"date": "2024-07-26T08:30:00"}
+    tokenizer.chat_template = DATELESS
+    assert template_facts(tokenizer, None) == {}
+
+
+def test_named_templates_without_a_default_have_to_be_chosen(bare):
+    tokenizer = bare("<|eot_id|>")
+    tokenizer.chat_template = {"plain": DATELESS, "tools": "{{ 'tools' }}" + DATELESS}
+    with pytest.raises(UserError, match=r"templates named plain, tools and no default; .*--chat-template plain"):
+        render_chat(TALK[1:3], tokenizer, "off")
+    set_template(tokenizer, "tools")
+    assert render_chat(TALK[1:3], tokenizer, "off")[0].text.startswith("tools")
+
+
+def test_the_default_of_named_templates_is_taken(bare):
+    tokenizer = bare("<|eot_id|>")
+    tokenizer.chat_template = {"default": DATELESS, "tools": "{{ 'tools' }}" + DATELESS}
+    assert render_chat(TALK[1:3], tokenizer, "off")[0].text.startswith("user: Hi")

@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from qat_lora.backend import TorchBackend
 from qat_lora.errors import UserError
-from qat_lora.run.checkpoint import KEEP, load_checkpoint, read_checkpoint, save_checkpoint
+from qat_lora.run.checkpoint import KEEP, load_checkpoint, read_checkpoint, restore_files, save_checkpoint
 
 
 class Tied(torch.nn.Module):
@@ -90,7 +90,7 @@ def test_trainer_state_holds_no_code(tmp_path):
     torch.load(path / "trainer.pt", weights_only=True)
     assert read_checkpoint(path)[1] == {"x": 1}
     save_checkpoint(tmp_path, 2, {"w": torch.ones(1)}, {"x": print}, {})
-    with pytest.raises(Exception, match=r"weights_only|WeightsUnpickler|damaged"):
+    with pytest.raises(UserError, match=r"step_2: trainer\.pt holds code or something else than a checkpoint"):
         read_checkpoint(tmp_path / "checkpoints" / "step_2")
 
 
@@ -170,6 +170,82 @@ def test_a_step_that_is_damaged_twice_is_set_aside_twice(tmp_path):
 def test_checksums_are_in_meta(tmp_path):
     meta = json.loads((save(tmp_path, 1, stage="toy") / "meta.json").read_text())
     assert meta["sha256"].keys() == {"model.safetensors", "trainer.pt"} and meta["stage"] == "toy"
+
+
+# -- the files of a run that a checkpoint relies on ------------------------------------------------------------------
+FILES = ("best.pt", "adapter")
+
+
+def with_files(run, step: int, best: bytes, adapter: bytes):
+    (run / "adapter" / "deep").mkdir(parents=True, exist_ok=True)
+    (run / "best.pt").write_bytes(best)
+    (run / "adapter" / "deep" / "weights").write_bytes(adapter)
+    save_checkpoint(run, step, {"w": torch.ones(1)}, {}, {}, files=FILES)
+
+
+def restore(run, files=FILES):
+    meta = load_checkpoint(run)[2]
+    restore_files(run, meta["files"], files, meta["step"])
+
+
+def content(run) -> list[bytes]:
+    return [(run / "best.pt").read_bytes(), (run / "adapter" / "deep" / "weights").read_bytes()]
+
+
+def delete(path):
+    path.unlink()
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:2])
+
+
+DAMAGES = [delete, truncate, lambda path: flip(path, 1)]
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, lambda path: path.write_bytes(b"of a later step")])
+@pytest.mark.parametrize("name", ["best.pt", "adapter/deep/weights"])
+def test_a_file_is_put_back_as_it_was_at_the_checkpoint(tmp_path, name, damage):
+    with_files(tmp_path, 1, b"first", b"one")
+    damage(tmp_path / name)
+    restore(tmp_path)
+    assert content(tmp_path) == [b"first", b"one"]
+
+
+def test_files_of_an_earlier_checkpoint_come_back_with_it(tmp_path):
+    with_files(tmp_path, 1, b"first", b"one")
+    with_files(tmp_path, 2, b"second", b"one")
+    flip(tmp_path / "checkpoints" / "step_2" / "trainer.pt", 100)
+    restore(tmp_path)
+    assert content(tmp_path) == [b"first", b"one"]
+
+
+def test_what_was_not_there_at_the_checkpoint_is_made_anew(tmp_path):
+    save_checkpoint(tmp_path, 1, {"w": torch.ones(1)}, {}, {}, files=FILES)
+    (tmp_path / "best.pt").write_bytes(b"of later")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "weights").write_bytes(b"of later")
+    (tmp_path / "notes.txt").write_text("mine")
+    restore(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "notes.txt"]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_file_that_is_gone_with_its_copy_is_refused_by_name(tmp_path, damage):
+    with_files(tmp_path, 1, b"first", b"one")
+    (copy,) = [path for path in (tmp_path / "checkpoints" / "files").iterdir() if path.read_bytes() == b"first"]
+    damage(copy)
+    restore(tmp_path)  # as long as the file itself is whole, its copy does not matter
+    damage(tmp_path / "best.pt")
+    with pytest.raises(UserError, match=r"best\.pt is not what it was at step 1 .*--output-dir"):
+        restore(tmp_path)
+
+
+def test_copies_are_kept_once_and_go_with_their_checkpoints(tmp_path):
+    for step, best in enumerate((b"a", b"a", b"b", b"c", b"c"), 1):
+        with_files(tmp_path, step, best, b"one")
+    kept = [path.read_bytes() for path in (tmp_path / "checkpoints" / "files").iterdir()]
+    assert sorted(kept) == [b"c", b"one"]
 
 
 # -- a full disk -----------------------------------------------------------------------------------------------------

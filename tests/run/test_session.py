@@ -11,6 +11,7 @@ import torch
 from qat_lora.backend import TorchBackend
 from qat_lora.errors import UserError
 from qat_lora.run.checkpoint import read_checkpoint
+from qat_lora.run.files import sha256
 from qat_lora.run.rundir import Run
 from qat_lora.run.session import Every, Session
 
@@ -134,8 +135,15 @@ def test_figures_are_fetched_only_when_something_is_due(toy):
 def test_best_is_the_lowest_ever_logged(toy):
     scores = iter([0.9, 0.4, 0.7])
     made = toy(Every(evaluate=2)).stage("qat", 4, lambda step: {"score": next(scores)})
-    assert made.session.best("score") == 0.4
-    assert made.session.best("other") == math.inf
+    assert made.session.best("score", 8) == 0.4
+    assert made.session.best("other", 8) == math.inf
+
+
+def test_best_compares_figures_over_the_same_rows_only(toy):
+    figures = iter([{"score": 0.1, "heldout_rows": 4}, {"score": 0.4, "heldout_rows": 8}, {"score": 0.3}])
+    made = toy(Every(evaluate=2)).stage("qat", 4, lambda step: next(figures))
+    assert made.session.best("score", 8) == 0.3  # a line of an earlier version does not say how many
+    assert made.session.best("score", 4) == 0.1 and made.session.best("score", 2) == 0.3
 
 
 # -- stages ----------------------------------------------------------------------------------------------------------
@@ -194,6 +202,47 @@ def test_killed_before_anything_was_saved_starts_anew(toy):
     again = toy(Every(log=1), resumed=True)
     assert again.session.resumed is None
     assert len(again.stage("qat", 4).lines()) == 4
+
+
+def test_metrics_that_are_gone_or_damaged_come_back(toy):
+    every = Every(log=1, save=2)
+    toy(every).stage("qat", 4)
+    lines = toy(every, resumed=True).lines()
+    metrics = toy(every, resumed=True).run.metrics_path
+    for damage in (metrics.unlink, lambda: metrics.write_text("{"), lambda: metrics.write_text(" " * 999)):
+        damage()
+        assert toy(every, resumed=True).lines() == lines
+
+
+def test_a_checkpoint_of_an_earlier_version_rewinds_metrics_by_their_size(toy):
+    made = toy(Every(log=1, save=2)).stage("qat", 3)
+    path = made.run.path / "checkpoints" / "step_3"
+    _, trainer, meta = read_checkpoint(path)
+    first, second = made.run.metrics_path.read_text().splitlines(keepends=True)[:2]
+    meta = {name: value for name, value in meta.items() if name != "files"} | {"metrics_size": len(first + second)}
+    torch.save({"meta": meta, "state": trainer}, path / "trainer.pt")
+    whole = json.loads((path / "meta.json").read_text())
+    whole["sha256"]["trainer.pt"] = sha256(path / "trainer.pt")
+    (path / "meta.json").write_text(json.dumps(whole))
+    assert len(toy(resumed=True).lines()) == 2
+    made.run.metrics_path.write_text(first)
+    with pytest.raises(UserError, match="shorter than at the last checkpoint"):
+        toy(resumed=True)
+
+
+def test_a_copy_that_fails_is_warned_of_once_and_tried_again(toy, capsys):
+    made, copied = toy(Every(log=0, save=1)), []
+
+    def saved(folder):
+        if folder.name in ("step_2", "step_3", "step_5"):
+            raise ConnectionResetError("bucket away")
+        copied.append(folder.name)
+
+    made.session.saved = saved
+    made.stage("qat", 6)
+    assert copied == ["step_1", "step_4", "step_6"] and made.saved() == ["step_5", "step_6"]
+    said = capsys.readouterr().out
+    assert said.count("was not copied (bucket away)") == 2  # of steps 2 and 3, one warning
 
 
 # -- figures that are not finite -------------------------------------------------------------------------------------
