@@ -2,6 +2,7 @@
 
 import errno
 import os
+import pickle
 import select
 import sys
 import traceback
@@ -15,7 +16,18 @@ class UserError(ValueError):
 
 def first_line(error: BaseException) -> str:
     """The first line of an exception's message, or its type."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(". ")
+    return next(iter(_said(error).strip().splitlines()), type(error).__name__).rstrip(". ")
+
+
+def one_line(error: BaseException, longest: int = 160) -> str:
+    """An exception's whole message on one line, cut to `longest` characters, or its type."""
+    return " ".join(_said(error).split()).rstrip(". ")[:longest] or type(error).__name__
+
+
+def _said(error: BaseException) -> str:
+    if isinstance(error, pickle.UnpicklingError):  # whose message advises to run what is in the file
+        return "it holds something else than tensors, none of which was run"
+    return str(error)
 
 
 def report(error: BaseException, with_traceback: bool = False) -> int:

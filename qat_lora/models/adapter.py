@@ -3,6 +3,7 @@
 import math
 import warnings
 from pathlib import Path
+from pickle import PickleError
 
 import torch
 from peft import PeftModel
@@ -10,7 +11,7 @@ from peft.utils import get_peft_model_state_dict, load_peft_weights
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from qat_lora.errors import UserError
+from qat_lora.errors import UserError, one_line
 from qat_lora.models.architecture import unwrap
 from qat_lora.models.identity import short
 from qat_lora.run.files import read_json, sha256, write_json
@@ -63,7 +64,7 @@ def load_adapter(model: nn.Module, path: str | Path, checkpoint: str | Path | No
             adapted = PeftModel.from_pretrained(model, str(folder), torch_device="cpu")
     except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"adapter {folder} does not fit the model ({_reason(error)}); give the model of its run"
+            f"adapter {folder} does not fit the model ({one_line(error)}); give the model of its run"
         ) from error
     odd = sorted(saved.keys() ^ get_peft_model_state_dict(adapted, save_embedding_layers=False).keys())
     if odd:
@@ -94,8 +95,8 @@ def _read(folder: Path) -> dict[str, Tensor]:
     _check_config(folder, read_json(folder / "adapter_config.json"))
     try:
         return load_peft_weights(str(folder), device="cpu")
-    except (SafetensorError, RuntimeError, ValueError, EOFError, OSError) as error:
-        raise UserError(f"adapter {folder} is damaged ({_reason(error)}); copy or train it again") from error
+    except (SafetensorError, RuntimeError, ValueError, EOFError, OSError, PickleError) as error:
+        raise UserError(f"adapter {folder} is damaged ({one_line(error)}); copy or train it again") from error
 
 
 def _check_config(folder: Path, config: dict) -> None:
@@ -146,8 +147,3 @@ def _check_origin(folder: Path, checkpoint: str | Path | None, model: nn.Module)
             f"adapter {folder} was trained on another model (fingerprint {short(trained)}) than {model.name_or_path!r} "
             f"({short(here)}); give the --model of its run"
         )
-
-
-def _reason(error: Exception) -> str:
-    """An exception on one short line."""
-    return " ".join(str(error).split())[:160] or type(error).__name__

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
 
-from qat_lora.errors import UserError, first_line
+from qat_lora.errors import UserError, first_line, one_line
 from qat_lora.hub import hub_fault
 from qat_lora.models.architecture import short_range
 from qat_lora.models.check import check
@@ -82,8 +82,8 @@ def _gguf_reader(path) -> gguf.GGUFReader:
 
 def _cannot_be_loaded(name: str, reason: str | Exception) -> UserError:
     source = model_source(name)
-    said = str(reason).replace(f"{source['pretrained_model_name_or_path']}/", "")
-    said = " ".join(said.split()).rstrip(". ")[:160] or type(reason).__name__
+    said = reason if isinstance(reason, str) else one_line(reason, 500)
+    said = said.replace(f"{source['pretrained_model_name_or_path']}/", "")[:160]
     if "gguf_file" in source:
         return UserError(
             f"model {name!r} cannot be loaded ({said}); the file is damaged, or of a kind that transformers does not "

@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
 )
 
-from qat_lora.errors import UserError
+from qat_lora.errors import UserError, one_line
 from qat_lora.models.architecture import decoder
 
 
@@ -122,7 +122,7 @@ def _check_same_logits(name: str, full: nn.Module, text: nn.Module) -> None:
     try:
         whole, alone = (model(input_ids=tokens, use_cache=False).logits for model in (full.eval(), text.eval()))
     except Exception as error:  # it wants a picture, for instance
-        raise _not_alone(name, full, " ".join(str(error).split())[:120]) from error
+        raise _not_alone(name, full, one_line(error, 120)) from error
     gap = float((whole - alone).abs().max())
     if not gap <= 1e-3 * float(whole.abs().max()):
         raise _not_alone(name, full, f"its logits differ by {gap:.2g} from the whole model's")

@@ -168,7 +168,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict, dict]:
         return load_file(path / FILES[0]), trainer["state"], trainer["meta"]
     except Exception as error:  # what has the right checksums and yet is none; code in a pickle is not run
         raise UserError(
-            f"checkpoint {path}: {FILES[1]} holds code or something else than a checkpoint ({first_line(error)[:24]}), "
+            f"checkpoint {path}: {FILES[1]} is no trainer state ({first_line(error)}), "
             "so it was not saved by this program; start again with another --output-dir"
         ) from error
 
