@@ -18,6 +18,7 @@ Untested on hardware: TPU, CUDA.
 import dataclasses
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -68,6 +69,7 @@ SHARED_CONFIG = {
 SAMPLE_TOKENS = 120
 PJRT_TPU = os.environ.get("PJRT_DEVICE", "").upper() == "TPU"  # asks for a TPU as well
 OPENING = 6  # tokens of a held-out story to go on from
+CACHE = Path("caches/stories")  # tokens, kept for later runs; a dry run keeps none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +78,7 @@ class Config(RunConfig):
     num_chips: int | None = option(None, "TPU chips, GPUs or CPU processes of this host; 0: every chip or GPU there is")
     model: str = option("reservoir", "reservoir, or transformer or mingru of as many trained parameters")
     dataset: str = option(SHARED_CONFIG["dataset"], "embedded, a local .txt, .jsonl or .parquet file, or a hub dataset")
-    max_stories: int = option(SHARED_CONFIG["max_stories"], "read that many texts; a .txt is one")
+    max_stories: int = option(SHARED_CONFIG["max_stories"], "read that many stories; <|endoftext|> separates those of one text")
     heldout_fraction: float = option(SHARED_CONFIG["heldout_fraction"], "share of the text at its end to measure on")
     tokenizer: str = option(SHARED_CONFIG["tokenizer"], "gpt2, bpe (trained on the text), chars; auto: gpt2, else bpe")
     vocab_size: int = option(SHARED_CONFIG["vocab_size"], "tokens of a bpe tokenizer")
@@ -118,7 +120,10 @@ def main(cfg: Config) -> None:
 
 def work(backend: TorchBackend, cfg: Config) -> None:
     """One worker's part: all of it, or its share of every update's rows."""
-    stories = load_stories(cfg.dataset, cfg.max_stories, cfg.heldout_fraction, cfg.tokenizer, cfg.vocab_size)
+    stories = load_stories(
+        cfg.dataset, cfg.max_stories, cfg.heldout_fraction, cfg.tokenizer, cfg.vocab_size,
+        None if cfg.dry_run else CACHE,
+    )
     train = Blocks(stories.train, cfg.block_size)
     here = planned_workers(backend.kind, cfg.num_chips) if cfg.dry_run else backend.world_size
     plan = plan_of(cfg, len(train), here)

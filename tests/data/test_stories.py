@@ -21,8 +21,8 @@ def test_both_parts_are_the_text(text, kind, vocab):
     found = load_stories(text, 10, 0.1, kind, vocab)
     said = [found.tokenizer.decode(part[:-1].tolist()) for part in (found.train, found.heldout)]
     assert "\n".join(said) == TEXT and 0.08 < len(said[1]) / len(TEXT) < 0.12
-    assert found.train[-1] == found.heldout[-1] == found.end and found.heldout_bytes == len(said[1].encode())
-    assert max(found.train.max(), found.heldout.max()) < found.vocab
+    assert found.train[-1:] == found.heldout[-1:] == found.end and found.heldout_bytes == len(said[1].encode())
+    assert max(found.train[:].max(), found.heldout[:].max()) < found.vocab
 
 
 def test_several_stories_keep_apart(tmp_path):
@@ -30,8 +30,8 @@ def test_several_stories_keep_apart(tmp_path):
         "".join(f'{{"text": "story number {n}"}}\n' for n in range(20)) + '{"text": ""}\n'
     )
     found = load_stories(str(tmp_path / "s.jsonl"), 15, 0.2, "chars", 0)
-    assert (found.train == found.end).sum() == 12 and (found.heldout == found.end).sum() == 3
-    assert found.tokenizer.decode(found.heldout.tolist(), skip_special_tokens=False).count(END) == 3
+    assert (found.train[:] == found.end).sum() == 12 and (found.heldout[:] == found.end).sum() == 3
+    assert found.tokenizer.decode(found.heldout[:].tolist(), skip_special_tokens=False).count(END) == 3
 
 
 def test_openings_are_of_several_texts_or_places(text, tmp_path):
