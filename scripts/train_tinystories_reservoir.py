@@ -25,7 +25,17 @@ import torch
 from qat_lora.backend import TorchBackend, launch, open_backend, planned_workers, resolve
 from qat_lora.data.stories import Blocks, Stories, load_stories
 from qat_lora.errors import UserError
-from qat_lora.experiments.stories import Shape, build, get_device, heldout, on_tpu, story_loss, tell, trained
+from qat_lora.experiments.stories import (
+    Shape,
+    build,
+    check_kind,
+    get_device,
+    heldout,
+    on_tpu,
+    story_loss,
+    tell,
+    trained,
+)
 from qat_lora.models.reservoir import ReservoirSpec
 from qat_lora.models.scan import CHUNK, LEVELS
 from qat_lora.models.small_lm import SmallLM
@@ -78,7 +88,7 @@ class Config(RunConfig):
     num_chips: int | None = option(None, "TPU chips, GPUs or CPU processes of this host; 0: every chip or GPU there is")
     model: str = option("reservoir", "reservoir, or transformer or mingru of as many trained parameters")
     dataset: str = option(SHARED_CONFIG["dataset"], "embedded, a local .txt, .jsonl or .parquet file, or a hub dataset")
-    max_stories: int = option(SHARED_CONFIG["max_stories"], "read that many stories; <|endoftext|> separates those of one text")
+    max_stories: int = option(SHARED_CONFIG["max_stories"], "stories to read, which <|endoftext|> separates")
     heldout_fraction: float = option(SHARED_CONFIG["heldout_fraction"], "share of the text at its end to measure on")
     tokenizer: str = option(SHARED_CONFIG["tokenizer"], "gpt2, bpe (trained on the text), chars; auto: gpt2, else bpe")
     vocab_size: int = option(SHARED_CONFIG["vocab_size"], "tokens of a bpe tokenizer")
@@ -113,6 +123,7 @@ def main(cfg: Config) -> None:
     shape_of(cfg)
     Sampling(cfg.temperature, cfg.top_k, cfg.top_p)
     Every(cfg.log_every, cfg.eval_every, cfg.save_every)
+    check(cfg)
     if cfg.dry_run:
         return work(open_backend(cfg.device, cfg.precision), cfg)
     launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug)
@@ -120,12 +131,12 @@ def main(cfg: Config) -> None:
 
 def work(backend: TorchBackend, cfg: Config) -> None:
     """One worker's part: all of it, or its share of every update's rows."""
-    stories = load_stories(
-        cfg.dataset, cfg.max_stories, cfg.heldout_fraction, cfg.tokenizer, cfg.vocab_size,
-        None if cfg.dry_run else CACHE,
-    )
-    train = Blocks(stories.train, cfg.block_size)
     here = planned_workers(backend.kind, cfg.num_chips) if cfg.dry_run else backend.world_size
+    if cfg.batch_size % here:
+        raise UserError(f"--batch-size {cfg.batch_size} does not divide by {here} workers; use a multiple of them")
+    text = (cfg.dataset, cfg.max_stories, cfg.heldout_fraction, cfg.tokenizer, cfg.vocab_size)
+    stories = load_stories(*text, cache=None if cfg.dry_run else CACHE)
+    train = Blocks(stories.train, cfg.block_size)
     plan = plan_of(cfg, len(train), here)
     model = build(cfg.model, stories.vocab, shape_of(cfg), cfg.seed)
     if backend.is_main:
@@ -179,16 +190,23 @@ def shape_of(cfg: Config) -> Shape:
     return Shape(cfg.embedding, cfg.blocks, cfg.hidden, tuple(specs), cfg.heads, cfg.dropout, cfg.attention_window)
 
 
-def plan_of(cfg: Config, blocks: int, workers: int) -> Plan:
-    """Of one worker, whose batch is its share of an update's blocks."""
-    if not 1 <= cfg.batch_size <= blocks:
-        raise UserError(f"--batch-size {cfg.batch_size} is not from 1 to {blocks}, the blocks of the text; change it")
+def check(cfg: Config) -> None:
+    """Raise UserError for what is wrong whatever the text is: to tokenise that may take minutes."""
+    check_kind(cfg.model)
+    if cfg.batch_size < 1:
+        raise UserError(f"--batch-size {cfg.batch_size} must be at least 1")
+    if cfg.block_size < 1:
+        raise UserError(f"--block-size {cfg.block_size} must be at least 1")
     if cfg.model != "transformer" and cfg.block_size > CHUNK**LEVELS:
         raise UserError(f"--block-size {cfg.block_size} is more than the {CHUNK**LEVELS} steps of a scan; shorten it")
-    if cfg.batch_size % workers:
-        raise UserError(f"--batch-size {cfg.batch_size} does not divide by {workers} workers; use a multiple of them")
     if cfg.epochs < 0:
         raise UserError(f"--epochs {cfg.epochs} must not be negative")
+
+
+def plan_of(cfg: Config, blocks: int, workers: int) -> Plan:
+    """Of one worker, whose batch is its share of an update's blocks."""
+    if cfg.batch_size > blocks:
+        raise UserError(f"--batch-size {cfg.batch_size} is not from 1 to {blocks}, the blocks of the text; change it")
     return Plan(
         steps=cfg.epochs * blocks // cfg.batch_size, batch_size=cfg.batch_size // workers, accumulation=1,
         learning_rate=cfg.learning_rate, warmup_steps=cfg.warmup_steps, clip_grad_norm=cfg.clip_grad_norm,

@@ -23,8 +23,8 @@ from qat_lora.run.rundir import say
 LARGEST_VOCAB = 1_000_000
 TOKENIZERS = ("auto", "gpt2", "bpe", "chars")
 FORMAT = 1  # of the files; another makes every text's again
-BATCH = 2**20  # characters tokenised at a time
-DISTINCT = 4 * 2**20  # bytes of distinct words that a BPE is trained on; training takes some 80 bytes for each
+BATCH = 2**18  # characters tokenised at a time
+DISTINCT = 3 * 2**19  # bytes of distinct words to train a BPE on, which takes some 80 bytes of memory for each
 SIDES = ("train", "heldout")
 
 

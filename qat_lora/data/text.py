@@ -15,8 +15,8 @@ from qat_lora.hub import hub_fault
 EMBEDDED = "embedded"
 END = "<|endoftext|>"  # separates the texts of a .txt file, as in the published TinyStories
 PARQUET_BATCH_ROWS = 1024
-READ = 2**16  # bytes of a .txt file read at a time
-PIECE = 2**16  # characters, about, of a piece of a long text
+READ = 2**16  # bytes of a .txt file to read at a time
+PIECE = 2**14  # characters, about, of a piece of a long text
 
 
 def read_rows(
@@ -117,13 +117,14 @@ def txt_parts(path: Path) -> Iterator[str | None]:
 
 
 def _decoded(path: Path) -> Iterator[str]:
-    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")(), translate=True)
+    # a byte order mark is not text
+    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
     done = 0
     try:
         with path.open("rb") as file:
             while read := file.read(READ):
                 done += len(read)
-                yield decoder.decode(read if done > len(read) else read.removeprefix(codecs.BOM_UTF8))
+                yield decoder.decode(read)
             yield decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:  # its object ends where reading has come to
         at = done - len(error.object) + error.start
