@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,8 +38,9 @@ class Tokens:
     """
 
     def __init__(self, path: Path, kind: np.dtype):
-        self.file, self.kind = open(path, "rb"), kind  # noqa: SIM115 — it stays open
-        self.count = os.fstat(self.file.fileno()).st_size // kind.itemsize
+        self.file, self.kind = os.open(path, os.O_RDONLY), kind
+        weakref.finalize(self, os.close, self.file)
+        self.count = os.fstat(self.file).st_size // kind.itemsize
 
     def __len__(self) -> int:
         return self.count
@@ -47,7 +49,7 @@ class Tokens:
         start, stop, _ = part.indices(self.count)
         size = self.kind.itemsize
         # not a memory map: its pages would count as this process's memory once they are touched
-        read = os.pread(self.file.fileno(), max(0, stop - start) * size, start * size)
+        read = os.pread(self.file, max(0, stop - start) * size, start * size)
         return torch.from_numpy(np.frombuffer(read, self.kind).astype(np.int64))
 
 

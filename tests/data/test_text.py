@@ -171,7 +171,7 @@ def reading(request, monkeypatch):
         "<|endoftext|>one é<|endoftext|>two\n\nlines<|endoftext|>three<|endoftext|>",
         "one é\r\n<|endoftext|>\r\ntwo\r\n\r\nlines\r\n<|endoftext|>\r\nthree\r\n",
         "\ufeff one é \t<|endoftext|>two\r\rlines<|endoftext|>three\n\n",
-        "\n<|endoftext|> <|endoftext|>\none é<|endoftext|><|endoftext|>two\n\nlines\n<|endoftext|>three\n<|endoftext|>\n",
+        "\n<|endoftext|> <|endoftext|>\none é<|endoftext|><|endoftext|>two\n\nlines\n<|endoftext|>three<|endoftext|>\n",
     ],
 )
 def test_separated_texts_are_rows(tmp_path, reading, content):
