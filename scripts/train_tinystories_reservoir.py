@@ -10,6 +10,7 @@ or a preset says otherwise. With USE_TPU (--use-tpu) a missing TPU is a warning 
 on TPU the batch is doubled and the learning rate is 1.2 times as large, as config.yaml of the run shows.
 
 metrics.jsonl: loss, grad_norm, tokens_per_s; held-out nll, perplexity and bits a byte, over every held-out token.
+The text is tokenised once, into caches/stories; --dry-run does so too but keeps nothing.
 The run directory also gets tokenizer.json, best.pt (the state of least held-out loss) and samples.txt.
 docs/reservoir.md says what to expect.
 Untested on hardware: TPU, CUDA.
