@@ -17,6 +17,7 @@ from qat_lora.models.small_lm import rotation, turned
 IGNORE = -100  # the label of a position without a loss
 EPS = 1e-5
 FEW_POSITIONS = 128
+LARGEST = 2**40  # of any size: products of a few stay within a float
 HALT_BIAS = -5.0  # nothing halts before the head has learnt when
 
 
@@ -47,8 +48,8 @@ class RecursiveSpec:
 
     def __post_init__(self):
         for name in ("vocab", "length", "hidden_size", "num_heads", "L_layers", "H_cycles", "L_cycles", "identifiers"):
-            if getattr(self, name) < 1:
-                raise UserError(f"arch.{name} {getattr(self, name)} must be at least 1")
+            if not 1 <= getattr(self, name) <= LARGEST:
+                raise UserError(f"arch.{name} {getattr(self, name)} must be at least 1 and at most {LARGEST:,}")
         if self.hidden_size % (2 * self.num_heads):  # rotary positions turn pairs
             raise UserError(
                 f"arch.hidden_size {self.hidden_size} does not divide by twice arch.num_heads {self.num_heads}; "
@@ -80,6 +81,14 @@ class RecursiveSpec:
         """Units of a SwiGLU over `width` values: two thirds of the expansion, as it has three matrices, up to a
         multiple of 64."""
         return 64 * math.ceil(self.expansion * width * 2 / 3 / 64)
+
+    @property
+    def parameters(self) -> int:
+        """How many trained weights a model of these sizes has."""
+        width, positions = self.hidden_size, self.positions
+        heard = (self.num_heads + 2 * self.kv_heads) * self.head_width
+        mix = 3 * positions * self.inner(positions) if self.mlp_t else (heard + width) * width
+        return self.L_layers * (mix + 3 * width * self.inner(width)) + 2 * self.vocab * width + width + 1
 
 
 class Block(nn.Module):
@@ -235,12 +244,14 @@ def stablemax_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 def segment_loss(logits: Tensor, halt: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """(loss, whether all of the answer is right), [B] each: the mean stablemax cross-entropy of a row's labelled
-    positions, and ½ the binary cross-entropy of its halting logit against that it is right."""
+    positions, plus ½ the binary cross-entropy of its halting logit against whether it is right. A row without a label
+    has no loss and is not right."""
     labelled = labels != IGNORE
-    right = ((logits.argmax(-1) == labels) | ~labelled).all(1)
-    loss = stablemax_loss(logits, labels).sum(1) / labelled.sum(1).clamp(min=1)
+    count = labelled.sum(1)
+    right = ((logits.argmax(-1) == labels) | ~labelled).all(1) & (count > 0)
+    loss = stablemax_loss(logits, labels).sum(1) / count.clamp(min=1)
     halting = F.binary_cross_entropy_with_logits(halt, right.to(halt.dtype), reduction="none")
-    return loss + 0.5 * halting, right
+    return loss + 0.5 * halting * (count > 0), right
 
 
 # -- the carry -------------------------------------------------------------------------------------------------------
