@@ -84,21 +84,28 @@ def least_rollout_memory(model: nn.Module, prompts: int, group: int, length: int
     return rows * (16 * length + 2 * vocab)
 
 
+def weight_options(spec: RecursiveSpec) -> str:
+    """The options that give a recursive model fewer weights."""
+    wide = spec.mlp_t and spec.positions > spec.hidden_size  # then most are those over positions
+    return ("arch.mlp_t to false, or " if wide else "") + "arch.hidden_size, arch.L_layers or arch.expansion"
+
+
 def recursive_memory(spec: RecursiveSpec, rows: int, ema: bool, bf16: bool, checkpointing: bool) -> dict[str, int]:
     """Bytes that a worker holds at least while it trains a recursive model with so many rows of an update, by the
     options to lower.
 
     Weights with gradient, moments and average; the puzzles' embeddings and the sums of their gradients; of each row the
-    carry, its tokens and labels, the logits, and what the backward pass needs: two inputs and one inner activation a
-    block (checkpointing: one input an update).
+    carry, its tokens and labels, the logits, and what the backward pass needs, which no compiler recomputes: the inputs
+    and outputs of a block's matrices (checkpointing: the input of each update).
     """
     positions, width, cast = spec.positions, spec.hidden_size, 2 if bf16 else 4
     updates = 2 if spec.one_step_gradient else spec.L_cycles + 1  # that have a gradient
-    kept = width if checkpointing else spec.L_layers * (2 * width + spec.inner(width))
-    row = positions * (2 * width * 4 + updates * kept * cast) + spec.length * (2 * 8 + 4 * spec.vocab)
-    sizes = "arch.hidden_size, arch.L_layers or arch.expansion"
+    mixed = 2 * spec.inner(positions) * width if spec.mlp_t else positions * (spec.heard + width)
+    block = mixed + 2 * positions * (width + spec.inner(width))
+    kept = positions * width if checkpointing else spec.L_layers * block
+    row = 2 * 4 * positions * width + updates * kept * cast + spec.length * (2 * 8 + 4 * spec.vocab)
     return {
-        f"{sizes}, or use arch.mlp_t=false" if spec.mlp_t else sizes: (ADAM + 4 * ema) * spec.parameters,
+        weight_options(spec): (ADAM + 4 * ema) * spec.parameters,
         "arch.hidden_size, or take data with fewer puzzle identifiers": 2 * 4 * spec.identifiers * width,
         "global_batch_size, arch.hidden_size or arch.L_cycles": rows * row,
     }

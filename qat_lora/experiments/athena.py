@@ -16,7 +16,7 @@ from qat_lora.data.puzzles import BLANK, BOXES, MAZE, WALL, side
 from qat_lora.errors import UserError
 from qat_lora.experiments.remote import bring_back, check_unused, copy_out
 from qat_lora.machine import check_memory
-from qat_lora.memory import recursive_memory
+from qat_lora.memory import recursive_memory, weight_options
 from qat_lora.models.recursive import RecursiveModel, RecursiveSpec
 from qat_lora.recursive import RecursivePlan, Trainer, answer, kept, measure, train_recursive
 from qat_lora.run.config import RunConfig, option
@@ -100,7 +100,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     model = RecursiveModel(spec)
     if backend.is_main:
         describe(backend, train, heldout, plan, model, workers)
-        say(f"memory of a worker: at least {need / 1e9:.2f} GB")
+        say(f"memory of a worker: at least {need / 1e9:,.2f} GB")
     if cfg.dry_run:
         return
 
@@ -189,8 +189,8 @@ def check_sizes(cfg: Config, spec: RecursiveSpec, backend: TorchBackend, workers
     """Bytes that a worker needs at least. Raises UserError where a model of these sizes cannot be built in this
     machine's memory or, except in a dry run, which may plan for another machine, cannot be trained in that of its
     device. How much a TPU has is not known here."""
-    lower, rows = "arch.hidden_size, arch.L_layers or arch.expansion", cfg.global_batch_size // workers
-    check_memory(4 * spec.parameters, f"a model of {spec.parameters:,} weights", lower)
+    rows = cfg.global_batch_size // workers
+    check_memory(4 * spec.parameters, f"a model of {spec.parameters:,} weights", weight_options(spec))
     parts = recursive_memory(spec, rows, cfg.ema, backend.bf16, cfg.use_gradient_checkpointing)
     if cfg.dry_run or backend.on_tpu:
         return sum(parts.values())

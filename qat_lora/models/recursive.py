@@ -73,6 +73,11 @@ class RecursiveSpec:
         return self.hidden_size // self.num_heads
 
     @property
+    def heard(self) -> int:
+        """Width of queries, keys and values together."""
+        return (self.num_heads + 2 * self.kv_heads) * self.head_width
+
+    @property
     def positions(self) -> int:
         """Of the latent states: the puzzle's, and one a token."""
         return 1 + self.length
@@ -86,8 +91,7 @@ class RecursiveSpec:
     def parameters(self) -> int:
         """How many trained weights a model of these sizes has."""
         width, positions = self.hidden_size, self.positions
-        heard = (self.num_heads + 2 * self.kv_heads) * self.head_width
-        mix = 3 * positions * self.inner(positions) if self.mlp_t else (heard + width) * width
+        mix = 3 * positions * self.inner(positions) if self.mlp_t else (self.heard + width) * width
         return self.L_layers * (mix + 3 * width * self.inner(width)) + 2 * self.vocab * width + width + 1
 
 
@@ -105,8 +109,7 @@ class Block(nn.Module):
         if spec.mlp_t:
             self.mix = nn.ParameterList(gated(positions, spec.inner(positions)))
         else:
-            heard = (spec.num_heads + 2 * spec.kv_heads) * spec.head_width
-            self.mix = nn.ParameterList([matrix(heard, width), matrix(width, width)])
+            self.mix = nn.ParameterList([matrix(spec.heard, width), matrix(width, width)])
         self.mlp = nn.ParameterList(gated(width, spec.inner(width)))
 
 
