@@ -46,7 +46,7 @@ def main(cfg: Config) -> None:
     if cfg.count < 1:
         raise UserError(f"--count {cfg.count} must be at least 1")
     if not 0 < cfg.heldout_fraction < 1:
-        raise UserError(f"--heldout-fraction {cfg.heldout_fraction} is not between 0 and 1; 0.1, say")
+        raise UserError(f"--heldout-fraction {cfg.heldout_fraction} is not between 0 and 1; use e.g. 0.1")
     if cfg.corpus:
         rows, long = corpus(read_rows(cfg.corpus), cfg.corpus, cfg.length, cfg.causal, cfg.iterations)
         print(f"{len(rows):,} rows of {rows.length} bytes, {long:,} longer ones left out")

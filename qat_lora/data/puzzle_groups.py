@@ -42,7 +42,7 @@ class Groups:
         for update in range(2**63):
             while len(ends) == 0 or ends[-1] - _before(ends, at) < batch_size:
                 picked = np.concatenate([picked[at:], self._epoch(seed, epoch)])
-                epoch, at, ends = epoch + 1, 0, np.cumsum(np.diff(self.starts)[picked])
+                epoch, at, ends = epoch + 1, 0, np.cumsum(self._sizes(picked))
             first, at = at, int(np.searchsorted(ends, _before(ends, at) + batch_size)) + 1
             if update >= start:
                 yield self._rows(picked[first:at], batch_size, np.random.default_rng([seed, update, 1]))
@@ -53,8 +53,11 @@ class Groups:
         groups = rng.permutation(len(self.firsts) - 1)
         return rng.integers(self.firsts[groups], self.firsts[groups + 1])
 
+    def _sizes(self, puzzles: np.ndarray) -> np.ndarray:
+        return self.starts[puzzles + 1] - self.starts[puzzles]
+
     def _rows(self, puzzles: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
-        sizes = np.diff(self.starts)[puzzles]
+        sizes = self._sizes(puzzles)
         total = sizes.sum()
         places = np.arange(total) + np.repeat(self.starts[puzzles] - (np.cumsum(sizes) - sizes), sizes)
         shuffled = np.lexsort((rng.random(total), np.repeat(np.arange(len(puzzles)), sizes)))

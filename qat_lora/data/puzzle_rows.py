@@ -136,7 +136,7 @@ def split(rows: PuzzleRows, fraction: float, seed: int) -> tuple[PuzzleRows, Puz
     one side.
     """
     if not 0 < fraction < 1:
-        raise UserError(f"--heldout-fraction {fraction} is not between 0 and 1; 0.1, say")
+        raise UserError(f"--heldout-fraction {fraction} is not between 0 and 1; use e.g. 0.1")
     if rows.kind in ("sudoku6", "sudoku9"):
         keys = puzzles.answer_class(rows.kind, rows.labels)
     elif rows.kind:

@@ -33,7 +33,7 @@ def side(kind: str) -> int:
         return BOXES[kind][0] * BOXES[kind][1]
     size = int(kind[4:]) if re.fullmatch(r"maze[1-9]\d{0,2}", kind) else 0
     if size < 5 or size % 2 == 0:
-        raise UserError(f"kind {kind!r} is not one of {', '.join(BOXES)}, mazeN with N odd from 5 to 999; maze9, say")
+        raise UserError(f"kind {kind!r} is not one of {', '.join(BOXES)}, mazeN with N odd from 5 to 999; e.g. maze9")
     return size
 
 

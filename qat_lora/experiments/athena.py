@@ -62,7 +62,7 @@ class Config(RunConfig):
     puzzle_emb_weight_decay: float = option(0.1, "decoupled, of the puzzles' embeddings")
     grad_clip_norm: float = option(1.0, "largest global gradient norm; 0 clips nothing")
     ema: bool = option(True, "measure and keep a moving average of the weights")
-    ema_decay: float = option(0.9995, "of that average")
+    ema_decay: float = option(0.9995, "decay of the moving average (EMA) of the weights")
     halt_max_segments: int = option(16, "segments that a row gets at most, and all get when measured")
     halt_exploration: float = option(0.1, "share of rows that may not halt before a random segment")
     hidden_size: int = option(512, "arch: width")
@@ -163,7 +163,7 @@ def checked(cfg: Config) -> Config:
         if getattr(cfg, name) < least:
             raise UserError(f"--{name.replace('_', '-')} {getattr(cfg, name)} must be at least {least}")
     if not 0 < cfg.heldout_fraction < 1:
-        raise UserError(f"--heldout-fraction {cfg.heldout_fraction} is not between 0 and 1; 0.1, say")
+        raise UserError(f"--heldout-fraction {cfg.heldout_fraction} is not between 0 and 1; use e.g. 0.1")
     if cfg.checkpoint_path and not cfg.output_dir:
         raise UserError("--checkpoint-path needs --output-dir, the run directory that a copy is brought back to")
     if cfg.checkpoint_path and Path(cfg.checkpoint_path).resolve().is_relative_to(Path(cfg.output_dir).resolve()):

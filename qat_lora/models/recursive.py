@@ -60,7 +60,7 @@ class RecursiveSpec:
                 f"arch.num_heads {self.num_heads} does not divide by arch.num_kv_heads {self.kv_heads}; change one"
             )
         if not 0 < self.expansion <= 64:
-            raise UserError(f"arch.expansion {self.expansion} is outside (0, 64]; 4, say")
+            raise UserError(f"arch.expansion {self.expansion} is outside (0, 64]; e.g. 4")
         if self.mlp_t and self.causal:
             raise UserError("arch.mlp_t=true mixes all positions, and these rows are causal text; use arch.mlp_t=false")
 

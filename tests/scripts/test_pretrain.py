@@ -15,11 +15,11 @@ import pytest
 import torch
 from ports import free_port
 
-from qat_lora import recursive
+from qat_lora import machine, recursive
 from qat_lora.data.puzzle_rows import draw, save, split
 from qat_lora.errors import UserError
 from qat_lora.experiments import remote
-from qat_lora.experiments.athena import announce
+from qat_lora.experiments.athena import announce, check_sizes
 from qat_lora.models.recursive import IGNORE, RecursiveModel, RecursiveSpec
 from qat_lora.run.checkpoint import load_checkpoint
 from qat_lora.run.config import parse
@@ -351,6 +351,27 @@ def test_two_workers_are_one(train, trained, tmp_path):
     (tmp_path / "two" / "summary.json").unlink()
     train(f"output_dir={tmp_path / 'two'}", "resume=auto")
     assert lines(tmp_path / "two")[-1]["heldout_loss"] == pytest.approx(lines(trained)[-1]["heldout_loss"], rel=1e-4)
+
+
+def test_sizes_are_checked_against_the_device_that_trains(load_script, monkeypatch):
+    """A GPU of 1 GB is too small, a TPU's memory is not known, a dry run may be for elsewhere; the workers of a host
+    share its memory."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=10**9))
+    monkeypatch.setattr(machine, "host_memory", lambda: 1.5e9)
+
+    def need(kind: str, workers: int = 1, *words: str, on_tpu: bool = False) -> int:
+        cfg = parse(load_script("pretrain").Config, "pretrain", [*SMALL, "global_batch_size=4000", *words])
+        backend = SimpleNamespace(kind=kind, on_tpu=on_tpu, bf16=False, device=None)
+        return check_sizes(cfg, RecursiveSpec(6, 16, 512, 8), backend, workers)
+
+    whole = need("cpu", 1, "--dry-run")
+    assert whole > 1.5e9 and need("cuda", 1, "--dry-run") == need("xla", on_tpu=True) == whole
+    for kind in ("cpu", "cuda", "xla"):
+        with pytest.raises(UserError, match=f"there is {1.0 if kind == 'cuda' else 1.5} GB; lower global_batch_size"):
+            need(kind)
+    assert need("cuda", 40) < 1e9 < 40 * need("cuda", 40)
+    with pytest.raises(UserError, match="100 rows of 16 tokens a worker"):
+        need("cpu", 40)
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------
