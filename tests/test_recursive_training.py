@@ -214,6 +214,7 @@ def test_what_is_measured_is_what_a_row_at_a_time_gives(rows):
     wanted = {
         "heldout_exact": np.mean(exact[0]), "heldout_cells": np.mean(cells[0]), "heldout_exact_full": np.mean(exact[1]),
         "heldout_cells_full": np.mean(cells[1]), "heldout_loss": np.mean(loss), "heldout_segments": np.mean(used),
+        "heldout_rows": len(heldout),
     }  # fmt: skip
     for batch_size in (2, 3, len(heldout), 20):  # whatever the last batch is filled up with
         assert measure(model, heldout, 3, batch_size, CPU) == pytest.approx(wanted)

@@ -326,7 +326,7 @@ def test_a_run_goes_on_elsewhere_from_its_copy(train, trained, tmp_path, monkeyp
         dies_at(10, patch)
         train(f"output_dir={tmp_path / 'first'}", there)
     shutil.rmtree(tmp_path / "first")  # the machine is gone
-    with pytest.raises(UserError, match="holds step_8 of a run; --resume auto goes on, or give another"):
+    with pytest.raises(UserError, match="holds step_8 of a run; --resume auto resumes it, or give another"):
         train(f"output_dir={tmp_path / 'other'}", there)
     train(f"output_dir={tmp_path / 'second'}", there, "resume=auto")
     assert lines(tmp_path / "second") == lines(trained)
