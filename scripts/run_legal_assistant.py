@@ -18,10 +18,12 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from qat_lora.backend import open_backend, resolve
+from qat_lora.data.authorities import Authorities
 from qat_lora.data.chat import check_template
 from qat_lora.data.legal import AUTHORITIES
-from qat_lora.data.legal_answers import Answer, Authorities, messages
+from qat_lora.data.legal_answers import messages
 from qat_lora.data.options import ChatOptions
+from qat_lora.data.sections import Answer
 from qat_lora.errors import UserError
 from qat_lora.experiments.legal_page import CUT_OFF, STYLE, page, verdict_line, verdicts
 from qat_lora.models.generate import Stream, check_device, check_sampling

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterator
 from html import escape
 
-from qat_lora.data.legal_answers import SECTIONS, Answer, Authorities
+from qat_lora.data.authorities import Authorities
+from qat_lora.data.sections import SECTIONS, Answer
 from qat_lora.errors import UserError
 from qat_lora.models.generate import Stream
 

@@ -8,7 +8,7 @@ from datetime import date
 import pytest
 
 from qat_lora.data.legal import AUTHORITIES, FIRST_DAY, RULES, TYPES, generate, later
-from qat_lora.data.legal_answers import figure
+from qat_lora.data.sections import figure
 from qat_lora.errors import UserError
 
 COLUMNS = [

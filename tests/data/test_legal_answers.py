@@ -2,22 +2,20 @@
 
 import pytest
 
+from qat_lora.data.authorities import Authorities
+from qat_lora.data.citations import citations
 from qat_lora.data.legal import AUTHORITIES, generate
 from qat_lora.data.legal_answers import (
-    NUMBERS,
     SYSTEM,
-    Answer,
-    Authorities,
     checked_rows,
-    citations,
     document,
-    figure,
     group,
     readable,
     response,
     same,
     score,
 )
+from qat_lora.data.sections import NUMBERS, Answer, figure
 from qat_lora.data.sft import encoded
 from qat_lora.errors import UserError
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from qat_lora.data.authorities import Authorities
 from qat_lora.data.legal import AUTHORITIES
-from qat_lora.data.legal_answers import Answer, Authorities
+from qat_lora.data.sections import Answer
 from qat_lora.experiments.legal_page import show, verdicts
 from qat_lora.run.config import parse
 
