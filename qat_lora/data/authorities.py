@@ -13,7 +13,6 @@ from qat_lora.data.citations import (
     citations,
     content,
     entries,
-    grouped,
     items,
     key,
     written,
@@ -84,8 +83,8 @@ class Authorities:
         """What the entries of a citation section cite."""
         known: dict[str, str] = {}
         others: dict[str, str] = {}
-        for entry in entries(section):
-            for group in grouped(items(entry)):
+        for entry, groups in entries(section):
+            for group in groups:
                 own = self.bare.get(key(group), key(group))
                 if own in self.listed:
                     known[own] = self.listed[own]

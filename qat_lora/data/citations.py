@@ -1,8 +1,8 @@
 """Citations as they are written, and the key by which two spellings of one authority are equal.
 
 "Limitation Act 1980, s 5", "LIMITATION ACT 1980 section 5" and "s. 5 of the Limitation Act, 1980" have one key, as have
-"Roe v. Wade, 410 U. S. 113 (1973)" and "Roe v Wade (1973) 410 US 113". A text is read once into items (words, and places
-such as s 5(1)), and everything else works on those, in time linear in the text's length.
+"Roe v. Wade, 410 U. S. 113 (1973)" and "Roe v Wade (1973) 410 US 113". A text is read once into items (words, and
+places such as s 5(1)), and everything else works on those, in time linear in the text's length.
 """
 
 import re
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from qat_lora.data.appearance import GLYPHS, MARKS, folded, visible
+from qat_lora.data.appearance import GLYPHS, MARKS, folded
 
 # What opens a place in an authority, by its short form: (one place, several)
 PLACES = {
@@ -30,22 +30,23 @@ BRACKETS = r"(?: ?\((?:\d{1,3}[a-z]?|[a-z]{1,2}|[ivx]{1,4})\))*+"
 NUMBER = rf"\d{CHAR}*+(?:(?:\.(?=\d)|[/-]){CHAR}++)*+{BRACKETS}"
 ROMAN = rf"(?-i:[IVXLC]{{1,6}})(?!{CHAR}){BRACKETS}"
 TOKEN = re.compile(
-    rf"(?i:(?<!{CHAR})(?<!')(?:(?P<many>{MANY})\.?(?<!rules)(?<!regulations) ?(?P<list>{NUMBER}"
+    rf"(?i:(?<!{CHAR})(?<!{CHAR}')(?:(?P<many>{MANY})\.?(?<!rules)(?<!regulations) ?(?P<list>{NUMBER}"
     rf"(?:(?:, ?(?:(?:and|or) |& )?| (?:and|or|&|und|et|y) )(?!{YEAR}){NUMBER})*+)"
     rf"|(?P<several>rules|regulations) (?!{YEAR})(?P<numbers>{NUMBER})"
-    rf"|(?P<one>{ONE})(?:\. ?| ?)(?P<number>{NUMBER})|(?P<part>art|article|sch|schedule|pt|part)\.? (?P<roman>{ROMAN})))"
+    rf"|(?P<one>{ONE})(?:\. ?| ?)(?P<number>{NUMBER})"
+    rf"|(?P<part>art|article|sch|schedule|pt|part)\.? (?P<roman>{ROMAN})))"
     # initials, "U.S.C." or "U. S. C.", but not the "v." between two parties
     rf"|(?P<initials>(?![vV]\.){LETTER}(?:\.(?!v\b){LETTER}(?!{CHAR})|\. (?![vV]\.){LETTER}(?=\.))++\.?)"
     rf"|(?P<word>{CHAR}++(?:(?:['/-]|(?<=\d)\.(?=\d)){CHAR}++)*+|[§¶&])"
 )
 # Words beside a place, "section 5 of the …", and words before a citation, that are not of it
-CONNECTORS = {"of", "the", "in", "to", "under", "du", "de", "la", "le", "les", "des", "del", "der", "dem", "das", "l"}
-OPENINGS = {"see", "also", "as", "in", "under", "the", "by", "&", "of", "but", "cf", "per", "pursuant", "according", "to",
-            "with"}  # fmt: skip
+CONNECTORS = {"of", "the", "in", "to", "under", "du", "de", "la", "le", "les", "des", "del", "der", "dem", "das"}
+OPENINGS = {"see", "also", "as", "in", "under", "the", "by", "&", "of", "but", "cf", "per", "pursuant", "according",
+            "to", "with"}  # fmt: skip
 ABBREVIATED = {"co", "ltd", "inc", "corp", "bros", "no", "st", "dr", "mr", "mrs", "ms", "jr", "anor", "ors", "etc"}
 ENACTED = {"act", "regulations", "order", "rules"}  # what is a statute with its year
-NOTHING = {"none", "nil", "null", "n/a", "not applicable", "no authority"}
-EDGES = " \t,.;:*_#>|-–—•·"  # may stand around a citation without being of it
+NOTHING = {"none", "nil", "null", "n/a", "na", "not applicable", "no authority"}
+EMPHASIS = "*_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +71,8 @@ def items(text: str) -> list[Item]:
     signs: list[str] = []
     at: list[int] = []  # where in the text each sign comes from
     for place, char in enumerate(text):
-        spelled = GLYPHS[ord(char)]
-        signs.append(spelled)
+        spelled = "" if char in EMPHASIS or (signs[-1:] == [" "] and GLYPHS[ord(char)] == " ") else GLYPHS[ord(char)]
+        signs += spelled
         at += [place] * len(spelled)
     seen, last, found = "".join(signs), 0, []
     for match in TOKEN.finditer(seen):
@@ -104,7 +105,7 @@ def _short(opening: str) -> str:
 def _norm(word: str) -> str:
     """A word in one spelling: case, dots and apostrophes aside."""
     word = folded(word)
-    if word[0].isdecimal():
+    if word[:1].isdecimal():
         return word.removesuffix("'s").replace("'", "")
     word = re.sub("[.' ]", "", word)
     return {"and": "&", "vs": "v", "versus": "v"}.get(word, word)
@@ -161,37 +162,39 @@ def written(text: str, found: Sequence[Item]) -> str:
             end += 1
     if found[-1].norm in ABBREVIATED and text[end : end + 1] == ".":
         end += 1
-    return " ".join(re.sub("[*_]", "", text[start:end]).split())
+    return " ".join(re.sub(f"[{EMPHASIS}]", "", text[start:end]).split())
 
 
 # -- a section of them -----------------------------------------------------------------------------------------------
-def entries(section: str) -> list[str]:
-    """The entries of a citation section, which stand between semicolons or line ends; without those that say that there
-    is none."""
+def entries(section: str) -> list[tuple[str, list[list[Item]]]]:
+    """The entries of a citation section, which stand between semicolons or line ends, each with the items of its
+    citations: one, or several that "and" or a comma joins, if each can stand alone. What holds no word is no entry, nor
+    is one that says that there is nothing."""
     lines = "".join("\n" if {"\n", ";"} & set(GLYPHS[ord(char)]) else char for char in section).split("\n")
-    said = {line: " ".join(line.split()).strip(EDGES) for line in lines}
-    return [line for line, entry in said.items() if visible(entry) and folded(entry) not in NOTHING]
+    found = [(line, items(line)) for line in lines]
+    return [(line, _grouped(words)) for line, words in found
+            if words and " ".join(item.norm for item in words) not in NOTHING]  # fmt: skip
 
 
 def citations(section: str) -> dict[str, str]:
-    """What a citation section cites: keys, and the authorities as they are written. An entry is one of them, or several
-    that "and" or a comma joins, if each can stand alone."""
+    """What a citation section cites: keys, and the authorities as they are written."""
     found: dict[str, str] = {}
-    for entry in entries(section):
-        for group in grouped(items(entry)):
+    for entry, groups in entries(section):
+        for group in groups:
             found.setdefault(key(group), written(entry, group))
     return found
 
 
-def grouped(found: Sequence[Item]) -> list[list[Item]]:
+def _grouped(found: Sequence[Item]) -> list[list[Item]]:
     """The items of an entry, by citation."""
     pieces: list[list[Item]] = []
     depth = 0
     for item in found:
         cut = not pieces
-        for sign in item.gap:
+        for sign in "" if not pieces or [other.norm for other in pieces[-1][:2]] == ["&"] else item.gap:
             depth = max(0, depth + (sign in "([") - (sign in ")]"))
             cut |= sign == "," and not depth and not item.places
+        depth = 0 if cut else depth
         if cut or (item.norm == "&" and not depth):
             pieces.append([])
         pieces[-1].append(item)

@@ -73,8 +73,8 @@ def same(row: dict) -> str:
 
 
 def group(row: dict) -> str:
-    """Equal for rows of one topic whose questions differ only in their figures and in the trade of the person concerned,
-    which is all that two questions of the generator in the same words differ in."""
+    """Equal for rows of one topic whose questions differ only in their figures and in the trade of the person
+    concerned, which is all that two questions of the generator in the same words differ in."""
     return f"{folded(row['topic'])}: {without_figures(PARTY.sub('a party', folded(row['question'])))}"
 
 
