@@ -12,6 +12,8 @@ FILLERS = {0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x2800, 0x3164, 0xFFA0, *rang
            *range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)}  # fmt: skip
 DRAWN = {*range(0x0600, 0x0606), 0x06DD, 0x070F, 0x0890, 0x0891, 0x08E2, 0x110BD, 0x110CD}
 MARKS = "".join(chr(code) for code in range(0x300, 0x10000) if unicodedata.category(chr(code))[0] == "M")
+BLANKS = "".join(chr(code) for code in range(0x10000) if chr(code) not in LINE_ENDS and code not in DRAWN and (
+    code in FILLERS or unicodedata.category(chr(code)) in ("Cc", "Cf", "Zs")))  # fmt: skip
 WORD = rf"[\w{MARKS}]"  # a character of a word: \w alone would cut it at every combining mark
 
 

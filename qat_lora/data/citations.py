@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from qat_lora.data.appearance import GLYPHS, MARKS, folded
+from qat_lora.data.appearance import GLYPHS, MARKS, folded, plain
 
 # What opens a place in an authority, by its short form: (one place, several)
 PLACES = {
@@ -26,6 +26,7 @@ ONE, MANY = ("|".join(words) for words in zip(*PLACES.values()))
 YEAR = r"[12]\d{3}(?!\d)"
 CHAR = r"[^\s!-/:-@\[-`{-~§¶]"  # of a word: GLYPHS leave no other punctuation
 LETTER = rf"[^\W\d_][{MARKS}]*+"
+CLUSTER = re.compile(rf"(?s:.)[{MARKS}]*+")
 BRACKETS = r"(?: ?\((?:\d{1,3}[a-z]?|[a-z]{1,2}|[ivx]{1,4})\))*+"
 NUMBER = rf"\d{CHAR}*+(?:(?:\.(?=\d)|[/-]){CHAR}++)*+{BRACKETS}"
 ROMAN = rf"(?-i:[IVXLC]{{1,6}})(?!{CHAR}){BRACKETS}"
@@ -69,11 +70,15 @@ class Item:
 def items(text: str) -> list[Item]:
     """The words and places of a text, in order."""
     signs: list[str] = []
-    at: list[int] = []  # where in the text each sign comes from
-    for place, char in enumerate(text):
-        spelled = "" if char in EMPHASIS or (signs[-1:] == [" "] and GLYPHS[ord(char)] == " ") else GLYPHS[ord(char)]
-        signs += spelled
-        at += [place] * len(spelled)
+    starts: list[int] = []  # where in the text each sign comes from
+    ends: list[int] = []
+    for cluster in CLUSTER.finditer(text):
+        char = cluster[0]
+        spelled = plain(char) if len(char) > 1 else "" if char in EMPHASIS else GLYPHS[ord(char)]
+        if not (spelled == " " and signs[-1:] == [" "]):
+            signs += spelled
+            starts += [cluster.start()] * len(spelled)
+            ends += [cluster.end()] * len(spelled)
     seen, last, found = "".join(signs), 0, []
     for match in TOKEN.finditer(seen):
         start, end = match.span()
@@ -81,7 +86,7 @@ def items(text: str) -> list[Item]:
         norm = " ".join(places) if places else _norm(match[0])
         if norm.strip(MARKS):
             big = not places and (seen[start].isupper() or seen[start].istitle())
-            found.append(Item(norm, at[start], at[end - 1] + 1, seen[last:start], big, places))
+            found.append(Item(norm, starts[start], ends[end - 1], seen[last:start], big, places))
             last = end
     return found
 
@@ -201,14 +206,12 @@ def _grouped(found: Sequence[Item]) -> list[list[Item]]:
     groups: list[list[Item]] = []
     whole = False  # whether the last group can stand alone
     for piece in pieces:
-        if not _whole(piece):
-            groups[-1:] = [[*groups[-1], *piece]] if groups else [piece]
-            continue
-        if groups and not whole and not _whole(groups[-1]):
+        alone = _whole(piece)
+        if groups and not (alone and (whole or _whole(groups[-1]))):
             groups[-1] += piece
         else:
-            groups.append(piece[1:] if piece[0].norm == "&" and groups else piece)
-        whole = True
+            groups.append(piece[1:] if groups and piece[0].norm == "&" else piece)
+        whole |= alone
     return groups
 
 

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from qat_lora.data.appearance import plain, visible
+from qat_lora.data.appearance import BLANKS, plain, visible
 from qat_lora.data.sft import MONTHS
 
 SECTIONS = {
@@ -17,10 +17,8 @@ FIGURE = re.compile(
     r"|\b(?P<count>\d{1,9}) (?P<unit>day|week|month|year)s?\b"
 )
 SIZES = {"thousand": 1e3, "k": 1e3, "million": 1e6, "m": 1e6, "billion": 1e9, "bn": 1e9, None: 1}
-# A tokenizer that normalises may make a full-width colon or a no-break space a plain one.
-TITLE = re.compile(
-    rf"^[ \t\u00a0*#\ufeff\u200b-\u200d\u2060]*+({'|'.join(SECTIONS.values())})[ \u00a0*]*+[:：]\** *", re.MULTILINE
-)
+# What shows nothing may stand around a title, and a tokenizer may make a full-width colon a plain one.
+TITLE = re.compile(rf"^[{BLANKS}*#]*+({'|'.join(SECTIONS.values())})[{BLANKS}*]*+[:：]\** *", re.MULTILINE)
 
 
 def figure(text: str) -> str | None:
