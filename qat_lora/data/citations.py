@@ -167,7 +167,11 @@ def written(text: str, found: Sequence[Item]) -> str:
             end += 1
     if found[-1].norm in ABBREVIATED and text[end : end + 1] == ".":
         end += 1
-    return " ".join(re.sub(f"[{EMPHASIS}]", "", text[start:end]).split())
+    return _tidy(text[start:end])
+
+
+def _tidy(text: str) -> str:
+    return " ".join(re.sub(f"[{EMPHASIS}]", "", text).split())
 
 
 # -- a section of them -----------------------------------------------------------------------------------------------
@@ -176,7 +180,7 @@ def entries(section: str) -> list[tuple[str, list[list[Item]]]]:
     citations: one, or several that "and" or a comma joins, if each can stand alone. What holds no word is no entry, nor
     is one that says that there is nothing."""
     lines = "".join("\n" if {"\n", ";"} & set(GLYPHS[ord(char)]) else char for char in section).split("\n")
-    found = [(line, items(line)) for line in lines]
+    found = [(line, items(line)) for line in map(_tidy, lines)]
     return [(line, _grouped(words)) for line, words in found
             if words and " ".join(item.norm for item in words) not in NOTHING]  # fmt: skip
 

@@ -60,8 +60,8 @@ def test_no_two_authorities_are_one():
     assert len(citations("\n".join(spellings[0] for spellings in SPELLINGS))) == len(SPELLINGS)
     apart = ["X Act 1980, s 5", "X Act 1981, s 5", "X Act 1980, s 5A", "X Act 1980, s 5.2", "X Act 1980, s 5-9",
              "X Act 1980", "X Act 1980, s 5/6", "X Act 1980, reg 5", "X Rules 1980, r 5", "A v B", "B v A",
-             "A v B [1976] QB 286",
-             "A v B [1976] QB 287", "Art. 5 GDPR", "Art. 6 GDPR", "R v Smith", "§ 5 BGB", "§ 5 HGB"]  # fmt: skip
+             "A v B [1976] QB 286", "A v B [1976] QB 287", "Art. 5 GDPR",
+             "Art. 6 GDPR", "R v Smith", "§ 5 BGB", "§ 5 HGB"]  # fmt: skip
     assert len(citations("; ".join(apart))) == len(apart)
 
 
@@ -134,10 +134,10 @@ def test_what_a_row_cites_outside_its_column_is_not_invented():
 
 
 SCRAPS = """
-Limitation Act 1980 2006 s S. ss section Sections § §§ art. Article Art r reg rule Rules Regulations Order para Part of the
-and & , ; ( ) [ ] [1976] (1973) 5 5A 5(1) 5(1)(a) 54.5 5-9 5/6 v v. vs V versus Re In R Smith Jones O’Brien Co. Ltd U.S.
-U. 410 QB SC BGB GDPR UK du Code civil Constitución Müller Straße see एआईआर उच्चतम 最高裁 – — ﬁ ½ ² 👍 ⚖️ * _ ** # None n/a
-none. Topic: Answer: under ... ! ? : " “ ” ' ｓ ５ （１） Ａｃｔ １９８０ İ I II XIV ´ 1. - ,, ))
+Limitation Act 1980 2006 s S. ss section Sections § §§ art. Article Art r reg rule Rules Regulations Order para Part of
+the and & , ; ( ) [ ] [1976] (1973) 5 5A 5(1) 5(1)(a) 54.5 5-9 5/6 v v. vs V versus Re In R Smith Jones O’Brien Co.
+Ltd U.S. U. 410 QB SC BGB GDPR UK du Code civil Constitución Müller Straße see एआईआर उच्चतम 最高裁 – — ﬁ ½ ² 👍 ⚖️ * _ ** #
+None n/a none. Topic: Answer: under ... ! ? : " “ ” ' ｓ ５ （１） Ａｃｔ １９８０ İ I II XIV ´ 1. - ,, ))
 """
 PIECES = [*SCRAPS.split(), "\u200b", "\u00ad", "\ufeff", "\u00a0", "  ", "\n", "\u2028", "\r\n"]
 
