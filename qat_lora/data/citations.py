@@ -171,7 +171,8 @@ def written(text: str, found: Sequence[Item]) -> str:
 
 
 def _tidy(text: str) -> str:
-    return " ".join(re.sub(f"[{EMPHASIS}]", "", text).split())
+    """Without marks of emphasis, with single spaces; one that carries an accent (´, in NFKC) is no space."""
+    return re.sub(rf"\s+(?![{MARKS}])", " ", re.sub(f"[{EMPHASIS}]", "", text)).strip()
 
 
 # -- a section of them -----------------------------------------------------------------------------------------------

@@ -136,8 +136,8 @@ def test_what_a_row_cites_outside_its_column_is_not_invented():
 SCRAPS = """
 Limitation Act 1980 2006 s S. ss section Sections § §§ art. Article Art r reg rule Rules Regulations Order para Part of
 the and & , ; ( ) [ ] [1976] (1973) 5 5A 5(1) 5(1)(a) 54.5 5-9 5/6 v v. vs V versus Re In R Smith Jones O’Brien Co.
-Ltd U.S. U. 410 QB SC BGB GDPR UK du Code civil Constitución Müller Straße see एआईआर उच्चतम 最高裁 – — ﬁ ½ ² 👍 ⚖️ * _ ** #
-None n/a none. Topic: Answer: under ... ! ? : " “ ” ' ｓ ５ （１） Ａｃｔ １９８０ İ I II XIV ´ 1. - ,, ))
+Ltd U.S. U. 410 QB SC BGB GDPR UK du Code civil Constitución Müller Straße see एआईआर उच्चतम 最高裁 – — ﬁ ½ ² 👍 ⚖️ * _ **
+# None n/a none. Topic: Answer: under ... ! ? : " “ ” ' ｓ ５ （１） Ａｃｔ １９８０ İ I II XIV ´ 1. - ,, ))
 """
 PIECES = [*SCRAPS.split(), "\u200b", "\u00ad", "\ufeff", "\u00a0", "  ", "\n", "\u2028", "\r\n"]
 
