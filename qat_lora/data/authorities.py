@@ -122,11 +122,12 @@ class _Reading:
     def rest(self) -> list[Item]:
         """The words of no citation that say something, remarks in brackets aside."""
         found, depth = [], 0
-        for item, taken in zip(self.items, self.taken):
+        for at, (item, taken) in enumerate(zip(self.items, self.taken)):
             depth = max(0, depth + item.gap.count("(") - item.gap.count(")"))
-            if not (taken or depth or item.norm in OPENINGS):
+            numbers_entry = not at and item.norm.isdecimal()  # as in "1. Limitation Act 1980, s 5"
+            if not (taken or depth or numbers_entry or item.norm in OPENINGS):
                 found.append(item)
-        return [] if all(item.norm.isdecimal() for item in found) else found  # "1." before an entry
+        return found
 
     def _take(self, first: int, end: int, *ways: Sequence[Item]) -> None:
         """Count items first … end−1 as cited: each of `ways` is one authority, by default all of them together."""
