@@ -7,7 +7,8 @@
 
 --run takes model, adapter and list of authorities from a run directory of train_cot_sft.py. Without --question and
 --web every line of standard input is a question. The answer appears as it is generated; then each citation is looked up
-in the list, and what is not there is marked. Greedy unless --temperature. CPU and CUDA. No legal advice.
+in the list, and what is not there is marked. Greedy unless --temperature; then the same --seed gives the same answers
+to the same questions in the same order. CPU and CUDA. No legal advice.
 """
 
 import os
@@ -18,13 +19,17 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from qat_lora.backend import open_backend, resolve
+from qat_lora.data.appearance import visible
+from qat_lora.data.authorities import Authorities
 from qat_lora.data.chat import check_template
 from qat_lora.data.legal import AUTHORITIES
-from qat_lora.data.legal_answers import Answer, Authorities, messages
+from qat_lora.data.legal_answers import messages
 from qat_lora.data.options import ChatOptions
+from qat_lora.data.sections import Answer
 from qat_lora.errors import UserError
-from qat_lora.experiments.legal_page import CUT_OFF, STYLE, page, verdict_line, verdicts
+from qat_lora.experiments.legal_page import CUT_OFF, STYLE, checked_question, page, verdict_line, verdicts
 from qat_lora.models.generate import Stream, check_device, check_sampling
+from qat_lora.models.loading import EMBEDDED, load_config
 from qat_lora.quant.student import load_trained
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.files import read_json
@@ -63,9 +68,9 @@ def main(cfg: Config) -> None:
     if cfg.dry_run:
         return
     backend.place(model)
+    backend.seed(cfg.seed)  # once: a question that is asked again is answered anew
 
     def ask(question: str) -> Stream:
-        backend.seed(cfg.seed)
         return Stream(
             model, tokenizer, messages(question), backend, max_new_tokens=cfg.max_new_tokens,
             temperature=cfg.temperature, top_p=cfg.top_p, thinking=False,
@@ -87,6 +92,8 @@ def check(cfg: Config) -> None:
     check_sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_p)
     if cfg.web and cfg.question is not None:
         raise UserError("--web and --question exclude each other; ask on the page, or in the terminal")
+    if cfg.question is not None:
+        checked_question(cfg.question)
     if not 0 < cfg.port < 65536:
         raise UserError(f"--port {cfg.port} is no port; use 7860, say")
 
@@ -115,11 +122,37 @@ def from_run(cfg: Config) -> Config:
     found |= {"max_new_tokens": length} if cfg.max_new_tokens is None else {}
     if not whole:
         base = folder / "base.pt"
-        found |= {"model": cfg.model or model, "adapter": str(folder / "adapter")}
+        found |= {"model": cfg.model or base_model(folder, model), "adapter": str(folder / "adapter")}
         found |= {"checkpoint": str(base)} if base.exists() else {}
     else:
         found["model"] = str(folder / "model")
     return replace(cfg, **found)
+
+
+def base_model(run: Path, name: str) -> str:
+    """Where the model that a run was trained on is now. name: as in the run's config.yaml.
+
+    It is looked for where the run's adapter says that it was, below the folders above the run, here, and on the hub.
+    Raises UserError where it is in none of them.
+    """
+    if name == EMBEDDED:
+        return name
+    recorded = read_json(run / "adapter" / "adapter_config.json").get("base_model_name_or_path") or name
+    known = [path for path in (Path(str(recorded)), Path(name).expanduser()) if path.is_absolute()]
+    for place in (*known, *(above / Path(name).expanduser() for above in run.resolve().parents), Path(name)):
+        if (place / "config.json").is_file() or (place.suffix == ".gguf" and place.is_file()):
+            return str(place.absolute())
+    if known:
+        raise UserError(f"--run {run} was trained on the model {known[0]}, which is missing; --model says where it is")
+    try:
+        load_config(name)
+    except UserError as error:
+        reason = str(error).partition(";")[0]
+        raise UserError(
+            f"--run {run} was trained on model {name!r}, which is no folder above the run or here, nor on the hub "
+            f"({reason}); --model says where it is"
+        ) from error
+    return name
 
 
 def read_authorities(path: str | None) -> Authorities:
@@ -141,7 +174,7 @@ def questions(cfg: Config) -> Iterator[str]:
         sys.stdin.reconfigure(errors="replace")
     if sys.stdin.isatty():
         say("a question on each line; end with Ctrl-D")
-    yield from filter(None, map(str.strip, sys.stdin))
+    yield from filter(visible, map(str.strip, sys.stdin))
 
 
 def answer_in_terminal(pieces: Stream, authorities: Authorities) -> None:
