@@ -34,6 +34,10 @@ class WorkerLost(UserError):
     """A worker cannot be reached any more, and may not have been able to say why."""
 
 
+class Misplaced(UserError):
+    """This worker does not belong with the others."""
+
+
 @contextmanager
 def losing_none():
     """Within this context a connection that breaks, of the store or of a collective, is a lost worker."""
@@ -80,21 +84,19 @@ class Group:
         """Come back once all workers are there; `where` is the store's address, for people.
 
         Raises UserError naming the workers that have not come within RENDEZVOUS seconds, or the variable in which this
-        one contradicts the others. The others stop as well then, unless they are complete: this one is then a stray.
+        one contradicts the others. The others stop as well then, unless they are complete without this one.
         """
         keys = [f"here/{rank}" for rank in range(self.world_size)]
         with losing_none():
             world_size = int(self.store.compare_set("world_size", "", str(self.world_size)))
             twice = self.store.add(f"{keys[self.rank]}/count", 1) > 1
-            if world_size != self.world_size or twice:
-                if not self.store.check(["complete"]):
-                    self.store.add("failed", 1)
-                if twice:
-                    raise UserError(f"RANK={self.rank} is taken by another worker at {where}; give each its own RANK")
-                raise UserError(
+            if world_size != self.world_size:
+                raise Misplaced(
                     f"WORLD_SIZE={self.world_size} contradicts WORLD_SIZE={world_size} of another worker at {where}; "
                     "give every worker the same"
                 )
+            if twice:
+                raise Misplaced(f"RANK={self.rank} is taken by another worker at {where}; give each its own RANK")
             self.store.set(keys[self.rank], pickle.dumps((_host(), os.getpid())))
             self._wait(keys, RENDEZVOUS, where)
             self.store.set("complete", "")
@@ -165,6 +167,10 @@ class Group:
         if isinstance(error, AnotherFailed):
             return False
         try:
+            if isinstance(error, Misplaced):
+                if not self.store.check(["complete"]):
+                    self.store.add("failed", 1)  # the one in whose place this one came is missing
+                return True
             ends = time.monotonic() + HEARSAY
             while isinstance(error, WorkerLost) and not self.store.check(["failed"]) and time.monotonic() < ends:
                 time.sleep(0.05)

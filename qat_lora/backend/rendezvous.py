@@ -13,7 +13,7 @@ from qat_lora.backend.environment import LOOPBACK, Place
 from qat_lora.backend.group import Group, say
 from qat_lora.errors import UserError, first_line
 
-GREETING = 10  # seconds in which a store answers; what takes longer is no store
+GREETING = 20  # seconds in which a store answers; what takes longer is no store
 
 
 def serve(port: int, one_host: bool) -> TCPStore:
@@ -53,12 +53,12 @@ def join(address: str, port: int, who: str) -> TCPStore:
             waited = time.monotonic() - started
             if waited > group.RENDEZVOUS:
                 raise UserError(
-                    f"worker 0 did not open {address}:{port} within {group.RENDEZVOUS:g} s ({first_line(error)}); "
-                    "start it there (RANK=0), or correct MASTER_ADDR and MASTER_PORT"
+                    f"{who} found nothing at {address}:{port} within {group.RENDEZVOUS:g} s ({error.strerror or error})"
+                    "; start worker 0 there (RANK=0), or correct MASTER_ADDR and MASTER_PORT"
                 ) from error
             if waited > group.NOTICE and not told:
                 told = True
-                say(f"{who} is waiting for worker 0 at {address}:{port}")
+                say(f"{who} is waiting for the job's store, which worker 0 opens at {address}:{port}")
             time.sleep(0.2)
     return _greeted(address, port)
 
