@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -24,6 +25,16 @@ CHAT_TEMPLATE = """
 {%- endfor %}
 {{- '<|im_start|>assistant\\n' + no_thought if add_generation_prompt }}
 """
+
+
+@pytest.fixture(autouse=True)
+def sigterm_as_before():
+    """A training loop leaves SIGTERM noticed, or ignored once one has come; each test starts as a process does."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+    if group := sys.modules.get("qat_lora.backend.group"):
+        group.SIGTERM.clear()
 
 
 @pytest.fixture(scope="session")
