@@ -1,9 +1,14 @@
 """How much memory a run will take, from shapes alone: estimates to show, and lower bounds to refuse by
 (`qat_lora.machine.check_memory`)."""
 
+import os
+
+import torch
 from torch import nn
 
+from qat_lora.backend import TorchBackend
 from qat_lora.kd.losses import CHUNK_BYTES
+from qat_lora.machine import check_memory
 from qat_lora.models.architecture import decoder_layers, matrices, text_config, unwrap
 from qat_lora.models.recursive import RecursiveSpec
 from qat_lora.models.reservoir import ReservoirSpec
@@ -63,6 +68,22 @@ def cache_memory(model: nn.Module, rows: int, length: int, bf16: bool) -> float:
     layers = _number(model, "num_hidden_layers", 1)
     values = 2 * layers * _number(model, "num_key_value_heads", heads) * head * rows * length
     return (2 if bf16 else 4) * values / 1e9
+
+
+def check_fits(backend: TorchBackend, parts: dict[str, float], what: str, workers: int = 1) -> None:
+    """Raise UserError where a worker's device cannot hold the sum of `parts`, bytes that it needs at least, by the
+    options to lower: a GPU, or this machine with all its workers. How much a TPU has is not known here.
+
+    what: the subject of the message.
+    """
+    if backend.on_tpu:
+        return
+    here, available = 1, None
+    if backend.kind == "cuda":
+        available = torch.cuda.get_device_properties(backend.device).total_memory
+    else:  # all workers of this host share its memory
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", workers))
+    check_memory(here * sum(parts.values()), what, max(parts, key=parts.__getitem__), available)
 
 
 # -- lower bounds: what is held at the same time whatever happens ------------------------------------------------------

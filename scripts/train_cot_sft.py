@@ -38,7 +38,13 @@ from qat_lora.experiments.cot_sft import (
     wandb_mirror,
     write_whole,
 )
-from qat_lora.memory import cache_memory, training_memory
+from qat_lora.memory import (
+    cache_memory,
+    check_fits,
+    least_rollout_memory,
+    least_training_memory,
+    training_memory,
+)  # fmt: skip
 from qat_lora.models.architecture import model_type, packs, set_packs
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import EMBEDDED, adapter_notes, check_length, weights_fingerprint
@@ -255,6 +261,12 @@ def describe(cfg: Config, model: nn.Module, backend: TorchBackend, data: LawData
         model, trained, whole - trained, cfg.batch_size, cfg.length, backend.bf16, cfg.gradient_checkpointing
     )
     say("memory of a worker (estimated): " + ", ".join(f"{name} {size:.2f} GB" for name, size in parts.items()))
+    if not cfg.dry_run:
+        need = least_training_memory(model, cfg.batch_size, cfg.length, backend.bf16)
+        what = f"training on --batch-size {cfg.batch_size} rows of {cfg.length} tokens"
+        check_fits(backend, {"--batch-size, --length, or take a smaller model": need}, what, workers)
+        need = least_rollout_memory(model, 1, cfg.answer_rows, cfg.max_new_tokens)
+        check_fits(backend, {"--answer-rows": need}, f"generating --answer-rows {cfg.answer_rows} answers", workers)
     cache = cache_memory(model, cfg.answer_rows, cfg.max_prompt_length + cfg.max_new_tokens, backend.bf16)
     say(f"and while it is examined: keys and values of {cfg.answer_rows} answers {cache:.2f} GB")
 

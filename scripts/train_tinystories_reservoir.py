@@ -37,6 +37,8 @@ from qat_lora.experiments.stories import (
     tell,
     trained,
 )
+from qat_lora.machine import check_memory
+from qat_lora.memory import check_fits, story_memory
 from qat_lora.models.reservoir import ReservoirSpec
 from qat_lora.models.scan import CHUNK, LEVELS
 from qat_lora.models.small_lm import SmallLM
@@ -131,7 +133,9 @@ class Config(RunConfig):
 
 def main(cfg: Config) -> None:
     cfg = resolved(cfg, cfg.device if cfg.device != "auto" else get_device(cfg.use_tpu or PJRT_TPU))
-    shape_of(cfg)
+    sizes = cfg.embedding, cfg.blocks, cfg.hidden, shape_of(cfg).specs
+    least = story_memory(1, *sizes, tokens=0, bf16=False)  # before the text is tokenised
+    check_memory(sum(least.values()), "the model", max(least, key=least.__getitem__))
     Sampling(cfg.temperature, cfg.top_k, cfg.top_p)
     Every(cfg.log_every, cfg.eval_every, cfg.save_every)
     check(cfg)
@@ -149,6 +153,12 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     stories = load_stories(*text, cache=None if cfg.dry_run else CACHE)
     train = Blocks(stories.train, cfg.block_size)
     plan = plan_of(cfg, len(train), here)
+    parts = story_memory(
+        stories.vocab, cfg.embedding, cfg.blocks, cfg.hidden, shape_of(cfg).specs, plan.batch_size * cfg.block_size,
+        backend.bf16,
+    )  # fmt: skip
+    if not cfg.dry_run:
+        check_fits(backend, parts, f"training on --batch-size {cfg.batch_size} × {cfg.block_size} tokens", here)
     model = build(cfg.model, stories.vocab, shape_of(cfg), cfg.seed)
     if backend.is_main:
         describe(cfg, backend, stories, train, model, plan)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -16,7 +15,7 @@ from qat_lora.data.puzzles import BLANK, BOXES, MAZE, WALL, side
 from qat_lora.errors import UserError
 from qat_lora.experiments.remote import bring_back, check_unused, copy_out
 from qat_lora.machine import check_memory
-from qat_lora.memory import recursive_memory, weight_options
+from qat_lora.memory import check_fits, recursive_memory, weight_options
 from qat_lora.models.recursive import RecursiveModel, RecursiveSpec
 from qat_lora.recursive import RecursivePlan, Trainer, answer, kept, measure, train_recursive
 from qat_lora.run.config import RunConfig, option
@@ -204,15 +203,9 @@ def check_sizes(cfg: Config, spec: RecursiveSpec, backend: TorchBackend, workers
     rows = cfg.global_batch_size // workers
     check_memory(4 * spec.parameters, f"a model of {spec.parameters:,} weights", weight_options(spec))
     parts = recursive_memory(spec, rows, cfg.ema, backend.bf16, cfg.use_gradient_checkpointing)
-    if cfg.dry_run or backend.on_tpu:
-        return sum(parts.values())
-    here, available = 1, None
-    if backend.kind == "cuda":
-        available = torch.cuda.get_device_properties(backend.device).total_memory
-    else:  # all workers of this host share its memory
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", workers))
-    what = f"training {spec.parameters:,} weights on {rows} rows of {spec.length} tokens a worker"
-    check_memory(here * sum(parts.values()), what, max(parts, key=parts.__getitem__), available)
+    if not cfg.dry_run:
+        what = f"training {spec.parameters:,} weights on {rows} rows of {spec.length} tokens a worker"
+        check_fits(backend, parts, what, workers)
     return sum(parts.values())
 
 
