@@ -21,7 +21,7 @@ from pathlib import Path
 from qat_lora.backend import open_backend, resolve
 from qat_lora.data.appearance import visible
 from qat_lora.data.authorities import Authorities
-from qat_lora.data.chat import check_template
+from qat_lora.data.chat import after_thought, check_template
 from qat_lora.data.legal import AUTHORITIES
 from qat_lora.data.legal_answers import messages
 from qat_lora.data.options import ChatOptions
@@ -45,6 +45,7 @@ class Config(ChatOptions, ScriptConfig):
     checkpoint: str | None = option(None, "quantised base (base.pt) that the adapter was trained on")
     adapter: str | None = option(None, "PEFT folder to put on it")
     authorities: str | None = option(None, "authorities.json with what may be cited; default: that of the generator")
+    thinking: str | None = option(None, "render the question with thinking on or off; default: as in the run, else off")
     question: str | None = option(None, "what to ask; default: lines of standard input")
     web: bool = option(False, "open a page instead")
     host: str = option("127.0.0.1", "address of the page; 0.0.0.0 lets other machines in")
@@ -73,7 +74,7 @@ def main(cfg: Config) -> None:
     def ask(question: str) -> Stream:
         return Stream(
             model, tokenizer, messages(question), backend, max_new_tokens=cfg.max_new_tokens,
-            temperature=cfg.temperature, top_p=cfg.top_p, thinking=False,
+            temperature=cfg.temperature, top_p=cfg.top_p, thinking=cfg.thinks,
         )  # fmt: skip
 
     if cfg.web:
@@ -102,7 +103,7 @@ def from_run(cfg: Config) -> Config:
     """The config with what a run directory says: its base model and adapter, or the whole model it trained, and how
     long its answers may be."""
     if cfg.run is None:
-        return replace(cfg, max_new_tokens=256) if cfg.max_new_tokens is None else cfg
+        return replace(cfg, max_new_tokens=cfg.max_new_tokens or 256, thinking=cfg.thinking or "off")
     whole = not (Path(cfg.run) / "adapter").is_dir()
     names = ("checkpoint", "adapter", "authorities", *(["model"] if whole else []))
     given = [f"--{name}" for name in names if getattr(cfg, name) is not None]
@@ -119,6 +120,7 @@ def from_run(cfg: Config) -> Config:
     if not (folder / "model").is_dir():
         raise UserError(f"--run {cfg.run} holds no model/: it has not finished; --resume it with train_cot_sft.py")
     found = {"authorities": str(folder / "authorities.json")}
+    found |= {"thinking": trained.get("thinking", "off")} if cfg.thinking is None else {}
     found |= {"max_new_tokens": length} if cfg.max_new_tokens is None else {}
     if not whole:
         base = folder / "base.pt"
@@ -183,7 +185,7 @@ def answer_in_terminal(pieces: Stream, authorities: Authorities) -> None:
         print(piece, end="", flush=True)
         text += piece
     print()
-    for name, known in verdicts(Answer.read(text, pieces.ended), authorities):
+    for name, known in verdicts(Answer.read(after_thought(text), pieces.ended), authorities):
         say(verdict_line(name, known))
     if not pieces.ended:
         say(CUT_OFF)

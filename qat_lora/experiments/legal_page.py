@@ -5,6 +5,7 @@ from html import escape
 
 from qat_lora.data.appearance import visible
 from qat_lora.data.authorities import Authorities
+from qat_lora.data.chat import after_thought
 from qat_lora.data.sections import SECTIONS, Answer
 from qat_lora.errors import UserError
 from qat_lora.models.generate import Stream
@@ -70,8 +71,8 @@ def page(ask: Callable[[str], Stream], authorities: Authorities, about: str):
             pieces = ask(checked_question(question))
             for piece in pieces:
                 text += piece
-                yield show(Answer.read(text, False), authorities, whole=False)
-            yield show(Answer.read(text, pieces.ended), authorities, whole=True)
+                yield show(Answer.read(after_thought(text), False), authorities, whole=False)
+            yield show(Answer.read(after_thought(text), pieces.ended), authorities, whole=True)
         except UserError as error:
             yield f'<div class="law"><p class="unknown">{escape(str(error))}</p></div>'
 
