@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 TPU := $(wildcard /dev/accel0 /dev/vfio/0)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup doctor demo test lint bench-qat bench-quality bench-scaling setup-peers test-peers setup-zoo test-zoo models test-faults \
+.PHONY: help setup doctor demo test lint bench-qat bench-quality bench-scaling setup-peers test-peers setup-zoo test-zoo test-faults models \
 	recovery-v6e1 recovery-v6e4 recovery-v6e8 recovery-cuda recovery-cpu2 qat-v6e4 qat-cuda qat-cpu2 \
 	musclebob-cpu musclebob-v5e1 musclebob-cuda bench-grpo reservoir-cpu reservoir-tpu reservoir-cuda bench-reservoir \
 	athena-cpu athena-v3-8 athena-cuda bench-recursive legal-cpu legal-v5e8 legal-cuda bench-sft
@@ -131,8 +131,9 @@ test-zoo: setup-zoo ## logits of every architecture, tiny, some 50 through the p
 models: setup ## docs/models.md: what can be done with each model type (about two hours; resumes)
 	$(PY) tests/models/zoo_table.py
 
-test-faults: setup ## docs/reliability.md: kills, damaged files, full disks on every script that writes (half an hour on two cores; resumes)
+test-faults: setup ## docs/reliability.md: kills, damaged files, full disks, large texts (forty minutes on two cores; resumes)
 	$(PY) tests/faults/fault_table.py
+	$(PY) -m pytest -m faults
 
 lint: setup ## ruff, check only
 	$(PY) -m ruff check .

@@ -193,10 +193,10 @@ def n_gram(stories: Stories) -> Row:
     best = None
     for order in (2, 3, 4, 5):
         started = time.monotonic()
-        model = KneserNey(stories.train.tolist(), order, stories.vocab)
+        model = KneserNey(stories.train[:].tolist(), order, stories.vocab)
         took = time.monotonic() - started
         size = sum(len(level.counts) for level in model.levels)
-        row = row_of(stories, f"Kneser–Ney {order}-gram (counts)", size, took, model.nll(stories.heldout.tolist()))
+        row = row_of(stories, f"Kneser–Ney {order}-gram (counts)", size, took, model.nll(stories.heldout[:].tolist()))
         best = min(best or row, row, key=lambda row: row.bits)
     return best
 
@@ -229,7 +229,7 @@ def ridge(stories: Stories, seed: int, width: int = 256, units: int = 512) -> Ro
     _, weight, sharpness = min(choices, key=lambda choice: choice[0])
     took = time.monotonic() - started
     end = torch.tensor([stories.end])
-    total = nll(features(torch.cat([end, stories.heldout])), weight, sharpness)
+    total = nll(features(torch.cat([end, stories.heldout[:]])), weight, sharpness)
     return row_of(stories, "reservoir, ridge readout alone", weight.numel(), took, total)
 
 

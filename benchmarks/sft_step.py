@@ -25,7 +25,8 @@ from transformers import TrainerCallback
 from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.data.batches import batches
 from qat_lora.data.legal import generate
-from qat_lora.data.legal_answers import NUMBERS, checked_rows, document, messages, response
+from qat_lora.data.legal_answers import checked_rows, document, messages, response
+from qat_lora.data.sections import NUMBERS
 from qat_lora.data.sft import PackedExamples, encoded
 from qat_lora.errors import UserError
 from qat_lora.models.loading import EMBEDDED, load_model, load_tokenizer

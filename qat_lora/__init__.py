@@ -10,6 +10,9 @@ import os
 # Only qat_lora.backend opens that door, after the device is chosen.
 os.environ["USE_TORCH_XLA"] = "0"
 
+# When a worker dies, torch prints a C++ stack for every connection to it. Read when torch is imported.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
 _PUBLIC = {
     "KDCacheDataset": "qat_lora.kd.dataset",
     "QuantLinear": "qat_lora.quant.linear",

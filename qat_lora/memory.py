@@ -1,9 +1,19 @@
-"""How much memory a training run will take, from shapes alone."""
+"""How much memory a run will take, from shapes alone: estimates to show, and lower bounds to refuse by
+(`qat_lora.machine.check_memory`)."""
 
+import os
+
+import torch
 from torch import nn
 
+from qat_lora.backend import TorchBackend
 from qat_lora.kd.losses import CHUNK_BYTES
+from qat_lora.machine import check_memory
 from qat_lora.models.architecture import decoder_layers, matrices, text_config, unwrap
+from qat_lora.models.recursive import RecursiveSpec
+from qat_lora.models.reservoir import ReservoirSpec
+
+ADAM = 16  # bytes of a trained fp32 weight with its gradient and two moments
 
 
 def training_memory(
@@ -58,3 +68,81 @@ def cache_memory(model: nn.Module, rows: int, length: int, bf16: bool) -> float:
     layers = _number(model, "num_hidden_layers", 1)
     values = 2 * layers * _number(model, "num_key_value_heads", heads) * head * rows * length
     return (2 if bf16 else 4) * values / 1e9
+
+
+def check_fits(backend: TorchBackend, parts: dict[str, float], what: str, workers: int = 1) -> None:
+    """Raise UserError where a worker's device cannot hold the sum of `parts`, bytes that it needs at least, by the
+    options to lower: a GPU, or this machine with all its workers. How much a TPU has is not known here.
+
+    what: the subject of the message.
+    """
+    if backend.on_tpu:
+        return
+    here, available = 1, None
+    if backend.kind == "cuda":
+        available = torch.cuda.get_device_properties(backend.device).total_memory
+    else:  # all workers of this host share its memory
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", workers))
+    check_memory(here * sum(parts.values()), what, max(parts, key=parts.__getitem__), available)
+
+
+# -- lower bounds: what is held at the same time whatever happens ------------------------------------------------------
+def least_training_memory(model: nn.Module, batch_size: int, length: int, bf16: bool) -> int:
+    """Bytes that a worker holds at least while it trains a loaded model: its weights as they are, gradients and two
+    Adam moments of what is trained, and one hidden state for each block that is trained. Holds with and without
+    gradient checkpointing."""
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    blocks = sum(any(p.requires_grad for p in block.parameters()) for block in decoder_layers(model))
+    hidden = unwrap(model).get_output_embeddings().weight.shape[1]
+    return weights + (ADAM - 4) * trained + blocks * batch_size * length * hidden * (2 if bf16 else 4)
+
+
+def least_rollout_memory(model: nn.Module, prompts: int, group: int, length: int) -> int:
+    """Bytes that `rl.rollout.rollout` takes at once for `group` answers of at most `length` tokens to each of so many
+    prompts: tokens, their log-probabilities and entropies, and one line of logits for each answer, in bf16 or wider."""
+    rows, vocab = prompts * group, unwrap(model).get_output_embeddings().weight.shape[0]
+    return rows * (16 * length + 2 * vocab)
+
+
+def weight_options(spec: RecursiveSpec) -> str:
+    """The options that give a recursive model fewer weights."""
+    wide = spec.mlp_t and spec.positions > spec.hidden_size  # then most are those over positions
+    return ("arch.mlp_t to false, or " if wide else "") + "arch.hidden_size, arch.L_layers or arch.expansion"
+
+
+def recursive_memory(spec: RecursiveSpec, rows: int, ema: bool, bf16: bool, checkpointing: bool) -> dict[str, int]:
+    """Bytes that a worker holds at least while it trains a recursive model with so many rows of an update, by the
+    options to lower.
+
+    Weights with gradient, moments and average; the puzzles' embeddings and the sums of their gradients; of each row the
+    carry, its tokens and labels, the logits, and what the backward pass needs, which no compiler recomputes: the inputs
+    and outputs of a block's matrices (checkpointing: the input of each update).
+    """
+    positions, width, cast = spec.positions, spec.hidden_size, 2 if bf16 else 4
+    updates = 2 if spec.one_step_gradient else spec.L_cycles + 1  # that have a gradient
+    mixed = 2 * spec.inner(positions) * width if spec.mlp_t else positions * (spec.heard + width)
+    block = mixed + 2 * positions * (width + spec.inner(width))
+    kept = positions * width if checkpointing else spec.L_layers * block
+    row = 2 * 4 * positions * width + updates * kept * cast + spec.length * (2 * 8 + 4 * spec.vocab)
+    return {
+        weight_options(spec): (ADAM + 4 * ema) * spec.parameters,
+        "arch.hidden_size, or take data with fewer puzzle identifiers": 2 * 4 * spec.identifiers * width,
+        "global_batch_size, arch.hidden_size or arch.L_cycles": rows * row,
+    }
+
+
+def story_memory(
+    vocab: int, width: int, blocks: int, hidden: int, specs: tuple[ReservoirSpec, ...], tokens: int, bf16: bool
+) -> dict[str, int]:
+    """Bytes that a worker holds at least while it trains a reservoir language model, or a baseline of as many weights,
+    with so many tokens of an update, by the options to lower: trained weights with gradient and moments, the fixed
+    weights, and one output of each block."""
+    features = sum(spec.features for spec in specs)
+    trained = vocab * width + blocks * (features * hidden + hidden * width + width * width)
+    fixed = blocks * sum((spec.units**2 if spec.kind == "esn" else 0) + spec.features * width for spec in specs)
+    return {
+        "--vocab-size, --embedding, --hidden or --blocks": ADAM * trained,
+        "--reservoirs, --embedding or --blocks": 4 * fixed,
+        "--batch-size, --block-size or --blocks": tokens * blocks * width * (2 if bf16 else 4),
+    }

@@ -12,7 +12,7 @@ from qat_lora.backend import TorchBackend
 from qat_lora.data.batches import batches
 from qat_lora.errors import UserError
 from qat_lora.evaluate import kd_loss
-from qat_lora.memory import training_memory
+from qat_lora.memory import check_fits, least_training_memory, training_memory
 from qat_lora.models.architecture import decoder_layers, part_of
 from qat_lora.quant.linear import quantized_layers
 from qat_lora.run.config import RunConfig, option
@@ -69,6 +69,15 @@ class TrainOptions(RunConfig):
                 f"{len(heldout)} held-out rows and --eval-rows {self.eval_rows} leave nothing to measure; hold out "
                 "more text, or evaluate more rows"
             )
+
+    def check_memory(self, model: nn.Module, train: Dataset, backend: TorchBackend, workers: int) -> None:
+        """Raise UserError where training cannot fit this machine. A dry run may plan for another one."""
+        if self.dry_run:
+            return
+        length = len(train[0]["tokens"])
+        need = least_training_memory(model, self.batch_size, length, backend.bf16)
+        what = f"training on --batch-size {self.batch_size} rows of {length} tokens with {workers} workers"
+        check_fits(backend, {"--batch-size, or take shorter rows or a smaller model": need}, what, workers)
 
     def describe(
         self, model: nn.Module, trained: int, frozen: int, train: Dataset, bf16: bool, workers: int

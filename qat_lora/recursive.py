@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from qat_lora.backend import TorchBackend
-from qat_lora.data.batches import chosen_rows
 from qat_lora.data.puzzle_rows import PuzzleRows
 from qat_lora.errors import UserError
 from qat_lora.models.recursive import (
@@ -76,14 +75,13 @@ class RecursivePlan(Plan):
 def segment_batches(
     rows: PuzzleRows, plan: RecursivePlan, start: int, rank: int = 0, world_size: int = 1
 ) -> Iterator[dict]:
-    """This worker's rows of the updates from number `start` (0-based) on, each in a random symmetry, and `least` [B]:
-    segments before which a row may not halt.
+    """This worker's rows of the updates from number `start` (0-based) on, each in a random symmetry, and `least` [B],
+    the segments before which a row may not halt.
 
-    A function of seed and update alone: all epochs' orders stand end to end, and each update takes the next batch_size
-    rows, whatever the number of workers.
+    A function of seed and update alone, whatever the number of workers: see PuzzleRows.chosen.
     """
     share = plan.share(world_size)
-    for update, chosen in zip(range(start, plan.steps), chosen_rows(plan.seed, len(rows), plan.batch_size, start)):
+    for update, chosen in zip(range(start, plan.steps), rows.chosen(plan.seed, plan.batch_size, start)):
         random = np.random.default_rng([plan.seed, update])
         batch = rows.batch(np.array(chosen), random)
         explores = random.random(plan.batch_size) < plan.exploration
@@ -109,8 +107,9 @@ class Trainer:
         backend.step_boundary()
 
     def step(self, batch: dict[str, Tensor], number: int) -> dict[str, Tensor | float]:
-        """Update `number` (1-based) on rows of `segment_batches`; figures of it, as device scalars, this
-        worker's share: loss, and of the rows that are through (sum, count) of those that are right and of segments."""
+        """Update `number` (1-based) on rows of `segment_batches`; its figures, as device scalars, this worker's share:
+        loss, and over the rows that have ended (sum, count) of those that are right and of segments. A row without a
+        label, which `load` leaves out, has no loss and is not counted among those that ended."""
         model, plan, backend = self.model, self.plan, self.backend
         factor = plan.learning_rate_factor(number)
         set_learning_rates(self.optimizer, factor)
@@ -123,11 +122,11 @@ class Trainer:
         backend.backward(loss)
         segments = carry.segments + 1
         halted = halting(halt.detach(), segments, carry.budgets, plan.segments, batch["least"])
-        through = halted.sum()
+        ended = halted & (carry.labels != IGNORE).any(1)
         figures = {
             "loss": loss.detach(),
-            "exact": ((right & halted).sum(), through),
-            "segments": ((segments * halted).sum(), through),
+            "exact": ((right & ended).sum(), ended.sum()),
+            "segments": ((segments * ended).sum(), ended.sum()),
         }
         self.carry = replace(carry, z_H=z_H, z_L=z_L, segments=segments, halted=halted)
         sums = sign_sums(carry.identifiers, picked.grad.float(), len(model.identity))
@@ -230,7 +229,7 @@ def measure(
     heldout_exact_full and _cells_full after all segments; heldout_loss, a cell's after all segments; heldout_segments,
     the mean that halting takes.
 
-    Each worker measures its share of batches of one size, the last filled up with rows that count nothing.
+    Each worker measures its share of batches of one size, the last filled up. Rows without a label count in no figure.
     """
     sums = torch.zeros(8, device=backend.device)
     share = batch_size // backend.world_size
@@ -238,10 +237,10 @@ def measure(
         at = first + backend.rank * share + np.arange(share)
         batch = rows.batch(np.minimum(at, len(rows) - 1))
         batch["labels"][torch.from_numpy(at >= len(rows))] = IGNORE
-        batch["counts"] = torch.from_numpy(at < len(rows))
         batch = backend.to_device(batch)
         found, loss = answer(model, batch, segments, backend)
-        labelled, counts = batch["labels"] != IGNORE, batch["counts"]
+        labelled = batch["labels"] != IGNORE
+        counts = labelled.any(1)
         tallies = [counts.sum(), labelled.sum(), loss.sum(), (found.segments * counts).sum()]
         for tokens in (found.early, found.full):
             right = (tokens == batch["labels"]) & labelled

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
-from qat_lora.data.puzzle_rows import ANY, corpus, draw, save, split
-from qat_lora.data.puzzles import as_text, side
+from qat_lora.data.puzzle_rows import ANY, corpus, draw, row_memory, save, split
+from qat_lora.data.puzzles import as_text, check_request, side
 from qat_lora.data.text import read_rows
 from qat_lora.errors import UserError
+from qat_lora.machine import check_memory
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.files import check_new
 
@@ -45,15 +46,17 @@ def main(cfg: Config) -> None:
     if cfg.count < 1:
         raise UserError(f"--count {cfg.count} must be at least 1")
     if not 0 < cfg.heldout_fraction < 1:
-        raise UserError(f"--heldout-fraction {cfg.heldout_fraction} is not between 0 and 1; 0.1, say")
+        raise UserError(f"--heldout-fraction {cfg.heldout_fraction} is not between 0 and 1; use e.g. 0.1")
     if cfg.corpus:
         rows, long = corpus(read_rows(cfg.corpus), cfg.corpus, cfg.length, cfg.causal, cfg.iterations)
         print(f"{len(rows):,} rows of {rows.length} bytes, {long:,} longer ones left out")
     else:
-        side(cfg.kind)
+        blanks = cfg.least_blanks, cfg.most_blanks
+        check_request(cfg.kind, cfg.count, blanks, "--count")
+        check_memory(row_memory(side(cfg.kind) ** 2, cfg.count), f"--count {cfg.count}", "--count")
         if cfg.dry_run:
             return print(f"{cfg.count:,} {cfg.kind} would go to {folder}, {cfg.heldout_fraction:.0%} of them held out")
-        rows = draw(cfg.kind, cfg.count, cfg.seed, (cfg.least_blanks, cfg.most_blanks))
+        rows = draw(cfg.kind, cfg.count, cfg.seed, blanks)
         quartiles = " ".join(f"{value:.0f}" for value in np.quantile(rows.difficulty, np.linspace(0, 1, 5)))
         print(f"{len(rows):,} {cfg.kind}, difficulty from least to most by quarters: {quartiles}")
         print(f"{as_text(cfg.kind, rows.inputs[0])}\n\n{as_text(cfg.kind, rows.labels[0])}\n")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from datasets import Dataset
 
-from qat_lora.data.legal import AUTHORITIES, generate
+from qat_lora.data.legal import AUTHORITIES, LARGEST_COUNT, generate
 from qat_lora.errors import UserError
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.files import check_new, write_atomically
@@ -25,7 +25,7 @@ from qat_lora.run.files import check_new, write_atomically
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ScriptConfig):
-    count: int = option(2000, "rows")
+    count: int = option(2000, f"rows, at most {LARGEST_COUNT:,}")
     output: str = option("data/law.jsonl", "new .jsonl or .parquet file")
 
 

@@ -7,7 +7,8 @@
 
 --run takes model, adapter and list of authorities from a run directory of train_cot_sft.py. Without --question and
 --web every line of standard input is a question. The answer appears as it is generated; then each citation is looked up
-in the list, and what is not there is marked. Greedy unless --temperature. CPU and CUDA. No legal advice.
+in the list, and what is not there is marked. Greedy unless --temperature; then the same --seed gives the same answers
+to the same questions in the same order. CPU and CUDA. No legal advice.
 """
 
 import os
@@ -18,17 +19,22 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from qat_lora.backend import open_backend, resolve
-from qat_lora.data.chat import check_template
+from qat_lora.data.appearance import visible
+from qat_lora.data.authorities import Authorities
+from qat_lora.data.chat import after_thought, check_template
 from qat_lora.data.legal import AUTHORITIES
-from qat_lora.data.legal_answers import Answer, Authorities, messages
+from qat_lora.data.legal_answers import messages
 from qat_lora.data.options import ChatOptions
+from qat_lora.data.sections import Answer
 from qat_lora.errors import UserError
-from qat_lora.experiments.legal_page import CUT_OFF, STYLE, page, verdict_line, verdicts
+from qat_lora.experiments.legal_page import CUT_OFF, STYLE, checked_question, page, verdict_line, verdicts
 from qat_lora.models.generate import Stream, check_device, check_sampling
+from qat_lora.models.loading import EMBEDDED, load_config
+from qat_lora.models.source import SPEECH
 from qat_lora.quant.student import load_trained
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.files import read_json
-from qat_lora.run.rundir import read_config, say
+from qat_lora.run.rundir import check_files, read_config, say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +46,7 @@ class Config(ChatOptions, ScriptConfig):
     checkpoint: str | None = option(None, "quantised base (base.pt) that the adapter was trained on")
     adapter: str | None = option(None, "PEFT folder to put on it")
     authorities: str | None = option(None, "authorities.json with what may be cited; default: that of the generator")
+    thinking: str | None = option(None, "render the question with thinking on or off; default: as in the run, else off")
     question: str | None = option(None, "what to ask; default: lines of standard input")
     web: bool = option(False, "open a page instead")
     host: str = option("127.0.0.1", "address of the page; 0.0.0.0 lets other machines in")
@@ -63,12 +70,12 @@ def main(cfg: Config) -> None:
     if cfg.dry_run:
         return
     backend.place(model)
+    backend.seed(cfg.seed)  # once: a question that is asked again is answered anew
 
     def ask(question: str) -> Stream:
-        backend.seed(cfg.seed)
         return Stream(
             model, tokenizer, messages(question), backend, max_new_tokens=cfg.max_new_tokens,
-            temperature=cfg.temperature, top_p=cfg.top_p, thinking=False,
+            temperature=cfg.temperature, top_p=cfg.top_p, thinking=cfg.thinks,
         )  # fmt: skip
 
     if cfg.web:
@@ -87,6 +94,8 @@ def check(cfg: Config) -> None:
     check_sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_p)
     if cfg.web and cfg.question is not None:
         raise UserError("--web and --question exclude each other; ask on the page, or in the terminal")
+    if cfg.question is not None:
+        checked_question(cfg.question)
     if not 0 < cfg.port < 65536:
         raise UserError(f"--port {cfg.port} is no port; use 7860, say")
 
@@ -95,13 +104,15 @@ def from_run(cfg: Config) -> Config:
     """The config with what a run directory says: its base model and adapter, or the whole model it trained, and how
     long its answers may be."""
     if cfg.run is None:
-        return replace(cfg, max_new_tokens=256) if cfg.max_new_tokens is None else cfg
+        return replace(cfg, max_new_tokens=cfg.max_new_tokens or 256, thinking=cfg.thinking or "off")
     whole = not (Path(cfg.run) / "adapter").is_dir()
     names = ("checkpoint", "adapter", "authorities", *(["model"] if whole else []))
     given = [f"--{name}" for name in names if getattr(cfg, name) is not None]
     if given:
         raise UserError(f"--run {cfg.run} says what {given[0]} is; leave one of them out")
     folder = Path(cfg.run)
+    spoken = ["model"] if whole else [f"model/{name}" for name in SPEECH]  # with an adapter its weights are not read
+    check_files(folder, "config.yaml", "authorities.json", "base.pt", *spoken)
     trained = read_config(folder)
     model, length = trained.get("model"), trained.get("max_new_tokens")
     if not isinstance(model, str) or not isinstance(length, int):
@@ -112,14 +123,41 @@ def from_run(cfg: Config) -> Config:
     if not (folder / "model").is_dir():
         raise UserError(f"--run {cfg.run} holds no model/: it has not finished; --resume it with train_cot_sft.py")
     found = {"authorities": str(folder / "authorities.json")}
+    found |= {"thinking": trained.get("thinking", "off")} if cfg.thinking is None else {}
     found |= {"max_new_tokens": length} if cfg.max_new_tokens is None else {}
     if not whole:
         base = folder / "base.pt"
-        found |= {"model": cfg.model or model, "adapter": str(folder / "adapter")}
+        found |= {"model": cfg.model or base_model(folder, model), "adapter": str(folder / "adapter")}
         found |= {"checkpoint": str(base)} if base.exists() else {}
     else:
         found["model"] = str(folder / "model")
     return replace(cfg, **found)
+
+
+def base_model(run: Path, name: str) -> str:
+    """Where the model that a run was trained on is now. name: as in the run's config.yaml.
+
+    It is looked for where the run's adapter says that it was, below the folders above the run, here, and on the hub.
+    Raises UserError where it is in none of them.
+    """
+    if name == EMBEDDED:
+        return name
+    recorded = read_json(run / "adapter" / "adapter_config.json").get("base_model_name_or_path") or name
+    known = [path for path in (Path(str(recorded)), Path(name).expanduser()) if path.is_absolute()]
+    for place in (*known, *(above / Path(name).expanduser() for above in run.resolve().parents), Path(name)):
+        if (place / "config.json").is_file() or (place.suffix == ".gguf" and place.is_file()):
+            return str(place.absolute())
+    if known:
+        raise UserError(f"--run {run} was trained on the model {known[0]}, which is missing; --model says where it is")
+    try:
+        load_config(name)
+    except UserError as error:
+        reason = str(error).partition(";")[0]
+        raise UserError(
+            f"--run {run} was trained on model {name!r}, which is no folder above the run or here, nor on the hub "
+            f"({reason}); --model says where it is"
+        ) from error
+    return name
 
 
 def read_authorities(path: str | None) -> Authorities:
@@ -141,7 +179,7 @@ def questions(cfg: Config) -> Iterator[str]:
         sys.stdin.reconfigure(errors="replace")
     if sys.stdin.isatty():
         say("a question on each line; end with Ctrl-D")
-    yield from filter(None, map(str.strip, sys.stdin))
+    yield from filter(visible, map(str.strip, sys.stdin))
 
 
 def answer_in_terminal(pieces: Stream, authorities: Authorities) -> None:
@@ -150,7 +188,7 @@ def answer_in_terminal(pieces: Stream, authorities: Authorities) -> None:
         print(piece, end="", flush=True)
         text += piece
     print()
-    for name, known in verdicts(Answer.read(text, pieces.ended), authorities):
+    for name, known in verdicts(Answer.read(after_thought(text), pieces.ended), authorities):
         say(verdict_line(name, known))
     if not pieces.ended:
         say(CUT_OFF)

@@ -102,7 +102,7 @@ def check_story(backend: TorchBackend) -> str:
     data = load_stories("embedded", 4, 0.1, "chars", 0)
     model = backend.place(build("reservoir", data.vocab, SMALL, 0))
     told = tell(model, data, data.tokenizer.encode("The").ids, 8, Sampling(), backend)
-    tokens = backend.to_device({"tokens": data.heldout[None, :40]})["tokens"]
+    tokens = backend.to_device({"tokens": data.heldout[:40][None]})["tokens"]
     with torch.no_grad():
         whole, (first, state) = model(tokens)[0], model(tokens[:, :23])
         parts = torch.cat([first, model(tokens[:, 23:], state)[0]], 1)

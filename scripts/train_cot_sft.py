@@ -38,10 +38,17 @@ from qat_lora.experiments.cot_sft import (
     wandb_mirror,
     write_whole,
 )
-from qat_lora.memory import cache_memory, training_memory
+from qat_lora.memory import (
+    cache_memory,
+    check_fits,
+    least_rollout_memory,
+    least_training_memory,
+    training_memory,
+)  # fmt: skip
 from qat_lora.models.architecture import model_type, packs, set_packs
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import EMBEDDED, adapter_notes, check_length, weights_fingerprint
+from qat_lora.models.source import speech_files
 from qat_lora.models.targets import coverage, left_out
 from qat_lora.qat import Plan, train_plain
 from qat_lora.quant.spec import QuantSpec
@@ -147,6 +154,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     facts = {
         "device": str(backend), "base": fingerprint, "data": data.train.fingerprint,
         "heldout_data": data.heldout.fingerprint, "rows_per_update": plan.batch_size * plan.accumulation * workers,
+        "model files": backend.group.on_main(lambda: speech_files(cfg.model)),
         **template_facts(tokenizer, cfg.chat_template),
     }  # fmt: skip
     run = open_run(NAME, cfg, facts, backend.group)
@@ -255,6 +263,12 @@ def describe(cfg: Config, model: nn.Module, backend: TorchBackend, data: LawData
         model, trained, whole - trained, cfg.batch_size, cfg.length, backend.bf16, cfg.gradient_checkpointing
     )
     say("memory of a worker (estimated): " + ", ".join(f"{name} {size:.2f} GB" for name, size in parts.items()))
+    if not cfg.dry_run:
+        need = least_training_memory(model, cfg.batch_size, cfg.length, backend.bf16)
+        what = f"training on --batch-size {cfg.batch_size} rows of {cfg.length} tokens"
+        check_fits(backend, {"--batch-size, --length, or take a smaller model": need}, what, workers)
+        need = least_rollout_memory(model, 1, cfg.answer_rows, cfg.max_new_tokens)
+        check_fits(backend, {"--answer-rows": need}, f"generating --answer-rows {cfg.answer_rows} answers", workers)
     cache = cache_memory(model, cfg.answer_rows, cfg.max_prompt_length + cfg.max_new_tokens, backend.bf16)
     say(f"and while it is examined: keys and values of {cfg.answer_rows} answers {cache:.2f} GB")
 

@@ -38,9 +38,10 @@ from qat_lora.experiments.musclebob import (
     validation_file,
 )  # fmt: skip
 from qat_lora.grpo import GRPOPlan, PromptDataset, train_grpo
-from qat_lora.memory import training_memory
+from qat_lora.memory import check_fits, least_rollout_memory, least_training_memory, training_memory
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import EMBEDDED, check_length, load_model
+from qat_lora.models.source import speech_files
 from qat_lora.models.writing import write_model
 from qat_lora.qat import Plan, train_plain
 from qat_lora.quant.student import freeze_plain_tables
@@ -130,12 +131,13 @@ def main(cfg: Config) -> None:
     describe(cfg, model, backend, sft, grpo)
     if cfg.dry_run:
         return
+    check_sizes(cfg, model, backend)
 
     asked = fingerprint(Rows(prompts.prompts.tokens.int(), prompts.prompts.mask.byte()))
     run = open_run(NAME, cfg, {
         "device": str(backend), "prompts": asked, "answers": rows.fingerprint if rows else None,
         "prompts_per_update": cfg.batch_size * cfg.accumulation_steps, "base": model.fingerprint,
-        **template_facts(tokenizer, cfg.chat_template),
+        "model files": speech_files(cfg.model), **template_facts(tokenizer, cfg.chat_template),
     })  # fmt: skip
     write_json(run.path / "training_config.json", dataclasses.asdict(cfg))
     backend.seed(cfg.seed)
@@ -259,6 +261,16 @@ def memory(cfg: Config, model: nn.Module, backend: TorchBackend) -> dict[str, fl
         model, trained, whole - trained + (whole if cfg.beta else 0), cfg.batch_size, row, backend.bf16,
         cfg.gradient_checkpointing and backend.kind == "cuda",
     )  # fmt: skip
+
+
+def check_sizes(cfg: Config, model: nn.Module, backend: TorchBackend) -> None:
+    """Raise UserError where an update cannot fit this machine."""
+    answers = f"--batch-size {cfg.batch_size} × --num-generations {cfg.num_generations} answers"
+    need = least_rollout_memory(model, cfg.batch_size, cfg.num_generations, cfg.max_completion_length)
+    check_fits(backend, {"--batch-size or --num-generations": need}, f"generating {answers}")
+    # of answers as short as they can be: but on XLA they are cut to the longest
+    need = least_training_memory(model, cfg.batch_size, cfg.num_generations, backend.bf16)
+    check_fits(backend, {"--batch-size or --num-generations, or take a smaller model": need}, f"training on {answers}")
 
 
 def detect_device_type() -> str:

@@ -10,6 +10,7 @@ or a preset says otherwise. With USE_TPU (--use-tpu) a missing TPU is a warning 
 on TPU the batch is doubled and the learning rate is 1.2 times as large, as config.yaml of the run shows.
 
 metrics.jsonl: loss, grad_norm, tokens_per_s; held-out nll, perplexity and bits a byte, over every held-out token.
+The text is tokenised once, into caches/stories; --dry-run does so too but keeps nothing.
 The run directory also gets tokenizer.json, best.pt (the state of least held-out loss) and samples.txt.
 docs/reservoir.md says what to expect.
 Untested on hardware: TPU, CUDA.
@@ -18,13 +19,26 @@ Untested on hardware: TPU, CUDA.
 import dataclasses
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from qat_lora.backend import TorchBackend, launch, open_backend, planned_workers, resolve
 from qat_lora.data.stories import Blocks, Stories, load_stories
 from qat_lora.errors import UserError
-from qat_lora.experiments.stories import Shape, build, get_device, heldout, on_tpu, story_loss, tell, trained
+from qat_lora.experiments.stories import (
+    Shape,
+    build,
+    check_kind,
+    get_device,
+    heldout,
+    on_tpu,
+    story_loss,
+    tell,
+    trained,
+)
+from qat_lora.machine import check_memory
+from qat_lora.memory import check_fits, story_memory
 from qat_lora.models.reservoir import ReservoirSpec
 from qat_lora.models.scan import CHUNK, LEVELS
 from qat_lora.models.small_lm import SmallLM
@@ -68,6 +82,7 @@ SHARED_CONFIG = {
 SAMPLE_TOKENS = 120
 PJRT_TPU = os.environ.get("PJRT_DEVICE", "").upper() == "TPU"  # asks for a TPU as well
 OPENING = 6  # tokens of a held-out story to go on from
+CACHE = Path("caches/stories")  # tokens, kept for later runs; a dry run keeps none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +97,9 @@ class Config(RunConfig):
     dataset: str = option(
         SHARED_CONFIG["dataset"], "embedded, a local .txt, .jsonl or .parquet file, or a hub dataset", identity="data"
     )
-    max_stories: int = option(SHARED_CONFIG["max_stories"], "read that many texts; a .txt is one", identity=False)
+    max_stories: int = option(
+        SHARED_CONFIG["max_stories"], "stories to read, which <|endoftext|> separates", identity=False
+    )
     heldout_fraction: float = option(SHARED_CONFIG["heldout_fraction"], "share of the text at its end to measure on")
     tokenizer: str = option(
         SHARED_CONFIG["tokenizer"], "gpt2, bpe (trained on the text), chars; auto: gpt2, else bpe", identity=False
@@ -116,9 +133,12 @@ class Config(RunConfig):
 
 def main(cfg: Config) -> None:
     cfg = resolved(cfg, cfg.device if cfg.device != "auto" else get_device(cfg.use_tpu or PJRT_TPU))
-    shape_of(cfg)
+    sizes = cfg.embedding, cfg.blocks, cfg.hidden, shape_of(cfg).specs
+    least = story_memory(1, *sizes, tokens=0, bf16=False)  # before the text is tokenised
+    check_memory(sum(least.values()), "the model", max(least, key=least.__getitem__))
     Sampling(cfg.temperature, cfg.top_k, cfg.top_p)
     Every(cfg.log_every, cfg.eval_every, cfg.save_every)
+    check(cfg)
     if cfg.dry_run:
         return work(open_backend(cfg.device, cfg.precision), cfg)
     launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug)
@@ -126,10 +146,19 @@ def main(cfg: Config) -> None:
 
 def work(backend: TorchBackend, cfg: Config) -> None:
     """One worker's part: all of it, or its share of every update's rows."""
-    stories = load_stories(cfg.dataset, cfg.max_stories, cfg.heldout_fraction, cfg.tokenizer, cfg.vocab_size)
-    train = Blocks(stories.train, cfg.block_size)
     here = planned_workers(backend.kind, cfg.num_chips) if cfg.dry_run else backend.world_size
+    if cfg.batch_size % here:
+        raise UserError(f"--batch-size {cfg.batch_size} does not divide by {here} workers; use a multiple of them")
+    text = (cfg.dataset, cfg.max_stories, cfg.heldout_fraction, cfg.tokenizer, cfg.vocab_size)
+    stories = load_stories(*text, cache=None if cfg.dry_run else CACHE)
+    train = Blocks(stories.train, cfg.block_size)
     plan = plan_of(cfg, len(train), here)
+    parts = story_memory(
+        stories.vocab, cfg.embedding, cfg.blocks, cfg.hidden, shape_of(cfg).specs, plan.batch_size * cfg.block_size,
+        backend.bf16,
+    )  # fmt: skip
+    if not cfg.dry_run:
+        check_fits(backend, parts, f"training on --batch-size {cfg.batch_size} × {cfg.block_size} tokens", here)
     model = build(cfg.model, stories.vocab, shape_of(cfg), cfg.seed)
     if backend.is_main:
         describe(cfg, backend, stories, train, model, plan)
@@ -182,16 +211,23 @@ def shape_of(cfg: Config) -> Shape:
     return Shape(cfg.embedding, cfg.blocks, cfg.hidden, tuple(specs), cfg.heads, cfg.dropout, cfg.attention_window)
 
 
-def plan_of(cfg: Config, blocks: int, workers: int) -> Plan:
-    """Of one worker, whose batch is its share of an update's blocks."""
-    if not 1 <= cfg.batch_size <= blocks:
-        raise UserError(f"--batch-size {cfg.batch_size} is not from 1 to {blocks}, the blocks of the text; change it")
+def check(cfg: Config) -> None:
+    """Raise UserError for what is wrong whatever the text is: to tokenise that may take minutes."""
+    check_kind(cfg.model)
+    if cfg.batch_size < 1:
+        raise UserError(f"--batch-size {cfg.batch_size} must be at least 1")
+    if cfg.block_size < 1:
+        raise UserError(f"--block-size {cfg.block_size} must be at least 1")
     if cfg.model != "transformer" and cfg.block_size > CHUNK**LEVELS:
         raise UserError(f"--block-size {cfg.block_size} is more than the {CHUNK**LEVELS} steps of a scan; shorten it")
-    if cfg.batch_size % workers:
-        raise UserError(f"--batch-size {cfg.batch_size} does not divide by {workers} workers; use a multiple of them")
     if cfg.epochs < 0:
         raise UserError(f"--epochs {cfg.epochs} must not be negative")
+
+
+def plan_of(cfg: Config, blocks: int, workers: int) -> Plan:
+    """Of one worker, whose batch is its share of an update's blocks."""
+    if cfg.batch_size > blocks:
+        raise UserError(f"--batch-size {cfg.batch_size} is not from 1 to {blocks}, the blocks of the text; change it")
     return Plan(
         steps=cfg.epochs * blocks // cfg.batch_size, batch_size=cfg.batch_size // workers, accumulation=1,
         learning_rate=cfg.learning_rate, warmup_steps=cfg.warmup_steps, clip_grad_norm=cfg.clip_grad_norm,

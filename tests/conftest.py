@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -14,6 +15,16 @@ import torch
 
 # Two threads on a tiny matrix mostly wait for each other where other work runs: 64 → 20 s for one file, measured.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def sigterm_as_before():
+    """A training loop leaves SIGTERM noticed, or ignored once one has come; each test starts as a process does."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+    if group := sys.modules.get("qat_lora.backend.group"):
+        group.SIGTERM.clear()
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,10 @@
 """How an error ends a program: the code, and one line."""
 
+import errno
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -32,3 +37,35 @@ def test_the_code_and_the_line(function, code, line, capsys):
         assert report(error) == code
     said = capsys.readouterr().err
     assert said.startswith(line) and said.count("\n") == 1
+
+
+BROKEN = """
+import sys
+from qat_lora.errors import report
+sys.exit(report(BrokenPipeError(32, "Broken pipe")))
+"""
+
+
+def broken_pipe(stdout) -> subprocess.CompletedProcess:
+    """A program that ends with a BrokenPipeError."""
+    return subprocess.run([sys.executable, "-c", BROKEN], stdout=stdout, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_pipe_whose_reader_has_left_ends_the_program_silently():
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = broken_pipe(writer)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_another_broken_pipe_is_an_error():
+    done = broken_pipe(subprocess.PIPE)
+    assert done.returncode == 2 and done.stderr.startswith("error: a connection broke ([Errno 32] Broken pipe)")
+
+
+def test_a_full_disk_says_so(capsys):
+    assert report(OSError(errno.ENOSPC, "No space left on device", "runs/a")) == 2
+    assert capsys.readouterr().err == (
+        "error: runs/a: No space left on device; free some space and resume with --resume auto\n"
+    )

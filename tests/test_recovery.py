@@ -1,6 +1,7 @@
 """Recovery LoRA: the student stays as it is, the adapter learns through all of it and keeps its alpha in its file."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -294,6 +295,13 @@ def test_an_adapter_of_another_student_or_changed_since_is_refused(student_path,
     config.write_text(config.read_text().replace('"lora_alpha": ', '"lora_alpha": 1'))
     with pytest.raises(UserError, match="is not what training saved"):
         load_adapter(student, folder, student_path)
+
+
+def test_the_config_of_an_adapter_does_not_depend_on_the_order_of_sets(new_model, tmp_path):
+    save_adapter(new_model(), tmp_path / "adapter", "s")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert len(config["target_modules"]) > 1 and config["target_modules"] == sorted(config["target_modules"])
+    assert list(config) == sorted(config)
 
 
 def test_a_folder_is_replaced_whole(new_model, tmp_path):

@@ -65,6 +65,30 @@ def test_a_stream_that_starts_later_is_the_rest_of_it(rows):
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.fixture
+def grouped(rows):
+    """The 32 rows in 8 groups, of one puzzle of 2 rows and two of 1, and told apart."""
+    row = np.arange(32, dtype=np.int32)
+    return replace(rows[0], kind=None, puzzle=row // 4 * 3 + np.array([0, 0, 1, 2])[row % 4], group=row // 4)
+
+
+def test_groups_are_the_same_for_workers_and_for_a_run_that_resumes(grouped):
+    names = ("inputs", "labels", "identifiers", "budgets", "least")
+    whole = list(segment_batches(grouped, PLAN, 0))
+    assert grouped.updates(20, 8) == 26 and grouped.first(16).updates(20, 8) == 13  # 20 · 8 · 32/24 / 8 = 26.7
+    halves = zip(*(segment_batches(grouped, PLAN, 0, rank, 2) for rank in (0, 1)))
+    for one, (left, right) in zip(whole, halves, strict=True):
+        assert all(torch.equal(torch.cat([left[name], right[name]]), one[name]) for name in names)
+    for one, later in zip(whole[7:], segment_batches(grouped, PLAN, 7), strict=True):
+        assert all(torch.equal(one[name], later[name]) for name in names)
+
+
+def test_measuring_uses_every_row_whatever_the_groups(grouped):
+    model = model_of(grouped)
+    plain = replace(grouped, puzzle=None, group=None)
+    assert measure(model, grouped, 3, 8, CPU) == measure(model, plain, 3, 8, CPU)
+
+
 def test_some_rows_have_to_explore(rows):
     least = torch.cat([batch["least"] for batch in segment_batches(rows[0], replace(PLAN, steps=200), 0)])
     assert 0.4 < (least > 0).float().mean() < 0.6 and set(least.tolist()) == {0, 2, 3}
@@ -137,17 +161,18 @@ def test_only_embeddings_of_puzzles_that_came_move(rows):
     assert trainer.shown.identity is model.identity
 
 
-def test_figures_are_of_the_rows_that_are_through(rows):
-    """Rows that ask nothing are right, the others, of random weights, are not."""
+def test_figures_are_of_the_rows_that_have_ended_and_have_a_label(rows):
+    """An untrained model is right about none of them; those without a label are in no count."""
     labels = np.where(np.arange(len(rows[0]))[:, None] % 2, IGNORE, rows[0].labels)
     data, counts = replace(rows[0], labels=labels, kind=None), []
     trainer = Trainer(model_of(data), replace(PLAN, exploration=1.0), CPU)
     for number, batch in enumerate(itertools.islice(segment_batches(data, trainer.plan, 0), 6), 1):
         found, carry = trainer.step(batch, number), trainer.carry
-        through = carry.halted.nonzero()[:, 0]
-        counts.append(len(through))
-        assert found["segments"] == (carry.segments[through].sum(), len(through))
-        assert found["exact"] == ((carry.labels[through] == IGNORE).all(1).sum(), len(through))
+        ended = (carry.halted & (carry.labels != IGNORE).any(1)).nonzero()[:, 0]
+        counts.append(len(ended))
+        assert carry.halted.sum() >= len(ended)
+        assert found["segments"] == (carry.segments[ended].sum(), len(ended))
+        assert found["exact"] == (0, len(ended))
         assert found["lr"] == pytest.approx(1e-2 * PLAN.learning_rate_factor(number))
     assert 0 in counts and max(counts) > 1
 
@@ -189,10 +214,22 @@ def test_what_is_measured_is_what_a_row_at_a_time_gives(rows):
     wanted = {
         "heldout_exact": np.mean(exact[0]), "heldout_cells": np.mean(cells[0]), "heldout_exact_full": np.mean(exact[1]),
         "heldout_cells_full": np.mean(cells[1]), "heldout_loss": np.mean(loss), "heldout_segments": np.mean(used),
+        "heldout_rows": len(heldout),
     }  # fmt: skip
     for batch_size in (2, 3, len(heldout), 20):  # whatever the last batch is filled up with
         assert measure(model, heldout, 3, batch_size, CPU) == pytest.approx(wanted)
     assert 0 < wanted["heldout_exact_full"] < 1 and 1 < wanted["heldout_segments"] < 3
+
+
+def test_rows_without_a_label_count_in_no_held_out_figure(rows):
+    """Half of the labels gone, an untrained model was "50% exactly right"."""
+    model, heldout = model_of(rows[1]), rows[1]
+    labels = heldout.labels.copy()
+    labels[::2] = IGNORE
+    asked = heldout.take(np.arange(1, len(heldout), 2))
+    for batch_size in (2, 3, 20):
+        found = measure(model, replace(heldout, labels=labels), 3, batch_size, CPU)
+        assert found == pytest.approx(measure(model, asked, 3, 4, CPU)) and found["heldout_exact"] == 0
 
 
 @pytest.mark.parametrize("workers, batch_size", [(2, 12), (2, 4), (4, 12), (4, 8)])

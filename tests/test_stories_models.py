@@ -103,7 +103,7 @@ def test_training_leaves_reservoirs_as_they_were_drawn(stories, backend):
     backend.place(model)
     optimizer = backend.optimizer([{"params": [p for p in model.parameters() if p.requires_grad], "lr": 0.1}])
     for _ in range(3):
-        backend.backward(story_loss(model, {"tokens": stories.train[None, :40], "mask": torch.ones(1, 39)}))
+        backend.backward(story_loss(model, {"tokens": stories.train[:40][None], "mask": torch.ones(1, 39)}))
         backend.update(optimizer, 1.0)
     buffers = dict(drawn.named_buffers())
     assert len(buffers) > 10 and all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from qat_lora.backend.environment import whole_number
 from qat_lora.errors import UserError
 
 GOOGLE_PCI_VENDOR = "0x1ae0"
@@ -19,6 +20,7 @@ TPU_PCI_DEVICES = {
     "0x006f": "v6e",
     "0x0076": "v7x",
 }
+PJRT_DEVICES = ("TPU", "CPU", "CUDA")
 DEVICES = ("auto", "cpu", "cuda", "tpu", "xla")
 
 
@@ -56,6 +58,25 @@ def check_free(chips: list[str], dev: Path = Path("/dev"), proc: Path = Path("/p
         raise UserError(f"{held} is in use by process {pid} ({command[:100]}); end it, or wait for it")
 
 
+def xla_cpu_devices() -> int:
+    """How many CPU devices torch_xla makes where there is no chip."""
+    return whole_number("CPU_NUM_DEVICES", 1, default=1)
+
+
+def _pjrt_device() -> str | None:
+    """PJRT_DEVICE as torch_xla spells it, also in the environment from now on; None where it is unset or empty. Raises
+    UserError for a device that torch_xla does not have."""
+    value = os.environ.pop("PJRT_DEVICE", "")
+    device = value.strip().upper()
+    if not device:
+        return None
+    os.environ["PJRT_DEVICE"] = device
+    if device not in PJRT_DEVICES:
+        os.environ["PJRT_DEVICE"] = value
+        raise UserError(f"PJRT_DEVICE={value} is not one of {', '.join(PJRT_DEVICES)}; correct it, or unset it")
+    return device
+
+
 def resolve(requested: str = "auto") -> str:
     """The backend for a requested device: "cpu", "cuda" or "xla".
 
@@ -65,8 +86,10 @@ def resolve(requested: str = "auto") -> str:
     """
     if requested not in DEVICES:
         raise UserError(f"device={requested!r} is not one of {', '.join(DEVICES)}")
-    if requested == "auto" and os.environ.get("PJRT_DEVICE", "").upper() == "TPU":
+    if requested == "auto" and _pjrt_device() == "TPU":
         requested = "tpu"
+    if requested == "xla":
+        _pjrt_device(), xla_cpu_devices()
     chips = tpu_chips() if requested in ("auto", "tpu", "xla") else []
     has_xla = importlib.util.find_spec("torch_xla") is not None
     if requested == "tpu" and not chips:

@@ -1,21 +1,71 @@
 """The workers of one job, and what they tell each other on the host. Gradients go another way: Backend.reduce."""
 
+import os
 import pickle
+import re
 import signal
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import Store
 
-from qat_lora.errors import UserError
+from qat_lora.errors import UserError, first_line
 
+HEARSAY = 2  # seconds in which a worker that lost another one waits for somebody to say why
 LINGER = 4  # seconds that a failed worker keeps its store for the others
 PART = 4 * 2**20  # bytes of a value in the store, which refuses 8 MiB
 PATIENCE = 1800  # seconds without an answer before a worker gives up, as long as gloo waits
+RENDEZVOUS = 300  # seconds in which all workers have to come
+NOTICE = 20  # seconds of waiting for them before a line says so
 SIGTERM = threading.Event()  # this process was asked to stop
+
+
+class AnotherFailed(UserError):
+    """Another worker has failed and says why; this one has nothing to add."""
+
+
+class WorkerLost(UserError):
+    """A worker cannot be reached any more, and may not have been able to say why."""
+
+
+class Misplaced(UserError):
+    """This worker does not belong with the others."""
+
+
+@contextmanager
+def losing_none():
+    """Within this context a connection that breaks, of the store or of a collective, is a lost worker."""
+    try:
+        yield
+    except RuntimeError as error:  # gloo raises nothing more special
+        why = re.sub(r"^\[\S+:\d+\] ", "", first_line(error))  # without the place in gloo's source
+        raise WorkerLost(
+            f"the connection to another worker is lost ({why}); read what that worker said, then resume with --resume "
+            "auto"
+        ) from error
+
+
+def _is_dead(pid: int) -> bool:
+    """Whether a process of this host has ended, also where the one that started it has not asked yet."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except ProcessLookupError:
+        return True
+    except OSError:  # another user's, or a system without /proc
+        return False
+
+
+def _host() -> str:
+    """Tells apart hosts, and containers of one host: processes with the same value see each other's numbers."""
+    namespace = Path("/proc/self/ns/pid")
+    return f"{socket.gethostname()} {namespace.stat().st_ino if namespace.exists() else ''}"
 
 
 class Group:
@@ -28,11 +78,39 @@ class Group:
         self.rank, self.world_size, self.store = rank, world_size, store
         self.serves = serves  # the store ends with this process, so it leaves last
         self.calls, self.written = 0, []
+        self.processes: dict[int, int] = {}  # of the workers of this host, by rank, where they met by themselves
+
+    def meet(self, where: str) -> None:
+        """Come back once all workers are there; `where` is the store's address, for people.
+
+        Raises UserError naming the workers that have not come within RENDEZVOUS seconds, or the variable in which this
+        one contradicts the others. The others stop as well then, unless they are complete without this one.
+        """
+        keys = [f"here/{rank}" for rank in range(self.world_size)]
+        with losing_none():
+            world_size = int(self.store.compare_set("world_size", "", str(self.world_size)))
+            twice = self.store.add(f"{keys[self.rank]}/count", 1) > 1
+            if world_size != self.world_size:
+                raise Misplaced(
+                    f"WORLD_SIZE={self.world_size} contradicts WORLD_SIZE={world_size} of another worker at {where}; "
+                    "give every worker the same"
+                )
+            if twice:
+                raise Misplaced(f"RANK={self.rank} is taken by another worker at {where}; give each its own RANK")
+            self.store.set(keys[self.rank], pickle.dumps((_host(), os.getpid())))
+            self._wait(keys, RENDEZVOUS, where)
+            self.store.set("complete", "")
+            everyone = [pickle.loads(place) for place in self.store.multi_get(keys)]
+        self.processes = {rank: pid for rank, (host, pid) in enumerate(everyone) if host == _host()}
 
     def gather(self, value: Any) -> list:
         """What each worker gave, in the order of ranks. Raises UserError once another worker has failed."""
         if self.world_size == 1:
             return [value]
+        with losing_none():
+            return self._gather(value)
+
+    def _gather(self, value: Any) -> list:
         keys, content = [f"{self.calls}/{rank}" for rank in range(self.world_size)], pickle.dumps(value)
         parts = [content[at : at + PART] for at in range(0, len(content), PART)]
         mine = [f"{keys[self.rank]}/{number}" for number in range(len(parts) - 1)]
@@ -82,11 +160,20 @@ class Group:
                         f"0, {theirs.get(key)!r} on worker {rank}; give every worker the same command"
                     )
 
-    def is_first_to_fail(self) -> bool:
+    def is_first_to_fail(self, error: BaseException) -> bool:
         """Note in the store that this worker fails; False where another has: what follows from that needs no report."""
         if self.world_size == 1:
             return True
+        if isinstance(error, AnotherFailed):
+            return False
         try:
+            if isinstance(error, Misplaced):
+                if not self.store.check(["complete"]):
+                    self.store.add("failed", 1)  # the one in whose place this one came is missing
+                return True
+            ends = time.monotonic() + HEARSAY
+            while isinstance(error, WorkerLost) and not self.store.check(["failed"]) and time.monotonic() < ends:
+                time.sleep(0.05)
             first = self.store.add("failed", 1) == 1
             ends = time.monotonic() + LINGER
             while self.serves and self.store.add("failed", 0) < self.world_size and time.monotonic() < ends:
@@ -98,39 +185,70 @@ class Group:
     def close(self) -> None:
         """Wait until nobody needs this worker any more."""
         if self.world_size > 1:
-            self.store.set(f"closed/{self.rank}", "")
-            if self.serves:
-                self._wait([f"closed/{rank}" for rank in range(self.world_size)])
+            with losing_none():
+                self.store.set(f"closed/{self.rank}", "")
+                if self.serves:
+                    self._wait([f"closed/{rank}" for rank in range(self.world_size)])
 
-    def _wait(self, keys: list[str]) -> None:
-        started, pause = time.monotonic(), 1e-4
+    def _wait(self, keys: list[str], patience: float | None = None, where: str = "") -> None:
+        """Come back once the store has a key of every worker. where: the address at which they are to meet."""
+        started, pause, due, told = time.monotonic(), 1e-4, 1.0, not where
+        patience = patience or PATIENCE
         while not self.store.check(keys):  # the store's own wait knows nothing of failures, and warns of every timeout
             if self.store.check(["failed"]):
-                raise UserError("another worker has failed; its message says why")
-            if time.monotonic() - started > PATIENCE:
+                raise AnotherFailed("another worker has failed; its message says why")
+            waited = time.monotonic() - started
+            if waited > min(due, patience):
+                due += 1
                 late = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-                raise UserError(f"worker {late[0]} has not answered for {PATIENCE} s; end the job and --resume auto")
+                self._check_alive(late)
+                who = f"worker{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
+                if waited > patience and where:
+                    raise UserError(
+                        f"{who} of {self.world_size} did not come to {where} within {patience:g} s; start every RANK "
+                        f"from 0 to {self.world_size - 1} with the same MASTER_ADDR and MASTER_PORT"
+                    )
+                if waited > patience:
+                    raise UserError(f"no answer from {who} for {patience:g} s; end the job and --resume auto")
+                if waited > NOTICE and not told:
+                    told = True
+                    if self.rank == 0:
+                        say(f"waiting for {who} of {self.world_size} at {where}")
             time.sleep(pause)
             pause = min(1.5 * pause, 0.01)
+
+    def _check_alive(self, late: list[int]) -> None:
+        for rank in late:
+            if rank in self.processes and _is_dead(self.processes[rank]) and not self.store.check(["failed"]):
+                raise WorkerLost(
+                    f"worker {rank} has died (process {self.processes[rank]}); end the others, then resume with "
+                    "--resume auto"
+                )
 
 
 ALONE = Group()
 
 
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def notice_sigterm() -> None:
-    """From now on SIGTERM only sets the event of that name. In the main thread alone, as Python asks."""
-    signal.signal(signal.SIGTERM, lambda *_: SIGTERM.set())
+    """From here on the first SIGTERM sets the event of that name, and every further one is ignored, until the process
+    has ended: what it is writing by then must not be lost. In a thread nothing is done, as Python asks: there the
+    process's main thread has to call this."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _note_sigterm)
+
+
+def _note_sigterm(*_) -> None:
+    SIGTERM.set()
+    # a handler of Python's own is taken away when the interpreter shuts down; this stays
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 @contextmanager
 def sigterm_noticed():
-    """Within this context SIGTERM only sets the event. A worker in a thread is served by its process's main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGTERM)
+    """`notice_sigterm` as a context. Leaving it changes nothing: plots and summaries are still to be written."""
     notice_sigterm()
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    yield

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -10,18 +11,20 @@ from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import wait
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
-from torch.multiprocessing import ProcessExitedException, start_processes
 
 from qat_lora.backend import detect
-from qat_lora.backend.group import PATIENCE, Group, notice_sigterm
+from qat_lora.backend.environment import LOOPBACK, Place, master_port, read_place, whole_number
+from qat_lora.backend.group import PATIENCE, SIGTERM, AnotherFailed, Group, WorkerLost, losing_none, notice_sigterm, say
+from qat_lora.backend.rendezvous import join, join_at, serve
 from qat_lora.backend.torch import TorchBackend
 from qat_lora.errors import UserError, report
 
-GRACE = 4  # seconds that the other workers get after one has died, twice: to end by themselves, and after SIGTERM
+GRACE = 8  # seconds that the other workers get to end by themselves after one has died
 # What torch_xla reads of a part of a host's chips, which are taken from number 0 on. Untested on hardware.
 PROCESS_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 
@@ -38,14 +41,14 @@ def launch(
 
     num_chips: TPU chips, GPUs or CPU processes of this host; None is one, 0 every chip or GPU there is. One is called
     here, in this process; more are processes of their own (`worker` and `args` are pickled), TPU chips by
-    torch_xla.launch. On a TPU slice give the same command on every host. Under torchrun (RANK in the environment) this
-    process is one worker of those. SIGTERM reaches every worker, and none outlives this process. The first worker to
-    fail ends the job within seconds, with its exit code. Raises UserError where more is asked than there is, or a chip
-    is held by another process.
+    torch_xla.launch. On a TPU slice give the same command on every host. Under torchrun (RANK or WORLD_SIZE in the
+    environment) this process is one worker of those. SIGTERM reaches every worker, and none outlives this process. The
+    first worker to fail ends the job within seconds, with its exit code. Raises UserError where more is asked than
+    there is, a chip is held by another process, or the environment contradicts itself.
     """
     kind = detect.resolve(device)
-    if "RANK" in os.environ:
-        return _run_under_torchrun(worker, args, kind, precision, num_chips, debug)
+    if place := read_place():
+        return _run_under_torchrun(worker, args, kind, precision, num_chips, debug, place)
     count = count_workers(kind, num_chips)
     if count == 1:
         worker(open_backend(device, precision), *args)
@@ -78,15 +81,13 @@ def count_workers(kind: str, num_chips: int | None) -> int:
     elif kind == "cuda":
         there, what = torch.cuda.device_count(), "CUDA devices"
     else:
-        there, what = (chips, "TPU chips") if chips else (int(os.environ.get("CPU_NUM_DEVICES", 1)), "XLA CPU devices")
+        there, what = (chips, "TPU chips") if chips else (detect.xla_cpu_devices(), "XLA CPU devices")
     if num_chips is None:
         return 1
     flag = f"--num-chips {num_chips}"
     if num_chips == 0:
-        limit = os.environ.get("TPU_NUM_DEVICES") if chips else None
-        if limit is not None and not limit.isdecimal():
-            raise UserError(f"TPU_NUM_DEVICES={limit} is not a number of chips; unset it or give --num-chips")
-        num_chips = int(limit or 0) or (1 if kind == "cpu" else there)
+        limit = whole_number("TPU_NUM_DEVICES", 0) if chips else None
+        num_chips = limit or (1 if kind == "cpu" else there)
         flag = f"TPU_NUM_DEVICES={limit}" if limit else flag
     if not 1 <= num_chips <= there:
         raise UserError(f"{flag}: this machine has {there} {what}; ask for 1 to {there}")
@@ -114,33 +115,42 @@ def _take_chips(count: int) -> None:
     if count == 1 or count < len(chips):
         os.environ.setdefault("TPU_PROCESS_BOUNDS", PROCESS_BOUNDS[count])
     taken = os.environ.get("TPU_VISIBLE_CHIPS") or ",".join(map(str, range(count)))
-    detect.check_free(taken.split(","))
+    known = {str(chip) for chip in range(len(chips))}
+    if not set(numbers := taken.split(",")) <= known or len(set(numbers)) < len(numbers):
+        raise UserError(
+            f"TPU_VISIBLE_CHIPS={taken} does not name chips of this host; set it to numbers from 0 to {len(chips) - 1} "
+            "with commas between them, or unset it"
+        )
+    detect.check_free(numbers)
 
 
 # -- one worker ------------------------------------------------------------------------------------------------------
-def run_worker(worker: Callable, args: tuple, open_backend: Callable, debug: bool) -> None:
-    """worker(open_backend(), *args); a failure is reported once in the job and ends the process with its exit code.
+def run_worker(worker: Callable, args: tuple, enter: Callable[[], Group], open_backend: Callable, debug: bool) -> None:
+    """worker(open_backend(enter()), *args); a failure is reported once in the job and ends the process with its exit
+    code.
 
     What is no UserError shows its traceback. The process is ended hard: another thread may be waiting for a worker.
     """
-    backend = None
+    group = None
     try:
-        backend = open_backend()
+        group = enter()
         try:
-            worker(backend, *args)
+            worker(open_backend(group), *args)
         except SystemExit as stop:  # preempted, or nothing to do
             if stop.code:
                 raise
-        backend.group.close()
+        group.close()
         if dist.is_initialized():
             dist.destroy_process_group()
         return
     except BaseException as error:
-        if backend is None or backend.group.is_first_to_fail():
+        if group is None or group.is_first_to_fail(error):
             code = report(error, with_traceback=debug or not isinstance(error, UserError | KeyboardInterrupt))
         else:
             code = 2 if isinstance(error, UserError) else 1
             time.sleep(1)  # the first one's exit code is the job's
+        if isinstance(error, WorkerLost | AnotherFailed):  # the input is not at fault
+            code = 1
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -176,62 +186,86 @@ def be_silent() -> None:
 # -- CPU processes and GPUs ------------------------------------------------------------------------------------------
 def _spawn(worker, args, kind: str, precision: str, count: int, debug: bool) -> None:
     # The store lives here, where no worker's end can close it.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = serve(0, one_host=True)
+    context = multiprocessing.get_context("spawn")
     job = (worker, args, kind, precision, count, store.port, debug)
-    context = start_processes(_spawned, job, nprocs=count, join=False, start_method="spawn")
-    with sigterm_forwarded():
-        try:
-            while not context.join(grace_period=GRACE):
-                pass
-        except ProcessExitedException as end:
-            _end_with(end.error_index, end.exit_code)
+    processes = [context.Process(target=_spawned, args=(rank, *job)) for rank in range(count)]
+    try:
+        for process in processes:
+            process.start()
+        with sigterm_forwarded():
+            failed = _first_to_fail(processes)
+            if failed is not None:
+                reported = dist.PrefixStore("host", store).add("failed", 1) > 1  # noted for the others as well
+                _end_with(f"worker {failed}", processes[failed].exitcode, reported)
+    finally:
+        ends = time.monotonic() + GRACE
+        for process in processes:
+            if process.pid is not None:
+                process.join(max(0, ends - time.monotonic()))
+                process.kill()
+
+
+def _first_to_fail(processes: list) -> int | None:
+    """Wait until a process has failed, or all have ended well: its number, or None."""
+    running = list(processes)
+    while running:
+        wait([process.sentinel for process in running])
+        for process in [process for process in running if not process.is_alive()]:
+            running.remove(process)
+            if process.exitcode:
+                return processes.index(process)
+    return None
 
 
 def _spawned(rank: int, worker, args, kind: str, precision: str, count: int, port: int, debug: bool) -> None:
-    def open_backend():
-        store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        return _connect(kind, precision, Group(rank, count, dist.PrefixStore("host", store)), store, rank, count)
+    def enter() -> Group:
+        return Group(rank, count, dist.PrefixStore("host", join(LOOPBACK, port, f"worker {rank}")))
+
+    def open_backend(group: Group) -> TorchBackend:
+        return _connect(kind, precision, group, rank, count)
 
     notice_sigterm()
     end_with_parent()
-    run_worker(worker, args, open_backend, debug)
+    run_worker(worker, args, enter, open_backend, debug)
 
 
-def _run_under_torchrun(worker, args, kind: str, precision: str, num_chips: int | None, debug: bool) -> None:
+def _run_under_torchrun(worker, args, kind: str, precision: str, num_chips: int | None, debug, place: Place) -> None:
     if kind == "xla":  # torch_xla 2.9 would train a model in each process, and none would know of the others
         raise UserError("torchrun does not start TPU workers; start the script itself, once on every host")
-    local = {name: int(os.environ.get(name, default)) for name, default in
-             (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1), ("WORLD_SIZE", 1))}  # fmt: skip
-    if num_chips and num_chips != local["LOCAL_WORLD_SIZE"]:
-        raise UserError(f"--num-chips {num_chips} and torchrun's {local['LOCAL_WORLD_SIZE']} workers; leave one out")
-    if kind == "cuda" and local["LOCAL_RANK"] >= torch.cuda.device_count():
+    if num_chips and num_chips != place.local_world_size:
+        raise UserError(f"--num-chips {num_chips} and torchrun's {place.local_world_size} workers; leave one out")
+    if kind == "cuda" and place.local_rank >= torch.cuda.device_count():
         raise UserError(
-            f"torchrun started {local['LOCAL_WORLD_SIZE']} workers here, this machine has "
+            f"torchrun started {place.local_world_size} workers here, this machine has "
             f"{torch.cuda.device_count()} CUDA devices; lower --nproc-per-node"
         )
 
-    def open_backend():
-        store, rank, world_size = next(rendezvous("env://"))
-        serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        group = Group(rank, world_size, dist.PrefixStore("host", store), serves)
-        return _connect(kind, precision, group, store, local["LOCAL_RANK"], local["LOCAL_WORLD_SIZE"])
+    def open_backend(group: Group) -> TorchBackend:
+        group.meet(f"{place.address}:{place.port}")
+        notice_sigterm()
+        return _connect(kind, precision, group, place.local_rank, place.local_world_size)
 
-    notice_sigterm()
-    run_worker(worker, args, open_backend, debug)
+    run_worker(worker, args, partial(join_at, place), open_backend, debug)
 
 
-def _connect(kind: str, precision: str, group: Group, store, local_rank: int, local_count: int) -> TorchBackend:
+def _connect(kind: str, precision: str, group: Group, local_rank: int, local_count: int) -> TorchBackend:
     """The backend of one of several workers, with torch.distributed's process group behind it."""
     if group.rank:
         be_silent()
+    if local_count == group.world_size:
+        loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+        if loopback:  # else gloo listens on whatever the host's name resolves to
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     if kind == "cuda":
         torch.cuda.set_device(local_rank)
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, os.cpu_count() // local_count))
-    dist.init_process_group(
-        "nccl" if kind == "cuda" else "gloo", store=dist.PrefixStore("tensors", store), rank=group.rank,
-        world_size=group.world_size, timeout=timedelta(seconds=PATIENCE),
-    )  # fmt: skip
+    with losing_none():
+        dist.init_process_group(
+            "nccl" if kind == "cuda" else "gloo", store=dist.PrefixStore("tensors", group.store), rank=group.rank,
+            world_size=group.world_size, timeout=timedelta(seconds=PATIENCE),
+        )  # fmt: skip
     return check_world(TorchBackend(kind, precision, group), group.world_size)
 
 
@@ -254,20 +288,20 @@ class XlaWorker:
 
         worker, args, precision, count, debug = self.job
 
-        def open_backend():
-            group = xla.connect()
+        def open_backend(group: Group) -> TorchBackend:
             cores = detect.cores_per_chip()
             if group.rank >= cores and detect.tpu_chips():  # on CPU devices all workers are threads of one process
                 be_silent()
             return check_world(xla.XlaBackend(precision, group), count * xla.hosts() * cores)
 
-        run_worker(worker, args, open_backend, debug)
+        run_worker(worker, args, xla.connect, open_backend, debug)
 
 
 def _spawn_xla(worker, args, precision: str, count: int, debug: bool) -> None:
     import torch_xla
 
     _take_chips(count)
+    master_port()
     codes: list[int] = []
     done = threading.Event()
     watch = threading.Thread(target=_end_survivors, args=(codes, done), daemon=True)
@@ -276,9 +310,9 @@ def _spawn_xla(worker, args, precision: str, count: int, debug: bool) -> None:
         try:
             torch_xla.launch(XlaWorker(worker, args, precision, count, debug))
         except BrokenProcessPool:
-            watch.join(GRACE)
+            watch.join(GRACE / 2)
             # those that the pool itself has ended by SIGTERM come second
-            _end_with(None, next((code for code in codes if code != -signal.SIGTERM), 1))
+            _end_with("a worker", next((code for code in codes if code != -signal.SIGTERM), 1))
         finally:
             done.set()
 
@@ -291,7 +325,7 @@ def _end_survivors(codes: list[int], done: threading.Event) -> None:
             return
         children |= set(multiprocessing.active_children())
         codes += [child.exitcode for child in children if child.exitcode]
-    done.wait(2 * GRACE)
+    done.wait(GRACE)
     for child in children:
         if child.is_alive():
             child.kill()
@@ -300,9 +334,11 @@ def _end_survivors(codes: list[int], done: threading.Event) -> None:
 # -- the process that started them -----------------------------------------------------------------------------------
 @contextmanager
 def sigterm_forwarded():
-    """Within this context SIGTERM goes to the child processes: they save, and this one waits for them."""
+    """Within this context SIGTERM goes to the child processes: they save, and this one waits for them. Once one has
+    come, further ones are harmless, until this process has ended."""
 
     def forward(*_):
+        SIGTERM.set()
         for child in multiprocessing.active_children():
             child.terminate()
 
@@ -313,16 +349,16 @@ def sigterm_forwarded():
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if SIGTERM.is_set() else before)
 
 
-def _end_with(rank: int | None, code: int) -> None:
-    """End this process as the first failed worker ended; one that was killed had no say of its own."""
+def _end_with(who: str, code: int, reported: bool = True) -> None:
+    """End this process as the first failed worker ended, and say so where the worker could not."""
+    if code == -signal.SIGTERM and SIGTERM.is_set():  # as asked, before there was anything to save
+        sys.exit(128 - code)
     if code < 0:
-        who = "a worker" if rank is None else f"worker {rank}"
-        print(
-            f"error: {who} was killed ({signal.Signals(-code).name}); the others were ended; --resume auto goes on",
-            file=sys.stderr,
-        )
+        say(f"error: {who} was killed ({signal.Signals(-code).name}); the others were ended; resume with --resume auto")
         code = 128 - code
+    elif not reported:
+        say(f"error: {who} ended with exit code {code}; the others were ended; resume with --resume auto")
     sys.exit(code)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
-from qat_lora.backend.group import ALONE, Group
+from qat_lora.backend.group import ALONE, Group, losing_none
 from qat_lora.backend.optim import CautiousAdamW
 from qat_lora.errors import UserError, first_line
 
@@ -225,8 +225,11 @@ class TorchBackend:
     @torch.no_grad()
     def reduce(self, tensors: list[Tensor]) -> None:
         """Sum over workers, in place: the only place where gradients are reduced. One worker: nothing to do."""
-        if self.world_size == 1:
-            return
+        if self.world_size > 1:
+            with losing_none():
+                self._reduce(tensors)
+
+    def _reduce(self, tensors: list[Tensor]) -> None:
         small: dict[torch.dtype, list[Tensor]] = {}
         waiting = []
         for tensor in tensors:
@@ -245,8 +248,10 @@ class TorchBackend:
     @torch.no_grad()
     def broadcast(self, tensors: list[Tensor]) -> None:
         """Give every worker the values of worker 0, in place. One worker: nothing to do."""
-        for tensor in tensors if self.world_size > 1 else ():
-            dist.broadcast(tensor, 0)
+        if self.world_size > 1:
+            with losing_none():
+                for tensor in tensors:
+                    dist.broadcast(tensor, 0)
 
     def step_boundary(self) -> None:
         """Where XLA compiles and runs what was recorded; nothing on CPU and CUDA."""

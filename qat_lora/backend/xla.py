@@ -4,6 +4,7 @@ Every torch_xla name of the project is in this file and in probe.py.
 """
 
 import os
+import threading
 from collections.abc import Callable
 
 import torch
@@ -16,9 +17,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qat_lora.backend import probe
+from qat_lora.backend.environment import LOOPBACK, master_port
 from qat_lora.backend.group import ALONE, Group
 from qat_lora.backend.optim import CautiousAdamW
+from qat_lora.backend.rendezvous import join, serve
 from qat_lora.backend.torch import TorchBackend
+
+_SERVING = threading.Lock()
+_served: list[TCPStore] = []  # by this process, as long as it lives
 
 
 def _attention_of_one_type(module, query, key, value, *args, **kwargs):
@@ -28,13 +34,16 @@ def _attention_of_one_type(module, query, key, value, *args, **kwargs):
 def connect() -> Group:
     """This worker's place in a job that torch_xla.launch started; the store is with the first process of all hosts.
 
-    MASTER_PORT (29500) names the store's port on that host.
+    MASTER_PORT (29500) names the store's port on that host. Where there is only one host, no other one reaches it.
     """
-    host = _addresses()[0].rsplit(":", 1)[0]
-    port = int(os.environ.get("MASTER_PORT", 29500))
+    host = LOOPBACK if hosts() == 1 else _addresses()[0].rsplit(":", 1)[0]
     serves = os.environ.get("CLOUD_TPU_TASK_ID", "0") == "0"
-    store = TCPStore(host, port, is_master=serves, wait_for_workers=False, multi_tenant=True)  # threads share one
-    return Group(xr.global_ordinal(), xr.world_size(), store, serves)
+    if serves:
+        with _SERVING:  # a process may run several workers, each in a thread
+            if not _served:
+                _served.append(serve(master_port(), hosts() == 1))
+    rank = xr.global_ordinal()
+    return Group(rank, xr.world_size(), join(host, master_port(), f"worker {rank}"), serves)
 
 
 def hosts() -> int:

@@ -18,12 +18,12 @@ def epoch_order(seed: int, epoch: int, count: int) -> Tensor:
 def chosen_rows(seed: int, count: int, rows: int, start: int = 0) -> Iterator[list[int]]:
     """Which of `count` rows each update has, from number `start` on, without end: all epochs' orders stand end to end,
     and each update takes the next `rows` of them."""
-    orders: dict[int, list[int]] = {}
+    orders: dict[int, np.ndarray] = {}  # a list of as many ints takes five times the memory
     for update in range(start, 2**63):
         places = [divmod(place, count) for place in range(update * rows, (update + 1) * rows)]
         epochs = {epoch for epoch, _ in places}
-        orders = {e: orders[e] if e in orders else epoch_order(seed, e, count).tolist() for e in epochs}
-        yield [orders[epoch][at] for epoch, at in places]
+        orders = {e: orders[e] if e in orders else epoch_order(seed, e, count).numpy() for e in epochs}
+        yield [int(orders[epoch][at]) for epoch, at in places]
 
 
 def batches(

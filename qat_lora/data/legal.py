@@ -5,6 +5,7 @@ that is not in AUTHORITIES is invented. Made for training software, no advice.
 """
 
 import calendar
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,7 +13,9 @@ from datetime import date, timedelta
 
 from qat_lora.errors import UserError
 
-PATIENCE = 1000  # draws of one question that are all known before there are too few
+# Rows that there can be, each with a question of its own. Types and rules come in turn, and a client's question on the
+# deposit penalty runs out first: 104 deposits in two wordings, every 112 rows.
+LARGEST_COUNT = 23_406
 TYPES = ("case_analysis", "educational", "client_interaction", "statutory")
 WHO = ("a baker", "a barber", "a bookseller", "a carpenter", "a caterer", "a dentist", "a driver", "a farmer",
        "a florist", "a gardener", "a grocer", "a joiner", "a mechanic", "a musician", "a nurse", "a painter",
@@ -361,15 +364,16 @@ ASKED = {
 
 def generate(count: int, seed: int) -> Iterator[dict]:
     """`count` different rows with the columns of rzeraat/law (id, question, answer, topic, difficulty, case_citation,
-    reasoning, jurisdiction, sample_type); sample types and rules in turn. Row i is a function of seed and i alone, but
-    for rows that were there before. Raises UserError for a count below 1 and one that is too large.
+    reasoning, jurisdiction, sample_type); sample types and rules in turn. Row i is a function of seed and i alone,
+    except that a question which an earlier row has is drawn again. Raises UserError for a count below 1 or above
+    LARGEST_COUNT.
     """
-    if count < 1:
-        raise UserError(f"--count {count} must be at least 1")
+    if not 1 <= count <= LARGEST_COUNT:
+        raise UserError(f"--count {count} must be from 1 to {LARGEST_COUNT}: there are no more different questions")
     seen: set[str] = set()
     for number in range(count):
         kind, rule = TYPES[number % len(TYPES)], RULES[number // len(TYPES) % len(RULES)]
-        for attempt in range(PATIENCE):
+        for attempt in itertools.count():
             rng = random.Random(f"{seed} {number} {attempt}")
             facts = rule.draw(rng)
             question = rng.choice(ASKED[kind]).format(
@@ -377,8 +381,6 @@ def generate(count: int, seed: int) -> Iterator[dict]:
             )
             if question not in seen:
                 break
-        else:
-            raise UserError(f"--count {count} is more than there are different questions; {number} are, say")
         seen.add(question)
         steps = (rule.law, *facts.steps)
         yield {

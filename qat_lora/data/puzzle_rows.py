@@ -7,6 +7,7 @@ dataset.json and arrays.
 import dataclasses
 import hashlib
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +17,12 @@ from torch import Tensor
 
 from qat_lora import urls
 from qat_lora.data import puzzles
+from qat_lora.data.batches import chosen_rows
+from qat_lora.data.puzzle_groups import Groups
 from qat_lora.errors import UserError, first_line
+from qat_lora.machine import check_memory
 from qat_lora.models.recursive import IGNORE
-from qat_lora.run.files import new_folder, read_json, write_json
+from qat_lora.run.files import new_folder, read_json
 
 PAD, BLANK_TOKEN, END, BYTE = 0, 1, 2, 3  # tokens of text; BYTE is that of byte 0
 TEXT_VOCAB = BYTE + 256
@@ -33,7 +37,9 @@ class PuzzleRows:
     """N rows of L tokens. inputs, labels [N, L], labels IGNORE where nothing is asked; identifiers [N], of puzzles with
     embeddings of their own; budgets [N], segments that a row may have, 0: as the run says; difficulty [N].
 
-    kind: of `puzzles`, whose symmetries a batch may then draw. causal: a label is the next token.
+    kind: of `puzzles`, whose symmetries a batch may then draw. causal: a label is the next token. puzzle, group [N]:
+    numbers of each row's puzzle and of its group (see Groups); None: each row is a group of its own. unlabelled: rows
+    without any label, which `load` left out.
     """
 
     inputs: np.ndarray
@@ -45,16 +51,24 @@ class PuzzleRows:
     identifiers_count: int = 1
     kind: str | None = None
     causal: bool = False
+    puzzle: np.ndarray | None = None
+    group: np.ndarray | None = None
+    unlabelled: int = 0
 
     @property
     def length(self) -> int:
         return self.inputs.shape[1]
 
     @property
+    def groups(self) -> Groups | None:
+        return None if self.group is None else Groups.of(self.puzzle, self.group)
+
+    @property
     def fingerprint(self) -> str:
         """sha256 (hex) of all that training sees."""
         digest = hashlib.sha256(f"{self.inputs.shape} {self.vocab} {self.kind} {self.causal}".encode())
-        for values in (self.inputs, self.labels, self.identifiers, self.budgets):
+        grouping = () if self.group is None else (self.puzzle, self.group)
+        for values in (self.inputs, self.labels, self.identifiers, self.budgets, *grouping):
             digest.update(values.astype("<i4").tobytes())
         return digest.hexdigest()
 
@@ -70,10 +84,26 @@ class PuzzleRows:
         return {name: torch.from_numpy(values.astype(np.int64)) for name, values in rows.items()}
 
     def take(self, indices: np.ndarray) -> "PuzzleRows":
-        return dataclasses.replace(self, **{name: getattr(self, name)[indices] for name in ARRAYS})
+        """The rows of these numbers; what is left of a puzzle or a group stays one."""
+        names = ARRAYS if self.group is None else (*ARRAYS, "puzzle", "group")
+        return dataclasses.replace(self, **{name: getattr(self, name)[indices] for name in names})
 
     def first(self, count: int) -> "PuzzleRows":
         return self.take(np.arange(min(count, len(self))))
+
+    def updates(self, epochs: int, batch_size: int) -> int:
+        """Updates in so many epochs: without groups counted up, so that fewer rows than a batch still make one; with
+        groups the whole ones, as the Tiny Recursive Model counts them."""
+        if groups := self.groups:
+            return groups.updates(epochs, batch_size)
+        return -(-epochs * len(self) // batch_size)
+
+    def chosen(self, seed: int, batch_size: int, start: int = 0) -> Iterator[Sequence[int]]:
+        """Which rows each update has, from number `start` (0-based) on, without end: a function of seed and number. An
+        epoch has every row once or, with groups, one puzzle of each."""
+        if groups := self.groups:
+            return groups.chosen_rows(seed, batch_size, start)
+        return chosen_rows(seed, len(self), batch_size, start)
 
 
 ARRAYS = ("inputs", "labels", "identifiers", "budgets", "difficulty")
@@ -84,20 +114,29 @@ def _rows(inputs: np.ndarray, labels: np.ndarray, difficulty=0, budgets=0, **fac
     return PuzzleRows(inputs.astype(np.int32), labels.astype(np.int32), *numbers, **facts)
 
 
+def row_memory(length: int, count: int) -> int:
+    """Bytes that `count` rows of `length` tokens take at least while they are split: inputs and labels, int32, both
+    whole and as two sides."""
+    return 16 * length * count
+
+
 # -- puzzles ---------------------------------------------------------------------------------------------------------
-def draw(kind: str, count: int, seed: int, blanks: tuple[float, float] = (0.4, 1.0)) -> PuzzleRows:
+def draw(
+    kind: str, count: int, seed: int, blanks: tuple[float, float] = (0.4, 1.0), flag: str = "--count"
+) -> PuzzleRows:
     """`count` different puzzles of `puzzles.generate`."""
-    questions, answers, difficulty = puzzles.generate(kind, count, seed, blanks)
+    questions, answers, difficulty = puzzles.generate(kind, count, seed, blanks, flag)
     return _rows(questions, answers, difficulty, vocab=puzzles.vocab(kind), kind=kind)
 
 
 def split(rows: PuzzleRows, fraction: float, seed: int) -> tuple[PuzzleRows, PuzzleRows]:
     """(training, held-out) rows, about `fraction` of them held out: nothing held out is a symmetry of anything trained
     on, by the whole answer for 6×6 and 9×9 Sudoku, by the question for 4×4, whose answers are of two kinds alone, and
-    mazes; nor, of text, has the prompt of it. Raises UserError where that leaves nothing on one side.
+    mazes; nor, of text, has the prompt of it; nor is in a group with it. Raises UserError where that leaves nothing on
+    one side.
     """
     if not 0 < fraction < 1:
-        raise UserError(f"--heldout-fraction {fraction} is not between 0 and 1; 0.1, say")
+        raise UserError(f"--heldout-fraction {fraction} is not between 0 and 1; use e.g. 0.1")
     if rows.kind in ("sudoku6", "sudoku9"):
         keys = puzzles.answer_class(rows.kind, rows.labels)
     elif rows.kind:
@@ -107,10 +146,7 @@ def split(rows: PuzzleRows, fraction: float, seed: int) -> tuple[PuzzleRows, Puz
         before = asked.cumsum(1) == asked  # no label comes earlier: of causal rows the prompt
         given = np.where(before, rows.inputs, PAD) if rows.causal else rows.inputs
         keys = [row.tobytes() for row in given]
-    classes: dict[bytes, list[int]] = {}
-    for number, key in enumerate(keys):
-        classes.setdefault(key, []).append(number)
-    groups, target = list(classes.values()), fraction * len(rows)
+    groups, target = _classes(keys, range(len(rows)) if rows.group is None else rows.group), fraction * len(rows)
     if len(groups) < 2:
         raise UserError(f"{len(rows)} rows are all essentially the same: none can be held out; make more")
     held: list[int] = []
@@ -119,6 +155,20 @@ def split(rows: PuzzleRows, fraction: float, seed: int) -> tuple[PuzzleRows, Puz
             held += groups[number]
     held = np.sort(held or min(groups, key=len))
     return rows.take(np.setdiff1d(np.arange(len(rows)), held)), rows.take(held)
+
+
+def _classes(*keys: Sequence) -> list[list[int]]:
+    """The numbers of rows that share any of their keys, directly or by way of other rows; by their first row."""
+    root = list(range(len(keys[0])))
+    for each in keys:
+        first: dict = {}
+        for row, key in enumerate(each):
+            one, other = puzzles.root_of(root, first.setdefault(key, row)), puzzles.root_of(root, row)
+            root[max(one, other)] = min(one, other)
+    classes: dict[int, list[int]] = {}
+    for row in range(len(root)):
+        classes.setdefault(puzzles.root_of(root, row), []).append(row)
+    return list(classes.values())
 
 
 # -- prompt → response -----------------------------------------------------------------------------------------------
@@ -132,25 +182,29 @@ def corpus(rows, where: str, length: int, causal: bool, iterations: int) -> tupl
     """
     if not 2 <= length <= LONGEST:
         raise UserError(f"--length {length} must be from 2 to {LONGEST:,}")
-    inputs, labels, budgets, long = [], [], [], 0
+    pairs, budgets, long = [], [], 0
     for number, row in enumerate(rows, 1):
         prompt, response = (_tokens(row, name, f"{where} row {number}") for name in ("prompt", "response"))
         budget = row.get("iterations", iterations)
         if type(budget) is not int or not 0 <= budget < ANY:
             raise UserError(f"{where} row {number}: iterations {budget!r} is no whole number of segments from 0 on")
-        response = [*response, END]
-        used = len(prompt) + len(response) - causal  # causal: the last label stands at the last but one token
-        if used > length:
+        response.append(END)
+        if len(prompt) + len(response) - causal > length:  # causal: the last label stands at the last but one token
             long += 1
             continue
-        asked = [IGNORE] * (len(prompt) - causal) + response
-        behind = response[:-1] + [PAD] * (length - used) if causal else [BLANK_TOKEN] * (length - len(prompt))
-        inputs.append(prompt + behind)
-        labels.append(asked + [IGNORE] * (length - used))
+        pairs.append((prompt, response))
         budgets.append(budget)
-    if not inputs:
+    if not pairs:
         raise UserError(f"{where}: none of {long} rows fits --length {length}; raise it")
-    return _rows(np.array(inputs), np.array(labels), 0, budgets, vocab=TEXT_VOCAB, causal=causal), long
+    size = row_memory(length, len(pairs))
+    check_memory(size, f"{where}: {len(pairs):,} rows of --length {length}", "--length")
+    inputs = np.full((len(pairs), length), PAD if causal else BLANK_TOKEN, np.int32)
+    labels = np.full(inputs.shape, IGNORE, np.int32)
+    for number, (prompt, response) in enumerate(pairs):
+        shown, first = prompt + response[:-1] * causal, len(prompt) - causal
+        inputs[number, : len(shown)] = shown
+        labels[number, first : first + len(response)] = response
+    return _rows(inputs, labels, 0, budgets, vocab=TEXT_VOCAB, causal=causal), long
 
 
 def _tokens(row: dict, name: str, where: str) -> list[int]:
@@ -165,28 +219,39 @@ def _tokens(row: dict, name: str, where: str) -> list[int]:
 
 # -- files -----------------------------------------------------------------------------------------------------------
 def save(folder: Path, train: PuzzleRows, heldout: PuzzleRows) -> None:
-    """Write both sides to a new folder; raises UserError where it cannot."""
+    """Write both sides to a new folder; raises UserError naming the folder where it cannot, such as on a full disk."""
     with new_folder(folder) as part:
         for side, rows in zip(SIDES, (train, heldout)):
             (part / side).mkdir()
-            write_json(
-                part / side / "dataset.json",
-                {
-                    "seq_len": rows.length, "vocab_size": rows.vocab, "pad_id": PAD, "ignore_label_id": PAD,
-                    "blank_identifier_id": 0, "num_puzzle_identifiers": rows.identifiers_count,
-                    "total_groups": len(rows), "mean_puzzle_examples": 1.0, "total_puzzles": len(rows), "sets": ["all"],
-                    "kind": rows.kind, "causal": rows.causal,
-                },
-            )  # fmt: skip
-            each = np.arange(len(rows) + 1, dtype=np.int32)
-            arrays = {
-                "inputs": rows.inputs, "labels": np.where(rows.labels == IGNORE, PAD, rows.labels),
-                "puzzle_identifiers": rows.identifiers, "puzzle_indices": each, "group_indices": each,
-                "budgets": rows.budgets, "difficulty": rows.difficulty,
-            }  # fmt: skip
-            for name, values in arrays.items():
-                np.save(part / side / f"all__{name}.npy", values)
+            _save(part / side, rows)
         (part / "identifiers.json").write_text(json.dumps(["<blank>"]))
+
+
+def _save(side: Path, rows: PuzzleRows) -> None:
+    each = np.arange(len(rows))
+    groups = rows.groups or Groups(each, np.append(each, len(rows)), np.append(each, len(rows)))
+    rows, puzzle_count, group_count = rows.take(groups.order), len(groups.starts) - 1, len(groups.firsts) - 1
+    facts = {
+        "seq_len": rows.length, "vocab_size": rows.vocab, "pad_id": PAD, "ignore_label_id": PAD,
+        "blank_identifier_id": 0, "num_puzzle_identifiers": rows.identifiers_count,
+        "total_groups": group_count, "mean_puzzle_examples": len(rows) / puzzle_count, "total_puzzles": puzzle_count,
+        "sets": ["all"], "kind": rows.kind, "causal": rows.causal,
+    }  # fmt: skip
+    (side / "dataset.json").write_text(json.dumps(facts, indent=2) + "\n")
+    arrays = {
+        "inputs": rows.inputs, "labels": np.where(rows.labels == IGNORE, PAD, rows.labels),
+        "puzzle_identifiers": rows.identifiers[groups.starts[:-1]], "puzzle_indices": groups.starts,
+        "group_indices": groups.firsts, "budgets": rows.budgets, "difficulty": rows.difficulty,
+    }  # fmt: skip
+    for name, values in arrays.items():
+        _save_array(side / f"all__{name}.npy", np.ascontiguousarray(values, np.int32))
+
+
+def _save_array(path: Path, values: np.ndarray) -> None:
+    """As np.save, which reports a full disk as "9720 requested and 4064 written", without an errno."""
+    with open(path, "wb") as file:
+        np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(values))
+        file.write(values.data)
 
 
 def load(path: str) -> tuple[PuzzleRows, PuzzleRows]:
@@ -231,7 +296,7 @@ def _load(folder: Path, shown: str) -> PuzzleRows:
 
     inputs = array("inputs", vocab, None, facts["seq_len"])
     labels = array("labels", vocab, *inputs.shape)
-    asked = np.ones_like(labels, bool) if ignored is None else labels != ignored
+    asked = labels != (-1 if ignored is None else ignored)
     if not (asked.all() if kind else asked.any()):
         what = f"cells without a label, and a {kind} has an answer in each" if kind else "no label at all"
         raise UserError(f"{shown}/all__labels.npy holds {what}")
@@ -239,13 +304,26 @@ def _load(folder: Path, shown: str) -> PuzzleRows:
     starts = array("puzzle_indices", ANY, len(named) + 1)
     if starts[0] != 0 or starts[-1] != len(inputs) or (np.diff(starts) < 0).any():
         raise UserError(f"{shown}/all__puzzle_indices.npy: does not rise from 0 to the {len(inputs)} rows")
+    firsts = array("group_indices", ANY, None)
+    if firsts[0] != 0 or firsts[-1] != len(named) or (np.diff(firsts) < 1).any():
+        raise UserError(f"{shown}/all__group_indices.npy: does not rise from 0 to the {len(named)} puzzles")
+    puzzle = np.repeat(np.arange(len(named), dtype=np.int32), np.diff(starts))
     extra = {name: np.zeros(len(inputs), np.int32) for name in ("budgets", "difficulty")}  # which TRM's have not
     extra |= {name: array(name, ANY, len(inputs)) for name in extra if (folder / f"all__{name}.npy").exists()}
-    return PuzzleRows(
-        inputs, np.where(asked, labels, IGNORE).astype(np.int32),
-        np.repeat(named, np.diff(starts)), **extra, vocab=vocab, identifiers_count=facts["num_puzzle_identifiers"],
-        kind=kind, causal=facts.get("causal") is True,
+    rows = PuzzleRows(
+        inputs, np.where(asked, labels, IGNORE).astype(np.int32), named[puzzle], **extra, vocab=vocab,
+        identifiers_count=facts["num_puzzle_identifiers"], kind=kind, causal=facts.get("causal") is True,
+        puzzle=puzzle, group=np.repeat(np.arange(len(firsts) - 1, dtype=np.int32), np.diff(firsts))[puzzle],
     )  # fmt: skip
+    return _settled(rows)
+
+
+def _settled(rows: PuzzleRows) -> PuzzleRows:
+    """Without the rows that have no label, and without groups where each row that is left is one of its own."""
+    labelled = (rows.labels != IGNORE).any(1)
+    kept = rows if labelled.all() else rows.take(np.flatnonzero(labelled))
+    alone = {"puzzle": None, "group": None} if len(np.unique(kept.group)) == len(kept) else {}
+    return dataclasses.replace(kept, unlabelled=len(rows) - len(kept), **alone)
 
 
 def _array(path: Path, shown: str, below: int, shape: tuple) -> np.ndarray:

@@ -6,10 +6,12 @@ A puzzle is a row of tokens, its grid read line by line. 0 is the pad. Sudoku: 1
 
 import functools
 import itertools
+import math
 import re
 
 import numpy as np
 
+from qat_lora.data.progress import counted, progress
 from qat_lora.errors import UserError
 
 BOXES = {"sudoku4": (2, 2), "sudoku6": (2, 3), "sudoku9": (3, 3)}  # rows and columns of a box
@@ -17,6 +19,12 @@ BLANK = 1
 WALL, FLOOR, START, GOAL, PATH = range(1, 6)
 MAZE = "?# SGo"
 PATIENCE = 2000  # draws in a row that are all known before a kind counts as exhausted
+GRIDS = {"sudoku4": 288, "sudoku6": 28_200_960, "sudoku9": 6_670_903_752_021_072_936_960}  # full ones
+# Of 4×4, by blanks: the puzzles with one answer, and those of them that lose it with any clue taken away. Fewer clues
+# than 4 never do.
+UNIQUE_4X4 = (288, 4608, 34560, 161280, 522624, 1239552, 2204928, 2958336, 2961024, 2141184, 1041408, 284160, 25728)
+MINIMAL_4X4 = {10: 1536, 11: 58368, 12: 25728}
+TREES = {5: 4, 7: 192, 9: 100_352}  # spanning ones over the places of a maze
 
 
 def side(kind: str) -> int:
@@ -25,7 +33,7 @@ def side(kind: str) -> int:
         return BOXES[kind][0] * BOXES[kind][1]
     size = int(kind[4:]) if re.fullmatch(r"maze[1-9]\d{0,2}", kind) else 0
     if size < 5 or size % 2 == 0:
-        raise UserError(f"kind {kind!r} is not one of {', '.join(BOXES)}, mazeN with N odd from 5 to 999; maze9, say")
+        raise UserError(f"kind {kind!r} is not one of {', '.join(BOXES)}, mazeN with N odd from 5 to 999; e.g. maze9")
     return size
 
 
@@ -122,8 +130,34 @@ def _tokens(digits: list) -> np.ndarray:
 
 
 # -- drawing ---------------------------------------------------------------------------------------------------------
+def possible(kind: str, blanks: tuple[float, float]) -> float:
+    """How many different puzzles of a kind `generate` can make: of 4×4 Sudoku and mazes the exact number, of other
+    Sudoku an upper bound; inf for mazes of more than 9×9."""
+    n = side(kind)
+    if kind not in BOXES:
+        places = (n // 2) ** 2
+        return TREES.get(n, math.inf) * places * (places - 1)  # start and goal are two of its places
+    low, high = (round(share * (n * n)) for share in blanks)
+    if kind == "sudoku4":  # with fewer blanks than asked for those alone from which no clue can go
+        return sum(UNIQUE_4X4[low : high + 1]) + sum(count for k, count in MINIMAL_4X4.items() if k < low)
+    return GRIDS[kind] * sum(math.comb(n * n, k) for k in range(high + 1))
+
+
+def check_request(kind: str, count: int, blanks: tuple[float, float], flag: str) -> None:
+    """Raise UserError for what `generate` cannot make; flag: the option that count comes from."""
+    side(kind)
+    low, high = blanks
+    if count < 1:
+        raise UserError(f"{flag} {count} must be at least 1")
+    if not 0 < low <= high <= 1:
+        raise UserError(f"shares of blanks {low} to {high} must rise within (0, 1]; e.g. (0.4, 1.0)")
+    if count > (there := possible(kind, blanks)):
+        given = f" with {low:g} to {high:g} of the cells blank" if kind in BOXES else ""
+        raise UserError(f"{flag}: {count} puzzles are more than the {there} {kind} that exist{given}; lower it")
+
+
 def generate(
-    kind: str, count: int, seed: int, blanks: tuple[float, float] = (0.4, 1.0)
+    kind: str, count: int, seed: int, blanks: tuple[float, float] = (0.4, 1.0), flag: str = "--count"
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """`count` different puzzles: questions and answers [count, L] uint8, difficulty [count].
 
@@ -131,24 +165,25 @@ def generate(
     blanks drawn between two shares of the cells, the upper at most what could be removed; its difficulty is the number
     of digits that `solve` tries to prove it unique. A maze is a random spanning tree between two of its cells, so that
     there is one way; its difficulty is the way's length in steps. Puzzle i is a function of (seed, i) alone, but for
-    those that came before and are left out. Raises UserError where the kind has too few puzzles.
+    those that came before and are left out. Raises UserError naming `flag`, the option that count comes from, where the
+    kind has too few puzzles.
     """
-    side(kind)
+    check_request(kind, count, blanks, flag)
     low, high = blanks
-    if count < 1:
-        raise UserError(f"--count {count} must be at least 1")
-    if not 0 < low <= high <= 1:
-        raise UserError(f"shares of blanks {low} to {high} must rise within (0, 1]; (0.4, 1.0), say")
-    found, last = {}, 0
+    found, last, tell = {}, 0, progress()
     for number in itertools.count():
         rng = np.random.default_rng([seed, number])
         question, answer, difficulty = _sudoku(kind, rng, low, high) if kind in BOXES else _maze(side(kind), rng)
         if (key := question.tobytes()) not in found:
             found[key], last = (question, answer, difficulty), number
+        tell(f"{len(found):,} of {count:,} {kind} drawn")
         if len(found) == count:
             break
         if number - last >= PATIENCE:
-            raise UserError(f"{count} puzzles are more than the {len(found)} {kind} that could be found; ask for fewer")
+            raise UserError(
+                f"{flag}: {count} puzzles are more than the {len(found)} {kind} that could be found: {PATIENCE} draws "
+                "in a row gave nothing new; lower it"
+            )
     questions, answers, difficulties = zip(*found.values())
     return np.stack(questions), np.stack(answers), np.array(difficulties)
 
@@ -198,7 +233,7 @@ def _maze(size: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, 
     grid, root = np.full(size * size, WALL, np.uint8), list(range(across**2))
     grid[places] = FLOOR
     for wall in rng.permutation(walls).tolist():
-        one, other = (_root(root, end) for end in wall)
+        one, other = (root_of(root, end) for end in wall)
         if one != other:
             root[one] = other
             grid[(places[wall[0]] + places[wall[1]]) // 2] = FLOOR
@@ -211,7 +246,7 @@ def _maze(size: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, 
     return grid, answer, len(way) - 1
 
 
-def _root(root: list[int], cell: int) -> int:
+def root_of(root: list[int], cell: int) -> int:
     while root[cell] != cell:
         root[cell] = cell = root[root[cell]]
     return cell
@@ -290,7 +325,8 @@ def answer_class(kind: str, answers: np.ndarray) -> list[bytes]:
     if kind not in BOXES:
         raise UserError(f"kind {kind!r} has no classes of answers; its questions have forms")
     n = side(kind)
-    return [_least(kind, grid) for grid in np.asarray(answers, np.intp).reshape(-1, n, n) - 2]
+    grids = np.asarray(answers, np.intp).reshape(-1, n, n) - 2
+    return [_least(kind, grid) for grid in counted(grids, f"{kind} compared by symmetry")]
 
 
 def _least(kind: str, grid: np.ndarray) -> bytes:
@@ -324,13 +360,13 @@ def form(kind: str, questions: np.ndarray) -> list[bytes]:
     Sudoku are named by first appearance."""
     if kind in BOXES and kind != "sudoku4":
         raise UserError(f"kind {kind!r} has too many symmetries for forms of questions; its answers have classes")
-    questions = np.asarray(questions, np.uint8)
+    questions, what = np.asarray(questions, np.uint8), f"{kind} compared by symmetry"
     if kind not in BOXES:
-        return [min(map(bytes, question[_dihedral(side(kind))])) for question in questions]
+        return [min(map(bytes, question[_dihedral(side(kind))])) for question in counted(questions, what)]
     lines = _orders(4, 2)
     places = (lines[:, None, :, None] * 4 + lines[None, :, None, :]).reshape(-1, 4, 4)
     places = np.concatenate([places, places.transpose(0, 2, 1)]).reshape(-1, 16)
-    return [min(map(bytes, _renamed(question[places]))) for question in questions]
+    return [min(map(bytes, _renamed(question[places]))) for question in counted(questions, what)]
 
 
 def _renamed(images: np.ndarray) -> np.ndarray:

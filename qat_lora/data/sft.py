@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from qat_lora.data.appearance import WORD, folded
 from qat_lora.data.chat import Document
 from qat_lora.data.packing import encode
 from qat_lora.errors import UserError
@@ -73,9 +74,9 @@ MONTHS = "|".join(calendar.month_name[1:])
 
 def without_figures(text: str) -> str:
     """A text with every number and month as one sign, in lower case, without punctuation: equal for texts that differ
-    in their figures alone, whether those ask for a plural or not."""
-    text = re.sub(rf"\b(?:{MONTHS.lower()})\b|\d+(?:[,.]\d+)*", "#", text.lower())
-    return " ".join(re.findall(r"#|\w+", re.sub(r"#\s+(\w+?)s?\b", r"# \1", text)))
+    only in their figures, whether those ask for a plural or not, and in how Unicode spells them."""
+    text = re.sub(rf"\b(?:{MONTHS.lower()})\b|\d+(?:[,.]\d+)*", "#", folded(text))
+    return " ".join(re.findall(rf"#|{WORD}+", re.sub(r"#\s+(\w+?)s?\b", r"# \1", text)))
 
 
 def deduplicated(rows: list[dict], key: Callable[[dict], str]) -> tuple[list[dict], list[dict]]:

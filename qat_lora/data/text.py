@@ -1,7 +1,10 @@
 """Where text comes from: Python's own help topics, a local file, or a dataset on the Hugging Face hub."""
 
+import codecs
+import io
 import json
-from collections.abc import Iterator
+import unicodedata
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
@@ -10,7 +13,10 @@ from qat_lora.errors import UserError, first_line
 from qat_lora.hub import hub_fault
 
 EMBEDDED = "embedded"
+END = "<|endoftext|>"  # separates the texts of a .txt file, as in the published TinyStories
 PARQUET_BATCH_ROWS = 1024
+READ = 2**16  # bytes of a .txt file to read at a time
+PIECE = 2**14  # characters, about, of a piece of a long text
 
 
 def read_rows(
@@ -23,15 +29,17 @@ def read_rows(
 ) -> Iterator[dict]:
     """Open `source` and iterate over its rows, each a dict of columns.
 
-    source is "embedded" (pydoc_data.topics, one {"text": ...} a topic in sorted key order), a local .txt (the whole
-    file is one {"text": ...}), .jsonl or .parquet file (both read row by row), or the name of a hub dataset. `config`
-    and `streaming` concern hub datasets only. Without a hub, a dataset that is in the local cache is read from there.
+    source is "embedded" (pydoc_data.topics, one {"text": ...} a topic in sorted key order), a local .txt, .jsonl or
+    .parquet file, or the name of a hub dataset. A .txt file is one {"text": ...} as it stands, or where <|endoftext|>
+    separates its texts one for each of them, stripped, with the empty ones left out. Separated texts and rows are read
+    one at a time. Every string of a row, nested ones included, is in NFC. `config` and `streaming` concern hub datasets
+    only. Without a hub, a dataset that is in the local cache is read from there.
     mend: what an error about the hub advises, for callers that take other sources than these.
     The first row is read at once, so that a bad source fails here and not at the first use of the iterator.
     Raises UserError for a source that is missing, unreadable or empty, for a malformed row (while iterating), and for
     a `split` other than "train" where the source has no splits, because train rows would then pass for held-out ones.
     """
-    rows = _open(source, config, split, streaming, mend)
+    rows = map(_in_nfc, _open(source, config, split, streaming, mend))
     first = next(rows, None)
     if first is None:
         raise UserError(f'"{source}" holds no rows; choose another source')
@@ -58,24 +66,123 @@ def _embedded_rows() -> Iterator[dict]:
     return ({"text": topics[key]} for key in sorted(topics))
 
 
-def _file_rows(path: Path) -> Iterator[dict]:
+def nfc(text: str) -> str:
+    """`text` in Unicode's composed form (NFC). What stands behind an END never joins it."""
+    if text.isascii() or unicodedata.is_normalized("NFC", text):
+        return text
+    return END.join(unicodedata.normalize("NFC", part) for part in text.split(END))
+
+
+def _in_nfc(value):
+    if isinstance(value, str):
+        return nfc(value)
+    if isinstance(value, dict):
+        return {key: _in_nfc(inner) for key, inner in value.items()}
+    return [_in_nfc(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _check_file(path: Path) -> None:
     if not path.exists():
         raise UserError(f"{path}: no such file")
     if path.is_dir():
         raise UserError(f"{path} is a folder; name one {_either(FILE_READERS)} file in it")
+
+
+def _file_rows(path: Path) -> Iterator[dict]:
+    _check_file(path)
     reader = FILE_READERS.get(path.suffix.lower())
     if reader is None:
         raise UserError(f'{path}: cannot read "{path.suffix}" files; supported: {_either(FILE_READERS)}')
     return reader(path)
 
 
-def _txt_rows(path: Path) -> Iterator[dict]:
+def is_txt(source: str) -> bool:
+    return Path(source).suffix.lower() == ".txt"
+
+
+def txt_parts(path: Path) -> Iterator[str | None]:
+    """A .txt file's text as it is read, part by part, with None in place of every END. Lines end in "\n"; the text is
+    not in NFC yet. Raises UserError where the file is missing, cannot be read or is not UTF-8."""
+    _check_file(path)
+    rest = ""
+    for text in _decoded(path):
+        *ended, rest = (rest + text).split(END)
+        for part in ended:
+            yield part
+            yield None
+        kept = max(0, len(rest) - len(END) + 1)  # the end of this part may be the beginning of an END
+        yield rest[:kept]
+        rest = rest[kept:]
+    yield rest
+
+
+def _decoded(path: Path) -> Iterator[str]:
+    # a byte order mark is not text
+    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
+    done = 0
     try:
-        text = path.read_text(encoding="utf-8-sig")  # a byte order mark is no text
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text at byte {error.start}; convert the file to UTF-8") from error
+        with path.open("rb") as file:
+            while read := file.read(READ):
+                done += len(read)
+                yield decoder.decode(read)
+            yield decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:  # its object ends where reading has come to
+        at = done - len(error.object) + error.start
+        raise UserError(f"{path}: not UTF-8 text at byte {at}; convert the file to UTF-8") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror or error}); fix that or give another file") from error
+
+
+def _txt_rows(path: Path) -> Iterator[dict]:
+    parts, separated = [], False
+    for part in txt_parts(path):
+        if part is not None:
+            parts.append(part)
+            continue
+        separated = True
+        if text := "".join(parts).strip():
+            yield {"text": text}
+        parts = []
+    text = "".join(parts)
     if text.strip():
-        yield {"text": text}
+        yield {"text": text.strip() if separated else text}
+
+
+def in_pieces(parts: Iterable[str | None]) -> Iterator[tuple[str, bool]]:
+    """Texts as (piece, whether a text ends with it): stripped, in NFC, the empty ones left out.
+
+    parts: text as it comes, None between two texts. A text longer than PIECE characters becomes several pieces, each
+    but the first beginning with a space or newline that stands before something else. There neither NFC nor the
+    pre-tokenisation of GPT-2 and byte-level BPE joins what is before to what is behind, so that the tokens of the
+    pieces are those of the text. A text that has no such place is one piece.
+    """
+    rest, searched = "", 0  # before the character `searched` the rest has no place to cut
+    for part in chain(parts, [None]):
+        if part is None:
+            if rest := rest.rstrip():
+                yield nfc(rest), True
+            rest, searched = "", 0
+            continue
+        for at in range(0, len(part), PIECE):
+            rest = rest + part[at : at + PIECE] if searched else (rest + part[at : at + PIECE]).lstrip()
+            searched = searched or bool(rest)
+            if len(rest) <= PIECE:
+                continue
+            if cut := _last_cut(rest, searched):
+                yield nfc(rest[:cut]), False
+                rest, searched = rest[cut:], 1
+            else:
+                searched = len(rest) - 1
+
+
+def _last_cut(text: str, start: int) -> int:
+    """The last place from `start` on of a space or newline with something else behind it, or 0."""
+    end = len(text) - 1
+    while (at := max(text.rfind(" ", start, end), text.rfind("\n", start, end))) > 0:
+        if not text[at + 1].isspace():
+            return at
+        end = at
+    return 0
 
 
 def _jsonl_rows(path: Path) -> Iterator[dict]:
@@ -89,7 +196,7 @@ def _json_row(line: bytes, path: Path, number: int) -> dict:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:  # malformed JSON or malformed UTF-8; nested beyond reason
-        raise UserError(f"{path} line {number}: not valid JSON ({error}); mend or remove the line") from error
+        raise UserError(f"{path} line {number}: not valid JSON ({error}); fix or remove the line") from error
     if not isinstance(row, dict):
         kind = type(row).__name__
         raise UserError(f'{path} line {number}: holds a {kind}; each line must be an object such as {{"text": "..."}}')

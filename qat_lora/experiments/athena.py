@@ -10,10 +10,12 @@ import torch
 from matplotlib import pyplot as plt
 
 from qat_lora.backend import TorchBackend, launch, open_backend, planned_workers
-from qat_lora.data.puzzle_rows import PuzzleRows, draw, load, split
+from qat_lora.data.puzzle_rows import PuzzleRows, draw, load, row_memory, split
 from qat_lora.data.puzzles import BLANK, BOXES, MAZE, WALL, side
 from qat_lora.errors import UserError
 from qat_lora.experiments.remote import bring_back, check_unused, copy_out
+from qat_lora.machine import check_memory
+from qat_lora.memory import check_fits, recursive_memory, weight_options
 from qat_lora.models.recursive import RecursiveModel, RecursiveSpec
 from qat_lora.recursive import RecursivePlan, Trainer, answer, kept, measure, train_recursive
 from qat_lora.run.config import RunConfig, option
@@ -69,7 +71,7 @@ class Config(RunConfig):
     puzzle_emb_weight_decay: float = option(0.1, "decoupled, of the puzzles' embeddings")
     grad_clip_norm: float = option(1.0, "largest global gradient norm; 0 clips nothing")
     ema: bool = option(True, "measure and keep a moving average of the weights")
-    ema_decay: float = option(0.9995, "of that average")
+    ema_decay: float = option(0.9995, "decay of the moving average (EMA) of the weights")
     halt_max_segments: int = option(16, "segments that a row gets at most, and all get when measured")
     halt_exploration: float = option(0.1, "share of rows that may not halt before a random segment")
     hidden_size: int = option(512, "arch: width")
@@ -97,15 +99,20 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     """The experiment, in each of its workers."""
     if backend.is_main:
         announce(backend)
+    workers = planned_workers(backend.kind, cfg.num_chips) if cfg.dry_run else backend.world_size
+    plan_of(cfg, 1).share(workers)
+    if not cfg.data_path:  # any puzzle has the sizes of all: refused before they are drawn
+        check_sizes(cfg, spec_of(cfg, draw(cfg.puzzle, 1, cfg.seed)), backend, workers)
     train, held = open_rows(cfg)
     heldout = held.first(cfg.eval_rows) if cfg.eval_rows else held
-    plan, spec = plan_of(cfg, len(train)), spec_of(cfg, train)
+    plan = plan_of(cfg, cfg.steps or train.updates(cfg.epochs, cfg.global_batch_size))
+    spec = spec_of(cfg, train)
+    need = check_sizes(cfg, spec, backend, workers)
     backend.seed(cfg.seed)
     model = RecursiveModel(spec)
-    workers = planned_workers(backend.kind, cfg.num_chips) if cfg.dry_run else backend.world_size
-    plan.share(workers)
     if backend.is_main:
         describe(backend, train, heldout, plan, model, workers)
+        say(f"memory of a worker: at least {need / 1e9:,.2f} GB")
     if cfg.dry_run:
         return
 
@@ -170,11 +177,13 @@ def checked(cfg: Config) -> Config:
         if getattr(cfg, name) < least:
             raise UserError(f"--{name.replace('_', '-')} {getattr(cfg, name)} must be at least {least}")
     if not 0 < cfg.heldout_fraction < 1:
-        raise UserError(f"--heldout-fraction {cfg.heldout_fraction} is not between 0 and 1; 0.1, say")
+        raise UserError(f"--heldout-fraction {cfg.heldout_fraction} is not between 0 and 1; use e.g. 0.1")
     if cfg.checkpoint_path and not cfg.output_dir:
         raise UserError("--checkpoint-path needs --output-dir, the run directory that a copy is brought back to")
     if cfg.checkpoint_path and Path(cfg.checkpoint_path).resolve().is_relative_to(Path(cfg.output_dir).resolve()):
         raise UserError(f"--checkpoint-path {cfg.checkpoint_path} lies in the run directory itself; give another")
+    if not cfg.data_path:
+        check_memory(row_memory(side(cfg.puzzle) ** 2, cfg.puzzles), f"--puzzles {cfg.puzzles}", "--puzzles")
     Every(cfg.log_interval, cfg.eval_interval, cfg.save_interval)
     plan_of(cfg, 1)
     return cfg
@@ -184,15 +193,27 @@ def open_rows(cfg: Config) -> tuple[PuzzleRows, PuzzleRows]:
     """Training and held-out rows."""
     if cfg.data_path:
         return load(cfg.data_path)
-    return split(draw(cfg.puzzle, cfg.puzzles, cfg.seed), cfg.heldout_fraction, cfg.seed)
+    return split(draw(cfg.puzzle, cfg.puzzles, cfg.seed, flag="--puzzles"), cfg.heldout_fraction, cfg.seed)
 
 
-def plan_of(cfg: Config, rows: int) -> RecursivePlan:
-    """Epochs are counted up to whole updates: fewer rows than a batch still make one."""
+def check_sizes(cfg: Config, spec: RecursiveSpec, backend: TorchBackend, workers: int) -> int:
+    """Bytes that a worker needs at least. Raises UserError where a model of these sizes cannot be built in this
+    machine's memory or, except in a dry run, which may plan for another machine, cannot be trained in that of its
+    device. How much a TPU has is not known here."""
+    rows = cfg.global_batch_size // workers
+    check_memory(4 * spec.parameters, f"a model of {spec.parameters:,} weights", weight_options(spec))
+    parts = recursive_memory(spec, rows, cfg.ema, backend.bf16, cfg.use_gradient_checkpointing)
+    if not cfg.dry_run:
+        what = f"training {spec.parameters:,} weights on {rows} rows of {spec.length} tokens a worker"
+        check_fits(backend, parts, what, workers)
+    return sum(parts.values())
+
+
+def plan_of(cfg: Config, steps: int) -> RecursivePlan:
     return RecursivePlan(
-        steps=cfg.steps or -(-cfg.epochs * rows // cfg.global_batch_size), batch_size=cfg.global_batch_size,
-        learning_rate=cfg.lr, warmup_steps=cfg.lr_warmup, lr_min_ratio=cfg.lr_min_ratio,
-        betas=(cfg.beta1, cfg.beta2), weight_decay=cfg.weight_decay, clip_grad_norm=cfg.grad_clip_norm,
+        steps=steps, batch_size=cfg.global_batch_size, learning_rate=cfg.lr, warmup_steps=cfg.lr_warmup,
+        lr_min_ratio=cfg.lr_min_ratio, betas=(cfg.beta1, cfg.beta2), weight_decay=cfg.weight_decay,
+        clip_grad_norm=cfg.grad_clip_norm,
         identifier_learning_rate=cfg.puzzle_emb_lr, identifier_weight_decay=cfg.puzzle_emb_weight_decay,
         ema=cfg.ema_decay if cfg.ema else 0.0, segments=cfg.halt_max_segments, exploration=cfg.halt_exploration,
         seed=cfg.seed,
@@ -235,6 +256,11 @@ def describe(
     say(f"{weights:,} weights on {backend}, {spec.L_layers} layers that a segment applies {applied} deep")
     say(f"{len(train):,} rows of {train.length} tokens ({train.kind or 'unknown kind'}) to train on, "
         f"{len(heldout):,} held out, vocabulary {train.vocab}")  # fmt: skip
+    if groups := train.groups:
+        say(f"an epoch: of each of {len(groups.firsts) - 1:,} groups one of its {len(groups.starts) - 1:,} puzzles")
+    for name, rows in (("training", train), ("held-out", heldout)):
+        if rows.unlabelled:
+            say(f"{rows.unlabelled:,} {name} rows without a label are left out")
     say(f"{plan.steps} updates of {plan.batch_size} rows on {workers} workers, learning rate {plan.learning_rate:g}, "
         f"at most {plan.segments} segments a row")  # fmt: skip
 

@@ -10,21 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.backend import TorchBackend
+from qat_lora.data.authorities import Authorities
 from qat_lora.data.legal import generate
 from qat_lora.data.legal_answers import (
-    NUMBERS,
-    Answer,
-    Authorities,
     checked_rows,
-    citations,
     document,
     group,
+    invented,
     messages,
     readable,
     response,
     same,
     score,
 )
+from qat_lora.data.sections import NUMBERS, Answer
 from qat_lora.data.sft import (
     Example,
     PackedExamples,
@@ -122,7 +121,7 @@ def law_data(
         PackedExamples(sides[0], length, weights, end, together=together),
         PackedExamples(sides[1], length, (1.0,) * len(NUMBERS), end, together=together),
         [known[example.id] for example in sides[1]],
-        sorted({name for row in rows for name in citations(row["case_citation"])}),
+        sorted(Authorities(row["case_citation"] for row in rows).names),
         len(sides[0]),
         {
             "the same question as an earlier row": [row["id"] for row in twice],
@@ -209,7 +208,7 @@ class LawExam:
             told = [
                 {"id": row["id"], "question": row["question"], "wanted": row["answer"], "said": answer.text,
                  "ended": answer.ended, "formatted": answer.formatted,
-                 "invented": sorted(self.authorities.cited(answer)[1])}
+                 "invented": invented(answer, row, self.authorities)}
                 for row, answer in zip(rows, answers)
             ]  # fmt: skip
             write_json(path, {"rates": rates, "answers": told})

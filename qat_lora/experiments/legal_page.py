@@ -3,7 +3,10 @@
 from collections.abc import Callable, Iterator
 from html import escape
 
-from qat_lora.data.legal_answers import SECTIONS, Answer, Authorities
+from qat_lora.data.appearance import visible
+from qat_lora.data.authorities import Authorities
+from qat_lora.data.chat import after_thought
+from qat_lora.data.sections import SECTIONS, Answer
 from qat_lora.errors import UserError
 from qat_lora.models.generate import Stream
 
@@ -51,21 +54,25 @@ def show(answer: Answer, authorities: Authorities, whole: bool) -> str:
     return f'<div class="law">{"".join(parts)}</div>'
 
 
+def checked_question(question: str | None) -> str:
+    """The question without white space around it; raises UserError for one that shows nothing, and for none."""
+    if not visible(question or ""):
+        raise UserError("the question is empty; type one")
+    return question.strip()
+
+
 def page(ask: Callable[[str], Stream], authorities: Authorities, about: str):
     """A Gradio page on `ask`, which answers a question."""
     import gradio
 
-    def answered(question: str) -> Iterator[str]:
-        if not question.strip():
-            yield "<p>Type a question.</p>"
-            return
+    def answered(question: str | None) -> Iterator[str]:  # the API may send none
         text = ""
         try:
-            pieces = ask(question.strip())
+            pieces = ask(checked_question(question))
             for piece in pieces:
                 text += piece
-                yield show(Answer.read(text, False), authorities, whole=False)
-            yield show(Answer.read(text, pieces.ended), authorities, whole=True)
+                yield show(Answer.read(after_thought(text), False), authorities, whole=False)
+            yield show(Answer.read(after_thought(text), pieces.ended), authorities, whole=True)
         except UserError as error:
             yield f'<div class="law"><p class="unknown">{escape(str(error))}</p></div>'
 

@@ -185,6 +185,7 @@ def describe(cfg: Config, train, heldout, backend: TorchBackend, workers: int) -
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters()) - trained
     say(export_formats(cfg.model))
+    cfg.check_memory(model, train, backend, workers)
     for line in cfg.describe(model, trained, frozen, train, backend.bf16, workers):
         say(line)
 

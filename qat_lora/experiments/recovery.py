@@ -194,5 +194,6 @@ def describe(cfg: Config, model, made: dict, train, backend: TorchBackend, worke
     frozen = sum(p.numel() for p in model.parameters()) - values
     untrained = made.get("info", {}).get("trained") is False
     say("export: none, for the checkpoint is untrained" if untrained else export_formats(made["model"]))
+    cfg.check_memory(model, train, backend, workers)
     for line in cfg.describe(model, values, frozen, train, backend.bf16, workers):
         say(line)

@@ -51,8 +51,11 @@ def bring_back(url: str, folder: Path, check: Callable[[Path], object]) -> None:
 
 
 def _kept(checkpoint: Path) -> set[str]:
-    """The names of the copies that a checkpoint relies on."""
-    return set(read_json(checkpoint / "meta.json").get("files", {}).values())
+    """The names of the copies that a checkpoint relies on; none of a damaged one, which is going to be set aside."""
+    try:
+        return set(read_json(checkpoint / "meta.json").get("files", {}).values())
+    except UserError:
+        return set()
 
 
 def check_unused(url: str) -> None:

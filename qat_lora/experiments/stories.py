@@ -65,11 +65,15 @@ class Shape:
             raise UserError(f"--dropout {self.dropout} is outside [0, 1); 0.1, say")
 
 
+def check_kind(kind: str) -> None:
+    if kind not in MODELS:
+        raise UserError(f"--model {kind!r} is not one of {', '.join(MODELS)}")
+
+
 def build(kind: str, vocab: int, shape: Shape, seed: int) -> SmallLM:
     """A model of `kind`, drawn with `seed`. The baselines have the reservoir model's embedding and number of blocks and
     the hidden width at which their trained parameters come nearest to its."""
-    if kind not in MODELS:
-        raise UserError(f"--model {kind!r} is not one of {', '.join(MODELS)}")
+    check_kind(kind)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if kind == "reservoir":

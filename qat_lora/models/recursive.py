@@ -17,6 +17,7 @@ from qat_lora.models.small_lm import rotation, turned
 IGNORE = -100  # the label of a position without a loss
 EPS = 1e-5
 FEW_POSITIONS = 128
+LARGEST = 2**40  # of any size: products of a few stay within a float
 HALT_BIAS = -5.0  # nothing halts before the head has learnt when
 
 
@@ -47,8 +48,8 @@ class RecursiveSpec:
 
     def __post_init__(self):
         for name in ("vocab", "length", "hidden_size", "num_heads", "L_layers", "H_cycles", "L_cycles", "identifiers"):
-            if getattr(self, name) < 1:
-                raise UserError(f"arch.{name} {getattr(self, name)} must be at least 1")
+            if not 1 <= getattr(self, name) <= LARGEST:
+                raise UserError(f"arch.{name} {getattr(self, name)} must be at least 1 and at most {LARGEST:,}")
         if self.hidden_size % (2 * self.num_heads):  # rotary positions turn pairs
             raise UserError(
                 f"arch.hidden_size {self.hidden_size} does not divide by twice arch.num_heads {self.num_heads}; "
@@ -59,7 +60,7 @@ class RecursiveSpec:
                 f"arch.num_heads {self.num_heads} does not divide by arch.num_kv_heads {self.kv_heads}; change one"
             )
         if not 0 < self.expansion <= 64:
-            raise UserError(f"arch.expansion {self.expansion} is outside (0, 64]; 4, say")
+            raise UserError(f"arch.expansion {self.expansion} is outside (0, 64]; e.g. 4")
         if self.mlp_t and self.causal:
             raise UserError("arch.mlp_t=true mixes all positions, and these rows are causal text; use arch.mlp_t=false")
 
@@ -72,6 +73,11 @@ class RecursiveSpec:
         return self.hidden_size // self.num_heads
 
     @property
+    def heard(self) -> int:
+        """Width of queries, keys and values together."""
+        return (self.num_heads + 2 * self.kv_heads) * self.head_width
+
+    @property
     def positions(self) -> int:
         """Of the latent states: the puzzle's, and one a token."""
         return 1 + self.length
@@ -80,6 +86,13 @@ class RecursiveSpec:
         """Units of a SwiGLU over `width` values: two thirds of the expansion, as it has three matrices, up to a
         multiple of 64."""
         return 64 * math.ceil(self.expansion * width * 2 / 3 / 64)
+
+    @property
+    def parameters(self) -> int:
+        """How many trained weights a model of these sizes has."""
+        width, positions = self.hidden_size, self.positions
+        mix = 3 * positions * self.inner(positions) if self.mlp_t else (self.heard + width) * width
+        return self.L_layers * (mix + 3 * width * self.inner(width)) + 2 * self.vocab * width + width + 1
 
 
 class Block(nn.Module):
@@ -96,8 +109,7 @@ class Block(nn.Module):
         if spec.mlp_t:
             self.mix = nn.ParameterList(gated(positions, spec.inner(positions)))
         else:
-            heard = (spec.num_heads + 2 * spec.kv_heads) * spec.head_width
-            self.mix = nn.ParameterList([matrix(heard, width), matrix(width, width)])
+            self.mix = nn.ParameterList([matrix(spec.heard, width), matrix(width, width)])
         self.mlp = nn.ParameterList(gated(width, spec.inner(width)))
 
 
@@ -235,12 +247,14 @@ def stablemax_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 def segment_loss(logits: Tensor, halt: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """(loss, whether all of the answer is right), [B] each: the mean stablemax cross-entropy of a row's labelled
-    positions, and ½ the binary cross-entropy of its halting logit against that it is right."""
+    positions, plus ½ the binary cross-entropy of its halting logit against whether it is right. A row without a label
+    has no loss and is not right."""
     labelled = labels != IGNORE
-    right = ((logits.argmax(-1) == labels) | ~labelled).all(1)
-    loss = stablemax_loss(logits, labels).sum(1) / labelled.sum(1).clamp(min=1)
+    count = labelled.sum(1)
+    right = ((logits.argmax(-1) == labels) | ~labelled).all(1) & (count > 0)
+    loss = stablemax_loss(logits, labels).sum(1) / count.clamp(min=1)
     halting = F.binary_cross_entropy_with_logits(halt, right.to(halt.dtype), reduction="none")
-    return loss + 0.5 * halting, right
+    return loss + 0.5 * halting * (count > 0), right
 
 
 # -- the carry -------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from qat_lora.backend import loop
 from qat_lora.errors import UserError
+from qat_lora.machine import check_memory
 from qat_lora.models.scan import DiagonalScan
 
 LARGEST = 1e6  # radius and input scaling: squares of states stay within fp32
@@ -46,6 +47,14 @@ class ReservoirSpec:
         if not 0 < self.leak[0] <= self.leak[1] <= 1:
             low, high = self.leak
             raise UserError(f"leaks from {low} to {high} must be 0 < low ≤ high ≤ 1; 1 forgets at the radius alone")
+        square = self.kind == "esn"  # drawn in fp64, with a copy to take the eigenvalues of
+        need = 16 * self.units * (self.units if square else 2)
+        check_memory(need, f"a reservoir of {self.units} {self.kind} units", "its units (--reservoirs)")
+
+    @property
+    def features(self) -> int:
+        """Values of a state: diagonal units are complex."""
+        return self.units if self.kind == "esn" else 2 * self.units
 
     def leaks(self) -> Tensor:
         low, high = (torch.tensor(edge, dtype=torch.float64).log() for edge in self.leak)
@@ -71,7 +80,7 @@ class EchoState(nn.Module):
 
     def __init__(self, spec: ReservoirSpec, inputs: int):
         super().__init__()
-        self.features = self.units = spec.units
+        self.features, self.units = spec.features, spec.units
         random = torch.Generator().manual_seed(spec.seed)
         self.register_buffer("w", recurrent_matrix(spec, random).float())
         self.register_buffer("w_in", input_matrix(spec, inputs, spec.units, random).float())
@@ -105,7 +114,7 @@ class DiagonalReservoir(nn.Module):
 
     def __init__(self, spec: ReservoirSpec, inputs: int):
         super().__init__()
-        self.units, self.features = spec.units, 2 * spec.units
+        self.features, self.units = spec.features, spec.units
         random = torch.Generator().manual_seed(spec.seed)
         size, turn = torch.rand(2, spec.units, generator=random, dtype=torch.float64)
         eigenvalues = torch.polar(spec.radius * size.sqrt(), torch.pi * turn)

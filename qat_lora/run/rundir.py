@@ -324,7 +324,7 @@ def check_same(path: Path, config: RunConfig, facts: dict) -> dict:
     wanted = manifest.get(CONFIG_SUM)
     if wanted is not None and sha256(path / "config.yaml") != wanted:
         raise UserError(f"{path}/config.yaml is damaged (checksum); put it back, or give another --output-dir")
-    for field in dataclasses.fields(config):
+    for field in sorted(dataclasses.fields(config), key=lambda field: field.name):
         name, kind, now = field.name, field.metadata.get("identity", True), getattr(config, field.name)
         if not kind:
             continue

@@ -1,5 +1,8 @@
 """What the workers of a job tell each other on the host: threads here, each with a client of one store."""
 
+import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -7,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from qat_lora.backend import group as module
-from qat_lora.backend.group import ALONE, Group
+from qat_lora.backend.group import ALONE, Group, WorkerLost, losing_none
 from qat_lora.errors import UserError
 
 
@@ -31,7 +34,7 @@ def together():
         for thread in threads:
             thread.join(30)
         assert not any(thread.is_alive() for thread in threads)
-        assert server.num_keys() <= 2 * count + 1, "answers are not kept"
+        assert server.num_keys() <= 4 * count + 3, "answers are not kept"
         return results
 
     return run
@@ -64,7 +67,7 @@ def test_a_part_is_one_that_the_store_takes(together):
 
 
 def test_one_worker_needs_no_store():
-    assert ALONE.gather(1) == [1] and ALONE.on_main(lambda: 2) == 2 and ALONE.is_first_to_fail()
+    assert ALONE.gather(1) == [1] and ALONE.on_main(lambda: 2) == 2 and ALONE.is_first_to_fail(OSError())
     ALONE.agree({"a": 1})
     ALONE.close()
     with ALONE.main_first():
@@ -113,14 +116,14 @@ def test_different_configs_are_refused_by_name(together):
 
 
 def test_only_the_first_failure_is_reported(together):
-    firsts = together(lambda group: group.is_first_to_fail())
+    firsts = together(lambda group: group.is_first_to_fail(OSError()))
     assert sorted(firsts) == [False, False, True]
 
 
 def test_a_failed_worker_is_not_waited_for(together):
     def work(group):
         if group.rank == 1:
-            return group.is_first_to_fail()
+            return group.is_first_to_fail(OSError())
         group.gather(None)
 
     results = together(work)
@@ -131,7 +134,70 @@ def test_a_failed_worker_is_not_waited_for(together):
 def test_a_worker_that_never_answers_is_named(together, monkeypatch):
     monkeypatch.setattr(module, "PATIENCE", 0.3)
     results = together(lambda group: None if group.rank == 1 else group.gather(None))
-    assert str(results[0]).startswith("worker 1 has not answered")
+    assert str(results[0]).startswith("no answer from worker 1 for 0.3 s")
+
+
+# -- meeting ---------------------------------------------------------------------------------------------------------
+def test_workers_that_never_come_are_named_once_while_waiting_and_at_the_end(together, monkeypatch, capfd):
+    monkeypatch.setattr(module, "RENDEZVOUS", 2)
+    monkeypatch.setattr(module, "NOTICE", 0.5)
+    results = together(lambda group: None if group.rank else group.meet("here:29500"))
+    assert isinstance(results[0], UserError)
+    assert str(results[0]).startswith(
+        "workers 1, 2 of 3 did not come to here:29500 within 2 s; start every RANK from 0"
+    )
+    assert capfd.readouterr().err == "waiting for workers 1, 2 of 3 at here:29500\n"
+
+
+def test_workers_that_meet_know_each_others_processes_and_notice_a_death(together, monkeypatch):
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # a zombie: nobody has asked for it yet
+
+        def work(group):
+            group.meet("here")
+            assert group.processes == {rank: os.getpid() for rank in range(3)}
+            group.processes[1] = ended.pid
+            return None if group.rank == 1 else group.gather(None)
+
+        results = together(work)
+    assert {type(error) for error in (results[0], results[2])} == {WorkerLost}
+    assert f"worker 1 has died (process {ended.pid})" in str(results[0])
+
+
+def test_a_worker_that_contradicts_the_others_is_named_and_they_stop(together):
+    def twice(group):
+        group.rank = min(group.rank, 1)
+        try:
+            group.meet("here")
+        except UserError as error:
+            return str(error), group.is_first_to_fail(error)
+
+    said = together(twice)
+    assert said.count(("RANK=1 is taken by another worker at here; give each its own RANK", True)) == 1
+    assert said.count(("another worker has failed; its message says why", False)) == 2
+
+
+def test_a_stray_worker_does_not_end_a_job_that_is_complete():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    Group(0, 1, server).meet("here")
+    stray = Group(0, 2, server)
+    with pytest.raises(UserError, match="WORLD_SIZE=2 contradicts WORLD_SIZE=1 of another worker at here") as error:
+        stray.meet("here")
+    assert stray.is_first_to_fail(error.value) and not server.check(["failed"])
+
+
+def test_a_connection_that_breaks_is_a_lost_worker_and_waits_for_somebody_to_say_why(together):
+    lost = WorkerLost("gone")
+
+    def work(group):
+        if group.rank:
+            return group.is_first_to_fail(lost)
+        time.sleep(0.3)
+        return group.is_first_to_fail(OSError())
+
+    assert together(work) == [True, False, False]
+    with pytest.raises(WorkerLost, match=r"is lost \(Connection closed by peer\)"), losing_none():
+        raise RuntimeError("[/pytorch/gloo/pair.cc:547] Connection closed by peer")
 
 
 def test_the_one_that_serves_the_store_leaves_last(together):

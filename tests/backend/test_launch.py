@@ -80,7 +80,7 @@ def test_tpu_num_devices_limits_all_chips_and_no_other_number(chips, monkeypatch
     with pytest.raises(UserError, match="TPU_NUM_DEVICES=8: this machine has 4 TPU chips"):
         count_workers("xla", 0)
     monkeypatch.setenv("TPU_NUM_DEVICES", "two")
-    with pytest.raises(UserError, match="TPU_NUM_DEVICES=two is not a number"):
+    with pytest.raises(UserError, match="TPU_NUM_DEVICES=two is not a whole number"):
         count_workers("xla", 0)
 
 
@@ -99,6 +99,10 @@ def test_one_chip_of_many_is_the_first_unless_the_environment_names_another(chip
     _take_chips(1)
     found = [os.environ[f"TPU_{name}"] for name in ("VISIBLE_CHIPS", "CHIPS_PER_PROCESS_BOUNDS", "PROCESS_BOUNDS")]
     assert found == ["3", "1,1,1", "1,1,1"]
+    for wrong in ("4", "x", "1,1", "0,,1", "-1"):
+        monkeypatch.setenv("TPU_VISIBLE_CHIPS", wrong)
+        with pytest.raises(UserError, match=f"TPU_VISIBLE_CHIPS={wrong} does not name chips .* numbers from 0 to 3"):
+            _take_chips(1)
 
 
 def test_a_chip_that_is_held_names_its_holder(tmp_path):
@@ -162,8 +166,8 @@ def test_two_workers_know_their_place_and_sum(tmp_path, capfd):
         ("bad input", 2, ["error: shard 3 is damaged; build it again"]),
         ("fault", 1, ["Traceback", "in fail", "error: ZeroDivisionError: of worker 1"]),
         ("exit", 7, []),
-        ("killed", 137, ["error: worker 1 was killed (SIGKILL); the others were ended; --resume auto goes on"]),
-        ("hard exit", 5, []),
+        ("killed", 137, ["error: worker 1 was killed (SIGKILL); the others were ended; resume with --resume auto"]),
+        ("hard exit", 5, ["error: worker 1 ended with exit code 5; the others were ended; resume with --resume auto"]),
     ],
 )
 def test_a_worker_that_dies_ends_the_job_with_its_own_code(capfd, how, code, said):
@@ -173,6 +177,7 @@ def test_a_worker_that_dies_ends_the_job_with_its_own_code(capfd, how, code, sai
     assert end.value.code == code and time.monotonic() - started < 40  # the start of two processes included
     err = capfd.readouterr().err
     assert all(line in err for line in said), err
+    assert err.count("error:") == bool(said) and err.count("Traceback") == (how == "fault"), err
 
 
 @pytest.mark.parametrize("how, code", [("fault", 1), ("exit", 7)])

@@ -7,8 +7,8 @@ from datetime import date
 
 import pytest
 
-from qat_lora.data.legal import AUTHORITIES, FIRST_DAY, RULES, TYPES, generate, later
-from qat_lora.data.legal_answers import figure
+from qat_lora.data.legal import AUTHORITIES, FIRST_DAY, LARGEST_COUNT, RULES, TYPES, generate, later
+from qat_lora.data.sections import figure
 from qat_lora.errors import UserError
 
 COLUMNS = [
@@ -129,10 +129,23 @@ def test_a_month_later_where_the_month_is_short():
     assert later(date(2023, 12, 31), 2) == date(2024, 2, 29) and later(date(2024, 2, 29), 12) == date(2025, 2, 28)
 
 
-@pytest.mark.parametrize("count", [0, -1])
-def test_no_rows_are_refused(count):
-    with pytest.raises(UserError, match="--count"):
+@pytest.mark.parametrize("count", [0, -1, LARGEST_COUNT + 1, 10**12])
+def test_counts_out_of_reach_are_refused_at_once(count, monkeypatch):
+    monkeypatch.setattr("random.Random", None)  # nothing is drawn
+    with pytest.raises(UserError, match=f"--count {count} must be from 1 to {LARGEST_COUNT}"):
         next(generate(count, 0))
+
+
+def test_the_largest_count_is_that_of_the_scarcest_questions():
+    """Every other type and rule has more than the client's questions on the deposit penalty."""
+    rows = list(generate(LARGEST_COUNT, 1))
+    assert len({row["question"] for row in rows}) == LARGEST_COUNT
+    scarce = [row for row in rows if (row["sample_type"], row["case_citation"]) == (
+        "client_interaction", "Housing Act 2004, s 214")]  # fmt: skip
+    assert len(scarce) == 2 * len(range(400, 3000, 25)), "all of them: no row more could be made"
+    assert LARGEST_COUNT % (len(TYPES) * len(RULES)) == len(TYPES) * (len(RULES) - 1) + TYPES.index(
+        "client_interaction"
+    )
 
 
 # -- the script ------------------------------------------------------------------------------------------------------

@@ -2,22 +2,19 @@
 
 import pytest
 
+from qat_lora.data.authorities import Authorities
 from qat_lora.data.legal import AUTHORITIES, generate
 from qat_lora.data.legal_answers import (
-    NUMBERS,
     SYSTEM,
-    Answer,
-    Authorities,
     checked_rows,
-    citations,
     document,
-    figure,
     group,
     readable,
     response,
     same,
     score,
 )
+from qat_lora.data.sections import NUMBERS, Answer, figure
 from qat_lora.data.sft import encoded
 from qat_lora.errors import UserError
 
@@ -58,6 +55,38 @@ def test_rows_that_are_refused(rows, words):
 def test_other_columns_may_be_empty_and_ids_numbers():
     (row,) = checked_rows([changed(id=7, reasoning=None, case_citation="  ")])
     assert row["id"] == "7" and row["reasoning"] == row["case_citation"] == ""
+
+
+@pytest.mark.parametrize("text", ["\u200b", "\u00ad\ufeff", "\u00a0", "\ufe0f", "\x00"])
+def test_what_shows_nothing_is_empty(text):
+    for column in ("question", "answer"):
+        with pytest.raises(UserError, match=f"rows a: column {column} is empty"):
+            checked_rows([changed(**{column: text})])
+    with pytest.raises(UserError, match="rows number 1: column id is empty"):
+        checked_rows([ROW, changed(id=text)])
+    said = SAID.replace("The last day: 3 May 2027.", text)
+    assert Answer.read(SAID, True).formatted and not Answer.read(said, True).formatted
+    assert Answer.read(text + SAID, True).formatted, "nothing stands before it"
+
+
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        ("Is a café liable?", "Is a cafe\u0301 liable?"), ("The landlord’s duty", "the landlord's duty"),
+        ("1990–1995 or later", "1990-1995 or later"), ("Within 3\u00a0days", "within 3 days"),
+        ("ＩＳ　ＩＴ？", "is it"),
+        ("Is con\u00adtract law\u200b new?", "Is contract law new?"), ("Die Straße", "DIE STRASSE"),
+    ],
+)  # fmt: skip
+def test_questions_that_look_the_same_are_one(one, other):
+    assert same(changed(question=one)) == same(changed(question=other))
+    assert group(changed(question=one)) == group(changed(question=other))
+
+
+def test_other_questions_stay_apart():
+    assert same(changed(question="A _must_?")) == same(changed(question="a *must*"))
+    asked = ["Who owes £5?", "Who owes $5?", "Who owes 5?", "क्या कि", "क्या की", "👍?", "👎?", "?", "!"]
+    assert len({same(changed(question=question)) for question in asked}) == len(asked)
 
 
 def test_duplicates_and_groups():
@@ -151,7 +180,8 @@ def test_marks_of_emphasis_are_no_fault():
     [("It is £1,200.00, not £3.", "£1200.00"), ("£12.5", "£12.50"), ("£ 500", "£500.00"), ("£5 million", "£5000000.00"),
      ("£5m", "£5000000.00"), ("£5 more", "£5.00"), ("within 7 weeks", "7 week"), ("1 week", "1 week"),
      ("12 months", "12 month"), ("none", None), ("on 3 May 2027", "3 May 2027"), ("03 May 2027", "3 May 2027"),
-     ("the 3rd of May, 2027", "3 May 2027"), ("99 May 2021", None)],
+     ("the 3rd of May, 2027", "3 May 2027"), ("99 May 2021", None),
+     ("on 3\u00a0May\u202f2027", "3 May 2027"), ("￡５００", "£500.00"), (f"{'1' * 5000} days", None)],
 )  # fmt: skip
 def test_figures(text, wanted):
     assert figure(text) == wanted
@@ -221,7 +251,17 @@ def test_an_answer_without_sections_counts_by_its_last_figure():
         ("Case Citation: Limitation Act 1980 section 5", {"Limitation Act 1980, s 5"}, set()),
         ("Limitation Act 1980, s. 5; UK GDPR Article 12(3)", {"Limitation Act 1980, s 5", "UK GDPR, art 12(3)"}, set()),
         ("By section 5 of the Limitation Act 1980, yes.", {"Limitation Act 1980, s 5"}, set()),
-        ("By section 99 of the Limitation Act 1980, no.", set(), {"Limitation Act 1980, s 99"}),
+        ("By section 99 of the Limitation Act 1980, no.", set(), {"section 99 of the Limitation Act 1980"}),
+        ("Section 99 of the Theft Act 1968; Theft Act 1968, s 99.", set(), {"Section 99 of the Theft Act 1968"}),
+        ("As held in Roe v. Wade, 410 U.S. 113 (1973), it is.", set(), {"Roe v. Wade, 410 U.S. 113 (1973)"}),
+        ("In limitation act 1980 section 5 it says so.", {"Limitation Act 1980, s 5"}, set()),
+        ("Smith v Jones and the Theft Act 1968 apply.", set(), {"Smith v Jones", "Theft Act 1968"}),
+        (
+            "Case Citation: 1. Limitation Act 1980, s 5\n2. Froom v Butcher [1976] QB 286",
+            {"Limitation Act 1980, s 5", "Froom v Butcher [1976] QB 286"},
+            set(),
+        ),
+        ("Limitation Act 1980, ss 5 and 8", {"Limitation Act 1980, s 5", "Limitation Act 1980, s 8"}, set()),
         ("Limitation Act 1980, s 5(1)", set(), {"Limitation Act 1980, s 5(1)"}),
         ("It is the tenant's 5 weeks. Section 5 says so.", set(), set()),
         ("Nothing.", set(), set()),
@@ -238,11 +278,6 @@ def test_every_authority_is_found_alone_and_none_for_another():
 
 def test_an_empty_list_knows_nothing():
     assert Authorities([]).cited(Answer.read(SAID, True)) == (set(), {"Limitation Act 1980, s 5"})
-
-
-def test_entries_of_a_citation_section():
-    assert citations("A v B; *C*  v D\n- E v F.") == {"A v B", "C v D", "E v F"}
-    assert citations("X Act 1999 Section 5, Y Act 2000, ss. 6") == {"X Act 1999, s 5, Y Act 2000, s 6"}
 
 
 # -- counting --------------------------------------------------------------------------------------------------------

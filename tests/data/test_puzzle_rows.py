@@ -1,6 +1,8 @@
 """Rows of puzzles and of text: what the model sees, how they are split, and how they lie on disk."""
 
+import dataclasses
 import json
+import resource
 
 import fsspec
 import numpy as np
@@ -165,6 +167,7 @@ def test_a_dataset_of_trm_is_read_identifiers_included(written):
             (written / side / f"all__{name}.npy").unlink()
     np.save(written / "train" / "all__puzzle_identifiers.npy", [2, 1])
     np.save(written / "train" / "all__puzzle_indices.npy", [0, 5, len(rows)])
+    np.save(written / "train" / "all__group_indices.npy", [0, 1, 2])
     found, _ = load(str(written))
     assert found.kind is None and found.identifiers_count == 3 and (found.inputs == rows.inputs).all()
     assert found.identifiers.tolist() == [2] * 5 + [1] * (len(rows) - 5) and not found.budgets.any()
@@ -208,6 +211,13 @@ def array_of(name: str, change):
         (array_of("inputs", lambda a: a / 2), "of type float64"), (array_of("inputs", lambda a: -a), "values from -5"),
         (array_of("puzzle_identifiers", lambda a: a + 1), "values from 1 to 1; they have to be from 0 to 0"),
         (array_of("puzzle_indices", lambda a: a[::-1]), "does not rise from 0 to the 16 rows"),
+        (array_of("group_indices", lambda a: a[::-1]), "group_indices.npy: does not rise from 0 to the 16 puzzles"),
+        (array_of("group_indices", lambda a: a[:-1]), "all__group_indices.npy: does not rise from 0 to the 16 puzzles"),
+        (array_of("group_indices", lambda a: a + (a == 3)), "all__group_indices.npy: does not rise"),  # one is empty
+        (array_of("group_indices", lambda a: a[:, None]), "all__group_indices.npy holds 17×1 values"),
+        (lambda f: (f / "train" / "all__group_indices.npy").unlink(), "train/all__group_indices.npy: no such file"),
+        (lambda f: (f / "test" / "all__group_indices.npy").write_bytes(b"x" * 99), "test/all__group_indices.npy is no"),
+        (array_of("labels", lambda a: a * (np.arange(16)[:, None] > 3)), "cells without a label, and a sudoku4 has"),
         (array_of("budgets", lambda a: a - 1), "all__budgets.npy holds values from -1"),
         (lambda f: (f / "train" / "all__inputs.npy").unlink(), "train/all__inputs.npy: no such file"),
         (lambda f: (f / "train" / "all__inputs.npy").write_bytes(b"x" * 99), "all__inputs.npy is no array"),
@@ -224,3 +234,87 @@ def test_what_cannot_be_read_is_refused_by_name(damage, said, written):
 def test_no_dataset_is_overwritten(written):
     with pytest.raises(UserError, match="is there already"):
         save(written, *load(str(written)))
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
+    rows = split(draw("sudoku4", 300, 0), 0.2, 0)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9000, before[1]))  # bytes of a file: as on a disk that fills up
+    try:
+        with pytest.raises(UserError) as error:
+            save(tmp_path / "data", *rows)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = str(error.value)
+    assert said.startswith(f"{tmp_path / 'data'} could not be written") and "File too large" in said and "free" in said
+    assert "requested" not in said and len(said.splitlines()) == 1 and not list(tmp_path.iterdir())
+
+
+# -- groups ----------------------------------------------------------------------------------------------------------
+def as_groups(folder, *, puzzles: list[int], groups: list[int]) -> None:
+    """Have train/ lie as of the Tiny Recursive Model's builders: where puzzles and groups begin, and their last end."""
+    path = folder / "train" / "dataset.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"kind": None}))
+    (folder / "test" / "dataset.json").write_text(path.read_text())
+    for name, values in (("puzzle_indices", puzzles), ("group_indices", groups)):
+        np.save(folder / "train" / f"all__{name}.npy", np.array(values))
+    np.save(folder / "train" / "all__puzzle_identifiers.npy", np.zeros(len(puzzles) - 1, np.int32))
+
+
+def test_groups_are_read_and_written(written, tmp_path):
+    alone = load(str(written))[0]
+    assert alone.group is None and alone.fingerprint == draw_train().fingerprint
+    as_groups(written, puzzles=[0, 1, 4, 6, 16], groups=[0, 3, 4])
+    rows, heldout = load(str(written))
+    assert rows.puzzle.tolist() == [0, 1, 1, 1, 2, 2] + [3] * 10 and rows.group.tolist() == [0] * 6 + [1] * 10
+    assert heldout.group is None
+    plain = dataclasses.replace(rows, puzzle=None, group=None)
+    assert rows.fingerprint != plain.fingerprint != dataclasses.replace(rows, group=rows.puzzle).fingerprint
+    shuffled = rows.take(np.random.default_rng(0).permutation(16))
+    save(tmp_path / "again", shuffled, heldout)
+    again = load(str(tmp_path / "again"))[0]
+    assert again.group.tolist() == rows.group.tolist() and again.puzzle.tolist() == rows.puzzle.tolist()
+    assert sorted(map(tuple, again.inputs[:1])) == sorted(map(tuple, rows.inputs[:1]))
+    facts = json.loads((tmp_path / "again" / "train" / "dataset.json").read_text())
+    assert (facts["total_groups"], facts["total_puzzles"], facts["mean_puzzle_examples"]) == (2, 4, 4.0)
+
+
+def draw_train():
+    return split(draw("sudoku4", 20, 0), 0.2, 0)[0]
+
+
+def test_rows_of_a_group_are_never_on_two_sides():
+    rows = draw("maze7", 60, 0)
+    group = np.repeat(np.arange(12, dtype=np.int32), 5)
+    train, heldout = split(dataclasses.replace(rows, puzzle=np.arange(60, dtype=np.int32), group=group), 0.3, 0)
+    assert len(train) + len(heldout) == 60 and 0 < len(heldout) <= 18
+    assert not set(train.group) & set(heldout.group) and not set(form("maze7", train.inputs)) & set(
+        form("maze7", heldout.inputs)
+    )
+    assert train.first(7).group.tolist() == train.group[:7].tolist()
+
+
+# -- rows without a label --------------------------------------------------------------------------------------------
+def test_rows_without_a_label_are_left_out(written):
+    as_groups(written, puzzles=[0, 1, 4, 6, 16], groups=[0, 3, 4])
+    whole = load(str(written))[0]
+    for side, gone in (("train", [0, 2, *range(6, 16)]), ("test", [0])):
+        labels = np.load(written / side / "all__labels.npy")
+        labels[gone] = 0
+        np.save(written / side / "all__labels.npy", labels)
+    train, heldout = load(str(written))
+    assert (train.unlabelled, heldout.unlabelled, len(heldout)) == (12, 1, 3)
+    assert (train.inputs == whole.inputs[[1, 3, 4, 5]]).all() and train.puzzle.tolist() == [1, 1, 2, 2]
+    assert train.group.tolist() == [0] * 4 and train.updates(10, 2) == 10, "one group of two puzzles of two rows"
+    np.save(written / "test" / "all__labels.npy", labels * 0)
+    with pytest.raises(UserError, match=r"test/all__labels\.npy holds no label at all"):
+        load(str(written))
+
+
+def test_groups_of_which_one_row_is_left_are_none(written):
+    as_groups(written, puzzles=[0, 2, *range(3, 17)], groups=list(range(16)))
+    assert load(str(written))[0].group.tolist() == [0, 0, *range(1, 15)]
+    labels = np.load(written / "train" / "all__labels.npy")
+    labels[0] = 0
+    np.save(written / "train" / "all__labels.npy", labels)
+    assert load(str(written))[0].group is None

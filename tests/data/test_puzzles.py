@@ -6,12 +6,16 @@ import itertools
 import numpy as np
 import pytest
 
+from qat_lora.data import progress, puzzles
 from qat_lora.data.puzzles import (
     BOXES,
+    MINIMAL_4X4,
+    UNIQUE_4X4,
     answer_class,
     as_text,
     form,
     generate,
+    possible,
     side,
     solve,
     variant,
@@ -131,13 +135,74 @@ def test_more_blanks_are_harder():
     [
         (("sudoku5", 1, 0), "kind 'sudoku5' is not one of sudoku4, sudoku6, sudoku9, mazeN"),
         (("maze8", 1, 0), "N odd from 5"), (("maze", 1, 0), "mazeN"), (("sudoku4", 0, 0), "--count 0"),
-        (("maze5", 10**6, 0), "1000000 puzzles are more than the"),
+        (("maze5", 10**6, 0), "--count: 1000000 puzzles are more than the 48 maze5 that exist"),
+        (("maze7", 20_000, 0), "20000 puzzles are more than the 13824 maze7"),
+        (("sudoku4", 100_000, 0, (0.99, 1.0)), "100000 puzzles are more than the 85632 sudoku4 that exist with 0.99"),
+        (("sudoku4", 289, 0, (0.01, 0.02)), "289 puzzles are more than the 288 sudoku4 that exist with 0.01 to 0.02"),
+        (("sudoku6", 10**8, 0, (0.001, 0.01)), "100000000 puzzles are more than the 28200960 sudoku6"),
+        (("sudoku4", 290, 0, (0.01, 0.02), "--puzzles"), "--puzzles: 290 puzzles are more than"),
         (("sudoku4", 1, 0, (0.9, 0.2)), "shares of blanks 0.9 to 0.2"),
     ],
 )  # fmt: skip
 def test_impossible_requests_are_refused(call, said):
     with pytest.raises(UserError, match=said):
         generate(*call)
+
+
+def test_a_search_that_finds_nothing_new_ends(monkeypatch):
+    monkeypatch.setattr(puzzles, "PATIENCE", 20)
+    said = r"48 puzzles are more than the \d\d maze5 that could be found: 20 draws in a row gave nothing new; lower it"
+    with pytest.raises(UserError, match=said):
+        generate("maze5", 48, 0)
+
+
+def test_how_many_4x4_there_are():
+    """Of each set of clues of each grid, whether no other grid has the same ones; none with fewer than 4 clues."""
+    grids, bits = all_4x4(), 1 << np.arange(16)
+    sets, unique, minimal = np.arange(2**16), [0] * 17, [0] * 17
+    blanks = 16 - np.array([number.bit_count() for number in range(2**16)])
+    for grid in grids:
+        one = np.ones(2**16, bool)
+        for shared in {int(row @ bits) for row in grids == grid} - {2**16 - 1}:
+            one &= (sets & ~shared) != 0  # a clue in which the other grid differs
+        least = one & ~np.any([(sets & bit != 0) & one[sets & ~bit] for bit in bits], 0)
+        unique = unique + np.bincount(blanks[one], minlength=17)
+        minimal = minimal + np.bincount(blanks[least], minlength=17)
+    assert unique.tolist() == [*UNIQUE_4X4, 0, 0, 0, 0]
+    assert minimal.tolist() == [MINIMAL_4X4.get(count, 0) for count in range(17)]
+
+
+def test_what_is_possible_is_what_a_long_search_finds():
+    for blanks in ((0.01, 0.02), (0.01, 0.07)):  # no blank; none or one
+        wanted = 288 if blanks[1] == 0.02 else 288 * 17
+        assert possible("sudoku4", blanks) == wanted
+    assert len(generate("sudoku4", 288, 0, (0.01, 0.02))[0]) == 288
+    assert len(generate("maze5", 46, 0)[0]) == 46 and possible("maze5", (0.4, 1.0)) == 48
+
+
+def test_the_mazes_that_there_are():
+    """Spanning trees by Kirchhoff's theorem, times start and goal."""
+    for size in (5, 7, 9):
+        across = size // 2
+        laplacian = np.zeros((across**2, across**2))
+        cell = np.arange(across**2).reshape(across, across)
+        for one, other in [*zip(cell[:, :-1].flat, cell[:, 1:].flat), *zip(cell[:-1].flat, cell[1:].flat)]:
+            laplacian[[one, other], [one, other]] += 1
+            laplacian[[one, other], [other, one]] -= 1
+        trees = round(np.linalg.det(laplacian[1:, 1:]))
+        assert possible(f"maze{size}", (0.4, 1.0)) == trees * across**2 * (across**2 - 1)
+    assert possible("maze11", (0.4, 1.0)) == float("inf")
+
+
+def test_a_long_job_says_how_far_it_is(monkeypatch, capsys):
+    generate("sudoku4", 5, 0)
+    assert not capsys.readouterr().out
+    monkeypatch.setattr(progress, "PAUSE", 0.0)
+    form("sudoku4", generate("sudoku4", 5, 0)[0])
+    answer_class("sudoku6", generate("sudoku6", 2, 0)[1])
+    said = capsys.readouterr().out
+    assert "3 of 5 sudoku4 drawn" in said and "4 of 5 sudoku4 compared by symmetry" in said
+    assert "1 of 2 sudoku6 compared by symmetry" in said
 
 
 # -- symmetries and canonical forms ----------------------------------------------------------------------------------

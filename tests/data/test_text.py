@@ -1,13 +1,18 @@
 """Text sources: each kind of source gives its rows in order, and each fault is one line with the mend."""
 
 import json
+import random
 import time
+import unicodedata
 from itertools import islice
 from pydoc_data.topics import topics
 
 import pytest
 
-from qat_lora.data.text import read_rows
+from qat_lora.data import text
+from qat_lora.data.chat import documents
+from qat_lora.data.packing import stream
+from qat_lora.data.text import in_pieces, read_rows
 from qat_lora.errors import UserError
 
 ROWS = [{"text": f"row {n} é", "n": n} for n in range(5)]
@@ -150,3 +155,135 @@ def test_hub_dataset(hub, streaming):
 def test_hub_dataset_without_the_split(hub):
     message = fault("someone/something", split="test")
     assert 'Unknown split "test"' in message and "['train']" in message
+
+
+# -- <|endoftext|> ---------------------------------------------------------------------------------------------------
+@pytest.fixture(params=[1, 3, 7, 2**16])
+def reading(request, monkeypatch):
+    """Files are read that many bytes at a time."""
+    monkeypatch.setattr(text, "READ", request.param)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "one é\n<|endoftext|>\ntwo\n\nlines\n<|endoftext|>\nthree",
+        "<|endoftext|>one é<|endoftext|>two\n\nlines<|endoftext|>three<|endoftext|>",
+        "one é\r\n<|endoftext|>\r\ntwo\r\n\r\nlines\r\n<|endoftext|>\r\nthree\r\n",
+        "\ufeff one é \t<|endoftext|>two\r\rlines<|endoftext|>three\n\n",
+        "\n<|endoftext|> <|endoftext|>\none é<|endoftext|><|endoftext|>two\n\nlines\n<|endoftext|>three<|endoftext|>\n",
+    ],
+)
+def test_separated_texts_are_rows(tmp_path, reading, content):
+    (tmp_path / "a.txt").write_bytes(content.encode())
+    assert [row["text"] for row in read_rows(str(tmp_path / "a.txt"))] == ["one é", "two\n\nlines", "three"]
+
+
+def test_what_is_nearly_a_separator_is_text(tmp_path, reading):
+    near = " <|endoftext|\n|endoftext|> <|ENDOFTEXT|> <|endof\ntext|> <|endoftex"
+    (tmp_path / "a.txt").write_bytes(near.replace("\n", "\r\n").encode())
+    assert list(read_rows(str(tmp_path / "a.txt"))) == [{"text": near}]
+
+
+def test_a_file_of_separators_alone_is_empty(tmp_path):
+    (tmp_path / "a.txt").write_text("<|endoftext|>\n \n<|endoftext|>")
+    with pytest.raises(UserError, match="holds no rows"):
+        read_rows(str(tmp_path / "a.txt"))
+
+
+def test_separated_texts_are_documents_of_their_own(tmp_path, tiny_tokenizer):
+    (tmp_path / "a.txt").write_text("a cat\n<|endoftext|>\na dog\n")
+    (tmp_path / "a.jsonl").write_text('{"text": "a cat"}\n{"text": "a dog"}\n')
+    one, other = (
+        stream(documents(read_rows(str(tmp_path / name)), tiny_tokenizer, "off"), tiny_tokenizer)[0]
+        for name in ("a.txt", "a.jsonl")
+    )
+    assert one.tolist() == other.tolist()
+
+
+def test_separated_texts_are_read_one_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "READ", 16)
+    (tmp_path / "a.txt").write_bytes(b"first<|endoftext|>second<|endoftext|>" + b" " * 20 + b"\xff" * 99)
+    assert [row["text"] for row in islice(read_rows(str(tmp_path / "a.txt")), 2)] == ["first", "second"]
+    assert "not UTF-8 text at byte 57;" in fault(tmp_path / "a.txt")
+
+
+@pytest.mark.parametrize("content, at", [(b"ab\xff", 2), (b"\xef\xbb\xbfab\xffc", 5), (b"abcdefgh\xe4\xb8", 8)])
+def test_the_place_of_a_byte_that_is_not_utf8(tmp_path, reading, content, at):
+    (tmp_path / "a.txt").write_bytes(content)
+    assert f"not UTF-8 text at byte {at};" in fault(tmp_path / "a.txt")
+
+
+# -- NFC -------------------------------------------------------------------------------------------------------------
+NFD, NFC = "cafe\u0301 \u1112\u1161\u11ab", "caf\u00e9 \ud55c"
+
+
+@pytest.mark.parametrize("write, name", [(write_jsonl, "a.jsonl"), (write_parquet, "a.parquet")])
+def test_every_string_of_a_row_is_in_nfc(tmp_path, write, name):
+    def row(text):
+        return {"text": text, "n": 1, "none": None, "messages": [{"role": "user", "content": text, "parts": [text, 2]}]}
+
+    row = row if write is write_jsonl else lambda text: {"text": text, "messages": [{"content": text, "tags": [text]}]}
+    assert list(read_rows(write(tmp_path / name, [row(NFD), row("plain")]))) == [row(NFC), row("plain")]
+
+
+def test_txt_and_the_hub_are_in_nfc(tmp_path, monkeypatch, hub):
+    (tmp_path / "a.txt").write_text(NFD, encoding="utf-8")
+    assert list(read_rows(str(tmp_path / "a.txt"))) == [{"text": NFC}]
+    monkeypatch.setitem(ROWS[0], "text", NFD)
+    assert next(read_rows("someone/something"))["text"] == NFC
+    monkeypatch.setattr("pydoc_data.topics.topics", {"topic": NFD})
+    assert list(read_rows("embedded")) == [{"text": NFC}]
+
+
+def test_a_separator_is_one_whatever_comes_behind_it(tmp_path, reading):
+    """> and U+0338 would be composed."""
+    (tmp_path / "a.txt").write_text("e\u0301<|endoftext|>\u0338 e\u0301", encoding="utf-8")
+    assert [row["text"] for row in read_rows(str(tmp_path / "a.txt"))] == ["é", "\u0338 é"]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "e\u0301<|endoftext|>\u0338 e\u0301"}])
+    assert list(read_rows(path)) == [{"text": "é<|endoftext|>\u0338 é"}]
+
+
+# -- pieces ----------------------------------------------------------------------------------------------------------
+ODD = [
+    "\n",
+    "\n\n",
+    " ",
+    "  ",
+    "\t",
+    "a",
+    "bc",
+    "e\u0301",
+    "\u2028",
+    "\x1c",
+    "\u3000",
+    "'s",
+    "12",
+    "!?",
+    "\u1112\u1161",
+]
+
+
+@pytest.mark.parametrize("size", [1, 5, 40])
+@pytest.mark.parametrize("read", [1, 6, 1000])
+def test_pieces_are_the_text(monkeypatch, size, read):
+    monkeypatch.setattr(text, "PIECE", size)
+    for seed in range(20):
+        whole = "".join(random.Random(seed).choices(ODD, k=200))
+        pieces = list(in_pieces(whole[at : at + read] for at in range(0, len(whole), read)))
+        assert "".join(piece for piece, _ in pieces) == unicodedata.normalize("NFC", whole.strip())
+        assert [ends for _, ends in pieces] == [False] * (len(pieces) - 1) + [True]
+        assert all(piece[0] in " \n" and not piece[1].isspace() for piece, _ in pieces[1:])
+        assert len(pieces) > 200 // (size + 20)
+
+
+def test_pieces_of_several_texts():
+    parts = [" ", None, "a", " b", None, "\n", " ", None, None, "c ", ""]
+    assert list(in_pieces(parts)) == [("a b", True), ("c", True)]
+    assert list(in_pieces([])) == []
+
+
+def test_a_text_without_a_place_to_cut_is_one_piece(monkeypatch):
+    monkeypatch.setattr(text, "PIECE", 4)
+    assert list(in_pieces(["abcdefghij", "klm\t\tn"])) == [("abcdefghijklm\t\tn", True)]
+    assert list(in_pieces(["abcdefghij", "klm n"])) == [("abcdefghijklm", False), (" n", True)]

@@ -18,3 +18,10 @@ def run(base, only: str) -> subprocess.CompletedProcess:
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     return tmp_path_factory.mktemp("faults")
+
+
+@pytest.mark.parametrize("only", ["kill -9/.*(while saving|after the last step)", "damaged file, resumed/.*manifest.*"])
+def test_trials_of_the_cheapest_subject(base, only):
+    done = run(base, only)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "**all**" in done.stdout and " 0 trials" not in done.stdout

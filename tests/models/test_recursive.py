@@ -270,11 +270,26 @@ def test_sign_descent_moves_what_a_batch_had_and_nothing_else():
         assert not torch.equal(table[row], before[row])
 
 
+def test_a_row_without_a_label_has_no_loss_and_no_target_for_the_head():
+    logits = torch.randn(3, LENGTH, VOCAB, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    halt = torch.tensor([0.5, -2.0, 3.0], requires_grad=True)
+    labels = torch.full((3, LENGTH), IGNORE)
+    labels[0] = logits[0].argmax(-1)
+    labels[2, 1] = (logits[2, 1].argmax() + 1) % VOCAB
+    loss, right = segment_loss(logits, halt, labels)
+    loss.sum().backward()
+    assert right.tolist() == [True, False, False] and loss[1] == 0
+    assert halt.grad[1] == 0 and not logits.grad[1].any() and halt.grad[0] < 0 < halt.grad[2]
+    alone = segment_loss(logits[::2], halt[::2], labels[::2])[0]
+    assert torch.equal(alone, loss[::2])
+
+
 # -- what cannot be built --------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "changes, said",
     [
         ({"H_cycles": 0}, "arch.H_cycles 0 must be at least 1"),
+        ({"L_layers": 10**400}, "at most 1,099,511,627,776"),
         ({"hidden_size": 20, "num_heads": 4}, "arch.hidden_size 20 does not divide by twice arch.num_heads 4"),
         ({"num_kv_heads": 3}, "arch.num_heads 4 does not divide by arch.num_kv_heads 3"),
         ({"num_kv_heads": 0}, "does not divide by arch.num_kv_heads 0"),
@@ -285,3 +300,9 @@ def test_sign_descent_moves_what_a_batch_had_and_nothing_else():
 def test_impossible_sizes_are_refused_with_both_numbers(changes, said):
     with pytest.raises(UserError, match=said):
         RecursiveSpec(VOCAB, LENGTH, **(SIZES | changes))
+
+
+@pytest.mark.parametrize("changes", [{}, {"mlp_t": True}, {"num_kv_heads": 2}, {"L_layers": 3, "expansion": 2.0}])
+def test_the_number_of_weights_is_known_beforehand(changes):
+    spec = RecursiveSpec(VOCAB, LENGTH, **(SIZES | changes))
+    assert spec.parameters == sum(p.numel() for p in RecursiveModel(spec).parameters())

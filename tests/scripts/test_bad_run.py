@@ -38,25 +38,32 @@ def test_runs_are_never_overwritten_or_mixed(refuse, run, finished, qat):
     assert load_checkpoint(finished)[2]["step"] == 2
 
 
-def test_best_state_that_was_deleted_is_made_again(run, qat, tmp_path):
+def test_best_state_that_was_deleted_comes_back(run, qat, tmp_path):
     flags = [*qat, "--max-steps", 4, "--save-every", 2, "--eval-every", 2, "--resume", "auto"]
     run("train_qat", *flags)
+    best = (tmp_path / "run" / "best.pt").read_bytes()
     (tmp_path / "run" / "summary.json").unlink()
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_4")
     (tmp_path / "run" / "best.pt").unlink()
     run("train_qat", *flags)
-    assert read_student(tmp_path / "run" / "best.pt")["info"]["step"] == 4
+    assert (tmp_path / "run" / "best.pt").read_bytes() == best
 
 
-def test_metrics_that_were_lost_are_missed(refuse, run, qat, tmp_path):
+def test_metrics_that_were_lost_are_restored_or_missed(refuse, run, qat, tmp_path):
     """They say which state was best: without them a worse one would take its place."""
     run("train_qat", *qat, "--max-steps", 4, "--save-every", 2)
-    (tmp_path / "run" / "summary.json").unlink()
-    before = (tmp_path / "run" / "best.pt").read_bytes()
-    (tmp_path / "run" / "metrics.jsonl").unlink()
-    message = refuse("train_qat", *qat, "--max-steps", 4, "--save-every", 2, "--resume", "auto")
-    assert "metrics.jsonl is shorter" in message and "--output-dir" in message
-    assert (tmp_path / "run" / "best.pt").read_bytes() == before
+    folder, flags = tmp_path / "run", [*qat, "--max-steps", 4, "--save-every", 2, "--resume", "auto"]
+    best, metrics = (folder / "best.pt").read_bytes(), (folder / "metrics.jsonl").read_bytes()
+    (folder / "summary.json").unlink()
+    (folder / "metrics.jsonl").unlink()
+    run("train_qat", *flags)
+    assert (folder / "metrics.jsonl").read_bytes() == metrics and (folder / "best.pt").read_bytes() == best
+    (folder / "summary.json").unlink()
+    (folder / "metrics.jsonl").unlink()
+    shutil.rmtree(folder / "checkpoints" / "files")
+    message = refuse("train_qat", *flags)
+    assert "metrics.jsonl is not what it was at step 4" in message and "--output-dir" in message
+    assert (folder / "best.pt").read_bytes() == best
 
 
 def test_blocks_have_nothing_to_learn_from_a_student_of_their_quantisers(refuse, qat, tiny_student, tmp_path):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from qat_lora import machine
 from qat_lora.data.puzzle_rows import load
 from qat_lora.errors import UserError
 from qat_lora.run.config import parse
@@ -53,6 +54,9 @@ def test_a_dry_run_writes_nothing(build, tmp_path, capsys):
     "words, said",
     [
         (["kind=sudoku7"], "kind 'sudoku7' is not one of"), (["count=0"], "--count 0 must be at least 1"),
+        (["count=1000000000000", "kind=sudoku9"], "--count 1000000000000 needs at least 1,296,000.0 GB of memory"),
+        (["count=100000", "kind=sudoku4", "--least-blanks", "0.99"], "--count: 100000 puzzles are more than the 85632"),
+        (["count=49", "kind=maze5", "--dry-run"], "--count: 49 puzzles are more than the 48 maze5 that exist"),
         (["count=9", "heldout_fraction=1"], "--heldout-fraction 1.0 is not between 0 and 1"),
         (["count=0", "--dry-run"], "--count 0 must"), (["heldout_fraction=2", "--dry-run"], "--heldout-fraction 2.0"),
         (["corpus=pairs.jsonl", "iterations=5000000000"], "--iterations 5000000000 is no number of segments"),
@@ -69,3 +73,11 @@ def test_bad_input_is_named_and_nothing_is_written(build, tmp_path, words, said)
     with pytest.raises(UserError, match=said):
         build(*words)
     assert [path.name for path in tmp_path.iterdir()] == ["pairs.jsonl"]
+
+
+def test_a_corpus_that_would_not_fit_is_refused_before_its_rows_are_laid_out(build, tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "host_memory", lambda: 10**8)
+    (tmp_path / "pairs.jsonl").write_text("".join(f'{{"prompt": "{n}", "response": "b"}}\n' for n in range(9)))
+    build("corpus=pairs.jsonl", "length=100", "output_dir=pairs", "--dry-run")
+    with pytest.raises(UserError, match=r"9 rows of --length 1000000 needs at least 0\.1 GB of .*lower --length"):
+        build("corpus=pairs.jsonl", "length=1000000")

@@ -131,3 +131,59 @@ def test_sft_with_bos_asks_and_saves_with_bos(run, base_dir, load_script, tmp_pa
 def test_raw_takes_no_template(refusal):
     said = refusal("run_inference", "--raw", "--prompt", "Hi", "--chat-template", "chatml", "--device", "cpu")
     assert "--raw uses no chat template" in said
+
+
+# -- templates of the tokenizer's own: several with names, and one that opens a thought --------------------------------
+TURNS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content.split('</think>')[-1] + eos_token }}"
+    "{% endfor %}"
+)
+OPENS = TURNS + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"
+PLAIN = TURNS + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+
+
+def with_template(folder, template):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = template
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def scripts(chats, tmp_path):
+    """Every script that renders conversations, as a dry run where it trains."""
+    text = ["--dataset", chats, "--length", 32]
+    return {
+        "build_kd_cache": [*text, "--max-rows", 8, "--cache-dir", tmp_path / "c", "--dry-run"],
+        "measure_perplexity": [*text, "--max-windows", 1],
+        "train_cot_sft": [*LAW, "--output-dir", tmp_path / "r", "--dry-run"],
+        "train_musclebob_improved": [*BOB, "--output-dir", tmp_path / "r", "--dry-run"],
+        "run_inference": ["--prompt", "Hi", "--max-new-tokens", 2],
+        "run_legal_assistant": ["--question", "Hi", "--max-new-tokens", 2],
+    }
+
+
+def test_a_template_that_opens_a_thought_works_with_thinking_on_and_off(run, base_dir, scripts, tmp_path, capsys):
+    folder = with_template(shutil.copytree(base_dir, tmp_path / "opens"), OPENS)
+    for script, flags in scripts.items():
+        for thinking in ("on", "off"):
+            run(script, "--model", folder, *flags, "--thinking", thinking, "--device", "cpu")
+    for script in ("train_cot_sft", "train_musclebob_improved", "run_inference", "run_legal_assistant"):
+        with pytest.raises(UserError, match="--thinking 'maybe' is not one of on, off"):
+            run(script, "--model", folder, *scripts[script], "--thinking", "maybe", "--device", "cpu")
+
+
+def test_a_model_that_opens_a_thought_learns_to_answer_behind_it(run, base_dir, tmp_path, capsys):
+    folder = with_template(shutil.copytree(base_dir, tmp_path / "opens"), OPENS)
+    run("train_cot_sft", "--model", folder, *LAW, *CPU, "--output-dir", tmp_path / "r")
+    run("run_legal_assistant", "--run", tmp_path / "r", "--question", "When?", "--device", "cpu")
+
+
+def test_named_templates_without_a_default_are_chosen_by_name(run, base_dir, scripts, tmp_path, capsys):
+    folder = with_template(shutil.copytree(base_dir, tmp_path / "named"), {"plain": PLAIN, "tool_use": OPENS})
+    for script, flags in scripts.items():
+        flags = ["--model", folder, *flags, "--device", "cpu"]
+        with pytest.raises(UserError, match=r"named plain, tool_use and no default; .* --chat-template plain"):
+            run(script, *flags)
+        run(script, *flags, "--chat-template", "plain")

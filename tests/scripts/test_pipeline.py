@@ -154,7 +154,7 @@ def assert_complete(run: Path, steps: int) -> None:
     assert (run / "plots" / "metrics.png").read_bytes().startswith(b"\x89PNG")
     assert (run / "checkpoints" / "LATEST").read_text() == f"step_{steps}"
     kept = sorted(path.name for path in (run / "checkpoints").iterdir())
-    assert len(kept) == KEEP + 1 and {"LATEST", f"step_{steps}"} < set(kept)
+    assert len(kept) == KEEP + 2 and {"LATEST", "files", f"step_{steps}"} < set(kept)
     assert {path.name for path in (run / "checkpoints" / f"step_{steps}").iterdir()} == {
         "model.safetensors", "trainer.pt", "meta.json",
     }  # fmt: skip

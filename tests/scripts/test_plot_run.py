@@ -53,6 +53,8 @@ def test_bad_input(refusal, runs, tmp_path, monkeypatch):
     assert "has no metrics.jsonl" in refusal("plot_run", "--run", tmp_path / "absent")
     (runs / "v2_q4/metrics.jsonl").write_text("{")
     assert "is damaged" in refusal("plot_run", "--run", runs / "v2_q4")
+    (runs / "v2_q4/metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo\n')
+    assert "metrics.jsonl is damaged in line 2 (" in refusal("plot_run", "--run", runs / "v2_q4")
     (runs / "v2_q4/metrics.jsonl").write_text("")
     assert "holds no figures yet" in refusal("plot_run", "--run", runs / "v2_q4")
     (tmp_path / "empty").mkdir()

@@ -1,5 +1,6 @@
 """scripts/pretrain.py on a few puzzles: what a run leaves behind, death and resuming, workers, buckets, bad input."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -14,12 +15,12 @@ import pytest
 import torch
 from ports import free_port
 
-from qat_lora import recursive
+from qat_lora import machine, recursive
 from qat_lora.data.puzzle_rows import draw, save, split
 from qat_lora.errors import UserError
 from qat_lora.experiments import remote
-from qat_lora.experiments.athena import announce
-from qat_lora.models.recursive import RecursiveModel, RecursiveSpec
+from qat_lora.experiments.athena import announce, check_sizes
+from qat_lora.models.recursive import IGNORE, RecursiveModel, RecursiveSpec
 from qat_lora.run.checkpoint import load_checkpoint
 from qat_lora.run.config import parse
 
@@ -201,6 +202,38 @@ def test_a_folder_and_a_bucket_are_trained_on(train, data, tmp_path):
     assert lines(tmp_path / "one") == lines(tmp_path / "two")
 
 
+@pytest.fixture
+def augmented(tmp_path):
+    """As of the Tiny Recursive Model's builders: 180 groups of 5 puzzles of a row each, and a side to test on whose
+    every other row has no label."""
+    rows = dataclasses.replace(draw("maze9", 900, 0), kind=None)
+    number = np.arange(900, dtype=np.int32)
+    grouped, labels = dataclasses.replace(rows, puzzle=number, group=number // 5), rows.labels.copy()
+    labels[::2] = IGNORE
+    save(tmp_path / "augmented", grouped, dataclasses.replace(grouped, labels=labels).first(20))
+    return tmp_path / "augmented"
+
+
+def test_groups_decide_how_many_updates_an_epoch_has(train, augmented, capsys):
+    train(f"data_path={augmented}", "epochs=100", "global_batch_size=64", "steps=0", "--dry-run")
+    said = capsys.readouterr().out
+    assert "281 updates of 64 rows" in said and "of each of 180 groups one of its 900 puzzles" in said
+    assert "10 held-out rows without a label are left out" in said
+    train(f"data_path={augmented}", "epochs=1", "global_batch_size=1024", "--dry-run")
+    assert "1 updates of 1024 rows" in capsys.readouterr().out
+
+
+def test_a_run_on_groups_resumes_to_the_same_end(train, augmented, tmp_path, monkeypatch):
+    words = [f"data_path={augmented}", "epochs=1", "global_batch_size=16"]
+    train(f"output_dir={tmp_path / 'whole'}", *words)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        dies_at(7, patch)
+        train(f"output_dir={tmp_path / 'died'}", *words)
+    train(f"output_dir={tmp_path / 'died'}", *words, "resume=auto")
+    assert lines(tmp_path / "died") == lines(tmp_path / "whole") and len(lines(tmp_path / "whole")) == 15
+    assert lines(tmp_path / "whole")[0]["heldout_exact_full"] == 0
+
+
 def test_another_dataset_does_not_go_on(train, data, tmp_path):
     train(f"output_dir={tmp_path / 'run'}", f"data_path={data}", "steps=2")
     (tmp_path / "run" / "summary.json").unlink()
@@ -293,7 +326,7 @@ def test_a_run_goes_on_elsewhere_from_its_copy(train, trained, tmp_path, monkeyp
         dies_at(10, patch)
         train(f"output_dir={tmp_path / 'first'}", there)
     shutil.rmtree(tmp_path / "first")  # the machine is gone
-    with pytest.raises(UserError, match="holds step_8 of a run; --resume auto goes on, or give another"):
+    with pytest.raises(UserError, match="holds step_8 of a run; --resume auto resumes it, or give another"):
         train(f"output_dir={tmp_path / 'other'}", there)
     train(f"output_dir={tmp_path / 'second'}", there, "resume=auto")
     assert lines(tmp_path / "second") == lines(trained)
@@ -320,6 +353,27 @@ def test_two_workers_are_one(train, trained, tmp_path):
     assert lines(tmp_path / "two")[-1]["heldout_loss"] == pytest.approx(lines(trained)[-1]["heldout_loss"], rel=1e-4)
 
 
+def test_sizes_are_checked_against_the_device_that_trains(load_script, monkeypatch):
+    """A GPU of 1 GB is too small, a TPU's memory is not known, a dry run may be for elsewhere; the workers of a host
+    share its memory."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=10**9))
+    monkeypatch.setattr(machine, "host_memory", lambda: 1.5e9)
+
+    def need(kind: str, workers: int = 1, *words: str, on_tpu: bool = False) -> int:
+        cfg = parse(load_script("pretrain").Config, "pretrain", [*SMALL, "global_batch_size=4000", *words])
+        backend = SimpleNamespace(kind=kind, on_tpu=on_tpu, bf16=False, device=None)
+        return check_sizes(cfg, RecursiveSpec(6, 16, 512, 8), backend, workers)
+
+    whole = need("cpu", 1, "--dry-run")
+    assert whole > 1.5e9 and need("cuda", 1, "--dry-run") == need("xla", on_tpu=True) == whole
+    for kind in ("cpu", "cuda", "xla"):
+        with pytest.raises(UserError, match=f"there is {1.0 if kind == 'cuda' else 1.5} GB; lower global_batch_size"):
+            need(kind)
+    assert need("cuda", 40) < 1e9 < 40 * need("cuda", 40)
+    with pytest.raises(UserError, match="100 rows of 16 tokens a worker"):
+        need("cpu", 40)
+
+
 # -- bad input -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "words, said",
@@ -337,7 +391,13 @@ def test_two_workers_are_one(train, trained, tmp_path):
         (["checkpoint_path=run/../run/checkpoints", "output_dir=run"], "lies in the run directory itself"),
         (["puzzle_emb_lr=-1"], "--puzzle-emb-lr -1.0 must be"), (["lr_warmup=-5"], "--lr-warmup -5 must be"),
         (["halt_max_segments=100000000000000000000"], "--halt-max-segments 100000000000000000000 must be at least 1"),
-        (["puzzle=maze5", "puzzles=2000"], "2000 puzzles are more than the"),
+        (["puzzle=maze5", "puzzles=2000"], "--puzzles: 2000 puzzles are more than the 48 maze5 that exist"),
+        (["puzzles=1000000000000"], "--puzzles 1000000000000 needs at least 256,000.0 GB of memory and there is"),
+        (["arch.hidden_size=1000000000"], "lower arch.hidden_size, arch.L_layers or arch.expansion"),
+        (["arch.hidden_size=1000000000", "--dry-run"], "a model of 24,000,000,141,000,000,001 weights needs at least"),
+        (["arch.L_layers=1000000000000"], "lower arch.hidden_size, arch.L_layers or arch.expansion"),
+        (["arch.L_cycles=10000000000"], "lower global_batch_size, arch.hidden_size or arch.L_cycles"),
+        (["global_batch_size=1000000000000"], "lower global_batch_size, arch.hidden_size or arch.L_cycles"),
         (["puzzle=sudoku5"], "kind 'sudoku5' is not one of"), (["puzzles=1"], "--puzzles 1 must be at least 2"),
         (["epochs=0"], "--epochs 0 must be at least 1"), (["global_batch_size=0"], "--global-batch-size 0 must be"),
         (["heldout_fraction=0"], "--heldout-fraction 0.0 is not between 0 and 1"),

@@ -1,19 +1,23 @@
 """The assistant in the terminal and on its page, which a real browser opens."""
 
+import json
 import shutil
 import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from io import StringIO
 from pathlib import Path
 
 import pytest
 
+from qat_lora.data.authorities import Authorities
 from qat_lora.data.legal import AUTHORITIES
-from qat_lora.data.legal_answers import Answer, Authorities
-from qat_lora.experiments.legal_page import show, verdicts
+from qat_lora.data.sections import Answer
+from qat_lora.experiments.legal_page import page, show, verdicts
 from qat_lora.run.config import parse
+from qat_lora.run.files import sha256
 
 ROOT = Path(__file__).resolve().parents[2]
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -79,6 +83,119 @@ def test_an_answer_in_the_terminal(answering):
     assert said == answering("--question", "Until when?").splitlines(), "greedy"
 
 
+def test_sampled_answers_differ_and_the_seed_repeats_them(answering, monkeypatch):
+    def asked(*flags) -> list[str]:
+        monkeypatch.setattr(sys, "stdin", StringIO("Until when?\n" * 3))
+        said = answering("--temperature", 1, "--max-new-tokens", 12, *flags).splitlines()
+        return [line for line in said[1:] if line[:1] not in "✓✗"]
+
+    first = asked("--seed", 3)
+    assert len(first) >= 3 and len(set(first)) == len(first), "each time another answer"
+    assert asked("--seed", 3) == first != asked("--seed", 4)
+
+
+UNSEEN = ["", "   ", "\n\t", "\u200b\u00ad", "\ufeff \u00a0", "\ufe0f", "\x00\x07"]
+
+
+@pytest.mark.parametrize("question", UNSEEN[1:])
+def test_a_question_that_shows_nothing_is_refused(refusal, question):
+    said = refusal("run_legal_assistant", "--model", "never/loaded", "--question", question)
+    assert said == "error: the question is empty; type one\n"
+
+
+def test_lines_that_show_nothing_are_skipped(answering, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", StringIO("\n  \n\u200b\n\ufeff\nUntil when?\n"))
+    said = answering()
+    monkeypatch.setattr(sys, "stdin", StringIO("Until when?\n"))
+    assert said == answering()
+
+
+@pytest.mark.parametrize("question", [None, *UNSEEN])
+def test_the_page_refuses_them_too(question):
+    blocks = page(lambda text: pytest.fail("asked"), Authorities(AUTHORITIES), "")
+    answered = next(event.fn for event in blocks.fns.values() if event.name == "answered")
+    (said,) = answered(question)
+    assert said == '<div class="law"><p class="unknown">the question is empty; type one</p></div>'
+
+
+# -- the base of a run -----------------------------------------------------------------------------------------------
+SMALL = "--count 60 --length 512 --batch-size 2 --accumulation-steps 1 --epochs 0.1 --lora-r 2 --eval-answers 0 "
+SMALL += "--final-answers 0 --eval-every 0 --save-every 0 --max-new-tokens 4 --device cpu --precision fp32"
+
+
+@pytest.fixture(scope="module")
+def project(load_script, tiny_model_dir, tmp_path_factory):
+    """A folder with the model m/tiny and runs/plain, runs/int4, which were trained on it by that name."""
+    folder = tmp_path_factory.mktemp("project")
+    shutil.copytree(tiny_model_dir, folder / "m" / "tiny")
+    module = load_script("train_cot_sft")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for name, *flags in (("plain",), ("int4", "--quantize", "int4/g32")):
+            argv = ["--model", "m/tiny", "--output-dir", f"runs/{name}", *SMALL.split(), *flags]
+            module.main(parse(module.Config, "train_cot_sft", argv))
+    return folder
+
+
+@pytest.fixture
+def elsewhere(project, tmp_path, monkeypatch):
+    """A copy of the project, asked from another working directory; the first one is out of reach."""
+    folder = shutil.copytree(project, tmp_path / "project")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (project / "m").rename(project / "away")
+    yield folder
+    (project / "away").rename(project / "m")
+
+
+def asking(load_script, *flags) -> None:
+    module = load_script("run_legal_assistant")
+    argv = ["--question", "Until when?", "--device", "cpu", *map(str, flags)]
+    module.main(parse(module.Config, "run_legal_assistant", argv))
+
+
+@pytest.mark.parametrize("name", ["plain", "int4"])
+def test_a_run_finds_its_base_from_any_folder(load_script, project, tmp_path, monkeypatch, capsys, name):
+    monkeypatch.chdir(tmp_path)
+    asking(load_script, "--run", project / "runs" / name)
+    assert str(project / "m" / "tiny") in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["plain", "int4"])
+@pytest.mark.parametrize("old", [False, True])
+def test_a_run_that_moved_with_its_base_finds_it(load_script, elsewhere, capsys, name, old):
+    """old: the adapter names its base as it was given, by a relative path."""
+    if old:
+        forget(elsewhere / "runs" / name)
+    asking(load_script, "--run", elsewhere / "runs" / name)
+    assert str(elsewhere / "m" / "tiny") in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["plain", "int4"])
+@pytest.mark.parametrize("old", [False, True])
+def test_a_base_that_is_missing_is_named(load_script, refusal, elsewhere, project, capsys, monkeypatch, name, old):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    run = elsewhere / "runs" / name
+    if old:
+        forget(run)
+    (elsewhere / "m").rename(elsewhere / "moved")
+    said = refusal("run_legal_assistant", "--run", run, "--question", "Until when?", "--device", "cpu")
+    named = "'m/tiny', which is no folder above" if old else f"{project / 'm' / 'tiny'}, which is missing"
+    assert named in said and said.endswith("; --model says where it is\n") and said.count("\n") == 1
+    asking(load_script, "--run", run, "--model", elsewhere / "moved" / "tiny")
+
+
+def forget(run: Path) -> None:
+    """Make the adapter's file as runs had it once; the checksum in origin.json goes with it."""
+    file = run / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "m/tiny"}))
+    origin = run / "adapter" / "origin.json"
+    content = json.loads(origin.read_text())
+    content["sha256"][file.name] = sha256(file)
+    origin.write_text(json.dumps(content))
+
+
+# -- terminal: bad input ---------------------------------------------------------------------------------------------
 def test_a_question_that_cannot_be_answered_leaves_the_next_one(answering, monkeypatch):
     monkeypatch.setattr(sys, "stdin", StringIO("word " * 600 + "\nUntil when?\n"))
     said = answering()
@@ -174,6 +291,17 @@ def test_a_browser_asks_and_sees_an_answer_with_its_verdict(address, browser):
     assert "207, 34, 46" in color, "what is wrong is red"
     loaded = browser.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
     assert loaded and all(name.startswith((address, "data:", "blob:")) for name in loaded), "nothing from elsewhere"
+
+
+def test_the_interface_for_programs_refuses_no_question(address):
+    def posted(path: str, data: bytes | None) -> str:
+        request = urllib.request.Request(f"{address}{path}", data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return reply.read().decode()
+
+    event = json.loads(posted("/gradio_api/call/answered", b'{"data": [null]}'))["event_id"]
+    said = posted(f"/gradio_api/call/answered/{event}", None)
+    assert "the question is empty" in said and "event: complete" in said
 
 
 def test_a_question_beyond_the_context_is_refused_on_the_page(address, browser):

@@ -147,9 +147,12 @@ def test_what_a_dead_process_has_left_half_is_written_anew(run, trained, tmp_pat
     whole = "model/model.safetensors"
     assert (folder / whole).read_bytes() == (trained / whole).read_bytes()
     (folder / "summary.json").unlink()
-    (folder / "final_evaluation.json").write_text("{}")
-    with pytest.raises(UserError, match=r"final_evaluation.json is damaged; delete it"):
-        run(*flags)
+    for stage in ("baseline", "final"):
+        (folder / f"{stage}_evaluation.json").write_text("{}")
+    run(*flags)
+    for stage in ("baseline", "final"):
+        name = f"{stage}_evaluation.json"
+        assert (folder / name).read_bytes() == (trained / name).read_bytes()
 
 
 def test_full_training_trains_every_value(run, sharp_model_dir, tmp_path):

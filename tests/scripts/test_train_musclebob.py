@@ -126,7 +126,7 @@ def test_a_run_does_not_go_on_with_another_size_of_update(run, trained):
         run("train_musclebob_improved", "--output-dir", trained, "--resume", trained, "--accumulation-steps", 2)
 
 
-def test_grpo_does_not_go_on_without_what_it_began_with(run, tmp_path, monkeypatch):
+def test_what_grpo_began_with_comes_back_or_is_missed(run, tmp_path, monkeypatch):
     calls, function = iter(range(1, 100)), grpo.learn
 
     def deadly(*args):
@@ -138,18 +138,18 @@ def test_grpo_does_not_go_on_without_what_it_began_with(run, tmp_path, monkeypat
         patch.setattr(grpo, "learn", deadly)
         run("train_musclebob_improved", "--output-dir", tmp_path)
     assert len(json.loads((tmp_path / "reward_history.json").read_text())) == 2, "kept when a run is stopped"
-    for file, told in (
-        ("baseline_validation.json", "baseline_validation.json is damaged; put it back"),
-        ("sft_model/model.safetensors", "GRPO began with it: put it back"),
-    ):
-        good = (tmp_path / file).read_bytes()
-        (tmp_path / file).write_text("{}")
-        with pytest.raises(UserError, match=told):
-            run("train_musclebob_improved", "--output-dir", tmp_path, "--resume", "auto")
-        (tmp_path / file).write_bytes(good)
-    shutil.rmtree(tmp_path / "sft_model")
-    with pytest.raises(UserError, match="sft_model is missing"):
+    copies, warmed = tmp_path / "checkpoints" / "files", tmp_path / "sft_model" / "model.safetensors"
+    good = {file: file.read_bytes() for file in (tmp_path / "baseline_validation.json", warmed)}
+    shutil.copytree(copies, tmp_path / "aside")
+    shutil.rmtree(copies)
+    warmed.write_text("{}")
+    with pytest.raises(UserError, match=r"sft_model/model\.safetensors is not what it was at step"):
         run("train_musclebob_improved", "--output-dir", tmp_path, "--resume", "auto")
+    (tmp_path / "aside").rename(copies)
+    shutil.rmtree(tmp_path / "sft_model")
+    (tmp_path / "baseline_validation.json").write_text("{}")
+    run("train_musclebob_improved", "--output-dir", tmp_path, "--resume", "auto")
+    assert {file: file.read_bytes() for file in good} == good
 
 
 def test_quick_takes_a_handful(load_script):

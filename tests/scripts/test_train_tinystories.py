@@ -32,13 +32,21 @@ def text(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def train(load_script, text):
+def cache(tmp_path_factory):
+    """Where the tokens are kept here."""
+    return tmp_path_factory.mktemp("tokens") / "stories"
+
+
+@pytest.fixture(scope="module")
+def train(load_script, text, cache):
     """train(*flags): the script's main, on the small text."""
     module = load_script("train_tinystories_reservoir")
 
     def main(*flags) -> None:
         flags = ["--dataset", text, *SMALL, *flags]
-        module.main(parse(module.Config, "train_tinystories_reservoir", list(map(str, flags))))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "CACHE", cache)
+            module.main(parse(module.Config, "train_tinystories_reservoir", list(map(str, flags))))
 
     return main
 
@@ -94,8 +102,10 @@ def test_two_workers_are_one(train, trained, text, tmp_path):
     flags = ["--dataset", text, *SMALL, "--num-chips", 2, "--output-dir", tmp_path / "two"]
     command = [sys.executable, ROOT / "scripts" / "train_tinystories_reservoir.py", *flags]
     done = subprocess.run(list(map(str, command)), env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True,
-                          text=True, timeout=150)  # fmt: skip
+                          text=True, timeout=150, cwd=tmp_path)  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
+    folders = [path for path in (tmp_path / "caches" / "stories").iterdir() if path.is_dir()]
+    assert len(folders) == 1, "both workers read the same tokens"
     assert done.stdout.count("run directory") == 1 and "4 × 32 tokens (2 blocks a worker)" in done.stdout
     ours, theirs = lines(tmp_path / "two"), lines(trained)
     assert len(ours) == len(theirs)
@@ -124,6 +134,40 @@ def test_batch_and_learning_rate_on_tpu_are_in_the_resolved_config(load_script):
     assert (there.batch_size, there.learning_rate) == (128, pytest.approx(1.2e-3))
     here = module.resolved(cfg, "cpu")
     assert (here.batch_size, here.learning_rate) == (64, 1e-3)
+
+
+def test_a_dry_run_keeps_no_tokens_and_a_run_keeps_them(train, tmp_path, cache, capsys):
+    (tmp_path / "tales.txt").write_text("\n<|endoftext|>\n".join(f"Tom had {n} cats and a dog." for n in range(70)))
+    before = set(cache.glob("[!.]*"))
+    train("--dataset", tmp_path / "tales.txt", "--dry-run")
+    assert (
+        "70 stories" in capsys.readouterr().out
+        and set(cache.glob("[!.]*")) == before
+        and not (tmp_path / "run").exists()
+    )
+    for run in ("run", "other"):
+        train("--dataset", tmp_path / "tales.txt", "--epochs", 0, "--output-dir", tmp_path / run)
+    assert capsys.readouterr().out.count("tokenising") == 1 and len(set(cache.glob("[!.]*")) - before) == 1
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--model rnn",
+        "--batch-size 0",
+        "--block-size 0",
+        "--block-size 99999",
+        "--epochs -1",
+        "--batch-size 3 --num-chips 2",
+    ],
+)
+def test_bad_options_are_refused_before_the_text_is_read(train, monkeypatch, load_script, flags):
+    def reading(*_, **__):
+        raise AssertionError("the text is read")
+
+    monkeypatch.setattr(load_script("train_tinystories_reservoir"), "load_stories", reading)
+    with pytest.raises(UserError):
+        train("--dry-run", *flags.split())
 
 
 # -- devices ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,139 @@
+"""Settings that the shell, a launcher or a scheduler leaves in the environment, checked before they are used."""
+
+import os
+import re
+import socket
+from dataclasses import dataclass
+from ipaddress import ip_address
+
+from qat_lora.errors import UserError
+
+LARGEST = 2**31 - 1
+LOOPBACK = "127.0.0.1"
+MEANING = {
+    "RANK": "this worker's number, from 0 to WORLD_SIZE - 1",
+    "WORLD_SIZE": "the number of workers of the job",
+    "LOCAL_RANK": "this worker's number on its host, from 0 to LOCAL_WORLD_SIZE - 1",
+    "LOCAL_WORLD_SIZE": "the number of workers on this host",
+    "MASTER_ADDR": "the name or address of worker 0's host",
+    "MASTER_PORT": "a free port of worker 0's host, from 1 to 65535",
+    "TPU_NUM_DEVICES": "the number of TPU chips to use (0 for all of them)",
+    "CPU_NUM_DEVICES": "the number of torch_xla's CPU devices",
+    "TORCHELASTIC_RESTART_COUNT": "how often torchrun has restarted the workers",
+}
+REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torchrun sets them; so do most schedulers
+LAUNCH = (*REQUIRED, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+WAY_OUT = "unset RANK and WORLD_SIZE to start without torchrun"
+
+
+def whole_number(name: str, least: int, most: int = LARGEST, default: int | None = None) -> int | None:
+    """An environment variable as a number from `least` to `most`, or `default` where it is not set.
+
+    Raises UserError naming the variable, its value and what it should be.
+    """
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    text = text.strip()
+    if not re.fullmatch("-?[0-9]{1,18}", text) or not least <= int(text) <= most:
+        span = f"from {least} to {most}" if most < LARGEST else f"of at least {least}"
+        raise bad_value(name, f"is not a whole number {span}" if text else "is empty")
+    return int(text)
+
+
+def bad_value(name: str, what: str) -> UserError:
+    started = "RANK" in os.environ or "WORLD_SIZE" in os.environ
+    way_out = WAY_OUT if started and name in LAUNCH else f"unset {name}"
+    return UserError(f"{name}={os.environ[name]} {what}; set it to {MEANING[name]}, or {way_out}")
+
+
+@dataclass(frozen=True)
+class Place:
+    """One worker's place in a job that torchrun, or something like it, has started.
+
+    address, port: where worker 0, or torchrun's agent, serves the store. agent_store: it is the agent. attempt: how
+    often torchrun has restarted the workers.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    address: str
+    port: int
+    agent_store: bool
+    attempt: int
+
+    @property
+    def one_host(self) -> bool:
+        return self.local_world_size == self.world_size
+
+
+def read_place() -> Place | None:
+    """This worker's place by RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; None where
+    neither RANK nor WORLD_SIZE is set: then nobody has started several workers, and the other variables are ignored.
+
+    Without LOCAL_WORLD_SIZE the job is on one host if MASTER_ADDR is a loopback address, else there is one worker a
+    host; without LOCAL_RANK workers are numbered host by host. Raises UserError for a variable that is missing, cannot
+    be read or contradicts another.
+    """
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        return None
+    world_size = whole_number("WORLD_SIZE", 1)
+    rank = whole_number("RANK", 0)
+    port = whole_number("MASTER_PORT", 1, 65535)
+    if missing := [name for name in REQUIRED if name not in os.environ]:
+        there = ", ".join(f"{name}={os.environ[name]}" for name in REQUIRED if name in os.environ)
+        raise UserError(
+            f"the environment has {there} but no {', '.join(missing)}; start with torchrun, which sets all of them, or "
+            f"{WAY_OUT}"
+        )
+    _check_below("RANK", rank, "WORLD_SIZE", world_size)
+    loopback = _is_loopback(port)
+    local_rank = whole_number("LOCAL_RANK", 0)
+    _check_below("LOCAL_RANK", local_rank or 0, "WORLD_SIZE", world_size)
+    local_world_size = whole_number("LOCAL_WORLD_SIZE", 1, default=world_size if loopback else (local_rank or 0) + 1)
+    if local_world_size > world_size:
+        raise bad_value("LOCAL_WORLD_SIZE", f"is more than WORLD_SIZE={world_size}")
+    if local_rank is None:
+        local_rank = rank % local_world_size
+    _check_below("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size)
+    if not 0 <= rank - local_rank <= world_size - local_world_size:
+        raise UserError(
+            f"LOCAL_RANK={local_rank} of LOCAL_WORLD_SIZE={local_world_size} contradicts RANK={rank} of "
+            f"WORLD_SIZE={world_size}; start with torchrun, which sets all of them, or {WAY_OUT}"
+        )
+    return Place(
+        rank, world_size, local_rank, local_world_size, os.environ["MASTER_ADDR"].strip(), port, _agent_store(),
+        whole_number("TORCHELASTIC_RESTART_COUNT", 0, default=0),
+    )  # fmt: skip
+
+
+def _check_below(name: str, value: int, limit_name: str, limit: int) -> None:
+    if value >= limit:
+        raise bad_value(name, f"is not below {limit_name}={limit}")
+
+
+def _is_loopback(port: int) -> bool:
+    """Whether MASTER_ADDR leads to this host and to no other; raises UserError where it leads nowhere."""
+    address = os.environ["MASTER_ADDR"].strip()
+    if not address:
+        raise bad_value("MASTER_ADDR", "is empty")
+    try:
+        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise bad_value("MASTER_ADDR", f"cannot be resolved ({getattr(error, 'strerror', None) or error})") from error
+    return all(ip_address(entry[4][0].split("%")[0]).is_loopback for entry in found)
+
+
+def _agent_store() -> bool:
+    name = "TORCHELASTIC_USE_AGENT_STORE"
+    value = os.environ.get(name, "False")
+    if value not in ("True", "False"):
+        raise UserError(f"{name}={value} is neither True nor False; leave it to torchrun, or unset it")
+    return value == "True"
+
+
+def master_port() -> int:
+    """The port of worker 0's store on a TPU slice: MASTER_PORT, 29500 unless set."""
+    return whole_number("MASTER_PORT", 1, 65535, default=29500)

@@ -1,0 +1,296 @@
+"""A closed list of authorities, and what an answer cites of it and beside it."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+
+from qat_lora.data.citations import (
+    ABBREVIATED,
+    CONNECTORS,
+    ENACTED,
+    OPENINGS,
+    Item,
+    case_title,
+    citations,
+    content,
+    entries,
+    items,
+    key,
+    written,
+)
+from qat_lora.data.sections import Answer
+
+END = ""  # in the tree of titles: a title ends here
+LINKS = CONNECTORS | {"&", "for", "on", "or", "from", "application"}  # within the name of a statute or a party
+FAR = 30  # items that a name, a report or a remark in brackets may take
+APART = set("\n;:?!")  # what no citation goes across
+
+
+class Authorities:
+    """A closed list of what may be cited, found in texts in whatever spelling: two that `citations.key` holds equal are
+    one authority, called as it is spelled most often.
+
+    An authority is a title (an Act, Rules, a case) and, mostly, a place in it or a report. names: one of each.
+    """
+
+    def __init__(self, names: Iterable[str]):
+        """names: citations, or whole citation sections, in which some may come again and again."""
+        spellings: dict[str, Counter] = defaultdict(Counter)
+        for name in names:
+            for own, spelled in citations(name).items():
+                spellings[own][spelled] += 1
+        self.listed = {own: found.most_common(1)[0][0] for own, found in spellings.items()}
+        self.bare = self._bare()
+        self.listed = {own: spelled for own, spelled in self.listed.items() if own not in self.bare}
+        self.names = tuple(self.listed.values())
+        self.titles: dict = {}
+        for name in self.names:
+            self._plant(items(name))
+
+    def _bare(self) -> dict[str, str]:
+        """The case without its report: its title's key, with that of the one case in the list that it can be."""
+        cases = defaultdict(set)
+        for own, spelled in self.listed.items():
+            title = case_title(items(spelled))
+            if title and key(title) != own:
+                cases[key(title)].add(own)
+        return {title: own for title, (own, *more) in cases.items() if not more}
+
+    def _plant(self, name: Sequence[Item]) -> None:
+        """Put a title where running text is looked up. What has no figure and is no case stays out of it: that is cited
+        in a citation section, but a word like any other elsewhere."""
+        title = case_title(name) or content(name)
+        if not case_title(name) and not any(sign.isdecimal() for item in name for sign in item.norm):
+            return
+        node = self.titles
+        for item in title:
+            node = node.setdefault(item.norm, {})
+        node[END] = True
+
+    def cited(self, answer: Answer) -> tuple[set[str], set[str]]:
+        """(authorities of the list, others) that an answer cites: every entry of its citation section, and elsewhere
+        what looks like a statute, a case or a place in a title of the list. Elsewhere a title of the list without a
+        place or report is neither; in the section a case may stand without its report."""
+        known, others = self.found(answer)
+        return set(known.values()), set(others.values())
+
+    def found(self, answer: Answer) -> tuple[dict[str, str], dict[str, str]]:
+        """The same by key."""
+        known, others = self.in_section(answer.sections.get("citation", ""))
+        in_prose = _Reading(self, answer.prose)
+        return in_prose.known | known, in_prose.others | others
+
+    def in_section(self, section: str) -> tuple[dict[str, str], dict[str, str]]:
+        """What the entries of a citation section cite."""
+        known: dict[str, str] = {}
+        others: dict[str, str] = {}
+        for entry, groups in entries(section):
+            for group in groups:
+                own = self.bare.get(key(group), key(group))
+                if own in self.listed:
+                    known[own] = self.listed[own]
+                    continue
+                name = written(entry, group)
+                reading = _Reading(self, name)
+                rest = reading.rest()
+                known |= reading.known
+                if rest and not reading.known:
+                    others[own] = name
+                elif rest and not reading.others:
+                    others[key(rest)] = " ".join(name[item.start : item.end] for item in rest)
+                else:
+                    others |= reading.others
+        return known, others
+
+
+class _Reading:
+    """What a running text cites of a list and beside it. Each of its items is looked at a bounded number of times."""
+
+    def __init__(self, authorities: Authorities, text: str):
+        self.list, self.text, self.items = authorities, text, items(text)
+        self.known: dict[str, str] = {}
+        self.others: dict[str, str] = {}
+        self.taken = bytearray(len(self.items))  # which items belong to something that was found
+        at = 0
+        while at < len(self.items):
+            end = self._title_end(at)
+            at = self._listed(at, end) if end else at + 1
+        for find in (self._statute, self._case):
+            for at in range(len(self.items)):
+                if not self.taken[at]:
+                    find(at)
+
+    def rest(self) -> list[Item]:
+        """The words of no citation that say something, remarks in brackets aside."""
+        found, depth = [], 0
+        for at, (item, taken) in enumerate(zip(self.items, self.taken)):
+            depth = max(0, depth + item.gap.count("(") - item.gap.count(")"))
+            numbers_entry = not at and item.norm.isdecimal()  # as in "1. Limitation Act 1980, s 5"
+            if not (taken or depth or numbers_entry or item.norm in OPENINGS):
+                found.append(item)
+        return found
+
+    def _take(self, first: int, end: int, *ways: Sequence[Item]) -> None:
+        """Count items first … end−1 as cited: each of `ways` is one authority, by default all of them together."""
+        self.taken[first:end] = b"\1" * (end - first)
+        for way in ways or (self.items[first:end],):
+            own = key(way)
+            if own in self.list.listed:
+                self.known[own] = self.list.listed[own]
+            else:
+                self.others.setdefault(own, written(self.text, self.items[first:end]))
+
+    def _joined(self, at: int, apart: set[str] = APART) -> bool:
+        """Whether item `at` can belong to the same citation as the one before it."""
+        return 0 < at < len(self.items) and not apart & set(self.items[at].gap)
+
+    # -- what is in the list -----------------------------------------------------------------------------------------
+    def _title_end(self, at: int) -> int:
+        """Where the longest title of the list ends that begins at an item; 0 without one."""
+        node, end, first = self.list.titles, 0, at
+        while at < len(self.items) and (at == first or self._joined(at)):
+            item = self.items[at]
+            if item.norm != "the" or at == first:
+                node = node.get(item.norm)
+                if node is None:
+                    break
+                end = at + 1 if END in node else end
+            at += 1
+        return end
+
+    def _listed(self, first: int, end: int) -> int:
+        """Count a title of the list with its places or its report; where what belongs to it ends."""
+        if (with_places := self._places(first, end)) is not None:
+            return with_places
+        best = own = None
+        for far in range(end, min(len(self.items), end + FAR // 2) + 1):
+            if far > end and not self._joined(far - 1):
+                break
+            now = key(self.items[first:far])
+            if now != own and now in self.list.listed:
+                best, own = far, now
+        best = best or self._report(end)
+        if best > end or own:
+            self._take(first, best)
+        else:
+            self.taken[first:end] = b"\1" * (end - first)
+        return best
+
+    def _places(self, first: int, end: int) -> int | None:
+        """Count a title with the places that follow it, or else that precede it; None without any."""
+        far = self._chain(end, 1)
+        near = first
+        if far == end:
+            while near and first - near < FAR and self._beside(near) and self.items[near - 1].norm in CONNECTORS:
+                near -= 1
+            opened, near = near, self._chain(near, -1)
+            if near == opened:
+                return None
+        title, places = self.items[first:end], [*self.items[near:first], *self.items[end:far]]
+        atoms = [atom for item in places for atom in item.places]
+        ways = [[*title, *(item for item in places if item.places)]]
+        if key(ways[0]) not in self.list.listed and len({atom.split()[0] for atom in atoms}) == 1:
+            ways = [[*title, Item(atom, 0, 0, "", False, (atom,))] for atom in atoms]
+        self._take(near, far, *ways)
+        return far
+
+    def _beside(self, at: int) -> bool:
+        """Whether item `at` follows a free one with at most a comma or a bracket between them."""
+        return at > 0 and not self.taken[at - 1] and set(self.items[at].gap) <= set(" ,()[]")
+
+    def _chain(self, at: int, step: int) -> int:
+        """How far places, which commas and "and" join, go on from an edge between items, forwards or backwards."""
+        end = at
+        while 0 <= (place := at if step > 0 else at - 1) < len(self.items):
+            item = self.items[place]
+            if not self._beside(at) and not (step > 0 and set(item.gap) <= set(" ,()[]")):
+                break
+            if self.taken[place] or not (item.places or item.norm == "&"):
+                break
+            at += step
+            end = at if item.places else end
+        return end
+
+    # -- what looks like an authority --------------------------------------------------------------------------------
+    def _statute(self, at: int) -> None:
+        """An Act, Regulations, an Order or Rules, with a name, and with a year behind."""
+        item, year = self.items[at], at + 1
+        if not item.big or item.norm not in ENACTED:
+            return
+        if self._joined(year) and self.items[year].gap.strip() == "(":  # a remark, unless it is the year
+            while (
+                year < at + FAR
+                and self._joined(year)
+                and not self.items[year].year
+                and ")" not in (self.items[year].gap)
+            ):
+                year += 1
+        if not (self._joined(year) and self.items[year].year and set(self.items[year].gap) <= set(" ,()[]")):
+            return
+        first = self._names_before(at)
+        if first < at and self._places(first, year + 1) is None:
+            self._take(first, year + 1)
+
+    def _case(self, at: int) -> None:
+        """Two parties and a v between them, with a report or without, or Re something with a report."""
+        item, end = self.items[at], self._names_after(at + 1)
+        if end == at + 1:
+            return
+        if item.norm == "v" and (first := self._names_before(at)) < at:
+            self._take(first, self._report(end))
+        elif item.norm == "re" and item.big and self._report(end) > end:
+            self._take(at, self._report(end))
+
+    def _names_before(self, end: int) -> int:
+        """Where the name begins that leads to an item: capitalised words, what links them, and remarks in brackets."""
+        at, depth = end, 0
+        while end - at < FAR and self._joined(at) and not self.taken[at - 1]:
+            gap, before = self.items[at].gap, self.items[at - 1]
+            depth += gap.count(")") - gap.count("(")
+            if depth < 0 or (not depth and not (self._goes_on(before, gap) and (before.big or before.norm in LINKS))):
+                break
+            at -= 1
+        if depth > 0:
+            return end
+        if at and self.items[at - 1].norm == "v":  # a case: its second party is not of this name
+            at = next((place for place in range(at, end) if self.items[place].norm == "&"), end)
+        while at < end and (not self.items[at].big or self.items[at].norm in OPENINGS):
+            at += 1
+        return at
+
+    def _names_after(self, first: int) -> int:
+        """Where the name ends that begins at an item."""
+        at = end = first
+        while at - first < FAR and self._joined(at, APART | set(",()[]")) and not self.taken[at]:
+            item = self.items[at]
+            if at > first and not self._goes_on(self.items[at - 1], item.gap):
+                break
+            if not item.big and item.norm not in LINKS:
+                break
+            at += 1
+            end = at if item.big else end
+        return end
+
+    def _goes_on(self, before: Item, gap: str) -> bool:
+        """Whether a sentence goes on behind an item, which a full stop ends unless the item is abbreviated."""
+        short = before.norm in ABBREVIATED or len(before.norm) == 1 or "." in self.text[before.start : before.end]
+        return "." not in gap or short
+
+    def _report(self, first: int) -> int:
+        """Where the report ends that begins at an item: [1976] QB 286, or 410 U.S. 113 (1973)."""
+        if not self._joined(first):
+            return first
+        item, end = self.items[first], first
+        bracketed = item.gap.strip(" ,")[-1:] in ("(", "[") and item.year
+        if not bracketed and not (item.norm[0].isdecimal() and set(item.gap) <= set(" ,")):
+            return first
+        at, end = first + 1, first + bool(bracketed)
+        while at < first + 8 and self._joined(at) and set(self.items[at].gap) <= set(" .,)]"):
+            item = self.items[at]
+            if not (item.big or item.norm == "&" or item.norm[0].isdecimal()):
+                break
+            at += 1
+            end = at if item.norm[0].isdecimal() else end
+        if end > first and not bracketed and self._joined(end) and self.items[end].gap.strip() in ("(", "["):
+            far = next((far for far in range(end, min(end + 6, len(self.items))) if self.items[far].year), end - 1)
+            end = far + 1
+        return end

@@ -1,0 +1,232 @@
+"""Citations as they are written, and the key by which two spellings of one authority are equal.
+
+"Limitation Act 1980, s 5", "LIMITATION ACT 1980 section 5" and "s. 5 of the Limitation Act, 1980" have one key, as have
+"Roe v. Wade, 410 U. S. 113 (1973)" and "Roe v Wade (1973) 410 US 113". A text is read once into items (words, and
+places such as s 5(1)), and everything else works on those, in time linear in the text's length.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from qat_lora.data.appearance import GLYPHS, MARKS, folded, plain
+
+# What opens a place in an authority, by its short form: (one place, several)
+PLACES = {
+    "s": ("s|sect?|section|§", "ss|sects|secs|sections|§ ?§"),
+    "reg": ("reg|regulation", "regs|regulations"),
+    "art": ("art|article|artikel|artículo", "arts|articles|artikeln|artículos"),
+    "r": ("r|rule", "rr|rules"),
+    "para": ("para?|paragraph|¶", "paras|paragraphs|¶ ?¶"),
+    "sch": ("sch|sched|schedule", "schedules"),
+    "pt": ("pt|part", "pts|parts"),
+}
+ONE, MANY = ("|".join(words) for words in zip(*PLACES.values()))
+YEAR = r"[12]\d{3}(?!\d)"
+CHAR = r"[^\s!-/:-@\[-`{-~§¶]"  # of a word: GLYPHS leave no other punctuation
+LETTER = rf"[^\W\d_][{MARKS}]*+"
+CLUSTER = re.compile(rf"(?s:.)[{MARKS}]*+")
+BRACKETS = r"(?: ?\((?:\d{1,3}[a-z]?|[a-z]{1,2}|[ivx]{1,4})\))*+"
+NUMBER = rf"\d{CHAR}*+(?:(?:\.(?=\d)|[/-]){CHAR}++)*+{BRACKETS}"
+ROMAN = rf"(?-i:[IVXLC]{{1,6}})(?!{CHAR}){BRACKETS}"
+TOKEN = re.compile(
+    rf"(?i:(?<!{CHAR})(?<!{CHAR}')(?:(?P<many>{MANY})\.?(?<!rules)(?<!regulations) ?(?P<list>{NUMBER}"
+    rf"(?:(?:, ?(?:(?:and|or) |& )?| (?:and|or|&|und|et|y) )(?!{YEAR}){NUMBER})*+)"
+    rf"|(?P<several>rules|regulations) (?!{YEAR})(?P<numbers>{NUMBER})"
+    rf"|(?P<one>{ONE})(?:\. ?| ?)(?P<number>{NUMBER})"
+    rf"|(?P<part>art|article|sch|schedule|pt|part)\.? (?P<roman>{ROMAN})))"
+    # initials, "U.S.C." or "U. S. C.", but not the "v." between two parties
+    rf"|(?P<initials>(?![vV]\.){LETTER}(?:\.(?!v\b){LETTER}(?!{CHAR})|\. (?![vV]\.){LETTER}(?=\.))++\.?)"
+    rf"|(?P<word>{CHAR}++(?:(?:['/-]|(?<=\d)\.(?=\d)){CHAR}++)*+|[§¶&])"
+)
+# Words beside a place, "section 5 of the …", and words before a citation, that are not of it
+CONNECTORS = {"of", "the", "in", "to", "under", "du", "de", "la", "le", "les", "des", "del", "der", "dem", "das"}
+OPENINGS = {"see", "also", "as", "in", "under", "the", "by", "&", "of", "but", "cf", "per", "pursuant", "according",
+            "to", "with"}  # fmt: skip
+ABBREVIATED = {"co", "ltd", "inc", "corp", "bros", "no", "st", "dr", "mr", "mrs", "ms", "jr", "anor", "ors", "etc"}
+ENACTED = {"act", "regulations", "order", "rules"}  # what is a statute with its year
+NOTHING = {"none", "nil", "null", "n/a", "na", "not applicable", "no authority"}
+EMPHASIS = "*_"
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A word of a text, or one or more places in an authority. norm: how the word is compared; start, end: where it is
+    in the text; gap: what is before it since the last item; big: it begins with a capital."""
+
+    norm: str
+    start: int
+    end: int
+    gap: str
+    big: bool
+    places: tuple[str, ...] = ()
+
+    @property
+    def year(self) -> bool:
+        return bool(re.fullmatch(YEAR, self.norm))
+
+
+def items(text: str) -> list[Item]:
+    """The words and places of a text, in order."""
+    signs: list[str] = []
+    starts: list[int] = []  # where in the text each sign comes from
+    ends: list[int] = []
+    for cluster in CLUSTER.finditer(text):
+        char = cluster[0]
+        spelled = plain(char) if len(char) > 1 else "" if char in EMPHASIS else GLYPHS[ord(char)]
+        if not (spelled == " " and signs[-1:] == [" "]):
+            signs += spelled
+            starts += [cluster.start()] * len(spelled)
+            ends += [cluster.end()] * len(spelled)
+    seen, last, found = "".join(signs), 0, []
+    for match in TOKEN.finditer(seen):
+        start, end = match.span()
+        places = _places(match)
+        norm = " ".join(places) if places else _norm(match[0])
+        if norm.strip(MARKS):
+            big = not places and (seen[start].isupper() or seen[start].istitle())
+            found.append(Item(norm, starts[start], ends[end - 1], seen[last:start], big, places))
+            last = end
+    return found
+
+
+def _places(match: re.Match) -> tuple[str, ...]:
+    """("s 5(1)", "s 6") of "sections 5 (1) and 6"; nothing of what is no place."""
+    opening = match["many"] or match["several"] or match["one"] or match["part"]
+    if opening is None:
+        return ()
+    numbers = match["list"] or match["numbers"] or match["number"]
+    numbers = re.findall(NUMBER, numbers, re.IGNORECASE) if numbers else [match["roman"]]
+    return tuple(f"{_short(folded(opening))} {folded(number).replace(' ', '')}" for number in numbers)
+
+
+@lru_cache
+def _short(opening: str) -> str:
+    return next(short for short, words in PLACES.items() if re.fullmatch("|".join(words), opening))
+
+
+@lru_cache(1 << 14)
+def _norm(word: str) -> str:
+    """A word in one spelling: case, dots and apostrophes aside."""
+    word = folded(word)
+    if word[:1].isdecimal():
+        return word.removesuffix("'s").replace("'", "")
+    word = re.sub("[.' ]", "", word)
+    return {"and": "&", "vs": "v", "versus": "v"}.get(word, word)
+
+
+# -- one citation ----------------------------------------------------------------------------------------------------
+def content(found: Sequence[Item]) -> list[Item]:
+    """The words of a citation that tell it from others: neither places, nor what leads to it, nor what joins a place to
+    its Act."""
+    words: list[Item] = []
+    beside = False
+    for item in found:
+        if item.places:
+            while words and words[-1].norm in CONNECTORS:
+                words.pop()
+            beside = True
+        elif item.norm != "the" and not (beside and item.norm in CONNECTORS):
+            words.append(item)
+            beside = False
+    first, last = 0, len(words)
+    while first < last - 1 and words[first].norm in OPENINGS:
+        first += 1
+    while first < last - 1 and words[last - 1].norm == "&":
+        last -= 1
+    return words[first:last]
+
+
+def key(found: Sequence[Item]) -> str:
+    """Equal for two spellings of one authority: its words in their order, then its years and places, wherever they are
+    written."""
+    words = content(found)
+    tail = {item.norm for item in words if item.year}.union(*(item.places for item in found))
+    return " | ".join([" ".join(item.norm for item in words if not item.year), *sorted(tail)])
+
+
+def case_title(found: Sequence[Item]) -> list[Item] | None:
+    """The parties of a case, without its report; None for what is no case."""
+    words = content(found)
+    at = next((at for at, item in enumerate(words) if item.norm == "v" and at), None)
+    if at is None:
+        return None
+    end = next((end for end in range(at + 1, len(words)) if words[end].norm[0].isdecimal()), len(words))
+    return words[:end] if end > at + 1 else None
+
+
+def written(text: str, found: Sequence[Item]) -> str:
+    """A citation as it is written in a text, but for marks of emphasis, with single spaces."""
+    start, end = found[0].start, found[-1].end
+    for opening, closing in ("()", "[]"):
+        more = text.count(opening, start, end) - text.count(closing, start, end)
+        if more < 0 and text[start - 1 : start] == opening:
+            start -= 1
+        elif more > 0 and text[end : end + 1] == closing:
+            end += 1
+    if found[-1].norm in ABBREVIATED and text[end : end + 1] == ".":
+        end += 1
+    return _tidy(text[start:end])
+
+
+def _tidy(text: str) -> str:
+    """Without marks of emphasis, with single spaces; one that carries an accent (´, in NFKC) is no space."""
+    return re.sub(rf"\s+(?![{MARKS}])", " ", re.sub(f"[{EMPHASIS}]", "", text)).strip()
+
+
+# -- a section of them -----------------------------------------------------------------------------------------------
+def entries(section: str) -> list[tuple[str, list[list[Item]]]]:
+    """The entries of a citation section, which stand between semicolons or line ends, each with the items of its
+    citations: one, or several that "and" or a comma joins, if each can stand alone. What holds no word is no entry, nor
+    is one that says that there is nothing."""
+    lines = "".join("\n" if {"\n", ";"} & set(GLYPHS[ord(char)]) else char for char in section).split("\n")
+    found = [(line, items(line)) for line in map(_tidy, lines)]
+    return [(line, _grouped(words)) for line, words in found
+            if words and " ".join(item.norm for item in words) not in NOTHING]  # fmt: skip
+
+
+def citations(section: str) -> dict[str, str]:
+    """What a citation section cites: keys, and the authorities as they are written."""
+    found: dict[str, str] = {}
+    for entry, groups in entries(section):
+        for group in groups:
+            found.setdefault(key(group), written(entry, group))
+    return found
+
+
+def _grouped(found: Sequence[Item]) -> list[list[Item]]:
+    """The items of an entry, by citation."""
+    pieces: list[list[Item]] = []
+    depth = 0
+    for item in found:
+        cut = not pieces
+        for sign in "" if not pieces or [other.norm for other in pieces[-1][:2]] == ["&"] else item.gap:
+            depth = max(0, depth + (sign in "([") - (sign in ")]"))
+            cut |= sign == "," and not depth and not item.places
+        depth = 0 if cut else depth
+        if cut or (item.norm == "&" and not depth):
+            pieces.append([])
+        pieces[-1].append(item)
+    groups: list[list[Item]] = []
+    whole = False  # whether the last group can stand alone
+    for piece in pieces:
+        alone = _whole(piece)
+        if groups and not (alone and (whole or _whole(groups[-1]))):
+            groups[-1] += piece
+        else:
+            groups.append(piece[1:] if groups and piece[0].norm == "&" else piece)
+        whole |= alone
+    return groups
+
+
+def _whole(piece: Sequence[Item]) -> bool:
+    """Whether a piece of an entry can stand alone: a place with a title, a case, or a statute with its year."""
+    names = [item for item in piece if item.norm[0].isalpha() and not item.places
+             and item.norm not in OPENINGS | CONNECTORS]  # fmt: skip
+    norms = [item.norm for item in piece]
+    if "v" in norms[1:-1] or (names and any(item.places for item in piece)):
+        return True
+    enacted = next((at for at, norm in enumerate(norms) if norm in ENACTED), len(norms))
+    dated = any(item.year for item in piece[enacted:])
+    return (dated and len(names) > 1) or ("re" in norms[:2] and any(norm[0].isdecimal() for norm in norms))

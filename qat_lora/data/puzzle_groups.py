@@ -1,0 +1,68 @@
+"""Rows in groups: of each group one puzzle an epoch, with all of its rows, as in training the Tiny Recursive Model."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Which rows are of one puzzle, and which puzzles of one group, such as the augmentations of one of them.
+
+    order [N]: row numbers, those of a puzzle side by side and the puzzles of a group side by side.
+    starts [P + 1]: where in it each puzzle begins; firsts [G + 1]: at which puzzle each group begins. None is empty.
+    """
+
+    order: np.ndarray
+    starts: np.ndarray
+    firsts: np.ndarray
+
+    @classmethod
+    def of(cls, puzzle: np.ndarray, group: np.ndarray) -> "Groups":
+        """From each row's puzzle and group [N], by number; a puzzle is in one group alone."""
+        order = np.lexsort((puzzle, group))
+        begins = np.flatnonzero(np.diff(puzzle[order], prepend=-1))
+        firsts = np.flatnonzero(np.diff(group[order][begins], prepend=-1))
+        return cls(order, np.append(begins, len(order)), np.append(firsts, len(begins)))
+
+    def updates(self, epochs: int, batch_size: int) -> int:
+        """Whole updates in so many epochs, at least 1. An epoch has as many rows as groups of puzzles of mean size."""
+        groups, puzzles, rows = len(self.firsts) - 1, len(self.starts) - 1, len(self.order)
+        return max(1, epochs * groups * rows // (puzzles * batch_size))
+
+    def chosen_rows(self, seed: int, batch_size: int, start: int = 0) -> Iterator[np.ndarray]:
+        """The rows [batch_size] of each update from number `start` on, without end; a function of seed and number.
+
+        An epoch has the groups in random order and of each a random puzzle. An update takes puzzles from there on until
+        it is full, the rows of each in random order, and of the last as many as still fit; where an epoch ends the next
+        one begins, in the same update.
+        """
+        epoch, at, picked, ends = 0, 0, np.zeros(0, np.intp), np.zeros(0, np.intp)  # at: the next of the picked puzzles
+        for update in range(2**63):
+            while len(ends) == 0 or ends[-1] - _before(ends, at) < batch_size:
+                picked = np.concatenate([picked[at:], self._epoch(seed, epoch)])
+                epoch, at, ends = epoch + 1, 0, np.cumsum(self._sizes(picked))
+            first, at = at, int(np.searchsorted(ends, _before(ends, at) + batch_size)) + 1
+            if update >= start:
+                yield self._rows(picked[first:at], batch_size, np.random.default_rng([seed, update, 1]))
+
+    def _epoch(self, seed: int, epoch: int) -> np.ndarray:
+        """A random puzzle of each group, the groups in random order."""
+        rng = np.random.default_rng([seed, epoch])
+        groups = rng.permutation(len(self.firsts) - 1)
+        return rng.integers(self.firsts[groups], self.firsts[groups + 1])
+
+    def _sizes(self, puzzles: np.ndarray) -> np.ndarray:
+        return self.starts[puzzles + 1] - self.starts[puzzles]
+
+    def _rows(self, puzzles: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
+        sizes = self._sizes(puzzles)
+        total = sizes.sum()
+        places = np.arange(total) + np.repeat(self.starts[puzzles] - (np.cumsum(sizes) - sizes), sizes)
+        shuffled = np.lexsort((rng.random(total), np.repeat(np.arange(len(puzzles)), sizes)))
+        return self.order[places[shuffled][:count]]
+
+
+def _before(ends: np.ndarray, at: int) -> int:
+    return int(ends[at - 1]) if at else 0

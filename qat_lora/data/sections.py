@@ -1,0 +1,75 @@
+"""The five sections of a legal answer, as they are read back from what a model says."""
+
+import re
+from dataclasses import dataclass
+
+from qat_lora.data.appearance import BLANKS, plain, visible
+from qat_lora.data.sft import MONTHS
+
+SECTIONS = {
+    "topic": "Topic", "difficulty": "Difficulty", "reasoning": "Reasoning", "answer": "Answer",
+    "citation": "Case Citation",
+}  # fmt: skip
+NUMBERS = {name: number for number, name in enumerate(SECTIONS, 1)}
+FIGURE = re.compile(
+    r"£ ?(?P<sum>\d[\d,]*+(?:\.\d++)?)(?: ?(?P<size>thousand|k|million|m|billion|bn)\b)?"
+    rf"|\b(?P<day>[0-3]?\d)(?:st|nd|rd|th)? (?:of )?(?P<month>{MONTHS}),? (?P<year>\d{{4}})\b"
+    r"|\b(?P<count>\d{1,9}) (?P<unit>day|week|month|year)s?\b"
+)
+SIZES = {"thousand": 1e3, "k": 1e3, "million": 1e6, "m": 1e6, "billion": 1e9, "bn": 1e9, None: 1}
+# What shows nothing may stand around a title, and a tokenizer may make a full-width colon a plain one.
+TITLE = re.compile(rf"^[{BLANKS}*#]*+({'|'.join(SECTIONS.values())})[{BLANKS}*]*+[:：]\** *", re.MULTILINE)
+
+
+def figure(text: str) -> str | None:
+    """The first sum, date or time in a text, in one spelling."""
+    found = FIGURE.search(plain(text))
+    return found and _plain(found)
+
+
+def _plain(found: re.Match) -> str:
+    if found["sum"]:
+        return f"£{float(found['sum'].replace(',', '')) * SIZES[found['size']]:.2f}"
+    if found["day"]:
+        return f"{int(found['day'])} {found['month']} {found['year']}"
+    return f"{int(found['count'])} {found['unit']}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model said, and whether it came to an end. sections: by name, one that is there twice as one text;
+    in_order: every one is there once, in order, after nothing else; prose: all of it but the citation section."""
+
+    text: str
+    ended: bool
+    sections: dict[str, str]
+    in_order: bool
+    prose: str
+
+    @classmethod
+    def read(cls, text: str, ended: bool) -> "Answer":
+        found = list(TITLE.finditer(text))
+        ends = [match.start() for match in found[1:]] + [len(text)]
+        names = {title: name for name, title in SECTIONS.items()}
+        before = text[: found[0].start()] if found else text
+        bodies: dict[str, list[str]] = {}
+        prose = [before]
+        for match, end in zip(found, ends):
+            name, body = names[match[1]], text[match.end() : end].strip()
+            bodies.setdefault(name, []).append(body)
+            if name != "citation":
+                prose.append(body)
+        in_order = [match[1] for match in found] == list(SECTIONS.values()) and not visible(before)
+        return cls(text, ended, {name: "\n".join(parts) for name, parts in bodies.items()}, in_order, "\n".join(prose))
+
+    @property
+    def formatted(self) -> bool:
+        """Five sections in order, with an answer that can be seen, and an end."""
+        return self.in_order and self.ended and visible(self.sections["answer"])
+
+    def figure(self) -> str | None:
+        """What the answer comes to: the figure of its section, or, of a text without one, the last figure."""
+        if "answer" in self.sections:
+            return figure(self.sections["answer"])
+        found = list(FIGURE.finditer(plain(self.text)))
+        return _plain(found[-1]) if found else None

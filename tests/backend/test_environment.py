@@ -1,0 +1,143 @@
+"""Whatever a shell, a launcher or a scheduler leaves in the environment is read, or refused in one line."""
+
+import os
+import socket
+
+import pytest
+
+from qat_lora.backend import count_workers, detect
+from qat_lora.backend.environment import LAUNCH, Place, master_port, read_place
+from qat_lora.backend.launch import launch
+from qat_lora.errors import UserError
+
+ONE_HOST = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+HOSTS = ONE_HOST | {"MASTER_ADDR": "192.0.2.7"}
+NEITHER = "unset RANK and WORLD_SIZE to start without torchrun"
+
+
+@pytest.fixture
+def place(monkeypatch):
+    """place({name: value}): read_place() in that environment."""
+
+    def read(values: dict) -> Place | None:
+        for name in (*LAUNCH, "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+        return read_place()
+
+    return read
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"LOCAL_RANK": "0"}, {"LOCAL_RANK": "x"}, {"LOCAL_WORLD_SIZE": "8"}, {"MASTER_ADDR": "a", "MASTER_PORT": "x"}],
+)
+def test_without_rank_and_world_size_nobody_has_started_several_workers(place, values):
+    assert place(values) is None
+
+
+@pytest.mark.parametrize(
+    "values, rank, world_size, local_rank, local_world_size",
+    [
+        (ONE_HOST, 1, 2, 1, 2),
+        (ONE_HOST | {"MASTER_ADDR": "localhost", "RANK": " 0 "}, 0, 2, 0, 2),
+        (ONE_HOST | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, 1, 2, 0, 1),
+        (HOSTS, 1, 2, 0, 1),
+        (HOSTS | {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, 5, 8, 1, 4),
+        (HOSTS | {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 3, 4, 1, 2),
+        (HOSTS | {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}, 3, 8, 3, 4),
+        (HOSTS | {"RANK": "0", "WORLD_SIZE": "1"}, 0, 1, 0, 1),
+    ],
+)
+def test_a_place_is_read_and_what_is_left_out_follows(place, values, rank, world_size, local_rank, local_world_size):
+    read = place(values)
+    assert (read.rank, read.world_size, read.local_rank) == (rank, world_size, local_rank)
+    assert read.local_world_size == local_world_size and read.one_host == (local_world_size == world_size)
+
+
+@pytest.mark.parametrize(
+    "values, there, missing",
+    [
+        ({"RANK": "0"}, "RANK=0", "WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2", "RANK, MASTER_ADDR, MASTER_PORT"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "RANK=0, WORLD_SIZE=2, MASTER_PORT=1", "MASTER_ADDR"),
+    ],
+)
+def test_half_a_place_names_what_is_missing(place, values, there, missing):
+    with pytest.raises(UserError) as error:
+        place(values)
+    assert str(error.value) == (
+        f"the environment has {there} but no {missing}; start with torchrun, which sets all of them, or {NEITHER}"
+    )
+
+
+@pytest.mark.parametrize(
+    "name, value, what",
+    [
+        *[(name, "x", "is not a whole number") for name in LAUNCH if name != "MASTER_ADDR"],
+        *[(name, "", "is empty") for name in LAUNCH],
+        *[(name, "-1", "is not a whole number") for name in LAUNCH if name != "MASTER_ADDR"],
+        ("RANK", "2", "is not below WORLD_SIZE=2"),
+        ("RANK", "1.0", "is not a whole number"),
+        ("RANK", "9" * 5000, "is not a whole number"),
+        ("WORLD_SIZE", "0", "is not a whole number of at least 1"),
+        ("MASTER_PORT", "0", "is not a whole number from 1 to 65535"),
+        ("MASTER_PORT", "65536", "is not a whole number from 1 to 65535"),
+        ("LOCAL_RANK", "2", "is not below"),
+        ("LOCAL_RANK", "0", "of LOCAL_WORLD_SIZE=2 contradicts RANK=1 of WORLD_SIZE=2"),
+        ("LOCAL_WORLD_SIZE", "3", "is more than WORLD_SIZE=2"),
+        ("MASTER_ADDR", "127.0.0.1:29500", "cannot be resolved"),
+        ("MASTER_ADDR", "..", "cannot be resolved"),
+    ],
+)
+def test_a_bad_value_is_named_with_its_fix(place, monkeypatch, name, value, what):
+    if name == "MASTER_ADDR" and value == "127.0.0.1:29500":  # a resolver may take its time, or know every name
+
+        def unknown(*_, **__):
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+        monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(UserError) as error:
+        place(ONE_HOST | {name: value})
+    assert str(error.value).startswith(f"{name}={value} {what}") and str(error.value).endswith(NEITHER)
+
+
+def test_the_agents_store_and_its_restarts(place):
+    read = place(ONE_HOST | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"})
+    assert read.agent_store and read.attempt == 2 and not place(ONE_HOST).agent_store
+    with pytest.raises(UserError, match="TORCHELASTIC_USE_AGENT_STORE=true is neither True nor False"):
+        place(ONE_HOST | {"TORCHELASTIC_USE_AGENT_STORE": "true"})
+    with pytest.raises(UserError, match="TORCHELASTIC_RESTART_COUNT=x is not a whole number"):
+        place(ONE_HOST | {"TORCHELASTIC_RESTART_COUNT": "x"})
+
+
+def test_launch_refuses_before_anything_starts(place, monkeypatch):
+    assert place({}) is None
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UserError, match="the environment has RANK=0 but no WORLD_SIZE"):
+        launch(pytest.fail, ("was called",), "cpu", "fp32")
+
+
+@pytest.mark.parametrize("value", ["x", "", "0", "-2", "1.5"])
+def test_bad_numbers_of_devices_and_ports_are_refused(monkeypatch, value):
+    monkeypatch.setattr(detect, "tpu_chips", lambda: [])
+    monkeypatch.setenv("CPU_NUM_DEVICES", value)
+    for use in (lambda: detect.resolve("xla"), lambda: count_workers("xla", 0)):
+        with pytest.raises(UserError, match=f"CPU_NUM_DEVICES={value} is .*; set it to the number of torch_xla's CPU"):
+            use()
+    monkeypatch.setenv("MASTER_PORT", value)
+    with pytest.raises(UserError, match=f"MASTER_PORT={value} is .*; set it to a free port .*or unset MASTER_PORT"):
+        master_port()
+
+
+@pytest.mark.parametrize("requested", ["auto", "xla"])
+def test_a_misspelt_pjrt_device_is_refused(monkeypatch, requested):
+    monkeypatch.setattr(detect, "tpu_chips", lambda: ["v6e"])
+    monkeypatch.setenv("PJRT_DEVICE", "TPUU")
+    with pytest.raises(UserError, match="PJRT_DEVICE=TPUU is not one of TPU, CPU, CUDA; correct it, or unset it"):
+        detect.resolve(requested)
+    assert detect.resolve("cpu") == "cpu", "it is not read there"
+    for value, device in (("", "TPU"), (" ", "TPU"), (" cpu ", "CPU")):
+        monkeypatch.setenv("PJRT_DEVICE", value)
+        assert detect.resolve(requested) == "xla" and os.environ["PJRT_DEVICE"] == device

@@ -1,0 +1,122 @@
+"""Workers that a launcher has started, as real processes: how they meet, listen, stop, and survive one another."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from ports import free_port
+
+from qat_lora.backend.environment import LAUNCH
+
+SCRIPT = Path(__file__).with_name("signal_worker.py")
+
+
+def start(what: str, folder: Path, chips: int | None = None, **env) -> subprocess.Popen:
+    clean = {name: value for name, value in os.environ.items() if name not in LAUNCH}
+    command = [sys.executable, SCRIPT, what, folder, *([chips] if chips else [])]
+    return subprocess.Popen(
+        list(map(str, command)), env=clean | {"OMP_NUM_THREADS": "1"} | {k: str(v) for k, v in env.items()},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def pair(what: str, folder: Path, **env) -> list[subprocess.Popen]:
+    place = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()} | env
+    return [start(what, folder, **place, RANK=rank) for rank in range(2)]
+
+
+def ends(jobs: list[subprocess.Popen]) -> list[tuple[int, str]]:
+    """Exit code and stderr of each."""
+    try:
+        said = [job.communicate(timeout=60)[1] for job in jobs]
+    finally:
+        for job in jobs:
+            job.kill()
+    return [(job.returncode, err) for job, err in zip(jobs, said)]
+
+
+def listening_addresses(pids: list[int]) -> set[str]:
+    """The hexadecimal addresses on which these processes listen, as in /proc/net/tcp."""
+    inodes = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            inodes |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(link)))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            columns = line.split()
+            if columns[3] == "0A" and columns[9] in inodes:
+                found.add(columns[1].split(":")[0])
+    return found
+
+
+def pids_of(folder: Path) -> list[int]:
+    files = [folder / f"pid{rank}" for rank in range(2)]
+    until = time.monotonic() + 60
+    while not all(file.exists() and file.read_text() for file in files):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    return [int(file.read_text()) for file in files]
+
+
+def test_workers_of_one_host_listen_on_the_loopback_interface_alone(tmp_path):
+    (tmp_path / "spawned").mkdir()
+    (tmp_path / "env").mkdir()
+    jobs = [start("wait", tmp_path / "spawned", 2), *pair("wait", tmp_path / "env")]
+    pids = [jobs[0].pid, *pids_of(tmp_path / "spawned"), *pids_of(tmp_path / "env")]
+    assert listening_addresses(pids) == {"0100007F"}
+    for name in ("spawned", "env"):
+        (tmp_path / name / "end").touch()
+    assert [code for code, _ in ends(jobs)] == [0, 0, 0]
+
+
+def test_survivors_of_a_killed_worker_say_one_line(tmp_path):
+    """Whatever they are doing; test_launch.py has more of it."""
+    jobs = [start("killed loading 0", tmp_path, 2), *pair("killed collective 0", tmp_path)]
+    jobs += pair("killed loading 1", tmp_path)
+    spawned, *by_env = ends(jobs)
+    said = "error: worker 0 was killed (SIGKILL); the others were ended; resume with --resume auto\n"
+    assert spawned == (137, said)
+    assert by_env[0] == by_env[3] == (-9, "")
+    for code, err in (by_env[1], by_env[2]):
+        assert code == 1 and err.startswith("error: ") and err.count("\n") == 1 and "--resume auto" in err, err
+    assert "the connection to another worker is lost" in by_env[1][1] and "worker 1 has died" in by_env[2][1]
+
+
+def test_sigterm_again_and_again_is_harmless_until_the_process_has_ended(tmp_path):
+    folders = [tmp_path / name for name in ("one", "spawned", "env", "final")]
+    for folder in folders:
+        folder.mkdir()
+    one, spawned, env, final = folders
+    jobs = [start("stopped", one), start("stopped", spawned, 2), *pair("stopped", env), start("final", final)]
+    assert [code for code, _ in ends(jobs)] == [0, 0, 0, 0, 0]
+    for folder, status in ((one, "preempted"), (spawned, "preempted"), (env, "preempted")):
+        assert status in (folder / "run" / "summary.json").read_text()
+    assert all((folder / "written0").exists() for folder in folders)
+
+
+def test_workers_that_cannot_meet_say_why(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        place = {"MASTER_ADDR": "localhost", "WORLD_SIZE": 2}
+        busy = {**place, "MASTER_PORT": other.getsockname()[1]}
+        alone, nobody = {**place, "MASTER_PORT": free_port()}, {**place, "MASTER_PORT": free_port()}
+        jobs = [start("impatient", tmp_path, **env, RANK=rank) for env, rank in
+                ((busy, 0), (busy, 1), (alone, 0), (nobody, 1))]  # fmt: skip
+        found = ends(jobs)
+    assert [code for code, _ in found] == [2] * 4
+    said = [err for _, err in found]
+    assert said[0].startswith(
+        f"error: MASTER_PORT={busy['MASTER_PORT']} is in use on this host; end what listens there"
+    )
+    assert "is not worker 0 of a job (no answer within 1 s); end that program, or give all workers another" in said[1]
+    at = f"localhost:{alone['MASTER_PORT']}"
+    assert said[2].startswith(
+        f"waiting for worker 1 of 2 at {at}\nerror: worker 1 of 2 did not come to {at} within 2 s"
+    )
+    assert said[3].startswith("worker 1 is waiting for the job's store, which worker 0 opens at 127.0.0.1:")
+    assert "error: worker 1 found nothing at 127.0.0.1:" in said[3] and "start worker 0 there (RANK=0)" in said[3]
+    assert all(err.count("error:") == 1 and "Traceback" not in err for err in said)

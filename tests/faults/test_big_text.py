@@ -1,0 +1,129 @@
+"""A text of 200 MB: peak memory that does not grow with it, and a run that resumes after kill -9 (make test-faults).
+
+Run with -s to see the figures.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from qat_lora.data.text import END
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(1800)]
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "train_tinystories_reservoir.py"
+LIMIT = 1e9  # bytes; some 770 MB of them are torch and transformers
+ALL = ["--max-stories", "100000000", "--device", "cpu", "--precision", "fp32"]
+# Says at its end what its largest resident set was.
+PEAK = """import runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    print(*[line.strip() for line in open("/proc/self/status") if line.startswith("VmHWM")], flush=True)"""
+NAMES, THINGS = ["Tom", "Lily", "Ann", "Ben", "the old owl", "a small dog"], ["ball", "kite", "tree", "cake", "boat"]
+ENDS = ["They were glad.", "It was time to go home.", "Then the rain came.", "Nobody knew why."]
+
+
+def story(number: int, draw: random.Random) -> str:
+    lines = [f"Story {number}."] + [
+        f"{draw.choice(NAMES)} found a {draw.choice(THINGS)} and showed it to {draw.choice(NAMES)}. {draw.choice(ENDS)}"
+        for _ in range(draw.randint(4, 14))
+    ]
+    return "\n\n".join(lines)
+
+
+def big_text(path: Path, megabytes: float, separator: str) -> Path:
+    """A file of about that size, in which every story has a number of its own."""
+    draw, size, number = random.Random(0), 0, 0
+    with open(path, "w") as file:
+        while size < megabytes * 1e6:
+            number += 1
+            size += file.write(story(number, draw) + separator)
+    return path
+
+
+def environment() -> dict:
+    return os.environ | {"PYTHONPATH": str(ROOT), "USE_TORCH_XLA": "0"}
+
+
+def peak(folder: Path, *flags) -> tuple[float, float]:
+    """(bytes of the largest resident set, seconds) of a run of the script."""
+    started = time.monotonic()
+    command = [sys.executable, "-c", PEAK, SCRIPT, *flags]
+    done = subprocess.run(
+        list(map(str, command)), cwd=folder, env=environment(), capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return 1024 * int(done.stdout.split("VmHWM:")[1].split()[0]), time.monotonic() - started
+
+
+@pytest.mark.parametrize("separator, tokenizer", [(f"\n{END}\n", "bpe"), ("\n", "chars")], ids=["stories", "one text"])
+def test_peak_memory_is_flat(tmp_path, separator, tokenizer):
+    figures = {}
+    for megabytes in (2, 20, 200):
+        text = big_text(tmp_path / "text.txt", megabytes, separator)
+        figures[megabytes], took = peak(tmp_path, "--dataset", text, "--tokenizer", tokenizer, *ALL, "--dry-run")
+        print(f"\n{tokenizer}, {megabytes} MB: peak {figures[megabytes] / 1e6:.0f} MB, {took:.0f} s", end="")
+    assert figures[200] < LIMIT and figures[200] - figures[2] < 0.2e9
+    assert not (tmp_path / "caches").exists()
+
+
+def start(folder: Path, *flags) -> subprocess.Popen:
+    with open(folder / "log", "a") as log:
+        return subprocess.Popen(
+            list(map(str, [sys.executable, "-c", PEAK, SCRIPT, *flags])),
+            cwd=folder, env=environment(), stdout=log, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+
+def wait_for(process: subprocess.Popen, there) -> None:
+    ends = time.monotonic() + 600
+    while not there():
+        assert process.poll() is None and time.monotonic() < ends
+        time.sleep(0.05)
+
+
+def losses(run: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def test_training_on_200_mb_resumes_after_kill_9(tmp_path):
+    text = big_text(tmp_path / "text.txt", 200, f"\n{END}\n")
+    small = "--tokenizer chars --heldout-fraction 0.00002 --epochs 1 --batch-size 64 --block-size 64 --embedding 16 "
+    small += "--hidden 16 --reservoirs diagonal:8 --eval-every 0 --log-every 1 --save-every 20 --resume auto"
+    run, cache = tmp_path / "run", tmp_path / "caches" / "stories"
+    flags = ["--dataset", text, *ALL, *small.split(), "--output-dir", run]
+
+    process = start(tmp_path, *flags)  # killed while it tokenises
+    wait_for(process, lambda: any(file.stat().st_size > 10**7 for file in cache.glob(".*.part/train.bin")))
+    process.kill()
+    process.wait()
+    assert not run.exists() and not [path for path in cache.iterdir() if path.name[0] != "."]
+
+    process = start(tmp_path, *flags)  # killed while it trains
+    wait_for(process, lambda: (run / "checkpoints" / "step_40").exists() and max(losses(run)) >= 55)
+    process.kill()
+    process.wait()
+    before = losses(run)
+    (made,) = [path for path in cache.iterdir() if path.name[0] != "."]
+    written = made.stat().st_mtime_ns
+
+    process = start(tmp_path, *flags)
+    wait_for(process, lambda: "resuming at step" in (tmp_path / "log").read_text() and max(losses(run)) >= 80)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
+    said = (tmp_path / "log").read_text()
+    print(f"\ntraining: {said.split('VmHWM:')[1].split()[0]} kB", end="")
+    assert int(said.split("VmHWM:")[1].split()[0]) * 1024 < LIMIT
+    assert said.count("tokenising") == 2 and made.stat().st_mtime_ns == written, "tokenised once after the kill"
+    after = losses(run)
+    assert {step: after[step] for step in before} == before and max(after) > max(before)

@@ -1,0 +1,68 @@
+"""A file that cannot be written is named, whichever library found out."""
+
+import errno
+
+import numpy as np
+import pytest
+from safetensors import SafetensorError
+
+from qat_lora.errors import UserError
+from qat_lora.run import files
+from qat_lora.run.files import copy_file, new_folder, write_atomically, write_json, writing
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        OSError(errno.EDQUOT, "Disk quota exceeded"),
+        OSError("9720 requested and 4064 written"),  # numpy
+        Exception("No space left on device (os error 28)"),  # tokenizers
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"),
+        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"),
+        PermissionError(errno.EACCES, "Permission denied"),
+        OSError(errno.EROFS, "Read-only file system"),
+    ],
+)
+def test_every_librarys_way_to_say_it_names_the_path(tmp_path, error):
+    for context in (writing(tmp_path / "model"), new_folder(tmp_path / "model")):
+        with pytest.raises(UserError, match=r"/model could not be written \(.*; free some space") as caught, context:
+            raise error
+        assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cause_behind_another_exception_is_found(tmp_path):
+    with pytest.raises(UserError, match="No space left on device"), writing(tmp_path / "a"):
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError as error:
+            raise RuntimeError("while saving") from error
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), RuntimeError("CUDA out of memory"), ValueError("shape")])
+def test_what_has_nothing_to_do_with_writing_passes(tmp_path, error):
+    with pytest.raises(type(error)), writing(tmp_path / "a"):
+        raise error
+
+
+def test_a_full_disk_is_called_so_whatever_the_library_says(tmp_path, monkeypatch):
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 100}))
+    with pytest.raises(UserError, match="No space left on device"), writing(tmp_path / "a"):
+        raise OSError("9720 requested and 4064 written")
+
+
+def test_an_error_inside_a_new_folder_names_the_folder_that_was_asked_for(tmp_path):
+    with pytest.raises(UserError) as caught, new_folder(tmp_path / "data") as part:
+        (part / "x.json").mkdir()
+        write_json(part / "x.json", {})
+    assert f"{tmp_path}/data/x.json could not be written" in str(caught.value)
+
+
+def test_copies_and_arrays_are_whole(tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(10**6))
+    copy_file(tmp_path / "a.npy", tmp_path / "deep" / "b.npy")
+    assert (tmp_path / "deep" / "b.npy").read_bytes() == (tmp_path / "a.npy").read_bytes()
+    write_atomically(tmp_path / "c", lambda file: file.write(b"c"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.npy", "c", "deep"]

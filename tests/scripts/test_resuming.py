@@ -1,0 +1,189 @@
+"""A run is resumed whenever its numbers stay what they were: on another day, split otherwise, measured otherwise."""
+
+import gc
+import json
+import shutil
+import time
+from datetime import datetime
+
+import pytest
+import torch
+from small import SMALL
+
+from qat_lora.errors import UserError
+from qat_lora.run import rundir
+from qat_lora.run.session import Session
+
+DATED = """
+{{- 'Today is ' + strftime_now('%d %b %Y') + '.\\n' }}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{{- '<|im_start|>assistant\\n' if add_generation_prompt }}
+"""
+LAW = "--count 60 --length 512 --epochs 1 --lora-r 4 --eval-answers 0 --final-answers 0 --save-every 1 --log-every 1 "
+LAW = (LAW + "--max-prompt-length 300 --max-new-tokens 4 --device cpu --precision fp32").split()
+BOB = "--num-samples 8 --epochs 1 --batch-size 2 --num-generations 2 --max-prompt-length 200 --max-completion-length 4 "
+BOB += "--validation-samples 1 --save-every 1 --log-every 1 --sft --sft-epochs 1 --device cpu --precision fp32"
+BOB = BOB.split()
+
+
+@pytest.fixture
+def dated(sharp_model_dir, tmp_path):
+    """The tiny model with a chat template that prints the date."""
+    folder = tmp_path / "dated"
+    shutil.copytree(sharp_model_dir, folder)
+    (folder / "chat_template.jinja").write_text(DATED)
+    return folder
+
+
+@pytest.fixture
+def another_day(monkeypatch):
+    """From here on it is some days later, for the project and for transformers alike."""
+
+    class Later(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return datetime.fromtimestamp(time.time() + 5 * 86400, tz)
+
+    def begin():
+        monkeypatch.setattr(rundir, "datetime", Later)
+        monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Later)
+
+    return begin
+
+
+@pytest.fixture
+def die(run, monkeypatch):
+    """die(script, *flags): run until the second checkpoint is written, and die there."""
+
+    def dying(script: str, *flags) -> None:
+        save, saved = Session._save, []
+
+        def last(self, step):
+            save(self, step)
+            saved.append(step)
+            if len(saved) == 2:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Session, "_save", last)
+            with pytest.raises(KeyboardInterrupt):
+                run(script, *flags)
+        gc.collect()  # the process would end here, and release its run directory
+
+    return dying
+
+
+def lines(folder) -> list[dict]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "tokens_per_s"} for line in found]
+
+
+# -- a template that prints the date ---------------------------------------------------------------------------------
+@pytest.mark.parametrize("script, flags", [("train_cot_sft", LAW), ("train_musclebob_improved", BOB)])
+def test_a_run_with_a_date_in_its_text_resumes_on_another_day(run, die, dated, tmp_path, another_day, script, flags):
+    flags = ["--model", dated, *flags, "--output-dir", tmp_path / "run", "--resume", "auto"]
+    die(script, *flags)
+    another_day()
+    run(script, *flags)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
+
+
+def test_a_run_that_is_looked_for_is_found_on_another_day(run, die, dated, tmp_path, another_day, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--model", dated, *LAW, "--resume", "auto"]
+    die("train_cot_sft", *flags)
+    another_day()
+    run("train_cot_sft", *flags)
+    assert len(list((tmp_path / "runs" / "train_cot_sft").iterdir())) == 1
+
+
+def test_a_cache_with_a_date_in_its_text_resumes_on_another_day(run, dated, tmp_path, another_day):
+    rows = [
+        {"messages": [{"role": "user", "content": f"What is {n} + {n}?"}, {"role": "assistant", "content": str(2 * n)}]}
+        for n in range(80)
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = ["--model", dated, "--dataset", tmp_path / "rows.jsonl", "--length", 32, "--rows-per-shard", 8,
+             "--device", "cpu", "--precision", "fp32", "--cache-dir"]  # fmt: skip
+    run("build_kd_cache", *flags, tmp_path / "whole")
+    run("build_kd_cache", *flags, tmp_path / "cache")
+    manifest = json.loads((tmp_path / "cache" / "manifest.json").read_text())
+    last = sorted(manifest["shards"])[-1]
+    del manifest["shards"][last]
+    (tmp_path / "cache" / "manifest.json").write_text(json.dumps(manifest))
+    (tmp_path / "cache" / last).unlink()
+    another_day()
+    run("build_kd_cache", *flags, tmp_path / "cache")
+    assert (tmp_path / "cache" / last).read_bytes() == (tmp_path / "whole" / last).read_bytes()
+
+
+# -- the same update, split otherwise; other evaluation and saving ---------------------------------------------------
+def test_the_legal_fine_tune_resumes_split_and_measured_otherwise(run, die, sharp_model_dir, tmp_path):
+    fixed = ["--model", sharp_model_dir, *LAW]
+    run("train_cot_sft", *fixed, "--batch-size", 4, "--accumulation-steps", 2, "--output-dir", tmp_path / "whole")
+    flags = [*fixed, "--output-dir", tmp_path / "run", "--resume", "auto"]
+    die("train_cot_sft", *flags, "--batch-size", 4, "--accumulation-steps", 2)
+    other = ["--no_gradient_checkpointing", "--keep", 3, "--eval-every", 2, "--answer-rows", 3, "--save-every", 3]
+    run("train_cot_sft", *flags, "--batch-size", 2, "--accumulation-steps", 4, *other)
+    losses = [[line["loss"] for line in lines(tmp_path / name) if "loss" in line] for name in ("whole", "run")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    changed = json.loads((tmp_path / "run" / "manifest.json").read_text())["resumed"][0]["changed"]
+    assert changed["batch_size"] == 2 and changed["keep"] == 3 and "learning_rate" not in changed
+    with pytest.raises(UserError, match="rows_per_update is 8"):
+        run("train_cot_sft", *fixed, "--output-dir", tmp_path / "run", "--resume", "auto", "--batch-size", 2)
+
+
+@pytest.mark.parametrize("script", ["train_qat", "train_recovery_lora"])
+def test_low_bit_training_resumes_split_and_measured_otherwise(run, die, qat, tiny_student, cache, tmp_path, script):
+    flags = qat if script == "train_qat" else [
+        "--checkpoint", tiny_student, "--kd-cache-dir", cache, "--output-dir", tmp_path / "run", *SMALL
+    ]  # fmt: skip
+    flags = [*flags, "--max-steps", 4, "--save-every", 1, "--eval-every", 1, "--log-every", 1, "--resume", "auto"]
+    die(script, *flags)
+    run(script, *flags, "--batch-size", 2, "--accumulation-steps", 2, "--eval-rows", 6, "--save-every", 2)
+    figure = "heldout_kl"
+    found = [line for line in lines(tmp_path / "run") if figure in line]
+    assert {line["heldout_rows"] for line in found} == {4, 6}
+    best = json.loads((tmp_path / "run" / "summary.json").read_text())["best"][figure]
+    assert best == min(line[figure] for line in found if line["heldout_rows"] == 6)
+
+
+# -- the files that a run relies on ----------------------------------------------------------------------------------
+def test_a_best_checkpoint_that_is_gone_comes_back(run, die, qat, tmp_path):
+    folder, flags = tmp_path / "run", [*qat, "--max-steps", 4, "--save-every", 1, "--eval-every", 1, "--resume", "auto"]
+    die("train_qat", *flags)
+    (folder / "best.pt").unlink()
+    shutil.rmtree(max((folder / "checkpoints").glob("step_*"), key=lambda path: int(path.name[5:])))
+    run("train_qat", *flags)
+    info = torch.load(folder / "best.pt", weights_only=True)["info"]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert info["heldout_kl"] == summary["best"]["heldout_kl"]
+
+
+def test_what_comes_after_the_last_step_may_be_killed(run, qat, tmp_path, monkeypatch):
+    flags = [*qat, "--resume", "auto"]
+    with monkeypatch.context() as patched:
+        patched.setattr("qat_lora.experiments.qat.plot_run", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run("train_qat", *flags)
+    assert not (tmp_path / "run" / "plots").exists()
+    run("train_qat", *flags)
+    assert (tmp_path / "run" / "plots" / "metrics.png").exists()
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
+
+
+def test_a_plot_that_fails_costs_no_run(run, qat, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("qat_lora.experiments.qat.plot_run", fail)
+    run("train_qat", *qat)
+    assert "warning: plotting failed (no fonts)" in capsys.readouterr().out
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def fail(*_):
+    raise RuntimeError("no fonts")

@@ -1,0 +1,84 @@
+"""Lower bounds of memory are below what is really held, and not far below it."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from qat_lora.experiments.stories import MODELS, Shape, build
+from qat_lora.memory import least_rollout_memory, least_training_memory, recursive_memory, story_memory
+from qat_lora.models.recursive import RecursiveSpec
+from qat_lora.models.reservoir import ReservoirSpec
+
+# In a process of its own: the most that it ever held, less what it held before, for one update of a model.
+PEAK = """
+import resource, sys, torch
+from qat_lora.backend import TorchBackend
+from qat_lora.data.puzzle_rows import draw
+from qat_lora.models.recursive import RecursiveModel, RecursiveSpec
+from qat_lora.recursive import RecursivePlan, Trainer, segment_batches
+rows = draw("maze9", 40, 0)
+spec = RecursiveSpec(rows.vocab, rows.length, hidden_size=int(sys.argv[1]), num_heads=4, H_cycles=1, L_cycles=3)
+plan = RecursivePlan(
+    steps=2, batch_size=int(sys.argv[2]), learning_rate=1e-3, warmup_steps=0, clip_grad_norm=1.0, seed=0
+)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+model = RecursiveModel(spec)
+backend = TorchBackend("cpu", sys.argv[3])
+model.checkpoint = backend.checkpoint if sys.argv[4] == "1" else None
+trainer = Trainer(model, plan, backend)
+for number, batch in enumerate(segment_batches(rows, plan, 0), 1):
+    trainer.step(batch, number)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+@pytest.mark.parametrize(
+    "width, rows, precision, checkpointing, least", [(512, 2, "fp32", 0, 0.5), (64, 64, "bf16", 0, 0.15)]
+)
+def test_a_recursive_model_takes_no_less_than_is_said(width, rows, precision, checkpointing, least):
+    words = [sys.executable, "-c", PEAK, *map(str, (width, rows, precision, checkpointing))]
+    taken = int(subprocess.run(words, capture_output=True, text=True, check=True, timeout=100).stdout)
+    spec = RecursiveSpec(6, 81, hidden_size=width, num_heads=4, H_cycles=1, L_cycles=3)
+    said = sum(recursive_memory(spec, rows, True, precision == "bf16", bool(checkpointing)).values())
+    assert least * taken < said < taken
+
+
+def test_the_options_to_lower_are_those_that_take_the_most():
+    spec = RecursiveSpec(6, 81, hidden_size=4096, num_heads=4)
+
+    def lower(changes=None, rows=8) -> str:
+        parts = recursive_memory(dataclasses.replace(spec, **(changes or {})), rows, True, False, False)
+        return max(parts, key=parts.__getitem__)
+
+    assert "arch.L_layers" in lower() and "global_batch_size" in lower(rows=10**6)
+    assert "arch.L_cycles" in lower({"L_cycles": 10**6}) and "identifiers" in lower({"identifiers": 10**9})
+    assert "arch.mlp_t" in lower({"mlp_t": True, "length": 10**6})
+
+
+SHAPE = Shape(32, 2, 80, (ReservoirSpec(24), ReservoirSpec(20, "esn", radius=0.9)))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_story_model_takes_no_less_than_is_said(kind):
+    model = build(kind, 50, SHAPE, 0)
+    trained, fixed, tokens = story_memory(50, 32, 2, 80, SHAPE.specs, 100, False).values()
+    there = 16 * sum(p.numel() for p in model.parameters())
+    assert 0.9 * there < trained < there * 1.01 and tokens == 100 * 2 * 32 * 4
+    if kind == "reservoir":  # without what a scan keeps
+        w = [b.numel() for name, b in model.named_buffers() if name.split(".")[-1] in ("w", "w_in")]
+        assert fixed == 4 * sum(w)
+
+
+def test_a_language_model_and_its_answers(tiny_model_dir):
+    from qat_lora.models.loading import load_model
+
+    model = load_model(str(tiny_model_dir))
+    count = sum(p.numel() for p in model.parameters())
+    vocab, hidden = model.get_output_embeddings().weight.shape
+    layers = model.config.num_hidden_layers
+    assert least_training_memory(model, 2, 8, True) == 16 * count + layers * 2 * 8 * hidden * 2
+    model.requires_grad_(False)
+    assert least_training_memory(model, 2, 8, True) == 4 * count
+    assert least_rollout_memory(model, 3, 4, 10) == 12 * (160 + 2 * vocab)
