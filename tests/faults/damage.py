@@ -80,7 +80,7 @@ def damage(path: Path, what: str, trial: Trial) -> None:
 def names(path: Path) -> tuple[str, ...]:
     """What a refusal may call a file: itself, or a folder that it lies in, up to the run's own."""
     above = [part for part in path.parts[:-1] if part not in (OUT, "run", "checkpoints")]
-    return (path.name, *above)
+    return (path.name, path.stem.replace("_", " "), *above)  # "the chat template"
 
 
 def damaged(bench: Bench, folder: Path, trial: Trial, there: Path, path: Path, what: str) -> str:
