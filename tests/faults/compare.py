@@ -23,7 +23,7 @@ def result(folder: Path, base: Path, cache: bool = False) -> dict[str, Any]:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     names = [(path, path.relative_to(folder)) for path in files]
     place = re.compile(rf"{re.escape(str(base))}/\w+/[^/\"']+")
-    return {str(name): _content(path, place) for path, name in names if not {*name.parts} & {*aside}}
+    return {str(name): _readable(path, place) for path, name in names if not {*name.parts} & {*aside}}
 
 
 def difference(one: dict[str, Any], other: dict[str, Any]) -> str | None:
@@ -48,6 +48,13 @@ def _where(one: Any, other: Any) -> str:
     return ""
 
 
+def _readable(path: Path, place: re.Pattern) -> Any:
+    try:
+        return _content(path, place)
+    except Exception as error:  # a damaged file, which is not the reference's
+        return f"unreadable: {error}"
+
+
 def _content(path: Path, place: re.Pattern) -> Any:
     if path.name == "metrics.jsonl":
         return [_timeless(json.loads(line)) for line in path.read_text().splitlines()]
@@ -59,6 +66,8 @@ def _content(path: Path, place: re.Pattern) -> Any:
         return _plain(torch.load(path, weights_only=True, map_location="cpu"), place)
     if path.suffix == ".png":
         return "a picture"
+    if path.name == "export.json":
+        return {key: value for key, value in json.loads(path.read_text()).items() if key != "commit"}
     if path.name == "origin.json":  # the rest are checksums of files that name places
         return json.loads(path.read_text())["base"]
     return hashlib.sha256(_cut(path.read_bytes(), place)).hexdigest()

@@ -136,10 +136,7 @@ def pickled(zipped: bool) -> bytes:
 def hostile_trainer(folder: Path, data: bytes) -> None:
     """In every checkpoint, with the right checksum."""
     for step in (folder / RUN / "checkpoints").glob("step_*"):
-        (step / "trainer.pt").write_bytes(data)
-        meta = json.loads((step / "meta.json").read_text())
-        meta["sha256"]["trainer.pt"] = hashlib.sha256(data).hexdigest()
-        (step / "meta.json").write_text(json.dumps(meta))
+        write_trainer(step, data)
 
 
 def hostile_file(folder: Path, data: bytes, name: str) -> None:
@@ -147,10 +144,19 @@ def hostile_file(folder: Path, data: bytes, name: str) -> None:
     total = hashlib.sha256(data).hexdigest()
     (folder / RUN / name).write_bytes(data)
     (folder / RUN / "checkpoints" / "files" / total).write_bytes(data)
-    for meta in (folder / RUN / "checkpoints").glob("step_*/meta.json"):
-        content = json.loads(meta.read_text())
-        content["files"][name] = total
-        meta.write_text(json.dumps(content))
+    for step in (folder / RUN / "checkpoints").glob("step_*"):
+        content = torch.load(step / "trainer.pt", weights_only=True)
+        content["meta"]["files"][name] = total
+        buffer = io.BytesIO()
+        torch.save(content, buffer)
+        write_trainer(step, buffer.getvalue())
+
+
+def write_trainer(step: Path, data: bytes) -> None:
+    (step / "trainer.pt").write_bytes(data)
+    meta = json.loads((step / "meta.json").read_text())
+    meta["sha256"]["trainer.pt"] = hashlib.sha256(data).hexdigest()
+    (step / "meta.json").write_text(json.dumps(meta))
 
 
 def hostile_weights(folder: Path, data: bytes, name: str, instead: str) -> None:

@@ -73,6 +73,7 @@ def run_all(bench, trials: list, jobs: int, done) -> None:
         if not pid:
             code = 1
             try:
+                shutil.rmtree(folder, ignore_errors=True)  # of an earlier call that was interrupted
                 folder.parent.mkdir(exist_ok=True)
                 line = tried(bench, trial, folder)
                 folder.with_suffix(".json").write_text(json.dumps(line))

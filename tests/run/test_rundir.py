@@ -417,9 +417,9 @@ def test_files_of_a_run_without_checksums_are_not_checked(finished_run):
     assert not (unfinished.path / "checksums.json").exists()
 
 
-@pytest.mark.parametrize("here", [{"a.json": "1", "b.json": "3"}, {"a.json": "1"}])
-def test_of_facts_about_several_files_the_one_that_differs_is_named(here):
+@pytest.mark.parametrize("ours", [{"a.json": "1", "b.json": "3"}, {"a.json": "1"}])
+def test_of_facts_about_several_files_the_one_that_differs_is_named(ours):
     ended_with = open_run("toy", config(), {"model files": {"a.json": "1", "b.json": "2"}})
     ended_with.held.close()
-    message = refusal(config(resume="auto"), {"model files": here})
-    assert f"model files: b.json is '2' there, {here.get('b.json')!r} here" in message
+    message = refusal(config(resume="auto"), {"model files": ours})
+    assert f"model files: b.json is '2' there, {ours.get('b.json')!r} here" in message
