@@ -41,7 +41,7 @@ def trials(bench: Bench) -> Iterator[Trial]:
     for tool in bench.chosen(TOOLS):
         bench.reference(tool)  # so that what it reads is there
         read = {path for pattern in tool.reads.split() for path in bench.inputs.glob(pattern) if path.is_file()}
-        for path in sorted(path.relative_to(bench.inputs) for path in read):
+        for path in sorted(path.relative_to(bench.inputs) for path in read if path.name != ".lock"):
             yield from damages(READ, tool, bench.inputs, path, misread, bool(SHARD.match(path.name)))
 
 

@@ -143,7 +143,8 @@ TOOLS = (
         "--qat-run qat --recovery-run recovery --cache-dir cache --model model --rows 4 --new-tokens 4 "
         f"--output {OUT}/report.md",
         ("model", "cache", "qat", "recovery"),
-        reads="qat/*.* recovery/*.* recovery/adapter/* cache/*.*",
+        # the cache's summary.json holds nothing but times
+        reads="qat/*.* recovery/*.* recovery/adapter/* cache/manifest.json cache/*.safetensors",
     ),
     Subject(
         "completions", "run_inference",
@@ -160,7 +161,8 @@ TOOLS = (
     ),
     Subject("plots", "plot_run", f"--run {OUT}/qat", ("qat",), reads="qat/metrics.jsonl"),
     Subject(
-        "verdict on GRPO", "analyze_training", f"--run {OUT}/bob", ("bob",), reads="bob/*.json bob/metrics.jsonl",
+        "verdict on GRPO", "analyze_training", f"--run {OUT}/bob", ("bob",),
+        reads="bob/training_config.json bob/*_validation.json bob/checksums.json bob/metrics.jsonl",
     ),
     Subject(
         "questions after GRPO", "test_musclebob", f"--run bob --model model --samples 2 --output {OUT}/answers.json",
