@@ -110,12 +110,12 @@ def test_workers_that_cannot_meet_say_why(tmp_path):
     assert [code for code, _ in found] == [2] * 4
     said = [err for _, err in found]
     assert said[0].startswith(
-        f"error: MASTER_PORT={busy['MASTER_PORT']} is in use on this host; end what listens there"
+        f"error: MASTER_PORT={busy['MASTER_PORT']} is in use on this host; end the program that listens there"
     )
     assert "is not worker 0 of a job (no answer within 1 s); end that program, or give all workers another" in said[1]
     at = f"localhost:{alone['MASTER_PORT']}"
     assert said[2].startswith(
-        f"waiting for worker 1 of 2 at {at}\nerror: worker 1 of 2 did not come to {at} within 2 s"
+        f"waiting for worker 1 of 2 at {at}\nerror: worker 1 of 2 did not arrive at {at} within 2 s"
     )
     assert said[3].startswith("worker 1 is waiting for the job's store, which worker 0 opens at 127.0.0.1:")
     assert "error: worker 1 found nothing at 127.0.0.1:" in said[3] and "start worker 0 there (RANK=0)" in said[3]
