@@ -1,4 +1,4 @@
-"""Text sources: each kind of source gives its rows in order, and each fault is one line with the mend."""
+"""Text sources: each kind of source gives its rows in order, and each fault is one line with its fix."""
 
 import json
 import random
@@ -136,7 +136,7 @@ def test_without_a_hub_a_dataset_name_fails_fast_and_names_the_mend(no_hub, sour
 
 
 def test_without_a_hub_a_caller_with_other_sources_names_its_own(no_hub):
-    assert fault("nobody/nothing", mend="use a pencil").endswith("; use a pencil")
+    assert fault("nobody/nothing", fix="use a pencil").endswith("; use a pencil")
 
 
 def test_without_a_hub_the_process_does_not_stay_offline(no_hub):
