@@ -33,11 +33,11 @@ def read_rows(
     .parquet file, or the name of a hub dataset. A .txt file is one {"text": ...} as it stands; if <|endoftext|>
     separates texts in it, it is one for each text, stripped, without empty ones. Separated texts and rows are read one
     at a time. Every string of a row, nested ones included, is in NFC. `config` and `streaming` concern hub datasets
-    only. Without a hub, a dataset that is in the local cache is read from there. fix: what an error about the hub
-    advises, for callers that take other sources than these. The first row is read at once, so that a bad source fails
-    here and not at the first use of the iterator. Raises UserError for a source that is missing, unreadable or empty,
-    for a malformed row (while iterating), and for a `split` other than "train" where the source has no splits, because
-    train rows would then pass for held-out ones.
+    only. Without a hub, a dataset that is in the local cache is read from there.
+    fix: what an error about the hub advises, for callers that accept other sources than these.
+    The first row is read at once, so that a bad source fails here and not at the first use of the iterator.
+    Raises UserError for a source that is missing, unreadable or empty, for a malformed row (while iterating), and for
+    a `split` other than "train" where the source has no splits, because train rows would then pass for held-out ones.
     """
     rows = map(_in_nfc, _open(source, config, split, streaming, fix))
     first = next(rows, None)

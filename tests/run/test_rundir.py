@@ -236,7 +236,7 @@ def test_a_run_of_an_earlier_version_that_does_not_say_what_it_is_is_refused():
     del manifest["config_sha256"]
     (path / "manifest.json").write_text(json.dumps(manifest))
     message = refusal(config(resume="auto"))
-    assert "does not say its seed" in message and "damaged" in message
+    assert "config.yaml has no seed" in message and "damaged" in message
 
 
 def test_path_goes_on_there():
@@ -246,7 +246,7 @@ def test_path_goes_on_there():
 
 def test_path_and_another_output_dir_are_refused():
     open_run("toy", config(), {})
-    assert "--output-dir other is elsewhere" in refusal(config(resume="run", output_dir="other"))
+    assert "--output-dir other are different directories" in refusal(config(resume="run", output_dir="other"))
     assert open_run("toy", config(resume="run", output_dir="./run"), {}).resumed
 
 
