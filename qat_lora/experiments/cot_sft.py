@@ -97,8 +97,8 @@ def law_data(
     together: bool = True, thinks: bool = False,
 ) -> LawData:  # fmt: skip
     """Checked rows without duplicates, split by groups, rendered, and packed. A row that is too long is left out and
-    reported, never cut. weights: of the sections; together: several examples to a row; thinks: how the chat template
-    is rendered."""
+    reported, never cut. weights: of the sections; together: several examples per row; thinks: whether the chat
+    template renders with thinking on."""
     rows, twice = deduplicated(rows, same)
     whole = [readable(row) for row in rows]
     odd = [row["id"] for row, good in zip(rows, whole) if not good]
@@ -153,10 +153,11 @@ def section_weights(text: str | None) -> tuple[float, ...]:
     return tuple(weights.values())
 
 
-STAGES = ("baseline", "final")  # of a run, each with its file of answers
+STAGES = ("baseline", "final")  # of a run, each with its evaluation_file
 
 
 def evaluation_file(stage: str) -> str:
+    """The name of the file in the run directory with the rates and answers of a stage."""
     return f"{stage}_evaluation.json"
 
 

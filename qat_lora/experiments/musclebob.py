@@ -23,6 +23,7 @@ GLANCE = 2  # sampled answers to each held-out question while training goes on
 
 
 def validation_file(stage: str) -> str:
+    """The name of the file in the run directory with the validation of a stage."""
     return f"{stage}_validation.json"
 
 

@@ -44,7 +44,7 @@ class Config(TrainOptions):
     )
     v2_checkpoint: str | None = option(
         None,
-        "start from this student, a best.pt of --model; of other quantisers (e.g. 4 bits): from its weights",
+        "student to start from, a best.pt of --model; if its quantisers differ (e.g. 4 bits): from its weights",
         "--from",
         identity="start",
     )

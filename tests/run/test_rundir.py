@@ -36,7 +36,7 @@ def here(tmp_path, monkeypatch):
 def clock(monkeypatch):
     """Each run starts a second after the one before, in order of name and time."""
     ticks = iter(range(100))
-    monkeypatch.setattr(rundir, "_now", lambda: f"20260101T0000{next(ticks):02d}Z")
+    monkeypatch.setattr(rundir, "_stamp", lambda: f"20260101T0000{next(ticks):02d}Z")
 
 
 RESUMED = b', "resumed": 3}'

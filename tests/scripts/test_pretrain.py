@@ -217,7 +217,7 @@ def augmented(tmp_path):
 def test_groups_decide_how_many_updates_an_epoch_has(train, augmented, capsys):
     train(f"data_path={augmented}", "epochs=100", "global_batch_size=64", "steps=0", "--dry-run")
     said = capsys.readouterr().out
-    assert "281 updates of 64 rows" in said and "of each of 180 groups one of its 900 puzzles" in said
+    assert "281 updates of 64 rows" in said and "one puzzle of each of 180 groups (900 puzzles)" in said
     assert "10 held-out rows without a label are left out" in said
     train(f"data_path={augmented}", "epochs=1", "global_batch_size=1024", "--dry-run")
     assert "1 updates of 1024 rows" in capsys.readouterr().out
@@ -326,7 +326,7 @@ def test_a_run_goes_on_elsewhere_from_its_copy(train, trained, tmp_path, monkeyp
         dies_at(10, patch)
         train(f"output_dir={tmp_path / 'first'}", there)
     shutil.rmtree(tmp_path / "first")  # the machine is gone
-    with pytest.raises(UserError, match="holds step_8 of a run; --resume auto resumes it, or give another"):
+    with pytest.raises(UserError, match="holds step_8 of a run; resume it with --resume auto, or give another folder"):
         train(f"output_dir={tmp_path / 'other'}", there)
     train(f"output_dir={tmp_path / 'second'}", there, "resume=auto")
     assert lines(tmp_path / "second") == lines(trained)

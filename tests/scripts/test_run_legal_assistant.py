@@ -180,8 +180,8 @@ def test_a_base_that_is_missing_is_named(load_script, refusal, elsewhere, projec
         forget(run)
     (elsewhere / "m").rename(elsewhere / "moved")
     said = refusal("run_legal_assistant", "--run", run, "--question", "Until when?", "--device", "cpu")
-    named = "'m/tiny', which is no folder above" if old else f"{project / 'm' / 'tiny'}, which is missing"
-    assert named in said and said.endswith("; --model says where it is\n") and said.count("\n") == 1
+    named = "'m/tiny', which is in no folder above" if old else f"{project / 'm' / 'tiny'}, which is missing"
+    assert named in said and said.endswith("; give its place with --model\n") and said.count("\n") == 1
     asking(load_script, "--run", run, "--model", elsewhere / "moved" / "tiny")
 
 
@@ -208,7 +208,7 @@ def test_bad_input(refusal, tmp_path, tiny_model_dir):
         (["--web", "--question", "x"], "exclude each other"),
         (["--run", tmp_path, "--model", "x"], "leave one of them out"),
         (["--run", tmp_path], "config.yaml is missing"),
-        (["--port", "0"], "--port 0 is no port"),
+        (["--port", "0"], "--port 0 is not a port"),
         (["--authorities", tmp_path / "none.json"], "none.json"),
         (["--device", "xla"], "XLA"),
         (["--top-p", "0"], "top_p=0"),
