@@ -28,7 +28,7 @@ $(READY): requirements.txt requirements-dev.txt requirements-model.txt pyproject
 doctor: setup ## what this machine has, and what is missing
 	$(PY) scripts/doctor.py
 
-# make demo DEMO=runs/demo/NAME goes on with a demo that was interrupted.
+# make demo DEMO=runs/demo/NAME resumes a demo that was interrupted.
 DEMO ?= runs/demo/$(shell date -u +%Y%m%dT%H%M%SZ)
 demo: DEMO := $(DEMO)
 demo: setup ## cache → 2-bit QAT → LoRA recovery → report, on the embedded model (ten to fifteen minutes on two cores)
@@ -128,7 +128,7 @@ $(ZOO)/.ready: requirements-zoo.txt
 test-zoo: setup-zoo ## logits of every architecture, tiny, some 50 through the pipelines, Gemma 3 270M (ten minutes on two cores)
 	PYTHONPATH=$(ZOO) $(PY) -m pytest -m zoo
 
-test-faults: setup ## large files, and processes that are killed (minutes, 1 GB of disk)
+test-faults: setup ## tests with large files and killed processes (minutes, 1 GB of disk)
 	$(PY) -m pytest -m faults
 
 models: setup ## docs/models.md: what can be done with each model type (about two hours; resumes)

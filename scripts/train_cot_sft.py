@@ -11,8 +11,9 @@ none of which sees another. Whole groups of near-duplicates are held out.
 metrics.jsonl: loss, grad_norm, lr, tokens_per_s; at every evaluation heldout_nll, heldout_ppl and the same of each
 section, and over --eval-answers greedy answers to held-out questions format, accuracy, citation_precision,
 citation_recall, invented.
-The run directory also gets data.json (what was left out, by id), authorities.json (what may be cited), baseline_ and final_evaluation.json
-with every answer, adapter/ and model/, the whole model with the adapter merged. docs/cot-sft.md says what to expect.
+The run directory also gets data.json (what was left out, by id), authorities.json (what may be cited), baseline_ and
+final_evaluation.json with every answer, adapter/ and model/, the whole model with the adapter merged.
+docs/cot-sft.md says what to expect.
 Untested on hardware: TPU, CUDA.
 """
 

@@ -182,7 +182,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
         figures = heldout(model, stories, cfg.block_size, plan.batch_size, backend)
         if backend.is_main and (not best or figures["heldout_nll"] < best["figures"]["heldout_nll"]):
             state = backend.to_host({name: p for name, p in model.named_parameters() if p.requires_grad})
-            state = {name: tensor.clone() for name, tensor in state.items()}  # on a CPU it would go on learning
+            state = {name: tensor.clone() for name, tensor in state.items()}  # on a CPU the originals keep changing
             best.update(figures={"step": step, **figures}, state=state)
         return figures
 

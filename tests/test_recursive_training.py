@@ -1,4 +1,4 @@
-"""Training a recursive model: which rows an update has, halting over time, what is measured, going on."""
+"""Training a recursive model: which rows an update has, halting over time, what is measured, resuming."""
 
 import itertools
 from dataclasses import replace
@@ -106,7 +106,7 @@ def test_the_learning_rate_rises_and_falls_to_its_least():
 
 # -- an update -------------------------------------------------------------------------------------------------------
 def test_rows_stay_until_they_are_through_with_their_own_budget(rows):
-    """Targets and budgets of a row that goes on are those that it came with, not the incoming batch's."""
+    """Targets and budgets of a row that continues are those that it came with, not the incoming batch's."""
     texts = [{"prompt": f"{n}?", "response": str(n), "iterations": n % 3 + 1} for n in range(8)]
     data, _ = corpus(texts, "t", 6, False, 0)
     model = model_of(data)
@@ -262,7 +262,7 @@ def test_a_budget_ends_a_row_when_measured_too(rows):
     assert found.segments.tolist() == [1, 2, 1, 2]
 
 
-# -- going on --------------------------------------------------------------------------------------------------------
+# -- resuming -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("ema", [0.9, 0.0])
 def test_loaded_training_goes_on_as_what_never_stopped(rows, ema):
     """Carry, average, optimiser and puzzles' embeddings included."""

@@ -191,8 +191,8 @@ def describe(cfg: Config, train, heldout, backend: TorchBackend, workers: int) -
 
 
 def check_start(cfg: Config) -> tuple[str, bool]:
-    """The checksum of --v2-checkpoint, and whether the run goes on from trained codes; raises UserError where it is no
-    student of this model."""
+    """The checksum of --v2-checkpoint, and whether the run continues from trained codes; raises UserError where it is
+    no student of this model."""
     made = read_student(cfg.v2_checkpoint, cfg.model)
     same = StudentSpec(**made["spec"]) == student_spec(cfg)
     if same and cfg.layer_steps:

@@ -133,7 +133,7 @@ def story_loss(model: SmallLM, batch: dict[str, Tensor]) -> Tensor:
 @torch.no_grad()
 def heldout(model: SmallLM, stories: Stories, length: int, rows: int, backend: TorchBackend) -> dict[str, float]:
     """Every held-out token, in windows of `length` of which half is context (of the first, none): nats a token,
-    perplexity, bits a byte. Each worker measures its share of the batches, of `rows` windows."""
+    perplexity, bits per byte. Each worker measures its share of the batches, of `rows` windows."""
     was_training = model.training
     model.eval()
     sums = []

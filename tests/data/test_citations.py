@@ -143,7 +143,7 @@ PIECES = [*SCRAPS.split(), "\u200b", "\u00ad", "\ufeff", "\u00a0", "  ", "\n", "
 
 
 def odd(rng: random.Random) -> str:
-    """A citation column such as no one would write."""
+    """A citation column that nobody would write."""
     count = rng.choice((1, 2, 3, 5, 8, 14))
     return "".join(rng.choice(PIECES) + rng.choice((" ", " ", "", ", ")) for _ in range(count)).strip()
 

@@ -25,7 +25,7 @@ def source(tmp_path):
 
 @pytest.fixture
 def load(source, tmp_path):
-    """load(**changes): the stories, by way of the cache."""
+    """load(**changes): the stories, through the cache."""
 
     def loaded(**changes):
         asked = {"source": str(source), "max_stories": 99, "heldout": 0.2, "tokenizer": "chars", "vocab": 0}

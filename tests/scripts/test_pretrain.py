@@ -243,7 +243,7 @@ def test_another_dataset_does_not_go_on(train, data, tmp_path):
         train(f"output_dir={tmp_path / 'run'}", f"data_path={data}", "steps=2", "resume=auto")
 
 
-# -- going on --------------------------------------------------------------------------------------------------------
+# -- resuming -------------------------------------------------------------------------------------------------------
 def dies_at(number: int, monkeypatch):
     step = recursive.Trainer.step
 
@@ -293,7 +293,7 @@ def test_bringing_a_copy_back_may_die_at_any_file(train, tmp_path, monkeypatch):
 
 
 def test_copies_of_another_run_are_left_alone(train, tmp_path, monkeypatch):
-    """Neither brought to a new folder nor buried by a run that goes on."""
+    """Neither brought to a new folder nor buried by a run that is resumed."""
     there = f"checkpoint_path={tmp_path / 'bucket'}"
     train(there, f"output_dir={tmp_path / 'one'}", "steps=3")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -334,7 +334,7 @@ def test_a_run_goes_on_elsewhere_from_its_copy(train, trained, tmp_path, monkeyp
 
 
 def test_two_workers_are_one(train, trained, tmp_path):
-    """Half of each update's rows each, under torchrun, as the guide says; and one worker goes on where two have
+    """Half of each update's rows each, under torchrun, as the guide says; and one worker resumes where two have
     stopped, the carry of both with it."""
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port()]
     command = [sys.executable, *launcher, ROOT / "pretrain.py", *SMALL, f"output_dir={tmp_path / 'two'}"]
@@ -354,8 +354,8 @@ def test_two_workers_are_one(train, trained, tmp_path):
 
 
 def test_sizes_are_checked_against_the_device_that_trains(load_script, monkeypatch):
-    """A GPU of 1 GB is too small, a TPU's memory is not known, a dry run may be for elsewhere; the workers of a host
-    share its memory."""
+    """A GPU of 1 GB is too small, a TPU's memory is not known, a dry run may plan for another machine; the workers of a
+    host share its memory."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=10**9))
     monkeypatch.setattr(machine, "host_memory", lambda: 1.5e9)
 
