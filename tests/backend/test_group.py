@@ -151,7 +151,7 @@ def test_workers_that_never_come_are_named_once_while_waiting_and_at_the_end(tog
 
 def test_workers_that_meet_know_each_others_processes_and_notice_a_death(together, monkeypatch):
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
-        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # a zombie: nobody has asked for it yet
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # a zombie: nobody has waited for it yet
 
         def work(group):
             group.meet("here")

@@ -1,4 +1,4 @@
-"""Workers that a launcher has started, as real processes: how they meet, listen, stop, and survive one another."""
+"""Workers started by a launcher, as real processes: how they meet, listen, stop, and notice that others died."""
 
 import os
 import re
@@ -30,7 +30,7 @@ def pair(what: str, folder: Path, **env) -> list[subprocess.Popen]:
 
 
 def ends(jobs: list[subprocess.Popen]) -> list[tuple[int, str]]:
-    """Exit code and stderr of each."""
+    """Exit code and stderr of each process."""
     try:
         said = [job.communicate(timeout=60)[1] for job in jobs]
     finally:
@@ -75,7 +75,7 @@ def test_workers_of_one_host_listen_on_the_loopback_interface_alone(tmp_path):
 
 
 def test_survivors_of_a_killed_worker_say_one_line(tmp_path):
-    """Whatever they are doing; test_launch.py has more of it."""
+    """In any phase; test_launch.py tests more of this."""
     jobs = [start("killed loading 0", tmp_path, 2), *pair("killed collective 0", tmp_path)]
     jobs += pair("killed loading 1", tmp_path)
     spawned, *by_env = ends(jobs)

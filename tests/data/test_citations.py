@@ -172,7 +172,7 @@ def test_reading_takes_time_linear_in_the_length(wrapped):
         answer.figure()
         return time.process_time() - start
 
-    for piece in ADVERSARIAL:  # 16 times as long where it is quadratic, and seconds
+    for piece in ADVERSARIAL:  # quadratic code would take 16 times as long, and seconds
         assert seconds(piece, 8_000) < 9 * seconds(piece, 2_000) + 0.2, piece
 
 

@@ -252,7 +252,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
 
 # -- groups ----------------------------------------------------------------------------------------------------------
 def as_groups(folder, *, puzzles: list[int], groups: list[int]) -> None:
-    """Have train/ lie as of the Tiny Recursive Model's builders: where puzzles and groups begin, and their last end."""
+    """Rewrite train/ as the Tiny Recursive Model's builders would: where puzzles and groups begin, and the last end."""
     path = folder / "train" / "dataset.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"kind": None}))
     (folder / "test" / "dataset.json").write_text(path.read_text())

@@ -227,7 +227,7 @@ def test_another_config_is_refused_naming_the_key_and_both_values(resume):
 
 
 def test_a_run_of_an_earlier_version_that_does_not_say_what_it_is_is_refused():
-    """Its manifest has no checksum of config.yaml, so that an option that is missing may have been lost."""
+    """Its manifest has no checksum of config.yaml, so a missing option may have been lost."""
     path = begun_with().path
     there = yaml.safe_load((path / "config.yaml").read_text())
     del there["seed"]

@@ -204,7 +204,7 @@ def test_a_folder_and_a_bucket_are_trained_on(train, data, tmp_path):
 
 @pytest.fixture
 def augmented(tmp_path):
-    """As of the Tiny Recursive Model's builders: 180 groups of 5 puzzles of a row each, and a side to test on whose
+    """Data as from the Tiny Recursive Model's builders: 180 groups of 5 puzzles of one row each, and a test side whose
     every other row has no label."""
     rows = dataclasses.replace(draw("maze9", 900, 0), kind=None)
     number = np.arange(900, dtype=np.int32)

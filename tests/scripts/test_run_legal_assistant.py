@@ -139,7 +139,7 @@ def project(load_script, tiny_model_dir, tmp_path_factory):
 
 @pytest.fixture
 def elsewhere(project, tmp_path, monkeypatch):
-    """A copy of the project, asked from another working directory; the first one is out of reach."""
+    """A copy of the project, used from another working directory; the original cannot be reached."""
     folder = shutil.copytree(project, tmp_path / "project")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -164,7 +164,7 @@ def test_a_run_finds_its_base_from_any_folder(load_script, project, tmp_path, mo
 @pytest.mark.parametrize("name", ["plain", "int4"])
 @pytest.mark.parametrize("old", [False, True])
 def test_a_run_that_moved_with_its_base_finds_it(load_script, elsewhere, capsys, name, old):
-    """old: the adapter names its base as it was given, by a relative path."""
+    """old: the adapter records its base by the relative path that was given."""
     if old:
         forget(elsewhere / "runs" / name)
     asking(load_script, "--run", elsewhere / "runs" / name)
@@ -186,7 +186,7 @@ def test_a_base_that_is_missing_is_named(load_script, refusal, elsewhere, projec
 
 
 def forget(run: Path) -> None:
-    """Make the adapter's file as runs had it once; the checksum in origin.json goes with it."""
+    """Rewrite the adapter's file as earlier versions did, with its checksum in origin.json."""
     file = run / "adapter" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "m/tiny"}))
     origin = run / "adapter" / "origin.json"
