@@ -128,7 +128,7 @@ $(ZOO)/.ready: requirements-zoo.txt
 test-zoo: setup-zoo ## logits of every architecture, tiny, some 50 through the pipelines, Gemma 3 270M (ten minutes on two cores)
 	PYTHONPATH=$(ZOO) $(PY) -m pytest -m zoo
 
-test-faults: setup ## tests with large files and killed processes (minutes, 1 GB of disk)
+test-faults: setup ## large files, and processes that are killed (minutes, 1 GB of disk)
 	$(PY) -m pytest -m faults
 
 models: setup ## docs/models.md: what can be done with each model type (about two hours; resumes)

@@ -138,9 +138,9 @@ def write_cache(
 ) -> Iterator[int]:  # fmt: skip
     """Write the shards that are missing, one file at a time; yields the rows done after every batch.
 
-    rows: {"train": Rows, "heldout": Rows}. After a kill at any moment, the next call resumes at the first missing shard
-    and ends with the same bytes. One process at a time: hold run.files.lock(directory). facts: values to keep in the
-    manifest, e.g. the date that a chat template prints.
+    rows: {"train": Rows, "heldout": Rows}. Killed at any moment, the next call goes on at the first missing shard and
+    ends with the same bytes. One process at a time: hold run.files.lock(directory). facts: kept in the manifest, such
+    as the date that a chat template prints.
     """
     mark = getattr(teacher, "fingerprint", None)
     done = open_cache(directory, spec, mark)

@@ -26,7 +26,7 @@ tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a worker that 
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "torch_xla", "transformers", "peft", "datasets", "safetensors", "numpy")
-CONFIG_SUM = "config_sha256"  # key in manifest.json
+CONFIG_SUM = "config_sha256"  # in manifest.json
 DATE, STAMP = "date", "%Y%m%dT%H%M%SZ"
 BEFORE_MANIFEST = {
     ".lock",
