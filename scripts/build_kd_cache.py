@@ -75,7 +75,7 @@ def main(cfg: Config) -> None:
     if cfg.model == EMBEDDED:
         say(EMBEDDED_NOTE)
     mark = None if cfg.dry_run and is_hub(cfg.model) else model_fingerprint(cfg.model)  # a dry run downloads no weights
-    done = open_cache(directory, spec, mark)
+    done = open_cache(directory, spec, mark, cfg.dataset)
     if done and cfg.resume == "off":
         raise UserError(
             f"{directory} already holds {len(done)} shards; resume with --resume auto, or give another folder"

@@ -13,7 +13,7 @@ from qat_lora.models.reservoir import ReservoirSpec
 
 # In a process of its own: the most that it ever held, less what it held before, for one update of a model.
 PEAK = """
-import resource, sys, torch
+import sys, torch
 from qat_lora.backend import TorchBackend
 from qat_lora.data.puzzle_rows import draw
 from qat_lora.models.recursive import RecursiveModel, RecursiveSpec
@@ -23,14 +23,14 @@ spec = RecursiveSpec(rows.vocab, rows.length, hidden_size=int(sys.argv[1]), num_
 plan = RecursivePlan(
     steps=2, batch_size=int(sys.argv[2]), learning_rate=1e-3, warmup_steps=0, clip_grad_norm=1.0, seed=0
 )
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-model = RecursiveModel(spec)
 backend = TorchBackend("cpu", sys.argv[3])
+before = backend.peak_memory_mb()
+model = RecursiveModel(spec)
 model.checkpoint = backend.checkpoint if sys.argv[4] == "1" else None
 trainer = Trainer(model, plan, backend)
 for number, batch in enumerate(segment_batches(rows, plan, 0), 1):
     trainer.step(batch, number)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+print(int((backend.peak_memory_mb() - before) * 2**20))
 """
 
 

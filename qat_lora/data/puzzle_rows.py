@@ -334,7 +334,7 @@ def _array(path: Path, shown: str, below: int, shape: tuple) -> np.ndarray:
     try:
         values = np.load(path, allow_pickle=False)
     except FileNotFoundError:
-        raise UserError(f"{shown}: no such file") from None
+        raise UserError(f"{shown}: no such file; put it back, or build the folder again") from None
     except (OSError, ValueError, EOFError, MemoryError) as error:
         raise UserError(f"{shown} is not a readable NumPy array ({first_line(error)})") from error
     if not isinstance(values, np.ndarray):

@@ -83,7 +83,7 @@ def _in_nfc(value):
 
 def _check_file(path: Path) -> None:
     if not path.exists():
-        raise UserError(f"{path}: no such file")
+        raise UserError(f"{path}: no such file; check the path")
     if path.is_dir():
         raise UserError(f"{path} is a folder; name one {_either(FILE_READERS)} file in it")
 

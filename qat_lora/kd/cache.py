@@ -21,7 +21,7 @@ from qat_lora.data.packing import Rows
 from qat_lora.errors import UserError
 from qat_lora.kd.targets import teacher_targets
 from qat_lora.run.files import read_json, sha256, write_atomically, write_json
-from qat_lora.run.rundir import date_of, now
+from qat_lora.run.rundir import date_of, now, say
 
 FORMAT = "qat_lora.kd.3"
 MOST_SHARDS = 10**6  # more is a damaged number, not a cache
@@ -103,10 +103,12 @@ def _check_shards(spec: CacheSpec, shards: dict[str, dict]) -> None:
         raise ValueError("its shards do not fit its rows")
 
 
-def open_cache(directory: Path, spec: CacheSpec, teacher: str | None = None) -> dict[str, dict]:
+def open_cache(
+    directory: Path, spec: CacheSpec, teacher: str | None = None, dataset: str | None = None
+) -> dict[str, dict]:
     """The shards already in `directory` ({file: {rows, sha256}}); raises UserError where it holds another cache. The
     teacher is known by its fingerprint (`teacher`, models.loading.model_fingerprint), wherever it is; where that is
-    None or the cache from before it was kept, by its name."""
+    None or the cache from before it was kept, by its name. dataset: where the text comes from, for messages."""
     if not (directory / "manifest.json").exists():
         return {}
     there, shards = read_manifest(directory)
@@ -118,8 +120,9 @@ def open_cache(directory: Path, spec: CacheSpec, teacher: str | None = None) -> 
         )
     for name, wanted in asdict(spec).items():
         if getattr(there, name) != wanted and not (name == "teacher" and made and teacher):
+            source = f" (of --dataset {dataset})" if name == "text" and dataset else ""
             raise UserError(
-                f"{directory} holds another cache: {name} is {getattr(there, name)!r}, not {wanted!r}; "
+                f"{directory} holds another cache: {name} is {getattr(there, name)!r}, not {wanted!r}{source}; "
                 "give another --cache-dir or delete that folder"
             )
     return shards
@@ -145,7 +148,7 @@ def write_cache(
     mark = getattr(teacher, "fingerprint", None)
     done = open_cache(directory, spec, mark)
     for name, split, numbers in spec.shards():
-        if name in done and (directory / name).is_file():
+        if name in done and _is_whole(directory / name, done[name]["sha256"]):
             yield len(numbers)
             continue
         parts = []
@@ -160,6 +163,14 @@ def write_cache(
             directory / "manifest.json",
             {"format": FORMAT, "spec": asdict(spec), "teacher_fingerprint": mark, **(facts or {}), "shards": done},
         )
+
+
+def _is_whole(path: Path, total: str) -> bool:
+    """Whether a shard is what the manifest says; one that is not is made again, and a line says so."""
+    if path.is_file() and sha256(path) == total:
+        return True
+    say(f"{path} is {'damaged' if path.exists() else 'gone'}; it is made again")
+    return False
 
 
 def _targets(teacher, backend, tokens: Tensor, start: int, split: str, spec: CacheSpec, batch_size: int) -> dict:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from qat_lora.data.batches import epoch_order
-from qat_lora.errors import UserError
+from qat_lora.errors import UserError, one_line
 from qat_lora.kd.cache import PREFIX, CacheSpec, read_manifest, read_shard
 
 
@@ -191,7 +191,9 @@ def _read_v1(path: Path) -> dict[str, Tensor]:
         tokens, attended = raw["input_ids"].long(), raw["attention_mask"].to(torch.uint8)
         index, prob = raw["topk_idx"].long(), raw["topk_logits"].float().softmax(-1)
     except Exception as error:
-        raise UserError(f"cache shard {path} is damaged or not a v1 shard ({error})") from error
+        raise UserError(
+            f"cache shard {path} is damaged or not a v1 shard ({one_line(error)}); copy it again"
+        ) from error
     pad = (0, 0, 0, 1)  # v1 has L−1 targets: the last position gets an empty one
     prob = torch.nn.functional.pad(prob, pad)
     entropy = -(prob * prob.clamp(min=1e-30).log()).sum(-1)

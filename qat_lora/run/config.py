@@ -161,16 +161,16 @@ def _read_preset(name: str, kind: type, script: str, above: tuple = ()) -> dict:
     try:
         values = yaml.safe_load(path.read_text()) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from error
+        raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())}); correct the file") from error
     if not isinstance(values, dict):
-        raise UserError(f"{path}: a preset is a list of `key: value` lines")
+        raise UserError(f"{path}: a preset is a list of `key: value` lines; correct the file")
     base = values.pop("base", None)
     if base is not None and (not isinstance(base, str) or base in (*above, name)):
         raise UserError(f"{path}: base {base!r} is not the name of another preset")
     for section in kind.SECTIONS.keys() & values.keys():
         block = values.pop(section)
         if not isinstance(block, dict):
-            raise UserError(f"{path}: {section} is a block of `key: value` lines")
+            raise UserError(f"{path}: {section} is a block of `key: value` lines; correct the file")
         for key in block:
             _check_in_section(str(key), section, kind, f"{path}: key ", f"{section}.")
         values |= block
@@ -200,11 +200,11 @@ def _coerced(value: Any, hint: Any, where: str) -> Any:
                 return kind(number)
         except (ValueError, OverflowError):
             pass
-    raise UserError(f"{where}: {value!r} is not {'an' if kind is int else 'a'} {kind.__name__}")
+    raise UserError(f"{where}: {value!r} is not {'an' if kind is int else 'a'} {kind.__name__}; correct the value")
 
 
 def _unknown_key(key: str, names: set[str], what: str, mark: str = "") -> str:
-    return f"{what}{key} is unknown{_nearest(key, names, mark)}"
+    return f"{what}{key} is unknown{_nearest(key, names, mark) or '; see --help'}"
 
 
 def _nearest(word: str, known, mark: str = "") -> str:

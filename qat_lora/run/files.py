@@ -121,11 +121,11 @@ def read_json(path: Path) -> dict:
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
+        raise UserError(f"{path}: no such file; put it back, or check the path") from None
     except (ValueError, OSError) as error:
-        raise UserError(f"{path} is damaged ({error})") from error
+        raise UserError(f"{path} is damaged ({error}); put it back from a copy, or make it again") from error
     if not isinstance(content, dict):
-        raise UserError(f"{path} is damaged (not a JSON object)")
+        raise UserError(f"{path} is damaged (not a JSON object); put it back from a copy, or make it again")
     return content
 
 

@@ -162,7 +162,10 @@ def _open(experiment: str, config: RunConfig, facts: dict) -> Run:
         raise UserError(f"{path} already holds a run; --resume auto continues it, or give another --output-dir")
     others = sorted({file.name for file in path.glob("*")} - BEFORE_MANIFEST)
     if others:
-        raise UserError(f"{path} holds {others[0]} and no run that wrote it; give another --output-dir, or empty it")
+        raise UserError(
+            f"{path} holds {others[0]} but no manifest.json of a run that wrote it; put that back, give another "
+            "--output-dir, or empty the folder"
+        )
     held = lock(path)
     text = yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
     write_atomically(path / "config.yaml", lambda file: file.write(text.encode()))
@@ -201,7 +204,9 @@ def read_config(path: Path) -> dict:
             raise ValueError("no options in it")
         return found
     except (OSError, yaml.YAMLError, ValueError) as error:
-        raise UserError(f"{path}/config.yaml is missing or damaged ({first_line(error)})") from error
+        raise UserError(
+            f"{path}/config.yaml is missing or damaged ({first_line(error)}); put it back, or start in another folder"
+        ) from error
 
 
 def _resumed_path(experiment: str, config: RunConfig, facts: dict) -> Path | None:

@@ -100,7 +100,7 @@ def test_malformed_jsonl_names_file_and_line(tmp_path, line, words):
 
 @pytest.mark.parametrize("name", ["gone.txt", "gone.jsonl", "gone.parquet", "gone.csv", "gone"])
 def test_missing_file(tmp_path, name):
-    assert fault(tmp_path / name) == f"{tmp_path / name}: no such file"
+    assert fault(tmp_path / name) == f"{tmp_path / name}: no such file; check the path"
 
 
 def test_unsupported_file_lists_the_supported_ones(tmp_path):

@@ -113,7 +113,7 @@ def test_unknown_flag_names_the_nearest(argv, wrong, near):
 
 
 def test_flag_like_nothing_is_named_without_a_guess():
-    assert said("--qqqq") == "flag --qqqq is unknown"
+    assert said("--qqqq") == "flag --qqqq is unknown; see --help"
 
 
 def test_help_prints_percent_signs(capsys):

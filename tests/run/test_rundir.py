@@ -195,7 +195,7 @@ def test_folder_with_something_else_in_it_is_refused(here, file):
     (here / "run").mkdir()
     (here / "run" / file).write_text("")
     for resume in ("off", "auto"):
-        assert f"run holds {file} and no run that wrote it" in refusal(config(resume=resume))
+        assert f"run holds {file} but no manifest.json" in refusal(config(resume=resume))
     assert [path.name for path in (here / "run").iterdir()] == [file]
 
 
