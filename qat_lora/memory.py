@@ -1,12 +1,11 @@
 """How much memory a run takes, computed from shapes: estimates to show, and lower bounds to check against
 (`qat_lora.machine.check_memory`)."""
 
-import os
-
 import torch
 from torch import nn
 
 from qat_lora.backend import TorchBackend
+from qat_lora.backend.environment import read_place
 from qat_lora.kd.losses import CHUNK_BYTES
 from qat_lora.machine import check_memory
 from qat_lora.models.architecture import decoder_layers, matrices, text_config, unwrap
@@ -83,7 +82,8 @@ def check_fits(backend: TorchBackend, parts: dict[str, float], what: str, worker
     if backend.kind == "cuda":
         available = torch.cuda.get_device_properties(backend.device).total_memory
     else:  # all workers of this host share its memory
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", workers))
+        place = read_place()
+        here = place.local_world_size if place else workers
     check_memory(here * sum(parts.values()), what, max(parts, key=parts.__getitem__), available)
 
 

@@ -58,6 +58,7 @@ class Config(ChatOptions, ScriptConfig):
 def main(cfg: Config) -> None:
     cfg = from_run(cfg)
     check(cfg)
+    thinks = cfg.thinks
     authorities = read_authorities(cfg.authorities)
     backend = open_backend(cfg.device, cfg.precision)
     model, name = load_trained(cfg.model, cfg.checkpoint, cfg.adapter)
@@ -74,7 +75,7 @@ def main(cfg: Config) -> None:
     def ask(question: str) -> Stream:
         return Stream(
             model, tokenizer, messages(question), backend, max_new_tokens=cfg.max_new_tokens,
-            temperature=cfg.temperature, top_p=cfg.top_p, thinking=cfg.thinks,
+            temperature=cfg.temperature, top_p=cfg.top_p, thinking=thinks,
         )  # fmt: skip
 
     if cfg.web:
@@ -103,7 +104,8 @@ def from_run(cfg: Config) -> Config:
     """The config with what a run directory says: its base model and adapter, or the whole model it trained, and how
     long its answers may be."""
     if cfg.run is None:
-        return replace(cfg, max_new_tokens=cfg.max_new_tokens or 256, thinking=cfg.thinking or "off")
+        return replace(cfg, thinking=cfg.thinking or "off",
+                       max_new_tokens=256 if cfg.max_new_tokens is None else cfg.max_new_tokens)  # fmt: skip
     whole = not (Path(cfg.run) / "adapter").is_dir()
     names = ("checkpoint", "adapter", "authorities", *(["model"] if whole else []))
     given = [f"--{name}" for name in names if getattr(cfg, name) is not None]

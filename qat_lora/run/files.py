@@ -81,9 +81,9 @@ def cannot_write(path: Path, error: Exception) -> UserError:
         root = root.__cause__ or root.__context__
     if isinstance(root, FileExistsError | NotADirectoryError | IsADirectoryError):
         return UserError(f"{path} could not be written ({reason}); give another path; earlier files are untouched")
-    if _is_full(path):
+    if getattr(root, "errno", None) is None and _is_full(path):  # the library does not say why
         reason = "No space left on device"
-    fix = "free some space" if "space" in reason or "quota" in reason else "free some space or check the permissions"
+    fix = "free some space" if "No space" in reason or "quota" in reason else "free some space or check the permissions"
     return UserError(f"{path} could not be written ({reason}); {fix}; earlier files are untouched")
 
 
