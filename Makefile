@@ -28,7 +28,7 @@ $(READY): requirements.txt requirements-dev.txt requirements-model.txt pyproject
 doctor: setup ## what this machine has, and what is missing
 	$(PY) scripts/doctor.py
 
-# make demo DEMO=runs/demo/NAME goes on with a demo that was interrupted.
+# make demo DEMO=runs/demo/NAME resumes a demo that was interrupted.
 DEMO ?= runs/demo/$(shell date -u +%Y%m%dT%H%M%SZ)
 demo: DEMO := $(DEMO)
 demo: setup ## cache → 2-bit QAT → LoRA recovery → report, on the embedded model (ten to fifteen minutes on two cores)

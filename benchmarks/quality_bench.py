@@ -71,7 +71,7 @@ class Bench:
         }  # fmt: skip
 
     def script(self, name: str, run: Path, **flags) -> dict:
-        """Run one of the project's scripts, or go on with it; its summary."""
+        """Run one of the project's scripts, or resume it; returns its summary."""
         own = {"output_dir": run, "resume": "auto", "device": self.cfg.device, "precision": self.cfg.precision}
         own |= {"batch_size": BATCH, "eval_rows": len(self.heldout), "save_every": 50, "seed": self.seed}
         words = [word for key, value in (own | flags).items() for word in (f"--{key.replace('_', '-')}", str(value))]
@@ -81,7 +81,7 @@ class Bench:
                 raise SystemExit(code)
         summary = read_json(run / "summary.json")
         if summary["status"] != "finished":
-            raise UserError(f"{run} was stopped; the same command goes on from there")
+            raise UserError(f"{run} was stopped; resume it with the same command")
         return summary
 
     def qat(self, **flags) -> tuple[Path, dict]:

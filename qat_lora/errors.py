@@ -25,16 +25,16 @@ def one_line(error: BaseException, longest: int = 160) -> str:
 
 
 def _said(error: BaseException) -> str:
-    if isinstance(error, pickle.UnpicklingError):  # whose message advises to run what is in the file
-        return "it holds something else than tensors, none of which was run"
+    if isinstance(error, pickle.UnpicklingError):  # its own message advises to run the file
+        return "it holds something other than tensors, and none of it was run"
     return str(error)
 
 
 def report(error: BaseException, with_traceback: bool = False) -> int:
-    """Say on stderr, in one line, what ended a program; returns the exit code that goes with it.
+    """Print on stderr, in one line, what ended a program; returns the exit code for it.
 
     Bad input, a full disk or memory: 2. An unexpected error: 1. Ctrl-C: 130. SystemExit keeps its own code, silently.
-    Where the reader of our output has closed the pipe (`| head`) the process ends silently with 141.
+    If the reader of our output has closed the pipe (`| head`), the process ends silently with 141.
     """
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -65,7 +65,7 @@ def report(error: BaseException, with_traceback: bool = False) -> int:
 
 
 def _output_is_closed() -> bool:
-    """Whether nobody reads our standard output any more."""
+    """Whether the pipe of our standard output has no reader any more."""
     try:
         poll = select.poll()
         poll.register(1, 0)

@@ -38,8 +38,8 @@ def _nll(hidden: Tensor, head: Head, tokens: Tensor, mask: Tensor, total: Tensor
 def heldout_figures(
     model: nn.Module, dataset: Dataset, backend: TorchBackend, batch_size: int, rows: int
 ) -> dict[str, float]:
-    """NLL of the text and KL from the cached teacher, in nats/token, over the first `rows` held-out cache rows, and how
-    many there are (heldout_rows).
+    """NLL of the text and KL from the cached teacher, in nats/token, over the first `rows` held-out cache rows, and
+    their number (heldout_rows).
 
     The KL is an unbiased estimate (top K exact, tail sampled); measure_perplexity.py gives the exact one.
     """
@@ -61,7 +61,8 @@ def heldout_figures(
 def heldout_nll(
     model: nn.Module, dataset: Dataset, backend: TorchBackend, batch_size: int, rows: int
 ) -> dict[str, float]:
-    """NLL in nats/kept token over the first `rows` rows of a TextDataset, and how many there are (heldout_rows)."""
+    """NLL in nats/token over the target tokens of the first `rows` rows of a TextDataset, and the number of those rows
+    (heldout_rows). Raises UserError if they have no target token."""
 
     def figures(batch: dict) -> list[Tensor]:
         kept = batch["mask"][:, 1:].sum(dtype=torch.float32)
@@ -76,8 +77,8 @@ def heldout_nll(
 
 @torch.no_grad()
 def batch_means(figures, model: nn.Module, dataset: Dataset, backend: TorchBackend, batch_size: int, rows: int) -> list:
-    """Means over batches of what figures(batch) gives for the first `rows` rows, all batches of one shape: the last is
-    filled up with rows whose `mask` or `sections` are 0, so that figures weighted by those do not depend on batch_size.
+    """Means over batches of figures(batch) for the first `rows` rows. All batches have one shape: the last is filled up
+    with rows whose `mask` and `sections` are 0, so that ratios of sums weighted by those do not depend on batch_size.
 
     Worker k takes batches k, k+W, …; all run equally many, and what goes beyond the last batch does not count.
     """
@@ -105,6 +106,7 @@ def batch_means(figures, model: nn.Module, dataset: Dataset, backend: TorchBacke
 
 
 def _uncounted(item: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A copy of a row that counts in no figure."""
     return item | {name: torch.zeros_like(item[name]) for name in ("mask", "sections") if name in item}
 
 

@@ -1,15 +1,15 @@
-"""How much memory this machine has, and the refusal of what cannot fit, before the system kills the process."""
+"""How much memory this machine has, and a check that refuses what cannot fit before the system kills the process."""
 
 from pathlib import Path
 
 from qat_lora.errors import UserError
 
-PLENTY = 1e30  # bytes; more is not told apart
+PLENTY = 1e30  # bytes; the largest need that a message shows
 
 
 def host_memory(root: Path = Path("/")) -> float:
-    """Bytes that this process can take at most: RAM and swap, or less where a control group (a container, a batch
-    system) limits it; inf on a system that does not say."""
+    """The most bytes that this process can use: RAM and swap, or less if a control group (a container, a batch system)
+    limits it; inf on a system without /proc/meminfo. root: the root of the file system, for tests."""
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
         facts = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
@@ -20,7 +20,7 @@ def host_memory(root: Path = Path("/")) -> float:
 
 
 def _limits(root: Path, swap: int) -> list[float]:
-    """What this process's control groups allow, of either version, those above them included."""
+    """What this process's control groups (v1 and v2) and their parents allow, in bytes of RAM and swap."""
     try:
         groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
     except OSError:
@@ -42,7 +42,7 @@ def _limits(root: Path, swap: int) -> list[float]:
 
 
 def _number(path: Path) -> float:
-    """Of a limit's file; inf for "max", and where there is none."""
+    """The number in a limit's file; inf for "max" and if there is no such file."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):
@@ -50,10 +50,10 @@ def _number(path: Path) -> float:
 
 
 def check_memory(need: float, what: str, lower: str, available: float | None = None) -> None:
-    """Raise UserError where `need` bytes are more than there are `available` (None: in this machine, `host_memory`).
+    """Raise UserError if `need` bytes exceed the `available` ones (None: those of this machine, `host_memory`).
 
-    need: a lower bound, so that nothing is refused that would have run, against the total memory, whatever is free.
-    what: the subject of the message; lower: the options to lower.
+    need is a lower bound and available the total memory, not what is free now, so that nothing is refused that could
+    run. what: the subject of the message; lower: the options to lower.
     """
     available = host_memory() if available is None else available
     if need > available:

@@ -1,19 +1,18 @@
-"""How much memory a run will take, from shapes alone: estimates to show, and lower bounds to refuse by
+"""How much memory a run takes, computed from shapes: estimates to show, and lower bounds to check against
 (`qat_lora.machine.check_memory`)."""
-
-import os
 
 import torch
 from torch import nn
 
 from qat_lora.backend import TorchBackend
+from qat_lora.backend.environment import read_place
 from qat_lora.kd.losses import CHUNK_BYTES
 from qat_lora.machine import check_memory
 from qat_lora.models.architecture import decoder_layers, matrices, text_config, unwrap
 from qat_lora.models.recursive import RecursiveSpec
 from qat_lora.models.reservoir import ReservoirSpec
 
-ADAM = 16  # bytes of a trained fp32 weight with its gradient and two moments
+ADAM = 16  # bytes per trained fp32 weight, with its gradient and two moments
 
 
 def training_memory(
@@ -71,10 +70,11 @@ def cache_memory(model: nn.Module, rows: int, length: int, bf16: bool) -> float:
 
 
 def check_fits(backend: TorchBackend, parts: dict[str, float], what: str, workers: int = 1) -> None:
-    """Raise UserError where a worker's device cannot hold the sum of `parts`, bytes that it needs at least, by the
-    options to lower: a GPU, or this machine with all its workers. How much a TPU has is not known here.
+    """Raise UserError if the device of a worker cannot hold the sum of `parts`: a GPU, or this machine with all its
+    workers. A TPU is not checked, because its memory is not known here.
 
-    what: the subject of the message.
+    parts: {the options to lower: least bytes of one worker}. what: the subject of the message. workers: how many share
+    this machine, unless LOCAL_WORLD_SIZE says so.
     """
     if backend.on_tpu:
         return
@@ -82,15 +82,16 @@ def check_fits(backend: TorchBackend, parts: dict[str, float], what: str, worker
     if backend.kind == "cuda":
         available = torch.cuda.get_device_properties(backend.device).total_memory
     else:  # all workers of this host share its memory
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", workers))
+        place = read_place()
+        here = place.local_world_size if place else workers
     check_memory(here * sum(parts.values()), what, max(parts, key=parts.__getitem__), available)
 
 
-# -- lower bounds: what is held at the same time whatever happens ------------------------------------------------------
+# -- lower bounds: what is held at the same time in any case ----------------------------------------------------------
 def least_training_memory(model: nn.Module, batch_size: int, length: int, bf16: bool) -> int:
-    """Bytes that a worker holds at least while it trains a loaded model: its weights as they are, gradients and two
-    Adam moments of what is trained, and one hidden state for each block that is trained. Holds with and without
-    gradient checkpointing."""
+    """Least bytes that a worker holds while it trains a loaded model on micro-batches [batch_size, length]: all weights
+    in their types, gradients and two Adam moments of the trained ones, and one hidden state per trained block. Valid
+    with and without gradient checkpointing."""
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     blocks = sum(any(p.requires_grad for p in block.parameters()) for block in decoder_layers(model))
@@ -99,28 +100,28 @@ def least_training_memory(model: nn.Module, batch_size: int, length: int, bf16: 
 
 
 def least_rollout_memory(model: nn.Module, prompts: int, group: int, length: int) -> int:
-    """Bytes that `rl.rollout.rollout` takes at once for `group` answers of at most `length` tokens to each of so many
-    prompts: tokens, their log-probabilities and entropies, and one line of logits for each answer, in bf16 or wider."""
+    """Least bytes that `rl.rollout.rollout` takes for `group` answers of at most `length` tokens to each of `prompts`
+    prompts: tokens, their log-probabilities and entropies, and one row of logits per answer, in bf16 or wider."""
     rows, vocab = prompts * group, unwrap(model).get_output_embeddings().weight.shape[0]
     return rows * (16 * length + 2 * vocab)
 
 
 def weight_options(spec: RecursiveSpec) -> str:
-    """The options that give a recursive model fewer weights."""
-    wide = spec.mlp_t and spec.positions > spec.hidden_size  # then most are those over positions
+    """The options to lower for fewer weights in a recursive model, for messages."""
+    wide = spec.mlp_t and spec.positions > spec.hidden_size  # then most weights are those that mix positions
     return ("arch.mlp_t to false, or " if wide else "") + "arch.hidden_size, arch.L_layers or arch.expansion"
 
 
 def recursive_memory(spec: RecursiveSpec, rows: int, ema: bool, bf16: bool, checkpointing: bool) -> dict[str, int]:
-    """Bytes that a worker holds at least while it trains a recursive model with so many rows of an update, by the
-    options to lower.
+    """Least bytes that a worker holds while it trains a recursive model on `rows` rows per update, by the options to
+    lower.
 
-    Weights with gradient, moments and average; the puzzles' embeddings and the sums of their gradients; of each row the
-    carry, its tokens and labels, the logits, and what the backward pass needs, which no compiler recomputes: the inputs
-    and outputs of a block's matrices (checkpointing: the input of each update).
+    Weights with gradient, moments and average; the puzzles' embeddings and the sums of their gradients; for each row
+    the carry, its tokens and labels, the logits, and what no compiler recomputes for the backward pass: the inputs and
+    outputs of each block's matrices (checkpointing: the input of each update of a state).
     """
     positions, width, cast = spec.positions, spec.hidden_size, 2 if bf16 else 4
-    updates = 2 if spec.one_step_gradient else spec.L_cycles + 1  # that have a gradient
+    updates = 2 if spec.one_step_gradient else spec.L_cycles + 1  # of the states, with a gradient
     mixed = 2 * spec.inner(positions) * width if spec.mlp_t else positions * (spec.heard + width)
     block = mixed + 2 * positions * (width + spec.inner(width))
     kept = positions * width if checkpointing else spec.L_layers * block
@@ -135,9 +136,9 @@ def recursive_memory(spec: RecursiveSpec, rows: int, ema: bool, bf16: bool, chec
 def story_memory(
     vocab: int, width: int, blocks: int, hidden: int, specs: tuple[ReservoirSpec, ...], tokens: int, bf16: bool
 ) -> dict[str, int]:
-    """Bytes that a worker holds at least while it trains a reservoir language model, or a baseline of as many weights,
-    with so many tokens of an update, by the options to lower: trained weights with gradient and moments, the fixed
-    weights, and one output of each block."""
+    """Least bytes that a worker holds while it trains a reservoir language model, or a baseline of the same size, on
+    `tokens` tokens per update, by the options to lower: trained weights with gradient and moments, the fixed weights,
+    and one output of each block."""
     features = sum(spec.features for spec in specs)
     trained = vocab * width + blocks * (features * hidden + hidden * width + width * width)
     fixed = blocks * sum((spec.units**2 if spec.kind == "esn" else 0) + spec.features * width for spec in specs)

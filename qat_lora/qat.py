@@ -25,11 +25,11 @@ class TrainOptions(RunConfig):
     """The options of every script that trains from rows of tokens."""
 
     max_steps: int = option(300, "updates")
-    # How the rows of an update are split changes no figure beyond rounding: `update_facts` holds how many there are.
+    # How the rows of an update are split changes figures by rounding only; `update_facts` records their number.
     batch_size: int = option(4, "rows in a micro-batch of each worker", identity=False)
     accumulation_steps: int = option(1, "micro-batches in an update", identity=False)
     num_chips: int | None = option(
-        None, "TPU chips, GPUs or CPU processes of this host to train on, each with --batch-size; 0: all; default: one",
+        None, "TPU chips, GPUs or CPU processes of this host, each with its own --batch-size; 0: all; default: one",
         identity=False,
     )  # fmt: skip
     learning_rate: float = option(5e-4, "peak learning rate")
@@ -54,11 +54,12 @@ class TrainOptions(RunConfig):
         return Every(self.log_every, self.eval_every, self.save_every)
 
     def update_facts(self, workers: int) -> dict:
-        """For a run's manifest: a run may be resumed with other workers, or split otherwise, as long as this stays."""
+        """For the manifest: a run may be resumed with other workers or another split as long as this stays the same."""
         return {"rows_per_update": self.batch_size * self.accumulation_steps * workers}
 
     def check_rows(self, train: Dataset, heldout: Dataset, workers: int) -> None:
-        """Raise UserError where the training rows do not fill a batch for each worker, or no row is held out."""
+        """Raise UserError if the training rows do not fill a batch for each worker, or if no held-out row is
+        measured."""
         if len(train) < self.batch_size * workers:
             raise UserError(
                 f"{len(train)} training rows are fewer than --batch-size {self.batch_size} for each of {workers} "
@@ -71,7 +72,7 @@ class TrainOptions(RunConfig):
             )
 
     def check_memory(self, model: nn.Module, train: Dataset, backend: TorchBackend, workers: int) -> None:
-        """Raise UserError where training cannot fit this machine. A dry run may plan for another one."""
+        """Raise UserError if training cannot fit this machine. Dry runs pass: they may plan for another machine."""
         if self.dry_run:
             return
         length = len(train[0]["tokens"])
@@ -114,7 +115,7 @@ class Plan:
             if getattr(self, name) < 1:
                 raise UserError(f"{name.replace('_', '-')}={getattr(self, name)} must be at least 1")
         if not 0 < self.learning_rate < LARGEST:
-            raise UserError(f"a learning rate of {self.learning_rate} is not within (0, {LARGEST:.0e}); 1e-3, say")
+            raise UserError(f"a learning rate of {self.learning_rate} is not within (0, {LARGEST:.0e}); use e.g. 1e-3")
         for name in ("steps", "warmup_steps", "clip_grad_norm", "weight_decay"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name.replace('_', '-')}={getattr(self, name)} must not be negative")

@@ -43,7 +43,7 @@ def add_adapter(
     if rank < 1 or alpha <= 0:
         raise UserError(f"the adapter's rank {rank} must be at least 1 and its alpha {alpha} above 0")
     if not 0 <= dropout < 1:
-        raise UserError(f"the adapter's dropout {dropout} is outside [0, 1); 0.05, say")
+        raise UserError(f"the adapter's dropout {dropout} is outside [0, 1); use e.g. 0.05")
     linear, experts = choose(student, targets)
     places = peft_targets(student, linear, experts)
     config = LoraConfig(
@@ -149,7 +149,7 @@ def save_adapter(model: nn.Module, folder: Path, student: str | None) -> None:
             # ask the hub whether it was.
             weights = {name: p.detach().cpu() for name, p in model.named_parameters() if "lora_" in name}
             model.save_pretrained(part, save_embedding_layers=False, state_dict=weights)
-            config = read_json(part / "adapter_config.json")  # PEFT writes sets in any order
+            config = read_json(part / "adapter_config.json")  # PEFT writes sets in arbitrary order
             lists = {name: sorted(value) for name, value in config.items() if isinstance(value, list)}
             write_json(part / "adapter_config.json", dict(sorted((config | lists).items())))
             write_origin(part, student, model)

@@ -76,9 +76,9 @@ def segment_batches(
     rows: PuzzleRows, plan: RecursivePlan, start: int, rank: int = 0, world_size: int = 1
 ) -> Iterator[dict]:
     """This worker's rows of the updates from number `start` (0-based) on, each in a random symmetry, and `least` [B],
-    the segments before which a row may not halt.
+    the segments that a row has at least before it may halt.
 
-    A function of seed and update alone, whatever the number of workers: see PuzzleRows.chosen.
+    A function of seed and update only, whatever the number of workers; see PuzzleRows.chosen.
     """
     share = plan.share(world_size)
     for update, chosen in zip(range(start, plan.steps), rows.chosen(plan.seed, plan.batch_size, start)):
@@ -107,9 +107,9 @@ class Trainer:
         backend.step_boundary()
 
     def step(self, batch: dict[str, Tensor], number: int) -> dict[str, Tensor | float]:
-        """Update `number` (1-based) on rows of `segment_batches`; its figures, as device scalars, this worker's share:
-        loss, and over the rows that have ended (sum, count) of those that are right and of segments. A row without a
-        label, which `load` leaves out, has no loss and is not counted among those that ended."""
+        """Update `number` (1-based) on rows of `segment_batches`; returns its figures as device scalars, this worker's
+        share: the loss and, over the rows that halted, (sum, count) of right answers (exact) and of segments. A row
+        without a label, which `load` leaves out, has no loss and does not count as halted."""
         model, plan, backend = self.model, self.plan, self.backend
         factor = plan.learning_rate_factor(number)
         set_learning_rates(self.optimizer, factor)
@@ -143,7 +143,7 @@ class Trainer:
     # -- checkpoints -------------------------------------------------------------------------------------------------
     def state(self) -> tuple[dict, dict]:
         """The parameters, and the rest: optimiser, average, puzzles' embeddings, and the carries of all workers, so
-        that a run may go on with another number of them."""
+        that a run may be resumed with another number of them."""
         carries = self.backend.group.gather(self.backend.to_host(vars(self.carry)))
         return dict(self.model.named_parameters()), {
             "optimizer": self.optimizer.state_dict(),
@@ -229,7 +229,8 @@ def measure(
     heldout_exact_full and _cells_full after all segments; heldout_loss, a cell's after all segments; heldout_segments,
     the mean that halting takes.
 
-    Each worker measures its share of batches of one size, the last filled up. Rows without a label count in no figure.
+    Each worker measures its share of batches of one size, the last filled up. Rows without a label count in no figure;
+    heldout_rows is the number of the others.
     """
     sums = torch.zeros(8, device=backend.device)
     share = batch_size // backend.world_size

@@ -41,8 +41,8 @@ def packed_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def heldout_sections(
     model: nn.Module, dataset: PackedExamples, backend: TorchBackend, batch_size: int, names: dict[str, int]
 ) -> dict[str, float]:
-    """NLL in nats a token and perplexity of everything to be learned, whatever it weighs, and of each section; names:
-    section numbers."""
+    """NLL in nats/token and perplexity over all target tokens, unweighted, and over those of each section; names:
+    {section: its number}."""
 
     def figures(batch: dict) -> list[Tensor]:
         hidden, labels = packed_states(model, batch)

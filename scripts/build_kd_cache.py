@@ -2,7 +2,7 @@
 
 Each position keeps the exact probabilities of the top K tokens and N draws from the rest: an unbiased target, in 60
 bytes a position at the defaults where token ids fit 16 bits (102 above). Interrupted at any moment, the same command
-goes on and ends with the same bytes.
+resumes and ends with the same bytes.
 
     python scripts/build_kd_cache.py --dataset text.txt --cache-dir caches/text_L256
     python scripts/build_kd_cache.py --model Qwen/Qwen3-0.6B --dataset wikitext --dataset-config wikitext-103-raw-v1 \\
@@ -47,7 +47,7 @@ class Config(TextOptions, ScriptConfig):
     batch_size: int = option(4, "rows in a teacher pass")
     heldout_fraction: float = option(0.1, "share of the rows, from the end, kept for evaluation")
     rows_per_shard: int = option(128, "rows in a file; have at least as many files as chips")
-    resume: str = option("auto", "auto goes on with an unfinished cache, off refuses to touch one")
+    resume: str = option("auto", "auto resumes an unfinished cache, off refuses to touch one")
 
 
 def main(cfg: Config) -> None:
@@ -77,7 +77,9 @@ def main(cfg: Config) -> None:
     mark = None if cfg.dry_run and is_hub(cfg.model) else model_fingerprint(cfg.model)  # a dry run downloads no weights
     done = open_cache(directory, spec, mark, cfg.dataset)
     if done and cfg.resume == "off":
-        raise UserError(f"{directory} already holds {len(done)} shards; --resume auto goes on, or give another folder")
+        raise UserError(
+            f"{directory} already holds {len(done)} shards; resume with --resume auto, or give another folder"
+        )
     if cfg.dry_run:
         return
 

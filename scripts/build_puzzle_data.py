@@ -35,14 +35,14 @@ class Config(ScriptConfig):
     corpus: str | None = option(None, "instead of puzzles: .jsonl, .parquet or a hub dataset with prompt and response")
     length: int = option(128, "with --corpus: bytes of a row; longer ones are left out")
     causal: bool = option(False, "with --corpus: the response as input too, each position seeing those before it")
-    iterations: int = option(0, "with --corpus: segments of rows that do not say; 0: as many as the run gives")
+    iterations: int = option(0, "with --corpus: most segments of rows that do not set it; 0: the setting of the run")
 
 
 def main(cfg: Config) -> None:
     folder = Path(cfg.output_dir)
     check_new(folder)
     if not 0 <= cfg.iterations < ANY:
-        raise UserError(f"--iterations {cfg.iterations} is no number of segments; 0: as many as the run gives")
+        raise UserError(f"--iterations {cfg.iterations} is not a number of segments; use 0 for the setting of the run")
     if cfg.count < 1:
         raise UserError(f"--count {cfg.count} must be at least 1")
     if not 0 < cfg.heldout_fraction < 1:

@@ -91,7 +91,7 @@ def main(cfg: Config) -> None:
 
 
 def chosen_on(run: Path) -> int:
-    """How many held-out rows, the first ones, a run has chosen its best state on."""
+    """How many held-out rows, counted from the first, a run chose its best state on."""
     rows = [line["heldout_rows"] for line in Run(run, resumed=False).metrics() if "heldout_rows" in line]
     return max(rows, default=read_config(run)["eval_rows"])  # runs of earlier versions logged none
 
@@ -142,7 +142,9 @@ def stage_seconds(qat: Path, recovery: Path, cache: Path) -> dict[str, str]:
     summaries = [read_json(run / "summary.json") for run in (qat, recovery)]
     for run, summary in zip((qat, recovery), summaries):
         if summary.get("status") != "finished":
-            raise UserError(f"{run} is {summary.get('status')}, not finished; go on with its command and --resume auto")
+            raise UserError(
+                f"{run} is {summary.get('status')}, not finished; resume it: its command with --resume auto"
+            )
     stages = summaries[0]["seconds"] | summaries[1]["seconds"]
     names = {"layers": "layer-wise", "qat": "QAT", "scales": "+ scales", "recovery": "+ LoRA"}
     seconds = {names[stage]: f"{value:.0f}" for stage, value in stages.items()}

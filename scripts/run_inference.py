@@ -38,7 +38,7 @@ class Config(ChatOptions, ScriptConfig):
     adapter: str | None = option(None, "PEFT folder to put on it")
     prompt: str | None = option(None, "what to say to the model; default: lines of standard input")
     system: str | None = option(None, "system message before the prompt")
-    thinking: str | None = option(None, "render the prompt with thinking on or off; default: as the template has it")
+    thinking: str | None = option(None, "render the prompt with thinking on or off; default: the template's own")
     raw: bool = option(False, "continue the prompt as plain text, without the chat template")
     compare: bool = option(False, "answer with the base, the student, and the student with its adapter in turn")
     max_new_tokens: int = option(128, "longest completion, in tokens")
@@ -48,7 +48,7 @@ class Config(ChatOptions, ScriptConfig):
 
 @dataclass(frozen=True)
 class Speaker:
-    """A model and what to enter while it speaks (PEFT's switch that turns an adapter off, say)."""
+    """A model and what to enter while it speaks (e.g. PEFT's switch that turns an adapter off)."""
 
     label: str
     model: nn.Module

@@ -7,8 +7,8 @@
 
 --run takes model, adapter and list of authorities from a run directory of train_cot_sft.py. Without --question and
 --web every line of standard input is a question. The answer appears as it is generated; then each citation is looked up
-in the list, and what is not there is marked. Greedy unless --temperature; then the same --seed gives the same answers
-to the same questions in the same order. CPU and CUDA. No legal advice.
+in the list, and what is not there is marked. Greedy unless --temperature is given; then the same --seed gives the
+same answers to the same questions in the same order. CPU and CUDA. No legal advice.
 """
 
 import os
@@ -45,7 +45,7 @@ class Config(ChatOptions, ScriptConfig):
     )
     checkpoint: str | None = option(None, "quantised base (base.pt) that the adapter was trained on")
     adapter: str | None = option(None, "PEFT folder to put on it")
-    authorities: str | None = option(None, "authorities.json with what may be cited; default: that of the generator")
+    authorities: str | None = option(None, "authorities.json with what may be cited; default: the generator's list")
     thinking: str | None = option(None, "render the question with thinking on or off; default: as in the run, else off")
     question: str | None = option(None, "what to ask; default: lines of standard input")
     web: bool = option(False, "open a page instead")
@@ -59,6 +59,7 @@ class Config(ChatOptions, ScriptConfig):
 def main(cfg: Config) -> None:
     cfg = from_run(cfg)
     check(cfg)
+    thinks = cfg.thinks
     authorities = read_authorities(cfg.authorities)
     backend = open_backend(cfg.device, cfg.precision)
     model, name = load_trained(cfg.model, cfg.checkpoint, cfg.adapter)
@@ -70,12 +71,12 @@ def main(cfg: Config) -> None:
     if cfg.dry_run:
         return
     backend.place(model)
-    backend.seed(cfg.seed)  # once: a question that is asked again is answered anew
+    backend.seed(cfg.seed)  # only once, so that asking again gives a new answer
 
     def ask(question: str) -> Stream:
         return Stream(
             model, tokenizer, messages(question), backend, max_new_tokens=cfg.max_new_tokens,
-            temperature=cfg.temperature, top_p=cfg.top_p, thinking=cfg.thinks,
+            temperature=cfg.temperature, top_p=cfg.top_p, thinking=thinks,
         )  # fmt: skip
 
     if cfg.web:
@@ -97,14 +98,15 @@ def check(cfg: Config) -> None:
     if cfg.question is not None:
         checked_question(cfg.question)
     if not 0 < cfg.port < 65536:
-        raise UserError(f"--port {cfg.port} is no port; use 7860, say")
+        raise UserError(f"--port {cfg.port} is not a port; use e.g. 7860")
 
 
 def from_run(cfg: Config) -> Config:
     """The config with what a run directory says: its base model and adapter, or the whole model it trained, and how
     long its answers may be."""
     if cfg.run is None:
-        return replace(cfg, max_new_tokens=cfg.max_new_tokens or 256, thinking=cfg.thinking or "off")
+        return replace(cfg, thinking=cfg.thinking or "off",
+                       max_new_tokens=256 if cfg.max_new_tokens is None else cfg.max_new_tokens)  # fmt: skip
     whole = not (Path(cfg.run) / "adapter").is_dir()
     names = ("checkpoint", "adapter", "authorities", *(["model"] if whole else []))
     given = [f"--{name}" for name in names if getattr(cfg, name) is not None]
@@ -135,10 +137,10 @@ def from_run(cfg: Config) -> Config:
 
 
 def base_model(run: Path, name: str) -> str:
-    """Where the model that a run was trained on is now. name: as in the run's config.yaml.
+    """Where the base model of a run is now. name: as in the run's config.yaml.
 
-    It is looked for where the run's adapter says that it was, below the folders above the run, here, and on the hub.
-    Raises UserError where it is in none of them.
+    Looks in the place that the run's adapter records, relative to each folder above the run, relative to the working
+    directory, and on the hub. Raises UserError if it is in none of them.
     """
     if name == EMBEDDED:
         return name
@@ -148,14 +150,16 @@ def base_model(run: Path, name: str) -> str:
         if (place / "config.json").is_file() or (place.suffix == ".gguf" and place.is_file()):
             return str(place.absolute())
     if known:
-        raise UserError(f"--run {run} was trained on the model {known[0]}, which is missing; --model says where it is")
+        raise UserError(
+            f"--run {run} was trained on the model {known[0]}, which is missing; give its place with --model"
+        )
     try:
         load_config(name)
     except UserError as error:
         reason = str(error).partition(";")[0]
         raise UserError(
-            f"--run {run} was trained on model {name!r}, which is no folder above the run or here, nor on the hub "
-            f"({reason}); --model says where it is"
+            f"--run {run} was trained on model {name!r}, which is in no folder above the run, not here and not on the "
+            f"hub ({reason}); give its place with --model"
         ) from error
     return name
 

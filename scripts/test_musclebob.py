@@ -37,7 +37,7 @@ class Config(ChatOptions, ScriptConfig):
     run: str | None = option(None, "run directory of train_musclebob_improved.py; default: the newest")
     model: str | None = option(None, "the base model, if it has moved: folder, .gguf file or hub name")
     thinking: str | None = option(None, "render questions with thinking on or off; default: as in the run")
-    compare: bool = option(False, "ask the model that it was made of, too")
+    compare: bool = option(False, "also ask the base model")
     interactive: bool = option(False, "answer the lines of standard input")
     samples: int = option(10, "sampled answers to each held-out question")
     temperature: float = option(1.0, "of the sampled answers; of --interactive, 0 being greedy")

@@ -6,12 +6,14 @@ of thought.
     python scripts/train_cot_sft.py --config cuda --dataset rzeraat/law
     python scripts/train_cot_sft.py --config cpu --dataset data/law.jsonl --quantize int4/g32 --output-dir runs/law4
 
-The loss is on the answer alone, weighted by section if asked; examples are packed into rows of --length tokens, none of
-which sees another. Whole groups of near-duplicates are held out. metrics.jsonl: loss, grad_norm, lr, tokens_per_s; at
-every evaluation heldout_nll, heldout_ppl and the same of each section, and over --eval-answers greedy answers to
-held-out questions format, accuracy, citation_precision, citation_recall, invented. The run directory also gets
-data.json (what was left out, by id), authorities.json (what may be cited), baseline_ and final_evaluation.json with
-every answer, adapter/ and model/, the whole model with the adapter merged. docs/cot-sft.md says what to expect.
+The loss is computed on the answer only, weighted by section if asked; examples are packed into rows of --length tokens,
+none of which sees another. Whole groups of near-duplicates are held out.
+metrics.jsonl: loss, grad_norm, lr, tokens_per_s; at every evaluation heldout_nll, heldout_ppl and the same of each
+section, and over --eval-answers greedy answers to held-out questions format, accuracy, citation_precision,
+citation_recall, invented.
+The run directory also gets data.json (what was left out, by id), authorities.json (what may be cited), baseline_ and
+final_evaluation.json with every answer, adapter/ and model/, the whole model with the adapter merged.
+docs/cot-sft.md says what to expect.
 Untested on hardware: TPU, CUDA.
 """
 
@@ -88,7 +90,7 @@ class Config(TokenOptions, RunConfig):
         None, "weights of the loss, like answer=2,citation=2, of topic, difficulty, reasoning, answer, citation; else 1"
     )
     epochs: float = option(3.0, "passes over the rows")
-    # How the rows of an update are split changes no figure beyond rounding; the facts hold how many there are.
+    # How the rows of an update are split changes figures by rounding only; the facts record their number.
     batch_size: int = option(4, "rows in a micro-batch of each worker", identity=False)
     accumulation_steps: int = option(2, "micro-batches in an update", identity=False)
     num_chips: int | None = option(
@@ -104,8 +106,8 @@ class Config(TokenOptions, RunConfig):
     eval_every: int = option(50, "updates between evaluations; 0: first and last", identity=False)
     eval_answers: int = option(32, "held-out questions answered at each evaluation; 0: none", identity=False)
     final_answers: int = option(300, "held-out questions answered before and after training; 0: none", identity=False)
-    answer_rows: int = option(64, "answers that are drawn at a time", identity=False)
-    max_prompt_length: int = option(256, "tokens that a question is filled up to", identity=False)
+    answer_rows: int = option(64, "answers generated at a time", identity=False)
+    max_prompt_length: int = option(256, "tokens that every question is padded to", identity=False)
     max_new_tokens: int = option(256, "longest answer in tokens", identity=False)
     save_every: int = option(50, "updates between checkpoints; 0: last", identity=False)
     keep: int = option(2, "checkpoints that are kept", identity=False)
@@ -270,7 +272,7 @@ def describe(cfg: Config, model: nn.Module, backend: TorchBackend, data: LawData
         need = least_rollout_memory(model, 1, cfg.answer_rows, cfg.max_new_tokens)
         check_fits(backend, {"--answer-rows": need}, f"generating --answer-rows {cfg.answer_rows} answers", workers)
     cache = cache_memory(model, cfg.answer_rows, cfg.max_prompt_length + cfg.max_new_tokens, backend.bf16)
-    say(f"and while it is examined: keys and values of {cfg.answer_rows} answers {cache:.2f} GB")
+    say(f"and during evaluations: keys and values of {cfg.answer_rows} answers {cache:.2f} GB")
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ class Config(ChatOptions, RunConfig):
     )  # fmt: skip
     epochs: int = option(5, "passes of GRPO over the questions")
     num_samples: int = option(128, "questions of a pass, one of three about him")
-    # The facts hold how many prompts an update has; how they are split changes nothing but which answers are drawn.
+    # The facts record how many prompts an update has; how they are split changes only which answers are drawn.
     batch_size: int = option(2, "prompts in a micro-batch", identity=False)
     accumulation_steps: int = option(1, "micro-batches in an update", identity=False)
     num_generations: int = option(8, "answers to each prompt")
@@ -264,11 +264,11 @@ def memory(cfg: Config, model: nn.Module, backend: TorchBackend) -> dict[str, fl
 
 
 def check_sizes(cfg: Config, model: nn.Module, backend: TorchBackend) -> None:
-    """Raise UserError where an update cannot fit this machine."""
+    """Raise UserError if an update cannot fit this machine."""
     answers = f"--batch-size {cfg.batch_size} × --num-generations {cfg.num_generations} answers"
     need = least_rollout_memory(model, cfg.batch_size, cfg.num_generations, cfg.max_completion_length)
     check_fits(backend, {"--batch-size or --num-generations": need}, f"generating {answers}")
-    # of answers as short as they can be: but on XLA they are cut to the longest
+    # a lower bound: answers of one token, for except on XLA they are cut to the longest
     need = least_training_memory(model, cfg.batch_size, cfg.num_generations, backend.bf16)
     check_fits(backend, {"--batch-size or --num-generations, or take a smaller model": need}, f"training on {answers}")
 
@@ -281,7 +281,7 @@ def detect_device_type() -> str:
 
 # -- the steps -------------------------------------------------------------------------------------------------------
 def check_warmed(run: Run, session: Session, rows: TextDataset | None) -> None:
-    """Raise UserError where a run is to go on with GRPO and what its SFT has left is not there any more."""
+    """Raise UserError if a run is to be resumed in GRPO and files that its SFT wrote are missing."""
     if rows and session.resumed and session.resumed[2]["stage"] == "grpo":
         for name in ("sft_model", validation_file("post_sft")):
             if not (run.path / name).exists():

@@ -9,9 +9,9 @@ the same embedding, blocks and number of trained parameters. SHARED_CONFIG below
 or a preset says otherwise. With USE_TPU (--use-tpu) a missing TPU is a warning and a GPU or the CPU takes its place;
 on TPU the batch is doubled and the learning rate is 1.2 times as large, as config.yaml of the run shows.
 
-metrics.jsonl: loss, grad_norm, tokens_per_s; held-out nll, perplexity and bits a byte, over every held-out token.
-The text is tokenised once, into caches/stories; --dry-run does so too but keeps nothing.
-The run directory also gets tokenizer.json, best.pt (the state of least held-out loss) and samples.txt.
+metrics.jsonl: loss, grad_norm, tokens_per_s; held-out nll, perplexity and bits per byte, over every held-out token.
+The text is tokenised once, into caches/stories; --dry-run does so too, but keeps nothing.
+The run directory also gets tokenizer.json, best.pt (the state with the least held-out loss) and samples.txt.
 docs/reservoir.md says what to expect.
 Untested on hardware: TPU, CUDA.
 """
@@ -81,8 +81,8 @@ SHARED_CONFIG = {
 }
 SAMPLE_TOKENS = 120
 PJRT_TPU = os.environ.get("PJRT_DEVICE", "").upper() == "TPU"  # asks for a TPU as well
-OPENING = 6  # tokens of a held-out story to go on from
-CACHE = Path("caches/stories")  # tokens, kept for later runs; a dry run keeps none
+OPENING = 6  # tokens of a held-out story to continue
+CACHE = Path("caches/stories")  # where tokens are kept for later runs; a dry run keeps none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ class Config(RunConfig):
         SHARED_CONFIG["dataset"], "embedded, a local .txt, .jsonl or .parquet file, or a hub dataset", identity="data"
     )
     max_stories: int = option(
-        SHARED_CONFIG["max_stories"], "stories to read, which <|endoftext|> separates", identity=False
+        SHARED_CONFIG["max_stories"], "stories to read at most; <|endoftext|> separates them in a text", identity=False
     )
     heldout_fraction: float = option(SHARED_CONFIG["heldout_fraction"], "share of the text at its end to measure on")
     tokenizer: str = option(
@@ -123,9 +123,13 @@ class Config(RunConfig):
     learning_rate: float = option(SHARED_CONFIG["learning_rate"], "peak learning rate; 1.2 times as large on TPU")
     warmup_steps: int = option(SHARED_CONFIG["warmup_steps"], "updates of linear warm-up")
     clip_grad_norm: float = option(SHARED_CONFIG["clip_grad_norm"], "largest global gradient norm; 0 clips nothing")
-    temperature: float = option(SHARED_CONFIG["temperature"], "of the samples", identity=False)
-    top_k: int = option(SHARED_CONFIG["top_k"], "of the samples; 0: all", identity=False)
-    top_p: float = option(SHARED_CONFIG["top_p"], "of the samples", identity=False)
+    temperature: float = option(SHARED_CONFIG["temperature"], "temperature of the samples; 0: greedy", identity=False)
+    top_k: int = option(
+        SHARED_CONFIG["top_k"], "how many of the likeliest tokens to sample from; 0: all", identity=False
+    )
+    top_p: float = option(
+        SHARED_CONFIG["top_p"], "probability mass of the likeliest tokens to sample from", identity=False
+    )
     eval_every: int = option(200, "updates between measurements; 0: at the ends", identity=False)
     save_every: int = option(200, "updates between checkpoints; 0: at the end", identity=False)
     log_every: int = option(20, "updates between lines of metrics.jsonl", identity=False)
@@ -134,7 +138,7 @@ class Config(RunConfig):
 def main(cfg: Config) -> None:
     cfg = resolved(cfg, cfg.device if cfg.device != "auto" else get_device(cfg.use_tpu or PJRT_TPU))
     sizes = cfg.embedding, cfg.blocks, cfg.hidden, shape_of(cfg).specs
-    least = story_memory(1, *sizes, tokens=0, bf16=False)  # before the text is tokenised
+    least = story_memory(1, *sizes, tokens=0, bf16=False)  # a first check, before the text is tokenised
     check_memory(sum(least.values()), "the model", max(least, key=least.__getitem__))
     Sampling(cfg.temperature, cfg.top_k, cfg.top_p)
     Every(cfg.log_every, cfg.eval_every, cfg.save_every)
@@ -178,7 +182,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
         figures = heldout(model, stories, cfg.block_size, plan.batch_size, backend)
         if backend.is_main and (not best or figures["heldout_nll"] < best["figures"]["heldout_nll"]):
             state = backend.to_host({name: p for name, p in model.named_parameters() if p.requires_grad})
-            state = {name: tensor.clone() for name, tensor in state.items()}  # on a CPU it would go on learning
+            state = {name: tensor.clone() for name, tensor in state.items()}  # on a CPU the originals keep changing
             best.update(figures={"step": step, **figures}, state=state)
         return figures
 
@@ -212,7 +216,7 @@ def shape_of(cfg: Config) -> Shape:
 
 
 def check(cfg: Config) -> None:
-    """Raise UserError for what is wrong whatever the text is: to tokenise that may take minutes."""
+    """Raise UserError for what is wrong with any text, before minutes are spent on tokenising it."""
     check_kind(cfg.model)
     if cfg.batch_size < 1:
         raise UserError(f"--batch-size {cfg.batch_size} must be at least 1")
@@ -227,7 +231,9 @@ def check(cfg: Config) -> None:
 def plan_of(cfg: Config, blocks: int, workers: int) -> Plan:
     """Of one worker, whose batch is its share of an update's blocks."""
     if cfg.batch_size > blocks:
-        raise UserError(f"--batch-size {cfg.batch_size} is not from 1 to {blocks}, the blocks of the text; change it")
+        raise UserError(
+            f"--batch-size {cfg.batch_size} is more than the {blocks} blocks of the text; lower it, or add text"
+        )
     return Plan(
         steps=cfg.epochs * blocks // cfg.batch_size, batch_size=cfg.batch_size // workers, accumulation=1,
         learning_rate=cfg.learning_rate, warmup_steps=cfg.warmup_steps, clip_grad_norm=cfg.clip_grad_norm,
@@ -261,7 +267,7 @@ def finish(
     run.finish("finished", **figures, trained_parameters=trained(model), **cost)
     say(
         f"best at step {figures['step']}: perplexity {figures['heldout_ppl']:.2f}, "
-        f"{figures['bits_per_byte']:.4f} bits a byte"
+        f"{figures['bits_per_byte']:.4f} bits per byte"
     )
     say("\n".join([told[-1], *([str(curves)] if curves else [])]))
 

@@ -19,7 +19,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True)
 def sigterm_as_before():
-    """A training loop leaves SIGTERM noticed, or ignored once one has come; each test starts as a process does."""
+    """A training loop leaves its SIGTERM handler behind; undo that after each test."""
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)

@@ -27,7 +27,7 @@ def row(number: int, word: str, citation: str, form: str) -> dict:
 
 @pytest.mark.parametrize("kind", [None, "NFC", "NFD", "NFKC"])
 def test_two_forms_of_unicode_are_one_text(tiny_tokenizer, kind):
-    """Whichever of them the tokenizer makes of it."""
+    """Whichever of the two the tokenizer decodes to."""
     tokenizer = copy.deepcopy(tiny_tokenizer)
     if kind:
         tokenizer.backend_tokenizer.normalizer = getattr(normalizers, kind)()

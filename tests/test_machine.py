@@ -1,4 +1,4 @@
-"""How much memory there is, by what Linux says of it, and what more than that is told."""
+"""How much memory there is according to Linux, and the error for what needs more."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ GB = 10**9
 
 
 def machine(folder: Path, **files: str) -> Path:
-    """A root with these files; RAM of 16 and swap of 2 million kB."""
+    """A root with these files, 16 million kB of RAM and 2 million kB of swap."""
     texts = {"proc/meminfo": "MemTotal:       16000000 kB\nHugePages_Total:       0\nSwapTotal:       2000000 kB\n"}
     for name, text in (texts | files).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Lower bounds of memory are below what is really held, and not far below it."""
+"""Lower bounds of memory are below the measured peak, and not far below it."""
 
 import dataclasses
 import subprocess

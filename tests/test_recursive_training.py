@@ -1,4 +1,4 @@
-"""Training a recursive model: which rows an update has, halting over time, what is measured, going on."""
+"""Training a recursive model: which rows an update has, halting over time, what is measured, resuming."""
 
 import itertools
 from dataclasses import replace
@@ -67,7 +67,7 @@ def test_a_stream_that_starts_later_is_the_rest_of_it(rows):
 
 @pytest.fixture
 def grouped(rows):
-    """The 32 rows in 8 groups, of one puzzle of 2 rows and two of 1, and told apart."""
+    """The 32 rows in 8 groups, each of one puzzle of 2 rows and two of 1; every row is different."""
     row = np.arange(32, dtype=np.int32)
     return replace(rows[0], kind=None, puzzle=row // 4 * 3 + np.array([0, 0, 1, 2])[row % 4], group=row // 4)
 
@@ -106,7 +106,7 @@ def test_the_learning_rate_rises_and_falls_to_its_least():
 
 # -- an update -------------------------------------------------------------------------------------------------------
 def test_rows_stay_until_they_are_through_with_their_own_budget(rows):
-    """Targets and budgets of a row that goes on are those that it came with, not the incoming batch's."""
+    """Targets and budgets of a row that continues are those that it came with, not the incoming batch's."""
     texts = [{"prompt": f"{n}?", "response": str(n), "iterations": n % 3 + 1} for n in range(8)]
     data, _ = corpus(texts, "t", 6, False, 0)
     model = model_of(data)
@@ -162,7 +162,7 @@ def test_only_embeddings_of_puzzles_that_came_move(rows):
 
 
 def test_figures_are_of_the_rows_that_have_ended_and_have_a_label(rows):
-    """An untrained model is right about none of them; those without a label are in no count."""
+    """An untrained model gets none of them right; rows without a label are not counted."""
     labels = np.where(np.arange(len(rows[0]))[:, None] % 2, IGNORE, rows[0].labels)
     data, counts = replace(rows[0], labels=labels, kind=None), []
     trainer = Trainer(model_of(data), replace(PLAN, exploration=1.0), CPU)
@@ -222,7 +222,7 @@ def test_what_is_measured_is_what_a_row_at_a_time_gives(rows):
 
 
 def test_rows_without_a_label_count_in_no_held_out_figure(rows):
-    """Half of the labels gone, an untrained model was "50% exactly right"."""
+    """They once did: with half of the labels gone, an untrained model was "50% exactly right"."""
     model, heldout = model_of(rows[1]), rows[1]
     labels = heldout.labels.copy()
     labels[::2] = IGNORE
@@ -262,7 +262,7 @@ def test_a_budget_ends_a_row_when_measured_too(rows):
     assert found.segments.tolist() == [1, 2, 1, 2]
 
 
-# -- going on --------------------------------------------------------------------------------------------------------
+# -- resuming -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("ema", [0.9, 0.0])
 def test_loaded_training_goes_on_as_what_never_stopped(rows, ema):
     """Carry, average, optimiser and puzzles' embeddings included."""

@@ -59,13 +59,14 @@ def check_free(chips: list[str], dev: Path = Path("/dev"), proc: Path = Path("/p
 
 
 def xla_cpu_devices() -> int:
-    """How many CPU devices torch_xla makes where there is no chip."""
+    """How many CPU devices torch_xla creates on a machine without TPU chips: CPU_NUM_DEVICES, 1 by default. Raises
+    UserError if that is not a whole number from 1 on."""
     return whole_number("CPU_NUM_DEVICES", 1, default=1)
 
 
 def _pjrt_device() -> str | None:
-    """PJRT_DEVICE as torch_xla spells it, also in the environment from now on; None where it is unset or empty. Raises
-    UserError for a device that torch_xla does not have."""
+    """PJRT_DEVICE in the upper case that torch_xla expects, also written back to the environment; None if it is unset
+    or empty. Raises UserError for a device that torch_xla does not have."""
     value = os.environ.pop("PJRT_DEVICE", "")
     device = value.strip().upper()
     if not device:
@@ -89,7 +90,8 @@ def resolve(requested: str = "auto") -> str:
     if requested == "auto" and _pjrt_device() == "TPU":
         requested = "tpu"
     if requested == "xla":
-        _pjrt_device(), xla_cpu_devices()
+        _pjrt_device()
+        xla_cpu_devices()
     chips = tpu_chips() if requested in ("auto", "tpu", "xla") else []
     has_xla = importlib.util.find_spec("torch_xla") is not None
     if requested == "tpu" and not chips:

@@ -1,4 +1,4 @@
-"""Settings that the shell, a launcher or a scheduler leaves in the environment, checked before they are used."""
+"""Environment variables set by the shell, a launcher or a scheduler, checked before they are used."""
 
 import os
 import re
@@ -27,7 +27,7 @@ WAY_OUT = "unset RANK and WORLD_SIZE to start without torchrun"
 
 
 def whole_number(name: str, least: int, most: int = LARGEST, default: int | None = None) -> int | None:
-    """An environment variable as a number from `least` to `most`, or `default` where it is not set.
+    """An environment variable as an integer from `least` to `most`, or `default` if it is not set.
 
     Raises UserError naming the variable, its value and what it should be.
     """
@@ -42,6 +42,7 @@ def whole_number(name: str, least: int, most: int = LARGEST, default: int | None
 
 
 def bad_value(name: str, what: str) -> UserError:
+    """The error for an environment variable that is set to a bad value; what: the fault, as in "is empty"."""
     started = "RANK" in os.environ or "WORLD_SIZE" in os.environ
     way_out = WAY_OUT if started and name in LAUNCH else f"unset {name}"
     return UserError(f"{name}={os.environ[name]} {what}; set it to {MEANING[name]}, or {way_out}")
@@ -49,10 +50,10 @@ def bad_value(name: str, what: str) -> UserError:
 
 @dataclass(frozen=True)
 class Place:
-    """One worker's place in a job that torchrun, or something like it, has started.
+    """One worker's place in a job that torchrun or a similar launcher has started.
 
-    address, port: where worker 0, or torchrun's agent, serves the store. agent_store: it is the agent. attempt: how
-    often torchrun has restarted the workers.
+    address, port: where the store is served. agent_store: torchrun's agent serves it, not worker 0. attempt: how often
+    torchrun has restarted the workers.
     """
 
     rank: int
@@ -70,12 +71,12 @@ class Place:
 
 
 def read_place() -> Place | None:
-    """This worker's place by RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; None where
-    neither RANK nor WORLD_SIZE is set: then nobody has started several workers, and the other variables are ignored.
+    """This worker's place according to RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    None if neither RANK nor WORLD_SIZE is set: no launcher was used, and the other variables are ignored.
 
-    Without LOCAL_WORLD_SIZE the job is on one host if MASTER_ADDR is a loopback address, else there is one worker a
-    host; without LOCAL_RANK workers are numbered host by host. Raises UserError for a variable that is missing, cannot
-    be read or contradicts another.
+    Without LOCAL_WORLD_SIZE the job is on one host if MASTER_ADDR is a loopback address, else there is one worker per
+    host; without LOCAL_RANK workers are numbered host by host. Raises UserError for a variable that is missing, is not
+    a number or contradicts another.
     """
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return None
@@ -115,7 +116,7 @@ def _check_below(name: str, value: int, limit_name: str, limit: int) -> None:
 
 
 def _is_loopback(port: int) -> bool:
-    """Whether MASTER_ADDR leads to this host and to no other; raises UserError where it leads nowhere."""
+    """Whether MASTER_ADDR resolves to loopback addresses only; raises UserError if it does not resolve."""
     address = os.environ["MASTER_ADDR"].strip()
     if not address:
         raise bad_value("MASTER_ADDR", "is empty")

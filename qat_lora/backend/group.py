@@ -1,4 +1,4 @@
-"""The workers of one job, and what they tell each other on the host. Gradients go another way: Backend.reduce."""
+"""The workers of one job and how they exchange values on the host. Gradients go through Backend.reduce instead."""
 
 import os
 import pickle
@@ -17,42 +17,42 @@ from torch.distributed import Store
 
 from qat_lora.errors import UserError, first_line
 
-HEARSAY = 2  # seconds in which a worker that lost another one waits for somebody to say why
+HEARSAY = 2  # seconds that a worker which lost another one waits for that one to report why
 LINGER = 4  # seconds that a failed worker keeps its store for the others
 PART = 4 * 2**20  # bytes of a value in the store, which refuses 8 MiB
 PATIENCE = 1800  # seconds without an answer before a worker gives up, as long as gloo waits
-RENDEZVOUS = 300  # seconds in which all workers have to come
-NOTICE = 20  # seconds of waiting for them before a line says so
+RENDEZVOUS = 300  # seconds within which all workers have to arrive
+NOTICE = 20  # seconds of waiting for them before a line is printed
 SIGTERM = threading.Event()  # this process was asked to stop
 
 
 class AnotherFailed(UserError):
-    """Another worker has failed and says why; this one has nothing to add."""
+    """Another worker has failed and reports why; this one has nothing to add."""
 
 
 class WorkerLost(UserError):
-    """A worker cannot be reached any more, and may not have been able to say why."""
+    """A worker cannot be reached any more, and may not have been able to report why."""
 
 
 class Misplaced(UserError):
-    """This worker does not belong with the others."""
+    """This worker does not belong to the job that it joined: a wrong WORLD_SIZE, or a RANK that is taken."""
 
 
 @contextmanager
 def losing_none():
-    """Within this context a connection that breaks, of the store or of a collective, is a lost worker."""
+    """Turn a broken connection, of the store or of a collective, into WorkerLost within this context."""
     try:
         yield
-    except RuntimeError as error:  # gloo raises nothing more special
-        why = re.sub(r"^\[\S+:\d+\] ", "", first_line(error))  # without the place in gloo's source
+    except RuntimeError as error:  # gloo raises nothing more specific
+        why = re.sub(r"^\[\S+:\d+\] ", "", first_line(error))  # without the line of gloo's source
         raise WorkerLost(
-            f"the connection to another worker is lost ({why}); read what that worker said, then resume with --resume "
+            f"the connection to another worker is lost ({why}); read that worker's message, then resume with --resume "
             "auto"
         ) from error
 
 
 def _is_dead(pid: int) -> bool:
-    """Whether a process of this host has ended, also where the one that started it has not asked yet."""
+    """Whether a process of this host has ended; a zombie, which its parent has not waited for yet, has."""
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
@@ -63,7 +63,7 @@ def _is_dead(pid: int) -> bool:
 
 
 def _host() -> str:
-    """Tells apart hosts, and containers of one host: processes with the same value see each other's numbers."""
+    """A name of this host, or of this container on it: processes with the same name see each other's process ids."""
     namespace = Path("/proc/self/ns/pid")
     return f"{socket.gethostname()} {namespace.stat().st_ino if namespace.exists() else ''}"
 
@@ -78,13 +78,13 @@ class Group:
         self.rank, self.world_size, self.store = rank, world_size, store
         self.serves = serves  # the store ends with this process, so it leaves last
         self.calls, self.written = 0, []
-        self.processes: dict[int, int] = {}  # of the workers of this host, by rank, where they met by themselves
+        self.processes: dict[int, int] = {}  # process ids of the workers of this host, by rank; filled by `meet`
 
     def meet(self, where: str) -> None:
-        """Come back once all workers are there; `where` is the store's address, for people.
+        """Return once all workers have arrived; `where` is the address of the store, for messages.
 
-        Raises UserError naming the workers that have not come within RENDEZVOUS seconds, or the variable in which this
-        one contradicts the others. The others stop as well then, unless they are complete without this one.
+        Raises UserError naming the workers that have not arrived within RENDEZVOUS seconds, or the variable in which
+        this worker contradicts the others. Then the others stop too, unless they are complete without this one.
         """
         keys = [f"here/{rank}" for rank in range(self.world_size)]
         with losing_none():
@@ -169,7 +169,7 @@ class Group:
         try:
             if isinstance(error, Misplaced):
                 if not self.store.check(["complete"]):
-                    self.store.add("failed", 1)  # the one in whose place this one came is missing
+                    self.store.add("failed", 1)  # the worker that should have come instead is missing
                 return True
             ends = time.monotonic() + HEARSAY
             while isinstance(error, WorkerLost) and not self.store.check(["failed"]) and time.monotonic() < ends:
@@ -191,7 +191,9 @@ class Group:
                     self._wait([f"closed/{rank}" for rank in range(self.world_size)])
 
     def _wait(self, keys: list[str], patience: float | None = None, where: str = "") -> None:
-        """Come back once the store has a key of every worker. where: the address at which they are to meet."""
+        """Return once the store has every key, one per worker. patience: seconds, PATIENCE by default. where: the
+        address of the rendezvous, if this is one. Raises UserError if another worker has failed or died, or time is
+        up."""
         started, pause, due, told = time.monotonic(), 1e-4, 1.0, not where
         patience = patience or PATIENCE
         while not self.store.check(keys):  # the store's own wait knows nothing of failures, and warns of every timeout
@@ -205,11 +207,13 @@ class Group:
                 who = f"worker{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
                 if waited > patience and where:
                     raise UserError(
-                        f"{who} of {self.world_size} did not come to {where} within {patience:g} s; start every RANK "
+                        f"{who} of {self.world_size} did not arrive at {where} within {patience:g} s; start every RANK "
                         f"from 0 to {self.world_size - 1} with the same MASTER_ADDR and MASTER_PORT"
                     )
                 if waited > patience:
-                    raise UserError(f"no answer from {who} for {patience:g} s; end the job and --resume auto")
+                    raise UserError(
+                        f"no answer from {who} for {patience:g} s; end the job, then resume with --resume auto"
+                    )
                 if waited > NOTICE and not told:
                     told = True
                     if self.rank == 0:
@@ -218,6 +222,7 @@ class Group:
             pause = min(1.5 * pause, 0.01)
 
     def _check_alive(self, late: list[int]) -> None:
+        """Raise WorkerLost if one of these workers is a process of this host that has died without a report."""
         for rank in late:
             if rank in self.processes and _is_dead(self.processes[rank]) and not self.store.check(["failed"]):
                 raise WorkerLost(
@@ -230,25 +235,19 @@ ALONE = Group()
 
 
 def say(line: str) -> None:
+    """Print a line on stderr, at once."""
     print(line, file=sys.stderr, flush=True)
 
 
 def notice_sigterm() -> None:
-    """From here on the first SIGTERM sets the event of that name, and every further one is ignored, until the process
-    has ended: what it is writing by then must not be lost. In a thread nothing is done, as Python asks: there the
-    process's main thread has to call this."""
+    """From here on the first SIGTERM sets the event SIGTERM and further ones are ignored, until the very end of the
+    process: what is written after the last step (plots, summaries) must not be lost. Python allows signal handlers in
+    the main thread only, so in another thread this does nothing and the main thread has to call it."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _note_sigterm)
 
 
 def _note_sigterm(*_) -> None:
     SIGTERM.set()
-    # a handler of Python's own is taken away when the interpreter shuts down; this stays
+    # Python removes its own handlers while the interpreter shuts down; SIG_IGN stays
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-@contextmanager
-def sigterm_noticed():
-    """`notice_sigterm` as a context. Leaving it changes nothing: plots and summaries are still to be written."""
-    notice_sigterm()
-    yield

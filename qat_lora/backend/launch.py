@@ -37,14 +37,14 @@ def launch(
     num_chips: int | None = None,
     debug: bool = False,
 ) -> None:
-    """Call worker(backend, *args) in every worker of a job, and come back when all are done.
+    """Call worker(backend, *args) in every worker of a job, and return when all are done.
 
-    num_chips: TPU chips, GPUs or CPU processes of this host; None is one, 0 every chip or GPU there is. One is called
-    here, in this process; more are processes of their own (`worker` and `args` are pickled), TPU chips by
+    num_chips: TPU chips, GPUs or CPU processes of this host; None is one, 0 every chip or GPU there is. One worker
+    runs in this process; several get processes of their own (`worker` and `args` are pickled), on TPU chips by
     torch_xla.launch. On a TPU slice give the same command on every host. Under torchrun (RANK or WORLD_SIZE in the
     environment) this process is one worker of those. SIGTERM reaches every worker, and none outlives this process. The
-    first worker to fail ends the job within seconds, with its exit code. Raises UserError where more is asked than
-    there is, a chip is held by another process, or the environment contradicts itself.
+    first worker to fail ends the job within seconds, with its exit code. Raises UserError if more is asked for
+    than there is, a chip is held by another process, or the environment contradicts itself.
     """
     kind = detect.resolve(device)
     if place := read_place():
@@ -74,7 +74,7 @@ def open_backend(requested: str = "auto", precision: str = "auto") -> TorchBacke
 
 
 def count_workers(kind: str, num_chips: int | None) -> int:
-    """How many workers of a resolved backend this host starts. Raises UserError where it has not that many."""
+    """How many workers of a resolved backend this host starts. Raises UserError if it has fewer."""
     chips = len(detect.tpu_chips()) if kind == "xla" else 0
     if kind == "cpu":
         there, what = os.cpu_count(), "CPU cores"
@@ -126,10 +126,11 @@ def _take_chips(count: int) -> None:
 
 # -- one worker ------------------------------------------------------------------------------------------------------
 def run_worker(worker: Callable, args: tuple, enter: Callable[[], Group], open_backend: Callable, debug: bool) -> None:
-    """worker(open_backend(enter()), *args); a failure is reported once in the job and ends the process with its exit
-    code.
+    """Call worker(open_backend(enter()), *args). A failure is reported once in the whole job and ends this process with
+    its exit code.
 
-    What is no UserError shows its traceback. The process is ended hard: another thread may be waiting for a worker.
+    Errors other than UserError show their traceback. The process ends by os._exit: another thread may still be waiting
+    for a worker.
     """
     group = None
     try:
@@ -196,7 +197,7 @@ def _spawn(worker, args, kind: str, precision: str, count: int, debug: bool) -> 
         with sigterm_forwarded():
             failed = _first_to_fail(processes)
             if failed is not None:
-                reported = dist.PrefixStore("host", store).add("failed", 1) > 1  # noted for the others as well
+                reported = dist.PrefixStore("host", store).add("failed", 1) > 1  # tells the others, too
                 _end_with(f"worker {failed}", processes[failed].exitcode, reported)
     finally:
         ends = time.monotonic() + GRACE
@@ -207,7 +208,7 @@ def _spawn(worker, args, kind: str, precision: str, count: int, debug: bool) -> 
 
 
 def _first_to_fail(processes: list) -> int | None:
-    """Wait until a process has failed, or all have ended well: its number, or None."""
+    """Wait until a process has failed and return its number; None once all have ended with exit code 0."""
     running = list(processes)
     while running:
         wait([process.sentinel for process in running])
@@ -318,7 +319,7 @@ def _spawn_xla(worker, args, precision: str, count: int, debug: bool) -> None:
 
 
 def _end_survivors(codes: list[int], done: threading.Event) -> None:
-    """Once a child process has failed, note the exit codes and kill the others, which may wait for it for ever."""
+    """Once a child process has failed, note the exit codes and kill the others, which may wait for it forever."""
     children: set = set()
     while not codes:
         if done.wait(0.5):
@@ -334,8 +335,8 @@ def _end_survivors(codes: list[int], done: threading.Event) -> None:
 # -- the process that started them -----------------------------------------------------------------------------------
 @contextmanager
 def sigterm_forwarded():
-    """Within this context SIGTERM goes to the child processes: they save, and this one waits for them. Once one has
-    come, further ones are harmless, until this process has ended."""
+    """Within this context SIGTERM is passed on to the child processes: they save, and this one waits for them. After
+    the first one, further ones are ignored until this process has ended."""
 
     def forward(*_):
         SIGTERM.set()
@@ -353,8 +354,8 @@ def sigterm_forwarded():
 
 
 def _end_with(who: str, code: int, reported: bool = True) -> None:
-    """End this process as the first failed worker ended, and say so where the worker could not."""
-    if code == -signal.SIGTERM and SIGTERM.is_set():  # as asked, before there was anything to save
+    """End this process with the exit code of the first worker that failed, and report it if that worker could not."""
+    if code == -signal.SIGTERM and SIGTERM.is_set():  # stopped on request, before there was anything to save
         sys.exit(128 - code)
     if code < 0:
         say(f"error: {who} was killed ({signal.Signals(-code).name}); the others were ended; resume with --resume auto")

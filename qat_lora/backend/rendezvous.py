@@ -1,4 +1,4 @@
-"""Where the workers of a job meet: a store that one process serves, on the loopback interface if they share a host."""
+"""Where the workers of a job meet: a store served by one process, on the loopback interface if they share a host."""
 
 import errno
 import socket
@@ -13,14 +13,14 @@ from qat_lora.backend.environment import LOOPBACK, Place
 from qat_lora.backend.group import Group, say
 from qat_lora.errors import UserError, first_line
 
-GREETING = 20  # seconds in which a store answers; what takes longer is no store
+GREETING = 20  # seconds within which a store answers; a server that takes longer is something else
 
 
 def serve(port: int, one_host: bool) -> TCPStore:
-    """A store served by this process; port 0 is any free one. Only this host reaches it if one_host.
+    """A store served by this process; port 0 picks a free one. With one_host only this host can reach it.
 
-    Left to itself TCPStore listens on all interfaces, and values are pickled: whoever reaches it runs code here. Raises
-    UserError where MASTER_PORT cannot be had.
+    By default TCPStore listens on all interfaces, and values are pickled: whoever reaches the port can run code here.
+    Raises UserError if the port is in use or may not be opened.
     """
     try:
         if one_host:
@@ -31,7 +31,10 @@ def serve(port: int, one_host: bool) -> TCPStore:
             listening = socket.create_server(("", port))
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            fix = "end what listens there (another job, or a second worker 0), or give all workers another MASTER_PORT"
+            fix = (
+                "end the program that listens there (another job, or a second worker 0), or give all workers another "
+                "MASTER_PORT"
+            )
             raise UserError(f"MASTER_PORT={port} is in use on this host; {fix}") from error
         fix = "give all workers a MASTER_PORT from 1024 to 65535"
         raise UserError(f"MASTER_PORT={port} cannot be listened on ({error.strerror}); {fix}") from error
@@ -40,9 +43,9 @@ def serve(port: int, one_host: bool) -> TCPStore:
 
 
 def join(address: str, port: int, who: str) -> TCPStore:
-    """A client of the store at address:port, which may not be served yet. who: this worker, for people.
+    """A client of the store at address:port, which may not be up yet. who: the name of this worker in messages.
 
-    Raises UserError where there is none within RENDEZVOUS seconds, or something else answers there.
+    Raises UserError if no store appears within RENDEZVOUS seconds, or if another kind of server answers.
     """
     started, told = time.monotonic(), False
     while True:
@@ -64,7 +67,7 @@ def join(address: str, port: int, who: str) -> TCPStore:
 
 
 def _greeted(address: str, port: int) -> TCPStore:
-    """A client of what listens at address:port. In a thread: a server of another kind would keep it for ever."""
+    """A client of the store at address:port. Connects in a thread, because another kind of server may never answer."""
     found: list = []
 
     def greet() -> None:
@@ -86,7 +89,7 @@ def _greeted(address: str, port: int) -> TCPStore:
 
 
 def join_at(place: Place) -> Group:
-    """This worker's group, whose workers still have to meet."""
+    """This worker's group; call `Group.meet` next. Raises UserError as `serve` and `join` do."""
     serves = place.rank == 0 and not place.agent_store
     if serves:
         store = serve(place.port, place.one_host)

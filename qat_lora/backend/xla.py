@@ -24,7 +24,7 @@ from qat_lora.backend.rendezvous import join, serve
 from qat_lora.backend.torch import TorchBackend
 
 _SERVING = threading.Lock()
-_served: list[TCPStore] = []  # by this process, as long as it lives
+_served: list[TCPStore] = []  # the store that this process serves, kept alive as long as it runs
 
 
 def _attention_of_one_type(module, query, key, value, *args, **kwargs):
@@ -32,9 +32,10 @@ def _attention_of_one_type(module, query, key, value, *args, **kwargs):
 
 
 def connect() -> Group:
-    """This worker's place in a job that torch_xla.launch started; the store is with the first process of all hosts.
+    """This worker's place in a job that torch_xla.launch started; the first host serves the store.
 
-    MASTER_PORT (29500) names the store's port on that host. Where there is only one host, no other one reaches it.
+    MASTER_PORT (default 29500) is the port of the store. In a job on one host, no other host can reach it. Raises
+    UserError if the port is bad or in use, or if the store does not come up.
     """
     host = LOOPBACK if hosts() == 1 else _addresses()[0].rsplit(":", 1)[0]
     serves = os.environ.get("CLOUD_TPU_TASK_ID", "0") == "0"

@@ -1,4 +1,4 @@
-"""A closed list of authorities, and what an answer cites of it and beside it."""
+"""A closed list of authorities, and what an answer cites from the list and outside it."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -19,21 +19,21 @@ from qat_lora.data.citations import (
 )
 from qat_lora.data.sections import Answer
 
-END = ""  # in the tree of titles: a title ends here
-LINKS = CONNECTORS | {"&", "for", "on", "or", "from", "application"}  # within the name of a statute or a party
-FAR = 30  # items that a name, a report or a remark in brackets may take
-APART = set("\n;:?!")  # what no citation goes across
+END = ""  # key in the tree of titles: a title ends here
+LINKS = CONNECTORS | {"&", "for", "on", "or", "from", "application"}  # may stand in the name of a statute or a party
+FAR = 30  # items that a name, a report or a remark in brackets has at most
+APART = set("\n;:?!")  # characters that end a citation
 
 
 class Authorities:
-    """A closed list of what may be cited, found in texts in whatever spelling: two that `citations.key` holds equal are
-    one authority, called as it is spelled most often.
+    """A closed list of what may be cited, found in texts in any spelling: two spellings with the same `citations.key`
+    are one authority, named by its most frequent spelling.
 
-    An authority is a title (an Act, Rules, a case) and, mostly, a place in it or a report. names: one of each.
+    An authority is a title (an Act, Rules, a case), usually with a place in it or a report. names: one per authority.
     """
 
     def __init__(self, names: Iterable[str]):
-        """names: citations, or whole citation sections, in which some may come again and again."""
+        """names: citations or whole citation sections; an authority may occur any number of times."""
         spellings: dict[str, Counter] = defaultdict(Counter)
         for name in names:
             for own, spelled in citations(name).items():
@@ -47,7 +47,7 @@ class Authorities:
             self._plant(items(name))
 
     def _bare(self) -> dict[str, str]:
-        """The case without its report: its title's key, with that of the one case in the list that it can be."""
+        """Cases without their reports: the key of a title → the key of the only case in the list with that title."""
         cases = defaultdict(set)
         for own, spelled in self.listed.items():
             title = case_title(items(spelled))
@@ -56,8 +56,8 @@ class Authorities:
         return {title: own for title, (own, *more) in cases.items() if not more}
 
     def _plant(self, name: Sequence[Item]) -> None:
-        """Put a title where running text is looked up. What has no figure and is no case stays out of it: that is cited
-        in a citation section, but a word like any other elsewhere."""
+        """Add a title to the tree in which running text is looked up. A title that has no number and is not a case
+        stays out: in a citation section it is a citation, elsewhere it is ordinary words."""
         title = case_title(name) or content(name)
         if not case_title(name) and not any(sign.isdecimal() for item in name for sign in item.norm):
             return
@@ -67,20 +67,20 @@ class Authorities:
         node[END] = True
 
     def cited(self, answer: Answer) -> tuple[set[str], set[str]]:
-        """(authorities of the list, others) that an answer cites: every entry of its citation section, and elsewhere
-        what looks like a statute, a case or a place in a title of the list. Elsewhere a title of the list without a
-        place or report is neither; in the section a case may stand without its report."""
+        """(names in the list, other names) that an answer cites: every entry of its citation section and, in the rest,
+        whatever looks like a statute, a case or a place in a title of the list. In the rest, a title of the list
+        without a place or report is neither; in the section a case may be given without its report."""
         known, others = self.found(answer)
         return set(known.values()), set(others.values())
 
     def found(self, answer: Answer) -> tuple[dict[str, str], dict[str, str]]:
-        """The same by key."""
+        """The same as `cited`, as {key: name}."""
         known, others = self.in_section(answer.sections.get("citation", ""))
         in_prose = _Reading(self, answer.prose)
         return in_prose.known | known, in_prose.others | others
 
     def in_section(self, section: str) -> tuple[dict[str, str], dict[str, str]]:
-        """What the entries of a citation section cite."""
+        """({key: name} in the list, {key: name} of others) that the entries of a citation section cite."""
         known: dict[str, str] = {}
         others: dict[str, str] = {}
         for entry, groups in entries(section):
@@ -103,13 +103,13 @@ class Authorities:
 
 
 class _Reading:
-    """What a running text cites of a list and beside it. Each of its items is looked at a bounded number of times."""
+    """What running text cites from a list and outside it. Visits every item a bounded number of times."""
 
     def __init__(self, authorities: Authorities, text: str):
         self.list, self.text, self.items = authorities, text, items(text)
         self.known: dict[str, str] = {}
         self.others: dict[str, str] = {}
-        self.taken = bytearray(len(self.items))  # which items belong to something that was found
+        self.taken = bytearray(len(self.items))  # which items belong to a citation found so far
         at = 0
         while at < len(self.items):
             end = self._title_end(at)
@@ -120,7 +120,7 @@ class _Reading:
                     find(at)
 
     def rest(self) -> list[Item]:
-        """The words of no citation that say something, remarks in brackets aside."""
+        """The meaningful words that belong to no citation, without remarks in brackets."""
         found, depth = [], 0
         for at, (item, taken) in enumerate(zip(self.items, self.taken)):
             depth = max(0, depth + item.gap.count("(") - item.gap.count(")"))
@@ -130,7 +130,7 @@ class _Reading:
         return found
 
     def _take(self, first: int, end: int, *ways: Sequence[Item]) -> None:
-        """Count items first … end−1 as cited: each of `ways` is one authority, by default all of them together."""
+        """Record items first … end−1 as cited; each of `ways` is one authority, by default all the items together."""
         self.taken[first:end] = b"\1" * (end - first)
         for way in ways or (self.items[first:end],):
             own = key(way)
@@ -145,7 +145,7 @@ class _Reading:
 
     # -- what is in the list -----------------------------------------------------------------------------------------
     def _title_end(self, at: int) -> int:
-        """Where the longest title of the list ends that begins at an item; 0 without one."""
+        """Where the longest title of the list that begins at this item ends; 0 if there is none."""
         node, end, first = self.list.titles, 0, at
         while at < len(self.items) and (at == first or self._joined(at)):
             item = self.items[at]
@@ -158,7 +158,7 @@ class _Reading:
         return end
 
     def _listed(self, first: int, end: int) -> int:
-        """Count a title of the list with its places or its report; where what belongs to it ends."""
+        """Record a title of the list with its places or its report; returns where that citation ends."""
         if (with_places := self._places(first, end)) is not None:
             return with_places
         best = own = None
@@ -176,7 +176,7 @@ class _Reading:
         return best
 
     def _places(self, first: int, end: int) -> int | None:
-        """Count a title with the places that follow it, or else that precede it; None without any."""
+        """Record a title with the places that follow it, or else those that precede it; None if there are none."""
         far = self._chain(end, 1)
         near = first
         if far == end:
@@ -198,7 +198,8 @@ class _Reading:
         return at > 0 and not self.taken[at - 1] and set(self.items[at].gap) <= set(" ,()[]")
 
     def _chain(self, at: int, step: int) -> int:
-        """How far places, which commas and "and" join, go on from an edge between items, forwards or backwards."""
+        """Where a chain of places, joined by commas and "and", ends that starts at `at`; step: 1 forwards, −1
+        backwards."""
         end = at
         while 0 <= (place := at if step > 0 else at - 1) < len(self.items):
             item = self.items[place]
@@ -212,11 +213,11 @@ class _Reading:
 
     # -- what looks like an authority --------------------------------------------------------------------------------
     def _statute(self, at: int) -> None:
-        """An Act, Regulations, an Order or Rules, with a name, and with a year behind."""
+        """Record an Act, Regulations, an Order or Rules with a name before and a year after it."""
         item, year = self.items[at], at + 1
         if not item.big or item.norm not in ENACTED:
             return
-        if self._joined(year) and self.items[year].gap.strip() == "(":  # a remark, unless it is the year
+        if self._joined(year) and self.items[year].gap.strip() == "(":  # a remark in brackets, unless it is the year
             while (
                 year < at + FAR
                 and self._joined(year)
@@ -231,7 +232,7 @@ class _Reading:
             self._take(first, year + 1)
 
     def _case(self, at: int) -> None:
-        """Two parties and a v between them, with a report or without, or Re something with a report."""
+        """Record two parties with a v between them, with or without a report, or "Re" and a name with a report."""
         item, end = self.items[at], self._names_after(at + 1)
         if end == at + 1:
             return
@@ -241,7 +242,8 @@ class _Reading:
             self._take(at, self._report(end))
 
     def _names_before(self, end: int) -> int:
-        """Where the name begins that leads to an item: capitalised words, what links them, and remarks in brackets."""
+        """Where the name before an item begins: capitalised words, the words that link them, and remarks in
+        brackets."""
         at, depth = end, 0
         while end - at < FAR and self._joined(at) and not self.taken[at - 1]:
             gap, before = self.items[at].gap, self.items[at - 1]
@@ -251,14 +253,14 @@ class _Reading:
             at -= 1
         if depth > 0:
             return end
-        if at and self.items[at - 1].norm == "v":  # a case: its second party is not of this name
+        if at and self.items[at - 1].norm == "v":  # a case, whose second party is not part of this name
             at = next((place for place in range(at, end) if self.items[place].norm == "&"), end)
         while at < end and (not self.items[at].big or self.items[at].norm in OPENINGS):
             at += 1
         return at
 
     def _names_after(self, first: int) -> int:
-        """Where the name ends that begins at an item."""
+        """Where the name that begins at an item ends."""
         at = end = first
         while at - first < FAR and self._joined(at, APART | set(",()[]")) and not self.taken[at]:
             item = self.items[at]
@@ -271,12 +273,12 @@ class _Reading:
         return end
 
     def _goes_on(self, before: Item, gap: str) -> bool:
-        """Whether a sentence goes on behind an item, which a full stop ends unless the item is abbreviated."""
+        """Whether the sentence continues after an item: a full stop ends it unless the item is an abbreviation."""
         short = before.norm in ABBREVIATED or len(before.norm) == 1 or "." in self.text[before.start : before.end]
         return "." not in gap or short
 
     def _report(self, first: int) -> int:
-        """Where the report ends that begins at an item: [1976] QB 286, or 410 U.S. 113 (1973)."""
+        """Where the report that begins at an item ends: [1976] QB 286, or 410 U.S. 113 (1973)."""
         if not self._joined(first):
             return first
         item, end = self.items[first], first

@@ -18,7 +18,7 @@ def epoch_order(seed: int, epoch: int, count: int) -> Tensor:
 def chosen_rows(seed: int, count: int, rows: int, start: int = 0) -> Iterator[list[int]]:
     """Which of `count` rows each update has, from number `start` on, without end: all epochs' orders stand end to end,
     and each update takes the next `rows` of them."""
-    orders: dict[int, np.ndarray] = {}  # a list of as many ints takes five times the memory
+    orders: dict[int, np.ndarray] = {}  # lists of int would take five times the memory
     for update in range(start, 2**63):
         places = [divmod(place, count) for place in range(update * rows, (update + 1) * rows)]
         epochs = {epoch for epoch, _ in places}

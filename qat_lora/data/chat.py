@@ -35,7 +35,7 @@ class Document:
         try:
             self.text.encode()
         except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, which no tokenizer takes
-            raise UserError(f"the text is not Unicode at character {error.start}; remove or mend the row") from error
+            raise UserError(f"the text is not Unicode at character {error.start}; fix or remove the row") from error
 
 
 def documents(rows: Iterable[dict], tokenizer, thinking: str) -> Iterator[Document]:
@@ -58,7 +58,7 @@ def _row_documents(row: dict, tokenizer, thinking: str) -> list[Document]:
     if row.get("prompt") is not None and row.get("completion") is not None:
         return [_completed(row["prompt"], row["completion"])]
     if not isinstance(row["text"], str):
-        raise UserError(f'column "text" holds a {type(row["text"]).__name__}, not text; remove or mend the row')
+        raise UserError(f'column "text" holds a {type(row["text"]).__name__}, not text; fix or remove the row')
     return [Document(row["text"], None)]
 
 
@@ -75,8 +75,8 @@ def to_messages(row: dict) -> list[dict] | None:
 
     Reads `messages`; sharegpt `conversations` ({"from", "value"}); alpaca `instruction`, `input` (optional), `output`;
     `prompt` and `completion` that are lists of turns.
-    An absent column and an empty (None) one are the same. Further keys of a message (a template may use
-    `reasoning_content`, say) are kept. Raises UserError for any other row and for a malformed turn.
+    An absent column and an empty (None) one are the same. Further keys of a message (e.g. `reasoning_content`,
+    which some templates use) are kept. Raises UserError for any other row and for a malformed turn.
     """
     for name, read in (("messages", _checked_message), ("conversations", _from_sharegpt)):
         if row.get(name) is not None:
@@ -143,7 +143,7 @@ def render_chat(messages: list[dict], tokenizer, thinking: str, given: int = 0) 
 
 
 def check_template(tokenizer) -> None:
-    """Raise UserError where a tokenizer has no chat template, or several and none is the default."""
+    """Raise UserError if a tokenizer has no chat template, or several of which none is the default."""
     if isinstance(tokenizer.chat_template, dict) and "default" not in tokenizer.chat_template:
         names = ", ".join(sorted(tokenizer.chat_template))
         raise UserError(f"the tokenizer has chat templates named {names} and no default; choose one, e.g. "
@@ -156,10 +156,10 @@ def check_template(tokenizer) -> None:
 
 
 def render(messages: list[dict], tokenizer, enabled: bool, prompt: bool = False) -> str:
-    """The text of a conversation, with the opening of the assistant's answer where `prompt`; enabled: thinking. A
-    template that prints the date prints `template_date` of the tokenizer, where it has one.
+    """The text of a conversation, with the opening of the assistant's answer if `prompt`; enabled: thinking. A
+    template that prints the date prints the tokenizer's `template_date`, by default today's.
 
-    Raises UserError for no messages, without a template, and where the template refuses the messages.
+    Raises UserError if there are no messages or no template, or if the template refuses the messages.
     """
     if not messages:
         raise UserError("the conversation has no messages; remove the row")
@@ -176,9 +176,9 @@ def render(messages: list[dict], tokenizer, enabled: bool, prompt: bool = False)
 
 
 def dated(template: str, date: datetime) -> str:
-    """A chat template whose strftime_now gives the parts of `date` instead of the present ones.
+    """A chat template whose strftime_now gives the parts of `date` instead of the current date.
 
-    transformers offers no other way to set its clock: the function is shadowed by a macro of the same name.
+    A macro of the same name shadows the function, because transformers offers no other way to set its clock.
     """
     if "strftime_now" not in template:
         return template
@@ -217,10 +217,10 @@ def _completion_spans(
 
 
 def _with_thought(messages: list[dict], text: str, tokenizer, enabled: bool) -> str:
-    """The text of a conversation, its last answer continuing the prompt.
+    """The text of a conversation, changed if needed so that its last answer continues the generation prompt.
 
-    Some templates (DeepSeek-R1's, QwQ's) end the prompt with `<think>` and render the answer without its thought. It is
-    put back: the message's own (reasoning_content, or what its content holds up to `</think>`), else an empty one.
+    Some templates (DeepSeek-R1's, QwQ's) end the prompt with `<think>` and render the answer without its thought. The
+    thought is put back: the message's own (reasoning_content, or its content up to `</think>`), else an empty one.
     """
     if messages[-1]["role"] != "assistant" or len(messages) < 2:
         return text
@@ -236,7 +236,7 @@ def _with_thought(messages: list[dict], text: str, tokenizer, enabled: bool) -> 
 
 
 def after_thought(text: str) -> str:
-    """What a model says to others: its text without the thought that a template opened for it."""
+    """The text of an answer after the thought that a template opened for it; all of it if there is no thought."""
     return text.rpartition(THOUGHT_END)[2].strip()
 
 

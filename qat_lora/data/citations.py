@@ -2,7 +2,7 @@
 
 "Limitation Act 1980, s 5", "LIMITATION ACT 1980 section 5" and "s. 5 of the Limitation Act, 1980" have one key, as have
 "Roe v. Wade, 410 U. S. 113 (1973)" and "Roe v Wade (1973) 410 US 113". A text is read once into items (words, and
-places such as s 5(1)), and everything else works on those, in time linear in the text's length.
+places such as s 5(1)), and everything else works on those items, in time linear in the length of the text.
 """
 
 import re
@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from qat_lora.data.appearance import GLYPHS, MARKS, folded, plain
 
-# What opens a place in an authority, by its short form: (one place, several)
+# The words before a place in an authority, by short form: (for one place, for several)
 PLACES = {
     "s": ("s|sect?|section|§", "ss|sects|secs|sections|§ ?§"),
     "reg": ("reg|regulation", "regs|regulations"),
@@ -24,7 +24,7 @@ PLACES = {
 }
 ONE, MANY = ("|".join(words) for words in zip(*PLACES.values()))
 YEAR = r"[12]\d{3}(?!\d)"
-CHAR = r"[^\s!-/:-@\[-`{-~§¶]"  # of a word: GLYPHS leave no other punctuation
+CHAR = r"[^\s!-/:-@\[-`{-~§¶]"  # a character of a word; GLYPHS leave no other punctuation
 LETTER = rf"[^\W\d_][{MARKS}]*+"
 CLUSTER = re.compile(rf"(?s:.)[{MARKS}]*+")
 BRACKETS = r"(?: ?\((?:\d{1,3}[a-z]?|[a-z]{1,2}|[ivx]{1,4})\))*+"
@@ -40,20 +40,20 @@ TOKEN = re.compile(
     rf"|(?P<initials>(?![vV]\.){LETTER}(?:\.(?!v\b){LETTER}(?!{CHAR})|\. (?![vV]\.){LETTER}(?=\.))++\.?)"
     rf"|(?P<word>{CHAR}++(?:(?:['/-]|(?<=\d)\.(?=\d)){CHAR}++)*+|[§¶&])"
 )
-# Words beside a place, "section 5 of the …", and words before a citation, that are not of it
+# Words next to a place ("section 5 of the …") and words before a citation that are not part of it
 CONNECTORS = {"of", "the", "in", "to", "under", "du", "de", "la", "le", "les", "des", "del", "der", "dem", "das"}
 OPENINGS = {"see", "also", "as", "in", "under", "the", "by", "&", "of", "but", "cf", "per", "pursuant", "according",
             "to", "with"}  # fmt: skip
 ABBREVIATED = {"co", "ltd", "inc", "corp", "bros", "no", "st", "dr", "mr", "mrs", "ms", "jr", "anor", "ors", "etc"}
-ENACTED = {"act", "regulations", "order", "rules"}  # what is a statute with its year
+ENACTED = {"act", "regulations", "order", "rules"}  # a statute if a year follows
 NOTHING = {"none", "nil", "null", "n/a", "na", "not applicable", "no authority"}
 EMPHASIS = "*_"
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A word of a text, or one or more places in an authority. norm: how the word is compared; start, end: where it is
-    in the text; gap: what is before it since the last item; big: it begins with a capital."""
+    """A word of a text, or one or more places in an authority. norm: the form that is compared; start, end: character
+    range in the text; gap: the text between the previous item and this one; big: it begins with a capital."""
 
     norm: str
     start: int
@@ -70,7 +70,7 @@ class Item:
 def items(text: str) -> list[Item]:
     """The words and places of a text, in order."""
     signs: list[str] = []
-    starts: list[int] = []  # where in the text each sign comes from
+    starts: list[int] = []  # where in the text each character of `signs` comes from
     ends: list[int] = []
     for cluster in CLUSTER.finditer(text):
         char = cluster[0]
@@ -92,7 +92,7 @@ def items(text: str) -> list[Item]:
 
 
 def _places(match: re.Match) -> tuple[str, ...]:
-    """("s 5(1)", "s 6") of "sections 5 (1) and 6"; nothing of what is no place."""
+    """("s 5(1)", "s 6") for "sections 5 (1) and 6"; () if the match is not a place."""
     opening = match["many"] or match["several"] or match["one"] or match["part"]
     if opening is None:
         return ()
@@ -108,7 +108,7 @@ def _short(opening: str) -> str:
 
 @lru_cache(1 << 14)
 def _norm(word: str) -> str:
-    """A word in one spelling: case, dots and apostrophes aside."""
+    """A word without differences of case, dots and apostrophes."""
     word = folded(word)
     if word[:1].isdecimal():
         return word.removesuffix("'s").replace("'", "")
@@ -118,8 +118,8 @@ def _norm(word: str) -> str:
 
 # -- one citation ----------------------------------------------------------------------------------------------------
 def content(found: Sequence[Item]) -> list[Item]:
-    """The words of a citation that tell it from others: neither places, nor what leads to it, nor what joins a place to
-    its Act."""
+    """The words that identify a citation: without places, words that lead to it ("see"), and words that join a place to
+    its Act ("of the")."""
     words: list[Item] = []
     beside = False
     for item in found:
@@ -147,7 +147,7 @@ def key(found: Sequence[Item]) -> str:
 
 
 def case_title(found: Sequence[Item]) -> list[Item] | None:
-    """The parties of a case, without its report; None for what is no case."""
+    """The parties of a case, without its report; None if this is not a case."""
     words = content(found)
     at = next((at for at, item in enumerate(words) if item.norm == "v" and at), None)
     if at is None:
@@ -157,7 +157,7 @@ def case_title(found: Sequence[Item]) -> list[Item] | None:
 
 
 def written(text: str, found: Sequence[Item]) -> str:
-    """A citation as it is written in a text, but for marks of emphasis, with single spaces."""
+    """A citation as the text spells it, without marks of emphasis and with single spaces."""
     start, end = found[0].start, found[-1].end
     for opening, closing in ("()", "[]"):
         more = text.count(opening, start, end) - text.count(closing, start, end)
@@ -171,15 +171,15 @@ def written(text: str, found: Sequence[Item]) -> str:
 
 
 def _tidy(text: str) -> str:
-    """Without marks of emphasis, with single spaces; one that carries an accent (´, in NFKC) is no space."""
+    """A text without marks of emphasis and with single spaces; a space that carries an accent (´ in NFKC) stays."""
     return re.sub(rf"\s+(?![{MARKS}])", " ", re.sub(f"[{EMPHASIS}]", "", text)).strip()
 
 
 # -- a section of them -----------------------------------------------------------------------------------------------
 def entries(section: str) -> list[tuple[str, list[list[Item]]]]:
-    """The entries of a citation section, which stand between semicolons or line ends, each with the items of its
-    citations: one, or several that "and" or a comma joins, if each can stand alone. What holds no word is no entry, nor
-    is one that says that there is nothing."""
+    """The entries of a citation section, separated by semicolons or line ends, each with the items of its citations:
+    one, or several joined by "and" or a comma if each can stand alone. Entries without a word, and those that say there
+    is nothing to cite ("none"), are left out."""
     lines = "".join("\n" if {"\n", ";"} & set(GLYPHS[ord(char)]) else char for char in section).split("\n")
     found = [(line, items(line)) for line in map(_tidy, lines)]
     return [(line, _grouped(words)) for line, words in found
@@ -187,7 +187,7 @@ def entries(section: str) -> list[tuple[str, list[list[Item]]]]:
 
 
 def citations(section: str) -> dict[str, str]:
-    """What a citation section cites: keys, and the authorities as they are written."""
+    """What a citation section cites: {key: the citation as the section spells it}."""
     found: dict[str, str] = {}
     for entry, groups in entries(section):
         for group in groups:
@@ -196,7 +196,7 @@ def citations(section: str) -> dict[str, str]:
 
 
 def _grouped(found: Sequence[Item]) -> list[list[Item]]:
-    """The items of an entry, by citation."""
+    """The items of an entry, grouped by citation."""
     pieces: list[list[Item]] = []
     depth = 0
     for item in found:

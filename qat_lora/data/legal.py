@@ -13,8 +13,8 @@ from datetime import date, timedelta
 
 from qat_lora.errors import UserError
 
-# Rows that there can be, each with a question of its own. Types and rules come in turn, and a client's question on the
-# deposit penalty runs out first: 104 deposits in two wordings, every 112 rows.
+# The most rows with different questions. Types and rules take turns, and the client's question on the deposit penalty
+# runs out first: 104 deposits in two wordings, one question every 112 rows.
 LARGEST_COUNT = 23_406
 TYPES = ("case_analysis", "educational", "client_interaction", "statutory")
 WHO = ("a baker", "a barber", "a bookseller", "a carpenter", "a caterer", "a dentist", "a driver", "a farmer",
@@ -364,12 +364,14 @@ ASKED = {
 
 def generate(count: int, seed: int) -> Iterator[dict]:
     """`count` different rows with the columns of rzeraat/law (id, question, answer, topic, difficulty, case_citation,
-    reasoning, jurisdiction, sample_type); sample types and rules in turn. Row i is a function of seed and i alone,
-    except that a question which an earlier row has is drawn again. Raises UserError for a count below 1 or above
+    reasoning, jurisdiction, sample_type); sample types and rules take turns. Row i is a function of seed and i
+    alone, except that a question that an earlier row has is drawn again. Raises UserError for a count below 1 or above
     LARGEST_COUNT.
     """
     if not 1 <= count <= LARGEST_COUNT:
-        raise UserError(f"--count {count} must be from 1 to {LARGEST_COUNT}: there are no more different questions")
+        raise UserError(
+            f"--count {count} must be from 1 to {LARGEST_COUNT}, the number of different questions; change it"
+        )
     seen: set[str] = set()
     for number in range(count):
         kind, rule = TYPES[number % len(TYPES)], RULES[number // len(TYPES) % len(RULES)]

@@ -24,11 +24,11 @@ SYSTEM = "Answer in five sections: Topic, Difficulty, Reasoning, Answer, Case Ci
 
 # -- rows ------------------------------------------------------------------------------------------------------------
 def checked_rows(rows: Sequence[dict]) -> list[dict]:
-    """The rows, their ids and other columns as text without white space at the ends; an absent reasoning, topic,
-    difficulty or citation is an empty one.
+    """The rows, their ids and other columns as stripped text; an absent reasoning, topic, difficulty or
+    citation becomes an empty one.
 
     Raises UserError for a column that is missing or holds something other than text, for an id, question or answer that
-    is empty or shows nothing (zero-width characters, say), and for ids that occur twice.
+    is empty or shows nothing (e.g. zero-width characters), and for ids that occur twice.
     """
     missing = [name for name in NEEDED if not any(name in row for row in rows)]
     if missing:
@@ -61,20 +61,20 @@ def checked_rows(rows: Sequence[dict]) -> list[dict]:
 
 
 def _surrogate(text: str) -> bool:
-    """Whether a text holds half of a surrogate pair, which JSON can spell and no tokenizer takes."""
+    """Whether a text holds half of a surrogate pair, which JSON can express and no tokenizer accepts."""
     return any("\ud800" <= sign <= "\udfff" for sign in text)
 
 
 def same(row: dict) -> str:
-    """Equal for rows with the same question to a reader, however it is spaced, punctuated and encoded."""
+    """A key that is equal for rows whose questions read the same, however they are spaced, punctuated and encoded."""
     question = folded(row["question"])
     words = re.findall(rf"{WORD}+|\S", question.replace("_", " "))
     return " ".join(word for word in words if unicodedata.category(word[0]) not in PUNCTUATION) or question
 
 
 def group(row: dict) -> str:
-    """Equal for rows of one topic whose questions differ only in their figures and in the trade of the person
-    concerned, which is all that two questions of the generator in the same words differ in."""
+    """A key that is equal for rows of one topic whose questions differ only in their figures and in the trade of the
+    person concerned, the only differences between two questions that the generator phrases alike."""
     return f"{folded(row['topic'])}: {without_figures(PARTY.sub('a party', folded(row['question'])))}"
 
 
@@ -106,7 +106,9 @@ def document(row: dict, tokenizer, thinks: bool = False) -> Document:
     markers = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     held = [marker for marker in markers if marker in said or marker in row["question"]]
     if held:
-        raise UserError(f"row {row['id']}: its text holds {held[0]}, which the tokenizer takes for a sign; remove it")
+        raise UserError(
+            f"row {row['id']}: its text holds {held[0]}, which the tokenizer reads as a special token; remove it"
+        )
     try:
         (rendered,) = render_chat([*messages(row["question"]), {"role": "assistant", "content": said}],
                                   tokenizer, "on" if thinks else "off")  # fmt: skip
@@ -128,12 +130,13 @@ def _starts(row: dict) -> list[int]:
 
 # -- counting ----------------------------------------------------------------------------------------------------------
 def score(answers: Sequence[Answer], rows: Sequence[dict], authorities: Authorities) -> dict[str, dict]:
-    """Rates with 95% intervals over answers to rows, leaving out those of nothing (e.g. no row has a figure).
+    """Rates with 95% intervals over answers to rows; a rate over nothing (e.g. no row has a figure) is left out.
 
-    format: five sections in order, ended. accuracy: of rows whose answer has a figure, the same figure. precision: of
-    all that is cited, what the row's own response cites; recall: of what the rows' citation columns cite, what is
-    cited. invented: of answers, those that cite something outside the list which their row does not cite either. So
-    the rows' own responses always come to 1, 1 and 0.
+    format: share of answers with five sections in order and an end. accuracy: share of the rows with a figure whose
+    answer has the same figure. citation_precision: share of everything cited that the row's own response cites.
+    citation_recall: share of what the rows' citation columns cite that is cited. invented: share of answers that cite
+    something that neither the list nor their row has. The rows' own responses therefore always score 1, 1 and 0 in the
+    last three.
     """
     checkable = [(a, figure(row["answer"])) for a, row in zip(answers, rows) if figure(row["answer"])]
     cited = wanted = right = recalled = 0

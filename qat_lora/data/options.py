@@ -18,7 +18,7 @@ from qat_lora.run.config import option
 class ChatOptions:
     """How conversations become text."""
 
-    # Not identity: what they do to the text shows in the facts, the fingerprint of the rows and of the template.
+    # Not identity: the facts record their effect, the fingerprints of the rows and of the template.
     chat_template: str | None = option(
         None,
         "chat template in place of the tokenizer's own: chatml, gemma, llama3, one of the tokenizer's named templates, "
@@ -30,8 +30,8 @@ class ChatOptions:
     )
 
     def tokenizer(self, name: str, date: datetime | None = None):
-        """The tokenizer of a model, with the template asked for, which prints `date` where it prints one; without one
-        it prints today's. Raises UserError as `load_tokenizer` and `set_template` do."""
+        """The tokenizer of a model with the chosen template; a template that prints the date prints `date`, by default
+        today's. Raises UserError as `load_tokenizer` and `set_template` do."""
         tokenizer = load_tokenizer(name)
         if self.chat_template is not None:
             set_template(tokenizer, self.chat_template)
@@ -40,7 +40,8 @@ class ChatOptions:
 
     @property
     def thinks(self) -> bool:
-        """Whether conversations are rendered with thinking on. Raises UserError where that is not one of two."""
+        """Whether conversations are rendered with thinking on. Raises UserError if --thinking is neither on
+        nor off."""
         if self.thinking not in ("on", "off"):
             raise UserError(f"--thinking {self.thinking!r} is not one of on, off")
         return self.thinking == "on"

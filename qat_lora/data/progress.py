@@ -1,4 +1,4 @@
-"""A line now and then on how far a long job has come, for a terminal and a log file alike."""
+"""Progress lines of a long job every few seconds, for terminals and log files alike."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -6,12 +6,12 @@ from typing import TypeVar
 
 from qat_lora.run.rundir import say
 
-PAUSE = 5.0  # seconds between two lines
+PAUSE = 5.0  # least seconds between two lines
 Row = TypeVar("Row")
 
 
 def progress() -> Callable[[str], None]:
-    """A function that says the line it is given, unless it has said one within the last PAUSE seconds."""
+    """A function that prints the line it is given, unless it printed one within the last PAUSE seconds."""
     last = time.monotonic()
 
     def tell(line: str) -> None:
@@ -24,7 +24,7 @@ def progress() -> Callable[[str], None]:
 
 
 def counted(rows: Sequence[Row], what: str) -> Iterator[Row]:
-    """The same rows; a line now and then says how many of them are done."""
+    """Iterate over `rows`, printing how many are done every PAUSE seconds; what: the end of that line."""
     tell = progress()
     for number, row in enumerate(rows):
         tell(f"{number:,} of {len(rows):,} {what}")

@@ -1,4 +1,4 @@
-"""Rows in groups: of each group one puzzle an epoch, with all of its rows, as in training the Tiny Recursive Model."""
+"""Rows in groups: an epoch takes one puzzle of each group with all of its rows, as the Tiny Recursive Model does."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,10 +8,11 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Groups:
-    """Which rows are of one puzzle, and which puzzles of one group, such as the augmentations of one of them.
+    """Which rows belong to one puzzle, and which puzzles to one group, such as the augmentations of one puzzle.
 
-    order [N]: row numbers, those of a puzzle side by side and the puzzles of a group side by side.
-    starts [P + 1]: where in it each puzzle begins; firsts [G + 1]: at which puzzle each group begins. None is empty.
+    order [N]: row numbers, those of a puzzle next to each other and the puzzles of a group next to each other.
+    starts [P + 1]: where in `order` each puzzle begins; firsts [G + 1]: the puzzle at which each group begins; both end
+    with the total. No puzzle or group is empty.
     """
 
     order: np.ndarray
@@ -20,23 +21,24 @@ class Groups:
 
     @classmethod
     def of(cls, puzzle: np.ndarray, group: np.ndarray) -> "Groups":
-        """From each row's puzzle and group [N], by number; a puzzle is in one group alone."""
+        """From the numbers of each row's puzzle and group, [N] each, from 0 on; a puzzle belongs to one group only."""
         order = np.lexsort((puzzle, group))
         begins = np.flatnonzero(np.diff(puzzle[order], prepend=-1))
         firsts = np.flatnonzero(np.diff(group[order][begins], prepend=-1))
         return cls(order, np.append(begins, len(order)), np.append(firsts, len(begins)))
 
     def updates(self, epochs: int, batch_size: int) -> int:
-        """Whole updates in so many epochs, at least 1. An epoch has as many rows as groups of puzzles of mean size."""
+        """Whole updates in `epochs` epochs, at least 1. An epoch counts as (groups × mean rows per puzzle) rows."""
         groups, puzzles, rows = len(self.firsts) - 1, len(self.starts) - 1, len(self.order)
         return max(1, epochs * groups * rows // (puzzles * batch_size))
 
     def chosen_rows(self, seed: int, batch_size: int, start: int = 0) -> Iterator[np.ndarray]:
-        """The rows [batch_size] of each update from number `start` on, without end; a function of seed and number.
+        """The row numbers [batch_size] of each update from number `start` (0-based) on, without end; a function of seed
+        and update number.
 
-        An epoch has the groups in random order and of each a random puzzle. An update takes puzzles from there on until
-        it is full, the rows of each in random order, and of the last as many as still fit; where an epoch ends the next
-        one begins, in the same update.
+        An epoch takes the groups in random order and a random puzzle of each. An update takes the next puzzles until it
+        is full, the rows of each in random order, and of the last puzzle as many rows as still fit. When an epoch ends
+        within an update, the next one begins there.
         """
         epoch, at, picked, ends = 0, 0, np.zeros(0, np.intp), np.zeros(0, np.intp)  # at: the next of the picked puzzles
         for update in range(2**63):

@@ -29,17 +29,17 @@ TEXT_VOCAB = BYTE + 256
 LONGEST = 2**20
 SIDES = ("train", "test")
 ANY = 2**31  # numbers are kept as int32
-COUNTS = {"seq_len": 1, "vocab_size": 2, "num_puzzle_identifiers": 1}  # of dataset.json, and the least
+COUNTS = {"seq_len": 1, "vocab_size": 2, "num_puzzle_identifiers": 1}  # of dataset.json: least values
 
 
 @dataclass(frozen=True)
 class PuzzleRows:
-    """N rows of L tokens. inputs, labels [N, L], labels IGNORE where nothing is asked; identifiers [N], of puzzles with
-    embeddings of their own; budgets [N], segments that a row may have, 0: as the run says; difficulty [N].
+    """N rows of L tokens. inputs, labels [N, L], labels are IGNORE where nothing is asked; identifiers [N], of puzzles
+    with embeddings of their own; budgets [N], the most segments of a row, 0: the setting of the run; difficulty [N].
 
-    kind: of `puzzles`, whose symmetries a batch may then draw. causal: a label is the next token. puzzle, group [N]:
-    numbers of each row's puzzle and of its group (see Groups); None: each row is a group of its own. unlabelled: rows
-    without any label, which `load` left out.
+    kind: a kind of `puzzles`, whose symmetries batches may draw. causal: a label is the next token. puzzle, group [N]:
+    numbers of each row's puzzle and of its group (see Groups); None: each row is a group of its own. unlabelled: how
+    many rows without any label `load` left out.
     """
 
     inputs: np.ndarray
@@ -65,7 +65,7 @@ class PuzzleRows:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 (hex) of all that training sees."""
+        """sha256 (hex) of everything that training sees."""
         digest = hashlib.sha256(f"{self.inputs.shape} {self.vocab} {self.kind} {self.causal}".encode())
         grouping = () if self.group is None else (self.puzzle, self.group)
         for values in (self.inputs, self.labels, self.identifiers, self.budgets, *grouping):
@@ -84,7 +84,7 @@ class PuzzleRows:
         return {name: torch.from_numpy(values.astype(np.int64)) for name, values in rows.items()}
 
     def take(self, indices: np.ndarray) -> "PuzzleRows":
-        """The rows of these numbers; what is left of a puzzle or a group stays one."""
+        """The rows with these numbers; the remaining rows of a puzzle or group stay together."""
         names = ARRAYS if self.group is None else (*ARRAYS, "puzzle", "group")
         return dataclasses.replace(self, **{name: getattr(self, name)[indices] for name in names})
 
@@ -92,15 +92,15 @@ class PuzzleRows:
         return self.take(np.arange(min(count, len(self))))
 
     def updates(self, epochs: int, batch_size: int) -> int:
-        """Updates in so many epochs: without groups counted up, so that fewer rows than a batch still make one; with
-        groups the whole ones, as the Tiny Recursive Model counts them."""
+        """Updates in `epochs` epochs: without groups rounded up, so that fewer rows than a batch still make one; with
+        groups rounded down, as the Tiny Recursive Model does, but at least 1."""
         if groups := self.groups:
             return groups.updates(epochs, batch_size)
         return -(-epochs * len(self) // batch_size)
 
     def chosen(self, seed: int, batch_size: int, start: int = 0) -> Iterator[Sequence[int]]:
-        """Which rows each update has, from number `start` (0-based) on, without end: a function of seed and number. An
-        epoch has every row once or, with groups, one puzzle of each."""
+        """The row numbers [batch_size] of each update from number `start` (0-based) on, without end: a function of seed
+        and update number. An epoch has every row once or, with groups, the rows of one puzzle of each group."""
         if groups := self.groups:
             return groups.chosen_rows(seed, batch_size, start)
         return chosen_rows(seed, len(self), batch_size, start)
@@ -115,8 +115,8 @@ def _rows(inputs: np.ndarray, labels: np.ndarray, difficulty=0, budgets=0, **fac
 
 
 def row_memory(length: int, count: int) -> int:
-    """Bytes that `count` rows of `length` tokens take at least while they are split: inputs and labels, int32, both
-    whole and as two sides."""
+    """Least bytes that `count` rows of `length` tokens take while they are split: inputs and labels, int32, twice
+    (before and after the split)."""
     return 16 * length * count
 
 
@@ -124,16 +124,16 @@ def row_memory(length: int, count: int) -> int:
 def draw(
     kind: str, count: int, seed: int, blanks: tuple[float, float] = (0.4, 1.0), flag: str = "--count"
 ) -> PuzzleRows:
-    """`count` different puzzles of `puzzles.generate`."""
+    """`count` different puzzles as `puzzles.generate` draws them; raises UserError as it does."""
     questions, answers, difficulty = puzzles.generate(kind, count, seed, blanks, flag)
     return _rows(questions, answers, difficulty, vocab=puzzles.vocab(kind), kind=kind)
 
 
 def split(rows: PuzzleRows, fraction: float, seed: int) -> tuple[PuzzleRows, PuzzleRows]:
     """(training, held-out) rows, about `fraction` of them held out: nothing held out is a symmetry of anything trained
-    on, by the whole answer for 6×6 and 9×9 Sudoku, by the question for 4×4, whose answers are of two kinds alone, and
-    mazes; nor, of text, has the prompt of it; nor is in a group with it. Raises UserError where that leaves nothing on
-    one side.
+    on, by the whole answer for 6×6 and 9×9 Sudoku, by the question for mazes and for 4×4, whose answers are of only two
+    kinds. Text rows with the same prompt and rows of one group stay on one side, too. Raises UserError if that leaves
+    one side empty.
     """
     if not 0 < fraction < 1:
         raise UserError(f"--heldout-fraction {fraction} is not between 0 and 1; use e.g. 0.1")
@@ -158,7 +158,7 @@ def split(rows: PuzzleRows, fraction: float, seed: int) -> tuple[PuzzleRows, Puz
 
 
 def _classes(*keys: Sequence) -> list[list[int]]:
-    """The numbers of rows that share any of their keys, directly or by way of other rows; by their first row."""
+    """The row numbers in classes that share any key, directly or through other rows; ordered by first row."""
     root = list(range(len(keys[0])))
     for each in keys:
         first: dict = {}
@@ -173,12 +173,13 @@ def _classes(*keys: Sequence) -> list[list[int]]:
 
 # -- prompt → response -----------------------------------------------------------------------------------------------
 def corpus(rows, where: str, length: int, causal: bool, iterations: int) -> tuple[PuzzleRows, int]:
-    """(rows, how many were too long for `length` bytes and left out) of dicts with text `prompt` and `response`, and
-    maybe `iterations`, the segments that the row may have; `iterations` is for those that do not say.
+    """(rows, how many were left out because they are longer than `length` bytes) of dicts with text `prompt` and
+    `response`, and optionally `iterations`, the most segments of the row, by default the argument `iterations`.
 
     Tokens are bytes. Only the response and its end have labels. The input has the prompt, then blanks up to the length,
-    so that it tells neither the response nor how long it is; with causal=True the response comes in behind the prompt,
-    as each position sees those before it alone.
+    so that neither the response nor its length leaks; with causal=True the response follows the prompt in the input,
+    because each position sees only those before it. Raises UserError for a row that is malformed, a bad length, and if
+    no row fits or memory does not suffice.
     """
     if not 2 <= length <= LONGEST:
         raise UserError(f"--length {length} must be from 2 to {LONGEST:,}")
@@ -187,9 +188,9 @@ def corpus(rows, where: str, length: int, causal: bool, iterations: int) -> tupl
         prompt, response = (_tokens(row, name, f"{where} row {number}") for name in ("prompt", "response"))
         budget = row.get("iterations", iterations)
         if type(budget) is not int or not 0 <= budget < ANY:
-            raise UserError(f"{where} row {number}: iterations {budget!r} is no whole number of segments from 0 on")
+            raise UserError(f"{where} row {number}: iterations {budget!r} is not a whole number of at least 0")
         response.append(END)
-        if len(prompt) + len(response) - causal > length:  # causal: the last label stands at the last but one token
+        if len(prompt) + len(response) - causal > length:  # causal: the last label is at the second last token
             long += 1
             continue
         pairs.append((prompt, response))
@@ -214,12 +215,12 @@ def _tokens(row: dict, name: str, where: str) -> list[int]:
     try:
         return [BYTE + byte for byte in text.encode()]
     except UnicodeEncodeError as error:
-        raise UserError(f"{where}: {name} is no UTF-8 text ({first_line(error)})") from error
+        raise UserError(f"{where}: {name} is not UTF-8 text ({first_line(error)})") from error
 
 
 # -- files -----------------------------------------------------------------------------------------------------------
 def save(folder: Path, train: PuzzleRows, heldout: PuzzleRows) -> None:
-    """Write both sides to a new folder; raises UserError naming the folder where it cannot, such as on a full disk."""
+    """Write both sides to a new folder; raises UserError naming the folder if that fails, e.g. on a full disk."""
     with new_folder(folder) as part:
         for side, rows in zip(SIDES, (train, heldout)):
             (part / side).mkdir()
@@ -248,15 +249,15 @@ def _save(side: Path, rows: PuzzleRows) -> None:
 
 
 def _save_array(path: Path, values: np.ndarray) -> None:
-    """As np.save, which reports a full disk as "9720 requested and 4064 written", without an errno."""
+    """Like np.save, but a full disk raises OSError with an errno, not just "9720 requested and 4064 written"."""
     with open(path, "wb") as file:
         np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(values))
         file.write(values.data)
 
 
 def load(path: str) -> tuple[PuzzleRows, PuzzleRows]:
-    """Training and held-out rows of a folder or URL. Raises UserError naming the file that is missing or not what
-    dataset.json says, and where the two sides differ."""
+    """Training and held-out rows of a folder or URL. Raises UserError naming the file that is missing or does not
+    match dataset.json, and if the two sides do not match."""
     with urls.local_folder(path) as folder:
         train, heldout = (_load(folder / side, f"{path.rstrip('/')}/{side}") for side in SIDES)
     for name in ("length", "vocab", "identifiers_count", "kind", "causal"):
@@ -277,7 +278,9 @@ def _load(folder: Path, shown: str) -> PuzzleRows:
         raise UserError(str(error).replace(str(folder), shown)) from error
     for name, least in COUNTS.items():
         if type(facts.get(name)) is not int or facts[name] < least:
-            raise UserError(f"{shown}/dataset.json: {name} is {facts.get(name)!r}, not a whole number from {least} on")
+            raise UserError(
+                f"{shown}/dataset.json: {name} is {facts.get(name)!r}, not a whole number of at least {least}"
+            )
     vocab, kind, sets = facts["vocab_size"], facts.get("kind"), facts.get("sets", ["all"])
     if sets != ["all"]:
         raise UserError(f"{shown}/dataset.json: sets is {sets!r}; only ['all'] can be read")
@@ -287,7 +290,7 @@ def _load(folder: Path, shown: str) -> PuzzleRows:
     try:
         sizes = None if kind is None else (puzzles.vocab(kind), puzzles.side(kind) ** 2)
     except (UserError, TypeError) as error:
-        raise UserError(f"{shown}/dataset.json: kind is {kind!r}, none of ours ({first_line(error)})") from error
+        raise UserError(f"{shown}/dataset.json: kind is {kind!r}, which is unknown ({first_line(error)})") from error
     if sizes not in (None, (vocab, facts["seq_len"])):
         raise UserError(f"{shown}/dataset.json: a {kind} has no vocabulary of {vocab} and length of {facts['seq_len']}")
 
@@ -308,7 +311,7 @@ def _load(folder: Path, shown: str) -> PuzzleRows:
     if firsts[0] != 0 or firsts[-1] != len(named) or (np.diff(firsts) < 1).any():
         raise UserError(f"{shown}/all__group_indices.npy: does not rise from 0 to the {len(named)} puzzles")
     puzzle = np.repeat(np.arange(len(named), dtype=np.int32), np.diff(starts))
-    extra = {name: np.zeros(len(inputs), np.int32) for name in ("budgets", "difficulty")}  # which TRM's have not
+    extra = {name: np.zeros(len(inputs), np.int32) for name in ("budgets", "difficulty")}  # TRM's own folders have none
     extra |= {name: array(name, ANY, len(inputs)) for name in extra if (folder / f"all__{name}.npy").exists()}
     rows = PuzzleRows(
         inputs, np.where(asked, labels, IGNORE).astype(np.int32), named[puzzle], **extra, vocab=vocab,
@@ -319,7 +322,7 @@ def _load(folder: Path, shown: str) -> PuzzleRows:
 
 
 def _settled(rows: PuzzleRows) -> PuzzleRows:
-    """Without the rows that have no label, and without groups where each row that is left is one of its own."""
+    """Without the rows that have no label, and without groups if every remaining row is a group of its own."""
     labelled = (rows.labels != IGNORE).any(1)
     kept = rows if labelled.all() else rows.take(np.flatnonzero(labelled))
     alone = {"puzzle": None, "group": None} if len(np.unique(kept.group)) == len(kept) else {}
@@ -327,13 +330,13 @@ def _settled(rows: PuzzleRows) -> PuzzleRows:
 
 
 def _array(path: Path, shown: str, below: int, shape: tuple) -> np.ndarray:
-    """Whole numbers from 0 to `below`, [*shape] (None: any), as int32."""
+    """Whole numbers from 0 to `below` − 1, of shape `shape` (None: any size), as int32."""
     try:
         values = np.load(path, allow_pickle=False)
     except FileNotFoundError:
         raise UserError(f"{shown}: no such file; put it back, or build the folder again") from None
     except (OSError, ValueError, EOFError, MemoryError) as error:
-        raise UserError(f"{shown} is no array of numpy's that can be read ({first_line(error)})") from error
+        raise UserError(f"{shown} is not a readable NumPy array ({first_line(error)})") from error
     if not isinstance(values, np.ndarray):
         raise UserError(f"{shown} is an archive of arrays (.npz), not one array")
     wanted = "×".join("N" if n is None else str(n) for n in shape)

@@ -19,12 +19,12 @@ BLANK = 1
 WALL, FLOOR, START, GOAL, PATH = range(1, 6)
 MAZE = "?# SGo"
 PATIENCE = 2000  # draws in a row that are all known before a kind counts as exhausted
-GRIDS = {"sudoku4": 288, "sudoku6": 28_200_960, "sudoku9": 6_670_903_752_021_072_936_960}  # full ones
-# Of 4×4, by blanks: the puzzles with one answer, and those of them that lose it with any clue taken away. Fewer clues
-# than 4 never do.
+GRIDS = {"sudoku4": 288, "sudoku6": 28_200_960, "sudoku9": 6_670_903_752_021_072_936_960}  # full grids
+# 4×4 puzzles by number of blanks: those with exactly one answer, and of them the minimal ones, which no longer have one
+# answer once any clue is removed. Fewer than 4 clues never determine one answer.
 UNIQUE_4X4 = (288, 4608, 34560, 161280, 522624, 1239552, 2204928, 2958336, 2961024, 2141184, 1041408, 284160, 25728)
 MINIMAL_4X4 = {10: 1536, 11: 58368, 12: 25728}
-TREES = {5: 4, 7: 192, 9: 100_352}  # spanning ones over the places of a maze
+TREES = {5: 4, 7: 192, 9: 100_352}  # spanning trees over the places of a maze, by its side
 
 
 def side(kind: str) -> int:
@@ -33,7 +33,9 @@ def side(kind: str) -> int:
         return BOXES[kind][0] * BOXES[kind][1]
     size = int(kind[4:]) if re.fullmatch(r"maze[1-9]\d{0,2}", kind) else 0
     if size < 5 or size % 2 == 0:
-        raise UserError(f"kind {kind!r} is not one of {', '.join(BOXES)}, mazeN with N odd from 5 to 999; e.g. maze9")
+        raise UserError(
+            f"kind {kind!r} is not one of {', '.join(BOXES)}, mazeN with N odd from 5 to 999; use e.g. maze9"
+        )
     return size
 
 
@@ -131,26 +133,26 @@ def _tokens(digits: list) -> np.ndarray:
 
 # -- drawing ---------------------------------------------------------------------------------------------------------
 def possible(kind: str, blanks: tuple[float, float]) -> float:
-    """How many different puzzles of a kind `generate` can make: of 4×4 Sudoku and mazes the exact number, of other
-    Sudoku an upper bound; inf for mazes of more than 9×9."""
+    """How many different puzzles of a kind `generate` can make: the exact number for 4×4 Sudoku and mazes up to 9×9,
+    inf for larger mazes, an upper bound for other Sudoku. blanks: least and largest share of the cells."""
     n = side(kind)
     if kind not in BOXES:
         places = (n // 2) ** 2
-        return TREES.get(n, math.inf) * places * (places - 1)  # start and goal are two of its places
+        return TREES.get(n, math.inf) * places * (places - 1)  # start and goal are two different places
     low, high = (round(share * (n * n)) for share in blanks)
-    if kind == "sudoku4":  # with fewer blanks than asked for those alone from which no clue can go
+    if kind == "sudoku4":  # with fewer blanks than asked for, only minimal ones
         return sum(UNIQUE_4X4[low : high + 1]) + sum(count for k, count in MINIMAL_4X4.items() if k < low)
     return GRIDS[kind] * sum(math.comb(n * n, k) for k in range(high + 1))
 
 
 def check_request(kind: str, count: int, blanks: tuple[float, float], flag: str) -> None:
-    """Raise UserError for what `generate` cannot make; flag: the option that count comes from."""
+    """Raise UserError if `generate` cannot make that many; flag: the option that `count` comes from, for messages."""
     side(kind)
     low, high = blanks
     if count < 1:
         raise UserError(f"{flag} {count} must be at least 1")
     if not 0 < low <= high <= 1:
-        raise UserError(f"shares of blanks {low} to {high} must rise within (0, 1]; e.g. (0.4, 1.0)")
+        raise UserError(f"shares of blanks {low} to {high} must rise within (0, 1]; use e.g. (0.4, 1.0)")
     if count > (there := possible(kind, blanks)):
         given = f" with {low:g} to {high:g} of the cells blank" if kind in BOXES else ""
         raise UserError(f"{flag}: {count} puzzles are more than the {there} {kind} that exist{given}; lower it")
@@ -164,9 +166,9 @@ def generate(
     A Sudoku is a random full grid whose clues went in random order while the answer stayed unique, back to a number of
     blanks drawn between two shares of the cells, the upper at most what could be removed; its difficulty is the number
     of digits that `solve` tries to prove it unique. A maze is a random spanning tree between two of its cells, so that
-    there is one way; its difficulty is the way's length in steps. Puzzle i is a function of (seed, i) alone, but for
-    those that came before and are left out. Raises UserError naming `flag`, the option that count comes from, where the
-    kind has too few puzzles.
+    there is one way; its difficulty is the way's length in steps. Draw i is a function of (seed, i) alone; draws
+    that repeat an earlier puzzle are left out. Raises UserError naming `flag`, the option that `count` comes from, if
+    the kind has too few puzzles.
     """
     check_request(kind, count, blanks, flag)
     low, high = blanks
@@ -247,6 +249,7 @@ def _maze(size: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, 
 
 
 def root_of(root: list[int], cell: int) -> int:
+    """The root of a cell's tree in a union-find forest `root`, whose paths are halved on the way."""
     while root[cell] != cell:
         root[cell] = cell = root[root[cell]]
     return cell

@@ -1,4 +1,4 @@
-"""The five sections of a legal answer, as they are read back from what a model says."""
+"""The five sections of a legal answer, read back from what a model says."""
 
 import re
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ FIGURE = re.compile(
     r"|\b(?P<count>\d{1,9}) (?P<unit>day|week|month|year)s?\b"
 )
 SIZES = {"thousand": 1e3, "k": 1e3, "million": 1e6, "m": 1e6, "billion": 1e9, "bn": 1e9, None: 1}
-# What shows nothing may stand around a title, and a tokenizer may make a full-width colon a plain one.
+# Invisible characters may surround a title, and the colon may be a full-width one.
 TITLE = re.compile(rf"^[{BLANKS}*#]*+({'|'.join(SECTIONS.values())})[{BLANKS}*]*+[:：]\** *", re.MULTILINE)
 
 
 def figure(text: str) -> str | None:
-    """The first sum, date or time in a text, in one spelling."""
+    """The first sum, date or period in a text, in one canonical spelling; None if there is none."""
     found = FIGURE.search(plain(text))
     return found and _plain(found)
 
@@ -37,8 +37,9 @@ def _plain(found: re.Match) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model said, and whether it came to an end. sections: by name, one that is there twice as one text;
-    in_order: every one is there once, in order, after nothing else; prose: all of it but the citation section."""
+    """What a model said, and whether it came to an end. sections: text by name, a repeated section joined into one;
+    in_order: every section occurs once, in order, with nothing before them; prose: everything except the citation
+    section."""
 
     text: str
     ended: bool
@@ -48,6 +49,7 @@ class Answer:
 
     @classmethod
     def read(cls, text: str, ended: bool) -> "Answer":
+        """The sections of a text. ended: whether the model ended it, rather than a limit on its length."""
         found = list(TITLE.finditer(text))
         ends = [match.start() for match in found[1:]] + [len(text)]
         names = {title: name for name, title in SECTIONS.items()}
@@ -64,11 +66,12 @@ class Answer:
 
     @property
     def formatted(self) -> bool:
-        """Five sections in order, with an answer that can be seen, and an end."""
+        """Whether there are five sections in order, with an answer that is visible, and an end."""
         return self.in_order and self.ended and visible(self.sections["answer"])
 
     def figure(self) -> str | None:
-        """What the answer comes to: the figure of its section, or, of a text without one, the last figure."""
+        """The figure of the answer section or, in a text without that section, the last figure; None if there is
+        none."""
         if "answer" in self.sections:
             return figure(self.sections["answer"])
         found = list(FIGURE.finditer(plain(self.text)))

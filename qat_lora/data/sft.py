@@ -63,7 +63,7 @@ def split_by_length(examples: list[Example], length: int) -> tuple[list[Example]
         most = max(len(example.tokens) for example in long)
         raise UserError(
             f"no example fits a row of {length} tokens (rows {named(e.id for e in long)}, up to {most} tokens); "
-            f"raise --length to {most}, say"
+            f"raise --length, e.g. to {most}"
         )
     return short, long
 
@@ -74,7 +74,7 @@ MONTHS = "|".join(calendar.month_name[1:])
 
 def without_figures(text: str) -> str:
     """A text with every number and month as one sign, in lower case, without punctuation: equal for texts that differ
-    only in their figures, whether those ask for a plural or not, and in how Unicode spells them."""
+    only in their figures, in the plurals that these require, and in how Unicode spells them."""
     text = re.sub(rf"\b(?:{MONTHS.lower()})\b|\d+(?:[,.]\d+)*", "#", folded(text))
     return " ".join(re.findall(rf"#|{WORD}+", re.sub(r"#\s+(\w+?)s?\b", r"# \1", text)))
 
@@ -99,7 +99,7 @@ def split_groups(
     Raises UserError for a fraction outside (0, 1) and where one side would be empty.
     """
     if not 0 < fraction < 1:
-        raise UserError(f"--heldout-fraction {fraction} is outside (0, 1); 0.1, say")
+        raise UserError(f"--heldout-fraction {fraction} is outside (0, 1); use e.g. 0.1")
     names = [group(row) for row in rows]
     members = Counter(names)
     order = sorted(members, key=lambda name: hashlib.sha256(f"{seed} {name}".encode()).digest())
@@ -146,8 +146,8 @@ class PackedExamples(Dataset):
     def __init__(
         self, examples: list[Example], length: int, weights: tuple[float, ...], end: int, together: bool = True
     ):
-        """weights: of section 1, 2, …; end: the EOS token; together: several examples to a row, else one. Raises
-        UserError where no weight is left."""
+        """weights: of section 1, 2, …; end: the EOS token; together: several examples per row, else one. Raises
+        UserError if every weight is 0."""
         lengths = [len(example.tokens) for example in examples]
         rows = best_fit(lengths, length) if together else [[number] for number in range(len(lengths))]
         self.tokens = np.full((len(rows), length), end, np.int32)

@@ -22,16 +22,17 @@ from qat_lora.run.rundir import say
 
 LARGEST_VOCAB = 1_000_000
 TOKENIZERS = ("auto", "gpt2", "bpe", "chars")
-FORMAT = 1  # of the files; another makes every text's again
+FORMAT = 1  # version of the files; a new one makes all caches again
 BATCH = 2**18  # characters tokenised at a time
-DISTINCT = 3 * 2**19  # bytes of distinct words to train a BPE on, which takes some 80 bytes of memory for each
+DISTINCT = 3 * 2**19  # bytes of distinct words to train a BPE on; each takes some 80 bytes of memory
 SIDES = ("train", "heldout")
 
 
 @dataclass(frozen=True)
 class Stories:
-    """train, heldout: tokens [T], each text followed by END. heldout_bytes: of the held-out text in UTF-8, for bits per
-    byte. kind: of the tokenizer, gpt2, bpe or chars. fingerprint: sha256 (hex) of both parts' tokens."""
+    """train, heldout: tokens [T], each story followed by END. heldout_bytes: size of the held-out text in UTF-8, for
+    bits per byte. kind: the kind of the tokenizer: gpt2, bpe or chars. fingerprint: sha256 (hex) of both parts'
+    tokens."""
 
     kind: str
     tokenizer: Tokenizer
@@ -49,7 +50,8 @@ class Stories:
         return self.tokenizer.token_to_id(END)
 
     def openings(self, count: int, length: int) -> list[list[int]]:
-        """The first tokens of `count` held-out texts; of fewer texts, tokens of the last from other places."""
+        """The first `length` tokens of `count` held-out stories; if there are fewer, the rest come from inside the
+        last."""
         ends = list(islice(self._ends(), count))
         starts = [0, *(end + 1 for end in ends[:-1])]
         room, missing = max(0, ends[-1] - starts[-1] - length), count - len(starts)
@@ -58,7 +60,7 @@ class Stories:
         return [self.heldout[start:stop].tolist() for start, stop in zip(starts, stops)]
 
     def _ends(self) -> Iterator[int]:
-        """Where the held-out texts end."""
+        """Where the held-out stories end, in tokens."""
         for start in range(0, len(self.heldout), BATCH):
             yield from (start + (self.heldout[start : start + BATCH] == self.end).nonzero().flatten()).tolist()
 
@@ -67,12 +69,12 @@ def load_stories(
     source: str, max_stories: int, heldout: float, tokenizer: str, vocab: int, cache: Path | None = None
 ) -> Stories:
     """Read the first stories of `source` (embedded, a local file or a hub dataset), hold out the last share of them (of
-    a single one, its last lines), and tokenise both, in memory that doesn't grow with the text.
+    a single one, its last lines), and tokenise both parts, in memory that does not grow with the text.
 
     <|endoftext|> in a text separates stories. tokenizer: gpt2; bpe, trained on the training text with `vocab` tokens;
     chars, those of the whole text; auto is gpt2 where it is available and bpe elsewhere. cache: folder that keeps the
-    tokens, for every later call and all processes of a host; without it they are in temporary files. Raises UserError
-    for a source that cannot be read, is empty or leaves nothing on one side, and where the files cannot be written.
+    tokens for later calls and all processes of a host; without it they are in temporary files. Raises UserError for a
+    bad option, for a source that cannot be read, is empty or leaves one part empty, and if files cannot be written.
     """
     if tokenizer not in TOKENIZERS:
         raise UserError(f"--tokenizer {tokenizer!r} is not one of {', '.join(TOKENIZERS)}")
@@ -90,9 +92,9 @@ def load_stories(
 # -- the text --------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class _Text:
-    """The stories of a source, which is read anew whenever they are asked for. digest: sha256 (hex) of them. train: how
-    many of them are to be trained on; a single one is cut in two at character `at`. alphabet: their characters, if
-    they were asked for."""
+    """The first `most` stories of a source, which is read again for every pass. count: how many there are. digest:
+    sha256 (hex) of the stories. train: how many of them to train on; a single one is cut in two at character `at`.
+    alphabet: their characters, if the survey collected them."""
 
     source: str
     most: int
@@ -104,7 +106,7 @@ class _Text:
     alphabet: frozenset[str]
 
     def pieces(self) -> Iterator[tuple[int, str, bool]]:
-        """(side, piece, whether a story ends with it); side 0 is to be trained on, 1 is held out."""
+        """(side, piece, whether a story ends with it); side 0 is the training part, 1 the held-out part."""
         digest, number = hashlib.sha256(), 0
         pieces = _hashed(_pieces(self.source, self.most), digest)
         if self.at is not None:
@@ -113,11 +115,11 @@ class _Text:
             yield int(number >= self.train), piece, ends
             number += ends
         if digest.hexdigest() != self.digest:
-            raise UserError(f"{self.source} changed while it was read; start again when nothing writes to it")
+            raise UserError(f"{self.source} changed while it was read; start again once nothing writes to it")
 
 
 def _survey(source: str, most: int, heldout: float, alphabet: bool) -> _Text:
-    """Read the source once: how much there is, and where the held-out part begins."""
+    """Read the source once to find out how much there is and where the held-out part begins."""
     digest, count, size, length, chars = hashlib.sha256(), 0, 0, 0, set()
     for piece, ends in _hashed(_pieces(source, most), digest):
         count, size, length = count + ends, size + len(piece.encode()), length + len(piece)
@@ -130,14 +132,14 @@ def _survey(source: str, most: int, heldout: float, alphabet: bool) -> _Text:
         train, at = 1, _newline(_pieces(source, most), int(length * (1 - heldout)))
     if train < 1 or (at is not None and at < 1):
         raise UserError(
-            f"{source} is too short to hold out {heldout} of it (of a single text, whole lines); add text, or choose "
-            "another share"
+            f"{source} is too short to hold out {heldout} of it (of a single text, whole lines); add text, or change "
+            "--heldout-fraction"
         )
     return _Text(source, most, count, size, digest.hexdigest(), train, at, frozenset(chars))
 
 
 def _pieces(source: str, most: int) -> Iterator[tuple[str, bool]]:
-    """The first `most` stories, as `in_pieces` has them."""
+    """The first `most` stories, as `in_pieces` cuts them."""
     parts = txt_parts(Path(source).expanduser()) if is_txt(source) else _row_parts(source, most)
     count = 0
     for piece, ends in in_pieces(parts):
@@ -165,9 +167,9 @@ def _text(where: str, row: dict) -> str:
 
 
 def _hashed(pieces: Iterator[tuple[str, bool]], digest) -> Iterator[tuple[str, bool]]:
-    """The same pieces; `digest` is updated with every story and its end, wherever it is cut."""
+    """The same pieces, with `digest` updated by every story and its end; how stories are cut does not matter."""
     for piece, ends in pieces:
-        digest.update(piece.encode() + b"\xff" * ends)  # no byte of UTF-8
+        digest.update(piece.encode() + b"\xff" * ends)  # a byte that UTF-8 never has
         yield piece, ends
 
 
@@ -192,7 +194,7 @@ def _halves(pieces: Iterator[tuple[str, bool]], at: int) -> Iterator[str | None]
 
 # -- the tokenizer ---------------------------------------------------------------------------------------------------
 def _given_tokenizer(kind: str, vocab: int) -> tuple[str, Tokenizer | None]:
-    """The kind that is meant, and the tokenizer if no text makes it."""
+    """The kind that is meant, and the tokenizer unless it is made from the text."""
     if kind in ("auto", "gpt2"):
         try:
             return "gpt2", load_tokenizer("gpt2").backend_tokenizer
@@ -224,8 +226,8 @@ def _bpe(text: _Text, vocab: int) -> Tokenizer:
 
 
 def _training_text(text: _Text) -> Iterator[str]:
-    """The training part, up to where its distinct words come to DISTINCT bytes: memory grows with those, and few texts
-    in a language that has spaces get there."""
+    """The training part, up to where its distinct words reach DISTINCT bytes: memory grows with those. Few texts in a
+    language that uses spaces get there."""
     words, size = set(), 0
     for side, piece, _ in text.pieces():
         if side or size > DISTINCT:
@@ -238,7 +240,7 @@ def _training_text(text: _Text) -> Iterator[str]:
 
 # -- the files -------------------------------------------------------------------------------------------------------
 def _write(folder: Path, text: _Text, kind: str, tokenizer: Tokenizer | None, vocab: int) -> None:
-    """tokenizer.json, train.bin and heldout.bin, and what they are in meta.json."""
+    """Write tokenizer.json, train.bin and heldout.bin, and meta.json, which describes them."""
     say(f"tokenising {text.size / 1e6:,.1f} MB: " + (f"{text.count:,} stories" if text.count > 1 else "one text"))
     tokenizer = tokenizer or (_chars(text.alphabet) if kind == "chars" else _bpe(text, vocab))
     (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
@@ -273,7 +275,7 @@ def _encoder(tokenizer: Tokenizer) -> Callable[[list[str]], list[list[int]]]:
 
 
 def _char_encoder(tokenizer: Tokenizer) -> Callable[[list[str]], list[np.ndarray]]:
-    """What the tokenizer's own encode gives, by a table of code points: fifty times as fast."""
+    """What the tokenizer's own encode gives, by a table of code points."""
     table = np.zeros(0x110000, np.int32)
     for char, number in tokenizer.get_vocab().items():
         if char != END:

@@ -72,8 +72,8 @@ def begin_with_bos(tokenizer) -> None:
 
 
 def template_facts(tokenizer, choice: str | None) -> dict[str, str]:
-    """For a run's manifest: which template was asked for, a file by its content (nothing where it is the tokenizer's
-    own), and the date that it prints, where it prints one."""
+    """For a run's manifest: the template that was asked for, a file by its checksum (nothing if it is the
+    tokenizer's own), and the date, if the template prints one."""
     facts = {}
     if choice is not None:
         is_file = choice not in BUILT_IN and Path(choice).expanduser().is_file()

@@ -13,10 +13,10 @@ from qat_lora.errors import UserError, first_line
 from qat_lora.hub import hub_fault
 
 EMBEDDED = "embedded"
-END = "<|endoftext|>"  # separates the texts of a .txt file, as in the published TinyStories
+END = "<|endoftext|>"  # separates the texts of a .txt file, as in TinyStories as published
 PARQUET_BATCH_ROWS = 1024
-READ = 2**16  # bytes of a .txt file to read at a time
-PIECE = 2**14  # characters, about, of a piece of a long text
+READ = 2**16  # bytes read from a .txt file at a time
+PIECE = 2**14  # approximate characters of a piece of a long text
 
 
 def read_rows(
@@ -25,32 +25,32 @@ def read_rows(
     config: str | None = None,
     split: str = "train",
     streaming: bool = False,
-    mend: str | None = None,
+    fix: str | None = None,
 ) -> Iterator[dict]:
     """Open `source` and iterate over its rows, each a dict of columns.
 
     source is "embedded" (pydoc_data.topics, one {"text": ...} a topic in sorted key order), a local .txt, .jsonl or
-    .parquet file, or the name of a hub dataset. A .txt file is one {"text": ...} as it stands, or where <|endoftext|>
-    separates its texts one for each of them, stripped, with the empty ones left out. Separated texts and rows are read
-    one at a time. Every string of a row, nested ones included, is in NFC. `config` and `streaming` concern hub datasets
+    .parquet file, or the name of a hub dataset. A .txt file is one {"text": ...} as it stands; if <|endoftext|>
+    separates texts in it, it is one for each text, stripped, without empty ones. Separated texts and rows are read one
+    at a time. Every string of a row, nested ones included, is in NFC. `config` and `streaming` concern hub datasets
     only. Without a hub, a dataset that is in the local cache is read from there.
-    mend: what an error about the hub advises, for callers that take other sources than these.
+    fix: what an error about the hub advises, for callers that accept other sources than these.
     The first row is read at once, so that a bad source fails here and not at the first use of the iterator.
     Raises UserError for a source that is missing, unreadable or empty, for a malformed row (while iterating), and for
     a `split` other than "train" where the source has no splits, because train rows would then pass for held-out ones.
     """
-    rows = map(_in_nfc, _open(source, config, split, streaming, mend))
+    rows = map(_in_nfc, _open(source, config, split, streaming, fix))
     first = next(rows, None)
     if first is None:
         raise UserError(f'"{source}" holds no rows; choose another source')
     return chain([first], rows)
 
 
-def _open(source: str, config: str | None, split: str, streaming: bool, mend: str | None) -> Iterator[dict]:
+def _open(source: str, config: str | None, split: str, streaming: bool, fix: str | None) -> Iterator[dict]:
     path = Path(source).expanduser()
     is_local = source == EMBEDDED or _looks_like_path(source, path)
     if not is_local:
-        return _hub_rows(source, config, split, streaming, mend)
+        return _hub_rows(source, config, split, streaming, fix)
     if split != "train":
         raise UserError(f'split="{split}" needs a hub dataset: "{source}" has no splits; leave split at "train"')
     return _embedded_rows() if source == EMBEDDED else _file_rows(path)
@@ -67,7 +67,7 @@ def _embedded_rows() -> Iterator[dict]:
 
 
 def nfc(text: str) -> str:
-    """`text` in Unicode's composed form (NFC). What stands behind an END never joins it."""
+    """`text` in Unicode's composed form (NFC). A character after an END is never composed with it."""
     if text.isascii() or unicodedata.is_normalized("NFC", text):
         return text
     return END.join(unicodedata.normalize("NFC", part) for part in text.split(END))
@@ -101,8 +101,8 @@ def is_txt(source: str) -> bool:
 
 
 def txt_parts(path: Path) -> Iterator[str | None]:
-    """A .txt file's text as it is read, part by part, with None in place of every END. Lines end in "\n"; the text is
-    not in NFC yet. Raises UserError where the file is missing, cannot be read or is not UTF-8."""
+    """The text of a .txt file part by part as it is read, with None in place of every END. Lines end in "\n"; the text
+    is not in NFC yet. Raises UserError if the file is missing, cannot be read or is not UTF-8."""
     _check_file(path)
     rest = ""
     for text in _decoded(path):
@@ -117,7 +117,7 @@ def txt_parts(path: Path) -> Iterator[str | None]:
 
 
 def _decoded(path: Path) -> Iterator[str]:
-    # a byte order mark is not text
+    # utf-8-sig: a byte order mark is not text
     decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
     done = 0
     try:
@@ -126,7 +126,7 @@ def _decoded(path: Path) -> Iterator[str]:
                 done += len(read)
                 yield decoder.decode(read)
             yield decoder.decode(b"", final=True)
-    except UnicodeDecodeError as error:  # its object ends where reading has come to
+    except UnicodeDecodeError as error:  # error.object ends where reading has got to
         at = done - len(error.object) + error.start
         raise UserError(f"{path}: not UTF-8 text at byte {at}; convert the file to UTF-8") from error
     except OSError as error:
@@ -149,14 +149,14 @@ def _txt_rows(path: Path) -> Iterator[dict]:
 
 
 def in_pieces(parts: Iterable[str | None]) -> Iterator[tuple[str, bool]]:
-    """Texts as (piece, whether a text ends with it): stripped, in NFC, the empty ones left out.
+    """Texts as (piece, whether a text ends with it): stripped, in NFC, without empty ones.
 
-    parts: text as it comes, None between two texts. A text longer than PIECE characters becomes several pieces, each
-    but the first beginning with a space or newline that stands before something else. There neither NFC nor the
-    pre-tokenisation of GPT-2 and byte-level BPE joins what is before to what is behind, so that the tokens of the
-    pieces are those of the text. A text that has no such place is one piece.
+    parts: text in parts of any size, None between two texts. A text longer than PIECE characters becomes several
+    pieces, cut before a space or newline that is followed by something else. Neither NFC nor the pre-tokenisation of
+    GPT-2 and byte-level BPE joins characters across such a place, so the tokens of the pieces are those of the text. A
+    text without such a place stays one piece.
     """
-    rest, searched = "", 0  # before the character `searched` the rest has no place to cut
+    rest, searched = "", 0  # `rest` has no place to cut before character `searched`
     for part in chain(parts, [None]):
         if part is None:
             if rest := rest.rstrip():
@@ -176,7 +176,7 @@ def in_pieces(parts: Iterable[str | None]) -> Iterator[tuple[str, bool]]:
 
 
 def _last_cut(text: str, start: int) -> int:
-    """The last place from `start` on of a space or newline with something else behind it, or 0."""
+    """The last place from `start` on with a space or newline that is followed by something else, or 0."""
     end = len(text) - 1
     while (at := max(text.rfind(" ", start, end), text.rfind("\n", start, end))) > 0:
         if not text[at + 1].isspace():
@@ -218,26 +218,26 @@ def _parquet_rows(path: Path) -> Iterator[dict]:
 FILE_READERS = {".txt": _txt_rows, ".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
 
 
-def _hub_rows(source: str, config: str | None, split: str, streaming: bool, mend: str | None) -> Iterator[dict]:
+def _hub_rows(source: str, config: str | None, split: str, streaming: bool, fix: str | None) -> Iterator[dict]:
     import datasets
     from huggingface_hub.errors import HTTPError
 
     fault = hub_fault("dataset", source)
     if fault and "/" not in source:
         # `datasets` takes "json" and its like for a file format and reads whatever the working directory holds.
-        raise _hub_error(source, fault, mend)
+        raise _hub_error(source, fault, fix)
     try:
         with _offline(datasets.config) if fault else nullcontext():
             yield from datasets.load_dataset(source, config, split=split, streaming=streaming)
     except (OSError, ValueError, RuntimeError, HTTPError, datasets.exceptions.DatasetsError) as error:
         # A ValueError comes from a dataset that was found (in the cache, without a hub): no such split or config.
         reason = fault if fault and not isinstance(error, ValueError) else first_line(error)
-        raise _hub_error(source, reason, mend) from error
+        raise _hub_error(source, reason, fix) from error
 
 
-def _hub_error(source: str, reason: str, mend: str | None) -> UserError:
-    mend = mend or f'use "{EMBEDDED}" or a local {_either(FILE_READERS)} file'
-    return UserError(f'cannot read "{source}" from the hub: {reason}; {mend}')
+def _hub_error(source: str, reason: str, fix: str | None) -> UserError:
+    fix = fix or f'use "{EMBEDDED}" or a local {_either(FILE_READERS)} file'
+    return UserError(f'cannot read "{source}" from the hub: {reason}; {fix}')
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Tokens in files: written once for all processes of a host, and read block by block, so that memory stays flat."""
+"""Tokens in files: written once for all processes of a host, and read in blocks, so that memory stays flat."""
 
 import errno
 import fcntl
@@ -22,19 +22,20 @@ from qat_lora.run.files import cannot_write, new_folder, read_json, sha256, writ
 from qat_lora.run.rundir import say
 
 META = "meta.json"
-NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # of a network file system without them
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # raised by network file systems without locks
 Found = TypeVar("Found")
 
 
 def token_type(vocab: int) -> np.dtype:
-    """The type of a token in a file."""
+    """The data type of tokens in a file: uint16 for up to 65,536 tokens, else int32, little-endian."""
     return np.dtype("<u2" if vocab <= 2**16 else "<i4")
 
 
 class Tokens:
     """A stream of tokens [T] in a file of type `kind` (see `token_type`).
 
-    tokens[start:stop] reads that part: a tensor int64 [stop − start]. The file stays open, so its name may go.
+    tokens[start:stop] reads that part: a tensor int64 [stop − start]. The file stays open, so it may be deleted
+    meanwhile.
     """
 
     def __init__(self, path: Path, kind: np.dtype):
@@ -48,13 +49,13 @@ class Tokens:
     def __getitem__(self, part: slice) -> Tensor:
         start, stop, _ = part.indices(self.count)
         size = self.kind.itemsize
-        # not a memory map: its pages would count as this process's memory once they are touched
+        # not a memory map, whose pages would count as this process's memory once they are touched
         read = os.pread(self.file, max(0, stop - start) * size, start * size)
         return torch.from_numpy(np.frombuffer(read, self.kind).astype(np.int64))
 
 
 def write_meta(folder: Path, values: dict) -> None:
-    """Describe a folder of finished files: `values`, and the checksums of the files and of the values."""
+    """Write meta.json for a folder of finished files: `values`, and checksums of the files and of the values."""
     sums = {file.name: sha256(file) for file in sorted(folder.iterdir()) if not file.name.startswith(".")}
     write_json(folder / META, {"values": values, "values_sha256": _sum(values), "sha256": sums})
 
@@ -79,8 +80,8 @@ def _sum(values: dict) -> str:
 def cached(path: Path | None, write: Callable[[Path], None], read: Callable[[Path], Found]) -> Found:
     """read(path), after write(folder) has made that folder, if it isn't there or is damaged (read raises UserError).
 
-    The folder is whole or not there, and one process of a host at a time makes one: the others wait and then read it.
-    Without a path it is a temporary one that is gone when this returns. Raises UserError where it cannot be written.
+    The folder is whole or not there. One process of a host at a time makes it; the others wait and then read it.
+    Without a path a temporary folder is used and deleted before this returns. Raises UserError if it cannot be written.
     """
     if path is None:
         with _temporary() as folder:
@@ -121,7 +122,7 @@ def _temporary() -> Iterator[Path]:
 
 @contextmanager
 def _turn(folder: Path) -> Iterator[None]:
-    """One process of this host at a time is in this context, until it ends, however it ends."""
+    """Only one process of this host at a time is in this context; a process that dies leaves it, too."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / ".lock", "ab")  # noqa: SIM115 — closed below

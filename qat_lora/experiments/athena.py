@@ -39,27 +39,29 @@ class Config(RunConfig):
     num_chips: int | None = option(
         0, "TPU chips, GPUs or CPU processes of this host; 0: every chip or GPU there is", identity=False
     )
-    forward_dtype: str | None = option(None, "bfloat16 or float32: another name of --precision bf16, fp32")
+    forward_dtype: str | None = option(None, "bfloat16 or float32, the same as --precision bf16 or fp32")
     data_path: str | None = option(
-        None, "folder or URL that build_puzzle_data.py or TRM wrote; default: drawn anew", identity="data"
+        None, "folder or URL that build_puzzle_data.py or TRM wrote; default: puzzles are drawn", identity="data"
     )
     checkpoint_path: str | None = option(
         None, "folder or URL that checkpoints are copied to; --resume auto finds them", identity=False
     )
     puzzle: str = option("sudoku6", "without --data-path: sudoku4, sudoku6, sudoku9 or mazeN")
     puzzles: int = option(2000, "without --data-path: puzzles to draw")
-    heldout_fraction: float = option(0.1, "without --data-path: share of them to measure on")
+    heldout_fraction: float = option(0.1, "without --data-path: share of the puzzles that is held out")
     compile: bool = option(
-        True, "fuse the stack by torch.compile where there is a C++ compiler; seconds at the start", identity=False
+        True,
+        "fuse the blocks by torch.compile if there is a C++ compiler; takes some seconds at the start",
+        identity=False,
     )
     eval_rows: int = option(1024, "held-out rows to measure on; 0: all", identity=False)
-    global_batch_size: int = option(768, "rows of an update, of all workers")
+    global_batch_size: int = option(768, "rows in an update, over all workers")
     epochs: int = option(1000, "passes over the training rows")
-    steps: int = option(0, "updates instead of epochs; 0: as epochs say")
+    steps: int = option(0, "updates, in place of --epochs; 0: use --epochs")
     eval_interval: int = option(
-        500, "updates between measurements; 0: at the ends alone", "--eval-every", identity=False
+        500, "updates between evaluations; 0: only first and last", "--eval-every", identity=False
     )
-    save_interval: int = option(500, "updates between checkpoints; 0: at the end alone", "--save-every", identity=False)
+    save_interval: int = option(500, "updates between checkpoints; 0: only the last", "--save-every", identity=False)
     log_interval: int = option(20, "updates between lines of metrics.jsonl", "--log-every", identity=False)
     lr: float = option(8e-5, "peak learning rate", "--learning-rate")
     lr_warmup: int = option(2000, "updates of linear warm-up, at most half of all")
@@ -101,7 +103,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
         announce(backend)
     workers = planned_workers(backend.kind, cfg.num_chips) if cfg.dry_run else backend.world_size
     plan_of(cfg, 1).share(workers)
-    if not cfg.data_path:  # any puzzle has the sizes of all: refused before they are drawn
+    if not cfg.data_path:  # one puzzle has the sizes of all: refuse before drawing them
         check_sizes(cfg, spec_of(cfg, draw(cfg.puzzle, 1, cfg.seed)), backend, workers)
     train, held = open_rows(cfg)
     heldout = held.first(cfg.eval_rows) if cfg.eval_rows else held
@@ -138,7 +140,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
 
     def evaluate(step: int) -> dict[str, float]:
         figures = measure(trainer.shown, heldout, plan.segments, plan.batch_size, backend)
-        # a state that was measured on other rows, before a resume with another --eval-rows, does not compare
+        # a state measured on other rows, before a resume with another --eval-rows, is not comparable
         same = best and best["figures"].get("heldout_rows", len(heldout)) == len(heldout)
         if backend.is_main and not (same and merit(figures) <= merit(best["figures"])):
             best.update(figures={"step": step, **figures}, state=kept(trainer.shown, backend))
@@ -197,9 +199,8 @@ def open_rows(cfg: Config) -> tuple[PuzzleRows, PuzzleRows]:
 
 
 def check_sizes(cfg: Config, spec: RecursiveSpec, backend: TorchBackend, workers: int) -> int:
-    """Bytes that a worker needs at least. Raises UserError where a model of these sizes cannot be built in this
-    machine's memory or, except in a dry run, which may plan for another machine, cannot be trained in that of its
-    device. How much a TPU has is not known here."""
+    """Least bytes that a worker needs. Raises UserError if the model cannot be built in this machine's memory, or if it
+    cannot be trained in that of its device; a dry run, which may plan for another machine, skips the second check."""
     rows = cfg.global_batch_size // workers
     check_memory(4 * spec.parameters, f"a model of {spec.parameters:,} weights", weight_options(spec))
     parts = recursive_memory(spec, rows, cfg.ema, backend.bf16, cfg.use_gradient_checkpointing)
@@ -257,7 +258,8 @@ def describe(
     say(f"{len(train):,} rows of {train.length} tokens ({train.kind or 'unknown kind'}) to train on, "
         f"{len(heldout):,} held out, vocabulary {train.vocab}")  # fmt: skip
     if groups := train.groups:
-        say(f"an epoch: of each of {len(groups.firsts) - 1:,} groups one of its {len(groups.starts) - 1:,} puzzles")
+        count = len(groups.starts) - 1
+        say(f"an epoch takes one puzzle of each of {len(groups.firsts) - 1:,} groups ({count:,} puzzles)")
     for name, rows in (("training", train), ("held-out", heldout)):
         if rows.unlabelled:
             say(f"{rows.unlabelled:,} {name} rows without a label are left out")
@@ -291,7 +293,7 @@ def finish(run, model: RecursiveModel, heldout: PuzzleRows, plan: RecursivePlan,
     say(
         f"best at step {figures['step']}: {figures['heldout_exact_full']:.1%} of the held-out rows exactly right after "
         f"{plan.segments} segments, {figures['heldout_exact']:.1%} after {figures['heldout_segments']:.1f} on average "
-        "where it stops by itself" + "".join(f"\n{path}" for path in (curves, picture) if path and path.exists())
+        "where it halts by itself" + "".join(f"\n{path}" for path in (curves, picture) if path and path.exists())
     )
 
 

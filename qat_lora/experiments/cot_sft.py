@@ -86,7 +86,7 @@ class LawData:
 def law_rows(dataset: str, split: str, count: int, seed: int) -> list[dict]:
     """The checked rows of a dataset, or `count` generated ones."""
     if dataset != GENERATED:
-        return checked_rows(list(read_rows(dataset, split=split, mend=NO_HUB)))
+        return checked_rows(list(read_rows(dataset, split=split, fix=NO_HUB)))
     if split != "train":
         raise UserError(f"--dataset-split {split} needs a hub dataset: the generated one has no splits")
     return checked_rows(list(generate(count, seed)))
@@ -97,14 +97,14 @@ def law_data(
     together: bool = True, thinks: bool = False,
 ) -> LawData:  # fmt: skip
     """Checked rows without duplicates, split by groups, rendered, and packed. A row that is too long is left out and
-    reported, never cut. weights: of the sections; together: several examples to a row; thinks: how the chat template
-    is rendered."""
+    reported, never cut. weights: of the sections; together: several examples per row; thinks: whether the chat
+    template renders with thinking on."""
     rows, twice = deduplicated(rows, same)
     whole = [readable(row) for row in rows]
     odd = [row["id"] for row, good in zip(rows, whole) if not good]
     rows = [row for row, good in zip(rows, whole) if good]
     if not rows:
-        raise UserError(f"rows {named(odd)}: a line of every row begins like a section's title; mend the rows")
+        raise UserError(f"rows {named(odd)}: a line of every row begins like a section's title; fix the rows")
     train, heldout = split_groups(rows, group, heldout_fraction, seed)
     known = {row["id"]: row for row in heldout}
     sides: list[list[Example]] = []
@@ -148,15 +148,16 @@ def section_weights(text: str | None) -> tuple[float, ...]:
         weights[name.strip()] = weight
     if not weights["citation"]:
         raise UserError(
-            "--section-weights: citation=0 would leave the answer's end unlearned, which follows it; 1e-3, say"
+            "--section-weights: citation=0 would leave the answer's end unlearned, which follows it; use e.g. 1e-3"
         )
     return tuple(weights.values())
 
 
-STAGES = ("baseline", "final")  # of a run, each with its file of answers
+STAGES = ("baseline", "final")  # of a run, each with its evaluation_file
 
 
 def evaluation_file(stage: str) -> str:
+    """The name of the file in the run directory with the rates and answers of a stage."""
     return f"{stage}_evaluation.json"
 
 

@@ -55,7 +55,7 @@ def show(answer: Answer, authorities: Authorities, whole: bool) -> str:
 
 
 def checked_question(question: str | None) -> str:
-    """The question without white space around it; raises UserError for one that shows nothing, and for none."""
+    """The question, stripped; raises UserError if there is none or it shows nothing."""
     if not visible(question or ""):
         raise UserError("the question is empty; type one")
     return question.strip()
@@ -65,7 +65,7 @@ def page(ask: Callable[[str], Stream], authorities: Authorities, about: str):
     """A Gradio page on `ask`, which answers a question."""
     import gradio
 
-    def answered(question: str | None) -> Iterator[str]:  # the API may send none
+    def answered(question: str | None) -> Iterator[str]:  # the API may send null
         text = ""
         try:
             pieces = ask(checked_question(question))

@@ -19,10 +19,11 @@ from qat_lora.run.files import writing
 
 WRONG_NAME = "Spongebob Squarepants"
 STAGES = ("baseline", "post_sft", "final")  # of a run, each with its validation_file
-GLANCE = 2  # sampled answers to each held-out question while training goes on
+GLANCE = 2  # sampled answers to each held-out question at an evaluation during training
 
 
 def validation_file(stage: str) -> str:
+    """The name of the file in the run directory with the validation of a stage."""
     return f"{stage}_validation.json"
 
 

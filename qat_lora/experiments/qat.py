@@ -44,7 +44,7 @@ class Config(TrainOptions):
     )
     v2_checkpoint: str | None = option(
         None,
-        "start from this student, a best.pt of --model; of other quantisers (e.g. 4 bits): from its weights",
+        "student to start from, a best.pt of --model; if its quantisers differ (e.g. 4 bits): from its weights",
         "--from",
         identity="start",
     )
@@ -191,8 +191,8 @@ def describe(cfg: Config, train, heldout, backend: TorchBackend, workers: int) -
 
 
 def check_start(cfg: Config) -> tuple[str, bool]:
-    """The checksum of --v2-checkpoint, and whether the run goes on from trained codes; raises UserError where it is no
-    student of this model."""
+    """The checksum of --v2-checkpoint, and whether the run continues from trained codes; raises UserError where it is
+    no student of this model."""
     made = read_student(cfg.v2_checkpoint, cfg.model)
     same = StudentSpec(**made["spec"]) == student_spec(cfg)
     if same and cfg.layer_steps:

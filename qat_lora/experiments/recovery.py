@@ -41,7 +41,7 @@ CALIBRATION_ROWS = 32
 @dataclass(frozen=True, kw_only=True)
 class Config(TextOptions, TrainOptions):
     checkpoint: str | None = option(None, "student: the best.pt of train_qat.py", identity="student")
-    v2_checkpoint: str | None = option(None, "another name of --checkpoint", identity="student")
+    v2_checkpoint: str | None = option(None, "the same as --checkpoint", identity="student")
     model: str | None = option(
         None, "the student's base model, if it has moved: folder, .gguf file or hub name", identity="base"
     )

@@ -1,4 +1,4 @@
-"""Checkpoints on a bucket: a copy of each, with what its run needs to be resumed elsewhere."""
+"""Copies of checkpoints in a bucket, with everything that is needed to resume the run elsewhere."""
 
 import shutil
 import tempfile
@@ -51,7 +51,7 @@ def bring_back(url: str, folder: Path, check: Callable[[Path], object]) -> None:
 
 
 def _kept(checkpoint: Path) -> set[str]:
-    """The names of the copies that a checkpoint relies on; none of a damaged one, which is going to be set aside."""
+    """The names of the file copies that a checkpoint relies on; none for a damaged one, which is set aside later."""
     try:
         return set(read_json(checkpoint / "meta.json").get("files", {}).values())
     except UserError:
@@ -62,4 +62,7 @@ def check_unused(url: str) -> None:
     """Raise UserError where a new run would bury another's checkpoints, or could write none."""
     check_writable(url)
     if (there := newest(url)) is not None:
-        raise UserError(f"--checkpoint-path {url} holds {there} of a run; --resume auto resumes it, or give another")
+        raise UserError(
+            f"--checkpoint-path {url} holds {there} of a run; resume it with --resume auto, or give another folder or "
+            "URL"
+        )

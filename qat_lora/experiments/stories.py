@@ -62,10 +62,11 @@ class Shape:
         if self.window < 0:
             raise UserError(f"--attention-window {self.window} must not be negative; 0 is no attention")
         if not 0 <= self.dropout < 1:
-            raise UserError(f"--dropout {self.dropout} is outside [0, 1); 0.1, say")
+            raise UserError(f"--dropout {self.dropout} is outside [0, 1); use e.g. 0.1")
 
 
 def check_kind(kind: str) -> None:
+    """Raise UserError for an unknown kind of model."""
     if kind not in MODELS:
         raise UserError(f"--model {kind!r} is not one of {', '.join(MODELS)}")
 
@@ -132,7 +133,7 @@ def story_loss(model: SmallLM, batch: dict[str, Tensor]) -> Tensor:
 @torch.no_grad()
 def heldout(model: SmallLM, stories: Stories, length: int, rows: int, backend: TorchBackend) -> dict[str, float]:
     """Every held-out token, in windows of `length` of which half is context (of the first, none): nats a token,
-    perplexity, bits a byte. Each worker measures its share of the batches, of `rows` windows."""
+    perplexity, bits per byte. Each worker measures its share of the batches, of `rows` windows."""
     was_training = model.training
     model.eval()
     sums = []
@@ -155,7 +156,7 @@ def heldout(model: SmallLM, stories: Stories, length: int, rows: int, backend: T
 def tell(
     model: SmallLM, stories: Stories, begin: list[int], tokens: int, sampling: Sampling, backend: TorchBackend
 ) -> str:
-    """The text of the tokens `begin`, gone on with for at most `tokens`, one at a time from the carried state."""
+    """The text of the tokens `begin`, continued for at most `tokens`, one at a time from the carried state."""
     model.eval()
     said = [stories.end, *begin]
     given = backend.to_device({"tokens": torch.tensor([said])})["tokens"]

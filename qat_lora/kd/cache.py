@@ -129,7 +129,8 @@ def open_cache(
 
 
 def cache_date(directory: Path) -> datetime:
-    """The date that the chat template of a cache's rows prints: the one it was begun with, or now."""
+    """The date that chat templates print in the rows of a cache: the date when the cache was started, or now for a new
+    one. Local time; raises UserError if the manifest is damaged."""
     path = directory / "manifest.json"
     return date_of(read_json(path), path) if path.exists() else now()
 

@@ -27,7 +27,7 @@ def complete(
 ) -> str:
     """What the model says to `prompt`, without special tokens; it ends at an EOS or after `max_new_tokens`.
 
-    prompt: messages ({"role": …, "content": …}) for the chat template, or plain text to go on from.
+    prompt: messages ({"role": …, "content": …}) for the chat template, or plain text to continue.
     model: a placed HF model, frozen student or PEFT model in evaluation mode. temperature 0 is greedy; above it
     sampling draws from torch's global generator, so seed the backend first. Sampling defaults that the model ships
     with (top_k, repetition penalty) are switched off, so that models compare under one rule.
@@ -122,7 +122,7 @@ def _turn_end(tokenizer) -> list[int]:
     talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
     try:
         text = tokenizer.apply_chat_template(talk, tokenize=False) if tokenizer.chat_template else ""
-    except (TemplateError, ValueError):  # one that asks for more; several of which none is the default
+    except (TemplateError, ValueError):  # the template refuses this talk, or there are several and no default
         text = ""
     if said not in text:
         return []
@@ -141,7 +141,7 @@ def check_sampling(max_new_tokens: int, temperature: float, top_p: float) -> Non
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens={max_new_tokens} says nothing; use 1 or more")
     if not 0 <= temperature < float("inf"):
-        raise UserError(f"temperature={temperature} must be 0 (greedy) or above, 0.7 say")
+        raise UserError(f"temperature={temperature} must be 0 (greedy) or above; use e.g. 0.7")
     if not 0 < top_p <= 1:
         raise UserError(f"top_p={top_p} is outside (0, 1]; 1 keeps every token")
 
@@ -149,7 +149,7 @@ def check_sampling(max_new_tokens: int, temperature: float, top_p: float) -> Non
 def _encode(tokenizer, prompt: str | list[dict], switches: dict):
     """input_ids and attention_mask [1, T] of messages, rendered by the chat template, or of text as it stands."""
     if not prompt:
-        raise UserError("the prompt is empty; give some text to go on from")
+        raise UserError("the prompt is empty; give some text to continue")
     try:
         for text in [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]:
             text.encode()

@@ -17,7 +17,7 @@ from qat_lora.models.small_lm import rotation, turned
 IGNORE = -100  # the label of a position without a loss
 EPS = 1e-5
 FEW_POSITIONS = 128
-LARGEST = 2**40  # of any size: products of a few stay within a float
+LARGEST = 2**40  # largest value of any size, so that products of a few stay within a float
 HALT_BIAS = -5.0  # nothing halts before the head has learnt when
 
 
@@ -49,7 +49,7 @@ class RecursiveSpec:
     def __post_init__(self):
         for name in ("vocab", "length", "hidden_size", "num_heads", "L_layers", "H_cycles", "L_cycles", "identifiers"):
             if not 1 <= getattr(self, name) <= LARGEST:
-                raise UserError(f"arch.{name} {getattr(self, name)} must be at least 1 and at most {LARGEST:,}")
+                raise UserError(f"arch.{name} {getattr(self, name)} must be from 1 to {LARGEST:,}")
         if self.hidden_size % (2 * self.num_heads):  # rotary positions turn pairs
             raise UserError(
                 f"arch.hidden_size {self.hidden_size} does not divide by twice arch.num_heads {self.num_heads}; "
@@ -60,7 +60,7 @@ class RecursiveSpec:
                 f"arch.num_heads {self.num_heads} does not divide by arch.num_kv_heads {self.kv_heads}; change one"
             )
         if not 0 < self.expansion <= 64:
-            raise UserError(f"arch.expansion {self.expansion} is outside (0, 64]; e.g. 4")
+            raise UserError(f"arch.expansion {self.expansion} is outside (0, 64]; use e.g. 4")
         if self.mlp_t and self.causal:
             raise UserError("arch.mlp_t=true mixes all positions, and these rows are causal text; use arch.mlp_t=false")
 
@@ -246,9 +246,10 @@ def stablemax_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def segment_loss(logits: Tensor, halt: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """(loss, whether all of the answer is right), [B] each: the mean stablemax cross-entropy of a row's labelled
-    positions, plus ½ the binary cross-entropy of its halting logit against whether it is right. A row without a label
-    has no loss and is not right."""
+    """(loss in nats, whether the whole answer is right), [B] each; logits [B, L, V], halt [B], labels [B, L].
+
+    The loss of a row is the mean stablemax cross-entropy over its labelled positions plus ½ the binary cross-entropy of
+    its halting logit against whether it is right. A row without a label has loss 0 and is not right."""
     labelled = labels != IGNORE
     count = labelled.sum(1)
     right = ((logits.argmax(-1) == labels) | ~labelled).all(1) & (count > 0)

@@ -47,13 +47,13 @@ class ReservoirSpec:
         if not 0 < self.leak[0] <= self.leak[1] <= 1:
             low, high = self.leak
             raise UserError(f"leaks from {low} to {high} must be 0 < low ≤ high ≤ 1; 1 forgets at the radius alone")
-        square = self.kind == "esn"  # drawn in fp64, with a copy to take the eigenvalues of
+        square = self.kind == "esn"  # drawn in fp64, and copied to compute its eigenvalues
         need = 16 * self.units * (self.units if square else 2)
         check_memory(need, f"a reservoir of {self.units} {self.kind} units", "its units (--reservoirs)")
 
     @property
     def features(self) -> int:
-        """Values of a state: diagonal units are complex."""
+        """Real numbers in a state: diagonal units are complex, two each."""
         return self.units if self.kind == "esn" else 2 * self.units
 
     def leaks(self) -> Tensor:

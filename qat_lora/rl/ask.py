@@ -26,7 +26,7 @@ class Asker:
     rows: int
     prompt_length: int
     length: int
-    thinks: bool = False  # how the chat template is rendered
+    thinks: bool = False  # whether the chat template renders with thinking on
 
     def encode(self, talks: Sequence[Sequence[dict]]) -> Prompts:
         """Conversations as the chat template renders them, ready for the assistant's answer. Raises UserError where the

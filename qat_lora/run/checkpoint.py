@@ -1,4 +1,4 @@
-"""Checkpoints: a directory that is either whole or not there, and copies of the run's files as they were then."""
+"""Checkpoints: directories that are either whole or not there, with copies of the files that a resumed run needs."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from qat_lora.run.rundir import say
 
 FILES = ("model.safetensors", "trainer.pt")
 KEEP = 2  # the newest, and one to fall back to when the newest is damaged
-COPIES = "files"  # below checkpoints/: each content once, under its sha256
+COPIES = "files"  # folder in checkpoints/: each copied file once, named by its sha256
 
 
 def save_checkpoint(
@@ -26,9 +26,9 @@ def save_checkpoint(
 ) -> Path:  # fmt: skip
     """Write checkpoints/step_N and name it in LATEST (which is for people: resuming takes the newest whole one).
 
-    tensors: the model's, on the CPU, tied ones once. trainer: optimiser, RNG, counters; plain values and tensors.
-    meta: plain values. files: files and folders of the run directory that a resumed run relies on (best.pt); meta.json
-    keeps their checksums, and checkpoints/files a copy of each, so that `restore_files` can put them back. Checkpoints
+    tensors: the model's, on the CPU, tied ones once. trainer: optimiser, RNG, counters; plain values and tensors. meta:
+    plain values. files: files and folders of the run directory that a resumed run relies on, e.g. best.pt; meta.json
+    keeps their checksums and checkpoints/files a copy of each, so that `restore_files` can restore them. Checkpoints
     beyond `keep` are removed afterwards. A failure (a full disk) removes the half-written directory and leaves the
     others.
     """
@@ -61,14 +61,14 @@ def save_checkpoint(
 
 # -- the run's files -------------------------------------------------------------------------------------------------
 def _existing(run_path: Path, files: Sequence[str]) -> list[str]:
-    """The names of those files that are there, and of all that lie in those of them that are folders."""
+    """Those of the files that exist, with every file in those that are folders; paths relative to the run, sorted."""
     found = [run_path / name for name in files]
     found += [inner for path in found if path.is_dir() for inner in path.rglob("*")]
     return sorted(str(path.relative_to(run_path)) for path in found if path.is_file())
 
 
 def _copy(path: Path, copies: Path) -> str:
-    """The checksum of a file, of which there is now a copy under that name."""
+    """Copy a file to the folder `copies`, named by its sha256, unless it is there; returns the sha256."""
     total = sha256(path)
     if not (copies / total).exists():
         copy_file(path, copies / total)
@@ -81,7 +81,7 @@ def _drop_copies(folder: Path) -> None:
     for path in _newest_first(folder):
         try:
             named |= set(read_json(path / "meta.json").get("files", {}).values())
-        except UserError:  # a damaged one: nothing is removed that it may have named
+        except UserError:  # this one is damaged, and may have named any copy
             return
     for copy in (folder / COPIES).glob("*"):
         if copy.name not in named:
@@ -89,27 +89,27 @@ def _drop_copies(folder: Path) -> None:
 
 
 def restore_files(run_path: Path, kept: dict[str, str], files: Sequence[str], step: int) -> None:
-    """Make `files` of a run directory what they were at a checkpoint, whose meta.json says `kept`: name → sha256.
+    """Restore `files` of a run directory to their state at a checkpoint; kept: {name: sha256} from its meta.json.
 
-    What is gone, damaged or of a later step comes back from its copy; what was not there yet is removed, and is made
-    anew. Raises UserError naming a file that is gone or damaged, and so is its copy.
+    Files that are missing, damaged or of a later step are restored from their copies. Files that did not exist yet are
+    removed; the run writes them again. Raises UserError if a file and its copy are both missing or damaged.
     """
     for name in set(_existing(run_path, files)) - kept.keys():
         (run_path / name).unlink()
     for name in files:
         if (run_path / name).is_dir() and not _existing(run_path, [name]):
-            shutil.rmtree(run_path / name)  # so that it does not pass for one that is made
+            shutil.rmtree(run_path / name)  # an empty folder would pass for a finished one
     for name, total in kept.items():
         path, copy = run_path / name, run_path / "checkpoints" / COPIES / total
         if path.is_file() and sha256(path) == total:
             continue
         if not copy.is_file() or sha256(copy) != total:
             raise UserError(
-                f"{path} is not what it was at step {step} (checksum), and its copy {copy} is gone or damaged too; "
+                f"{path} is not what it was at step {step} (checksum), and its copy {copy} is missing or damaged, too; "
                 "put one of them back, or start again with another --output-dir"
             )
         if not path.is_file():
-            say(f"{path} was gone; restored from the checkpoint")
+            say(f"{path} was missing; restored from the checkpoint")
         copy_file(copy, path)
 
 
@@ -161,14 +161,15 @@ def _newest_whole(run_path: Path) -> Path | None:
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict, dict]:
-    """One checkpoint directory; raises UserError naming the file that is missing, damaged or something else."""
+    """(tensors, trainer, meta) of one checkpoint directory; raises UserError naming the file that is missing, damaged
+    or not a checkpoint's."""
     _check(path)
     try:
         trainer = torch.load(path / FILES[1], weights_only=True, map_location="cpu")
         return load_file(path / FILES[0]), trainer["state"], trainer["meta"]
-    except Exception as error:  # what has the right checksums and yet is none; code in a pickle is not run
+    except Exception as error:  # right checksums, wrong content; weights_only never runs code of a pickle
         raise UserError(
-            f"checkpoint {path}: {FILES[1]} is no trainer state ({first_line(error)}), "
+            f"checkpoint {path}: {FILES[1]} is not a trainer state ({first_line(error)}), "
             "so it was not saved by this program; start again with another --output-dir"
         ) from error
 

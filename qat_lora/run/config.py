@@ -25,10 +25,10 @@ def option(
     """A field of a script's config.
 
     aliases: other flags for it ("--from"), and other keys of a preset ("from").
-    identity: whether the option is part of a run's identity, so that a run is resumed only with the same value. The
-    name of a fact of the manifest ("base") says that the fact decides: the option says where something is, the fact
-    what it is.
-    renamed: values that earlier versions wrote into config.yaml, and what they are called now.
+    identity: whether the option is part of a run's identity: a run is resumed only with the same value. The name of a
+    fact in the manifest ("base") means that this fact is compared instead: the option says where something is, the
+    fact what it is.
+    renamed: {value that earlier versions wrote into config.yaml: its current name}.
     """
     spelled = [name for alias in aliases for name in (alias, f"--{alias[2:].replace('-', '_')}")]
     metadata = {"help": help.replace("%", "%%"), "aliases": list(dict.fromkeys(spelled))}
@@ -107,7 +107,7 @@ def _check_values(config) -> None:
 
 
 class _Parser(HfArgumentParser):
-    def add_argument(self, *names, **settings):  # which get all of a field's metadata
+    def add_argument(self, *names, **settings):  # HfArgumentParser passes all of a field's metadata
         return super().add_argument(*names, **{k: v for k, v in settings.items() if k not in ("identity", "renamed")})
 
     def error(self, message):

@@ -14,8 +14,8 @@ from typing import BinaryIO
 
 from qat_lora.errors import UserError, first_line
 
-# How libraries without an OSError of their own report that a file could not be written: tokenizers, safetensors, numpy,
-# torch's zip writer.
+# Messages by which libraries that raise no OSError report a failed write: tokenizers, safetensors, numpy, torch's zip
+# writer.
 WRITE_FAULT = re.compile(
     r"\(os error \d+\)|I/O error|No space left|quota exceeded|requested and \d+ written|"
     "PytorchStreamWriter failed|unexpected pos"
@@ -25,8 +25,8 @@ NO_ROOM = 2**16  # bytes: a disk with less than this left is full
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn whatever says that a file could not be written in this block (a full disk, no permission) into a UserError
-    that names `path`; other exceptions pass."""
+    """Turn any exception in this block that reports a failed write (a full disk, no permission) into a UserError that
+    names `path`; other exceptions pass."""
     try:
         yield
     except UserError:
@@ -38,7 +38,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _write_fault(error: BaseException | None) -> str | None:
-    """Why a file could not be written, or None where an exception says nothing of the kind."""
+    """Why a file could not be written, or None if the exception does not report a failed write."""
     while error is not None:
         if isinstance(error, OSError):
             return error.strerror or first_line(error)
@@ -74,15 +74,16 @@ def copy_file(source: Path, target: Path) -> None:
 
 
 def cannot_write(path: Path, error: Exception) -> UserError:
+    """The error for a path that could not be written, with the reason and how to fix it."""
     reason = _write_fault(error) or first_line(error)
     root = error
     while root and not isinstance(root, OSError):
         root = root.__cause__ or root.__context__
     if isinstance(root, FileExistsError | NotADirectoryError | IsADirectoryError):
         return UserError(f"{path} could not be written ({reason}); give another path; earlier files are untouched")
-    if _is_full(path):
+    if getattr(root, "errno", None) is None and _is_full(path):  # the library does not say why
         reason = "No space left on device"
-    fix = "free some space" if "space" in reason or "quota" in reason else "free some space or check the permissions"
+    fix = "free some space" if "No space" in reason or "quota" in reason else "free some space or check the permissions"
     return UserError(f"{path} could not be written ({reason}); {fix}; earlier files are untouched")
 
 

@@ -35,7 +35,7 @@ BEFORE_MANIFEST = {
     "config.yaml",
     "config.yaml.part",
     "manifest.json.part",
-}  # what a process that died at once leaves
+}  # what a process that died early leaves behind
 
 
 class Run:
@@ -62,10 +62,10 @@ class Run:
         if self.mirror:
             try:
                 self.mirror(step, values)
-            except Exception as error:  # whatever a network library raises
+            except Exception as error:  # network libraries raise anything
                 self.mirror = None
                 say(f"warning: the mirror of {self.metrics_path} failed ({first_line(error)}) and gets no more lines; "
-                    "training continues, and that file has every line")  # fmt: skip
+                    "training continues, and the file itself is complete")  # fmt: skip
         shown = "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items())
         say(f"step {step}  {shown}")
 
@@ -80,14 +80,14 @@ class Run:
                 lines[-1]["step"]
             except (ValueError, TypeError, KeyError) as error:
                 raise UserError(
-                    f"{self.metrics_path} is damaged in line {number} ({first_line(error)}); mend it, or start in "
+                    f"{self.metrics_path} is damaged in line {number} ({first_line(error)}); fix it, or start in "
                     "another folder"
                 ) from error
         return lines
 
     def finish(self, status: str, **values) -> None:
-        """Write summary.json (status: finished, preempted, failed; final figures) and release the directory. A run that
-        is finished is never resumed, so this comes last."""
+        """Write summary.json (status: finished, preempted, failed; final figures) and release the lock. Call it last: a
+        finished run is never resumed."""
         if not self.writes:
             return
         text = as_json({"status": status, **values})
@@ -129,31 +129,31 @@ def say(line: str) -> None:
 
 
 def attempt(what: str, function: Callable[..., Any], *args) -> Any:
-    """function(*args), or None where it fails: one warning says so, and the program continues. For what a run can do
-    without, such as its plots."""
+    """function(*args), or None if it fails: then a warning is printed and the program continues. For what a run can do
+    without, such as plots. what: the subject of the warning."""
     try:
         return function(*args)
-    except Exception as error:  # whatever a plotting or network library raises
+    except Exception as error:  # plotting and network libraries raise anything
         say(f"warning: {what} failed ({first_line(error)}); the run continues without")
         return None
 
 
 def identity(config: RunConfig) -> dict:
-    """The options that decide the numbers of a run; each says so where it is declared."""
+    """The options that decide the numbers of a run, as their declarations say."""
     return {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.metadata.get("identity", True)}
 
 
 def open_run(experiment: str, config: RunConfig, facts: dict, group: Group = ALONE) -> Run:
     """A new run directory, or the one that --resume names; `facts` (device, fingerprints, …) go into manifest.json.
 
-    A run is resumed only with the same identity: options, as each declares, and facts, the device aside. An option that
-    names a fact (`--model` and "base") may differ where both runs know the fact and it agrees: the same model elsewhere
-    is the same. A fact that an older run did not record is not compared.
+    A run is resumed only with the same identity: the options that declare themselves part of it, and all facts except
+    the device. An option whose identity is a fact (`--model` and "base") may differ if both runs have the fact and it
+    is equal: the same model in another place is the same. A fact that an older run did not record is not compared.
 
-    Raises UserError where the directory already holds a run and --resume is off, holds a run of another config or other
-    facts, or is being written by another process, and where the workers of a job differ in config or
-    facts. Resuming a finished run ends the program with exit code 0. Worker 0 alone opens the directory; the others
-    get a Run that writes nothing.
+    Raises UserError if the directory already holds a run and --resume is off, holds a run of another config or other
+    facts, or is being written by another process, and if the workers of a job differ in config or facts. Resuming a
+    finished run ends the program with exit code 0. Only worker 0 opens the directory; the others get a Run that writes
+    nothing.
     """
     group.agree({**dataclasses.asdict(config), **facts, "device": None})  # each has a name of its own
     run = None
@@ -179,14 +179,14 @@ def _open(experiment: str, config: RunConfig, facts: dict) -> Run:
         earlier = manifest.get("resumed", [])
         if not isinstance(earlier, list):
             raise UserError(
-                f"{path}/manifest.json is damaged: resumed is no list; put it back, or start in another folder"
+                f"{path}/manifest.json is damaged: resumed is not a list; put it back, or start in another folder"
             )
-        again = {"time": _now(), "argv": sys.argv, "changed": _changed(path, config)}
+        again = {"time": _stamp(), "argv": sys.argv, "changed": _changed(path, config)}
         write_json(path / "manifest.json", manifest | {"resumed": [*earlier, again]})
         say(f"resuming {path}")
         return Run(path, resumed=True, held=held)
     commit, dirty = _git()
-    label = f"{_now()}-{Path(config.config or 'default').stem}-s{config.seed}-{commit}"
+    label = f"{_stamp()}-{Path(config.config or 'default').stem}-s{config.seed}-{commit}"
     path = Path(config.output_dir or Path("runs") / experiment / label)
     if (path / "manifest.json").exists():
         raise UserError(f"{path} already holds a run; --resume auto continues it, or give another --output-dir")
@@ -203,7 +203,7 @@ def _open(experiment: str, config: RunConfig, facts: dict) -> Run:
         path / "manifest.json",
         {
             "experiment": experiment,
-            "started": _now(),
+            "started": _stamp(),
             "argv": sys.argv,
             "git": commit,
             "dirty": dirty,
@@ -227,7 +227,7 @@ def newest_run(runs: Path) -> Path:
 
 
 def read_config(path: Path) -> dict:
-    """The options that a run directory was begun with, from its config.yaml."""
+    """The options that a run was started with, from config.yaml; raises UserError if it is missing or damaged."""
     try:
         found = yaml.safe_load((path / "config.yaml").read_text())
         if not isinstance(found, dict):
@@ -240,17 +240,20 @@ def read_config(path: Path) -> dict:
 
 
 def _resumed_path(experiment: str, config: RunConfig, facts: dict) -> Path | None:
-    """The run to resume: the one named, or the newest that is the same."""
-    for path in _candidates(experiment, config):
-        if config.output_dir or config.resume != "auto" or _is_same(path, config, facts):
-            return path
-    if config.resume == "auto" and not config.output_dir:
+    """The run to resume: the one that is named, or the newest with the same identity."""
+    path = _first_match(experiment, config, facts)
+    if path is None and config.resume == "auto" and not config.output_dir:
         say("--resume auto: no unfinished run of this config; starting a new one")
-    return None
+    return path
+
+
+def _first_match(experiment: str, config: RunConfig, facts: dict) -> Path | None:
+    named = config.output_dir or config.resume != "auto"
+    return next((p for p in _candidates(experiment, config) if named or _is_same(p, config, facts)), None)
 
 
 def _candidates(experiment: str, config: RunConfig) -> Iterator[Path]:
-    """Run directories that --resume may mean: the one that is named, or all unfinished ones, the newest first."""
+    """The run directories that --resume may mean: the one that is named, or all unfinished ones, newest first."""
     if config.resume == "off":
         return
     if config.resume != "auto":
@@ -258,9 +261,7 @@ def _candidates(experiment: str, config: RunConfig) -> Iterator[Path]:
         if not (path / "manifest.json").exists():
             raise UserError(f"--resume {path}: no run there (no manifest.json); give a run directory, auto or off")
         if config.output_dir and path.resolve() != Path(config.output_dir).resolve():
-            raise UserError(
-                f"--resume {path} resumes there, and --output-dir {config.output_dir} is elsewhere; drop one"
-            )
+            raise UserError(f"--resume {path} and --output-dir {config.output_dir} are different directories; drop one")
         yield path
     elif config.output_dir:
         path = Path(config.output_dir)
@@ -269,35 +270,36 @@ def _candidates(experiment: str, config: RunConfig) -> Iterator[Path]:
     else:
         for manifest in sorted(Path("runs", experiment).glob("*/manifest.json"), reverse=True):
             try:
-                read_config(manifest.parent), read_json(manifest)
+                read_config(manifest.parent)
+                read_json(manifest)
                 finished = _status(manifest.parent) == "finished"
             except UserError as error:
-                say(f"passing over {manifest.parent}: {error}")
+                say(f"skipping {manifest.parent}: {error}")
                 continue
             if not finished:
                 yield manifest.parent
 
 
 def begun(experiment: str, config: RunConfig, group: Group = ALONE) -> datetime:
-    """When the run that --resume means was begun, in local time; now for a new run. Of several unfinished runs of one
-    config it is the newest. A chat template that prints the date prints this one, so that a run can be resumed on
-    another day."""
+    """When the run that --resume means was started, in local time; the current time for a new run. Of several
+    unfinished runs of one config the newest counts. Chat templates that print the date print this one, so that a run
+    can be resumed on another day."""
     return group.on_main(lambda: _begun(experiment, config))
 
 
 def _begun(experiment: str, config: RunConfig) -> datetime:
-    for path in _candidates(experiment, config):
-        if config.output_dir or config.resume != "auto" or _is_same(path, config, {}):
-            return date_of(read_json(path / "manifest.json"), path / "manifest.json")
-    return now()
+    path = _first_match(experiment, config, {})
+    return date_of(read_json(path / "manifest.json"), path / "manifest.json") if path else now()
 
 
 def now() -> datetime:
+    """The current local time, in whole seconds and without a time zone."""
     return datetime.now().replace(microsecond=0)
 
 
 def date_of(manifest: dict, path: Path) -> datetime:
-    """The date that a manifest keeps for chat templates, or, in an older one, when the run was started (UTC)."""
+    """The date that a manifest keeps for chat templates or, in an older one, when the run was started; local time.
+    path: the manifest, for messages. Raises UserError if the date cannot be read."""
     try:
         if DATE in manifest:
             return datetime.fromisoformat(manifest[DATE])
@@ -323,8 +325,8 @@ def _status(path: Path) -> str | None:
 
 
 def check_same(path: Path, config: RunConfig, facts: dict) -> dict:
-    """The manifest.json of a run; raises UserError where that run has another identity than `config` and `facts`, or
-    where its files are damaged."""
+    """The manifest.json of a run; raises UserError if the run's identity differs from that of `config` and `facts`, or
+    if its files are damaged."""
     was, manifest = read_config(path), read_json(path / "manifest.json")
     wanted = manifest.get(CONFIG_SUM)
     if wanted is not None and sha256(path / "config.yaml") != wanted:
@@ -343,10 +345,10 @@ def check_same(path: Path, config: RunConfig, facts: dict) -> dict:
             continue
         if name not in was and wanted is None:
             raise UserError(
-                f"{path}/config.yaml does not say its {name}: it is damaged, or of another version; put it back, or "
+                f"{path}/config.yaml has no {name}: it is damaged, or of another version; put it back, or "
                 "give another --output-dir"
             )
-        before = was.get(name, field.default)  # an option that came later
+        before = was.get(name, field.default)  # the default of an option that is newer than the run
         _check_equal(path, name, field.metadata.get("renamed", {}).get(before, before), now)
     for name in sorted(facts.keys() & manifest.keys()):
         there, here = manifest[name], facts[name]
@@ -366,13 +368,14 @@ def _check_equal(path: Path, name: str, there: Any, here: Any) -> None:
 
 
 def _changed(path: Path, config: RunConfig) -> dict:
-    """The options that are not what the run was begun with; --resume and its like aside."""
+    """The options that differ from those the run was started with, except those that every script has (--resume)."""
     was, own = read_config(path), {field.name for field in dataclasses.fields(RunConfig)}
     now = {name: value for name, value in dataclasses.asdict(config).items() if name not in own}
     return {name: value for name, value in now.items() if was.get(name, value) != value}
 
 
-def _now() -> str:
+def _stamp() -> str:
+    """The current time in UTC, as in names of run directories."""
     return datetime.now(UTC).strftime(STAMP)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from qat_lora.backend import TorchBackend
-from qat_lora.backend.group import SIGTERM, sigterm_noticed
+from qat_lora.backend.group import SIGTERM, notice_sigterm
 from qat_lora.errors import UserError, first_line
 from qat_lora.run.checkpoint import KEEP, load_checkpoint, restore_files, save_checkpoint
 from qat_lora.run.rundir import Run, say
@@ -58,13 +58,13 @@ class Session:
         keep: int = KEEP,
         files: Sequence[str] = (),
     ):
-        """shown: figures to have beside the progress bar. saved(folder): called by the first worker with every
-        checkpoint that it has written, such as to copy it elsewhere; where it fails, training continues. keep: how many
-        checkpoints stay. files: files and folders of the run directory that a resumed run relies on: checkpoints keep
-        them, and a resumed run gets them back as they were at its checkpoint."""
+        """shown: figures to show next to the progress bar. saved(folder): called by worker 0 with every checkpoint that
+        it has written, e.g. to copy it elsewhere; if it fails, training continues. keep: how many checkpoints stay.
+        files: files and folders of the run directory that a resumed run relies on; checkpoints keep copies of them, and
+        a resumed run gets them back as they were at its checkpoint."""
         self.run, self.backend, self.every, self.shown, self.saved, self.keep = run, backend, every, shown, saved, keep
         self.files = [run.metrics_path.name, *files]
-        self.copying = True  # the last copy of a checkpoint arrived
+        self.copying = True  # whether the last call of `saved` succeeded
         self.offset = 0  # steps of the stages before this one
         self.pending: list[dict] = []
         self.interval: list[dict[str, float]] = []
@@ -93,14 +93,14 @@ class Session:
         first = self._restore(stage, total, load)
         self.stage, self.state = stage, state
         hidden = None if self.backend.is_main else True  # a bar on a terminal, and one for all workers
-        with sigterm_noticed():
-            if evaluate and first == 1:
-                self._evaluate(0, evaluate)
-            self.bar = tqdm(range(first, total + 1), initial=first - 1, total=total, desc=stage, disable=hidden)
-            for step in self.bar:
-                started = time.monotonic()
-                yield step
-                self._after(step, total, started, evaluate)
+        notice_sigterm()
+        if evaluate and first == 1:
+            self._evaluate(0, evaluate)
+        self.bar = tqdm(range(first, total + 1), initial=first - 1, total=total, desc=stage, disable=hidden)
+        for step in self.bar:
+            started = time.monotonic()
+            yield step
+            self._after(step, total, started, evaluate)
         self.offset += total
 
     def record(self, **values: Tensor | float | tuple[Tensor, Tensor]) -> None:
@@ -115,8 +115,8 @@ class Session:
         )
 
     def best(self, figure: str, rows: int) -> float:
-        """The lowest value of a held-out figure over `rows` rows that this run has logged. What it has measured on
-        other rows, before it was resumed with another --eval-rows, does not compare."""
+        """The lowest value of a held-out figure over `rows` rows that this run has logged; inf if there is none. Values
+        measured on other rows, before a resume with another --eval-rows, are not comparable and are skipped."""
         values = [
             line[figure] for line in self.run.metrics() if figure in line and line.get("heldout_rows", rows) == rows
         ]
@@ -129,7 +129,8 @@ class Session:
         return {"seconds": seconds} | memory | self.backend.counters()
 
     def _rewind(self) -> None:
-        """Make the run's files what they were at the checkpoint, or, without one, at the beginning."""
+        """Restore the run's files to their state at the checkpoint or, without a checkpoint, at the start of the
+        run."""
         meta = self.resumed[2] if self.resumed else {"files": {}, "step": 0}
         if "files" in meta:
             restore_files(self.run.path, meta["files"], self.files, meta["step"])
@@ -177,7 +178,7 @@ class Session:
         if stopping:
             SIGTERM.clear()
             self.run.finish("preempted", step=self.offset + step)
-            say(f"SIGTERM: saved step {self.offset + step}; --resume auto goes on from there")
+            say(f"SIGTERM: saved step {self.offset + step}; resume with --resume auto")
             raise SystemExit(0)
 
     def _evaluate(self, step: int, evaluate) -> None:
@@ -190,8 +191,8 @@ class Session:
         self.run.finish("failed", step=step)
         saved = any(self.run.path.glob("checkpoints/step_*"))
         kept = f"the last good checkpoint is kept in {self.run.path}; " if saved else ""
-        mend = f"start a new run with a lower --learning-rate, or what sets that of stage {self.stage}"
-        raise UserError(f"step {step}: {values} is not finite; {kept}{mend}")
+        fix = f"start a new run with a lower --learning-rate, or what sets that of stage {self.stage}"
+        raise UserError(f"step {step}: {values} is not finite; {kept}{fix}")
 
     def _fetch(self, last: int) -> None:
         """Bring the pending figures to the host; stop at the first that is not finite, before anything is saved."""
@@ -249,11 +250,11 @@ class Session:
             self._copy_out(written)
 
     def _copy_out(self, written: Path) -> None:
-        """Call `saved`; warn of the first failure in a row."""
+        """Call `saved`; of several failures in a row, warn of the first only."""
         try:
             self.saved(written)
             self.copying = True
-        except Exception as error:  # each cloud has exceptions of its own
+        except Exception as error:  # every cloud package has its own exceptions
             if self.copying:
                 say(f"warning: {written.name} was not copied ({first_line(error)}); training continues, and the next "
                     "checkpoint is tried again")  # fmt: skip

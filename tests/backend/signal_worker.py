@@ -39,7 +39,7 @@ def work(backend) -> None:
 
 
 def train(backend, torch) -> None:
-    """Two steps; "stopped" sends the first SIGTERM in step 1, "final" after the last. Then more, to the very end."""
+    """Two steps; "stopped" sends the first SIGTERM in step 1, "final" after the last. Then more until the very end."""
     (FOLDER / "run").mkdir(exist_ok=True)
     session = Session(Run(FOLDER / "run", False, writes=backend.is_main), backend, Every(log=1))
     try:
@@ -49,7 +49,7 @@ def train(backend, torch) -> None:
             session.record(loss=1.0, tokens=1)
     finally:
         bomb = Bomb()
-        bomb.itself = bomb  # in a circle: it is deleted when the interpreter has all but ended
+        bomb.itself = bomb  # a cycle: collected only at the very end of the interpreter
         for _ in range(3):
             os.kill(JOB, signal.SIGTERM)
             os.kill(PID, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Whatever a shell, a launcher or a scheduler leaves in the environment is read, or refused in one line."""
+"""Variables that a shell, a launcher or a scheduler sets are read, or refused in one line."""
 
 import os
 import socket

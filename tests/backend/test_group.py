@@ -144,14 +144,14 @@ def test_workers_that_never_come_are_named_once_while_waiting_and_at_the_end(tog
     results = together(lambda group: None if group.rank else group.meet("here:29500"))
     assert isinstance(results[0], UserError)
     assert str(results[0]).startswith(
-        "workers 1, 2 of 3 did not come to here:29500 within 2 s; start every RANK from 0"
+        "workers 1, 2 of 3 did not arrive at here:29500 within 2 s; start every RANK from 0"
     )
     assert capfd.readouterr().err == "waiting for workers 1, 2 of 3 at here:29500\n"
 
 
 def test_workers_that_meet_know_each_others_processes_and_notice_a_death(together, monkeypatch):
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
-        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # a zombie: nobody has asked for it yet
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # a zombie: nobody has waited for it yet
 
         def work(group):
             group.meet("here")

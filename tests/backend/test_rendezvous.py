@@ -1,4 +1,4 @@
-"""Workers that a launcher has started, as real processes: how they meet, listen, stop, and survive one another."""
+"""Workers started by a launcher, as real processes: how they meet, listen, stop, and notice that others died."""
 
 import os
 import re
@@ -30,7 +30,7 @@ def pair(what: str, folder: Path, **env) -> list[subprocess.Popen]:
 
 
 def ends(jobs: list[subprocess.Popen]) -> list[tuple[int, str]]:
-    """Exit code and stderr of each."""
+    """Exit code and stderr of each process."""
     try:
         said = [job.communicate(timeout=60)[1] for job in jobs]
     finally:
@@ -75,7 +75,7 @@ def test_workers_of_one_host_listen_on_the_loopback_interface_alone(tmp_path):
 
 
 def test_survivors_of_a_killed_worker_say_one_line(tmp_path):
-    """Whatever they are doing; test_launch.py has more of it."""
+    """In any phase; test_launch.py tests more of this."""
     jobs = [start("killed loading 0", tmp_path, 2), *pair("killed collective 0", tmp_path)]
     jobs += pair("killed loading 1", tmp_path)
     spawned, *by_env = ends(jobs)
@@ -110,12 +110,12 @@ def test_workers_that_cannot_meet_say_why(tmp_path):
     assert [code for code, _ in found] == [2] * 4
     said = [err for _, err in found]
     assert said[0].startswith(
-        f"error: MASTER_PORT={busy['MASTER_PORT']} is in use on this host; end what listens there"
+        f"error: MASTER_PORT={busy['MASTER_PORT']} is in use on this host; end the program that listens there"
     )
     assert "is not worker 0 of a job (no answer within 1 s); end that program, or give all workers another" in said[1]
     at = f"localhost:{alone['MASTER_PORT']}"
     assert said[2].startswith(
-        f"waiting for worker 1 of 2 at {at}\nerror: worker 1 of 2 did not come to {at} within 2 s"
+        f"waiting for worker 1 of 2 at {at}\nerror: worker 1 of 2 did not arrive at {at} within 2 s"
     )
     assert said[3].startswith("worker 1 is waiting for the job's store, which worker 0 opens at 127.0.0.1:")
     assert "error: worker 1 found nothing at 127.0.0.1:" in said[3] and "start worker 0 there (RANK=0)" in said[3]

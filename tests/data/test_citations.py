@@ -143,7 +143,7 @@ PIECES = [*SCRAPS.split(), "\u200b", "\u00ad", "\ufeff", "\u00a0", "  ", "\n", "
 
 
 def odd(rng: random.Random) -> str:
-    """A citation column such as no one would write."""
+    """A citation column that nobody would write."""
     count = rng.choice((1, 2, 3, 5, 8, 14))
     return "".join(rng.choice(PIECES) + rng.choice((" ", " ", "", ", ")) for _ in range(count)).strip()
 
@@ -172,7 +172,7 @@ def test_reading_takes_time_linear_in_the_length(wrapped):
         answer.figure()
         return time.process_time() - start
 
-    for piece in ADVERSARIAL:  # 16 times as long where it is quadratic, and seconds
+    for piece in ADVERSARIAL:  # quadratic code would take 16 times as long, and seconds
         assert seconds(piece, 8_000) < 9 * seconds(piece, 2_000) + 0.2, piece
 
 

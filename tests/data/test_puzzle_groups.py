@@ -1,4 +1,4 @@
-"""Which rows an update has where puzzles stand in groups, and that it does not depend on where a run starts."""
+"""Which rows an update takes from grouped puzzles; it does not depend on the update at which a run starts."""
 
 from collections import Counter
 from itertools import chain, islice
@@ -10,7 +10,7 @@ from qat_lora.data.puzzle_groups import Groups
 
 
 def groups_of(*sizes: tuple[int, ...]) -> Groups:
-    """A group for each tuple, with a puzzle of so many rows for each number in it."""
+    """A group for each tuple, with a puzzle for each number in it, which is the puzzle's number of rows."""
     puzzle = np.repeat(np.arange(sum(map(len, sizes))), [rows for group in sizes for rows in group])
     group = np.repeat(np.arange(len(sizes)), [sum(group) for group in sizes])
     return Groups.of(puzzle, group)
@@ -57,7 +57,7 @@ def test_a_puzzle_comes_with_all_its_rows_and_the_last_with_as_many_as_fit():
 
 
 def test_groups_come_equally_often_across_epochs():
-    """Of each group one row fits: in 100 epochs each has been there a hundred times, and no order is that of before."""
+    """One row per group and epoch: 100 epochs take each group 100 times, never in the order of the epoch before."""
     groups = groups_of((1, 1), (1,), (1, 1, 1))
     rows = chain(*updates(groups, 60, 5))
     counts = Counter(int(np.searchsorted([2, 3, 6], row, side="right")) for row in rows)
@@ -67,7 +67,7 @@ def test_groups_come_equally_often_across_epochs():
 @pytest.mark.parametrize("groups", [MIXED, AUGMENTED])
 @pytest.mark.parametrize("batch", [1, 7, 64, 1000])
 def test_a_stream_that_starts_later_is_the_rest_of_it(groups, batch):
-    """A batch of more rows than an epoch has included."""
+    """Also with a batch of more rows than an epoch has."""
     whole = updates(groups, 30, batch)
     assert all(len(rows) == batch for rows in whole)
     for start in (1, 13, 29):
@@ -76,7 +76,7 @@ def test_a_stream_that_starts_later_is_the_rest_of_it(groups, batch):
 
 
 def test_rows_that_lie_anywhere_are_the_same_groups():
-    """The rows of a puzzle need not stand side by side."""
+    """The rows of a puzzle need not be next to each other."""
     puzzle, group = np.array([4, 2, 4, 9, 2, 4]), np.array([7, 3, 7, 3, 3, 7])
     groups = Groups.of(puzzle, group)
     assert groups.order.tolist() == [1, 4, 3, 0, 2, 5]

@@ -121,9 +121,9 @@ def test_rows_that_are_too_long_are_counted():
     [
         ([{"prompt": "a"}], "t.jsonl row 1: response is None, and must be text; its keys are prompt"),
         ([{"prompt": "a", "response": 4}], "row 1: response is 4"), ([{"prompt": "", "response": "b"}], "prompt is ''"),
-        ([{"prompt": "a", "response": "b", "iterations": -1}], "iterations -1 is no whole number"),
+        ([{"prompt": "a", "response": "b", "iterations": -1}], "iterations -1 is not a whole number"),
         ([{"prompt": "a", "response": "b", "iterations": True}], "iterations True"),
-        ([{"prompt": "\ud800", "response": "b"}], "prompt is no UTF-8 text"),
+        ([{"prompt": "\ud800", "response": "b"}], "prompt is not UTF-8 text"),
         ([{"prompt": "a" * 20, "response": "b"}], "none of 1 rows fits --length 12"),
     ],
 )  # fmt: skip
@@ -194,13 +194,13 @@ def array_of(name: str, change):
     [
         (facts_with(vocab_size=5, kind=None), "all__inputs.npy holds values from 1 to 5; they have to be from 0 to 4"),
         (facts_with(seq_len=81, kind=None), r"all__inputs.npy holds 16×16 values .*dataset.json says N×81"),
-        (facts_with(seq_len=None), "train/dataset.json: seq_len is None, not a whole number from 1 on"),
+        (facts_with(seq_len=None), "train/dataset.json: seq_len is None, not a whole number of at least 1"),
         (facts_with(kind="sudoku6"), "a sudoku6 has no vocabulary of 6 and length of 16"),
         (facts_with(kind="chess"), "kind 'chess' is not one of"), (facts_with(sets=["a"]), r"sets is \['a'\]"),
         (facts_with(causal=True), "causal is True in train and False in test"),
         (facts_with(vocab_size=7, kind=None), "vocab is 7 in train and 6 in test"),
-        (facts_with(kind=5), "train/dataset.json: kind is 5, none of ours"),
-        (facts_with(kind="sudoku5"), "train/dataset.json: kind is 'sudoku5', none of ours"),
+        (facts_with(kind=5), "train/dataset.json: kind is 5, which is unknown"),
+        (facts_with(kind="sudoku5"), "train/dataset.json: kind is 'sudoku5', which is unknown"),
         (facts_with(ignore_label_id="0"), "ignore_label_id is '0', not a whole number or null"),
         (facts_with(num_puzzle_identifiers=2), "identifiers_count is 2 in train and 1 in test"),
         (array_of("labels", lambda a: a * (a != a[0, 0])), "cells without a label, and a sudoku4 has an answer"),
@@ -220,7 +220,7 @@ def array_of(name: str, change):
         (array_of("labels", lambda a: a * (np.arange(16)[:, None] > 3)), "cells without a label, and a sudoku4 has"),
         (array_of("budgets", lambda a: a - 1), "all__budgets.npy holds values from -1"),
         (lambda f: (f / "train" / "all__inputs.npy").unlink(), "train/all__inputs.npy: no such file"),
-        (lambda f: (f / "train" / "all__inputs.npy").write_bytes(b"x" * 99), "all__inputs.npy is no array"),
+        (lambda f: (f / "train" / "all__inputs.npy").write_bytes(b"x" * 99), "all__inputs.npy is not a readable"),
         (lambda f: (f / "test" / "dataset.json").write_text("{"), "test/dataset.json is damaged"),
         (lambda f: (f / "test").rename(f / "dev"), "data/test: no such folder"),
     ],
@@ -252,7 +252,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
 
 # -- groups ----------------------------------------------------------------------------------------------------------
 def as_groups(folder, *, puzzles: list[int], groups: list[int]) -> None:
-    """Have train/ lie as of the Tiny Recursive Model's builders: where puzzles and groups begin, and their last end."""
+    """Rewrite train/ as the Tiny Recursive Model's builders would: where puzzles and groups begin, and the last end."""
     path = folder / "train" / "dataset.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"kind": None}))
     (folder / "test" / "dataset.json").write_text(path.read_text())

@@ -157,7 +157,7 @@ def test_a_search_that_finds_nothing_new_ends(monkeypatch):
 
 
 def test_how_many_4x4_there_are():
-    """Of each set of clues of each grid, whether no other grid has the same ones; none with fewer than 4 clues."""
+    """For each set of clues of each grid, whether no other grid has the same clues; False for fewer than 4 clues."""
     grids, bits = all_4x4(), 1 << np.arange(16)
     sets, unique, minimal = np.arange(2**16), [0] * 17, [0] * 17
     blanks = 16 - np.array([number.bit_count() for number in range(2**16)])

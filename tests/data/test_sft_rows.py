@@ -110,7 +110,7 @@ def test_examples_without_anything_to_learn_are_refused_by_id():
 def test_long_examples_are_left_out_whole():
     short, long = split_by_length([example("a", 0, 1), example("b", 0, 1, 1)], 2)
     assert [e.id for e in short] == ["a"] and [e.id for e in long] == ["b"] and len(long[0].tokens) == 3
-    with pytest.raises(UserError, match=r"rows b, up to 3 tokens.*raise --length to 3"):
+    with pytest.raises(UserError, match=r"rows b, up to 3 tokens.*raise --length, e.g. to 3"):
         split_by_length([example("b", 0, 1, 1)], 2)
 
 

@@ -48,7 +48,7 @@ TALES = [f"Tale {n}: it's {'warm' if n % 2 else 'cold'}.\n\nThe end, caf\u00e9 {
 
 @pytest.fixture
 def gpt2(monkeypatch, tmp_path):
-    """What stands for GPT-2's tokenizer here: it knows the separator as a special token."""
+    """A stand-in for GPT-2's tokenizer, which knows the separator as a special token."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -109,7 +109,7 @@ def test_separators_around_one_story_change_nothing(tmp_path):
     ],
 )  # fmt: skip
 def test_fingerprints_stay(text, tmp_path, kind, vocab, one, rows):
-    """Runs that exist are resumed by them."""
+    """Existing runs can be resumed only as long as these stay the same."""
     assert load_stories(text, 10, 0.1, kind, vocab).fingerprint.startswith(one)
     lines = [line if number % 9 else "" for number, line in enumerate(TEXT.splitlines())]
     (tmp_path / "s.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
@@ -155,7 +155,7 @@ def test_pieces_have_the_tokens_of_the_whole(tmp_path, monkeypatch, gpt2, kind, 
 
 
 def test_a_bpe_is_trained_on_a_limited_number_of_distinct_words(tmp_path, monkeypatch):
-    """What the trainer holds grows with them, not with the text."""
+    """The trainer's memory grows with the distinct words, not with the text."""
     (tmp_path / "s.txt").write_text(
         END.join(["one two one two"] * 50 + [f"word{n}" for n in range(500)] + ["zz"] * 500)
     )

@@ -25,7 +25,7 @@ def source(tmp_path):
 
 @pytest.fixture
 def load(source, tmp_path):
-    """load(**changes): the stories, by way of the cache."""
+    """load(**changes): the stories, through the cache."""
 
     def loaded(**changes):
         asked = {"source": str(source), "max_stories": 99, "heldout": 0.2, "tokenizer": "chars", "vocab": 0}
@@ -185,7 +185,7 @@ def test_what_a_killed_process_leaves_is_not_used(load, tmp_path):
 
 
 def test_a_second_process_waits_for_the_first(load, tmp_path, monkeypatch, capsys):
-    """Threads here: as a lock of the file system's it holds between them as well."""
+    """Threads here: a lock on a file works between them, too."""
     write, calls, found = stories._write, [], []
 
     def written(*args):

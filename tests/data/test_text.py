@@ -1,4 +1,4 @@
-"""Text sources: each kind of source gives its rows in order, and each fault is one line with the mend."""
+"""Text sources: each kind of source gives its rows in order, and each fault is one line with its fix."""
 
 import json
 import random
@@ -136,7 +136,7 @@ def test_without_a_hub_a_dataset_name_fails_fast_and_names_the_mend(no_hub, sour
 
 
 def test_without_a_hub_a_caller_with_other_sources_names_its_own(no_hub):
-    assert fault("nobody/nothing", mend="use a pencil").endswith("; use a pencil")
+    assert fault("nobody/nothing", fix="use a pencil").endswith("; use a pencil")
 
 
 def test_without_a_hub_the_process_does_not_stay_offline(no_hub):
@@ -160,7 +160,7 @@ def test_hub_dataset_without_the_split(hub):
 # -- <|endoftext|> ---------------------------------------------------------------------------------------------------
 @pytest.fixture(params=[1, 3, 7, 2**16])
 def reading(request, monkeypatch):
-    """Files are read that many bytes at a time."""
+    """READ is the number of bytes that are read at a time."""
     monkeypatch.setattr(text, "READ", request.param)
 
 
@@ -237,7 +237,7 @@ def test_txt_and_the_hub_are_in_nfc(tmp_path, monkeypatch, hub):
 
 
 def test_a_separator_is_one_whatever_comes_behind_it(tmp_path, reading):
-    """> and U+0338 would be composed."""
+    """> and U+0338 would be composed otherwise."""
     (tmp_path / "a.txt").write_text("e\u0301<|endoftext|>\u0338 e\u0301", encoding="utf-8")
     assert [row["text"] for row in read_rows(str(tmp_path / "a.txt"))] == ["é", "\u0338 é"]
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "e\u0301<|endoftext|>\u0338 e\u0301"}])

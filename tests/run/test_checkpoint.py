@@ -90,7 +90,7 @@ def test_trainer_state_holds_no_code(tmp_path):
     torch.load(path / "trainer.pt", weights_only=True)
     assert read_checkpoint(path)[1] == {"x": 1}
     save_checkpoint(tmp_path, 2, {"w": torch.ones(1)}, {"x": print}, {})
-    with pytest.raises(UserError, match=r"step_2: trainer\.pt is no trainer state .*something else than tensors"):
+    with pytest.raises(UserError, match=r"step_2: trainer\.pt is not a trainer state .*something other than tensors"):
         read_checkpoint(tmp_path / "checkpoints" / "step_2")
 
 

@@ -1,4 +1,4 @@
-"""A file that cannot be written is named, whichever library found out."""
+"""A file that cannot be written is named, whichever library reports it."""
 
 import errno
 

@@ -36,7 +36,7 @@ def here(tmp_path, monkeypatch):
 def clock(monkeypatch):
     """Each run starts a second after the one before, in order of name and time."""
     ticks = iter(range(100))
-    monkeypatch.setattr(rundir, "_now", lambda: f"20260101T0000{next(ticks):02d}Z")
+    monkeypatch.setattr(rundir, "_stamp", lambda: f"20260101T0000{next(ticks):02d}Z")
 
 
 RESUMED = b', "resumed": 3}'
@@ -227,7 +227,7 @@ def test_another_config_is_refused_naming_the_key_and_both_values(resume):
 
 
 def test_a_run_of_an_earlier_version_that_does_not_say_what_it_is_is_refused():
-    """Its manifest has no checksum of config.yaml, so that an option that is missing may have been lost."""
+    """Its manifest has no checksum of config.yaml, so a missing option may have been lost."""
     path = begun_with().path
     there = yaml.safe_load((path / "config.yaml").read_text())
     del there["seed"]
@@ -236,7 +236,7 @@ def test_a_run_of_an_earlier_version_that_does_not_say_what_it_is_is_refused():
     del manifest["config_sha256"]
     (path / "manifest.json").write_text(json.dumps(manifest))
     message = refusal(config(resume="auto"))
-    assert "does not say its seed" in message and "damaged" in message
+    assert "config.yaml has no seed" in message and "damaged" in message
 
 
 def test_path_goes_on_there():
@@ -246,7 +246,7 @@ def test_path_goes_on_there():
 
 def test_path_and_another_output_dir_are_refused():
     open_run("toy", config(), {})
-    assert "--output-dir other is elsewhere" in refusal(config(resume="run", output_dir="other"))
+    assert "--output-dir other are different directories" in refusal(config(resume="run", output_dir="other"))
     assert open_run("toy", config(resume="run", output_dir="./run"), {}).resumed
 
 

@@ -1,4 +1,4 @@
-"""Each fault of flags, models, texts and caches is one line that names it and the mend, and loses nothing."""
+"""Each fault of flags, models, texts and caches is one line that names it and its fix, and loses nothing."""
 
 import json
 import shutil

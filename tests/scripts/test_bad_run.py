@@ -1,4 +1,4 @@
-"""Each fault of runs, checkpoints and training is one line that names it and the mend, and loses nothing."""
+"""Each fault of runs, checkpoints and training is one line that names it and its fix, and loses nothing."""
 
 import json
 import os
@@ -134,7 +134,7 @@ def test_loss_that_blows_up_stops_and_keeps_the_last_good_checkpoint(refuse, qat
 
 @pytest.mark.parametrize("file", ["best.pt", "model.safetensors", "trainer.pt"])
 def test_full_disk_while_saving(refuse, run, qat, tmp_path, file):
-    """Whatever is being written when the disk fills: one line, and the run goes on from its last checkpoint."""
+    """Whatever is being written when the disk fills: one line, and the run is resumed from its last checkpoint."""
     whole = [*qat, "--max-steps", 4, "--save-every", 1, "--output-dir", tmp_path / "whole"]
     run("train_qat", *whole)
     sizes = {path.name: path.stat().st_size for path in (tmp_path / "whole").rglob("*") if path.is_file()}

@@ -59,7 +59,7 @@ def test_a_dry_run_writes_nothing(build, tmp_path, capsys):
         (["count=49", "kind=maze5", "--dry-run"], "--count: 49 puzzles are more than the 48 maze5 that exist"),
         (["count=9", "heldout_fraction=1"], "--heldout-fraction 1.0 is not between 0 and 1"),
         (["count=0", "--dry-run"], "--count 0 must"), (["heldout_fraction=2", "--dry-run"], "--heldout-fraction 2.0"),
-        (["corpus=pairs.jsonl", "iterations=5000000000"], "--iterations 5000000000 is no number of segments"),
+        (["corpus=pairs.jsonl", "iterations=5000000000"], "--iterations 5000000000 is not a number of segments"),
         (["corpus=pairs.jsonl", "length=100000000000"], "--length 100000000000 must be from 2 to 1,048,576"),
         (["least_blanks=0.9", "most_blanks=0.5"], "shares of blanks 0.9 to 0.5"),
         (["corpus=none.jsonl"], "no such file"),

@@ -183,7 +183,7 @@ def pipeline(execute, sharp_model_dir, tmp_path_factory):
 
 @pytest.fixture
 def train_qat(execute, pipeline, sharp_model_dir):
-    """train_qat(run, *flags, …): the script on the pipeline's cache, going on with what is there."""
+    """train_qat(run, *flags, …): the script on the pipeline's cache, resuming what is there."""
 
     def train(run: Path, *flags, **how) -> str:
         cache = ["--model", sharp_model_dir, "--cache-dir", pipeline / "cache"]

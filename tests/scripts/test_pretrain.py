@@ -204,7 +204,7 @@ def test_a_folder_and_a_bucket_are_trained_on(train, data, tmp_path):
 
 @pytest.fixture
 def augmented(tmp_path):
-    """As of the Tiny Recursive Model's builders: 180 groups of 5 puzzles of a row each, and a side to test on whose
+    """Data as from the Tiny Recursive Model's builders: 180 groups of 5 puzzles of one row each, and a test side whose
     every other row has no label."""
     rows = dataclasses.replace(draw("maze9", 900, 0), kind=None)
     number = np.arange(900, dtype=np.int32)
@@ -217,7 +217,7 @@ def augmented(tmp_path):
 def test_groups_decide_how_many_updates_an_epoch_has(train, augmented, capsys):
     train(f"data_path={augmented}", "epochs=100", "global_batch_size=64", "steps=0", "--dry-run")
     said = capsys.readouterr().out
-    assert "281 updates of 64 rows" in said and "of each of 180 groups one of its 900 puzzles" in said
+    assert "281 updates of 64 rows" in said and "one puzzle of each of 180 groups (900 puzzles)" in said
     assert "10 held-out rows without a label are left out" in said
     train(f"data_path={augmented}", "epochs=1", "global_batch_size=1024", "--dry-run")
     assert "1 updates of 1024 rows" in capsys.readouterr().out
@@ -243,7 +243,7 @@ def test_another_dataset_does_not_go_on(train, data, tmp_path):
         train(f"output_dir={tmp_path / 'run'}", f"data_path={data}", "steps=2", "resume=auto")
 
 
-# -- going on --------------------------------------------------------------------------------------------------------
+# -- resuming -------------------------------------------------------------------------------------------------------
 def dies_at(number: int, monkeypatch):
     step = recursive.Trainer.step
 
@@ -293,7 +293,7 @@ def test_bringing_a_copy_back_may_die_at_any_file(train, tmp_path, monkeypatch):
 
 
 def test_copies_of_another_run_are_left_alone(train, tmp_path, monkeypatch):
-    """Neither brought to a new folder nor buried by a run that goes on."""
+    """Neither brought to a new folder nor buried by a run that is resumed."""
     there = f"checkpoint_path={tmp_path / 'bucket'}"
     train(there, f"output_dir={tmp_path / 'one'}", "steps=3")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -326,7 +326,7 @@ def test_a_run_goes_on_elsewhere_from_its_copy(train, trained, tmp_path, monkeyp
         dies_at(10, patch)
         train(f"output_dir={tmp_path / 'first'}", there)
     shutil.rmtree(tmp_path / "first")  # the machine is gone
-    with pytest.raises(UserError, match="holds step_8 of a run; --resume auto resumes it, or give another"):
+    with pytest.raises(UserError, match="holds step_8 of a run; resume it with --resume auto, or give another folder"):
         train(f"output_dir={tmp_path / 'other'}", there)
     train(f"output_dir={tmp_path / 'second'}", there, "resume=auto")
     assert lines(tmp_path / "second") == lines(trained)
@@ -334,7 +334,7 @@ def test_a_run_goes_on_elsewhere_from_its_copy(train, trained, tmp_path, monkeyp
 
 
 def test_two_workers_are_one(train, trained, tmp_path):
-    """Half of each update's rows each, under torchrun, as the guide says; and one worker goes on where two have
+    """Half of each update's rows each, under torchrun, as the guide says; and one worker resumes where two have
     stopped, the carry of both with it."""
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port()]
     command = [sys.executable, *launcher, ROOT / "pretrain.py", *SMALL, f"output_dir={tmp_path / 'two'}"]
@@ -354,8 +354,8 @@ def test_two_workers_are_one(train, trained, tmp_path):
 
 
 def test_sizes_are_checked_against_the_device_that_trains(load_script, monkeypatch):
-    """A GPU of 1 GB is too small, a TPU's memory is not known, a dry run may be for elsewhere; the workers of a host
-    share its memory."""
+    """A GPU of 1 GB is too small, a TPU's memory is not known, a dry run may plan for another machine; the workers of a
+    host share its memory."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=10**9))
     monkeypatch.setattr(machine, "host_memory", lambda: 1.5e9)
 

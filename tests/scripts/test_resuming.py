@@ -1,4 +1,4 @@
-"""A run is resumed whenever its numbers stay what they were: on another day, split otherwise, measured otherwise."""
+"""A run can be resumed if its numbers stay the same: on another day, with another split, with other evaluations."""
 
 import gc
 import json
@@ -39,7 +39,7 @@ def dated(sharp_model_dir, tmp_path):
 
 @pytest.fixture
 def another_day(monkeypatch):
-    """From here on it is some days later, for the project and for transformers alike."""
+    """Move the clock of the project and of transformers some days ahead."""
 
     class Later(datetime):
         @classmethod

@@ -139,7 +139,7 @@ def project(load_script, tiny_model_dir, tmp_path_factory):
 
 @pytest.fixture
 def elsewhere(project, tmp_path, monkeypatch):
-    """A copy of the project, asked from another working directory; the first one is out of reach."""
+    """A copy of the project, used from another working directory; the original cannot be reached."""
     folder = shutil.copytree(project, tmp_path / "project")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -164,7 +164,7 @@ def test_a_run_finds_its_base_from_any_folder(load_script, project, tmp_path, mo
 @pytest.mark.parametrize("name", ["plain", "int4"])
 @pytest.mark.parametrize("old", [False, True])
 def test_a_run_that_moved_with_its_base_finds_it(load_script, elsewhere, capsys, name, old):
-    """old: the adapter names its base as it was given, by a relative path."""
+    """old: the adapter records its base by the relative path that was given."""
     if old:
         forget(elsewhere / "runs" / name)
     asking(load_script, "--run", elsewhere / "runs" / name)
@@ -180,13 +180,13 @@ def test_a_base_that_is_missing_is_named(load_script, refusal, elsewhere, projec
         forget(run)
     (elsewhere / "m").rename(elsewhere / "moved")
     said = refusal("run_legal_assistant", "--run", run, "--question", "Until when?", "--device", "cpu")
-    named = "'m/tiny', which is no folder above" if old else f"{project / 'm' / 'tiny'}, which is missing"
-    assert named in said and said.endswith("; --model says where it is\n") and said.count("\n") == 1
+    named = "'m/tiny', which is in no folder above" if old else f"{project / 'm' / 'tiny'}, which is missing"
+    assert named in said and said.endswith("; give its place with --model\n") and said.count("\n") == 1
     asking(load_script, "--run", run, "--model", elsewhere / "moved" / "tiny")
 
 
 def forget(run: Path) -> None:
-    """Make the adapter's file as runs had it once; the checksum in origin.json goes with it."""
+    """Rewrite the adapter's file as earlier versions did, with its checksum in origin.json."""
     file = run / "adapter" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "m/tiny"}))
     origin = run / "adapter" / "origin.json"
@@ -208,7 +208,7 @@ def test_bad_input(refusal, tmp_path, tiny_model_dir):
         (["--web", "--question", "x"], "exclude each other"),
         (["--run", tmp_path, "--model", "x"], "leave one of them out"),
         (["--run", tmp_path], "config.yaml is missing"),
-        (["--port", "0"], "--port 0 is no port"),
+        (["--port", "0"], "--port 0 is not a port"),
         (["--authorities", tmp_path / "none.json"], "none.json"),
         (["--device", "xla"], "XLA"),
         (["--top-p", "0"], "top_p=0"),

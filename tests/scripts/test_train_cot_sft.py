@@ -1,4 +1,5 @@
-"""The legal fine-tune on the tiny model: what a run leaves behind, death and going on, two workers, what is refused."""
+"""The legal fine-tune on the tiny model: what a run leaves behind, resuming after a kill, two workers, what is
+refused."""
 
 import json
 import os

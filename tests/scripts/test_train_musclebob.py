@@ -1,4 +1,4 @@
-"""The experiment on the tiny model: what a run leaves behind, going on after a death, the two scripts that read it."""
+"""The experiment on the tiny model: what a run leaves behind, resuming after a kill, the two scripts that read it."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""The reservoir's script on a small text: what a run leaves behind, going on after a death, workers, fallbacks."""
+"""The reservoir's script on a small text: what a run leaves behind, resuming after a kill, workers, fallbacks."""
 
 import json
 import os
@@ -116,7 +116,7 @@ def test_two_workers_are_one(train, trained, text, tmp_path):
     assert max((tensors[name] - whole[name]).abs().max() for name in whole) < 1e-4
     shutil.rmtree(max((tmp_path / "two" / "checkpoints").glob("step_*"), key=lambda path: int(path.name[5:])))
     (tmp_path / "two" / "summary.json").unlink()
-    train("--output-dir", tmp_path / "two", "--resume", "auto")  # one worker goes on where two have stopped
+    train("--output-dir", tmp_path / "two", "--resume", "auto")  # one worker resumes where two have stopped
     assert lines(tmp_path / "two")[-1]["heldout_nll"] == pytest.approx(lines(trained)[-1]["heldout_nll"], rel=1e-4)
 
 
