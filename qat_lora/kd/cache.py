@@ -211,5 +211,5 @@ def read_shard(directory: Path, name: str, expected: dict) -> dict[str, Tensor]:
     if not path.is_file():
         raise UserError(f"cache shard {path} is missing; run build_kd_cache.py again with the same flags")
     if sha256(path) != expected["sha256"]:
-        raise UserError(f"cache shard {path} is damaged (checksum); delete it and run build_kd_cache.py again")
+        raise UserError(f"cache shard {path} is damaged (checksum); run build_kd_cache.py again with the same flags")
     return load_file(path)

@@ -349,7 +349,8 @@ def check_same(path: Path, config: RunConfig, facts: dict) -> dict:
                 "give another --output-dir"
             )
         before = was.get(name, field.default)  # the default of an option that is newer than the run
-        _check_equal(path, name, field.metadata.get("renamed", {}).get(before, before), now)
+        flags = f"flags and preset (--config {config.config} here)" if config.config else "flags"
+        _check_equal(path, name, field.metadata.get("renamed", {}).get(before, before), now, flags)
     for name in sorted(facts.keys() & manifest.keys()):
         there, here = manifest[name], facts[name]
         if isinstance(there, dict) and isinstance(here, dict):  # one entry is enough to be named
@@ -359,10 +360,10 @@ def check_same(path: Path, config: RunConfig, facts: dict) -> dict:
     return manifest
 
 
-def _check_equal(path: Path, name: str, there: Any, here: Any) -> None:
+def _check_equal(path: Path, name: str, there: Any, here: Any, flags: str = "flags") -> None:
     if there != here:
         raise UserError(
-            f"{path} is a run of another config: {name} is {there!r} there, {here!r} here; give the same flags, or "
+            f"{path} is a run of another config: {name} is {there!r} there, {here!r} here; give the same {flags}, or "
             "another --output-dir"
         )
 

@@ -9,13 +9,14 @@ from qat_lora.run.rundir import revision
 
 HEAD = """# What survives what
 
-Made by `make test-faults` at commit {commit} on {machine}: {count} trials. Each does one thing to a small run of one
-script, gives the command again (all scripts with `--resume auto`), and compares what comes out with a run that nothing
-happened to. "The same" means equal tensors, equal lines in metrics.jsonl and equal texts; times and memory aside.
+Made by `make test-faults` at commit {commit} on {machine}: {count} trials. Each trial does one kind of damage to a
+small run of one script, gives the same command again (`--resume auto`), and compares the result with that of a run that
+nothing happened to. "The same" means equal tensors, equal lines in metrics.jsonl and equal texts, apart from times and
+memory.
 
 ## What is promised
 
-- **Killed at any moment** (kill -9, out of memory, power): the same command with `--resume auto` continues from the
+- **Killed at any moment** (kill -9, out of memory): the same command with `--resume auto` continues from the
   last checkpoint and gives the result of a run that was never stopped, bit for bit on the CPU.
 - **SIGTERM** finishes the step, saves, and exits with code 0; a second one changes nothing. Before training has begun
   there is nothing to save, and the process ends as SIGTERM ends any (143).
@@ -31,10 +32,10 @@ happened to. "The same" means equal tensors, equal lines in metrics.jsonl and eq
 - **Readers** (export, report, plots, verdicts, completions) check a finished run's files against checksums.json,
   best.pt and adapters against their own checksums.
 
-A resumed run may differ in what declares itself no part of a run's identity: the device and the number of workers, how
-an update's rows are split, intervals of logging, evaluating and saving, how many checkpoints are kept. manifest.json
-lists what changed. Different intervals give different lines, not different weights; another device or number of workers
-changes figures by rounding.
+A resumed run may differ in options that are no part of a run's identity: the device and the number of workers, how an
+update's rows are split, the intervals of logging, evaluating and saving, how many checkpoints are kept. Its
+manifest.json lists what changed. Other intervals give other lines and may choose another best checkpoint, but train the
+same weights; another device or number of workers changes figures by rounding.
 
 ## How to read the table
 
@@ -45,8 +46,8 @@ changes figures by rounding.
 - *lost*: exit code 0 and another result. *unexpected*: anything else, such as a traceback. Both have to be 0:
   otherwise `make test-faults` fails and prints the trials.
 
-"{workers}" are processes of their own, all else is forked from one that has imported everything. Disks are small
-file systems in memory{disks}.
+Commands are forked from a process that has imported everything, except for "two workers" and "its own interpreter",
+which are started as a user would. Full and read-only disks are small file systems in memory{disks}.
 
 """
 NO_DISKS = "; this machine lets none be mounted, so they were left out"
@@ -54,10 +55,7 @@ NO_DISKS = "; this machine lets none be mounted, so they were left out"
 
 def page(lines: list[dict]) -> str:
     disks = any(line["kind"] == "full disk" for line in lines)
-    head = HEAD.format(
-        commit=revision(), machine=machine(), count=f"{len(lines):,}", workers="two workers",
-        disks="" if disks else NO_DISKS,
-    )  # fmt: skip
+    head = HEAD.format(commit=revision(), machine=machine(), count=f"{len(lines):,}", disks="" if disks else NO_DISKS)
     return head + table(lines) + "\n"
 
 

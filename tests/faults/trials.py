@@ -192,7 +192,7 @@ def check_refusal(ended: Ended, *names: str) -> None:
     lines = ended.err.strip().splitlines()
     if len(lines) != 1 or not lines[0].startswith("error: "):
         raise Unexpected(f"not one line: {said(ended)}")
-    if "unexpected" in lines[0] or "Traceback" in ended.err:
+    if "unexpected error" in lines[0] or "Traceback" in ended.err:
         raise Unexpected(said(ended))
     if names and not any(name in lines[0] for name in names):
         raise Unexpected(f"does not name {names[0]}: {said(ended)}")

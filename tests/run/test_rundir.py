@@ -382,6 +382,11 @@ def test_auto_finds_a_run_whose_model_has_moved(clock):
     assert not open_run("toy", Config(limit=2, resume="auto"), {"base": "ba4"}).resumed
 
 
+def test_a_value_of_another_preset_names_the_preset():
+    ended(config(config="mine.yaml"))
+    assert "preset (--config mine.yaml here)" in refusal(config(config="mine.yaml", resume="auto", max_steps=11))
+
+
 # -- the files of a finished run -------------------------------------------------------------------------------------
 @pytest.fixture
 def finished_run():
