@@ -39,13 +39,14 @@ def writing(path: Path) -> Iterator[None]:
 
 def _write_fault(error: BaseException | None) -> str | None:
     """Why a file could not be written, or None if the exception does not report a failed write."""
-    while error is not None:
-        if isinstance(error, OSError):
-            return error.strerror or first_line(error)
-        if found := WRITE_FAULT.search(str(error)):
-            return found[0] if found[0].startswith("No space") else first_line(error)[:120]
-        error = error.__cause__ or error.__context__
-    return None
+    if error is None:
+        return None
+    if isinstance(error, OSError):
+        return error.strerror or first_line(error)
+    before = _write_fault(error.__cause__ or error.__context__)  # nearer to the reason, if it says anything
+    if before or not (found := WRITE_FAULT.search(str(error))):
+        return before
+    return found[0] if found[0].startswith("No space") else first_line(error)[:120]
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:

@@ -66,7 +66,7 @@ def test_parts_of_different_experiments_are_refused(runs, load_script, tmp_path)
 
     assert "--rows 0" in refused(rows=0)
     student = shutil.copytree(runs / "qat", tmp_path / "qat") / "best.pt"
-    (tmp_path / "qat" / "layerwise.pt").rename(student)
+    shutil.copy(tmp_path / "qat" / "layerwise.pt", student)
     assert "was not trained on" in refused(qat_run=tmp_path / "qat")
     cache = load_script("build_kd_cache")
     made = json.loads((runs / "cache" / "manifest.json").read_text())["spec"]
