@@ -39,12 +39,14 @@ def writing(path: Path) -> Iterator[None]:
 
 def _write_fault(error: BaseException | None) -> str | None:
     """Why a file could not be written, or None if the exception does not report a failed write."""
+    chain = []
     while error is not None:
-        if isinstance(error, OSError):
-            return error.strerror or first_line(error)
-        if found := WRITE_FAULT.search(str(error)):
-            return found[0] if found[0].startswith("No space") else first_line(error)[:120]
+        chain.append(error)
         error = error.__cause__ or error.__context__
+    for found in (link for link in chain if isinstance(link, OSError)):
+        return found.strerror or first_line(found)
+    for text in filter(WRITE_FAULT.search, map(str, chain)):
+        return "No space left on device" if "No space left" in text else text.strip().splitlines()[0][:120]
     return None
 
 

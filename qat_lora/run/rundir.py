@@ -59,7 +59,7 @@ class Run:
         if self.mirror:
             try:
                 self.mirror(step, values)
-            except Exception as error:  # network libraries raise anything
+            except (Exception, SystemExit) as error:  # network libraries raise anything
                 self.mirror = None
                 say(f"warning: the mirror of {self.metrics_path} failed ({first_line(error)}) and gets no more lines; "
                     "training continues, and the file itself is complete")  # fmt: skip
@@ -103,7 +103,7 @@ def attempt(what: str, function: Callable[..., Any], *args) -> Any:
     without, such as plots. what: the subject of the warning."""
     try:
         return function(*args)
-    except Exception as error:  # plotting and network libraries raise anything
+    except (Exception, SystemExit) as error:  # plotting and network libraries raise anything
         say(f"warning: {what} failed ({first_line(error)}); the run continues without")
         return None
 
@@ -325,10 +325,15 @@ def check_same(path: Path, config: RunConfig, facts: dict) -> dict:
     return manifest
 
 
+UPDATE = "batch size × accumulation steps × workers"
+MADE_OF = {"rows_per_update": UPDATE, "prompts_per_update": UPDATE}  # facts that several options decide
+
+
 def _check_equal(path: Path, name: str, there: Any, here: Any) -> None:
     if there != here:
+        of = f" ({MADE_OF[name]})" if name in MADE_OF else ""
         raise UserError(
-            f"{path} is a run of another config: {name} is {there!r} there, {here!r} here; give the same flags, or "
+            f"{path} is a run of another config: {name}{of} is {there!r} there, {here!r} here; give the same flags, or "
             "another --output-dir"
         )
 
