@@ -128,11 +128,12 @@ $(ZOO)/.ready: requirements-zoo.txt
 test-zoo: setup-zoo ## logits of every architecture, tiny, some 50 through the pipelines, Gemma 3 270M (ten minutes on two cores)
 	PYTHONPATH=$(ZOO) $(PY) -m pytest -m zoo
 
-test-faults: setup ## large files, and processes that are killed (minutes, 1 GB of disk)
-	$(PY) -m pytest -m faults
-
 models: setup ## docs/models.md: what can be done with each model type (about two hours; resumes)
 	$(PY) tests/models/zoo_table.py
+
+test-faults: setup ## docs/reliability.md: kills, damaged files, full disks, large texts (forty minutes on two cores; resumes)
+	$(PY) tests/faults/fault_table.py
+	$(PY) -m pytest -m faults
 
 lint: setup ## ruff, check only
 	$(PY) -m ruff check .

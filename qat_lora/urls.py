@@ -26,9 +26,12 @@ def opened(url: str) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
         mend = f"pip install {CLOUDS[protocol]}" if protocol in CLOUDS else first_line(error)
         raise UserError(f"{url}: the package for {protocol}:// is missing; {mend}, or use a folder") from error
     except FileNotFoundError:
-        raise UserError(f"{url}: no such file or folder") from None
+        raise UserError(f"{url}: no such file or folder; check the address") from None
     except Exception as error:  # each cloud has classes of its own
-        raise UserError(f"{url} cannot be used ({type(error).__name__}: {first_line(error)})") from error
+        raise UserError(
+            f"{url} cannot be used ({type(error).__name__}: {first_line(error)}); check the address and what may be "
+            "written there"
+        ) from error
 
 
 @contextmanager

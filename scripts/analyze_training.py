@@ -16,7 +16,7 @@ from qat_lora.errors import UserError
 from qat_lora.experiments.musclebob import STAGES, plot, validation_file
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.files import read_json
-from qat_lora.run.rundir import Run, newest_run, say
+from qat_lora.run.rundir import Run, check_files, newest_run, say
 
 SPILT, PERPLEXITY, CUT_OFF, TIES, ENTROPY = 0.05, 1.5, 0.2, 0.7, 0.25  # bounds of what is healthy
 LITTLE = 0.1  # of a rate or a reward
@@ -45,6 +45,7 @@ def read_run(path: Path) -> tuple[dict, list[dict], int]:
         raise UserError(
             f"{path} is no run of train_musclebob_improved.py (no training_config.json); give its directory"
         )
+    check_files(path, "training_config.json", "metrics.jsonl", *map(validation_file, STAGES))
     files = {name: path / validation_file(name) for name in STAGES}
     stages = {name: read_json(file) for name, file in files.items() if file.exists()}
     lines = Run(path, resumed=False).metrics()

@@ -15,7 +15,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from datasets import Dataset
+import pyarrow
+from pyarrow import parquet
 
 from qat_lora.data.legal import AUTHORITIES, LARGEST_COUNT, generate
 from qat_lora.errors import UserError
@@ -50,7 +51,7 @@ def encoded(rows: list[dict], suffix: str) -> bytes:
     if suffix == ".jsonl":
         return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
     buffer = io.BytesIO()
-    Dataset.from_list(rows).to_parquet(buffer)
+    parquet.write_table(pyarrow.Table.from_pylist(rows), buffer)
     return buffer.getvalue()
 
 

@@ -31,7 +31,7 @@ from qat_lora.quant.student import StudentSpec, bits_per_weight, load_student, m
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.files import read_json, sha256, write_atomically
 from qat_lora.run.plots import plot_run
-from qat_lora.run.rundir import Run, read_config, say
+from qat_lora.run.rundir import Run, check_files, read_config, say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +98,8 @@ def chosen_on(run: Path) -> int:
 
 def check_same_experiment(qat: Path, recovery: Path, cfg: Config) -> None:
     """Raise UserError where adapter, student and cache do not belong together."""
+    for run in (qat, recovery):
+        check_files(run, "manifest.json", "config.yaml", "summary.json", "metrics.jsonl", "layerwise.pt", "endtoend.pt")
     made, used = read_json(qat / "manifest.json"), read_json(recovery / "manifest.json")
     if used.get("student") != sha256(qat / "best.pt"):
         raise UserError(f"{recovery} was not trained on {qat}/best.pt; give the recovery run of that student")

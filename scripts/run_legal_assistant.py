@@ -30,10 +30,11 @@ from qat_lora.errors import UserError
 from qat_lora.experiments.legal_page import CUT_OFF, STYLE, checked_question, page, verdict_line, verdicts
 from qat_lora.models.generate import Stream, check_device, check_sampling
 from qat_lora.models.loading import EMBEDDED, load_config
+from qat_lora.models.source import SPEECH
 from qat_lora.quant.student import load_trained
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.files import read_json
-from qat_lora.run.rundir import read_config, say
+from qat_lora.run.rundir import check_files, read_config, say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +113,8 @@ def from_run(cfg: Config) -> Config:
     if given:
         raise UserError(f"--run {cfg.run} says what {given[0]} is; leave one of them out")
     folder = Path(cfg.run)
+    spoken = ["model"] if whole else [f"model/{name}" for name in SPEECH]  # with an adapter its weights are not read
+    check_files(folder, "config.yaml", "authorities.json", "base.pt", *spoken)
     trained = read_config(folder)
     model, length = trained.get("model"), trained.get("max_new_tokens")
     if not isinstance(model, str) or not isinstance(length, int):

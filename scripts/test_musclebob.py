@@ -26,7 +26,7 @@ from qat_lora.models.loading import load_model
 from qat_lora.rl.rollout import Sampling
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.files import read_json, write_json
-from qat_lora.run.rundir import newest_run, say
+from qat_lora.run.rundir import check_files, newest_run, say
 
 ROWS = 80  # answers at a time
 LINE = 256  # tokens of a question on standard input, with the chat template around it
@@ -53,6 +53,7 @@ def main(cfg: Config) -> None:
         )
     sampling = Sampling(cfg.temperature)
     run = Path(cfg.run) if cfg.run else newest_run(Path("runs/train_musclebob_improved"))
+    check_files(run, "training_config.json", "model")
     made, folder = read_json(run / "training_config.json"), run / "model"
     if not {"model", "max_prompt_length", "max_completion_length"} <= made.keys():
         raise UserError(f"{run}/training_config.json is damaged; put it back")

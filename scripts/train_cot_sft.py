@@ -50,6 +50,7 @@ from qat_lora.memory import (
 from qat_lora.models.architecture import model_type, packs, set_packs
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import EMBEDDED, adapter_notes, check_length, weights_fingerprint
+from qat_lora.models.source import speech_files
 from qat_lora.models.targets import coverage, left_out
 from qat_lora.qat import Plan, train_plain
 from qat_lora.quant.spec import QuantSpec
@@ -155,6 +156,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     facts = {
         "device": str(backend), "base": fingerprint, "data": data.train.fingerprint,
         "heldout_data": data.heldout.fingerprint, "rows_per_update": plan.batch_size * plan.accumulation * workers,
+        "model files": backend.group.on_main(lambda: speech_files(cfg.model)),
         **template_facts(tokenizer, cfg.chat_template),
     }  # fmt: skip
     run = open_run(NAME, cfg, facts, backend.group)

@@ -41,6 +41,7 @@ from qat_lora.grpo import GRPOPlan, PromptDataset, train_grpo
 from qat_lora.memory import check_fits, least_rollout_memory, least_training_memory, training_memory
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import EMBEDDED, check_length, load_model
+from qat_lora.models.source import speech_files
 from qat_lora.models.writing import write_model
 from qat_lora.qat import Plan, train_plain
 from qat_lora.quant.student import freeze_plain_tables
@@ -136,7 +137,7 @@ def main(cfg: Config) -> None:
     run = open_run(NAME, cfg, {
         "device": str(backend), "prompts": asked, "answers": rows.fingerprint if rows else None,
         "prompts_per_update": cfg.batch_size * cfg.accumulation_steps, "base": model.fingerprint,
-        **template_facts(tokenizer, cfg.chat_template),
+        "model files": speech_files(cfg.model), **template_facts(tokenizer, cfg.chat_template),
     })  # fmt: skip
     write_json(run.path / "training_config.json", dataclasses.asdict(cfg))
     backend.seed(cfg.seed)

@@ -181,7 +181,9 @@ def render(messages: list[dict], tokenizer, enabled: bool, prompt: bool = False)
             add_generation_prompt=prompt, enable_thinking=enabled,
         )  # fmt: skip
     except TemplateError as error:
-        raise UserError(f"the chat template refuses the messages: {error}") from error
+        raise UserError(
+            f"the chat template refuses the messages: {error}; correct it, or give another with --chat-template"
+        ) from error
 
 
 def dated(template: str, date: datetime) -> str:

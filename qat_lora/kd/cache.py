@@ -141,9 +141,9 @@ def write_cache(
 ) -> Iterator[int]:  # fmt: skip
     """Write the shards that are missing, one file at a time; yields the rows done after every batch.
 
-    rows: {"train": Rows, "heldout": Rows}. Killed at any moment, the next call goes on at the first missing shard and
-    ends with the same bytes. One process at a time: hold run.files.lock(directory). facts: kept in the manifest, such
-    as the date that a chat template prints.
+    rows: {"train": Rows, "heldout": Rows}. Killed at any moment, the next call writes the shards that are missing or
+    damaged and ends with the same bytes. One process at a time: hold run.files.lock(directory). facts: kept in the
+    manifest, such as the date that a chat template prints.
     """
     mark = getattr(teacher, "fingerprint", None)
     done = open_cache(directory, spec, mark)
@@ -211,5 +211,5 @@ def read_shard(directory: Path, name: str, expected: dict) -> dict[str, Tensor]:
     if not path.is_file():
         raise UserError(f"cache shard {path} is missing; run build_kd_cache.py again with the same flags")
     if sha256(path) != expected["sha256"]:
-        raise UserError(f"cache shard {path} is damaged (checksum); delete it and run build_kd_cache.py again")
+        raise UserError(f"cache shard {path} is damaged (checksum); run build_kd_cache.py again with the same flags")
     return load_file(path)

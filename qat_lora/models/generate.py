@@ -166,7 +166,9 @@ def _encode(tokenizer, prompt: str | list[dict], switches: dict):
         try:
             text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **switches)
         except (TemplateError, ValueError) as error:
-            raise UserError(f"the chat template refuses the messages: {error}") from error
+            raise UserError(
+                f"the chat template refuses the messages: {error}; correct it, or give another with --chat-template"
+            ) from error
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     check_ids(ids, tokenizer)
     tokens = torch.tensor([ids], dtype=torch.long)

@@ -1,6 +1,7 @@
 """What a model's name stands for: the embedded file, a .gguf file, a local folder, or a hub repository."""
 
 import functools
+import hashlib
 import importlib.util
 import json
 import tempfile
@@ -20,6 +21,11 @@ GIVE = f"give a model folder, a .gguf file, a hub name, or {EMBEDDED}"
 TOKENIZERS = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "tekken.json", "vocab.json", "vocab.txt",
     "spiece.model", "tiktoken.model",
+)  # fmt: skip
+# What decides how a model is spoken to and when it stops, beside its weights and config.
+SPEECH = (
+    *TOKENIZERS, "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja",
+    "chat_template.json", "generation_config.json",
 )  # fmt: skip
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
@@ -123,6 +129,25 @@ def weight_files(name: str) -> list[Path]:
 def has_tokenizer(name: str) -> bool:
     """Whether a folder holds the file of a tokenizer; a GGUF file always does."""
     return "gguf_file" in model_source(name) or any(file_of(name, file) for file in TOKENIZERS)
+
+
+def speech_files(name: str) -> dict[str, str]:
+    """sha256 (hex) by name of the files in a model's folder that decide how it is spoken to and when it stops: of a
+    JSON file its content, however it is laid out. Empty for a GGUF file, which has all of it inside."""
+    if "gguf_file" in model_source(name):
+        return {}
+    found = {file: path for file in SPEECH if (path := file_of(name, file))}
+    return {file: hashlib.sha256(_bare(path.read_bytes())).hexdigest() for file, path in found.items()}
+
+
+def _bare(data: bytes) -> bytes:
+    try:
+        content = json.loads(data)
+    except ValueError:
+        return data
+    if isinstance(content, dict):
+        content.pop("transformers_version", None)
+    return json.dumps(content, sort_keys=True).encode()
 
 
 def own_tokens(name: str) -> set[str]:

@@ -166,7 +166,7 @@ def _read_preset(name: str, kind: type, script: str, above: tuple = ()) -> dict:
         raise UserError(f"{path}: a preset is a list of `key: value` lines; correct the file")
     base = values.pop("base", None)
     if base is not None and (not isinstance(base, str) or base in (*above, name)):
-        raise UserError(f"{path}: base {base!r} is not the name of another preset")
+        raise UserError(f"{path}: base {base!r} is not the name of another preset; correct it, or leave it out")
     for section in kind.SECTIONS.keys() & values.keys():
         block = values.pop(section)
         if not isinstance(block, dict):

@@ -114,8 +114,12 @@ def lock(folder: Path) -> BinaryIO:
     return file
 
 
+def as_json(content: dict) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()
+
+
 def write_json(path: Path, content: dict) -> None:
-    write_atomically(path, lambda file: file.write((json.dumps(content, indent=2) + "\n").encode()))
+    write_atomically(path, lambda file: file.write(as_json(content)))
 
 
 def read_json(path: Path) -> dict:

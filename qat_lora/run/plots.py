@@ -9,7 +9,7 @@ from matplotlib import pyplot as plt
 
 from qat_lora.errors import UserError
 from qat_lora.run.files import writing
-from qat_lora.run.rundir import Run
+from qat_lora.run.rundir import Run, check_files
 
 PANELS = (
     ("loss", "training loss"),
@@ -30,6 +30,7 @@ def plot_run(path: Path) -> Path:
 
     Raises UserError where the run has logged nothing or its metrics.jsonl is damaged.
     """
+    check_files(path, "metrics.jsonl")
     run = Run(path, resumed=False)
     if not run.metrics_path.exists():
         raise UserError(f"{path} has no metrics.jsonl; give a run directory such as runs/train_qat/<run>")

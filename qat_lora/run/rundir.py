@@ -20,13 +20,15 @@ from tqdm import tqdm
 from qat_lora.backend.group import ALONE, Group
 from qat_lora.errors import UserError, first_line
 from qat_lora.run.config import RunConfig
-from qat_lora.run.files import lock, read_json, sha256, write_atomically, write_json, writing
+from qat_lora.run.files import as_json, lock, read_json, sha256, write_atomically, write_json, writing
 
 tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a worker that is killed leaves behind
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "torch_xla", "transformers", "peft", "datasets", "safetensors", "numpy")
 CONFIG_SUM = "config_sha256"  # in manifest.json
+SUMS = "checksums.json"  # of a finished run
+UNSUMMED = {SUMS, "summary.json", "checkpoints", "plots", "wandb"}  # have checksums of their own, or change later
 DATE, STAMP = "date", "%Y%m%dT%H%M%SZ"
 BEFORE_MANIFEST = {
     ".lock",
@@ -37,7 +39,8 @@ BEFORE_MANIFEST = {
 
 
 class Run:
-    """A directory with config.yaml, manifest.json, metrics.jsonl, summary.json, checkpoints/ and plots/.
+    """A directory with config.yaml, manifest.json, metrics.jsonl, summary.json, checkpoints/ and plots/, and once it is
+    finished checksums.json.
 
     Made by `open_run`. resumed: whether it continues an earlier process. held: the lock of the directory, if any.
     writes: False in all workers but the first, for which nothing is logged or written.
@@ -87,9 +90,36 @@ class Run:
         finished run is never resumed."""
         if not self.writes:
             return
-        write_json(self.path / "summary.json", {"status": status, **values})
+        text = as_json({"status": status, **values})
+        if status == "finished":
+            total = {"summary.json": hashlib.sha256(text).hexdigest()}
+            write_json(self.path / SUMS, dict(sorted((_sums(self.path) | total).items())))
+        write_atomically(self.path / "summary.json", lambda file: file.write(text))
         if self.held:
             self.held.close()
+
+
+def _sums(path: Path) -> dict[str, str]:
+    """The sha256 of each file of a run that readers may rely on."""
+    files = [file.relative_to(path) for file in path.rglob("*") if file.is_file()]
+    return {str(file): sha256(path / file) for file in files if not (file.parts[0] in UNSUMMED or file.name[0] == ".")}
+
+
+def check_files(path: Path, *names: str) -> None:
+    """Raise UserError where a file or folder of a finished run is not what the run has written. Files that the run did
+    not have, runs that are not finished, and those of earlier versions, which noted no checksums, are not checked."""
+    if not (path / SUMS).exists():
+        return
+    for name, wanted in read_json(path / SUMS).items():
+        if name not in names and not name.startswith(tuple(f"{folder}/" for folder in names)):
+            continue
+        if not (path / name).is_file():
+            raise UserError(f"{path / name} is gone; put it back, or train again with another --output-dir")
+        if sha256(path / name) != wanted:
+            raise UserError(
+                f"{path / name} is not what the run has written (checksum); put it back, or train again with another "
+                "--output-dir"
+            )
 
 
 def say(line: str) -> None:
@@ -319,9 +349,14 @@ def check_same(path: Path, config: RunConfig, facts: dict) -> dict:
                 "give another --output-dir"
             )
         before = was.get(name, field.default)  # the default of an option that is newer than the run
-        _check_equal(path, name, field.metadata.get("renamed", {}).get(before, before), now)
+        flags = f"flags and preset (--config {config.config} here)" if config.config else "flags"
+        _check_equal(path, name, field.metadata.get("renamed", {}).get(before, before), now, flags)
     for name in sorted(facts.keys() & manifest.keys()):
-        _check_equal(path, name, manifest[name], facts[name])
+        there, here = manifest[name], facts[name]
+        if isinstance(there, dict) and isinstance(here, dict):  # one entry is enough to be named
+            for key in sorted(there.keys() | here.keys()):
+                _check_equal(path, f"{name}: {key}", there.get(key), here.get(key))
+        _check_equal(path, name, there, here)
     return manifest
 
 
@@ -329,12 +364,12 @@ UPDATE = "batch size × accumulation steps × workers"
 MADE_OF = {"rows_per_update": UPDATE, "prompts_per_update": UPDATE}  # facts that several options decide
 
 
-def _check_equal(path: Path, name: str, there: Any, here: Any) -> None:
+def _check_equal(path: Path, name: str, there: Any, here: Any, flags: str = "flags") -> None:
     if there != here:
         of = f" ({MADE_OF[name]})" if name in MADE_OF else ""
         raise UserError(
-            f"{path} is a run of another config: {name}{of} is {there!r} there, {here!r} here; give the same flags, or "
-            "another --output-dir"
+            f"{path} is a run of another config: {name}{of} is {there!r} there, {here!r} here; give the same {flags}, "
+            "or another --output-dir"
         )
 
 

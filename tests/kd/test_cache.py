@@ -140,8 +140,13 @@ def test_a_finished_cache_is_left_alone(whole, write):
     assert {path: path.stat().st_mtime_ns for path in whole.iterdir()} == before
 
 
-def test_a_shard_that_was_deleted_is_written_again(cache, whole, write):
-    (cache / "shard-00001.safetensors").unlink()
+@pytest.mark.parametrize("damage", ["deleted", "truncated", "flipped"])
+def test_a_shard_that_is_gone_or_damaged_is_written_again(cache, whole, write, damage):
+    path = cache / "shard-00001.safetensors"
+    data = path.read_bytes()
+    path.unlink()
+    if damage != "deleted":
+        path.write_bytes(data[:-1] if damage == "truncated" else data[:-1] + bytes([data[-1] ^ 1]))
     write(cache)
     assert bytes_of(cache) == bytes_of(whole)
 

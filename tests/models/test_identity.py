@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from qat_lora.errors import UserError
 from qat_lora.models import identity
 from qat_lora.models.loading import load_model, model_fingerprint
+from qat_lora.models.source import speech_files
 
 
 @pytest.fixture
@@ -71,3 +72,22 @@ def test_a_tensor_is_read_in_blocks_to_its_end(tmp_path, monkeypatch):
 def test_a_folder_that_is_no_model_has_none(tmp_path):
     with pytest.raises(UserError, match=r"no config\.json"):
         model_fingerprint(str(tmp_path))
+
+
+# -- how it is spoken to ---------------------------------------------------------------------------------------------
+def test_files_of_speech_are_the_same_however_they_are_laid_out(folder):
+    known = speech_files(str(folder))
+    assert known.keys() >= {"tokenizer.json", "generation_config.json", "chat_template.jinja"}
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(dict(reversed(json.loads(path.read_text()).items())) | {"transformers_version": "4.1"}))
+    (folder / "README.md").write_text("notes")
+    assert speech_files(str(folder)) == known
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "chat_template.jinja"])
+def test_a_changed_or_missing_file_of_speech_shows(folder, name):
+    known, path = speech_files(str(folder)), folder / name
+    path.write_text(path.read_text().replace("im_end", "im_ent").replace("2", "3"))
+    assert [file for file, total in speech_files(str(folder)).items() if total != known[file]] == [name]
+    path.unlink()
+    assert known.keys() - speech_files(str(folder)).keys() == {name}

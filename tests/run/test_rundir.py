@@ -13,7 +13,7 @@ import yaml
 from qat_lora.errors import UserError
 from qat_lora.run import rundir
 from qat_lora.run.config import RunConfig, option
-from qat_lora.run.rundir import Run, attempt, begun, identity, open_run, read_config
+from qat_lora.run.rundir import Run, attempt, begun, check_files, identity, open_run, read_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,3 +382,51 @@ def test_auto_finds_a_run_whose_model_has_moved(clock):
     run.held.close()
     assert open_run("toy", Config(limit=2, resume="auto"), {"base": "f00"}).path == run.path
     assert not open_run("toy", Config(limit=2, resume="auto"), {"base": "ba4"}).resumed
+
+
+def test_a_value_of_another_preset_names_the_preset():
+    ended(config(config="mine.yaml"))
+    assert "preset (--config mine.yaml here)" in refusal(config(config="mine.yaml", resume="auto", max_steps=11))
+
+
+# -- the files of a finished run -------------------------------------------------------------------------------------
+@pytest.fixture
+def finished_run():
+    run = open_run("toy", config(), {})
+    run.log(1, {"loss": 0.5})
+    (run.path / "model").mkdir()
+    (run.path / "model" / "weights").write_bytes(b"abc")
+    run.finish("finished", loss=0.5)
+    return run.path
+
+
+READ = ("summary.json", "metrics.jsonl", "config.yaml", "manifest.json", "model")
+
+
+@pytest.mark.parametrize("file", ["summary.json", "metrics.jsonl", "config.yaml", "manifest.json", "model/weights"])
+@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: bytes([data[0] ^ 1]) + data[1:], None])
+def test_readers_notice_a_changed_file_of_a_finished_run(finished_run, file, damage):
+    check_files(finished_run, *READ)
+    path = finished_run / file
+    whole = path.read_bytes()
+    path.unlink() if damage is None else path.write_bytes(damage(whole))
+    check_files(finished_run, *(name for name in READ if name != file.split("/")[0]))  # which nobody reads
+    with pytest.raises(UserError, match=rf"{file} is (gone|not what the run has written).*put it back"):
+        check_files(finished_run, *READ)
+
+
+def test_files_of_a_run_without_checksums_are_not_checked(finished_run):
+    (finished_run / "checksums.json").unlink()
+    (finished_run / "metrics.jsonl").write_text("")
+    check_files(finished_run, *READ)
+    unfinished = open_run("toy", config(output_dir="other"), {})
+    unfinished.finish("preempted")
+    assert not (unfinished.path / "checksums.json").exists()
+
+
+@pytest.mark.parametrize("ours", [{"a.json": "1", "b.json": "3"}, {"a.json": "1"}])
+def test_of_facts_about_several_files_the_one_that_differs_is_named(ours):
+    ended_with = open_run("toy", config(), {"model files": {"a.json": "1", "b.json": "2"}})
+    ended_with.held.close()
+    message = refusal(config(resume="auto"), {"model files": ours})
+    assert f"model files: b.json is '2' there, {ours.get('b.json')!r} here" in message

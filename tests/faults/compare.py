@@ -1,0 +1,99 @@
+"""What a run leaves behind, so that two runs can be compared: everything but times, places and ways to get there."""
+
+import hashlib
+import json
+import re
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+TIMES = {"tokens_per_s", "seconds", "peak_memory_mb"}
+# How a run came about, and pictures of times: not its result. The lines of `manifest.json` tell of every resume.
+ASIDE = ("manifest.json", "config.yaml", "checkpoints", "plots", ".lock", "checksums.json")
+
+
+def result(folder: Path, base: Path, cache: bool = False) -> dict[str, Any]:
+    """By file name what a folder holds (a run directory, a cache, any other), wherever below `base` it is: paths down
+    to the second folder below `base`, that of a trial, are cut out."""
+    aside = {"summary.json", ".lock"} if cache else ASIDE  # a cache's summary.json tells of time alone
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    names = [(path, path.relative_to(folder)) for path in files]
+    place = re.compile(rf"{re.escape(str(base))}/\w+/[^/\"']+")
+    return {str(name): _readable(path, place) for path, name in names if not {*name.parts} & {*aside}}
+
+
+def difference(one: dict[str, Any], other: dict[str, Any]) -> str | None:
+    """The first thing in which two results differ, for people."""
+    for name in sorted(one.keys() | other.keys()):
+        if name not in one or name not in other:
+            return f"{name} is {'missing' if name not in one else 'there as well'}"
+        if one[name] != other[name]:
+            return f"{name} differs{_where(one[name], other[name])}"
+    return None
+
+
+def _where(one: Any, other: Any) -> str:
+    if isinstance(one, list) and isinstance(other, list):
+        if len(one) != len(other):
+            return f" ({len(other)} lines, not {len(one)})"
+        at = next(i for i, pair in enumerate(zip(one, other)) if pair[0] != pair[1])
+        return f" in line {at + 1}{_where(one[at], other[at])}"
+    if isinstance(one, dict) and isinstance(other, dict):
+        key = next(key for key in sorted(one.keys() | other.keys()) if one.get(key) != other.get(key))
+        return f" in {key}: {str(other.get(key))[:60]}, not {str(one.get(key))[:60]}"
+    return ""
+
+
+def _readable(path: Path, place: re.Pattern) -> Any:
+    try:
+        return _content(path, place)
+    except Exception as error:  # a damaged file, which is not the reference's
+        return f"unreadable: {error}"
+
+
+def _content(path: Path, place: re.Pattern) -> Any:
+    if path.name == "metrics.jsonl":
+        return [_timeless(json.loads(line)) for line in path.read_text().splitlines()]
+    if path.name == "summary.json":
+        return _timeless(json.loads(path.read_text()))
+    if path.suffix == ".safetensors":
+        return {name: _digest(tensor) for name, tensor in load_file(path).items()}
+    if path.suffix == ".pt" and zipfile.is_zipfile(path):
+        return _plain(torch.load(path, weights_only=True, map_location="cpu"), place)
+    if path.suffix == ".png":
+        return "a picture"
+    if path.name == "export.json":
+        return {key: value for key, value in json.loads(path.read_text()).items() if key != "commit"}
+    if path.name == "origin.json":  # the rest are checksums of files that name places
+        return json.loads(path.read_text())["base"]
+    return hashlib.sha256(_cut(path.read_bytes(), place)).hexdigest()
+
+
+def _cut(data: bytes, place: re.Pattern) -> bytes:
+    try:
+        return place.sub("", data.decode()).encode()
+    except UnicodeDecodeError:
+        return data
+
+
+def _timeless(values: dict) -> dict:
+    return {key: value for key, value in values.items() if key not in TIMES}
+
+
+def _digest(tensor: Tensor) -> str:
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)} ".encode() + data).hexdigest()
+
+
+def _plain(value: Any, place: re.Pattern) -> Any:
+    if isinstance(value, Tensor):
+        return _digest(value)
+    if isinstance(value, dict):
+        return {str(key): _plain(entry, place) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry, place) for entry in value]
+    return place.sub("", value) if isinstance(value, str) else value

@@ -1,0 +1,114 @@
+"""Disks that are full or read-only: file systems in memory, mounted for one trial alone."""
+
+import ctypes
+import os
+import shutil
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from subjects import BY_NAME, OUT, SUBJECTS, TOOLS
+from trials import Bench, Trial, Unexpected, check_refusal, check_same, in_child, said
+
+FULL, READ_ONLY = "full disk", "read-only folder"
+SIZES = 5  # of a disk, for each subject
+ROOM = 2**16  # kB: enough for all
+NEW_NAMESPACE, NEW_USER = 0x00020000, 0x10000000
+RDONLY, REMOUNT, PRIVATE = 1, 32, 1 << 18 | 1 << 14
+WRITERS = tuple(tool for tool in TOOLS if OUT in tool.flags)
+C = ctypes.CDLL(None, use_errno=True)
+
+
+def mount(path: str, kind: str | None, flags: int, options: str | None = None) -> None:
+    given = [None if text is None else text.encode() for text in ("tmpfs", path, kind)]
+    if C.mount(*given, flags, None if options is None else options.encode()):
+        raise OSError(ctypes.get_errno(), f"mount {path}: {os.strerror(ctypes.get_errno())}")
+
+
+def enter_namespace() -> None:
+    """From here on this process has mounts of its own. Raises OSError where the machine does not allow it."""
+    user, group = os.getuid(), os.getgid()
+    if C.unshare(NEW_NAMESPACE if user == 0 else NEW_NAMESPACE | NEW_USER):
+        raise OSError(ctypes.get_errno(), "unshare")
+    if user:
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+        Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+    mount("/", None, PRIVATE)
+
+
+def allowed(base: Path) -> bool:
+    """Whether this machine lets a disk be mounted."""
+    (base / "mounted").mkdir(parents=True, exist_ok=True)
+
+    def attempt() -> bool:
+        try:
+            enter_namespace()
+            mount(str(base / "mounted"), "tmpfs", 0, "size=64k")
+        except OSError:
+            return False
+        return True
+
+    return in_child(attempt)
+
+
+def trials(bench: Bench) -> Iterator[Trial]:
+    for subject in bench.chosen((*SUBJECTS, *WRITERS)):
+        need = bench.reference(subject).kilobytes
+        for number in range(SIZES):
+            share = (number + 0.5) / SIZES * 1.25
+            yield Trial(FULL, subject.name, f"disk {number}", partial(full, share=share, need=need))
+    for subject in bench.chosen(SUBJECTS):
+        yield Trial(READ_ONLY, subject.name, "new", partial(read_only, resumed=False))
+        yield Trial(READ_ONLY, subject.name, "resumed", partial(read_only, resumed=True))
+    for tool in bench.chosen(WRITERS):
+        yield Trial(READ_ONLY, tool.name, "new", partial(read_only, resumed=False))
+
+
+def full(bench: Bench, folder: Path, trial: Trial, share: float, need: int) -> str:
+    """A disk with a share of the room that the result needs; the command is given again once there is enough."""
+    subject = BY_NAME[trial.subject]
+    size = max(4, int(need * share * trial.dice.uniform(0.8, 1.2)) // 4 * 4)
+    bench.prepare(subject, folder)
+    filled = sum(-(-path.stat().st_size // 4096) * 4 for path in (folder / OUT).rglob("*") if path.is_file())
+    on_disk(folder, f"size={filled + size}k")
+    ended = subject.start(folder).wait()
+    if not ended.code:
+        check_same(bench, subject, folder, ended)
+        return "same result"
+    check_refusal(ended, OUT)
+    if "No space left" not in ended.err:
+        raise Unexpected(f"does not say that the disk is full: {said(ended)}")
+    mount(str(folder / OUT), "tmpfs", REMOUNT, f"size={ROOM}k")
+    ended = subject.start(folder).wait()
+    if ended.code:
+        raise Unexpected(f"exit code {ended.code} once there is room: {said(ended)}")
+    check_same(bench, subject, folder, ended)
+    return "refused, and resumed with room"
+
+
+def on_disk(folder: Path, options: str) -> None:
+    """Move what lies in OUT to a new disk that is mounted there."""
+    enter_namespace()
+    aside = folder / "aside"
+    (folder / OUT).rename(aside)
+    (folder / OUT).mkdir()
+    mount(str(folder / OUT), "tmpfs", 0, options)
+    shutil.copytree(aside, folder / OUT, dirs_exist_ok=True)
+
+
+def read_only(bench: Bench, folder: Path, trial: Trial, resumed: bool) -> str:
+    subject = BY_NAME[trial.subject]
+    if resumed:
+        shutil.copytree(bench.interrupted(subject, subject.late), folder)
+    else:
+        bench.prepare(subject, folder)
+    on_disk(folder, f"size={ROOM}k")
+    mount(str(folder / OUT), "tmpfs", REMOUNT | RDONLY, f"size={ROOM}k")
+    check_refusal(subject.start(folder).wait(), OUT)
+    mount(str(folder / OUT), "tmpfs", REMOUNT, f"size={ROOM}k")
+    ended = subject.start(folder).wait()
+    if ended.code:
+        raise Unexpected(f"exit code {ended.code} once it can be written: {said(ended)}")
+    check_same(bench, subject, folder, ended)
+    return "refused, and resumed"

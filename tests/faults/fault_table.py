@@ -1,0 +1,158 @@
+"""Makes docs/reliability.md: what runs survive, tried with hundreds of faults on every script that writes.
+
+python tests/faults/fault_table.py            (make test-faults)
+python tests/faults/fault_table.py --subject QAT --only "SIGTERM/" --jobs 1     (some trials; no page)
+
+What has been found is kept in runs/faults/ under the commit, so that the same command resumes. It ends with exit code 1
+where something was lost or ended in a way that is not allowed.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import server
+
+ROOT = server.ROOT
+PAGE = ROOT / "docs" / "reliability.md"
+
+
+# -- the trials ------------------------------------------------------------------------------------------------------
+def every_trial(bench) -> Iterator:
+    import damage
+    import disk
+    import interruptions
+
+    yield from interruptions.trials(bench)
+    yield from damage.trials(bench)
+    yield from damage.hostile_trials(bench)
+    if disk.allowed(bench.base):
+        yield from disk.trials(bench)
+    else:
+        print("full and read-only disks: left out, for this machine does not let one be mounted")
+
+
+def tried(bench, trial, folder: Path) -> dict:
+    """How one trial went."""
+    from trials import Lost, Unexpected
+
+    started = time.monotonic()
+    try:
+        outcome, how = "ok", trial.run(bench, folder, trial)
+    except Lost as error:
+        outcome, how = "lost", str(error)
+    except Unexpected as error:
+        outcome, how = "unexpected", str(error)
+    except Exception:
+        outcome, how = "unexpected", traceback.format_exc()
+    return {
+        "name": trial.name, "kind": trial.kind, "subject": trial.subject, "outcome": outcome, "how": how,
+        "seconds": round(time.monotonic() - started, 2),
+    }  # fmt: skip
+
+
+def run_all(bench, trials: list, jobs: int, done) -> None:
+    """All trials, `jobs` at a time, each in a forked process of its own; done(line) gets how each went."""
+    from trials import BY_NAME
+
+    running: dict[int, tuple] = {}
+    for number, trial in enumerate(trials):
+        bench.reference(BY_NAME[trial.subject])  # here, so that it is made once
+        while len(running) >= jobs:
+            _collect(running, done)
+        folder = bench.base / "trials" / f"{number:04d}"
+        pid = os.fork()
+        if not pid:
+            code = 1
+            try:
+                shutil.rmtree(folder, ignore_errors=True)  # of an earlier call that was interrupted
+                folder.parent.mkdir(exist_ok=True)
+                line = tried(bench, trial, folder)
+                folder.with_suffix(".json").write_text(json.dumps(line))
+                code = 0
+            finally:
+                os._exit(code)
+        running[pid] = trial, folder
+    while running:
+        _collect(running, done)
+
+
+def _collect(running: dict[int, tuple], done) -> None:
+    pid, _ = os.waitpid(-1, 0)
+    trial, folder = running.pop(pid)
+    found = folder.with_suffix(".json")
+    line = json.loads(found.read_text()) if found.exists() else {
+        "name": trial.name, "kind": trial.kind, "subject": trial.subject, "outcome": "unexpected",
+        "how": "the trial itself died", "seconds": 0,
+    }  # fmt: skip
+    done(line)
+    if line["outcome"] == "ok":
+        shutil.rmtree(folder, ignore_errors=True)
+    for path in folder.parent.glob(f"{folder.name}.*"):
+        path.unlink()
+
+
+def measured(only: str | None, subject: str | None, jobs: int, kept: Path | None) -> list[dict]:
+    """How every trial went; from the file of an earlier call as far as that goes."""
+    server.preload()
+    from trials import Bench
+
+    from qat_lora.run.rundir import revision
+
+    commit, some = revision(), only or subject
+    record = ROOT / "runs" / "faults" / f"{commit}.jsonl"
+    record.parent.mkdir(parents=True, exist_ok=True)
+    known = {}
+    if record.exists() and "changes" not in commit and not some:
+        known = {(line := json.loads(text))["name"]: line for text in record.read_text().splitlines()}
+    base = kept or Path(tempfile.gettempdir(), f"qat_lora_faults_{os.getuid()}_{commit.replace(' ', '_')}")
+    if "changes" in commit and not kept:
+        shutil.rmtree(base, ignore_errors=True)
+    bench = Bench(base.resolve(), subject)
+    trials = [trial for trial in every_trial(bench) if not only or re.search(only, trial.name)]
+    left = [trial for trial in trials if trial.name not in known]
+    print(f"{len(trials)} trials, {len(left)} to do; folders in {base}", flush=True)
+    with open(os.devnull if some else record, "a" if known else "w") as file:
+
+        def done(line: dict) -> None:
+            known[line["name"]] = line
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            if line["outcome"] != "ok" or some:
+                print(f"{line['outcome']:<11}{line['seconds']:6.1f} s  {line['name']}: {line['how']}", flush=True)
+
+        run_all(bench, left, jobs, done)
+    if not kept:
+        shutil.rmtree(base, ignore_errors=True)
+    return [known[trial.name] for trial in trials]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", help="regular expression of the trials to do; writes no page")
+    parser.add_argument("--subject", help="regular expression of what to try them on; writes no page")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="trials at a time")
+    parser.add_argument("--base", type=Path, help="folder of the trials, kept; those that failed stay there")
+    asked = parser.parse_args()
+    started = time.monotonic()
+    lines = measured(asked.only, asked.subject, asked.jobs, asked.base)
+    print(f"{len(lines)} trials in {(time.monotonic() - started) / 60:.1f} minutes")
+    from page import page, table
+
+    if not asked.only and not asked.subject:
+        PAGE.write_text(page(lines))
+    print(table(lines))
+    if wrong := [line for line in lines if line["outcome"] != "ok"]:
+        sys.exit(f"{len(wrong)} of {len(lines)} trials were lost or ended in a way that is not allowed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""What all trials share: the reference runs, the interrupted runs that damage is done to, and how an end is judged."""
+
+import os
+import pickle
+import random
+import re
+import shutil
+import signal
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import compare
+import subjects
+from server import Ended
+from subjects import BY_NAME, FINISHED, OUT, RUN, Subject, succeed
+
+# What a refusal says after what is wrong: what to do.
+ADVICE = re.compile(
+    r"; |: (give|use|put|copy|delete|check|choose)|\b(give|put|copy|delete|build|train|start|correct|convert)\b"
+)
+
+
+class Lost(Exception):
+    """It ended as if nothing were wrong, with another result."""
+
+
+class Unexpected(Exception):
+    """It ended in no way that is allowed."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One trial: run(bench, folder, trial) does it in a folder that is not there yet, and returns how it
+    went, for people."""
+
+    kind: str
+    subject: str
+    what: str
+    run: Callable[["Bench", Path, "Trial"], str]
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}/{self.subject}/{self.what}"
+
+    @property
+    def dice(self) -> random.Random:
+        """Of this trial alone, the same in every run."""
+        return random.Random(self.name)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A run that nothing interrupted: what came out, how long it took, and how much room it needs."""
+
+    result: dict[str, Any]
+    seconds: float
+    kilobytes: int
+    last: str  # what is saved last, below RUN: checkpoints/step_N, or a shard
+
+
+class Bench:
+    """The folders of all trials: inputs, reference runs, interrupted runs, and a folder for each trial. What is there
+    from an earlier call is used again."""
+
+    def __init__(self, base: Path, only: str | None = None):
+        """only: a regular expression of the names of what is tried."""
+        self.base, self.inputs, self.only = base, base / "inputs", only
+        self.references: dict[str, Reference] = {}
+
+    def chosen(self, tried_on: Iterable[Subject]) -> list[Subject]:
+        return [subject for subject in tried_on if not self.only or re.fullmatch(self.only, subject.name)]
+
+    def prepare(self, subject: Subject, folder: Path) -> Path:
+        """A new folder with a copy of all that a subject reads; what it also writes lies in OUT there."""
+        folder.mkdir(parents=True)
+        (folder / OUT).mkdir()
+        for name in subject.inputs:
+            self.input(name)
+            source, within = self.inputs / name, f"{OUT}/{name}"
+            (shutil.copytree if source.is_dir() else shutil.copy)(
+                source, folder / (within if within in subject.flags else name)
+            )
+        return folder
+
+    def input(self, name: str) -> None:
+        """Make an input that is not there yet, and what it is made of."""
+
+        def make(_: Path) -> None:
+            for other in subjects.BEFORE.get(name, ()):
+                self.input(other)
+            if name in FINISHED:
+                self.reference(BY_NAME[FINISHED[name]])
+                shutil.rmtree(self.inputs / name, ignore_errors=True)
+                shutil.copytree(self.base / "reference" / FINISHED[name] / RUN, self.inputs / name)
+            else:
+                subjects.make_input(self.inputs, name)
+
+        self.inputs.mkdir(parents=True, exist_ok=True)
+        self._once(self.base / f"input {name}", make)
+
+    def _once(self, folder: Path, make: Callable[[Path], None]) -> Path:
+        made = folder.with_name(f"{folder.name}.made")
+        if not made.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            make(folder)
+            made.touch()
+        return folder
+
+    def reference(self, subject: Subject) -> Reference:
+        """The run that nothing interrupts."""
+        kept = self.base / "reference" / f"{subject.name}.pickle"
+
+        def make(folder: Path) -> None:
+            self.prepare(subject, folder)
+            ended = succeed(subject.start(folder).wait(), subject.name)
+            found = in_child(lambda: subject.result(folder, ended))
+            out = folder / OUT
+            size = sum(-(-path.stat().st_size // 4096) * 4 for path in out.rglob("*") if path.is_file())
+            last = _last(folder / RUN) if subject.trains else ""
+            kept.write_bytes(pickle.dumps(Reference(found, ended.seconds, size, last)))
+
+        if subject.name not in self.references:
+            self._once(kept.with_suffix(""), make)
+            self.references[subject.name] = pickle.loads(kept.read_bytes())
+        return self.references[subject.name]
+
+    def interrupted(self, subject: Subject, after: str) -> Path:
+        """A folder with a run that was killed once the file `after` of its directory was there."""
+
+        def make(folder: Path) -> None:
+            self.prepare(subject, folder)
+            process = subject.start(folder)
+            if not process.until(lambda: (folder / RUN / after).exists()):
+                raise SystemExit(f"{subject.name} ended before {after}: {process.wait().err[-500:]}")
+            process.send(signal.SIGKILL)
+            process.wait()
+
+        return self._once(self.base / "interrupted" / f"{subject.name} {after.replace('/', ' ')}", make)
+
+
+def in_child(function: Callable[[], Any]) -> Any:
+    """What function() returns, a value that JSON can hold or an exception, computed in a forked child."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            try:
+                value = function()
+            except Exception as error:
+                value = error
+            with os.fdopen(write, "wb") as file:
+                file.write(pickle.dumps(value))
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as file:
+        content = file.read()
+    os.waitpid(pid, 0)
+    value = pickle.loads(content)
+    if isinstance(value, Exception):
+        raise value
+    return value
+
+
+def _last(run: Path) -> str:
+    steps = [int(path.name[5:]) for path in run.glob("checkpoints/step_*")]
+    return f"checkpoints/step_{max(steps)}" if steps else max(path.name for path in run.glob("shard-*"))
+
+
+# -- how it may end --------------------------------------------------------------------------------------------------
+def finish(bench: Bench, subject: Subject, folder: Path) -> str:
+    """Give the command again until it ends, and compare what came out with the reference."""
+    ended = subject.start(folder).wait()
+    if ended.code:
+        raise Unexpected(f"exit code {ended.code} when resumed: {said(ended)}")
+    check_same(bench, subject, folder, ended)
+    return "same result"
+
+
+def check_same(bench: Bench, subject: Subject, folder: Path, ended: Ended) -> None:
+    found = compare.difference(subject.result(folder, ended), bench.reference(subject).result)
+    if found:
+        raise Lost(found)
+
+
+def check_refusal(ended: Ended, *names: str) -> None:
+    """Exit code 2 and one line that names one of `names` and what to do."""
+    if ended.code != 2:
+        raise Unexpected(f"exit code {ended.code}: {said(ended)}")
+    lines = ended.err.strip().splitlines()
+    if len(lines) != 1 or not lines[0].startswith("error: "):
+        raise Unexpected(f"not one line: {said(ended)}")
+    if "unexpected error" in lines[0] or "Traceback" in ended.err:
+        raise Unexpected(said(ended))
+    if names and not any(name in lines[0] for name in names):
+        raise Unexpected(f"does not name {names[0]}: {said(ended)}")
+    if not ADVICE.search(lines[0]):
+        raise Unexpected(f"does not say what to do: {said(ended)}")
+
+
+def said(ended: Ended) -> str:
+    return ended.err.strip()[-500:] or "(nothing)"
