@@ -17,6 +17,7 @@ from qat_lora.data.packing import Rows, fingerprint
 from qat_lora.errors import UserError, first_line
 from qat_lora.evaluate import kd_loss, text_loss
 from qat_lora.kd.losses import kd_soft_ce
+from qat_lora.machine import check_memory
 from qat_lora.models.adapter import Dropout, write_origin
 from qat_lora.models.architecture import hidden_states, unwrap
 from qat_lora.models.targets import adapted, choose, peft_targets
@@ -45,6 +46,9 @@ def add_adapter(
     if not 0 <= dropout < 1:
         raise UserError(f"the adapter's dropout {dropout} is outside [0, 1); use e.g. 0.05")
     linear, experts = choose(student, targets)
+    sizes = [unwrap(student).get_submodule(place).weight.shape for place in linear]
+    need = 4 * rank * sum(rows + columns for rows, columns in sizes)
+    check_memory(need, f"an adapter of rank {rank}", "its rank")
     places = peft_targets(student, linear, experts)
     config = LoraConfig(
         r=rank, lora_alpha=alpha, **places, task_type="CAUSAL_LM",

@@ -28,10 +28,11 @@ from qat_lora.models.loading import EMBEDDED, EMBEDDED_NOTE, load_model, load_to
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import freeze
 from qat_lora.quant.student import StudentSpec, bits_per_weight, load_student, megabytes, quantize, read_student
+from qat_lora.run.checksums import check_files
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.files import read_json, sha256, write_atomically
 from qat_lora.run.plots import plot_run
-from qat_lora.run.rundir import Run, check_files, read_config, say
+from qat_lora.run.rundir import Run, read_config, say
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,9 +32,10 @@ from qat_lora.models.generate import Stream, check_device, check_sampling
 from qat_lora.models.loading import EMBEDDED, load_config
 from qat_lora.models.source import SPEECH
 from qat_lora.quant.student import load_trained
+from qat_lora.run.checksums import check_files
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.files import read_json
-from qat_lora.run.rundir import check_files, read_config, say
+from qat_lora.run.rundir import read_config, say
 
 
 @dataclass(frozen=True, kw_only=True)

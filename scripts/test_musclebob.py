@@ -24,9 +24,10 @@ from qat_lora.experiments.musclebob import Examiner, examine, transcripts
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import load_model
 from qat_lora.rl.rollout import Sampling
+from qat_lora.run.checksums import check_files
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.files import read_json, write_json
-from qat_lora.run.rundir import check_files, newest_run, say
+from qat_lora.run.rundir import newest_run, say
 
 ROWS = 80  # answers at a time
 LINE = 256  # tokens of a question on standard input, with the chat template around it

@@ -17,15 +17,15 @@ docs/cot-sft.md says what to expect.
 Untested on hardware: TPU, CUDA.
 """
 
+import importlib
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 
 from torch import nn
 
 from qat_lora.backend import TorchBackend, launch, open_backend, planned_workers
 from qat_lora.data.options import TokenOptions
 from qat_lora.data.templates import begin_with_bos, template_facts
-from qat_lora.errors import UserError
+from qat_lora.errors import UserError, first_line
 from qat_lora.experiments.cot_sft import (
     STAGES,
     LawData,
@@ -161,7 +161,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     }  # fmt: skip
     run = open_run(NAME, cfg, facts, backend.group)
     if cfg.wandb and backend.is_main:
-        run.mirror = wandb_mirror(cfg.wandb, run.path, asdict(cfg))
+        run.mirror = attempt(f"--wandb {cfg.wandb}", wandb_mirror, cfg.wandb, run.path, asdict(cfg))
     backend.seed(cfg.seed + backend.rank)  # each worker's dropout is its own
     every, files = Every(cfg.log_every, cfg.eval_every, cfg.save_every), [evaluation_file(name) for name in STAGES]
     session = Session(run, backend, every, keep=cfg.keep, files=files)
@@ -209,8 +209,12 @@ def check(cfg: Config) -> None:
             f"--eval-answers {cfg.eval_answers} and --final-answers {cfg.final_answers} must not be negative, "
             f"--answer-rows {cfg.answer_rows}, --max-new-tokens {cfg.max_new_tokens} and --keep {cfg.keep} at least 1"
         )
-    if cfg.wandb and not find_spec("wandb"):
-        raise UserError(f"--wandb {cfg.wandb}: wandb is not installed; pip install wandb, or leave it out")
+    if cfg.wandb:
+        try:
+            importlib.import_module("wandb")
+        except ImportError as error:
+            reason = first_line(error)
+            raise UserError(f"--wandb {cfg.wandb}: {reason}; pip install wandb, or leave the option out") from error
     section_weights(cfg.section_weights), cfg.thinks
     check_length(cfg.model, cfg.length, mixed=True)
     answer = cfg.max_prompt_length + cfg.max_new_tokens

@@ -139,6 +139,7 @@ def main(cfg: Config) -> None:
     cfg = resolved(cfg, cfg.device if cfg.device != "auto" else get_device(cfg.use_tpu or PJRT_TPU))
     sizes = cfg.embedding, cfg.blocks, cfg.hidden, shape_of(cfg).specs
     least = story_memory(1, *sizes, tokens=0, bf16=False)  # a first check, before the text is tokenised
+    least["--attention-window"] = 8 * cfg.embedding * cfg.attention_window  # keys and values of one row
     check_memory(sum(least.values()), "the model", max(least, key=least.__getitem__))
     Sampling(cfg.temperature, cfg.top_k, cfg.top_p)
     Every(cfg.log_every, cfg.eval_every, cfg.save_every)

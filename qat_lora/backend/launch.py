@@ -97,7 +97,10 @@ def count_workers(kind: str, num_chips: int | None) -> int:
 
 
 def planned_workers(kind: str, num_chips: int | None) -> int:
-    """The workers of a dry run, which may be planned on another machine than it is for."""
+    """The workers of a dry run, which may be planned on another machine than it is for: as asked for, or as torchrun
+    would start them."""
+    if place := read_place():
+        return place.world_size
     return num_chips if (num_chips or 0) > 0 else count_workers(kind, num_chips)
 
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from string import ascii_letters
 
 from jinja2 import TemplateError
 
@@ -15,6 +16,14 @@ KNOWN_FORMATS = (
     "text (plain)"
 )
 THOUGHT_END = "</think>"
+# strftime by a table of what each of its codes gives, in Jinja.
+CLOCK = (
+    "{% macro strftime_now(format) %}{% set said, now = SAID, namespace(text='', code='') %}{% for sign in format %}"
+    "{% if not now.code and sign != '%' %}{% set now.text = now.text ~ sign %}"
+    "{% elif not now.code or (now.code == '%' and sign in '-_0^#') %}{% set now.code = now.code ~ sign %}"
+    "{% else %}{% set now.text = now.text ~ said.get(now.code ~ sign, now.code ~ sign) %}{% set now.code = '' %}"
+    "{% endif %}{% endfor %}{{ now.text ~ now.code }}{% endmacro %}"
+)
 THINKING = {"on": (True,), "off": (False,), "both": (True, False)}
 
 
@@ -184,9 +193,9 @@ def dated(template: str, date: datetime) -> str:
     """
     if "strftime_now" not in template:
         return template
-    parts = sorted(set(re.findall(r"%[-_0^#]?[A-Za-z]", template)))
-    body = "".join(f" | replace('{part}', {date.strftime(part)!r})" for part in parts)
-    return f"{{% macro strftime_now(format) %}}{{{{ format{body} }}}}{{% endmacro %}}\n{template}"
+    codes = [f"%{flag}{letter}" for flag in ("", *"-_0^#") for letter in ascii_letters]
+    said = {code: date.strftime(code) for code in codes} | {"%%": "%"}
+    return f"{CLOCK.replace('SAID', repr(said))}\n{template}"
 
 
 def _completion_spans(
@@ -227,10 +236,12 @@ def _with_thought(messages: list[dict], text: str, tokenizer, enabled: bool) -> 
     if messages[-1]["role"] != "assistant" or len(messages) < 2:
         return text
     prompt = render(messages[:-1], tokenizer, enabled, prompt=True)
-    opened = re.search(r"<think>\s*$", prompt)
+    opened = re.search(r"\s*<think>\s*(</think>\s*)?$", prompt)
     if not opened or text.startswith(prompt) or not text.startswith(prompt[: opened.start()]):
         return text
     answer = text[opened.start() :].lstrip()
+    if opened[1]:  # an empty thought that is closed at once
+        return text if THOUGHT_END in answer else prompt + answer
     thought, _, _ = messages[-1]["content"].rpartition(THOUGHT_END)
     thought = (messages[-1].get("reasoning_content") or thought).replace("<think>", "").strip()
     gap = "" if prompt[-1].isspace() else "\n"

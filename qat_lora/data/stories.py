@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -26,6 +27,8 @@ FORMAT = 1  # version of the files; a new one makes all caches again
 BATCH = 2**18  # characters tokenised at a time
 DISTINCT = 3 * 2**19  # bytes of distinct words to train a BPE on; each takes some 80 bytes of memory
 SIDES = ("train", "heldout")
+LONGEST = 200  # characters of a word to train a BPE on, whose time grows with the square of its length
+LONG = re.compile(rf"\S{{{LONGEST + 1},}}")
 
 
 @dataclass(frozen=True)
@@ -232,6 +235,9 @@ def _training_text(text: _Text) -> Iterator[str]:
     for side, piece, _ in text.pieces():
         if side or size > DISTINCT:
             return
+        piece = LONG.sub(
+            lambda run: " ".join(run[0][at : at + LONGEST] for at in range(0, len(run[0]), LONGEST)), piece
+        )
         yield piece
         fresh = set(piece.split()) - words
         size += sum(len(word.encode()) for word in fresh)

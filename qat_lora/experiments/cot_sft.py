@@ -35,7 +35,7 @@ from qat_lora.data.sft import (
     split_groups,
 )
 from qat_lora.data.text import read_rows
-from qat_lora.errors import UserError, first_line
+from qat_lora.errors import UserError
 from qat_lora.models.adapter import load_adapter
 from qat_lora.models.architecture import eager_experts
 from qat_lora.models.loading import empty_model, load_model
@@ -294,17 +294,12 @@ def write_whole(model: nn.Module, tokenizer, folder: Path) -> None:
 # -- Weights & Biases ------------------------------------------------------------------------------------------------
 def wandb_mirror(project: str, folder: Path, config: dict):
     """mirror(step, values) for a Run, which sends every line of metrics.jsonl there too: to the same curves after a
-    resume, to new ones from another run in the same folder."""
+    resume, to new ones from another run in the same folder. Raises whatever wandb does."""
     import wandb
 
     name = f"{folder.resolve()} {read_json(folder / 'manifest.json').get('started')}"
-    try:
-        session = wandb.init(
-            project=project, name=folder.name, dir=str(folder), resume="allow", config=config,
-            id=hashlib.sha256(name.encode()).hexdigest()[:16],
-        )  # fmt: skip
-    except Exception as error:
-        raise UserError(
-            f"--wandb {project}: {first_line(error)}; log in with `wandb login`, or leave it out"
-        ) from error
+    session = wandb.init(
+        project=project, name=folder.name, dir=str(folder), resume="allow", config=config,
+        id=hashlib.sha256(name.encode()).hexdigest()[:16],
+    )  # fmt: skip
     return lambda step, values: session.log(values, step=step)

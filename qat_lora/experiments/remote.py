@@ -6,8 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from qat_lora.errors import UserError
-from qat_lora.run.checkpoint import COPIES
-from qat_lora.run.files import read_json
+from qat_lora.run.checkpoint import COPIES, kept_files
 from qat_lora.run.rundir import say
 from qat_lora.urls import check_writable, fetch, newest, prune, pull, push
 
@@ -53,7 +52,7 @@ def bring_back(url: str, folder: Path, check: Callable[[Path], object]) -> None:
 def _kept(checkpoint: Path) -> set[str]:
     """The names of the file copies that a checkpoint relies on; none for a damaged one, which is set aside later."""
     try:
-        return set(read_json(checkpoint / "meta.json").get("files", {}).values())
+        return kept_files(checkpoint)
     except UserError:
         return set()
 

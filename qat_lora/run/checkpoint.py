@@ -75,12 +75,20 @@ def _copy(path: Path, copies: Path) -> str:
     return total
 
 
+def kept_files(path: Path) -> set[str]:
+    """The names of the copies that a checkpoint relies on. Raises UserError where its meta.json is damaged."""
+    kept = read_json(path / "meta.json").get("files", {})
+    if not isinstance(kept, dict) or not all(isinstance(total, str) for total in kept.values()):
+        raise UserError(f"checkpoint {path}: meta.json is damaged (files)")
+    return set(kept.values())
+
+
 def _drop_copies(folder: Path) -> None:
     """Remove the copies that no checkpoint names."""
     named: set[str] = set()
     for path in _newest_first(folder):
         try:
-            named |= set(read_json(path / "meta.json").get("files", {}).values())
+            named |= kept_files(path)
         except UserError:  # this one is damaged, and may have named any copy
             return
     for copy in (folder / COPIES).glob("*"):
@@ -176,6 +184,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict, dict]:
 
 def _check(path: Path) -> None:
     sums = read_json(path / "meta.json").get("sha256")
+    kept_files(path)
     for name in FILES:
         if not (path / name).is_file():
             raise UserError(f"checkpoint {path}: {name} is missing")

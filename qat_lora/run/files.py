@@ -39,14 +39,15 @@ def writing(path: Path) -> Iterator[None]:
 
 def _write_fault(error: BaseException | None) -> str | None:
     """Why a file could not be written, or None if the exception does not report a failed write."""
-    if error is None:
-        return None
-    if isinstance(error, OSError):
-        return error.strerror or first_line(error)
-    before = _write_fault(error.__cause__ or error.__context__)  # nearer to the reason, if it says anything
-    if before or not (found := WRITE_FAULT.search(str(error))):
-        return before
-    return found[0] if found[0].startswith("No space") else first_line(error)[:120]
+    chain = []
+    while error is not None:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    for found in (link for link in chain if isinstance(link, OSError)):
+        return found.strerror or first_line(found)
+    for text in filter(WRITE_FAULT.search, map(str, chain)):
+        return "No space left on device" if "No space left" in text else text.strip().splitlines()[0][:120]
+    return None
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:

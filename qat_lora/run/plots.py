@@ -8,8 +8,9 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 from qat_lora.errors import UserError
+from qat_lora.run.checksums import check_files
 from qat_lora.run.files import writing
-from qat_lora.run.rundir import Run, check_files
+from qat_lora.run.rundir import Run
 
 PANELS = (
     ("loss", "training loss"),

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from qat_lora.backend.group import ALONE, Group
 from qat_lora.errors import UserError, first_line
+from qat_lora.run.checksums import write_sums
 from qat_lora.run.config import RunConfig
 from qat_lora.run.files import as_json, lock, read_json, sha256, write_atomically, write_json, writing
 
@@ -27,8 +28,6 @@ tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a worker that 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "torch_xla", "transformers", "peft", "datasets", "safetensors", "numpy")
 CONFIG_SUM = "config_sha256"  # in manifest.json
-SUMS = "checksums.json"  # of a finished run
-UNSUMMED = {SUMS, "summary.json", "checkpoints", "plots", "wandb"}  # have checksums of their own, or change later
 DATE, STAMP = "date", "%Y%m%dT%H%M%SZ"
 BEFORE_MANIFEST = {
     ".lock",
@@ -62,7 +61,7 @@ class Run:
         if self.mirror:
             try:
                 self.mirror(step, values)
-            except Exception as error:  # network libraries raise anything
+            except (Exception, SystemExit) as error:  # network libraries raise anything
                 self.mirror = None
                 say(f"warning: the mirror of {self.metrics_path} failed ({first_line(error)}) and gets no more lines; "
                     "training continues, and the file itself is complete")  # fmt: skip
@@ -92,34 +91,10 @@ class Run:
             return
         text = as_json({"status": status, **values})
         if status == "finished":
-            total = {"summary.json": hashlib.sha256(text).hexdigest()}
-            write_json(self.path / SUMS, dict(sorted((_sums(self.path) | total).items())))
+            write_sums(self.path, {"summary.json": text})
         write_atomically(self.path / "summary.json", lambda file: file.write(text))
         if self.held:
             self.held.close()
-
-
-def _sums(path: Path) -> dict[str, str]:
-    """The sha256 of each file of a run that readers may rely on."""
-    files = [file.relative_to(path) for file in path.rglob("*") if file.is_file()]
-    return {str(file): sha256(path / file) for file in files if not (file.parts[0] in UNSUMMED or file.name[0] == ".")}
-
-
-def check_files(path: Path, *names: str) -> None:
-    """Raise UserError where a file or folder of a finished run is not what the run has written. Files that the run did
-    not have, runs that are not finished, and those of earlier versions, which noted no checksums, are not checked."""
-    if not (path / SUMS).exists():
-        return
-    for name, wanted in read_json(path / SUMS).items():
-        if name not in names and not name.startswith(tuple(f"{folder}/" for folder in names)):
-            continue
-        if not (path / name).is_file():
-            raise UserError(f"{path / name} is gone; put it back, or train again with another --output-dir")
-        if sha256(path / name) != wanted:
-            raise UserError(
-                f"{path / name} is not what the run has written (checksum); put it back, or train again with another "
-                "--output-dir"
-            )
 
 
 def say(line: str) -> None:
@@ -133,7 +108,7 @@ def attempt(what: str, function: Callable[..., Any], *args) -> Any:
     without, such as plots. what: the subject of the warning."""
     try:
         return function(*args)
-    except Exception as error:  # plotting and network libraries raise anything
+    except (Exception, SystemExit) as error:  # plotting and network libraries raise anything
         say(f"warning: {what} failed ({first_line(error)}); the run continues without")
         return None
 
@@ -331,6 +306,11 @@ def check_same(path: Path, config: RunConfig, facts: dict) -> dict:
     wanted = manifest.get(CONFIG_SUM)
     if wanted is not None and sha256(path / "config.yaml") != wanted:
         raise UserError(f"{path}/config.yaml is damaged (checksum); put it back, or give another --output-dir")
+    for name in sorted(facts.keys() & manifest.keys()):  # first those that name a file: others may follow from it
+        there, here = manifest[name], facts[name]
+        if isinstance(there, dict) and isinstance(here, dict):
+            for key in sorted(there.keys() | here.keys()):
+                _check_equal(path, f"{name}: {key}", there.get(key), here.get(key))
     for field in sorted(dataclasses.fields(config), key=lambda field: field.name):
         name, kind, now = field.name, field.metadata.get("identity", True), getattr(config, field.name)
         if not kind:
@@ -352,19 +332,20 @@ def check_same(path: Path, config: RunConfig, facts: dict) -> dict:
         flags = f"flags and preset (--config {config.config} here)" if config.config else "flags"
         _check_equal(path, name, field.metadata.get("renamed", {}).get(before, before), now, flags)
     for name in sorted(facts.keys() & manifest.keys()):
-        there, here = manifest[name], facts[name]
-        if isinstance(there, dict) and isinstance(here, dict):  # one entry is enough to be named
-            for key in sorted(there.keys() | here.keys()):
-                _check_equal(path, f"{name}: {key}", there.get(key), here.get(key))
-        _check_equal(path, name, there, here)
+        _check_equal(path, name, manifest[name], facts[name])
     return manifest
+
+
+UPDATE = "batch size × accumulation steps × workers"
+MADE_OF = {"rows_per_update": UPDATE, "prompts_per_update": UPDATE}  # facts that several options decide
 
 
 def _check_equal(path: Path, name: str, there: Any, here: Any, flags: str = "flags") -> None:
     if there != here:
+        of = f" ({MADE_OF[name]})" if name in MADE_OF else ""
         raise UserError(
-            f"{path} is a run of another config: {name} is {there!r} there, {here!r} here; give the same {flags}, or "
-            "another --output-dir"
+            f"{path} is a run of another config: {name}{of} is {there!r} there, {here!r} here; give the same {flags}, "
+            "or another --output-dir"
         )
 
 

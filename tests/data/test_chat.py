@@ -200,6 +200,16 @@ def test_an_opened_thought_is_closed_before_the_answer(tiny_tokenizer, gap, thin
     assert after_thought(completions(document)[0].removesuffix("<|im_end|>")) == "It is 4."
 
 
+@pytest.mark.parametrize("opened", ["\\n<think>\\n\\n", "<think>\\n\\n</think>\\n\\n", "\\n<think></think>"])
+def test_other_ways_to_open_a_thought(tiny_tokenizer, opened):
+    tokenizer = with_template(tiny_tokenizer, OPENING.replace("<think>' + gap", f"{opened}'"))
+    document = render_one(SINGLE, tokenizer, "off")
+    prompt = render(SINGLE[:1], tokenizer, False, prompt=True)
+    assert document.text.startswith(prompt) and document.spans[0][0] == len(prompt)
+    assert after_thought(completions(document)[0].removesuffix("<|im_end|>")) == "It is 4."
+    assert document.text.count("<think>") == document.text.count("</think>") == 1
+
+
 @pytest.mark.parametrize(
     "answer",
     [

@@ -1,12 +1,13 @@
 """Built-in chat templates render what their models were trained on, end a turn where a model can stop, and say no."""
 
+import re
 from copy import deepcopy
 from datetime import datetime
 
 import pytest
 from tokenizers import processors
 
-from qat_lora.data.chat import render_chat
+from qat_lora.data.chat import render, render_chat
 from qat_lora.data.options import ChatOptions
 from qat_lora.data.templates import begin_with_bos, set_template, template_facts
 from qat_lora.errors import UserError
@@ -134,6 +135,25 @@ def test_a_template_prints_the_date_that_it_is_given(bare):
     assert template_facts(tokenizer, None) == {"date": "2024-07-26T08:30:00"}
     tokenizer.chat_template = DATELESS
     assert template_facts(tokenizer, None) == {}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "strftime_now('%d %b %Y')", "strftime_now('%-d %B, %H:%M:%S %p, day %j, week %U')", "strftime_now('100%% %%Y')",
+        "strftime_now('%' ~ 'd/' ~ '%m, 100%% %%Y %%')", "strftime_now(format='%A')", "strftime_now('')",
+        "strftime_now('%Y' if true else '%y') ~ strftime_now('%s')",
+    ],
+)  # fmt: skip
+def test_a_fixed_date_is_written_as_strftime_would(bare, call):
+    tokenizer = bare("<|eot_id|>")
+    tokenizer.chat_template = "\n{% set now = " + call + " %}{{ now }}"
+    date = datetime(2024, 7, 6, 18, 5, 9)
+    tokenizer.template_date = date
+    found = render(TALK[1:2], tokenizer, False)
+    formats = re.findall(r"strftime_now\((?:format=)?(.*?)\)", call)
+    wanted = [date.strftime(eval(f.replace("~", "+").replace("true", "True"))) for f in formats]
+    assert found == "\n" + "".join(wanted)
 
 
 def test_named_templates_without_a_default_have_to_be_chosen(bare):

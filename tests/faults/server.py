@@ -102,7 +102,6 @@ def start(folder: Path, script: str, *argv: str, log: str = "log") -> Process:
 
     def command() -> None:
         sys.argv = [f"scripts/{script}.py", *argv]
-        sys.path.insert(0, str(ROOT / "scripts"))
         runpy.run_path(str(ROOT / "scripts" / f"{script}.py"), run_name="__main__")
 
     return fork(folder, command, log)

@@ -2,18 +2,14 @@
 
 import dataclasses
 import json
+import runpy
 import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import compare
 import server
-
-sys.path.insert(0, str(server.ROOT / "tests"))
-
-import tiny
 
 OUT = "out"  # in every trial's folder; the disk that is small or read-only is mounted here
 RUN = f"{OUT}/run"
@@ -249,8 +245,9 @@ def succeed(ended: server.Ended, what: str) -> server.Ended:
 
 def _files() -> None:
     """Model, texts and presets, in the working directory."""
-    tokenizer = tiny.tokenizer()
-    model = tiny.model(tokenizer)
+    tiny = runpy.run_path(str(server.ROOT / "tests" / "tiny.py"))
+    tokenizer = tiny["tokenizer"]()
+    model = tiny["model"](tokenizer)
     for parameter in model.parameters():
         if parameter.ndim == 2:
             parameter.data.mul_(10)  # so that its distributions are far from uniform

@@ -12,8 +12,9 @@ import yaml
 
 from qat_lora.errors import UserError
 from qat_lora.run import rundir
+from qat_lora.run.checksums import check_files
 from qat_lora.run.config import RunConfig, option
-from qat_lora.run.rundir import Run, attempt, begun, check_files, identity, open_run, read_config
+from qat_lora.run.rundir import Run, attempt, begun, identity, open_run, read_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,7 +325,9 @@ def test_metrics_are_one_object_a_line_and_rewind(here):
     assert run.metrics() == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25, "stage": "qat"}]
 
 
-@pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), OSError(28, "No space left"), RuntimeError("?")])
+@pytest.mark.parametrize(
+    "error", [BrokenPipeError(32, "Broken pipe"), OSError(28, "No space left"), RuntimeError("?"), SystemExit(3)]
+)
 def test_a_mirror_that_fails_is_warned_of_once_and_the_run_continues(here, capsys, error):
     run, sent = Run(here, resumed=False), []
 

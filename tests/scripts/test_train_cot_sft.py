@@ -251,7 +251,6 @@ def test_metrics_go_to_wandb_only_when_asked(run, load_script, tmp_path, monkeyp
             return Session()
 
     monkeypatch.setitem(sys.modules, "wandb", Wandb)
-    monkeypatch.setattr(load_script("train_cot_sft"), "find_spec", lambda name: name == "wandb")
     run("--output-dir", tmp_path / "run", "--final-answers", 0, "--eval-answers", 0, "--wandb", "law")
     assert sent == lines(tmp_path / "run")
     wandb_mirror("law", tmp_path / "run", {})
@@ -260,8 +259,30 @@ def test_metrics_go_to_wandb_only_when_asked(run, load_script, tmp_path, monkeyp
     wandb_mirror("law", tmp_path / "run", {})
     assert ids[0] == ids[1] != ids[2], "another run in the same folder has curves of its own"
     monkeypatch.undo()
-    with pytest.raises(UserError, match="--wandb law: wandb is not installed"):
+    with pytest.raises(UserError, match="--wandb law: No module named 'wandb'; pip install wandb"):
         run("--output-dir", tmp_path / "other", "--wandb", "law")
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("fails", ["init", "log"])
+@pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), OSError(28, "No space left"), SystemExit(3)])
+def test_wandb_may_break(run, tmp_path, monkeypatch, capsys, fails, error):
+    class Wandb:
+        @classmethod
+        def init(cls, **settings):
+            if fails == "init":
+                raise error
+            return cls
+
+        @staticmethod
+        def log(values, step):
+            if step > 2:
+                raise error
+
+    monkeypatch.setitem(sys.modules, "wandb", Wandb)
+    run("--output-dir", tmp_path / "run", "--final-answers", 0, "--eval-answers", 0, "--wandb", "law")
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
+    assert capsys.readouterr().out.count("warning: ") == 1
 
 
 @pytest.mark.parametrize(
