@@ -28,6 +28,7 @@ PAD, BLANK_TOKEN, END, BYTE = 0, 1, 2, 3  # tokens of text; BYTE is that of byte
 TEXT_VOCAB = BYTE + 256
 LONGEST = 2**20
 SIDES = ("train", "test")
+AGAIN = "; copy the folder again, or build it anew"
 ANY = 2**31  # numbers are kept as int32
 COUNTS = {"seq_len": 1, "vocab_size": 2, "num_puzzle_identifiers": 1}  # of dataset.json: least values
 
@@ -279,20 +280,24 @@ def _load(folder: Path, shown: str) -> PuzzleRows:
     for name, least in COUNTS.items():
         if type(facts.get(name)) is not int or facts[name] < least:
             raise UserError(
-                f"{shown}/dataset.json: {name} is {facts.get(name)!r}, not a whole number of at least {least}"
+                f"{shown}/dataset.json: {name} is {facts.get(name)!r}, not a whole number of at least {least}{AGAIN}"
             )
     vocab, kind, sets = facts["vocab_size"], facts.get("kind"), facts.get("sets", ["all"])
     if sets != ["all"]:
-        raise UserError(f"{shown}/dataset.json: sets is {sets!r}; only ['all'] can be read")
+        raise UserError(f"{shown}/dataset.json: sets is {sets!r}; only ['all'] can be read{AGAIN}")
     ignored = facts.get("ignore_label_id")
     if type(ignored) not in (int, type(None)):
-        raise UserError(f"{shown}/dataset.json: ignore_label_id is {ignored!r}, not a whole number or null")
+        raise UserError(f"{shown}/dataset.json: ignore_label_id is {ignored!r}, not a whole number or null{AGAIN}")
     try:
         sizes = None if kind is None else (puzzles.vocab(kind), puzzles.side(kind) ** 2)
     except (UserError, TypeError) as error:
-        raise UserError(f"{shown}/dataset.json: kind is {kind!r}, which is unknown ({first_line(error)})") from error
+        raise UserError(
+            f"{shown}/dataset.json: kind is {kind!r}, which is unknown ({first_line(error)}){AGAIN}"
+        ) from error
     if sizes not in (None, (vocab, facts["seq_len"])):
-        raise UserError(f"{shown}/dataset.json: a {kind} has no vocabulary of {vocab} and length of {facts['seq_len']}")
+        raise UserError(
+            f"{shown}/dataset.json: a {kind} has no vocabulary of {vocab} and length of {facts['seq_len']}{AGAIN}"
+        )
 
     def array(name: str, below: int, *shape: int | None) -> np.ndarray:
         return _array(folder / f"all__{name}.npy", f"{shown}/all__{name}.npy", below, shape)
@@ -302,14 +307,14 @@ def _load(folder: Path, shown: str) -> PuzzleRows:
     asked = labels != (-1 if ignored is None else ignored)
     if not (asked.all() if kind else asked.any()):
         what = f"cells without a label, and a {kind} has an answer in each" if kind else "no label at all"
-        raise UserError(f"{shown}/all__labels.npy holds {what}")
+        raise UserError(f"{shown}/all__labels.npy holds {what}{AGAIN}")
     named = array("puzzle_identifiers", facts["num_puzzle_identifiers"], None)
     starts = array("puzzle_indices", ANY, len(named) + 1)
     if starts[0] != 0 or starts[-1] != len(inputs) or (np.diff(starts) < 0).any():
-        raise UserError(f"{shown}/all__puzzle_indices.npy: does not rise from 0 to the {len(inputs)} rows")
+        raise UserError(f"{shown}/all__puzzle_indices.npy: does not rise from 0 to the {len(inputs)} rows{AGAIN}")
     firsts = array("group_indices", ANY, None)
     if firsts[0] != 0 or firsts[-1] != len(named) or (np.diff(firsts) < 1).any():
-        raise UserError(f"{shown}/all__group_indices.npy: does not rise from 0 to the {len(named)} puzzles")
+        raise UserError(f"{shown}/all__group_indices.npy: does not rise from 0 to the {len(named)} puzzles{AGAIN}")
     puzzle = np.repeat(np.arange(len(named), dtype=np.int32), np.diff(starts))
     extra = {name: np.zeros(len(inputs), np.int32) for name in ("budgets", "difficulty")}  # TRM's own folders have none
     extra |= {name: array(name, ANY, len(inputs)) for name in extra if (folder / f"all__{name}.npy").exists()}
@@ -334,22 +339,23 @@ def _array(path: Path, shown: str, below: int, shape: tuple) -> np.ndarray:
     try:
         values = np.load(path, allow_pickle=False)
     except FileNotFoundError:
-        raise UserError(f"{shown}: no such file; put it back, or build the folder again") from None
-    except (OSError, ValueError, EOFError, MemoryError) as error:
-        raise UserError(f"{shown} is not a readable NumPy array ({first_line(error)})") from error
+        raise UserError(f"{shown}: no such file{AGAIN}") from None
+    except Exception as error:  # NumPy reads its header as Python does, and fails in as many ways
+        reason = "it holds Python objects, none of which was run" if "pickle" in str(error) else first_line(error)
+        raise UserError(f"{shown} is not a readable NumPy array ({reason}){AGAIN}") from error
     if not isinstance(values, np.ndarray):
-        raise UserError(f"{shown} is an archive of arrays (.npz), not one array")
+        raise UserError(f"{shown} is an archive of arrays (.npz), not one array{AGAIN}")
     wanted = "×".join("N" if n is None else str(n) for n in shape)
     right = values.ndim == len(shape) and all(n in (None, there) for n, there in zip(shape, values.shape))
     if not right or not np.issubdtype(values.dtype, np.integer):
         raise UserError(
             f"{shown} holds {'×'.join(map(str, values.shape))} values of type {values.dtype}; dataset.json says "
-            f"{wanted} whole numbers"
+            f"{wanted} whole numbers{AGAIN}"
         )
     if not values.size:
-        raise UserError(f"{shown} is empty")
+        raise UserError(f"{shown} is empty{AGAIN}")
     if values.min() < 0 or values.max() >= below:
         raise UserError(
-            f"{shown} holds values from {values.min()} to {values.max()}; they have to be from 0 to {below - 1}"
+            f"{shown} holds values from {values.min()} to {values.max()}; they have to be from 0 to {below - 1}{AGAIN}"
         )
     return values.astype(np.int32)

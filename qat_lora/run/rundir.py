@@ -316,12 +316,14 @@ def check_same(path: Path, config: RunConfig, facts: dict) -> dict:
         if not kind:
             continue
         if isinstance(kind, str) and kind in manifest and kind in facts:
-            if manifest[kind] != facts[kind] and now:
-                raise UserError(
-                    f"{path} is a run of another config: {kind} is {str(manifest[kind])[:12]!r} ({name} "
-                    f"{was.get(name)!r}) there, {str(facts[kind])[:12]!r} ({name} {now!r}) here; give the same one, or "
-                    "another --output-dir"
-                )
+            both = {kind, f"heldout_{kind}"} & manifest.keys() & facts.keys()  # the second comes from the same place
+            for fact in sorted(both):
+                if manifest[fact] != facts[fact] and now:
+                    raise UserError(
+                        f"{path} is a run of another config: {fact} is {str(manifest[fact])[:12]!r} ({name} "
+                        f"{was.get(name)!r}) there, {str(facts[fact])[:12]!r} ({name} {now!r}) here; give the same "
+                        "one, or another --output-dir"
+                    )
             continue
         if name not in was and wanted is None:
             raise UserError(

@@ -173,6 +173,16 @@ def test_a_dataset_of_trm_is_read_identifiers_included(written):
     assert found.identifiers.tolist() == [2] * 5 + [1] * (len(rows) - 5) and not found.budgets.any()
 
 
+def header(old: bytes, new: bytes):
+    """A change to what an array's file says of itself."""
+
+    def damage(folder):
+        path = folder / "train" / "all__inputs.npy"
+        path.write_bytes(path.read_bytes().replace(old, new, 1))
+
+    return damage
+
+
 def facts_with(**changes):
     def change(folder):
         path = folder / "train" / "dataset.json"
@@ -221,6 +231,10 @@ def array_of(name: str, change):
         (array_of("budgets", lambda a: a - 1), "all__budgets.npy holds values from -1"),
         (lambda f: (f / "train" / "all__inputs.npy").unlink(), "train/all__inputs.npy: no such file"),
         (lambda f: (f / "train" / "all__inputs.npy").write_bytes(b"x" * 99), "all__inputs.npy is not a readable"),
+        (header(b"'<i4'", b"'<Y4'"), "all__inputs.npy is not a readable NumPy array .*; copy the folder again"),
+        (header(b"{", b"("), "all__inputs.npy is not a readable NumPy array .*; copy the folder again"),
+        (header(b"}", b" "), "all__inputs.npy is not a readable NumPy array .*; copy the folder again"),
+        (header(b"\x93NUMPY", b"\x92NUMPY"), "all__inputs.npy .*Python objects, none of which was run"),
         (lambda f: (f / "test" / "dataset.json").write_text("{"), "test/dataset.json is damaged"),
         (lambda f: (f / "test").rename(f / "dev"), "data/test: no such folder"),
     ],

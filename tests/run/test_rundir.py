@@ -385,6 +385,13 @@ def test_auto_finds_a_run_whose_model_has_moved(clock):
     assert not open_run("toy", Config(limit=2, resume="auto"), {"base": "ba4"}).resumed
 
 
+def test_held_out_data_comes_from_where_the_data_does():
+    ended_with = open_run("toy", config(limit=1), {"base": "f00", "heldout_base": "1"})
+    ended_with.held.close()
+    with pytest.raises(UserError, match=r"heldout_base is '1' \(limit 1\) there, '2' \(limit 3\) here"):
+        open_run("toy", config(limit=3, resume="auto"), {"base": "f00", "heldout_base": "2"})
+
+
 def test_a_value_of_another_preset_names_the_preset():
     ended(config(config="mine.yaml"))
     assert "preset (--config mine.yaml here)" in refusal(config(config="mine.yaml", resume="auto", max_steps=11))
