@@ -117,8 +117,8 @@ class Plan:
         if not 0 < self.learning_rate < LARGEST:
             raise UserError(f"a learning rate of {self.learning_rate} is not within (0, {LARGEST:.0e}); use e.g. 1e-3")
         for name in ("steps", "warmup_steps", "clip_grad_norm", "weight_decay"):
-            if getattr(self, name) < 0:
-                raise UserError(f"{name.replace('_', '-')}={getattr(self, name)} must not be negative")
+            if not 0 <= getattr(self, name) <= LARGEST:
+                raise UserError(f"{name.replace('_', '-')}={getattr(self, name)} must be from 0 to {LARGEST:.0e}")
 
     def learning_rate_factor(self, step: int) -> float:
         """The schedule's factor for update `step` (1-based): counted in updates, never in micro-batches."""

@@ -9,6 +9,7 @@ from ipaddress import ip_address
 from qat_lora.errors import UserError
 
 LARGEST = 2**31 - 1
+MOST_WORKERS = 2**16
 LOOPBACK = "127.0.0.1"
 MEANING = {
     "RANK": "this worker's number, from 0 to WORLD_SIZE - 1",
@@ -80,7 +81,7 @@ def read_place() -> Place | None:
     """
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return None
-    world_size = whole_number("WORLD_SIZE", 1)
+    world_size = whole_number("WORLD_SIZE", 1, MOST_WORKERS)
     rank = whole_number("RANK", 0)
     port = whole_number("MASTER_PORT", 1, 65535)
     if missing := [name for name in REQUIRED if name not in os.environ]:

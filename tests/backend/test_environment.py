@@ -81,7 +81,7 @@ def test_half_a_place_names_what_is_missing(place, values, there, missing):
         ("RANK", "2", "is not below WORLD_SIZE=2"),
         ("RANK", "1.0", "is not a whole number"),
         ("RANK", "9" * 5000, "is not a whole number"),
-        ("WORLD_SIZE", "0", "is not a whole number of at least 1"),
+        ("WORLD_SIZE", "0", "is not a whole number from 1 to 65536"),
         ("MASTER_PORT", "0", "is not a whole number from 1 to 65535"),
         ("MASTER_PORT", "65536", "is not a whole number from 1 to 65535"),
         ("LOCAL_RANK", "2", "is not below"),

@@ -197,7 +197,7 @@ def test_the_scripts_that_read_a_run(run, trained, capsys, monkeypatch, tmp_path
         ("--num-generations 1", "--num-generations 1"), ("--control off", "--control 'off' is not one of none"),
         ("--loss-type ppo", "'ppo' is not one of grpo, bnpo"), ("--temperature 0", "--temperature 0"),
         ("--num-samples 1", "--num-samples 1 does not fill"), ("--fewshot-ratio 2", "--fewshot-ratio 2.0 is a share"),
-        ("--beta -1", "--beta must be 0 or above"), ("--max-completion-length 500", "exceeds the 512 positions"),
+        ("--beta -1", "--beta must be from 0 to 1e6"), ("--max-completion-length 500", "exceeds the 512 positions"),
     ],
 )  # fmt: skip
 def test_bad_input(refusal, sharp_model_dir, tmp_path, flags, part):
