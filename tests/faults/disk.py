@@ -8,10 +8,11 @@ from functools import partial
 from pathlib import Path
 
 from subjects import BY_NAME, OUT, SUBJECTS, TOOLS
-from trials import Bench, Trial, Unexpected, check_refusal, check_same, in_child, said
+from trials import Bench, Trial, Unexpected, check_refusal, check_same, in_child, said, used
 
 FULL, READ_ONLY = "full disk", "read-only folder"
-SIZES = 5  # of a disk, for each subject
+SHARES = (0.0, 0.3, 0.6, 0.9, 1.1, 1.5)  # of the room that a command takes
+FILLER = "filler"
 ROOM = 2**16  # kB: enough for all
 NEW_NAMESPACE, NEW_USER = 0x00020000, 0x10000000
 RDONLY, REMOUNT, PRIVATE = 1, 32, 1 << 18 | 1 << 14
@@ -55,9 +56,8 @@ def allowed(base: Path) -> bool:
 def trials(bench: Bench) -> Iterator[Trial]:
     for subject in bench.chosen((*SUBJECTS, *WRITERS)):
         need = bench.reference(subject).kilobytes
-        for number in range(SIZES):
-            share = (number + 0.5) / SIZES * 1.25
-            yield Trial(FULL, subject.name, f"disk {number}", partial(full, share=share, need=need))
+        for share in SHARES:
+            yield Trial(FULL, subject.name, f"{share:.0%} of the room", partial(full, share=share, need=need))
     for subject in bench.chosen(SUBJECTS):
         yield Trial(READ_ONLY, subject.name, "new", partial(read_only, resumed=False))
         yield Trial(READ_ONLY, subject.name, "resumed", partial(read_only, resumed=True))
@@ -66,13 +66,14 @@ def trials(bench: Bench) -> Iterator[Trial]:
 
 
 def full(bench: Bench, folder: Path, trial: Trial, share: float, need: int) -> str:
-    """A disk with a share of the room that the result needs; the command is given again once there is enough."""
+    """A disk with a share of the room that a command needs; the command is given again once there is enough."""
     subject = BY_NAME[trial.subject]
-    size = max(4, int(need * share * trial.dice.uniform(0.8, 1.2)) // 4 * 4)
-    bench.prepare(subject, folder)
-    filled = sum(-(-path.stat().st_size // 4096) * 4 for path in (folder / OUT).rglob("*") if path.is_file())
-    on_disk(folder, f"size={filled + size}k")
+    room = int(need * share * trial.dice.uniform(0.85, 1.15)) // 4 * 4
+    before = used(bench.prepare(subject, folder) / OUT)
+    on_disk(folder, f"size={before + room + 4}k")
+    (folder / OUT / FILLER).write_bytes(bytes(4096))  # no disk can be made with room for nothing
     ended = subject.start(folder).wait()
+    (folder / OUT / FILLER).unlink()
     if not ended.code:
         check_same(bench, subject, folder, ended)
         return "same result"

@@ -9,10 +9,11 @@ from qat_lora.run.rundir import revision
 
 HEAD = """# What survives what
 
-Made by `make test-faults` at commit {commit} on {machine}: {count} trials. Each trial does one kind of damage to a
-small run of one script, gives the same command again (`--resume auto`), and compares the result with that of a run that
-nothing happened to. "The same" means equal tensors, equal lines in metrics.jsonl and equal texts, apart from times and
-memory.
+Made by `make test-faults`: {count} trials at commit {commit}, on {machine}.
+
+Each trial does one kind of damage to a small run of one script, gives the same command again (`--resume auto`), and
+compares the result with that of a run that nothing happened to. "The same" means equal tensors, equal lines in
+metrics.jsonl and equal texts, apart from times and memory.
 
 ## What is promised
 

@@ -6,7 +6,9 @@ import random
 import re
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +58,7 @@ class Reference:
 
     result: dict[str, Any]
     seconds: float
-    kilobytes: int
+    kilobytes: int  # at its peak
     last: str  # what is saved last, below RUN: checkpoints/step_N, or a shard
 
 
@@ -93,7 +95,11 @@ class Bench:
             if name in FINISHED:
                 self.reference(BY_NAME[FINISHED[name]])
                 shutil.rmtree(self.inputs / name, ignore_errors=True)
-                shutil.copytree(self.base / "reference" / FINISHED[name] / RUN, self.inputs / name)
+                shutil.copytree(
+                    self.base / "reference" / FINISHED[name] / RUN,
+                    self.inputs / name,
+                    ignore=shutil.ignore_patterns("plots"),
+                )
             else:
                 subjects.make_input(self.inputs, name)
 
@@ -113,13 +119,15 @@ class Bench:
         kept = self.base / "reference" / f"{subject.name}.pickle"
 
         def make(folder: Path) -> None:
-            self.prepare(subject, folder)
-            ended = succeed(subject.start(folder).wait(), subject.name)
+            before = used(self.prepare(subject, folder) / OUT)
+            process, room = subject.start(folder), before
+            while process.alive():
+                room = max(room, used(folder / OUT))
+                time.sleep(0.005)
+            ended = succeed(process.wait(), subject.name)
             found = in_child(lambda: subject.result(folder, ended))
-            out = folder / OUT
-            size = sum(-(-path.stat().st_size // 4096) * 4 for path in out.rglob("*") if path.is_file())
             last = _last(folder / RUN) if subject.trains else ""
-            kept.write_bytes(pickle.dumps(Reference(found, ended.seconds, size, last)))
+            kept.write_bytes(pickle.dumps(Reference(found, ended.seconds, room - before, last)))
 
         if subject.name not in self.references:
             self._once(kept.with_suffix(""), make)
@@ -138,6 +146,16 @@ class Bench:
             process.wait()
 
         return self._once(self.base / "interrupted" / f"{subject.name} {after.replace('/', ' ')}", make)
+
+
+def used(folder: Path) -> int:
+    """kB that the files of a folder take on a disk of 4 kB blocks."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):  # just renamed
+                total += -(-os.stat(os.path.join(place, name)).st_size // 4096) * 4
+    return total
 
 
 def in_child(function: Callable[[], Any]) -> Any:
