@@ -21,6 +21,7 @@ WRITE_FAULT = re.compile(
     "PytorchStreamWriter failed|unexpected pos"
 )
 NO_ROOM = 2**16  # bytes: a disk with less than this left is full
+HELD: dict[Path, BinaryIO] = {}  # the open lock files of this process, by folder
 
 
 @contextmanager
@@ -97,11 +98,15 @@ def _is_full(path: Path) -> bool:
 def lock(folder: Path) -> BinaryIO:
     """Make `folder` and keep it for this process until it ends, however it ends.
 
-    Returns the open lock file; dropping it gives the folder free. Raises UserError where another process has it.
+    Returns the open lock file; closing it gives the folder free. This process may ask again: then the folder changes
+    hands, as where a run was interrupted in a notebook and is started anew. Raises UserError where another process has
+    it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / ".lock", "ab")  # noqa: SIM115 — it stays open
+        if earlier := HELD.pop(folder.resolve(), None):
+            earlier.close()
+        file = HELD[folder.resolve()] = open(folder / ".lock", "ab")  # noqa: SIM115 — it stays open
     except OSError as error:
         raise cannot_write(folder, error) from error
     try:

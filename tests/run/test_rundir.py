@@ -9,6 +9,7 @@ from datetime import UTC
 
 import pytest
 import yaml
+from locked import locked
 
 from qat_lora.errors import UserError
 from qat_lora.run import rundir
@@ -292,10 +293,18 @@ def test_auto_passes_over_a_damaged_neighbour(clock, file):
 def test_run_of_a_living_process_is_refused_and_untouched(here):
     run = open_run("toy", config(), {})
     before = (run.path / "manifest.json").read_bytes()
-    assert "another process is writing run" in refusal(config(resume="auto"))
-    assert (run.path / "manifest.json").read_bytes() == before
     run.held.close()
+    with locked(run.path):
+        assert "another process is writing run" in refusal(config(resume="auto"))
+    assert (run.path / "manifest.json").read_bytes() == before
     assert open_run("toy", config(resume="auto"), {}).resumed
+
+
+def test_a_run_that_was_interrupted_is_resumed_by_the_same_process(here):
+    """As in a notebook, whose last traceback keeps everything alive."""
+    interrupted = open_run("toy", config(), {})
+    assert open_run("toy", config(resume="auto"), {}).resumed
+    assert interrupted.held.closed
 
 
 @pytest.mark.parametrize("file", ["config.yaml", "manifest.json"])

@@ -6,11 +6,12 @@ import time
 from pathlib import Path
 
 import pytest
+from locked import locked
 from small import SMALL, damage
 
 from qat_lora.kd.cache import FORMAT
 from qat_lora.models.loading import load_model
-from qat_lora.run.files import lock, read_json
+from qat_lora.run.files import read_json
 
 
 # -- flags and presets -----------------------------------------------------------------------------------------------
@@ -252,6 +253,6 @@ def test_two_builders_of_one_cache_are_refused(refuse, run, tiny_model_dir, tmp_
         "--device",
         "cpu",
     ]
-    with lock(tmp_path / "c"):
+    with locked(tmp_path / "c"):
         assert "another process is writing" in refuse("build_kd_cache", *flags)
     run("build_kd_cache", *flags)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from gguf import GGUFReader
+from locked import locked
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qat_lora import export
@@ -22,7 +23,7 @@ from qat_lora.models.loading import load_model
 from qat_lora.quant.init import initialise
 from qat_lora.quant.student import StudentSpec, quantize, read_student, save_student
 from qat_lora.run.config import parse
-from qat_lora.run.files import lock, sha256
+from qat_lora.run.files import sha256
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = StudentSpec(mlp="int2/g64", attn="balanced4/g32")
@@ -183,10 +184,8 @@ def test_what_is_there_is_left_alone(refusal, run, files, tmp_path):
     assert "is there already and nothing is overwritten" in refusal("export_model", *flags, tmp_path / "out")
     assert (tmp_path / "out" / "model.gguf").read_bytes() == before
     assert "is there already" in refusal("export_model", *flags, files[0])
-    held = lock(tmp_path / ".new.part")
-    with pytest.raises(UserError, match="another process is writing"):
+    with locked(tmp_path / ".new.part"), pytest.raises(UserError, match="another process is writing"):
         run("--output-dir", tmp_path / "new")
-    held.close()
 
 
 @pytest.mark.parametrize(

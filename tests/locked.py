@@ -1,0 +1,26 @@
+"""A folder that another process is writing."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+HOLDER = """
+import pathlib, sys
+from qat_lora.run.files import lock
+held = lock(pathlib.Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Inside the block a living process has the lock of `folder`."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout.readline() == "held\n"
+        yield
+        holder.stdin.close()
