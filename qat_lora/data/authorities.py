@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from qat_lora.data.citations import (
     ABBREVIATED,
     CONNECTORS,
+    COURTS,
     ENACTED,
     OPENINGS,
     Item,
@@ -216,6 +217,9 @@ class _Reading:
         """Record an Act, Regulations, an Order or Rules with a name before and a year after it."""
         item, year = self.items[at], at + 1
         if not item.big or item.norm not in ENACTED:
+            return
+        if " ".join(word.norm for word in self.items[max(0, at - 2) : year]) in COURTS.values():
+            self._places(at - 2, year)
             return
         if self._joined(year) and self.items[year].gap.strip() == "(":  # a remark in brackets, unless it is the year
             while (

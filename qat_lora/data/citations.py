@@ -7,7 +7,7 @@ places such as s 5(1)), and everything else works on those items, in time linear
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from qat_lora.data.appearance import GLYPHS, MARKS, folded, plain
@@ -23,19 +23,27 @@ PLACES = {
     "pt": ("pt|part", "pts|parts"),
 }
 ONE, MANY = ("|".join(words) for words in zip(*PLACES.values()))
+# Rules of court, which are the same whether or not their year is given
+COURTS = {"cpr": "civil procedure rules", "fpr": "family procedure rules", "crimpr": "criminal procedure rules"}
 YEAR = r"[12]\d{3}(?!\d)"
 CHAR = r"[^\s!-/:-@\[-`{-~§¶]"  # a character of a word; GLYPHS leave no other punctuation
 LETTER = rf"[^\W\d_][{MARKS}]*+"
 CLUSTER = re.compile(rf"(?s:.)[{MARKS}]*+")
-BRACKETS = r"(?: ?\((?:\d{1,3}[a-z]?|[a-z]{1,2}|[ivx]{1,4})\))*+"
-NUMBER = rf"\d{CHAR}*+(?:(?:\.(?=\d)|[/-]){CHAR}++)*+{BRACKETS}"
+BRACKET = r"(?: ?\((?:\d{1,3}[a-z]?|[a-z]{1,2}|[ivx]{1,4})\))"
+BRACKETS = rf"{BRACKET}*+"
+NUMBER = rf"\d{CHAR}*+(?:(?:\.(?=\d)|[/-]| - (?=\d)(?!{YEAR})){CHAR}++)*+{BRACKETS}"
+SPAN = rf"{NUMBER}(?: to (?=\d)(?!{YEAR}){NUMBER})?+"
 ROMAN = rf"(?-i:[IVXLC]{{1,6}})(?!{CHAR}){BRACKETS}"
 TOKEN = re.compile(
-    rf"(?i:(?<!{CHAR})(?<!{CHAR}')(?:(?P<many>{MANY})\.?(?<!rules)(?<!regulations) ?(?P<list>{NUMBER}"
-    rf"(?:(?:, ?(?:(?:and|or) |& )?| (?:and|or|&|und|et|y) )(?!{YEAR}){NUMBER})*+)"
+    rf"(?i:(?<!{CHAR})(?<!{CHAR}')(?:(?P<many>{MANY})\.?(?<!rules)(?<!regulations) ?(?P<list>{SPAN}"
+    rf"(?:(?:, ?(?:(?:and|or) |& )?| (?:and|or|&|und|et|y) )(?!{YEAR}){SPAN})*+)"
     rf"|(?P<several>rules|regulations) (?!{YEAR})(?P<numbers>{NUMBER})"
     rf"|(?P<one>{ONE})(?:\. ?| ?)(?P<number>{NUMBER})"
-    rf"|(?P<part>art|article|sch|schedule|pt|part)\.? (?P<roman>{ROMAN})))"
+    rf"|(?P<part>art|article|sch|schedule|pt|part)\.? (?P<roman>{ROMAN})"
+    rf"|(?P<under>sub-?(?:sections?|sects?|ss?)|(?:sub-?)?(?:paragraphs?|paras?))\.?(?P<within>{BRACKET}++)"
+    rf"|(?P<court>{'|'.join(COURTS)})(?!{CHAR})(?:,? (?P<rule>\d++\.{NUMBER}))?+"
+    # the chapter of an Act of that year, "1980 c. 58" or "1980 (c 58)", which adds nothing to the year
+    rf"|(?<=\d{{4}} )(?P<chapter>\(ch?\.? ?\d{{1,3}}\)|ch?\. ?\d{{1,3}})(?!{CHAR})))"
     # initials, "U.S.C." or "U. S. C.", but not the "v." between two parties
     rf"|(?P<initials>(?![vV]\.){LETTER}(?:\.(?!v\b){LETTER}(?!{CHAR})|\. (?![vV]\.){LETTER}(?=\.))++\.?)"
     rf"|(?P<word>{CHAR}++(?:(?:['/-]|(?<=\d)\.(?=\d)){CHAR}++)*+|[§¶&])"
@@ -83,22 +91,57 @@ def items(text: str) -> list[Item]:
     for match in TOKEN.finditer(seen):
         start, end = match.span()
         places = _places(match)
-        norm = " ".join(places) if places else _norm(match[0])
-        if norm.strip(MARKS):
+        norm = " ".join(places) if places else _norm(match["within"] or match[0])
+        if match["chapter"]:
+            last = end
+        elif norm.strip(MARKS):
             big = not places and (seen[start].isupper() or seen[start].istitle())
-            found.append(Item(norm, starts[start], ends[end - 1], seen[last:start], big, places))
+            item = Item(norm, starts[start], ends[end - 1], seen[last:start], big, places)
+            if match["court"]:
+                words = COURTS[folded(match["court"])].split()
+                found += [replace(item, norm=word, gap=" " if at else item.gap, places=(), big=True)
+                          for at, word in enumerate(words)]  # fmt: skip
+                item = replace(item, gap=" ", big=False) if places else found.pop()
+            _add(found, item)
             last = end
     return found
 
 
+def _add(found: list[Item], item: Item) -> None:
+    """Append an item, joined with what comes before it where both are one: "Act of 1980" is "Act 1980", "subsection (1)
+    of section 5" is "section 5(1)", "para 3 of Schedule 2" is one place, and rules of court need no year."""
+    norms = [other.norm for other in found[-3:]]
+    if item.year and norms[-1:] == ["of"] and norms[-2:-1] in (["act"], ["regulations"]):
+        found[-1:] = [replace(item, gap=found[-1].gap)]
+    elif item.year and " ".join(norms) in COURTS.values():
+        found[-1] = replace(found[-1], end=item.end)
+    elif item.norm.startswith("(") and found and len(found[-1].places) == 1 and set(item.gap) <= set(" ,"):
+        place = found[-1].norm + item.norm
+        found[-1] = replace(found[-1], norm=place, end=item.end, places=(place,))
+    else:
+        while item.places and [other.norm for other in found[-1:]] in (["of"], ["to"]) and len(found) > 1:
+            before = found[-2]
+            if before.norm.startswith("(") and len(item.places) == 1:
+                places = (item.norm + before.norm,)
+            elif before.places:
+                places = (*before.places, *item.places)
+            else:
+                break
+            del found[-2:]
+            item = replace(before, norm=" ".join(places), end=item.end, places=places)
+        found.append(item)
+
+
 def _places(match: re.Match) -> tuple[str, ...]:
     """("s 5(1)", "s 6") for "sections 5 (1) and 6"; () if the match is not a place."""
-    opening = match["many"] or match["several"] or match["one"] or match["part"]
+    opening = match["many"] or match["several"] or match["one"] or match["part"] or (match["rule"] and "r")
     if opening is None:
         return ()
-    numbers = match["list"] or match["numbers"] or match["number"]
-    numbers = re.findall(NUMBER, numbers, re.IGNORECASE) if numbers else [match["roman"]]
-    return tuple(f"{_short(folded(opening))} {folded(number).replace(' ', '')}" for number in numbers)
+    numbers = match["list"] or match["numbers"] or match["number"] or match["rule"]
+    numbers = re.findall(SPAN, numbers, re.IGNORECASE) if numbers else [match["roman"]]
+    return tuple(
+        f"{_short(folded(opening))} {folded(number).replace(' to ', '-').replace(' ', '')}" for number in numbers
+    )
 
 
 @lru_cache

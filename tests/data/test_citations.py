@@ -42,7 +42,19 @@ SPELLINGS = [
     ["A.I.R. 1973 S.C. 1461", "AIR 1973 SC 1461"],
     ["Müller v Straße [2001] AC 1", "MU\u0308LLER v STRASSE [2001] AC 1"],
     ["Civil Procedure Rules 1998, r 54.5", "rule 54.5 of the Civil Procedure Rules 1998",
-     "CIVIL PROCEDURE RULES 1998 r. 54.5"],
+     "CIVIL PROCEDURE RULES 1998 r. 54.5", "Civil Procedure Rules, r 54.5", "CPR 54.5", "CPR r. 54.5", "CPR, rule 54.5",
+     "rule 54.5 of the CPR"],
+    ["Family Procedure Rules 2010, r 4.1(3)(a)", "FPR 4.1(3)(a)", "FPR 2010, r 4.1 (3)(a)"],
+    ["CPR Part 36", "Part 36 of the Civil Procedure Rules 1998", "CPR Pt 36"],
+    ["Limitation Act 1980, s 11", "Limitation Act 1980 (c. 58), s 11", "section 11 of the Limitation Act of 1980",
+     "Limitation Act 1980 c. 58, section 11", "s 11 of the Limitation Act 1980 (c 58)"],
+    ["Limitation Act 1980, s 14(1)", "subsection (1) of section 14 of the Limitation Act 1980",
+     "Limitation Act 1980, s 14, subs (1)", "sub-s (1) of s 14 Limitation Act 1980",
+     "section 14 subsection (1) of the Limitation Act 1980"],
+    ["Limitation Act 1980, s 33(3)(b)", "para (b) of sub-section (3) of section 33 of the Limitation Act 1980",
+     "Limitation Act 1980, s 33(3), paragraph (b)"],
+    ["Limitation Act 1980, ss 2-4A", "Limitation Act 1980, ss 2 – 4A", "sections 2 to 4A of the Limitation Act 1980",
+     "Limitation Act 1980, sections 2—4A"],
 ]  # fmt: skip
 
 
@@ -54,6 +66,14 @@ def test_spellings_of_one_authority_are_one(spellings):
     for spelling in spellings:
         said = Answer.read(f"Answer: yes\nCase Citation: {spelling}", True)
         assert listed.cited(said) == ({spellings[1]}, set())
+
+
+@pytest.mark.parametrize("spellings", SPELLINGS, ids=lambda spellings: spellings[0])
+def test_every_spelling_is_found_within_a_sentence(spellings):
+    listed = Authorities([spellings[0]])
+    for spelling in spellings:
+        said = Answer.read(f"Reasoning: The court applied {spelling} to this.\nAnswer: yes", True)
+        assert listed.cited(said) == ({spellings[0]}, set())
 
 
 def test_no_two_authorities_are_one():
