@@ -21,7 +21,7 @@ from pathlib import Path
 from qat_lora.backend import open_backend, resolve
 from qat_lora.data.appearance import visible
 from qat_lora.data.authorities import Authorities
-from qat_lora.data.chat import after_thought, check_template
+from qat_lora.data.chat import after_thought, check_template, opens_thought
 from qat_lora.data.legal import AUTHORITIES
 from qat_lora.data.legal_answers import messages
 from qat_lora.data.options import ChatOptions
@@ -74,6 +74,8 @@ def main(cfg: Config) -> None:
     backend.place(model)
     backend.seed(cfg.seed)  # only once, so that asking again gives a new answer
 
+    opened = opens_thought(tokenizer, thinks)
+
     def ask(question: str) -> Stream:
         return Stream(
             model, tokenizer, messages(question), backend, max_new_tokens=cfg.max_new_tokens,
@@ -81,10 +83,10 @@ def main(cfg: Config) -> None:
         )  # fmt: skip
 
     if cfg.web:
-        return serve(cfg, ask, authorities, about)
+        return serve(cfg, ask, authorities, about, opened)
     for question in questions(cfg):
         try:
-            answer_in_terminal(ask(question), authorities)
+            answer_in_terminal(ask(question), authorities, opened)
         except UserError as error:
             if cfg.question is not None:
                 raise
@@ -187,19 +189,19 @@ def questions(cfg: Config) -> Iterator[str]:
     yield from filter(visible, map(str.strip, sys.stdin))
 
 
-def answer_in_terminal(pieces: Stream, authorities: Authorities) -> None:
+def answer_in_terminal(pieces: Stream, authorities: Authorities, opened: bool) -> None:
     text = ""
     for piece in pieces:
         print(piece, end="", flush=True)
         text += piece
     print()
-    for name, known in verdicts(Answer.read(after_thought(text), pieces.ended), authorities):
+    for name, known in verdicts(Answer.read(after_thought(text, opened), pieces.ended), authorities):
         say(verdict_line(name, known))
     if not pieces.ended:
         say(CUT_OFF)
 
 
-def serve(cfg: Config, ask, authorities: Authorities, about: str) -> None:
+def serve(cfg: Config, ask, authorities: Authorities, about: str, opened: bool) -> None:
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # a page of this machine tells nobody
     try:
         import gradio
@@ -207,7 +209,7 @@ def serve(cfg: Config, ask, authorities: Authorities, about: str) -> None:
         raise UserError(f"--web needs gradio ({error}); pip install -r requirements.txt") from error
     plain = gradio.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])  # no fonts from elsewhere
     try:
-        page(ask, authorities, about).launch(
+        page(ask, authorities, about, opened).launch(
             server_name=cfg.host, server_port=cfg.port, css=STYLE, theme=plain, footer_links=[]
         )
     except OSError as error:

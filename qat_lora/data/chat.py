@@ -15,7 +15,7 @@ KNOWN_FORMATS = (
     "messages, conversations (sharegpt), instruction + output (alpaca), prompt + completion (text or turns), "
     "text (plain)"
 )
-THOUGHT_END = "</think>"
+THOUGHT, THOUGHT_END = "<think>", "</think>"
 # strftime by a table of what each of its codes gives, in Jinja.
 CLOCK = (
     "{% macro strftime_now(format) %}{% set said, now = SAID, namespace(text='', code='') %}{% for sign in format %}"
@@ -248,9 +248,18 @@ def _with_thought(messages: list[dict], text: str, tokenizer, enabled: bool) -> 
     return f"{prompt}{gap}{thought}\n{THOUGHT_END}\n\n{answer.rpartition(THOUGHT_END)[2].lstrip()}"
 
 
-def after_thought(text: str) -> str:
-    """The text of an answer after the thought that a template opened for it; all of it if there is no thought."""
-    return text.rpartition(THOUGHT_END)[2].strip()
+def opens_thought(tokenizer, enabled: bool) -> bool:
+    """Whether the chat template's generation prompt ends in an opened thought, which the answer continues."""
+    prompt = render([{"role": "user", "content": "?"}], tokenizer, enabled, prompt=True)
+    return prompt.rstrip().endswith(THOUGHT)
+
+
+def after_thought(text: str, opened: bool) -> str:
+    """The text of an answer after its thought: all of it if there is no thought, none if the thought was cut off.
+    opened: whether the prompt opened one (`opens_thought`)."""
+    _, end, answer = text.rpartition(THOUGHT_END)
+    unfinished = not end and (opened or text.lstrip().startswith(THOUGHT))
+    return "" if unfinished else answer.strip()
 
 
 def _check_opened(messages: list[dict], before: str, upto: str, tokenizer, enabled: bool) -> None:

@@ -174,7 +174,8 @@ def checked(cfg: Config) -> Config:
         cfg = dataclasses.replace(cfg, precision=PRECISIONS[cfg.forward_dtype], forward_dtype=None)
     for name, least in (
         ("epochs", 1), ("steps", 0), ("puzzles", 2), ("eval_rows", 0), ("global_batch_size", 1), ("lr_warmup", 0),
-        ("grad_clip_norm", 0), ("puzzle_emb_lr", 0), ("puzzle_emb_weight_decay", 0),
+        ("grad_clip_norm", 0), ("puzzle_emb_lr", 0), ("puzzle_emb_weight_decay", 0), ("eval_interval", 0),
+        ("save_interval", 0), ("log_interval", 0),
     ):  # fmt: skip
         if getattr(cfg, name) < least:
             raise UserError(f"--{name.replace('_', '-')} {getattr(cfg, name)} must be at least {least}")

@@ -36,7 +36,10 @@ def verdict_line(name: str, known: bool) -> str:
 
 
 def show(answer: Answer, authorities: Authorities, whole: bool) -> str:
-    """The answer as HTML: a block for each section, or one for text that has none; of a whole one, what it cites."""
+    """The answer as HTML: a block for each section, or one for text that has none; of a whole one, what it cites.
+    Before anything is said, the model is thinking."""
+    if not whole and not answer.text:
+        return '<div class="law"><p>thinking …</p></div>'
     blocks = [(name, title, answer.sections[name]) for name, title in SECTIONS.items() if name in answer.sections] or [
         ("text", "Answer without sections", answer.text)
     ]
@@ -61,8 +64,8 @@ def checked_question(question: str | None) -> str:
     return question.strip()
 
 
-def page(ask: Callable[[str], Stream], authorities: Authorities, about: str):
-    """A Gradio page on `ask`, which answers a question."""
+def page(ask: Callable[[str], Stream], authorities: Authorities, about: str, opened: bool):
+    """A Gradio page on `ask`, which answers a question. opened: whether answers begin within a thought."""
     import gradio
 
     def answered(question: str | None) -> Iterator[str]:  # the API may send null
@@ -71,8 +74,8 @@ def page(ask: Callable[[str], Stream], authorities: Authorities, about: str):
             pieces = ask(checked_question(question))
             for piece in pieces:
                 text += piece
-                yield show(Answer.read(after_thought(text), False), authorities, whole=False)
-            yield show(Answer.read(after_thought(text), pieces.ended), authorities, whole=True)
+                yield show(Answer.read(after_thought(text, opened), False), authorities, whole=False)
+            yield show(Answer.read(after_thought(text, opened), pieces.ended), authorities, whole=True)
         except UserError as error:
             yield f'<div class="law"><p class="unknown">{escape(str(error))}</p></div>'
 

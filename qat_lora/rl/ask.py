@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import nn
 
 from qat_lora.backend import TorchBackend
-from qat_lora.data.chat import after_thought, render
+from qat_lora.data.chat import after_thought, opens_thought, render
 from qat_lora.models.tokens import check_ids
 from qat_lora.rl.policy import Prompts
 from qat_lora.rl.rollout import Sampling, rollout
@@ -40,8 +41,13 @@ class Asker:
         check_ids(ids, self.tokenizer)
         return ids
 
+    @cached_property
+    def opened(self) -> bool:
+        return opens_thought(self.tokenizer, self.thinks)
+
     def decode(self, tokens: list[int]) -> str:
-        return after_thought(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        """What was said after a thought, if there was one."""
+        return after_thought(self.tokenizer.decode(tokens, skip_special_tokens=True), self.opened)
 
     def ask(
         self, model: nn.Module, talks: Sequence[Sequence[dict]], samples: int, sampling: Sampling

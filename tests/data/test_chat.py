@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from qat_lora.data.chat import Document, after_thought, documents, render, render_chat, to_messages
+from qat_lora.data.chat import Document, after_thought, documents, opens_thought, render, render_chat, to_messages
 from qat_lora.errors import UserError
 
 SINGLE = [{"role": "user", "content": "What is 2+2?"}, {"role": "assistant", "content": "It is 4."}]
@@ -197,7 +197,7 @@ def test_an_opened_thought_is_closed_before_the_answer(tiny_tokenizer, gap, thin
     assert prompt.endswith("<think>" + gap)
     assert document.text == prompt + ("" if gap else "\n") + "\n</think>\n\nIt is 4.<|im_end|>\n"
     assert document.text[: document.spans[0][0]] == prompt and completions(document)[0].endswith("It is 4.<|im_end|>")
-    assert after_thought(completions(document)[0].removesuffix("<|im_end|>")) == "It is 4."
+    assert after_thought(completions(document)[0].removesuffix("<|im_end|>"), True) == "It is 4."
 
 
 @pytest.mark.parametrize("opened", ["\\n<think>\\n\\n", "<think>\\n\\n</think>\\n\\n", "\\n<think></think>"])
@@ -206,8 +206,24 @@ def test_other_ways_to_open_a_thought(tiny_tokenizer, opened):
     document = render_one(SINGLE, tokenizer, "off")
     prompt = render(SINGLE[:1], tokenizer, False, prompt=True)
     assert document.text.startswith(prompt) and document.spans[0][0] == len(prompt)
-    assert after_thought(completions(document)[0].removesuffix("<|im_end|>")) == "It is 4."
+    assert (
+        after_thought(completions(document)[0].removesuffix("<|im_end|>"), opens_thought(tokenizer, False))
+        == "It is 4."
+    )
     assert document.text.count("<think>") == document.text.count("</think>") == 1
+
+
+@pytest.mark.parametrize("said, opened, answer", [
+    ("Two twos.</think> 4", True, "4"), ("Two twos.", True, ""), ("<think>\nTwo", False, ""), ("4", False, "4"),
+    ("<think>Two</think>\n\n4", False, "4"), ("", True, ""),
+])  # fmt: skip
+def test_a_thought_that_was_cut_off_is_no_answer(said, opened, answer):
+    assert after_thought(said, opened) == answer
+
+
+def test_whether_a_prompt_opens_a_thought(tiny_tokenizer):
+    assert opens_thought(with_template(tiny_tokenizer, OPENING.replace("gap", "'\\n'")), False)
+    assert not opens_thought(tiny_tokenizer, True) and not opens_thought(tiny_tokenizer, False)
 
 
 @pytest.mark.parametrize(

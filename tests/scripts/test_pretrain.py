@@ -403,7 +403,7 @@ def test_sizes_are_checked_against_the_device_that_trains(load_script, monkeypat
         (["heldout_fraction=0"], "--heldout-fraction 0.0 is not between 0 and 1"),
         (["forward_dtype=fp16"], "--forward-dtype 'fp16' is not one of float32, bfloat16"),
         (["precision=bf16"], "--forward-dtype float32 and --precision bf16 differ"),
-        (["eval_interval=-1"], "must not be negative"), (["lr=0"], "a learning rate of 0.0 is not within"),
+        (["eval_interval=-1"], "--eval-interval -1 must be at least 0"), (["lr=0"], "a learning rate of 0.0 is not within"),
         (["arch.num_heads=3"], "arch.hidden_size 16 does not divide by twice arch.num_heads 3"),
         (["num_chips=3", "--dry-run"], "global_batch_size 8 does not divide by 3 workers"),
         (["halt_max_segments=0"], "--halt-max-segments 0"), (["eval_rows=-1"], "--eval-rows -1 must be at least 0"),

@@ -112,7 +112,7 @@ def test_lines_that_show_nothing_are_skipped(answering, monkeypatch):
 
 @pytest.mark.parametrize("question", [None, *UNSEEN])
 def test_the_page_refuses_them_too(question):
-    blocks = page(lambda text: pytest.fail("asked"), Authorities(AUTHORITIES), "")
+    blocks = page(lambda text: pytest.fail("asked"), Authorities(AUTHORITIES), "", False)
     answered = next(event.fn for event in blocks.fns.values() if event.name == "answered")
     (said,) = answered(question)
     assert said == '<div class="law"><p class="unknown">the question is empty; type one</p></div>'
