@@ -20,6 +20,9 @@ Untested on hardware: TPU, CUDA.
 import importlib
 from dataclasses import asdict, dataclass
 
+import qat_lora  # noqa: F401 — it sets what torch reads when it is imported
+
+# isort: split
 from torch import nn
 
 from qat_lora.backend import TorchBackend, launch, open_backend, planned_workers

@@ -17,6 +17,9 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
+import qat_lora  # noqa: F401 — it sets what torch reads when it is imported
+
+# isort: split
 from torch import nn
 
 from qat_lora.backend import TorchBackend, open_backend, resolve

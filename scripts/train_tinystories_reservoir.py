@@ -21,6 +21,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import qat_lora  # noqa: F401 — it sets what torch reads when it is imported
+
+# isort: split
 import torch
 
 from qat_lora.backend import TorchBackend, launch, open_backend, planned_workers, resolve

@@ -79,6 +79,15 @@ def test_package_imports_no_script_and_no_test(path):
     assert not {module.split(".")[0] for module in imported(path)} & {"scripts", "tests", "benchmarks", "conftest"}
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "scripts").glob("*train*.py")), ids=name)
+def test_training_scripts_set_what_torch_reads_before_they_import_it(path):
+    names = [alias.name if isinstance(node, ast.Import) else node.module
+             for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)
+             for alias in node.names]  # fmt: skip
+    roots = [module.split(".")[0] for module in names]
+    assert "torch" not in roots or roots.index("qat_lora") < roots.index("torch")
+
+
 @pytest.mark.parametrize("path", SCRIPTS, ids=name)
 def test_script_imports_no_script(path):
     others = {script.stem for script in SCRIPTS} | {"scripts"}
