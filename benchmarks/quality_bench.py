@@ -107,8 +107,8 @@ class Bench:
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         run = Run(self.folder / "fit", resumed=(self.folder / "fit").exists())
         run.path.mkdir(exist_ok=True)
-        best = run.path / "best.pt"
         session = Session(run, self.backend, Every(log=10, evaluate=self.steps // 4, save=50))
+        best, kept = session.best("heldout_kl"), run.path / "best.pt"
         plan = Plan(self.steps, BATCH, 1, groups[0]["lr"], 10, 1.0, self.seed)
 
         def state() -> tuple[dict, dict]:
@@ -120,9 +120,9 @@ class Bench:
 
         def evaluate(step: int) -> dict:
             figures = heldout_figures(model, self.heldout, self.backend, BATCH, len(self.heldout))
-            if figures["heldout_kl"] < session.best("heldout_kl", figures["heldout_rows"]) or not best.exists():
+            if best.take(figures, kept.exists()):
                 values = {name: p.detach() for name, p in trained.items()}
-                write_atomically(best, lambda file: torch.save(values, file))
+                write_atomically(kept, lambda file: torch.save(values, file))
             return figures
 
         stream = None
@@ -131,4 +131,4 @@ class Bench:
             stream = stream or training_stream(self.train, plan, step, self.backend)
             set_learning_rates(optimizer, plan.learning_rate_factor(step))
             session.record(**update(model, stream, loss_of, optimizer, plan, self.backend))
-        restore(model, torch.load(best, weights_only=True))
+        restore(model, torch.load(kept, weights_only=True))

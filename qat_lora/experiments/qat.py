@@ -112,12 +112,13 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     if cfg.gradient_checkpointing:
         backend.gradient_checkpointing(student)
 
+    best, kept = session.best("heldout_kl"), run.path / "best.pt"
+
     def evaluate(step: int, model) -> dict:
         figures = heldout_figures(model, heldout, backend, cfg.batch_size, cfg.eval_rows)
-        best, before = run.path / "best.pt", session.best("heldout_kl", figures["heldout_rows"])
-        if backend.is_main and (figures["heldout_kl"] < before or not best.exists()):
+        if backend.is_main and best.take(figures, kept.exists()):
             done = session.offset + step
-            save_student(best, model, cfg.model, spec, {"step": done, "trained": trained or done > 0, **figures})
+            save_student(kept, model, cfg.model, spec, {"step": done, "trained": trained or done > 0, **figures})
         return figures
 
     train_qat(student, train, plan, session, evaluate)
@@ -132,10 +133,9 @@ def work(backend: TorchBackend, cfg: Config) -> None:
         train_qat(student, train, plan, session, evaluate, stage="scales")
     cost = session.cost()
     if backend.is_main:
-        best = session.best("heldout_kl", min(cfg.eval_rows, len(heldout)))
         attempt("plotting", plot_run, run.path)
-        run.finish("finished", best={"heldout_kl": best}, bits_per_weight=bits_per_weight(student), **cost)
-        say(f"best held-out KL {best:.4f}; student in {run.path / 'best.pt'}")
+        run.finish("finished", best={"heldout_kl": best.value}, bits_per_weight=bits_per_weight(student), **cost)
+        say(f"best held-out KL {best.value:.4f}; student in {kept}")
 
 
 def check(cfg: Config) -> None:

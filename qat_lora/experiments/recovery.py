@@ -99,23 +99,22 @@ def work(backend: TorchBackend, cfg: Config) -> None:
         backend.gradient_checkpointing(model)
 
     figure = "heldout_kl" if cfg.mode == "kd" else "heldout_nll"
+    best, adapter = session.best(figure), run.path / "adapter"
 
     def evaluate(step: int) -> dict:
         measure = heldout_figures if cfg.mode == "kd" else heldout_nll
         figures = measure(model, heldout, backend, cfg.batch_size, cfg.eval_rows)
-        adapter, before = run.path / "adapter", session.best(figure, figures["heldout_rows"])
-        if backend.is_main and (figures[figure] < before or not adapter.exists()):
+        if backend.is_main and best.take(figures, adapter.exists()):
             save_adapter(model, adapter, fingerprint)
         return figures
 
     train_recovery_lora(model, train, cfg.mode, plan, anchor, session, evaluate)
     cost = session.cost()
     if backend.is_main:
-        best = session.best(figure, min(cfg.eval_rows, len(heldout)))
         bits = bits_per_weight(student, adapter_values(model))
         attempt("plotting", plot_run, run.path)
-        run.finish("finished", best={figure: best}, bits_per_weight=bits, **cost)
-        say(f"best {figure} {best:.4f}; adapter in {run.path / 'adapter'}")
+        run.finish("finished", best={figure: best.value}, bits_per_weight=bits, **cost)
+        say(f"best {figure} {best.value:.4f}; adapter in {adapter}")
 
 
 def check(cfg: Config) -> None:

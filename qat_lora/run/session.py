@@ -34,6 +34,27 @@ class Every:
                 raise UserError(f"--{flag}-every {steps} must not be negative; 0 means at the end of a stage")
 
 
+@dataclass
+class Best:
+    """The lowest value of a held-out figure, whose state is kept in a file. value: inf before the first; rows: how many
+    rows it was measured on, if known. Values of other rows, after a resume with another --eval-rows, are not
+    comparable: the first of them takes the place of what was kept."""
+
+    figure: str
+    value: float = math.inf
+    rows: int | None = None
+
+    def take(self, figures: dict, there: bool = True) -> bool:
+        """Whether the state that has these figures is now the best, and to be kept. there: whether the file is: where
+        it is gone, any state is better."""
+        value, rows = figures[self.figure], figures.get("heldout_rows")
+        same = there and (self.rows is None or rows in (None, self.rows))
+        if not math.isfinite(value) or (same and value >= self.value):
+            return False
+        self.value, self.rows = value, rows or self.rows
+        return True
+
+
 class Session:
     """Drives the steps of a run's stages and survives what interrupts them.
 
@@ -114,13 +135,13 @@ class Session:
             plain | {name + end: part for name, pair in pairs.items() for end, part in zip((SUM, COUNT), pair)}
         )
 
-    def best(self, figure: str, rows: int) -> float:
-        """The lowest value of a held-out figure over `rows` rows that this run has logged; inf if there is none. Values
-        measured on other rows, before a resume with another --eval-rows, are not comparable and are skipped."""
-        values = [
-            line[figure] for line in self.run.metrics() if figure in line and line.get("heldout_rows", rows) == rows
-        ]
-        return min(filter(math.isfinite, values), default=math.inf)
+    def best(self, figure: str) -> "Best":
+        """The lowest value so far of a held-out figure, as the run's log has it."""
+        best = Best(figure)
+        for line in self.run.metrics():
+            if figure in line:
+                best.take(line)
+        return best
 
     def cost(self) -> dict:
         """Seconds of each stage's steps, peak memory of the largest worker, and what XLA compiled."""

@@ -136,15 +136,22 @@ def test_figures_are_fetched_only_when_something_is_due(toy):
 def test_best_is_the_lowest_ever_logged(toy):
     scores = iter([0.9, 0.4, 0.7])
     made = toy(Every(evaluate=2)).stage("qat", 4, lambda step: {"score": next(scores)})
-    assert made.session.best("score", 8) == 0.4
-    assert made.session.best("other", 8) == math.inf
+    assert made.session.best("score").value == 0.4
+    assert made.session.best("other").value == math.inf
 
 
-def test_best_compares_figures_over_the_same_rows_only(toy):
-    figures = iter([{"score": 0.1, "heldout_rows": 4}, {"score": 0.4, "heldout_rows": 8}, {"score": 0.3}])
-    made = toy(Every(evaluate=2)).stage("qat", 4, lambda step: next(figures))
-    assert made.session.best("score", 8) == 0.3  # a line of an earlier version does not say how many
-    assert made.session.best("score", 4) == 0.1 and made.session.best("score", 2) == 0.3
+@pytest.mark.parametrize("scores, value, rows", [
+    ([(0.1, 4), (0.4, 8), (0.5, 8)], 0.4, 8),  # other rows take the place of what was kept
+    ([(0.1, 8), (0.7, 4), (0.4, 8)], 0.4, 8),  # so 0.1 is in no file any more
+    ([(0.1, 4), (0.4, None), (0.05, None)], 0.05, 4),  # a line of an earlier version does not say how many
+])  # fmt: skip
+def test_best_is_what_the_kept_file_holds(toy, scores, value, rows):
+    lines = iter({"score": score} | ({"heldout_rows": count} if count else {}) for score, count in scores)
+    made = toy(Every(evaluate=2)).stage("qat", 4, lambda step: next(lines))
+    best = made.session.best("score")
+    assert (best.value, best.rows) == (value, rows)
+    assert not best.take({"score": value, "heldout_rows": rows})
+    assert best.take({"score": 0.9, "heldout_rows": rows}, there=False) and best.value == 0.9
 
 
 # -- stages ----------------------------------------------------------------------------------------------------------

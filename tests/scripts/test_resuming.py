@@ -5,6 +5,7 @@ import json
 import shutil
 import time
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 import torch
@@ -157,9 +158,21 @@ def test_a_best_checkpoint_that_is_gone_comes_back(run, die, qat, tmp_path):
     (folder / "best.pt").unlink()
     shutil.rmtree(max((folder / "checkpoints").glob("step_*"), key=lambda path: int(path.name[5:])))
     run("train_qat", *flags)
+    assert holds_its_best(folder)
+
+
+def holds_its_best(folder: Path) -> bool:
+    """Whether best.pt holds the figure that the run says it does."""
     info = torch.load(folder / "best.pt", weights_only=True)["info"]
-    summary = json.loads((folder / "summary.json").read_text())
-    assert info["heldout_kl"] == summary["best"]["heldout_kl"]
+    return info["heldout_kl"] == json.loads((folder / "summary.json").read_text())["best"]["heldout_kl"]
+
+
+def test_the_best_is_that_of_the_file_when_evaluation_changes_and_changes_back(run, die, qat, tmp_path):
+    flags = [*qat, "--max-steps", 6, "--save-every", 1, "--eval-every", 1, "--resume", "auto", "--learning-rate", 3]
+    die("train_qat", *flags, "--eval-rows", 4)
+    die("train_qat", *flags, "--eval-rows", 6)
+    run("train_qat", *flags, "--eval-rows", 4)
+    assert holds_its_best(tmp_path / "run")
 
 
 def test_what_comes_after_the_last_step_may_be_killed(run, qat, tmp_path, monkeypatch):
@@ -169,8 +182,8 @@ def test_what_comes_after_the_last_step_may_be_killed(run, qat, tmp_path, monkey
         with pytest.raises(KeyboardInterrupt):
             run("train_qat", *flags)
     assert not (tmp_path / "run" / "plots").exists()
-    run("train_qat", *flags)
-    assert (tmp_path / "run" / "plots" / "metrics.png").exists()
+    run("train_qat", *flags, "--eval-rows", 3)
+    assert (tmp_path / "run" / "plots" / "metrics.png").exists() and holds_its_best(tmp_path / "run")
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
 
 
