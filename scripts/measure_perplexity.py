@@ -115,7 +115,7 @@ def describe(cfg: Config, name: str, model: nn.Module, where: Tensor, backend: T
     return {
         "model": name, "checkpoint": cfg.checkpoint, "adapter": cfg.adapter, "teacher": cfg.teacher,
         "dataset": cfg.dataset, "windows": len(where), "length": cfg.length, "stride": step_of(cfg),
-        "tokens": int(where.sum()), "precision": "bf16" if backend.bf16 else "fp32", "device": backend.kind,
+        "tokens": int(where.sum()), "precision": backend.precision, "device": backend.kind,
         "bits_per_weight": bits_per_weight(model, values), "mb": megabytes(model, values),
         **({"note": EMBEDDED_NOTE} if EMBEDDED in (name, cfg.teacher) else {}),
     }  # fmt: skip

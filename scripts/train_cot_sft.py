@@ -157,7 +157,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
         return
 
     facts = {
-        "device": str(backend), "base": fingerprint, "data": data.train.fingerprint,
+        **backend.facts, "base": fingerprint, "data": data.train.fingerprint,
         "heldout_data": data.heldout.fingerprint, "rows_per_update": plan.batch_size * plan.accumulation * workers,
         "model files": backend.group.on_main(lambda: speech_files(cfg.model)),
         **template_facts(tokenizer, cfg.chat_template),

@@ -138,7 +138,7 @@ def main(cfg: Config) -> None:
 
     asked = fingerprint(Rows(prompts.prompts.tokens.int(), prompts.prompts.mask.byte()))
     run = open_run(NAME, cfg, {
-        "device": str(backend), "prompts": asked, "answers": rows.fingerprint if rows else None,
+        **backend.facts, "prompts": asked, "answers": rows.fingerprint if rows else None,
         "prompts_per_update": cfg.batch_size * cfg.accumulation_steps, "base": model.fingerprint,
         "model files": speech_files(cfg.model), **template_facts(tokenizer, cfg.chat_template),
     })  # fmt: skip

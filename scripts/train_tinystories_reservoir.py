@@ -173,7 +173,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     if cfg.dry_run:
         return
 
-    facts = {"device": str(backend), "data": stories.fingerprint}
+    facts = backend.facts | {"data": stories.fingerprint}
     run = open_run("train_tinystories_reservoir", cfg, facts, backend.group)
     backend.seed(cfg.seed + backend.rank)  # each worker's dropout is its own
     session = Session(run, backend, Every(cfg.log_every, cfg.eval_every, cfg.save_every), ("loss", "heldout_ppl"))

@@ -141,6 +141,16 @@ class TorchBackend:
         name = torch.cuda.get_device_name(self.device) if self.kind == "cuda" else self.kind
         return f"{name} ({'bf16 autocast' if self.bf16 else 'fp32'})"
 
+    @property
+    def precision(self) -> str:
+        """The precision in use, as --precision names it."""
+        return "bf16" if self.bf16 else "fp32"
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """For a run's manifest."""
+        return {"device": str(self), "precision": self.precision}
+
     # -- placement and precision ---------------------------------------------------------------------------------
     def autocast(self):
         """bf16 autocast where it is in use; parameters stay fp32 masters."""

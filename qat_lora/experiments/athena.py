@@ -124,7 +124,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     elif cfg.checkpoint_path:
         same = functools.partial(check_same, config=cfg, facts=facts)
         backend.group.on_main(lambda: bring_back(cfg.checkpoint_path, Path(cfg.output_dir), same))
-    run = open_run("pretrain", cfg, facts | {"device": str(backend)}, backend.group)
+    run = open_run("pretrain", cfg, facts | backend.facts, backend.group)
     every = Every(cfg.log_interval, cfg.eval_interval, cfg.save_interval)
     saved = (lambda path: copy_out(run.path, path, cfg.checkpoint_path)) if cfg.checkpoint_path else None
     session = Session(run, backend, every, ("loss", "exact"), saved=saved)

@@ -87,7 +87,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     with backend.group.main_first():
         train, heldout = open_cache(cfg, backend.world_size)
         describe(cfg, train, heldout, backend, backend.world_size)
-    facts = {"device": str(backend), "cache": train.fingerprint, "student": str(spec)}
+    facts = backend.facts | {"cache": train.fingerprint, "student": str(spec)}
     facts["base"] = backend.group.on_main(lambda: model_fingerprint(cfg.model))
     facts |= cfg.update_facts(backend.world_size)
     trained = False

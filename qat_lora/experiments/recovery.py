@@ -85,7 +85,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     describe(cfg, model, made, train, backend, backend.world_size)
 
     fingerprint = backend.group.on_main(lambda: sha256(checkpoint))
-    facts = {"device": str(backend), "student": fingerprint, "data": train.fingerprint}
+    facts = backend.facts | {"student": fingerprint, "data": train.fingerprint}
     facts |= template_facts(tokenizer, cfg.chat_template)
     facts["base"] = backend.group.on_main(lambda: model_fingerprint(made["model"]))
     run = open_run(NAME, cfg, facts | cfg.update_facts(backend.world_size), backend.group)

@@ -53,7 +53,9 @@ class ScriptConfig:
         "auto", "auto, cpu, cuda, tpu or xla; auto: TPU chips, then CUDA, then CPU", "--device-type", identity=False
     )
     tpu: bool = option(False, "short for --device tpu", identity=False)
-    precision: str = option("auto", "fp32 or bf16 (autocast); auto: bf16 on TPU, CUDA and CPUs that multiply it")
+    precision: str = option(
+        "auto", "fp32 or bf16 (autocast); auto: bf16 on TPU, CUDA and CPUs that multiply it", identity="precision"
+    )
     seed: int = option(0, "seed of everything random")
     dry_run: bool = option(False, "print the resolved plan and stop", identity=False)
     debug: bool = option(False, "show the traceback of an error", identity=False)

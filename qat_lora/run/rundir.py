@@ -257,14 +257,33 @@ def _candidates(experiment: str, config: RunConfig) -> Iterator[Path]:
 
 def begun(experiment: str, config: RunConfig, group: Group = ALONE) -> datetime:
     """When the run that --resume means was started, in local time; the current time for a new run. Of several
-    unfinished runs of one config the newest counts. Chat templates that print the date print this one, so that a run
-    can be resumed on another day."""
+    unfinished runs it is the one with the fewest other options, and of these the newest. Chat templates that print the
+    date print this one, so that a run can be resumed on another day."""
     return group.on_main(lambda: _begun(experiment, config))
 
 
 def _begun(experiment: str, config: RunConfig) -> datetime:
-    path = _first_match(experiment, config, {})
-    return date_of(read_json(path / "manifest.json"), path / "manifest.json") if path else now()
+    named = config.output_dir or config.resume != "auto"
+    found = [path for path in _candidates(experiment, config) if named or _may_be(path, config)]
+    if not found:
+        return now()
+    manifest = min(found, key=lambda path: len(_changed(path, config))) / "manifest.json"
+    return date_of(read_json(manifest), manifest)
+
+
+def _may_be(path: Path, config: RunConfig) -> bool:
+    """Whether a run may be one of this config, as far as can be told before its data is read."""
+    was = read_config(path)
+    return all(
+        _renamed(field, was.get(field.name, field.default)) == getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if field.metadata.get("identity", True) is True
+    )
+
+
+def _renamed(field: dataclasses.Field, value: Any) -> Any:
+    """The value of an option in an earlier version, by its present name."""
+    return field.metadata.get("renamed", {}).get(value, value)
 
 
 def now() -> datetime:
@@ -332,7 +351,7 @@ def check_same(path: Path, config: RunConfig, facts: dict) -> dict:
             )
         before = was.get(name, field.default)  # the default of an option that is newer than the run
         flags = f"flags and preset (--config {config.config} here)" if config.config else "flags"
-        _check_equal(path, name, field.metadata.get("renamed", {}).get(before, before), now, flags)
+        _check_equal(path, name, _renamed(field, before), now, flags)
     for name in sorted(facts.keys() & manifest.keys()):
         _check_equal(path, name, manifest[name], facts[name])
     return manifest

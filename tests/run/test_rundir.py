@@ -144,6 +144,24 @@ def test_auto_takes_the_date_of_the_newest_run_of_this_config(clock):
     assert begun("toy", Config(resume="auto", seed=1)).day == 3
 
 
+def test_auto_takes_the_date_of_the_run_with_the_fewest_other_options(clock):
+    """Options that say where something is may differ: a model that has moved is the same."""
+    for day, limit, every in ((1, 4, 10), (2, 5, 10), (3, 6, 20)):
+        open_run("toy", Config(limit=limit, log_every=every), {"date": f"2026-01-0{day}T00:00:00"}).held.close()
+    assert begun("toy", Config(resume="auto", limit=4)).day == 1
+    assert begun("toy", Config(resume="auto", limit=7)).day == 2, "the newest of two with one other option"
+    assert begun("toy", Config(resume="auto", limit=6)).day == 3
+    assert begun("toy", Config(resume="auto", limit=4, max_steps=11)).year >= 2026
+
+
+def test_the_precision_in_use_decides_not_how_it_was_asked_for():
+    open_run("toy", config(), {"precision": "bf16"}).held.close()
+    assert open_run("toy", config(resume="auto", precision="bf16"), {"precision": "bf16"}).resumed
+    for asked in ("auto", "fp32"):
+        with pytest.raises(UserError, match="precision is 'bf16' .* there, 'fp32' .* here"):
+            open_run("toy", config(resume="auto", precision=asked), {"precision": "fp32"})
+
+
 def test_a_run_of_an_earlier_version_was_begun_when_it_was_started():
     run = begun_with()
     manifest = json.loads((run.path / "manifest.json").read_text())
