@@ -1,10 +1,9 @@
 """A closed list of authorities, and what an answer cites from the list and outside it."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from qat_lora.data.citations import (
-    ABBREVIATED,
     CONNECTORS,
     COURTS,
     ENACTED,
@@ -16,6 +15,8 @@ from qat_lora.data.citations import (
     entries,
     items,
     key,
+    single_places,
+    without_year,
     written,
 )
 from qat_lora.data.sections import Answer
@@ -40,21 +41,38 @@ class Authorities:
             for own, spelled in citations(name).items():
                 spellings[own][spelled] += 1
         self.listed = {own: found.most_common(1)[0][0] for own, found in spellings.items()}
-        self.bare = self._bare()
-        self.listed = {own: spelled for own, spelled in self.listed.items() if own not in self.bare}
+        self.bare = self._only(case_title)
+        self.undated = self._only(without_year)
+        self.listed = {
+            own: spelled for own, spelled in self.listed.items() if own not in self.bare and own not in self.undated
+        }
         self.names = tuple(self.listed.values())
         self.titles: dict = {}
-        for name in self.names:
-            self._plant(items(name))
+        self.several: dict[str, set[str]] = {}  # of an authority with several places: the keys of each place alone
+        for own, name in self.listed.items():
+            found = items(name)
+            self._plant(found)
+            if apart := single_places(content(found), [item for item in found if item.places]):
+                self.several[own] = set(map(key, apart))
 
-    def _bare(self) -> dict[str, str]:
-        """Cases without their reports: the key of a title → the key of the only case in the list with that title."""
+    def _only(self, shortened: Callable) -> dict[str, str]:
+        """Cases cited in part: the key of a case without its report, or without its year → the key of the only case in
+        the list that this can be."""
         cases = defaultdict(set)
         for own, spelled in self.listed.items():
-            title = case_title(items(spelled))
-            if title and key(title) != own:
-                cases[key(title)].add(own)
-        return {title: own for title, (own, *more) in cases.items() if not more}
+            part = shortened(items(spelled))
+            if part and key(part) != own:
+                cases[key(part)].add(own)
+        return {part: own for part, (own, *more) in cases.items() if not more}
+
+    def _gathered(self, known: dict[str, str], others: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+        """The same, with "s 5; s 6" as the authority "ss 5 and 6" if that is in the list."""
+        for own, parts in self.several.items():
+            if parts <= known.keys() | others.keys():
+                known, others = ({part: name for part, name in found.items() if part not in parts}
+                                 for found in (known, others))  # fmt: skip
+                known[own] = self.listed[own]
+        return known, others
 
     def _plant(self, name: Sequence[Item]) -> None:
         """Add a title to the tree in which running text is looked up. A title that has no number and is not a case
@@ -78,7 +96,7 @@ class Authorities:
         """The same as `cited`, as {key: name}."""
         known, others = self.in_section(answer.sections.get("citation", ""))
         in_prose = _Reading(self, answer.prose)
-        return in_prose.known | known, in_prose.others | others
+        return self._gathered(in_prose.known | known, in_prose.others | others)
 
     def in_section(self, section: str) -> tuple[dict[str, str], dict[str, str]]:
         """({key: name} in the list, {key: name} of others) that the entries of a citation section cite."""
@@ -86,7 +104,8 @@ class Authorities:
         others: dict[str, str] = {}
         for entry, groups in entries(section):
             for group in groups:
-                own = self.bare.get(key(group), key(group))
+                own = key(group)
+                own = self.bare.get(own) or self.undated.get(own, own)
                 if own in self.listed:
                     known[own] = self.listed[own]
                     continue
@@ -100,7 +119,7 @@ class Authorities:
                     others[key(rest)] = " ".join(name[item.start : item.end] for item in rest)
                 else:
                     others |= reading.others
-        return known, others
+        return self._gathered(known, others)
 
 
 class _Reading:
@@ -133,12 +152,14 @@ class _Reading:
     def _take(self, first: int, end: int, *ways: Sequence[Item]) -> None:
         """Record items first … end−1 as cited; each of `ways` is one authority, by default all the items together."""
         self.taken[first:end] = b"\1" * (end - first)
+        name = None
         for way in ways or (self.items[first:end],):
-            own = key(way)
+            own = self.list.undated.get(key(way), key(way))
             if own in self.list.listed:
                 self.known[own] = self.list.listed[own]
-            else:
-                self.others.setdefault(own, written(self.text, self.items[first:end]))
+            elif own not in self.others:
+                name = name or written(self.text, self.items[first:end])
+                self.others[own] = name
 
     def _joined(self, at: int, apart: set[str] = APART) -> bool:
         """Whether item `at` can belong to the same citation as the one before it."""
@@ -167,6 +188,7 @@ class _Reading:
             if far > end and not self._joined(far - 1):
                 break
             now = key(self.items[first:far])
+            now = self.list.undated.get(now, now)
             if now != own and now in self.list.listed:
                 best, own = far, now
         best = best or self._report(end)
@@ -187,10 +209,9 @@ class _Reading:
             if near == opened:
                 return None
         title, places = self.items[first:end], [*self.items[near:first], *self.items[end:far]]
-        atoms = [atom for item in places for atom in item.places]
         ways = [[*title, *(item for item in places if item.places)]]
-        if key(ways[0]) not in self.list.listed and len({atom.split()[0] for atom in atoms}) == 1:
-            ways = [[*title, Item(atom, 0, 0, "", False, (atom,))] for atom in atoms]
+        if key(ways[0]) not in self.list.listed:
+            ways = single_places(title, places) or ways
         self._take(near, far, *ways)
         return far
 
@@ -242,8 +263,17 @@ class _Reading:
             return
         if item.norm == "v" and (first := self._names_before(at)) < at:
             self._take(first, self._report(end))
-        elif item.norm == "re" and item.big and self._report(end) > end:
-            self._take(at, self._report(end))
+        elif item.norm == "re" and (item.big or (at and self.items[at - 1].norm == "in" and self.items[at - 1].big)):
+            far = self._report(self._remark(end))
+            if far > end:
+                self._take(at, far)
+
+    def _remark(self, first: int) -> int:
+        """Where a remark in brackets that begins at an item, "(A Child)", ends; `first` if there is none."""
+        if not self._joined(first) or self.items[first].gap.strip() != "(" or self.items[first].year:
+            return first
+        ends = range(first + 1, min(first + FAR // 2, len(self.items)))
+        return next((end for end in ends if ")" in self.items[end].gap), first)
 
     def _names_before(self, end: int) -> int:
         """Where the name before an item begins: capitalised words, the words that link them, and remarks in
@@ -252,7 +282,9 @@ class _Reading:
         while end - at < FAR and self._joined(at) and not self.taken[at - 1]:
             gap, before = self.items[at].gap, self.items[at - 1]
             depth += gap.count(")") - gap.count("(")
-            if depth < 0 or (not depth and not (self._goes_on(before, gap) and (before.big or before.norm in LINKS))):
+            if depth < 0 or (
+                not depth and not (self._goes_on(before, self.items[at]) and (before.big or before.norm in LINKS))
+            ):
                 break
             at -= 1
         if depth > 0:
@@ -268,7 +300,7 @@ class _Reading:
         at = end = first
         while at - first < FAR and self._joined(at, APART | set(",()[]")) and not self.taken[at]:
             item = self.items[at]
-            if at > first and not self._goes_on(self.items[at - 1], item.gap):
+            if at > first and not self._goes_on(self.items[at - 1], item):
                 break
             if not item.big and item.norm not in LINKS:
                 break
@@ -276,10 +308,11 @@ class _Reading:
             end = at if item.big else end
         return end
 
-    def _goes_on(self, before: Item, gap: str) -> bool:
-        """Whether the sentence continues after an item: a full stop ends it unless the item is an abbreviation."""
-        short = before.norm in ABBREVIATED or len(before.norm) == 1 or "." in self.text[before.start : before.end]
-        return "." not in gap or short
+    def _goes_on(self, before: Item, after: Item) -> bool:
+        """Whether a sentence continues from one item to the next: a full stop ends it unless the first is an
+        abbreviation, as one is if the next begins small."""
+        short = before.abbreviated or len(before.norm) == 1 or "." in self.text[before.start : before.end]
+        return "." not in after.gap or short or not after.big
 
     def _report(self, first: int) -> int:
         """Where the report that begins at an item ends: [1976] QB 286, or 410 U.S. 113 (1973)."""
@@ -287,10 +320,10 @@ class _Reading:
             return first
         item, end = self.items[first], first
         bracketed = item.gap.strip(" ,")[-1:] in ("(", "[") and item.year
-        if not bracketed and not (item.norm[0].isdecimal() and set(item.gap) <= set(" ,")):
+        if not bracketed and not (item.norm[0].isdecimal() and set(item.gap) <= set(" .," if "," in item.gap else " ")):
             return first
         at, end = first + 1, first + bool(bracketed)
-        while at < first + 8 and self._joined(at) and set(self.items[at].gap) <= set(" .,)]"):
+        while at < first + 8 and self._joined(at) and set(self.items[at].gap) <= set(" .,()]"):
             item = self.items[at]
             if not (item.big or item.norm == "&" or item.norm[0].isdecimal()):
                 break

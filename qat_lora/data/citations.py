@@ -28,7 +28,7 @@ COURTS = {"cpr": "civil procedure rules", "fpr": "family procedure rules", "crim
 YEAR = r"[12]\d{3}(?!\d)"
 CHAR = r"[^\s!-/:-@\[-`{-~§¶]"  # a character of a word; GLYPHS leave no other punctuation
 LETTER = rf"[^\W\d_][{MARKS}]*+"
-CLUSTER = re.compile(rf"(?s:.)[{MARKS}]*+")
+CLUSTER = re.compile(rf"(?s:.)[{MARKS}]{{0,8}}+")
 BRACKET = r"(?: ?\((?:\d{1,3}[a-z]?|[a-z]{1,2}|[ivx]{1,4})\))"
 BRACKETS = rf"{BRACKET}*+"
 NUMBER = rf"\d{CHAR}*+(?:(?:\.(?=\d)|[/-]| - (?=\d)(?!{YEAR})){CHAR}++)*+{BRACKETS}"
@@ -38,9 +38,15 @@ TOKEN = re.compile(
     rf"(?i:(?<!{CHAR})(?<!{CHAR}')(?:(?P<many>{MANY})\.?(?<!rules)(?<!regulations) ?(?P<list>{SPAN}"
     rf"(?:(?:, ?(?:(?:and|or) |& )?| (?:and|or|&|und|et|y) )(?!{YEAR}){SPAN})*+)"
     rf"|(?P<several>rules|regulations) (?!{YEAR})(?P<numbers>{NUMBER})"
-    rf"|(?P<one>{ONE})(?:\. ?| ?)(?P<number>{NUMBER})"
+    rf"|(?P<one>{ONE})(?:\. ?| ?)(?P<number>{NUMBER}(?: (?:et|und|y) {NUMBER})*+)"
+    rf"|(?P<article>art|article)\.? (?P<lettered>(?-i:[LRD])\.? ?{NUMBER})"  # of a French code
     rf"|(?P<part>art|article|sch|schedule|pt|part)\.? (?P<roman>{ROMAN})"
     rf"|(?P<under>sub-?(?:sections?|sects?|ss?)|(?:sub-?)?(?:paragraphs?|paras?))\.?(?P<within>{BRACKET}++)"
+    rf"|abs(?:atz)?\.? ?(?P<absatz>\d++[a-z]?)(?!{CHAR})"
+    rf"|(?:u\.? ?s\.? ?c|c\.? ?f\.? ?r)\b\.? (?P<code>{NUMBER})"  # 42 USC 1983 is 42 U.S.C. § 1983
+    rf"|(?:case )?(?P<docket>[ct]-\d++/\d\d)(?!{CHAR})"  # of the Court of Justice of the EU
+    rf"|(?<=\d )ff?(?!{CHAR})\.?"  # and the sections that follow
+    rf"|(?<=\()on the application of (?P<claimant>)"
     rf"|(?P<court>{'|'.join(COURTS)})(?!{CHAR})(?:,? (?P<rule>\d++\.{NUMBER}))?+"
     # the chapter of an Act of that year, "1980 c. 58" or "1980 (c 58)", which adds nothing to the year
     rf"|(?<=\d{{4}} )(?P<chapter>\(ch?\.? ?\d{{1,3}}\)|ch?\. ?\d{{1,3}})(?!{CHAR})))"
@@ -53,6 +59,10 @@ CONNECTORS = {"of", "the", "in", "to", "under", "du", "de", "la", "le", "les", "
 OPENINGS = {"see", "also", "as", "in", "under", "the", "by", "&", "of", "but", "cf", "per", "pursuant", "according",
             "to", "with"}  # fmt: skip
 ABBREVIATED = {"co", "ltd", "inc", "corp", "bros", "no", "st", "dr", "mr", "mrs", "ms", "jr", "anor", "ors", "etc"}
+SHORTER = {"and": "&", "vs": "v", "versus": "v", "regina": "r", "rex": "r", "company": "co", "limited": "ltd",
+           "incorporated": "inc", "corporation": "corp", "brothers": "bros"}  # fmt: skip
+DIGITS = {"I": 1, "V": 5, "X": 10, "L": 50, "C": 100}
+DEEPEST = 4  # places within one another
 ENACTED = {"act", "regulations", "order", "rules"}  # a statute if a year follows
 NOTHING = {"none", "nil", "null", "n/a", "na", "not applicable", "no authority"}
 EMPHASIS = "*_"
@@ -71,6 +81,11 @@ class Item:
     places: tuple[str, ...] = ()
 
     @property
+    def abbreviated(self) -> bool:
+        """Whether a full stop after it may belong to it."""
+        return self.norm in ABBREVIATED and self.end - self.start <= len("corp")
+
+    @property
     def year(self) -> bool:
         return bool(re.fullmatch(YEAR, self.norm))
 
@@ -82,6 +97,8 @@ def items(text: str) -> list[Item]:
     ends: list[int] = []
     for cluster in CLUSTER.finditer(text):
         char = cluster[0]
+        if char[0] in MARKS:  # more marks than a character has: to sort them takes quadratic time
+            continue
         spelled = plain(char) if len(char) > 1 else "" if char in EMPHASIS else GLYPHS[ord(char)]
         if not (spelled == " " and signs[-1:] == [" "]):
             signs += spelled
@@ -89,59 +106,85 @@ def items(text: str) -> list[Item]:
             ends += [cluster.end()] * len(spelled)
     seen, last, found = "".join(signs), 0, []
     for match in TOKEN.finditer(seen):
-        start, end = match.span()
-        places = _places(match)
-        norm = " ".join(places) if places else _norm(match["within"] or match[0])
-        if match["chapter"]:
-            last = end
-        elif norm.strip(MARKS):
+        read = [part for part in _read(match) if part[0].strip(MARKS)]
+        for at, (norm, places, start, end) in enumerate(read):
             big = not places and (seen[start].isupper() or seen[start].istitle())
-            item = Item(norm, starts[start], ends[end - 1], seen[last:start], big, places)
-            if match["court"]:
-                words = COURTS[folded(match["court"])].split()
-                found += [replace(item, norm=word, gap=" " if at else item.gap, places=(), big=True)
-                          for at, word in enumerate(words)]  # fmt: skip
-                item = replace(item, gap=" ", big=False) if places else found.pop()
-            _add(found, item)
-            last = end
+            gap = " " if at else seen[last:start]
+            _add(found, Item(norm, starts[start], ends[end - 1], gap, big, places))
+        last = match.end() if read or match["chapter"] else last
     return found
+
+
+def _read(match: re.Match) -> list[tuple[str, tuple[str, ...], int, int]]:
+    """The (norm, places, start, end) of what a match holds; nothing for what adds nothing to an authority."""
+    start, end = match.span()
+    places = _places(match)
+    norm = " ".join(places) or _norm(match["within"] or (f"({match['absatz']})" if match["absatz"] else match[0]))
+    if match["chapter"] or match["claimant"] is not None:
+        return []
+    if match["court"]:
+        read = [(word, (), start, match.end("court")) for word in COURTS[folded(match["court"])].split()]
+        return read + ([(norm, places, match.start("rule"), end)] if places else [])
+    if match["code"]:
+        at = match.start("code")
+        return [(re.sub("[. ]", "", folded(match[0][: at - start])), (), start, at - 1), (norm, places, at, end)]
+    if match["word"] and all(piece[:1].isalpha() for piece in match[0].split("-")):  # Attorney-General
+        return [(_norm(piece[0]), (), start + piece.start(), start + piece.end())
+                for piece in re.finditer("[^-]+", match[0])]  # fmt: skip
+    return [(norm, places, start, end)]
 
 
 def _add(found: list[Item], item: Item) -> None:
     """Append an item, joined with what comes before it where both are one: "Act of 1980" is "Act 1980", "subsection (1)
     of section 5" is "section 5(1)", "para 3 of Schedule 2" is one place, and rules of court need no year."""
+    before = found[-1] if found else None
     norms = [other.norm for other in found[-3:]]
+    beside = bool(before and before.places) and set(item.gap) <= set(" ,")
     if item.year and norms[-1:] == ["of"] and norms[-2:-1] in (["act"], ["regulations"]):
-        found[-1:] = [replace(item, gap=found[-1].gap)]
+        found[-1:] = [replace(item, gap=before.gap)]
     elif item.year and " ".join(norms) in COURTS.values():
-        found[-1] = replace(found[-1], end=item.end)
-    elif item.norm.startswith("(") and found and len(found[-1].places) == 1 and set(item.gap) <= set(" ,"):
-        place = found[-1].norm + item.norm
-        found[-1] = replace(found[-1], norm=place, end=item.end, places=(place,))
+        found[-1] = replace(before, end=item.end)
+    elif item.norm == "states" and norms[-1:] == ["united"]:
+        found[-1] = replace(before, norm="us", end=item.end)
+    elif beside and len(before.places) == 1 and (item.norm.startswith("(") or item.norm in ("f", "ff")):
+        place = before.norm + item.norm
+        found[-1] = replace(before, norm=place, end=item.end, places=(place,))
+    elif item.norm[0].isdecimal() and norms[-1:] == ["no"]:
+        found[-1] = replace(item, gap=before.gap)
     else:
-        while item.places and [other.norm for other in found[-1:]] in (["of"], ["to"]) and len(found) > 1:
-            before = found[-2]
-            if before.norm.startswith("(") and len(item.places) == 1:
-                places = (item.norm + before.norm,)
-            elif before.places:
-                places = (*before.places, *item.places)
-            else:
-                break
-            del found[-2:]
-            item = replace(before, norm=" ".join(places), end=item.end, places=places)
-        found.append(item)
+        found.append(_within(found, item))
+
+
+def _within(found: list[Item], item: Item) -> Item:
+    """A place together with the places in it that come before, "para 3 of …", which are taken off the list."""
+    while item.places and len(found) > 1 and found[-1].norm in ("of", "to"):
+        before = found[-2]
+        if before.norm.startswith("(") and len(item.places) == 1:
+            places = (item.norm + before.norm,)
+        elif 0 < len(before.places) <= DEEPEST - len(item.places):
+            places = (*before.places, *item.places)
+        else:
+            break
+        del found[-2:]
+        item = replace(before, norm=" ".join(places), end=item.end, places=places)
+    return item
 
 
 def _places(match: re.Match) -> tuple[str, ...]:
     """("s 5(1)", "s 6") for "sections 5 (1) and 6"; () if the match is not a place."""
-    opening = match["many"] or match["several"] or match["one"] or match["part"] or (match["rule"] and "r")
+    if match["docket"]:
+        return (folded(match["docket"]),)
+    opening = match["many"] or match["several"] or match["one"] or match["article"] or match["part"]
+    opening = opening or (match["rule"] and "r") or (match["code"] and "s")
     if opening is None:
         return ()
-    numbers = match["list"] or match["numbers"] or match["number"] or match["rule"]
-    numbers = re.findall(SPAN, numbers, re.IGNORECASE) if numbers else [match["roman"]]
-    return tuple(
-        f"{_short(folded(opening))} {folded(number).replace(' to ', '-').replace(' ', '')}" for number in numbers
-    )
+    if match["roman"]:
+        return (f"{_short(folded(opening))} {_arabic(match['roman'])}",)
+    if match["lettered"]:
+        return (f"{_short(folded(opening))} {re.sub('[. ]', '', folded(match['lettered']))}",)
+    numbers = match["list"] or match["numbers"] or match["number"] or match["rule"] or match["code"]
+    return tuple(f"{_short(folded(opening))} {folded(number).replace(' to ', '-').replace(' ', '')}"
+                 for number in re.findall(SPAN, numbers, re.IGNORECASE))  # fmt: skip
 
 
 @lru_cache
@@ -149,14 +192,22 @@ def _short(opening: str) -> str:
     return next(short for short, words in PLACES.items() if re.fullmatch("|".join(words), opening))
 
 
+def _arabic(number: str) -> str:
+    """ "8(2)" for "VIII(2)"."""
+    roman = re.match("[IVXLC]+", number)[0]
+    values = [DIGITS[digit] for digit in roman]
+    total = sum(-a if a < b else a for a, b in zip(values, [*values[1:], 0]))
+    return f"{total}{folded(number[len(roman) :]).replace(' ', '')}"
+
+
 @lru_cache(1 << 14)
 def _norm(word: str) -> str:
-    """A word without differences of case, dots and apostrophes."""
+    """A word without differences of case, dots, apostrophes and abbreviation."""
     word = folded(word)
     if word[:1].isdecimal():
         return word.removesuffix("'s").replace("'", "")
     word = re.sub("[.' ]", "", word)
-    return {"and": "&", "vs": "v", "versus": "v"}.get(word, word)
+    return SHORTER.get(word, word)
 
 
 # -- one citation ----------------------------------------------------------------------------------------------------
@@ -189,6 +240,21 @@ def key(found: Sequence[Item]) -> str:
     return " | ".join([" ".join(item.norm for item in words if not item.year), *sorted(tail)])
 
 
+def single_places(title: Sequence[Item], places: Sequence[Item]) -> list[list[Item]]:
+    """Citations of one place each, for a title with several places of one kind ("ss 5 and 6"); else none."""
+    atoms = [atom for item in places for atom in item.places]
+    if len({atom.split()[0] for atom in atoms}) != 1 or len(atoms) == 1:
+        return []
+    return [[*title, Item(atom, 0, 0, "", False, (atom,))] for atom in atoms]
+
+
+def without_year(found: Sequence[Item]) -> list[Item] | None:
+    """A case with its report and no year, "Roe v Wade, 410 US 113"; None if this is another citation."""
+    left = [item for item in found if not item.year]
+    title = case_title(left)
+    return left if title and len(left) < len(found) and len(content(left)) > len(title) + 1 else None
+
+
 def case_title(found: Sequence[Item]) -> list[Item] | None:
     """The parties of a case, without its report; None if this is not a case."""
     words = content(found)
@@ -208,7 +274,7 @@ def written(text: str, found: Sequence[Item]) -> str:
             start -= 1
         elif more > 0 and text[end : end + 1] == closing:
             end += 1
-    if found[-1].norm in ABBREVIATED and text[end : end + 1] == ".":
+    if found[-1].abbreviated and text[end : end + 1] == ".":
         end += 1
     return _tidy(text[start:end])
 

@@ -53,6 +53,21 @@ SPELLINGS = [
      "section 14 subsection (1) of the Limitation Act 1980"],
     ["Limitation Act 1980, s 33(3)(b)", "para (b) of sub-section (3) of section 33 of the Limitation Act 1980",
      "Limitation Act 1980, s 33(3), paragraph (b)"],
+    ["18 U.S.C. § 922(g)(1)", "18 U.S.C. 922(g)(1)", "18 USC § 922 (g)(1)", "18 U. S. C. 922(g)(1)"],
+    ["29 C.F.R. § 1604.11", "29 CFR 1604.11"], ["42 U.S.C. § 1983", "42 USC 1983"],
+    ["Attorney General v Blake [2001] 1 AC 268", "Attorney-General v Blake [2001] 1 A.C. 268"],
+    ["Carlill v Carbolic Smoke Ball Co [1893] 1 QB 256", "Carlill v. Carbolic Smoke Ball Company [1893] 1 QB 256"],
+    ["Bolton Ltd v Stone [1951] AC 850", "Bolton Limited v Stone [1951] AC 850"],
+    ["R v Woollin [1999] 1 AC 82", "Regina v Woollin [1999] 1 AC 82"],
+    ["R (Miller) v Minister [2017] UKSC 5", "R (on the application of Miller) v Minister [2017] UKSC 5"],
+    ["United States v. Nixon, 418 U.S. 683 (1974)", "U.S. v. Nixon, 418 U.S. 683 (1974)"],
+    ["U.S. Const. art. I, § 8", "U.S. Const. art. 1, § 8"],
+    ["Human Rights Act 1998, Sch 1, art 8", "article VIII of Schedule I to the Human Rights Act 1998"],
+    ["§ 823 Abs. 1 HGB", "§ 823 (1) HGB", "HGB, § 823 Absatz 1"], ["§§ 812 ff. ZPO", "ZPO, §§ 812 ff."],
+    ["Art. 1241 et 1242 Code civil", "Code civil, art. 1241 et 1242"],
+    ["Art. L. 1234-1 Code du travail", "article L1234-1 du Code du travail"],
+    ["Case C-131/12 Google Spain", "Google Spain, C-131/12"],
+    ["Regulation (EC) No 44/2001, art 5", "Regulation (EC) 44/2001, Article 5"],
     ["Limitation Act 1980, ss 2-4A", "Limitation Act 1980, ss 2 – 4A", "sections 2 to 4A of the Limitation Act 1980",
      "Limitation Act 1980, sections 2—4A"],
 ]  # fmt: skip
@@ -74,6 +89,33 @@ def test_every_spelling_is_found_within_a_sentence(spellings):
     for spelling in spellings:
         said = Answer.read(f"Reasoning: The court applied {spelling} to this.\nAnswer: yes", True)
         assert listed.cited(said) == ({spellings[0]}, set())
+
+
+def test_places_cited_together_and_one_by_one_are_the_same():
+    together, apart = "Limitation Act 1980, ss 5 and 6", ["Limitation Act 1980, s 5", "Limitation Act 1980, s 6"]
+    said = [Answer.read(f"Case Citation: {text}", True) for text in (together, "; ".join(apart))]
+    for names in ([together], [together, *apart]):
+        assert [Authorities(names).cited(answer) for answer in said] == [({together}, set())] * 2
+    assert [Authorities(apart).cited(answer) for answer in said] == [(set(apart), set())] * 2
+    one = Authorities([together]).cited(Answer.read(f"Case Citation: {apart[0]}", True))
+    assert one == (set(), {apart[0]})
+
+
+def test_a_case_without_its_year_is_the_only_one_that_it_can_be():
+    roe = "Roe v. Wade, 410 U.S. 113 (1973)"
+    for text in ("Case Citation: Roe v Wade, 410 US 113", "Reasoning: As Roe v. Wade, 410 U.S. 113, has it.\n"):
+        assert Authorities([roe]).cited(Answer.read(text, True)) == ({roe}, set())
+
+
+@pytest.mark.parametrize("name", [
+    "In re Gault, 387 U.S. 1 (1967)", "Re B (A Child) [2013] UKSC 33", "Re B [2013] UKSC 33",
+    "Brown v. Bd. of Educ., 347 U.S. 483 (1954)", "Marbury v. Madison, 5 U.S. (1 Cranch) 137 (1803)",
+])  # fmt: skip
+def test_cases_that_are_not_in_the_list_are_seen_in_prose(name):
+    ((key, found),) = (
+        Authorities([]).found(Answer.read(f"Reasoning: The court held in {name} that it is so.", True))[1].items()
+    )
+    assert [key] == list(citations(name)) and found in name
 
 
 def test_no_two_authorities_are_one():
@@ -177,8 +219,9 @@ def test_a_dataset_of_odd_citations_is_right_by_its_own_list(form):
 
 # -- time ------------------------------------------------------------------------------------------------------------
 ADVERSARIAL = [
+    "s 1 of ", "Schedule 1 to ", "\u0301\u0316", "para (a) of ", ", s 1 Limitation Act 1980", "5 U.S. (1 ", "Re A (b ",
     "A ", "A", "Re ", "v ", "section ", "(", "§ ", " ", "\n", ",", "1", "A v ", "s 5 of the ", "A. ", "A & ", "(A) ",
-    "Act 1980 ",    "Limitation the ", "ss 5, ", "s 5(1)", "[1976] ", "£1,", "a\u0301", "Case Citation: A;", "Topic:\n",
+    "Act 1980 ", "Limitation the ", "ss 5, ", "s 5(1)", "[1976] ", "£1,", "a\u0301", "Case Citation: A;", "Topic:\n",
     "Froom v Butcher ",
 ]  # fmt: skip
 
@@ -194,6 +237,13 @@ def test_reading_takes_time_linear_in_the_length(wrapped):
 
     for piece in ADVERSARIAL:  # quadratic code would take 16 times as long, and seconds
         assert seconds(piece, 8_000) < 9 * seconds(piece, 2_000) + 0.2, piece
+
+
+def test_places_of_one_title_take_linear_time():
+    start = time.process_time()
+    for text in ("s 1, " * 10_000 + "Limitation Act 1980", "Zog Act 1980" + ", s 1" * 10_000):
+        LIST.cited(Answer.read(text, True))
+    assert time.process_time() - start < 4, "quadratic code takes 40 seconds"
 
 
 def test_time_does_not_grow_with_the_list():
