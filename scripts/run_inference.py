@@ -22,6 +22,7 @@ from transformers import TextStreamer
 from qat_lora.backend import open_backend, resolve
 from qat_lora.data.chat import check_template
 from qat_lora.data.options import ChatOptions
+from qat_lora.data.text import nfc
 from qat_lora.errors import UserError
 from qat_lora.models.adapter import load_adapter
 from qat_lora.models.generate import check_device, check_sampling, complete
@@ -119,7 +120,7 @@ def prompts(cfg: Config) -> Iterator[str | list[dict]]:
         say("a prompt on each line; end with Ctrl-D")
     texts = (line.strip() for line in sys.stdin if line.strip()) if cfg.prompt is None else [cfg.prompt]
     system = [] if cfg.system is None else [{"role": "system", "content": cfg.system}]
-    for text in texts:
+    for text in map(nfc, texts):
         yield text if cfg.raw else [*system, {"role": "user", "content": text}]
 
 

@@ -8,6 +8,7 @@ from string import ascii_letters
 
 from jinja2 import TemplateError
 
+from qat_lora.data.text import END
 from qat_lora.errors import UserError
 
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "system": "system", "user": "user", "assistant": "assistant"}
@@ -48,7 +49,8 @@ class Document:
 
 
 def documents(rows: Iterable[dict], tokenizer, thinking: str) -> Iterator[Document]:
-    """One Document for each plain-text row, and what `render_chat` makes of each chat row, in the rows' order.
+    """One Document for each plain-text row (each of its texts, if <|endoftext|> separates some), and what `render_chat`
+    makes of each chat row, in the rows' order.
 
     Raises UserError, with the row's number counted from 0, for a row that is neither or that cannot be rendered.
     """
@@ -68,7 +70,10 @@ def _row_documents(row: dict, tokenizer, thinking: str) -> list[Document]:
         return [_completed(row["prompt"], row["completion"])]
     if not isinstance(row["text"], str):
         raise UserError(f'column "text" holds a {type(row["text"]).__name__}, not text; fix or remove the row')
-    return [Document(row["text"], None)]
+    texts = row["text"].split(END)
+    return [Document(text, None) for text in texts] if len(texts) == 1 else [
+        Document(text.strip(), None) for text in texts if text.strip()
+    ]  # fmt: skip
 
 
 def _completed(prompt: str, completion: str) -> Document:
@@ -144,11 +149,25 @@ def render_chat(messages: list[dict], tokenizer, thinking: str, given: int = 0) 
     check_template(tokenizer)
     spans = {}
     for enabled in THINKING[thinking]:
-        text = _with_thought(messages, render(messages, tokenizer, enabled), tokenizer, enabled)
+        text, ranges = _completions(messages, tokenizer, enabled, given)
         # Of two equal texts the first is kept: a prompt with thinking on ends no later, so its completion covers more.
         if text not in spans:
-            spans[text] = _completion_spans(messages, text, tokenizer, enabled, given)
+            spans[text] = ranges
     return [Document(text, ranges) for text, ranges in spans.items()]
+
+
+def _completions(messages: list[dict], tokenizer, enabled: bool, given: int) -> tuple[str, tuple[tuple[int, int], ...]]:
+    """The text of a conversation and the ranges of its completions. If a template renders no answer as it prompts for
+    it while other turns follow, those at the end are left out. Raises UserError if there is no completion."""
+    answered = max((n for n, message in enumerate(messages, 1) if message["role"] == "assistant"), default=0)
+    for told in (messages, messages[:answered])[: 1 + (0 < answered < len(messages))]:
+        text = _with_thought(told, render(told, tokenizer, enabled), tokenizer, enabled)
+        if spans := _completion_spans(told, text, tokenizer, enabled, given):
+            return text, spans
+    raise UserError(
+        "the chat template renders no assistant turn as a continuation of its own generation prompt; "
+        "use another template with --chat-template, or the other setting of --thinking (on or off)"
+    )
 
 
 def check_template(tokenizer) -> None:
@@ -219,11 +238,6 @@ def _completion_spans(
         if len(upto) > len(before) and text.startswith(before) and text.startswith(upto):
             _check_opened(messages[: turn + 1], before, upto, tokenizer, enabled)
             spans.append((len(before), len(upto)))
-    if not spans:
-        raise UserError(
-            "the chat template renders no assistant turn as a continuation of its own generation prompt; "
-            "use another template with --chat-template, or the other setting of --thinking (on or off)"
-        )
     return tuple(spans)
 
 

@@ -57,7 +57,7 @@ TOKEN = re.compile(
 # Words next to a place ("section 5 of the …") and words before a citation that are not part of it
 CONNECTORS = {"of", "the", "in", "to", "under", "du", "de", "la", "le", "les", "des", "del", "der", "dem", "das"}
 OPENINGS = {"see", "also", "as", "in", "under", "the", "by", "&", "of", "but", "cf", "per", "pursuant", "according",
-            "to", "with"}  # fmt: skip
+            "to", "with", "compare", "contrast", "applying", "following", "citing"}  # fmt: skip
 ABBREVIATED = {"co", "ltd", "inc", "corp", "bros", "no", "st", "dr", "mr", "mrs", "ms", "jr", "anor", "ors", "etc"}
 SHORTER = {"and": "&", "vs": "v", "versus": "v", "regina": "r", "rex": "r", "company": "co", "limited": "ltd",
            "incorporated": "inc", "corporation": "corp", "brothers": "bros"}  # fmt: skip

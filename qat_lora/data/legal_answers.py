@@ -12,6 +12,7 @@ from qat_lora.data.legal import WHO
 from qat_lora.data.rates import rate
 from qat_lora.data.sections import NUMBERS, SECTIONS, Answer, figure
 from qat_lora.data.sft import named, without_figures
+from qat_lora.data.text import nfc
 from qat_lora.errors import UserError
 
 COLUMNS = {"topic": "topic", "difficulty": "difficulty", "reasoning": "reasoning", "answer": "answer",
@@ -80,7 +81,7 @@ def group(row: dict) -> str:
 
 def messages(question: str) -> list[dict]:
     """What the model is asked, as chat messages."""
-    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": nfc(question)}]
 
 
 def readable(row: dict) -> bool:

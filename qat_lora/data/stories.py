@@ -143,7 +143,7 @@ def _survey(source: str, most: int, heldout: float, alphabet: bool) -> _Text:
 
 def _pieces(source: str, most: int) -> Iterator[tuple[str, bool]]:
     """The first `most` stories, as `in_pieces` cuts them."""
-    parts = txt_parts(Path(source).expanduser()) if is_txt(source) else _row_parts(source, most)
+    parts = txt_parts(Path(source).expanduser()) if is_txt(source) else _row_parts(source)
     count = 0
     for piece, ends in in_pieces(parts):
         yield piece, ends
@@ -152,8 +152,8 @@ def _pieces(source: str, most: int) -> Iterator[tuple[str, bool]]:
             return
 
 
-def _row_parts(source: str, most: int) -> Iterator[str | None]:
-    for number, row in enumerate(islice(read_rows(source), most)):  # a row without text counts as a story
+def _row_parts(source: str) -> Iterator[str | None]:
+    for number, row in enumerate(read_rows(source)):
         for story in _text(f"{source} row {number}", row).split(END):
             yield story
             yield None

@@ -3,6 +3,7 @@
 import codecs
 import io
 import json
+import re
 import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,6 +17,7 @@ EMBEDDED = "embedded"
 END = "<|endoftext|>"  # separates the texts of a .txt file, as in TinyStories as published
 PARQUET_BATCH_ROWS = 1024
 READ = 2**16  # bytes read from a .txt file at a time
+STOP = re.compile(r"[^\W\d_](?=[.,;:!?。，、；：！？])")  # where text without spaces can be cut
 PIECE = 2**14  # approximate characters of a piece of a long text
 
 
@@ -152,9 +154,9 @@ def in_pieces(parts: Iterable[str | None]) -> Iterator[tuple[str, bool]]:
     """Texts as (piece, whether a text ends with it): stripped, in NFC, without empty ones.
 
     parts: text in parts of any size, None between two texts. A text longer than PIECE characters becomes several
-    pieces, cut before a space or newline that is followed by something else. Neither NFC nor the pre-tokenisation of
-    GPT-2 and byte-level BPE joins characters across such a place, so the tokens of the pieces are those of the text. A
-    text without such a place stays one piece.
+    pieces, cut before a space or newline that is followed by something else, or between a letter and a mark such as a
+    full stop. Neither NFC nor the pre-tokenisation of GPT-2 and byte-level BPE joins characters across such a place, so
+    the tokens of the pieces are those of the text. A text without such a place stays one piece.
     """
     rest, searched = "", 0  # `rest` has no place to cut before character `searched`
     for part in chain(parts, [None]):
@@ -176,13 +178,14 @@ def in_pieces(parts: Iterable[str | None]) -> Iterator[tuple[str, bool]]:
 
 
 def _last_cut(text: str, start: int) -> int:
-    """The last place from `start` on with a space or newline that is followed by something else, or 0."""
+    """The last place from `start` on with a space or newline that is followed by something else, else between a letter
+    and a punctuation mark, or 0."""
     end = len(text) - 1
     while (at := max(text.rfind(" ", start, end), text.rfind("\n", start, end))) > 0:
         if not text[at + 1].isspace():
             return at
         end = at
-    return 0
+    return max((found.end() for found in STOP.finditer(text, max(0, start - 1))), default=0)
 
 
 def _jsonl_rows(path: Path) -> Iterator[dict]:

@@ -358,7 +358,11 @@ def check_same(path: Path, config: RunConfig, facts: dict) -> dict:
 
 
 UPDATE = "batch size × accumulation steps × workers"
-MADE_OF = {"rows_per_update": UPDATE, "prompts_per_update": UPDATE}  # facts that several options decide
+MADE_OF = {
+    "rows_per_update": UPDATE,
+    "prompts_per_update": UPDATE,
+    "layer_rows_per_update": "batch size × workers",
+}  # facts that several options decide
 
 
 def _check_equal(path: Path, name: str, there: Any, here: Any, flags: str = "flags") -> None:

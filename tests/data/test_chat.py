@@ -5,6 +5,7 @@ import copy
 import pytest
 
 from qat_lora.data.chat import Document, after_thought, documents, opens_thought, render, render_chat, to_messages
+from qat_lora.data.text import END
 from qat_lora.errors import UserError
 
 SINGLE = [{"role": "user", "content": "What is 2+2?"}, {"role": "assistant", "content": "It is 4."}]
@@ -219,6 +220,18 @@ def test_other_ways_to_open_a_thought(tiny_tokenizer, opened):
 ])  # fmt: skip
 def test_a_thought_that_was_cut_off_is_no_answer(said, opened, answer):
     assert after_thought(said, opened) == answer
+
+
+@pytest.mark.parametrize("thinking", ["on", "off"])
+def test_turns_after_the_last_answer_are_left_out_if_the_template_rewrites_it(tiny_tokenizer, thinking):
+    tokenizer = with_template(tiny_tokenizer, OPENING.replace("gap", "'\\n'"))
+    asked = [*SINGLE, {"role": "user", "content": "And five?"}]
+    assert render_one(asked, tokenizer, thinking) == render_one(SINGLE, tokenizer, thinking)
+
+
+def test_a_separator_parts_the_texts_of_a_row(tiny_tokenizer):
+    rows = [{"text": f"one{END} two\n{END}{END}"}, {"text": " as it stands "}, {"text": END}]
+    assert [document.text for document in documents(rows, tiny_tokenizer, "on")] == ["one", "two", " as it stands "]
 
 
 def test_whether_a_prompt_opens_a_thought(tiny_tokenizer):

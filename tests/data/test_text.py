@@ -4,7 +4,7 @@ import json
 import random
 import time
 import unicodedata
-from itertools import islice
+from itertools import islice, pairwise
 from pydoc_data.topics import topics
 
 import pytest
@@ -273,7 +273,9 @@ def test_pieces_are_the_text(monkeypatch, size, read):
         pieces = list(in_pieces(whole[at : at + read] for at in range(0, len(whole), read)))
         assert "".join(piece for piece, _ in pieces) == unicodedata.normalize("NFC", whole.strip())
         assert [ends for _, ends in pieces] == [False] * (len(pieces) - 1) + [True]
-        assert all(piece[0] in " \n" and not piece[1].isspace() for piece, _ in pieces[1:])
+        for (before, _), (piece, _) in pairwise(pieces):
+            spaced = piece[0] in " \n" and not piece[1].isspace()
+            assert spaced or (before[-1].isalnum() and piece[0] in ".,!?。")
         assert len(pieces) > 200 // (size + 20)
 
 
@@ -287,3 +289,12 @@ def test_a_text_without_a_place_to_cut_is_one_piece(monkeypatch):
     monkeypatch.setattr(text, "PIECE", 4)
     assert list(in_pieces(["abcdefghij", "klm\t\tn"])) == [("abcdefghijklm\t\tn", True)]
     assert list(in_pieces(["abcdefghij", "klm n"])) == [("abcdefghijklm", False), (" n", True)]
+
+
+def test_a_text_without_spaces_is_cut_at_its_marks(monkeypatch):
+    monkeypatch.setattr(text, "PIECE", 4)
+    assert list(in_pieces(["一二三。四", "五六七八，九"])) == [
+        ("一二三", False),
+        ("。四五六七八", False),
+        ("，九", True),
+    ]
