@@ -36,7 +36,8 @@ metrics.jsonl and equal texts, apart from times and memory.
 A resumed run may differ in options that are no part of a run's identity: the device and the number of workers, how an
 update's rows are split, the intervals of logging, evaluating and saving, how many checkpoints are kept. Its
 manifest.json lists what changed. Other intervals give other lines and may choose another best checkpoint, but train the
-same weights; another device or number of workers changes figures by rounding.
+same weights; another device or number of workers changes figures by rounding. The precision in use has to stay:
+`--precision auto` is bf16 on one machine and fp32 on another.
 
 ## How to read the table
 
