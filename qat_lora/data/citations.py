@@ -193,7 +193,7 @@ def _short(opening: str) -> str:
 
 
 def _arabic(number: str) -> str:
-    """ "8(2)" for "VIII(2)"."""
+    """8(2) for VIII(2)."""
     roman = re.match("[IVXLC]+", number)[0]
     values = [DIGITS[digit] for digit in roman]
     total = sum(-a if a < b else a for a, b in zip(values, [*values[1:], 0]))
