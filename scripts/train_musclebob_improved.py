@@ -212,6 +212,7 @@ def sft_plan(cfg: Config) -> Plan:
     return Plan(
         steps=cfg.sft_epochs * cfg.num_samples // cfg.sft_batch_size, batch_size=cfg.sft_batch_size, accumulation=1,
         learning_rate=cfg.sft_learning_rate, warmup_steps=WARMUP, clip_grad_norm=CLIP, seed=cfg.seed,
+        options={"steps": f"--sft-epochs {cfg.sft_epochs}", "learning_rate": "--sft-learning-rate"},
     )  # fmt: skip
 
 
@@ -223,7 +224,7 @@ def grpo_plan(cfg: Config, ends: tuple[int, ...]) -> GRPOPlan:
         warmup_steps=WARMUP, clip_grad_norm=CLIP, seed=cfg.seed, group=cfg.num_generations,
         length=cfg.max_completion_length, ends=ends, sampling=Sampling(cfg.temperature, cfg.top_k, cfg.top_p),
         objective=Objective(reduction=cfg.loss_type, beta=cfg.beta), scale=cfg.scale_rewards,
-        shuffled=cfg.control == "shuffled",
+        shuffled=cfg.control == "shuffled", options={"steps": f"--epochs {cfg.epochs}"},
     )  # fmt: skip
 
 

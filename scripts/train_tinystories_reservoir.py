@@ -228,8 +228,8 @@ def check(cfg: Config) -> None:
         raise UserError(f"--block-size {cfg.block_size} must be at least 1")
     if cfg.model != "transformer" and cfg.block_size > CHUNK**LEVELS:
         raise UserError(f"--block-size {cfg.block_size} is more than the {CHUNK**LEVELS} steps of a scan; shorten it")
-    if cfg.epochs < 0:
-        raise UserError(f"--epochs {cfg.epochs} must not be negative")
+    if cfg.epochs < 1:
+        raise UserError(f"--epochs {cfg.epochs} must be at least 1")
 
 
 def plan_of(cfg: Config, blocks: int, workers: int) -> Plan:
@@ -241,7 +241,7 @@ def plan_of(cfg: Config, blocks: int, workers: int) -> Plan:
     return Plan(
         steps=cfg.epochs * blocks // cfg.batch_size, batch_size=cfg.batch_size // workers, accumulation=1,
         learning_rate=cfg.learning_rate, warmup_steps=cfg.warmup_steps, clip_grad_norm=cfg.clip_grad_norm,
-        seed=cfg.seed,
+        seed=cfg.seed, options={"steps": f"--epochs {cfg.epochs}"},
     )  # fmt: skip
 
 

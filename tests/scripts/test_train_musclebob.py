@@ -192,12 +192,16 @@ def test_the_scripts_that_read_a_run(run, trained, capsys, monkeypatch, tmp_path
     "flags, part",
     [
         ("--max-prompt-length 20", "exceeds --max-prompt-length 20"),
-        ("--sft-only --sft-epochs 0", "leave nothing to train"), ("--learning-rate 0", "a learning rate of 0"),
+        ("--sft-only --sft-epochs 0", "leave nothing to train"), ("--learning-rate 0", "--learning-rate 0.0 must"),
+        ("--sft --sft-learning-rate 0", "--sft-learning-rate 0.0 must"), ("--beta 1e30", "--beta 1e+30 must be"),
+        ("--epochs 1000000000000", "--epochs 1000000000000: "), ("--learning-rate 1e30", "--learning-rate 1e+30"),
+        ("--sft --sft-epochs 1000000000000", "--sft-epochs 1000000000000: "),
         ("--sft-batch-size 0", "--sft-batch-size 0"), ("--sft-batch-size 9", "--sft-batch-size 9"),
         ("--num-generations 1", "--num-generations 1"), ("--control off", "--control 'off' is not one of none"),
         ("--loss-type ppo", "'ppo' is not one of grpo, bnpo"), ("--temperature 0", "--temperature 0"),
         ("--num-samples 1", "--num-samples 1 does not fill"), ("--fewshot-ratio 2", "--fewshot-ratio 2.0 is a share"),
-        ("--beta -1", "--beta must be from 0 to 1e6"), ("--max-completion-length 500", "exceeds the 512 positions"),
+        ("--beta -1", "--beta -1.0 must be from 0 to 1e6"),
+        ("--max-completion-length 500", "exceeds the 512 positions"),
     ],
 )  # fmt: skip
 def test_bad_input(refusal, sharp_model_dir, tmp_path, flags, part):
