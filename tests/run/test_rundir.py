@@ -158,7 +158,7 @@ def test_the_precision_in_use_decides_not_how_it_was_asked_for():
     open_run("toy", config(), {"precision": "bf16"}).held.close()
     assert open_run("toy", config(resume="auto", precision="bf16"), {"precision": "bf16"}).resumed
     for asked in ("auto", "fp32"):
-        with pytest.raises(UserError, match="precision is 'bf16' .* there, 'fp32' .* here"):
+        with pytest.raises(UserError, match=r"precision is 'bf16' .* there, 'fp32' .* here"):
             open_run("toy", config(resume="auto", precision=asked), {"precision": "fp32"})
 
 
