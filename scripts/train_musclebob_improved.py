@@ -41,6 +41,7 @@ from qat_lora.experiments.musclebob import (
     validation_file,
 )  # fmt: skip
 from qat_lora.grpo import GRPOPlan, PromptDataset, train_grpo
+from qat_lora.machine import check_memory
 from qat_lora.memory import check_fits, least_rollout_memory, least_training_memory, training_memory
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import EMBEDDED, check_length, load_model
@@ -62,6 +63,7 @@ CONTROLS = ("none", "shuffled", "still")
 SHOWN = ("reward", "kl", "target_rate")  # beside the progress bar
 HUGEPAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 WARMUP, CLIP = 3, 1.0  # updates of linear warm-up, largest gradient norm
+ANSWER = 100  # bytes of an answer at least: a short text and what it belongs to
 STILL = 1e-12  # learning rate of a control that must not learn
 ROWS = 80  # answers of a validation that are drawn at a time: a token costs hardly more for 80 than for 8
 
@@ -178,15 +180,11 @@ def shortened(cfg: Config) -> Config:
 
 
 def check(cfg: Config) -> None:
+    check_counts(cfg)
     if cfg.control not in CONTROLS:
         raise UserError(f"--control {cfg.control!r} is not one of {', '.join(CONTROLS)}")
     if not 0 <= cfg.fewshot_ratio <= 1:
         raise UserError(f"--fewshot-ratio {cfg.fewshot_ratio} is a share; give one from 0 to 1")
-    if min(cfg.num_samples, cfg.validation_samples) < 1 or min(cfg.epochs, cfg.sft_epochs) < 0:
-        raise UserError(
-            f"--num-samples {cfg.num_samples} and --validation-samples {cfg.validation_samples} must be at least 1, "
-            f"--epochs {cfg.epochs} and --sft-epochs {cfg.sft_epochs} not negative"
-        )
     if cfg.num_samples < cfg.batch_size * cfg.accumulation_steps:
         raise UserError(
             f"--num-samples {cfg.num_samples} does not fill an update of {cfg.batch_size * cfg.accumulation_steps} "
@@ -202,6 +200,19 @@ def check(cfg: Config) -> None:
     length = cfg.max_prompt_length + cfg.max_completion_length
     check_length(cfg.model, length, "--max-prompt-length and --max-completion-length", mixed=True)
     Every(cfg.log_every, cfg.eval_every, cfg.save_every)
+
+
+def check_counts(cfg: Config) -> None:
+    """Raise UserError for numbers of questions, answers and passes that cannot be, or that no memory holds."""
+    if min(cfg.num_samples, cfg.validation_samples) < 1 or min(cfg.epochs, cfg.sft_epochs) < 0:
+        raise UserError(
+            f"--num-samples {cfg.num_samples} and --validation-samples {cfg.validation_samples} must be at least 1, "
+            f"--epochs {cfg.epochs} and --sft-epochs {cfg.sft_epochs} not negative"
+        )
+    prompts = cfg.num_samples * cfg.max_prompt_length * (8 + 8)  # their tokens as lists and as a tensor
+    check_memory(prompts, f"--num-samples {cfg.num_samples}", "--num-samples")
+    answers = cfg.validation_samples * len(heldout_questions())
+    check_memory(answers * ANSWER, f"--validation-samples {cfg.validation_samples}", "--validation-samples")
 
 
 def has_sft(cfg: Config) -> bool:
