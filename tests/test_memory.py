@@ -7,7 +7,13 @@ import sys
 import pytest
 
 from qat_lora.experiments.stories import MODELS, Shape, build
-from qat_lora.memory import least_rollout_memory, least_training_memory, recursive_memory, story_memory
+from qat_lora.memory import (
+    least_rollout_memory,
+    least_teacher_memory,
+    least_training_memory,
+    recursive_memory,
+    story_memory,
+)
 from qat_lora.models.recursive import RecursiveSpec
 from qat_lora.models.reservoir import ReservoirSpec
 
@@ -82,3 +88,4 @@ def test_a_language_model_and_its_answers(tiny_model_dir):
     model.requires_grad_(False)
     assert least_training_memory(model, 2, 8, True) == 4 * count
     assert least_rollout_memory(model, 3, 4, 10) == 12 * (160 + 2 * vocab)
+    assert least_teacher_memory(model, 2, 8, 5, True) == 4 * count + 16 * (8 + 2 * hidden + 4 * 5)

@@ -162,6 +162,8 @@ def open_data(cfg: Config, model_name: str, tokenizer, workers: int):
         if cfg.mode == "sft" and bool(rows.mask.all()):
             raise UserError(f"--mode sft: {cfg.dataset} has no chat rows, so no completions; use --mode recover")
         parts = split_heldout(rows, cfg.heldout_fraction)
+        if not len(parts[1]):
+            raise UserError(f"--heldout-fraction {cfg.heldout_fraction} leaves no row to measure on; use e.g. 0.1")
         data = [TextDataset(rows, completions_only=cfg.mode == "sft") for rows in parts]
     cfg.check_rows(*data, workers)
     return data

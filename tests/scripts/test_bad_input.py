@@ -196,6 +196,15 @@ def test_teacher_of_nan_writes_no_cache(refuse, altered, tmp_path):
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.parametrize("number", [10**9, 10**12, 2**63])
+@pytest.mark.parametrize("flag", ["--batch-size", "--draws"])
+def test_a_teacher_pass_that_no_memory_holds_writes_no_cache(refuse, tiny_model_dir, tmp_path, flag, number):
+    flags = ["--cache-dir", tmp_path / "c", "--length", 512, "--max-rows", 8, "--device", "cpu", "--precision", "fp32"]
+    message = refuse("build_kd_cache", "--model", tiny_model_dir, *flags, flag, number)
+    assert f"{flag} {number}" in message and "lower --batch-size or --draws" in message
+    assert not (tmp_path / "c").exists()
+
+
 def test_a_teacher_with_a_larger_embedding_teaches(run, qat, altered, tiny_student, tmp_path):
     """Its tokenizer is the student's: what its embedding has on top is padding."""
     teacher = altered(lambda model: model.resize_token_embeddings(600))
@@ -241,7 +250,7 @@ def test_recovery_without_heldout_text_is_refused_before_training(refuse, tiny_s
     message = refuse(
         "train_recovery_lora", "--checkpoint", tiny_student, "--output-dir", tmp_path / "run", *SMALL, *text
     )
-    assert "held-out" in message
+    assert "--heldout-fraction 0.0 leaves no row to measure on" in message
     assert not (tmp_path / "run").exists()
 
 
