@@ -33,6 +33,7 @@ from qat_lora.evaluate import text_loss
 from qat_lora.experiments.musclebob import (
     STAGES,
     Examiner,
+    check_samples,
     examine,
     glance,
     judge_of,
@@ -63,7 +64,6 @@ CONTROLS = ("none", "shuffled", "still")
 SHOWN = ("reward", "kl", "target_rate")  # beside the progress bar
 HUGEPAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 WARMUP, CLIP = 3, 1.0  # updates of linear warm-up, largest gradient norm
-ANSWER = 100  # bytes of an answer at least: a short text and what it belongs to
 STILL = 1e-12  # learning rate of a control that must not learn
 ROWS = 80  # answers of a validation that are drawn at a time: a token costs hardly more for 80 than for 8
 
@@ -211,8 +211,7 @@ def check_counts(cfg: Config) -> None:
         )
     prompts = cfg.num_samples * cfg.max_prompt_length * (8 + 8)  # their tokens as lists and as a tensor
     check_memory(prompts, f"--num-samples {cfg.num_samples}", "--num-samples")
-    answers = cfg.validation_samples * len(heldout_questions())
-    check_memory(answers * ANSWER, f"--validation-samples {cfg.validation_samples}", "--validation-samples")
+    check_samples("--validation-samples", cfg.validation_samples)
 
 
 def has_sft(cfg: Config) -> bool:

@@ -45,7 +45,7 @@ from qat_lora.memory import check_fits, story_memory
 from qat_lora.models.reservoir import ReservoirSpec
 from qat_lora.models.scan import CHUNK, LEVELS
 from qat_lora.models.small_lm import SmallLM
-from qat_lora.qat import Plan, restore, train_plain
+from qat_lora.qat import MOST_UPDATES, Plan, check_range, restore, train_plain
 from qat_lora.rl.rollout import Sampling
 from qat_lora.run.config import RunConfig, option, run_script
 from qat_lora.run.files import write_atomically
@@ -228,8 +228,7 @@ def check(cfg: Config) -> None:
         raise UserError(f"--block-size {cfg.block_size} must be at least 1")
     if cfg.model != "transformer" and cfg.block_size > CHUNK**LEVELS:
         raise UserError(f"--block-size {cfg.block_size} is more than the {CHUNK**LEVELS} steps of a scan; shorten it")
-    if cfg.epochs < 1:
-        raise UserError(f"--epochs {cfg.epochs} must be at least 1")
+    check_range("--epochs", cfg.epochs, 1, MOST_UPDATES)  # each is an update or more
 
 
 def plan_of(cfg: Config, blocks: int, workers: int) -> Plan:
