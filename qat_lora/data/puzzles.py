@@ -156,7 +156,7 @@ def check_request(kind: str, count: int, blanks: tuple[float, float], flag: str)
     if count < 1:
         raise UserError(f"{flag} {count} must be at least 1")
     if not 0 < low <= high <= 1:
-        raise UserError(f"shares of blanks {low} to {high} must rise within (0, 1]; use e.g. (0.4, 1.0)")
+        raise UserError(f"--least-blanks {low} and --most-blanks {high} must rise within (0, 1]; use e.g. 0.4 and 1")
     cells = side(kind) ** 2
     if kind in BOXES and low < 1 and round(low * cells) > (most := MOST_BLANKS[kind]):
         raise UserError(

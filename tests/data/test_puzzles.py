@@ -160,7 +160,7 @@ def test_a_share_of_blanks_that_draws_do_not_reach_is_refused(monkeypatch):
         (("sudoku4", 289, 0, (0.01, 0.02)), "289 puzzles are more than the 288 sudoku4 that exist with 0.01 to 0.02"),
         (("sudoku6", 10**8, 0, (0.001, 0.01)), "100000000 puzzles are more than the 28200960 sudoku6"),
         (("sudoku4", 290, 0, (0.01, 0.02), "--puzzles"), "--puzzles: 290 puzzles are more than"),
-        (("sudoku4", 1, 0, (0.9, 0.2)), "shares of blanks 0.9 to 0.2"),
+        (("sudoku4", 1, 0, (0.9, 0.2)), "--least-blanks 0.9 and --most-blanks 0.2"),
     ],
 )  # fmt: skip
 def test_impossible_requests_are_refused(call, said):

@@ -62,7 +62,7 @@ def test_a_dry_run_writes_nothing(build, tmp_path, capsys):
         (["corpus=pairs.jsonl", "iterations=5000000000"], "--iterations 5000000000 is not a number of segments"),
         (["corpus=pairs.jsonl", "length=100000000000"], "--length 100000000000 must be from 2 to 1,048,576"),
         (["kind=sudoku9", "--least-blanks", "0.8", "--dry-run"], "--least-blanks 0.8: no sudoku9 with one answer has"),
-        (["least_blanks=0.9", "most_blanks=0.5"], "shares of blanks 0.9 to 0.5"),
+        (["least_blanks=0.9", "most_blanks=0.5"], "--least-blanks 0.9 and --most-blanks 0.5"),
         (["corpus=none.jsonl"], "no such file"),
         (["corpus=pairs.jsonl", "length=1"], "--length 1 must be from 2"),
         (["corpus=pairs.jsonl", "iterations=-1"], "--iterations -1"), (["output_dir=pairs.jsonl"], "is there already"),
