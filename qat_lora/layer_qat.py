@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.blocks import BlockCalls, Call, block_outputs, compensate_block, first_inputs, run_block
-from qat_lora.errors import UserError
 from qat_lora.evaluate import kd_loss
 from qat_lora.models.architecture import as_answer, decoder_layers, replaced
-from qat_lora.qat import parameter_groups, restore
+from qat_lora.qat import MOST_UPDATES, MOST_WEIGHT, check_range, check_rate, parameter_groups, restore
 from qat_lora.quant.linear import unquantized
 from qat_lora.run.schedule import cosine, set_learning_rates
 from qat_lora.run.session import Session
@@ -33,10 +32,9 @@ class LayerPlan:
     compensate: bool = False
 
     def __post_init__(self):
-        if self.steps < 0 or self.kd_weight < 0:
-            raise UserError(f"--layer-steps {self.steps} and --layer-kd-weight {self.kd_weight} must not be negative")
-        if self.learning_rate <= 0:
-            raise UserError(f"--layer-learning-rate {self.learning_rate} must be above 0")
+        check_range("--layer-steps", self.steps, 0, MOST_UPDATES)
+        check_range("--layer-kd-weight", self.kd_weight, 0, MOST_WEIGHT)
+        check_rate("--layer-learning-rate", self.learning_rate)
 
 
 def train_layers(student: nn.Module, batches: list[dict], plan: LayerPlan, session: Session):

@@ -106,6 +106,14 @@ def least_rollout_memory(model: nn.Module, prompts: int, group: int, length: int
     return rows * (16 * length + 2 * vocab)
 
 
+def least_teacher_memory(model: nn.Module, batch_size: int, length: int, draws: int, bf16: bool) -> int:
+    """Least bytes of a teacher pass over rows [batch_size, length]: weights, tokens, hidden states, and the numbers
+    behind the draws."""
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    hidden = unwrap(model).get_output_embeddings().weight.shape[1]
+    return weights + batch_size * length * (8 + hidden * (2 if bf16 else 4) + 4 * draws)
+
+
 def weight_options(spec: RecursiveSpec) -> str:
     """The options to lower for fewer weights in a recursive model, for messages."""
     wide = spec.mlp_t and spec.positions > spec.hidden_size  # then most weights are those that mix positions

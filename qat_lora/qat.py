@@ -94,12 +94,18 @@ class TrainOptions(RunConfig):
         ]
 
 
-LARGEST = torch.finfo(torch.float32).max  # learning rate: more is no fp32 number
+LARGEST = torch.finfo(torch.float32).max  # more is no fp32 number
+MOST_UPDATES = 10**9  # of a stage: years
+MOST_MICRO_BATCHES = 10_000  # of an update
+MOST_RATE = 1e3  # largest learning rate or weight decay
+MOST_WEIGHT = 1e6  # largest weight of a part of a loss, and largest alpha of an adapter
+OPTIONS = {"steps": "--max-steps", "accumulation": "--accumulation-steps"}  # others are called as their fields
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How long and how fast to train. One step is one optimiser update of batch_size · accumulation rows."""
+    """How long and how fast to train. One step is one optimiser update of batch_size · accumulation rows. options: what
+    messages call the fields, where a script has other options for them than train_qat."""
 
     steps: int
     batch_size: int
@@ -109,20 +115,39 @@ class Plan:
     clip_grad_norm: float
     seed: int
     weight_decay: float = field(default=0.0, kw_only=True)  # decoupled
+    options: dict[str, str] = field(default_factory=dict, kw_only=True, repr=False, compare=False)
 
     def __post_init__(self):
-        for name in ("batch_size", "accumulation"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name.replace('_', '-')}={getattr(self, name)} must be at least 1")
-        if not 0 < self.learning_rate < LARGEST:
-            raise UserError(f"a learning rate of {self.learning_rate} is not within (0, {LARGEST:.0e}); use e.g. 1e-3")
-        for name in ("steps", "warmup_steps", "clip_grad_norm", "weight_decay"):
-            if not 0 <= getattr(self, name) <= LARGEST:
-                raise UserError(f"{name.replace('_', '-')}={getattr(self, name)} must be from 0 to {LARGEST:.0e}")
+        if self.batch_size < 1:
+            raise UserError(f"{self.option('batch_size')} {self.batch_size} must be at least 1")
+        if not 0 <= self.steps <= MOST_UPDATES:
+            raise UserError(f"{self.option('steps')}: {self.steps} updates are not from 0 to {MOST_UPDATES:,}")
+        check_rate(self.option("learning_rate"), self.learning_rate)
+        for name, least, most in (
+            ("accumulation", 1, MOST_MICRO_BATCHES), ("warmup_steps", 0, LARGEST), ("clip_grad_norm", 0, LARGEST),
+            ("weight_decay", 0, MOST_RATE),
+        ):  # fmt: skip
+            check_range(self.option(name), getattr(self, name), least, most)
+
+    def option(self, name: str) -> str:
+        """The option behind a field."""
+        return self.options.get(name) or OPTIONS.get(name) or f"--{name.replace('_', '-')}"
 
     def learning_rate_factor(self, step: int) -> float:
         """The schedule's factor for update `step` (1-based): counted in updates, never in micro-batches."""
         return cosine(step - 1, self.steps, min(self.warmup_steps, self.steps // 2))
+
+
+def check_range(option: str, value: float, least: float, most: float) -> None:
+    """Raise UserError for a value that is not from `least` to `most`."""
+    if not least <= value <= most:
+        raise UserError(f"{option} {value} must be from {least} to {f'{most:,.0f}' if most < 1e12 else f'{most:.0e}'}")
+
+
+def check_rate(option: str, value: float) -> None:
+    """Raise UserError for what is no learning rate."""
+    if not 0 < value <= MOST_RATE:
+        raise UserError(f"{option} {value} must be above 0 and at most {MOST_RATE:,.0f}; use e.g. 1e-3")
 
 
 SCOPES = ("all", "mlp", "attn", "weights")
@@ -139,8 +164,7 @@ class QATPlan(Plan):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.scale_learning_rate <= 0:
-            raise UserError(f"--scale-learning-rate {self.scale_learning_rate} must be above 0")
+        check_rate(self.option("scale_learning_rate"), self.scale_learning_rate)
         if self.scope not in SCOPES:
             raise UserError(f"--scope {self.scope!r} is not one of {', '.join(SCOPES)}")
         if not 0 <= self.ema < 1:

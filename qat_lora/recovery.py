@@ -21,7 +21,7 @@ from qat_lora.machine import check_memory
 from qat_lora.models.adapter import Dropout, write_origin
 from qat_lora.models.architecture import hidden_states, unwrap
 from qat_lora.models.targets import adapted, choose, peft_targets
-from qat_lora.qat import LARGEST, Plan, resumable, training_stream, update
+from qat_lora.qat import MOST_WEIGHT, Plan, resumable, training_stream, update
 from qat_lora.quant.init import input_moments
 from qat_lora.quant.student import head_of
 from qat_lora.run.files import read_json, write_json, writing
@@ -41,9 +41,9 @@ def add_adapter(
     scaled by alpha/√rank instead of alpha/rank (arXiv 2312.03732). Experts, each with an A and a B of its own, and
     whatever else PEFT adapts by its weight have no dropout.
     """
-    if rank < 1 or not 0 < alpha <= LARGEST:
+    if rank < 1 or not 0 < alpha <= MOST_WEIGHT:
         raise UserError(
-            f"the adapter's rank {rank} must be at least 1 and its alpha {alpha} above 0 and at most {LARGEST:.0e}"
+            f"the adapter's rank {rank} must be at least 1 and its alpha {alpha} above 0 and at most {MOST_WEIGHT:,.0f}"
         )
     if not 0 <= dropout < 1:
         raise UserError(f"the adapter's dropout {dropout} is outside [0, 1); use e.g. 0.05")

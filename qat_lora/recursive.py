@@ -23,7 +23,7 @@ from qat_lora.models.recursive import (
     sign_update,
     stablemax_loss,
 )
-from qat_lora.qat import Plan, follow, restore
+from qat_lora.qat import MOST_RATE, Plan, check_range, follow, restore
 from qat_lora.run.schedule import set_learning_rates
 from qat_lora.run.session import Session
 
@@ -51,6 +51,8 @@ class RecursivePlan(Plan):
         super().__post_init__()
         if not 1 <= self.segments <= MOST_SEGMENTS:
             raise UserError(f"--halt-max-segments {self.segments} must be at least 1, at most {MOST_SEGMENTS:,}")
+        for name in ("identifier_learning_rate", "identifier_weight_decay"):
+            check_range(self.option(name), getattr(self, name), 0, MOST_RATE)
         if not all(0 <= beta < 1 for beta in self.betas):
             raise UserError(f"--beta1 {self.betas[0]} and --beta2 {self.betas[1]} must be from 0 to below 1")
         for flag, value in (

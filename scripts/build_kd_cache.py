@@ -23,6 +23,7 @@ from qat_lora.data.packing import fingerprint, split_heldout, tokenizer_fingerpr
 from qat_lora.data.templates import template_facts
 from qat_lora.errors import UserError
 from qat_lora.kd.cache import CacheSpec, cache_date, edges, open_cache, write_cache
+from qat_lora.memory import check_fits, least_teacher_memory
 from qat_lora.models.loading import (
     EMBEDDED,
     EMBEDDED_NOTE,
@@ -84,6 +85,9 @@ def main(cfg: Config) -> None:
         return
 
     teacher = load_model(cfg.model)  # what is wrong with it leaves no folder behind
+    need = least_teacher_memory(teacher, cfg.batch_size, cfg.length, cfg.draws, backend.bf16)
+    what = f"a teacher pass over --batch-size {cfg.batch_size} rows with --draws {cfg.draws}"
+    check_fits(backend, {"--batch-size or --draws": need}, what)
     with lock(directory):
         done = dict(open_cache(directory, spec, mark))
         backend.place(teacher)

@@ -29,7 +29,7 @@ class Config(ScriptConfig):
     output_dir: str = option("data/puzzles", "new folder to write")
     kind: str = option("sudoku6", "sudoku4, sudoku6, sudoku9 or mazeN")
     count: int = option(2000, "puzzles to draw")
-    least_blanks: float = option(0.4, "of a Sudoku: share of its cells that are blank at least")
+    least_blanks: float = option(0.4, "of a Sudoku: share of its cells that are blank at least; 1: all that can be")
     most_blanks: float = option(1.0, "and at most, as far as the answer stays the only one: more blanks are harder")
     heldout_fraction: float = option(0.1, "share of the rows that goes to test/")
     corpus: str | None = option(None, "instead of puzzles: .jsonl, .parquet or a hub dataset with prompt and response")

@@ -25,7 +25,7 @@ from qat_lora.data.options import ChatOptions
 from qat_lora.data.text import nfc
 from qat_lora.errors import UserError
 from qat_lora.models.adapter import load_adapter
-from qat_lora.models.generate import check_device, check_sampling, complete
+from qat_lora.models.generate import check_device, check_room, check_sampling, complete
 from qat_lora.models.loading import EMBEDDED, EMBEDDED_NOTE, load_model
 from qat_lora.quant.student import load_student
 from qat_lora.run.config import ScriptConfig, option, run_script
@@ -64,6 +64,7 @@ def main(cfg: Config) -> None:
     tokenizer = cfg.tokenizer(name)
     if not cfg.raw:
         check_template(tokenizer)
+    check_room(speakers[0].model, tokenizer, asked(cfg, "?"), cfg.max_new_tokens, thinking)
     for speaker in speakers:
         backend.place(speaker.model)
     rule = f"temperature {cfg.temperature}, top-p {cfg.top_p}" if cfg.temperature else "greedy"
@@ -115,13 +116,18 @@ def load(cfg: Config) -> tuple[list[Speaker], str]:
 
 
 def prompts(cfg: Config) -> Iterator[str | list[dict]]:
-    """--prompt, or the lines of standard input that are not blank: as messages, with --raw as they stand."""
+    """--prompt, or the lines of standard input that are not blank, as they are `asked`."""
     if cfg.prompt is None and sys.stdin.isatty():
         say("a prompt on each line; end with Ctrl-D")
     texts = (line.strip() for line in sys.stdin if line.strip()) if cfg.prompt is None else [cfg.prompt]
-    system = [] if cfg.system is None else [{"role": "system", "content": cfg.system}]
     for text in map(nfc, texts):
-        yield text if cfg.raw else [*system, {"role": "user", "content": text}]
+        yield asked(cfg, text)
+
+
+def asked(cfg: Config, text: str) -> str | list[dict]:
+    """A text as messages, with --raw as it stands."""
+    system = [] if cfg.system is None else [{"role": "system", "content": cfg.system}]
+    return text if cfg.raw else [*system, {"role": "user", "content": text}]
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from qat_lora.data.options import ChatOptions
 from qat_lora.data.sections import Answer
 from qat_lora.errors import UserError
 from qat_lora.experiments.legal_page import CUT_OFF, STYLE, checked_question, page, verdict_line, verdicts
-from qat_lora.models.generate import Stream, check_device, check_sampling
+from qat_lora.models.generate import Stream, check_device, check_room, check_sampling
 from qat_lora.models.loading import EMBEDDED, load_config
 from qat_lora.models.source import SPEECH
 from qat_lora.quant.student import load_trained
@@ -67,6 +67,7 @@ def main(cfg: Config) -> None:
     # A run's own tokenizer carries the chat template that it was trained with.
     tokenizer = cfg.tokenizer(str(Path(cfg.run) / "model") if cfg.run else name)
     check_template(tokenizer)
+    check_room(model, tokenizer, messages("?"), cfg.max_new_tokens, thinks)
     about = f"{name}{f' + {cfg.adapter}' if cfg.adapter else ''} on {backend}, {len(authorities.names)} authorities"
     say(about)
     if cfg.dry_run:

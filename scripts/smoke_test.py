@@ -122,7 +122,7 @@ def check_training(backend: TorchBackend, cfg: Config, train: PuzzleRows, heldou
     steps = -(-epochs * len(train) // BATCH) or 2
     plan = RecursivePlan(
         steps=steps, batch_size=BATCH, learning_rate=2e-3, warmup_steps=2, clip_grad_norm=1.0, seed=cfg.seed,
-        segments=4, ema=0.9,
+        segments=4, ema=0.9, options={"steps": f"--train-epochs {cfg.train_epochs}"},
     )  # fmt: skip
     backend.seed(cfg.seed)
     model = backend.place(RecursiveModel(spec))

@@ -20,7 +20,7 @@ from qat_lora.backend import open_backend
 from qat_lora.data.musclebob import Question
 from qat_lora.data.options import ChatOptions
 from qat_lora.errors import UserError
-from qat_lora.experiments.musclebob import Examiner, examine, transcripts
+from qat_lora.experiments.musclebob import Examiner, check_samples, examine, transcripts
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import load_model
 from qat_lora.rl.rollout import Sampling
@@ -48,6 +48,7 @@ class Config(ChatOptions, ScriptConfig):
 def main(cfg: Config) -> None:
     if cfg.samples < 1:
         raise UserError(f"--samples {cfg.samples} asks nothing; use 1 or more")
+    check_samples("--samples", cfg.samples)
     if not cfg.temperature and not cfg.interactive:
         raise UserError(
             "--temperature 0 draws the same answers again and again, and a greedy one is shown anyway; use 1"

@@ -241,7 +241,7 @@ def plan_of(cfg: Config, data: LawData, workers: int) -> Plan:
     return Plan(
         steps=steps, batch_size=cfg.batch_size, accumulation=cfg.accumulation_steps, learning_rate=cfg.learning_rate,
         warmup_steps=round(cfg.warmup_ratio * steps), clip_grad_norm=cfg.clip_grad_norm, seed=cfg.seed,
-        weight_decay=cfg.weight_decay,
+        weight_decay=cfg.weight_decay, options={"steps": f"--epochs {cfg.epochs:g}"},
     )  # fmt: skip
 
 

@@ -33,6 +33,7 @@ from qat_lora.evaluate import text_loss
 from qat_lora.experiments.musclebob import (
     STAGES,
     Examiner,
+    check_samples,
     examine,
     glance,
     judge_of,
@@ -41,6 +42,7 @@ from qat_lora.experiments.musclebob import (
     validation_file,
 )  # fmt: skip
 from qat_lora.grpo import GRPOPlan, PromptDataset, train_grpo
+from qat_lora.machine import check_memory
 from qat_lora.memory import check_fits, least_rollout_memory, least_training_memory, training_memory
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import EMBEDDED, check_length, load_model
@@ -178,15 +180,11 @@ def shortened(cfg: Config) -> Config:
 
 
 def check(cfg: Config) -> None:
+    check_counts(cfg)
     if cfg.control not in CONTROLS:
         raise UserError(f"--control {cfg.control!r} is not one of {', '.join(CONTROLS)}")
     if not 0 <= cfg.fewshot_ratio <= 1:
         raise UserError(f"--fewshot-ratio {cfg.fewshot_ratio} is a share; give one from 0 to 1")
-    if min(cfg.num_samples, cfg.validation_samples) < 1 or min(cfg.epochs, cfg.sft_epochs) < 0:
-        raise UserError(
-            f"--num-samples {cfg.num_samples} and --validation-samples {cfg.validation_samples} must be at least 1, "
-            f"--epochs {cfg.epochs} and --sft-epochs {cfg.sft_epochs} not negative"
-        )
     if cfg.num_samples < cfg.batch_size * cfg.accumulation_steps:
         raise UserError(
             f"--num-samples {cfg.num_samples} does not fill an update of {cfg.batch_size * cfg.accumulation_steps} "
@@ -204,6 +202,18 @@ def check(cfg: Config) -> None:
     Every(cfg.log_every, cfg.eval_every, cfg.save_every)
 
 
+def check_counts(cfg: Config) -> None:
+    """Raise UserError for numbers of questions, answers and passes that cannot be, or that no memory holds."""
+    if min(cfg.num_samples, cfg.validation_samples) < 1 or min(cfg.epochs, cfg.sft_epochs) < 0:
+        raise UserError(
+            f"--num-samples {cfg.num_samples} and --validation-samples {cfg.validation_samples} must be at least 1, "
+            f"--epochs {cfg.epochs} and --sft-epochs {cfg.sft_epochs} not negative"
+        )
+    prompts = cfg.num_samples * cfg.max_prompt_length * (8 + 8)  # their tokens as lists and as a tensor
+    check_memory(prompts, f"--num-samples {cfg.num_samples}", "--num-samples")
+    check_samples("--validation-samples", cfg.validation_samples)
+
+
 def has_sft(cfg: Config) -> bool:
     return (cfg.sft or cfg.sft_only) and cfg.sft_epochs > 0
 
@@ -212,6 +222,7 @@ def sft_plan(cfg: Config) -> Plan:
     return Plan(
         steps=cfg.sft_epochs * cfg.num_samples // cfg.sft_batch_size, batch_size=cfg.sft_batch_size, accumulation=1,
         learning_rate=cfg.sft_learning_rate, warmup_steps=WARMUP, clip_grad_norm=CLIP, seed=cfg.seed,
+        options={"steps": f"--sft-epochs {cfg.sft_epochs}", "learning_rate": "--sft-learning-rate"},
     )  # fmt: skip
 
 
@@ -223,7 +234,7 @@ def grpo_plan(cfg: Config, ends: tuple[int, ...]) -> GRPOPlan:
         warmup_steps=WARMUP, clip_grad_norm=CLIP, seed=cfg.seed, group=cfg.num_generations,
         length=cfg.max_completion_length, ends=ends, sampling=Sampling(cfg.temperature, cfg.top_k, cfg.top_p),
         objective=Objective(reduction=cfg.loss_type, beta=cfg.beta), scale=cfg.scale_rewards,
-        shuffled=cfg.control == "shuffled",
+        shuffled=cfg.control == "shuffled", options={"steps": f"--epochs {cfg.epochs}"},
     )  # fmt: skip
 
 

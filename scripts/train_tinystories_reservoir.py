@@ -45,7 +45,7 @@ from qat_lora.memory import check_fits, story_memory
 from qat_lora.models.reservoir import ReservoirSpec
 from qat_lora.models.scan import CHUNK, LEVELS
 from qat_lora.models.small_lm import SmallLM
-from qat_lora.qat import Plan, restore, train_plain
+from qat_lora.qat import MOST_UPDATES, Plan, check_range, restore, train_plain
 from qat_lora.rl.rollout import Sampling
 from qat_lora.run.config import RunConfig, option, run_script
 from qat_lora.run.files import write_atomically
@@ -228,8 +228,7 @@ def check(cfg: Config) -> None:
         raise UserError(f"--block-size {cfg.block_size} must be at least 1")
     if cfg.model != "transformer" and cfg.block_size > CHUNK**LEVELS:
         raise UserError(f"--block-size {cfg.block_size} is more than the {CHUNK**LEVELS} steps of a scan; shorten it")
-    if cfg.epochs < 0:
-        raise UserError(f"--epochs {cfg.epochs} must not be negative")
+    check_range("--epochs", cfg.epochs, 1, MOST_UPDATES)  # each is an update or more
 
 
 def plan_of(cfg: Config, blocks: int, workers: int) -> Plan:
@@ -241,7 +240,7 @@ def plan_of(cfg: Config, blocks: int, workers: int) -> Plan:
     return Plan(
         steps=cfg.epochs * blocks // cfg.batch_size, batch_size=cfg.batch_size // workers, accumulation=1,
         learning_rate=cfg.learning_rate, warmup_steps=cfg.warmup_steps, clip_grad_norm=cfg.clip_grad_norm,
-        seed=cfg.seed,
+        seed=cfg.seed, options={"steps": f"--epochs {cfg.epochs}"},
     )  # fmt: skip
 
 

@@ -7,7 +7,13 @@ import sys
 import pytest
 
 from qat_lora.experiments.stories import MODELS, Shape, build
-from qat_lora.memory import least_rollout_memory, least_training_memory, recursive_memory, story_memory
+from qat_lora.memory import (
+    least_rollout_memory,
+    least_teacher_memory,
+    least_training_memory,
+    recursive_memory,
+    story_memory,
+)
 from qat_lora.models.recursive import RecursiveSpec
 from qat_lora.models.reservoir import ReservoirSpec
 
@@ -53,7 +59,7 @@ def test_the_options_to_lower_are_those_that_take_the_most():
         return max(parts, key=parts.__getitem__)
 
     assert "arch.L_layers" in lower() and "global_batch_size" in lower(rows=10**6)
-    assert "arch.L_cycles" in lower({"L_cycles": 10**6}) and "identifiers" in lower({"identifiers": 10**9})
+    assert "arch.L_cycles" in lower({"L_cycles": 10**4}) and "identifiers" in lower({"identifiers": 10**9})
     assert "arch.mlp_t" in lower({"mlp_t": True, "length": 10**6})
 
 
@@ -82,3 +88,4 @@ def test_a_language_model_and_its_answers(tiny_model_dir):
     model.requires_grad_(False)
     assert least_training_memory(model, 2, 8, True) == 4 * count
     assert least_rollout_memory(model, 3, 4, 10) == 12 * (160 + 2 * vocab)
+    assert least_teacher_memory(model, 2, 8, 5, True) == 4 * count + 16 * (8 + 2 * hidden + 4 * 5)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import pytest
 import torch
@@ -196,12 +197,17 @@ def test_an_update_starts_from_no_gradient(new_student, data, backend):
 # -- refusals ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "change",
-    [{"batch_size": 0}, {"accumulation": 0}, {"steps": -1}, {"learning_rate": 0.0}, {"warmup_steps": -1},
-     {"clip_grad_norm": -0.5}],
+    [{"batch_size": 0}, {"accumulation": 0}, {"accumulation": 10**12}, {"steps": -1}, {"steps": 10**12},
+     {"learning_rate": 0.0}, {"learning_rate": 1e30}, {"scale_learning_rate": 1e30}, {"warmup_steps": -1},
+     {"clip_grad_norm": -0.5}, {"weight_decay": 1e30}],
 )  # fmt: skip
 def test_an_impossible_plan_fails_when_it_is_built(change):
-    with pytest.raises(UserError):
+    option = {"accumulation": "--accumulation-steps", "steps": "--max-steps"}
+    said = "|".join(option.get(name, f"--{name.replace('_', '-')}") for name in change)
+    with pytest.raises(UserError, match=f"^{said}:? {re.escape(str(*change.values()))} "):
         dataclasses.replace(PLAN, **change)
+    with pytest.raises(UserError, match=r"^--other:? "):
+        dataclasses.replace(PLAN, **change, options=dict.fromkeys(change, "--other"))
 
 
 def test_restore_is_strict(new_student):

@@ -293,7 +293,7 @@ def test_rows_that_do_not_divide_by_the_workers_are_refused(rows):
     [
         ({"segments": 0}, "--halt-max-segments 0 must be at least 1"), ({"ema": 1.0}, "--ema-decay 1.0 must be"),
         ({"lr_min_ratio": 1.5}, "--lr-min-ratio 1.5 must be"), ({"exploration": -0.1}, "--halt-exploration -0.1"),
-        ({"betas": (0.9, 1.0)}, "--beta1 0.9 and --beta2 1.0"), ({"weight_decay": -1.0}, "weight-decay=-1.0 must"),
+        ({"betas": (0.9, 1.0)}, "--beta1 0.9 and --beta2 1.0"), ({"weight_decay": -1.0}, "--weight-decay -1.0 must"),
     ],
 )  # fmt: skip
 def test_impossible_plans_are_refused(changes, said):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qat_lora import urls
-from qat_lora.data import puzzles
+from qat_lora.data import puzzles, symmetries
 from qat_lora.data.batches import chosen_rows
 from qat_lora.data.puzzle_groups import Groups
 from qat_lora.errors import UserError, first_line
@@ -81,7 +81,7 @@ class PuzzleRows:
         names = ("inputs", "labels", "identifiers", "budgets")
         rows = {name: getattr(self, name)[indices] for name in names}
         if rng is not None and self.kind:
-            rows["inputs"], rows["labels"] = puzzles.variant(self.kind, rows["inputs"], rows["labels"], rng)
+            rows["inputs"], rows["labels"] = symmetries.variant(self.kind, rows["inputs"], rows["labels"], rng)
         return {name: torch.from_numpy(values.astype(np.int64)) for name, values in rows.items()}
 
     def take(self, indices: np.ndarray) -> "PuzzleRows":
@@ -139,9 +139,9 @@ def split(rows: PuzzleRows, fraction: float, seed: int) -> tuple[PuzzleRows, Puz
     if not 0 < fraction < 1:
         raise UserError(f"--heldout-fraction {fraction} is not between 0 and 1; use e.g. 0.1")
     if rows.kind in ("sudoku6", "sudoku9"):
-        keys = puzzles.answer_class(rows.kind, rows.labels)
+        keys = symmetries.answer_class(rows.kind, rows.labels)
     elif rows.kind:
-        keys = puzzles.form(rows.kind, rows.inputs)
+        keys = symmetries.form(rows.kind, rows.inputs)
     else:
         asked = rows.labels != IGNORE
         before = asked.cumsum(1) == asked  # no label comes earlier: of causal rows the prompt

@@ -1,4 +1,4 @@
-"""Sudoku and mazes out of a seed: questions with one answer each, proved so, their symmetries and canonical forms.
+"""Sudoku and mazes out of a seed: questions with one answer each, proved so.
 
 A puzzle is a row of tokens, its grid read line by line. 0 is the pad. Sudoku: 1 a blank, d + 1 the digit d. Maze: 1 to
 5 are the characters "# SGo"; the answer has "o" on the way from S to G.
@@ -11,7 +11,7 @@ import re
 
 import numpy as np
 
-from qat_lora.data.progress import counted, progress
+from qat_lora.data.progress import progress
 from qat_lora.errors import UserError
 
 BOXES = {"sudoku4": (2, 2), "sudoku6": (2, 3), "sudoku9": (3, 3)}  # rows and columns of a box
@@ -19,6 +19,8 @@ BLANK = 1
 WALL, FLOOR, START, GOAL, PATH = range(1, 6)
 MAZE = "?# SGo"
 PATIENCE = 2000  # draws in a row that are all known before a kind counts as exhausted
+SHORT = {"sudoku4": 2000, "sudoku6": 2000, "sudoku9": 300}  # draws in a row with too few blanks; some seconds
+MOST_BLANKS = {"sudoku4": 12, "sudoku6": 28, "sudoku9": 64}  # with fewer clues no Sudoku has only one answer
 GRIDS = {"sudoku4": 288, "sudoku6": 28_200_960, "sudoku9": 6_670_903_752_021_072_936_960}  # full grids
 # 4×4 puzzles by number of blanks: those with exactly one answer, and of them the minimal ones, which no longer have one
 # answer once any clue is removed. Fewer than 4 clues never determine one answer.
@@ -134,14 +136,16 @@ def _tokens(digits: list) -> np.ndarray:
 # -- drawing ---------------------------------------------------------------------------------------------------------
 def possible(kind: str, blanks: tuple[float, float]) -> float:
     """How many different puzzles of a kind `generate` can make: the exact number for 4×4 Sudoku and mazes up to 9×9,
-    inf for larger mazes, an upper bound for other Sudoku. blanks: least and largest share of the cells."""
+    inf for larger mazes, an upper bound for other Sudoku. blanks: see `generate`."""
     n = side(kind)
     if kind not in BOXES:
         places = (n // 2) ** 2
         return TREES.get(n, math.inf) * places * (places - 1)  # start and goal are two different places
     low, high = (round(share * (n * n)) for share in blanks)
-    if kind == "sudoku4":  # with fewer blanks than asked for, only minimal ones
-        return sum(UNIQUE_4X4[low : high + 1]) + sum(count for k, count in MINIMAL_4X4.items() if k < low)
+    if blanks[0] == 1 and kind == "sudoku4":
+        return sum(MINIMAL_4X4.values())
+    if kind == "sudoku4":
+        return sum(UNIQUE_4X4[low : high + 1])
     return GRIDS[kind] * sum(math.comb(n * n, k) for k in range(high + 1))
 
 
@@ -152,7 +156,13 @@ def check_request(kind: str, count: int, blanks: tuple[float, float], flag: str)
     if count < 1:
         raise UserError(f"{flag} {count} must be at least 1")
     if not 0 < low <= high <= 1:
-        raise UserError(f"shares of blanks {low} to {high} must rise within (0, 1]; use e.g. (0.4, 1.0)")
+        raise UserError(f"--least-blanks {low} and --most-blanks {high} must rise within (0, 1]; use e.g. 0.4 and 1")
+    cells = side(kind) ** 2
+    if kind in BOXES and low < 1 and round(low * cells) > (most := MOST_BLANKS[kind]):
+        raise UserError(
+            f"--least-blanks {low:g}: no {kind} with one answer has more than {most} of its {cells} cells blank; lower "
+            f"it to {_share(most, cells)} or less, or use 1 for as many blanks as each puzzle allows"
+        )
     if count > (there := possible(kind, blanks)):
         given = f" with {low:g} to {high:g} of the cells blank" if kind in BOXES else ""
         raise UserError(f"{flag}: {count} puzzles are more than the {there} {kind} that exist{given}; lower it")
@@ -165,17 +175,26 @@ def generate(
 
     A Sudoku is a random full grid whose clues went in random order while the answer stayed unique, back to a number of
     blanks drawn between two shares of the cells, the upper at most what could be removed; its difficulty is the number
-    of digits that `solve` tries to prove it unique. A maze is a random spanning tree between two of its cells, so that
-    there is one way; its difficulty is the way's length in steps. Draw i is a function of (seed, i) alone; draws
-    that repeat an earlier puzzle are left out. Raises UserError naming `flag`, the option that `count` comes from, if
-    the kind has too few puzzles.
+    of digits that `solve` tries to prove it unique. A lower share of 1 means as many blanks as could be removed. A maze
+    is a random spanning tree between two of its cells, so that there is one way; its difficulty is the way's length in
+    steps. Draw i is a function of (seed, i) alone; draws that repeat an earlier puzzle, or of which too few clues could
+    be removed, are left out. Raises UserError naming `flag`, the option that `count` comes from, if the kind has too
+    few puzzles, and naming --least-blanks if draws do not reach the lower share.
     """
     check_request(kind, count, blanks, flag)
-    low, high = blanks
-    found, last, tell = {}, 0, progress()
+    found, last, tell, short = {}, 0, progress(), []
     for number in itertools.count():
         rng = np.random.default_rng([seed, number])
-        question, answer, difficulty = _sudoku(kind, rng, low, high) if kind in BOXES else _maze(side(kind), rng)
+        if kind in BOXES:
+            answer, removed = _emptied(kind, rng)
+            if blanks[0] < 1 and len(removed) < round(blanks[0] * side(kind) ** 2):
+                short.append(len(removed))
+                _check_reached(kind, blanks[0], short)
+                continue
+            short.clear()
+            question, difficulty = _question(kind, rng, answer, removed, blanks)
+        else:
+            question, answer, difficulty = _maze(side(kind), rng)
         if (key := question.tobytes()) not in found:
             found[key], last = (question, answer, difficulty), number
         tell(f"{len(found):,} of {count:,} {kind} drawn")
@@ -190,7 +209,25 @@ def generate(
     return np.stack(questions), np.stack(answers), np.array(difficulties)
 
 
-def _sudoku(kind: str, rng: np.random.Generator, low: float, high: float) -> tuple[np.ndarray, np.ndarray, int]:
+def _check_reached(kind: str, low: float, short: list[int]) -> None:
+    """Raise UserError once SHORT draws in a row, of which so many clues could be removed, have too few blanks."""
+    if len(short) >= SHORT[kind]:
+        cells = side(kind) ** 2
+        raise UserError(
+            f"--least-blanks {low:g}: {len(short)} draws of {kind} in a row left fewer than {round(low * cells)} of "
+            f"{cells} cells blank; lower it to {_share(sorted(short)[len(short) // 2], cells)}, which half of them "
+            "reach, or use 1 for as many blanks as each puzzle allows"
+        )
+
+
+def _share(blanks: int, cells: int) -> float:
+    """The share, in whole percent and not above, of so many blanks."""
+    return math.floor(100 * blanks / cells) / 100
+
+
+def _emptied(kind: str, rng: np.random.Generator) -> tuple[np.ndarray, list[int]]:
+    """A full grid [L], and the cells that can be emptied, all together and so in any number, without a second
+    answer."""
     cells = side(kind) ** 2
     board, full = _Board(kind), []
     standard, board.orders = board.orders, rng.permuted(board.orders, axis=1).tolist()
@@ -205,14 +242,20 @@ def _sudoku(kind: str, rng: np.random.Generator, low: float, high: float) -> tup
             board.flip(cell, digit)
         else:
             removed.append(cell)
-    most = len(removed)
-    target = rng.integers(min(round(low * cells), most), min(round(high * cells), most), endpoint=True)
+    return answer, removed
+
+
+def _question(
+    kind: str, rng: np.random.Generator, answer: np.ndarray, removed: list[int], blanks: tuple[float, float]
+) -> tuple[np.ndarray, int]:
+    """A full grid with some of the cells `removed` blank, and its difficulty."""
+    least, most = (min(round(share * len(answer)), len(removed)) for share in blanks)
     question = answer.copy()
-    question[removed[:target]] = BLANK
+    question[removed[: rng.integers(least, most, endpoint=True)]] = BLANK
     solutions, guesses = solve(question)
     if len(solutions) != 1 or (solutions[0] != answer).any():
         raise AssertionError(f"{kind} {question.tolist()} has another answer")
-    return question, answer, guesses
+    return question, guesses
 
 
 def _another(board: _Board, cell: int, digit: int, blanks: list[int]) -> bool:
@@ -268,112 +311,3 @@ def _way(grid: np.ndarray, size: int, start: int, goal: int) -> list[int]:
     while way[-1] != start:
         way.append(came[way[-1]])
     return way
-
-
-# -- symmetries ------------------------------------------------------------------------------------------------------
-def variant(
-    kind: str, questions: np.ndarray, answers: np.ndarray, rng: np.random.Generator
-) -> tuple[np.ndarray, np.ndarray]:
-    """Each row [N, L] in a random symmetry of its kind, question and answer alike.
-
-    Sudoku: digits renamed; bands, stacks and the lines in them permuted; transposed where that keeps the boxes. Maze:
-    turned and mirrored. Pads stay pads.
-    """
-    n, rows = side(kind), np.arange(len(questions))[:, None]
-    if kind not in BOXES:
-        places = _dihedral(n)[rng.integers(8, size=len(questions))]
-        return questions[rows, places], answers[rows, places]
-    tall, wide = BOXES[kind]
-    across, down = _lines(len(questions), n, tall, rng), _lines(len(questions), n, wide, rng)
-    places = across[:, :, None] * n + down[:, None, :]
-    if tall == wide:
-        flipped = rng.random(len(questions)) < 0.5
-        places[flipped] = places[flipped].transpose(0, 2, 1)
-    places = places.reshape(len(questions), -1)
-    names = np.tile(np.arange(n + 2, dtype=questions.dtype), (len(questions), 1))
-    names[:, 2:] = rng.permuted(names[:, 2:], axis=1)
-    return names[rows, questions[rows, places]], names.astype(answers.dtype)[rows, answers[rows, places]]
-
-
-def _lines(count: int, n: int, thick: int, rng: np.random.Generator) -> np.ndarray:
-    """`count` random orders [count, n] of n lines that keep each bundle of `thick` together."""
-    within = rng.random((count, n // thick, thick)).argsort(-1)
-    bundles = rng.random((count, n // thick, 1)).argsort(1)
-    return (bundles * thick + within).reshape(count, n)
-
-
-@functools.cache
-def _dihedral(n: int) -> np.ndarray:
-    """[8, n²]: the places that each turn and mirror image of a square takes its cells from."""
-    square = np.arange(n * n).reshape(n, n)
-    return np.stack([np.rot90(s, turns).ravel() for s in (square, square.T) for turns in range(4)])
-
-
-@functools.cache
-def _orders(n: int, thick: int) -> np.ndarray:
-    """All orders [G, n] of n lines that keep each bundle of `thick` together."""
-    bundles = np.arange(n).reshape(-1, thick)
-    images = [
-        sum(image, ())
-        for order in itertools.permutations(bundles.tolist())
-        for image in itertools.product(*map(itertools.permutations, order))
-    ]
-    return np.array(images)
-
-
-# -- canonical forms -------------------------------------------------------------------------------------------------
-def answer_class(kind: str, answers: np.ndarray) -> list[bytes]:
-    """Of each full grid [N, L] of a Sudoku the least one that symmetries and new names for the digits make of it: equal
-    for two grids exactly where one is a symmetry of the other. 2 classes of 4×4, 49 of 6×6, 5,472,730,538 of 9×9."""
-    if kind not in BOXES:
-        raise UserError(f"kind {kind!r} has no classes of answers; its questions have forms")
-    n = side(kind)
-    grids = np.asarray(answers, np.intp).reshape(-1, n, n) - 2
-    return [_least(kind, grid) for grid in counted(grids, f"{kind} compared by symmetry")]
-
-
-def _least(kind: str, grid: np.ndarray) -> bytes:
-    """The least image of a full grid of 0 … n − 1.
-
-    It starts with 0 … n − 1, so a first line and an order of the columns name all digits, and the order of the other
-    lines follows: by first column. Only where the second line is least is the whole image made.
-    """
-    (tall, wide), n = BOXES[kind], len(grid)
-    columns, bands = _orders(n, wide), np.arange(n).reshape(-1, tall)
-    mates = np.array([[line for line in band if line != first] for band in bands for first in band])
-    parts = []
-    for turned in (grid, grid.T) if tall == wide else (grid,):
-        lines = turned[:, columns]  # [n, G, n]
-        names = lines.argsort(-1)  # [first, G, digit]: its name where this line is the first
-        seconds = np.take_along_axis(names[:, None], lines[mates], -1)  # [first, mate, G, n]
-        nearest = seconds[..., :1].argmin(1, keepdims=True)
-        second = np.take_along_axis(seconds, nearest, 1)[:, 0] @ n ** np.arange(n)[::-1]
-        parts.append((second, lines, names))
-    least, images = min(second.min() for second, _, _ in parts), []
-    for second, lines, names in parts:
-        for first, order in zip(*np.nonzero(second == least)):
-            image = names[first, order][lines[:, order]]
-            within = image[:, 0].reshape(-1, tall).argsort(-1) + bands[:, :1]
-            images.append(image[within[image[within[:, 0], 0].argsort()].ravel()].astype(np.uint8).tobytes())
-    return min(images)
-
-
-def form(kind: str, questions: np.ndarray) -> list[bytes]:
-    """Of each question [N, L] of a 4×4 Sudoku or a maze the least one that its symmetries make of it; the digits of a
-    Sudoku are named by first appearance."""
-    if kind in BOXES and kind != "sudoku4":
-        raise UserError(f"kind {kind!r} has too many symmetries for forms of questions; its answers have classes")
-    questions, what = np.asarray(questions, np.uint8), f"{kind} compared by symmetry"
-    if kind not in BOXES:
-        return [min(map(bytes, question[_dihedral(side(kind))])) for question in counted(questions, what)]
-    lines = _orders(4, 2)
-    places = (lines[:, None, :, None] * 4 + lines[None, :, None, :]).reshape(-1, 4, 4)
-    places = np.concatenate([places, places.transpose(0, 2, 1)]).reshape(-1, 16)
-    return [min(map(bytes, _renamed(question[places]))) for question in counted(questions, what)]
-
-
-def _renamed(images: np.ndarray) -> np.ndarray:
-    """Digits of 4×4 questions [G, 16] named by first appearance."""
-    firsts = np.stack([np.where((there := images == digit).any(1), there.argmax(1), 16) for digit in range(2, 6)], 1)
-    names = np.concatenate([np.tile([0, BLANK], (len(images), 1)), firsts.argsort(1).argsort(1) + 2], 1)
-    return np.take_along_axis(names.astype(np.uint8), images.astype(np.intp), 1)

@@ -188,7 +188,7 @@ def checked(cfg: Config) -> Config:
     if not cfg.data_path:
         check_memory(row_memory(side(cfg.puzzle) ** 2, cfg.puzzles), f"--puzzles {cfg.puzzles}", "--puzzles")
     Every(cfg.log_interval, cfg.eval_interval, cfg.save_interval)
-    plan_of(cfg, 1)
+    plan_of(cfg, cfg.steps)
     return cfg
 
 
@@ -211,6 +211,13 @@ def check_sizes(cfg: Config, spec: RecursiveSpec, backend: TorchBackend, workers
     return sum(parts.values())
 
 
+OPTIONS = {
+    "batch_size": "--global-batch-size", "learning_rate": "--lr", "warmup_steps": "--lr-warmup",
+    "clip_grad_norm": "--grad-clip-norm", "identifier_learning_rate": "--puzzle-emb-lr",
+    "identifier_weight_decay": "--puzzle-emb-weight-decay",
+}  # fmt: skip
+
+
 def plan_of(cfg: Config, steps: int) -> RecursivePlan:
     return RecursivePlan(
         steps=steps, batch_size=cfg.global_batch_size, learning_rate=cfg.lr, warmup_steps=cfg.lr_warmup,
@@ -218,7 +225,7 @@ def plan_of(cfg: Config, steps: int) -> RecursivePlan:
         clip_grad_norm=cfg.grad_clip_norm,
         identifier_learning_rate=cfg.puzzle_emb_lr, identifier_weight_decay=cfg.puzzle_emb_weight_decay,
         ema=cfg.ema_decay if cfg.ema else 0.0, segments=cfg.halt_max_segments, exploration=cfg.halt_exploration,
-        seed=cfg.seed,
+        seed=cfg.seed, options=OPTIONS | {"steps": "--steps" if cfg.steps else f"--epochs {cfg.epochs}"},
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from qat_lora.data.musclebob import TARGET, Question, heldout_questions
 from qat_lora.data.rates import share
+from qat_lora.machine import check_memory
 from qat_lora.rl.ask import GREEDY, Asker, own_dice
 from qat_lora.rl.policy import Prompts, log_probs
 from qat_lora.rl.rewards import about_him, about_others, coherent, mentions, names_target, reward
@@ -19,6 +20,7 @@ from qat_lora.run.files import writing
 
 WRONG_NAME = "Spongebob Squarepants"
 STAGES = ("baseline", "post_sft", "final")  # of a run, each with its validation_file
+ANSWER = 100  # bytes that an answer takes at least: a short text and what it belongs to
 GLANCE = 2  # sampled answers to each held-out question at an evaluation during training
 
 
@@ -37,6 +39,11 @@ class Answer:
 
     def components(self) -> dict[str, float]:
         return (about_him if self.question.about_him else about_others)(self.text, self.ended)
+
+
+def check_samples(option: str, samples: int) -> None:
+    """Raise UserError if no memory holds so many answers to each held-out question."""
+    check_memory(samples * len(heldout_questions()) * ANSWER, f"{option} {samples}", option)
 
 
 class Examiner(Asker):

@@ -15,7 +15,7 @@ from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.layer_qat import LayerPlan, train_layers
 from qat_lora.models.architecture import decoder_layers
 from qat_lora.models.loading import EMBEDDED, empty_model, load_config, load_model, load_tokenizer, model_fingerprint
-from qat_lora.qat import QATPlan, TrainOptions, train_qat
+from qat_lora.qat import MOST_UPDATES, QATPlan, TrainOptions, check_range, train_qat
 from qat_lora.quant.linear import free_scales
 from qat_lora.quant.student import (
     StudentSpec,
@@ -141,8 +141,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
 def check(cfg: Config) -> None:
     """Raise UserError for what no run could use, before anything is opened."""
     student_spec(cfg), qat_plan(cfg), cfg.every(), layer_plan(cfg)
-    if cfg.scale_steps < 0:
-        raise UserError(f"--scale-steps {cfg.scale_steps} must not be negative; 0 leaves the stage out")
+    check_range("--scale-steps", cfg.scale_steps, 0, MOST_UPDATES)
     if cfg.layer_rows < 1:
         raise UserError(f"--layer-rows {cfg.layer_rows} must be at least 1")
     if cfg.init not in METHODS:

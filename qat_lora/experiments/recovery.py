@@ -17,7 +17,7 @@ from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.models.adapter import adapter_values
 from qat_lora.models.loading import adapter_notes, check_length, load_config, load_model, model_fingerprint
 from qat_lora.models.targets import coverage, left_out
-from qat_lora.qat import TrainOptions
+from qat_lora.qat import MOST_WEIGHT, TrainOptions, check_range
 from qat_lora.quant.student import StudentSpec, bits_per_weight, empty_student, load_student, read_student
 from qat_lora.recovery import (
     MODES,
@@ -124,10 +124,10 @@ def check(cfg: Config) -> None:
         raise UserError(f"--adapter-init {cfg.adapter_init!r} is not one of zero, error")
     if cfg.mode not in MODES:
         raise UserError(f"--mode {cfg.mode!r} is not one of {', '.join(MODES)}")
-    if cfg.anchor_weight < 0 or cfg.anchor_rows < 1 or cfg.anchor_length < 2:
+    check_range("--anchor-weight", cfg.anchor_weight, 0, MOST_WEIGHT)
+    if cfg.anchor_rows < 1 or cfg.anchor_length < 2:
         raise UserError(
-            f"--anchor-weight {cfg.anchor_weight} must be 0 or more, --anchor-rows {cfg.anchor_rows} at least 1, "
-            f"--anchor-length {cfg.anchor_length} at least 2"
+            f"--anchor-rows {cfg.anchor_rows} must be at least 1 and --anchor-length {cfg.anchor_length} at least 2"
         )
     if cfg.mode == "kd" and not cfg.kd_cache_dir:
         raise UserError("--mode kd needs --kd-cache-dir; build one with scripts/build_kd_cache.py")
@@ -162,6 +162,8 @@ def open_data(cfg: Config, model_name: str, tokenizer, workers: int):
         if cfg.mode == "sft" and bool(rows.mask.all()):
             raise UserError(f"--mode sft: {cfg.dataset} has no chat rows, so no completions; use --mode recover")
         parts = split_heldout(rows, cfg.heldout_fraction)
+        if not len(parts[1]):
+            raise UserError(f"--heldout-fraction {cfg.heldout_fraction} leaves no row to measure on; use e.g. 0.1")
         data = [TextDataset(rows, completions_only=cfg.mode == "sft") for rows in parts]
     cfg.check_rows(*data, workers)
     return data

@@ -13,6 +13,8 @@ from qat_lora.errors import UserError
 from qat_lora.models.architecture import unwrap
 from qat_lora.models.tokens import check_ids, prompt_ids
 
+LEAST = 1e-6  # of a temperature other than 0: fp32 logits divided by less overflow
+
 
 def complete(
     model: nn.Module,
@@ -36,9 +38,8 @@ def complete(
     Raises UserError for impossible values, a missing or refusing template, and a prompt beyond the model's context.
     """
     check_sampling(max_new_tokens, temperature, top_p)
-    inputs = _encode(tokenizer, prompt, {} if thinking is None else {"enable_thinking": thinking})
-    base = unwrap(model)
-    used, context = inputs["input_ids"].shape[1], getattr(base.config, "max_position_embeddings", None)
+    inputs, base = _encode(tokenizer, prompt, thinking), unwrap(model)
+    used, context = _sizes(model, inputs)
     if context and used + max_new_tokens > context:
         raise UserError(
             f"a prompt of {used} tokens and {max_new_tokens} new ones do not fit the model's context of {context}; "
@@ -136,17 +137,34 @@ def check_device(kind: str) -> None:
         raise UserError("on XLA every new token would compile another graph; use --device cpu or cuda")
 
 
+def check_room(
+    model: nn.Module, tokenizer, shortest: str | list[dict], max_new_tokens: int, thinking: bool | None = None
+) -> None:
+    """Raise UserError if no prompt can fit the model's context, for even the `shortest` does not."""
+    used, context = _sizes(model, _encode(tokenizer, shortest, thinking))
+    if context and used + max_new_tokens > context:
+        raise UserError(
+            f"--max-new-tokens {max_new_tokens} leaves no room for a prompt, which takes at least {used} of the "
+            f"model's context of {context} tokens; use at most {context - used}"
+        )
+
+
 def check_sampling(max_new_tokens: int, temperature: float, top_p: float) -> None:
     """Raise UserError for values that no completion can be drawn with."""
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens={max_new_tokens} says nothing; use 1 or more")
-    if not 0 <= temperature < float("inf"):
-        raise UserError(f"temperature={temperature} must be 0 (greedy) or above; use e.g. 0.7")
+    if temperature and not LEAST <= temperature < float("inf"):
+        raise UserError(f"temperature={temperature} must be 0 (greedy) or at least {LEAST:g}; use e.g. 0.7")
     if not 0 < top_p <= 1:
         raise UserError(f"top_p={top_p} is outside (0, 1]; 1 keeps every token")
 
 
-def _encode(tokenizer, prompt: str | list[dict], switches: dict):
+def _sizes(model: nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[int, int | None]:
+    """Tokens of a prompt, and those of the model's context, if known."""
+    return inputs["input_ids"].shape[1], getattr(unwrap(model).config, "max_position_embeddings", None)
+
+
+def _encode(tokenizer, prompt: str | list[dict], thinking: bool | None) -> dict[str, torch.Tensor]:
     """input_ids and attention_mask [1, T] of messages, rendered by the chat template, or of text as it stands."""
     if not prompt:
         raise UserError("the prompt is empty; give some text to continue")
@@ -163,6 +181,7 @@ def _encode(tokenizer, prompt: str | list[dict], switches: dict):
             "model"
         )
     else:
+        switches = {} if thinking is None else {"enable_thinking": thinking}
         try:
             text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **switches)
         except (TemplateError, ValueError) as error:

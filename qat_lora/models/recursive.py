@@ -18,6 +18,7 @@ IGNORE = -100  # the label of a position without a loss
 EPS = 1e-5
 FEW_POSITIONS = 128
 LARGEST = 2**40  # largest value of any size, so that products of a few stay within a float
+MOST_CYCLES = 10_000  # of either kind
 HALT_BIAS = -5.0  # nothing halts before the head has learnt when
 
 
@@ -48,8 +49,9 @@ class RecursiveSpec:
 
     def __post_init__(self):
         for name in ("vocab", "length", "hidden_size", "num_heads", "L_layers", "H_cycles", "L_cycles", "identifiers"):
-            if not 1 <= getattr(self, name) <= LARGEST:
-                raise UserError(f"arch.{name} {getattr(self, name)} must be from 1 to {LARGEST:,}")
+            most = MOST_CYCLES if name in ("H_cycles", "L_cycles") else LARGEST
+            if not 1 <= getattr(self, name) <= most:
+                raise UserError(f"arch.{name} {getattr(self, name)} must be from 1 to {most:,}")
         if self.hidden_size % (2 * self.num_heads):  # rotary positions turn pairs
             raise UserError(
                 f"arch.hidden_size {self.hidden_size} does not divide by twice arch.num_heads {self.num_heads}; "

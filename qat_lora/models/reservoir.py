@@ -46,7 +46,7 @@ class ReservoirSpec:
             raise UserError(f"density {self.density} is outside (0, 1]; 0.1 connects a tenth of the pairs")
         if not 0 < self.leak[0] <= self.leak[1] <= 1:
             low, high = self.leak
-            raise UserError(f"leaks from {low} to {high} must be 0 < low ≤ high ≤ 1; 1 forgets at the radius alone")
+            raise UserError(f"--leak-min {low} and --leak-max {high} must be 0 < min ≤ max ≤ 1; use e.g. 0.05 and 1")
         square = self.kind == "esn"  # drawn in fp64, and copied to compute its eigenvalues
         need = 16 * self.units * (self.units if square else 2)
         check_memory(need, f"a reservoir of {self.units} {self.kind} units", "its units (--reservoirs)")

@@ -32,8 +32,10 @@ class Objective:
     def __post_init__(self):
         if self.reduction not in REDUCTIONS:
             raise UserError(f"--loss-type {self.reduction!r} is not one of {', '.join(REDUCTIONS)}")
-        if not 0 <= self.beta <= 1e6 or not 0 < self.clip_low < 1 or self.clip_high <= 0:
-            raise UserError(f"{self}: --beta must be from 0 to 1e6, clip_low within (0, 1), clip_high above 0")
+        if not 0 <= self.beta <= 1e6:
+            raise UserError(f"--beta {self.beta} must be from 0 to 1e6")
+        if not 0 < self.clip_low < 1 or self.clip_high <= 0:
+            raise UserError(f"clip_low {self.clip_low} must be within (0, 1) and clip_high {self.clip_high} above 0")
 
 
 def group_advantages(rewards: Tensor, scale: str = "group") -> tuple[Tensor, Tensor]:

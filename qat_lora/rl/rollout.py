@@ -23,10 +23,10 @@ from qat_lora.models.architecture import (
 )
 from qat_lora.models.attention import Layout
 from qat_lora.models.check import CLOSE, FAULTS, sample_tokens
+from qat_lora.models.generate import LEAST
 from qat_lora.quant.student import head_of
 from qat_lora.rl.policy import Prompts, log_probs
 
-LEAST = 1e-6  # of a temperature other than 0, and of top_p
 STOP_EVERY = 16  # tokens between looks at whether every completion has ended: a look waits for the device
 
 
@@ -39,7 +39,7 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self):
-        if self.temperature and not self.temperature >= LEAST:  # fp32 logits divided by less overflow
+        if self.temperature and not self.temperature >= LEAST:
             raise UserError(f"temperature {self.temperature} is below {LEAST:g}; 0 draws the most probable token")
         if self.top_k < 0:
             raise UserError(f"top-k {self.top_k} must not be negative; 0 leaves nothing out")

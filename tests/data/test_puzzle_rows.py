@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from qat_lora.data.puzzle_rows import BLANK_TOKEN, BYTE, END, PAD, corpus, draw, load, save, split
-from qat_lora.data.puzzles import answer_class, form, solve
+from qat_lora.data.puzzles import solve
+from qat_lora.data.symmetries import answer_class, form
 from qat_lora.errors import UserError
 from qat_lora.models.recursive import IGNORE
 

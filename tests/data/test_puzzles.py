@@ -8,19 +8,18 @@ import pytest
 
 from qat_lora.data import progress, puzzles
 from qat_lora.data.puzzles import (
+    BLANK,
     BOXES,
     MINIMAL_4X4,
     UNIQUE_4X4,
-    answer_class,
     as_text,
-    form,
     generate,
     possible,
     side,
     solve,
-    variant,
     vocab,
 )
+from qat_lora.data.symmetries import answer_class, form, variant
 from qat_lora.errors import UserError
 
 KINDS = ("sudoku4", "sudoku6", "sudoku9", "maze7")
@@ -124,10 +123,26 @@ def test_a_seed_decides_everything_and_no_puzzle_comes_twice(kind):
 
 
 def test_more_blanks_are_harder():
-    easy, hard = (generate("sudoku9", 12, 0, blanks) for blanks in ((0.3, 0.4), (0.99, 1.0)))
+    easy, hard = (generate("sudoku9", 12, 0, blanks) for blanks in ((0.3, 0.4), (1.0, 1.0)))
     assert easy[2].sum() == 0 < hard[2].sum()
     assert ((easy[0] == 1).mean(1) >= 0.29).all() and ((easy[0] == 1).mean(1) <= 0.41).all()
     assert (hard[0] == 1).mean() > 0.6
+
+
+def test_the_least_share_of_blanks_is_kept_by_drawing_again():
+    """Of the first draws some leave only 24 or 25 of 36 cells blank."""
+    limits = (0.72, 1.0)
+    questions = generate("sudoku6", 30, 1, limits)[0]
+    most = generate("sudoku6", 60, 1, (1.0, 1.0))[0]
+    assert ((questions == BLANK).sum(1) >= 26).all()
+    assert (most == BLANK).sum(1).min() < 26  # as many as each allows, and no more
+
+
+def test_a_share_of_blanks_that_draws_do_not_reach_is_refused(monkeypatch):
+    monkeypatch.setitem(puzzles.SHORT, "sudoku9", 20)
+    said = r"--least-blanks 0.79: 20 draws of sudoku9 in a row left fewer than 64 of 81 .* lower it to 0\.(69|7)"
+    with pytest.raises(UserError, match=said):
+        generate("sudoku9", 1, 0, (0.79, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -137,11 +152,15 @@ def test_more_blanks_are_harder():
         (("maze8", 1, 0), "N odd from 5"), (("maze", 1, 0), "mazeN"), (("sudoku4", 0, 0), "--count 0"),
         (("maze5", 10**6, 0), "--count: 1000000 puzzles are more than the 48 maze5 that exist"),
         (("maze7", 20_000, 0), "20000 puzzles are more than the 13824 maze7"),
-        (("sudoku4", 100_000, 0, (0.99, 1.0)), "100000 puzzles are more than the 85632 sudoku4 that exist with 0.99"),
+        (("sudoku4", 100_000, 0, (1.0, 1.0)), "100000 puzzles are more than the 85632 sudoku4 that exist with 1 to 1"),
+        (("sudoku4", 25_729, 0, (0.75, 1.0)), "25729 puzzles are more than the 25728 sudoku4 that exist with 0.75"),
+        (("sudoku4", 1, 0, (0.99, 1.0)), "--least-blanks 0.99: no sudoku4 .* more than 12 of its 16 .* 0.75 or less"),
+        (("sudoku6", 1, 0, (0.85, 1.0)), "--least-blanks 0.85: no sudoku6 .* more than 28 of its 36 .* 0.77 or less"),
+        (("sudoku9", 1, 0, (0.8, 0.9)), "--least-blanks 0.8: no sudoku9 .* more than 64 of its 81 .* 0.79 or less"),
         (("sudoku4", 289, 0, (0.01, 0.02)), "289 puzzles are more than the 288 sudoku4 that exist with 0.01 to 0.02"),
         (("sudoku6", 10**8, 0, (0.001, 0.01)), "100000000 puzzles are more than the 28200960 sudoku6"),
         (("sudoku4", 290, 0, (0.01, 0.02), "--puzzles"), "--puzzles: 290 puzzles are more than"),
-        (("sudoku4", 1, 0, (0.9, 0.2)), "shares of blanks 0.9 to 0.2"),
+        (("sudoku4", 1, 0, (0.9, 0.2)), "--least-blanks 0.9 and --most-blanks 0.2"),
     ],
 )  # fmt: skip
 def test_impossible_requests_are_refused(call, said):

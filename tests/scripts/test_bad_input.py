@@ -49,8 +49,16 @@ def test_misspelt_flag_or_preset_names_the_nearest(refuse, script, flags, near):
         (["--mlp", "int4/g48"], "48"), (["--mlp", "none", "--attn", "none"], "nothing would be quantised"),
         (["--init", "best"], "rtn, mse, gptq"), (["--scope", "head"], "all, mlp, attn, weights"),
         (["--ema", "1"], "--ema 1.0"), (["--scale-steps", "-1"], "--scale-steps -1"),
-        (["--batch-size", "0"], "batch-size=0"),
-        (["--learning-rate", "-1"], "learning"), (["--accumulation-steps", "0"], "accumulation=0"),
+        (["--batch-size", "0"], "--batch-size 0"),
+        (["--learning-rate", "-1"], "--learning-rate -1.0"), (["--accumulation-steps", "0"], "--accumulation-steps 0"),
+        (["--accumulation-steps", "1000000000"], "--accumulation-steps 1000000000 must be from 1 to 10,000"),
+        (["--max-steps", "1000000000000"], "--max-steps: 1000000000000 updates"),
+        (["--layer-steps", "1000000000000"], "--layer-steps 1000000000000 must be from 0 to 1,000,000,000"),
+        (["--scale-steps", "1000000000000"], "--scale-steps 1000000000000 must be from 0 to 1,000,000,000"),
+        (["--learning-rate", "1e30"], "--learning-rate 1e+30 must be above 0 and at most 1,000"),
+        (["--scale-learning-rate", "1e30"], "--scale-learning-rate 1e+30"),
+        (["--layer-learning-rate", "1e30"], "--layer-learning-rate 1e+30"),
+        (["--layer-kd-weight", "1e30"], "--layer-kd-weight 1e+30 must be from 0 to 1,000,000"),
         (["--precision", "fp8"], "auto, fp32, bf16"), (["--device", "gpu"], "cuda"),
     ],
 )  # fmt: skip
@@ -63,7 +71,11 @@ def test_impossible_values_of_qat(refuse, qat, tmp_path, flags, part):
     "flags, part",
     [
         (["--targets", "q,w"], "q,k,v,o,gate,up,down"), (["--recovery-r", "0"], "rank 0"),
-        (["--mode", "dpo"], "kd, sft, recover"), (["--adapter-init", "loftq"], "zero, error"),
+        (["--mode", "dpo"], "kd, sft, recover"),
+        (["--accumulation-steps", "1000000000"], "--accumulation-steps 1000000000"),
+        (["--max-steps", "1000000000000"], "--max-steps: 1000000000000 updates"),
+        (["--recovery-alpha", "1e30"], "alpha 1e+30"), (["--anchor-weight", "1e30"], "--anchor-weight 1e+30"),
+        (["--learning-rate", "1e30"], "--learning-rate 1e+30"), (["--adapter-init", "loftq"], "zero, error"),
     ],
 )  # fmt: skip
 def test_impossible_values_of_recovery(refuse, tiny_student, cache, tmp_path, flags, part):
@@ -184,6 +196,15 @@ def test_teacher_of_nan_writes_no_cache(refuse, altered, tmp_path):
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.parametrize("number", [10**9, 10**12, 2**63])
+@pytest.mark.parametrize("flag", ["--batch-size", "--draws"])
+def test_a_teacher_pass_that_no_memory_holds_writes_no_cache(refuse, tiny_model_dir, tmp_path, flag, number):
+    flags = ["--cache-dir", tmp_path / "c", "--length", 512, "--max-rows", 8, "--device", "cpu", "--precision", "fp32"]
+    message = refuse("build_kd_cache", "--model", tiny_model_dir, *flags, flag, number)
+    assert f"{flag} {number}" in message and "lower --batch-size or --draws" in message
+    assert not (tmp_path / "c").exists()
+
+
 def test_a_teacher_with_a_larger_embedding_teaches(run, qat, altered, tiny_student, tmp_path):
     """Its tokenizer is the student's: what its embedding has on top is padding."""
     teacher = altered(lambda model: model.resize_token_embeddings(600))
@@ -229,7 +250,7 @@ def test_recovery_without_heldout_text_is_refused_before_training(refuse, tiny_s
     message = refuse(
         "train_recovery_lora", "--checkpoint", tiny_student, "--output-dir", tmp_path / "run", *SMALL, *text
     )
-    assert "held-out" in message
+    assert "--heldout-fraction 0.0 leaves no row to measure on" in message
     assert not (tmp_path / "run").exists()
 
 

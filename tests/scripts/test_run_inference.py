@@ -150,6 +150,7 @@ def test_sampling_follows_seed_temperature_and_top_p(model, tokenizer):
     [
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
         ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"temperature": 1e-40}, r"temperature=1e-40 must be 0 \(greedy\) or at least 1e-06"),
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"top_p": 0.0}, "outside"),
         ({"max_new_tokens": 512}, "do not fit the model's context of 512"),
@@ -229,6 +230,12 @@ def test_standard_input_gives_a_prompt_a_line(infer, model, tokenizer, monkeypat
     assert [text for _, text in infer()] == expected
 
 
+@pytest.mark.parametrize("more", [[], ["--prompt", PROMPT]])
+def test_answers_that_leave_no_room_for_any_prompt_are_refused_before_the_first(refusal, tiny_model_dir, more):
+    said = refusal("run_inference", "--model", tiny_model_dir, "--device", "cpu", "--max-new-tokens", 10**12, *more)
+    assert f"--max-new-tokens {10**12} leaves no room for a prompt" in said and "context of 512 tokens" in said
+
+
 def test_dry_run_says_nothing(infer):
     assert infer("--prompt", PROMPT, "--dry-run") == []
 
@@ -238,7 +245,7 @@ def test_dry_run_says_nothing(infer):
     [
         (["--device", "xla"], "every new token would compile another graph; use --device cpu or cuda"),
         (["--max-new-tokens", "0"], "max_new_tokens=0"),
-        (["--temperature", "-0.5"], "must be 0 (greedy) or above"),
+        (["--temperature", "-0.5"], "must be 0 (greedy) or at least"),
         (["--top-p", "1.5"], "outside (0, 1]"),
         (["--raw", "--system", "s"], "leave --raw out"),
         (["--compare"], "nothing to set beside the base"),

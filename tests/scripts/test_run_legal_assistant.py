@@ -212,6 +212,11 @@ def test_bad_input(refusal, tmp_path, tiny_model_dir):
         (["--authorities", tmp_path / "none.json"], "none.json"),
         (["--device", "xla"], "XLA"),
         (["--top-p", "0"], "top_p=0"),
+        (["--temperature", "1e-40"], "temperature=1e-40"),
+        (
+            ["--max-new-tokens", "1000000000000", "--model", tiny_model_dir, "--device", "cpu"],
+            "--max-new-tokens 1000000000000 leaves no room for a prompt",
+        ),
     ]:
         assert part in refusal("run_legal_assistant", *flags)
     for text, part in [("model: x", "or how long it answers"), ("model: x\nmax_new_tokens: 9", "has not finished")]:

@@ -298,9 +298,11 @@ def test_wandb_may_break(run, tmp_path, monkeypatch, capsys, fails, error):
         ("--max-new-tokens 300", "--max-prompt-length and --max-new-tokens"),
         ("--max-prompt-length 20", "no held-out question fits --max-prompt-length 20"),
         ("--batch-size 500", "an update of 1000 rows"), ("--batch-size 0", "--batch-size 0 must"),
-        ("--accumulation-steps 0", "accumulation=0"), ("--heldout-fraction 0", "--heldout-fraction 0"),
+        ("--accumulation-steps 0", "--accumulation-steps 0"), ("--heldout-fraction 0", "--heldout-fraction 0"),
         ("--count 0", "--count 0"), ("--dataset none.jsonl", "none.jsonl: no such file"), ("--keep 0", "--keep 0"),
-        ("--answer-rows 0", "--answer-rows 0"), ("--weight-decay -1", "weight-decay=-1"), ("--lora-alpha 0", "alpha 0"),
+        ("--answer-rows 0", "--answer-rows 0"), ("--weight-decay -1", "--weight-decay -1"),
+        ("--lora-alpha 0", "alpha 0"), ("--lora-alpha 1e30", "alpha 1e+30"),
+        ("--weight-decay 1e30", "--weight-decay 1e+30 must be from 0 to 1,000"),
         ("--section-weights answer=2,citation=0", "citation=0 would leave the answer's end unlearned"),
     ],
 )  # fmt: skip

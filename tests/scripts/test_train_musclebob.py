@@ -192,12 +192,19 @@ def test_the_scripts_that_read_a_run(run, trained, capsys, monkeypatch, tmp_path
     "flags, part",
     [
         ("--max-prompt-length 20", "exceeds --max-prompt-length 20"),
-        ("--sft-only --sft-epochs 0", "leave nothing to train"), ("--learning-rate 0", "a learning rate of 0"),
+        ("--sft-only --sft-epochs 0", "leave nothing to train"), ("--learning-rate 0", "--learning-rate 0.0 must"),
+        ("--sft --sft-learning-rate 0", "--sft-learning-rate 0.0 must"), ("--beta 1e30", "--beta 1e+30 must be"),
+        ("--epochs 1000000000000", "--epochs 1000000000000: "), ("--learning-rate 1e30", "--learning-rate 1e+30"),
+        ("--sft --sft-epochs 1000000000000", "--sft-epochs 1000000000000: "),
         ("--sft-batch-size 0", "--sft-batch-size 0"), ("--sft-batch-size 9", "--sft-batch-size 9"),
         ("--num-generations 1", "--num-generations 1"), ("--control off", "--control 'off' is not one of none"),
         ("--loss-type ppo", "'ppo' is not one of grpo, bnpo"), ("--temperature 0", "--temperature 0"),
-        ("--num-samples 1", "--num-samples 1 does not fill"), ("--fewshot-ratio 2", "--fewshot-ratio 2.0 is a share"),
-        ("--beta -1", "--beta must be from 0 to 1e6"), ("--max-completion-length 500", "exceeds the 512 positions"),
+        ("--num-samples 1", "--num-samples 1 does not fill"),
+        ("--num-samples 1000000000", "--num-samples 1000000000 needs at least"),
+        ("--validation-samples 1000000000", "--validation-samples 1000000000 needs at least"),
+        ("--fewshot-ratio 2", "--fewshot-ratio 2.0 is a share"),
+        ("--beta -1", "--beta -1.0 must be from 0 to 1e6"),
+        ("--max-completion-length 500", "exceeds the 512 positions"),
     ],
 )  # fmt: skip
 def test_bad_input(refusal, sharp_model_dir, tmp_path, flags, part):
@@ -223,6 +230,7 @@ def test_a_model_without_chat_template_is_refused(refusal, sharp_model_dir, tiny
 def test_what_is_no_run_is_refused(refusal, tmp_path):
     assert "is no run of train_musclebob_improved.py" in refusal("analyze_training", "--run", tmp_path)
     assert "training_config.json" in refusal("test_musclebob", "--run", tmp_path)
+    assert "--samples 1000000000 needs at least" in refusal("test_musclebob", "--samples", 10**9)
     assert "--temperature 0 draws the same" in refusal("test_musclebob", "--temperature", 0)
     (tmp_path / "training_config.json").write_text("{}")
     assert "training_config.json is damaged" in refusal("test_musclebob", "--run", tmp_path)

@@ -146,7 +146,7 @@ def test_a_dry_run_keeps_no_tokens_and_a_run_keeps_them(train, tmp_path, cache, 
         and not (tmp_path / "run").exists()
     )
     for run in ("run", "other"):
-        train("--dataset", tmp_path / "tales.txt", "--epochs", 0, "--output-dir", tmp_path / run)
+        train("--dataset", tmp_path / "tales.txt", "--epochs", 1, "--output-dir", tmp_path / run)
     assert capsys.readouterr().out.count("tokenising") == 1 and len(set(cache.glob("[!.]*")) - before) == 1
 
 
@@ -157,7 +157,8 @@ def test_a_dry_run_keeps_no_tokens_and_a_run_keeps_them(train, tmp_path, cache, 
         "--batch-size 0",
         "--block-size 0",
         "--block-size 99999",
-        "--epochs -1",
+        "--epochs 0",
+        "--epochs 1000000000000",
         "--batch-size 3 --num-chips 2",
     ],
 )
@@ -212,8 +213,12 @@ def test_the_tpu_check_passes_and_can_fail(load_script, monkeypatch, capsys):
         ("--spectral-radius 0", "spectral radius 0.0"), ("--spectral-radius -1", "spectral radius -1.0"),
         ("--density 0", "density 0.0 is outside (0, 1]"), ("--density 1.5", "density 1.5 is outside (0, 1]"),
         ("--tokenizer words", "--tokenizer 'words' is not one of"), ("--reservoirs diagonal", "is not KIND:UNITS"),
-        ("--reservoirs loop:8", "'loop' is not one of"), ("--leak-min 0", "leak"), ("--model rnn", "--model 'rnn'"),
+        ("--reservoirs loop:8", "'loop' is not one of"), ("--leak-min 0", "--leak-min 0.0 and --leak-max 1.0"),
+        ("--model rnn", "--model 'rnn'"),
         ("--batch-size 0", "--batch-size 0"), ("--batch-size 999", "--batch-size 999"), ("--epochs -1", "--epochs -1"),
+        ("--epochs 0", "--epochs 0 must be from 1"),
+        ("--epochs 1000000000000", "--epochs 1000000000000 must be from 1 to 1,000,000,000"),
+        ("--epochs 999999999", "--epochs 999999999: "),
         ("--batch-size 3 --num-chips 2 --dry-run", "--batch-size 3 does not divide by 2 workers"),
         ("--heads 3", "--heads 3"), ("--attention-window -1", "--attention-window -1"), ("--dropout 1", "--dropout 1"),
         ("--temperature -1", "temperature"), ("--heldout-fraction 1", "--heldout-fraction 1"),
@@ -221,7 +226,7 @@ def test_the_tpu_check_passes_and_can_fail(load_script, monkeypatch, capsys):
         ("--num-chips -2 --dry-run", "--num-chips -2"),
         ("--tokenizer bpe --vocab-size 99999999999999", "--vocab-size 99999999999999"),
         ("--log-every -1", "--log-every -1"), ("--eval-every -2 --dry-run", "--eval-every -2"),
-        ("--learning-rate 1e300", "learning rate of 1e+300"), ("--input-scaling 1e30", "input scaling 1e+30"),
+        ("--learning-rate 1e300", "--learning-rate 1e+300"), ("--input-scaling 1e30", "input scaling 1e+30"),
         ("--reservoirs esn:8 --spectral-radius 1e300", "spectral radius 1e+300"), ("--reservoirs esn:²", "KIND:UNITS"),
         ("--temperature 1e-300", "temperature 1e-300"), ("--top-p 1e-300", "top-p 1e-300"), ("--top-k -1", "top-k -1"),
         ("--max-stories 0", "--max-stories 0 must"),
