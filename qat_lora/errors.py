@@ -8,6 +8,9 @@ import sys
 import traceback
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# What ends a program or a generator. Whatever else a package from outside raises, even SystemExit or asyncio's
+# CancelledError, is a fault of that package: `except STOPS: raise`, then `except BaseException`.
+STOPS = (KeyboardInterrupt, GeneratorExit)
 
 
 class UserError(ValueError):
@@ -16,18 +19,24 @@ class UserError(ValueError):
 
 def first_line(error: BaseException) -> str:
     """The first line of an exception's message, or its type."""
-    return next(iter(_said(error).strip().splitlines()), type(error).__name__).rstrip(". ")
+    return next(iter(said(error).strip().splitlines()), type(error).__name__).rstrip(". ")
 
 
 def one_line(error: BaseException, longest: int = 160) -> str:
     """An exception's whole message on one line, cut to `longest` characters, or its type."""
-    return " ".join(_said(error).split()).rstrip(". ")[:longest] or type(error).__name__
+    return " ".join(said(error).split()).rstrip(". ")[:longest] or type(error).__name__
 
 
-def _said(error: BaseException) -> str:
+def said(error: BaseException) -> str:
+    """An exception's message; "" where the exception cannot say it."""
     if isinstance(error, pickle.UnpicklingError):  # its own message advises to run the file
         return "it holds something other than tensors, and none of it was run"
-    return str(error)
+    try:
+        return str(error)
+    except STOPS:
+        raise
+    except BaseException:  # a class from outside may have a __str__ that fails
+        return ""
 
 
 def report(error: BaseException, with_traceback: bool = False) -> int:
@@ -53,8 +62,8 @@ def report(error: BaseException, with_traceback: bool = False) -> int:
         fix = (
             "free some space and resume with --resume auto" if error.errno in FULL_DISK else "fix that and start again"
         )
-        line, code = f"{error.filename or 'a file'}: {error.strerror or error}; {fix}", 2
-    elif type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):  # torch on GPU, CPU
+        line, code = f"{error.filename or 'a file'}: {error.strerror or line}; {fix}", 2
+    elif type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in said(error):  # torch on GPU, CPU
         line, code = f"out of memory ({line[:120]}); make the batch, the rows or the model smaller", 2
     else:
         line = f"{type(error).__name__}: {line}" + (

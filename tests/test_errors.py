@@ -23,11 +23,21 @@ def unexpected():
     raise RuntimeError("odd\nsecond line")
 
 
+class Mute(RuntimeError):
+    def __str__(self):
+        raise KeyError("no text")
+
+
+def mute():
+    raise Mute
+
+
 @pytest.mark.parametrize(
     "function, code, line",
     [
         (too_much, 2, "error: out of memory ("), (bad, 2, "error: --steps 0: use 1\n"),
         (unexpected, 1, "error: RuntimeError: odd; unexpected error, rerun with --debug for the traceback\n"),
+        (mute, 1, "error: Mute: Mute; unexpected error, rerun with --debug for the traceback\n"),
     ],
 )  # fmt: skip
 def test_the_code_and_the_line(function, code, line, capsys):

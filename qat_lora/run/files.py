@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from qat_lora.errors import UserError, first_line
+from qat_lora.errors import UserError, first_line, said
 
 # Messages by which libraries that raise no OSError report a failed write: tokenizers, safetensors, numpy, torch's zip
 # writer.
@@ -46,7 +46,7 @@ def _write_fault(error: BaseException | None) -> str | None:
         error = error.__cause__ or error.__context__
     for found in (link for link in chain if isinstance(link, OSError)):
         return found.strerror or first_line(found)
-    for text in filter(WRITE_FAULT.search, map(str, chain)):
+    for text in filter(WRITE_FAULT.search, map(said, chain)):
         return "No space left on device" if "No space left" in text else text.strip().splitlines()[0][:120]
     return None
 

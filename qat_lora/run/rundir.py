@@ -18,7 +18,7 @@ import yaml
 from tqdm import tqdm
 
 from qat_lora.backend.group import ALONE, Group
-from qat_lora.errors import UserError, first_line
+from qat_lora.errors import STOPS, UserError, first_line
 from qat_lora.run.checksums import write_sums
 from qat_lora.run.config import RunConfig
 from qat_lora.run.files import as_json, lock, read_json, sha256, write_atomically, write_json, writing
@@ -29,12 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "torch_xla", "transformers", "peft", "datasets", "safetensors", "numpy")
 CONFIG_SUM = "config_sha256"  # in manifest.json
 DATE, STAMP = "date", "%Y%m%dT%H%M%SZ"
-BEFORE_MANIFEST = {
-    ".lock",
-    "config.yaml",
-    "config.yaml.part",
-    "manifest.json.part",
-}  # what a process that died early leaves behind
+# what a process that died early leaves behind
+BEFORE_MANIFEST = {".lock", "config.yaml", "config.yaml.part", "manifest.json.part"}
 
 
 class Run:
@@ -61,7 +57,9 @@ class Run:
         if self.mirror:
             try:
                 self.mirror(step, values)
-            except (Exception, SystemExit) as error:  # network libraries raise anything
+            except STOPS:
+                raise
+            except BaseException as error:  # network libraries raise anything
                 self.mirror = None
                 say(f"warning: the mirror of {self.metrics_path} failed ({first_line(error)}) and gets no more lines; "
                     "training continues, and the file itself is complete")  # fmt: skip
@@ -108,7 +106,9 @@ def attempt(what: str, function: Callable[..., Any], *args) -> Any:
     without, such as plots. what: the subject of the warning."""
     try:
         return function(*args)
-    except (Exception, SystemExit) as error:  # plotting and network libraries raise anything
+    except STOPS:
+        raise
+    except BaseException as error:  # plotting and network libraries raise anything
         say(f"warning: {what} failed ({first_line(error)}); the run continues without")
         return None
 
