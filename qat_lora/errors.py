@@ -1,11 +1,13 @@
 """The one exception that means "the input is at fault", and the one way in which an error ends a program."""
 
 import errno
+import importlib
 import os
 import pickle
 import select
 import sys
 import traceback
+from types import ModuleType
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What ends a program or a generator. Whatever else a package from outside raises, even SystemExit or asyncio's
@@ -37,6 +39,24 @@ def said(error: BaseException) -> str:
         raise
     except BaseException:  # a class from outside may have a __str__ that fails
         return ""
+
+
+def load_package(name: str, what: str, otherwise: str = "") -> ModuleType:
+    """A package that only `what` needs, an option or a task. otherwise: what to do without it.
+
+    Raises UserError naming both, whatever the import raises: a broken installation may even raise SystemExit.
+    """
+    package = name.partition(".")[0]
+    try:
+        return importlib.import_module(name)
+    except STOPS:
+        raise
+    except BaseException as error:
+        reason, fix = first_line(error), f"pip install {package}"
+        if not (isinstance(error, ModuleNotFoundError) and error.name == package):
+            reason = f"{package} cannot be imported ({type(error).__name__}: {reason})"
+            fix = f"pip install --force-reinstall {package}"
+        raise UserError(f"{what}: {reason}; {fix}{otherwise}") from error
 
 
 def report(error: BaseException, with_traceback: bool = False) -> int:
