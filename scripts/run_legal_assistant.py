@@ -26,7 +26,7 @@ from qat_lora.data.legal import AUTHORITIES
 from qat_lora.data.legal_answers import messages
 from qat_lora.data.options import ChatOptions
 from qat_lora.data.sections import Answer
-from qat_lora.errors import UserError
+from qat_lora.errors import UserError, load_package
 from qat_lora.experiments.legal_page import CUT_OFF, STYLE, checked_question, page, verdict_line, verdicts
 from qat_lora.models.generate import Stream, check_device, check_sampling
 from qat_lora.models.loading import EMBEDDED, load_config
@@ -203,10 +203,7 @@ def answer_in_terminal(pieces: Stream, authorities: Authorities, opened: bool) -
 
 def serve(cfg: Config, ask, authorities: Authorities, about: str, opened: bool) -> None:
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # a page of this machine tells nobody
-    try:
-        import gradio
-    except ImportError as error:
-        raise UserError(f"--web needs gradio ({error}); pip install -r requirements.txt") from error
+    gradio = load_package("gradio", "--web", ", or ask without --web")
     plain = gradio.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])  # no fonts from elsewhere
     try:
         page(ask, authorities, about, opened).launch(
