@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import platform
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -22,10 +21,10 @@ from qat_lora.errors import STOPS, UserError, first_line
 from qat_lora.run.checksums import write_sums
 from qat_lora.run.config import RunConfig
 from qat_lora.run.files import as_json, lock, read_json, sha256, write_atomically, write_json, writing
+from qat_lora.run.git import git_state
 
 tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a worker that is killed leaves behind
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "torch_xla", "transformers", "peft", "datasets", "safetensors", "numpy")
 CONFIG_SUM = "config_sha256"  # in manifest.json
 DATE, STAMP = "date", "%Y%m%dT%H%M%SZ"
@@ -160,7 +159,7 @@ def _open(experiment: str, config: RunConfig, facts: dict) -> Run:
         write_json(path / "manifest.json", manifest | {"resumed": [*earlier, again]})
         say(f"resuming {path}")
         return Run(path, resumed=True, held=held)
-    commit, dirty = _git()
+    commit, dirty = git_state()
     label = f"{_stamp()}-{Path(config.config or 'default').stem}-s{config.seed}-{commit}"
     path = Path(config.output_dir or Path("runs") / experiment / label)
     if (path / "manifest.json").exists():
@@ -387,20 +386,3 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _git() -> tuple[str, bool | None]:
-    """Short revision and whether the tree has changes; ("nogit", None) outside a checkout."""
-    try:
-        git = ["git", "-C", str(ROOT)]
-        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-        status = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
-        return head.stdout.strip(), bool(status.stdout.strip())
-    except (OSError, subprocess.CalledProcessError):
-        return "nogit", None
-
-
-def revision() -> str:
-    """The commit that a figure was measured at, for people."""
-    commit, dirty = _git()
-    return f"{commit} with changes" if dirty else commit

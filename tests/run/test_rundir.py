@@ -30,7 +30,7 @@ class Config(RunConfig):
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(rundir, "_git", lambda: ("abc1234", False))
+    monkeypatch.setattr(rundir, "git_state", lambda: ("abc1234", False))
     yield tmp_path
     gc.collect()  # locks of refused runs: freed within the next test, the warning would keep that one's alive
 
