@@ -212,6 +212,11 @@ def test_bad_input(refusal, tmp_path, tiny_model_dir):
         (["--authorities", tmp_path / "none.json"], "none.json"),
         (["--device", "xla"], "XLA"),
         (["--top-p", "0"], "top_p=0"),
+        (["--web", "--host", "no..such"], "--host no..such --port 7860 cannot be opened ("),
+        (
+            ["--web", "--host", "192.0.2.7"],
+            "--host 192.0.2.7 --port 7860 cannot be opened (Cannot assign requested add",
+        ),
     ]:
         assert part in refusal("run_legal_assistant", *flags)
     for text, part in [("model: x", "or how long it answers"), ("model: x\nmax_new_tokens: 9", "has not finished")]:
