@@ -74,7 +74,9 @@ class Output:
 
 def nowhere() -> TextIO:
     """A stream whose lines nobody reads."""
-    return open(os.devnull, "w", errors="replace")
+    stream = open(os.devnull, "w", errors="replace")  # noqa: SIM115
+    os.set_inheritable(stream.fileno(), True)  # where it takes the number of a closed one, child processes have it too
+    return stream
 
 
 def open_output() -> None:
@@ -91,10 +93,10 @@ def is_of_output(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.filename == OUTPUT
 
 
-def _drop_output() -> None:
-    """Drop what standard output could not take, which else would fail again when the process ends."""
+def _drop(stream: TextIO) -> None:
+    """Drop what standard output or error could not take, which else would fail again when the process ends."""
     with suppress(OSError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def load_package(name: str, what: str, otherwise: str = "") -> ModuleType:
@@ -133,7 +135,7 @@ def report(error: BaseException, with_traceback: bool = False) -> int:
     if isinstance(error, UserError):
         line, code = " ".join(str(error).split()), 2
     elif is_of_output(error):
-        _drop_output()
+        _drop(sys.stdout)
         line, code = f"{OUTPUT} could not be written ({error.strerror or line}); send it elsewhere and {AGAIN}", 2
     elif isinstance(error, ConnectionError):
         line, code = f"a connection broke ({line}); check the network and run the command again", 2
@@ -146,7 +148,10 @@ def report(error: BaseException, with_traceback: bool = False) -> int:
         line = f"{type(error).__name__}: {line}" + (
             "" if with_traceback else "; unexpected error, rerun with --debug for the traceback"
         )
-    print(f"error: {line}", file=sys.stderr, flush=True)
+    try:
+        print(f"error: {line}", file=sys.stderr, flush=True)
+    except OSError:  # nobody can be told, except by the code
+        _drop(sys.stderr)
     return code
 
 

@@ -329,7 +329,7 @@ FULL = "error: standard output could not be written (No space left on device); s
     "redirection, unbuffered, code, said",
     [
         (">&-", "", 0, ""), (">&- 2>&-", "", 0, ""), (">/dev/null", "", 0, ""), (">/dev/full", "", 2, FULL),
-        (">/dev/full", "1", 2, FULL),
+        (">/dev/full", "1", 2, FULL), (">/dev/full 2>/dev/full", "", 2, ""), (">/dev/full 2>&-", "", 2, ""),
     ],
 )  # fmt: skip
 def test_an_output_that_is_closed_or_full(redirection, unbuffered, code, said):
