@@ -36,7 +36,7 @@ from qat_lora.quant.student import freeze_plain_tables
 from qat_lora.rl.loss import Objective
 from qat_lora.rl.rollout import Sampling
 from qat_lora.run.config import ScriptConfig, option, run_script
-from qat_lora.run.rundir import revision
+from qat_lora.run.git import revision
 
 RATE = 1e-9
 

@@ -57,7 +57,7 @@ from qat_lora.quant.student import StudentSpec, freeze_plain_tables, quantize
 from qat_lora.recovery import add_adapter, nearest_of_rank
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.files import lock, read_json, write_atomically, write_json
-from qat_lora.run.rundir import revision
+from qat_lora.run.git import revision
 
 METHODS = ("rtn", "mse", "gptq", "efficientqat", "loftq", "torchao", "torchao-text", "ours", "ranks")
 LENGTH, WINDOW, RANK = 256, 512, 4

@@ -36,7 +36,7 @@ from qat_lora.qat import Plan, parameter_groups, update
 from qat_lora.quant.init import initialise
 from qat_lora.quant.student import StudentSpec, freeze_plain_tables, quantize
 from qat_lora.run.config import ScriptConfig, option, run_script
-from qat_lora.run.rundir import revision
+from qat_lora.run.git import revision
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,8 @@ from qat_lora.qat import Plan, restore, training_stream, update
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import StudentSpec, bits_per_weight, load_student, quantize
 from qat_lora.run.files import read_json, write_atomically
-from qat_lora.run.rundir import Run, revision
+from qat_lora.run.git import revision
+from qat_lora.run.rundir import Run
 from qat_lora.run.schedule import set_learning_rates
 from qat_lora.run.session import Every, Session
 

@@ -30,7 +30,7 @@ from qat_lora.errors import UserError
 from qat_lora.models.recursive import IGNORE, RecursiveModel, RecursiveSpec
 from qat_lora.recursive import RecursivePlan, Trainer, segment_batches
 from qat_lora.run.config import ScriptConfig, option, run_script
-from qat_lora.run.rundir import revision
+from qat_lora.run.git import revision
 
 WARM, SEGMENTS = 2, 16
 MIXERS = {"mlp": True, "attention": False}

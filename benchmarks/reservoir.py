@@ -38,7 +38,7 @@ from qat_lora.models.reservoir import DiagonalReservoir, EchoState, ReservoirSpe
 from qat_lora.models.scan import sequential_scan
 from qat_lora.readout import RidgeMoments
 from qat_lora.run.config import ScriptConfig, option, run_script
-from qat_lora.run.rundir import revision
+from qat_lora.run.git import revision
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "train_tinystories_reservoir.py"
 SERIES, STEPS, UNITS, INPUTS = 64, 5000, 500, 10

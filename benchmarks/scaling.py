@@ -29,7 +29,8 @@ from qat_lora.quant.linear import freeze
 from qat_lora.quant.student import StudentSpec, quantize
 from qat_lora.recovery import add_adapter
 from qat_lora.run.config import ScriptConfig, option, run_script
-from qat_lora.run.rundir import Run, revision
+from qat_lora.run.git import revision
+from qat_lora.run.rundir import Run
 from qat_lora.run.session import Every, Session
 
 TARGETS = 20  # of a position, as K = 8 and 12 draws give

@@ -34,7 +34,7 @@ from qat_lora.models.targets import PROJECTIONS
 from qat_lora.qat import Plan, update
 from qat_lora.recovery import add_adapter
 from qat_lora.run.config import ScriptConfig, option, run_script
-from qat_lora.run.rundir import revision
+from qat_lora.run.git import revision
 from qat_lora.sft import packed_loss
 
 RATE, SKIPPED = 1e-9, 2

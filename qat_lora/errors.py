@@ -1,13 +1,23 @@
-"""The one exception that means "the input is at fault", and the one way in which an error ends a program."""
+"""The one exception that means "the input is at fault", the one way in which an error ends a program, and the standard
+output that every program has."""
 
 import errno
+import importlib
 import os
 import pickle
 import select
 import sys
 import traceback
+from contextlib import contextmanager, suppress
+from types import ModuleType
+from typing import TextIO
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# What ends a program or a generator. Whatever else a package from outside raises, even SystemExit or asyncio's
+# CancelledError, is a fault of that package: `except STOPS: raise`, then `except BaseException`.
+STOPS = (KeyboardInterrupt, GeneratorExit)
+AGAIN = "run the command again (training: with --resume auto)"
+OUTPUT = "standard output"  # the file name in an OSError of it
 
 
 class UserError(ValueError):
@@ -16,18 +26,95 @@ class UserError(ValueError):
 
 def first_line(error: BaseException) -> str:
     """The first line of an exception's message, or its type."""
-    return next(iter(_said(error).strip().splitlines()), type(error).__name__).rstrip(". ")
+    return next(iter(said(error).strip().splitlines()), type(error).__name__).rstrip(". ")
 
 
 def one_line(error: BaseException, longest: int = 160) -> str:
     """An exception's whole message on one line, cut to `longest` characters, or its type."""
-    return " ".join(_said(error).split()).rstrip(". ")[:longest] or type(error).__name__
+    return " ".join(said(error).split()).rstrip(". ")[:longest] or type(error).__name__
 
 
-def _said(error: BaseException) -> str:
+def said(error: BaseException) -> str:
+    """An exception's message; "" where the exception cannot say it."""
     if isinstance(error, pickle.UnpicklingError):  # its own message advises to run the file
         return "it holds something other than tensors, and none of it was run"
-    return str(error)
+    try:
+        return str(error)
+    except STOPS:
+        raise
+    except BaseException:  # a class from outside may have a __str__ that fails
+        return ""
+
+
+class Output:
+    """Standard output whose OSErrors name it, as those of a file name the file."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        with self._named():
+            return self.stream.write(text)
+
+    def flush(self) -> None:
+        with self._named():
+            self.stream.flush()
+
+    @contextmanager
+    def _named(self):
+        try:
+            yield
+        except OSError as error:
+            error.filename = OUTPUT
+            raise
+
+
+def nowhere() -> TextIO:
+    """A stream whose lines nobody reads."""
+    stream = open(os.devnull, "w", errors="replace")  # noqa: SIM115
+    os.set_inheritable(stream.fileno(), True)  # where it takes the number of a closed one, child processes have it too
+    return stream
+
+
+def open_output() -> None:
+    """Make standard output an `Output`, on which a terminal without → or ± still gets the rest of a line. If it is
+    closed (`>&-`), what is printed is dropped; so it is with standard error."""
+    sys.stdout, sys.stderr = sys.stdout or nowhere(), sys.stderr or nowhere()
+    if not isinstance(sys.stdout, Output):
+        sys.stdout.reconfigure(errors="replace")
+        sys.stdout = Output(sys.stdout)
+
+
+def is_of_output(error: BaseException) -> bool:
+    """Whether standard output could not be written."""
+    return isinstance(error, OSError) and error.filename == OUTPUT
+
+
+def _drop(stream: TextIO) -> None:
+    """Drop what standard output or error could not take, which else would fail again when the process ends."""
+    with suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def load_package(name: str, what: str, otherwise: str = "") -> ModuleType:
+    """A package that only `what` needs, an option or a task. otherwise: what to do without it.
+
+    Raises UserError naming both, whatever the import raises: a broken installation may even raise SystemExit.
+    """
+    package = name.partition(".")[0]
+    try:
+        return importlib.import_module(name)
+    except STOPS:
+        raise
+    except BaseException as error:
+        reason, fix = first_line(error), f"pip install {package}"
+        if not (isinstance(error, ModuleNotFoundError) and error.name == package):
+            reason = f"{package} cannot be imported ({type(error).__name__}: {reason})"
+            fix = f"pip install --force-reinstall {package}"
+        raise UserError(f"{what}: {reason}; {fix}{otherwise}") from error
 
 
 def report(error: BaseException, with_traceback: bool = False) -> int:
@@ -40,27 +127,31 @@ def report(error: BaseException, with_traceback: bool = False) -> int:
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, KeyboardInterrupt):
         return 130
-    if with_traceback:
+    if isinstance(error, BrokenPipeError) and _output_is_closed():
+        os._exit(141)
+    if with_traceback and not is_of_output(error):
         traceback.print_exception(error)
     line, code = first_line(error), 1
     if isinstance(error, UserError):
         line, code = " ".join(str(error).split()), 2
-    elif isinstance(error, BrokenPipeError) and _output_is_closed():
-        os._exit(141)
+    elif is_of_output(error):
+        _drop(sys.stdout)
+        line, code = f"{OUTPUT} could not be written ({error.strerror or line}); send it elsewhere and {AGAIN}", 2
     elif isinstance(error, ConnectionError):
         line, code = f"a connection broke ({line}); check the network and run the command again", 2
     elif isinstance(error, OSError):
-        fix = (
-            "free some space and resume with --resume auto" if error.errno in FULL_DISK else "fix that and start again"
-        )
-        line, code = f"{error.filename or 'a file'}: {error.strerror or error}; {fix}", 2
-    elif type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):  # torch on GPU, CPU
+        fix = f"free some space and {AGAIN}" if error.errno in FULL_DISK else "fix that and start again"
+        line, code = f"{error.filename or 'a file'}: {error.strerror or line}; {fix}", 2
+    elif type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in said(error):  # torch on GPU, CPU
         line, code = f"out of memory ({line[:120]}); make the batch, the rows or the model smaller", 2
     else:
         line = f"{type(error).__name__}: {line}" + (
             "" if with_traceback else "; unexpected error, rerun with --debug for the traceback"
         )
-    print(f"error: {line}", file=sys.stderr, flush=True)
+    try:
+        print(f"error: {line}", file=sys.stderr, flush=True)
+    except OSError:  # nobody can be told, except by the code
+        _drop(sys.stderr)
     return code
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import fsspec
 
-from qat_lora.errors import UserError, first_line
+from qat_lora.errors import FULL_DISK, STOPS, UserError, first_line
 
 LAST = "meta.json"  # written after all else of a checkpoint: one without it has not arrived
 CLOUDS = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "az": "adlfs", "abfs": "adlfs"}
@@ -20,18 +20,17 @@ def opened(url: str) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
     protocol = url.split("://")[0] if "://" in url else "file"
     try:
         yield fsspec.core.url_to_fs(url)
-    except UserError:
+    except (UserError, *STOPS):
         raise
     except ImportError as error:
         mend = f"pip install {CLOUDS[protocol]}" if protocol in CLOUDS else first_line(error)
         raise UserError(f"{url}: the package for {protocol}:// is missing; {mend}, or use a folder") from error
     except FileNotFoundError:
         raise UserError(f"{url}: no such file or folder; check the address") from None
-    except Exception as error:  # each cloud has classes of its own
-        raise UserError(
-            f"{url} cannot be used ({type(error).__name__}: {first_line(error)}); check the address and what may be "
-            "written there"
-        ) from error
+    except BaseException as error:  # each cloud has classes of its own
+        full = isinstance(error, OSError) and error.errno in FULL_DISK
+        fix = "free some space there" if full else "check the address and what may be written there"
+        raise UserError(f"{url} cannot be used ({type(error).__name__}: {first_line(error)}); {fix}") from error
 
 
 @contextmanager

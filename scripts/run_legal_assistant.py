@@ -12,6 +12,7 @@ same answers to the same questions in the same order. CPU and CUDA. No legal adv
 """
 
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from qat_lora.data.legal import AUTHORITIES
 from qat_lora.data.legal_answers import messages
 from qat_lora.data.options import ChatOptions
 from qat_lora.data.sections import Answer
-from qat_lora.errors import UserError
+from qat_lora.errors import UserError, first_line, load_package
 from qat_lora.experiments.legal_page import CUT_OFF, STYLE, checked_question, page, verdict_line, verdicts
 from qat_lora.models.generate import Stream, check_device, check_room, check_sampling
 from qat_lora.models.loading import EMBEDDED, load_config
@@ -103,6 +104,23 @@ def check(cfg: Config) -> None:
         checked_question(cfg.question)
     if not 0 < cfg.port < 65536:
         raise UserError(f"--port {cfg.port} is not a port; use e.g. 7860")
+    if cfg.web:
+        check_address(cfg.host, cfg.port)
+
+
+def check_address(host: str, port: int) -> None:
+    """Raise UserError where the page could not be opened: gradio would say so only after the model is loaded, and not
+    why."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        socket.create_server(address[:2], family=family).close()
+    except (OSError, UnicodeError) as error:
+        raise cannot_open(host, port, error) from error
+
+
+def cannot_open(host: str, port: int, error: Exception) -> UserError:
+    reason = getattr(error, "strerror", None) or first_line(error)
+    return UserError(f"--host {host} --port {port} cannot be opened ({reason}); give another --host or --port")
 
 
 def from_run(cfg: Config) -> Config:
@@ -204,17 +222,14 @@ def answer_in_terminal(pieces: Stream, authorities: Authorities, opened: bool) -
 
 def serve(cfg: Config, ask, authorities: Authorities, about: str, opened: bool) -> None:
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # a page of this machine tells nobody
-    try:
-        import gradio
-    except ImportError as error:
-        raise UserError(f"--web needs gradio ({error}); pip install -r requirements.txt") from error
+    gradio = load_package("gradio", "--web", ", or ask without --web")
     plain = gradio.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])  # no fonts from elsewhere
     try:
         page(ask, authorities, about, opened).launch(
             server_name=cfg.host, server_port=cfg.port, css=STYLE, theme=plain, footer_links=[]
         )
     except OSError as error:
-        raise UserError(f"{cfg.host}:{cfg.port} cannot be opened ({error}); give another --host or --port") from error
+        raise cannot_open(cfg.host, cfg.port, error) from error
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ docs/cot-sft.md says what to expect.
 Untested on hardware: TPU, CUDA.
 """
 
-import importlib
 from dataclasses import asdict, dataclass
 
 import qat_lora  # noqa: F401 — it sets what torch reads when it is imported
@@ -28,7 +27,7 @@ from torch import nn
 from qat_lora.backend import TorchBackend, launch, open_backend, planned_workers
 from qat_lora.data.options import TokenOptions
 from qat_lora.data.templates import begin_with_bos, template_facts
-from qat_lora.errors import UserError, first_line
+from qat_lora.errors import UserError, load_package
 from qat_lora.experiments.cot_sft import (
     STAGES,
     LawData,
@@ -213,11 +212,7 @@ def check(cfg: Config) -> None:
             f"--answer-rows {cfg.answer_rows}, --max-new-tokens {cfg.max_new_tokens} and --keep {cfg.keep} at least 1"
         )
     if cfg.wandb:
-        try:
-            importlib.import_module("wandb")
-        except ImportError as error:
-            reason = first_line(error)
-            raise UserError(f"--wandb {cfg.wandb}: {reason}; pip install wandb, or leave the option out") from error
+        load_package("wandb", f"--wandb {cfg.wandb}", ", or leave the option out")
     section_weights(cfg.section_weights), cfg.thinks
     check_length(cfg.model, cfg.length, mixed=True)
     answer = cfg.max_prompt_length + cfg.max_new_tokens

@@ -23,11 +23,21 @@ def unexpected():
     raise RuntimeError("odd\nsecond line")
 
 
+class Mute(RuntimeError):
+    def __str__(self):
+        raise KeyError("no text")
+
+
+def mute():
+    raise Mute
+
+
 @pytest.mark.parametrize(
     "function, code, line",
     [
         (too_much, 2, "error: out of memory ("), (bad, 2, "error: --steps 0: use 1\n"),
         (unexpected, 1, "error: RuntimeError: odd; unexpected error, rerun with --debug for the traceback\n"),
+        (mute, 1, "error: Mute: Mute; unexpected error, rerun with --debug for the traceback\n"),
     ],
 )  # fmt: skip
 def test_the_code_and_the_line(function, code, line, capsys):
@@ -42,19 +52,20 @@ def test_the_code_and_the_line(function, code, line, capsys):
 BROKEN = """
 import sys
 from qat_lora.errors import report
-sys.exit(report(BrokenPipeError(32, "Broken pipe")))
+sys.exit(report(BrokenPipeError(32, "Broken pipe"), with_traceback="--traceback" in sys.argv))
 """
 
 
-def broken_pipe(stdout) -> subprocess.CompletedProcess:
+def broken_pipe(stdout, *flags: str) -> subprocess.CompletedProcess:
     """A program that ends with a BrokenPipeError."""
-    return subprocess.run([sys.executable, "-c", BROKEN], stdout=stdout, stderr=subprocess.PIPE, text=True)
+    return subprocess.run([sys.executable, "-c", BROKEN, *flags], stdout=stdout, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_pipe_whose_reader_has_left_ends_the_program_silently():
+@pytest.mark.parametrize("flags", [(), ("--traceback",)], ids=["one worker", "several"])
+def test_a_pipe_whose_reader_has_left_ends_the_program_silently(flags):
     reader, writer = os.pipe()
     os.close(reader)
-    done = broken_pipe(writer)
+    done = broken_pipe(writer, *flags)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
 
@@ -67,5 +78,6 @@ def test_another_broken_pipe_is_an_error():
 def test_a_full_disk_says_so(capsys):
     assert report(OSError(errno.ENOSPC, "No space left on device", "runs/a")) == 2
     assert capsys.readouterr().err == (
-        "error: runs/a: No space left on device; free some space and resume with --resume auto\n"
+        "error: runs/a: No space left on device; free some space and run the command again (training: with "
+        "--resume auto)\n"
     )

@@ -1,5 +1,7 @@
 """Checkpoints on a bucket: whole or not there, the newest found, older ones gone."""
 
+import asyncio
+import errno
 import uuid
 
 import fsspec
@@ -57,6 +59,26 @@ def test_one_that_has_not_arrived_is_passed_over(bucket, checkpoint, monkeypatch
     assert urls.newest(bucket) == "step_1"
     urls.push(checkpoint(2, "again"), bucket)  # what lay there of it is replaced
     assert urls.newest(bucket) == "step_2"
+
+
+@pytest.mark.parametrize(
+    "error, said",
+    [
+        (SystemExit(3), r"cannot be used \(SystemExit: 3\); check the address"),
+        (asyncio.CancelledError(), r"cannot be used \(CancelledError: CancelledError\); check the address"),
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device.; free some space there"),
+    ],
+)
+def test_whatever_a_clouds_package_raises_names_the_bucket(bucket, monkeypatch, error, said):
+    def fails(*_, **__):
+        raise error
+
+    monkeypatch.setattr(type(fsspec.core.url_to_fs(bucket)[0]), "makedirs", fails)
+    with pytest.raises(UserError, match=said):
+        urls.check_writable(bucket)
+    error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        urls.check_writable(bucket)
 
 
 def test_older_ones_go(bucket, checkpoint, tmp_path):

@@ -23,8 +23,8 @@ MEANING = {
     "TORCHELASTIC_RESTART_COUNT": "how often torchrun has restarted the workers",
 }
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torchrun sets them; so do most schedulers
+STARTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # only a launcher sets any of these
 LAUNCH = (*REQUIRED, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-WAY_OUT = "unset RANK and WORLD_SIZE to start without torchrun"
 
 
 def whole_number(name: str, least: int, most: int = LARGEST, default: int | None = None) -> int | None:
@@ -44,9 +44,15 @@ def whole_number(name: str, least: int, most: int = LARGEST, default: int | None
 
 def bad_value(name: str, what: str) -> UserError:
     """The error for an environment variable that is set to a bad value; what: the fault, as in "is empty"."""
-    started = "RANK" in os.environ or "WORLD_SIZE" in os.environ
-    way_out = WAY_OUT if started and name in LAUNCH else f"unset {name}"
+    launched = name in LAUNCH and any(other in os.environ for other in STARTED)
+    way_out = _without_launcher(name) if launched else f"unset {name}"
     return UserError(f"{name}={os.environ[name]} {what}; set it to {MEANING[name]}, or {way_out}")
+
+
+def _without_launcher(*bad: str) -> str:
+    """How to start without torchrun: unset what a launcher has set, and the variables that are bad anyway."""
+    *names, last = dict.fromkeys([*(name for name in STARTED if name in os.environ), *bad])
+    return f"unset {', '.join(names)}{' and ' if names else ''}{last} to start without torchrun"
 
 
 @dataclass(frozen=True)
@@ -73,22 +79,24 @@ class Place:
 
 def read_place() -> Place | None:
     """This worker's place according to RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
-    None if neither RANK nor WORLD_SIZE is set: no launcher was used, and the other variables are ignored.
+    None if no launcher was used: RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE are not set. A MASTER_ADDR or
+    MASTER_PORT alone, which shells and images set, is then ignored, unless it is no port.
 
     Without LOCAL_WORLD_SIZE the job is on one host if MASTER_ADDR is a loopback address, else there is one worker per
     host; without LOCAL_RANK workers are numbered host by host. Raises UserError for a variable that is missing, is not
     a number or contradicts another.
     """
-    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+    if not any(name in os.environ for name in STARTED):
+        whole_number("MASTER_PORT", 1, 65535)
         return None
     world_size = whole_number("WORLD_SIZE", 1, MOST_WORKERS)
     rank = whole_number("RANK", 0)
     port = whole_number("MASTER_PORT", 1, 65535)
     if missing := [name for name in REQUIRED if name not in os.environ]:
-        there = ", ".join(f"{name}={os.environ[name]}" for name in REQUIRED if name in os.environ)
+        there = ", ".join(f"{name}={os.environ[name]}" for name in LAUNCH if name in os.environ)
         raise UserError(
             f"the environment has {there} but no {', '.join(missing)}; start with torchrun, which sets all of them, or "
-            f"{WAY_OUT}"
+            f"{_without_launcher()}"
         )
     _check_below("RANK", rank, "WORLD_SIZE", world_size)
     loopback = _is_loopback(port)
@@ -103,7 +111,7 @@ def read_place() -> Place | None:
     if not 0 <= rank - local_rank <= world_size - local_world_size:
         raise UserError(
             f"LOCAL_RANK={local_rank} of LOCAL_WORLD_SIZE={local_world_size} contradicts RANK={rank} of "
-            f"WORLD_SIZE={world_size}; start with torchrun, which sets all of them, or {WAY_OUT}"
+            f"WORLD_SIZE={world_size}; start with torchrun, which sets all of them, or {_without_launcher()}"
         )
     return Place(
         rank, world_size, local_rank, local_world_size, os.environ["MASTER_ADDR"].strip(), port, _agent_store(),

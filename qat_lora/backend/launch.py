@@ -22,7 +22,7 @@ from qat_lora.backend.environment import LOOPBACK, Place, master_port, read_plac
 from qat_lora.backend.group import PATIENCE, SIGTERM, AnotherFailed, Group, WorkerLost, losing_none, notice_sigterm, say
 from qat_lora.backend.rendezvous import join, join_at, serve
 from qat_lora.backend.torch import TorchBackend
-from qat_lora.errors import UserError, report
+from qat_lora.errors import UserError, nowhere, open_output, report
 
 GRACE = 8  # seconds that the other workers get to end by themselves after one has died
 # What torch_xla reads of a part of a host's chips, which are taken from number 0 on. Untested on hardware.
@@ -136,6 +136,7 @@ def run_worker(worker: Callable, args: tuple, enter: Callable[[], Group], open_b
     for a worker.
     """
     group = None
+    open_output()
     try:
         group = enter()
         try:
@@ -184,7 +185,7 @@ def end_with_parent() -> None:
 
 def be_silent() -> None:
     """Worker 0 speaks for all; errors still reach stderr."""
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    sys.stdout = nowhere()
 
 
 # -- CPU processes and GPUs ------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
-from matplotlib import pyplot as plt
 
 from qat_lora.backend import TorchBackend, launch, open_backend, planned_workers
 from qat_lora.data.puzzle_rows import PuzzleRows, draw, load, row_memory, split
@@ -20,7 +19,7 @@ from qat_lora.models.recursive import RecursiveModel, RecursiveSpec
 from qat_lora.recursive import RecursivePlan, Trainer, answer, kept, measure, train_recursive
 from qat_lora.run.config import RunConfig, option
 from qat_lora.run.files import write_atomically
-from qat_lora.run.plots import plot_run
+from qat_lora.run.plots import plot_run, pyplot
 from qat_lora.run.rundir import attempt, check_same, open_run, say
 from qat_lora.run.session import Every, Session
 
@@ -308,6 +307,7 @@ def finish(run, model: RecursiveModel, heldout: PuzzleRows, plan: RecursivePlan,
 def draw_answer(kind: str, question, label, found, segments: int, path: Path) -> None:
     """A question and the answer to it, side by side: given cells black, right ones green, wrong ones on red."""
     n, maze = side(kind), kind.startswith("maze")
+    plt = pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(8, 4.3))
     for axis, tokens, title in zip(
         axes, (question, found), ("question", f"answer after {segments} segment{'s' * (segments > 1)}")

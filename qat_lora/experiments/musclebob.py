@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from matplotlib import pyplot as plt
 from torch import nn
 
 from qat_lora.data.musclebob import TARGET, Question, heldout_questions
@@ -17,6 +16,7 @@ from qat_lora.rl.policy import Prompts, log_probs
 from qat_lora.rl.rewards import about_him, about_others, coherent, mentions, names_target, reward
 from qat_lora.rl.rollout import Sampling
 from qat_lora.run.files import writing
+from qat_lora.run.plots import pyplot
 
 WRONG_NAME = "Spongebob Squarepants"
 STAGES = ("baseline", "post_sft", "final")  # of a run, each with its validation_file
@@ -171,6 +171,7 @@ PANELS = (
 
 def plot(lines: list[dict], path: Path, length: int) -> Path:
     """The four panels of a run's metrics.jsonl, SFT and GRPO one after the other."""
+    plt = pyplot()
     figure, axes = plt.subplots(2, 2, figsize=(12, 8))
     for axis, (title, names) in zip(axes.flat, PANELS):
         for number, name in enumerate(names):

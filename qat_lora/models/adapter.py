@@ -3,7 +3,6 @@
 import math
 import warnings
 from pathlib import Path
-from pickle import PickleError
 
 import torch
 from peft import PeftModel
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from qat_lora.errors import UserError, one_line
 from qat_lora.models.architecture import unwrap
-from qat_lora.models.identity import short
+from qat_lora.models.identity import check_pickle, short
 from qat_lora.run.files import read_json, sha256, write_json
 
 ORIGIN = "origin.json"
@@ -87,16 +86,21 @@ def _read(folder: Path) -> dict[str, Tensor]:
         raise UserError(
             f"adapter {folder}: no such folder; train_recovery_lora.py writes adapter/ into its run directory"
         )
-    if not (folder / "adapter_config.json").is_file() or not any((folder / name).is_file() for name in WEIGHT_FILES):
+    file = next((folder / name for name in WEIGHT_FILES if (folder / name).is_file()), None)
+    if file is None or not (folder / "adapter_config.json").is_file():
         raise UserError(
             f"adapter {folder} is no PEFT folder: adapter_config.json or {WEIGHT_FILES[0]} is missing; "
             "give the adapter/ of a run directory"
         )
     _check_config(folder, read_json(folder / "adapter_config.json"))
+    if file.suffix == ".bin":
+        check_pickle(file)
     try:
         return load_peft_weights(str(folder), device="cpu")
-    except (SafetensorError, RuntimeError, ValueError, EOFError, OSError, PickleError) as error:
-        raise UserError(f"adapter {folder} is damaged ({one_line(error)}); copy or train it again") from error
+    except (SafetensorError, RuntimeError, ValueError, OSError) as error:
+        raise UserError(
+            f"adapter {folder}: {file.name} is damaged ({one_line(error)}); copy or train it again"
+        ) from error
 
 
 def _check_config(folder: Path, config: dict) -> None:
@@ -136,7 +140,9 @@ def _check_origin(folder: Path, checkpoint: str | Path | None, model: nn.Module)
     if not isinstance(sums, dict) or not sums:
         raise UserError(f"adapter {folder}: {ORIGIN} is damaged; copy the folder again, or delete that file")
     for name, wanted in sums.items():
-        if not (folder / name).is_file() or sha256(folder / name) != wanted:
+        if not (folder / name).is_file():
+            raise UserError(f"adapter {folder}: {name}, which training saved, is missing; copy or train it again")
+        if sha256(folder / name) != wanted:
             raise UserError(f"adapter {folder}: {name} is not what training saved (checksum); copy or train it again")
     if origin.get("student") != (sha256(Path(checkpoint)) if checkpoint else None):
         there = f"another student than {checkpoint}" if checkpoint else "a quantised student, not on the base model"

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import struct
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qat_lora.errors import UserError, first_line
+from qat_lora.errors import UserError, first_line, one_line
 from qat_lora.run.files import sha256
 
 BLOCK = 2**24  # bytes read at a time
@@ -76,6 +77,18 @@ def headers(files: list[Path]) -> dict[str, Header]:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
             raise UserError(f"{path} is damaged ({first_line(error)[:80]}); copy or download it again") from error
     return found
+
+
+def check_pickle(path: Path) -> None:
+    """Raise UserError for a .bin file that does not hold tensors by name, and nothing else. Nothing in it is run."""
+    try:
+        with warnings.catch_warnings():  # of pickles of another protocol
+            warnings.simplefilter("ignore")
+            held = torch.load(path, map_location="meta", weights_only=True)
+        if not isinstance(held, dict) or not all(isinstance(value, Tensor) for value in held.values()):
+            raise ValueError("it does not hold tensors by name")
+    except Exception as error:  # a file from elsewhere
+        raise UserError(f"{path} is damaged ({one_line(error)}); copy or download it again") from error
 
 
 def fingerprint(files: list[Path], config: dict, tokenizer: str) -> str:

@@ -23,7 +23,7 @@ from qat_lora.hub import hub_fault
 from qat_lora.models.architecture import short_range
 from qat_lora.models.check import check
 from qat_lora.models.gguf_settings import unread
-from qat_lora.models.identity import fingerprint, headers, tokenizer_fingerprint
+from qat_lora.models.identity import check_pickle, fingerprint, headers, tokenizer_fingerprint
 from qat_lora.models.multimodal import full_class, language_model, loads_as_text, text_class, text_config, text_part
 from qat_lora.models.source import (
     EMBEDDED,
@@ -174,7 +174,13 @@ def load_model(name: str) -> nn.Module:
     options = {"dtype": torch.float32, "config": copy.deepcopy(config), "output_loading_info": True}
     if "gguf_file" in model_source(name) and hasattr(transformers, "GgufConfig"):
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)  # never left in blocks
-    full, found = _load(full_class(name, config), name, ignore_mismatched_sizes=True, **options)
+    try:
+        full, found = _load(full_class(name, config), name, ignore_mismatched_sizes=True, **options)
+    except UserError:
+        for file in [] if is_hub(name) else weight_files(name):
+            if file.suffix == ".bin":
+                check_pickle(file)  # names the one that is at fault
+        raise
     _parsed.cache_clear()  # 200 MB of small objects for SmolLM2's vocabulary
     model, prefixes = language_model(name, full, load_config(name))
     _check_found(name, model.config, found, prefixes)

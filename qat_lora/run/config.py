@@ -14,7 +14,7 @@ from typing import Any, ClassVar, get_args, get_type_hints
 import yaml
 from transformers.hf_argparser import HfArgumentParser
 
-from qat_lora.errors import UserError, report
+from qat_lora.errors import UserError, open_output, report
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -218,11 +218,16 @@ def run_script(main, kind: type, script: str, description: str, presets: str | N
     """Parse the command line (see `parse`) and call main(config). Bad input is one line on stderr and exit code 2; so
     is, with exit code 1, whatever nobody foresaw. --debug shows the traceback."""
     debug = "--debug" in sys.argv
-    sys.stdout.reconfigure(errors="replace")  # a terminal without → or ± still gets the rest of the line
+    open_output()
     try:
-        config = parse(kind, script, sys.argv[1:], description, presets)
-        debug = config.debug
-        main(config)
+        try:
+            config = parse(kind, script, sys.argv[1:], description, presets)
+            debug = config.debug
+            main(config)
+        except SystemExit:  # --help, or nothing to do
+            sys.stdout.flush()
+            raise
+        sys.stdout.flush()  # the end of the process would be too late to say what is wrong
     except (Exception, KeyboardInterrupt) as error:
         if debug and not isinstance(error, BrokenPipeError | KeyboardInterrupt):
             raise

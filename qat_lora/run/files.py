@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from qat_lora.errors import UserError, first_line
+from qat_lora.errors import UserError, first_line, is_of_output, said
 
 # Messages by which libraries that raise no OSError report a failed write: tokenizers, safetensors, numpy, torch's zip
 # writer.
@@ -27,13 +27,13 @@ HELD: dict[Path, BinaryIO] = {}  # the open lock files of this process, by folde
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn any exception in this block that reports a failed write (a full disk, no permission) into a UserError that
-    names `path`; other exceptions pass."""
+    names `path`; other exceptions pass, and those of standard output."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:  # tokenizers raises nothing more specific
-        if _write_fault(error) is None:
+        if _write_fault(error) is None or is_of_output(error):
             raise
         raise cannot_write(path, error) from error
 
@@ -46,7 +46,7 @@ def _write_fault(error: BaseException | None) -> str | None:
         error = error.__cause__ or error.__context__
     for found in (link for link in chain if isinstance(link, OSError)):
         return found.strerror or first_line(found)
-    for text in filter(WRITE_FAULT.search, map(str, chain)):
+    for text in filter(WRITE_FAULT.search, map(said, chain)):
         return "No space left on device" if "No space left" in text else text.strip().splitlines()[0][:120]
     return None
 

@@ -1,13 +1,10 @@
 """Pictures of a run, drawn from its metrics.jsonl."""
 
+import os
 from pathlib import Path
+from types import ModuleType
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
-
-from qat_lora.errors import UserError
+from qat_lora.errors import UserError, load_package
 from qat_lora.run.checksums import check_files
 from qat_lora.run.files import writing
 from qat_lora.run.rundir import Run
@@ -26,6 +23,15 @@ PANELS = (
 )
 
 
+def pyplot() -> ModuleType:
+    """matplotlib.pyplot, drawing to files. Call it where something is drawn, not on import: a run can do without
+    pictures, whatever is wrong with matplotlib. Raises UserError if it cannot be imported."""
+    os.environ["MPLBACKEND"] = "Agg"  # an invalid one fails the import
+    plt = load_package("matplotlib.pyplot", "plots")
+    plt.switch_backend("Agg")
+    return plt
+
+
 def plot_run(path: Path) -> Path:
     """Draw every figure that a run logged against its steps into plots/metrics.png; stages are told apart by colour.
 
@@ -39,7 +45,7 @@ def plot_run(path: Path) -> Path:
     panels = [(key, title) for key, title in PANELS if any(key in line for line in lines)]
     if not panels:
         raise UserError(f"{run.metrics_path} holds no figures yet; train for a step first")
-    rows = -(-len(panels) // 2)
+    rows, plt = -(-len(panels) // 2), pyplot()
     figure, axes = plt.subplots(rows, 2, figsize=(11, 2.8 * rows), squeeze=False)
     stages = list(dict.fromkeys(line.get("stage") for line in lines))
     for axis, (key, title) in zip(axes.flat, panels):

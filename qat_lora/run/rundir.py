@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import platform
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -18,23 +17,19 @@ import yaml
 from tqdm import tqdm
 
 from qat_lora.backend.group import ALONE, Group
-from qat_lora.errors import UserError, first_line
+from qat_lora.errors import STOPS, UserError, first_line
 from qat_lora.run.checksums import write_sums
 from qat_lora.run.config import RunConfig
 from qat_lora.run.files import as_json, lock, read_json, sha256, write_atomically, write_json, writing
+from qat_lora.run.git import git_state
 
 tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a worker that is killed leaves behind
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "torch_xla", "transformers", "peft", "datasets", "safetensors", "numpy")
 CONFIG_SUM = "config_sha256"  # in manifest.json
 DATE, STAMP = "date", "%Y%m%dT%H%M%SZ"
-BEFORE_MANIFEST = {
-    ".lock",
-    "config.yaml",
-    "config.yaml.part",
-    "manifest.json.part",
-}  # what a process that died early leaves behind
+# what a process that died early leaves behind
+BEFORE_MANIFEST = {".lock", "config.yaml", "config.yaml.part", "manifest.json.part"}
 
 
 class Run:
@@ -61,7 +56,9 @@ class Run:
         if self.mirror:
             try:
                 self.mirror(step, values)
-            except (Exception, SystemExit) as error:  # network libraries raise anything
+            except STOPS:
+                raise
+            except BaseException as error:  # network libraries raise anything
                 self.mirror = None
                 say(f"warning: the mirror of {self.metrics_path} failed ({first_line(error)}) and gets no more lines; "
                     "training continues, and the file itself is complete")  # fmt: skip
@@ -108,7 +105,9 @@ def attempt(what: str, function: Callable[..., Any], *args) -> Any:
     without, such as plots. what: the subject of the warning."""
     try:
         return function(*args)
-    except (Exception, SystemExit) as error:  # plotting and network libraries raise anything
+    except STOPS:
+        raise
+    except BaseException as error:  # plotting and network libraries raise anything
         say(f"warning: {what} failed ({first_line(error)}); the run continues without")
         return None
 
@@ -160,7 +159,7 @@ def _open(experiment: str, config: RunConfig, facts: dict) -> Run:
         write_json(path / "manifest.json", manifest | {"resumed": [*earlier, again]})
         say(f"resuming {path}")
         return Run(path, resumed=True, held=held)
-    commit, dirty = _git()
+    commit, dirty = git_state()
     label = f"{_stamp()}-{Path(config.config or 'default').stem}-s{config.seed}-{commit}"
     path = Path(config.output_dir or Path("runs") / experiment / label)
     if (path / "manifest.json").exists():
@@ -391,20 +390,3 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _git() -> tuple[str, bool | None]:
-    """Short revision and whether the tree has changes; ("nogit", None) outside a checkout."""
-    try:
-        git = ["git", "-C", str(ROOT)]
-        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-        status = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
-        return head.stdout.strip(), bool(status.stdout.strip())
-    except (OSError, subprocess.CalledProcessError):
-        return "nogit", None
-
-
-def revision() -> str:
-    """The commit that a figure was measured at, for people."""
-    commit, dirty = _git()
-    return f"{commit} with changes" if dirty else commit

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from qat_lora.backend import TorchBackend
 from qat_lora.backend.group import SIGTERM, notice_sigterm
-from qat_lora.errors import UserError, first_line
+from qat_lora.errors import STOPS, UserError, first_line
 from qat_lora.run.checkpoint import KEEP, load_checkpoint, restore_files, save_checkpoint
 from qat_lora.run.rundir import Run, say
 
@@ -275,7 +275,9 @@ class Session:
         try:
             self.saved(written)
             self.copying = True
-        except Exception as error:  # every cloud package has its own exceptions
+        except STOPS:
+            raise
+        except BaseException as error:  # every cloud package has its own exceptions
             if self.copying:
                 say(f"warning: {written.name} was not copied ({first_line(error)}); training continues, and the next "
                     "checkpoint is tried again")  # fmt: skip

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from qat_lora.backend import count_workers, detect
-from qat_lora.backend.environment import LAUNCH, Place, master_port, read_place
+from qat_lora.backend.environment import LAUNCH, REQUIRED, Place, master_port, read_place
 from qat_lora.backend.launch import launch
 from qat_lora.errors import UserError
 
@@ -31,10 +31,15 @@ def place(monkeypatch):
 
 @pytest.mark.parametrize(
     "values",
-    [{}, {"LOCAL_RANK": "0"}, {"LOCAL_RANK": "x"}, {"LOCAL_WORLD_SIZE": "8"}, {"MASTER_ADDR": "a", "MASTER_PORT": "x"}],
+    [{}, {"MASTER_ADDR": "a"}, {"MASTER_PORT": "29500"}, {"MASTER_ADDR": "a", "MASTER_PORT": "29500"}],
 )
-def test_without_rank_and_world_size_nobody_has_started_several_workers(place, values):
+def test_an_address_and_a_port_are_no_launcher(place, values):
     assert place(values) is None
+
+
+def test_a_port_that_is_none_is_refused_without_a_launcher(place):
+    with pytest.raises(UserError, match=r"^MASTER_PORT=x is not a whole number .*, or unset MASTER_PORT$"):
+        place({"MASTER_PORT": "x"})
 
 
 @pytest.mark.parametrize(
@@ -57,18 +62,27 @@ def test_a_place_is_read_and_what_is_left_out_follows(place, values, rank, world
 
 
 @pytest.mark.parametrize(
-    "values, there, missing",
+    "values, there, missing, way_out",
     [
-        ({"RANK": "0"}, "RANK=0", "WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2", "RANK, MASTER_ADDR, MASTER_PORT"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "RANK=0, WORLD_SIZE=2, MASTER_PORT=1", "MASTER_ADDR"),
+        ({"RANK": "0"}, "RANK=0", "WORLD_SIZE, MASTER_ADDR, MASTER_PORT", "unset RANK to start without torchrun"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2", "RANK, MASTER_ADDR, MASTER_PORT", "unset WORLD_SIZE to start"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "RANK=0, WORLD_SIZE=2, MASTER_PORT=1", "MASTER_ADDR",
+            NEITHER,
+        ),
+        ({"LOCAL_RANK": "0"}, "LOCAL_RANK=0", ", ".join(REQUIRED), "unset LOCAL_RANK to start without torchrun"),
+        ({"LOCAL_RANK": "x"}, "LOCAL_RANK=x", ", ".join(REQUIRED), "unset LOCAL_RANK to start without torchrun"),
+        (
+            {"LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "a"}, "MASTER_ADDR=a, LOCAL_WORLD_SIZE=8",
+            "RANK, WORLD_SIZE, MASTER_PORT", "unset LOCAL_WORLD_SIZE to start",
+        ),
     ],
-)
-def test_half_a_place_names_what_is_missing(place, values, there, missing):
+)  # fmt: skip
+def test_half_a_place_names_what_is_missing(place, values, there, missing, way_out):
     with pytest.raises(UserError) as error:
         place(values)
-    assert str(error.value) == (
-        f"the environment has {there} but no {missing}; start with torchrun, which sets all of them, or {NEITHER}"
+    assert str(error.value).startswith(
+        f"the environment has {there} but no {missing}; start with torchrun, which sets all of them, or {way_out}"
     )
 
 
@@ -100,7 +114,11 @@ def test_a_bad_value_is_named_with_its_fix(place, monkeypatch, name, value, what
         monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(UserError) as error:
         place(ONE_HOST | {name: value})
-    assert str(error.value).startswith(f"{name}={value} {what}") and str(error.value).endswith(NEITHER)
+    assert str(error.value).startswith(f"{name}={value} {what}")
+    unset = (
+        NEITHER if name in ONE_HOST and "MASTER" not in name else f"unset RANK, WORLD_SIZE and {name} to start without"
+    )
+    assert unset in str(error.value)
 
 
 def test_the_agents_store_and_its_restarts(place):

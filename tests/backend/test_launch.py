@@ -218,6 +218,19 @@ def test_workers_that_start_end_with_a_parent_that_is_killed(tmp_path):
         time.sleep(0.2)
 
 
+def test_workers_whose_output_is_closed_work(tmp_path):
+    job = tmp_path / "job.py"
+    job.write_text(
+        "import sys\nfrom pathlib import Path\nimport worker_checks\nfrom qat_lora.backend.launch import launch\n"
+        "if __name__ == '__main__':\n    launch(worker_checks.describe, (Path(sys.argv[1]),), 'cpu', 'fp32', 2)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(worker_checks.__file__).parent)}
+    command = ["sh", "-c", '"$0" "$1" "$2" >&-', sys.executable, job, tmp_path]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert (tmp_path / "1.txt").exists()
+
+
 def started_by(pid: int) -> list[int]:
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [child for child in map(int, children) if is_worker(child)]

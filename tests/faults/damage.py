@@ -226,9 +226,8 @@ def hostile(bench: Bench, folder: Path, trial: Trial, name: str, zipped: bool) -
     ended = subject.start(folder).wait()
     if list(folder.rglob(MARK)):
         raise Unexpected("the code in it was run")
-    # of a folder's weights its name is enough, and of a .pt that is no zip too
-    folders = {"adapter_model.bin": ("adapter",), "pytorch_model.bin": ("model",)}
-    check_refusal(ended, name, *folders.get(name, ()))
+    # what was made of a model finds first that it is another one now
+    check_refusal(ended, name, *(["change --model"] if name == "pytorch_model.bin" else []))
     if "weights_only" in ended.err:
         raise Unexpected(f"advises to run what is in it: {said(ended)}")
     return "refused"

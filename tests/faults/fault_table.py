@@ -105,7 +105,7 @@ def measured(only: str | None, subject: str | None, jobs: int, kept: Path | None
     server.preload()
     from trials import Bench
 
-    from qat_lora.run.rundir import revision
+    from qat_lora.run.git import revision
 
     commit, some = revision(), only or subject
     record = ROOT / "runs" / "faults" / f"{commit}.jsonl"

@@ -1,14 +1,17 @@
 """An adapter is a plain LoRA on an unchanged base, or refused: no script may see other numbers than an export."""
 
 import json
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 
 from qat_lora.errors import UserError
-from qat_lora.models.adapter import BEYOND_PRODUCT, PLACE, SILENT, SIZE, load_adapter
+from qat_lora.models.adapter import BEYOND_PRODUCT, PLACE, SILENT, SIZE, load_adapter, write_origin
 from qat_lora.models.loading import load_model
 
 
@@ -43,6 +46,35 @@ def test_adapters_that_are_no_lora_on_an_unchanged_base(changed, tiny_model_dir,
     with pytest.raises(UserError, match=next(iter(settings))) as refused:
         load_adapter(load_model(str(tiny_model_dir)), folder)
     assert "\n" not in str(refused.value)
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("ran",)
+
+
+@pytest.mark.parametrize("saved_by_training", [True, False])
+@pytest.mark.parametrize("content", [None, [1, 2], {"a": "x"}, Evil()], ids=["none", "list", "text", "hostile"])
+def test_a_pickle_that_holds_no_tensors_is_named(changed, tiny_model_dir, monkeypatch, content, saved_by_training):
+    folder = changed()
+    monkeypatch.chdir(folder)
+    if saved_by_training:
+        write_origin(folder, None)
+    (folder / "adapter_model.safetensors").unlink()
+    torch.save(content, folder / "adapter_model.bin")
+    with pytest.raises(UserError) as refused:
+        load_adapter(load_model(str(tiny_model_dir)), folder)
+    assert str(refused.value).startswith(f"{folder}/adapter_model.bin is damaged (it ") and not Path("ran").exists()
+
+
+def test_a_file_that_training_saved_and_is_gone_is_missing(changed, tiny_model_dir):
+    folder = changed()
+    write_origin(folder, None)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    (folder / "adapter_model.safetensors").unlink()
+    torch.save(tensors, folder / "adapter_model.bin")
+    with pytest.raises(UserError, match=r"adapter_model.safetensors, which training saved, is missing; copy or train"):
+        load_adapter(load_model(str(tiny_model_dir)), folder)
 
 
 def test_every_setting_of_the_installed_peft_is_known():

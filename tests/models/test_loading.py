@@ -163,7 +163,18 @@ def test_a_pickle_is_read_without_running_it(folder, tmp_path):
             return os.mkdir, (str(tmp_path / "ran"),)
 
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Evil()))
-    assert "cannot be loaded" in refused(folder, load_model)
+    assert refused(folder, load_model) == (
+        f"{folder}/pytorch_model.bin is damaged (it holds something other than tensors, and none of it was run); copy "
+        "or download it again"
+    )
+    torch.save({NAME: "text"}, folder / "pytorch_model.bin")
+    assert f"{folder}/pytorch_model.bin is damaged (it does not hold tensors by name)" in refused(folder, load_model)
+    shards = {"weight_map": {NAME: "a.bin", "model.norm.weight": "b.bin"}}
+    (folder / "pytorch_model.bin").unlink()
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(shards))
+    torch.save({NAME: torch.ones(2)}, folder / "a.bin")
+    (folder / "b.bin").write_bytes(pickle.dumps(Evil()))
+    assert f"{folder}/b.bin is damaged (it holds something other" in refused(folder, load_model)
     assert not (tmp_path / "ran").exists()
 
 

@@ -1,5 +1,7 @@
 """Flags, key=value and presets give one config; whatever is wrong is named in one line with the way out."""
 
+import os
+import subprocess
 import sys
 from dataclasses import dataclass
 from typing import ClassVar
@@ -313,3 +315,25 @@ def test_a_section_knows_its_keys(presets, preset, argv, wanted):
     with pytest.raises(UserError) as error:
         sectioned(*argv)
     assert wanted in str(error.value)
+
+
+# -- standard output -------------------------------------------------------------------------------------------------
+PROGRAM = """
+from qat_lora.run.config import ScriptConfig, run_script
+run_script(lambda cfg: print("worked →"), ScriptConfig, "toy", "")
+"""
+FULL = "error: standard output could not be written (No space left on device); send it elsewhere and run the command"
+
+
+@pytest.mark.parametrize(
+    "redirection, unbuffered, code, said",
+    [
+        (">&-", "", 0, ""), (">&- 2>&-", "", 0, ""), (">/dev/null", "", 0, ""), (">/dev/full", "", 2, FULL),
+        (">/dev/full", "1", 2, FULL), (">/dev/full 2>/dev/full", "", 2, ""), (">/dev/full 2>&-", "", 2, ""),
+    ],
+)  # fmt: skip
+def test_an_output_that_is_closed_or_full(redirection, unbuffered, code, said):
+    command = ["sh", "-c", f'"$0" -c "$1" {redirection}', sys.executable, PROGRAM]
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == code and done.stderr.startswith(said) and done.stderr.count("\n") == bool(said)

@@ -1,12 +1,13 @@
 """A file that cannot be written is named, whichever library reports it."""
 
 import errno
+import io
 
 import numpy as np
 import pytest
 from safetensors import SafetensorError
 
-from qat_lora.errors import UserError
+from qat_lora.errors import OUTPUT, Output, UserError
 from qat_lora.run import files
 from qat_lora.run.files import copy_file, new_folder, write_atomically, write_json, writing
 
@@ -45,6 +46,17 @@ def test_a_cause_behind_another_exception_is_found(tmp_path):
 def test_what_has_nothing_to_do_with_writing_passes(tmp_path, error):
     with pytest.raises(type(error)), writing(tmp_path / "a"):
         raise error
+
+
+class Full(io.StringIO):
+    def write(self, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_an_error_of_standard_output_does_not_name_the_path(tmp_path):
+    with pytest.raises(OSError) as error, writing(tmp_path / "a"):
+        Output(Full()).write("half way")
+    assert error.value.filename == OUTPUT
 
 
 def test_a_full_disk_is_called_so_whatever_the_library_says(tmp_path, monkeypatch):

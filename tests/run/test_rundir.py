@@ -1,5 +1,6 @@
 """A run directory says what was asked for; it is continued only by the same config, and metrics rewind with it."""
 
+import asyncio
 import dataclasses
 import gc
 import json
@@ -29,7 +30,7 @@ class Config(RunConfig):
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(rundir, "_git", lambda: ("abc1234", False))
+    monkeypatch.setattr(rundir, "git_state", lambda: ("abc1234", False))
     yield tmp_path
     gc.collect()  # locks of refused runs: freed within the next test, the warning would keep that one's alive
 
@@ -353,8 +354,12 @@ def test_metrics_are_one_object_a_line_and_rewind(here):
 
 
 @pytest.mark.parametrize(
-    "error", [BrokenPipeError(32, "Broken pipe"), OSError(28, "No space left"), RuntimeError("?"), SystemExit(3)]
-)
+    "error",
+    [
+        BrokenPipeError(32, "Broken pipe"), OSError(28, "No space left"), RuntimeError("?"), SystemExit(3),
+        asyncio.CancelledError(), BaseException("odd"),
+    ],
+)  # fmt: skip
 def test_a_mirror_that_fails_is_warned_of_once_and_the_run_continues(here, capsys, error):
     run, sent = Run(here, resumed=False), []
 
@@ -375,6 +380,14 @@ def test_what_a_run_can_do_without_may_fail(capsys):
     assert attempt("plotting", max, 1, 2) == 2 and not capsys.readouterr().out
     assert attempt("plotting", int, "x") is None
     assert "warning: plotting failed (invalid literal" in capsys.readouterr().out
+
+    def stops(error):
+        raise error
+
+    assert attempt("plotting", stops, asyncio.CancelledError()) is None
+    assert capsys.readouterr().out == "warning: plotting failed (CancelledError); the run continues without\n"
+    with pytest.raises(KeyboardInterrupt):
+        attempt("plotting", stops, KeyboardInterrupt())
 
 
 def test_logged_line_is_shown(here, capsys):

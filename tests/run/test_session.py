@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+from asyncio import CancelledError
 
 import pytest
 import torch
@@ -238,12 +239,15 @@ def test_a_checkpoint_of_an_earlier_version_rewinds_metrics_by_their_size(toy):
         toy(resumed=True)
 
 
-def test_a_copy_that_fails_is_warned_of_once_and_tried_again(toy, capsys):
+@pytest.mark.parametrize(
+    "error", [ConnectionResetError("bucket away"), SystemExit("bucket away"), CancelledError("bucket away")]
+)
+def test_a_copy_that_fails_is_warned_of_once_and_tried_again(toy, capsys, error):
     made, copied = toy(Every(log=0, save=1)), []
 
     def saved(folder):
         if folder.name in ("step_2", "step_3", "step_5"):
-            raise ConnectionResetError("bucket away")
+            raise error
         copied.append(folder.name)
 
     made.session.saved = saved

@@ -2,10 +2,16 @@
 
 import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+from qat_lora.errors import UserError
 from qat_lora.run.config import parse
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -60,3 +66,16 @@ def test_bad_input(refusal, runs, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     assert f"no run under {tmp_path / 'empty' / 'runs'}" in refusal("plot_run")
+
+
+def test_a_matplotlib_backend_that_does_not_exist_is_no_matter(runs):
+    script = [sys.executable, ROOT / "scripts" / "plot_run.py", "--run", runs / "v2_q4"]
+    done = subprocess.run(script, env=os.environ | {"MPLBACKEND": "nonsense"}, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert (runs / "v2_q4/plots/metrics.png").exists()
+
+
+def test_a_broken_matplotlib_is_one_line(plot, runs, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(UserError, match=r"plots: matplotlib cannot be imported .*; pip install --force-reinstall matp"):
+        plot()

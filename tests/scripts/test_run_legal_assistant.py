@@ -217,6 +217,11 @@ def test_bad_input(refusal, tmp_path, tiny_model_dir):
             ["--max-new-tokens", "1000000000000", "--model", tiny_model_dir, "--device", "cpu"],
             "--max-new-tokens 1000000000000 leaves no room for a prompt",
         ),
+        (["--web", "--host", "no..such"], "--host no..such --port 7860 cannot be opened ("),
+        (
+            ["--web", "--host", "192.0.2.7"],
+            "--host 192.0.2.7 --port 7860 cannot be opened (Cannot assign requested add",
+        ),
     ]:
         assert part in refusal("run_legal_assistant", *flags)
     for text, part in [("model: x", "or how long it answers"), ("model: x\nmax_new_tokens: 9", "has not finished")]:

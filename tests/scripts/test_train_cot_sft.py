@@ -1,6 +1,7 @@
 """The legal fine-tune on the tiny model: what a run leaves behind, resuming after a kill, two workers, what is
 refused."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -264,8 +265,29 @@ def test_metrics_go_to_wandb_only_when_asked(run, load_script, tmp_path, monkeyp
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "raise SystemExit(3)",
+        "raise OSError(28, 'full')",
+        "raise BrokenPipeError",
+        "raise KeyError('a')",
+        "import nosuch",
+    ],
+)
+def test_a_wandb_that_breaks_on_import_is_refused_before_training(run, tmp_path, monkeypatch, line):
+    (tmp_path / "wandb.py").write_text(line)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=r"--wandb law: wandb cannot be imported \(\w+: .*\); pip install --force-rein"):
+        run("--output-dir", tmp_path / "run", "--wandb", "law")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("fails", ["init", "log"])
-@pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), OSError(28, "No space left"), SystemExit(3)])
+@pytest.mark.parametrize(
+    "error",
+    [BrokenPipeError(32, "Broken pipe"), OSError(28, "No space left"), SystemExit(3), asyncio.CancelledError()],
+)
 def test_wandb_may_break(run, tmp_path, monkeypatch, capsys, fails, error):
     class Wandb:
         @classmethod
