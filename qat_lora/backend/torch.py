@@ -177,7 +177,7 @@ class TorchBackend:
     def gradient_checkpointing(self, model: nn.Module) -> None:
         """Recompute each decoder layer of an HF model in the backward pass."""
         model.enable_input_require_grads()
-        model.activation_checkpointing_enable()
+        (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()  # by version
         for module in model.modules():
             if hasattr(module, "_gradient_checkpointing_func"):
                 module._gradient_checkpointing_func = self.checkpoint

@@ -100,14 +100,16 @@ def _collect(running: dict[int, tuple], done) -> None:
         path.unlink()
 
 
-def measured(only: str | None, subject: str | None, jobs: int, kept: Path | None) -> list[dict]:
-    """How every trial went; from the file of an earlier call as far as that goes."""
+def measured(asked: argparse.Namespace, some: bool) -> list[dict]:
+    """How every trial went; unless only some are asked for, from the file of an earlier call as far as that goes."""
     server.preload()
+    import subjects
     from trials import Bench
 
     from qat_lora.run.git import revision
 
-    commit, some = revision(), only or subject
+    subjects.DEVICE = asked.device
+    commit, kept = revision(), asked.base
     record = ROOT / "runs" / "faults" / f"{commit}.jsonl"
     record.parent.mkdir(parents=True, exist_ok=True)
     known = {}
@@ -116,8 +118,8 @@ def measured(only: str | None, subject: str | None, jobs: int, kept: Path | None
     base = kept or Path(tempfile.gettempdir(), f"qat_lora_faults_{os.getuid()}_{commit.replace(' ', '_')}")
     if "changes" in commit and not kept:
         shutil.rmtree(base, ignore_errors=True)
-    bench = Bench(base.resolve(), subject)
-    trials = [trial for trial in every_trial(bench) if not only or re.search(only, trial.name)]
+    bench = Bench(base.resolve(), asked.subject)
+    trials = [trial for trial in every_trial(bench) if not asked.only or re.search(asked.only, trial.name)]
     left = [trial for trial in trials if trial.name not in known]
     print(f"{len(trials)} trials, {len(left)} to do; folders in {base}", flush=True)
     with open(os.devnull if some else record, "a" if known else "w") as file:
@@ -129,7 +131,7 @@ def measured(only: str | None, subject: str | None, jobs: int, kept: Path | None
             if line["outcome"] != "ok" or some:
                 print(f"{line['outcome']:<11}{line['seconds']:6.1f} s  {line['name']}: {line['how']}", flush=True)
 
-        run_all(bench, left, jobs, done)
+        run_all(bench, left, asked.jobs, done)
     if not kept:
         shutil.rmtree(base, ignore_errors=True)
     return [known[trial.name] for trial in trials]
@@ -139,15 +141,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", help="regular expression of the trials to do; writes no page")
     parser.add_argument("--subject", help="regular expression of what to try them on; writes no page")
+    parser.add_argument(
+        "--device", default="cpu", help="device of the commands; on another than cpu no page is written"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="trials at a time")
     parser.add_argument("--base", type=Path, help="folder of the trials, kept; those that failed stay there")
     asked = parser.parse_args()
     started = time.monotonic()
-    lines = measured(asked.only, asked.subject, asked.jobs, asked.base)
+    some = asked.only or asked.subject or asked.device != "cpu"
+    lines = measured(asked, some)
     print(f"{len(lines)} trials in {(time.monotonic() - started) / 60:.1f} minutes")
     from page import page, table
 
-    if not asked.only and not asked.subject:
+    if not some:
         PAGE.write_text(page(lines))
     print(table(lines))
     if wrong := [line for line in lines if line["outcome"] != "ok"]:

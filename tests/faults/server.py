@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 os.environ |= {"USE_TORCH_XLA": "0", "PJRT_DEVICE": "CPU", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
@@ -25,7 +26,6 @@ PICTURE = b"\x89PNG" + bytes(30_000)
 
 def preload() -> None:
     """Import what the scripts import, also what transformers and PEFT import late."""
-    import datasets  # noqa: F401
     import matplotlib.backends.backend_agg  # noqa: F401
     import peft
     import torch
@@ -42,6 +42,8 @@ def preload() -> None:
     import qat_lora.export
     import qat_lora.grpo  # noqa: F401
 
+    if find_spec("datasets"):  # which no trial needs
+        import datasets  # noqa: F401
     torch.set_num_threads(1)
     assert peft and transformers
     # Drawing would take half of every trial: a picture is some bytes in the place of the real ones.

@@ -13,7 +13,11 @@ import server
 
 OUT = "out"  # in every trial's folder; the disk that is small or read-only is mounted here
 RUN = f"{OUT}/run"
-PLAIN = "--device cpu --precision fp32"
+DEVICE = "cpu"
+
+
+def plain() -> list[str]:
+    return ["--device", DEVICE, "--precision", "fp32"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class Subject:
 
     @property
     def argv(self) -> list[str]:
-        return [*self.flags.split(), *PLAIN.split()]
+        return [*self.flags.split(), *plain()]
 
     @property
     def trains(self) -> bool:
@@ -230,7 +234,7 @@ def make_input(inputs: Path, name: str) -> None:
     inputs.mkdir(exist_ok=True)
     if name in COMMANDS:
         script, flags = COMMANDS[name]
-        succeed(server.run(inputs, script, *f"{flags} {PLAIN}".split()), script)
+        succeed(server.run(inputs, script, *flags.split(), *plain()), script)
     elif name == "student.pt":
         shutil.copy(inputs / "student" / "best.pt", inputs / name)
     elif not (inputs / name).exists():
