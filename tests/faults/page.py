@@ -18,7 +18,7 @@ metrics.jsonl and equal texts, apart from times and memory.
 ## What is promised
 
 - **Killed at any moment** (kill -9, out of memory): the same command with `--resume auto` continues from the
-  last checkpoint and gives the result of a run that was never stopped, bit for bit on the CPU.
+  last checkpoint and gives the result of a run that was never stopped, bit for bit on the CPU and on a GPU.
 - **SIGTERM** finishes the step, saves, and exits with code 0; a second one changes nothing. Before training has begun
   there is nothing to save, and the process ends as SIGTERM ends any (143).
 - **A damaged or missing file**: a checkpoint is replaced by the one before it, and files that a run relies on come back
@@ -50,6 +50,12 @@ same weights; another device or number of workers changes figures by rounding. T
 
 Commands are forked from a process that has imported everything, except for "two workers" and "its own interpreter",
 which are started as a user would. Full and read-only disks are small file systems in memory{disks}.
+
+On one NVIDIA H100 (fp32, torch 2.11, transformers 5.17, commit be36990) kill -9 and SIGTERM were tried on everything
+that trains in one process: all of 126 trials gave the same result, bit for bit.
+
+    python tests/faults/fault_table.py --device cuda --only "kill -9/|SIGTERM/" --jobs 8 \\
+        --subject "^(teacher cache|QAT|recovery, KD|recovery, SFT|legal SFT|legal SFT, int4|GRPO|reservoir|puzzles)$"
 
 """
 NO_DISKS = "; this machine lets none be mounted, so they were left out"
