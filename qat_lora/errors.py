@@ -6,7 +6,9 @@ import importlib
 import os
 import pickle
 import select
+import signal
 import sys
+import threading
 import traceback
 from contextlib import contextmanager, suppress
 from types import ModuleType
@@ -97,6 +99,13 @@ def _drop(stream: TextIO) -> None:
     """Drop what standard output or error could not take, which else would fail again when the process ends."""
     with suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def ignore_sigterm() -> None:
+    """Call it last in a process, when all is saved. Python would let a first SIGTERM end a process that is shutting
+    down anyway with 143, as if something had been lost."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def load_package(name: str, what: str, otherwise: str = "") -> ModuleType:

@@ -81,3 +81,16 @@ def test_a_full_disk_says_so(capsys):
         "error: runs/a: No space left on device; free some space and run the command again (training: with "
         "--resume auto)\n"
     )
+
+
+def test_a_sigterm_after_the_end_changes_nothing(tmp_path):
+    """As while the interpreter shuts down, which takes a while once torch is imported."""
+    code = (
+        "import atexit, os, signal\n"
+        "from dataclasses import dataclass\n"
+        "from qat_lora.run.config import ScriptConfig, run_script\n"
+        "atexit.register(lambda: os.kill(os.getpid(), signal.SIGTERM))\n"
+        "run_script(lambda config: print('done'), ScriptConfig, 'smoke_test', '')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr

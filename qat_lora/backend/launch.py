@@ -22,7 +22,7 @@ from qat_lora.backend.environment import LOOPBACK, Place, master_port, read_plac
 from qat_lora.backend.group import PATIENCE, SIGTERM, AnotherFailed, Group, WorkerLost, losing_none, notice_sigterm, say
 from qat_lora.backend.rendezvous import join, join_at, serve
 from qat_lora.backend.torch import TorchBackend
-from qat_lora.errors import UserError, nowhere, open_output, report
+from qat_lora.errors import UserError, ignore_sigterm, nowhere, open_output, report
 
 GRACE = 8  # seconds that the other workers get to end by themselves after one has died
 # What torch_xla reads of a part of a host's chips, which are taken from number 0 on. Untested on hardware.
@@ -233,6 +233,7 @@ def _spawned(rank: int, worker, args, kind: str, precision: str, count: int, por
     notice_sigterm()
     end_with_parent()
     run_worker(worker, args, enter, open_backend, debug)
+    ignore_sigterm()
 
 
 def _run_under_torchrun(worker, args, kind: str, precision: str, num_chips: int | None, debug, place: Place) -> None:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, get_args, get_type_hints
 import yaml
 from transformers.hf_argparser import HfArgumentParser
 
-from qat_lora.errors import UserError, open_output, report
+from qat_lora.errors import UserError, ignore_sigterm, open_output, report
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -232,3 +232,5 @@ def run_script(main, kind: type, script: str, description: str, presets: str | N
         if debug and not isinstance(error, BrokenPipeError | KeyboardInterrupt):
             raise
         sys.exit(report(error))
+    finally:
+        ignore_sigterm()

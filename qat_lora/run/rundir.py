@@ -339,8 +339,8 @@ def check_same(path: Path, config: RunConfig, facts: dict) -> dict:
                 if manifest[fact] != facts[fact] and now:
                     raise UserError(
                         f"{path} is a run of another config: {fact} is {str(manifest[fact])[:12]!r} ({name} "
-                        f"{was.get(name)!r}) there, {str(facts[fact])[:12]!r} ({name} {now!r}) here; give the same "
-                        "one, or another --output-dir"
+                        f"{was.get(name)!r}) there (manifest.json), {str(facts[fact])[:12]!r} ({name} {now!r}) here; "
+                        "give the same one, or another --output-dir"
                     )
             continue
         if name not in was and wanted is None:
@@ -364,12 +364,14 @@ MADE_OF = {
 }  # facts that several options decide
 
 
-def _check_equal(path: Path, name: str, there: Any, here: Any, flags: str = "flags") -> None:
+def _check_equal(path: Path, name: str, there: Any, here: Any, flags: str | None = None) -> None:
+    """Raise UserError if an option or a fact (then without `flags`) of a run differs from the present one."""
     if there != here:
+        where = "there" if flags else "there (manifest.json)"
         of = f" ({MADE_OF[name]})" if name in MADE_OF else ""
         raise UserError(
-            f"{path} is a run of another config: {name}{of} is {there!r} there, {here!r} here; give the same {flags}, "
-            "or another --output-dir"
+            f"{path} is a run of another config: {name}{of} is {there!r} {where}, {here!r} here; give the same "
+            f"{flags or 'flags'}, or another --output-dir"
         )
 
 

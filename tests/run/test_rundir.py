@@ -159,7 +159,7 @@ def test_the_precision_in_use_decides_not_how_it_was_asked_for():
     open_run("toy", config(), {"precision": "bf16"}).held.close()
     assert open_run("toy", config(resume="auto", precision="bf16"), {"precision": "bf16"}).resumed
     for asked in ("auto", "fp32"):
-        with pytest.raises(UserError, match=r"precision is 'bf16' .* there, 'fp32' .* here"):
+        with pytest.raises(UserError, match=r"precision is 'bf16' .* there .*, 'fp32' .* here"):
             open_run("toy", config(resume="auto", precision=asked), {"precision": "fp32"})
 
 
@@ -405,7 +405,7 @@ def test_something_else_in_that_place_is_refused_naming_both():
     open_run("toy", config(limit=1), {"base": "f00"})
     with pytest.raises(UserError) as error:
         open_run("toy", config(limit=2, resume="auto"), {"base": "ba4"})
-    assert "base is 'f00' (limit 1) there, 'ba4' (limit 2) here" in str(error.value)
+    assert "base is 'f00' (limit 1) there (manifest.json), 'ba4' (limit 2) here" in str(error.value)
 
 
 def test_in_a_run_from_before_the_fact_was_kept_the_option_has_to_agree():
@@ -428,7 +428,9 @@ def test_auto_finds_a_run_whose_model_has_moved(clock):
 def test_held_out_data_comes_from_where_the_data_does():
     ended_with = open_run("toy", config(limit=1), {"base": "f00", "heldout_base": "1"})
     ended_with.held.close()
-    with pytest.raises(UserError, match=r"heldout_base is '1' \(limit 1\) there, '2' \(limit 3\) here"):
+    with pytest.raises(
+        UserError, match=r"heldout_base is '1' \(limit 1\) there \(manifest\.json\), '2' \(limit 3\) here"
+    ):
         open_run("toy", config(limit=3, resume="auto"), {"base": "f00", "heldout_base": "2"})
 
 
@@ -477,4 +479,4 @@ def test_of_facts_about_several_files_the_one_that_differs_is_named(ours):
     ended_with = open_run("toy", config(), {"model files": {"a.json": "1", "b.json": "2"}})
     ended_with.held.close()
     message = refusal(config(resume="auto"), {"model files": ours})
-    assert f"model files: b.json is '2' there, {ours.get('b.json')!r} here" in message
+    assert f"model files: b.json is '2' there (manifest.json), {ours.get('b.json')!r} here" in message

@@ -243,4 +243,4 @@ def test_another_number_of_rows_in_an_update_is_another_run(long, tmp_path):
     run("train_v2_tpu_multi", *long, "--max-steps", 2)
     (tmp_path / "run" / "summary.json").unlink()
     said = refused("train_v2_tpu_multi", *long, "--max-steps", 2, "--accumulation-steps", 2)
-    assert "rows_per_update (batch size × accumulation steps × workers) is 4 there, 8 here" in said
+    assert "rows_per_update (batch size × accumulation steps × workers) is 4 there (manifest.json), 8 here" in said
