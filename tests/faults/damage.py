@@ -133,9 +133,14 @@ def pickled(zipped: bool) -> bytes:
     return buffer.getvalue()
 
 
+def whole_checkpoints(folder: Path) -> list[Path]:
+    """Without one that was being deleted when the run was interrupted."""
+    return [meta.parent for meta in (folder / RUN / "checkpoints").glob("step_*/meta.json")]
+
+
 def hostile_trainer(folder: Path, data: bytes) -> None:
     """In every checkpoint, with the right checksum."""
-    for step in (folder / RUN / "checkpoints").glob("step_*"):
+    for step in whole_checkpoints(folder):
         write_trainer(step, data)
 
 
@@ -144,7 +149,7 @@ def hostile_file(folder: Path, data: bytes, name: str) -> None:
     total = hashlib.sha256(data).hexdigest()
     (folder / RUN / name).write_bytes(data)
     (folder / RUN / "checkpoints" / "files" / total).write_bytes(data)
-    for step in (folder / RUN / "checkpoints").glob("step_*"):
+    for step in whole_checkpoints(folder):
         content = torch.load(step / "trainer.pt", weights_only=True)
         content["meta"]["files"][name] = total
         buffer = io.BytesIO()
