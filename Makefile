@@ -131,7 +131,7 @@ test-zoo: setup-zoo ## logits of every architecture, tiny, some 50 through the p
 models: setup ## docs/models.md: what can be done with each model type (about two hours; resumes)
 	$(PY) tests/models/zoo_table.py
 
-test-faults: setup ## docs/reliability.md: kills, damaged files, full disks, large texts (forty minutes on two cores; resumes)
+test-faults: setup ## docs/reliability.md: kills, damaged files, full disks, large texts (a quarter of an hour on two cores; resumes)
 	$(PY) tests/faults/fault_table.py
 	$(PY) -m pytest -m faults
 

@@ -167,7 +167,7 @@ def prepare(cfg: Config, backend: TorchBackend, out: Path) -> None:
     kept, tokenizer = len(rows) - heldout, cfg.tokenizer(cfg.model)
     spec = CacheSpec(
         teacher=cfg.model, tokenizer=tokenizer_fingerprint(tokenizer), text=fingerprint(rows),
-        precision="bf16" if backend.bf16 else "fp32", length=LENGTH, k=8, draws=12,
+        precision=backend.precision, length=LENGTH, k=8, draws=12,
         vocab=load_config(cfg.model).vocab_size, seed=0, rows_per_shard=64, train_rows=kept, heldout_rows=heldout,
         **edges(cfg.bos_token(tokenizer), tokenizer),
     )  # fmt: skip

@@ -94,7 +94,7 @@ class Bench:
         self.rows = self.some(range(8 * cfg.batch_size))
         self.spec = CacheSpec(
             teacher=cfg.model, tokenizer=tokenizer_fingerprint(tokenizer), text=fingerprint(self.rows),
-            precision="bf16" if backend.bf16 else "fp32", length=cfg.length, k=8, draws=12,
+            precision=backend.precision, length=cfg.length, k=8, draws=12,
             vocab=load_config(cfg.model).vocab_size, seed=cfg.seed, rows_per_shard=len(self.rows),
             train_rows=len(self.rows), heldout_rows=0, **edges(cfg.bos_token(tokenizer), tokenizer),
         )  # fmt: skip

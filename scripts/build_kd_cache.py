@@ -63,7 +63,7 @@ def main(cfg: Config) -> None:
     train, heldout = split_heldout(rows, cfg.heldout_fraction)
     spec = CacheSpec(
         teacher=cfg.model, tokenizer=tokenizer_fingerprint(tokenizer), text=fingerprint(rows),
-        precision="bf16" if backend.bf16 else "fp32", length=cfg.length, k=cfg.top_k, draws=cfg.draws,
+        precision=backend.precision, length=cfg.length, k=cfg.top_k, draws=cfg.draws,
         vocab=load_config(cfg.model).vocab_size, seed=cfg.seed, rows_per_shard=cfg.rows_per_shard,
         train_rows=len(train), heldout_rows=len(heldout), **edges(bos, tokenizer),
     )  # fmt: skip

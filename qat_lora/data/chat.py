@@ -71,9 +71,9 @@ def _row_documents(row: dict, tokenizer, thinking: str) -> list[Document]:
     if not isinstance(row["text"], str):
         raise UserError(f'column "text" holds a {type(row["text"]).__name__}, not text; fix or remove the row')
     texts = row["text"].split(END)
-    return [Document(text, None) for text in texts] if len(texts) == 1 else [
-        Document(text.strip(), None) for text in texts if text.strip()
-    ]  # fmt: skip
+    if len(texts) == 1:
+        return [Document(row["text"], None)]
+    return [Document(text.strip(), None) for text in texts if text.strip()]
 
 
 def _completed(prompt: str, completion: str) -> Document:
@@ -160,7 +160,7 @@ def _completions(messages: list[dict], tokenizer, enabled: bool, given: int) -> 
     """The text of a conversation and the ranges of its completions. If a template renders no answer as it prompts for
     it while other turns follow, those at the end are left out. Raises UserError if there is no completion."""
     answered = max((n for n, message in enumerate(messages, 1) if message["role"] == "assistant"), default=0)
-    for told in (messages, messages[:answered])[: 1 + (0 < answered < len(messages))]:
+    for told in (messages, messages[:answered]):
         text = _with_thought(told, render(told, tokenizer, enabled), tokenizer, enabled)
         if spans := _completion_spans(told, text, tokenizer, enabled, given):
             return text, spans
