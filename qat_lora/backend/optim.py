@@ -1,12 +1,15 @@
 """The optimiser of every stage."""
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 FIRST, SECOND, EPS = 0.9, 0.95, 1e-8  # decays of the moments, unless a group has its own; keeps their ratio finite
 LEAST = 2.0**-10  # share of agreeing steps that the others are divided by
+PIECE = 2**20  # elements that the CPU updates at a time: more than a tile, since this has fewer operations to start
+LAUNCH = 2**24  # elements that one launch of CUDA kernels updates at least: what they need in between is small
 
 
 class CautiousAdamW(torch.optim.Optimizer):
@@ -27,22 +30,78 @@ class CautiousAdamW(torch.optim.Optimizer):
     def step(self) -> None:
         for group in self.param_groups:
             group["step"] += 1
-            for p in group["params"]:
-                if p.grad is not None:
-                    if group["weight_decay"]:
-                        p.mul_(1 - group["lr"] * group["weight_decay"])
-                    _update(p, p.grad, **self.state[p], betas=group["betas"], lr=group["lr"], step=group["step"])
+            trained = [p for p in group["params"] if p.grad is not None]
+            if group["weight_decay"]:
+                for p in trained:
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
+            settings = group["betas"], group["lr"], group["step"]
+            for kind in {p.device.type for p in trained}:
+                mine = [(p, p.grad, *self.state[p].values()) for p in trained if p.device.type == kind]
+                {"cpu": _in_tiles, "cuda": _in_launches}.get(kind, _as_graph)(mine, *settings)
 
 
-def _update(
-    p: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, betas: tuple[float, float], lr: float, step: int
-) -> None:
+def _as_graph(mine: Iterable[tuple[Tensor, ...]], betas: tuple[float, float], lr: float, step: int) -> None:
+    """Updates of (parameter, gradient, first and second moment) in plain operations, for a compiler to fuse."""
     first, second = betas
-    exp_avg.lerp_(grad, 1 - first)
-    exp_avg_sq.mul_(second).addcmul_(grad, grad, value=1 - second)
-    agree = (exp_avg * grad > 0).to(p.dtype)
-    # Both corrections in one number: on XLA a number that occurs twice, as 1 − β₁ would in step 1, is another graph.
-    start = 1 - first**step
-    size = exp_avg_sq.sqrt().mul_(start / math.sqrt(1 - second**step)).add_(start * EPS)
-    change = (exp_avg / size).mul_(agree)
-    p.sub_(change.div_(agree.mean().clamp(min=LEAST)), alpha=lr)
+    for p, grad, exp_avg, exp_avg_sq in mine:
+        exp_avg.lerp_(grad, 1 - first)
+        exp_avg_sq.mul_(second).addcmul_(grad, grad, value=1 - second)
+        agree = (exp_avg * grad > 0).to(p.dtype)
+        # Both corrections in one number: on XLA a number that occurs twice, as 1 − β₁ would in step 1, is another
+        # graph.
+        start = 1 - first**step
+        size = exp_avg_sq.sqrt().mul_(start / math.sqrt(1 - second**step)).add_(start * EPS)
+        change = (exp_avg / size).mul_(agree)
+        p.sub_(change.div_(agree.mean().clamp(min=LEAST)), alpha=lr)
+
+
+def _move(
+    moves: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor],
+    betas: tuple[float, float], step: Tensor,
+) -> None:  # fmt: skip
+    """Moves the moments on and overwrites `moves`, any finite numbers, by −m̂/(√v̂ + ε): what torch's fused AdamW makes
+    of a parameter at a rate of 1 that its weight decay has shrunk to zero before."""
+    torch._fused_adamw_(
+        moves, grads, exp_avgs, exp_avg_sqs, [], [step] * len(moves), lr=1.0, beta1=betas[0], beta2=betas[1],
+        weight_decay=1.0, eps=EPS, amsgrad=False, maximize=False,
+    )  # fmt: skip
+
+
+def _in_tiles(mine: Iterable[tuple[Tensor, ...]], betas: tuple[float, float], lr: float, step: int) -> None:
+    """The same piece by piece, each of which stays in the CPU's cache from the moments to the masked step."""
+    count, room = torch.tensor(float(step)), {}
+    for p, grad, *moments in sorted(mine, key=lambda one: -one[0].numel()):
+        if not all(t.is_contiguous() for t in (p, *moments)):
+            _as_graph([(p, grad, *moments)], betas, lr, step)
+            continue
+        if p.dtype not in room:  # the largest comes first
+            room[p.dtype] = [torch.zeros(p.numel(), dtype=p.dtype) for _ in range(2)]
+        flat = [t[: p.numel()] for t in room[p.dtype]] + [t.reshape(-1) for t in (p, grad, *moments)]
+        pieces = list(zip(*(t.split(PIECE) for t in flat)))
+        agreeing = 0.0
+        for move, agree, _, g, exp_avg, exp_avg_sq in pieces:
+            _move([move], [g], [exp_avg], [exp_avg_sq], betas, count)
+            agreeing += torch.mul(move, g, out=agree).lt_(0).sum().item()  # in p's type: bools take ten times as long
+        for move, agree, part, *_ in pieces:
+            part.addcmul_(move, agree, value=lr / max(agreeing / p.numel(), LEAST))
+
+
+def _in_launches(mine: Iterable[tuple[Tensor, ...]], betas: tuple[float, float], lr: float, step: int) -> None:
+    """The same with few kernels for many parameters. No value comes to the host."""
+    mine, batch = list(mine), []
+    count = torch.tensor(float(step), device=mine[0][0].device)
+    while mine:
+        batch.append(mine.pop())
+        if mine and sum(p.numel() for p, *_ in batch) < LAUNCH:
+            continue
+        parameters, grads, *moments = (list(column) for column in zip(*batch))
+        moves = [torch.zeros_like(p) for p in parameters]
+        _move(moves, grads, *moments, betas, count)
+        agree = torch._foreach_mul(moves, grads)
+        torch._foreach_sign_(agree)
+        torch._foreach_clamp_max_(agree, 0.0)  # −1 where a step agrees
+        shares = torch.stack(torch._foreach_norm(agree, 1)) / count.new_tensor([p.numel() for p in parameters])
+        torch._foreach_mul_(moves, agree)
+        torch._foreach_mul_(moves, list((-lr / shares.clamp(min=LEAST)).unbind()))
+        torch._foreach_add_(parameters, moves)
+        batch = []

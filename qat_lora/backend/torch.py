@@ -221,8 +221,8 @@ class TorchBackend:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         self.reduce(gradients)
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
-        if clip > 0:
-            scale = (clip / (norm + 1e-6)).clamp(max=1.0)
+        scale = (clip / (norm + 1e-6)).clamp(max=1.0) if clip > 0 else None
+        if scale is not None and (self.kind != "cpu" or scale < 1):  # elsewhere to look at it would be to wait for it
             for gradient in gradients:
                 gradient.mul_(scale)
         optimizer.step()

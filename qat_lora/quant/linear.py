@@ -6,12 +6,14 @@ parameter.
 
 import functools
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qat_lora.backend import compute_dtype
+from qat_lora.backend.tiles import tiles
 from qat_lora.quant.spec import QuantSpec
 
 SMALLEST_SCALE = 2.0**-13  # half of it is still a normal fp16 number, which GGUF's Q4_0 needs for half-integer levels
@@ -30,21 +32,24 @@ class FakeQuant(torch.autograd.Function):
     def forward(ctx, weight: Tensor, scale: Tensor, spec: QuantSpec, gradient_scale: float, dtype: torch.dtype):
         ctx.save_for_backward(weight, scale)
         ctx.spec, ctx.gradient_scale = spec, gradient_scale
-        return nearest_level(weight / scale, spec).mul_(scale).to(dtype)
+        return in_tiles(lambda w, s: nearest_level(w / s, spec).mul_(s), weight, scale, dtype=dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         weight, scale = ctx.saved_tensors
         spec = ctx.spec
-        x = weight / scale
-        code = ((x - spec.lowest) / spec.step).round_()
-        clipped = code.clamp(0, spec.levels - 1)
-        inside = code == clipped
-        level = clipped.mul_(spec.step).add_(spec.lowest)
-        grad = grad.to(weight.dtype)
-        grad_weight = grad * inside
-        grad_scale = level.sub_(x.masked_fill_(~inside, 0)).mul_(grad).sum_to_size(scale.shape) * ctx.gradient_scale
-        return grad_weight, grad_scale, None, None, None
+
+        def gradients(w: Tensor, s: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+            x = w / s
+            code = (x - spec.lowest).div_(spec.step).round_()
+            clipped = code.clamp(0, spec.levels - 1)
+            inside = code.eq_(clipped)  # in fp32: products with a mask of bools take ten times as long on a CPU
+            level = clipped.mul_(spec.step).add_(spec.lowest)
+            g = g.to(w.dtype)
+            return g * inside, _over_groups(level.sub_(x.mul_(inside)).mul_(g), scale.shape)
+
+        grad_weight, grad_scale = in_tiles(gradients, weight, scale, grad)
+        return grad_weight, grad_scale.sum_to_size(scale.shape) * ctx.gradient_scale, None, None, None
 
 
 class ScaledCodes(torch.autograd.Function):
@@ -57,13 +62,40 @@ class ScaledCodes(torch.autograd.Function):
     def forward(ctx, codes: Tensor, scale: Tensor, spec: QuantSpec, gradient_scale: float, dtype: torch.dtype):
         ctx.save_for_backward(codes)
         ctx.spec, ctx.gradient_scale, ctx.shape = spec, gradient_scale, scale.shape
-        return levels_of(codes, spec).mul_(scale).to(dtype)
+        return in_tiles(lambda c, s: levels_of(c, spec).mul_(s), codes, scale, dtype=dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         (codes,) = ctx.saved_tensors
-        grad_scale = levels_of(codes, ctx.spec).mul_(grad).sum_to_size(ctx.shape) * ctx.gradient_scale
-        return None, grad_scale, None, None, None
+        spec, shape = ctx.spec, ctx.shape
+        grad_scale = in_tiles(lambda c, g: _over_groups(levels_of(c, spec).mul_(g), shape), codes, grad)
+        return None, grad_scale.sum_to_size(shape) * ctx.gradient_scale, None, None, None
+
+
+def in_tiles(function: Callable, *tensors: Tensor, dtype: torch.dtype | None = None) -> Tensor | tuple[Tensor, ...]:
+    """function(*tensors), one tensor or several of as many rows, in `dtype` (None: their own), computed in the tiles of
+    rows that the device likes.
+
+    tensors [O, …], the first of which is a matrix's; one with a single row goes to every tile whole.
+    """
+    count, whole = len(tensors[0]), None
+    slices = tiles(count, tensors[0][:1].numel(), tensors[0].device)
+    for rows in slices:
+        found = function(*(tensor[rows] if len(tensor) == count else tensor for tensor in tensors))
+        parts = (found,) if isinstance(found, Tensor) else found
+        if len(slices) == 1:
+            whole = [part.to(dtype or part.dtype) for part in parts]
+            break
+        whole = whole or [part.new_empty(count, *part.shape[1:], dtype=dtype or part.dtype) for part in parts]
+        for tensor, part in zip(whole, parts):
+            tensor[rows] = part
+    return whole[0] if isinstance(found, Tensor) else tuple(whole)
+
+
+def _over_groups(values: Tensor, shape: torch.Size) -> Tensor:
+    """values [o, G, g], summed over the weights of a group where the scale of that shape has one value for each group
+    of each row: such sums do not depend on the tile."""
+    return values.sum(2, keepdim=True) if shape[0] > 1 and shape[2] == 1 else values
 
 
 class Stored(torch.autograd.Function):
