@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from qat_lora.backend import TorchBackend
+from qat_lora.backend import TorchBackend, compute_dtype
+from qat_lora.backend.tiles import tiles
 from qat_lora.data.packing import window_starts, windowed
 from qat_lora.errors import UserError
-from qat_lora.kd.losses import positions, sparse_loss
+from qat_lora.kd.losses import log_probs_at, sparse_loss
 from qat_lora.models.architecture import hidden_states
 from qat_lora.models.head import Head
 from qat_lora.quant.student import head_of
@@ -45,12 +46,16 @@ def heldout_figures(
     """
 
     def figures(batch: dict) -> list[Tensor]:
-        hidden, head, mask = hidden_states(model, batch["tokens"]), head_of(model), batch["mask"].float()
-        one = mask.new_ones(())  # sums: batches may keep different numbers of positions
-        predicted = F.pad(mask[:, :-1], (1, 0))  # what a kept position has for its next token
-        cross = sparse_loss(hidden, head, batch["index"], batch["prob"], mask, one)
-        kl = cross - (batch["entropy"] * mask).sum()
-        return [_nll(hidden, head, batch["tokens"], predicted, one), predicted.sum(), kl, mask.sum()]
+        tokens, mask = batch["tokens"], batch["mask"].float()
+        # of the last position the next token is not known: it counts in the KL alone
+        following = tokens.roll(-1, 1).unsqueeze(2)
+        logp = log_probs_at(
+            hidden_states(model, tokens), head_of(model), torch.cat([batch["index"], following.to(batch["index"])], 2)
+        )
+        predicted = F.pad(mask[:, :-1], (0, 1))
+        nll = -(logp[..., -1] * predicted).sum()
+        kl = -((batch["prob"].float() * logp[..., :-1]).sum(2) * mask).sum() - (batch["entropy"] * mask).sum()
+        return [nll, predicted.sum(), kl, mask.sum()]  # sums: batches may keep different numbers of positions
 
     nll, predicted, kl, kept = batch_means(figures, model, dataset, backend, batch_size, rows)
     nll, kl = nll / predicted, kl / kept
@@ -173,18 +178,26 @@ def text_figures(
 
 
 def _window_sums(model, teacher, tokens: Tensor, mask: Tensor) -> list[Tensor]:
-    """[Σ NLL, Σ KL] over kept positions; logits in chunks, softmax in fp32."""
+    """[Σ NLL, Σ KL] over kept positions; logits in blocks, softmax in fp32."""
     models = [model] if teacher is None else [model, teacher]
     hidden = [hidden_states(m, tokens)[:, :-1].flatten(0, 1) for m in models]
-    states = [(h, head_of(m).cast(h.dtype)) for h, m in zip(hidden, models)]
+    heads = [head_of(m).cast(compute_dtype(h)) for h, m in zip(hidden, models)]
+    vocab = max(len(head.weight) for head in heads)
     labels, keep = tokens[:, 1:].reshape(-1, 1), mask.reshape(-1).float()
     nll = kl = keep.new_zeros(())
-    for rows in positions(len(keep), len(states[0][1].weight), keep.device):
-        logp = [head.logits(h[rows]).log_softmax(-1) for h, head in states]
-        nll = nll - (logp[0].gather(1, labels[rows]).squeeze(1) * keep[rows]).sum()
-        if teacher is not None:
-            mine, its = logp
-            if its.shape[1] > mine.shape[1]:
-                its = its[:, : mine.shape[1]].log_softmax(-1)
-            kl = kl + ((its.exp() * (its - mine[:, : its.shape[1]])).sum(1) * keep[rows]).sum()
+    for blocks in zip(*(head.products(h, vocab, len(heads)) for h, head in zip(hidden, heads))):
+        start, count = blocks[0][0].start, len(blocks[0][1])
+        for part in tiles(count, vocab, keep.device):
+            rows = slice(start + part.start, start + part.stop)
+            logp = [head.finish(product[part]).log_softmax(-1) for head, (_, product) in zip(heads, blocks)]
+            nll = nll - (logp[0].gather(1, labels[rows]).squeeze(1) * keep[rows]).sum()
+            if teacher is not None:
+                kl = kl + (_divergence(*logp) * keep[rows]).sum()
     return [nll, kl]
+
+
+def _divergence(mine: Tensor, its: Tensor) -> Tensor:
+    """KL(its ‖ mine) [n] of log-probabilities [n, V] and [n, V'], over the vocabulary that both have."""
+    if its.shape[1] > mine.shape[1]:
+        its = its[:, : mine.shape[1]].log_softmax(-1)
+    return (its.exp() * (its - mine[:, : its.shape[1]])).sum(1)

@@ -1,14 +1,45 @@
-"""How large a piece of an elementwise computation a device likes."""
+"""How large a piece of a computation a device likes."""
 
 import torch
 
 # Elements of a tile on the CPU: in fp32 they take 1 MB, so that a chain of operations stays in a core's cache instead
 # of passing through memory once for each operation.
 TILE = 2**18
+# Logits of an LM head held at a time: on the CPU in the type of the product, elsewhere in fp32.
+HEAD_BYTES = 104 * 2**20
+ACCELERATOR_HEAD_BYTES = 256 * 2**20  # fewer, larger products and a smaller graph; not measured on hardware
+STRIP_BYTES = 32 * 2**20  # logits of a strip of the vocabulary on the CPU, where not all are held
+POSITIONS = 2048  # of which the CPU takes all strips before it goes on
 
 
-def tiles(rows: int, width: int, device: torch.device) -> list[slice]:
-    """Slices that cut a matrix [rows, width] into tiles: of about TILE elements on the CPU, at least one row each; one
-    tile elsewhere, where the compiler fuses operations (XLA) or a kernel wants all of the work at once (CUDA)."""
-    step = rows if device.type != "cpu" else max(1, TILE // max(1, width))
-    return [slice(start, min(start + step, rows)) for start in range(0, rows, max(1, step))]
+def tiles(rows: int, width: int, device: torch.device, size: int = TILE) -> list[slice]:
+    """Slices that cut a matrix [rows, width] into tiles: of about `size` elements on the CPU, at least one row each;
+    one tile elsewhere, where the compiler fuses operations (XLA) or a kernel wants all of the work at once (CUDA)."""
+    step = rows if device.type != "cpu" else max(1, size // max(1, width))
+    return _cut(rows, step)
+
+
+def rows_at_once(positions: int, vocab: int, dtype: torch.dtype, device: torch.device, heads: int = 1) -> list[slice]:
+    """Slices of positions whose logits over the whole vocabulary are held at the same time, of `heads` LM heads."""
+    size, width = (HEAD_BYTES, dtype.itemsize) if device.type == "cpu" else (ACCELERATOR_HEAD_BYTES, 4)
+    return _cut(positions, max(1, size // (heads * width * vocab)))
+
+
+def strips_at_once(
+    positions: int, vocab: int, dtype: torch.dtype, device: torch.device, whole: bool
+) -> tuple[list[slice], list[slice]]:
+    """Slices of positions, and the strips of the vocabulary in which the logits of each are computed. whole: all strips
+    of a slice can be held at the same time."""
+    blocks = rows_at_once(positions, vocab, dtype, device)
+    if device.type != "cpu":
+        return blocks, _cut(vocab, vocab)
+    if not whole:
+        blocks = _cut(positions, POSITIONS)
+    return blocks, _cut(vocab, max(1, STRIP_BYTES // (dtype.itemsize * max(1, -(-positions // len(blocks))))))
+
+
+def _cut(count: int, step: int) -> list[slice]:
+    """Slices of like size, of at most `step`."""
+    pieces = max(1, -(-count // max(1, step)))
+    step = -(-count // pieces)
+    return [slice(start, min(start + step, count)) for start in range(0, count, max(1, step))]

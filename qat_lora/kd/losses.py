@@ -5,11 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qat_lora.backend import compute_dtype
-from qat_lora.models.head import Head
-
-# fp32 logits held at a time. Above 32 MB glibc maps fresh pages for every chunk: +35% on a teacher pass, measured.
-CHUNK_BYTES = 24 * 2**20
-ACCELERATOR_CHUNK_BYTES = 256 * 2**20  # fewer, larger products and a smaller graph; not measured on hardware
+from qat_lora.models.head import Head, Strips
 
 
 def kd_soft_ce(student_logits: Tensor, teacher_logits: Tensor, temperature: float = 1.0, mask: Tensor | None = None):
@@ -48,61 +44,48 @@ def sparse_loss(
     """
     total = kept(mask) if total is None else total
     width, head = index.shape[-1], Head.of(head)
-    return _ChunkedHead.apply(
+    return _SparseLoss.apply(
         hidden.reshape(-1, hidden.shape[-1]), head.weight, head.bias, head, index.reshape(-1, width),
         prob.reshape(-1, width).float(), mask.reshape(-1).float() / total, compute_dtype(hidden),
         torch.is_grad_enabled(),
     )  # fmt: skip
 
 
-class _ChunkedHead(torch.autograd.Function):
+class _SparseLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, table, bias, head, index, prob, weight, dtype, with_grad):
-        wanted = [with_grad and needed for needed in ctx.needs_input_grad[1:3]]
         with torch.autocast(hidden.device.type, enabled=False):
-            head = head.cast(dtype)
-            loss = hidden.new_zeros((), dtype=torch.float32)
-            grad_hidden = []
-            grad_table, grad_bias = (
-                torch.zeros_like(tensor, dtype=torch.float32) if needed else None
-                for tensor, needed in zip((table, bias), wanted)
-            )
-            for rows in positions(len(hidden), table.shape[0], hidden.device):
-                h = hidden[rows].to(dtype)
-                logits = head.logits(h)
-                capped = logits.clone() if with_grad and head.cap is not None else None
-                peak = logits.amax(1, keepdim=True)
-                target = logits.gather(1, index[rows]) - peak
-                logits.sub_(peak).exp_()
-                z = logits.sum(1, keepdim=True)
-                mass = prob[rows].sum(1, keepdim=True)
-                loss += (weight[rows] * ((z.log() * mass).squeeze(1) - (prob[rows] * target).sum(1))).sum()
-                if with_grad:
-                    scale = weight[rows].unsqueeze(1)
-                    grad = logits.mul_(mass * scale / z).scatter_add_(1, index[rows], -prob[rows] * scale)
-                    grad = head.gradient(grad, capped)
-                    if grad_bias is not None:
-                        grad_bias += grad.sum(0) / head.before
-                    grad = grad.to(dtype)
-                    grad_hidden.append(grad @ head.weight)
-                    if grad_table is not None:
-                        grad_table += grad.T @ h
-        if with_grad:
-            ctx.save_for_backward(torch.cat(grad_hidden), grad_table, grad_bias)
-            ctx.dtypes = hidden.dtype, table.dtype
-        return loss
+            wanted = ctx.needs_input_grad[1:3]
+            strips = Strips(hidden, head, index, dtype, whole=with_grad and not any(wanted))
+            mass, taken = weight * prob.sum(1), weight.unsqueeze(1) * prob
+            if with_grad:
+                ctx.grads = strips.gradients(mass, taken, wanted)
+            else:
+                strips.normalise()
+        ctx.types = [None if tensor is None else tensor.dtype for tensor in (hidden, table, bias)]
+        return (mass * strips.log_z - (taken * strips.chosen).sum(1)).sum()
 
     @staticmethod
     def backward(ctx, grad):
-        grad_hidden, *grads = ctx.saved_tensors
-        hidden_type, table_type = ctx.dtypes
-        grads = [None if part is None else (part * grad).to(table_type) for part in grads]
-        return (grad_hidden * grad).to(hidden_type), *grads, None, None, None, None, None, None
+        grads, ctx.grads = ctx.grads, None  # the weight's is large, and becomes its .grad if nothing else holds it
+        return *(None if g is None else _times(g, grad).to(kind) for g, kind in zip(grads, ctx.types)), *(None,) * 6
+
+
+def _times(tensor: Tensor, factor: Tensor) -> Tensor:
+    """tensor · factor; nothing is computed where that is the tensor, as it is for the loss of a micro-batch."""
+    return tensor if factor.device.type == "cpu" and factor == 1 else tensor * factor
+
+
+def log_probs_at(hidden: Tensor, head: Head | Tensor, index: Tensor) -> Tensor:
+    """log softmax(logits)[index] [..., J], without gradients: hidden [..., H], index [..., J]."""
+    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+        strips = Strips(hidden.flatten(0, -2), Head.of(head), index.flatten(0, -2), compute_dtype(hidden))
+        return strips.normalise().log_probs.view(index.shape)
 
 
 def token_log_probs(hidden: Tensor, head: Head | Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
-    """log softmax(logits / temperature)[token] [N], with hidden [N, H], a head (or its weight [V, H]), which must be
-    frozen, and tokens [N]; in chunks of positions, so that [N, V] never exists."""
+    """log softmax(logits / temperature)[token] [N], with hidden [N, H], a head (or its weight [V, H]) and tokens [N];
+    [N, V] never exists."""
     head = Head.of(head)
     return _TokenLogProb.apply(
         hidden, head.weight, head.bias, head, tokens, temperature, compute_dtype(hidden), torch.is_grad_enabled()
@@ -110,35 +93,30 @@ def token_log_probs(hidden: Tensor, head: Head | Tensor, tokens: Tensor, tempera
 
 
 class _TokenLogProb(torch.autograd.Function):
-    """log softmax(logits/T)[token], in chunks of positions. Each position's log-probability depends on
-    its own hidden state alone, so that its gradient is formed while the logits are alive, and only scaled later."""
+    """Each position's log-probability depends on its own hidden state alone: where nothing else is trained, its
+    gradient is formed while logits are at hand, and only scaled later. The gradient of the head's own weights mixes
+    positions by what comes back for each, so there the logits are computed again."""
 
     @staticmethod
     def forward(ctx, hidden, table, bias, head, tokens, temperature, dtype, with_grad):
-        if with_grad and any(ctx.needs_input_grad[1:3]):
-            raise ValueError("the head's weight must be frozen: its gradient is not formed here")
-        logps, grads = [], []
+        trained = with_grad and any(ctx.needs_input_grad[1:3])
         with torch.autocast(hidden.device.type, enabled=False):
-            head = head.cast(dtype)
-            for rows in positions(len(hidden), table.shape[0], hidden.device):
-                logits = head.logits(hidden[rows].to(dtype))
-                chosen = tokens[rows].unsqueeze(1)
-                logp = (logits if temperature == 1 else logits / temperature).log_softmax(1)
-                logps.append(logp.gather(1, chosen).squeeze(1))
-                if with_grad:
-                    grad = logp.exp_().neg_().scatter_add_(1, chosen, torch.ones_like(chosen, dtype=logp.dtype))
-                    grads.append(head.gradient(grad.div_(temperature), logits).to(dtype) @ head.weight)
-        if with_grad:
-            ctx.save_for_backward(torch.cat(grads))
-            ctx.dtype = hidden.dtype
-        return torch.cat(logps)
+            strips = Strips(hidden, head, tokens.unsqueeze(1), dtype, temperature, whole=with_grad and not trained)
+            if with_grad and not trained:
+                minus = -torch.ones_like(strips.chosen)
+                ctx.back, *_ = strips.gradients(minus.squeeze(1), minus, (False, False))
+            else:
+                strips.normalise()
+        ctx.strips = strips if trained else None
+        ctx.trained, ctx.types = trained, [None if t is None else t.dtype for t in (hidden, table, bias)]
+        return strips.log_probs.squeeze(1)
 
     @staticmethod
     def backward(ctx, grad):
-        return (ctx.saved_tensors[0] * grad.unsqueeze(1)).to(ctx.dtype), None, None, None, None, None, None, None
-
-
-def positions(count: int, vocab: int, device: torch.device) -> list[slice]:
-    """Slices of so many positions that their fp32 logits fill a chunk of the device's size."""
-    size = max(1, (CHUNK_BYTES if device.type == "cpu" else ACCELERATOR_CHUNK_BYTES) // (4 * vocab))
-    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+        if ctx.trained:
+            with torch.autocast(grad.device.type, enabled=False):
+                minus = -grad.float()
+                grads = ctx.strips.gradients(minus, minus.unsqueeze(1), ctx.needs_input_grad[1:3])
+        else:
+            grads = ctx.back * grad.unsqueeze(1), None, None
+        return *(None if g is None else g.to(kind) for g, kind in zip(grads, ctx.types)), *(None,) * 5

@@ -5,9 +5,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qat_lora.backend import compute_dtype
-from qat_lora.kd.losses import positions
+from qat_lora.backend.tiles import tiles
 from qat_lora.models.architecture import hidden_states
 from qat_lora.quant.student import head_of
+
+SEARCHED = 2**21  # logits searched at a time on the CPU: more than a tile, since a search has many operations to start
 
 
 @torch.no_grad()
@@ -20,15 +22,13 @@ def teacher_targets(teacher: nn.Module, tokens: Tensor, k: int, uniforms: Tensor
       entropy []       −Σ t̂ log t over these targets, so that cross-entropy − entropy estimates KL without bias
     """
     hidden = hidden_states(teacher, tokens).flatten(0, 1)
-    dtype, head = compute_dtype(hidden), head_of(teacher).cast(compute_dtype(hidden))
-    uniforms = uniforms.flatten(0, 1)
-
-    def logits(rows: slice) -> Tensor:
-        h = hidden[rows].to(dtype)
-        return h @ head.weight.T if head.is_plain else head.logits(h)  # a product alone is left in its own type
-
-    chunks = positions(len(hidden), len(head.weight), hidden.device)
-    parts = [_targets(logits(rows), k, uniforms[rows]) for rows in chunks]
+    head, uniforms = head_of(teacher).cast(compute_dtype(hidden)), uniforms.flatten(0, 1)
+    parts = []
+    for block, product in head.products(hidden):
+        for rows in tiles(len(product), len(head.weight), product.device, SEARCHED):
+            # a product alone is left in its own type
+            logits = product[rows] if head.is_plain else head.finish(product[rows])
+            parts.append(_targets(logits, k, uniforms[block.start + rows.start : block.start + rows.stop]))
     names = ("index", "prob", "tail", "entropy")
     return {n: torch.cat(values).unflatten(0, tokens.shape) for n, values in zip(names, zip(*parts))}
 

@@ -1,11 +1,14 @@
 """How a causal language model's last hidden states become logits: the function, and how a model's own is found out."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from qat_lora.backend.tiles import HEAD_BYTES, rows_at_once, strips_at_once, tiles
 from qat_lora.errors import first_line
 from qat_lora.models.architecture import decoder, refused, unwrap
 
@@ -38,11 +41,15 @@ class Head:
 
     def cast(self, dtype: torch.dtype) -> "Head":
         """The same with its weight in the type that it is multiplied in; what follows the product is fp32."""
-        return replace(self, weight=self.weight.to(dtype))
+        return replace(self, weight=_cast(self.weight, dtype))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits of hidden states of the weight's type."""
-        logits = (hidden @ self.weight.T).float()
+        return self.finish(hidden @ self.weight.T)
+
+    def finish(self, product: Tensor) -> Tensor:
+        """fp32 logits of W·h; of an fp32 product they may be its own memory."""
+        logits = product.float()
         if self.before * self.after != 1:
             logits = logits * (self.before * self.after)
         if self.bias is not None:
@@ -54,6 +61,166 @@ class Head:
         if self.cap is not None:
             grad = grad.mul_(1 - (logits / self.cap).square_())
         return grad if self.before * self.after == 1 else grad.mul_(self.before * self.after)
+
+    def strip(self, rows: slice, dtype: torch.dtype) -> "Head":
+        """The head of some of the vocabulary, see `cast`."""
+        return replace(self, weight=self.weight[rows].to(dtype), bias=None if self.bias is None else self.bias[rows])
+
+    def products(self, hidden: Tensor, vocab: int | None = None, heads: int = 1) -> Iterator[tuple[slice, Tensor]]:
+        """Blocks of positions of hidden [N, H], of any type, and their products W·h [n, V] in the weight's type, which
+        may be overwritten: the next block reuses their memory. [N, V] never exists.
+
+        Several heads that go through the same positions together give the largest vocabulary, to get the same blocks.
+        """
+        weight, room = self.weight, None
+        for rows in rows_at_once(len(hidden), vocab or len(weight), weight.dtype, weight.device, heads):
+            h = hidden[rows].to(weight.dtype)
+            if weight.device.type != "cpu":
+                yield rows, h @ weight.T
+                continue
+            room = h.new_empty(len(h), len(weight)) if room is None else room
+            yield rows, torch.mm(h, weight.T, out=room[: len(h)])
+
+
+_casts = WeakIdKeyDictionary()  # of frozen weights, as long as they live
+
+
+def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A weight in the type that it is multiplied in. That of a frozen one is kept: to make it anew would take as long
+    as a product."""
+    own = weight._base if weight._is_view() else weight
+    if dtype == weight.dtype or weight.requires_grad or weight.device.type == "xla" or not own.is_contiguous():
+        return weight.to(dtype)
+    state = own._version, own.data_ptr(), dtype
+    if own not in _casts or _casts[own][0] != state:
+        _casts[own] = state, own.detach().to(dtype)
+    return _casts[own][1].as_strided(weight.shape, weight.stride(), weight.storage_offset() - own.storage_offset())
+
+
+class Strips:
+    """Logits x [N, V] of hidden states, divided by a temperature, computed in strips of the vocabulary in the type
+    `dtype`: once to normalise them, and for gradients once more where there was no room to keep them.
+
+    log_z [N]: log Σ e^x. chosen [N, J]: x at the index that is asked for; a token may stand there twice.
+    """
+
+    def __init__(
+        self, hidden: Tensor, head: Head, index: Tensor, dtype: torch.dtype, temperature: float = 1.0,
+        whole: bool = False,
+    ):  # fmt: skip
+        """hidden [N, H]; index [N, J]. whole: take so few positions at a time that no logits are computed twice,
+        however often the weight is read for it."""
+        self.hidden, self.index, self.dtype, self.temperature = hidden, index, dtype, temperature
+        self.given, self.head = head, head if head.weight.requires_grad else head.cast(dtype)
+        self.blocks, self.columns = strips_at_once(len(hidden), len(head.weight), dtype, hidden.device, whole)
+        self.log_z = torch.full((len(index),), float("-inf"), device=hidden.device)
+        self.chosen = torch.zeros(index.shape, device=hidden.device)
+        self.normalised = False
+
+    @property
+    def log_probs(self) -> Tensor:
+        """log softmax(x) [N, J] at the index."""
+        return self.chosen - self.log_z.unsqueeze(1)
+
+    def normalise(self) -> "Strips":
+        for block in self.blocks:
+            self._normalise(block, 0)
+        self.normalised = True
+        return self
+
+    def gradients(self, mass: Tensor, taken: Tensor, wanted: tuple[bool, bool]):
+        """The gradients of Σ mass·log_z − Σ taken·chosen in hidden [N, H], and in the head's weight and bias where they
+        are wanted (None elsewhere), in fp32 or wider. mass [N]; taken [N, J]."""
+        wide = torch.promote_types(self.dtype, torch.float32)
+        back = torch.zeros(self.hidden.shape, dtype=wide, device=self.hidden.device)
+        sums = [
+            torch.empty_like(tensor, dtype=wide) if needed else None
+            for tensor, needed in zip((self.given.weight, self.given.bias), wanted)
+        ]
+        for block in self.blocks:
+            kept, spare = {} if self.normalised else self._normalise(block, HEAD_BYTES), None
+            hidden = self.hidden[block].to(self.dtype)
+            for strip in self.columns:
+                head = self.head.strip(strip, self.dtype)
+                product = kept.pop(strip.start, None)
+                if product is None:
+                    product = spare = _product(hidden, head.weight, spare)
+                product = self._gradient(head, product, block, strip, mass[block], taken[block])
+                back[block].add_(product @ head.weight)
+                if sums[0] is not None:
+                    _put(sums[0][strip], product.T @ hidden, first=block.start == 0)
+                if sums[1] is not None:
+                    _put(sums[1][strip], product.sum(0, dtype=wide) / head.before, first=block.start == 0)
+        self.normalised = True
+        return back, *sums
+
+    def _normalise(self, block: slice, room: int) -> dict[int, Tensor]:
+        """log_z and chosen of a block of positions; the products of the first strips, of at most `room` bytes, by where
+        they start."""
+        hidden, kept, spare = self.hidden[block].to(self.dtype), {}, None
+        for strip in self.columns:
+            head = self.head.strip(strip, self.dtype)
+            room -= len(hidden) * len(head.weight) * self.dtype.itemsize
+            product = _product(hidden, head.weight, spare if room < 0 else None)
+            if room < 0:
+                spare = product if spare is None else spare
+            else:
+                kept[strip.start] = product
+            place, inside = self._places(block, strip)
+            found, peak, z = (self.log_z.new_empty(len(hidden), n) for n in (place.shape[1], 1, 1))
+            for part in tiles(*product.shape, product.device):
+                logits = head.finish(product[part])
+                if logits.data_ptr() == product[part].data_ptr():  # of fp32
+                    logits = logits.clone()
+                logits = self._tempered(logits)
+                found[part] = logits.gather(1, place[part])
+                peak[part] = logits.amax(1, keepdim=True)
+                z[part] = logits.sub_(peak[part]).exp_().sum(1, keepdim=True)
+            self.log_z[block] = torch.logaddexp(self.log_z[block], (z.log() + peak).squeeze(1))
+            self.chosen[block] += found if inside is None else torch.where(inside, found, 0)
+        return kept
+
+    def _gradient(self, head: Head, product: Tensor, block: slice, strip: slice, mass: Tensor, taken: Tensor) -> Tensor:
+        """The gradient in a strip's products [n, v]; it may overwrite them."""
+        place, inside = self._places(block, strip)
+        log_z, mass, taken = (
+            self.log_z[block].unsqueeze(1),
+            mass.unsqueeze(1) / self.temperature,
+            taken / -self.temperature,
+        )
+        taken = taken if inside is None else torch.where(inside, taken, 0)
+        parts = tiles(*product.shape, product.device)
+        for part in parts:
+            logits = head.finish(product[part])
+            capped = logits.clone() if head.cap is not None else None
+            grad = self._tempered(logits).sub_(log_z[part]).exp_().mul_(mass[part])
+            grad = head.gradient(grad.scatter_add_(1, place[part], taken[part]), capped)
+            if len(parts) == 1:
+                return grad.to(self.dtype)
+            product[part] = grad
+        return product
+
+    def _tempered(self, logits: Tensor) -> Tensor:
+        return logits if self.temperature == 1 else logits.div_(self.temperature)
+
+    def _places(self, block: slice, strip: slice) -> tuple[Tensor, Tensor | None]:
+        """Where the index of a block lies in a strip [n, J], and which of it does (None: all)."""
+        index = self.index[block]
+        if len(self.columns) == 1:
+            return index, None
+        place = index - strip.start
+        inside = (place >= 0) & (place < strip.stop - strip.start)
+        return place.clamp_(0, strip.stop - strip.start - 1), inside
+
+
+def _product(hidden: Tensor, weight: Tensor, room: Tensor | None) -> Tensor:
+    if room is None or hidden.device.type != "cpu":
+        return hidden @ weight.T
+    return torch.mm(hidden, weight.T, out=room.view(-1)[: len(hidden) * len(weight)].view(len(hidden), len(weight)))
+
+
+def _put(place: Tensor, values: Tensor, first: bool) -> None:
+    place.copy_(values) if first else place.add_(values)
 
 
 @dataclass(frozen=True)
