@@ -6,9 +6,9 @@ import torch
 # of passing through memory once for each operation.
 TILE = 2**18
 # Logits of an LM head held at a time: on the CPU in the type of the product, elsewhere in fp32.
-HEAD_BYTES = 104 * 2**20
+HEAD_BYTES = 112 * 2**20
 ACCELERATOR_HEAD_BYTES = 256 * 2**20  # fewer, larger products and a smaller graph; not measured on hardware
-STRIP_BYTES = 32 * 2**20  # logits of a strip of the vocabulary on the CPU, where not all are held
+STRIP_BYTES = 16 * 2**20  # logits of a strip of the vocabulary on the CPU
 POSITIONS = 2048  # of which the CPU takes all strips before it goes on
 
 
@@ -26,15 +26,12 @@ def rows_at_once(positions: int, vocab: int, dtype: torch.dtype, device: torch.d
 
 
 def strips_at_once(
-    positions: int, vocab: int, dtype: torch.dtype, device: torch.device, whole: bool
+    positions: int, vocab: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[list[slice], list[slice]]:
-    """Slices of positions, and the strips of the vocabulary in which the logits of each are computed. whole: all strips
-    of a slice can be held at the same time."""
-    blocks = rows_at_once(positions, vocab, dtype, device)
+    """Slices of positions, and the strips of the vocabulary in which the logits of each are computed."""
     if device.type != "cpu":
-        return blocks, _cut(vocab, vocab)
-    if not whole:
-        blocks = _cut(positions, POSITIONS)
+        return rows_at_once(positions, vocab, dtype, device), _cut(vocab, vocab)
+    blocks = _cut(positions, POSITIONS)
     return blocks, _cut(vocab, max(1, STRIP_BYTES // (dtype.itemsize * max(1, -(-positions // len(blocks))))))
 
 

@@ -55,15 +55,14 @@ class _SparseLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, table, bias, head, index, prob, weight, dtype, with_grad):
         with torch.autocast(hidden.device.type, enabled=False):
-            wanted = ctx.needs_input_grad[1:3]
-            strips = Strips(hidden, head, index, dtype, whole=with_grad and not any(wanted))
-            mass, taken = weight * prob.sum(1), weight.unsqueeze(1) * prob
+            strips = Strips(hidden, head, index, dtype)
+            mass, taken = (weight * prob.sum(1)).unsqueeze(1), weight.unsqueeze(1) * prob
             if with_grad:
-                ctx.grads = strips.gradients(mass, taken, wanted)
+                ctx.grads = strips.gradients(mass, taken, ctx.needs_input_grad[1:3])
             else:
                 strips.normalise()
         ctx.types = [None if tensor is None else tensor.dtype for tensor in (hidden, table, bias)]
-        return (mass * strips.log_z - (taken * strips.chosen).sum(1)).sum()
+        return (mass * strips.z.log()).sum() - (taken * strips.chosen).sum()
 
     @staticmethod
     def backward(ctx, grad):
@@ -101,10 +100,10 @@ class _TokenLogProb(torch.autograd.Function):
     def forward(ctx, hidden, table, bias, head, tokens, temperature, dtype, with_grad):
         trained = with_grad and any(ctx.needs_input_grad[1:3])
         with torch.autocast(hidden.device.type, enabled=False):
-            strips = Strips(hidden, head, tokens.unsqueeze(1), dtype, temperature, whole=with_grad and not trained)
+            strips = Strips(hidden, head, tokens.unsqueeze(1), dtype, temperature)
             if with_grad and not trained:
                 minus = -torch.ones_like(strips.chosen)
-                ctx.back, *_ = strips.gradients(minus.squeeze(1), minus, (False, False))
+                ctx.back, *_ = strips.gradients(minus, minus, (False, False))
             else:
                 strips.normalise()
         ctx.strips = strips if trained else None
@@ -115,8 +114,8 @@ class _TokenLogProb(torch.autograd.Function):
     def backward(ctx, grad):
         if ctx.trained:
             with torch.autocast(grad.device.type, enabled=False):
-                minus = -grad.float()
-                grads = ctx.strips.gradients(minus, minus.unsqueeze(1), ctx.needs_input_grad[1:3])
+                minus = -grad.float().unsqueeze(1)
+                grads = ctx.strips.gradients(minus, minus, ctx.needs_input_grad[1:3])
         else:
             grads = ctx.back * grad.unsqueeze(1), None, None
         return *(None if g is None else g.to(kind) for g, kind in zip(grads, ctx.types)), *(None,) * 5

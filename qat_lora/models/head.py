@@ -47,9 +47,10 @@ class Head:
         """fp32 logits of hidden states of the weight's type."""
         return self.finish(hidden @ self.weight.T)
 
-    def finish(self, product: Tensor) -> Tensor:
-        """fp32 logits of W·h; of an fp32 product they may be its own memory."""
-        logits = product.float()
+    def finish(self, product: Tensor, room: Tensor | None = None) -> Tensor:
+        """fp32 logits of W·h. room: what they may overwrite; without it those of an fp32 product may be its own
+        memory."""
+        logits = product.float() if room is None else room[: len(product)].copy_(product)
         if self.before * self.after != 1:
             logits = logits * (self.before * self.after)
         if self.bias is not None:
@@ -101,26 +102,23 @@ class Strips:
     """Logits x [N, V] of hidden states, divided by a temperature, computed in strips of the vocabulary in the type
     `dtype`: once to normalise them, and for gradients once more where there was no room to keep them.
 
-    log_z [N]: log Σ e^x. chosen [N, J]: x at the index that is asked for; a token may stand there twice.
+    With p the largest logit of a position's first strip, z [N, 1] = Σ e^(x − p), and chosen [N, J] are x − p at the
+    index that is asked for; a token may stand there twice.
     """
 
-    def __init__(
-        self, hidden: Tensor, head: Head, index: Tensor, dtype: torch.dtype, temperature: float = 1.0,
-        whole: bool = False,
-    ):  # fmt: skip
-        """hidden [N, H]; index [N, J]. whole: take so few positions at a time that no logits are computed twice,
-        however often the weight is read for it."""
+    def __init__(self, hidden: Tensor, head: Head, index: Tensor, dtype: torch.dtype, temperature: float = 1.0):
+        """hidden [N, H]; index [N, J]."""
         self.hidden, self.index, self.dtype, self.temperature = hidden, index, dtype, temperature
         self.given, self.head = head, head if head.weight.requires_grad else head.cast(dtype)
-        self.blocks, self.columns = strips_at_once(len(hidden), len(head.weight), dtype, hidden.device, whole)
-        self.log_z = torch.full((len(index),), float("-inf"), device=hidden.device)
+        self.blocks, self.columns = strips_at_once(len(hidden), len(head.weight), dtype, hidden.device)
+        self.peak, self.z = (torch.zeros(len(index), 1, device=hidden.device) for _ in range(2))
         self.chosen = torch.zeros(index.shape, device=hidden.device)
         self.normalised = False
 
     @property
     def log_probs(self) -> Tensor:
         """log softmax(x) [N, J] at the index."""
-        return self.chosen - self.log_z.unsqueeze(1)
+        return self.chosen - self.z.log()
 
     def normalise(self) -> "Strips":
         for block in self.blocks:
@@ -129,8 +127,8 @@ class Strips:
         return self
 
     def gradients(self, mass: Tensor, taken: Tensor, wanted: tuple[bool, bool]):
-        """The gradients of Σ mass·log_z − Σ taken·chosen in hidden [N, H], and in the head's weight and bias where they
-        are wanted (None elsewhere), in fp32 or wider. mass [N]; taken [N, J]."""
+        """The gradients of Σ mass·log z − Σ taken·chosen in hidden [N, H], and in the head's weight and bias where they
+        are wanted (None elsewhere), in fp32 or wider. mass [N, 1], the sum of taken [N, J]."""
         wide = torch.promote_types(self.dtype, torch.float32)
         back = torch.zeros(self.hidden.shape, dtype=wide, device=self.hidden.device)
         sums = [
@@ -139,25 +137,27 @@ class Strips:
         ]
         for block in self.blocks:
             kept, spare = {} if self.normalised else self._normalise(block, HEAD_BYTES), None
-            hidden = self.hidden[block].to(self.dtype)
+            hidden, first = self.hidden[block].to(self.dtype), block.start == 0
+            factor, taken_here = mass[block] / self.z[block] / self.temperature, taken[block] / -self.temperature
             for strip in self.columns:
                 head = self.head.strip(strip, self.dtype)
                 product = kept.pop(strip.start, None)
                 if product is None:
                     product = spare = _product(hidden, head.weight, spare)
-                product = self._gradient(head, product, block, strip, mass[block], taken[block])
+                product = self._gradient(head, product, block, strip, factor, taken_here)
                 back[block].add_(product @ head.weight)
                 if sums[0] is not None:
-                    _put(sums[0][strip], product.T @ hidden, first=block.start == 0)
+                    _put(sums[0][strip], product.T @ hidden, first)
                 if sums[1] is not None:
-                    _put(sums[1][strip], product.sum(0, dtype=wide) / head.before, first=block.start == 0)
+                    _put(sums[1][strip], product.sum(0, dtype=wide) / head.before, first)
         self.normalised = True
         return back, *sums
 
-    def _normalise(self, block: slice, room: int) -> dict[int, Tensor]:
-        """log_z and chosen of a block of positions; the products of the first strips, of at most `room` bytes, by where
-        they start."""
-        hidden, kept, spare = self.hidden[block].to(self.dtype), {}, None
+    def _normalise(self, block: slice, room: int, again: bool = False) -> dict[int, Tensor]:
+        """peak, z and chosen of a block of positions; the products of the first strips, of at most `room` bytes, by
+        where they start. again: with the peaks as they are."""
+        hidden, kept, spare, given_room = self.hidden[block].to(self.dtype), {}, None, room
+        peak, z, chosen = self.peak[block], self.z[block].zero_(), self.chosen[block].zero_()
         for strip in self.columns:
             head = self.head.strip(strip, self.dtype)
             room -= len(hidden) * len(head.weight) * self.dtype.itemsize
@@ -167,40 +167,58 @@ class Strips:
             else:
                 kept[strip.start] = product
             place, inside = self._places(block, strip)
-            found, peak, z = (self.log_z.new_empty(len(hidden), n) for n in (place.shape[1], 1, 1))
-            for part in tiles(*product.shape, product.device):
-                logits = head.finish(product[part])
-                if logits.data_ptr() == product[part].data_ptr():  # of fp32
-                    logits = logits.clone()
-                logits = self._tempered(logits)
-                found[part] = logits.gather(1, place[part])
-                peak[part] = logits.amax(1, keepdim=True)
-                z[part] = logits.sub_(peak[part]).exp_().sum(1, keepdim=True)
-            self.log_z[block] = torch.logaddexp(self.log_z[block], (z.log() + peak).squeeze(1))
-            self.chosen[block] += found if inside is None else torch.where(inside, found, 0)
+            found, part_z = (z.new_empty(len(hidden), n) for n in (place.shape[1], 1))
+            step, scratch = self._scratch(product)
+            first = strip.start == 0 and not again
+            for part, at, f, p, s in zip(*(t.split(step) for t in (product, place, found, peak, part_z))):
+                logits = self._logits(head, part, scratch)
+                if first:
+                    p.copy_(logits.amax(1, keepdim=True))
+                f.copy_(logits.sub_(p).gather(1, at))
+                s.copy_(logits.exp_().sum(1, keepdim=True))
+            z.add_(part_z)
+            chosen.add_(found if inside is None else torch.where(inside, found, 0))
+        if len(self.columns) > 1 and not again and not z.isfinite().all():
+            kept.clear()
+            peak.copy_(self._largest(hidden))
+            return self._normalise(block, given_room, again=True)
         return kept
 
-    def _gradient(self, head: Head, product: Tensor, block: slice, strip: slice, mass: Tensor, taken: Tensor) -> Tensor:
-        """The gradient in a strip's products [n, v]; it may overwrite them."""
-        place, inside = self._places(block, strip)
-        log_z, mass, taken = (
-            self.log_z[block].unsqueeze(1),
-            mass.unsqueeze(1) / self.temperature,
-            taken / -self.temperature,
+    def _largest(self, hidden: Tensor) -> Tensor:
+        """The largest logit of each position [n, 1], where the first strip's is too small by a factor of e^88."""
+        products = (
+            (head := self.head.strip(strip, self.dtype), _product(hidden, head.weight, None)) for strip in self.columns
         )
+        found = [self._logits(head, product, None).amax(1, keepdim=True) for head, product in products]
+        return torch.cat(found, 1).amax(1, keepdim=True)
+
+    def _gradient(self, head: Head, product: Tensor, block: slice, strip: slice, mass: Tensor, taken: Tensor) -> Tensor:
+        """The gradient in a strip's products [n, v], in their memory where the device reuses it."""
+        place, inside = self._places(block, strip)
         taken = taken if inside is None else torch.where(inside, taken, 0)
-        parts = tiles(*product.shape, product.device)
-        for part in parts:
-            logits = head.finish(product[part])
-            capped = logits.clone() if head.cap is not None else None
-            grad = self._tempered(logits).sub_(log_z[part]).exp_().mul_(mass[part])
-            grad = head.gradient(grad.scatter_add_(1, place[part], taken[part]), capped)
-            if len(parts) == 1:
+        step, scratch = self._scratch(product)
+        for part, at, p, m, t in zip(*(each.split(step) for each in (product, place, self.peak[block], mass, taken))):
+            logits = self._logits(head, part, scratch)
+            capped = logits * self.temperature if head.cap is not None else None
+            grad = logits.sub_(p).exp_().mul_(m).scatter_add_(1, at, t)
+            grad = head.gradient(grad, capped)
+            if scratch is None:
                 return grad.to(self.dtype)
-            product[part] = grad
+            part.copy_(grad)
         return product
 
-    def _tempered(self, logits: Tensor) -> Tensor:
+    def _scratch(self, product: Tensor) -> tuple[int, Tensor | None]:
+        """How many rows of a product are worked on at a time, and where, in fp32; None: in new memory."""
+        rows = tiles(*product.shape, product.device)[0].stop
+        if product.device.type != "cpu":
+            return rows, None
+        return rows, product.new_empty(rows, product.shape[1], dtype=torch.float32)
+
+    def _logits(self, head: Head, product: Tensor, scratch: Tensor | None) -> Tensor:
+        """x of some rows of a product, which stays as it is while x is overwritten."""
+        if scratch is None and product.dtype == torch.float32:
+            product = product.clone()
+        logits = head.finish(product, scratch)
         return logits if self.temperature == 1 else logits.div_(self.temperature)
 
     def _places(self, block: slice, strip: slice) -> tuple[Tensor, Tensor | None]:
