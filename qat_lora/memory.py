@@ -6,7 +6,7 @@ from torch import nn
 
 from qat_lora.backend import TorchBackend
 from qat_lora.backend.environment import read_place
-from qat_lora.kd.losses import CHUNK_BYTES
+from qat_lora.backend.tiles import HEAD_BYTES
 from qat_lora.machine import check_memory
 from qat_lora.models.architecture import decoder_layers, matrices, text_config, unwrap
 from qat_lora.models.recursive import RecursiveSpec
@@ -34,7 +34,7 @@ def training_memory(
     parts = {
         "weights, gradients, optimiser": 16 * trained + 4 * frozen,
         "activations": activations,
-        "weights as multiplied, logits": width * (trained + frozen) + 3 * CHUNK_BYTES,
+        "weights as multiplied, logits": width * (trained + frozen) + HEAD_BYTES,
     }
     return {name: size / 1e9 for name, size in parts.items()} | {"total": sum(parts.values()) / 1e9}
 

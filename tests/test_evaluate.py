@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from qat_lora.backend import tiles
 from qat_lora.errors import UserError
 from qat_lora.evaluate import heldout_figures, heldout_nll, kd_loss, text_figures, text_loss, windows
-from qat_lora.kd import losses
 from qat_lora.models.loading import load_model
 from qat_lora.quant.init import initialise
 from qat_lora.quant.student import StudentSpec, quantize
@@ -94,7 +94,7 @@ def test_windows_refuse_what_cannot_be(stride):
 @pytest.mark.parametrize("batch_size", [1, 4, 6, 7])
 @pytest.mark.parametrize("stride", [5, LENGTH])
 def test_text_figures_equal_a_dense_reference(student, teacher, backend, tokens, stride, batch_size, monkeypatch):
-    monkeypatch.setattr(losses, "CHUNK_BYTES", 4 * V * 11)
+    monkeypatch.setattr(tiles, "HEAD_BYTES", 4 * V * 11 * 2)
     rows, scored = windows(tokens.flatten(), LENGTH, stride)
     nll, kl = reference(student, teacher, rows)
     kept = torch.arange(1, LENGTH) >= (LENGTH - scored).unsqueeze(1)
@@ -104,7 +104,7 @@ def test_text_figures_equal_a_dense_reference(student, teacher, backend, tokens,
     assert figures["ppl"] == pytest.approx(math.exp(figures["nll"]))
     assert figures["kl"] == pytest.approx(float(kl[:, :-1][kept].mean()), rel=1e-4)
     alone = text_figures(student, rows, scored, backend, batch_size)
-    assert alone == {key: figures[key] for key in ("nll", "ppl", "tokens")}
+    assert alone == pytest.approx({key: figures[key] for key in ("nll", "ppl", "tokens")}, rel=1e-5)  # other blocks
 
 
 def test_a_model_does_not_diverge_from_itself(teacher, backend, tokens):

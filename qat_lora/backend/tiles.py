@@ -9,6 +9,7 @@ TILE = 2**18
 HEAD_BYTES = 112 * 2**20
 ACCELERATOR_HEAD_BYTES = 256 * 2**20  # fewer, larger products and a smaller graph; not measured on hardware
 STRIP_BYTES = 16 * 2**20  # logits of a strip of the vocabulary on the CPU
+HEAD_TILE = 2**19  # of a strip: larger, since less is alive at the same time and much is done for each
 POSITIONS = 2048  # of which the CPU takes all strips before it goes on
 
 

@@ -58,7 +58,7 @@ class _SparseLoss(torch.autograd.Function):
             strips = Strips(hidden, head, index, dtype)
             mass, taken = (weight * prob.sum(1)).unsqueeze(1), weight.unsqueeze(1) * prob
             if with_grad:
-                ctx.grads = strips.gradients(mass, taken, ctx.needs_input_grad[1:3])
+                ctx.save_for_backward(*strips.gradients(mass, taken, ctx.needs_input_grad[1:3]))
             else:
                 strips.normalise()
         ctx.types = [None if tensor is None else tensor.dtype for tensor in (hidden, table, bias)]
@@ -66,8 +66,8 @@ class _SparseLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        grads, ctx.grads = ctx.grads, None  # the weight's is large, and becomes its .grad if nothing else holds it
-        return *(None if g is None else _times(g, grad).to(kind) for g, kind in zip(grads, ctx.types)), *(None,) * 6
+        grads = (None if g is None else _times(g, grad).to(kind) for g, kind in zip(ctx.saved_tensors, ctx.types))
+        return *grads, *(None,) * 6
 
 
 def _times(tensor: Tensor, factor: Tensor) -> Tensor:

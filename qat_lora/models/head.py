@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from qat_lora.backend.tiles import HEAD_BYTES, rows_at_once, strips_at_once, tiles
+from qat_lora.backend.tiles import HEAD_BYTES, HEAD_TILE, rows_at_once, strips_at_once, tiles
 from qat_lora.errors import first_line
 from qat_lora.models.architecture import decoder, refused, unwrap
 
@@ -209,7 +209,7 @@ class Strips:
 
     def _scratch(self, product: Tensor) -> tuple[int, Tensor | None]:
         """How many rows of a product are worked on at a time, and where, in fp32; None: in new memory."""
-        rows = tiles(*product.shape, product.device)[0].stop
+        rows = tiles(*product.shape, product.device, HEAD_TILE)[0].stop
         if product.device.type != "cpu":
             return rows, None
         return rows, product.new_empty(rows, product.shape[1], dtype=torch.float32)

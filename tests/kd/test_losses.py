@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qat_lora.kd import losses
-from qat_lora.kd.losses import kd_soft_ce, positions, sparse_loss
+from qat_lora.backend import tiles
+from qat_lora.kd.losses import kd_soft_ce, log_probs_at, sparse_loss, token_log_probs
 from qat_lora.kd.targets import _targets
+from qat_lora.models import head as head_module
+from qat_lora.models.head import Head
 
 B, L, H, V, J = 2, 6, 8, 50, 7
 
@@ -174,32 +176,90 @@ def test_accumulation_over_total_is_one_large_batch(case):
     torch.testing.assert_close(sum(part[2] for part in parts), whole[2])
 
 
-def test_positions_cover_everything_within_the_limit(monkeypatch):
-    monkeypatch.setattr(losses, "CHUNK_BYTES", 4 * V * 5)
-    cpu = torch.device("cpu")
-    slices = positions(12, V, cpu)
-    assert [i for s in slices for i in range(12)[s]] == list(range(12))
-    assert max(s.stop - s.start for s in slices) == 5
-    assert len(positions(12, 100 * V, cpu)) == 12, "one position at least"
+@pytest.fixture
+def in_strips(monkeypatch):
+    """Heads are computed in blocks of so many positions, in strips of so many tokens, of which some are kept."""
+
+    def set_sizes(positions: int, tokens: int, kept: int = 0) -> None:
+        monkeypatch.setattr(tiles, "POSITIONS", positions)
+        monkeypatch.setattr(tiles, "STRIP_BYTES", 4 * positions * tokens)
+        monkeypatch.setattr(head_module, "HEAD_BYTES", 4 * positions * tokens * kept)
+        monkeypatch.setattr(head_module, "HEAD_TILE", 2 * tokens)
+
+    return set_sizes
 
 
-@pytest.mark.parametrize("rows", [1, 5, 7])
-def test_chunks_change_nothing(case, rows, monkeypatch):
+def test_strips_cover_everything_within_the_limit(in_strips):
+    in_strips(5, 7)
+    blocks, columns = tiles.strips_at_once(12, 23, torch.float32, torch.device("cpu"))
+    assert [i for s in blocks for i in range(12)[s]] == list(range(12)) and max(s.stop - s.start for s in blocks) <= 5
+    assert [i for s in columns for i in range(23)[s]] == list(range(23)) and max(s.stop - s.start for s in columns) <= 8
+    assert len(tiles.rows_at_once(12, 10**9, torch.float32, torch.device("cpu"))) == 12, "one position at least"
+
+
+@pytest.mark.parametrize(("positions", "tokens", "kept"), [(1, 3, 0), (5, 4, 1), (7, 9, 0), (100, 5, 100)])
+def test_strips_change_nothing(case, positions, tokens, kept, in_strips):
     whole = gradients(sparse_loss, *case)
-    monkeypatch.setattr(losses, "CHUNK_BYTES", 4 * V * rows)
+    in_strips(positions, tokens, kept)
     for ours, wanted in zip(gradients(sparse_loss, *case), whole):
         torch.testing.assert_close(ours, wanted)
 
 
-def test_full_logits_never_exist(monkeypatch):
+@pytest.mark.parametrize("kept", [0, 2])
+def test_a_logit_far_above_those_of_the_first_strip(case, kept, in_strips):
+    hidden, head, *rest = case
+    head = head.clone()
+    head[-1] = 300 * hidden[0, 0] / hidden[0, 0].square().sum()
+    whole = gradients(sparse_loss, hidden, head, *rest)
+    in_strips(4, 3, kept)
+    for ours, wanted in zip(gradients(sparse_loss, hidden, head, *rest), whole):
+        torch.testing.assert_close(ours, wanted)
+
+
+def test_full_logits_never_exist(in_strips):
     vocab, length = 400, 32
     hidden, head = random(B, length, H).requires_grad_(), random(vocab, H).requires_grad_()
     index = torch.randint(0, vocab, (B, length, J), generator=torch.Generator().manual_seed(1))
     prob, mask = torch.full((B, length, J), 1 / J), torch.ones(B, length)
-    monkeypatch.setattr(losses, "CHUNK_BYTES", 4 * vocab * 8)
-    chunk = 8 * vocab
-    assert largest_tensor(lambda: sparse_loss(hidden, head, index, prob, mask).backward()) <= chunk
+    in_strips(32, 100)
+    assert largest_tensor(lambda: sparse_loss(hidden, head, index, prob, mask).backward()) <= 32 * 100
     assert largest_tensor(lambda: dense(hidden, head, index, prob, mask).backward()) >= B * length * vocab
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("kept", [0, 2])
+def test_log_probs_with_a_trained_head_have_autograds_gradients(case, temperature, kept, in_strips):
+    hidden, head = case[0].flatten(0, 1), case[1]
+    tokens, coming = torch.arange(len(hidden)) % V, random(len(hidden))
+    found = []
+    for ours in (False, True):
+        given = [tensor.clone().requires_grad_() for tensor in (hidden, head)]
+        if ours:
+            in_strips(5, 4, kept)
+            logp = token_log_probs(*given, tokens, temperature)
+        else:
+            logp = (given[0] @ given[1].T / temperature).log_softmax(1).gather(1, tokens[:, None]).squeeze(1)
+        (logp * coming).sum().backward()
+        found.append([logp.detach(), *(tensor.grad for tensor in given)])
+    for ours, wanted in zip(*found):
+        torch.testing.assert_close(ours, wanted)
+
+
+def test_log_probs_at_tokens(case, in_strips):
+    hidden, head, index = case[:3]
+    wanted = (hidden @ head.T).log_softmax(-1).gather(2, index)
+    in_strips(5, 4)
+    torch.testing.assert_close(log_probs_at(hidden, head, index), wanted)
+
+
+def test_a_frozen_weight_that_changes_is_cast_anew():
+    weight, hidden = random(V, H), random(3, H)
+    first = Head(weight).cast(torch.bfloat16)
+    assert Head(weight).cast(torch.bfloat16).weight.data_ptr() == first.weight.data_ptr(), "one copy"
+    weight.add_(1)
+    assert torch.equal(Head(weight).cast(torch.bfloat16).weight, weight.bfloat16())
+    part = Head(weight[:5]).cast(torch.bfloat16)
+    assert torch.equal(part.weight, weight[:5].bfloat16()) and part.logits(hidden.bfloat16()).shape == (3, 5)
 
 
 def test_a_frozen_head_gets_no_gradient(case):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qat_lora.kd import losses
+from qat_lora.backend import tiles
 from qat_lora.kd.targets import _targets, teacher_targets
 from qat_lora.models.loading import load_model
 
@@ -134,7 +134,7 @@ def test_a_pass_over_tokens_equals_the_dense_softmax(tiny_model_dir, monkeypatch
         "index": (3, 20, 8), "prob": (3, 20, 8), "tail": (3, 20, 5), "entropy": (3, 20),
     }  # fmt: skip
     assert not any(value.requires_grad for value in whole.values())
-    monkeypatch.setattr(losses, "CHUNK_BYTES", 4 * 512 * 7)
+    monkeypatch.setattr(tiles, "HEAD_BYTES", 4 * 512 * 7)
     for name, value in teacher_targets(teacher, tokens, 8, uniforms).items():
         torch.testing.assert_close(value, whole[name], rtol=1e-4, atol=1e-5)
 

@@ -6,11 +6,12 @@ import torch.nn.functional as F
 import transformers as tf
 from torch import nn
 
-from qat_lora.backend import TorchBackend
+from qat_lora.backend import TorchBackend, tiles
 from qat_lora.blocks import block_outputs, check_blocks, first_inputs
 from qat_lora.errors import UserError
 from qat_lora.kd.losses import sparse_loss, token_log_probs
 from qat_lora.memory import training_memory
+from qat_lora.models import head as head_module
 from qat_lora.models.architecture import decoder_layers, hidden_states, is_recurrent, matrices, packs, part_of
 from qat_lora.models.attention import Layout
 from qat_lora.models.check import check
@@ -76,7 +77,12 @@ def test_a_head_needs_no_weights_to_be_known():
 
 @pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_gradients_through_a_head_are_autograds(cap, with_bias):
+@pytest.mark.parametrize("strip", [None, 4])
+def test_gradients_through_a_head_are_autograds(cap, with_bias, strip, monkeypatch):
+    if strip:
+        monkeypatch.setattr(tiles, "POSITIONS", 6)
+        monkeypatch.setattr(tiles, "STRIP_BYTES", 4 * 6 * strip)
+        monkeypatch.setattr(head_module, "HEAD_BYTES", 4 * 6 * strip)
     random = torch.Generator().manual_seed(0)
     hidden, weight, bias = (torch.randn(shape, generator=random) for shape in ((3, 5, 8), (11, 8), (11,)))
     index, prob = torch.randint(0, 11, (3, 5, 4), generator=random), torch.rand(3, 5, 4, generator=random).softmax(-1)
@@ -94,18 +100,19 @@ def test_gradients_through_a_head_are_autograds(cap, with_bias):
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probabilities_through_a_head(temperature):
+def test_log_probabilities_through_a_head(temperature, trained):
     random = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(6, 8, generator=random), torch.randn(11, 8, generator=random)
     chosen, found = torch.randint(0, 11, (6,), generator=random), []
     for dense in (True, False):
-        given = hidden.clone().requires_grad_()
-        head = Head(weight, torch.arange(11.0), 0.5, 2.0, 4.0)
+        given, w, bias = hidden.clone().requires_grad_(), weight.clone(), torch.arange(11.0)
+        head = Head(w.requires_grad_(trained), bias.requires_grad_(trained), 0.5, 2.0, 4.0)
         logp = (head.logits(given) / temperature).log_softmax(1).gather(1, chosen.unsqueeze(1)).squeeze(1)
         logp = logp if dense else token_log_probs(given, head, chosen, temperature)
         (logp * torch.arange(6.0)).sum().backward()
-        found.append((logp.detach(), given.grad))
+        found.append((logp.detach(), given.grad, *((w.grad, bias.grad) if trained else ())))
     torch.testing.assert_close(*found)
 
 

@@ -5,7 +5,7 @@ import torch
 
 from qat_lora.errors import UserError
 from qat_lora.models.loading import load_model
-from qat_lora.rl.policy import Prompts, log_probs
+from qat_lora.rl.policy import Prompts, _together, log_probs
 
 TEXTS = [[5, 6, 7, 8, 9], [40, 41, 42]]
 
@@ -65,10 +65,20 @@ def test_a_completion_does_not_see_its_neighbours(model):
     assert same[:, [0, 2]].all() and not same[:, 1].any()
 
 
-def test_a_head_that_learns_is_refused(model):
-    model.get_output_embeddings().weight.requires_grad_(True)
-    with pytest.raises(ValueError, match="frozen"):
-        log_probs(model, Prompts.of(TEXTS, 8, 0), completions())
+def test_a_head_that_learns_has_autograds_gradient(model):
+    weight = model.get_output_embeddings().weight.requires_grad_(True)
+    prompts, done = Prompts.of(TEXTS, 8, 0), completions()
+    found = []
+    for dense in (False, True):
+        if dense:
+            before = _together(model, prompts, done) @ weight.T
+            logp = before.log_softmax(-1).gather(-1, done.unsqueeze(-1)).squeeze(-1)
+        else:
+            logp = log_probs(model, prompts, done)
+        weight.grad = None
+        (logp * torch.linspace(0, 1, logp.numel()).view(logp.shape)).sum().backward()
+        found.append((logp.detach(), weight.grad))
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("text, said", [([1, 2, 3], "max-prompt-length 2"), ([], "a prompt is empty")])
