@@ -47,7 +47,9 @@ from qat_lora.data.packing import (
 from qat_lora.errors import UserError
 from qat_lora.evaluate import kd_loss, text_figures, text_loss, windows
 from qat_lora.kd.cache import CacheSpec, edges, write_cache
-from qat_lora.models.loading import EMBEDDED, EMBEDDED_NOTE, empty_model, load_config, load_model
+from qat_lora.models.loading import EMBEDDED, empty_model, load_config, load_model
+from qat_lora.models.packaged import notes
+from qat_lora.models.source import CHOICES
 from qat_lora.models.targets import PROJECTIONS
 from qat_lora.qat import parameter_groups
 from qat_lora.quant.init import initialise
@@ -72,7 +74,7 @@ RANKS = {4: PROJECTIONS, 8: ("v", "gate", "up"), 16: ("down",), 32: ("o",)}
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TextSource, ScriptConfig):
-    model: str = option(EMBEDDED, "model to quantise, and its own teacher")
+    model: str = option(EMBEDDED, f"model to quantise, and its own teacher: {CHOICES}")
     other_dataset: str | None = option(None, "a text of another kind to measure on too")
     grids: str = option("int2/g64,int2/g32,int4/g32,int4/g96", "quantisers of MLP and attention")
     methods: str = option(",".join(METHODS), "what to compare")
@@ -104,7 +106,7 @@ def main(cfg: Config) -> None:
         code = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--cell", cell]).returncode
         if code:  # the cell has said why
             raise SystemExit(code)
-        note = f" Note: {EMBEDDED_NOTE}." if cfg.model == EMBEDDED else ""
+        note = f" Note: {said}." if (said := notes(cfg.model)) else ""
         write_report(results(out), out, f"{cfg.model} on {backend}.{note}")
     held.close()
 

@@ -26,14 +26,14 @@ from qat_lora.kd.cache import CacheSpec, cache_date, edges, open_cache, write_ca
 from qat_lora.memory import check_fits, least_teacher_memory
 from qat_lora.models.loading import (
     EMBEDDED,
-    EMBEDDED_NOTE,
     check_headers,
     check_length,
     load_config,
     load_model,
     model_fingerprint,
 )
-from qat_lora.models.source import is_hub
+from qat_lora.models.packaged import notes
+from qat_lora.models.source import CHOICES, is_hub
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.files import lock, read_json, write_json
 from qat_lora.run.rundir import say
@@ -41,7 +41,7 @@ from qat_lora.run.rundir import say
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TextOptions, ScriptConfig):
-    model: str = option(EMBEDDED, "the teacher: smollm2-135m (embedded), a local folder, a .gguf file, or a hub name")
+    model: str = option(EMBEDDED, f"the teacher: {CHOICES}")
     cache_dir: str | None = option(None, "folder to write, e.g. caches/wikitext_L256")
     top_k: int = option(8, "exact probabilities kept at a position")
     draws: int = option(12, "tail tokens drawn at a position")
@@ -73,8 +73,8 @@ def main(cfg: Config) -> None:
     say(f"{len(train)} training and {len(heldout)} held-out rows of {cfg.length} tokens"
         + (f", each beginning with {tokenizer.bos_token}" if bos is not None else ""))  # fmt: skip
     say(f"top {cfg.top_k} and {cfg.draws} draws: {spec.bytes_per_position} bytes a position")
-    if cfg.model == EMBEDDED:
-        say(EMBEDDED_NOTE)
+    if note := notes(cfg.model):
+        say(note)
     mark = None if cfg.dry_run and is_hub(cfg.model) else model_fingerprint(cfg.model)  # a dry run downloads no weights
     done = open_cache(directory, spec, mark, cfg.dataset)
     if done and cfg.resume == "off":

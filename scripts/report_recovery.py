@@ -24,7 +24,8 @@ from qat_lora.evaluate import text_figures
 from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.models.adapter import adapter_values, load_adapter
 from qat_lora.models.generate import check_device, complete
-from qat_lora.models.loading import EMBEDDED, EMBEDDED_NOTE, load_model, load_tokenizer
+from qat_lora.models.loading import load_model, load_tokenizer
+from qat_lora.models.packaged import notes
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import freeze
 from qat_lora.quant.student import StudentSpec, bits_per_weight, load_student, megabytes, quantize, read_student
@@ -166,11 +167,7 @@ def report(cfg, made: dict, facts: dict, rows, texts, pictures, output: Path) ->
     shared = min(facts["shared"], count)
     chosen = f", {shared} of which are among these" if shared else ", none of which is among these"
     commit = facts["git"] + (" with changes" if facts["dirty"] else "")
-    note = (
-        f"Note: {EMBEDDED_NOTE}; the teacher is that file, not the original weights.\n"
-        if made["model"] == EMBEDDED
-        else ""
-    )
+    note = f"Note: {said}.\n" if (said := notes(made["model"])) else ""
     samples = "\n".join(f"**{name}**: {cfg.prompt}*{' '.join(text.split()) or '(nothing)'}*\n" for name, text in texts)
     images = "\n".join(f"![{p.parents[1].name}]({os.path.relpath(p, output.parent)})" for p in pictures)
     return f"""# {made["model"]}, {spec}

@@ -26,7 +26,8 @@ from qat_lora.data.text import nfc
 from qat_lora.errors import UserError
 from qat_lora.models.adapter import load_adapter
 from qat_lora.models.generate import check_device, check_room, check_sampling, complete
-from qat_lora.models.loading import EMBEDDED, EMBEDDED_NOTE, load_model
+from qat_lora.models.loading import EMBEDDED, load_model
+from qat_lora.models.packaged import notes
 from qat_lora.quant.student import load_student
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.rundir import say
@@ -69,8 +70,8 @@ def main(cfg: Config) -> None:
         backend.place(speaker.model)
     rule = f"temperature {cfg.temperature}, top-p {cfg.top_p}" if cfg.temperature else "greedy"
     say(f"{name} on {backend}; {rule}, at most {cfg.max_new_tokens} tokens" + (", no template" if cfg.raw else ""))
-    if name == EMBEDDED:
-        say(EMBEDDED_NOTE)
+    if note := notes(name):
+        say(note)
     if cfg.dry_run:
         return
 

@@ -30,7 +30,8 @@ from qat_lora.data.sections import Answer
 from qat_lora.errors import UserError, first_line, load_package
 from qat_lora.experiments.legal_page import CUT_OFF, STYLE, checked_question, page, verdict_line, verdicts
 from qat_lora.models.generate import Stream, check_device, check_room, check_sampling
-from qat_lora.models.loading import EMBEDDED, load_config
+from qat_lora.models.loading import load_config
+from qat_lora.models.packaged import PACKAGED
 from qat_lora.models.source import SPEECH
 from qat_lora.quant.student import load_trained
 from qat_lora.run.checksums import check_files
@@ -164,7 +165,7 @@ def base_model(run: Path, name: str) -> str:
     Looks in the place that the run's adapter records, relative to each folder above the run, relative to the working
     directory, and on the hub. Raises UserError if it is in none of them.
     """
-    if name == EMBEDDED:
+    if name in PACKAGED:
         return name
     recorded = read_json(run / "adapter" / "adapter_config.json").get("base_model_name_or_path") or name
     known = [path for path in (Path(str(recorded)), Path(name).expanduser()) if path.is_absolute()]

@@ -52,7 +52,7 @@ from qat_lora.memory import (
 from qat_lora.models.architecture import model_type, packs, set_packs
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import EMBEDDED, adapter_notes, check_length, weights_fingerprint
-from qat_lora.models.source import speech_files
+from qat_lora.models.source import CHOICES, speech_files
 from qat_lora.models.targets import coverage, left_out
 from qat_lora.qat import Plan, train_plain
 from qat_lora.quant.spec import QuantSpec
@@ -73,9 +73,7 @@ METHODS = ("lora", "rslora", "full")
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TokenOptions, RunConfig):
-    model: str = option(
-        EMBEDDED, "instruct model: smollm2-135m (embedded), a folder, a .gguf file, or a hub name", identity="base"
-    )
+    model: str = option(EMBEDDED, f"instruct model: {CHOICES}", identity="base")
     dataset: str = option(
         "generated", "generated, a local .jsonl or .parquet file, or a hub dataset (rzeraat/law)", identity="data"
     )

@@ -46,7 +46,7 @@ from qat_lora.machine import check_memory
 from qat_lora.memory import check_fits, least_rollout_memory, least_training_memory, training_memory
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import EMBEDDED, check_length, load_model
-from qat_lora.models.source import speech_files
+from qat_lora.models.source import CHOICES, speech_files
 from qat_lora.models.writing import write_model
 from qat_lora.qat import Plan, train_plain
 from qat_lora.quant.student import freeze_plain_tables
@@ -70,10 +70,7 @@ ROWS = 80  # answers of a validation that are drawn at a time: a token costs har
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ChatOptions, RunConfig):
-    model: str = option(
-        EMBEDDED, "instruct model to teach: smollm2-135m (embedded), a folder, a .gguf file, or a hub name",
-        identity="base",
-    )  # fmt: skip
+    model: str = option(EMBEDDED, f"instruct model to teach: {CHOICES}", identity="base")
     epochs: int = option(5, "passes of GRPO over the questions")
     num_samples: int = option(128, "questions of a pass, one of three about him")
     # The facts record how many prompts an update has; how they are split changes only which answers are drawn.

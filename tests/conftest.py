@@ -58,6 +58,41 @@ def sharp_model_dir(tiny_model_dir, tiny_tokenizer, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def gguf_file(sharp_model_dir, tmp_path_factory):
+    """The model of `sharp_model_dir` as a .gguf file."""
+    from packaged import gguf_bytes
+
+    path = tmp_path_factory.mktemp("gguf") / "sharp.gguf"
+    gguf_bytes(sharp_model_dir, path)
+    return path
+
+
+@pytest.fixture
+def gemma_package(gguf_file, tmp_path, monkeypatch):
+    """The folder of a package, in `tmp_path`, that gives `gguf_file` as gemma3-270m, whatever is installed."""
+    from packaged import MODULE, make_package
+
+    for name in [name for name in sys.modules if name.startswith(MODULE)]:
+        monkeypatch.delitem(sys.modules, name)
+    folder = make_package(tmp_path / "site", gguf_file.read_bytes())
+    monkeypatch.syspath_prepend(folder.parent)
+    monkeypatch.setenv("PYTHONPATH", f"{folder.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    yield folder
+    for name in [name for name in sys.modules if name.startswith(MODULE)]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def no_gemma(monkeypatch):
+    """The package of gemma3-270m is not there, whatever is installed."""
+    from packaged import MODULE
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == MODULE else find(name))
+
+
+@pytest.fixture(scope="session")
 def full_model_dir(tiny_tokenizer, tmp_path_factory):
     """full_model_dir(model): its folder, with random values in every parameter, so that each of them counts."""
 

@@ -15,6 +15,7 @@ from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.layer_qat import LayerPlan, train_layers
 from qat_lora.models.architecture import decoder_layers
 from qat_lora.models.loading import EMBEDDED, empty_model, load_config, load_model, load_tokenizer, model_fingerprint
+from qat_lora.models.source import CHOICES
 from qat_lora.qat import MOST_UPDATES, QATPlan, TrainOptions, check_range, train_qat
 from qat_lora.quant.linear import free_scales
 from qat_lora.quant.student import (
@@ -39,9 +40,7 @@ from qat_lora.start import METHODS, start
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TrainOptions):
-    model: str = option(
-        EMBEDDED, "base model: smollm2-135m (embedded), a local folder, a .gguf file, or a hub name", identity="base"
-    )
+    model: str = option(EMBEDDED, f"base model: {CHOICES}", identity="base")
     v2_checkpoint: str | None = option(
         None,
         "student to start from, a best.pt of --model; if its quantisers differ (e.g. 4 bits): from its weights",

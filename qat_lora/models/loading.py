@@ -1,4 +1,4 @@
-"""HF causal language models by name: the embedded file, a .gguf file, a local folder, or a hub repository."""
+"""HF causal language models by name: a package's file, a .gguf file, a local folder, or a hub repository."""
 
 import copy
 import functools
@@ -25,10 +25,8 @@ from qat_lora.models.check import check
 from qat_lora.models.gguf_settings import unread
 from qat_lora.models.identity import check_pickle, fingerprint, headers, tokenizer_fingerprint
 from qat_lora.models.multimodal import full_class, language_model, loads_as_text, text_class, text_config, text_part
+from qat_lora.models.packaged import EMBEDDED
 from qat_lora.models.source import (
-    EMBEDDED,
-    EMBEDDED_HUB,
-    absolute_name,
     check_source,
     config_json,
     file_of,
@@ -36,10 +34,10 @@ from qat_lora.models.source import (
     has_tokenizer,
     is_hub,
     model_source,
+    origin_name,
     own_tokens,
     weight_files,
 )
-from qat_lora.models.source import EMBEDDED_NOTE as EMBEDDED_NOTE
 from qat_lora.models.tokens import check_vocabulary
 
 _building = threading.RLock()  # transformers switches global defaults meanwhile, and workers may be threads (TPU v3)
@@ -98,7 +96,7 @@ def _cannot_be_loaded(name: str, reason: str | Exception) -> UserError:
 @functools.cache  # reading it from a GGUF file takes seconds
 def _full_config(name: str, state: tuple) -> PreTrainedConfig:
     config, source = _load(AutoConfig, name), model_source(name)
-    if "gguf_file" in source and name != EMBEDDED:
+    if "gguf_file" in source:
         lost = unread(_gguf_reader(Path(source["pretrained_model_name_or_path"], source["gguf_file"])), config)
         if lost:
             raise UserError(
@@ -195,7 +193,7 @@ def load_model(name: str) -> nn.Module:
         model.hf_quantizer = None
         model.is_quantized = False
     _settle_generation(name, model.generation_config)
-    model.config._name_or_path = model.name_or_path = EMBEDDED_HUB if name == EMBEDDED else absolute_name(name)
+    model.config._name_or_path = model.name_or_path = origin_name(name)
     model.fingerprint = model_fingerprint(name)
     check(model.eval())
     return model

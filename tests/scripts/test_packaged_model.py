@@ -1,0 +1,82 @@
+"""gemma3-270m, from a package with a tiny model in it, wherever a script takes a model: what is made of it keeps its
+name, and where its package is missing one line says so."""
+
+import json
+
+import pytest
+import torch
+from packaged import NAME
+from small import SMALL
+
+from qat_lora.kd.cache import read_manifest
+from qat_lora.quant.student import read_student
+
+TEXT = ["--dataset", "embedded", "--length", 16]
+CPU = ["--device", "cpu"]
+CACHE = [*TEXT, "--max-rows", 32, "--heldout-fraction", 0.25, "--rows-per-shard", 8, *CPU, "--precision", "fp32"]
+QAT = [*SMALL, "--max-steps", 6, "--init", "rtn", "--learning-rate", 3e-3, "--warmup-steps", 0]  # learns at once
+
+
+@pytest.fixture
+def made(run, gemma_package, tmp_path, monkeypatch):
+    """A working directory with a folder of the model's name, a cache c/, and runs r/ of QAT and l/ of recovery."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / NAME).mkdir()
+    run("build_kd_cache", "--model", NAME, "--cache-dir", "c", *CACHE)
+    run("train_qat", "--model", NAME, "--cache-dir", "c", "--output-dir", "r", *QAT)
+    run("train_recovery_lora", "--checkpoint", "r/best.pt", "--kd-cache-dir", "c", "--output-dir", "l", *SMALL)
+    return tmp_path
+
+
+def test_everything_that_is_made_of_it_knows_it_by_name_and_loads_elsewhere(
+    run, made, gguf_file, tmp_path_factory, monkeypatch, capsys
+):
+    assert read_manifest(made / "c")[0].teacher == NAME
+    assert torch.load(made / "r" / "best.pt", weights_only=True)["model"] == NAME
+    adapter = json.loads((made / "l" / "adapter" / "adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == "google/gemma-3-270m"
+
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    student, adapter = made / "r" / "best.pt", made / "l" / "adapter"
+    assert read_student(student)["model"] == read_student(student, NAME)["model"] == NAME
+    capsys.readouterr()
+    ppl = ["--checkpoint", student, "--adapter", adapter, *TEXT, "--max-windows", 2, *CPU, "--json"]
+    run("measure_perplexity", *ppl, "--teacher", NAME)
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["model"] == facts["teacher"] == NAME and "Q4_K_M" in facts["note"]
+    run("measure_perplexity", *ppl, "--teacher", gguf_file, "--model", gguf_file)
+    assert json.loads(capsys.readouterr().out)["kl"] == facts["kl"]
+    asked = ["--checkpoint", student, "--adapter", adapter, "--max-new-tokens", 2, *CPU]
+    run("run_inference", *asked, "--compare", "--prompt", "A")
+    assert "Q4_K_M" in capsys.readouterr().out
+    run("run_legal_assistant", *asked, "--question", "A?")
+    for kind in ("hf", "gguf"):
+        run("export_model", "--checkpoint", student, "--adapter", adapter, "--format", kind, "--output-dir", kind)
+    runs = ["--qat-run", made / "r", "--recovery-run", made / "l", "--cache-dir", made / "c", "--output", "report.md"]
+    run("report_recovery", *runs, "--rows", 4, "--new-tokens", 2, *CPU)
+    with open("report.md") as file:
+        assert "Q4_K_M" in file.read()
+
+
+MISSING = f"error: model {NAME}: its package is missing; make setup-zoo installs it (240 MB, under Gemma's terms)\n"
+
+
+@pytest.mark.parametrize(
+    "script, flags",
+    [
+        ("build_kd_cache", ["--model", NAME, "--cache-dir", "c"]),
+        ("train_qat", ["--model", NAME, "--cache-dir", "c", *SMALL]),
+        ("train_musclebob_improved", ["--model", NAME, *CPU]),
+        ("train_cot_sft", ["--model", NAME, *CPU]),
+        ("measure_perplexity", ["--model", NAME, *TEXT, *CPU]),
+        ("measure_perplexity", ["--model", "MODEL", "--teacher", NAME, *TEXT, *CPU]),
+        ("run_inference", ["--model", NAME, "--prompt", "A", *CPU]),
+        ("run_legal_assistant", ["--model", NAME, "--question", "A?", *CPU]),
+        ("qat_quality", ["--config", "gemma", *CPU]),
+    ],
+)
+def test_without_its_package(refusal, no_gemma, sharp_cache, tiny_model_dir, tmp_path, monkeypatch, script, flags):
+    places = {"c": str(sharp_cache) if script == "train_qat" else "c", "MODEL": tiny_model_dir}
+    monkeypatch.chdir(tmp_path)
+    assert refusal(script, *(places.get(flag, flag) for flag in flags)) == MISSING
+    assert not list(tmp_path.iterdir()), "nothing is left of a run that could not begin"
