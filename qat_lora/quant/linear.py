@@ -232,6 +232,12 @@ def show_quantized(module: nn.Module, quantizer: nn.Module, names: tuple[str, ..
     module.quantizer, module.transposed = quantizer, transposed
 
 
+def hide_quantized(module: Shown) -> None:
+    """Undo `show_quantized`: the module reads its parameters as they are."""
+    module.__class__ = type(module).__bases__[1]
+    del module.quantizer, module.transposed
+
+
 @functools.cache
 def _shown_class(kind: type, names: tuple[str, ...]) -> type:
     def seen(name: str) -> property:
