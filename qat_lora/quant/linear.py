@@ -274,11 +274,6 @@ def rows_of(layer) -> Tensor:
     return layer.weight.transpose(1, 2) if getattr(layer, "transposed", False) else layer.weight
 
 
-def set_rows(layer, rows: Tensor) -> None:
-    """Replace a layer's weight by `rows`, in the shape of `rows_of`."""
-    layer.weight.data = rows.transpose(1, 2).contiguous() if getattr(layer, "transposed", False) else rows
-
-
 def effective_weight(module, dtype: torch.dtype | None = None) -> Tensor:
     """The weight that a linear layer, an embedding or experts multiply with, quantised or not, in the model's own
     shape.
@@ -297,7 +292,8 @@ def freeze(module: nn.Module) -> None:
     for layer in quantized_layers(module).values():
         if layer.quantizer.codes is None:
             layer.quantizer.codes = layer.quantizer.encode(rows_of(layer))
-        set_rows(layer, layer.quantizer.decode(layer.quantizer.codes))
+        # in its place: new tensors for all weights would leave the memory of the old ones in pieces
+        rows_of(layer).detach().copy_(layer.quantizer.decode(layer.quantizer.codes))
         layer.weight.requires_grad_(False)
         layer.quantizer.requires_grad_(False)
 
