@@ -8,7 +8,7 @@ TPU := $(wildcard /dev/accel0 /dev/vfio/0)
 .DEFAULT_GOAL := help
 .PHONY: help setup doctor demo test lint bench-qat bench-quality bench-scaling setup-peers test-peers setup-zoo test-zoo test-faults models \
 	recovery-v6e1 recovery-v6e4 recovery-v6e8 recovery-cuda recovery-cpu2 qat-v6e4 qat-cuda qat-cpu2 \
-	musclebob-cpu musclebob-v5e1 musclebob-cuda bench-grpo reservoir-cpu reservoir-tpu reservoir-cuda bench-reservoir \
+	musclebob-cpu musclebob-v5e1 musclebob-cuda bench-grpo bench-memory reservoir-cpu reservoir-tpu reservoir-cuda bench-reservoir \
 	athena-cpu athena-v3-8 athena-cuda bench-recursive legal-cpu legal-v5e8 legal-cuda bench-sft
 
 help: ## this list
@@ -144,6 +144,9 @@ bench-quality: setup-peers ## students of equal bits and tokens beside their pee
 
 bench-scaling: setup ## what two workers cost each other, and the bytes they reduce
 	$(PY) benchmarks/scaling.py
+
+bench-memory: setup ## what --dry-run says of memory beside the measured peak, at three vocabularies
+	USE_TORCH_XLA=0 $(PY) benchmarks/memory.py
 
 bench-grpo: setup-peers ## a GRPO step, rollout and update, beside TRL's
 	USE_TORCH_XLA=0 PYTHONPATH=$(PEERS) $(PY) benchmarks/grpo_step.py

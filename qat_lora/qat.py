@@ -12,7 +12,15 @@ from qat_lora.backend import TorchBackend
 from qat_lora.data.batches import batches
 from qat_lora.errors import UserError
 from qat_lora.evaluate import kd_loss
-from qat_lora.memory import check_fits, least_training_memory, training_memory
+from qat_lora.memory import (
+    Parts,
+    check_fits,
+    least_training_memory,
+    loading_memory,
+    memory_line,
+    sizes_of,
+    training_memory,
+)
 from qat_lora.models.architecture import decoder_layers, part_of
 from qat_lora.quant.linear import quantized_layers
 from qat_lora.run.config import RunConfig, option
@@ -77,20 +85,25 @@ class TrainOptions(RunConfig):
             return
         length = len(train[0]["tokens"])
         need = least_training_memory(model, self.batch_size, length, backend.bf16)
-        what = f"training on --batch-size {self.batch_size} rows of {length} tokens with {workers} workers"
+        what = f"training {sizes_of(model)} on --batch-size {self.batch_size} rows of {length} tokens"
+        what += f" with {workers} workers" if workers > 1 else ""
         check_fits(backend, {"--batch-size, or take shorter rows or a smaller model": need}, what, workers)
 
     def describe(
-        self, model: nn.Module, trained: int, frozen: int, train: Dataset, bf16: bool, workers: int
-    ) -> list[str]:
-        """Lines on batch, shares and estimated memory of a worker, for a model with that many parameters."""
+        self, model: nn.Module, train: Dataset, backend: TorchBackend, workers: int, beside: Parts | None = None,
+        more: dict[str, Parts] | None = None,
+    ) -> list[str]:  # fmt: skip
+        """Lines on batch, shares and estimated memory of a worker. beside: what else is held in training; more: further
+        phases."""
         rows, length = self.update_facts(workers)["rows_per_update"], len(train[0]["tokens"])
-        memory = training_memory(model, trained, frozen, self.batch_size, length, bf16, self.gradient_checkpointing)
+        checkpointing = self.gradient_checkpointing
+        training = training_memory(model, self.batch_size, length, backend.bf16, checkpointing, beside)
+        phases = {"loading": loading_memory(model), "training": training} | (more or {})
         return [
             f"effective batch: batch_size {self.batch_size} × accumulation_steps {self.accumulation_steps} × num_chips "
             f"{workers} = {rows} rows or {rows * length} tokens",
             f"an epoch: {len(train)} rows in {len(train) / rows:.1f} updates, {len(train) // workers} for each worker",
-            "memory of a worker (estimated): " + ", ".join(f"{name} {size:.2f} GB" for name, size in memory.items()),
+            memory_line(phases, backend),
         ]
 
 
@@ -192,6 +205,12 @@ def select_parameters(student: nn.Module, scope: str) -> None:
         raise UserError(f"--scope {scope} leaves nothing of this model to train; use another scope")
 
 
+def average_of(student: nn.Module) -> nn.Module:
+    """A copy of a student for its moving average; what is frozen is shared, not copied."""
+    frozen = [value for value in (*student.parameters(), *student.buffers()) if not value.requires_grad]
+    return copy.deepcopy(student, {id(value): value for value in frozen})
+
+
 @torch.no_grad()
 def follow(average: nn.Module, student: nn.Module, decay: float) -> None:
     """One step of an exponential moving average: average ← decay·average + (1 − decay)·student, for what is trained."""
@@ -260,7 +279,7 @@ def train_qat(
     kept = {name: p for name, p in student.named_parameters() if p.requires_grad}  # of earlier stages too
     select_parameters(student, plan.scope)
     optimizer = backend.optimizer(parameter_groups(student, plan.learning_rate, plan.scale_learning_rate))
-    shown = copy.deepcopy(student) if plan.ema else student
+    shown = average_of(student) if plan.ema else student
 
     def state() -> tuple[dict, dict]:
         average = {name: p for name, p in shown.named_parameters() if name in kept} if plan.ema else {}

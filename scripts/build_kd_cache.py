@@ -17,17 +17,25 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from qat_lora.backend import open_backend
+from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.data.options import TextOptions
 from qat_lora.data.packing import fingerprint, split_heldout, tokenizer_fingerprint
 from qat_lora.data.templates import template_facts
 from qat_lora.errors import UserError
 from qat_lora.kd.cache import CacheSpec, cache_date, edges, open_cache, write_cache
-from qat_lora.memory import check_fits, least_teacher_memory
+from qat_lora.memory import (
+    check_fits,
+    evaluation_memory,
+    least_teacher_memory,
+    loading_memory,
+    memory_line,
+    sizes_of,
+)
 from qat_lora.models.loading import (
     EMBEDDED,
     check_headers,
     check_length,
+    empty_model,
     load_config,
     load_model,
     model_fingerprint,
@@ -81,13 +89,12 @@ def main(cfg: Config) -> None:
         raise UserError(
             f"{directory} already holds {len(done)} shards; resume with --resume auto, or give another folder"
         )
+    check_memory(cfg, backend)
     if cfg.dry_run:
         return
 
-    teacher = load_model(cfg.model)  # what is wrong with it leaves no folder behind
-    need = least_teacher_memory(teacher, cfg.batch_size, cfg.length, cfg.draws, backend.bf16)
-    what = f"a teacher pass over --batch-size {cfg.batch_size} rows with --draws {cfg.draws}"
-    check_fits(backend, {"--batch-size or --draws": need}, what)
+    # what is wrong with it leaves no folder behind; frozen: autocast would keep all of its weights in bf16 as well
+    teacher = load_model(cfg.model).requires_grad_(False)
     with lock(directory):
         done = dict(open_cache(directory, spec, mark))
         backend.place(teacher)
@@ -109,6 +116,19 @@ def check(cfg: Config) -> None:
             raise UserError(f"--{name.replace('_', '-')} {getattr(cfg, name)} must be at least 1")
     if cfg.resume not in ("auto", "off"):
         raise UserError(f"--resume {cfg.resume!r} is not one of auto, off")
+
+
+def check_memory(cfg: Config, backend: TorchBackend) -> None:
+    """Say what memory a teacher pass takes, from shapes alone. Raises UserError where this machine lacks it; dry runs
+    pass: they may plan for another machine."""
+    teacher = empty_model(cfg.model).requires_grad_(False)
+    draws = {"draws": 3 * 4 * cfg.draws * cfg.batch_size * cfg.length}
+    a_pass = evaluation_memory(teacher, cfg.batch_size, cfg.length, backend.bf16) | draws
+    say(memory_line({"loading": loading_memory(teacher), "a teacher pass": a_pass}, backend))
+    if not cfg.dry_run:
+        need = least_teacher_memory(teacher, cfg.batch_size, cfg.length, cfg.draws, backend.bf16)
+        what = f"a teacher pass of {sizes_of(teacher)} over --batch-size {cfg.batch_size} rows with --draws {cfg.draws}"
+        check_fits(backend, {"--batch-size or --draws, or take a smaller model": need}, what)
 
 
 def report(directory: Path, tokens: int, seconds: float) -> None:

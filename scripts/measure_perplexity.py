@@ -29,11 +29,20 @@ from qat_lora.data.options import TextSource
 from qat_lora.data.packing import given_token, stream, tokenizer_fingerprint
 from qat_lora.errors import UserError
 from qat_lora.evaluate import counted, text_figures, windows
+from qat_lora.memory import (
+    check_fits,
+    evaluation_memory,
+    least_teacher_memory,
+    loading_memory,
+    memory_line,
+    sizes_of,
+    weight_memory,
+)
 from qat_lora.models.adapter import adapter_values
 from qat_lora.models.architecture import unwrap
-from qat_lora.models.loading import check_length, load_model, load_tokenizer
+from qat_lora.models.loading import check_length, empty_model, load_model, load_tokenizer
 from qat_lora.models.packaged import notes
-from qat_lora.quant.student import bits_per_weight, load_trained, megabytes
+from qat_lora.quant.student import bits_per_weight, empty_trained, load_trained, megabytes
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.rundir import say
 
@@ -57,6 +66,7 @@ def main(cfg: Config) -> None:
     check(cfg)
     backend = open_backend(cfg.device, cfg.precision)
     backend.seed(cfg.seed)
+    memory = check_memory(cfg, backend)
     model, name = load_trained(cfg.model, cfg.checkpoint, cfg.adapter)
     tokenizer = cfg.tokenizer(name)
     check_length(name, cfg.length)
@@ -68,6 +78,8 @@ def main(cfg: Config) -> None:
     facts["bos"] = None if bos is None else tokenizer.bos_token
     if not cfg.dry_run:
         facts |= measure(model, teacher, tokens, scored, given, backend, cfg.batch_size)
+    elif not cfg.json:
+        say(memory)
     show(facts, cfg.json)
 
 
@@ -85,6 +97,23 @@ def check(cfg: Config) -> None:
             raise UserError(f"--{name.replace('_', '-')} {getattr(cfg, name)} must be at least 1")
     if cfg.streaming and not cfg.max_windows:
         raise UserError("--streaming reads without end; give --max-windows with it")
+
+
+def check_memory(cfg: Config, backend: TorchBackend) -> str:
+    """A line on what memory the measurement takes, from shapes alone. Raises UserError where this machine lacks it; dry
+    runs pass: they may plan for another machine."""
+    model = empty_trained(cfg.model, cfg.checkpoint)
+    teacher = empty_model(cfg.teacher) if cfg.teacher else None
+    loading = {"loading": loading_memory(model)}
+    if teacher is not None:
+        loading["loading the teacher"] = loading_memory(teacher) | {"model": weight_memory(model)}
+    if not cfg.dry_run:
+        every = [model] if teacher is None else [model, teacher]
+        need = sum(least_teacher_memory(one, cfg.batch_size, cfg.length, 0, backend.bf16) for one in every)
+        what = f"measuring {sizes_of(model)} on --batch-size {cfg.batch_size} windows of --length {cfg.length}"
+        check_fits(backend, {"--batch-size or --length, or take a smaller model": need}, what)
+    measuring = evaluation_memory(model, cfg.batch_size, cfg.length, backend.bf16, teacher)
+    return memory_line(loading | {"measuring": measuring}, backend)
 
 
 def step_of(cfg: Config) -> int:

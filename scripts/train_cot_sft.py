@@ -43,12 +43,17 @@ from qat_lora.experiments.cot_sft import (
     write_whole,
 )
 from qat_lora.memory import (
-    cache_memory,
+    Parts,
+    answer_memory,
     check_fits,
+    host_memory,
     least_rollout_memory,
     least_training_memory,
+    loading_memory,
+    memory_line,
+    sizes_of,
     training_memory,
-)  # fmt: skip
+)
 from qat_lora.models.architecture import model_type, packs, set_packs
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import EMBEDDED, adapter_notes, check_length, weights_fingerprint
@@ -132,6 +137,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
         rows = law_rows(cfg.dataset, cfg.dataset_split, cfg.count, cfg.seed)
     weights = section_weights(cfg.section_weights)
     with_values = backend.is_main and not cfg.dry_run
+    check_memory(cfg, adapted(cfg, load_base(cfg.model, cfg.quantize, False)), backend, workers)
     base = load_base(cfg.model, cfg.quantize, with_values)
     together = packs(base) if cfg.dry_run else backend.group.on_main(lambda: packs(base))
     set_packs(base, together)  # the other workers have no weights to find out with
@@ -261,18 +267,34 @@ def describe(cfg: Config, model: nn.Module, backend: TorchBackend, data: LawData
         say(f"one example to a row: a model of type {model_type(model)!r} does not keep several apart")
     say(f"{plan.steps} updates of {plan.batch_size} × {plan.accumulation} × {workers} = {rows} rows "
         f"({rows * cfg.length:,} tokens), learning rate {plan.learning_rate:g}")  # fmt: skip
-    parts = training_memory(
-        model, trained, whole - trained, cfg.batch_size, cfg.length, backend.bf16, cfg.gradient_checkpointing
+    say(memory_line(memory(cfg, model, backend), backend))
+
+
+def memory(cfg: Config, model: nn.Module, backend: TorchBackend) -> dict[str, Parts]:
+    """What each phase takes."""
+    row, rows = (
+        cfg.max_prompt_length + cfg.max_new_tokens,
+        cfg.answer_rows * bool(cfg.eval_answers or cfg.final_answers),
     )
-    say("memory of a worker (estimated): " + ", ".join(f"{name} {size:.2f} GB" for name, size in parts.items()))
-    if not cfg.dry_run:
-        need = least_training_memory(model, cfg.batch_size, cfg.length, backend.bf16)
-        what = f"training on --batch-size {cfg.batch_size} rows of {cfg.length} tokens"
-        check_fits(backend, {"--batch-size, --length, or take a smaller model": need}, what, workers)
-        need = least_rollout_memory(model, 1, cfg.answer_rows, cfg.max_new_tokens)
-        check_fits(backend, {"--answer-rows": need}, f"generating --answer-rows {cfg.answer_rows} answers", workers)
-    cache = cache_memory(model, cfg.answer_rows, cfg.max_prompt_length + cfg.max_new_tokens, backend.bf16)
-    say(f"and during evaluations: keys and values of {cfg.answer_rows} answers {cache:.2f} GB")
+    whole = sum(p.numel() for p in model.parameters())
+    return {
+        "loading": loading_memory(model),
+        "training": training_memory(model, cfg.batch_size, cfg.length, backend.bf16, cfg.gradient_checkpointing),
+        "answering": answer_memory(model, rows, row, backend.bf16),
+        "merging": host_memory(model) | {"weights in fp64": 8 * whole},
+    }
+
+
+def check_memory(cfg: Config, model: nn.Module, backend: TorchBackend, workers: int) -> None:
+    """Raise UserError for a model, here without storage, that cannot be trained on this machine. Dry runs pass: they
+    may plan for another machine."""
+    if cfg.dry_run:
+        return
+    need = least_training_memory(model, cfg.batch_size, cfg.length, backend.bf16)
+    what = f"training {sizes_of(model)} on --batch-size {cfg.batch_size} rows of {cfg.length} tokens"
+    check_fits(backend, {"--batch-size, --length, or take a smaller model": need}, what, workers)
+    need = least_rollout_memory(model, 1, cfg.answer_rows, cfg.max_new_tokens)
+    check_fits(backend, {"--answer-rows": need}, f"generating --answer-rows {cfg.answer_rows} answers", workers)
 
 
 if __name__ == "__main__":

@@ -43,9 +43,19 @@ from qat_lora.experiments.musclebob import (
 )  # fmt: skip
 from qat_lora.grpo import GRPOPlan, PromptDataset, train_grpo
 from qat_lora.machine import check_memory
-from qat_lora.memory import check_fits, least_rollout_memory, least_training_memory, training_memory
+from qat_lora.memory import (
+    Parts,
+    answer_memory,
+    check_fits,
+    least_rollout_memory,
+    least_training_memory,
+    loading_memory,
+    memory_line,
+    sizes_of,
+    training_memory,
+)
 from qat_lora.models.generate import end_tokens
-from qat_lora.models.loading import EMBEDDED, check_length, load_model
+from qat_lora.models.loading import EMBEDDED, check_length, empty_model, load_model
 from qat_lora.models.source import CHOICES, speech_files
 from qat_lora.models.writing import write_model
 from qat_lora.qat import Plan, train_plain
@@ -118,7 +128,8 @@ def main(cfg: Config) -> None:
     backend = open_backend(cfg.device, cfg.precision)
     tokenizer = cfg.tokenizer(cfg.model, begun(NAME, cfg))
     check_template(tokenizer)
-    model = load_model(cfg.model)
+    check_sizes(cfg, freeze_plain_tables(empty_model(cfg.model)), backend)
+    model = empty_model(cfg.model) if cfg.dry_run else load_model(cfg.model)
     examiner = Examiner(
         tokenizer, backend, tuple(end_tokens(model, tokenizer)), ROWS, cfg.max_prompt_length,
         cfg.max_completion_length, cfg.thinks,
@@ -128,12 +139,11 @@ def main(cfg: Config) -> None:
     examiner.encode([q.messages for q in heldout_questions()])  # refused now rather than at the first validation
     rows = sft_rows(cfg, tokenizer)
     sft, grpo = sft_plan(cfg) if rows else None, grpo_plan(cfg, examiner.ends)
-    check_answers(model, backend.kind)
+    check_answers(model, backend.kind, not cfg.dry_run)
     freeze_plain_tables(model)  # no answer needs another vocabulary
     describe(cfg, model, backend, sft, grpo)
     if cfg.dry_run:
         return
-    check_sizes(cfg, model, backend)
 
     asked = fingerprint(Rows(prompts.prompts.tokens.int(), prompts.prompts.mask.byte()))
     run = open_run(NAME, cfg, {
@@ -161,8 +171,8 @@ def main(cfg: Config) -> None:
             keep(model, tokenizer, run.path / "sft_model")
             validate(cfg, run, examiner, model, "post_sft")
         if grpo.steps:
-            reference = start_of_grpo(cfg, run, backend)
-            train_grpo(model, reference, prompts, judge_of(questions, examiner), grpo, session, evaluate)
+            judge = judge_of(questions, examiner)
+            train_grpo(model, start_of_grpo(cfg, run, backend), prompts, judge, grpo, session, evaluate)
     finally:  # a run that is stopped keeps its history, too
         write_history(run)
     finish(cfg, run, examiner, model, session)
@@ -254,34 +264,47 @@ def describe(cfg: Config, model: nn.Module, backend: TorchBackend, sft: Plan | N
         say(f"SFT: {sft.steps} updates of {sft.batch_size} conversations")
     say(f"GRPO: {grpo.steps} updates of {grpo.batch_size} × {grpo.accumulation} prompts × {grpo.group} answers")
     say(f"{cfg.max_prompt_length} + {cfg.max_completion_length} tokens, {grpo.objective}, {grpo.sampling}")
-    parts = memory(cfg, model, backend)
-    say("memory (estimated): " + ", ".join(f"{name} {size:.2f} GB" for name, size in parts.items()))
+    say(memory_line(memory(cfg, model, backend, sft, grpo), backend))
     if backend.kind == "xla" and cfg.gradient_checkpointing:
         say("warning: gradient checkpointing is switched off on XLA; a lower --batch-size needs less memory")
     if backend.kind == "xla" and HUGEPAGES.is_file() and "[always]" not in HUGEPAGES.read_text():
         say("warning: transparent hugepages are off, which slows the TPU runtime down: sudo ./enable_hugepages.sh")
 
 
-def memory(cfg: Config, model: nn.Module, backend: TorchBackend) -> dict[str, float]:
-    """In GB, at the peak of a GRPO update: a prompt's answers stand in one row with it, and with a KL there is a second
-    model."""
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    whole = sum(p.numel() for p in model.parameters())
-    row = cfg.max_prompt_length + cfg.num_generations * cfg.max_completion_length
-    return training_memory(
-        model, trained, whole - trained + (whole if cfg.beta else 0), cfg.batch_size, row, backend.bf16,
-        cfg.gradient_checkpointing and backend.kind == "cuda",
-    )  # fmt: skip
+def memory(cfg: Config, model: nn.Module, backend: TorchBackend, sft: Plan | None, grpo: GRPOPlan) -> dict[str, Parts]:
+    """What each phase takes. A validation has the model that the run began with beside it, and so has GRPO where there
+    is a KL; in GRPO a prompt's answers stand in one row with it."""
+    checkpointing, length = cfg.gradient_checkpointing and backend.kind == "cuda", cfg.max_completion_length
+    start = 4 * sum(p.numel() for p in model.parameters())
+    reference = {"model before GRPO": start} if cfg.beta else {}
+    row = cfg.max_prompt_length + length
+    phases = {
+        "loading": loading_memory(model),
+        "a validation": answer_memory(model, ROWS, row, backend.bf16, {"model before training": start}),
+    }
+    if sft:
+        phases["SFT"] = training_memory(model, sft.batch_size, row, backend.bf16, checkpointing)
+    if grpo.steps:
+        together = cfg.max_prompt_length + cfg.num_generations * length
+        phases["GRPO"] = training_memory(model, cfg.batch_size, together, backend.bf16, checkpointing, reference)
+    return phases
 
 
 def check_sizes(cfg: Config, model: nn.Module, backend: TorchBackend) -> None:
-    """Raise UserError if an update cannot fit this machine."""
+    """Raise UserError if an update of a model, here without storage, cannot fit this machine. Dry runs pass: they may
+    plan for another machine."""
+    if cfg.dry_run:
+        return
     answers = f"--batch-size {cfg.batch_size} × --num-generations {cfg.num_generations} answers"
     need = least_rollout_memory(model, cfg.batch_size, cfg.num_generations, cfg.max_completion_length)
     check_fits(backend, {"--batch-size or --num-generations": need}, f"generating {answers}")
     # a lower bound: answers of one token, for except on XLA they are cut to the longest
     need = least_training_memory(model, cfg.batch_size, cfg.num_generations, backend.bf16)
-    check_fits(backend, {"--batch-size or --num-generations, or take a smaller model": need}, f"training on {answers}")
+    check_fits(
+        backend,
+        {"--batch-size or --num-generations, or take a smaller model": need},
+        f"training {sizes_of(model)} on {answers}",
+    )
 
 
 def detect_device_type() -> str:

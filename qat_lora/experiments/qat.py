@@ -26,9 +26,9 @@ from qat_lora.quant.student import (
     quantize,
     read_student,
     reload_student,
-    requantized,
     save_student,
     thaw,
+    unquantised,
 )
 from qat_lora.run.config import option
 from qat_lora.run.files import copy_file, sha256
@@ -180,11 +180,10 @@ def describe(cfg: Config, train, heldout, backend: TorchBackend, workers: int) -
     say(f"cache {cfg.cache_dir}: {len(train)} training and {len(heldout)} held-out rows of {train.length} tokens")
     stages = f"{cfg.layer_steps} updates for each of {len(decoder_layers(model))} blocks, {cfg.max_steps} end to end"
     say(f"start: {cfg.v2_checkpoint or cfg.init}; {stages}, {cfg.scale_steps} of the scales alone")
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    frozen = sum(p.numel() for p in model.parameters()) - trained
     say(export_formats(cfg.model))
     cfg.check_memory(model, train, backend, workers)
-    for line in cfg.describe(model, trained, frozen, train, backend.bf16, workers):
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    for line in cfg.describe(model, train, backend, workers, {"moving average": 4 * trained} if cfg.ema else None):
         say(line)
 
 
@@ -206,10 +205,10 @@ def load_start(cfg: Config, spec: StudentSpec):
     student, made = load_student(cfg.v2_checkpoint, cfg.model) if cfg.v2_checkpoint else (None, None)
     if made and StudentSpec(**made["spec"]) == spec:
         return thaw(student), True
-    base = load_model(cfg.model)
+    base = unquantised(student) if made else load_model(cfg.model)
     if cfg.layer_steps or cfg.init == "gptq":
         check_blocks(base)
-    return (requantized(student, base, spec) if made else quantize(base, spec)), False
+    return quantize(base, spec), False
 
 
 def first_student(loaded: tuple, cfg: Config, train, resumed: bool):

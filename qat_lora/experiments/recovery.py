@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from qat_lora.backend import TorchBackend, launch, open_backend, planned_workers
 from qat_lora.data.batches import batches
@@ -14,10 +15,13 @@ from qat_lora.errors import UserError
 from qat_lora.evaluate import heldout_figures, heldout_nll
 from qat_lora.export import export_formats
 from qat_lora.kd.dataset import KDCacheDataset
+from qat_lora.memory import Parts, loading_memory
 from qat_lora.models.adapter import adapter_values
+from qat_lora.models.architecture import unwrap
 from qat_lora.models.loading import adapter_notes, check_length, load_config, load_model, model_fingerprint
 from qat_lora.models.targets import coverage, left_out
 from qat_lora.qat import MOST_WEIGHT, TrainOptions, check_range
+from qat_lora.quant.linear import quantized_layers
 from qat_lora.quant.student import StudentSpec, bits_per_weight, empty_student, load_student, read_student
 from qat_lora.recovery import (
     MODES,
@@ -36,6 +40,7 @@ from qat_lora.run.session import Session
 
 NAME = "train_recovery_lora"
 CALIBRATION_ROWS = 32
+ANCHOR = 5  # tensors like its logits that the anchor takes: kept ones, new ones, softmax, log softmax, gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +84,10 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     tokenizer = cfg.tokenizer(made["model"], begun(NAME, cfg, backend.group))
     with backend.group.main_first():
         train, heldout = open_data(cfg, made["model"], tokenizer, backend.world_size)
+    describe(cfg, adapted(cfg, empty_student(made)), made, train, backend, backend.world_size)
     # the others get their values from worker 0
     student = load_student(checkpoint, cfg.model)[0] if backend.is_main else empty_student(made)
     model = adapted(cfg, student)
-    describe(cfg, model, made, train, backend, backend.world_size)
 
     fingerprint = backend.group.on_main(lambda: sha256(checkpoint))
     facts = backend.facts | {"student": fingerprint, "data": train.fingerprint}
@@ -192,9 +197,21 @@ def describe(cfg: Config, model, made: dict, train, backend: TorchBackend, worke
     for line in (*left_out(model, "; --targets auto,experts adapts them too"), *adapter_notes(made["model"])):
         say(line)
     say(f"{cfg.max_steps} updates of mode {cfg.mode} on {len(train)} rows")
-    frozen = sum(p.numel() for p in model.parameters()) - values
     untrained = made.get("info", {}).get("trained") is False
     say("export: none, for the checkpoint is untrained" if untrained else export_formats(made["model"]))
     cfg.check_memory(model, train, backend, workers)
-    for line in cfg.describe(model, values, frozen, train, backend.bf16, workers):
+    for line in cfg.describe(model, train, backend, workers, *memory(cfg, model)):
         say(line)
+
+
+def memory(cfg: Config, model) -> tuple[Parts, dict[str, Parts]]:
+    """What the anchor holds in training, and the phase that fits an adapter to the error."""
+    vocab = unwrap(model).get_output_embeddings().weight.shape[0]
+    anchor = {"anchor": ANCHOR * 4 * cfg.anchor_rows * cfg.anchor_length * vocab} if cfg.anchor_weight else {}
+    if cfg.adapter_init != "error":
+        return anchor, {}
+    moments = sum(
+        4 * layer.in_features**2 for layer in quantized_layers(model).values() if isinstance(layer, nn.Linear)
+    )
+    base = 4 * sum(p.numel() for name, p in model.named_parameters() if "lora_" not in name)
+    return anchor, {"fitting the adapter": loading_memory(model) | {"base model": base, "second moments": moments}}

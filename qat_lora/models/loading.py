@@ -20,6 +20,7 @@ from transformers.utils import logging
 
 from qat_lora.errors import UserError, first_line, one_line
 from qat_lora.hub import hub_fault
+from qat_lora.machine import check_memory
 from qat_lora.models.architecture import short_range
 from qat_lora.models.check import check
 from qat_lora.models.gguf_settings import unread
@@ -165,9 +166,10 @@ def load_model(name: str) -> nn.Module:
     model. Its `fingerprint` is that of `model_fingerprint`.
 
     Raises UserError for a model that is not whole, whose files hold more than its config says, or whose config says
-    otherwise than its files.
+    otherwise than its files; and, before any weight is read, for one that this machine cannot hold.
     """
     check_headers(name)
+    _check_room(name)
     config = _full_config(name, files_key(name))
     options = {"dtype": torch.float32, "config": copy.deepcopy(config), "output_loading_info": True}
     if "gguf_file" in model_source(name) and hasattr(transformers, "GgufConfig"):
@@ -197,6 +199,12 @@ def load_model(name: str) -> nn.Module:
     model.fingerprint = model_fingerprint(name)
     check(model.eval())
     return model
+
+
+def _check_room(name: str) -> None:
+    config, count = load_config(name), sum(p.numel() for p in empty_model(name).parameters())
+    what = f"model {name!r} of {count:,} weights (vocabulary {config.vocab_size:,})"
+    check_memory(4 * count, what, "the size: take a smaller model, or a machine with more memory")
 
 
 # Settings of generation that count only when sampling, and only with several beams.

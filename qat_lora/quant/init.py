@@ -10,6 +10,7 @@ from qat_lora.quant.linear import nearest_level, quantized_layers, rows_of
 from qat_lora.quant.spec import LOWRANK_INIT_GROUP, QuantSpec
 
 SEARCH = torch.linspace(0.35, 1.05, 29)  # fractions of the absolute-maximum scale tried by the least-error search
+SEARCHED = 2**18  # weights whose scales are searched at a time
 REFINE = 3  # rounds of "fix codes, solve for the scale" after the search
 
 
@@ -38,8 +39,13 @@ def set_scale(layer: nn.Module, search: bool = True, moment: Tensor | None = Non
     for part, *values in parts:  # experts one after the other: their search takes many times their memory
         matrix = part.float().cpu()
         size = {"group": spec.size, "lowrank": LOWRANK_INIT_GROUP, "tensor": matrix.numel()}[spec.scale]
-        importance = torch.ones_like(matrix) if moment is None else moment.float().cpu().expand_as(matrix)
-        scale = least_error_scale(matrix.reshape(-1, size), importance.reshape(-1, size), spec, search)
+        importance = (matrix.new_ones(()) if moment is None else moment.float().cpu()).expand_as(matrix)
+        # some rows at a time: the search holds several copies of what it is given
+        rows = len(matrix) if spec.scale == "tensor" else -(-SEARCHED // matrix.shape[1])
+        scale = torch.cat([
+            least_error_scale(some.reshape(-1, size), counts.reshape(-1, size), spec, search)
+            for some, counts in zip(matrix.split(rows), importance.split(rows))
+        ])  # fmt: skip
         found = _factors(scale, matrix.shape, spec.size) if spec.scale == "lowrank" else [scale.view(values[0].shape)]
         for value, start in zip(values, found):
             value.copy_(start)

@@ -264,6 +264,12 @@ def show_quantized(module: nn.Module, quantizer: nn.Module, names: tuple[str, ..
     module.quantizer, module.transposed = quantizer, transposed
 
 
+def hide_quantized(module: Shown) -> None:
+    """Undo `show_quantized`: the module reads its parameters as they are."""
+    module.__class__ = type(module).__bases__[1]
+    del module.quantizer, module.transposed
+
+
 @functools.cache
 def _shown_class(kind: type, names: tuple[str, ...]) -> type:
     def seen(name: str) -> property:
@@ -300,11 +306,6 @@ def rows_of(layer) -> Tensor:
     return layer.weight.transpose(1, 2) if getattr(layer, "transposed", False) else layer.weight
 
 
-def set_rows(layer, rows: Tensor) -> None:
-    """Replace a layer's weight by `rows`, in the shape of `rows_of`."""
-    layer.weight.data = rows.transpose(1, 2).contiguous() if getattr(layer, "transposed", False) else rows
-
-
 def effective_weight(module, dtype: torch.dtype | None = None) -> Tensor:
     """The weight that a linear layer, an embedding or experts multiply with, quantised or not, in the model's own
     shape.
@@ -323,7 +324,8 @@ def freeze(module: nn.Module) -> None:
     for layer in quantized_layers(module).values():
         if layer.quantizer.codes is None:
             layer.quantizer.codes = layer.quantizer.encode(rows_of(layer))
-        set_rows(layer, layer.quantizer.decode(layer.quantizer.codes))
+        # in its place: new tensors for all weights would leave the memory of the old ones in pieces
+        rows_of(layer).detach().copy_(layer.quantizer.decode(layer.quantizer.codes))
         layer.weight.requires_grad_(False)
         layer.quantizer.requires_grad_(False)
 

@@ -19,8 +19,10 @@ from qat_lora.models.source import absolute_name
 from qat_lora.quant.linear import (
     Quantizer,
     QuantLinear,
+    Shown,
     effective_weight,
     freeze,
+    hide_quantized,
     quantized_layers,
     rows_of,
     show_quantized,
@@ -30,6 +32,7 @@ from qat_lora.run.files import write_atomically
 from qat_lora.run.rundir import say
 
 FORMAT = "qat_lora.student.2"
+UNPACKED = 2**20  # codes that are packed or unpacked at a time, as a byte for each bit; a multiple of 8
 PARTS = {"model", "spec", "info", "tensors"}
 
 
@@ -147,15 +150,23 @@ def _quantised_bits(layers: dict) -> tuple[int, int]:
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """uint8 codes of any shape → a flat uint8 tensor of ⌈n·bits/8⌉ bytes, lowest bit first."""
-    planes = np.unpackbits(codes.numpy().reshape(-1, 1), axis=1, bitorder="little", count=bits)
-    return torch.from_numpy(np.packbits(planes.reshape(-1), bitorder="little"))
+    flat = codes.numpy().reshape(-1, 1)
+    packed = np.empty(-(-len(flat) * bits // 8), np.uint8)
+    for start in range(0, len(flat), UNPACKED):
+        planes = np.unpackbits(flat[start : start + UNPACKED], axis=1, bitorder="little", count=bits)
+        part = np.packbits(planes.reshape(-1), bitorder="little")
+        packed[start * bits // 8 :][: len(part)] = part
+    return torch.from_numpy(packed)
 
 
 def unpack_codes(packed: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:
     """The inverse of `pack_codes`: uint8 codes of `shape`."""
-    count = math.prod(shape)
-    planes = np.unpackbits(packed.numpy(), bitorder="little", count=count * bits).reshape(count, bits)
-    return torch.from_numpy(np.packbits(planes, axis=1, bitorder="little").reshape(shape))
+    codes, held = np.empty(math.prod(shape), np.uint8), packed.numpy()
+    for start in range(0, len(codes), UNPACKED):
+        count = min(UNPACKED, len(codes) - start)
+        planes = np.unpackbits(held[start * bits // 8 :], bitorder="little", count=count * bits).reshape(count, bits)
+        codes[start : start + count] = np.packbits(planes, axis=1, bitorder="little")[:, 0]
+    return torch.from_numpy(codes.reshape(shape))
 
 
 def save_student(path: str | Path, model: nn.Module, model_name: str, spec: StudentSpec, info: dict) -> None:
@@ -240,7 +251,7 @@ def _read(path: Path) -> dict:
         with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums that torch.save wrote
             if archive.testzip():
                 raise ValueError("checksum")
-        content = torch.load(path, weights_only=True, map_location="cpu")
+        content = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
     except Exception as error:
         reason = first_line(error)[:120]
         raise UserError(
@@ -274,6 +285,11 @@ def load_trained(model: str | None, checkpoint: str | Path | None, adapter: str 
         name = model or EMBEDDED
         whole = load_model(name)
     return load_adapter(whole, adapter, checkpoint) if adapter else whole, name
+
+
+def empty_trained(model: str | None, checkpoint: str | Path | None) -> nn.Module:
+    """What `load_trained` gives for them without an adapter, without storage."""
+    return empty_student(read_student(checkpoint, model)) if checkpoint else empty_model(model or EMBEDDED)
 
 
 def reload_student(path: str | Path, student: nn.Module) -> None:
@@ -319,15 +335,16 @@ def empty_student(made: dict) -> nn.Module:
     return student.requires_grad_(False)
 
 
-def requantized(student: nn.Module, base: nn.Module, spec: StudentSpec) -> nn.Module:
-    """`base`, a model of the same architecture, as a student of other quantisers: its latent weights are those that the
-    frozen `student` shows. Scales are still to be initialised."""
-    values = {name: p for name, p in student.named_parameters() if ".quantizer." not in name}
-    model = quantize(base, spec)
-    for name, parameter in model.named_parameters():
-        if ".quantizer." not in name:
-            parameter.data.copy_(values[name])
-    return model
+def unquantised(student: nn.Module) -> nn.Module:
+    """A frozen student turned, in place, into a plain model whose weights are those that it shows."""
+    for name, module in list(student.named_modules()):
+        if isinstance(module, QuantLinear):
+            plain = nn.Linear(module.in_features, module.out_features, module.bias is not None, device="meta")
+            plain.weight, plain.bias = module.weight, module.bias
+            student.set_submodule(name, plain.train(module.training))
+        elif isinstance(module, Shown):
+            hide_quantized(module)
+    return student.requires_grad_(True)
 
 
 def thaw(student: nn.Module) -> nn.Module:

@@ -123,6 +123,7 @@ class Session:
             yield step
             self._after(step, total, started, evaluate)
         self.offset += total
+        self.state = None  # it holds the optimiser: the next stage has one of its own
 
     def record(self, **values: Tensor | float | tuple[Tensor, Tensor]) -> None:
         """Figures of one step; called once a step, loss, kl and tokens as this worker's share of the update's. Over a

@@ -1,0 +1,85 @@
+"""Does --dry-run tell how much memory a script takes? The estimate beside the measured peak of the whole process.
+
+    python benchmarks/memory.py --folder /tmp/memory
+    python benchmarks/memory.py --folder /tmp/memory --models gemma3-270m --stages qat,recovery
+
+Each stage runs once for each vocabulary (benchmarks/shapes.py; a folder or .gguf file works as well) in a process of
+its own, for two updates of its default batch with an evaluation before and after and a checkpoint, and then again
+with --dry-run. The peak is the largest resident set, interpreter and libraries included. Models, caches and students
+stay in --folder and are used again. Expect twenty minutes on two cores for everything.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import shapes
+
+from qat_lora.errors import UserError
+from qat_lora.run.config import ScriptConfig, option, run_script
+from qat_lora.run.git import revision
+
+ROOT = Path(__file__).resolve().parents[1]
+TOTAL = re.compile(r"^memory.* total (\d+\.\d+) GB", re.MULTILINE)
+ROWS = "--length 256 --max-rows 20 --heldout-fraction 0.2"
+TRAIN = "--max-steps 2 --eval-rows 4 --log-every 1"
+SCRIPTS = {  # stage → script and its options; {…}: what an earlier stage has made
+    "cache": f"build_kd_cache --model {{model}} --dataset embedded {ROWS} --cache-dir {{cache}}",
+    "qat": "train_qat --config q2_g32 --model {model} --cache-dir {cache} --output-dir {qat} --layer-rows 4 " + TRAIN,
+    "recovery": "train_recovery_lora --checkpoint {qat}/best.pt --kd-cache-dir {cache} --output-dir {recovery} "
+    + TRAIN,
+    "evaluation": "measure_perplexity --checkpoint {qat}/best.pt --teacher {model} --dataset embedded --max-windows 8",
+    "sft": "train_cot_sft --model {model} --output-dir {sft} --count 48 --epochs 0.5 --eval-answers 4 "
+    "--final-answers 0 --log-every 1",
+    "grpo": "train_musclebob_improved --model {model} --output-dir {grpo} --num-samples 6 --epochs 1 --sft "
+    "--sft-epochs 1 --sft-batch-size 4 --validation-samples 1 --max-prompt-length 128",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ScriptConfig):
+    folder: str = option("/tmp/qat_lora_memory", "folder for models, caches and runs")
+    models: str = option("smollm2-135m,qwen3-0.6b,gemma3-270m", "names of benchmarks/shapes.py, folders or .gguf files")
+    stages: str = option(",".join(SCRIPTS), "stages to measure; those before them must have run")
+
+
+def main(cfg: Config) -> None:
+    for stage in (stages := cfg.stages.split(",")):
+        if stage not in SCRIPTS:
+            raise UserError(f"--stages {stage!r} is not one of {', '.join(SCRIPTS)}")
+    print(f"commit {revision()}\n")
+    print("| stage | model | estimate GB | measured GB | estimate / measured |\n|---|---|---|---|---|")
+    for model in cfg.models.split(","):
+        folder = Path(cfg.folder) / Path(model).stem
+        places = {name: folder / name for name in (*SCRIPTS, "model")}
+        if model in shapes.CONFIGS and not places["model"].exists():
+            shapes.make_model(model, places["model"])
+        elif model not in shapes.CONFIGS:
+            places["model"] = Path(model).absolute()
+        for stage in stages:
+            if not cfg.dry_run:
+                subprocess.run(["rm", "-rf", places[stage]], check=True)
+            script, *words = SCRIPTS[stage].format(**places).split()
+            words = [sys.executable, ROOT / "scripts" / f"{script}.py", *words, "--device", cfg.device]
+            estimate = TOTAL.findall(run([*words, "--dry-run"])[0])
+            said = float(estimate[-1]) if estimate else float("nan")
+            peak = float("nan") if cfg.dry_run else run(words)[1] / 1e9
+            print(f"| {stage} | {Path(model).stem} | {said:.2f} | {peak:.2f} | {said / peak:.2f} |", flush=True)
+
+
+def run(words: list) -> tuple[str, int]:
+    """What a command prints, and the largest resident set of its process in bytes."""
+    process = subprocess.Popen(list(map(str, words)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    said = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise UserError(f"{' '.join(map(str, words))} failed: {said.strip().splitlines()[-1]}")
+    return said, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+if __name__ == "__main__":
+    run_script(main, Config, "memory", __doc__)

@@ -1,0 +1,66 @@
+"""What a script says of its memory, and that one which cannot have it is refused before any weight is read."""
+
+import re
+
+import pytest
+from transformers import AutoConfig, AutoTokenizer
+
+from qat_lora import machine
+from qat_lora.models import loading
+
+LEAST = 4e5  # bytes; the weights of `tiny_model_dir` alone take more
+LINE = re.compile(r"^memory of a worker's process \(estimated; the peak is in .+\): .+, total \d+\.\d\d GB$", re.M)
+CPU = ["--device", "cpu", "--precision", "fp32"]
+
+
+@pytest.fixture
+def flags(tiny_model_dir, tiny_student, cache, tmp_path):
+    """flags(script): what lets it run on the tiny model."""
+    every = {
+        "build_kd_cache": ["--model", tiny_model_dir, "--cache-dir", tmp_path / "c", "--length", 16, "--max-rows", 8],
+        "train_qat": ["--model", tiny_model_dir, "--cache-dir", cache, "--output-dir", tmp_path / "run"],
+        "train_recovery_lora": [
+            "--checkpoint", tiny_student, "--kd-cache-dir", cache, "--output-dir", tmp_path / "run",
+        ],
+        "measure_perplexity": [
+            "--checkpoint", tiny_student, "--teacher", tiny_model_dir, "--length", 16, "--max-windows", 2,
+        ],
+        "train_cot_sft": [
+            "--model", tiny_model_dir, "--output-dir", tmp_path / "run", "--count", 60, "--length", 500, "--epochs", 9,
+        ],
+        "train_musclebob_improved": [
+            "--model", tiny_model_dir, "--output-dir", tmp_path / "run", "--max-prompt-length", 250,
+            "--num-samples", 16,
+        ],
+        "export_model": ["--checkpoint", tiny_student, "--output-dir", tmp_path / "out"],
+        "run_inference": ["--checkpoint", tiny_student, "--prompt", "Hello", "--raw"],
+    }  # fmt: skip
+    return lambda script: [*every[script], *CPU[: 2 if script == "export_model" else 4]]
+
+
+ESTIMATED = (
+    "build_kd_cache", "train_qat", "train_recovery_lora", "measure_perplexity", "train_cot_sft",
+    "train_musclebob_improved",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("script", ESTIMATED)
+def test_a_dry_run_prints_one_line_with_a_total(run, flags, capsys, script):
+    run(script, *flags(script), "--dry-run")
+    assert len(LINE.findall(capsys.readouterr().out)) == 1
+
+
+@pytest.mark.parametrize("script", [*ESTIMATED, "export_model", "run_inference"])
+def test_what_cannot_fit_is_refused_before_any_weight_is_read(run, refuse, flags, monkeypatch, script):
+    load = loading._load
+
+    def small(kind, name, **options):
+        assert kind in (AutoConfig, AutoTokenizer), "weights are read"
+        return load(kind, name, **options)
+
+    monkeypatch.setattr(loading, "_load", small)
+    monkeypatch.setattr(machine, "host_memory", lambda: LEAST)
+    message = refuse(script, *flags(script))
+    assert re.search(r"vocabulary 512.* needs at least 0\.0 GB of memory and there is 0\.0 GB; lower ", message)
+    if script in ESTIMATED:
+        assert "width 64" in message and "; lower --" in message
