@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 TPU := $(wildcard /dev/accel0 /dev/vfio/0)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup doctor demo test lint bench-qat bench-quality bench-scaling setup-peers test-peers setup-zoo test-zoo test-faults models \
+.PHONY: help setup doctor demo test lint bench-qat bench-step bench-quality bench-scaling setup-peers test-peers setup-zoo test-zoo test-faults models \
 	recovery-v6e1 recovery-v6e4 recovery-v6e8 recovery-cuda recovery-cpu2 qat-v6e4 qat-cuda qat-cpu2 \
 	musclebob-cpu musclebob-v5e1 musclebob-cuda bench-grpo bench-memory reservoir-cpu reservoir-tpu reservoir-cuda bench-reservoir \
 	athena-cpu athena-v3-8 athena-cuda bench-recursive legal-cpu legal-v5e8 legal-cuda bench-sft
@@ -138,6 +138,9 @@ lint: setup ## ruff, check only
 
 bench-qat: setup ## cost of a QAT step and of a cache against plain fine-tuning and the bare teacher
 	$(PY) benchmarks/qat_step.py
+
+bench-step: setup-peers ## the headline ratios at vocabularies of 49k, 128k, 152k and 262k (an hour on two idle cores; resumes)
+	USE_TORCH_XLA=0 PYTHONPATH=$(PEERS) $(PY) benchmarks/step.py
 
 bench-quality: setup-peers ## students of equal bits and tokens beside their peers', small (docs/benchmarks.md)
 	PYTHONPATH=$(PEERS) $(PY) benchmarks/qat_quality.py --config quick

@@ -1,14 +1,22 @@
-"""What does distillation from a cache cost? Four ratios, both sides of each in one run, pair by pair.
+"""What does distillation from a cache cost? Ratios, both sides of each in one run, pair by pair.
 
     python benchmarks/qat_step.py
+    python benchmarks/qat_step.py --parts qat,recovery --model /tmp/qwen3   # of benchmarks/shapes.py, for example
 
-1. A QAT step from the cache over a step of plain cross-entropy fine-tuning: time, and peak memory (own processes).
-2. A QAT step with the teacher online (full-vocabulary KL, logits of both models held) over the step from the cache.
-3. The cosine between the gradient of full-vocabulary KL and the cached loss's, for one cache and averaged over
-   several, on rows not trained on: at the start (least-error scales) and after --cosine-steps updates of QAT.
-4. Bytes a position of the cache, and the speed of building it over the teacher's bare forward pass.
+--parts, all of them unless some are named:
+  building  the speed of building a cache over the teacher's bare forward pass
+  qat       a QAT step from the cache over a step of plain fine-tuning, time
+  recovery  a step of the recovery LoRA on the frozen student, from the cache, over the same step
+  head      forward and backward pass of the LM head with its loss over plain logits and cross-entropy, its weight
+            frozen and trained
+  memory    peak memory of QAT and of plain fine-tuning, in processes of their own
+  online    a QAT step with the teacher online (full-vocabulary KL, logits of both models held) over one from the cache
+  cosine    the cosine between the gradient of full-vocabulary KL and the cached loss's, for one cache and averaged over
+            several, on rows not trained on: at the start (least-error scales) and after --cosine-steps updates of QAT
 
-The same model, batch, precision, optimiser (ours; embedding and head frozen) and allocator on both sides.
+Plain fine-tuning is what people write: Hugging Face's own loss on [B, L, V] logits, torch's fused AdamW and its
+clipping. It trains the same parameters (embedding and head frozen) of the same model on the same rows, in the same
+precision and with the same allocator.
 """
 
 import json
@@ -31,12 +39,17 @@ from qat_lora.errors import UserError
 from qat_lora.evaluate import kd_loss
 from qat_lora.kd.cache import CacheSpec, edges, write_cache
 from qat_lora.kd.dataset import KDCacheDataset
+from qat_lora.kd.losses import sparse_loss
 from qat_lora.models.loading import EMBEDDED, load_config, load_model
 from qat_lora.qat import Plan, parameter_groups, update
 from qat_lora.quant.init import initialise
+from qat_lora.quant.linear import freeze
 from qat_lora.quant.student import StudentSpec, freeze_plain_tables, quantize
+from qat_lora.recovery import add_adapter
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.git import revision
+
+PARTS = ("building", "qat", "recovery", "head", "memory", "online", "cosine")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +60,20 @@ class Config(TextOptions, ScriptConfig):
     steps: int = option(7, "timed pairs, after one that is not counted")
     cosine_caches: int = option(8, "caches of independent draws whose gradients are averaged")
     cosine_steps: int = option(40, "updates before the second pair of cosines")
-    side: str = option("all", "all, or only the memory of one: plain, cached")
+    parts: str = option("all", "what to measure, see above")
+    side: str | None = option(None, "take three steps of one side, plain or cached, and tell its peak memory")
 
 
 def main(cfg: Config) -> None:
     for name in ("batch_size", "steps", "cosine_caches", "cosine_steps"):
         if getattr(cfg, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(cfg, name)} must be at least 1")
+    parts = PARTS if cfg.parts == "all" else cfg.parts.split(",")
+    for part in parts:
+        if part not in PARTS:
+            raise UserError(f"--parts {part!r} is not one of {', '.join(PARTS)}")
+    if cfg.side not in (None, "plain", "cached"):
+        raise UserError(f"--side {cfg.side!r} is not one of plain, cached")
     backend = open_backend(cfg.device, cfg.precision)
     backend.seed(cfg.seed)
     print(f"{cfg.model}, {cfg.quantizer}, {cfg.batch_size}×{cfg.length} tokens, {backend}, commit {revision()}")
@@ -62,25 +82,39 @@ def main(cfg: Config) -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(cfg, backend, Path(folder))
-        if cfg.side in ("plain", "cached"):
+        if cfg.side:
             step = {"plain": bench.plain, "cached": bench.cached}[cfg.side]()
             bench.teacher = None  # neither side keeps one while it trains
             for _ in range(3):
                 step()
             print(json.dumps({"peak_memory_mb": backend.peak_memory_mb()}))
             return
-        if cfg.side != "all":
-            raise UserError(f"--side {cfg.side!r} is not one of all, plain, cached")
-        pair("cache building speed / bare teacher forward", *bench.building(), cfg.steps, invert=True)
-        pair("QAT step from the cache / plain fine-tuning step", bench.cached(), bench.plain(), cfg.steps)
+        for part in parts:
+            measure(part, bench, cfg.steps)
+
+
+def measure(part: str, bench: "Bench", steps: int) -> None:
+    """One of PARTS, printed."""
+    if part == "building":
+        pair("building: cache building speed / bare teacher forward", *bench.building(), steps, invert=True)
+    elif part == "qat":
+        pair("qat: QAT step from the cache / plain fine-tuning step", bench.cached(), bench.plain(), steps)
+    elif part == "recovery":
+        pair("recovery: recovery step / plain fine-tuning step", bench.recovery(), bench.plain(), steps)
+    elif part == "head":
+        for trained in (False, True):
+            pair(f"head: LM head {'trained' if trained else 'frozen'} / plain", *bench.heads(trained), steps)
+    elif part == "memory":
         memory = [peak_of(side) for side in ("cached", "plain")]
-        print(f"peak memory, cached / plain: {memory[0] / memory[1]:.3f} ({memory[0]:.0f} / {memory[1]:.0f} MB)")
-        pair("QAT step with the teacher online / from the cache", bench.online(), bench.cached(), cfg.steps)
+        print(f"memory: peak, QAT / plain: {memory[0] / memory[1]:.3f} ({memory[0]:.0f} / {memory[1]:.0f} MB)")
+    elif part == "online":
+        pair("online: QAT step with the teacher online / from the cache", bench.online(), bench.cached(), steps)
+    else:
         print(f"bytes a position: {bench.spec.bytes_per_position} at K={bench.spec.k}, {bench.spec.draws} draws")
-        for steps, kl, one, averaged in bench.gradient_cosines():
+        for updates, kl, one, averaged in bench.gradient_cosines():
             print(
-                f"gradient cosine with full-vocabulary KL, {steps} updates (KL {kl:.2f}): {one:.4f} for one cache, "
-                f"{averaged:.4f} over {cfg.cosine_caches}"
+                f"cosine with full-vocabulary KL, {updates} updates (KL {kl:.2f}): {one:.4f} for one cache, "
+                f"{averaged:.4f} over {bench.cfg.cosine_caches}"
             )
 
 
@@ -134,9 +168,56 @@ class Bench:
         return self.stepper(model, kd_loss, self.cache())
 
     def plain(self):
-        """Fine-tuning of the same parameters as anyone would write it: HF's own loss on [B, L, V] logits."""
+        """Fine-tuning of the same parameters as people write it."""
         model = self.backend.place(freeze_plain_tables(load_model(self.cfg.model))).train()
-        return self.stepper(model, lambda m, b: m(input_ids=b["tokens"], labels=b["tokens"]).loss, self.cache())
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
+        stream = self.backend.prefetch(batches(self.cache(), self.cfg.batch_size, 1, self.cfg.seed))
+
+        def step() -> float:
+            tokens = next(stream)["tokens"]
+            with self.backend.autocast():
+                loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.item()
+
+        return step
+
+    def recovery(self):
+        """A LoRA of rank 8 on the frozen student."""
+        student = self.student()
+        freeze(student)
+        adapted = add_adapter(student.requires_grad_(False), 8, 8.0, ("auto",), self.cfg.seed)
+        return self.stepper(self.backend.place(adapted).train(), kd_loss, self.cache())
+
+    def heads(self, trained: bool):
+        """(our loss over 20 targets a position, plain logits and cross-entropy), forward and backward pass."""
+        vocab, width = (table := self.teacher.get_output_embeddings().weight).shape
+        count, random = self.cfg.batch_size * self.cfg.length, torch.Generator().manual_seed(self.cfg.seed)
+        place = self.backend.to_device
+        given = place({
+            "hidden": torch.randn(count, width, generator=random), "prob": torch.full((count, 20), 0.05),
+            "index": torch.randint(vocab, (count, 20), generator=random), "mask": torch.ones(count),
+        })  # fmt: skip
+        hidden, weight = given["hidden"].requires_grad_(), table.detach().clone().requires_grad_(trained)
+
+        def run(loss_of) -> float:
+            hidden.grad = weight.grad = None
+            with self.backend.autocast():
+                loss = loss_of()
+            loss.backward()
+            return loss.item()
+
+        def ours():
+            return sparse_loss(hidden, weight, given["index"], given["prob"], given["mask"])
+
+        def plain():
+            return F.cross_entropy(F.linear(hidden, weight).float(), given["index"][:, 0])
+
+        return lambda: run(ours), lambda: run(plain)
 
     def online(self):
         model = self.student()
@@ -218,7 +299,7 @@ def pair(title: str, a, b, count: int, invert: bool = False) -> None:
 
 def peak_of(side: str) -> float:
     """Peak memory in MB of one side in a process of its own."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--side", side]
+    command = [sys.executable, __file__, *sys.argv[1:], "--parts", "memory", "--side", side]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])["peak_memory_mb"]
 

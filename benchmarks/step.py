@@ -1,0 +1,99 @@
+"""The headline ratios on the vocabularies that people bring: cache building, QAT, recovery, SFT, GRPO.
+
+    USE_TORCH_XLA=0 PYTHONPATH=.venv/peers python benchmarks/step.py
+    python benchmarks/step.py --models qwen3-0.6b --parts qat,head --steps 9
+
+Models of published widths with random weights (benchmarks/shapes.py): speed does not depend on their values. Each part
+runs in a process of its own, both sides of it in turns: building, qat, recovery and head by benchmarks/qat_step.py, sft
+and grpo beside TRL by benchmarks/sft_step.py and benchmarks/grpo_step.py. What is in results.jsonl of --output-dir at
+this commit is not measured again. On two cores expect an hour for all of it, and measure nothing while other work runs.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import shapes
+
+from qat_lora.errors import UserError
+from qat_lora.run.config import ScriptConfig, option, run_script
+from qat_lora.run.git import revision
+
+HERE = Path(__file__).resolve().parent
+COMMANDS = {  # part → benchmark and its options
+    "building": "qat_step --parts building",
+    "qat": "qat_step --parts qat",
+    "recovery": "qat_step --parts recovery",
+    "head": "qat_step --parts head",
+    "sft": "sft_step --memory-steps 0",
+    "grpo": "grpo_step",
+}
+RATIO = re.compile(r"^(.+?): (\d+\.\d+) \((\d+\.\d+)–(\d+\.\d+)(?:; (.*))?\)", re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ScriptConfig):
+    models: str = option(",".join(shapes.CONFIGS), "names of benchmarks/shapes.py")
+    parts: str = option(",".join(COMMANDS), "what to measure, see above")
+    steps: int = option(7, "timed pairs")
+    output_dir: str = option("runs/bench_step", "folder of the models and the results")
+
+
+def main(cfg: Config) -> None:
+    models, parts = cfg.models.split(","), cfg.parts.split(",")
+    for flag, given, known in (("--models", models, shapes.CONFIGS), ("--parts", parts, COMMANDS)):
+        for name in given:
+            if name not in known:
+                raise UserError(f"{flag} {name!r} is not one of {', '.join(known)}")
+    out, now = Path(cfg.output_dir), revision()
+    print(f"commit {now}, {len(models)} models × {len(parts)} parts → {out}", flush=True)
+    if cfg.dry_run:
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    results = out / "results.jsonl"
+    rows = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    for model in models:
+        folder = out / "models" / model
+        if not (folder / "tokenizer.json").exists():  # written last
+            shapes.make_model(model, folder)
+        for part in parts:
+            if not any((row["model"], row["part"], row["commit"]) == (model, part, now) for row in rows):
+                rows += [{"model": model, "part": part, "commit": now, **row} for row in measured(cfg, part, folder)]
+                results.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    print(table([row for row in rows if row["commit"] == now]))
+
+
+def measured(cfg: Config, part: str, folder: Path) -> list[dict]:
+    """The ratios that a part prints."""
+    script, *words = COMMANDS[part].split()
+    command = [sys.executable, str(HERE / f"{script}.py"), *words, "--model", str(folder), "--steps", str(cfg.steps)]
+    command += ["--device", cfg.device, "--precision", cfg.precision, "--seed", str(cfg.seed)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    print(done.stdout, flush=True)
+    found = RATIO.findall(done.stdout)
+    if done.returncode or not found:
+        raise UserError(f"{part} of {folder.name} gave no ratio; its output stands above")
+    names = ("what", "median", "least", "most", "seconds")
+    return [dict(zip(names, (what, float(mid), float(low), float(high), took))) for what, mid, low, high, took in found]
+
+
+def table(rows: list[dict]) -> str:
+    """Markdown: a row for each ratio, a column for each model."""
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    heads = [f"{name} ({shapes.CONFIGS[name][1]['vocab_size']:,})" for name in models]
+    lines = ["| ratio | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(models)]
+    for what in dict.fromkeys(row["what"] for row in rows):
+        cells = {row["model"]: row for row in rows if row["what"] == what}
+        texts = [
+            f"{cells[m]['median']:.2f} ({cells[m]['least']:.2f}–{cells[m]['most']:.2f})" if m in cells else ""
+            for m in models
+        ]
+        lines.append(f"| {what} | " + " | ".join(texts) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run_script(main, Config, "step", __doc__)
