@@ -32,7 +32,7 @@ SCRIPTS = {  # stage → script and its options; {…}: what an earlier stage ha
     "recovery": "train_recovery_lora --checkpoint {qat}/best.pt --kd-cache-dir {cache} --output-dir {recovery} "
     + TRAIN,
     "evaluation": "measure_perplexity --checkpoint {qat}/best.pt --teacher {model} --dataset embedded --max-windows 8",
-    "sft": "train_cot_sft --model {model} --output-dir {sft} --count 48 --epochs 0.5 --eval-answers 4 "
+    "sft": "train_cot_sft --model {model} --output-dir {sft} --count 48 --epochs 1 --eval-answers 4 "
     "--final-answers 0 --log-every 1",
     "grpo": "train_musclebob_improved --model {model} --output-dir {grpo} --num-samples 6 --epochs 1 --sft "
     "--sft-epochs 1 --sft-batch-size 4 --validation-samples 1 --max-prompt-length 128",
