@@ -17,6 +17,7 @@ from qat_lora.data.packing import Rows, fingerprint
 from qat_lora.errors import UserError, first_line
 from qat_lora.evaluate import kd_loss, text_loss
 from qat_lora.kd.losses import kd_soft_ce
+from qat_lora.lora import in_one_step
 from qat_lora.machine import check_memory
 from qat_lora.models.adapter import Dropout, write_origin
 from qat_lora.models.architecture import hidden_states, unwrap
@@ -70,6 +71,7 @@ def add_adapter(
     for layer in found.values():
         if dropout and not isinstance(layer, ParamWrapper):
             layer.lora_dropout["default"] = Dropout(dropout)
+        in_one_step(layer)
     return model
 
 
