@@ -9,6 +9,7 @@
   recovery  a step of the recovery LoRA on the frozen student, from the cache, over the same step
   head      forward and backward pass of the LM head with its loss over plain logits and cross-entropy, its weight
             frozen and trained
+  optimizer a step of our optimiser over one of torch's fused AdamW, on the student's weights and scales
   memory    peak memory of QAT and of plain fine-tuning, in processes of their own
   online    a QAT step with the teacher online (full-vocabulary KL, logits of both models held) over one from the cache
   cosine    the cosine between the gradient of full-vocabulary KL and the cached loss's, for one cache and averaged over
@@ -49,7 +50,7 @@ from qat_lora.recovery import add_adapter
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.git import revision
 
-PARTS = ("building", "qat", "recovery", "head", "memory", "online", "cosine")
+PARTS = ("building", "qat", "recovery", "head", "optimizer", "memory", "online", "cosine")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +105,8 @@ def measure(part: str, bench: "Bench", steps: int) -> None:
     elif part == "head":
         for trained in (False, True):
             pair(f"head: LM head {'trained' if trained else 'frozen'} / plain", *bench.heads(trained), steps)
+    elif part == "optimizer":
+        pair("optimizer: ours / torch's fused AdamW", *bench.optimizers(), steps)
     elif part == "memory":
         memory = [peak_of(side) for side in ("cached", "plain")]
         print(f"memory: peak, QAT / plain: {memory[0] / memory[1]:.3f} ({memory[0]:.0f} / {memory[1]:.0f} MB)")
@@ -218,6 +221,16 @@ class Bench:
             return F.cross_entropy(F.linear(hidden, weight).float(), given["index"][:, 0])
 
         return lambda: run(ours), lambda: run(plain)
+
+    def optimizers(self):
+        """(a step of ours, one of torch's fused AdamW), on the same parameters and gradients."""
+        students = [self.student() for _ in range(2)]
+        for student in students:
+            random = torch.Generator(self.backend.device).manual_seed(self.cfg.seed)
+            for p in (p for p in student.parameters() if p.requires_grad):
+                p.grad = torch.randn(p.shape, generator=random, device=p.device).mul_(1e-3)
+        ours, theirs = (parameter_groups(student, 1e-5, 1e-5) for student in students)
+        return self.backend.optimizer(ours).step, torch.optim.AdamW(theirs, fused=True).step
 
     def online(self):
         model = self.student()
