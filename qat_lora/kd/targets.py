@@ -5,11 +5,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qat_lora.backend import compute_dtype
-from qat_lora.backend.tiles import tiles
+from qat_lora.backend.tiles import HEAD_TILE, tiles
 from qat_lora.models.architecture import hidden_states
 from qat_lora.quant.student import head_of
 
-SEARCHED = 2**21  # logits searched at a time on the CPU: more than a tile, since a search has many operations to start
+SEARCHED = 2**21  # logits of a head with a function of its own that the CPU searches at a time
 
 
 @torch.no_grad()
@@ -25,42 +25,45 @@ def teacher_targets(teacher: nn.Module, tokens: Tensor, k: int, uniforms: Tensor
     head, uniforms = head_of(teacher).cast(compute_dtype(hidden)), uniforms.flatten(0, 1)
     parts = []
     for block, product in head.products(hidden):
+        mine = uniforms[block]
+        if head.is_plain:  # a product alone is left in its own type
+            parts.append(_targets(product, k, mine))
+            continue
         for rows in tiles(len(product), len(head.weight), product.device, SEARCHED):
-            # a product alone is left in its own type
-            logits = product[rows] if head.is_plain else head.finish(product[rows])
-            parts.append(_targets(logits, k, uniforms[block.start + rows.start : block.start + rows.stop]))
+            parts.append(_targets(head.finish(product[rows]), k, mine[rows]))
     names = ("index", "prob", "tail", "entropy")
     return {n: torch.cat(values).unflatten(0, tokens.shape) for n, values in zip(names, zip(*parts))}
 
 
 def _targets(logits: Tensor, k: int, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Two-level search over √V strided groups: the top K lie in the K groups of largest maxima, and a draw finds its
-    group, then its member, by inverse cumulative sums. No sort over the vocabulary, no host fallback on XLA."""
+    group, then its member, by inverse cumulative sums. No sort over the vocabulary, no host fallback on XLA. Overwrites
+    logits [n, V]."""
     rows, vocab = logits.shape
-    width = 2 ** round(vocab.bit_length() / 2)
+    width = _members(vocab)
     groups = -(-vocab // width)
     if groups * width != vocab:
         logits = F.pad(logits, (0, groups * width - vocab), value=float("-inf"))
     table = logits.view(rows, width, groups)  # token = member · groups + group
+    largest, group_mass = _by_group(table)
 
-    nearest = table.amax(1).topk(min(k, groups), dim=1).indices
+    nearest = largest.topk(min(k, groups), dim=1).indices
     members = table.gather(2, nearest.unsqueeze(1).expand(-1, width, -1))
     top, place = members.flatten(1).topk(k, dim=1)
     index = place // nearest.shape[1] * groups + nearest.gather(1, place % nearest.shape[1])
 
     peak = top[:, :1].float()
-    mass = logits.float().sub_(peak).exp_()
-    top_mass = mass.gather(1, index)
-    mass.scatter_(1, index, 0.0)
-    table = mass.view(rows, width, groups)
-    group_mass = table.sum(1)
+    top_mass = (top.float() - peak).exp_()
+    others = (members.flatten(1).float() - peak).exp_().scatter_(1, place, 0.0).view(members.shape).sum(1)
+    group_mass.scatter_(1, nearest, others)
+    logits.scatter_(1, index, float("-inf"))
     below = group_mass.cumsum(1)
     z = below[:, -1:] + top_mass.sum(1, keepdim=True)
 
     sought = uniforms * below[:, -1:]
     group = (below.unsqueeze(1) <= sought.unsqueeze(2)).sum(2).clamp(max=groups - 1)
     rest = sought - (below - group_mass).gather(1, group)
-    inside = table.gather(2, group.unsqueeze(1).expand(-1, width, -1))
+    inside = (table.gather(2, group.unsqueeze(1).expand(-1, width, -1)).float() - peak.unsqueeze(2)).exp_()
     member = (inside.cumsum(1) <= rest.unsqueeze(1)).sum(1).clamp(max=width - 1)
     tail = member * groups + group
 
@@ -74,3 +77,22 @@ def _targets(logits: Tensor, k: int, uniforms: Tensor) -> tuple[Tensor, Tensor, 
     tail_mass = below[:, -1] / z.squeeze(1)
     entropy = -(prob * prob.clamp(min=tiny).log()).sum(1) - tail_mass * drawn.clamp(min=tiny).log().mean(1)
     return index, prob, tail, entropy
+
+
+def _members(vocab: int) -> int:
+    """How many members a group has: about √V, and a divisor of V where one is near, so that nothing has to be filled
+    up."""
+    wanted = 2 ** round(vocab.bit_length() / 2)
+    near = [d for d in range(wanted // 4, 4 * wanted) if d and vocab % d == 0]
+    return wanted if vocab % wanted == 0 else min(near, key=lambda d: max(d / wanted, wanted / d), default=wanted)
+
+
+def _by_group(table: Tensor) -> tuple[Tensor, Tensor]:
+    """Of logits [n, members, groups] the largest of each group, and its Σ e^(logit − the row's largest), both fp32."""
+    rows, width, groups = table.shape
+    largest, mass = (torch.empty(rows, groups, device=table.device) for _ in range(2))
+    for part in tiles(rows, width * groups, table.device, HEAD_TILE):
+        x = table[part].to(torch.float32, copy=True)
+        largest[part] = x.amax(1)
+        mass[part] = x.sub_(largest[part].amax(1)[:, None, None]).exp_().sum(1)
+    return largest, mass

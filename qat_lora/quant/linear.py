@@ -78,18 +78,24 @@ def in_tiles(function: Callable, *tensors: Tensor, dtype: torch.dtype | None = N
 
     tensors [O, …], the first of which is a matrix's; one with a single row goes to every tile whole.
     """
-    count, whole = len(tensors[0]), None
+    count = len(tensors[0])
     slices = tiles(count, tensors[0][:1].numel(), tensors[0].device)
-    for rows in slices:
-        found = function(*(tensor[rows] if len(tensor) == count else tensor for tensor in tensors))
+    if len(slices) == 1:
+        found = function(*tensors)
+        return _in_type(found, dtype) if isinstance(found, Tensor) else tuple(_in_type(part, dtype) for part in found)
+    step, whole = slices[0].stop, None
+    pieces = [t.split(step) if len(t) == count else [t] * len(slices) for t in tensors]
+    for rows, piece in zip(slices, zip(*pieces)):
+        found = function(*piece)
         parts = (found,) if isinstance(found, Tensor) else found
-        if len(slices) == 1:
-            whole = [part.to(dtype or part.dtype) for part in parts]
-            break
         whole = whole or [part.new_empty(count, *part.shape[1:], dtype=dtype or part.dtype) for part in parts]
         for tensor, part in zip(whole, parts):
             tensor[rows] = part
     return whole[0] if isinstance(found, Tensor) else tuple(whole)
+
+
+def _in_type(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor if dtype is None else tensor.to(dtype)
 
 
 def _over_groups(values: Tensor, shape: torch.Size) -> Tensor:
