@@ -56,7 +56,8 @@ def _targets(logits: Tensor, k: int, uniforms: Tensor) -> tuple[Tensor, Tensor, 
     top_mass = (top.float() - peak).exp_()
     others = (members.flatten(1).float() - peak).exp_().scatter_(1, place, 0.0).view(members.shape).sum(1)
     group_mass.scatter_(1, nearest, others)
-    logits.scatter_(1, index, float("-inf"))
+    each = torch.arange(rows, device=logits.device).unsqueeze(1)
+    logits[each, index] = float("-inf")  # scatter_ in bf16 passes over all of them in fp32, and back
     below = group_mass.cumsum(1)
     z = below[:, -1:] + top_mass.sum(1, keepdim=True)
 
@@ -91,8 +92,10 @@ def _by_group(table: Tensor) -> tuple[Tensor, Tensor]:
     """Of logits [n, members, groups] the largest of each group, and its Σ e^(logit − the row's largest), both fp32."""
     rows, width, groups = table.shape
     largest, mass = (torch.empty(rows, groups, device=table.device) for _ in range(2))
-    for part in tiles(rows, width * groups, table.device, HEAD_TILE):
-        x = table[part].to(torch.float32, copy=True)
+    parts = tiles(rows, width * groups, table.device, HEAD_TILE)
+    room = torch.empty(parts[0].stop, width, groups, device=table.device)
+    for part in parts:
+        x = room[: part.stop - part.start].copy_(table[part])
         largest[part] = x.amax(1)
         mass[part] = x.sub_(largest[part].amax(1)[:, None, None]).exp_().sum(1)
     return largest, mass
