@@ -272,6 +272,6 @@ def test_a_decoder_that_is_run_otherwise_is_refused():
 # -- size ------------------------------------------------------------------------------------------------------------
 def test_a_quantised_model_takes_the_activations_of_the_plain_one():
     model = make("Llama")
-    before = training_memory(model, 10, 20, 2, 8, False, False)
-    assert before["activations"] == 2 * 2 * 8 * (10 * 32 + 4 * 64) * 4 / 1e9
-    assert training_memory(quantize(model, StudentSpec()), 10, 20, 2, 8, False, False) == before
+    before = training_memory(model, 2, 8, False, False)["activations"]
+    assert before
+    assert training_memory(quantize(model, StudentSpec()), 2, 8, False, False)["activations"] == before
