@@ -54,11 +54,13 @@ class OneStep(Linear):
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
         base, name = self.base_layer, "default"
-        weight = effective_weight(base)
         own = args or kwargs or self.merged or self.disable_adapters or self.active_adapters != [name]
         watched = base._forward_pre_hooks or base._forward_hooks
-        if own or watched or weight.requires_grad or x.device.type == "xla" or not torch.is_grad_enabled():
+        if own or watched or x.device.type == "xla" or not torch.is_grad_enabled():
             return super().forward(x, *args, **kwargs)
+        weight = effective_weight(base)
+        if weight.requires_grad:
+            return super().forward(x)
         dropout = self.lora_dropout[name]
         dropped = None if isinstance(dropout, nn.Identity) or not self.training else dropout(x.float())
         a, b = self.lora_A[name].weight, self.lora_B[name].weight

@@ -241,7 +241,7 @@ def restore(model: nn.Module, tensors: dict[str, Tensor]) -> None:
                 f"the checkpoint is of another preset: {name} is {list(tensors[name].shape)} there, "
                 f"{list(parameter.shape)} here"
             )
-        parameter.data.copy_(tensors[name])
+        parameter.detach().copy_(tensors[name])
 
 
 def resumable(

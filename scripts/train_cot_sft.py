@@ -272,10 +272,8 @@ def describe(cfg: Config, model: nn.Module, backend: TorchBackend, data: LawData
 
 def memory(cfg: Config, model: nn.Module, backend: TorchBackend) -> dict[str, Parts]:
     """What each phase takes."""
-    row, rows = (
-        cfg.max_prompt_length + cfg.max_new_tokens,
-        cfg.answer_rows * bool(cfg.eval_answers or cfg.final_answers),
-    )
+    row = cfg.max_prompt_length + cfg.max_new_tokens
+    rows = cfg.answer_rows if cfg.eval_answers or cfg.final_answers else 0
     whole = sum(p.numel() for p in model.parameters())
     return {
         "loading": loading_memory(model),

@@ -83,7 +83,7 @@ class Head:
             yield rows, torch.mm(h, weight.T, out=room[: len(h)])
 
 
-_casts = WeakIdKeyDictionary()  # of frozen weights, as long as they live
+_casts = WeakIdKeyDictionary()  # of frozen weights, as long as they live; writing through .data goes unnoticed
 
 
 def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:

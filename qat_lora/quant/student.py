@@ -318,7 +318,7 @@ def _check_shapes(student: nn.Module, content: dict, path: str | Path) -> dict[s
 def _fill(student: nn.Module, content: dict, path: str | Path) -> None:
     tensors, layers = content["tensors"], quantized_layers(student)
     for name, parameter in _check_shapes(student, content, path).items():
-        parameter.data.copy_(tensors[name])
+        parameter.detach().copy_(tensors[name])
     for name, layer in layers.items():
         codes = unpack_codes(tensors[f"{name}.codes"], layer.quantizer.spec.bits, layer.quantizer.shape)
         layer.quantizer.codes = codes.to(layer.weight.device)
