@@ -25,7 +25,7 @@ DRAWN = 6  # tensors like the logits of a token that drawing the next one takes
 Parts = dict[str, int]
 
 
-def host_memory(model: nn.Module) -> Parts:
+def program_memory(model: nn.Module) -> Parts:
     """What a process holds before any weights."""
     return {"interpreter and libraries": LIBRARIES + TOKEN * len(unwrap(model).get_input_embeddings().weight)}
 
@@ -79,7 +79,7 @@ def _is_quantised_in_training(matrix: Matrix) -> bool:
 def loading_memory(model: nn.Module, stored: int = 2) -> Parts:
     """While weights are read: the file is mapped, `stored` bytes a weight."""
     count = sum(p.numel() for p in model.parameters())
-    return host_memory(model) | {"weights": weight_memory(model), "the file": stored * count}
+    return program_memory(model) | {"weights": weight_memory(model), "the file": stored * count}
 
 
 def training_memory(
@@ -95,7 +95,7 @@ def training_memory(
     if checkpointing:
         kept, copies = [len(layers) * positions * hidden * 4, max(kept)], [max(copies)]
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return host_memory(model) | {
+    return program_memory(model) | {
         "weights": weight_memory(model),
         "gradients and moments": (ADAM - 4) * trained,
         "activations": sum(kept),
@@ -111,7 +111,7 @@ def evaluation_memory(
     at a time."""
     both = [model] if teacher is None else [model, teacher]
     positions = batch_size * length
-    return host_memory(model) | {
+    return program_memory(model) | {
         "weights": weight_memory(model),
         **({} if teacher is None else {"teacher": weight_memory(teacher)}),
         "a block": max(
@@ -129,7 +129,7 @@ def answer_memory(model: nn.Module, rows: int, length: int, bf16: bool, beside: 
     vocab, hidden = unwrap(model).get_output_embeddings().weight.shape
     copies = sum(multiplied_memory(block, bf16) for block in decoder_layers(model)) + 2 * vocab * hidden * bf16
     cache = cache_memory(model, rows, length, bf16)
-    return host_memory(model) | {
+    return program_memory(model) | {
         "weights": weight_memory(model),
         "weights as multiplied": copies,
         f"keys and values of {rows} answers": cache + 2 * cache // max(1, len(decoder_layers(model))),

@@ -46,11 +46,11 @@ from qat_lora.memory import (
     Parts,
     answer_memory,
     check_fits,
-    host_memory,
     least_rollout_memory,
     least_training_memory,
     loading_memory,
     memory_line,
+    program_memory,
     sizes_of,
     training_memory,
 )
@@ -279,7 +279,7 @@ def memory(cfg: Config, model: nn.Module, backend: TorchBackend) -> dict[str, Pa
         "loading": loading_memory(model),
         "training": training_memory(model, cfg.batch_size, cfg.length, backend.bf16, cfg.gradient_checkpointing),
         "answering": answer_memory(model, rows, row, backend.bf16),
-        "merging": host_memory(model) | {"weights in fp64": 8 * whole},
+        "merging": program_memory(model) | {"weights in fp64": 8 * whole},
     }
 
 

@@ -12,6 +12,7 @@ from qat_lora.kd.losses import kd_soft_ce, log_probs_at, sparse_loss, token_log_
 from qat_lora.kd.targets import _targets
 from qat_lora.models import head as head_module
 from qat_lora.models.head import Head
+from qat_lora.qat import restore
 
 B, L, H, V, J = 2, 6, 8, 50, 7
 
@@ -258,6 +259,11 @@ def test_a_frozen_weight_that_changes_is_cast_anew():
     assert Head(weight).cast(torch.bfloat16).weight.data_ptr() == first.weight.data_ptr(), "one copy"
     weight.add_(1)
     assert torch.equal(Head(weight).cast(torch.bfloat16).weight, weight.bfloat16())
+    frozen = torch.nn.Module()
+    frozen.weight = torch.nn.Parameter(weight)
+    Head(frozen.weight.requires_grad_(False)).cast(torch.bfloat16)
+    restore(frozen, {"weight": weight + 1})
+    assert torch.equal(Head(frozen.weight).cast(torch.bfloat16).weight, frozen.weight.bfloat16()), "a checkpoint"
     part = Head(weight[:5]).cast(torch.bfloat16)
     assert torch.equal(part.weight, weight[:5].bfloat16()) and part.logits(hidden.bfloat16()).shape == (3, 5)
 
