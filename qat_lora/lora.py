@@ -1,7 +1,6 @@
 """A LoRA layer in one step: PEFT's layer and parameters, with fewer passes over what goes through them."""
 
 import torch
-import torch.nn.functional as F
 from peft.tuners.lora import Linear
 from torch import Tensor, nn
 
@@ -22,13 +21,18 @@ class _Sum(torch.autograd.Function):
             seen = (x if d is None else d).reshape(-1, x.shape[-1]).to(dtype)
             weight, a, b = (tensor.to(dtype) for tensor in (weight, a, b))
             rows = seen if d is None else x.reshape(-1, x.shape[-1]).to(dtype)
-            result = F.linear(rows, weight, None if bias is None else bias.to(dtype))
+            result = rows.new_empty(*x.shape[:-1], len(weight))  # no view: Falcon adds to it in place
+            flat = result.view(-1, len(weight))
+            if bias is None:
+                torch.mm(rows, weight.T, out=flat)
+            else:
+                torch.addmm(bias.to(dtype), rows, weight.T, out=flat)
             low = seen @ a.T
-            result.addmm_(low, b.T, alpha=scaling)
+            flat.addmm_(low, b.T, alpha=scaling)
         ctx.save_for_backward(seen, low, weight, a, b)
         ctx.scaling, ctx.shape, ctx.dropped = scaling, x.shape, d is not None
         ctx.types = x.dtype, None if d is None else d.dtype
-        return result.view(*x.shape[:-1], -1)
+        return result
 
     @staticmethod
     def backward(ctx, grad):

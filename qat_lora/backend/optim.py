@@ -82,8 +82,9 @@ def _in_tiles(mine: Iterable[tuple[Tensor, ...]], betas: tuple[float, float], lr
         for move, agree, _, g, exp_avg, exp_avg_sq in pieces:
             _move([move], [g], [exp_avg], [exp_avg_sq], betas, count)
             agreeing += torch.mul(move, g, out=agree).lt_(0).sum().item()  # in p's type: bools take ten times as long
+        rate = min(lr / max(agreeing / p.numel(), LEAST), torch.finfo(p.dtype).max)
         for move, agree, part, *_ in pieces:
-            part.addcmul_(move, agree, value=lr / max(agreeing / p.numel(), LEAST))
+            part.addcmul_(move, agree, value=rate)
 
 
 def _in_launches(mine: Iterable[tuple[Tensor, ...]], betas: tuple[float, float], lr: float, step: int) -> None:
