@@ -6,6 +6,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from qat_lora.backend import native
+
 FIRST, SECOND, EPS = 0.9, 0.95, 1e-8  # decays of the moments, unless a group has its own; keeps their ratio finite
 LEAST = 2.0**-10  # share of agreeing steps that the others are divided by
 PIECE = 2**20  # elements that the CPU updates at a time: more than a tile, since this has fewer operations to start
@@ -68,23 +70,33 @@ def _move(
 
 
 def _in_tiles(mine: Iterable[tuple[Tensor, ...]], betas: tuple[float, float], lr: float, step: int) -> None:
-    """The same piece by piece, each of which stays in the CPU's cache from the moments to the masked step."""
-    count, room = torch.tensor(float(step)), {}
+    """The same in two passes over memory: what is needed in between stays in the CPU's cache."""
+    count, room, (first, second) = torch.tensor(float(step)), {}, betas
+    start = 1 - first**step
+    size = start / math.sqrt(1 - second**step)
     for p, grad, *moments in sorted(mine, key=lambda one: -one[0].numel()):
         if not all(t.is_contiguous() for t in (p, *moments)):
             _as_graph([(p, grad, *moments)], betas, lr, step)
             continue
         if p.dtype not in room:  # the largest comes first
-            room[p.dtype] = [torch.zeros(p.numel(), dtype=p.dtype) for _ in range(2)]
-        flat = [t[: p.numel()] for t in room[p.dtype]] + [t.reshape(-1) for t in (p, grad, *moments)]
-        pieces = list(zip(*(t.split(PIECE) for t in flat)))
-        agreeing = 0.0
-        for move, agree, _, g, exp_avg, exp_avg_sq in pieces:
-            _move([move], [g], [exp_avg], [exp_avg_sq], betas, count)
-            agreeing += torch.mul(move, g, out=agree).lt_(0).sum().item()  # in p's type: bools take ten times as long
+            room[p.dtype] = torch.zeros(p.numel(), dtype=p.dtype)
+        flat = [room[p.dtype][: p.numel()]] + [t.reshape(-1) for t in (grad, *moments)]
+        moves = flat[0]
+        agreeing = native.move_moments(*flat[1:], moves, 1 - first, 1 - second, size, start * EPS)
+        if agreeing is None:
+            agreeing = sum(_masked(*piece, betas, count) for piece in zip(*(t.split(PIECE) for t in flat)))
         rate = min(lr / max(agreeing / p.numel(), LEAST), torch.finfo(p.dtype).max)
-        for move, agree, part, *_ in pieces:
-            part.addcmul_(move, agree, value=rate)
+        p.view(-1).add_(moves, alpha=rate)
+
+
+def _masked(
+    moves: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, betas: tuple[float, float], step: Tensor
+) -> float:
+    """As `_move`, with zeros in the place of the steps that go along with their gradient. How many do not."""
+    _move([moves], [grad], [exp_avg], [exp_avg_sq], betas, step)
+    agree = (moves * grad).lt_(0)  # in their type: bools take ten times as long
+    moves.mul_(agree)
+    return agree.sum().item()
 
 
 def _in_launches(mine: Iterable[tuple[Tensor, ...]], betas: tuple[float, float], lr: float, step: int) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qat_lora.backend import compute_dtype
+from qat_lora.backend import compute_dtype, native
 from qat_lora.backend.tiles import tiles
 from qat_lora.quant.spec import QuantSpec
 
@@ -32,7 +32,10 @@ class FakeQuant(torch.autograd.Function):
     def forward(ctx, weight: Tensor, scale: Tensor, spec: QuantSpec, gradient_scale: float, dtype: torch.dtype):
         ctx.save_for_backward(weight, scale)
         ctx.spec, ctx.gradient_scale = spec, gradient_scale
-        return in_tiles(lambda w, s: nearest_level(w / s, spec).mul_(s), weight, scale, dtype=dtype)
+        found = native.quantised(weight, scale, spec.lowest, spec.step, spec.levels, dtype)
+        if found is None:
+            found = in_tiles(lambda w, s: nearest_level(w / s, spec).mul_(s), weight, scale, dtype=dtype)
+        return found
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -48,7 +51,8 @@ class FakeQuant(torch.autograd.Function):
             g = g.to(w.dtype)
             return g * inside, _over_groups(level.sub_(x.mul_(inside)).mul_(g), scale.shape)
 
-        grad_weight, grad_scale = in_tiles(gradients, weight, scale, grad)
+        found = native.gradients(weight, scale, grad, spec.lowest, spec.step, spec.levels)
+        grad_weight, grad_scale = found or in_tiles(gradients, weight, scale, grad)
         return grad_weight, grad_scale.sum_to_size(scale.shape) * ctx.gradient_scale, None, None, None
 
 
