@@ -9,12 +9,14 @@ Every operation is rounded as torch rounds it: no contraction, no reordering. Ty
 typedef struct { const float *data; long row, group, element; } Scale; /* strides in elements, 0 where it repeats */
 typedef struct { float lowest, step, top; } Levels;                    /* top: the highest code */
 
-static inline uint16_t to_bf16(float value) {
+/* Of a number, or of a NaN that came from a bf16 one: others could round to a number. */
+static inline uint16_t number_to_bf16(float value) {
     uint32_t bits;
     memcpy(&bits, &value, 4);
-    uint16_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
-    return value != value ? 0x7FC0 : rounded;
+    return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
 }
+
+static inline uint16_t to_bf16(float value) { return value != value ? 0x7FC0 : number_to_bf16(value); }
 
 static inline float from_bf16(uint16_t value) {
     uint32_t bits = (uint32_t)value << 16;
@@ -46,6 +48,21 @@ static inline __attribute__((always_inline)) void gradients_one(
         float g = type ? from_bf16(((const uint16_t *)grad)[i]) : ((const float *)grad)[i];
         of_w[i] = g * inside;
         of_s[i] = (level - x * inside) * g;
+    }
+}
+
+/* Magnitudes at `least` or above, as fp16 rounds them; least is a normal number of fp16. */
+void store_scales(const float *scales, float *out, float least, long n, int threads) {
+#pragma omp parallel for simd num_threads(threads) if (n > 1 << 16)
+    for (long i = 0; i < n; i++) {
+        float scale = scales[i], kept = scale < 0 ? (scale > -least ? -least : scale) : scale < least ? least : scale;
+        uint32_t bits;
+        memcpy(&bits, &kept, 4);
+        bits = (bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFFu; /* ten bits of mantissa stay */
+        float rounded;
+        memcpy(&rounded, &bits, 4);
+        rounded = rounded >= 65536 ? INFINITY : rounded <= -65536 ? -INFINITY : rounded;
+        out[i] = kept != kept ? kept : rounded;
     }
 }
 
@@ -102,4 +119,132 @@ long move_moments(const float *grad, float *m, float *v, float *moves, float fir
         agreeing += agrees;
     }
     return agreeing;
+}
+
+#ifdef __FMA__
+#define TIMES_PLUS(a, b, c) __builtin_fmaf(a, b, c)
+#else
+#define TIMES_PLUS(a, b, c) ((a) * (b) + (c))
+#endif
+
+/* e^x to within 2 units in the last place; inf above fp32's range, 0 below 2^−125. */
+static inline float exponential(float x) {
+    x = x < -87.5f ? -87.5f : x > 89 ? 89 : x;
+    float n = rintf(x * 1.44269504f), r = TIMES_PLUS(n, -1.42860677e-6f, TIMES_PLUS(n, -0.693145752f, x));
+    float p = TIMES_PLUS(r, 0.00139044295f, 0.00833345205f);
+    p = TIMES_PLUS(p, r, 0.0416666418f);
+    p = TIMES_PLUS(p, r, 0.166666667f);
+    p = TIMES_PLUS(p, r, 0.5f);
+    p = TIMES_PLUS(TIMES_PLUS(p, r, 1.0f), r, 1.0f);
+    int32_t bits = ((int32_t)n + 126) << 23; /* of 2^(n − 1), which is 0 at the lower end: 2^128 is no fp32 number */
+    float scale;
+    memcpy(&scale, &bits, 4);
+    return p * scale * 2;
+}
+
+/* What makes logits of products with an LM head's rows: (product · factor + bias) / temperature; bias NULL: none. */
+typedef struct { const float *bias; float factor, temperature; } Finish;
+
+/* Where a row's logits are asked for: at index [count], which counts from `from` on; what lies elsewhere is 0. */
+typedef struct { const int64_t *index; long from, count; } Places;
+
+/* plain: the product itself is the logit. */
+static inline __attribute__((always_inline)) float logit(const void *row, int type, int plain, long i, Finish finish) {
+    float product = type ? from_bf16(((const uint16_t *)row)[i]) : ((const float *)row)[i];
+    if (plain) return product;
+    return (finish.bias ? product * finish.factor + finish.bias[i] : product * finish.factor) / finish.temperature;
+}
+
+static inline __attribute__((always_inline)) void put(void *row, int type, long i, float value) {
+    if (type) ((uint16_t *)row)[i] = number_to_bf16(value);
+    else ((float *)row)[i] = value;
+}
+
+#define STRETCH 1024 /* terms that are summed in fp32 before their sum goes into a double */
+
+static inline __attribute__((always_inline)) void normalise_row(
+    const void *row, int type, int plain, Finish finish, int first, float *peak, float *sum, Places places, float *chosen,
+    long vocab) {
+    if (first) {
+        float most = -INFINITY;
+#pragma omp simd reduction(max : most)
+        for (long i = 0; i < vocab; i++) {
+            float x = logit(row, type, plain, i, finish);
+            most = x > most ? x : most;
+        }
+        *peak = most;
+    }
+    float most = *peak;
+    double total = 0;
+    for (long start = 0; start < vocab; start += STRETCH) {
+        long stop = start + STRETCH < vocab ? start + STRETCH : vocab;
+        float part = 0;
+#pragma omp simd reduction(+ : part)
+        for (long i = start; i < stop; i++) part += exponential(logit(row, type, plain, i, finish) - most);
+        total += part;
+    }
+    *sum = total;
+    for (long j = 0; j < places.count; j++) {
+        long at = places.index[j] - places.from;
+        chosen[j] = at >= 0 && at < vocab ? logit(row, type, plain, at, finish) - most : 0;
+    }
+}
+
+static inline __attribute__((always_inline)) void softmax_row(
+    void *row, int type, int plain, Finish finish, float peak, float mass, Places places, const float *taken, long vocab) {
+    float values[places.count + 1];
+    for (long j = 0; j < places.count; j++) {
+        long at = places.index[j] - places.from;
+        if (at < 0 || at >= vocab) continue;
+        values[j] = exponential(logit(row, type, plain, at, finish) - peak) * mass;
+        for (long k = 0; k < places.count; k++)
+            if (places.index[k] == places.index[j]) values[j] += taken[k];
+        values[j] *= finish.factor;
+    }
+    mass *= finish.factor;
+#pragma omp simd
+    for (long i = 0; i < vocab; i++)
+        put(row, type, i, exponential(logit(row, type, plain, i, finish) - peak) * mass);
+    for (long j = 0; j < places.count; j++) {
+        long at = places.index[j] - places.from;
+        if (at >= 0 && at < vocab) put(row, type, at, values[j]);
+    }
+}
+
+/* Loops whose type and form the compiler knows, so that it can use vectors. */
+#define EACH_FORM(call) \
+    if (type && plain) call(1, 1); else if (type) call(1, 0); else if (plain) call(0, 1); else call(0, 0)
+
+static int is_plain(Finish finish) { return !finish.bias && finish.factor == 1 && finish.temperature == 1; }
+
+/* products [n, vocab]: in sums [n] their Σ e^(logit − peak), in chosen [n, count] logit − peak at the places, of which
+there are `count` for each row. first: peaks [n] become the largest logits. */
+void normalise(const void *products, int type, Finish finish, int first, float *peaks, float *sums, Places places,
+               float *chosen, long n, long vocab, int threads) {
+    int plain = is_plain(finish);
+#pragma omp parallel for num_threads(threads)
+    for (long i = 0; i < n; i++) {
+        const void *row = (const char *)products + i * vocab * (type ? 2 : 4);
+        Places here = {places.index + i * places.count, places.from, places.count};
+#define CALL(type, plain) \
+    normalise_row(row, type, plain, finish, first, peaks + i, sums + i, here, chosen + i * places.count, vocab)
+        EACH_FORM(CALL);
+#undef CALL
+    }
+}
+
+/* products [n, vocab] become factor · (mass · e^(logit − peak) + taken), with peaks and mass [n], and taken [n, count] at
+the places: those of one index add up. */
+void softmax(void *products, int type, Finish finish, const float *peaks, const float *mass, Places places,
+             const float *taken, long n, long vocab, int threads) {
+    int plain = is_plain(finish);
+#pragma omp parallel for num_threads(threads)
+    for (long i = 0; i < n; i++) {
+        void *row = (char *)products + i * vocab * (type ? 2 : 4);
+        Places here = {places.index + i * places.count, places.from, places.count};
+#define CALL(type, plain) \
+    softmax_row(row, type, plain, finish, peaks[i], mass[i], here, taken + i * places.count, vocab)
+        EACH_FORM(CALL);
+#undef CALL
+    }
 }

@@ -8,6 +8,7 @@ the results are the same to the bit.
 import ctypes
 import functools
 import os
+import platform
 import shlex
 import subprocess
 import tempfile
@@ -22,6 +23,8 @@ from qat_lora.backend.tiles import tiles
 
 SOURCE = Path(__file__).with_name("native.c")
 FLAGS = ["-O3", "-march=native", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+if platform.machine() == "x86_64":
+    FLAGS.append("-mprefer-vector-width=512")  # where there are such vectors: a fifth off the LM head's exponentials
 SMALLEST = 2**16  # elements for which starting a kernel is worth it, and compiling them
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 
@@ -34,6 +37,24 @@ class _Scale(Structure):
     @classmethod
     def of(cls, scale: Tensor, weight: Tensor) -> "_Scale":
         return cls(scale.data_ptr(), *scale.expand_as(weight).stride())
+
+
+class _Places(Structure):
+    """The index [n, J] that rows are asked for, counted from `start` on."""
+
+    _fields_ = (("index", c_void_p), ("start", c_long), ("count", c_long))
+
+    @classmethod
+    def of(cls, index: Tensor, start: int) -> "_Places":
+        return cls(index.data_ptr(), start, index.shape[-1])
+
+
+class _Finish(Structure):
+    _fields_ = (("bias", c_void_p), ("factor", c_float), ("temperature", c_float))
+
+    @classmethod
+    def of(cls, bias: Tensor | None, factor: float, temperature: float) -> "_Finish":
+        return cls(None if bias is None else bias.data_ptr(), factor, temperature)
 
 
 class _Levels(Structure):
@@ -60,7 +81,7 @@ def quantised(
     weight: Tensor, scale: Tensor, lowest: float, step: float, levels: int, dtype: torch.dtype
 ) -> Tensor | None:
     """weight [O, G, g] as the nearest of `levels` levels, `step` apart from `lowest` on, times scale, in `dtype`."""
-    if not _known(weight, scale) or dtype not in TYPES or not (kernels := library()):
+    if not _known(weight, weight, scale) or dtype not in TYPES or not (kernels := library()):
         return None
     out, levels = torch.empty(weight.shape, dtype=dtype), _Levels(lowest, step, levels - 1)
     _run(kernels.quantise, weight.shape, weight, _Scale.of(scale, weight), out, TYPES[dtype], levels)
@@ -72,7 +93,7 @@ def gradients(
 ) -> tuple[Tensor, Tensor] | None:
     """(∂/∂weight, ∂/∂scale) for grad [O, G, g], as `FakeQuant` has them; the second is summed over the weights of a
     group where the scale is [O, G, 1], and of the weight's shape elsewhere."""
-    if not _known(weight, scale) or grad.dtype not in TYPES or not (kernels := library()):
+    if not _known(weight, weight, scale) or grad.dtype not in TYPES or not (kernels := library()):
         return None
     grad, of_weight = grad.contiguous(), torch.empty_like(weight)
     one_each = scale.shape == (*weight.shape[:2], 1)
@@ -89,23 +110,60 @@ def gradients(
     return of_weight, of_scale
 
 
+def stored(scale: Tensor, least: float) -> Tensor | None:
+    """A scale with its magnitudes at `least` or above, a normal number of fp16, rounded to fp16 and back."""
+    if not least or not _known(scale, scale, smallest=SMALLEST // 32) or not (kernels := library()):
+        return None
+    out = torch.empty_like(scale)
+    _run(kernels.store_scales, (scale.numel(),), scale, out, c_float(least))
+    return out
+
+
 def move_moments(
     grad: Tensor, m: Tensor, v: Tensor, moves: Tensor, first: float, second: float, size: float, eps: float
 ) -> int | None:
     """Moves the moments m and v of a gradient on by the shares `first` and `second`, and puts into `moves` the steps
     −m/(√v · size + eps) that go against the gradient, 0 in the place of the others. How many do."""
-    if not _known(grad, m, v, moves) or not (kernels := library()):
+    if not _known(grad, grad, m, v, moves) or not (kernels := library()):
         return None
     numbers = [c_float(value) for value in (first, second, size, eps)]
     return _run(kernels.move_moments, (grad.numel(),), grad, m, v, moves, *numbers)
 
 
-def _known(*tensors: Tensor) -> bool:
-    """Whether these are what the kernels take: fp32 on the CPU, and enough of it."""
-    first = tensors[0]
-    if first.device.type != "cpu" or first.numel() < SMALLEST:
+def normalise(
+    products: Tensor, finish: tuple[Tensor | None, float, float] | None, first: bool, peaks: Tensor, sums: Tensor,
+    index: Tensor, start: int, chosen: Tensor,
+) -> bool:  # fmt: skip
+    """With logits (product · factor + bias) / temperature of products [n, V]: puts Σ e^(logit − peak) into sums [n, 1],
+    and into chosen [n, J] logit − peak at the index, which counts from `start` on, 0 where that is elsewhere.
+
+    finish: (bias or None, factor, temperature). first: peaks [n, 1] become the largest logits. False: nothing is done.
+    """
+    if finish is None or not _known(products, peaks) or not (kernels := library()):
         return False
-    return all(t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
+    given = products, TYPES[products.dtype], _Finish.of(*finish), first, peaks, sums, _Places.of(index, start), chosen
+    _run(kernels.normalise, products.shape, *given)
+    return True
+
+
+def softmax(
+    products: Tensor, finish: tuple[Tensor | None, float, float] | None, peaks: Tensor, mass: Tensor, index: Tensor,
+    start: int, taken: Tensor,
+) -> bool:  # fmt: skip
+    """Overwrites products [n, V], see `normalise`, by factor · (mass · e^(logit − peak) + taken), with mass [n, 1], and
+    taken [n, J] at the index. False: nothing is done."""
+    if finish is None or not _known(products, mass, taken) or not (kernels := library()):
+        return False
+    given = products, TYPES[products.dtype], _Finish.of(*finish), peaks, mass, _Places.of(index, start), taken
+    _run(kernels.softmax, products.shape, *given)
+    return True
+
+
+def _known(large: Tensor, *others: Tensor, smallest: int = SMALLEST) -> bool:
+    """Whether these are what the kernels take: on the CPU, and enough of it, each in one piece; the others in fp32."""
+    if large.device.type != "cpu" or large.numel() < smallest or not large.is_contiguous():
+        return False
+    return large.dtype in TYPES and all(t.dtype == torch.float32 and t.is_contiguous() for t in others)
 
 
 def _run(kernel: Callable, sizes: Iterable[int], *given: Tensor | Structure | int) -> int:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from qat_lora.backend import native
 from qat_lora.backend.tiles import HEAD_BYTES, HEAD_TILE, rows_at_once, strips_at_once, tiles
 from qat_lora.errors import first_line
 from qat_lora.models.architecture import decoder, refused, unwrap
@@ -108,7 +109,7 @@ class Strips:
 
     def __init__(self, hidden: Tensor, head: Head, index: Tensor, dtype: torch.dtype, temperature: float = 1.0):
         """hidden [N, H]; index [N, J]."""
-        self.hidden, self.index, self.dtype, self.temperature = hidden, index, dtype, temperature
+        self.hidden, self.index, self.dtype, self.temperature = hidden, index.contiguous(), dtype, temperature
         self.given, self.head = head, head if head.weight.requires_grad else head.cast(dtype)
         self.blocks, self.columns = strips_at_once(len(hidden), len(head.weight), dtype, hidden.device)
         self.peak, self.z = (torch.zeros(len(index), 1, device=hidden.device) for _ in range(2))
@@ -157,7 +158,7 @@ class Strips:
         """peak, z and chosen of a block of positions; the products of the first strips, of at most `room` bytes, by
         where they start. again: with the peaks as they are."""
         hidden, kept, spare, given_room = self.hidden[block].to(self.dtype), {}, None, room
-        peak, z, chosen = self.peak[block], self.z[block].zero_(), self.chosen[block].zero_()
+        z, chosen = self.z[block].zero_(), self.chosen[block].zero_()
         for strip in self.columns:
             head = self.head.strip(strip, self.dtype)
             room -= len(hidden) * len(head.weight) * self.dtype.itemsize
@@ -166,23 +167,31 @@ class Strips:
                 spare = product if spare is None else spare
             else:
                 kept[strip.start] = product
-            place, inside = self._places(block, strip)
-            found, part_z = (z.new_empty(len(hidden), n) for n in (place.shape[1], 1))
-            step, scratch = self._scratch(product)
-            first = strip.start == 0 and not again
-            for part, at, f, p, s in zip(*(t.split(step) for t in (product, place, found, peak, part_z))):
-                logits = self._logits(head, part, scratch)
-                if first:
-                    p.copy_(logits.amax(1, keepdim=True))
-                f.copy_(logits.sub_(p).gather(1, at))
-                s.copy_(logits.exp_().sum(1, keepdim=True))
+            part_z, found = self._sums(head, product, block, strip, strip.start == 0 and not again)
             z.add_(part_z)
-            chosen.add_(found if inside is None else torch.where(inside, found, 0))
+            chosen.add_(found)
         if len(self.columns) > 1 and not again and not z.isfinite().all():
             kept.clear()
-            peak.copy_(self._largest(hidden))
+            self.peak[block] = self._largest(hidden)
             return self._normalise(block, given_room, again=True)
         return kept
+
+    def _sums(self, head: Head, product: Tensor, block: slice, strip: slice, first: bool) -> tuple[Tensor, Tensor]:
+        """Σ e^(x − p) [n, 1] of a strip's products [n, v], and x − p at the index [n, J], 0 where that is not in the
+        strip. first: the peaks become the largest of these logits."""
+        peak, index = self.peak[block], self.index[block]
+        sums, found = (product.new_empty(len(product), n, dtype=torch.float32) for n in (1, index.shape[1]))
+        if native.normalise(product, self._finish(head), first, peak, sums, index, strip.start, found):
+            return sums, found
+        place, inside = self._places(block, strip)
+        step, scratch = self._scratch(product)
+        for part, at, f, p, s in zip(*(t.split(step) for t in (product, place, found, peak, sums))):
+            logits = self._logits(head, part, scratch)
+            if first:
+                p.copy_(logits.amax(1, keepdim=True))
+            f.copy_(logits.sub_(p).gather(1, at))
+            s.copy_(logits.exp_().sum(1, keepdim=True))
+        return sums, found if inside is None else torch.where(inside, found, 0)
 
     def _largest(self, hidden: Tensor) -> Tensor:
         """The largest logit of each position [n, 1], where the first strip's is too small by a factor of e^88."""
@@ -194,6 +203,8 @@ class Strips:
 
     def _gradient(self, head: Head, product: Tensor, block: slice, strip: slice, mass: Tensor, taken: Tensor) -> Tensor:
         """The gradient in a strip's products [n, v], in their memory where the device reuses it."""
+        if native.softmax(product, self._finish(head), self.peak[block], mass, self.index[block], strip.start, taken):
+            return product
         place, inside = self._places(block, strip)
         taken = taken if inside is None else torch.where(inside, taken, 0)
         step, scratch = self._scratch(product)
@@ -206,6 +217,11 @@ class Strips:
                 return grad.to(self.dtype)
             part.copy_(grad)
         return product
+
+    def _finish(self, head: Head) -> tuple[Tensor | None, float, float] | None:
+        """What follows the product, for a native kernel: bias, factor and temperature; None with a soft cap."""
+        bias = None if head.bias is None else head.bias.detach().float() * head.after
+        return None if head.cap is not None else (bias, head.before * head.after, self.temperature)
 
     def _scratch(self, product: Tensor) -> tuple[int, Tensor | None]:
         """How many rows of a product are worked on at a time, and where, in fp32; None: in new memory."""

@@ -109,15 +109,20 @@ def _over_groups(values: Tensor, shape: torch.Size) -> Tensor:
 
 
 class Stored(torch.autograd.Function):
-    """A learned scale as it is stored: rounded to fp16. The gradient passes straight through."""
+    """A learned scale as it is stored: its magnitude at `least` or above, rounded to fp16; signs stay. The gradient
+    passes straight through the rounding, and not where the magnitude was smaller."""
 
     @staticmethod
-    def forward(ctx, scale: Tensor):
-        return scale.half().to(scale.dtype)
+    def forward(ctx, scale: Tensor, least: float = 0.0):
+        ctx.save_for_backward(scale)
+        ctx.least = least
+        found = native.stored(scale, least)
+        return stored_scale(scale, least).to(scale.dtype) if found is None else found
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return grad
+        (scale,) = ctx.saved_tensors
+        return grad if not ctx.least else torch.where(scale.abs() >= ctx.least, grad, 0), None
 
 
 def nearest_code(x: Tensor, spec: QuantSpec) -> Tensor:
@@ -168,7 +173,7 @@ class Quantizer(nn.Module):
     def scale_matrix(self) -> Tensor:
         """The scale, broadcastable to `grouped(weight)`."""
         if self.spec.scale != "lowrank":
-            scale = Stored.apply(_not_zero(self.scale, SMALLEST_SCALE))
+            scale = Stored.apply(self.scale, SMALLEST_SCALE)
             return (
                 scale.repeat_interleave(self.shape[-2], 0) if len(scale) > 1 and self.spec.scale == "tensor" else scale
             )
@@ -181,8 +186,8 @@ class Quantizer(nn.Module):
     def stored(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Each parameter of the scale with the fp16 values that a file holds of it."""
         if self.spec.scale != "lowrank":
-            return [(self.scale, _not_zero(self.scale.detach(), SMALLEST_SCALE).half())]
-        return [(p, p.detach().half()) for p in (self.a, self.g, self.b)]
+            return [(self.scale, stored_scale(self.scale.detach(), SMALLEST_SCALE))]
+        return [(p, stored_scale(p.detach())) for p in (self.a, self.g, self.b)]
 
     def grouped(self, weight: Tensor) -> Tensor:
         """weight [..., out, in] as [rows, groups, group], against which the scale broadcasts: the rows of one expert
@@ -220,6 +225,11 @@ class Quantizer(nn.Module):
     def decode(self, codes: Tensor) -> Tensor:
         """W_eff [out, in] of codes, fp32; equal to forward's to the bit."""
         return levels_of(self.grouped(codes), self.spec).mul_(self.scale_matrix()).view(self.shape)
+
+
+def stored_scale(scale: Tensor, least: float = 0.0) -> Tensor:
+    """The fp16 numbers that a file holds of a scale, see `Stored`."""
+    return (_not_zero(scale, least) if least else scale).half()
 
 
 def _not_zero(scale: Tensor, least: float) -> Tensor:
