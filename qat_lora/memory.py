@@ -35,11 +35,11 @@ def weight_memory(model: nn.Module) -> int:
     return sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
 
 
-def head_memory(model: nn.Module, positions: int, bf16: bool) -> int:
-    """The LM head in a loss over so many positions: its weight as it is multiplied, logits, and the gradient of the
-    hidden states."""
+def head_memory(model: nn.Module, positions: int, bf16: bool, room: int = STRIP_BYTES) -> int:
+    """The LM head over so many positions: its weight as it is multiplied, at most `room` bytes of logits, and the
+    gradient of the hidden states."""
     vocab, hidden = unwrap(model).get_output_embeddings().weight.shape
-    logits = min(HEAD_BYTES + STRIP_BYTES, positions * vocab * (2 if bf16 else 4))
+    logits = min(room, positions * vocab * (2 if bf16 else 4))
     return 2 * vocab * hidden * bf16 + logits + positions * hidden * (2 + 4 if bf16 else 4)
 
 
@@ -119,7 +119,7 @@ def evaluation_memory(
             for one in both
             for block in decoder_layers(one)
         ),
-        "LM head": sum(head_memory(one, positions, bf16) for one in both),
+        "LM head": sum(head_memory(one, positions, bf16, HEAD_BYTES) for one in both),
     }
 
 

@@ -27,6 +27,18 @@ def sigterm_as_before():
         group.SIGTERM.clear()
 
 
+@pytest.fixture(params=["native", "torch"])
+def kernels(request, monkeypatch):
+    """Chains of operations by the C kernels, however small the tensors are, and by torch's operations."""
+    from qat_lora.backend import native
+
+    if request.param == "torch":
+        monkeypatch.setattr(native, "library", lambda: None)
+    elif native.library() is None:
+        pytest.skip("no C compiler with OpenMP")
+    monkeypatch.setattr(native, "SMALLEST", 1)
+
+
 @pytest.fixture(scope="session")
 def tiny_tokenizer():
     """Byte-level BPE, 512 tokens, trained on Python's help topics; EOS `<|im_end|>`, pad `<|pad|>`."""

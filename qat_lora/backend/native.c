@@ -162,18 +162,28 @@ static inline __attribute__((always_inline)) void put(void *row, int type, long 
 
 #define STRETCH 1024 /* terms that are summed in fp32 before their sum goes into a double */
 
+static inline __attribute__((always_inline)) float largest(const void *row, int type, int plain, Finish finish, long vocab) {
+    float most = -INFINITY;
+#pragma omp simd reduction(max : most)
+    for (long i = 0; i < vocab; i++) {
+        float x = logit(row, type, plain, i, finish);
+        most = x > most ? x : most;
+    }
+    return most;
+}
+
+static inline __attribute__((always_inline)) void ask(
+    const void *row, int type, int plain, Finish finish, float peak, Places places, float *chosen, long vocab) {
+    for (long j = 0; j < places.count; j++) {
+        long at = places.index[j] - places.from;
+        chosen[j] = at >= 0 && at < vocab ? logit(row, type, plain, at, finish) - peak : 0;
+    }
+}
+
 static inline __attribute__((always_inline)) void normalise_row(
     const void *row, int type, int plain, Finish finish, int first, float *peak, float *sum, Places places, float *chosen,
     long vocab) {
-    if (first) {
-        float most = -INFINITY;
-#pragma omp simd reduction(max : most)
-        for (long i = 0; i < vocab; i++) {
-            float x = logit(row, type, plain, i, finish);
-            most = x > most ? x : most;
-        }
-        *peak = most;
-    }
+    if (first) *peak = largest(row, type, plain, finish, vocab);
     float most = *peak;
     double total = 0;
     for (long start = 0; start < vocab; start += STRETCH) {
@@ -184,10 +194,7 @@ static inline __attribute__((always_inline)) void normalise_row(
         total += part;
     }
     *sum = total;
-    for (long j = 0; j < places.count; j++) {
-        long at = places.index[j] - places.from;
-        chosen[j] = at >= 0 && at < vocab ? logit(row, type, plain, at, finish) - most : 0;
-    }
+    ask(row, type, plain, finish, most, places, chosen, vocab);
 }
 
 static inline __attribute__((always_inline)) void softmax_row(
@@ -211,6 +218,32 @@ static inline __attribute__((always_inline)) void softmax_row(
     }
 }
 
+/* The row becomes factor · e^(logit − peak), and 0 at the places. */
+static inline __attribute__((always_inline)) void exponentiate_row(
+    void *row, int type, int plain, Finish finish, int first, float *peak, float *sum, Places places, float *chosen,
+    long vocab) {
+    if (first) *peak = largest(row, type, plain, finish, vocab);
+    float most = *peak;
+    ask(row, type, plain, finish, most, places, chosen, vocab);
+    double total = 0;
+    for (long start = 0; start < vocab; start += STRETCH) {
+        long stop = start + STRETCH < vocab ? start + STRETCH : vocab;
+        float part = 0;
+#pragma omp simd reduction(+ : part)
+        for (long i = start; i < stop; i++) {
+            float value = exponential(logit(row, type, plain, i, finish) - most);
+            part += value;
+            put(row, type, i, plain ? value : value * finish.factor);
+        }
+        total += part;
+    }
+    *sum = total;
+    for (long j = 0; j < places.count; j++) {
+        long at = places.index[j] - places.from;
+        if (at >= 0 && at < vocab) put(row, type, at, 0);
+    }
+}
+
 /* Loops whose type and form the compiler knows, so that it can use vectors. */
 #define EACH_FORM(call) \
     if (type && plain) call(1, 1); else if (type) call(1, 0); else if (plain) call(0, 1); else call(0, 0)
@@ -231,6 +264,36 @@ void normalise(const void *products, int type, Finish finish, int first, float *
         EACH_FORM(CALL);
 #undef CALL
     }
+}
+
+/* As `normalise`, and products become factor · e^(logit − peak), 0 at the places. */
+void exponentiate(void *products, int type, Finish finish, int first, float *peaks, float *sums, Places places,
+                  float *chosen, long n, long vocab, int threads) {
+    int plain = is_plain(finish);
+#pragma omp parallel for num_threads(threads)
+    for (long i = 0; i < n; i++) {
+        void *row = (char *)products + i * vocab * (type ? 2 : 4);
+        Places here = {places.index + i * places.count, places.from, places.count};
+#define CALL(type, plain) \
+    exponentiate_row(row, type, plain, finish, first, peaks + i, sums + i, here, chosen + i * places.count, vocab)
+        EACH_FORM(CALL);
+#undef CALL
+    }
+}
+
+/* sums [n, width] += Σ_j weights [n, count] · the table's row at index [n, count] */
+void add_rows(float *sums, const void *table, int type, Places places, const float *weights, long n, long width,
+              int threads) {
+#pragma omp parallel for num_threads(threads)
+    for (long i = 0; i < n; i++)
+        for (long j = i * places.count; j < (i + 1) * places.count; j++) {
+            float weight = weights[j], *sum = sums + i * width;
+            long from = places.index[j] * width;
+            if (type)
+                for (long k = 0; k < width; k++) sum[k] += from_bf16(((const uint16_t *)table)[from + k]) * weight;
+            else
+                for (long k = 0; k < width; k++) sum[k] += ((const float *)table)[from + k] * weight;
+        }
 }
 
 /* products [n, vocab] become factor · (mass · e^(logit − peak) + taken), with peaks and mass [n], and taken [n, count] at

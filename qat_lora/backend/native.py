@@ -52,10 +52,6 @@ class _Places(Structure):
 class _Finish(Structure):
     _fields_ = (("bias", c_void_p), ("factor", c_float), ("temperature", c_float))
 
-    @classmethod
-    def of(cls, bias: Tensor | None, factor: float, temperature: float) -> "_Finish":
-        return cls(None if bias is None else bias.data_ptr(), factor, temperature)
-
 
 class _Levels(Structure):
     _fields_ = (("lowest", c_float), ("step", c_float), ("top", c_float))
@@ -112,7 +108,7 @@ def gradients(
 
 def stored(scale: Tensor, least: float) -> Tensor | None:
     """A scale with its magnitudes at `least` or above, a normal number of fp16, rounded to fp16 and back."""
-    if not least or not _known(scale, scale, smallest=SMALLEST // 32) or not (kernels := library()):
+    if not least or not _known(scale, scale, share=32) or not (kernels := library()):
         return None
     out = torch.empty_like(scale)
     _run(kernels.store_scales, (scale.numel(),), scale, out, c_float(least))
@@ -130,38 +126,64 @@ def move_moments(
     return _run(kernels.move_moments, (grad.numel(),), grad, m, v, moves, *numbers)
 
 
+Finishing = tuple[Tensor | None, float, float] | None  # bias, factor and temperature of logits
+
+
 def normalise(
-    products: Tensor, finish: tuple[Tensor | None, float, float] | None, first: bool, peaks: Tensor, sums: Tensor,
-    index: Tensor, start: int, chosen: Tensor,
+    products: Tensor, finish: Finishing, first: bool, peaks: Tensor, sums: Tensor, index: Tensor, start: int,
+    chosen: Tensor,
 ) -> bool:  # fmt: skip
     """With logits (product · factor + bias) / temperature of products [n, V]: puts Σ e^(logit − peak) into sums [n, 1],
     and into chosen [n, J] logit − peak at the index, which counts from `start` on, 0 where that is elsewhere.
 
-    finish: (bias or None, factor, temperature). first: peaks [n, 1] become the largest logits. False: nothing is done.
+    first: peaks [n, 1] become the largest logits. False: nothing was done; so where `finish` is None.
     """
-    if finish is None or not _known(products, peaks) or not (kernels := library()):
-        return False
-    given = products, TYPES[products.dtype], _Finish.of(*finish), first, peaks, sums, _Places.of(index, start), chosen
-    _run(kernels.normalise, products.shape, *given)
-    return True
+    return _over_logits("normalise", products, finish, (first, peaks, sums), index, start, chosen)
+
+
+def exponentiate(
+    products: Tensor, finish: Finishing, first: bool, peaks: Tensor, sums: Tensor, index: Tensor, start: int,
+    chosen: Tensor,
+) -> bool:  # fmt: skip
+    """As `normalise`, and the products become factor · e^(logit − peak), 0 at the index."""
+    return _over_logits("exponentiate", products, finish, (first, peaks, sums), index, start, chosen)
 
 
 def softmax(
-    products: Tensor, finish: tuple[Tensor | None, float, float] | None, peaks: Tensor, mass: Tensor, index: Tensor,
-    start: int, taken: Tensor,
+    products: Tensor, finish: Finishing, peaks: Tensor, mass: Tensor, index: Tensor, start: int, taken: Tensor
+) -> bool:
+    """The products, see `normalise`, become factor · (mass · e^(logit − peak) + taken), with mass [n, 1], and
+    taken [n, J] at the index."""
+    return _over_logits("softmax", products, finish, (peaks, mass), index, start, taken)
+
+
+def _over_logits(
+    kernel: str, products: Tensor, finish: Finishing, each: tuple[Tensor | bool, ...], index: Tensor, start: int,
+    asked: Tensor,
 ) -> bool:  # fmt: skip
-    """Overwrites products [n, V], see `normalise`, by factor · (mass · e^(logit − peak) + taken), with mass [n, 1], and
-    taken [n, J] at the index. False: nothing is done."""
-    if finish is None or not _known(products, mass, taken) or not (kernels := library()):
+    """Whether a kernel has gone over products [n, V], with what it needs of each row, [n, 1], and at the index."""
+    tensors = [value for value in (*each, asked) if isinstance(value, Tensor)]
+    if finish is None or not _known(products, *tensors) or not (kernels := library()):
         return False
-    given = products, TYPES[products.dtype], _Finish.of(*finish), peaks, mass, _Places.of(index, start), taken
-    _run(kernels.softmax, products.shape, *given)
+    bias, *numbers = finish
+    form = _Finish(None if bias is None else bias.data_ptr(), *numbers)
+    given = TYPES[products.dtype], form, *each, _Places.of(index, start), asked
+    _run(getattr(kernels, kernel), products.shape, products, *given)
     return True
 
 
-def _known(large: Tensor, *others: Tensor, smallest: int = SMALLEST) -> bool:
-    """Whether these are what the kernels take: on the CPU, and enough of it, each in one piece; the others in fp32."""
-    if large.device.type != "cpu" or large.numel() < smallest or not large.is_contiguous():
+def add_rows(sums: Tensor, table: Tensor, index: Tensor, weights: Tensor) -> bool:
+    """sums [n, H] += Σ_j weights [n, J] · the rows of table [V, H] at index [n, J]. False: nothing was done."""
+    if not _known(table, sums, weights) or not (kernels := library()):
+        return False
+    _run(kernels.add_rows, sums.shape, sums, table, TYPES[table.dtype], _Places.of(index, 0), weights)
+    return True
+
+
+def _known(large: Tensor, *others: Tensor, share: int = 1) -> bool:
+    """Whether these are what the kernels take: on the CPU, and enough of it, each in one piece; the others in fp32.
+    share: how many weights each of the elements stands for."""
+    if large.device.type != "cpu" or large.numel() * share < SMALLEST or not large.is_contiguous():
         return False
     return large.dtype in TYPES and all(t.dtype == torch.float32 and t.is_contiguous() for t in others)
 

@@ -8,7 +8,7 @@ TILE = 2**18
 # Logits of an LM head held at a time: on the CPU in the type of the product, elsewhere in fp32.
 HEAD_BYTES = 112 * 2**20
 ACCELERATOR_HEAD_BYTES = 256 * 2**20  # fewer, larger products and a smaller graph; not measured on hardware
-STRIP_BYTES = 16 * 2**20  # logits of a strip of the vocabulary on the CPU
+STRIP_BYTES = 8 * 2**20  # logits of a strip of the vocabulary on the CPU
 HEAD_TILE = 2**19  # of a strip: larger, since less is alive at the same time and much is done for each
 POSITIONS = 2048  # of which the CPU takes all strips before it goes on
 

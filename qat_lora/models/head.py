@@ -9,7 +9,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from qat_lora.backend import native
-from qat_lora.backend.tiles import HEAD_BYTES, HEAD_TILE, rows_at_once, strips_at_once, tiles
+from qat_lora.backend.tiles import HEAD_TILE, rows_at_once, strips_at_once, tiles
 from qat_lora.errors import first_line
 from qat_lora.models.architecture import decoder, refused, unwrap
 
@@ -101,7 +101,7 @@ def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 class Strips:
     """Logits x [N, V] of hidden states, divided by a temperature, computed in strips of the vocabulary in the type
-    `dtype`: once to normalise them, and for gradients once more where there was no room to keep them.
+    `dtype`, of which one is held at a time: once, and once more for gradients in the head's own weights.
 
     With p the largest logit of a position's first strip, z [N, 1] = Σ e^(x − p), and chosen [N, J] are x − p at the
     index that is asked for; a token may stand there twice.
@@ -123,13 +123,15 @@ class Strips:
 
     def normalise(self) -> "Strips":
         for block in self.blocks:
-            self._normalise(block, 0)
+            self._normalise(block)
         self.normalised = True
         return self
 
     def gradients(self, mass: Tensor, taken: Tensor, wanted: tuple[bool, bool]):
         """The gradients of Σ mass·log z − Σ taken·chosen in hidden [N, H], and in the head's weight and bias where they
         are wanted (None elsewhere), in fp32 or wider. mass [N, 1], the sum of taken [N, J]."""
+        if not any(wanted) and len(self.columns) > 1:
+            return self._in_one_pass(mass, taken), None, None
         wide = torch.promote_types(self.dtype, torch.float32)
         back = torch.zeros(self.hidden.shape, dtype=wide, device=self.hidden.device)
         sums = [
@@ -137,60 +139,95 @@ class Strips:
             for tensor, needed in zip((self.given.weight, self.given.bias), wanted)
         ]
         for block in self.blocks:
-            kept, spare = {} if self.normalised else self._normalise(block, HEAD_BYTES), None
+            product = None if self.normalised else self._normalise(block)
+            product = product if len(self.columns) == 1 else None
             hidden, first = self.hidden[block].to(self.dtype), block.start == 0
             factor, taken_here = mass[block] / self.z[block] / self.temperature, taken[block] / -self.temperature
             for strip in self.columns:
                 head = self.head.strip(strip, self.dtype)
-                product = kept.pop(strip.start, None)
-                if product is None:
-                    product = spare = _product(hidden, head.weight, spare)
-                product = self._gradient(head, product, block, strip, factor, taken_here)
-                back[block].add_(product @ head.weight)
+                if product is None or len(self.columns) > 1:
+                    product = _product(hidden, head.weight, product)
+                gradient = self._gradient(head, product, block, strip, factor, taken_here)
+                back[block].add_(gradient @ head.weight)
                 if sums[0] is not None:
-                    _put(sums[0][strip], product.T @ hidden, first)
+                    _put(sums[0][strip], gradient.T @ hidden, first)
                 if sums[1] is not None:
-                    _put(sums[1][strip], product.sum(0, dtype=wide) / head.before, first)
+                    _put(sums[1][strip], gradient.sum(0, dtype=wide) / head.before, first)
         self.normalised = True
         return back, *sums
 
-    def _normalise(self, block: slice, room: int, again: bool = False) -> dict[int, Tensor]:
-        """peak, z and chosen of a block of positions; the products of the first strips, of at most `room` bytes, by
-        where they start. again: with the peaks as they are."""
-        hidden, kept, spare, given_room = self.hidden[block].to(self.dtype), {}, None, room
+    def _in_one_pass(self, mass: Tensor, taken: Tensor) -> Tensor:
+        """`gradients` in hidden alone, for which a strip's logits are needed once: each adds Σ e^(x − p)·W, which z
+        divides when all have. What the index asks for is left out of that and added last, so that its e^(x − p)/z −
+        taken is one number before it is rounded."""
+        wide = torch.promote_types(self.dtype, torch.float32)
+        back = torch.zeros(self.hidden.shape, dtype=wide, device=self.hidden.device)
+        for block in self.blocks:
+            here, index, taken_here = back[block], self.index[block], taken[block] / self.temperature
+            self._exponentials(block, here)
+            if not (self.z[block].isfinite().all() and here.isfinite().all()):
+                self.peak[block] = self._largest(self.hidden[block].to(self.dtype))
+                self._exponentials(block, here.zero_(), again=True)
+            share = mass[block] / self.z[block] / self.temperature
+            again = (index.unsqueeze(2) == index.unsqueeze(1)).tril(-1).any(2)
+            asked = (self.chosen[block].exp() * share).masked_fill_(again, 0).sub_(taken_here)
+            asked = self.head.gradient(asked, (self.chosen[block] + self.peak[block]) * self.temperature)
+            _add_rows(here.mul_(share), self.head.weight, index, asked)
+        self.normalised = True
+        return back
+
+    def _exponentials(self, block: slice, back: Tensor, again: bool = False) -> None:
+        """z and chosen of a block of positions, and Σ e^(x − p)·W [n, H] of all but the index added to `back`."""
+        hidden, product = self.hidden[block].to(self.dtype), None
         z, chosen = self.z[block].zero_(), self.chosen[block].zero_()
         for strip in self.columns:
             head = self.head.strip(strip, self.dtype)
-            room -= len(hidden) * len(head.weight) * self.dtype.itemsize
-            product = _product(hidden, head.weight, spare if room < 0 else None)
-            if room < 0:
-                spare = product if spare is None else spare
-            else:
-                kept[strip.start] = product
+            product = _product(hidden, head.weight, product)
+            part_z, found = self._sums(head, product, block, strip, strip.start == 0 and not again, overwrite=True)
+            z.add_(part_z)
+            chosen.add_(found)
+            back.add_(product @ head.weight)
+
+    def _normalise(self, block: slice, again: bool = False) -> Tensor:
+        """peak, z and chosen of a block of positions; the products of its last strip. again: with the peaks as they
+        are."""
+        hidden, product = self.hidden[block].to(self.dtype), None
+        z, chosen = self.z[block].zero_(), self.chosen[block].zero_()
+        for strip in self.columns:
+            head = self.head.strip(strip, self.dtype)
+            product = _product(hidden, head.weight, product)
             part_z, found = self._sums(head, product, block, strip, strip.start == 0 and not again)
             z.add_(part_z)
             chosen.add_(found)
         if len(self.columns) > 1 and not again and not z.isfinite().all():
-            kept.clear()
             self.peak[block] = self._largest(hidden)
-            return self._normalise(block, given_room, again=True)
-        return kept
+            return self._normalise(block, again=True)
+        return product
 
-    def _sums(self, head: Head, product: Tensor, block: slice, strip: slice, first: bool) -> tuple[Tensor, Tensor]:
+    def _sums(
+        self, head: Head, product: Tensor, block: slice, strip: slice, first: bool, overwrite: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Σ e^(x − p) [n, 1] of a strip's products [n, v], and x − p at the index [n, J], 0 where that is not in the
-        strip. first: the peaks become the largest of these logits."""
+        strip. first: the peaks become the largest of these logits. overwrite: the products become e^(x − p) times what
+        x grows by with them, 0 at the index."""
         peak, index = self.peak[block], self.index[block]
         sums, found = (product.new_empty(len(product), n, dtype=torch.float32) for n in (1, index.shape[1]))
-        if native.normalise(product, self._finish(head), first, peak, sums, index, strip.start, found):
+        native_sums = native.exponentiate if overwrite else native.normalise
+        if native_sums(product, self._finish(head), first, peak, sums, index, strip.start, found):
             return sums, found
         place, inside = self._places(block, strip)
         step, scratch = self._scratch(product)
         for part, at, f, p, s in zip(*(t.split(step) for t in (product, place, found, peak, sums))):
             logits = self._logits(head, part, scratch)
+            capped = logits * self.temperature if overwrite and head.cap is not None else None
             if first:
                 p.copy_(logits.amax(1, keepdim=True))
             f.copy_(logits.sub_(p).gather(1, at))
             s.copy_(logits.exp_().sum(1, keepdim=True))
+            if overwrite:
+                part.copy_(head.gradient(logits, capped))
+        if overwrite:  # a place outside is another's: its infinity changes nothing there
+            product.scatter_reduce_(1, place, torch.where(inside, 0, torch.inf).to(product.dtype), "amin")
         return sums, found if inside is None else torch.where(inside, found, 0)
 
     def _largest(self, hidden: Tensor) -> Tensor:
@@ -248,9 +285,19 @@ class Strips:
 
 
 def _product(hidden: Tensor, weight: Tensor, room: Tensor | None) -> Tensor:
+    """hidden · weightᵀ, in the memory of a product that is at least as large, where the device reuses it."""
     if room is None or hidden.device.type != "cpu":
         return hidden @ weight.T
     return torch.mm(hidden, weight.T, out=room.view(-1)[: len(hidden) * len(weight)].view(len(hidden), len(weight)))
+
+
+def _add_rows(sums: Tensor, table: Tensor, index: Tensor, weights: Tensor) -> None:
+    """sums [n, H] += Σ_j weights[:, j] · table[index[:, j]], with index and weights [n, J]."""
+    if native.add_rows(sums, table, index, weights):
+        return
+    for rows in tiles(*index.shape, sums.device, max(1, HEAD_TILE // table.shape[1])):
+        found = table[index[rows]].to(sums.dtype)
+        sums[rows].add_((weights[rows].to(sums.dtype).unsqueeze(1) @ found).squeeze(1))
 
 
 def _put(place: Tensor, values: Tensor, first: bool) -> None:

@@ -179,12 +179,11 @@ def test_accumulation_over_total_is_one_large_batch(case):
 
 @pytest.fixture
 def in_strips(monkeypatch):
-    """Heads are computed in blocks of so many positions, in strips of so many tokens, of which some are kept."""
+    """Heads are computed in blocks of so many positions, in strips of so many tokens."""
 
-    def set_sizes(positions: int, tokens: int, kept: int = 0) -> None:
+    def set_sizes(positions: int, tokens: int) -> None:
         monkeypatch.setattr(tiles, "POSITIONS", positions)
         monkeypatch.setattr(tiles, "STRIP_BYTES", 4 * positions * tokens)
-        monkeypatch.setattr(head_module, "HEAD_BYTES", 4 * positions * tokens * kept)
         monkeypatch.setattr(head_module, "HEAD_TILE", 2 * tokens)
 
     return set_sizes
@@ -198,23 +197,47 @@ def test_strips_cover_everything_within_the_limit(in_strips):
     assert len(tiles.rows_at_once(12, 10**9, torch.float32, torch.device("cpu"))) == 12, "one position at least"
 
 
-@pytest.mark.parametrize(("positions", "tokens", "kept"), [(1, 3, 0), (5, 4, 1), (7, 9, 0), (100, 5, 100)])
-def test_strips_change_nothing(case, positions, tokens, kept, in_strips):
-    whole = gradients(sparse_loss, *case)
-    in_strips(positions, tokens, kept)
-    for ours, wanted in zip(gradients(sparse_loss, *case), whole):
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize(("positions", "tokens"), [(1, 3), (5, 4), (7, 9), (100, 5)])
+def test_strips_change_nothing(case, positions, tokens, trained, in_strips, kernels):
+    found = []
+    for _ in range(2):
+        hidden, head = case[0].clone().requires_grad_(), case[1].clone().requires_grad_(trained)
+        loss = sparse_loss(hidden, head, *case[2:])
+        loss.backward()
+        found.append([loss.detach(), hidden.grad, *([head.grad] if trained else [])])
+        in_strips(positions, tokens)
+    for ours, wanted in zip(*found):
         torch.testing.assert_close(ours, wanted)
 
 
-@pytest.mark.parametrize("kept", [0, 2])
-def test_a_logit_far_above_those_of_the_first_strip(case, kept, in_strips):
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_logit_far_above_those_of_the_first_strip(case, trained, in_strips, kernels):
     hidden, head, *rest = case
     head = head.clone()
     head[-1] = 300 * hidden[0, 0] / hidden[0, 0].square().sum()
     whole = gradients(sparse_loss, hidden, head, *rest)
-    in_strips(4, 3, kept)
-    for ours, wanted in zip(gradients(sparse_loss, hidden, head, *rest), whole):
-        torch.testing.assert_close(ours, wanted)
+    in_strips(4, 3)
+    hidden, head = hidden.clone().requires_grad_(), head.requires_grad_(trained)
+    loss = sparse_loss(hidden, head, *rest)
+    loss.backward()
+    for ours, wanted in zip((loss.detach(), hidden.grad, head.grad), whole):
+        assert ours is None or torch.testing.assert_close(ours, wanted) is None
+
+
+def test_in_the_type_of_the_product_strips_change_next_to_nothing(in_strips, kernels):
+    """bf16 products, as in training: one pass over a frozen head's strips, and all of its logits at once."""
+    hidden, head, mask = random(2, 40, 32), random(500, 32, seed=2), torch.ones(2, 40)
+    index, found = torch.randint(500, (2, 40, J), generator=torch.Generator().manual_seed(1)), []
+    for _ in range(2):
+        given = hidden.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = sparse_loss(given, head, index, torch.full(index.shape, 1 / J), mask)
+        loss.backward()
+        found.append((loss.detach(), given.grad))
+        in_strips(80, 60)
+    torch.testing.assert_close(found[1][0], found[0][0])
+    assert (found[1][1] - found[0][1]).norm() < 0.004 * found[0][1].norm(), "half a bf16 unit in the last place"
 
 
 def test_full_logits_never_exist(in_strips):
@@ -228,25 +251,25 @@ def test_full_logits_never_exist(in_strips):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("kept", [0, 2])
-def test_log_probs_with_a_trained_head_have_autograds_gradients(case, temperature, kept, in_strips):
+@pytest.mark.parametrize("trained", [False, True])
+def test_log_probs_in_strips_have_autograds_gradients(case, temperature, trained, in_strips, kernels):
     hidden, head = case[0].flatten(0, 1), case[1]
     tokens, coming = torch.arange(len(hidden)) % V, random(len(hidden))
     found = []
     for ours in (False, True):
-        given = [tensor.clone().requires_grad_() for tensor in (hidden, head)]
+        given = [hidden.clone().requires_grad_(), head.clone().requires_grad_(trained)]
         if ours:
-            in_strips(5, 4, kept)
+            in_strips(5, 4)
             logp = token_log_probs(*given, tokens, temperature)
         else:
             logp = (given[0] @ given[1].T / temperature).log_softmax(1).gather(1, tokens[:, None]).squeeze(1)
         (logp * coming).sum().backward()
-        found.append([logp.detach(), *(tensor.grad for tensor in given)])
+        found.append([logp.detach(), *(tensor.grad for tensor in given[: 1 + trained])])
     for ours, wanted in zip(*found):
         torch.testing.assert_close(ours, wanted)
 
 
-def test_log_probs_at_tokens(case, in_strips):
+def test_log_probs_at_tokens(case, in_strips, kernels):
     hidden, head, index = case[:3]
     wanted = (hidden @ head.T).log_softmax(-1).gather(2, index)
     in_strips(5, 4)
