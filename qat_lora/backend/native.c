@@ -53,7 +53,7 @@ static inline __attribute__((always_inline)) void gradients_one(
 
 /* Magnitudes at `least` or above, as fp16 rounds them; least is a normal number of fp16. */
 void store_scales(const float *scales, float *out, float least, long n, int threads) {
-#pragma omp parallel for simd num_threads(threads) if (n > 1 << 16)
+#pragma omp parallel for simd num_threads(threads)
     for (long i = 0; i < n; i++) {
         float scale = scales[i], kept = scale < 0 ? (scale > -least ? -least : scale) : scale < least ? least : scale;
         uint32_t bits;

@@ -120,7 +120,7 @@ def move_moments(
 ) -> int | None:
     """Moves the moments m and v of a gradient on by the shares `first` and `second`, and puts into `moves` the steps
     −m/(√v · size + eps) that go against the gradient, 0 in the place of the others. How many do."""
-    if not _known(grad, grad, m, v, moves) or not (kernels := library()):
+    if not _known(grad, grad, m, v, moves, share=32) or not (kernels := library()):
         return None
     numbers = [c_float(value) for value in (first, second, size, eps)]
     return _run(kernels.move_moments, (grad.numel(),), grad, m, v, moves, *numbers)
