@@ -21,6 +21,7 @@ from qat_lora.lora import in_one_step
 from qat_lora.machine import check_memory
 from qat_lora.models.adapter import Dropout, write_origin
 from qat_lora.models.architecture import hidden_states, unwrap
+from qat_lora.models.norms import norms_in_one_step
 from qat_lora.models.targets import adapted, choose, peft_targets
 from qat_lora.qat import MOST_WEIGHT, Plan, resumable, training_stream, update
 from qat_lora.quant.init import input_moments
@@ -72,6 +73,7 @@ def add_adapter(
         if dropout and not isinstance(layer, ParamWrapper):
             layer.lora_dropout["default"] = Dropout(dropout)
         in_one_step(layer)
+    norms_in_one_step(model)
     return model
 
 

@@ -3,6 +3,7 @@
 Every operation is rounded as torch rounds it: no contraction, no reordering. Types: 0 is fp32, 1 is bf16. */
 
 #include <math.h>
+#include <omp.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -310,4 +311,42 @@ void softmax(void *products, int type, Finish finish, const float *peaks, const 
         EACH_FORM(CALL);
 #undef CALL
     }
+}
+
+/* y = x·r·w of x [n, width] and w [width], with r [n] = 1/√(mean x² + eps). */
+void rms_norm(const float *x, const float *w, float *y, float *r, float eps, long n, long width, int threads) {
+#pragma omp parallel for num_threads(threads)
+    for (long i = 0; i < n; i++) {
+        const float *row = x + i * width;
+        float *out = y + i * width, sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (long k = 0; k < width; k++) sum += row[k] * row[k];
+        float scale = r[i] = 1 / sqrtf(sum / width + eps);
+        for (long k = 0; k < width; k++) out[k] = row[k] * scale * w[k];
+    }
+}
+
+/* From the gradient of y those of x [n, width], and of w [width] unless that is NULL: sums [threads, width] of zeros have
+room for it. */
+void rms_norm_back(const float *grad, const float *x, const float *w, const float *r, float *of_x, float *of_w,
+                   float *sums, long n, long width, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long i = 0; i < n; i++) {
+        const float *row = x + i * width, *g = grad + i * width;
+        float *out = of_x + i * width, *sum = sums + omp_get_thread_num() * width, scale = r[i], dot = 0;
+#pragma omp simd reduction(+ : dot)
+        for (long k = 0; k < width; k++) dot += g[k] * w[k] * row[k];
+        float back = dot * scale * scale / width;
+#pragma omp simd
+        for (long k = 0; k < width; k++) out[k] = scale * (g[k] * w[k] - row[k] * back);
+        if (of_w)
+#pragma omp simd
+            for (long k = 0; k < width; k++) sum[k] += g[k] * row[k] * scale;
+    }
+    if (of_w)
+        for (long k = 0; k < width; k++) {
+            float sum = 0;
+            for (int t = 0; t < threads; t++) sum += sums[t * width + k];
+            of_w[k] = sum;
+        }
 }

@@ -180,6 +180,31 @@ def add_rows(sums: Tensor, table: Tensor, index: Tensor, weights: Tensor) -> boo
     return True
 
 
+def takes(*tensors: Tensor) -> bool:
+    """Whether fp32 kernels take these: on the CPU, in one piece each, the first large enough to be worth it."""
+    return _known(tensors[0], *tensors) and library() is not None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(y, r) of x [..., H] and a weight [H], see `takes`: y = x·r·weight with r [N] = 1/√(mean x² + eps)."""
+    y, width = torch.empty_like(x), x.shape[-1]
+    r = x.new_empty(x.numel() // width)
+    _run(library().rms_norm, (len(r), width), x, weight, y, r, c_float(eps))
+    return y, r
+
+
+def rms_norm_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, r: Tensor, of_weight: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of x and, where it is wanted, of the weight, from that of y; see `rms_norm`."""
+    of_x, width, threads = torch.empty_like(x), len(weight), torch.get_num_threads()
+    found = torch.empty_like(weight) if of_weight else None
+    sums = x.new_zeros(threads, width if of_weight else 0)
+    there = c_void_p(None) if found is None else found
+    _run(library().rms_norm_back, (len(r), width), grad.contiguous(), x, weight, r, of_x, there, sums)
+    return of_x, found
+
+
 def _known(large: Tensor, *others: Tensor, share: int = 1) -> bool:
     """Whether these are what the kernels take: on the CPU, and enough of it, each in one piece; the others in fp32.
     share: how many weights each of the elements stands for."""

@@ -15,6 +15,7 @@ from qat_lora.models.architecture import decoder_layers, matrices, unwrap
 from qat_lora.models.head import Head, head_form
 from qat_lora.models.identity import short
 from qat_lora.models.loading import EMBEDDED, empty_model, load_model, model_fingerprint
+from qat_lora.models.norms import norms_in_one_step
 from qat_lora.models.source import absolute_name
 from qat_lora.quant.linear import (
     Quantizer,
@@ -79,6 +80,7 @@ def quantize(model: nn.Module, spec: StudentSpec) -> nn.Module:
             f"{spec} quantises nothing: the blocks of model type {unwrap(model).config.model_type!r} hold no "
             "plain linear layers or experts of that kind; quantise another part, or another model"
         )
+    norms_in_one_step(model)
     return freeze_plain_tables(model)
 
 

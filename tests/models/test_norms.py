@@ -1,0 +1,86 @@
+"""Norms in one step: transformers' numbers to rounding, its own code wherever the kernel has nothing to say."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+from qat_lora.backend import native
+from qat_lora.models.norms import OneStepNorm, norms_in_one_step
+
+
+class ScaledRMSNorm(LlamaRMSNorm):
+    """One that no kernel knows."""
+
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+class GatedRMSNorm(LlamaRMSNorm):
+    def forward(self, x, gate):
+        return super().forward(x) * gate
+
+
+class UnweightedRMSNorm(nn.Module):
+    eps = 1e-6
+
+    def forward(self, x):
+        return x
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, Gemma3RMSNorm])
+def test_values_and_gradients_are_the_norms_own(kind, trained, kernels):
+    norm = kind(48)
+    norm.weight.data.copy_(random(48))
+    norm.requires_grad_(trained)
+    ours, found = copy.deepcopy(norm), []
+    norms_in_one_step(ours)
+    assert isinstance(ours, kind) and isinstance(ours, OneStepNorm)
+    for module in (norm, ours):
+        x = (random(2, 7, 48, seed=1) * 3).requires_grad_()
+        y = module(x)
+        y.backward(random(7, 2, 48, seed=2).transpose(0, 1))
+        found.append([y.detach(), x.grad, *([module.weight.grad] if trained else [])])
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "norm", [ScaledRMSNorm(8), GatedRMSNorm(8), UnweightedRMSNorm(), T5LayerNorm(8), nn.LayerNorm(8)]
+)
+def test_another_function_is_left_alone(norm):
+    norms_in_one_step(norm)
+    assert not isinstance(norm, OneStepNorm)
+
+
+def test_an_evaluation_is_computed_by_the_norm_itself(monkeypatch):
+    """So is what is not in fp32, and what a hook watches."""
+    monkeypatch.setattr(native, "SMALLEST", 1)
+    norm, x = LlamaRMSNorm(16), random(5, 16)
+    norms_in_one_step(norm)
+    wanted = LlamaRMSNorm(16)(x)
+    monkeypatch.setattr(native, "rms_norm", None)
+    with torch.no_grad():
+        assert torch.equal(norm(x), wanted)
+    assert norm(x.bfloat16()).dtype == torch.float32
+    seen = []
+    norm.register_forward_hook(lambda module, given, output: seen.append(output))
+    assert torch.equal(norm(x), wanted) and len(seen) == 1
+
+
+def test_a_norm_without_storage_is_known_and_saved_under_its_own_name(tmp_path):
+    with torch.device("meta"):
+        norm = LlamaRMSNorm(16)
+    norms_in_one_step(norm)
+    norms_in_one_step(norm)
+    assert type(norm).__name__ == "LlamaRMSNorm" and type(norm).__mro__[1:3] == (OneStepNorm, LlamaRMSNorm)
+    assert norm.state_dict().keys() == {"weight"} and norm.weight.is_meta
