@@ -350,3 +350,43 @@ void rms_norm_back(const float *grad, const float *x, const float *w, const floa
             of_w[k] = sum;
         }
 }
+
+/* Of logits [n, members, groups] the largest [n, groups] of each group, and its Σ e^(logit − the row's largest) in mass. */
+void by_group(const void *logits, int type, float *most, float *mass, long n, long members, long groups, int threads) {
+    Finish finish = {NULL, 1, 1};
+#pragma omp parallel for num_threads(threads)
+    for (long i = 0; i < n; i++) {
+        const char *table = (const char *)logits + i * members * groups * (type ? 2 : 4);
+        float *high = most + i * groups, *sum = mass + i * groups, peak = -INFINITY;
+        for (long g = 0; g < groups; g++) high[g] = -INFINITY, sum[g] = 0;
+#define HIGHEST(type) \
+    for (long m = 0; m < members; m++) { \
+        const void *row = table + m * groups * (type ? 2 : 4); \
+        for (long g = 0; g < groups; g++) { \
+            float x = logit(row, type, 1, g, finish); \
+            high[g] = high[g] > x ? high[g] : x; \
+        } \
+    }
+        if (type) { HIGHEST(1) } else { HIGHEST(0) }
+        for (long g = 0; g < groups; g++) peak = peak > high[g] ? peak : high[g];
+#define EXPONENTIALS(type) \
+    for (long m = 0; m < members; m++) { \
+        const void *row = table + m * groups * (type ? 2 : 4); \
+        for (long g = 0; g < groups; g++) sum[g] += exponential(logit(row, type, 1, g, finish) - peak); \
+    }
+        if (type) { EXPONENTIALS(1) } else { EXPONENTIALS(0) }
+    }
+}
+
+/* out [n, members, count] are the logits [n, members, groups] of the groups at index [n, count]. */
+void pick_groups(const void *logits, int type, const int64_t *index, float *out, long n, long members, long groups,
+                 long count, int threads) {
+    Finish finish = {NULL, 1, 1};
+#pragma omp parallel for num_threads(threads)
+    for (long i = 0; i < n; i++)
+        for (long m = 0; m < members; m++) {
+            const void *row = (const char *)logits + (i * members + m) * groups * (type ? 2 : 4);
+            float *to = out + (i * members + m) * count;
+            for (long j = 0; j < count; j++) to[j] = logit(row, type, 1, index[i * count + j], finish);
+        }
+}

@@ -180,6 +180,24 @@ def add_rows(sums: Tensor, table: Tensor, index: Tensor, weights: Tensor) -> boo
     return True
 
 
+def by_group(table: Tensor, largest: Tensor, mass: Tensor) -> bool:
+    """Of logits [n, members, groups]: puts each group's largest, and its Σ e^(logit − the row's largest), into largest
+    and mass [n, groups]. False: nothing was done."""
+    if not _known(table, largest, mass) or not (kernels := library()):
+        return False
+    _run(kernels.by_group, table.shape, table, TYPES[table.dtype], largest, mass)
+    return True
+
+
+def pick_groups(table: Tensor, index: Tensor) -> Tensor | None:
+    """Logits [n, members, groups] of the groups at index [n, J], in fp32: [n, members, J]."""
+    if not _known(table) or not (kernels := library()):
+        return None
+    out = torch.empty(*table.shape[:2], index.shape[1])
+    _run(kernels.pick_groups, (*table.shape, index.shape[1]), table, TYPES[table.dtype], index.contiguous(), out)
+    return out
+
+
 def takes(*tensors: Tensor) -> bool:
     """Whether fp32 kernels take these: on the CPU, in one piece each, the first large enough to be worth it."""
     return _known(tensors[0], *tensors) and library() is not None

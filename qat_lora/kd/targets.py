@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qat_lora.backend import compute_dtype
+from qat_lora.backend import compute_dtype, native
 from qat_lora.backend.tiles import HEAD_TILE, tiles
 from qat_lora.models.architecture import hidden_states
 from qat_lora.quant.student import head_of
@@ -48,13 +48,13 @@ def _targets(logits: Tensor, k: int, uniforms: Tensor) -> tuple[Tensor, Tensor, 
     largest, group_mass = _by_group(table)
 
     nearest = largest.topk(min(k, groups), dim=1).indices
-    members = table.gather(2, nearest.unsqueeze(1).expand(-1, width, -1))
+    members = _of_groups(table, nearest)
     top, place = members.flatten(1).topk(k, dim=1)
     index = place // nearest.shape[1] * groups + nearest.gather(1, place % nearest.shape[1])
 
-    peak = top[:, :1].float()
-    top_mass = (top.float() - peak).exp_()
-    others = (members.flatten(1).float() - peak).exp_().scatter_(1, place, 0.0).view(members.shape).sum(1)
+    peak = top[:, :1]
+    top_mass = (top - peak).exp_()
+    others = members.flatten(1).sub_(peak).exp_().scatter_(1, place, 0.0).view(members.shape).sum(1)
     group_mass.scatter_(1, nearest, others)
     each = torch.arange(rows, device=logits.device).unsqueeze(1)
     logits[each, index] = float("-inf")  # scatter_ in bf16 passes over all of them in fp32, and back
@@ -64,7 +64,7 @@ def _targets(logits: Tensor, k: int, uniforms: Tensor) -> tuple[Tensor, Tensor, 
     sought = uniforms * below[:, -1:]
     group = (below.unsqueeze(1) <= sought.unsqueeze(2)).sum(2).clamp(max=groups - 1)
     rest = sought - (below - group_mass).gather(1, group)
-    inside = (table.gather(2, group.unsqueeze(1).expand(-1, width, -1)).float() - peak.unsqueeze(2)).exp_()
+    inside = _of_groups(table, group).sub_(peak.unsqueeze(2)).exp_()
     member = (inside.cumsum(1) <= rest.unsqueeze(1)).sum(1).clamp(max=width - 1)
     tail = member * groups + group
 
@@ -82,16 +82,24 @@ def _targets(logits: Tensor, k: int, uniforms: Tensor) -> tuple[Tensor, Tensor, 
 
 def _members(vocab: int) -> int:
     """How many members a group has: about √V, and a divisor of V where one is near, so that nothing has to be filled
-    up."""
-    wanted = 2 ** round(vocab.bit_length() / 2)
+    up. Fewer rather than more: what is picked out of the table is so many values for each of the K + N groups."""
+    wanted = 2 ** (vocab.bit_length() // 2)
     near = [d for d in range(wanted // 4, 4 * wanted) if d and vocab % d == 0]
-    return wanted if vocab % wanted == 0 else min(near, key=lambda d: max(d / wanted, wanted / d), default=wanted)
+    return wanted if vocab % wanted == 0 else min(near, key=lambda d: 4 * d / wanted + wanted / d, default=wanted)
+
+
+def _of_groups(table: Tensor, index: Tensor) -> Tensor:
+    """Logits [n, members, groups] of the groups at index [n, J], in fp32 memory of their own: [n, members, J]."""
+    found = native.pick_groups(table, index)
+    return table.gather(2, index.unsqueeze(1).expand(-1, table.shape[1], -1)).float() if found is None else found
 
 
 def _by_group(table: Tensor) -> tuple[Tensor, Tensor]:
     """Of logits [n, members, groups] the largest of each group, and its Σ e^(logit − the row's largest), both fp32."""
     rows, width, groups = table.shape
     largest, mass = (torch.empty(rows, groups, device=table.device) for _ in range(2))
+    if native.by_group(table, largest, mass):
+        return largest, mass
     parts = tiles(rows, width * groups, table.device, HEAD_TILE)
     room = torch.empty(parts[0].stop, width, groups, device=table.device)
     for part in parts:
