@@ -282,19 +282,24 @@ void exponentiate(void *products, int type, Finish finish, int first, float *pea
     }
 }
 
-/* sums [n, width] += Σ_j weights [n, count] · the table's row at index [n, count] */
-void add_rows(float *sums, const void *table, int type, Places places, const float *weights, long n, long width,
-              int threads) {
-#pragma omp parallel for num_threads(threads)
+/* sums [n, width] += Σ_j weights [n, count] · the row at index [n, count] of a table [height, width]. Returns how many of
+them are not in the table. */
+long add_rows(float *sums, const void *table, int type, Places places, const float *weights, long n, long height,
+              long width, int threads) {
+    long missing = 0;
+#pragma omp parallel for num_threads(threads) reduction(+ : missing)
     for (long i = 0; i < n; i++)
         for (long j = i * places.count; j < (i + 1) * places.count; j++) {
             float weight = weights[j], *sum = sums + i * width;
             long from = places.index[j] * width;
-            if (type)
+            if (places.index[j] < 0 || places.index[j] >= height)
+                missing++;
+            else if (type)
                 for (long k = 0; k < width; k++) sum[k] += from_bf16(((const uint16_t *)table)[from + k]) * weight;
             else
                 for (long k = 0; k < width; k++) sum[k] += ((const float *)table)[from + k] * weight;
         }
+    return missing;
 }
 
 /* products [n, vocab] become factor · (mass · e^(logit − peak) + taken), with peaks and mass [n], and taken [n, count] at

@@ -1,8 +1,8 @@
 """Chains of operations in one pass over memory on the CPU: native.c, compiled for this machine when it is first needed.
 
-That takes half a second; torch.compile, which would fuse the same chains, takes ten to begin. Each function returns
-None where there is no C compiler or the tensors are not of the kind it knows, and is then done with torch's operations:
-the results are the same to the bit.
+That takes a second; torch.compile, which would fuse the same chains, takes ten to begin. Each function returns None or
+False where there is no C compiler or the tensors are not of the kind it knows, and its caller then does the same with
+torch's operations: quantised weights and their gradients are equal to the bit, the rest to rounding.
 """
 
 import ctypes
@@ -69,7 +69,7 @@ def library() -> ctypes.CDLL | None:
             kernels = ctypes.CDLL(str(made))
         except (OSError, subprocess.SubprocessError):
             return None
-    kernels.move_moments.restype = c_long
+    kernels.move_moments.restype = kernels.add_rows.restype = c_long
     return kernels
 
 
@@ -120,7 +120,7 @@ def move_moments(
 ) -> int | None:
     """Moves the moments m and v of a gradient on by the shares `first` and `second`, and puts into `moves` the steps
     −m/(√v · size + eps) that go against the gradient, 0 in the place of the others. How many do."""
-    if not _known(grad, grad, m, v, moves, share=32) or not (kernels := library()):
+    if not _known(grad, grad, m, v, moves) or not (kernels := library()):
         return None
     numbers = [c_float(value) for value in (first, second, size, eps)]
     return _run(kernels.move_moments, (grad.numel(),), grad, m, v, moves, *numbers)
@@ -173,10 +173,13 @@ def _over_logits(
 
 
 def add_rows(sums: Tensor, table: Tensor, index: Tensor, weights: Tensor) -> bool:
-    """sums [n, H] += Σ_j weights [n, J] · the rows of table [V, H] at index [n, J]. False: nothing was done."""
+    """sums [n, H] += Σ_j weights [n, J] · the rows of table [V, H] at index [n, J]. False: nothing was done. Raises
+    IndexError where a row is not in the table."""
     if not _known(table, sums, weights) or not (kernels := library()):
         return False
-    _run(kernels.add_rows, sums.shape, sums, table, TYPES[table.dtype], _Places.of(index, 0), weights)
+    places = _Places.of(index.contiguous(), 0)
+    if _run(kernels.add_rows, (len(sums), *table.shape), sums, table, TYPES[table.dtype], places, weights):
+        raise IndexError(f"an index from {index.min()} to {index.max()} in a table of {len(table)} rows")
     return True
 
 

@@ -79,24 +79,21 @@ def _in_tiles(mine: Iterable[tuple[Tensor, ...]], betas: tuple[float, float], lr
             _as_graph([(p, grad, *moments)], betas, lr, step)
             continue
         if p.dtype not in room:  # the largest comes first
-            room[p.dtype] = torch.zeros(p.numel(), dtype=p.dtype)
-        flat = [room[p.dtype][: p.numel()]] + [t.reshape(-1) for t in (grad, *moments)]
-        moves = flat[0]
+            room[p.dtype] = [torch.zeros(p.numel(), dtype=p.dtype) for _ in range(2)]
+        moves, agree = (t[: p.numel()] for t in room[p.dtype])
+        flat = [t.reshape(-1) for t in (p, grad, *moments)]
         agreeing = native.move_moments(*flat[1:], moves, 1 - first, 1 - second, size, start * EPS)
-        if agreeing is None:
-            agreeing = sum(_masked(*piece, betas, count) for piece in zip(*(t.split(PIECE) for t in flat)))
+        masked = agreeing is not None
+        pieces = [] if masked else list(zip(*(t.split(PIECE) for t in (moves, agree, *flat))))
+        for move, agrees, _, g, exp_avg, exp_avg_sq in pieces:
+            _move([move], [g], [exp_avg], [exp_avg_sq], betas, count)
+            # in their own type: bools take ten times as long
+            agreeing = (agreeing or 0) + torch.mul(move, g, out=agrees).lt_(0).sum().item()
         rate = min(lr / max(agreeing / p.numel(), LEAST), torch.finfo(p.dtype).max)
-        p.view(-1).add_(moves, alpha=rate)
-
-
-def _masked(
-    moves: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, betas: tuple[float, float], step: Tensor
-) -> float:
-    """As `_move`, with zeros in the place of the steps that go along with their gradient. How many do not."""
-    _move([moves], [grad], [exp_avg], [exp_avg_sq], betas, step)
-    agree = (moves * grad).lt_(0)  # in their type: bools take ten times as long
-    moves.mul_(agree)
-    return agree.sum().item()
+        if masked:
+            flat[0].add_(moves, alpha=rate)
+        for move, agrees, part, *_ in pieces:
+            part.addcmul_(move, agrees, value=rate)
 
 
 def _in_launches(mine: Iterable[tuple[Tensor, ...]], betas: tuple[float, float], lr: float, step: int) -> None:

@@ -240,6 +240,14 @@ def test_in_the_type_of_the_product_strips_change_next_to_nothing(in_strips, ker
     assert (found[1][1] - found[0][1]).norm() < 0.004 * found[0][1].norm(), "half a bf16 unit in the last place"
 
 
+def test_a_token_beyond_the_head_is_refused(case, in_strips, kernels):
+    hidden, head, index, prob, mask = case
+    index[0, 0, 0] = V
+    in_strips(4, 3)
+    with pytest.raises(IndexError):
+        sparse_loss(hidden.requires_grad_(), head, index, prob, mask)
+
+
 def test_full_logits_never_exist(in_strips):
     vocab, length = 400, 32
     hidden, head = random(B, length, H).requires_grad_(), random(vocab, H).requires_grad_()
