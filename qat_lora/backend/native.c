@@ -1,6 +1,7 @@
 /* Chains of operations on whole weights as one pass over memory each. See native.py, which compiles this.
 
-Every operation is rounded as torch rounds it: no contraction, no reordering. Types: 0 is fp32, 1 is bf16. */
+Whatever quantises rounds every operation as torch does, without contraction or reordering; exponentials and sums are equal
+to rounding. Types: 0 is fp32, 1 is bf16. */
 
 #include <math.h>
 #include <omp.h>

@@ -7,6 +7,8 @@ from qat_lora.backend import tiles
 from qat_lora.kd.targets import _targets, teacher_targets
 from qat_lora.models.loading import load_model
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 VOCABS = [3, 60, 64, 500, 509, 512, 1000]  # 500, 509 and 1000 leave the search's square table ragged
 
 
