@@ -53,7 +53,8 @@ def main(cfg: Config) -> None:
     print(f"commit {revision()}\n")
     print("| stage | model | estimate GB | measured GB | estimate / measured |\n|---|---|---|---|---|")
     for model in cfg.models.split(","):
-        folder = Path(cfg.folder) / Path(model).stem
+        name = model if model in shapes.CONFIGS else Path(model).stem
+        folder = Path(cfg.folder) / name
         places = {name: folder / name for name in (*SCRIPTS, "model")}
         if model in shapes.CONFIGS and not places["model"].exists():
             shapes.make_model(model, places["model"])
@@ -67,7 +68,7 @@ def main(cfg: Config) -> None:
             estimate = TOTAL.findall(run([*words, "--dry-run"])[0])
             said = float(estimate[-1]) if estimate else float("nan")
             peak = float("nan") if cfg.dry_run else run(words)[1] / 1e9
-            print(f"| {stage} | {Path(model).stem} | {said:.2f} | {peak:.2f} | {said / peak:.2f} |", flush=True)
+            print(f"| {stage} | {name} | {said:.2f} | {peak:.2f} | {said / peak:.2f} |", flush=True)
 
 
 def run(words: list) -> tuple[str, int]:

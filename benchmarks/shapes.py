@@ -3,7 +3,8 @@ on shapes alone.
 
     python benchmarks/shapes.py qwen3-0.6b /tmp/qwen3
 
-The weights are stored in bf16, as most published ones are. Where a model would take gigabytes, it has fewer layers.
+The weights are stored in bf16, as most published ones are. FEWER has the layers of a model that takes too much to be
+trained here: two copies, with gradients and moments, in 24 GB.
 """
 
 import json
@@ -22,11 +23,11 @@ CONFIGS = {
         "num_attention_heads": 9, "num_key_value_heads": 3,
     }),
     "llama3-1b": ("LlamaConfig", {
-        "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 2,
+        "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
     }),
     "qwen3-0.6b": ("Qwen3Config", {
-        "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 6,
+        "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
         "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
     }),
     "gemma3-270m": ("Gemma3TextConfig", {
@@ -35,6 +36,7 @@ CONFIGS = {
         "sliding_window": 512,
     }),
 }  # fmt: skip
+FEWER = {"llama3-1b": 2, "qwen3-0.6b": 6}
 TRAINED = 4096  # tokens learned from text; the others are made of pairs of them, and hardly ever occur
 START, END = "<|im_start|>", "<|im_end|>"
 TEMPLATE = (
@@ -43,9 +45,12 @@ TEMPLATE = (
 )
 
 
-def make_model(name: str, folder: Path | str) -> Path:
-    """Write the model of that name with its tokenizer as a Hugging Face folder, and return the folder."""
+def make_model(name: str, folder: Path | str, whole: bool = False) -> Path:
+    """Write the model of that name with its tokenizer as a Hugging Face folder, and return the folder. whole: with all
+    its layers."""
     kind, sizes = CONFIGS[name]
+    if name in FEWER and not whole:
+        sizes = {**sizes, "num_hidden_layers": FEWER[name]}
     special = {"eos_token_id": 1, "pad_token_id": 1, "bos_token_id": None}
     config = getattr(transformers, kind)(
         **sizes, **special, tie_word_embeddings=True, max_position_embeddings=2048, initializer_range=0.02

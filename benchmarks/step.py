@@ -3,9 +3,10 @@
     USE_TORCH_XLA=0 PYTHONPATH=.venv/peers python benchmarks/step.py
     python benchmarks/step.py --models qwen3-0.6b --parts qat,head --steps 9
 
-Models of published widths with random weights (benchmarks/shapes.py): speed does not depend on their values. Each part
-runs in a process of its own, both sides of it in turns: building, qat, recovery and head by benchmarks/qat_step.py, sft
-and grpo beside TRL by benchmarks/sft_step.py and benchmarks/grpo_step.py. What is in results.jsonl of --output-dir at
+Models of published widths with random weights (benchmarks/shapes.py): speed does not depend on their values. What
+trains takes as many layers as fit, the teacher of `building` all of them. Each part runs in a process of its own, both
+sides of it in turns: building, qat, recovery and head by benchmarks/qat_step.py, sft and grpo beside TRL by
+benchmarks/sft_step.py and benchmarks/grpo_step.py. What is in results.jsonl of --output-dir at
 this commit is not measured again. On two cores expect an hour for all of it, and measure nothing while other work runs.
 """
 
@@ -56,10 +57,11 @@ def main(cfg: Config) -> None:
     results = out / "results.jsonl"
     rows = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     for model in models:
-        folder = out / "models" / model
-        if not (folder / "tokenizer.json").exists():  # written last
-            shapes.make_model(model, folder)
         for part in parts:
+            whole = part == "building" and model in shapes.FEWER
+            folder = out / "models" / (f"{model}-whole" if whole else model)
+            if not (folder / "tokenizer.json").exists():  # written last
+                shapes.make_model(model, folder, whole)
             if not any((row["model"], row["part"], row["commit"]) == (model, part, now) for row in rows):
                 rows += [{"model": model, "part": part, "commit": now, **row} for row in measured(cfg, part, folder)]
                 results.write_text("".join(json.dumps(row) + "\n" for row in rows))
