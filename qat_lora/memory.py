@@ -8,6 +8,7 @@ from torch import nn
 
 from qat_lora.backend import TorchBackend
 from qat_lora.backend.environment import read_place
+from qat_lora.backend.heap import PIECES
 from qat_lora.backend.tiles import HEAD_BYTES, STRIP_BYTES
 from qat_lora.machine import check_memory
 from qat_lora.models.architecture import Matrix, decoder_layers, matrices, text_config, unwrap
@@ -20,6 +21,8 @@ ADAM = 16  # bytes per trained fp32 weight, with its gradient and two moments
 # -- estimates: parts in bytes of each phase of a script, of which the largest is its peak ----------------------------
 LIBRARIES = 720_000_000  # bytes of the interpreter with torch, transformers and peft
 TOKEN = 2_000  # bytes that a tokenizer and the tables made of it take for each token of the vocabulary
+PROGRAM = "interpreter and libraries"
+FREED = "freed, in pieces"
 DRAWN = 6  # tensors like the logits of a token that drawing the next one takes
 
 Parts = dict[str, int]
@@ -27,7 +30,7 @@ Parts = dict[str, int]
 
 def program_memory(model: nn.Module) -> Parts:
     """What a process holds before any weights."""
-    return {"interpreter and libraries": LIBRARIES + TOKEN * len(unwrap(model).get_input_embeddings().weight)}
+    return {PROGRAM: LIBRARIES + TOKEN * len(unwrap(model).get_input_embeddings().weight)}
 
 
 def weight_memory(model: nn.Module) -> int:
@@ -87,13 +90,15 @@ def training_memory(
 ) -> Parts:
     """While a model is trained on micro-batches [batch_size, length]: of a trained parameter weight, gradient and two
     moments, 16 bytes. beside: what else is held. With checkpointing each block keeps its input, and one block at a time
-    all of it."""
+    all of it; on the CPU, what the others have freed lies about in pieces."""
     positions, layers = batch_size * length, decoder_layers(model)
     kept = [block_memory(model, block, positions, bf16) for block in layers]
     copies = [multiplied_memory(block, bf16) for block in layers]
     hidden = unwrap(model).get_output_embeddings().weight.shape[1]
+    pieces = {}
     if checkpointing:
-        kept, copies = [len(layers) * positions * hidden * 4, max(kept)], [max(copies)]
+        whole, kept, copies = sum(kept), [len(layers) * positions * hidden * 4, max(kept)], [max(copies)]
+        pieces = {FREED: min(PIECES, max(0, whole - sum(kept)))}
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return program_memory(model) | {
         "weights": weight_memory(model),
@@ -101,7 +106,7 @@ def training_memory(
         "activations": sum(kept),
         "weights as multiplied": sum(copies),
         "LM head": head_memory(model, positions, bf16),
-    } | (beside or {})  # fmt: skip
+    } | pieces | (beside or {})  # fmt: skip
 
 
 def evaluation_memory(
@@ -161,7 +166,7 @@ def memory_line(phases: dict[str, Parts], backend: TorchBackend) -> str:
     where = "a worker's process" if backend.kind == "cpu" else f"a worker's {backend.kind} device, without its host"
     if backend.kind != "cpu":
         phases = {
-            phase: {name: size for name, size in parts.items() if name != "interpreter and libraries"}
+            phase: {name: size for name, size in parts.items() if name not in (PROGRAM, FREED)}
             for phase, parts in phases.items()
             if not phase.startswith("loading")
         }

@@ -279,7 +279,7 @@ def memory(cfg: Config, model: nn.Module, backend: TorchBackend) -> dict[str, Pa
         "loading": loading_memory(model),
         "training": training_memory(model, cfg.batch_size, cfg.length, backend.bf16, cfg.gradient_checkpointing),
         "answering": answer_memory(model, rows, row, backend.bf16),
-        "merging": program_memory(model) | {"weights in fp64": 8 * whole},
+        "reading back": program_memory(model) | {"weights": 4 * whole, "read back": 4 * whole, "the file": 4 * whole},
     }
 
 

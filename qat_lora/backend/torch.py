@@ -1,8 +1,6 @@
 """The backend on CPU and CUDA, and the interface that the XLA backend specialises."""
 
-import ctypes
 import os
-import platform
 import queue
 import random
 import resource
@@ -23,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from qat_lora.backend.group import ALONE, Group, losing_none
+from qat_lora.backend.heap import hand_back_memory, keep_freed_memory, tidier
 from qat_lora.backend.optim import CautiousAdamW
 from qat_lora.errors import UserError, first_line
 
@@ -52,25 +51,6 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
     """What a matrix product with this tensor is computed in: autocast's type on its device, else its own."""
     kind = tensor.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
-
-
-def hand_back_memory() -> None:
-    """Return to the kernel what glibc keeps of freed memory. Other C libraries are left alone."""
-    if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep what training frees and takes again every step, instead of handing pages back to the kernel.
-
-    A step of SmolLM2-135M (4×256 tokens, two cores) went from 5.5 to 3.9 s, at the same peak memory. Called once the
-    weights are there: what loading them frees would stay in pieces that nothing later fits. Other C libraries are left
-    alone.
-    """
-    if platform.libc_ver()[0] == "glibc":
-        libc = ctypes.CDLL(None)
-        libc.mallopt(ctypes.c_int(-4), ctypes.c_int(0))  # M_MMAP_MAX: no separate mapping for a large block
-        libc.mallopt(ctypes.c_int(-1), ctypes.c_int(-1))  # M_TRIM_THRESHOLD: never give the heap's top back
 
 
 def tied_parameters(module: nn.Module) -> list[list[str]]:
@@ -117,6 +97,7 @@ class TorchBackend:
         self.kind, self.group = kind, group
         self.device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
         self.bf16 = self._wants_bf16(precision)
+        self._tidy: Callable[[], None] | None = None
         if kind == "cuda":
             check_usable(self.device)
 
@@ -177,7 +158,14 @@ class TorchBackend:
         if self.kind == "cpu":
             hand_back_memory()
             keep_freed_memory()
+            self._tidy = tidier()
         return module
+
+    def tidy(self) -> None:
+        """Between work of different shapes, on the CPU: freed memory goes back to the kernel where there is much of it
+        that nothing has taken again."""
+        if self._tidy:
+            self._tidy()
 
     def to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
@@ -186,9 +174,19 @@ class TorchBackend:
         """Recompute each decoder layer of an HF model in the backward pass."""
         model.enable_input_require_grads()
         (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()  # by version
+
+        def recomputed(function, *args):
+            def block(*given):
+                self.tidy()
+                result = function(*given)
+                self.tidy()
+                return result
+
+            return self.checkpoint(block, *args)
+
         for module in model.modules():
             if hasattr(module, "_gradient_checkpointing_func"):
-                module._gradient_checkpointing_func = self.checkpoint
+                module._gradient_checkpointing_func = recomputed
 
     @staticmethod
     def checkpoint(function, *args):

@@ -3,14 +3,17 @@
 import dataclasses
 import hashlib
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from qat_lora.backend import TorchBackend
-from qat_lora.backend.tiles import rows_at_once
+from qat_lora.backend.tiles import tiles
 from qat_lora.data.authorities import Authorities
 from qat_lora.data.legal import generate
 from qat_lora.data.legal_answers import (
@@ -38,7 +41,7 @@ from qat_lora.data.sft import (
 from qat_lora.data.text import read_rows
 from qat_lora.errors import UserError
 from qat_lora.models.adapter import load_adapter
-from qat_lora.models.architecture import eager_experts, hidden_states
+from qat_lora.models.architecture import decoder_layers, eager_experts, hidden_states, unwrap
 from qat_lora.models.head import head_form
 from qat_lora.models.loading import empty_model, load_model
 from qat_lora.models.writing import write_model
@@ -277,24 +280,58 @@ def merged(
             raise UserError(f"{adapter}: {key} reads back otherwise than it was trained; check the disk")
     ids = tokens.unsqueeze(0)
     with eager_experts(adapted):
-        before = hidden_states(adapted.double(), ids)
-        whole = adapted.merge_and_unload().float()
-        gap = _largest_gap(whole, hidden_states(whole.double(), ids), before)
+        with in_fp64(adapted):
+            before = hidden_states(adapted, ids)
+        for layer in adapted.modules():
+            if isinstance(layer, LoraLayer):
+                layer.double().merge()
+                layer.float()
+        whole = adapted.unload()
+        with in_fp64(whole):
+            gap = _largest_gap(whole, hidden_states(whole, ids), before)
     if gap > LOGIT_GAP:
         say(f"warning: adapter and merged model differ by {gap:.1e} in a logit, more than {LOGIT_GAP:g}; use adapter/")
-    return whole.float(), gap
+    return whole, gap
+
+
+@contextmanager
+def in_fp64(model: nn.Module) -> Iterator[None]:
+    """An fp32 model that computes in fp64, one decoder layer after the other: as a whole it would take three times the
+    memory."""
+
+    def widen(module: nn.Module, given: tuple) -> None:
+        module.double()
+
+    def narrow(module: nn.Module, given: tuple, out: Tensor) -> None:
+        module.float()
+
+    layers, embedding, head = decoder_layers(model), unwrap(model).get_input_embeddings(), model.get_output_embeddings()
+    apart = {id(module) for part in (*layers, embedding, head) for module in part.modules()}
+    norms = [module for module in model.modules() if id(module) not in apart]
+    hooks = [embedding.register_forward_hook(lambda module, given, out: out.double())]
+    for layer in layers:
+        hooks += [layer.register_forward_pre_hook(widen), layer.register_forward_hook(narrow)]
+    for module in norms:
+        module._apply(lambda t: t.double() if t.is_floating_point() else t, recurse=False)
+    yield
+    for module in norms:
+        module._apply(lambda t: t.float() if t.is_floating_point() else t, recurse=False)
+    for hook in hooks:
+        hook.remove()
 
 
 def _largest_gap(model: nn.Module, one: Tensor, other: Tensor) -> float:
     """The largest difference of a logit between two hidden states [1, L, H] in fp64; [L, V] never exists."""
     form, head = head_form(model), model.get_output_embeddings()
-
-    def logits(hidden: Tensor) -> Tensor:
-        y = form.after * head(hidden * form.before)[..., : form.vocab]
-        return y if form.cap is None else form.cap * torch.tanh(y / form.cap)
-
-    chunks = rows_at_once(one.shape[1], form.vocab, one.dtype, one.device, 2)
-    return max(float((logits(one[:, rows]) - logits(other[:, rows])).abs().max()) for rows in chunks)
+    gap = 0.0
+    for rows in tiles(form.vocab, one.shape[1], one.device):
+        weight = head.weight[rows].double()
+        bias = 0 if head.bias is None else head.bias[rows].double()
+        y, z = (form.after * ((hidden * form.before) @ weight.T + bias) for hidden in (one, other))
+        if form.cap is not None:
+            y, z = (form.cap * torch.tanh(logits / form.cap) for logits in (y, z))
+        gap = max(gap, float((y - z).abs().max()))
+    return gap
 
 
 def write_whole(model: nn.Module, tokenizer, folder: Path) -> None:

@@ -204,6 +204,7 @@ class Session:
             raise SystemExit(0)
 
     def _evaluate(self, step: int, evaluate) -> None:
+        self.backend.tidy()
         figures = evaluate(step)
         if not all(map(math.isfinite, figures.values())):
             self._refuse(self.offset + step, figures)
