@@ -93,11 +93,12 @@ class TorchBackend:
     torch.distributed's default process group carries the tensors.
     """
 
+    _tidy: Callable[[], None] | None = None  # on the CPU, once there are weights
+
     def __init__(self, kind: str, precision: str = "auto", group: Group = ALONE):
         self.kind, self.group = kind, group
         self.device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
         self.bf16 = self._wants_bf16(precision)
-        self._tidy: Callable[[], None] | None = None
         if kind == "cuda":
             check_usable(self.device)
 
