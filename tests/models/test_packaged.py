@@ -1,9 +1,12 @@
 """Models that come as packages: what their names stand for, how a file is joined from its parts, and errors where a
 package is missing or damaged."""
 
+import importlib.util
 import os
 import subprocess
 import sys
+from functools import partial
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
@@ -61,8 +64,10 @@ def test_without_its_package(no_gemma, tmp_path, monkeypatch):
     assert refused() == f"{MISSING}, or give ./{NAME} for what is here"
 
 
-def test_what_an_uninstalled_package_leaves_is_no_package(gemma_package):
+def test_what_an_uninstalled_package_leaves_is_no_package(gemma_package, monkeypatch):
     packaged_file(NAME)
+    alone = partial(PathFinder.find_spec, path=[str(gemma_package.parent)])  # whatever is installed
+    monkeypatch.setattr(importlib.util, "find_spec", alone)
     (gemma_package / "__init__.py").unlink()  # the joined file is not pip's, and keeps the folder
     for name in [name for name in sys.modules if name.startswith(MODULE)]:
         del sys.modules[name]
