@@ -313,8 +313,10 @@ def _plain(source: Source, entry: Entry) -> np.ndarray:
     """A tensor that is not in blocks, in fp16 or fp32."""
     if entry.factors:
         return np.array(entry.factors, np.float32)
-    plus, times = entry.change
-    value = to_gguf_rows(((_weight(source, entry.parameter, entry.merged) + plus) * times).numpy(), entry.heads)
+    weight, (plus, times) = _weight(source, entry.parameter, entry.merged), entry.change
+    if (plus, times) != (0, 1):
+        weight = (weight + plus) * times
+    value = to_gguf_rows(weight.numpy(), entry.heads)
     value = torch.from_numpy(np.ascontiguousarray(value)).to(torch.float16 if entry.kind == "F16" else torch.float32)
     if not value.isfinite().all():
         raise UserError(f"{entry.parameter} holds values beyond 65504, fp16's largest; use --format hf")
@@ -360,7 +362,8 @@ def _same(source: Source, entry: Entry, tensor) -> bool:
     if tensor.tensor_type != library_type(entry.kind) or tuple(reversed(tensor.shape.tolist())) != entry.shape:
         return False
     if entry.kind not in QUANTISED:
-        return tensor.data.tobytes() == _plain(source, entry).tobytes()
+        there, here = (values.reshape(-1).view(np.uint8) for values in (tensor.data, _plain(source, entry)))
+        return np.array_equal(there, here)
     codes, scale, offset = decode(entry.kind, entry.spec, tensor.data)
     wanted = entry.quantizer.scale_matrix().detach().squeeze(2)
     wanted = wanted.expand(entry.shape[0], wanted.shape[1]).repeat_interleave(scale.shape[1] // wanted.shape[1], dim=1)
