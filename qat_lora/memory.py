@@ -20,7 +20,7 @@ ADAM = 16  # bytes per trained fp32 weight, with its gradient and two moments
 
 # -- estimates: parts in bytes of each phase of a script, of which the largest is its peak ----------------------------
 LIBRARIES = 720_000_000  # bytes of the interpreter with torch, transformers and peft
-TOKEN = 2_000  # bytes that a tokenizer and the tables made of it take for each token of the vocabulary
+TOKEN = 1_200  # bytes that a tokenizer and the tables made of it take for each token of the vocabulary
 PROGRAM = "interpreter and libraries"
 FREED = "freed, in pieces"
 DRAWN = 6  # tensors like the logits of a token that drawing the next one takes

@@ -11,6 +11,7 @@ from pathlib import Path
 # Bytes of freed memory that may lie about. Blocks that are recomputed, SmolLM2 with a LoRA of rank 32, 4,000 tokens:
 # 4.5 GB at the peak without a limit; 2.7 GB and 11% more time with this one, 2.2 GB and 18% with half of it.
 PIECES = 2**30
+BETWEEN = 2**28  # and from one phase to the next, such as from training to drawing answers
 RESIDENT = Path("/proc/self/statm")
 
 
@@ -54,22 +55,22 @@ def give_freed_memory_back() -> None:
         hand_back_memory()
 
 
-def tidier() -> Callable[[], None]:
-    """A function that hands freed memory back to the kernel where more than PIECES of it is about. To be made once the
-    weights are there, and called between work of different shapes, and before and after a block is recomputed.
+def tidier() -> Callable[[int], None]:
+    """A function that hands freed memory back to the kernel where more than so many bytes of it are about. To be made
+    once the weights are there, and called between phases, and before and after a block is recomputed.
 
     What such a block frees is not taken again by the next one, as it is elsewhere: small objects of the graph, which
     stay alive, are cut off the freed pieces, and the rest no longer holds a tensor of the same size.
     """
     libc = _libc()
     if not libc or not hasattr(libc, "mallinfo2") or not RESIDENT.exists():  # before glibc 2.33
-        return lambda: None
+        return lambda most: None
     libc.mallinfo2.restype = _Use
     beside = _not_in_use(libc)  # libraries, above all
 
-    def tidy() -> None:
+    def tidy(most: int) -> None:
         nonlocal beside
-        if _not_in_use(libc) - beside > PIECES:
+        if _not_in_use(libc) - beside > most:
             hand_back_memory()
             beside = _not_in_use(libc)
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from qat_lora.backend.group import ALONE, Group, losing_none
-from qat_lora.backend.heap import hand_back_memory, keep_freed_memory, tidier
+from qat_lora.backend.heap import BETWEEN, PIECES, hand_back_memory, keep_freed_memory, tidier
 from qat_lora.backend.optim import CautiousAdamW
 from qat_lora.errors import UserError, first_line
 
@@ -93,7 +93,7 @@ class TorchBackend:
     torch.distributed's default process group carries the tensors.
     """
 
-    _tidy: Callable[[], None] | None = None  # on the CPU, once there are weights
+    _tidy: Callable[[int], None] | None = None  # on the CPU, once there are weights
 
     def __init__(self, kind: str, precision: str = "auto", group: Group = ALONE):
         self.kind, self.group = kind, group
@@ -162,11 +162,11 @@ class TorchBackend:
             self._tidy = tidier()
         return module
 
-    def tidy(self) -> None:
-        """Between work of different shapes, on the CPU: freed memory goes back to the kernel where there is much of it
-        that nothing has taken again."""
+    def tidy(self, most: int = BETWEEN) -> None:
+        """Before another phase begins, on the CPU: freed memory that nothing has taken again goes back to the kernel
+        where it is more than `most` bytes."""
         if self._tidy:
-            self._tidy()
+            self._tidy(most)
 
     def to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
@@ -178,9 +178,9 @@ class TorchBackend:
 
         def recomputed(function, *args):
             def block(*given):
-                self.tidy()
+                self.tidy(PIECES)
                 result = function(*given)
-                self.tidy()
+                self.tidy(PIECES)
                 return result
 
             return self.checkpoint(block, *args)
