@@ -55,7 +55,7 @@ def main(cfg: Config) -> None:
     for model in cfg.models.split(","):
         name = model if model in shapes.CONFIGS else Path(model).stem
         folder = Path(cfg.folder) / name
-        places = {name: folder / name for name in (*SCRIPTS, "model")}
+        places = {place: folder / place for place in (*SCRIPTS, "model")}
         if model in shapes.CONFIGS and not places["model"].exists():
             shapes.make_model(model, places["model"])
         elif model not in shapes.CONFIGS:

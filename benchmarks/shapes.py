@@ -3,8 +3,8 @@ on shapes alone.
 
     python benchmarks/shapes.py qwen3-0.6b /tmp/qwen3
 
-The weights are stored in bf16, as most published ones are. FEWER has the layers of a model that takes too much to be
-trained here: two copies, with gradients and moments, in 24 GB.
+The weights are stored in bf16, as most published ones are. A benchmark holds two models in training; those of which
+24 GB cannot hold two have as many layers as FEWER says, unless all are asked for.
 """
 
 import json

@@ -6,8 +6,8 @@
 Models of published widths with random weights (benchmarks/shapes.py): speed does not depend on their values. What
 trains takes as many layers as fit, the teacher of `building` all of them. Each part runs in a process of its own, both
 sides of it in turns: building, qat, recovery and head by benchmarks/qat_step.py, sft and grpo beside TRL by
-benchmarks/sft_step.py and benchmarks/grpo_step.py. What is in results.jsonl of --output-dir at
-this commit is not measured again. On two cores expect an hour for all of it, and measure nothing while other work runs.
+benchmarks/sft_step.py and benchmarks/grpo_step.py. What is in results.jsonl of --output-dir at this commit is not
+measured again. On two cores expect an hour for all of it, and measure nothing while other work runs.
 """
 
 import json

@@ -4,15 +4,17 @@ import ctypes
 import functools
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from ctypes import Structure, c_int, c_size_t
 from pathlib import Path
 
-# Bytes of freed memory that may lie about. Blocks that are recomputed, SmolLM2 with a LoRA of rank 32, 4,000 tokens:
-# 4.5 GB at the peak without a limit; 2.7 GB and 11% more time with this one, 2.2 GB and 18% with half of it.
+# Bytes of freed memory that a process may hold while blocks are recomputed: to give memory back and take it again costs
+# time, so that a lower limit is a slower step.
 PIECES = 2**30
-BETWEEN = 2**28  # and from one phase to the next, such as from training to drawing answers
+BETWEEN = 2**28  # the same from one phase to the next, such as from training to drawing answers
 RESIDENT = Path("/proc/self/statm")
+_keeps = False  # whether `keep_freed_memory` has been called
 
 
 class _Use(Structure):
@@ -41,26 +43,38 @@ def keep_freed_memory() -> None:
     A step of SmolLM2-135M (4×256 tokens, two cores) went from 5.5 to 3.9 s, at the same peak memory. Called once the
     weights are there: what loading them frees would stay in pieces that nothing later fits.
     """
-    if libc := _libc():
-        libc.mallopt(c_int(-4), c_int(0))  # M_MMAP_MAX: no separate mapping for a large block
-        libc.mallopt(c_int(-1), c_int(-1))  # M_TRIM_THRESHOLD: never give the heap's top back
+    global _keeps
+    _keeps = True
+    _set(mappings=0, trim=-1)  # no mapping of its own for a large block; the heap's top is never given back
 
 
-def give_freed_memory_back() -> None:
-    """The end of `keep_freed_memory`, before weights are loaded beside or after those that were trained: what is free
-    goes back at once, and large blocks get mappings of their own, which go back when they are freed."""
+@contextmanager
+def giving_memory_back() -> Iterator[None]:
+    """Where weights are loaded, also beside or after those that are trained: what is free goes back first, and within
+    this context large blocks get mappings of their own, which go back when they are freed."""
+    hand_back_memory()
+    if not _keeps:
+        yield
+        return
+    _set(mappings=65536, trim=128 * 1024)  # as glibc begins
+    try:
+        yield
+    finally:
+        _set(mappings=0, trim=-1)
+
+
+def _set(mappings: int, trim: int) -> None:
     if libc := _libc():
-        libc.mallopt(c_int(-4), c_int(65536))  # as glibc begins
-        libc.mallopt(c_int(-1), c_int(128 * 1024))
-        hand_back_memory()
+        libc.mallopt(c_int(-4), c_int(mappings))  # M_MMAP_MAX
+        libc.mallopt(c_int(-1), c_int(trim))  # M_TRIM_THRESHOLD
 
 
 def tidier() -> Callable[[int], None]:
-    """A function that hands freed memory back to the kernel where more than so many bytes of it are about. To be made
-    once the weights are there, and called between phases, and before and after a block is recomputed.
+    """A function that gives freed memory back to the kernel if the process holds more than so many bytes of it. Make it
+    once the weights are there; call it between phases, and before and after a block is recomputed.
 
-    What such a block frees is not taken again by the next one, as it is elsewhere: small objects of the graph, which
-    stay alive, are cut off the freed pieces, and the rest no longer holds a tensor of the same size.
+    Elsewhere a step takes again what the one before has freed. Recomputed blocks do not: small objects of the graph,
+    which stay alive, are cut off the freed pieces, and what is left of each is too small for a tensor of that size.
     """
     libc = _libc()
     if not libc or not hasattr(libc, "mallinfo2") or not RESIDENT.exists():  # before glibc 2.33

@@ -81,19 +81,22 @@ def _in_tiles(mine: Iterable[tuple[Tensor, ...]], betas: tuple[float, float], lr
         if p.dtype not in room:  # the largest comes first
             room[p.dtype] = [torch.zeros(p.numel(), dtype=p.dtype) for _ in range(2)]
         moves, agree = (t[: p.numel()] for t in room[p.dtype])
-        flat = [t.reshape(-1) for t in (p, grad, *moments)]
-        agreeing = native.move_moments(*flat[1:], moves, 1 - first, 1 - second, size, start * EPS)
-        masked = agreeing is not None
-        pieces = [] if masked else list(zip(*(t.split(PIECE) for t in (moves, agree, *flat))))
-        for move, agrees, _, g, exp_avg, exp_avg_sq in pieces:
+        weights, *given = (t.reshape(-1) for t in (p, grad, *moments))
+        agreeing = native.move_moments(*given, moves, 1 - first, 1 - second, size, start * EPS)
+        if agreeing is not None:  # the moves are masked already
+            weights.add_(moves, alpha=_rate(lr, agreeing, p))
+            continue
+        agreeing = 0
+        for move, agrees, g, exp_avg, exp_avg_sq in zip(*(t.split(PIECE) for t in (moves, agree, *given))):
             _move([move], [g], [exp_avg], [exp_avg_sq], betas, count)
             # in their own type: bools take ten times as long
-            agreeing = (agreeing or 0) + torch.mul(move, g, out=agrees).lt_(0).sum().item()
-        rate = min(lr / max(agreeing / p.numel(), LEAST), torch.finfo(p.dtype).max)
-        if masked:
-            flat[0].add_(moves, alpha=rate)
-        for move, agrees, part, *_ in pieces:
-            part.addcmul_(move, agrees, value=rate)
+            agreeing += torch.mul(move, g, out=agrees).lt_(0).sum().item()
+        weights.addcmul_(moves, agree, value=_rate(lr, agreeing, p))
+
+
+def _rate(lr: float, agreeing: float, p: Tensor) -> float:
+    """The learning rate, larger where fewer steps agree with their gradient, and a number of the parameter's type."""
+    return min(lr / max(agreeing / p.numel(), LEAST), torch.finfo(p.dtype).max)
 
 
 def _in_launches(mine: Iterable[tuple[Tensor, ...]], betas: tuple[float, float], lr: float, step: int) -> None:

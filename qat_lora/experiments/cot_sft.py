@@ -42,13 +42,12 @@ from qat_lora.data.text import read_rows
 from qat_lora.errors import UserError
 from qat_lora.models.adapter import load_adapter
 from qat_lora.models.architecture import decoder_layers, eager_experts, hidden_states, unwrap
-from qat_lora.models.head import head_form
 from qat_lora.models.loading import empty_model, load_model
 from qat_lora.models.writing import write_model
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import freeze, quantized_layers
 from qat_lora.quant.spec import QuantSpec
-from qat_lora.quant.student import StudentSpec, empty_student, load_student, quantize, student_content
+from qat_lora.quant.student import StudentSpec, empty_student, head_of, load_student, quantize, student_content
 from qat_lora.rl.ask import GREEDY, Asker
 from qat_lora.run.files import new_folder, read_json, write_json
 from qat_lora.run.rundir import Run, say
@@ -298,40 +297,35 @@ def merged(
 def in_fp64(model: nn.Module) -> Iterator[None]:
     """An fp32 model that computes in fp64, one decoder layer after the other: as a whole it would take three times the
     memory."""
+    layers, embedding, head = decoder_layers(model), unwrap(model).get_input_embeddings(), model.get_output_embeddings()
+    apart = {id(module) for part in (*layers, embedding, head) for module in part.modules()}
+    beside = [module for module in model.modules() if id(module) not in apart]  # norms, rotations
 
     def widen(module: nn.Module, given: tuple) -> None:
         module.double()
 
-    def narrow(module: nn.Module, given: tuple, out: Tensor) -> None:
+    def narrow(module: nn.Module, given: tuple, out: Tensor | tuple) -> None:
         module.float()
 
-    layers, embedding, head = decoder_layers(model), unwrap(model).get_input_embeddings(), model.get_output_embeddings()
-    apart = {id(module) for part in (*layers, embedding, head) for module in part.modules()}
-    norms = [module for module in model.modules() if id(module) not in apart]
     hooks = [embedding.register_forward_hook(lambda module, given, out: out.double())]
     for layer in layers:
-        hooks += [layer.register_forward_pre_hook(widen), layer.register_forward_hook(narrow)]
-    for module in norms:
-        module._apply(lambda t: t.double() if t.is_floating_point() else t, recurse=False)
-    yield
-    for module in norms:
-        module._apply(lambda t: t.float() if t.is_floating_point() else t, recurse=False)
-    for hook in hooks:
-        hook.remove()
+        hooks += [layer.register_forward_pre_hook(widen), layer.register_forward_hook(narrow, always_call=True)]
+    try:
+        for module in beside:
+            module._apply(lambda t: t.double() if t.is_floating_point() else t, recurse=False)
+        yield
+    finally:
+        for module in beside:
+            module._apply(lambda t: t.float() if t.is_floating_point() else t, recurse=False)
+        for hook in hooks:
+            hook.remove()
 
 
 def _largest_gap(model: nn.Module, one: Tensor, other: Tensor) -> float:
     """The largest difference of a logit between two hidden states [1, L, H] in fp64; [L, V] never exists."""
-    form, head = head_form(model), model.get_output_embeddings()
-    gap = 0.0
-    for rows in tiles(form.vocab, one.shape[1], one.device):
-        weight = head.weight[rows].double()
-        bias = 0 if head.bias is None else head.bias[rows].double()
-        y, z = (form.after * ((hidden * form.before) @ weight.T + bias) for hidden in (one, other))
-        if form.cap is not None:
-            y, z = (form.cap * torch.tanh(logits / form.cap) for logits in (y, z))
-        gap = max(gap, float((y - z).abs().max()))
-    return gap
+    head = head_of(model)
+    strips = (head.strip(rows, torch.float64) for rows in tiles(len(head.weight), one.shape[1], one.device))
+    return max(float((strip.logits(one) - strip.logits(other)).abs().max()) for strip in strips)
 
 
 def write_whole(model: nn.Module, tokenizer, folder: Path) -> None:

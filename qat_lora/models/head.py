@@ -45,17 +45,18 @@ class Head:
         return replace(self, weight=_cast(self.weight, dtype))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """fp32 logits of hidden states of the weight's type."""
+        """Logits of hidden states of the weight's type, see `finish`."""
         return self.finish(hidden @ self.weight.T)
 
     def finish(self, product: Tensor, room: Tensor | None = None) -> Tensor:
-        """fp32 logits of W·h. room: what they may overwrite; without it those of an fp32 product may be its own
-        memory."""
-        logits = product.float() if room is None else room[: len(product)].copy_(product)
+        """Logits of W·h in fp32, or wider where the product is. room: what they may overwrite; without it those of an
+        fp32 product may be its own memory."""
+        wide = torch.promote_types(product.dtype, torch.float32)
+        logits = product.to(wide) if room is None else room[: len(product)].copy_(product)
         if self.before * self.after != 1:
             logits = logits * (self.before * self.after)
         if self.bias is not None:
-            logits = logits + self.bias.float() * self.after
+            logits = logits + self.bias.to(logits.dtype) * self.after
         return logits if self.cap is None else (logits / self.cap).tanh() * self.cap
 
     def gradient(self, grad: Tensor, logits: Tensor) -> Tensor:

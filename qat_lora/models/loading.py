@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
 
-from qat_lora.backend.heap import give_freed_memory_back
+from qat_lora.backend.heap import giving_memory_back
 from qat_lora.errors import UserError, first_line, one_line
 from qat_lora.hub import hub_fault
 from qat_lora.machine import check_memory
@@ -162,6 +162,7 @@ def load_tokenizer(name: str):
     return tokenizer
 
 
+@giving_memory_back()
 def load_model(name: str) -> nn.Module:
     """The model in fp32 on the CPU, in evaluation mode, ready to be saved by HF; of a multimodal model, its language
     model. Its `fingerprint` is that of `model_fingerprint`.
@@ -171,7 +172,6 @@ def load_model(name: str) -> nn.Module:
     """
     check_headers(name)
     _check_room(name)
-    give_freed_memory_back()
     config = _full_config(name, files_key(name))
     options = {"dtype": torch.float32, "config": copy.deepcopy(config), "output_loading_info": True}
     if "gguf_file" in model_source(name) and hasattr(transformers, "GgufConfig"):

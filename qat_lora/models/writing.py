@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qat_lora.backend.heap import give_freed_memory_back
+from qat_lora.backend.heap import giving_memory_back
 from qat_lora.errors import UserError, first_line
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import plain_state
@@ -93,8 +93,8 @@ def logits_on_cpu(model: nn.Module, tokens: Tensor) -> Tensor:
         model.train(training)
 
 
+@giving_memory_back()
 def _read(folder: Path, shown: Path) -> nn.Module:
-    give_freed_memory_back()
     try:
         with redirect_stderr(io.StringIO()):
             return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
