@@ -13,6 +13,7 @@ from pathlib import Path
 # time, so that a lower limit is a slower step.
 PIECES = 2**30
 BETWEEN = 2**28  # the same from one phase to the next, such as from training to drawing answers
+MAPPED = 2**17  # the size in bytes from which a block may get a mapping of its own: glibc's, as it begins
 RESIDENT = Path("/proc/self/statm")
 _keeps = False  # whether `keep_freed_memory` has been called
 
@@ -56,7 +57,7 @@ def giving_memory_back() -> Iterator[None]:
     if not _keeps:
         yield
         return
-    _set(mappings=65536, trim=128 * 1024)  # as glibc begins
+    _set(mappings=65536, trim=MAPPED)  # as glibc begins
     try:
         yield
     finally:
@@ -67,6 +68,7 @@ def _set(mappings: int, trim: int) -> None:
     if libc := _libc():
         libc.mallopt(c_int(-4), c_int(mappings))  # M_MMAP_MAX
         libc.mallopt(c_int(-1), c_int(trim))  # M_TRIM_THRESHOLD
+        libc.mallopt(c_int(-3), c_int(MAPPED))  # M_MMAP_THRESHOLD: glibc has raised it if a large block was freed
 
 
 def tidier() -> Callable[[int], None]:

@@ -75,7 +75,6 @@ def rollout(
 
     A completion ends with any of `ends`. Draws come from the device's generator: seed the backend.
     """
-    backend.tidy()
     count = len(prompts.tokens)
     stop = torch.tensor(list(ends), device=prompts.tokens.device)
     with backend.autocast():
