@@ -6,7 +6,7 @@ import pytest
 import torch
 from zoo import model
 
-from qat_lora.experiments.cot_sft import _largest_gap, in_fp64
+from qat_lora.experiments.cot_sft import _largest_gap, exact_hidden_states, in_fp64
 from qat_lora.models.architecture import eager_experts, hidden_states
 
 TOKENS = torch.arange(5, 17).unsqueeze(0)
@@ -23,6 +23,15 @@ def test_layer_by_layer_it_is_the_model_in_fp64_and_its_weights_come_back(kind):
         torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-7 * float(wanted.abs().max()))
     for name, value in made.state_dict().items():
         assert value.dtype == before[name].dtype and torch.equal(value, before[name])
+
+
+@pytest.mark.parametrize("kind", ["xglm", "inkling2_text"])
+def test_a_model_whose_code_knows_no_fp64_computes_in_fp32(kind):
+    made = model(kind).eval()
+    with torch.no_grad(), eager_experts(made):
+        found = exact_hidden_states(made, TOKENS)
+        assert found.dtype == torch.float64 and torch.equal(found, hidden_states(made, TOKENS).double())
+    assert {value.dtype for value in made.state_dict().values() if value.is_floating_point()} == {torch.float32}
 
 
 def test_what_fails_within_leaves_the_model_as_it_was():
