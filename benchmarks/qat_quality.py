@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from quality_bench import ADAPTER_RATE, BATCH, RATE, Bench
+from quality_bench import ADAPTER_RATE, BATCH, Bench
 from quality_report import write_report
 from torch import nn
 
@@ -126,7 +126,7 @@ def check(cfg: Config) -> list[str]:
             raise UserError(f"--methods {method!r} is not one of {', '.join(METHODS)}")
     for grid in cfg.grids.split(","):
         spec = QuantSpec.parse(grid)
-        if spec is None or spec.scale != "group" or spec.bits not in RATE:
+        if spec is None or spec.scale != "group" or spec.bits not in ADAPTER_RATE:
             raise UserError(f"--grids {grid}: give group quantisers of 2 or 4 bits, such as int2/g64")
         if spec.codebook != "int" and "torchao" in cfg.methods:
             raise UserError(f"--grids {grid}: torchao has the int grids alone; leave it out of --methods")
@@ -223,7 +223,6 @@ def efficientqat(bench: Bench) -> list[dict]:
     half = bench.steps // 2
     run, summary = bench.qat(
         init="rtn", layer_steps=half, layer_rows=min(half * BATCH, len(bench.train)), scale_steps=bench.steps - half,
-        layer_learning_rate=RATE[bench.bits],
     )  # fmt: skip
     seconds = bench.seconds()
     return [bench.measure(bench.student(run / "best.pt"), "scales", seconds, summary["peak_memory_mb"])]
@@ -260,20 +259,20 @@ def torchao(bench: Bench) -> list[dict]:
         from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
     except ImportError as error:
         raise UserError(f"torchao cannot be imported ({error}); make bench-quality installs it") from error
-    model, spec = bench.base(), QuantSpec.parse(bench.grid)
+    rate, model, spec = bench.rate(), bench.base(), QuantSpec.parse(bench.grid)
     config = IntxFakeQuantizeConfig(getattr(torch, f"int{spec.bits}"), group_size=spec.size, is_symmetric=True)
     layers = QATConfig(weight_config=config, step="prepare")
     quantize_(model, layers, filter_fn=lambda m, name: isinstance(m, nn.Linear) and "lm_head" not in name)
     bench.backend.place(freeze_plain_tables(model))
     loss_of = text_loss if bench.method == "torchao-text" else kd_loss
-    bench.fit(model, loss_of, parameter_groups(model, RATE[bench.bits], RATE[bench.bits]))
+    bench.fit(model, loss_of, parameter_groups(model, rate, rate))
     return [bench.measure(model, "qat", bench.seconds(), bench.backend.peak_memory_mb())]
 
 
 def ours(bench: Bench) -> list[dict]:
     layers = scales = bench.steps // STAGES
     run, summary = bench.qat(
-        init="gptq", layer_steps=layers, scale_steps=scales, layer_learning_rate=RATE[bench.bits],
+        init="gptq", layer_steps=layers, scale_steps=scales,
         max_steps=bench.steps - layers - scales - bench.adapter_steps,
     )  # fmt: skip
     rows = []

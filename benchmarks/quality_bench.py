@@ -14,7 +14,7 @@ from qat_lora.evaluate import heldout_figures, text_figures
 from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.models.adapter import adapter_values, load_adapter
 from qat_lora.models.loading import empty_model, load_model
-from qat_lora.qat import Plan, restore, training_stream, update
+from qat_lora.qat import Plan, restore, training_stream, update, usual_rate
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import StudentSpec, bits_per_weight, load_student, quantize
 from qat_lora.run.files import read_json, write_atomically
@@ -25,8 +25,7 @@ from qat_lora.run.session import Every, Session
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 BATCH = 4
-RATE = {2: 6e-4, 4: 1e-4}  # peak learning rate of weights and scales by bits; of adapters, 1e-3 and 5e-4
-ADAPTER_RATE = {2: 1e-3, 4: 5e-4}
+ADAPTER_RATE = {2: 1e-3, 4: 5e-4}  # peak learning rate by bits; of weights and scales: train_qat.py's
 
 
 class Bench:
@@ -48,6 +47,10 @@ class Bench:
     def base(self) -> nn.Module:
         """The full-precision model, a new one each time: none stays in memory beside what is trained."""
         return load_model(self.cfg.model)
+
+    def rate(self) -> float:
+        """The peak learning rate of weights and scales that train_qat.py takes."""
+        return usual_rate(quantize(self.base(), self.spec))
 
     def seconds(self, file: Path | None = None) -> float:
         """From the cell's beginning until a file was written, or until now."""
@@ -89,7 +92,7 @@ class Bench:
         run = self.folder / "qat"
         flags = {"layer_rows": self.cfg.calibration_rows, "max_steps": 0, "eval_every": self.steps // 4} | flags
         flags = {"model": self.cfg.model, "cache_dir": self.out / "cache", "mlp": self.grid, "attn": self.grid} | flags
-        return run, self.script("train_qat", run, learning_rate=RATE[self.bits], **flags)
+        return run, self.script("train_qat", run, **flags)
 
     def adapter(self, student: Path, run: Path, rank: int, targets: tuple[str, ...], **flags) -> tuple[nn.Module, dict]:
         """A student with a recovery LoRA that an eighth of the tokens trained, and the summary of that run."""

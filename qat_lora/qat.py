@@ -1,6 +1,7 @@
 """End-to-end quantisation-aware training of a student from a KD cache."""
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -111,6 +112,8 @@ LARGEST = torch.finfo(torch.float32).max  # more is no fp32 number
 MOST_UPDATES = 10**9  # of a stage: years
 MOST_MICRO_BATCHES = 10_000  # of an update
 MOST_RATE = 1e3  # largest learning rate or weight decay
+LEAST_RATE = 1e-12  # of a student whose weights are all zero
+RATE_SHARE = 3.1e-3  # of the root mean square of weights in 2 bits: their peak learning rate
 MOST_WEIGHT = 1e6  # largest weight of a part of a loss, and largest alpha of an adapter
 OPTIONS = {"steps": "--max-steps", "accumulation": "--accumulation-steps"}  # others are called as their fields
 
@@ -228,6 +231,21 @@ def parameter_groups(student: nn.Module, learning_rate: float, scale_learning_ra
         {"params": [p for p in trained if id(p) in scales], "lr": scale_learning_rate},
     ]
     return [group for group in groups if group["params"]]
+
+
+def usual_rate(student: nn.Module) -> float:
+    """The peak learning rate of a student where none is given, to two digits: .31% of the root mean square of its
+    quantised weights at 2 bits, a sixth of that for every two bits more (of several quantisers the coarsest counts).
+
+    A latent weight learns by reaching the next level, and levels are as far apart as the weights are large. Those of
+    SmolLM2 (.19), on which the shares were found, are five times as large as Gemma 3's (.034): docs/benchmarks.md.
+    """
+    layers = quantized_layers(student).values()
+    squares = sum(float(torch.linalg.vector_norm(layer.weight.detach())) ** 2 for layer in layers)
+    size = math.sqrt(squares / sum(layer.weight.numel() for layer in layers))
+    bits = min(layer.quantizer.spec.bits for layer in layers)
+    rate = float(f"{RATE_SHARE * 6 ** (1 - bits / 2) * size:.1e}")
+    return min(max(LEAST_RATE, rate), MOST_RATE)  # weights that are not finite are refused elsewhere, by name
 
 
 def restore(model: nn.Module, tensors: dict[str, Tensor]) -> None:

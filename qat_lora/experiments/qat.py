@@ -16,7 +16,7 @@ from qat_lora.layer_qat import LayerPlan, train_layers
 from qat_lora.models.architecture import decoder_layers
 from qat_lora.models.loading import EMBEDDED, empty_model, load_config, load_model, load_tokenizer, model_fingerprint
 from qat_lora.models.source import CHOICES
-from qat_lora.qat import MOST_UPDATES, QATPlan, TrainOptions, check_range, train_qat
+from qat_lora.qat import MOST_UPDATES, QATPlan, TrainOptions, check_range, train_qat, usual_rate
 from qat_lora.quant.linear import free_scales
 from qat_lora.quant.student import (
     StudentSpec,
@@ -33,9 +33,11 @@ from qat_lora.quant.student import (
 from qat_lora.run.config import option
 from qat_lora.run.files import copy_file, sha256
 from qat_lora.run.plots import plot_run
-from qat_lora.run.rundir import attempt, open_run, say
+from qat_lora.run.rundir import Run, attempt, open_run, read_config, say
 from qat_lora.run.session import Session
 from qat_lora.start import METHODS, start
+
+EARLIER_RATES = (6e-4, 1e-4)  # of presets, when rates did not follow from the weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +62,20 @@ class Config(TrainOptions):
     )
     layer_steps: int = option(0, "updates for each block before end-to-end training; 0 leaves the stage out")
     layer_rows: int = option(32, "training rows of the start and of the layer-wise stage")
-    layer_learning_rate: float = option(5e-4, "peak learning rate of the layer-wise stage")
+    layer_learning_rate: float | None = option(
+        None,
+        "peak learning rate of the layer-wise stage; default: --learning-rate",
+        renamed=dict.fromkeys((5e-4, *EARLIER_RATES)),
+    )
     scope: str = option("all", "what learns end to end: all, mlp, attn, or weights (scales stay)")
     ema: float = option(0.0, "decay of a moving average of the student, measured and kept in its place; 0: none")
     scale_steps: int = option(0, "updates of the scales alone, codes fixed, from the best state; 0: no such stage")
     layer_kd_weight: float = option(0.0, "weight of a global distillation term in the layer-wise loss")
-    learning_rate: float = option(8e-4, "peak learning rate of weights and norms")
+    learning_rate: float | None = option(
+        None,
+        "peak learning rate of weights and norms; default: follows from the size of the weights and their bits",
+        renamed=dict.fromkeys((8e-4, *EARLIER_RATES)),
+    )
     scale_learning_rate: float | None = option(None, "peak learning rate of scales; default: --learning-rate")
 
 
@@ -82,7 +92,7 @@ def main(cfg: Config) -> None:
 
 def work(backend: TorchBackend, cfg: Config) -> None:
     """The experiment, in each of its workers."""
-    spec, plan = student_spec(cfg), qat_plan(cfg)
+    spec = student_spec(cfg)
     with backend.group.main_first():
         train, heldout = open_cache(cfg, backend.world_size)
         describe(cfg, train, heldout, backend, backend.world_size)
@@ -96,6 +106,9 @@ def work(backend: TorchBackend, cfg: Config) -> None:
         facts["layer_rows_per_update"] = cfg.batch_size * backend.world_size
     loaded = load_start(cfg, spec) if backend.is_main else None  # what is wrong with it leaves no run behind
     run = open_run("train_qat", cfg, facts, backend.group)
+    rates = backend.group.on_main(lambda: find_rates(cfg, loaded[0], run))
+    cfg = dataclasses.replace(cfg, **rates)
+    plan = qat_plan(cfg)
     backend.seed(cfg.seed)
     session = Session(run, backend, cfg.every(), files=("best.pt", "layerwise.pt", "endtoend.pt"))
     if backend.is_main:
@@ -139,7 +152,8 @@ def work(backend: TorchBackend, cfg: Config) -> None:
 
 def check(cfg: Config) -> None:
     """Raise UserError for what no run could use, before anything is opened."""
-    student_spec(cfg), qat_plan(cfg), cfg.every(), layer_plan(cfg)
+    some = dataclasses.replace(cfg, **fill_rates(cfg, 1e-3))  # the weights, which it may follow from, come later
+    student_spec(cfg), qat_plan(some), cfg.every(), layer_plan(some)
     check_range("--scale-steps", cfg.scale_steps, 0, MOST_UPDATES)
     if cfg.layer_rows < 1:
         raise UserError(f"--layer-rows {cfg.layer_rows} must be at least 1")
@@ -153,12 +167,30 @@ def student_spec(cfg: Config) -> StudentSpec:
     return StudentSpec(mlp=cfg.mlp, attn=cfg.attn, head=cfg.head)
 
 
+def find_rates(cfg: Config, student, run: Run) -> dict[str, float]:
+    """Every learning rate: those that are given; those of a resumed run that an earlier version began, whose defaults
+    were numbers; and what follows from a student's weights, its scales not set yet."""
+    was = read_config(run.path)
+    kept = {name: was[name] for name in ("learning_rate", "layer_learning_rate") if was.get(name) is not None}
+    rates = fill_rates(dataclasses.replace(cfg, **kept), usual_rate(student))
+    say(f"peak learning rate {rates['learning_rate']:g}")
+    return rates
+
+
+def fill_rates(cfg: Config, usual: float) -> dict[str, float]:
+    """Every learning rate of a config, where `usual` stands for the one that follows from the weights."""
+    rate = usual if cfg.learning_rate is None else cfg.learning_rate
+    given = {"layer_learning_rate": cfg.layer_learning_rate, "scale_learning_rate": cfg.scale_learning_rate}
+    return {"learning_rate": rate} | {name: rate if value is None else value for name, value in given.items()}
+
+
 def qat_plan(cfg: Config) -> QATPlan:
-    rate = cfg.learning_rate if cfg.scale_learning_rate is None else cfg.scale_learning_rate
-    return QATPlan(**vars(cfg.plan()), scale_learning_rate=rate, scope=cfg.scope, ema=cfg.ema)
+    """Of a config with all its learning rates."""
+    return QATPlan(**vars(cfg.plan()), scale_learning_rate=cfg.scale_learning_rate, scope=cfg.scope, ema=cfg.ema)
 
 
 def layer_plan(cfg: Config) -> LayerPlan:
+    """Of a config with all its learning rates."""
     return LayerPlan(
         steps=cfg.layer_steps, learning_rate=cfg.layer_learning_rate, clip_grad_norm=cfg.clip_grad_norm,
         kd_weight=cfg.layer_kd_weight, compensate=cfg.init == "gptq",

@@ -28,7 +28,7 @@ def option(
     identity: whether the option is part of a run's identity: a run is resumed only with the same value. The name of a
     fact in the manifest ("base") means that this fact is compared instead: the option says where something is, the
     fact what it is.
-    renamed: {value that earlier versions wrote into config.yaml: its current name}.
+    renamed: {value that earlier versions wrote into config.yaml: its current name}; a run may be resumed with either.
     """
     spelled = [name for alias in aliases for name in (alias, f"--{alias[2:].replace('-', '_')}")]
     metadata = {"help": help.replace("%", "%%"), "aliases": list(dict.fromkeys(spelled))}

@@ -274,15 +274,15 @@ def _may_be(path: Path, config: RunConfig) -> bool:
     """Whether a run may be one of this config, as far as can be told before its data is read."""
     was = read_config(path)
     return all(
-        _renamed(field, was.get(field.name, field.default)) == getattr(config, field.name)
+        getattr(config, field.name) in _names_of(field, was.get(field.name, field.default))
         for field in dataclasses.fields(config)
         if field.metadata.get("identity", True) is True
     )
 
 
-def _renamed(field: dataclasses.Field, value: Any) -> Any:
-    """The value of an option in an earlier version, by its present name."""
-    return field.metadata.get("renamed", {}).get(value, value)
+def _names_of(field: dataclasses.Field, value: Any) -> list:
+    """A value that a run has of an option, and what it is called now, where an earlier version wrote it."""
+    return [value, *(now for before, now in field.metadata.get("renamed", {}).items() if before == value)]
 
 
 def now() -> datetime:
@@ -350,7 +350,8 @@ def check_same(path: Path, config: RunConfig, facts: dict) -> dict:
             )
         before = was.get(name, field.default)  # the default of an option that is newer than the run
         flags = f"flags and preset (--config {config.config} here)" if config.config else "flags"
-        _check_equal(path, name, _renamed(field, before), now, flags)
+        if now not in _names_of(field, before):
+            _check_equal(path, name, before, now, flags)
     for name in sorted(facts.keys() & manifest.keys()):
         _check_equal(path, name, manifest[name], facts[name])
     return manifest

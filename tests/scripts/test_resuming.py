@@ -151,6 +151,30 @@ def test_low_bit_training_resumes_split_and_measured_otherwise(run, die, qat, ti
     assert best == min(line[figure] for line in found if line["heldout_rows"] == 6)
 
 
+EARLIER = [
+    "--learning-rate",
+    8e-4,
+    "--layer-learning-rate",
+    5e-4,
+]  # the defaults before rates followed from the weights
+
+
+def test_a_run_of_an_earlier_version_keeps_its_learning_rates(run, die, qat, tmp_path):
+    flags = [*qat, "--max-steps", 4, "--layer-steps", 1, "--layer-rows", 4, "--save-every", 3, "--log-every", 1]
+    run("train_qat", *flags, *EARLIER, "--output-dir", tmp_path / "whole")
+    flags += ["--output-dir", tmp_path / "run", "--resume", "auto"]
+    die("train_qat", *flags, *EARLIER)
+    run("train_qat", *flags)
+    assert lines(tmp_path / "run") == lines(tmp_path / "whole")
+
+
+def test_a_rate_that_was_given_has_to_be_given_again(run, die, qat, tmp_path):
+    flags = [*qat, "--max-steps", 4, "--save-every", 1, "--resume", "auto"]
+    die("train_qat", *flags, "--learning-rate", 3e-4)
+    with pytest.raises(UserError, match=r"learning_rate is 0\.0003 there, None here"):
+        run("train_qat", *flags)
+
+
 # -- the files that a run relies on ----------------------------------------------------------------------------------
 def test_a_best_checkpoint_that_is_gone_comes_back(run, die, qat, tmp_path):
     folder, flags = tmp_path / "run", [*qat, "--max-steps", 4, "--save-every", 1, "--eval-every", 1, "--resume", "auto"]
