@@ -178,7 +178,7 @@ def test_a_damaged_date_is_refused_by_name():
 
 
 def test_a_default_of_another_name_is_the_same_run(tmp_path):
-    """A run of --targets q,v,o,gate,up,down, the default of older versions, is one of auto."""
+    """A run of --targets q,v,o,gate,up,down, the default of older versions, is one of auto, and of itself."""
 
     @dataclass(frozen=True, kw_only=True)
     class Adapter(RunConfig):
@@ -188,7 +188,8 @@ def test_a_default_of_another_name_is_the_same_run(tmp_path):
     open_run("test", old, {}).finish("preempted")
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["targets"] == old.targets
     assert open_run("test", dataclasses.replace(old, targets="auto", resume="auto"), {}).resumed
-    with pytest.raises(UserError, match="targets is 'auto' there, 'q,v' here"):
+    assert open_run("test", dataclasses.replace(old, resume="auto"), {}).resumed
+    with pytest.raises(UserError, match="targets is 'q,v,o,gate,up,down' there, 'q,v' here"):
         open_run("test", dataclasses.replace(old, targets="q,v", resume="auto"), {})
 
 
