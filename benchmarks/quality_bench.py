@@ -14,7 +14,7 @@ from qat_lora.evaluate import heldout_figures, text_figures
 from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.models.adapter import adapter_values, load_adapter
 from qat_lora.models.loading import empty_model, load_model
-from qat_lora.qat import Plan, restore, training_stream, update, usual_rate
+from qat_lora.qat import Plan, restore, training_stream, update, usual_rates
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import StudentSpec, bits_per_weight, load_student, quantize
 from qat_lora.run.files import read_json, write_atomically
@@ -49,8 +49,8 @@ class Bench:
         return load_model(self.cfg.model)
 
     def rate(self) -> float:
-        """The peak learning rate of weights and scales that train_qat.py takes."""
-        return usual_rate(quantize(self.base(), self.spec))
+        """The peak learning rate of weights and scales that train_qat.py takes end to end."""
+        return usual_rates(quantize(self.base(), self.spec))[0]
 
     def seconds(self, file: Path | None = None) -> float:
         """From the cell's beginning until a file was written, or until now."""

@@ -233,19 +233,22 @@ def parameter_groups(student: nn.Module, learning_rate: float, scale_learning_ra
     return [group for group in groups if group["params"]]
 
 
-def usual_rate(student: nn.Module) -> float:
-    """The peak learning rate of a student where none is given, to two digits: .31% of the root mean square of its
-    quantised weights at 2 bits, a sixth of that for every two bits more (of several quantisers the coarsest counts).
+def usual_rates(student: nn.Module) -> tuple[float, float]:
+    """The peak learning rates of a student where none are given, end to end and layer by layer, to two digits.
 
-    A latent weight learns by reaching the next level, and levels are as far apart as the weights are large. Those of
-    SmolLM2 (.19), on which the shares were found, are five times as large as Gemma 3's (.034): docs/benchmarks.md.
+    At 2 bits both are .31% of the root mean square of the quantised weights, since a latent weight learns by reaching
+    the next level, and levels are as far apart as weights are large: those of SmolLM2 (.19), on which the shares were
+    found, are five times as large as Gemma 3's (.034). For every two bits more the share is a sixth of that, and end to
+    end, where gradients are noisier, a half at 3 bits and a quarter from 4 on: docs/benchmarks.md, "A second model". Of
+    several quantisers the coarsest counts.
     """
     layers = quantized_layers(student).values()
     squares = sum(float(torch.linalg.vector_norm(layer.weight.detach())) ** 2 for layer in layers)
     size = math.sqrt(squares / sum(layer.weight.numel() for layer in layers))
     bits = min(layer.quantizer.spec.bits for layer in layers)
-    rate = float(f"{RATE_SHARE * 6 ** (1 - bits / 2) * size:.1e}")
-    return min(max(LEAST_RATE, rate), MOST_RATE)  # weights that are not finite are refused elsewhere, by name
+    layerwise = RATE_SHARE * 6 ** (1 - bits / 2) * size
+    rates = (float(f"{rate:.1e}") for rate in (layerwise / 2 ** min(bits - 2, 2), layerwise))
+    return tuple(min(max(LEAST_RATE, rate), MOST_RATE) for rate in rates)  # NaN is refused elsewhere, by name
 
 
 def restore(model: nn.Module, tensors: dict[str, Tensor]) -> None:

@@ -16,7 +16,7 @@ from qat_lora.layer_qat import LayerPlan, train_layers
 from qat_lora.models.architecture import decoder_layers
 from qat_lora.models.loading import EMBEDDED, empty_model, load_config, load_model, load_tokenizer, model_fingerprint
 from qat_lora.models.source import CHOICES
-from qat_lora.qat import MOST_UPDATES, QATPlan, TrainOptions, check_range, train_qat, usual_rate
+from qat_lora.qat import MOST_UPDATES, QATPlan, TrainOptions, check_range, train_qat, usual_rates
 from qat_lora.quant.linear import free_scales
 from qat_lora.quant.student import (
     StudentSpec,
@@ -64,7 +64,7 @@ class Config(TrainOptions):
     layer_rows: int = option(32, "training rows of the start and of the layer-wise stage")
     layer_learning_rate: float | None = option(
         None,
-        "peak learning rate of the layer-wise stage; default: --learning-rate",
+        "peak learning rate of the layer-wise stage; default: follows likewise",
         renamed=dict.fromkeys((5e-4, *EARLIER_RATES)),
     )
     scope: str = option("all", "what learns end to end: all, mlp, attn, or weights (scales stay)")
@@ -152,7 +152,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
 
 def check(cfg: Config) -> None:
     """Raise UserError for what no run could use, before anything is opened."""
-    some = dataclasses.replace(cfg, **fill_rates(cfg, 1e-3))  # the weights, which it may follow from, come later
+    some = dataclasses.replace(cfg, **fill_rates(cfg, 1e-3, 1e-3))  # the weights, which it may follow from, come later
     student_spec(cfg), qat_plan(some), cfg.every(), layer_plan(some)
     check_range("--scale-steps", cfg.scale_steps, 0, MOST_UPDATES)
     if cfg.layer_rows < 1:
@@ -172,16 +172,20 @@ def find_rates(cfg: Config, student, run: Run) -> dict[str, float]:
     were numbers; and what follows from a student's weights, its scales not set yet."""
     was = read_config(run.path)
     kept = {name: was[name] for name in ("learning_rate", "layer_learning_rate") if was.get(name) is not None}
-    rates = fill_rates(dataclasses.replace(cfg, **kept), usual_rate(student))
-    say(f"peak learning rate {rates['learning_rate']:g}")
+    rates = fill_rates(dataclasses.replace(cfg, **kept), *usual_rates(student))
+    layers = f", layer by layer {rates['layer_learning_rate']:g}" if cfg.layer_steps else ""
+    say(f"peak learning rate {rates['learning_rate']:g}{layers}")
     return rates
 
 
-def fill_rates(cfg: Config, usual: float) -> dict[str, float]:
-    """Every learning rate of a config, where `usual` stands for the one that follows from the weights."""
-    rate = usual if cfg.learning_rate is None else cfg.learning_rate
-    given = {"layer_learning_rate": cfg.layer_learning_rate, "scale_learning_rate": cfg.scale_learning_rate}
-    return {"learning_rate": rate} | {name: rate if value is None else value for name, value in given.items()}
+def fill_rates(cfg: Config, end_to_end: float, layerwise: float) -> dict[str, float]:
+    """Every learning rate of a config, with what to take where none is given; scales learn as weights do."""
+    rate = end_to_end if cfg.learning_rate is None else cfg.learning_rate
+    return {
+        "learning_rate": rate,
+        "layer_learning_rate": layerwise if cfg.layer_learning_rate is None else cfg.layer_learning_rate,
+        "scale_learning_rate": rate if cfg.scale_learning_rate is None else cfg.scale_learning_rate,
+    }
 
 
 def qat_plan(cfg: Config) -> QATPlan:
