@@ -64,7 +64,7 @@ class Config(TrainOptions):
     layer_rows: int = option(32, "training rows of the start and of the layer-wise stage")
     layer_learning_rate: float | None = option(
         None,
-        "peak learning rate of the layer-wise stage; default: follows likewise",
+        "peak learning rate of the layer-wise stage; default: follows from the weights too",
         renamed=dict.fromkeys((5e-4, *EARLIER_RATES)),
     )
     scope: str = option("all", "what learns end to end: all, mlp, attn, or weights (scales stay)")
