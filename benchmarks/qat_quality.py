@@ -259,7 +259,8 @@ def torchao(bench: Bench) -> list[dict]:
         from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
     except ImportError as error:
         raise UserError(f"torchao cannot be imported ({error}); make bench-quality installs it") from error
-    rate, model, spec = bench.rate(), bench.base(), QuantSpec.parse(bench.grid)
+    model, spec = bench.base(), QuantSpec.parse(bench.grid)
+    rate = bench.rate(model)
     config = IntxFakeQuantizeConfig(getattr(torch, f"int{spec.bits}"), group_size=spec.size, is_symmetric=True)
     layers = QATConfig(weight_config=config, step="prepare")
     quantize_(model, layers, filter_fn=lambda m, name: isinstance(m, nn.Linear) and "lm_head" not in name)

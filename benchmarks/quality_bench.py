@@ -48,9 +48,11 @@ class Bench:
         """The full-precision model, a new one each time: none stays in memory beside what is trained."""
         return load_model(self.cfg.model)
 
-    def rate(self) -> float:
-        """The peak learning rate of weights and scales that train_qat.py takes end to end."""
-        return usual_rates(quantize(self.base(), self.spec))[0]
+    def rate(self, model: nn.Module) -> float:
+        """The peak learning rate of weights and scales that train_qat.py takes end to end for a full-precision model."""
+        student = quantize(empty_model(self.cfg.model), self.spec)
+        student.load_state_dict(model.state_dict(), strict=False, assign=True)  # its weights, not copied
+        return usual_rates(student)[0]
 
     def seconds(self, file: Path | None = None) -> float:
         """From the cell's beginning until a file was written, or until now."""

@@ -239,8 +239,8 @@ def usual_rates(student: nn.Module) -> tuple[float, float]:
     At 2 bits both are .31% of the root mean square of the quantised weights, since a latent weight learns by reaching
     the next level, and levels are as far apart as weights are large: those of SmolLM2 (.19), on which the shares were
     found, are five times as large as Gemma 3's (.034). For every two bits more the share is a sixth of that, and end to
-    end, where gradients are noisier, a half at 3 bits and a quarter from 4 on: docs/benchmarks.md, "A second model". Of
-    several quantisers the coarsest counts.
+    end a half of it at 3 bits and a quarter from 4 on (docs/benchmarks.md, "A second model"; 3 and 8 bits: unmeasured).
+    Of several quantisers the coarsest counts.
     """
     layers = quantized_layers(student).values()
     squares = sum(float(torch.linalg.vector_norm(layer.weight.detach())) ** 2 for layer in layers)

@@ -12,8 +12,8 @@ from pathlib import Path
 # Bytes of freed memory that a process may hold while blocks are recomputed: to give memory back and take it again costs
 # time, so that a lower limit is a slower step.
 PIECES = 2**30
-BETWEEN = 2**28  # the same from one phase to the next, such as from training to drawing answers
-MAPPED = 2**17  # the size in bytes from which a block may get a mapping of its own: glibc's, as it begins
+BETWEEN = 2**28  # the same before an evaluation
+MAPPED = 2**17  # bytes from which a block gets a mapping of its own and the heap's top goes back, as glibc begins
 RESIDENT = Path("/proc/self/statm")
 _keeps = False  # whether `keep_freed_memory` has been called
 
@@ -57,7 +57,7 @@ def giving_memory_back() -> Iterator[None]:
     if not _keeps:
         yield
         return
-    _set(mappings=65536, trim=MAPPED)  # as glibc begins
+    _set(mappings=65536, trim=MAPPED)
     try:
         yield
     finally:
@@ -73,7 +73,7 @@ def _set(mappings: int, trim: int) -> None:
 
 def tidier() -> Callable[[int], None]:
     """A function that gives freed memory back to the kernel if the process holds more than so many bytes of it. Make it
-    once the weights are there; call it between phases, and before and after a block is recomputed.
+    once the weights are there; call it before an evaluation, and before and after a block is recomputed.
 
     Elsewhere a step takes again what the one before has freed. Recomputed blocks do not: small objects of the graph,
     which stay alive, are cut off the freed pieces, and what is left of each is too small for a tensor of that size.

@@ -151,12 +151,8 @@ def test_low_bit_training_resumes_split_and_measured_otherwise(run, die, qat, ti
     assert best == min(line[figure] for line in found if line["heldout_rows"] == 6)
 
 
-EARLIER = [
-    "--learning-rate",
-    8e-4,
-    "--layer-learning-rate",
-    5e-4,
-]  # the defaults before rates followed from the weights
+# the defaults before rates followed from the weights
+EARLIER = ["--learning-rate", 8e-4, "--layer-learning-rate", 5e-4]
 
 
 def test_a_run_of_an_earlier_version_keeps_its_learning_rates(run, die, qat, tmp_path):
