@@ -49,7 +49,7 @@ class Bench:
         return load_model(self.cfg.model)
 
     def rate(self, model: nn.Module) -> float:
-        """The peak learning rate of weights and scales that train_qat.py takes end to end for a full-precision model."""
+        """The peak learning rate of weights and scales that train_qat.py takes end to end for a plain model."""
         student = quantize(empty_model(self.cfg.model), self.spec)
         student.load_state_dict(model.state_dict(), strict=False, assign=True)  # its weights, not copied
         return usual_rates(student)[0]
