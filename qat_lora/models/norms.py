@@ -26,14 +26,14 @@ class _RmsNorm(torch.autograd.Function):
 
 class OneStepNorm:
     """Mixed into a norm's class by `norms_in_one_step`. What needs no gradient, such as an evaluation, and what the
-    kernel does not know are computed by the norm itself."""
+    kernel does not know, such as a gate beside x, are computed by the norm itself."""
 
     offset, eps_name = 0.0, "eps"
 
-    def forward(self, x: Tensor) -> Tensor:
-        known = isinstance(x, Tensor) and native.takes(x, self.weight)
+    def forward(self, x: Tensor, *more, **named) -> Tensor:
+        known = not more and not named and isinstance(x, Tensor) and native.takes(x, self.weight)
         if not known or not torch.is_grad_enabled() or self._forward_hooks or self._forward_pre_hooks:
-            return super().forward(x)
+            return super().forward(x, *more, **named)
         weight = self.weight + self.offset if self.offset else self.weight
         return _RmsNorm.apply(x, weight, getattr(self, self.eps_name))
 

@@ -25,6 +25,13 @@ class GatedRMSNorm(LlamaRMSNorm):
         return super().forward(x) * gate
 
 
+class MaybeGatedRMSNorm(LlamaRMSNorm):
+    """A plain one without its gate, as Mamba 2's."""
+
+    def forward(self, x, gate=None):
+        return super().forward(x if gate is None else x * gate)
+
+
 class UnweightedRMSNorm(nn.Module):
     eps = 1e-6
 
@@ -60,6 +67,15 @@ def test_values_and_gradients_are_the_norms_own(kind, trained, kernels):
 def test_another_function_is_left_alone(norm):
     norms_in_one_step(norm)
     assert not isinstance(norm, OneStepNorm)
+
+
+def test_a_gate_is_the_norms_own_business():
+    norm, x, gate = MaybeGatedRMSNorm(48), random(5, 48), random(5, 48, seed=1)
+    ours = copy.deepcopy(norm)
+    norms_in_one_step(ours)
+    assert isinstance(ours, OneStepNorm)
+    for given, named in (((x, gate), {}), ((x,), {"gate": gate})):
+        assert torch.equal(ours(*given, **named), norm(*given, **named))
 
 
 def test_an_evaluation_is_computed_by_the_norm_itself(monkeypatch):
