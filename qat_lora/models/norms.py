@@ -30,12 +30,12 @@ class OneStepNorm:
 
     offset, eps_name = 0.0, "eps"
 
-    def forward(self, x: Tensor, *more, **named) -> Tensor:
-        known = not more and not named and isinstance(x, Tensor) and native.takes(x, self.weight)
+    def forward(self, *given, **named) -> Tensor:
+        known = len(given) == 1 and not named and isinstance(given[0], Tensor) and native.takes(given[0], self.weight)
         if not known or not torch.is_grad_enabled() or self._forward_hooks or self._forward_pre_hooks:
-            return super().forward(x, *more, **named)
+            return super().forward(*given, **named)
         weight = self.weight + self.offset if self.offset else self.weight
-        return _RmsNorm.apply(x, weight, getattr(self, self.eps_name))
+        return _RmsNorm.apply(*given, weight, getattr(self, self.eps_name))
 
 
 def norms_in_one_step(model: nn.Module) -> None:

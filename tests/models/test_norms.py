@@ -74,7 +74,7 @@ def test_a_gate_is_the_norms_own_business():
     ours = copy.deepcopy(norm)
     norms_in_one_step(ours)
     assert isinstance(ours, OneStepNorm)
-    for given, named in (((x, gate), {}), ((x,), {"gate": gate})):
+    for given, named in (((x, gate), {}), ((x,), {"gate": gate}), ((), {"x": x})):
         assert torch.equal(ours(*given, **named), norm(*given, **named))
 
 
