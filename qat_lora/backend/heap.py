@@ -51,8 +51,11 @@ def keep_freed_memory() -> None:
 
 @contextmanager
 def giving_memory_back() -> Iterator[None]:
-    """Where weights are loaded, also beside or after those that are trained: what is free goes back first, and within
-    this context large blocks get mappings of their own, which go back when they are freed."""
+    """Where weights are loaded, also beside or after those that are trained: what is free goes back before and after.
+
+    Within this context a large block that fits no freed piece of the heap gets a mapping of its own, which goes back
+    when it is freed. One that fits stays in the heap, and its pages go back at the end.
+    """
     hand_back_memory()
     if not _keeps:
         yield
@@ -62,6 +65,7 @@ def giving_memory_back() -> Iterator[None]:
         yield
     finally:
         _set(mappings=0, trim=-1)
+        hand_back_memory()
 
 
 def _set(mappings: int, trim: int) -> None:
