@@ -6,13 +6,14 @@ block, and gives it to an interface named after the attention implementation. He
 which block gets which mask.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
@@ -33,7 +34,7 @@ class Layout:
     query: Tensor
     key: Tensor
     lengths: list[list[int]] | None = None
-    plain: dict[int, bool] = field(default_factory=dict)  # by the id of a mask: whether no window limits it
+    plain: MutableMapping[Tensor, bool] = field(default_factory=WeakTensorKeyDictionary)  # by mask: no window limits it
 
     @classmethod
     def causal(cls, length: int, device: torch.device) -> "Layout":
@@ -58,9 +59,9 @@ class Layout:
 
     def is_plain(self, mask: Tensor) -> bool:
         """Whether a mask made of this layout limits nothing further. Read from the CPU once for each mask."""
-        if id(mask) not in self.plain:
-            self.plain[id(mask)] = torch.equal(mask[:, 0], self.visible.expand_as(mask[:, 0]))
-        return self.plain[id(mask)]
+        if mask not in self.plain:
+            self.plain[mask] = torch.equal(mask[:, 0], self.visible.expand_as(mask[:, 0]))
+        return self.plain[mask]
 
 
 _current: ContextVar[Layout | None] = ContextVar("layout", default=None)

@@ -149,6 +149,18 @@ def test_windows_hold_under_every_mask(kind, options):
     check_answers(model, "cpu")
 
 
+def test_a_mask_is_known_by_itself_not_by_its_place_in_memory():
+    """A model may make masks one after the other, each where the one before has been."""
+    positions = torch.arange(8).unsqueeze(0)
+    layout = Layout.packed(torch.zeros_like(positions), positions, True)
+    for window in (8, 2) * 20:
+        mask = layout.mask(lambda batch, head, q, k, window=window: q - k < window)
+        assert layout.is_plain(mask) == (window == 8)
+        assert layout.is_plain(mask) == (window == 8)
+        del mask
+    assert not layout.plain
+
+
 def test_completions_of_one_prompt_stand_within_its_window():
     model = make("Mistral", sliding_window=4)
     check(model)
