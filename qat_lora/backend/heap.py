@@ -53,18 +53,17 @@ def keep_freed_memory() -> None:
 def giving_memory_back() -> Iterator[None]:
     """Where weights are loaded, also beside or after those that are trained: what is free goes back before and after.
 
-    Within this context a large block that fits no freed piece of the heap gets a mapping of its own, which goes back
-    when it is freed. One that fits stays in the heap, and its pages go back at the end.
+    Of a process that keeps its freed memory, a large block that fits no freed piece of the heap gets a mapping of its
+    own within this context, which goes back when it is freed. One that fits stays in the heap until the end.
     """
     hand_back_memory()
-    if not _keeps:
-        yield
-        return
-    _set(mappings=65536, trim=MAPPED)
+    if _keeps:
+        _set(mappings=65536, trim=MAPPED)
     try:
         yield
     finally:
-        _set(mappings=0, trim=-1)
+        if _keeps:
+            _set(mappings=0, trim=-1)
         hand_back_memory()
 
 

@@ -34,7 +34,7 @@ class Layout:
     query: Tensor
     key: Tensor
     lengths: list[list[int]] | None = None
-    plain: MutableMapping[Tensor, bool] = field(default_factory=WeakTensorKeyDictionary)  # by mask: no window limits it
+    plain: MutableMapping[Tensor, bool] = field(default_factory=WeakTensorKeyDictionary)  # what is_plain found
 
     @classmethod
     def causal(cls, length: int, device: torch.device) -> "Layout":
