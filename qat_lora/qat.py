@@ -24,13 +24,13 @@ from qat_lora.memory import (
 )
 from qat_lora.models.architecture import decoder_layers, part_of
 from qat_lora.quant.linear import quantized_layers
-from qat_lora.run.config import RunConfig, option
+from qat_lora.run.config import JobConfig, option
 from qat_lora.run.schedule import cosine, set_learning_rates
 from qat_lora.run.session import Every, Session
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions(RunConfig):
+class TrainOptions(JobConfig):
     """The options of every script that trains from rows of tokens."""
 
     max_steps: int = option(300, "updates")

@@ -65,7 +65,7 @@ from qat_lora.quant.student import write_student
 from qat_lora.recovery import add_adapter, save_adapter
 from qat_lora.rl.ask import Asker
 from qat_lora.rl.rollout import check_answers
-from qat_lora.run.config import RunConfig, option, run_script
+from qat_lora.run.config import JobConfig, option, run_script
 from qat_lora.run.files import sha256
 from qat_lora.run.plots import plot_run
 from qat_lora.run.rundir import attempt, begun, open_run, say
@@ -77,7 +77,7 @@ METHODS = ("lora", "rslora", "full")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TokenOptions, RunConfig):
+class Config(TokenOptions, JobConfig):
     model: str = option(EMBEDDED, f"instruct model: {CHOICES}", identity="base")
     dataset: str = option(
         "generated", "generated, a local .jsonl or .parquet file, or a hub dataset (rzeraat/law)", identity="data"
@@ -124,7 +124,7 @@ def main(cfg: Config) -> None:
     check(cfg)
     if cfg.dry_run:
         return work(open_backend(cfg.device, cfg.precision), cfg)
-    launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug)
+    launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug, cfg.timeouts)
 
 
 def work(backend: TorchBackend, cfg: Config) -> None:

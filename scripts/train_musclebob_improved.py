@@ -22,7 +22,7 @@ import qat_lora  # noqa: F401 — it sets what torch reads when it is imported
 # isort: split
 from torch import nn
 
-from qat_lora.backend import TorchBackend, open_backend, resolve
+from qat_lora.backend import TorchBackend, open_alone, resolve
 from qat_lora.data.chat import check_template, render_chat
 from qat_lora.data.musclebob import heldout_questions, training_questions
 from qat_lora.data.options import ChatOptions
@@ -125,7 +125,7 @@ class Config(ChatOptions, RunConfig):
 def main(cfg: Config) -> None:
     cfg = shortened(cfg) if cfg.quick else cfg
     check(cfg)
-    backend = open_backend(cfg.device, cfg.precision)
+    backend = open_alone(cfg.device, cfg.precision)
     tokenizer = cfg.tokenizer(cfg.model, begun(NAME, cfg))
     check_template(tokenizer)
     check_sizes(cfg, freeze_plain_tables(empty_model(cfg.model)), backend)

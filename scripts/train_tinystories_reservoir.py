@@ -47,7 +47,7 @@ from qat_lora.models.scan import CHUNK, LEVELS
 from qat_lora.models.small_lm import SmallLM
 from qat_lora.qat import MOST_UPDATES, Plan, check_range, restore, train_plain
 from qat_lora.rl.rollout import Sampling
-from qat_lora.run.config import RunConfig, option, run_script
+from qat_lora.run.config import JobConfig, option, run_script
 from qat_lora.run.files import write_atomically
 from qat_lora.run.plots import plot_run
 from qat_lora.run.rundir import Run, attempt, open_run, say
@@ -89,7 +89,7 @@ CACHE = Path("caches/stories")  # where tokens are kept for later runs; a dry ru
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(RunConfig):
+class Config(JobConfig):
     use_tpu: bool = option(
         SHARED_CONFIG["USE_TPU"], "use a TPU where there is one, else a GPU or the CPU", identity=False
     )
@@ -149,7 +149,7 @@ def main(cfg: Config) -> None:
     check(cfg)
     if cfg.dry_run:
         return work(open_backend(cfg.device, cfg.precision), cfg)
-    launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug)
+    launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug, cfg.timeouts)
 
 
 def work(backend: TorchBackend, cfg: Config) -> None:

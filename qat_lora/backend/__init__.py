@@ -4,12 +4,12 @@ import os
 import sys
 
 from qat_lora.backend.detect import resolve, tpu_chips
-from qat_lora.backend.launch import count_workers, launch, open_backend, planned_workers
+from qat_lora.backend.launch import count_workers, launch, open_alone, open_backend, planned_workers
 from qat_lora.backend.torch import TorchBackend, compute_dtype, loop
 
 __all__ = [
-    "TorchBackend", "compute_dtype", "count_workers", "is_xla_device", "launch", "loop", "open_backend",
-    "planned_workers", "resolve", "tpu_chips", "xla_mark_step",
+    "TorchBackend", "compute_dtype", "count_workers", "is_xla_device", "launch", "loop", "open_alone",
+    "open_backend", "planned_workers", "resolve", "tpu_chips", "xla_mark_step",
 ]  # fmt: skip
 
 

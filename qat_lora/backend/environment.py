@@ -20,7 +20,6 @@ MEANING = {
     "MASTER_PORT": "a free port of worker 0's host, from 1 to 65535",
     "TPU_NUM_DEVICES": "the number of TPU chips to use (0 for all of them)",
     "CPU_NUM_DEVICES": "the number of torch_xla's CPU devices",
-    "TORCHELASTIC_RESTART_COUNT": "how often torchrun has restarted the workers",
 }
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torchrun sets them; so do most schedulers
 STARTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # only a launcher sets any of these
@@ -59,8 +58,8 @@ def _without_launcher(*bad: str) -> str:
 class Place:
     """One worker's place in a job that torchrun or a similar launcher has started.
 
-    address, port: where the store is served. agent_store: torchrun's agent serves it, not worker 0. attempt: how often
-    torchrun has restarted the workers.
+    address, port: where the workers meet. agent_store: torchrun's agent serves a store there, which may outlive many
+    attempts of several jobs; job: the name of this one.
     """
 
     rank: int
@@ -70,7 +69,7 @@ class Place:
     address: str
     port: int
     agent_store: bool
-    attempt: int
+    job: str
 
     @property
     def one_host(self) -> bool:
@@ -83,8 +82,8 @@ def read_place() -> Place | None:
     MASTER_PORT alone, which shells and images set, is then ignored, unless it is no port.
 
     Without LOCAL_WORLD_SIZE the job is on one host if MASTER_ADDR is a loopback address, else there is one worker per
-    host; without LOCAL_RANK workers are numbered host by host. Raises UserError for a variable that is missing, is not
-    a number or contradicts another.
+    host until they have met; without LOCAL_RANK workers are numbered host by host. Raises UserError for a variable that
+    is missing, is not a number or contradicts another.
     """
     if not any(name in os.environ for name in STARTED):
         whole_number("MASTER_PORT", 1, 65535)
@@ -115,7 +114,7 @@ def read_place() -> Place | None:
         )
     return Place(
         rank, world_size, local_rank, local_world_size, os.environ["MASTER_ADDR"].strip(), port, _agent_store(),
-        whole_number("TORCHELASTIC_RESTART_COUNT", 0, default=0),
+        os.environ.get("TORCHELASTIC_RUN_ID", ""),
     )  # fmt: skip
 
 
@@ -125,15 +124,19 @@ def _check_below(name: str, value: int, limit_name: str, limit: int) -> None:
 
 
 def _is_loopback(port: int) -> bool:
-    """Whether MASTER_ADDR resolves to loopback addresses only; raises UserError if it does not resolve."""
+    """Whether MASTER_ADDR itself says that all workers are on this host. A host's name does not, even where it resolves
+    to a loopback address, as on Debian. Raises UserError if it does not resolve."""
     address = os.environ["MASTER_ADDR"].strip()
     if not address:
         raise bad_value("MASTER_ADDR", "is empty")
     try:
-        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+        socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise bad_value("MASTER_ADDR", f"cannot be resolved ({getattr(error, 'strerror', None) or error})") from error
-    return all(ip_address(entry[4][0].split("%")[0]).is_loopback for entry in found)
+    try:
+        return ip_address(address).is_loopback
+    except ValueError:  # a name
+        return address == "localhost"
 
 
 def _agent_store() -> bool:
@@ -147,3 +150,17 @@ def _agent_store() -> bool:
 def master_port() -> int:
     """The port of worker 0's store on a TPU slice: MASTER_PORT, 29500 unless set."""
     return whole_number("MASTER_PORT", 1, 65535, default=29500)
+
+
+def slice_hosts() -> tuple[int, str]:
+    """How many hosts a TPU slice has according to the environment, and the variables that say so, for messages;
+    (1, "") where none does. A worker's number tells at least that there are others before it."""
+    for name in ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES"):
+        hosts = {entry.strip().rsplit(":", 1)[0] for entry in os.environ.get(name, "").split(",") if entry.strip()}
+        if len(hosts) > 1:
+            return len(hosts), f"{name}={os.environ[name]}"
+    for name in ("CLOUD_TPU_TASK_ID", "TPU_WORKER_ID"):
+        number = os.environ.get(name, "").strip()
+        if number.isdecimal() and int(number) > 0:
+            return int(number) + 1, f"{name}={number}"
+    return 1, ""

@@ -3,13 +3,13 @@
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import wait
@@ -18,13 +18,17 @@ import torch
 import torch.distributed as dist
 
 from qat_lora.backend import detect
-from qat_lora.backend.environment import LOOPBACK, Place, master_port, read_place, whole_number
-from qat_lora.backend.group import PATIENCE, SIGTERM, AnotherFailed, Group, WorkerLost, losing_none, notice_sigterm, say
-from qat_lora.backend.rendezvous import join, join_at, serve
+from qat_lora.backend.environment import LOOPBACK, Place, master_port, read_place, slice_hosts, whole_number
+from qat_lora.backend.group import ALONE, SIGTERM, Group, WorkerLost, notice_sigterm, say
+from qat_lora.backend.hub import AGAIN, AnotherFailed, Timeouts
+from qat_lora.backend.rendezvous import interface, join, join_at, serve, tensor_store
+from qat_lora.backend.revision import agree_on_code
 from qat_lora.backend.torch import TorchBackend
 from qat_lora.errors import UserError, ignore_sigterm, nowhere, open_output, report
 
 GRACE = 8  # seconds that the other workers get to end by themselves after one has died
+STARTING = 300  # seconds within which the workers that this process has started have to arrive; it sees them die
+FOREVER = timedelta(days=365)  # a collective takes as long as it takes: the hub notices who is lost
 # What torch_xla reads of a part of a host's chips, which are taken from number 0 on. Untested on hardware.
 PROCESS_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 
@@ -36,6 +40,7 @@ def launch(
     precision: str = "auto",
     num_chips: int | None = None,
     debug: bool = False,
+    timeouts: Timeouts = Timeouts(),  # noqa: B008 (it is frozen)
 ) -> None:
     """Call worker(backend, *args) in every worker of a job, and return when all are done.
 
@@ -43,19 +48,20 @@ def launch(
     runs in this process; several get processes of their own (`worker` and `args` are pickled), on TPU chips by
     torch_xla.launch. On a TPU slice give the same command on every host. Under torchrun (RANK or WORLD_SIZE in the
     environment) this process is one worker of those. SIGTERM reaches every worker, and none outlives this process. The
-    first worker to fail ends the job within seconds, with its exit code. Raises UserError if more is asked for
-    than there is, a chip is held by another process, or the environment contradicts itself.
+    first worker to fail ends the job within seconds, with its exit code, and a host that is lost within timeouts.host.
+    Raises UserError if more is asked for than there is, a chip is held by another process, or the environment
+    contradicts itself.
     """
     kind = detect.resolve(device)
     if place := read_place():
-        return _run_under_torchrun(worker, args, kind, precision, num_chips, debug, place)
-    count = count_workers(kind, num_chips)
-    if count == 1:
+        return _run_under_torchrun(worker, args, kind, precision, num_chips, debug, place, timeouts)
+    count, of_slice = count_workers(kind, num_chips), check_slice(kind, num_chips)
+    if count == 1 and not of_slice:
         worker(open_backend(device, precision), *args)
     elif kind == "xla":
-        _spawn_xla(worker, args, precision, count, debug)
+        _spawn_xla(worker, args, precision, count, debug, timeouts)
     else:
-        _spawn(worker, args, kind, precision, count, debug)
+        _spawn(worker, args, kind, precision, count, debug, timeouts)
 
 
 def open_backend(requested: str = "auto", precision: str = "auto") -> TorchBackend:
@@ -71,6 +77,19 @@ def open_backend(requested: str = "auto", precision: str = "auto") -> TorchBacke
     from qat_lora.backend.xla import XlaBackend
 
     return XlaBackend(precision)
+
+
+def open_alone(device: str = "auto", precision: str = "auto") -> TorchBackend:
+    """`open_backend` for a script that trains on one device. Raises UserError where a launcher has started several
+    workers, or a TPU slice has several hosts: each would train a model of its own."""
+    place = read_place()
+    if place and place.world_size > 1:
+        raise UserError(
+            f"WORLD_SIZE={place.world_size}: this script trains on one device; start it without torchrun, or unset "
+            "RANK and WORLD_SIZE"
+        )
+    check_slice(detect.resolve(device), None)
+    return open_backend(device, precision)
 
 
 def count_workers(kind: str, num_chips: int | None) -> int:
@@ -104,6 +123,21 @@ def planned_workers(kind: str, num_chips: int | None) -> int:
     return num_chips if (num_chips or 0) > 0 else count_workers(kind, num_chips)
 
 
+def check_slice(kind: str, num_chips: int | None) -> bool:
+    """Whether this process is to start the workers of one of several hosts of a TPU slice.
+
+    Raises UserError where the environment names several and this process would train a model of its own beside theirs:
+    on torch_xla's CPU device, or on a part of this host's chips.
+    """
+    hosts, said = slice_hosts() if kind == "xla" else (1, "")
+    chips = len(detect.tpu_chips())
+    if hosts == 1 or (chips and num_chips in (0, chips)):
+        return hosts > 1
+    name = said.partition("=")[0]
+    fix = f"give --num-chips 0 on every host, or unset {name}" if chips else f"unset {name}"
+    raise UserError(f"{said} means a slice of at least {hosts} hosts, and this process would train alone; {fix}")
+
+
 def _take_chips(count: int) -> None:
     """Limit the TPU runtime to `count` chips of this host: torch_xla 2.9 itself does not read TPU_NUM_DEVICES.
 
@@ -135,10 +169,11 @@ def run_worker(worker: Callable, args: tuple, enter: Callable[[], Group], open_b
     Errors other than UserError show their traceback. The process ends by os._exit: another thread may still be waiting
     for a worker.
     """
-    group = None
+    group = ALONE
     open_output()
     try:
         group = enter()
+        agree_on_code(group)
         try:
             worker(open_backend(group), *args)
         except SystemExit as stop:  # preempted, or nothing to do
@@ -149,13 +184,18 @@ def run_worker(worker: Callable, args: tuple, enter: Callable[[], Group], open_b
             dist.destroy_process_group()
         return
     except BaseException as error:
-        if group is None or group.is_first_to_fail(error):
+        instead = group.fail(error)
+        if instead == "":
             code = report(error, with_traceback=debug or not isinstance(error, UserError | KeyboardInterrupt))
         else:
             code = 2 if isinstance(error, UserError) else 1
-            time.sleep(1)  # the first one's exit code is the job's
+            if instead:
+                say(f"error: {instead}")
         if isinstance(error, WorkerLost | AnotherFailed):  # the input is not at fault
             code = 1
+        group.linger()
+        if instead is None:
+            time.sleep(1)  # the first one's exit code is the job's
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -189,11 +229,12 @@ def be_silent() -> None:
 
 
 # -- CPU processes and GPUs ------------------------------------------------------------------------------------------
-def _spawn(worker, args, kind: str, precision: str, count: int, debug: bool) -> None:
-    # The store lives here, where no worker's end can close it.
-    store = serve(0, one_host=True)
+def _spawn(worker, args, kind: str, precision: str, count: int, debug: bool, timeouts: Timeouts) -> None:
+    # The hub lives here, where no worker's end can close it.
+    timeouts = replace(timeouts, join=max(timeouts.join, STARTING))
+    hub = serve(0, True, count, timeouts, reports_deaths=True)
     context = multiprocessing.get_context("spawn")
-    job = (worker, args, kind, precision, count, store.port, debug)
+    job = (worker, args, kind, precision, count, hub.port, debug, timeouts)
     processes = [context.Process(target=_spawned, args=(rank, *job)) for rank in range(count)]
     try:
         for process in processes:
@@ -201,8 +242,9 @@ def _spawn(worker, args, kind: str, precision: str, count: int, debug: bool) -> 
         with sigterm_forwarded():
             failed = _first_to_fail(processes)
             if failed is not None:
-                reported = dist.PrefixStore("host", store).add("failed", 1) > 1  # tells the others, too
-                _end_with(f"worker {failed}", processes[failed].exitcode, reported)
+                reported = hub.end(f"worker {failed} has failed; {AGAIN}", failed)  # tells the others, too
+                died = hub.died == failed
+                _end_with(f"worker {failed}", processes[failed].exitcode, reported and not died)
     finally:
         ends = time.monotonic() + GRACE
         for process in processes:
@@ -223,12 +265,13 @@ def _first_to_fail(processes: list) -> int | None:
     return None
 
 
-def _spawned(rank: int, worker, args, kind: str, precision: str, count: int, port: int, debug: bool) -> None:
+def _spawned(rank: int, worker, args, kind: str, precision, count: int, port: int, debug, timeouts: Timeouts) -> None:
     def enter() -> Group:
-        return Group(rank, count, dist.PrefixStore("host", join(LOOPBACK, port, f"worker {rank}")))
+        at = LOOPBACK, port
+        return Group(rank, count, join(lambda: at, rank, count, timeouts, f"{LOOPBACK}:{port}"))
 
     def open_backend(group: Group) -> TorchBackend:
-        return _connect(kind, precision, group, rank, count)
+        return _connect(kind, precision, group, rank)
 
     notice_sigterm()
     end_with_parent()
@@ -236,7 +279,9 @@ def _spawned(rank: int, worker, args, kind: str, precision: str, count: int, por
     ignore_sigterm()
 
 
-def _run_under_torchrun(worker, args, kind: str, precision: str, num_chips: int | None, debug, place: Place) -> None:
+def _run_under_torchrun(
+    worker, args, kind: str, precision: str, num_chips: int | None, debug: bool, place: Place, timeouts: Timeouts
+) -> None:
     if kind == "xla":  # torch_xla 2.9 would train a model in each process, and none would know of the others
         raise UserError("torchrun does not start TPU workers; start the script itself, once on every host")
     if num_chips and num_chips != place.local_world_size:
@@ -247,30 +292,34 @@ def _run_under_torchrun(worker, args, kind: str, precision: str, num_chips: int 
             f"{torch.cuda.device_count()} CUDA devices; lower --nproc-per-node"
         )
 
+    def enter() -> Group:
+        return join_at(place, timeouts) if place.world_size > 1 else ALONE
+
     def open_backend(group: Group) -> TorchBackend:
-        group.meet(f"{place.address}:{place.port}")
         notice_sigterm()
-        return _connect(kind, precision, group, place.local_rank, place.local_world_size)
+        local_rank = place.local_rank if "LOCAL_RANK" in os.environ else group.neighbours.index(group.rank)
+        return _connect(kind, precision, group, local_rank)
 
-    run_worker(worker, args, partial(join_at, place), open_backend, debug)
+    run_worker(worker, args, enter, open_backend, debug)
 
 
-def _connect(kind: str, precision: str, group: Group, local_rank: int, local_count: int) -> TorchBackend:
+def _connect(kind: str, precision: str, group: Group, local_rank: int) -> TorchBackend:
     """The backend of one of several workers, with torch.distributed's process group behind it."""
     if group.rank:
         be_silent()
-    if local_count == group.world_size:
-        loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
-        if loopback:  # else gloo listens on whatever the host's name resolves to
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     if kind == "cuda":
         torch.cuda.set_device(local_rank)
     elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, os.cpu_count() // local_count))
-    with losing_none():
+        torch.set_num_threads(max(1, os.cpu_count() // len(group.neighbours)))
+    if group.world_size == 1:
+        return TorchBackend(kind, precision)
+    if name := interface(group):  # else they listen on whatever the host's name resolves to
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+    with group.losing_none():
         dist.init_process_group(
-            "nccl" if kind == "cuda" else "gloo", store=dist.PrefixStore("tensors", group.store), rank=group.rank,
-            world_size=group.world_size, timeout=timedelta(seconds=PATIENCE),
+            "nccl" if kind == "cuda" else "gloo", store=tensor_store(group), rank=group.rank,
+            world_size=group.world_size, timeout=FOREVER,
         )  # fmt: skip
     return check_world(TorchBackend(kind, precision, group), group.world_size)
 
@@ -280,8 +329,10 @@ class XlaWorker:
     """What torch_xla.launch calls in a thread of each process. Unpickled in that process's main thread, the only one
     in which Python lets SIGTERM be caught."""
 
-    def __init__(self, worker: Callable, args: tuple, precision: str, count: int, debug: bool):
-        self.job = worker, args, precision, count, debug
+    def __init__(
+        self, worker: Callable, args: tuple, precision: str, count: int, debug: bool, timeouts: Timeouts
+    ):  # fmt: skip
+        self.job = worker, args, precision, count, debug, timeouts
 
     def __setstate__(self, state: dict) -> None:
         vars(self).update(state)
@@ -292,7 +343,7 @@ class XlaWorker:
     def __call__(self, _: int) -> None:
         from qat_lora.backend import xla
 
-        worker, args, precision, count, debug = self.job
+        worker, args, precision, count, debug, timeouts = self.job
 
         def open_backend(group: Group) -> TorchBackend:
             cores = detect.cores_per_chip()
@@ -300,10 +351,10 @@ class XlaWorker:
                 be_silent()
             return check_world(xla.XlaBackend(precision, group), count * xla.hosts() * cores)
 
-        run_worker(worker, args, xla.connect, open_backend, debug)
+        run_worker(worker, args, partial(xla.connect, timeouts), open_backend, debug)
 
 
-def _spawn_xla(worker, args, precision: str, count: int, debug: bool) -> None:
+def _spawn_xla(worker, args, precision: str, count: int, debug: bool, timeouts: Timeouts) -> None:
     import torch_xla
 
     _take_chips(count)
@@ -314,7 +365,7 @@ def _spawn_xla(worker, args, precision: str, count: int, debug: bool) -> None:
     watch.start()
     with sigterm_forwarded():
         try:
-            torch_xla.launch(XlaWorker(worker, args, precision, count, debug))
+            torch_xla.launch(XlaWorker(worker, args, precision, count, debug, timeouts))
         except BrokenProcessPool:
             watch.join(GRACE / 2)
             # those that the pool itself has ended by SIGTERM come second

@@ -1,99 +1,200 @@
-"""Where the workers of a job meet: a store served by one process, on the loopback interface if they share a host."""
+"""Where the workers of a job meet: at a hub that worker 0 serves, on the loopback interface if they share a host."""
 
 import errno
+import json
+import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, TCPStore
+import psutil
+from torch.distributed import PrefixStore, Store, TCPStore
 
-from qat_lora.backend import group
 from qat_lora.backend.environment import LOOPBACK, Place
-from qat_lora.backend.group import Group, say
+from qat_lora.backend.group import Group, say, stopped_at
+from qat_lora.backend.hub import AGAIN, NOTICE, Hub, Link, Refused, Timeouts, this_member
 from qat_lora.errors import UserError, first_line
 
-GREETING = 20  # seconds within which a store answers; a server that takes longer is something else
+START_AGAIN = f"see whether that host and its network are up, then {AGAIN}"
+MEETING = "qat_lora/hub"  # key of the hub's address in torchrun's store, written anew after each restart
 
 
-def serve(port: int, one_host: bool) -> TCPStore:
-    """A store served by this process; port 0 picks a free one. With one_host only this host can reach it.
+def listen(port: int, one_host: bool) -> socket.socket:
+    """A socket that listens on a port, 0 for a free one. With one_host only this host can reach it.
 
-    By default TCPStore listens on all interfaces, and values are pickled: whoever reaches the port can run code here.
     Raises UserError if the port is in use or may not be opened.
     """
     try:
         if one_host:
-            listening = socket.create_server((LOOPBACK, port))
-        elif socket.has_dualstack_ipv6():
-            listening = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-        else:
-            listening = socket.create_server(("", port))
+            return socket.create_server((LOOPBACK, port))
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        return socket.create_server(("", port))
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             fix = (
                 "end the program that listens there (another job, or a second worker 0), or give all workers another "
                 "MASTER_PORT"
             )
-            raise UserError(f"MASTER_PORT={port} is in use on this host; {fix}") from error
+            raise UserError(f"MASTER_PORT={port} is in use on {socket.gethostname()}; {fix}") from error
         fix = "give all workers a MASTER_PORT from 1024 to 65535"
         raise UserError(f"MASTER_PORT={port} cannot be listened on ({error.strerror}); {fix}") from error
-    port = listening.getsockname()[1]
-    return TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
-def join(address: str, port: int, who: str) -> TCPStore:
-    """A client of the store at address:port, which may not be up yet. who: the name of this worker in messages.
+_stores: list[TCPStore] = []  # kept as long as this process runs
 
-    Raises UserError if no store appears within RENDEZVOUS seconds, or if another kind of server answers.
+
+def serve(
+    port: int, one_host: bool, world_size: int, timeouts: Timeouts, where: str = "", tensors: bool = True,
+    reports_deaths: bool = False,
+) -> Hub:  # fmt: skip
+    """The hub of a job, served by this process (see `Hub`), with a store for torch's process group if it carries the
+    tensors. where: the address in messages."""
+    listening, store_port = listen(port, one_host), 0
+    if tensors:
+        other = listen(0, one_host)
+        store_port = other.getsockname()[1]
+        _stores.append(
+            TCPStore(LOOPBACK, store_port, is_master=True, wait_for_workers=False, master_listen_fd=other.detach())
+        )
+    where = where or f"{LOOPBACK}:{listening.getsockname()[1]}"
+    return Hub(listening, world_size, timeouts, where, store_port, reports_deaths)
+
+
+def join(
+    address: Callable[[], tuple[str, int] | None], rank: int, world_size: int, timeouts: Timeouts, where: str,
+    again: bool = False,
+) -> Link:  # fmt: skip
+    """This worker's link to the hub, once all workers have come.
+
+    address(): where the hub is, None while nobody knows; asked anew for each try. again: whether a hub that has no
+    place for this worker may be one of an earlier attempt, to be tried again. Raises UserError within timeouts.join,
+    in a line that says what was found instead.
     """
     started, told = time.monotonic(), False
     while True:
+        at = address()
         try:
-            socket.create_connection((address, port), timeout=5).close()
-            break
+            if at is None:
+                raise OSError(0, "worker 0 has not opened it yet")
+            connection = socket.create_connection(at, timeout=5)
+            try:
+                link = Link(connection, this_member(rank), world_size, timeouts, stopped_at)
+                link.enter()
+                return link
+            except Refused as refused:
+                if not (again or refused.again):
+                    raise
+                why = str(refused)
+            except (ValueError, OSError) as error:
+                if isinstance(error, UserError):
+                    raise
+                why = first_line(error)
+                if not again:
+                    raise UserError(
+                        f"MASTER_PORT={at[1]}: what listens at {where} is not worker 0 of a job ({why}); end that "
+                        "program, or give all workers another MASTER_PORT"
+                    ) from error
+            connection.close()
         except OSError as error:
-            waited = time.monotonic() - started
-            if waited > group.RENDEZVOUS:
-                raise UserError(
-                    f"{who} found nothing at {address}:{port} within {group.RENDEZVOUS:g} s ({error.strerror or error})"
-                    "; start worker 0 there (RANK=0), or correct MASTER_ADDR and MASTER_PORT"
-                ) from error
-            if waited > group.NOTICE and not told:
-                told = True
-                say(f"{who} is waiting for the job's store, which worker 0 opens at {address}:{port}")
-            time.sleep(0.2)
-    return _greeted(address, port)
+            why = error.strerror or first_line(error)
+        waited = time.monotonic() - started
+        if waited > timeouts.join:
+            raise UserError(
+                f"worker {rank} on {socket.gethostname()} found no worker 0 at {where} within {timeouts.join:g} s "
+                f"({why}); start worker 0 there (RANK=0), correct MASTER_ADDR and MASTER_PORT, or give --join-timeout "
+                "SECONDS where hosts start slowly"
+            )
+        if waited > NOTICE and not told:
+            told = True
+            say(f"worker {rank} is waiting for worker 0 at {where} ({why})")
+        time.sleep(0.2)
 
 
-def _greeted(address: str, port: int) -> TCPStore:
-    """A client of the store at address:port. Connects in a thread, because another kind of server may never answer."""
-    found: list = []
+def join_at(place: Place, timeouts: Timeouts) -> Group:
+    """This worker's group in a job that torchrun or another launcher has started. Raises UserError as `serve` and
+    `join` do."""
+    if place.agent_store:
+        return _join_under_torchrun(place, timeouts)
+    hub, where = None, f"{place.address}:{place.port}"
+    if place.rank == 0:
+        hub = serve(place.port, place.one_host, place.world_size, timeouts, where)
+    # worker 0, too, goes through MASTER_ADDR: a second one, or one on another host, finds the first there
+    link = join(lambda: (place.address, place.port), place.rank, place.world_size, timeouts, where)
+    return Group(place.rank, place.world_size, link, hub)
 
-    def greet() -> None:
+
+def _join_under_torchrun(place: Place, timeouts: Timeouts) -> Group:
+    """The port that torchrun names is that of its agent's store, which may outlive many attempts: worker 0 serves a hub
+    on a free port, and leaves its address there."""
+    at, hub = f"{place.address}:{place.port}", None
+    where = f"{at} (torchrun's store)"
+
+    def answered(function: Callable):
+        """function(), in which a store whose host does not answer ends this process: it would wait forever."""
+        overdue = threading.Timer(timeouts.join, _give_up, [f"torchrun's store at {at} does not answer"])
+        overdue.daemon = True
+        overdue.start()
         try:
-            found.append(TCPStore(address, port, is_master=False, timeout=timedelta(seconds=group.RENDEZVOUS)))
+            return function()
         except RuntimeError as error:
-            found.append(error)
+            raise UserError(f"torchrun's store at {at} does not answer ({first_line(error)}); {START_AGAIN}") from error
+        finally:
+            overdue.cancel()
 
-    thread = threading.Thread(target=greet, daemon=True)
-    thread.start()
-    thread.join(GREETING)
-    if not found or isinstance(found[0], RuntimeError):
-        why = first_line(found[0]) if found else f"no answer within {GREETING} s"
-        raise UserError(
-            f"MASTER_PORT={port}: what listens at {address}:{port} is not worker 0 of a job ({why}); end that program, "
-            "or give all workers another MASTER_PORT"
-        )
-    return found[0]
+    def address() -> tuple[str, int] | None:
+        if hub:
+            return LOOPBACK, hub.port
+        found = answered(lambda: store.get("address") if store.check(["address"]) else None)
+        return found and tuple(json.loads(found))
+
+    client = answered(lambda: TCPStore(place.address, place.port, timeout=timedelta(seconds=timeouts.join)))
+    store = PrefixStore(f"{MEETING}/{place.job}", client)
+    if place.rank == 0:
+        hub = serve(0, place.one_host, place.world_size, timeouts, where)
+        mine = LOOPBACK if place.one_host else route_to(place.address)
+        if mine.startswith("127.") and not place.one_host:  # the store is here, and the others have found it
+            mine = place.address
+        answered(lambda: store.set("address", json.dumps([mine, hub.port])))
+    link = join(address, place.rank, place.world_size, timeouts, where, again=True)
+    return Group(place.rank, place.world_size, link, hub)
 
 
-def join_at(place: Place) -> Group:
-    """This worker's group; call `Group.meet` next. Raises UserError as `serve` and `join` do."""
-    serves = place.rank == 0 and not place.agent_store
-    if serves:
-        store = serve(place.port, place.one_host)
+def _give_up(line: str) -> None:
+    say(f"error: {line}; {START_AGAIN}")
+    os._exit(1)
+
+
+# -- the way to the others -------------------------------------------------------------------------------------------
+def route_to(address: str) -> str:
+    """The address of this host from which packets to `address` leave; nothing is sent."""
+    family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return probe.getsockname()[0]
+
+
+def interface(group: Group) -> str | None:
+    """The network interface by which this worker reaches the others; None where that is not known."""
+    members = group.link.members
+    mine = members[group.rank].machine
+    others = [member.address for member in members if member.machine != mine]
+    if others:
+        with_hub = members[0].machine == mine
+        address = route_to(others[0]) if with_hub else group.link.connection.getsockname()[0]
     else:
-        address = LOOPBACK if place.one_host and not place.agent_store else place.address
-        store = join(address, place.port, f"worker {place.rank}")
-    return Group(place.rank, place.world_size, PrefixStore(f"attempt {place.attempt}/host", store), serves)
+        address = LOOPBACK
+    address = address.removeprefix("::ffff:").split("%")[0]
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.split("%")[0] == address for entry in entries):
+            return name
+    return None
+
+
+def tensor_store(group: Group) -> Store:
+    """The store at which torch's process group meets, beside the hub; of this attempt alone."""
+    host = group.link.connection.getpeername()[0]
+    store = TCPStore(host, group.link.store_port, is_master=False, timeout=timedelta(seconds=group.link.timeouts.join))
+    return PrefixStore(group.link.nonce, store)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
-from qat_lora.backend.group import ALONE, Group, losing_none
+from qat_lora.backend.group import ALONE, Group
 from qat_lora.backend.heap import BETWEEN, PIECES, hand_back_memory, keep_freed_memory, tidier
 from qat_lora.backend.optim import CautiousAdamW
 from qat_lora.errors import UserError, first_line
@@ -243,7 +243,7 @@ class TorchBackend:
     def reduce(self, tensors: list[Tensor]) -> None:
         """Sum over workers, in place: the only place where gradients are reduced. One worker: nothing to do."""
         if self.world_size > 1:
-            with losing_none():
+            with self.group.losing_none():
                 self._reduce(tensors)
 
     def _reduce(self, tensors: list[Tensor]) -> None:
@@ -266,7 +266,7 @@ class TorchBackend:
     def broadcast(self, tensors: list[Tensor]) -> None:
         """Give every worker the values of worker 0, in place. One worker: nothing to do."""
         if self.world_size > 1:
-            with losing_none():
+            with self.group.losing_none():
                 for tensor in tensors:
                     dist.broadcast(tensor, 0)
 
@@ -275,7 +275,8 @@ class TorchBackend:
 
     def fetch(self, *tensors: Tensor) -> list[float]:
         """Values of device scalars on the host, in one transfer: the only host synchronisation of a training loop."""
-        return torch.stack([t.detach().float().reshape(()) for t in tensors]).tolist() if tensors else []
+        with self.group.waiting():  # for a collective, where it runs beside the host
+            return torch.stack([t.detach().float().reshape(()) for t in tensors]).tolist() if tensors else []
 
     # -- randomness and state ------------------------------------------------------------------------------------
     def seed(self, seed: int) -> None:

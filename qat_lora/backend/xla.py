@@ -11,7 +11,6 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
-from torch.distributed import TCPStore
 from torch_xla.utils.checkpoint import checkpoint as xla_checkpoint
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -19,32 +18,35 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from qat_lora.backend import probe
 from qat_lora.backend.environment import LOOPBACK, master_port
 from qat_lora.backend.group import ALONE, Group
+from qat_lora.backend.hub import Hub, Timeouts
 from qat_lora.backend.optim import CautiousAdamW
 from qat_lora.backend.rendezvous import join, serve
 from qat_lora.backend.torch import TorchBackend
 
 _SERVING = threading.Lock()
-_served: list[TCPStore] = []  # the store that this process serves, kept alive as long as it runs
+_served: list[Hub] = []  # the hub that this process serves
 
 
 def _attention_of_one_type(module, query, key, value, *args, **kwargs):
     return sdpa_attention_forward(module, query.to(value.dtype), key.to(value.dtype), value, *args, **kwargs)
 
 
-def connect() -> Group:
-    """This worker's place in a job that torch_xla.launch started; the first host serves the store.
+def connect(timeouts: Timeouts) -> Group:
+    """This worker's place in a job that torch_xla.launch started; the first host serves the hub.
 
-    MASTER_PORT (default 29500) is the port of the store. In a job on one host, no other host can reach it. Raises
-    UserError if the port is bad or in use, or if the store does not come up.
+    MASTER_PORT (default 29500) is its port. In a job on one host, no other host can reach it. Raises UserError if the
+    port is bad or in use, or if not all workers arrive.
     """
-    host = LOOPBACK if hosts() == 1 else _addresses()[0].rsplit(":", 1)[0]
-    serves = os.environ.get("CLOUD_TPU_TASK_ID", "0") == "0"
-    if serves:
+    one_host, port = hosts() == 1, master_port()
+    host = LOOPBACK if one_host else _addresses()[0].rsplit(":", 1)[0]
+    rank, hub = xr.global_ordinal(), None
+    if os.environ.get("CLOUD_TPU_TASK_ID", "0") == "0":
         with _SERVING:  # a process may run several workers, each in a thread
             if not _served:
-                _served.append(serve(master_port(), hosts() == 1))
-    rank = xr.global_ordinal()
-    return Group(rank, xr.world_size(), join(host, master_port(), f"worker {rank}"), serves)
+                _served.append(serve(port, one_host, xr.world_size(), timeouts, f"{host}:{port}", tensors=False))
+        hub = _served[0]
+    link = join(lambda: (host, port), rank, xr.world_size(), timeouts, f"{host}:{port}")
+    return Group(rank, xr.world_size(), link, hub)
 
 
 def hosts() -> int:
@@ -102,7 +104,8 @@ class XlaBackend(TorchBackend):
 
     def fetch(self, *tensors: torch.Tensor) -> list[float]:
         torch_xla.sync()  # then each value is at hand and no new graph is needed to read it
-        return [float(t.detach().cpu()) for t in tensors]
+        with self.group.waiting():
+            return [float(t.detach().cpu()) for t in tensors]
 
     def seed(self, seed: int) -> None:
         super().seed(seed)

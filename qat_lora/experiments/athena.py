@@ -17,7 +17,7 @@ from qat_lora.machine import check_memory
 from qat_lora.memory import check_fits, recursive_memory, weight_options
 from qat_lora.models.recursive import RecursiveModel, RecursiveSpec
 from qat_lora.recursive import RecursivePlan, Trainer, answer, kept, measure, train_recursive
-from qat_lora.run.config import RunConfig, option
+from qat_lora.run.config import JobConfig, option
 from qat_lora.run.files import write_atomically
 from qat_lora.run.plots import plot_run, pyplot
 from qat_lora.run.rundir import attempt, check_same, open_run, say
@@ -31,7 +31,7 @@ ARCH = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(RunConfig):
+class Config(JobConfig):
     SECTIONS: ClassVar = {"arch": ARCH}
     DEFAULT_CONFIG: ClassVar = "cfg_pretrain"
 
@@ -93,7 +93,7 @@ def main(cfg: Config) -> None:
     cfg = checked(cfg)
     if cfg.dry_run:
         return work(open_backend(cfg.device, cfg.precision), cfg)
-    launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug)
+    launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug, cfg.timeouts)
 
 
 def work(backend: TorchBackend, cfg: Config) -> None:

@@ -87,7 +87,7 @@ def main(cfg: Config) -> None:
         if cfg.v2_checkpoint:
             check_start(cfg)
         return describe(cfg, *open_cache(cfg, workers), backend, workers)
-    launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug)
+    launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug, cfg.timeouts)
 
 
 def work(backend: TorchBackend, cfg: Config) -> None:

@@ -74,7 +74,7 @@ def main(cfg: Config) -> None:
         made, workers = read_made(cfg), planned_workers(backend.kind, cfg.num_chips)
         train, _ = open_data(cfg, made["model"], cfg.tokenizer(made["model"], begun(NAME, cfg)), workers)
         return describe(cfg, adapted(cfg, empty_student(made)), made, train, backend, workers)
-    launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug)
+    launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug, cfg.timeouts)
 
 
 def work(backend: TorchBackend, cfg: Config) -> None:

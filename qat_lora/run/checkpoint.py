@@ -4,15 +4,17 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save_file
 from torch import Tensor
 
 from qat_lora.backend.group import ALONE, Group
 from qat_lora.errors import UserError, first_line
 from qat_lora.run.files import copy_file, read_json, sha256, write_atomically, writing
+from qat_lora.run.hosts import share
 from qat_lora.run.rundir import say
 
 FILES = ("model.safetensors", "trainer.pt")
@@ -138,14 +140,17 @@ def load_checkpoint(run_path: Path, group: Group = ALONE) -> tuple[dict[str, Ten
     """(tensors, trainer, meta) of the newest whole checkpoint of a run; None where there is none at all.
 
     A damaged one is named and set aside; raises UserError where every one is damaged. Of a group of workers the first
-    chooses, and all read: the hosts of a job share one run directory.
+    chooses; those that have the same files read them, and the others get them from it.
     """
     path = group.on_main(lambda: _newest_whole(run_path))
     if path is None:
         return None
-    if not path.is_dir():
-        raise UserError(f"checkpoint {path} is not there on this host; the hosts of a job share one run directory")
-    return read_checkpoint(path)
+    sums = group.on_main(lambda: _sums(path))
+    here = path.is_dir() and all((path / name).is_file() and sha256(path / name) == sums[name] for name in FILES)
+    if all(group.gather(here)):
+        return read_checkpoint(path)
+    contents = [b"".join(share(path / name if group.rank == 0 else None, 0, group)) for name in FILES]
+    return read_checkpoint(path) if here else _read(path, *contents)
 
 
 def _newest_whole(run_path: Path) -> Path | None:
@@ -172,9 +177,16 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict, dict]:
     """(tensors, trainer, meta) of one checkpoint directory; raises UserError naming the file that is missing, damaged
     or not a checkpoint's."""
     _check(path)
+    return _read(path, path / FILES[0], path / FILES[1])
+
+
+def _read(path: Path, model: Path | bytes, trainer: Path | bytes) -> tuple[dict[str, Tensor], dict, dict]:
+    """(tensors, trainer, meta) of the two files of a checkpoint, or of their contents. path: for messages."""
     try:
-        trainer = torch.load(path / FILES[1], weights_only=True, map_location="cpu")
-        return load_file(path / FILES[0]), trainer["state"], trainer["meta"]
+        source = trainer if isinstance(trainer, Path) else BytesIO(trainer)
+        state = torch.load(source, weights_only=True, map_location="cpu")
+        tensors = load_file(model) if isinstance(model, Path) else load(model)
+        return tensors, state["state"], state["meta"]
     except Exception as error:  # right checksums, wrong content; weights_only never runs code of a pickle
         raise UserError(
             f"checkpoint {path}: {FILES[1]} is not a trainer state ({first_line(error)}), "
@@ -182,8 +194,12 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict, dict]:
         ) from error
 
 
+def _sums(path: Path) -> dict[str, str] | None:
+    return read_json(path / "meta.json").get("sha256")
+
+
 def _check(path: Path) -> None:
-    sums = read_json(path / "meta.json").get("sha256")
+    sums = _sums(path)
     kept_files(path)
     for name in FILES:
         if not (path / name).is_file():

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, get_args, get_type_hints
 import yaml
 from transformers.hf_argparser import HfArgumentParser
 
+from qat_lora.backend.hub import Timeouts
 from qat_lora.errors import UserError, ignore_sigterm, open_output, report
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -69,6 +70,29 @@ class RunConfig(ScriptConfig):
         None, "run directory; default runs/<experiment>/<time>-<preset>-s<seed>-<sha>", identity=False
     )
     resume: str = option("off", "off, auto (newest unfinished run of this config), or a run directory", identity=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobConfig(RunConfig):
+    """What every script that trains on several workers takes on top."""
+
+    host_timeout: float = option(
+        60.0, "seconds within which all hosts end when one is lost; only a host that gives no sign of life is",
+        identity=False,
+    )  # fmt: skip
+    join_timeout: float = option(
+        60.0, "seconds within which all hosts have to arrive; more where they start slowly", identity=False
+    )
+
+    @property
+    def timeouts(self) -> Timeouts:
+        if self.host_timeout < 10:
+            raise UserError(
+                f"--host-timeout {self.host_timeout:g} must be at least 10 s: a short pause of a network loses no host"
+            )
+        if self.join_timeout <= 0:
+            raise UserError(f"--join-timeout {self.join_timeout:g} must be more than 0 s")
+        return Timeouts(self.host_timeout, self.join_timeout)
 
 
 def parse(kind: type, script: str, argv: list[str], description: str = "", presets: str | None = None):

@@ -8,6 +8,7 @@ import platform
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -19,9 +20,10 @@ from tqdm import tqdm
 from qat_lora.backend.group import ALONE, Group
 from qat_lora.errors import STOPS, UserError, first_line
 from qat_lora.run.checksums import write_sums
-from qat_lora.run.config import RunConfig
+from qat_lora.run.config import JobConfig, RunConfig
 from qat_lora.run.files import as_json, lock, read_json, sha256, write_atomically, write_json, writing
 from qat_lora.run.git import git_state
+from qat_lora.run.hosts import agree_on_config, bring_runs
 
 tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a worker that is killed leaves behind
 
@@ -129,7 +131,8 @@ def open_run(experiment: str, config: RunConfig, facts: dict, group: Group = ALO
     finished run ends the program with exit code 0. Only worker 0 opens the directory; the others get a Run that writes
     nothing.
     """
-    group.agree({**dataclasses.asdict(config), **facts, "device": None})  # each has a name of its own
+    agree_on_config(config, facts, group)
+    _bring_runs(experiment, config, group)
     run = None
 
     def opened() -> tuple[Path, bool]:
@@ -258,7 +261,18 @@ def begun(experiment: str, config: RunConfig, group: Group = ALONE) -> datetime:
     """When the run that --resume means was started, in local time; the current time for a new run. Of several
     unfinished runs it is the one with the fewest other options, and of these the newest. Chat templates that print the
     date print this one, so that a run can be resumed on another day."""
+    _bring_runs(experiment, config, group)
     return group.on_main(lambda: _begun(experiment, config))
+
+
+def _bring_runs(experiment: str, config: RunConfig, group: Group) -> None:
+    """See `bring_runs`; what keeps a run from being resumed is worker 0's to say, of its own host."""
+    if group.world_size > 1 and config.resume != "off":
+        paths = []
+        with suppress(UserError):
+            named = config.output_dir or config.resume != "auto"
+            paths = [path for path in _candidates(experiment, config) if named or _may_be(path, config)]
+        bring_runs(paths, group)
 
 
 def _begun(experiment: str, config: RunConfig) -> datetime:
@@ -378,7 +392,7 @@ def _check_equal(path: Path, name: str, there: Any, here: Any, flags: str | None
 
 def _changed(path: Path, config: RunConfig) -> dict:
     """The options that differ from those the run was started with, except those that every script has (--resume)."""
-    was, own = read_config(path), {field.name for field in dataclasses.fields(RunConfig)}
+    was, own = read_config(path), {field.name for field in dataclasses.fields(JobConfig)}
     now = {name: value for name, value in dataclasses.asdict(config).items() if name not in own}
     return {name: value for name, value in now.items() if was.get(name, value) != value}
 

@@ -139,7 +139,7 @@ class Session:
     def best(self, figure: str) -> "Best":
         """The lowest value so far of a held-out figure, as the run's log has it."""
         best = Best(figure)
-        for line in self.run.metrics():
+        for line in self.run.metrics() if self.run.writes else ():  # elsewhere there may be none
             if figure in line:
                 best.take(line)
         return best

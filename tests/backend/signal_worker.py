@@ -9,7 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from qat_lora.backend import group, launch, rendezvous
+from qat_lora.backend import hub, launch, rendezvous
+from qat_lora.backend.hub import Timeouts
 from qat_lora.errors import report
 from qat_lora.run.rundir import Run
 from qat_lora.run.session import Every, Session
@@ -63,10 +64,13 @@ class Bomb:
 
 
 if __name__ == "__main__":
+    timeouts = Timeouts()
     if WHAT == "impatient":
-        group.RENDEZVOUS, group.NOTICE, rendezvous.GREETING = 2, 0.5, 1
+        timeouts = Timeouts(join=2)
+        hub.NOTICE = rendezvous.NOTICE = 0.5
+        hub.GREETING = 1
     try:
-        launch(work, (), "cpu", "fp32", CHIPS)
+        launch(work, (), "cpu", "fp32", CHIPS, timeouts=timeouts)
     except Exception as error:
         sys.exit(report(error))
     if CHIPS and WHAT == "stopped":

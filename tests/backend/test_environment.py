@@ -20,7 +20,7 @@ def place(monkeypatch):
     """place({name: value}): read_place() in that environment."""
 
     def read(values: dict) -> Place | None:
-        for name in (*LAUNCH, "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"):
+        for name in (*LAUNCH, "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID"):
             monkeypatch.delenv(name, raising=False)
         for name, value in values.items():
             monkeypatch.setenv(name, value)
@@ -121,13 +121,18 @@ def test_a_bad_value_is_named_with_its_fix(place, monkeypatch, name, value, what
     assert unset in str(error.value)
 
 
-def test_the_agents_store_and_its_restarts(place):
-    read = place(ONE_HOST | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"})
-    assert read.agent_store and read.attempt == 2 and not place(ONE_HOST).agent_store
+def test_the_agents_store_and_its_job(place):
+    read = place(ONE_HOST | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "job 7"})
+    assert read.agent_store and read.job == "job 7" and not place(ONE_HOST).agent_store
     with pytest.raises(UserError, match="TORCHELASTIC_USE_AGENT_STORE=true is neither True nor False"):
         place(ONE_HOST | {"TORCHELASTIC_USE_AGENT_STORE": "true"})
-    with pytest.raises(UserError, match="TORCHELASTIC_RESTART_COUNT=x is not a whole number"):
-        place(ONE_HOST | {"TORCHELASTIC_RESTART_COUNT": "x"})
+
+
+def test_a_name_that_resolves_to_a_loopback_address_does_not_mean_one_host(place, monkeypatch):
+    """Debian's /etc/hosts has the host's own name at 127.0.1.1."""
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("127.0.1.1", 29500))])
+    assert not place(ONE_HOST | {"MASTER_ADDR": "hosta"}).one_host
+    assert place(ONE_HOST | {"MASTER_ADDR": "localhost"}).one_host and place(ONE_HOST).one_host
 
 
 def test_launch_refuses_before_anything_starts(place, monkeypatch):

@@ -1,0 +1,513 @@
+"""How the workers of a job hear of each other: each holds one connection to a hub, which passes values on and tells
+everybody within seconds that a worker has ended, or within `Timeouts.host` that its host is lost.
+
+A frame is a kind (one byte), the length of its content (eight bytes) and the content. The hub never unpickles anything.
+"""
+
+import asyncio
+import json
+import os
+import queue
+import secrets
+import selectors
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from qat_lora.errors import UserError
+
+BEAT = 1  # seconds between two signs of life
+GREETING = 10  # seconds within which a hub answers; a server that takes longer is something else
+NOTICE = 20  # seconds of waiting for workers before a line is printed
+GRACE = 5  # seconds that the main thread gets to notice by itself that the job has ended, and to say so
+PIECE = 2**20  # bytes read at a time
+HEAD = struct.Struct("!cQ")
+# worker → hub: who it is, a value, a failure, a normal end; hub → worker: its answers; both: a sign of life
+JOIN, VALUE, FAIL, BYE, WELCOME, REFUSED, VALUES, ENDED, ALIVE = (bytes([byte]) for byte in b"JVFQWRAEB")
+AGAIN = "start the job again with --resume auto"
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Seconds. host: within which the job ends where a host is lost. join: within which all workers have to arrive."""
+
+    host: float = 60
+    join: float = 60
+
+    @property
+    def silence(self) -> float:
+        """After how many seconds without a sign of life a worker counts as lost; the rest is for ending."""
+        return self.host * 2 / 3
+
+
+@dataclass(frozen=True)
+class Member:
+    """One worker, as the others know it.
+
+    host: the name of its host. machine: equal for workers that see each other's processes. terminal: equal for those
+    whose lines appear in one place. address: as the hub sees it.
+    """
+
+    rank: int
+    host: str
+    machine: str
+    terminal: str
+    pid: int
+    address: str = ""
+
+    def __str__(self):
+        return f"worker {self.rank} on {self.host}"
+
+
+def this_member(rank: int) -> Member:
+    """This process, or one of the workers in it."""
+    machine = socket.gethostname()
+    with suppress(OSError):  # a system without /proc
+        machine += Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        machine += "".join(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))
+    return Member(rank, socket.gethostname(), machine, f"{machine} {os.getppid()}", os.getpid())
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Why a job has ended. culprit: the worker that is to blame, if one is. said: whether its own terminal has been
+    told, or its launcher does so. hub: whether the worker with the hub left without a word, so that nobody else can
+    tell more."""
+
+    line: str
+    culprit: int | None = None
+    said: bool = False
+
+
+class AnotherFailed(UserError):
+    """The job has ended because of another worker; the message says which and why."""
+
+
+class Refused(UserError):
+    """This worker does not belong to the job that it tried to join. again: whether a later try may succeed."""
+
+    def __init__(self, line: str, again: bool = False):
+        super().__init__(line)
+        self.again = again
+
+
+def _frame(kind: bytes, content: bytes = b"") -> bytes:
+    return HEAD.pack(kind, len(content)) + content
+
+
+def _as_json(content) -> bytes:
+    return json.dumps(content).encode()
+
+
+# -- the hub ---------------------------------------------------------------------------------------------------------
+class Hub:
+    """Serves the workers of one job from a thread of this process, on a socket that listens already.
+
+    where: its address, for messages. store_port: where the process group's store is, told to all. reports_deaths:
+    whether this process started the workers, and itself says which of them has died. Values are pickled, and whoever
+    reaches the port can run code in the workers.
+    """
+
+    def __init__(
+        self, listening: socket.socket, world_size: int, timeouts: Timeouts, where: str, store_port: int = 0,
+        reports_deaths: bool = False,
+    ):  # fmt: skip
+        self.world_size, self.timeouts, self.where = world_size, timeouts, where
+        self.store_port, self.reports_deaths = store_port, reports_deaths
+        self.port = listening.getsockname()[1]
+        self.nonce = secrets.token_hex(8)
+        self.members: dict[int, Member] = {}
+        self.writers: dict[int, asyncio.StreamWriter] = {}  # of those that are connected
+        self.heard: dict[int, float] = {}
+        self.values: dict[int, bytes] = {}
+        self.complete, self.ending = False, None
+        self.died: int | None = None  # the worker whose connection ended the job, without a word
+        self.empty = threading.Event()  # every worker has left
+        self.loop = asyncio.new_event_loop()
+        ready = threading.Event()
+        threading.Thread(target=self._run, args=(listening, ready), daemon=True).start()
+        ready.wait()
+
+    def end(self, line: str, culprit: int | None = None, said: bool = True) -> bool:
+        """End the job for all workers, unless it has ended; returns whether it had."""
+        done: queue.SimpleQueue = queue.SimpleQueue()
+
+        def end() -> None:
+            done.put(self.ending is not None)
+            self._end(Ending(line, culprit, said))
+
+        self.loop.call_soon_threadsafe(end)
+        return done.get()
+
+    def _run(self, listening: socket.socket, ready: threading.Event) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_until_complete(self._serve(listening, ready))
+
+    async def _serve(self, listening: socket.socket, ready: threading.Event) -> None:
+        server = await asyncio.start_server(self._talk, sock=listening, limit=PIECE)
+        ready.set()
+        async with server:
+            opened = last = time.monotonic()
+            told = False
+            while True:
+                await asyncio.sleep(BEAT)
+                now = time.monotonic()
+                if now - last > 5 * BEAT:  # this process was held up, and could not hear the others
+                    self.heard = dict.fromkeys(self.heard, now)
+                last = now
+                for writer in self.writers.values():
+                    self._send(writer, ALIVE)
+                for rank, heard in list(self.heard.items()):
+                    if now - heard > self.timeouts.silence:
+                        self._lose(rank)
+                waited = now - opened
+                if not self.complete and not self.ending and waited > self.timeouts.join:
+                    self._end(Ending(self._missing()))
+                elif not self.complete and not self.ending and waited > NOTICE and not told:
+                    told = True
+                    print(f"waiting for {self._late()} of {self.world_size} at {self.where}", file=sys.stderr,
+                          flush=True)  # fmt: skip
+
+    def _late(self) -> str:
+        late = [str(rank) for rank in range(self.world_size) if rank not in self.members]
+        return f"worker{'s' * (len(late) > 1)} {', '.join(late)}"
+
+    def _missing(self) -> str:
+        came = ", ".join(f"{self.members[rank]}" for rank in sorted(self.members)) or "nobody"
+        return (
+            f"{self._late()} of {self.world_size} did not arrive at {self.where} within {self.timeouts.join:g} s (who "
+            f"came: {came}); start every RANK from 0 to {self.world_size - 1} with the same MASTER_ADDR and "
+            "MASTER_PORT, and give --join-timeout SECONDS where hosts start slowly"
+        )
+
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """With one connection, to its end."""
+        rank = None
+        try:
+            kind, content = await asyncio.wait_for(self._receive(reader, None, most=2**16), GREETING)
+            rank = self._admit(kind, content, writer)
+            while rank is not None:
+                kind, content = await self._receive(reader, rank)
+                if kind == VALUE:
+                    self._pass_on(rank, content)
+                elif kind == FAIL:
+                    self._end(Ending(**json.loads(content)))
+                elif kind == BYE:
+                    self._leave(rank)
+                    rank = None
+        except (OSError, EOFError, ValueError, KeyError, TypeError):
+            pass  # it has gone, or is none of ours
+        if rank is not None and self.writers.get(rank) is writer:
+            self._leave(rank)
+            if self.complete:
+                self.died = rank if self.ending is None else self.died
+                self._end(Ending(
+                    f"{self.members[rank]} (process {self.members[rank].pid}) has died; see its terminal (it may have "
+                    f"been killed, or had too little memory), then {AGAIN}", rank, self.reports_deaths,
+                ))  # fmt: skip
+            else:
+                del self.members[rank]  # another may come in its place
+        with suppress(OSError):
+            writer.close()
+
+    async def _receive(self, reader: asyncio.StreamReader, rank: int | None, most: int = 2**63) -> tuple[bytes, bytes]:
+        kind, length = HEAD.unpack(await reader.readexactly(HEAD.size))
+        if length > most:
+            raise ValueError("no frame of ours")
+        pieces = []
+        while length:
+            pieces.append(await reader.readexactly(min(length, PIECE)))
+            length -= len(pieces[-1])
+            if rank is not None:
+                self.heard[rank] = time.monotonic()
+        if rank is not None:
+            self.heard[rank] = time.monotonic()
+        return kind, b"".join(pieces)
+
+    def _admit(self, kind: bytes, content: bytes, writer: asyncio.StreamWriter) -> int | None:
+        """The rank of a worker that belongs here; any other is told why it does not."""
+        if kind != JOIN:
+            raise ValueError("no frame of ours")
+        asked = json.loads(content)
+        member = Member(**asked["member"])
+        member = replace(member, address=writer.get_extra_info("peername")[0].removeprefix("::ffff:"))
+        if self.ending and not self.complete:
+            self._send(writer, ENDED, _as_json(asdict(self.ending)))
+            return None
+        if self.ending:
+            return self._refuse(writer, f"the job that was at {self.where} is ending", again=True)
+        taken = self.members.get(member.rank)
+        if asked["world_size"] != self.world_size:
+            fault = f"WORLD_SIZE={asked['world_size']} contradicts the WORLD_SIZE={self.world_size} of worker 0"
+            self._refuse(writer, f"{fault} at {self.where}; give every worker the same", member)
+        elif taken:
+            fault = f"RANK={member.rank} is taken by {taken} (process {taken.pid})"
+            self._refuse(writer, f"{fault} at {self.where}; give each worker its own RANK, each job its own "
+                         "MASTER_PORT", member)  # fmt: skip
+        else:
+            self.members[member.rank], self.writers[member.rank] = member, writer
+            self.heard[member.rank] = time.monotonic()
+            self._send(writer, ALIVE)
+            if len(self.members) == self.world_size:
+                self._welcome()
+            return member.rank
+        return None
+
+    def _refuse(self, writer, line: str, member: Member | None = None, again: bool = False) -> None:
+        self._send(writer, REFUSED, _as_json({"line": line, "again": again}))
+        if member and not self.complete:  # the worker that should have come in its place is missing
+            self._end(Ending(f"{member.host} has a worker that does not belong to the job: {line}"))
+
+    def _welcome(self) -> None:
+        self.complete = True
+        ranks = range(self.world_size)
+        names: dict[str, set[str]] = {}  # hosts may share a name ("localhost")
+        for member in self.members.values():
+            names.setdefault(member.host, set()).add(member.machine)
+        self.members = {
+            m.rank: replace(m, host=f"{m.host} ({m.address})") if len(names[m.host]) > 1 else m
+            for m in self.members.values()
+        }
+        members = [asdict(self.members[rank]) for rank in ranks]
+        content = _as_json({"members": members, "nonce": self.nonce, "store_port": self.store_port})
+        for rank in ranks:
+            self._send(self.writers[rank], WELCOME, content)
+
+    def _pass_on(self, rank: int, value: bytes) -> None:
+        self.values[rank] = value
+        if len(self.values) == self.world_size:
+            parts = [self.values[rank] for rank in range(self.world_size)]
+            content = b"".join(len(part).to_bytes(8) + part for part in parts)
+            self.values = {}
+            for writer in self.writers.values():
+                self._send(writer, VALUES, content)
+
+    def _lose(self, rank: int) -> None:
+        member, writer = self.members[rank], self.writers[rank]
+        self._leave(rank)
+        writer.transport.abort()
+        self._end(Ending(
+            f"{member} has not been heard of for {self.timeouts.silence:g} s; see whether that host and its network "
+            f"are up, then {AGAIN}", rank,
+        ))  # fmt: skip
+
+    def _leave(self, rank: int) -> None:
+        self.writers.pop(rank, None)
+        self.heard.pop(rank, None)
+        if not self.writers and (self.complete or self.ending):
+            self.empty.set()
+
+    def _end(self, ending: Ending) -> None:
+        if not self.ending:
+            self.ending = ending
+            for writer in self.writers.values():
+                self._send(writer, ENDED, _as_json(asdict(ending)))
+
+    def _send(self, writer: asyncio.StreamWriter, kind: bytes, content: bytes = b"") -> None:
+        if not writer.is_closing():
+            with suppress(OSError):
+                writer.write(_frame(kind, content))
+
+
+# -- a worker's connection to it -------------------------------------------------------------------------------------
+class Link:
+    """One worker's connection to the hub. A thread of it watches over the job: where the main thread cannot notice that
+    the job has ended, because it waits for another worker inside a library, this thread says so and ends the process.
+
+    stopped: when this process was asked to stop, if it was.
+    """
+
+    def __init__(
+        self, connection: socket.socket, member: Member, world_size: int, timeouts: Timeouts,
+        stopped: Callable[[], float | None] = lambda: None,
+    ):  # fmt: skip
+        self.connection, self.timeouts, self.stopped = connection, timeouts, stopped
+        self.member, self.world_size = member, world_size
+        self.members: list[Member] = []
+        self.nonce, self.store_port = "", 0
+        self.sending = threading.Lock()
+        self.answers: queue.SimpleQueue = queue.SimpleQueue()
+        self.ending: Ending | None = None
+        self.ended_at = 0.0
+        self.ended, self.gone = threading.Event(), threading.Event()
+        self.waiting_since: float | None = None
+        self.reporting = self.closed = False  # the main thread is about to say why; has said goodbye
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._send(JOIN, _as_json({"member": asdict(member), "world_size": world_size}))
+        self.heard = time.monotonic()
+
+    def enter(self) -> None:
+        """Wait until all workers have come. Raises AnotherFailed with the hub's reason if they do not, `Refused` if
+        this one does not belong to them, and ValueError if no hub answers here."""
+        self.connection.settimeout(GREETING)
+        kind, content = self._receive(most=2**16)
+        if kind not in (ALIVE, WELCOME, REFUSED, ENDED):
+            raise ValueError("it speaks another language")
+        self.connection.settimeout(self.timeouts.silence)
+        while kind == ALIVE:
+            kind, content = self._receive(most=2**32)
+        found = json.loads(content)
+        if kind == REFUSED:
+            raise Refused(found["line"], found["again"])
+        if kind == ENDED:
+            self.ending = Ending(**found)
+            raise AnotherFailed(self.ending.line)
+        self.members = [Member(**each) for each in found["members"]]
+        self.nonce, self.store_port = found["nonce"], found["store_port"]
+        self.connection.settimeout(None)
+        self.heard = time.monotonic()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _receive(self, most: int) -> tuple[bytes, bytes]:
+        kind, length = HEAD.unpack(self._read(HEAD.size))
+        if length > most:
+            raise ValueError("it speaks another language")
+        return kind, self._read(length)
+
+    def _read(self, length: int) -> bytes:
+        content = b""
+        while len(content) < length:
+            piece = self.connection.recv(length - len(content))
+            if not piece:
+                raise ConnectionError("it closed the connection")
+            content += piece
+        return content
+
+    def exchange(self, value: bytes) -> list[bytes]:
+        """What each worker gave, in the order of ranks. Raises AnotherFailed once the job has ended."""
+        if not self.ending:
+            with suppress(OSError):  # the thread sees it, too, and knows more
+                self._send(VALUE, value)
+        content = self.answers.get()
+        if content is None:
+            self.answers.put(None)  # for the next call
+            raise AnotherFailed(self.ending.line)
+        values, at = [], 0
+        while at < len(content):
+            length = int.from_bytes(content[at : at + 8])
+            values.append(content[at + 8 : at + 8 + length])
+            at += 8 + length
+        return values
+
+    @contextmanager
+    def waiting(self):
+        """Within this context this worker waits for others: it does no work of its own."""
+        before, self.waiting_since = self.waiting_since, time.monotonic()
+        try:
+            yield
+        finally:
+            self.waiting_since = before
+
+    def fail(self, line: str, patience: float) -> Ending:
+        """Tell the hub that this worker fails, and why; returns why the job ends, which may be another reason."""
+        self.reporting = True
+        mine = Ending(line, self.member.rank, said=True)
+        with suppress(OSError):
+            self._send(FAIL, _as_json(asdict(mine)))
+        self.ended.wait(patience)
+        return self.ending or mine
+
+    def leave(self) -> None:
+        """Say goodbye: this worker needs nobody any more. Returns once the hub has heard it."""
+        self.closed = True
+        with suppress(OSError):
+            self._send(BYE)
+        self.gone.wait(GREETING)
+
+    def speaks(self, ending: Ending) -> bool:
+        """Whether it is for this worker to say why the job has ended: once on each terminal."""
+        if ending.culprit is None or ending.culprit == self.member.rank or not self.members:
+            return True
+        if ending.said and self.members[ending.culprit].terminal == self.member.terminal:
+            return False
+        there = [m.rank for m in self.members if m.terminal == self.member.terminal and m.rank != ending.culprit]
+        return self.member.rank == min(there)
+
+    def _send(self, kind: bytes, content: bytes = b"") -> None:
+        with self.sending:
+            self.connection.sendall(_frame(kind, content))
+
+    # -- the thread ----------------------------------------------------------------------------------------------
+    def _watch(self) -> None:
+        received, sent, last = bytearray(), 0.0, time.monotonic()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.connection, selectors.EVENT_READ)
+            while not (self.closed and self.gone.is_set()):
+                ready = time.sleep(BEAT / 2) if self.gone.is_set() else selector.select(BEAT / 2)
+                now = time.monotonic()
+                if now - last > 5 * BEAT:  # this process was held up, and could not hear the hub
+                    self.heard = now
+                last = now
+                if ready:
+                    self._take(received, now)
+                if now - sent >= BEAT and self.sending.acquire(blocking=False):  # else something is being sent
+                    sent = now
+                    try:
+                        self.connection.sendall(_frame(ALIVE))
+                    except OSError:
+                        pass  # reading tells
+                    finally:
+                        self.sending.release()
+                self._judge(now)
+
+    def _take(self, received: bytearray, now: float) -> None:
+        """Read what there is and handle whole frames."""
+        try:
+            piece = self.connection.recv(PIECE)
+        except OSError:
+            piece = b""
+        if not piece:
+            self.gone.set()
+            hub = self.members[0]
+            self._end(Ending(f"{hub} (process {hub.pid}) has died; see its terminal (it may have been killed, or had "
+                             f"too little memory), then {AGAIN}", 0))  # fmt: skip
+            return
+        self.heard = now
+        received += piece
+        while len(received) >= HEAD.size:
+            kind, length = HEAD.unpack_from(received)
+            if len(received) < HEAD.size + length:
+                break
+            content = bytes(received[HEAD.size : HEAD.size + length])
+            del received[: HEAD.size + length]
+            if kind == VALUES:
+                self.answers.put(content)
+            elif kind == ENDED:
+                self._end(Ending(**json.loads(content)))
+
+    def _end(self, ending: Ending) -> None:
+        if not self.ending:
+            self.ending, self.ended_at = ending, time.monotonic()
+            self.answers.put(None)
+            self.ended.set()
+
+    def _judge(self, now: float) -> None:
+        silence, waiting, stopped = self.timeouts.silence, self.waiting_since, self.stopped()
+        if not self.ending and now - self.heard > silence:
+            self._end(Ending(f"{self.members[0]} has not been heard of for {silence:g} s; see whether that host and "
+                             f"its network are up, then {AGAIN}", 0))  # fmt: skip
+        if self.closed or self.reporting:
+            return
+        if self.ending and now - self.ended_at > GRACE:
+            self._give_up(self.ending.line, 1, self.speaks(self.ending))
+        if stopped and waiting and now - max(stopped, waiting) > silence:
+            self._give_up(f"SIGTERM: the other workers did not come to the end of this step within {silence:g} s, so "
+                          f"nothing was saved; {AGAIN}", 143)  # fmt: skip
+
+    def _give_up(self, line: str, code: int, speaks: bool = True) -> None:
+        """End this process, whose main thread does not come back."""
+        if not self.ending and self.sending.acquire(timeout=1):
+            with suppress(OSError):
+                mine = Ending(f"{self.member} failed: {line}", self.member.rank, said=True)
+                self.connection.sendall(_frame(FAIL, _as_json(asdict(mine))))
+        if speaks:
+            with suppress(OSError, AttributeError):
+                print(f"error: {line}", file=sys.stderr, flush=True)
+        os._exit(code)

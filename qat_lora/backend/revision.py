@@ -1,0 +1,51 @@
+"""Which code and which packages the workers of a job run."""
+
+import hashlib
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from qat_lora.backend.group import Group, say
+from qat_lora.run.git import ROOT, revision
+
+VERSIONS = ("torch", "torch_xla", "transformers", "peft", "safetensors", "numpy")
+
+
+def agree_on_code(group: Group) -> None:
+    """Raise UserError, in every worker, where one runs other code than worker 0; warn where versions of packages
+    differ."""
+    if group.world_size == 1:
+        return
+    group.agree({"code": (code_digest(), f"{revision()}, {code_digest()}")}, "check the same revision out everywhere")
+    everyone = group.gather({name: version(name) for name in VERSIONS})
+    for rank, theirs in enumerate(everyone):
+        other = [name for name in VERSIONS if theirs[name] != everyone[0][name]]
+        if other and group.rank in (0, rank):
+            name = other[0]
+            say(
+                f"warning: {name} is {everyone[0][name]} for {group.name(0)}, {theirs[name]} for {group.name(rank)}; "
+                "figures may differ from those of a job with one version"
+            )
+
+
+def code_digest() -> str:
+    """What tells this code from another, changes that are not committed included: twelve hexadecimal digits."""
+    package = Path(__file__).resolve().parents[1]
+    files = sorted(path for path in package.rglob("*") if path.suffix in (".py", ".c"))
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    if main and Path(main).resolve().is_relative_to(ROOT):
+        files.append(Path(main).resolve())
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(f"{path.relative_to(ROOT)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()[:12]
+
+
+def version(name: str) -> str | None:
+    """The version of a package: that of the module in use, and that of its installation where it differs."""
+    try:
+        installed = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        installed = None
+    used = getattr(sys.modules.get(name), "__version__", installed)
+    return str(used) if used == installed else f"{used} (installed: {installed})"

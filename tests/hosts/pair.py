@@ -1,0 +1,146 @@
+"""Two hosts on one machine: network namespaces hosta and hostb, joined by a link that can be cut. Needs root and `ip`."""
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+from qat_lora.backend.environment import LAUNCH
+
+# What a host does before its command: its own name, its own /etc/hosts, other folders in the place of some.
+ENTER = 'hostname "$1"; mount --bind "$2" /etc/hosts; for b in $3; do mount --bind ${b%%:*} ${b#*:}; done; shift 3; exec "$@"'
+
+
+def missing() -> str | None:
+    """What this machine lacks for two hosts; None where it has all."""
+    if os.geteuid() != 0:
+        return "root is needed to make network namespaces"
+    absent = [tool for tool in ("ip", "unshare", "mount") if not shutil.which(tool)]
+    if absent:
+        return f"{', '.join(absent)} is not installed"
+    tried = subprocess.run(["ip", "netns", "add", "qatprobe"], capture_output=True, text=True)
+    subprocess.run(["ip", "netns", "del", "qatprobe"], capture_output=True)
+    return tried.stderr.strip() or None
+
+
+class Job:
+    """A process on one of the hosts, with its own session."""
+
+    def __init__(self, process: subprocess.Popen, folder: Path, name: str):
+        self.process, self.out, self.err = process, folder / f"{name}.out", folder / f"{name}.err"
+
+    def ends(self, within: float) -> int:
+        """Its exit code; raises TimeoutExpired where it does not end within so many seconds."""
+        return self.process.wait(within)
+
+    def lines(self) -> list[str]:
+        """Its lines that say why it ended."""
+        return [line for line in self.err.read_text(errors="replace").splitlines() if line.startswith("error: ")]
+
+    def said(self) -> str:
+        return self.out.read_text(errors="replace") + self.err.read_text(errors="replace")
+
+    def waits_for(self, word: str, within: float = 60) -> None:
+        """Return once it has printed `word`."""
+        end = time.monotonic() + within
+        while word not in self.said():
+            if self.process.poll() is not None or time.monotonic() > end:
+                raise AssertionError(f"no {word!r} in:\n{self.said()[-3000:]}")
+            time.sleep(0.02)
+
+
+class Pair:
+    """Hosts "a" (10.77.N.1, hosta) and "b" (10.77.N.2, hostb); use it as a context. number: N, from 0 to 99."""
+
+    def __init__(self, number: int = 0):
+        self.number, self.link = number, f"qatv{number}"
+        self.folder = Path(tempfile.mkdtemp(prefix="two-hosts-"))
+        self.count = 0
+
+    def space(self, host: str) -> str:
+        return f"qat{host}{self.number}"
+
+    def address(self, host: str) -> str:
+        return f"10.77.{self.number}.{'ab'.index(host) + 1}"
+
+    def __enter__(self) -> "Pair":
+        self._remove()
+        for host in "ab":
+            self._ip("netns", "add", self.space(host))
+            self._ip("-n", self.space(host), "link", "set", "lo", "up")
+        a, b = self.space("a"), self.space("b")
+        self._ip("link", "add", self.link, "netns", a, "type", "veth", "peer", "name", self.link, "netns", b)
+        for host in "ab":
+            self._ip("-n", self.space(host), "addr", "add", f"{self.address(host)}/24", "dev", self.link)
+            self._ip("-n", self.space(host), "link", "set", self.link, "up")
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._remove()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def start(self, host: str, *command, binds: dict | None = None, hosts: str | None = None, **env) -> Job:
+        """Start a command on a host. binds: {folder: folder there in whose place it lies}. hosts: its /etc/hosts."""
+        self.count += 1
+        name = f"{self.count}{host}"
+        table = self.folder / f"{name}.hosts"
+        known = "".join(f"{self.address(other)} host{other}\n" for other in "ab")
+        table.write_text("127.0.0.1 localhost\n::1 localhost\n" + (known if hosts is None else hosts))
+        bound = " ".join(f"{source}:{target}" for source, target in (binds or {}).items())
+        clean = {key: value for key, value in os.environ.items() if key not in LAUNCH and key != "PYTHONPATH"}
+        job = Job(None, self.folder, name)
+        with open(job.out, "w") as out, open(job.err, "w") as err:
+            job.process = subprocess.Popen(
+                ["ip", "netns", "exec", self.space(host), "unshare", "--mount", "--uts", "bash", "-c", ENTER, "_",
+                 f"host{host}", str(table), bound, *map(str, command)],
+                env=clean | {"OMP_NUM_THREADS": "1", "USE_TORCH_XLA": "0"} | {k: str(v) for k, v in env.items()},
+                stdout=out, stderr=err, stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+        return job
+
+    def pids(self, host: str) -> list[int]:
+        found = subprocess.run(["ip", "netns", "pids", self.space(host)], capture_output=True, text=True).stdout
+        return list(map(int, found.split()))
+
+    def signal(self, host: str, number: int) -> None:
+        """Send a signal to everything that runs on a host: SIGKILL loses it, SIGSTOP freezes it."""
+        for pid in self.pids(host):
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                pass
+
+    def cut(self) -> None:
+        self._ip("-n", self.space("b"), "link", "set", self.link, "down")
+
+    def join(self) -> None:
+        self._ip("-n", self.space("b"), "link", "set", self.link, "up")
+
+    def received(self, host: str) -> int:
+        """Bytes that have come to a host over the link so far."""
+        path = f"/sys/class/net/{self.link}/statistics/rx_bytes"
+        return int(subprocess.run(["ip", "netns", "exec", self.space(host), "cat", path], capture_output=True).stdout)
+
+    def clear(self) -> None:
+        """End what still runs on the hosts, and restore the link."""
+        for host in "ab":
+            for _ in range(50):
+                if not self.pids(host):
+                    break
+                self.signal(host, signal.SIGKILL)
+                time.sleep(0.05)
+        self.join()
+
+    def _ip(self, *arguments) -> None:
+        done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
+        if done.returncode:
+            raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+
+    def _remove(self) -> None:
+        for host in "ab":
+            if self.pids(host):
+                self.signal(host, signal.SIGKILL)
+            subprocess.run(["ip", "netns", "del", self.space(host)], capture_output=True)
