@@ -125,7 +125,10 @@ class Group:
         return "" if mine or (isinstance(error, UserError) and not follows) else ending.line
 
     def linger(self) -> None:
-        """Give the others time to hear why, where the hub ends with this process."""
+        """Call it before this process ends with an error: the others get time to hear why, where the hub ends with
+        it."""
+        if self.link:
+            self.link.leave_reaper()
         if self.hub:
             self.link.leave()
             self.hub.empty.wait(LINGER)

@@ -12,6 +12,7 @@ import secrets
 import selectors
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -25,7 +26,7 @@ from qat_lora.errors import UserError
 BEAT = 1  # seconds between two signs of life
 GREETING = 10  # seconds within which a hub answers; a server that takes longer is something else
 NOTICE = 20  # seconds of waiting for workers before a line is printed
-GRACE = 5  # seconds that the main thread gets to notice by itself that the job has ended, and to say so
+REAPER = Path(__file__).with_name("reaper.py")
 PIECE = 2**20  # bytes read at a time
 HEAD = struct.Struct("!cQ")
 # worker → hub: who it is, a value, a failure, a normal end; hub → worker: its answers; both: a sign of life
@@ -42,8 +43,18 @@ class Timeouts:
 
     @property
     def silence(self) -> float:
-        """After how many seconds without a sign of life a worker counts as lost; the rest is for ending."""
-        return self.host * 2 / 3
+        """After how long without a sign of life a worker counts as lost; the rest is for ending."""
+        return 0.6 * self.host
+
+    @property
+    def grace(self) -> float:
+        """How long the main thread has to notice by itself that the job has ended, and to say so."""
+        return 0.1 * self.host
+
+    @property
+    def reaping(self) -> float:
+        """How long a launcher has to notice that its worker has ended."""
+        return 0.15 * self.host
 
 
 @dataclass(frozen=True)
@@ -495,11 +506,23 @@ class Link:
                              f"its network are up, then {AGAIN}", 0))  # fmt: skip
         if self.closed or self.reporting:
             return
-        if self.ending and now - self.ended_at > GRACE:
+        if self.ending and now - self.ended_at > self.timeouts.grace:
             self._give_up(self.ending.line, 1, self.speaks(self.ending))
         if stopped and waiting and now - max(stopped, waiting) > silence:
             self._give_up(f"SIGTERM: the other workers did not come to the end of this step within {silence:g} s, so "
                           f"nothing was saved; {AGAIN}", 143)  # fmt: skip
+
+    def leave_reaper(self) -> None:
+        """Call it before this process ends with an error. Where another host is lost, its launcher may wait for that
+        host forever: see reaper.py."""
+        under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and self.members and self.ending
+        culprit = self.members[self.ending.culprit] if under_torchrun and self.ending.culprit is not None else None
+        mine = [member for member in self.members if member.machine == self.member.machine]
+        if culprit and culprit.machine != self.member.machine and mine[0].rank == self.member.rank:
+            words = [str(os.getpid()), str(os.getppid()), str(self.timeouts.reaping)]
+            with suppress(OSError):
+                subprocess.Popen([sys.executable, "-S", REAPER, *words], stdin=subprocess.DEVNULL,
+                                 stdout=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
 
     def _give_up(self, line: str, code: int, speaks: bool = True) -> None:
         """End this process, whose main thread does not come back."""
@@ -510,4 +533,5 @@ class Link:
         if speaks:
             with suppress(OSError, AttributeError):
                 print(f"error: {line}", file=sys.stderr, flush=True)
+        self.leave_reaper()
         os._exit(code)

@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -50,6 +51,11 @@ class Job:
             if self.process.poll() is not None or time.monotonic() > end:
                 raise AssertionError(f"no {word!r} in:\n{self.said()[-3000:]}")
             time.sleep(0.02)
+
+
+PY = sys.executable
+TORCHRUN = Path(sys.executable).with_name("torchrun")
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
 class Pair:
@@ -100,6 +106,16 @@ class Pair:
                 stdout=out, stderr=err, stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         return job
+
+    def by_hand(self, *command, address: str = "hosta", port: int = 29500, of: str = "ab", **more) -> list[Job]:
+        """One worker on each host, started with RANK and WORLD_SIZE."""
+        place = {"WORLD_SIZE": 2, "MASTER_ADDR": address, "MASTER_PORT": port}
+        return [self.start(host, PY, *command, **place | {"RANK": "ab".index(host)} | more) for host in of]
+
+    def by_torchrun(self, *command, options: tuple = (), nodes: str = "2", of: str = "ab", **more) -> list[Job]:
+        """One torchrun on each host, with one worker."""
+        meeting = ("--nnodes", nodes, "--nproc-per-node", 1, "--rdzv-backend", "c10d", "--rdzv-endpoint", "hosta:29500")
+        return [self.start(host, TORCHRUN, *meeting, *options, *command, **more) for host in of]
 
     def pids(self, host: str) -> list[int]:
         found = subprocess.run(["ip", "netns", "pids", self.space(host)], capture_output=True, text=True).stdout
