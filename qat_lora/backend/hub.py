@@ -521,7 +521,7 @@ class Link:
         if culprit and culprit.machine != self.member.machine and mine[0].rank == self.member.rank:
             words = [str(os.getpid()), str(os.getppid()), str(self.timeouts.reaping)]
             with suppress(OSError):
-                subprocess.Popen([sys.executable, "-S", REAPER, *words], stdin=subprocess.DEVNULL,
+                subprocess.Popen([sys.executable, "-SP", REAPER, *words], stdin=subprocess.DEVNULL,
                                  stdout=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
 
     def _give_up(self, line: str, code: int, speaks: bool = True) -> None:

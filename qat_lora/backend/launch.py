@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from qat_lora.backend import detect
 from qat_lora.backend.environment import LOOPBACK, Place, master_port, read_place, slice_hosts, whole_number
-from qat_lora.backend.group import ALONE, SIGTERM, Group, WorkerLost, notice_sigterm, say
+from qat_lora.backend.group import ALONE, SIGTERM, Group, WorkerLost, notice_sigterm, say, stopped_at
 from qat_lora.backend.hub import AGAIN, AnotherFailed, Timeouts
-from qat_lora.backend.rendezvous import interface, join, join_at, serve, tensor_store
+from qat_lora.backend.rendezvous import interface, join, join_at, leave_release, serve, tensor_store
 from qat_lora.backend.revision import agree_on_code
 from qat_lora.backend.torch import TorchBackend
 from qat_lora.errors import UserError, ignore_sigterm, nowhere, open_output, report
@@ -301,6 +301,8 @@ def _run_under_torchrun(
         return _connect(kind, precision, group, local_rank)
 
     run_worker(worker, args, enter, open_backend, debug)
+    if place.agent_store and not place.one_host and stopped_at():
+        leave_release(place)
 
 
 def _connect(kind: str, precision: str, group: Group, local_rank: int) -> TorchBackend:

@@ -4,10 +4,14 @@ import errno
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import psutil
 from torch.distributed import PrefixStore, Store, TCPStore
@@ -165,6 +169,16 @@ def _join_under_torchrun(place: Place, timeouts: Timeouts) -> Group:
 def _give_up(line: str) -> None:
     say(f"error: {line}; {START_AGAIN}")
     os._exit(1)
+
+
+def leave_release(place: Place) -> None:
+    """Leave a process behind that tells the launchers of other hosts when this one has gone: see release.py."""
+    if place.local_rank == 0:
+        script, quiet = Path(__file__).with_name("release.py"), subprocess.DEVNULL
+        with suppress(OSError):  # -P: torch.py beside it is not the torch that it needs
+            words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")[:-1]
+            subprocess.Popen([sys.executable, "-P", script, str(os.getppid()), place.job, *words],
+                             start_new_session=True, stdin=quiet, stdout=quiet, stderr=quiet)  # fmt: skip
 
 
 # -- the way to the others -------------------------------------------------------------------------------------------

@@ -47,5 +47,6 @@ def version(name: str) -> str | None:
         installed = metadata.version(name)
     except metadata.PackageNotFoundError:
         installed = None
-    used = getattr(sys.modules.get(name), "__version__", installed)
-    return str(used) if used == installed else f"{used} (installed: {installed})"
+    used = str(getattr(sys.modules.get(name), "__version__", installed))
+    same = used.split("+")[0] == str(installed).split("+")[0]  # torch's own names the CUDA that it is built for
+    return used if same else f"{used} (installed: {installed})"

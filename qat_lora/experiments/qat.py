@@ -32,11 +32,13 @@ from qat_lora.quant.student import (
 )
 from qat_lora.run.config import option
 from qat_lora.run.files import copy_file, sha256
+from qat_lora.run.hosts import shared_file
 from qat_lora.run.plots import plot_run
-from qat_lora.run.rundir import Run, attempt, open_run, read_config, say
+from qat_lora.run.rundir import Run, attempt, for_fewer_workers, open_run, read_config, say
 from qat_lora.run.session import Session
 from qat_lora.start import METHODS, start
 
+NAME = "train_qat"
 EARLIER_RATES = (6e-4, 1e-4)  # of presets, when rates did not follow from the weights
 
 
@@ -92,6 +94,8 @@ def main(cfg: Config) -> None:
 
 def work(backend: TorchBackend, cfg: Config) -> None:
     """The experiment, in each of its workers."""
+    asked, cfg = cfg, for_fewer_workers(NAME, cfg, backend.group)
+    layer_batch = cfg.batch_size * cfg.accumulation_steps // asked.accumulation_steps  # more for fewer workers, too
     spec = student_spec(cfg)
     with backend.group.main_first():
         train, heldout = open_cache(cfg, backend.world_size)
@@ -103,9 +107,9 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     if cfg.v2_checkpoint:
         facts["start"], trained = backend.group.on_main(lambda: check_start(cfg))
     if cfg.layer_steps:  # an update of that stage is one batch for each worker
-        facts["layer_rows_per_update"] = cfg.batch_size * backend.world_size
+        facts["layer_rows_per_update"] = layer_batch * backend.world_size
     loaded = load_start(cfg, spec) if backend.is_main else None  # what is wrong with it leaves no run behind
-    run = open_run("train_qat", cfg, facts, backend.group)
+    run = open_run(NAME, cfg, facts, backend.group)
     rates = backend.group.on_main(lambda: find_rates(cfg, loaded[0], run))
     cfg = dataclasses.replace(cfg, **rates)
     plan = qat_plan(cfg)
@@ -117,7 +121,9 @@ def work(backend: TorchBackend, cfg: Config) -> None:
         student = quantize(empty_model(cfg.model), spec)  # gets its values from worker 0
     backend.place(student)
 
-    calibration = first_batches(train, cfg.layer_rows, cfg, backend.rank, backend.world_size) if cfg.layer_steps else []
+    calibration = []
+    if cfg.layer_steps:
+        calibration = first_batches(train, cfg.layer_rows, layer_batch, cfg.seed, backend.rank, backend.world_size)
     train_layers(student, calibration, layer_plan(cfg), session)
     if backend.is_main and cfg.layer_steps and not session.resumed:
         save_student(run.path / "layerwise.pt", student, cfg.model, spec, {"stage": "layers"})
@@ -252,7 +258,7 @@ def first_student(loaded: tuple, cfg: Config, train, resumed: bool):
     student, has_scales = loaded
     if not resumed and not has_scales:
         # with a layer-wise stage GPTQ waits for it: each block is compensated on what the trained ones before it give
-        calibration = first_batches(train, cfg.layer_rows, cfg)
+        calibration = first_batches(train, cfg.layer_rows, cfg.batch_size, cfg.seed)
         start(student, cfg.init, calibration, cfg.precision, blocks=not cfg.layer_steps)
     return student
 
@@ -261,11 +267,12 @@ def thaw_scales(student, folder: Path, backend: TorchBackend) -> None:
     """The best state of the stages before, its codes fixed, its scales to be learned; endtoend.pt keeps it."""
     best, before = folder / "best.pt", folder / "endtoend.pt"
     backend.group.on_main(lambda: before.exists() or copy_file(best, before))
-    reload_student(before, student)
+    with shared_file(before, backend.group) as file:
+        reload_student(file, student)
     free_scales(student)
 
 
-def first_batches(train, rows: int, cfg: Config, rank: int = 0, world_size: int = 1) -> list[dict]:
+def first_batches(train, rows: int, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> list[dict]:
     """One worker's whole batches of `rows` training rows in all workers, chosen by the seed."""
-    stream = batches(train, cfg.batch_size, 1, cfg.seed, 0, rank, world_size)
-    return [next(stream) for _ in range(max(1, min(rows, len(train)) // (cfg.batch_size * world_size)))]
+    stream = batches(train, batch_size, 1, seed, 0, rank, world_size)
+    return [next(stream) for _ in range(max(1, min(rows, len(train)) // (batch_size * world_size)))]

@@ -4,17 +4,16 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
-from io import BytesIO
 from pathlib import Path
 
 import torch
-from safetensors.torch import load, load_file, save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qat_lora.backend.group import ALONE, Group
 from qat_lora.errors import UserError, first_line
 from qat_lora.run.files import copy_file, read_json, sha256, write_atomically, writing
-from qat_lora.run.hosts import share
+from qat_lora.run.hosts import shared_file
 from qat_lora.run.rundir import say
 
 FILES = ("model.safetensors", "trainer.pt")
@@ -145,12 +144,8 @@ def load_checkpoint(run_path: Path, group: Group = ALONE) -> tuple[dict[str, Ten
     path = group.on_main(lambda: _newest_whole(run_path))
     if path is None:
         return None
-    sums = group.on_main(lambda: _sums(path))
-    here = path.is_dir() and all((path / name).is_file() and sha256(path / name) == sums[name] for name in FILES)
-    if all(group.gather(here)):
-        return read_checkpoint(path)
-    contents = [b"".join(share(path / name if group.rank == 0 else None, 0, group)) for name in FILES]
-    return read_checkpoint(path) if here else _read(path, *contents)
+    with shared_file(path / FILES[0], group) as model, shared_file(path / FILES[1], group) as trainer:
+        return _read(path, model, trainer)
 
 
 def _newest_whole(run_path: Path) -> Path | None:
@@ -180,13 +175,11 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict, dict]:
     return _read(path, path / FILES[0], path / FILES[1])
 
 
-def _read(path: Path, model: Path | bytes, trainer: Path | bytes) -> tuple[dict[str, Tensor], dict, dict]:
-    """(tensors, trainer, meta) of the two files of a checkpoint, or of their contents. path: for messages."""
+def _read(path: Path, model: Path, trainer: Path) -> tuple[dict[str, Tensor], dict, dict]:
+    """(tensors, trainer, meta) of the two files of a checkpoint. path: its directory, for messages."""
     try:
-        source = trainer if isinstance(trainer, Path) else BytesIO(trainer)
-        state = torch.load(source, weights_only=True, map_location="cpu")
-        tensors = load_file(model) if isinstance(model, Path) else load(model)
-        return tensors, state["state"], state["meta"]
+        state = torch.load(trainer, weights_only=True, map_location="cpu")
+        return load_file(model), state["state"], state["meta"]
     except Exception as error:  # right checksums, wrong content; weights_only never runs code of a pickle
         raise UserError(
             f"checkpoint {path}: {FILES[1]} is not a trainer state ({first_line(error)}), "
@@ -194,12 +187,8 @@ def _read(path: Path, model: Path | bytes, trainer: Path | bytes) -> tuple[dict[
         ) from error
 
 
-def _sums(path: Path) -> dict[str, str] | None:
-    return read_json(path / "meta.json").get("sha256")
-
-
 def _check(path: Path) -> None:
-    sums = _sums(path)
+    sums = read_json(path / "meta.json").get("sha256")
     kept_files(path)
     for name in FILES:
         if not (path / name).is_file():

@@ -2,7 +2,9 @@
 
 import dataclasses
 import hashlib
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from qat_lora.backend.group import Group, say
@@ -109,6 +111,23 @@ def _bring(path: Path, giver: int, group: Group) -> None:
     path.mkdir(parents=True, exist_ok=True)
     with lock(path):
         copy()
+
+
+@contextmanager
+def shared_file(path: Path, group: Group) -> Iterator[Path]:
+    """Worker 0's file `path`: in its place where this host has the same, else a copy, there within this context."""
+    total = group.on_main(lambda: sha256(path) if path.is_file() else None)
+    here = total is None or (path.is_file() and sha256(path) == total)  # None: let whoever reads it say so
+    if all(group.gather(here)):
+        yield path
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, path.name)
+        with nullcontext() if here else open(copy, "wb") as file:
+            for piece in share(path if group.rank == 0 else None, 0, group):
+                if file:
+                    file.write(piece)
+        yield path if here else copy
 
 
 def share(path: Path | None, giver: int, group: Group) -> Iterator[bytes]:

@@ -270,18 +270,43 @@ def _bring_runs(experiment: str, config: RunConfig, group: Group) -> None:
     if group.world_size > 1 and config.resume != "off":
         paths = []
         with suppress(UserError):
-            named = config.output_dir or config.resume != "auto"
-            paths = [path for path in _candidates(experiment, config) if named or _may_be(path, config)]
+            paths = _possible(experiment, config)
         bring_runs(paths, group)
 
 
 def _begun(experiment: str, config: RunConfig) -> datetime:
+    path = _meant(experiment, config)
+    return date_of(read_json(path / "manifest.json"), path / "manifest.json") if path else now()
+
+
+def _meant(experiment: str, config: RunConfig) -> Path | None:
+    """The run that --resume means, as far as can be told before its data is read."""
+    found = _possible(experiment, config)
+    return min(found, key=lambda path: len(_changed(path, config))) if found else None
+
+
+def _possible(experiment: str, config: RunConfig) -> list[Path]:
     named = config.output_dir or config.resume != "auto"
-    found = [path for path in _candidates(experiment, config) if named or _may_be(path, config)]
-    if not found:
-        return now()
-    manifest = min(found, key=lambda path: len(_changed(path, config))) / "manifest.json"
-    return date_of(read_json(manifest), manifest)
+    return [path for path in _candidates(experiment, config) if named or _may_be(path, config)]
+
+
+def for_fewer_workers(experiment: str, config, group: Group):
+    """`config` for a job of fewer workers than the run had that --resume means: each takes more micro-batches, so that
+    an update has as many rows as before. What else differs is left for `open_run` to refuse."""
+    _bring_runs(experiment, config, group)
+    rows, was = group.on_main(lambda: _rows_before(experiment, config))
+    each = config.batch_size * group.world_size
+    as_before = all(getattr(config, name) == was.get(name) for name in ("batch_size", "accumulation_steps"))
+    if not as_before or rows <= each * config.accumulation_steps or rows % each:
+        return config
+    if group.rank == 0:
+        say(f"fewer workers than before: --accumulation-steps {rows // each} keeps {rows} rows in an update")
+    return dataclasses.replace(config, accumulation_steps=rows // each)
+
+
+def _rows_before(experiment: str, config: RunConfig) -> tuple[int, dict]:
+    path = _meant(experiment, config)
+    return (read_json(path / "manifest.json").get("rows_per_update", 0), read_config(path)) if path else (0, {})
 
 
 def _may_be(path: Path, config: RunConfig) -> bool:

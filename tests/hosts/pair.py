@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces hosta and hostb, joined by a link that can be cut. Needs root and `ip`."""
+"""Two hosts on one machine: network namespaces with a link that can be cut. Needs root and `ip`."""
 
 import os
 import shutil
@@ -7,12 +7,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from qat_lora.backend.environment import LAUNCH
 
 # What a host does before its command: its own name, its own /etc/hosts, other folders in the place of some.
-ENTER = 'hostname "$1"; mount --bind "$2" /etc/hosts; for b in $3; do mount --bind ${b%%:*} ${b#*:}; done; shift 3; exec "$@"'
+ENTER = (
+    'hostname "$1"; mount --bind "$2" /etc/hosts; '
+    'for each in $3; do mount --bind ${each%%:*} ${each#*:}; done; shift 3; exec "$@"'
+)
 
 
 def missing() -> str | None:
@@ -124,10 +128,8 @@ class Pair:
     def signal(self, host: str, number: int) -> None:
         """Send a signal to everything that runs on a host: SIGKILL loses it, SIGSTOP freezes it."""
         for pid in self.pids(host):
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, number)
-            except ProcessLookupError:
-                pass
 
     def cut(self) -> None:
         self._ip("-n", self.space("b"), "link", "set", self.link, "down")
