@@ -1,11 +1,10 @@
 """Left behind by a worker that has saved on SIGTERM: python -P release.py LAUNCHER JOB COMMAND….
 
-torchrun ends at once when it is asked to, and tells nobody: those of the other hosts wait for it for five minutes before
-they end. Once it has gone, this says so in its place, in the store where they wait (torch 2.9:
+torchrun ends at once when it is asked to, and tells nobody: those of the other hosts wait for it for five minutes
+before they end. Once it has gone, this says so in its place, in the store where they wait (torch 2.9:
 SimpleElasticAgent._exit_barrier; should another version wait for another key, they wait as before).
 """
 
-import os
 import sys
 import time
 from contextlib import suppress
@@ -25,13 +24,21 @@ def endpoint(words: list[str]) -> tuple[str, int]:
     return (host, int(port)) if host else (port, PORT)
 
 
+def is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"  # whoever started it may not have looked yet
+    except OSError:
+        return False
+
+
 def main(launcher: int, job: str, words: list[str]) -> None:
     from torch.distributed import TCPStore
 
     host, port = endpoint(words)
     store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=5))
     ends = time.monotonic() + PATIENCE
-    while os.path.exists(f"/proc/{launcher}"):
+    while is_running(launcher):
         if time.monotonic() > ends:
             return
         time.sleep(0.2)
