@@ -355,7 +355,7 @@ class Link:
         self.heard = time.monotonic()
 
     def enter(self) -> None:
-        """Wait until all workers have come. Raises AnotherFailed with the hub's reason if they do not, `Refused` if
+        """Wait until all workers have come. Raises UserError with the hub's reason if they do not, `Refused` if
         this one does not belong to them, and ValueError if no hub answers here."""
         self.connection.settimeout(GREETING)
         kind, content = self._receive(most=2**16)
@@ -368,8 +368,8 @@ class Link:
         if kind == REFUSED:
             raise Refused(found["line"], found["again"])
         if kind == ENDED:
-            self.ending = Ending(**found)
-            raise AnotherFailed(self.ending.line)
+            # nobody is to blame where not all have come
+            raise (UserError if found["culprit"] is None else AnotherFailed)(found["line"])
         self.members = [Member(**each) for each in found["members"]]
         self.nonce, self.store_port = found["nonce"], found["store_port"]
         self.connection.settimeout(None)
@@ -436,9 +436,10 @@ class Link:
         """Whether it is for this worker to say why the job has ended: once on each terminal."""
         if ending.culprit is None or ending.culprit == self.member.rank or not self.members:
             return True
-        if ending.said and self.members[ending.culprit].terminal == self.member.terminal:
+        terminal = self.members[self.member.rank].terminal
+        if ending.said and self.members[ending.culprit].terminal == terminal:
             return False
-        there = [m.rank for m in self.members if m.terminal == self.member.terminal and m.rank != ending.culprit]
+        there = [m.rank for m in self.members if m.terminal == terminal and m.rank != ending.culprit]
         return self.member.rank == min(there)
 
     def _send(self, kind: bytes, content: bytes = b"") -> None:

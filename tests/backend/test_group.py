@@ -1,30 +1,62 @@
-"""What the workers of a job tell each other on the host: threads here, each with a client of one store."""
+"""What the workers of a job tell each other on the host: threads here, each with its link to one hub."""
 
 import os
+import socket
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
-import torch.distributed as dist
 
-from qat_lora.backend import group as module
-from qat_lora.backend.group import ALONE, Group, WorkerLost, losing_none
+from qat_lora.backend import hub as hub_module
+from qat_lora.backend.group import ALONE, Group, WorkerLost
+from qat_lora.backend.hub import AnotherFailed, Hub, Link, Refused, Timeouts, this_member
+from qat_lora.backend.rendezvous import join, serve
 from qat_lora.errors import UserError
+
+HASTY = Timeouts(host=3, join=2)  # a worker is lost after 1.8 s
+
+
+made: list[Link] = []
+
+
+@pytest.fixture(autouse=True)
+def links_end_with_the_test():
+    """Their threads would end the process once they have lost the hub."""
+    yield
+    while made:
+        link = made.pop()
+        link.closed = True
+        link.gone.set()
+
+
+def enter(hub: Hub, rank: int, count: int, timeouts: Timeouts = HASTY, **claims) -> Group:
+    """The group of one worker that joins a hub of this process; claims: what it says of itself."""
+    link = Link(
+        socket.create_connection(("127.0.0.1", hub.port)), replace(this_member(rank), **claims), count, timeouts
+    )
+    made.append(link)
+    link.enter()
+    return Group(rank, count, link)
 
 
 @pytest.fixture
-def together():
+def together(monkeypatch):
     """together(function, count): function(group) in each of `count` workers; its results, exceptions included."""
+    monkeypatch.setattr(hub_module, "BEAT", 0.1)
+    monkeypatch.setattr(os, "_exit", lambda code: pytest.fail(f"the process was ended with {code}"))
 
-    def run(function, count: int = 3) -> list:
-        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    def run(function, count: int = 3, timeouts: Timeouts = HASTY, **claims) -> list:
+        hub = serve(0, True, count, timeouts, tensors=False)
         results = [None] * count
 
         def work(rank: int) -> None:
             try:
-                results[rank] = function(Group(rank, count, dist.TCPStore("127.0.0.1", server.port, is_master=False)))
+                group = enter(hub, rank, count, timeouts, **claims)
+                group.hub = hub if rank == 0 else None
+                results[rank] = function(group)
             except (Exception, SystemExit) as error:
                 results[rank] = error
 
@@ -34,7 +66,7 @@ def together():
         for thread in threads:
             thread.join(30)
         assert not any(thread.is_alive() for thread in threads)
-        assert server.num_keys() <= 4 * count + 3, "answers are not kept"
+        assert hub.ending or not hub.values, "answers are not kept"
         return results
 
     return run
@@ -47,28 +79,21 @@ def test_everyone_gathers_everything_in_the_order_of_ranks(together):
     assert together(calls) == [[[(rank, turn) for rank in range(3)] for turn in range(20)]] * 3
 
 
-def test_what_is_larger_than_the_store_takes_is_gathered_in_parts(together, monkeypatch):
-    """TCPStore refuses 8 MiB; a carry of many rows has more. Nothing of it stays."""
-    monkeypatch.setattr(module, "PART", 2**10)
+def test_large_values_of_different_sizes_arrive_whole(together):
+    """A carry of many rows has hundreds of megabytes; the thread that watches reads it a piece at a time."""
 
     def calls(group):
-        large = [group.gather(bytes([group.rank]) * (1000 * (group.rank + 1) ** 3)) for _ in range(2)]
-        return large, group.gather(None)
+        large = [group.gather(bytes([group.rank]) * (3_000_000 * (group.rank + 1))) for _ in range(2)]
+        return [[len(part) for part in parts] for parts in large], large[0] == large[1], group.gather(None)
 
-    wanted = [bytes([rank]) * (1000 * (rank + 1) ** 3) for rank in range(3)]
-    assert together(calls) == [([wanted, wanted], [None] * 3)] * 3
-
-
-def test_a_part_is_one_that_the_store_takes(together):
-    def calls(group):
-        return [len(value) for value in group.gather(bytes(9 * 2**20))], group.gather(None)
-
-    assert together(calls, 2) == [([9 * 2**20] * 2, [None] * 2)] * 2
+    wanted = [3_000_000, 6_000_000, 9_000_000]
+    assert together(calls) == [([wanted, wanted], True, [None] * 3)] * 3
 
 
-def test_one_worker_needs_no_store():
-    assert ALONE.gather(1) == [1] and ALONE.on_main(lambda: 2) == 2 and ALONE.is_first_to_fail(OSError())
-    ALONE.agree({"a": 1})
+def test_one_worker_needs_nobody():
+    assert ALONE.gather(1) == [1] and ALONE.on_main(lambda: 2) == 2 and ALONE.fail(OSError()) == ""
+    ALONE.agree({"a": (1, "one")}, "nothing to do")
+    assert ALONE.neighbours == [0] and ALONE.leads and ALONE.name(0) == "worker 0"
     ALONE.close()
     with ALONE.main_first():
         pass
@@ -106,105 +131,115 @@ def test_worker_0_goes_first(together):
     assert entered[:2] == [0, 0] and sorted(entered) == [0, 0, 1, 1, 2, 2]
 
 
-def test_different_configs_are_refused_by_name(together):
-    errors = together(lambda group: group.agree({"seed": 0, "learning_rate": 1e-3 if group.rank == 2 else 8e-4}))
+def test_different_values_are_refused_with_both_and_their_hosts(together):
+    def work(group):
+        rate = 1e-3 if group.rank == 2 else 8e-4
+        group.agree({"seed": (0, "0"), "learning_rate": (rate, f"{rate:g}")}, "give every worker the same command")
+
+    errors, host = together(work), socket.gethostname()
     assert {type(e) for e in errors} == {UserError}
-    assert str(errors[1]) == (
-        "the workers were started with different configs: learning_rate is 0.0008 on worker 0, 0.001 on worker 2; "
-        "give every worker the same command"
-    )
+    assert {str(e) for e in errors} == {
+        f"the workers differ: learning_rate is 0.0008 for worker 0 on {host}, 0.001 for worker 2 on {host}; give every "
+        "worker the same command"
+    }
 
 
-def test_only_the_first_failure_is_reported(together):
-    firsts = together(lambda group: group.is_first_to_fail(OSError()))
-    assert sorted(firsts) == [False, False, True]
+# -- failures --------------------------------------------------------------------------------------------------------
+def test_of_failures_on_one_terminal_the_first_is_reported(together):
+    lines = together(lambda group: group.fail(OSError("disk")))
+    assert sorted(lines, key=str) == ["", None, None]
 
 
-def test_a_failed_worker_is_not_waited_for(together):
+def test_each_terminal_is_told_once(together):
+    """Two workers on one, one on the other, as with two workers to a host."""
+
+    def work(group):
+        group.link.members = [replace(m, terminal="ab"[m.rank == 2]) for m in group.link.members]
+        if group.rank == 0:
+            return group.fail(UserError("no such cache"))
+        with pytest.raises(AnotherFailed, match=f"^worker 0 on {socket.gethostname()} failed: no such cache$") as error:
+            group.gather(None)
+        return group.fail(error.value)
+
+    assert together(work) == ["", None, f"worker 0 on {socket.gethostname()} failed: no such cache"]
+
+
+def test_a_worker_that_leaves_without_a_word_has_died(together):
     def work(group):
         if group.rank == 1:
-            return group.is_first_to_fail(OSError())
-        group.gather(None)
+            group.link.closed = True
+            group.link.connection.shutdown(socket.SHUT_RDWR)
+            return None
+        with pytest.raises(AnotherFailed) as error:
+            group.gather(None)
+        return group.fail(error.value)
 
-    results = together(work)
-    assert results[1] is True
-    assert [str(results[k]) for k in (0, 2)] == ["another worker has failed; its message says why"] * 2
-
-
-def test_a_worker_that_never_answers_is_named(together, monkeypatch):
-    monkeypatch.setattr(module, "PATIENCE", 0.3)
-    results = together(lambda group: None if group.rank == 1 else group.gather(None))
-    assert str(results[0]).startswith("no answer from worker 1 for 0.3 s")
+    first, _, third = together(work)
+    assert first.startswith(f"worker 1 on {socket.gethostname()} (process {os.getpid()}) has died; see its terminal")
+    assert third is None, "they share a terminal"
 
 
-# -- meeting ---------------------------------------------------------------------------------------------------------
-def test_workers_that_never_come_are_named_once_while_waiting_and_at_the_end(together, monkeypatch, capfd):
-    monkeypatch.setattr(module, "RENDEZVOUS", 2)
-    monkeypatch.setattr(module, "NOTICE", 0.5)
-    results = together(lambda group: None if group.rank else group.meet("here:29500"))
-    assert isinstance(results[0], UserError)
-    assert str(results[0]).startswith(
-        "workers 1, 2 of 3 did not arrive at here:29500 within 2 s; start every RANK from 0"
-    )
-    assert capfd.readouterr().err == "waiting for workers 1, 2 of 3 at here:29500\n"
-
-
-def test_workers_that_meet_know_each_others_processes_and_notice_a_death(together, monkeypatch):
-    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
-        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # a zombie: nobody has waited for it yet
-
-        def work(group):
-            group.meet("here")
-            assert group.processes == {rank: os.getpid() for rank in range(3)}
-            group.processes[1] = ended.pid
-            return None if group.rank == 1 else group.gather(None)
-
-        results = together(work)
-    assert {type(error) for error in (results[0], results[2])} == {WorkerLost}
-    assert f"worker 1 has died (process {ended.pid})" in str(results[0])
-
-
-def test_a_worker_that_contradicts_the_others_is_named_and_they_stop(together):
-    def twice(group):
-        group.rank = min(group.rank, 1)
-        try:
-            group.meet("here")
-        except UserError as error:
-            return str(error), group.is_first_to_fail(error)
-
-    said = together(twice)
-    assert said.count(("RANK=1 is taken by another worker at here; give each its own RANK", True)) == 1
-    assert said.count(("another worker has failed; its message says why", False)) == 2
-
-
-def test_a_stray_worker_does_not_end_a_job_that_is_complete():
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    Group(0, 1, server).meet("here")
-    stray = Group(0, 2, server)
-    with pytest.raises(UserError, match="WORLD_SIZE=2 contradicts WORLD_SIZE=1 of another worker at here") as error:
-        stray.meet("here")
-    assert stray.is_first_to_fail(error.value) and not server.check(["failed"])
-
-
-def test_a_connection_that_breaks_is_a_lost_worker_and_waits_for_somebody_to_say_why(together):
-    lost = WorkerLost("gone")
-
+def test_a_worker_that_gives_no_sign_of_life_is_lost_and_one_that_is_busy_is_not(together):
     def work(group):
+        if group.rank == 1:
+            time.sleep(2.5)  # busy for longer than silence may last
+        assert group.gather(group.rank) == [0, 1]
+        if group.rank == 1:
+            group.link.sending.acquire()  # nothing is sent any more
+            time.sleep(4)
+            return None
+        with pytest.raises(AnotherFailed) as error:
+            group.gather(None)
+        return str(error.value)
+
+    lost, _ = together(work, 2, Timeouts(host=3, join=2))
+    assert lost.startswith(f"worker 1 on {socket.gethostname()} has not been heard of for 1.8 s; see whether that host")
+
+
+def test_a_lost_hub_is_noticed_by_its_silence(together):
+    def work(group):
+        if group.hub:
+            group.hub._send = lambda *_: None  # it hears, and says nothing
+        with pytest.raises(AnotherFailed) as error:
+            group.gather(None)
+        return str(error.value)
+
+    lost = f"worker 0 on {socket.gethostname()} has not been heard of for 1.8 s"
+    assert all(line.startswith(lost) for line in together(work, 2))
+
+
+def test_values_that_are_on_their_way_arrive_before_the_end(together):
+    def work(group):
+        found = group.gather(group.rank)
         if group.rank:
-            return group.is_first_to_fail(lost)
-        time.sleep(0.3)
-        return group.is_first_to_fail(OSError())
+            group.fail(OSError())
+            return found
+        with pytest.raises(AnotherFailed):
+            group.gather(None)
+        with pytest.raises(AnotherFailed):
+            group.gather(None)
+        return found
 
-    assert together(work) == [True, False, False]
-    with pytest.raises(WorkerLost, match=r"is lost \(Connection closed by peer\)"), losing_none():
-        raise RuntimeError("[/pytorch/gloo/pair.cc:547] Connection closed by peer")
+    assert together(work, 2) == [[0, 1], [0, 1]]
 
 
-def test_the_one_that_serves_the_store_leaves_last(together):
+def test_a_connection_that_breaks_is_a_lost_worker_and_the_hub_says_which(together):
+    def work(group):
+        if group.rank == 0:
+            time.sleep(0.3)
+            return group.fail(UserError("no memory"))
+        with pytest.raises(WorkerLost, match=r"is lost \(Connection closed by peer\)") as error, group.losing_none():
+            raise RuntimeError("[/pytorch/gloo/pair.cc:547] Connection closed by peer")
+        group.link.members = [replace(m, terminal=str(m.rank)) for m in group.link.members]
+        return group.fail(error.value)
+
+    assert together(work, 2) == ["", f"worker 0 on {socket.gethostname()} failed: no memory"]
+
+
+def test_the_one_that_serves_the_hub_leaves_last(together):
     left = []
 
     def work(group):
-        group.serves = group.rank == 0
         time.sleep(0.2 * group.rank)
         if group.rank:
             left.append(group.rank)
@@ -212,5 +247,144 @@ def test_the_one_that_serves_the_store_leaves_last(together):
         if not group.rank:
             left.append(0)
 
-    together(work)
-    assert left == [1, 2, 0]
+    assert together(work) == [None] * 3 and left == [1, 2, 0]
+
+
+def test_a_failure_of_the_last_to_leave_reaches_the_one_that_waits(together):
+    def work(group):
+        if group.rank:
+            time.sleep(0.3)
+            line = group.fail(UserError("plots"))
+            group.link.connection.shutdown(socket.SHUT_RDWR)  # as the end of its process does
+            return line
+        with pytest.raises(AnotherFailed, match=r"worker 1 on .* failed: plots"):
+            group.close()
+
+    assert together(work, 2) == [None, ""]
+
+
+# -- meeting ---------------------------------------------------------------------------------------------------------
+def test_workers_that_never_come_are_named_while_waiting_and_at_the_end(monkeypatch, capfd):
+    monkeypatch.setattr(hub_module, "NOTICE", 0.5)
+    monkeypatch.setattr(hub_module, "BEAT", 0.1)
+    hub = serve(0, True, 3, Timeouts(join=1), "here:29500", tensors=False)
+    with pytest.raises(UserError) as error:
+        enter(hub, 0, 3)
+    assert str(error.value).startswith(
+        f"workers 1, 2 of 3 did not arrive at here:29500 within 1 s (who came: worker 0 on {socket.gethostname()}); "
+        "start every RANK from 0 to 2 with the same MASTER_ADDR and MASTER_PORT"
+    )
+    assert capfd.readouterr().err == "waiting for workers 1, 2 of 3 at here:29500\n"
+
+
+@pytest.mark.parametrize(
+    "rank, count, said",
+    [
+        (0, 2, "RANK=0 is taken by worker 0 on "),
+        (1, 3, "WORLD_SIZE=3 contradicts the WORLD_SIZE=2 of worker 0 at here"),
+    ],
+)
+def test_a_worker_that_contradicts_the_others_is_refused_and_they_stop(rank, count, said):
+    hub = serve(0, True, 2, Timeouts(join=9), "here", tensors=False)
+    first: list = []
+
+    def come() -> None:
+        with pytest.raises(UserError) as error:
+            enter(hub, 0, 2)
+        first.append(str(error.value))
+
+    thread = threading.Thread(target=come)
+    thread.start()
+    while 0 not in hub.members:
+        time.sleep(0.01)
+    with pytest.raises(Refused, match=said):
+        enter(hub, rank, count)
+    thread.join()
+    assert f"has a worker that does not belong to the job: {said}" in first[0]
+
+
+def test_a_stray_worker_does_not_end_a_job_that_is_complete(together):
+    def work(group):
+        if group.hub:
+            with pytest.raises(Refused, match="RANK=1 is taken"):
+                enter(group.hub, 1, 2)
+        return group.gather(group.rank)
+
+    assert together(work, 2) == [[0, 1]] * 2
+
+
+def test_what_is_no_worker_is_sent_away(together):
+    def work(group):
+        if group.hub:
+            for greeting in (b"GET / HTTP/1.1\r\nHost: here\r\n\r\n", b"J" + bytes(7) + b"\x02{}"):
+                with socket.create_connection(("127.0.0.1", group.hub.port)) as stranger:
+                    stranger.sendall(greeting)
+                    assert stranger.recv(10) == b""
+        return group.gather(group.rank)
+
+    assert together(work, 2) == [[0, 1]] * 2
+
+
+def test_a_worker_waits_for_a_hub_that_is_not_there_yet_or_is_ending():
+    """Restarted at once: the hub of the job before may still be there."""
+    old = serve(0, True, 1, HASTY, tensors=False)
+    enter(old, 0, 1).link.leave()
+    old.end("enough")
+    new: list = []
+    threading.Timer(0.5, lambda: new.append(serve(0, True, 1, HASTY, tensors=False))).start()
+    link = join(lambda: ("127.0.0.1", new[0].port if new else old.port), 0, 1, HASTY, "here")
+    made.append(link)
+    assert link.nonce == new[0].nonce
+
+
+def test_hosts_of_one_name_are_told_apart_by_their_address(together):
+    names = together(lambda group: [group.name(rank) for rank in range(2)], 2)
+    assert names[0] == [f"worker {rank} on {socket.gethostname()}" for rank in range(2)]
+    hub = serve(0, True, 2, HASTY, tensors=False)
+    groups: list = [None, None]
+
+    def come(rank: int) -> None:
+        groups[rank] = enter(hub, rank, 2, host="localhost", machine=f"machine {rank}")
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert groups[0].name(1) == "worker 1 on localhost (127.0.0.1)"
+    assert groups[1].neighbours == [1] and groups[1].leads
+
+
+# -- the thread that watches -----------------------------------------------------------------------------------------
+HANGS = """
+import os, signal, sys, threading, time
+from qat_lora.backend import group as module, hub as hub_module
+from qat_lora.backend.group import Group, notice_sigterm, stopped_at
+from qat_lora.backend.hub import Timeouts
+from qat_lora.backend.rendezvous import join, serve
+what, timeouts = sys.argv[1], Timeouts(host=3)
+hub = serve(0, True, 2, timeouts, tensors=False)
+at = lambda: ("127.0.0.1", hub.port)
+other = threading.Thread(target=lambda: join(at, 1, 2, timeouts, "here"), daemon=True)
+other.start()
+group = Group(0, 2, join(at, 0, 2, timeouts, "here"), hub)
+notice_sigterm()
+if what == "sigterm":
+    os.kill(os.getpid(), signal.SIGTERM)
+if what == "ended":
+    hub.end("worker 1 on there is gone", 1, said=False)
+with group.waiting():
+    import ctypes
+    ctypes.CDLL(None).sleep(100)  # a signal interrupts the first
+    ctypes.CDLL(None).sleep(100)
+"""
+
+
+@pytest.mark.parametrize(
+    "what, code, said",
+    [("sigterm", 143, "error: SIGTERM: the other workers"), ("ended", 1, "error: worker 1 on there")],
+)
+def test_a_process_that_hangs_in_a_library_says_why_and_ends(what, code, said):
+    done = subprocess.run([sys.executable, "-c", HANGS, what], capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stderr
+    assert done.stderr.count("error: ") == 1 and said in done.stderr, done.stderr
