@@ -100,7 +100,7 @@ class Pair:
         known = "".join(f"{self.address(other)} host{other}\n" for other in "ab")
         table.write_text("127.0.0.1 localhost\n::1 localhost\n" + (known if hosts is None else hosts))
         bound = " ".join(f"{source}:{target}" for source, target in (binds or {}).items())
-        clean = {key: value for key, value in os.environ.items() if key not in LAUNCH and key != "PYTHONPATH"}
+        clean = {key: value for key, value in os.environ.items() if key not in LAUNCH}
         job = Job(None, self.folder, name)
         with open(job.out, "w") as out, open(job.err, "w") as err:
             job.process = subprocess.Popen(

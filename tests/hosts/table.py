@@ -1,0 +1,176 @@
+"""The table of docs/scaling.md: two hosts, one of them lost, five trials of each kind. `make hosts-table`; resumes.
+
+kill -9, freeze or cut × the host that is lost × torchrun or by hand × recovery or pretrain: seconds until the other
+host has ended, its line, and whether the run, resumed, has the losses of one that nothing interrupted. Then restarts by
+torchrun. Every trial is one line of runs/hosts/rows.jsonl.
+"""
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import tiny
+from pair import PY, SCRIPTS, Pair, missing
+from test_hosts import losses, worker_of
+
+ROOT = SCRIPTS.parent
+WORK = ROOT / "runs" / "hosts"
+ROWS = WORK / "rows.jsonl"
+TRIALS, RESTARTS, AT_ONCE = 5, 10, 4
+LAUNCHERS = {"by hand": "by_hand", "torchrun": "by_torchrun"}
+STEP = {"recovery": "step 100 ", "pretrain": "step 15 "}
+writing = threading.Lock()
+
+
+def prepare() -> None:
+    """A tiny model, its cache and a student."""
+    if (WORK / "student" / "best.pt").exists():
+        return
+    tokenizer = tiny.tokenizer()
+    tiny.model(tokenizer).save_pretrained(WORK / "model")
+    tokenizer.save_pretrained(WORK / "model")
+    common = ["--model", WORK / "model", "--device", "cpu"]
+    for command in (
+        ["build_kd_cache.py", "--cache-dir", WORK / "cache", "--length", 32, "--max-rows", 80, "--top-k", 8],
+        ["train_qat.py", "--cache-dir", WORK / "cache", "--max-steps", 2, "--output-dir", WORK / "student"],
+    ):
+        command = [PY, SCRIPTS / command[0], *command[1:], *common]
+        subprocess.run(list(map(str, command)), check=True, capture_output=True)
+
+
+def command(experiment: str, run: Path, *more) -> list:
+    if experiment == "recovery":
+        return [
+            SCRIPTS / "train_recovery_lora.py", "--checkpoint", WORK / "student" / "best.pt", "--kd-cache-dir",
+            WORK / "cache", "--model", WORK / "model", "--batch-size", 2, "--max-steps", 400, "--save-every", 40,
+            "--log-every", 20, "--eval-every", 0, "--output-dir", run, "--device", "cpu", *more,
+        ]  # fmt: skip
+    return [
+        ROOT / "pretrain.py", "--config", "nano", "--device", "cpu", "--num-chips", 1, "--steps", 40, "--save-interval",
+        10, "--log-interval", 5, "--eval-interval", 0, "--eval-rows", 8, "--output-dir", run, *more,
+    ]  # fmt: skip
+
+
+def finish(pair: Pair, launcher: str, experiment: str, run: Path, wanted: list | None, *more) -> bool:
+    """Run to the end; whether its losses are the wanted ones."""
+    jobs = getattr(pair, LAUNCHERS[launcher])(*command(experiment, run, *more), *())
+    codes = [job.ends(400) for job in jobs]
+    return codes == [0, 0] and (wanted is None or losses(run) == wanted)
+
+
+def lose(number: int, trial: dict, wanted: list) -> list[dict]:
+    """One trial; a cut is one for each host."""
+    what, host, launcher, experiment = trial["what"], trial["host"], trial["launcher"], trial["experiment"]
+    run, found = WORK / f"run{number}-{time.time_ns()}", []
+    with Pair(number) as pair:
+        jobs = getattr(pair, LAUNCHERS[launcher])(*command(experiment, run))
+        jobs[0].waits_for(STEP[experiment], 300)
+        started = time.monotonic()
+        if what == "cut":
+            pair.cut()
+        else:
+            pair.signal(host, signal.SIGKILL if what == "kill -9" else signal.SIGSTOP)
+        for lost in "ab" if what == "cut" else host:
+            left = jobs["ba".index(lost)]
+            try:
+                code = left.ends(120)
+            except subprocess.TimeoutExpired:
+                code = None
+            found.append(trial | {"host": lost, "seconds": round(time.monotonic() - started, 1), "code": code,
+                                  "line": (left.lines() or [""])[0]})  # fmt: skip
+        pair.clear()
+        equal = finish(pair, launcher, experiment, run, wanted, "--resume", "auto")
+    return [row | {"equal": equal} for row in found]
+
+
+def restart(number: int, trial: dict, wanted: list) -> list[dict]:
+    """A worker of each host is killed, one after the other, under torchrun --max-restarts 3 … --resume auto."""
+    run = WORK / f"run{number}-{time.time_ns()}"
+    with Pair(number) as pair:
+        words = command("recovery", run, "--resume", "auto")
+        jobs = pair.by_torchrun(*words, options=("--max-restarts", 3))
+        order = "ba" if trial["trial"] % 2 else "ab"
+        for host, step in zip(order, ("step 100 ", "step 240 ")):
+            end = time.monotonic() + 200
+            while not any(step in job.said() for job in jobs) and time.monotonic() < end:
+                time.sleep(0.02)
+            if pid := worker_of(pair, host):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            codes = [job.ends(200) for job in jobs]
+        except subprocess.TimeoutExpired:
+            codes = None
+        return [trial | {"code": codes, "equal": codes == [0, 0] and losses(run) == wanted}]
+
+
+def main() -> None:
+    if lack := missing():
+        sys.exit(f"two hosts: {lack}")
+    WORK.mkdir(parents=True, exist_ok=True)
+    prepare()
+    wanted = {}
+    for experiment in STEP:
+        run = WORK / f"whole-{experiment}"
+        if not (run / "summary.json").exists():
+            with Pair(0) as pair:
+                assert finish(pair, "by hand", experiment, run, None)
+        wanted[experiment] = losses(run)
+    done = [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
+    trials = [
+        {"what": what, "host": host, "launcher": launcher, "experiment": experiment, "trial": trial}
+        for trial in range(TRIALS)
+        for experiment in STEP
+        for launcher in LAUNCHERS
+        for what, host in (("kill -9", "a"), ("kill -9", "b"), ("freeze", "a"), ("freeze", "b"), ("cut", "a"))
+    ]
+    trials += [{"what": "restart", "trial": trial, "experiment": "recovery"} for trial in range(RESTARTS)]
+    known = [{name: row.get(name) for name in trials[0]} for row in done]
+    trials = [t for t in trials if {name: t.get(name) for name in trials[0]} not in known]
+    free = list(range(1, AT_ONCE + 1))
+
+    def one(trial: dict) -> None:
+        with writing:
+            number = free.pop()
+        rows = (restart if trial["what"] == "restart" else lose)(number, trial, wanted[trial["experiment"]])
+        with writing:
+            free.append(number)
+            with open(ROWS, "a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+            print(rows, flush=True)
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        list(pool.map(one, trials))
+    print(table([json.loads(line) for line in ROWS.read_text().splitlines()]))
+
+
+def table(rows: list[dict]) -> str:
+    lines = [
+        "| experiment | launcher | lost | how | trials | seconds, median (worst) | host named | exit codes | bit-equal |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    lost: dict[tuple, list] = {}
+    for row in rows:
+        if row["what"] != "restart":
+            lost.setdefault((row["experiment"], row["launcher"], f"host{row['host']}", row["what"]), []).append(row)
+    for kind, found in sorted(lost.items()):
+        seconds = [row["seconds"] for row in found]
+        cells = [
+            len(found), f"{statistics.median(seconds):.1f} ({max(seconds):.1f})",
+            sum(kind[2] in row["line"] for row in found), ", ".join(sorted({str(row["code"]) for row in found})),
+            sum(row["equal"] for row in found),
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(map(str, (*kind, *cells))) + " |")
+    again = [row for row in rows if row["what"] == "restart"]
+    lines.append(f"\nRestarts: {sum(row['equal'] for row in again)} of {len(again)} came back and ended bit-equal.")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
