@@ -11,11 +11,11 @@ from collections.abc import Callable
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
-from qat_lora.backend.hub import AGAIN, AnotherFailed, Hub, Link
+from qat_lora.backend.relay import AGAIN, AnotherFailed, Link, Relay
 from qat_lora.errors import UserError, first_line
 
-HEARSAY = 2  # seconds that a failing worker waits for the hub's word on whether another has failed before
-LINGER = 4  # seconds that a failed worker keeps its hub for the others
+HEARSAY = 2  # seconds that a failing worker waits for the relay's word on whether another has failed before
+LINGER = 4  # seconds that a failed worker keeps its relay for the others
 SIGTERM = threading.Event()  # this process was asked to stop
 
 
@@ -26,12 +26,12 @@ class WorkerLost(UserError):
 class Group:
     """This worker's place among `world_size`. One worker needs no link to others.
 
-    hub: if it is served by this process, which then leaves last. Every worker makes the same calls in the same order;
+    relay: if it is served by this process, which then leaves last. Every worker makes the same calls in the same order;
     values are pickled, so they come from this job alone.
     """
 
-    def __init__(self, rank: int = 0, world_size: int = 1, link: Link | None = None, hub: Hub | None = None):
-        self.rank, self.world_size, self.link, self.hub = rank, world_size, link, hub
+    def __init__(self, rank: int = 0, world_size: int = 1, link: Link | None = None, relay: Relay | None = None):
+        self.rank, self.world_size, self.link, self.relay = rank, world_size, link, relay
 
     @property
     def neighbours(self) -> list[int]:
@@ -115,7 +115,7 @@ class Group:
         if isinstance(error, SystemExit):
             line = f"{self.name(self.rank)} ended with exit code {error.code}; {AGAIN}"
         follows = isinstance(error, WorkerLost | AnotherFailed)
-        if follows:  # the hub knows more, or will within moments
+        if follows:  # the relay knows more, or will within moments
             self.link.reporting = True
             self.link.ended.wait(HEARSAY)
         ending = self.link.fail(line, HEARSAY)
@@ -125,22 +125,22 @@ class Group:
         return "" if mine or (isinstance(error, UserError) and not follows) else ending.line
 
     def linger(self) -> None:
-        """Call it before this process ends with an error: the others get time to hear why, where the hub ends with
+        """Call it before this process ends with an error: the others get time to hear why, where the relay ends with
         it."""
         if self.link:
             self.link.leave_reaper()
-        if self.hub:
+        if self.relay:
             self.link.leave()
-            self.hub.empty.wait(LINGER)
+            self.relay.empty.wait(LINGER)
 
     def close(self) -> None:
         """Wait until nobody needs this worker any more."""
         if self.link:
             self.link.leave()
-        if self.hub:
-            self.hub.empty.wait()
-            if self.hub.ending:
-                raise AnotherFailed(self.hub.ending.line)
+        if self.relay:
+            self.relay.empty.wait()
+            if self.relay.ending:
+                raise AnotherFailed(self.relay.ending.line)
 
 
 ALONE = Group()

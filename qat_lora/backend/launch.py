@@ -20,7 +20,7 @@ import torch.distributed as dist
 from qat_lora.backend import detect
 from qat_lora.backend.environment import LOOPBACK, Place, master_port, read_place, slice_hosts, whole_number
 from qat_lora.backend.group import ALONE, SIGTERM, Group, WorkerLost, notice_sigterm, say, stopped_at
-from qat_lora.backend.hub import AGAIN, AnotherFailed, Timeouts
+from qat_lora.backend.relay import AGAIN, AnotherFailed, Timeouts
 from qat_lora.backend.rendezvous import interface, join, join_at, leave_release, serve, tensor_store
 from qat_lora.backend.revision import agree_on_code
 from qat_lora.backend.torch import TorchBackend
@@ -28,7 +28,7 @@ from qat_lora.errors import UserError, ignore_sigterm, nowhere, open_output, rep
 
 GRACE = 8  # seconds that the other workers get to end by themselves after one has died
 STARTING = 300  # seconds within which the workers that this process has started have to arrive; it sees them die
-FOREVER = timedelta(days=365)  # a collective takes as long as it takes: the hub notices who is lost
+FOREVER = timedelta(days=365)  # a collective takes as long as it takes: the relay notices who is lost
 # What torch_xla reads of a part of a host's chips, which are taken from number 0 on. Untested on hardware.
 PROCESS_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 
@@ -230,11 +230,11 @@ def be_silent() -> None:
 
 # -- CPU processes and GPUs ------------------------------------------------------------------------------------------
 def _spawn(worker, args, kind: str, precision: str, count: int, debug: bool, timeouts: Timeouts) -> None:
-    # The hub lives here, where no worker's end can close it.
+    # The relay lives here, where no worker's end can close it.
     timeouts = replace(timeouts, join=max(timeouts.join, STARTING))
-    hub = serve(0, True, count, timeouts, reports_deaths=True)
+    relay = serve(0, True, count, timeouts, reports_deaths=True)
     context = multiprocessing.get_context("spawn")
-    job = (worker, args, kind, precision, count, hub.port, debug, timeouts)
+    job = (worker, args, kind, precision, count, relay.port, debug, timeouts)
     processes = [context.Process(target=_spawned, args=(rank, *job)) for rank in range(count)]
     try:
         for process in processes:
@@ -242,8 +242,8 @@ def _spawn(worker, args, kind: str, precision: str, count: int, debug: bool, tim
         with sigterm_forwarded():
             failed = _first_to_fail(processes)
             if failed is not None:
-                reported = hub.end(f"worker {failed} has failed; {AGAIN}", failed)  # tells the others, too
-                died = hub.died == failed
+                reported = relay.end(f"worker {failed} has failed; {AGAIN}", failed)  # tells the others, too
+                died = relay.died == failed
                 _end_with(f"worker {failed}", processes[failed].exitcode, reported and not died)
     finally:
         ends = time.monotonic() + GRACE

@@ -1,8 +1,7 @@
-"""Left behind by a worker that ends because another host is lost: python reaper.py WORKER LAUNCHER SECONDS.
+"""Started by a worker that ends because another host is lost: python -SP reaper.py WORKER LAUNCHER SECONDS.
 
-torchrun asks its store for news ten times a second, and never returns from that where the store's host gives no answer:
-then it neither sees its worker end nor hears SIGTERM. A worker that nobody has waited for within so many seconds is
-taken as the sign, and the launcher is ended.
+torchrun polls its store ten times a second. If the store's host does not answer, the call never returns, and torchrun
+neither sees its worker end nor reacts to SIGTERM. So if the worker is still a zombie after SECONDS, kill the launcher.
 """
 
 import os
@@ -12,7 +11,7 @@ import time
 
 
 def is_unnoticed(worker: int, launcher: int) -> bool:
-    """Whether a process has ended, and this parent of it has not looked yet."""
+    """Whether a process has ended and is still waiting for this parent to collect it."""
     try:
         with open(f"/proc/{worker}/stat") as file:
             state, parent = file.read().rpartition(")")[2].split()[:2]
@@ -28,7 +27,7 @@ def main(worker: int, launcher: int, seconds: float) -> None:
         if not os.path.exists(f"/proc/{worker}"):
             return
     if is_unnoticed(worker, launcher):
-        print(f"error: torchrun (process {launcher}) waits for a host that is lost, and was ended", file=sys.stderr)
+        print(f"error: torchrun (process {launcher}) hung on a lost host and was killed", file=sys.stderr)
         os.kill(launcher, signal.SIGKILL)
 
 

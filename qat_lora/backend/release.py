@@ -1,8 +1,8 @@
-"""Left behind by a worker that has saved on SIGTERM: python -P release.py LAUNCHER JOB COMMAND….
+"""Started by a worker that has saved on SIGTERM: python -P release.py LAUNCHER JOB COMMAND….
 
-torchrun ends at once when it is asked to, and tells nobody: those of the other hosts wait for it for five minutes
-before they end. Once it has gone, this says so in its place, in the store where they wait (torch 2.9:
-SimpleElasticAgent._exit_barrier; should another version wait for another key, they wait as before).
+On SIGTERM torchrun exits without a word to the other hosts, whose torchruns then wait for it at an exit barrier for
+five minutes. Once it is gone, this process opens that barrier in its place (torch 2.9: SimpleElasticAgent
+._exit_barrier; if another version uses another key, the others wait as before).
 """
 
 import sys
@@ -16,7 +16,7 @@ PORT = 29400  # where torchrun's endpoint names none
 
 
 def endpoint(words: list[str]) -> tuple[str, int]:
-    """Where the torchrun with this command line meets those of the other hosts."""
+    """The rendezvous endpoint of a torchrun with this command line."""
     from torch.distributed.run import parse_args
 
     at = next(number for number, word in enumerate(words) if word.endswith(("torchrun", "torch.distributed.run")))
@@ -27,7 +27,7 @@ def endpoint(words: list[str]) -> tuple[str, int]:
 def is_running(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"  # whoever started it may not have looked yet
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"  # a zombie has exited
     except OSError:
         return False
 
@@ -47,6 +47,6 @@ def main(launcher: int, job: str, words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # the launcher or its store has gone already, or is none of torchrun's: there is nobody to tell
+    # the store is gone already, or the launcher is not torchrun: there is nobody to tell
     with suppress(RuntimeError, OSError, ValueError, StopIteration, SystemExit):
         main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])

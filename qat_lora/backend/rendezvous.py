@@ -1,4 +1,4 @@
-"""Where the workers of a job meet: at a hub that worker 0 serves, on the loopback interface if they share a host."""
+"""Where the workers of a job meet: at a relay that worker 0 serves, on the loopback interface if they share a host."""
 
 import errno
 import json
@@ -18,11 +18,11 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from qat_lora.backend.environment import LOOPBACK, Place
 from qat_lora.backend.group import Group, say, stopped_at
-from qat_lora.backend.hub import AGAIN, NOTICE, Hub, Link, Refused, Timeouts, this_member
+from qat_lora.backend.relay import AGAIN, NOTICE, Link, Refused, Relay, Timeouts, this_member
 from qat_lora.errors import UserError, first_line
 
-START_AGAIN = f"see whether that host and its network are up, then {AGAIN}"
-MEETING = "qat_lora/hub"  # key of the hub's address in torchrun's store, written anew after each restart
+START_AGAIN = f"check that its host and network are up, then {AGAIN}"
+MEETING = "qat_lora/relay"  # key of the relay's address in torchrun's store, written anew after each restart
 
 
 def listen(port: int, one_host: bool) -> socket.socket:
@@ -53,9 +53,9 @@ _stores: list[TCPStore] = []  # kept as long as this process runs
 def serve(
     port: int, one_host: bool, world_size: int, timeouts: Timeouts, where: str = "", tensors: bool = True,
     reports_deaths: bool = False,
-) -> Hub:  # fmt: skip
-    """The hub of a job, served by this process (see `Hub`), with a store for torch's process group if it carries the
-    tensors. where: the address in messages."""
+) -> Relay:  # fmt: skip
+    """A job's relay, served by this process (see `Relay`). tensors: with a store for torch's process group, which
+    carries them. where: the address in messages."""
     listening, store_port = listen(port, one_host), 0
     if tensors:
         other = listen(0, one_host)
@@ -64,16 +64,16 @@ def serve(
             TCPStore(LOOPBACK, store_port, is_master=True, wait_for_workers=False, master_listen_fd=other.detach())
         )
     where = where or f"{LOOPBACK}:{listening.getsockname()[1]}"
-    return Hub(listening, world_size, timeouts, where, store_port, reports_deaths)
+    return Relay(listening, world_size, timeouts, where, store_port, reports_deaths)
 
 
 def join(
     address: Callable[[], tuple[str, int] | None], rank: int, world_size: int, timeouts: Timeouts, where: str,
     again: bool = False,
 ) -> Link:  # fmt: skip
-    """This worker's link to the hub, once all workers have come.
+    """This worker's link to the relay, once all workers have come.
 
-    address(): where the hub is, None while nobody knows; asked anew for each try. again: whether a hub that has no
+    address(): where the relay is, None while nobody knows; asked anew for each try. again: whether a relay that has no
     place for this worker may be one of an earlier attempt, to be tried again. Raises UserError within timeouts.join,
     in a line that says what was found instead.
     """
@@ -108,8 +108,8 @@ def join(
         if waited > timeouts.join:
             raise UserError(
                 f"worker {rank} on {socket.gethostname()} found no worker 0 at {where} within {timeouts.join:g} s "
-                f"({why}); start worker 0 there (RANK=0), correct MASTER_ADDR and MASTER_PORT, or give --join-timeout "
-                "SECONDS where hosts start slowly"
+                f"({why}); start worker 0 there (RANK=0), correct MASTER_ADDR or MASTER_PORT, or raise --join-timeout "
+                "if hosts start slowly"
             )
         if waited > NOTICE and not told:
             told = True
@@ -122,18 +122,18 @@ def join_at(place: Place, timeouts: Timeouts) -> Group:
     `join` do."""
     if place.agent_store:
         return _join_under_torchrun(place, timeouts)
-    hub, where = None, f"{place.address}:{place.port}"
+    relay, where = None, f"{place.address}:{place.port}"
     if place.rank == 0:
-        hub = serve(place.port, place.one_host, place.world_size, timeouts, where)
+        relay = serve(place.port, place.one_host, place.world_size, timeouts, where)
     # worker 0, too, goes through MASTER_ADDR: a second one, or one on another host, finds the first there
     link = join(lambda: (place.address, place.port), place.rank, place.world_size, timeouts, where)
-    return Group(place.rank, place.world_size, link, hub)
+    return Group(place.rank, place.world_size, link, relay)
 
 
 def _join_under_torchrun(place: Place, timeouts: Timeouts) -> Group:
-    """The port that torchrun names is that of its agent's store, which may outlive many attempts: worker 0 serves a hub
-    on a free port, and leaves its address there."""
-    at, hub = f"{place.address}:{place.port}", None
+    """torchrun's MASTER_PORT is a store of its agent, which outlives restarts: worker 0 serves a relay on a free port
+    and leaves its address in the store."""
+    at, relay = f"{place.address}:{place.port}", None
     where = f"{at} (torchrun's store)"
 
     def answered(function: Callable):
@@ -149,21 +149,21 @@ def _join_under_torchrun(place: Place, timeouts: Timeouts) -> Group:
             overdue.cancel()
 
     def address() -> tuple[str, int] | None:
-        if hub:
-            return LOOPBACK, hub.port
+        if relay:
+            return LOOPBACK, relay.port
         found = answered(lambda: store.get("address") if store.check(["address"]) else None)
         return found and tuple(json.loads(found))
 
     client = answered(lambda: TCPStore(place.address, place.port, timeout=timedelta(seconds=timeouts.join)))
     store = PrefixStore(f"{MEETING}/{place.job}", client)
     if place.rank == 0:
-        hub = serve(0, place.one_host, place.world_size, timeouts, where)
+        relay = serve(0, place.one_host, place.world_size, timeouts, where)
         mine = LOOPBACK if place.one_host else route_to(place.address)
         if mine.startswith("127.") and not place.one_host:  # the store is here, and the others have found it
             mine = place.address
-        answered(lambda: store.set("address", json.dumps([mine, hub.port])))
+        answered(lambda: store.set("address", json.dumps([mine, relay.port])))
     link = join(address, place.rank, place.world_size, timeouts, where, again=True)
-    return Group(place.rank, place.world_size, link, hub)
+    return Group(place.rank, place.world_size, link, relay)
 
 
 def _give_up(line: str) -> None:
@@ -196,8 +196,8 @@ def interface(group: Group) -> str | None:
     mine = members[group.rank].machine
     others = [member.address for member in members if member.machine != mine]
     if others:
-        with_hub = members[0].machine == mine
-        address = route_to(others[0]) if with_hub else group.link.connection.getsockname()[0]
+        with_relay = members[0].machine == mine
+        address = route_to(others[0]) if with_relay else group.link.connection.getsockname()[0]
     else:
         address = LOOPBACK
     address = address.removeprefix("::ffff:").split("%")[0]
@@ -208,7 +208,7 @@ def interface(group: Group) -> str | None:
 
 
 def tensor_store(group: Group) -> Store:
-    """The store at which torch's process group meets, beside the hub; of this attempt alone."""
+    """The store at which torch's process group meets, beside the relay; of this attempt alone."""
     host = group.link.connection.getpeername()[0]
     store = TCPStore(host, group.link.store_port, is_master=False, timeout=timedelta(seconds=group.link.timeouts.join))
     return PrefixStore(group.link.nonce, store)

@@ -16,7 +16,8 @@ def agree_on_code(group: Group) -> None:
     differ."""
     if group.world_size == 1:
         return
-    group.agree({"code": (code_digest(), f"{revision()}, {code_digest()}")}, "check the same revision out everywhere")
+    mine = code_digest()
+    group.agree({"code": (mine, f"{revision()} ({mine})")}, "check out the same revision on every host")
     everyone = group.gather({name: version(name) for name in VERSIONS})
     for rank, theirs in enumerate(everyone):
         other = [name for name in VERSIONS if theirs[name] != everyone[0][name]]
@@ -24,12 +25,12 @@ def agree_on_code(group: Group) -> None:
             name = other[0]
             say(
                 f"warning: {name} is {everyone[0][name]} for {group.name(0)}, {theirs[name]} for {group.name(rank)}; "
-                "figures may differ from those of a job with one version"
+                "figures may differ"
             )
 
 
 def code_digest() -> str:
-    """What tells this code from another, changes that are not committed included: twelve hexadecimal digits."""
+    """Twelve hexadecimal digits of a checksum over the code, uncommitted changes included."""
     package = Path(__file__).resolve().parents[1]
     files = sorted(path for path in package.rglob("*") if path.suffix in (".py", ".c"))
     main = getattr(sys.modules.get("__main__"), "__file__", None)

@@ -18,13 +18,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from qat_lora.backend import probe
 from qat_lora.backend.environment import LOOPBACK, master_port
 from qat_lora.backend.group import ALONE, Group
-from qat_lora.backend.hub import Hub, Timeouts
 from qat_lora.backend.optim import CautiousAdamW
+from qat_lora.backend.relay import Relay, Timeouts
 from qat_lora.backend.rendezvous import join, serve
 from qat_lora.backend.torch import TorchBackend
 
 _SERVING = threading.Lock()
-_served: list[Hub] = []  # the hub that this process serves
+_served: list[Relay] = []  # the relay that this process serves
 
 
 def _attention_of_one_type(module, query, key, value, *args, **kwargs):
@@ -32,21 +32,21 @@ def _attention_of_one_type(module, query, key, value, *args, **kwargs):
 
 
 def connect(timeouts: Timeouts) -> Group:
-    """This worker's place in a job that torch_xla.launch started; the first host serves the hub.
+    """This worker's place in a job that torch_xla.launch started; the first host serves the relay.
 
     MASTER_PORT (default 29500) is its port. In a job on one host, no other host can reach it. Raises UserError if the
     port is bad or in use, or if not all workers arrive.
     """
     one_host, port = hosts() == 1, master_port()
     host = LOOPBACK if one_host else _addresses()[0].rsplit(":", 1)[0]
-    rank, hub = xr.global_ordinal(), None
+    rank, relay = xr.global_ordinal(), None
     if os.environ.get("CLOUD_TPU_TASK_ID", "0") == "0":
         with _SERVING:  # a process may run several workers, each in a thread
             if not _served:
                 _served.append(serve(port, one_host, xr.world_size(), timeouts, f"{host}:{port}", tensors=False))
-        hub = _served[0]
+        relay = _served[0]
     link = join(lambda: (host, port), rank, xr.world_size(), timeouts, f"{host}:{port}")
-    return Group(rank, xr.world_size(), link, hub)
+    return Group(rank, xr.world_size(), link, relay)
 
 
 def hosts() -> int:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, get_args, get_type_hints
 import yaml
 from transformers.hf_argparser import HfArgumentParser
 
-from qat_lora.backend.hub import Timeouts
+from qat_lora.backend.relay import Timeouts
 from qat_lora.errors import UserError, ignore_sigterm, open_output, report
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from qat_lora.backend import hub, launch, rendezvous
-from qat_lora.backend.hub import Timeouts
+from qat_lora.backend import launch, relay, rendezvous
+from qat_lora.backend.relay import Timeouts
 from qat_lora.errors import report
 from qat_lora.run.rundir import Run
 from qat_lora.run.session import Every, Session
@@ -67,8 +67,8 @@ if __name__ == "__main__":
     timeouts = Timeouts()
     if WHAT == "impatient":
         timeouts = Timeouts(join=2)
-        hub.NOTICE = rendezvous.NOTICE = 0.5
-        hub.GREETING = 1
+        relay.NOTICE = rendezvous.NOTICE = 0.5
+        relay.GREETING = 1
     try:
         launch(work, (), "cpu", "fp32", CHIPS, timeouts=timeouts)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What the workers of a job tell each other on the host: threads here, each with its link to one hub."""
+"""What the workers of a job tell each other on the host: threads here, each with its link to one relay."""
 
 import os
 import socket
@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import pytest
 
-from qat_lora.backend import hub as hub_module
+from qat_lora.backend import relay as relay_module
 from qat_lora.backend.group import ALONE, Group, WorkerLost
-from qat_lora.backend.hub import AnotherFailed, Hub, Link, Refused, Timeouts, this_member
+from qat_lora.backend.relay import AnotherFailed, Link, Refused, Relay, Timeouts, this_member
 from qat_lora.backend.rendezvous import join, serve
 from qat_lora.errors import UserError
 
@@ -24,7 +24,7 @@ made: list[Link] = []
 
 @pytest.fixture(autouse=True)
 def links_end_with_the_test():
-    """Their threads would end the process once they have lost the hub."""
+    """Their threads would end the process once they have lost the relay."""
     yield
     while made:
         link = made.pop()
@@ -32,10 +32,10 @@ def links_end_with_the_test():
         link.gone.set()
 
 
-def enter(hub: Hub, rank: int, count: int, timeouts: Timeouts = HASTY, **claims) -> Group:
-    """The group of one worker that joins a hub of this process; claims: what it says of itself."""
+def enter(relay: Relay, rank: int, count: int, timeouts: Timeouts = HASTY, **claims) -> Group:
+    """The group of one worker that joins a relay of this process; claims: what it says of itself."""
     link = Link(
-        socket.create_connection(("127.0.0.1", hub.port)), replace(this_member(rank), **claims), count, timeouts
+        socket.create_connection(("127.0.0.1", relay.port)), replace(this_member(rank), **claims), count, timeouts
     )
     made.append(link)
     link.enter()
@@ -45,17 +45,17 @@ def enter(hub: Hub, rank: int, count: int, timeouts: Timeouts = HASTY, **claims)
 @pytest.fixture
 def together(monkeypatch):
     """together(function, count): function(group) in each of `count` workers; its results, exceptions included."""
-    monkeypatch.setattr(hub_module, "BEAT", 0.1)
+    monkeypatch.setattr(relay_module, "BEAT", 0.1)
     monkeypatch.setattr(os, "_exit", lambda code: pytest.fail(f"the process was ended with {code}"))
 
     def run(function, count: int = 3, timeouts: Timeouts = HASTY, **claims) -> list:
-        hub = serve(0, True, count, timeouts, tensors=False)
+        relay = serve(0, True, count, timeouts, tensors=False)
         results = [None] * count
 
         def work(rank: int) -> None:
             try:
-                group = enter(hub, rank, count, timeouts, **claims)
-                group.hub = hub if rank == 0 else None
+                group = enter(relay, rank, count, timeouts, **claims)
+                group.relay = relay if rank == 0 else None
                 results[rank] = function(group)
             except (Exception, SystemExit) as error:
                 results[rank] = error
@@ -66,7 +66,7 @@ def together(monkeypatch):
         for thread in threads:
             thread.join(30)
         assert not any(thread.is_alive() for thread in threads)
-        assert hub.ending or not hub.values, "answers are not kept"
+        assert relay.ending or not relay.values, "answers are not kept"
         return results
 
     return run
@@ -175,7 +175,7 @@ def test_a_worker_that_leaves_without_a_word_has_died(together):
         return group.fail(error.value)
 
     first, _, third = together(work)
-    assert first.startswith(f"worker 1 on {socket.gethostname()} (process {os.getpid()}) has died; see its terminal")
+    assert first.startswith(f"worker 1 on {socket.gethostname()} (process {os.getpid()}) died (killed? out of memory?)")
     assert third is None, "they share a terminal"
 
 
@@ -193,18 +193,18 @@ def test_a_worker_that_gives_no_sign_of_life_is_lost_and_one_that_is_busy_is_not
         return str(error.value)
 
     lost, _ = together(work, 2, Timeouts(host=3, join=2))
-    assert lost.startswith(f"worker 1 on {socket.gethostname()} has not been heard of for 1.8 s; see whether that host")
+    assert lost.startswith(f"no sign of life from worker 1 on {socket.gethostname()} for 1.8 s; check that the host")
 
 
 def test_a_lost_hub_is_noticed_by_its_silence(together):
     def work(group):
-        if group.hub:
-            group.hub._send = lambda *_: None  # it hears, and says nothing
+        if group.relay:
+            group.relay._send = lambda *_: None  # it hears, and says nothing
         with pytest.raises(AnotherFailed) as error:
             group.gather(None)
         return str(error.value)
 
-    lost = f"worker 0 on {socket.gethostname()} has not been heard of for 1.8 s"
+    lost = f"no sign of life from worker 0 on {socket.gethostname()} for 1.8 s"
     assert all(line.startswith(lost) for line in together(work, 2))
 
 
@@ -265,13 +265,13 @@ def test_a_failure_of_the_last_to_leave_reaches_the_one_that_waits(together):
 
 # -- meeting ---------------------------------------------------------------------------------------------------------
 def test_workers_that_never_come_are_named_while_waiting_and_at_the_end(monkeypatch, capfd):
-    monkeypatch.setattr(hub_module, "NOTICE", 0.5)
-    monkeypatch.setattr(hub_module, "BEAT", 0.1)
-    hub = serve(0, True, 3, Timeouts(join=1), "here:29500", tensors=False)
+    monkeypatch.setattr(relay_module, "NOTICE", 0.5)
+    monkeypatch.setattr(relay_module, "BEAT", 0.1)
+    relay = serve(0, True, 3, Timeouts(join=1), "here:29500", tensors=False)
     with pytest.raises(UserError) as error:
-        enter(hub, 0, 3)
+        enter(relay, 0, 3)
     assert str(error.value).startswith(
-        f"workers 1, 2 of 3 did not arrive at here:29500 within 1 s (who came: worker 0 on {socket.gethostname()}); "
+        f"workers 1, 2 of 3 did not arrive at here:29500 within 1 s (arrived: worker 0 on {socket.gethostname()}); "
         "start every RANK from 0 to 2 with the same MASTER_ADDR and MASTER_PORT"
     )
     assert capfd.readouterr().err == "waiting for workers 1, 2 of 3 at here:29500\n"
@@ -285,29 +285,29 @@ def test_workers_that_never_come_are_named_while_waiting_and_at_the_end(monkeypa
     ],
 )
 def test_a_worker_that_contradicts_the_others_is_refused_and_they_stop(rank, count, said):
-    hub = serve(0, True, 2, Timeouts(join=9), "here", tensors=False)
+    relay = serve(0, True, 2, Timeouts(join=9), "here", tensors=False)
     first: list = []
 
     def come() -> None:
         with pytest.raises(UserError) as error:
-            enter(hub, 0, 2)
+            enter(relay, 0, 2)
         first.append(str(error.value))
 
     thread = threading.Thread(target=come)
     thread.start()
-    while 0 not in hub.members:
+    while 0 not in relay.members:
         time.sleep(0.01)
     with pytest.raises(Refused, match=said):
-        enter(hub, rank, count)
+        enter(relay, rank, count)
     thread.join()
-    assert f"has a worker that does not belong to the job: {said}" in first[0]
+    assert f"does not belong to this job: {said}" in first[0]
 
 
 def test_a_stray_worker_does_not_end_a_job_that_is_complete(together):
     def work(group):
-        if group.hub:
+        if group.relay:
             with pytest.raises(Refused, match="RANK=1 is taken"):
-                enter(group.hub, 1, 2)
+                enter(group.relay, 1, 2)
         return group.gather(group.rank)
 
     assert together(work, 2) == [[0, 1]] * 2
@@ -315,9 +315,9 @@ def test_a_stray_worker_does_not_end_a_job_that_is_complete(together):
 
 def test_what_is_no_worker_is_sent_away(together):
     def work(group):
-        if group.hub:
+        if group.relay:
             for greeting in (b"GET / HTTP/1.1\r\nHost: here\r\n\r\n", b"J" + bytes(7) + b"\x02{}"):
-                with socket.create_connection(("127.0.0.1", group.hub.port)) as stranger:
+                with socket.create_connection(("127.0.0.1", group.relay.port)) as stranger:
                     stranger.sendall(greeting)
                     assert stranger.recv(10) == b""
         return group.gather(group.rank)
@@ -326,7 +326,7 @@ def test_what_is_no_worker_is_sent_away(together):
 
 
 def test_a_worker_waits_for_a_hub_that_is_not_there_yet_or_is_ending():
-    """Restarted at once: the hub of the job before may still be there."""
+    """Restarted at once: the relay of the job before may still be there."""
     old = serve(0, True, 1, HASTY, tensors=False)
     enter(old, 0, 1).link.leave()
     old.end("enough")
@@ -340,11 +340,11 @@ def test_a_worker_waits_for_a_hub_that_is_not_there_yet_or_is_ending():
 def test_hosts_of_one_name_are_told_apart_by_their_address(together):
     names = together(lambda group: [group.name(rank) for rank in range(2)], 2)
     assert names[0] == [f"worker {rank} on {socket.gethostname()}" for rank in range(2)]
-    hub = serve(0, True, 2, HASTY, tensors=False)
+    relay = serve(0, True, 2, HASTY, tensors=False)
     groups: list = [None, None]
 
     def come(rank: int) -> None:
-        groups[rank] = enter(hub, rank, 2, host="localhost", machine=f"machine {rank}")
+        groups[rank] = enter(relay, rank, 2, host="localhost", machine=f"machine {rank}")
 
     threads = [threading.Thread(target=come, args=(rank,)) for rank in range(2)]
     for thread in threads:
@@ -358,21 +358,21 @@ def test_hosts_of_one_name_are_told_apart_by_their_address(together):
 # -- the thread that watches -----------------------------------------------------------------------------------------
 HANGS = """
 import os, signal, sys, threading, time
-from qat_lora.backend import group as module, hub as hub_module
+from qat_lora.backend import group as module, relay as relay_module
 from qat_lora.backend.group import Group, notice_sigterm, stopped_at
-from qat_lora.backend.hub import Timeouts
+from qat_lora.backend.relay import Timeouts
 from qat_lora.backend.rendezvous import join, serve
 what, timeouts = sys.argv[1], Timeouts(host=3)
-hub = serve(0, True, 2, timeouts, tensors=False)
-at = lambda: ("127.0.0.1", hub.port)
+relay = serve(0, True, 2, timeouts, tensors=False)
+at = lambda: ("127.0.0.1", relay.port)
 other = threading.Thread(target=lambda: join(at, 1, 2, timeouts, "here"), daemon=True)
 other.start()
-group = Group(0, 2, join(at, 0, 2, timeouts, "here"), hub)
+group = Group(0, 2, join(at, 0, 2, timeouts, "here"), relay)
 notice_sigterm()
 if what == "sigterm":
     os.kill(os.getpid(), signal.SIGTERM)
 if what == "ended":
-    hub.end("worker 1 on there is gone", 1, said=False)
+    relay.end("worker 1 on there is gone", 1, said=False)
 with group.waiting():
     import ctypes
     ctypes.CDLL(None).sleep(100)  # a signal interrupts the first

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 
 from qat_lora.backend import TorchBackend, count_workers, detect
 from qat_lora.backend.group import SIGTERM
-from qat_lora.backend.hub import Timeouts
 from qat_lora.backend.launch import PROCESS_BOUNDS, XlaWorker, _take_chips, check_world, launch
+from qat_lora.backend.relay import Timeouts
 from qat_lora.errors import UserError
 
 CLOSE = 1e-6  # weights after five steps in fp32

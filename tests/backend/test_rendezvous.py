@@ -84,7 +84,9 @@ def test_survivors_of_a_killed_worker_say_one_line(tmp_path):
     assert by_env[0] == by_env[3] == (-9, "")
     for (code, err), killed in ((by_env[1], 0), (by_env[2], 1)):
         assert code == 1 and err.count("\n") == 1, err
-        assert re.match(rf"error: worker {killed} on \S+ \(process \d+\) has died; see its terminal", err), err
+        assert re.match(
+            rf"error: worker {killed} on \S+ \(process \d+\) died \(killed", err
+        ), err
         assert "--resume auto" in err
 
 
@@ -115,7 +117,7 @@ def test_workers_that_cannot_meet_say_why(tmp_path):
     assert f"what listens at localhost:{port} is not worker 0 of a job (timed out); end that program, or" in said[1]
     at = f"localhost:{alone['MASTER_PORT']}"
     assert said[2].startswith(
-        f"waiting for worker 1 of 2 at {at}\nerror: worker 1 of 2 did not arrive at {at} within 2 s (who came: worker 0"
+        f"waiting for worker 1 of 2 at {at}\nerror: worker 1 of 2 did not arrive at {at} within 2 s (arrived: worker 0"
     )
     at = f"localhost:{nobody['MASTER_PORT']}"
     assert said[3].startswith(f"worker 1 is waiting for worker 0 at {at} (Connection refused)\n")

@@ -152,7 +152,7 @@ def main() -> None:
 
 def table(rows: list[dict]) -> str:
     lines = [
-        "| experiment | launcher | lost | how | trials | seconds, median (worst) | host named | exit codes | bit-equal |",
+        "| experiment | launcher | lost | how | trials | seconds: median (worst) | named | exit codes | bit-equal |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     lost: dict[tuple, list] = {}

@@ -1,7 +1,9 @@
-"""How the workers of a job hear of each other: each holds one connection to a hub, which passes values on and tells
-everybody within seconds that a worker has ended, or within `Timeouts.host` that its host is lost.
+"""How the workers of a job talk to each other on the host, and notice that one is gone.
 
-A frame is a kind (one byte), the length of its content (eight bytes) and the content. The hub never unpickles anything.
+Every worker holds one TCP connection to a relay, served by worker 0 or by the process that started them all. The relay
+passes values on, tells everybody at once when a worker dies, and within `Timeouts.host` when a host goes silent.
+
+A frame is a kind (one byte), the length of its content (eight bytes) and the content. The relay never unpickles values.
 """
 
 import asyncio
@@ -24,31 +26,31 @@ from pathlib import Path
 from qat_lora.errors import UserError
 
 BEAT = 1  # seconds between two signs of life
-GREETING = 10  # seconds within which a hub answers; a server that takes longer is something else
+GREETING = 10  # seconds within which a relay answers; a server that takes longer is something else
 NOTICE = 20  # seconds of waiting for workers before a line is printed
 REAPER = Path(__file__).with_name("reaper.py")
 PIECE = 2**20  # bytes read at a time
 HEAD = struct.Struct("!cQ")
-# worker → hub: who it is, a value, a failure, a normal end; hub → worker: its answers; both: a sign of life
+# worker → relay: who it is, a value, a failure, a normal end; relay → worker: its answers; both: a sign of life
 JOIN, VALUE, FAIL, BYE, WELCOME, REFUSED, VALUES, ENDED, ALIVE = (bytes([byte]) for byte in b"JVFQWRAEB")
-AGAIN = "start the job again with --resume auto"
+AGAIN = "restart the job with --resume auto"
 
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Seconds. host: within which the job ends where a host is lost. join: within which all workers have to arrive."""
+    """Seconds. host: every other host ends within this time of one being lost. join: all workers arrive within it."""
 
     host: float = 60
     join: float = 60
 
     @property
     def silence(self) -> float:
-        """After how long without a sign of life a worker counts as lost; the rest is for ending."""
+        """How long a worker may be silent before it counts as lost; the rest of the time is for ending."""
         return 0.6 * self.host
 
     @property
     def grace(self) -> float:
-        """How long the main thread has to notice by itself that the job has ended, and to say so."""
+        """How long the main thread has to notice by itself that the job has ended, and to report it."""
         return 0.1 * self.host
 
     @property
@@ -61,8 +63,8 @@ class Timeouts:
 class Member:
     """One worker, as the others know it.
 
-    host: the name of its host. machine: equal for workers that see each other's processes. terminal: equal for those
-    whose lines appear in one place. address: as the hub sees it.
+    host: the name of its host. machine: the same for workers that see each other's processes. terminal: the same for
+    workers whose output appears in one place. address: as the relay sees it.
     """
 
     rank: int
@@ -87,9 +89,8 @@ def this_member(rank: int) -> Member:
 
 @dataclass(frozen=True)
 class Ending:
-    """Why a job has ended. culprit: the worker that is to blame, if one is. said: whether its own terminal has been
-    told, or its launcher does so. hub: whether the worker with the hub left without a word, so that nobody else can
-    tell more."""
+    """Why a job ends. culprit: the worker to blame, if there is one. said: whether its own terminal has been told, by
+    itself or by its launcher."""
 
     line: str
     culprit: int | None = None
@@ -116,13 +117,24 @@ def _as_json(content) -> bytes:
     return json.dumps(content).encode()
 
 
-# -- the hub ---------------------------------------------------------------------------------------------------------
-class Hub:
-    """Serves the workers of one job from a thread of this process, on a socket that listens already.
+def _died(member: Member) -> str:
+    return f"{member} (process {member.pid}) died (killed? out of memory?); see its terminal, then {AGAIN}"
 
-    where: its address, for messages. store_port: where the process group's store is, told to all. reports_deaths:
-    whether this process started the workers, and itself says which of them has died. Values are pickled, and whoever
-    reaches the port can run code in the workers.
+
+def _silent(member: Member, timeouts: Timeouts) -> str:
+    return (
+        f"no sign of life from {member} for {timeouts.silence:g} s; check that the host and its network are up, then "
+        f"{AGAIN}"
+    )
+
+
+# -- the relay ---------------------------------------------------------------------------------------------------------
+class Relay:
+    """Serves the workers of one job from a thread of this process, on a socket that already listens.
+
+    where: its address, for messages. store_port: where the process group's store listens; all workers are told.
+    reports_deaths: whether this process started the workers, and itself reports which of them died. Values are pickled:
+    whoever reaches the port can run code in the workers.
     """
 
     def __init__(
@@ -192,9 +204,9 @@ class Hub:
     def _missing(self) -> str:
         came = ", ".join(f"{self.members[rank]}" for rank in sorted(self.members)) or "nobody"
         return (
-            f"{self._late()} of {self.world_size} did not arrive at {self.where} within {self.timeouts.join:g} s (who "
-            f"came: {came}); start every RANK from 0 to {self.world_size - 1} with the same MASTER_ADDR and "
-            "MASTER_PORT, and give --join-timeout SECONDS where hosts start slowly"
+            f"{self._late()} of {self.world_size} did not arrive at {self.where} within {self.timeouts.join:g} s "
+            f"(arrived: {came}); start every RANK from 0 to {self.world_size - 1} with the same MASTER_ADDR and "
+            "MASTER_PORT, or raise --join-timeout if hosts start slowly"
         )
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -218,10 +230,7 @@ class Hub:
             self._leave(rank)
             if self.complete:
                 self.died = rank if self.ending is None else self.died
-                self._end(Ending(
-                    f"{self.members[rank]} (process {self.members[rank].pid}) has died; see its terminal (it may have "
-                    f"been killed, or had too little memory), then {AGAIN}", rank, self.reports_deaths,
-                ))  # fmt: skip
+                self._end(Ending(_died(self.members[rank]), rank, self.reports_deaths))
             else:
                 del self.members[rank]  # another may come in its place
         with suppress(OSError):
@@ -259,7 +268,7 @@ class Hub:
             self._refuse(writer, f"{fault} at {self.where}; give every worker the same", member)
         elif taken:
             fault = f"RANK={member.rank} is taken by {taken} (process {taken.pid})"
-            self._refuse(writer, f"{fault} at {self.where}; give each worker its own RANK, each job its own "
+            self._refuse(writer, f"{fault} at {self.where}; give each worker its own RANK and each job its own "
                          "MASTER_PORT", member)  # fmt: skip
         else:
             self.members[member.rank], self.writers[member.rank] = member, writer
@@ -273,7 +282,7 @@ class Hub:
     def _refuse(self, writer, line: str, member: Member | None = None, again: bool = False) -> None:
         self._send(writer, REFUSED, _as_json({"line": line, "again": again}))
         if member and not self.complete:  # the worker that should have come in its place is missing
-            self._end(Ending(f"{member.host} has a worker that does not belong to the job: {line}"))
+            self._end(Ending(f"a worker on {member.host} does not belong to this job: {line}"))
 
     def _welcome(self) -> None:
         self.complete = True
@@ -303,10 +312,7 @@ class Hub:
         member, writer = self.members[rank], self.writers[rank]
         self._leave(rank)
         writer.transport.abort()
-        self._end(Ending(
-            f"{member} has not been heard of for {self.timeouts.silence:g} s; see whether that host and its network "
-            f"are up, then {AGAIN}", rank,
-        ))  # fmt: skip
+        self._end(Ending(_silent(member, self.timeouts), rank))
 
     def _leave(self, rank: int) -> None:
         self.writers.pop(rank, None)
@@ -328,10 +334,10 @@ class Hub:
 
 # -- a worker's connection to it -------------------------------------------------------------------------------------
 class Link:
-    """One worker's connection to the hub. A thread of it watches over the job: where the main thread cannot notice that
-    the job has ended, because it waits for another worker inside a library, this thread says so and ends the process.
+    """One worker's connection to the relay. Its thread watches the job: if the main thread cannot notice that the job
+    has ended, because it is inside a library waiting for another worker, this thread reports it and ends the process.
 
-    stopped: when this process was asked to stop, if it was.
+    stopped: returns when this process was asked to stop (time.monotonic()), or None.
     """
 
     def __init__(
@@ -355,8 +361,8 @@ class Link:
         self.heard = time.monotonic()
 
     def enter(self) -> None:
-        """Wait until all workers have come. Raises UserError with the hub's reason if they do not, `Refused` if
-        this one does not belong to them, and ValueError if no hub answers here."""
+        """Wait until all workers have come. Raises UserError with the relay's reason if they do not, `Refused` if
+        this one does not belong to them, and ValueError if no relay answers here."""
         self.connection.settimeout(GREETING)
         kind, content = self._receive(most=2**16)
         if kind not in (ALIVE, WELCOME, REFUSED, ENDED):
@@ -417,7 +423,7 @@ class Link:
             self.waiting_since = before
 
     def fail(self, line: str, patience: float) -> Ending:
-        """Tell the hub that this worker fails, and why; returns why the job ends, which may be another reason."""
+        """Tell the relay that this worker fails, and why; returns why the job ends, which may be another reason."""
         self.reporting = True
         mine = Ending(line, self.member.rank, said=True)
         with suppress(OSError):
@@ -426,7 +432,7 @@ class Link:
         return self.ending or mine
 
     def leave(self) -> None:
-        """Say goodbye: this worker needs nobody any more. Returns once the hub has heard it."""
+        """Say goodbye: this worker needs nobody any more. Returns once the relay has heard it."""
         self.closed = True
         with suppress(OSError):
             self._send(BYE)
@@ -454,7 +460,7 @@ class Link:
             while not (self.closed and self.gone.is_set()):
                 ready = time.sleep(BEAT / 2) if self.gone.is_set() else selector.select(BEAT / 2)
                 now = time.monotonic()
-                if now - last > 5 * BEAT:  # this process was held up, and could not hear the hub
+                if now - last > 5 * BEAT:  # this process was held up, and could not hear the relay
                     self.heard = now
                 last = now
                 if ready:
@@ -477,9 +483,7 @@ class Link:
             piece = b""
         if not piece:
             self.gone.set()
-            hub = self.members[0]
-            self._end(Ending(f"{hub} (process {hub.pid}) has died; see its terminal (it may have been killed, or had "
-                             f"too little memory), then {AGAIN}", 0))  # fmt: skip
+            self._end(Ending(_died(self.members[0]), 0))
             return
         self.heard = now
         received += piece
@@ -503,15 +507,14 @@ class Link:
     def _judge(self, now: float) -> None:
         silence, waiting, stopped = self.timeouts.silence, self.waiting_since, self.stopped()
         if not self.ending and now - self.heard > silence:
-            self._end(Ending(f"{self.members[0]} has not been heard of for {silence:g} s; see whether that host and "
-                             f"its network are up, then {AGAIN}", 0))  # fmt: skip
+            self._end(Ending(_silent(self.members[0], self.timeouts), 0))
         if self.closed or self.reporting:
             return
         if self.ending and now - self.ended_at > self.timeouts.grace:
             self._give_up(self.ending.line, 1, self.speaks(self.ending))
         if stopped and waiting and now - max(stopped, waiting) > silence:
-            self._give_up(f"SIGTERM: the other workers did not come to the end of this step within {silence:g} s, so "
-                          f"nothing was saved; {AGAIN}", 143)  # fmt: skip
+            self._give_up(f"SIGTERM: the other workers did not finish this step within {silence:g} s, so nothing was "
+                          f"saved; {AGAIN}", 143)  # fmt: skip
 
     def leave_reaper(self) -> None:
         """Call it before this process ends with an error. Where another host is lost, its launcher may wait for that
