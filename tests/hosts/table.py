@@ -23,9 +23,9 @@ from test_hosts import losses, worker_of
 ROOT = SCRIPTS.parent
 WORK = ROOT / "runs" / "hosts"
 ROWS = WORK / "rows.jsonl"
-TRIALS, RESTARTS, AT_ONCE = 5, 10, 4
+TRIALS, RESTARTS, AT_ONCE = 5, 10, 5
 LAUNCHERS = {"by hand": "by_hand", "torchrun": "by_torchrun"}
-STEP = {"recovery": "step 100 ", "pretrain": "step 15 "}
+STEP = {"recovery": "step 100 ", "pretrain": "step 45 "}
 writing = threading.Lock()
 
 
@@ -53,8 +53,9 @@ def command(experiment: str, run: Path, *more) -> list:
             "--log-every", 20, "--eval-every", 0, "--output-dir", run, "--device", "cpu", *more,
         ]  # fmt: skip
     return [
-        ROOT / "pretrain.py", "--config", "nano", "--device", "cpu", "--num-chips", 1, "--steps", 40, "--save-interval",
-        10, "--log-interval", 5, "--eval-interval", 0, "--eval-rows", 8, "--output-dir", run, *more,
+        ROOT / "pretrain.py", "--config", "nano", "--device", "cpu", "--num-chips", 1, "--steps", 100,
+        "--save-interval", 20, "--log-interval", 5, "--eval-interval", 0, "--eval-rows", 8, "--global-batch-size", 8,
+        "--halt-max-segments", 2, "--H-cycles", 1, "--hidden-size", 32, "--puzzles", 40, "--output-dir", run, *more,
     ]  # fmt: skip
 
 
