@@ -1,0 +1,94 @@
+"""Do two workers train a recursive model as one does? Losses of one worker, of one worker with a weight moved by one
+unit in the last place (ulp), and of two workers that share its batches.
+
+    python benchmarks/divergence.py
+    python benchmarks/divergence.py --seeds 0 --lr 1e-4
+
+If training is chaotic, a difference in rounding grows until the losses differ visibly. Two workers round their sums in
+another order, so they may depart as far as the moved weight does, and no further. A mistake in how work is shared would
+show at the first update, in fp64 too.
+"""
+
+import json
+import statistics
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from qat_lora.backend import TorchBackend, launch
+from qat_lora.errors import UserError
+from qat_lora.experiments import athena
+from qat_lora.models.recursive import RecursiveModel
+from qat_lora.recursive import Trainer, segment_batches
+from qat_lora.run.config import ScriptConfig, option, parse, run_script
+
+SHOWN = (1, 2, 5, 10, 20, 30, 40)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ScriptConfig):
+    seeds: str = option("0,1,2", "seeds of puzzles, weights and batches")
+    steps: int = option(40, "updates")
+    lr: float = option(1e-3, "peak learning rate")
+
+
+def main(cfg: Config) -> None:
+    try:
+        seeds = [int(seed) for seed in cfg.seeds.split(",")]
+    except ValueError as error:
+        raise UserError(f"--seeds {cfg.seeds} is no list of whole numbers such as 0,1") from error
+    if cfg.steps < 1:
+        raise UserError(f"--steps {cfg.steps} must be at least 1")
+    if cfg.dry_run:
+        return print(
+            f"{len(seeds)} seeds of {cfg.steps} updates of pretrain's preset nano, in fp32 and fp64, three ways"
+        )
+    shown = [step for step in SHOWN if step <= cfg.steps]
+    print(f"nano, lr {cfg.lr:g}: relative difference of the loss from one worker's, median over seeds {cfg.seeds}")
+    print("| precision | run | " + " | ".join(f"update {step}" for step in shown) + " | largest | mean loss, last 10 |")
+    print("|---|---|" + "---|" * (len(shown) + 2))
+    for double in (False, True):
+        kinds = {"one worker": (1, False), "one worker, one ulp moved": (1, True), "two workers": (2, False)}
+        found = {
+            name: [losses(cfg, seed, double, ulp, workers) for seed in seeds] for name, (workers, ulp) in kinds.items()
+        }
+        for name, runs in found.items():
+            apart = [[abs(a - b) / abs(b) for a, b in zip(*pair)] for pair in zip(runs, found["one worker"])]
+            columns = [statistics.median(each[step - 1] for each in apart) for step in shown]
+            columns.append(statistics.median(map(max, apart)))
+            mean = statistics.mean(sum(run[-10:]) / len(run[-10:]) for run in runs)
+            cells = ["fp64" if double else "fp32", name, *(f"{value:.0e}" for value in columns), f"{mean:.4f}"]
+            print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def losses(cfg: Config, seed: int, double: bool, ulp: bool, workers: int) -> list[float]:
+    with tempfile.TemporaryDirectory() as folder:
+        launch(train, (cfg, seed, double, ulp, Path(folder)), "cpu", "fp32", workers)
+        return json.loads(Path(folder, "losses.json").read_text())
+
+
+def train(backend: TorchBackend, cfg: Config, seed: int, double: bool, ulp: bool, folder: Path) -> None:
+    torch.set_num_threads(1)
+    words = ["--config", "nano", "--lr", str(cfg.lr), "--seed", str(seed), "--steps", str(cfg.steps)]
+    options = athena.checked(parse(athena.Config, "pretrain", words))
+    rows, _ = athena.open_rows(options)
+    plan = athena.plan_of(options, cfg.steps)
+    backend.seed(seed)
+    model = RecursiveModel(athena.spec_of(options, rows))
+    model = model.double() if double else model
+    if ulp:
+        with torch.no_grad():
+            first = max(model.parameters(), key=lambda p: p.numel()).view(-1)[:1]
+            first.copy_(torch.nextafter(first, first + 1))
+    trainer, found = Trainer(backend.place(model), plan, backend), []
+    for number, batch in enumerate(segment_batches(rows, plan, 0, backend.rank, backend.world_size), 1):
+        loss = trainer.step(backend.to_device(batch), number)["loss"]
+        found.append(sum(backend.group.gather(loss.item())))
+    if backend.is_main:
+        (folder / "losses.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    run_script(main, Config, "divergence", __doc__)
