@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 TPU := $(wildcard /dev/accel0 /dev/vfio/0)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup doctor demo test lint bench-qat bench-step bench-quality bench-scaling setup-peers test-peers setup-zoo test-zoo test-faults models \
+.PHONY: help setup doctor demo test lint bench-qat bench-step bench-quality bench-scaling setup-peers test-peers setup-zoo test-zoo test-faults test-hosts hosts-table bench-divergence models \
 	recovery-v6e1 recovery-v6e4 recovery-v6e8 recovery-cuda recovery-cpu2 qat-v6e4 qat-cuda qat-cpu2 \
 	musclebob-cpu musclebob-v5e1 musclebob-cuda bench-grpo bench-memory reservoir-cpu reservoir-tpu reservoir-cuda bench-reservoir \
 	athena-cpu athena-v3-8 athena-cuda bench-recursive legal-cpu legal-v5e8 legal-cuda bench-sft
@@ -131,6 +131,15 @@ models: setup ## docs/models.md: what can be done with each model type (about tw
 test-faults: setup ## docs/reliability.md: kills, damaged files, full disks, large texts (a quarter of an hour on two cores; resumes)
 	$(PY) tests/faults/fault_table.py
 	$(PY) -m pytest -m faults
+
+test-hosts: setup ## two emulated hosts that lose each other, come late or differ (six minutes; needs root and `ip`, else skipped)
+	$(PY) -m pytest -m hosts tests/hosts
+
+hosts-table: setup ## the table of docs/scaling.md: lost hosts, five trials each, and restarts (an hour on two cores; resumes)
+	PYTHONPATH=tests:tests/hosts USE_TORCH_XLA=0 $(PY) tests/hosts/table.py
+
+bench-divergence: setup ## Athena: two workers, and one worker with one rounding changed, against one worker
+	$(PY) benchmarks/divergence.py
 
 lint: setup ## ruff, check only
 	$(PY) -m ruff check .
