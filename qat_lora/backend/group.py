@@ -92,12 +92,12 @@ class Group:
         if not self.rank:
             self.gather(None)
 
-    def agree(self, values: dict[str, tuple[Any, str]], fix: str) -> None:
+    def agree(self, values: dict[str, tuple[Any, str]], fix: str, common: bool = False) -> None:
         """Raise UserError, in every worker, where one has other values than worker 0. values: {name: (value, the value
-        for people)}; fix: what to do then."""
+        for people)}; fix: what to do then. common: whether a name that only one of them has is no difference."""
         first, *others = self.gather(values)
         for rank, theirs in enumerate(others, 1):
-            for name in sorted(first.keys() | theirs.keys()):
+            for name in sorted(first.keys() & theirs.keys() if common else first.keys() | theirs.keys()):
                 (one, shown), (two, shown_too) = first.get(name, (None, None)), theirs.get(name, (None, None))
                 if one != two:
                     raise UserError(

@@ -1,5 +1,6 @@
 """The backend on CPU and CUDA, and the interface that the XLA backend specialises."""
 
+import hashlib
 import os
 import queue
 import random
@@ -25,6 +26,8 @@ from qat_lora.backend.heap import BETWEEN, PIECES, hand_back_memory, keep_freed_
 from qat_lora.backend.optim import CautiousAdamW
 from qat_lora.errors import UserError, first_line
 
+# Keys of a transformers config that say where a model is or how it was saved.
+NO_SETTINGS = {"_name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype", "architectures"}
 # A gradient of at least so many bytes is reduced where it lies, the smaller ones as one copy. What the reduction costs:
 # docs/benchmarks.md.
 SMALL_BYTES = 256 * 2**10
@@ -68,6 +71,16 @@ def retie(module: nn.Module, groups: list[list[str]]) -> None:
         for name in others:
             owner, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(owner), leaf, parameter)
+
+
+def architecture(module: nn.Module) -> dict[str, tuple]:
+    """What must be equal for two copies of a model to compute the same, for `Group.agree`: the settings of its config,
+    and the names and shapes of its tensors."""
+    config = module.config.to_dict() if hasattr(getattr(module, "config", None), "to_dict") else {}
+    found = {f"the model's {key}": (repr(value),) * 2 for key, value in config.items() if key not in NO_SETTINGS}
+    tensors = [(name, tuple(t.shape)) for name, t in (*module.named_parameters(), *module.named_buffers())]
+    shapes = hashlib.sha256(repr(sorted(tensors)).encode()).hexdigest()[:12]
+    return found | {"the model's tensors": (shapes, f"{len(tensors)} of them ({shapes})")}
 
 
 def check_usable(device: torch.device) -> None:
@@ -154,7 +167,8 @@ class TorchBackend:
         module.to(self.device)
         retie(module, groups)
         if self.world_size > 1:
-            self.group.gather(None)  # worker 0 may have been loading for long; here a failure of it is noticed
+            # another version of transformers may have settings of its own
+            self.group.agree(architecture(module), "give every host the same model folder", common=True)
             self.broadcast([*module.parameters(), *module.buffers()])
         if self.kind == "cpu":
             hand_back_memory()

@@ -84,9 +84,7 @@ def test_survivors_of_a_killed_worker_say_one_line(tmp_path):
     assert by_env[0] == by_env[3] == (-9, "")
     for (code, err), killed in ((by_env[1], 0), (by_env[2], 1)):
         assert code == 1 and err.count("\n") == 1, err
-        assert re.match(
-            rf"error: worker {killed} on \S+ \(process \d+\) died \(killed", err
-        ), err
+        assert re.match(rf"error: worker {killed} on \S+ \(process \d+\) died \(killed", err), err
         assert "--resume auto" in err
 
 
