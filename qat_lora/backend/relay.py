@@ -186,7 +186,7 @@ class Relay:
                 last = now
                 for writer in self.writers.values():
                     self._send(writer, ALIVE)
-                for rank, heard in list(self.heard.items()):
+                for rank, heard in list(self.heard.items()) if self.complete else ():  # before, they only listen
                     if now - heard > self.timeouts.silence:
                         self._lose(rank)
                 waited = now - opened
@@ -285,8 +285,8 @@ class Relay:
             self._end(Ending(f"a worker on {member.host} does not belong to this job: {line}"))
 
     def _welcome(self) -> None:
-        self.complete = True
-        ranks = range(self.world_size)
+        self.complete, ranks = True, range(self.world_size)
+        self.heard = dict.fromkeys(ranks, time.monotonic())
         names: dict[str, set[str]] = {}  # hosts may share a name ("localhost")
         for member in self.members.values():
             names.setdefault(member.host, set()).add(member.machine)

@@ -182,6 +182,14 @@ def test_a_host_that_does_not_come_is_named_with_the_address_and_who_came(pair, 
     one_line(job, "worker 1 on hostb found no worker 0 at hosta:29500 within 4 s", "Connection refused")
 
 
+def test_a_host_that_comes_late_is_waited_for(pair, recovery, tmp_path):
+    """For longer than the others may be silent later."""
+    command = recovery(tmp_path / "r", 10, "--host-timeout", 10)
+    jobs = pair.by_hand(*command, of="a")
+    jobs[0].waits_for("waiting for worker 1 of 2 at hosta:29500")
+    trained([*jobs, *pair.by_hand(*command, of="b")])
+
+
 def test_an_address_that_nobody_has_is_named(pair, recovery, tmp_path):
     nobody = pair.address("a").rsplit(".", 1)[0] + ".9"
     jobs = pair.by_hand(*recovery(tmp_path / "r", 60, "--join-timeout", 4), address=nobody)
@@ -235,7 +243,7 @@ def test_other_code_is_refused(pair, recovery, tmp_path):
     other.write_text(optimiser.read_text() + "\nEPS_OF_ANOTHER_DAY = 1e-7\n")
     command = recovery(tmp_path / "r", 60)
     for job in differ(pair, command, command, binds={other: optimiser}):
-        one_line(job, "code is", "for worker 0 on hosta", "for worker 1 on hostb", "check the same revision out")
+        one_line(job, "code is", "for worker 0 on hosta", "for worker 1 on hostb", "check out the same revision")
 
 
 def test_another_version_of_torch_is_warned_of(pair, recovery, tmp_path):
@@ -265,6 +273,29 @@ def test_a_cache_may_lie_elsewhere_but_has_to_be_the_same(pair, recovery, sharp_
     command = recovery(tmp_path / "s", 60)
     for job in differ(pair, command, command, binds={another: sharp_cache}):
         one_line(job, "data is", "for worker 0 on hosta", "for worker 1 on hostb", f"--kd-cache-dir {sharp_cache}")
+
+
+def test_another_setting_of_the_model_is_refused(pair, recovery, sharp_model_dir, tmp_path):
+    shutil.copytree(sharp_model_dir, tmp_path / "other")
+    settings = json.loads((tmp_path / "other" / "config.json").read_text()) | {"rms_norm_eps": 0.001}
+    (tmp_path / "other" / "config.json").write_text(json.dumps(settings))
+    command = recovery(tmp_path / "r", 20)
+    for job in differ(pair, command, command, binds={tmp_path / "other": sharp_model_dir}):
+        one_line(job, "the model's rms_norm_eps is 1e-06 for worker 0 on hosta, 0.001 for worker 1 on hostb")
+
+
+def test_an_update_sends_little_more_than_its_gradients(pair, recovery, tmp_path):
+    """Bytes that come over the link for each update, headers of the network included."""
+    seen = []
+    for steps in (20, 120):
+        before = pair.received("a")
+        jobs = pair.by_hand(*recovery(tmp_path / str(steps), steps, "--save-every", 0, "--recovery-r", 32))
+        trained(jobs)
+        seen.append(pair.received("a") - before)
+    values = int(re.search(r", (\d+) values", jobs[0].said())[1])
+    ratio = (seen[1] - seen[0]) / 100 / (4 * values)
+    print(f"{values} trained values: {ratio:.3f} times their bytes")
+    assert 1 < ratio <= 1.1
 
 
 @pytest.mark.parametrize("what", ["cache", "model"])
