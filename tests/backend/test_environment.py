@@ -6,8 +6,8 @@ import socket
 import pytest
 
 from qat_lora.backend import count_workers, detect
-from qat_lora.backend.environment import LAUNCH, REQUIRED, Place, master_port, read_place
-from qat_lora.backend.launch import launch
+from qat_lora.backend.environment import LAUNCH, REQUIRED, Place, master_port, read_place, slice_hosts
+from qat_lora.backend.launch import check_slice, launch, open_alone
 from qat_lora.errors import UserError
 
 ONE_HOST = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -164,3 +164,47 @@ def test_a_misspelt_pjrt_device_is_refused(monkeypatch, requested):
     for value, device in (("", "TPU"), (" ", "TPU"), (" cpu ", "CPU")):
         monkeypatch.setenv("PJRT_DEVICE", value)
         assert detect.resolve(requested) == "xla" and os.environ["PJRT_DEVICE"] == device
+
+
+SLICE = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES", "CLOUD_TPU_TASK_ID", "TPU_WORKER_ID")
+
+
+@pytest.mark.parametrize(
+    "values, hosts, said",
+    [
+        ({}, 1, ""),
+        ({"TPU_PROCESS_ADDRESSES": "localhost:8476,localhost:8477", "CLOUD_TPU_TASK_ID": "0"}, 1, ""),
+        ({"TPU_PROCESS_ADDRESSES": "a:8476, b:8476"}, 2, "TPU_PROCESS_ADDRESSES=a:8476, b:8476"),
+        ({"TPU_WORKER_HOSTNAMES": "a,b,c,d"}, 4, "TPU_WORKER_HOSTNAMES=a,b,c,d"),
+        ({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}, 1, ""),
+        ({"TPU_WORKER_ID": "3"}, 4, "TPU_WORKER_ID=3"),
+        ({"CLOUD_TPU_TASK_ID": "1"}, 2, "CLOUD_TPU_TASK_ID=1"),
+    ],
+)
+def test_a_slice_is_counted_by_its_hosts(monkeypatch, values, hosts, said):
+    for name in SLICE:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    assert slice_hosts() == (hosts, said)
+
+
+def test_a_process_that_would_train_alone_on_a_slice_is_refused(monkeypatch):
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "a,b")
+    monkeypatch.setattr(detect, "tpu_chips", lambda: ["v6e"] * 4)
+    assert check_slice("xla", 0) and check_slice("xla", 4) and not check_slice("cpu", None)
+    for part in (None, 1, 2):
+        with pytest.raises(
+            UserError, match=r"^TPU_WORKER_HOSTNAMES=a,b means a slice of at least 2 hosts, and this process"
+        ):
+            check_slice("xla", part)
+    monkeypatch.setattr(detect, "tpu_chips", lambda: [])
+    with pytest.raises(UserError, match=r"would train alone; unset TPU_WORKER_HOSTNAMES$"):
+        check_slice("xla", 0)
+
+
+def test_a_script_for_one_device_is_refused_several_workers(place, monkeypatch):
+    place(ONE_HOST)
+    with pytest.raises(UserError, match=r"^WORLD_SIZE=2: this script trains on one device; start it without torchrun"):
+        open_alone("cpu", "fp32")
+    assert place(ONE_HOST | {"RANK": "0", "WORLD_SIZE": "1"}) and open_alone("cpu", "fp32").world_size == 1

@@ -4,6 +4,7 @@ interrupted."""
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -235,7 +236,10 @@ def test_ranks_started_with_different_configs(qat, tmp_path):
     ]
     said = "".join(end(job, expect=2)[1] for job in jobs)
     assert said.count("error:") == 1
-    assert "the workers were started with different configs: seed is 0 on worker 0, 1 on worker 1" in said
+    host = socket.gethostname()
+    assert (
+        f"the workers differ: seed is 0 for worker 0 on {host}, 1 for worker 1 on {host}; give every worker the" in said
+    )
     assert not (tmp_path / "run").exists()
 
 
