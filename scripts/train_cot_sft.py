@@ -68,7 +68,7 @@ from qat_lora.rl.rollout import check_answers
 from qat_lora.run.config import JobConfig, option, run_script
 from qat_lora.run.files import sha256
 from qat_lora.run.plots import plot_run
-from qat_lora.run.rundir import attempt, begun, for_fewer_workers, open_run, say
+from qat_lora.run.rundir import attempt, begun, open_run, prepare, say
 from qat_lora.run.session import Every, Session
 from qat_lora.sft import packed_loss
 
@@ -129,7 +129,7 @@ def main(cfg: Config) -> None:
 
 def work(backend: TorchBackend, cfg: Config) -> None:
     """The experiment, in each of its workers."""
-    cfg = for_fewer_workers(NAME, cfg, backend.group)
+    cfg = prepare(NAME, cfg, backend.group)
     tokenizer = cfg.tokenizer(cfg.model, begun(NAME, cfg, backend.group))
     if cfg.bos == "on":  # else as the template has it, which is what transformers does with a conversation
         begin_with_bos(tokenizer)

@@ -50,7 +50,7 @@ from qat_lora.rl.rollout import Sampling
 from qat_lora.run.config import JobConfig, option, run_script
 from qat_lora.run.files import write_atomically
 from qat_lora.run.plots import plot_run
-from qat_lora.run.rundir import Run, attempt, open_run, say
+from qat_lora.run.rundir import Run, attempt, open_run, prepare, say
 from qat_lora.run.session import Every, Session
 
 SHARED_CONFIG = {
@@ -85,6 +85,7 @@ SHARED_CONFIG = {
 SAMPLE_TOKENS = 120
 PJRT_TPU = os.environ.get("PJRT_DEVICE", "").upper() == "TPU"  # asks for a TPU as well
 OPENING = 6  # tokens of a held-out story to continue
+NAME = "train_tinystories_reservoir"
 CACHE = Path("caches/stories")  # where tokens are kept for later runs; a dry run keeps none
 
 
@@ -154,6 +155,7 @@ def main(cfg: Config) -> None:
 
 def work(backend: TorchBackend, cfg: Config) -> None:
     """One worker's part: all of it, or its share of every update's rows."""
+    prepare(NAME, cfg, backend.group)
     here = planned_workers(backend.kind, cfg.num_chips) if cfg.dry_run else backend.world_size
     if cfg.batch_size % here:
         raise UserError(f"--batch-size {cfg.batch_size} does not divide by {here} workers; use a multiple of them")
@@ -174,7 +176,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
         return
 
     facts = backend.facts | {"data": stories.fingerprint}
-    run = open_run("train_tinystories_reservoir", cfg, facts, backend.group)
+    run = open_run(NAME, cfg, facts, backend.group)
     backend.seed(cfg.seed + backend.rank)  # each worker's dropout is its own
     session = Session(run, backend, Every(cfg.log_every, cfg.eval_every, cfg.save_every), ("loss", "heldout_ppl"))
     if backend.is_main:
@@ -276,4 +278,4 @@ def finish(
 
 
 if __name__ == "__main__":
-    run_script(main, Config, "train_tinystories_reservoir", __doc__)
+    run_script(main, Config, NAME, __doc__)

@@ -1,4 +1,4 @@
-"""The workers of one job and how they exchange values on the host. Gradients go through Backend.reduce instead."""
+"""The workers of one job and how they exchange values outside the accelerator. Gradients go through Backend.reduce."""
 
 import pickle
 import re
@@ -14,7 +14,7 @@ from typing import Any
 from qat_lora.backend.relay import AGAIN, AnotherFailed, Link, Relay
 from qat_lora.errors import UserError, first_line
 
-HEARSAY = 2  # seconds that a failing worker waits for the relay's word on whether another has failed before
+HEARSAY = 2  # seconds that a failing worker waits to hear whether another worker failed first
 LINGER = 4  # seconds that a failed worker keeps its relay for the others
 SIGTERM = threading.Event()  # this process was asked to stop
 
@@ -26,7 +26,7 @@ class WorkerLost(UserError):
 class Group:
     """This worker's place among `world_size`. One worker needs no link to others.
 
-    relay: if it is served by this process, which then leaves last. Every worker makes the same calls in the same order;
+    relay: set if this process serves it; it then leaves last. Every worker makes the same calls in the same order;
     values are pickled, so they come from this job alone.
     """
 
@@ -50,16 +50,18 @@ class Group:
         return str(self.link.members[rank]) if self.link else f"worker {rank}"
 
     def waiting(self):
-        """Within this context the worker waits for others: in it, SIGTERM may end a process that waits in vain."""
+        """Within this context the worker only waits for others; SIGTERM may end the process if they never come."""
         return self.link.waiting() if self.link else nullcontext()
 
     @contextmanager
     def losing_none(self):
-        """`waiting`, in which a collective's broken connection becomes WorkerLost."""
+        """Like `waiting`; turns a collective's broken connection into WorkerLost."""
         try:
             with self.waiting():
                 yield
         except RuntimeError as error:  # gloo raises nothing more specific
+            if type(error).__name__ == "OutOfMemoryError":
+                raise
             why = re.sub(r"^\[\S+:\d+\] ", "", first_line(error))  # without the line of gloo's source
             raise WorkerLost(f"the connection to another worker is lost ({why}); {AGAIN}") from error
 
@@ -85,7 +87,7 @@ class Group:
 
     @contextmanager
     def main_first(self):
-        """Worker 0 goes through this context before the others enter it: what it downloads, they find."""
+        """Worker 0 runs this block first, so that the others find what it downloads."""
         if self.rank:
             self.gather(None)
         yield
@@ -94,7 +96,8 @@ class Group:
 
     def agree(self, values: dict[str, tuple[Any, str]], fix: str, common: bool = False) -> None:
         """Raise UserError, in every worker, where one has other values than worker 0. values: {name: (value, the value
-        for people)}; fix: what to do then. common: whether a name that only one of them has is no difference."""
+        for people)}; fix: what to do then. common: ignore names that only one of
+        them has."""
         first, *others = self.gather(values)
         for rank, theirs in enumerate(others, 1):
             for name in sorted(first.keys() & theirs.keys() if common else first.keys() | theirs.keys()):
@@ -104,6 +107,13 @@ class Group:
                         f"the workers differ: {name} is {shown} for {self.name(0)}, {shown_too} for {self.name(rank)}; "
                         f"{fix}"
                     )
+
+    def stop(self, wanted: bool) -> bool:
+        """Whether any worker wants to stop. From then on they save, however long that takes."""
+        stopping = any(self.gather(wanted))
+        if self.link:
+            self.link.stopping = stopping
+        return stopping
 
     def fail(self, error: BaseException) -> str | None:
         """Tell the others that this worker ends with `error`, unless the job has ended already. Returns the line that

@@ -184,7 +184,8 @@ def run_worker(worker: Callable, args: tuple, enter: Callable[[], Group], open_b
             dist.destroy_process_group()
         return
     except BaseException as error:
-        instead = group.fail(error)
+        # before this worker had arrived, only the process that started it ends the job because of another, and says so
+        instead = None if group is ALONE and isinstance(error, AnotherFailed) else group.fail(error)
         if instead == "":
             code = report(error, with_traceback=debug or not isinstance(error, UserError | KeyboardInterrupt))
         else:
@@ -246,6 +247,7 @@ def _spawn(worker, args, kind: str, precision: str, count: int, debug: bool, tim
                 died = relay.died == failed
                 _end_with(f"worker {failed}", processes[failed].exitcode, reported and not died)
     finally:
+        relay.close()
         ends = time.monotonic() + GRACE
         for process in processes:
             if process.pid is not None:
@@ -286,11 +288,8 @@ def _run_under_torchrun(
         raise UserError("torchrun does not start TPU workers; start the script itself, once on every host")
     if num_chips and num_chips != place.local_world_size:
         raise UserError(f"--num-chips {num_chips} and torchrun's {place.local_world_size} workers; leave one out")
-    if kind == "cuda" and place.local_rank >= torch.cuda.device_count():
-        raise UserError(
-            f"torchrun started {place.local_world_size} workers here, this machine has "
-            f"{torch.cuda.device_count()} CUDA devices; lower --nproc-per-node"
-        )
+    if kind == "cuda":
+        check_devices(place.local_rank, place.local_world_size)
 
     def enter() -> Group:
         return join_at(place, timeouts) if place.world_size > 1 else ALONE
@@ -298,11 +297,22 @@ def _run_under_torchrun(
     def open_backend(group: Group) -> TorchBackend:
         notice_sigterm()
         local_rank = place.local_rank if "LOCAL_RANK" in os.environ else group.neighbours.index(group.rank)
+        if kind == "cuda":
+            check_devices(local_rank, len(group.neighbours))
         return _connect(kind, precision, group, local_rank)
 
     run_worker(worker, args, enter, open_backend, debug)
     if place.agent_store and not place.one_host and stopped_at():
         leave_release(place)
+
+
+def check_devices(local_rank: int, workers: int) -> None:
+    """Raise UserError if this host has no GPU for one of its workers."""
+    if local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"torchrun started {workers} workers here, this machine has {torch.cuda.device_count()} CUDA devices; "
+            "lower --nproc-per-node"
+        )
 
 
 def _connect(kind: str, precision: str, group: Group, local_rank: int) -> TorchBackend:

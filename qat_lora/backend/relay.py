@@ -38,7 +38,7 @@ AGAIN = "restart the job with --resume auto"
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Seconds. host: every other host ends within this time of one being lost. join: all workers arrive within it."""
+    """Seconds. host: how soon the other hosts end after one is lost. join: how long to wait for all workers."""
 
     host: float = 60
     join: float = 60
@@ -46,12 +46,17 @@ class Timeouts:
     @property
     def silence(self) -> float:
         """How long a worker may be silent before it counts as lost; the rest of the time is for ending."""
-        return 0.6 * self.host
+        return 0.55 * self.host
+
+    def grace(self, waiting: bool) -> float:
+        """How long the main thread has to notice by itself that the job has ended, and to report it: longer if it is
+        not waiting for others, since it may be writing a checkpoint."""
+        return (0.1 if waiting else 0.25) * self.host
 
     @property
-    def grace(self) -> float:
-        """How long the main thread has to notice by itself that the job has ended, and to report it."""
-        return 0.1 * self.host
+    def stop(self) -> float:
+        """How long after SIGTERM a worker still waits for the others to finish the step."""
+        return 0.9 * self.host
 
     @property
     def reaping(self) -> float:
@@ -89,8 +94,8 @@ def this_member(rank: int) -> Member:
 
 @dataclass(frozen=True)
 class Ending:
-    """Why a job ends. culprit: the worker to blame, if there is one. said: whether its own terminal has been told, by
-    itself or by its launcher."""
+    """Why a job ends. culprit: the worker to blame, if there is one. said: whether the culprit or its
+    launcher has already printed the error."""
 
     line: str
     culprit: int | None = None
@@ -128,6 +133,11 @@ def _silent(member: Member, timeouts: Timeouts) -> str:
     )
 
 
+def _print(line: str) -> None:
+    with suppress(OSError, ValueError, AttributeError):  # standard error is closed
+        print(line, file=sys.stderr, flush=True)
+
+
 # -- the relay ---------------------------------------------------------------------------------------------------------
 class Relay:
     """Serves the workers of one job from a thread of this process, on a socket that already listens.
@@ -150,7 +160,7 @@ class Relay:
         self.heard: dict[int, float] = {}
         self.values: dict[int, bytes] = {}
         self.complete, self.ending = False, None
-        self.died: int | None = None  # the worker whose connection ended the job, without a word
+        self.died: int | None = None  # the worker whose connection closed without a goodbye
         self.empty = threading.Event()  # every worker has left
         self.loop = asyncio.new_event_loop()
         ready = threading.Event()
@@ -168,9 +178,15 @@ class Relay:
         self.loop.call_soon_threadsafe(end)
         return done.get()
 
+    def close(self) -> None:
+        """Stop serving; for a process that goes on to other work."""
+        self.loop.call_soon_threadsafe(self.serving.cancel)
+
     def _run(self, listening: socket.socket, ready: threading.Event) -> None:
         asyncio.set_event_loop(self.loop)
-        self.loop.run_until_complete(self._serve(listening, ready))
+        self.serving = self.loop.create_task(self._serve(listening, ready))
+        with suppress(asyncio.CancelledError):
+            self.loop.run_until_complete(self.serving)
 
     async def _serve(self, listening: socket.socket, ready: threading.Event) -> None:
         server = await asyncio.start_server(self._talk, sock=listening, limit=PIECE)
@@ -186,7 +202,7 @@ class Relay:
                 last = now
                 for writer in self.writers.values():
                     self._send(writer, ALIVE)
-                for rank, heard in list(self.heard.items()) if self.complete else ():  # before, they only listen
+                for rank, heard in list(self.heard.items()) if self.complete else ():  # before, workers send nothing
                     if now - heard > self.timeouts.silence:
                         self._lose(rank)
                 waited = now - opened
@@ -194,8 +210,7 @@ class Relay:
                     self._end(Ending(self._missing()))
                 elif not self.complete and not self.ending and waited > NOTICE and not told:
                     told = True
-                    print(f"waiting for {self._late()} of {self.world_size} at {self.where}", file=sys.stderr,
-                          flush=True)  # fmt: skip
+                    _print(f"waiting for {self._late()} of {self.world_size} at {self.where}")
 
     def _late(self) -> str:
         late = [str(rank) for rank in range(self.world_size) if rank not in self.members]
@@ -210,7 +225,7 @@ class Relay:
         )
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """With one connection, to its end."""
+        """Serve one connection until it closes."""
         rank = None
         try:
             kind, content = await asyncio.wait_for(self._receive(reader, None, most=2**16), GREETING)
@@ -223,9 +238,10 @@ class Relay:
                     self._end(Ending(**json.loads(content)))
                 elif kind == BYE:
                     self._leave(rank)
+                    self._check_calls()
                     rank = None
         except (OSError, EOFError, ValueError, KeyError, TypeError):
-            pass  # it has gone, or is none of ours
+            pass  # gone, or not one of our workers
         if rank is not None and self.writers.get(rank) is writer:
             self._leave(rank)
             if self.complete:
@@ -239,7 +255,7 @@ class Relay:
     async def _receive(self, reader: asyncio.StreamReader, rank: int | None, most: int = 2**63) -> tuple[bytes, bytes]:
         kind, length = HEAD.unpack(await reader.readexactly(HEAD.size))
         if length > most:
-            raise ValueError("no frame of ours")
+            raise ValueError("it does not speak our protocol")
         pieces = []
         while length:
             pieces.append(await reader.readexactly(min(length, PIECE)))
@@ -253,7 +269,7 @@ class Relay:
     def _admit(self, kind: bytes, content: bytes, writer: asyncio.StreamWriter) -> int | None:
         """The rank of a worker that belongs here; any other is told why it does not."""
         if kind != JOIN:
-            raise ValueError("no frame of ours")
+            raise ValueError("it does not speak our protocol")
         asked = json.loads(content)
         member = Member(**asked["member"])
         member = replace(member, address=writer.get_extra_info("peername")[0].removeprefix("::ffff:"))
@@ -301,6 +317,7 @@ class Relay:
 
     def _pass_on(self, rank: int, value: bytes) -> None:
         self.values[rank] = value
+        self._check_calls()
         if len(self.values) == self.world_size:
             parts = [self.values[rank] for rank in range(self.world_size)]
             content = b"".join(len(part).to_bytes(8) + part for part in parts)
@@ -308,11 +325,17 @@ class Relay:
             for writer in self.writers.values():
                 self._send(writer, VALUES, content)
 
+    def _check_calls(self) -> None:
+        """End the job if somebody waits for the value of a worker that has left: it would wait forever."""
+        left = [rank for rank in range(self.world_size) if rank not in self.writers]
+        if self.values and left:
+            self._end(Ending(f"{self.members[left[0]]} finished before the others; {AGAIN}", left[0]))
+
     def _lose(self, rank: int) -> None:
-        member, writer = self.members[rank], self.writers[rank]
+        writer = self.writers[rank]
+        self._end(Ending(_silent(self.members[rank], self.timeouts), rank))
         self._leave(rank)
-        writer.transport.abort()
-        self._end(Ending(_silent(member, self.timeouts), rank))
+        writer.close()  # once it can be reached again it reads why
 
     def _leave(self, rank: int) -> None:
         self.writers.pop(rank, None)
@@ -355,6 +378,7 @@ class Link:
         self.ended, self.gone = threading.Event(), threading.Event()
         self.waiting_since: float | None = None
         self.reporting = self.closed = False  # the main thread is about to say why; has said goodbye
+        self.stopping = False  # all workers know of SIGTERM and save
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._send(JOIN, _as_json({"member": asdict(member), "world_size": world_size}))
@@ -366,10 +390,13 @@ class Link:
         self.connection.settimeout(GREETING)
         kind, content = self._receive(most=2**16)
         if kind not in (ALIVE, WELCOME, REFUSED, ENDED):
-            raise ValueError("it speaks another language")
+            raise ValueError("it does not speak our protocol")
         self.connection.settimeout(self.timeouts.silence)
-        while kind == ALIVE:
-            kind, content = self._receive(most=2**32)
+        try:
+            while kind == ALIVE:
+                kind, content = self._receive(most=2**32)
+        except OSError as error:
+            raise UserError(f"worker 0 ended before all workers had arrived; see its terminal, then {AGAIN}") from error
         found = json.loads(content)
         if kind == REFUSED:
             raise Refused(found["line"], found["again"])
@@ -385,7 +412,7 @@ class Link:
     def _receive(self, most: int) -> tuple[bytes, bytes]:
         kind, length = HEAD.unpack(self._read(HEAD.size))
         if length > most:
-            raise ValueError("it speaks another language")
+            raise ValueError("it does not speak our protocol")
         return kind, self._read(length)
 
     def _read(self, length: int) -> bytes:
@@ -426,20 +453,19 @@ class Link:
         """Tell the relay that this worker fails, and why; returns why the job ends, which may be another reason."""
         self.reporting = True
         mine = Ending(line, self.member.rank, said=True)
-        with suppress(OSError):
-            self._send(FAIL, _as_json(asdict(mine)))
+        self._send_if_possible(FAIL, _as_json(asdict(mine)))
         self.ended.wait(patience)
         return self.ending or mine
 
     def leave(self) -> None:
-        """Say goodbye: this worker needs nobody any more. Returns once the relay has heard it."""
+        """Say goodbye: this worker needs nothing more from the others. Returns once the relay has heard it."""
         self.closed = True
         with suppress(OSError):
             self._send(BYE)
         self.gone.wait(GREETING)
 
     def speaks(self, ending: Ending) -> bool:
-        """Whether it is for this worker to say why the job has ended: once on each terminal."""
+        """Whether this worker prints why the job ended, so that each terminal shows it once."""
         if ending.culprit is None or ending.culprit == self.member.rank or not self.members:
             return True
         terminal = self.members[self.member.rank].terminal
@@ -452,8 +478,26 @@ class Link:
         with self.sending:
             self.connection.sendall(_frame(kind, content))
 
+    def _send_if_possible(self, kind: bytes, content: bytes = b"", patience: float = 1) -> None:
+        """Send a short frame, unless that would block: something large is being sent, or nothing gets through."""
+        if not self.sending.acquire(timeout=patience):
+            return
+        try:
+            with selectors.DefaultSelector() as selector, suppress(OSError):  # reading tells what is wrong
+                selector.register(self.connection, selectors.EVENT_WRITE)
+                if selector.select(patience):
+                    self.connection.sendall(_frame(kind, content))
+        finally:
+            self.sending.release()
+
     # -- the thread ----------------------------------------------------------------------------------------------
     def _watch(self) -> None:
+        try:
+            self._watch_until_gone()
+        except Exception as error:  # unwatched, this process could hang
+            self._give_up(f"the connection to the other workers failed ({type(error).__name__}: {error}); {AGAIN}", 1)
+
+    def _watch_until_gone(self) -> None:
         received, sent, last = bytearray(), 0.0, time.monotonic()
         with selectors.DefaultSelector() as selector:
             selector.register(self.connection, selectors.EVENT_READ)
@@ -465,14 +509,9 @@ class Link:
                 last = now
                 if ready:
                     self._take(received, now)
-                if now - sent >= BEAT and self.sending.acquire(blocking=False):  # else something is being sent
+                if now - sent >= BEAT:
                     sent = now
-                    try:
-                        self.connection.sendall(_frame(ALIVE))
-                    except OSError:
-                        pass  # reading tells
-                    finally:
-                        self.sending.release()
+                    self._send_if_possible(ALIVE, patience=0)
                 self._judge(now)
 
     def _take(self, received: bytearray, now: float) -> None:
@@ -483,7 +522,8 @@ class Link:
             piece = b""
         if not piece:
             self.gone.set()
-            self._end(Ending(_died(self.members[0]), 0))
+            if not self.closed:  # else the relay has heard our goodbye
+                self._end(Ending(_died(self.members[0]), 0))
             return
         self.heard = now
         received += piece
@@ -505,37 +545,35 @@ class Link:
             self.ended.set()
 
     def _judge(self, now: float) -> None:
-        silence, waiting, stopped = self.timeouts.silence, self.waiting_since, self.stopped()
-        if not self.ending and now - self.heard > silence:
+        waiting, stopped = self.waiting_since, self.stopped()
+        if not self.ending and now - self.heard > self.timeouts.silence:
             self._end(Ending(_silent(self.members[0], self.timeouts), 0))
         if self.closed or self.reporting:
             return
-        if self.ending and now - self.ended_at > self.timeouts.grace:
+        if self.ending and now - self.ended_at > self.timeouts.grace(waiting is not None):
             self._give_up(self.ending.line, 1, self.speaks(self.ending))
-        if stopped and waiting and now - max(stopped, waiting) > silence:
-            self._give_up(f"SIGTERM: the other workers did not finish this step within {silence:g} s, so nothing was "
-                          f"saved; {AGAIN}", 143)  # fmt: skip
+        if stopped and waiting and not self.stopping and now - max(stopped, waiting) > self.timeouts.stop:
+            self._give_up(f"SIGTERM: the other workers did not finish this step within {self.timeouts.stop:g} s, so "
+                          f"nothing was saved; {AGAIN}", 143)  # fmt: skip
 
     def leave_reaper(self) -> None:
-        """Call it before this process ends with an error. Where another host is lost, its launcher may wait for that
-        host forever: see reaper.py."""
+        """Call this before exiting with an error. torchrun may wait forever for a lost host; see reaper.py."""
         under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and self.members and self.ending
         culprit = self.members[self.ending.culprit] if under_torchrun and self.ending.culprit is not None else None
         mine = [member for member in self.members if member.machine == self.member.machine]
-        if culprit and culprit.machine != self.member.machine and mine[0].rank == self.member.rank:
+        lost = culprit and not self.ending.said and culprit.machine != self.member.machine
+        if lost and mine[0].rank == self.member.rank:
             words = [str(os.getpid()), str(os.getppid()), str(self.timeouts.reaping)]
             with suppress(OSError):
                 subprocess.Popen([sys.executable, "-SP", REAPER, *words], stdin=subprocess.DEVNULL,
                                  stdout=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
 
     def _give_up(self, line: str, code: int, speaks: bool = True) -> None:
-        """End this process, whose main thread does not come back."""
-        if not self.ending and self.sending.acquire(timeout=1):
-            with suppress(OSError):
-                mine = Ending(f"{self.member} failed: {line}", self.member.rank, said=True)
-                self.connection.sendall(_frame(FAIL, _as_json(asdict(mine))))
+        """End this process because its main thread is stuck."""
+        if not self.ending:
+            mine = Ending(f"{self.member} failed: {line}", self.member.rank, said=True)
+            self._send_if_possible(FAIL, _as_json(asdict(mine)))
         if speaks:
-            with suppress(OSError, AttributeError):
-                print(f"error: {line}", file=sys.stderr, flush=True)
+            _print(f"error: {line}")
         self.leave_reaper()
         os._exit(code)

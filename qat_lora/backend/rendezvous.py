@@ -47,9 +47,6 @@ def listen(port: int, one_host: bool) -> socket.socket:
         raise UserError(f"MASTER_PORT={port} cannot be listened on ({error.strerror}); {fix}") from error
 
 
-_stores: list[TCPStore] = []  # kept as long as this process runs
-
-
 def serve(
     port: int, one_host: bool, world_size: int, timeouts: Timeouts, where: str = "", tensors: bool = True,
     reports_deaths: bool = False,
@@ -60,11 +57,11 @@ def serve(
     if tensors:
         other = listen(0, one_host)
         store_port = other.getsockname()[1]
-        _stores.append(
-            TCPStore(LOOPBACK, store_port, is_master=True, wait_for_workers=False, master_listen_fd=other.detach())
-        )
+        store = TCPStore(LOOPBACK, store_port, is_master=True, wait_for_workers=False, master_listen_fd=other.detach())
     where = where or f"{LOOPBACK}:{listening.getsockname()[1]}"
-    return Relay(listening, world_size, timeouts, where, store_port, reports_deaths)
+    relay = Relay(listening, world_size, timeouts, where, store_port, reports_deaths)
+    relay.store = store if tensors else None  # which lives as long
+    return relay
 
 
 def join(
@@ -73,9 +70,9 @@ def join(
 ) -> Link:  # fmt: skip
     """This worker's link to the relay, once all workers have come.
 
-    address(): where the relay is, None while nobody knows; asked anew for each try. again: whether a relay that has no
-    place for this worker may be one of an earlier attempt, to be tried again. Raises UserError within timeouts.join,
-    in a line that says what was found instead.
+    address(): the relay's address, or None if it is not known yet; called before each try. again: retry if a relay
+    refuses this worker, since it may belong to an earlier attempt. Raises UserError within timeouts.join, in a line
+    that says what was found instead.
     """
     started, told = time.monotonic(), False
     while True:
@@ -126,7 +123,8 @@ def join_at(place: Place, timeouts: Timeouts) -> Group:
     if place.rank == 0:
         relay = serve(place.port, place.one_host, place.world_size, timeouts, where)
     # worker 0, too, goes through MASTER_ADDR: a second one, or one on another host, finds the first there
-    link = join(lambda: (place.address, place.port), place.rank, place.world_size, timeouts, where)
+    at = (LOOPBACK if place.one_host else place.address), place.port
+    link = join(lambda: at, place.rank, place.world_size, timeouts, where)
     return Group(place.rank, place.world_size, link, relay)
 
 

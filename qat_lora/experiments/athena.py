@@ -20,9 +20,10 @@ from qat_lora.recursive import RecursivePlan, Trainer, answer, kept, measure, tr
 from qat_lora.run.config import JobConfig, option
 from qat_lora.run.files import write_atomically
 from qat_lora.run.plots import plot_run, pyplot
-from qat_lora.run.rundir import attempt, check_same, open_run, say
+from qat_lora.run.rundir import attempt, check_same, open_run, prepare, say
 from qat_lora.run.session import Every, Session
 
+NAME = "pretrain"
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16"}
 ARCH = (
     "hidden_size", "num_heads", "num_kv_heads", "L_layers", "H_cycles", "L_cycles", "expansion", "mlp_t",
@@ -98,6 +99,7 @@ def main(cfg: Config) -> None:
 
 def work(backend: TorchBackend, cfg: Config) -> None:
     """The experiment, in each of its workers."""
+    prepare(NAME, cfg, backend.group)
     if backend.is_main:
         announce(backend)
     workers = planned_workers(backend.kind, cfg.num_chips) if cfg.dry_run else backend.world_size
@@ -123,7 +125,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     elif cfg.checkpoint_path:
         same = functools.partial(check_same, config=cfg, facts=facts)
         backend.group.on_main(lambda: bring_back(cfg.checkpoint_path, Path(cfg.output_dir), same))
-    run = open_run("pretrain", cfg, facts | backend.facts, backend.group)
+    run = open_run(NAME, cfg, facts | backend.facts, backend.group)
     every = Every(cfg.log_interval, cfg.eval_interval, cfg.save_interval)
     saved = (lambda path: copy_out(run.path, path, cfg.checkpoint_path)) if cfg.checkpoint_path else None
     session = Session(run, backend, every, ("loss", "exact"), saved=saved)

@@ -34,7 +34,7 @@ from qat_lora.run.config import option
 from qat_lora.run.files import copy_file, sha256
 from qat_lora.run.hosts import shared_file
 from qat_lora.run.plots import plot_run
-from qat_lora.run.rundir import Run, attempt, for_fewer_workers, open_run, read_config, say
+from qat_lora.run.rundir import Run, attempt, open_run, prepare, read_config, say
 from qat_lora.run.session import Session
 from qat_lora.start import METHODS, start
 
@@ -94,8 +94,8 @@ def main(cfg: Config) -> None:
 
 def work(backend: TorchBackend, cfg: Config) -> None:
     """The experiment, in each of its workers."""
-    asked, cfg = cfg, for_fewer_workers(NAME, cfg, backend.group)
-    layer_batch = cfg.batch_size * cfg.accumulation_steps // asked.accumulation_steps  # more for fewer workers, too
+    asked, cfg = cfg, prepare(NAME, cfg, backend.group)
+    layer_batch = cfg.batch_size * cfg.accumulation_steps // asked.accumulation_steps  # more if workers are fewer
     spec = student_spec(cfg)
     with backend.group.main_first():
         train, heldout = open_cache(cfg, backend.world_size)

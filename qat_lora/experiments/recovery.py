@@ -35,7 +35,7 @@ from qat_lora.recovery import (
 from qat_lora.run.config import option
 from qat_lora.run.files import sha256
 from qat_lora.run.plots import plot_run
-from qat_lora.run.rundir import attempt, begun, for_fewer_workers, open_run, say
+from qat_lora.run.rundir import attempt, begun, open_run, prepare, say
 from qat_lora.run.session import Session
 
 NAME = "train_recovery_lora"
@@ -79,7 +79,7 @@ def main(cfg: Config) -> None:
 
 def work(backend: TorchBackend, cfg: Config) -> None:
     """The experiment, in each of its workers."""
-    cfg = for_fewer_workers(NAME, cfg, backend.group)
+    cfg = prepare(NAME, cfg, backend.group)
     plan, checkpoint = cfg.plan(), student_path(cfg)
     made = backend.group.on_main(lambda: read_made(cfg))
     tokenizer = cfg.tokenizer(made["model"], begun(NAME, cfg, backend.group))

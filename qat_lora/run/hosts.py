@@ -1,10 +1,11 @@
-"""What the hosts of a job have in common, checked before the first step, and runs that are on one of them alone."""
+"""Check that the hosts of a job agree before the first step, and copy runs that only one of them has."""
 
 import dataclasses
 import hashlib
+import math
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from qat_lora.backend.group import Group, say
@@ -16,36 +17,40 @@ PART = 16 * 2**20  # bytes of a file that are sent at once
 SAME_COMMAND = "give every worker the same command"
 
 
-def agree_on_config(config: RunConfig, facts: dict, group: Group) -> None:
-    """Raise UserError, in every worker, where one has another config or other facts than worker 0. An option whose
-    identity is a fact may differ where the fact is the same: a cache may lie in another place on each host."""
-    by_fact = {f.name: f.metadata.get("identity") for f in dataclasses.fields(config)}
-    options = {
-        name: value for name, value in dataclasses.asdict(config).items()
-        if name != "device" and by_fact[name] not in facts
-    }  # fmt: skip
-    group.agree({name: (value, repr(value)) for name, value in options.items()}, SAME_COMMAND)
+def agree_on_options(config: RunConfig, group: Group) -> None:
+    """Raise UserError, in every worker, where one has other options than worker 0. An option that says where something
+    is, whose identity is a fact, may differ: `agree_on_facts` compares what is there."""
+    options = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(field.metadata.get("identity"), str) and field.name != "precision":
+            value = "given" if value is not None else None
+        if field.name != "device":  # each may have a name of its own
+            options[field.name] = (value, repr(value))
+    group.agree(options, "give every worker the same command")
+
+
+def agree_on_facts(config: RunConfig, facts: dict, group: Group) -> None:
+    """Raise UserError, in every worker, where one has found other files than worker 0."""
     named: dict[str, str] = {}
-    for name, fact in by_fact.items():
-        if isinstance(fact, str) and getattr(config, name) is not None:
-            named[fact] = f" (--{name.replace('_', '-')} {getattr(config, name)})"
-    group.agree(
-        {name: (value, f"{value!r}{named.get(name, '')}") for name, value in facts.items() if name != "device"},
-        "give every host the same files and the same command",
-    )
+    for field in dataclasses.fields(config):
+        fact, value = field.metadata.get("identity"), getattr(config, field.name)
+        if isinstance(fact, str) and value is not None:
+            named[fact] = f" (--{field.name.replace('_', '-')} {value})"
+    found = {name: (value, f"{value!r}{named.get(name, '')}") for name, value in facts.items() if name != "device"}
+    group.agree(found, "give every host the same files and the same command")
 
 
 # -- runs ------------------------------------------------------------------------------------------------------------
-def bring_runs(paths: list[Path], group: Group) -> None:
-    """Bring the runs that --resume may mean to worker 0's host where another host alone has them, or has newer
-    checkpoints: after a restart worker 0 may be elsewhere. paths: what this host has.
+def bring_run(path: Path | None, group: Group) -> None:
+    """Bring the run that --resume means to worker 0's host if another host alone has it, or has newer checkpoints:
+    after a restart worker 0 may be elsewhere. path: the run that is meant as far as this host knows.
 
-    Raises UserError, in every worker, where two hosts have different runs in one place.
+    Raises UserError, in every worker, if two hosts have different runs in one place.
     """
-    mine = {str(path): _state(path) for path in paths} if group.leads else {}
-    everyone = group.gather(mine)
-    for name in sorted({name for found in everyone for name in found}):
-        states = {rank: found[name] for rank, found in enumerate(everyone) if name in found}
+    for name in sorted({str(path) for path in group.gather(path if group.leads else None) if path}):
+        states = dict(enumerate(group.gather(_state(Path(name)) if group.leads else None)))
+        states = {rank: state for rank, state in states.items() if state}
         first = min(states)
         for rank, state in states.items():
             _check_same_run(name, group, (first, states[first]), (rank, state))
@@ -54,31 +59,36 @@ def bring_runs(paths: list[Path], group: Group) -> None:
             _bring(Path(name), newest, group)
 
 
-def _state(path: Path) -> dict:
-    """Which run a directory holds, and its newest checkpoint: its step (-1: none) and its checksums."""
+def _state(path: Path) -> dict | None:
+    """Which run a directory holds, and how far it is: the step of its newest checkpoint with its checksums, -1 without
+    one, infinity for a finished run. None where there is no run."""
+    if not (path / "manifest.json").exists():
+        return None
     manifest = read_json(path / "manifest.json")
-    manifest.pop("resumed", None)  # what one host adds when it continues
+    manifest.pop("resumed", None)  # what one host adds when it resumes the run
     state = {"run": hashlib.sha256(repr(sorted(manifest.items())).encode()).hexdigest(), "step": -1, "sums": None}
     state["started"] = manifest.get("started")
     for folder in (path / "checkpoints").glob("step_*"):
         number = folder.name.removeprefix("step_")
-        if number.isdecimal() and int(number) > state["step"] and (folder / "meta.json").is_file():
-            state |= {"step": int(number), "sums": read_json(folder / "meta.json").get("sha256")}
+        with suppress(UserError):  # a damaged one, which loading sets aside
+            if number.isdecimal() and int(number) > state["step"]:
+                state |= {"step": int(number), "sums": read_json(folder / "meta.json").get("sha256")}
+    if (path / "summary.json").exists() and read_json(path / "summary.json").get("status") == "finished":
+        state |= {"step": math.inf, "sums": None}
     return state
 
 
 def _check_same_run(name: str, group: Group, first: tuple[int, dict], other: tuple[int, dict]) -> None:
     (one, mine), (two, theirs) = first, other
-    where = f"{group.name(one)} and {group.name(two)}"
     if mine["run"] != theirs["run"]:
         raise UserError(
             f"{name} is one run for {group.name(one)} (started {mine['started']}) and another for {group.name(two)} "
-            f"(started {theirs['started']}); remove the one that you do not mean, or give another --output-dir"
+            f"(started {theirs['started']}); remove the one that you do not want, or give another --output-dir"
         )
     if mine["step"] == theirs["step"] and mine["sums"] != theirs["sums"]:
         raise UserError(
-            f"{name}/checkpoints/step_{mine['step']} differs between {where} (checksums); remove the one that you do "
-            "not mean, or give another --output-dir"
+            f"{name}/checkpoints/step_{mine['step']} differs between {group.name(one)} and {group.name(two)} "
+            "(checksums); remove the one that you do not want, or give another --output-dir"
         )
 
 
@@ -87,8 +97,8 @@ def _bring(path: Path, giver: int, group: Group) -> None:
     files: dict[str, str] = {}
     if group.rank == giver:
         found = sorted(path.rglob("*"), key=lambda file: (file.name == "meta.json", file))  # that makes one whole
-        names = [file for file in found if file.is_file() and file.name != ".lock" and ".part" not in str(file)]
-        files = {str(file.relative_to(path)): sha256(file) for file in names}
+        names = [file.relative_to(path) for file in found if file.is_file() and file.name != ".lock"]
+        files = {str(name): sha256(path / name) for name in names if not any(map(_is_part, name.parts))}
     files = group.gather(files)[giver]
 
     def copy() -> None:
@@ -107,17 +117,22 @@ def _bring(path: Path, giver: int, group: Group) -> None:
 
     if group.rank:
         return copy()
-    say(f"{path} comes from {group.name(giver)}")
+    say(f"copying {path} from {group.name(giver)}")
     path.mkdir(parents=True, exist_ok=True)
     with lock(path):
         copy()
 
 
+def _is_part(name: str) -> bool:
+    """Whether a file or folder is one that was being written."""
+    return name.startswith(".part") or name.endswith(".part")
+
+
 @contextmanager
 def shared_file(path: Path, group: Group) -> Iterator[Path]:
-    """Worker 0's file `path`: in its place where this host has the same, else a copy, there within this context."""
+    """Worker 0's file `path`: yields `path` where this host has the same file, else a temporary copy."""
     total = group.on_main(lambda: sha256(path) if path.is_file() else None)
-    here = total is None or (path.is_file() and sha256(path) == total)  # None: let whoever reads it say so
+    here = total is None or (path.is_file() and sha256(path) == total)  # missing on worker 0: the reader reports it
     if all(group.gather(here)):
         yield path
         return
@@ -131,7 +146,7 @@ def shared_file(path: Path, group: Group) -> Iterator[Path]:
 
 
 def share(path: Path | None, giver: int, group: Group) -> Iterator[bytes]:
-    """A file of one worker, in pieces, for all: every worker has to read to the end. path: the giver's."""
+    """Yield one worker's file in pieces to all workers; each must read to the end. path: the giver's."""
     size = group.gather(path.stat().st_size if path else 0)[giver]
     file = open(path, "rb") if path else None  # noqa: SIM115
     for _ in range(0, size, PART):

@@ -23,7 +23,7 @@ from qat_lora.run.checksums import write_sums
 from qat_lora.run.config import JobConfig, RunConfig
 from qat_lora.run.files import as_json, lock, read_json, sha256, write_atomically, write_json, writing
 from qat_lora.run.git import git_state
-from qat_lora.run.hosts import agree_on_config, bring_runs
+from qat_lora.run.hosts import agree_on_facts, agree_on_options, bring_run
 
 tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a worker that is killed leaves behind
 
@@ -131,8 +131,7 @@ def open_run(experiment: str, config: RunConfig, facts: dict, group: Group = ALO
     finished run ends the program with exit code 0. Only worker 0 opens the directory; the others get a Run that writes
     nothing.
     """
-    agree_on_config(config, facts, group)
-    _bring_runs(experiment, config, group)
+    agree_on_facts(config, facts, group)
     run = None
 
     def opened() -> tuple[Path, bool]:
@@ -261,17 +260,7 @@ def begun(experiment: str, config: RunConfig, group: Group = ALONE) -> datetime:
     """When the run that --resume means was started, in local time; the current time for a new run. Of several
     unfinished runs it is the one with the fewest other options, and of these the newest. Chat templates that print the
     date print this one, so that a run can be resumed on another day."""
-    _bring_runs(experiment, config, group)
     return group.on_main(lambda: _begun(experiment, config))
-
-
-def _bring_runs(experiment: str, config: RunConfig, group: Group) -> None:
-    """See `bring_runs`; what keeps a run from being resumed is worker 0's to say, of its own host."""
-    if group.world_size > 1 and config.resume != "off":
-        paths = []
-        with suppress(UserError):
-            paths = _possible(experiment, config)
-        bring_runs(paths, group)
 
 
 def _begun(experiment: str, config: RunConfig) -> datetime:
@@ -281,19 +270,28 @@ def _begun(experiment: str, config: RunConfig) -> datetime:
 
 def _meant(experiment: str, config: RunConfig) -> Path | None:
     """The run that --resume means, as far as can be told before its data is read."""
-    found = _possible(experiment, config)
+    named = config.output_dir or config.resume != "auto"
+    found = [path for path in _candidates(experiment, config) if named or _may_be(path, config)]
     return min(found, key=lambda path: len(_changed(path, config))) if found else None
 
 
-def _possible(experiment: str, config: RunConfig) -> list[Path]:
-    named = config.output_dir or config.resume != "auto"
-    return [path for path in _candidates(experiment, config) if named or _may_be(path, config)]
+def prepare(experiment: str, config, group: Group):
+    """The config of a job, once its workers have compared their options and worker 0's host has the run that --resume
+    means. Call it before anything of a run is read. Raises UserError, in every worker, if they do not agree.
 
-
-def for_fewer_workers(experiment: str, config, group: Group):
-    """`config` for a job of fewer workers than the run had that --resume means: each takes more micro-batches, so that
-    an update has as many rows as before. What else differs is left for `open_run` to refuse."""
-    _bring_runs(experiment, config, group)
+    If there are fewer workers than the run had, each takes more micro-batches, so that an update keeps its rows: the
+    config says so. What else differs from the run is left for `open_run` to refuse.
+    """
+    agree_on_options(config, group)
+    if config.resume == "off":
+        return config
+    if group.world_size > 1:
+        path = None
+        with suppress(UserError):  # if this host's cannot be resumed, worker 0 says why of its own
+            path = _meant(experiment, config) if group.leads else None
+        bring_run(path, group)
+    if not hasattr(config, "accumulation_steps"):
+        return config
     rows, was = group.on_main(lambda: _rows_before(experiment, config))
     each = config.batch_size * group.world_size
     as_before = all(getattr(config, name) == was.get(name) for name in ("batch_size", "accumulation_steps"))

@@ -139,7 +139,7 @@ class Session:
     def best(self, figure: str) -> "Best":
         """The lowest value so far of a held-out figure, as the run's log has it."""
         best = Best(figure)
-        for line in self.run.metrics() if self.run.writes else ():  # elsewhere there may be none
+        for line in self.run.metrics() if self.run.writes else ():  # other hosts may have no log
             if figure in line:
                 best.take(line)
         return best
@@ -186,7 +186,7 @@ class Session:
             return step == total or bool(interval and step % interval == 0)
 
         # read once: the signal may come at any line below, and then waits for the next step
-        stopping = any(self.backend.group.gather(SIGTERM.is_set()))
+        stopping = self.backend.group.stop(SIGTERM.is_set())
         log, test, save = due(self.every.log), evaluate and due(self.every.evaluate), stopping or due(self.every.save)
         if log or test or save:
             self._fetch(self.offset + step)

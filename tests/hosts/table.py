@@ -53,7 +53,7 @@ def command(experiment: str, run: Path, *more) -> list:
             "--log-every", 20, "--eval-every", 0, "--output-dir", run, "--device", "cpu", *more,
         ]  # fmt: skip
     return [
-        ROOT / "pretrain.py", "--config", "nano", "--device", "cpu", "--num-chips", 1, "--steps", 100,
+        ROOT / "pretrain.py", "--config", "nano", "--device", "cpu", "--num-chips", 1, "--steps", 100, "compile=false",
         "--save-interval", 20, "--log-interval", 5, "--eval-interval", 0, "--eval-rows", 8, "--global-batch-size", 8,
         "--halt-max-segments", 2, "--H-cycles", 1, "--hidden-size", 32, "--puzzles", 40, "--output-dir", run, *more,
     ]  # fmt: skip
@@ -61,7 +61,7 @@ def command(experiment: str, run: Path, *more) -> list:
 
 def finish(pair: Pair, launcher: str, experiment: str, run: Path, wanted: list | None, *more) -> bool:
     """Run to the end; whether its losses are the wanted ones."""
-    jobs = getattr(pair, LAUNCHERS[launcher])(*command(experiment, run, *more), *())
+    jobs = getattr(pair, LAUNCHERS[launcher])(*command(experiment, run, *more))
     codes = [job.ends(400) for job in jobs]
     return codes == [0, 0] and (wanted is None or losses(run) == wanted)
 
@@ -139,9 +139,12 @@ def main() -> None:
     def one(trial: dict) -> None:
         with writing:
             number = free.pop()
-        rows = (restart if trial["what"] == "restart" else lose)(number, trial, wanted[trial["experiment"]])
+        try:
+            rows = (restart if trial["what"] == "restart" else lose)(number, trial, wanted[trial["experiment"]])
+        finally:
+            with writing:
+                free.append(number)
         with writing:
-            free.append(number)
             with open(ROWS, "a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in rows)
             print(rows, flush=True)
