@@ -223,13 +223,14 @@ def test_values_that_are_on_their_way_arrive_before_the_end(together):
     assert together(work, 2) == [[0, 1], [0, 1]]
 
 
-def test_a_connection_that_breaks_is_a_lost_worker_and_the_hub_says_which(together):
+def test_a_connection_that_breaks_is_a_lost_worker_and_the_relay_says_which(together):
     def work(group):
         if group.rank == 0:
             time.sleep(0.3)
             return group.fail(UserError("no memory"))
         with pytest.raises(WorkerLost, match=r"is lost \(Connection closed by peer\)") as error, group.losing_none():
             raise RuntimeError("[/pytorch/gloo/pair.cc:547] Connection closed by peer")
+        group.link.members = [replace(m, terminal=str(m.rank)) for m in group.link.members]
         return group.fail(error.value)
 
     assert together(work, 2) == ["", f"worker 0 on {socket.gethostname()} failed: no memory"]
@@ -258,7 +259,6 @@ def test_a_failure_of_the_last_to_leave_reaches_the_one_that_waits(together):
             return line
         with pytest.raises(AnotherFailed, match=r"worker 1 on .* failed: plots") as error:
             group.close()
-        group.link.members = [replace(m, terminal=str(m.rank)) for m in group.link.members]
         return group.fail(error.value)
 
     assert together(work, 2) == ["", ""], "the first reports the error that it raised, which says who failed"
