@@ -78,14 +78,17 @@ def lose(number: int, trial: dict, wanted: list) -> list[dict]:
             pair.cut()
         else:
             pair.signal(host, signal.SIGKILL if what == "kill -9" else signal.SIGSTOP)
-        for lost in "ab" if what == "cut" else host:
-            left = jobs["ba".index(lost)]
-            try:
-                code = left.ends(120)
-            except subprocess.TimeoutExpired:
-                code = None
-            found.append(trial | {"host": lost, "seconds": round(time.monotonic() - started, 1), "code": code,
-                                  "line": (left.lines() or [""])[0]})  # fmt: skip
+        left = {lost: jobs["ba".index(lost)] for lost in ("ab" if what == "cut" else host)}
+        while left and time.monotonic() - started < 120:
+            time.sleep(0.05)
+            for lost, job in list(left.items()):
+                if job.process.poll() is not None:
+                    del left[lost]
+                    seconds, line = round(time.monotonic() - started, 1), (job.lines() or [""])[0]
+                    found.append(
+                        trial | {"host": lost, "seconds": seconds, "code": job.process.returncode, "line": line}
+                    )
+        found += [trial | {"host": lost, "seconds": 120.0, "code": None, "line": ""} for lost in left]
         pair.clear()
         equal = finish(pair, launcher, experiment, run, wanted, "--resume", "auto")
     return [row | {"equal": equal} for row in found]

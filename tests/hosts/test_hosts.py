@@ -134,10 +134,9 @@ def test_what_takes_long_loses_nobody(pair, recovery, tmp_path, whole):
     slow.write_text(
         "import sys, time, runpy, os\n"
         "from qat_lora import evaluate\n"
-        "before = evaluate.heldout_figures\n"
+        "before, naps = evaluate.heldout_figures, [13] * (os.environ['RANK'] == '1')\n"
         "def slow(*args):\n"
-        "    if os.environ['RANK'] == '1':\n"
-        "        time.sleep(15)\n"
+        "    time.sleep(naps.pop() if naps else 0)\n"
         "    return before(*args)\n"
         "evaluate.heldout_figures = slow\n"
         "sys.argv = sys.argv[1:]\n"
@@ -186,7 +185,7 @@ def test_a_host_that_comes_late_is_waited_for(pair, recovery, tmp_path):
     """For longer than the others may be silent later."""
     command = recovery(tmp_path / "r", 10, "--host-timeout", 10)
     jobs = pair.by_hand(*command, of="a")
-    jobs[0].waits_for("waiting for worker 1 of 2 at hosta:29500")
+    time.sleep(12)
     trained([*jobs, *pair.by_hand(*command, of="b")])
 
 
@@ -223,6 +222,14 @@ def test_a_name_that_means_the_loopback_interface_at_home_works(pair, recovery, 
     assert losses(tmp_path / "r") == whole
 
 
+def test_one_host_that_is_called_by_its_name_works(pair, recovery, tmp_path, whole):
+    """As Slurm does on one node: nothing listens but the loopback interface."""
+    place = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "hosta", "MASTER_PORT": 29500}
+    command = recovery(tmp_path / "r", 60)
+    trained([pair.start("a", PY, *command, **place, RANK=rank, LOCAL_RANK=rank) for rank in range(2)])
+    assert losses(tmp_path / "r") == whole
+
+
 # -- agreement -------------------------------------------------------------------------------------------------------
 def differ(pair: Pair, command: list, other: list, **more) -> list[Job]:
     """The ended workers of a job whose second host has another command, or folders bound."""
@@ -235,6 +242,12 @@ def test_another_config_is_named_with_both_values_and_hosts(pair, recovery, tmp_
     command = recovery(tmp_path / "r", 60)
     for job in differ(pair, command, [*command, "--learning-rate", "1e-3"]):
         one_line(job, "learning_rate is 0.0005 for worker 0 on hosta, 0.001 for worker 1 on hostb")
+
+
+def test_a_resume_on_one_host_alone_is_named(pair, recovery, tmp_path):
+    command = recovery(tmp_path / "r", 60)
+    for job in differ(pair, command, [*command, "--resume", "auto"]):
+        one_line(job, "resume is 'off' for worker 0 on hosta, 'auto' for worker 1 on hostb")
 
 
 def test_other_code_is_refused(pair, recovery, tmp_path):
@@ -336,6 +349,21 @@ def test_another_run_in_the_same_place_is_refused(pair, recovery, tmp_path):
     command = recovery(tmp_path / "r", 20, "--resume", "auto")
     for job in differ(pair, command, command, binds={tmp_path / "other": tmp_path / "r"}):
         one_line(job, f"{tmp_path / 'r'} is one run for worker 0 on hosta", "another for worker 1 on hostb")
+
+
+def test_an_older_copy_on_the_other_host_does_not_replace_a_finished_run(pair, recovery, tmp_path):
+    r, older = tmp_path / "r", tmp_path / "older"
+    jobs = pair.by_hand(*recovery(r, 60))
+    jobs[0].waits_for("step 25 ")
+    pair.signal("b", signal.SIGTERM)
+    assert ended(jobs) == [0, 0]
+    shutil.copytree(r, older)
+    command = recovery(r, 60, "--resume", "auto")
+    trained(pair.by_hand(*command))
+    before = (r / "summary.json").read_bytes()
+    jobs = [*pair.by_hand(*command, of="a", binds={older: r}), *pair.by_hand(*command, of="b")]
+    assert ended(jobs) == [0, 0] and f"{r} is finished" in jobs[0].said(), jobs[0].said()
+    assert (older / "summary.json").read_bytes() == before == (r / "summary.json").read_bytes()
 
 
 # -- restarts --------------------------------------------------------------------------------------------------------
