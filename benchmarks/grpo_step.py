@@ -27,6 +27,7 @@ from qat_lora.data.batches import batches
 from qat_lora.data.musclebob import training_questions
 from qat_lora.errors import UserError
 from qat_lora.experiments.musclebob import Examiner
+from qat_lora.git import revision
 from qat_lora.grpo import GRPOPlan, PromptDataset, answer, learn
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import EMBEDDED, load_model, load_tokenizer
@@ -36,7 +37,6 @@ from qat_lora.quant.student import freeze_plain_tables
 from qat_lora.rl.loss import Objective
 from qat_lora.rl.rollout import Sampling
 from qat_lora.run.config import ScriptConfig, option, run_script
-from qat_lora.run.git import revision
 
 RATE = 1e-9
 

@@ -19,8 +19,8 @@ from pathlib import Path
 import shapes
 
 from qat_lora.errors import UserError
+from qat_lora.git import revision
 from qat_lora.run.config import ScriptConfig, option, run_script
-from qat_lora.run.git import revision
 
 ROOT = Path(__file__).resolve().parents[1]
 TOTAL = re.compile(r"^memory.* total (\d+\.\d+) GB", re.MULTILINE)

@@ -23,6 +23,7 @@ from qat_lora.data.options import TextOptions
 from qat_lora.data.packing import Rows, fingerprint, tokenizer_fingerprint
 from qat_lora.errors import UserError
 from qat_lora.evaluate import heldout_figures, kd_loss
+from qat_lora.git import revision
 from qat_lora.kd.cache import CacheSpec, edges, write_cache
 from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.models.loading import EMBEDDED, load_config, load_model
@@ -30,7 +31,6 @@ from qat_lora.qat import Plan, parameter_groups, update
 from qat_lora.quant.init import initialise
 from qat_lora.quant.student import StudentSpec, quantize
 from qat_lora.run.config import ScriptConfig, option, run_script
-from qat_lora.run.git import revision
 from qat_lora.run.schedule import set_learning_rates
 
 SIDES = ("cautious", "fused")

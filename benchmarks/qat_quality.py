@@ -46,6 +46,7 @@ from qat_lora.data.packing import (
 )
 from qat_lora.errors import UserError
 from qat_lora.evaluate import kd_loss, text_figures, text_loss, windows
+from qat_lora.git import revision
 from qat_lora.kd.cache import CacheSpec, edges, write_cache
 from qat_lora.models.loading import EMBEDDED, empty_model, load_config, load_model
 from qat_lora.models.packaged import notes
@@ -59,7 +60,6 @@ from qat_lora.quant.student import StudentSpec, freeze_plain_tables, quantize
 from qat_lora.recovery import add_adapter, nearest_of_rank
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.files import lock, read_json, write_atomically, write_json
-from qat_lora.run.git import revision
 
 METHODS = ("rtn", "mse", "gptq", "efficientqat", "loftq", "torchao", "torchao-text", "ours", "ranks")
 LENGTH, WINDOW, RANK = 256, 512, 4

@@ -38,6 +38,7 @@ from qat_lora.data.options import TextOptions
 from qat_lora.data.packing import Rows, fingerprint, tokenizer_fingerprint
 from qat_lora.errors import UserError
 from qat_lora.evaluate import kd_loss
+from qat_lora.git import revision
 from qat_lora.kd.cache import CacheSpec, edges, write_cache
 from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.kd.losses import sparse_loss
@@ -48,7 +49,6 @@ from qat_lora.quant.linear import freeze
 from qat_lora.quant.student import StudentSpec, freeze_plain_tables, quantize
 from qat_lora.recovery import add_adapter
 from qat_lora.run.config import ScriptConfig, option, run_script
-from qat_lora.run.git import revision
 
 PARTS = ("building", "qat", "recovery", "head", "optimizer", "memory", "online", "cosine")
 

@@ -11,6 +11,7 @@ from torch import nn
 from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.errors import UserError
 from qat_lora.evaluate import heldout_figures, text_figures
+from qat_lora.git import revision
 from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.models.adapter import adapter_values, load_adapter
 from qat_lora.models.loading import empty_model, load_model
@@ -18,7 +19,6 @@ from qat_lora.qat import Plan, restore, training_stream, update, usual_rates
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import StudentSpec, bits_per_weight, load_student, quantize
 from qat_lora.run.files import read_json, write_atomically
-from qat_lora.run.git import revision
 from qat_lora.run.rundir import Run
 from qat_lora.run.schedule import set_learning_rates
 from qat_lora.run.session import Every, Session

@@ -27,10 +27,10 @@ from plain_trm import PlainTraining, PlainTRM, Sizes
 from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.data.puzzle_rows import draw
 from qat_lora.errors import UserError
+from qat_lora.git import revision
 from qat_lora.models.recursive import IGNORE, RecursiveModel, RecursiveSpec
 from qat_lora.recursive import RecursivePlan, Trainer, segment_batches
 from qat_lora.run.config import ScriptConfig, option, run_script
-from qat_lora.run.git import revision
 
 WARM, SEGMENTS = 2, 16
 MIXERS = {"mlp": True, "attention": False}

@@ -34,11 +34,11 @@ from matplotlib import pyplot as plt
 
 from qat_lora.data.stories import Stories, load_stories
 from qat_lora.errors import UserError
+from qat_lora.git import revision
 from qat_lora.models.reservoir import DiagonalReservoir, EchoState, ReservoirSpec
 from qat_lora.models.scan import sequential_scan
 from qat_lora.readout import RidgeMoments
 from qat_lora.run.config import ScriptConfig, option, run_script
-from qat_lora.run.git import revision
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "train_tinystories_reservoir.py"
 SERIES, STEPS, UNITS, INPUTS = 64, 5000, 500, 10

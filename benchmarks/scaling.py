@@ -22,6 +22,7 @@ import torch.distributed as dist
 from qat_lora.backend import TorchBackend, launch
 from qat_lora.errors import UserError
 from qat_lora.evaluate import kd_loss
+from qat_lora.git import revision
 from qat_lora.models.loading import EMBEDDED, empty_model, load_config, load_model
 from qat_lora.qat import Plan, parameter_groups, update
 from qat_lora.quant.init import initialise
@@ -29,7 +30,6 @@ from qat_lora.quant.linear import freeze
 from qat_lora.quant.student import StudentSpec, quantize
 from qat_lora.recovery import add_adapter
 from qat_lora.run.config import ScriptConfig, option, run_script
-from qat_lora.run.git import revision
 from qat_lora.run.rundir import Run
 from qat_lora.run.session import Every, Session
 

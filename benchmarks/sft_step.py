@@ -29,12 +29,12 @@ from qat_lora.data.legal_answers import checked_rows, document, messages, respon
 from qat_lora.data.sections import NUMBERS
 from qat_lora.data.sft import PackedExamples, encoded
 from qat_lora.errors import UserError
+from qat_lora.git import revision
 from qat_lora.models.loading import EMBEDDED, load_model, load_tokenizer
 from qat_lora.models.targets import PROJECTIONS
 from qat_lora.qat import Plan, update
 from qat_lora.recovery import add_adapter
 from qat_lora.run.config import ScriptConfig, option, run_script
-from qat_lora.run.git import revision
 from qat_lora.sft import packed_loss
 
 RATE, SKIPPED = 1e-9, 2

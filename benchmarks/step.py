@@ -20,8 +20,8 @@ from pathlib import Path
 import shapes
 
 from qat_lora.errors import UserError
+from qat_lora.git import revision
 from qat_lora.run.config import ScriptConfig, option, run_script
-from qat_lora.run.git import revision
 
 HERE = Path(__file__).resolve().parent
 COMMANDS = {  # part → benchmark and its options

@@ -38,11 +38,11 @@ from qat_lora.export import (
     write_gguf,
     write_hf,
 )
+from qat_lora.git import revision
 from qat_lora.quant.gguf import CHOICES
 from qat_lora.quant.student import bits_per_weight
 from qat_lora.run.config import ScriptConfig, option, run_script
 from qat_lora.run.files import check_new, new_folder, write_json
-from qat_lora.run.git import revision
 from qat_lora.run.rundir import say
 
 FORMATS = ("hf", "merged", "gguf")

@@ -6,7 +6,7 @@ from importlib import metadata
 from pathlib import Path
 
 from qat_lora.backend.group import Group, say
-from qat_lora.run.git import ROOT, revision
+from qat_lora.git import ROOT, revision
 
 VERSIONS = ("torch", "torch_xla", "transformers", "peft", "safetensors", "numpy")
 

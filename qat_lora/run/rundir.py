@@ -19,10 +19,10 @@ from tqdm import tqdm
 
 from qat_lora.backend.group import ALONE, Group
 from qat_lora.errors import STOPS, UserError, first_line
+from qat_lora.git import git_state
 from qat_lora.run.checksums import write_sums
 from qat_lora.run.config import JobConfig, RunConfig
 from qat_lora.run.files import as_json, lock, read_json, sha256, write_atomically, write_json, writing
-from qat_lora.run.git import git_state
 from qat_lora.run.hosts import agree_on_facts, agree_on_options, bring_run
 
 tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a worker that is killed leaves behind

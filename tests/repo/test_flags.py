@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qat_lora.run.config import RunConfig
+from qat_lora.run.config import JobConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py"))
-COMMON = {field.name for field in dataclasses.fields(RunConfig)}
+COMMON = {field.name for field in dataclasses.fields(JobConfig)}
 # Options that several scripts share are read beside their definition.
 SHARED = [ROOT / "qat_lora" / "data" / "options.py", ROOT / "qat_lora" / "qat.py"]
 EXPERIMENT = {
@@ -29,7 +29,9 @@ def attributes(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_flag_of_a_script_is_read(name, load_script):
-    own = {field.name for field in dataclasses.fields(load_script(name).Config)} - COMMON
+    config = load_script(name).Config
+    own = {field.name for field in dataclasses.fields(config)} - COMMON
+    own |= {"timeouts"} if issubclass(config, JobConfig) else set()  # which reads --host-timeout and --join-timeout
     files = [ROOT / "scripts" / f"{name}.py", *SHARED]
     if name in EXPERIMENT:
         files.append(ROOT / "qat_lora" / "experiments" / f"{EXPERIMENT[name]}.py")

@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FLOOR = ("backend", "run")
 MIDDLE = ("data", "models", "quant", "kd", "rl")
-SHARED = ("errors", "hub", "machine", "urls")  # what every folder may import
+SHARED = ("errors", "git", "hub", "machine", "urls")  # what every folder may import
 PACKAGE = sorted((ROOT / "qat_lora").rglob("*.py"))
 SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
 EVERYTHING = [*PACKAGE, *SCRIPTS, *(p for d in ("benchmarks", "tests") for p in sorted((ROOT / d).rglob("*.py")))]
