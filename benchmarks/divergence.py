@@ -4,8 +4,8 @@ unit in the last place (ulp), and of two workers that share its batches.
     python benchmarks/divergence.py
     python benchmarks/divergence.py --seeds 0 --lr 1e-4
 
-If training is chaotic, a difference in rounding grows until the losses differ visibly. Two workers round their sums in
-another order, so they may depart as far as the moved weight does, and no further. A mistake in how work is shared would
+If training is chaotic, a difference in rounding grows until the losses differ visibly. Two workers add in a different
+order, so they may diverge as much as the run with the moved weight, but no more. A mistake in how work is shared would
 show at the first update, in fp64 too.
 """
 

@@ -153,8 +153,8 @@ def master_port() -> int:
 
 
 def slice_hosts() -> tuple[int, str]:
-    """How many hosts a TPU slice has according to the environment, and the variables that say so, for messages;
-    (1, "") where none does. A worker's number tells at least that there are others before it."""
+    """How many hosts a TPU slice has according to the environment, and the variable that says so, for messages; (1, "")
+    if none does. A worker number above 0 implies that many other hosts."""
     for name in ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES"):
         hosts = {entry.strip().rsplit(":", 1)[0] for entry in os.environ.get(name, "").split(",") if entry.strip()}
         if len(hosts) > 1:

@@ -12,7 +12,7 @@ VERSIONS = ("torch", "torch_xla", "transformers", "peft", "safetensors", "numpy"
 
 
 def agree_on_code(group: Group) -> None:
-    """Raise UserError, in every worker, where one runs other code than worker 0; warn where versions of packages
+    """Raise UserError, in every worker, if any runs different code from worker 0; warn if versions of packages
     differ."""
     if group.world_size == 1:
         return
@@ -43,7 +43,7 @@ def code_digest() -> str:
 
 
 def version(name: str) -> str | None:
-    """The version of a package: that of the module in use, and that of its installation where it differs."""
+    """The imported module's version, plus the installed one if it differs."""
     try:
         installed = metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -77,18 +77,16 @@ class JobConfig(RunConfig):
     """What every script that trains on several workers takes on top."""
 
     host_timeout: float = option(
-        60.0, "seconds within which all hosts end when one is lost; only a host that gives no sign of life is",
+        60.0, "seconds until the other hosts end after one is lost; a slow host that still responds is not lost",
         identity=False,
     )  # fmt: skip
-    join_timeout: float = option(
-        60.0, "seconds within which all hosts have to arrive; more where they start slowly", identity=False
-    )
+    join_timeout: float = option(60.0, "seconds to wait for all hosts; raise it if hosts start slowly", identity=False)
 
     @property
     def timeouts(self) -> Timeouts:
         if self.host_timeout < 10:
             raise UserError(
-                f"--host-timeout {self.host_timeout:g} must be at least 10 s: a short pause of a network loses no host"
+                f"--host-timeout {self.host_timeout:g} must be at least 10 s, so that a short network pause does not end the job"
             )
         if self.join_timeout <= 0:
             raise UserError(f"--join-timeout {self.join_timeout:g} must be more than 0 s")

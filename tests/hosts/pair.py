@@ -93,7 +93,7 @@ class Pair:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def start(self, host: str, *command, binds: dict | None = None, hosts: str | None = None, **env) -> Job:
-        """Start a command on a host. binds: {folder: folder there in whose place it lies}. hosts: its /etc/hosts."""
+        """Start a command on a host. binds: {source: folder to mount it over}. hosts: its /etc/hosts."""
         self.count += 1
         name = f"{self.count}{host}"
         table = self.folder / f"{name}.hosts"
