@@ -86,8 +86,8 @@ class JobConfig(RunConfig):
     def timeouts(self) -> Timeouts:
         if self.host_timeout < 10:
             raise UserError(
-                f"--host-timeout {self.host_timeout:g} must be at least 10 s, so that a short network pause does not end "
-                "the job"
+                f"--host-timeout {self.host_timeout:g} must be at least 10 s, so that a short network pause does not "
+                "end the job"
             )
         if self.join_timeout <= 0:
             raise UserError(f"--join-timeout {self.join_timeout:g} must be more than 0 s")
