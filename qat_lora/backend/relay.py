@@ -94,8 +94,8 @@ def this_member(rank: int) -> Member:
 
 @dataclass(frozen=True)
 class Ending:
-    """Why a job ends. culprit: the worker to blame, if there is one. said: whether the culprit or its
-    launcher has already printed the error."""
+    """Why a job ends. culprit: the worker to blame, if there is one. said: whether the culprit or its launcher has
+    already printed the error."""
 
     line: str
     culprit: int | None = None

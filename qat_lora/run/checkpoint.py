@@ -138,8 +138,8 @@ def _newest_first(folder: Path) -> list[Path]:
 def load_checkpoint(run_path: Path, group: Group = ALONE) -> tuple[dict[str, Tensor], dict, dict] | None:
     """(tensors, trainer, meta) of the newest whole checkpoint of a run; None where there is none at all.
 
-    A damaged one is named and set aside; raises UserError where every one is damaged. Worker 0
-    chooses; workers without the same files receive them from it.
+    A damaged one is named and set aside; raises UserError where every one is damaged. Worker 0 chooses; workers without
+    the same files receive them from it.
     """
     path = group.on_main(lambda: _newest_whole(run_path))
     if path is None:

@@ -14,7 +14,6 @@ from qat_lora.run.config import RunConfig
 from qat_lora.run.files import lock, read_json, sha256, write_atomically
 
 PART = 16 * 2**20  # bytes of a file that are sent at once
-SAME_COMMAND = "give every worker the same command"
 
 
 def agree_on_options(config: RunConfig, group: Group) -> None:

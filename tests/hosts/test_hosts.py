@@ -323,7 +323,7 @@ def test_what_one_host_lacks_is_named_on_all(pair, recovery, tmp_path, what, sha
 
 # -- the run directory -----------------------------------------------------------------------------------------------
 def test_a_resumed_run_that_one_host_has_is_given_to_the_other(pair, recovery, tmp_path, whole):
-    """Whichever has it; worker 0 goes on with it, and its host has it then."""
+    """Whichever host has it: worker 0 resumes it, and its host then has a copy."""
     for keeper in "ab":
         r, other = tmp_path / keeper, tmp_path / f"other{keeper}"
         r.mkdir()
