@@ -4,14 +4,14 @@ import pickle
 import re
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
-from qat_lora.backend.relay import AGAIN, AnotherFailed, Link, Relay
+from qat_lora.backend.link import AnotherFailed, Link
+from qat_lora.backend.relay import AGAIN, Relay
 from qat_lora.errors import UserError, first_line
 
 HEARSAY = 2  # seconds that a failing worker waits to hear whether another worker failed first
@@ -154,11 +154,6 @@ class Group:
 
 
 ALONE = Group()
-
-
-def say(line: str) -> None:
-    """Print a line on stderr, at once."""
-    print(line, file=sys.stderr, flush=True)
 
 
 # -- SIGTERM ---------------------------------------------------------------------------------------------------------

@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 from qat_lora.backend import detect
 from qat_lora.backend.environment import LOOPBACK, Place, master_port, read_place, slice_hosts, whole_number
-from qat_lora.backend.group import ALONE, SIGTERM, Group, WorkerLost, notice_sigterm, say, stopped_at
-from qat_lora.backend.relay import AGAIN, AnotherFailed, Timeouts
+from qat_lora.backend.group import ALONE, SIGTERM, Group, WorkerLost, notice_sigterm, stopped_at
+from qat_lora.backend.link import AnotherFailed
+from qat_lora.backend.relay import AGAIN, Timeouts, say
 from qat_lora.backend.rendezvous import interface, join, join_at, leave_release, serve, tensor_store
 from qat_lora.backend.revision import agree_on_code
 from qat_lora.backend.torch import TorchBackend

@@ -17,8 +17,9 @@ import psutil
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from qat_lora.backend.environment import LOOPBACK, Place
-from qat_lora.backend.group import Group, say, stopped_at
-from qat_lora.backend.relay import AGAIN, NOTICE, Link, Refused, Relay, Timeouts, this_member
+from qat_lora.backend.group import Group, stopped_at
+from qat_lora.backend.link import Link, Refused, this_member
+from qat_lora.backend.relay import AGAIN, NOTICE, Relay, Timeouts, say
 from qat_lora.errors import UserError, first_line
 
 START_AGAIN = f"check that its host and network are up, then {AGAIN}"

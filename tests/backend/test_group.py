@@ -10,15 +10,15 @@ from dataclasses import replace
 
 import pytest
 
+from qat_lora.backend import link as link_module
 from qat_lora.backend import relay as relay_module
 from qat_lora.backend.group import ALONE, Group, WorkerLost
-from qat_lora.backend.relay import AnotherFailed, Link, Refused, Relay, Timeouts, this_member
+from qat_lora.backend.link import AnotherFailed, Link, Refused, this_member
+from qat_lora.backend.relay import Relay, Timeouts
 from qat_lora.backend.rendezvous import join, serve
 from qat_lora.errors import UserError
 
 HASTY = Timeouts(host=3, join=2)  # a worker is lost after 1.65 s
-
-
 made: list[Link] = []
 
 
@@ -45,7 +45,8 @@ def enter(relay: Relay, rank: int, count: int, timeouts: Timeouts = HASTY, **cla
 @pytest.fixture
 def together(monkeypatch):
     """together(function, count): function(group) in each of `count` workers; its results, exceptions included."""
-    monkeypatch.setattr(relay_module, "BEAT", 0.1)
+    for module in (relay_module, link_module):
+        monkeypatch.setattr(module, "BEAT", 0.1)
     monkeypatch.setattr(os, "_exit", lambda code: pytest.fail(f"the process was ended with {code}"))
 
     def run(function, count: int = 3, timeouts: Timeouts = HASTY, **claims) -> list:
@@ -57,6 +58,7 @@ def together(monkeypatch):
                 group = enter(relay, rank, count, timeouts, **claims)
                 group.relay = relay if rank == 0 else None
                 results[rank] = function(group)
+                group.link.reporting = True  # a worker that is done with its part is not stuck
             except (Exception, SystemExit) as error:
                 results[rank] = error
 
@@ -186,6 +188,7 @@ def test_a_worker_that_gives_no_sign_of_life_is_lost_and_one_that_is_busy_is_not
         assert group.gather(group.rank) == [0, 1]
         if group.rank == 1:
             group.link.sending.acquire()  # nothing is sent any more
+            group.link.reporting = True  # else its thread would end this process
             time.sleep(4)
             return None
         with pytest.raises(AnotherFailed) as error:
