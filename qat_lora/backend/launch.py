@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import wait
@@ -34,6 +34,18 @@ FOREVER = timedelta(days=365)  # a collective takes as long as it takes: the rel
 PROCESS_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 
 
+@dataclass(frozen=True)
+class Job:
+    """What every worker runs, worker(backend, *args), and on what. kind: a device as `detect.resolve` names it."""
+
+    worker: Callable
+    args: tuple
+    kind: str
+    precision: str
+    debug: bool
+    timeouts: Timeouts
+
+
 def launch(
     worker: Callable,
     args: tuple = (),
@@ -54,15 +66,16 @@ def launch(
     contradicts itself.
     """
     kind = detect.resolve(device)
+    job = Job(worker, args, kind, precision, debug, timeouts)
     if place := read_place():
-        return _run_under_torchrun(worker, args, kind, precision, num_chips, debug, place, timeouts)
+        return _run_under_torchrun(job, num_chips, place)
     count, of_slice = count_workers(kind, num_chips), check_slice(kind, num_chips)
     if count == 1 and not of_slice:
         worker(open_backend(device, precision), *args)
     elif kind == "xla":
-        _spawn_xla(worker, args, precision, count, debug, timeouts)
+        _spawn_xla(job, count)
     else:
-        _spawn(worker, args, kind, precision, count, debug, timeouts)
+        _spawn(job, count)
 
 
 def open_backend(requested: str = "auto", precision: str = "auto") -> TorchBackend:
@@ -163,9 +176,9 @@ def _take_chips(count: int) -> None:
 
 
 # -- one worker ------------------------------------------------------------------------------------------------------
-def run_worker(worker: Callable, args: tuple, enter: Callable[[], Group], open_backend: Callable, debug: bool) -> None:
-    """Call worker(open_backend(enter()), *args). A failure is reported once in the whole job and ends this process with
-    its exit code.
+def run_worker(job: Job, enter: Callable[[], Group], open_backend: Callable[[Group], TorchBackend]) -> None:
+    """Call job.worker(open_backend(enter()), *job.args). A failure is reported once in the whole job and ends this
+    process with its exit code.
 
     Errors other than UserError show their traceback. The process ends by os._exit: another thread may still be waiting
     for a worker.
@@ -176,7 +189,7 @@ def run_worker(worker: Callable, args: tuple, enter: Callable[[], Group], open_b
         group = enter()
         agree_on_code(group)
         try:
-            worker(open_backend(group), *args)
+            job.worker(open_backend(group), *job.args)
         except SystemExit as stop:  # preempted, or nothing to do
             if stop.code:
                 raise
@@ -188,7 +201,7 @@ def run_worker(worker: Callable, args: tuple, enter: Callable[[], Group], open_b
         # before this worker had arrived, only the process that started it ends the job because of another, and says so
         instead = None if group is ALONE and isinstance(error, AnotherFailed) else group.fail(error)
         if instead == "":
-            code = report(error, with_traceback=debug or not isinstance(error, UserError | KeyboardInterrupt))
+            code = report(error, with_traceback=job.debug or not isinstance(error, UserError | KeyboardInterrupt))
         else:
             code = 2 if isinstance(error, UserError) else 1
             if instead:
@@ -231,13 +244,12 @@ def be_silent() -> None:
 
 
 # -- CPU processes and GPUs ------------------------------------------------------------------------------------------
-def _spawn(worker, args, kind: str, precision: str, count: int, debug: bool, timeouts: Timeouts) -> None:
+def _spawn(job: Job, count: int) -> None:
     # The relay lives here, where no worker's end can close it.
-    timeouts = replace(timeouts, join=max(timeouts.join, STARTING))
-    relay = serve(0, True, count, timeouts, reports_deaths=True)
+    job = replace(job, timeouts=replace(job.timeouts, join=max(job.timeouts.join, STARTING)))
+    relay = serve(0, True, count, job.timeouts, reports_deaths=True)
     context = multiprocessing.get_context("spawn")
-    job = (worker, args, kind, precision, count, relay.port, debug, timeouts)
-    processes = [context.Process(target=_spawned, args=(rank, *job)) for rank in range(count)]
+    processes = [context.Process(target=_spawned, args=(job, rank, count, relay.port)) for rank in range(count)]
     try:
         for process in processes:
             process.start()
@@ -268,41 +280,36 @@ def _first_to_fail(processes: list) -> int | None:
     return None
 
 
-def _spawned(rank: int, worker, args, kind: str, precision, count: int, port: int, debug, timeouts: Timeouts) -> None:
+def _spawned(job: Job, rank: int, count: int, port: int) -> None:
     def enter() -> Group:
         at = LOOPBACK, port
-        return Group(rank, count, join(lambda: at, rank, count, timeouts, f"{LOOPBACK}:{port}"))
-
-    def open_backend(group: Group) -> TorchBackend:
-        return _connect(kind, precision, group, rank)
+        return Group(rank, count, join(lambda: at, rank, count, job.timeouts, f"{LOOPBACK}:{port}"))
 
     notice_sigterm()
     end_with_parent()
-    run_worker(worker, args, enter, open_backend, debug)
+    run_worker(job, enter, lambda group: _connect(job, group, rank))
     ignore_sigterm()
 
 
-def _run_under_torchrun(
-    worker, args, kind: str, precision: str, num_chips: int | None, debug: bool, place: Place, timeouts: Timeouts
-) -> None:
-    if kind == "xla":  # torch_xla 2.9 would train a model in each process, and none would know of the others
+def _run_under_torchrun(job: Job, num_chips: int | None, place: Place) -> None:
+    if job.kind == "xla":  # torch_xla 2.9 would train a model in each process, and none would know of the others
         raise UserError("torchrun does not start TPU workers; start the script itself, once on every host")
     if num_chips and num_chips != place.local_world_size:
         raise UserError(f"--num-chips {num_chips} and torchrun's {place.local_world_size} workers; leave one out")
-    if kind == "cuda":
+    if job.kind == "cuda":
         check_devices(place.local_rank, place.local_world_size)
 
     def enter() -> Group:
-        return join_at(place, timeouts) if place.world_size > 1 else ALONE
+        return join_at(place, job.timeouts) if place.world_size > 1 else ALONE
 
     def open_backend(group: Group) -> TorchBackend:
         notice_sigterm()
         local_rank = place.local_rank if "LOCAL_RANK" in os.environ else group.neighbours.index(group.rank)
-        if kind == "cuda":
+        if job.kind == "cuda":
             check_devices(local_rank, len(group.neighbours))
-        return _connect(kind, precision, group, local_rank)
+        return _connect(job, group, local_rank)
 
-    run_worker(worker, args, enter, open_backend, debug)
+    run_worker(job, enter, open_backend)
     if place.agent_store and not place.one_host and stopped_at():
         leave_release(place)
 
@@ -316,25 +323,25 @@ def check_devices(local_rank: int, workers: int) -> None:
         )
 
 
-def _connect(kind: str, precision: str, group: Group, local_rank: int) -> TorchBackend:
+def _connect(job: Job, group: Group, local_rank: int) -> TorchBackend:
     """The backend of one of several workers, with torch.distributed's process group behind it."""
     if group.rank:
         be_silent()
-    if kind == "cuda":
+    if job.kind == "cuda":
         torch.cuda.set_device(local_rank)
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, os.cpu_count() // len(group.neighbours)))
     if group.world_size == 1:
-        return TorchBackend(kind, precision)
+        return TorchBackend(job.kind, job.precision)
     if name := interface(group):  # else they listen on whatever the host's name resolves to
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
     with group.losing_none():
         dist.init_process_group(
-            "nccl" if kind == "cuda" else "gloo", store=tensor_store(group), rank=group.rank,
+            "nccl" if job.kind == "cuda" else "gloo", store=tensor_store(group), rank=group.rank,
             world_size=group.world_size, timeout=FOREVER,
         )  # fmt: skip
-    return check_world(TorchBackend(kind, precision, group), group.world_size)
+    return check_world(TorchBackend(job.kind, job.precision, group), group.world_size)
 
 
 # -- TPU chips -------------------------------------------------------------------------------------------------------
@@ -342,10 +349,8 @@ class XlaWorker:
     """What torch_xla.launch calls in a thread of each process. Unpickled in that process's main thread, the only one
     in which Python lets SIGTERM be caught."""
 
-    def __init__(
-        self, worker: Callable, args: tuple, precision: str, count: int, debug: bool, timeouts: Timeouts
-    ):  # fmt: skip
-        self.job = worker, args, precision, count, debug, timeouts
+    def __init__(self, job: Job, count: int):
+        self.job, self.count = job, count
 
     def __setstate__(self, state: dict) -> None:
         vars(self).update(state)
@@ -356,18 +361,16 @@ class XlaWorker:
     def __call__(self, _: int) -> None:
         from qat_lora.backend import xla
 
-        worker, args, precision, count, debug, timeouts = self.job
-
         def open_backend(group: Group) -> TorchBackend:
             cores = detect.cores_per_chip()
             if group.rank >= cores and detect.tpu_chips():  # on CPU devices all workers are threads of one process
                 be_silent()
-            return check_world(xla.XlaBackend(precision, group), count * xla.hosts() * cores)
+            return check_world(xla.XlaBackend(self.job.precision, group), self.count * xla.hosts() * cores)
 
-        run_worker(worker, args, partial(xla.connect, timeouts), open_backend, debug)
+        run_worker(self.job, partial(xla.connect, self.job.timeouts), open_backend)
 
 
-def _spawn_xla(worker, args, precision: str, count: int, debug: bool, timeouts: Timeouts) -> None:
+def _spawn_xla(job: Job, count: int) -> None:
     import torch_xla
 
     _take_chips(count)
@@ -378,7 +381,7 @@ def _spawn_xla(worker, args, precision: str, count: int, debug: bool, timeouts: 
     watch.start()
     with sigterm_forwarded():
         try:
-            torch_xla.launch(XlaWorker(worker, args, precision, count, debug, timeouts))
+            torch_xla.launch(XlaWorker(job, count))
         except BrokenProcessPool:
             watch.join(GRACE / 2)
             # those that the pool itself has ended by SIGTERM come second

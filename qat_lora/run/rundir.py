@@ -225,11 +225,12 @@ def _resumed_path(experiment: str, config: RunConfig, facts: dict) -> Path | Non
 
 def _first_match(experiment: str, config: RunConfig, facts: dict) -> Path | None:
     named = config.output_dir or config.resume != "auto"
-    return next((p for p in _candidates(experiment, config) if named or _is_same(p, config, facts)), None)
+    return next((p for p in _candidates(experiment, config, say) if named or _is_same(p, config, facts)), None)
 
 
-def _candidates(experiment: str, config: RunConfig) -> Iterator[Path]:
-    """The run directories that --resume may mean: the one that is named, or all unfinished ones, newest first."""
+def _candidates(experiment: str, config: RunConfig, tell: Callable[[str], None] = lambda _: None) -> Iterator[Path]:
+    """The run directories that --resume may mean: the one that is named, or all unfinished ones, newest first. tell:
+    gets a line about each that cannot be read."""
     if config.resume == "off":
         return
     if config.resume != "auto":
@@ -250,7 +251,7 @@ def _candidates(experiment: str, config: RunConfig) -> Iterator[Path]:
                 read_json(manifest)
                 finished = _status(manifest.parent) == "finished"
             except UserError as error:
-                say(f"skipping {manifest.parent}: {error}")
+                tell(f"skipping {manifest.parent}: {error}")
                 continue
             if not finished:
                 yield manifest.parent

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from qat_lora.backend import TorchBackend, count_workers, detect
 from qat_lora.backend.group import SIGTERM
-from qat_lora.backend.launch import PROCESS_BOUNDS, XlaWorker, _take_chips, check_world, launch
+from qat_lora.backend.launch import PROCESS_BOUNDS, Job, XlaWorker, _take_chips, check_world, launch
 from qat_lora.backend.relay import Timeouts
 from qat_lora.errors import UserError
 
@@ -192,7 +192,7 @@ def test_its_code_wins_over_that_of_a_worker_that_waits_on_the_host(capfd, how, 
 def test_a_tpu_worker_hears_sigterm_in_the_main_thread_of_its_process():
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        pickle.loads(pickle.dumps(XlaWorker(worker_checks.fail_all, (), "fp32", 2, False, Timeouts())))
+        pickle.loads(pickle.dumps(XlaWorker(Job(worker_checks.fail_all, (), "xla", "fp32", False, Timeouts()), 2)))
         os.kill(os.getpid(), signal.SIGTERM)
         assert SIGTERM.is_set()
     finally:
