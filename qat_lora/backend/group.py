@@ -73,7 +73,8 @@ class Group:
             return [pickle.loads(each) for each in self.link.exchange(pickle.dumps(value))]
 
     def on_main(self, function: Callable[[], Any]) -> Any:
-        """function() of worker 0, known to all; a UserError or SystemExit of it is raised in all."""
+        """function() of worker 0, known to all. A SystemExit of it is raised in all; at a UserError the others raise
+        AnotherFailed, which names worker 0's host."""
         result = error = None
         if self.rank == 0:
             try:
@@ -81,6 +82,8 @@ class Group:
             except (UserError, SystemExit) as raised:
                 error = raised
         result, error = self.gather((result, error))[0]
+        if self.rank and isinstance(error, UserError):
+            raise AnotherFailed(f"{self.name(0)} failed: {error}")
         if error is not None:
             raise error
         return result
@@ -127,7 +130,7 @@ class Group:
         follows = isinstance(error, WorkerLost | AnotherFailed)
         if follows:  # the relay knows more, or will within moments
             self.link.reporting = True
-            self.link.ended.wait(HEARSAY)
+            self.link.over.wait(HEARSAY)
         ending = self.link.fail(line, HEARSAY)
         if not self.link.speaks(ending):
             return None
@@ -140,17 +143,15 @@ class Group:
         if self.link:
             self.link.leave_reaper()
         if self.relay:
-            self.link.leave()
+            self.link.disconnect()
             self.relay.empty.wait(LINGER)
 
     def close(self) -> None:
-        """Wait until nobody needs this worker any more."""
+        """Wait until all workers have finished. Raises AnotherFailed if one fails before that."""
         if self.link:
             self.link.leave()
         if self.relay:
             self.relay.empty.wait()
-            if self.relay.ending:
-                raise AnotherFailed(self.relay.ending.line)
 
 
 ALONE = Group()

@@ -53,7 +53,11 @@ def this_member(rank: int) -> Member:
     with suppress(OSError):  # a system without /proc
         machine += Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         machine += "".join(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))
-    return Member(rank, socket.gethostname(), machine, f"{machine} {os.getppid()}", os.getpid())
+    terminal = machine
+    with suppress(OSError):  # standard error is closed
+        stderr = os.fstat(2)
+        terminal += f" {stderr.st_dev} {stderr.st_ino} {stderr.st_rdev}"
+    return Member(rank, socket.gethostname(), machine, terminal, os.getpid())
 
 
 class Link:
@@ -75,9 +79,10 @@ class Link:
         self.answers: queue.SimpleQueue = queue.SimpleQueue()
         self.ending: Ending | None = None
         self.ended_at = 0.0
-        self.ended, self.gone = threading.Event(), threading.Event()
+        self.over = threading.Event()  # the job has ended, or all workers have finished
+        self.gone = threading.Event()  # the connection is closed
         self.waiting_since: float | None = None
-        self.reporting = self.closed = False  # the main thread is about to say why; has said goodbye
+        self.reporting = False  # the main thread is about to say why
         self.stopping = False  # all workers know of SIGTERM and save
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -154,15 +159,27 @@ class Link:
         self.reporting = True
         mine = Ending(line, self.member.rank, said=True)
         self._send_if_possible(Kind.FAIL, as_json(asdict(mine)))
-        self.ended.wait(patience)
+        self.over.wait(patience)
         return self.ending or mine
 
     def leave(self) -> None:
-        """Say goodbye: this worker needs nothing more from the others. Returns once the relay has heard it."""
-        self.closed = True
+        """Say that this worker needs nothing more from the others, and wait until they all say so. Raises AnotherFailed
+        if the job ends otherwise."""
+        self.stopping = True  # SIGTERM does not hurry it: all is saved here
+        with self.waiting():
+            if not self.ending:
+                with suppress(OSError):  # the thread sees it, too
+                    self._send(Kind.BYE)
+            self.over.wait()
+        if self.ending:
+            raise AnotherFailed(self.ending.line)
+
+    def disconnect(self) -> None:
+        """End the connection: this worker has failed and said why."""
+        self.reporting = True
+        self.gone.set()
         with suppress(OSError):
-            self._send(Kind.BYE)
-        self.gone.wait(GREETING)
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def speaks(self, ending: Ending) -> bool:
         """Whether this worker prints why the job ended, so that each terminal shows it once."""
@@ -201,7 +218,7 @@ class Link:
         received, sent, last = bytearray(), 0.0, time.monotonic()
         with selectors.DefaultSelector() as selector:
             selector.register(self.connection, selectors.EVENT_READ)
-            while not (self.closed and self.gone.is_set()):
+            while True:
                 ready = time.sleep(BEAT / 2) if self.gone.is_set() else selector.select(BEAT / 2)
                 now = time.monotonic()
                 if now - last > 5 * BEAT:  # this process was held up, and could not hear the relay
@@ -209,6 +226,8 @@ class Link:
                 last = now
                 if ready:
                     self._take(received, now)
+                if self.over.is_set() and not self.ending:  # all have finished
+                    return self.connection.close()
                 if now - sent >= BEAT:
                     sent = now
                     self._send_if_possible(Kind.ALIVE, patience=0)
@@ -222,9 +241,7 @@ class Link:
             piece = b""
         if not piece:
             self.gone.set()
-            if not self.closed:  # else the relay has heard our goodbye
-                self._end(Ending(died(self.members[0]), 0))
-            return
+            return self._end(Ending(died(self.members[0]), 0))
         self.heard = now
         received += piece
         while len(received) >= HEAD.size:
@@ -237,18 +254,20 @@ class Link:
                 self.answers.put(content)
             elif kind == Kind.ENDED:
                 self._end(Ending(**json.loads(content)))
+            elif kind == Kind.BYE:
+                self.over.set()
 
     def _end(self, ending: Ending) -> None:
         if not self.ending:
             self.ending, self.ended_at = ending, time.monotonic()
             self.answers.put(None)
-            self.ended.set()
+            self.over.set()
 
     def _judge(self, now: float) -> None:
         waiting, stopped = self.waiting_since, self.stopped()
         if not self.ending and now - self.heard > self.timeouts.silence:
             self._end(Ending(silent(self.members[0], self.timeouts), 0))
-        if self.closed or self.reporting:
+        if self.reporting:
             return
         if self.ending and now - self.ended_at > self.timeouts.grace(waiting is not None):
             self._give_up(self.ending.line, 1, self.speaks(self.ending))

@@ -16,13 +16,14 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from enum import Enum
 
 BEAT = 1  # seconds between two signs of life
 GREETING = 10  # seconds within which a relay answers; a server that takes longer is something else
 NOTICE = 20  # seconds of waiting for workers before a line is printed
 PIECE = 2**20  # bytes read at a time
+STRANGERS = 64  # connections beyond those of the workers that may stay open until they say who they are
 HEAD = struct.Struct("!cQ")
 AGAIN = "restart the job with --resume auto"
 
@@ -30,9 +31,9 @@ AGAIN = "restart the job with --resume auto"
 class Kind(bytes, Enum):
     """What a frame holds."""
 
-    JOIN, VALUE, FAIL, BYE = b"J", b"V", b"F", b"Q"  # of a worker: who it is, a value, a failure, a normal end
+    JOIN, VALUE, FAIL = b"J", b"V", b"F"  # of a worker: who it is, a value, a failure
     WELCOME, REFUSED, VALUES, ENDED = b"W", b"R", b"A", b"E"  # of the relay
-    ALIVE = b"B"  # of both: a sign of life
+    ALIVE, BYE = b"B", b"Q"  # of both: a sign of life; a worker has finished, all have finished
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Member:
     """One worker, as the others know it.
 
     host: the name of its host. machine: the same for workers that see each other's processes. terminal: the same for
-    workers whose output appears in one place. address: as the relay sees it.
+    workers with one standard error. address: as the relay sees it.
     """
 
     rank: int
@@ -135,6 +136,8 @@ class Relay:
         self.nonce = secrets.token_hex(8)
         self.members: dict[int, Member] = {}
         self.writers: dict[int, asyncio.StreamWriter] = {}  # of those that are connected
+        self.finished: set[int] = set()
+        self.strangers = 0  # connections that have not said yet whose they are
         self.heard: dict[int, float] = {}
         self.values: dict[int, bytes] = {}
         self.complete, self.ending = False, None
@@ -205,10 +208,8 @@ class Relay:
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection until it closes."""
-        rank = None
-        try:
-            kind, content = await asyncio.wait_for(self._receive(reader, None, most=2**16), GREETING)
-            rank = self._admit(kind, content, writer)
+        rank = await self._greet(reader, writer)
+        with suppress(OSError, EOFError, ValueError, TypeError):  # it is gone, or sends what no worker does
             while rank is not None:
                 kind, content = await self._receive(reader, rank)
                 if kind == Kind.VALUE:
@@ -216,20 +217,29 @@ class Relay:
                 elif kind == Kind.FAIL:
                     self._end(Ending(**json.loads(content)))
                 elif kind == Kind.BYE:
-                    self._leave(rank)
-                    self._check_calls()
-                    rank = None
-        except (OSError, EOFError, ValueError, KeyError, TypeError):
-            pass  # gone, or not one of our workers
+                    self._finish(rank)
         if rank is not None and self.writers.get(rank) is writer:
             self._leave(rank)
-            if self.complete:
+            if not self.complete:
+                del self.members[rank]  # another may come in its place
+            elif rank not in self.finished:
                 self.died = rank if self.ending is None else self.died
                 self._end(Ending(died(self.members[rank]), rank, self.reports_deaths))
-            else:
-                del self.members[rank]  # another may come in its place
         with suppress(OSError):
             writer.close()
+
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int | None:
+        """The rank of the worker at the other end, once it has said who it is; None if it does not belong here."""
+        if self.strangers >= self.world_size + STRANGERS:
+            return None
+        self.strangers += 1
+        try:
+            kind, content = await asyncio.wait_for(self._receive(reader, None, most=2**16), GREETING)
+            return self._admit(kind, content, writer)
+        except (OSError, EOFError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+        finally:
+            self.strangers -= 1
 
     async def _receive(self, reader: asyncio.StreamReader, rank: int | None, most: int = 2**63) -> tuple[bytes, bytes]:
         kind, length = HEAD.unpack(await reader.readexactly(HEAD.size))
@@ -251,6 +261,9 @@ class Relay:
             raise ValueError("it does not speak our protocol")
         asked = json.loads(content)
         member = Member(**asked["member"])
+        known = all(type(getattr(member, field.name)) is field.type for field in fields(member))
+        if not known or not 0 <= member.rank < asked["world_size"]:
+            raise ValueError("it is no worker")
         member = replace(member, address=writer.get_extra_info("peername")[0].removeprefix("::ffff:"))
         if self.ending and not self.complete:
             self._send(writer, Kind.ENDED, as_json(asdict(self.ending)))
@@ -305,14 +318,23 @@ class Relay:
                 self._send(writer, Kind.VALUES, content)
 
     def _check_calls(self) -> None:
-        """End the job if somebody waits for the value of a worker that has left: it would wait forever."""
-        left = [rank for rank in range(self.world_size) if rank not in self.writers]
-        if self.values and left:
-            self._end(Ending(f"{self.members[left[0]]} finished before the others; {AGAIN}", left[0]))
+        """End the job if somebody waits for the value of a worker that has finished: it would wait forever."""
+        if self.values and self.finished:
+            first = min(self.finished)
+            self._end(Ending(f"{self.members[first]} finished before the others; {AGAIN}", first))
+
+    def _finish(self, rank: int) -> None:
+        """A worker needs nothing more from the others. It stays until none of them does, and so hears if one fails."""
+        self.finished.add(rank)
+        self._check_calls()
+        if len(self.finished) == self.world_size:
+            for writer in self.writers.values():
+                self._send(writer, Kind.BYE)
 
     def _lose(self, rank: int) -> None:
         writer = self.writers[rank]
-        self._end(Ending(silent(self.members[rank], self.timeouts), rank))
+        if rank not in self.finished:
+            self._end(Ending(silent(self.members[rank], self.timeouts), rank))
         self._leave(rank)
         writer.close()  # once it can be reached again it reads why
 

@@ -2,7 +2,7 @@
 
 On SIGTERM torchrun exits without a word to the other hosts, whose torchruns then wait for it at an exit barrier for
 five minutes. Once it is gone, this process opens that barrier in its place (torch 2.9: SimpleElasticAgent
-._exit_barrier; if another version uses another key, the others wait as before).
+._exit_barrier, StaticTCPRendezvous; if another version uses another key, the others wait as before).
 """
 
 import sys
@@ -17,10 +17,10 @@ PORT = 29400  # where torchrun's endpoint names none
 
 def endpoint(words: list[str]) -> tuple[str, int]:
     """The rendezvous endpoint of a torchrun with this command line."""
-    from torch.distributed.run import parse_args
+    from torch.distributed.run import get_rdzv_endpoint, parse_args
 
     at = next(number for number, word in enumerate(words) if word.endswith(("torchrun", "torch.distributed.run")))
-    host, _, port = parse_args(words[at + 1 :]).rdzv_endpoint.rpartition(":")
+    host, _, port = get_rdzv_endpoint(parse_args(words[at + 1 :])).rpartition(":")
     return (host, int(port)) if host else (port, PORT)
 
 
@@ -42,8 +42,9 @@ def main(launcher: int, job: str, words: list[str]) -> None:
         if time.monotonic() > ends:
             return
         time.sleep(0.2)
-    for number in range(ROUNDS):
-        store.set(f"torch.rendezvous.{job}.{number}/torchelastic/agent/terminal_state/last_member", "")
+    dynamic = [f"torch.rendezvous.{job}.{number}" for number in range(ROUNDS)]
+    for prefix in [job, *dynamic]:  # the first with --node-rank and --master-addr
+        store.set(f"{prefix}/torchelastic/agent/terminal_state/last_member", "")
 
 
 if __name__ == "__main__":

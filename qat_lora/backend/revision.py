@@ -17,6 +17,8 @@ def agree_on_code(group: Group) -> None:
     differ."""
     if group.world_size == 1:
         return
+    script = Path(sys.argv[0]).name
+    group.agree({"the script": (script, script)}, "start the same one on every host")
     mine = code_digest()
     group.agree({"code": (mine, f"{revision()} ({mine})")}, "check out the same revision on every host")
     everyone = group.gather({name: version(name) for name in VERSIONS})

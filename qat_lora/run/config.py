@@ -18,6 +18,7 @@ from qat_lora.backend.relay import Timeouts
 from qat_lora.errors import UserError, ignore_sigterm, open_output, report
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+LONGEST = 86400  # seconds of a timeout; sockets take no more than 24 days
 
 
 def option(
@@ -84,13 +85,15 @@ class JobConfig(RunConfig):
 
     @property
     def timeouts(self) -> Timeouts:
-        if self.host_timeout < 10:
+        if not 10 <= self.host_timeout <= LONGEST:
             raise UserError(
                 f"--host-timeout {self.host_timeout:g} must be at least 10 s, so that a short network pause does not "
-                "end the job"
+                f"end the job, and at most {LONGEST} s (a day)"
             )
-        if self.join_timeout <= 0:
-            raise UserError(f"--join-timeout {self.join_timeout:g} must be more than 0 s")
+        if not 0 < self.join_timeout <= LONGEST:
+            raise UserError(
+                f"--join-timeout {self.join_timeout:g} must be more than 0 s and at most {LONGEST} s (a day)"
+            )
         return Timeouts(self.host_timeout, self.join_timeout)
 
 

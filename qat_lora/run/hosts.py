@@ -51,6 +51,8 @@ def bring_run(path: Path | None, group: Group) -> None:
     for name in sorted({str(path) for path in group.gather(path if group.leads else None) if path}):
         states = dict(enumerate(group.gather(_state(Path(name)) if group.leads else None)))
         states = {rank: state for rank, state in states.items() if state}
+        if not states:
+            continue
         first = min(states)
         for rank, state in states.items():
             _check_same_run(name, group, (first, states[first]), (rank, state))

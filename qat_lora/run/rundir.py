@@ -8,7 +8,6 @@ import platform
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, BinaryIO
 import yaml
 from tqdm import tqdm
 
+from qat_lora.backend import relay
 from qat_lora.backend.group import ALONE, Group
 from qat_lora.errors import STOPS, UserError, first_line
 from qat_lora.git import git_state
@@ -269,10 +269,10 @@ def _begun(experiment: str, config: RunConfig) -> datetime:
     return date_of(read_json(path / "manifest.json"), path / "manifest.json") if path else now()
 
 
-def _meant(experiment: str, config: RunConfig) -> Path | None:
+def _meant(experiment: str, config: RunConfig, tell: Callable[[str], None] = lambda _: None) -> Path | None:
     """The run that --resume means, as far as can be told before its data is read."""
     named = config.output_dir or config.resume != "auto"
-    found = [path for path in _candidates(experiment, config) if named or _may_be(path, config)]
+    found = [path for path in _candidates(experiment, config, tell) if named or _may_be(path, config)]
     return min(found, key=lambda path: len(_changed(path, config))) if found else None
 
 
@@ -287,10 +287,7 @@ def prepare(experiment: str, config, group: Group):
     if config.resume == "off":
         return config
     if group.world_size > 1:
-        path = None
-        with suppress(UserError):  # if this host's cannot be resumed, worker 0 says why of its own
-            path = _meant(experiment, config) if group.leads else None
-        bring_run(path, group)
+        bring_run(_meant_here(experiment, config, group) if group.leads else None, group)
     if not hasattr(config, "accumulation_steps"):
         return config
     rows, was = group.on_main(lambda: _rows_before(experiment, config))
@@ -301,6 +298,15 @@ def prepare(experiment: str, config, group: Group):
     if group.rank == 0:
         say(f"fewer workers than before: --accumulation-steps {rows // each} keeps {rows} rows in an update")
     return dataclasses.replace(config, accumulation_steps=rows // each)
+
+
+def _meant_here(experiment: str, config: RunConfig, group: Group) -> Path | None:
+    """The run that --resume means as far as this host knows: a named one may be on another."""
+    if named := config.output_dir if config.resume == "auto" else config.resume:
+        return Path(named)
+    if group.rank:
+        return _meant(experiment, config, tell=relay.say)
+    return _meant(experiment, config)  # open_run tells the rest
 
 
 def _rows_before(experiment: str, config: RunConfig) -> tuple[int, dict]:

@@ -14,7 +14,7 @@ from qat_lora.backend import link as link_module
 from qat_lora.backend import relay as relay_module
 from qat_lora.backend.group import ALONE, Group, WorkerLost
 from qat_lora.backend.link import AnotherFailed, Link, Refused, this_member
-from qat_lora.backend.relay import Relay, Timeouts
+from qat_lora.backend.relay import Kind, Relay, Timeouts, as_json, frame
 from qat_lora.backend.rendezvous import join, serve
 from qat_lora.errors import UserError
 
@@ -28,8 +28,7 @@ def links_end_with_the_test():
     yield
     while made:
         link = made.pop()
-        link.closed = True
-        link.gone.set()
+        link.reporting = True
 
 
 def enter(relay: Relay, rank: int, count: int, timeouts: Timeouts = HASTY, **claims) -> Group:
@@ -110,13 +109,16 @@ def test_what_worker_0_does_is_known_to_all(together):
     assert together(work) == ["found"] * 3 and calls == [0]
 
 
-@pytest.mark.parametrize("error", [UserError("no such cache; build it"), SystemExit(0)], ids=["bad input", "finished"])
-def test_what_worker_0_raises_all_raise(together, error):
-    def fail():
+def test_what_worker_0_raises_all_raise_and_the_others_say_whose_it_is(together):
+    def fail(error):
         raise error
 
-    raised = together(lambda group: group.on_main(fail))
-    assert [type(e) for e in raised] == [type(error)] * 3 and [str(e) for e in raised] == [str(error)] * 3
+    first, *others = together(lambda group: group.on_main(lambda: fail(UserError("no such cache; build it"))))
+    assert type(first) is UserError and str(first) == "no such cache; build it"
+    line = f"worker 0 on {socket.gethostname()} failed: {first}"
+    assert [(type(error), str(error)) for error in others] == [(AnotherFailed, line)] * 2
+    ends = together(lambda group: group.on_main(lambda: fail(SystemExit(0))))
+    assert [type(error) for error in ends] == [SystemExit] * 3
 
 
 def test_worker_0_goes_first(together):
@@ -169,8 +171,7 @@ def test_each_terminal_is_told_once(together):
 def test_a_worker_that_leaves_without_a_word_has_died(together):
     def work(group):
         if group.rank == 1:
-            group.link.closed = True
-            group.link.connection.shutdown(socket.SHUT_RDWR)
+            group.link.disconnect()
             return None
         with pytest.raises(AnotherFailed) as error:
             group.gather(None)
@@ -239,32 +240,44 @@ def test_a_connection_that_breaks_is_a_lost_worker_and_the_relay_says_which(toge
     assert together(work, 2) == ["", f"worker 0 on {socket.gethostname()} failed: no memory"]
 
 
-def test_the_one_that_serves_the_hub_leaves_last(together):
-    left = []
+def test_nobody_leaves_before_all_have_finished(together):
+    done = []
 
     def work(group):
-        time.sleep(0.2 * group.rank)
-        if group.rank:
-            left.append(group.rank)
+        time.sleep((0, 2.5, 0.2)[group.rank])  # one writes for longer than silence may last
+        done.append(group.rank)
         group.close()
-        if not group.rank:
-            left.append(0)
+        return list(done)
 
-    assert together(work) == [None] * 3 and left == [1, 2, 0]
+    assert together(work) == [[0, 2, 1]] * 3
+
+
+def test_a_worker_that_has_finished_hears_that_another_dies(together):
+    """Killed after the last step, worker 0 has not written the summary: the job has failed."""
+
+    def work(group):
+        if group.rank == 0:
+            time.sleep(0.5)
+            group.link.disconnect()
+            return None
+        with pytest.raises(AnotherFailed) as error:
+            group.close()
+        return str(error.value)
+
+    _, heard = together(work, 2)
+    assert heard.startswith(f"worker 0 on {socket.gethostname()} (process {os.getpid()}) died")
 
 
 def test_a_failure_of_the_last_to_leave_reaches_the_one_that_waits(together):
     def work(group):
         if group.rank:
             time.sleep(0.3)
-            line = group.fail(UserError("plots"))
-            group.link.connection.shutdown(socket.SHUT_RDWR)  # as the end of its process does
-            return line
+            return group.fail(UserError("plots"))
         with pytest.raises(AnotherFailed, match=r"worker 1 on .* failed: plots") as error:
             group.close()
         return group.fail(error.value)
 
-    assert together(work, 2) == ["", ""], "the first reports the error that it raised, which says who failed"
+    assert together(work, 2) == [None, ""], "their terminal is told once"
 
 
 # -- meeting ---------------------------------------------------------------------------------------------------------
@@ -320,11 +333,30 @@ def test_a_stray_worker_does_not_end_a_job_that_is_complete(together):
 def test_what_is_no_worker_is_sent_away(together):
     def work(group):
         if group.relay:
-            for greeting in (b"GET / HTTP/1.1\r\nHost: here\r\n\r\n", b"J" + bytes(7) + b"\x02{}"):
+            nobody = {"rank": 1, "host": "x", "machine": "x", "terminal": "x", "pid": 1}
+            claims = [nobody | wrong for wrong in ({"rank": 7}, {"rank": -1}, {"rank": "1"}, {"host": []}, {"x": 1})]
+            joins = [frame(Kind.JOIN, as_json({"member": claim, "world_size": 2})) for claim in claims]
+            joins += [frame(Kind.JOIN, content) for content in (b"{}", b"[1]", b"\xff", b"[" * 60000)]
+            for greeting in (b"GET / HTTP/1.1\r\nHost: here\r\n\r\n", b"J" + b"\xff" * 8, *joins):
                 with socket.create_connection(("127.0.0.1", group.relay.port)) as stranger:
                     stranger.sendall(greeting)
                     assert stranger.recv(10) == b""
         return group.gather(group.rank)
+
+    assert together(work, 2) == [[0, 1]] * 2
+
+
+def test_no_more_strangers_are_kept_than_a_process_may_have_files(together):
+    def work(group):
+        strangers = []
+        if group.relay:
+            strangers = [socket.create_connection(("127.0.0.1", group.relay.port)) for _ in range(100)]
+            time.sleep(0.5)
+            assert group.relay.strangers == 2 + relay_module.STRANGERS
+        found = group.gather(group.rank)
+        for stranger in strangers:
+            stranger.close()
+        return found
 
     assert together(work, 2) == [[0, 1]] * 2
 

@@ -116,10 +116,17 @@ class Pair:
         place = {"WORLD_SIZE": 2, "MASTER_ADDR": address, "MASTER_PORT": port}
         return [self.start(host, PY, *command, **place | {"RANK": "ab".index(host)} | more) for host in of]
 
-    def by_torchrun(self, *command, options: tuple = (), nodes: str = "2", of: str = "ab", **more) -> list[Job]:
-        """One torchrun on each host, with one worker."""
-        meeting = ("--nnodes", nodes, "--nproc-per-node", 1, "--rdzv-backend", "c10d", "--rdzv-endpoint", "hosta:29500")
-        return [self.start(host, TORCHRUN, *meeting, *options, *command, **more) for host in of]
+    def by_torchrun(
+        self, *command, options: tuple = (), nodes: str = "2", of: str = "ab", static: bool = False, **more
+    ) -> list[Job]:  # fmt: skip
+        """One torchrun on each host, with one worker. static: each is told its rank."""
+        nodes, jobs = ("--nnodes", nodes, "--nproc-per-node", 1), []
+        for host in of:
+            meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "hosta:29500")
+            if static:
+                meeting = ("--node-rank", "ab".index(host), "--master-addr", "hosta", "--master-port", 29500)
+            jobs.append(self.start(host, TORCHRUN, *nodes, *meeting, *options, *command, **more))
+        return jobs
 
     def pids(self, host: str) -> list[int]:
         found = subprocess.run(["ip", "netns", "pids", self.space(host)], capture_output=True, text=True).stdout

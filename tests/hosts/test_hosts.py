@@ -159,16 +159,17 @@ def test_sigterm_to_one_host_saves_and_ends_all_with_0(pair, recovery, tmp_path,
 
 def test_sigterm_to_one_torchrun_saves_and_ends_the_other_with_0(pair, recovery, tmp_path, whole):
     """The one that gets it ends with 1, as torchrun always does; without our help the other would take five minutes."""
-    for number, host in enumerate("ab"):
-        jobs = pair.by_torchrun(*recovery(tmp_path / host, 60))
+    for number, static in ((0, False), (1, False), (1, True)):
+        run = tmp_path / f"{number}{static}"
+        jobs = pair.by_torchrun(*recovery(run, 60), static=static)
         jobs[0].waits_for("step 25 ", 120)
         jobs[number].process.send_signal(signal.SIGTERM)
         codes = ended(jobs)
         assert codes[1 - number] == 0 and codes[number] == 1, jobs[1 - number].said()[-3000:]
-        assert json.loads((tmp_path / host / "summary.json").read_text())["status"] == "preempted"
+        assert json.loads((run / "summary.json").read_text())["status"] == "preempted"
         pair.clear()
-    trained(pair.by_torchrun(*recovery(tmp_path / "b", 60, "--resume", "auto")))
-    assert losses(tmp_path / "b") == whole
+    trained(pair.by_torchrun(*recovery(run, 60, "--resume", "auto"), static=True))
+    assert losses(run) == whole
 
 
 # -- joining ---------------------------------------------------------------------------------------------------------
@@ -311,14 +312,16 @@ def test_an_update_sends_little_more_than_its_gradients(pair, recovery, tmp_path
     assert 1 < ratio <= 1.1
 
 
+@pytest.mark.parametrize("host", "ab")
 @pytest.mark.parametrize("what", ["cache", "model"])
-def test_what_one_host_lacks_is_named_on_all(pair, recovery, tmp_path, what, sharp_cache, sharp_model_dir):
+def test_what_one_host_lacks_is_named_on_all(pair, recovery, tmp_path, what, host, sharp_cache, sharp_model_dir):
     folder, empty = sharp_cache if what == "cache" else sharp_model_dir, tmp_path / "empty"
     empty.mkdir()
-    command = recovery(tmp_path / "r", 60)
-    first, second = differ(pair, command, command, binds={empty: folder})
-    one_line(first, "worker 1 on hostb failed: ", str(folder))
-    one_line(second, str(folder))
+    command, number = recovery(tmp_path / "r", 60), "ab".index(host)
+    jobs = [pair.by_hand(*command, of=each, binds={empty: folder} if each == host else {})[0] for each in "ab"]
+    ended(jobs)
+    one_line(jobs[1 - number], f"worker {number} on host{host} failed: ", str(folder))
+    one_line(jobs[number], str(folder))
 
 
 # -- the run directory -----------------------------------------------------------------------------------------------
@@ -338,6 +341,31 @@ def test_a_resumed_run_that_one_host_has_is_given_to_the_other(pair, recovery, t
         binds = [{other: r} if host != keeper else {} for host in "ab"]
         trained([pair.by_hand(*command, of=host, binds=bound)[0] for host, bound in zip("ab", binds)])
         assert losses(r if keeper == "a" else other) == whole
+
+
+def test_a_damaged_run_on_the_other_host_is_not_passed_over(pair, recovery, tmp_path):
+    r, other = tmp_path / "r", tmp_path / "other"
+    trained(pair.by_hand(*recovery(other, 10)))
+    (other / "summary.json").unlink()
+    (other / "checksums.json").unlink()
+    (other / "config.yaml").unlink()
+    r.mkdir()
+    command = recovery(r, 20, "--resume", "auto")
+    for job in differ(pair, command, command, binds={other: r}):
+        one_line(job, f"{r}/config.yaml is missing or damaged")
+
+
+def test_a_host_that_dies_after_the_last_step_ends_the_other_with_an_error(pair, recovery, tmp_path):
+    """Worker 1 has nothing left to do, but the run has no summary yet."""
+    jobs = pair.by_hand(*recovery(tmp_path / "r", 20))
+    jobs[0].waits_for("step 20 ")
+    time.sleep(0.1)
+    pair.signal("a", signal.SIGKILL)
+    written = (tmp_path / "r" / "summary.json").exists()
+    if ended(jobs)[1]:
+        one_line(jobs[1], "worker 0 on hosta")
+    else:
+        assert written
 
 
 def test_another_run_in_the_same_place_is_refused(pair, recovery, tmp_path):
