@@ -77,11 +77,16 @@ def trained(jobs: list[Job]) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(pair, recovery, tmp_path_factory):
-    """The losses of a run of 60 updates that nothing interrupts, with two workers."""
+def whole_run(pair, recovery, tmp_path_factory):
+    """A run of 60 updates that nothing interrupted, with two workers."""
     run = tmp_path_factory.mktemp("whole") / "r"
     trained(pair.by_hand(*recovery(run, 60)))
-    return losses(run)
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(whole_run):
+    return losses(whole_run)
 
 
 # -- a lost host -----------------------------------------------------------------------------------------------------
@@ -157,7 +162,7 @@ def test_sigterm_to_one_host_saves_and_ends_all_with_0(pair, recovery, tmp_path,
     assert losses(tmp_path / "r") == whole
 
 
-def test_sigterm_to_one_torchrun_saves_and_ends_the_other_with_0(pair, recovery, tmp_path, whole):
+def test_sigterm_to_one_torchrun_saves_and_ends_the_other_with_0(pair, recovery, tmp_path):
     """The one that gets it ends with 1, as torchrun always does; without our help the other would take five minutes."""
     for number, static in ((0, False), (1, False), (1, True)):
         run = tmp_path / f"{number}{static}"
@@ -168,18 +173,15 @@ def test_sigterm_to_one_torchrun_saves_and_ends_the_other_with_0(pair, recovery,
         assert codes[1 - number] == 0 and codes[number] == 1, jobs[1 - number].said()[-3000:]
         assert json.loads((run / "summary.json").read_text())["status"] == "preempted"
         pair.clear()
-    trained(pair.by_torchrun(*recovery(run, 60, "--resume", "auto"), static=True))
-    assert losses(run) == whole
 
 
 # -- joining ---------------------------------------------------------------------------------------------------------
 def test_a_host_that_does_not_come_is_named_with_the_address_and_who_came(pair, recovery, tmp_path):
-    [job] = pair.by_hand(*recovery(tmp_path / "r", 60, "--join-timeout", 4), of="a")
-    ended([job])
-    one_line(job, "worker 1 of 2 did not arrive at hosta:29500 within 4 s", "worker 0 on hosta", "--join-timeout")
-    [job] = pair.by_hand(*recovery(tmp_path / "r", 60, "--join-timeout", 4), of="b")
-    ended([job])
-    one_line(job, "worker 1 on hostb found no worker 0 at hosta:29500 within 4 s", "Connection refused")
+    command = recovery(tmp_path / "r", 60, "--join-timeout", 4)
+    jobs = [*pair.by_hand(*command, of="a", port=29500), *pair.by_hand(*command, of="b", port=29501)]
+    ended(jobs)
+    one_line(jobs[0], "worker 1 of 2 did not arrive at hosta:29500 within 4 s", "worker 0 on hosta", "--join-timeout")
+    one_line(jobs[1], "worker 1 on hostb found no worker 0 at hosta:29501 within 4 s", "Connection refused")
 
 
 def test_a_host_that_comes_late_is_waited_for(pair, recovery, tmp_path):
@@ -325,32 +327,34 @@ def test_what_one_host_lacks_is_named_on_all(pair, recovery, tmp_path, what, hos
 
 
 # -- the run directory -----------------------------------------------------------------------------------------------
-def test_a_resumed_run_that_one_host_has_is_given_to_the_other(pair, recovery, tmp_path, whole):
+def interrupted(run: Path, copy: Path) -> None:
+    """A copy of a finished run as it would be if all hosts had been killed after its second checkpoint."""
+    shutil.copytree(run, copy)
+    for name in ("summary.json", "checksums.json"):
+        (copy / name).unlink()
+    for folder in (copy / "checkpoints").glob("step_*"):
+        if int(folder.name.removeprefix("step_")) > 40:
+            shutil.rmtree(folder)
+
+
+def test_a_resumed_run_that_one_host_has_is_given_to_the_other(pair, recovery, tmp_path, whole, whole_run):
     """Whichever host has it: worker 0 resumes it, and its host then has a copy."""
     for keeper in "ab":
         r, other = tmp_path / keeper, tmp_path / f"other{keeper}"
-        r.mkdir()
+        interrupted(whole_run, r)
         other.mkdir()
-        command = recovery(r, 60)
-        jobs = pair.by_hand(*command)
-        jobs[0].waits_for("step 25 ")
-        pair.signal("b", signal.SIGTERM)
-        assert ended(jobs) == [0, 0]
-        pair.clear()
         command = recovery(r, 60, "--resume", "auto")
         binds = [{other: r} if host != keeper else {} for host in "ab"]
         trained([pair.by_hand(*command, of=host, binds=bound)[0] for host, bound in zip("ab", binds)])
         assert losses(r if keeper == "a" else other) == whole
 
 
-def test_a_damaged_run_on_the_other_host_is_not_passed_over(pair, recovery, tmp_path):
+def test_a_damaged_run_on_the_other_host_is_not_passed_over(pair, recovery, tmp_path, whole_run):
     r, other = tmp_path / "r", tmp_path / "other"
-    trained(pair.by_hand(*recovery(other, 10)))
-    (other / "summary.json").unlink()
-    (other / "checksums.json").unlink()
+    interrupted(whole_run, other)
     (other / "config.yaml").unlink()
     r.mkdir()
-    command = recovery(r, 20, "--resume", "auto")
+    command = recovery(r, 60, "--resume", "auto")
     for job in differ(pair, command, command, binds={other: r}):
         one_line(job, f"{r}/config.yaml is missing or damaged")
 
@@ -368,26 +372,21 @@ def test_a_host_that_dies_after_the_last_step_ends_the_other_with_an_error(pair,
         assert written
 
 
-def test_another_run_in_the_same_place_is_refused(pair, recovery, tmp_path):
-    for name, seed in (("r", 0), ("other", 1)):
-        trained(pair.by_hand(*recovery(tmp_path / name, 20, "--seed", seed)))
-        (tmp_path / name / "summary.json").unlink()
-        (tmp_path / name / "checksums.json").unlink()
-        pair.clear()
-    command = recovery(tmp_path / "r", 20, "--resume", "auto")
+def test_another_run_in_the_same_place_is_refused(pair, recovery, tmp_path, whole_run):
+    for name in ("r", "other"):
+        interrupted(whole_run, tmp_path / name)
+    manifest = tmp_path / "other" / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"started": "20250101-000000"}))
+    command = recovery(tmp_path / "r", 60, "--resume", "auto")
     for job in differ(pair, command, command, binds={tmp_path / "other": tmp_path / "r"}):
         one_line(job, f"{tmp_path / 'r'} is one run for worker 0 on hosta", "another for worker 1 on hostb")
 
 
-def test_an_older_copy_on_the_other_host_does_not_replace_a_finished_run(pair, recovery, tmp_path):
+def test_an_older_copy_on_the_other_host_does_not_replace_a_finished_run(pair, recovery, tmp_path, whole_run):
     r, older = tmp_path / "r", tmp_path / "older"
-    jobs = pair.by_hand(*recovery(r, 60))
-    jobs[0].waits_for("step 25 ")
-    pair.signal("b", signal.SIGTERM)
-    assert ended(jobs) == [0, 0]
-    shutil.copytree(r, older)
+    shutil.copytree(whole_run, r)
+    interrupted(whole_run, older)
     command = recovery(r, 60, "--resume", "auto")
-    trained(pair.by_hand(*command))
     before = (r / "summary.json").read_bytes()
     jobs = [*pair.by_hand(*command, of="a", binds={older: r}), *pair.by_hand(*command, of="b")]
     assert ended(jobs) == [0, 0] and f"{r} is finished" in jobs[0].said(), jobs[0].said()
@@ -422,7 +421,7 @@ def test_torchrun_restarts_what_was_killed_and_goes_on_bit_equal(pair, recovery,
 
 def test_with_a_host_less_torchrun_goes_on_with_as_many_rows_an_update(pair, recovery, tmp_path, whole):
     command = recovery(tmp_path / "r", 60, "--resume", "auto", "--join-timeout", 10)
-    jobs = pair.by_torchrun(*command, nodes="1:2", options=("--max-restarts", 3))
+    jobs = pair.by_torchrun(*command, nodes="1:2", options=("--max-restarts", 3, "--rdzv-conf", "last_call_timeout=5"))
     jobs[0].waits_for("step 25 ", 120)
     pair.signal("b", signal.SIGKILL)
     assert ended(jobs[:1], 120) == [0], jobs[0].said()[-3000:]
