@@ -135,7 +135,7 @@ test-faults: setup ## docs/reliability.md: kills, damaged files, full disks, lar
 test-hosts: setup ## two emulated hosts: lost, late or mismatched (six minutes; needs root and `ip`, else skipped)
 	$(PY) -m pytest -m hosts tests/hosts
 
-hosts-table: setup ## the table of docs/scaling.md: lost hosts, five trials each, and restarts (an hour on two cores; resumes)
+hosts-table: setup ## the table of docs/scaling.md: lost hosts, five trials each, and restarts (half an hour on two cores; resumes)
 	PYTHONPATH=tests:tests/hosts USE_TORCH_XLA=0 $(PY) tests/hosts/table.py
 
 bench-divergence: setup ## Athena on two workers vs one, and one worker with one weight moved by one ulp
