@@ -99,8 +99,7 @@ class Group:
 
     def agree(self, values: dict[str, tuple[Any, str]], fix: str, common: bool = False) -> None:
         """Raise UserError, in every worker, where one has other values than worker 0. values: {name: (value, the value
-        for people)}; fix: what to do then. common: ignore names that only one of them
-        has."""
+        for people)}; fix: what to do then. common: ignore names that only one of them has."""
         first, *others = self.gather(values)
         for rank, theirs in enumerate(others, 1):
             for name in sorted(first.keys() & theirs.keys() if common else first.keys() | theirs.keys()):

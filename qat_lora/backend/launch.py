@@ -198,7 +198,7 @@ def run_worker(job: Job, enter: Callable[[], Group], open_backend: Callable[[Gro
             dist.destroy_process_group()
         return
     except BaseException as error:
-        # before this worker had arrived, only the process that started it ends the job because of another, and says so
+        # a worker that has not joined yet hears of another's end from the process that started both, which prints it
         instead = None if group is ALONE and isinstance(error, AnotherFailed) else group.fail(error)
         if instead == "":
             code = report(error, with_traceback=job.debug or not isinstance(error, UserError | KeyboardInterrupt))

@@ -18,6 +18,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from enum import Enum
+from typing import Any
 
 BEAT = 1  # seconds between two signs of life
 GREETING = 10  # seconds within which a relay answers; a server that takes longer is something else
@@ -121,17 +122,17 @@ def say(line: str) -> None:
 class Relay:
     """Serves the workers of one job from a thread of this process, on a socket that already listens.
 
-    where: its address, for messages. store_port: where the process group's store listens; all workers are told.
+    where: its address, for messages. store: the process group's, kept as long as this; all workers are told its port.
     reports_deaths: whether this process started the workers, and itself reports which of them died. Values are pickled:
     whoever reaches the port can run code in the workers.
     """
 
     def __init__(
-        self, listening: socket.socket, world_size: int, timeouts: Timeouts, where: str, store_port: int = 0,
+        self, listening: socket.socket, world_size: int, timeouts: Timeouts, where: str, store: Any = None,
         reports_deaths: bool = False,
     ):  # fmt: skip
         self.world_size, self.timeouts, self.where = world_size, timeouts, where
-        self.store_port, self.reports_deaths = store_port, reports_deaths
+        self.store, self.reports_deaths = store, reports_deaths
         self.port = listening.getsockname()[1]
         self.nonce = secrets.token_hex(8)
         self.members: dict[int, Member] = {}
@@ -303,7 +304,8 @@ class Relay:
             for m in self.members.values()
         }
         members = [asdict(self.members[rank]) for rank in ranks]
-        content = as_json({"members": members, "nonce": self.nonce, "store_port": self.store_port})
+        store_port = self.store.port if self.store else 0
+        content = as_json({"members": members, "nonce": self.nonce, "store_port": store_port})
         for rank in ranks:
             self._send(self.writers[rank], Kind.WELCOME, content)
 
@@ -324,7 +326,7 @@ class Relay:
             self._end(Ending(f"{self.members[first]} finished before the others; {AGAIN}", first))
 
     def _finish(self, rank: int) -> None:
-        """A worker needs nothing more from the others. It stays until none of them does, and so hears if one fails."""
+        """Note that a worker needs nothing more from the others. It stays until all are done, to hear if one fails."""
         self.finished.add(rank)
         self._check_calls()
         if len(self.finished) == self.world_size:

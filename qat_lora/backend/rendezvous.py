@@ -54,15 +54,13 @@ def serve(
 ) -> Relay:  # fmt: skip
     """A job's relay, served by this process (see `Relay`). tensors: with a store for torch's process group, which
     carries them. where: the address in messages."""
-    listening, store_port = listen(port, one_host), 0
+    listening, store = listen(port, one_host), None
     if tensors:
         other = listen(0, one_host)
-        store_port = other.getsockname()[1]
-        store = TCPStore(LOOPBACK, store_port, is_master=True, wait_for_workers=False, master_listen_fd=other.detach())
+        at = other.getsockname()[1]
+        store = TCPStore(LOOPBACK, at, is_master=True, wait_for_workers=False, master_listen_fd=other.detach())
     where = where or f"{LOOPBACK}:{listening.getsockname()[1]}"
-    relay = Relay(listening, world_size, timeouts, where, store_port, reports_deaths)
-    relay.store = store if tensors else None  # which lives as long
-    return relay
+    return Relay(listening, world_size, timeouts, where, store, reports_deaths)
 
 
 def join(

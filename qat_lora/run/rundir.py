@@ -228,7 +228,7 @@ def _first_match(experiment: str, config: RunConfig, facts: dict) -> Path | None
     return next((p for p in _candidates(experiment, config, say) if named or _is_same(p, config, facts)), None)
 
 
-def _candidates(experiment: str, config: RunConfig, tell: Callable[[str], None] = lambda _: None) -> Iterator[Path]:
+def _candidates(experiment: str, config: RunConfig, tell: Callable[[str], None] | None = None) -> Iterator[Path]:
     """The run directories that --resume may mean: the one that is named, or all unfinished ones, newest first. tell:
     gets a line about each that cannot be read."""
     if config.resume == "off":
@@ -251,7 +251,8 @@ def _candidates(experiment: str, config: RunConfig, tell: Callable[[str], None] 
                 read_json(manifest)
                 finished = _status(manifest.parent) == "finished"
             except UserError as error:
-                tell(f"skipping {manifest.parent}: {error}")
+                if tell:
+                    tell(f"skipping {manifest.parent}: {error}")
                 continue
             if not finished:
                 yield manifest.parent
@@ -269,7 +270,7 @@ def _begun(experiment: str, config: RunConfig) -> datetime:
     return date_of(read_json(path / "manifest.json"), path / "manifest.json") if path else now()
 
 
-def _meant(experiment: str, config: RunConfig, tell: Callable[[str], None] = lambda _: None) -> Path | None:
+def _meant(experiment: str, config: RunConfig, tell: Callable[[str], None] | None = None) -> Path | None:
     """The run that --resume means, as far as can be told before its data is read."""
     named = config.output_dir or config.resume != "auto"
     found = [path for path in _candidates(experiment, config, tell) if named or _may_be(path, config)]
@@ -304,9 +305,7 @@ def _meant_here(experiment: str, config: RunConfig, group: Group) -> Path | None
     """The run that --resume means as far as this host knows: a named one may be on another."""
     if named := config.output_dir if config.resume == "auto" else config.resume:
         return Path(named)
-    if group.rank:
-        return _meant(experiment, config, tell=relay.say)
-    return _meant(experiment, config)  # open_run tells the rest
+    return _meant(experiment, config, relay.say if group.rank else None)  # on worker 0 open_run tells
 
 
 def _rows_before(experiment: str, config: RunConfig) -> tuple[int, dict]:
