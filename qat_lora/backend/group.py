@@ -16,7 +16,25 @@ from qat_lora.errors import UserError, first_line
 
 HEARSAY = 2  # seconds that a failing worker waits to hear whether another worker failed first
 LINGER = 4  # seconds that a failed worker keeps its relay for the others
-SIGTERM = threading.Event()  # this process was asked to stop
+
+
+class Flag:
+    """threading.Event without its lock: a signal that comes while another is handled would wait for that forever."""
+
+    def __init__(self):
+        self._up = False
+
+    def is_set(self) -> bool:
+        return self._up
+
+    def set(self) -> None:
+        self._up = True
+
+    def clear(self) -> None:
+        self._up = False
+
+
+SIGTERM = Flag()  # this process was asked to stop
 
 
 class WorkerLost(UserError):
@@ -165,7 +183,7 @@ _stopped_at: float | None = None
 
 
 def notice_sigterm() -> None:
-    """From here on the first SIGTERM sets the event SIGTERM and further ones are ignored, until the very end of the
+    """From here on the first SIGTERM sets the flag SIGTERM and further ones are ignored, until the very end of the
     process: what is written after the last step (plots, summaries) must not be lost. Python allows signal handlers in
     the main thread only, so in another thread this does nothing and the main thread has to call it."""
     if threading.current_thread() is threading.main_thread():

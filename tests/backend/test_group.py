@@ -12,7 +12,7 @@ import pytest
 
 from qat_lora.backend import link as link_module
 from qat_lora.backend import relay as relay_module
-from qat_lora.backend.group import ALONE, Group, WorkerLost
+from qat_lora.backend.group import ALONE, SIGTERM, Group, WorkerLost
 from qat_lora.backend.link import AnotherFailed, Link, Refused, this_member
 from qat_lora.backend.relay import Kind, Relay, Timeouts, as_json, frame
 from qat_lora.backend.rendezvous import join, serve
@@ -201,7 +201,10 @@ def test_a_worker_that_gives_no_sign_of_life_is_lost_and_one_that_is_busy_is_not
 
 
 def test_a_lost_hub_is_noticed_by_its_silence(together):
+    both_are_in = threading.Barrier(2)
+
     def work(group):
+        both_are_in.wait(30)
         if group.relay:
             group.relay._send = lambda *_: None  # it hears, and says nothing
         with pytest.raises(AnotherFailed) as error:
@@ -424,3 +427,23 @@ def test_a_process_that_hangs_in_a_library_says_why_and_ends(what, code, said):
     done = subprocess.run([sys.executable, "-c", HANGS, what], capture_output=True, text=True, timeout=60)
     assert done.returncode == code, done.stderr
     assert done.stderr.count("error: ") == 1 and said in done.stderr, done.stderr
+
+
+def test_a_signal_may_come_at_any_line_that_handles_one():
+    """Python runs the handler of a second SIGTERM inside that of the first."""
+
+    def once_more(*_):
+        sys.settrace(None)
+        SIGTERM.set()
+        sys.settrace(once_more)
+        return once_more
+
+    def handle():
+        sys.settrace(once_more)
+        SIGTERM.set()
+
+    thread = threading.Thread(target=handle, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive() and SIGTERM.is_set()
+    SIGTERM.clear()
