@@ -19,7 +19,7 @@ LINGER = 4  # seconds that a failed worker keeps its relay for the others
 
 
 class Flag:
-    """threading.Event without its lock: a signal that comes while another is handled would wait for that forever."""
+    """threading.Event without its lock, which would hang a signal handler that interrupts another."""
 
     def __init__(self):
         self._up = False

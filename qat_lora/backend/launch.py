@@ -407,8 +407,8 @@ def _end_survivors(codes: list[int], done: threading.Event) -> None:
 # -- the process that started them -----------------------------------------------------------------------------------
 @contextmanager
 def sigterm_forwarded():
-    """Within this context SIGTERM is passed on to the child processes: they save, and this one waits for them. After
-    the first one, further ones are ignored until this process has ended."""
+    """Within this context every SIGTERM is passed on to the child processes: they save, and this one waits for them. If
+    there was one, any that comes after this context is ignored."""
 
     def forward(*_):
         SIGTERM.set()

@@ -429,17 +429,17 @@ def test_a_process_that_hangs_in_a_library_says_why_and_ends(what, code, said):
     assert done.stderr.count("error: ") == 1 and said in done.stderr, done.stderr
 
 
-def test_a_signal_may_come_at_any_line_that_handles_one():
-    """Python runs the handler of a second SIGTERM inside that of the first."""
+def test_a_second_sigterm_does_not_hang_the_handler_of_the_first():
+    """Python runs the second handler inside the first; here, at every line that sets the flag."""
 
-    def once_more(*_):
+    def interrupt(*_):
         sys.settrace(None)
         SIGTERM.set()
-        sys.settrace(once_more)
-        return once_more
+        sys.settrace(interrupt)
+        return interrupt
 
     def handle():
-        sys.settrace(once_more)
+        sys.settrace(interrupt)
         SIGTERM.set()
 
     thread = threading.Thread(target=handle, daemon=True)
