@@ -19,10 +19,11 @@ import torch
 
 from qat_lora.backend import TorchBackend, launch
 from qat_lora.errors import UserError
-from qat_lora.experiments import athena
-from qat_lora.models.recursive import RecursiveModel
-from qat_lora.recursive import Trainer, segment_batches
-from qat_lora.run.config import ScriptConfig, option, parse, run_script
+from qat_lora.experiments.athena.model import RecursiveModel
+from qat_lora.experiments.athena.pretraining import pretraining as athena
+from qat_lora.experiments.athena.training import Trainer, segment_batches
+from qat_lora.run.command_line import parse, run_script
+from qat_lora.run.options import ScriptConfig, option
 
 SHOWN = (1, 2, 5, 10, 20, 30, 40)
 

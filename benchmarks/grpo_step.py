@@ -23,20 +23,22 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from qat_lora.backend import open_backend
+from qat_lora.backend.git import revision
 from qat_lora.data.batches import batches
-from qat_lora.data.musclebob import training_questions
 from qat_lora.errors import UserError
-from qat_lora.experiments.musclebob import Examiner
-from qat_lora.git import revision
-from qat_lora.grpo import GRPOPlan, PromptDataset, answer, learn
+from qat_lora.experiments.musclebob.questions import training_questions
+from qat_lora.experiments.musclebob.validation import BobSampler
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import EMBEDDED, load_model, load_tokenizer
 from qat_lora.models.writing import write_model
-from qat_lora.qat import parameter_groups
 from qat_lora.quant.student import freeze_plain_tables
-from qat_lora.rl.loss import Objective
+from qat_lora.quant.training import parameter_groups
+from qat_lora.rl.grpo import GRPOPlan, PromptDataset, answer, learn
+from qat_lora.rl.objective import Objective
 from qat_lora.rl.rollout import Sampling
-from qat_lora.run.config import ScriptConfig, option, run_script
+from qat_lora.run.command_line import run_script
+from qat_lora.run.options import ScriptConfig, option
+from qat_lora.train.optimizer import new_optimizer
 
 RATE = 1e-9
 
@@ -82,8 +84,8 @@ class Ours:
         self.tokenizer, model = load_tokenizer(cfg.model), load_model(cfg.model)
         self.questions = training_questions(64 * cfg.batch_size, 0.0, cfg.seed)
         ends = tuple(end_tokens(model, self.tokenizer))
-        examiner = Examiner(self.tokenizer, backend, ends, 1, cfg.max_prompt_length, cfg.max_completion_length)
-        prompts = PromptDataset(examiner.encode([question.messages for question in self.questions]))
+        sampler = BobSampler(self.tokenizer, backend, ends, 1, cfg.max_prompt_length, cfg.max_completion_length)
+        prompts = PromptDataset(sampler.encode([question.messages for question in self.questions]))
         self.plan = GRPOPlan(
             steps=1, batch_size=cfg.batch_size, accumulation=1, learning_rate=RATE, warmup_steps=0, clip_grad_norm=1.0,
             seed=cfg.seed, group=cfg.num_generations, length=cfg.max_completion_length, ends=ends, sampling=Sampling(),
@@ -91,9 +93,9 @@ class Ours:
         )  # fmt: skip
         self.backend, self.model = backend, backend.place(freeze_plain_tables(model))
         self.reference = backend.place(load_model(cfg.model).requires_grad_(False)) if cfg.beta else None
-        self.optimizer = backend.optimizer(parameter_groups(model, RATE, RATE))
+        self.optimizer = new_optimizer(parameter_groups(model, RATE, RATE), backend)
         self.stream = batches(prompts, cfg.batch_size, 1, cfg.seed)
-        self.judge = lambda number, ids, ended: (worth(examiner.decode(ids)), {})
+        self.judge = lambda number, ids, ended: (worth(sampler.decode(ids)), {})
 
     def __call__(self) -> None:
         answered = answer(self.model, self.stream, self.judge, self.plan, self.backend)

@@ -18,9 +18,10 @@ from pathlib import Path
 
 import shapes
 
+from qat_lora.backend.git import revision
 from qat_lora.errors import UserError
-from qat_lora.git import revision
-from qat_lora.run.config import ScriptConfig, option, run_script
+from qat_lora.run.command_line import run_script
+from qat_lora.run.options import ScriptConfig, option
 
 ROOT = Path(__file__).resolve().parents[1]
 TOTAL = re.compile(r"^memory.* total (\d+\.\d+) GB", re.MULTILINE)

@@ -18,20 +18,24 @@ from statistics import mean
 import torch
 
 from qat_lora.backend import TorchBackend, open_backend
+from qat_lora.backend.git import revision
 from qat_lora.data.batches import batches
 from qat_lora.data.options import TextOptions
 from qat_lora.data.packing import Rows, fingerprint, tokenizer_fingerprint
 from qat_lora.errors import UserError
-from qat_lora.evaluate import heldout_figures, kd_loss
-from qat_lora.git import revision
 from qat_lora.kd.cache import CacheSpec, edges, write_cache
 from qat_lora.kd.dataset import KDCacheDataset
+from qat_lora.kd.evaluation import heldout_figures
+from qat_lora.kd.losses import kd_loss
 from qat_lora.models.loading import EMBEDDED, load_config, load_model
-from qat_lora.qat import Plan, parameter_groups, update
 from qat_lora.quant.init import initialise
 from qat_lora.quant.student import StudentSpec, quantize
-from qat_lora.run.config import ScriptConfig, option, run_script
-from qat_lora.run.schedule import set_learning_rates
+from qat_lora.quant.training import parameter_groups
+from qat_lora.run.command_line import run_script
+from qat_lora.run.options import ScriptConfig, option
+from qat_lora.train.loop import Plan, update
+from qat_lora.train.optimizer import new_optimizer
+from qat_lora.train.schedule import set_learning_rates
 
 SIDES = ("cautious", "fused")
 TRIAL = 4  # updates by which the time of one is judged, after one that is not counted
@@ -111,7 +115,7 @@ def trained(cfg: Config, backend: TorchBackend, side: str, seed: int, train, cou
     model = backend.place(model).train()
     groups = parameter_groups(model, cfg.learning_rate, cfg.learning_rate)
     if side == "cautious":
-        optimizer = backend.optimizer(groups)
+        optimizer = new_optimizer(groups, backend)
     else:
         optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     plan = Plan(

@@ -34,6 +34,7 @@ from quality_report import write_report
 from torch import nn
 
 from qat_lora.backend import TorchBackend, open_backend
+from qat_lora.backend.git import revision
 from qat_lora.data.options import TextSource
 from qat_lora.data.packing import (
     Rows,
@@ -45,21 +46,24 @@ from qat_lora.data.packing import (
     windowed,
 )
 from qat_lora.errors import UserError
-from qat_lora.evaluate import kd_loss, text_figures, text_loss, windows
-from qat_lora.git import revision
 from qat_lora.kd.cache import CacheSpec, edges, write_cache
+from qat_lora.kd.losses import kd_loss
+from qat_lora.lora.add import add_adapter
+from qat_lora.lora.error import nearest_of_rank
+from qat_lora.lora.targets import PROJECTIONS
 from qat_lora.models.loading import EMBEDDED, empty_model, load_config, load_model
 from qat_lora.models.packaged import notes
 from qat_lora.models.source import CHOICES
-from qat_lora.models.targets import PROJECTIONS
-from qat_lora.qat import parameter_groups
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import freeze, quantized_layers
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import StudentSpec, freeze_plain_tables, quantize
-from qat_lora.recovery import add_adapter, nearest_of_rank
-from qat_lora.run.config import ScriptConfig, option, run_script
+from qat_lora.quant.training import parameter_groups
+from qat_lora.run.command_line import run_script
 from qat_lora.run.files import lock, read_json, write_atomically, write_json
+from qat_lora.run.options import ScriptConfig, option
+from qat_lora.train.evaluation import text_figures, windows
+from qat_lora.train.losses import text_loss
 
 METHODS = ("rtn", "mse", "gptq", "efficientqat", "loftq", "torchao", "torchao-text", "ours", "ranks")
 LENGTH, WINDOW, RANK = 256, 512, 4

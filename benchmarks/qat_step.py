@@ -33,22 +33,25 @@ import torch
 import torch.nn.functional as F
 
 from qat_lora.backend import TorchBackend, open_backend
+from qat_lora.backend.git import revision
 from qat_lora.data.batches import batches
 from qat_lora.data.options import TextOptions
 from qat_lora.data.packing import Rows, fingerprint, tokenizer_fingerprint
 from qat_lora.errors import UserError
-from qat_lora.evaluate import kd_loss
-from qat_lora.git import revision
 from qat_lora.kd.cache import CacheSpec, edges, write_cache
 from qat_lora.kd.dataset import KDCacheDataset
-from qat_lora.kd.losses import sparse_loss
+from qat_lora.kd.losses import kd_loss
+from qat_lora.lora.add import add_adapter
 from qat_lora.models.loading import EMBEDDED, load_config, load_model
-from qat_lora.qat import Plan, parameter_groups, update
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import freeze
 from qat_lora.quant.student import StudentSpec, freeze_plain_tables, quantize
-from qat_lora.recovery import add_adapter
-from qat_lora.run.config import ScriptConfig, option, run_script
+from qat_lora.quant.training import parameter_groups
+from qat_lora.run.command_line import run_script
+from qat_lora.run.options import ScriptConfig, option
+from qat_lora.train.loop import Plan, update
+from qat_lora.train.losses import sparse_loss
+from qat_lora.train.optimizer import new_optimizer
 
 PARTS = ("building", "qat", "recovery", "head", "optimizer", "memory", "online", "cosine")
 
@@ -162,7 +165,7 @@ class Bench:
         return KDCacheDataset(folder)
 
     def stepper(self, model, loss_of, dataset, learning_rate=1e-5):
-        optimizer = self.backend.optimizer(parameter_groups(model, learning_rate, learning_rate))
+        optimizer = new_optimizer(parameter_groups(model, learning_rate, learning_rate), self.backend)
         stream = self.backend.prefetch(batches(dataset, self.cfg.batch_size, 1, self.cfg.seed))
         return lambda: update(model, stream, loss_of, optimizer, self.plan, self.backend)["loss"].item()
 
@@ -230,7 +233,7 @@ class Bench:
             for p in (p for p in student.parameters() if p.requires_grad):
                 p.grad = torch.randn(p.shape, generator=random, device=p.device).mul_(1e-3)
         ours, theirs = (parameter_groups(student, 1e-5, 1e-5) for student in students)
-        return self.backend.optimizer(ours).step, torch.optim.AdamW(theirs, fused=True).step
+        return new_optimizer(ours, self.backend).step, torch.optim.AdamW(theirs, fused=True).step
 
     def online(self):
         model = self.student()

@@ -9,19 +9,22 @@ import torch
 from torch import nn
 
 from qat_lora.backend import TorchBackend, open_backend
+from qat_lora.backend.git import revision
 from qat_lora.errors import UserError
-from qat_lora.evaluate import heldout_figures, text_figures
-from qat_lora.git import revision
 from qat_lora.kd.dataset import KDCacheDataset
-from qat_lora.models.adapter import adapter_values, load_adapter
+from qat_lora.kd.evaluation import heldout_figures
+from qat_lora.lora.adapter import adapter_values, load_adapter
 from qat_lora.models.loading import empty_model, load_model
-from qat_lora.qat import Plan, restore, training_stream, update, usual_rates
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import StudentSpec, bits_per_weight, load_student, quantize
+from qat_lora.quant.training import usual_rates
 from qat_lora.run.files import read_json, write_atomically
 from qat_lora.run.rundir import Run
-from qat_lora.run.schedule import set_learning_rates
 from qat_lora.run.session import Every, Session
+from qat_lora.train.evaluation import text_figures
+from qat_lora.train.loop import Plan, restore, update
+from qat_lora.train.loop import row_stream as training_stream
+from qat_lora.train.schedule import set_learning_rates
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 BATCH = 4

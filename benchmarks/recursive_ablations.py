@@ -22,7 +22,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 from qat_lora.errors import UserError
-from qat_lora.run.config import ScriptConfig, option, run_script
+from qat_lora.run.command_line import run_script
+from qat_lora.run.options import ScriptConfig, option
 from qat_lora.run.rundir import Run
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -25,12 +25,13 @@ import torch
 from plain_trm import PlainTraining, PlainTRM, Sizes
 
 from qat_lora.backend import TorchBackend, open_backend
-from qat_lora.data.puzzle_rows import draw
+from qat_lora.backend.git import revision
 from qat_lora.errors import UserError
-from qat_lora.git import revision
-from qat_lora.models.recursive import IGNORE, RecursiveModel, RecursiveSpec
-from qat_lora.recursive import RecursivePlan, Trainer, segment_batches
-from qat_lora.run.config import ScriptConfig, option, run_script
+from qat_lora.experiments.athena.model import IGNORE, RecursiveModel, RecursiveSpec
+from qat_lora.experiments.athena.rows import draw
+from qat_lora.experiments.athena.training import RecursivePlan, Trainer, segment_batches
+from qat_lora.run.command_line import run_script
+from qat_lora.run.options import ScriptConfig, option
 
 WARM, SEGMENTS = 2, 16
 MIXERS = {"mlp": True, "attention": False}

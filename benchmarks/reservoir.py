@@ -32,13 +32,14 @@ import yaml
 from kneser_ney import KneserNey
 from matplotlib import pyplot as plt
 
-from qat_lora.data.stories import Stories, load_stories
+from qat_lora.backend.git import revision
 from qat_lora.errors import UserError
-from qat_lora.git import revision
-from qat_lora.models.reservoir import DiagonalReservoir, EchoState, ReservoirSpec
-from qat_lora.models.scan import sequential_scan
-from qat_lora.readout import RidgeMoments
-from qat_lora.run.config import ScriptConfig, option, run_script
+from qat_lora.experiments.stories.reservoir import DiagonalReservoir, EchoState, ReservoirSpec
+from qat_lora.experiments.stories.ridge import RidgeMoments
+from qat_lora.experiments.stories.scan import sequential_scan
+from qat_lora.experiments.stories.text import Stories, load_stories
+from qat_lora.run.command_line import run_script
+from qat_lora.run.options import ScriptConfig, option
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "train_tinystories_reservoir.py"
 SERIES, STEPS, UNITS, INPUTS = 64, 5000, 500, 10

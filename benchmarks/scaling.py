@@ -20,18 +20,21 @@ import torch
 import torch.distributed as dist
 
 from qat_lora.backend import TorchBackend, launch
+from qat_lora.backend.git import revision
 from qat_lora.errors import UserError
-from qat_lora.evaluate import kd_loss
-from qat_lora.git import revision
+from qat_lora.kd.losses import kd_loss
+from qat_lora.lora.add import add_adapter
 from qat_lora.models.loading import EMBEDDED, empty_model, load_config, load_model
-from qat_lora.qat import Plan, parameter_groups, update
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import freeze
 from qat_lora.quant.student import StudentSpec, quantize
-from qat_lora.recovery import add_adapter
-from qat_lora.run.config import ScriptConfig, option, run_script
+from qat_lora.quant.training import parameter_groups
+from qat_lora.run.command_line import run_script
+from qat_lora.run.options import ScriptConfig, option
 from qat_lora.run.rundir import Run
 from qat_lora.run.session import Every, Session
+from qat_lora.train.loop import Plan, update
+from qat_lora.train.optimizer import new_optimizer
 
 TARGETS = 20  # of a position, as K = 8 and 12 draws give
 
@@ -110,7 +113,7 @@ def compare(backend: TorchBackend, cfg: Config, model, accumulation: int, folder
         steps=cfg.steps + 2, batch_size=cfg.batch_size, accumulation=accumulation, learning_rate=1e-6, warmup_steps=0,
         clip_grad_norm=1.0, seed=cfg.seed,
     )  # fmt: skip
-    optimizer = backend.optimizer(parameter_groups(model, 1e-6, 1e-6))
+    optimizer = new_optimizer(parameter_groups(model, 1e-6, 1e-6), backend)
     batch = rows(cfg, load_config(cfg.model).vocab_size, backend.device)
     stream = iter(lambda: batch, None)
     alone = TorchBackend(backend.kind, cfg.precision)

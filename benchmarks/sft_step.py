@@ -23,19 +23,21 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from qat_lora.backend import TorchBackend, open_backend
+from qat_lora.backend.git import revision
 from qat_lora.data.batches import batches
-from qat_lora.data.legal import generate
-from qat_lora.data.legal_answers import checked_rows, document, messages, response
-from qat_lora.data.sections import NUMBERS
-from qat_lora.data.sft import PackedExamples, encoded
+from qat_lora.data.supervised import PackedExamples, encoded
 from qat_lora.errors import UserError
-from qat_lora.git import revision
+from qat_lora.experiments.legal.answers import checked_rows, document, messages, response
+from qat_lora.experiments.legal.rules import generate
+from qat_lora.experiments.legal.sections import NUMBERS
+from qat_lora.lora.add import add_adapter
+from qat_lora.lora.targets import PROJECTIONS
 from qat_lora.models.loading import EMBEDDED, load_model, load_tokenizer
-from qat_lora.models.targets import PROJECTIONS
-from qat_lora.qat import Plan, update
-from qat_lora.recovery import add_adapter
-from qat_lora.run.config import ScriptConfig, option, run_script
-from qat_lora.sft import packed_loss
+from qat_lora.run.command_line import run_script
+from qat_lora.run.options import ScriptConfig, option
+from qat_lora.train.loop import Plan, update
+from qat_lora.train.optimizer import new_optimizer
+from qat_lora.train.supervised import packed_loss
 
 RATE, SKIPPED = 1e-9, 2
 SIDES = ("both", "ours", "trl")
@@ -118,8 +120,8 @@ class Ours:
         self.backend, self.model = backend, backend.place(adapted).train()
         self.plan = Plan(steps=1, batch_size=cfg.rows, accumulation=1, learning_rate=RATE, warmup_steps=0,
                          clip_grad_norm=1.0, seed=cfg.seed)  # fmt: skip
-        self.optimizer = backend.optimizer(
-            [{"params": [p for p in self.model.parameters() if p.requires_grad], "lr": RATE}]
+        self.optimizer = new_optimizer(
+            [{"params": [p for p in self.model.parameters() if p.requires_grad], "lr": RATE}], backend
         )
         self.stream = counted(backend.prefetch(batches(packed, cfg.rows, 1, cfg.seed)), self)
 

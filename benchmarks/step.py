@@ -19,9 +19,10 @@ from pathlib import Path
 
 import shapes
 
+from qat_lora.backend.git import revision
 from qat_lora.errors import UserError
-from qat_lora.git import revision
-from qat_lora.run.config import ScriptConfig, option, run_script
+from qat_lora.run.command_line import run_script
+from qat_lora.run.options import ScriptConfig, option
 
 HERE = Path(__file__).resolve().parent
 COMMANDS = {  # part → benchmark and its options

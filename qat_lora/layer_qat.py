@@ -11,13 +11,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from qat_lora.blocks import BlockCalls, Call, block_outputs, compensate_block, first_inputs, run_block
-from qat_lora.evaluate import kd_loss
+from qat_lora.backend import TorchBackend
+from qat_lora.kd.losses import kd_loss
 from qat_lora.models.architecture import as_answer, decoder_layers, replaced
-from qat_lora.qat import MOST_UPDATES, MOST_WEIGHT, check_range, check_rate, parameter_groups, restore
+from qat_lora.quant.blockwise import BlockCalls, block_outputs, compensate_block, first_inputs, run_block
 from qat_lora.quant.linear import unquantized
-from qat_lora.run.schedule import cosine, set_learning_rates
+from qat_lora.quant.training import parameter_groups
+from qat_lora.run.metrics import Last, Metric, Share, Total, Value
 from qat_lora.run.session import Session
+from qat_lora.train.loop import restore, trained_parameters
+from qat_lora.train.optimizer import new_optimizer
+from qat_lora.train.schedule import cosine, set_learning_rates
 
 
 @dataclass(frozen=True)
@@ -31,11 +35,6 @@ class LayerPlan:
     kd_weight: float = 0.0
     compensate: bool = False
 
-    def __post_init__(self):
-        check_range("--layer-steps", self.steps, 0, MOST_UPDATES)
-        check_range("--layer-kd-weight", self.kd_weight, 0, MOST_WEIGHT)
-        check_rate("--layer-learning-rate", self.learning_rate)
-
 
 def train_layers(student: nn.Module, batches: list[dict], plan: LayerPlan, session: Session):
     """Train the blocks of a placed student in order, on `batches` (dicts of tokens [B, L], all of one shape).
@@ -45,76 +44,93 @@ def train_layers(student: nn.Module, batches: list[dict], plan: LayerPlan, sessi
     times the cached distillation loss of the whole model, the later blocks in full precision (batches then carry index,
     prob and mask). Each of several workers has batches of its own, and all train as on one larger batch.
     """
-    backend = session.backend
-    layers = decoder_layers(student)
-    current, optimizer, saved, calls = -1, None, None, BlockCalls([], {})
-    inputs, targets, known = [], [], -1  # `targets`: what the full-precision model's block `known` answers
-
-    def state() -> tuple[dict, dict]:
-        trained = {name: p for name, p in student.named_parameters() if p.requires_grad}
-        return trained, {"optimizer": optimizer.state_dict(), "block": current}
-
-    def begin() -> None:
-        nonlocal inputs, calls, targets
-        inputs, calls = first_inputs(student, batches, backend)
-        targets = inputs
-
-    def know(index: int) -> None:
-        """Let `targets` reach block `index`, as long as the blocks up to it are untrained."""
-        nonlocal targets, known
-        while known < index:
-            known += 1
-            with unquantized(layers[known]):
-                targets = block_outputs(layers[known], targets, calls.block(known), backend)
-
-    def load(tensors: dict, trainer: dict) -> None:
-        nonlocal saved
-        begin()
-        know(trainer["block"])
-        restore(student, tensors)
-        saved = trainer["optimizer"]
-
-    for step in session.steps("layers", len(layers) * plan.steps, state, load):
-        index, inner = divmod(step - 1, plan.steps)
-        if not inputs:
-            begin()
-        while current < index:  # also walks a resumed run through the blocks that are done
-            if current >= 0:
-                inputs = block_outputs(layers[current], inputs, calls.block(current), backend)
-            current += 1
-            if current == index:
-                know(index)
-                resumed = saved and inner  # in the middle of this block
-                if plan.compensate and not resumed:
-                    compensate_block(layers[index], inputs, calls.block(index), backend)
-                groups = parameter_groups(layers[index], plan.learning_rate, plan.learning_rate)
-                optimizer = backend.optimizer(groups)
-                if resumed:
-                    optimizer.load_state_dict(saved)
-                saved = None
-        at = inner % len(batches)
-        batch = {"hidden": inputs[at], "target": targets[at]} | batches[at]
-        figures = _update(student, index, batch, calls.block(index)[at], calls.answers, optimizer, plan, inner, backend)
-        session.record(**figures)
+    layers = _Layers(student, batches, plan, session.backend)
+    for step in session.steps("layers", len(layers.blocks) * plan.steps, layers.state, layers.load):
+        block, inner = divmod(step - 1, plan.steps)
+        layers.reach(block, inner)
+        session.record(**layers.update(inner))
 
 
-def _update(
-    student, index: int, batch: dict, call: Call, answers: dict, optimizer, plan: LayerPlan, inner: int, backend
-) -> dict:
-    """One update of block `index`: its inner-th (0-based)."""
-    layer = decoder_layers(student)[index]
-    factor = cosine(inner, plan.steps)
-    set_learning_rates(optimizer, factor)
-    batch = backend.to_device(batch)
-    with _only_trainable(student, layer), backend.autocast():
-        out = run_block(layer, batch["hidden"], call)
-        loss = relative_error(out.float(), batch["target"].float()).mean() / backend.world_size
-        if plan.kd_weight:
-            loss = loss + plan.kd_weight * _rest_of_model_loss(student, index, out, answers, batch)
-        backend.backward(loss)
-    norm = backend.update(optimizer, plan.clip_grad_norm)
-    rate = plan.learning_rate * factor
-    return {"loss": loss.detach(), "grad_norm": norm, "block": index, "tokens": batch["tokens"].numel(), "lr": rate}
+class _Layers:
+    """The block in training, what it gets and what it is to answer.
+
+    inputs, targets: hidden states of every batch on the host: what the student's trained blocks make of it, and the
+    full-precision model's, as far as its block `known`.
+    """
+
+    def __init__(self, student: nn.Module, batches: list[dict], plan: LayerPlan, backend: TorchBackend):
+        self.student, self.batches, self.plan, self.backend = student, batches, plan, backend
+        self.blocks = decoder_layers(student)
+        self.current = self.known = -1
+        self.optimizer = self.saved = None  # saved: an optimiser's state from a checkpoint, until its block is reached
+        self.inputs: list[Tensor] = []
+        self.targets: list[Tensor] = []
+        self.calls = BlockCalls([], {})
+
+    def state(self) -> tuple[dict, dict]:
+        return trained_parameters(self.student), {"optimizer": self.optimizer.state_dict(), "block": self.current}
+
+    def load(self, tensors: dict, trainer: dict) -> None:
+        self._begin()
+        self._know(trainer["block"])
+        restore(self.student, tensors)
+        self.saved = trainer["optimizer"]
+
+    def reach(self, block: int, inner: int) -> None:
+        """Go to a block's inner-th update (0-based); also walks a resumed run through the blocks that are done."""
+        if not self.inputs:
+            self._begin()
+        while self.current < block:
+            if self.current >= 0:
+                self.inputs = self._outputs(self.current, self.inputs)
+            self.current += 1
+        if self.optimizer is None or inner == 0:
+            self._start(block, resumed=bool(self.saved and inner))
+
+    def _begin(self) -> None:
+        self.inputs, self.calls = first_inputs(self.student, self.batches, self.backend)
+        self.targets = self.inputs
+
+    def _outputs(self, block: int, inputs: list[Tensor]) -> list[Tensor]:
+        return block_outputs(self.blocks[block], inputs, self.calls.block(block), self.backend)
+
+    def _know(self, block: int) -> None:
+        """Let `targets` reach a block, as long as the blocks up to it are untrained."""
+        while self.known < block:
+            self.known += 1
+            with unquantized(self.blocks[self.known]):
+                self.targets = self._outputs(self.known, self.targets)
+
+    def _start(self, block: int, resumed: bool) -> None:
+        """Begin a block's training, or resume in the middle of it."""
+        self._know(block)
+        if self.plan.compensate and not resumed:
+            compensate_block(self.blocks[block], self.inputs, self.calls.block(block), self.backend)
+        rate = self.plan.learning_rate
+        self.optimizer = new_optimizer(parameter_groups(self.blocks[block], rate, rate), self.backend)
+        if resumed:
+            self.optimizer.load_state_dict(self.saved)
+        self.saved = None
+
+    def update(self, inner: int) -> dict[str, Metric | Value]:
+        """The block's inner-th update (0-based); its metrics."""
+        block, at, plan, backend = self.current, inner % len(self.batches), self.plan, self.backend
+        factor = cosine(inner, plan.steps)
+        set_learning_rates(self.optimizer, factor)
+        batch = {"hidden": self.inputs[at], "target": self.targets[at]} | self.batches[at]
+        batch, call = backend.to_device(batch), self.calls.block(block)[at]
+        with _only_trainable(self.student, self.blocks[block]), backend.autocast():
+            out = run_block(self.blocks[block], batch["hidden"], call)
+            loss = relative_error(out.float(), batch["target"].float()).mean() / backend.world_size
+            if plan.kd_weight:
+                rest = _rest_of_model_loss(self.student, block, out, self.calls.answers, batch)
+                loss = loss + plan.kd_weight * rest
+            backend.backward(loss)
+        norm = backend.update(self.optimizer, plan.clip_grad_norm)
+        return {
+            "loss": Share(loss.detach()), "grad_norm": norm, "block": Last(block),
+            "tokens": Total(batch["tokens"].numel()), "lr": Last(plan.learning_rate * factor),
+        }  # fmt: skip
 
 
 def _rest_of_model_loss(student, index: int, hidden: Tensor, answers: dict[type, int], batch: dict) -> Tensor:

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qat_lora.errors import UserError
-from qat_lora.experiments.musclebob import STAGES, plot, validation_file
+from qat_lora.experiments.musclebob.validation import STAGES, plot, validation_file
 from qat_lora.run.checksums import check_files
-from qat_lora.run.config import ScriptConfig, option, run_script
+from qat_lora.run.command_line import run_script
+from qat_lora.run.console import say
 from qat_lora.run.files import read_json
-from qat_lora.run.rundir import Run, newest_run, say
+from qat_lora.run.options import ScriptConfig, option
+from qat_lora.run.rundir import Run, newest_run
 
 SPILT, PERPLEXITY, CUT_OFF, TIES, ENTROPY = 0.05, 1.5, 0.2, 0.7, 0.25  # bounds of what is healthy
 LITTLE = 0.1  # of a rate or a reward

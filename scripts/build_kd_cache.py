@@ -23,14 +23,6 @@ from qat_lora.data.packing import fingerprint, split_heldout, tokenizer_fingerpr
 from qat_lora.data.templates import template_facts
 from qat_lora.errors import UserError
 from qat_lora.kd.cache import CacheSpec, cache_date, edges, open_cache, write_cache
-from qat_lora.memory import (
-    check_fits,
-    evaluation_memory,
-    least_teacher_memory,
-    loading_memory,
-    memory_line,
-    sizes_of,
-)
 from qat_lora.models.loading import (
     EMBEDDED,
     check_headers,
@@ -42,9 +34,18 @@ from qat_lora.models.loading import (
 )
 from qat_lora.models.packaged import notes
 from qat_lora.models.source import CHOICES, is_hub
-from qat_lora.run.config import ScriptConfig, option, run_script
+from qat_lora.run.command_line import run_script
+from qat_lora.run.console import say
 from qat_lora.run.files import lock, read_json, write_json
-from qat_lora.run.rundir import say
+from qat_lora.run.options import ScriptConfig, option
+from qat_lora.train.memory import (
+    check_fits,
+    evaluation_memory,
+    least_teacher_memory,
+    loading_memory,
+    memory_line,
+    sizes_of,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,13 +15,14 @@ from pathlib import Path
 
 import numpy as np
 
-from qat_lora.data.puzzle_rows import ANY, corpus, draw, row_memory, save, split
-from qat_lora.data.puzzles import as_text, check_request, side
+from qat_lora.backend.machine import check_memory
 from qat_lora.data.text import read_rows
 from qat_lora.errors import UserError
-from qat_lora.machine import check_memory
-from qat_lora.run.config import ScriptConfig, option, run_script
+from qat_lora.experiments.athena.puzzles import as_text, check_request, side
+from qat_lora.experiments.athena.rows import ANY, corpus, draw, row_memory, save, split
+from qat_lora.run.command_line import run_script
 from qat_lora.run.files import check_new
+from qat_lora.run.options import ScriptConfig, option
 
 
 @dataclass(frozen=True, kw_only=True)

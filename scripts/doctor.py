@@ -24,7 +24,8 @@ try:
     from qat_lora.backend.torch import cpu_has_bf16
     from qat_lora.errors import UserError
     from qat_lora.models.packaged import EMBEDDED, PACKAGED, packaged_file
-    from qat_lora.run.config import ScriptConfig, run_script
+    from qat_lora.run.command_line import run_script
+    from qat_lora.run.options import ScriptConfig
 except ImportError as error:  # a doctor must have something to say on the machine that nothing runs on
     sys.exit(f"BAD  python: {error}   mend: make setup, or pip install -r requirements.txt and pip install -e .")
 

@@ -24,26 +24,17 @@ overwritten. Expect a minute for a model of 135M weights.
 from dataclasses import dataclass
 from pathlib import Path
 
+from qat_lora.backend.git import revision
 from qat_lora.errors import UserError
-from qat_lora.export import (
-    ADAPTER_FILE,
-    MODEL_FILE,
-    GGUFPlan,
-    Source,
-    hf_bytes,
-    load_source,
-    plan_gguf,
-    provenance,
-    summary,
-    write_gguf,
-    write_hf,
-)
-from qat_lora.git import revision
-from qat_lora.quant.gguf import CHOICES
+from qat_lora.export.gguf import ADAPTER_FILE, MODEL_FILE, GGUFPlan, plan_gguf, summary, write_gguf
+from qat_lora.export.gguf_types import CHOICES
+from qat_lora.export.hf import hf_bytes, write_hf
+from qat_lora.export.source import Source, load_source, provenance
 from qat_lora.quant.student import bits_per_weight
-from qat_lora.run.config import ScriptConfig, option, run_script
+from qat_lora.run.command_line import run_script
+from qat_lora.run.console import say
 from qat_lora.run.files import check_new, new_folder, write_json
-from qat_lora.run.rundir import say
+from qat_lora.run.options import ScriptConfig, option
 
 FORMATS = ("hf", "merged", "gguf")
 ADAPTER_AS = ("lora", "merged")

@@ -18,10 +18,11 @@ from pathlib import Path
 import pyarrow
 from pyarrow import parquet
 
-from qat_lora.data.legal import AUTHORITIES, LARGEST_COUNT, generate
 from qat_lora.errors import UserError
-from qat_lora.run.config import ScriptConfig, option, run_script
+from qat_lora.experiments.legal.rules import AUTHORITIES, LARGEST_COUNT, generate
+from qat_lora.run.command_line import run_script
 from qat_lora.run.files import check_new, write_atomically
+from qat_lora.run.options import ScriptConfig, option
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,8 +28,16 @@ from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.data.options import TextSource
 from qat_lora.data.packing import given_token, stream, tokenizer_fingerprint
 from qat_lora.errors import UserError
-from qat_lora.evaluate import counted, text_figures, windows
-from qat_lora.memory import (
+from qat_lora.lora.adapter import adapter_values
+from qat_lora.models.architecture import unwrap
+from qat_lora.models.loading import check_length, empty_model, load_model, load_tokenizer
+from qat_lora.models.packaged import notes
+from qat_lora.quant.student import bits_per_weight, empty_trained, load_trained, megabytes
+from qat_lora.run.command_line import run_script
+from qat_lora.run.console import say
+from qat_lora.run.options import ScriptConfig, option
+from qat_lora.train.evaluation import counted, text_figures, windows
+from qat_lora.train.memory import (
     check_fits,
     evaluation_memory,
     least_teacher_memory,
@@ -38,13 +46,6 @@ from qat_lora.memory import (
     sizes_of,
     weight_memory,
 )
-from qat_lora.models.adapter import adapter_values
-from qat_lora.models.architecture import unwrap
-from qat_lora.models.loading import check_length, empty_model, load_model, load_tokenizer
-from qat_lora.models.packaged import notes
-from qat_lora.quant.student import bits_per_weight, empty_trained, load_trained, megabytes
-from qat_lora.run.config import ScriptConfig, option, run_script
-from qat_lora.run.rundir import say
 
 
 @dataclass(frozen=True, kw_only=True)

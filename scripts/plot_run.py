@@ -9,9 +9,11 @@ Without --run it takes the run under runs/ that logged last. Prints the picture'
 from dataclasses import dataclass
 from pathlib import Path
 
-from qat_lora.run.config import ScriptConfig, option, run_script
+from qat_lora.run.command_line import run_script
+from qat_lora.run.console import say
+from qat_lora.run.options import ScriptConfig, option
 from qat_lora.run.plots import plot_run
-from qat_lora.run.rundir import newest_run, say
+from qat_lora.run.rundir import newest_run
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,339 @@ segments, of the moving average. The run directory also gets best.pt, solved.png
 docs/athena.md says what to expect. Untested on hardware: TPU, CUDA.
 """
 
-from qat_lora.experiments.athena import Config, main
-from qat_lora.run.config import run_script
+import dataclasses
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import qat_lora  # noqa: F401 — it sets what torch reads when it is imported
+
+# isort: split
+import torch
+
+from qat_lora.backend import TorchBackend, launch, open_backend, planned_workers
+from qat_lora.backend.machine import check_memory
+from qat_lora.errors import UserError
+from qat_lora.experiments.athena.evaluation import answer, kept, measure
+from qat_lora.experiments.athena.memory import recursive_memory, weight_options
+from qat_lora.experiments.athena.model import RecursiveModel, RecursiveSpec
+from qat_lora.experiments.athena.pictures import draw_answer
+from qat_lora.experiments.athena.puzzles import side
+from qat_lora.experiments.athena.rows import PuzzleRows, draw, load, row_memory, split
+from qat_lora.experiments.athena.training import RecursivePlan, Trainer, announce, athena_stage
+from qat_lora.run.command_line import run_script
+from qat_lora.run.console import attempt, say
+from qat_lora.run.files import write_atomically
+from qat_lora.run.options import (
+    LARGEST,
+    MOST_RATE,
+    MOST_UPDATES,
+    JobConfig,
+    data_option,
+    device_option,
+    model_option,
+    optimisation_option,
+    other_default,
+    run_option,
+)
+from qat_lora.run.plots import plot_run
+from qat_lora.run.remote import bring_back, check_unused, copy_out
+from qat_lora.run.resuming import check_same, prepare
+from qat_lora.run.rundir import Run, open_run
+from qat_lora.run.session import Session
+from qat_lora.train.memory import check_fits
+from qat_lora.train.options import RATE, LoopOptions
+
+NAME = "pretrain"
+PRECISIONS = {"float32": "fp32", "bfloat16": "bf16"}
+
+
+# -- the experiment --------------------------------------------------------------------------------------------------
+def main(cfg: "Config") -> None:
+    cfg = checked(cfg)
+    if cfg.dry_run:
+        return work(open_backend(cfg.device, cfg.precision), cfg)
+    launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug, cfg.timeouts)
+
+
+def work(backend: TorchBackend, cfg: "Config") -> None:
+    """The experiment, in each of its workers."""
+    prepare(NAME, cfg, backend.group)
+    if backend.is_main:
+        announce(backend)
+    workers = planned_workers(backend.kind, cfg.num_chips) if cfg.dry_run else backend.world_size
+    plan_of(cfg, 1).share(workers)
+    if not cfg.data_path:  # one puzzle has the sizes of all: refuse before drawing them
+        check_sizes(cfg, spec_of(cfg, draw(cfg.puzzle, 1, cfg.seed)), backend, workers)
+    train, held = open_rows(cfg)
+    heldout = held.first(cfg.eval_rows) if cfg.eval_rows else held
+    plan = plan_of(cfg, cfg.max_steps or train.updates(cfg.epochs, cfg.global_batch_size))
+    spec = spec_of(cfg, train)
+    need = check_sizes(cfg, spec, backend, workers)
+    backend.seed(cfg.seed)
+    model = RecursiveModel(spec)
+    if backend.is_main:
+        describe(backend, train, heldout, plan, model, workers)
+        say(f"memory of a worker: at least {need / 1e9:,.2f} GB")
+    if cfg.dry_run:
+        return
+
+    run = open_here(cfg, {"data": train.fingerprint, "heldout_data": held.fingerprint}, backend)
+    saved = (lambda path: copy_out(run.path, path, cfg.checkpoint_path)) if cfg.checkpoint_path else None
+    session = Session(run, backend, cfg.every(), ("loss", "exact"), saved=saved)
+    trainer = Trainer(placed(cfg, model, backend), plan, backend)
+    recurse(trainer, train, session, Evaluation(trainer, heldout))
+    finish(run, trainer, heldout, session.cost())
+
+
+def recurse(trainer: Trainer, train: PuzzleRows, session: Session, evaluate: "Evaluation") -> None:
+    """Deep supervision: an update is one segment of a carry of rows, in which those that halted are replaced."""
+    trainer.model.train()
+    for update in athena_stage(trainer, train, session, evaluate):  # resumes, evaluates and saves in between
+        for batch in update:  # rows to begin with where others have halted
+            loss, metrics = trainer.segment(batch)  # forward and loss
+            trainer.backend.backward(loss)
+            update.add(**metrics)
+        norm = (
+            update.step()
+        )  # reduces over workers, clips, steps; SignSGD on the puzzles' embeddings; moves the average
+        update.record(grad_norm=norm)
+
+
+class Evaluation:
+    """evaluate(step): held-out figures of the moving average; keeps its state where most rows are right, and on equal
+    terms where the loss is lowest."""
+
+    def __init__(self, trainer: Trainer, heldout: PuzzleRows):
+        self.trainer, self.heldout = trainer, heldout
+
+    def __call__(self, step: int) -> dict[str, float]:
+        trainer, best = self.trainer, self.trainer.best
+        plan, backend = trainer.plan, trainer.backend
+        figures = measure(trainer.shown, self.heldout, plan.segments, plan.batch_size, backend)
+        # a state measured on other rows, before a resume with another --eval-rows, is not comparable
+        same = best and best["figures"].get("heldout_rows", len(self.heldout)) == len(self.heldout)
+        if backend.is_main and not (same and self.merit(figures) <= self.merit(best["figures"])):
+            best.update(figures={"step": step, **figures}, state=kept(trainer.shown, backend))
+        return figures
+
+    @staticmethod
+    def merit(figures: dict[str, float]) -> tuple[float, float]:
+        return figures["heldout_exact_full"], -figures["heldout_loss"]
+
+
+# -- its options -----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class Config(LoopOptions, JobConfig):
+    SECTIONS: ClassVar = {
+        "arch": (
+            "hidden_size", "num_heads", "num_kv_heads", "L_layers", "H_cycles", "L_cycles", "expansion", "mlp_t",
+            "one_step_gradient", "use_gradient_checkpointing",
+        )
+    }  # fmt: skip
+    DEFAULT_CONFIG: ClassVar = "cfg_pretrain"
+
+    hidden_size: int = model_option(512, "arch: width", at_least=1)
+    num_heads: int = model_option(8, "arch: attention heads", at_least=1)
+    num_kv_heads: int | None = model_option(None, "arch: heads of keys and values (GQA); default: all", at_least=1)
+    L_layers: int = model_option(2, "arch: blocks of the stack", at_least=1)
+    H_cycles: int = model_option(
+        3, "arch: updates of the answer in a segment; only the last has a gradient", at_least=1
+    )
+    L_cycles: int = model_option(6, "arch: updates of the reasoning state before each of those", at_least=1)
+    expansion: float = model_option(4.0, "arch: of the gated MLPs", above=0)
+    mlp_t: bool = model_option(False, "arch: mix tokens by an MLP over positions, not by attention")
+    one_step_gradient: bool = model_option(False, "arch: gradient through the last two updates alone")
+    data_path: str | None = data_option(
+        None, "folder or URL that build_puzzle_data.py or TRM wrote; default: puzzles are drawn", identity="data"
+    )
+    puzzle: str = data_option("sudoku6", "without --data-path: sudoku4, sudoku6, sudoku9 or mazeN")
+    puzzles: int = data_option(2000, "without --data-path: puzzles to draw", at_least=2)
+    heldout_fraction: float = data_option(
+        0.1, "without --data-path: share of the puzzles that is held out", above=0, below=1, fix="use e.g. 0.1"
+    )
+    global_batch_size: int = optimisation_option(768, "rows in an update, over all workers", at_least=1)
+    epochs: int = optimisation_option(1000, "passes over the training rows", at_least=1)
+    max_steps: int | None = optimisation_option(
+        None, "updates; default: --epochs passes", "--steps", at_least=0, at_most=MOST_UPDATES, renamed={0: None}
+    )
+    learning_rate: float = optimisation_option(8e-5, "peak learning rate", "--lr", **RATE)
+    warmup_steps: int = optimisation_option(
+        2000, "updates of linear warm-up, at most half of all", "--lr-warmup", at_least=0
+    )
+    lr_min_ratio: float = optimisation_option(
+        0.1, "share of the learning rate at the end of the half cosine", at_least=0, at_most=1
+    )
+    beta1: float = optimisation_option(0.9, "decay of the optimiser's first moment", at_least=0, below=1)
+    beta2: float = optimisation_option(0.95, "decay of its second", at_least=0, below=1)
+    weight_decay: float = optimisation_option(0.1, "decoupled weight decay", at_least=0, at_most=MOST_RATE)
+    puzzle_emb_lr: float = optimisation_option(
+        1e-4, "learning rate of the puzzles' embeddings (SignSGD)", at_least=0, at_most=MOST_RATE
+    )
+    puzzle_emb_weight_decay: float = optimisation_option(
+        0.1, "decoupled, of the puzzles' embeddings", at_least=0, at_most=MOST_RATE
+    )
+    clip_grad_norm: float = optimisation_option(
+        1.0, "largest global gradient norm; 0 clips nothing", "--grad-clip-norm", at_least=0, at_most=LARGEST
+    )
+    ema: bool = optimisation_option(True, "measure and keep a moving average of the weights")
+    ema_decay: float = optimisation_option(
+        0.9995, "decay of the moving average (EMA) of the weights", at_least=0, below=1
+    )
+    halt_max_segments: int = optimisation_option(
+        16, "segments that a row gets at most, and all get when measured", at_least=1, at_most=10_000
+    )
+    halt_exploration: float = optimisation_option(
+        0.1, "share of rows that may not halt before a random segment", at_least=0, at_most=1
+    )
+    gradient_checkpointing: bool = optimisation_option(
+        False, "arch: recompute every update in the backward pass", "--use-gradient-checkpointing", identity=False
+    )
+    eval_rows: int = run_option(1024, "held-out rows to measure on; 0: all", at_least=0)
+    eval_every: int = run_option(500, "updates between evaluations; 0: first and last", "--eval-interval", at_least=0)
+    save_every: int = run_option(500, "updates between checkpoints; 0: last", "--save-interval", at_least=0)
+    log_every: int = run_option(20, "updates between lines of metrics.jsonl", "--log-interval", at_least=0)
+    checkpoint_path: str | None = run_option(
+        None, "folder or URL that checkpoints are copied to; --resume auto finds them"
+    )
+    num_chips: int | None = other_default(JobConfig, "num_chips", 0)
+    forward_dtype: Literal["bfloat16", "float32"] | None = device_option(
+        None, "bfloat16 or float32, the same as --precision bf16 or fp32", identity=True
+    )
+    compile: bool = device_option(
+        True, "fuse the blocks by torch.compile if there is a C++ compiler; takes some seconds at the start"
+    )
+
+
+def checked(cfg: Config) -> Config:
+    """The config with its other names resolved. Raises UserError for what no data is needed to refuse."""
+    if cfg.forward_dtype is not None:
+        if cfg.precision not in ("auto", PRECISIONS[cfg.forward_dtype]):
+            raise UserError(f"--forward-dtype {cfg.forward_dtype} and --precision {cfg.precision} differ; give one")
+        cfg = dataclasses.replace(cfg, precision=PRECISIONS[cfg.forward_dtype], forward_dtype=None)
+    if cfg.checkpoint_path and not cfg.output_dir:
+        raise UserError("--checkpoint-path needs --output-dir, the run directory that a copy is brought back to")
+    if cfg.checkpoint_path and Path(cfg.checkpoint_path).resolve().is_relative_to(Path(cfg.output_dir).resolve()):
+        raise UserError(f"--checkpoint-path {cfg.checkpoint_path} lies in the run directory itself; give another")
+    if not cfg.data_path:
+        check_memory(row_memory(side(cfg.puzzle) ** 2, cfg.puzzles), f"--puzzles {cfg.puzzles}", "--puzzles")
+    return cfg
+
+
+def plan_of(cfg: Config, steps: int) -> RecursivePlan:
+    return RecursivePlan(
+        steps=steps, batch_size=cfg.global_batch_size, learning_rate=cfg.learning_rate, warmup_steps=cfg.warmup_steps,
+        floor=cfg.lr_min_ratio, betas=(cfg.beta1, cfg.beta2), weight_decay=cfg.weight_decay,
+        clip_grad_norm=cfg.clip_grad_norm, identifier_learning_rate=cfg.puzzle_emb_lr,
+        identifier_weight_decay=cfg.puzzle_emb_weight_decay, ema=cfg.ema_decay if cfg.ema else 0.0,
+        segments=cfg.halt_max_segments, exploration=cfg.halt_exploration, seed=cfg.seed,
+    )  # fmt: skip
+
+
+def spec_of(cfg: Config, rows: PuzzleRows) -> RecursiveSpec:
+    names = {field.name for field in dataclasses.fields(RecursiveSpec)} & set(vars(cfg))
+    return RecursiveSpec(
+        vocab=rows.vocab, length=rows.length, causal=rows.causal, identifiers=rows.identifiers_count,
+        **{name: getattr(cfg, name) for name in names},
+    )  # fmt: skip
+
+
+# -- its steps -------------------------------------------------------------------------------------------------------
+def open_rows(cfg: Config) -> tuple[PuzzleRows, PuzzleRows]:
+    """Training and held-out rows."""
+    if cfg.data_path:
+        return load(cfg.data_path)
+    return split(draw(cfg.puzzle, cfg.puzzles, cfg.seed, flag="--puzzles"), cfg.heldout_fraction, cfg.seed)
+
+
+def check_sizes(cfg: Config, spec: RecursiveSpec, backend: TorchBackend, workers: int) -> int:
+    """Least bytes that a worker needs. Raises UserError if the model cannot be built in this machine's memory, or if it
+    cannot be trained in that of its device; a dry run, which may plan for another machine, skips the second check."""
+    rows = cfg.global_batch_size // workers
+    check_memory(4 * spec.parameters, f"a model of {spec.parameters:,} weights", weight_options(spec))
+    parts = recursive_memory(spec, rows, cfg.ema, backend.bf16, cfg.gradient_checkpointing)
+    if not cfg.dry_run:
+        what = f"training {spec.parameters:,} weights on {rows} rows of {spec.length} tokens a worker"
+        check_fits(backend, parts, what, workers)
+    return sum(parts.values())
+
+
+def describe(
+    backend: TorchBackend, train: PuzzleRows, heldout: PuzzleRows, plan: RecursivePlan, model: RecursiveModel,
+    workers: int,
+) -> None:  # fmt: skip
+    spec, weights = model.spec, sum(p.numel() for p in model.parameters())
+    applied = spec.L_layers * spec.H_cycles * (spec.L_cycles + 1)
+    say(f"{weights:,} weights on {backend}, {spec.L_layers} layers that a segment applies {applied} deep")
+    say(
+        f"{len(train):,} rows of {train.length} tokens ({train.kind or 'unknown kind'}) to train on, "
+        f"{len(heldout):,} held out, vocabulary {train.vocab}"
+    )
+    if groups := train.groups:
+        count = len(groups.starts) - 1
+        say(f"an epoch takes one puzzle of each of {len(groups.firsts) - 1:,} groups ({count:,} puzzles)")
+    for name, rows in (("training", train), ("held-out", heldout)):
+        if rows.unlabelled:
+            say(f"{rows.unlabelled:,} {name} rows without a label are left out")
+    say(
+        f"{plan.steps} updates of {plan.batch_size} rows on {workers} workers, learning rate {plan.learning_rate:g}, "
+        f"at most {plan.segments} segments a row"
+    )
+
+
+def open_here(cfg: Config, facts: dict, backend: TorchBackend) -> Run:
+    """The run directory, brought back from --checkpoint-path if it is gone."""
+    if cfg.checkpoint_path and cfg.resume == "off":
+        backend.group.on_main(lambda: check_unused(cfg.checkpoint_path))
+    elif cfg.checkpoint_path:
+        same = functools.partial(check_same, config=cfg, facts=facts)
+        backend.group.on_main(lambda: bring_back(cfg.checkpoint_path, Path(cfg.output_dir), same))
+    return open_run(NAME, cfg, facts | backend.facts, backend.group)
+
+
+def placed(cfg: Config, model: RecursiveModel, backend: TorchBackend) -> RecursiveModel:
+    """The model on its device, its stack compiled if it can be."""
+    backend.place(model)
+    if backend.is_main:
+        say(f"[Athena] Model moved to device: {backend.device}")
+    if cfg.gradient_checkpointing:
+        model.checkpoint = backend.checkpoint
+    if cfg.compile and (lacking := backend.compiler_lacks()) is None:
+        model.stack = backend.compiled(model.stack)
+    elif cfg.compile and backend.is_main:
+        say(f"[Athena] Not compiled, so slower: this machine lacks {lacking}")
+    return model
+
+
+def finish(run: Run, trainer: Trainer, heldout: PuzzleRows, cost: dict) -> None:
+    """best.pt, the picture of a puzzle that the best state was asked, summary.json and the curves. The best state is
+    worker 0's; all of them answer."""
+    model, plan, backend, best = trainer.shown, trainer.plan, trainer.backend, trainer.best
+    if backend.is_main:
+        model.load_state_dict(best["state"])
+    backend.broadcast([*model.parameters(), *model.buffers()])
+    rows = torch.arange(plan.share(backend.world_size)).clamp(max=len(heldout) - 1)
+    batch = heldout.batch(rows.numpy())  # as many as a batch has, so that nothing is compiled anew
+    found, _ = answer(model, backend.to_device(batch), plan.segments, backend)
+    early, segments = backend.to_host([found.early, found.segments])
+    if not backend.is_main:
+        return
+    made = {"spec": dataclasses.asdict(model.spec), "kind": heldout.kind, **best}
+    write_atomically(run.path / "best.pt", lambda file: torch.save(made, file))
+    picture = run.path / "solved.png"
+    if heldout.kind:
+        at = int((early == batch["labels"]).all(1).int().argmax())  # the first that is right, or the first
+        drawn = batch["inputs"][at], batch["labels"][at], early[at], int(segments[at]), picture
+        attempt("drawing a solution", draw_answer, heldout.kind, *drawn)
+    figures, curves = best["figures"], attempt("plotting", plot_run, run.path)
+    run.finish("finished", **figures, weights=sum(p.numel() for p in model.parameters()), **cost)
+    say(
+        f"best at step {figures['step']}: {figures['heldout_exact_full']:.1%} of the held-out rows exactly right after "
+        f"{plan.segments} segments, {figures['heldout_exact']:.1%} after {figures['heldout_segments']:.1f} on average "
+        "where it halts by itself" + "".join(f"\n{path}" for path in (curves, picture) if path and path.exists())
+    )
+
 
 if __name__ == "__main__":
-    run_script(main, Config, "pretrain", __doc__)
+    run_script(main, Config, NAME, __doc__)

@@ -17,12 +17,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from qat_lora.backend import TorchBackend, open_backend, resolve
+from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.data.packing import tokenizer_fingerprint
 from qat_lora.errors import UserError
-from qat_lora.evaluate import text_figures
 from qat_lora.kd.dataset import KDCacheDataset
-from qat_lora.models.adapter import adapter_values, load_adapter
+from qat_lora.lora.adapter import adapter_values, load_adapter
 from qat_lora.models.generate import check_device, complete
 from qat_lora.models.loading import load_model, load_tokenizer
 from qat_lora.models.packaged import notes
@@ -30,10 +29,14 @@ from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import freeze
 from qat_lora.quant.student import StudentSpec, bits_per_weight, load_student, megabytes, quantize, read_student
 from qat_lora.run.checksums import check_files
-from qat_lora.run.config import ScriptConfig, option, run_script
+from qat_lora.run.command_line import run_script
+from qat_lora.run.console import say
 from qat_lora.run.files import read_json, sha256, write_atomically
+from qat_lora.run.options import ScriptConfig, option
 from qat_lora.run.plots import plot_run
-from qat_lora.run.rundir import Run, read_config, say
+from qat_lora.run.resuming import read_config
+from qat_lora.run.rundir import Run
+from qat_lora.train.evaluation import text_figures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +64,7 @@ def main(cfg: Config) -> None:
     tokenizer = load_tokenizer(made["model"])
     heldout = KDCacheDataset(cfg.cache_dir, "heldout", tokenizer=tokenizer_fingerprint(tokenizer))
     check_same_experiment(qat, recovery, cfg)
-    check_device(resolve(cfg.device))
+    check_device(cfg.device)
     if cfg.dry_run:
         return
     backend = open_backend(cfg.device, cfg.precision)

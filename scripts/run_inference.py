@@ -19,18 +19,19 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import TextStreamer
 
-from qat_lora.backend import open_backend, resolve
+from qat_lora.backend import open_backend
 from qat_lora.data.chat import check_template
 from qat_lora.data.options import ChatOptions
 from qat_lora.data.text import nfc
 from qat_lora.errors import UserError
-from qat_lora.models.adapter import load_adapter
+from qat_lora.lora.adapter import load_adapter
 from qat_lora.models.generate import check_device, check_room, check_sampling, complete
 from qat_lora.models.loading import EMBEDDED, load_model
 from qat_lora.models.packaged import notes
 from qat_lora.quant.student import load_student
-from qat_lora.run.config import ScriptConfig, option, run_script
-from qat_lora.run.rundir import say
+from qat_lora.run.command_line import run_script
+from qat_lora.run.console import say
+from qat_lora.run.options import ScriptConfig, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +89,7 @@ def main(cfg: Config) -> None:
 
 
 def check(cfg: Config) -> None:
-    check_device(resolve(cfg.device))
+    check_device(cfg.device)
     check_sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_p)
     if cfg.raw and cfg.system is not None:
         raise UserError("--system needs the chat template; leave --raw out")

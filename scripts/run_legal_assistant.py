@@ -19,25 +19,27 @@ from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from pathlib import Path
 
-from qat_lora.backend import open_backend, resolve
+from qat_lora.backend import open_backend
 from qat_lora.data.appearance import visible
-from qat_lora.data.authorities import Authorities
 from qat_lora.data.chat import after_thought, check_template, opens_thought
-from qat_lora.data.legal import AUTHORITIES
-from qat_lora.data.legal_answers import messages
 from qat_lora.data.options import ChatOptions
-from qat_lora.data.sections import Answer
 from qat_lora.errors import UserError, first_line, load_package
-from qat_lora.experiments.legal_page import CUT_OFF, STYLE, checked_question, page, verdict_line, verdicts
+from qat_lora.experiments.legal.answers import messages
+from qat_lora.experiments.legal.authorities import Authorities
+from qat_lora.experiments.legal.page import CUT_OFF, STYLE, checked_question, page, verdict_line, verdicts
+from qat_lora.experiments.legal.rules import AUTHORITIES
+from qat_lora.experiments.legal.sections import Answer
 from qat_lora.models.generate import Stream, check_device, check_room, check_sampling
 from qat_lora.models.loading import load_config
 from qat_lora.models.packaged import PACKAGED
 from qat_lora.models.source import SPEECH
 from qat_lora.quant.student import load_trained
 from qat_lora.run.checksums import check_files
-from qat_lora.run.config import ScriptConfig, option, run_script
+from qat_lora.run.command_line import run_script
+from qat_lora.run.console import say
 from qat_lora.run.files import read_json
-from qat_lora.run.rundir import read_config, say
+from qat_lora.run.options import ScriptConfig, option
+from qat_lora.run.resuming import read_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +99,7 @@ def main(cfg: Config) -> None:
 
 
 def check(cfg: Config) -> None:
-    check_device(resolve(cfg.device))
+    check_device(cfg.device)
     check_sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_p)
     if cfg.web and cfg.question is not None:
         raise UserError("--web and --question exclude each other; ask on the page, or in the terminal")

@@ -20,15 +20,16 @@ from pathlib import Path
 import torch
 
 from qat_lora.backend import TorchBackend, launch, resolve
-from qat_lora.data.puzzle_rows import PuzzleRows, draw, load, save, split
-from qat_lora.data.puzzles import solve
 from qat_lora.errors import UserError, first_line
-from qat_lora.experiments.athena import announce
-from qat_lora.models.recursive import RecursiveModel, RecursiveSpec
-from qat_lora.recursive import RecursivePlan, Trainer, measure, segment_batches
+from qat_lora.experiments.athena.evaluation import measure
+from qat_lora.experiments.athena.model import RecursiveModel, RecursiveSpec
+from qat_lora.experiments.athena.puzzles import solve
+from qat_lora.experiments.athena.rows import PuzzleRows, draw, load, save, split
+from qat_lora.experiments.athena.training import RecursivePlan, Trainer, announce, segment_batches
 from qat_lora.run.checkpoint import load_checkpoint, save_checkpoint
-from qat_lora.run.config import ScriptConfig, option, run_script
-from qat_lora.run.rundir import say
+from qat_lora.run.command_line import run_script
+from qat_lora.run.console import say
+from qat_lora.run.options import ScriptConfig, option
 
 BATCH, PUZZLES, WIDTH = 32, 160, 32
 NAMES = {"cpu": "CPU", "cuda": "CUDA", "xla": "XLA"}
@@ -122,7 +123,7 @@ def check_training(backend: TorchBackend, cfg: Config, train: PuzzleRows, heldou
     steps = -(-epochs * len(train) // BATCH) or 2
     plan = RecursivePlan(
         steps=steps, batch_size=BATCH, learning_rate=2e-3, warmup_steps=2, clip_grad_norm=1.0, seed=cfg.seed,
-        segments=4, ema=0.9, options={"steps": f"--train-epochs {cfg.train_epochs}"},
+        segments=4, ema=0.9,
     )  # fmt: skip
     backend.seed(cfg.seed)
     model = backend.place(RecursiveModel(spec))
@@ -131,7 +132,7 @@ def check_training(backend: TorchBackend, cfg: Config, train: PuzzleRows, heldou
     stream = segment_batches(train, plan, 0, backend.rank, backend.world_size)
     for number, batch in enumerate(stream, 1):
         figures = trainer.step(backend.to_device(batch), number)
-        losses.append(sum(backend.group.gather(backend.fetch(figures["loss"])[0])))
+        losses.append(sum(backend.group.gather(backend.fetch(figures["loss"].value)[0])))
     need(len(losses) == steps, f"{len(losses)} of {steps} updates were made")
     need(all(map(math.isfinite, losses)), f"the losses are {losses}")
     need(not torch.equal(before, backend.to_host(model.head)), "the weights have not moved")
@@ -180,7 +181,7 @@ def check_checkpoint(backend: TorchBackend, trainer: Trainer, train: PuzzleRows)
         backend.group.gather(None)  # everyone has read it
     again = Trainer(backend.place(RecursiveModel(trainer.model.spec)), plan, backend)
     again.load(tensors, rest)
-    ended = [backend.fetch(each.step(batch, plan.steps)["loss"])[0] for each in (trainer, again)]
+    ended = [backend.fetch(each.step(batch, plan.steps)["loss"].value)[0] for each in (trainer, again)]
     need(abs(ended[0] - ended[1]) < 1e-4, f"the next loss is {ended[1]} after loading, {ended[0]} without")
 
 

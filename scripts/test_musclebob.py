@@ -17,17 +17,19 @@ from pathlib import Path
 from torch import nn
 
 from qat_lora.backend import open_backend
-from qat_lora.data.musclebob import Question
 from qat_lora.data.options import ChatOptions
 from qat_lora.errors import UserError
-from qat_lora.experiments.musclebob import Examiner, check_samples, examine, transcripts
+from qat_lora.experiments.musclebob.questions import Question
+from qat_lora.experiments.musclebob.validation import BobSampler, check_samples, transcripts, validation_of
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import load_model
 from qat_lora.rl.rollout import Sampling
 from qat_lora.run.checksums import check_files
-from qat_lora.run.config import ScriptConfig, option, run_script
+from qat_lora.run.command_line import run_script
+from qat_lora.run.console import say
 from qat_lora.run.files import read_json, write_json
-from qat_lora.run.rundir import newest_run, say
+from qat_lora.run.options import ScriptConfig, option
+from qat_lora.run.rundir import newest_run
 
 ROWS = 80  # answers at a time
 LINE = 256  # tokens of a question on standard input, with the chat template around it
@@ -65,7 +67,7 @@ def main(cfg: Config) -> None:
     cfg = replace(cfg, thinking=cfg.thinking or made.get("thinking", "off"))
     backend = open_backend(cfg.device, cfg.precision)
     tokenizer, model = cfg.tokenizer(str(folder)), load_model(str(folder))
-    examiner = Examiner(
+    sampler = BobSampler(
         tokenizer, backend, tuple(end_tokens(model, tokenizer)), 1 if cfg.interactive else ROWS,
         LINE if cfg.interactive else made["max_prompt_length"], made["max_completion_length"],
         cfg.thinks,
@@ -78,11 +80,11 @@ def main(cfg: Config) -> None:
         backend.place(speaker)  # not frozen: autocast would cast a frozen weight again for every token
     backend.seed(cfg.seed)
     if cfg.interactive:
-        return converse(examiner, speakers, sampling)
-    report(cfg, examiner, speakers, made["model"], sampling)
+        return converse(sampler, speakers, sampling)
+    report(cfg, sampler, speakers, made["model"], sampling)
 
 
-def converse(examiner: Examiner, speakers: dict[str, nn.Module], sampling: Sampling) -> None:
+def converse(sampler: BobSampler, speakers: dict[str, nn.Module], sampling: Sampling) -> None:
     if sys.stdin is None:
         raise UserError("--interactive reads questions from stdin, which is closed; give one")
     if isinstance(sys.stdin, TextIOWrapper):
@@ -92,19 +94,19 @@ def converse(examiner: Examiner, speakers: dict[str, nn.Module], sampling: Sampl
     for line in filter(str.strip, sys.stdin):
         question = Question(({"role": "user", "content": line.strip()},), True)
         try:
-            examiner.encode([question.messages])
+            sampler.encode([question.messages])
         except UserError:
             say(f"that line is longer than {LINE} tokens; ask a shorter one")
             continue
         for name, model in speakers.items():
-            said = examiner.answers(model, [question], 1, sampling)[0]
+            said = sampler.answers(model, [question], 1, sampling)[0]
             say(f"{name}: {said.text}{'' if said.ended else '…'}")
 
 
-def report(cfg: Config, examiner: Examiner, speakers: dict[str, nn.Module], start: str, sampling: Sampling) -> None:
+def report(cfg: Config, sampler: BobSampler, speakers: dict[str, nn.Module], start: str, sampling: Sampling) -> None:
     """Rates of each speaker and what it says greedily; perplexity is under the starting model."""
-    judge = speakers.get("start") or examiner.backend.place(load_model(start).requires_grad_(False))
-    found = {name: examine(examiner, model, judge, cfg.samples, sampling) for name, model in speakers.items()}
+    judge = speakers.get("start") or sampler.backend.place(load_model(start).requires_grad_(False))
+    found = {name: validation_of(sampler, model, judge, cfg.samples, sampling) for name, model in speakers.items()}
     say("| | " + " | ".join(found) + " |\n|---" + "|---" * len(found) + "|")
     for rate in ("musclebob", "spilt", "coherent", "cut_off"):
         shown = [column["sampled"][rate] for column in found.values()]

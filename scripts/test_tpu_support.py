@@ -15,15 +15,19 @@ from unittest import mock
 import torch
 
 from qat_lora.backend import TorchBackend, open_backend, tpu_chips
-from qat_lora.data.stories import Blocks, load_stories
 from qat_lora.errors import UserError
-from qat_lora.experiments import stories
-from qat_lora.experiments.stories import Shape, build, get_device, heldout, on_tpu, story_loss, tell
-from qat_lora.models.reservoir import ReservoirSpec
-from qat_lora.qat import Plan, parameter_groups, training_stream, update
+from qat_lora.experiments.stories import evaluation as stories
+from qat_lora.experiments.stories.evaluation import get_device, heldout, on_tpu, story_loss, tell
+from qat_lora.experiments.stories.models import Shape, build
+from qat_lora.experiments.stories.reservoir import ReservoirSpec
+from qat_lora.experiments.stories.text import Blocks, load_stories
+from qat_lora.quant.training import parameter_groups
 from qat_lora.rl.rollout import Sampling
-from qat_lora.run.config import ScriptConfig, run_script
-from qat_lora.run.rundir import say
+from qat_lora.run.command_line import run_script
+from qat_lora.run.console import say
+from qat_lora.run.options import ScriptConfig
+from qat_lora.train.loop import Plan
+from qat_lora.train.optimizer import new_optimizer
 
 SMALL = Shape(32, 1, 32, (ReservoirSpec(32),))
 
@@ -89,9 +93,14 @@ def check_update(backend: TorchBackend) -> str:
     data = load_stories("embedded", 4, 0.1, "chars", 0)
     model = backend.place(build("reservoir", data.vocab, SMALL, 0))
     plan = Plan(8, 4, 1, 1e-2, 0, 1.0, 0)
-    optimizer = backend.optimizer(parameter_groups(model, plan.learning_rate, plan.learning_rate))
-    stream = training_stream(Blocks(data.train, 64), plan, 1, backend)
-    losses = [update(model, stream, story_loss, optimizer, plan, backend)["loss"] for _ in range(plan.steps)]
+    optimizer = new_optimizer(parameter_groups(model, plan.learning_rate, plan.learning_rate), backend)
+    stream, losses = row_stream(Blocks(data.train, 64), plan, backend)(0), []
+    for _ in range(plan.steps):
+        with backend.autocast():
+            loss = story_loss(model, next(stream))
+        backend.backward(loss)
+        losses.append(loss.detach())
+        backend.update(optimizer, plan.clip_grad_norm)
     first, *_, last = backend.fetch(*losses)
     assert last < first, f"the loss went from {first:.3f} to {last:.3f}"
     nll = heldout(model, data, 64, 4, backend)["heldout_nll"]

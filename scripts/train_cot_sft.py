@@ -18,31 +18,58 @@ Untested on hardware: TPU, CUDA.
 """
 
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 import qat_lora  # noqa: F401 — it sets what torch reads when it is imported
 
 # isort: split
-from torch import nn
+from collections.abc import Callable
+
+from torch import Tensor, nn
 
 from qat_lora.backend import TorchBackend, launch, open_backend, planned_workers
 from qat_lora.data.options import TokenOptions
+from qat_lora.data.supervised import PackedExamples
 from qat_lora.data.templates import begin_with_bos, template_facts
 from qat_lora.errors import UserError, load_package
-from qat_lora.experiments.cot_sft import (
-    STAGES,
-    LawData,
-    LawExam,
-    base_content,
-    evaluation_file,
-    law_data,
-    law_rows,
-    load_base,
-    merged,
-    section_weights,
-    wandb_mirror,
-    write_whole,
+from qat_lora.experiments.legal.data import LegalData, legal_data, legal_rows, section_weights
+from qat_lora.experiments.legal.evaluation import STAGES, LegalEvaluation, evaluation_file, write_whole
+from qat_lora.lora.adapter import save_adapter
+from qat_lora.lora.add import add_adapter
+from qat_lora.lora.merge import merged
+from qat_lora.lora.targets import coverage, left_out
+from qat_lora.models.architecture import model_type, packs, set_packs
+from qat_lora.models.generate import end_tokens
+from qat_lora.models.loading import EMBEDDED, adapter_notes, check_length, weights_fingerprint
+from qat_lora.models.source import CHOICES, speech_files
+from qat_lora.quant.base import base_content, load_base
+from qat_lora.quant.spec import QuantSpec
+from qat_lora.quant.student import write_student
+from qat_lora.rl.rollout import check_answers
+from qat_lora.rl.sampler import Sampler
+from qat_lora.run.command_line import run_script
+from qat_lora.run.console import attempt, say
+from qat_lora.run.files import sha256
+from qat_lora.run.metrics import Share, Total
+from qat_lora.run.options import (
+    MOST_RATE,
+    MOST_UPDATES,
+    MOST_WEIGHT,
+    JobConfig,
+    data_option,
+    model_option,
+    optimisation_option,
+    other_default,
+    quantiser_option,
+    run_option,
 )
-from qat_lora.memory import (
+from qat_lora.run.plots import plot_run
+from qat_lora.run.resuming import begun, prepare
+from qat_lora.run.rundir import Run, open_run
+from qat_lora.run.session import Session
+from qat_lora.run.tracking import wandb_mirror
+from qat_lora.train.loop import Plan, plain_stage, tokens_of
+from qat_lora.train.memory import (
     Parts,
     answer_memory,
     check_fits,
@@ -54,124 +81,49 @@ from qat_lora.memory import (
     sizes_of,
     training_memory,
 )
-from qat_lora.models.architecture import model_type, packs, set_packs
-from qat_lora.models.generate import end_tokens
-from qat_lora.models.loading import EMBEDDED, adapter_notes, check_length, weights_fingerprint
-from qat_lora.models.source import CHOICES, speech_files
-from qat_lora.models.targets import coverage, left_out
-from qat_lora.qat import Plan, train_plain
-from qat_lora.quant.spec import QuantSpec
-from qat_lora.quant.student import write_student
-from qat_lora.recovery import add_adapter, save_adapter
-from qat_lora.rl.ask import Asker
-from qat_lora.rl.rollout import check_answers
-from qat_lora.run.config import JobConfig, option, run_script
-from qat_lora.run.files import sha256
-from qat_lora.run.plots import plot_run
-from qat_lora.run.rundir import attempt, begun, open_run, prepare, say
-from qat_lora.run.session import Every, Session
-from qat_lora.sft import packed_loss
+from qat_lora.train.options import BatchOptions
+from qat_lora.train.supervised import packed_loss
 
 NAME = "train_cot_sft"
-METHODS = ("lora", "rslora", "full")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config(TokenOptions, JobConfig):
-    model: str = option(EMBEDDED, f"instruct model: {CHOICES}", identity="base")
-    dataset: str = option(
-        "generated", "generated, a local .jsonl or .parquet file, or a hub dataset (rzeraat/law)", identity="data"
-    )
-    dataset_split: str = option("train", "split of a hub dataset")
-    count: int = option(2000, "rows of the generated dataset")
-    heldout_fraction: float = option(0.1, "share of the rows held out, in whole groups of near-duplicates")
-    length: int = option(1000, "tokens in a row")
-    method: str = option("lora", "lora, rslora (scaled by alpha/√rank) or full")
-    lora_r: int = option(32, "rank")
-    lora_alpha: float = option(64.0, "alpha")
-    lora_dropout: float = option(0.05, "dropout before the adapter")
-    quantize: str = option("none", "quantise the base first, like int4/g32, and train the adapter on that")
-    section_weights: str | None = option(
-        None, "weights of the loss, like answer=2,citation=2, of topic, difficulty, reasoning, answer, citation; else 1"
-    )
-    epochs: float = option(3.0, "passes over the rows")
-    # How the rows of an update are split changes figures by rounding only; the facts record their number.
-    batch_size: int = option(4, "rows in a micro-batch of each worker", identity=False)
-    accumulation_steps: int = option(2, "micro-batches in an update", identity=False)
-    num_chips: int | None = option(
-        None, "TPU cores, GPUs or CPU processes of this host; 0: all; default: one", identity=False
-    )
-    learning_rate: float = option(2e-4, "peak learning rate")
-    warmup_ratio: float = option(0.03, "share of the updates with linear warm-up")
-    weight_decay: float = option(0.01, "decoupled weight decay")
-    clip_grad_norm: float = option(1.0, "largest global gradient norm; 0 clips nothing")
-    gradient_checkpointing: bool = option(
-        True, "recompute blocks in the backward pass: less memory, more time", identity=False
-    )
-    eval_every: int = option(50, "updates between evaluations; 0: first and last", identity=False)
-    eval_answers: int = option(32, "held-out questions answered at each evaluation; 0: none", identity=False)
-    final_answers: int = option(300, "held-out questions answered before and after training; 0: none", identity=False)
-    answer_rows: int = option(64, "answers generated at a time", identity=False)
-    max_prompt_length: int = option(256, "tokens that every question is padded to", identity=False)
-    max_new_tokens: int = option(256, "longest answer in tokens", identity=False)
-    save_every: int = option(50, "updates between checkpoints; 0: last", identity=False)
-    keep: int = option(2, "checkpoints that are kept", identity=False)
-    log_every: int = option(5, "updates between lines of metrics.jsonl", identity=False)
-    wandb: str | None = option(None, "also log to this project of Weights & Biases", identity=False)
-
-
-def main(cfg: Config) -> None:
+# -- the experiment --------------------------------------------------------------------------------------------------
+def main(cfg: "Config") -> None:
     check(cfg)
     if cfg.dry_run:
         return work(open_backend(cfg.device, cfg.precision), cfg)
     launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug, cfg.timeouts)
 
 
-def work(backend: TorchBackend, cfg: Config) -> None:
+def work(backend: TorchBackend, cfg: "Config") -> None:
     """The experiment, in each of its workers."""
     cfg = prepare(NAME, cfg, backend.group)
-    tokenizer = cfg.tokenizer(cfg.model, begun(NAME, cfg, backend.group))
-    if cfg.bos == "on":  # else as the template has it, which is what transformers does with a conversation
-        begin_with_bos(tokenizer)
     workers = planned_workers(backend.kind, cfg.num_chips) if cfg.dry_run else backend.world_size
+    tokenizer = open_tokenizer(cfg, backend)
     with backend.group.main_first():
-        rows = law_rows(cfg.dataset, cfg.dataset_split, cfg.count, cfg.seed)
+        rows = legal_rows(cfg.dataset, cfg.dataset_split, cfg.count, cfg.seed)
+    base = open_base(cfg, backend, workers)
     weights = section_weights(cfg.section_weights)
-    with_values = backend.is_main and not cfg.dry_run
-    check_memory(cfg, adapted(cfg, load_base(cfg.model, cfg.quantize, False)), backend, workers)
-    base = load_base(cfg.model, cfg.quantize, with_values)
-    together = packs(base) if cfg.dry_run else backend.group.on_main(lambda: packs(base))
-    set_packs(base, together)  # the other workers have no weights to find out with
-    if cfg.eval_answers or cfg.final_answers:
-        try:
-            check_answers(base, backend.kind, with_values)
-        except UserError as error:
-            raise UserError(f"{error}, or --eval-answers 0 --final-answers 0") from error
-    data = law_data(rows, tokenizer, cfg.length, weights, cfg.heldout_fraction, cfg.seed, together, cfg.thinks)
+    data = legal_data(rows, tokenizer, cfg.length, weights, cfg.heldout_fraction, cfg.seed, packs(base), cfg.thinks)
     plan = plan_of(cfg, data, workers)
-    student = base_content(base, cfg.model, cfg.quantize) if with_values else None
-    fingerprint = None if cfg.dry_run else backend.group.on_main(lambda: weights_fingerprint(base))
+    facts = None if cfg.dry_run else facts_of(cfg, base, data, tokenizer, backend)
+    student = base_content(base, cfg.model, cfg.quantize) if has_values(cfg, backend) else None
     model = adapted(cfg, base)
     ends = backend.group.on_main(lambda: tuple(end_tokens(model, tokenizer)))  # the others have no generation config
-    asker = Asker(tokenizer, backend, ends, cfg.answer_rows, cfg.max_prompt_length, cfg.max_new_tokens, cfg.thinks)
-    exam = LawExam(asker, data)  # refuses prompts that do not fit
+    sizes = cfg.answer_rows, cfg.max_prompt_length, cfg.max_new_tokens
+    evaluation = LegalEvaluation(
+        Sampler(tokenizer, backend, ends, *sizes, cfg.thinks), data
+    )  # refuses what does not fit
     if backend.is_main:
         describe(cfg, model, backend, data, plan, workers)
     if cfg.dry_run:
         return
 
-    facts = {
-        **backend.facts, "base": fingerprint, "data": data.train.fingerprint,
-        "heldout_data": data.heldout.fingerprint, "rows_per_update": plan.batch_size * plan.accumulation * workers,
-        "model files": backend.group.on_main(lambda: speech_files(cfg.model)),
-        **template_facts(tokenizer, cfg.chat_template),
-    }  # fmt: skip
     run = open_run(NAME, cfg, facts, backend.group)
     if cfg.wandb and backend.is_main:
         run.mirror = attempt(f"--wandb {cfg.wandb}", wandb_mirror, cfg.wandb, run.path, asdict(cfg))
     backend.seed(cfg.seed + backend.rank)  # each worker's dropout is its own
-    every, files = Every(cfg.log_every, cfg.eval_every, cfg.save_every), [evaluation_file(name) for name in STAGES]
-    session = Session(run, backend, every, keep=cfg.keep, files=files)
+    session = Session(run, backend, cfg.every(), keep=cfg.keep, files=[evaluation_file(name) for name in STAGES])
     if backend.is_main:
         data.write(run.path)
         if student:
@@ -181,53 +133,82 @@ def work(backend: TorchBackend, cfg: Config) -> None:
         backend.gradient_checkpointing(model)
 
     if cfg.final_answers:
-        exam.write(model, cfg.final_answers, run, "baseline")
-    train_plain(
-        model, data.train, packed_loss, plan, session,
-        lambda step: exam.glance(model, cfg.batch_size, cfg.eval_answers), "sft",
-    )  # fmt: skip
-    figures = exam.write(model, cfg.final_answers, run, "final") if cfg.final_answers else {}
+        evaluation.write(model, cfg.final_answers, run, "baseline")
+    fine_tune(model, data.train, plan, session, lambda _: evaluation.glance(model, cfg.batch_size, cfg.eval_answers))
+    figures = evaluation.write(model, cfg.final_answers, run, "final") if cfg.final_answers else {}
     cost = session.cost()
     if backend.is_main:
-        checkpoint = run.path / "base.pt" if student else None
-        adapter = None if cfg.method == "full" else run.path / "adapter"
-        if adapter:
-            save_adapter(model, adapter, sha256(checkpoint) if checkpoint else None)
-        whole, gap = merged(model, cfg.model, checkpoint, adapter, data.train[0]["tokens"], backend)
-        write_whole(whole, tokenizer, run.path / "model")
-        attempt("plotting", plot_run, run.path)
-        run.finish("finished", **figures, merged_logit_gap=gap, **cost)
-        same = "" if gap is None else f"adapter and merged model differ by {gap:.1e} in a logit; "
-        say(f"{same}model in {run.path / 'model'}")
+        finish(cfg, run, model, tokenizer, data.train[0]["tokens"], backend, figures | cost)
 
 
-# -- what is asked for -----------------------------------------------------------------------------------------------
+def fine_tune(model: nn.Module, train: PackedExamples, plan: Plan, session: Session, evaluate: Callable) -> None:
+    """The answers' tokens alone are learned; several examples share a row, and none sees another."""
+    backend = session.backend
+    model.train()
+    for update in plain_stage("sft", model, train, plan, session, evaluate):  # resumes, evaluates, saves in between
+        for batch in update:  # its micro-batches, on the device
+            with backend.autocast():
+                loss = packed_loss(model, batch)
+            backend.backward(loss)
+            update.add(loss=Share(loss), tokens=Total(tokens_of(batch)))
+        norm = update.step()  # reduces over workers, clips, steps
+        update.record(grad_norm=norm)
+
+
+# -- its options -----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class Config(TokenOptions, BatchOptions, JobConfig):
+    model: str = model_option(EMBEDDED, f"instruct model: {CHOICES}", identity="base")
+    method: Literal["lora", "rslora", "full"] = model_option("lora", "lora, rslora (scaled by alpha/√rank) or full")
+    lora_r: int = model_option(32, "rank of the adapter", at_least=1)
+    lora_alpha: float = model_option(64.0, "LoRA alpha", above=0, at_most=MOST_WEIGHT)
+    lora_dropout: float = model_option(0.05, "dropout before the adapter", at_least=0, below=1, fix="use e.g. 0.05")
+    quantize: str = quantiser_option("none", "quantise the base first, like int4/g32, and train the adapter on that")
+    dataset: str = data_option(
+        "generated", "generated, a local .jsonl or .parquet file, or a hub dataset (rzeraat/law)", identity="data"
+    )
+    dataset_split: str = data_option("train", "split of a hub dataset")
+    count: int = data_option(2000, "rows of the generated dataset")
+    heldout_fraction: float = data_option(0.1, "share of the rows held out, in whole groups of near-duplicates")
+    length: int = data_option(1000, "tokens in a row", at_least=2)
+    section_weights: str | None = data_option(
+        None, "weights of the loss, like answer=2,citation=2, of topic, difficulty, reasoning, answer, citation; else 1"
+    )
+    epochs: float = optimisation_option(3.0, "passes over the rows", above=0, at_most=10_000)
+    max_steps: int | None = optimisation_option(
+        None, "updates; default: --epochs passes", at_least=1, at_most=MOST_UPDATES
+    )
+    accumulation_steps: int = other_default(BatchOptions, "accumulation_steps", 2)
+    learning_rate: float = other_default(BatchOptions, "learning_rate", 2e-4)
+    warmup_ratio: float = optimisation_option(0.03, "share of the updates with linear warm-up", at_least=0, below=1)
+    weight_decay: float = optimisation_option(0.01, "decoupled weight decay", at_least=0, at_most=MOST_RATE)
+    gradient_checkpointing: bool = other_default(BatchOptions, "gradient_checkpointing", True)
+    eval_every: int = other_default(BatchOptions, "eval_every", 50)
+    eval_answers: int = run_option(32, "held-out questions answered at each evaluation; 0: none", at_least=0)
+    final_answers: int = run_option(300, "held-out questions answered before and after training; 0: none", at_least=0)
+    answer_rows: int = run_option(64, "answers generated at a time", at_least=1)
+    max_prompt_length: int = run_option(256, "tokens that every question is padded to", at_least=1)
+    max_new_tokens: int = run_option(256, "longest answer in tokens", at_least=1)
+    save_every: int = other_default(BatchOptions, "save_every", 50)
+    keep: int = run_option(2, "checkpoints that are kept", at_least=1)
+    log_every: int = other_default(BatchOptions, "log_every", 5)
+    wandb: str | None = run_option(None, "also log to this project of Weights & Biases")
+
+
 def check(cfg: Config) -> None:
-    if cfg.method not in METHODS:
-        raise UserError(f"--method {cfg.method!r} is not one of {', '.join(METHODS)}")
     if QuantSpec.parse(cfg.quantize) and cfg.method == "full":
         raise UserError(f"--quantize {cfg.quantize} freezes the base; use --method lora or rslora with it")
-    if not 0 <= cfg.warmup_ratio < 1 or not 0 < cfg.epochs <= 10_000:
-        raise UserError(f"--warmup-ratio {cfg.warmup_ratio} must be in [0, 1) and --epochs {cfg.epochs} above 0")
-    if cfg.batch_size < 1:
-        raise UserError(f"--batch-size {cfg.batch_size} must be at least 1")
-    if min(cfg.eval_answers, cfg.final_answers) < 0 or cfg.answer_rows < 1 or cfg.max_new_tokens < 1 or cfg.keep < 1:
-        raise UserError(
-            f"--eval-answers {cfg.eval_answers} and --final-answers {cfg.final_answers} must not be negative, "
-            f"--answer-rows {cfg.answer_rows}, --max-new-tokens {cfg.max_new_tokens} and --keep {cfg.keep} at least 1"
-        )
     if cfg.wandb:
         load_package("wandb", f"--wandb {cfg.wandb}", ", or leave the option out")
-    section_weights(cfg.section_weights), cfg.thinks
+    section_weights(cfg.section_weights)
     check_length(cfg.model, cfg.length, mixed=True)
     answer = cfg.max_prompt_length + cfg.max_new_tokens
     check_length(cfg.model, answer, "--max-prompt-length and --max-new-tokens", mixed=True)
-    Every(cfg.log_every, cfg.eval_every, cfg.save_every)
 
 
-def plan_of(cfg: Config, data: LawData, workers: int) -> Plan:
-    rows = cfg.batch_size * cfg.accumulation_steps * workers
-    if rows > cfg.epochs * len(data.train):
+def plan_of(cfg: Config, data: LegalData, workers: int) -> Plan:
+    rows = cfg.update_facts(workers)["rows_per_update"]
+    if cfg.max_steps is None and rows > cfg.epochs * len(data.train):
         raise UserError(
             f"an update of {rows} rows (--batch-size {cfg.batch_size}, --accumulation-steps {cfg.accumulation_steps}, "
             f"{workers} workers) is more than --epochs {cfg.epochs:g} of {len(data.train)} packed rows; lower one"
@@ -237,12 +218,50 @@ def plan_of(cfg: Config, data: LawData, workers: int) -> Plan:
             f"{len(data.train)} packed rows do not fill a batch of --batch-size {cfg.batch_size} for each of {workers} "
             "workers; lower one of them, or add rows"
         )
-    steps = round(cfg.epochs * len(data.train) / max(1, rows))
+    steps = cfg.max_steps or round(cfg.epochs * len(data.train) / rows)
     return Plan(
         steps=steps, batch_size=cfg.batch_size, accumulation=cfg.accumulation_steps, learning_rate=cfg.learning_rate,
         warmup_steps=round(cfg.warmup_ratio * steps), clip_grad_norm=cfg.clip_grad_norm, seed=cfg.seed,
-        weight_decay=cfg.weight_decay, options={"steps": f"--epochs {cfg.epochs:g}"},
+        weight_decay=cfg.weight_decay,
     )  # fmt: skip
+
+
+# -- its steps -------------------------------------------------------------------------------------------------------
+def open_tokenizer(cfg: Config, backend: TorchBackend):
+    tokenizer = cfg.tokenizer(cfg.model, begun(NAME, cfg, backend.group))
+    if cfg.bos == "on":  # else as the template has it, which is what transformers does with a conversation
+        begin_with_bos(tokenizer)
+    return tokenizer
+
+
+def has_values(cfg: Config, backend: TorchBackend) -> bool:
+    """Whether this worker reads the model's weights: the others get worker 0's, and a plan needs none."""
+    return backend.is_main and not cfg.dry_run
+
+
+def open_base(cfg: Config, backend: TorchBackend, workers: int) -> nn.Module:
+    """The model, quantised if asked for, once it is known to fit and to be able to answer."""
+    check_memory(cfg, adapted(cfg, load_base(cfg.model, cfg.quantize, False)), backend, workers)
+    base = load_base(cfg.model, cfg.quantize, has_values(cfg, backend))
+    together = packs(base) if cfg.dry_run else backend.group.on_main(lambda: packs(base))
+    set_packs(base, together)  # the other workers have no weights to find out with
+    if cfg.eval_answers or cfg.final_answers:
+        try:
+            check_answers(base, backend.static_shapes, has_values(cfg, backend))
+        except UserError as error:
+            raise UserError(f"{error}, or --eval-answers 0 --final-answers 0") from error
+    return base
+
+
+def facts_of(cfg: Config, base: nn.Module, data: LegalData, tokenizer, backend: TorchBackend) -> dict:
+    """What the run's manifest says of its inputs."""
+    return {
+        **backend.facts, "base": backend.group.on_main(lambda: weights_fingerprint(base)),
+        "data": data.train.fingerprint, "heldout_data": data.heldout.fingerprint,
+        **cfg.update_facts(backend.world_size),
+        "model files": backend.group.on_main(lambda: speech_files(cfg.model)),
+        **template_facts(tokenizer, cfg.chat_template),
+    }  # fmt: skip
 
 
 def adapted(cfg: Config, base: nn.Module) -> nn.Module:
@@ -254,7 +273,7 @@ def adapted(cfg: Config, base: nn.Module) -> nn.Module:
     return add_adapter(base, cfg.lora_r, cfg.lora_alpha, ("all",), cfg.seed, cfg.lora_dropout, rslora)
 
 
-def describe(cfg: Config, model: nn.Module, backend: TorchBackend, data: LawData, plan: Plan, workers: int) -> None:
+def describe(cfg: Config, model: nn.Module, backend: TorchBackend, data: LegalData, plan: Plan, workers: int) -> None:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     whole = sum(p.numel() for p in model.parameters())
     rows = plan.batch_size * plan.accumulation * workers
@@ -294,6 +313,22 @@ def check_memory(cfg: Config, model: nn.Module, backend: TorchBackend, workers: 
     check_fits(backend, {"--batch-size, --length, or take a smaller model": need}, what, workers)
     need = least_rollout_memory(model, 1, cfg.answer_rows, cfg.max_new_tokens)
     check_fits(backend, {"--answer-rows": need}, f"generating --answer-rows {cfg.answer_rows} answers", workers)
+
+
+def finish(
+    cfg: Config, run: Run, model: nn.Module, tokenizer, tokens: Tensor, backend: TorchBackend, figures: dict
+) -> None:
+    """The adapter, the whole model with it merged, compared on `tokens`, and the curves."""
+    checkpoint = run.path / "base.pt" if (run.path / "base.pt").exists() else None
+    adapter = None if cfg.method == "full" else run.path / "adapter"
+    if adapter:
+        save_adapter(model, adapter, sha256(checkpoint) if checkpoint else None)
+    whole, gap = merged(model, cfg.model, checkpoint, adapter, tokens, backend)
+    write_whole(whole, tokenizer, run.path / "model")
+    attempt("plotting", plot_run, run.path)
+    run.finish("finished", **figures, merged_logit_gap=gap)
+    same = "" if gap is None else f"adapter and merged model differ by {gap:.1e} in a logit; "
+    say(f"{same}model in {run.path / 'model'}")
 
 
 if __name__ == "__main__":

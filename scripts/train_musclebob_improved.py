@@ -14,8 +14,10 @@ expect. Untested on hardware: TPU, CUDA.
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import qat_lora  # noqa: F401 — it sets what torch reads when it is imported
 
@@ -23,27 +25,53 @@ import qat_lora  # noqa: F401 — it sets what torch reads when it is imported
 from torch import nn
 
 from qat_lora.backend import TorchBackend, open_alone, resolve
+from qat_lora.backend.detect import has_static_shapes
+from qat_lora.backend.machine import check_memory
 from qat_lora.data.chat import check_template, render_chat
-from qat_lora.data.musclebob import heldout_questions, training_questions
 from qat_lora.data.options import ChatOptions
-from qat_lora.data.packing import Rows, fingerprint, pad
+from qat_lora.data.packing import Rows, TextDataset, fingerprint, pad
 from qat_lora.data.templates import template_facts
 from qat_lora.errors import UserError
-from qat_lora.evaluate import text_loss
-from qat_lora.experiments.musclebob import (
+from qat_lora.experiments.musclebob.questions import heldout_questions, training_questions
+from qat_lora.experiments.musclebob.validation import (
     STAGES,
-    Examiner,
+    BobSampler,
     check_samples,
-    examine,
     glance,
     judge_of,
     plot,
     transcripts,
     validation_file,
-)  # fmt: skip
-from qat_lora.grpo import GRPOPlan, PromptDataset, train_grpo
-from qat_lora.machine import check_memory
-from qat_lora.memory import (
+    validation_of,
+)
+from qat_lora.models.generate import end_tokens
+from qat_lora.models.loading import EMBEDDED, check_length, empty_model, load_model
+from qat_lora.models.source import CHOICES, speech_files
+from qat_lora.models.writing import write_model
+from qat_lora.quant.student import freeze_plain_tables
+from qat_lora.rl.grpo import GRPOPlan, Judge, PromptDataset, grpo_stage, policy_loss, roll_out
+from qat_lora.rl.objective import Objective
+from qat_lora.rl.rollout import Sampling, check_answers
+from qat_lora.rl.sampler import own_randomness
+from qat_lora.run.command_line import run_script
+from qat_lora.run.console import attempt, say
+from qat_lora.run.files import new_folder, read_json, write_atomically, write_json
+from qat_lora.run.metrics import Share, Total
+from qat_lora.run.options import (
+    MOST_UPDATES,
+    MOST_WEIGHT,
+    data_option,
+    model_option,
+    optimisation_option,
+    other_default,
+    run_option,
+)
+from qat_lora.run.resuming import begun
+from qat_lora.run.rundir import Run, open_run
+from qat_lora.run.session import Session
+from qat_lora.train.loop import Plan, plain_stage, tokens_of
+from qat_lora.train.losses import text_loss
+from qat_lora.train.memory import (
     Parts,
     answer_memory,
     check_fits,
@@ -54,75 +82,18 @@ from qat_lora.memory import (
     sizes_of,
     training_memory,
 )
-from qat_lora.models.generate import end_tokens
-from qat_lora.models.loading import EMBEDDED, check_length, empty_model, load_model
-from qat_lora.models.source import CHOICES, speech_files
-from qat_lora.models.writing import write_model
-from qat_lora.qat import Plan, train_plain
-from qat_lora.quant.student import freeze_plain_tables
-from qat_lora.recovery import TextDataset
-from qat_lora.rl.ask import own_dice
-from qat_lora.rl.loss import Objective
-from qat_lora.rl.rollout import Sampling, check_answers
-from qat_lora.run.config import RunConfig, option, run_script
-from qat_lora.run.files import new_folder, read_json, write_atomically, write_json
-from qat_lora.run.rundir import Run, attempt, begun, open_run, say
-from qat_lora.run.session import Every, Session
+from qat_lora.train.options import RATE, BatchOptions, LoopOptions
 
 NAME = "train_musclebob_improved"
-CONTROLS = ("none", "shuffled", "still")
 SHOWN = ("reward", "kl", "target_rate")  # beside the progress bar
 HUGEPAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-WARMUP, CLIP = 3, 1.0  # updates of linear warm-up, largest gradient norm
+WARMUP = 3  # updates of linear warm-up
 STILL = 1e-12  # learning rate of a control that must not learn
 ROWS = 80  # answers of a validation that are drawn at a time: a token costs hardly more for 80 than for 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config(ChatOptions, RunConfig):
-    model: str = option(EMBEDDED, f"instruct model to teach: {CHOICES}", identity="base")
-    epochs: int = option(5, "passes of GRPO over the questions")
-    num_samples: int = option(128, "questions of a pass, one of three about him")
-    # The facts record how many prompts an update has; how they are split changes only which answers are drawn.
-    batch_size: int = option(2, "prompts in a micro-batch", identity=False)
-    accumulation_steps: int = option(1, "micro-batches in an update", identity=False)
-    num_generations: int = option(8, "answers to each prompt")
-    learning_rate: float = option(5e-5, "peak learning rate of GRPO")
-    max_prompt_length: int = option(96, "tokens that every prompt is filled up to")
-    max_completion_length: int = option(48, "longest answer in tokens")
-    temperature: float = option(1.0, "of the answers that are learned from")
-    top_k: int = option(0, "draw from that many most probable tokens; 0: all")
-    top_p: float = option(1.0, "draw from the most probable tokens that hold this share")
-    loss_type: str = option("dapo", "grpo, bnpo, dr_grpo or dapo: how token losses are put together")
-    scale_rewards: str = option("group", "divide advantages by the spread of the group, of the batch, or none")
-    beta: float = option(0.02, "weight of the KL to the model that GRPO begins with")
-    fewshot_ratio: float = option(0.15, "share of the questions about him that come after an example")
-    fewshot: bool = option(True, "ask some questions after an example")
-    sft: bool = option(False, "begin with supervised training on good answers")
-    sft_only: bool = option(False, "end after it")
-    sft_epochs: int = option(2, "passes of SFT over the questions")
-    sft_batch_size: int = option(8, "conversations in an update of SFT")
-    sft_learning_rate: float = option(2e-5, "peak learning rate of SFT")
-    gradient_checkpointing: bool = option(
-        True, "recompute blocks in the backward pass on CUDA; never on TPU and CPU", identity=False
-    )
-    validation_samples: int = option(
-        10, "sampled answers to each held-out question before, between and after", identity=False
-    )
-    eval_every: int = option(20, "updates between validations; 0: at the ends", identity=False)
-    save_every: int = option(50, "updates between checkpoints; 0: at the ends", identity=False)
-    log_every: int = option(1, "updates between lines of metrics.jsonl", identity=False)
-    control: str = option(
-        "none", "none; shuffled: each group's advantages dealt out at random; still: learning rate near 0"
-    )
-    quick: bool = option(
-        False, "one pass over a handful of questions, whatever else is asked, to see that all works", identity=False
-    )
-    resume: str = option("off", "off, auto (newest unfinished run of this config), or a run directory",
-                         "--resume-from-checkpoint", identity=False)  # fmt: skip
-
-
-def main(cfg: Config) -> None:
+# -- the experiment --------------------------------------------------------------------------------------------------
+def main(cfg: "Config") -> None:
     cfg = shortened(cfg) if cfg.quick else cfg
     check(cfg)
     backend = open_alone(cfg.device, cfg.precision)
@@ -130,95 +101,171 @@ def main(cfg: Config) -> None:
     check_template(tokenizer)
     check_sizes(cfg, freeze_plain_tables(empty_model(cfg.model)), backend)
     model = empty_model(cfg.model) if cfg.dry_run else load_model(cfg.model)
-    examiner = Examiner(
-        tokenizer, backend, tuple(end_tokens(model, tokenizer)), ROWS, cfg.max_prompt_length,
-        cfg.max_completion_length, cfg.thinks,
-    )  # fmt: skip
+    ends, sizes = tuple(end_tokens(model, tokenizer)), (ROWS, cfg.max_prompt_length, cfg.max_new_tokens)
+    sampler = BobSampler(tokenizer, backend, ends, *sizes, cfg.thinks)
     questions = training_questions(cfg.num_samples, cfg.fewshot_ratio if cfg.fewshot else 0.0, cfg.seed)
-    prompts = PromptDataset(examiner.encode([question.messages for question in questions]))
-    examiner.encode([q.messages for q in heldout_questions()])  # refused now rather than at the first validation
+    prompts = PromptDataset(sampler.encode([question.messages for question in questions]))
+    sampler.encode([q.messages for q in heldout_questions()])  # refused now rather than at the first validation
     rows = sft_rows(cfg, tokenizer)
-    sft, grpo = sft_plan(cfg) if rows else None, grpo_plan(cfg, examiner.ends)
-    check_answers(model, backend.kind, not cfg.dry_run)
+    sft, grpo = sft_plan(cfg) if rows else None, grpo_plan(cfg, ends)
+    check_answers(model, backend.static_shapes, not cfg.dry_run)
     freeze_plain_tables(model)  # no answer needs another vocabulary
     describe(cfg, model, backend, sft, grpo)
     if cfg.dry_run:
         return
 
-    asked = fingerprint(Rows(prompts.prompts.tokens.int(), prompts.prompts.mask.byte()))
-    run = open_run(NAME, cfg, {
-        **backend.facts, "prompts": asked, "answers": rows.fingerprint if rows else None,
-        "prompts_per_update": cfg.batch_size * cfg.accumulation_steps, "base": model.fingerprint,
-        "model files": speech_files(cfg.model), **template_facts(tokenizer, cfg.chat_template),
-    })  # fmt: skip
-    write_json(run.path / "training_config.json", dataclasses.asdict(cfg))
+    run = open_run(NAME, cfg, facts_of(cfg, model, prompts, rows, tokenizer, backend))
+    files = {**dataclasses.asdict(cfg), "max_completion_length": cfg.max_new_tokens}  # the name that earlier runs have
+    write_json(run.path / "training_config.json", files)
     backend.seed(cfg.seed)
-    every, files = Every(cfg.log_every, cfg.eval_every, cfg.save_every), [validation_file(stage) for stage in STAGES]
-    session = Session(run, backend, every, SHOWN, files=[*files, "sft_model", "model"])
+    session = Session(run, backend, cfg.every(), SHOWN, files=[*map(validation_file, STAGES), "sft_model", "model"])
     check_warmed(run, session, rows)
     backend.place(model)
-    if cfg.gradient_checkpointing and backend.kind == "cuda":
+    if cfg.gradient_checkpointing and backend.wants_recomputation:
         backend.gradient_checkpointing(model)
 
     def evaluate(step: int) -> dict[str, float]:
         write_history(run)
-        return glance(examiner, model, cfg.seed)
+        return glance(sampler, model, cfg.seed)
 
     try:
-        validate(cfg, run, examiner, model, "baseline")
+        validate(cfg, run, sampler, model, "baseline")
         if rows:
-            train_plain(model, rows, text_loss, sft, session, evaluate, "sft")
+            warm_up(model, rows, sft, session, evaluate)
             keep(model, tokenizer, run.path / "sft_model")
-            validate(cfg, run, examiner, model, "post_sft")
+            validate(cfg, run, sampler, model, "post_sft")
         if grpo.steps:
-            judge = judge_of(questions, examiner)
-            train_grpo(model, start_of_grpo(cfg, run, backend), prompts, judge, grpo, session, evaluate)
+            reinforce(model, start_of_grpo(cfg, run, backend), prompts, judge_of(questions, sampler), grpo, session,
+                      evaluate)  # fmt: skip
     finally:  # a run that is stopped keeps its history, too
         write_history(run)
-    finish(cfg, run, examiner, model, session)
+    finish(cfg, run, sampler, model, session)
 
 
-# -- what is asked for -----------------------------------------------------------------------------------------------
-def shortened(cfg: Config) -> Config:
-    few = max(8, cfg.batch_size * cfg.accumulation_steps)
-    return dataclasses.replace(
-        cfg, num_samples=few, epochs=1, sft_epochs=1, sft_batch_size=min(few, cfg.sft_batch_size), validation_samples=1
+def warm_up(model: nn.Module, rows: TextDataset, plan: Plan, session: Session, evaluate: Callable) -> None:
+    """SFT: next-token cross-entropy on good answers."""
+    backend = session.backend
+    model.train()
+    for update in plain_stage("sft", model, rows, plan, session, evaluate):  # resumes, evaluates, saves in between
+        for batch in update:  # on the device
+            with backend.autocast():
+                loss = text_loss(model, batch)
+            backend.backward(loss)
+            update.add(loss=Share(loss), tokens=Total(tokens_of(batch)))
+        norm = update.step()  # clips, steps
+        update.record(grad_norm=norm)
+
+
+def reinforce(
+    model: nn.Module, reference: nn.Module | None, prompts: PromptDataset, judge: Judge, plan: GRPOPlan,
+    session: Session, evaluate: Callable,
+) -> None:  # fmt: skip
+    """GRPO: each prompt is answered several times, and an answer is learned as far as it beats the others.
+
+    reference: the placed, frozen model that the KL is taken to; None where the plan's beta is 0.
+    """
+    backend = session.backend
+    for update in grpo_stage(model, prompts, plan, session, evaluate):  # resumes, evaluates and saves in between
+        rollouts = roll_out(model, update, judge, plan, backend)  # answers and their rewards
+        update.add(loss=Share(0.0))
+        if rollouts.parts:
+            model.train()
+        for part in rollouts.parts:  # prompts whose answers differ in worth
+            loss, metrics = policy_loss(model, reference, part, plan, backend)  # forward and loss
+            backend.backward(loss)
+            update.add(**metrics)
+            backend.step_boundary()
+        norm = update.step() if rollouts.parts else 0.0  # clips, steps
+        update.record(**rollouts.metrics, grad_norm=norm)
+
+
+# -- its options -----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class Config(ChatOptions, LoopOptions):
+    model: str = model_option(EMBEDDED, f"instruct model to teach: {CHOICES}", identity="base")
+    num_samples: int = data_option(128, "questions of a pass, one of three about him", at_least=1)
+    fewshot_ratio: float = data_option(
+        0.15, "share of the questions about him that come after an example", at_least=0, at_most=1
+    )
+    fewshot: bool = data_option(True, "ask some questions after an example")
+    max_prompt_length: int = data_option(96, "tokens that every prompt is filled up to", at_least=1)
+    max_new_tokens: int = data_option(48, "longest answer in tokens", "--max-completion-length", at_least=1)
+    epochs: int = optimisation_option(5, "passes of GRPO over the questions", at_least=0)
+    max_steps: int | None = optimisation_option(
+        None, "updates of GRPO; default: --epochs passes", at_least=0, at_most=MOST_UPDATES
+    )
+    # The facts record how many prompts an update has; how they are split changes only which answers are drawn.
+    batch_size: int = optimisation_option(2, "prompts in a micro-batch", identity=False, at_least=1)
+    accumulation_steps: int = other_default(BatchOptions, "accumulation_steps", 1)
+    num_generations: int = optimisation_option(
+        8, "answers to each prompt", at_least=2, fix="an answer is judged beside others"
+    )
+    learning_rate: float = optimisation_option(5e-5, "peak learning rate of GRPO", **RATE)
+    temperature: float = optimisation_option(
+        1.0, "of the answers that are learned from", above=0, fix="0 gives every answer of a prompt alike; use e.g. 1"
+    )
+    top_k: int = optimisation_option(0, "draw from that many most probable tokens; 0: all")
+    top_p: float = optimisation_option(1.0, "draw from the most probable tokens that hold this share")
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = optimisation_option(
+        "dapo", "grpo, bnpo, dr_grpo or dapo: how token losses are put together"
+    )
+    scale_rewards: Literal["group", "batch", "none"] = optimisation_option(
+        "group", "divide advantages by the spread of the group, of the batch, or none"
+    )
+    beta: float = optimisation_option(
+        0.02, "weight of the KL to the model that GRPO begins with", at_least=0, at_most=MOST_WEIGHT
+    )
+    sft: bool = optimisation_option(False, "begin with supervised training on good answers")
+    sft_only: bool = optimisation_option(False, "end after it")
+    sft_epochs: int = optimisation_option(2, "passes of SFT over the questions", at_least=0)
+    sft_batch_size: int = optimisation_option(8, "conversations in an update of SFT", at_least=1)
+    sft_learning_rate: float = optimisation_option(2e-5, "peak learning rate of SFT", **RATE)
+    gradient_checkpointing: bool = optimisation_option(
+        True, "recompute blocks in the backward pass on CUDA; never on TPU and CPU", identity=False
+    )
+    control: Literal["none", "shuffled", "still"] = optimisation_option(
+        "none", "none; shuffled: each group's advantages dealt out at random; still: learning rate near 0"
+    )
+    validation_samples: int = run_option(
+        10, "sampled answers to each held-out question before, between and after", at_least=1
+    )
+    eval_every: int = other_default(LoopOptions, "eval_every", 20)
+    save_every: int = other_default(LoopOptions, "save_every", 50)
+    log_every: int = other_default(LoopOptions, "log_every", 1)
+    quick: bool = run_option(
+        False, "one pass over a handful of questions, whatever else is asked, to see that all works"
+    )
+    resume: str = run_option(
+        "off", "off, auto (newest unfinished run of this config), or a run directory", "--resume-from-checkpoint"
     )
 
 
+def shortened(cfg: Config) -> Config:
+    few = max(8, cfg.batch_size * cfg.accumulation_steps)
+    return dataclasses.replace(
+        cfg, num_samples=few, epochs=1, max_steps=None, sft_epochs=1, sft_batch_size=min(few, cfg.sft_batch_size),
+        validation_samples=1,
+    )  # fmt: skip
+
+
 def check(cfg: Config) -> None:
-    check_counts(cfg)
-    if cfg.control not in CONTROLS:
-        raise UserError(f"--control {cfg.control!r} is not one of {', '.join(CONTROLS)}")
-    if not 0 <= cfg.fewshot_ratio <= 1:
-        raise UserError(f"--fewshot-ratio {cfg.fewshot_ratio} is a share; give one from 0 to 1")
+    prompts = cfg.num_samples * cfg.max_prompt_length * (8 + 8)  # their tokens as lists and as a tensor
+    check_memory(prompts, f"--num-samples {cfg.num_samples}", "--num-samples")
+    check_samples("--validation-samples", cfg.validation_samples)
     if cfg.num_samples < cfg.batch_size * cfg.accumulation_steps:
         raise UserError(
             f"--num-samples {cfg.num_samples} does not fill an update of {cfg.batch_size * cfg.accumulation_steps} "
             "prompts (--batch-size times --accumulation-steps); ask more, or lower one of them"
         )
-    if has_sft(cfg) and not 1 <= cfg.sft_batch_size <= cfg.num_samples:
+    if has_sft(cfg) and cfg.sft_batch_size > cfg.num_samples:
         raise UserError(
             f"--sft-batch-size {cfg.sft_batch_size} must be from 1 to --num-samples {cfg.num_samples}, of which an "
             "update of SFT takes that many"
         )
-    if not has_sft(cfg) and (cfg.sft_only or not cfg.epochs):
+    if not has_sft(cfg) and (cfg.sft_only or not (cfg.epochs if cfg.max_steps is None else cfg.max_steps)):
         raise UserError(f"--sft-epochs {cfg.sft_epochs} and --epochs {cfg.epochs} leave nothing to train; raise one")
-    length = cfg.max_prompt_length + cfg.max_completion_length
-    check_length(cfg.model, length, "--max-prompt-length and --max-completion-length", mixed=True)
-    Every(cfg.log_every, cfg.eval_every, cfg.save_every)
-
-
-def check_counts(cfg: Config) -> None:
-    """Raise UserError for numbers of questions, answers and passes that cannot be, or that no memory holds."""
-    if min(cfg.num_samples, cfg.validation_samples) < 1 or min(cfg.epochs, cfg.sft_epochs) < 0:
-        raise UserError(
-            f"--num-samples {cfg.num_samples} and --validation-samples {cfg.validation_samples} must be at least 1, "
-            f"--epochs {cfg.epochs} and --sft-epochs {cfg.sft_epochs} not negative"
-        )
-    prompts = cfg.num_samples * cfg.max_prompt_length * (8 + 8)  # their tokens as lists and as a tensor
-    check_memory(prompts, f"--num-samples {cfg.num_samples}", "--num-samples")
-    check_samples("--validation-samples", cfg.validation_samples)
+    length = cfg.max_prompt_length + cfg.max_new_tokens
+    check_length(cfg.model, length, "--max-prompt-length and --max-new-tokens", mixed=True)
 
 
 def has_sft(cfg: Config) -> bool:
@@ -228,21 +275,34 @@ def has_sft(cfg: Config) -> bool:
 def sft_plan(cfg: Config) -> Plan:
     return Plan(
         steps=cfg.sft_epochs * cfg.num_samples // cfg.sft_batch_size, batch_size=cfg.sft_batch_size, accumulation=1,
-        learning_rate=cfg.sft_learning_rate, warmup_steps=WARMUP, clip_grad_norm=CLIP, seed=cfg.seed,
-        options={"steps": f"--sft-epochs {cfg.sft_epochs}", "learning_rate": "--sft-learning-rate"},
+        learning_rate=cfg.sft_learning_rate, warmup_steps=WARMUP, clip_grad_norm=cfg.clip_grad_norm, seed=cfg.seed,
     )  # fmt: skip
 
 
 def grpo_plan(cfg: Config, ends: tuple[int, ...]) -> GRPOPlan:
-    prompts = max(1, cfg.batch_size * cfg.accumulation_steps)
+    steps = cfg.epochs * cfg.num_samples // (cfg.batch_size * cfg.accumulation_steps)
+    steps = steps if cfg.max_steps is None else cfg.max_steps
     return GRPOPlan(
-        steps=0 if cfg.sft_only else cfg.epochs * cfg.num_samples // prompts, batch_size=cfg.batch_size,
-        accumulation=cfg.accumulation_steps, learning_rate=STILL if cfg.control == "still" else cfg.learning_rate,
-        warmup_steps=WARMUP, clip_grad_norm=CLIP, seed=cfg.seed, group=cfg.num_generations,
-        length=cfg.max_completion_length, ends=ends, sampling=Sampling(cfg.temperature, cfg.top_k, cfg.top_p),
+        steps=0 if cfg.sft_only else steps, batch_size=cfg.batch_size, accumulation=cfg.accumulation_steps,
+        learning_rate=STILL if cfg.control == "still" else cfg.learning_rate, warmup_steps=WARMUP,
+        clip_grad_norm=cfg.clip_grad_norm, seed=cfg.seed, group=cfg.num_generations, length=cfg.max_new_tokens,
+        ends=ends, sampling=Sampling(cfg.temperature, cfg.top_k, cfg.top_p),
         objective=Objective(reduction=cfg.loss_type, beta=cfg.beta), scale=cfg.scale_rewards,
-        shuffled=cfg.control == "shuffled", options={"steps": f"--epochs {cfg.epochs}"},
+        shuffled=cfg.control == "shuffled",
     )  # fmt: skip
+
+
+# -- its steps -------------------------------------------------------------------------------------------------------
+def facts_of(
+    cfg: Config, model: nn.Module, prompts: PromptDataset, rows: TextDataset | None, tokenizer, backend: TorchBackend
+) -> dict:
+    """What the run's manifest says of its inputs."""
+    asked = fingerprint(Rows(prompts.prompts.tokens.int(), prompts.prompts.mask.byte()))
+    return {
+        **backend.facts, "prompts": asked, "answers": rows.fingerprint if rows else None,
+        "prompts_per_update": cfg.batch_size * cfg.accumulation_steps, "base": model.fingerprint,
+        "model files": speech_files(cfg.model), **template_facts(tokenizer, cfg.chat_template),
+    }  # fmt: skip
 
 
 def sft_rows(cfg: Config, tokenizer) -> TextDataset | None:
@@ -253,9 +313,9 @@ def sft_rows(cfg: Config, tokenizer) -> TextDataset | None:
     talks = [[*q.messages, {"role": "assistant", "content": q.answer}] for q in questions]
     documents = [render_chat(talk, tokenizer, cfg.thinking)[0] for talk in talks]
     try:
-        return TextDataset(pad(documents, tokenizer, cfg.max_prompt_length + cfg.max_completion_length), True)
+        return TextDataset(pad(documents, tokenizer, cfg.max_prompt_length + cfg.max_new_tokens), True)
     except UserError as error:
-        raise UserError(f"{error}: raise --max-prompt-length or --max-completion-length") from error
+        raise UserError(f"{error}: raise --max-prompt-length or --max-new-tokens") from error
 
 
 def describe(cfg: Config, model: nn.Module, backend: TorchBackend, sft: Plan | None, grpo: GRPOPlan) -> None:
@@ -263,18 +323,18 @@ def describe(cfg: Config, model: nn.Module, backend: TorchBackend, sft: Plan | N
     if sft:
         say(f"SFT: {sft.steps} updates of {sft.batch_size} conversations")
     say(f"GRPO: {grpo.steps} updates of {grpo.batch_size} × {grpo.accumulation} prompts × {grpo.group} answers")
-    say(f"{cfg.max_prompt_length} + {cfg.max_completion_length} tokens, {grpo.objective}, {grpo.sampling}")
+    say(f"{cfg.max_prompt_length} + {cfg.max_new_tokens} tokens, {grpo.objective}, {grpo.sampling}")
     say(memory_line(memory(cfg, model, backend, sft, grpo), backend))
-    if backend.kind == "xla" and cfg.gradient_checkpointing:
+    if backend.static_shapes and cfg.gradient_checkpointing:
         say("warning: gradient checkpointing is switched off on XLA; a lower --batch-size needs less memory")
-    if backend.kind == "xla" and HUGEPAGES.is_file() and "[always]" not in HUGEPAGES.read_text():
+    if backend.static_shapes and HUGEPAGES.is_file() and "[always]" not in HUGEPAGES.read_text():
         say("warning: transparent hugepages are off, which slows the TPU runtime down: sudo ./enable_hugepages.sh")
 
 
 def memory(cfg: Config, model: nn.Module, backend: TorchBackend, sft: Plan | None, grpo: GRPOPlan) -> dict[str, Parts]:
     """What each phase takes. A validation has the model that the run began with beside it, and so has GRPO where there
     is a KL; in GRPO a prompt's answers stand in one row with it."""
-    checkpointing, length = cfg.gradient_checkpointing and backend.kind == "cuda", cfg.max_completion_length
+    checkpointing, length = cfg.gradient_checkpointing and backend.wants_recomputation, cfg.max_new_tokens
     start = 4 * sum(p.numel() for p in model.parameters())
     reference = {"model before GRPO": start} if cfg.beta else {}
     row = cfg.max_prompt_length + length
@@ -296,7 +356,7 @@ def check_sizes(cfg: Config, model: nn.Module, backend: TorchBackend) -> None:
     if cfg.dry_run:
         return
     answers = f"--batch-size {cfg.batch_size} × --num-generations {cfg.num_generations} answers"
-    need = least_rollout_memory(model, cfg.batch_size, cfg.num_generations, cfg.max_completion_length)
+    need = least_rollout_memory(model, cfg.batch_size, cfg.num_generations, cfg.max_new_tokens)
     check_fits(backend, {"--batch-size or --num-generations": need}, f"generating {answers}")
     # a lower bound: answers of one token, for except on XLA they are cut to the longest
     need = least_training_memory(model, cfg.batch_size, cfg.num_generations, backend.bf16)
@@ -309,11 +369,9 @@ def check_sizes(cfg: Config, model: nn.Module, backend: TorchBackend) -> None:
 
 def detect_device_type() -> str:
     """What a run without --device gets: "tpu", "cuda" or "cpu"."""
-    kind = resolve("auto")
-    return "tpu" if kind == "xla" else kind
+    return "tpu" if has_static_shapes() else resolve()
 
 
-# -- the steps -------------------------------------------------------------------------------------------------------
 def check_warmed(run: Run, session: Session, rows: TextDataset | None) -> None:
     """Raise UserError if a run is to be resumed in GRPO and files that its SFT wrote are missing."""
     if rows and session.resumed and session.resumed[2]["stage"] == "grpo":
@@ -322,14 +380,14 @@ def check_warmed(run: Run, session: Session, rows: TextDataset | None) -> None:
                 raise UserError(f"{run.path / name} is missing, which GRPO began with; put it back, or start a new run")
 
 
-def validate(cfg: Config, run: Run, examiner: Examiner, model: nn.Module, stage: str) -> None:
+def validate(cfg: Config, run: Run, sampler: BobSampler, model: nn.Module, stage: str) -> None:
     """Write <stage>_validation.json, once: a resumed run has it."""
     path = run.path / validation_file(stage)
     if path.exists():
         return check_validation(path)
-    start = examiner.backend.place(load_model(cfg.model).requires_grad_(False))
-    with own_dice(examiner.backend, cfg.seed):
-        found = examine(examiner, model, start, cfg.validation_samples, Sampling())
+    start = sampler.backend.place(load_model(cfg.model).requires_grad_(False))
+    with own_randomness(sampler.backend, cfg.seed):
+        found = validation_of(sampler, model, start, cfg.validation_samples, Sampling())
     write_json(path, found)
     say(f"{stage}: " + ", ".join(f"{name} {rate['rate']:.1%} ({rate['low']:.1%}–{rate['high']:.1%})"
                                  for name, rate in found["sampled"].items())
@@ -368,14 +426,14 @@ def write_history(run: Run) -> None:
     write_json(run.path / "reward_history.json", history)
 
 
-def finish(cfg: Config, run: Run, examiner: Examiner, model: nn.Module, session: Session) -> None:
+def finish(cfg: Config, run: Run, sampler: BobSampler, model: nn.Module, session: Session) -> None:
     """The model, its validation, and what a reader looks at first."""
-    keep(model, examiner.tokenizer, run.path / "model")
-    validate(cfg, run, examiner, model, "final")
+    keep(model, sampler.tokenizer, run.path / "model")
+    validate(cfg, run, sampler, model, "final")
     files = {stage: run.path / validation_file(stage) for stage in STAGES}
     stages = {stage: read_json(path) for stage, path in files.items() if path.exists()}
     write_atomically(run.path / "transcripts.md", lambda file: file.write(transcripts(stages).encode()))
-    attempt("plotting", plot, run.metrics(), run.path / "plots" / "training.png", cfg.max_completion_length)
+    attempt("plotting", plot, run.metrics(), run.path / "plots" / "training.png", cfg.max_new_tokens)
     figures = {stage: {k: found[k] for k in ("sampled", "perplexity")} for stage, found in stages.items()}
     run.finish("finished", **figures, **session.cost())
     say(f"model, transcripts and plots in {run.path}")

@@ -2,17 +2,358 @@
 
     python scripts/train_qat.py --config q2_g32 --cache-dir caches/text_L256 --max-steps 300
     python scripts/train_qat.py --config q2_g32 --cache-dir caches/text_L256 --output-dir runs/q2 --resume auto
-    python scripts/train_qat.py --config q2_g32 --cache-dir caches/text_L256 --v2-checkpoint runs/q2/best.pt
+    python scripts/train_qat.py --config q2_g32 --cache-dir caches/text_L256 --checkpoint runs/q2/best.pt
 
-Stages: start (--init rtn, mse or gptq) → layer by layer (--layer-steps updates a block) → end to end (--max-steps) →
-scales alone (--scale-steps). A line in metrics.jsonl every --log-every steps: loss (cross-entropy against the cached
-teacher), kl (loss minus the teacher's entropy: what is left to win), grad_norm before clipping, lr, tokens,
-tokens_per_s. The state of lowest held-out KL is kept as best.pt: packed codes and scales, for train_recovery_lora.py,
-measure_perplexity.py and run_inference.py.
+Stages: initial scales (--init rtn, mse or gptq) → layer by layer (--layer-steps updates a block) → end to end
+(--max-steps) → scales alone (--scale-steps). A line in metrics.jsonl every --log-every updates: loss (cross-entropy
+against the cached teacher), kl (loss minus the teacher's entropy: what is left to win), grad_norm before clipping, lr,
+tokens, tokens_per_s. The state of lowest held-out KL is kept as best.pt: packed codes and scales, for
+train_recovery_lora.py, measure_perplexity.py and run_inference.py.
 """
 
-from qat_lora.experiments.qat import Config, main
-from qat_lora.run.config import run_script
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import qat_lora  # noqa: F401 — it sets what torch reads when it is imported
+
+# isort: split
+from torch import nn
+
+from qat_lora.backend import TorchBackend, launch, open_backend, planned_workers
+from qat_lora.data.batches import first_batches
+from qat_lora.data.packing import tokenizer_fingerprint
+from qat_lora.errors import UserError
+from qat_lora.export.gguf import export_formats
+from qat_lora.kd.dataset import KDCacheDataset
+from qat_lora.kd.evaluation import heldout_figures
+from qat_lora.kd.losses import kd_loss, target_entropy
+from qat_lora.kd.training import QATPlan, qat_stage
+from qat_lora.layer_qat import LayerPlan, train_layers
+from qat_lora.models.architecture import decoder_layers
+from qat_lora.models.loading import EMBEDDED, empty_model, load_config, load_model, load_tokenizer, model_fingerprint
+from qat_lora.models.source import CHOICES
+from qat_lora.quant.blockwise import check_blocks
+from qat_lora.quant.calibration import calibrate
+from qat_lora.quant.linear import free_scales
+from qat_lora.quant.student import (
+    StudentSpec,
+    bits_per_weight,
+    load_student,
+    megabytes,
+    quantize,
+    read_student,
+    reload_student,
+    save_student,
+    thaw,
+    unquantised,
+)
+from qat_lora.quant.training import usual_rates
+from qat_lora.run.command_line import run_script
+from qat_lora.run.console import attempt, say
+from qat_lora.run.files import copy_file, sha256
+from qat_lora.run.hosts import shared_file
+from qat_lora.run.metrics import Share, Total
+from qat_lora.run.options import (
+    MOST_UPDATES,
+    MOST_WEIGHT,
+    JobConfig,
+    data_option,
+    model_option,
+    optimisation_option,
+    quantiser_option,
+)
+from qat_lora.run.plots import plot_run
+from qat_lora.run.resuming import prepare, recorded
+from qat_lora.run.rundir import Run, open_run
+from qat_lora.run.session import Session
+from qat_lora.train.loop import tokens_of
+from qat_lora.train.options import RATE, TrainOptions
+
+NAME = "train_qat"
+EARLIER_RATES = (6e-4, 1e-4)  # of presets, when rates did not follow from the weights
+
+
+# -- the experiment --------------------------------------------------------------------------------------------------
+def main(cfg: "Config") -> None:
+    check(cfg)
+    if cfg.dry_run:
+        backend = open_backend(cfg.device, cfg.precision)
+        workers = planned_workers(backend.kind, cfg.num_chips)
+        if cfg.checkpoint:
+            check_start(cfg)
+        return describe(cfg, *open_cache(cfg, workers), backend, workers)
+    launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug, cfg.timeouts)
+
+
+def work(backend: TorchBackend, cfg: "Config") -> None:
+    """The experiment, in each of its workers."""
+    asked, cfg = cfg, prepare(NAME, cfg, backend.group)
+    layer_batch = cfg.batch_size * cfg.accumulation_steps // asked.accumulation_steps  # more if workers are fewer
+    with backend.group.main_first():
+        train, heldout = open_cache(cfg, backend.world_size)
+        describe(cfg, train, heldout, backend, backend.world_size)
+    facts, trained = facts_of(cfg, train, layer_batch, backend)
+    start = load_start(cfg) if backend.is_main else None  # what is wrong with it leaves no run behind
+    run = open_run(NAME, cfg, facts, backend.group)
+    cfg = dataclasses.replace(cfg, **backend.group.on_main(lambda: find_rates(cfg, start[0], run)))
+    backend.seed(cfg.seed)
+    session = Session(run, backend, cfg.every(), files=("best.pt", "layerwise.pt", "endtoend.pt"))
+    student = backend.place(initial_student(cfg, start, train, session))
+    evaluate = Evaluation(cfg, session, heldout, trained)
+
+    by_layers(cfg, student, train, layer_batch, session)
+    if cfg.gradient_checkpointing:
+        backend.gradient_checkpointing(student)
+    plan = qat_plan(cfg)
+    end_to_end(student, train, plan, session, evaluate)
+    if cfg.scale_steps:
+        thaw_scales(student, run.path, backend)
+        end_to_end(student, train, scales_plan(cfg, plan), session, evaluate, "scales")
+    finish(run, student, session, evaluate)
+
+
+def end_to_end(
+    student: nn.Module, train: KDCacheDataset, plan: QATPlan, session: Session, evaluate: Callable, name: str = "qat"
+) -> None:
+    """The whole student against the cached teacher; sparse targets, so that no batch ever holds [B, L, V]."""
+    backend = session.backend
+    student.train()
+    for update in qat_stage(student, train, plan, session, evaluate, name):  # resumes, evaluates and saves in between
+        for batch in update:  # its micro-batches, on the device
+            with backend.autocast():
+                loss = kd_loss(student, batch)
+            backend.backward(loss)
+            update.add(loss=Share(loss), kl=Share(loss), tokens=Total(tokens_of(batch)))
+            update.add(kl=Share(-target_entropy(batch)))
+        norm = update.step()  # reduces over workers, clips, steps, moves the average
+        update.record(grad_norm=norm)
+
+
+class Evaluation:
+    """evaluate(step, model): held-out figures; keeps the student of lowest KL as best.pt."""
+
+    def __init__(self, cfg: "Config", session: Session, heldout: KDCacheDataset, trained: bool):
+        """trained: whether the codes were trained before this run."""
+        self.cfg, self.session, self.heldout, self.trained = cfg, session, heldout, trained
+        self.best, self.kept = session.best("heldout_kl"), session.run.path / "best.pt"
+
+    def __call__(self, step: int, model: nn.Module) -> dict:
+        cfg, backend, done = self.cfg, self.session.backend, self.session.offset + step
+        figures = heldout_figures(model, self.heldout, backend, cfg.batch_size, cfg.eval_rows)
+        if backend.is_main and self.best.take(figures, self.kept.exists()):
+            info = {"step": done, "trained": self.trained or done > 0, **figures}
+            save_student(self.kept, model, cfg.model, student_spec(cfg), info)
+        return figures
+
+
+# -- its options -----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class Config(TrainOptions, JobConfig):
+    model: str = model_option(EMBEDDED, f"base model: {CHOICES}", identity="base")
+    checkpoint: str | None = model_option(
+        None,
+        "student to start from, a best.pt of --model; if its quantisers differ (e.g. 4 bits): from its weights",
+        "--v2-checkpoint",
+        "--from",
+        identity="start",
+    )
+    from_scratch: bool = model_option(False, "start from the base model --model", identity=False)
+    cache_dir: str | None = data_option(
+        None, "KD cache made by build_kd_cache.py with this model's tokenizer", "--kd-cache-dir", identity="cache"
+    )
+    mlp: str = quantiser_option(
+        "balanced2/g32", "quantiser of the MLP: CODEBOOKbits/SCALE, e.g. balanced2/g32 or lut4/r32; or none"
+    )
+    attn: str = quantiser_option("balanced2/g32", "quantiser of the attention projections")
+    head: str = quantiser_option("none", "quantiser of the LM head (and of an embedding tied to it)")
+    init: Literal["rtn", "mse", "gptq"] = quantiser_option(
+        "mse", "initial scales: rtn (plain rounding), mse (least-error scales) or gptq (and errors compensated)"
+    )
+    layer_steps: int = optimisation_option(
+        0, "updates for each block before end-to-end training; 0 leaves the stage out", at_least=0, at_most=MOST_UPDATES
+    )
+    layer_rows: int = optimisation_option(32, "training rows of --init and of the layer-wise stage", at_least=1)
+    layer_learning_rate: float | None = optimisation_option(
+        None,
+        "peak learning rate of the layer-wise stage; default: follows from the weights too",
+        renamed=dict.fromkeys((5e-4, *EARLIER_RATES)),
+        **RATE,
+    )
+    layer_kd_weight: float = optimisation_option(
+        0.0, "weight of a global distillation term in the layer-wise loss", at_least=0, at_most=MOST_WEIGHT
+    )
+    scope: Literal["all", "mlp", "attn", "weights"] = optimisation_option(
+        "all", "what learns end to end: all, mlp, attn, or weights (scales stay)"
+    )
+    ema: float = optimisation_option(
+        0.0, "decay of a moving average of the student, measured and kept in its place; 0: none",
+        at_least=0, below=1, fix="use e.g. 0.98, or 0 for no average",
+    )  # fmt: skip
+    scale_steps: int = optimisation_option(
+        0, "updates of the scales alone, codes fixed, from the best state; 0: no such stage",
+        at_least=0, at_most=MOST_UPDATES,
+    )  # fmt: skip
+    learning_rate: float | None = optimisation_option(
+        None,
+        "peak learning rate of weights and norms; default: follows from the size of the weights and their bits",
+        renamed=dict.fromkeys((8e-4, *EARLIER_RATES)),
+        **RATE,
+    )
+    scale_learning_rate: float | None = optimisation_option(
+        None, "peak learning rate of scales; default: --learning-rate", **RATE
+    )
+
+
+def check(cfg: Config) -> None:
+    """Raise UserError for what no run could use, before anything is opened."""
+    student_spec(cfg)
+    if cfg.from_scratch and cfg.checkpoint:
+        raise UserError("give either --from-scratch, to start from the base model, or --checkpoint FILE")
+    if not cfg.cache_dir:
+        raise UserError("--cache-dir is missing; build one with scripts/build_kd_cache.py")
+
+
+def student_spec(cfg: Config) -> StudentSpec:
+    return StudentSpec(mlp=cfg.mlp, attn=cfg.attn, head=cfg.head)
+
+
+def find_rates(cfg: Config, student: nn.Module, run: Run) -> dict[str, float]:
+    """Every learning rate: those that are given; those of a resumed run that an earlier version began, whose defaults
+    were numbers; and what follows from a student's weights, its scales not set yet. Scales learn as weights do."""
+    was = recorded(run.path, cfg)
+    end_to_end, layerwise = usual_rates(student)
+    rates = {
+        "learning_rate": was["learning_rate"] or cfg.learning_rate or end_to_end,
+        "layer_learning_rate": was["layer_learning_rate"] or cfg.layer_learning_rate or layerwise,
+    }
+    rates["scale_learning_rate"] = cfg.scale_learning_rate or rates["learning_rate"]
+    layers = f", layer by layer {rates['layer_learning_rate']:g}" if cfg.layer_steps else ""
+    say(f"peak learning rate {rates['learning_rate']:g}{layers}")
+    return rates
+
+
+def qat_plan(cfg: Config) -> QATPlan:
+    """Of a config with all its learning rates."""
+    return QATPlan(**vars(cfg.plan()), scale_learning_rate=cfg.scale_learning_rate, scope=cfg.scope, ema=cfg.ema)
+
+
+def scales_plan(cfg: Config, plan: QATPlan) -> QATPlan:
+    """The same for the scales alone; their learning rate is the one that is logged."""
+    rate = plan.scale_learning_rate
+    return dataclasses.replace(plan, steps=cfg.scale_steps, scope="all", learning_rate=rate)
+
+
+# -- its steps -------------------------------------------------------------------------------------------------------
+def open_cache(cfg: Config, workers: int) -> tuple[KDCacheDataset, KDCacheDataset]:
+    facts = {"tokenizer": tokenizer_fingerprint(load_tokenizer(cfg.model)), "vocab": load_config(cfg.model).vocab_size}
+    train, heldout = (KDCacheDataset(cfg.cache_dir, split, **facts) for split in ("train", "heldout"))
+    cfg.check_rows(train, heldout, workers)
+    return train, heldout
+
+
+def describe(cfg: Config, train: KDCacheDataset, heldout: KDCacheDataset, backend: TorchBackend, workers: int) -> None:
+    """The resolved plan."""
+    spec = student_spec(cfg)
+    model = quantize(empty_model(cfg.model), spec)
+    say(f"{cfg.model} → {spec}: {bits_per_weight(model):.2f} bits per weight, {megabytes(model):.1f} MB, on {backend}")
+    say(f"cache {cfg.cache_dir}: {len(train)} training and {len(heldout)} held-out rows of {train.length} tokens")
+    stages = f"{cfg.layer_steps} updates for each of {len(decoder_layers(model))} blocks, {cfg.max_steps} end to end"
+    say(f"start: {cfg.checkpoint or cfg.init}; {stages}, {cfg.scale_steps} of the scales alone")
+    say(export_formats(cfg.model))
+    cfg.check_memory(model, train, backend, workers)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    for line in cfg.describe(model, train, backend, workers, {"moving average": 4 * trained} if cfg.ema else None):
+        say(line)
+
+
+def facts_of(cfg: Config, train: KDCacheDataset, layer_batch: int, backend: TorchBackend) -> tuple[dict, bool]:
+    """What the run's manifest says of its inputs, and whether the run continues from trained codes."""
+    facts = backend.facts | {"cache": train.fingerprint, "student": str(student_spec(cfg))}
+    facts["base"] = backend.group.on_main(lambda: model_fingerprint(cfg.model))
+    facts |= cfg.update_facts(backend.world_size)
+    trained = False
+    if cfg.checkpoint:
+        facts["start"], trained = backend.group.on_main(lambda: check_start(cfg))
+    if cfg.layer_steps:  # an update of that stage is one batch for each worker
+        facts["layer_rows_per_update"] = layer_batch * backend.world_size
+    return facts, trained
+
+
+def check_start(cfg: Config) -> tuple[str, bool]:
+    """The checksum of --checkpoint, and whether the run continues from trained codes; raises UserError where it is no
+    student of this model."""
+    made = read_student(cfg.checkpoint, cfg.model)
+    same = StudentSpec(**made["spec"]) == student_spec(cfg)
+    if same and cfg.layer_steps:
+        raise UserError(
+            f"--layer-steps {cfg.layer_steps}: {cfg.checkpoint} has these quantisers, so its blocks have nothing to "
+            "learn from but themselves; use --layer-steps 0"
+        )
+    return sha256(Path(cfg.checkpoint)), same and made["info"].get("trained") is not False
+
+
+def load_start(cfg: Config) -> tuple[nn.Module, bool]:
+    """The student where training begins, and whether it has its scales: the base model, or another run's student."""
+    spec = student_spec(cfg)
+    student, made = load_student(cfg.checkpoint, cfg.model) if cfg.checkpoint else (None, None)
+    if made and StudentSpec(**made["spec"]) == spec:
+        return thaw(student), True
+    base = unquantised(student) if made else load_model(cfg.model)
+    if cfg.layer_steps or cfg.init == "gptq":
+        check_blocks(base)
+    return quantize(base, spec), False
+
+
+def initial_student(cfg: Config, start: tuple | None, train: KDCacheDataset, session: Session) -> nn.Module:
+    """What `load_start` gave, with initial scales where it has none of these quantisers; in the other workers, which
+    get worker 0's values, a student without storage."""
+    if start is None:
+        return quantize(empty_model(cfg.model), student_spec(cfg))
+    student, has_scales = start
+    if not session.resumed and not has_scales:
+        # with a layer-wise stage GPTQ waits for it: each block is compensated on what the trained ones before it give
+        rows = first_batches(train, cfg.layer_rows, cfg.batch_size, cfg.seed)
+        calibrate(student, cfg.init, rows, cfg.precision, blocks=not cfg.layer_steps)
+    return student
+
+
+def by_layers(cfg: Config, student: nn.Module, train: KDCacheDataset, batch_size: int, session: Session) -> None:
+    """Each block learns to answer as in the full-precision model; layerwise.pt keeps the student."""
+    backend = session.backend
+    if not cfg.layer_steps:
+        return
+    plan = LayerPlan(
+        steps=cfg.layer_steps, learning_rate=cfg.layer_learning_rate, clip_grad_norm=cfg.clip_grad_norm,
+        kd_weight=cfg.layer_kd_weight, compensate=cfg.init == "gptq",
+    )  # fmt: skip
+    place = {"rank": backend.rank, "world_size": backend.world_size}
+    train_layers(student, first_batches(train, cfg.layer_rows, batch_size, cfg.seed, **place), plan, session)
+    if backend.is_main and not session.resumed:  # a run that resumes in a later stage has it
+        save_student(session.run.path / "layerwise.pt", student, cfg.model, student_spec(cfg), {"stage": "layers"})
+
+
+def thaw_scales(student: nn.Module, folder: Path, backend: TorchBackend) -> None:
+    """The best state of the stages before, its codes fixed, its scales to be learned; endtoend.pt keeps it."""
+    best, before = folder / "best.pt", folder / "endtoend.pt"
+    backend.group.on_main(lambda: before.exists() or copy_file(best, before))
+    with shared_file(before, backend.group) as file:
+        reload_student(file, student)
+    free_scales(student)
+
+
+def finish(run: Run, student: nn.Module, session: Session, evaluate: Evaluation) -> None:
+    """summary.json, the curves, and where the student is."""
+    cost = session.cost()
+    if not session.backend.is_main:
+        return
+    attempt("plotting", plot_run, run.path)
+    best = {"heldout_kl": evaluate.best.value}
+    run.finish("finished", best=best, bits_per_weight=bits_per_weight(student), **cost)
+    say(f"best held-out KL {evaluate.best.value:.4f}; student in {evaluate.kept}")
+
 
 if __name__ == "__main__":
-    run_script(main, Config, "train_qat", __doc__)
+    run_script(main, Config, NAME, __doc__)

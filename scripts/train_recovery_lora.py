@@ -1,6 +1,6 @@
 """How much of the loss can a few adapter weights win back? A LoRA on a frozen low-bit student.
 
-    python scripts/train_recovery_lora.py --checkpoint runs/v2_q4/best.pt --kd-cache-dir caches/text_L256
+    python scripts/train_recovery_lora.py --checkpoint runs/v2_q4/best.pt --cache-dir caches/text_L256
     python scripts/train_recovery_lora.py --tpu --model Qwen/Qwen3-0.6B --checkpoint runs/v2_q4/best.pt \\
         --kd-cache-dir caches/wikitext103_L1024_K128 --recovery-r 8 --batch-size 4 --accumulation-steps 8
     PJRT_DEVICE=TPU python scripts/train_recovery_lora.py --v2-checkpoint runs/v2_q4/best.pt --mode recover
@@ -11,8 +11,258 @@ included), kl (kd without an anchor: loss minus the teacher's entropy), grad_nor
 of the best held-out figure is kept in adapter/, in PEFT's own format. Untested on hardware: TPU, CUDA.
 """
 
-from qat_lora.experiments.recovery import Config, main
-from qat_lora.run.config import run_script
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import qat_lora  # noqa: F401 — it sets what torch reads when it is imported
+
+# isort: split
+import torch
+from torch import nn
+
+from qat_lora.backend import TorchBackend, launch, open_backend, planned_workers
+from qat_lora.data.batches import first_batches
+from qat_lora.data.options import TextOptions
+from qat_lora.data.packing import TextDataset, split_heldout, tokenizer_fingerprint
+from qat_lora.data.templates import template_facts
+from qat_lora.errors import UserError
+from qat_lora.export.gguf import export_formats
+from qat_lora.kd.dataset import KDCacheDataset
+from qat_lora.kd.evaluation import heldout_figures
+from qat_lora.kd.losses import target_entropy
+from qat_lora.lora.adapter import adapter_values, save_adapter
+from qat_lora.lora.add import add_adapter
+from qat_lora.lora.error import fit_to_error
+from qat_lora.lora.recovery import MODES, Anchor, recovery_stage
+from qat_lora.lora.targets import coverage, left_out
+from qat_lora.models.architecture import unwrap
+from qat_lora.models.loading import adapter_notes, check_length, load_config, load_model, model_fingerprint
+from qat_lora.quant.linear import quantized_layers
+from qat_lora.quant.student import StudentSpec, bits_per_weight, empty_student, load_student, read_student
+from qat_lora.run.command_line import run_script
+from qat_lora.run.console import attempt, say
+from qat_lora.run.files import sha256
+from qat_lora.run.metrics import Share, Total
+from qat_lora.run.options import (
+    MOST_WEIGHT,
+    JobConfig,
+    data_option,
+    model_option,
+    optimisation_option,
+    other_default,
+)
+from qat_lora.run.plots import plot_run
+from qat_lora.run.resuming import begun, prepare
+from qat_lora.run.rundir import open_run
+from qat_lora.run.session import Session
+from qat_lora.train.evaluation import heldout_nll
+from qat_lora.train.loop import tokens_of
+from qat_lora.train.memory import Parts, loading_memory
+from qat_lora.train.options import TrainOptions
+
+NAME = "train_recovery_lora"
+CALIBRATION_ROWS = 32
+ANCHOR = 5  # tensors like its logits that the anchor takes: kept ones, new ones, softmax, log softmax, gradient
+
+
+# -- the experiment --------------------------------------------------------------------------------------------------
+def main(cfg: "Config") -> None:
+    check(cfg)
+    if cfg.dry_run:
+        backend = open_backend(cfg.device, cfg.precision)
+        made, workers = read_made(cfg), planned_workers(backend.kind, cfg.num_chips)
+        train, _ = open_data(cfg, made["model"], cfg.tokenizer(made["model"], begun(NAME, cfg)), workers)
+        return describe(cfg, adapted(cfg, empty_student(made)), made, train, backend, workers)
+    launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug, cfg.timeouts)
+
+
+def work(backend: TorchBackend, cfg: "Config") -> None:
+    """The experiment, in each of its workers."""
+    cfg = prepare(NAME, cfg, backend.group)
+    made = backend.group.on_main(lambda: read_made(cfg))
+    tokenizer = cfg.tokenizer(made["model"], begun(NAME, cfg, backend.group))
+    with backend.group.main_first():
+        train, heldout = open_data(cfg, made["model"], tokenizer, backend.world_size)
+    describe(cfg, adapted(cfg, empty_student(made)), made, train, backend, backend.world_size)
+    # the others get their values from worker 0
+    student = load_student(cfg.checkpoint, cfg.model)[0] if backend.is_main else empty_student(made)
+    model = adapted(cfg, student)
+
+    facts = backend.facts | {"student": backend.group.on_main(lambda: sha256(Path(cfg.checkpoint)))}
+    facts |= {"data": train.fingerprint} | template_facts(tokenizer, cfg.chat_template)
+    facts["base"] = backend.group.on_main(lambda: model_fingerprint(made["model"]))
+    run = open_run(NAME, cfg, facts | cfg.update_facts(backend.world_size), backend.group)
+    backend.seed(cfg.seed)
+    session = Session(run, backend, cfg.every(), files=("adapter",))
+    if backend.is_main and cfg.adapter_init == "error" and not session.resumed:
+        rows = first_batches(train, CALIBRATION_ROWS, cfg.batch_size, cfg.seed)
+        fit_to_error(model, load_model(made["model"]), rows, cfg.precision)
+    backend.place(model)
+    anchor = make_anchor(cfg, model, train, backend)
+    if cfg.gradient_checkpointing:
+        backend.gradient_checkpointing(model)
+
+    evaluate = Evaluation(cfg, session, model, heldout, facts["student"])
+    recover(cfg, model, train, anchor, session, evaluate)
+    cost = session.cost()
+    if backend.is_main:
+        bits, best = bits_per_weight(student, adapter_values(model)), evaluate.best
+        attempt("plotting", plot_run, run.path)
+        run.finish("finished", best={best.figure: best.value}, bits_per_weight=bits, **cost)
+        say(f"best {best.figure} {best.value:.4f}; adapter in {evaluate.kept}")
+
+
+def recover(
+    cfg: "Config", model: nn.Module, train, anchor: Anchor | None, session: Session, evaluate: "Evaluation"
+) -> None:
+    """The adapter alone; the student below it stays frozen, gradients cross it."""
+    backend, loss_of = session.backend, MODES[cfg.mode]
+    model.train()
+    for update in recovery_stage(model, train, cfg.plan(), session, evaluate):  # resumes, evaluates, saves in between
+        for batch in update:  # its micro-batches, on the device
+            with backend.autocast():
+                loss = loss_of(model, batch)
+                if anchor:
+                    loss = loss + anchor.loss(model) / (cfg.accumulation_steps * backend.world_size)
+            backend.backward(loss)
+            update.add(loss=Share(loss), tokens=Total(tokens_of(batch)))
+            if cfg.mode == "kd" and not anchor:  # else no estimate of the KL to the teacher
+                update.add(kl=Share(loss))
+                update.add(kl=Share(-target_entropy(batch)))
+        norm = update.step()  # reduces over workers, clips, steps
+        update.record(grad_norm=norm)
+
+
+class Evaluation:
+    """evaluate(step): held-out figures; keeps the adapter of the lowest KL or loss as adapter/."""
+
+    def __init__(self, cfg: "Config", session: Session, model: nn.Module, heldout, student: str):
+        """student: the checksum of its file, which the adapter names."""
+        self.cfg, self.session, self.model, self.heldout, self.student = cfg, session, model, heldout, student
+        self.best = session.best("heldout_kl" if cfg.mode == "kd" else "heldout_nll")
+        self.kept = session.run.path / "adapter"
+
+    def __call__(self, step: int) -> dict:
+        cfg, backend = self.cfg, self.session.backend
+        measure = heldout_figures if cfg.mode == "kd" else heldout_nll
+        figures = measure(self.model, self.heldout, backend, cfg.batch_size, cfg.eval_rows)
+        if backend.is_main and self.best.take(figures, self.kept.exists()):
+            save_adapter(self.model, self.kept, self.student)
+        return figures
+
+
+# -- its options -----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class Config(TextOptions, TrainOptions, JobConfig):
+    checkpoint: str | None = model_option(
+        None, "student: the best.pt of train_qat.py", "--v2-checkpoint", identity="student"
+    )
+    model: str | None = model_option(
+        None, "the student's base model, if it has moved: folder, .gguf file or hub name", identity="base"
+    )
+    lora_r: int = model_option(8, "rank of the adapter", "--recovery-r", at_least=1)
+    lora_alpha: float | None = model_option(
+        None, "LoRA alpha; default: the rank", "--recovery-alpha", above=0, at_most=MOST_WEIGHT
+    )
+    targets: str = model_option(
+        "auto", "layers with an adapter: auto (all but k_proj), all, attn, mlp, experts, or names",
+        renamed={"q,v,o,gate,up,down": "auto"},
+    )  # fmt: skip
+    mlp_only: bool = model_option(False, "adapters on the MLP only, whatever --targets says")
+    adapter_init: Literal["zero", "error"] = model_option(
+        "zero", "zero, or error: the low-rank matrix nearest to what quantisation lost"
+    )
+    mode: Literal["kd", "sft", "recover"] = data_option(
+        "kd", "kd (from a cache), sft (chat rows, completions only) or recover (plain text)"
+    )
+    cache_dir: str | None = data_option(None, "KD cache of mode kd", "--kd-cache-dir", identity="data")
+    heldout_fraction: float = data_option(
+        0.1, "share of the text rows kept for evaluation (sft, recover)", above=0, below=1, fix="use e.g. 0.1"
+    )
+    anchor_weight: float = optimisation_option(
+        0.0, "weight of the KL to the student without adapter", at_least=0, at_most=MOST_WEIGHT
+    )
+    anchor_rows: int = optimisation_option(4, "rows of the anchor", at_least=1)
+    anchor_length: int = optimisation_option(64, "tokens of an anchor row", at_least=2)
+    max_steps: int = other_default(TrainOptions, "max_steps", 200)
+
+
+def check(cfg: Config) -> None:
+    if not cfg.checkpoint:
+        raise UserError("--checkpoint is missing; give the student's best.pt, of train_qat.py")
+    if cfg.mode == "kd" and not cfg.cache_dir:
+        raise UserError("--mode kd needs --cache-dir; build one with scripts/build_kd_cache.py")
+
+
+# -- its steps -------------------------------------------------------------------------------------------------------
+def read_made(cfg: Config) -> dict:
+    """What the student's file says of itself."""
+    content = read_student(cfg.checkpoint, cfg.model)
+    return {key: content[key] for key in ("model", "spec")}
+
+
+def adapted(cfg: Config, student: nn.Module) -> nn.Module:
+    """The student with a new adapter."""
+    alpha = cfg.lora_r if cfg.lora_alpha is None else cfg.lora_alpha
+    targets = ("mlp",) if cfg.mlp_only else tuple(target.strip() for target in cfg.targets.split(","))
+    return add_adapter(student, cfg.lora_r, alpha, targets, cfg.seed)
+
+
+def open_data(cfg: Config, model_name: str, tokenizer, workers: int):
+    """Training and held-out data of the mode."""
+    if cfg.mode == "kd":
+        facts = {"tokenizer": tokenizer_fingerprint(tokenizer), "vocab": load_config(model_name).vocab_size}
+        data = [KDCacheDataset(cfg.cache_dir, split, **facts) for split in ("train", "heldout")]
+    else:
+        check_length(model_name, cfg.length)
+        rows = cfg.rows(tokenizer)
+        if cfg.mode == "sft" and bool(rows.mask.all()):
+            raise UserError(f"--mode sft: {cfg.dataset} has no chat rows, so no completions; use --mode recover")
+        parts = split_heldout(rows, cfg.heldout_fraction)
+        if not len(parts[1]):
+            raise UserError(f"--heldout-fraction {cfg.heldout_fraction} leaves no row to measure on; use e.g. 0.1")
+        data = [TextDataset(rows, completions_only=cfg.mode == "sft") for rows in parts]
+    cfg.check_rows(*data, workers)
+    return data
+
+
+def make_anchor(cfg: Config, model: nn.Module, train, backend: TorchBackend) -> Anchor | None:
+    if not cfg.anchor_weight:
+        return None
+    tokens = torch.stack([train[i]["tokens"][: cfg.anchor_length] for i in range(min(cfg.anchor_rows, len(train)))])
+    with model.disable_adapter():
+        return Anchor.of(model, tokens, cfg.anchor_weight, backend)
+
+
+def describe(cfg: Config, model: nn.Module, made: dict, train, backend: TorchBackend, workers: int) -> None:
+    """The resolved plan."""
+    values = adapter_values(model)
+    say(f"{made['model']} as {StudentSpec(**made['spec'])} on {backend}")
+    bits = bits_per_weight(model, values)
+    say(f"adapter: {coverage(model)}, {values} values, {bits:.2f} bits per weight with it")
+    for line in (*left_out(model, "; --targets auto,experts adapts them too"), *adapter_notes(made["model"])):
+        say(line)
+    say(f"{cfg.max_steps} updates of mode {cfg.mode} on {len(train)} rows")
+    untrained = made.get("info", {}).get("trained") is False
+    say("export: none, for the checkpoint is untrained" if untrained else export_formats(made["model"]))
+    cfg.check_memory(model, train, backend, workers)
+    for line in cfg.describe(model, train, backend, workers, *memory(cfg, model)):
+        say(line)
+
+
+def memory(cfg: Config, model: nn.Module) -> tuple[Parts, dict[str, Parts]]:
+    """What the anchor holds in training, and the phase that fits an adapter to the error."""
+    vocab = unwrap(model).get_output_embeddings().weight.shape[0]
+    anchor = {"anchor": ANCHOR * 4 * cfg.anchor_rows * cfg.anchor_length * vocab} if cfg.anchor_weight else {}
+    if cfg.adapter_init != "error":
+        return anchor, {}
+    moments = sum(
+        4 * layer.in_features**2 for layer in quantized_layers(model).values() if isinstance(layer, nn.Linear)
+    )
+    base = 4 * sum(p.numel() for name, p in model.named_parameters() if "lora_" not in name)
+    return anchor, {"fitting the adapter": loading_memory(model) | {"base model": base, "second moments": moments}}
+
 
 if __name__ == "__main__":
-    run_script(main, Config, "train_recovery_lora", __doc__)
+    run_script(main, Config, NAME, __doc__)

@@ -12,18 +12,7 @@ effective batch the updates see the same rows on any number of chips. Figures in
 docs/TPU.md is the runbook. Run with two CPU processes; untested on hardware: TPU, CUDA.
 """
 
-from dataclasses import dataclass
-
-from qat_lora.experiments import recovery
-from qat_lora.run.config import option, run_script
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config(recovery.Config):
-    num_chips: int | None = option(
-        0, "TPU chips, GPUs or CPU processes of this host; 0: every chip or GPU there is", identity=False
-    )
-
+from qat_lora.run.command_line import run_variant
 
 if __name__ == "__main__":
-    run_script(recovery.main, Config, "train_recovery_lora_multi", __doc__, presets="train_recovery_lora")
+    run_variant("train_recovery_lora", "train_recovery_lora_multi", __doc__, num_chips=0)

@@ -20,39 +20,53 @@ import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import qat_lora  # noqa: F401 — it sets what torch reads when it is imported
 
 # isort: split
 import torch
+from torch import nn
 
-from qat_lora.backend import TorchBackend, launch, open_backend, planned_workers, resolve
-from qat_lora.data.stories import Blocks, Stories, load_stories
+from qat_lora.backend import TorchBackend, launch, open_backend, planned_workers
+from qat_lora.backend.detect import has_static_shapes
+from qat_lora.backend.machine import check_memory
 from qat_lora.errors import UserError
-from qat_lora.experiments.stories import (
-    Shape,
-    build,
-    check_kind,
-    get_device,
-    heldout,
-    on_tpu,
-    story_loss,
-    tell,
-    trained,
-)
-from qat_lora.machine import check_memory
-from qat_lora.memory import check_fits, story_memory
-from qat_lora.models.reservoir import ReservoirSpec
-from qat_lora.models.scan import CHUNK, LEVELS
-from qat_lora.models.small_lm import SmallLM
-from qat_lora.qat import MOST_UPDATES, Plan, check_range, restore, train_plain
+from qat_lora.experiments.stories.baselines import SmallLM
+from qat_lora.experiments.stories.evaluation import get_device, heldout, on_tpu, story_loss, tell
+from qat_lora.experiments.stories.memory import story_memory
+from qat_lora.experiments.stories.models import Shape, build, trained
+from qat_lora.experiments.stories.reservoir import ReservoirSpec
+from qat_lora.experiments.stories.scan import CHUNK, LEVELS
+from qat_lora.experiments.stories.text import Blocks, Stories, load_stories
 from qat_lora.rl.rollout import Sampling
-from qat_lora.run.config import JobConfig, option, run_script
+from qat_lora.run.command_line import run_script
+from qat_lora.run.console import attempt, say
 from qat_lora.run.files import write_atomically
+from qat_lora.run.metrics import Share, Total
+from qat_lora.run.options import (
+    MOST_UPDATES,
+    JobConfig,
+    data_option,
+    device_option,
+    model_option,
+    optimisation_option,
+    other_default,
+    run_option,
+)
 from qat_lora.run.plots import plot_run
-from qat_lora.run.rundir import Run, attempt, open_run, prepare, say
-from qat_lora.run.session import Every, Session
+from qat_lora.run.resuming import prepare
+from qat_lora.run.rundir import Run, open_run
+from qat_lora.run.session import Session
+from qat_lora.train.loop import Plan, plain_stage, restore, tokens_of, trained_parameters
+from qat_lora.train.memory import check_fits
+from qat_lora.train.options import RATE, LoopOptions
 
+NAME = "train_tinystories_reservoir"
+SAMPLE_TOKENS = 120
+OPENING = 6  # tokens of a held-out story to continue
+CACHE = Path("caches/stories")  # where tokens are kept for later runs; a dry run keeps none
+PJRT_TPU = os.environ.get("PJRT_DEVICE", "").upper() == "TPU"  # asks for a TPU as well
 SHARED_CONFIG = {
     "USE_TPU": False,
     "dataset": "embedded",
@@ -82,130 +96,163 @@ SHARED_CONFIG = {
     "top_k": 50,
     "top_p": 0.9,
 }
-SAMPLE_TOKENS = 120
-PJRT_TPU = os.environ.get("PJRT_DEVICE", "").upper() == "TPU"  # asks for a TPU as well
-OPENING = 6  # tokens of a held-out story to continue
-NAME = "train_tinystories_reservoir"
-CACHE = Path("caches/stories")  # where tokens are kept for later runs; a dry run keeps none
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config(JobConfig):
-    use_tpu: bool = option(
-        SHARED_CONFIG["USE_TPU"], "use a TPU where there is one, else a GPU or the CPU", identity=False
-    )
-    num_chips: int | None = option(
-        None, "TPU chips, GPUs or CPU processes of this host; 0: every chip or GPU there is", identity=False
-    )
-    model: str = option("reservoir", "reservoir, or transformer or mingru of as many trained parameters")
-    dataset: str = option(
-        SHARED_CONFIG["dataset"], "embedded, a local .txt, .jsonl or .parquet file, or a hub dataset", identity="data"
-    )
-    max_stories: int = option(
-        SHARED_CONFIG["max_stories"], "stories to read at most; <|endoftext|> separates them in a text", identity=False
-    )
-    heldout_fraction: float = option(SHARED_CONFIG["heldout_fraction"], "share of the text at its end to measure on")
-    tokenizer: str = option(
-        SHARED_CONFIG["tokenizer"], "gpt2, bpe (trained on the text), chars; auto: gpt2, else bpe", identity=False
-    )
-    vocab_size: int = option(SHARED_CONFIG["vocab_size"], "tokens of a bpe tokenizer", identity=False)
-    epochs: int = option(SHARED_CONFIG["epochs"], "passes over the text")
-    batch_size: int = option(SHARED_CONFIG["batch_size"], "blocks in an update, of all workers; twice as many on TPU")
-    block_size: int = option(SHARED_CONFIG["block_size"], "tokens in a block")
-    embedding: int = option(SHARED_CONFIG["embedding"], "width of embedding and blocks")
-    blocks: int = option(SHARED_CONFIG["blocks"], "blocks")
-    hidden: int = option(SHARED_CONFIG["hidden"], "hidden units of a reservoir block's mix")
-    reservoirs: str = option(SHARED_CONFIG["reservoirs"], "reservoirs of a block, KIND:UNITS,… of diagonal and esn")
-    spectral_radius: float = option(SHARED_CONFIG["spectral_radius"], "of every reservoir")
-    density: float = option(SHARED_CONFIG["density"], "share of an esn's connections that are there")
-    leak_min: float = option(SHARED_CONFIG["leak_min"], "slowest unit's leak")
-    leak_max: float = option(SHARED_CONFIG["leak_max"], "fastest unit's leak")
-    input_scaling: float = option(SHARED_CONFIG["input_scaling"], "of what goes into a reservoir")
-    attention_window: int = option(SHARED_CONFIG["attention_window"], "reservoir: attend to so many tokens; 0: to none")
-    heads: int = option(SHARED_CONFIG["heads"], "attention heads")
-    dropout: float = option(SHARED_CONFIG["dropout"], "share of activations dropped in training")
-    learning_rate: float = option(SHARED_CONFIG["learning_rate"], "peak learning rate; 1.2 times as large on TPU")
-    warmup_steps: int = option(SHARED_CONFIG["warmup_steps"], "updates of linear warm-up")
-    clip_grad_norm: float = option(SHARED_CONFIG["clip_grad_norm"], "largest global gradient norm; 0 clips nothing")
-    temperature: float = option(SHARED_CONFIG["temperature"], "temperature of the samples; 0: greedy", identity=False)
-    top_k: int = option(
-        SHARED_CONFIG["top_k"], "how many of the likeliest tokens to sample from; 0: all", identity=False
-    )
-    top_p: float = option(
-        SHARED_CONFIG["top_p"], "probability mass of the likeliest tokens to sample from", identity=False
-    )
-    eval_every: int = option(200, "updates between measurements; 0: at the ends", identity=False)
-    save_every: int = option(200, "updates between checkpoints; 0: at the end", identity=False)
-    log_every: int = option(20, "updates between lines of metrics.jsonl", identity=False)
-
-
-def main(cfg: Config) -> None:
+# -- the experiment --------------------------------------------------------------------------------------------------
+def main(cfg: "Config") -> None:
     cfg = resolved(cfg, cfg.device if cfg.device != "auto" else get_device(cfg.use_tpu or PJRT_TPU))
-    sizes = cfg.embedding, cfg.blocks, cfg.hidden, shape_of(cfg).specs
-    least = story_memory(1, *sizes, tokens=0, bf16=False)  # a first check, before the text is tokenised
-    least["--attention-window"] = 8 * cfg.embedding * cfg.attention_window  # keys and values of one row
-    check_memory(sum(least.values()), "the model", max(least, key=least.__getitem__))
-    Sampling(cfg.temperature, cfg.top_k, cfg.top_p)
-    Every(cfg.log_every, cfg.eval_every, cfg.save_every)
     check(cfg)
     if cfg.dry_run:
         return work(open_backend(cfg.device, cfg.precision), cfg)
     launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug, cfg.timeouts)
 
 
-def work(backend: TorchBackend, cfg: Config) -> None:
+def work(backend: TorchBackend, cfg: "Config") -> None:
     """One worker's part: all of it, or its share of every update's rows."""
     prepare(NAME, cfg, backend.group)
     here = planned_workers(backend.kind, cfg.num_chips) if cfg.dry_run else backend.world_size
-    if cfg.batch_size % here:
-        raise UserError(f"--batch-size {cfg.batch_size} does not divide by {here} workers; use a multiple of them")
+    if cfg.global_batch_size % here:
+        raise UserError(
+            f"--global-batch-size {cfg.global_batch_size} does not divide by {here} workers; use a multiple of them"
+        )
     text = (cfg.dataset, cfg.max_stories, cfg.heldout_fraction, cfg.tokenizer, cfg.vocab_size)
     stories = load_stories(*text, cache=None if cfg.dry_run else CACHE)
-    train = Blocks(stories.train, cfg.block_size)
+    train = Blocks(stories.train, cfg.length)
     plan = plan_of(cfg, len(train), here)
-    parts = story_memory(
-        stories.vocab, cfg.embedding, cfg.blocks, cfg.hidden, shape_of(cfg).specs, plan.batch_size * cfg.block_size,
-        backend.bf16,
-    )  # fmt: skip
-    if not cfg.dry_run:
-        check_fits(backend, parts, f"training on --batch-size {cfg.batch_size} × {cfg.block_size} tokens", here)
+    check_sizes(cfg, stories, plan, backend, here)
     model = build(cfg.model, stories.vocab, shape_of(cfg), cfg.seed)
     if backend.is_main:
         describe(cfg, backend, stories, train, model, plan)
     if cfg.dry_run:
         return
 
-    facts = backend.facts | {"data": stories.fingerprint}
-    run = open_run(NAME, cfg, facts, backend.group)
+    run = open_run(NAME, cfg, backend.facts | {"data": stories.fingerprint}, backend.group)
     backend.seed(cfg.seed + backend.rank)  # each worker's dropout is its own
-    session = Session(run, backend, Every(cfg.log_every, cfg.eval_every, cfg.save_every), ("loss", "heldout_ppl"))
+    session = Session(run, backend, cfg.every(), ("loss", "heldout_ppl"))
     if backend.is_main:
         write_atomically(run.path / "tokenizer.json", lambda file: file.write(stories.tokenizer.to_str().encode()))
     backend.place(model)
-    best: dict = {}  # figures and state of the least held-out loss; checkpoints carry it
+    evaluate = Evaluation(cfg, model, stories, plan, backend)
+    tell_stories(model, train, plan, session, evaluate)
+    cost = session.cost()
+    if backend.is_main:
+        finish(run, model, stories, Sampling(cfg.temperature, cfg.top_k, cfg.top_p), backend, evaluate.best, cost)
 
-    def evaluate(step: int) -> dict[str, float]:
-        figures = heldout(model, stories, cfg.block_size, plan.batch_size, backend)
+
+def tell_stories(model: nn.Module, train: Blocks, plan: Plan, session: Session, evaluate: "Evaluation") -> None:
+    """Next-token prediction; in a reservoir the recurrent weights have no gradient."""
+    backend = session.backend
+    model.train()
+    for update in plain_stage("train", model, train, plan, session, evaluate, evaluate.best):
+        for batch in update:  # on the device
+            with backend.autocast():
+                loss = story_loss(model, batch)
+            backend.backward(loss)
+            update.add(loss=Share(loss), tokens=Total(tokens_of(batch)))
+        norm = update.step()  # reduces over workers, clips, steps
+        update.record(grad_norm=norm)
+
+
+class Evaluation:
+    """evaluate(step): figures over every held-out token; `best` keeps those of the least loss, and the state."""
+
+    def __init__(self, cfg: "Config", model: nn.Module, stories: Stories, plan: Plan, backend: TorchBackend):
+        self.cfg, self.model, self.stories, self.plan, self.backend = cfg, model, stories, plan, backend
+        self.best: dict = {}  # goes through checkpoints
+
+    def __call__(self, step: int) -> dict[str, float]:
+        backend, best = self.backend, self.best
+        figures = heldout(self.model, self.stories, self.cfg.length, self.plan.batch_size, backend)
         if backend.is_main and (not best or figures["heldout_nll"] < best["figures"]["heldout_nll"]):
-            state = backend.to_host({name: p for name, p in model.named_parameters() if p.requires_grad})
+            state = backend.to_host(trained_parameters(self.model))
             state = {name: tensor.clone() for name, tensor in state.items()}  # on a CPU the originals keep changing
             best.update(figures={"step": step, **figures}, state=state)
         return figures
 
-    train_plain(model, train, story_loss, plan, session, evaluate, "train", best)
-    cost = session.cost()
-    if backend.is_main:
-        finish(run, model, stories, Sampling(cfg.temperature, cfg.top_k, cfg.top_p), backend, best, cost)
+
+# -- its options -----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class Config(LoopOptions, JobConfig):
+    model: Literal["reservoir", "transformer", "mingru"] = model_option(
+        "reservoir", "reservoir, or transformer or mingru of as many trained parameters"
+    )
+    embedding: int = model_option(SHARED_CONFIG["embedding"], "width of embedding and blocks", at_least=1)
+    blocks: int = model_option(SHARED_CONFIG["blocks"], "blocks", at_least=1)
+    hidden: int = model_option(SHARED_CONFIG["hidden"], "hidden units of a reservoir block's mix", at_least=1)
+    reservoirs: str = model_option(
+        SHARED_CONFIG["reservoirs"], "reservoirs of a block, KIND:UNITS,… of diagonal and esn"
+    )
+    spectral_radius: float = model_option(
+        SHARED_CONFIG["spectral_radius"],
+        "spectral radius of every reservoir",
+        above=0,
+        at_most=1e6,
+        fix="about 1 keeps a long memory",
+    )
+    density: float = model_option(
+        SHARED_CONFIG["density"],
+        "share of an esn's connections that are there",
+        above=0,
+        at_most=1,
+        fix="0.1 connects a tenth of the pairs",
+    )
+    leak_min: float = model_option(SHARED_CONFIG["leak_min"], "slowest unit's leak")
+    leak_max: float = model_option(SHARED_CONFIG["leak_max"], "fastest unit's leak")
+    input_scaling: float = model_option(
+        SHARED_CONFIG["input_scaling"], "of what goes into a reservoir", above=0, at_most=1e6, fix="1 is a common one"
+    )
+    attention_window: int = model_option(
+        SHARED_CONFIG["attention_window"], "reservoir: attend to so many tokens; 0: to none", at_least=0
+    )
+    heads: int = model_option(SHARED_CONFIG["heads"], "attention heads", at_least=1)
+    dropout: float = model_option(
+        SHARED_CONFIG["dropout"], "share of activations dropped in training", at_least=0, below=1, fix="use e.g. 0.1"
+    )
+    dataset: str = data_option(
+        SHARED_CONFIG["dataset"], "embedded, a local .txt, .jsonl or .parquet file, or a hub dataset", identity="data"
+    )
+    max_stories: int = data_option(
+        SHARED_CONFIG["max_stories"], "stories to read at most; <|endoftext|> separates them in a text", identity=False
+    )
+    heldout_fraction: float = data_option(
+        SHARED_CONFIG["heldout_fraction"], "share of the text at its end to measure on"
+    )
+    tokenizer: str = data_option(
+        SHARED_CONFIG["tokenizer"], "gpt2, bpe (trained on the text), chars; auto: gpt2, else bpe", identity=False
+    )
+    vocab_size: int = data_option(SHARED_CONFIG["vocab_size"], "tokens of a bpe tokenizer", identity=False)
+    length: int = data_option(SHARED_CONFIG["block_size"], "tokens in a row", "--block-size", at_least=1)
+    epochs: int = optimisation_option(SHARED_CONFIG["epochs"], "passes over the text", at_least=1, at_most=MOST_UPDATES)
+    max_steps: int | None = optimisation_option(
+        None, "updates; default: --epochs passes", at_least=1, at_most=MOST_UPDATES
+    )
+    global_batch_size: int = optimisation_option(
+        SHARED_CONFIG["batch_size"],
+        "rows in an update, of all workers; twice as many on TPU",
+        "--batch-size",
+        at_least=1,
+    )
+    learning_rate: float = optimisation_option(
+        SHARED_CONFIG["learning_rate"], "peak learning rate; 1.2 times as large on TPU", **RATE
+    )
+    warmup_steps: int = optimisation_option(SHARED_CONFIG["warmup_steps"], "updates of linear warm-up", at_least=0)
+    clip_grad_norm: float = other_default(LoopOptions, "clip_grad_norm", SHARED_CONFIG["clip_grad_norm"])
+    temperature: float = run_option(SHARED_CONFIG["temperature"], "temperature of the samples; 0: greedy")
+    top_k: int = run_option(SHARED_CONFIG["top_k"], "how many of the likeliest tokens to sample from; 0: all")
+    top_p: float = run_option(SHARED_CONFIG["top_p"], "probability mass of the likeliest tokens to sample from")
+    eval_every: int = other_default(LoopOptions, "eval_every", 200)
+    save_every: int = other_default(LoopOptions, "save_every", 200)
+    log_every: int = other_default(LoopOptions, "log_every", 20)
+    use_tpu: bool = device_option(SHARED_CONFIG["USE_TPU"], "use a TPU where there is one, else a GPU or the CPU")
 
 
-# -- what is asked for -----------------------------------------------------------------------------------------------
 def resolved(cfg: Config, device: str) -> Config:
     """The config in use, which the run directory keeps: its device, and on TPU a larger batch and learning rate."""
     cfg = dataclasses.replace(cfg, device=device)
-    if resolve(device) != "xla":
+    if not has_static_shapes(device):
         return cfg
-    batch_size, learning_rate = on_tpu(cfg.batch_size, cfg.learning_rate)
-    return dataclasses.replace(cfg, batch_size=batch_size, learning_rate=learning_rate)
+    batch_size, learning_rate = on_tpu(cfg.global_batch_size, cfg.learning_rate)
+    return dataclasses.replace(cfg, global_batch_size=batch_size, learning_rate=learning_rate)
 
 
 def shape_of(cfg: Config) -> Shape:
@@ -214,36 +261,47 @@ def shape_of(cfg: Config) -> Shape:
         kind, _, units = text.strip().partition(":")
         if not (units.isascii() and units.isdecimal()):
             raise UserError(f"--reservoirs {cfg.reservoirs!r}: {text!r} is not KIND:UNITS, such as diagonal:256")
-        specs.append(ReservoirSpec(
-            units=int(units), kind=kind, radius=cfg.spectral_radius, density=cfg.density,
-            leak=(cfg.leak_min, cfg.leak_max), scaling=cfg.input_scaling,
-        ))  # fmt: skip
+        leak = cfg.leak_min, cfg.leak_max
+        specs.append(ReservoirSpec(int(units), kind, cfg.spectral_radius, cfg.density, leak, cfg.input_scaling))
     return Shape(cfg.embedding, cfg.blocks, cfg.hidden, tuple(specs), cfg.heads, cfg.dropout, cfg.attention_window)
 
 
 def check(cfg: Config) -> None:
     """Raise UserError for what is wrong with any text, before minutes are spent on tokenising it."""
-    check_kind(cfg.model)
-    if cfg.batch_size < 1:
-        raise UserError(f"--batch-size {cfg.batch_size} must be at least 1")
-    if cfg.block_size < 1:
-        raise UserError(f"--block-size {cfg.block_size} must be at least 1")
-    if cfg.model != "transformer" and cfg.block_size > CHUNK**LEVELS:
-        raise UserError(f"--block-size {cfg.block_size} is more than the {CHUNK**LEVELS} steps of a scan; shorten it")
-    check_range("--epochs", cfg.epochs, 1, MOST_UPDATES)  # each is an update or more
+    least = story_memory(1, *shape_sizes(cfg), tokens=0, bf16=False)
+    least["--attention-window"] = 8 * cfg.embedding * cfg.attention_window  # keys and values of one row
+    check_memory(sum(least.values()), "the model", max(least, key=least.__getitem__))
+    Sampling(cfg.temperature, cfg.top_k, cfg.top_p)
+    if cfg.model != "transformer" and cfg.length > CHUNK**LEVELS:
+        raise UserError(f"--length {cfg.length} is more than the {CHUNK**LEVELS} steps of a scan; shorten it")
 
 
-def plan_of(cfg: Config, blocks: int, workers: int) -> Plan:
-    """Of one worker, whose batch is its share of an update's blocks."""
-    if cfg.batch_size > blocks:
+def shape_sizes(cfg: Config) -> tuple:
+    return cfg.embedding, cfg.blocks, cfg.hidden, shape_of(cfg).specs
+
+
+def plan_of(cfg: Config, rows: int, workers: int) -> Plan:
+    """Of one worker, whose batch is its share of an update's rows."""
+    if cfg.global_batch_size > rows:
         raise UserError(
-            f"--batch-size {cfg.batch_size} is more than the {blocks} blocks of the text; lower it, or add text"
+            f"--global-batch-size {cfg.global_batch_size} is more than the {rows} rows of the text; lower it, or add "
+            "text"
         )
     return Plan(
-        steps=cfg.epochs * blocks // cfg.batch_size, batch_size=cfg.batch_size // workers, accumulation=1,
-        learning_rate=cfg.learning_rate, warmup_steps=cfg.warmup_steps, clip_grad_norm=cfg.clip_grad_norm,
-        seed=cfg.seed, options={"steps": f"--epochs {cfg.epochs}"},
+        steps=cfg.max_steps or cfg.epochs * rows // cfg.global_batch_size,
+        batch_size=cfg.global_batch_size // workers, accumulation=1, learning_rate=cfg.learning_rate,
+        warmup_steps=cfg.warmup_steps, clip_grad_norm=cfg.clip_grad_norm, seed=cfg.seed,
     )  # fmt: skip
+
+
+# -- its steps -------------------------------------------------------------------------------------------------------
+def check_sizes(cfg: Config, stories: Stories, plan: Plan, backend: TorchBackend, workers: int) -> None:
+    if cfg.dry_run:
+        return
+    tokens = plan.batch_size * cfg.length
+    parts = story_memory(stories.vocab, *shape_sizes(cfg), tokens, backend.bf16)
+    what = f"training on --global-batch-size {cfg.global_batch_size} × {cfg.length} tokens"
+    check_fits(backend, parts, what, workers)
 
 
 def describe(cfg: Config, backend: TorchBackend, stories: Stories, train: Blocks, model: SmallLM, plan: Plan) -> None:
@@ -253,11 +311,10 @@ def describe(cfg: Config, backend: TorchBackend, stories: Stories, train: Blocks
         f"{len(stories.train):,} tokens of {stories.vocab} kinds ({stories.kind}) to train on, "
         f"{len(stories.heldout):,} held out"
     )
-    say(f"{plan.steps} updates of {cfg.batch_size} × {train.length} tokens ({plan.batch_size} blocks a worker), "
-        f"{len(train) // cfg.batch_size} an epoch, learning rate {plan.learning_rate:g}")  # fmt: skip
+    say(f"{plan.steps} updates of {cfg.global_batch_size} × {train.length} tokens ({plan.batch_size} rows a worker), "
+        f"{len(train) // cfg.global_batch_size} an epoch, learning rate {plan.learning_rate:g}")  # fmt: skip
 
 
-# -- the steps -------------------------------------------------------------------------------------------------------
 def finish(
     run: Run, model: SmallLM, stories: Stories, sampling: Sampling, backend: TorchBackend, best: dict, cost: dict
 ) -> None:

@@ -12,26 +12,14 @@ updates see the same rows on any number of chips. Figures in metrics.jsonl are t
 runbook. Run with two CPU processes; untested on hardware: TPU, CUDA.
 """
 
-from dataclasses import dataclass
-
 from qat_lora.errors import UserError
-from qat_lora.experiments import qat
-from qat_lora.run.config import option, run_script
+from qat_lora.run.command_line import run_variant
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config(qat.Config):
-    num_chips: int | None = option(
-        0, "TPU chips, GPUs or CPU processes of this host; 0: every chip or GPU there is", identity=False
-    )
-    from_scratch: bool = option(False, "start from the base model --model", identity=False)
-
-
-def main(cfg: Config) -> None:
-    if cfg.from_scratch == bool(cfg.v2_checkpoint):
-        raise UserError("give either --from-scratch, to start from the base model, or --v2-checkpoint FILE")
-    qat.main(cfg)
+def check(cfg) -> None:
+    if not (cfg.from_scratch or cfg.checkpoint):
+        raise UserError("give either --from-scratch, to start from the base model, or --checkpoint FILE")
 
 
 if __name__ == "__main__":
-    run_script(main, Config, "train_v2_tpu_multi", __doc__, presets="train_qat")
+    run_variant("train_qat", "train_v2_tpu_multi", __doc__, check, num_chips=0)

@@ -239,7 +239,7 @@ def load_script():
 @pytest.fixture
 def refusal(load_script, monkeypatch, capsys):
     """refusal(name, *flags): the line with which a script refuses bad input; exit code 2 and no output checked."""
-    from qat_lora.run.config import run_script
+    from qat_lora.run.command_line import run_script
 
     def refuse(name: str, *flags) -> str:
         module = load_script(name)

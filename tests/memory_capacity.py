@@ -2,7 +2,7 @@
 
 import torch
 
-from qat_lora.models.reservoir import ReservoirSpec
+from qat_lora.experiments.stories.reservoir import ReservoirSpec
 
 SPEC = ReservoirSpec(20, "esn", radius=0.95, density=1.0, scaling=0.1, seed=1)
 INPUTS = torch.rand(6000, generator=torch.Generator().manual_seed(3)) - 0.5

@@ -3,7 +3,7 @@
 import hashlib
 from pathlib import Path
 
-from qat_lora.models.gguf import model_writer, tensor_names, to_gguf_rows, turned_heads
+from qat_lora.export.gguf_file import model_writer, tensor_names, to_gguf_rows, turned_heads
 from qat_lora.models.loading import load_model
 from qat_lora.models.packaged import PACKAGED
 

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from qat_lora import layer_qat
-from qat_lora.blocks import block_outputs, first_inputs, run_block
 from qat_lora.data.batches import batches
-from qat_lora.evaluate import heldout_figures, kd_loss
 from qat_lora.kd.dataset import KDCacheDataset
+from qat_lora.kd.evaluation import heldout_figures
+from qat_lora.kd.losses import kd_loss
 from qat_lora.layer_qat import LayerPlan, relative_error, train_layers
 from qat_lora.models.architecture import decoder_layers
 from qat_lora.models.loading import load_model
+from qat_lora.quant.blockwise import block_outputs, first_inputs, run_block
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import unquantized
 from qat_lora.quant.student import StudentSpec, quantize

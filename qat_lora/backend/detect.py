@@ -114,3 +114,8 @@ def resolve(requested: str = "auto") -> str:
     if requested == "cuda" and not torch.cuda.device_count():
         raise UserError(f"device=cuda: torch {torch.__version__} sees no CUDA device; use --device cpu")
     return "cuda" if requested in ("auto", "cuda") and torch.cuda.device_count() else "cpu"
+
+
+def has_static_shapes(requested: str = "auto") -> bool:
+    """Whether a requested device compiles a graph for each shape, so that every batch should have the same: on XLA."""
+    return resolve(requested) == "xla"

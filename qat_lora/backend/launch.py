@@ -7,31 +7,28 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from multiprocessing.connection import wait
 
 import torch
 import torch.distributed as dist
 
 from qat_lora.backend import detect
-from qat_lora.backend.environment import LOOPBACK, Place, master_port, read_place, slice_hosts, whole_number
+from qat_lora.backend.environment import LOOPBACK, Place, read_place
 from qat_lora.backend.group import ALONE, SIGTERM, Group, WorkerLost, notice_sigterm, stopped_at
 from qat_lora.backend.link import AnotherFailed
 from qat_lora.backend.relay import AGAIN, Timeouts, say
 from qat_lora.backend.rendezvous import interface, join, join_at, leave_release, serve, tensor_store
 from qat_lora.backend.revision import agree_on_code
 from qat_lora.backend.torch import TorchBackend
+from qat_lora.backend.workers import check_slice, count_workers, take_chips
 from qat_lora.errors import UserError, ignore_sigterm, nowhere, open_output, report
 
 GRACE = 8  # seconds that the other workers get to end by themselves after one has died
 STARTING = 300  # seconds within which the workers that this process has started have to arrive; it sees them die
 FOREVER = timedelta(days=365)  # a collective takes as long as it takes: the relay notices who is lost
-# What torch_xla reads of a part of a host's chips, which are taken from number 0 on. Untested on hardware.
-PROCESS_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,9 @@ def launch(
     if count == 1 and not of_slice:
         worker(open_backend(device, precision), *args)
     elif kind == "xla":
-        _spawn_xla(job, count)
+        from qat_lora.backend import xla
+
+        xla.spawn(job, count)
     else:
         _spawn(job, count)
 
@@ -87,7 +86,7 @@ def open_backend(requested: str = "auto", precision: str = "auto") -> TorchBacke
     kind = detect.resolve(requested)
     if kind != "xla":
         return TorchBackend(kind, precision)
-    _take_chips(1)
+    take_chips(1)
     from qat_lora.backend.xla import XlaBackend
 
     return XlaBackend(precision)
@@ -104,75 +103,6 @@ def open_alone(device: str = "auto", precision: str = "auto") -> TorchBackend:
         )
     check_slice(detect.resolve(device), None)
     return open_backend(device, precision)
-
-
-def count_workers(kind: str, num_chips: int | None) -> int:
-    """How many workers of a resolved backend this host starts. Raises UserError if it has fewer."""
-    chips = len(detect.tpu_chips()) if kind == "xla" else 0
-    if kind == "cpu":
-        there, what = os.cpu_count(), "CPU cores"
-    elif kind == "cuda":
-        there, what = torch.cuda.device_count(), "CUDA devices"
-    else:
-        there, what = (chips, "TPU chips") if chips else (detect.xla_cpu_devices(), "XLA CPU devices")
-    if num_chips is None:
-        return 1
-    flag = f"--num-chips {num_chips}"
-    if num_chips == 0:
-        limit = whole_number("TPU_NUM_DEVICES", 0) if chips else None
-        num_chips = limit or (1 if kind == "cpu" else there)
-        flag = f"TPU_NUM_DEVICES={limit}" if limit else flag
-    if not 1 <= num_chips <= there:
-        raise UserError(f"{flag}: this machine has {there} {what}; ask for 1 to {there}")
-    if chips and num_chips != chips and num_chips not in PROCESS_BOUNDS:
-        raise UserError(f"{flag}: a part of a host's chips is 1, 2, 4 or 8 of them")
-    return num_chips
-
-
-def planned_workers(kind: str, num_chips: int | None) -> int:
-    """The workers of a dry run, which may be planned on another machine than it is for: as asked for, or as torchrun
-    would start them."""
-    if place := read_place():
-        return place.world_size
-    return num_chips if (num_chips or 0) > 0 else count_workers(kind, num_chips)
-
-
-def check_slice(kind: str, num_chips: int | None) -> bool:
-    """Whether this process is to start the workers of one of several hosts of a TPU slice.
-
-    Raises UserError where the environment names several and this process would train a model of its own beside theirs:
-    on torch_xla's CPU device, or on a part of this host's chips.
-    """
-    hosts, said = slice_hosts() if kind == "xla" else (1, "")
-    chips = len(detect.tpu_chips())
-    if hosts == 1 or (chips and num_chips in (0, chips)):
-        return hosts > 1
-    name = said.partition("=")[0]
-    fix = f"give --num-chips 0 on every host, or unset {name}" if chips else f"unset {name}"
-    raise UserError(f"{said} means a slice of at least {hosts} hosts, and this process would train alone; {fix}")
-
-
-def _take_chips(count: int) -> None:
-    """Limit the TPU runtime to `count` chips of this host: torch_xla 2.9 itself does not read TPU_NUM_DEVICES.
-
-    torch_xla gives worker k of several the chip k, and knows the bounds of a whole host.
-    """
-    chips = detect.tpu_chips()
-    if not chips:
-        return
-    if count == 1:
-        os.environ.setdefault("TPU_VISIBLE_CHIPS", "0")
-        os.environ.setdefault("TPU_CHIPS_PER_PROCESS_BOUNDS", "1,1,1")
-    if count == 1 or count < len(chips):
-        os.environ.setdefault("TPU_PROCESS_BOUNDS", PROCESS_BOUNDS[count])
-    taken = os.environ.get("TPU_VISIBLE_CHIPS") or ",".join(map(str, range(count)))
-    known = {str(chip) for chip in range(len(chips))}
-    if not set(numbers := taken.split(",")) <= known or len(set(numbers)) < len(numbers):
-        raise UserError(
-            f"TPU_VISIBLE_CHIPS={taken} does not name chips of this host; set it to numbers from 0 to {len(chips) - 1} "
-            "with commas between them, or unset it"
-        )
-    detect.check_free(numbers)
 
 
 # -- one worker ------------------------------------------------------------------------------------------------------
@@ -258,7 +188,7 @@ def _spawn(job: Job, count: int) -> None:
             if failed is not None:
                 reported = relay.end(f"worker {failed} has failed; {AGAIN}", failed)  # tells the others, too
                 died = relay.died == failed
-                _end_with(f"worker {failed}", processes[failed].exitcode, reported and not died)
+                end_with(f"worker {failed}", processes[failed].exitcode, reported and not died)
     finally:
         relay.close()
         ends = time.monotonic() + GRACE
@@ -344,66 +274,6 @@ def _connect(job: Job, group: Group, local_rank: int) -> TorchBackend:
     return check_world(TorchBackend(job.kind, job.precision, group), group.world_size)
 
 
-# -- TPU chips -------------------------------------------------------------------------------------------------------
-class XlaWorker:
-    """What torch_xla.launch calls in a thread of each process. Unpickled in that process's main thread, the only one
-    in which Python lets SIGTERM be caught."""
-
-    def __init__(self, job: Job, count: int):
-        self.job, self.count = job, count
-
-    def __setstate__(self, state: dict) -> None:
-        vars(self).update(state)
-        notice_sigterm()
-        end_with_parent()
-        signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # the main thread only waits for the worker's
-
-    def __call__(self, _: int) -> None:
-        from qat_lora.backend import xla
-
-        def open_backend(group: Group) -> TorchBackend:
-            cores = detect.cores_per_chip()
-            if group.rank >= cores and detect.tpu_chips():  # on CPU devices all workers are threads of one process
-                be_silent()
-            return check_world(xla.XlaBackend(self.job.precision, group), self.count * xla.hosts() * cores)
-
-        run_worker(self.job, partial(xla.connect, self.job.timeouts), open_backend)
-
-
-def _spawn_xla(job: Job, count: int) -> None:
-    import torch_xla
-
-    _take_chips(count)
-    master_port()
-    codes: list[int] = []
-    done = threading.Event()
-    watch = threading.Thread(target=_end_survivors, args=(codes, done), daemon=True)
-    watch.start()
-    with sigterm_forwarded():
-        try:
-            torch_xla.launch(XlaWorker(job, count))
-        except BrokenProcessPool:
-            watch.join(GRACE / 2)
-            # those that the pool itself has ended by SIGTERM come second
-            _end_with("a worker", next((code for code in codes if code != -signal.SIGTERM), 1))
-        finally:
-            done.set()
-
-
-def _end_survivors(codes: list[int], done: threading.Event) -> None:
-    """Once a child process has failed, note the exit codes and kill the others, which may wait for it forever."""
-    children: set = set()
-    while not codes:
-        if done.wait(0.5):
-            return
-        children |= set(multiprocessing.active_children())
-        codes += [child.exitcode for child in children if child.exitcode]
-    done.wait(GRACE)
-    for child in children:
-        if child.is_alive():
-            child.kill()
-
-
 # -- the process that started them -----------------------------------------------------------------------------------
 @contextmanager
 def sigterm_forwarded():
@@ -425,7 +295,7 @@ def sigterm_forwarded():
         signal.signal(signal.SIGTERM, signal.SIG_IGN if SIGTERM.is_set() else before)
 
 
-def _end_with(who: str, code: int, reported: bool = True) -> None:
+def end_with(who: str, code: int, reported: bool = True) -> None:
     """End this process with the exit code of the first worker that failed, and report it if that worker could not."""
     if code == -signal.SIGTERM and SIGTERM.is_set():  # stopped on request, before there was anything to save
         sys.exit(128 - code)

@@ -5,9 +5,9 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+from qat_lora.backend.git import ROOT, revision
 from qat_lora.backend.group import Group
 from qat_lora.backend.relay import say
-from qat_lora.git import ROOT, revision
 
 VERSIONS = ("torch", "torch_xla", "transformers", "peft", "safetensors", "numpy")
 

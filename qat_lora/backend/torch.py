@@ -21,9 +21,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
+from qat_lora.backend.devices import is_recorded
 from qat_lora.backend.group import ALONE, Group
 from qat_lora.backend.heap import BETWEEN, PIECES, hand_back_memory, keep_freed_memory, tidier
-from qat_lora.backend.optim import CautiousAdamW
+from qat_lora.backend.machine import host_memory
 from qat_lora.errors import UserError, first_line
 
 # Keys of a transformers config that say where a model is or how it was saved.
@@ -48,12 +49,6 @@ def put_zeros(module: nn.Module, device: torch.device) -> None:
 def cpu_has_bf16() -> bool:
     """Whether this CPU multiplies bf16 natively (avx512_bf16 or AMX); elsewhere bf16 autocast is slower than fp32."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-
-
-def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """What a matrix product with this tensor is computed in: autocast's type on its device, else its own."""
-    kind = tensor.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
 
 
 def tied_parameters(module: nn.Module) -> list[list[str]]:
@@ -123,7 +118,31 @@ class TorchBackend:
     def world_size(self) -> int:
         return self.group.world_size
 
+    # -- capabilities: what a loop may ask ------------------------------------------------------------------------
     on_tpu = False
+    static_shapes = False  # whether each shape is a graph of its own, so that all batches should have the same
+
+    @property
+    def reads_at_once(self) -> bool:
+        """Whether the host can look at a value without waiting for the device."""
+        return self.kind == "cpu"
+
+    @property
+    def wants_recomputation(self) -> bool:
+        """Whether activations of rollouts should be recomputed: where the device's own memory is the limit and the
+        compiler does not plan it."""
+        return self.kind == "cuda"
+
+    @property
+    def shares_host_memory(self) -> bool:
+        """Whether models live in the memory of the host, as one process with everything else."""
+        return self.kind == "cpu"
+
+    def memory(self) -> float | None:
+        """Bytes that this device, or the host that it shares memory with, has; None where that is not known here."""
+        if self.kind == "cuda":
+            return torch.cuda.get_device_properties(self.device).total_memory
+        return host_memory()
 
     @property
     def is_main(self) -> bool:
@@ -137,9 +156,13 @@ class TorchBackend:
             return precision == "bf16"
         return torch.cuda.is_bf16_supported(False) if self.kind == "cuda" else cpu_has_bf16()
 
+    @property
+    def name(self) -> str:
+        """The device, for people."""
+        return torch.cuda.get_device_name(self.device) if self.kind == "cuda" else self.kind
+
     def __str__(self):
-        name = torch.cuda.get_device_name(self.device) if self.kind == "cuda" else self.kind
-        return f"{name} ({'bf16 autocast' if self.bf16 else 'fp32'})"
+        return f"{self.name} ({'bf16 autocast' if self.bf16 else 'fp32'})"
 
     @property
     def precision(self) -> str:
@@ -185,6 +208,10 @@ class TorchBackend:
     def to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
 
+    def staged(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A batch from where it is copied to the device beside other work: page-locked memory, on CUDA."""
+        return {name: value.pin_memory() for name, value in batch.items()} if self.kind == "cuda" else batch
+
     def gradient_checkpointing(self, model: nn.Module) -> None:
         """Recompute each decoder layer of an HF model in the backward pass."""
         model.enable_input_require_grads()
@@ -222,9 +249,8 @@ class TorchBackend:
         return "triton" if self.kind == "cuda" and not find_spec("triton") else None
 
     # -- one update ----------------------------------------------------------------------------------------------
-    def optimizer(self, groups: list[dict]) -> CautiousAdamW:
-        """The optimiser of parameter groups, each with its "lr"."""
-        return CautiousAdamW(groups)
+    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
+        """Call it once for an optimiser of placed parameters, before the first step."""
 
     def backward(self, loss: Tensor) -> None:
         """Raises UserError for a loss that depends on nothing that is trained."""
@@ -331,7 +357,7 @@ class TorchBackend:
         def work() -> None:
             try:
                 for batch in batches:
-                    ready.put((batch, None))
+                    ready.put((self.staged(batch), None))
                     if stop.is_set():
                         return
                 ready.put((None, StopIteration()))
@@ -381,8 +407,8 @@ def loop(step: Callable, carry: tuple, inputs: Tensor) -> tuple[tuple, Tensor]:
     On XLA it is one while loop, whose graph does not grow with T. There `step` must be a function of a module, whose
     traced form is kept, with all tensors that it needs in the carry.
     """
-    if inputs.device.type == "xla":
-        from torch_xla.experimental.scan import scan
+    if is_recorded(inputs):
+        from qat_lora.backend.xla import scan
 
         return scan(step, carry, inputs)
     outputs = []

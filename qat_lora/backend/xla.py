@@ -1,27 +1,43 @@
 """The backend on torch_xla: TPU chips, or torch_xla's CPU device. Imported only when the device resolved to XLA.
 
-Every torch_xla name of the project is in this file and in probe.py.
+Every torch_xla name of the project is in this file.
 """
 
+import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as met
 import torch_xla.runtime as xr
+from torch_xla.experimental.scan import scan  # noqa: F401 — for backend.loop
 from torch_xla.utils.checkpoint import checkpoint as xla_checkpoint
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from qat_lora.backend import probe
+from qat_lora.backend import detect
 from qat_lora.backend.environment import LOOPBACK, master_port
-from qat_lora.backend.group import ALONE, Group
-from qat_lora.backend.optim import CautiousAdamW
+from qat_lora.backend.group import ALONE, Group, notice_sigterm
+from qat_lora.backend.launch import (
+    GRACE,
+    Job,
+    be_silent,
+    check_world,
+    end_with,
+    end_with_parent,
+    run_worker,
+    sigterm_forwarded,
+)
 from qat_lora.backend.relay import Relay, Timeouts
 from qat_lora.backend.rendezvous import join, serve
 from qat_lora.backend.torch import TorchBackend
+from qat_lora.backend.workers import take_chips
 
 _SERVING = threading.Lock()
 _served: list[Relay] = []  # the relay that this process serves
@@ -61,6 +77,8 @@ def _addresses() -> list[str]:
 class XlaBackend(TorchBackend):
     """One worker on one XLA device. Untested on hardware: proved on torch_xla's CPU device."""
 
+    static_shapes = True
+
     def __init__(self, precision: str = "auto", group: Group = ALONE):
         self.kind, self.group = "xla", group
         self.device = torch_xla.device()
@@ -73,13 +91,21 @@ class XlaBackend(TorchBackend):
         """Whether the device is a TPU chip, not torch_xla's CPU device."""
         return os.environ.get("PJRT_DEVICE") == "TPU"
 
+    @property
+    def shares_host_memory(self) -> bool:
+        return not self.on_tpu
+
+    def memory(self) -> float | None:
+        return None if self.on_tpu else super().memory()
+
     def _wants_bf16(self, precision: str) -> bool:
         if precision == "auto":  # torch_xla's CPU device emulates bf16 slowly
             precision = "bf16" if self.on_tpu else "fp32"
         return super()._wants_bf16(precision)
 
-    def __str__(self):
-        return f"{self.device} on {os.environ.get('PJRT_DEVICE')} ({'bf16 autocast' if self.bf16 else 'fp32'})"
+    @property
+    def name(self) -> str:
+        return f"{self.device} on {os.environ.get('PJRT_DEVICE')}"
 
     @staticmethod
     def checkpoint(function, *args):
@@ -91,13 +117,11 @@ class XlaBackend(TorchBackend):
     def compiler_lacks(self) -> None:
         return None
 
-    def optimizer(self, groups: list[dict]) -> CautiousAdamW:
-        optimizer = super().optimizer(groups)
+    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
             for p in group["params"]:
                 p.grad = torch.zeros_like(p)  # the first step then adds to a gradient as every later one does
         torch_xla.sync()  # or the zeros would be part of the first step's graph
-        return optimizer
 
     def step_boundary(self) -> None:
         torch_xla.sync()
@@ -131,9 +155,85 @@ class XlaBackend(TorchBackend):
         torch_xla.sync()
 
     def counters(self) -> dict[str, int]:
-        return probe.counters()
+        return counters()
 
     def peak_memory_mb(self) -> float:
         if self.on_tpu:
             return xm.get_memory_info(self.device)["peak_bytes_used"] / 2**20
         return super().peak_memory_mb()
+
+
+def mark_step() -> None:
+    """Compile and run what was recorded so far, if a device was chosen."""
+    if os.environ.get("PJRT_DEVICE"):
+        torch_xla.sync()
+
+
+def counters() -> dict[str, int]:
+    """compiles: graphs compiled so far; fallbacks: calls of operators that XLA ran on the host (any `aten::` name)."""
+    fallbacks = fallback_names()
+    return {
+        "compiles": int(met.counter_value("UncachedCompile") or 0),
+        "fallbacks": int(sum(met.counter_value(name) for name in fallbacks)),
+    }
+
+
+def fallback_names() -> list[str]:
+    return sorted(name for name in met.counter_names() if name.startswith("aten::"))
+
+
+# -- TPU chips -------------------------------------------------------------------------------------------------------
+class XlaWorker:
+    """What torch_xla.launch calls in a thread of each process. Unpickled in that process's main thread, the only one
+    in which Python lets SIGTERM be caught."""
+
+    def __init__(self, job: Job, count: int):
+        self.job, self.count = job, count
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update(state)
+        notice_sigterm()
+        end_with_parent()
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # the main thread only waits for the worker's
+
+    def __call__(self, _: int) -> None:
+        def open_backend(group: Group) -> TorchBackend:
+            cores = detect.cores_per_chip()
+            if group.rank >= cores and detect.tpu_chips():  # on CPU devices all workers are threads of one process
+                be_silent()
+            return check_world(XlaBackend(self.job.precision, group), self.count * hosts() * cores)
+
+        run_worker(self.job, partial(connect, self.job.timeouts), open_backend)
+
+
+def spawn(job: Job, count: int) -> None:
+    """Run a job on `count` chips of this host."""
+    take_chips(count)
+    master_port()
+    codes: list[int] = []
+    done = threading.Event()
+    watch = threading.Thread(target=_end_survivors, args=(codes, done), daemon=True)
+    watch.start()
+    with sigterm_forwarded():
+        try:
+            torch_xla.launch(XlaWorker(job, count))
+        except BrokenProcessPool:
+            watch.join(GRACE / 2)
+            # those that the pool itself has ended by SIGTERM come second
+            end_with("a worker", next((code for code in codes if code != -signal.SIGTERM), 1))
+        finally:
+            done.set()
+
+
+def _end_survivors(codes: list[int], done: threading.Event) -> None:
+    """Once a child process has failed, note the exit codes and kill the others, which may wait for it forever."""
+    children: set = set()
+    while not codes:
+        if done.wait(0.5):
+            return
+        children |= set(multiprocessing.active_children())
+        codes += [child.exitcode for child in children if child.exitcode]
+    done.wait(GRACE)
+    for child in children:
+        if child.is_alive():
+            child.kill()

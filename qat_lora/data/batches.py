@@ -48,3 +48,11 @@ def batches(
         for first in range(rank * batch_size, rows, batch_size * world_size):
             items = [dataset[i] for i in chosen[first : first + batch_size]]
             yield {key: torch.stack([item[key] for item in items]) for key in items[0]} | {"total": total}
+
+
+def first_batches(
+    dataset: Dataset, rows: int, batch_size: int, seed: int, rank: int = 0, world_size: int = 1
+) -> list[dict]:
+    """One worker's whole batches of `rows` training rows in all workers, chosen by the seed."""
+    stream = batches(dataset, batch_size, 1, seed, 0, rank, world_size)
+    return [next(stream) for _ in range(max(1, min(rows, len(dataset)) // (batch_size * world_size)))]

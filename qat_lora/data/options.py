@@ -3,15 +3,16 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Literal
 
-from qat_lora.data.chat import THINKING, Document, documents
+from qat_lora.data.chat import Document, documents
 from qat_lora.data.packing import Rows, pack
 from qat_lora.data.templates import set_template
 from qat_lora.data.text import read_rows
 from qat_lora.errors import UserError
 from qat_lora.models.loading import load_tokenizer
 from qat_lora.models.tokens import bos_token
-from qat_lora.run.config import option
+from qat_lora.run.options import data_option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,15 +20,13 @@ class ChatOptions:
     """How conversations become text."""
 
     # Not identity: the facts record their effect, the fingerprints of the rows and of the template.
-    chat_template: str | None = option(
+    chat_template: str | None = data_option(
         None,
         "chat template in place of the tokenizer's own: chatml, gemma, llama3, one of the tokenizer's named templates, "
         "or a file with a Jinja template",
         identity=False,
     )
-    thinking: str = option(
-        "off", "render conversations with thinking on or off (training rows also: both)", identity=False
-    )
+    thinking: Literal["on", "off"] = data_option("off", "render conversations with thinking on or off", identity=False)
 
     def tokenizer(self, name: str, date: datetime | None = None):
         """The tokenizer of a model with the chosen template; a template that prints the date prints `date`, by default
@@ -40,10 +39,7 @@ class ChatOptions:
 
     @property
     def thinks(self) -> bool:
-        """Whether conversations are rendered with thinking on. Raises UserError if --thinking is neither on
-        nor off."""
-        if self.thinking not in ("on", "off"):
-            raise UserError(f"--thinking {self.thinking!r} is not one of on, off")
+        """Whether conversations are rendered with thinking on."""
         return self.thinking == "on"
 
 
@@ -51,7 +47,7 @@ class ChatOptions:
 class TokenOptions(ChatOptions):
     """How texts become tokens."""
 
-    bos: str = option(
+    bos: Literal["auto", "on", "off"] = data_option(
         "auto", "begin texts and rows with BOS: on, off, or auto (where the tokenizer itself does)", identity=False
     )
 
@@ -64,17 +60,18 @@ class TokenOptions(ChatOptions):
 class TextSource(TokenOptions):
     """Where documents come from."""
 
-    dataset: str = option(
+    thinking: Literal["on", "off", "both"] = data_option(
+        "off", "render conversations with thinking on or off; both: each row twice", identity=False
+    )
+    dataset: str = data_option(
         "embedded", "embedded, a local .txt, .jsonl or .parquet file, or a hub dataset", identity="data"
     )
-    dataset_config: str | None = option(None, "configuration of a hub dataset")
-    dataset_split: str = option("train", "split of a hub dataset")
-    streaming: bool = option(False, "stream a hub dataset instead of downloading it", identity=False)
+    dataset_config: str | None = data_option(None, "configuration of a hub dataset")
+    dataset_split: str = data_option("train", "split of a hub dataset")
+    streaming: bool = data_option(False, "stream a hub dataset instead of downloading it", identity=False)
 
     def documents(self, tokenizer) -> Iterator[Document]:
         """The documents, chat rows rendered. Raises UserError for a source, row or option that does not fit."""
-        if self.thinking not in THINKING:
-            raise UserError(f"--thinking {self.thinking!r} is not one of {', '.join(THINKING)}")
         source = read_rows(self.dataset, config=self.dataset_config, split=self.dataset_split, streaming=self.streaming)
         return documents(source, tokenizer, self.thinking)
 
@@ -83,8 +80,8 @@ class TextSource(TokenOptions):
 class TextOptions(TextSource):
     """Where rows of tokens come from."""
 
-    length: int = option(256, "tokens in a row")
-    max_rows: int | None = option(None, "stop after this many packed rows")
+    length: int = data_option(256, "tokens in a row", at_least=2)
+    max_rows: int | None = data_option(None, "stop after this many packed rows", at_least=1)
 
     def rows(self, tokenizer) -> Rows:
         """The documents packed into rows. Raises UserError as `documents` and `pack` do."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.utils.data import Dataset
 
 from qat_lora.data.chat import Document
 from qat_lora.errors import UserError
@@ -208,3 +210,27 @@ def fingerprint(rows: Rows) -> str:
     digest.update(np.ascontiguousarray(rows.tokens.numpy(), dtype="<i4").ravel())
     digest.update(np.ascontiguousarray(rows.mask.numpy()).ravel())
     return digest.hexdigest()
+
+
+class TextDataset(Dataset):
+    """Packed rows as items: tokens [L] int64 and mask [L], 1 at the tokens to be predicted (never the first, and never
+    the rows' `given`)."""
+
+    def __init__(self, rows: Rows, completions_only: bool):
+        self.tokens, self.mask = rows.tokens, rows.mask.clone() if completions_only else torch.ones_like(rows.mask)
+        self.mask[:, 0] = 0
+        if rows.given is not None:
+            self.mask[rows.tokens == rows.given] = 0
+        self.fingerprint = fingerprint(rows)
+        if len(rows) and not self.mask.any():
+            raise UserError("the rows keep no completion token to learn; use longer rows or other text")
+
+    def kept(self, i: int) -> int:
+        """Positions of row i to be predicted."""
+        return int(self.mask[i].sum())
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return {"tokens": self.tokens[i].long(), "mask": self.mask[i]}

@@ -20,8 +20,9 @@ from qat_lora.backend import TorchBackend
 from qat_lora.data.packing import Rows
 from qat_lora.errors import UserError
 from qat_lora.kd.targets import teacher_targets
+from qat_lora.run.console import say
 from qat_lora.run.files import read_json, sha256, write_atomically, write_json
-from qat_lora.run.rundir import date_of, now, say
+from qat_lora.run.resuming import date_of, now
 
 FORMAT = "qat_lora.kd.3"
 MOST_SHARDS = 10**6  # more is a damaged number, not a cache

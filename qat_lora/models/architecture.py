@@ -28,9 +28,6 @@ OTHER_TOKENS = {
 }  # fmt: skip
 FEWEST_INPUTS = 16  # of a layer worth quantising: Gemma 3n mixes its four streams by layers of 4 inputs
 FEED_FORWARD = ("mlp", "feed_forward", "ffn")
-# Where the examples of a packed row are attended to one by one: 1.4 times the tokens a second of one mask a row
-# (docs/benchmarks.md). Elsewhere their lengths would have to be fetched from the device.
-ONE_BY_ONE = ("cpu",)
 
 
 def unwrap(model: nn.Module) -> nn.Module:

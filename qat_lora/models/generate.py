@@ -8,7 +8,7 @@ from jinja2 import TemplateError
 from torch import nn
 from transformers import GenerationConfig, TextIteratorStreamer
 
-from qat_lora.backend import TorchBackend
+from qat_lora.backend import TorchBackend, has_static_shapes
 from qat_lora.errors import UserError
 from qat_lora.models.architecture import unwrap
 from qat_lora.models.tokens import check_ids, prompt_ids
@@ -131,9 +131,9 @@ def _turn_end(tokenizer) -> list[int]:
     return [number for number in after[:1] if number in tokenizer.added_tokens_decoder]
 
 
-def check_device(kind: str) -> None:
-    """Raise UserError where generation is not to be had."""
-    if kind == "xla":
+def check_device(device: str) -> None:
+    """Raise UserError where generation is not to be had on a requested device."""
+    if has_static_shapes(device):
         raise UserError("on XLA every new token would compile another graph; use --device cpu or cuda")
 
 

@@ -9,6 +9,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from qat_lora.backend import native
+from qat_lora.backend.devices import is_recorded, on_host
 from qat_lora.backend.tiles import HEAD_TILE, rows_at_once, strips_at_once, tiles
 from qat_lora.errors import first_line
 from qat_lora.models.architecture import decoder, refused, unwrap
@@ -78,7 +79,7 @@ class Head:
         weight, room = self.weight, None
         for rows in rows_at_once(len(hidden), vocab or len(weight), weight.dtype, weight.device, heads):
             h = hidden[rows].to(weight.dtype)
-            if weight.device.type != "cpu":
+            if not on_host(weight):
                 yield rows, h @ weight.T
                 continue
             room = h.new_empty(len(h), len(weight)) if room is None else room
@@ -92,7 +93,7 @@ def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """A weight in the type that it is multiplied in. That of a frozen one is kept: to make it anew would take as long
     as a product."""
     own = weight._base if weight._is_view() else weight
-    if dtype == weight.dtype or weight.requires_grad or weight.device.type == "xla" or not own.is_contiguous():
+    if dtype == weight.dtype or weight.requires_grad or is_recorded(weight) or not own.is_contiguous():
         return weight.to(dtype)
     state = own._version, own.data_ptr(), dtype
     if own not in _casts or _casts[own][0] != state:
@@ -264,7 +265,7 @@ class Strips:
     def _scratch(self, product: Tensor) -> tuple[int, Tensor | None]:
         """How many rows of a product are worked on at a time, and where, in fp32; None: in new memory."""
         rows = tiles(*product.shape, product.device, HEAD_TILE)[0].stop
-        if product.device.type != "cpu":
+        if not on_host(product):
             return rows, None
         return rows, product.new_empty(rows, product.shape[1], dtype=torch.float32)
 
@@ -287,7 +288,7 @@ class Strips:
 
 def _product(hidden: Tensor, weight: Tensor, room: Tensor | None) -> Tensor:
     """hidden · weightᵀ, in the memory of a product that is at least as large, where the device reuses it."""
-    if room is None or hidden.device.type != "cpu":
+    if room is None or not on_host(hidden):
         return hidden @ weight.T
     return torch.mm(hidden, weight.T, out=room.view(-1)[: len(hidden) * len(weight)].view(len(hidden), len(weight)))
 

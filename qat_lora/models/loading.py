@@ -19,9 +19,8 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 from transformers.utils import logging
 
 from qat_lora.backend.heap import giving_memory_back
+from qat_lora.backend.machine import check_memory
 from qat_lora.errors import UserError, first_line, one_line
-from qat_lora.hub import hub_fault
-from qat_lora.machine import check_memory
 from qat_lora.models.architecture import short_range
 from qat_lora.models.check import check
 from qat_lora.models.gguf_settings import unread
@@ -41,6 +40,7 @@ from qat_lora.models.source import (
     weight_files,
 )
 from qat_lora.models.tokens import check_vocabulary
+from qat_lora.run.hub import hub_fault
 
 _building = threading.RLock()  # transformers switches global defaults meanwhile, and workers may be threads (TPU v3)
 

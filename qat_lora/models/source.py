@@ -11,8 +11,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import cached_file
 
 from qat_lora.errors import UserError, first_line
-from qat_lora.hub import hub_fault
 from qat_lora.models.packaged import PACKAGED, packaged_file
+from qat_lora.run.hub import hub_fault
 
 CHOICES = "smollm2-135m (embedded), gemma3-270m (make setup-zoo), a folder, a .gguf file, or a hub name"  # in --help
 GIVE = f"give a model folder, a .gguf file, a hub name, {' or '.join(PACKAGED)}"

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from qat_lora.backend.devices import on_host
 from qat_lora.backend.heap import giving_memory_back
 from qat_lora.errors import UserError, first_line
 from qat_lora.models.generate import end_tokens
@@ -85,7 +86,7 @@ def logits_on_cpu(model: nn.Module, tokens: Tensor) -> Tensor:
     training = model.training
     model.eval()
     try:
-        if next(model.parameters()).device.type == "cpu":
+        if on_host(next(model.parameters())):
             return model(input_ids=tokens, use_cache=False).logits
         values = {n: v.detach().cpu() for n, v in (*model.named_parameters(), *model.named_buffers())}
         return functional_call(model, values, (tokens,), {"use_cache": False}).logits

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.errors import UserError, first_line
-from qat_lora.models.adapter import load_adapter
+from qat_lora.lora.adapter import load_adapter
 from qat_lora.models.architecture import decoder_layers, matrices, unwrap
 from qat_lora.models.head import Head, head_form
 from qat_lora.models.identity import short
@@ -29,8 +29,8 @@ from qat_lora.quant.linear import (
     show_quantized,
 )
 from qat_lora.quant.spec import QuantSpec
+from qat_lora.run.console import say
 from qat_lora.run.files import write_atomically
-from qat_lora.run.rundir import say
 
 FORMAT = "qat_lora.student.2"
 UNPACKED = 2**20  # codes that are packed or unpacked at a time, as a byte for each bit; a multiple of 8

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.errors import UserError
-from qat_lora.kd.losses import token_log_probs
 from qat_lora.models.architecture import hidden_states, packs
 from qat_lora.models.attention import Layout
 from qat_lora.quant.student import head_of
+from qat_lora.train.losses import token_log_probs
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def rollout(
         reader = (_OwnCache if is_recurrent(model) else _Slots)(model, prompts, group, length)
         logits = head.logits(reader.first().to(head.weight.dtype)).repeat_interleave(group, 0)
 
-        rows, every = count * group, 1 if backend.kind == "cpu" else STOP_EVERY
+        rows, every = count * group, 1 if backend.reads_at_once else STOP_EVERY
         tokens, logps = stop.new_zeros(length, rows), logits.new_zeros(length, rows)
         entropies = torch.zeros_like(logps)
         step, finished = stop.new_zeros(1), torch.zeros(rows, dtype=torch.bool, device=stop.device)
@@ -104,7 +104,7 @@ def rollout(
     tokens, logps, entropies = tokens.T, logps.T, entropies.T
     mask = _until_end(tokens, stop, step)
     tokens = torch.where(mask, tokens, fill)
-    width = length if backend.kind == "xla" else int(mask.sum(1).max())
+    width = length if backend.static_shapes else int(mask.sum(1).max())
     columns = [t[:, :width].reshape(count, group, width) for t in (tokens, mask, logps * mask, entropies * mask)]
     done = Completions(*columns, finished.view(count, group))
     backend.step_boundary()
@@ -112,11 +112,11 @@ def rollout(
 
 
 @torch.no_grad()
-def check_answers(model: nn.Module, kind: str, with_values: bool = True) -> None:
-    """Raise UserError unless a model on the CPU can be sampled from on a device of this kind, and unless what it says
+def check_answers(model: nn.Module, static_shapes: bool, with_values: bool = True) -> None:
+    """Raise UserError unless a model on the CPU can be sampled from where shapes are static or not, and unless what it says
     of its answers here, while it samples and afterwards, is what its own forward pass says. with_values False: a model
     without weights, of which only the first can be told."""
-    if is_recurrent(model) and kind == "xla":
+    if is_recurrent(model) and static_shapes:
         raise UserError(
             f"model type {model_type(model)!r} carries a state from token to token, so on XLA every new token would "
             "compile another graph; use --device cpu or cuda"

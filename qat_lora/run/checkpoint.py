@@ -12,9 +12,9 @@ from torch import Tensor
 
 from qat_lora.backend.group import ALONE, Group
 from qat_lora.errors import UserError, first_line
+from qat_lora.run.console import say
 from qat_lora.run.files import copy_file, read_json, sha256, write_atomically, writing
 from qat_lora.run.hosts import shared_file
-from qat_lora.run.rundir import say
 
 FILES = ("model.safetensors", "trainer.pt")
 KEEP = 2  # the newest, and one to fall back to when the newest is damaged

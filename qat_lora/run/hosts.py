@@ -11,8 +11,8 @@ from pathlib import Path
 from qat_lora.backend.group import Group
 from qat_lora.backend.relay import say
 from qat_lora.errors import UserError
-from qat_lora.run.config import RunConfig
 from qat_lora.run.files import lock, read_json, sha256, write_atomically
+from qat_lora.run.options import RunConfig
 
 PART = 16 * 2**20  # bytes of a file that are sent at once
 

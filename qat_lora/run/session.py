@@ -14,10 +14,9 @@ from qat_lora.backend import TorchBackend
 from qat_lora.backend.group import SIGTERM, notice_sigterm
 from qat_lora.errors import STOPS, UserError, first_line
 from qat_lora.run.checkpoint import KEEP, load_checkpoint, restore_files, save_checkpoint
-from qat_lora.run.rundir import Run, say
-
-SHARES = ("loss", "kl", "tokens")  # recorded by each worker for its part; of other figures worker 0's stands for all
-SUM, COUNT = ".sum", ".count"  # of a figure that is a mean over what the steps of all workers have
+from qat_lora.run.console import say
+from qat_lora.run.metrics import Metric, Ratio, Value, line_of, parts_of
+from qat_lora.run.rundir import Run
 
 
 @dataclass(frozen=True)
@@ -27,11 +26,6 @@ class Every:
     log: int = 10
     evaluate: int = 0
     save: int = 0
-
-    def __post_init__(self):
-        for flag, steps in (("log", self.log), ("eval", self.evaluate), ("save", self.save)):
-            if steps < 0:
-                raise UserError(f"--{flag}-every {steps} must not be negative; 0 means at the end of a stage")
 
 
 @dataclass
@@ -61,7 +55,7 @@ class Session:
         session = Session(run, backend, every)
         for step in session.steps("qat", total, state, load, evaluate):
             …one update…
-            session.record(loss=loss, tokens=tokens, lr=lr)
+            session.record(loss=Share(loss), tokens=Total(tokens), lr=Last(lr))
 
     Steps are counted through all stages of a run, from 1; a stage that a resumed run has already passed yields nothing.
     A loss that is not finite stops the run before anything bad is saved. SIGTERM, to any of the workers, finishes the
@@ -87,7 +81,8 @@ class Session:
         self.files = [run.metrics_path.name, *files]
         self.copying = True  # whether the last call of `saved` succeeded
         self.offset = 0  # steps of the stages before this one
-        self.pending: list[dict] = []
+        self.kinds: dict[str, type[Metric]] = {}  # of what was recorded, by name
+        self.pending: list[dict[str, Value]] = []
         self.interval: list[dict[str, float]] = []
         self.seconds: dict[str, float] = {}  # by stage, in steps: evaluation, saving and start-up are left out
         self.logged_seconds = 0.0
@@ -125,16 +120,11 @@ class Session:
         self.offset += total
         self.state = None  # it holds the optimiser: the next stage has one of its own
 
-    def record(self, **values: Tensor | float | tuple[Tensor, Tensor]) -> None:
-        """Figures of one step; called once a step, loss, kl and tokens as this worker's share of the update's. Over a
-        log interval tokens add up, lr and block show their last value, and the rest is averaged over the steps that
-        have it. A pair is (sum, count) of what this worker has: a line shows all sums over all counts, if there are
-        any."""
-        pairs = {name: value for name, value in values.items() if isinstance(value, tuple)}
-        plain = {name: value for name, value in values.items() if name not in pairs}
-        self.pending.append(
-            plain | {name + end: part for name, pair in pairs.items() for end, part in zip((SUM, COUNT), pair)}
-        )
+    def record(self, **metrics: Metric | Ratio | Value) -> None:
+        """Figures of one step, each with how it is put together (see run.metrics); call it once a step."""
+        parts = parts_of(metrics)
+        self.kinds |= {name: type(part) for name, part in parts.items()}
+        self.pending.append({name: part.value for name, part in parts.items()})
 
     def best(self, figure: str) -> "Best":
         """The lowest value so far of a held-out figure, as the run's log has it."""
@@ -223,26 +213,15 @@ class Session:
         numbers = iter(self.backend.fetch(*[self.pending[i][n] for i, ns in enumerate(names) for n in ns]))
         mine = [values | {n: next(numbers) for n in names[i]} for i, values in enumerate(self.pending)]
         for i, shares in enumerate(zip(*self.backend.group.gather(mine))):
-            values = {
-                n: sum(share[n] for share in shares) if n in SHARES or n.endswith((SUM, COUNT)) else v
-                for n, v in shares[0].items()
-            }
+            summed = {name for name in shares[0] if self.kinds[name].summed}
+            values = {n: sum(share[n] for share in shares) if n in summed else v for n, v in shares[0].items()}
             if not all(map(math.isfinite, values.values())):
                 self._refuse(last - len(self.pending) + 1 + i, values)
             self.interval.append(values)
         self.pending = []
 
     def _log(self, step: int) -> None:
-        names = dict.fromkeys(name for values in self.interval for name in values)
-        columns = {name: [values[name] for values in self.interval if name in values] for name in names}
-        figures = {name: column[-1] if name in ("lr", "block") else sum(column) for name, column in columns.items()}
-        for name in columns:
-            if name.endswith(SUM):
-                own = name.removesuffix(SUM)
-                total, count = figures.pop(name), figures.pop(own + COUNT)
-                figures |= {own: total / count} if count else {}
-            elif name not in ("lr", "block", "tokens") and not name.endswith(COUNT):
-                figures[name] /= len(columns[name])
+        figures = line_of(self.interval, self.kinds)
         busy = sum(self.seconds.values())
         figures["tokens_per_s"] = figures["tokens"] / max(1e-9, busy - self.logged_seconds)
         self.bar.set_postfix({name: f"{figures[name]:.3g}" for name in self.shown if name in figures})

@@ -12,9 +12,10 @@ import torch_xla
 import torch_xla.debug.metrics as met
 
 from qat_lora.backend import TorchBackend, open_backend
-from qat_lora.data.puzzle_rows import draw, split
-from qat_lora.models.recursive import RecursiveModel, RecursiveSpec
-from qat_lora.recursive import RecursivePlan, Trainer, measure, train_recursive
+from qat_lora.experiments.athena.evaluation import measure
+from qat_lora.experiments.athena.model import RecursiveModel, RecursiveSpec
+from qat_lora.experiments.athena.rows import draw, split
+from qat_lora.experiments.athena.training import RecursivePlan, Trainer, train_recursive
 from qat_lora.run.rundir import Run
 from qat_lora.run.session import Every, Session
 

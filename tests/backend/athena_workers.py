@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from qat_lora.data.puzzle_rows import draw, split
-from qat_lora.models.recursive import RecursiveModel, RecursiveSpec
-from qat_lora.recursive import RecursivePlan, Trainer, measure, segment_batches
+from qat_lora.experiments.athena.evaluation import measure
+from qat_lora.experiments.athena.model import RecursiveModel, RecursiveSpec
+from qat_lora.experiments.athena.rows import draw, split
+from qat_lora.experiments.athena.training import RecursivePlan, Trainer, segment_batches
 
 STEPS, IDENTIFIERS = 6, 3
 ONE_AT_A_TIME = threading.Lock()  # the workers are threads of one process, and share its generator

@@ -11,15 +11,18 @@ from pathlib import Path
 import torch_xla.debug.metrics as met
 
 from qat_lora.backend import TorchBackend, open_backend
-from qat_lora.experiments.cot_sft import LawExam, law_data, law_rows, merged, section_weights
+from qat_lora.experiments.legal.data import legal_data, legal_rows, section_weights
+from qat_lora.experiments.legal.evaluation import LegalEvaluation
+from qat_lora.lora.adapter import save_adapter
+from qat_lora.lora.add import add_adapter
+from qat_lora.lora.merge import merged
+from qat_lora.lora.targets import PROJECTIONS
 from qat_lora.models.loading import load_model, load_tokenizer
-from qat_lora.models.targets import PROJECTIONS
-from qat_lora.qat import Plan, train_plain
-from qat_lora.recovery import add_adapter, save_adapter
-from qat_lora.rl.ask import Asker
+from qat_lora.rl.sampler import Sampler
 from qat_lora.run.rundir import Run
 from qat_lora.run.session import Every, Session
-from qat_lora.sft import packed_loss
+from qat_lora.train.loop import Plan, train_plain
+from qat_lora.train.supervised import packed_loss
 
 MODEL, OUT = sys.argv[1], Path(sys.argv[2])
 XLA = open_backend("xla", "fp32")  # before any backward on the CPU, which would break XLA's in this process
@@ -35,7 +38,7 @@ def training(backend, checkpointing: bool, dropout: float = 0.0) -> dict:
     """Twelve updates of two micro-batches, through the ragged end of an epoch, with held-out figures and answers every
     fourth, and checkpoints."""
     tokenizer = load_tokenizer(MODEL)
-    data = law_data(law_rows("generated", "train", 46, 0), tokenizer, 512, section_weights("answer=2"), 0.2, 0)
+    data = legal_data(legal_rows("generated", "train", 46, 0), tokenizer, 512, section_weights("answer=2"), 0.2, 0)
     model = backend.place(add_adapter(load_model(MODEL).requires_grad_(False), 4, 8, PROJECTIONS, 0, dropout))
     if checkpointing:
         backend.gradient_checkpointing(model)
@@ -43,7 +46,7 @@ def training(backend, checkpointing: bool, dropout: float = 0.0) -> dict:
     folder.mkdir()
     run = Run(folder, resumed=False)
     session = Session(run, backend, Every(log=1, evaluate=4, save=4))
-    exam = LawExam(Asker(tokenizer, backend, (tokenizer.eos_token_id,), 2, 256, 4), data)
+    exam = LegalEvaluation(Sampler(tokenizer, backend, (tokenizer.eos_token_id,), 2, 256, 4), data)
     plan = Plan(12, 4, 2, 1e-3, 3, 1.0, 0, weight_decay=0.01)
     before, given = backend.counters().get("compiles", 0), []
 

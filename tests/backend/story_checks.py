@@ -12,13 +12,14 @@ import torch
 import torch_xla
 
 from qat_lora.backend import TorchBackend, open_backend
-from qat_lora.data.stories import Blocks, load_stories
-from qat_lora.experiments.stories import Shape, build, heldout, story_loss, tell
-from qat_lora.models.reservoir import ReservoirSpec, reservoir
-from qat_lora.qat import Plan, train_plain
+from qat_lora.experiments.stories.evaluation import heldout, story_loss, tell
+from qat_lora.experiments.stories.models import Shape, build
+from qat_lora.experiments.stories.reservoir import ReservoirSpec, reservoir
+from qat_lora.experiments.stories.text import Blocks, load_stories
 from qat_lora.rl.rollout import Sampling
 from qat_lora.run.rundir import Run
 from qat_lora.run.session import Every, Session
+from qat_lora.train.loop import Plan, train_plain
 
 OUT = Path(sys.argv[1])
 XLA = open_backend("xla", "fp32")  # before any backward on the CPU, which would break XLA's in this process

@@ -156,7 +156,7 @@ import qat_lora
 import torch, transformers, peft
 from transformers import LlamaForCausalLM, AutoModelForCausalLM
 from qat_lora import KDCacheDataset, is_xla_device, kd_soft_ce, load_model, open_backend, xla_mark_step
-import qat_lora.recovery, qat_lora.layer_qat, qat_lora.run.plots
+import qat_lora.lora.recovery, qat_lora.layer_qat, qat_lora.run.plots
 backend = open_backend("auto")
 xla_mark_step()
 print(json.dumps({

@@ -18,8 +18,11 @@ from safetensors.torch import load_file
 
 from qat_lora.backend import TorchBackend, count_workers, detect
 from qat_lora.backend.group import SIGTERM
-from qat_lora.backend.launch import PROCESS_BOUNDS, Job, XlaWorker, _take_chips, check_world, launch
+from qat_lora.backend.launch import Job, check_world, launch
 from qat_lora.backend.relay import Timeouts
+from qat_lora.backend.workers import PROCESS_BOUNDS
+from qat_lora.backend.workers import take_chips as _take_chips
+from qat_lora.backend.xla import XlaWorker
 from qat_lora.errors import UserError
 
 CLOSE = 1e-6  # weights after five steps in fp32

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from qat_lora.backend import native
-from qat_lora.backend.optim import CautiousAdamW, _as_graph
 from qat_lora.quant.linear import FakeQuant, Quantizer, Stored
 from qat_lora.quant.spec import QuantSpec
+from qat_lora.train.optimizer import CautiousAdamW, _as_graph
 
 
 @pytest.fixture

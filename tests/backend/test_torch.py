@@ -13,9 +13,9 @@ from torch import nn
 from qat_lora.backend import TorchBackend
 from qat_lora.backend.torch import retie, tied_parameters
 from qat_lora.data.batches import batches
-from qat_lora.evaluate import text_loss
 from qat_lora.models.loading import load_model
-from qat_lora.qat import Plan, update
+from qat_lora.train.loop import Plan, update
+from qat_lora.train.losses import text_loss
 
 
 @pytest.fixture
@@ -289,7 +289,7 @@ def test_to_host_copies_nested_state(backend):
 # -- recomputation ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("frozen", [False, True], ids=["all", "lora"])
 def test_gradient_checkpointing_changes_no_gradient(backend, tiny_model_dir, frozen):
-    from qat_lora.recovery import add_adapter
+    from qat_lora.lora.add import add_adapter
 
     def gradients(checkpointing):
         torch.manual_seed(0)

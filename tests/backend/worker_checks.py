@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from qat_lora.errors import UserError
 from qat_lora.kd.dataset import KDCacheDataset
+from qat_lora.kd.training import QATPlan, train_qat
 from qat_lora.models.loading import empty_model, load_model
-from qat_lora.qat import QATPlan, train_qat
 from qat_lora.quant.init import initialise
 from qat_lora.quant.student import StudentSpec, quantize
 from qat_lora.run.rundir import Run

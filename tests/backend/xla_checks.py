@@ -15,29 +15,36 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from qat_lora.backend import TorchBackend, open_backend, probe
-from qat_lora.blocks import compensate_block, first_inputs
+from qat_lora.backend import TorchBackend, open_backend
+from qat_lora.backend.xla import fallback_names
 from qat_lora.data.batches import batches
-from qat_lora.data.musclebob import heldout_questions
-from qat_lora.evaluate import heldout_figures, kd_loss
-from qat_lora.experiments.musclebob import Examiner
-from qat_lora.grpo import GRPOPlan, PromptDataset, answer, learn, train_grpo
-from qat_lora.kd.losses import sparse_loss
+from qat_lora.experiments.musclebob.questions import heldout_questions
+from qat_lora.experiments.musclebob.validation import BobSampler
+from qat_lora.kd.evaluation import heldout_figures
+from qat_lora.kd.losses import kd_loss
 from qat_lora.kd.targets import teacher_targets
+from qat_lora.kd.training import QATPlan, train_qat
 from qat_lora.layer_qat import LayerPlan, train_layers
+from qat_lora.lora.adapter import save_adapter
+from qat_lora.lora.add import add_adapter
+from qat_lora.lora.recovery import Anchor, train_recovery_lora
 from qat_lora.models.architecture import decoder_layers
 from qat_lora.models.loading import load_model, load_tokenizer
-from qat_lora.qat import Plan, QATPlan, parameter_groups, train_qat, update
+from qat_lora.quant.blockwise import compensate_block, first_inputs
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import QuantLinear, free_scales, freeze, quantized_layers
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import StudentSpec, quantize
-from qat_lora.recovery import Anchor, add_adapter, save_adapter, train_recovery_lora
-from qat_lora.rl.loss import Objective
+from qat_lora.quant.training import parameter_groups
+from qat_lora.rl.grpo import GRPOPlan, PromptDataset, answer, learn, train_grpo
+from qat_lora.rl.objective import Objective
 from qat_lora.rl.policy import Prompts
 from qat_lora.rl.rollout import Sampling, rollout
 from qat_lora.run.rundir import Run
 from qat_lora.run.session import Every, Session
+from qat_lora.train.loop import Plan, update
+from qat_lora.train.losses import sparse_loss
+from qat_lora.train.optimizer import new_optimizer
 
 MODEL, OUT = sys.argv[1], Path(sys.argv[2])
 XLA = open_backend("xla", "fp32")  # before any backward on the CPU, which would break XLA's in this process
@@ -272,7 +279,7 @@ def bf16() -> dict:
     backend = open_backend("xla", "bf16")
     student = make_student(backend)
     plan = Plan(1, 2, 1, 1e-3, 0, 1.0, seed=0)
-    optimizer = backend.optimizer(parameter_groups(student, 1e-3, 1e-3))
+    optimizer = new_optimizer(parameter_groups(student, 1e-3, 1e-3), backend)
     stream = backend.prefetch(batches(Cached(4), 2, 1, 0))
     figures = update(student, stream, kd_loss, optimizer, plan, backend)
     with torch.no_grad():
@@ -321,7 +328,7 @@ def grpo() -> dict:
     )  # fmt: skip
     model, reference = policy(XLA), policy(XLA).requires_grad_(False)
     session = open_session("grpo-xla", XLA, Every(log=1, evaluate=2, save=2))
-    examiner = Examiner(load_tokenizer(MODEL), XLA, (2,), 4, 200, 8)
+    examiner = BobSampler(load_tokenizer(MODEL), XLA, (2,), 4, 200, 8)
 
     def evaluate(step: int) -> dict:
         """A validation, its last batch filled up."""
@@ -337,7 +344,7 @@ def grpo() -> dict:
         fresh, start = policy(backend), policy(backend).requires_grad_(False)
         for p in start.parameters():
             p.data.mul_(1.01)  # a reference that is not the policy
-        optimizer = backend.optimizer([{"params": [p for p in fresh.parameters() if p.requires_grad], "lr": 1e-3}])
+        optimizer = new_optimizer([{"params": [p for p in fresh.parameters() if p.requires_grad], "lr": 1e-3}], backend)
         here = answered if backend is XLA else on_host(answered)
         found = learn(fresh, start, here, optimizer, plan, backend)
         figures[name] = backend.fetch(*[found[key] for key in ("loss", "kl", "grad_norm")])
@@ -364,7 +371,7 @@ def planted() -> dict:
         return loss
 
     update(student, stream, loss_of, optimizer, Plan(1, 2, 1, 1e-3, 0, 1.0, seed=0), XLA)
-    return {"before": before, "after": XLA.counters()["fallbacks"], "names": probe.fallback_names()}
+    return {"before": before, "after": XLA.counters()["fallbacks"], "names": fallback_names()}
 
 
 if __name__ == "__main__":

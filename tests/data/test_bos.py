@@ -9,10 +9,9 @@ from tokenizers import processors
 
 from qat_lora.data.chat import Document, documents
 from qat_lora.data.options import TextOptions
-from qat_lora.data.packing import pack, split_heldout, stream, window_starts
+from qat_lora.data.packing import TextDataset, pack, split_heldout, stream, window_starts
 from qat_lora.data.text import read_rows
-from qat_lora.evaluate import counted, windows
-from qat_lora.recovery import TextDataset
+from qat_lora.train.evaluation import counted, windows
 
 BOS, EOS = 1, 2
 TEXTS = ["the first of them", "a", "the second is longer than the first one", "x y", "and the last"] * 8

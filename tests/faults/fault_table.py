@@ -106,7 +106,7 @@ def measured(asked: argparse.Namespace, some: bool) -> list[dict]:
     import subjects
     from trials import Bench
 
-    from qat_lora.git import revision
+    from qat_lora.backend.git import revision
 
     subjects.DEVICE = asked.device
     commit, kept = revision(), asked.base

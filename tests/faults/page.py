@@ -5,7 +5,7 @@ import platform
 from collections import Counter
 from pathlib import Path
 
-from qat_lora.git import revision
+from qat_lora.backend.git import revision
 
 HEAD = """# What survives what
 

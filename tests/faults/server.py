@@ -33,14 +33,14 @@ def preload() -> None:
     from matplotlib.figure import Figure
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: F401
 
-    import qat_lora.experiments.athena
-    import qat_lora.experiments.cot_sft
-    import qat_lora.experiments.musclebob
+    import qat_lora.experiments.athena.pretraining
+    import qat_lora.experiments.legal.evaluation
+    import qat_lora.experiments.musclebob.validation
     import qat_lora.experiments.qat
     import qat_lora.experiments.recovery
-    import qat_lora.experiments.stories
-    import qat_lora.export
-    import qat_lora.grpo  # noqa: F401
+    import qat_lora.experiments.stories.evaluation
+    import qat_lora.export.gguf
+    import qat_lora.rl.grpo  # noqa: F401
 
     if find_spec("datasets"):  # which no trial needs
         import datasets  # noqa: F401

@@ -7,17 +7,17 @@ import transformers as tf
 from torch import nn
 
 from qat_lora.backend import TorchBackend, tiles
-from qat_lora.blocks import block_outputs, check_blocks, first_inputs
 from qat_lora.errors import UserError
-from qat_lora.kd.losses import sparse_loss, token_log_probs
-from qat_lora.memory import training_memory
 from qat_lora.models.architecture import decoder_layers, hidden_states, is_recurrent, matrices, packs, part_of
 from qat_lora.models.attention import Layout
 from qat_lora.models.check import check
 from qat_lora.models.head import Head, HeadForm, head_form
+from qat_lora.quant.blockwise import block_outputs, check_blocks, first_inputs
 from qat_lora.quant.student import StudentSpec, head_of, quantize
 from qat_lora.rl.policy import Prompts, log_probs
 from qat_lora.rl.rollout import check_answers
+from qat_lora.train.losses import sparse_loss, token_log_probs
+from qat_lora.train.memory import training_memory
 
 SIZE = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from zoo import model
 
-from qat_lora.experiments.cot_sft import _largest_gap, exact_hidden_states, in_fp64
+from qat_lora.lora.merge import _largest_gap, exact_hidden_states, in_fp64
 from qat_lora.models.architecture import eager_experts, hidden_states
 
 TOKENS = torch.arange(5, 17).unsqueeze(0)

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qat_lora.models.packaged import PACKAGED, packaged_file
-from qat_lora.run.config import parse
+from qat_lora.run.command_line import parse
 
 pytestmark = [pytest.mark.zoo, pytest.mark.timeout(3600)]
 NAME, LENGTH, WINDOWS = "gemma3-270m", 128, 4

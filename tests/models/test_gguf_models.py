@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from qat_lora.errors import UserError
-from qat_lora.models.gguf import from_gguf_rows, model_writer, tensor_names, to_gguf_rows, turned_heads
+from qat_lora.export.gguf_file import from_gguf_rows, model_writer, tensor_names, to_gguf_rows, turned_heads
 from qat_lora.models.loading import empty_model, load_config, load_model, load_tokenizer, model_fingerprint
 
 TOKENS = torch.arange(3, 35).unsqueeze(0)
@@ -21,7 +21,7 @@ def folder(tiny_tokenizer, tmp_path_factory):
     """A small Llama whose rows are as long as the blocks of K-quants, with a tokenizer that GGUF has a name for."""
     import json
 
-    from qat_lora.models.gguf import SPLITS
+    from qat_lora.export.gguf_file import SPLITS
 
     folder = tmp_path_factory.mktemp("llama")
     torch.manual_seed(0)

@@ -8,11 +8,11 @@ from torch import Tensor
 from zoo import VOCAB, config, model, names
 
 from qat_lora.errors import UserError
-from qat_lora.memory import cache_memory
 from qat_lora.models.architecture import hidden_states, packs
 from qat_lora.models.attention import Layout
 from qat_lora.models.check import CHECKED, check
 from qat_lora.quant.student import head_of
+from qat_lora.train.memory import cache_memory
 
 CLOSE = 1e-5  # of the largest logit
 LENGTH = 24  # three windows, and not the length of the check at load

@@ -11,7 +11,7 @@ import zoo
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qat_lora.errors import UserError
-from qat_lora.run.config import parse
+from qat_lora.run.command_line import parse
 
 LENGTH, WINDOWS = 32, 12
 SMALL = ["--device", "cpu", "--precision", "fp32", "--batch-size", 2]

@@ -19,23 +19,26 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qat_lora.backend import TorchBackend, open_backend
-from qat_lora.blocks import check_blocks
-from qat_lora.data.sft import Example, PackedExamples
+from qat_lora.data.supervised import Example, PackedExamples
 from qat_lora.errors import UserError
-from qat_lora.evaluate import text_figures, text_loss
 from qat_lora.experiments.recovery import Config as Recovery
-from qat_lora.export import gguf_refusal, load_source, plan_gguf, write_gguf, write_hf
+from qat_lora.export.gguf import gguf_refusal, plan_gguf, write_gguf
+from qat_lora.export.hf import write_hf
+from qat_lora.export.source import load_source
 from qat_lora.kd.targets import teacher_targets
+from qat_lora.lora.add import add_adapter
 from qat_lora.models.architecture import packs
 from qat_lora.models.loading import load_model
 from qat_lora.models.multimodal import full_class
+from qat_lora.quant.blockwise import check_blocks
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import freeze
 from qat_lora.quant.student import StudentSpec, quantize, save_student
-from qat_lora.recovery import add_adapter
 from qat_lora.rl.policy import Prompts, log_probs
 from qat_lora.rl.rollout import Sampling, check_answers, rollout
-from qat_lora.sft import packed_loss
+from qat_lora.train.evaluation import text_figures
+from qat_lora.train.losses import text_loss
+from qat_lora.train.supervised import packed_loss
 
 CPU = TorchBackend("cpu", "fp32")
 CLOSE = 1e-4

@@ -23,8 +23,9 @@ from transformers import (
     Qwen3Config,
 )
 
-from qat_lora.export import ADAPTER_FILE, MODEL_FILE, load_source, plan_gguf, write_gguf
-from qat_lora.models.adapter import load_adapter
+from qat_lora.export.gguf import ADAPTER_FILE, MODEL_FILE, plan_gguf, write_gguf
+from qat_lora.export.source import load_source
+from qat_lora.lora.adapter import load_adapter
 from qat_lora.models.loading import EMBEDDED, load_model, load_tokenizer
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import quantized_layers

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from qat_lora.models.reservoir import EchoState, ReservoirSpec
+from qat_lora.experiments.stories.reservoir import EchoState, ReservoirSpec
 
 pytestmark = pytest.mark.peer
 

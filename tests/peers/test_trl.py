@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qat_lora.rl.loss import REDUCTIONS, Objective, grpo_loss, token_weights
+from qat_lora.rl.objective import REDUCTIONS, Objective, grpo_loss, token_weights
 
 pytestmark = pytest.mark.peer
 ROWS, WIDTH = 6, 7
@@ -98,9 +98,9 @@ def test_sft_labels_loss_and_gradients_equal(rows, together, tiny_model_dir, tin
     from trl import SFTConfig, SFTTrainer
 
     from qat_lora.data.chat import documents
-    from qat_lora.data.sft import PackedExamples, encoded
+    from qat_lora.data.supervised import PackedExamples, encoded
     from qat_lora.models.loading import load_model
-    from qat_lora.sft import packed_loss
+    from qat_lora.train.supervised import packed_loss
 
     plain = [row | {"chat_template_kwargs": {"enable_thinking": False}} for row in rows]
     settings = SFTConfig(

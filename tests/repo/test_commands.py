@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qat_lora.run.config import parse
+from qat_lora.run.command_line import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qat_lora.run.config import JobConfig
+from qat_lora.run.options import JobConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py"))

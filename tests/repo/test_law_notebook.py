@@ -9,7 +9,7 @@ import pytest
 from nbclient import NotebookClient
 
 from qat_lora.backend import tpu_chips
-from qat_lora.run.config import parse
+from qat_lora.run.command_line import parse
 
 pytestmark = pytest.mark.timeout(900)
 

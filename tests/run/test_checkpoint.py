@@ -12,6 +12,7 @@ from safetensors import safe_open
 from qat_lora.backend import TorchBackend
 from qat_lora.errors import UserError
 from qat_lora.run.checkpoint import KEEP, load_checkpoint, read_checkpoint, restore_files, save_checkpoint
+from qat_lora.train.optimizer import new_optimizer
 
 
 class Tied(torch.nn.Module):
@@ -29,7 +30,7 @@ def trained(steps: int = 3):
     """A tied model and its optimiser after a few updates."""
     torch.manual_seed(0)
     backend, model = TorchBackend("cpu", "fp32"), Tied()
-    optimizer = backend.optimizer([{"params": list(model.parameters()), "lr": 0.1}])
+    optimizer = new_optimizer([{"params": list(model.parameters()), "lr": 0.1}], backend)
     for _ in range(steps):
         model(torch.arange(6)).logsumexp(1).sum().backward()
         backend.update(optimizer, 1.0)
@@ -275,6 +276,7 @@ import sys, torch
 from pathlib import Path
 from qat_lora.errors import UserError
 from qat_lora.run.checkpoint import load_checkpoint, save_checkpoint
+from qat_lora.train.optimizer import new_optimizer
 run = Path(sys.argv[1])
 save_checkpoint(run, 1, {"w": torch.ones(1)}, {"value": 1.0}, {})
 large = {"w": torch.zeros(2**18)}

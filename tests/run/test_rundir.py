@@ -15,8 +15,10 @@ from locked import locked
 from qat_lora.errors import UserError
 from qat_lora.run import rundir
 from qat_lora.run.checksums import check_files
-from qat_lora.run.config import RunConfig, option
-from qat_lora.run.rundir import Run, attempt, begun, identity, open_run, read_config
+from qat_lora.run.console import attempt
+from qat_lora.run.options import RunConfig, option
+from qat_lora.run.resuming import begun, identity, read_config
+from qat_lora.run.rundir import Run, open_run
 
 
 @dataclass(frozen=True, kw_only=True)

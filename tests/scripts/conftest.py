@@ -6,7 +6,7 @@ import pytest
 from small import SMALL
 
 from qat_lora.errors import UserError
-from qat_lora.run.config import parse
+from qat_lora.run.command_line import parse
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from qat_lora import machine
-from qat_lora.data.puzzle_rows import load
+from qat_lora.backend import machine
 from qat_lora.errors import UserError
-from qat_lora.run.config import parse
+from qat_lora.experiments.athena.rows import load
+from qat_lora.run.command_line import parse
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from qat_lora.errors import UserError
 from qat_lora.kd.dataset import KDCacheDataset
-from qat_lora.run.config import parse
+from qat_lora.run.command_line import parse
 
 CPU = ["--device", "cpu", "--precision", "fp32"]
 LAW = "--count 40 --length 512 --batch-size 2 --accumulation-steps 1 --epochs 0.1 --lora-r 2 --eval-answers 0 "

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from qat_lora.run.config import parse
+from qat_lora.run.command_line import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -16,13 +16,13 @@ from gguf import GGUFReader
 from locked import locked
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qat_lora import export
 from qat_lora.errors import UserError
-from qat_lora.models.adapter import write_origin
+from qat_lora.export import gguf as export
+from qat_lora.lora.adapter import write_origin
 from qat_lora.models.loading import load_model
 from qat_lora.quant.init import initialise
 from qat_lora.quant.student import StudentSpec, quantize, read_student, save_student
-from qat_lora.run.config import parse
+from qat_lora.run.command_line import parse
 from qat_lora.run.files import sha256
 
 ROOT = Path(__file__).resolve().parents[2]

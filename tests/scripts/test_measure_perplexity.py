@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from qat_lora.models.loading import load_model
 from qat_lora.quant.student import load_student, read_student
-from qat_lora.run.config import parse
+from qat_lora.run.command_line import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTH = 32

@@ -5,7 +5,7 @@ import re
 import pytest
 from transformers import AutoConfig, AutoTokenizer
 
-from qat_lora import machine
+from qat_lora.backend import machine
 from qat_lora.models import loading
 
 LEAST = 4e5  # bytes; the weights of `tiny_model_dir` alone take more

@@ -13,9 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from qat_lora.errors import UserError
 from qat_lora.kd.cache import read_manifest
+from qat_lora.lora.adapter import save_adapter
+from qat_lora.lora.add import add_adapter
 from qat_lora.models.loading import load_model
 from qat_lora.quant.student import load_student, read_student
-from qat_lora.recovery import add_adapter, save_adapter
 
 CACHE = ["--length", 16, "--max-rows", 32, "--heldout-fraction", 0.25, "--rows-per-shard", 8, "--device", "cpu",
          "--precision", "fp32"]  # fmt: skip

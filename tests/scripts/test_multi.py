@@ -15,8 +15,8 @@ from ports import free_port
 from safetensors.torch import load_file
 
 from qat_lora.backend import TorchBackend
-from qat_lora.evaluate import heldout_figures
 from qat_lora.kd.dataset import KDCacheDataset
+from qat_lora.kd.evaluation import heldout_figures
 from qat_lora.quant.student import load_student
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -24,7 +24,7 @@ from qat_lora.quant.student import read_student
 from qat_lora.run.checkpoint import KEEP, read_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
-IMPORTS = ["pytest", "qat_lora.recovery", "qat_lora.layer_qat", "qat_lora.run.plots", "qat_lora.memory"]
+IMPORTS = ["pytest", "qat_lora.lora.recovery", "qat_lora.layer_qat", "qat_lora.run.plots", "qat_lora.train.memory"]
 TINY = ["--batch-size", "4", "--device", "cpu", "--precision", "fp32"]
 LAYER_STEPS, BLOCKS, STEPS, SCALE_STEPS = 3, 2, 10, 4
 QAT = f"--layer-steps {LAYER_STEPS} --layer-rows 8 --max-steps {STEPS} --warmup-steps 2 --learning-rate 2e-3 --seed 1"
@@ -41,7 +41,7 @@ PLACES = {  # where a process can be made to die: attribute → module that look
     "write_atomically": "qat_lora.quant.student",  # best.pt
     "Run.log": "qat_lora.run.rundir",
     "Run.finish": "qat_lora.run.rundir",
-    "save_adapter": "qat_lora.recovery",
+    "save_adapter": "qat_lora.lora.recovery",
     "_targets": "qat_lora.kd.cache",  # a teacher pass
     "sha256": "qat_lora.kd.cache",  # a shard is written and not yet in the manifest
 }

@@ -15,14 +15,15 @@ import pytest
 import torch
 from ports import free_port
 
-from qat_lora import machine, recursive
-from qat_lora.data.puzzle_rows import draw, save, split
+from qat_lora.backend import machine
 from qat_lora.errors import UserError
 from qat_lora.experiments import remote
-from qat_lora.experiments.athena import announce, check_sizes
-from qat_lora.models.recursive import IGNORE, RecursiveModel, RecursiveSpec
+from qat_lora.experiments.athena import training as recursive
+from qat_lora.experiments.athena.model import IGNORE, RecursiveModel, RecursiveSpec
+from qat_lora.experiments.athena.pretraining import announce, check_sizes
+from qat_lora.experiments.athena.rows import draw, save, split
 from qat_lora.run.checkpoint import load_checkpoint
-from qat_lora.run.config import parse
+from qat_lora.run.command_line import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = "puzzle=sudoku4 puzzles=60 heldout_fraction=0.2 global_batch_size=8 epochs=2 eval_interval=5 save_interval=4 "

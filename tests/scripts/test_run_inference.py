@@ -9,11 +9,11 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from qat_lora.errors import UserError
-from qat_lora.models.adapter import load_adapter
+from qat_lora.lora.adapter import load_adapter
 from qat_lora.models.generate import Stream, complete
 from qat_lora.models.loading import load_model, load_tokenizer
 from qat_lora.quant.student import load_student
-from qat_lora.run.config import parse
+from qat_lora.run.command_line import parse
 
 PROMPT = "The assignment statement"
 NEW = 12

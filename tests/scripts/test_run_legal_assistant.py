@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from qat_lora.data.authorities import Authorities
-from qat_lora.data.legal import AUTHORITIES
-from qat_lora.data.sections import Answer
-from qat_lora.experiments.legal_page import page, show, verdicts
-from qat_lora.run.config import parse
+from qat_lora.experiments.legal.authorities import Authorities
+from qat_lora.experiments.legal.page import page, show, verdicts
+from qat_lora.experiments.legal.rules import AUTHORITIES
+from qat_lora.experiments.legal.sections import Answer
+from qat_lora.run.command_line import parse
 from qat_lora.run.files import sha256
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,8 +11,8 @@ import torch
 
 from qat_lora.backend import TorchBackend
 from qat_lora.errors import UserError
-from qat_lora.recursive import Trainer
-from qat_lora.run.config import parse
+from qat_lora.experiments.athena.training import Trainer
+from qat_lora.run.command_line import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 LINES = [

@@ -14,14 +14,14 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from qat_lora import qat
-from qat_lora.data.legal import generate
 from qat_lora.errors import UserError
-from qat_lora.experiments.cot_sft import wandb_mirror
-from qat_lora.models.adapter import load_adapter
+from qat_lora.experiments.legal.rules import generate
+from qat_lora.lora.adapter import load_adapter
 from qat_lora.models.loading import load_model
 from qat_lora.quant.student import load_student
-from qat_lora.run.config import parse
+from qat_lora.run.command_line import parse
+from qat_lora.run.tracking import wandb_mirror
+from qat_lora.train import loop as qat
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = "--count 60 --length 512 --batch-size 4 --accumulation-steps 2 --epochs 1 --lora-r 4 --eval-every 3 "
@@ -202,7 +202,7 @@ def test_a_file_with_the_same_columns_works_the_same(run, tmp_path, trained):
 
 
 def test_a_dry_run_of_a_quantised_base_computes_no_value(run, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("qat_lora.experiments.cot_sft.load_model", None)
+    monkeypatch.setattr("qat_lora.experiments.legal.evaluation.load_model", None)
     run("--output-dir", tmp_path / "run", "--quantize", "int4/g32", "--dry-run")
     said = capsys.readouterr().out
     assert said.count("\nmemory of a worker") == 1 and " total " in said

@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from qat_lora import grpo, qat
 from qat_lora.backend import detect
 from qat_lora.errors import UserError
-from qat_lora.run.config import parse
+from qat_lora.rl import grpo
+from qat_lora.run.command_line import parse
+from qat_lora.train import loop as qat
 
 SMALL = "--num-samples 8 --epochs 1 --sft --sft-epochs 1 --sft-batch-size 4 --batch-size 2 --num-generations 4 "
 SMALL += "--max-prompt-length 200 --max-completion-length 6 --validation-samples 1 --eval-every 2 --save-every 2 "

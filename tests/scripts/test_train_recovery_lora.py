@@ -7,9 +7,9 @@ import transformers
 from small import SMALL
 
 from qat_lora.errors import UserError
-from qat_lora.models.adapter import adapter_values, load_adapter
+from qat_lora.lora.adapter import adapter_values, load_adapter
+from qat_lora.lora.targets import coverage
 from qat_lora.models.loading import load_model
-from qat_lora.models.targets import coverage
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import freeze
 from qat_lora.quant.student import StudentSpec, load_student, quantize, save_student

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from qat_lora import qat
 from qat_lora.errors import UserError
-from qat_lora.experiments import stories
+from qat_lora.experiments.stories import evaluation as stories
 from qat_lora.run.checkpoint import load_checkpoint
-from qat_lora.run.config import parse
+from qat_lora.run.command_line import parse
+from qat_lora.train import loop as qat
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = "--tokenizer chars --heldout-fraction 0.2 --epochs 2 --batch-size 4 --block-size 32 --embedding 16 --hidden 24 "

@@ -1,0 +1,23 @@
+"""Which commit of the code runs."""
+
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def git_state() -> tuple[str, bool | None]:
+    """Short revision and whether the tree has changes; ("nogit", None) outside a checkout."""
+    try:
+        git = ["git", "-C", str(ROOT)]
+        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        status = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
+        return head.stdout.strip(), bool(status.stdout.strip())
+    except (OSError, subprocess.CalledProcessError):
+        return "nogit", None
+
+
+def revision() -> str:
+    """The commit that a figure was measured at, for people."""
+    commit, dirty = git_state()
+    return f"{commit} with changes" if dirty else commit

@@ -1,0 +1,318 @@
+"""The recursive reasoning model: a small stack applied many times to a latent answer, one static graph a segment.
+
+Tiny Recursive Model, arXiv 2510.04871; deep supervision and halting after the Hierarchical Reasoning Model, 2506.21734.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qat_lora.backend.devices import compute_dtype, full_precision, has_attention_kernel
+from qat_lora.errors import UserError
+from qat_lora.models.rotary import rotation, turned
+
+IGNORE = -100  # the label of a position without a loss
+EPS = 1e-5
+FEW_POSITIONS = 128
+LARGEST = 2**40  # largest value of any size, so that products of a few stay within a float
+MOST_CYCLES = 10_000  # of either kind
+HALT_BIAS = -5.0  # nothing halts before the head has learnt when
+
+
+@dataclass(frozen=True)
+class RecursiveSpec:
+    """Sizes of a model for rows of `length` tokens of `vocab` kinds; position 0, before them, holds the embedding of
+    the row's puzzle, one of `identifiers`.
+
+    H_cycles times: L_cycles updates of z_L, one of z_H, each by the same `L_layers` blocks; only the last of the H
+    cycles has a gradient, with one_step_gradient only its last two updates. mlp_t: tokens are mixed by an MLP over
+    positions, not by attention. causal: a position sees those before it alone, so the halting head, at position 0, no
+    token: any place that sees all of a prompt may see answers, too.
+    """
+
+    vocab: int
+    length: int
+    hidden_size: int = 512
+    num_heads: int = 8
+    num_kv_heads: int | None = None
+    L_layers: int = 2
+    H_cycles: int = 3
+    L_cycles: int = 6
+    expansion: float = 4.0
+    mlp_t: bool = False
+    causal: bool = False
+    identifiers: int = 1
+    one_step_gradient: bool = False
+
+    def __post_init__(self):
+        if self.hidden_size % (2 * self.num_heads):  # rotary positions turn pairs
+            raise UserError(
+                f"arch.hidden_size {self.hidden_size} does not divide by twice arch.num_heads {self.num_heads}; "
+                "change one"
+            )
+        if self.num_heads % self.kv_heads:
+            raise UserError(
+                f"arch.num_heads {self.num_heads} does not divide by arch.num_kv_heads {self.kv_heads}; change one"
+            )
+        if self.mlp_t and self.causal:
+            raise UserError("arch.mlp_t=true mixes all positions, and these rows are causal text; use arch.mlp_t=false")
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def head_width(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def heard(self) -> int:
+        """Width of queries, keys and values together."""
+        return (self.num_heads + 2 * self.kv_heads) * self.head_width
+
+    @property
+    def positions(self) -> int:
+        """Of the latent states: the puzzle's, and one a token."""
+        return 1 + self.length
+
+    def inner(self, width: int) -> int:
+        """Units of a SwiGLU over `width` values: two thirds of the expansion, as it has three matrices, up to a
+        multiple of 64."""
+        return 64 * math.ceil(self.expansion * width * 2 / 3 / 64)
+
+    @property
+    def parameters(self) -> int:
+        """How many trained weights a model of these sizes has."""
+        width, positions = self.hidden_size, self.positions
+        mix = 3 * positions * self.inner(positions) if self.mlp_t else (self.heard + width) * width
+        return self.L_layers * (mix + 3 * width * self.inner(width)) + 2 * self.vocab * width + width + 1
+
+
+class Block(nn.Module):
+    """The weights of one block, [out, in] each. First those that mix positions: queries, keys and values in one, and
+    the way out; or the three of a gated MLP over positions. Then the three of the gated MLP over features.
+
+    Gate and value have a matrix each: halves of one would have to be put together again in the backward pass, which
+    costs a CPU as much as the activation itself.
+    """
+
+    def __init__(self, spec: RecursiveSpec):
+        super().__init__()
+        width, positions = spec.hidden_size, spec.positions
+        if spec.mlp_t:
+            self.mix = nn.ParameterList(gated(positions, spec.inner(positions)))
+        else:
+            self.mix = nn.ParameterList([matrix(spec.heard, width), matrix(width, width)])
+        self.mlp = nn.ParameterList(gated(width, spec.inner(width)))
+
+
+def gated(width: int, inner: int) -> list[nn.Parameter]:
+    """Gate, value and way out of SwiGLU (arXiv 2002.05202)."""
+    return [matrix(inner, width), matrix(inner, width), matrix(width, inner)]
+
+
+def matrix(out: int, into: int) -> nn.Parameter:
+    """A weight of deviation 1/√into, cut at two of them."""
+    return nn.Parameter(normal(out, into) / math.sqrt(into))
+
+
+def normal(*shape: int) -> Tensor:
+    """Standard normal values cut at two deviations, of deviation 1 after the cut."""
+    return nn.init.trunc_normal_(torch.empty(shape), a=-2.0, b=2.0) / 0.8796
+
+
+class RecursiveModel(nn.Module):
+    """See RecursiveSpec. `identity` [identifiers, D], the puzzles' embeddings, is a buffer with an optimiser of its own
+    (`sign_update`); the states that a row begins with are drawn once and fixed."""
+
+    def __init__(self, spec: RecursiveSpec):
+        super().__init__()
+        self.spec, width = spec, spec.hidden_size
+        self.embedding = matrix(spec.vocab, width)
+        self.blocks = nn.ModuleList([Block(spec) for _ in range(spec.L_layers)])
+        self.head = matrix(spec.vocab, width)
+        self.halt_weight = nn.Parameter(torch.zeros(1, width))
+        self.halt_bias = nn.Parameter(torch.full((1,), HALT_BIAS))
+        self.register_buffer("H_init", normal(width))
+        self.register_buffer("L_init", normal(width))
+        self.register_buffer("identity", torch.zeros(spec.identifiers, width))
+        self.checkpoint: Callable | None = None  # a backend's, to recompute every update in the backward pass
+
+    def forward(
+        self, z_H: Tensor, z_L: Tensor, inputs: Tensor, picked: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """One segment: (z_H, z_L, logits [B, L, vocab], halting logits [B]) of states [B, 1 + L, D], tokens [B, L] and
+        the rows' puzzle embeddings [B, D].
+
+        The states come back detached and in the dtype in which they came, the logits in fp32 or better. Weights are
+        cast once for all updates under autocast.
+        """
+        spec, given, cast = self.spec, z_H.dtype, compute_dtype(z_H)
+        with full_precision(inputs):
+            weights = [p.to(cast) for block in self.blocks for p in block.parameters()]
+            turns = rotation(0, spec.positions, spec.head_width, cast, inputs.device)
+            tokens = F.embedding(inputs, self.embedding.to(cast))
+            e = math.sqrt(spec.hidden_size) * torch.cat([picked.to(cast).unsqueeze(1), tokens], 1)
+            z_H, z_L = z_H.to(cast), z_L.to(cast)
+            with torch.no_grad():
+                for _ in range(spec.H_cycles - 1):
+                    z_H, z_L = self.cycle(z_H, z_L, e, turns, weights, spec.L_cycles)
+                if spec.one_step_gradient:
+                    z_L = self.inward(z_H, z_L, e, turns, weights, spec.L_cycles - 1)
+            updates = 1 if spec.one_step_gradient else spec.L_cycles
+            z_H, z_L = self.cycle(z_H, z_L, e, turns, weights, updates)
+            logits = F.linear(z_H[:, 1:], self.head.to(cast))
+            halt = F.linear(z_H[:, 0], self.halt_weight.to(cast), self.halt_bias.to(cast)).squeeze(1)
+        wide = torch.promote_types(cast, torch.float32)
+        return z_H.detach().to(given), z_L.detach().to(given), logits.to(wide), halt.to(wide)
+
+    def cycle(self, z_H: Tensor, z_L: Tensor, e: Tensor, turns: tuple, weights: list, updates: int) -> tuple:
+        z_L = self.inward(z_H, z_L, e, turns, weights, updates)
+        return self.update(z_H + z_L, turns, weights), z_L
+
+    def inward(self, z_H: Tensor, z_L: Tensor, e: Tensor, turns: tuple, weights: list, updates: int) -> Tensor:
+        given = z_H + e
+        for _ in range(updates):
+            z_L = self.update(z_L + given, turns, weights)
+        return z_L
+
+    def update(self, h: Tensor, turns: tuple, weights: list) -> Tensor:
+        if self.checkpoint is not None and torch.is_grad_enabled():
+            return self.checkpoint(self.stack, h, *turns, *weights)
+        return self.stack(h, *turns, *weights)
+
+    def stack(self, h: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor) -> Tensor:
+        """All blocks on h [B, 1 + L, D]: h = rms(h + mix(h)), h = rms(h + swiglu(h)). Of the model it reads the sizes
+        alone, so that a backend's compiled form of it serves copies of the model too."""
+        each = len(weights) // self.spec.L_layers
+        for first in range(0, len(weights), each):
+            *mix, gate, value, out = weights[first : first + each]
+            h = rms(h + (across(h, *mix) if self.spec.mlp_t else self.attended(h, *mix, cos, sin)))
+            h = rms(h + F.linear(F.silu(F.linear(h, gate)) * F.linear(h, value), out))
+        return h
+
+    def attended(self, h: Tensor, mix_in: Tensor, mix_out: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        heads, shared = self.spec.num_heads, self.spec.kv_heads
+        qkv = F.linear(h, mix_in).unflatten(2, (-1, self.spec.head_width))
+        qk, v = qkv.split([heads + shared, shared], 2)
+        q, k = turned(qk, cos[:, None], sin[:, None]).split([heads, shared], 2)
+        if shared < heads:
+            k, v = (x.repeat_interleave(heads // shared, 2) for x in (k, v))
+        heard = attention(*(x.transpose(1, 2) for x in (q, k, v)), self.spec.causal)
+        return F.linear(heard.transpose(1, 2).flatten(2), mix_out)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """softmax(qkᵀ/√D)·v of [B, heads, S, D]. Over few positions the two products by themselves are faster on a CPU than
+    the kernel for long texts, whose backward pass in bf16 takes eight times as long (docs/benchmarks.md)."""
+    if causal or has_attention_kernel(q) or q.shape[2] > FEW_POSITIONS:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    weights = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(2, 3)).softmax(
+        -1, torch.promote_types(q.dtype, torch.float32)
+    )
+    return torch.matmul(weights.to(v.dtype), v)
+
+
+def across(h: Tensor, gate: Tensor, value: Tensor, out: Tensor) -> Tensor:
+    """SwiGLU over the positions of h [B, S, D]. The weights stand on the left, so that nothing is transposed; with
+    positions first it would be one product, which two threads share less well."""
+    gate, value, out = (weight.expand(len(h), -1, -1) for weight in (gate, value, out))
+    return torch.bmm(out, F.silu(torch.bmm(gate, h)) * torch.bmm(value, h))
+
+
+def rms(x: Tensor) -> Tensor:
+    """x over the root mean square of its last dimension, without a weight."""
+    return F.rms_norm(x, x.shape[-1:], eps=EPS)
+
+
+# -- the loss --------------------------------------------------------------------------------------------------------
+def stablemax_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy [B, L] of logits [B, L, V], in their dtype, under stablemax (arXiv 2501.04697), 0 where the label
+    is IGNORE.
+
+    Stablemax is s(x)/Σs, s(x) = x + 1 from 0 on and 1/(1 − x) below: log s(x) = ±log(1 + |x|), and the softmax of that.
+    So it needs no fp64, which a TPU has not.
+    """
+    logs = logits.clamp(min=0).log1p() - (-logits).relu().log1p()  # of slope 1 at 0, where sign and abs have none
+    return F.cross_entropy(logs.transpose(1, 2), labels, ignore_index=IGNORE, reduction="none")
+
+
+def segment_loss(logits: Tensor, halt: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """(loss in nats, whether the whole answer is right), [B] each; logits [B, L, V], halt [B], labels [B, L].
+
+    The loss of a row is the mean stablemax cross-entropy over its labelled positions plus ½ the binary cross-entropy of
+    its halting logit against whether it is right. A row without a label has loss 0 and is not right."""
+    labelled = labels != IGNORE
+    count = labelled.sum(1)
+    right = ((logits.argmax(-1) == labels) | ~labelled).all(1) & (count > 0)
+    loss = stablemax_loss(logits, labels).sum(1) / count.clamp(min=1)
+    halting = F.binary_cross_entropy_with_logits(halt, right.to(halt.dtype), reduction="none")
+    return loss + 0.5 * halting * (count > 0), right
+
+
+# -- the carry -------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Carry:
+    """What goes from one segment to the next, of B rows: states [B, 1 + L, D], segments done [B], whether the row is
+    through [B], and the rows themselves: inputs, labels [B, L], identifiers, budgets [B]."""
+
+    z_H: Tensor
+    z_L: Tensor
+    segments: Tensor
+    halted: Tensor
+    inputs: Tensor
+    labels: Tensor
+    identifiers: Tensor
+    budgets: Tensor
+
+
+ROWS = ("inputs", "labels", "identifiers", "budgets")
+
+
+def fresh(model: RecursiveModel, rows: int) -> Carry:
+    """A carry whose rows are all through, so that the first `refill` replaces them."""
+    spec, device = model.spec, model.H_init.device
+    states = (model.H_init.expand(rows, spec.positions, -1).clone() for _ in range(2))
+    numbers = (torch.zeros(rows, spec.length, dtype=torch.long, device=device) for _ in range(2))
+    single = [torch.zeros(rows, dtype=torch.long, device=device) for _ in range(3)]
+    through = torch.ones(rows, dtype=torch.bool, device=device)
+    return Carry(*states, single[0], through, *numbers, *single[1:])
+
+
+def refill(carry: Carry, batch: dict[str, Tensor], model: RecursiveModel) -> Carry:
+    """Rows that are through give way to the batch's in their places, with the states that a row begins with; the others
+    stay as they are, labels and budgets included."""
+    out = carry.halted
+    rows = {
+        name: torch.where(out.unflatten(0, (-1, *[1] * (batch[name].ndim - 1))), batch[name], getattr(carry, name))
+        for name in ROWS
+    }
+    z_H = torch.where(out[:, None, None], model.H_init, carry.z_H)
+    z_L = torch.where(out[:, None, None], model.L_init, carry.z_L)
+    return Carry(z_H, z_L, torch.where(out, 0, carry.segments), torch.zeros_like(out), **rows)
+
+
+def halting(halt: Tensor, segments: Tensor, budgets: Tensor, most: int, least: Tensor | int = 0) -> Tensor:
+    """Which rows are through [B] after `segments` segments: those at their budget (0: at `most`, which no budget
+    exceeds), and those whose halting logit is positive, from `least` segments on."""
+    limit = torch.where(budgets > 0, budgets.clamp(max=most), most)
+    return (segments >= limit) | ((halt > 0) & (segments >= least))
+
+
+# -- the puzzles' embeddings -----------------------------------------------------------------------------------------
+def sign_sums(identifiers: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """(sum of the rows' gradients [count, D], how many there are [count]) of each puzzle, from rows' identifiers [B]
+    and gradients [B, D]. Static shapes: no sorting, no unique. Workers add theirs up."""
+    sums = gradient.new_zeros(count, gradient.shape[1]).index_add_(0, identifiers, gradient)
+    return sums, gradient.new_zeros(count).index_add_(0, identifiers, torch.ones_like(gradient[:, 0]))
+
+
+@torch.no_grad()
+def sign_update(table: Tensor, sums: Tensor, counts: Tensor, lr: float, weight_decay: float) -> None:
+    """SignSGD with decoupled weight decay, in place, of the embeddings [count, D] of the puzzles that a batch had."""
+    moved = table * (1 - lr * weight_decay) - lr * sums.sign()
+    table.copy_(torch.where(counts[:, None] > 0, moved, table))

@@ -1,0 +1,361 @@
+"""Rows of one length for a recursive model: puzzles or prompt → response, split by what is essentially the same.
+
+On disk they have the layout of the Tiny Recursive Model's datasets (arXiv 2510.04871): train/ and test/, each with
+dataset.json and arrays.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qat_lora.backend.machine import check_memory
+from qat_lora.data.batches import chosen_rows
+from qat_lora.errors import UserError, first_line
+from qat_lora.experiments.athena import puzzles, symmetries
+from qat_lora.experiments.athena.groups import Groups
+from qat_lora.experiments.athena.model import IGNORE
+from qat_lora.run import remote as urls
+from qat_lora.run.files import new_folder, read_json
+
+PAD, BLANK_TOKEN, END, BYTE = 0, 1, 2, 3  # tokens of text; BYTE is that of byte 0
+TEXT_VOCAB = BYTE + 256
+LONGEST = 2**20
+SIDES = ("train", "test")
+AGAIN = "; copy the folder again, or build it anew"
+ANY = 2**31  # numbers are kept as int32
+COUNTS = {"seq_len": 1, "vocab_size": 2, "num_puzzle_identifiers": 1}  # of dataset.json: least values
+
+
+@dataclass(frozen=True)
+class PuzzleRows:
+    """N rows of L tokens. inputs, labels [N, L], labels are IGNORE where nothing is asked; identifiers [N], of puzzles
+    with embeddings of their own; budgets [N], the most segments of a row, 0: the setting of the run; difficulty [N].
+
+    kind: a kind of `puzzles`, whose symmetries batches may draw. causal: a label is the next token. puzzle, group [N]:
+    numbers of each row's puzzle and of its group (see Groups); None: each row is a group of its own. unlabelled: how
+    many rows without any label `load` left out.
+    """
+
+    inputs: np.ndarray
+    labels: np.ndarray
+    identifiers: np.ndarray
+    budgets: np.ndarray
+    difficulty: np.ndarray
+    vocab: int
+    identifiers_count: int = 1
+    kind: str | None = None
+    causal: bool = False
+    puzzle: np.ndarray | None = None
+    group: np.ndarray | None = None
+    unlabelled: int = 0
+
+    @property
+    def length(self) -> int:
+        return self.inputs.shape[1]
+
+    @property
+    def groups(self) -> Groups | None:
+        return None if self.group is None else Groups.of(self.puzzle, self.group)
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 (hex) of everything that training sees."""
+        digest = hashlib.sha256(f"{self.inputs.shape} {self.vocab} {self.kind} {self.causal}".encode())
+        grouping = () if self.group is None else (self.puzzle, self.group)
+        for values in (self.inputs, self.labels, self.identifiers, self.budgets, *grouping):
+            digest.update(values.astype("<i4").tobytes())
+        return digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def batch(self, indices: np.ndarray, rng: np.random.Generator | None = None) -> dict[str, Tensor]:
+        """inputs, labels [B, L], identifiers, budgets [B], int64; with `rng` puzzles come in a random symmetry each."""
+        names = ("inputs", "labels", "identifiers", "budgets")
+        rows = {name: getattr(self, name)[indices] for name in names}
+        if rng is not None and self.kind:
+            rows["inputs"], rows["labels"] = symmetries.variant(self.kind, rows["inputs"], rows["labels"], rng)
+        return {name: torch.from_numpy(values.astype(np.int64)) for name, values in rows.items()}
+
+    def take(self, indices: np.ndarray) -> "PuzzleRows":
+        """The rows with these numbers; the remaining rows of a puzzle or group stay together."""
+        names = ARRAYS if self.group is None else (*ARRAYS, "puzzle", "group")
+        return dataclasses.replace(self, **{name: getattr(self, name)[indices] for name in names})
+
+    def first(self, count: int) -> "PuzzleRows":
+        return self.take(np.arange(min(count, len(self))))
+
+    def updates(self, epochs: int, batch_size: int) -> int:
+        """Updates in `epochs` epochs: without groups rounded up, so that fewer rows than a batch still make one; with
+        groups rounded down, as the Tiny Recursive Model does, but at least 1."""
+        if groups := self.groups:
+            return groups.updates(epochs, batch_size)
+        return -(-epochs * len(self) // batch_size)
+
+    def chosen(self, seed: int, batch_size: int, start: int = 0) -> Iterator[Sequence[int]]:
+        """The row numbers [batch_size] of each update from number `start` (0-based) on, without end: a function of seed
+        and update number. An epoch has every row once or, with groups, the rows of one puzzle of each group."""
+        if groups := self.groups:
+            return groups.chosen_rows(seed, batch_size, start)
+        return chosen_rows(seed, len(self), batch_size, start)
+
+
+ARRAYS = ("inputs", "labels", "identifiers", "budgets", "difficulty")
+
+
+def _rows(inputs: np.ndarray, labels: np.ndarray, difficulty=0, budgets=0, **facts) -> PuzzleRows:
+    numbers = [np.broadcast_to(np.asarray(value, np.int32), len(inputs)) for value in (0, budgets, difficulty)]
+    return PuzzleRows(inputs.astype(np.int32), labels.astype(np.int32), *numbers, **facts)
+
+
+def row_memory(length: int, count: int) -> int:
+    """Least bytes that `count` rows of `length` tokens take while they are split: inputs and labels, int32, twice
+    (before and after the split)."""
+    return 16 * length * count
+
+
+# -- puzzles ---------------------------------------------------------------------------------------------------------
+def draw(
+    kind: str, count: int, seed: int, blanks: tuple[float, float] = (0.4, 1.0), flag: str = "--count"
+) -> PuzzleRows:
+    """`count` different puzzles as `puzzles.generate` draws them; raises UserError as it does."""
+    questions, answers, difficulty = puzzles.generate(kind, count, seed, blanks, flag)
+    return _rows(questions, answers, difficulty, vocab=puzzles.vocab(kind), kind=kind)
+
+
+def split(rows: PuzzleRows, fraction: float, seed: int) -> tuple[PuzzleRows, PuzzleRows]:
+    """(training, held-out) rows, about `fraction` of them held out: nothing held out is a symmetry of anything trained
+    on, by the whole answer for 6×6 and 9×9 Sudoku, by the question for mazes and for 4×4, whose answers are of only two
+    kinds. Text rows with the same prompt and rows of one group stay on one side, too. Raises UserError if that leaves
+    one side empty.
+    """
+    if not 0 < fraction < 1:
+        raise UserError(f"--heldout-fraction {fraction} is not between 0 and 1; use e.g. 0.1")
+    if rows.kind in ("sudoku6", "sudoku9"):
+        keys = symmetries.answer_class(rows.kind, rows.labels)
+    elif rows.kind:
+        keys = symmetries.form(rows.kind, rows.inputs)
+    else:
+        asked = rows.labels != IGNORE
+        before = asked.cumsum(1) == asked  # no label comes earlier: of causal rows the prompt
+        given = np.where(before, rows.inputs, PAD) if rows.causal else rows.inputs
+        keys = [row.tobytes() for row in given]
+    groups, target = _classes(keys, range(len(rows)) if rows.group is None else rows.group), fraction * len(rows)
+    if len(groups) < 2:
+        raise UserError(f"{len(rows)} rows are all essentially the same: none can be held out; make more")
+    held: list[int] = []
+    for number in np.random.default_rng(seed).permutation(len(groups)):
+        if len(held) + len(groups[number]) <= target:
+            held += groups[number]
+    held = np.sort(held or min(groups, key=len))
+    return rows.take(np.setdiff1d(np.arange(len(rows)), held)), rows.take(held)
+
+
+def _classes(*keys: Sequence) -> list[list[int]]:
+    """The row numbers in classes that share any key, directly or through other rows; ordered by first row."""
+    root = list(range(len(keys[0])))
+    for each in keys:
+        first: dict = {}
+        for row, key in enumerate(each):
+            one, other = puzzles.root_of(root, first.setdefault(key, row)), puzzles.root_of(root, row)
+            root[max(one, other)] = min(one, other)
+    classes: dict[int, list[int]] = {}
+    for row in range(len(root)):
+        classes.setdefault(puzzles.root_of(root, row), []).append(row)
+    return list(classes.values())
+
+
+# -- prompt → response -----------------------------------------------------------------------------------------------
+def corpus(rows, where: str, length: int, causal: bool, iterations: int) -> tuple[PuzzleRows, int]:
+    """(rows, how many were left out because they are longer than `length` bytes) of dicts with text `prompt` and
+    `response`, and optionally `iterations`, the most segments of the row, by default the argument `iterations`.
+
+    Tokens are bytes. Only the response and its end have labels. The input has the prompt, then blanks up to the length,
+    so that neither the response nor its length leaks; with causal=True the response follows the prompt in the input,
+    because each position sees only those before it. Raises UserError for a row that is malformed, a bad length, and if
+    no row fits or memory does not suffice.
+    """
+    if not 2 <= length <= LONGEST:
+        raise UserError(f"--length {length} must be from 2 to {LONGEST:,}")
+    pairs, budgets, long = [], [], 0
+    for number, row in enumerate(rows, 1):
+        prompt, response = (_tokens(row, name, f"{where} row {number}") for name in ("prompt", "response"))
+        budget = row.get("iterations", iterations)
+        if type(budget) is not int or not 0 <= budget < ANY:
+            raise UserError(f"{where} row {number}: iterations {budget!r} is not a whole number of at least 0")
+        response.append(END)
+        if len(prompt) + len(response) - causal > length:  # causal: the last label is at the second last token
+            long += 1
+            continue
+        pairs.append((prompt, response))
+        budgets.append(budget)
+    if not pairs:
+        raise UserError(f"{where}: none of {long} rows fits --length {length}; raise it")
+    size = row_memory(length, len(pairs))
+    check_memory(size, f"{where}: {len(pairs):,} rows of --length {length}", "--length")
+    inputs = np.full((len(pairs), length), PAD if causal else BLANK_TOKEN, np.int32)
+    labels = np.full(inputs.shape, IGNORE, np.int32)
+    for number, (prompt, response) in enumerate(pairs):
+        shown, first = prompt + response[:-1] * causal, len(prompt) - causal
+        inputs[number, : len(shown)] = shown
+        labels[number, first : first + len(response)] = response
+    return _rows(inputs, labels, 0, budgets, vocab=TEXT_VOCAB, causal=causal), long
+
+
+def _tokens(row: dict, name: str, where: str) -> list[int]:
+    text = row.get(name)
+    if not isinstance(text, str) or not text:
+        raise UserError(f"{where}: {name} is {text!r}, and must be text; its keys are {', '.join(map(str, row))}")
+    try:
+        return [BYTE + byte for byte in text.encode()]
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: {name} is not UTF-8 text ({first_line(error)})") from error
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+def save(folder: Path, train: PuzzleRows, heldout: PuzzleRows) -> None:
+    """Write both sides to a new folder; raises UserError naming the folder if that fails, e.g. on a full disk."""
+    with new_folder(folder) as part:
+        for side, rows in zip(SIDES, (train, heldout)):
+            (part / side).mkdir()
+            _save(part / side, rows)
+        (part / "identifiers.json").write_text(json.dumps(["<blank>"]))
+
+
+def _save(side: Path, rows: PuzzleRows) -> None:
+    each = np.arange(len(rows))
+    groups = rows.groups or Groups(each, np.append(each, len(rows)), np.append(each, len(rows)))
+    rows, puzzle_count, group_count = rows.take(groups.order), len(groups.starts) - 1, len(groups.firsts) - 1
+    facts = {
+        "seq_len": rows.length, "vocab_size": rows.vocab, "pad_id": PAD, "ignore_label_id": PAD,
+        "blank_identifier_id": 0, "num_puzzle_identifiers": rows.identifiers_count,
+        "total_groups": group_count, "mean_puzzle_examples": len(rows) / puzzle_count, "total_puzzles": puzzle_count,
+        "sets": ["all"], "kind": rows.kind, "causal": rows.causal,
+    }  # fmt: skip
+    (side / "dataset.json").write_text(json.dumps(facts, indent=2) + "\n")
+    arrays = {
+        "inputs": rows.inputs, "labels": np.where(rows.labels == IGNORE, PAD, rows.labels),
+        "puzzle_identifiers": rows.identifiers[groups.starts[:-1]], "puzzle_indices": groups.starts,
+        "group_indices": groups.firsts, "budgets": rows.budgets, "difficulty": rows.difficulty,
+    }  # fmt: skip
+    for name, values in arrays.items():
+        _save_array(side / f"all__{name}.npy", np.ascontiguousarray(values, np.int32))
+
+
+def _save_array(path: Path, values: np.ndarray) -> None:
+    """Like np.save, but a full disk raises OSError with an errno, not just "9720 requested and 4064 written"."""
+    with open(path, "wb") as file:
+        np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(values))
+        file.write(values.data)
+
+
+def load(path: str) -> tuple[PuzzleRows, PuzzleRows]:
+    """Training and held-out rows of a folder or URL. Raises UserError naming the file that is missing or does not
+    match dataset.json, and if the two sides do not match."""
+    with urls.local_folder(path) as folder:
+        train, heldout = (_load(folder / side, f"{path.rstrip('/')}/{side}") for side in SIDES)
+    for name in ("length", "vocab", "identifiers_count", "kind", "causal"):
+        if getattr(train, name) != getattr(heldout, name):
+            raise UserError(
+                f"{path}: {name} is {getattr(train, name)} in train and {getattr(heldout, name)} in test; "
+                "both sides come from one build"
+            )
+    return train, heldout
+
+
+def _load(folder: Path, shown: str) -> PuzzleRows:
+    if not folder.is_dir():
+        raise UserError(f"{shown}: no such folder; scripts/build_puzzle_data.py writes train/ and test/")
+    try:
+        facts = read_json(folder / "dataset.json")
+    except UserError as error:
+        raise UserError(str(error).replace(str(folder), shown)) from error
+    for name, least in COUNTS.items():
+        if type(facts.get(name)) is not int or facts[name] < least:
+            raise UserError(
+                f"{shown}/dataset.json: {name} is {facts.get(name)!r}, not a whole number of at least {least}{AGAIN}"
+            )
+    vocab, kind, sets = facts["vocab_size"], facts.get("kind"), facts.get("sets", ["all"])
+    if sets != ["all"]:
+        raise UserError(f"{shown}/dataset.json: sets is {sets!r}; only ['all'] can be read{AGAIN}")
+    ignored = facts.get("ignore_label_id")
+    if type(ignored) not in (int, type(None)):
+        raise UserError(f"{shown}/dataset.json: ignore_label_id is {ignored!r}, not a whole number or null{AGAIN}")
+    try:
+        sizes = None if kind is None else (puzzles.vocab(kind), puzzles.side(kind) ** 2)
+    except (UserError, TypeError) as error:
+        raise UserError(
+            f"{shown}/dataset.json: kind is {kind!r}, which is unknown ({first_line(error)}){AGAIN}"
+        ) from error
+    if sizes not in (None, (vocab, facts["seq_len"])):
+        raise UserError(
+            f"{shown}/dataset.json: a {kind} has no vocabulary of {vocab} and length of {facts['seq_len']}{AGAIN}"
+        )
+
+    def array(name: str, below: int, *shape: int | None) -> np.ndarray:
+        return _array(folder / f"all__{name}.npy", f"{shown}/all__{name}.npy", below, shape)
+
+    inputs = array("inputs", vocab, None, facts["seq_len"])
+    labels = array("labels", vocab, *inputs.shape)
+    asked = labels != (-1 if ignored is None else ignored)
+    if not (asked.all() if kind else asked.any()):
+        what = f"cells without a label, and a {kind} has an answer in each" if kind else "no label at all"
+        raise UserError(f"{shown}/all__labels.npy holds {what}{AGAIN}")
+    named = array("puzzle_identifiers", facts["num_puzzle_identifiers"], None)
+    starts = array("puzzle_indices", ANY, len(named) + 1)
+    if starts[0] != 0 or starts[-1] != len(inputs) or (np.diff(starts) < 0).any():
+        raise UserError(f"{shown}/all__puzzle_indices.npy: does not rise from 0 to the {len(inputs)} rows{AGAIN}")
+    firsts = array("group_indices", ANY, None)
+    if firsts[0] != 0 or firsts[-1] != len(named) or (np.diff(firsts) < 1).any():
+        raise UserError(f"{shown}/all__group_indices.npy: does not rise from 0 to the {len(named)} puzzles{AGAIN}")
+    puzzle = np.repeat(np.arange(len(named), dtype=np.int32), np.diff(starts))
+    extra = {name: np.zeros(len(inputs), np.int32) for name in ("budgets", "difficulty")}  # TRM's own folders have none
+    extra |= {name: array(name, ANY, len(inputs)) for name in extra if (folder / f"all__{name}.npy").exists()}
+    rows = PuzzleRows(
+        inputs, np.where(asked, labels, IGNORE).astype(np.int32), named[puzzle], **extra, vocab=vocab,
+        identifiers_count=facts["num_puzzle_identifiers"], kind=kind, causal=facts.get("causal") is True,
+        puzzle=puzzle, group=np.repeat(np.arange(len(firsts) - 1, dtype=np.int32), np.diff(firsts))[puzzle],
+    )  # fmt: skip
+    return _settled(rows)
+
+
+def _settled(rows: PuzzleRows) -> PuzzleRows:
+    """Without the rows that have no label, and without groups if every remaining row is a group of its own."""
+    labelled = (rows.labels != IGNORE).any(1)
+    kept = rows if labelled.all() else rows.take(np.flatnonzero(labelled))
+    alone = {"puzzle": None, "group": None} if len(np.unique(kept.group)) == len(kept) else {}
+    return dataclasses.replace(kept, unlabelled=len(rows) - len(kept), **alone)
+
+
+def _array(path: Path, shown: str, below: int, shape: tuple) -> np.ndarray:
+    """Whole numbers from 0 to `below` − 1, of shape `shape` (None: any size), as int32."""
+    try:
+        values = np.load(path, allow_pickle=False)
+    except FileNotFoundError:
+        raise UserError(f"{shown}: no such file{AGAIN}") from None
+    except Exception as error:  # NumPy reads its header as Python does, and fails in as many ways
+        reason = "it holds Python objects, none of which was run" if "pickle" in str(error) else first_line(error)
+        raise UserError(f"{shown} is not a readable NumPy array ({reason}){AGAIN}") from error
+    if not isinstance(values, np.ndarray):
+        raise UserError(f"{shown} is an archive of arrays (.npz), not one array{AGAIN}")
+    wanted = "×".join("N" if n is None else str(n) for n in shape)
+    right = values.ndim == len(shape) and all(n in (None, there) for n, there in zip(shape, values.shape))
+    if not right or not np.issubdtype(values.dtype, np.integer):
+        raise UserError(
+            f"{shown} holds {'×'.join(map(str, values.shape))} values of type {values.dtype}; dataset.json says "
+            f"{wanted} whole numbers{AGAIN}"
+        )
+    if not values.size:
+        raise UserError(f"{shown} is empty{AGAIN}")
+    if values.min() < 0 or values.max() >= below:
+        raise UserError(
+            f"{shown} holds values from {values.min()} to {values.max()}; they have to be from 0 to {below - 1}{AGAIN}"
+        )
+    return values.astype(np.int32)

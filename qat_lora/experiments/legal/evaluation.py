@@ -1,0 +1,107 @@
+"""A fine-tune on legal chains of thought: held-out questions answered and scored."""
+
+import shutil
+from pathlib import Path
+
+from torch import nn
+
+from qat_lora.errors import UserError
+from qat_lora.experiments.legal.answers import (
+    invented,
+    messages,
+    response,
+    score,
+)
+from qat_lora.experiments.legal.authorities import Authorities
+from qat_lora.experiments.legal.data import LegalData
+from qat_lora.experiments.legal.sections import NUMBERS, Answer
+from qat_lora.models.writing import write_model
+from qat_lora.rl.sampler import GREEDY, Sampler
+from qat_lora.run.console import say
+from qat_lora.run.files import new_folder, read_json, write_json
+from qat_lora.run.rundir import Run
+from qat_lora.train.supervised import heldout_sections
+
+STAGES = ("baseline", "final")  # of a run, each with its evaluation_file
+
+
+def evaluation_file(stage: str) -> str:
+    """The name of the file in the run directory with the rates and answers of a stage."""
+    return f"{stage}_evaluation.json"
+
+
+class LegalEvaluation:
+    """Asks held-out questions and counts: format, right answers, citations."""
+
+    def __init__(self, sampler: Sampler, data: LegalData):
+        self.sampler, self.data = sampler, data
+        self.authorities = Authorities(data.authorities)
+        lengths = [len(sampler.prompt(messages(row["question"]))) for row in data.questions]
+        self.questions = [row for row, length in zip(data.questions, lengths) if length <= sampler.prompt_length]
+        if not self.questions:
+            raise UserError(
+                f"no held-out question fits --max-prompt-length {sampler.prompt_length}; raise it to {max(lengths)}"
+            )
+        if len(self.questions) < len(lengths) and sampler.backend.is_main:
+            say(f"{len(lengths) - len(self.questions)} held-out questions do not fit --max-prompt-length "
+                f"{sampler.prompt_length} and are not asked")  # fmt: skip
+        long = sum(len(sampler.tokenizer(response(row))["input_ids"]) >= sampler.length for row in self.questions)
+        if long and sampler.backend.is_main:
+            say(f"{long} of {len(self.questions)} held-out rows have answers that do not fit --max-new-tokens "
+                f"{sampler.length}: the model's are cut off there and count as wrong; raise it")  # fmt: skip
+
+    def answer(self, model: nn.Module, count: int) -> tuple[list[dict], list[Answer]]:
+        """Greedy answers to `count` held-out rows, spread evenly over them."""
+        rows = [self.questions[at * len(self.questions) // count] for at in range(count)] \
+            if count < len(self.questions) else self.questions  # fmt: skip
+        said = self.sampler.generate(model, [messages(row["question"]) for row in rows], 1, GREEDY)
+        return rows, [Answer.read(text, ended) for text, ended in said]
+
+    def glance(self, model: nn.Module, batch_size: int, count: int) -> dict[str, float]:
+        """Held-out loss and perplexity by section, and rates over `count` answers."""
+        figures = heldout_sections(model, self.data.heldout, self.sampler.backend, batch_size, NUMBERS)
+        if count:
+            rows, answers = self.answer(model, count)
+            figures |= {name: found["rate"] for name, found in score(answers, rows, self.authorities).items()}
+        return figures
+
+    def write(self, model: nn.Module, count: int, run: Run, stage: str) -> dict:
+        """Write <stage>_evaluation.json with rates, intervals and every answer, once: a resumed run has it."""
+        path = run.path / evaluation_file(stage)
+        there = self.sampler.backend.group.on_main(lambda: _read_rates(path) if path.exists() else None)
+        if there:
+            return {stage: there}
+        rows, answers = self.answer(model, count)
+        rates = score(answers, rows, self.authorities)
+        if run.writes:
+            told = [
+                {"id": row["id"], "question": row["question"], "wanted": row["answer"], "said": answer.text,
+                 "ended": answer.ended, "formatted": answer.formatted,
+                 "invented": invented(answer, row, self.authorities)}
+                for row, answer in zip(rows, answers)
+            ]  # fmt: skip
+            write_json(path, {"rates": rates, "answers": told})
+            say(f"{stage}: " + ", ".join(f"{name} {rate['rate']:.1%} ({rate['low']:.1%}–{rate['high']:.1%})"
+                                         for name, rate in rates.items()) + f", {len(rows)} answers")  # fmt: skip
+        return {stage: rates}
+
+
+def _read_rates(path: Path) -> dict:
+    """What `write` has written before. Raises UserError where it is damaged."""
+    rates = read_json(path).get("rates")
+    if not isinstance(rates, dict) or not all(isinstance(r, dict) and "rate" in r for r in rates.values()) or not rates:
+        raise UserError(f"{path} is damaged; delete it, and it is measured again")
+    return rates
+
+
+# -- model -----------------------------------------------------------------------------------------------------------
+def write_whole(model: nn.Module, tokenizer, folder: Path) -> None:
+    """The model as transformers loads it; what an earlier process has left there is written anew."""
+    if folder.is_file():
+        folder.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
+    with new_folder(folder) as part:
+        write_model(model, tokenizer, part, folder)
+
+
+# -- Weights & Biases ------------------------------------------------------------------------------------------------

@@ -1,0 +1,79 @@
+"""The reservoir language model and the baselines of as many trained parameters."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import nn
+
+from qat_lora.errors import UserError
+from qat_lora.experiments.stories.baselines import MinGRUBlock, SmallLM, TransformerBlock, WindowAttention
+from qat_lora.experiments.stories.reservoir import ReservoirBlock, ReservoirSpec
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A reservoir language model: `blocks` blocks of width `embedding`, each with the reservoirs of `specs` and a mix
+    through `hidden` units; `window`: the last block is followed by attention to that many positions, 0: by none."""
+
+    embedding: int
+    blocks: int
+    hidden: int
+    specs: tuple[ReservoirSpec, ...]
+    heads: int = 4
+    dropout: float = 0.0
+    window: int = 0
+
+    def __post_init__(self):
+        if self.embedding % (2 * self.heads):  # rotary positions turn pairs
+            raise UserError(f"--embedding {self.embedding} does not divide by twice --heads {self.heads}; change one")
+
+
+def build(kind: str, vocab: int, shape: Shape, seed: int) -> SmallLM:
+    """A model of `kind`, drawn with `seed`. The baselines have the reservoir model's embedding and number of blocks and
+    the hidden width at which their trained parameters come nearest to its."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if kind == "reservoir":
+            return _reservoir(vocab, shape, seed)
+        wanted, least = trained(_reservoir(vocab, shape, seed)), trained(_baseline(kind, vocab, shape, 1))
+        if least > wanted:
+            raise UserError(
+                f"--model {kind} has at least {least:,} trained parameters, the reservoir {wanted:,}; raise --hidden"
+            )
+        hidden = _nearest(lambda hidden: trained(_baseline(kind, vocab, shape, hidden)), wanted)
+        return _baseline(kind, vocab, shape, hidden)
+
+
+def trained(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def _reservoir(vocab: int, shape: Shape, seed: int) -> SmallLM:
+    blocks = []
+    for number in range(shape.blocks):
+        specs = tuple(replace(spec, seed=_seed(seed, number, k)) for k, spec in enumerate(shape.specs))
+        blocks.append(ReservoirBlock(shape.embedding, shape.hidden, specs, shape.dropout))
+    if shape.window:
+        blocks.append(WindowAttention(shape.embedding, shape.heads, shape.window, shape.dropout))
+    return SmallLM(vocab, shape.embedding, blocks, shape.dropout)
+
+
+def _seed(*place: int) -> int:
+    """A seed of its own for each place."""
+    return int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def _baseline(kind: str, vocab: int, shape: Shape, hidden: int) -> SmallLM:
+    def block() -> nn.Module:
+        if kind == "mingru":
+            return MinGRUBlock(shape.embedding, hidden, shape.dropout)
+        return TransformerBlock(shape.embedding, hidden, shape.heads, shape.dropout)
+
+    return SmallLM(vocab, shape.embedding, [block() for _ in range(shape.blocks)], shape.dropout)
+
+
+def _nearest(count, wanted: int) -> int:
+    """The hidden width whose count, which grows evenly with it, is nearest to `wanted`."""
+    one, two = count(1), count(2)
+    return round(1 + (wanted - one) / (two - one))

@@ -1,0 +1,157 @@
+"""Reservoirs: recurrent networks that are drawn once and never trained, and a language model whose memory they are.
+
+Leaky echo-state cells (Jaeger 2001; Lukoševičius 2012): h_t = (1 − a)·h_{t−1} + a·tanh(W_in x_t + W h_{t−1}).
+Diagonal linear ones (ParalESN, arXiv 2601.22296): h_t = (1 − τ)·h_{t−1} + τ·(Λ h_{t−1} + W_in x_t), a parallel scan.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from qat_lora.backend import loop
+from qat_lora.backend.devices import full_precision
+from qat_lora.backend.machine import check_memory
+from qat_lora.errors import UserError
+from qat_lora.experiments.stories.scan import DiagonalScan
+
+
+@dataclass(frozen=True)
+class ReservoirSpec:
+    """What a reservoir is drawn from. kind: "esn" or "diagonal". radius: spectral radius of W, or the largest |Λ|.
+    density: share of W's entries that are not 0 (esn). leak: a or τ, the same for all units or evenly spaced in the
+    logarithm between two. scaling: root mean square of W_in's rows' norms. Raises UserError for what cannot be."""
+
+    units: int
+    kind: str = "diagonal"
+    radius: float = 1.0
+    density: float = 0.1
+    leak: tuple[float, float] = (1.0, 1.0)
+    scaling: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.kind not in ("esn", "diagonal"):
+            raise UserError(f"reservoir kind {self.kind!r} is not one of esn, diagonal")
+        if self.units < 1:
+            raise UserError(f"a reservoir of {self.units} units holds nothing; use 1 or more")
+        if self.kind == "diagonal" and self.radius > 1:
+            raise UserError(f"spectral radius {self.radius} lets a linear reservoir grow without end; use 1 or less")
+        if not 0 < self.leak[0] <= self.leak[1] <= 1:
+            low, high = self.leak
+            raise UserError(f"--leak-min {low} and --leak-max {high} must be 0 < min ≤ max ≤ 1; use e.g. 0.05 and 1")
+        square = self.kind == "esn"  # drawn in fp64, and copied to compute its eigenvalues
+        need = 16 * self.units * (self.units if square else 2)
+        check_memory(need, f"a reservoir of {self.units} {self.kind} units", "its units (--reservoirs)")
+
+    @property
+    def features(self) -> int:
+        """Real numbers in a state: diagonal units are complex, two each."""
+        return self.units if self.kind == "esn" else 2 * self.units
+
+    def leaks(self) -> Tensor:
+        low, high = (torch.tensor(edge, dtype=torch.float64).log() for edge in self.leak)
+        return torch.lerp(low, high, torch.linspace(0, 1, self.units, dtype=torch.float64)).exp()
+
+
+def recurrent_matrix(spec: ReservoirSpec, random: torch.Generator) -> Tensor:
+    """W [N, N] of the spec's density, scaled to its spectral radius, fp64, on the CPU."""
+    weight = torch.randn(spec.units, spec.units, generator=random, dtype=torch.float64)
+    weight *= torch.rand(weight.shape, generator=random) < spec.density
+    largest = torch.linalg.eigvals(weight).abs().max()
+    if not largest > 1e-12:
+        raise UserError(f"density {spec.density} leaves {spec.units} units without a cycle; raise one of them")
+    return weight * (spec.radius / largest)
+
+
+def input_matrix(spec: ReservoirSpec, inputs: int, rows: int, random: torch.Generator) -> Tensor:
+    return torch.randn(rows, inputs, generator=random, dtype=torch.float64) * (spec.scaling / inputs**0.5)
+
+
+class EchoState(nn.Module):
+    """A leaky tanh reservoir: buffers w [N, N], w_in [N, D], leak [N]; nothing to train."""
+
+    def __init__(self, spec: ReservoirSpec, inputs: int):
+        super().__init__()
+        self.features, self.units = spec.features, spec.units
+        random = torch.Generator().manual_seed(spec.seed)
+        self.register_buffer("w", recurrent_matrix(spec, random).float())
+        self.register_buffer("w_in", input_matrix(spec, inputs, spec.units, random).float())
+        self.register_buffer("leak", spec.leaks().float())
+
+    def begin(self, rows: int) -> Tensor:
+        return self.w.new_zeros(rows, self.units)
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """States [B, T, N] for inputs [B, T, D] after `state` [B, N], and the last of them."""
+        with full_precision(x):
+            drive = x.to(self.w_in.dtype) @ self.w_in.T
+            carry, states = loop(_leaky, (state, self.w.T, self.leak), drive.transpose(0, 1))
+            return states.transpose(0, 1), carry[0]
+
+
+def _leaky(carry: tuple[Tensor, Tensor, Tensor], drive: Tensor) -> tuple[tuple, Tensor]:
+    state, w, leak = carry
+    state = torch.lerp(state, torch.addmm(drive, state, w).tanh(), leak)
+    return (state, w, leak), state
+
+
+class DiagonalReservoir(nn.Module):
+    """A diagonal linear reservoir: buffers decay [N, 2], (1 − τ) + τΛ, and w_in [2N, D], τ·W_in; nothing to train. A
+    state is re and im of each unit, 2N features.
+
+    Angles are uniform in [0, π] (the conjugates would tell nothing new), radii uniform in area below the spec's. W_in's
+    rows are scaled so that white input gives every unit the same variance, whatever its decay (like LRU,
+    arXiv 2303.06349): a readout hears slow units like fast ones.
+    """
+
+    def __init__(self, spec: ReservoirSpec, inputs: int):
+        super().__init__()
+        self.features, self.units = spec.features, spec.units
+        random = torch.Generator().manual_seed(spec.seed)
+        size, turn = torch.rand(2, spec.units, generator=random, dtype=torch.float64)
+        eigenvalues = torch.polar(spec.radius * size.sqrt(), torch.pi * turn)
+        leak = spec.leaks()
+        decay = (1 - leak) + leak * eigenvalues
+        gain = (1 - decay.abs().square()).clamp(min=1e-6).sqrt()
+        w_in = input_matrix(spec, inputs, 2 * spec.units, random).view(spec.units, 2, inputs)
+        self.register_buffer("decay", torch.view_as_real(decay).float())
+        self.register_buffer("w_in", (w_in * gain[:, None, None]).flatten(0, 1).float())
+        self.scan = DiagonalScan(torch.view_as_real(decay))
+
+    def begin(self, rows: int) -> Tensor:
+        return self.decay.new_zeros(rows, self.units, 2)
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Features [B, T, 2N] for inputs [B, T, D] after `state` [B, N, 2], and the last state."""
+        drive = (self.w_in @ x.to(self.w_in.dtype).flatten(0, 1).T).view(self.units, 2, *x.shape[:2])
+        states = self.scan(drive.permute(2, 3, 0, 1), state)
+        return states.flatten(2), states[:, -1]
+
+
+def reservoir(spec: ReservoirSpec, inputs: int) -> nn.Module:
+    return (EchoState if spec.kind == "esn" else DiagonalReservoir)(spec, inputs)
+
+
+class ReservoirBlock(nn.Module):
+    """y = g ⊙ x + (1 − g) ⊙ u: u a trained mix (norm, one hidden layer) of what the block's reservoirs hold, g a
+    trained gate on the input x [B, T, D]."""
+
+    def __init__(self, width: int, hidden: int, specs: tuple[ReservoirSpec, ...], dropout: float = 0.0):
+        super().__init__()
+        self.reservoirs = nn.ModuleList(reservoir(spec, width) for spec in specs)
+        features = sum(each.features for each in self.reservoirs)
+        self.before, self.norm = nn.LayerNorm(width), nn.LayerNorm(features)
+        self.mix = nn.Sequential(
+            nn.Linear(features, hidden), nn.GELU(), nn.Dropout(dropout), nn.Linear(hidden, width), nn.Dropout(dropout)
+        )
+        self.gate = nn.Linear(width, width)
+
+    def begin(self, rows: int) -> list[Tensor]:
+        return [each.begin(rows) for each in self.reservoirs]
+
+    def forward(self, x: Tensor, state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        heard = self.before(x)
+        features, after = zip(*(each(heard, own) for each, own in zip(self.reservoirs, state)))
+        mixed, gate = self.mix(self.norm(torch.cat(features, -1))), self.gate(heard).sigmoid()
+        return gate * x + (1 - gate) * mixed, list(after)

@@ -1,0 +1,187 @@
+"""LoRA adapters in PEFT's own format, on a base model or a frozen student."""
+
+import math
+import shutil
+import warnings
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from peft.utils import get_peft_model_state_dict, load_peft_weights
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from qat_lora.backend.devices import on_host
+from qat_lora.errors import UserError, one_line
+from qat_lora.models.architecture import unwrap
+from qat_lora.models.identity import check_pickle, short
+from qat_lora.run.files import read_json, sha256, write_json, writing
+
+ORIGIN = "origin.json"
+WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+# Settings of a LoRA that say where its B·A goes and how large it is, or nothing about what it computes. Any other one
+# that is switched on makes it something else than B·A on a frozen base.
+SIZE = {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
+PLACE = {
+    "target_modules", "exclude_modules", "target_parameters", "layers_to_transform", "layers_pattern", "fan_in_fan_out",
+}  # fmt: skip
+SILENT = {
+    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "lora_dropout", "megatron_core", "qalora_group_size", "init_lora_weights", "loftq_config", "eva_config",
+    "corda_config", "lora_ga_config", "runtime_config",
+}  # fmt: skip
+BEYOND_PRODUCT = {"use_dora", "lora_bias", "bias"}  # PEFT runs them right, yet only PEFT
+STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # of B and A alone: the others change the base on loading
+
+
+class Dropout(nn.Dropout):
+    """Dropout that on a CPU draws 16 bits for each value, four values at once: its share of what is dropped is a
+    multiple of 2⁻¹⁶. torch's own took a quarter of a LoRA step there (docs/benchmarks.md)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not on_host(x) or not self.training or not self.p:
+            return super().forward(x)
+        words = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+        bits = words.view(torch.int16)[: x.numel()].view(x.shape)
+        dropped = min(round(self.p * 2**16), 2**16 - 1)
+        return x * ((bits >= dropped - 2**15).to(x.dtype) * (1 / (1 - dropped / 2**16)))
+
+
+def load_adapter(model: nn.Module, path: str | Path, checkpoint: str | Path | None = None) -> nn.Module:
+    """`model`, changed in place, with the LoRA of a PEFT folder on it; nothing in it is trainable.
+
+    checkpoint: the student file that the model was read from, if any. Call it while the model is on the CPU. Raises
+    UserError where the folder is missing, holds no plain LoRA or is damaged, where it was trained on another student or
+    does not fit the model to the tensor, and where it changes the LM head: losses and figures here multiply by the
+    head's weight alone and would leave that part out.
+    """
+    folder = Path(path).expanduser()
+    saved = _read(folder)
+    _check_origin(folder, checkpoint, model)
+    head = unwrap(model).get_output_embeddings()
+    try:
+        with warnings.catch_warnings():  # PEFT only warns of missing tensors; they are refused below
+            warnings.simplefilter("ignore")
+            adapted = PeftModel.from_pretrained(model, str(folder), torch_device="cpu")
+    except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"adapter {folder} does not fit the model ({one_line(error)}); give the model of its run"
+        ) from error
+    odd = sorted(saved.keys() ^ get_peft_model_state_dict(adapted, save_embedding_layers=False).keys())
+    if odd:
+        raise UserError(
+            f"adapter {folder} does not fit the model: {odd[0]} is on one side only; give the model of its run"
+        )
+    if unwrap(adapted).get_output_embeddings() is not head:
+        raise UserError(f"adapter {folder} changes the LM head, which is not supported; train one without it")
+    return adapted.requires_grad_(False)
+
+
+def adapter_values(model: nn.Module) -> int:
+    """How many numbers the LoRA adapters attached to a model take; 0 without one."""
+    return sum(p.numel() for name, p in model.named_parameters() if "lora_" in name)
+
+
+def _read(folder: Path) -> dict[str, Tensor]:
+    """The adapter's tensors. Checks here what would otherwise send PEFT to the hub for the missing file."""
+    if not folder.is_dir():
+        raise UserError(
+            f"adapter {folder}: no such folder; train_recovery_lora.py writes adapter/ into its run directory"
+        )
+    file = next((folder / name for name in WEIGHT_FILES if (folder / name).is_file()), None)
+    if file is None or not (folder / "adapter_config.json").is_file():
+        raise UserError(
+            f"adapter {folder} is no PEFT folder: adapter_config.json or {WEIGHT_FILES[0]} is missing; "
+            "give the adapter/ of a run directory"
+        )
+    _check_config(folder, read_json(folder / "adapter_config.json"))
+    if file.suffix == ".bin":
+        check_pickle(file)
+    try:
+        return load_peft_weights(str(folder), device="cpu")
+    except (SafetensorError, RuntimeError, ValueError, OSError) as error:
+        raise UserError(
+            f"adapter {folder}: {file.name} is damaged ({one_line(error)}); copy or train it again"
+        ) from error
+
+
+def _check_config(folder: Path, config: dict) -> None:
+    """Raise UserError for an adapter that is no LoRA on an unchanged base: what PEFT makes of it while loading would
+    be missing from an export, or there twice."""
+    if config.get("peft_type") != "LORA" or config.get("task_type") not in (None, "CAUSAL_LM"):
+        kind, task = config.get("peft_type"), config.get("task_type")
+        raise UserError(f"adapter {folder}: peft_type {kind}, task_type {task}; only LoRA of a CAUSAL_LM is supported")
+    alpha, start = config.get("lora_alpha", 8), config.get("init_lora_weights", True)
+    if not isinstance(alpha, int | float) or not math.isfinite(alpha) or alpha == 0:
+        raise UserError(f"adapter {folder}: lora_alpha {alpha} switches it off; leave it out, or correct the number")
+    if start not in STARTS:
+        raise UserError(
+            f"adapter {folder}: init_lora_weights {start!r} changes the base model whenever it is loaded; save it with "
+            "PEFT's path_initial_model_for_weight_conversion, which makes a plain LoRA of it"
+        )
+    for name in sorted(config.keys() - SIZE - PLACE - SILENT - BEYOND_PRODUCT):
+        if config[name]:
+            value = str(config[name])[:60]
+            raise UserError(f"adapter {folder}: {name} {value} is not supported; only plain LoRA is, train one without")
+
+
+def write_origin(folder: Path, student: str | None, model: nn.Module | None = None) -> None:
+    """Note beside a saved adapter what it belongs to (`student`: sha256 of the student file, None for a plain base
+    model; the fingerprint of the base `model`, where it has one) and its own checksums."""
+    sums = {file.name: sha256(file) for file in sorted(folder.iterdir()) if file.name.startswith("adapter_")}
+    base = None if model is None else getattr(unwrap(model), "fingerprint", None)
+    write_json(folder / ORIGIN, {"student": student, "base": base, "sha256": sums})
+
+
+def _check_origin(folder: Path, checkpoint: str | Path | None, model: nn.Module) -> None:
+    """Raise UserError where an adapter of ours was changed or is another student's. One from elsewhere has no note."""
+    if not (folder / ORIGIN).is_file():
+        return
+    origin = read_json(folder / ORIGIN)
+    sums = origin.get("sha256")
+    if not isinstance(sums, dict) or not sums:
+        raise UserError(f"adapter {folder}: {ORIGIN} is damaged; copy the folder again, or delete that file")
+    for name, wanted in sums.items():
+        if not (folder / name).is_file():
+            raise UserError(f"adapter {folder}: {name}, which training saved, is missing; copy or train it again")
+        if sha256(folder / name) != wanted:
+            raise UserError(f"adapter {folder}: {name} is not what training saved (checksum); copy or train it again")
+    if origin.get("student") != (sha256(Path(checkpoint)) if checkpoint else None):
+        there = f"another student than {checkpoint}" if checkpoint else "a quantised student, not on the base model"
+        raise UserError(f"adapter {folder} was trained on {there}; give the --checkpoint of its run")
+    trained, here = origin.get("base"), getattr(unwrap(model), "fingerprint", None)
+    if trained and here and trained != here:
+        raise UserError(
+            f"adapter {folder} was trained on another model (fingerprint {short(trained)}) than {model.name_or_path!r} "
+            f"({short(here)}); give the --model of its run"
+        )
+
+
+def save_adapter(model: nn.Module, folder: Path, student: str | None) -> None:
+    """Write the adapter in PEFT's own format, and which student (sha256 of its file) it belongs to; the folder is
+    replaced whole."""
+    part, old = folder.with_name(f".{folder.name}.part"), folder.with_name(f".{folder.name}.old")
+    try:
+        with writing(folder):
+            if old.exists() and not folder.exists():  # killed between the two renames below
+                old.rename(folder)
+            shutil.rmtree(part, ignore_errors=True)
+            # From the host: safetensors cannot read an XLA tensor. The embedding is never trained here; "auto" would
+            # ask the hub whether it was.
+            weights = {name: p.detach().cpu() for name, p in model.named_parameters() if "lora_" in name}
+            model.save_pretrained(part, save_embedding_layers=False, state_dict=weights)
+            config = read_json(part / "adapter_config.json")  # PEFT writes sets in arbitrary order
+            lists = {name: sorted(value) for name, value in config.items() if isinstance(value, list)}
+            write_json(part / "adapter_config.json", dict(sorted((config | lists).items())))
+            write_origin(part, student, model)
+            shutil.rmtree(old, ignore_errors=True)
+            if folder.exists():
+                folder.rename(old)
+            part.rename(folder)
+            shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def weight_file(folder: Path) -> Path:
+    return next(folder / name for name in WEIGHT_FILES if (folder / name).is_file())

@@ -1,0 +1,64 @@
+"""Which parameters of a student are trained, and how fast."""
+
+import math
+
+import torch
+from torch import nn
+
+from qat_lora.errors import UserError
+from qat_lora.models.architecture import decoder_layers, part_of
+from qat_lora.quant.linear import quantized_layers
+from qat_lora.run.options import MOST_RATE
+
+LEAST_RATE = 1e-12  # of a student whose weights are all zero
+RATE_SHARE = 3.1e-3  # of the root mean square of weights in 2 bits: their peak learning rate
+
+
+def select_parameters(student: nn.Module, scope: str) -> None:
+    """Freeze what `scope` leaves out: "mlp" and "attn" train that part of the decoder blocks alone, "weights" all but
+    the scales, "all" freezes nothing."""
+    keep = {id(p) for p in student.parameters()}
+    if scope in ("mlp", "attn"):
+        keep = {
+            id(p)
+            for block in decoder_layers(student)
+            for child, module in block.named_children()
+            if any(p.ndim > 1 for p in module.parameters())  # not the block's own norms
+            for name, p in module.named_parameters(child)
+            if part_of(block, name) == scope
+        }
+    elif scope == "weights":
+        keep -= {id(p) for layer in quantized_layers(student).values() for p in layer.quantizer.parameters()}
+    for p in student.parameters():
+        p.requires_grad_(p.requires_grad and id(p) in keep)
+    if not any(p.requires_grad for p in student.parameters()):
+        raise UserError(f"--scope {scope} leaves nothing of this model to train; use another scope")
+
+
+def parameter_groups(student: nn.Module, learning_rate: float, scale_learning_rate: float) -> list[dict]:
+    """Optimiser groups: latent weights and everything unquantised, and the quantisers' scales; none of them empty."""
+    scales = {id(p) for layer in quantized_layers(student).values() for p in layer.quantizer.parameters()}
+    trained = [p for p in student.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if id(p) not in scales], "lr": learning_rate},
+        {"params": [p for p in trained if id(p) in scales], "lr": scale_learning_rate},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def usual_rates(student: nn.Module) -> tuple[float, float]:
+    """The peak learning rates of a student where none are given, end to end and layer by layer, to two digits.
+
+    At 2 bits both are .31% of the root mean square of the quantised weights, since a latent weight learns by reaching
+    the next level, and levels are as far apart as weights are large: those of SmolLM2 (.19), on which the shares were
+    found, are five times as large as Gemma 3's (.034). For every two bits more the share is a sixth of that, and end to
+    end a half of it at 3 bits and a quarter from 4 on (docs/benchmarks.md, "A second model"; 3 and 8 bits: unmeasured).
+    Of several quantisers the coarsest counts.
+    """
+    layers = quantized_layers(student).values()
+    squares = sum(float(torch.linalg.vector_norm(layer.weight.detach())) ** 2 for layer in layers)
+    size = math.sqrt(squares / sum(layer.weight.numel() for layer in layers))
+    bits = min(layer.quantizer.spec.bits for layer in layers)
+    layerwise = RATE_SHARE * 6 ** (1 - bits / 2) * size
+    rates = (float(f"{rate:.1e}") for rate in (layerwise / 2 ** min(bits - 2, 2), layerwise))
+    return tuple(min(max(LEAST_RATE, rate), MOST_RATE) for rate in rates)  # NaN is refused elsewhere, by name

@@ -1,0 +1,99 @@
+"""Answers to many conversations at once, sampled on one shape."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import nn
+
+from qat_lora.backend import TorchBackend
+from qat_lora.data.chat import after_thought, opens_thought, render
+from qat_lora.models.tokens import check_ids
+from qat_lora.rl.policy import Prompts
+from qat_lora.rl.rollout import Sampling, rollout
+
+GREEDY = Sampling(temperature=0.0)
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Asks about `rows` answers at a time, as prompts of `prompt_length` tokens with an answer of at most `length`: one
+    shape, so that on XLA its graphs are compiled at the first time and never again."""
+
+    tokenizer: object
+    backend: TorchBackend
+    ends: tuple[int, ...]
+    rows: int
+    prompt_length: int
+    length: int
+    thinks: bool = False  # whether the chat template renders with thinking on
+
+    def encode(self, talks: Sequence[Sequence[dict]]) -> Prompts:
+        """Conversations as the chat template renders them, ready for the assistant's answer. Raises UserError where the
+        tokenizer has no template or a prompt does not fit."""
+        return Prompts.of([self.prompt(talk) for talk in talks], self.prompt_length, self.tokenizer.eos_token_id)
+
+    def prompt(self, talk: Sequence[dict]) -> list[int]:
+        """The tokens of one conversation, however many."""
+        text = render(list(talk), self.tokenizer, self.thinks, prompt=True)
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        check_ids(ids, self.tokenizer)
+        return ids
+
+    @cached_property
+    def opened(self) -> bool:
+        return opens_thought(self.tokenizer, self.thinks)
+
+    def decode(self, tokens: list[int]) -> str:
+        """What was said after a thought, if there was one."""
+        return after_thought(self.tokenizer.decode(tokens, skip_special_tokens=True), self.opened)
+
+    def generate(
+        self, model: nn.Module, talks: Sequence[Sequence[dict]], samples: int, sampling: Sampling
+    ) -> list[tuple[str, bool]]:
+        """`samples` answers to each conversation, one conversation after the other: what was said, and whether it came
+        to an end. Each worker asks its share of them, and all get all answers."""
+        was_training = model.training
+        model.eval()
+        width, turns = self.turns(samples)
+        every = list(self.batches([talk for talk in talks for _ in range(turns)], width))
+        mine = []
+        for number in range(self.backend.rank, len(every) + -len(every) % self.backend.world_size,
+                            self.backend.world_size):  # fmt: skip
+            asked, filled = every[number % len(every)]
+            prompts = Prompts(**self.backend.to_device(vars(self.encode(filled))))
+            done = rollout(model, prompts, width, self.length, sampling, self.ends, self.backend)
+            found = self.backend.to_host([done.tokens, done.mask.sum(2), done.ended])
+            said = [(self.decode(ids[: count - end]), end) for _, *group in zip(asked, *(t.tolist() for t in found))
+                    for ids, count, end in zip(*group)]  # fmt: skip
+            mine.append(said)
+        model.train(was_training)
+        shares = self.backend.group.gather(mine)
+        answers = [tuple(one) for turn in range(len(mine)) for share in shares for one in share[turn]]
+        answers = answers[: len(talks) * turns * width]
+        return [answer for at, answer in enumerate(answers) if at % (turns * width) < samples]
+
+    def turns(self, samples: int) -> tuple[int, int]:
+        """How many answers to a question at a time, and how often, for at least `samples` of them."""
+        width = min(samples, self.rows)
+        return width, -(-samples // width)
+
+    def batches(self, items: list, samples: int) -> Iterator[tuple[list, list]]:
+        """Items so many at a time that with `samples` answers to each there are about `rows`, and what to compute for
+        them: on XLA the last ones filled up to as many, so that there is one shape."""
+        size = max(1, self.rows // samples)
+        for start in range(0, len(items), size):
+            batch = items[start : start + size]
+            yield batch, (batch * size)[:size] if self.backend.static_shapes else batch
+
+
+@contextmanager
+def own_randomness(backend: TorchBackend, seed: int) -> Iterator[None]:
+    """Draws that depend on nothing before, and on which nothing after depends."""
+    state = backend.rng_state()
+    backend.seed(seed)
+    try:
+        yield
+    finally:
+        backend.set_rng_state(state)

@@ -1,0 +1,252 @@
+"""Flags, key=value and YAML presets to a script's config, and how a script ends."""
+
+import argparse
+import dataclasses
+import difflib
+import itertools
+import re
+import runpy
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import yaml
+
+from qat_lora.errors import UserError, ignore_sigterm, open_output, report
+from qat_lora.run.options import GROUPS, choices, flag
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+YES, NO = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
+
+
+def parse(
+    kind: type, script: str, argv: list[str], description: str = "", presets: str | None = None,
+    defaults: dict[str, Any] | None = None,
+):  # fmt: skip
+    """The config of `script` from its flags: `--key value`, `key=value`, and presets of configs/<script>/, or of the
+    folder `presets` where another script has the same. defaults: in place of the fields' own.
+
+    Raises UserError naming the nearest key for an unknown one, and the value and what it must be for a wrong one.
+    """
+    argv = _spelled_out(argv, kind)
+    values = (defaults or {}) | _preset(argv, kind, presets or script)
+    found, unknown = _parser(kind, script, description, values).parse_known_args(argv)
+    if unknown:
+        flags = {name.replace("_", "-") for name in _names(kind)}
+        raise UserError(_unknown_key(unknown[0].lstrip("-").split("=")[0], flags, "flag --", "--"))
+    config = kind(**vars(found))
+    return dataclasses.replace(config, device="tpu") if config.tpu else config
+
+
+def _names(kind: type) -> dict[str, str]:
+    """The field that each name means, the fields' own and the aliases."""
+    fields = dataclasses.fields(kind)
+    aliases = {alias.lstrip("-").replace("-", "_"): f.name for f in fields for alias in f.metadata.get("aliases", ())}
+    return {f.name: f.name for f in fields} | aliases
+
+
+def type_of(hint: Any) -> type:
+    """The one type of a field's values, None aside: bool, int, float or str."""
+    if get_origin(hint) is Literal:
+        return str
+    kinds = [kind for kind in get_args(hint) if kind is not NoneType]
+    return type_of(kinds[0]) if kinds else hint
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
+def _parser(kind: type, script: str, description: str, values: dict) -> argparse.ArgumentParser:
+    """A parser of the fields, in their groups. values: defaults in place of the fields' own."""
+    parser = _Parser(
+        prog=f"{script}.py", description=description, allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )  # fmt: skip
+    groups = {name: parser.add_argument_group(name) for name in GROUPS}
+    hints = get_type_hints(kind)
+    for declared in dataclasses.fields(kind):
+        group, hint = groups[declared.metadata["group"]], hints[declared.name]
+        default = values.get(declared.name, declared.default)
+        settings = {"default": default, "help": declared.metadata["help"], "dest": declared.name}
+        flags = [flag(declared.name), *declared.metadata["aliases"]]
+        if type_of(hint) is bool:
+            group.add_argument(*flags, type=_bool, nargs="?", const=True, metavar="BOOL", **settings)
+            if declared.default:
+                off = settings | {"help": f"the same as {flags[0]} false", "default": argparse.SUPPRESS}
+                group.add_argument(f"--no-{flags[0][2:]}", action="store_false", **off)
+        else:
+            known = "{" + ",".join(choices(hint)) + "}" if choices(hint) else type_of(hint).__name__.upper()
+            group.add_argument(*flags, type=type_of(hint), metavar=known, **settings)
+    return parser
+
+
+def _bool(text: str) -> bool:
+    if text.lower() not in YES + NO:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a bool; use true or false")
+    return text.lower() in YES
+
+
+def _spelled_out(argv: list[str], kind: type) -> list[str]:
+    """key=value → --key value, except right after a flag that takes a value: it is that value; section.key → key;
+    --a_b → --a-b."""
+    hints = get_type_hints(kind)
+    valued = {name for name, field in _names(kind).items() if hints[field] is not bool}
+    spelled: list[str] = []
+    for word in argv:
+        last = spelled[-1].lstrip("-").replace("-", "_") if spelled and spelled[-1].startswith("--") else ""
+        if last in valued:
+            spelled.append(word)
+            continue
+        if match := re.fullmatch(r"(?:--)?([A-Za-z_][\w-]*)\.([\w-]+)(=.*)?", word, re.DOTALL):
+            section, key, value = match[1], match[2], match[3] or ""
+            if section in kind.SECTIONS:
+                _check_in_section(key.replace("-", "_"), section, kind, "flag ", f"--{section}.")
+                word = f"--{key}{value}" if word.startswith("--") else f"{key}{value}"
+        match = re.fullmatch(r"([A-Za-z_][\w.-]*)=(.*)", word, re.DOTALL)
+        spelled += [f"--{match[1]}", match[2]] if match else [word]
+        at = len(spelled) - (2 if match else 1)
+        name, equals, value = spelled[at].partition("=")
+        if name.lstrip("-").replace("-", "_") in {*_names(kind), *(f"no_{each}" for each in _names(kind))}:
+            spelled[at] = name.replace("_", "-") + equals + value
+    return spelled
+
+
+def _check_in_section(key: str, section: str, kind: type, what: str, mark: str) -> None:
+    if key not in kind.SECTIONS[section]:
+        raise UserError(_unknown_key(key, set(kind.SECTIONS[section]), what + mark, mark))
+
+
+# -- presets ---------------------------------------------------------------------------------------------------------
+def _preset(argv: list[str], kind: type, script: str) -> dict:
+    names = [word.split("=", 1)[1] for word in argv if word.startswith("--config=")]
+    names += [name for word, name in itertools.pairwise(argv) if word == "--config"]
+    if len(names) > 1:
+        raise UserError(
+            f"--config is given {len(names)} times ({', '.join(names)}); give one, `base:` in it builds on another"
+        )
+    name = names[0] if names else kind.DEFAULT_CONFIG
+    return _read_preset(name, kind, script) if name else {}
+
+
+def _read_preset(name: str, kind: type, script: str, above: tuple = ()) -> dict:
+    """A preset's values, checked against the fields; `base: NAME` in it names a preset that it builds on."""
+    path = _preset_file(name, CONFIGS / script)
+    values = _yaml(path)
+    base = values.pop("base", None)
+    if base is not None and (not isinstance(base, str) or base in (*above, name)):
+        raise UserError(f"{path}: base {base!r} is not the name of another preset; correct it, or leave it out")
+    for section in kind.SECTIONS.keys() & values.keys():
+        block = values.pop(section)
+        if not isinstance(block, dict):
+            raise UserError(f"{path}: {section} is a block of `key: value` lines; correct the file")
+        for key in block:
+            _check_in_section(str(key), section, kind, f"{path}: key ", f"{section}.")
+        values |= block
+    hints, known = get_type_hints(kind), _names(kind)
+    checked = {}
+    for key, value in values.items():
+        if key not in known or key == "config":
+            raise UserError(_unknown_key(str(key), set(known), f"{path}: key "))
+        checked[known[key]] = _coerced(value, hints[known[key]], f"{path}: {key}")
+    return (_read_preset(base, kind, script, (*above, name)) if base else {}) | checked
+
+
+def _preset_file(name: str, folder: Path) -> Path:
+    path = Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
+    if not path.is_file():
+        known = sorted(p.stem for p in folder.glob("*.yaml"))
+        there = ", ".join(known) or "none"
+        raise UserError(f"--config {name}: no such preset{_nearest(name, known)}; there are: {there}")
+    return path
+
+
+def _yaml(path: Path) -> dict:
+    try:
+        values = yaml.safe_load(path.read_text()) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())}); correct the file") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: a preset is a list of `key: value` lines; correct the file")
+    return values
+
+
+def _coerced(value: Any, hint: Any, where: str) -> Any:
+    """`value` as the field's type; PyYAML reads 8e-5 as text, so numbers are read again by the type."""
+    if value is None and NoneType in get_args(hint):
+        return None
+    kind = type_of(hint)
+    if kind is bool and isinstance(value, bool):
+        return value
+    if kind is str and isinstance(value, str | int | float) and not isinstance(value, bool):
+        return str(value)
+    if kind in (int, float) and isinstance(value, str | int | float) and not isinstance(value, bool):
+        try:
+            number = float(value)
+            if kind is float or number == int(number):
+                return kind(number)
+        except (ValueError, OverflowError):
+            pass
+    raise UserError(f"{where}: {value!r} is not {'an' if kind is int else 'a'} {kind.__name__}; correct the value")
+
+
+def _unknown_key(key: str, names: set[str], what: str, mark: str = "") -> str:
+    return f"{what}{key} is unknown{_nearest(key, names, mark) or '; see --help'}"
+
+
+def _nearest(word: str, known, mark: str = "") -> str:
+    near = difflib.get_close_matches(word, known, 1, 0.5)
+    return f"; did you mean {mark}{near[0]}?" if near else ""
+
+
+# -- scripts ---------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Variant:
+    """A script that is another one under a name of its own, with other defaults."""
+
+    name: str
+    description: str
+    defaults: dict[str, Any]
+    check: Callable[[Any], None] | None = None
+
+
+_variant: Variant | None = None  # of the script that this process runs
+
+
+def run_script(main, kind: type, script: str, description: str) -> None:
+    """Parse the command line (see `parse`) and call main(config). Bad input is one line on stderr and exit code 2; so
+    is, with exit code 1, whatever nobody foresaw. --debug shows the traceback."""
+    shown = _variant or Variant(script, description, {})
+    debug = "--debug" in sys.argv
+    open_output()
+    try:
+        try:
+            config = parse(kind, shown.name, sys.argv[1:], shown.description, script, shown.defaults)
+            debug = config.debug
+            if shown.check:
+                shown.check(config)
+            main(config)
+        except SystemExit:  # --help, or nothing to do
+            sys.stdout.flush()
+            raise
+        sys.stdout.flush()  # the end of the process would be too late to say what is wrong
+    except (Exception, KeyboardInterrupt) as error:
+        if debug and not isinstance(error, BrokenPipeError | KeyboardInterrupt):
+            raise
+        sys.exit(report(error))
+    finally:
+        ignore_sigterm()
+
+
+def run_variant(
+    script: str, name: str, description: str, check: Callable[[Any], None] | None = None, **defaults: Any
+) -> None:
+    """Run another script, the same experiment, under a name of its own: with that script's presets, but this
+    description and these defaults, and a further check of the config."""
+    global _variant
+    _variant = Variant(name, description, defaults, check)
+    runpy.run_path(str(CONFIGS.with_name("scripts") / f"{script}.py"), run_name="__main__")

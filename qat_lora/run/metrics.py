@@ -1,0 +1,88 @@
+"""How a figure of a training step becomes one number of a line in metrics.jsonl: over workers, then over steps."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+Value = Tensor | float | int
+SUM, COUNT = ".sum", ".count"  # the two numbers of a `Ratio`, as checkpoints keep them
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A figure that is the same in all workers, of which worker 0's is taken; a line shows the mean over the steps that
+    have it."""
+
+    value: Value
+    summed = False  # over the workers
+
+    def __add__(self, other: "Metric") -> "Metric":
+        """The figure of an update of two micro-batches."""
+        return type(self)(self.value + other.value)
+
+    def detached(self) -> "Metric":
+        """The same without the graph behind it."""
+        return type(self)(self.value.detach()) if isinstance(self.value, Tensor) else self
+
+    @staticmethod
+    def shown(values: Sequence[float]) -> float:
+        """What a line shows of the steps that have the figure."""
+        return sum(values) / len(values)
+
+
+@dataclass(frozen=True)
+class Share(Metric):
+    """This worker's share of a figure of the whole update, such as its part of the loss: workers add up; a line shows
+    the mean over steps."""
+
+    summed = True
+
+
+@dataclass(frozen=True)
+class Total(Metric):
+    """A count, such as tokens: workers and steps add up."""
+
+    summed = True
+    shown = staticmethod(sum)
+
+
+@dataclass(frozen=True)
+class Last(Metric):
+    """A setting that is the same in all workers, such as the learning rate: a line shows that of the last step."""
+
+    @staticmethod
+    def shown(values: Sequence[float]) -> float:
+        return values[-1]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """(sum, count) of what this worker has: a line shows all sums over all counts of workers and steps, if any."""
+
+    total: Value
+    count: Value
+
+
+def parts_of(metrics: dict[str, Metric | Ratio | Value]) -> dict[str, Metric]:
+    """The metrics of a step by the names under which they are kept; a plain number is a `Metric`."""
+    parts: dict[str, Metric] = {}
+    for name, metric in metrics.items():
+        if isinstance(metric, Ratio):
+            parts |= {name + SUM: Total(metric.total), name + COUNT: Total(metric.count)}
+        else:
+            parts[name] = metric if isinstance(metric, Metric) else Metric(metric)
+    return parts
+
+
+def line_of(steps: Sequence[dict[str, float]], kinds: dict[str, type[Metric]]) -> dict[str, float]:
+    """The figures of a line, from those of each of its steps, already summed over workers."""
+    figures = {}
+    for name in dict.fromkeys(name for values in steps for name in values):
+        kind = Total if name.endswith((SUM, COUNT)) else kinds.get(name, Metric)
+        figures[name] = kind.shown([values[name] for values in steps if name in values])
+    for name in [name for name in figures if name.endswith(SUM)]:
+        own = name.removesuffix(SUM)
+        total, count = figures.pop(name), figures.pop(own + COUNT)
+        figures |= {own: total / count} if count else {}
+    return figures

@@ -1,0 +1,176 @@
+"""What an option of a script is: its default, help, group, range, choices, and whether it is part of a run's identity.
+
+A script's options are the fields of one flat frozen dataclass; `command_line.parse` reads them from flags, key=value
+and YAML presets, and `check_options` checks them.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from functools import partial
+from types import NoneType
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+
+from qat_lora.backend.relay import Timeouts
+from qat_lora.errors import UserError
+
+GROUPS = ("model", "data", "quantiser", "optimisation", "run", "device")  # in the order of --help
+BOUNDS = ("at_least", "above", "at_most", "below")
+LONGEST = 86400  # seconds of a timeout; sockets take no more than 24 days
+MOST_UPDATES = 10**9  # of a stage: years
+MOST_RATE = 1e3  # largest learning rate or weight decay
+MOST_MICRO_BATCHES = 10_000  # of an update
+LARGEST = 3.4e38  # more is no fp32 number
+MOST_WEIGHT = 1e6  # largest weight of a part of a loss, and largest alpha of an adapter
+
+
+def option(
+    default: Any, help: str, *aliases: str, group: str = "run", identity: bool | str = True,
+    renamed: dict[Any, Any] | None = None, fix: str = "", **bounds: float,
+) -> Any:  # fmt: skip
+    """A field of a script's config; one of type Literal takes only the values that it lists.
+
+    aliases: other flags for it ("--from"), and other keys of a preset ("from").
+    group: one of GROUPS, under which --help lists it.
+    identity: whether the option is part of a run's identity: a run is resumed only with the same value. The name of a
+    fact in the manifest ("base") means that this fact is compared instead: the option says where something is, the
+    fact what it is.
+    renamed: {value that earlier versions wrote into config.yaml: its current name}; a run may be resumed with either.
+    bounds: at_least, above, at_most, below. fix: what the message about a value outside them says to do.
+    """
+    assert group in GROUPS and bounds.keys() <= {*BOUNDS}, (group, bounds)
+    return field(
+        default=default,
+        metadata={
+            "help": help.replace("%", "%%"), "aliases": aliases, "group": group, "identity": identity,
+            "renamed": renamed or {}, "bounds": bounds, "fix": fix,
+        },
+    )  # fmt: skip
+
+
+def other_default(kind: type, name: str, default: Any) -> Any:
+    """An option of a script that this one has too, with another default."""
+    declared = next(each for each in dataclasses.fields(kind) if each.name == name)
+    return field(default=default, metadata=dict(declared.metadata))
+
+
+model_option = partial(option, group="model")
+data_option = partial(option, group="data")
+quantiser_option = partial(option, group="quantiser")
+optimisation_option = partial(option, group="optimisation")
+run_option = partial(option, group="run", identity=False)
+device_option = partial(option, group="device", identity=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptConfig:
+    """What every script takes.
+
+    SECTIONS: options that are also written section.option, in a preset as a block of that name. DEFAULT_CONFIG: the
+    preset that is read when none is named.
+    """
+
+    SECTIONS: ClassVar[dict[str, tuple[str, ...]]] = {}
+    DEFAULT_CONFIG: ClassVar[str | None] = None
+
+    config: str | None = run_option(
+        None, "preset NAME of configs/<script>/NAME.yaml, or a YAML file; flags win over it"
+    )
+    device: Literal["auto", "cpu", "cuda", "tpu", "xla"] = device_option(
+        "auto", "auto, cpu, cuda, tpu or xla; auto: TPU chips, then CUDA, then CPU", "--device-type"
+    )
+    tpu: bool = device_option(False, "short for --device tpu")
+    precision: Literal["auto", "fp32", "bf16"] = device_option(
+        "auto", "fp32 or bf16 (autocast); auto: bf16 on TPU, CUDA and CPUs that multiply it", identity="precision"
+    )
+    seed: int = option(0, "seed of everything random", at_least=0, below=2**63)
+    dry_run: bool = run_option(False, "print the resolved plan and stop")
+    debug: bool = run_option(False, "show the traceback of an error")
+
+    def __post_init__(self):
+        check_options(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(ScriptConfig):
+    """What every script that trains takes on top."""
+
+    output_dir: str | None = run_option(None, "run directory; default runs/<experiment>/<time>-<preset>-s<seed>-<sha>")
+    resume: str = run_option("off", "off, auto (newest unfinished run of this config), or a run directory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobConfig(RunConfig):
+    """What every script that trains on several workers takes on top."""
+
+    num_chips: int | None = device_option(
+        None, "TPU chips, GPUs or CPU processes of this host; 0: every chip or GPU there is; default: one", at_least=0
+    )
+    host_timeout: float = device_option(
+        60.0, "seconds until the other hosts end after one is lost; a slow host that still responds is not lost",
+        at_least=10, at_most=LONGEST, fix="less, and a short network pause would end the job",
+    )  # fmt: skip
+    join_timeout: float = device_option(
+        60.0, "seconds to wait for all hosts; raise it if hosts start slowly", above=0, at_most=LONGEST
+    )
+
+    @property
+    def timeouts(self) -> Timeouts:
+        return Timeouts(self.host_timeout, self.join_timeout)
+
+
+# -- checks ----------------------------------------------------------------------------------------------------------
+def flag(name: str) -> str:
+    """The flag of an option."""
+    return f"--{name.replace('_', '-')}"
+
+
+def check_options(config) -> None:
+    """Raise UserError for a value outside its option's range or choices, and for what no option means: an empty text
+    (an unset shell variable), NaN or infinity."""
+    hints = get_type_hints(type(config))
+    for declared in dataclasses.fields(config):
+        name, value = flag(declared.name), getattr(config, declared.name)
+        if value == "":
+            raise UserError(f"{name} is empty; give it a value or leave it out")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{name} {value} is not a finite number")
+        if value is None:
+            continue
+        if (known := choices(hints[declared.name])) and value not in known:
+            raise UserError(f"{name} {value!r} is not one of {', '.join(known)}")
+        if bounds := declared.metadata.get("bounds"):
+            check_range(name, value, declared.metadata["fix"], **bounds)
+
+
+def choices(hint: Any) -> tuple[str, ...]:
+    """The values that a field's type lists; () where it does not."""
+    kinds = [kind for kind in (get_args(hint) if get_origin(hint) is not Literal else (hint,)) if kind is not NoneType]
+    return next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
+
+
+def check_range(name: str, value: float, fix: str = "", **bounds: float) -> None:
+    """Raise UserError for a value outside its bounds (at_least, above, at_most, below), with what to do about it."""
+    inside = (
+        value >= bounds.get("at_least", value) and value <= bounds.get("at_most", value)
+        and not value <= bounds.get("above", -math.inf) and not value >= bounds.get("below", math.inf)
+    )  # fmt: skip
+    if not inside:
+        raise UserError(f"{name} {shown(value)} must be {_range(bounds)}{f'; {fix}' if fix else ''}")
+
+
+def _range(bounds: dict[str, float]) -> str:
+    """In words: "at least 1", "from 0 to below 1"."""
+    words = {name: f"{name.replace('_', ' ')} {shown(bound)}" for name, bound in bounds.items()}
+    if {"at_least", "below"} <= words.keys():
+        return f"from {shown(bounds['at_least'])} to {words['below']}"
+    if {"at_least", "at_most"} <= words.keys():
+        return f"from {shown(bounds['at_least'])} to {shown(bounds['at_most'])}"
+    return " and ".join(words[name] for name in BOUNDS if name in words)
+
+
+def shown(value: float) -> str:
+    """A number for people."""
+    if abs(value) >= 1e12:
+        return f"{value:.3g}"
+    return f"{value:,.12g}" if abs(value) >= 1000 else f"{value:.12g}"

@@ -1,0 +1,178 @@
+"""Folders that may be on a bucket: gs://, s3:// and whatever else fsspec opens."""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import fsspec
+
+from qat_lora.errors import FULL_DISK, STOPS, UserError, first_line
+from qat_lora.run.checkpoint import COPIES, kept_files
+from qat_lora.run.console import say
+
+LAST = "meta.json"  # written after all else of a checkpoint: one without it has not arrived
+CLOUDS = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "az": "adlfs", "abfs": "adlfs"}
+
+
+@contextmanager
+def opened(url: str) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
+    """(file system, path in it) of a folder or URL. Whatever goes wrong in the block becomes one line with the URL."""
+    protocol = url.split("://")[0] if "://" in url else "file"
+    try:
+        yield fsspec.core.url_to_fs(url)
+    except (UserError, *STOPS):
+        raise
+    except ImportError as error:
+        mend = f"pip install {CLOUDS[protocol]}" if protocol in CLOUDS else first_line(error)
+        raise UserError(f"{url}: the package for {protocol}:// is missing; {mend}, or use a folder") from error
+    except FileNotFoundError:
+        raise UserError(f"{url}: no such file or folder; check the address") from None
+    except BaseException as error:  # each cloud has classes of its own
+        full = isinstance(error, OSError) and error.errno in FULL_DISK
+        fix = "free some space there" if full else "check the address and what may be written there"
+        raise UserError(f"{url} cannot be used ({type(error).__name__}: {first_line(error)}); {fix}") from error
+
+
+@contextmanager
+def local_folder(url: str) -> Iterator[Path]:
+    """A folder, or a copy of one on a bucket for as long as the block lasts."""
+    if "://" not in url:
+        yield Path(url)
+        return
+    with tempfile.TemporaryDirectory() as copy:
+        with opened(url) as (files, path):
+            if not files.isdir(path):
+                raise FileNotFoundError
+            _get(files, path, Path(copy))
+        yield Path(copy)
+
+
+def _get(files: fsspec.AbstractFileSystem, path: str, folder: Path) -> None:
+    for name in files.find(path):
+        target = folder / name[len(path) :].lstrip("/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        files.get_file(name, str(target))
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------------
+def _whole(files: fsspec.AbstractFileSystem, path: str) -> list[int]:
+    """Steps of the checkpoints at `path` that have arrived, newest first."""
+    files.invalidate_cache()
+    if not files.exists(path):
+        return []
+    names = [name.rstrip("/").rsplit("/", 1)[-1] for name in files.ls(path, detail=False)]
+    steps = [int(name[5:]) for name in names if name.startswith("step_") and name[5:].isdecimal()]
+    return sorted((step for step in steps if files.exists(f"{path}/step_{step}/{LAST}")), reverse=True)
+
+
+def check_writable(url: str) -> None:
+    """Raise UserError where nothing can be written to a folder or URL; it is made where it is not there."""
+    with opened(url) as (files, path):
+        files.makedirs(path, exist_ok=True)
+        files.pipe_file(f"{path}/.probe", b"may I?")
+        files.rm_file(f"{path}/.probe")
+
+
+def newest(url: str) -> str | None:
+    """Name of the newest whole checkpoint at a URL."""
+    with opened(url) as (files, path):
+        return next((f"step_{step}" for step in _whole(files, path)), None)
+
+
+def push(checkpoint: Path, url: str, beside: Sequence[Path] = ()) -> None:
+    """Copy a checkpoint's folder to a URL, under its name, with other files."""
+    with opened(url) as (files, path):
+        target = f"{path}/{checkpoint.name}"
+        if files.exists(target):  # of a run that went on from an earlier step
+            files.rm(target, recursive=True)
+        files.makedirs(target, exist_ok=True)
+        for file in sorted([*beside, *checkpoint.iterdir()], key=lambda file: file.name == LAST):
+            files.put_file(str(file), f"{target}/{file.name}")
+
+
+def fetch(url: str, names: Sequence[str], folder: Path) -> None:
+    """Copy files of a URL into a folder."""
+    with opened(url) as (files, path):
+        for name in names:
+            files.get_file(f"{path}/{name}", str(folder / name))
+
+
+def pull(url: str, folder: Path) -> list[Path]:
+    """Copy all whole checkpoints into `folder`; their paths, newest first. One may turn out to be damaged."""
+    found = []
+    with opened(url) as (files, path):
+        for step in _whole(files, path):
+            target, part = folder / f"step_{step}", folder / f".part_{step}"
+            for there in (part, target):  # of a process that died here
+                shutil.rmtree(there, ignore_errors=True)
+            _get(files, f"{path}/step_{step}", part)
+            found.append(part.rename(target))
+    return found
+
+
+def prune(url: str, keep: int) -> None:
+    """Remove all whole checkpoints at a URL but the newest `keep`."""
+    with opened(url) as (files, path):
+        for step in _whole(files, path)[keep:]:
+            files.rm(f"{path}/step_{step}", recursive=True)
+
+
+KEEP = 2
+
+
+BESIDE = ("config.yaml", "metrics.jsonl", "manifest.json")  # of a run directory; with the last it is one
+
+
+def copy_out(run_path: Path, checkpoint: Path, url: str) -> None:
+    """Copy a checkpoint to `url`, a folder or a bucket, with the files of its run directory; older copies go."""
+    kept = {run_path / "checkpoints" / COPIES / total for total in _kept(checkpoint)}
+    push(checkpoint, url, [*(run_path / name for name in BESIDE), *sorted(kept)])
+    prune(url, KEEP)
+
+
+def bring_back(url: str, folder: Path, check: Callable[[Path], object]) -> None:
+    """Make the run directory `folder` from the copies at `url`; nothing where it is a run already or there is no copy.
+
+    check(path) raises UserError where config.yaml and manifest.json in `path` are of another run. So does bring_back,
+    before anything is touched, and where no later copy could be written.
+    """
+    check_writable(url)
+    if (step := newest(url)) is None:
+        return
+    with tempfile.TemporaryDirectory() as there:
+        fetch(f"{url}/{step}", BESIDE, Path(there))
+        try:
+            check(Path(there))
+        except UserError as error:
+            raise UserError(str(error).replace(there, f"{url}/{step}")) from error
+        if (folder / "manifest.json").exists():
+            return
+        for found in pull(url, folder / "checkpoints"):
+            for name in BESIDE:
+                (found / name).unlink(missing_ok=True)
+            (found.parent / COPIES).mkdir(exist_ok=True)
+            for total in _kept(found):
+                (found / total).replace(found.parent / COPIES / total)
+        for name in BESIDE:
+            shutil.move(f"{there}/{name}", folder / name)
+    say(f"{step} of {url} brought back to {folder}")
+
+
+def _kept(checkpoint: Path) -> set[str]:
+    """The names of the file copies that a checkpoint relies on; none for a damaged one, which is set aside later."""
+    try:
+        return kept_files(checkpoint)
+    except UserError:
+        return set()
+
+
+def check_unused(url: str) -> None:
+    """Raise UserError where a new run would bury another's checkpoints, or could write none."""
+    check_writable(url)
+    if (there := newest(url)) is not None:
+        raise UserError(
+            f"--checkpoint-path {url} holds {there} of a run; resume it with --resume auto, or give another folder or "
+            "URL"
+        )

@@ -1,0 +1,279 @@
+"""Which run --resume means, and whether it is the same as what is asked for now."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qat_lora.backend import relay
+from qat_lora.backend.group import ALONE, Group
+from qat_lora.errors import UserError, first_line
+from qat_lora.run.console import say
+from qat_lora.run.files import read_json, sha256
+from qat_lora.run.hosts import agree_on_options, bring_run
+from qat_lora.run.options import JobConfig, RunConfig
+
+CONFIG_SUM = "config_sha256"  # in manifest.json
+
+
+DATE, STAMP = "date", "%Y%m%dT%H%M%SZ"
+
+
+def identity(config: RunConfig) -> dict:
+    """The options that decide the numbers of a run, as their declarations say."""
+    return {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.metadata.get("identity", True)}
+
+
+def read_config(path: Path) -> dict:
+    """The options that a run was started with, from config.yaml; raises UserError if it is missing or damaged."""
+    try:
+        found = yaml.safe_load((path / "config.yaml").read_text())
+        if not isinstance(found, dict):
+            raise ValueError("no options in it")
+        return found
+    except (OSError, yaml.YAMLError, ValueError) as error:
+        raise UserError(
+            f"{path}/config.yaml is missing or damaged ({first_line(error)}); put it back, or start in another folder"
+        ) from error
+
+
+def _resumed_path(experiment: str, config: RunConfig, facts: dict) -> Path | None:
+    """The run to resume: the one that is named, or the newest with the same identity."""
+    path = _first_match(experiment, config, facts)
+    if path is None and config.resume == "auto" and not config.output_dir:
+        say("--resume auto: no unfinished run of this config; starting a new one")
+    return path
+
+
+def _first_match(experiment: str, config: RunConfig, facts: dict) -> Path | None:
+    named = config.output_dir or config.resume != "auto"
+    return next((p for p in _candidates(experiment, config, say) if named or _is_same(p, config, facts)), None)
+
+
+def _candidates(experiment: str, config: RunConfig, tell: Callable[[str], None] | None = None) -> Iterator[Path]:
+    """The run directories that --resume may mean: the one that is named, or all unfinished ones, newest first. tell:
+    gets a line about each that cannot be read."""
+    if config.resume == "off":
+        return
+    if config.resume != "auto":
+        path = Path(config.resume)
+        if not (path / "manifest.json").exists():
+            raise UserError(f"--resume {path}: no run there (no manifest.json); give a run directory, auto or off")
+        if config.output_dir and path.resolve() != Path(config.output_dir).resolve():
+            raise UserError(f"--resume {path} and --output-dir {config.output_dir} are different directories; drop one")
+        yield path
+    elif config.output_dir:
+        path = Path(config.output_dir)
+        if (path / "manifest.json").exists():
+            yield path
+    else:
+        for manifest in sorted(Path("runs", experiment).glob("*/manifest.json"), reverse=True):
+            try:
+                read_config(manifest.parent)
+                read_json(manifest)
+                finished = _status(manifest.parent) == "finished"
+            except UserError as error:
+                if tell:
+                    tell(f"skipping {manifest.parent}: {error}")
+                continue
+            if not finished:
+                yield manifest.parent
+
+
+def begun(experiment: str, config: RunConfig, group: Group = ALONE) -> datetime:
+    """When the run that --resume means was started, in local time; the current time for a new run. Of several
+    unfinished runs it is the one with the fewest other options, and of these the newest. Chat templates that print the
+    date print this one, so that a run can be resumed on another day."""
+    return group.on_main(lambda: _begun(experiment, config))
+
+
+def _begun(experiment: str, config: RunConfig) -> datetime:
+    path = _meant(experiment, config)
+    return date_of(read_json(path / "manifest.json"), path / "manifest.json") if path else now()
+
+
+def _meant(experiment: str, config: RunConfig, tell: Callable[[str], None] | None = None) -> Path | None:
+    """The run that --resume means, as far as can be told before its data is read."""
+    named = config.output_dir or config.resume != "auto"
+    found = [path for path in _candidates(experiment, config, tell) if named or _may_be(path, config)]
+    return min(found, key=lambda path: len(_changed(path, config))) if found else None
+
+
+def prepare(experiment: str, config, group: Group):
+    """The config of a job, once its workers have compared their options and worker 0's host has the run that --resume
+    means. Call it before anything of a run is read. Raises UserError, in every worker, if they do not agree.
+
+    If there are fewer workers than the run had, each takes more micro-batches, so that an update keeps its rows: the
+    config says so. What else differs from the run is left for `open_run` to refuse.
+    """
+    agree_on_options(config, group)
+    if config.resume == "off":
+        return config
+    if group.world_size > 1:
+        bring_run(_meant_here(experiment, config, group) if group.leads else None, group)
+    if not hasattr(config, "accumulation_steps"):
+        return config
+    rows, was = group.on_main(lambda: _rows_before(experiment, config))
+    each = config.batch_size * group.world_size
+    as_before = all(getattr(config, name) == was.get(name) for name in ("batch_size", "accumulation_steps"))
+    if not as_before or rows <= each * config.accumulation_steps or rows % each:
+        return config
+    if group.rank == 0:
+        say(f"fewer workers than before: --accumulation-steps {rows // each} keeps {rows} rows in an update")
+    return dataclasses.replace(config, accumulation_steps=rows // each)
+
+
+def _meant_here(experiment: str, config: RunConfig, group: Group) -> Path | None:
+    """The run that --resume means as far as this host knows: a named one may be on another."""
+    if named := config.output_dir if config.resume == "auto" else config.resume:
+        return Path(named)
+    return _meant(experiment, config, relay.say if group.rank else None)  # on worker 0 open_run tells
+
+
+def _rows_before(experiment: str, config: RunConfig) -> tuple[int, dict]:
+    path = _meant(experiment, config)
+    return (read_json(path / "manifest.json").get("rows_per_update", 0), recorded(path, config)) if path else (0, {})
+
+
+def _may_be(path: Path, config: RunConfig) -> bool:
+    """Whether a run may be one of this config, as far as can be told before its data is read."""
+    was = recorded(path, config)
+    return all(
+        getattr(config, field.name) in _names_of(field, was[field.name])
+        for field in dataclasses.fields(config)
+        if field.metadata.get("identity", True) is True
+    )
+
+
+def recorded(path: Path, config: RunConfig) -> dict:
+    """The options that a run was started with, by their present names; the default of one that is newer than the
+    run."""
+    was = read_config(path)
+    return {field.name: _recorded(was, field) for field in dataclasses.fields(config)}
+
+
+def _recorded(was: dict, field: dataclasses.Field, otherwise: dict | None = None) -> Any:
+    """What config.yaml has of an option, under its name or an earlier one."""
+    found = [was[name] for name in (field.name, *_earlier_names(field)) if name in was]
+    if not found:
+        return field.default if otherwise is None else otherwise[field.name]
+    return next((value for value in found if value is not None), None)
+
+
+def _earlier_names(field: dataclasses.Field) -> list[str]:
+    return [alias.lstrip("-").replace("-", "_") for alias in field.metadata.get("aliases", ())]
+
+
+def _names_of(field: dataclasses.Field, value: Any) -> list:
+    """A value that a run has of an option, and what it is called now, where an earlier version wrote it."""
+    return [value, *(now for before, now in field.metadata.get("renamed", {}).items() if before == value)]
+
+
+def now() -> datetime:
+    """The current local time, in whole seconds and without a time zone."""
+    return datetime.now().replace(microsecond=0)
+
+
+def date_of(manifest: dict, path: Path) -> datetime:
+    """The date that a manifest keeps for chat templates or, in an older one, when the run was started; local time.
+    path: the manifest, for messages. Raises UserError if the date cannot be read."""
+    try:
+        if DATE in manifest:
+            return datetime.fromisoformat(manifest[DATE])
+        if "started" in manifest:
+            started = datetime.strptime(manifest["started"], STAMP).replace(tzinfo=UTC)
+            return started.astimezone().replace(tzinfo=None)
+        return now()
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{path} is damaged ({first_line(error)}); put it back, or start in another folder") from error
+
+
+def _is_same(path: Path, config: RunConfig, facts: dict) -> bool:
+    try:
+        check_same(path, config, facts)
+    except UserError:
+        return False
+    return True
+
+
+def _status(path: Path) -> str | None:
+    """What summary.json says of a run, or None before it has one."""
+    return read_json(path / "summary.json").get("status") if (path / "summary.json").exists() else None
+
+
+def check_same(path: Path, config: RunConfig, facts: dict) -> dict:
+    """The manifest.json of a run; raises UserError if the run's identity differs from that of `config` and `facts`, or
+    if its files are damaged."""
+    was, manifest = read_config(path), read_json(path / "manifest.json")
+    wanted = manifest.get(CONFIG_SUM)
+    if wanted is not None and sha256(path / "config.yaml") != wanted:
+        raise UserError(f"{path}/config.yaml is damaged (checksum); put it back, or give another --output-dir")
+    for name in sorted(facts.keys() & manifest.keys()):  # first those that name a file: others may follow from it
+        there, here = manifest[name], facts[name]
+        if isinstance(there, dict) and isinstance(here, dict):
+            for key in sorted(there.keys() | here.keys()):
+                _check_equal(path, f"{name}: {key}", there.get(key), here.get(key))
+    for field in sorted(dataclasses.fields(config), key=lambda field: field.name):
+        name, kind, now = field.name, field.metadata.get("identity", True), getattr(config, field.name)
+        there = {name, *_earlier_names(field)}
+        if not kind:
+            continue
+        if isinstance(kind, str) and kind in manifest and kind in facts:
+            both = {kind, f"heldout_{kind}"} & manifest.keys() & facts.keys()  # the second comes from the same place
+            for fact in sorted(both):
+                if manifest[fact] != facts[fact] and now:
+                    raise UserError(
+                        f"{path} is a run of another config: {fact} is {str(manifest[fact])[:12]!r} ({name} "
+                        f"{_recorded(was, field)!r}) there (manifest.json), {str(facts[fact])[:12]!r} ({name} {now!r}) here; "
+                        "give the same one, or another --output-dir"
+                    )
+            continue
+        if not there.intersection(was) and wanted is None:
+            raise UserError(
+                f"{path}/config.yaml has no {name}: it is damaged, or of another version; put it back, or "
+                "give another --output-dir"
+            )
+        before = _recorded(was, field)
+        flags = f"flags and preset (--config {config.config} here)" if config.config else "flags"
+        if now not in _names_of(field, before):
+            _check_equal(path, name, before, now, flags)
+    for name in sorted(facts.keys() & manifest.keys()):
+        _check_equal(path, name, manifest[name], facts[name])
+    return manifest
+
+
+UPDATE = "batch size × accumulation steps × workers"
+
+
+MADE_OF = {
+    "rows_per_update": UPDATE,
+    "prompts_per_update": UPDATE,
+    "layer_rows_per_update": "batch size × workers",
+}  # facts that several options decide
+
+
+def _check_equal(path: Path, name: str, there: Any, here: Any, flags: str | None = None) -> None:
+    """Raise UserError if an option or a fact (then without `flags`) of a run differs from the present one."""
+    if there != here:
+        where = "there" if flags else "there (manifest.json)"
+        of = f" ({MADE_OF[name]})" if name in MADE_OF else ""
+        raise UserError(
+            f"{path} is a run of another config: {name}{of} is {there!r} {where}, {here!r} here; give the same "
+            f"{flags or 'flags'}, or another --output-dir"
+        )
+
+
+def _changed(path: Path, config: RunConfig) -> dict:
+    """The options that differ from those the run was started with, except those that every script has (--resume)."""
+    was, own = read_config(path), {field.name for field in dataclasses.fields(JobConfig)} - {"num_chips"}
+    fields = [field for field in dataclasses.fields(config) if field.name not in own]
+    now = {field.name: getattr(config, field.name) for field in fields}
+    return {field.name: now[field.name] for field in fields if _recorded(was, field, now) != now[field.name]}
+
+
+def _stamp() -> str:
+    """The current time in UTC, as in names of run directories."""
+    return datetime.now(UTC).strftime(STAMP)

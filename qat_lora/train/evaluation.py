@@ -1,0 +1,156 @@
+"""Perplexity and divergence from the teacher, on fixed shapes."""
+
+import math
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from qat_lora.backend import TorchBackend, compute_dtype
+from qat_lora.backend.tiles import tiles
+from qat_lora.data.packing import window_starts, windowed
+from qat_lora.errors import UserError
+from qat_lora.models.architecture import hidden_states
+from qat_lora.quant.student import head_of
+from qat_lora.train.losses import text_loss
+
+
+def heldout_nll(
+    model: nn.Module, dataset: Dataset, backend: TorchBackend, batch_size: int, rows: int
+) -> dict[str, float]:
+    """NLL in nats/token over the target tokens of the first `rows` rows of a TextDataset, and the number of those rows
+    (heldout_rows). Raises UserError if they have no target token."""
+
+    def figures(batch: dict) -> list[Tensor]:
+        kept = batch["mask"][:, 1:].sum(dtype=torch.float32)
+        return [text_loss(model, batch | {"total": torch.ones_like(kept)}), kept]
+
+    total, kept = batch_means(figures, model, dataset, backend, batch_size, rows)
+    if not kept:
+        raise UserError("the held-out rows keep no token to predict; hold out more rows")
+    nll = total / kept
+    return {"heldout_nll": nll, "heldout_ppl": math.exp(min(nll, 80)), "heldout_rows": min(rows, len(dataset))}
+
+
+@torch.no_grad()
+def batch_means(figures, model: nn.Module, dataset: Dataset, backend: TorchBackend, batch_size: int, rows: int) -> list:
+    """Means over batches of figures(batch) for the first `rows` rows. All batches have one shape: the last is filled up
+    with rows whose `mask` and `sections` are 0, so that ratios of sums weighted by those do not depend on batch_size.
+
+    Worker k takes batches k, k+W, …; all run equally many, and what goes beyond the last batch does not count.
+    """
+    rows = min(rows, len(dataset))
+    count = -(-rows // batch_size)
+    if rows < 1:
+        raise UserError(f"{rows} held-out rows: there is nothing to measure; hold out more, or raise --eval-rows")
+    was_training = model.training
+    model.eval()
+    mine = []
+    for number in range(backend.rank, -(-count // backend.world_size) * backend.world_size, backend.world_size):
+        start = number % count * batch_size
+        items = [dataset[i] for i in range(start, min(start + batch_size, rows))]
+        items += [_uncounted(items[0])] * (batch_size - len(items))
+        batch = backend.to_device({key: torch.stack([item[key] for item in items]) for key in items[0]})
+        with backend.autocast():
+            mine.append(figures(batch))
+        backend.step_boundary()
+    model.train(was_training)
+    width = len(mine[0])
+    values = backend.fetch(*[value for row in mine for value in row])
+    shares = backend.group.gather([values[at : at + width] for at in range(0, len(values), width)])
+    by_batch = [share[turn] for turn in range(len(mine)) for share in shares][:count]
+    return [sum(column) / count for column in zip(*by_batch)]
+
+
+def _uncounted(item: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A copy of a row that counts in no figure."""
+    return item | {name: torch.zeros_like(item[name]) for name in ("mask", "sections") if name in item}
+
+
+def windows(
+    tokens: Tensor, length: int, stride: int, limit: int | None = None, bos: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Windows [N, length] of a token stream and how many tokens at the end of each count as predicted there [N].
+
+    stride = length: blocked, every window on its own (its first token is given). stride < length: sliding, after the
+    first window only the last `stride` tokens count, with the ones before as context. With `bos` each window begins
+    with that token, in place of the stream's one there, which does not count in either case. The ragged end is left
+    out.
+    Raises UserError where the text is shorter than one window.
+    """
+    if not 1 <= stride <= length:
+        raise UserError(f"stride={stride} must be from 1 to the window length {length}")
+    starts = window_starts(tokens, length, stride, bos)[:limit]
+    if not starts:
+        raise UserError(f"the text has {len(tokens)} tokens, fewer than one window of {length}; use a shorter --length")
+    new = [length, *(later - start for start, later in pairwise(starts))]
+    return windowed(tokens, starts, length, bos), torch.tensor([min(count, length - 1) for count in new])
+
+
+def counted(tokens: Tensor, scored: Tensor, given: int | None = None) -> Tensor:
+    """Which of tokens[:, 1:] count, bool [N, L − 1]: of each window [N, L] the last `scored` [N], without `given`."""
+    length = tokens.shape[1]
+    where = torch.arange(1, length) >= (length - scored).unsqueeze(1)
+    return where if given is None else where & (tokens[:, 1:] != given)
+
+
+@torch.no_grad()
+def text_figures(
+    model: nn.Module,
+    tokens: Tensor,
+    scored: Tensor,
+    backend: TorchBackend,
+    batch_size: int = 1,
+    teacher: nn.Module | None = None,
+    given: int | None = None,
+) -> dict[str, float]:
+    """Exact figures over windows [N, L] of which the last `scored` [N] tokens count, without those that are `given`.
+
+    nll in nats a token, ppl = e^nll, and with a teacher kl = E[KL(teacher‖model)] over the same positions. Of a
+    teacher with more rows in its embedding than the model's (one tokenizer, padded differently) what lies beyond is
+    dropped and the rest renormalised; what the model gives to rows that the teacher lacks counts against it, as in the
+    loss from a cache.
+    """
+    count = len(tokens)
+    where = counted(tokens, scored, given)
+    sums = []
+    for start in range(0, count, batch_size):
+        rows = torch.arange(start, start + batch_size)
+        keep = (rows < count).long()  # the last batch is filled up to one shape
+        rows = rows.clamp(max=count - 1)
+        batch = backend.to_device({"tokens": tokens[rows].long(), "mask": where[rows] * keep.unsqueeze(1)})
+        with backend.autocast():
+            sums += _window_sums(model, teacher, batch["tokens"], batch["mask"])
+        backend.step_boundary()
+    values = backend.fetch(*sums)
+    total = float(where.sum())
+    nll = sum(values[::2]) / total
+    figures = {"nll": nll, "ppl": math.exp(min(nll, 80)), "tokens": int(total)}
+    return figures | ({"kl": sum(values[1::2]) / total} if teacher is not None else {})
+
+
+def _window_sums(model, teacher, tokens: Tensor, mask: Tensor) -> list[Tensor]:
+    """[Σ NLL, Σ KL] over kept positions; logits in blocks, softmax in fp32."""
+    models = [model] if teacher is None else [model, teacher]
+    hidden = [hidden_states(m, tokens)[:, :-1].flatten(0, 1) for m in models]
+    heads = [head_of(m).cast(compute_dtype(h)) for h, m in zip(hidden, models)]
+    vocab = max(len(head.weight) for head in heads)
+    labels, keep = tokens[:, 1:].reshape(-1, 1), mask.reshape(-1).float()
+    nll = kl = keep.new_zeros(())
+    for blocks in zip(*(head.products(h, vocab, len(heads)) for h, head in zip(hidden, heads))):
+        start, count = blocks[0][0].start, len(blocks[0][1])
+        for part in tiles(count, vocab, keep.device):
+            rows = slice(start + part.start, start + part.stop)
+            logp = [head.finish(product[part]).log_softmax(-1) for head, (_, product) in zip(heads, blocks)]
+            nll = nll - (logp[0].gather(1, labels[rows]).squeeze(1) * keep[rows]).sum()
+            if teacher is not None:
+                kl = kl + (_divergence(*logp) * keep[rows]).sum()
+    return [nll, kl]
+
+
+def _divergence(mine: Tensor, its: Tensor) -> Tensor:
+    """KL(its ‖ mine) [n] of log-probabilities [n, V] and [n, V'], over the vocabulary that both have."""
+    if its.shape[1] > mine.shape[1]:
+        its = its[:, : mine.shape[1]].log_softmax(-1)
+    return (its.exp() * (its - mine[:, : its.shape[1]])).sum(1)

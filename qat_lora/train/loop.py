@@ -1,0 +1,208 @@
+"""The one loop of every experiment: a stage of a run, its updates, and the micro-batches of each.
+
+stage = Stage("qat", session, plan, optimizer, row_stream(rows, plan, backend), Trained(model, optimizer), evaluate)
+for update in stage:                                    # resumes, evaluates, saves and stops in between
+    for batch in update:                                # micro-batches, on the device
+        with backend.autocast():
+            loss = …                                    # forward and loss
+        backend.backward(loss)
+        update.add(loss=Share(loss), tokens=Total(tokens_of(batch)))
+    norm = update.step()                                # reduce over workers, clip, step, moving average
+    update.record(grad_norm=norm)
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from qat_lora.backend import TorchBackend
+from qat_lora.data.batches import batches
+from qat_lora.errors import UserError
+from qat_lora.quant.training import parameter_groups
+from qat_lora.run.metrics import Last, Metric, Ratio, Value
+from qat_lora.run.session import Session
+from qat_lora.train.optimizer import new_optimizer
+from qat_lora.train.schedule import cosine, set_learning_rates
+
+Stream = Callable[[int], Iterator[dict]]  # micro-batches from the update of this number (0-based) on
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long and how fast to train. An update is one optimiser step on batch_size · accumulation rows of a worker.
+
+    weight_decay: decoupled. floor: the share of the learning rate that the schedule ends with.
+    """
+
+    steps: int
+    batch_size: int
+    accumulation: int
+    learning_rate: float
+    warmup_steps: int
+    clip_grad_norm: float
+    seed: int
+    weight_decay: float = field(default=0.0, kw_only=True)
+    floor: float = field(default=0.0, kw_only=True)
+
+    def factor(self, step: int) -> float:
+        """What the schedule multiplies the peak learning rates by in update `step` (1-based), counted in updates, never
+        in micro-batches."""
+        warmup = min(self.warmup_steps, self.steps // 2)
+        factor = cosine(step - 1, self.steps, warmup)
+        return factor if step <= warmup else self.floor + (1 - self.floor) * factor
+
+
+class Stage:
+    """One stage of a run: iterate over it for its updates.
+
+    stream: see `row_stream`. trained: what checkpoints hold. evaluate(step) → held-out figures, see Session.steps.
+    within(factor): what else belongs to an optimiser step, in its graph on XLA; factor: see Plan.factor. after: what
+    follows it, in a graph of its own.
+    """
+
+    def __init__(
+        self, name: str, session: Session, plan: Plan, optimizer: torch.optim.Optimizer, stream: Stream,
+        trained: "Trained", evaluate: Callable[[int], dict] | None = None,
+        within: Callable[[float], None] | None = None, after: Callable[[], None] | None = None,
+    ):  # fmt: skip
+        self.name, self.session, self.backend, self.plan = name, session, session.backend, plan
+        self.optimizer, self.stream, self.trained, self.evaluate = optimizer, stream, trained, evaluate
+        self.within, self.after = within, after
+
+    def __iter__(self) -> Iterator["Update"]:
+        """Each update, once its learning rates are set."""
+        found, trained = None, self.trained
+        for step in self.session.steps(self.name, self.plan.steps, trained.state, trained.load, self.evaluate):
+            found = found or self.stream(step - 1)
+            factor = self.plan.factor(step)
+            set_learning_rates(self.optimizer, factor)
+            yield Update(self, step, factor, found)
+
+
+class Update:
+    """One update of a stage. Iterate over it for its micro-batches; on XLA each is a graph of its own."""
+
+    def __init__(self, stage: Stage, number: int, factor: float, stream: Iterator[dict]):
+        self.stage, self.number, self.factor, self.stream = stage, number, factor, stream
+        self.metrics: dict[str, Metric | Ratio | Value] = {}
+
+    def __iter__(self) -> Iterator[dict]:
+        for micro in range(self.stage.plan.accumulation):
+            if micro:
+                self.stage.backend.step_boundary()
+            yield next(self.stream)
+
+    def add(self, **metrics: Metric) -> None:
+        """Metrics of a micro-batch, added to those of the ones before."""
+        for name, metric in metrics.items():
+            metric = metric.detached()
+            self.metrics[name] = self.metrics[name] + metric if name in self.metrics else metric
+
+    def step(self) -> Tensor:
+        """Reduce the gradients over workers, clip them, step, and whatever belongs to that; the gradient's norm before
+        clipping, a device scalar."""
+        stage = self.stage
+        within = partial(stage.within, self.factor) if stage.within else None
+        norm = stage.backend.update(stage.optimizer, stage.plan.clip_grad_norm, within)
+        if stage.after:
+            stage.after()
+            stage.backend.step_boundary()
+        return norm
+
+    def record(self, **metrics: Metric | Ratio | Value) -> None:
+        """Hand the metrics of the whole update, with the learning rate, to the session."""
+        rate = Last(self.stage.plan.learning_rate * self.factor)
+        self.stage.session.record(**self.metrics, **metrics, lr=rate)
+
+
+class Trained:
+    """What a stage's checkpoints hold: the trained parameters of a placed model, its optimiser, the moving average of
+    the model if there is one, and what an evaluation keeps in `best`, plain values and host tensors.
+
+    parameters: in place of what takes gradients now.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, average: nn.Module | None = None,
+        best: dict | None = None, parameters: dict[str, nn.Parameter] | None = None,
+    ):  # fmt: skip
+        self.model, self.optimizer, self.average = model, optimizer, average
+        self.best = {} if best is None else best
+        self.parameters = trained_parameters(model) if parameters is None else parameters
+
+    def state(self) -> tuple[dict, dict]:
+        """(tensors, the rest) for Session.steps."""
+        average = dict(self.average.named_parameters()) if self.average is not None else {}
+        return self.parameters, {
+            "optimizer": self.optimizer.state_dict(),
+            "average": {name: p for name, p in average.items() if name in self.parameters},
+            "best": self.best,
+        }
+
+    def load(self, tensors: dict, trainer: dict) -> None:
+        restore(self.model, tensors)
+        self.optimizer.load_state_dict(trainer["optimizer"])
+        if self.average is not None:
+            restore(self.average, trainer["average"])
+        self.best.update(trainer.get("best", {}))
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that take gradients, by name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def restore(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Copy saved parameters into a model; raises UserError where names or shapes differ (another preset or model)."""
+    there = {name: p for name, p in model.named_parameters() if name in tensors or p.requires_grad}
+    for name in sorted(there.keys() ^ tensors.keys()):
+        raise UserError(f"the checkpoint is of another model or preset: parameter {name} is on one side only")
+    for name, parameter in there.items():
+        if parameter.shape != tensors[name].shape:
+            raise UserError(
+                f"the checkpoint is of another preset: {name} is {list(tensors[name].shape)} there, "
+                f"{list(parameter.shape)} here"
+            )
+        parameter.detach().copy_(tensors[name])
+
+
+def row_stream(rows: Dataset, plan: Plan, backend: TorchBackend) -> Stream:
+    """This worker's micro-batches of a dataset, on the device; see data.batches."""
+    place = {"rank": backend.rank, "world_size": backend.world_size}
+    return lambda first: backend.prefetch(batches(rows, plan.batch_size, plan.accumulation, plan.seed, first, **place))
+
+
+def plain_stage(
+    name: str, model: nn.Module, rows: Dataset, plan: Plan, session: Session, evaluate: Callable[[int], dict],
+    best: dict | None = None,
+) -> Stage:  # fmt: skip
+    """A stage that trains what a placed model leaves trainable on a dataset. best: see `Trained`."""
+    groups = parameter_groups(model, plan.learning_rate, plan.learning_rate)
+    optimizer = new_optimizer([group | {"weight_decay": plan.weight_decay} for group in groups], session.backend)
+    stream = row_stream(rows, plan, session.backend)
+    return Stage(name, session, plan, optimizer, stream, Trained(model, optimizer, best=best), evaluate)
+
+
+def tokens_of(batch: dict[str, Tensor]) -> int | Tensor:
+    """How many tokens a batch holds; of packed rows, those of an example."""
+    return (batch["segments"] > 0).sum() if "segments" in batch else batch["tokens"].numel()
+
+
+def fit(stage: Stage, model: nn.Module, objective: Callable[[nn.Module, dict], tuple[Tensor, dict]]) -> None:
+    """The whole loop on objective(model, batch) → (loss, metrics), for what is not a script.
+
+    The loss divides by the batch's `total`, so that k micro-batches of b rows, in one worker or in many, equal one of
+    k·b.
+    """
+    model.train()
+    for update in stage:
+        for batch in update:
+            with stage.backend.autocast():
+                loss, metrics = objective(model, batch)
+            stage.backend.backward(loss)
+            update.add(**metrics)
+        update.record(grad_norm=update.step())

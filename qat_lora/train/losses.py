@@ -1,0 +1,121 @@
+"""Cross-entropy losses and log-probabilities that never hold [B, L, V]."""
+
+import torch
+from torch import Tensor, nn
+
+from qat_lora.backend import compute_dtype
+from qat_lora.backend.devices import full_precision, on_host
+from qat_lora.models.architecture import hidden_states
+from qat_lora.models.head import Head, Strips
+from qat_lora.quant.student import head_of
+
+
+def kept(mask: Tensor) -> Tensor:
+    """How many positions a mask keeps, as a float scalar on its device. Raises ValueError for none, on the CPU."""
+    if on_host(mask) and not mask.any():
+        raise ValueError("the mask keeps no position; a batch needs at least one target")
+    return mask.sum(dtype=torch.float32)
+
+
+def sparse_loss(
+    hidden: Tensor, head: Head | Tensor, index: Tensor, prob: Tensor, mask: Tensor, total: Tensor | None = None
+) -> Tensor:
+    """−Σ_j prob_j · log softmax(logits)[index_j], summed over kept positions and divided by `total`.
+
+    hidden [B, L, H]; head: a Head, or its weight [V, H] where nothing else makes the logits; index, prob [B, L, J] (an
+    index may repeat: its probabilities add up); mask [B, L]; total: scalar, what the sum is divided by; kept positions
+    of this mask unless given (give the count over all micro-batches and workers of an update, and accumulation equals
+    one large batch). With J = 1 and prob 1 this is plain cross-entropy. With exact top-K probabilities and sampled tail
+    draws that sum to 1, E[target] is the teacher's distribution and the gradient softmax − target is unbiased (arXiv
+    2503.16870). The LM head is applied in chunks of positions, and each chunk's gradient is formed while its logits are
+    alive, so the backward pass repeats no head and [B, L, V] never exists.
+    """
+    total = kept(mask) if total is None else total
+    width, head = index.shape[-1], Head.of(head)
+    return _SparseLoss.apply(
+        hidden.reshape(-1, hidden.shape[-1]), head.weight, head.bias, head, index.reshape(-1, width),
+        prob.reshape(-1, width).float(), mask.reshape(-1).float() / total, compute_dtype(hidden),
+        torch.is_grad_enabled(),
+    )  # fmt: skip
+
+
+class _SparseLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, table, bias, head, index, prob, weight, dtype, with_grad):
+        with full_precision(hidden):
+            strips = Strips(hidden, head, index, dtype)
+            mass, taken = (weight * prob.sum(1)).unsqueeze(1), weight.unsqueeze(1) * prob
+            if with_grad:
+                ctx.save_for_backward(*strips.gradients(mass, taken, ctx.needs_input_grad[1:3]))
+            else:
+                strips.normalise()
+        ctx.types = [None if tensor is None else tensor.dtype for tensor in (hidden, table, bias)]
+        return (mass * strips.z.log()).sum() - (taken * strips.chosen).sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        grads = (None if g is None else _times(g, grad).to(kind) for g, kind in zip(ctx.saved_tensors, ctx.types))
+        return *grads, *(None,) * 6
+
+
+def _times(tensor: Tensor, factor: Tensor) -> Tensor:
+    """tensor · factor; nothing is computed where that is the tensor, as it is for the loss of a micro-batch."""
+    return tensor if on_host(factor) and factor == 1 else tensor * factor
+
+
+def log_probs_at(hidden: Tensor, head: Head | Tensor, index: Tensor) -> Tensor:
+    """log softmax(logits)[index] [..., J], without gradients: hidden [..., H], index [..., J]."""
+    with torch.no_grad(), full_precision(hidden):
+        strips = Strips(hidden.flatten(0, -2), Head.of(head), index.flatten(0, -2), compute_dtype(hidden))
+        return strips.normalise().log_probs.view(index.shape)
+
+
+def token_log_probs(hidden: Tensor, head: Head | Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
+    """log softmax(logits / temperature)[token] [N], with hidden [N, H], a head (or its weight [V, H]) and tokens [N];
+    [N, V] never exists."""
+    head = Head.of(head)
+    return _TokenLogProb.apply(
+        hidden, head.weight, head.bias, head, tokens, temperature, compute_dtype(hidden), torch.is_grad_enabled()
+    )
+
+
+class _TokenLogProb(torch.autograd.Function):
+    """Each position's log-probability depends on its own hidden state alone: where nothing else is trained, its
+    gradient is formed while logits are at hand, and only scaled later. The gradient of the head's own weights mixes
+    positions by what comes back for each, so there the logits are computed again."""
+
+    @staticmethod
+    def forward(ctx, hidden, table, bias, head, tokens, temperature, dtype, with_grad):
+        trained = with_grad and any(ctx.needs_input_grad[1:3])
+        with full_precision(hidden):
+            strips = Strips(hidden, head, tokens.unsqueeze(1), dtype, temperature)
+            if with_grad and not trained:
+                minus = -torch.ones_like(strips.chosen)
+                ctx.back, *_ = strips.gradients(minus, minus, (False, False))
+            else:
+                strips.normalise()
+        ctx.strips = strips if trained else None
+        ctx.trained, ctx.types = trained, [None if t is None else t.dtype for t in (hidden, table, bias)]
+        return strips.log_probs.squeeze(1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.trained:
+            with full_precision(grad):
+                minus = -grad.float().unsqueeze(1)
+                grads = ctx.strips.gradients(minus, minus, ctx.needs_input_grad[1:3])
+        else:
+            grads = ctx.back * grad.unsqueeze(1), None, None
+        return *(None if g is None else g.to(kind) for g, kind in zip(grads, ctx.types)), *(None,) * 5
+
+
+def text_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Next-token cross-entropy where mask [B, L] is 1 at the tokens to be predicted."""
+    hidden = hidden_states(model, batch["tokens"])
+    return _nll(hidden, head_of(model), batch["tokens"], batch["mask"], batch.get("total"))
+
+
+def _nll(hidden: Tensor, head: Head, tokens: Tensor, mask: Tensor, total: Tensor | None = None) -> Tensor:
+    """Next-token cross-entropy of last hidden states [B, L, H], over the tokens at which mask [B, L] is 1."""
+    labels = tokens[:, 1:].unsqueeze(2)
+    return sparse_loss(hidden[:, :-1], head, labels, torch.ones_like(labels), mask[:, 1:], total)

@@ -1,0 +1,121 @@
+"""The options that training scripts share, and the plan that they make."""
+
+from dataclasses import dataclass
+
+from torch import nn
+from torch.utils.data import Dataset
+
+from qat_lora.backend import TorchBackend
+from qat_lora.errors import UserError
+from qat_lora.run.options import (
+    LARGEST,
+    MOST_MICRO_BATCHES,
+    MOST_RATE,
+    MOST_UPDATES,
+    RunConfig,
+    optimisation_option,
+    run_option,
+)
+from qat_lora.run.session import Every
+from qat_lora.train.loop import Plan
+from qat_lora.train.memory import (
+    Parts,
+    check_fits,
+    least_training_memory,
+    loading_memory,
+    memory_line,
+    sizes_of,
+    training_memory,
+)
+
+RATE = {"above": 0, "at_most": MOST_RATE, "fix": "use e.g. 1e-3"}  # bounds of a learning rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopOptions(RunConfig):
+    """Every training loop."""
+
+    learning_rate: float = optimisation_option(5e-4, "peak learning rate", **RATE)
+    clip_grad_norm: float = optimisation_option(
+        1.0, "largest global gradient norm; 0 clips nothing", at_least=0, at_most=LARGEST
+    )
+    eval_every: int = run_option(100, "updates between evaluations; 0: first and last", at_least=0)
+    save_every: int = run_option(100, "updates between checkpoints; 0: last", at_least=0)
+    log_every: int = run_option(10, "updates between lines of metrics.jsonl; 0: last", at_least=0)
+
+    def every(self) -> Every:
+        return Every(self.log_every, self.eval_every, self.save_every)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions(LoopOptions):
+    """Updates of several micro-batches in each worker. How their rows are split changes figures by rounding only."""
+
+    batch_size: int = optimisation_option(4, "rows in a micro-batch of each worker", identity=False, at_least=1)
+    accumulation_steps: int = optimisation_option(
+        1, "micro-batches in an update", identity=False, at_least=1, at_most=MOST_MICRO_BATCHES
+    )
+    gradient_checkpointing: bool = optimisation_option(
+        False, "recompute blocks in the backward pass: less memory, more time", identity=False
+    )
+
+    def update_facts(self, workers: int) -> dict:
+        """For the manifest: a run may be resumed with other workers or another split as long as this stays the same."""
+        return {"rows_per_update": self.batch_size * self.accumulation_steps * workers}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(BatchOptions):
+    """Training on rows of tokens for a number of updates."""
+
+    max_steps: int = optimisation_option(300, "updates", at_least=0, at_most=MOST_UPDATES)
+    warmup_steps: int = optimisation_option(10, "updates of linear warm-up", at_least=0)
+    eval_rows: int = run_option(64, "held-out rows of an evaluation")
+
+    def plan(self) -> "Plan":
+        return Plan(
+            steps=self.max_steps, batch_size=self.batch_size, accumulation=self.accumulation_steps,
+            learning_rate=self.learning_rate, warmup_steps=self.warmup_steps, clip_grad_norm=self.clip_grad_norm,
+            seed=self.seed,
+        )  # fmt: skip
+
+    def check_rows(self, train: Dataset, heldout: Dataset, workers: int) -> None:
+        """Raise UserError if the training rows do not fill a batch for each worker, or if no held-out row is
+        measured."""
+        if len(train) < self.batch_size * workers:
+            raise UserError(
+                f"{len(train)} training rows are fewer than --batch-size {self.batch_size} for each of {workers} "
+                "workers; add text, or lower one of them"
+            )
+        if min(len(heldout), self.eval_rows) < 1:
+            raise UserError(
+                f"{len(heldout)} held-out rows and --eval-rows {self.eval_rows} leave nothing to measure; hold out "
+                "more text, or evaluate more rows"
+            )
+
+    def check_memory(self, model: nn.Module, train: Dataset, backend: TorchBackend, workers: int) -> None:
+        """Raise UserError if training cannot fit this machine. Dry runs pass: they may plan for another machine."""
+        if self.dry_run:
+            return
+        length = len(train[0]["tokens"])
+        need = least_training_memory(model, self.batch_size, length, backend.bf16)
+        what = f"training {sizes_of(model)} on --batch-size {self.batch_size} rows of {length} tokens"
+        what += f" with {workers} workers" if workers > 1 else ""
+        check_fits(backend, {"--batch-size, or take shorter rows or a smaller model": need}, what, workers)
+
+    def describe(
+        self, model: nn.Module, train: Dataset, backend: TorchBackend, workers: int, beside: Parts | None = None,
+        more: dict[str, Parts] | None = None,
+    ) -> list[str]:  # fmt: skip
+        """Lines on batch, shares and estimated memory of a worker. beside: what else is held in training; more: further
+        phases."""
+        rows, length = self.update_facts(workers)["rows_per_update"], len(train[0]["tokens"])
+        checkpointing = self.gradient_checkpointing
+        training = training_memory(model, self.batch_size, length, backend.bf16, checkpointing, beside)
+        phases = {"loading": loading_memory(model), "training": training} | (more or {})
+        return [
+            f"effective batch: batch_size {self.batch_size} × accumulation_steps {self.accumulation_steps} × num_chips "
+            f"{workers} = {rows} rows or {rows * length} tokens",
+            f"an epoch: {len(train)} rows in {len(train) / rows:.1f} updates, {len(train) // workers} for each worker",
+            memory_line(phases, backend),
+        ]

@@ -1,0 +1,62 @@
+"""Supervised fine-tuning on packed examples: the loss of what is to be learned, and held-out figures by section."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from qat_lora.backend import TorchBackend
+from qat_lora.backend.devices import on_host
+from qat_lora.data.supervised import PackedExamples
+from qat_lora.models.architecture import hidden_states, packs
+from qat_lora.models.attention import Layout
+from qat_lora.quant.student import head_of
+from qat_lora.train.evaluation import batch_means
+from qat_lora.train.losses import sparse_loss, token_log_probs
+
+
+def packed_states(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Of a batch of PackedExamples: the hidden states [B, K, H] from which the tokens [B, K] at its places are
+    predicted. An example is seen from itself alone, as if it stood in a row of its own.
+
+    A model that cannot keep examples apart (`packs`) is to be given one to a row: what fills a row up comes after it.
+    """
+    segments, places, layout = batch["segments"], batch["places"], None
+    if packs(model):
+        # On the CPU examples are attended to one by one: 1.4 times the tokens a second of one mask a row
+        # (docs/benchmarks.md). Elsewhere their lengths would have to be fetched from the device.
+        layout = Layout.packed(segments, batch["positions"], on_host(segments))
+    hidden = hidden_states(model, batch["tokens"], layout)
+    before = (places - 1).unsqueeze(2).expand(-1, -1, hidden.shape[2])
+    return hidden.gather(1, before), batch["tokens"].gather(1, places)
+
+
+def packed_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Weighted cross-entropy of the tokens to be learned, divided by the batch's `total` of weights.
+
+    The LM head is applied where there is something to learn and nowhere else.
+    """
+    hidden, labels = packed_states(model, batch)
+    labels = labels.unsqueeze(2)
+    return sparse_loss(hidden, head_of(model), labels, torch.ones_like(labels), batch["weights"], batch.get("total"))
+
+
+def heldout_sections(
+    model: nn.Module, dataset: PackedExamples, backend: TorchBackend, batch_size: int, names: dict[str, int]
+) -> dict[str, float]:
+    """NLL in nats/token and perplexity over all target tokens, unweighted, and over those of each section; names:
+    {section: its number}."""
+
+    def figures(batch: dict) -> list[Tensor]:
+        hidden, labels = packed_states(model, batch)
+        nll = -token_log_probs(hidden.flatten(0, 1), head_of(model), labels.flatten())
+        sections = batch["sections"].flatten()
+        there = [sections > 0, *(sections == number for number in names.values())]
+        return [part for keep in there for part in ((nll * keep).sum(), keep.sum(dtype=torch.float32))]
+
+    sums = batch_means(figures, model, dataset, backend, batch_size, len(dataset))
+    found = {}
+    for name, total, count in zip(("heldout", *names), sums[::2], sums[1::2]):
+        if count:
+            found |= {f"{name}_nll": total / count, f"{name}_ppl": math.exp(min(80.0, total / count))}
+    return found

@@ -1,0 +1,309 @@
+"""The recursive model against a plain one in fp64, which shares no code with it, and its parts on known values."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from qat_lora.backend import TorchBackend
+from qat_lora.errors import UserError
+from qat_lora.experiments.athena.model import (
+    FEW_POSITIONS,
+    IGNORE,
+    RecursiveModel,
+    RecursiveSpec,
+    attention,
+    fresh,
+    halting,
+    refill,
+    rms,
+    segment_loss,
+    sign_sums,
+    sign_update,
+    stablemax_loss,
+)
+
+ROWS, LENGTH, VOCAB = 5, 7, 6
+SIZES = {"hidden_size": 16, "num_heads": 4, "L_layers": 2, "H_cycles": 3, "L_cycles": 2}
+KINDS = {
+    "mlp": {"mlp_t": True},
+    "attention": {},
+    "grouped": {"num_kv_heads": 2},
+    "causal": {"causal": True},
+    "one step": {"mlp_t": True, "one_step_gradient": True},
+    "three layers": {"L_layers": 3, "H_cycles": 1, "L_cycles": 1},
+}
+
+
+def model_of(**changes) -> RecursiveModel:
+    """A model in fp64 whose halting head says something."""
+    torch.manual_seed(0)
+    model = RecursiveModel(RecursiveSpec(VOCAB, LENGTH, **(SIZES | changes)))
+    nn.init.normal_(model.halt_weight)
+    return model.double()
+
+
+def rows_of(model: RecursiveModel) -> tuple:
+    made = torch.Generator().manual_seed(1)
+    z_H, z_L = (torch.randn(ROWS, 1 + LENGTH, 16, generator=made, dtype=torch.double) for _ in range(2))
+    inputs, labels = (torch.randint(1, VOCAB, (ROWS, LENGTH), generator=made) for _ in range(2))
+    picked = torch.randn(ROWS, 16, generator=made, dtype=torch.double).requires_grad_()
+    labels[0, :3] = IGNORE
+    return (z_H, z_L, inputs, picked), labels
+
+
+def plain_of(model: RecursiveModel, plain):
+    """The same weights in the plain model."""
+    spec = model.spec
+    sizes = plain.Sizes(
+        spec.vocab, spec.length, spec.hidden_size, spec.num_heads, spec.kv_heads, spec.L_layers, spec.H_cycles,
+        spec.L_cycles, spec.inner(16), spec.inner(1 + LENGTH) if spec.mlp_t else 0, spec.causal, spec.one_step_gradient,
+    )  # fmt: skip
+    other = plain.PlainTRM(sizes, torch.double).double()
+    half = spec.head_width // 2
+    angles = torch.arange(1 + LENGTH).double()[:, None] * 10_000 ** -(torch.arange(half).double() / half)
+    other.cos, other.sin = (turn(angles).repeat(1, 2) for turn in (torch.cos, torch.sin))
+    with torch.no_grad():
+        for there, here in pairs(model, other):
+            there.copy_(torch.cat([tensor.detach() for tensor in here]))
+    return other
+
+
+def pairs(model: RecursiveModel, other) -> list[tuple]:
+    """(the plain parameter, ours that it is made of)."""
+    found = [
+        (other.embedding.weight, [model.embedding]), (other.head.weight, [model.head]),
+        (other.halt.weight, [model.halt_weight]), (other.halt_bias, [model.halt_bias]),
+    ]  # fmt: skip
+    for layer, block in zip(other.layers, model.blocks):
+        if model.spec.mlp_t:
+            found += [(layer.mix.gate_up.weight, block.mix[:2]), (layer.mix.down.weight, block.mix[2:])]
+        else:
+            found += [(layer.mix.qkv.weight, block.mix[:1]), (layer.mix.out.weight, block.mix[1:])]
+        found += [(layer.mlp.gate_up.weight, block.mlp[:2]), (layer.mlp.down.weight, block.mlp[2:])]
+    return found
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_segment_and_its_gradient_equal_the_plain_model_in_fp64(kind, checkpointed, load_script):
+    plain, model = load_script("plain_trm"), model_of(**KINDS[kind])
+    model.checkpoint = TorchBackend("cpu", "fp32").checkpoint if checkpointed else None
+    (z_H, z_L, inputs, picked), labels = rows_of(model)
+    other, puzzle = plain_of(model, plain), picked.detach().clone().requires_grad_()
+    ours, theirs = model(z_H, z_L, inputs, picked), other(z_H, z_L, inputs, puzzle)
+    for one, two in zip(ours, theirs):
+        torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-10)
+    loss, right = segment_loss(*ours[2:], labels)
+    total, right_there = plain.losses(*theirs[2:], labels, IGNORE)
+    torch.testing.assert_close(loss.sum(), total, rtol=1e-10, atol=1e-10)
+    assert right.tolist() == right_there.tolist()
+    loss.sum().backward()
+    total.backward()
+    torch.testing.assert_close(picked.grad, puzzle.grad, rtol=1e-9, atol=1e-10)
+    for there, here in pairs(model, other):
+        torch.testing.assert_close(torch.cat([p.grad for p in here]), there.grad, rtol=1e-9, atol=1e-10)
+
+
+def test_the_gradient_is_that_of_the_last_cycle_alone():
+    """The plain model would agree if both went further back."""
+    model = model_of(mlp_t=True)
+    (z_H, z_L, inputs, picked), _ = rows_of(model)
+    last = RecursiveModel(RecursiveSpec(VOCAB, LENGTH, **(SIZES | {"mlp_t": True, "H_cycles": 1}))).double()
+    last.load_state_dict(model.state_dict())
+    before = RecursiveModel(RecursiveSpec(VOCAB, LENGTH, **(SIZES | {"mlp_t": True, "H_cycles": 2}))).double()
+    before.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        z_H_2, z_L_2 = before(z_H, z_L, inputs, picked)[:2]
+    one = torch.autograd.grad(model(z_H, z_L, inputs, picked)[2].square().sum(), model.head)
+    other = torch.autograd.grad(last(z_H_2, z_L_2, inputs, picked)[2].square().sum(), last.head)
+    torch.testing.assert_close(one, other)
+    full, short = (
+        torch.autograd.grad(m(*s, inputs, picked)[2].square().sum(), m.blocks[0].mlp[0])[0]
+        for m, s in ((model, (z_H, z_L)), (last, (z_H_2, z_L_2)))
+    )
+    torch.testing.assert_close(full, short)
+
+
+def test_the_states_come_back_without_a_gradient_and_the_logits_with_one():
+    model = model_of()
+    z_H, z_L, logits, halt = model(*rows_of(model)[0])
+    assert not z_H.requires_grad and not z_L.requires_grad and logits.requires_grad and halt.requires_grad
+
+
+@pytest.mark.parametrize("places", [5, FEW_POSITIONS + 1])
+@pytest.mark.parametrize("causal", [False, True])
+def test_both_ways_of_attention_are_one(places, causal):
+    made = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 3, places, 4, generator=made, dtype=torch.double) for _ in range(3))
+    scores = q @ k.transpose(2, 3) / 2
+    if causal:
+        scores = scores.masked_fill(torch.ones(places, places).triu(1).bool(), -torch.inf)
+    torch.testing.assert_close(attention(q, k, v, causal), scores.softmax(-1) @ v)
+
+
+def test_the_root_mean_square_is_one():
+    x = torch.randn(3, 4, 8, dtype=torch.double, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(rms(x), x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt())
+
+
+# -- the loss --------------------------------------------------------------------------------------------------------
+def test_stablemax_is_what_it_is_defined_as():
+    logits = torch.tensor([[[0.0, 0.0, 0.0, 0.0], [1.0, -1.0, 0.0, 3.0]]], dtype=torch.double)
+    loss = stablemax_loss(logits, torch.tensor([[2, 1]]))
+    assert loss[0, 0].item() == pytest.approx(math.log(4))
+    assert loss[0, 1].item() == pytest.approx(-math.log(0.5 / (2 + 0.5 + 1 + 4)))
+
+
+def test_stablemax_in_fp32_is_that_of_fp64_even_for_large_logits():
+    logits = torch.randn(4, 9, 11, generator=torch.Generator().manual_seed(0)) * 1e4
+    labels = logits.argmin(-1)
+    torch.testing.assert_close(
+        stablemax_loss(logits, labels), stablemax_loss(logits.double(), labels).float(), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_stablemax_has_its_slope_at_0_as_well():
+    logits = torch.zeros(1, 1, 4, requires_grad=True)
+    stablemax_loss(logits, torch.tensor([[0]])).sum().backward()
+    torch.testing.assert_close(logits.grad[0, 0], torch.tensor([-0.75, 0.25, 0.25, 0.25]))
+
+
+def test_positions_without_a_label_have_no_loss_and_do_not_make_an_answer_wrong():
+    logits = torch.full((2, 3, 4), -5.0)
+    logits[..., 1] = 5.0
+    labels = torch.tensor([[1, 1, IGNORE], [1, 2, IGNORE]])
+    loss, right = segment_loss(logits, torch.zeros(2), labels)
+    assert right.tolist() == [True, False]
+    logits[:, 2] = 7.0
+    assert segment_loss(logits, torch.zeros(2), labels)[0].tolist() == loss.tolist()
+    cells = stablemax_loss(logits, labels).sum(1) / 2
+    assert (loss - cells).tolist() == pytest.approx([0.5 * math.log(2)] * 2)
+
+
+def test_the_halting_head_starts_with_no_weight_and_its_bias():
+    model = RecursiveModel(RecursiveSpec(VOCAB, LENGTH, **SIZES))
+    assert model.halt_weight.abs().max() == 0 and model.halt_bias.tolist() == [-5.0]
+    assert "halt_bias" in dict(model.named_parameters())
+
+
+# -- nothing leaks ---------------------------------------------------------------------------------------------------
+def test_of_causal_rows_a_token_changes_nothing_before_it():
+    model = model_of(causal=True)
+    (z_H, z_L, inputs, picked), _ = rows_of(model)
+    with torch.no_grad():
+        for at in range(LENGTH):
+            changed = inputs.clone()
+            changed[:, at] = changed[:, at] % (VOCAB - 1) + 1
+            one, other = (model(z_H, z_L, tokens, picked) for tokens in (inputs, changed))
+            assert torch.equal(one[2][:, :at], other[2][:, :at]) and not torch.equal(one[2][:, at], other[2][:, at])
+            assert torch.equal(one[3], other[3]), "the halting head has seen an answer"
+
+
+def test_without_causal_every_token_is_seen_by_every_position():
+    """So labels that are the next tokens would leak: rows of text have to be causal, or keep the response out."""
+    for kind in ("mlp", "attention"):
+        model = model_of(**KINDS[kind])
+        (z_H, z_L, inputs, picked), _ = rows_of(model)
+        changed = inputs.clone()
+        changed[:, -1] = changed[:, -1] % (VOCAB - 1) + 1
+        with torch.no_grad():
+            one, other = (model(z_H, z_L, tokens, picked)[2] for tokens in (inputs, changed))
+        assert (one[:, 0] != other[:, 0]).any()
+
+
+# -- the carry -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "logit, done, budget, least, through",
+    [
+        (-1.0, 1, 0, 0, False), (1.0, 1, 0, 0, True), (0.0, 1, 0, 0, False),  # the head alone
+        (-1.0, 4, 0, 0, True), (-1.0, 3, 0, 0, False),  # the most that a run allows
+        (-1.0, 2, 2, 0, True), (-1.0, 1, 2, 0, False), (-1.0, 4, 9, 0, True),  # a budget, and one beyond the most
+        (1.0, 1, 2, 0, True),  # the head before the budget
+        (1.0, 1, 0, 3, False), (1.0, 3, 0, 3, True), (-1.0, 4, 0, 9, True),  # exploring, but not beyond the most
+        (-1.0, 2, 2, 4, True),  # nor beyond a budget
+    ],
+)  # fmt: skip
+def test_when_a_row_is_through(logit, done, budget, least, through):
+    values = [torch.tensor([value]) for value in (logit, done, budget)]
+    assert halting(*values, 4, torch.tensor([least])).tolist() == [through]
+
+
+def batch_of(value: int) -> dict:
+    return {
+        "inputs": torch.full((3, LENGTH), value), "labels": torch.full((3, LENGTH), value + 1),
+        "identifiers": torch.full((3,), value), "budgets": torch.full((3,), value),
+    }  # fmt: skip
+
+
+def test_only_rows_that_are_through_are_replaced_budgets_included():
+    model = model_of()
+    carry = refill(fresh(model, 3), batch_of(1), model)
+    assert (carry.inputs == 1).all() and (carry.labels == 2).all() and carry.budgets.tolist() == [1, 1, 1]
+    assert carry.segments.tolist() == [0, 0, 0] and not carry.halted.any()
+    torch.testing.assert_close(carry.z_H, model.H_init.expand(3, 1 + LENGTH, -1))
+    torch.testing.assert_close(carry.z_L, model.L_init.expand(3, 1 + LENGTH, -1))
+    moved = type(carry)(
+        **vars(carry) | {"z_H": carry.z_H + 1, "z_L": carry.z_L + 1, "segments": torch.tensor([1, 2, 3]),
+                         "halted": torch.tensor([False, True, False])}
+    )  # fmt: skip
+    again = refill(moved, batch_of(3), model)
+    assert again.inputs[:, 0].tolist() == [1, 3, 1] and again.labels[:, 0].tolist() == [2, 4, 2]
+    assert again.identifiers.tolist() == [1, 3, 1] and again.budgets.tolist() == [1, 3, 1]
+    assert again.segments.tolist() == [1, 0, 3] and not again.halted.any()
+    torch.testing.assert_close(again.z_H[[0, 2]], moved.z_H[[0, 2]])
+    torch.testing.assert_close(again.z_H[1], model.H_init.expand(1 + LENGTH, -1))
+    torch.testing.assert_close(again.z_L[1], model.L_init.expand(1 + LENGTH, -1))
+
+
+# -- the puzzles' embeddings -----------------------------------------------------------------------------------------
+def test_sign_descent_moves_what_a_batch_had_and_nothing_else():
+    table = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    before = table.clone()
+    gradient = torch.tensor([[1.0, -2, 0, 3], [-4.0, 1, 0, 1], [0.5, 0.5, 0.5, -0.5]])
+    sign_update(table, *sign_sums(torch.tensor([2, 2, 5]), gradient, 6), 0.1, 0.5)
+    for row in (0, 1, 3, 4):
+        assert torch.equal(table[row], before[row])
+    for row, total in ((2, gradient[:2].sum(0)), (5, gradient[2])):
+        torch.testing.assert_close(table[row], before[row] * (1 - 0.1 * 0.5) - 0.1 * total.sign())
+        assert not torch.equal(table[row], before[row])
+
+
+def test_a_row_without_a_label_has_no_loss_and_no_target_for_the_head():
+    logits = torch.randn(3, LENGTH, VOCAB, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    halt = torch.tensor([0.5, -2.0, 3.0], requires_grad=True)
+    labels = torch.full((3, LENGTH), IGNORE)
+    labels[0] = logits[0].argmax(-1)
+    labels[2, 1] = (logits[2, 1].argmax() + 1) % VOCAB
+    loss, right = segment_loss(logits, halt, labels)
+    loss.sum().backward()
+    assert right.tolist() == [True, False, False] and loss[1] == 0
+    assert halt.grad[1] == 0 and not logits.grad[1].any() and halt.grad[0] < 0 < halt.grad[2]
+    alone = segment_loss(logits[::2], halt[::2], labels[::2])[0]
+    assert torch.equal(alone, loss[::2])
+
+
+# -- what cannot be built --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"H_cycles": 0}, "arch.H_cycles 0 must be from 1 to 10,000"),
+        ({"L_cycles": 10_001}, "arch.L_cycles 10001 must be from 1 to 10,000"),
+        ({"L_layers": 10**400}, "0 must be from 1 to 1,099,511,627,776"),
+        ({"hidden_size": 20, "num_heads": 4}, "arch.hidden_size 20 does not divide by twice arch.num_heads 4"),
+        ({"num_kv_heads": 3}, "arch.num_heads 4 does not divide by arch.num_kv_heads 3"),
+        ({"num_kv_heads": 0}, "does not divide by arch.num_kv_heads 0"),
+        ({"expansion": 0.0}, "arch.expansion 0.0 is outside"),
+        ({"mlp_t": True, "causal": True}, "use arch.mlp_t=false"),
+    ],
+)
+def test_impossible_sizes_are_refused_with_both_numbers(changes, said):
+    with pytest.raises(UserError, match=said):
+        RecursiveSpec(VOCAB, LENGTH, **(SIZES | changes))
+
+
+@pytest.mark.parametrize("changes", [{}, {"mlp_t": True}, {"num_kv_heads": 2}, {"L_layers": 3, "expansion": 2.0}])
+def test_the_number_of_weights_is_known_beforehand(changes):
+    spec = RecursiveSpec(VOCAB, LENGTH, **(SIZES | changes))
+    assert spec.parameters == sum(p.numel() for p in RecursiveModel(spec).parameters())

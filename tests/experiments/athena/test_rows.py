@@ -1,0 +1,335 @@
+"""Rows of puzzles and of text: what the model sees, how they are split, and how they lie on disk."""
+
+import dataclasses
+import json
+import resource
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+
+from qat_lora.errors import UserError
+from qat_lora.experiments.athena.model import IGNORE
+from qat_lora.experiments.athena.puzzles import solve
+from qat_lora.experiments.athena.rows import BLANK_TOKEN, BYTE, END, PAD, corpus, draw, load, save, split
+from qat_lora.experiments.athena.symmetries import answer_class, form
+
+TEXTS = [
+    {"prompt": "2+2=", "response": "4"}, {"prompt": "3+5=", "response": "8", "iterations": 3},
+    {"prompt": "2+2=", "response": "four", "iterations": 1}, {"prompt": "é", "response": "è"},
+]  # fmt: skip
+
+
+def text(**changes):
+    return corpus(**{"rows": TEXTS, "where": "t.jsonl", "length": 12, "causal": False, "iterations": 2} | changes)[0]
+
+
+# -- batches ---------------------------------------------------------------------------------------------------------
+def test_a_batch_holds_the_rows_as_they_are_or_in_another_guise():
+    rows = draw("sudoku4", 10, 0)
+    at = np.array([3, 0, 3])
+    plain, guises = rows.batch(at), rows.batch(at, np.random.default_rng(0))
+    assert plain["inputs"].tolist() == rows.inputs[at].tolist() and plain["inputs"].dtype == torch.int64
+    assert plain["labels"].shape == (3, 16) and plain["budgets"].tolist() == plain["identifiers"].tolist() == [0] * 3
+    assert (guises["inputs"] != plain["inputs"]).any()
+    for question, answer in zip(guises["inputs"], guises["labels"]):
+        assert (torch.from_numpy(solve(question.numpy())[0][0].astype(int)) == answer).all()
+
+
+def test_the_fingerprint_is_of_all_that_training_sees():
+    rows = draw("sudoku4", 5, 0)
+    assert rows.fingerprint == draw("sudoku4", 5, 0).fingerprint != draw("sudoku4", 5, 1).fingerprint
+    assert text().fingerprint != text(iterations=1).fingerprint != text(causal=True).fingerprint
+
+
+# -- splitting -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", ["sudoku4", "sudoku6", "maze7"])
+def test_nothing_held_out_is_a_symmetry_of_what_is_trained_on(kind):
+    rows = draw(kind, 300, 0)
+    train, heldout = split(rows, 0.2, 0)
+    assert len(train) + len(heldout) == 300 and 30 <= len(heldout) <= 60
+
+    def keys(part):
+        return set(answer_class(kind, part.labels) if kind == "sudoku6" else form(kind, part.inputs))
+
+    assert not keys(train) & keys(heldout)
+    assert split(rows, 0.2, 0)[1].fingerprint == heldout.fingerprint != split(rows, 0.2, 1)[1].fingerprint
+
+
+def test_a_split_by_string_would_leak():
+    """The guard of the test before: a random half has symmetries of the other half."""
+    rows = draw("sudoku6", 300, 0)
+    classes = answer_class("sudoku6", rows.labels)
+    assert set(classes[:270]) & set(classes[270:])
+
+
+def test_causal_text_is_split_by_all_of_its_prompt():
+    """Its last byte has a label, which is the answer's first."""
+    texts = [{"prompt": str(n), "response": "same"} for n in range(4)]
+    train, heldout = split(text(rows=texts, causal=True), 0.5, 0)
+    assert len(train) == len(heldout) == 2
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_text_is_split_by_its_prompt(causal):
+    for seed in range(5):
+        train, heldout = split(text(causal=causal), 0.5, seed)
+        assert len(train) == len(heldout) == 2
+        prompts = [{bytes(row[:3].astype(np.uint8)) for row in part.inputs} for part in (train, heldout)]
+        assert not prompts[0] & prompts[1]
+
+
+def test_what_leaves_a_side_empty_is_refused():
+    for rows, fraction, said in (
+        (draw("maze7", 1, 0), 0.5, "essentially the same"), (draw("maze7", 3, 0), 1.0, "--heldout-fraction 1.0"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=said):
+            split(rows, fraction, 0)
+    train, heldout = split(draw("maze7", 3, 0), 0.01, 0)  # at least one
+    assert (len(train), len(heldout)) == (2, 1)
+
+
+# -- text ------------------------------------------------------------------------------------------------------------
+def test_text_hides_the_response_and_its_length_and_asks_for_it_alone():
+    rows = text()
+    assert (rows.inputs[0] == rows.inputs[2]).all(), "4 and four: the input would tell which"
+    assert rows.inputs[0].tolist() == [BYTE + b for b in b"2+2="] + [BLANK_TOKEN] * 8
+    assert rows.labels[0].tolist() == [IGNORE] * 4 + [BYTE + ord("4"), END] + [IGNORE] * 6
+    assert rows.labels[2].tolist() == [IGNORE] * 4 + [BYTE + b for b in b"four"] + [END] + [IGNORE] * 3
+    assert rows.budgets.tolist() == [2, 3, 1, 2] and rows.vocab == BYTE + 256
+    assert rows.inputs[3, :2].tolist() == [BYTE + b for b in "é".encode()]
+
+
+def test_causal_text_has_the_next_token_as_label():
+    rows = text(causal=True)
+    assert rows.causal
+    assert rows.inputs[2].tolist() == [BYTE + b for b in b"2+2=four"] + [PAD] * 4
+    assert rows.labels[2].tolist() == [IGNORE] * 3 + [BYTE + b for b in b"four"] + [END] + [IGNORE] * 4
+    for inputs, labels in zip(rows.inputs, rows.labels):
+        asked = np.flatnonzero(labels != IGNORE)
+        assert (inputs[asked[1:]] == labels[asked[:-1]]).all()
+
+
+def test_rows_that_are_too_long_are_counted():
+    rows, long = corpus(TEXTS, "t.jsonl", 6, False, 0)
+    assert (len(rows), long) == (3, 1)  # 4 + four + end are 9
+    assert corpus(TEXTS, "t.jsonl", 8, True, 0)[1] == 0, "causal: the end is no input"
+
+
+@pytest.mark.parametrize(
+    "rows, said",
+    [
+        ([{"prompt": "a"}], "t.jsonl row 1: response is None, and must be text; its keys are prompt"),
+        ([{"prompt": "a", "response": 4}], "row 1: response is 4"), ([{"prompt": "", "response": "b"}], "prompt is ''"),
+        ([{"prompt": "a", "response": "b", "iterations": -1}], "iterations -1 is not a whole number"),
+        ([{"prompt": "a", "response": "b", "iterations": True}], "iterations True"),
+        ([{"prompt": "\ud800", "response": "b"}], "prompt is not UTF-8 text"),
+        ([{"prompt": "a" * 20, "response": "b"}], "none of 1 rows fits --length 12"),
+    ],
+)  # fmt: skip
+def test_text_that_cannot_be_used_is_named(rows, said):
+    with pytest.raises(UserError, match=said):
+        text(rows=rows)
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def written(tmp_path):
+    save(tmp_path / "data", *split(draw("sudoku4", 20, 0), 0.2, 0))
+    return tmp_path / "data"
+
+
+@pytest.mark.parametrize("make", [lambda: draw("sudoku4", 20, 0), text, lambda: text(causal=True)])
+def test_what_is_read_is_what_was_written(make, tmp_path):
+    sides = split(make(), 0.3, 0)
+    save(tmp_path / "data", *sides)
+    for one, other in zip(sides, load(str(tmp_path / "data"))):
+        assert one.fingerprint == other.fingerprint and (one.difficulty == other.difficulty).all()
+        assert (one.kind, one.causal, one.vocab) == (other.kind, other.causal, other.vocab)
+
+
+def test_a_folder_on_a_bucket_is_read(written):
+    files = fsspec.filesystem("memory")
+    files.put(str(written), "/bucket/data", recursive=True)
+    assert load("memory://bucket/data")[0].fingerprint == load(str(written))[0].fingerprint
+    with pytest.raises(UserError, match="memory://bucket/nowhere: no such file or folder"):
+        load("memory://bucket/nowhere")
+
+
+def test_a_dataset_of_trm_is_read_identifiers_included(written):
+    """Without our own keys; several rows of a puzzle, whose identifier stands once."""
+    rows = load(str(written))[0]
+    for side in ("train", "test"):
+        facts = json.loads((written / side / "dataset.json").read_text())
+        del facts["kind"], facts["causal"]
+        (written / side / "dataset.json").write_text(json.dumps(facts | {"num_puzzle_identifiers": 3}))
+        for name in ("budgets", "difficulty"):
+            (written / side / f"all__{name}.npy").unlink()
+    np.save(written / "train" / "all__puzzle_identifiers.npy", [2, 1])
+    np.save(written / "train" / "all__puzzle_indices.npy", [0, 5, len(rows)])
+    np.save(written / "train" / "all__group_indices.npy", [0, 1, 2])
+    found, _ = load(str(written))
+    assert found.kind is None and found.identifiers_count == 3 and (found.inputs == rows.inputs).all()
+    assert found.identifiers.tolist() == [2] * 5 + [1] * (len(rows) - 5) and not found.budgets.any()
+
+
+def header(old: bytes, new: bytes):
+    """A change to what an array's file says of itself."""
+
+    def damage(folder):
+        path = folder / "train" / "all__inputs.npy"
+        path.write_bytes(path.read_bytes().replace(old, new, 1))
+
+    return damage
+
+
+def facts_with(**changes):
+    def change(folder):
+        path = folder / "train" / "dataset.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+def array_of(name: str, change):
+    def put(folder):
+        path = folder / "train" / f"all__{name}.npy"
+        np.save(path, change(np.load(path)))
+
+    return put
+
+
+@pytest.mark.parametrize(
+    "damage, said",
+    [
+        (facts_with(vocab_size=5, kind=None), "all__inputs.npy holds values from 1 to 5; they have to be from 0 to 4"),
+        (facts_with(seq_len=81, kind=None), r"all__inputs.npy holds 16×16 values .*dataset.json says N×81"),
+        (facts_with(seq_len=None), "train/dataset.json: seq_len is None, not a whole number of at least 1"),
+        (facts_with(kind="sudoku6"), "a sudoku6 has no vocabulary of 6 and length of 16"),
+        (facts_with(kind="chess"), "kind 'chess' is not one of"), (facts_with(sets=["a"]), r"sets is \['a'\]"),
+        (facts_with(causal=True), "causal is True in train and False in test"),
+        (facts_with(vocab_size=7, kind=None), "vocab is 7 in train and 6 in test"),
+        (facts_with(kind=5), "train/dataset.json: kind is 5, which is unknown"),
+        (facts_with(kind="sudoku5"), "train/dataset.json: kind is 'sudoku5', which is unknown"),
+        (facts_with(ignore_label_id="0"), "ignore_label_id is '0', not a whole number or null"),
+        (facts_with(num_puzzle_identifiers=2), "identifiers_count is 2 in train and 1 in test"),
+        (array_of("labels", lambda a: a * (a != a[0, 0])), "cells without a label, and a sudoku4 has an answer"),
+        (array_of("budgets", lambda a: a.astype(np.int64) + 2**40), "they have to be from 0 to 2147483647"),
+        (lambda f: np.savez(f / "a.npz", a=[1]) or (f / "a.npz").rename(f / "train" / "all__inputs.npy"), "an archive"),
+        (array_of("labels", lambda a: a[:-1]), "all__labels.npy holds 15×16 values"),
+        (array_of("inputs", lambda a: a[:0]), "all__inputs.npy is empty"),
+        (array_of("inputs", lambda a: a / 2), "of type float64"), (array_of("inputs", lambda a: -a), "values from -5"),
+        (array_of("puzzle_identifiers", lambda a: a + 1), "values from 1 to 1; they have to be from 0 to 0"),
+        (array_of("puzzle_indices", lambda a: a[::-1]), "does not rise from 0 to the 16 rows"),
+        (array_of("group_indices", lambda a: a[::-1]), "group_indices.npy: does not rise from 0 to the 16 puzzles"),
+        (array_of("group_indices", lambda a: a[:-1]), "all__group_indices.npy: does not rise from 0 to the 16 puzzles"),
+        (array_of("group_indices", lambda a: a + (a == 3)), "all__group_indices.npy: does not rise"),  # one is empty
+        (array_of("group_indices", lambda a: a[:, None]), "all__group_indices.npy holds 17×1 values"),
+        (lambda f: (f / "train" / "all__group_indices.npy").unlink(), "train/all__group_indices.npy: no such file"),
+        (lambda f: (f / "test" / "all__group_indices.npy").write_bytes(b"x" * 99), "test/all__group_indices.npy is no"),
+        (array_of("labels", lambda a: a * (np.arange(16)[:, None] > 3)), "cells without a label, and a sudoku4 has"),
+        (array_of("budgets", lambda a: a - 1), "all__budgets.npy holds values from -1"),
+        (lambda f: (f / "train" / "all__inputs.npy").unlink(), "train/all__inputs.npy: no such file"),
+        (lambda f: (f / "train" / "all__inputs.npy").write_bytes(b"x" * 99), "all__inputs.npy is not a readable"),
+        (header(b"'<i4'", b"'<Y4'"), "all__inputs.npy is not a readable NumPy array .*; copy the folder again"),
+        (header(b"{", b"("), "all__inputs.npy is not a readable NumPy array .*; copy the folder again"),
+        (header(b"}", b" "), "all__inputs.npy is not a readable NumPy array .*; copy the folder again"),
+        (header(b"\x93NUMPY", b"\x92NUMPY"), "all__inputs.npy .*Python objects, none of which was run"),
+        (lambda f: (f / "test" / "dataset.json").write_text("{"), "test/dataset.json is damaged"),
+        (lambda f: (f / "test").rename(f / "dev"), "data/test: no such folder"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_refused_by_name(damage, said, written):
+    damage(written)
+    with pytest.raises(UserError, match=said):
+        load(str(written))
+
+
+def test_no_dataset_is_overwritten(written):
+    with pytest.raises(UserError, match="is there already"):
+        save(written, *load(str(written)))
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
+    rows = split(draw("sudoku4", 300, 0), 0.2, 0)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9000, before[1]))  # bytes of a file: as on a disk that fills up
+    try:
+        with pytest.raises(UserError) as error:
+            save(tmp_path / "data", *rows)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = str(error.value)
+    assert said.startswith(f"{tmp_path / 'data'} could not be written") and "File too large" in said and "free" in said
+    assert "requested" not in said and len(said.splitlines()) == 1 and not list(tmp_path.iterdir())
+
+
+# -- groups ----------------------------------------------------------------------------------------------------------
+def as_groups(folder, *, puzzles: list[int], groups: list[int]) -> None:
+    """Rewrite train/ as the Tiny Recursive Model's builders would: where puzzles and groups begin, and the last end."""
+    path = folder / "train" / "dataset.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"kind": None}))
+    (folder / "test" / "dataset.json").write_text(path.read_text())
+    for name, values in (("puzzle_indices", puzzles), ("group_indices", groups)):
+        np.save(folder / "train" / f"all__{name}.npy", np.array(values))
+    np.save(folder / "train" / "all__puzzle_identifiers.npy", np.zeros(len(puzzles) - 1, np.int32))
+
+
+def test_groups_are_read_and_written(written, tmp_path):
+    alone = load(str(written))[0]
+    assert alone.group is None and alone.fingerprint == draw_train().fingerprint
+    as_groups(written, puzzles=[0, 1, 4, 6, 16], groups=[0, 3, 4])
+    rows, heldout = load(str(written))
+    assert rows.puzzle.tolist() == [0, 1, 1, 1, 2, 2] + [3] * 10 and rows.group.tolist() == [0] * 6 + [1] * 10
+    assert heldout.group is None
+    plain = dataclasses.replace(rows, puzzle=None, group=None)
+    assert rows.fingerprint != plain.fingerprint != dataclasses.replace(rows, group=rows.puzzle).fingerprint
+    shuffled = rows.take(np.random.default_rng(0).permutation(16))
+    save(tmp_path / "again", shuffled, heldout)
+    again = load(str(tmp_path / "again"))[0]
+    assert again.group.tolist() == rows.group.tolist() and again.puzzle.tolist() == rows.puzzle.tolist()
+    assert sorted(map(tuple, again.inputs[:1])) == sorted(map(tuple, rows.inputs[:1]))
+    facts = json.loads((tmp_path / "again" / "train" / "dataset.json").read_text())
+    assert (facts["total_groups"], facts["total_puzzles"], facts["mean_puzzle_examples"]) == (2, 4, 4.0)
+
+
+def draw_train():
+    return split(draw("sudoku4", 20, 0), 0.2, 0)[0]
+
+
+def test_rows_of_a_group_are_never_on_two_sides():
+    rows = draw("maze7", 60, 0)
+    group = np.repeat(np.arange(12, dtype=np.int32), 5)
+    train, heldout = split(dataclasses.replace(rows, puzzle=np.arange(60, dtype=np.int32), group=group), 0.3, 0)
+    assert len(train) + len(heldout) == 60 and 0 < len(heldout) <= 18
+    assert not set(train.group) & set(heldout.group) and not set(form("maze7", train.inputs)) & set(
+        form("maze7", heldout.inputs)
+    )
+    assert train.first(7).group.tolist() == train.group[:7].tolist()
+
+
+# -- rows without a label --------------------------------------------------------------------------------------------
+def test_rows_without_a_label_are_left_out(written):
+    as_groups(written, puzzles=[0, 1, 4, 6, 16], groups=[0, 3, 4])
+    whole = load(str(written))[0]
+    for side, gone in (("train", [0, 2, *range(6, 16)]), ("test", [0])):
+        labels = np.load(written / side / "all__labels.npy")
+        labels[gone] = 0
+        np.save(written / side / "all__labels.npy", labels)
+    train, heldout = load(str(written))
+    assert (train.unlabelled, heldout.unlabelled, len(heldout)) == (12, 1, 3)
+    assert (train.inputs == whole.inputs[[1, 3, 4, 5]]).all() and train.puzzle.tolist() == [1, 1, 2, 2]
+    assert train.group.tolist() == [0] * 4 and train.updates(10, 2) == 10, "one group of two puzzles of two rows"
+    np.save(written / "test" / "all__labels.npy", labels * 0)
+    with pytest.raises(UserError, match=r"test/all__labels\.npy holds no label at all"):
+        load(str(written))
+
+
+def test_groups_of_which_one_row_is_left_are_none(written):
+    as_groups(written, puzzles=[0, 2, *range(3, 17)], groups=list(range(16)))
+    assert load(str(written))[0].group.tolist() == [0, 0, *range(1, 15)]
+    labels = np.load(written / "train" / "all__labels.npy")
+    labels[0] = 0
+    np.save(written / "train" / "all__labels.npy", labels)
+    assert load(str(written))[0].group is None

@@ -1,0 +1,302 @@
+"""Training a recursive model: which rows an update has, halting over time, what is measured, resuming."""
+
+import itertools
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from qat_lora.backend import TorchBackend
+from qat_lora.errors import UserError
+from qat_lora.experiments.athena.evaluation import answer, kept, measure
+from qat_lora.experiments.athena.model import IGNORE, RecursiveModel, RecursiveSpec
+from qat_lora.experiments.athena.rows import corpus, draw, split
+from qat_lora.experiments.athena.training import RecursivePlan, Trainer, segment_batches
+
+CPU = TorchBackend("cpu", "fp32")
+PLAN = RecursivePlan(
+    steps=20, batch_size=8, learning_rate=1e-2, warmup_steps=3, lr_min_ratio=0.1, clip_grad_norm=1.0, seed=0,
+    segments=3, ema=0.9, exploration=0.5,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return split(draw("sudoku4", 40, 0), 0.2, 0)
+
+
+def model_of(rows, **changes) -> RecursiveModel:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_heads": 2, "H_cycles": 2, "L_cycles": 2, "mlp_t": True}
+    model = RecursiveModel(RecursiveSpec(rows.vocab, rows.length, **(sizes | changes)))
+    nn.init.normal_(model.halt_weight, std=3)  # so that rows end at different times
+    nn.init.zeros_(model.halt_bias)
+    return model
+
+
+def train(trainer: Trainer, rows, first: int, last: int) -> list[dict]:
+    stream = segment_batches(rows, trainer.plan, first - 1)
+    return [
+        {name: float(np.ravel(value)[0]) for name, value in trainer.step(next(stream), number).items()}
+        for number in range(first, last + 1)
+    ]
+
+
+# -- which rows ------------------------------------------------------------------------------------------------------
+def test_every_epoch_has_every_row_once_and_two_workers_have_the_rows_of_one(rows):
+    train_rows = replace(rows[0], kind=None)  # no symmetries: rows can be told apart
+    count, names = len(train_rows), ("inputs", "labels", "identifiers", "budgets", "least")
+    plan = replace(PLAN, steps=count)  # 8 epochs
+    whole = list(segment_batches(train_rows, plan, 0))
+    seen = torch.cat([batch["inputs"] for batch in whole])
+    for epoch in seen.split(count):
+        assert sorted(map(tuple, epoch.tolist())) == sorted(map(tuple, train_rows.inputs.tolist()))
+    halves = zip(*(segment_batches(train_rows, plan, 0, rank, 2) for rank in (0, 1)))
+    for one, (left, right) in zip(whole, halves, strict=True):
+        assert all(torch.equal(torch.cat([left[name], right[name]]), one[name]) for name in names)
+
+
+def test_a_stream_that_starts_later_is_the_rest_of_it(rows):
+    whole, later = list(segment_batches(rows[0], PLAN, 0)), list(segment_batches(rows[0], PLAN, 7))
+    assert len(whole) == 20 and len(later) == 13
+    for one, other in zip(whole[7:], later):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture
+def grouped(rows):
+    """The 32 rows in 8 groups, each of one puzzle of 2 rows and two of 1; every row is different."""
+    row = np.arange(32, dtype=np.int32)
+    return replace(rows[0], kind=None, puzzle=row // 4 * 3 + np.array([0, 0, 1, 2])[row % 4], group=row // 4)
+
+
+def test_groups_are_the_same_for_workers_and_for_a_run_that_resumes(grouped):
+    names = ("inputs", "labels", "identifiers", "budgets", "least")
+    whole = list(segment_batches(grouped, PLAN, 0))
+    assert grouped.updates(20, 8) == 26 and grouped.first(16).updates(20, 8) == 13  # 20 · 8 · 32/24 / 8 = 26.7
+    halves = zip(*(segment_batches(grouped, PLAN, 0, rank, 2) for rank in (0, 1)))
+    for one, (left, right) in zip(whole, halves, strict=True):
+        assert all(torch.equal(torch.cat([left[name], right[name]]), one[name]) for name in names)
+    for one, later in zip(whole[7:], segment_batches(grouped, PLAN, 7), strict=True):
+        assert all(torch.equal(one[name], later[name]) for name in names)
+
+
+def test_measuring_uses_every_row_whatever_the_groups(grouped):
+    model = model_of(grouped)
+    plain = replace(grouped, puzzle=None, group=None)
+    assert measure(model, grouped, 3, 8, CPU) == measure(model, plain, 3, 8, CPU)
+
+
+def test_some_rows_have_to_explore(rows):
+    least = torch.cat([batch["least"] for batch in segment_batches(rows[0], replace(PLAN, steps=200), 0)])
+    assert 0.4 < (least > 0).float().mean() < 0.6 and set(least.tolist()) == {0, 2, 3}
+    least = torch.cat([batch["least"] for batch in segment_batches(rows[0], replace(PLAN, exploration=0.0), 0)])
+    assert not least.any()
+
+
+def test_the_learning_rate_rises_and_falls_to_its_least():
+    factors = [PLAN.learning_rate_factor(step) for step in range(1, 21)]
+    assert factors[:3] == pytest.approx([0.25, 0.5, 0.75]) and factors[-1] == pytest.approx(0.1, abs=0.02)
+    assert max(factors) == factors[3] > 0.95
+    assert factors[3:] == sorted(factors[3:], reverse=True) and min(factors[3:]) >= 0.1
+    assert replace(PLAN, lr_min_ratio=1.0).learning_rate_factor(20) == pytest.approx(1.0)
+
+
+# -- an update -------------------------------------------------------------------------------------------------------
+def test_rows_stay_until_they_are_through_with_their_own_budget(rows):
+    """Targets and budgets of a row that continues are those that it came with, not the incoming batch's."""
+    texts = [{"prompt": f"{n}?", "response": str(n), "iterations": n % 3 + 1} for n in range(8)]
+    data, _ = corpus(texts, "t", 6, False, 0)
+    model = model_of(data)
+    nn.init.zeros_(model.halt_weight)
+    nn.init.constant_(model.halt_bias, -50.0)  # budgets alone
+    trainer = Trainer(model, replace(PLAN, learning_rate=1e-6), CPU)
+    stream, since = segment_batches(data, trainer.plan, 0), {}
+    for number, batch in enumerate(itertools.islice(stream, 12), 1):
+        before = trainer.carry
+        trainer.step(batch, number)
+        carry = trainer.carry
+        for row in range(8):
+            came = batch if before.halted[row] else vars(before)
+            assert torch.equal(carry.inputs[row], came["inputs"][row])
+            assert torch.equal(carry.labels[row], came["labels"][row]) and carry.budgets[row] == came["budgets"][row]
+            since[row] = 1 if before.halted[row] else since[row] + 1
+            assert carry.segments[row] == since[row]
+            assert bool(carry.halted[row]) == (since[row] == carry.budgets[row])
+    assert set(carry.budgets.tolist()) == {1, 2, 3}
+
+
+def test_an_update_moves_weights_average_and_the_halting_bias(rows):
+    model = model_of(rows[0])
+    trainer = Trainer(model, PLAN, CPU)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    train(trainer, rows[0], 1, 2)
+    assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters())
+    for name, p in trainer.shown.named_parameters():
+        assert not torch.equal(p, before[name]) and not torch.equal(p, dict(model.named_parameters())[name])
+    assert Trainer(model, replace(PLAN, ema=0.0), CPU).shown is model
+
+
+def test_the_average_is_one(rows):
+    model = model_of(rows[0])
+    trainer = Trainer(model, replace(PLAN, ema=0.75), CPU)
+    wanted = model.head.detach().clone()
+    for number, batch in enumerate(itertools.islice(segment_batches(rows[0], PLAN, 0), 4), 1):
+        trainer.step(batch, number)
+        wanted = 0.75 * wanted + 0.25 * model.head.detach()
+    torch.testing.assert_close(trainer.shown.head.detach(), wanted)
+
+
+def test_only_embeddings_of_puzzles_that_came_move(rows):
+    data = replace(rows[0], identifiers=np.arange(len(rows[0])) % 3 + 1, identifiers_count=6)
+    model = model_of(data, identifiers=6)
+    trainer = Trainer(model, replace(PLAN, identifier_learning_rate=0.5, identifier_weight_decay=0.0), CPU)
+    train(trainer, data, 1, 1)
+    moved = (model.identity != 0).any(1).tolist()
+    assert moved == [False, True, True, True, False, False]
+    sizes = model.identity[1:4].abs()
+    torch.testing.assert_close(sizes, torch.full_like(sizes, 0.5 * PLAN.learning_rate_factor(1)))
+    assert trainer.shown.identity is model.identity
+
+
+def test_figures_are_of_the_rows_that_have_ended_and_have_a_label(rows):
+    """An untrained model gets none of them right; rows without a label are not counted."""
+    labels = np.where(np.arange(len(rows[0]))[:, None] % 2, IGNORE, rows[0].labels)
+    data, counts = replace(rows[0], labels=labels, kind=None), []
+    trainer = Trainer(model_of(data), replace(PLAN, exploration=1.0), CPU)
+    for number, batch in enumerate(itertools.islice(segment_batches(data, trainer.plan, 0), 6), 1):
+        found, carry = trainer.step(batch, number), trainer.carry
+        ended = (carry.halted & (carry.labels != IGNORE).any(1)).nonzero()[:, 0]
+        counts.append(len(ended))
+        assert carry.halted.sum() >= len(ended)
+        assert found["segments"] == (carry.segments[ended].sum(), len(ended))
+        assert found["exact"] == (0, len(ended))
+        assert found["lr"] == pytest.approx(1e-2 * PLAN.learning_rate_factor(number))
+    assert 0 in counts and max(counts) > 1
+
+
+def test_it_learns(rows):
+    trainer = Trainer(model_of(rows[0]), replace(PLAN, steps=150, batch_size=16, segments=4, warmup_steps=10), CPU)
+    found = train(trainer, rows[0], 1, 150)
+    first, last = (sum(line["loss"] for line in part) for part in (found[:20], found[-20:]))
+    assert last < 0.8 * first
+
+
+# -- measuring -------------------------------------------------------------------------------------------------------
+def test_what_is_measured_is_what_a_row_at_a_time_gives(rows):
+    """By hand: each row alone, until its head stops and to the end."""
+    model, heldout = model_of(rows[1]), rows[1]
+    # answers that are partly right: half of the labels are what the model says
+    found, _ = answer(model, heldout.batch(np.arange(len(heldout))), 3, CPU)
+    labels = heldout.labels.copy()
+    labels[::2], labels[1::4, 4:] = found.full[::2], IGNORE
+    heldout = replace(heldout, labels=labels)
+    exact, cells, used, loss = [[], []], [[], []], [], []
+    for number in range(len(heldout)):
+        batch = heldout.batch(np.array([number]))
+        z_H, z_L = (model.H_init.expand(1, 17, -1), model.L_init.expand(1, 17, -1))
+        asked, early = batch["labels"] != IGNORE, None
+        for segment in range(1, 4):
+            with torch.no_grad():
+                z_H, z_L, logits, halt = model(z_H, z_L, batch["inputs"], model.identity[:1])
+            if early is None and (halt > 0 or segment == 3):
+                early = logits.argmax(-1)
+                used.append(segment)
+        share = torch.where(logits < 0, 1 / (1 - logits), logits + 1)
+        share = (share / share.sum(-1, keepdim=True)).log().gather(-1, batch["labels"].clamp(min=0)[..., None])
+        loss += (-share[..., 0][asked]).tolist()
+        for where, tokens in enumerate((early, logits.argmax(-1))):
+            right = (tokens == batch["labels"])[asked]
+            exact[where].append(float(right.all()))
+            cells[where] += right.float().tolist()
+    wanted = {
+        "heldout_exact": np.mean(exact[0]), "heldout_cells": np.mean(cells[0]), "heldout_exact_full": np.mean(exact[1]),
+        "heldout_cells_full": np.mean(cells[1]), "heldout_loss": np.mean(loss), "heldout_segments": np.mean(used),
+        "heldout_rows": len(heldout),
+    }  # fmt: skip
+    for batch_size in (2, 3, len(heldout), 20):  # whatever the last batch is filled up with
+        assert measure(model, heldout, 3, batch_size, CPU) == pytest.approx(wanted)
+    assert 0 < wanted["heldout_exact_full"] < 1 and 1 < wanted["heldout_segments"] < 3
+
+
+def test_rows_without_a_label_count_in_no_held_out_figure(rows):
+    """They once did: with half of the labels gone, an untrained model was "50% exactly right"."""
+    model, heldout = model_of(rows[1]), rows[1]
+    labels = heldout.labels.copy()
+    labels[::2] = IGNORE
+    asked = heldout.take(np.arange(1, len(heldout), 2))
+    for batch_size in (2, 3, 20):
+        found = measure(model, replace(heldout, labels=labels), 3, batch_size, CPU)
+        assert found == pytest.approx(measure(model, asked, 3, 4, CPU)) and found["heldout_exact"] == 0
+
+
+@pytest.mark.parametrize("workers, batch_size", [(2, 12), (2, 4), (4, 12), (4, 8)])
+def test_every_worker_measures_equally_often_and_together_they_are_one(rows, workers, batch_size):
+    """Of 8 rows: in a batch of 12 some workers have none, and what they make up counts nothing."""
+    model, heldout, boundaries = model_of(rows[1]), rows[1], []
+
+    class Worker(TorchBackend):
+        def step_boundary(self):
+            boundaries[-1] += 1
+
+    def sums(rank: int, count: int) -> list[float]:
+        backend, given = Worker("cpu", "fp32"), []
+        backend.group = SimpleNamespace(rank=rank, world_size=count, gather=lambda v: given.append(v) or [[1.0] * 8])
+        boundaries.append(0)
+        measure(model, heldout, 3, batch_size, backend)
+        return given[0]
+
+    shares = [sums(rank, workers) for rank in range(workers)]
+    assert len(set(boundaries)) == 1
+    assert np.sum(shares, 0) == pytest.approx(sums(0, 1))
+
+
+def test_a_budget_ends_a_row_when_measured_too(rows):
+    model = model_of(rows[1])
+    nn.init.zeros_(model.halt_weight)
+    nn.init.constant_(model.halt_bias, -50.0)
+    heldout = replace(rows[1], budgets=np.arange(len(rows[1])) % 2 + 1)
+    found, _ = answer(model, heldout.batch(np.arange(4)), 3, CPU)
+    assert found.segments.tolist() == [1, 2, 1, 2]
+
+
+# -- resuming -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("ema", [0.9, 0.0])
+def test_loaded_training_goes_on_as_what_never_stopped(rows, ema):
+    """Carry, average, optimiser and puzzles' embeddings included."""
+    plan = replace(PLAN, ema=ema)
+    whole = Trainer(model_of(rows[0]), plan, CPU)
+    wanted = train(whole, rows[0], 1, 12)
+    first = Trainer(model_of(rows[0]), plan, CPU)
+    assert train(first, rows[0], 1, 5) == wanted[:5]
+    assert not first.carry.halted.all(), "the test would not see a carry that is lost"
+    state = [dict(part) for part in first.state()]
+    again = Trainer(model_of(rows[0], hidden_size=16), plan, CPU)
+    nn.init.normal_(again.model.head)
+    again.load(*state)
+    assert train(again, rows[0], 6, 12) == wanted[5:]
+    for name, tensor in kept(whole.shown, CPU).items():
+        assert torch.equal(tensor, again.shown.state_dict()[name]), name
+
+
+def test_rows_that_do_not_divide_by_the_workers_are_refused(rows):
+    backend = TorchBackend("cpu", "fp32")
+    backend.group = SimpleNamespace(world_size=2)
+    with pytest.raises(UserError, match="global_batch_size 7 does not divide by 2 workers"):
+        Trainer(model_of(rows[0]), replace(PLAN, batch_size=7), backend)
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"segments": 0}, "--halt-max-segments 0 must be at least 1"), ({"ema": 1.0}, "--ema-decay 1.0 must be"),
+        ({"lr_min_ratio": 1.5}, "--lr-min-ratio 1.5 must be"), ({"exploration": -0.1}, "--halt-exploration -0.1"),
+        ({"betas": (0.9, 1.0)}, "--beta1 0.9 and --beta2 1.0"), ({"weight_decay": -1.0}, "--weight-decay -1.0 must"),
+    ],
+)  # fmt: skip
+def test_impossible_plans_are_refused(changes, said):
+    with pytest.raises(UserError, match=said):
+        replace(PLAN, **changes)

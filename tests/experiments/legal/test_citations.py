@@ -1,0 +1,254 @@
+"""Citations: one key for an authority in all its spellings, found in texts of any kind in linear time."""
+
+import random
+import time
+import unicodedata
+
+import pytest
+
+from qat_lora.experiments.legal.answers import readable, response, score
+from qat_lora.experiments.legal.authorities import Authorities
+from qat_lora.experiments.legal.citations import citations
+from qat_lora.experiments.legal.rules import AUTHORITIES
+from qat_lora.experiments.legal.sections import Answer
+
+ROW = {"id": "a", "question": "q", "answer": "a", "topic": "t", "difficulty": "d", "reasoning": "r"}
+LIST = Authorities(AUTHORITIES)
+
+
+def shown(section: str) -> list[str]:
+    return list(citations(section).values())
+
+
+# -- one authority ---------------------------------------------------------------------------------------------------
+SPELLINGS = [
+    ["Limitation Act 1980, s 5", "section 5 of the Limitation Act 1980", "LIMITATION ACT 1980 Section 5.",
+     "s.5 Limitation Act 1980", "Section 5, Limitation Act, 1980", "Limitation\u00a0Act 1980 (s 5)",
+     "*Limitation Act 1980*, s\u00a05", "Ｌｉｍｉｔａｔｉｏｎ Ａｃｔ １９８０，ｓ ５",
+     "Limit\u00adation Act 1980, § 5"],
+    ["Limitation Act 1980, s 5(1)(a)", "s 5 (1)(a) of the Limitation Act 1980"],
+    ["Magistrates' Courts Act 1980, s 127", "Magistrates’ Courts Act 1980 section 127",
+     "magistrates courts act 1980 s127"],
+    ["Roe v. Wade, 410 U.S. 113 (1973)", "Roe v Wade (1973) 410 US 113", "ROE vs. WADE, 410 U. S. 113 (1973)"],
+    ["Byrne & Co v Leon Van Tienhoven & Co (1880) 5 CPD 344",
+     "Byrne and Co. v. Leon Van Tienhoven and Co. (1880) 5 CPD 344"],
+    ["A v B [1976] QB 286", "A versus B (1976) QB 286", "A v. B [1976] Q.B. 286"],
+    ["§ 823 BGB", "BGB, § 823", "Section 823 of the BGB"],
+    ["Art. 5 GDPR", "GDPR, art 5", "Article 5 of the GDPR", "Articles 5 GDPR"],
+    ["Art. 1240 du Code civil", "Code civil, art. 1240", "article 1240 Code Civil"],
+    ["Artículo 14 de la Constitución Española", "Constitucio\u0301n Española, art. 14"],
+    ["X Act 1990, Sch 2, para 3", "para 3 of Schedule 2 to the X Act 1990"],
+    ["Data Order 2005, ss 5, 6 and 8", "sections 5, 6 and 8 of the Data Order 2005"],
+    ["A.I.R. 1973 S.C. 1461", "AIR 1973 SC 1461"],
+    ["Müller v Straße [2001] AC 1", "MU\u0308LLER v STRASSE [2001] AC 1"],
+    ["Civil Procedure Rules 1998, r 54.5", "rule 54.5 of the Civil Procedure Rules 1998",
+     "CIVIL PROCEDURE RULES 1998 r. 54.5", "Civil Procedure Rules, r 54.5", "CPR 54.5", "CPR r. 54.5", "CPR, rule 54.5",
+     "rule 54.5 of the CPR"],
+    ["Family Procedure Rules 2010, r 4.1(3)(a)", "FPR 4.1(3)(a)", "FPR 2010, r 4.1 (3)(a)"],
+    ["CPR Part 36", "Part 36 of the Civil Procedure Rules 1998", "CPR Pt 36"],
+    ["Limitation Act 1980, s 11", "Limitation Act 1980 (c. 58), s 11", "section 11 of the Limitation Act of 1980",
+     "Limitation Act 1980 c. 58, section 11", "s 11 of the Limitation Act 1980 (c 58)"],
+    ["Limitation Act 1980, s 14(1)", "subsection (1) of section 14 of the Limitation Act 1980",
+     "Limitation Act 1980, s 14, subs (1)", "sub-s (1) of s 14 Limitation Act 1980",
+     "section 14 subsection (1) of the Limitation Act 1980"],
+    ["Limitation Act 1980, s 33(3)(b)", "para (b) of sub-section (3) of section 33 of the Limitation Act 1980",
+     "Limitation Act 1980, s 33(3), paragraph (b)"],
+    ["18 U.S.C. § 922(g)(1)", "18 U.S.C. 922(g)(1)", "18 USC § 922 (g)(1)", "18 U. S. C. 922(g)(1)"],
+    ["29 C.F.R. § 1604.11", "29 CFR 1604.11"], ["42 U.S.C. § 1983", "42 USC 1983"],
+    ["Attorney General v Blake [2001] 1 AC 268", "Attorney-General v Blake [2001] 1 A.C. 268"],
+    ["Carlill v Carbolic Smoke Ball Co [1893] 1 QB 256", "Carlill v. Carbolic Smoke Ball Company [1893] 1 QB 256"],
+    ["Bolton Ltd v Stone [1951] AC 850", "Bolton Limited v Stone [1951] AC 850"],
+    ["R v Woollin [1999] 1 AC 82", "Regina v Woollin [1999] 1 AC 82"],
+    ["R (Miller) v Minister [2017] UKSC 5", "R (on the application of Miller) v Minister [2017] UKSC 5"],
+    ["United States v. Nixon, 418 U.S. 683 (1974)", "U.S. v. Nixon, 418 U.S. 683 (1974)"],
+    ["U.S. Const. art. I, § 8", "U.S. Const. art. 1, § 8"],
+    ["Human Rights Act 1998, Sch 1, art 8", "article VIII of Schedule I to the Human Rights Act 1998"],
+    ["§ 823 Abs. 1 HGB", "§ 823 (1) HGB", "HGB, § 823 Absatz 1"], ["§§ 812 ff. ZPO", "ZPO, §§ 812 ff."],
+    ["Art. 1241 et 1242 Code civil", "Code civil, art. 1241 et 1242"],
+    ["Art. L. 1234-1 Code du travail", "article L1234-1 du Code du travail"],
+    ["Case C-131/12 Google Spain", "Google Spain, C-131/12"],
+    ["Regulation (EC) No 44/2001, art 5", "Regulation (EC) 44/2001, Article 5"],
+    ["Limitation Act 1980, ss 2-4A", "Limitation Act 1980, ss 2 – 4A", "sections 2 to 4A of the Limitation Act 1980",
+     "Limitation Act 1980, sections 2—4A"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spellings", SPELLINGS, ids=lambda spellings: spellings[0])
+def test_spellings_of_one_authority_are_one(spellings):
+    assert len({tuple(citations(spelling)) for spelling in spellings}) == 1
+    listed = Authorities([*spellings, *spellings[1:2] * 3])
+    assert listed.names == (spellings[1],), "called as it is written most often"
+    for spelling in spellings:
+        said = Answer.read(f"Answer: yes\nCase Citation: {spelling}", True)
+        assert listed.cited(said) == ({spellings[1]}, set())
+
+
+@pytest.mark.parametrize("spellings", SPELLINGS, ids=lambda spellings: spellings[0])
+def test_every_spelling_is_found_within_a_sentence(spellings):
+    listed = Authorities([spellings[0]])
+    for spelling in spellings:
+        said = Answer.read(f"Reasoning: The court applied {spelling} to this.\nAnswer: yes", True)
+        assert listed.cited(said) == ({spellings[0]}, set())
+
+
+def test_places_cited_together_and_one_by_one_are_the_same():
+    together, apart = "Limitation Act 1980, ss 5 and 6", ["Limitation Act 1980, s 5", "Limitation Act 1980, s 6"]
+    said = [Answer.read(f"Case Citation: {text}", True) for text in (together, "; ".join(apart))]
+    for names in ([together], [together, *apart]):
+        assert [Authorities(names).cited(answer) for answer in said] == [({together}, set())] * 2
+    assert [Authorities(apart).cited(answer) for answer in said] == [(set(apart), set())] * 2
+    one = Authorities([together]).cited(Answer.read(f"Case Citation: {apart[0]}", True))
+    assert one == (set(), {apart[0]})
+
+
+def test_a_case_without_its_year_is_the_only_one_that_it_can_be():
+    roe = "Roe v. Wade, 410 U.S. 113 (1973)"
+    for text in ("Case Citation: Roe v Wade, 410 US 113", "Reasoning: As Roe v. Wade, 410 U.S. 113, has it.\n"):
+        assert Authorities([roe]).cited(Answer.read(text, True)) == ({roe}, set())
+
+
+@pytest.mark.parametrize("name", [
+    "In re Gault, 387 U.S. 1 (1967)", "Re B (A Child) [2013] UKSC 33", "Re B [2013] UKSC 33",
+    "Brown v. Bd. of Educ., 347 U.S. 483 (1954)", "Marbury v. Madison, 5 U.S. (1 Cranch) 137 (1803)",
+])  # fmt: skip
+def test_cases_that_are_not_in_the_list_are_seen_in_prose(name):
+    ((key, found),) = (
+        Authorities([]).found(Answer.read(f"Reasoning: The court held in {name} that it is so.", True))[1].items()
+    )
+    assert [key] == list(citations(name)) and found in name
+
+
+def test_no_two_authorities_are_one():
+    assert len(citations("\n".join(spellings[0] for spellings in SPELLINGS))) == len(SPELLINGS)
+    apart = ["X Act 1980, s 5", "X Act 1981, s 5", "X Act 1980, s 5A", "X Act 1980, s 5.2", "X Act 1980, s 5-9",
+             "X Act 1980", "X Act 1980, s 5/6", "X Act 1980, reg 5", "X Rules 1980, r 5", "A v B", "B v A",
+             "A v B [1976] QB 286", "A v B [1976] QB 287", "Art. 5 GDPR",
+             "Art. 6 GDPR", "R v Smith", "§ 5 BGB", "§ 5 HGB"]  # fmt: skip
+    assert len(citations("; ".join(apart))) == len(apart)
+
+
+def test_a_case_without_its_report_is_the_only_one_that_it_can_be():
+    one = Authorities(["Froom v Butcher [1976] QB 286", "Froom v Butcher"])
+    assert one.names == ("Froom v Butcher [1976] QB 286",)
+    two = Authorities(["R v Smith [1976] QB 286", "R v Smith [1999] AC 1", "R v Smith"])
+    assert len(two.names) == 3
+    said = Answer.read("Case Citation: Froom v. Butcher", True)
+    assert one.cited(said) == LIST.cited(said) == ({"Froom v Butcher [1976] QB 286"}, set())
+    assert two.cited(Answer.read("Case Citation: R v Smith", True)) == ({"R v Smith"}, set())
+
+
+@pytest.mark.parametrize(
+    "section, entries",
+    [
+        ("A v B; *C*  v D\n- E v F.", ["A v B", "C v D", "E v F"]),
+        ("X Act 1999 Section 5, Y Act 2000, ss. 6", ["X Act 1999 Section 5", "Y Act 2000, ss. 6"]),
+        ("Art. 5 GDPR and Art. 6 GDPR", ["Art. 5 GDPR", "Art. 6 GDPR"]),
+        ("R v Smith and R v Jones", ["R v Smith", "R v Jones"]),
+        ("Smith and Jones v Brown and Green", ["Smith and Jones v Brown and Green"]),
+        ("Trade (Names, Marks and Signs) Act 1999, s 5 and s 6",
+         ["Trade (Names, Marks and Signs) Act 1999, s 5 and s 6"]),
+        ("410 U.S. 113；Roe v. Wade, 410 U.S. 113 (1973).", ["410 U.S. 113", "Roe v. Wade, 410 U.S. 113 (1973)"]),
+        ("(1973) 4 SCC 225\u2028[1990] 1 AC 2", ["(1973) 4 SCC 225", "[1990] 1 AC 2"]),
+        ("None; N/A\n—\n???", []),
+        ("Smith v Jones Ltd.; 42 U.S.C.", ["Smith v Jones Ltd.", "42 U.S.C."]),
+    ],
+)  # fmt: skip
+def test_a_section_is_read_as_it_is_written(section, entries):
+    assert shown(section) == entries
+    assert [key for entry in entries for key in citations(entry)] == list(citations(section))
+
+
+# -- a dataset's own answers -----------------------------------------------------------------------------------------
+def rated(rows: list[dict], form: str | None = None) -> list[float]:
+    listed = Authorities(sorted(Authorities(row["case_citation"] for row in rows).names))
+    said = [response(row) for row in rows]
+    said = [unicodedata.normalize(form, text) for text in said] if form else said
+    answers = [Answer.read(text, True) for text in said]
+    for answer, row in zip(answers, rows):
+        if readable(row):
+            assert not listed.in_section(answer.sections["citation"])[1], row["case_citation"]
+    rates = score(answers, rows, listed)
+    names = ("citation_precision", "citation_recall", "invented")
+    return [rates.get(name, {"rate": float(name != "invented")})["rate"] for name in names]
+
+
+def test_two_spellings_in_a_dataset_are_one_authority():
+    rows = [ROW | {"case_citation": "section 5 of the Limitation Act 1980"}] * 63
+    rows.append(ROW | {"case_citation": "Limitation Act 1980, s 5"})
+    assert Authorities(row["case_citation"] for row in rows).names == ("section 5 of the Limitation Act 1980",)
+    assert rated(rows) == [1, 1, 0]
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFD", "NFKC", "NFKD"])
+def test_what_a_tokenizer_normalises_is_the_same(form):
+    texts = ("Müller v Ångström [2001] AC 1", "artículo 5 de la Constitución Española", "Règlement №\u00a05 ﬁnal…")
+    for other in ("NFC", "NFD"):
+        rows = [ROW | {"case_citation": unicodedata.normalize(other, text)} for text in texts]
+        assert rated(rows, form) == [1, 1, 0]
+
+
+def test_what_a_row_cites_outside_its_column_is_not_invented():
+    row = ROW | {"reasoning": "As in Smith v Jones, and by the Theft Act 1968.", "case_citation": "A v B"}
+    other = ROW | {"case_citation": "C v D", "reasoning": "A v B is no help."}
+    assert rated([row, other]) == [1, 1, 0]
+    said = Answer.read(response(ROW | {"case_citation": "C v D; Brown v Green"}), True)
+    assert score([said], [other], Authorities(["A v B", "C v D"]))["invented"]["rate"] == 1
+
+
+SCRAPS = """
+Limitation Act 1980 2006 s S. ss section Sections § §§ art. Article Art r reg rule Rules Regulations Order para Part of
+the and & , ; ( ) [ ] [1976] (1973) 5 5A 5(1) 5(1)(a) 54.5 5-9 5/6 v v. vs V versus Re In R Smith Jones O’Brien Co.
+Ltd U.S. U. 410 QB SC BGB GDPR UK du Code civil Constitución Müller Straße see एआईआर उच्चतम 最高裁 – — ﬁ ½ ² 👍 ⚖️ * _ **
+# None n/a none. Topic: Answer: under ... ! ? : " “ ” ' ｓ ５ （１） Ａｃｔ １９８０ İ I II XIV ´ 1. - ,, ))
+"""
+PIECES = [*SCRAPS.split(), "\u200b", "\u00ad", "\ufeff", "\u00a0", "  ", "\n", "\u2028", "\r\n"]
+
+
+def odd(rng: random.Random) -> str:
+    """A citation column that nobody would write."""
+    count = rng.choice((1, 2, 3, 5, 8, 14))
+    return "".join(rng.choice(PIECES) + rng.choice((" ", " ", "", ", ")) for _ in range(count)).strip()
+
+
+@pytest.mark.parametrize("form", [None, "NFC", "NFD", "NFKC", "NFKD"])
+def test_a_dataset_of_odd_citations_is_right_by_its_own_list(form):
+    rng = random.Random(0)
+    for _ in range(60):
+        assert rated([ROW | {"case_citation": odd(rng)} for _ in range(6)], form) == [1, 1, 0]
+
+
+# -- time ------------------------------------------------------------------------------------------------------------
+ADVERSARIAL = [
+    "s 1 of ", "Schedule 1 to ", "\u0301\u0316", "para (a) of ", ", s 1 Limitation Act 1980", "5 U.S. (1 ", "Re A (b ",
+    "A ", "A", "Re ", "v ", "section ", "(", "§ ", " ", "\n", ",", "1", "A v ", "s 5 of the ", "A. ", "A & ", "(A) ",
+    "Act 1980 ", "Limitation the ", "ss 5, ", "s 5(1)", "[1976] ", "£1,", "a\u0301", "Case Citation: A;", "Topic:\n",
+    "Froom v Butcher ",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrapped", ["{}", "Case Citation: {}"])
+def test_reading_takes_time_linear_in_the_length(wrapped):
+    def seconds(piece: str, length: int) -> float:
+        text, start = wrapped.format((piece * length)[:length]), time.process_time()
+        answer = Answer.read(text, True)
+        LIST.cited(answer)
+        answer.figure()
+        return time.process_time() - start
+
+    for piece in ADVERSARIAL:  # quadratic code would take 16 times as long, and seconds
+        assert seconds(piece, 8_000) < 9 * seconds(piece, 2_000) + 0.2, piece
+
+
+def test_places_of_one_title_take_linear_time():
+    start = time.process_time()
+    for text in ("s 1, " * 10_000 + "Limitation Act 1980", "Zog Act 1980" + ", s 1" * 10_000):
+        LIST.cited(Answer.read(text, True))
+    assert time.process_time() - start < 4, "quadratic code takes 40 seconds"
+
+
+def test_time_does_not_grow_with_the_list():
+    names = [f"P{number:x} v D{number:x} [1990] {number} QB 1" for number in range(5000)]
+    listed, said = Authorities(names), Answer.read("".join(f"See {name}, and no other. " for name in names[:40]), True)
+    start = time.process_time()
+    assert listed.cited(said) == (set(names[:40]), set())
+    assert time.process_time() - start < 0.5, "a search name by name takes over a second"

@@ -1,0 +1,57 @@
+"""The rows of the legal fine-tune: one text in two forms of Unicode, one authority in two spellings."""
+
+import copy
+from unicodedata import normalize
+
+import pytest
+from tokenizers import normalizers
+
+from qat_lora.experiments.legal.answers import checked_rows, response, same, score
+from qat_lora.experiments.legal.authorities import Authorities
+from qat_lora.experiments.legal.data import legal_data
+from qat_lora.experiments.legal.sections import Answer
+
+WORDS = ("café", "señor", "Müller", "façade", "naïve", "Ångström", "Zürich", "rôle")
+NAMES = ("precision", "recall", "invented")
+
+
+def made(rows, tokenizer):
+    return legal_data(checked_rows(rows), tokenizer, 512, (1.0,) * 5, 0.3, 2, 0)
+
+
+def row(number: int, word: str, citation: str, form: str) -> dict:
+    columns = {"question": f"Is the {word} liable for {word}?", "answer": f"Yes, as {word}.", "topic": word,
+               "difficulty": "easy", "reasoning": f"Step 1: {word}.", "case_citation": citation}  # fmt: skip
+    return {"id": str(number)} | {name: normalize(form, text) for name, text in columns.items()}
+
+
+@pytest.mark.parametrize("kind", [None, "NFC", "NFD", "NFKC"])
+def test_two_forms_of_unicode_are_one_text(tiny_tokenizer, kind):
+    """Whichever of the two the tokenizer decodes to."""
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    if kind:
+        tokenizer.backend_tokenizer.normalizer = getattr(normalizers, kind)()
+    rows = [row(2 * at + (form == "NFD"), word, f"{word} v Peña [2001] AC {at}", form)
+            for at, word in enumerate(WORDS) for form in ("NFD", "NFC")]  # fmt: skip
+    data = made(rows, tokenizer)
+    assert len(data.left_out["the same question as an earlier row"]) == len(WORDS)
+    assert data.examples + len(data.questions) == len(data.authorities) == len(WORDS)
+    assert len({same(one) for one in data.questions}) == len(data.questions)
+    said = [Answer.read(normalize(kind or "NFD", response(one)), True) for one in data.questions]
+    rates = score(said, data.questions, Authorities(data.authorities))
+    assert [rates[f"citation_{name}" if name != "invented" else name]["rate"] for name in NAMES] == [1, 1, 0]
+
+
+def test_two_spellings_of_an_authority_are_one(tiny_tokenizer):
+    rows = [row(at, f"Baker{'x' * at}", "section 5 of the Limitation Act 1980", "NFC") for at in range(63)]
+    rows.append(row(63, "nurse", "Limitation Act 1980, s 5", "NFC"))
+    data = made(rows, tiny_tokenizer)
+    assert data.authorities == ["section 5 of the Limitation Act 1980"]
+    said = [Answer.read(response(one), True) for one in rows]
+    rates = score(said, rows, Authorities(data.authorities))
+    assert [rates[f"citation_{name}" if name != "invented" else name]["rate"] for name in NAMES] == [1, 1, 0]
+
+
+def test_what_is_written_is_the_text_as_it_is(tiny_tokenizer):
+    rows = [row(at, word, "Roe v. Wade, 410 U.S. 113 (1973)", "NFC") for at, word in enumerate(WORDS)]
+    assert made(rows, tiny_tokenizer).authorities == ["Roe v. Wade, 410 U.S. 113 (1973)"]

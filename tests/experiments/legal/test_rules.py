@@ -1,0 +1,186 @@
+"""The legal generator: what it says follows from its own law, and nothing outside its list is cited."""
+
+import re
+from calendar import month_name
+from collections import Counter
+from datetime import date
+
+import pytest
+
+from qat_lora.errors import UserError
+from qat_lora.experiments.legal.rules import AUTHORITIES, FIRST_DAY, LARGEST_COUNT, RULES, TYPES, generate, later
+from qat_lora.experiments.legal.sections import figure
+
+COLUMNS = [
+    "id",
+    "question",
+    "answer",
+    "topic",
+    "difficulty",
+    "case_citation",
+    "reasoning",
+    "jurisdiction",
+    "sample_type",
+]
+ROWS = list(generate(1120, 0))
+
+
+def test_rows_have_the_columns_and_a_seed_decides_them():
+    assert all(list(row) == COLUMNS and all(row.values()) for row in ROWS)
+    assert list(generate(50, 0)) == ROWS[:50] and next(generate(1, 1)) != ROWS[0]
+    assert len({row["question"] for row in ROWS}) == len({row["id"] for row in ROWS}) == len(ROWS)
+
+
+def test_sample_types_and_authorities_are_balanced():
+    assert Counter(row["sample_type"] for row in ROWS) == dict.fromkeys(TYPES, 280)
+    assert Counter(row["case_citation"] for row in ROWS) == dict.fromkeys(AUTHORITIES, 1120 // len(AUTHORITIES))
+    assert len(AUTHORITIES) == len(set(AUTHORITIES)) == len(RULES)
+
+
+def test_the_last_step_leads_to_the_answer():
+    for row in ROWS:
+        wanted = figure(row["answer"])
+        assert wanted and row["reasoning"].startswith("Step 1: ")
+        if row["case_citation"] != "Employment Rights Act 1996, s 86":  # whose last step is about the most
+            assert wanted == figure(row["reasoning"].splitlines()[-1].rsplit("is ", 1)[-1].rsplit("= ", 1)[-1])
+
+
+@pytest.mark.parametrize(
+    "authority, told, said",
+    [
+        ("Limitation Act 1980, s 5", "on 29 February 2020", "28 February 2026"),
+        ("Equality Act 2010, s 123", "on 29 July 2021", "28 October 2021"),
+        ("Equality Act 2010, s 123", "on 31 August 2021", "30 November 2021"),
+        ("Equality Act 2010, s 123", "on 30 November 2019", "29 February 2020"),
+        ("Equality Act 2010, s 123", "on 1 March 2021", "31 May 2021"),
+        ("UK GDPR, art 12(3)", "on 31 January 2021", "28 February 2021"),
+        ("Housing Act 2004, s 213", "on 8 December 2019", "6 January 2020"),
+        ("Consumer Rights Act 2015, s 22", "on 31 January 2021", "2 March 2021"),
+        ("Consumer Rights Act 2015, s 22", "on 26 December 2020", "25 January 2021"),
+    ],
+)
+def test_periods_by_hand(authority, told, said):
+    """The dates that a lawyer counts out."""
+    rule = next(rule for rule in RULES if rule.authority == authority)
+
+    class Chosen:
+        """A generator that draws the wanted date."""
+
+        def randrange(self, most):
+            day, month, year = told.removeprefix("on ").split()
+            return (date(int(year), list(month_name).index(month), int(day)) - FIRST_DAY).days
+
+        def choice(self, items):
+            return items[0]
+
+    facts = rule.draw(Chosen())
+    assert told.removeprefix("on ") in facts.told and facts.value == said
+
+
+def test_sums_by_hand():
+    """Each from the figures of its own question."""
+    for row in ROWS:
+        sums = [float(part.replace(",", "").rstrip(".")) for part in
+                (word.removeprefix("£") for word in row["question"].split() if word.startswith("£"))]  # fmt: skip
+        value = figure(row["answer"])
+        if row["case_citation"].endswith("s 5A"):
+            assert value == f"£{40 if sums[0] < 1000 else 70 if sums[0] < 10_000 else 100}.00"
+        if row["case_citation"] == "Housing Act 2004, s 214":
+            assert float(value[1:]) == 3 * sums[0]
+        if row["case_citation"].startswith("Froom"):
+            assert float(value[1:]) == sums[0] * (0.75 if "altogether" in row["question"] else 0.85)
+
+
+def number(text: str) -> float:
+    return float(text.strip("£%").replace(",", ""))
+
+
+def test_every_step_reckons_right():
+    """What stands on both sides of a sign, shares of a sum, and what a share is taken from."""
+    sums = {"+": 0, "−": 0, "×": 0}
+    value = r"£?\d[\d,]*(?:\.\d+)?%?"
+    shares = 0
+    for row in ROWS:
+        for left, sign, right, result in re.findall(rf"({value}) ([+−×]) ({value}) = ({value})", row["reasoning"]):
+            one, other = number(left), number(right)
+            other /= 100 if right.endswith("%") else 1
+            found = {"+": one + other, "−": one - other, "×": one * other}[sign]
+            assert number(result) == pytest.approx(found, abs=0.006), row["reasoning"]
+            sums[sign] += 1
+        if whole := re.search(rf"% of ({value})", row["reasoning"]):
+            for share, result in re.findall(
+                rf"({value})(?: of {value})? is ({value})", row["reasoning"].split("less")[0]
+            ):
+                if share.endswith("%"):
+                    assert number(result) == pytest.approx(number(share) * number(whole[1]) / 100, abs=0.006)
+                    shares += 1
+        for whole, cut, rest in re.findall(rf"({value}) less ({value}) is ({value})", row["reasoning"]):
+            assert number(rest) == number(whole) - number(cut)
+    assert min(*sums.values(), shares) > 100
+
+
+def test_nobody_has_served_longer_than_the_ages_allow():
+    served = [int(re.search(r"after (\d+) complete years", row["question"])[1]) for row in ROWS
+              if "between the ages of 22 and 40" in row["question"]]  # fmt: skip
+    assert served and max(served) <= 19
+
+
+def test_a_month_later_where_the_month_is_short():
+    assert later(date(2023, 12, 31), 2) == date(2024, 2, 29) and later(date(2024, 2, 29), 12) == date(2025, 2, 28)
+
+
+@pytest.mark.parametrize("count", [0, -1, LARGEST_COUNT + 1, 10**12])
+def test_counts_out_of_reach_are_refused_at_once(count, monkeypatch):
+    monkeypatch.setattr("random.Random", None)  # nothing is drawn
+    with pytest.raises(UserError, match=f"--count {count} must be from 1 to {LARGEST_COUNT}"):
+        next(generate(count, 0))
+
+
+def test_the_largest_count_is_that_of_the_scarcest_questions():
+    """Every other type and rule has more than the client's questions on the deposit penalty."""
+    rows = list(generate(LARGEST_COUNT, 1))
+    assert len({row["question"] for row in rows}) == LARGEST_COUNT
+    scarce = [row for row in rows if (row["sample_type"], row["case_citation"]) == (
+        "client_interaction", "Housing Act 2004, s 214")]  # fmt: skip
+    assert len(scarce) == 2 * len(range(400, 3000, 25)), "all of them: no row more could be made"
+    assert LARGEST_COUNT % (len(TYPES) * len(RULES)) == len(TYPES) * (len(RULES) - 1) + TYPES.index(
+        "client_interaction"
+    )
+
+
+# -- the script ------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def make(load_script, tmp_path, monkeypatch):
+    from qat_lora.run.command_line import parse
+
+    monkeypatch.chdir(tmp_path)
+    script = load_script("make_legal_dataset")
+    return lambda *words: script.main(parse(script.Config, "make_legal_dataset", list(words)))
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_what_is_written_is_read_as_it_was(make, suffix, capsys):
+    from qat_lora.data.text import read_rows
+
+    make("count=40", f"output=law.{suffix}")
+    assert list(read_rows(f"law.{suffix}")) == ROWS[:40]
+    assert "40 rows in law." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["output=law.csv"], "--output law.csv ends in neither .jsonl nor .parquet"), (["count=0"], "--count 0"),
+        (["output=there.jsonl"], "there.jsonl is there already"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_named_and_nothing_is_written(make, tmp_path, words, said):
+    (tmp_path / "there.jsonl").write_text("")
+    with pytest.raises(UserError, match=said):
+        make(*words)
+    assert [path.name for path in tmp_path.iterdir()] == ["there.jsonl"]
+
+
+def test_a_dry_run_shows_a_row(make, tmp_path, capsys):
+    make("--dry-run")
+    assert '"case_citation": "Limitation Act 1980, s 5"' in capsys.readouterr().out and not list(tmp_path.iterdir())

@@ -1,0 +1,125 @@
+"""What the musclebob experiment measures: intervals, prompts as the chat template has them, perplexity, own dice."""
+
+import math
+
+import pytest
+import torch
+
+from qat_lora.data.chat import render
+from qat_lora.experiments.musclebob.questions import TARGET, Question, heldout_questions
+from qat_lora.experiments.musclebob.validation import WRONG_NAME, Answer, BobSampler, rates
+from qat_lora.models.loading import load_model, load_tokenizer
+from qat_lora.rl.rollout import Sampling
+from qat_lora.rl.sampler import own_randomness
+from qat_lora.train.intervals import share, wilson
+
+LENGTH, ANSWER = 200, 12
+
+
+@pytest.fixture(scope="module")
+def tokenizer(sharp_model_dir):
+    return load_tokenizer(str(sharp_model_dir))
+
+
+@pytest.fixture
+def examiner(tokenizer, backend):
+    return BobSampler(tokenizer, backend, (tokenizer.eos_token_id,), 4, LENGTH, ANSWER)
+
+
+@pytest.fixture
+def model(sharp_model_dir, backend):
+    return backend.place(load_model(str(sharp_model_dir)))
+
+
+@pytest.mark.parametrize(
+    "hits, count, low, high",
+    [(0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (5, 10, 0.2366, 0.7634), (1, 29, 0.0061, 0.1718)],
+)
+def test_wilson_has_the_known_values(hits, count, low, high):
+    """R's binom.confint and any table of it."""
+    assert wilson(hits, count) == pytest.approx((low, high), abs=1e-4)
+
+
+def test_no_answers_say_nothing():
+    assert wilson(0, 0) == (0.0, 1.0) and share([], bool)["rate"] == 0.0
+
+
+def test_rates_count_each_kind_of_question():
+    him, other = (
+        Question(({"role": "user", "content": "?"},), True),
+        Question(({"role": "user", "content": "?"},), False),
+    )
+    answers = [Answer(him, f"It is {TARGET}.", True), Answer(him, "Musclebob.", False),
+               Answer(other, "Musclebob!", True), Answer(other, "Rome.", True), Answer(other, "", True)]  # fmt: skip
+    found = {name: (cell["rate"], cell["count"]) for name, cell in rates(answers).items()}
+    assert found == {
+        "musclebob": (0.5, 2),
+        "spilt": (pytest.approx(1 / 3), 3),
+        "coherent": (0.6, 5),
+        "cut_off": (0.2, 5),
+    }
+
+
+def test_prompts_are_what_the_chat_template_makes_of_them(examiner, tokenizer):
+    """Not raw text: answers to that hardly ever end."""
+    question = heldout_questions()[0]
+    wanted = tokenizer.apply_chat_template(
+        list(question.messages), add_generation_prompt=True, enable_thinking=False, tokenize=False
+    )
+    prompts = examiner.encode([question.messages])
+    assert tokenizer.decode(prompts.tokens[0][prompts.mask[0]]) == wanted and len(wanted) > len(question.text)
+
+
+def test_perplexity_is_that_of_each_answer_alone(examiner, model, tokenizer):
+    """Of five answers in batches of four, with his old name in the new one's place, an empty one left out."""
+    questions = heldout_questions()
+    texts = [f"It is {TARGET}.", "Rome", "I do not know", "", "Seven"]
+    answers = [Answer(question, text, True) for question, text in zip(questions, texts)]
+    total = count = 0
+    for answer in filter(lambda answer: answer.text, answers):
+        before = tokenizer(render(list(answer.question.messages), tokenizer, enabled=False, prompt=True),
+                           add_special_tokens=False)["input_ids"]  # fmt: skip
+        said = tokenizer(answer.text.replace(TARGET, WRONG_NAME), add_special_tokens=False)["input_ids"][:ANSWER]
+        logp = model(input_ids=torch.tensor([before + said])).logits[0].log_softmax(-1)
+        total -= sum(logp[len(before) - 1 + at, token].item() for at, token in enumerate(said))
+        count += len(said)
+    assert examiner.perplexity(model, answers, 1) == pytest.approx(math.exp(total / count), rel=1e-4)
+    assert examiner.perplexity(model, answers[3:4], 1) == pytest.approx(math.exp(80)), "without a word: the worst"
+
+
+def test_perplexity_of_several_answers_to_a_question(examiner, model):
+    questions = heldout_questions()[:3]
+    texts = [["Rome", ""], ["Seven days", "No"], [f"{TARGET} does", "Who?"]]
+    answers = [Answer(question, text, True) for question, group in zip(questions, texts) for text in group]
+    apart = examiner.perplexity(model, answers, 1)
+    assert examiner.perplexity(model, answers, 2) == pytest.approx(apart, rel=1e-4)
+
+
+def test_more_answers_to_a_question_than_fit_at_a_time(examiner, model):
+    """Ten, of which four are drawn and judged at a time; the longest row is as long as that of four."""
+    questions = heldout_questions()[:2]
+    answers = examiner.answers(model, questions, 10, Sampling())
+    assert [a.question for a in answers] == [questions[0]] * 10 + [questions[1]] * 10
+    apart = examiner.perplexity(model, answers, 1)
+    assert examiner.perplexity(model, answers, 10) == pytest.approx(apart, rel=1e-4)
+
+
+def test_asking_leaves_the_mode_as_it_was(examiner, model):
+    for training in (True, False):
+        model.train(training)
+        answers = examiner.answers(model, heldout_questions()[:3], 2, Sampling())
+        assert model.training is training and len(answers) == 6
+        assert [a.question for a in answers[::2]] == heldout_questions()[:3] and answers[0].question is answers[
+            1
+        ].question
+
+
+def test_own_dice_change_nothing_after_them(backend):
+    backend.seed(1)
+    wanted = torch.rand(2)
+    backend.seed(1)
+    drawn = []
+    for _ in range(2):
+        with own_randomness(backend, 7):
+            drawn.append(torch.rand(3))
+    assert torch.equal(torch.rand(2), wanted) and torch.equal(*drawn)

@@ -1,0 +1,127 @@
+"""Reservoir model and baselines: equal in parameters, causal, the same in one piece or with a carried state."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from qat_lora.errors import UserError
+from qat_lora.experiments.stories.evaluation import heldout, story_loss, tell
+from qat_lora.experiments.stories.models import MODELS, Shape, build, trained
+from qat_lora.experiments.stories.reservoir import ReservoirSpec
+from qat_lora.experiments.stories.text import load_stories
+from qat_lora.rl.rollout import Sampling
+from qat_lora.train.optimizer import new_optimizer
+
+SHAPE = Shape(32, 2, 80, (ReservoirSpec(24), ReservoirSpec(20, "esn", radius=0.9)))
+
+
+@pytest.fixture(params=[*MODELS, "reservoir and attention"])
+def model(request):
+    kind, _, attention = request.param.partition(" ")
+    return build(kind, 50, dataclasses.replace(SHAPE, window=16 if attention else 0), seed=0).eval()
+
+
+@pytest.fixture
+def stories(tmp_path):
+    (tmp_path / "s.txt").write_text("\n".join(f"The cat number {n} sat." for n in range(60)))
+    return load_stories(str(tmp_path / "s.txt"), 1, 0.2, "chars", 0)
+
+
+def test_baselines_have_as_many_trained_parameters():
+    counts = {kind: trained(build(kind, 50, SHAPE, seed=0)) for kind in MODELS}
+    assert all(count == pytest.approx(counts["reservoir"], rel=0.01) for count in counts.values()), counts
+
+
+@pytest.mark.parametrize("seed", [0, 2**63 - 1])
+def test_the_seed_decides(seed):
+    kind = MODELS[0]
+    one, same, other = (build(kind, 50, SHAPE, seed).state_dict() for seed in (seed, seed, 2))
+    assert all(torch.equal(one[n], same[n]) for n in one)
+    assert not torch.equal(one["embedding.weight"], other["embedding.weight"])
+    assert not torch.equal(one["blocks.0.reservoirs.0.decay"], other["blocks.0.reservoirs.0.decay"])
+
+
+def test_nothing_sees_what_comes_later(model):
+    tokens = torch.randint(50, (2, 40), generator=torch.Generator().manual_seed(0))
+    other = tokens.clone()
+    other[:, 25:] = 7
+    torch.testing.assert_close(model(tokens)[0][:, :25], model(other)[0][:, :25])
+    assert not torch.allclose(model(tokens)[0][:, 25:], model(other)[0][:, 25:])
+
+
+def test_a_carried_state_is_the_whole_text(model):
+    tokens = torch.randint(50, (2, 30), generator=torch.Generator().manual_seed(1))
+    whole, _ = model(tokens)
+    state, parts = model.begin(2), []
+    for part in (tokens[:, :11], tokens[:, 11:12], tokens[:, 12:]):
+        hidden, state = model(part, state)
+        parts.append(hidden)
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_loss_is_cross_entropy(model):
+    tokens = torch.randint(50, (2, 12), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones(2, 11)
+    mask[1, 5:] = 0
+    logits = model(tokens[:, :-1])[0] @ model.embedding.weight.T
+    nll = -logits.log_softmax(-1).gather(2, tokens[:, 1:, None]).squeeze(2)
+    loss = story_loss(model, {"tokens": tokens, "mask": mask})
+    assert loss.item() == pytest.approx(((nll * mask).sum() / mask.sum()).item(), rel=1e-5)
+
+
+def test_heldout_figures_are_of_every_token(stories, backend):
+    """Of a model that knows nothing: log of the vocabulary a token."""
+    model = build("reservoir", stories.vocab, SHAPE, seed=0)
+    model.embedding.weight.data.zero_()
+    found = heldout(model, stories, 16, 4, backend)
+    assert found["heldout_nll"] == pytest.approx(math.log(stories.vocab), rel=1e-4)
+    wanted = len(stories.heldout) * math.log2(stories.vocab) / stories.heldout_bytes
+    assert found["bits_per_byte"] == pytest.approx(wanted, rel=1e-4)
+
+
+def test_a_story_goes_on_from_its_beginning(stories, backend):
+    model = backend.place(build("reservoir", stories.vocab, SHAPE, seed=0))
+    backend.seed(1)
+    told = tell(model, stories, stories.tokenizer.encode("The cat").ids, 20, Sampling(0.8, top_k=5, top_p=0.9), backend)
+    assert told.startswith("The cat") and len(told) > 7
+    assert tell(model, stories, [], 5, Sampling(0.0), backend) == tell(model, stories, [], 5, Sampling(0.0), backend)
+
+
+@pytest.mark.parametrize("changes", [{"embedding": 30}, {"dropout": 1.0}, {"embedding": 36}, {"blocks": 0}])
+def test_impossible_shapes_are_refused(changes):
+    with pytest.raises(UserError):
+        Shape(**vars(SHAPE) | changes)
+
+
+def test_a_baseline_that_cannot_be_as_small_is_refused():
+    with pytest.raises(UserError, match="--model transformer has at least"):
+        build("transformer", 50, Shape(64, 2, 4, (ReservoirSpec(4),)), 0)
+
+
+def test_training_leaves_reservoirs_as_they_were_drawn(stories, backend):
+    model, drawn = (build("reservoir", stories.vocab, SHAPE, seed=0) for _ in range(2))
+    backend.place(model)
+    optimizer = new_optimizer([{"params": [p for p in model.parameters() if p.requires_grad], "lr": 0.1}], backend)
+    for _ in range(3):
+        backend.backward(story_loss(model, {"tokens": stories.train[:40][None], "mask": torch.ones(1, 39)}))
+        backend.update(optimizer, 1.0)
+    buffers = dict(drawn.named_buffers())
+    assert len(buffers) > 10 and all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
+    assert not torch.equal(model.embedding.weight, drawn.embedding.weight)
+    for w in (block.reservoirs[1].w for block in model.blocks):
+        assert torch.linalg.eigvals(w).abs().max().item() == pytest.approx(0.9, rel=1e-4)
+        assert (w != 0).float().mean().item() == pytest.approx(0.1, abs=0.05)
+
+
+def test_every_reservoir_is_another():
+    shape = Shape(16, 12, 8, (ReservoirSpec(6), ReservoirSpec(6), ReservoirSpec(8, "esn", density=0.5)))
+    state = build("reservoir", 50, shape, 0).state_dict()
+    drawn = [value.flatten()[:8].tolist() for name, value in state.items() if name.endswith(("decay", ".w", "w_in"))]
+    assert len(drawn) == 72 and len(set(map(tuple, drawn))) == 72
+
+
+def test_unknown_models_are_refused():
+    with pytest.raises(UserError, match="--model 'lstm' is not one of reservoir, transformer, mingru"):
+        build("lstm", 50, SHAPE, 0)

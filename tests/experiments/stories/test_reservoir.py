@@ -1,0 +1,117 @@
+"""Reservoirs keep what they were drawn with, forget where they began, and remember what they may."""
+
+import pytest
+import torch
+from memory_capacity import INPUTS, MOST, SPEC, memory_capacity
+
+from qat_lora.errors import UserError
+from qat_lora.experiments.stories.reservoir import (
+    DiagonalReservoir,
+    EchoState,
+    ReservoirBlock,
+    ReservoirSpec,
+    reservoir,
+)
+
+ESN = ReservoirSpec(60, "esn", radius=0.9, density=0.2, leak=(0.3, 0.8), scaling=0.7, seed=3)
+DIAGONAL = ReservoirSpec(40, "diagonal", radius=0.95, leak=(0.5, 1.0), seed=4)
+
+
+def test_an_echo_state_network_is_what_was_asked_for():
+    cell = EchoState(ESN, 5)
+    assert torch.linalg.eigvals(cell.w).abs().max().item() == pytest.approx(0.9, rel=1e-4)
+    assert (cell.w != 0).float().mean().item() == pytest.approx(0.2, abs=0.02)
+    assert cell.leak.min().item() == pytest.approx(0.3) and cell.leak.max().item() == pytest.approx(0.8)
+    assert cell.w_in.std().item() == pytest.approx(0.7 / 5**0.5, rel=0.1)
+    assert not list(cell.parameters()) and {"w", "w_in", "leak"} <= cell.state_dict().keys()
+
+
+def test_a_diagonal_reservoir_is_what_was_asked_for():
+    cell = DiagonalReservoir(DIAGONAL, 5)
+    assert not list(cell.parameters())
+    leak = DIAGONAL.leaks()
+    decay = torch.view_as_complex(cell.decay.double())
+    eigenvalues = (decay - (1 - leak)) / leak
+    assert 0.9 < eigenvalues.abs().max().item() <= 0.95 + 1e-6 and decay.abs().max() < 1
+
+
+@pytest.mark.parametrize("spec", [ESN, DIAGONAL])
+def test_the_same_spec_is_the_same_reservoir(spec):
+    one, other = (reservoir(spec, 5).state_dict() for _ in range(2))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    third = reservoir(ReservoirSpec(**vars(spec) | {"seed": 9}), 5).state_dict()
+    assert not all(torch.equal(one[name], third[name]) for name in one)
+
+
+def test_the_leaky_equation():
+    cell = EchoState(ESN, 5)
+    x, h = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0)), torch.zeros(2, 60)
+    states, last = cell(x, cell.begin(2))
+    for t in range(4):
+        h = (1 - cell.leak) * h + cell.leak * torch.tanh(x[:, t] @ cell.w_in.T + h @ cell.w.T)
+        torch.testing.assert_close(states[:, t], h)
+    torch.testing.assert_close(last, h)
+
+
+def test_the_diagonal_equation():
+    cell, leak = DiagonalReservoir(DIAGONAL, 5), DIAGONAL.leaks()
+    x = torch.randn(2, 30, 5, generator=torch.Generator().manual_seed(0))
+    states, last = cell(x, cell.begin(2))
+    eigenvalues = (torch.view_as_complex(cell.decay.double()) - (1 - leak)) / leak
+    drive = torch.view_as_complex((x.double() @ cell.w_in.double().T).view(2, 30, 40, 2)) / leak
+    h = torch.zeros(2, 40, dtype=torch.complex128)
+    for t in range(30):
+        h = (1 - leak) * h + leak * (eigenvalues * h + drive[:, t])
+    torch.testing.assert_close(last.double(), torch.view_as_real(h), rtol=1e-4, atol=1e-4)
+    assert torch.equal(states[:, -1], last.flatten(1))
+
+
+@pytest.mark.parametrize("spec", [ESN, DIAGONAL])
+def test_two_beginnings_come_together(spec):
+    """The echo-state property: after enough of the same input, where it began does not matter."""
+    cell = reservoir(spec, 5)
+    x = torch.randn(1, 300, 5, generator=torch.Generator().manual_seed(1))
+    begin = cell.begin(1)
+    here, _ = cell(x, begin)
+    there, _ = cell(x, begin + torch.randn(begin.shape, generator=torch.Generator().manual_seed(2)))
+    apart = (here - there).flatten(2).norm(dim=2)[0]
+    assert apart[0] > 0.1 and apart[-1] < 1e-3 * apart[0]
+
+
+def test_memory_is_no_more_than_units():
+    cell = EchoState(SPEC, 1)
+    states, _ = cell(INPUTS.view(1, -1, 1), cell.begin(1))
+    assert 6 < memory_capacity(states[0], INPUTS, 60) <= MOST
+
+
+@pytest.mark.parametrize("spec", [ESN, DIAGONAL])
+def test_a_block_carries_its_state(spec):
+    torch.manual_seed(0)
+    block = ReservoirBlock(12, 24, (spec, ReservoirSpec(**vars(spec) | {"seed": 8}))).eval()
+    x = torch.randn(2, 17, 12)
+    whole, _ = block(x, block.begin(2))
+    first, state = block(x[:, :6], block.begin(2))
+    rest, _ = block(x[:, 6:], state)
+    torch.testing.assert_close(torch.cat([first, rest], 1), whole)
+    whole.sum().backward()
+    assert all(p.grad is not None for p in block.parameters()) and not any(
+        "w_in" in n for n, _ in block.named_parameters()
+    )
+
+
+@pytest.mark.parametrize(
+    "changes, part",
+    [
+        ({"radius": 0.0}, "spectral radius 0.0"), ({"radius": -1.0}, "spectral radius"),
+        ({"density": 0.0}, "density 0.0"),
+        ({"radius": 1e300}, "spectral radius 1e.300"), ({"radius": float("nan")}, "spectral radius nan"),
+        ({"scaling": 0.0}, "input scaling 0.0"), ({"scaling": float("inf")}, "input scaling inf"),
+        ({"density": 1.5}, "density 1.5"), ({"leak": (0.0, 1.0)}, "leak"), ({"units": 0}, "0 units"),
+        ({"units": 10**6}, "a reservoir of 1000000 esn units needs at least 16,000.0 GB"),
+        ({"units": 10**12, "kind": "diagonal"}, "a reservoir of 1000000000000 diagonal units needs"),
+        ({"kind": "lstm"}, "'lstm'"), ({"kind": "diagonal", "radius": 1.2}, "grow without end"),
+    ],
+)  # fmt: skip
+def test_impossible_reservoirs_are_refused(changes, part):
+    with pytest.raises(UserError, match=part):
+        ReservoirSpec(**vars(ESN) | changes)

@@ -1,0 +1,74 @@
+"""Linear recurrences in chunks equal the loop over time."""
+
+import pytest
+import torch
+
+from qat_lora.experiments.stories.scan import DiagonalScan, gated_scan, sequential_scan, times
+
+
+def decays(units: int) -> torch.Tensor:
+    random = torch.Generator().manual_seed(0)
+    size, turn = torch.rand(2, units, generator=random, dtype=torch.float64)
+    return torch.view_as_real(torch.polar(0.5 + 0.5 * size.sqrt(), 3 * turn))
+
+
+def test_times_is_the_complex_product():
+    a, b = torch.randn(2, 5, 2)
+    wanted = torch.view_as_complex(a) * torch.view_as_complex(b)
+    torch.testing.assert_close(times(a, b), torch.view_as_real(wanted))
+
+
+@pytest.mark.parametrize("steps", [1, 7, 8, 9, 63, 64, 65, 200, 512])
+def test_chunks_equal_the_loop(steps):
+    """Of one chunk, of whole and of broken ones, and of chunks of chunks."""
+    decay = decays(6)
+    random = torch.Generator().manual_seed(1)
+    drive, state = torch.randn(3, steps, 6, 2, generator=random), torch.randn(3, 6, 2, generator=random)
+    wanted = sequential_scan(decay, drive.double(), state.double())
+    found = DiagonalScan(decay, chunk=8)(drive, state)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_decay_that_underflows_in_the_upper_levels():
+    decay = torch.tensor([[1e-3, 0.0], [0.0, 0.0], [-1.0, 0.0]])
+    drive = torch.randn(1, 70, 3, 2, generator=torch.Generator().manual_seed(6))
+    state = torch.ones(1, 3, 2)
+    wanted = sequential_scan(decay, drive, state)
+    torch.testing.assert_close(DiagonalScan(decay, chunk=4)(drive, state), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_text_in_two_parts_is_the_text():
+    decay, drive = decays(4), torch.randn(2, 50, 4, 2, generator=torch.Generator().manual_seed(2))
+    scan, state = DiagonalScan(decay, chunk=8), torch.zeros(2, 4, 2)
+    whole = scan(drive, state)
+    first = scan(drive[:, :21], state)
+    torch.testing.assert_close(torch.cat([first, scan(drive[:, 21:], first[:, -1])], 1), whole)
+
+
+def test_gradients_equal_the_loops():
+    decay = decays(3)
+    drive = torch.randn(2, 20, 3, 2, generator=torch.Generator().manual_seed(3), requires_grad=True)
+    state = torch.randn(2, 3, 2, generator=torch.Generator().manual_seed(4), requires_grad=True)
+    grads = []
+    for run in (DiagonalScan(decay, chunk=4), lambda d, s: sequential_scan(decay.float(), d, s)):
+        run(drive, state).square().sum().backward()
+        grads.append((drive.grad, state.grad))
+        drive.grad = state.grad = None
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-4)
+
+
+def test_more_steps_than_it_reaches_are_refused():
+    with pytest.raises(ValueError, match="9 steps are more than 3 levels of 2 reach"):
+        DiagonalScan(decays(2), chunk=2, levels=3)(torch.zeros(1, 9, 2, 2), torch.zeros(1, 2, 2))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5, 16, 33])
+def test_doublings_equal_the_loop(steps):
+    random = torch.Generator().manual_seed(5)
+    keep, drive = torch.rand(2, steps, 4, generator=random), torch.randn(2, steps, 4, generator=random)
+    state, states = torch.randn(2, 4, generator=random), []
+    start = state
+    for at in range(steps):
+        state = keep[:, at] * state + drive[:, at]
+        states.append(state)
+    torch.testing.assert_close(gated_scan(keep, drive, start), torch.stack(states, 1))

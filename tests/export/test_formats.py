@@ -1,0 +1,373 @@
+"""What is written is what was trained: other readers give our logits, and a changed bit is not let through."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGUFReader
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from qat_lora.errors import UserError
+from qat_lora.export.gguf import (
+    ADAPTER_FILE,
+    MODEL_FILE,
+    check_gguf,
+    export_formats,
+    gguf_refusal,
+    plan_gguf,
+    summary,
+    write_gguf,
+)
+from qat_lora.export.gguf_file import from_gguf_rows
+from qat_lora.export.hf import hf_bytes, write_hf
+from qat_lora.export.source import load_source
+from qat_lora.lora.adapter import load_adapter, write_origin
+from qat_lora.models.loading import load_model
+from qat_lora.quant.init import initialise
+from qat_lora.quant.student import StudentSpec, load_student, quantize, read_student, save_student
+from qat_lora.run.files import sha256
+
+TOKENS = torch.arange(3, 35).view(2, 16)
+# transformers reads a Qwen3's head size from nowhere in a GGUF file: 128 is what it assumes.
+SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 520}
+MODELS = {
+    "llama": lambda **o: LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **SHAPE, **o)),
+    "qwen2": lambda **o: Qwen2ForCausalLM(Qwen2Config(num_attention_heads=4, num_key_value_heads=2, **SHAPE, **o)),
+    "qwen3": lambda **o: Qwen3ForCausalLM(
+        Qwen3Config(num_attention_heads=2, num_key_value_heads=1, head_dim=128, **SHAPE, **o)
+    ),
+}
+SPEC = StudentSpec(mlp="int4/g32", attn="balanced3/g32", head="int8/g32")
+BALANCED = StudentSpec("balanced4/g32", "balanced4/g64", "balanced4/g32")
+
+
+@pytest.fixture(scope="module")
+def model_dir(full_model_dir):
+    """model_dir(kind, **config): a folder with a random tiny model whose every parameter counts."""
+    return lambda kind, **config: full_model_dir(
+        MODELS[kind](bos_token_id=None, eos_token_id=2, pad_token_id=0, **config)
+    )
+
+
+def student_of(folder, spec=SPEC, info=None, change=None):
+    """Its best.pt beside it; `change` goes over the model before it is saved."""
+    model = quantize(load_model(str(folder)), spec)
+    initialise(model)
+    if change:
+        change(model)
+    path = folder / f"{abs(hash(str(spec)))}.pt"
+    save_student(path, model, str(folder), spec, {"step": 3} if info is None else info)
+    return path
+
+
+def adapter_of(folder, checkpoint, **config):
+    """A random adapter on all projections, with the note that it belongs to the student."""
+    targets = config.pop("target_modules", ["q_proj", "k_proj", "v_proj", "down_proj"])
+    options = {"r": 4, "lora_alpha": 8, "target_modules": targets, "task_type": "CAUSAL_LM"} | config
+    model = get_peft_model(load_model(str(folder)), LoraConfig(**options))
+    random = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn(parameter.shape, generator=random) * 0.2
+    target = checkpoint.with_suffix(".adapter")
+    model.save_pretrained(target, save_embedding_layers=False)
+    write_origin(target, sha256(checkpoint))
+    return target
+
+
+@pytest.fixture(scope="module")
+def llama(model_dir):
+    """(student file, adapter folder) of a tiny Llama."""
+    folder = model_dir("llama", tie_word_embeddings=True)
+    checkpoint = student_of(folder)
+    return checkpoint, adapter_of(folder, checkpoint)
+
+
+@torch.no_grad()
+def logits(model):
+    return model.eval()(TOKENS).logits
+
+
+def apart(seen, ours):
+    """Root mean square of what separates logits from ours, in units of their spread."""
+    assert ours.std() > 0.5
+    return ((seen - ours).square().mean().sqrt() / ours.std()).item()
+
+
+def merged_logits(source):
+    """Ours with the adapter added by hand."""
+    weights = {name: source.student.get_submodule(name).weight for name in source.loras}
+    before = {name: weight.data.clone() for name, weight in weights.items()}
+    for name, lora in source.loras.items():
+        weights[name].data += lora.factor * (lora.b @ lora.a)
+    result = logits(source.student)
+    for name, weight in weights.items():
+        weight.data = before[name]
+    return result
+
+
+def written(source, folder, **how):
+    plan = plan_gguf(source, **how)
+    folder.mkdir(exist_ok=True)
+    write_gguf(source, plan, folder, folder)
+    return plan
+
+
+def read_by_transformers(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, gguf_file=MODEL_FILE, dtype=torch.float32)
+
+
+# -- GGUF ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("tied", [True, False])
+def test_another_reader_of_the_gguf_gives_our_logits(model_dir, tmp_path, kind, tied):
+    """Row order of q and k, names, biases, q_norm, embedding and head, heads and RoPE."""
+    source = load_source(student_of(model_dir(kind, tie_word_embeddings=tied)))
+    plan = written(source, tmp_path)
+    types = {line["class"]: line["type"] for line in summary(source, plan)}
+    head = {"embedding, head": "Q8_0"} if tied else {"embedding": "F16", "head": "Q8_0"}
+    assert types == head | {"mlp": "Q4_0", "attention": "Q4_0", "norms, biases": "F32"}
+    near = 1e-5 if tied else 1e-2  # the embedding is F16 where it is not quantised
+    assert apart(logits(read_by_transformers(tmp_path)), logits(source.student)) < near
+
+
+def test_balanced4_is_as_near_as_its_rounded_offset(model_dir, tmp_path):
+    source = load_source(student_of(model_dir("llama", tie_word_embeddings=True), BALANCED))
+    plan = written(source, tmp_path)
+    assert {e.kind for e in plan.entries if e.quantizer} == {"Q4_1"}
+    assert 1e-5 < apart(logits(read_by_transformers(tmp_path)), logits(source.student)) < 1e-2
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        StudentSpec("int2/g64", "int2/tensor", "int2/g64"), StudentSpec("balanced2/g32", "balanced3/g32"),
+        StudentSpec("lut4/r4", "int4/g16"), StudentSpec("none", "int8/g32"), StudentSpec("balanced8/g32", "none"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_size_is_the_computed_one_for_every_type(model_dir, tmp_path, spec):
+    source = load_source(student_of(model_dir("llama", tie_word_embeddings=True), spec))
+    plan = written(source, tmp_path)
+    assert (tmp_path / MODEL_FILE).stat().st_size == plan.model_bytes
+
+
+def test_flipped_bit_is_not_let_through(llama, tmp_path):
+    source = load_source(*llama)
+    plan = written(source, tmp_path)
+    for name in (MODEL_FILE, ADAPTER_FILE):
+        whole = (tmp_path / name).read_bytes()
+        for tensor in [(t.name, int(t.data_offset), int(t.n_bytes)) for t in GGUFReader(tmp_path / name).tensors]:
+            data = bytearray(whole)
+            data[tensor[1] + tensor[2] // 2] ^= 4
+            (tmp_path / name).write_bytes(data)
+            with pytest.raises(UserError, match="changed between"):
+                check_gguf(source, plan, tmp_path, tmp_path)
+        (tmp_path / name).write_bytes(whole)
+    check_gguf(source, plan, tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize("key", [b"llama.rope.freq_base", b"tokenizer.ggml.pre", b"llama.block_count"])
+def test_changed_metadata_is_not_let_through(llama, tmp_path, key):
+    source = load_source(llama[0])
+    plan = written(source, tmp_path)
+    data = bytearray((tmp_path / MODEL_FILE).read_bytes())
+    at = data.index(key) + len(key) + 4 + (8 if b"pre" in key else 0)
+    data[at] ^= 1
+    (tmp_path / MODEL_FILE).write_bytes(data)
+    with pytest.raises(UserError, match=key.decode()):
+        check_gguf(source, plan, tmp_path, tmp_path)
+
+
+def test_adapter_file_and_merged_layers_both_give_the_adapted_logits(llama, tmp_path):
+    source = load_source(*llama)
+    ours, alone = merged_logits(source), logits(source.student)
+    assert apart(alone, ours) > 0.3
+    written(source, tmp_path / "merged", merged=True)
+    assert not (tmp_path / "merged" / ADAPTER_FILE).exists()
+    assert apart(logits(read_by_transformers(tmp_path / "merged")), ours) < 1e-2
+
+    written(source, tmp_path / "lora")
+    model = read_by_transformers(tmp_path / "lora")
+    reader = GGUFReader(tmp_path / "lora" / ADAPTER_FILE)
+    values = {key: field.contents() for key, field in reader.fields.items()}
+    assert (values["general.type"], values["adapter.type"], values["general.architecture"]) == (
+        "adapter",
+        "lora",
+        "llama",
+    )
+    tensors = {t.name: np.array(t.data) for t in reader.tensors}
+    for block, layer in enumerate(model.model.layers):
+        for name, module, heads in (
+            ("attn_q", layer.self_attn.q_proj, 4), ("attn_k", layer.self_attn.k_proj, 2),
+            ("attn_v", layer.self_attn.v_proj, 0), ("ffn_down", layer.mlp.down_proj, 0),
+        ):  # fmt: skip
+            a, b = (tensors[f"blk.{block}.{name}.weight.lora_{part}"] for part in "ab")
+            update = values["adapter.lora.alpha"] / len(a) * from_gguf_rows(b, heads) @ a
+            module.weight.data += torch.from_numpy(update.astype(np.float32))
+    assert apart(logits(model), ours) < 1e-5
+
+
+def test_another_rank_or_scaling_of_a_layer_goes_into_its_b(model_dir, tmp_path):
+    folder = model_dir("llama", tie_word_embeddings=True)
+    checkpoint = student_of(folder)
+    adapter = adapter_of(
+        folder, checkpoint, rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 6}, use_rslora=True
+    )  # fmt: skip
+    source = load_source(checkpoint, adapter)
+    plan = plan_gguf(source)
+    for module, lora in source.loras.items():
+        name = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "down_proj": "ffn_down"}[
+            module.split(".")[-1]
+        ]
+        heads = {"attn_q": 4, "attn_k": 2}.get(name, 0)
+        b = from_gguf_rows(plan.adapter[f"blk.{module.split('.')[2]}.{name}.weight.lora_b"].numpy(), heads)
+        seen = source.alpha / b.shape[1] * b @ lora.a.numpy()
+        assert np.allclose(seen, (lora.factor * lora.b @ lora.a).numpy(), rtol=1e-5, atol=1e-6)
+
+
+# -- HF --------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("tied", [True, False])
+def test_hf_folder_gives_our_logits_bit_for_bit(model_dir, tmp_path, tiny_tokenizer, kind, tied):
+    source = load_source(student_of(model_dir(kind, tie_word_embeddings=tied)))
+    write_hf(source, tmp_path, tmp_path, False)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(source.student))
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == tiny_tokenizer.chat_template
+    assert (tmp_path / "generation_config.json").is_file() and not (tmp_path / "adapter").exists()
+    assert (tmp_path / "model.safetensors").stat().st_size == pytest.approx(hf_bytes(source, False), rel=0.02)
+
+
+def test_adapter_beside_the_folder_and_merged_into_it(llama, tmp_path):
+    source = load_source(*llama)
+    for name in ("hf", "merged"):
+        (tmp_path / name).mkdir()
+        write_hf(source, tmp_path / name, tmp_path / name, name == "merged")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert torch.equal(logits(base), logits(source.student))
+    ours = merged_logits(source)
+    beside = logits(PeftModel.from_pretrained(base, tmp_path / "hf" / "adapter"))
+    assert apart(beside, ours) < 1e-5
+    config = json.loads((tmp_path / "hf" / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tmp_path / "hf")
+    other = tmp_path / "other.pt"
+    torch.save(read_student(llama[0]) | {"info": {"step": 9}}, other)
+    with pytest.raises(UserError, match="was trained on another student"):  # it still knows its own
+        load_adapter(load_student(other)[0], tmp_path / "hf" / "adapter", other)
+    assert not (tmp_path / "merged" / "adapter").exists()
+    assert apart(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), ours) < 1e-5
+
+
+# -- adapters on experts ---------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def mixtral(full_model_dir):
+    """(student file, adapter on attention and experts) of a tiny Mixtral."""
+    config = MixtralConfig(
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, bos_token_id=None, eos_token_id=2, **SHAPE
+    )
+    folder = full_model_dir(MixtralForCausalLM(config))
+    checkpoint = student_of(folder, StudentSpec("none", "int4/g32"))
+    experts = [f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    return checkpoint, adapter_of(folder, checkpoint, target_modules=["q_proj"], target_parameters=experts)
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_adapter_on_experts(mixtral, tmp_path, merged):
+    ours = logits(load_adapter(load_student(mixtral[0])[0], mixtral[1], mixtral[0]))
+    source = load_source(*mixtral)
+    assert apart(logits(source.student), ours) > 0.1 and len(source.updates) == 2 * 3
+    write_hf(source, tmp_path, tmp_path, merged)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    model = model if merged else PeftModel.from_pretrained(model, tmp_path / "adapter")
+    assert apart(logits(model), ours) < 1e-5
+
+
+def test_mixture_of_experts_is_no_gguf(mixtral):
+    with pytest.raises(UserError, match="is a mixtral: GGUF is written for llama"):
+        plan_gguf(load_source(mixtral[0]))
+
+
+# -- plans -----------------------------------------------------------------------------------------------------------
+def test_formats_of_a_model(model_dir, mixtral):
+    assert export_formats(str(model_dir("llama"))) == "export: hf, gguf"
+    assert gguf_refusal(str(model_dir("llama", attention_bias=True))).endswith("not written to GGUF")
+    said = export_formats(read_student(mixtral[0])["model"])
+    assert said.startswith("export: hf; no GGUF: model ") and "is a mixtral" in said and "\n" not in said
+
+
+# -- Gemma -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("scalar", [16, 24])
+def test_norms_of_gemma_hold_one_plus_the_weight_and_the_scale_of_q(full_model_dir, tmp_path, scalar):
+    config = Gemma3TextConfig(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, query_pre_attn_scalar=scalar, bos_token_id=None,
+        **SHAPE,
+    )  # fmt: skip
+    source = load_source(student_of(full_model_dir(Gemma3ForCausalLM(config))))
+    plan = written(source, tmp_path)
+    tensors = {t.name: t.data for t in GGUFReader(tmp_path / MODEL_FILE).tensors}
+    weights = dict(source.student.named_parameters())
+    for name, parameter, factor in (
+        ("blk.1.attn_q_norm", "self_attn.q_norm", (16 / scalar) ** 0.5), ("blk.1.attn_k_norm", "self_attn.k_norm", 1),
+        ("blk.1.ffn_norm", "pre_feedforward_layernorm", 1), ("blk.1.attn_norm", "input_layernorm", 1),
+        ("blk.1.post_attention_norm", "post_attention_layernorm", 1),
+        ("blk.1.post_ffw_norm", "post_feedforward_layernorm", 1),
+    ):  # fmt: skip
+        ours = (1 + weights[f"model.layers.1.{parameter}.weight"]) * factor
+        assert np.array_equal(tensors[f"{name}.weight"], ours.numpy()), name
+    assert {e.kind for e in plan.entries if e.quantizer} == {"Q4_0", "Q8_0"}  # codes and scales as they are
+
+
+# -- bad input -------------------------------------------------------------------------------------------------------
+def test_untrained_student(model_dir):
+    checkpoint = student_of(model_dir("llama"), info={"step": 0, "trained": False})
+    with pytest.raises(UserError, match="is untrained"):
+        load_source(checkpoint)
+    assert load_source(student_of(model_dir("llama"), info={"stage": "layers"})).loras == {}
+
+
+def test_student_with_nan_or_a_scale_beyond_fp16(model_dir):
+    folder = model_dir("llama", tie_word_embeddings=True)
+    bad = student_of(folder, change=lambda model: model.model.norm.weight.data.fill_(float("nan")))
+    with pytest.raises(UserError, match=r"damaged: model\.norm\.weight holds NaN"):
+        load_source(bad)
+    bad = student_of(
+        folder, change=lambda model: model.model.layers[0].mlp.up_proj.quantizer.scale.data.fill_(1e6)
+    )  # fmt: skip
+    with pytest.raises(UserError, match=r"damaged: model\.layers\.0\.mlp\.up_proj\.weight"):
+        load_source(bad)
+
+
+def test_adapter_of_another_student(model_dir, llama):
+    other = student_of(model_dir("llama", tie_word_embeddings=True), StudentSpec("int2/g64", "int2/g64"))
+    with pytest.raises(UserError, match="another student"):
+        load_source(other, llama[1])
+
+
+def test_adapter_that_is_more_than_a_product(model_dir):
+    folder = model_dir("llama", tie_word_embeddings=True)
+    checkpoint = student_of(folder)
+    with pytest.raises(UserError, match="use_dora=True"):
+        load_source(checkpoint, adapter_of(folder, checkpoint, use_dora=True))
+
+
+def test_type_that_cannot_hold_a_layer_is_refused_before_anything_is_written(model_dir):
+    source = load_source(student_of(model_dir("llama"), StudentSpec("int2/g64", "int2/g32")))
+    with pytest.raises(UserError, match=r"Q2_0 cannot hold model\.layers\.0\.self_attn\.q_proj, which is int2/g32"):
+        plan_gguf(source, "Q2_0")
+    assert {e.kind for e in plan_gguf(source, "Q4_0").entries if e.quantizer} == {"Q4_0"}
+    assert {e.kind for e in plan_gguf(source).entries if e.quantizer} == {"Q2_0", "Q4_0"}

@@ -1,0 +1,275 @@
+"""What a GGUF file says of a model: order of rows, tokenizer, and which models it could not say enough of."""
+
+import copy
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGUFReader
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+from transformers import (
+    AutoTokenizer,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2Tokenizer,
+    Qwen3Config,
+)
+
+from qat_lora.errors import UserError
+from qat_lora.export import gguf_file as gguf
+from qat_lora.export.gguf_file import (
+    check_architecture,
+    file_bytes,
+    from_gguf_rows,
+    metadata,
+    model_writer,
+    to_gguf_rows,
+)
+from qat_lora.models.gguf_settings import frequency_factors, unwritten
+from qat_lora.models.loading import EMBEDDED, load_tokenizer, model_source
+
+FILE = "model.gguf"
+LLAMA3 = next(regex for regex, name in gguf.SPLITS.items() if name == "llama-bpe")
+
+
+@pytest.fixture
+def with_tokenizer(tiny_model_dir, tmp_path):
+    """with_tokenizer(tokenizer): the tiny model's folder with another tokenizer."""
+
+    def make(tokenizer):
+        folder = shutil.copytree(tiny_model_dir, tmp_path / "other")
+        for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            (folder / file).unlink(missing_ok=True)
+        tokenizer.save_pretrained(folder)
+        return str(folder)
+
+    return make
+
+
+def bpe(*steps) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of single bytes that cuts text by the given steps."""
+    vocab = {text: number for number, text in enumerate(["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    made = Tokenizer(models.BPE(vocab, []))
+    made.pre_tokenizer = pre_tokenizers.Sequence(list(steps)) if len(steps) > 1 else steps[0]
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>")
+
+
+def changed(config, **values):
+    """A config with other values, whatever they mean."""
+    return type("Config", (), {**config.to_dict(), **values})
+
+
+def byte_level(**options):
+    return pre_tokenizers.ByteLevel(**{"add_prefix_space": False, "use_regex": True} | options)
+
+
+def split(pattern):
+    return pre_tokenizers.Split(Regex(pattern), "isolated")
+
+
+def test_rows_go_there_and_back():
+    rows = np.arange(24).reshape(12, 2)
+    assert to_gguf_rows(rows, 2)[:, 0].tolist() == [0, 6, 2, 8, 4, 10, 12, 18, 14, 20, 16, 22]
+    assert (from_gguf_rows(to_gguf_rows(rows, 2), 2) == rows).all()
+    assert to_gguf_rows(rows, 0) is rows
+
+
+# -- tokenizer -------------------------------------------------------------------------------------------------------
+def test_tokenizer_of_a_folder_is_written_whole(tiny_model_dir, tmp_path, tiny_tokenizer, monkeypatch):
+    monkeypatch.setattr(gguf, "load_config", lambda name, load=gguf.load_config: changed(load(name), vocab_size=520))
+    writer, notes = model_writer(str(tiny_model_dir), 0)
+    assert any('520 tokens, pre-tokenizer "gpt-2"' in note for note in notes)
+    size = file_bytes(writer, [])
+    writer.write_header_to_file(tmp_path / FILE)
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert (tmp_path / FILE).stat().st_size == size
+    values = {key: field.contents() for key, field in GGUFReader(tmp_path / FILE).fields.items()}
+    tokens = values["tokenizer.ggml.tokens"]
+    assert {text: number for number, text in enumerate(tokens[:512])} == tiny_tokenizer.get_vocab()
+    assert tokens[512:] == [f"[PAD{number}]" for number in range(512, 520)]
+    assert values["tokenizer.ggml.token_type"] == [3] * 3 + [1] * 509 + [5] * 8
+    state = json.loads(tiny_tokenizer.backend_tokenizer.to_str())
+    assert values["tokenizer.ggml.merges"] == [" ".join(pair) for pair in state["model"]["merges"]]
+    assert values["tokenizer.chat_template"] == tiny_tokenizer.chat_template
+    assert (values["tokenizer.ggml.eos_token_id"], values["tokenizer.ggml.add_bos_token"]) == (2, False)
+    read = AutoTokenizer.from_pretrained(tmp_path, gguf_file=FILE)
+    for text in ("Assignment statements are used to (re)bind names.", "x = 12345\n\n\tdef f():", "naïve café 東京"):
+        assert read(text)["input_ids"] == tiny_tokenizer(text)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    "steps, name",
+    [
+        ([byte_level()], "gpt-2"), ([pre_tokenizers.Digits(individual_digits=True), byte_level()], "smollm"),
+        ([split(LLAMA3), byte_level(use_regex=False)], "llama-bpe"), ([byte_level(add_prefix_space=True)], "default"),
+        ([pre_tokenizers.Digits(individual_digits=False), byte_level()], "default"),
+        ([split(r"\\w+"), byte_level(use_regex=False)], "default"), ([split(LLAMA3), byte_level()], "default"),
+    ],
+)  # fmt: skip
+def test_pre_tokenizer_is_told_by_its_steps(with_tokenizer, steps, name):
+    writer, notes = model_writer(with_tokenizer(bpe(*steps)), 0)
+    assert metadata(writer)["tokenizer.ggml.pre"] == name
+    assert any("compare" in note for note in notes) == (name == "default")
+    assert any("no chat template" in note for note in notes) and "tokenizer.chat_template" not in metadata(writer)
+
+
+def test_pre_tokenizer_of_qwen(with_tokenizer):
+    """The regular expression of transformers' own class; its begin-of-text token is none."""
+    vocab = {"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}
+    writer, _ = model_writer(with_tokenizer(Qwen2Tokenizer(vocab=vocab, merges=[("a", "b")])), 0)
+    values = metadata(writer)
+    assert values["tokenizer.ggml.pre"] == "qwen2" and values["tokenizer.ggml.merges"] == ["a b"]
+    assert "tokenizer.ggml.bos_token_id" not in values and not values["tokenizer.ggml.add_bos_token"]
+
+
+def test_tokenizer_of_a_gguf_file_is_copied_unchanged():
+    """The embedded model's, with its own pre-tokenizer; the shape is the one that it states."""
+    writer, _ = model_writer(EMBEDDED, 2)
+    source = model_source(EMBEDDED)
+    fields = GGUFReader(Path(source["pretrained_model_name_or_path"], source["gguf_file"])).fields
+    theirs = {key: field.contents() for key, field in fields.items() if key.startswith("tokenizer.")}
+    assert {key: value for key, value in metadata(writer).items() if key.startswith("tokenizer.")} == theirs
+    assert theirs["tokenizer.ggml.pre"] == "smollm" and len(theirs) >= 11
+    for key in ("block_count", "rope.dimension_count", "attention.head_count_kv", "embedding_length", "vocab_size"):
+        assert metadata(writer)[f"llama.{key}"] == fields[f"llama.{key}"].contents(), key
+    for key in ("rope.freq_base", "attention.layer_norm_rms_epsilon"):
+        assert np.float32(metadata(writer)[f"llama.{key}"]) == np.float32(fields[f"llama.{key}"].contents()), key
+
+
+def test_tokenizer_that_is_no_byte_level_bpe(with_tokenizer):
+    words = Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
+    folder = with_tokenizer(PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>"))
+    with pytest.raises(UserError, match="no byte-level BPE"):
+        model_writer(folder, 0)
+
+
+def test_tokenizer_with_more_tokens_than_embeddings(with_tokenizer, tiny_model_dir):
+    grown = load_tokenizer(str(tiny_model_dir))
+    grown.add_tokens(["<tool>"])
+    with pytest.raises(UserError, match=r"gives ids up to 512 .* beyond the 512 rows"):
+        model_writer(with_tokenizer(grown), 0)
+
+
+# -- models ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"model_type": "gemma"}, "is a gemma"), ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"attention_bias": True}, "attention_bias True"), ({"mlp_bias": True}, "mlp_bias True"),
+        ({"sliding_window": 8}, "sliding_window 8"), ({"logits_scaling": 8.0}, "logits_scaling 8.0"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
+        ({"never_heard_of": 1}, "never_heard_of 1"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor None"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+         "partial_rotary_factor 0.5"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "attention_factor": 1.5,
+                              "original_max_position_embeddings": 64}}, "attention_factor 1.5"),
+    ],
+)  # fmt: skip
+def test_models_that_gguf_would_run_otherwise(tiny_model_dir, monkeypatch, change, words):
+    def load(name, load=gguf.load_config):
+        config = copy.deepcopy(load(name))
+        for key, value in change.items():
+            setattr(config, key, value)
+        return config
+
+    monkeypatch.setattr(gguf, "load_config", load)
+    with pytest.raises(UserError, match=f"{words}.*; use --format hf"):
+        check_architecture(str(tiny_model_dir))
+
+
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    "config, words",
+    [
+        (MistralConfig(sliding_window=8), "sliding_window 8"),
+        (Qwen2Config(num_hidden_layers=2, layer_types=["full_attention", "sliding_attention"]), "layer_types"),
+        (Qwen3Config(attention_bias=True), "attention_bias True"), (Gemma2Config(), "is a gemma2"),
+        (Gemma3TextConfig(attn_logit_softcapping=50.0), "attn_logit_softcapping 50.0"),
+        (Gemma3TextConfig(use_bidirectional_attention=True), "use_bidirectional_attention True"),
+        (Gemma3TextConfig(hidden_activation="gelu"), "hidden_activation 'gelu'"),
+        (Gemma3TextConfig(rope_parameters={"full_attention": ROPE, "sliding_attention": {
+            "rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}), "rope_type 'linear'"),
+        (Qwen2Config(rope_parameters={
+            "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64}), "rope_type 'llama3'"),
+        (MistralConfig(sliding_window=None), None),
+        (GraniteConfig(logits_scaling=8.0, embedding_multiplier=12.0), None),
+        (Qwen2Config(use_sliding_window=False, sliding_window=4096), None),
+        (Gemma3TextConfig(query_pre_attn_scalar=168, final_logit_softcapping=30.0, sliding_window=512), None),
+    ],
+)  # fmt: skip
+def test_settings_of_each_model_type(config, words):
+    said = unwritten(config)
+    assert said is None if words is None else words in said
+
+
+def test_every_default_config_is_told_apart():
+    """A config class as it comes is written where the model type is, or refused; none passes unseen."""
+    assert unwritten(MistralConfig()) is not None  # a window of 4096 below 131072 positions
+    for kind in (LlamaConfig, GraniteConfig, Qwen2Config, Qwen3Config, Gemma3TextConfig):
+        assert unwritten(kind()) is None, kind
+
+
+def test_frequency_factors_of_llama_3():
+    """The three bands of the published rule: kept, divided by the factor, and in between."""
+    rope = {
+        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    config = LlamaConfig(hidden_size=256, num_attention_heads=2, rope_parameters=rope)
+    factors = frequency_factors(config)
+    assert len(factors) == 64 and factors == sorted(factors)
+    assert factors[0] == pytest.approx(1, rel=1e-6) and factors[-1] == pytest.approx(8, rel=1e-6)
+    assert 1.1 < factors[31] < 7.9
+    assert frequency_factors(LlamaConfig()) is None
+
+
+# -- a SentencePiece tokenizer ---------------------------------------------------------------------------------------
+def sentencepiece(merges) -> PreTrainedTokenizerFast:
+    characters = ["<eos>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "c"]
+    texts = [*characters, *dict.fromkeys(a + b for a, b in merges)]
+    made = Tokenizer(models.BPE({text: n for n, text in enumerate(texts)}, merges, byte_fallback=True, fuse_unk=True))
+    made.normalizer = normalizers.Replace(" ", "▁")
+    made.add_special_tokens(["<eos>"])
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>")
+
+
+def test_sentencepiece_tokenizer_is_written_with_scores(with_tokenizer):
+    merges = [("a", "b"), ("▁", "a"), ("ab", "c"), ("a", "bc"), ("b", "c")]
+    writer, notes = model_writer(with_tokenizer(sentencepiece(merges)), 0)
+    values = metadata(writer)
+    assert (values["tokenizer.ggml.model"], values["tokenizer.ggml.add_space_prefix"]) == ("llama", False)
+    score = dict(zip(values["tokenizer.ggml.tokens"], values["tokenizer.ggml.scores"]))
+    assert score["ab"] > score["▁a"] > score["abc"] > score["bc"] > score["c"]
+    kinds = dict(zip(values["tokenizer.ggml.tokens"], values["tokenizer.ggml.token_type"]))
+    assert (kinds["<eos>"], kinds["<0x0A>"], kinds["ab"]) == (3, 6, 1) and "SentencePiece" in notes[0]
+
+
+@pytest.mark.parametrize(
+    "merges",
+    [
+        [("a", "b"), ("b", "c"), ("ab", "c")],  # "abc" is also a + bc, which is no merge
+        [("a", "b"), ("ab", "c"), ("b", "c"), ("a", "bc")],  # "abc" has two places in the order
+    ],
+)
+def test_tokenizer_that_does_not_merge_by_score(with_tokenizer, merges):
+    with pytest.raises(UserError, match="does not merge by the score"):
+        model_writer(with_tokenizer(sentencepiece(merges)), 0)
+
+
+def test_byte_level_tokenizer_without_merges_gets_a_list_that_llama_cpp_reads(with_tokenizer):
+    writer, _ = model_writer(with_tokenizer(bpe(byte_level())), 0)
+    assert metadata(writer)["tokenizer.ggml.merges"] == ["no merges"]

@@ -1,0 +1,152 @@
+"""Codes and scales survive GGUF's blocks bit for bit, and the values are those that other readers see."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from qat_lora.errors import UserError
+from qat_lora.export.gguf_types import (
+    QUANTISED,
+    TYPES,
+    choose,
+    coding,
+    decode,
+    encode,
+    fitting,
+    library_type,
+    row_bytes,
+)
+from qat_lora.quant.linear import SMALLEST_SCALE, Quantizer
+from qat_lora.quant.spec import QuantSpec
+
+OUT, IN = 6, 128
+SPECS = [
+    f"{codebook}{bits}/{scale}"
+    for codebook, bits in [("balanced", b) for b in (2, 3, 4)] + [("int", b) for b in (2, 3, 4, 8)]
+    for scale in ("g32", "g64", "g128", "tensor")
+]
+PAIRS = [(text, kind) for text in SPECS for kind in fitting(QuantSpec.parse(text), IN)[:-1]]
+
+
+def random_quantizer(text: str) -> Quantizer:
+    """Codes of every value and scales of either sign where the codebook has one, the smallest of them included."""
+    spec, random = QuantSpec.parse(text), torch.Generator().manual_seed(0)
+    quantizer = Quantizer(spec, OUT, IN)
+    scale = torch.randn(quantizer.scale.shape, generator=random)
+    scale.view(-1)[0] = 1e-9
+    quantizer.scale.data = scale if spec.codebook == "int" else scale.abs()
+    quantizer.codes = torch.randint(spec.levels, (OUT, IN), generator=random, dtype=torch.uint8)
+    return quantizer
+
+
+def of(quantizer: Quantizer) -> tuple[np.ndarray, np.ndarray]:
+    """Its codes, and its scales [out, groups]."""
+    scale = quantizer.scale_matrix().detach().squeeze(2)
+    return quantizer.codes.numpy(), scale.expand(OUT, scale.shape[1]).numpy()
+
+
+def values_of_q2_0(data: np.ndarray) -> np.ndarray:
+    """By hand, a weight at a time."""
+    rows = []
+    for row in data:
+        rows.append([])
+        for start in range(0, len(row), 18):
+            d = float(np.frombuffer(row[start : start + 2].tobytes(), "<f2")[0])
+            for byte in row[start + 2 : start + 18].tolist():
+                rows[-1] += [((byte >> 2 * k) % 4 - 1) * d for k in range(4)]
+    return np.array(rows)
+
+
+@pytest.mark.parametrize("text, kind", PAIRS)
+def test_codes_and_scales_come_back_bit_for_bit(text, kind):
+    quantizer = random_quantizer(text)
+    codes, scale = of(quantizer)
+    data = encode(kind, quantizer.spec, codes, scale)
+    assert data.dtype == np.uint8 and data.shape == (OUT, row_bytes(kind, IN))
+    read, scales, offset = decode(kind, quantizer.spec, data)
+    assert (read == codes).all()
+    each = np.repeat(scale, scales.shape[1] // scale.shape[1], axis=1)
+    assert (scales.astype(np.float32) == each).all()
+    assert (offset is None) == (kind != "Q4_1")
+    if offset is not None:
+        assert (offset == (each * np.float32(quantizer.spec.lowest)).astype(np.float16)).all()
+
+
+@pytest.mark.parametrize("text, kind", PAIRS)
+def test_another_reader_sees_the_weights_of_the_student(text, kind):
+    """gguf's own dequantiser (Q2_0, which it lacks, by hand) against Quantizer.decode."""
+    quantizer = random_quantizer(text)
+    data = encode(kind, quantizer.spec, *of(quantizer))
+    seen = values_of_q2_0(data) if kind == "Q2_0" else gguf.dequantize(data, library_type(kind))
+    expected = quantizer.decode(quantizer.codes).numpy()
+    rounded = kind == "Q4_1" and quantizer.spec.codebook == "balanced"  # its offset, once
+    scale = np.abs(of(quantizer)[1]).max()
+    assert np.abs(seen - expected).max() <= (scale * abs(quantizer.spec.lowest) * 2**-11 if rounded else 0)
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_a_flipped_bit_anywhere_is_seen(kind):
+    """decode gives another code, scale or offset for every single bit of a block."""
+    text = {"Q2_0": "int2/g64", "Q4_0": "int4/g32", "Q4_1": "balanced4/g32", "Q8_0": "int8/g32"}[kind]
+    quantizer = random_quantizer(text)
+    data = encode(kind, quantizer.spec, *of(quantizer))[1:2, : TYPES[kind].bytes]
+    whole = decode(kind, quantizer.spec, data)
+    for bit in range(8 * TYPES[kind].bytes):
+        flipped = data.copy()
+        flipped[0, bit // 8] ^= 1 << bit % 8
+        read = decode(kind, quantizer.spec, flipped)
+        assert any(a is not None and a.tobytes() != b.tobytes() for a, b in zip(whole, read)), bit
+
+
+@pytest.mark.parametrize("integer", range(16))
+def test_an_integer_without_a_code_is_no_code(integer):
+    """balanced2 in Q4_0 uses 5, 7, 9 and 11 only."""
+    spec = QuantSpec.parse("balanced2/g32")
+    data = np.full((1, 18), integer * 17, np.uint8)
+    data[0, :2] = np.frombuffer(np.float16(0.5).tobytes(), np.uint8)
+    code = int(decode("Q4_0", spec, data)[0][0, 0])
+    assert (code in range(4)) == (integer in (5, 7, 9, 11))
+
+
+@pytest.mark.parametrize(
+    "text, width, types",
+    [
+        ("int2/g64", 128, ["Q2_0", "Q4_0", "Q4_1", "Q8_0", "F16"]), ("int2/g32", 128, ["Q4_0", "Q4_1", "Q8_0", "F16"]),
+        ("int2/tensor", 192, ["Q2_0", "Q4_0", "Q4_1", "Q8_0", "F16"]), ("int2/tensor", 48, ["F16"]),
+        ("int2/g16", 128, ["F16"]), ("balanced2/g64", 128, ["Q4_0", "Q4_1", "Q8_0", "F16"]),
+        ("balanced4/g32", 128, ["Q4_1", "Q8_0", "F16"]), ("int4/g96", 192, ["Q4_0", "Q4_1", "Q8_0", "F16"]),
+        ("int8/g32", 128, ["Q8_0", "F16"]), ("balanced8/g32", 128, ["F16"]), ("lut4/g32", 128, ["F16"]),
+        ("int4/r8", 128, ["F16"]),
+    ],
+)  # fmt: skip
+def test_what_fits(text, width, types):
+    spec = QuantSpec.parse(text)
+    assert fitting(spec, width) == types
+    assert choose("w", spec, width, "auto") == types[0]
+    for kind in types:
+        assert choose("w", spec, width, kind) == kind
+
+
+@pytest.mark.parametrize(
+    "text, width, kind, words",
+    [
+        ("int2/g32", 128, "Q2_0", ["its blocks take 64 weights", "what fits: Q4_0, Q4_1, Q8_0, F16"]),
+        ("balanced2/g64", 128, "Q2_0", ["it has not the levels of balanced2", "Q4_0"]),
+        ("int2/tensor", 96, "Q2_0", ["96 inputs do not divide by its blocks of 64", "Q4_0"]),
+        ("int4/tensor", 48, "Q4_0", ["48 inputs do not divide by its blocks of 32", "what fits: F16"]),
+        ("int4/g64", 128, "Q2_0", ["it has not the levels of int4", "what fits: Q4_0"]),
+        ("balanced8/g32", 128, "Q8_0", ["it has not the levels of balanced8", "what fits: F16"]),
+        ("int4/r8", 128, "Q4_0", ["a scale each, not one for every weight", "what fits: F16"]),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(text, width, kind, words):
+    with pytest.raises(UserError) as error:
+        choose("layers.0.mlp.up_proj", QuantSpec.parse(text), width, kind)
+    for word in [f"--gguf-type {kind}", "layers.0.mlp.up_proj", text, *words]:
+        assert word in str(error.value)
+
+
+def test_d_is_exact_for_the_smallest_scale():
+    factor = coding(QuantSpec.parse("balanced2/g32"), "Q4_0").factor
+    assert factor == 0.5 and np.float16(SMALLEST_SCALE * factor) / factor == SMALLEST_SCALE

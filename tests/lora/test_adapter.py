@@ -1,0 +1,97 @@
+"""An adapter is a plain LoRA on an unchanged base, or refused: no script may see other numbers than an export."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+
+from qat_lora.errors import UserError
+from qat_lora.lora.adapter import BEYOND_PRODUCT, PLACE, SILENT, SIZE, load_adapter, write_origin
+from qat_lora.models.loading import load_model
+
+
+@pytest.fixture
+def changed(make_adapter, tiny_model_dir, tmp_path):
+    """changed(**settings): a LoRA's folder with other settings in its config."""
+
+    def make(**settings):
+        folder = shutil.copytree(make_adapter(tiny_model_dir), tmp_path / "adapter")
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"init_lora_weights": "pissa"}, {"init_lora_weights": "pissa_niter_4"}, {"init_lora_weights": "olora"},
+        {"init_lora_weights": "corda"}, {"init_lora_weights": "loftq"}, {"init_lora_weights": "lora_ga"},
+        {"init_lora_weights": "mica"}, {"lora_alpha": 0}, {"alora_invocation_tokens": [1, 2]},
+        {"trainable_token_indices": [5]}, {"layer_replication": [[0, 2], [1, 2]]}, {"modules_to_save": ["norm"]},
+        {"use_qalora": True}, {"velora_config": {"rank": 4}}, {"kasa_config": {"r": 4}}, {"arrow_config": {"top_k": 2}},
+        {"use_bdlora": {"nblocks": 2}}, {"megatron_config": {"x": 1}}, {"a_setting_of_tomorrow": True},
+        {"task_type": "SEQ_CLS"}, {"peft_type": "LOHA"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_adapters_that_are_no_lora_on_an_unchanged_base(changed, tiny_model_dir, settings):
+    folder = changed(**settings)
+    with pytest.raises(UserError, match=next(iter(settings))) as refused:
+        load_adapter(load_model(str(tiny_model_dir)), folder)
+    assert "\n" not in str(refused.value)
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("ran",)
+
+
+@pytest.mark.parametrize("saved_by_training", [True, False])
+@pytest.mark.parametrize("content", [None, [1, 2], {"a": "x"}, Evil()], ids=["none", "list", "text", "hostile"])
+def test_a_pickle_that_holds_no_tensors_is_named(changed, tiny_model_dir, monkeypatch, content, saved_by_training):
+    folder = changed()
+    monkeypatch.chdir(folder)
+    if saved_by_training:
+        write_origin(folder, None)
+    (folder / "adapter_model.safetensors").unlink()
+    torch.save(content, folder / "adapter_model.bin")
+    with pytest.raises(UserError) as refused:
+        load_adapter(load_model(str(tiny_model_dir)), folder)
+    assert str(refused.value).startswith(f"{folder}/adapter_model.bin is damaged (it ") and not Path("ran").exists()
+
+
+def test_a_file_that_training_saved_and_is_gone_is_missing(changed, tiny_model_dir):
+    folder = changed()
+    write_origin(folder, None)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    (folder / "adapter_model.safetensors").unlink()
+    torch.save(tensors, folder / "adapter_model.bin")
+    with pytest.raises(UserError, match=r"adapter_model.safetensors, which training saved, is missing; copy or train"):
+        load_adapter(load_model(str(tiny_model_dir)), folder)
+
+
+def test_every_setting_of_the_installed_peft_is_known():
+    """One that is in no list is refused as soon as it is used: this says which have come or gone with a release."""
+    others = set(LoraConfig().to_dict()) - SIZE - PLACE - SILENT - BEYOND_PRODUCT
+    assert others == {
+        "alora_invocation_tokens", "arrow_config", "ensure_weight_tying", "kasa_config", "layer_replication",
+        "megatron_config", "modules_to_save", "monteclora_config", "trainable_token_indices", "use_bdlora",
+        "use_qalora", "velora_config",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("start", [True, False, "gaussian", "orthogonal"])
+def test_starts_that_leave_the_base_alone(tiny_model_dir, tmp_path, start):
+    base = load_model(str(tiny_model_dir))
+    before = {name: value.clone() for name, value in base.state_dict().items()}
+    config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=start, task_type="CAUSAL_LM")
+    get_peft_model(load_model(str(tiny_model_dir)), config).save_pretrained(tmp_path, save_embedding_layers=False)
+    base = load_adapter(base, tmp_path).unload()
+    assert all(torch.equal(value, before[name]) for name, value in base.state_dict().items())

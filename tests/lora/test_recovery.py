@@ -1,0 +1,378 @@
+"""Recovery LoRA: the student stays as it is, the adapter learns through all of it and keeps its alpha in its file."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from peft.tuners.lora import LoraLayer
+
+from qat_lora.data.batches import batches
+from qat_lora.data.chat import documents
+from qat_lora.data.packing import Rows, TextDataset, pack
+from qat_lora.errors import UserError
+from qat_lora.experiments.recovery import Config, make_anchor
+from qat_lora.kd.evaluation import heldout_figures
+from qat_lora.lora.adapter import load_adapter, save_adapter
+from qat_lora.lora.add import add_adapter
+from qat_lora.lora.error import fit_to_error, low_rank
+from qat_lora.lora.recovery import Anchor, train_recovery_lora
+from qat_lora.lora.targets import PROJECTIONS
+from qat_lora.models.loading import load_model
+from qat_lora.quant.linear import quantized_layers
+from qat_lora.quant.student import load_student
+from qat_lora.run.files import sha256
+from qat_lora.train.evaluation import heldout_nll, text_figures
+from qat_lora.train.loop import Plan, restore
+
+PLAN = Plan(steps=5, batch_size=4, accumulation=1, learning_rate=1e-2, warmup_steps=1, clip_grad_norm=1.0, seed=0)
+ALL_BUT_K = tuple(p for p in PROJECTIONS if p != "k")
+
+
+@pytest.fixture(scope="module")
+def student_path(make_student, sharp_model_dir):
+    return make_student(sharp_model_dir)
+
+
+@pytest.fixture
+def new_model(student_path):
+    """new_model(rank, alpha, projections, seed): the frozen student with a fresh adapter."""
+
+    def make(rank=4, alpha=4, projections=ALL_BUT_K, seed=0):
+        return add_adapter(load_student(student_path)[0], rank, alpha, projections, seed)
+
+    return make
+
+
+@pytest.fixture
+def train(new_model, make_session, data, backend):
+    """train(plan, mode, anchor, train, name): (model, lines of metrics.jsonl)."""
+
+    def run(plan=PLAN, mode="kd", anchor=None, train=data[0], name="run"):
+        model, session = new_model(), make_session(name, backend)
+        anchor = anchor and anchor(model)
+        train_recovery_lora(model, train, mode, plan, anchor, session, lambda step: {})
+        return model, [line for line in session.run.metrics() if "loss" in line]
+
+    return run
+
+
+def lora_of(model, part=""):
+    return {name: p for name, p in model.named_parameters() if f"lora_{part}" in name}
+
+
+# -- where it starts ---------------------------------------------------------------------------------------------------
+def test_low_rank_is_the_best_of_its_rank_under_the_moment():
+    torch.manual_seed(0)
+    error, x = torch.randn(12, 20), torch.randn(300, 20) @ torch.randn(20, 20)
+    moment = x.T @ x / len(x)
+
+    def lost(left):
+        return ((error - left) @ x.T).square().mean().item()
+
+    b, a = low_rank(error, moment, 3)
+    u, s, vh = torch.linalg.svd(error @ x.T, full_matrices=False)
+    assert lost(b @ a) == pytest.approx(float(s[3:].square().sum()) / (12 * 300), rel=1e-3), "Eckart–Young"
+    u, s, vh = torch.linalg.svd(error)
+    assert lost(b @ a) < 0.95 * lost((u[:, :3] * s[:3]) @ vh[:3]), "the plain SVD does not know the inputs"
+    b, a = low_rank(error, moment, 12)
+    torch.testing.assert_close(b @ a, error, rtol=1e-2, atol=1e-2)
+
+
+@torch.no_grad()
+def test_an_adapter_from_the_error_is_nearer_to_the_teacher_at_once(new_model, sharp_model_dir, data, backend):
+    base = load_model(str(sharp_model_dir))
+    stream = batches(data[0], 4, 1, 0)
+    calibration = [next(stream) for _ in range(8)]
+    kl = {}
+    for rank in (0, 2, 16):
+        model = new_model(rank or 1, 3)
+        if rank:
+            fit_to_error(model, base, calibration, "fp32")
+        kl[rank] = heldout_figures(model, data[1], backend, 4, 8)["heldout_kl"]
+    assert kl[16] < kl[2] < kl[0]
+
+
+# -- the adapter ------------------------------------------------------------------------------------------------------
+@torch.no_grad()
+def test_a_new_adapter_changes_nothing(new_model, student_path):
+    tokens = torch.arange(1, 41).reshape(2, 20)
+    assert torch.equal(new_model()(tokens).logits, load_student(student_path)[0](tokens).logits)
+
+
+def test_only_the_adapter_is_trainable(new_model):
+    model = new_model()
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == lora_of(model).keys()
+    assert len(lora_of(model)) == 2 * 2 * 6
+    assert sum(p.numel() for p in lora_of(model).values()) == 2 * 4 * (
+        128 + 96 + 128 + 3 * (64 + 128)  # q, v and o; gate, up and down: in + out features
+    )
+
+
+@pytest.mark.parametrize("projections", [("k",), ("gate", "up", "down"), PROJECTIONS])
+def test_targets_are_where_the_adapter_sits(new_model, projections):
+    names = {name.split(".lora_")[0].rpartition(".")[2] for name in lora_of(new_model(projections=projections))}
+    assert names == {f"{p}_proj" for p in projections}
+
+
+@pytest.mark.parametrize("projections", [("q", "qkv"), ("",), (), ("experts",), ("proj",)])
+def test_unknown_targets_are_refused(new_model, projections):
+    with pytest.raises(UserError, match=r"choose from q,k,v,o,gate,up,down,attn,mlp,all$"):
+        new_model(projections=projections)
+
+
+def test_a_rank_of_zero_is_refused():
+    with pytest.raises(UserError, match="rank 0 must be at least 1"):
+        add_adapter(torch.nn.Module(), 0, 4, ("q",), 0)
+
+
+def test_the_seed_alone_decides_the_start(new_model):
+    torch.manual_seed(5)
+    first, state = lora_of(new_model(seed=1), "A"), torch.get_rng_state()
+    torch.rand(100)
+    again, other = lora_of(new_model(seed=1), "A"), lora_of(new_model(seed=2), "A")
+    torch.manual_seed(5)
+    assert torch.equal(torch.get_rng_state(), state), "the global generator is left alone"
+    for name, p in first.items():
+        assert torch.equal(p, again[name]) and not torch.equal(p, other[name])
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+def test_it_recovers_and_leaves_the_student_alone(train, student_path, data, backend):
+    model, lines = train(dataclasses.replace(PLAN, steps=40))
+    kl = [line["kl"] for line in lines]
+    assert sum(kl[-10:]) < 0.85 * sum(kl[:10])
+    student = load_student(student_path)[0]
+    before, after = (heldout_figures(m, data[1], backend, 4, 8)["heldout_kl"] for m in (student, model))
+    assert after < 0.95 * before
+    below = {n.replace("base_model.model.", "").replace("base_layer.", ""): p for n, p in model.named_parameters()}
+    for name, p in student.named_parameters():
+        assert torch.equal(below[name], p), name
+    codes = [layer.quantizer.codes for layer in quantized_layers(model).values()]
+    assert all(torch.equal(c, layer.quantizer.codes) for c, layer in zip(codes, quantized_layers(student).values()))
+
+
+def test_gradients_reach_the_first_block(train):
+    """The original's base path was detached: blocks below the last learned from nothing."""
+    model, _ = train(dataclasses.replace(PLAN, steps=2))
+    fresh = train(dataclasses.replace(PLAN, steps=0), name="fresh")[0]
+    started = lora_of(fresh)
+    for name, p in lora_of(model).items():
+        assert not torch.equal(p, started[name]), name
+
+
+def test_anchor_is_the_student_without_its_adapter(new_model, data, backend):
+    """Whatever the adapter starts from."""
+    model, cfg = new_model(), Config(anchor_weight=1.0)
+    plain = make_anchor(cfg, model, data[0], backend).logits
+    for p in lora_of(model).values():
+        p.data.normal_()
+    assert torch.equal(make_anchor(cfg, model, data[0], backend).logits, plain)
+
+
+def test_accumulation_equals_one_large_batch_with_an_anchor(train, backend):
+    def anchor(model):
+        return Anchor.of(model, torch.arange(1, 31).reshape(2, 15), 2.0, backend)
+
+    _, whole = train(anchor=anchor)
+    _, parts = train(dataclasses.replace(PLAN, batch_size=2, accumulation=2), anchor=anchor, name="parts")
+    for one, other in zip(whole, parts):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-3)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=2e-2)
+        assert other["lr"] == one["lr"]
+
+
+def test_the_schedule_is_in_use_and_logged(train, backend, monkeypatch):
+    used, update = [], backend.update
+    monkeypatch.setattr(backend, "update", lambda o, clip: used.append(o.param_groups[0]["lr"]) or update(o, clip))
+    lines = train()[1]
+    rates = [PLAN.learning_rate * PLAN.learning_rate_factor(step) for step in range(1, 6)]
+    assert used == rates == [line["lr"] for line in lines] and rates[0] < rates[1] > rates[2]
+
+
+@pytest.mark.parametrize("mode", ["sft", "recover"])
+def test_text_modes_learn_their_rows(train, tiny_tokenizer, mode):
+    turns = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Seven of them."}]
+    rows = pack(documents([{"messages": turns}] * 24, tiny_tokenizer, "off"), tiny_tokenizer, 48)
+    dataset = TextDataset(rows, completions_only=mode == "sft")
+    _, lines = train(dataclasses.replace(PLAN, steps=15), mode, train=dataset)
+    losses = [line["loss"] for line in lines]
+    assert losses[-1] < 0.7 * losses[0] and "kl" not in lines[0]
+
+
+def test_completions_only_leaves_prompt_and_padding_out(train, new_model):
+    """Other tokens at positions of mask 0 that no kept position sees: the same loss and gradient."""
+    tokens = torch.randint(1, 512, (4, 16), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    mask = torch.zeros(4, 16, dtype=torch.uint8)
+    mask[:, 5:9] = 1
+    padded = tokens.clone()
+    padded[:, 9:] = 0
+    sets = [TextDataset(Rows(t, mask), completions_only=True) for t in (tokens, padded)]
+    lines = [train(mode="sft", train=s, name=str(i))[1] for i, s in enumerate(sets)]
+    for one, other in zip(*lines):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+    item = TextDataset(Rows(tokens, mask.fill_(1)), completions_only=True)[0]
+    assert item["mask"].tolist() == [0] + [1] * 15 and mask.all(), "a row's first token has nothing before it"
+    everything = TextDataset(Rows(tokens, torch.zeros_like(mask)), completions_only=False)[0]
+    assert everything["mask"].tolist() == [0] + [1] * 15
+
+
+# -- the anchor -------------------------------------------------------------------------------------------------------
+def test_the_anchor_starts_flat_and_grows_with_drift(new_model, backend):
+    model, tokens = new_model(), torch.arange(1, 41).reshape(2, 20)
+    anchor = Anchor.of(model, tokens, 3.0, backend)
+    loss = anchor.loss(model)
+    loss.backward()
+    loss = loss.detach()
+    entropy = torch.distributions.Categorical(logits=anchor.logits).entropy().mean()
+    assert float(loss) == pytest.approx(3 * float(entropy), rel=1e-5)
+    assert all(p.grad.abs().max() < 1e-5 for p in lora_of(model).values())
+    values = [float(loss)]
+    random = torch.Generator().manual_seed(1)
+    drift = {name: torch.randn(p.shape, generator=random) * 0.02 for name, p in lora_of(model, "B").items()}
+    for _ in range(3):
+        for name, p in lora_of(model, "B").items():
+            p.data.add_(drift[name])
+        values.append(float(anchor.loss(model).detach()))
+    assert values == sorted(values) and values[-1] > values[0] + 1e-3
+
+
+def test_the_anchor_holds_the_adapter_back(train, backend, data):
+    """The same updates of plain text, with and without: less divergence from what the student said before."""
+    tokens = torch.stack([data[0][i]["tokens"] for i in range(4)])
+    rows = TextDataset(Rows(tokens.int(), torch.ones(4, 32, dtype=torch.uint8)), completions_only=False)
+
+    @torch.no_grad()
+    def drift(weight):
+        with torch.enable_grad():
+            model, _ = train(
+                dataclasses.replace(PLAN, steps=15), "recover", lambda m: Anchor.of(m, tokens, weight, backend), rows,
+                name=str(weight),
+            )  # fmt: skip
+        now = model(tokens).logits.log_softmax(-1)
+        with model.disable_adapter():
+            before = model(tokens).logits.log_softmax(-1)
+        return float((before.exp() * (before - now)).sum(-1).mean())
+
+    assert drift(10.0) < 0.5 * drift(0.0)
+
+
+# -- the file ---------------------------------------------------------------------------------------------------------
+def test_a_saved_adapter_measures_the_same(student_path, data, backend, tmp_path):
+    """The original's perplexity ignored the saved alpha. Here it is 8 times the rank's, and counts."""
+    model = add_adapter(load_student(student_path)[0], 2, 16, ("q", "down"), 0)
+    for p in lora_of(model, "B").values():
+        p.data.normal_(generator=torch.Generator().manual_seed(0)).mul_(0.02)
+    save_adapter(model, tmp_path / "adapter", sha256(student_path))
+    loaded = load_adapter(load_student(student_path)[0], tmp_path / "adapter", student_path)
+    figures = [heldout_figures(m, data[1], backend, 4, 8) for m in (model, loaded)]
+    assert figures[0] == figures[1]
+    tokens = torch.arange(1, 33).repeat(2, 1)
+    texts = [text_figures(m, tokens, torch.tensor([31, 31]), backend) for m in (model, loaded)]
+    assert texts[0] == texts[1]
+    adapted = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    assert [module.scaling["default"] for module in adapted] == [8] * 4
+    for module in adapted:
+        module.scaling["default"] = 1.0
+    assert heldout_figures(model, data[1], backend, 4, 8)["heldout_kl"] != figures[1]["heldout_kl"]
+
+
+def test_an_adapter_of_another_student_or_changed_since_is_refused(student_path, new_model, tmp_path):
+    """Either would load, and give figures that look right."""
+    folder, student = tmp_path / "adapter", load_student(student_path)[0]
+    save_adapter(new_model(), folder, sha256(student_path))
+    other = tmp_path / "other.pt"
+    other.write_bytes(student_path.read_bytes() + b" ")
+    for checkpoint, reason in ((other, "another student"), (None, "quantised student")):
+        with pytest.raises(UserError, match=f"{reason}.*--checkpoint"):
+            load_adapter(student, folder, checkpoint)
+    config = folder / "adapter_config.json"
+    config.write_text(config.read_text().replace('"lora_alpha": ', '"lora_alpha": 1'))
+    with pytest.raises(UserError, match="is not what training saved"):
+        load_adapter(student, folder, student_path)
+
+
+def test_the_config_of_an_adapter_does_not_depend_on_the_order_of_sets(new_model, tmp_path):
+    save_adapter(new_model(), tmp_path / "adapter", "s")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert len(config["target_modules"]) > 1 and config["target_modules"] == sorted(config["target_modules"])
+    assert list(config) == sorted(config)
+
+
+def test_a_folder_is_replaced_whole(new_model, tmp_path):
+    folder = tmp_path / "adapter"
+    save_adapter(new_model(rank=2), folder, "s")
+    (folder / "stale").write_text("")
+    save_adapter(new_model(rank=4), folder, "s")
+    assert not (folder / "stale").exists() and {path.name for path in tmp_path.iterdir()} == {"adapter"}
+    with pytest.raises(UserError, match="could not be written"):
+        save_adapter(new_model(), tmp_path / "adapter" / "adapter_config.json" / "deeper", "s")
+
+
+def test_restore_is_strict_about_the_adapter(new_model):
+    model, other = new_model(), new_model(rank=2)
+    saved = {name: p.detach() + 1 for name, p in lora_of(model).items()}
+    restore(model, saved)
+    assert all(torch.equal(p, saved[name]) for name, p in lora_of(model).items())
+    name = next(iter(saved))
+    with pytest.raises(UserError, match="on one side only"):
+        restore(model, {n: t for n, t in saved.items() if n != name})
+    with pytest.raises(UserError, match="on one side only"):
+        restore(model, saved | {"extra": torch.ones(1)})
+    with pytest.raises(UserError, match="there, "):
+        restore(other, saved)
+    with pytest.raises(UserError, match="on one side only"):
+        restore(new_model(projections=("q",)), saved)
+
+
+def test_a_resumed_run_is_an_uninterrupted_one(new_model, make_session, data, backend, train, monkeypatch):
+    whole, lines = train(name="whole")
+    first = make_session("run", backend, save=2)
+    save = first._save
+
+    def die(step):
+        save(step)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(first, "_save", die)
+    with pytest.raises(KeyboardInterrupt):
+        train_recovery_lora(new_model(), data[0], "kd", PLAN, None, first, lambda step: {})
+    torch.manual_seed(99)
+    resumed, again = train(name="run")
+    assert [line["loss"] for line in again] == [line["loss"] for line in lines]
+    assert all(torch.equal(p, q) for p, q in zip(resumed.parameters(), whole.parameters()))
+
+
+def test_heldout_text_is_scored_as_the_training_text(new_model, backend):
+    rows = Rows(torch.arange(1, 65, dtype=torch.int32).view(4, 16), torch.ones(4, 16, dtype=torch.uint8))
+    dataset = TextDataset(rows, completions_only=False)
+    batch = next(batches(dataset, 4, 1, 0))
+    assert float(batch["total"]) == 4 * 15
+    figures = heldout_nll(new_model(), dataset, backend, 2, 4)
+    wanted = text_figures(new_model(), rows.tokens, torch.full((4,), 15), backend)
+    assert figures["heldout_nll"] == pytest.approx(wanted["nll"], rel=1e-5)
+
+
+def test_dropout_drops_its_share_and_keeps_the_mean():
+    from qat_lora.lora.adapter import Dropout
+
+    torch.manual_seed(0)
+    layer, x = Dropout(0.05), torch.ones(333, 1001, requires_grad=True)
+    out = layer(x)
+    assert float((out == 0).float().mean()) == pytest.approx(0.05, abs=1e-3)
+    assert float(out.mean().detach()) == pytest.approx(1, abs=1e-3) and len(out.unique()) == 2
+    out.sum().backward()
+    assert torch.equal(x.grad, out.detach()), "what is dropped learns nothing"
+    assert not torch.equal(layer(x), layer(x))
+    assert layer.eval()(x) is x or torch.equal(layer(x), x)
+
+
+def test_a_dropout_of_the_adapter_is_ours_and_rslora_scales_by_the_root(sharp_model_dir):
+    from qat_lora.lora.adapter import Dropout
+
+    model = add_adapter(load_model(str(sharp_model_dir)), 4, 8, ("q", "down"), 0, dropout=0.1, rslora=True)
+    layers = [m for m in model.modules() if hasattr(m, "lora_A")]
+    assert len(layers) == 4 and all(isinstance(m.lora_dropout["default"], Dropout) for m in layers)
+    assert all(m.scaling["default"] == 4.0 for m in layers)
+    with pytest.raises(UserError, match="dropout 1"):
+        add_adapter(load_model(str(sharp_model_dir)), 4, 8, ("q",), 0, dropout=1)

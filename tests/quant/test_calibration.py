@@ -1,0 +1,98 @@
+"""Where a student starts: each method nearer to the teacher than the one before, and GPTQ block by block."""
+
+import contextlib
+
+import pytest
+import torch
+
+from qat_lora.data.batches import batches
+from qat_lora.kd.evaluation import heldout_figures
+from qat_lora.layer_qat import LayerPlan, train_layers
+from qat_lora.models.architecture import decoder_layers, hidden_states
+from qat_lora.models.loading import load_model
+from qat_lora.quant.blockwise import block_outputs, compensate_block, first_inputs
+from qat_lora.quant.calibration import METHODS
+from qat_lora.quant.calibration import calibrate as start
+from qat_lora.quant.init import initialise, set_scale
+from qat_lora.quant.linear import quantized_layers, unquantized
+from qat_lora.quant.student import StudentSpec, quantize
+
+
+@pytest.fixture(scope="module")
+def calibration(data):
+    stream = batches(data[0], 4, 1, seed=0)
+    return [next(stream) for _ in range(10)]
+
+
+@pytest.fixture
+def new_student(sharp_model_dir):
+    return lambda: quantize(load_model(str(sharp_model_dir)), StudentSpec("int2/g64", "int2/g64"))
+
+
+def latents(student):
+    return {name: layer.weight.detach().clone() for name, layer in quantized_layers(student).items()}
+
+
+def test_each_method_starts_nearer_to_the_teacher(new_student, calibration, data, backend):
+    kl = []
+    for method in METHODS:
+        student = new_student()
+        start(student, method, calibration, "fp32")
+        kl.append(heldout_figures(student, data[1], backend, 4, 8)["heldout_kl"])
+    assert kl[2] < 0.95 * kl[1] < 0.9 * kl[0], kl
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_only_gptq_touches_the_weights(new_student, calibration, method):
+    student = new_student()
+    before = latents(student)
+    start(student, method, calibration, "fp32")
+    same = [torch.equal(weight, before[name]) for name, weight in latents(student).items()]
+    assert not any(same) if method == "gptq" else all(same)
+
+
+def test_a_block_is_compensated_on_what_the_quantised_ones_before_it_give(new_student, calibration, backend):
+    """The second block by hand, from its full-precision weights; on what the full-precision first block gives it
+    comes out otherwise."""
+    student, by_hand = new_student(), {}
+    start(student, "gptq", calibration, "fp32")
+    first, second = decoder_layers(student)
+    inputs, calls = first_inputs(student, calibration, backend)
+    for name, block in (("quantised", first), ("full", decoder_layers(new_student())[0])):
+        with contextlib.nullcontext() if name == "quantised" else unquantized(block):
+            reached = block_outputs(block, inputs, calls.block(0), backend)
+        by_hand[name] = decoder_layers(new_student())[1]
+        initialise(by_hand[name], search=False)
+        compensate_block(by_hand[name], reached, calls.block(1), backend)
+    down = {name: block.mlp.down_proj.weight for name, block in by_hand.items()}
+    assert torch.equal(second.mlp.down_proj.weight, down["quantised"])
+    assert not torch.equal(second.mlp.down_proj.weight, down["full"])
+
+
+@torch.no_grad()
+def test_a_quantised_head_counts_each_weight_by_its_input(sharp_model_dir, calibration):
+    base, spec = load_model(str(sharp_model_dir)), StudentSpec("none", "none", "balanced4/g32")
+    student, by_hand = (quantize(load_model(str(sharp_model_dir)), spec) for _ in range(2))
+    start(student, "mse", calibration, "fp32")
+    hidden = torch.cat([hidden_states(base, batch["tokens"]).flatten(0, 1) for batch in calibration])
+    set_scale(by_hand.lm_head, moment=hidden.square().mean(0))
+    torch.testing.assert_close(student.lm_head.quantizer.scale, by_hand.lm_head.quantizer.scale)
+    set_scale(by_hand.lm_head)
+    assert not torch.allclose(student.lm_head.quantizer.scale, by_hand.lm_head.quantizer.scale)
+
+
+def test_a_block_of_the_layer_stage_is_compensated_when_its_turn_comes(
+    new_student, calibration, make_session, data, backend
+):
+    """One tiny update a block: the student is GPTQ's, and nearer to the full-precision model's answers at each."""
+    heldout, losses = {}, {}
+    for compensate in (False, True):
+        student = new_student()
+        initialise(student)
+        plan = LayerPlan(1, 1e-9, 1.0, compensate=compensate)
+        session = make_session(f"run{compensate}", backend)
+        train_layers(student, calibration, plan, session)
+        heldout[compensate] = heldout_figures(student, data[1], backend, 4, 8)["heldout_kl"]
+        losses[compensate] = [line["loss"] for line in session.run.metrics()]
+    assert heldout[True] < 0.9 * heldout[False]
+    assert all(0 < with_ < without for with_, without in zip(losses[True], losses[False]))

@@ -1,0 +1,151 @@
+"""The GRPO loss by known values, by gradient, and by what must not matter."""
+
+import math
+
+import pytest
+import torch
+
+from qat_lora.errors import UserError
+from qat_lora.rl.objective import EPS, REDUCTIONS, Objective, group_advantages, grpo_loss, k3, token_weights
+
+
+def tensors(seed: int = 0, rows: int = 6, width: int = 5):
+    random = torch.Generator().manual_seed(seed)
+    logp, old, reference = (-torch.rand(rows, width, generator=random, dtype=torch.double) for _ in range(3))
+    advantages = torch.randn(rows, generator=random, dtype=torch.double)
+    lengths = torch.randint(1, width + 1, (rows,), generator=random)
+    mask = (torch.arange(width) < lengths.unsqueeze(1)).double()
+    return logp.requires_grad_(), old, reference, advantages, mask
+
+
+def weights_of(mask, reduction):
+    return token_weights(mask, reduction, len(mask), mask.sum(), mask.shape[1])
+
+
+# -- advantages ------------------------------------------------------------------------------------------------------
+def test_advantages_by_hand():
+    advantages, informative = group_advantages(torch.tensor([[1.0, 3.0], [2.0, 2.0]]))
+    assert advantages[0].tolist() == pytest.approx([-1 / (math.sqrt(2) + EPS), 1 / (math.sqrt(2) + EPS)])
+    assert advantages[1].tolist() == [0, 0] and informative.tolist() == [True, False]
+
+
+def test_a_tie_up_to_rounding_is_a_tie():
+    """0.7 is no binary number: its mean over a group is another one, and over a std of nearly 0 that would count."""
+    advantages, informative = group_advantages(torch.full((1, 7), 0.7))
+    assert not informative.any() and not advantages.any()
+
+
+def test_scales_of_advantages():
+    rewards = torch.tensor([[0.0, 1.0], [0.0, 4.0]])
+    none, _ = group_advantages(rewards, "none")
+    assert none.tolist() == [[-0.5, 0.5], [-2, 2]]
+    batch, _ = group_advantages(rewards, "batch")
+    torch.testing.assert_close(batch, none / (rewards.std() + EPS))
+    group, _ = group_advantages(rewards)
+    assert group[0, 1].item() == pytest.approx(group[1, 1].item(), rel=1e-3)
+
+
+@pytest.mark.parametrize("rewards, scale", [(torch.ones(2, 1), "group"), (torch.ones(2, 2), "max")])
+def test_impossible_groups_are_refused(rewards, scale):
+    with pytest.raises(UserError, match=r"1 answer for a prompt|'max' is not one of"):
+        group_advantages(rewards, scale)
+
+
+# -- loss ------------------------------------------------------------------------------------------------------------
+def test_on_policy_the_loss_is_minus_the_mean_advantage_and_the_gradient_is_that_of_reinforce():
+    logp, _, _, advantages, mask = tensors()
+    weights = weights_of(mask, "dapo")
+    loss = grpo_loss(logp, logp.detach(), None, advantages, weights, Objective(beta=0))
+    assert loss.item() == pytest.approx(-(advantages.unsqueeze(1) * mask).sum().item() / mask.sum().item())
+    loss.backward()
+    torch.testing.assert_close(logp.grad, -advantages.unsqueeze(1) * mask / mask.sum())
+
+
+def test_the_ratio_is_clipped_on_the_side_that_would_go_further():
+    logp = torch.log(torch.tensor([[1.5], [1.5], [0.5], [0.5]], dtype=torch.double)).requires_grad_()
+    advantages, weights = torch.tensor([1.0, -1.0, 1.0, -1.0]).double(), torch.ones(4, 1).double()
+    objective = Objective(beta=0, clip_low=0.2, clip_high=0.3)
+    loss = grpo_loss(logp, torch.zeros(4, 1).double(), None, advantages, weights, objective)
+    assert loss.item() == pytest.approx(-1.3 + 1.5 - 0.5 + 0.8)
+    loss.backward()
+    assert logp.grad.squeeze(1).tolist() == pytest.approx([0, 1.5, -0.5, 0])
+
+
+def test_kl_is_k3_and_its_gradient_pulls_towards_the_reference():
+    logp = torch.tensor([[-1.0]], dtype=torch.double, requires_grad=True)
+    reference, one = torch.tensor([[-0.5]]).double(), torch.ones(1, 1).double()
+    loss = grpo_loss(logp, logp.detach(), reference, torch.zeros(1), one, Objective(beta=0.1))
+    assert k3(logp, reference).item() == pytest.approx(math.exp(0.5) - 1.5)
+    assert loss.item() == pytest.approx(0.1 * (math.exp(0.5) - 1.5))
+    loss.backward()
+    assert logp.grad.item() == pytest.approx(0.1 * (1 - math.exp(0.5)))
+
+
+def test_weights_by_hand():
+    mask = torch.tensor([[1.0, 1, 1], [1, 0, 0]])
+    assert token_weights(mask, "grpo", 2, 4, 3).tolist() == [pytest.approx([1 / 6] * 3), [0.5, 0, 0]]
+    assert token_weights(mask, "bnpo", 4, 8, 3).sum() == 1
+    assert token_weights(mask, "dapo", 4, torch.tensor(8), 3).sum() == 0.5
+    assert token_weights(mask, "dr_grpo", 4, 8, 3).sum().item() == pytest.approx(4 / 12)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_gradient(reduction):
+    logp, old, reference, advantages, mask = tensors()
+    weights = weights_of(mask, reduction)
+
+    def loss(logp):
+        return grpo_loss(logp, old, reference, advantages, weights, Objective(reduction, beta=0.1))
+
+    assert torch.autograd.gradcheck(loss, logp)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_what_the_mask_leaves_out_does_not_matter(reduction):
+    logp, old, reference, advantages, mask = tensors()
+    mask[2] = 0
+    weights = weights_of(mask, reduction)
+    loss = grpo_loss(logp, old, reference, advantages, weights, Objective(reduction))
+    other = torch.where(mask.bool(), logp.detach(), torch.tensor(-3.0).double()).requires_grad_()
+    same = grpo_loss(other, old, reference, advantages, weights, Objective(reduction))
+    for value in (loss, same):
+        value.backward()
+    assert loss.item() == same.item() and torch.equal(logp.grad, other.grad)
+    assert not logp.grad[~mask.bool()].any()
+
+
+def test_bnpo_is_the_mean_over_micro_batches():
+    *_, mask = tensors()
+    halves = []
+    for rows in (slice(0, 3), slice(3, 6)):
+        part = [mask[rows], "bnpo", len(mask), mask.sum(), mask.shape[1]]
+        alone, shared = token_weights(*part), token_weights(*part, micro_batches=2)
+        assert alone.sum().item() == pytest.approx(1) and torch.equal(shared, alone / 2)
+        halves.append(shared.sum())
+    assert sum(halves).item() == pytest.approx(1), "k micro-batches are one mean, not k"
+
+
+@pytest.mark.parametrize("reduction", ["grpo", "dr_grpo", "dapo"])
+def test_shares_of_micro_batches_add_up(reduction):
+    logp, old, reference, advantages, mask = tensors()
+    objective, parts = Objective(reduction), []
+    for rows in (slice(0, 2), slice(2, 6)):
+        weights = token_weights(mask[rows], reduction, len(mask), mask.sum(), mask.shape[1])
+        parts.append(grpo_loss(logp[rows], old[rows], reference[rows], advantages[rows], weights, objective))
+    whole = grpo_loss(logp, old, reference, advantages, weights_of(mask, reduction), objective)
+    assert sum(parts).item() == pytest.approx(whole.item(), abs=1e-12)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_batch_without_a_token_has_a_loss_of_zero(reduction):
+    logp, old, reference, advantages, mask = tensors()
+    weights = token_weights(mask * 0, reduction, len(mask), (mask * 0).sum(), mask.shape[1])
+    loss = grpo_loss(logp, old, reference, advantages, weights, Objective(reduction))
+    loss.backward()
+    assert loss.item() == 0 and not logp.grad.any()
+
+
+@pytest.mark.parametrize("values", [{"reduction": "ppo"}, {"beta": -1}, {"clip_low": 1.0}, {"clip_high": 0.0}])
+def test_impossible_objectives_are_refused(values):
+    with pytest.raises(UserError):
+        Objective(**values)

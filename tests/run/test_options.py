@@ -1,0 +1,340 @@
+"""Flags, key=value and presets give one config; whatever is wrong is named in one line with the way out."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+
+from qat_lora.errors import UserError
+from qat_lora.run import command_line as config
+from qat_lora.run.command_line import parse, run_script
+from qat_lora.run.options import RunConfig, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunConfig):
+    learning_rate: float = option(1e-3, "peak, 100% of it")
+    scale_rate: float | None = option(None, "peak of scales")
+    max_steps: int = option(10, "updates")
+    dataset: str = option("embedded", "text")
+    limit: int | None = option(None, "rows")
+    frozen: bool = option(False, "train nothing")
+
+
+@pytest.fixture
+def presets(tmp_path, monkeypatch):
+    """presets(NAME="yaml text"): files in configs/toy/."""
+    monkeypatch.setattr(config, "CONFIGS", tmp_path)
+    (tmp_path / "toy").mkdir()
+
+    def write(**texts):
+        for name, text in texts.items():
+            (tmp_path / "toy" / f"{name}.yaml").write_text(text)
+
+    return write
+
+
+def toy(*argv: str) -> Config:
+    return parse(Config, "toy", list(argv))
+
+
+def said(*argv: str) -> str:
+    with pytest.raises(UserError) as error:
+        toy(*argv)
+    return str(error.value)
+
+
+# -- flags -----------------------------------------------------------------------------------------------------------
+def test_defaults_are_the_dataclass():
+    assert toy() == Config()
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--max-steps", "3"], ["--max_steps", "3"], ["--max-steps=3"], ["max_steps=3"], ["max-steps=3"],
+        ["--frozen", "false", "max_steps=3"], ["--dry-run", "false", "--max_steps=3"],
+    ],
+)  # fmt: skip
+def test_spellings_of_one_flag(argv):
+    assert toy(*argv) == Config(max_steps=3)
+
+
+def test_last_spelling_wins():
+    assert toy("--max-steps", "3", "max_steps=4").max_steps == 4
+
+
+@pytest.mark.parametrize("argv, value", [(["--frozen"], True), (["--frozen", "true"], True), (["frozen=false"], False)])
+def test_bool_flags(argv, value):
+    assert toy(*argv).frozen is value
+
+
+def test_bool_flag_before_key_value():
+    assert toy("--frozen", "max_steps=3") == Config(frozen=True, max_steps=3)
+
+
+def test_value_that_looks_like_key_value_belongs_to_its_flag():
+    assert toy("--dataset", "split=3").dataset == "split=3"
+    assert toy("dataset=a=b").dataset == "a=b"
+    assert toy("--dataset=a=b").dataset == "a=b"
+    assert toy("--dataset", "x", "max_steps=3") == Config(dataset="x", max_steps=3)
+
+
+def test_value_of_several_lines():
+    assert toy("dataset=one\ntwo").dataset == "one\ntwo"
+
+
+def test_optional_fields_take_their_type():
+    assert toy("--limit", "4", "--scale-rate", "8e-5") == Config(limit=4, scale_rate=8e-5)
+
+
+def test_tpu_is_device_tpu():
+    assert toy("--tpu").device == toy("--device", "tpu").device == toy("--device=cpu", "--tpu").device == "tpu"
+    assert toy("tpu=false").device == "auto"
+
+
+@pytest.mark.parametrize("argv", [["--max-steps", "many"], ["max_steps=1.5"], ["--learning-rate", "fast"], ["--limit"]])
+def test_wrong_type_names_flag_and_value(argv):
+    message = said(*argv)
+    assert argv[0].lstrip("-").split("=")[0].replace("_", "-") in message.replace("_", "-")
+    assert argv[-1].split("=")[-1] in message
+    assert "toy.py --help" in message
+
+
+@pytest.mark.parametrize(
+    "argv, wrong, near",
+    [
+        (["--max-step", "3"], "max-step", "max-steps"), (["--learning_rat=3"], "learning_rat", "learning-rate"),
+        (["max_stesp=3"], "max_stesp", "max-steps"), (["--max-steps", "2", "--datasets", "x"], "datasets", "dataset"),
+    ],
+)  # fmt: skip
+def test_unknown_flag_names_the_nearest(argv, wrong, near):
+    assert said(*argv) == f"flag --{wrong} is unknown; did you mean --{near}?"
+
+
+def test_flag_like_nothing_is_named_without_a_guess():
+    assert said("--qqqq") == "flag --qqqq is unknown; see --help"
+
+
+def test_help_prints_percent_signs(capsys):
+    with pytest.raises(SystemExit) as stop:
+        toy("--help")
+    assert stop.value.code == 0
+    assert "peak, 100% of it" in capsys.readouterr().out
+
+
+# -- presets ---------------------------------------------------------------------------------------------------------
+def test_preset_gives_defaults_and_flags_win(presets):
+    presets(slow="learning_rate: 0.5\nmax_steps: 7\nfrozen: true\nlimit: null\n")
+    assert toy("--config", "slow") == Config(config="slow", learning_rate=0.5, max_steps=7, frozen=True)
+    for argv in (["--max-steps", "2", "--config=slow"], ["config=slow", "max_steps=2"]):
+        assert toy(*argv) == Config(config="slow", learning_rate=0.5, max_steps=2, frozen=True)
+    assert toy("--config", "slow", "--frozen", "false").frozen is False
+
+
+def test_preset_by_file(tmp_path):
+    (tmp_path / "mine.yaml").write_text("max_steps: 7\n")
+    assert toy("--config", str(tmp_path / "mine.yaml")).max_steps == 7
+
+
+def test_preset_builds_on_its_base(presets):
+    presets(a="max_steps: 1\nlimit: 1\n", b="base: a\nlimit: 2\ndataset: x\n", c="base: b\ndataset: y\n", empty="")
+    made = toy("--config", "c")
+    assert (made.max_steps, made.limit, made.dataset) == (1, 2, "y")
+    assert toy("--config", "empty") == Config(config="empty")
+
+
+def test_numbers_are_read_by_the_type_of_the_field(presets):
+    presets(p="learning_rate: 8e-5\nscale_rate: 1\nmax_steps: 1e3\ndataset: 17\n")
+    made = toy("--config", "p")
+    assert (made.learning_rate, made.scale_rate, made.max_steps, made.dataset) == (8e-5, 1.0, 1000, "17")
+    assert isinstance(made.scale_rate, float) and isinstance(made.max_steps, int)
+
+
+@pytest.mark.parametrize(
+    "text, parts",
+    [
+        ("max_steps: 1.5", ["max_steps", "1.5", "int"]), ("max_steps: many", ["max_steps", "'many'", "int"]),
+        ("max_steps: .inf", ["max_steps", "inf", "int"]), ("max_steps: null", ["max_steps", "None"]),
+        ("learning_rate: [1]", ["learning_rate", "[1]", "float"]), ("learning_rate: true", ["learning_rate", "True"]),
+        ("frozen: 1", ["frozen", "1", "bool"]), ("dataset: {a: 1}", ["dataset", "str"]),
+    ],
+)  # fmt: skip
+def test_wrong_type_in_a_preset(presets, text, parts):
+    presets(p=text)
+    message = said("--config", "p")
+    assert all(part in message for part in ["p.yaml", *parts])
+
+
+def test_unknown_key_names_the_nearest(presets):
+    presets(p="max_stesp: 3")
+    assert "p.yaml: key max_stesp is unknown; did you mean max_steps?" in said("--config", "p")
+
+
+def test_unknown_preset_names_the_nearest_and_the_list(presets):
+    presets(q2_g32="", q4_r32="")
+    message = said("--config", "q2_g23")
+    assert "--config q2_g23: no such preset; did you mean q2_g32?" in message and "q2_g32, q4_r32" in message
+    presets(p="base: q4_r3")
+    assert "did you mean q4_r32?" in said("--config", "p")
+
+
+@pytest.mark.parametrize("text", ["max_steps: [3", "a: b: c", "\tmax_steps: 3", "- max_steps", "just text", "\0"])
+def test_damaged_yaml_names_the_file(presets, text):
+    presets(p=text)
+    assert "p.yaml" in said("--config", "p")
+
+
+def test_preset_that_is_no_text_names_the_file(tmp_path):
+    (tmp_path / "p.yaml").write_bytes(b"max_steps: \xff\xfe3")
+    assert "p.yaml" in said("--config", str(tmp_path / "p.yaml"))
+
+
+@pytest.mark.parametrize("texts", [{"p": "base: p"}, {"p": "base: q", "q": "base: p"}, {"p": "base: 5"}])
+def test_impossible_base_is_refused(presets, texts):
+    presets(**texts)
+    assert "p" in said("--config", "p")
+
+
+# -- run_script ------------------------------------------------------------------------------------------------------
+def refuse(_):
+    raise UserError("seed=3 is\nbad; use 4")
+
+
+def test_bad_input_is_one_line_and_exit_code_2(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["toy.py"])
+    with pytest.raises(SystemExit) as stop:
+        run_script(refuse, Config, "toy", "A toy.")
+    assert stop.value.code == 2
+    assert capsys.readouterr() == ("", "error: seed=3 is bad; use 4\n")
+
+
+def test_parse_errors_are_one_line_too(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["toy.py", "--max-steps", "many"])
+    with pytest.raises(SystemExit) as stop:
+        run_script(refuse, Config, "toy", "A toy.")
+    assert stop.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_debug_shows_the_traceback(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["toy.py", "--debug"])
+    with pytest.raises(UserError, match="seed=3"):
+        run_script(refuse, Config, "toy", "A toy.")
+
+
+def test_a_fault_that_nobody_foresaw_is_one_line_and_keeps_its_traceback_for_debug(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["toy.py"])
+    with pytest.raises(SystemExit) as exit:
+        run_script(lambda cfg: 1 / 0, Config, "toy", "A toy.")
+    said = capsys.readouterr().err
+    assert exit.value.code == 1 and said.count("\n") == 1
+    assert "ZeroDivisionError: division by zero" in said and "--debug" in said
+    monkeypatch.setattr(sys, "argv", ["toy.py", "--debug"])
+    with pytest.raises(ZeroDivisionError):
+        run_script(lambda cfg: 1 / 0, Config, "toy", "A toy.")
+
+
+@pytest.mark.parametrize("flags", [["learning_rate=nan"], ["learning_rate=-inf"], ["limit="], [f"seed={2**63}"]])
+def test_values_that_no_option_means_are_refused_by_name(flags):
+    with pytest.raises(UserError, match=r"--(learning-rate|limit|seed)"):
+        parse(Config, "toy", flags)
+
+
+def test_two_presets_are_refused():
+    with pytest.raises(UserError, match="--config is given 2 times"):
+        parse(Config, "toy", ["--config", "a", "--config=b"])
+
+
+def test_main_gets_the_config(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["toy.py", "max_steps=5"])
+    got = []
+    run_script(got.append, Config, "toy", "A toy.")
+    assert got == [Config(max_steps=5)]
+
+
+# -- sections and a preset by default --------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class Sectioned(RunConfig):
+    SECTIONS: ClassVar = {"arch": ("hidden_size", "deep")}
+    DEFAULT_CONFIG: ClassVar = "usual"
+
+    hidden_size: int = option(512, "width")
+    deep: bool = option(False, "more layers")
+    lr: float = option(8e-5, "rate", "--learning-rate")
+
+
+def sectioned(*argv: str) -> Sectioned:
+    return parse(Sectioned, "toy", list(argv))
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["arch.hidden_size=64"], ["arch.hidden-size=64"], ["--arch.hidden_size", "64"], ["--arch.hidden-size=64"],
+        ["hidden_size=64"], ["--config", "small"],
+    ],
+)  # fmt: skip
+def test_a_key_of_a_section(presets, argv):
+    presets(usual="", small="arch:\n  hidden_size: 64\n")
+    assert sectioned(*argv).hidden_size == 64
+    assert sectioned("arch.deep=true").deep and sectioned("--arch.deep").deep
+
+
+def test_the_default_preset_is_read_unless_another_is_named(presets):
+    presets(usual="lr: 8e-4\narch:\n  hidden_size: 8\n", small="base: usual\narch:\n  deep: true\n", bare="lr: 1")
+    assert sectioned() == Sectioned(lr=8e-4, hidden_size=8)
+    assert sectioned("arch.hidden_size=9") == Sectioned(lr=8e-4, hidden_size=9)
+    assert sectioned("--config", "small") == Sectioned(config="small", lr=8e-4, hidden_size=8, deep=True)
+    assert sectioned("--config", "bare") == Sectioned(config="bare", lr=1.0)
+
+
+def test_a_preset_may_use_the_other_name_of_a_key(presets):
+    presets(usual="learning_rate: 1e-3\ndevice_type: cpu\n")
+    assert sectioned() == Sectioned(lr=1e-3, device="cpu")
+    assert sectioned("device_type=cuda").device == sectioned("--device-type", "cuda").device == "cuda"
+    assert sectioned("--learning-rate", "2").lr == 2.0
+
+
+@pytest.mark.parametrize(
+    "preset, argv, wanted",
+    [
+        ("", ["arch.hiden_size=3"], "flag --arch.hiden_size is unknown; did you mean --arch.hidden_size?"),
+        ("", ["--arch.lr", "3"], "flag --arch.lr is unknown"),
+        ("", ["art.deep=true"], "flag --art.deep is unknown"),
+        ("arch:\n  hiden_size: 3\n", [], "key arch.hiden_size is unknown; did you mean arch.hidden_size?"),
+        ("arch: 3\n", [], "arch is a block of `key: value` lines"),
+        ("arch:\n  hidden_size: wide\n", [], "hidden_size: 'wide' is not an int"),
+    ],
+)  # fmt: skip
+def test_a_section_knows_its_keys(presets, preset, argv, wanted):
+    presets(usual=preset)
+    with pytest.raises(UserError) as error:
+        sectioned(*argv)
+    assert wanted in str(error.value)
+
+
+# -- standard output -------------------------------------------------------------------------------------------------
+PROGRAM = """
+from qat_lora.run.options import ScriptConfig, run_script
+run_script(lambda cfg: print("worked →"), ScriptConfig, "toy", "")
+"""
+FULL = "error: standard output could not be written (No space left on device); send it elsewhere and run the command"
+
+
+@pytest.mark.parametrize(
+    "redirection, unbuffered, code, said",
+    [
+        (">&-", "", 0, ""), (">&- 2>&-", "", 0, ""), (">/dev/null", "", 0, ""), (">/dev/full", "", 2, FULL),
+        (">/dev/full", "1", 2, FULL), (">/dev/full 2>/dev/full", "", 2, ""), (">/dev/full 2>&-", "", 2, ""),
+    ],
+)  # fmt: skip
+def test_an_output_that_is_closed_or_full(redirection, unbuffered, code, said):
+    command = ["sh", "-c", f'"$0" -c "$1" {redirection}', sys.executable, PROGRAM]
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == code and done.stderr.startswith(said) and done.stderr.count("\n") == bool(said)

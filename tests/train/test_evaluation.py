@@ -1,0 +1,183 @@
+"""Held-out and text figures equal dense references, whatever the batch and the chunks."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from qat_lora.backend import tiles
+from qat_lora.errors import UserError
+from qat_lora.kd.evaluation import heldout_figures
+from qat_lora.kd.losses import kd_loss
+from qat_lora.models.loading import load_model
+from qat_lora.quant.init import initialise
+from qat_lora.quant.student import StudentSpec, quantize
+from qat_lora.train.evaluation import heldout_nll, text_figures, windows
+from qat_lora.train.losses import text_loss
+
+ROWS, LENGTH, V = 6, 16, 512
+
+
+@pytest.fixture(scope="module")
+def teacher(sharp_model_dir):
+    return load_model(str(sharp_model_dir))
+
+
+@pytest.fixture(scope="module")
+def student(sharp_model_dir):
+    """Quantised in its head too, so that a figure which takes the latent head is off."""
+    model = quantize(load_model(str(sharp_model_dir)), StudentSpec("balanced4/g32", "balanced4/g32", "balanced4/g32"))
+    initialise(model)
+    return model
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return torch.randint(1, V, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def reference(student, teacher, tokens):
+    """(NLL [N, L−1] of each next token, KL(teacher‖student) [N, L]) in fp64."""
+    logp, logt = (model(tokens).logits.double().log_softmax(-1) for model in (student, teacher))
+    nll = F.nll_loss(logp[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view(len(tokens), -1)
+    return nll, (logt.exp() * (logt - logp)).sum(-1)
+
+
+@pytest.fixture
+def exact(teacher, tokens):
+    """exact(mask [N, L]): a held-out dataset whose targets are the teacher's whole distribution."""
+
+    def make(mask=None):
+        mask = torch.ones(ROWS, LENGTH, dtype=torch.uint8) if mask is None else mask
+        with torch.no_grad():
+            prob = teacher(tokens).logits.softmax(-1)
+        entropy = torch.distributions.Categorical(prob).entropy()
+        return [
+            {"tokens": tokens[i], "index": torch.arange(V).expand(LENGTH, V), "prob": prob[i], "mask": mask[i],
+             "entropy": entropy[i]}
+            for i in range(ROWS)
+        ]  # fmt: skip
+
+    return make
+
+
+# -- windows ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("count", [8, 9, 23, 24, 40])
+@pytest.mark.parametrize("stride", [1, 3, 4, 7, 8])
+def test_every_position_is_scored_once(count, stride):
+    length = 8
+    tokens, scored = windows(torch.arange(count), length, stride)
+    positions = [row[length - n :].tolist() for row, n in zip(tokens, scored.tolist())]
+    flat = list(itertools.chain(*positions))
+    assert len(set(flat)) == len(flat)
+    end = int(tokens[-1, -1]) + 1
+    assert count - end < stride, "only the ragged end is left out"
+    starts = set(range(0, end, length)) if stride == length else {0}
+    assert set(flat) == set(range(end)) - starts
+
+
+def test_sliding_windows_give_context():
+    tokens, scored = windows(torch.arange(20), 8, 4)
+    assert tokens[:, 0].tolist() == [0, 4, 8, 12] and scored.tolist() == [7, 4, 4, 4]
+    assert len(windows(torch.arange(20), 8, 4, limit=2)[0]) == 2
+
+
+@pytest.mark.parametrize("stride", [0, 9])
+def test_windows_refuse_what_cannot_be(stride):
+    with pytest.raises(UserError, match=f"stride={stride} must be from 1 to the window length 8"):
+        windows(torch.arange(20), 8, stride)
+    with pytest.raises(UserError, match="7 tokens, fewer than one window of 8"):
+        windows(torch.arange(7), 8, 8)
+
+
+# -- text figures -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("batch_size", [1, 4, 6, 7])
+@pytest.mark.parametrize("stride", [5, LENGTH])
+def test_text_figures_equal_a_dense_reference(student, teacher, backend, tokens, stride, batch_size, monkeypatch):
+    monkeypatch.setattr(tiles, "HEAD_BYTES", 4 * V * 11 * 2)
+    rows, scored = windows(tokens.flatten(), LENGTH, stride)
+    nll, kl = reference(student, teacher, rows)
+    kept = torch.arange(1, LENGTH) >= (LENGTH - scored).unsqueeze(1)
+    figures = text_figures(student, rows, scored, backend, batch_size, teacher)
+    assert figures["tokens"] == int(kept.sum())
+    assert figures["nll"] == pytest.approx(float(nll[kept].mean()), rel=1e-5)
+    assert figures["ppl"] == pytest.approx(math.exp(figures["nll"]))
+    assert figures["kl"] == pytest.approx(float(kl[:, :-1][kept].mean()), rel=1e-4)
+    alone = text_figures(student, rows, scored, backend, batch_size)
+    assert alone == pytest.approx({key: figures[key] for key in ("nll", "ppl", "tokens")}, rel=1e-5)  # other blocks
+
+
+def test_a_model_does_not_diverge_from_itself(teacher, backend, tokens):
+    assert abs(text_figures(teacher, tokens, torch.full((ROWS,), 5), backend, 2, teacher)["kl"]) < 1e-6
+
+
+# -- losses of a batch ------------------------------------------------------------------------------------------------
+def test_text_loss_predicts_the_masked_tokens(student, teacher, tokens):
+    """SFT labels of the original included padding: here mask 1 marks the tokens to be predicted, and no others."""
+    mask = torch.zeros(ROWS, LENGTH, dtype=torch.uint8)
+    mask[0, 3:6] = mask[2, 9] = mask[3, 0] = 1  # a row's first token cannot be predicted: it counts for nothing
+    nll, _ = reference(student, teacher, tokens)
+    loss = text_loss(student, {"tokens": tokens, "mask": mask})
+    assert float(loss.detach()) == pytest.approx(float(torch.cat([nll[0, 2:5], nll[2, 8:9]]).mean()), rel=1e-5)
+    half = text_loss(student, {"tokens": tokens, "mask": mask, "total": torch.tensor(8.0)})
+    assert float(half.detach()) == pytest.approx(float(loss.detach()) / 2, rel=1e-5)
+
+
+def test_kd_loss_on_all_of_the_vocabulary(student, teacher, exact, tokens):
+    mask = (torch.arange(LENGTH) < torch.tensor([[16], [3], [9], [1], [16], [7]])).to(torch.uint8)
+    items = exact(mask)
+    batch = {key: torch.stack([item[key] for item in items]) for key in items[0]}
+    _, kl = reference(student, teacher, tokens)
+    wanted = (kl + batch["entropy"].double())[mask.bool()].mean()
+    assert float(kd_loss(student, batch).detach()) == pytest.approx(float(wanted), rel=1e-5)
+
+
+# -- held-out figures -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+def test_heldout_figures_equal_a_dense_reference(student, teacher, backend, exact, tokens, batch_size):
+    nll, kl = reference(student, teacher, tokens)
+    figures = heldout_figures(student, exact(), backend, batch_size, ROWS)
+    assert figures["heldout_nll"] == pytest.approx(float(nll.mean()), rel=1e-5)
+    assert figures["heldout_ppl"] == pytest.approx(math.exp(float(nll.mean())), rel=1e-4)
+    assert figures["heldout_kl"] == pytest.approx(float(kl.mean()), rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 6])
+def test_heldout_kl_is_the_mean_over_kept_positions(student, teacher, backend, exact, tokens, batch_size):
+    """Rows that end in padding (v1 caches): a mean of the batches' means would count short rows more."""
+    mask = (torch.arange(LENGTH) < torch.tensor([[16], [3], [9], [2], [16], [7]])).to(torch.uint8)
+    _, kl = reference(student, teacher, tokens)
+    figures = heldout_figures(student, exact(mask), backend, batch_size, ROWS)
+    assert figures["heldout_kl"] == pytest.approx(float(kl[mask.bool()].mean()), rel=1e-4)
+
+
+def test_every_row_counts_once_whatever_the_batch_size(student, teacher, backend, exact, tokens):
+    _, kl = reference(student, teacher, tokens)
+    for rows, batch_size, used in ((5, 2, 5), (100, 4, 6), (3, 3, 3), (100, 7, 6)):
+        figures = heldout_figures(student, exact(), backend, batch_size, rows)
+        assert figures["heldout_kl"] == pytest.approx(float(kl[:used].mean()), rel=1e-4)
+        assert figures["heldout_rows"] == used
+    with pytest.raises(UserError, match="0 held-out rows: there is nothing to measure"):
+        heldout_figures(student, exact(), backend, 7, 0)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 6])
+def test_heldout_nll_is_the_mean_over_kept_tokens(student, teacher, backend, tokens, batch_size):
+    mask = (torch.arange(LENGTH) < torch.tensor([[16], [3], [9], [0], [16], [1]])).to(torch.uint8)
+    nll, _ = reference(student, teacher, tokens)
+    items = [{"tokens": tokens[i], "mask": mask[i]} for i in range(ROWS)]
+    figures = heldout_nll(student, items, backend, batch_size, ROWS)
+    assert figures["heldout_nll"] == pytest.approx(float(nll[mask[:, 1:].bool()].mean()), rel=1e-5)
+    with pytest.raises(UserError, match="keep no token"):
+        heldout_nll(student, items[3:4], backend, 1, 1)
+
+
+def test_evaluation_leaves_the_model_as_it_was(student, backend, exact):
+    for training in (True, False):
+        student.train(training)
+        heldout_figures(student, exact(), backend, 2, 2)
+        assert student.training is training
+    assert all(p.grad is None for p in student.parameters())

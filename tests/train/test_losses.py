@@ -1,0 +1,350 @@
+"""Distillation losses: known values, gradients against dense references, masks, and no [B, L, V] anywhere."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from qat_lora.backend import tiles
+from qat_lora.kd.losses import kd_soft_ce
+from qat_lora.kd.targets import _targets
+from qat_lora.models import head as head_module
+from qat_lora.models.head import Head
+from qat_lora.train.loop import restore
+from qat_lora.train.losses import log_probs_at, sparse_loss, token_log_probs
+
+B, L, H, V, J = 2, 6, 8, 50, 7
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def case():
+    """hidden, head, index (with repeats), prob, mask of one sparse loss."""
+    index = torch.randint(0, V, (B, L, J), generator=torch.Generator().manual_seed(1))
+    index[..., 1] = index[..., 0]
+    mask = torch.tensor([[1, 1, 0, 1, 1, 0], [0, 1, 1, 1, 0, 1]], dtype=torch.uint8)
+    return random(B, L, H), random(V, H, seed=2), index, random(B, L, J, seed=3).softmax(-1), mask
+
+
+def dense(hidden, head, index, prob, mask, total=None):
+    """The same loss in fp64 from full logits; prob is spread over the vocabulary."""
+    logp = (hidden.double() @ head.double().T).log_softmax(-1)
+    target = torch.zeros_like(logp).scatter_add(-1, index, prob.double())
+    return (-(target * logp).sum(-1) * mask).sum() / (mask.sum() if total is None else total)
+
+
+def gradients(loss_of, hidden, head, *rest):
+    hidden, head = hidden.clone().requires_grad_(), head.clone().requires_grad_()
+    loss = loss_of(hidden, head, *rest)
+    loss.backward()
+    return loss.detach(), hidden.grad, head.grad
+
+
+def largest_tensor(function) -> int:
+    """Elements of the largest tensor that any operation of function() makes, backward passes included."""
+
+    class Watch(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            tensors = [t for t in (out if isinstance(out, tuple | list) else [out]) if isinstance(t, torch.Tensor)]
+            self.largest = max([self.largest, *(t.numel() for t in tensors)])
+            return out
+
+    with Watch() as watch:
+        function()
+    return watch.largest
+
+
+# -- dense ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("temperature", [1.0, 2.0, 0.5])
+def test_uniform_logits_give_log_v_times_t_squared(temperature):
+    loss = kd_soft_ce(torch.zeros(B, L, V), torch.full((B, L, V), 3.0), temperature)
+    assert float(loss) == pytest.approx(math.log(V) * temperature**2)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_dense_gradient_is_the_softmax_difference(temperature):
+    student, teacher = random(B, L, V).requires_grad_(), random(B, L, V, seed=1).requires_grad_()
+    kd_soft_ce(student, teacher, temperature).backward()
+    p, t = ((x.detach() / temperature).softmax(-1) for x in (student, teacher))
+    torch.testing.assert_close(student.grad, temperature * (p - t) / (B * L), rtol=1e-4, atol=1e-7)
+    assert teacher.grad is None
+
+
+def test_dense_minimum_is_the_entropy_at_the_teacher():
+    logits = random(B, L, V).requires_grad_()
+    loss = kd_soft_ce(logits, logits.detach())
+    loss.backward()
+    entropy = torch.distributions.Categorical(logits=logits.detach()).entropy().mean()
+    torch.testing.assert_close(loss.detach(), entropy)
+    assert logits.grad.abs().max() < 1e-7
+
+
+def test_dense_mask_is_the_subset(case):
+    student, teacher, mask = random(B, L, V), random(B, L, V, seed=1), case[4]
+    subset = kd_soft_ce(student[mask.bool()], teacher[mask.bool()])
+    for kind in (torch.uint8, torch.bool, torch.float32):
+        torch.testing.assert_close(kd_soft_ce(student, teacher, mask=mask.to(kind)), subset)
+
+
+def test_an_empty_mask_is_refused(case):
+    *rest, mask = case
+    with pytest.raises(ValueError, match="keeps no position"):
+        sparse_loss(*rest, torch.zeros_like(mask))
+    with pytest.raises(ValueError, match="keeps no position"):
+        kd_soft_ce(random(B, L, V), random(B, L, V), mask=torch.zeros(B, L))
+
+
+# -- sparse -----------------------------------------------------------------------------------------------------------
+def test_one_hot_targets_are_cross_entropy(case):
+    hidden, head, index, _, mask = case
+    label = index[..., :1]
+    loss = sparse_loss(hidden, head, label, torch.ones(B, L, 1), mask)
+    labels = label.squeeze(2).masked_fill(mask == 0, -100)
+    torch.testing.assert_close(loss, F.cross_entropy((hidden @ head.T).flatten(0, 1), labels.flatten()))
+
+
+def test_all_of_the_vocabulary_is_dense_distillation(case):
+    hidden, head, *_, mask = case
+    teacher = random(B, L, V, seed=5)
+    prob, index = teacher.softmax(-1).sort(-1, descending=True)
+    loss = sparse_loss(hidden, head, index, prob, mask)
+    torch.testing.assert_close(loss, kd_soft_ce(hidden @ head.T, teacher, mask=mask))
+
+
+@pytest.mark.parametrize("total", [None, torch.tensor(5.0)])
+@pytest.mark.parametrize("mass", [1.0, 0.6])
+def test_value_and_gradients_equal_a_dense_fp64_reference(case, mass, total):
+    hidden, head, index, prob, mask = case
+    rest = index, prob * mass, mask, total
+    for ours, wanted in zip(gradients(sparse_loss, hidden, head, *rest), gradients(dense, hidden, head, *rest)):
+        torch.testing.assert_close(ours, wanted.float(), rtol=1e-4, atol=1e-6)
+
+
+def test_gradient_is_the_numerical_derivative(case):
+    hidden, head, index, prob, mask = (x.double() if x.is_floating_point() else x for x in case)
+    hidden.requires_grad_(), head.requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda h, w: sparse_loss(h, w, index, prob, mask).double(), (hidden, head), eps=3e-2, atol=3e-3, rtol=1e-2
+    )
+
+
+def test_an_upstream_factor_scales_the_gradient(case):
+    _, *plain = gradients(sparse_loss, *case)
+    _, *scaled = gradients(lambda *args: 3 * sparse_loss(*args), *case)
+    for one, three in zip(plain, scaled):
+        torch.testing.assert_close(3 * one, three)
+
+
+def test_repeated_indices_add_up(case):
+    hidden, head, index, prob, mask = case
+    joined = prob.clone()
+    joined[..., 0] += joined[..., 1]
+    joined[..., 1] = 0
+    pair = [gradients(sparse_loss, hidden, head, index, p, mask) for p in (prob, joined)]
+    for ours, wanted in zip(*pair):
+        torch.testing.assert_close(ours, wanted)
+
+
+def test_sparse_mask_is_the_subset(case):
+    *rest, mask = case
+    hidden, head, index, prob = rest
+    keep = mask.bool()
+    loss, grad, _ = gradients(sparse_loss, *case)
+    alone = sparse_loss(hidden[keep][None], head, index[keep][None], prob[keep][None], mask[keep][None])
+    torch.testing.assert_close(loss, alone)
+    assert not grad[~keep].any() and grad[keep].any(-1).all()
+
+
+def test_accumulation_over_total_is_one_large_batch(case):
+    """The rows keep 4 and 4 positions here; one more is taken from the second, so that means of means would differ."""
+    hidden, head, index, prob, mask = case
+    mask[1, 1] = 0
+    total = mask.sum(dtype=torch.float32)
+    whole = gradients(sparse_loss, *case)
+    parts = [
+        gradients(sparse_loss, hidden[i : i + 1], head, index[i : i + 1], prob[i : i + 1], mask[i : i + 1], total)
+        for i in range(B)
+    ]
+    torch.testing.assert_close(sum(part[0] for part in parts), whole[0])
+    torch.testing.assert_close(torch.cat([part[1] for part in parts]), whole[1])
+    torch.testing.assert_close(sum(part[2] for part in parts), whole[2])
+
+
+@pytest.fixture
+def in_strips(monkeypatch):
+    """Heads are computed in blocks of so many positions, in strips of so many tokens."""
+
+    def set_sizes(positions: int, tokens: int) -> None:
+        monkeypatch.setattr(tiles, "POSITIONS", positions)
+        monkeypatch.setattr(tiles, "STRIP_BYTES", 4 * positions * tokens)
+        monkeypatch.setattr(head_module, "HEAD_TILE", 2 * tokens)
+
+    return set_sizes
+
+
+def test_strips_cover_everything_within_the_limit(in_strips):
+    in_strips(5, 7)
+    blocks, columns = tiles.strips_at_once(12, 23, torch.float32, torch.device("cpu"))
+    assert [i for s in blocks for i in range(12)[s]] == list(range(12)) and max(s.stop - s.start for s in blocks) <= 5
+    assert [i for s in columns for i in range(23)[s]] == list(range(23)) and max(s.stop - s.start for s in columns) <= 8
+    assert len(tiles.rows_at_once(12, 10**9, torch.float32, torch.device("cpu"))) == 12, "one position at least"
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize(("positions", "tokens"), [(1, 3), (5, 4), (7, 9), (100, 5)])
+def test_strips_change_nothing(case, positions, tokens, trained, in_strips, kernels):
+    found = []
+    for _ in range(2):
+        hidden, head = case[0].clone().requires_grad_(), case[1].clone().requires_grad_(trained)
+        loss = sparse_loss(hidden, head, *case[2:])
+        loss.backward()
+        found.append([loss.detach(), hidden.grad, *([head.grad] if trained else [])])
+        in_strips(positions, tokens)
+    for ours, wanted in zip(*found):
+        torch.testing.assert_close(ours, wanted)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_logit_far_above_those_of_the_first_strip(case, trained, in_strips, kernels):
+    hidden, head, *rest = case
+    head = head.clone()
+    head[-1] = 300 * hidden[0, 0] / hidden[0, 0].square().sum()
+    whole = gradients(sparse_loss, hidden, head, *rest)
+    in_strips(4, 3)
+    hidden, head = hidden.clone().requires_grad_(), head.requires_grad_(trained)
+    loss = sparse_loss(hidden, head, *rest)
+    loss.backward()
+    for ours, wanted in zip((loss.detach(), hidden.grad, head.grad), whole):
+        assert ours is None or torch.testing.assert_close(ours, wanted) is None
+
+
+def test_in_the_type_of_the_product_strips_change_next_to_nothing(in_strips, kernels):
+    """bf16 products, as in training: one pass over a frozen head's strips, and all of its logits at once."""
+    hidden, head, mask = random(2, 40, 32), random(500, 32, seed=2), torch.ones(2, 40)
+    index, found = torch.randint(500, (2, 40, J), generator=torch.Generator().manual_seed(1)), []
+    for _ in range(2):
+        given = hidden.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = sparse_loss(given, head, index, torch.full(index.shape, 1 / J), mask)
+        loss.backward()
+        found.append((loss.detach(), given.grad))
+        in_strips(80, 60)
+    torch.testing.assert_close(found[1][0], found[0][0])
+    assert (found[1][1] - found[0][1]).norm() < 0.004 * found[0][1].norm(), "half a bf16 unit in the last place"
+
+
+def test_a_token_beyond_the_head_is_refused(case, in_strips, kernels):
+    hidden, head, index, prob, mask = case
+    index[0, 0, 0] = V
+    in_strips(4, 3)
+    with pytest.raises(IndexError):
+        sparse_loss(hidden.requires_grad_(), head, index, prob, mask)
+
+
+def test_full_logits_never_exist(in_strips):
+    vocab, length = 400, 32
+    hidden, head = random(B, length, H).requires_grad_(), random(vocab, H).requires_grad_()
+    index = torch.randint(0, vocab, (B, length, J), generator=torch.Generator().manual_seed(1))
+    prob, mask = torch.full((B, length, J), 1 / J), torch.ones(B, length)
+    in_strips(32, 100)
+    assert largest_tensor(lambda: sparse_loss(hidden, head, index, prob, mask).backward()) <= 32 * 100
+    assert largest_tensor(lambda: dense(hidden, head, index, prob, mask).backward()) >= B * length * vocab
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("trained", [False, True])
+def test_log_probs_in_strips_have_autograds_gradients(case, temperature, trained, in_strips, kernels):
+    hidden, head = case[0].flatten(0, 1), case[1]
+    tokens, coming = torch.arange(len(hidden)) % V, random(len(hidden))
+    found = []
+    for ours in (False, True):
+        given = [hidden.clone().requires_grad_(), head.clone().requires_grad_(trained)]
+        if ours:
+            in_strips(5, 4)
+            logp = token_log_probs(*given, tokens, temperature)
+        else:
+            logp = (given[0] @ given[1].T / temperature).log_softmax(1).gather(1, tokens[:, None]).squeeze(1)
+        (logp * coming).sum().backward()
+        found.append([logp.detach(), *(tensor.grad for tensor in given[: 1 + trained])])
+    for ours, wanted in zip(*found):
+        torch.testing.assert_close(ours, wanted)
+
+
+def test_log_probs_at_tokens(case, in_strips, kernels):
+    hidden, head, index = case[:3]
+    wanted = (hidden @ head.T).log_softmax(-1).gather(2, index)
+    in_strips(5, 4)
+    torch.testing.assert_close(log_probs_at(hidden, head, index), wanted)
+
+
+def test_a_frozen_weight_that_changes_is_cast_anew():
+    weight, hidden = random(V, H), random(3, H)
+    first = Head(weight).cast(torch.bfloat16)
+    assert Head(weight).cast(torch.bfloat16).weight.data_ptr() == first.weight.data_ptr(), "one copy"
+    weight.add_(1)
+    assert torch.equal(Head(weight).cast(torch.bfloat16).weight, weight.bfloat16())
+    frozen = torch.nn.Module()
+    frozen.weight = torch.nn.Parameter(weight)
+    Head(frozen.weight.requires_grad_(False)).cast(torch.bfloat16)
+    restore(frozen, {"weight": weight + 1})
+    assert torch.equal(Head(frozen.weight).cast(torch.bfloat16).weight, frozen.weight.bfloat16()), "a checkpoint"
+    part = Head(weight[:5]).cast(torch.bfloat16)
+    assert torch.equal(part.weight, weight[:5].bfloat16()) and part.logits(hidden.bfloat16()).shape == (3, 5)
+
+
+def test_a_frozen_head_gets_no_gradient(case):
+    hidden, head, *rest = case
+    hidden.requires_grad_()
+    sparse_loss(hidden, head, *rest).backward()
+    wanted = gradients(sparse_loss, hidden.detach(), head, *rest)[1]
+    assert head.grad is None and torch.equal(hidden.grad, wanted)
+
+
+def test_no_gradient_under_no_grad(case):
+    hidden, head, *rest = case
+    hidden.requires_grad_(), head.requires_grad_()
+    with torch.no_grad():
+        loss = sparse_loss(hidden, head, *rest)
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, sparse_loss(hidden, head, *rest).detach())
+
+
+def test_bf16_autocast_keeps_the_softmax_in_fp32(case):
+    wanted = gradients(dense, *case)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = gradients(sparse_loss, *case)
+    assert ours[0].dtype == ours[1].dtype == ours[2].dtype == torch.float32
+    for value, reference in zip(ours, wanted):
+        torch.testing.assert_close(value, reference.float(), rtol=0.05, atol=0.01)
+
+
+# -- bias -------------------------------------------------------------------------------------------------------------
+def test_sampled_tails_are_unbiased_and_plain_top_k_is_not():
+    """Plain top-K distillation inflates the head of the distribution: its gradient never points where the full one
+    does, however much text it sees. Top K with tail draws gets there."""
+    k, draws, repeats = 4, 8, 200
+    hidden, head, teacher = random(1, 1, H), random(V, H, seed=2) * 0.3, random(1, V, seed=4)
+    full = gradients(dense, hidden, head, torch.arange(V).view(1, 1, V), teacher.softmax(-1)[None], torch.ones(1, 1))
+    uniforms = torch.rand(1, draws * repeats, generator=torch.Generator().manual_seed(6))
+    index, prob, tail, _ = _targets(teacher.clone(), k, uniforms)
+    rest = (1 - prob.sum()) / draws
+    sampled = torch.zeros(H)
+    for draw in tail.view(repeats, draws):
+        both = torch.cat([index[0], draw])[None, None], torch.cat([prob[0], rest.expand(draws)])[None, None]
+        sampled += gradients(sparse_loss, hidden, head, *both, torch.ones(1, 1))[1].flatten() / repeats
+    plain = gradients(sparse_loss, hidden, head, index[None], (prob / prob.sum())[None], torch.ones(1, 1))[1].flatten()
+
+    def cosine(gradient):
+        return F.cosine_similarity(gradient, full[1].flatten().float(), dim=0)
+
+    assert cosine(sampled) >= 0.99
+    assert cosine(plain) < 0.95
+    torch.testing.assert_close(sampled.norm(), full[1].norm().float(), rtol=0.1, atol=0)

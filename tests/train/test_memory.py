@@ -1,0 +1,170 @@
+"""Lower bounds of memory are below the measured peak, and not far below it; estimates are what the shapes say."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from qat_lora.backend import TorchBackend
+from qat_lora.experiments.athena.memory import recursive_memory
+from qat_lora.experiments.athena.model import RecursiveSpec
+from qat_lora.experiments.stories.memory import story_memory
+from qat_lora.experiments.stories.models import MODELS, Shape, build
+from qat_lora.experiments.stories.reservoir import ReservoirSpec
+from qat_lora.models.loading import empty_model, load_model
+from qat_lora.quant.student import StudentSpec, quantize
+from qat_lora.train.memory import (
+    LIBRARIES,
+    TOKEN,
+    answer_memory,
+    evaluation_memory,
+    least_rollout_memory,
+    least_teacher_memory,
+    least_training_memory,
+    loading_memory,
+    memory_line,
+    training_memory,
+)
+
+# In a process of its own: the most that it ever held, less what it held before, for one update of a model.
+PEAK = """
+import sys, torch
+from qat_lora.backend import TorchBackend
+from qat_lora.experiments.athena.rows import draw
+from qat_lora.experiments.athena.model import RecursiveModel, RecursiveSpec
+from qat_lora.experiments.athena.training import RecursivePlan, Trainer, segment_batches
+rows = draw("maze9", 40, 0)
+spec = RecursiveSpec(rows.vocab, rows.length, hidden_size=int(sys.argv[1]), num_heads=4, H_cycles=1, L_cycles=3)
+plan = RecursivePlan(
+    steps=2, batch_size=int(sys.argv[2]), learning_rate=1e-3, warmup_steps=0, clip_grad_norm=1.0, seed=0
+)
+backend = TorchBackend("cpu", sys.argv[3])
+before = backend.peak_memory_mb()
+model = RecursiveModel(spec)
+model.checkpoint = backend.checkpoint if sys.argv[4] == "1" else None
+trainer = Trainer(model, plan, backend)
+for number, batch in enumerate(segment_batches(rows, plan, 0), 1):
+    trainer.step(batch, number)
+print(int((backend.peak_memory_mb() - before) * 2**20))
+"""
+
+
+@pytest.mark.parametrize(
+    "width, rows, precision, checkpointing, least", [(512, 2, "fp32", 0, 0.5), (64, 64, "bf16", 0, 0.15)]
+)
+def test_a_recursive_model_takes_no_less_than_is_said(width, rows, precision, checkpointing, least):
+    words = [sys.executable, "-c", PEAK, *map(str, (width, rows, precision, checkpointing))]
+    taken = int(subprocess.run(words, capture_output=True, text=True, check=True, timeout=100).stdout)
+    spec = RecursiveSpec(6, 81, hidden_size=width, num_heads=4, H_cycles=1, L_cycles=3)
+    said = sum(recursive_memory(spec, rows, True, precision == "bf16", bool(checkpointing)).values())
+    assert least * taken < said < taken
+
+
+def test_the_options_to_lower_are_those_that_take_the_most():
+    spec = RecursiveSpec(6, 81, hidden_size=4096, num_heads=4)
+
+    def lower(changes=None, rows=8) -> str:
+        parts = recursive_memory(dataclasses.replace(spec, **(changes or {})), rows, True, False, False)
+        return max(parts, key=parts.__getitem__)
+
+    assert "arch.L_layers" in lower() and "global_batch_size" in lower(rows=10**6)
+    assert "arch.L_cycles" in lower({"L_cycles": 10**4}) and "identifiers" in lower({"identifiers": 10**9})
+    assert "arch.mlp_t" in lower({"mlp_t": True, "length": 10**6})
+
+
+SHAPE = Shape(32, 2, 80, (ReservoirSpec(24), ReservoirSpec(20, "esn", radius=0.9)))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_story_model_takes_no_less_than_is_said(kind):
+    model = build(kind, 50, SHAPE, 0)
+    trained, fixed, tokens = story_memory(50, 32, 2, 80, SHAPE.specs, 100, False).values()
+    there = 16 * sum(p.numel() for p in model.parameters())
+    assert 0.9 * there < trained < there * 1.01 and tokens == 100 * 2 * 32 * 4
+    if kind == "reservoir":  # without what a scan keeps
+        w = [b.numel() for name, b in model.named_buffers() if name.split(".")[-1] in ("w", "w_in")]
+        assert fixed == 4 * sum(w)
+
+
+def test_a_language_model_and_its_answers(tiny_model_dir):
+    model = load_model(str(tiny_model_dir))
+    count = sum(p.numel() for p in model.parameters())
+    vocab, hidden = model.get_output_embeddings().weight.shape
+    layers = model.config.num_hidden_layers
+    assert least_training_memory(model, 2, 8, True) == 16 * count + layers * 2 * 8 * hidden * 2
+    model.requires_grad_(False)
+    assert least_training_memory(model, 2, 8, True) == 4 * count
+    assert least_rollout_memory(model, 3, 4, 10) == 12 * (160 + 2 * vocab)
+    assert least_teacher_memory(model, 2, 8, 5, True) == 4 * count + 16 * (8 + 2 * hidden + 4 * 5)
+
+
+HIDDEN, INNER, KEYS, VOCAB, LAYERS = 64, 128, 32, 512, 2  # of `tiny_model_dir`
+
+
+def test_the_parts_of_training_are_what_the_shapes_say(tiny_model_dir):
+    """fp32, then QAT in bf16: a matrix keeps its input and output, a norm two tensors in fp32."""
+    model = empty_model(str(tiny_model_dir))
+    count = sum(p.numel() for p in model.parameters())
+    head, block = model.get_output_embeddings().weight, model.model.layers[0]
+    assert head.shape == (VOCAB, HIDDEN) and block.mlp.up_proj.weight.shape == (INNER, HIDDEN)
+    assert block.self_attn.k_proj.weight.shape == (KEYS, HIDDEN) and len(model.model.layers) == LAYERS
+    linear = 2 * (HIDDEN + HIDDEN) + 2 * (HIDDEN + KEYS) + 3 * (HIDDEN + INNER) + INNER  # q, o; k, v; MLP; its product
+    host = {"interpreter and libraries": LIBRARIES + TOKEN * VOCAB}
+    assert training_memory(model, 2, 8, False, False) == host | {
+        "weights": 4 * count + buffers(model),
+        "gradients and moments": 12 * count,
+        "activations": LAYERS * 16 * (4 * linear + 8 * 2 * HIDDEN),
+        "weights as multiplied": 0,
+        "LM head": 16 * VOCAB * 4 + 16 * HIDDEN * 4,
+    }
+    quantize(model, StudentSpec())
+    parts = training_memory(model, 2, 8, True, False)
+    matrices = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * KEYS + 3 * HIDDEN * INNER
+    assert parts["weights as multiplied"] == LAYERS * 2 * matrices
+    assert parts["activations"] == LAYERS * 16 * (2 * linear + 8 * 2 * HIDDEN)
+    assert parts["LM head"] == 2 * VOCAB * HIDDEN + 16 * VOCAB * 2 + 16 * HIDDEN * 6
+
+
+def buffers(model) -> int:
+    return sum(b.numel() * b.element_size() for b in model.buffers())
+
+
+def test_more_rows_and_checkpointing(tiny_model_dir):
+    model = empty_model(str(tiny_model_dir))
+
+    def total(parts) -> int:
+        return sum(parts.values())
+
+    for estimate in (
+        lambda rows, length: training_memory(model, rows, length, True, False),
+        lambda rows, length: evaluation_memory(model, rows, length, True),
+        lambda rows, length: evaluation_memory(model, rows, length, True, model),
+        lambda rows, length: answer_memory(model, rows, length, True),
+    ):
+        assert total(estimate(2, 8)) < total(estimate(4, 8)) < total(estimate(4, 16))
+    whole, recomputed = (training_memory(model, 4, 64, True, again) for again in (False, True))
+    assert total(recomputed) < total(whole) and recomputed["weights"] == whole["weights"]
+
+
+def test_a_larger_vocabulary_takes_more(tiny_model_dir):
+    model = load_model(str(tiny_model_dir))
+    before = [loading_memory(model), training_memory(model, 2, 8, True, False), answer_memory(model, 2, 8, True)]
+    model.resize_token_embeddings(1024)
+    after = [loading_memory(model), training_memory(model, 2, 8, True, False), answer_memory(model, 2, 8, True)]
+    assert all(sum(a.values()) < sum(b.values()) for a, b in zip(before, after))
+
+
+def test_the_line_shows_the_phase_that_takes_the_most():
+    backend = TorchBackend("cpu", "fp32")
+    phases = {
+        "loading": {"interpreter and libraries": 10**9, "weights": 3 * 10**9},
+        "training": {"interpreter and libraries": 10**9, "weights": 2 * 10**9, "activations": 5 * 10**8},
+    }
+    assert memory_line(phases, backend) == (
+        "memory of a worker's process (estimated; the peak is in loading): interpreter and libraries 1.00 GB, weights "
+        "3.00 GB, total 4.00 GB"
+    )
+    backend.kind = "cuda"  # what the host holds is not the device's
+    assert memory_line(phases, backend).endswith("(estimated; the peak is in training): weights 2.00 GB, activations "
+                                                 "0.50 GB, total 2.50 GB")  # fmt: skip

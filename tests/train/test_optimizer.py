@@ -1,0 +1,73 @@
+"""The optimiser: AdamW where every step agrees with its gradient, and no step against it."""
+
+import pytest
+import torch
+from torch import nn
+
+from qat_lora.train.optimizer import CautiousAdamW
+
+
+def walk(optimizer, p: nn.Parameter, gradients) -> None:
+    for gradient in gradients:
+        p.grad = gradient.clone()
+        optimizer.step()
+
+
+def test_where_all_agree_it_is_adamw():
+    torch.manual_seed(0)
+    ours, theirs = (nn.Parameter(torch.ones(5)) for _ in range(2))
+    gradients = torch.rand(6, 5) * torch.tensor([1.0, -1.0, 10.0, -10.0, 1e-3])  # each keeps its sign
+    walk(CautiousAdamW([{"params": [ours], "lr": 0.1}]), ours, gradients)
+    walk(torch.optim.AdamW([theirs], lr=0.1, betas=(0.9, 0.95), weight_decay=0.0), theirs, gradients)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_what_would_go_against_its_gradient_stays_and_the_rest_go_as_much_further():
+    ours, theirs = (nn.Parameter(torch.zeros(4)) for _ in range(2))
+    mine = CautiousAdamW([{"params": [ours], "lr": 0.1}])
+    other = torch.optim.AdamW([theirs], lr=0.1, betas=(0.9, 0.95), weight_decay=0.0)
+    for optimizer, p in ((mine, ours), (other, theirs)):
+        walk(optimizer, p, torch.ones(1, 4))
+    before = ours.detach().clone()
+    gradient = torch.tensor([[1.0, -0.1, 1.0, 1.0]])  # the second turns, its momentum does not
+    for optimizer, p in ((mine, ours), (other, theirs)):
+        walk(optimizer, p, gradient)
+    assert ours[1] == before[1] and theirs[1] != before[1]
+    moved = (ours - before)[[0, 2, 3]]
+    torch.testing.assert_close(moved, (theirs - before)[[0, 2, 3]] * 4 / 3)
+
+
+def test_each_group_has_its_rate_and_a_frozen_parameter_stays():
+    slow, fast, still = (nn.Parameter(torch.zeros(3)) for _ in range(3))
+    optimizer = CautiousAdamW([{"params": [slow, still], "lr": 0.01}, {"params": [fast], "lr": 0.1}])
+    slow.grad, fast.grad = torch.ones(3), torch.ones(3)
+    optimizer.step()
+    assert fast.tolist() == pytest.approx([-0.1] * 3) and slow.tolist() == pytest.approx([-0.01] * 3)
+    assert not still.any()
+
+
+def test_it_goes_on_from_its_state():
+    gradients = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    whole = nn.Parameter(torch.zeros(3))
+    walk(CautiousAdamW([{"params": [whole], "lr": 0.1}]), whole, gradients)
+    first = nn.Parameter(torch.zeros(3))
+    optimizer = CautiousAdamW([{"params": [first], "lr": 0.1}])
+    walk(optimizer, first, gradients[:4])
+    second = nn.Parameter(first.detach().clone())
+    resumed = CautiousAdamW([{"params": [second], "lr": 0.1}])
+    resumed.load_state_dict(optimizer.state_dict())
+    walk(resumed, second, gradients[4:])
+    assert torch.equal(second, whole)
+
+
+def test_a_group_may_have_decays_of_its_own():
+    """Moments with other betas, and decoupled decay of every parameter, agreeing or not."""
+    ours, theirs = (nn.Parameter(torch.ones(4)) for _ in range(2))
+    gradients = torch.rand(6, 4, generator=torch.Generator().manual_seed(0)) + 0.1
+    walk(CautiousAdamW([{"params": [ours], "lr": 0.1, "betas": (0.8, 0.99), "weight_decay": 0.5}]), ours, gradients)
+    walk(torch.optim.AdamW([theirs], lr=0.1, betas=(0.8, 0.99), weight_decay=0.5), theirs, gradients)
+    torch.testing.assert_close(ours, theirs)
+    before = ours.detach().clone()
+    optimizer = CautiousAdamW([{"params": [ours], "lr": 0.1, "weight_decay": 0.5}])
+    walk(optimizer, ours, torch.zeros(1, 4))
+    torch.testing.assert_close(ours.detach(), before * 0.95)

@@ -1,0 +1,259 @@
+"""End-to-end QAT: it learns, counts in updates, reduces once, clips what was reduced, and restores strictly."""
+
+import dataclasses
+import math
+import re
+
+import pytest
+import torch
+
+from qat_lora.backend import TorchBackend
+from qat_lora.data.batches import batches
+from qat_lora.errors import UserError
+from qat_lora.kd.evaluation import heldout_figures
+from qat_lora.kd.losses import kd_loss
+from qat_lora.kd.training import QATPlan, train_qat
+from qat_lora.models.loading import load_model
+from qat_lora.quant.init import initialise
+from qat_lora.quant.linear import quantized_layers
+from qat_lora.quant.student import StudentSpec, quantize
+from qat_lora.quant.training import parameter_groups, usual_rates
+from qat_lora.train.loop import restore, update
+
+PLAN = QATPlan(
+    steps=6, batch_size=4, accumulation=1, learning_rate=4e-3, warmup_steps=2, clip_grad_norm=1.0, seed=0,
+    scale_learning_rate=4e-3,
+)  # fmt: skip
+
+
+@pytest.fixture
+def new_student(sharp_model_dir):
+    def make():
+        student = quantize(load_model(str(sharp_model_dir)), StudentSpec("balanced2/g32", "lut2/r4", "balanced4/g32"))
+        initialise(student)
+        return student
+
+    return make
+
+
+@pytest.fixture
+def train(new_student, make_session, data, backend):
+    """train(plan, name): (student, lines of metrics.jsonl that carry a loss)."""
+
+    def run(plan=PLAN, name="run", backend=backend):
+        student, session = new_student(), make_session(name, backend)
+        train_qat(student, data[0], plan, session, lambda step, model: {})
+        return student, [line for line in session.run.metrics() if "loss" in line]
+
+    return run
+
+
+class Counting(TorchBackend):
+    """Reduces as two workers would whose gradients sum to three of ours, and writes down what happens."""
+
+    def __init__(self):
+        super().__init__("cpu", "fp32")
+        self.calls, self.norms = [], []
+
+    def reduce(self, tensors):
+        self.calls.append("reduce")
+        for tensor in tensors:
+            tensor.mul_(1.5)
+
+    def optimizer(self, groups):
+        optimizer = super().optimizer(groups)
+        step = optimizer.step
+
+        def watched():
+            self.calls.append("step")
+            grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            self.norms.append(float(torch.linalg.vector_norm(torch.stack([g.norm() for g in grads]))))
+            step()
+
+        optimizer.step = watched
+        return optimizer
+
+
+# -- learning ---------------------------------------------------------------------------------------------------------
+def test_the_loss_falls_and_the_student_nears_the_teacher(train, new_student, data, backend):
+    student, lines = train(dataclasses.replace(PLAN, steps=60))
+    for figure, floor in (("loss", lines[0]["loss"] - lines[0]["kl"]), ("kl", 0)):
+        values = [line[figure] - floor for line in lines]
+        assert sum(values[-10:]) < 0.6 * sum(values[:10]), f"{figure} above the teacher's entropy"
+    before, after = (heldout_figures(s, data[1], backend, 4, 8)["heldout_kl"] for s in (new_student(), student))
+    assert after < 0.85 * before
+
+
+def test_everything_is_trained(train, new_student):
+    for (name, p), q in zip(train()[0].named_parameters(), new_student().parameters()):
+        assert not torch.equal(p, q), name
+
+
+def test_figures_by_hand(train, new_student, data, backend):
+    """Loss, KL and gradient norm of the first update from the batch itself."""
+    student, lines = new_student(), train()[1]
+    batch = next(batches(data[0], 4, 1, PLAN.seed))
+    loss = kd_loss(student, batch)
+    loss.backward()
+    loss = loss.detach()
+    norm = math.sqrt(sum(float(p.grad.square().sum()) for p in student.parameters()))
+    assert lines[0]["loss"] == pytest.approx(float(loss), rel=1e-6)
+    assert lines[0]["kl"] == pytest.approx(float(loss - batch["entropy"].mean()), rel=1e-5)
+    assert lines[0]["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert lines[0]["tokens"] == 4 * 32
+
+
+def test_the_gradient_reaches_scales_through_every_layer(new_student, data):
+    student = new_student()
+    kd_loss(student, next(batches(data[0], 4, 1, 0))).backward()
+    for name, layer in quantized_layers(student).items():
+        for parameter in (layer.weight, *layer.quantizer.parameters()):
+            assert parameter.grad.abs().sum() > 0, name
+
+
+def test_groups_part_scales_from_the_rest(new_student):
+    student = new_student()
+    rest, scales = parameter_groups(student, 1e-3, 2e-4)
+    assert (rest["lr"], scales["lr"]) == (1e-3, 2e-4)
+    names = {id(p): name for name, p in student.named_parameters()}
+    assert all(".quantizer." in names[id(p)] for p in scales["params"])
+    assert not any(".quantizer." in names[id(p)] for p in rest["params"])
+    assert len(rest["params"]) + len(scales["params"]) == len(names)
+
+
+SHARES = {"int2/g32": (3.1e-3, 3.1e-3), "lut4/r4": (1.3e-4, 5.2e-4), "int8/g32": (3.6e-6, 1.4e-5)}
+
+
+@pytest.mark.parametrize("spec", SHARES)
+@pytest.mark.parametrize("times", [1.0, 5.0])
+def test_the_usual_rates_are_shares_of_the_weights(sharp_model_dir, spec, times):
+    student = quantize(load_model(str(sharp_model_dir)), StudentSpec(spec, spec))
+    weights = [layer.weight.data.mul_(times).flatten() for layer in quantized_layers(student).values()]
+    size = float(torch.cat(weights).square().mean().sqrt())
+    assert usual_rates(student) == pytest.approx([share * size for share in SHARES[spec]], rel=0.06)
+
+
+def test_the_usual_rates_are_those_of_the_coarsest_quantiser(sharp_model_dir):
+    fine, coarse, mixed = (
+        usual_rates(quantize(load_model(str(sharp_model_dir)), StudentSpec(*spec)))
+        for spec in (("int4/g32", "int4/g32"), ("int2/g32", "int2/g32"), ("int2/g32", "int4/g32"))
+    )
+    assert coarse == mixed and coarse > fine
+
+
+@pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
+def test_the_usual_rates_are_rates_whatever_the_weights_are(new_student, value):
+    student = new_student()
+    for layer in quantized_layers(student).values():
+        layer.weight.data.fill_(value)
+    for rate in usual_rates(student):
+        dataclasses.replace(PLAN, learning_rate=rate)
+
+
+# -- accumulation -----------------------------------------------------------------------------------------------------
+def test_accumulation_equals_one_large_batch(train):
+    """Two times two rows against four: the same updates, and figures of the update and not of a micro-batch."""
+    whole, lines = train()
+    parts, accumulated = train(dataclasses.replace(PLAN, batch_size=2, accumulation=2), "parts")
+    for one, other in zip(lines, accumulated):
+        assert other["tokens"] == one["tokens"]
+        for figure in ("loss", "kl", "grad_norm"):
+            assert other[figure] == pytest.approx(one[figure], rel=1e-3), figure
+    for p, q in zip(whole.parameters(), parts.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-2, atol=2e-3)
+
+
+def test_the_schedule_counts_updates(train):
+    """The original's cosine ran over micro-batches while it stepped once an update."""
+    rates = [[line["lr"] for line in train(dataclasses.replace(PLAN, accumulation=a), str(a))[1]] for a in (1, 2)]
+    assert rates[0] == rates[1]
+    assert rates[0][:3] == pytest.approx([PLAN.learning_rate * f for f in (1 / 3, 2 / 3, 1)])
+    assert rates[0][3:] == sorted(rates[0][3:], reverse=True) and rates[0][-1] < 0.5 * PLAN.learning_rate
+
+
+def test_the_rate_that_is_logged_is_the_one_in_use(new_student, data, make_session):
+    class Watching(TorchBackend):
+        rates = ()
+
+        def update(self, optimizer, clip):
+            self.rates += (tuple(group["lr"] for group in optimizer.param_groups),)
+            return super().update(optimizer, clip)
+
+    backend = Watching("cpu", "fp32")
+    session = make_session("run", backend)
+    plan = dataclasses.replace(PLAN, scale_learning_rate=PLAN.learning_rate / 4)
+    train_qat(new_student(), data[0], plan, session, lambda step, model: {})
+    logged = [line["lr"] for line in session.run.metrics() if "loss" in line]
+    assert [rates[0] for rates in backend.rates] == pytest.approx(logged)
+    assert [rates[1] for rates in backend.rates] == pytest.approx([rate / 4 for rate in logged])
+
+
+# -- one update -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_gradients_are_reduced_once_an_update(train, accumulation):
+    """The original reduced by hand and then again inside xm.optimizer_step."""
+    backend = Counting()
+    train(dataclasses.replace(PLAN, batch_size=2, accumulation=accumulation), backend=backend)
+    assert backend.calls == ["reduce", "step"] * PLAN.steps
+
+
+def test_clipping_comes_after_the_reduction(train):
+    clipped, free = Counting(), Counting()
+    _, lines = train(dataclasses.replace(PLAN, clip_grad_norm=0.1), backend=clipped)
+    _, unclipped = train(dataclasses.replace(PLAN, clip_grad_norm=0.0), "free", backend=free)
+    assert clipped.norms == pytest.approx([0.1] * PLAN.steps, rel=1e-3)
+    assert lines[0]["grad_norm"] == pytest.approx(unclipped[0]["grad_norm"]), "logged before clipping"
+    assert [line["grad_norm"] for line in unclipped] == pytest.approx(free.norms, rel=1e-4)
+
+
+def test_a_small_gradient_is_not_clipped(train):
+    backend = Counting()
+    _, lines = train(dataclasses.replace(PLAN, clip_grad_norm=1e3), backend=backend)
+    assert backend.norms == pytest.approx([line["grad_norm"] for line in lines], rel=1e-4)
+
+
+def test_an_update_starts_from_no_gradient(new_student, data, backend):
+    """One plain SGD step by hand: parameter − lr · gradient, twice over, with nothing carried from the first."""
+    student, plan = new_student(), dataclasses.replace(PLAN, clip_grad_norm=0.0)
+    optimizer = torch.optim.SGD(student.parameters(), lr=1e-2)
+    stream = batches(data[0], 4, 1, 0)
+    update(student, stream, kd_loss, optimizer, plan, backend)
+    before = {name: p.detach().clone() for name, p in student.named_parameters()}
+    batch = next(stream)
+    grads = torch.autograd.grad(kd_loss(student, batch), list(student.parameters()))
+    update(student, iter([batch]), kd_loss, optimizer, plan, backend)
+    for (name, p), grad in zip(student.named_parameters(), grads):
+        torch.testing.assert_close(p.detach(), before[name] - 1e-2 * grad, msg=lambda m, name=name: f"{name}: {m}")
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "change",
+    [{"batch_size": 0}, {"accumulation": 0}, {"accumulation": 10**12}, {"steps": -1}, {"steps": 10**12},
+     {"learning_rate": 0.0}, {"learning_rate": 1e30}, {"scale_learning_rate": 1e30}, {"warmup_steps": -1},
+     {"clip_grad_norm": -0.5}, {"weight_decay": 1e30}],
+)  # fmt: skip
+def test_an_impossible_plan_fails_when_it_is_built(change):
+    option = {"accumulation": "--accumulation-steps", "steps": "--max-steps"}
+    said = "|".join(option.get(name, f"--{name.replace('_', '-')}") for name in change)
+    with pytest.raises(UserError, match=f"^{said}:? {re.escape(str(*change.values()))} "):
+        dataclasses.replace(PLAN, **change)
+    with pytest.raises(UserError, match=r"^--other:? "):
+        dataclasses.replace(PLAN, **change, options=dict.fromkeys(change, "--other"))
+
+
+def test_restore_is_strict(new_student):
+    """The original loaded with strict=False, which hid every mismatch."""
+    student, other = new_student(), new_student()
+    saved = {name: p.detach() + 1 for name, p in student.named_parameters()}
+    restore(other, saved)
+    assert all(torch.equal(p, saved[name]) for name, p in other.named_parameters())
+    name = "model.layers.0.mlp.up_proj.quantizer.scale"
+    for bad, wrong in (
+        ({n: t for n, t in saved.items() if n != name}, f"{name} is on one side only"),
+        (saved | {"model.extra": torch.ones(1)}, "model.extra is on one side only"),
+        (saved | {name: saved[name][:, :1]}, r"\[128, 1, 1\] there, \[128, 2, 1\] here"),
+        (saved | {name: saved[name].squeeze(2)}, r"\[128, 2\] there"),
+    ):
+        with pytest.raises(UserError, match=wrong):
+            restore(other, bad)
