@@ -87,7 +87,7 @@ athena-cpu: setup ## a recursive model learns 6×6 Sudoku (within a quarter of a
 	$(PY) pretrain.py device_type=cpu --resume auto
 
 data/sudoku9: | setup
-	$(PY) scripts/build_puzzle_data.py --kind sudoku9 --count 11000 --output-dir data/sudoku9
+	$(PY) scripts/build_puzzle_data.py --puzzle sudoku9 --count 11000 --output-dir data/sudoku9
 
 athena-v3-8: setup data/sudoku9 ## a larger one, 9×9, on all cores of a TPU v3-8 (docs/athena.md; untested on hardware)
 	$(PY) pretrain.py --config cfg_pretrain_tpu --resume auto

@@ -10,6 +10,7 @@ show at the first update, in fp64 too.
 """
 
 import json
+import runpy
 import statistics
 import tempfile
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ import torch
 from qat_lora.backend import TorchBackend, launch
 from qat_lora.errors import UserError
 from qat_lora.experiments.athena.model import RecursiveModel
-from qat_lora.experiments.athena.pretraining import pretraining as athena
 from qat_lora.experiments.athena.training import Trainer, segment_batches
 from qat_lora.run.command_line import parse, run_script
 from qat_lora.run.options import ScriptConfig, option
@@ -72,12 +72,13 @@ def losses(cfg: Config, seed: int, double: bool, ulp: bool, workers: int) -> lis
 
 def train(backend: TorchBackend, cfg: Config, seed: int, double: bool, ulp: bool, folder: Path) -> None:
     torch.set_num_threads(1)
-    words = ["--config", "nano", "--lr", str(cfg.lr), "--seed", str(seed), "--steps", str(cfg.steps)]
-    options = athena.checked(parse(athena.Config, "pretrain", words))
-    rows, _ = athena.open_rows(options)
-    plan = athena.plan_of(options, cfg.steps)
+    words = ["--config", "nano", "--learning-rate", str(cfg.lr), "--seed", str(seed), "--max-steps", str(cfg.steps)]
+    script = runpy.run_path(str(Path(__file__).resolve().parents[1] / "scripts" / "pretrain.py"))
+    options = script["checked"](parse(script["Config"], "pretrain", words))
+    rows, _ = script["open_rows"](options)
+    plan = script["plan_of"](options, cfg.steps)
     backend.seed(seed)
-    model = RecursiveModel(athena.spec_of(options, rows))
+    model = RecursiveModel(script["spec_of"](options, rows))
     model = model.double() if double else model
     if ulp:
         with torch.no_grad():
@@ -85,7 +86,7 @@ def train(backend: TorchBackend, cfg: Config, seed: int, double: bool, ulp: bool
             first.copy_(torch.nextafter(first, first + 1))
     trainer, found = Trainer(backend.place(model), plan, backend), []
     for number, batch in enumerate(segment_batches(rows, plan, 0, backend.rank, backend.world_size), 1):
-        loss = trainer.step(backend.to_device(batch), number)["loss"]
+        loss = trainer.step(backend.to_device(batch), number)["loss"].value
         found.append(sum(backend.group.gather(loss.item())))
     if backend.is_main:
         (folder / "losses.json").write_text(json.dumps(found))

@@ -33,7 +33,7 @@ from qat_lora.models.loading import EMBEDDED, load_model, load_tokenizer
 from qat_lora.models.writing import write_model
 from qat_lora.quant.student import freeze_plain_tables
 from qat_lora.quant.training import parameter_groups
-from qat_lora.rl.grpo import GRPOPlan, PromptDataset, answer, learn
+from qat_lora.rl.grpo import GRPOPlan, PromptDataset, policy_loss, roll_out
 from qat_lora.rl.objective import Objective
 from qat_lora.rl.rollout import Sampling
 from qat_lora.run.command_line import run_script
@@ -98,10 +98,15 @@ class Ours:
         self.judge = lambda number, ids, ended: (worth(sampler.decode(ids)), {})
 
     def __call__(self) -> None:
-        answered = answer(self.model, self.stream, self.judge, self.plan, self.backend)
-        figures = learn(self.model, self.reference, answered, self.optimizer, self.plan, self.backend)
-        float(figures["loss"])  # waits for the device
-        self.length, self.tied = (answered.figures[name] for name in ("completion_length", "zero_variance"))
+        rollouts = roll_out(self.model, [next(self.stream)], self.judge, self.plan, self.backend)
+        self.model.train()
+        for part in rollouts.parts:
+            loss, _ = policy_loss(self.model, self.reference, part, self.plan, self.backend)
+            self.backend.backward(loss)
+            self.backend.step_boundary()
+        if rollouts.parts:
+            float(self.backend.update(self.optimizer, self.plan.clip_grad_norm))  # waits for the device
+        self.length, self.tied = (rollouts.metrics[name] for name in ("completion_length", "zero_variance"))
 
 
 class Turns(TrainerCallback):

@@ -126,7 +126,7 @@ def trained(cfg: Config, backend: TorchBackend, side: str, seed: int, train, cou
     times = []
     for step in range(1, count + 1):
         started = time.perf_counter()
-        set_learning_rates(optimizer, plan.learning_rate_factor(step))
+        set_learning_rates(optimizer, plan.factor(step))
         float(update(model, stream, kd_loss, optimizer, plan, backend)["loss"])
         times.append(time.perf_counter() - started)
     return model, mean(times[1:]), sum(times)

@@ -36,15 +36,7 @@ from torch import nn
 from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.backend.git import revision
 from qat_lora.data.options import TextSource
-from qat_lora.data.packing import (
-    Rows,
-    fingerprint,
-    given_token,
-    stream,
-    tokenizer_fingerprint,
-    window_starts,
-    windowed,
-)
+from qat_lora.data.packing import Rows, fingerprint, given_token, stream, tokenizer_fingerprint, window_starts, windowed
 from qat_lora.errors import UserError
 from qat_lora.kd.cache import CacheSpec, edges, write_cache
 from qat_lora.kd.losses import kd_loss

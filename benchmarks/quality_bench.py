@@ -19,12 +19,11 @@ from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import StudentSpec, bits_per_weight, load_student, quantize
 from qat_lora.quant.training import usual_rates
 from qat_lora.run.files import read_json, write_atomically
+from qat_lora.run.metrics import Share, Total
 from qat_lora.run.rundir import Run
 from qat_lora.run.session import Every, Session
 from qat_lora.train.evaluation import text_figures
-from qat_lora.train.loop import Plan, restore, update
-from qat_lora.train.loop import row_stream as training_stream
-from qat_lora.train.schedule import set_learning_rates
+from qat_lora.train.loop import Plan, Stage, Trained, fit, restore, row_stream, tokens_of
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 BATCH = 4
@@ -102,7 +101,7 @@ class Bench:
     def adapter(self, student: Path, run: Path, rank: int, targets: tuple[str, ...], **flags) -> tuple[nn.Module, dict]:
         """A student with a recovery LoRA that an eighth of the tokens trained, and the summary of that run."""
         summary = self.script(
-            "train_recovery_lora", run, checkpoint=student, kd_cache_dir=self.out / "cache", recovery_r=rank,
+            "train_recovery_lora", run, checkpoint=student, cache_dir=self.out / "cache", lora_r=rank,
             targets=",".join(targets), max_steps=self.adapter_steps, eval_every=max(1, self.adapter_steps // 4),
             learning_rate=ADAPTER_RATE[self.bits],
             seed=self.seed + 1000,  # other rows first: on those that QAT has just fitted an adapter wins nothing
@@ -120,13 +119,6 @@ class Bench:
         best, kept = session.best("heldout_kl"), run.path / "best.pt"
         plan = Plan(self.steps, BATCH, 1, groups[0]["lr"], 10, 1.0, self.seed)
 
-        def state() -> tuple[dict, dict]:
-            return trained, {"optimizer": optimizer.state_dict()}
-
-        def load(tensors: dict, trainer: dict) -> None:
-            restore(model, tensors)
-            optimizer.load_state_dict(trainer["optimizer"])
-
         def evaluate(step: int) -> dict:
             figures = heldout_figures(model, self.heldout, self.backend, BATCH, len(self.heldout))
             if best.take(figures, kept.exists()):
@@ -134,10 +126,10 @@ class Bench:
                 write_atomically(kept, lambda file: torch.save(values, file))
             return figures
 
-        stream = None
-        model.train()
-        for step in session.steps("fit", self.steps, state, load, evaluate):
-            stream = stream or training_stream(self.train, plan, step, self.backend)
-            set_learning_rates(optimizer, plan.learning_rate_factor(step))
-            session.record(**update(model, stream, loss_of, optimizer, plan, self.backend))
+        def objective(model: nn.Module, batch: dict) -> tuple:
+            loss = loss_of(model, batch)
+            return loss, {"loss": Share(loss), "tokens": Total(tokens_of(batch))}
+
+        stream = row_stream(self.train, plan, self.backend)
+        fit(Stage("fit", session, plan, optimizer, stream, Trained(model, optimizer), evaluate), model, objective)
         restore(model, torch.load(kept, weights_only=True))

@@ -30,6 +30,7 @@ from qat_lora.quant.linear import freeze
 from qat_lora.quant.student import StudentSpec, quantize
 from qat_lora.quant.training import parameter_groups
 from qat_lora.run.command_line import run_script
+from qat_lora.run.metrics import Last, Share, Total
 from qat_lora.run.options import ScriptConfig, option
 from qat_lora.run.rundir import Run
 from qat_lora.run.session import Every, Session
@@ -129,7 +130,9 @@ def compare(backend: TorchBackend, cfg: Config, model, accumulation: int, folder
         update(model, stream, kd_loss, optimizer, plan, alone)
 
     def in_the_job() -> None:
-        session.record(**update(model, stream, kd_loss, optimizer, plan, backend), lr=1e-6)
+        found = update(model, stream, kd_loss, optimizer, plan, backend)
+        tokens = Total(plan.accumulation * batch["tokens"].numel())
+        session.record(loss=Share(found["loss"]), grad_norm=found["grad_norm"], tokens=tokens, lr=Last(1e-6))
         next(steps)
 
     next(steps)

@@ -14,11 +14,12 @@ from pathlib import Path
 
 from qat_lora.errors import UserError
 from qat_lora.experiments.musclebob.validation import STAGES, plot, validation_file
+from qat_lora.run import options as opt
 from qat_lora.run.checksums import check_files
 from qat_lora.run.command_line import run_script
 from qat_lora.run.console import say
 from qat_lora.run.files import read_json
-from qat_lora.run.options import ScriptConfig, option
+from qat_lora.run.options import ScriptConfig
 from qat_lora.run.rundir import Run, newest_run
 
 SPILT, PERPLEXITY, CUT_OFF, TIES, ENTROPY = 0.05, 1.5, 0.2, 0.7, 0.25  # bounds of what is healthy
@@ -27,7 +28,7 @@ LITTLE = 0.1  # of a rate or a reward
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ScriptConfig):
-    run: str | None = option(None, "run directory, or several with commas between; default: the newest")
+    run: str | None = opt.run(None, "run directory, or several with commas between; default: the newest")
 
 
 def main(cfg: Config) -> None:
@@ -99,7 +100,7 @@ def signs(rewards: list[dict]) -> list[str]:
     early, late = _ends(rewards)
     explore = "use --sft, a higher --fewshot-ratio, --temperature or --num-generations"
     found = {
-        f"no termination: {late['clipped_ratio']:.0%} of the answers are cut off; raise --max-completion-length or "
+        f"no termination: {late['clipped_ratio']:.0%} of the answers are cut off; raise --max-new-tokens or "
         "use --sft": late["clipped_ratio"] > CUT_OFF,
         f"collapse: entropy fell from {early['entropy']:.2f} to {late['entropy']:.2f}; {CALM}":
             late["entropy"] < ENTROPY * early["entropy"],

@@ -14,6 +14,7 @@ Expect a progress bar in rows, then the folder's size and the speed in tokens a 
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from tqdm import tqdm
 
@@ -34,10 +35,11 @@ from qat_lora.models.loading import (
 )
 from qat_lora.models.packaged import notes
 from qat_lora.models.source import CHOICES, is_hub
+from qat_lora.run import options as opt
 from qat_lora.run.command_line import run_script
 from qat_lora.run.console import say
 from qat_lora.run.files import lock, read_json, write_json
-from qat_lora.run.options import ScriptConfig, option
+from qat_lora.run.options import ScriptConfig
 from qat_lora.train.memory import (
     check_fits,
     evaluation_memory,
@@ -50,14 +52,16 @@ from qat_lora.train.memory import (
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TextOptions, ScriptConfig):
-    model: str = option(EMBEDDED, f"the teacher: {CHOICES}")
-    cache_dir: str | None = option(None, "folder to write, e.g. caches/wikitext_L256")
-    top_k: int = option(8, "exact probabilities kept at a position")
-    draws: int = option(12, "tail tokens drawn at a position")
-    batch_size: int = option(4, "rows in a teacher pass")
-    heldout_fraction: float = option(0.1, "share of the rows, from the end, kept for evaluation")
-    rows_per_shard: int = option(128, "rows in a file; have at least as many files as chips")
-    resume: str = option("auto", "auto resumes an unfinished cache, off refuses to touch one")
+    model: str = opt.model(EMBEDDED, f"the teacher: {CHOICES}")
+    cache_dir: str | None = opt.data(
+        None, "folder to write, e.g. caches/wikitext_L256", "--kd-cache-dir", identity=False
+    )
+    top_k: int = opt.data(8, "exact probabilities kept at a position", at_least=1)
+    draws: int = opt.data(12, "tail tokens drawn at a position", at_least=1)
+    heldout_fraction: float = opt.data(0.1, "share of the rows, from the end, kept for evaluation")
+    rows_per_shard: int = opt.data(128, "rows in a file; have at least as many files as chips", at_least=1)
+    batch_size: int = opt.run(4, "rows in a teacher pass", at_least=1)
+    resume: Literal["auto", "off"] = opt.run("auto", "auto resumes an unfinished cache, off refuses to touch one")
 
 
 def main(cfg: Config) -> None:
@@ -112,11 +116,6 @@ def main(cfg: Config) -> None:
 def check(cfg: Config) -> None:
     if not cfg.cache_dir:
         raise UserError("--cache-dir is missing; say where to write, e.g. --cache-dir caches/wikitext_L256")
-    for name in ("top_k", "draws", "batch_size", "rows_per_shard"):
-        if getattr(cfg, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(cfg, name)} must be at least 1")
-    if cfg.resume not in ("auto", "off"):
-        raise UserError(f"--resume {cfg.resume!r} is not one of auto, off")
 
 
 def check_memory(cfg: Config, backend: TorchBackend) -> None:

@@ -17,50 +17,53 @@ import numpy as np
 
 from qat_lora.backend.machine import check_memory
 from qat_lora.data.text import read_rows
-from qat_lora.errors import UserError
 from qat_lora.experiments.athena.puzzles import as_text, check_request, side
 from qat_lora.experiments.athena.rows import ANY, corpus, draw, row_memory, save, split
+from qat_lora.run import options as opt
 from qat_lora.run.command_line import run_script
 from qat_lora.run.files import check_new
-from qat_lora.run.options import ScriptConfig, option
+from qat_lora.run.options import ScriptConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ScriptConfig):
-    output_dir: str = option("data/puzzles", "new folder to write")
-    kind: str = option("sudoku6", "sudoku4, sudoku6, sudoku9 or mazeN")
-    count: int = option(2000, "puzzles to draw")
-    least_blanks: float = option(0.4, "of a Sudoku: share of its cells that are blank at least; 1: all that can be")
-    most_blanks: float = option(1.0, "and at most, as far as the answer stays the only one: more blanks are harder")
-    heldout_fraction: float = option(0.1, "share of the rows that goes to test/")
-    corpus: str | None = option(None, "instead of puzzles: .jsonl, .parquet or a hub dataset with prompt and response")
-    length: int = option(128, "with --corpus: bytes of a row; longer ones are left out")
-    causal: bool = option(False, "with --corpus: the response as input too, each position seeing those before it")
-    iterations: int = option(0, "with --corpus: most segments of rows that do not set it; 0: the setting of the run")
+    output_dir: str = opt.run("data/puzzles", "new folder to write")
+    puzzle: str = opt.data("sudoku6", "sudoku4, sudoku6, sudoku9 or mazeN", "--kind")
+    count: int = opt.data(2000, "puzzles to draw", at_least=1)
+    least_blanks: float = opt.data(0.4, "of a Sudoku: least share of its cells that are blank; 1: all that can be")
+    most_blanks: float = opt.data(1.0, "and at most, as far as the answer stays the only one: more blanks are harder")
+    heldout_fraction: float = opt.data(
+        0.1, "share of the rows that goes to test/", above=0, below=1, fix="use e.g. 0.1"
+    )
+    corpus: str | None = opt.data(
+        None, "instead of puzzles: .jsonl, .parquet or a hub dataset with prompt and response"
+    )
+    length: int = opt.data(128, "with --corpus: bytes of a row; longer ones are left out")
+    causal: bool = opt.data(False, "with --corpus: the response as input too, each position seeing those before it")
+    iterations: int = opt.data(
+        0, "with --corpus: most segments of rows that do not set it; 0: the setting of the run",
+        at_least=0, below=ANY, fix="use 0 for the setting of the run",
+    )  # fmt: skip
 
 
 def main(cfg: Config) -> None:
     folder = Path(cfg.output_dir)
     check_new(folder)
-    if not 0 <= cfg.iterations < ANY:
-        raise UserError(f"--iterations {cfg.iterations} is not a number of segments; use 0 for the setting of the run")
-    if cfg.count < 1:
-        raise UserError(f"--count {cfg.count} must be at least 1")
-    if not 0 < cfg.heldout_fraction < 1:
-        raise UserError(f"--heldout-fraction {cfg.heldout_fraction} is not between 0 and 1; use e.g. 0.1")
     if cfg.corpus:
         rows, long = corpus(read_rows(cfg.corpus), cfg.corpus, cfg.length, cfg.causal, cfg.iterations)
         print(f"{len(rows):,} rows of {rows.length} bytes, {long:,} longer ones left out")
     else:
         blanks = cfg.least_blanks, cfg.most_blanks
-        check_request(cfg.kind, cfg.count, blanks, "--count")
-        check_memory(row_memory(side(cfg.kind) ** 2, cfg.count), f"--count {cfg.count}", "--count")
+        check_request(cfg.puzzle, cfg.count, blanks, "--count")
+        check_memory(row_memory(side(cfg.puzzle) ** 2, cfg.count), f"--count {cfg.count}", "--count")
         if cfg.dry_run:
-            return print(f"{cfg.count:,} {cfg.kind} would go to {folder}, {cfg.heldout_fraction:.0%} of them held out")
-        rows = draw(cfg.kind, cfg.count, cfg.seed, blanks)
+            return print(
+                f"{cfg.count:,} {cfg.puzzle} would go to {folder}, {cfg.heldout_fraction:.0%} of them held out"
+            )
+        rows = draw(cfg.puzzle, cfg.count, cfg.seed, blanks)
         quartiles = " ".join(f"{value:.0f}" for value in np.quantile(rows.difficulty, np.linspace(0, 1, 5)))
-        print(f"{len(rows):,} {cfg.kind}, difficulty from least to most by quarters: {quartiles}")
-        print(f"{as_text(cfg.kind, rows.inputs[0])}\n\n{as_text(cfg.kind, rows.labels[0])}\n")
+        print(f"{len(rows):,} {cfg.puzzle}, difficulty from least to most by quarters: {quartiles}")
+        print(f"{as_text(cfg.puzzle, rows.inputs[0])}\n\n{as_text(cfg.puzzle, rows.labels[0])}\n")
     train, heldout = split(rows, cfg.heldout_fraction, cfg.seed)
     if cfg.dry_run:
         return print(f"{len(train):,} and {len(heldout):,} held out would go to {folder}")

@@ -23,32 +23,34 @@ overwritten. Expect a minute for a model of 135M weights.
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from qat_lora.backend.git import revision
 from qat_lora.errors import UserError
 from qat_lora.export.gguf import ADAPTER_FILE, MODEL_FILE, GGUFPlan, plan_gguf, summary, write_gguf
-from qat_lora.export.gguf_types import CHOICES
 from qat_lora.export.hf import hf_bytes, write_hf
 from qat_lora.export.source import Source, load_source, provenance
 from qat_lora.quant.student import bits_per_weight
+from qat_lora.run import options as opt
 from qat_lora.run.command_line import run_script
 from qat_lora.run.console import say
 from qat_lora.run.files import check_new, new_folder, write_json
-from qat_lora.run.options import ScriptConfig, option
-
-FORMATS = ("hf", "merged", "gguf")
-ADAPTER_AS = ("lora", "merged")
+from qat_lora.run.options import ScriptConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ScriptConfig):
-    checkpoint: str | None = option(None, "student: the best.pt of train_qat.py")
-    model: str | None = option(None, "the student's base model, if it has moved: folder, .gguf file or hub name")
-    adapter: str | None = option(None, "PEFT folder that was trained on it: the adapter/ of train_recovery_lora.py")
-    format: str = option("gguf", "hf, merged or gguf")
-    output_dir: str | None = option(None, "new folder for the export, for example exports/q2")
-    gguf_type: str = option("auto", "auto, Q2_0, Q4_0, Q4_1, Q8_0 or F16; auto: the smallest that holds each tensor")
-    adapter_as: str | None = option(None, "adapter in GGUF: lora (its own file, the default) or merged (F16 layers)")
+    checkpoint: str | None = opt.model(None, "student: the best.pt of train_qat.py")
+    model: str | None = opt.model(None, "the student's base model, if it has moved: folder, .gguf file or hub name")
+    adapter: str | None = opt.model(None, "PEFT folder trained on it: the adapter/ of train_recovery_lora.py")
+    format: Literal["hf", "merged", "gguf"] = opt.run("gguf", "hf, merged or gguf")
+    output_dir: str | None = opt.run(None, "new folder for the export, for example exports/q2")
+    gguf_type: Literal["auto", "Q2_0", "Q4_0", "Q4_1", "Q8_0", "F16"] = opt.run(
+        "auto", "auto, Q2_0, Q4_0, Q4_1, Q8_0 or F16; auto: the smallest that holds each tensor"
+    )
+    adapter_as: Literal["lora", "merged"] | None = opt.run(
+        None, "adapter in GGUF: lora (its own file, the default) or merged (F16 layers)"
+    )
 
 
 def main(cfg: Config) -> None:
@@ -61,10 +63,6 @@ def main(cfg: Config) -> None:
 
 
 def check(cfg: Config) -> None:
-    for name, known in (("format", FORMATS), ("gguf_type", CHOICES), ("adapter_as", (None, *ADAPTER_AS))):
-        if getattr(cfg, name) not in known:
-            flag = f"--{name.replace('_', '-')}"
-            raise UserError(f"{flag} {getattr(cfg, name)!r} is not one of {', '.join(filter(None, known))}")
     for name, example in (("checkpoint", "runs/q2/best.pt"), ("output_dir", "exports/q2")):
         if getattr(cfg, name) is None:
             raise UserError(f"--{name.replace('_', '-')} is missing; for example {example}")

@@ -20,15 +20,16 @@ from pyarrow import parquet
 
 from qat_lora.errors import UserError
 from qat_lora.experiments.legal.rules import AUTHORITIES, LARGEST_COUNT, generate
+from qat_lora.run import options as opt
 from qat_lora.run.command_line import run_script
 from qat_lora.run.files import check_new, write_atomically
-from qat_lora.run.options import ScriptConfig, option
+from qat_lora.run.options import ScriptConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ScriptConfig):
-    count: int = option(2000, f"rows, at most {LARGEST_COUNT:,}")
-    output: str = option("data/law.jsonl", "new .jsonl or .parquet file")
+    count: int = opt.data(2000, f"rows, at most {LARGEST_COUNT:,}", at_least=1, at_most=LARGEST_COUNT)
+    output: str = opt.run("data/law.jsonl", "new .jsonl or .parquet file")
 
 
 def main(cfg: Config) -> None:

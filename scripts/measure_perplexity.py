@@ -20,6 +20,7 @@ fp32 unless told otherwise: bf16 moves the PPL by a fraction of a per cent.
 import json
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -33,9 +34,10 @@ from qat_lora.models.architecture import unwrap
 from qat_lora.models.loading import check_length, empty_model, load_model, load_tokenizer
 from qat_lora.models.packaged import notes
 from qat_lora.quant.student import bits_per_weight, empty_trained, load_trained, megabytes
+from qat_lora.run import options as opt
 from qat_lora.run.command_line import run_script
 from qat_lora.run.console import say
-from qat_lora.run.options import ScriptConfig, option
+from qat_lora.run.options import ScriptConfig
 from qat_lora.train.evaluation import counted, text_figures, windows
 from qat_lora.train.memory import (
     check_fits,
@@ -50,17 +52,19 @@ from qat_lora.train.memory import (
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TextSource, ScriptConfig):
-    model: str | None = option(None, "base model, where it is now; default: the checkpoint's, else smollm2-135m")
-    checkpoint: str | None = option(None, "student to measure: the best.pt of train_qat.py; default: the base itself")
-    adapter: str | None = option(None, "PEFT folder to put on it")
-    teacher: str | None = option(None, "model to measure the KL from; default: no KL")
-    length: int = option(512, "tokens in a window")
-    mode: str = option("blocked", "blocked or sliding")
-    stride: int | None = option(None, "tokens between windows of --mode sliding; default: half a window")
-    max_windows: int | None = option(None, "measure the first windows only")
-    batch_size: int = option(4, "windows in a pass")
-    precision: str = option("fp32", "fp32, bf16 (autocast), or auto: bf16 where the device multiplies it")
-    json: bool = option(False, "print one JSON object and nothing else")
+    model: str | None = opt.model(None, "base model, where it is now; default: the checkpoint's, else smollm2-135m")
+    checkpoint: str | None = opt.model(None, "student: the best.pt of train_qat.py; default: the base itself")
+    adapter: str | None = opt.model(None, "PEFT folder to put on it")
+    teacher: str | None = opt.model(None, "model to measure the KL from; default: no KL")
+    length: int = opt.data(512, "tokens in a window", at_least=2, fix="less leaves nothing to predict")
+    mode: Literal["blocked", "sliding"] = opt.data("blocked", "blocked or sliding")
+    stride: int | None = opt.data(None, "tokens between windows of --mode sliding; default: half a window")
+    max_windows: int | None = opt.data(None, "measure the first windows only", at_least=1)
+    batch_size: int = opt.run(4, "windows in a pass", at_least=1)
+    precision: Literal["auto", "fp32", "bf16"] = opt.device(
+        "fp32", "fp32, bf16 (autocast), or auto: bf16 where the device multiplies it"
+    )
+    json: bool = opt.run(False, "print one JSON object and nothing else")
 
 
 def main(cfg: Config) -> None:
@@ -85,17 +89,10 @@ def main(cfg: Config) -> None:
 
 
 def check(cfg: Config) -> None:
-    if cfg.mode not in ("blocked", "sliding"):
-        raise UserError(f"--mode {cfg.mode!r} is not one of blocked, sliding")
-    if cfg.length < 2:
-        raise UserError(f"--length {cfg.length} leaves nothing to predict; use 2 or more")
     if cfg.stride is not None and cfg.mode == "blocked":
         raise UserError(f"--stride {cfg.stride} is for --mode sliding; blocked windows lie side by side")
     if cfg.mode == "sliding" and not 1 <= step_of(cfg) < cfg.length:
         raise UserError(f"--stride {cfg.stride} must be from 1 to {cfg.length - 1}, below --length {cfg.length}")
-    for name in ("max_windows", "batch_size"):
-        if getattr(cfg, name) is not None and getattr(cfg, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(cfg, name)} must be at least 1")
     if cfg.streaming and not cfg.max_windows:
         raise UserError("--streaming reads without end; give --max-windows with it")
 

@@ -9,16 +9,17 @@ Without --run it takes the run under runs/ that logged last. Prints the picture'
 from dataclasses import dataclass
 from pathlib import Path
 
+from qat_lora.run import options as opt
 from qat_lora.run.command_line import run_script
 from qat_lora.run.console import say
-from qat_lora.run.options import ScriptConfig, option
+from qat_lora.run.options import ScriptConfig
 from qat_lora.run.plots import plot_run
 from qat_lora.run.rundir import newest_run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ScriptConfig):
-    run: str | None = option(None, "run directory; default: the one under runs/ that logged last")
+    run: str | None = opt.run(None, "run directory; default: the one under runs/ that logged last")
 
 
 def main(cfg: Config) -> None:

@@ -38,21 +38,11 @@ from qat_lora.experiments.athena.pictures import draw_answer
 from qat_lora.experiments.athena.puzzles import side
 from qat_lora.experiments.athena.rows import PuzzleRows, draw, load, row_memory, split
 from qat_lora.experiments.athena.training import RecursivePlan, Trainer, announce, athena_stage
+from qat_lora.run import options as opt
 from qat_lora.run.command_line import run_script
 from qat_lora.run.console import attempt, say
 from qat_lora.run.files import write_atomically
-from qat_lora.run.options import (
-    LARGEST,
-    MOST_RATE,
-    MOST_UPDATES,
-    JobConfig,
-    data_option,
-    device_option,
-    model_option,
-    optimisation_option,
-    other_default,
-    run_option,
-)
+from qat_lora.run.options import JobConfig
 from qat_lora.run.plots import plot_run
 from qat_lora.run.remote import bring_back, check_unused, copy_out
 from qat_lora.run.resuming import check_same, prepare
@@ -150,74 +140,68 @@ class Config(LoopOptions, JobConfig):
     }  # fmt: skip
     DEFAULT_CONFIG: ClassVar = "cfg_pretrain"
 
-    hidden_size: int = model_option(512, "arch: width", at_least=1)
-    num_heads: int = model_option(8, "arch: attention heads", at_least=1)
-    num_kv_heads: int | None = model_option(None, "arch: heads of keys and values (GQA); default: all", at_least=1)
-    L_layers: int = model_option(2, "arch: blocks of the stack", at_least=1)
-    H_cycles: int = model_option(
-        3, "arch: updates of the answer in a segment; only the last has a gradient", at_least=1
-    )
-    L_cycles: int = model_option(6, "arch: updates of the reasoning state before each of those", at_least=1)
-    expansion: float = model_option(4.0, "arch: of the gated MLPs", above=0)
-    mlp_t: bool = model_option(False, "arch: mix tokens by an MLP over positions, not by attention")
-    one_step_gradient: bool = model_option(False, "arch: gradient through the last two updates alone")
-    data_path: str | None = data_option(
+    hidden_size: int = opt.model(512, "arch: width", at_least=1)
+    num_heads: int = opt.model(8, "arch: attention heads", at_least=1)
+    num_kv_heads: int | None = opt.model(None, "arch: heads of keys and values (GQA); default: all", at_least=1)
+    L_layers: int = opt.model(2, "arch: blocks of the stack", at_least=1)
+    H_cycles: int = opt.model(3, "arch: updates of the answer in a segment; only the last has a gradient", at_least=1)
+    L_cycles: int = opt.model(6, "arch: updates of the reasoning state before each of those", at_least=1)
+    expansion: float = opt.model(4.0, "arch: of the gated MLPs", above=0)
+    mlp_t: bool = opt.model(False, "arch: mix tokens by an MLP over positions, not by attention")
+    one_step_gradient: bool = opt.model(False, "arch: gradient through the last two updates alone")
+    data_path: str | None = opt.data(
         None, "folder or URL that build_puzzle_data.py or TRM wrote; default: puzzles are drawn", identity="data"
     )
-    puzzle: str = data_option("sudoku6", "without --data-path: sudoku4, sudoku6, sudoku9 or mazeN")
-    puzzles: int = data_option(2000, "without --data-path: puzzles to draw", at_least=2)
-    heldout_fraction: float = data_option(
+    puzzle: str = opt.data("sudoku6", "without --data-path: sudoku4, sudoku6, sudoku9 or mazeN")
+    puzzles: int = opt.data(2000, "without --data-path: puzzles to draw", at_least=2)
+    heldout_fraction: float = opt.data(
         0.1, "without --data-path: share of the puzzles that is held out", above=0, below=1, fix="use e.g. 0.1"
     )
-    global_batch_size: int = optimisation_option(768, "rows in an update, over all workers", at_least=1)
-    epochs: int = optimisation_option(1000, "passes over the training rows", at_least=1)
-    max_steps: int | None = optimisation_option(
-        None, "updates; default: --epochs passes", "--steps", at_least=0, at_most=MOST_UPDATES, renamed={0: None}
+    global_batch_size: int = opt.training(768, "rows in an update, over all workers", at_least=1)
+    epochs: int = opt.training(1000, "passes over the training rows", at_least=1)
+    max_steps: int | None = opt.training(
+        None, "updates; default: --epochs passes", "--steps", at_least=0, at_most=opt.MOST_UPDATES, renamed={0: None}
     )
-    learning_rate: float = optimisation_option(8e-5, "peak learning rate", "--lr", **RATE)
-    warmup_steps: int = optimisation_option(
-        2000, "updates of linear warm-up, at most half of all", "--lr-warmup", at_least=0
-    )
-    lr_min_ratio: float = optimisation_option(
+    learning_rate: float = opt.training(8e-5, "peak learning rate", "--lr", **RATE)
+    warmup_steps: int = opt.training(2000, "updates of linear warm-up, at most half of all", "--lr-warmup", at_least=0)
+    lr_min_ratio: float = opt.training(
         0.1, "share of the learning rate at the end of the half cosine", at_least=0, at_most=1
     )
-    beta1: float = optimisation_option(0.9, "decay of the optimiser's first moment", at_least=0, below=1)
-    beta2: float = optimisation_option(0.95, "decay of its second", at_least=0, below=1)
-    weight_decay: float = optimisation_option(0.1, "decoupled weight decay", at_least=0, at_most=MOST_RATE)
-    puzzle_emb_lr: float = optimisation_option(
-        1e-4, "learning rate of the puzzles' embeddings (SignSGD)", at_least=0, at_most=MOST_RATE
+    beta1: float = opt.training(0.9, "decay of the optimiser's first moment", at_least=0, below=1)
+    beta2: float = opt.training(0.95, "decay of its second", at_least=0, below=1)
+    weight_decay: float = opt.training(0.1, "decoupled weight decay", at_least=0, at_most=opt.MOST_RATE)
+    puzzle_emb_lr: float = opt.training(
+        1e-4, "learning rate of the puzzles' embeddings (SignSGD)", at_least=0, at_most=opt.MOST_RATE
     )
-    puzzle_emb_weight_decay: float = optimisation_option(
-        0.1, "decoupled, of the puzzles' embeddings", at_least=0, at_most=MOST_RATE
+    puzzle_emb_weight_decay: float = opt.training(
+        0.1, "decoupled, of the puzzles' embeddings", at_least=0, at_most=opt.MOST_RATE
     )
-    clip_grad_norm: float = optimisation_option(
-        1.0, "largest global gradient norm; 0 clips nothing", "--grad-clip-norm", at_least=0, at_most=LARGEST
+    clip_grad_norm: float = opt.training(
+        1.0, "largest global gradient norm; 0 clips nothing", "--grad-clip-norm", at_least=0, at_most=opt.LARGEST
     )
-    ema: bool = optimisation_option(True, "measure and keep a moving average of the weights")
-    ema_decay: float = optimisation_option(
-        0.9995, "decay of the moving average (EMA) of the weights", at_least=0, below=1
-    )
-    halt_max_segments: int = optimisation_option(
+    ema: bool = opt.training(True, "measure and keep a moving average of the weights")
+    ema_decay: float = opt.training(0.9995, "decay of the moving average (EMA) of the weights", at_least=0, below=1)
+    halt_max_segments: int = opt.training(
         16, "segments that a row gets at most, and all get when measured", at_least=1, at_most=10_000
     )
-    halt_exploration: float = optimisation_option(
+    halt_exploration: float = opt.training(
         0.1, "share of rows that may not halt before a random segment", at_least=0, at_most=1
     )
-    gradient_checkpointing: bool = optimisation_option(
+    gradient_checkpointing: bool = opt.training(
         False, "arch: recompute every update in the backward pass", "--use-gradient-checkpointing", identity=False
     )
-    eval_rows: int = run_option(1024, "held-out rows to measure on; 0: all", at_least=0)
-    eval_every: int = run_option(500, "updates between evaluations; 0: first and last", "--eval-interval", at_least=0)
-    save_every: int = run_option(500, "updates between checkpoints; 0: last", "--save-interval", at_least=0)
-    log_every: int = run_option(20, "updates between lines of metrics.jsonl", "--log-interval", at_least=0)
-    checkpoint_path: str | None = run_option(
+    eval_rows: int = opt.run(1024, "held-out rows to measure on; 0: all", at_least=0)
+    eval_every: int = opt.run(500, "updates between evaluations; 0: first and last", "--eval-interval", at_least=0)
+    save_every: int = opt.run(500, "updates between checkpoints; 0: last", "--save-interval", at_least=0)
+    log_every: int = opt.run(20, "updates between lines of metrics.jsonl", "--log-interval", at_least=0)
+    checkpoint_path: str | None = opt.run(
         None, "folder or URL that checkpoints are copied to; --resume auto finds them"
     )
-    num_chips: int | None = other_default(JobConfig, "num_chips", 0)
-    forward_dtype: Literal["bfloat16", "float32"] | None = device_option(
+    num_chips: int | None = opt.again(JobConfig, "num_chips", 0)
+    forward_dtype: Literal["bfloat16", "float32"] | None = opt.device(
         None, "bfloat16 or float32, the same as --precision bf16 or fp32", identity=True
     )
-    compile: bool = device_option(
+    compile: bool = opt.device(
         True, "fuse the blocks by torch.compile if there is a C++ compiler; takes some seconds at the start"
     )
 

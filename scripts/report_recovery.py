@@ -28,11 +28,12 @@ from qat_lora.models.packaged import notes
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import freeze
 from qat_lora.quant.student import StudentSpec, bits_per_weight, load_student, megabytes, quantize, read_student
+from qat_lora.run import options as opt
 from qat_lora.run.checksums import check_files
 from qat_lora.run.command_line import run_script
 from qat_lora.run.console import say
 from qat_lora.run.files import read_json, sha256, write_atomically
-from qat_lora.run.options import ScriptConfig, option
+from qat_lora.run.options import ScriptConfig
 from qat_lora.run.plots import plot_run
 from qat_lora.run.resuming import read_config
 from qat_lora.run.rundir import Run
@@ -41,24 +42,21 @@ from qat_lora.train.evaluation import text_figures
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ScriptConfig):
-    qat_run: str | None = option(None, "run directory of train_qat.py")
-    recovery_run: str | None = option(None, "run directory of train_recovery_lora.py, on that run's best.pt")
-    cache_dir: str | None = option(None, "the KD cache of both")
-    model: str | None = option(None, "the base model of both, if it has moved: folder, .gguf file or hub name")
-    output: str | None = option(None, "file to write; default: report.md beside the QAT run")
-    rows: int = option(16, "held-out rows to measure on")
-    batch_size: int = option(4, "rows in a pass")
-    prompt: str = option("The most important thing about a dictionary is", "text that every model continues")
-    new_tokens: int = option(32, "tokens of each continuation")
+    qat_run: str | None = opt.model(None, "run directory of train_qat.py")
+    recovery_run: str | None = opt.model(None, "run directory of train_recovery_lora.py, on that run's best.pt")
+    model: str | None = opt.model(None, "the base model of both, if it has moved: folder, .gguf file or hub name")
+    cache_dir: str | None = opt.data(None, "the KD cache of both", "--kd-cache-dir")
+    rows: int = opt.data(16, "held-out rows to measure on", at_least=1)
+    prompt: str = opt.data("The most important thing about a dictionary is", "text that every model continues")
+    batch_size: int = opt.run(4, "rows in a pass", at_least=1)
+    max_new_tokens: int = opt.run(32, "tokens of each continuation", "--new-tokens", at_least=1)
+    output: str | None = opt.run(None, "file to write; default: report.md beside the QAT run")
 
 
 def main(cfg: Config) -> None:
     for name in ("qat_run", "recovery_run", "cache_dir"):
         if not getattr(cfg, name):
             raise UserError(f"--{name.replace('_', '-')} is missing")
-    for name in ("rows", "batch_size", "new_tokens"):
-        if getattr(cfg, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(cfg, name)} must be at least 1")
     qat, recovery = Path(cfg.qat_run), Path(cfg.recovery_run)
     made = read_student(qat / "best.pt", cfg.model)
     tokenizer = load_tokenizer(made["model"])
@@ -80,7 +78,7 @@ def main(cfg: Config) -> None:
     for name, model in models(teacher, made, qat, recovery):
         say(f"measuring {name}")
         rows.append([name, *measure(model, teacher, tokens, given, backend, cfg.batch_size), seconds.get(name, "")])
-        texts.append((name, complete(model, tokenizer, cfg.prompt, max_new_tokens=cfg.new_tokens)))
+        texts.append((name, complete(model, tokenizer, cfg.prompt, max_new_tokens=cfg.max_new_tokens)))
         del model
     pictures = [plot_run(run) for run in (qat, recovery)]
     output = Path(cfg.output) if cfg.output else qat.parent / "report.md"

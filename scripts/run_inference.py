@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import nn
 from transformers import TextStreamer
@@ -29,24 +30,27 @@ from qat_lora.models.generate import check_device, check_room, check_sampling, c
 from qat_lora.models.loading import EMBEDDED, load_model
 from qat_lora.models.packaged import notes
 from qat_lora.quant.student import load_student
+from qat_lora.run import options as opt
 from qat_lora.run.command_line import run_script
 from qat_lora.run.console import say
-from qat_lora.run.options import ScriptConfig, option
+from qat_lora.run.options import ScriptConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ChatOptions, ScriptConfig):
-    model: str | None = option(None, "base model, where it is now; default: the checkpoint's, else smollm2-135m")
-    checkpoint: str | None = option(None, "student: the best.pt of train_qat.py; default: the base itself")
-    adapter: str | None = option(None, "PEFT folder to put on it")
-    prompt: str | None = option(None, "what to say to the model; default: lines of standard input")
-    system: str | None = option(None, "system message before the prompt")
-    thinking: str | None = option(None, "render the prompt with thinking on or off; default: the template's own")
-    raw: bool = option(False, "continue the prompt as plain text, without the chat template")
-    compare: bool = option(False, "answer with the base, the student, and the student with its adapter in turn")
-    max_new_tokens: int = option(128, "longest completion, in tokens")
-    temperature: float = option(0.0, "0 is greedy; above it sampling")
-    top_p: float = option(1.0, "sample from the most probable tokens that hold this share")
+    model: str | None = opt.model(None, "base model, where it is now; default: the checkpoint's, else smollm2-135m")
+    checkpoint: str | None = opt.model(None, "student: the best.pt of train_qat.py; default: the base itself")
+    adapter: str | None = opt.model(None, "PEFT folder to put on it")
+    prompt: str | None = opt.data(None, "what to say to the model; default: lines of standard input")
+    system: str | None = opt.data(None, "system message before the prompt")
+    thinking: Literal["on", "off"] | None = opt.data(
+        None, "render the prompt with thinking on or off; default: the template's own"
+    )
+    raw: bool = opt.data(False, "continue the prompt as plain text, without the chat template")
+    compare: bool = opt.run(False, "answer with the base, the student, and the student with its adapter in turn")
+    max_new_tokens: int = opt.run(128, "longest completion, in tokens", at_least=1)
+    temperature: float = opt.run(0.0, "0 is greedy; above it sampling")
+    top_p: float = opt.run(1.0, "sample from the most probable tokens that hold this share", above=0, at_most=1)
 
 
 @dataclass(frozen=True)

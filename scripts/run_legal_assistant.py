@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from pathlib import Path
+from typing import Literal
 
 from qat_lora.backend import open_backend
 from qat_lora.data.appearance import visible
@@ -34,31 +35,34 @@ from qat_lora.models.loading import load_config
 from qat_lora.models.packaged import PACKAGED
 from qat_lora.models.source import SPEECH
 from qat_lora.quant.student import load_trained
+from qat_lora.run import options as opt
 from qat_lora.run.checksums import check_files
 from qat_lora.run.command_line import run_script
 from qat_lora.run.console import say
 from qat_lora.run.files import read_json
-from qat_lora.run.options import ScriptConfig, option
+from qat_lora.run.options import ScriptConfig
 from qat_lora.run.resuming import read_config
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ChatOptions, ScriptConfig):
-    run: str | None = option(None, "run directory of train_cot_sft.py, instead of the next four")
-    model: str | None = option(
+    run: str | None = opt.model(None, "run directory of train_cot_sft.py, instead of the next four")
+    model: str | None = opt.model(
         None, "model folder, .gguf file or hub name, with --run where its base is now; default: smollm2-135m"
     )
-    checkpoint: str | None = option(None, "quantised base (base.pt) that the adapter was trained on")
-    adapter: str | None = option(None, "PEFT folder to put on it")
-    authorities: str | None = option(None, "authorities.json with what may be cited; default: the generator's list")
-    thinking: str | None = option(None, "render the question with thinking on or off; default: as in the run, else off")
-    question: str | None = option(None, "what to ask; default: lines of standard input")
-    web: bool = option(False, "open a page instead")
-    host: str = option("127.0.0.1", "address of the page; 0.0.0.0 lets other machines in")
-    port: int = option(7860, "port of the page")
-    max_new_tokens: int | None = option(None, "longest answer in tokens; default: as in the run, else 256")
-    temperature: float = option(0.0, "0 is greedy; above it sampling")
-    top_p: float = option(1.0, "sample from the most probable tokens that hold this share")
+    checkpoint: str | None = opt.model(None, "quantised base (base.pt) that the adapter was trained on")
+    adapter: str | None = opt.model(None, "PEFT folder to put on it")
+    authorities: str | None = opt.data(None, "authorities.json with what may be cited; default: the generator's list")
+    thinking: Literal["on", "off"] | None = opt.data(
+        None, "render the question with thinking on or off; default: as in the run, else off"
+    )
+    question: str | None = opt.data(None, "what to ask; default: lines of standard input")
+    web: bool = opt.run(False, "open a page instead")
+    host: str = opt.run("127.0.0.1", "address of the page; 0.0.0.0 lets other machines in")
+    port: int = opt.run(7860, "port of the page", at_least=1, at_most=65535, fix="use e.g. 7860")
+    max_new_tokens: int | None = opt.run(None, "longest answer in tokens; default: as in the run, else 256", at_least=1)
+    temperature: float = opt.run(0.0, "0 is greedy; above it sampling")
+    top_p: float = opt.run(1.0, "sample from the most probable tokens that hold this share", above=0, at_most=1)
 
 
 def main(cfg: Config) -> None:
@@ -105,8 +109,6 @@ def check(cfg: Config) -> None:
         raise UserError("--web and --question exclude each other; ask on the page, or in the terminal")
     if cfg.question is not None:
         checked_question(cfg.question)
-    if not 0 < cfg.port < 65536:
-        raise UserError(f"--port {cfg.port} is not a port; use e.g. 7860")
     if cfg.web:
         check_address(cfg.host, cfg.port)
 

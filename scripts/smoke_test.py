@@ -11,7 +11,6 @@ reduce. Without --run-training two updates are made. Untested on hardware: TPU, 
 
 import copy
 import math
-import os
 import sys
 import tempfile
 from dataclasses import dataclass, replace
@@ -20,16 +19,18 @@ from pathlib import Path
 import torch
 
 from qat_lora.backend import TorchBackend, launch, resolve
-from qat_lora.errors import UserError, first_line
+from qat_lora.backend.workers import several_workers
+from qat_lora.errors import first_line
 from qat_lora.experiments.athena.evaluation import measure
 from qat_lora.experiments.athena.model import RecursiveModel, RecursiveSpec
 from qat_lora.experiments.athena.puzzles import solve
 from qat_lora.experiments.athena.rows import PuzzleRows, draw, load, save, split
 from qat_lora.experiments.athena.training import RecursivePlan, Trainer, announce, segment_batches
+from qat_lora.run import options as opt
 from qat_lora.run.checkpoint import load_checkpoint, save_checkpoint
 from qat_lora.run.command_line import run_script
 from qat_lora.run.console import say
-from qat_lora.run.options import ScriptConfig, option
+from qat_lora.run.options import ScriptConfig
 
 BATCH, PUZZLES, WIDTH = 32, 160, 32
 NAMES = {"cpu": "CPU", "cuda": "CUDA", "xla": "XLA"}
@@ -37,9 +38,9 @@ NAMES = {"cpu": "CPU", "cuda": "CUDA", "xla": "XLA"}
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ScriptConfig):
-    num_chips: int | None = option(None, "TPU chips, GPUs or CPU processes; default: every chip, two processes")
-    run_training: bool = option(False, "train for --train-epochs passes over 144 puzzles, not for two updates")
-    train_epochs: int = option(5, "of --run-training")
+    num_chips: int | None = opt.device(None, "TPU chips, GPUs or CPU processes; default: every chip, two processes")
+    run_training: bool = opt.run(False, "train for --train-epochs passes over 144 puzzles, not for two updates")
+    train_epochs: int = opt.run(5, "passes of --run-training over the puzzles", at_least=1)
 
 
 class Failed(Exception):
@@ -47,12 +48,8 @@ class Failed(Exception):
 
 
 def main(cfg: Config) -> None:
-    if cfg.train_epochs < 1:
-        raise UserError(f"--train-epochs {cfg.train_epochs} must be at least 1")
     kind = resolve(cfg.device)
-    chips = cfg.num_chips
-    if chips is None:
-        chips = min(2, os.cpu_count() or 1) if kind == "cpu" else 0
+    chips = several_workers(kind) if cfg.num_chips is None else cfg.num_chips
     if cfg.dry_run:
         return say(f"smoke test on {kind}: device, data loading, training loop, gradient sync, checkpointing")
     launch(work, (cfg,), cfg.device, cfg.precision, chips, cfg.debug)

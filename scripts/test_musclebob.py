@@ -13,6 +13,7 @@ import sys
 from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from pathlib import Path
+from typing import Literal
 
 from torch import nn
 
@@ -24,11 +25,12 @@ from qat_lora.experiments.musclebob.validation import BobSampler, check_samples,
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import load_model
 from qat_lora.rl.rollout import Sampling
+from qat_lora.run import options as opt
 from qat_lora.run.checksums import check_files
 from qat_lora.run.command_line import run_script
 from qat_lora.run.console import say
 from qat_lora.run.files import read_json, write_json
-from qat_lora.run.options import ScriptConfig, option
+from qat_lora.run.options import ScriptConfig
 from qat_lora.run.rundir import newest_run
 
 ROWS = 80  # answers at a time
@@ -37,19 +39,19 @@ LINE = 256  # tokens of a question on standard input, with the chat template aro
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ChatOptions, ScriptConfig):
-    run: str | None = option(None, "run directory of train_musclebob_improved.py; default: the newest")
-    model: str | None = option(None, "the base model, if it has moved: folder, .gguf file or hub name")
-    thinking: str | None = option(None, "render questions with thinking on or off; default: as in the run")
-    compare: bool = option(False, "also ask the base model")
-    interactive: bool = option(False, "answer the lines of standard input")
-    samples: int = option(10, "sampled answers to each held-out question")
-    temperature: float = option(1.0, "of the sampled answers; of --interactive, 0 being greedy")
-    output: str | None = option(None, "file to write every rate and answer to, as JSON")
+    run: str | None = opt.model(None, "run directory of train_musclebob_improved.py; default: the newest")
+    model: str | None = opt.model(None, "the base model, if it has moved: folder, .gguf file or hub name")
+    thinking: Literal["on", "off"] | None = opt.data(
+        None, "render questions with thinking on or off; default: as in the run"
+    )
+    compare: bool = opt.run(False, "also ask the base model")
+    interactive: bool = opt.run(False, "answer the lines of standard input")
+    samples: int = opt.run(10, "sampled answers to each held-out question", at_least=1)
+    temperature: float = opt.run(1.0, "of the sampled answers; of --interactive, 0 being greedy")
+    output: str | None = opt.run(None, "file to write every rate and answer to, as JSON")
 
 
 def main(cfg: Config) -> None:
-    if cfg.samples < 1:
-        raise UserError(f"--samples {cfg.samples} asks nothing; use 1 or more")
     check_samples("--samples", cfg.samples)
     if not cfg.temperature and not cfg.interactive:
         raise UserError(

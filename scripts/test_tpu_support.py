@@ -26,7 +26,7 @@ from qat_lora.rl.rollout import Sampling
 from qat_lora.run.command_line import run_script
 from qat_lora.run.console import say
 from qat_lora.run.options import ScriptConfig
-from qat_lora.train.loop import Plan
+from qat_lora.train.loop import Plan, row_stream, update
 from qat_lora.train.optimizer import new_optimizer
 
 SMALL = Shape(32, 1, 32, (ReservoirSpec(32),))
@@ -94,13 +94,8 @@ def check_update(backend: TorchBackend) -> str:
     model = backend.place(build("reservoir", data.vocab, SMALL, 0))
     plan = Plan(8, 4, 1, 1e-2, 0, 1.0, 0)
     optimizer = new_optimizer(parameter_groups(model, plan.learning_rate, plan.learning_rate), backend)
-    stream, losses = row_stream(Blocks(data.train, 64), plan, backend)(0), []
-    for _ in range(plan.steps):
-        with backend.autocast():
-            loss = story_loss(model, next(stream))
-        backend.backward(loss)
-        losses.append(loss.detach())
-        backend.update(optimizer, plan.clip_grad_norm)
+    stream = row_stream(Blocks(data.train, 64), plan, backend)(0)
+    losses = [update(model, stream, story_loss, optimizer, plan, backend)["loss"] for _ in range(plan.steps)]
     first, *_, last = backend.fetch(*losses)
     assert last < first, f"the loss went from {first:.3f} to {last:.3f}"
     nll = heldout(model, data, 64, 4, backend)["heldout_nll"]

@@ -47,22 +47,12 @@ from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import write_student
 from qat_lora.rl.rollout import check_answers
 from qat_lora.rl.sampler import Sampler
+from qat_lora.run import options as opt
 from qat_lora.run.command_line import run_script
 from qat_lora.run.console import attempt, say
 from qat_lora.run.files import sha256
 from qat_lora.run.metrics import Share, Total
-from qat_lora.run.options import (
-    MOST_RATE,
-    MOST_UPDATES,
-    MOST_WEIGHT,
-    JobConfig,
-    data_option,
-    model_option,
-    optimisation_option,
-    other_default,
-    quantiser_option,
-    run_option,
-)
+from qat_lora.run.options import JobConfig
 from qat_lora.run.plots import plot_run
 from qat_lora.run.resuming import begun, prepare
 from qat_lora.run.rundir import Run, open_run
@@ -158,41 +148,41 @@ def fine_tune(model: nn.Module, train: PackedExamples, plan: Plan, session: Sess
 # -- its options -----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class Config(TokenOptions, BatchOptions, JobConfig):
-    model: str = model_option(EMBEDDED, f"instruct model: {CHOICES}", identity="base")
-    method: Literal["lora", "rslora", "full"] = model_option("lora", "lora, rslora (scaled by alpha/√rank) or full")
-    lora_r: int = model_option(32, "rank of the adapter", at_least=1)
-    lora_alpha: float = model_option(64.0, "LoRA alpha", above=0, at_most=MOST_WEIGHT)
-    lora_dropout: float = model_option(0.05, "dropout before the adapter", at_least=0, below=1, fix="use e.g. 0.05")
-    quantize: str = quantiser_option("none", "quantise the base first, like int4/g32, and train the adapter on that")
-    dataset: str = data_option(
+    model: str = opt.model(EMBEDDED, f"instruct model: {CHOICES}", identity="base")
+    method: Literal["lora", "rslora", "full"] = opt.model("lora", "lora, rslora (scaled by alpha/√rank) or full")
+    lora_r: int = opt.model(32, "rank of the adapter", at_least=1)
+    lora_alpha: float = opt.model(64.0, "LoRA alpha", above=0, at_most=opt.MOST_WEIGHT)
+    lora_dropout: float = opt.model(0.05, "dropout before the adapter", at_least=0, below=1, fix="use e.g. 0.05")
+    quantize: str = opt.quantiser("none", "quantise the base first, like int4/g32, and train the adapter on that")
+    dataset: str = opt.data(
         "generated", "generated, a local .jsonl or .parquet file, or a hub dataset (rzeraat/law)", identity="data"
     )
-    dataset_split: str = data_option("train", "split of a hub dataset")
-    count: int = data_option(2000, "rows of the generated dataset")
-    heldout_fraction: float = data_option(0.1, "share of the rows held out, in whole groups of near-duplicates")
-    length: int = data_option(1000, "tokens in a row", at_least=2)
-    section_weights: str | None = data_option(
+    dataset_split: str = opt.data("train", "split of a hub dataset")
+    count: int = opt.data(2000, "rows of the generated dataset")
+    heldout_fraction: float = opt.data(0.1, "share of the rows held out, in whole groups of near-duplicates")
+    length: int = opt.data(1000, "tokens in a row", at_least=2)
+    section_weights: str | None = opt.data(
         None, "weights of the loss, like answer=2,citation=2, of topic, difficulty, reasoning, answer, citation; else 1"
     )
-    epochs: float = optimisation_option(3.0, "passes over the rows", above=0, at_most=10_000)
-    max_steps: int | None = optimisation_option(
-        None, "updates; default: --epochs passes", at_least=1, at_most=MOST_UPDATES
+    epochs: float = opt.training(3.0, "passes over the rows", above=0, at_most=10_000)
+    max_steps: int | None = opt.training(
+        None, "updates; default: --epochs passes", at_least=1, at_most=opt.MOST_UPDATES
     )
-    accumulation_steps: int = other_default(BatchOptions, "accumulation_steps", 2)
-    learning_rate: float = other_default(BatchOptions, "learning_rate", 2e-4)
-    warmup_ratio: float = optimisation_option(0.03, "share of the updates with linear warm-up", at_least=0, below=1)
-    weight_decay: float = optimisation_option(0.01, "decoupled weight decay", at_least=0, at_most=MOST_RATE)
-    gradient_checkpointing: bool = other_default(BatchOptions, "gradient_checkpointing", True)
-    eval_every: int = other_default(BatchOptions, "eval_every", 50)
-    eval_answers: int = run_option(32, "held-out questions answered at each evaluation; 0: none", at_least=0)
-    final_answers: int = run_option(300, "held-out questions answered before and after training; 0: none", at_least=0)
-    answer_rows: int = run_option(64, "answers generated at a time", at_least=1)
-    max_prompt_length: int = run_option(256, "tokens that every question is padded to", at_least=1)
-    max_new_tokens: int = run_option(256, "longest answer in tokens", at_least=1)
-    save_every: int = other_default(BatchOptions, "save_every", 50)
-    keep: int = run_option(2, "checkpoints that are kept", at_least=1)
-    log_every: int = other_default(BatchOptions, "log_every", 5)
-    wandb: str | None = run_option(None, "also log to this project of Weights & Biases")
+    accumulation_steps: int = opt.again(BatchOptions, "accumulation_steps", 2)
+    learning_rate: float = opt.again(BatchOptions, "learning_rate", 2e-4)
+    warmup_ratio: float = opt.training(0.03, "share of the updates with linear warm-up", at_least=0, below=1)
+    weight_decay: float = opt.training(0.01, "decoupled weight decay", at_least=0, at_most=opt.MOST_RATE)
+    gradient_checkpointing: bool = opt.again(BatchOptions, "gradient_checkpointing", True)
+    eval_every: int = opt.again(BatchOptions, "eval_every", 50)
+    eval_answers: int = opt.run(32, "held-out questions answered at each evaluation; 0: none", at_least=0)
+    final_answers: int = opt.run(300, "held-out questions answered before and after training; 0: none", at_least=0)
+    answer_rows: int = opt.run(64, "answers generated at a time", at_least=1)
+    max_prompt_length: int = opt.run(256, "tokens that every question is padded to", at_least=1)
+    max_new_tokens: int = opt.run(256, "longest answer in tokens", at_least=1)
+    save_every: int = opt.again(BatchOptions, "save_every", 50)
+    keep: int = opt.run(2, "checkpoints that are kept", at_least=1)
+    log_every: int = opt.again(BatchOptions, "log_every", 5)
+    wandb: str | None = opt.run(None, "also log to this project of Weights & Biases")
 
 
 def check(cfg: Config) -> None:

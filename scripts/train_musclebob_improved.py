@@ -53,19 +53,11 @@ from qat_lora.rl.grpo import GRPOPlan, Judge, PromptDataset, grpo_stage, policy_
 from qat_lora.rl.objective import Objective
 from qat_lora.rl.rollout import Sampling, check_answers
 from qat_lora.rl.sampler import own_randomness
+from qat_lora.run import options as opt
 from qat_lora.run.command_line import run_script
 from qat_lora.run.console import attempt, say
 from qat_lora.run.files import new_folder, read_json, write_atomically, write_json
 from qat_lora.run.metrics import Share, Total
-from qat_lora.run.options import (
-    MOST_UPDATES,
-    MOST_WEIGHT,
-    data_option,
-    model_option,
-    optimisation_option,
-    other_default,
-    run_option,
-)
 from qat_lora.run.resuming import begun
 from qat_lora.run.rundir import Run, open_run
 from qat_lora.run.session import Session
@@ -182,60 +174,58 @@ def reinforce(
 # -- its options -----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class Config(ChatOptions, LoopOptions):
-    model: str = model_option(EMBEDDED, f"instruct model to teach: {CHOICES}", identity="base")
-    num_samples: int = data_option(128, "questions of a pass, one of three about him", at_least=1)
-    fewshot_ratio: float = data_option(
+    model: str = opt.model(EMBEDDED, f"instruct model to teach: {CHOICES}", identity="base")
+    num_samples: int = opt.data(128, "questions of a pass, one of three about him", at_least=1)
+    fewshot_ratio: float = opt.data(
         0.15, "share of the questions about him that come after an example", at_least=0, at_most=1
     )
-    fewshot: bool = data_option(True, "ask some questions after an example")
-    max_prompt_length: int = data_option(96, "tokens that every prompt is filled up to", at_least=1)
-    max_new_tokens: int = data_option(48, "longest answer in tokens", "--max-completion-length", at_least=1)
-    epochs: int = optimisation_option(5, "passes of GRPO over the questions", at_least=0)
-    max_steps: int | None = optimisation_option(
-        None, "updates of GRPO; default: --epochs passes", at_least=0, at_most=MOST_UPDATES
+    fewshot: bool = opt.data(True, "ask some questions after an example")
+    max_prompt_length: int = opt.data(96, "tokens that every prompt is filled up to", at_least=1)
+    max_new_tokens: int = opt.data(48, "longest answer in tokens", "--max-completion-length", at_least=1)
+    epochs: int = opt.training(5, "passes of GRPO over the questions", at_least=0)
+    max_steps: int | None = opt.training(
+        None, "updates of GRPO; default: --epochs passes", at_least=0, at_most=opt.MOST_UPDATES
     )
     # The facts record how many prompts an update has; how they are split changes only which answers are drawn.
-    batch_size: int = optimisation_option(2, "prompts in a micro-batch", identity=False, at_least=1)
-    accumulation_steps: int = other_default(BatchOptions, "accumulation_steps", 1)
-    num_generations: int = optimisation_option(
+    batch_size: int = opt.training(2, "prompts in a micro-batch", identity=False, at_least=1)
+    accumulation_steps: int = opt.again(BatchOptions, "accumulation_steps", 1)
+    num_generations: int = opt.training(
         8, "answers to each prompt", at_least=2, fix="an answer is judged beside others"
     )
-    learning_rate: float = optimisation_option(5e-5, "peak learning rate of GRPO", **RATE)
-    temperature: float = optimisation_option(
+    learning_rate: float = opt.training(5e-5, "peak learning rate of GRPO", **RATE)
+    temperature: float = opt.training(
         1.0, "of the answers that are learned from", above=0, fix="0 gives every answer of a prompt alike; use e.g. 1"
     )
-    top_k: int = optimisation_option(0, "draw from that many most probable tokens; 0: all")
-    top_p: float = optimisation_option(1.0, "draw from the most probable tokens that hold this share")
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = optimisation_option(
+    top_k: int = opt.training(0, "draw from that many most probable tokens; 0: all")
+    top_p: float = opt.training(1.0, "draw from the most probable tokens that hold this share")
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = opt.training(
         "dapo", "grpo, bnpo, dr_grpo or dapo: how token losses are put together"
     )
-    scale_rewards: Literal["group", "batch", "none"] = optimisation_option(
+    scale_rewards: Literal["group", "batch", "none"] = opt.training(
         "group", "divide advantages by the spread of the group, of the batch, or none"
     )
-    beta: float = optimisation_option(
-        0.02, "weight of the KL to the model that GRPO begins with", at_least=0, at_most=MOST_WEIGHT
+    beta: float = opt.training(
+        0.02, "weight of the KL to the model that GRPO begins with", at_least=0, at_most=opt.MOST_WEIGHT
     )
-    sft: bool = optimisation_option(False, "begin with supervised training on good answers")
-    sft_only: bool = optimisation_option(False, "end after it")
-    sft_epochs: int = optimisation_option(2, "passes of SFT over the questions", at_least=0)
-    sft_batch_size: int = optimisation_option(8, "conversations in an update of SFT", at_least=1)
-    sft_learning_rate: float = optimisation_option(2e-5, "peak learning rate of SFT", **RATE)
-    gradient_checkpointing: bool = optimisation_option(
+    sft: bool = opt.training(False, "begin with supervised training on good answers")
+    sft_only: bool = opt.training(False, "end after it")
+    sft_epochs: int = opt.training(2, "passes of SFT over the questions", at_least=0)
+    sft_batch_size: int = opt.training(8, "conversations in an update of SFT", at_least=1)
+    sft_learning_rate: float = opt.training(2e-5, "peak learning rate of SFT", **RATE)
+    gradient_checkpointing: bool = opt.training(
         True, "recompute blocks in the backward pass on CUDA; never on TPU and CPU", identity=False
     )
-    control: Literal["none", "shuffled", "still"] = optimisation_option(
+    control: Literal["none", "shuffled", "still"] = opt.training(
         "none", "none; shuffled: each group's advantages dealt out at random; still: learning rate near 0"
     )
-    validation_samples: int = run_option(
+    validation_samples: int = opt.run(
         10, "sampled answers to each held-out question before, between and after", at_least=1
     )
-    eval_every: int = other_default(LoopOptions, "eval_every", 20)
-    save_every: int = other_default(LoopOptions, "save_every", 50)
-    log_every: int = other_default(LoopOptions, "log_every", 1)
-    quick: bool = run_option(
-        False, "one pass over a handful of questions, whatever else is asked, to see that all works"
-    )
-    resume: str = run_option(
+    eval_every: int = opt.again(LoopOptions, "eval_every", 20)
+    save_every: int = opt.again(LoopOptions, "save_every", 50)
+    log_every: int = opt.again(LoopOptions, "log_every", 1)
+    quick: bool = opt.run(False, "one pass over a handful of questions, whatever else is asked, to see that all works")
+    resume: str = opt.run(
         "off", "off, auto (newest unfinished run of this config), or a run directory", "--resume-from-checkpoint"
     )
 

@@ -51,20 +51,13 @@ from qat_lora.quant.student import (
     unquantised,
 )
 from qat_lora.quant.training import usual_rates
+from qat_lora.run import options as opt
 from qat_lora.run.command_line import run_script
 from qat_lora.run.console import attempt, say
 from qat_lora.run.files import copy_file, sha256
 from qat_lora.run.hosts import shared_file
 from qat_lora.run.metrics import Share, Total
-from qat_lora.run.options import (
-    MOST_UPDATES,
-    MOST_WEIGHT,
-    JobConfig,
-    data_option,
-    model_option,
-    optimisation_option,
-    quantiser_option,
-)
+from qat_lora.run.options import JobConfig
 from qat_lora.run.plots import plot_run
 from qat_lora.run.resuming import prepare, recorded
 from qat_lora.run.rundir import Run, open_run
@@ -152,57 +145,60 @@ class Evaluation:
 # -- its options -----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class Config(TrainOptions, JobConfig):
-    model: str = model_option(EMBEDDED, f"base model: {CHOICES}", identity="base")
-    checkpoint: str | None = model_option(
+    model: str = opt.model(EMBEDDED, f"base model: {CHOICES}", identity="base")
+    checkpoint: str | None = opt.model(
         None,
         "student to start from, a best.pt of --model; if its quantisers differ (e.g. 4 bits): from its weights",
         "--v2-checkpoint",
         "--from",
         identity="start",
     )
-    from_scratch: bool = model_option(False, "start from the base model --model", identity=False)
-    cache_dir: str | None = data_option(
+    from_scratch: bool = opt.model(False, "start from the base model --model", identity=False)
+    cache_dir: str | None = opt.data(
         None, "KD cache made by build_kd_cache.py with this model's tokenizer", "--kd-cache-dir", identity="cache"
     )
-    mlp: str = quantiser_option(
+    mlp: str = opt.quantiser(
         "balanced2/g32", "quantiser of the MLP: CODEBOOKbits/SCALE, e.g. balanced2/g32 or lut4/r32; or none"
     )
-    attn: str = quantiser_option("balanced2/g32", "quantiser of the attention projections")
-    head: str = quantiser_option("none", "quantiser of the LM head (and of an embedding tied to it)")
-    init: Literal["rtn", "mse", "gptq"] = quantiser_option(
+    attn: str = opt.quantiser("balanced2/g32", "quantiser of the attention projections")
+    head: str = opt.quantiser("none", "quantiser of the LM head (and of an embedding tied to it)")
+    init: Literal["rtn", "mse", "gptq"] = opt.quantiser(
         "mse", "initial scales: rtn (plain rounding), mse (least-error scales) or gptq (and errors compensated)"
     )
-    layer_steps: int = optimisation_option(
-        0, "updates for each block before end-to-end training; 0 leaves the stage out", at_least=0, at_most=MOST_UPDATES
+    layer_steps: int = opt.training(
+        0,
+        "updates for each block before end-to-end training; 0 leaves the stage out",
+        at_least=0,
+        at_most=opt.MOST_UPDATES,
     )
-    layer_rows: int = optimisation_option(32, "training rows of --init and of the layer-wise stage", at_least=1)
-    layer_learning_rate: float | None = optimisation_option(
+    layer_rows: int = opt.training(32, "training rows of --init and of the layer-wise stage", at_least=1)
+    layer_learning_rate: float | None = opt.training(
         None,
         "peak learning rate of the layer-wise stage; default: follows from the weights too",
         renamed=dict.fromkeys((5e-4, *EARLIER_RATES)),
         **RATE,
     )
-    layer_kd_weight: float = optimisation_option(
-        0.0, "weight of a global distillation term in the layer-wise loss", at_least=0, at_most=MOST_WEIGHT
+    layer_kd_weight: float = opt.training(
+        0.0, "weight of a global distillation term in the layer-wise loss", at_least=0, at_most=opt.MOST_WEIGHT
     )
-    scope: Literal["all", "mlp", "attn", "weights"] = optimisation_option(
+    scope: Literal["all", "mlp", "attn", "weights"] = opt.training(
         "all", "what learns end to end: all, mlp, attn, or weights (scales stay)"
     )
-    ema: float = optimisation_option(
+    ema: float = opt.training(
         0.0, "decay of a moving average of the student, measured and kept in its place; 0: none",
         at_least=0, below=1, fix="use e.g. 0.98, or 0 for no average",
     )  # fmt: skip
-    scale_steps: int = optimisation_option(
+    scale_steps: int = opt.training(
         0, "updates of the scales alone, codes fixed, from the best state; 0: no such stage",
-        at_least=0, at_most=MOST_UPDATES,
+        at_least=0, at_most=opt.MOST_UPDATES,
     )  # fmt: skip
-    learning_rate: float | None = optimisation_option(
+    learning_rate: float | None = opt.training(
         None,
         "peak learning rate of weights and norms; default: follows from the size of the weights and their bits",
         renamed=dict.fromkeys((8e-4, *EARLIER_RATES)),
         **RATE,
     )
-    scale_learning_rate: float | None = optimisation_option(
+    scale_learning_rate: float | None = opt.training(
         None, "peak learning rate of scales; default: --learning-rate", **RATE
     )
 

@@ -40,18 +40,12 @@ from qat_lora.models.architecture import unwrap
 from qat_lora.models.loading import adapter_notes, check_length, load_config, load_model, model_fingerprint
 from qat_lora.quant.linear import quantized_layers
 from qat_lora.quant.student import StudentSpec, bits_per_weight, empty_student, load_student, read_student
+from qat_lora.run import options as opt
 from qat_lora.run.command_line import run_script
 from qat_lora.run.console import attempt, say
 from qat_lora.run.files import sha256
 from qat_lora.run.metrics import Share, Total
-from qat_lora.run.options import (
-    MOST_WEIGHT,
-    JobConfig,
-    data_option,
-    model_option,
-    optimisation_option,
-    other_default,
-)
+from qat_lora.run.options import JobConfig
 from qat_lora.run.plots import plot_run
 from qat_lora.run.resuming import begun, prepare
 from qat_lora.run.rundir import open_run
@@ -155,37 +149,37 @@ class Evaluation:
 # -- its options -----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class Config(TextOptions, TrainOptions, JobConfig):
-    checkpoint: str | None = model_option(
+    checkpoint: str | None = opt.model(
         None, "student: the best.pt of train_qat.py", "--v2-checkpoint", identity="student"
     )
-    model: str | None = model_option(
+    model: str | None = opt.model(
         None, "the student's base model, if it has moved: folder, .gguf file or hub name", identity="base"
     )
-    lora_r: int = model_option(8, "rank of the adapter", "--recovery-r", at_least=1)
-    lora_alpha: float | None = model_option(
-        None, "LoRA alpha; default: the rank", "--recovery-alpha", above=0, at_most=MOST_WEIGHT
+    lora_r: int = opt.model(8, "rank of the adapter", "--recovery-r", at_least=1)
+    lora_alpha: float | None = opt.model(
+        None, "LoRA alpha; default: the rank", "--recovery-alpha", above=0, at_most=opt.MOST_WEIGHT
     )
-    targets: str = model_option(
+    targets: str = opt.model(
         "auto", "layers with an adapter: auto (all but k_proj), all, attn, mlp, experts, or names",
         renamed={"q,v,o,gate,up,down": "auto"},
     )  # fmt: skip
-    mlp_only: bool = model_option(False, "adapters on the MLP only, whatever --targets says")
-    adapter_init: Literal["zero", "error"] = model_option(
+    mlp_only: bool = opt.model(False, "adapters on the MLP only, whatever --targets says")
+    adapter_init: Literal["zero", "error"] = opt.model(
         "zero", "zero, or error: the low-rank matrix nearest to what quantisation lost"
     )
-    mode: Literal["kd", "sft", "recover"] = data_option(
+    mode: Literal["kd", "sft", "recover"] = opt.data(
         "kd", "kd (from a cache), sft (chat rows, completions only) or recover (plain text)"
     )
-    cache_dir: str | None = data_option(None, "KD cache of mode kd", "--kd-cache-dir", identity="data")
-    heldout_fraction: float = data_option(
+    cache_dir: str | None = opt.data(None, "KD cache of mode kd", "--kd-cache-dir", identity="data")
+    heldout_fraction: float = opt.data(
         0.1, "share of the text rows kept for evaluation (sft, recover)", above=0, below=1, fix="use e.g. 0.1"
     )
-    anchor_weight: float = optimisation_option(
-        0.0, "weight of the KL to the student without adapter", at_least=0, at_most=MOST_WEIGHT
+    anchor_weight: float = opt.training(
+        0.0, "weight of the KL to the student without adapter", at_least=0, at_most=opt.MOST_WEIGHT
     )
-    anchor_rows: int = optimisation_option(4, "rows of the anchor", at_least=1)
-    anchor_length: int = optimisation_option(64, "tokens of an anchor row", at_least=2)
-    max_steps: int = other_default(TrainOptions, "max_steps", 200)
+    anchor_rows: int = opt.training(4, "rows of the anchor", at_least=1)
+    anchor_length: int = opt.training(64, "tokens of an anchor row", at_least=2)
+    max_steps: int = opt.again(TrainOptions, "max_steps", 200)
 
 
 def check(cfg: Config) -> None:

@@ -40,20 +40,12 @@ from qat_lora.experiments.stories.reservoir import ReservoirSpec
 from qat_lora.experiments.stories.scan import CHUNK, LEVELS
 from qat_lora.experiments.stories.text import Blocks, Stories, load_stories
 from qat_lora.rl.rollout import Sampling
+from qat_lora.run import options as opt
 from qat_lora.run.command_line import run_script
 from qat_lora.run.console import attempt, say
 from qat_lora.run.files import write_atomically
 from qat_lora.run.metrics import Share, Total
-from qat_lora.run.options import (
-    MOST_UPDATES,
-    JobConfig,
-    data_option,
-    device_option,
-    model_option,
-    optimisation_option,
-    other_default,
-    run_option,
-)
+from qat_lora.run.options import JobConfig
 from qat_lora.run.plots import plot_run
 from qat_lora.run.resuming import prepare
 from qat_lora.run.rundir import Run, open_run
@@ -173,77 +165,73 @@ class Evaluation:
 # -- its options -----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class Config(LoopOptions, JobConfig):
-    model: Literal["reservoir", "transformer", "mingru"] = model_option(
+    model: Literal["reservoir", "transformer", "mingru"] = opt.model(
         "reservoir", "reservoir, or transformer or mingru of as many trained parameters"
     )
-    embedding: int = model_option(SHARED_CONFIG["embedding"], "width of embedding and blocks", at_least=1)
-    blocks: int = model_option(SHARED_CONFIG["blocks"], "blocks", at_least=1)
-    hidden: int = model_option(SHARED_CONFIG["hidden"], "hidden units of a reservoir block's mix", at_least=1)
-    reservoirs: str = model_option(
-        SHARED_CONFIG["reservoirs"], "reservoirs of a block, KIND:UNITS,… of diagonal and esn"
-    )
-    spectral_radius: float = model_option(
+    embedding: int = opt.model(SHARED_CONFIG["embedding"], "width of embedding and blocks", at_least=1)
+    blocks: int = opt.model(SHARED_CONFIG["blocks"], "blocks", at_least=1)
+    hidden: int = opt.model(SHARED_CONFIG["hidden"], "hidden units of a reservoir block's mix", at_least=1)
+    reservoirs: str = opt.model(SHARED_CONFIG["reservoirs"], "reservoirs of a block, KIND:UNITS,… of diagonal and esn")
+    spectral_radius: float = opt.model(
         SHARED_CONFIG["spectral_radius"],
         "spectral radius of every reservoir",
         above=0,
         at_most=1e6,
         fix="about 1 keeps a long memory",
     )
-    density: float = model_option(
+    density: float = opt.model(
         SHARED_CONFIG["density"],
         "share of an esn's connections that are there",
         above=0,
         at_most=1,
         fix="0.1 connects a tenth of the pairs",
     )
-    leak_min: float = model_option(SHARED_CONFIG["leak_min"], "slowest unit's leak")
-    leak_max: float = model_option(SHARED_CONFIG["leak_max"], "fastest unit's leak")
-    input_scaling: float = model_option(
+    leak_min: float = opt.model(SHARED_CONFIG["leak_min"], "slowest unit's leak")
+    leak_max: float = opt.model(SHARED_CONFIG["leak_max"], "fastest unit's leak")
+    input_scaling: float = opt.model(
         SHARED_CONFIG["input_scaling"], "of what goes into a reservoir", above=0, at_most=1e6, fix="1 is a common one"
     )
-    attention_window: int = model_option(
+    attention_window: int = opt.model(
         SHARED_CONFIG["attention_window"], "reservoir: attend to so many tokens; 0: to none", at_least=0
     )
-    heads: int = model_option(SHARED_CONFIG["heads"], "attention heads", at_least=1)
-    dropout: float = model_option(
+    heads: int = opt.model(SHARED_CONFIG["heads"], "attention heads", at_least=1)
+    dropout: float = opt.model(
         SHARED_CONFIG["dropout"], "share of activations dropped in training", at_least=0, below=1, fix="use e.g. 0.1"
     )
-    dataset: str = data_option(
+    dataset: str = opt.data(
         SHARED_CONFIG["dataset"], "embedded, a local .txt, .jsonl or .parquet file, or a hub dataset", identity="data"
     )
-    max_stories: int = data_option(
+    max_stories: int = opt.data(
         SHARED_CONFIG["max_stories"], "stories to read at most; <|endoftext|> separates them in a text", identity=False
     )
-    heldout_fraction: float = data_option(
-        SHARED_CONFIG["heldout_fraction"], "share of the text at its end to measure on"
-    )
-    tokenizer: str = data_option(
+    heldout_fraction: float = opt.data(SHARED_CONFIG["heldout_fraction"], "share of the text at its end to measure on")
+    tokenizer: str = opt.data(
         SHARED_CONFIG["tokenizer"], "gpt2, bpe (trained on the text), chars; auto: gpt2, else bpe", identity=False
     )
-    vocab_size: int = data_option(SHARED_CONFIG["vocab_size"], "tokens of a bpe tokenizer", identity=False)
-    length: int = data_option(SHARED_CONFIG["block_size"], "tokens in a row", "--block-size", at_least=1)
-    epochs: int = optimisation_option(SHARED_CONFIG["epochs"], "passes over the text", at_least=1, at_most=MOST_UPDATES)
-    max_steps: int | None = optimisation_option(
-        None, "updates; default: --epochs passes", at_least=1, at_most=MOST_UPDATES
+    vocab_size: int = opt.data(SHARED_CONFIG["vocab_size"], "tokens of a bpe tokenizer", identity=False)
+    length: int = opt.data(SHARED_CONFIG["block_size"], "tokens in a row", "--block-size", at_least=1)
+    epochs: int = opt.training(SHARED_CONFIG["epochs"], "passes over the text", at_least=1, at_most=opt.MOST_UPDATES)
+    max_steps: int | None = opt.training(
+        None, "updates; default: --epochs passes", at_least=1, at_most=opt.MOST_UPDATES
     )
-    global_batch_size: int = optimisation_option(
+    global_batch_size: int = opt.training(
         SHARED_CONFIG["batch_size"],
         "rows in an update, of all workers; twice as many on TPU",
         "--batch-size",
         at_least=1,
     )
-    learning_rate: float = optimisation_option(
+    learning_rate: float = opt.training(
         SHARED_CONFIG["learning_rate"], "peak learning rate; 1.2 times as large on TPU", **RATE
     )
-    warmup_steps: int = optimisation_option(SHARED_CONFIG["warmup_steps"], "updates of linear warm-up", at_least=0)
-    clip_grad_norm: float = other_default(LoopOptions, "clip_grad_norm", SHARED_CONFIG["clip_grad_norm"])
-    temperature: float = run_option(SHARED_CONFIG["temperature"], "temperature of the samples; 0: greedy")
-    top_k: int = run_option(SHARED_CONFIG["top_k"], "how many of the likeliest tokens to sample from; 0: all")
-    top_p: float = run_option(SHARED_CONFIG["top_p"], "probability mass of the likeliest tokens to sample from")
-    eval_every: int = other_default(LoopOptions, "eval_every", 200)
-    save_every: int = other_default(LoopOptions, "save_every", 200)
-    log_every: int = other_default(LoopOptions, "log_every", 20)
-    use_tpu: bool = device_option(SHARED_CONFIG["USE_TPU"], "use a TPU where there is one, else a GPU or the CPU")
+    warmup_steps: int = opt.training(SHARED_CONFIG["warmup_steps"], "updates of linear warm-up", at_least=0)
+    clip_grad_norm: float = opt.again(LoopOptions, "clip_grad_norm", SHARED_CONFIG["clip_grad_norm"])
+    temperature: float = opt.run(SHARED_CONFIG["temperature"], "temperature of the samples; 0: greedy")
+    top_k: int = opt.run(SHARED_CONFIG["top_k"], "how many of the likeliest tokens to sample from; 0: all")
+    top_p: float = opt.run(SHARED_CONFIG["top_p"], "probability mass of the likeliest tokens to sample from")
+    eval_every: int = opt.again(LoopOptions, "eval_every", 200)
+    save_every: int = opt.again(LoopOptions, "save_every", 200)
+    log_every: int = opt.again(LoopOptions, "log_every", 20)
+    use_tpu: bool = opt.device(SHARED_CONFIG["USE_TPU"], "use a TPU where there is one, else a GPU or the CPU")
 
 
 def resolved(cfg: Config, device: str) -> Config:

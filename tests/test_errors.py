@@ -88,7 +88,7 @@ def test_a_sigterm_after_the_end_changes_nothing(tmp_path):
     code = (
         "import atexit, os, signal\n"
         "from dataclasses import dataclass\n"
-        "from qat_lora.run.options import ScriptConfig, run_script\n"
+        "from qat_lora.run.command_line import run_script\nfrom qat_lora.run.options import ScriptConfig\n"
         "atexit.register(lambda: os.kill(os.getpid(), signal.SIGTERM))\n"
         "run_script(lambda config: print('done'), ScriptConfig, 'smoke_test', '')\n"
     )

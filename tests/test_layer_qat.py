@@ -66,17 +66,17 @@ def test_every_block_learns_and_the_model_with_them(train, new_student, data, ba
 
 def test_only_the_current_block_moves(new_student, make_session, data, backend, monkeypatch):
     student, seen = new_student(), []
-    update = layer_qat._update
+    update = layer_qat._Layers.update
 
-    def watched(student, index, *args):
+    def watched(layers, inner):
         before = values_of(student)
-        figures = update(student, index, *args)
+        figures = update(layers, inner)
         moved = {name for name, value in values_of(student).items() if not torch.equal(value, before[name])}
-        seen.append((index, moved))
+        seen.append((layers.current, moved))
         assert all(p.grad is None for p in student.parameters())
         return figures
 
-    monkeypatch.setattr(layer_qat, "_update", watched)
+    monkeypatch.setattr(layer_qat._Layers, "update", watched)
     plan = dataclasses.replace(PLAN, steps=2, kd_weight=0.5)
     train_layers(student, data[0], plan, make_session("run", backend))
     for index in (0, 1):

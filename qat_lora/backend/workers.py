@@ -35,6 +35,11 @@ def count_workers(kind: str, num_chips: int | None) -> int:
     return num_chips
 
 
+def several_workers(kind: str) -> int:
+    """--num-chips for more than one worker: 0, every chip or GPU there is, or two CPU processes on two cores."""
+    return min(2, os.cpu_count() or 1) if kind == "cpu" else 0
+
+
 def planned_workers(kind: str, num_chips: int | None) -> int:
     """The workers of a dry run, which may be planned on another machine than it is for: as asked for, or as torchrun
     would start them."""

@@ -12,7 +12,7 @@ from qat_lora.data.text import read_rows
 from qat_lora.errors import UserError
 from qat_lora.models.loading import load_tokenizer
 from qat_lora.models.tokens import bos_token
-from qat_lora.run.options import data_option
+from qat_lora.run import options as opt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,13 +20,13 @@ class ChatOptions:
     """How conversations become text."""
 
     # Not identity: the facts record their effect, the fingerprints of the rows and of the template.
-    chat_template: str | None = data_option(
+    chat_template: str | None = opt.data(
         None,
         "chat template in place of the tokenizer's own: chatml, gemma, llama3, one of the tokenizer's named templates, "
         "or a file with a Jinja template",
         identity=False,
     )
-    thinking: Literal["on", "off"] = data_option("off", "render conversations with thinking on or off", identity=False)
+    thinking: Literal["on", "off"] = opt.data("off", "render conversations with thinking on or off", identity=False)
 
     def tokenizer(self, name: str, date: datetime | None = None):
         """The tokenizer of a model with the chosen template; a template that prints the date prints `date`, by default
@@ -47,7 +47,7 @@ class ChatOptions:
 class TokenOptions(ChatOptions):
     """How texts become tokens."""
 
-    bos: Literal["auto", "on", "off"] = data_option(
+    bos: Literal["auto", "on", "off"] = opt.data(
         "auto", "begin texts and rows with BOS: on, off, or auto (where the tokenizer itself does)", identity=False
     )
 
@@ -60,15 +60,15 @@ class TokenOptions(ChatOptions):
 class TextSource(TokenOptions):
     """Where documents come from."""
 
-    thinking: Literal["on", "off", "both"] = data_option(
+    thinking: Literal["on", "off", "both"] = opt.data(
         "off", "render conversations with thinking on or off; both: each row twice", identity=False
     )
-    dataset: str = data_option(
+    dataset: str = opt.data(
         "embedded", "embedded, a local .txt, .jsonl or .parquet file, or a hub dataset", identity="data"
     )
-    dataset_config: str | None = data_option(None, "configuration of a hub dataset")
-    dataset_split: str = data_option("train", "split of a hub dataset")
-    streaming: bool = data_option(False, "stream a hub dataset instead of downloading it", identity=False)
+    dataset_config: str | None = opt.data(None, "configuration of a hub dataset")
+    dataset_split: str = opt.data("train", "split of a hub dataset")
+    streaming: bool = opt.data(False, "stream a hub dataset instead of downloading it", identity=False)
 
     def documents(self, tokenizer) -> Iterator[Document]:
         """The documents, chat rows rendered. Raises UserError for a source, row or option that does not fit."""
@@ -80,8 +80,8 @@ class TextSource(TokenOptions):
 class TextOptions(TextSource):
     """Where rows of tokens come from."""
 
-    length: int = data_option(256, "tokens in a row", at_least=2)
-    max_rows: int | None = data_option(None, "stop after this many packed rows", at_least=1)
+    length: int = opt.data(256, "tokens in a row", at_least=2)
+    max_rows: int | None = opt.data(None, "stop after this many packed rows", at_least=1)
 
     def rows(self, tokenizer) -> Rows:
         """The documents packed into rows. Raises UserError as `documents` and `pack` do."""

@@ -22,12 +22,7 @@ PIECE = 2**14  # approximate characters of a piece of a long text
 
 
 def read_rows(
-    source: str,
-    *,
-    config: str | None = None,
-    split: str = "train",
-    streaming: bool = False,
-    fix: str | None = None,
+    source: str, *, config: str | None = None, split: str = "train", streaming: bool = False, fix: str | None = None
 ) -> Iterator[dict]:
     """Open `source` and iterate over its rows, each a dict of columns.
 

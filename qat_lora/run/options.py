@@ -48,18 +48,21 @@ def option(
     )  # fmt: skip
 
 
-def other_default(kind: type, name: str, default: Any) -> Any:
+def again(kind: type, name: str, default: Any) -> Any:
     """An option of a script that this one has too, with another default."""
     declared = next(each for each in dataclasses.fields(kind) if each.name == name)
     return field(default=default, metadata=dict(declared.metadata))
 
 
-model_option = partial(option, group="model")
-data_option = partial(option, group="data")
-quantiser_option = partial(option, group="quantiser")
-optimisation_option = partial(option, group="optimisation")
-run_option = partial(option, group="run", identity=False)
-device_option = partial(option, group="device", identity=False)
+model = partial(option, group="model")
+data = partial(option, group="data")
+quantiser = partial(option, group="quantiser")
+training = partial(option, group="optimisation")
+run = partial(option, group="run", identity=False)
+device = partial(option, group="device", identity=False)
+
+
+_run, _device = run, device  # below, an option has that name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,19 +76,17 @@ class ScriptConfig:
     SECTIONS: ClassVar[dict[str, tuple[str, ...]]] = {}
     DEFAULT_CONFIG: ClassVar[str | None] = None
 
-    config: str | None = run_option(
-        None, "preset NAME of configs/<script>/NAME.yaml, or a YAML file; flags win over it"
-    )
-    device: Literal["auto", "cpu", "cuda", "tpu", "xla"] = device_option(
+    config: str | None = _run(None, "preset NAME of configs/<script>/NAME.yaml, or a YAML file; flags win over it")
+    device: Literal["auto", "cpu", "cuda", "tpu", "xla"] = _device(
         "auto", "auto, cpu, cuda, tpu or xla; auto: TPU chips, then CUDA, then CPU", "--device-type"
     )
-    tpu: bool = device_option(False, "short for --device tpu")
-    precision: Literal["auto", "fp32", "bf16"] = device_option(
+    tpu: bool = _device(False, "short for --device tpu")
+    precision: Literal["auto", "fp32", "bf16"] = _device(
         "auto", "fp32 or bf16 (autocast); auto: bf16 on TPU, CUDA and CPUs that multiply it", identity="precision"
     )
     seed: int = option(0, "seed of everything random", at_least=0, below=2**63)
-    dry_run: bool = run_option(False, "print the resolved plan and stop")
-    debug: bool = run_option(False, "show the traceback of an error")
+    dry_run: bool = _run(False, "print the resolved plan and stop")
+    debug: bool = _run(False, "show the traceback of an error")
 
     def __post_init__(self):
         check_options(self)
@@ -95,22 +96,22 @@ class ScriptConfig:
 class RunConfig(ScriptConfig):
     """What every script that trains takes on top."""
 
-    output_dir: str | None = run_option(None, "run directory; default runs/<experiment>/<time>-<preset>-s<seed>-<sha>")
-    resume: str = run_option("off", "off, auto (newest unfinished run of this config), or a run directory")
+    output_dir: str | None = _run(None, "run directory; default runs/<experiment>/<time>-<preset>-s<seed>-<sha>")
+    resume: str = _run("off", "off, auto (newest unfinished run of this config), or a run directory")
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobConfig(RunConfig):
     """What every script that trains on several workers takes on top."""
 
-    num_chips: int | None = device_option(
+    num_chips: int | None = _device(
         None, "TPU chips, GPUs or CPU processes of this host; 0: every chip or GPU there is; default: one", at_least=0
     )
-    host_timeout: float = device_option(
+    host_timeout: float = _device(
         60.0, "seconds until the other hosts end after one is lost; a slow host that still responds is not lost",
         at_least=10, at_most=LONGEST, fix="less, and a short network pause would end the job",
     )  # fmt: skip
-    join_timeout: float = device_option(
+    join_timeout: float = _device(
         60.0, "seconds to wait for all hosts; raise it if hosts start slowly", above=0, at_most=LONGEST
     )
 

@@ -206,3 +206,19 @@ def fit(stage: Stage, model: nn.Module, objective: Callable[[nn.Module, dict], t
             stage.backend.backward(loss)
             update.add(**metrics)
         update.record(grad_norm=update.step())
+
+
+def update(
+    model: nn.Module, stream: Iterator[dict], loss_of: Callable[[nn.Module, dict], Tensor],
+    optimizer: torch.optim.Optimizer, plan: Plan, backend: TorchBackend,
+) -> dict[str, Tensor]:  # fmt: skip
+    """One update outside a run, for checks and benchmarks: its loss and grad_norm, device scalars."""
+    loss = 0
+    for micro in range(plan.accumulation):
+        if micro:
+            backend.step_boundary()
+        with backend.autocast():
+            part = loss_of(model, next(stream))
+        backend.backward(part)
+        loss = loss + part.detach()
+    return {"loss": loss, "grad_norm": backend.update(optimizer, plan.clip_grad_norm)}

@@ -7,15 +7,8 @@ from torch.utils.data import Dataset
 
 from qat_lora.backend import TorchBackend
 from qat_lora.errors import UserError
-from qat_lora.run.options import (
-    LARGEST,
-    MOST_MICRO_BATCHES,
-    MOST_RATE,
-    MOST_UPDATES,
-    RunConfig,
-    optimisation_option,
-    run_option,
-)
+from qat_lora.run import options as opt
+from qat_lora.run.options import RunConfig
 from qat_lora.run.session import Every
 from qat_lora.train.loop import Plan
 from qat_lora.train.memory import (
@@ -28,20 +21,20 @@ from qat_lora.train.memory import (
     training_memory,
 )
 
-RATE = {"above": 0, "at_most": MOST_RATE, "fix": "use e.g. 1e-3"}  # bounds of a learning rate
+RATE = {"above": 0, "at_most": opt.MOST_RATE, "fix": "use e.g. 1e-3"}  # bounds of a learning rate
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopOptions(RunConfig):
     """Every training loop."""
 
-    learning_rate: float = optimisation_option(5e-4, "peak learning rate", **RATE)
-    clip_grad_norm: float = optimisation_option(
-        1.0, "largest global gradient norm; 0 clips nothing", at_least=0, at_most=LARGEST
+    learning_rate: float = opt.training(5e-4, "peak learning rate", **RATE)
+    clip_grad_norm: float = opt.training(
+        1.0, "largest global gradient norm; 0 clips nothing", at_least=0, at_most=opt.LARGEST
     )
-    eval_every: int = run_option(100, "updates between evaluations; 0: first and last", at_least=0)
-    save_every: int = run_option(100, "updates between checkpoints; 0: last", at_least=0)
-    log_every: int = run_option(10, "updates between lines of metrics.jsonl; 0: last", at_least=0)
+    eval_every: int = opt.run(100, "updates between evaluations; 0: first and last", at_least=0)
+    save_every: int = opt.run(100, "updates between checkpoints; 0: last", at_least=0)
+    log_every: int = opt.run(10, "updates between lines of metrics.jsonl; 0: last", at_least=0)
 
     def every(self) -> Every:
         return Every(self.log_every, self.eval_every, self.save_every)
@@ -51,11 +44,11 @@ class LoopOptions(RunConfig):
 class BatchOptions(LoopOptions):
     """Updates of several micro-batches in each worker. How their rows are split changes figures by rounding only."""
 
-    batch_size: int = optimisation_option(4, "rows in a micro-batch of each worker", identity=False, at_least=1)
-    accumulation_steps: int = optimisation_option(
-        1, "micro-batches in an update", identity=False, at_least=1, at_most=MOST_MICRO_BATCHES
+    batch_size: int = opt.training(4, "rows in a micro-batch of each worker", identity=False, at_least=1)
+    accumulation_steps: int = opt.training(
+        1, "micro-batches in an update", identity=False, at_least=1, at_most=opt.MOST_MICRO_BATCHES
     )
-    gradient_checkpointing: bool = optimisation_option(
+    gradient_checkpointing: bool = opt.training(
         False, "recompute blocks in the backward pass: less memory, more time", identity=False
     )
 
@@ -68,9 +61,9 @@ class BatchOptions(LoopOptions):
 class TrainOptions(BatchOptions):
     """Training on rows of tokens for a number of updates."""
 
-    max_steps: int = optimisation_option(300, "updates", at_least=0, at_most=MOST_UPDATES)
-    warmup_steps: int = optimisation_option(10, "updates of linear warm-up", at_least=0)
-    eval_rows: int = run_option(64, "held-out rows of an evaluation")
+    max_steps: int = opt.training(300, "updates", at_least=0, at_most=opt.MOST_UPDATES)
+    warmup_steps: int = opt.training(10, "updates of linear warm-up", at_least=0)
+    eval_rows: int = opt.run(64, "held-out rows of an evaluation")
 
     def plan(self) -> "Plan":
         return Plan(

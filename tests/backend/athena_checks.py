@@ -1,6 +1,6 @@
 """Run by test_xla_athena.py in a process of its own: a recursive model on torch_xla's CPU device and on the CPU.
 
-PJRT_DEVICE=CPU python tests/backend/athena_checks.py OUT_DIR
+PYTHONPATH=tests PJRT_DEVICE=CPU python tests/backend/athena_checks.py OUT_DIR
 """
 
 import json
@@ -10,12 +10,13 @@ from pathlib import Path
 import torch
 import torch_xla
 import torch_xla.debug.metrics as met
+from loops import train_recursive
 
 from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.experiments.athena.evaluation import measure
 from qat_lora.experiments.athena.model import RecursiveModel, RecursiveSpec
 from qat_lora.experiments.athena.rows import draw, split
-from qat_lora.experiments.athena.training import RecursivePlan, Trainer, train_recursive
+from qat_lora.experiments.athena.training import RecursivePlan, Trainer
 from qat_lora.run.rundir import Run
 from qat_lora.run.session import Every, Session
 
@@ -44,7 +45,7 @@ def training(kind: str) -> dict:
     train, heldout = split(draw("sudoku4", 40, 0), 0.2, 0)
     spec = RecursiveSpec(train.vocab, train.length, 16, 2, H_cycles=2, L_cycles=2, **SHAPES[kind])
     plan = RecursivePlan(
-        steps=STEPS, batch_size=8, learning_rate=1e-2, warmup_steps=3, lr_min_ratio=0.1, clip_grad_norm=1.0, seed=0,
+        steps=STEPS, batch_size=8, learning_rate=1e-2, warmup_steps=3, floor=0.1, clip_grad_norm=1.0, seed=0,
         segments=3, ema=0.9, exploration=0.5,
     )  # fmt: skip
     lines, halts, given = {}, {}, []
@@ -62,21 +63,25 @@ def training(kind: str) -> dict:
         run = Run(OUT / f"{kind}-{name}", resumed=False)
         session = Session(run, backend, Every(log=1, evaluate=4, save=4))
         trainer = Trainer(model, plan, backend)
-        halts[name], step = [], trainer.step
+        halts[name], count = [], []
 
-        def watched(batch, number, trainer=trainer, step=step, name=name):
-            count = graphs()
-            figures = step(batch, number)
-            given.append((name, graphs() - count))
+        def begun(batch, segment=trainer.segment, count=count):
+            count.append(graphs())
+            return segment(batch)
+
+        def ended(*args, update=backend.update, trainer=trainer, name=name, count=count):
+            norm = update(*args)
+            given.append((name, graphs() - count[-1]))
             halts[name].append(trainer.carry.halted.tolist())
-            return figures
+            return norm
 
-        trainer.step = watched
+        trainer.segment, backend.update = begun, ended
 
         def evaluate(_, trainer=trainer, backend=backend) -> dict:
             return measure(trainer.shown, heldout, plan.segments, 8, backend)
 
-        train_recursive(trainer, train, session, evaluate, {})
+        train_recursive(trainer, train, session, evaluate)
+        del backend.update  # the class's own again
         lines[name] = [line | {"compiles": line.get("compiles", 0) - before} for line in run.metrics()]
     return {
         "lines": lines, "halts": halts, "graphs": [count for name, count in given if name == "xla"],

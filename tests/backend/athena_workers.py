@@ -38,7 +38,7 @@ def train(backend, out: Path) -> None:
     lines, stream = [], segment_batches(train, plan, 0, backend.rank, backend.world_size)
     for number, batch in enumerate(stream, 1):
         figures = trainer.step(backend.to_device(batch), number)
-        fetched = backend.fetch(figures["loss"], figures["grad_norm"])
+        fetched = backend.fetch(figures["loss"].value, figures["grad_norm"])
         lines.append({"loss": sum(backend.group.gather(fetched[0])), "grad_norm": fetched[1]} | backend.counters())
     found = measure(trainer.shown, heldout, plan.segments, 8, backend)
     tensors, rest = trainer.state()

@@ -1,6 +1,6 @@
-"""Run by test_xla_sft.py in a process of its own: fine-tuning on packed examples, XLA's CPU device and the CPU.
+"""Run by test_xla_sft.py in a process of its own: fine-tuning on packed evaluationples, XLA's CPU device and the CPU.
 
-PJRT_DEVICE=CPU python tests/backend/sft_checks.py MODEL_DIR OUT_DIR
+PYTHONPATH=tests PJRT_DEVICE=CPU python tests/backend/sft_checks.py MODEL_DIR OUT_DIR
 """
 
 import json
@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch_xla.debug.metrics as met
+from loops import train_plain
 
 from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.experiments.legal.data import legal_data, legal_rows, section_weights
@@ -21,7 +22,7 @@ from qat_lora.models.loading import load_model, load_tokenizer
 from qat_lora.rl.sampler import Sampler
 from qat_lora.run.rundir import Run
 from qat_lora.run.session import Every, Session
-from qat_lora.train.loop import Plan, train_plain
+from qat_lora.train.loop import Plan
 from qat_lora.train.supervised import packed_loss
 
 MODEL, OUT = sys.argv[1], Path(sys.argv[2])
@@ -46,7 +47,7 @@ def training(backend, checkpointing: bool, dropout: float = 0.0) -> dict:
     folder.mkdir()
     run = Run(folder, resumed=False)
     session = Session(run, backend, Every(log=1, evaluate=4, save=4))
-    exam = LegalEvaluation(Sampler(tokenizer, backend, (tokenizer.eos_token_id,), 2, 256, 4), data)
+    evaluation = LegalEvaluation(Sampler(tokenizer, backend, (tokenizer.eos_token_id,), 2, 256, 4), data)
     plan = Plan(12, 4, 2, 1e-3, 3, 1.0, 0, weight_decay=0.01)
     before, given = backend.counters().get("compiles", 0), []
 
@@ -54,7 +55,7 @@ def training(backend, checkpointing: bool, dropout: float = 0.0) -> dict:
         given.append(graphs())
         return packed_loss(model, batch)
 
-    train_plain(model, data.train, loss_of, plan, session, lambda step: exam.glance(model, 4, 3), "sft")
+    train_plain(model, data.train, loss_of, plan, session, lambda step: evaluation.glance(model, 4, 3), "sft")
     save_adapter(model, folder / "adapter", None)
     gap = merged(model, MODEL, None, folder / "adapter", data.train[0]["tokens"], CPU)[1]
     lines = [line | {"compiles": line.get("compiles", 0) - before} for line in run.metrics()]

@@ -10,6 +10,7 @@ from pathlib import Path
 import memory_capacity
 import torch
 import torch_xla
+from loops import train_plain
 
 from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.experiments.stories.evaluation import heldout, story_loss, tell
@@ -19,7 +20,7 @@ from qat_lora.experiments.stories.text import Blocks, load_stories
 from qat_lora.rl.rollout import Sampling
 from qat_lora.run.rundir import Run
 from qat_lora.run.session import Every, Session
-from qat_lora.train.loop import Plan, train_plain
+from qat_lora.train.loop import Plan
 
 OUT = Path(sys.argv[1])
 XLA = open_backend("xla", "fp32")  # before any backward on the CPU, which would break XLA's in this process

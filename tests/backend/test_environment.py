@@ -30,8 +30,7 @@ def place(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "values",
-    [{}, {"MASTER_ADDR": "a"}, {"MASTER_PORT": "29500"}, {"MASTER_ADDR": "a", "MASTER_PORT": "29500"}],
+    "values", [{}, {"MASTER_ADDR": "a"}, {"MASTER_PORT": "29500"}, {"MASTER_ADDR": "a", "MASTER_PORT": "29500"}]
 )
 def test_an_address_and_a_port_are_no_launcher(place, values):
     assert place(values) is None

@@ -15,6 +15,7 @@ import torch
 from qat_lora.run.checkpoint import load_checkpoint
 
 pytestmark = pytest.mark.xla
+PATH = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"  # compiles in half the time
 
 
@@ -27,7 +28,7 @@ def folder(tmp_path_factory):
 def checks(folder, sharp_model_dir):
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("xla_checks.py"), sharp_model_dir, folder],
-        env=os.environ | {"PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICK}, capture_output=True, text=True, timeout=400,
+        env=os.environ | {"PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICK, "PYTHONPATH": PATH}, capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert (folder / "found.json").exists(), done.stderr[-3000:]
     return json.loads((folder / "found.json").read_text())

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.xla
+PATH = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 KINDS = ("", " checkpointed")
 RATES = ("format", "accuracy", "citation_precision", "citation_recall", "invented")
@@ -19,7 +20,7 @@ def checks(sharp_model_dir, tmp_path_factory):
     folder = tmp_path_factory.mktemp("xla_sft")
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("sft_checks.py"), sharp_model_dir, folder],
-        env=os.environ | {"PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICK},
+        env=os.environ | {"PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICK, "PYTHONPATH": PATH},
         capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

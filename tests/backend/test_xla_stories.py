@@ -11,6 +11,7 @@ import torch
 from memory_capacity import INPUTS, MOST, memory_capacity
 
 pytestmark = pytest.mark.xla
+PATH = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 KINDS = ("reservoir", "mingru", "transformer")
 
@@ -18,10 +19,9 @@ KINDS = ("reservoir", "mingru", "transformer")
 @pytest.fixture(scope="module")
 def checks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("xla_stories")
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("story_checks.py"), folder],
-        env=os.environ | {"PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICK, "PYTHONPATH": path},
+        env=os.environ | {"PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICK, "PYTHONPATH": PATH},
         capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

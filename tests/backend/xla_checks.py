@@ -1,6 +1,6 @@
 """Run by test_xla.py in one process of its own: the checks that need torch_xla. Prints one JSON object.
 
-PJRT_DEVICE=CPU python tests/backend/xla_checks.py MODEL_DIR OUT_DIR
+PYTHONPATH=tests PJRT_DEVICE=CPU python tests/backend/xla_checks.py MODEL_DIR OUT_DIR
 """
 
 import json
@@ -8,9 +8,11 @@ import sys
 import time
 import traceback
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import torch
+from loops import learn, train_grpo
 from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -36,7 +38,7 @@ from qat_lora.quant.linear import QuantLinear, free_scales, freeze, quantized_la
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import StudentSpec, quantize
 from qat_lora.quant.training import parameter_groups
-from qat_lora.rl.grpo import GRPOPlan, PromptDataset, answer, learn, train_grpo
+from qat_lora.rl.grpo import GRPOPlan, PromptDataset, roll_out
 from qat_lora.rl.objective import Objective
 from qat_lora.rl.policy import Prompts
 from qat_lora.rl.rollout import Sampling, rollout
@@ -108,7 +110,7 @@ def apart(ours: dict, theirs: dict) -> float:
 def placing() -> dict:
     student = make_student(XLA)
     trained = [p for p in student.parameters() if p.requires_grad]
-    optimizer = XLA.optimizer(parameter_groups(student, 1e-3, 1e-3))
+    optimizer = new_optimizer(parameter_groups(student, 1e-3, 1e-3), XLA)
     return {
         "tied": student.lm_head.weight is student.model.embed_tokens.weight,
         "device": student.lm_head.weight.device.type,
@@ -328,41 +330,49 @@ def grpo() -> dict:
     )  # fmt: skip
     model, reference = policy(XLA), policy(XLA).requires_grad_(False)
     session = open_session("grpo-xla", XLA, Every(log=1, evaluate=2, save=2))
-    examiner = BobSampler(load_tokenizer(MODEL), XLA, (2,), 4, 200, 8)
+    sampler = BobSampler(load_tokenizer(MODEL), XLA, (2,), 4, 200, 8)
 
     def evaluate(step: int) -> dict:
         """A validation, its last batch filled up."""
         questions = heldout_questions()[:3]
-        sampled = examiner.answers(model, questions, 2, Sampling())
-        greedy = examiner.answers(model, questions, 1, Sampling(0.0))
-        return {"answers": len(sampled + greedy), "perplexity": examiner.perplexity(reference, sampled, 2)}
+        sampled = sampler.answers(model, questions, 2, Sampling())
+        greedy = sampler.answers(model, questions, 1, Sampling(0.0))
+        return {"answers": len(sampled + greedy), "perplexity": sampler.perplexity(reference, sampled, 2)}
 
     train_grpo(model, reference, prompts, low_tokens, plan, session, evaluate)
     end, figures = XLA.counters(), {}
-    answered = answer(model, batches(prompts, 2, 1, 1), low_tokens, plan, XLA)
+    stream = islice(batches(prompts, 2, 1, 1), plan.accumulation)
+    rollouts = roll_out(model, stream, low_tokens, plan, XLA)
     for name, backend in (("xla", XLA), ("cpu", CPU)):
         fresh, start = policy(backend), policy(backend).requires_grad_(False)
         for p in start.parameters():
             p.data.mul_(1.01)  # a reference that is not the policy
         optimizer = new_optimizer([{"params": [p for p in fresh.parameters() if p.requires_grad], "lr": 1e-3}], backend)
-        here = answered if backend is XLA else on_host(answered)
+        here = rollouts if backend is XLA else on_host(rollouts)
         found = learn(fresh, start, here, optimizer, plan, backend)
         figures[name] = backend.fetch(*[found[key] for key in ("loss", "kl", "grad_norm")])
     return {"lines": {"xla": lines(session)}, "end": end, "figures": figures}
 
 
-def on_host(answered):
+def on_host(rollouts):
     def copied(tensors):
         return type(tensors)(**XLA.to_host(vars(tensors)))
 
-    return replace(answered, parts=[(copied(p), copied(done), *rest) for p, done, *rest in answered.parts])
+    parts = [
+        (copied(part.prompts), copied(part.completions), *XLA.to_host([part.mask, part.tokens]))
+        for part in rollouts.parts
+    ]
+    return replace(rollouts, parts=[
+        replace(part, prompts=p, completions=done, mask=mask, tokens=tokens)
+        for part, (p, done, mask, tokens) in zip(rollouts.parts, parts)
+    ])  # fmt: skip
 
 
 def planted() -> dict:
     """The alarm itself: a host read in the step must show up. Last, because it spoils the counters."""
     before = XLA.counters()["fallbacks"]
     student = make_student(XLA)
-    optimizer = XLA.optimizer(parameter_groups(student, 1e-3, 1e-3))
+    optimizer = new_optimizer(parameter_groups(student, 1e-3, 1e-3), XLA)
     stream = XLA.prefetch(batches(Cached(4), 2, 1, 0))
 
     def loss_of(model, batch):

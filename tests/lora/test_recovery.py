@@ -5,13 +5,13 @@ import json
 
 import pytest
 import torch
+from loops import script
 from peft.tuners.lora import LoraLayer
 
 from qat_lora.data.batches import batches
 from qat_lora.data.chat import documents
 from qat_lora.data.packing import Rows, TextDataset, pack
 from qat_lora.errors import UserError
-from qat_lora.experiments.recovery import Config, make_anchor
 from qat_lora.kd.evaluation import heldout_figures
 from qat_lora.lora.adapter import load_adapter, save_adapter
 from qat_lora.lora.add import add_adapter
@@ -163,11 +163,11 @@ def test_gradients_reach_the_first_block(train):
 
 def test_anchor_is_the_student_without_its_adapter(new_model, data, backend):
     """Whatever the adapter starts from."""
-    model, cfg = new_model(), Config(anchor_weight=1.0)
-    plain = make_anchor(cfg, model, data[0], backend).logits
+    model, cfg = new_model(), script("train_recovery_lora").Config(anchor_weight=1.0)
+    plain = script("train_recovery_lora").make_anchor(cfg, model, data[0], backend).logits
     for p in lora_of(model).values():
         p.data.normal_()
-    assert torch.equal(make_anchor(cfg, model, data[0], backend).logits, plain)
+    assert torch.equal(script("train_recovery_lora").make_anchor(cfg, model, data[0], backend).logits, plain)
 
 
 def test_accumulation_equals_one_large_batch_with_an_anchor(train, backend):
@@ -186,7 +186,7 @@ def test_the_schedule_is_in_use_and_logged(train, backend, monkeypatch):
     used, update = [], backend.update
     monkeypatch.setattr(backend, "update", lambda o, clip: used.append(o.param_groups[0]["lr"]) or update(o, clip))
     lines = train()[1]
-    rates = [PLAN.learning_rate * PLAN.learning_rate_factor(step) for step in range(1, 6)]
+    rates = [PLAN.learning_rate * PLAN.factor(step) for step in range(1, 6)]
     assert used == rates == [line["lr"] for line in lines] and rates[0] < rates[1] > rates[2]
 
 

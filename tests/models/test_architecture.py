@@ -146,7 +146,7 @@ def test_windows_hold_under_every_mask(kind, options):
             torch.testing.assert_close(packed, torch.cat(texts, 1), rtol=1e-4, atol=1e-4)
         unlimited = make(kind, **options | {"sliding_window": 64, "attention_chunk_size": 64})
         assert not torch.allclose(unlimited(whole).logits, own, atol=1e-2), "the window counts"
-    check_answers(model, "cpu")
+    check_answers(model, False)
 
 
 def test_a_mask_is_known_by_itself_not_by_its_place_in_memory():
@@ -246,9 +246,9 @@ def test_a_recurrent_model_does_not_pack():
     assert is_recurrent(model) and not packs(model)
     check(model)
     assert not packs(model)
-    check_answers(model, "cpu")
+    check_answers(model, False)
     with pytest.raises(UserError, match="'qwen3_5_text' carries a state from token to token, so on XLA"):
-        check_answers(model, "xla")
+        check_answers(model, True)
 
 
 def test_a_model_that_looks_ahead_is_refused():

@@ -13,14 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from qat_lora.errors import UserError
-from qat_lora.models.loading import (
-    check_headers,
-    check_length,
-    empty_model,
-    load_config,
-    load_model,
-    load_tokenizer,
-)
+from qat_lora.models.loading import check_headers, check_length, empty_model, load_config, load_model, load_tokenizer
 from qat_lora.models.writing import write_model
 
 NAME = "model.layers.1.self_attn.q_proj.weight"

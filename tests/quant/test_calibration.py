@@ -11,11 +11,12 @@ from qat_lora.layer_qat import LayerPlan, train_layers
 from qat_lora.models.architecture import decoder_layers, hidden_states
 from qat_lora.models.loading import load_model
 from qat_lora.quant.blockwise import block_outputs, compensate_block, first_inputs
-from qat_lora.quant.calibration import METHODS
 from qat_lora.quant.calibration import calibrate as start
 from qat_lora.quant.init import initialise, set_scale
 from qat_lora.quant.linear import quantized_layers, unquantized
 from qat_lora.quant.student import StudentSpec, quantize
+
+METHODS = ("rtn", "mse", "gptq")
 
 
 @pytest.fixture(scope="module")

@@ -320,7 +320,8 @@ def test_a_section_knows_its_keys(presets, preset, argv, wanted):
 
 # -- standard output -------------------------------------------------------------------------------------------------
 PROGRAM = """
-from qat_lora.run.options import ScriptConfig, run_script
+from qat_lora.run.command_line import run_script
+from qat_lora.run.options import ScriptConfig
 run_script(lambda cfg: print("worked →"), ScriptConfig, "toy", "")
 """
 FULL = "error: standard output could not be written (No space left on device); send it elsewhere and run the command"

@@ -14,6 +14,7 @@ from qat_lora.backend.group import SIGTERM
 from qat_lora.errors import UserError
 from qat_lora.run.checkpoint import read_checkpoint
 from qat_lora.run.files import sha256
+from qat_lora.run.metrics import Last, Ratio, Total
 from qat_lora.run.rundir import Run
 from qat_lora.run.session import Every, Session
 
@@ -46,7 +47,9 @@ class Toy:
             if number in self.hooks:
                 self.hooks[number]()
             loss = torch.tensor(self.losses.get(number, float(number)))
-            self.session.record(loss=loss, walk=self.weight.clone(), tokens=10, lr=1.0 / number, **self.also(number))
+            self.session.record(
+                loss=loss, walk=self.weight.clone(), tokens=Total(10), lr=Last(1.0 / number), **self.also(number)
+            )
         return self
 
     def lines(self) -> list[dict]:
@@ -106,7 +109,7 @@ def test_a_pair_is_a_mean_over_what_there_is(toy):
     """Steps without any of it count nothing, and a line without any has no such figure."""
     made = toy(Every(log=2))
     has = {1: (3.0, 4.0), 2: (0.0, 0.0), 3: (0.0, 0.0), 4: (0.0, 0.0), 5: (1.0, 1.0), 6: (1.0, 3.0)}
-    made.also = lambda number: {"exact": tuple(map(torch.tensor, has[number]))}
+    made.also = lambda number: {"exact": Ratio(*map(torch.tensor, has[number]))}
     found = made.stage("qat", 6).lines()
     assert [line.get("exact") for line in found] == [0.75, None, 0.5]
     assert not any("." in name for line in found for name in line)
@@ -114,7 +117,7 @@ def test_a_pair_is_a_mean_over_what_there_is(toy):
 
 def test_a_pair_is_over_all_workers(toy, monkeypatch):
     made = toy(Every(log=1))
-    made.also = lambda number: {"exact": (torch.tensor(1.0), torch.tensor(2.0))}
+    made.also = lambda number: {"exact": Ratio(torch.tensor(1.0), torch.tensor(2.0))}
 
     def gather(value):  # another worker, which has 5 of 6
         return [value, [line | {"exact.sum": 5.0, "exact.count": 6.0} for line in value] if value else value]

@@ -15,13 +15,12 @@ import pytest
 import torch
 from ports import free_port
 
-from qat_lora.backend import machine
 from qat_lora.errors import UserError
-from qat_lora.experiments import remote
 from qat_lora.experiments.athena import training as recursive
 from qat_lora.experiments.athena.model import IGNORE, RecursiveModel, RecursiveSpec
-from qat_lora.experiments.athena.pretraining import announce, check_sizes
 from qat_lora.experiments.athena.rows import draw, save, split
+from qat_lora.experiments.athena.training import announce
+from qat_lora.run import remote
 from qat_lora.run.checkpoint import load_checkpoint
 from qat_lora.run.command_line import parse
 
@@ -107,8 +106,8 @@ def test_status_lines_are_the_guides(train, tmp_path, capsys):
     ],
 )  # fmt: skip
 def test_status_lines_of_devices_that_are_not_here(monkeypatch, capsys, kind, place, device, said):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA RTX 4060")
-    announce(SimpleNamespace(kind=kind, rank=place[0], world_size=place[1], device=device, on_tpu=kind == "xla"))
+    name, on_tpu = "NVIDIA RTX 4060", kind == "xla"
+    announce(SimpleNamespace(kind=kind, name=name, rank=place[0], world_size=place[1], device=device, on_tpu=on_tpu))
     assert capsys.readouterr().out.splitlines() == said
 
 
@@ -357,17 +356,18 @@ def test_two_workers_are_one(train, trained, tmp_path):
 def test_sizes_are_checked_against_the_device_that_trains(load_script, monkeypatch):
     """A GPU of 1 GB is too small, a TPU's memory is not known, a dry run may plan for another machine; the workers of a
     host share its memory."""
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=10**9))
-    monkeypatch.setattr(machine, "host_memory", lambda: 1.5e9)
+    memory = {"cpu": 1.5e9, "cuda": 1e9, "xla on the cpu": 1.5e9, "tpu": None}
 
-    def need(kind: str, workers: int = 1, *words: str, on_tpu: bool = False) -> int:
-        cfg = parse(load_script("pretrain").Config, "pretrain", [*SMALL, "global_batch_size=4000", *words])
-        backend = SimpleNamespace(kind=kind, on_tpu=on_tpu, bf16=False, device=None)
-        return check_sizes(cfg, RecursiveSpec(6, 16, 512, 8), backend, workers)
+    def need(kind: str, workers: int = 1, *words: str) -> int:
+        script = load_script("pretrain")
+        cfg = parse(script.Config, "pretrain", [*SMALL, "global_batch_size=4000", *words])
+        shares = kind in ("cpu", "xla on the cpu")
+        backend = SimpleNamespace(memory=lambda: memory[kind], shares_host_memory=shares, bf16=False)
+        return script.check_sizes(cfg, RecursiveSpec(6, 16, 512, 8), backend, workers)
 
     whole = need("cpu", 1, "--dry-run")
-    assert whole > 1.5e9 and need("cuda", 1, "--dry-run") == need("xla", on_tpu=True) == whole
-    for kind in ("cpu", "cuda", "xla"):
+    assert whole > 1.5e9 and need("cuda", 1, "--dry-run") == need("tpu") == whole
+    for kind in ("cpu", "cuda", "xla on the cpu"):
         with pytest.raises(UserError, match=f"there is {1.0 if kind == 'cuda' else 1.5} GB; lower global_batch_size"):
             need(kind)
     assert need("cuda", 40) < 1e9 < 40 * need("cuda", 40)

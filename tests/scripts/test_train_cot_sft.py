@@ -284,8 +284,7 @@ def test_a_wandb_that_breaks_on_import_is_refused_before_training(run, tmp_path,
 
 @pytest.mark.parametrize("fails", ["init", "log"])
 @pytest.mark.parametrize(
-    "error",
-    [BrokenPipeError(32, "Broken pipe"), OSError(28, "No space left"), SystemExit(3), asyncio.CancelledError()],
+    "error", [BrokenPipeError(32, "Broken pipe"), OSError(28, "No space left"), SystemExit(3), asyncio.CancelledError()]
 )
 def test_wandb_may_break(run, tmp_path, monkeypatch, capsys, fails, error):
     class Wandb:

@@ -10,7 +10,7 @@ from qat_lora.backend import TorchBackend
 from qat_lora.experiments.athena.memory import recursive_memory
 from qat_lora.experiments.athena.model import RecursiveSpec
 from qat_lora.experiments.stories.memory import story_memory
-from qat_lora.experiments.stories.models import MODELS, Shape, build
+from qat_lora.experiments.stories.models import Shape, build
 from qat_lora.experiments.stories.reservoir import ReservoirSpec
 from qat_lora.models.loading import empty_model, load_model
 from qat_lora.quant.student import StudentSpec, quantize
@@ -27,6 +27,7 @@ from qat_lora.train.memory import (
     training_memory,
 )
 
+MODELS = ("reservoir", "transformer", "mingru")
 # In a process of its own: the most that it ever held, less what it held before, for one update of a model.
 PEAK = """
 import sys, torch
@@ -34,6 +35,7 @@ from qat_lora.backend import TorchBackend
 from qat_lora.experiments.athena.rows import draw
 from qat_lora.experiments.athena.model import RecursiveModel, RecursiveSpec
 from qat_lora.experiments.athena.training import RecursivePlan, Trainer, segment_batches
+
 rows = draw("maze9", 40, 0)
 spec = RecursiveSpec(rows.vocab, rows.length, hidden_size=int(sys.argv[1]), num_heads=4, H_cycles=1, L_cycles=3)
 plan = RecursivePlan(

@@ -12,7 +12,7 @@ from qat_lora.data.supervised import Example, PackedExamples
 from qat_lora.models.architecture import packs
 from qat_lora.models.check import check
 from qat_lora.models.loading import load_model
-from qat_lora.train import supervised as sft
+from qat_lora.train import supervised
 from qat_lora.train.supervised import heldout_sections, packed_loss, packed_states
 
 LENGTHS = (9, 5, 12, 7, 3)
@@ -75,7 +75,7 @@ def test_one_mask_for_a_row_gives_the_same(examples, model, monkeypatch):
     """What CUDA and XLA compute, on the CPU."""
     batch = batch_of(PackedExamples(examples, 21, (1.0, 1.0), 2))
     first = gradients(model, packed_loss(model, batch))
-    monkeypatch.setattr(sft, "ONE_BY_ONE", ())
+    monkeypatch.setattr(supervised, "on_host", lambda _: False)
     second = gradients(model, packed_loss(model, batch))
     for name, gradient in first.items():
         torch.testing.assert_close(second[name], gradient, rtol=0, atol=1e-5)
@@ -87,7 +87,7 @@ def test_an_example_never_sees_another(examples, model, masked, monkeypatch):
     data = PackedExamples(examples, 21, (1.0, 1.0), 2)
     batch = batch_of(data)
     if masked:
-        monkeypatch.setattr(sft, "ONE_BY_ONE", ())
+        monkeypatch.setattr(supervised, "on_host", lambda _: False)
     before, _ = packed_states(model, batch)
     for row in range(len(data)):
         for segment in range(1, int(data.segments[row].max()) + 1):

@@ -7,14 +7,7 @@ import torch
 from torch import Tensor
 
 from qat_lora.backend import TorchBackend
-from qat_lora.experiments.athena.model import (
-    IGNORE,
-    RecursiveModel,
-    fresh,
-    halting,
-    refill,
-    stablemax_loss,
-)
+from qat_lora.experiments.athena.model import IGNORE, RecursiveModel, fresh, halting, refill, stablemax_loss
 from qat_lora.experiments.athena.rows import PuzzleRows
 
 

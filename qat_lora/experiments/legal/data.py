@@ -15,13 +15,7 @@ from qat_lora.data.supervised import (
 )
 from qat_lora.data.text import read_rows
 from qat_lora.errors import UserError
-from qat_lora.experiments.legal.answers import (
-    checked_rows,
-    document,
-    group,
-    readable,
-    same,
-)
+from qat_lora.experiments.legal.answers import checked_rows, document, group, readable, same
 from qat_lora.experiments.legal.authorities import Authorities
 from qat_lora.experiments.legal.rules import generate
 from qat_lora.experiments.legal.sections import NUMBERS

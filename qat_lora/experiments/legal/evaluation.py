@@ -6,12 +6,7 @@ from pathlib import Path
 from torch import nn
 
 from qat_lora.errors import UserError
-from qat_lora.experiments.legal.answers import (
-    invented,
-    messages,
-    response,
-    score,
-)
+from qat_lora.experiments.legal.answers import invented, messages, response, score
 from qat_lora.experiments.legal.authorities import Authorities
 from qat_lora.experiments.legal.data import LegalData
 from qat_lora.experiments.legal.sections import NUMBERS, Answer

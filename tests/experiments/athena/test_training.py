@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from loops import script
 from torch import nn
 
 from qat_lora.backend import TorchBackend
@@ -15,10 +16,11 @@ from qat_lora.experiments.athena.evaluation import answer, kept, measure
 from qat_lora.experiments.athena.model import IGNORE, RecursiveModel, RecursiveSpec
 from qat_lora.experiments.athena.rows import corpus, draw, split
 from qat_lora.experiments.athena.training import RecursivePlan, Trainer, segment_batches
+from qat_lora.run.metrics import Ratio, parts_of
 
 CPU = TorchBackend("cpu", "fp32")
 PLAN = RecursivePlan(
-    steps=20, batch_size=8, learning_rate=1e-2, warmup_steps=3, lr_min_ratio=0.1, clip_grad_norm=1.0, seed=0,
+    steps=20, batch_size=8, learning_rate=1e-2, warmup_steps=3, floor=0.1, clip_grad_norm=1.0, seed=0,
     segments=3, ema=0.9, exploration=0.5,
 )  # fmt: skip
 
@@ -40,7 +42,7 @@ def model_of(rows, **changes) -> RecursiveModel:
 def train(trainer: Trainer, rows, first: int, last: int) -> list[dict]:
     stream = segment_batches(rows, trainer.plan, first - 1)
     return [
-        {name: float(np.ravel(value)[0]) for name, value in trainer.step(next(stream), number).items()}
+        {name: float(part.value) for name, part in parts_of(trainer.step(next(stream), number)).items()}
         for number in range(first, last + 1)
     ]
 
@@ -98,11 +100,11 @@ def test_some_rows_have_to_explore(rows):
 
 
 def test_the_learning_rate_rises_and_falls_to_its_least():
-    factors = [PLAN.learning_rate_factor(step) for step in range(1, 21)]
+    factors = [PLAN.factor(step) for step in range(1, 21)]
     assert factors[:3] == pytest.approx([0.25, 0.5, 0.75]) and factors[-1] == pytest.approx(0.1, abs=0.02)
     assert max(factors) == factors[3] > 0.95
     assert factors[3:] == sorted(factors[3:], reverse=True) and min(factors[3:]) >= 0.1
-    assert replace(PLAN, lr_min_ratio=1.0).learning_rate_factor(20) == pytest.approx(1.0)
+    assert replace(PLAN, floor=1.0).factor(20) == pytest.approx(1.0)
 
 
 # -- an update -------------------------------------------------------------------------------------------------------
@@ -158,7 +160,7 @@ def test_only_embeddings_of_puzzles_that_came_move(rows):
     moved = (model.identity != 0).any(1).tolist()
     assert moved == [False, True, True, True, False, False]
     sizes = model.identity[1:4].abs()
-    torch.testing.assert_close(sizes, torch.full_like(sizes, 0.5 * PLAN.learning_rate_factor(1)))
+    torch.testing.assert_close(sizes, torch.full_like(sizes, 0.5 * PLAN.factor(1)))
     assert trainer.shown.identity is model.identity
 
 
@@ -172,9 +174,9 @@ def test_figures_are_of_the_rows_that_have_ended_and_have_a_label(rows):
         ended = (carry.halted & (carry.labels != IGNORE).any(1)).nonzero()[:, 0]
         counts.append(len(ended))
         assert carry.halted.sum() >= len(ended)
-        assert found["segments"] == (carry.segments[ended].sum(), len(ended))
-        assert found["exact"] == (0, len(ended))
-        assert found["lr"] == pytest.approx(1e-2 * PLAN.learning_rate_factor(number))
+        assert found["segments"] == Ratio(carry.segments[ended].sum(), len(ended))
+        assert found["exact"] == Ratio(0, len(ended))
+        assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 * PLAN.factor(number))
     assert 0 in counts and max(counts) > 1
 
 
@@ -292,11 +294,14 @@ def test_rows_that_do_not_divide_by_the_workers_are_refused(rows):
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({"segments": 0}, "--halt-max-segments 0 must be at least 1"), ({"ema": 1.0}, "--ema-decay 1.0 must be"),
-        ({"lr_min_ratio": 1.5}, "--lr-min-ratio 1.5 must be"), ({"exploration": -0.1}, "--halt-exploration -0.1"),
-        ({"betas": (0.9, 1.0)}, "--beta1 0.9 and --beta2 1.0"), ({"weight_decay": -1.0}, "--weight-decay -1.0 must"),
+        ({"halt_max_segments": 0}, "--halt-max-segments 0 must be from 1 to 10,000"),
+        ({"ema_decay": 1.0}, "--ema-decay 1 must be from 0 to below 1"),
+        ({"lr_min_ratio": 1.5}, "--lr-min-ratio 1.5 must be from 0 to 1"),
+        ({"halt_exploration": -0.1}, "--halt-exploration -0.1 must be from 0 to 1"),
+        ({"beta2": 1.0}, "--beta2 1 must be from 0 to below 1"),
+        ({"weight_decay": -1.0}, "--weight-decay -1 must be from 0 to 1,000"),
     ],
 )  # fmt: skip
-def test_impossible_plans_are_refused(changes, said):
+def test_impossible_options_are_refused(changes, said):
     with pytest.raises(UserError, match=said):
-        replace(PLAN, **changes)
+        script("pretrain").Config(**changes)

@@ -1,0 +1,56 @@
+"""The loops of the scripts, and updates outside a run, for tests."""
+
+import functools
+import importlib.util
+import sys
+from pathlib import Path
+
+from qat_lora.rl.grpo import policy_loss
+from qat_lora.run.metrics import Metric, Share, Total
+from qat_lora.train.loop import fit, plain_stage, tokens_of
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+
+
+@functools.cache
+def script(name: str):
+    """scripts/<name>.py as a module."""
+    spec = importlib.util.spec_from_file_location(f"scripts_{name}", SCRIPTS / f"{name}.py")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def objective_of(loss_of):
+    def objective(model, batch):
+        loss = loss_of(model, batch)
+        return loss, {"loss": Share(loss), "tokens": Total(tokens_of(batch))}
+
+    return objective
+
+
+def train_plain(model, rows, loss_of, plan, session, evaluate=lambda step: {}, stage="train") -> None:
+    """A stage of a loss_of(model, batch)."""
+    fit(plain_stage(stage, model, rows, plan, session, evaluate), model, objective_of(loss_of))
+
+
+def train_grpo(model, reference, prompts, judge, plan, session, evaluate=lambda step: {}) -> None:
+    script("train_musclebob_improved").reinforce(model, reference, prompts, judge, plan, session, evaluate)
+
+
+def train_recursive(trainer, rows, session, evaluate) -> None:
+    script("pretrain").recurse(trainer, rows, session, evaluate)
+
+
+def learn(model, reference, rollouts, optimizer, plan, backend) -> dict:
+    """One update on rollouts, outside a run: its loss, kl and grad_norm."""
+    model.train()
+    found: dict[str, Metric] = {}
+    for part in rollouts.parts:
+        loss, metrics = policy_loss(model, reference, part, plan, backend)
+        backend.backward(loss)
+        for name, metric in metrics.items():
+            found[name] = found[name] + metric.detached() if name in found else metric.detached()
+        backend.step_boundary()
+    values = {name: metric.value for name, metric in found.items()}
+    return values | {"grad_norm": backend.update(optimizer, plan.clip_grad_norm)}
