@@ -63,6 +63,12 @@ class Ratio:
     total: Value
     count: Value
 
+    def __add__(self, other: "Ratio") -> "Ratio":
+        return Ratio(self.total + other.total, self.count + other.count)
+
+    def detached(self) -> "Ratio":
+        return self
+
 
 def parts_of(metrics: dict[str, Metric | Ratio | Value]) -> dict[str, Metric]:
     """The metrics of a step by the names under which they are kept; a plain number is a `Metric`."""

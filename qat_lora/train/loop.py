@@ -96,7 +96,7 @@ class Update:
                 self.stage.backend.step_boundary()
             yield next(self.stream)
 
-    def add(self, **metrics: Metric) -> None:
+    def add(self, **metrics: Metric | Ratio) -> None:
         """Metrics of a micro-batch, added to those of the ones before."""
         for name, metric in metrics.items():
             metric = metric.detached()
