@@ -29,11 +29,11 @@ from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.data.options import TextSource
 from qat_lora.data.packing import given_token, stream, tokenizer_fingerprint
 from qat_lora.errors import UserError
-from qat_lora.lora.adapter import adapter_values
+from qat_lora.lora.adapter import adapter_values, empty_trained, load_trained
 from qat_lora.models.architecture import unwrap
 from qat_lora.models.loading import check_length, empty_model, load_model, load_tokenizer
 from qat_lora.models.packaged import notes
-from qat_lora.quant.student import bits_per_weight, empty_trained, load_trained, megabytes
+from qat_lora.quant.student import bits_per_weight, megabytes
 from qat_lora.run import options as opt
 from qat_lora.run.command_line import run_script
 from qat_lora.run.console import say

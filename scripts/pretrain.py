@@ -52,6 +52,7 @@ from qat_lora.train.memory import check_fits
 from qat_lora.train.options import RATE, LoopOptions
 
 NAME = "pretrain"
+LARGE = 2**40  # more of any size, and products of a few leave the range of a float
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16"}
 
 
@@ -140,13 +141,17 @@ class Config(LoopOptions, JobConfig):
     }  # fmt: skip
     DEFAULT_CONFIG: ClassVar = "cfg_pretrain"
 
-    hidden_size: int = opt.model(512, "arch: width", at_least=1)
-    num_heads: int = opt.model(8, "arch: attention heads", at_least=1)
+    hidden_size: int = opt.model(512, "arch: width", at_least=1, at_most=LARGE)
+    num_heads: int = opt.model(8, "arch: attention heads", at_least=1, at_most=LARGE)
     num_kv_heads: int | None = opt.model(None, "arch: heads of keys and values (GQA); default: all", at_least=1)
-    L_layers: int = opt.model(2, "arch: blocks of the stack", at_least=1)
-    H_cycles: int = opt.model(3, "arch: updates of the answer in a segment; only the last has a gradient", at_least=1)
-    L_cycles: int = opt.model(6, "arch: updates of the reasoning state before each of those", at_least=1)
-    expansion: float = opt.model(4.0, "arch: of the gated MLPs", above=0)
+    L_layers: int = opt.model(2, "arch: blocks of the stack", at_least=1, at_most=LARGE)
+    H_cycles: int = opt.model(
+        3, "arch: updates of the answer in a segment; only the last has a gradient", at_least=1, at_most=10_000
+    )
+    L_cycles: int = opt.model(
+        6, "arch: updates of the reasoning state before each of those", at_least=1, at_most=10_000
+    )
+    expansion: float = opt.model(4.0, "arch: expansion of the gated MLPs", above=0, at_most=64, fix="use e.g. 4")
     mlp_t: bool = opt.model(False, "arch: mix tokens by an MLP over positions, not by attention")
     one_step_gradient: bool = opt.model(False, "arch: gradient through the last two updates alone")
     data_path: str | None = opt.data(

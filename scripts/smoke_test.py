@@ -38,7 +38,9 @@ NAMES = {"cpu": "CPU", "cuda": "CUDA", "xla": "XLA"}
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ScriptConfig):
-    num_chips: int | None = opt.device(None, "TPU chips, GPUs or CPU processes; default: every chip, two processes")
+    num_chips: int | None = opt.device(
+        None, "TPU chips, GPUs or CPU processes; default: every chip, two processes", at_least=0
+    )
     run_training: bool = opt.run(False, "train for --train-epochs passes over 144 puzzles, not for two updates")
     train_epochs: int = opt.run(5, "passes of --run-training over the puzzles", at_least=1)
 

@@ -15,6 +15,8 @@ from qat_lora.backend.devices import on_host
 from qat_lora.errors import UserError, one_line
 from qat_lora.models.architecture import unwrap
 from qat_lora.models.identity import check_pickle, short
+from qat_lora.models.loading import EMBEDDED, empty_model, load_model
+from qat_lora.quant.student import empty_student, load_student, read_student
 from qat_lora.run.files import read_json, sha256, write_json, writing
 
 ORIGIN = "origin.json"
@@ -185,3 +187,20 @@ def save_adapter(model: nn.Module, folder: Path, student: str | None) -> None:
 
 def weight_file(folder: Path) -> Path:
     return next(folder / name for name in WEIGHT_FILES if (folder / name).is_file())
+
+
+def load_trained(model: str | None, checkpoint: str | Path | None, adapter: str | Path | None) -> tuple[nn.Module, str]:
+    """A base model (the embedded one unless `model` names another), or the student of a checkpoint, with an adapter on
+    it where one is given; and the name of the base, which its tokenizer has."""
+    if checkpoint:
+        whole, made = load_student(checkpoint, model)
+        name = made["model"]
+    else:
+        name = model or EMBEDDED
+        whole = load_model(name)
+    return load_adapter(whole, adapter, checkpoint) if adapter else whole, name
+
+
+def empty_trained(model: str | None, checkpoint: str | Path | None) -> nn.Module:
+    """What `load_trained` gives for them without an adapter, without storage."""
+    return empty_student(read_student(checkpoint, model)) if checkpoint else empty_model(model or EMBEDDED)

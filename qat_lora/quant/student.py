@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.errors import UserError, first_line
-from qat_lora.lora.adapter import load_adapter
 from qat_lora.models.architecture import decoder_layers, matrices, unwrap
 from qat_lora.models.head import Head, head_form
 from qat_lora.models.identity import short
-from qat_lora.models.loading import EMBEDDED, empty_model, load_model, model_fingerprint
+from qat_lora.models.loading import empty_model, load_model, model_fingerprint
 from qat_lora.models.norms import norms_in_one_step
 from qat_lora.models.source import absolute_name
 from qat_lora.quant.linear import (
@@ -275,23 +274,6 @@ def load_student(path: str | Path, model: str | None = None, base: nn.Module | N
     student = quantize(base, StudentSpec(**content["spec"]))
     _fill(student, content, path)
     return student, {key: value for key, value in content.items() if key != "tensors"}
-
-
-def load_trained(model: str | None, checkpoint: str | Path | None, adapter: str | Path | None) -> tuple[nn.Module, str]:
-    """A base model (the embedded one unless `model` names another), or the student of a checkpoint, with an adapter on
-    it where one is given; and the name of the base, which its tokenizer has."""
-    if checkpoint:
-        whole, made = load_student(checkpoint, model)
-        name = made["model"]
-    else:
-        name = model or EMBEDDED
-        whole = load_model(name)
-    return load_adapter(whole, adapter, checkpoint) if adapter else whole, name
-
-
-def empty_trained(model: str | None, checkpoint: str | Path | None) -> nn.Module:
-    """What `load_trained` gives for them without an adapter, without storage."""
-    return empty_student(read_student(checkpoint, model)) if checkpoint else empty_model(model or EMBEDDED)
 
 
 def reload_student(path: str | Path, student: nn.Module) -> None:

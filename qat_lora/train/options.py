@@ -63,7 +63,7 @@ class TrainOptions(BatchOptions):
 
     max_steps: int = opt.training(300, "updates", at_least=0, at_most=opt.MOST_UPDATES)
     warmup_steps: int = opt.training(10, "updates of linear warm-up", at_least=0)
-    eval_rows: int = opt.run(64, "held-out rows of an evaluation")
+    eval_rows: int = opt.run(64, "held-out rows of an evaluation", at_least=1)
 
     def plan(self) -> "Plan":
         return Plan(

@@ -85,7 +85,9 @@ def config_of(load_script):
     """config_of(script, argv): the script's config, as its command line would make it."""
 
     def make(script: str, argv: list[str]):
-        return parse(load_script(script).Config, script, argv, presets=PRESETS_OF.get(script))
+        base = PRESETS_OF.get(script)
+        defaults = {"num_chips": 0} if base else {}
+        return parse(load_script(base or script).Config, script, argv, presets=base, defaults=defaults)
 
     return make
 
@@ -141,8 +143,8 @@ def test_commands_of_the_seed_guides_parse(config_of, command):
         assert config.cache_dir == "caches/openhermes_L128_K128_N50K"
     elif "--max-steps" in argv:
         assert config.device == ("tpu" if "--tpu" in argv else "auto") and config.model == "Qwen/Qwen3-0.6B"
-        assert (config.recovery_r, config.batch_size, config.accumulation_steps, config.max_steps) == (8, 4, 8, 1000)
-        assert (config.checkpoint, config.kd_cache_dir) == ("runs/v2_q4/best.pt", "caches/wikitext103_L1024_K128")
+        assert (config.lora_r, config.batch_size, config.accumulation_steps, config.max_steps) == (8, 4, 8, 1000)
+        assert (config.checkpoint, config.cache_dir) == ("runs/v2_q4/best.pt", "caches/wikitext103_L1024_K128")
 
 
 # -- presets ---------------------------------------------------------------------------------------------------------

@@ -3,20 +3,24 @@
 import ast
 import dataclasses
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import yaml
 
-from qat_lora.run.options import JobConfig
+from qat_lora.run.command_line import type_of
+from qat_lora.run.options import GROUPS, JobConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py"))
 COMMON = {field.name for field in dataclasses.fields(JobConfig)}
 # Options that several scripts share are read beside their definition.
-SHARED = [ROOT / "qat_lora" / "data" / "options.py", ROOT / "qat_lora" / "qat.py"]
-EXPERIMENT = {
-    "train_qat": "qat", "train_v2_tpu_multi": "qat", "train_recovery_lora": "recovery",
-    "train_recovery_lora_multi": "recovery", "pretrain": "athena", "train_cot_sft": "cot_sft",
+SHARED = [ROOT / "qat_lora" / "data" / "options.py", ROOT / "qat_lora" / "train" / "options.py"]
+VARIANTS = ("train_recovery_lora_multi", "train_v2_tpu_multi")  # of another script, whose options they have
+UNBOUNDED = {  # numbers whose range is checked with what they belong to
+    "top_k", "top_p", "temperature",  # rl.rollout.Sampling
+    "leak_min", "leak_max",  # the one below the other
+    "least_blanks", "most_blanks", "stride", "length", "count", "heldout_fraction", "max_stories", "vocab_size",  # data
 }  # fmt: skip
 
 
@@ -27,16 +31,22 @@ def attributes(path: Path) -> set[str]:
     return names | {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in VARIANTS])
 def test_every_flag_of_a_script_is_read(name, load_script):
     config = load_script(name).Config
     own = {field.name for field in dataclasses.fields(config)} - COMMON
     own |= {"timeouts"} if issubclass(config, JobConfig) else set()  # which reads --host-timeout and --join-timeout
-    files = [ROOT / "scripts" / f"{name}.py", *SHARED]
-    if name in EXPERIMENT:
-        files.append(ROOT / "qat_lora" / "experiments" / f"{EXPERIMENT[name]}.py")
-    read = set().union(*map(attributes, files))
+    read = set().union(*map(attributes, [ROOT / "scripts" / f"{name}.py", *SHARED]))
     assert own <= read, f"parsed and never used: {sorted(own - read)}"
+
+
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in VARIANTS])
+def test_every_number_has_a_range_and_every_option_a_group(name, load_script):
+    config = load_script(name).Config
+    for field in dataclasses.fields(config):
+        assert field.metadata["group"] in GROUPS
+        if type_of(get_type_hints(config)[field.name]) in (int, float) and field.name not in UNBOUNDED:
+            assert field.metadata["bounds"], f"--{field.name}: any number is taken"
 
 
 def test_no_two_presets_of_a_script_are_the_same():

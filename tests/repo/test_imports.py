@@ -1,14 +1,16 @@
 """Imports go one way, torch_xla stays behind one door, and nothing edits sys.path. Read from the source, not run."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FLOOR = ("backend", "run")
-MIDDLE = ("data", "models", "quant", "kd", "rl")
-SHARED = ("errors", "git", "hub", "machine", "urls")  # what every folder may import
+ORDER = [  # each room imports itself and those before it
+    "errors", "backend", "run", "models", "data", "quant", "train", "kd", "lora", "rl", "layer_qat", "export",
+    "experiments",
+]  # fmt: skip
 PACKAGE = sorted((ROOT / "qat_lora").rglob("*.py"))
 SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
 EVERYTHING = [*PACKAGE, *SCRIPTS, *(p for d in ("benchmarks", "tests") for p in sorted((ROOT / d).rglob("*.py")))]
@@ -31,47 +33,59 @@ def imported(path: Path) -> set[str]:
 
 
 def of_ours(path: Path) -> set[str]:
-    """The second names of what it imports from qat_lora: {"run", "quant", …}."""
+    """The rooms that it imports from: {"run", "quant", …}."""
     return {module.split(".")[1] for module in imported(path) if module.startswith("qat_lora.")}
 
 
-def layer(path: Path) -> str:
+def room_or_script(path: Path) -> str:
+    return room(path) if path in PACKAGE else "scripts"
+
+
+def room(path: Path) -> str:
     return path.relative_to(ROOT / "qat_lora").parts[0].removesuffix(".py")
 
 
 def test_the_walk_finds_the_code():
     assert len(PACKAGE) > 20 and len(SCRIPTS) >= 8
-    assert "qat_lora.experiments.qat" in imported(ROOT / "scripts" / "train_qat.py")
+    assert "qat_lora.kd.training" in imported(ROOT / "scripts" / "train_qat.py")
     assert "torch_xla" in imported(ROOT / "qat_lora" / "backend" / "xla.py")
+
+
+def test_every_room_has_its_place():
+    assert {room(path) for path in PACKAGE} == {*ORDER, "__init__"}
 
 
 @pytest.mark.parametrize("path", PACKAGE, ids=name)
 def test_imports_go_one_way(path):
-    own, used = layer(path), of_ours(path)
-    if own == "__init__":
-        return  # names its modules as text
-    if own in SHARED:
-        assert used <= set(SHARED)
-    elif own == "backend":
-        assert used <= {"backend", *SHARED}
-    elif own == "run":
-        assert used <= {*FLOOR, *SHARED}
-    elif own in MIDDLE:
-        assert used <= {*FLOOR, *MIDDLE, *SHARED}
-    else:
-        pipelines = {layer(p) for p in PACKAGE} - {*FLOOR, *MIDDLE, *SHARED, "__init__"}
-        assert used <= {*FLOOR, *MIDDLE, *SHARED, *pipelines}
+    if room(path) != "__init__":  # which names its modules as text
+        assert of_ours(path) <= set(ORDER[: ORDER.index(room(path)) + 1])
 
 
-@pytest.mark.parametrize("folder", MIDDLE)
-def test_no_circle_between_the_folders_of_the_middle(folder):
-    """The folders can be put in an order in which each imports only earlier ones."""
-    uses = {f: set().union(*map(of_ours, (ROOT / "qat_lora" / f).glob("*.py"))) & set(MIDDLE) - {f} for f in MIDDLE}
-    reached, front = set(), {folder}
-    while front:
-        front = set().union(*(uses[f] for f in front)) - reached
-        reached |= front
-    assert folder not in reached, f"{folder} → {sorted(uses[folder])} leads back to it"
+@pytest.mark.parametrize("path", [p for p in PACKAGE if room(p) == "experiments"], ids=name)
+def test_an_experiment_imports_no_other(path):
+    used = {module.split(".")[2] for module in imported(path) if module.startswith("qat_lora.experiments.")}
+    assert used <= {path.relative_to(ROOT / "qat_lora").parts[1]}
+
+
+DEVICE_ASKED = re.compile(r"\.(kind|device\.type) *(==|!=|in\b|not in\b)|\bdevice_type *==")
+
+
+@pytest.mark.parametrize("path", [p for p in [*PACKAGE, *SCRIPTS] if room_or_script(p) != "backend"], ids=name)
+def test_which_device_it_is_is_asked_in_the_backend_alone(path):
+    """Elsewhere a capability is asked for. What is no device, such as the kind of a reservoir, is `spec.kind`."""
+    lines = [line for line in path.read_text().splitlines() if DEVICE_ASKED.search(line)]
+    assert not [line for line in lines if not re.search(r"(spec|self|entry|e|rows)\.kind", line)]
+
+
+@pytest.mark.parametrize(
+    "line, asks",
+    [
+        ('if backend.kind == "xla":', True), ('if x.device.type != "cpu":', True), ("if spec.kind == 2:", True),
+        ('if backend.kind in ("cpu", "cuda"):', True), ("if backend.static_shapes:", False),
+    ],
+)  # fmt: skip
+def test_the_walk_sees_what_asks_for_a_device(line, asks):
+    assert bool(DEVICE_ASKED.search(line)) is asks
 
 
 @pytest.mark.parametrize("path", PACKAGE, ids=name)
@@ -95,22 +109,10 @@ def test_script_imports_no_script(path):
 
 
 @pytest.mark.parametrize("path", [*PACKAGE, *SCRIPTS], ids=name)
-def test_torch_xla_is_imported_only_in_the_backend(path):
-    if path.parent != ROOT / "qat_lora" / "backend":
-        assert not {module for module in imported(path) if module.split(".")[0] == "torch_xla"}
-
-
-def test_backend_imports_torch_xla_only_in_the_files_that_open_after_the_choice():
-    """At module level; a function may import it late."""
-    for path in sorted((ROOT / "qat_lora" / "backend").glob("*.py")):
-        top = ast.Module([node for node in ast.parse(path.read_text()).body], [])
-        direct = {
-            alias.name.split(".")[0]
-            for node in top.body
-            if isinstance(node, ast.Import | ast.ImportFrom)
-            for alias in (node.names if isinstance(node, ast.Import) else [ast.alias(node.module)])
-        }
-        assert ("torch_xla" in direct) == (path.name in ("xla.py", "probe.py")), path.name
+def test_torch_xla_is_imported_in_one_file(path):
+    """At its top, since it is itself imported only once the device is chosen."""
+    uses = {module for module in imported(path) if module.split(".")[0] == "torch_xla"}
+    assert bool(uses) == (path == ROOT / "qat_lora" / "backend" / "xla.py")
 
 
 def edits_sys_path(node: ast.AST) -> bool:

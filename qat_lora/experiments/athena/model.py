@@ -18,8 +18,6 @@ from qat_lora.models.rotary import rotation, turned
 IGNORE = -100  # the label of a position without a loss
 EPS = 1e-5
 FEW_POSITIONS = 128
-LARGEST = 2**40  # largest value of any size, so that products of a few stay within a float
-MOST_CYCLES = 10_000  # of either kind
 HALT_BIAS = -5.0  # nothing halts before the head has learnt when
 
 

@@ -102,11 +102,7 @@ def test_a_block_carries_its_state(spec):
 @pytest.mark.parametrize(
     "changes, part",
     [
-        ({"radius": 0.0}, "spectral radius 0.0"), ({"radius": -1.0}, "spectral radius"),
-        ({"density": 0.0}, "density 0.0"),
-        ({"radius": 1e300}, "spectral radius 1e.300"), ({"radius": float("nan")}, "spectral radius nan"),
-        ({"scaling": 0.0}, "input scaling 0.0"), ({"scaling": float("inf")}, "input scaling inf"),
-        ({"density": 1.5}, "density 1.5"), ({"leak": (0.0, 1.0)}, "leak"), ({"units": 0}, "0 units"),
+        ({"leak": (0.0, 1.0)}, "leak"), ({"units": 0}, "0 units"),
         ({"units": 10**6}, "a reservoir of 1000000 esn units needs at least 16,000.0 GB"),
         ({"units": 10**12, "kind": "diagonal"}, "a reservoir of 1000000000000 diagonal units needs"),
         ({"kind": "lstm"}, "'lstm'"), ({"kind": "diagonal", "radius": 1.2}, "grow without end"),
