@@ -26,16 +26,15 @@ from qat_lora.errors import UserError
 from qat_lora.kd.cache import CacheSpec, edges, write_cache
 from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.kd.evaluation import heldout_figures
-from qat_lora.kd.losses import kd_loss
+from qat_lora.kd.training import kd_loss
 from qat_lora.models.loading import EMBEDDED, load_config, load_model
 from qat_lora.quant.init import initialise
 from qat_lora.quant.student import StudentSpec, quantize
 from qat_lora.quant.training import parameter_groups
 from qat_lora.run.command_line import run_script
 from qat_lora.run.options import ScriptConfig, option
-from qat_lora.train.loop import Plan, update
+from qat_lora.train.loop import Plan, set_learning_rates, update
 from qat_lora.train.optimizer import new_optimizer
-from qat_lora.train.schedule import set_learning_rates
 
 SIDES = ("cautious", "fused")
 TRIAL = 4  # updates by which the time of one is judged, after one that is not counted

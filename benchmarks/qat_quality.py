@@ -39,9 +39,8 @@ from qat_lora.data.options import TextSource
 from qat_lora.data.packing import Rows, fingerprint, given_token, stream, tokenizer_fingerprint, window_starts, windowed
 from qat_lora.errors import UserError
 from qat_lora.kd.cache import CacheSpec, edges, write_cache
-from qat_lora.kd.losses import kd_loss
-from qat_lora.lora.add import add_adapter
-from qat_lora.lora.error import nearest_of_rank
+from qat_lora.kd.training import kd_loss
+from qat_lora.lora.add import add_adapter, nearest_of_rank
 from qat_lora.lora.targets import PROJECTIONS
 from qat_lora.models.loading import EMBEDDED, empty_model, load_config, load_model
 from qat_lora.models.packaged import notes

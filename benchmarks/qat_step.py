@@ -40,7 +40,7 @@ from qat_lora.data.packing import Rows, fingerprint, tokenizer_fingerprint
 from qat_lora.errors import UserError
 from qat_lora.kd.cache import CacheSpec, edges, write_cache
 from qat_lora.kd.dataset import KDCacheDataset
-from qat_lora.kd.losses import kd_loss
+from qat_lora.kd.training import kd_loss
 from qat_lora.lora.add import add_adapter
 from qat_lora.models.loading import EMBEDDED, load_config, load_model
 from qat_lora.quant.init import initialise

@@ -158,7 +158,7 @@ def quality(cfg: Config) -> None:
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         took = summary["seconds"]["train"]
         settings = yaml.safe_load((run / "config.yaml").read_text())
-        tokens = lines[-1]["step"] * settings["batch_size"] * settings["block_size"]
+        tokens = lines[-1]["step"] * settings["global_batch_size"] * settings["length"]
         rows.append(Row(kind, summary["trained_parameters"], took, tokens, summary["bits_per_byte"],
                         summary["heldout_ppl"]))  # fmt: skip
         curves[kind] = [

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from qat_lora.backend import TorchBackend, launch
 from qat_lora.backend.git import revision
 from qat_lora.errors import UserError
-from qat_lora.kd.losses import kd_loss
+from qat_lora.kd.training import kd_loss
 from qat_lora.lora.add import add_adapter
 from qat_lora.models.loading import EMBEDDED, empty_model, load_config, load_model
 from qat_lora.quant.init import initialise

@@ -18,7 +18,7 @@ _PUBLIC = {
     "QuantLinear": "qat_lora.quant.linear",
     "UserError": "qat_lora.errors",
     "is_xla_device": "qat_lora.backend",
-    "kd_soft_ce": "qat_lora.kd.losses",
+    "kd_soft_ce": "qat_lora.kd.training",
     "load_model": "qat_lora.models.loading",
     "load_student": "qat_lora.quant.student",
     "open_backend": "qat_lora.backend",

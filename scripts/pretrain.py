@@ -32,10 +32,8 @@ from qat_lora.backend import TorchBackend, launch, open_backend, planned_workers
 from qat_lora.backend.machine import check_memory
 from qat_lora.errors import UserError
 from qat_lora.experiments.athena.evaluation import answer, kept, measure
-from qat_lora.experiments.athena.memory import recursive_memory, weight_options
-from qat_lora.experiments.athena.model import RecursiveModel, RecursiveSpec
-from qat_lora.experiments.athena.pictures import draw_answer
-from qat_lora.experiments.athena.puzzles import side
+from qat_lora.experiments.athena.model import RecursiveModel, RecursiveSpec, recursive_memory, weight_options
+from qat_lora.experiments.athena.puzzles import draw_answer, side
 from qat_lora.experiments.athena.rows import PuzzleRows, draw, load, row_memory, split
 from qat_lora.experiments.athena.training import RecursivePlan, Trainer, announce, athena_stage
 from qat_lora.run import options as opt

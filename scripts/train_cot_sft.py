@@ -42,9 +42,8 @@ from qat_lora.models.architecture import model_type, packs, set_packs
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import EMBEDDED, adapter_notes, check_length, weights_fingerprint
 from qat_lora.models.source import CHOICES, speech_files
-from qat_lora.quant.base import base_content, load_base
 from qat_lora.quant.spec import QuantSpec
-from qat_lora.quant.student import write_student
+from qat_lora.quant.student import base_content, load_base, write_student
 from qat_lora.rl.rollout import check_answers
 from qat_lora.rl.sampler import Sampler
 from qat_lora.run import options as opt

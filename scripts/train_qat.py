@@ -29,8 +29,7 @@ from qat_lora.errors import UserError
 from qat_lora.export.gguf import export_formats
 from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.kd.evaluation import heldout_figures
-from qat_lora.kd.losses import kd_loss, target_entropy
-from qat_lora.kd.training import QATPlan, qat_stage
+from qat_lora.kd.training import QATPlan, kd_loss, qat_stage, target_entropy
 from qat_lora.layer_qat import LayerPlan, train_layers
 from qat_lora.models.architecture import decoder_layers
 from qat_lora.models.loading import EMBEDDED, empty_model, load_config, load_model, load_tokenizer, model_fingerprint

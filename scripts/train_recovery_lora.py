@@ -30,10 +30,9 @@ from qat_lora.errors import UserError
 from qat_lora.export.gguf import export_formats
 from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.kd.evaluation import heldout_figures
-from qat_lora.kd.losses import target_entropy
+from qat_lora.kd.training import target_entropy
 from qat_lora.lora.adapter import adapter_values, save_adapter
-from qat_lora.lora.add import add_adapter
-from qat_lora.lora.error import fit_to_error
+from qat_lora.lora.add import add_adapter, fit_to_error
 from qat_lora.lora.recovery import MODES, Anchor, recovery_stage
 from qat_lora.lora.targets import coverage, left_out
 from qat_lora.models.architecture import unwrap

@@ -34,8 +34,7 @@ from qat_lora.backend.machine import check_memory
 from qat_lora.errors import UserError
 from qat_lora.experiments.stories.baselines import SmallLM
 from qat_lora.experiments.stories.evaluation import get_device, heldout, on_tpu, story_loss, tell
-from qat_lora.experiments.stories.memory import story_memory
-from qat_lora.experiments.stories.models import Shape, build, trained
+from qat_lora.experiments.stories.models import Shape, build, story_memory, trained
 from qat_lora.experiments.stories.reservoir import ReservoirSpec
 from qat_lora.experiments.stories.scan import CHUNK, LEVELS
 from qat_lora.experiments.stories.text import Blocks, Stories, load_stories

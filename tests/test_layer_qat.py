@@ -9,7 +9,7 @@ from qat_lora import layer_qat
 from qat_lora.data.batches import batches
 from qat_lora.kd.dataset import KDCacheDataset
 from qat_lora.kd.evaluation import heldout_figures
-from qat_lora.kd.losses import kd_loss
+from qat_lora.kd.training import kd_loss
 from qat_lora.layer_qat import LayerPlan, relative_error, train_layers
 from qat_lora.models.architecture import decoder_layers
 from qat_lora.models.loading import load_model

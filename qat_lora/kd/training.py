@@ -1,18 +1,46 @@
-"""End-to-end quantisation-aware training of a student from a KD cache."""
+"""Distillation from a KD cache: the losses, and the end-to-end stage of quantisation-aware training."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from qat_lora.kd.losses import kd_loss, target_entropy
+from qat_lora.models.architecture import hidden_states
+from qat_lora.quant.student import head_of
 from qat_lora.quant.training import parameter_groups, select_parameters
 from qat_lora.run.metrics import Metric, Share, Total
 from qat_lora.run.session import Session
-from qat_lora.train.average import average_of, follow
-from qat_lora.train.loop import Plan, Stage, Trained, fit, row_stream, tokens_of, trained_parameters
+from qat_lora.train.loop import Plan, Stage, Trained, average_of, fit, follow, row_stream, tokens_of, trained_parameters
+from qat_lora.train.losses import kept, sparse_loss
 from qat_lora.train.optimizer import new_optimizer
+
+
+def kd_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Cross-entropy against the cached teacher targets of a batch of KDCacheDataset items, see `sparse_loss`."""
+    hidden = hidden_states(model, batch["tokens"])
+    return sparse_loss(hidden, head_of(model), batch["index"], batch["prob"], batch["mask"], batch.get("total"))
+
+
+def target_entropy(batch: dict[str, Tensor]) -> Tensor:
+    """The teacher's entropy in a batch, divided as `kd_loss` is: loss − entropy estimates the KL to the teacher."""
+    return (batch["entropy"] * batch["mask"]).sum() / batch["total"]
+
+
+def kd_soft_ce(student_logits: Tensor, teacher_logits: Tensor, temperature: float = 1.0, mask: Tensor | None = None):
+    """Dense soft cross-entropy against the teacher's softmax, times temperature², averaged over kept positions.
+
+    logits [..., V]; mask [...], 1 keeps (None: all). XLA-safe, unlike F.kl_div. The minimum is the teacher's entropy
+    (times temperature²), not 0. Raises ValueError when the mask keeps nothing (checked on the CPU only).
+    """
+    with torch.no_grad():
+        target = F.softmax(teacher_logits.float() / temperature, dim=-1)
+    loss = -(target * F.log_softmax(student_logits.float() / temperature, dim=-1)).sum(-1) * temperature**2
+    if mask is None:
+        return loss.mean()
+    return (loss * mask).sum() / kept(mask)
 
 
 @dataclass(frozen=True)

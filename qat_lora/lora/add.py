@@ -4,16 +4,18 @@ import warnings
 
 import torch
 from peft import LoraConfig, get_peft_model
-from peft.tuners.lora import ParamWrapper
-from torch import nn
+from peft.tuners.lora import LoraLayer, ParamWrapper
+from torch import Tensor, nn
 
+from qat_lora.backend import TorchBackend
 from qat_lora.backend.machine import check_memory
 from qat_lora.errors import UserError, first_line
 from qat_lora.lora.adapter import Dropout
 from qat_lora.lora.layer import in_one_step
 from qat_lora.lora.targets import adapted, choose, peft_targets
-from qat_lora.models.architecture import unwrap
+from qat_lora.models.architecture import hidden_states, unwrap
 from qat_lora.models.norms import norms_in_one_step
+from qat_lora.quant.init import input_moments
 
 
 def add_adapter(
@@ -52,3 +54,72 @@ def add_adapter(
         in_one_step(layer)
     norms_in_one_step(model)
     return model
+
+
+@torch.no_grad()
+def fit_to_error(model: nn.Module, base: nn.Module, batches: list[dict], precision: str = "auto") -> None:
+    """Set a new adapter, on the CPU, to the best it can be at once: B·A of least E‖(W − Q)x − scaling·B·A·x‖².
+
+    W is the weight in `base`, the full-precision model, Q the student's, x what the student's layer gets on `batches`
+    (dicts of tokens [B, L]). Closed form: with M = E[xxᵀ], the truncated SVD of (W − Q)·M^½ times M^−½ (as in LQER,
+    arXiv 2402.02446, with the whole second moment). Of experts ‖W − Q − scaling·B·A‖ is least.
+    """
+    backend = TorchBackend("cpu", precision)
+
+    def run():
+        for batch in batches:
+            with backend.autocast():
+                hidden_states(model, batch["tokens"])
+
+    student = unwrap(model)
+    moments = input_moments(student, run, cross=True)
+    for place, layer in adapted(student).items():
+        if isinstance(linear := layer.get_base_layer(), nn.Linear):
+            if (moment := moments.get(f"{place}.base_layer")) is not None:  # else nothing was lost
+                error = base.get_submodule(place).weight - linear.weight
+                _start(layer, *low_rank(error, moment, layer.r["default"]))
+        else:
+            _start_experts(layer, base.get_parameter(place) - layer.get_param())
+
+
+def _start(layer: LoraLayer, b: Tensor, a: Tensor) -> None:
+    """B·A, of the adapter's rank or the layer's, where that is lower."""
+    layer.lora_A["default"].weight[: len(a)] = a
+    layer.lora_B["default"].weight[:, : len(a)] = b / layer.scaling["default"]
+
+
+def _start_experts(layer: ParamWrapper, error: Tensor) -> None:
+    """Each expert's B·A nearest to its error; error [experts, out, in], or [experts, in, out] where the module says so.
+    What an expert gets to see depends on the router, so its inputs do not count here."""
+    if not error.any():
+        return
+    count, rank = len(error), layer.r["default"]
+    if getattr(layer.get_base_layer(), "is_transposed", False):
+        error = error.transpose(1, 2)
+    a_of = layer.lora_A["default"].weight.view(count, rank, -1)
+    b_of = layer.lora_B["default"].weight.view(-1, rank, count)
+    for at, matrix in enumerate(error):
+        b, a = nearest_of_rank(matrix, rank)
+        a_of[at, : len(a)] = a
+        b_of[:, : len(a), at] = b / layer.scaling["default"]
+
+
+def low_rank(error: Tensor, moment: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """B [out, r] and A [r, in] of least tr((E − BA)·M·(E − BA)ᵀ) for E [out, in] and M [in, in]."""
+    values, vectors = torch.linalg.eigh(moment.double())
+    root = values.clamp(min=1e-4 * values.mean()).sqrt()  # directions that never occur must not blow A up
+    b, a = nearest_of_rank(error.double() @ (vectors * root), rank)
+    return b.float(), ((a / root) @ vectors.T).float()
+
+
+def nearest_of_rank(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """B [n, r] and A [r, m] of least ‖matrix − BA‖ for a matrix [n, m], both of like size: from the smaller Gram
+    matrix, which takes a fraction of an SVD's time."""
+    if matrix.shape[0] > matrix.shape[1]:
+        b, a = nearest_of_rank(matrix.T, rank)
+        return a.T, b.T
+    wide = matrix.double()
+    b = torch.linalg.eigh(wide @ wide.T).eigenvectors[:, -rank:]
+    a = b.T @ wide
+    size = a.norm(dim=1).sqrt().clamp(min=1e-30)  # of nothing: zeros
+    return (b * size).to(matrix.dtype), (a / size[:, None]).to(matrix.dtype)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from qat_lora.backend import TorchBackend, compute_dtype
-from qat_lora.kd.losses import kd_loss, kd_soft_ce, target_entropy
+from qat_lora.kd.training import kd_loss, kd_soft_ce, target_entropy
 from qat_lora.models.architecture import hidden_states
 from qat_lora.quant.student import head_of
 from qat_lora.run.metrics import Share, Total

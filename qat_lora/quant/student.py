@@ -1,5 +1,6 @@
 """The student: a model whose linear layers are quantised, and the file `best.pt` that carries it frozen."""
 
+import dataclasses
 import math
 import zipfile
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from qat_lora.models.identity import short
 from qat_lora.models.loading import empty_model, load_model, model_fingerprint
 from qat_lora.models.norms import norms_in_one_step
 from qat_lora.models.source import absolute_name
+from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import (
     Quantizer,
     QuantLinear,
@@ -337,3 +339,26 @@ def thaw(student: nn.Module) -> nn.Module:
         layer.quantizer.codes = None
     student.requires_grad_(True)
     return freeze_plain_tables(student)
+
+
+def load_base(name: str, quantizer: str, whole: bool) -> nn.Module:
+    """The model, its linear layers quantised if asked for and frozen; without values where not `whole`."""
+    if not QuantSpec.parse(quantizer):
+        return load_model(name) if whole else empty_model(name)
+    spec = base_spec(quantizer)
+    if not whole:
+        return empty_student({"model": name, "spec": dataclasses.asdict(spec)})
+    student = quantize(load_model(name), spec)
+    initialise(student)
+    freeze(student)
+    return student
+
+
+def base_spec(quantizer: str) -> StudentSpec:
+    return StudentSpec(mlp=quantizer, attn=quantizer)
+
+
+def base_content(base: nn.Module, name: str, quantizer: str) -> dict | None:
+    """What a quantised base's file holds, the student that an adapter on it belongs to; to be taken before there is
+    an adapter. None for a base in full precision."""
+    return student_content(base, name, base_spec(quantizer), {}) if quantized_layers(base) else None

@@ -11,6 +11,8 @@ for update in stage:                                    # resumes, evaluates, sa
     update.record(grad_norm=norm)
 """
 
+import copy
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +28,6 @@ from qat_lora.quant.training import parameter_groups
 from qat_lora.run.metrics import Last, Metric, Ratio, Value
 from qat_lora.run.session import Session
 from qat_lora.train.optimizer import new_optimizer
-from qat_lora.train.schedule import cosine, set_learning_rates
 
 Stream = Callable[[int], Iterator[dict]]  # micro-batches from the update of this number (0-based) on
 
@@ -222,3 +223,32 @@ def update(
         backend.backward(part)
         loss = loss + part.detach()
     return {"loss": loss, "grad_norm": backend.update(optimizer, plan.clip_grad_norm)}
+
+
+def average_of(student: nn.Module) -> nn.Module:
+    """A copy of a student for its moving average; what is frozen is shared, not copied."""
+    frozen = [value for value in (*student.parameters(), *student.buffers()) if not value.requires_grad]
+    return copy.deepcopy(student, {id(value): value for value in frozen})
+
+
+@torch.no_grad()
+def follow(average: nn.Module, student: nn.Module, decay: float) -> None:
+    """One step of an exponential moving average: average ← decay·average + (1 − decay)·student, for what is trained."""
+    for p, q in zip(average.parameters(), student.parameters()):
+        if q.requires_grad:
+            p.lerp_(q, 1 - decay)
+
+
+def cosine(step: int, total: int, warmup: int = 0) -> float:
+    """Factor on the peak learning rate for update `step` (0-based) of `total`: linear warm-up, then a half cosine
+    towards 0, which it never reaches: on XLA a learning rate of exactly 0 is another graph."""
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    progress = min(1.0, (step - warmup) / max(1, total - warmup))
+    return max(1e-6, 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def set_learning_rates(optimizer, factor: float) -> None:
+    """Set every group's lr to its peak (`initial_lr`, kept at the first call) times `factor`."""
+    for group in optimizer.param_groups:
+        group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor

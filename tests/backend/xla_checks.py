@@ -23,9 +23,8 @@ from qat_lora.data.batches import batches
 from qat_lora.experiments.musclebob.questions import heldout_questions
 from qat_lora.experiments.musclebob.validation import BobSampler
 from qat_lora.kd.evaluation import heldout_figures
-from qat_lora.kd.losses import kd_loss
 from qat_lora.kd.targets import teacher_targets
-from qat_lora.kd.training import QATPlan, train_qat
+from qat_lora.kd.training import QATPlan, kd_loss, train_qat
 from qat_lora.layer_qat import LayerPlan, train_layers
 from qat_lora.lora.adapter import save_adapter
 from qat_lora.lora.add import add_adapter

@@ -13,7 +13,7 @@ from qat_lora.data.packing import Rows, tokenizer_fingerprint
 from qat_lora.errors import UserError
 from qat_lora.kd.cache import CacheSpec, open_cache, write_cache
 from qat_lora.kd.dataset import KDCacheDataset
-from qat_lora.kd.losses import kd_loss
+from qat_lora.kd.training import kd_loss
 from qat_lora.models.loading import load_model
 from qat_lora.run.files import read_json, write_json
 

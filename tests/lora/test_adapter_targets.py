@@ -10,8 +10,7 @@ from peft.tuners.lora import ParamWrapper
 
 from qat_lora.errors import UserError
 from qat_lora.lora.adapter import Dropout, adapter_values, load_adapter, save_adapter
-from qat_lora.lora.add import add_adapter
-from qat_lora.lora.error import fit_to_error
+from qat_lora.lora.add import add_adapter, fit_to_error
 from qat_lora.lora.targets import adapted, choose, coverage, left_out
 from qat_lora.models.architecture import decoder_layers, eager_experts, hidden_states, matrices, unwrap
 from qat_lora.quant.init import initialise

@@ -14,8 +14,7 @@ from qat_lora.data.packing import Rows, TextDataset, pack
 from qat_lora.errors import UserError
 from qat_lora.kd.evaluation import heldout_figures
 from qat_lora.lora.adapter import load_adapter, save_adapter
-from qat_lora.lora.add import add_adapter
-from qat_lora.lora.error import fit_to_error, low_rank
+from qat_lora.lora.add import add_adapter, fit_to_error, low_rank
 from qat_lora.lora.recovery import Anchor, train_recovery_lora
 from qat_lora.lora.targets import PROJECTIONS
 from qat_lora.models.loading import load_model

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from qat_lora.backend import tiles
 from qat_lora.errors import UserError
 from qat_lora.kd.evaluation import heldout_figures
-from qat_lora.kd.losses import kd_loss
+from qat_lora.kd.training import kd_loss
 from qat_lora.models.loading import load_model
 from qat_lora.quant.init import initialise
 from qat_lora.quant.student import StudentSpec, quantize

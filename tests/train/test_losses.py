@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qat_lora.backend import tiles
-from qat_lora.kd.losses import kd_soft_ce
 from qat_lora.kd.targets import _targets
+from qat_lora.kd.training import kd_soft_ce
 from qat_lora.models import head as head_module
 from qat_lora.models.head import Head
 from qat_lora.train.loop import restore

@@ -7,10 +7,8 @@ import sys
 import pytest
 
 from qat_lora.backend import TorchBackend
-from qat_lora.experiments.athena.memory import recursive_memory
-from qat_lora.experiments.athena.model import RecursiveSpec
-from qat_lora.experiments.stories.memory import story_memory
-from qat_lora.experiments.stories.models import Shape, build
+from qat_lora.experiments.athena.model import RecursiveSpec, recursive_memory
+from qat_lora.experiments.stories.models import Shape, build, story_memory
 from qat_lora.experiments.stories.reservoir import ReservoirSpec
 from qat_lora.models.loading import empty_model, load_model
 from qat_lora.quant.student import StudentSpec, quantize

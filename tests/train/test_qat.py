@@ -10,8 +10,7 @@ from qat_lora.backend import TorchBackend
 from qat_lora.data.batches import batches
 from qat_lora.errors import UserError
 from qat_lora.kd.evaluation import heldout_figures
-from qat_lora.kd.losses import kd_loss
-from qat_lora.kd.training import QATPlan, train_qat
+from qat_lora.kd.training import QATPlan, kd_loss, train_qat
 from qat_lora.models.loading import load_model
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import quantized_layers

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qat_lora.train.schedule import cosine, set_learning_rates
+from qat_lora.train.loop import cosine, set_learning_rates
 
 
 def test_warm_up_is_linear_and_reaches_the_peak():

@@ -6,14 +6,13 @@ import pytest
 import torch
 
 from qat_lora.kd.evaluation import heldout_figures
-from qat_lora.kd.losses import kd_loss
-from qat_lora.kd.training import QATPlan, train_qat
+from qat_lora.kd.training import QATPlan, kd_loss, train_qat
 from qat_lora.models.loading import load_model
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import free_scales, freeze, quantized_layers
 from qat_lora.quant.student import StudentSpec, load_student, quantize, reload_student, save_student, unquantised
 from qat_lora.quant.training import select_parameters
-from qat_lora.train.average import follow
+from qat_lora.train.loop import follow
 
 SPEC = StudentSpec("int2/g32", "lut2/r4")
 PLAN = QATPlan(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from qat_lora.backend.devices import compute_dtype, full_precision, has_attention_kernel
 from qat_lora.errors import UserError
 from qat_lora.models.rotary import rotation, turned
+from qat_lora.train.memory import ADAM
 
 IGNORE = -100  # the label of a position without a loss
 EPS = 1e-5
@@ -314,3 +315,30 @@ def sign_update(table: Tensor, sums: Tensor, counts: Tensor, lr: float, weight_d
     """SignSGD with decoupled weight decay, in place, of the embeddings [count, D] of the puzzles that a batch had."""
     moved = table * (1 - lr * weight_decay) - lr * sums.sign()
     table.copy_(torch.where(counts[:, None] > 0, moved, table))
+
+
+def weight_options(spec: RecursiveSpec) -> str:
+    """The options to lower for fewer weights in a recursive model, for messages."""
+    wide = spec.mlp_t and spec.positions > spec.hidden_size  # then most weights are those that mix positions
+    return ("arch.mlp_t to false, or " if wide else "") + "arch.hidden_size, arch.L_layers or arch.expansion"
+
+
+def recursive_memory(spec: RecursiveSpec, rows: int, ema: bool, bf16: bool, checkpointing: bool) -> dict[str, int]:
+    """Least bytes that a worker holds while it trains a recursive model on `rows` rows per update, by the options to
+    lower.
+
+    Weights with gradient, moments and average; the puzzles' embeddings and the sums of their gradients; for each row
+    the carry, its tokens and labels, the logits, and what no compiler recomputes for the backward pass: the inputs and
+    outputs of each block's matrices (checkpointing: the input of each update of a state).
+    """
+    positions, width, cast = spec.positions, spec.hidden_size, 2 if bf16 else 4
+    updates = 2 if spec.one_step_gradient else spec.L_cycles + 1  # of the states, with a gradient
+    mixed = 2 * spec.inner(positions) * width if spec.mlp_t else positions * (spec.heard + width)
+    block = mixed + 2 * positions * (width + spec.inner(width))
+    kept = positions * width if checkpointing else spec.L_layers * block
+    row = 2 * 4 * positions * width + updates * kept * cast + spec.length * (2 * 8 + 4 * spec.vocab)
+    return {
+        weight_options(spec): (ADAM + 4 * ema) * spec.parameters,
+        "arch.hidden_size, or take data with fewer puzzle identifiers": 2 * 4 * spec.identifiers * width,
+        "global_batch_size, arch.hidden_size or arch.L_cycles": rows * row,
+    }

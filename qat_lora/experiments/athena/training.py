@@ -26,10 +26,8 @@ from qat_lora.experiments.athena.rows import PuzzleRows
 from qat_lora.run.console import say
 from qat_lora.run.metrics import Metric, Ratio, Share, Total, Value
 from qat_lora.run.session import Session
-from qat_lora.train.average import follow
-from qat_lora.train.loop import Plan, Stage, restore
+from qat_lora.train.loop import Plan, Stage, follow, restore, set_learning_rates
 from qat_lora.train.optimizer import new_optimizer
-from qat_lora.train.schedule import set_learning_rates
 
 STAGE = "pretrain"
 

@@ -122,8 +122,3 @@ def test_every_reservoir_is_another():
     state = build("reservoir", 50, shape, 0).state_dict()
     drawn = [value.flatten()[:8].tolist() for name, value in state.items() if name.endswith(("decay", ".w", "w_in"))]
     assert len(drawn) == 72 and len(set(map(tuple, drawn))) == 72
-
-
-def test_unknown_models_are_refused():
-    with pytest.raises(UserError, match="--model 'lstm' is not one of reservoir, transformer, mingru"):
-        build("lstm", 50, SHAPE, 0)
