@@ -161,7 +161,7 @@ class Config(LoopOptions, JobConfig):
         0.1, "without --data-path: share of the puzzles that is held out", above=0, below=1, fix="use e.g. 0.1"
     )
     global_batch_size: int = opt.training(768, "rows in an update, over all workers", at_least=1)
-    epochs: int = opt.training(1000, "passes over the training rows", at_least=1)
+    epochs: int = opt.training(1000, "passes over the training rows", at_least=1, at_most=opt.MOST_UPDATES)
     max_steps: int | None = opt.training(
         None, "updates; default: --epochs passes", "--steps", at_least=0, at_most=opt.MOST_UPDATES, renamed={0: None}
     )

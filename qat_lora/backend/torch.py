@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
+from qat_lora.backend import machine
 from qat_lora.backend.devices import is_recorded
 from qat_lora.backend.group import ALONE, Group
 from qat_lora.backend.heap import BETWEEN, PIECES, hand_back_memory, keep_freed_memory, tidier
-from qat_lora.backend.machine import host_memory
 from qat_lora.errors import UserError, first_line
 
 # Keys of a transformers config that say where a model is or how it was saved.
@@ -142,7 +142,7 @@ class TorchBackend:
         """Bytes that this device, or the host that it shares memory with, has; None where that is not known here."""
         if self.kind == "cuda":
             return torch.cuda.get_device_properties(self.device).total_memory
-        return host_memory()
+        return machine.host_memory()
 
     @property
     def is_main(self) -> bool:

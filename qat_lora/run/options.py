@@ -157,7 +157,7 @@ def check_range(name: str, value: float, fix: str = "", **bounds: float) -> None
         and not value <= bounds.get("above", -math.inf) and not value >= bounds.get("below", math.inf)
     )  # fmt: skip
     if not inside:
-        raise UserError(f"{name} {shown(value)} must be {_range(bounds)}{f'; {fix}' if fix else ''}")
+        raise UserError(f"{name} {value} must be {_range(bounds)}{f'; {fix}' if fix else ''}")
 
 
 def _range(bounds: dict[str, float]) -> str:

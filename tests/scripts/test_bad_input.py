@@ -25,7 +25,7 @@ def test_missing_flag_is_named(refuse, script, flag):
 
 
 def test_recovery_without_a_cache(refuse, tiny_student):
-    assert "--kd-cache-dir" in refuse("train_recovery_lora", "--checkpoint", tiny_student)
+    assert "--cache-dir" in refuse("train_recovery_lora", "--checkpoint", tiny_student)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_misspelt_flag_or_preset_names_the_nearest(refuse, script, flags, near):
         (["--batch-size", "0"], "--batch-size 0"),
         (["--learning-rate", "-1"], "--learning-rate -1.0"), (["--accumulation-steps", "0"], "--accumulation-steps 0"),
         (["--accumulation-steps", "1000000000"], "--accumulation-steps 1000000000 must be from 1 to 10,000"),
-        (["--max-steps", "1000000000000"], "--max-steps: 1000000000000 updates"),
+        (["--max-steps", "1000000000000"], "--max-steps 1000000000000 must be from 0 to 1,000,000,000"),
         (["--layer-steps", "1000000000000"], "--layer-steps 1000000000000 must be from 0 to 1,000,000,000"),
         (["--scale-steps", "1000000000000"], "--scale-steps 1000000000000 must be from 0 to 1,000,000,000"),
         (["--learning-rate", "1e30"], "--learning-rate 1e+30 must be above 0 and at most 1,000"),
@@ -70,10 +70,10 @@ def test_impossible_values_of_qat(refuse, qat, tmp_path, flags, part):
 @pytest.mark.parametrize(
     "flags, part",
     [
-        (["--targets", "q,w"], "q,k,v,o,gate,up,down"), (["--recovery-r", "0"], "rank 0"),
+        (["--targets", "q,w"], "q,k,v,o,gate,up,down"), (["--recovery-r", "0"], "--lora-r 0"),
         (["--mode", "dpo"], "kd, sft, recover"),
         (["--accumulation-steps", "1000000000"], "--accumulation-steps 1000000000"),
-        (["--max-steps", "1000000000000"], "--max-steps: 1000000000000 updates"),
+        (["--max-steps", "1000000000000"], "--max-steps 1000000000000 must be from 0 to 1,000,000,000"),
         (["--recovery-alpha", "1e30"], "alpha 1e+30"), (["--anchor-weight", "1e30"], "--anchor-weight 1e+30"),
         (["--learning-rate", "1e30"], "--learning-rate 1e+30"), (["--adapter-init", "loftq"], "zero, error"),
     ],
@@ -241,7 +241,7 @@ def test_fewer_rows_than_a_batch(refuse, qat, tmp_path):
 @pytest.mark.parametrize("rows", [0, -1])
 def test_an_evaluation_of_no_rows_is_refused_before_training(refuse, qat, tmp_path, rows):
     """Not after the layer-wise stage, hours later."""
-    assert f"--eval-rows {rows} leave nothing to measure" in refuse("train_qat", *qat, "--eval-rows", rows)
+    assert f"--eval-rows {rows} must be at least 1" in refuse("train_qat", *qat, "--eval-rows", rows)
     assert not (tmp_path / "run").exists()
 
 
@@ -250,7 +250,7 @@ def test_recovery_without_heldout_text_is_refused_before_training(refuse, tiny_s
     message = refuse(
         "train_recovery_lora", "--checkpoint", tiny_student, "--output-dir", tmp_path / "run", *SMALL, *text
     )
-    assert "--heldout-fraction 0.0 leaves no row to measure on" in message
+    assert "--heldout-fraction 0.0 must be above 0" in message
     assert not (tmp_path / "run").exists()
 
 

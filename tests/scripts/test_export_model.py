@@ -156,10 +156,10 @@ def test_full_disk_leaves_nothing(run, tmp_path, flags):
 
 def test_killed_export_leaves_no_folder_of_that_name_and_the_next_one_succeeds(run, files, tmp_path):
     code = (
-        "import sys, time; from qat_lora import export; sys.argv[0] = 'export_model.py'\n"
-        "write = export.write_gguf\n"
+        "import sys, time; from qat_lora.export import gguf; sys.argv[0] = 'export_model.py'\n"
+        "write = gguf.write_gguf\n"
         "def slow(*args): write(*args); print('written', flush=True); time.sleep(60)\n"
-        "export.write_gguf = slow\n"
+        "gguf.write_gguf = slow\n"
         "import runpy; runpy.run_path('scripts/export_model.py', run_name='__main__')\n"
     )
     command = [sys.executable, "-c", code, "--checkpoint", files[0], "--output-dir", tmp_path / "out"]

@@ -261,7 +261,7 @@ def test_xla_gives_the_figures_of_the_cpu(measure, text, tiny_student, tiny_adap
         (["--stride", "4"], "--stride 4 is for --mode sliding"),
         (["--mode", "sliding", "--stride", "512"], "from 1 to 511"),
         (["--mode", "sliding", "--stride", "0"], "from 1 to 511"),
-        (["--length", "1"], "--length 1 leaves nothing"),
+        (["--length", "1"], "--length 1 must be at least 2; less leaves nothing to predict"),
         (["--max-windows", "0"], "--max-windows 0 must be at least 1"),
         (["--thinking", "maybe"], "--thinking 'maybe' is not one of"),
         (["--streaming"], "--max-windows"),

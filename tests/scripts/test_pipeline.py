@@ -41,7 +41,7 @@ PLACES = {  # where a process can be made to die: attribute → module that look
     "write_atomically": "qat_lora.quant.student",  # best.pt
     "Run.log": "qat_lora.run.rundir",
     "Run.finish": "qat_lora.run.rundir",
-    "save_adapter": "qat_lora.lora.recovery",
+    "write_origin": "qat_lora.lora.adapter",
     "_targets": "qat_lora.kd.cache",  # a teacher pass
     "sha256": "qat_lora.kd.cache",  # a shard is written and not yet in the manifest
 }
@@ -295,7 +295,7 @@ def test_run_killed_again_and_again_resumes_to_the_same_bits(train_qat, pipeline
 
 
 @pytest.mark.parametrize(
-    "death", [kill("Session.record", 5), kill("save_adapter", 1)], ids=lambda death: f"{death[0]}-{death[1]}"
+    "death", [kill("Session.record", 5), kill("write_origin", 1)], ids=lambda death: f"{death[0]}-{death[1]}"
 )
 def test_killed_recovery_resumes_to_the_same_bits(recover, pipeline, tmp_path, death):
     run, cache = tmp_path / "run", ["--kd-cache-dir", pipeline / "cache"]

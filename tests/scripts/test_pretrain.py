@@ -1,6 +1,7 @@
 """scripts/pretrain.py on a few puzzles: what a run leaves behind, death and resuming, workers, buckets, bad input."""
 
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -15,8 +16,10 @@ import pytest
 import torch
 from ports import free_port
 
+from qat_lora.backend import TorchBackend
 from qat_lora.errors import UserError
-from qat_lora.experiments.athena import training as recursive
+from qat_lora.experiments.athena import training
+from qat_lora.experiments.athena.evaluation import measure
 from qat_lora.experiments.athena.model import IGNORE, RecursiveModel, RecursiveSpec
 from qat_lora.experiments.athena.rows import draw, save, split
 from qat_lora.experiments.athena.training import announce
@@ -85,7 +88,7 @@ def test_the_best_state_is_what_was_measured(trained):
     model = RecursiveModel(RecursiveSpec(**best["spec"]))
     model.load_state_dict(best["state"])
     _, heldout = split(draw("sudoku4", 60, 0), 0.2, 0)
-    found = recursive.measure(model, heldout, 3, 8, recursive.TorchBackend("cpu", "fp32"))
+    found = measure(model, heldout, 3, 8, TorchBackend("cpu", "fp32"))
     assert found == {name: best["figures"][name] for name in found}
 
 
@@ -182,9 +185,9 @@ arch:
 def test_the_guides_config_is_read(load_script, tmp_path):
     (tmp_path / "large.yaml").write_text(GUIDE)
     cfg = parse(load_script("pretrain").Config, "pretrain", ["--config", str(tmp_path / "large.yaml")])
-    assert (cfg.device, cfg.lr, cfg.ema, cfg.eval_interval, cfg.epochs) == ("tpu", 8e-5, True, 5000, 100000)
+    assert (cfg.device, cfg.learning_rate, cfg.ema, cfg.eval_every, cfg.epochs) == ("tpu", 8e-5, True, 5000, 100000)
     assert (cfg.hidden_size, cfg.num_heads, cfg.H_cycles, cfg.L_cycles, cfg.L_layers) == (2304, 36, 7, 5, 2)
-    assert cfg.use_gradient_checkpointing and (cfg.beta1, cfg.beta2, cfg.weight_decay) == (0.9, 0.95, 0.1)
+    assert cfg.gradient_checkpointing and (cfg.beta1, cfg.beta2, cfg.weight_decay) == (0.9, 0.95, 0.1)
     assert cfg.ema_decay == 0.9995
 
 
@@ -245,14 +248,14 @@ def test_another_dataset_does_not_go_on(train, data, tmp_path):
 
 # -- resuming -------------------------------------------------------------------------------------------------------
 def dies_at(number: int, monkeypatch):
-    step = recursive.Trainer.step
+    segment, at = training.Trainer.segment, itertools.count(1)
 
-    def deadly(self, batch, at):
-        if at == number:
+    def deadly(self, batch):
+        if next(at) == number:
             raise KeyboardInterrupt
-        return step(self, batch, at)
+        return segment(self, batch)
 
-    monkeypatch.setattr(recursive.Trainer, "step", deadly)
+    monkeypatch.setattr(training.Trainer, "segment", deadly)
 
 
 @pytest.mark.parametrize("at", [6, 12])
@@ -381,7 +384,7 @@ def test_sizes_are_checked_against_the_device_that_trains(load_script, monkeypat
     [
         (["global_batch=8"], "flag --global_batch is unknown; did you mean --global-batch-size?"),
         (["arch.H_cycle=2"], "flag --arch.H_cycle is unknown; did you mean --arch.H_cycles?"),
-        (["device_type=cuda"], "device=cuda: torch"), (["device_type=gpu"], "device='gpu' is not one of auto"),
+        (["device_type=cuda"], "device=cuda: torch"), (["device_type=gpu"], "--device 'gpu' is not one of auto"),
         (["data_path=nowhere"], "nowhere/train: no such folder; scripts/build_puzzle_data.py writes train/ and test/"),
         (["data_path=gs://athena/data"], "gs://athena/data: the package for gs:// is missing; pip install gcsfs"),
         (["data_path=what://athena/data"], "what://athena/data cannot be used"),
@@ -390,27 +393,27 @@ def test_sizes_are_checked_against_the_device_that_trains(load_script, monkeypat
         (["checkpoint_path=/dev/null", "output_dir=run", "resume=auto"], "/dev/null cannot be used (FileExistsError"),
         (["checkpoint_path=copies"], "--checkpoint-path needs --output-dir"),
         (["checkpoint_path=run/../run/checkpoints", "output_dir=run"], "lies in the run directory itself"),
-        (["puzzle_emb_lr=-1"], "--puzzle-emb-lr -1.0 must be"), (["lr_warmup=-5"], "--lr-warmup -5 must be"),
-        (["halt_max_segments=100000000000000000000"], "--halt-max-segments 100000000000000000000 must be at least 1"),
+        (["puzzle_emb_lr=-1"], "--puzzle-emb-lr -1.0 must be"), (["lr_warmup=-5"], "--warmup-steps -5 must be"),
+        (["halt_max_segments=100000000000000000000"], "--halt-max-segments 100000000000000000000 must be from 1 to"),
         (["puzzle=maze5", "puzzles=2000"], "--puzzles: 2000 puzzles are more than the 48 maze5 that exist"),
         (["puzzles=1000000000000"], "--puzzles 1000000000000 needs at least 256,000.0 GB of memory and there is"),
         (["arch.hidden_size=1000000000"], "lower arch.hidden_size, arch.L_layers or arch.expansion"),
         (["arch.hidden_size=1000000000", "--dry-run"], "a model of 24,000,000,141,000,000,001 weights needs at least"),
         (["arch.L_layers=1000000000000"], "lower arch.hidden_size, arch.L_layers or arch.expansion"),
-        (["arch.L_cycles=10000000000"], "arch.L_cycles 10000000000 must be from 1 to 10,000"),
+        (["arch.L_cycles=10000000000"], "--L-cycles 10000000000 must be from 1 to 10,000"),
         (["global_batch_size=1000000000000"], "lower global_batch_size, arch.hidden_size or arch.L_cycles"),
         (["puzzle=sudoku5"], "kind 'sudoku5' is not one of"), (["puzzles=1"], "--puzzles 1 must be at least 2"),
         (["epochs=0"], "--epochs 0 must be at least 1"), (["global_batch_size=0"], "--global-batch-size 0 must be"),
-        (["heldout_fraction=0"], "--heldout-fraction 0.0 is not between 0 and 1"),
-        (["forward_dtype=fp16"], "--forward-dtype 'fp16' is not one of float32, bfloat16"),
+        (["heldout_fraction=0"], "--heldout-fraction 0.0 must be above 0 and below 1; use e.g. 0.1"),
+        (["forward_dtype=fp16"], "--forward-dtype 'fp16' is not one of bfloat16, float32"),
         (["precision=bf16"], "--forward-dtype float32 and --precision bf16 differ"),
-        (["eval_interval=-1"], "--eval-interval -1 must be at least 0"),
-        (["lr=0"], "--lr 0.0 must be above 0"), (["lr=1e30"], "--lr 1e+30 must be above 0 and at most 1,000"),
+        (["eval_interval=-1"], "--eval-every -1 must be at least 0"),
+        (["lr=0"], "--learning-rate 0.0 must be above 0"), (["lr=1e30"], "--learning-rate 1e+30 must be above 0 and at most 1,000"),
         (["weight_decay=1e30"], "--weight-decay 1e+30"), (["puzzle_emb_lr=1e30"], "--puzzle-emb-lr 1e+30"),
         (["puzzle_emb_weight_decay=1e30"], "--puzzle-emb-weight-decay 1e+30 must be from 0 to 1,000"),
-        (["steps=1000000000000"], "--steps: 1000000000000 updates are not from 0 to 1,000,000,000"),
-        (["epochs=1000000000000"], "--epochs 1000000000000: "),
-        (["arch.H_cycles=1000000000000"], "arch.H_cycles 1000000000000 must be from 1 to 10,000"),
+        (["steps=1000000000000"], "--max-steps 1000000000000 must be from 0 to 1,000,000,000"),
+        (["epochs=1000000000000"], "--epochs 1000000000000 must be from 1 to 1,000,000,000"),
+        (["arch.H_cycles=1000000000000"], "--H-cycles 1000000000000 must be from 1 to 10,000"),
         (["arch.num_heads=3"], "arch.hidden_size 16 does not divide by twice arch.num_heads 3"),
         (["num_chips=3", "--dry-run"], "global_batch_size 8 does not divide by 3 workers"),
         (["halt_max_segments=0"], "--halt-max-segments 0"), (["eval_rows=-1"], "--eval-rows -1 must be at least 0"),

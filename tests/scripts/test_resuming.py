@@ -12,7 +12,7 @@ import torch
 from small import SMALL
 
 from qat_lora.errors import UserError
-from qat_lora.run import rundir
+from qat_lora.run import resuming
 from qat_lora.run.session import Session
 
 DATED = """
@@ -48,7 +48,7 @@ def another_day(monkeypatch):
             return datetime.fromtimestamp(time.time() + 5 * 86400, tz)
 
     def begin():
-        monkeypatch.setattr(rundir, "datetime", Later)
+        monkeypatch.setattr(resuming, "datetime", Later)
         monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Later)
 
     return begin
@@ -195,10 +195,10 @@ def test_the_best_is_that_of_the_file_when_evaluation_changes_and_changes_back(r
     assert holds_its_best(tmp_path / "run")
 
 
-def test_what_comes_after_the_last_step_may_be_killed(run, qat, tmp_path, monkeypatch):
+def test_what_comes_after_the_last_step_may_be_killed(run, load_script, qat, tmp_path, monkeypatch):
     flags = [*qat, "--resume", "auto"]
     with monkeypatch.context() as patched:
-        patched.setattr("qat_lora.experiments.qat.plot_run", interrupt)
+        patched.setattr(load_script("train_qat"), "plot_run", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run("train_qat", *flags)
     assert not (tmp_path / "run" / "plots").exists()
@@ -207,8 +207,8 @@ def test_what_comes_after_the_last_step_may_be_killed(run, qat, tmp_path, monkey
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
 
 
-def test_a_plot_that_fails_costs_no_run(run, qat, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("qat_lora.experiments.qat.plot_run", fail)
+def test_a_plot_that_fails_costs_no_run(run, load_script, qat, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(load_script("train_qat"), "plot_run", fail)
     run("train_qat", *qat)
     assert "warning: plotting failed (no fonts)" in capsys.readouterr().out
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"

@@ -202,7 +202,7 @@ def test_a_file_with_the_same_columns_works_the_same(run, tmp_path, trained):
 
 
 def test_a_dry_run_of_a_quantised_base_computes_no_value(run, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("qat_lora.experiments.legal.evaluation.load_model", None)
+    monkeypatch.setattr("qat_lora.quant.student.load_model", None)
     run("--output-dir", tmp_path / "run", "--quantize", "int4/g32", "--dry-run")
     said = capsys.readouterr().out
     assert said.count("\nmemory of a worker") == 1 and " total " in said

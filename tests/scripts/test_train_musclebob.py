@@ -13,7 +13,6 @@ from qat_lora.backend import detect
 from qat_lora.errors import UserError
 from qat_lora.rl import grpo
 from qat_lora.run.command_line import parse
-from qat_lora.train import loop as qat
 
 SMALL = "--num-samples 8 --epochs 1 --sft --sft-epochs 1 --sft-batch-size 4 --batch-size 2 --num-generations 4 "
 SMALL += "--max-prompt-length 200 --max-completion-length 6 --validation-samples 1 --eval-every 2 --save-every 2 "
@@ -74,10 +73,10 @@ def test_embedding_and_head_stay_and_the_rest_learns(trained, sharp_model_dir):
     assert "model.embed_tokens.weight" not in changed and len(changed) > 15
 
 
-@pytest.mark.parametrize("module, name, at", [(qat, "update", 2), (grpo, "learn", 2), (grpo, "learn", 3)])
-def test_a_run_that_died_goes_on_to_the_same_end(run, trained, tmp_path, monkeypatch, module, name, at):
+@pytest.mark.parametrize("name, at", [("text_loss", 2), ("roll_out", 2), ("roll_out", 3)])
+def test_a_run_that_died_goes_on_to_the_same_end(run, load_script, trained, tmp_path, monkeypatch, name, at):
     """Dead in the update after a checkpoint, in either stage; the history is whole and no SFT is repeated."""
-    calls = iter(range(1, 100))
+    module, calls = load_script("train_musclebob_improved"), iter(range(1, 100))
     function = getattr(module, name)
 
     def deadly(*args, **kwargs):
@@ -89,8 +88,8 @@ def test_a_run_that_died_goes_on_to_the_same_end(run, trained, tmp_path, monkeyp
         patch.setattr(module, name, deadly)
         run("train_musclebob_improved", "--output-dir", tmp_path)
     torch.manual_seed(7)
-    if name == "learn":
-        monkeypatch.setattr(qat, "update", lambda *args: pytest.fail("SFT is repeated"))
+    if name == "roll_out":
+        monkeypatch.setattr(module, "text_loss", lambda *args: pytest.fail("SFT is repeated"))
     run("train_musclebob_improved", "--output-dir", tmp_path, "--resume-from-checkpoint", "auto")
     assert updates(tmp_path) == updates(trained)
     for file in ("reward_history.json", "baseline_validation.json", "final_validation.json", "transcripts.md"):
@@ -114,10 +113,11 @@ def test_device_type_is_what_there_is(load_script, monkeypatch, chips, gpus, wan
     assert load_script("train_musclebob_improved").detect_device_type() == wanted
 
 
-def test_sft_is_trained_in_training_mode(run, tmp_path, monkeypatch):
+def test_sft_is_trained_in_training_mode(run, load_script, tmp_path, monkeypatch):
     """Though a validation, which is not, comes before its first update."""
-    modes, update = [], qat.update
-    monkeypatch.setattr(qat, "update", lambda model, *args: modes.append(model.training) or update(model, *args))
+    modes, module = [], load_script("train_musclebob_improved")
+    loss = module.text_loss
+    monkeypatch.setattr(module, "text_loss", lambda model, batch: modes.append(model.training) or loss(model, batch))
     run("train_musclebob_improved", "--sft-only", "--output-dir", tmp_path)
     assert modes == [True, True]
 
