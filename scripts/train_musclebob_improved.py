@@ -182,7 +182,7 @@ class Config(ChatOptions, LoopOptions):
     fewshot: bool = opt.data(True, "ask some questions after an example")
     max_prompt_length: int = opt.data(96, "tokens that every prompt is filled up to", at_least=1)
     max_new_tokens: int = opt.data(48, "longest answer in tokens", "--max-completion-length", at_least=1)
-    epochs: int = opt.training(5, "passes of GRPO over the questions", at_least=0)
+    epochs: int = opt.training(5, "passes of GRPO over the questions", at_least=0, at_most=opt.MOST_UPDATES)
     max_steps: int | None = opt.training(
         None, "updates of GRPO; default: --epochs passes", at_least=0, at_most=opt.MOST_UPDATES
     )
@@ -209,7 +209,7 @@ class Config(ChatOptions, LoopOptions):
     )
     sft: bool = opt.training(False, "begin with supervised training on good answers")
     sft_only: bool = opt.training(False, "end after it")
-    sft_epochs: int = opt.training(2, "passes of SFT over the questions", at_least=0)
+    sft_epochs: int = opt.training(2, "passes of SFT over the questions", at_least=0, at_most=opt.MOST_UPDATES)
     sft_batch_size: int = opt.training(8, "conversations in an update of SFT", at_least=1)
     sft_learning_rate: float = opt.training(2e-5, "peak learning rate of SFT", **RATE)
     gradient_checkpointing: bool = opt.training(
