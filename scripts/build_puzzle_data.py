@@ -41,9 +41,12 @@ class Config(ScriptConfig):
     length: int = opt.data(128, "with --corpus: bytes of a row; longer ones are left out")
     causal: bool = opt.data(False, "with --corpus: the response as input too, each position seeing those before it")
     iterations: int = opt.data(
-        0, "with --corpus: most segments of rows that do not set it; 0: the setting of the run",
-        at_least=0, below=ANY, fix="use 0 for the setting of the run",
-    )  # fmt: skip
+        0,
+        "with --corpus: most segments of rows that do not set it; 0: the setting of the run",
+        at_least=0,
+        below=ANY,
+        fix="use 0 for the setting of the run",
+    )
 
 
 def main(cfg: Config) -> None:

@@ -237,9 +237,12 @@ def plan_of(cfg: Config, steps: int) -> RecursivePlan:
 def spec_of(cfg: Config, rows: PuzzleRows) -> RecursiveSpec:
     names = {field.name for field in dataclasses.fields(RecursiveSpec)} & set(vars(cfg))
     return RecursiveSpec(
-        vocab=rows.vocab, length=rows.length, causal=rows.causal, identifiers=rows.identifiers_count,
+        vocab=rows.vocab,
+        length=rows.length,
+        causal=rows.causal,
+        identifiers=rows.identifiers_count,
         **{name: getattr(cfg, name) for name in names},
-    )  # fmt: skip
+    )
 
 
 # -- its steps -------------------------------------------------------------------------------------------------------

@@ -245,12 +245,14 @@ def open_base(cfg: Config, backend: TorchBackend, workers: int) -> nn.Module:
 def facts_of(cfg: Config, base: nn.Module, data: LegalData, tokenizer, backend: TorchBackend) -> dict:
     """What the run's manifest says of its inputs."""
     return {
-        **backend.facts, "base": backend.group.on_main(lambda: weights_fingerprint(base)),
-        "data": data.train.fingerprint, "heldout_data": data.heldout.fingerprint,
+        **backend.facts,
+        "base": backend.group.on_main(lambda: weights_fingerprint(base)),
+        "data": data.train.fingerprint,
+        "heldout_data": data.heldout.fingerprint,
         **cfg.update_facts(backend.world_size),
         "model files": backend.group.on_main(lambda: speech_files(cfg.model)),
         **template_facts(tokenizer, cfg.chat_template),
-    }  # fmt: skip
+    }
 
 
 def adapted(cfg: Config, base: nn.Module) -> nn.Module:
@@ -274,8 +276,10 @@ def describe(cfg: Config, model: nn.Module, backend: TorchBackend, data: LegalDa
         say(line)
     if not packs(model):
         say(f"one example to a row: a model of type {model_type(model)!r} does not keep several apart")
-    say(f"{plan.steps} updates of {plan.batch_size} × {plan.accumulation} × {workers} = {rows} rows "
-        f"({rows * cfg.length:,} tokens), learning rate {plan.learning_rate:g}")  # fmt: skip
+    say(
+        f"{plan.steps} updates of {plan.batch_size} × {plan.accumulation} × {workers} = {rows} rows "
+        f"({rows * cfg.length:,} tokens), learning rate {plan.learning_rate:g}"
+    )
     say(memory_line(memory(cfg, model, backend), backend))
 
 

@@ -127,8 +127,9 @@ def main(cfg: "Config") -> None:
             keep(model, tokenizer, run.path / "sft_model")
             validate(cfg, run, sampler, model, "post_sft")
         if grpo.steps:
-            reinforce(model, start_of_grpo(cfg, run, backend), prompts, judge_of(questions, sampler), grpo, session,
-                      evaluate)  # fmt: skip
+            reinforce(
+                model, start_of_grpo(cfg, run, backend), prompts, judge_of(questions, sampler), grpo, session, evaluate
+            )
     finally:  # a run that is stopped keeps its history, too
         write_history(run)
     finish(cfg, run, sampler, model, session)

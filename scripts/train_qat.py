@@ -184,13 +184,18 @@ class Config(TrainOptions, JobConfig):
         "all", "what learns end to end: all, mlp, attn, or weights (scales stay)"
     )
     ema: float = opt.training(
-        0.0, "decay of a moving average of the student, measured and kept in its place; 0: none",
-        at_least=0, below=1, fix="use e.g. 0.98, or 0 for no average",
-    )  # fmt: skip
+        0.0,
+        "decay of a moving average of the student, measured and kept in its place; 0: none",
+        at_least=0,
+        below=1,
+        fix="use e.g. 0.98, or 0 for no average",
+    )
     scale_steps: int = opt.training(
-        0, "updates of the scales alone, codes fixed, from the best state; 0: no such stage",
-        at_least=0, at_most=opt.MOST_UPDATES,
-    )  # fmt: skip
+        0,
+        "updates of the scales alone, codes fixed, from the best state; 0: no such stage",
+        at_least=0,
+        at_most=opt.MOST_UPDATES,
+    )
     learning_rate: float | None = opt.training(
         None,
         "peak learning rate of weights and norms; default: follows from the size of the weights and their bits",
@@ -321,9 +326,12 @@ def by_layers(cfg: Config, student: nn.Module, train: KDCacheDataset, batch_size
     if not cfg.layer_steps:
         return
     plan = LayerPlan(
-        steps=cfg.layer_steps, learning_rate=cfg.layer_learning_rate, clip_grad_norm=cfg.clip_grad_norm,
-        kd_weight=cfg.layer_kd_weight, compensate=cfg.init == "gptq",
-    )  # fmt: skip
+        steps=cfg.layer_steps,
+        learning_rate=cfg.layer_learning_rate,
+        clip_grad_norm=cfg.clip_grad_norm,
+        kd_weight=cfg.layer_kd_weight,
+        compensate=cfg.init == "gptq",
+    )
     place = {"rank": backend.rank, "world_size": backend.world_size}
     train_layers(student, first_batches(train, cfg.layer_rows, batch_size, cfg.seed, **place), plan, session)
     if backend.is_main and not session.resumed:  # a run that resumes in a later stage has it

@@ -159,9 +159,10 @@ class Config(TextOptions, TrainOptions, JobConfig):
         None, "LoRA alpha; default: the rank", "--recovery-alpha", above=0, at_most=opt.MOST_WEIGHT
     )
     targets: str = opt.model(
-        "auto", "layers with an adapter: auto (all but k_proj), all, attn, mlp, experts, or names",
+        "auto",
+        "layers with an adapter: auto (all but k_proj), all, attn, mlp, experts, or names",
         renamed={"q,v,o,gate,up,down": "auto"},
-    )  # fmt: skip
+    )
     mlp_only: bool = opt.model(False, "adapters on the MLP only, whatever --targets says")
     adapter_init: Literal["zero", "error"] = opt.model(
         "zero", "zero, or error: the low-rank matrix nearest to what quantisation lost"

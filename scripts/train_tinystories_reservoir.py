@@ -298,8 +298,10 @@ def describe(cfg: Config, backend: TorchBackend, stories: Stories, train: Blocks
         f"{len(stories.train):,} tokens of {stories.vocab} kinds ({stories.kind}) to train on, "
         f"{len(stories.heldout):,} held out"
     )
-    say(f"{plan.steps} updates of {cfg.global_batch_size} × {train.length} tokens ({plan.batch_size} rows a worker), "
-        f"{len(train) // cfg.global_batch_size} an epoch, learning rate {plan.learning_rate:g}")  # fmt: skip
+    say(
+        f"{plan.steps} updates of {cfg.global_batch_size} × {train.length} tokens ({plan.batch_size} rows a worker), "
+        f"{len(train) // cfg.global_batch_size} an epoch, learning rate {plan.learning_rate:g}"
+    )
 
 
 def finish(

@@ -341,8 +341,9 @@ def test_two_workers_are_one(train, trained, tmp_path):
     stopped, the carry of both with it."""
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port()]
     command = [sys.executable, *launcher, ROOT / "pretrain.py", *SMALL, f"output_dir={tmp_path / 'two'}"]
-    done = subprocess.run(list(map(str, command)), env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True,
-                          text=True, timeout=200)  # fmt: skip
+    done = subprocess.run(
+        list(map(str, command)), env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("run directory") == 1 and "updates of 8 rows on 2 workers" in done.stdout
     assert "[Athena] Using CPU. Process 0/2" in done.stdout
