@@ -32,9 +32,7 @@ class Config(ScriptConfig):
     count: int = opt.data(2000, "puzzles to draw", at_least=1)
     least_blanks: float = opt.data(0.4, "of a Sudoku: least share of its cells that are blank; 1: all that can be")
     most_blanks: float = opt.data(1.0, "and at most, as far as the answer stays the only one: more blanks are harder")
-    heldout_fraction: float = opt.data(
-        0.1, "share of the rows that goes to test/", above=0, below=1, fix="use e.g. 0.1"
-    )
+    heldout_fraction: float = opt.data(0.1, "share of the rows that goes to test/", **opt.HELDOUT)
     corpus: str | None = opt.data(
         None, "instead of puzzles: .jsonl, .parquet or a hub dataset with prompt and response"
     )

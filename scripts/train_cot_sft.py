@@ -170,7 +170,7 @@ class Config(TokenOptions, BatchOptions, JobConfig):
     accumulation_steps: int = opt.again(BatchOptions, "accumulation_steps", 2)
     learning_rate: float = opt.again(BatchOptions, "learning_rate", 2e-4)
     warmup_ratio: float = opt.training(0.03, "share of the updates with linear warm-up", at_least=0, below=1)
-    weight_decay: float = opt.training(0.01, "decoupled weight decay", at_least=0, at_most=opt.MOST_RATE)
+    weight_decay: float = opt.training(0.01, "decoupled weight decay", **opt.DECAY)
     gradient_checkpointing: bool = opt.again(BatchOptions, "gradient_checkpointing", True)
     eval_every: int = opt.again(BatchOptions, "eval_every", 50)
     eval_answers: int = opt.run(32, "held-out questions answered at each evaluation; 0: none", at_least=0)

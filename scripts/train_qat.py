@@ -62,7 +62,7 @@ from qat_lora.run.resuming import prepare, recorded
 from qat_lora.run.rundir import Run, open_run
 from qat_lora.run.session import Session
 from qat_lora.train.loop import tokens_of
-from qat_lora.train.options import RATE, TrainOptions
+from qat_lora.train.options import TrainOptions
 
 NAME = "train_qat"
 EARLIER_RATES = (6e-4, 1e-4)  # of presets, when rates did not follow from the weights
@@ -165,20 +165,17 @@ class Config(TrainOptions, JobConfig):
         "mse", "initial scales: rtn (plain rounding), mse (least-error scales) or gptq (and errors compensated)"
     )
     layer_steps: int = opt.training(
-        0,
-        "updates for each block before end-to-end training; 0 leaves the stage out",
-        at_least=0,
-        at_most=opt.MOST_UPDATES,
+        0, "updates for each block before end-to-end training; 0 leaves the stage out", **opt.UPDATES
     )
     layer_rows: int = opt.training(32, "training rows of --init and of the layer-wise stage", at_least=1)
     layer_learning_rate: float | None = opt.training(
         None,
         "peak learning rate of the layer-wise stage; default: follows from the weights too",
         renamed=dict.fromkeys((5e-4, *EARLIER_RATES)),
-        **RATE,
+        **opt.RATE,
     )
     layer_kd_weight: float = opt.training(
-        0.0, "weight of a global distillation term in the layer-wise loss", at_least=0, at_most=opt.MOST_WEIGHT
+        0.0, "weight of a global distillation term in the layer-wise loss", **opt.WEIGHT
     )
     scope: Literal["all", "mlp", "attn", "weights"] = opt.training(
         "all", "what learns end to end: all, mlp, attn, or weights (scales stay)"
@@ -191,19 +188,16 @@ class Config(TrainOptions, JobConfig):
         fix="use e.g. 0.98, or 0 for no average",
     )
     scale_steps: int = opt.training(
-        0,
-        "updates of the scales alone, codes fixed, from the best state; 0: no such stage",
-        at_least=0,
-        at_most=opt.MOST_UPDATES,
+        0, "updates of the scales alone, codes fixed, from the best state; 0: no such stage", **opt.UPDATES
     )
     learning_rate: float | None = opt.training(
         None,
         "peak learning rate of weights and norms; default: follows from the size of the weights and their bits",
         renamed=dict.fromkeys((8e-4, *EARLIER_RATES)),
-        **RATE,
+        **opt.RATE,
     )
     scale_learning_rate: float | None = opt.training(
-        None, "peak learning rate of scales; default: --learning-rate", **RATE
+        None, "peak learning rate of scales; default: --learning-rate", **opt.RATE
     )
 
 

@@ -51,7 +51,7 @@ from qat_lora.run.rundir import Run, open_run
 from qat_lora.run.session import Session
 from qat_lora.train.loop import Plan, plain_stage, restore, tokens_of, trained_parameters
 from qat_lora.train.memory import check_fits
-from qat_lora.train.options import RATE, LoopOptions
+from qat_lora.train.options import LoopOptions
 
 NAME = "train_tinystories_reservoir"
 SAMPLE_TOKENS = 120
@@ -220,7 +220,7 @@ class Config(LoopOptions, JobConfig):
         at_least=1,
     )
     learning_rate: float = opt.training(
-        SHARED_CONFIG["learning_rate"], "peak learning rate; 1.2 times as large on TPU", **RATE
+        SHARED_CONFIG["learning_rate"], "peak learning rate; 1.2 times as large on TPU", **opt.RATE
     )
     warmup_steps: int = opt.training(SHARED_CONFIG["warmup_steps"], "updates of linear warm-up", at_least=0)
     clip_grad_norm: float = opt.again(LoopOptions, "clip_grad_norm", SHARED_CONFIG["clip_grad_norm"])

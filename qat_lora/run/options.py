@@ -22,6 +22,12 @@ MOST_RATE = 1e3  # largest learning rate or weight decay
 MOST_MICRO_BATCHES = 10_000  # of an update
 LARGEST = 3.4e38  # more is no fp32 number
 MOST_WEIGHT = 1e6  # largest weight of a part of a loss, and largest alpha of an adapter
+# Bounds that several options have.
+COUNT, SHARE = {"at_least": 1}, {"at_least": 0, "at_most": 1}
+UPDATES = {"at_least": 0, "at_most": MOST_UPDATES}
+RATE = {"above": 0, "at_most": MOST_RATE, "fix": "use e.g. 1e-3"}  # of a learning rate
+DECAY, WEIGHT = {"at_least": 0, "at_most": MOST_RATE}, {"at_least": 0, "at_most": MOST_WEIGHT}
+HELDOUT = {"above": 0, "below": 1, "fix": "use e.g. 0.1"}  # of a held-out share
 
 
 def option(
