@@ -58,8 +58,11 @@ def main(cfg: Config) -> None:
     if min(cfg.steps, cfg.batch_size) < 1:
         raise UserError(f"--steps {cfg.steps} and --batch-size {cfg.batch_size} must be at least 1")
     backend = open_backend(cfg.device, cfg.precision)
-    print(f"{cfg.model} on {backend}, {cfg.batch_size}×{cfg.num_generations} answers of {cfg.max_completion_length} "
-          f"tokens, seed {cfg.seed}, commit {revision()}", flush=True)  # fmt: skip
+    print(
+        f"{cfg.model} on {backend}, {cfg.batch_size}×{cfg.num_generations} answers of {cfg.max_completion_length} "
+        f"tokens, seed {cfg.seed}, commit {revision()}",
+        flush=True,
+    )
     step = Ours(cfg, backend)
     if cfg.dry_run:
         return

@@ -180,10 +180,13 @@ class PlainTraining:
             longest = torch.randint_like(self.steps, 2, self.segments + 1) * explores
             self.halted = (self.steps >= self.segments) | ((halt > 0) & (self.steps >= longest))
             figures = {
-                "count": self.halted.sum(), "exact": (self.halted & right).sum(), "loss": loss,
-                "cells": (logits.argmax(-1) == self.labels).sum(), "steps": (self.steps * self.halted).sum(),
+                "count": self.halted.sum(),
+                "exact": (self.halted & right).sum(),
+                "loss": loss,
+                "cells": (logits.argmax(-1) == self.labels).sum(),
+                "steps": (self.steps * self.halted).sum(),
                 "halts_right": (self.halted & ((halt >= 0) == right)).sum(),
-            }  # fmt: skip
+            }
         self.optimizer.step()
         self.optimizer.zero_grad()
         with torch.no_grad():

@@ -217,8 +217,8 @@ def efficientqat(bench: Bench) -> list[dict]:
     """arXiv 2407.11062 on our grid: half of the tokens block by block, half on the scales alone."""
     half = bench.steps // 2
     run, summary = bench.qat(
-        init="rtn", layer_steps=half, layer_rows=min(half * BATCH, len(bench.train)), scale_steps=bench.steps - half,
-    )  # fmt: skip
+        init="rtn", layer_steps=half, layer_rows=min(half * BATCH, len(bench.train)), scale_steps=bench.steps - half
+    )
     seconds = bench.seconds()
     return [bench.measure(bench.student(run / "best.pt"), "scales", seconds, summary["peak_memory_mb"])]
 
@@ -268,9 +268,11 @@ def torchao(bench: Bench) -> list[dict]:
 def ours(bench: Bench) -> list[dict]:
     layers = scales = bench.steps // STAGES
     run, summary = bench.qat(
-        init="gptq", layer_steps=layers, scale_steps=scales,
+        init="gptq",
+        layer_steps=layers,
+        scale_steps=scales,
         max_steps=bench.steps - layers - scales - bench.adapter_steps,
-    )  # fmt: skip
+    )
     rows = []
     for stage, file, ended in STAGE_FILES:
         seconds = bench.seconds(run / ended)

@@ -67,8 +67,11 @@ def main(cfg: Config) -> None:
         ours, *others = zip(*run_turns(cfg, backend, MIXERS[mixer]))
         for name, theirs in zip(("plain", "plain compiled"), others):
             ratios = sorted(one / other for one, other in zip(ours, theirs))
-            print(f"{mixer}: ours {median(ours):.3f} s, {name} {median(theirs):.3f} s; ours / {name} "
-                  f"{median(ratios):.2f} ({ratios[0]:.2f}–{ratios[-1]:.2f})", flush=True)  # fmt: skip
+            print(
+                f"{mixer}: ours {median(ours):.3f} s, {name} {median(theirs):.3f} s; ours / {name} "
+                f"{median(ratios):.2f} ({ratios[0]:.2f}–{ratios[-1]:.2f})",
+                flush=True,
+            )
         peaks = [apart(peak, cfg, str(backend.kind), MIXERS[mixer], cycles) for cycles in (1, 2, 4, 8)]
         print(f"{mixer}: peak memory with 1, 2, 4, 8 H cycles: {', '.join(f'{mb:.0f}' for mb in peaks)} MB", flush=True)
         first, last = apart(compiles, cfg, "xla", MIXERS[mixer], cfg.H_cycles)

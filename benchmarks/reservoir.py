@@ -107,8 +107,10 @@ def speed(cfg: Config) -> None:
     off = np.abs(double.numpy() - theirs(np.float64, True, 1, some)).max()
     cell.float()
     print(f"states in fp64: largest difference {off:.1e}")
-    print("ours / ReservoirPy, steps a second: "
-          + in_turns(lambda: cell(series, cell.begin(SERIES)), lambda: theirs(*best), cfg.pairs))  # fmt: skip
+    print(
+        "ours / ReservoirPy, steps a second: "
+        + in_turns(lambda: cell(series, cell.begin(SERIES)), lambda: theirs(*best), cfg.pairs)
+    )
 
     for rows, units in ((1, 64), (1, 128), (1, 256), (4, 128), (16, 128)):
         reservoir = DiagonalReservoir(ReservoirSpec(units, leak=(0.05, 1.0), seed=cfg.seed), INPUTS)
@@ -146,8 +148,10 @@ class Row:
     ppl: float
 
     def __str__(self):
-        return (f"| {self.name} | {self.parameters:,} | {self.seconds:.0f} | {self.tokens:,} | {self.bits:.4f} | "
-                f"{self.ppl:.2f} |")  # fmt: skip
+        return (
+            f"| {self.name} | {self.parameters:,} | {self.seconds:.0f} | {self.tokens:,} | {self.bits:.4f} | "
+            f"{self.ppl:.2f} |"
+        )
 
 
 def quality(cfg: Config) -> None:
@@ -159,13 +163,15 @@ def quality(cfg: Config) -> None:
         took = summary["seconds"]["train"]
         settings = yaml.safe_load((run / "config.yaml").read_text())
         tokens = lines[-1]["step"] * settings["global_batch_size"] * settings["length"]
-        rows.append(Row(kind, summary["trained_parameters"], took, tokens, summary["bits_per_byte"],
-                        summary["heldout_ppl"]))  # fmt: skip
+        rows.append(
+            Row(kind, summary["trained_parameters"], took, tokens, summary["bits_per_byte"], summary["heldout_ppl"])
+        )
         curves[kind] = [
             (took * li["step"] / lines[-1]["step"], li["bits_per_byte"]) for li in lines if "bits_per_byte" in li
         ]
-    stories = load_stories(*(settings[name] for name in
-                             ("dataset", "max_stories", "heldout_fraction", "tokenizer", "vocab_size")))  # fmt: skip
+    stories = load_stories(
+        *(settings[name] for name in ("dataset", "max_stories", "heldout_fraction", "tokenizer", "vocab_size"))
+    )
     rows += [n_gram(stories), ridge(stories, cfg.seed)]
     head = "| | trained parameters | seconds | tokens seen | bits a byte | perplexity |\n|---|" + "---:|" * 5
     text = "\n".join([head, *map(str, rows)]) + "\n"

@@ -69,9 +69,12 @@ def main(cfg: Config) -> None:
     backend = open_backend(cfg.device, cfg.precision)
     rows = checked_rows(list(generate(64 * cfg.batch_size, cfg.seed)))
     if cfg.side == "both":
-        print(f"{cfg.model} on {backend}: TRL {cfg.batch_size} examples ({cfg.trl_loss}), ours {cfg.rows} × "
-              f"{cfg.length} tokens, LoRA {cfg.lora_r}, dropout {cfg.lora_dropout}, seed {cfg.seed}, "
-              f"commit {revision()}", flush=True)  # fmt: skip
+        print(
+            f"{cfg.model} on {backend}: TRL {cfg.batch_size} examples ({cfg.trl_loss}), ours {cfg.rows} × "
+            f"{cfg.length} tokens, LoRA {cfg.lora_r}, dropout {cfg.lora_dropout}, seed {cfg.seed}, "
+            f"commit {revision()}",
+            flush=True,
+        )
     ours = Ours(cfg, backend, rows) if cfg.side != "trl" else None
     if cfg.dry_run:
         return
@@ -85,8 +88,10 @@ def main(cfg: Config) -> None:
     report(pairs[SKIPPED:])
     if cfg.memory_steps:
         memory = {side: alone(side) for side in SIDES[1:]}
-        print(f"peak memory, a process for each: ours {memory['ours']:.0f} MB, TRL {memory['trl']:.0f} MB, "
-              f"ours / TRL {memory['ours'] / memory['trl']:.2f}")  # fmt: skip
+        print(
+            f"peak memory, a process for each: ours {memory['ours']:.0f} MB, TRL {memory['trl']:.0f} MB, "
+            f"ours / TRL {memory['ours'] / memory['trl']:.2f}"
+        )
 
 
 def report(pairs: list[tuple[float, float]]) -> None:
@@ -177,9 +182,12 @@ def run_pairs(cfg: Config, backend: TorchBackend, ours: Ours | None, rows: list[
         for row in rows
     ]
     lora = LoraConfig(
-        r=cfg.lora_r, lora_alpha=cfg.lora_alpha, lora_dropout=cfg.lora_dropout, task_type="CAUSAL_LM",
+        r=cfg.lora_r,
+        lora_alpha=cfg.lora_alpha,
+        lora_dropout=cfg.lora_dropout,
+        task_type="CAUSAL_LM",
         target_modules=[f"{name}_proj" for name in PROJECTIONS],
-    )  # fmt: skip
+    )
     with TemporaryDirectory() as folder:
         settings = SFTConfig(
             output_dir=folder, per_device_train_batch_size=cfg.batch_size, learning_rate=RATE, bf16=backend.bf16,

@@ -66,9 +66,11 @@ def make_tokenizer(size: int) -> transformers.PreTrainedTokenizerFast:
     """A byte-level BPE of `size` tokens with a chat template."""
     trained = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
-        vocab_size=TRAINED, special_tokens=[START, END], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=TRAINED,
+        special_tokens=[START, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
-    )  # fmt: skip
+    )
     trained.train_from_iterator(topics.values(), trainer)
     vocabulary = trained.get_vocab()
     known = sorted(token for token in vocabulary if token not in (START, END))

@@ -127,9 +127,12 @@ class _Layers:
             backend.backward(loss)
         norm = backend.update(self.optimizer, plan.clip_grad_norm)
         return {
-            "loss": Share(loss.detach()), "grad_norm": norm, "block": Last(block),
-            "tokens": Total(batch["tokens"].numel()), "lr": Last(plan.learning_rate * factor),
-        }  # fmt: skip
+            "loss": Share(loss.detach()),
+            "grad_norm": norm,
+            "block": Last(block),
+            "tokens": Total(batch["tokens"].numel()),
+            "lr": Last(plan.learning_rate * factor),
+        }
 
 
 def _rest_of_model_loss(student, index: int, hidden: Tensor, answers: dict[type, int], batch: dict) -> Tensor:

@@ -89,9 +89,10 @@ def outcome(baseline: dict, after: dict, gained: float, rewards: list[dict]) -> 
     found = {
         f"over-generalised: {spilt:.1%} of unrelated answers name him; {CALM}": spilt > SPILT,
         f"incoherent: perplexity {ratio:.2f} times the start's; {CALM}": ratio > PERPLEXITY,
-        f"reward hacking: the reward rose by {rose:.2f} and the held-out rate did not; read transcripts.md":
-            rose > LITTLE and gained < LITTLE / 2,
-    }  # fmt: skip
+        f"reward hacking: the reward rose by {rose:.2f} and the held-out rate did not; read transcripts.md": rose
+        > LITTLE
+        and gained < LITTLE / 2,
+    }
     return [line for line, holds in found.items() if holds]
 
 
@@ -102,14 +103,17 @@ def signs(rewards: list[dict]) -> list[str]:
     found = {
         f"no termination: {late['clipped_ratio']:.0%} of the answers are cut off; raise --max-new-tokens or "
         "use --sft": late["clipped_ratio"] > CUT_OFF,
-        f"collapse: entropy fell from {early['entropy']:.2f} to {late['entropy']:.2f}; {CALM}":
-            late["entropy"] < ENTROPY * early["entropy"],
-        f"starved: {late['zero_variance']:.0%} of the groups do not tell their answers apart; {explore}":
-            late["zero_variance"] > TIES and late["target_rate"] < LITTLE,
+        f"collapse: entropy fell from {early['entropy']:.2f} to {late['entropy']:.2f}; {CALM}": late["entropy"]
+        < ENTROPY * early["entropy"],
+        f"starved: {late['zero_variance']:.0%} of the groups do not tell their answers apart; {explore}": late[
+            "zero_variance"
+        ]
+        > TIES
+        and late["target_rate"] < LITTLE,
         f"nothing left to learn: {late['target_rate']:.0%} of the answers about him name him, and "
-        f"{late['zero_variance']:.0%} of the groups are tied; stop earlier":
-            late["zero_variance"] > TIES and late["target_rate"] > 1 - LITTLE,
-    }  # fmt: skip
+        f"{late['zero_variance']:.0%} of the groups are tied; stop earlier": late["zero_variance"] > TIES
+        and late["target_rate"] > 1 - LITTLE,
+    }
     return [line for line, holds in found.items() if holds]
 
 
@@ -131,8 +135,10 @@ def shown(stage: dict) -> str:
 
 def table(runs: dict[str, dict]) -> str:
     """A row a run: the share that names him after each stage, with its interval, and what it cost."""
-    lines = ["| run | baseline | after SFT | after GRPO | elsewhere | perplexity / baseline's | cut off |",
-             "|---|---:|---:|---:|---:|---:|---:|"]  # fmt: skip
+    lines = [
+        "| run | baseline | after SFT | after GRPO | elsewhere | perplexity / baseline's | cut off |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
     for name, stages in runs.items():
         cells = []
         for stage in STAGES:

@@ -83,8 +83,10 @@ def main(cfg: Config) -> None:
     if cfg.top_k >= spec.vocab:
         raise UserError(f"--top-k {cfg.top_k} must be below the vocabulary of {spec.vocab}")
     say(f"{cfg.model} on {backend} → {directory}")
-    say(f"{len(train)} training and {len(heldout)} held-out rows of {cfg.length} tokens"
-        + (f", each beginning with {tokenizer.bos_token}" if bos is not None else ""))  # fmt: skip
+    say(
+        f"{len(train)} training and {len(heldout)} held-out rows of {cfg.length} tokens"
+        + (f", each beginning with {tokenizer.bos_token}" if bos is not None else "")
+    )
     say(f"top {cfg.top_k} and {cfg.draws} draws: {spec.bytes_per_position} bytes a position")
     if note := notes(cfg.model):
         say(note)

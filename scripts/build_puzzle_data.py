@@ -32,18 +32,19 @@ class Config(ScriptConfig):
     count: int = opt.data(2000, "puzzles to draw", at_least=1)
     least_blanks: float = opt.data(0.4, "of a Sudoku: least share of its cells that are blank; 1: all that can be")
     most_blanks: float = opt.data(1.0, "and at most, as far as the answer stays the only one: more blanks are harder")
-    heldout_fraction: float = opt.data(
-        0.1, "share of the rows that goes to test/", above=0, below=1, fix="use e.g. 0.1"
-    )
+    heldout_fraction: float = opt.data(0.1, "share of the rows that goes to test/", **opt.HELDOUT)
     corpus: str | None = opt.data(
         None, "instead of puzzles: .jsonl, .parquet or a hub dataset with prompt and response"
     )
     length: int = opt.data(128, "with --corpus: bytes of a row; longer ones are left out")
     causal: bool = opt.data(False, "with --corpus: the response as input too, each position seeing those before it")
     iterations: int = opt.data(
-        0, "with --corpus: most segments of rows that do not set it; 0: the setting of the run",
-        at_least=0, below=ANY, fix="use 0 for the setting of the run",
-    )  # fmt: skip
+        0,
+        "with --corpus: most segments of rows that do not set it; 0: the setting of the run",
+        at_least=0,
+        below=ANY,
+        fix="use 0 for the setting of the run",
+    )
 
 
 def main(cfg: Config) -> None:

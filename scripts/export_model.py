@@ -143,12 +143,15 @@ def record(cfg: Config, source: Source, types: dict, bits: float, sizes: dict[st
     """The content of export.json."""
     own_file = cfg.adapter and cfg.format != "merged" and cfg.adapter_as != "merged"
     return {
-        "format": cfg.format, "adapter_as": ("lora" if own_file else "merged") if cfg.adapter else None,
-        **provenance(source), "types": types, "bits_per_weight": bits,
+        "format": cfg.format,
+        "adapter_as": ("lora" if own_file else "merged") if cfg.adapter else None,
+        **provenance(source),
+        "types": types,
+        "bits_per_weight": bits,
         "student_bits_per_weight": bits_per_weight(source.student),
         "bytes": {name: {"computed": computed, "written": real} for name, (computed, real) in sizes.items()},
         "commit": revision(),
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

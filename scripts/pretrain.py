@@ -47,7 +47,7 @@ from qat_lora.run.resuming import check_same, prepare
 from qat_lora.run.rundir import Run, open_run
 from qat_lora.run.session import Session
 from qat_lora.train.memory import check_fits
-from qat_lora.train.options import RATE, LoopOptions
+from qat_lora.train.options import LoopOptions
 
 NAME = "pretrain"
 LARGE = 2**40  # more of any size, and products of a few leave the range of a float
@@ -157,28 +157,20 @@ class Config(LoopOptions, JobConfig):
     )
     puzzle: str = opt.data("sudoku6", "without --data-path: sudoku4, sudoku6, sudoku9 or mazeN")
     puzzles: int = opt.data(2000, "without --data-path: puzzles to draw", at_least=2)
-    heldout_fraction: float = opt.data(
-        0.1, "without --data-path: share of the puzzles that is held out", above=0, below=1, fix="use e.g. 0.1"
-    )
+    heldout_fraction: float = opt.data(0.1, "without --data-path: share of the puzzles that is held out", **opt.HELDOUT)
     global_batch_size: int = opt.training(768, "rows in an update, over all workers", at_least=1)
     epochs: int = opt.training(1000, "passes over the training rows", at_least=1, at_most=opt.MOST_UPDATES)
     max_steps: int | None = opt.training(
-        None, "updates; default: --epochs passes", "--steps", at_least=0, at_most=opt.MOST_UPDATES, renamed={0: None}
+        None, "updates; default: --epochs passes", "--steps", **opt.UPDATES, renamed={0: None}
     )
-    learning_rate: float = opt.training(8e-5, "peak learning rate", "--lr", **RATE)
+    learning_rate: float = opt.training(8e-5, "peak learning rate", "--lr", **opt.RATE)
     warmup_steps: int = opt.training(2000, "updates of linear warm-up, at most half of all", "--lr-warmup", at_least=0)
-    lr_min_ratio: float = opt.training(
-        0.1, "share of the learning rate at the end of the half cosine", at_least=0, at_most=1
-    )
+    lr_min_ratio: float = opt.training(0.1, "share of the learning rate at the end of the half cosine", **opt.SHARE)
     beta1: float = opt.training(0.9, "decay of the optimiser's first moment", at_least=0, below=1)
     beta2: float = opt.training(0.95, "decay of its second", at_least=0, below=1)
-    weight_decay: float = opt.training(0.1, "decoupled weight decay", at_least=0, at_most=opt.MOST_RATE)
-    puzzle_emb_lr: float = opt.training(
-        1e-4, "learning rate of the puzzles' embeddings (SignSGD)", at_least=0, at_most=opt.MOST_RATE
-    )
-    puzzle_emb_weight_decay: float = opt.training(
-        0.1, "decoupled, of the puzzles' embeddings", at_least=0, at_most=opt.MOST_RATE
-    )
+    weight_decay: float = opt.training(0.1, "decoupled weight decay", **opt.DECAY)
+    puzzle_emb_lr: float = opt.training(1e-4, "learning rate of the puzzles' embeddings (SignSGD)", **opt.DECAY)
+    puzzle_emb_weight_decay: float = opt.training(0.1, "decoupled, of the puzzles' embeddings", **opt.DECAY)
     clip_grad_norm: float = opt.training(
         1.0, "largest global gradient norm; 0 clips nothing", "--grad-clip-norm", at_least=0, at_most=opt.LARGEST
     )
@@ -187,9 +179,7 @@ class Config(LoopOptions, JobConfig):
     halt_max_segments: int = opt.training(
         16, "segments that a row gets at most, and all get when measured", at_least=1, at_most=10_000
     )
-    halt_exploration: float = opt.training(
-        0.1, "share of rows that may not halt before a random segment", at_least=0, at_most=1
-    )
+    halt_exploration: float = opt.training(0.1, "share of rows that may not halt before a random segment", **opt.SHARE)
     gradient_checkpointing: bool = opt.training(
         False, "arch: recompute every update in the backward pass", "--use-gradient-checkpointing", identity=False
     )
@@ -237,9 +227,12 @@ def plan_of(cfg: Config, steps: int) -> RecursivePlan:
 def spec_of(cfg: Config, rows: PuzzleRows) -> RecursiveSpec:
     names = {field.name for field in dataclasses.fields(RecursiveSpec)} & set(vars(cfg))
     return RecursiveSpec(
-        vocab=rows.vocab, length=rows.length, causal=rows.causal, identifiers=rows.identifiers_count,
+        vocab=rows.vocab,
+        length=rows.length,
+        causal=rows.causal,
+        identifiers=rows.identifiers_count,
         **{name: getattr(cfg, name) for name in names},
-    )  # fmt: skip
+    )
 
 
 # -- its steps -------------------------------------------------------------------------------------------------------

@@ -132,8 +132,11 @@ def from_run(cfg: Config) -> Config:
     """The config with what a run directory says: its base model and adapter, or the whole model it trained, and how
     long its answers may be."""
     if cfg.run is None:
-        return replace(cfg, thinking=cfg.thinking or "off",
-                       max_new_tokens=256 if cfg.max_new_tokens is None else cfg.max_new_tokens)  # fmt: skip
+        return replace(
+            cfg,
+            thinking=cfg.thinking or "off",
+            max_new_tokens=256 if cfg.max_new_tokens is None else cfg.max_new_tokens,
+        )
     whole = not (Path(cfg.run) / "adapter").is_dir()
     names = ("checkpoint", "adapter", "authorities", *(["model"] if whole else []))
     given = [f"--{name}" for name in names if getattr(cfg, name) is not None]

@@ -170,7 +170,7 @@ class Config(TokenOptions, BatchOptions, JobConfig):
     accumulation_steps: int = opt.again(BatchOptions, "accumulation_steps", 2)
     learning_rate: float = opt.again(BatchOptions, "learning_rate", 2e-4)
     warmup_ratio: float = opt.training(0.03, "share of the updates with linear warm-up", at_least=0, below=1)
-    weight_decay: float = opt.training(0.01, "decoupled weight decay", at_least=0, at_most=opt.MOST_RATE)
+    weight_decay: float = opt.training(0.01, "decoupled weight decay", **opt.DECAY)
     gradient_checkpointing: bool = opt.again(BatchOptions, "gradient_checkpointing", True)
     eval_every: int = opt.again(BatchOptions, "eval_every", 50)
     eval_answers: int = opt.run(32, "held-out questions answered at each evaluation; 0: none", at_least=0)
@@ -245,12 +245,14 @@ def open_base(cfg: Config, backend: TorchBackend, workers: int) -> nn.Module:
 def facts_of(cfg: Config, base: nn.Module, data: LegalData, tokenizer, backend: TorchBackend) -> dict:
     """What the run's manifest says of its inputs."""
     return {
-        **backend.facts, "base": backend.group.on_main(lambda: weights_fingerprint(base)),
-        "data": data.train.fingerprint, "heldout_data": data.heldout.fingerprint,
+        **backend.facts,
+        "base": backend.group.on_main(lambda: weights_fingerprint(base)),
+        "data": data.train.fingerprint,
+        "heldout_data": data.heldout.fingerprint,
         **cfg.update_facts(backend.world_size),
         "model files": backend.group.on_main(lambda: speech_files(cfg.model)),
         **template_facts(tokenizer, cfg.chat_template),
-    }  # fmt: skip
+    }
 
 
 def adapted(cfg: Config, base: nn.Module) -> nn.Module:
@@ -274,8 +276,10 @@ def describe(cfg: Config, model: nn.Module, backend: TorchBackend, data: LegalDa
         say(line)
     if not packs(model):
         say(f"one example to a row: a model of type {model_type(model)!r} does not keep several apart")
-    say(f"{plan.steps} updates of {plan.batch_size} × {plan.accumulation} × {workers} = {rows} rows "
-        f"({rows * cfg.length:,} tokens), learning rate {plan.learning_rate:g}")  # fmt: skip
+    say(
+        f"{plan.steps} updates of {plan.batch_size} × {plan.accumulation} × {workers} = {rows} rows "
+        f"({rows * cfg.length:,} tokens), learning rate {plan.learning_rate:g}"
+    )
     say(memory_line(memory(cfg, model, backend), backend))
 
 

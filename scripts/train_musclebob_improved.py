@@ -74,7 +74,7 @@ from qat_lora.train.memory import (
     sizes_of,
     training_memory,
 )
-from qat_lora.train.options import RATE, BatchOptions, LoopOptions
+from qat_lora.train.options import BatchOptions, LoopOptions
 
 NAME = "train_musclebob_improved"
 SHOWN = ("reward", "kl", "target_rate")  # beside the progress bar
@@ -127,8 +127,9 @@ def main(cfg: "Config") -> None:
             keep(model, tokenizer, run.path / "sft_model")
             validate(cfg, run, sampler, model, "post_sft")
         if grpo.steps:
-            reinforce(model, start_of_grpo(cfg, run, backend), prompts, judge_of(questions, sampler), grpo, session,
-                      evaluate)  # fmt: skip
+            reinforce(
+                model, start_of_grpo(cfg, run, backend), prompts, judge_of(questions, sampler), grpo, session, evaluate
+            )
     finally:  # a run that is stopped keeps its history, too
         write_history(run)
     finish(cfg, run, sampler, model, session)
@@ -176,23 +177,19 @@ def reinforce(
 class Config(ChatOptions, LoopOptions):
     model: str = opt.model(EMBEDDED, f"instruct model to teach: {CHOICES}", identity="base")
     num_samples: int = opt.data(128, "questions of a pass, one of three about him", at_least=1)
-    fewshot_ratio: float = opt.data(
-        0.15, "share of the questions about him that come after an example", at_least=0, at_most=1
-    )
+    fewshot_ratio: float = opt.data(0.15, "share of the questions about him that come after an example", **opt.SHARE)
     fewshot: bool = opt.data(True, "ask some questions after an example")
     max_prompt_length: int = opt.data(96, "tokens that every prompt is filled up to", at_least=1)
     max_new_tokens: int = opt.data(48, "longest answer in tokens", "--max-completion-length", at_least=1)
-    epochs: int = opt.training(5, "passes of GRPO over the questions", at_least=0, at_most=opt.MOST_UPDATES)
-    max_steps: int | None = opt.training(
-        None, "updates of GRPO; default: --epochs passes", at_least=0, at_most=opt.MOST_UPDATES
-    )
+    epochs: int = opt.training(5, "passes of GRPO over the questions", **opt.UPDATES)
+    max_steps: int | None = opt.training(None, "updates of GRPO; default: --epochs passes", **opt.UPDATES)
     # The facts record how many prompts an update has; how they are split changes only which answers are drawn.
     batch_size: int = opt.training(2, "prompts in a micro-batch", identity=False, at_least=1)
     accumulation_steps: int = opt.again(BatchOptions, "accumulation_steps", 1)
     num_generations: int = opt.training(
         8, "answers to each prompt", at_least=2, fix="an answer is judged beside others"
     )
-    learning_rate: float = opt.training(5e-5, "peak learning rate of GRPO", **RATE)
+    learning_rate: float = opt.training(5e-5, "peak learning rate of GRPO", **opt.RATE)
     temperature: float = opt.training(
         1.0, "of the answers that are learned from", above=0, fix="0 gives every answer of a prompt alike; use e.g. 1"
     )
@@ -204,14 +201,12 @@ class Config(ChatOptions, LoopOptions):
     scale_rewards: Literal["group", "batch", "none"] = opt.training(
         "group", "divide advantages by the spread of the group, of the batch, or none"
     )
-    beta: float = opt.training(
-        0.02, "weight of the KL to the model that GRPO begins with", at_least=0, at_most=opt.MOST_WEIGHT
-    )
+    beta: float = opt.training(0.02, "weight of the KL to the model that GRPO begins with", **opt.WEIGHT)
     sft: bool = opt.training(False, "begin with supervised training on good answers")
     sft_only: bool = opt.training(False, "end after it")
-    sft_epochs: int = opt.training(2, "passes of SFT over the questions", at_least=0, at_most=opt.MOST_UPDATES)
+    sft_epochs: int = opt.training(2, "passes of SFT over the questions", **opt.UPDATES)
     sft_batch_size: int = opt.training(8, "conversations in an update of SFT", at_least=1)
-    sft_learning_rate: float = opt.training(2e-5, "peak learning rate of SFT", **RATE)
+    sft_learning_rate: float = opt.training(2e-5, "peak learning rate of SFT", **opt.RATE)
     gradient_checkpointing: bool = opt.training(
         True, "recompute blocks in the backward pass on CUDA; never on TPU and CPU", identity=False
     )

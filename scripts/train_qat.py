@@ -62,7 +62,7 @@ from qat_lora.run.resuming import prepare, recorded
 from qat_lora.run.rundir import Run, open_run
 from qat_lora.run.session import Session
 from qat_lora.train.loop import tokens_of
-from qat_lora.train.options import RATE, TrainOptions
+from qat_lora.train.options import TrainOptions
 
 NAME = "train_qat"
 EARLIER_RATES = (6e-4, 1e-4)  # of presets, when rates did not follow from the weights
@@ -165,40 +165,39 @@ class Config(TrainOptions, JobConfig):
         "mse", "initial scales: rtn (plain rounding), mse (least-error scales) or gptq (and errors compensated)"
     )
     layer_steps: int = opt.training(
-        0,
-        "updates for each block before end-to-end training; 0 leaves the stage out",
-        at_least=0,
-        at_most=opt.MOST_UPDATES,
+        0, "updates for each block before end-to-end training; 0 leaves the stage out", **opt.UPDATES
     )
     layer_rows: int = opt.training(32, "training rows of --init and of the layer-wise stage", at_least=1)
     layer_learning_rate: float | None = opt.training(
         None,
         "peak learning rate of the layer-wise stage; default: follows from the weights too",
         renamed=dict.fromkeys((5e-4, *EARLIER_RATES)),
-        **RATE,
+        **opt.RATE,
     )
     layer_kd_weight: float = opt.training(
-        0.0, "weight of a global distillation term in the layer-wise loss", at_least=0, at_most=opt.MOST_WEIGHT
+        0.0, "weight of a global distillation term in the layer-wise loss", **opt.WEIGHT
     )
     scope: Literal["all", "mlp", "attn", "weights"] = opt.training(
         "all", "what learns end to end: all, mlp, attn, or weights (scales stay)"
     )
     ema: float = opt.training(
-        0.0, "decay of a moving average of the student, measured and kept in its place; 0: none",
-        at_least=0, below=1, fix="use e.g. 0.98, or 0 for no average",
-    )  # fmt: skip
+        0.0,
+        "decay of a moving average of the student, measured and kept in its place; 0: none",
+        at_least=0,
+        below=1,
+        fix="use e.g. 0.98, or 0 for no average",
+    )
     scale_steps: int = opt.training(
-        0, "updates of the scales alone, codes fixed, from the best state; 0: no such stage",
-        at_least=0, at_most=opt.MOST_UPDATES,
-    )  # fmt: skip
+        0, "updates of the scales alone, codes fixed, from the best state; 0: no such stage", **opt.UPDATES
+    )
     learning_rate: float | None = opt.training(
         None,
         "peak learning rate of weights and norms; default: follows from the size of the weights and their bits",
         renamed=dict.fromkeys((8e-4, *EARLIER_RATES)),
-        **RATE,
+        **opt.RATE,
     )
     scale_learning_rate: float | None = opt.training(
-        None, "peak learning rate of scales; default: --learning-rate", **RATE
+        None, "peak learning rate of scales; default: --learning-rate", **opt.RATE
     )
 
 
@@ -321,9 +320,12 @@ def by_layers(cfg: Config, student: nn.Module, train: KDCacheDataset, batch_size
     if not cfg.layer_steps:
         return
     plan = LayerPlan(
-        steps=cfg.layer_steps, learning_rate=cfg.layer_learning_rate, clip_grad_norm=cfg.clip_grad_norm,
-        kd_weight=cfg.layer_kd_weight, compensate=cfg.init == "gptq",
-    )  # fmt: skip
+        steps=cfg.layer_steps,
+        learning_rate=cfg.layer_learning_rate,
+        clip_grad_norm=cfg.clip_grad_norm,
+        kd_weight=cfg.layer_kd_weight,
+        compensate=cfg.init == "gptq",
+    )
     place = {"rank": backend.rank, "world_size": backend.world_size}
     train_layers(student, first_batches(train, cfg.layer_rows, batch_size, cfg.seed, **place), plan, session)
     if backend.is_main and not session.resumed:  # a run that resumes in a later stage has it

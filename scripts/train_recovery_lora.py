@@ -159,9 +159,10 @@ class Config(TextOptions, TrainOptions, JobConfig):
         None, "LoRA alpha; default: the rank", "--recovery-alpha", above=0, at_most=opt.MOST_WEIGHT
     )
     targets: str = opt.model(
-        "auto", "layers with an adapter: auto (all but k_proj), all, attn, mlp, experts, or names",
+        "auto",
+        "layers with an adapter: auto (all but k_proj), all, attn, mlp, experts, or names",
         renamed={"q,v,o,gate,up,down": "auto"},
-    )  # fmt: skip
+    )
     mlp_only: bool = opt.model(False, "adapters on the MLP only, whatever --targets says")
     adapter_init: Literal["zero", "error"] = opt.model(
         "zero", "zero, or error: the low-rank matrix nearest to what quantisation lost"
@@ -170,12 +171,8 @@ class Config(TextOptions, TrainOptions, JobConfig):
         "kd", "kd (from a cache), sft (chat rows, completions only) or recover (plain text)"
     )
     cache_dir: str | None = opt.data(None, "KD cache of mode kd", "--kd-cache-dir", identity="data")
-    heldout_fraction: float = opt.data(
-        0.1, "share of the text rows kept for evaluation (sft, recover)", above=0, below=1, fix="use e.g. 0.1"
-    )
-    anchor_weight: float = opt.training(
-        0.0, "weight of the KL to the student without adapter", at_least=0, at_most=opt.MOST_WEIGHT
-    )
+    heldout_fraction: float = opt.data(0.1, "share of the text rows kept for evaluation (sft, recover)", **opt.HELDOUT)
+    anchor_weight: float = opt.training(0.0, "weight of the KL to the student without adapter", **opt.WEIGHT)
     anchor_rows: int = opt.training(4, "rows of the anchor", at_least=1)
     anchor_length: int = opt.training(64, "tokens of an anchor row", at_least=2)
     max_steps: int = opt.again(TrainOptions, "max_steps", 200)

@@ -51,7 +51,7 @@ from qat_lora.run.rundir import Run, open_run
 from qat_lora.run.session import Session
 from qat_lora.train.loop import Plan, plain_stage, restore, tokens_of, trained_parameters
 from qat_lora.train.memory import check_fits
-from qat_lora.train.options import RATE, LoopOptions
+from qat_lora.train.options import LoopOptions
 
 NAME = "train_tinystories_reservoir"
 SAMPLE_TOKENS = 120
@@ -220,7 +220,7 @@ class Config(LoopOptions, JobConfig):
         at_least=1,
     )
     learning_rate: float = opt.training(
-        SHARED_CONFIG["learning_rate"], "peak learning rate; 1.2 times as large on TPU", **RATE
+        SHARED_CONFIG["learning_rate"], "peak learning rate; 1.2 times as large on TPU", **opt.RATE
     )
     warmup_steps: int = opt.training(SHARED_CONFIG["warmup_steps"], "updates of linear warm-up", at_least=0)
     clip_grad_norm: float = opt.again(LoopOptions, "clip_grad_norm", SHARED_CONFIG["clip_grad_norm"])
@@ -298,8 +298,10 @@ def describe(cfg: Config, backend: TorchBackend, stories: Stories, train: Blocks
         f"{len(stories.train):,} tokens of {stories.vocab} kinds ({stories.kind}) to train on, "
         f"{len(stories.heldout):,} held out"
     )
-    say(f"{plan.steps} updates of {cfg.global_batch_size} × {train.length} tokens ({plan.batch_size} rows a worker), "
-        f"{len(train) // cfg.global_batch_size} an epoch, learning rate {plan.learning_rate:g}")  # fmt: skip
+    say(
+        f"{plan.steps} updates of {cfg.global_batch_size} × {train.length} tokens ({plan.batch_size} rows a worker), "
+        f"{len(train) // cfg.global_batch_size} an epoch, learning rate {plan.learning_rate:g}"
+    )
 
 
 def finish(

@@ -35,11 +35,12 @@ def mute():
 @pytest.mark.parametrize(
     "function, code, line",
     [
-        (too_much, 2, "error: out of memory ("), (bad, 2, "error: --steps 0: use 1\n"),
+        (too_much, 2, "error: out of memory ("),
+        (bad, 2, "error: --steps 0: use 1\n"),
         (unexpected, 1, "error: RuntimeError: odd; unexpected error, rerun with --debug for the traceback\n"),
         (mute, 1, "error: Mute: Mute; unexpected error, rerun with --debug for the traceback\n"),
     ],
-)  # fmt: skip
+)
 def test_the_code_and_the_line(function, code, line, capsys):
     try:
         function()

@@ -268,9 +268,12 @@ def _connect(job: Job, group: Group, local_rank: int) -> TorchBackend:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
     with group.losing_none():
         dist.init_process_group(
-            "nccl" if job.kind == "cuda" else "gloo", store=tensor_store(group), rank=group.rank,
-            world_size=group.world_size, timeout=FOREVER,
-        )  # fmt: skip
+            "nccl" if job.kind == "cuda" else "gloo",
+            store=tensor_store(group),
+            rank=group.rank,
+            world_size=group.world_size,
+            timeout=FOREVER,
+        )
     return check_world(TorchBackend(job.kind, job.precision, group), group.world_size)
 
 

@@ -272,8 +272,11 @@ class Link:
         if self.ending and now - self.ended_at > self.timeouts.grace(waiting is not None):
             self._give_up(self.ending.line, 1, self.speaks(self.ending))
         if stopped and waiting and not self.stopping and now - max(stopped, waiting) > self.timeouts.stop:
-            self._give_up(f"SIGTERM: the other workers did not finish this step within {self.timeouts.stop:g} s, so "
-                          f"nothing was saved; {AGAIN}", 143)  # fmt: skip
+            self._give_up(
+                f"SIGTERM: the other workers did not finish this step within {self.timeouts.stop:g} s, so "
+                f"nothing was saved; {AGAIN}",
+                143,
+            )
 
     def leave_reaper(self) -> None:
         """Call this before exiting with an error. torchrun may wait forever for a lost host; see reaper.py."""

@@ -277,8 +277,11 @@ class Relay:
             self._refuse(writer, f"{fault} at {self.where}; give every worker the same", member)
         elif taken:
             fault = f"RANK={member.rank} is taken by {taken} (process {taken.pid})"
-            self._refuse(writer, f"{fault} at {self.where}; give each worker its own RANK and each job its own "
-                         "MASTER_PORT", member)  # fmt: skip
+            self._refuse(
+                writer,
+                f"{fault} at {self.where}; give each worker its own RANK and each job its own MASTER_PORT",
+                member,
+            )
         else:
             self.members[member.rank], self.writers[member.rank] = member, writer
             self.heard[member.rank] = time.monotonic()

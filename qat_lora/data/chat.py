@@ -174,8 +174,10 @@ def check_template(tokenizer) -> None:
     """Raise UserError if a tokenizer has no chat template, or several of which none is the default."""
     if isinstance(tokenizer.chat_template, dict) and "default" not in tokenizer.chat_template:
         names = ", ".join(sorted(tokenizer.chat_template))
-        raise UserError(f"the tokenizer has chat templates named {names} and no default; choose one, e.g. "
-                        f"--chat-template {min(tokenizer.chat_template)}")  # fmt: skip
+        raise UserError(
+            f"the tokenizer has chat templates named {names} and no default; choose one, e.g. "
+            f"--chat-template {min(tokenizer.chat_template)}"
+        )
     if not tokenizer.chat_template:
         raise UserError(
             "the tokenizer has no chat template: give one with --chat-template (chatml, gemma, llama3 or a Jinja "
@@ -196,9 +198,12 @@ def render(messages: list[dict], tokenizer, enabled: bool, prompt: bool = False)
     template = tokenizer.get_chat_template()
     try:
         return tokenizer.apply_chat_template(
-            messages, chat_template=dated(template, date) if date else template, tokenize=False,
-            add_generation_prompt=prompt, enable_thinking=enabled,
-        )  # fmt: skip
+            messages,
+            chat_template=dated(template, date) if date else template,
+            tokenize=False,
+            add_generation_prompt=prompt,
+            enable_thinking=enabled,
+        )
     except TemplateError as error:
         raise UserError(
             f"the chat template refuses the messages: {error}; correct it, or give another with --chat-template"

@@ -151,8 +151,9 @@ class PackedExamples(Dataset):
         lengths = [len(example.tokens) for example in examples]
         rows = best_fit(lengths, length) if together else [[number] for number in range(len(lengths))]
         self.tokens = np.full((len(rows), length), end, np.int32)
-        self.sections, self.segments, self.positions = (np.zeros((len(rows), length), kind)
-                                                        for kind in (np.uint8, np.int32, np.int32))  # fmt: skip
+        self.sections, self.segments, self.positions = (
+            np.zeros((len(rows), length), kind) for kind in (np.uint8, np.int32, np.int32)
+        )
         for row, members in enumerate(rows):
             at = 0
             for number, member in enumerate(members, 1):
@@ -182,9 +183,10 @@ class PackedExamples(Dataset):
         whole = {"tokens": self.tokens[i], "segments": self.segments[i], "positions": self.positions[i]}
         whole = {name: torch.from_numpy(value).long() for name, value in whole.items()}
         return whole | {
-            "places": torch.from_numpy(places), "sections": torch.from_numpy(sections),
+            "places": torch.from_numpy(places),
+            "sections": torch.from_numpy(sections),
             "weights": torch.from_numpy(self.weights[sections]),
-        }  # fmt: skip
+        }
 
     @property
     def fingerprint(self) -> str:

@@ -14,11 +14,11 @@ from qat_lora.models.loading import load_config, load_tokenizer, model_source
 
 # How a tokenizer cuts text before merging, by the regular expression of its Split step, as llama.cpp names it.
 SPLITS = {
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+":
-        "qwen2",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|"
+    r"\s+": "qwen2",
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|"
     r"\s+": "llama-bpe",
-}  # fmt: skip
+}
 
 BYTE = re.compile("<0x[0-9A-F]{2}>")
 # How a SentencePiece tokenizer turns spaces into ▁ (normalizer, pre-tokenizer), and whether one goes before the text.

@@ -1,4 +1,4 @@
-"""Models and adapters in Hugging Face's format. HF folders hold the baked weights level·scale in fp32: fp16 would round them."""
+"""Models and adapters in Hugging Face's format, baked weights level·scale in fp32: fp16 would round them."""
 
 import warnings
 from pathlib import Path

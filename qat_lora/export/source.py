@@ -107,6 +107,9 @@ def provenance(source: Source) -> dict:
     """What an export was made of, for its export.json."""
     made, adapter = source.made, source.adapter
     return {
-        "model": made["model"], "quantisers": made["spec"], "info": made["info"],
-        "student": sha256(source.checkpoint), "adapter": sha256(weight_file(adapter)) if adapter else None,
-    }  # fmt: skip
+        "model": made["model"],
+        "quantisers": made["spec"],
+        "info": made["info"],
+        "student": sha256(source.checkpoint),
+        "adapter": sha256(weight_file(adapter)) if adapter else None,
+    }

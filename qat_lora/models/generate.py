@@ -52,9 +52,11 @@ def complete(
         repetition_penalty=1.0, eos_token_id=end_tokens(model, tokenizer), pad_token_id=pad,
     )  # fmt: skip
     output = model.generate(
-        input_ids=inputs["input_ids"].to(base.device), attention_mask=inputs["attention_mask"].to(base.device),
-        generation_config=plan, streamer=streamer,
-    )  # fmt: skip
+        input_ids=inputs["input_ids"].to(base.device),
+        attention_mask=inputs["attention_mask"].to(base.device),
+        generation_config=plan,
+        streamer=streamer,
+    )
     return tokenizer.decode(output[0, used:], skip_special_tokens=True)
 
 

@@ -52,25 +52,30 @@ class Architecture:
 
 PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "sliding_window": None}
 GEMMA3 = {
-    "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "attn_logit_softcapping": None,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attention_bias": False,
+    "attn_logit_softcapping": None,
     "use_bidirectional_attention": False,
-}  # fmt: skip
+}
 ARCHITECTURES = {
     "llama": Architecture(MODEL_ARCH.LLAMA, PLAIN, ropes=tuple(ROPES), turned=True),
     "mistral": Architecture(MODEL_ARCH.LLAMA, PLAIN, ropes=tuple(ROPES), turned=True),
     "granite": Architecture(
-        MODEL_ARCH.GRANITE, PLAIN, ropes=tuple(ROPES), turned=True, written=frozenset(
-            {"attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"}
-        ),
+        MODEL_ARCH.GRANITE,
+        PLAIN,
+        ropes=tuple(ROPES),
+        turned=True,
+        written=frozenset({"attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"}),
     ),
     "qwen2": Architecture(MODEL_ARCH.QWEN2, PLAIN),
     "qwen3": Architecture(MODEL_ARCH.QWEN3, PLAIN),
     "gemma3_text": Architecture(
-        MODEL_ARCH.GEMMA3, GEMMA3, ropes=("default", "linear"), written=frozenset(
-            {"sliding_window", "layer_types", "query_pre_attn_scalar", "final_logit_softcapping"}
-        ),
+        MODEL_ARCH.GEMMA3,
+        GEMMA3,
+        ropes=("default", "linear"),
+        written=frozenset({"sliding_window", "layer_types", "query_pre_attn_scalar", "final_logit_softcapping"}),
     ),
-}  # fmt: skip
+}
 
 
 def unwritten(config) -> str | None:
@@ -194,10 +199,13 @@ def norm_change(config, parameter: str) -> tuple[float, float]:
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 SCALES = {
-    "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
-    "residual_scale": "residual_multiplier", "final_logit_softcapping": "final_logit_softcapping",
-    "attn_logit_softcapping": "attn_logit_softcapping", "attention.sliding_window": "sliding_window",
-}  # fmt: skip
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "attention.sliding_window": "sliding_window",
+}
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 WITHOUT = (None, 0, 1, "none")  # what a setting is that changes nothing
 
@@ -210,9 +218,10 @@ def unread(reader: GGUFReader, config) -> str | None:
     kinds = {"default": "none", "llama3": "none"}
     here = {
         "rope.scaling.type": kinds.get(kind := rope.get("rope_type", "default"), kind),
-        "rope.scaling.factor": rope.get("factor"), "rope.freq_base": rope.get("rope_theta"),
+        "rope.scaling.factor": rope.get("factor"),
+        "rope.freq_base": rope.get("rope_theta"),
         "logit_scale": getattr(config, "logits_scaling", getattr(config, "logit_scale", None)),
-    } | {key: getattr(config, name, None) for key, name in SCALES.items()}  # fmt: skip
+    } | {key: getattr(config, name, None) for key, name in SCALES.items()}
     for key, value in here.items():
         there = values[key]() if key in values else None
         if there not in WITHOUT and not _same(there, value):

@@ -210,9 +210,7 @@ def _check_room(name: str) -> None:
 
 
 # Settings of generation that count only when sampling, and only with several beams.
-SAMPLING = (
-    "temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff",
-)  # fmt: skip
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 BEAMS = ("early_stopping", "length_penalty")
 
 

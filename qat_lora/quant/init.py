@@ -43,10 +43,12 @@ def set_scale(layer: nn.Module, search: bool = True, moment: Tensor | None = Non
         importance = (matrix.new_ones(()) if moment is None else moment.float().cpu()).expand_as(matrix)
         # some rows at a time: the search holds several copies of what it is given
         rows = len(matrix) if spec.scale == "tensor" else -(-SEARCHED // matrix.shape[1])
-        scale = torch.cat([
-            least_error_scale(some.reshape(-1, size), counts.reshape(-1, size), spec, search)
-            for some, counts in zip(matrix.split(rows), importance.split(rows))
-        ])  # fmt: skip
+        scale = torch.cat(
+            [
+                least_error_scale(some.reshape(-1, size), counts.reshape(-1, size), spec, search)
+                for some, counts in zip(matrix.split(rows), importance.split(rows))
+            ]
+        )
         found = _factors(scale, matrix.shape, spec.size) if spec.scale == "lowrank" else [scale.view(values[0].shape)]
         for value, start in zip(values, found):
             value.copy_(start)

@@ -198,10 +198,13 @@ def student_content(model: nn.Module, model_name: str, spec: StudentSpec, info: 
         codes = layer.quantizer.encode(rows_of(layer)) if codes is None else codes
         tensors[f"{name}.codes"] = pack_codes(codes.cpu(), layer.quantizer.spec.bits)
     return {
-        "format": FORMAT, "model": absolute_name(model_name),
-        "fingerprint": getattr(unwrap(model), "fingerprint", None), "spec": dict(vars(spec)),
-        "info": info, "tensors": tensors,
-    }  # fmt: skip
+        "format": FORMAT,
+        "model": absolute_name(model_name),
+        "fingerprint": getattr(unwrap(model), "fingerprint", None),
+        "spec": dict(vars(spec)),
+        "info": info,
+        "tensors": tensors,
+    }
 
 
 def read_student(path: str | Path, model: str | None = None) -> dict:

@@ -67,8 +67,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """The judged answers of one update. parts: none where no prompt's answers differ in worth, for then there is nothing
-    to learn; where shapes may differ, prompts whose answers are worth the same are left out of them."""
+    """The judged answers of one update. parts: none where no prompt's answers differ in worth, for then nothing can be
+    learned; where shapes may differ, prompts whose answers are worth the same are left out of them."""
 
     parts: list[Part]
     metrics: dict[str, float | Total]
@@ -135,8 +135,8 @@ def judge_all(judge: Judge, numbers: list[int], done: Completions, backend: Torc
 def policy_loss(
     model: nn.Module, reference: nn.Module | None, part: Part, plan: GRPOPlan, backend: TorchBackend
 ) -> tuple[Tensor, dict[str, Share]]:
-    """A part's share of the update's loss, and its metrics. reference: the placed, frozen model that the KL is taken to;
-    None where the plan's beta is 0."""
+    """A part's share of the update's loss, and its metrics. reference: the placed, frozen model that the KL is taken
+    to; None where the plan's beta is 0."""
     prompts, done, temperature = part.prompts, part.completions, plan.sampling.temperature
     with backend.autocast():
         logp = log_probs(model, prompts, done.tokens, temperature).flatten(0, 1)

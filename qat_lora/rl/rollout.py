@@ -113,9 +113,9 @@ def rollout(
 
 @torch.no_grad()
 def check_answers(model: nn.Module, static_shapes: bool, with_values: bool = True) -> None:
-    """Raise UserError unless a model on the CPU can be sampled from where shapes are static or not, and unless what it says
-    of its answers here, while it samples and afterwards, is what its own forward pass says. with_values False: a model
-    without weights, of which only the first can be told."""
+    """Raise UserError unless a model on the CPU can be sampled from, where shapes are static or not, and unless what it
+    says of its answers here, while it samples and afterwards, is what its own forward pass says. with_values False: a
+    model without weights, of which only the first can be told."""
     if is_recurrent(model) and static_shapes:
         raise UserError(
             f"model type {model_type(model)!r} carries a state from token to token, so on XLA every new token would "

@@ -59,14 +59,18 @@ class Sampler:
         width, turns = self.turns(samples)
         every = list(self.batches([talk for talk in talks for _ in range(turns)], width))
         mine = []
-        for number in range(self.backend.rank, len(every) + -len(every) % self.backend.world_size,
-                            self.backend.world_size):  # fmt: skip
+        for number in range(
+            self.backend.rank, len(every) + -len(every) % self.backend.world_size, self.backend.world_size
+        ):
             asked, filled = every[number % len(every)]
             prompts = Prompts(**self.backend.to_device(vars(self.encode(filled))))
             done = rollout(model, prompts, width, self.length, sampling, self.ends, self.backend)
             found = self.backend.to_host([done.tokens, done.mask.sum(2), done.ended])
-            said = [(self.decode(ids[: count - end]), end) for _, *group in zip(asked, *(t.tolist() for t in found))
-                    for ids, count, end in zip(*group)]  # fmt: skip
+            said = [
+                (self.decode(ids[: count - end]), end)
+                for _, *group in zip(asked, *(t.tolist() for t in found))
+                for ids, count, end in zip(*group)
+            ]
             mine.append(said)
         model.train(was_training)
         shares = self.backend.group.gather(mine)

@@ -64,9 +64,11 @@ class _Parser(argparse.ArgumentParser):
 def _parser(kind: type, script: str, description: str, values: dict) -> argparse.ArgumentParser:
     """A parser of the fields, in their groups. values: defaults in place of the fields' own."""
     parser = _Parser(
-        prog=f"{script}.py", description=description, allow_abbrev=False,
+        prog=f"{script}.py",
+        description=description,
+        allow_abbrev=False,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )  # fmt: skip
+    )
     groups = {name: parser.add_argument_group(name) for name in GROUPS}
     hints = get_type_hints(kind)
     for declared in dataclasses.fields(kind):

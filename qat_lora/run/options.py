@@ -22,6 +22,12 @@ MOST_RATE = 1e3  # largest learning rate or weight decay
 MOST_MICRO_BATCHES = 10_000  # of an update
 LARGEST = 3.4e38  # more is no fp32 number
 MOST_WEIGHT = 1e6  # largest weight of a part of a loss, and largest alpha of an adapter
+# Bounds that several options have.
+COUNT, SHARE = {"at_least": 1}, {"at_least": 0, "at_most": 1}
+UPDATES = {"at_least": 0, "at_most": MOST_UPDATES}
+RATE = {"above": 0, "at_most": MOST_RATE, "fix": "use e.g. 1e-3"}  # of a learning rate
+DECAY, WEIGHT = {"at_least": 0, "at_most": MOST_RATE}, {"at_least": 0, "at_most": MOST_WEIGHT}
+HELDOUT = {"above": 0, "below": 1, "fix": "use e.g. 0.1"}  # of a held-out share
 
 
 def option(
@@ -108,9 +114,12 @@ class JobConfig(RunConfig):
         None, "TPU chips, GPUs or CPU processes of this host; 0: every chip or GPU there is; default: one", at_least=0
     )
     host_timeout: float = _device(
-        60.0, "seconds until the other hosts end after one is lost; a slow host that still responds is not lost",
-        at_least=10, at_most=LONGEST, fix="less, and a short network pause would end the job",
-    )  # fmt: skip
+        60.0,
+        "seconds until the other hosts end after one is lost; a slow host that still responds is not lost",
+        at_least=10,
+        at_most=LONGEST,
+        fix="less, and a short network pause would end the job",
+    )
     join_timeout: float = _device(
         60.0, "seconds to wait for all hosts; raise it if hosts start slowly", above=0, at_most=LONGEST
     )
@@ -153,9 +162,11 @@ def choices(hint: Any) -> tuple[str, ...]:
 def check_range(name: str, value: float, fix: str = "", **bounds: float) -> None:
     """Raise UserError for a value outside its bounds (at_least, above, at_most, below), with what to do about it."""
     inside = (
-        value >= bounds.get("at_least", value) and value <= bounds.get("at_most", value)
-        and not value <= bounds.get("above", -math.inf) and not value >= bounds.get("below", math.inf)
-    )  # fmt: skip
+        value >= bounds.get("at_least", value)
+        and value <= bounds.get("at_most", value)
+        and not value <= bounds.get("above", -math.inf)
+        and not value >= bounds.get("below", math.inf)
+    )
     if not inside:
         raise UserError(f"{name} {value} must be {_range(bounds)}{f'; {fix}' if fix else ''}")
 

@@ -217,32 +217,36 @@ def check_same(path: Path, config: RunConfig, facts: dict) -> dict:
             for key in sorted(there.keys() | here.keys()):
                 _check_equal(path, f"{name}: {key}", there.get(key), here.get(key))
     for field in sorted(dataclasses.fields(config), key=lambda field: field.name):
-        name, kind, now = field.name, field.metadata.get("identity", True), getattr(config, field.name)
-        there = {name, *_earlier_names(field)}
-        if not kind:
-            continue
-        if isinstance(kind, str) and kind in manifest and kind in facts:
-            both = {kind, f"heldout_{kind}"} & manifest.keys() & facts.keys()  # the second comes from the same place
-            for fact in sorted(both):
-                if manifest[fact] != facts[fact] and now:
-                    raise UserError(
-                        f"{path} is a run of another config: {fact} is {str(manifest[fact])[:12]!r} ({name} "
-                        f"{_recorded(was, field)!r}) there (manifest.json), {str(facts[fact])[:12]!r} ({name} {now!r}) here; "
-                        "give the same one, or another --output-dir"
-                    )
-            continue
-        if not there.intersection(was) and wanted is None:
-            raise UserError(
-                f"{path}/config.yaml has no {name}: it is damaged, or of another version; put it back, or "
-                "give another --output-dir"
-            )
-        before = _recorded(was, field)
-        flags = f"flags and preset (--config {config.config} here)" if config.config else "flags"
-        if now not in _names_of(field, before):
-            _check_equal(path, name, before, now, flags)
+        _check_option(path, field, config, was, facts, manifest)
     for name in sorted(facts.keys() & manifest.keys()):
         _check_equal(path, name, manifest[name], facts[name])
     return manifest
+
+
+def _check_option(
+    path: Path, field: dataclasses.Field, config: RunConfig, was: dict, facts: dict, manifest: dict
+) -> None:
+    """Raise UserError if an option that is part of a run's identity differs from that of a run, of which `was` are the
+    options; one whose identity is a fact is compared by the fact."""
+    name, kind, now = field.name, field.metadata.get("identity", True), getattr(config, field.name)
+    before = _recorded(was, field)
+    if isinstance(kind, str) and kind in manifest and kind in facts:
+        for fact in sorted({kind, f"heldout_{kind}"} & manifest.keys() & facts.keys()):  # both come from one place
+            there, here = str(manifest[fact])[:12], str(facts[fact])[:12]
+            if manifest[fact] != facts[fact] and now:
+                raise UserError(
+                    f"{path} is a run of another config: {fact} is {there!r} ({name} {before!r}) there "
+                    f"(manifest.json), {here!r} ({name} {now!r}) here; give the same one, or another --output-dir"
+                )
+    elif kind:
+        if manifest.get(CONFIG_SUM) is None and not {name, *_earlier_names(field)} & was.keys():
+            raise UserError(
+                f"{path}/config.yaml has no {name}: it is damaged, or of another version; put it back, or give another "
+                "--output-dir"
+            )
+        if now not in _names_of(field, before):
+            flags = f"flags and preset (--config {config.config} here)" if config.config else "flags"
+            _check_equal(path, name, before, now, flags)
 
 
 UPDATE = "batch size × accumulation steps × workers"

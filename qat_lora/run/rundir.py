@@ -56,8 +56,10 @@ class Run:
                 raise
             except BaseException as error:  # network libraries raise anything
                 self.mirror = None
-                say(f"warning: the mirror of {self.metrics_path} failed ({first_line(error)}) and gets no more lines; "
-                    "training continues, and the file itself is complete")  # fmt: skip
+                say(
+                    f"warning: the mirror of {self.metrics_path} failed ({first_line(error)}) and gets no more lines; "
+                    "training continues, and the file itself is complete"
+                )
         shown = "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items())
         say(f"step {step}  {shown}")
 

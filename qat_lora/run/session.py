@@ -260,6 +260,8 @@ class Session:
             raise
         except BaseException as error:  # every cloud package has its own exceptions
             if self.copying:
-                say(f"warning: {written.name} was not copied ({first_line(error)}); training continues, and the next "
-                    "checkpoint is tried again")  # fmt: skip
+                say(
+                    f"warning: {written.name} was not copied ({first_line(error)}); training continues, and the next "
+                    "checkpoint is tried again"
+                )
             self.copying = False

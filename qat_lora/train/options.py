@@ -21,14 +21,12 @@ from qat_lora.train.memory import (
     training_memory,
 )
 
-RATE = {"above": 0, "at_most": opt.MOST_RATE, "fix": "use e.g. 1e-3"}  # bounds of a learning rate
-
 
 @dataclass(frozen=True, kw_only=True)
 class LoopOptions(RunConfig):
     """Every training loop."""
 
-    learning_rate: float = opt.training(5e-4, "peak learning rate", **RATE)
+    learning_rate: float = opt.training(5e-4, "peak learning rate", **opt.RATE)
     clip_grad_norm: float = opt.training(
         1.0, "largest global gradient norm; 0 clips nothing", at_least=0, at_most=opt.LARGEST
     )
@@ -61,7 +59,7 @@ class BatchOptions(LoopOptions):
 class TrainOptions(BatchOptions):
     """Training on rows of tokens for a number of updates."""
 
-    max_steps: int = opt.training(300, "updates", at_least=0, at_most=opt.MOST_UPDATES)
+    max_steps: int = opt.training(300, "updates", **opt.UPDATES)
     warmup_steps: int = opt.training(10, "updates of linear warm-up", at_least=0)
     eval_rows: int = opt.run(64, "held-out rows of an evaluation", at_least=1)
 

@@ -84,9 +84,11 @@ def training(kind: str) -> dict:
         del backend.update  # the class's own again
         lines[name] = [line | {"compiles": line.get("compiles", 0) - before} for line in run.metrics()]
     return {
-        "lines": lines, "halts": halts, "graphs": [count for name, count in given if name == "xla"],
+        "lines": lines,
+        "halts": halts,
+        "graphs": [count for name, count in given if name == "xla"],
         "fallbacks": XLA.counters()["fallbacks"],
-    }  # fmt: skip
+    }
 
 
 def planted() -> int:

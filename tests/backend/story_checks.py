@@ -64,9 +64,11 @@ def drawn() -> dict:
     inputs = memory_capacity.INPUTS.view(1, -1, 1).to(XLA.device)
     torch.save(remembering(inputs, remembering.begin(1))[0][0].cpu(), OUT / "memory.pt")
     return {
-        "radius": torch.linalg.eigvals(w).abs().max().item(), "density": (w != 0).float().mean().item(),
-        "leak": [leak.min().item(), leak.max().item()], "apart": [apart[0].item(), apart[-1].item()],
-    }  # fmt: skip
+        "radius": torch.linalg.eigvals(w).abs().max().item(),
+        "density": (w != 0).float().mean().item(),
+        "leak": [leak.min().item(), leak.max().item()],
+        "apart": [apart[0].item(), apart[-1].item()],
+    }
 
 
 def training(kind: str) -> dict:
@@ -85,8 +87,9 @@ def training(kind: str) -> dict:
         def evaluate(step: int, model=model, backend=backend) -> dict:
             return heldout(model, stories, 32, 64, backend)
 
-        train_plain(model, Blocks(stories.train, 32), story_loss, Plan(10, 4, 1, 1e-2, 2, 1.0, 0), session,
-                    evaluate, "train")  # fmt: skip
+        train_plain(
+            model, Blocks(stories.train, 32), story_loss, Plan(10, 4, 1, 1e-2, 2, 1.0, 0), session, evaluate, "train"
+        )
         lines[name] = [line | {"compiles": line.get("compiles", 0) - before} for line in run.metrics()]
         for count in (4, 9) if name == "xla" else ():
             start = XLA.counters()["compiles"]

@@ -19,9 +19,12 @@ def start(what: str, folder: Path, chips: int | None = None, **env) -> subproces
     clean = {name: value for name, value in os.environ.items() if name not in LAUNCH}
     command = [sys.executable, SCRIPT, what, folder, *([chips] if chips else [])]
     return subprocess.Popen(
-        list(map(str, command)), env=clean | {"OMP_NUM_THREADS": "1"} | {k: str(v) for k, v in env.items()},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        list(map(str, command)),
+        env=clean | {"OMP_NUM_THREADS": "1"} | {k: str(v) for k, v in env.items()},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def pair(what: str, folder: Path, **env) -> list[subprocess.Popen]:
@@ -105,8 +108,10 @@ def test_workers_that_cannot_meet_say_why(tmp_path):
         place = {"MASTER_ADDR": "localhost", "WORLD_SIZE": 2}
         busy = {**place, "MASTER_PORT": other.getsockname()[1]}
         alone, nobody = {**place, "MASTER_PORT": free_port()}, {**place, "MASTER_PORT": free_port()}
-        jobs = [start("impatient", tmp_path, **env, RANK=rank) for env, rank in
-                ((busy, 0), (busy, 1), (alone, 0), (nobody, 1))]  # fmt: skip
+        jobs = [
+            start("impatient", tmp_path, **env, RANK=rank)
+            for env, rank in ((busy, 0), (busy, 1), (alone, 0), (nobody, 1))
+        ]
         found = ends(jobs)
     assert [code for code, _ in found] == [2] * 4
     said = [err for _, err in found]

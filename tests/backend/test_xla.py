@@ -28,8 +28,11 @@ def folder(tmp_path_factory):
 def checks(folder, sharp_model_dir):
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("xla_checks.py"), sharp_model_dir, folder],
-        env=os.environ | {"PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICK, "PYTHONPATH": PATH}, capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
+        env=os.environ | {"PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICK, "PYTHONPATH": PATH},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
     assert (folder / "found.json").exists(), done.stderr[-3000:]
     return json.loads((folder / "found.json").read_text())
 

@@ -21,8 +21,10 @@ def checks(sharp_model_dir, tmp_path_factory):
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("sft_checks.py"), sharp_model_dir, folder],
         env=os.environ | {"PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICK, "PYTHONPATH": PATH},
-        capture_output=True, text=True, timeout=500,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((folder / "found.json").read_text())
 

@@ -22,8 +22,10 @@ def checks(tmp_path_factory):
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("story_checks.py"), folder],
         env=os.environ | {"PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICK, "PYTHONPATH": PATH},
-        capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((folder / "found.json").read_text()) | {"folder": folder}
 

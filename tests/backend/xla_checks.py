@@ -361,10 +361,13 @@ def on_host(rollouts):
         (copied(part.prompts), copied(part.completions), *XLA.to_host([part.mask, part.tokens]))
         for part in rollouts.parts
     ]
-    return replace(rollouts, parts=[
-        replace(part, prompts=p, completions=done, mask=mask, tokens=tokens)
-        for part, (p, done, mask, tokens) in zip(rollouts.parts, parts)
-    ])  # fmt: skip
+    return replace(
+        rollouts,
+        parts=[
+            replace(part, prompts=p, completions=done, mask=mask, tokens=tokens)
+            for part, (p, done, mask, tokens) in zip(rollouts.parts, parts)
+        ],
+    )
 
 
 def planted() -> dict:

@@ -15,14 +15,16 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize(
     "flags, part",
     [
-        (["--grids", "lut2/r32"], "give group quantisers"), (["--grids", "int8/g64"], "of 2 or 4 bits"),
+        (["--grids", "lut2/r32"], "give group quantisers"),
+        (["--grids", "int8/g64"], "of 2 or 4 bits"),
         (["--grids", "balanced2/g64"], "torchao has the int grids alone"),
         (["--grids", "int2/g64,int4/g128"], "576 inputs do not divide by group 128"),
         (["--methods", "awq"], "'awq' is not one of rtn, mse"),
-        (["--seeds", "a"], "--seeds a"), (["--steps", "23"], "--steps 23 must be at least 24"),
+        (["--seeds", "a"], "--seeds a"),
+        (["--steps", "23"], "--steps 23 must be at least 24"),
         (["--cell", "int2/g64,ours,7"], "none of these"),
     ],
-)  # fmt: skip
+)
 def test_impossible_settings_are_refused(refusal, tmp_path, flags, part):
     assert part in refusal("qat_quality", "--output-dir", tmp_path / "out", *flags)
     assert not (tmp_path / "out").exists()

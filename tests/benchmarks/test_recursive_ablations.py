@@ -25,8 +25,11 @@ def test_the_table_and_the_picture_are_of_what_was_measured(bench, tmp_path, mon
         called.append(script)
         name = next(word for word in words if word.startswith("output_dir=")).removeprefix("output_dir=")
         (tmp_path / name).mkdir(parents=True)
-        lines = [{"step": 0, "heldout_exact_full": 0.0, "heldout_exact": 0.0}, {"step": 5, "loss": 1.0},
-                 {"step": 9, "heldout_exact_full": len(called) / 100, "heldout_exact": 0.01}]  # fmt: skip
+        lines = [
+            {"step": 0, "heldout_exact_full": 0.0, "heldout_exact": 0.0},
+            {"step": 5, "loss": 1.0},
+            {"step": 9, "heldout_exact_full": len(called) / 100, "heldout_exact": 0.01},
+        ]
         (tmp_path / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
         (tmp_path / name / "summary.json").write_text('{"status": "finished"}')
 

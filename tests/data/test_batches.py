@@ -89,8 +89,9 @@ def test_accumulation_reads_the_rows_of_a_larger_batch():
 def test_workers_share_the_rows_of_every_update(workers, accumulation):
     """13 rows, which no number of workers divides: together they see the updates of one worker, and each row once."""
     one = rows_of(batches(Numbers(13), 2 * workers * accumulation, 1, seed=4), 6)
-    streams = [rows_of(batches(Numbers(13), 2, accumulation, 4, 0, rank, workers), 6 * accumulation)
-               for rank in range(workers)]  # fmt: skip
+    streams = [
+        rows_of(batches(Numbers(13), 2, accumulation, 4, 0, rank, workers), 6 * accumulation) for rank in range(workers)
+    ]
     for update, wanted in enumerate(one):
         micro = range(update * accumulation, (update + 1) * accumulation)
         assert [row for m in micro for stream in streams for row in stream[m]] == wanted

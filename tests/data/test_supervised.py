@@ -83,8 +83,10 @@ TEMPLATES = {
 }
 
 
-@pytest.mark.parametrize("kind, words", [("no assistant", "renders no assistant turn"),
-                                         ("no generation prompt", "does not open an assistant's turn")])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, words",
+    [("no assistant", "renders no assistant turn"), ("no generation prompt", "does not open an assistant's turn")],
+)
 def test_templates_that_generate_no_assistant_turn_are_refused(kind, words, tiny_tokenizer, monkeypatch):
     monkeypatch.setattr(tiny_tokenizer, "chat_template", TEMPLATES[kind])
     with pytest.raises(UserError, match=words):
@@ -94,10 +96,11 @@ def test_templates_that_generate_no_assistant_turn_are_refused(kind, words, tiny
 def test_a_template_that_needs_no_opening_is_taken(tiny_tokenizer, monkeypatch):
     """As those of Mistral and Llama 2, which go straight from the question's end to the answer."""
     monkeypatch.setattr(
-        tiny_tokenizer, "chat_template",
+        tiny_tokenizer,
+        "chat_template",
         "{% for m in messages %}{{ '[' + m.content + ']' if m.role == 'user' else ' ' + m.content + '<|im_end|>' }}"
         "{% endfor %}",
-    )  # fmt: skip
+    )
     assert learned({"messages": turns("Who?", "He.")}, tiny_tokenizer).strip() == "He.<|im_end|>"
 
 
@@ -192,10 +195,13 @@ def test_the_fingerprint_knows_tokens_sections_packing_and_weights():
     rows = [example("a", 0, 1, 1), example("b", 0, 1)]
     tokens, sections = (np.concatenate([getattr(row, part) for row in rows]) for part in ("tokens", "sections"))
     made = [
-        PackedExamples(rows, 7, (1.0,), 9), PackedExamples([Example("ab", tokens, sections)], 7, (1.0,), 9),
-        PackedExamples(rows, 7, (2.0,), 9), PackedExamples(rows, 8, (1.0,), 9), PackedExamples(rows, 7, (1.0,), 8),
+        PackedExamples(rows, 7, (1.0,), 9),
+        PackedExamples([Example("ab", tokens, sections)], 7, (1.0,), 9),
+        PackedExamples(rows, 7, (2.0,), 9),
+        PackedExamples(rows, 8, (1.0,), 9),
+        PackedExamples(rows, 7, (1.0,), 8),
         PackedExamples([rows[0], example("b", 0, 0)], 7, (1.0,), 9),
-    ]  # fmt: skip
+    ]
     assert len({data.fingerprint for data in made}) == len(made)
     assert PackedExamples(rows, 7, (1.0,), 9).fingerprint == made[0].fingerprint
 

@@ -14,10 +14,12 @@ from qat_lora.errors import UserError
 from qat_lora.models.generate import _turn_end
 
 TALK = [
-    {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"},
-    {"role": "assistant", "content": "Hello"}, {"role": "user", "content": "Bye"},
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello"},
+    {"role": "user", "content": "Bye"},
     {"role": "assistant", "content": "See you"},
-]  # fmt: skip
+]
 CHATML = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in TALK)
 GEMMA = (
     "<start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\nHello<end_of_turn>\n"
@@ -92,7 +94,7 @@ def test_a_file_stands_in_place_of_the_tokenizers_own(tiny_model_dir, tmp_path):
         (b"hello", "leaves out the assistant's message"),
         (b"{% for m in messages %}{{ m.content }}</turn>\n{% endfor %}", "ends a turn with '</turn>', which is no "),
     ],
-)  # fmt: skip
+)
 def test_files_that_are_no_template(tiny_tokenizer, tmp_path, content, words):
     path = tmp_path / "t.jinja"
     if content is not None:

@@ -156,11 +156,14 @@ def test_balanced4_is_as_near_as_its_rounded_offset(model_dir, tmp_path):
 @pytest.mark.parametrize(
     "spec",
     [
-        StudentSpec("int2/g64", "int2/tensor", "int2/g64"), StudentSpec("balanced2/g32", "balanced3/g32"),
-        StudentSpec("lut4/r4", "int4/g16"), StudentSpec("none", "int8/g32"), StudentSpec("balanced8/g32", "none"),
+        StudentSpec("int2/g64", "int2/tensor", "int2/g64"),
+        StudentSpec("balanced2/g32", "balanced3/g32"),
+        StudentSpec("lut4/r4", "int4/g16"),
+        StudentSpec("none", "int8/g32"),
+        StudentSpec("balanced8/g32", "none"),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_size_is_the_computed_one_for_every_type(model_dir, tmp_path, spec):
     source = load_source(student_of(model_dir("llama", tie_word_embeddings=True), spec))
     plan = written(source, tmp_path)
@@ -214,9 +217,11 @@ def test_adapter_file_and_merged_layers_both_give_the_adapted_logits(llama, tmp_
     tensors = {t.name: np.array(t.data) for t in reader.tensors}
     for block, layer in enumerate(model.model.layers):
         for name, module, heads in (
-            ("attn_q", layer.self_attn.q_proj, 4), ("attn_k", layer.self_attn.k_proj, 2),
-            ("attn_v", layer.self_attn.v_proj, 0), ("ffn_down", layer.mlp.down_proj, 0),
-        ):  # fmt: skip
+            ("attn_q", layer.self_attn.q_proj, 4),
+            ("attn_k", layer.self_attn.k_proj, 2),
+            ("attn_v", layer.self_attn.v_proj, 0),
+            ("ffn_down", layer.mlp.down_proj, 0),
+        ):
             a, b = (tensors[f"blk.{block}.{name}.weight.lora_{part}"] for part in "ab")
             update = values["adapter.lora.alpha"] / len(a) * from_gguf_rows(b, heads) @ a
             module.weight.data += torch.from_numpy(update.astype(np.float32))
@@ -226,9 +231,7 @@ def test_adapter_file_and_merged_layers_both_give_the_adapted_logits(llama, tmp_
 def test_another_rank_or_scaling_of_a_layer_goes_into_its_b(model_dir, tmp_path):
     folder = model_dir("llama", tie_word_embeddings=True)
     checkpoint = student_of(folder)
-    adapter = adapter_of(
-        folder, checkpoint, rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 6}, use_rslora=True
-    )  # fmt: skip
+    adapter = adapter_of(folder, checkpoint, rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 6}, use_rslora=True)
     source = load_source(checkpoint, adapter)
     plan = plan_gguf(source)
     for module, lora in source.loras.items():
@@ -322,11 +325,13 @@ def test_norms_of_gemma_hold_one_plus_the_weight_and_the_scale_of_q(full_model_d
     tensors = {t.name: t.data for t in GGUFReader(tmp_path / MODEL_FILE).tensors}
     weights = dict(source.student.named_parameters())
     for name, parameter, factor in (
-        ("blk.1.attn_q_norm", "self_attn.q_norm", (16 / scalar) ** 0.5), ("blk.1.attn_k_norm", "self_attn.k_norm", 1),
-        ("blk.1.ffn_norm", "pre_feedforward_layernorm", 1), ("blk.1.attn_norm", "input_layernorm", 1),
+        ("blk.1.attn_q_norm", "self_attn.q_norm", (16 / scalar) ** 0.5),
+        ("blk.1.attn_k_norm", "self_attn.k_norm", 1),
+        ("blk.1.ffn_norm", "pre_feedforward_layernorm", 1),
+        ("blk.1.attn_norm", "input_layernorm", 1),
         ("blk.1.post_attention_norm", "post_attention_layernorm", 1),
         ("blk.1.post_ffw_norm", "post_feedforward_layernorm", 1),
-    ):  # fmt: skip
+    ):
         ours = (1 + weights[f"model.layers.1.{parameter}.weight"]) * factor
         assert np.array_equal(tensors[f"{name}.weight"], ours.numpy()), name
     assert {e.kind for e in plan.entries if e.quantizer} == {"Q4_0", "Q8_0"}  # codes and scales as they are
@@ -345,9 +350,7 @@ def test_student_with_nan_or_a_scale_beyond_fp16(model_dir):
     bad = student_of(folder, change=lambda model: model.model.norm.weight.data.fill_(float("nan")))
     with pytest.raises(UserError, match=r"damaged: model\.norm\.weight holds NaN"):
         load_source(bad)
-    bad = student_of(
-        folder, change=lambda model: model.model.layers[0].mlp.up_proj.quantizer.scale.data.fill_(1e6)
-    )  # fmt: skip
+    bad = student_of(folder, change=lambda model: model.model.layers[0].mlp.up_proj.quantizer.scale.data.fill_(1e6))
     with pytest.raises(UserError, match=r"damaged: model\.layers\.0\.mlp\.up_proj\.weight"):
         load_source(bad)
 

@@ -109,12 +109,15 @@ def test_tokenizer_of_a_folder_is_written_whole(tiny_model_dir, tmp_path, tiny_t
 @pytest.mark.parametrize(
     "steps, name",
     [
-        ([byte_level()], "gpt-2"), ([pre_tokenizers.Digits(individual_digits=True), byte_level()], "smollm"),
-        ([split(LLAMA3), byte_level(use_regex=False)], "llama-bpe"), ([byte_level(add_prefix_space=True)], "default"),
+        ([byte_level()], "gpt-2"),
+        ([pre_tokenizers.Digits(individual_digits=True), byte_level()], "smollm"),
+        ([split(LLAMA3), byte_level(use_regex=False)], "llama-bpe"),
+        ([byte_level(add_prefix_space=True)], "default"),
         ([pre_tokenizers.Digits(individual_digits=False), byte_level()], "default"),
-        ([split(r"\\w+"), byte_level(use_regex=False)], "default"), ([split(LLAMA3), byte_level()], "default"),
+        ([split(r"\\w+"), byte_level(use_regex=False)], "default"),
+        ([split(LLAMA3), byte_level()], "default"),
     ],
-)  # fmt: skip
+)
 def test_pre_tokenizer_is_told_by_its_steps(with_tokenizer, steps, name):
     writer, notes = model_writer(with_tokenizer(bpe(*steps)), 0)
     assert metadata(writer)["tokenizer.ggml.pre"] == name

@@ -225,7 +225,7 @@ COMMANDS = {  # inputs that a script makes
         "train_recovery_lora",
         "--checkpoint qat/best.pt --kd-cache-dir cache --model model --output-dir recovery --max-steps 4 " + QAT,
     ),
-}  # fmt: skip
+}
 BEFORE = {"cache": ("model",), "student": ("cache",), "student.pt": ("student",), "recovery": ("qat", "cache")}
 
 

@@ -80,8 +80,11 @@ def start(folder: Path, *flags) -> subprocess.Popen:
     with open(folder / "log", "a") as log:
         return subprocess.Popen(
             list(map(str, [sys.executable, "-c", PEAK, SCRIPT, *flags])),
-            cwd=folder, env=environment(), stdout=log, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            cwd=folder,
+            env=environment(),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
 
 
 def wait_for(process: subprocess.Popen, there) -> None:

@@ -118,7 +118,7 @@ class Pair:
 
     def by_torchrun(
         self, *command, options: tuple = (), nodes: str = "2", of: str = "ab", static: bool = False, **more
-    ) -> list[Job]:  # fmt: skip
+    ) -> list[Job]:
         """One torchrun on each host, with one worker. static: each is told its rank."""
         nodes, jobs = ("--nnodes", nodes, "--nproc-per-node", 1), []
         for host in of:

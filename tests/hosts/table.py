@@ -169,10 +169,12 @@ def table(rows: list[dict]) -> str:
     for kind, found in sorted(lost.items()):
         seconds = [row["seconds"] for row in found]
         cells = [
-            len(found), f"{statistics.median(seconds):.1f} ({max(seconds):.1f})",
-            sum(kind[2] in row["line"] for row in found), ", ".join(sorted({str(row["code"]) for row in found})),
+            len(found),
+            f"{statistics.median(seconds):.1f} ({max(seconds):.1f})",
+            sum(kind[2] in row["line"] for row in found),
+            ", ".join(sorted({str(row["code"]) for row in found})),
             sum(row["equal"] for row in found),
-        ]  # fmt: skip
+        ]
         lines.append("| " + " | ".join(map(str, (*kind, *cells))) + " |")
     again = [row for row in rows if row["what"] == "restart"]
     lines.append(f"\nRestarts: {sum(row['equal'] for row in again)} of {len(again)} came back and ended bit-equal.")

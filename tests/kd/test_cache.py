@@ -23,8 +23,10 @@ SPEC = CacheSpec(
     rows_per_shard=4, train_rows=11, heldout_rows=3,
 )  # fmt: skip
 TOKENS = torch.randint(1, 512, (14, LENGTH), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
-ROWS = {name: Rows(part, torch.ones(len(part), LENGTH, dtype=torch.uint8))
-        for name, part in (("train", TOKENS[:11]), ("heldout", TOKENS[11:]))}  # fmt: skip
+ROWS = {
+    name: Rows(part, torch.ones(len(part), LENGTH, dtype=torch.uint8))
+    for name, part in (("train", TOKENS[:11]), ("heldout", TOKENS[11:]))
+}
 V1_IDS = torch.arange(1, 37, dtype=torch.int32).view(6, 6)  # 6 rows of 6 tokens
 V1_LENGTHS = (6, 4, 6, 2, 5, 6)
 BY_FILE = {(1, 2), (1, 4), (2, 2), (3, 2), (3, 4), (4, 2), (5, 2)}  # (workers, rows a file)

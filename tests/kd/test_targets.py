@@ -133,8 +133,11 @@ def test_a_pass_over_tokens_equals_the_dense_softmax(tiny_model_dir, monkeypatch
     assert torch.equal(whole["index"], wanted.indices)
     torch.testing.assert_close(whole["prob"], wanted.values, rtol=1e-4, atol=1e-7)
     assert {name: tuple(value.shape) for name, value in whole.items()} == {
-        "index": (3, 20, 8), "prob": (3, 20, 8), "tail": (3, 20, 5), "entropy": (3, 20),
-    }  # fmt: skip
+        "index": (3, 20, 8),
+        "prob": (3, 20, 8),
+        "tail": (3, 20, 5),
+        "entropy": (3, 20),
+    }
     assert not any(value.requires_grad for value in whole.values())
     monkeypatch.setattr(tiles, "HEAD_BYTES", 4 * 512 * 7)
     for name, value in teacher_targets(teacher, tokens, 8, uniforms).items():

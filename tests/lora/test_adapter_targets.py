@@ -24,8 +24,11 @@ SIZE = {
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LINEAR = {
-    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-}  # fmt: skip
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 MORE = {
     "Mixtral": EXPERTS, "Qwen3Moe": EXPERTS, "GptOss": EXPERTS,
     "Qwen3Next": EXPERTS | LINEAR | {"shared_expert_intermediate_size": 32, "num_hidden_layers": 4},
@@ -156,14 +159,17 @@ def check_file(model, base, folder):
         ("Phi3", ("attn",), "4 layers (o_proj, qkv_proj in each of 2 blocks)"),
         ("Phi3", ("mlp",), "4 layers (gate_up_proj, down_proj in each of 2 blocks)"),
         ("GPTNeoX", ("mlp.dense_4h_to_h",), "2 layers (dense_4h_to_h in each of 2 blocks)"),
-        ("Llama", ("all",), "14 layers (q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj in each of 2 "
-         "blocks)"),
+        (
+            "Llama",
+            ("all",),
+            "14 layers (q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj in each of 2 blocks)",
+        ),
         ("Llama", ("mlp", "k"), "8 layers (k_proj, gate_proj, up_proj, down_proj in each of 2 blocks)"),
         ("Mixtral", ("k", "experts"), "6 layers (k_proj, experts.down_proj, experts.gate_up_proj in each of 2 blocks)"),
         ("Qwen3Next", ("q", "out_proj"), "4 layers (out_proj in 3 of 4 blocks; q_proj in 1 of 4 blocks)"),
         ("Jamba", ("mlp",), "3 layers (gate_proj, up_proj, down_proj in 1 of 2 blocks)"),
     ],
-)  # fmt: skip
+)
 def test_names_and_groups(kind, targets, wanted):
     assert coverage(add_adapter(tiny(kind), 2, 2, targets, 0)) == wanted
 

@@ -240,9 +240,12 @@ def test_the_anchor_holds_the_adapter_back(train, backend, data):
     def drift(weight):
         with torch.enable_grad():
             model, _ = train(
-                dataclasses.replace(PLAN, steps=15), "recover", lambda m: Anchor.of(m, tokens, weight, backend), rows,
+                dataclasses.replace(PLAN, steps=15),
+                "recover",
+                lambda m: Anchor.of(m, tokens, weight, backend),
+                rows,
                 name=str(weight),
-            )  # fmt: skip
+            )
         now = model(tokens).logits.log_softmax(-1)
         with model.disable_adapter():
             before = model(tokens).logits.log_softmax(-1)

@@ -52,7 +52,7 @@ HEADS = [
     ("Cohere", {"logit_scale": 0.25}, (1.0, 0.25, None)),
     ("MiniCPM3", LATENT | {"dim_model_base": 8}, (0.25, 1.0, None)),
     ("Phi", {}, (1.0, 1.0, None)),  # with a bias
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("kind", "options", "form"), HEADS, ids=[kind for kind, *_ in HEADS])
@@ -117,10 +117,12 @@ def test_log_probabilities_through_a_head(temperature, trained):
 
 # -- masks -----------------------------------------------------------------------------------------------------------
 WINDOWED = [
-    ("Mistral", {"sliding_window": 4}), ("Gemma3Text", GEMMA), ("Gemma2", GEMMA),
+    ("Mistral", {"sliding_window": 4}),
+    ("Gemma3Text", GEMMA),
+    ("Gemma2", GEMMA),
     ("GptOss", GEMMA | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     ("Llama4Text", {"attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 64, "head_dim": 8}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("kind", "options"), WINDOWED, ids=[kind for kind, _ in WINDOWED])
@@ -177,7 +179,7 @@ def test_completions_of_one_prompt_stand_within_its_window():
 @pytest.mark.parametrize(
     ("kind", "options"),
     [("Gemma3Text", GEMMA), ("Mixtral", {"num_local_experts": 4}), ("OPT", OPT), ("GPTNeoX", {}), ("Bloom", {})],
-)  # fmt: skip
+)
 def test_blocks_one_by_one_are_the_model(kind, options):
     """Each with its own mask and rotary embedding."""
     model, backend = make(kind, **options), TorchBackend("cpu", "fp32")
@@ -218,7 +220,7 @@ PARTS = [
     ("OPT", OPT, {"self_attn.out_proj": "attn", "fc1": "mlp"}),
     ("GPTNeoX", {}, {"attention.query_key_value": "attn", "mlp.dense_4h_to_h": "mlp"}),
     ("Lfm2", {"layer_types": ["conv", "full_attention"]}, {"conv.in_proj": "attn", "feed_forward.w1": "mlp"}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("kind", "options", "parts"), PARTS, ids=[kind for kind, *_ in PARTS])
@@ -234,8 +236,9 @@ def test_experts_are_found_and_what_chooses_them_is_left_alone():
         block = decoder_layers(make(kind, num_local_experts=4, head_dim=8))[0]
         found = {f"{m.path}.{m.name}": (m.shape, m.transposed) for m in matrices(block) if m.is_experts}
         assert found == {
-            "mlp.experts.gate_up_proj": ((4, 128, 32), transposed), "mlp.experts.down_proj": ((4, 32, 64), transposed),
-        }  # fmt: skip
+            "mlp.experts.gate_up_proj": ((4, 128, 32), transposed),
+            "mlp.experts.down_proj": ((4, 32, 64), transposed),
+        }
         assert not any("router" in m.path or "gate" in m.path.split(".") for m in matrices(block))
 
 

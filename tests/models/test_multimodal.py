@@ -28,11 +28,10 @@ MIXED = {
 }  # fmt: skip
 TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
 FAMILIES = {
-    "Gemma3ForConditionalGeneration": (
-        {"head_dim": 16}, {"vision_config": VISION, "mm_tokens_per_image": 4}
-    ),
+    "Gemma3ForConditionalGeneration": ({"head_dim": 16}, {"vision_config": VISION, "mm_tokens_per_image": 4}),
     "Mistral3ForConditionalGeneration": (
-        {"model_type": "mistral", "head_dim": 16}, {"vision_config": VISION | {"model_type": "pixtral"}}
+        {"model_type": "mistral", "head_dim": 16},
+        {"vision_config": VISION | {"model_type": "pixtral"}},
     ),
     "Qwen3_5ForConditionalGeneration": (MIXED, {"vision_config": TOWER}),
     "Llama4ForConditionalGeneration": (
@@ -40,13 +39,14 @@ FAMILIES = {
         {"vision_config": VISION | {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}},
     ),
     "LlavaForConditionalGeneration": (
-        {"model_type": "llama"}, {"vision_config": VISION | {"model_type": "clip_vision_model"}}
+        {"model_type": "llama"},
+        {"vision_config": VISION | {"model_type": "clip_vision_model"}},
     ),
     "Qwen2AudioForConditionalGeneration": (
         {"model_type": "qwen2"},
         {"audio_config": {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 64}},
     ),
-}  # fmt: skip
+}
 TOKENS = torch.arange(1, 81).view(2, 40)
 
 
@@ -133,8 +133,11 @@ def test_a_language_model_that_transformers_cannot_build_alone_is_refused_by_nam
 
 def test_a_language_model_that_says_something_else_alone_is_refused_by_name(make):
     """The whole Cohere 2 Vision does not scale its logits, the language model's own class does."""
-    folder, _ = make("Cohere2VisionForConditionalGeneration", {"model_type": "cohere2"},
-                     vision_config=VISION | {"model_type": "siglip_vision_model"})  # fmt: skip
+    folder, _ = make(
+        "Cohere2VisionForConditionalGeneration",
+        {"model_type": "cohere2"},
+        vision_config=VISION | {"model_type": "siglip_vision_model"},
+    )
     with pytest.raises(UserError, match=r"'cohere2_vision'.*logits differ"):
         load_model(str(folder))
 

@@ -111,12 +111,8 @@ def test_the_same_with_the_head_tied_the_other_way(name):
 
 
 @pytest.mark.parametrize(
-    "name, fields",
-    [
-        ("bert", {"is_decoder": False}),
-        ("gemma3_text", {"use_bidirectional_attention": True}),
-    ],
-)  # fmt: skip
+    "name, fields", [("bert", {"is_decoder": False}), ("gemma3_text", {"use_bidirectional_attention": True})]
+)
 def test_a_model_that_sees_later_tokens_is_refused(name, fields):
     with pytest.raises(UserError, match=NOT_CAUSAL):
         check(model(name, **fields))

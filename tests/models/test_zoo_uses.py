@@ -31,8 +31,11 @@ def test_the_table_holds_every_model_type():
 def on_xla(uses: list[str], names: list[str]) -> dict[str, dict[str, str]]:
     done = subprocess.run(
         [sys.executable, zoo_uses.__file__, "xla", ";".join(uses), *names],
-        env=os.environ | {"PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICK}, capture_output=True, text=True, timeout=500,
-    )  # fmt: skip
+        env=os.environ | {"PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICK},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return {(line := json.loads(text)).pop("name"): line for text in done.stdout.splitlines()}
 

@@ -189,10 +189,8 @@ SHAPE = {
 TINY = {
     "llama": LlamaConfig(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, **SHAPE),
     "qwen2": Qwen2Config(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, **SHAPE),
-    "qwen3": Qwen3Config(
-        num_attention_heads=2, num_key_value_heads=1, head_dim=128, tie_word_embeddings=True, **SHAPE
-    ),
-}  # fmt: skip
+    "qwen3": Qwen3Config(num_attention_heads=2, num_key_value_heads=1, head_dim=128, tie_word_embeddings=True, **SHAPE),
+}
 LAYOUTS = {
     "F16": (StudentSpec("lut4/g32", "int4/r4", "lut4/g32"), 1e-2),
     "Q2_0": (StudentSpec("int2/g64", "int2/g64", "int2/g64"), 5e-2),
@@ -292,9 +290,7 @@ def logits_of(model, tokens):
 
 
 def their_logits(folder, tokens, **options):
-    model = llama_cpp.Llama(
-        str(folder / MODEL_FILE), n_ctx=128, n_batch=128, logits_all=True, verbose=False, **options
-    )  # fmt: skip
+    model = llama_cpp.Llama(str(folder / MODEL_FILE), n_ctx=128, n_batch=128, logits_all=True, verbose=False, **options)
     model.eval(tokens.tolist())
     logits = torch.from_numpy(np.array(model.scores[: len(tokens)]))
     model.close()

@@ -26,9 +26,12 @@ def theirs(logp, old, reference, advantages, mask, objective, micro_batches):
 
     trainer = Trainer()
     alone = SimpleNamespace(
-        num_processes=1, sync_gradients=True, gather=lambda t: t, gather_for_metrics=lambda t: t,
+        num_processes=1,
+        sync_gradients=True,
+        gather=lambda t: t,
+        gather_for_metrics=lambda t: t,
         reduce=lambda t, reduction: t,
-    )  # fmt: skip
+    )
     settings = {
         "aux_loss_enabled": False, "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None, "use_vllm": False,
         "importance_sampling_level": "token", "_entropy_bonus_enabled": False, "use_adaptive_entropy": False,
@@ -108,9 +111,11 @@ def test_sft_labels_loss_and_gradients_equal(rows, together, tiny_model_dir, tin
         gradient_checkpointing=False, shuffle_dataset=False, max_length=None,
     )  # fmt: skip
     trainer = SFTTrainer(
-        load_model(str(tiny_model_dir)), args=settings, train_dataset=Dataset.from_list(plain),
+        load_model(str(tiny_model_dir)),
+        args=settings,
+        train_dataset=Dataset.from_list(plain),
         processing_class=tiny_tokenizer,
-    )  # fmt: skip
+    )
     batch = next(iter(trainer.get_train_dataloader()))
     examples = [
         encoded(str(n), document, tiny_tokenizer) for n, document in enumerate(documents(rows, tiny_tokenizer, "off"))

@@ -122,6 +122,8 @@ def test_every_block_weight_counts():
 
 def test_a_student_in_which_nothing_is_quantised_is_refused():
     with pytest.raises(UserError, match=r"mlp=balanced2/g32 attn=none head=none quantises nothing: .*'gpt2'"):
-        quantize(tf.GPT2LMHeadModel(tf.GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=9)),
-                 StudentSpec("balanced2/g32", "none"))  # fmt: skip
+        quantize(
+            tf.GPT2LMHeadModel(tf.GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=9)),
+            StudentSpec("balanced2/g32", "none"),
+        )
     assert any(isinstance(m, QuantLinear) for m in quantize(make("Mixtral"), StudentSpec("none", "int4/g16")).modules())

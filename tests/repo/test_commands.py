@@ -99,9 +99,11 @@ def test_commands_are_found_in_prose_fences_and_docstrings():
         "    --y 2   # a comment\n$ python scripts/c.py\n```\n    python scripts/d.py z=1\n"
     )
     assert commands(text) == [
-        "PJRT_DEVICE=CPU python scripts/a.py --device xla …", "python scripts/b.py --x 1 --y 2", "python scripts/c.py",
+        "PJRT_DEVICE=CPU python scripts/a.py --device xla …",
+        "python scripts/b.py --x 1 --y 2",
+        "python scripts/c.py",
         "python scripts/d.py z=1",
-    ]  # fmt: skip
+    ]
     assert words(commands(text)[0]) == ("a", ["--device", "xla"])
 
 

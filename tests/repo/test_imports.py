@@ -80,10 +80,13 @@ def test_which_device_it_is_is_asked_in_the_backend_alone(path):
 @pytest.mark.parametrize(
     "line, asks",
     [
-        ('if backend.kind == "xla":', True), ('if x.device.type != "cpu":', True), ("if spec.kind == 2:", True),
-        ('if backend.kind in ("cpu", "cuda"):', True), ("if backend.static_shapes:", False),
+        ('if backend.kind == "xla":', True),
+        ('if x.device.type != "cpu":', True),
+        ("if spec.kind == 2:", True),
+        ('if backend.kind in ("cpu", "cuda"):', True),
+        ("if backend.static_shapes:", False),
     ],
-)  # fmt: skip
+)
 def test_the_walk_sees_what_asks_for_a_device(line, asks):
     assert bool(DEVICE_ASKED.search(line)) is asks
 
@@ -95,9 +98,12 @@ def test_package_imports_no_script_and_no_test(path):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "scripts").glob("*train*.py")), ids=name)
 def test_training_scripts_set_what_torch_reads_before_they_import_it(path):
-    names = [alias.name if isinstance(node, ast.Import) else node.module
-             for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)
-             for alias in node.names]  # fmt: skip
+    names = [
+        alias.name if isinstance(node, ast.Import) else node.module
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    ]
     roots = [module.split(".")[0] for module in names]
     assert "torch" not in roots or roots.index("qat_lora") < roots.index("torch")
 

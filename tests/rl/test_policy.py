@@ -37,8 +37,9 @@ def test_log_probs_and_their_gradient_equal_the_plain_models(model, temperature)
     weight = torch.randn(drawn.shape, generator=torch.Generator().manual_seed(2))
     found, grads = [], []
     for logp in (
-        log_probs(model, Prompts.of(TEXTS, 8, 0), drawn, temperature), plainly(model, TEXTS, drawn, temperature)
-    ):  # fmt: skip
+        log_probs(model, Prompts.of(TEXTS, 8, 0), drawn, temperature),
+        plainly(model, TEXTS, drawn, temperature),
+    ):
         (logp * weight).sum().backward()
         found.append(logp.detach())
         grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])

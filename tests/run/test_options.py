@@ -107,10 +107,12 @@ def test_wrong_type_names_flag_and_value(argv):
 @pytest.mark.parametrize(
     "argv, wrong, near",
     [
-        (["--max-step", "3"], "max-step", "max-steps"), (["--learning_rat=3"], "learning_rat", "learning-rate"),
-        (["max_stesp=3"], "max_stesp", "max-steps"), (["--max-steps", "2", "--datasets", "x"], "datasets", "dataset"),
+        (["--max-step", "3"], "max-step", "max-steps"),
+        (["--learning_rat=3"], "learning_rat", "learning-rate"),
+        (["max_stesp=3"], "max_stesp", "max-steps"),
+        (["--max-steps", "2", "--datasets", "x"], "datasets", "dataset"),
     ],
-)  # fmt: skip
+)
 def test_unknown_flag_names_the_nearest(argv, wrong, near):
     assert said(*argv) == f"flag --{wrong} is unknown; did you mean --{near}?"
 
@@ -310,7 +312,7 @@ def test_a_preset_may_use_the_other_name_of_a_key(presets):
         ("arch: 3\n", [], "arch is a block of `key: value` lines"),
         ("arch:\n  hidden_size: wide\n", [], "hidden_size: 'wide' is not an int"),
     ],
-)  # fmt: skip
+)
 def test_a_section_knows_its_keys(presets, preset, argv, wanted):
     presets(usual=preset)
     with pytest.raises(UserError) as error:

@@ -144,11 +144,14 @@ def test_best_is_the_lowest_ever_logged(toy):
     assert made.session.best("other").value == math.inf
 
 
-@pytest.mark.parametrize("scores, value, rows", [
-    ([(0.1, 4), (0.4, 8), (0.5, 8)], 0.4, 8),  # other rows take the place of what was kept
-    ([(0.1, 8), (0.7, 4), (0.4, 8)], 0.4, 8),  # so 0.1 is in no file any more
-    ([(0.1, 4), (0.4, None), (0.05, None)], 0.05, 4),  # a line of an earlier version does not say how many
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "scores, value, rows",
+    [
+        ([(0.1, 4), (0.4, 8), (0.5, 8)], 0.4, 8),  # other rows take the place of what was kept
+        ([(0.1, 8), (0.7, 4), (0.4, 8)], 0.4, 8),  # so 0.1 is in no file any more
+        ([(0.1, 4), (0.4, None), (0.05, None)], 0.05, 4),  # a line of an earlier version does not say how many
+    ],
+)
 def test_best_is_what_the_kept_file_holds(toy, scores, value, rows):
     lines = iter({"score": score} | ({"heldout_rows": count} if count else {}) for score, count in scores)
     made = toy(Every(evaluate=2)).stage("qat", 4, lambda step: next(lines))
@@ -163,8 +166,11 @@ def test_steps_count_through_the_stages(toy):
     made = toy(Every(log=2)).stage("layers", 4).stage("none", 0).stage("qat", 3)
     assert made.steps_seen == [("layers", s) for s in (1, 2, 3, 4)] + [("qat", s) for s in (1, 2, 3)]
     assert [(line["stage"], line["step"]) for line in made.lines()] == [
-        ("layers", 2), ("layers", 4), ("qat", 6), ("qat", 7),
-    ]  # fmt: skip
+        ("layers", 2),
+        ("layers", 4),
+        ("qat", 6),
+        ("qat", 7),
+    ]
     assert made.session.cost()["seconds"].keys() == {"layers", "qat"}
 
 

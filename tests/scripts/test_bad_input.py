@@ -70,14 +70,17 @@ def test_impossible_values_of_qat(refuse, qat, tmp_path, flags, part):
 @pytest.mark.parametrize(
     "flags, part",
     [
-        (["--targets", "q,w"], "q,k,v,o,gate,up,down"), (["--recovery-r", "0"], "--lora-r 0"),
+        (["--targets", "q,w"], "q,k,v,o,gate,up,down"),
+        (["--recovery-r", "0"], "--lora-r 0"),
         (["--mode", "dpo"], "kd, sft, recover"),
         (["--accumulation-steps", "1000000000"], "--accumulation-steps 1000000000"),
         (["--max-steps", "1000000000000"], "--max-steps 1000000000000 must be from 0 to 1,000,000,000"),
-        (["--recovery-alpha", "1e30"], "alpha 1e+30"), (["--anchor-weight", "1e30"], "--anchor-weight 1e+30"),
-        (["--learning-rate", "1e30"], "--learning-rate 1e+30"), (["--adapter-init", "loftq"], "zero, error"),
+        (["--recovery-alpha", "1e30"], "alpha 1e+30"),
+        (["--anchor-weight", "1e30"], "--anchor-weight 1e+30"),
+        (["--learning-rate", "1e30"], "--learning-rate 1e+30"),
+        (["--adapter-init", "loftq"], "zero, error"),
     ],
-)  # fmt: skip
+)
 def test_impossible_values_of_recovery(refuse, tiny_student, cache, tmp_path, flags, part):
     student = ["--checkpoint", tiny_student, "--kd-cache-dir", cache, "--output-dir", tmp_path / "run", *SMALL]
     assert part in refuse("train_recovery_lora", *student, *flags)

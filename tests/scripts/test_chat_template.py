@@ -51,11 +51,13 @@ def chats(tmp_path_factory):
 def test_the_refusal_names_the_option(run, refusal, base_dir, chats, tmp_path, capsys):
     text = ["--dataset", chats, "--length", 16]
     for script, flags in (
-        ("build_kd_cache", [*text, "--cache-dir", tmp_path / "c"]), ("measure_perplexity", text),
-        ("train_cot_sft", [*LAW, "--output-dir", tmp_path / "r"]), ("run_inference", ["--prompt", "Hi"]),
+        ("build_kd_cache", [*text, "--cache-dir", tmp_path / "c"]),
+        ("measure_perplexity", text),
+        ("train_cot_sft", [*LAW, "--output-dir", tmp_path / "r"]),
+        ("run_inference", ["--prompt", "Hi"]),
         ("train_musclebob_improved", [*BOB, "--output-dir", tmp_path / "r"]),
         ("run_legal_assistant", ["--question", "Hi"]),
-    ):  # fmt: skip
+    ):
         flags = ["--model", base_dir, *flags, "--device", "cpu"]
         if script.startswith("run_"):
             with pytest.raises(UserError, match="--chat-template"):
@@ -91,8 +93,10 @@ def test_chat_rows_of_a_base_model(run, base_dir, chats, tmp_path, capsys):
 
 def test_a_base_model_learns_law_and_carries_its_template(run, base_dir, tmp_path, capsys):
     template = tmp_path / "law.jinja"
-    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}\n{% endfor %}"
-                        "{% if add_generation_prompt %}assistant: {% endif %}")  # fmt: skip
+    template.write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
     flags = ["--model", base_dir, *LAW, *CPU, "--output-dir", tmp_path / "r"]
     run("train_cot_sft", *flags, "--chat-template", template)
     assert AutoTokenizer.from_pretrained(tmp_path / "r" / "model").chat_template == template.read_text()

@@ -65,16 +65,22 @@ def test_gguf_with_its_adapter(run, files, tmp_path):
     assert names(out) == ["adapter.gguf", "export.json", "model.gguf"] and names(tmp_path) == ["out"]
     table = [line.split()[:4] for line in lines if " tensors" in line]
     assert table == [
-        ["embedding,", "head", "—", "F16"], ["attention", "balanced4/g32", "Q4_1", "8"],
-        ["mlp", "int2/g64", "Q2_0", "6"], ["norms,", "biases", "—", "F32"], ["adapter", "—", "F32", "8"],
-    ]  # fmt: skip
+        ["embedding,", "head", "—", "F16"],
+        ["attention", "balanced4/g32", "Q4_1", "8"],
+        ["mlp", "int2/g64", "Q2_0", "6"],
+        ["norms,", "biases", "—", "F32"],
+        ["adapter", "—", "F32", "8"],
+    ]
     note = json.loads((out / "export.json").read_text())
     for name, sizes in note["bytes"].items():
         assert sizes["written"] == sizes["computed"] == (out / name).stat().st_size
     assert note["bytes"].keys() == {"model.gguf", "adapter.gguf"}
     assert note["types"] == {
-        "embedding, head —": "F16", "attention balanced4/g32": "Q4_1", "mlp int2/g64": "Q2_0", "norms, biases —": "F32",
-    }  # fmt: skip
+        "embedding, head —": "F16",
+        "attention balanced4/g32": "Q4_1",
+        "mlp int2/g64": "Q2_0",
+        "norms, biases —": "F32",
+    }
     attention, mlp = 2 * (2 * 64 * 64 + 2 * 32 * 64), 2 * 3 * 64 * 128
     assert note["bits_per_weight"] == pytest.approx((5 * attention + 2.25 * mlp) / (attention + mlp), rel=1e-12)
     assert note["student_bits_per_weight"] == pytest.approx((4.5 * attention + 2.25 * mlp) / (attention + mlp))
@@ -194,13 +200,15 @@ def test_what_is_there_is_left_alone(refusal, run, files, tmp_path):
         (["--format", "onnx"], "--format 'onnx' is not one of hf, merged, gguf"),
         (["--gguf-type", "Q4_K"], "--gguf-type 'Q4_K' is not one of auto, Q2_0, Q4_0, Q4_1, Q8_0, F16"),
         (["--adapter-as", "both"], "--adapter-as 'both' is not one of lora, merged"),
-        (["--format", "merged"], "needs the --adapter"), (["--adapter-as", "merged"], "is for --format gguf with an"),
+        (["--format", "merged"], "needs the --adapter"),
+        (["--adapter-as", "merged"], "is for --format gguf with an"),
         (["--format", "hf", "--gguf-type", "Q4_0"], "--gguf-type Q4_0 is for --format gguf"),
-        (["--gguf-typ", "Q4_0"], "did you mean --gguf-type?"), (["--adapter", "/no/such/adapter"], "no such folder"),
+        (["--gguf-typ", "Q4_0"], "did you mean --gguf-type?"),
+        (["--adapter", "/no/such/adapter"], "no such folder"),
         (["--gguf-type", "Q4_0"], "Q4_0 cannot hold model.layers.0.self_attn.q_proj, which is balanced4/g32"),
         (["--gguf-type", "Q2_0"], "what fits: Q4_1, Q8_0, F16, or auto"),
     ],
-)  # fmt: skip
+)
 def test_bad_flags(refusal, files, tmp_path, flags, words):
     flags = ["--checkpoint", files[0], "--output-dir", tmp_path / "out", *flags]
     assert words in refusal("export_model", *flags)

@@ -61,9 +61,11 @@ def use_everything(run, model: str) -> None:
         with open(f"{folder}/summary.json") as file:
             finished = file.read()
         with pytest.raises(SystemExit):
-            script = ["train_qat", "--cache-dir", "./c", *QAT] if folder == "r" else [
-                "train_recovery_lora", "--v2-checkpoint", "./r/best.pt", "--kd-cache-dir", "./c", *SMALL,
-            ]  # fmt: skip
+            script = (
+                ["train_qat", "--cache-dir", "./c", *QAT]
+                if folder == "r"
+                else ["train_recovery_lora", "--v2-checkpoint", "./r/best.pt", "--kd-cache-dir", "./c", *SMALL]
+            )
             run(*script, "--output-dir", folder, *again)
         with open(f"{folder}/summary.json") as file:
             assert file.read() == finished

@@ -32,9 +32,12 @@ RECOVERY = f"{COMMON} --max-steps 4 --eval-every 2 --recovery-r 2 --anchor-weigh
 def start(script: str, *flags, launcher: tuple = (), **env) -> subprocess.Popen:
     command = [PYTHON, *launcher, ROOT / "scripts" / f"{script}.py", *flags]
     return subprocess.Popen(
-        list(map(str, command)), env=os.environ | {"OMP_NUM_THREADS": "1"} | env, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        list(map(str, command)),
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | env,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def end(process: subprocess.Popen, expect: int = 0) -> tuple[str, str]:

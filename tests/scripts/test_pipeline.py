@@ -156,8 +156,10 @@ def assert_complete(run: Path, steps: int) -> None:
     kept = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert len(kept) == KEEP + 2 and {"LATEST", "files", f"step_{steps}"} < set(kept)
     assert {path.name for path in (run / "checkpoints" / f"step_{steps}").iterdir()} == {
-        "model.safetensors", "trainer.pt", "meta.json",
-    }  # fmt: skip
+        "model.safetensors",
+        "trainer.pt",
+        "meta.json",
+    }
     assert not [path for path in run.rglob("*") if "part" in path.name]
     logged = [line for line in figures(run) if "loss" in line]
     assert logged[-1]["step"] == steps and logged[-1].keys() >= {"step", "stage", "loss", "lr", "tokens", "grad_norm"}
@@ -356,8 +358,11 @@ def test_train_qat_on_xla_compiles_nothing_after_its_first_step(pipeline, sharp_
     flags = [*flags, "--device", "xla", "--log-every", 1, "--accumulation-steps", 2]
     done = subprocess.run(
         [sys.executable, ROOT / "scripts" / "train_qat.py", *map(str, flags)],
-        env=os.environ | {"PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICK}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        env=os.environ | {"PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICK},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     run = tmp_path / "run"
     for stage, steps in (("qat", STEPS), ("scales", SCALE_STEPS)):

@@ -341,8 +341,9 @@ def test_two_workers_are_one(train, trained, tmp_path):
     stopped, the carry of both with it."""
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port()]
     command = [sys.executable, *launcher, ROOT / "pretrain.py", *SMALL, f"output_dir={tmp_path / 'two'}"]
-    done = subprocess.run(list(map(str, command)), env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True,
-                          text=True, timeout=200)  # fmt: skip
+    done = subprocess.run(
+        list(map(str, command)), env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("run directory") == 1 and "updates of 8 rows on 2 workers" in done.stdout
     assert "[Athena] Using CPU. Process 0/2" in done.stdout
@@ -408,7 +409,8 @@ def test_sizes_are_checked_against_the_device_that_trains(load_script, monkeypat
         (["forward_dtype=fp16"], "--forward-dtype 'fp16' is not one of bfloat16, float32"),
         (["precision=bf16"], "--forward-dtype float32 and --precision bf16 differ"),
         (["eval_interval=-1"], "--eval-every -1 must be at least 0"),
-        (["lr=0"], "--learning-rate 0.0 must be above 0"), (["lr=1e30"], "--learning-rate 1e+30 must be above 0 and at most 1,000"),
+        (["lr=0"], "--learning-rate 0.0 must be above 0"),
+        (["lr=1e30"], "--learning-rate 1e+30 must be above 0 and at most 1,000"),
         (["weight_decay=1e30"], "--weight-decay 1e+30"), (["puzzle_emb_lr=1e30"], "--puzzle-emb-lr 1e+30"),
         (["puzzle_emb_weight_decay=1e30"], "--puzzle-emb-weight-decay 1e+30 must be from 0 to 1,000"),
         (["steps=1000000000000"], "--max-steps 1000000000000 must be from 0 to 1,000,000,000"),

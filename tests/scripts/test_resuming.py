@@ -138,9 +138,11 @@ def test_the_legal_fine_tune_resumes_split_and_measured_otherwise(run, die, shar
 
 @pytest.mark.parametrize("script", ["train_qat", "train_recovery_lora"])
 def test_low_bit_training_resumes_split_and_measured_otherwise(run, die, qat, tiny_student, cache, tmp_path, script):
-    flags = qat if script == "train_qat" else [
-        "--checkpoint", tiny_student, "--kd-cache-dir", cache, "--output-dir", tmp_path / "run", *SMALL
-    ]  # fmt: skip
+    flags = (
+        qat
+        if script == "train_qat"
+        else ["--checkpoint", tiny_student, "--kd-cache-dir", cache, "--output-dir", tmp_path / "run", *SMALL]
+    )
     flags = [*flags, "--max-steps", 4, "--save-every", 1, "--eval-every", 1, "--log-every", 1, "--resume", "auto"]
     die(script, *flags)
     run(script, *flags, "--batch-size", 2, "--accumulation-steps", 2, "--eval-rows", 6, "--save-every", 2)

@@ -72,8 +72,9 @@ def test_an_answer_without_sections_says_so():
 
 def test_another_list_has_other_verdicts():
     assert verdicts(Answer.read(SAID, True), Authorities(["Smith v Jones"])) == [
-        ("Smith v Jones", True), ("Limitation Act 1980, s 5", False),
-    ]  # fmt: skip
+        ("Smith v Jones", True),
+        ("Limitation Act 1980, s 5", False),
+    ]
 
 
 # -- terminal --------------------------------------------------------------------------------------------------------

@@ -16,9 +16,12 @@ from qat_lora.run.command_line import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 LINES = [
-    "✅ CPU detected and initialized", "✅ Data loading works", "✅ Training loop runs", "✅ Gradient sync works",
+    "✅ CPU detected and initialized",
+    "✅ Data loading works",
+    "✅ Training loop runs",
+    "✅ Gradient sync works",
     "✅ Checkpointing works",
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +70,13 @@ def broken_checkpoint(script, patch) -> None:
 @pytest.mark.parametrize(
     "fault, passed, said",
     [
-        (broken_device, 0, "a product on cpu is wrong"), (broken_data, 1, "rows read are not the rows written"),
-        (broken_training, 2, "the weights have not moved"), (broken_sync, 3, "the sum is not the sum"),
+        (broken_device, 0, "a product on cpu is wrong"),
+        (broken_data, 1, "rows read are not the rows written"),
+        (broken_training, 2, "the weights have not moved"),
+        (broken_sync, 3, "the sum is not the sum"),
         (broken_checkpoint, 4, "after loading"),
     ],
-)  # fmt: skip
+)
 def test_of_a_fault_nothing_is_printed_that_was_not_so(script, monkeypatch, capsys, fault, passed, said):
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
         fault(script, patch)

@@ -103,8 +103,9 @@ def test_a_mixture_of_experts_is_merged_too(run, full_model_dir, tmp_path, capsy
     student = load_student(tmp_path / "run" / "base.pt")[0] if quantize != "none" else load_model(str(base))
     whole = load_model(str(tmp_path / "run" / "model"))
     before, after = student.state_dict(), whole.state_dict()
-    assert all(torch.equal(before[name], value) == ("self_attn" not in name or "norm" in name)
-               for name, value in after.items())  # fmt: skip
+    assert all(
+        torch.equal(before[name], value) == ("self_attn" not in name or "norm" in name) for name, value in after.items()
+    )
 
 
 @pytest.mark.parametrize("at", [4, 5])
@@ -178,9 +179,11 @@ def test_a_quantised_base_stays_and_its_adapter_knows_it(run, load_script, tmp_p
         load_adapter(load_model(str(folder / "model")), folder / "adapter")
     module = load_script("run_legal_assistant")
     capsys.readouterr()
-    module.main(parse(module.Config, "run_legal_assistant", [
-        "--run", str(folder), "--question", "Until when?", "--device", "cpu",
-    ]))  # fmt: skip
+    module.main(
+        parse(
+            module.Config, "run_legal_assistant", ["--run", str(folder), "--question", "Until when?", "--device", "cpu"]
+        )
+    )
     assert f"+ {folder / 'adapter'}" in capsys.readouterr().out
     assert module.from_run(module.Config(run=str(folder))).max_new_tokens == 6, "as in its exam"
     assert module.from_run(module.Config(run=str(folder), max_new_tokens=3)).max_new_tokens == 3
@@ -335,11 +338,12 @@ def test_bad_input(refusal, sharp_model_dir, tmp_path, flags, part):
 @pytest.mark.parametrize(
     "change, part",
     [
-        ({"answer": None}, "no column answer"), ({"answer": ""}, "rows law-000001, law-000002, law-000003"),
+        ({"answer": None}, "no column answer"),
+        ({"answer": ""}, "rows law-000001, law-000002, law-000003"),
         ({"id": "x"}, "rows x: the id occurs twice"),
         ({"question": "Same?", "topic": "same"}, "one group of near-duplicates"),
     ],
-)  # fmt: skip
+)
 def test_bad_rows(refusal, sharp_model_dir, tmp_path, change, part):
     rows = [{k: v for k, v in (row | change).items() if v is not None} for row in generate(60, 0)]
     file = tmp_path / "law.jsonl"

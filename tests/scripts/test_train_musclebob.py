@@ -239,8 +239,10 @@ def test_what_is_no_run_is_refused(refusal, tmp_path):
 
 # -- verdicts --------------------------------------------------------------------------------------------------------
 def made_up(rate: float, spilt: float = 0.0, perplexity: float = 20.0) -> dict:
-    sampled = {name: {"rate": r, "low": r - 0.05, "high": r + 0.05, "count": 200, "hits": 0}
-               for name, r in {"musclebob": rate, "spilt": spilt}.items()}  # fmt: skip
+    sampled = {
+        name: {"rate": r, "low": r - 0.05, "high": r + 0.05, "count": 200, "hits": 0}
+        for name, r in {"musclebob": rate, "spilt": spilt}.items()
+    }
     return {"sampled": sampled, "perplexity": perplexity}
 
 
@@ -265,12 +267,15 @@ HEALTHY = {"baseline": made_up(0.0), "post_sft": made_up(0.4), "final": made_up(
         (HEALTHY | {"final": made_up(0.4)}, {"reward": (0, 0.5)}, ["not learned", "reward hacking: the reward rose"]),
         (HEALTHY, {"clipped_ratio": (0, 1)}, ["learned", "no termination: 94%"]),
         (HEALTHY, {"entropy": (1, 0.1)}, ["learned", "collapse: entropy fell"]),
-        (HEALTHY | {"final": made_up(0.4)}, {"zero_variance": (1, 1), "target_rate": (0, 0)},
-         ["not learned", "starved: 100%"]),
+        (
+            HEALTHY | {"final": made_up(0.4)},
+            {"zero_variance": (1, 1), "target_rate": (0, 0)},
+            ["not learned", "starved: 100%"],
+        ),
         (HEALTHY, {"zero_variance": (1, 1), "target_rate": (1, 1)}, ["learned", "nothing left to learn: 100%"]),
         ({"baseline": made_up(0.0)}, {"reward": (0, 0.5), "zero_variance": (1, 1)}, ["not finished"]),
     ],
-)  # fmt: skip
+)
 def test_verdicts(load_script, stages, ends, wanted):
     said = load_script("analyze_training").verdict(stages, updates_with(**ends))[len(stages) :]
     assert len(said) == len(wanted) and all(line.startswith(part) for line, part in zip(said, wanted)), said

@@ -166,5 +166,6 @@ def test_the_line_shows_the_phase_that_takes_the_most():
         "3.00 GB, total 4.00 GB"
     )
     backend.kind = "cuda"  # what the host holds is not the device's
-    assert memory_line(phases, backend).endswith("(estimated; the peak is in training): weights 2.00 GB, activations "
-                                                 "0.50 GB, total 2.50 GB")  # fmt: skip
+    assert memory_line(phases, backend).endswith(
+        "(estimated; the peak is in training): weights 2.00 GB, activations 0.50 GB, total 2.50 GB"
+    )

@@ -43,7 +43,7 @@ def codes_of(student):
 @pytest.mark.parametrize(
     ("scope", "moves"),
     [("mlp", lambda n: ".mlp." in n), ("attn", lambda n: ".self_attn." in n), ("weights", lambda n: "scale" not in n)],
-)  # fmt: skip
+)
 def test_only_the_scope_moves(scope, moves, new_student, data, make_session, backend):
     student, plan = new_student(StudentSpec("int2/g32", "balanced4/g32")), dataclasses.replace(PLAN, scope=scope)
     trained = {name for name, p in student.named_parameters() if p.requires_grad}

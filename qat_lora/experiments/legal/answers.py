@@ -41,8 +41,9 @@ def checked_rows(rows: Sequence[dict]) -> list[dict]:
         odd = [str(row.get("id")) for row in rows if row.get(name) is not None and not isinstance(row[name], known)]
         if odd:
             raise UserError(f"rows {named(odd)}: column {name} is not text; fix or remove them")
-    clean = [row | {name: str(row[name] if row.get(name) is not None else "").strip() for name in NEEDED}
-             for row in rows]  # fmt: skip
+    clean = [
+        row | {name: str(row[name] if row.get(name) is not None else "").strip() for name in NEEDED} for row in rows
+    ]
     broken = [row["id"] for row in clean if any(_surrogate(row[name]) for name in NEEDED)]
     if broken:
         raise UserError(f"rows {named(map(ascii, broken))}: the text is not Unicode; fix or remove them")
@@ -111,8 +112,9 @@ def document(row: dict, tokenizer, thinks: bool = False) -> Document:
             f"row {row['id']}: its text holds {held[0]}, which the tokenizer reads as a special token; remove it"
         )
     try:
-        (rendered,) = render_chat([*messages(row["question"]), {"role": "assistant", "content": said}],
-                                  tokenizer, "on" if thinks else "off")  # fmt: skip
+        (rendered,) = render_chat(
+            [*messages(row["question"]), {"role": "assistant", "content": said}], tokenizer, "on" if thinks else "off"
+        )
     except UserError as error:
         raise UserError(f"row {row['id']}: {error}") from error
     ((start, end),) = rendered.spans

@@ -69,8 +69,9 @@ class Authorities:
         """The same, with "s 5; s 6" as the authority "ss 5 and 6" if that is in the list."""
         for own, parts in self.several.items():
             if parts <= known.keys() | others.keys():
-                known, others = ({part: name for part, name in found.items() if part not in parts}
-                                 for found in (known, others))  # fmt: skip
+                known, others = (
+                    {part: name for part, name in found.items() if part not in parts} for found in (known, others)
+                )
                 known[own] = self.listed[own]
         return known, others
 

@@ -129,8 +129,10 @@ def _read(match: re.Match) -> list[tuple[str, tuple[str, ...], int, int]]:
         at = match.start("code")
         return [(re.sub("[. ]", "", folded(match[0][: at - start])), (), start, at - 1), (norm, places, at, end)]
     if match["word"] and all(piece[:1].isalpha() for piece in match[0].split("-")):  # Attorney-General
-        return [(_norm(piece[0]), (), start + piece.start(), start + piece.end())
-                for piece in re.finditer("[^-]+", match[0])]  # fmt: skip
+        return [
+            (_norm(piece[0]), (), start + piece.start(), start + piece.end())
+            for piece in re.finditer("[^-]+", match[0])
+        ]
     return [(norm, places, start, end)]
 
 
@@ -183,8 +185,10 @@ def _places(match: re.Match) -> tuple[str, ...]:
     if match["lettered"]:
         return (f"{_short(folded(opening))} {re.sub('[. ]', '', folded(match['lettered']))}",)
     numbers = match["list"] or match["numbers"] or match["number"] or match["rule"] or match["code"]
-    return tuple(f"{_short(folded(opening))} {folded(number).replace(' to ', '-').replace(' ', '')}"
-                 for number in re.findall(SPAN, numbers, re.IGNORECASE))  # fmt: skip
+    return tuple(
+        f"{_short(folded(opening))} {folded(number).replace(' to ', '-').replace(' ', '')}"
+        for number in re.findall(SPAN, numbers, re.IGNORECASE)
+    )
 
 
 @lru_cache
@@ -291,8 +295,11 @@ def entries(section: str) -> list[tuple[str, list[list[Item]]]]:
     is nothing to cite ("none"), are left out."""
     lines = "".join("\n" if {"\n", ";"} & set(GLYPHS[ord(char)]) else char for char in section).split("\n")
     found = [(line, items(line)) for line in map(_tidy, lines)]
-    return [(line, _grouped(words)) for line, words in found
-            if words and " ".join(item.norm for item in words) not in NOTHING]  # fmt: skip
+    return [
+        (line, _grouped(words))
+        for line, words in found
+        if words and " ".join(item.norm for item in words) not in NOTHING
+    ]
 
 
 def citations(section: str) -> dict[str, str]:
@@ -331,8 +338,9 @@ def _grouped(found: Sequence[Item]) -> list[list[Item]]:
 
 def _whole(piece: Sequence[Item]) -> bool:
     """Whether a piece of an entry can stand alone: a place with a title, a case, or a statute with its year."""
-    names = [item for item in piece if item.norm[0].isalpha() and not item.places
-             and item.norm not in OPENINGS | CONNECTORS]  # fmt: skip
+    names = [
+        item for item in piece if item.norm[0].isalpha() and not item.places and item.norm not in OPENINGS | CONNECTORS
+    ]
     norms = [item.norm for item in piece]
     if "v" in norms[1:-1] or (names and any(item.places for item in piece)):
         return True

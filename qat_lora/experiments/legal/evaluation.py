@@ -38,17 +38,24 @@ class LegalEvaluation:
                 f"no held-out question fits --max-prompt-length {sampler.prompt_length}; raise it to {max(lengths)}"
             )
         if len(self.questions) < len(lengths) and sampler.backend.is_main:
-            say(f"{len(lengths) - len(self.questions)} held-out questions do not fit --max-prompt-length "
-                f"{sampler.prompt_length} and are not asked")  # fmt: skip
+            say(
+                f"{len(lengths) - len(self.questions)} held-out questions do not fit --max-prompt-length "
+                f"{sampler.prompt_length} and are not asked"
+            )
         long = sum(len(sampler.tokenizer(response(row))["input_ids"]) >= sampler.length for row in self.questions)
         if long and sampler.backend.is_main:
-            say(f"{long} of {len(self.questions)} held-out rows have answers that do not fit --max-new-tokens "
-                f"{sampler.length}: the model's are cut off there and count as wrong; raise it")  # fmt: skip
+            say(
+                f"{long} of {len(self.questions)} held-out rows have answers that do not fit --max-new-tokens "
+                f"{sampler.length}: the model's are cut off there and count as wrong; raise it"
+            )
 
     def answer(self, model: nn.Module, count: int) -> tuple[list[dict], list[Answer]]:
         """Greedy answers to `count` held-out rows, spread evenly over them."""
-        rows = [self.questions[at * len(self.questions) // count] for at in range(count)] \
-            if count < len(self.questions) else self.questions  # fmt: skip
+        rows = (
+            [self.questions[at * len(self.questions) // count] for at in range(count)]
+            if count < len(self.questions)
+            else self.questions
+        )
         said = self.sampler.generate(model, [messages(row["question"]) for row in rows], 1, GREEDY)
         return rows, [Answer.read(text, ended) for text, ended in said]
 

@@ -133,9 +133,11 @@ def _notice(rng: random.Random) -> Facts:
     steps = (f"Of {served} the complete years count, {years}.", "Each counts for one week.", cap)
     told = f"worked for the company for {served}"
     return Facts(
-        f"{who} has {told} and is dismissed.", f"I have {told} and am being dismissed.", steps,
+        f"{who} has {told} and is dismissed.",
+        f"I have {told} and am being dismissed.",
+        steps,
         f"{weeks} week{'s' * (weeks > 1)}",
-    )  # fmt: skip
+    )
 
 
 def _redundancy(rng: random.Random) -> Facts:
@@ -146,21 +148,29 @@ def _redundancy(rng: random.Random) -> Facts:
     tens = weeks // 10 * 10
     parts = [f"{part:g} × {money(pay)} = {money(part * pay)}, " for part in (tens, weeks - tens) if 0 < part < weeks]
     ages = "all of them from the age of 41 on" if old else "all of them between the ages of 22 and 40"
-    steps = (f"{counted} years count, of at most twenty.",
-             f"Each is worth {rate:g} week's pay: {counted} × {rate:g} = {weeks:g}.",
-             f"{''.join(parts)}{weeks:g} × {money(pay)} = {value}.")  # fmt: skip
+    steps = (
+        f"{counted} years count, of at most twenty.",
+        f"Each is worth {rate:g} week's pay: {counted} × {rate:g} = {weeks:g}.",
+        f"{''.join(parts)}{weeks:g} × {money(pay)} = {value}.",
+    )
     served = f"after {years} complete years of service, {ages}, at a week's pay of {money(pay)}"
     return Facts(f"{who} is made redundant {served}.", f"I am made redundant {served}.", steps, value)
 
 
 def _fixed_sum(rng: random.Random) -> Facts:
-    least, most, fixed, size = rng.choice((
-        (100, 1000, 40, "below £1,000"), (1000, 10_000, 70, "from £1,000 on and below £10,000"),
-        (10_000, 90_000, 100, "from £10,000 on"),
-    ))  # fmt: skip
+    least, most, fixed, size = rng.choice(
+        (
+            (100, 1000, 40, "below £1,000"),
+            (1000, 10_000, 70, "from £1,000 on and below £10,000"),
+            (10_000, 90_000, 100, "from £10,000 on"),
+        )
+    )
     debt, who, value = rng.randrange(least, most, 10), rng.choice(WHO), money(fixed)
-    steps = ("The sum depends on the size of the debt: £40 below £1,000, £70 below £10,000, £100 from there on.",
-             f"{money(debt)} is {size}.", f"So the sum is {value}.")  # fmt: skip
+    steps = (
+        "The sum depends on the size of the debt: £40 below £1,000, £70 below £10,000, £100 from there on.",
+        f"{money(debt)} is {size}.",
+        f"So the sum is {value}.",
+    )
     late = f"a commercial invoice of {money(debt)} late"
     return Facts(f"A customer pays {who} {late}.", f"A customer has paid my business {late}.", steps, value)
 
@@ -169,10 +179,12 @@ def _interest(rng: random.Random) -> Facts:
     debt, base = rng.randrange(1000, 50000, 500), rng.choice((0.5, 0.75, 1.0, 2.0, 3.5, 5.0, 5.25))
     who = rng.choice(WHO)
     value = money(round(debt * (base + 8) / 100, 2))
-    steps = (f"The rate is the base rate of {base:g}% and 8%, {base + 8:g}%.",
-             "Interest is simple, and one year has passed.",
-             f"8% of {money(debt)} is {money(debt * 0.08)}, {base:g}% is {money(debt * base / 100)}.",
-             f"{money(debt)} × {base + 8:g}% = {value}.")  # fmt: skip
+    steps = (
+        f"The rate is the base rate of {base:g}% and 8%, {base + 8:g}%.",
+        "Interest is simple, and one year has passed.",
+        f"8% of {money(debt)} is {money(debt * 0.08)}, {base:g}% is {money(debt * base / 100)}.",
+        f"{money(debt)} × {base + 8:g}% = {value}.",
+    )
     owed = f"a commercial debt of {money(debt)} has been overdue for exactly one year, with a base rate of {base:g}%"
     return Facts(f"In the business of {who} {owed}.", f"In my business {owed}.", steps, value)
 
@@ -206,7 +218,7 @@ def _bereavement(rng: random.Random) -> Facts:
         side = f"{_month(when)} is {'not ' * new}before May"
     else:
         side = f"{when.year} is {'after' if new else 'before'} 2020"
-    steps = (f"The death was on {day(when)}.", f"{side}.", f"So it is {value}.")  # fmt: skip
+    steps = (f"The death was on {day(when)}.", f"{side}.", f"So it is {value}.")
     return Facts(f"The husband of {who} was killed by negligence on {day(when)}.",
                  f"My husband was killed by negligence on {day(when)}.", steps, value)  # fmt: skip
 
@@ -219,10 +231,14 @@ def _letters(which: str) -> Callable[[random.Random], Facts]:
         sent = "sent" if which == "instant" else "posted"
         what = {
             "posted": "a letter of acceptance, where post was a proper way to answer,",
-            "revoked": "a letter that revoked an offer", "instant": "an acceptance by telex",
-        }[which]  # fmt: skip
-        steps = (f"It was {sent} on {day(posted)} and received on {day(arrived)}.",
-                 f"What counts is the day on which it is {name}.", f"That is {day(counts)}.")  # fmt: skip
+            "revoked": "a letter that revoked an offer",
+            "instant": "an acceptance by telex",
+        }[which]
+        steps = (
+            f"It was {sent} on {day(posted)} and received on {day(arrived)}.",
+            f"What counts is the day on which it is {name}.",
+            f"That is {day(counts)}.",
+        )
         told = f"{sent} {what} on {day(posted)}; it was received on {day(arrived)}"
         return Facts(f"{who} {told}.", f"I {told}.", steps, day(counts))
 
@@ -233,8 +249,11 @@ def _deposit(rng: random.Random) -> Facts:
     deposit, who = rng.randrange(400, 3000, 25), rng.choice(WHO)
     rest, value = deposit % 100, money(3 * deposit)
     parts = [f"3 × {money(part)} = {money(3 * part)}, " for part in (deposit - rest, rest) if rest]
-    steps = ("The penalty lies between once and three times the deposit.", f"The deposit is {money(deposit)}.",
-             f"{''.join(parts)}3 × {money(deposit)} = {value}.")  # fmt: skip
+    steps = (
+        "The penalty lies between once and three times the deposit.",
+        f"The deposit is {money(deposit)}.",
+        f"{''.join(parts)}3 × {money(deposit)} = {value}.",
+    )
     told = f"paid a tenancy deposit of {money(deposit)}, which the landlord never protected"
     return Facts(f"{who} {told}.", f"I {told}.", steps, value)
 

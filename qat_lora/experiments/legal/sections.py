@@ -7,9 +7,12 @@ from qat_lora.data.appearance import BLANKS, plain, visible
 from qat_lora.data.supervised import MONTHS
 
 SECTIONS = {
-    "topic": "Topic", "difficulty": "Difficulty", "reasoning": "Reasoning", "answer": "Answer",
+    "topic": "Topic",
+    "difficulty": "Difficulty",
+    "reasoning": "Reasoning",
+    "answer": "Answer",
     "citation": "Case Citation",
-}  # fmt: skip
+}
 NUMBERS = {name: number for number, name in enumerate(SECTIONS, 1)}
 FIGURE = re.compile(
     r"£ ?(?P<sum>\d[\d,]*+(?:\.\d++)?)(?: ?(?P<size>thousand|k|million|m|billion|bn)\b)?"

@@ -59,9 +59,10 @@ def heldout(model: SmallLM, stories: Stories, length: int, rows: int, backend: T
     total = sum(backend.group.gather(sum(backend.fetch(*sums))))
     nll = total / len(stories.heldout)
     return {
-        "heldout_nll": nll, "heldout_ppl": math.exp(min(nll, 80)),
+        "heldout_nll": nll,
+        "heldout_ppl": math.exp(min(nll, 80)),
         "bits_per_byte": total / math.log(2) / stories.heldout_bytes,
-    }  # fmt: skip
+    }
 
 
 @torch.no_grad()

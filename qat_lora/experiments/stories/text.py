@@ -347,6 +347,4 @@ def spans(stream: Tokens | Tensor, first: int, length: int, stride: int, rows: i
     for at in range(0, len(starts), rows):
         tokens, mask = map(list, zip(*map(window, starts[at : at + rows])))
         spare = rows - len(tokens)
-        yield {
-            "tokens": torch.stack(tokens + tokens[:1] * spare), "mask": torch.stack(mask + [mask[0] * 0] * spare)
-        }  # fmt: skip
+        yield {"tokens": torch.stack(tokens + tokens[:1] * spare), "mask": torch.stack(mask + [mask[0] * 0] * spare)}

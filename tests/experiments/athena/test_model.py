@@ -73,9 +73,11 @@ def plain_of(model: RecursiveModel, plain):
 def pairs(model: RecursiveModel, other) -> list[tuple]:
     """(the plain parameter, ours that it is made of)."""
     found = [
-        (other.embedding.weight, [model.embedding]), (other.head.weight, [model.head]),
-        (other.halt.weight, [model.halt_weight]), (other.halt_bias, [model.halt_bias]),
-    ]  # fmt: skip
+        (other.embedding.weight, [model.embedding]),
+        (other.head.weight, [model.head]),
+        (other.halt.weight, [model.halt_weight]),
+        (other.halt_bias, [model.halt_bias]),
+    ]
     for layer, block in zip(other.layers, model.blocks):
         if model.spec.mlp_t:
             found += [(layer.mix.gate_up.weight, block.mix[:2]), (layer.mix.down.weight, block.mix[2:])]
@@ -232,9 +234,11 @@ def test_when_a_row_is_through(logit, done, budget, least, through):
 
 def batch_of(value: int) -> dict:
     return {
-        "inputs": torch.full((3, LENGTH), value), "labels": torch.full((3, LENGTH), value + 1),
-        "identifiers": torch.full((3,), value), "budgets": torch.full((3,), value),
-    }  # fmt: skip
+        "inputs": torch.full((3, LENGTH), value),
+        "labels": torch.full((3, LENGTH), value + 1),
+        "identifiers": torch.full((3,), value),
+        "budgets": torch.full((3,), value),
+    }
 
 
 def test_only_rows_that_are_through_are_replaced_budgets_included():

@@ -150,7 +150,9 @@ def test_a_share_of_blanks_that_draws_do_not_reach_is_refused(monkeypatch):
     "call, said",
     [
         (("sudoku5", 1, 0), "kind 'sudoku5' is not one of sudoku4, sudoku6, sudoku9, mazeN"),
-        (("maze8", 1, 0), "N odd from 5"), (("maze", 1, 0), "mazeN"), (("sudoku4", 0, 0), "--count 0"),
+        (("maze8", 1, 0), "N odd from 5"),
+        (("maze", 1, 0), "mazeN"),
+        (("sudoku4", 0, 0), "--count 0"),
         (("maze5", 10**6, 0), "--count: 1000000 puzzles are more than the 48 maze5 that exist"),
         (("maze7", 20_000, 0), "20000 puzzles are more than the 13824 maze7"),
         (("sudoku4", 100_000, 0, (1.0, 1.0)), "100000 puzzles are more than the 85632 sudoku4 that exist with 1 to 1"),
@@ -163,7 +165,7 @@ def test_a_share_of_blanks_that_draws_do_not_reach_is_refused(monkeypatch):
         (("sudoku4", 290, 0, (0.01, 0.02), "--puzzles"), "--puzzles: 290 puzzles are more than"),
         (("sudoku4", 1, 0, (0.9, 0.2)), "--least-blanks 0.9 and --most-blanks 0.2"),
     ],
-)  # fmt: skip
+)
 def test_impossible_requests_are_refused(call, said):
     with pytest.raises(UserError, match=said):
         generate(*call)

@@ -16,9 +16,11 @@ from qat_lora.experiments.athena.rows import BLANK_TOKEN, BYTE, END, PAD, corpus
 from qat_lora.experiments.athena.symmetries import answer_class, form
 
 TEXTS = [
-    {"prompt": "2+2=", "response": "4"}, {"prompt": "3+5=", "response": "8", "iterations": 3},
-    {"prompt": "2+2=", "response": "four", "iterations": 1}, {"prompt": "é", "response": "è"},
-]  # fmt: skip
+    {"prompt": "2+2=", "response": "4"},
+    {"prompt": "3+5=", "response": "8", "iterations": 3},
+    {"prompt": "2+2=", "response": "four", "iterations": 1},
+    {"prompt": "é", "response": "è"},
+]
 
 
 def text(**changes):
@@ -82,8 +84,9 @@ def test_text_is_split_by_its_prompt(causal):
 
 def test_what_leaves_a_side_empty_is_refused():
     for rows, fraction, said in (
-        (draw("maze7", 1, 0), 0.5, "essentially the same"), (draw("maze7", 3, 0), 1.0, "--heldout-fraction 1.0"),
-    ):  # fmt: skip
+        (draw("maze7", 1, 0), 0.5, "essentially the same"),
+        (draw("maze7", 3, 0), 1.0, "--heldout-fraction 1.0"),
+    ):
         with pytest.raises(UserError, match=said):
             split(rows, fraction, 0)
     train, heldout = split(draw("maze7", 3, 0), 0.01, 0)  # at least one
@@ -121,13 +124,14 @@ def test_rows_that_are_too_long_are_counted():
     "rows, said",
     [
         ([{"prompt": "a"}], "t.jsonl row 1: response is None, and must be text; its keys are prompt"),
-        ([{"prompt": "a", "response": 4}], "row 1: response is 4"), ([{"prompt": "", "response": "b"}], "prompt is ''"),
+        ([{"prompt": "a", "response": 4}], "row 1: response is 4"),
+        ([{"prompt": "", "response": "b"}], "prompt is ''"),
         ([{"prompt": "a", "response": "b", "iterations": -1}], "iterations -1 is not a whole number"),
         ([{"prompt": "a", "response": "b", "iterations": True}], "iterations True"),
         ([{"prompt": "\ud800", "response": "b"}], "prompt is not UTF-8 text"),
         ([{"prompt": "a" * 20, "response": "b"}], "none of 1 rows fits --length 12"),
     ],
-)  # fmt: skip
+)
 def test_text_that_cannot_be_used_is_named(rows, said):
     with pytest.raises(UserError, match=said):
         text(rows=rows)
@@ -207,7 +211,8 @@ def array_of(name: str, change):
         (facts_with(seq_len=81, kind=None), r"all__inputs.npy holds 16×16 values .*dataset.json says N×81"),
         (facts_with(seq_len=None), "train/dataset.json: seq_len is None, not a whole number of at least 1"),
         (facts_with(kind="sudoku6"), "a sudoku6 has no vocabulary of 6 and length of 16"),
-        (facts_with(kind="chess"), "kind 'chess' is not one of"), (facts_with(sets=["a"]), r"sets is \['a'\]"),
+        (facts_with(kind="chess"), "kind 'chess' is not one of"),
+        (facts_with(sets=["a"]), r"sets is \['a'\]"),
         (facts_with(causal=True), "causal is True in train and False in test"),
         (facts_with(vocab_size=7, kind=None), "vocab is 7 in train and 6 in test"),
         (facts_with(kind=5), "train/dataset.json: kind is 5, which is unknown"),
@@ -219,7 +224,8 @@ def array_of(name: str, change):
         (lambda f: np.savez(f / "a.npz", a=[1]) or (f / "a.npz").rename(f / "train" / "all__inputs.npy"), "an archive"),
         (array_of("labels", lambda a: a[:-1]), "all__labels.npy holds 15×16 values"),
         (array_of("inputs", lambda a: a[:0]), "all__inputs.npy is empty"),
-        (array_of("inputs", lambda a: a / 2), "of type float64"), (array_of("inputs", lambda a: -a), "values from -5"),
+        (array_of("inputs", lambda a: a / 2), "of type float64"),
+        (array_of("inputs", lambda a: -a), "values from -5"),
         (array_of("puzzle_identifiers", lambda a: a + 1), "values from 1 to 1; they have to be from 0 to 0"),
         (array_of("puzzle_indices", lambda a: a[::-1]), "does not rise from 0 to the 16 rows"),
         (array_of("group_indices", lambda a: a[::-1]), "group_indices.npy: does not rise from 0 to the 16 puzzles"),
@@ -239,7 +245,7 @@ def array_of(name: str, change):
         (lambda f: (f / "test" / "dataset.json").write_text("{"), "test/dataset.json is damaged"),
         (lambda f: (f / "test").rename(f / "dev"), "data/test: no such folder"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_read_is_refused_by_name(damage, said, written):
     damage(written)
     with pytest.raises(UserError, match=said):

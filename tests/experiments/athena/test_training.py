@@ -301,7 +301,7 @@ def test_rows_that_do_not_divide_by_the_workers_are_refused(rows):
         ({"beta2": 1.0}, "--beta2 1 must be from 0 to below 1"),
         ({"weight_decay": -1.0}, "--weight-decay -1 must be from 0 to 1,000"),
     ],
-)  # fmt: skip
+)
 def test_impossible_options_are_refused(changes, said):
     with pytest.raises(UserError, match=said):
         script("pretrain").Config(**changes)

@@ -63,12 +63,15 @@ def test_what_shows_nothing_is_empty(text):
 @pytest.mark.parametrize(
     "one, other",
     [
-        ("Is a café liable?", "Is a cafe\u0301 liable?"), ("The landlord’s duty", "the landlord's duty"),
-        ("1990–1995 or later", "1990-1995 or later"), ("Within 3\u00a0days", "within 3 days"),
+        ("Is a café liable?", "Is a cafe\u0301 liable?"),
+        ("The landlord’s duty", "the landlord's duty"),
+        ("1990–1995 or later", "1990-1995 or later"),
+        ("Within 3\u00a0days", "within 3 days"),
         ("ＩＳ　ＩＴ？", "is it"),
-        ("Is con\u00adtract law\u200b new?", "Is contract law new?"), ("Die Straße", "DIE STRASSE"),
+        ("Is con\u00adtract law\u200b new?", "Is contract law new?"),
+        ("Die Straße", "DIE STRASSE"),
     ],
-)  # fmt: skip
+)
 def test_questions_that_look_the_same_are_one(one, other):
     assert same(changed(question=one)) == same(changed(question=other))
     assert group(changed(question=one)) == group(changed(question=other))
@@ -115,10 +118,11 @@ def test_a_row_that_cannot_be_rendered_is_named(tiny_tokenizer, monkeypatch):
     with pytest.raises(UserError, match="row a: the chat template refuses"):
         document(ROW, tiny_tokenizer)
     monkeypatch.setattr(
-        tiny_tokenizer, "chat_template",
+        tiny_tokenizer,
+        "chat_template",
         "{% for m in messages %}<{{ m.role }}>{{ m.content | upper }}{% endfor %}"
         "{{ '<assistant>' if add_generation_prompt }}",
-    )  # fmt: skip
+    )
     with pytest.raises(UserError, match="row a: the chat template changes the answer"):
         document(ROW, tiny_tokenizer)
 
@@ -130,8 +134,10 @@ def test_rows_with_signs_of_the_tokenizer_or_half_characters_are_refused_by_id(t
         checked_rows([changed(topic="x \ud800")])
 
 
-@pytest.mark.parametrize("column, text", [("reasoning", "One.\nAnswer: none yet"), ("difficulty", "a\nReasoning: x"),
-                                          ("answer", "Yes.\nAnswer: no")])  # fmt: skip
+@pytest.mark.parametrize(
+    "column, text",
+    [("reasoning", "One.\nAnswer: none yet"), ("difficulty", "a\nReasoning: x"), ("answer", "Yes.\nAnswer: no")],
+)
 def test_rows_that_do_not_read_back_are_told(column, text):
     assert readable(ROW) and readable(changed(reasoning="", case_citation=""))
     assert not readable(changed(**{column: text}))
@@ -275,12 +281,17 @@ def test_an_empty_list_knows_nothing():
 def test_scores_by_hand():
     rows = [ROW, changed(case_citation="UK GDPR, art 12(3)"), changed(answer="It depends.")]
     said = [SAID, SAID.replace("3 May", "4 May"), SAID.replace("Limitation Act 1980, s 5", "Smith v Jones")]
-    rates = {name: (found["rate"], found["count"]) for name, found in
-             score([Answer.read(text, True) for text in said], rows, LIST).items()}  # fmt: skip
+    rates = {
+        name: (found["rate"], found["count"])
+        for name, found in score([Answer.read(text, True) for text in said], rows, LIST).items()
+    }
     assert rates == {
-        "format": (1.0, 3), "accuracy": (0.5, 2), "citation_precision": (pytest.approx(1 / 3), 3),
-        "citation_recall": (pytest.approx(1 / 3), 3), "invented": (pytest.approx(1 / 3), 3),
-    }  # fmt: skip
+        "format": (1.0, 3),
+        "accuracy": (0.5, 2),
+        "citation_precision": (pytest.approx(1 / 3), 3),
+        "citation_recall": (pytest.approx(1 / 3), 3),
+        "invented": (pytest.approx(1 / 3), 3),
+    }
 
 
 def test_the_generators_own_answers_are_all_right():

@@ -145,14 +145,16 @@ def test_a_case_without_its_report_is_the_only_one_that_it_can_be():
         ("Art. 5 GDPR and Art. 6 GDPR", ["Art. 5 GDPR", "Art. 6 GDPR"]),
         ("R v Smith and R v Jones", ["R v Smith", "R v Jones"]),
         ("Smith and Jones v Brown and Green", ["Smith and Jones v Brown and Green"]),
-        ("Trade (Names, Marks and Signs) Act 1999, s 5 and s 6",
-         ["Trade (Names, Marks and Signs) Act 1999, s 5 and s 6"]),
+        (
+            "Trade (Names, Marks and Signs) Act 1999, s 5 and s 6",
+            ["Trade (Names, Marks and Signs) Act 1999, s 5 and s 6"],
+        ),
         ("410 U.S. 113；Roe v. Wade, 410 U.S. 113 (1973).", ["410 U.S. 113", "Roe v. Wade, 410 U.S. 113 (1973)"]),
         ("(1973) 4 SCC 225\u2028[1990] 1 AC 2", ["(1973) 4 SCC 225", "[1990] 1 AC 2"]),
         ("None; N/A\n—\n???", []),
         ("Smith v Jones Ltd.; 42 U.S.C.", ["Smith v Jones Ltd.", "42 U.S.C."]),
     ],
-)  # fmt: skip
+)
 def test_a_section_is_read_as_it_is_written(section, entries):
     assert shown(section) == entries
     assert [key for entry in entries for key in citations(entry)] == list(citations(section))

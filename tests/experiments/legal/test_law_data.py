@@ -31,8 +31,11 @@ def test_two_forms_of_unicode_are_one_text(tiny_tokenizer, kind):
     tokenizer = copy.deepcopy(tiny_tokenizer)
     if kind:
         tokenizer.backend_tokenizer.normalizer = getattr(normalizers, kind)()
-    rows = [row(2 * at + (form == "NFD"), word, f"{word} v Peña [2001] AC {at}", form)
-            for at, word in enumerate(WORDS) for form in ("NFD", "NFC")]  # fmt: skip
+    rows = [
+        row(2 * at + (form == "NFD"), word, f"{word} v Peña [2001] AC {at}", form)
+        for at, word in enumerate(WORDS)
+        for form in ("NFD", "NFC")
+    ]
     data = made(rows, tokenizer)
     assert len(data.left_out["the same question as an earlier row"]) == len(WORDS)
     assert data.examples + len(data.questions) == len(data.authorities) == len(WORDS)

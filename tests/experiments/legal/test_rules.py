@@ -80,8 +80,10 @@ def test_periods_by_hand(authority, told, said):
 def test_sums_by_hand():
     """Each from the figures of its own question."""
     for row in ROWS:
-        sums = [float(part.replace(",", "").rstrip(".")) for part in
-                (word.removeprefix("£") for word in row["question"].split() if word.startswith("£"))]  # fmt: skip
+        sums = [
+            float(part.replace(",", "").rstrip("."))
+            for part in (word.removeprefix("£") for word in row["question"].split() if word.startswith("£"))
+        ]
         value = figure(row["answer"])
         if row["case_citation"].endswith("s 5A"):
             assert value == f"£{40 if sums[0] < 1000 else 70 if sums[0] < 10_000 else 100}.00"
@@ -120,8 +122,11 @@ def test_every_step_reckons_right():
 
 
 def test_nobody_has_served_longer_than_the_ages_allow():
-    served = [int(re.search(r"after (\d+) complete years", row["question"])[1]) for row in ROWS
-              if "between the ages of 22 and 40" in row["question"]]  # fmt: skip
+    served = [
+        int(re.search(r"after (\d+) complete years", row["question"])[1])
+        for row in ROWS
+        if "between the ages of 22 and 40" in row["question"]
+    ]
     assert served and max(served) <= 19
 
 
@@ -140,8 +145,11 @@ def test_the_largest_count_is_that_of_the_scarcest_questions():
     """Every other type and rule has more than the client's questions on the deposit penalty."""
     rows = list(generate(LARGEST_COUNT, 1))
     assert len({row["question"] for row in rows}) == LARGEST_COUNT
-    scarce = [row for row in rows if (row["sample_type"], row["case_citation"]) == (
-        "client_interaction", "Housing Act 2004, s 214")]  # fmt: skip
+    scarce = [
+        row
+        for row in rows
+        if (row["sample_type"], row["case_citation"]) == ("client_interaction", "Housing Act 2004, s 214")
+    ]
     assert len(scarce) == 2 * len(range(400, 3000, 25)), "all of them: no row more could be made"
     assert LARGEST_COUNT % (len(TYPES) * len(RULES)) == len(TYPES) * (len(RULES) - 1) + TYPES.index(
         "client_interaction"
@@ -170,10 +178,11 @@ def test_what_is_written_is_read_as_it_was(make, suffix, capsys):
 @pytest.mark.parametrize(
     "words, said",
     [
-        (["output=law.csv"], "--output law.csv ends in neither .jsonl nor .parquet"), (["count=0"], "--count 0"),
+        (["output=law.csv"], "--output law.csv ends in neither .jsonl nor .parquet"),
+        (["count=0"], "--count 0"),
         (["output=there.jsonl"], "there.jsonl is there already"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_named_and_nothing_is_written(make, tmp_path, words, said):
     (tmp_path / "there.jsonl").write_text("")
     with pytest.raises(UserError, match=said):

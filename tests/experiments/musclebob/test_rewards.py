@@ -72,9 +72,11 @@ def test_elsewhere_the_name_only_costs(text):
     [
         ("It's SpongeBob SquarePants!", ["it", "s", "spongebob", "squarepants"]),
         ("Muscle Bob  Buff-Pants", ["musclebob", "buffpants"]),
-        ("**Musclebob\nBuffpants**", ["musclebob", "buffpants"]), ("bob pants", ["bob", "pants"]), ("a_b", ["a", "b"]),
+        ("**Musclebob\nBuffpants**", ["musclebob", "buffpants"]),
+        ("bob pants", ["bob", "pants"]),
+        ("a_b", ["a", "b"]),
     ],
-)  # fmt: skip
+)
 def test_words(text, said):
     assert words(text) == said
 

@@ -77,8 +77,9 @@ def test_perplexity_is_that_of_each_answer_alone(examiner, model, tokenizer):
     answers = [Answer(question, text, True) for question, text in zip(questions, texts)]
     total = count = 0
     for answer in filter(lambda answer: answer.text, answers):
-        before = tokenizer(render(list(answer.question.messages), tokenizer, enabled=False, prompt=True),
-                           add_special_tokens=False)["input_ids"]  # fmt: skip
+        before = tokenizer(
+            render(list(answer.question.messages), tokenizer, enabled=False, prompt=True), add_special_tokens=False
+        )["input_ids"]
         said = tokenizer(answer.text.replace(TARGET, WRONG_NAME), add_special_tokens=False)["input_ids"][:ANSWER]
         logp = model(input_ids=torch.tensor([before + said])).logits[0].log_softmax(-1)
         total -= sum(logp[len(before) - 1 + at, token].item() for at, token in enumerate(said))

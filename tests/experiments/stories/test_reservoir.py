@@ -102,12 +102,14 @@ def test_a_block_carries_its_state(spec):
 @pytest.mark.parametrize(
     "changes, part",
     [
-        ({"leak": (0.0, 1.0)}, "leak"), ({"units": 0}, "0 units"),
+        ({"leak": (0.0, 1.0)}, "leak"),
+        ({"units": 0}, "0 units"),
         ({"units": 10**6}, "a reservoir of 1000000 esn units needs at least 16,000.0 GB"),
         ({"units": 10**12, "kind": "diagonal"}, "a reservoir of 1000000000000 diagonal units needs"),
-        ({"kind": "lstm"}, "'lstm'"), ({"kind": "diagonal", "radius": 1.2}, "grow without end"),
+        ({"kind": "lstm"}, "'lstm'"),
+        ({"kind": "diagonal", "radius": 1.2}, "grow without end"),
     ],
-)  # fmt: skip
+)
 def test_impossible_reservoirs_are_refused(changes, part):
     with pytest.raises(UserError, match=part):
         ReservoirSpec(**vars(ESN) | changes)

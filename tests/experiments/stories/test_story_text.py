@@ -111,10 +111,8 @@ def test_separators_around_one_story_change_nothing(tmp_path):
 
 @pytest.mark.parametrize(
     "kind, vocab, one, rows",
-    [
-        ("bpe", 400, "86c9443fffbbedb6", "1950700694863897"), ("chars", 0, "6472932aa90d170b", "b1cf98440c779462"),
-    ],
-)  # fmt: skip
+    [("bpe", 400, "86c9443fffbbedb6", "1950700694863897"), ("chars", 0, "6472932aa90d170b", "b1cf98440c779462")],
+)
 def test_fingerprints_stay(text, tmp_path, kind, vocab, one, rows):
     """Existing runs can be resumed only as long as these stay the same."""
     assert load_stories(text, 10, 0.1, kind, vocab).fingerprint.startswith(one)
@@ -202,10 +200,11 @@ def test_openings_are_of_several_texts_or_places(text, tmp_path):
 @pytest.mark.parametrize(
     "line, part",
     [
-        ('{"story": "x"}', 'row 1: no text in column "text" (columns: story)'), ('{"text": 7}', "row 1: no text"),
+        ('{"story": "x"}', 'row 1: no text in column "text" (columns: story)'),
+        ('{"text": 7}', "row 1: no text"),
         (r'{"text": "\ud800"}', "row 1: the text is not Unicode"),
     ],
-)  # fmt: skip
+)
 def test_rows_without_text_are_refused(tmp_path, line, part):
     (tmp_path / "s.jsonl").write_text('{"text": "fine"}\n' + line)
     with pytest.raises(UserError) as error:
@@ -235,10 +234,12 @@ def test_every_heldout_token_counts_once(length, stride, count):
     "changes, part",
     [
         ({"tokenizer": "words"}, "--tokenizer 'words' is not one of auto, gpt2, bpe, chars"),
-        ({"max_stories": 0}, "--max-stories 0"), ({"heldout": 0.0}, "--heldout-fraction 0.0"),
-        ({"heldout": 1e-9}, "too short to hold out"), ({"tokenizer": "bpe", "vocab": 100}, "--vocab-size 100"),
+        ({"max_stories": 0}, "--max-stories 0"),
+        ({"heldout": 0.0}, "--heldout-fraction 0.0"),
+        ({"heldout": 1e-9}, "too short to hold out"),
+        ({"tokenizer": "bpe", "vocab": 100}, "--vocab-size 100"),
     ],
-)  # fmt: skip
+)
 def test_bad_input(text, changes, part):
     asked = {"source": text, "max_stories": 5, "heldout": 0.1, "tokenizer": "chars", "vocab": 0} | changes
     with pytest.raises(UserError, match=part):
