@@ -47,7 +47,7 @@ from qat_lora.run.resuming import check_same, prepare
 from qat_lora.run.rundir import Run, open_run
 from qat_lora.run.session import Session
 from qat_lora.train.memory import check_fits
-from qat_lora.train.options import LoopOptions
+from qat_lora.train.options import LoopOptions, updates_of
 
 NAME = "pretrain"
 LARGE = 2**40  # more of any size, and products of a few leave the range of a float
@@ -73,7 +73,7 @@ def work(backend: TorchBackend, cfg: "Config") -> None:
         check_sizes(cfg, spec_of(cfg, draw(cfg.puzzle, 1, cfg.seed)), backend, workers)
     train, held = open_rows(cfg)
     heldout = held.first(cfg.eval_rows) if cfg.eval_rows else held
-    plan = plan_of(cfg, cfg.max_steps or train.updates(cfg.epochs, cfg.global_batch_size))
+    plan = plan_of(cfg, updates_of(cfg.max_steps, cfg.epochs, train.updates(cfg.epochs, cfg.global_batch_size)))
     spec = spec_of(cfg, train)
     need = check_sizes(cfg, spec, backend, workers)
     backend.seed(cfg.seed)

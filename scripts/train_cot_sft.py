@@ -70,7 +70,7 @@ from qat_lora.train.memory import (
     sizes_of,
     training_memory,
 )
-from qat_lora.train.options import BatchOptions
+from qat_lora.train.options import BatchOptions, updates_of
 from qat_lora.train.supervised import packed_loss
 
 NAME = "train_cot_sft"
@@ -207,7 +207,7 @@ def plan_of(cfg: Config, data: LegalData, workers: int) -> Plan:
             f"{len(data.train)} packed rows do not fill a batch of --batch-size {cfg.batch_size} for each of {workers} "
             "workers; lower one of them, or add rows"
         )
-    steps = cfg.max_steps or round(cfg.epochs * len(data.train) / rows)
+    steps = updates_of(cfg.max_steps, cfg.epochs, round(cfg.epochs * len(data.train) / rows))
     return Plan(
         steps=steps, batch_size=cfg.batch_size, accumulation=cfg.accumulation_steps, learning_rate=cfg.learning_rate,
         warmup_steps=round(cfg.warmup_ratio * steps), clip_grad_norm=cfg.clip_grad_norm, seed=cfg.seed,

@@ -51,7 +51,7 @@ from qat_lora.run.rundir import Run, open_run
 from qat_lora.run.session import Session
 from qat_lora.train.loop import Plan, plain_stage, restore, tokens_of, trained_parameters
 from qat_lora.train.memory import check_fits
-from qat_lora.train.options import LoopOptions
+from qat_lora.train.options import LoopOptions, updates_of
 
 NAME = "train_tinystories_reservoir"
 SAMPLE_TOKENS = 120
@@ -275,7 +275,7 @@ def plan_of(cfg: Config, rows: int, workers: int) -> Plan:
             "text"
         )
     return Plan(
-        steps=cfg.max_steps or cfg.epochs * rows // cfg.global_batch_size,
+        steps=updates_of(cfg.max_steps, cfg.epochs, cfg.epochs * rows // cfg.global_batch_size),
         batch_size=cfg.global_batch_size // workers, accumulation=1, learning_rate=cfg.learning_rate,
         warmup_steps=cfg.warmup_steps, clip_grad_norm=cfg.clip_grad_norm, seed=cfg.seed,
     )  # fmt: skip

@@ -1,7 +1,9 @@
 """Shared fixtures: a tokenizer and a random model, both tiny and made on the spot."""
 
+import contextlib
 import functools
 import importlib.util
+import itertools
 import os
 import signal
 import sys
@@ -214,6 +216,27 @@ def make_adapter(tmp_path_factory):
         return folder
 
     return make
+
+
+@pytest.fixture
+def dies_at(monkeypatch):
+    """with dies_at(n): the process dies in the n-th update's optimiser step, of whatever loop runs inside."""
+    from qat_lora.train.loop import Update
+
+    @contextlib.contextmanager
+    def dying(number: int):
+        calls, step = itertools.count(1), Update.step
+
+        def deadly(self):
+            if next(calls) == number:
+                raise KeyboardInterrupt
+            return step(self)
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Update, "step", deadly)
+            yield
+
+    return dying
 
 
 @pytest.fixture(scope="session")

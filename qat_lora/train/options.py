@@ -38,6 +38,13 @@ class LoopOptions(RunConfig):
         return Every(self.log_every, self.eval_every, self.save_every)
 
 
+def updates_of(max_steps: int | None, epochs: float, steps: int) -> int:
+    """How many updates to train: max_steps, or the `steps` of so many epochs; raises UserError for what never ends."""
+    if not max_steps and steps > opt.MOST_UPDATES:
+        raise UserError(f"--epochs {epochs} makes {steps:,} updates, more than {opt.MOST_UPDATES:,}; lower it")
+    return max_steps or steps
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions(LoopOptions):
     """Updates of several micro-batches in each worker. How their rows are split changes figures by rounding only."""

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from loops import learn, script, train_grpo, train_plain
+from loops import learn, train_grpo, train_plain
 
 from qat_lora.data.packing import Rows, TextDataset
 from qat_lora.models.loading import load_model
-from qat_lora.rl.grpo import GRPOPlan, Part, PromptDataset, judge_all, policy_loss, roll_out
+from qat_lora.rl.grpo import GRPOPlan, Part, PromptDataset, judge_all, roll_out
 from qat_lora.rl.objective import Objective
 from qat_lora.rl.policy import Prompts
 from qat_lora.rl.rollout import Completions, Sampling
@@ -184,17 +184,9 @@ def test_the_judge_sees_the_answer_without_its_end(backend):
 
 
 # -- going on --------------------------------------------------------------------------------------------------------
-def test_a_resumed_run_is_an_uninterrupted_one(train, monkeypatch):
+def test_a_resumed_run_is_an_uninterrupted_one(train, dies_at):
     whole, lines = train("whole", save=5)
-    counter = iter(range(1, 20))
-
-    def deadly(*args, **kwargs):
-        if next(counter) == 8:  # three updates after the checkpoint
-            raise KeyboardInterrupt
-        return policy_loss(*args, **kwargs)
-
-    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
-        patch.setattr(script("train_musclebob_improved"), "policy_loss", deadly)
+    with dies_at(8):  # three updates after the checkpoint
         train("run", save=5)
     resumed, again = train("run", save=5)
     assert all(torch.equal(p, q) for p, q in zip(resumed.parameters(), whole.parameters()))

@@ -244,9 +244,9 @@ def test_dry_run_says_nothing(infer):
     "flags, words",
     [
         (["--device", "xla"], "every new token would compile another graph; use --device cpu or cuda"),
-        (["--max-new-tokens", "0"], "max_new_tokens=0"),
+        (["--max-new-tokens", "0"], "--max-new-tokens 0 must be at least 1"),
         (["--temperature", "-0.5"], "must be 0 (greedy) or at least"),
-        (["--top-p", "1.5"], "outside (0, 1]"),
+        (["--top-p", "1.5"], "--top-p 1.5 must be above 0 and at most 1"),
         (["--raw", "--system", "s"], "leave --raw out"),
         (["--compare"], "nothing to set beside the base"),
         (["--checkpoint", "/no/such/best.pt"], "no such file"),

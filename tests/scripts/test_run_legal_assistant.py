@@ -209,7 +209,7 @@ def test_bad_input(refusal, tmp_path, tiny_model_dir):
         (["--web", "--question", "x"], "exclude each other"),
         (["--run", tmp_path, "--model", "x"], "leave one of them out"),
         (["--run", tmp_path], "config.yaml is missing"),
-        (["--port", "0"], "--port 0 is not a port"),
+        (["--port", "0"], "--port 0 must be from 1 to 65,535"),
         (["--authorities", tmp_path / "none.json"], "none.json"),
         (["--device", "xla"], "XLA"),
         (["--top-p", "0"], "top_p=0"),

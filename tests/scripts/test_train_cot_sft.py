@@ -21,7 +21,6 @@ from qat_lora.models.loading import load_model
 from qat_lora.quant.student import load_student
 from qat_lora.run.command_line import parse
 from qat_lora.run.tracking import wandb_mirror
-from qat_lora.train import loop as qat
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = "--count 60 --length 512 --batch-size 4 --accumulation-steps 2 --epochs 1 --lora-r 4 --eval-every 3 "
@@ -109,18 +108,10 @@ def test_a_mixture_of_experts_is_merged_too(run, full_model_dir, tmp_path, capsy
 
 
 @pytest.mark.parametrize("at", [4, 5])
-def test_a_run_that_died_goes_on_to_the_same_end(run, trained, tmp_path, monkeypatch, at):
+def test_a_run_that_died_goes_on_to_the_same_end(run, trained, tmp_path, dies_at, at):
     """Dead at a checkpoint and right after one: equal losses, figures and weights, to the bit."""
-    calls, update = iter(range(1, 100)), qat.update
-
-    def deadly(*args):
-        if next(calls) == at:
-            raise KeyboardInterrupt
-        return update(*args)
-
     flags = ["--output-dir", tmp_path / "run", "--section-weights", "answer=2,topic=0.5"]
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(qat, "update", deadly)
+    with dies_at(at):
         run(*flags)
     torch.manual_seed(7)
     run(*flags, "--resume", "auto")
@@ -311,8 +302,9 @@ def test_wandb_may_break(run, tmp_path, monkeypatch, capsys, fails, error):
 @pytest.mark.parametrize(
     "flags, part",
     [
-        ("--method qlora", "'qlora' is not one of lora, rslora, full"), ("--lora-r 0", "rank 0"),
-        ("--lora-dropout 1", "dropout 1.0 is outside"), ("--quantize int4/g32 --method full", "freezes the base"),
+        ("--method qlora", "'qlora' is not one of lora, rslora, full"), ("--lora-r 0", "--lora-r 0 must be at least 1"),
+        ("--lora-dropout 1", "--lora-dropout 1.0 must be from 0 to below 1"),
+        ("--quantize int4/g32 --method full", "freezes the base"),
         ("--quantize int9", "int9"), ("--section-weights verdict=2", "'verdict=2' is not NAME=WEIGHT"),
         ("--section-weights answer=-1", "'answer=-1'"), ("--section-weights answer=1e39", "'answer=1e39'"),
         ("--accumulation-steps 100", "an update of 400 rows"), ("--dataset-split test", "--dataset-split test needs"),

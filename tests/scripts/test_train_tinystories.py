@@ -14,7 +14,6 @@ from qat_lora.errors import UserError
 from qat_lora.experiments.stories import evaluation as stories
 from qat_lora.run.checkpoint import load_checkpoint
 from qat_lora.run.command_line import parse
-from qat_lora.train import loop as qat
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = "--tokenizer chars --heldout-fraction 0.2 --epochs 2 --batch-size 4 --block-size 32 --embedding 16 --hidden 24 "
@@ -78,16 +77,8 @@ def test_what_a_run_leaves_behind(trained):
 
 
 @pytest.mark.parametrize("at", [4, 8])
-def test_a_run_that_died_goes_on_to_the_same_end(train, trained, tmp_path, monkeypatch, at):
-    calls, update = iter(range(1, 100)), qat.update
-
-    def deadly(*args):
-        if next(calls) == at:
-            raise KeyboardInterrupt
-        return update(*args)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(qat, "update", deadly)
+def test_a_run_that_died_goes_on_to_the_same_end(train, trained, tmp_path, dies_at, at):
+    with dies_at(at):
         train("--output-dir", tmp_path)
     torch.manual_seed(7)
     (tmp_path / "best.pt").write_text("of nobody")  # the best state is in the checkpoint
@@ -98,7 +89,7 @@ def test_a_run_that_died_goes_on_to_the_same_end(train, trained, tmp_path, monke
 
 
 def test_two_workers_are_one(train, trained, text, tmp_path):
-    """Half of each update's blocks each."""
+    """Half of each update's rows each."""
     flags = ["--dataset", text, *SMALL, "--num-chips", 2, "--output-dir", tmp_path / "two"]
     command = [sys.executable, ROOT / "scripts" / "train_tinystories_reservoir.py", *flags]
     done = subprocess.run(list(map(str, command)), env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True,
@@ -106,7 +97,7 @@ def test_two_workers_are_one(train, trained, text, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     folders = [path for path in (tmp_path / "caches" / "stories").iterdir() if path.is_dir()]
     assert len(folders) == 1, "both workers read the same tokens"
-    assert done.stdout.count("run directory") == 1 and "4 × 32 tokens (2 blocks a worker)" in done.stdout
+    assert done.stdout.count("run directory") == 1 and "4 × 32 tokens (2 rows a worker)" in done.stdout
     ours, theirs = lines(tmp_path / "two"), lines(trained)
     assert len(ours) == len(theirs)
     for one, other in zip(ours, theirs):
@@ -131,9 +122,9 @@ def test_batch_and_learning_rate_on_tpu_are_in_the_resolved_config(load_script):
     module = load_script("train_tinystories_reservoir")
     cfg = parse(module.Config, "train_tinystories_reservoir", ["--batch-size", "64", "--learning-rate", "1e-3"])
     there = module.resolved(cfg, "xla")
-    assert (there.batch_size, there.learning_rate) == (128, pytest.approx(1.2e-3))
+    assert (there.global_batch_size, there.learning_rate) == (128, pytest.approx(1.2e-3))
     here = module.resolved(cfg, "cpu")
-    assert (here.batch_size, here.learning_rate) == (64, 1e-3)
+    assert (here.global_batch_size, here.learning_rate) == (64, 1e-3)
 
 
 def test_a_dry_run_keeps_no_tokens_and_a_run_keeps_them(train, tmp_path, cache, capsys):
@@ -209,25 +200,27 @@ def test_the_tpu_check_passes_and_can_fail(load_script, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "flags, part",
     [
-        ("--block-size 5000", "--block-size 5000"), ("--block-size 0", "--block-size 0"),
-        ("--spectral-radius 0", "spectral radius 0.0"), ("--spectral-radius -1", "spectral radius -1.0"),
-        ("--density 0", "density 0.0 is outside (0, 1]"), ("--density 1.5", "density 1.5 is outside (0, 1]"),
+        ("--block-size 5000", "--block-size 5000"), ("--block-size 0", "--length 0 must be at least 1"),
+        ("--spectral-radius 0", "--spectral-radius 0.0"), ("--spectral-radius -1", "--spectral-radius -1.0"),
+        ("--density 0", "--density 0.0 must be above 0 and at most 1"), ("--density 1.5", "--density 1.5"),
         ("--tokenizer words", "--tokenizer 'words' is not one of"), ("--reservoirs diagonal", "is not KIND:UNITS"),
         ("--reservoirs loop:8", "'loop' is not one of"), ("--leak-min 0", "--leak-min 0.0 and --leak-max 1.0"),
         ("--model rnn", "--model 'rnn'"),
-        ("--batch-size 0", "--batch-size 0"), ("--batch-size 999", "--batch-size 999"), ("--epochs -1", "--epochs -1"),
+        ("--batch-size 0", "-batch-size 0"),
+        ("--batch-size 999", "--global-batch-size 999 is more than the 39 rows"), ("--epochs -1", "--epochs -1"),
         ("--epochs 0", "--epochs 0 must be from 1"),
         ("--epochs 1000000000000", "--epochs 1000000000000 must be from 1 to 1,000,000,000"),
-        ("--epochs 999999999", "--epochs 999999999: "),
-        ("--batch-size 3 --num-chips 2 --dry-run", "--batch-size 3 does not divide by 2 workers"),
+        ("--epochs 999999999", "--epochs 999999999 makes"),
+        ("--batch-size 3 --num-chips 2 --dry-run", "-batch-size 3 does not divide by 2 workers"),
         ("--heads 3", "--heads 3"), ("--attention-window -1", "--attention-window -1"), ("--dropout 1", "--dropout 1"),
         ("--temperature -1", "temperature"), ("--heldout-fraction 1", "--heldout-fraction 1"),
         ("--dataset absent.txt", "absent.txt"), ("--num-chips 99", "--num-chips 99"),
         ("--num-chips -2 --dry-run", "--num-chips -2"),
         ("--tokenizer bpe --vocab-size 99999999999999", "--vocab-size 99999999999999"),
         ("--log-every -1", "--log-every -1"), ("--eval-every -2 --dry-run", "--eval-every -2"),
-        ("--learning-rate 1e300", "--learning-rate 1e+300"), ("--input-scaling 1e30", "input scaling 1e+30"),
-        ("--reservoirs esn:8 --spectral-radius 1e300", "spectral radius 1e+300"), ("--reservoirs esn:²", "KIND:UNITS"),
+        ("--learning-rate 1e300", "--learning-rate 1e+300"), ("--input-scaling 1e30", "--input-scaling 1e+30"),
+        ("--reservoirs esn:8 --spectral-radius 1e300", "--spectral-radius 1e+300"),
+        ("--reservoirs esn:²", "KIND:UNITS"),
         ("--temperature 1e-300", "temperature 1e-300"), ("--top-p 1e-300", "top-p 1e-300"), ("--top-k -1", "top-k -1"),
         ("--max-stories 0", "--max-stories 0 must"),
     ],
