@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from qat_lora.backend import TorchBackend
-from qat_lora.backend.torch import retie, tied_parameters
+from qat_lora.backend.placing import retie, tied_parameters
 from qat_lora.data.batches import batches
 from qat_lora.models.loading import load_model
 from qat_lora.train.loop import Plan, update

@@ -1,0 +1,48 @@
+"""What putting a model on its device needs: zeros for tensors without storage, ties kept, copies that agree."""
+
+import hashlib
+
+import torch
+from torch import nn
+
+# Keys of a transformers config that say where a model is or how it was saved.
+NO_SETTINGS = {"_name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype", "architectures"}
+
+
+def tied_parameters(module: nn.Module) -> list[list[str]]:
+    """Groups of parameter names that are one and the same tensor, such as an embedding and its lm_head."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def retie(module: nn.Module, groups: list[list[str]]) -> None:
+    """Make every group of names one parameter again."""
+    for first, *others in groups:
+        parameter = module.get_parameter(first)
+        for name in others:
+            owner, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(owner), leaf, parameter)
+
+
+def architecture(module: nn.Module) -> dict[str, tuple]:
+    """What must be equal for two copies of a model to compute the same, for `Group.agree`: the settings of its config,
+    and the names and shapes of its tensors."""
+    config = module.config.to_dict() if hasattr(getattr(module, "config", None), "to_dict") else {}
+    found = {f"the model's {key}": (repr(value),) * 2 for key, value in config.items() if key not in NO_SETTINGS}
+    tensors = [(name, tuple(t.shape)) for name, t in (*module.named_parameters(), *module.named_buffers())]
+    shapes = hashlib.sha256(repr(sorted(tensors)).encode()).hexdigest()[:12]
+    return found | {"the model's tensors": (shapes, f"{len(tensors)} of them ({shapes})")}
+
+
+def put_zeros(module: nn.Module, device: torch.device) -> None:
+    """Put zeros on `device` in the place of every tensor of a module, which may have no storage (meta), one at a time:
+    the host of many workers never holds their copies. Tied parameters come apart (see `retie`)."""
+    everything = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    for name, tensor in everything:
+        owner, _, leaf = name.rpartition(".")
+        zeros = torch.zeros(tensor.shape, dtype=tensor.dtype).to(device)  # from the host: on XLA data, no constant
+        if isinstance(tensor, nn.Parameter):
+            zeros = nn.Parameter(zeros, requires_grad=tensor.requires_grad)
+        setattr(module.get_submodule(owner), leaf, zeros)
