@@ -23,7 +23,7 @@ from qat_lora.run.metrics import Share, Total
 from qat_lora.run.rundir import Run
 from qat_lora.run.session import Every, Session
 from qat_lora.train.evaluation import text_figures
-from qat_lora.train.loop import Plan, Stage, Trained, fit, restore, row_stream, tokens_of
+from qat_lora.train.loop import Plan, Stage, StageState, fit, restore, row_stream, tokens_of
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 BATCH = 4
@@ -131,5 +131,5 @@ class Bench:
             return loss, {"loss": Share(loss), "tokens": Total(tokens_of(batch))}
 
         stream = row_stream(self.train, plan, self.backend)
-        fit(Stage("fit", session, plan, optimizer, stream, Trained(model, optimizer), evaluate), model, objective)
+        fit(Stage("fit", session, plan, optimizer, stream, StageState(model, optimizer), evaluate), model, objective)
         restore(model, torch.load(kept, weights_only=True))

@@ -63,7 +63,7 @@ def main(cfg: "Config") -> None:
 
 
 def work(backend: TorchBackend, cfg: "Config") -> None:
-    """The experiment, in each of its workers."""
+    """The experiment, as each worker runs it."""
     prepare(NAME, cfg, backend.group)
     if backend.is_main:
         announce(backend)
@@ -84,15 +84,15 @@ def work(backend: TorchBackend, cfg: "Config") -> None:
     if cfg.dry_run:
         return
 
-    run = open_here(cfg, {"data": train.fingerprint, "heldout_data": held.fingerprint}, backend)
+    run = open_or_restore(cfg, {"data": train.fingerprint, "heldout_data": held.fingerprint}, backend)
     saved = (lambda path: copy_out(run.path, path, cfg.checkpoint_path)) if cfg.checkpoint_path else None
     session = Session(run, backend, cfg.every(), ("loss", "exact"), saved=saved)
-    trainer = Trainer(placed(cfg, model, backend), plan, backend)
-    recurse(trainer, train, session, Evaluation(trainer, heldout))
+    trainer = Trainer(place_and_compile(cfg, model, backend), plan, backend)
+    train_segments(trainer, train, session, Evaluation(trainer, heldout))
     finish(run, trainer, heldout, session.cost())
 
 
-def recurse(trainer: Trainer, train: PuzzleRows, session: Session, evaluate: "Evaluation") -> None:
+def train_segments(trainer: Trainer, train: PuzzleRows, session: Session, evaluate: "Evaluation") -> None:
     """Deep supervision: an update is one segment of a carry of rows, in which those that halted are replaced."""
     trainer.model.train()
     for update in athena_stage(trainer, train, session, evaluate):  # resumes, evaluates and saves in between
@@ -100,9 +100,7 @@ def recurse(trainer: Trainer, train: PuzzleRows, session: Session, evaluate: "Ev
             loss, metrics = trainer.segment(batch)  # forward and loss
             trainer.backend.backward(loss)
             update.add(**metrics)
-        norm = (
-            update.step()
-        )  # reduces over workers, clips, steps; SignSGD on the puzzles' embeddings; moves the average
+        norm = update.step()  # reduces over workers, clips, steps, also SignSGD on embeddings; moves the average
         update.record(grad_norm=norm)
 
 
@@ -190,7 +188,7 @@ class Config(LoopOptions, JobConfig):
     checkpoint_path: str | None = opt.run(
         None, "folder or URL that checkpoints are copied to; --resume auto finds them"
     )
-    num_chips: int | None = opt.again(JobConfig, "num_chips", 0)
+    num_chips: int | None = opt.with_default(JobConfig, "num_chips", 0)
     forward_dtype: Literal["bfloat16", "float32"] | None = opt.device(
         None, "bfloat16 or float32, the same as --precision bf16 or fp32", identity=True
     )
@@ -278,7 +276,7 @@ def describe(
     )
 
 
-def open_here(cfg: Config, facts: dict, backend: TorchBackend) -> Run:
+def open_or_restore(cfg: Config, facts: dict, backend: TorchBackend) -> Run:
     """The run directory, brought back from --checkpoint-path if it is gone."""
     if cfg.checkpoint_path and cfg.resume == "off":
         backend.group.on_main(lambda: check_unused(cfg.checkpoint_path))
@@ -288,7 +286,7 @@ def open_here(cfg: Config, facts: dict, backend: TorchBackend) -> Run:
     return open_run(NAME, cfg, facts | backend.facts, backend.group)
 
 
-def placed(cfg: Config, model: RecursiveModel, backend: TorchBackend) -> RecursiveModel:
+def place_and_compile(cfg: Config, model: RecursiveModel, backend: TorchBackend) -> RecursiveModel:
     """The model on its device, its stack compiled if it can be."""
     backend.place(model)
     if backend.is_main:

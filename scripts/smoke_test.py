@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from qat_lora.backend import TorchBackend, launch, resolve
-from qat_lora.backend.workers import several_workers
+from qat_lora.backend.workers import parallel_num_chips
 from qat_lora.errors import first_line
 from qat_lora.experiments.athena.evaluation import measure
 from qat_lora.experiments.athena.model import RecursiveModel, RecursiveSpec
@@ -51,7 +51,7 @@ class Failed(Exception):
 
 def main(cfg: Config) -> None:
     kind = resolve(cfg.device)
-    chips = several_workers(kind) if cfg.num_chips is None else cfg.num_chips
+    chips = parallel_num_chips(kind) if cfg.num_chips is None else cfg.num_chips
     if cfg.dry_run:
         return say(f"smoke test on {kind}: device, data loading, training loop, gradient sync, checkpointing")
     launch(work, (cfg,), cfg.device, cfg.precision, chips, cfg.debug)

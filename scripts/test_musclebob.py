@@ -62,7 +62,7 @@ def main(cfg: Config) -> None:
     check_files(run, "training_config.json", "model")
     made, folder = read_json(run / "training_config.json"), run / "model"
     if not {"model", "max_prompt_length", "max_completion_length"} <= made.keys():
-        raise UserError(f"{run}/training_config.json is damaged; put it back")
+        raise UserError(f"{run}/training_config.json is damaged; restore it")
     if not folder.is_dir():
         raise UserError(f"{run} has no model yet; let it finish: --resume-from-checkpoint {run}")
     made |= {"model": cfg.model or made["model"]}

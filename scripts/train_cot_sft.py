@@ -8,8 +8,8 @@ of thought.
 
 The loss is computed on the answer only, weighted by section if asked; examples are packed into rows of --length tokens,
 none of which sees another. Whole groups of near-duplicates are held out.
-metrics.jsonl: loss, grad_norm, lr, tokens_per_s; at every evaluation heldout_nll, heldout_ppl and the same of each
-section, and over --eval-answers greedy answers to held-out questions format, accuracy, citation_precision,
+metrics.jsonl: loss, grad_norm, lr, tokens, tokens_per_s; at every evaluation heldout_nll, heldout_ppl and the same of
+each section, and over --eval-answers greedy answers to held-out questions format, accuracy, citation_precision,
 citation_recall, invented.
 The run directory also gets data.json (what was left out, by id), authorities.json (what may be cited), baseline_ and
 final_evaluation.json with every answer, adapter/ and model/, the whole model with the adapter merged.
@@ -85,7 +85,7 @@ def main(cfg: "Config") -> None:
 
 
 def work(backend: TorchBackend, cfg: "Config") -> None:
-    """The experiment, in each of its workers."""
+    """The experiment, as each worker runs it."""
     cfg = prepare(NAME, cfg, backend.group)
     workers = planned_workers(backend.kind, cfg.num_chips) if cfg.dry_run else backend.world_size
     tokenizer = open_tokenizer(cfg, backend)
@@ -96,7 +96,7 @@ def work(backend: TorchBackend, cfg: "Config") -> None:
     data = legal_data(rows, tokenizer, cfg.length, weights, cfg.heldout_fraction, cfg.seed, packs(base), cfg.thinks)
     plan = plan_of(cfg, data, workers)
     facts = None if cfg.dry_run else facts_of(cfg, base, data, tokenizer, backend)
-    student = base_content(base, cfg.model, cfg.quantize) if has_values(cfg, backend) else None
+    student = base_content(base, cfg.model, cfg.quantize) if loads_weights(cfg, backend) else None
     model = adapted(cfg, base)
     ends = backend.group.on_main(lambda: tuple(end_tokens(model, tokenizer)))  # the others have no generation config
     sizes = cfg.answer_rows, cfg.max_prompt_length, cfg.max_new_tokens
@@ -167,20 +167,20 @@ class Config(TokenOptions, BatchOptions, JobConfig):
     max_steps: int | None = opt.training(
         None, "updates; default: --epochs passes", at_least=1, at_most=opt.MOST_UPDATES
     )
-    accumulation_steps: int = opt.again(BatchOptions, "accumulation_steps", 2)
-    learning_rate: float = opt.again(BatchOptions, "learning_rate", 2e-4)
+    accumulation_steps: int = opt.with_default(BatchOptions, "accumulation_steps", 2)
+    learning_rate: float = opt.with_default(BatchOptions, "learning_rate", 2e-4)
     warmup_ratio: float = opt.training(0.03, "share of the updates with linear warm-up", at_least=0, below=1)
     weight_decay: float = opt.training(0.01, "decoupled weight decay", **opt.DECAY)
-    gradient_checkpointing: bool = opt.again(BatchOptions, "gradient_checkpointing", True)
-    eval_every: int = opt.again(BatchOptions, "eval_every", 50)
+    gradient_checkpointing: bool = opt.with_default(BatchOptions, "gradient_checkpointing", True)
+    eval_every: int = opt.with_default(BatchOptions, "eval_every", 50)
     eval_answers: int = opt.run(32, "held-out questions answered at each evaluation; 0: none", at_least=0)
     final_answers: int = opt.run(300, "held-out questions answered before and after training; 0: none", at_least=0)
     answer_rows: int = opt.run(64, "answers generated at a time", at_least=1)
     max_prompt_length: int = opt.run(256, "tokens that every question is padded to", at_least=1)
     max_new_tokens: int = opt.run(256, "longest answer in tokens", at_least=1)
-    save_every: int = opt.again(BatchOptions, "save_every", 50)
+    save_every: int = opt.with_default(BatchOptions, "save_every", 50)
     keep: int = opt.run(2, "checkpoints that are kept", at_least=1)
-    log_every: int = opt.again(BatchOptions, "log_every", 5)
+    log_every: int = opt.with_default(BatchOptions, "log_every", 5)
     wandb: str | None = opt.run(None, "also log to this project of Weights & Biases")
 
 
@@ -223,7 +223,7 @@ def open_tokenizer(cfg: Config, backend: TorchBackend):
     return tokenizer
 
 
-def has_values(cfg: Config, backend: TorchBackend) -> bool:
+def loads_weights(cfg: Config, backend: TorchBackend) -> bool:
     """Whether this worker reads the model's weights: the others get worker 0's, and a plan needs none."""
     return backend.is_main and not cfg.dry_run
 
@@ -231,12 +231,12 @@ def has_values(cfg: Config, backend: TorchBackend) -> bool:
 def open_base(cfg: Config, backend: TorchBackend, workers: int) -> nn.Module:
     """The model, quantised if asked for, once it is known to fit and to be able to answer."""
     check_memory(cfg, adapted(cfg, load_base(cfg.model, cfg.quantize, False)), backend, workers)
-    base = load_base(cfg.model, cfg.quantize, has_values(cfg, backend))
+    base = load_base(cfg.model, cfg.quantize, loads_weights(cfg, backend))
     together = packs(base) if cfg.dry_run else backend.group.on_main(lambda: packs(base))
     set_packs(base, together)  # the other workers have no weights to find out with
     if cfg.eval_answers or cfg.final_answers:
         try:
-            check_answers(base, backend.static_shapes, has_values(cfg, backend))
+            check_answers(base, backend.static_shapes, loads_weights(cfg, backend))
         except UserError as error:
             raise UserError(f"{error}, or --eval-answers 0 --final-answers 0") from error
     return base

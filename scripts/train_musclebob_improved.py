@@ -7,7 +7,7 @@
 
 A batch counts prompts; each gets --num-generations answers. metrics.jsonl: reward and its parts (name, wrong_name, …),
 loss, kl to the model that GRPO began with, entropy, target_rate, completion_length, clipped_ratio (answers that did not
-end), zero_variance (groups whose answers are all worth the same: left out), grad_norm; musclebob, spilt and coherent on
+end), zero_variance (groups whose answers all have the same reward: left out), grad_norm, lr; musclebob, spilt and coherent on
 held-out questions, with intervals. The run directory also gets training_config.json, reward_history.json,
 baseline_, post_sft_ and final_validation.json, transcripts.md, plots/ and model/. docs/musclebob.md says what to
 expect. Untested on hardware: TPU, CUDA.
@@ -111,7 +111,7 @@ def main(cfg: "Config") -> None:
     write_json(run.path / "training_config.json", files)
     backend.seed(cfg.seed)
     session = Session(run, backend, cfg.every(), SHOWN, files=[*map(validation_file, STAGES), "sft_model", "model"])
-    check_warmed(run, session, rows)
+    check_sft_files(run, session, rows)
     backend.place(model)
     if cfg.gradient_checkpointing and backend.wants_recomputation:
         backend.gradient_checkpointing(model)
@@ -124,11 +124,17 @@ def main(cfg: "Config") -> None:
         validate(cfg, run, sampler, model, "baseline")
         if rows:
             warm_up(model, rows, sft, session, evaluate)
-            keep(model, tokenizer, run.path / "sft_model")
+            save_once(model, tokenizer, run.path / "sft_model")
             validate(cfg, run, sampler, model, "post_sft")
         if grpo.steps:
             reinforce(
-                model, start_of_grpo(cfg, run, backend), prompts, judge_of(questions, sampler), grpo, session, evaluate
+                model,
+                reference_model(cfg, run, backend),
+                prompts,
+                judge_of(questions, sampler),
+                grpo,
+                session,
+                evaluate,
             )
     finally:  # a run that is stopped keeps its history, too
         write_history(run)
@@ -185,7 +191,7 @@ class Config(ChatOptions, LoopOptions):
     max_steps: int | None = opt.training(None, "updates of GRPO; default: --epochs passes", **opt.UPDATES)
     # The facts record how many prompts an update has; how they are split changes only which answers are drawn.
     batch_size: int = opt.training(2, "prompts in a micro-batch", identity=False, at_least=1)
-    accumulation_steps: int = opt.again(BatchOptions, "accumulation_steps", 1)
+    accumulation_steps: int = opt.with_default(BatchOptions, "accumulation_steps", 1)
     num_generations: int = opt.training(
         8, "answers to each prompt", at_least=2, fix="an answer is judged beside others"
     )
@@ -216,9 +222,9 @@ class Config(ChatOptions, LoopOptions):
     validation_samples: int = opt.run(
         10, "sampled answers to each held-out question before, between and after", at_least=1
     )
-    eval_every: int = opt.again(LoopOptions, "eval_every", 20)
-    save_every: int = opt.again(LoopOptions, "save_every", 50)
-    log_every: int = opt.again(LoopOptions, "log_every", 1)
+    eval_every: int = opt.with_default(LoopOptions, "eval_every", 20)
+    save_every: int = opt.with_default(LoopOptions, "save_every", 50)
+    log_every: int = opt.with_default(LoopOptions, "log_every", 1)
     quick: bool = opt.run(False, "one pass over a handful of questions, whatever else is asked, to see that all works")
     resume: str = opt.run(
         "off", "off, auto (newest unfinished run of this config), or a run directory", "--resume-from-checkpoint"
@@ -357,12 +363,14 @@ def detect_device_type() -> str:
     return "tpu" if has_static_shapes() else resolve()
 
 
-def check_warmed(run: Run, session: Session, rows: TextDataset | None) -> None:
+def check_sft_files(run: Run, session: Session, rows: TextDataset | None) -> None:
     """Raise UserError if a run is to be resumed in GRPO and files that its SFT wrote are missing."""
     if rows and session.resumed and session.resumed[2]["stage"] == "grpo":
         for name in ("sft_model", validation_file("post_sft")):
             if not (run.path / name).exists():
-                raise UserError(f"{run.path / name} is missing, which GRPO began with; put it back, or start a new run")
+                raise UserError(
+                    f"{run.path / name} is missing, although GRPO has begun; restore it, or start a new run"
+                )
 
 
 def validate(cfg: Config, run: Run, sampler: BobSampler, model: nn.Module, stage: str) -> None:
@@ -382,17 +390,17 @@ def validate(cfg: Config, run: Run, sampler: BobSampler, model: nn.Module, stage
 def check_validation(path: Path) -> None:
     """Raise UserError where a validation of before is not what `validate` writes."""
     if not {"sampled", "prompts", "perplexity"} <= read_json(path).keys():
-        raise UserError(f"{path} is damaged; put it back, or start a new run")
+        raise UserError(f"{path} is damaged; restore it, or start a new run")
 
 
-def keep(model: nn.Module, tokenizer, folder: Path) -> None:
+def save_once(model: nn.Module, tokenizer, folder: Path) -> None:
     """Save the model in HF's own format, once."""
     if not folder.exists():
         with new_folder(folder) as part:
             write_model(model, tokenizer, part, folder)
 
 
-def start_of_grpo(cfg: Config, run: Run, backend: TorchBackend) -> nn.Module | None:
+def reference_model(cfg: Config, run: Run, backend: TorchBackend) -> nn.Module | None:
     """The frozen model that the KL is taken to."""
     if not cfg.beta:
         return None
@@ -400,7 +408,7 @@ def start_of_grpo(cfg: Config, run: Run, backend: TorchBackend) -> nn.Module | N
     try:
         reference = load_model(str(warmed.absolute()) if warmed.exists() else cfg.model)
     except UserError as error:
-        raise UserError(f"{error}; GRPO began with it: put it back, or start a new run") from error
+        raise UserError(f"{error}; GRPO has begun with it: restore it, or start a new run") from error
     return backend.place(reference.requires_grad_(False))
 
 
@@ -413,7 +421,7 @@ def write_history(run: Run) -> None:
 
 def finish(cfg: Config, run: Run, sampler: BobSampler, model: nn.Module, session: Session) -> None:
     """The model, its validation, and what a reader looks at first."""
-    keep(model, sampler.tokenizer, run.path / "model")
+    save_once(model, sampler.tokenizer, run.path / "model")
     validate(cfg, run, sampler, model, "final")
     files = {stage: run.path / validation_file(stage) for stage in STAGES}
     stages = {stage: read_json(path) for stage, path in files.items() if path.exists()}

@@ -75,34 +75,34 @@ def main(cfg: "Config") -> None:
         backend = open_backend(cfg.device, cfg.precision)
         workers = planned_workers(backend.kind, cfg.num_chips)
         if cfg.checkpoint:
-            check_start(cfg)
+            check_checkpoint(cfg)
         return describe(cfg, *open_cache(cfg, workers), backend, workers)
     launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug, cfg.timeouts)
 
 
 def work(backend: TorchBackend, cfg: "Config") -> None:
-    """The experiment, in each of its workers."""
+    """The experiment, as each worker runs it."""
     asked, cfg = cfg, prepare(NAME, cfg, backend.group)
     layer_batch = cfg.batch_size * cfg.accumulation_steps // asked.accumulation_steps  # more if workers are fewer
     with backend.group.main_first():
         train, heldout = open_cache(cfg, backend.world_size)
         describe(cfg, train, heldout, backend, backend.world_size)
     facts, trained = facts_of(cfg, train, layer_batch, backend)
-    start = load_start(cfg) if backend.is_main else None  # what is wrong with it leaves no run behind
+    start = load_initial(cfg) if backend.is_main else None  # what is wrong with it leaves no run behind
     run = open_run(NAME, cfg, facts, backend.group)
-    cfg = dataclasses.replace(cfg, **backend.group.on_main(lambda: find_rates(cfg, start[0], run)))
+    cfg = dataclasses.replace(cfg, **backend.group.on_main(lambda: resolve_learning_rates(cfg, start[0], run)))
     backend.seed(cfg.seed)
     session = Session(run, backend, cfg.every(), files=("best.pt", "layerwise.pt", "endtoend.pt"))
     student = backend.place(initial_student(cfg, start, train, session))
     evaluate = Evaluation(cfg, session, heldout, trained)
 
-    by_layers(cfg, student, train, layer_batch, session)
+    train_layer_by_layer(cfg, student, train, layer_batch, session)
     if cfg.gradient_checkpointing:
         backend.gradient_checkpointing(student)
     plan = qat_plan(cfg)
     end_to_end(student, train, plan, session, evaluate)
     if cfg.scale_steps:
-        thaw_scales(student, run.path, backend)
+        reload_best_for_scales(student, run.path, backend)
         end_to_end(student, train, scales_plan(cfg, plan), session, evaluate, "scales")
     finish(run, student, session, evaluate)
 
@@ -110,7 +110,7 @@ def work(backend: TorchBackend, cfg: "Config") -> None:
 def end_to_end(
     student: nn.Module, train: KDCacheDataset, plan: QATPlan, session: Session, evaluate: Callable, name: str = "qat"
 ) -> None:
-    """The whole student against the cached teacher; sparse targets, so that no batch ever holds [B, L, V]."""
+    """Train the whole student to say what the cached teacher says; targets are sparse: no batch holds [B, L, V]."""
     backend = session.backend
     student.train()
     for update in qat_stage(student, train, plan, session, evaluate, name):  # resumes, evaluates and saves in between
@@ -119,7 +119,7 @@ def end_to_end(
                 loss = kd_loss(student, batch)
             backend.backward(loss)
             update.add(loss=Share(loss), kl=Share(loss), tokens=Total(tokens_of(batch)))
-            update.add(kl=Share(-target_entropy(batch)))
+            update.add(kl=Share(-target_entropy(batch)))  # kl: loss minus entropy, rounded as in earlier runs
         norm = update.step()  # reduces over workers, clips, steps, moves the average
         update.record(grad_norm=norm)
 
@@ -214,7 +214,7 @@ def student_spec(cfg: Config) -> StudentSpec:
     return StudentSpec(mlp=cfg.mlp, attn=cfg.attn, head=cfg.head)
 
 
-def find_rates(cfg: Config, student: nn.Module, run: Run) -> dict[str, float]:
+def resolve_learning_rates(cfg: Config, student: nn.Module, run: Run) -> dict[str, float]:
     """Every learning rate: those that are given; those of a resumed run that an earlier version began, whose defaults
     were numbers; and what follows from a student's weights, its scales not set yet. Scales learn as weights do."""
     was = recorded(run.path, cfg)
@@ -270,13 +270,13 @@ def facts_of(cfg: Config, train: KDCacheDataset, layer_batch: int, backend: Torc
     facts |= cfg.update_facts(backend.world_size)
     trained = False
     if cfg.checkpoint:
-        facts["start"], trained = backend.group.on_main(lambda: check_start(cfg))
+        facts["start"], trained = backend.group.on_main(lambda: check_checkpoint(cfg))
     if cfg.layer_steps:  # an update of that stage is one batch for each worker
         facts["layer_rows_per_update"] = layer_batch * backend.world_size
     return facts, trained
 
 
-def check_start(cfg: Config) -> tuple[str, bool]:
+def check_checkpoint(cfg: Config) -> tuple[str, bool]:
     """The checksum of --checkpoint, and whether the run continues from trained codes; raises UserError where it is no
     student of this model."""
     made = read_student(cfg.checkpoint, cfg.model)
@@ -289,7 +289,7 @@ def check_start(cfg: Config) -> tuple[str, bool]:
     return sha256(Path(cfg.checkpoint)), same and made["info"].get("trained") is not False
 
 
-def load_start(cfg: Config) -> tuple[nn.Module, bool]:
+def load_initial(cfg: Config) -> tuple[nn.Module, bool]:
     """The student where training begins, and whether it has its scales: the base model, or another run's student."""
     spec = student_spec(cfg)
     student, made = load_student(cfg.checkpoint, cfg.model) if cfg.checkpoint else (None, None)
@@ -302,7 +302,7 @@ def load_start(cfg: Config) -> tuple[nn.Module, bool]:
 
 
 def initial_student(cfg: Config, start: tuple | None, train: KDCacheDataset, session: Session) -> nn.Module:
-    """What `load_start` gave, with initial scales where it has none of these quantisers; in the other workers, which
+    """What `load_initial` gave, with initial scales where it has none of these quantisers; in the other workers, which
     get worker 0's values, a student without storage."""
     if start is None:
         return quantize(empty_model(cfg.model), student_spec(cfg))
@@ -314,7 +314,9 @@ def initial_student(cfg: Config, start: tuple | None, train: KDCacheDataset, ses
     return student
 
 
-def by_layers(cfg: Config, student: nn.Module, train: KDCacheDataset, batch_size: int, session: Session) -> None:
+def train_layer_by_layer(
+    cfg: Config, student: nn.Module, train: KDCacheDataset, batch_size: int, session: Session
+) -> None:
     """Each block learns to answer as in the full-precision model; layerwise.pt keeps the student."""
     backend = session.backend
     if not cfg.layer_steps:
@@ -332,7 +334,7 @@ def by_layers(cfg: Config, student: nn.Module, train: KDCacheDataset, batch_size
         save_student(session.run.path / "layerwise.pt", student, cfg.model, student_spec(cfg), {"stage": "layers"})
 
 
-def thaw_scales(student: nn.Module, folder: Path, backend: TorchBackend) -> None:
+def reload_best_for_scales(student: nn.Module, folder: Path, backend: TorchBackend) -> None:
     """The best state of the stages before, its codes fixed, its scales to be learned; endtoend.pt keeps it."""
     best, before = folder / "best.pt", folder / "endtoend.pt"
     backend.group.on_main(lambda: before.exists() or copy_file(best, before))

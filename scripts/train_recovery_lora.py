@@ -71,7 +71,7 @@ def main(cfg: "Config") -> None:
 
 
 def work(backend: TorchBackend, cfg: "Config") -> None:
-    """The experiment, in each of its workers."""
+    """The experiment, as each worker runs it."""
     cfg = prepare(NAME, cfg, backend.group)
     made = backend.group.on_main(lambda: read_made(cfg))
     tokenizer = cfg.tokenizer(made["model"], begun(NAME, cfg, backend.group))
@@ -175,7 +175,7 @@ class Config(TextOptions, TrainOptions, JobConfig):
     anchor_weight: float = opt.training(0.0, "weight of the KL to the student without adapter", **opt.WEIGHT)
     anchor_rows: int = opt.training(4, "rows of the anchor", at_least=1)
     anchor_length: int = opt.training(64, "tokens of an anchor row", at_least=2)
-    max_steps: int = opt.again(TrainOptions, "max_steps", 200)
+    max_steps: int = opt.with_default(TrainOptions, "max_steps", 200)
 
 
 def check(cfg: Config) -> None:

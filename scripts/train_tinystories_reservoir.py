@@ -5,11 +5,10 @@
     python scripts/train_tinystories_reservoir.py --dataset roneneldan/TinyStories --use-tpu
 
 The recurrent part is a fixed reservoir; embedding, mixing and readout are trained. --model transformer and mingru have
-the same embedding, blocks and number of trained parameters. SHARED_CONFIG below holds what every field is unless a flag
-or a preset says otherwise. With USE_TPU (--use-tpu) a missing TPU is a warning and a GPU or the CPU takes its place;
+the same embedding, blocks and number of trained parameters. SHARED_CONFIG below holds the defaults of the options. With USE_TPU (--use-tpu) a missing TPU is a warning and a GPU or the CPU takes its place;
 on TPU the batch is doubled and the learning rate is 1.2 times as large, as config.yaml of the run shows.
 
-metrics.jsonl: loss, grad_norm, tokens_per_s; held-out nll, perplexity and bits per byte, over every held-out token.
+metrics.jsonl: loss, grad_norm, lr, tokens, tokens_per_s; held-out nll, perplexity and bits per byte, over every held-out token.
 The text is tokenised once, into caches/stories; --dry-run does so too, but keeps nothing.
 The run directory also gets tokenizer.json, best.pt (the state with the least held-out loss) and samples.txt.
 docs/reservoir.md says what to expect.
@@ -99,7 +98,7 @@ def main(cfg: "Config") -> None:
 
 
 def work(backend: TorchBackend, cfg: "Config") -> None:
-    """One worker's part: all of it, or its share of every update's rows."""
+    """The experiment, as each worker runs it."""
     prepare(NAME, cfg, backend.group)
     here = planned_workers(backend.kind, cfg.num_chips) if cfg.dry_run else backend.world_size
     if cfg.global_batch_size % here:
@@ -124,13 +123,13 @@ def work(backend: TorchBackend, cfg: "Config") -> None:
         write_atomically(run.path / "tokenizer.json", lambda file: file.write(stories.tokenizer.to_str().encode()))
     backend.place(model)
     evaluate = Evaluation(cfg, model, stories, plan, backend)
-    tell_stories(model, train, plan, session, evaluate)
+    train_language_model(model, train, plan, session, evaluate)
     cost = session.cost()
     if backend.is_main:
         finish(run, model, stories, Sampling(cfg.temperature, cfg.top_k, cfg.top_p), backend, evaluate.best, cost)
 
 
-def tell_stories(model: nn.Module, train: Blocks, plan: Plan, session: Session, evaluate: "Evaluation") -> None:
+def train_language_model(model: nn.Module, train: Blocks, plan: Plan, session: Session, evaluate: "Evaluation") -> None:
     """Next-token prediction; in a reservoir the recurrent weights have no gradient."""
     backend = session.backend
     model.train()
@@ -223,13 +222,13 @@ class Config(LoopOptions, JobConfig):
         SHARED_CONFIG["learning_rate"], "peak learning rate; 1.2 times as large on TPU", **opt.RATE
     )
     warmup_steps: int = opt.training(SHARED_CONFIG["warmup_steps"], "updates of linear warm-up", at_least=0)
-    clip_grad_norm: float = opt.again(LoopOptions, "clip_grad_norm", SHARED_CONFIG["clip_grad_norm"])
+    clip_grad_norm: float = opt.with_default(LoopOptions, "clip_grad_norm", SHARED_CONFIG["clip_grad_norm"])
     temperature: float = opt.run(SHARED_CONFIG["temperature"], "temperature of the samples; 0: greedy")
     top_k: int = opt.run(SHARED_CONFIG["top_k"], "how many of the likeliest tokens to sample from; 0: all")
     top_p: float = opt.run(SHARED_CONFIG["top_p"], "probability mass of the likeliest tokens to sample from")
-    eval_every: int = opt.again(LoopOptions, "eval_every", 200)
-    save_every: int = opt.again(LoopOptions, "save_every", 200)
-    log_every: int = opt.again(LoopOptions, "log_every", 20)
+    eval_every: int = opt.with_default(LoopOptions, "eval_every", 200)
+    save_every: int = opt.with_default(LoopOptions, "save_every", 200)
+    log_every: int = opt.with_default(LoopOptions, "log_every", 20)
     use_tpu: bool = opt.device(SHARED_CONFIG["USE_TPU"], "use a TPU where there is one, else a GPU or the CPU")
 
 

@@ -39,7 +39,7 @@ def train_grpo(model, reference, prompts, judge, plan, session, evaluate=lambda 
 
 
 def train_recursive(trainer, rows, session, evaluate) -> None:
-    script("pretrain").recurse(trainer, rows, session, evaluate)
+    script("pretrain").train_segments(trainer, rows, session, evaluate)
 
 
 def learn(model, reference, rollouts, optimizer, plan, backend) -> dict:

@@ -14,7 +14,7 @@ def is_xla_device(device: torch.device | str) -> bool:
     return str(device).split(":")[0] == "xla"
 
 
-def is_recorded(tensor: Tensor) -> bool:
+def is_lazy(tensor: Tensor) -> bool:
     """Whether its operations are recorded as a graph that is compiled later: on XLA. A shape or a number that changes
     is then another graph, and memory is the compiler's."""
     return is_xla_device(tensor.device)
@@ -26,7 +26,7 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
 
 
-def full_precision(tensor: Tensor):
+def without_autocast(tensor: Tensor):
     """A context without autocast on the tensor's device."""
     return torch.autocast(tensor.device.type, enabled=False)
 

@@ -23,7 +23,7 @@ from qat_lora.backend.relay import AGAIN, Timeouts, say
 from qat_lora.backend.rendezvous import interface, join, join_at, leave_release, serve, tensor_store
 from qat_lora.backend.revision import agree_on_code
 from qat_lora.backend.torch import TorchBackend
-from qat_lora.backend.workers import check_slice, count_workers, take_chips
+from qat_lora.backend.workers import count_workers, is_slice_host, take_chips
 from qat_lora.errors import UserError, ignore_sigterm, nowhere, open_output, report
 
 GRACE = 8  # seconds that the other workers get to end by themselves after one has died
@@ -66,7 +66,7 @@ def launch(
     job = Job(worker, args, kind, precision, debug, timeouts)
     if place := read_place():
         return _run_under_torchrun(job, num_chips, place)
-    count, of_slice = count_workers(kind, num_chips), check_slice(kind, num_chips)
+    count, of_slice = count_workers(kind, num_chips), is_slice_host(kind, num_chips)
     if count == 1 and not of_slice:
         worker(open_backend(device, precision), *args)
     elif kind == "xla":
@@ -101,7 +101,7 @@ def open_alone(device: str = "auto", precision: str = "auto") -> TorchBackend:
             f"WORLD_SIZE={place.world_size}: this script trains on one device; start it without torchrun, or unset "
             "RANK and WORLD_SIZE"
         )
-    check_slice(detect.resolve(device), None)
+    is_slice_host(detect.resolve(device), None)
     return open_backend(device, precision)
 
 

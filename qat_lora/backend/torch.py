@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from qat_lora.backend import machine
-from qat_lora.backend.devices import is_recorded
+from qat_lora.backend.devices import is_lazy
 from qat_lora.backend.group import ALONE, Group
 from qat_lora.backend.heap import BETWEEN, PIECES, hand_back_memory, keep_freed_memory, tidier
 from qat_lora.backend.placing import architecture, put_zeros, retie, tied_parameters
@@ -366,7 +366,7 @@ def loop(step: Callable, carry: tuple, inputs: Tensor) -> tuple[tuple, Tensor]:
     On XLA it is one while loop, whose graph does not grow with T. There `step` must be a function of a module, whose
     traced form is kept, with all tensors that it needs in the carry.
     """
-    if is_recorded(inputs):
+    if is_lazy(inputs):
         from qat_lora.backend.xla import scan
 
         return scan(step, carry, inputs)

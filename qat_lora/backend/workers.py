@@ -35,7 +35,7 @@ def count_workers(kind: str, num_chips: int | None) -> int:
     return num_chips
 
 
-def several_workers(kind: str) -> int:
+def parallel_num_chips(kind: str) -> int:
     """--num-chips for more than one worker: 0, every chip or GPU there is, or two CPU processes on two cores."""
     return min(2, os.cpu_count() or 1) if kind == "cpu" else 0
 
@@ -48,7 +48,7 @@ def planned_workers(kind: str, num_chips: int | None) -> int:
     return num_chips if (num_chips or 0) > 0 else count_workers(kind, num_chips)
 
 
-def check_slice(kind: str, num_chips: int | None) -> bool:
+def is_slice_host(kind: str, num_chips: int | None) -> bool:
     """Whether this process is to start the workers of one of several hosts of a TPU slice.
 
     Raises UserError where the environment names several and this process would train a model of its own beside theirs:

@@ -13,7 +13,17 @@ from qat_lora.quant.student import head_of
 from qat_lora.quant.training import parameter_groups, select_parameters
 from qat_lora.run.metrics import Metric, Share, Total
 from qat_lora.run.session import Session
-from qat_lora.train.loop import Plan, Stage, Trained, average_of, fit, follow, row_stream, tokens_of, trained_parameters
+from qat_lora.train.loop import (
+    Plan,
+    Stage,
+    StageState,
+    ema_copy,
+    fit,
+    row_stream,
+    tokens_of,
+    trained_parameters,
+    update_ema,
+)
 from qat_lora.train.losses import kept, sparse_loss
 from qat_lora.train.optimizer import new_optimizer
 
@@ -67,12 +77,12 @@ def qat_stage(
     select_parameters(student, plan.scope)
     groups = parameter_groups(student, plan.learning_rate, plan.scale_learning_rate)
     optimizer = new_optimizer(groups, backend)
-    average = average_of(student) if plan.ema else None
+    average = ema_copy(student) if plan.ema else None
     shown = student if average is None else average
     return Stage(
         name, session, plan, optimizer, row_stream(train, plan, backend),
-        Trained(student, optimizer, average, parameters=kept), lambda step: evaluate(step, shown),
-        after=(lambda: follow(average, student, plan.ema)) if plan.ema else None,
+        StageState(student, optimizer, average, parameters=kept), lambda step: evaluate(step, shown),
+        after_step=(lambda: update_ema(average, student, plan.ema)) if plan.ema else None,
     )  # fmt: skip
 
 

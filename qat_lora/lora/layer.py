@@ -5,7 +5,7 @@ from peft.tuners.lora import Linear
 from torch import Tensor, nn
 
 from qat_lora.backend import compute_dtype
-from qat_lora.backend.devices import full_precision, is_recorded
+from qat_lora.backend.devices import is_lazy, without_autocast
 from qat_lora.quant.linear import effective_weight
 
 
@@ -18,7 +18,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, d, weight, bias, a, b, scaling, dtype):
-        with full_precision(x):
+        with without_autocast(x):
             seen = (x if d is None else d).reshape(-1, x.shape[-1]).to(dtype)
             weight, a, b = (tensor.to(dtype) for tensor in (weight, a, b))
             rows = seen if d is None else x.reshape(-1, x.shape[-1]).to(dtype)
@@ -38,7 +38,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         seen, low, weight, a, b = ctx.saved_tensors
-        with full_precision(grad):
+        with without_autocast(grad):
             grad = grad.reshape(-1, grad.shape[-1]).to(seen.dtype)
             inner = (grad @ b).mul_(ctx.scaling)
             of_a, of_b = inner.T @ seen, (grad.T @ low).mul_(ctx.scaling)
@@ -61,7 +61,7 @@ class OneStep(Linear):
         base, name = self.base_layer, "default"
         own = args or kwargs or self.merged or self.disable_adapters or self.active_adapters != [name]
         watched = base._forward_pre_hooks or base._forward_hooks
-        if own or watched or is_recorded(x) or not torch.is_grad_enabled():
+        if own or watched or is_lazy(x) or not torch.is_grad_enabled():
             return super().forward(x, *args, **kwargs)
         weight = effective_weight(base)
         if weight.requires_grad:

@@ -13,7 +13,7 @@ from qat_lora.models.architecture import hidden_states
 from qat_lora.quant.student import head_of
 from qat_lora.run.metrics import Share, Total
 from qat_lora.run.session import Session
-from qat_lora.train.loop import Plan, Stage, Trained, fit, row_stream, tokens_of
+from qat_lora.train.loop import Plan, Stage, StageState, fit, row_stream, tokens_of
 from qat_lora.train.losses import text_loss
 from qat_lora.train.optimizer import new_optimizer
 
@@ -55,7 +55,7 @@ def recovery_stage(
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = new_optimizer([{"params": trained, "lr": plan.learning_rate}], backend)
     stream = row_stream(train, plan, backend)
-    return Stage("recovery", session, plan, optimizer, stream, Trained(model, optimizer), evaluate)
+    return Stage("recovery", session, plan, optimizer, stream, StageState(model, optimizer), evaluate)
 
 
 def train_recovery_lora(

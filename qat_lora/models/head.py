@@ -9,7 +9,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from qat_lora.backend import native
-from qat_lora.backend.devices import is_recorded, on_host
+from qat_lora.backend.devices import is_lazy, on_host
 from qat_lora.backend.tiles import HEAD_TILE, rows_at_once, strips_at_once, tiles
 from qat_lora.errors import first_line
 from qat_lora.models.architecture import decoder, refused, unwrap
@@ -93,7 +93,7 @@ def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """A weight in the type that it is multiplied in. That of a frozen one is kept: to make it anew would take as long
     as a product."""
     own = weight._base if weight._is_view() else weight
-    if dtype == weight.dtype or weight.requires_grad or is_recorded(weight) or not own.is_contiguous():
+    if dtype == weight.dtype or weight.requires_grad or is_lazy(weight) or not own.is_contiguous():
         return weight.to(dtype)
     state = own._version, own.data_ptr(), dtype
     if own not in _casts or _casts[own][0] != state:

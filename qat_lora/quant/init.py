@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from qat_lora.backend.devices import full_precision
+from qat_lora.backend.devices import without_autocast
 from qat_lora.errors import UserError
 from qat_lora.quant.linear import nearest_level, quantized_layers, rows_of
 from qat_lora.quant.spec import LOWRANK_INIT_GROUP, QuantSpec
@@ -117,7 +117,7 @@ def input_moments(model: nn.Module, run: Callable[[], object], cross: bool = Fal
     def watch(name):
         def hook(_, args):
             x = args[0].detach().float().flatten(0, -2)
-            with full_precision(x):
+            with without_autocast(x):
                 sums[name] = sums.get(name, 0) + (x.T @ x if cross else x.square().sum(0))
             counts[name] = counts.get(name, 0) + x.shape[0]
 

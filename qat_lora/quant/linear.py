@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qat_lora.backend import compute_dtype, native
-from qat_lora.backend.devices import full_precision
+from qat_lora.backend.devices import without_autocast
 from qat_lora.backend.tiles import tiles
 from qat_lora.quant.spec import QuantSpec
 
@@ -201,7 +201,7 @@ class Quantizer(nn.Module):
         """W_eff [..., out, in] in `dtype`, differentiable in latent weight and scale; with codes, in the scale."""
         shared = math.prod(self.shape) // self.scale_values if self.spec.scale != "lowrank" else 1
         gradient_scale = 1 / math.sqrt(shared * self.spec.largest)
-        with full_precision(weight):  # the product A·B of a low-rank scale stays fp32
+        with without_autocast(weight):  # the product A·B of a low-rank scale stays fp32
             scale = self.scale_matrix()
         if self.codes is not None:
             return ScaledCodes.apply(self.grouped(self.codes), scale, self.spec, gradient_scale, dtype).view(self.shape)

@@ -1,4 +1,4 @@
-"""Teaching a model by what its own answers are worth: rollout, rewards, one update."""
+"""GRPO: rollouts, their rewards, and the loss of an update."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from qat_lora.rl.policy import Prompts, log_probs
 from qat_lora.rl.rollout import Completions, Sampling, rollout
 from qat_lora.run.metrics import Share, Total
 from qat_lora.run.session import Session
-from qat_lora.train.loop import Plan, Stage, Trained
+from qat_lora.train.loop import Plan, Stage, StageState
 from qat_lora.train.optimizer import new_optimizer
 
-# judge(question, answer's tokens, ended) → what it is worth, and further figures to log, such as its parts
+# judge(question, answer's tokens, ended) → its reward, and further figures to log, such as the reward's parts
 Judge = Callable[[int, list[int], bool], tuple[float, dict[str, float]]]
 
 
@@ -67,8 +67,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """The judged answers of one update. parts: none where no prompt's answers differ in worth, for then nothing can be
-    learned; where shapes may differ, prompts whose answers are worth the same are left out of them."""
+    """The judged answers of one update. parts: none where no prompt's answers differ in reward, for then nothing can be
+    learned; where shapes may differ, prompts whose answers all have the same reward are left out of them."""
 
     parts: list[Part]
     metrics: dict[str, float | Total]
@@ -85,7 +85,7 @@ def roll_out(
         done = rollout(model, prompts[-1], plan.group, plan.length, plan.sampling, plan.ends, backend)
         completions.append(done)
         judged = judge_all(judge, batch["number"].tolist(), done, backend)
-        rewards.append(torch.tensor([[worth for worth, _ in group] for group in judged]))
+        rewards.append(torch.tensor([[reward for reward, _ in group] for group in judged]))
         logged += [figures for group in judged for _, figures in group]
     reward = torch.cat(rewards)
     advantages, informative = group_advantages(reward, plan.scale)
@@ -126,9 +126,9 @@ def judge_all(judge: Judge, numbers: list[int], done: Completions, backend: Torc
     for number, *group in zip(numbers, *(t.tolist() for t in backend.to_host(placed))):
         verdicts.append([])
         for ids, length, end, entropy in zip(*group):
-            worth, figures = judge(number, ids[: length - 1] if end else ids[:length], end)
+            reward, figures = judge(number, ids[: length - 1] if end else ids[:length], end)
             figures |= {"completion_length": length, "clipped_ratio": float(not end), "entropy": entropy / length}
-            verdicts[-1].append((worth, figures))
+            verdicts[-1].append((reward, figures))
     return verdicts
 
 
@@ -164,4 +164,4 @@ def grpo_stage(
     def stream(first: int) -> Iterator[dict]:
         return batches(train, plan.batch_size, plan.accumulation, plan.seed, first)
 
-    return Stage("grpo", session, plan, optimizer, stream, Trained(model, optimizer), evaluate)
+    return Stage("grpo", session, plan, optimizer, stream, StageState(model, optimizer), evaluate)

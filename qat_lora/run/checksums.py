@@ -27,9 +27,9 @@ def check_files(path: Path, *names: str) -> None:
         if name not in names and not name.startswith(tuple(f"{folder}/" for folder in names)):
             continue
         if not (path / name).is_file():
-            raise UserError(f"{path / name} is gone; put it back, or train again with another --output-dir")
+            raise UserError(f"{path / name} is gone; restore it, or train again with another --output-dir")
         if sha256(path / name) != wanted:
             raise UserError(
-                f"{path / name} is not what the run has written (checksum); put it back, or train again with another "
+                f"{path / name} is not what the run has written (checksum); restore it, or train again with another "
                 "--output-dir"
             )

@@ -31,7 +31,7 @@ def parse(
 
     Raises UserError naming the nearest key for an unknown one, and the value and what it must be for a wrong one.
     """
-    argv = _spelled_out(argv, kind)
+    argv = _normalised(argv, kind)
     values = (defaults or {}) | _preset(argv, kind, presets or script)
     found, unknown = _parser(kind, script, description, values).parse_known_args(argv)
     if unknown:
@@ -65,16 +65,18 @@ def _parser(kind: type, script: str, description: str, values: dict) -> argparse
     """A parser of the fields, in their groups. values: defaults in place of the fields' own."""
     parser = _Parser(
         prog=f"{script}.py",
+        usage="%(prog)s [--option value …] [option=value …]",
         description=description,
         allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     groups = {name: parser.add_argument_group(name) for name in GROUPS}
     hints = get_type_hints(kind)
     for declared in dataclasses.fields(kind):
         group, hint = groups[declared.metadata["group"]], hints[declared.name]
         default = values.get(declared.name, declared.default)
-        settings = {"default": default, "help": declared.metadata["help"], "dest": declared.name}
+        said = "" if default is None or default is False else " (default: %(default)s)"
+        settings = {"default": default, "help": declared.metadata["help"] + said, "dest": declared.name}
         flags = [flag(declared.name), *declared.metadata["aliases"]]
         if type_of(hint) is bool:
             group.add_argument(*flags, type=_bool, nargs="?", const=True, metavar="BOOL", **settings)
@@ -93,7 +95,7 @@ def _bool(text: str) -> bool:
     return text.lower() in YES
 
 
-def _spelled_out(argv: list[str], kind: type) -> list[str]:
+def _normalised(argv: list[str], kind: type) -> list[str]:
     """key=value → --key value, except right after a flag that takes a value: it is that value; section.key → key;
     --a_b → --a-b."""
     hints = get_type_hints(kind)

@@ -132,11 +132,11 @@ def read_json(path: Path) -> dict:
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file; put it back, or check the path") from None
+        raise UserError(f"{path}: no such file; restore it, or check the path") from None
     except (ValueError, OSError) as error:
-        raise UserError(f"{path} is damaged ({error}); put it back from a copy, or make it again") from error
+        raise UserError(f"{path} is damaged ({error}); restore it from a copy, or make it again") from error
     if not isinstance(content, dict):
-        raise UserError(f"{path} is damaged (not a JSON object); put it back from a copy, or make it again")
+        raise UserError(f"{path} is damaged (not a JSON object); restore it from a copy, or make it again")
     return content
 
 

@@ -54,7 +54,7 @@ def option(
     )  # fmt: skip
 
 
-def again(kind: type, name: str, default: Any) -> Any:
+def with_default(kind: type, name: str, default: Any) -> Any:
     """An option of a script that this one has too, with another default."""
     declared = next(each for each in dataclasses.fields(kind) if each.name == name)
     return field(default=default, metadata=dict(declared.metadata))
@@ -118,7 +118,7 @@ class JobConfig(RunConfig):
         "seconds until the other hosts end after one is lost; a slow host that still responds is not lost",
         at_least=10,
         at_most=LONGEST,
-        fix="less, and a short network pause would end the job",
+        fix="use e.g. 60",
     )
     join_timeout: float = _device(
         60.0, "seconds to wait for all hosts; raise it if hosts start slowly", above=0, at_most=LONGEST
@@ -172,10 +172,8 @@ def check_range(name: str, value: float, fix: str = "", **bounds: float) -> None
 
 
 def _range(bounds: dict[str, float]) -> str:
-    """In words: "at least 1", "from 0 to below 1"."""
+    """In words: "at least 1", "at least 0 and below 1", "from 1 to 10"."""
     words = {name: f"{name.replace('_', ' ')} {shown(bound)}" for name, bound in bounds.items()}
-    if {"at_least", "below"} <= words.keys():
-        return f"from {shown(bounds['at_least'])} to {words['below']}"
     if {"at_least", "at_most"} <= words.keys():
         return f"from {shown(bounds['at_least'])} to {shown(bounds['at_most'])}"
     return " and ".join(words[name] for name in BOUNDS if name in words)

@@ -36,7 +36,7 @@ def read_config(path: Path) -> dict:
         return found
     except (OSError, yaml.YAMLError, ValueError) as error:
         raise UserError(
-            f"{path}/config.yaml is missing or damaged ({first_line(error)}); put it back, or start in another folder"
+            f"{path}/config.yaml is missing or damaged ({first_line(error)}); restore it, or start in another folder"
         ) from error
 
 
@@ -188,7 +188,7 @@ def date_of(manifest: dict, path: Path) -> datetime:
             return started.astimezone().replace(tzinfo=None)
         return now()
     except (TypeError, ValueError) as error:
-        raise UserError(f"{path} is damaged ({first_line(error)}); put it back, or start in another folder") from error
+        raise UserError(f"{path} is damaged ({first_line(error)}); restore it, or start in another folder") from error
 
 
 def _is_same(path: Path, config: RunConfig, facts: dict) -> bool:
@@ -210,7 +210,7 @@ def check_same(path: Path, config: RunConfig, facts: dict) -> dict:
     was, manifest = read_config(path), read_json(path / "manifest.json")
     wanted = manifest.get(CONFIG_SUM)
     if wanted is not None and sha256(path / "config.yaml") != wanted:
-        raise UserError(f"{path}/config.yaml is damaged (checksum); put it back, or give another --output-dir")
+        raise UserError(f"{path}/config.yaml is damaged (checksum); restore it, or give another --output-dir")
     for name in sorted(facts.keys() & manifest.keys()):  # first those that name a file: others may follow from it
         there, here = manifest[name], facts[name]
         if isinstance(there, dict) and isinstance(here, dict):
@@ -241,7 +241,7 @@ def _check_option(
     elif kind:
         if manifest.get(CONFIG_SUM) is None and not {name, *_earlier_names(field)} & was.keys():
             raise UserError(
-                f"{path}/config.yaml has no {name}: it is damaged, or of another version; put it back, or give another "
+                f"{path}/config.yaml has no {name}: it is damaged, or of another version; restore it, or give another "
                 "--output-dir"
             )
         if now not in _names_of(field, before):

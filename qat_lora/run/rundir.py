@@ -128,7 +128,7 @@ def _open(experiment: str, config: RunConfig, facts: dict) -> Run:
         earlier = manifest.get("resumed", [])
         if not isinstance(earlier, list):
             raise UserError(
-                f"{path}/manifest.json is damaged: resumed is not a list; put it back, or start in another folder"
+                f"{path}/manifest.json is damaged: resumed is not a list; restore it, or start in another folder"
             )
         again = {"time": _stamp(), "argv": sys.argv, "changed": _changed(path, config)}
         write_json(path / "manifest.json", manifest | {"resumed": [*earlier, again]})

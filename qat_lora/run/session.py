@@ -151,7 +151,7 @@ class Session:
         there = path.stat().st_size if path.exists() else 0
         if there < size:
             raise UserError(
-                f"{path} is shorter than at the last checkpoint: it says which state was best; put it back, or start "
+                f"{path} is shorter than at the last checkpoint: it says which state was best; restore it, or start "
                 "again with another --output-dir"
             )
         if there:

@@ -1,6 +1,6 @@
 """The one loop of every experiment: a stage of a run, its updates, and the micro-batches of each.
 
-stage = Stage("qat", session, plan, optimizer, row_stream(rows, plan, backend), Trained(model, optimizer), evaluate)
+stage = Stage("qat", session, plan, optimizer, row_stream(rows, plan, backend), StageState(model, optimizer), evaluate)
 for update in stage:                                    # resumes, evaluates, saves and stops in between
     for batch in update:                                # micro-batches, on the device
         with backend.autocast():
@@ -61,18 +61,18 @@ class Stage:
     """One stage of a run: iterate over it for its updates.
 
     stream: see `row_stream`. trained: what checkpoints hold. evaluate(step) → held-out figures, see Session.steps.
-    within(factor): what else belongs to an optimiser step, in its graph on XLA; factor: see Plan.factor. after: what
-    follows it, in a graph of its own.
+    in_step(factor): what else belongs to an optimiser step, in its graph on XLA; factor: see Plan.factor.
+    after_step: what follows it, in a graph of its own.
     """
 
     def __init__(
         self, name: str, session: Session, plan: Plan, optimizer: torch.optim.Optimizer, stream: Stream,
-        trained: "Trained", evaluate: Callable[[int], dict] | None = None,
-        within: Callable[[float], None] | None = None, after: Callable[[], None] | None = None,
+        trained: "StageState", evaluate: Callable[[int], dict] | None = None,
+        in_step: Callable[[float], None] | None = None, after_step: Callable[[], None] | None = None,
     ):  # fmt: skip
         self.name, self.session, self.backend, self.plan = name, session, session.backend, plan
         self.optimizer, self.stream, self.trained, self.evaluate = optimizer, stream, trained, evaluate
-        self.within, self.after = within, after
+        self.in_step, self.after_step = in_step, after_step
 
     def __iter__(self) -> Iterator["Update"]:
         """Each update, once its learning rates are set."""
@@ -107,10 +107,10 @@ class Update:
         """Reduce the gradients over workers, clip them, step, and whatever belongs to that; the gradient's norm before
         clipping, a device scalar."""
         stage = self.stage
-        within = partial(stage.within, self.factor) if stage.within else None
-        norm = stage.backend.update(stage.optimizer, stage.plan.clip_grad_norm, within)
-        if stage.after:
-            stage.after()
+        in_step = partial(stage.in_step, self.factor) if stage.in_step else None
+        norm = stage.backend.update(stage.optimizer, stage.plan.clip_grad_norm, in_step)
+        if stage.after_step:
+            stage.after_step()
             stage.backend.step_boundary()
         return norm
 
@@ -120,7 +120,7 @@ class Update:
         self.stage.session.record(**self.metrics, **metrics, lr=rate)
 
 
-class Trained:
+class StageState:
     """What a stage's checkpoints hold: the trained parameters of a placed model, its optimiser, the moving average of
     the model if there is one, and what an evaluation keeps in `best`, plain values and host tensors.
 
@@ -181,11 +181,11 @@ def plain_stage(
     name: str, model: nn.Module, rows: Dataset, plan: Plan, session: Session, evaluate: Callable[[int], dict],
     best: dict | None = None,
 ) -> Stage:  # fmt: skip
-    """A stage that trains what a placed model leaves trainable on a dataset. best: see `Trained`."""
+    """A stage that trains what a placed model leaves trainable on a dataset. best: see `StageState`."""
     groups = parameter_groups(model, plan.learning_rate, plan.learning_rate)
     optimizer = new_optimizer([group | {"weight_decay": plan.weight_decay} for group in groups], session.backend)
     stream = row_stream(rows, plan, session.backend)
-    return Stage(name, session, plan, optimizer, stream, Trained(model, optimizer, best=best), evaluate)
+    return Stage(name, session, plan, optimizer, stream, StageState(model, optimizer, best=best), evaluate)
 
 
 def tokens_of(batch: dict[str, Tensor]) -> int | Tensor:
@@ -225,14 +225,14 @@ def update(
     return {"loss": loss, "grad_norm": backend.update(optimizer, plan.clip_grad_norm)}
 
 
-def average_of(student: nn.Module) -> nn.Module:
+def ema_copy(student: nn.Module) -> nn.Module:
     """A copy of a student for its moving average; what is frozen is shared, not copied."""
     frozen = [value for value in (*student.parameters(), *student.buffers()) if not value.requires_grad]
     return copy.deepcopy(student, {id(value): value for value in frozen})
 
 
 @torch.no_grad()
-def follow(average: nn.Module, student: nn.Module, decay: float) -> None:
+def update_ema(average: nn.Module, student: nn.Module, decay: float) -> None:
     """One step of an exponential moving average: average ← decay·average + (1 − decay)·student, for what is trained."""
     for p, q in zip(average.parameters(), student.parameters()):
         if q.requires_grad:

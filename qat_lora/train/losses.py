@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.backend import compute_dtype
-from qat_lora.backend.devices import full_precision, on_host
+from qat_lora.backend.devices import on_host, without_autocast
 from qat_lora.models.architecture import hidden_states
 from qat_lora.models.head import Head, Strips
 from qat_lora.quant.student import head_of
@@ -42,7 +42,7 @@ def sparse_loss(
 class _SparseLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, table, bias, head, index, prob, weight, dtype, with_grad):
-        with full_precision(hidden):
+        with without_autocast(hidden):
             strips = Strips(hidden, head, index, dtype)
             mass, taken = (weight * prob.sum(1)).unsqueeze(1), weight.unsqueeze(1) * prob
             if with_grad:
@@ -65,7 +65,7 @@ def _times(tensor: Tensor, factor: Tensor) -> Tensor:
 
 def log_probs_at(hidden: Tensor, head: Head | Tensor, index: Tensor) -> Tensor:
     """log softmax(logits)[index] [..., J], without gradients: hidden [..., H], index [..., J]."""
-    with torch.no_grad(), full_precision(hidden):
+    with torch.no_grad(), without_autocast(hidden):
         strips = Strips(hidden.flatten(0, -2), Head.of(head), index.flatten(0, -2), compute_dtype(hidden))
         return strips.normalise().log_probs.view(index.shape)
 
@@ -87,7 +87,7 @@ class _TokenLogProb(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, table, bias, head, tokens, temperature, dtype, with_grad):
         trained = with_grad and any(ctx.needs_input_grad[1:3])
-        with full_precision(hidden):
+        with without_autocast(hidden):
             strips = Strips(hidden, head, tokens.unsqueeze(1), dtype, temperature)
             if with_grad and not trained:
                 minus = -torch.ones_like(strips.chosen)
@@ -101,7 +101,7 @@ class _TokenLogProb(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         if ctx.trained:
-            with full_precision(grad):
+            with without_autocast(grad):
                 minus = -grad.float().unsqueeze(1)
                 grads = ctx.strips.gradients(minus, minus, ctx.needs_input_grad[1:3])
         else:

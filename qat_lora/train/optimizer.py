@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from qat_lora.backend import TorchBackend, native
-from qat_lora.backend.devices import is_recorded, on_host
+from qat_lora.backend.devices import is_lazy, on_host
 
 FIRST, SECOND, EPS = 0.9, 0.95, 1e-8  # decays of the moments, unless a group has its own; keeps their ratio finite
 LEAST = 2.0**-10  # share of agreeing steps that the others are divided by
@@ -51,7 +51,7 @@ def new_optimizer(groups: list[dict], backend: TorchBackend) -> CautiousAdamW:
 
 def _way(p: Tensor) -> Callable:
     """How a parameter is updated on its device."""
-    return _in_tiles if on_host(p) else _as_graph if is_recorded(p) else _in_launches
+    return _in_tiles if on_host(p) else _as_graph if is_lazy(p) else _in_launches
 
 
 def _as_graph(mine: Iterable[tuple[Tensor, ...]], betas: tuple[float, float], lr: float, step: int) -> None:

@@ -47,7 +47,7 @@ def updates_of(max_steps: int | None, epochs: float, steps: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions(LoopOptions):
-    """Updates of several micro-batches in each worker. How their rows are split changes figures by rounding only."""
+    """Updates of several micro-batches in each worker; their split changes figures by rounding only."""
 
     batch_size: int = opt.training(4, "rows in a micro-batch of each worker", identity=False, at_least=1)
     accumulation_steps: int = opt.training(

@@ -7,7 +7,7 @@ import pytest
 
 from qat_lora.backend import count_workers, detect
 from qat_lora.backend.environment import LAUNCH, REQUIRED, Place, master_port, read_place, slice_hosts
-from qat_lora.backend.launch import check_slice, launch, open_alone
+from qat_lora.backend.launch import is_slice_host, launch, open_alone
 from qat_lora.errors import UserError
 
 ONE_HOST = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -191,15 +191,15 @@ def test_a_slice_is_counted_by_its_hosts(monkeypatch, values, hosts, said):
 def test_a_process_that_would_train_alone_on_a_slice_is_refused(monkeypatch):
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "a,b")
     monkeypatch.setattr(detect, "tpu_chips", lambda: ["v6e"] * 4)
-    assert check_slice("xla", 0) and check_slice("xla", 4) and not check_slice("cpu", None)
+    assert is_slice_host("xla", 0) and is_slice_host("xla", 4) and not is_slice_host("cpu", None)
     for part in (None, 1, 2):
         with pytest.raises(
             UserError, match=r"^TPU_WORKER_HOSTNAMES=a,b means a slice of at least 2 hosts, and this process"
         ):
-            check_slice("xla", part)
+            is_slice_host("xla", part)
     monkeypatch.setattr(detect, "tpu_chips", lambda: [])
     with pytest.raises(UserError, match=r"would train alone; unset TPU_WORKER_HOSTNAMES$"):
-        check_slice("xla", 0)
+        is_slice_host("xla", 0)
 
 
 def test_a_script_for_one_device_is_refused_several_workers(place, monkeypatch):

@@ -464,7 +464,7 @@ def test_readers_notice_a_changed_file_of_a_finished_run(finished_run, file, dam
     whole = path.read_bytes()
     path.unlink() if damage is None else path.write_bytes(damage(whole))
     check_files(finished_run, *(name for name in READ if name != file.split("/")[0]))  # which nobody reads
-    with pytest.raises(UserError, match=rf"{file} is (gone|not what the run has written).*put it back"):
+    with pytest.raises(UserError, match=rf"{file} is (gone|not what the run has written).*restore it"):
         check_files(finished_run, *READ)
 
 

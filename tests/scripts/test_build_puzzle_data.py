@@ -59,7 +59,7 @@ def test_a_dry_run_writes_nothing(build, tmp_path, capsys):
         (["count=49", "kind=maze5", "--dry-run"], "--count: 49 puzzles are more than the 48 maze5 that exist"),
         (["count=9", "heldout_fraction=1"], "--heldout-fraction 1.0 must be above 0 and below 1"),
         (["count=0", "--dry-run"], "--count 0 must"), (["heldout_fraction=2", "--dry-run"], "--heldout-fraction 2.0"),
-        (["corpus=pairs.jsonl", "iterations=5000000000"], "--iterations 5000000000 must be from 0 to below"),
+        (["corpus=pairs.jsonl", "iterations=5000000000"], "--iterations 5000000000 must be at least 0 and below"),
         (["corpus=pairs.jsonl", "length=100000000000"], "--length 100000000000 must be from 2 to 1,048,576"),
         (["kind=sudoku9", "--least-blanks", "0.8", "--dry-run"], "--least-blanks 0.8: no sudoku9 with one answer has"),
         (["least_blanks=0.9", "most_blanks=0.5"], "--least-blanks 0.9 and --most-blanks 0.5"),

@@ -303,7 +303,7 @@ def test_wandb_may_break(run, tmp_path, monkeypatch, capsys, fails, error):
     "flags, part",
     [
         ("--method qlora", "'qlora' is not one of lora, rslora, full"), ("--lora-r 0", "--lora-r 0 must be at least 1"),
-        ("--lora-dropout 1", "--lora-dropout 1.0 must be from 0 to below 1"),
+        ("--lora-dropout 1", "--lora-dropout 1.0 must be at least 0 and below 1"),
         ("--quantize int4/g32 --method full", "freezes the base"),
         ("--quantize int9", "int9"), ("--section-weights verdict=2", "'verdict=2' is not NAME=WEIGHT"),
         ("--section-weights answer=-1", "'answer=-1'"), ("--section-weights answer=1e39", "'answer=1e39'"),

@@ -12,7 +12,7 @@ from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import free_scales, freeze, quantized_layers
 from qat_lora.quant.student import StudentSpec, load_student, quantize, reload_student, save_student, unquantised
 from qat_lora.quant.training import select_parameters
-from qat_lora.train.loop import follow
+from qat_lora.train.loop import update_ema
 
 SPEC = StudentSpec("int2/g32", "lut2/r4")
 PLAN = QATPlan(
@@ -70,7 +70,7 @@ def test_the_average_by_hand():
     average.weight.data.fill_(1), average.bias.data.fill_(7)
     for value, wanted in ((5.0, 2.0), (2.0, 2.0), (6.0, 3.0)):
         student.weight.data.fill_(value)
-        follow(average, student, 0.75)
+        update_ema(average, student, 0.75)
         assert average.weight.item() == pytest.approx(wanted) and average.bias.item() == 7
 
 

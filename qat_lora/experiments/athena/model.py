@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qat_lora.backend.devices import compute_dtype, full_precision, has_attention_kernel
+from qat_lora.backend.devices import compute_dtype, has_attention_kernel, without_autocast
 from qat_lora.errors import UserError
 from qat_lora.models.rotary import rotation, turned
 from qat_lora.train.memory import ADAM
@@ -151,7 +151,7 @@ class RecursiveModel(nn.Module):
         cast once for all updates under autocast.
         """
         spec, given, cast = self.spec, z_H.dtype, compute_dtype(z_H)
-        with full_precision(inputs):
+        with without_autocast(inputs):
             weights = [p.to(cast) for block in self.blocks for p in block.parameters()]
             turns = rotation(0, spec.positions, spec.head_width, cast, inputs.device)
             tokens = F.embedding(inputs, self.embedding.to(cast))

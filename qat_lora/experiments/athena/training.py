@@ -26,7 +26,7 @@ from qat_lora.experiments.athena.rows import PuzzleRows
 from qat_lora.run.console import say
 from qat_lora.run.metrics import Metric, Ratio, Share, Total, Value
 from qat_lora.run.session import Session
-from qat_lora.train.loop import Plan, Stage, follow, restore, set_learning_rates
+from qat_lora.train.loop import Plan, Stage, restore, set_learning_rates, update_ema
 from qat_lora.train.optimizer import new_optimizer
 
 STAGE = "pretrain"
@@ -122,7 +122,7 @@ class Trainer:
             "tokens": Total(batch["inputs"].numel()),
         }
 
-    def within(self, factor: float) -> None:
+    def in_step(self, factor: float) -> None:
         """What belongs to an optimiser step, after `segment` and its backward pass: SignSGD on the puzzles' embeddings,
         at the schedule's `factor`, and the moving average."""
         model, plan = self.model, self.plan
@@ -130,7 +130,7 @@ class Trainer:
         self.backend.reduce(list(sums))
         sign_update(model.identity, *sums, plan.identifier_learning_rate * factor, plan.identifier_weight_decay)
         if plan.ema:
-            follow(self.shown, model, plan.ema)
+            update_ema(self.shown, model, plan.ema)
 
     def step(self, batch: dict[str, Tensor], number: int) -> dict[str, Metric | Ratio | Value]:
         """Update `number` (1-based) outside a run, for checks and benchmarks; its metrics."""
@@ -138,7 +138,7 @@ class Trainer:
         set_learning_rates(self.optimizer, factor)
         loss, metrics = self.segment(batch)
         self.backend.backward(loss)
-        within = partial(self.within, factor)
+        within = partial(self.in_step, factor)
         return metrics | {"grad_norm": self.backend.update(self.optimizer, self.plan.clip_grad_norm, within)}
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
@@ -179,4 +179,4 @@ def athena_stage(
     def stream(first: int) -> Iterator[dict]:
         return backend.prefetch(segment_batches(train, plan, first, backend.rank, backend.world_size))
 
-    return Stage(STAGE, session, plan, trainer.optimizer, stream, trainer, evaluate, within=trainer.within)
+    return Stage(STAGE, session, plan, trainer.optimizer, stream, trainer, evaluate, in_step=trainer.in_step)

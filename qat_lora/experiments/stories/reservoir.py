@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qat_lora.backend import loop
-from qat_lora.backend.devices import full_precision
+from qat_lora.backend.devices import without_autocast
 from qat_lora.backend.machine import check_memory
 from qat_lora.errors import UserError
 from qat_lora.experiments.stories.scan import DiagonalScan
@@ -84,7 +84,7 @@ class EchoState(nn.Module):
 
     def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """States [B, T, N] for inputs [B, T, D] after `state` [B, N], and the last of them."""
-        with full_precision(x):
+        with without_autocast(x):
             drive = x.to(self.w_in.dtype) @ self.w_in.T
             carry, states = loop(_leaky, (state, self.w.T, self.leak), drive.transpose(0, 1))
             return states.transpose(0, 1), carry[0]

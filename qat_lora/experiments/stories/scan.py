@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qat_lora.backend.devices import full_precision
+from qat_lora.backend.devices import without_autocast
 
 
 def times(a: Tensor, b: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class DiagonalScan(nn.Module):
         [N, 2, B, T]: it is then not copied."""
         if drive.shape[1] > self.chunk**self.levels:
             raise ValueError(f"{drive.shape[1]} steps are more than {self.levels} levels of {self.chunk} reach")
-        with full_precision(drive):
+        with without_autocast(drive):
             return self._scan(drive.float().permute(2, 3, 0, 1), state.float().transpose(0, 1), 0).permute(2, 3, 0, 1)
 
     def _scan(self, drive: Tensor, state: Tensor, level: int) -> Tensor:
