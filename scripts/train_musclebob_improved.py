@@ -7,10 +7,10 @@
 
 A batch counts prompts; each gets --num-generations answers. metrics.jsonl: reward and its parts (name, wrong_name, …),
 loss, kl to the model that GRPO began with, entropy, target_rate, completion_length, clipped_ratio (answers that did not
-end), zero_variance (groups whose answers all have the same reward: left out), grad_norm, lr; musclebob, spilt and coherent on
-held-out questions, with intervals. The run directory also gets training_config.json, reward_history.json,
-baseline_, post_sft_ and final_validation.json, transcripts.md, plots/ and model/. docs/musclebob.md says what to
-expect. Untested on hardware: TPU, CUDA.
+end), zero_variance (groups whose answers all have the same reward: left out), grad_norm, lr, tokens, tokens_per_s;
+musclebob, spilt and coherent on held-out questions, with intervals. The run directory also gets training_config.json,
+reward_history.json, baseline_, post_sft_ and final_validation.json, transcripts.md, plots/ and model/.
+docs/musclebob.md says what to expect. Untested on hardware: TPU, CUDA.
 """
 
 import dataclasses

@@ -5,10 +5,12 @@
     python scripts/train_tinystories_reservoir.py --dataset roneneldan/TinyStories --use-tpu
 
 The recurrent part is a fixed reservoir; embedding, mixing and readout are trained. --model transformer and mingru have
-the same embedding, blocks and number of trained parameters. SHARED_CONFIG below holds the defaults of the options. With USE_TPU (--use-tpu) a missing TPU is a warning and a GPU or the CPU takes its place;
-on TPU the batch is doubled and the learning rate is 1.2 times as large, as config.yaml of the run shows.
+the same embedding, blocks and number of trained parameters. SHARED_CONFIG below holds the defaults of the options.
+With USE_TPU (--use-tpu) a missing TPU is a warning and a GPU or the CPU takes its place; on TPU the batch is doubled
+and the learning rate is 1.2 times as large, as config.yaml of the run shows.
 
-metrics.jsonl: loss, grad_norm, lr, tokens, tokens_per_s; held-out nll, perplexity and bits per byte, over every held-out token.
+metrics.jsonl: loss, grad_norm, lr, tokens, tokens_per_s; heldout_nll, heldout_ppl and bits_per_byte, over every
+held-out token.
 The text is tokenised once, into caches/stories; --dry-run does so too, but keeps nothing.
 The run directory also gets tokenizer.json, best.pt (the state with the least held-out loss) and samples.txt.
 docs/reservoir.md says what to expect.

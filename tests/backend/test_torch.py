@@ -167,7 +167,6 @@ def test_accumulation_equals_one_large_batch(backend, tiny_model_dir, size, accu
 
     (model, figures), (large, its) = train(size, accumulation), train(4, 1)
     for mine, other in zip(figures, its):
-        assert mine["tokens"] == other["tokens"] == 48
         for name in ("loss", "grad_norm"):
             assert mine[name].item() == pytest.approx(other[name].item(), rel=1e-5)
     assert all(torch.allclose(p, q, atol=1e-6) for p, q in zip(model.parameters(), large.parameters()))
