@@ -45,8 +45,8 @@ class Config(ScriptConfig):
     hidden_size: int = option(128, "width")
     num_heads: int = option(4, "attention heads")
     L_layers: int = option(2, "blocks")
-    H_cycles: int = option(2, "updates of the answer in a segment")
-    L_cycles: int = option(3, "updates of the reasoning state before each")
+    H_cycles: int = option(2, "updates of the answer in a segment", at_least=1)
+    L_cycles: int = option(3, "updates of the reasoning state before each", at_least=1)
     turns: int = option(9, "timed turns")
 
 

@@ -162,7 +162,9 @@ def quality(cfg: Config) -> None:
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         took = summary["seconds"]["train"]
         settings = yaml.safe_load((run / "config.yaml").read_text())
-        tokens = lines[-1]["step"] * settings["global_batch_size"] * settings["length"]
+        batch = settings.get("global_batch_size") or settings["batch_size"]  # the latter in runs of earlier versions
+        length = settings.get("length") or settings["block_size"]
+        tokens = lines[-1]["step"] * batch * length
         rows.append(
             Row(kind, summary["trained_parameters"], took, tokens, summary["bits_per_byte"], summary["heldout_ppl"])
         )

@@ -47,7 +47,7 @@ from qat_lora.run.resuming import check_same, prepare
 from qat_lora.run.rundir import Run, open_run
 from qat_lora.run.session import Session
 from qat_lora.train.memory import check_fits
-from qat_lora.train.options import LoopOptions, updates_of
+from qat_lora.train.options import LoopOptions, checked_updates
 
 NAME = "pretrain"
 LARGE = 2**40  # more of any size, and products of a few leave the range of a float
@@ -73,7 +73,8 @@ def work(backend: TorchBackend, cfg: "Config") -> None:
         check_sizes(cfg, spec_of(cfg, draw(cfg.puzzle, 1, cfg.seed)), backend, workers)
     train, held = open_rows(cfg)
     heldout = held.first(cfg.eval_rows) if cfg.eval_rows else held
-    plan = plan_of(cfg, updates_of(cfg.max_steps, cfg.epochs, train.updates(cfg.epochs, cfg.global_batch_size)))
+    updates = train.updates(cfg.epochs, cfg.global_batch_size)
+    plan = plan_of(cfg, cfg.max_steps or checked_updates(updates, "--epochs", cfg.epochs))
     spec = spec_of(cfg, train)
     need = check_sizes(cfg, spec, backend, workers)
     backend.seed(cfg.seed)
@@ -159,7 +160,7 @@ class Config(LoopOptions, JobConfig):
     global_batch_size: int = opt.training(768, "rows in an update, over all workers", at_least=1)
     epochs: int = opt.training(1000, "passes over the training rows", at_least=1, at_most=opt.MOST_UPDATES)
     max_steps: int | None = opt.training(
-        None, "updates; default: --epochs passes", "--steps", **opt.UPDATES, renamed={0: None}
+        None, "updates; default, and 0: --epochs passes", "--steps", **opt.UPDATES, renamed={0: None}
     )
     learning_rate: float = opt.training(8e-5, "peak learning rate", "--lr", **opt.RATE)
     warmup_steps: int = opt.training(2000, "updates of linear warm-up, at most half of all", "--lr-warmup", at_least=0)
@@ -203,6 +204,8 @@ def checked(cfg: Config) -> Config:
         if cfg.precision not in ("auto", PRECISIONS[cfg.forward_dtype]):
             raise UserError(f"--forward-dtype {cfg.forward_dtype} and --precision {cfg.precision} differ; give one")
         cfg = dataclasses.replace(cfg, precision=PRECISIONS[cfg.forward_dtype], forward_dtype=None)
+    if cfg.max_steps == 0:  # as --steps had it for --epochs
+        cfg = dataclasses.replace(cfg, max_steps=None)
     if cfg.checkpoint_path and not cfg.output_dir:
         raise UserError("--checkpoint-path needs --output-dir, the run directory that a copy is brought back to")
     if cfg.checkpoint_path and Path(cfg.checkpoint_path).resolve().is_relative_to(Path(cfg.output_dir).resolve()):

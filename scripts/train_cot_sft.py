@@ -70,7 +70,7 @@ from qat_lora.train.memory import (
     sizes_of,
     training_memory,
 )
-from qat_lora.train.options import BatchOptions, updates_of
+from qat_lora.train.options import BatchOptions, checked_updates
 from qat_lora.train.supervised import packed_loss
 
 NAME = "train_cot_sft"
@@ -165,7 +165,7 @@ class Config(TokenOptions, BatchOptions, JobConfig):
     )
     epochs: float = opt.training(3.0, "passes over the rows", above=0, at_most=10_000)
     max_steps: int | None = opt.training(
-        None, "updates; default: --epochs passes", at_least=1, at_most=opt.MOST_UPDATES
+        None, "updates; default: --epochs passes", added=True, at_least=1, at_most=opt.MOST_UPDATES
     )
     accumulation_steps: int = opt.with_default(BatchOptions, "accumulation_steps", 2)
     learning_rate: float = opt.with_default(BatchOptions, "learning_rate", 2e-4)
@@ -207,7 +207,7 @@ def plan_of(cfg: Config, data: LegalData, workers: int) -> Plan:
             f"{len(data.train)} packed rows do not fill a batch of --batch-size {cfg.batch_size} for each of {workers} "
             "workers; lower one of them, or add rows"
         )
-    steps = updates_of(cfg.max_steps, cfg.epochs, round(cfg.epochs * len(data.train) / rows))
+    steps = cfg.max_steps or checked_updates(round(cfg.epochs * len(data.train) / rows), "--epochs", cfg.epochs)
     return Plan(
         steps=steps, batch_size=cfg.batch_size, accumulation=cfg.accumulation_steps, learning_rate=cfg.learning_rate,
         warmup_steps=round(cfg.warmup_ratio * steps), clip_grad_norm=cfg.clip_grad_norm, seed=cfg.seed,

@@ -74,7 +74,7 @@ from qat_lora.train.memory import (
     sizes_of,
     training_memory,
 )
-from qat_lora.train.options import BatchOptions, LoopOptions
+from qat_lora.train.options import BatchOptions, LoopOptions, checked_updates
 
 NAME = "train_musclebob_improved"
 SHOWN = ("reward", "kl", "target_rate")  # beside the progress bar
@@ -188,7 +188,7 @@ class Config(ChatOptions, LoopOptions):
     max_prompt_length: int = opt.data(96, "tokens that every prompt is filled up to", at_least=1)
     max_new_tokens: int = opt.data(48, "longest answer in tokens", "--max-completion-length", at_least=1)
     epochs: int = opt.training(5, "passes of GRPO over the questions", **opt.UPDATES)
-    max_steps: int | None = opt.training(None, "updates of GRPO; default: --epochs passes", **opt.UPDATES)
+    max_steps: int | None = opt.training(None, "updates of GRPO; default: --epochs passes", added=True, **opt.UPDATES)
     # The facts record how many prompts an update has; how they are split changes only which answers are drawn.
     batch_size: int = opt.training(2, "prompts in a micro-batch", identity=False, at_least=1)
     accumulation_steps: int = opt.with_default(BatchOptions, "accumulation_steps", 1)
@@ -254,7 +254,9 @@ def check(cfg: Config) -> None:
             "update of SFT takes that many"
         )
     if not has_sft(cfg) and (cfg.sft_only or not (cfg.epochs if cfg.max_steps is None else cfg.max_steps)):
-        raise UserError(f"--sft-epochs {cfg.sft_epochs} and --epochs {cfg.epochs} leave nothing to train; raise one")
+        grpo = f"--epochs {cfg.epochs}" if cfg.max_steps is None else f"--max-steps {cfg.max_steps}"
+        sft = f"--sft-epochs {cfg.sft_epochs}" if cfg.sft or cfg.sft_only else "no --sft"
+        raise UserError(f"{sft} and {'--sft-only' if cfg.sft_only else grpo} leave nothing to train; change one")
     length = cfg.max_prompt_length + cfg.max_new_tokens
     check_length(cfg.model, length, "--max-prompt-length and --max-new-tokens", mixed=True)
 
@@ -264,15 +266,16 @@ def has_sft(cfg: Config) -> bool:
 
 
 def sft_plan(cfg: Config) -> Plan:
+    steps = cfg.sft_epochs * cfg.num_samples // cfg.sft_batch_size
     return Plan(
-        steps=cfg.sft_epochs * cfg.num_samples // cfg.sft_batch_size, batch_size=cfg.sft_batch_size, accumulation=1,
+        steps=checked_updates(steps, "--sft-epochs", cfg.sft_epochs), batch_size=cfg.sft_batch_size, accumulation=1,
         learning_rate=cfg.sft_learning_rate, warmup_steps=WARMUP, clip_grad_norm=cfg.clip_grad_norm, seed=cfg.seed,
     )  # fmt: skip
 
 
 def grpo_plan(cfg: Config, ends: tuple[int, ...]) -> GRPOPlan:
     steps = cfg.epochs * cfg.num_samples // (cfg.batch_size * cfg.accumulation_steps)
-    steps = steps if cfg.max_steps is None else cfg.max_steps
+    steps = checked_updates(steps, "--epochs", cfg.epochs) if cfg.max_steps is None else cfg.max_steps
     return GRPOPlan(
         steps=0 if cfg.sft_only else steps, batch_size=cfg.batch_size, accumulation=cfg.accumulation_steps,
         learning_rate=STILL if cfg.control == "still" else cfg.learning_rate, warmup_steps=WARMUP,

@@ -52,7 +52,7 @@ from qat_lora.run.rundir import Run, open_run
 from qat_lora.run.session import Session
 from qat_lora.train.loop import Plan, plain_stage, restore, tokens_of, trained_parameters
 from qat_lora.train.memory import check_fits
-from qat_lora.train.options import LoopOptions, updates_of
+from qat_lora.train.options import LoopOptions, checked_updates
 
 NAME = "train_tinystories_reservoir"
 SAMPLE_TOKENS = 120
@@ -212,7 +212,7 @@ class Config(LoopOptions, JobConfig):
     length: int = opt.data(SHARED_CONFIG["block_size"], "tokens in a row", "--block-size", at_least=1)
     epochs: int = opt.training(SHARED_CONFIG["epochs"], "passes over the text", at_least=1, at_most=opt.MOST_UPDATES)
     max_steps: int | None = opt.training(
-        None, "updates; default: --epochs passes", at_least=1, at_most=opt.MOST_UPDATES
+        None, "updates; default: --epochs passes", added=True, at_least=1, at_most=opt.MOST_UPDATES
     )
     global_batch_size: int = opt.training(
         SHARED_CONFIG["batch_size"],
@@ -276,7 +276,7 @@ def plan_of(cfg: Config, rows: int, workers: int) -> Plan:
             "text"
         )
     return Plan(
-        steps=updates_of(cfg.max_steps, cfg.epochs, cfg.epochs * rows // cfg.global_batch_size),
+        steps=cfg.max_steps or checked_updates(cfg.epochs * rows // cfg.global_batch_size, "--epochs", cfg.epochs),
         batch_size=cfg.global_batch_size // workers, accumulation=1, learning_rate=cfg.learning_rate,
         warmup_steps=cfg.warmup_steps, clip_grad_norm=cfg.clip_grad_norm, seed=cfg.seed,
     )  # fmt: skip

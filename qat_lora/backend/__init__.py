@@ -1,5 +1,6 @@
 """The only door to devices. A training loop calls one Backend and never asks which device it is on."""
 
+import os
 import sys
 
 from qat_lora.backend.detect import has_static_shapes, resolve, tpu_chips
@@ -16,5 +17,7 @@ __all__ = [
 
 def xla_mark_step() -> None:
     """Compile and run what XLA has recorded so far; nothing on CPU and CUDA, or before an XLA backend is open."""
-    if "qat_lora.backend.xla" in sys.modules:
-        sys.modules["qat_lora.backend.xla"].mark_step()
+    if "torch_xla" in sys.modules and os.environ.get("PJRT_DEVICE"):
+        from qat_lora.backend.xla import mark_step
+
+        mark_step()

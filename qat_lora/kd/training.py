@@ -12,6 +12,7 @@ from qat_lora.models.architecture import hidden_states
 from qat_lora.quant.student import head_of
 from qat_lora.quant.training import parameter_groups, select_parameters
 from qat_lora.run.metrics import Metric, Share, Total
+from qat_lora.run.options import RATE, check_range
 from qat_lora.run.session import Session
 from qat_lora.train.loop import (
     Plan,
@@ -55,12 +56,22 @@ def kd_soft_ce(student_logits: Tensor, teacher_logits: Tensor, temperature: floa
 
 @dataclass(frozen=True)
 class QATPlan(Plan):
-    """scale_learning_rate: of the quantisers' scales. scope: what learns, see `select_parameters`. ema: decay of the
-    moving average that is measured and saved in the student's place; 0: the student itself."""
+    """scale_learning_rate: of the quantisers' scales; None: learning_rate. scope: what learns, see
+    `select_parameters`. ema: decay of the moving average that is measured and saved in the student's place; 0: the
+    student itself."""
 
-    scale_learning_rate: float = 0.0
+    scale_learning_rate: float | None = None
     scope: str = "all"
     ema: float = 0.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_range("scale_learning_rate", self.scale_rate, **RATE)
+        check_range("ema", self.ema, at_least=0, below=1)
+
+    @property
+    def scale_rate(self) -> float:
+        return self.learning_rate if self.scale_learning_rate is None else self.scale_learning_rate
 
 
 def qat_stage(
@@ -75,7 +86,7 @@ def qat_stage(
     backend = session.backend
     kept = trained_parameters(student)  # of earlier stages too
     select_parameters(student, plan.scope)
-    groups = parameter_groups(student, plan.learning_rate, plan.scale_learning_rate)
+    groups = parameter_groups(student, plan.learning_rate, plan.scale_rate)
     optimizer = new_optimizer(groups, backend)
     average = ema_copy(student) if plan.ema else None
     shown = student if average is None else average

@@ -16,6 +16,7 @@ from qat_lora.lora.targets import adapted, choose, peft_targets
 from qat_lora.models.architecture import hidden_states, unwrap
 from qat_lora.models.norms import norms_in_one_step
 from qat_lora.quant.init import input_moments
+from qat_lora.run.options import MOST_WEIGHT, check_range
 
 
 def add_adapter(
@@ -28,6 +29,9 @@ def add_adapter(
     scaled by alpha/√rank instead of alpha/rank (arXiv 2312.03732). Experts, each with an A and a B of its own, and
     whatever else PEFT adapts by its weight have no dropout.
     """
+    check_range("the adapter's rank", rank, at_least=1)
+    check_range("the adapter's alpha", alpha, above=0, at_most=MOST_WEIGHT)
+    check_range("the adapter's dropout", dropout, at_least=0, below=1)
     linear, experts = choose(student, targets)
     sizes = [unwrap(student).get_submodule(place).weight.shape for place in linear]
     need = 4 * rank * sum(rows + columns for rows, columns in sizes)

@@ -14,9 +14,14 @@ LEAST_RATE = 1e-12  # of a student whose weights are all zero
 RATE_SHARE = 3.1e-3  # of the root mean square of weights in 2 bits: their peak learning rate
 
 
+SCOPES = ("all", "mlp", "attn", "weights")
+
+
 def select_parameters(student: nn.Module, scope: str) -> None:
     """Freeze what `scope` leaves out: "mlp" and "attn" train that part of the decoder blocks alone, "weights" all but
     the scales, "all" freezes nothing."""
+    if scope not in SCOPES:
+        raise UserError(f"scope {scope!r} is not one of {', '.join(SCOPES)}")
     keep = {id(p) for p in student.parameters()}
     if scope in ("mlp", "attn"):
         keep = {

@@ -97,10 +97,11 @@ def _bool(text: str) -> bool:
 
 def _normalised(argv: list[str], kind: type) -> list[str]:
     """key=value → --key value, except right after a flag that takes a value: it is that value; section.key → key;
-    --a_b → --a-b."""
-    hints = get_type_hints(kind)
-    valued = {name for name, field in _names(kind).items() if hints[field] is not bool}
+    --a_b → --a-b. Raises UserError for an option under two of its names."""
+    hints, names = get_type_hints(kind), _names(kind)
+    valued = {name for name, field in names.items() if hints[field] is not bool}
     spelled: list[str] = []
+    given: dict[str, str] = {}  # by field, the name that it has here
     for word in argv:
         last = spelled[-1].lstrip("-").replace("-", "_") if spelled and spelled[-1].startswith("--") else ""
         if last in valued:
@@ -115,8 +116,11 @@ def _normalised(argv: list[str], kind: type) -> list[str]:
         spelled += [f"--{match[1]}", match[2]] if match else [word]
         at = len(spelled) - (2 if match else 1)
         name, equals, value = spelled[at].partition("=")
-        if name.lstrip("-").replace("-", "_") in {*_names(kind), *(f"no_{each}" for each in _names(kind))}:
+        bare = name.lstrip("-").replace("-", "_")
+        if bare in {*names, *(f"no_{each}" for each in names)}:
             spelled[at] = name.replace("_", "-") + equals + value
+        if name.startswith("--") and bare in names and given.setdefault(names[bare], bare) != bare:
+            raise UserError(f"{flag(given[names[bare]])} and {flag(bare)} are one option; give it once")
     return spelled
 
 
@@ -156,6 +160,8 @@ def _read_preset(name: str, kind: type, script: str, above: tuple = ()) -> dict:
     for key, value in values.items():
         if key not in known or key == "config":
             raise UserError(_unknown_key(str(key), set(known), f"{path}: key "))
+        if known[key] in checked:
+            raise UserError(f"{path}: {key} and another key are one option, {known[key]}; give it once")
         checked[known[key]] = _coerced(value, hints[known[key]], f"{path}: {key}")
     return (_read_preset(base, kind, script, (*above, name)) if base else {}) | checked
 
@@ -175,7 +181,7 @@ def _yaml(path: Path) -> dict:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())}); correct the file") from error
     if not isinstance(values, dict):
-        raise UserError(f"{path}: a preset is a list of `key: value` lines; correct the file")
+        raise UserError(f"{path}: a preset must be a mapping of `key: value` lines; correct the file")
     return values
 
 
@@ -216,6 +222,7 @@ class Variant:
     description: str
     defaults: dict[str, Any]
     check: Callable[[Any], None] | None = None
+    program: str | None = None  # as sys.argv has it
 
 
 _variant: Variant | None = None  # of the script that this process runs
@@ -225,6 +232,7 @@ def run_script(main, kind: type, script: str, description: str) -> None:
     """Parse the command line (see `parse`) and call main(config). Bad input is one line on stderr and exit code 2; so
     is, with exit code 1, whatever nobody foresaw. --debug shows the traceback."""
     shown = _variant or Variant(script, description, {})
+    sys.argv[0] = shown.program or sys.argv[0]  # runpy put the other script there
     debug = "--debug" in sys.argv
     open_output()
     try:
@@ -252,5 +260,5 @@ def run_variant(
     """Run another script, the same experiment, under a name of its own: with that script's presets, but this
     description and these defaults, and a further check of the config."""
     global _variant
-    _variant = Variant(name, description, defaults, check)
+    _variant = Variant(name, description, defaults, check, sys.argv[0])
     runpy.run_path(str(CONFIGS.with_name("scripts") / f"{script}.py"), run_name="__main__")

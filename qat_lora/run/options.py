@@ -32,7 +32,7 @@ HELDOUT = {"above": 0, "below": 1, "fix": "use e.g. 0.1"}  # of a held-out share
 
 def option(
     default: Any, help: str, *aliases: str, group: str = "run", identity: bool | str = True,
-    renamed: dict[Any, Any] | None = None, fix: str = "", **bounds: float,
+    renamed: dict[Any, Any] | None = None, added: bool = False, fix: str = "", **bounds: float,
 ) -> Any:  # fmt: skip
     """A field of a script's config; one of type Literal takes only the values that it lists.
 
@@ -42,6 +42,7 @@ def option(
     fact in the manifest ("base") means that this fact is compared instead: the option says where something is, the
     fact what it is.
     renamed: {value that earlier versions wrote into config.yaml: its current name}; a run may be resumed with either.
+    added: runs that config.yaml does not vouch for by a checksum may be older than the option; they had its default.
     bounds: at_least, above, at_most, below. fix: what the message about a value outside them says to do.
     """
     assert group in GROUPS and bounds.keys() <= {*BOUNDS}, (group, bounds)
@@ -49,7 +50,7 @@ def option(
         default=default,
         metadata={
             "help": help.replace("%", "%%"), "aliases": aliases, "group": group, "identity": identity,
-            "renamed": renamed or {}, "bounds": bounds, "fix": fix,
+            "renamed": renamed or {}, "added": added, "bounds": bounds, "fix": fix,
         },
     )  # fmt: skip
 
@@ -111,14 +112,14 @@ class JobConfig(RunConfig):
     """What every script that trains on several workers takes on top."""
 
     num_chips: int | None = _device(
-        None, "TPU chips, GPUs or CPU processes of this host; 0: every chip or GPU there is; default: one", at_least=0
+        None, "TPU chips, GPUs or CPU processes of this host; 0: every chip or GPU there is; not given: one", at_least=0
     )
     host_timeout: float = _device(
         60.0,
         "seconds until the other hosts end after one is lost; a slow host that still responds is not lost",
         at_least=10,
         at_most=LONGEST,
-        fix="use e.g. 60",
+        fix="a short network pause must not end the job: use e.g. 60 seconds",
     )
     join_timeout: float = _device(
         60.0, "seconds to wait for all hosts; raise it if hosts start slowly", above=0, at_most=LONGEST
@@ -181,6 +182,8 @@ def _range(bounds: dict[str, float]) -> str:
 
 def shown(value: float) -> str:
     """A number for people."""
+    if isinstance(value, int):
+        return f"{value:,}"
     if abs(value) >= 1e12:
         return f"{value:.3g}"
     return f"{value:,.12g}" if abs(value) >= 1000 else f"{value:.12g}"

@@ -239,7 +239,8 @@ def _check_option(
                     f"(manifest.json), {here!r} ({name} {now!r}) here; give the same one, or another --output-dir"
                 )
     elif kind:
-        if manifest.get(CONFIG_SUM) is None and not {name, *_earlier_names(field)} & was.keys():
+        known = {name, *_earlier_names(field)} & was.keys() or field.metadata["added"]
+        if manifest.get(CONFIG_SUM) is None and not known:
             raise UserError(
                 f"{path}/config.yaml has no {name}: it is damaged, or of another version; restore it, or give another "
                 "--output-dir"
@@ -275,7 +276,11 @@ def _changed(path: Path, config: RunConfig) -> dict:
     was, own = read_config(path), {field.name for field in dataclasses.fields(JobConfig)} - {"num_chips"}
     fields = [field for field in dataclasses.fields(config) if field.name not in own]
     now = {field.name: getattr(config, field.name) for field in fields}
-    return {field.name: now[field.name] for field in fields if _recorded(was, field, now) != now[field.name]}
+    return {
+        field.name: now[field.name]
+        for field in fields
+        if now[field.name] not in _names_of(field, _recorded(was, field, now))
+    }
 
 
 def _stamp() -> str:

@@ -26,9 +26,14 @@ from qat_lora.data.batches import batches
 from qat_lora.errors import UserError
 from qat_lora.quant.training import parameter_groups
 from qat_lora.run.metrics import Last, Metric, Ratio, Value
+from qat_lora.run.options import COUNT, DECAY, RATE, SHARE, UPDATES, check_range
 from qat_lora.run.session import Session
 from qat_lora.train.optimizer import new_optimizer
 
+BOUNDS = {
+    "steps": UPDATES, "batch_size": COUNT, "accumulation": COUNT, "learning_rate": RATE, "warmup_steps": UPDATES,
+    "clip_grad_norm": {"at_least": 0}, "weight_decay": DECAY, "floor": SHARE,
+}  # of a plan  # fmt: skip
 Stream = Callable[[int], Iterator[dict]]  # micro-batches from the update of this number (0-based) on
 
 
@@ -48,6 +53,10 @@ class Plan:
     seed: int
     weight_decay: float = field(default=0.0, kw_only=True)
     floor: float = field(default=0.0, kw_only=True)
+
+    def __post_init__(self):
+        for name, bounds in BOUNDS.items():
+            check_range(name, getattr(self, name), **bounds)
 
     def factor(self, step: int) -> float:
         """What the schedule multiplies the peak learning rates by in update `step` (1-based), counted in updates, never

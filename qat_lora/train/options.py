@@ -28,7 +28,7 @@ class LoopOptions(RunConfig):
 
     learning_rate: float = opt.training(5e-4, "peak learning rate", **opt.RATE)
     clip_grad_norm: float = opt.training(
-        1.0, "largest global gradient norm; 0 clips nothing", at_least=0, at_most=opt.LARGEST
+        1.0, "largest global gradient norm; 0 clips nothing", at_least=0, at_most=opt.LARGEST, added=True
     )
     eval_every: int = opt.run(100, "updates between evaluations; 0: first and last", at_least=0)
     save_every: int = opt.run(100, "updates between checkpoints; 0: last", at_least=0)
@@ -38,11 +38,11 @@ class LoopOptions(RunConfig):
         return Every(self.log_every, self.eval_every, self.save_every)
 
 
-def updates_of(max_steps: int | None, epochs: float, steps: int) -> int:
-    """How many updates to train: max_steps, or the `steps` of so many epochs; raises UserError for what never ends."""
-    if not max_steps and steps > opt.MOST_UPDATES:
-        raise UserError(f"--epochs {epochs} makes {steps:,} updates, more than {opt.MOST_UPDATES:,}; lower it")
-    return max_steps or steps
+def checked_updates(steps: int, option: str, epochs: float) -> int:
+    """The updates that an option's epochs make; raises UserError for so many that they would never end."""
+    if steps > opt.MOST_UPDATES:
+        raise UserError(f"{option} {epochs} makes {steps:,} updates, more than {opt.MOST_UPDATES:,}; lower it")
+    return steps
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -17,12 +16,9 @@ from ports import free_port
 from safetensors.torch import load_file
 
 from qat_lora.backend import TorchBackend, count_workers, detect
-from qat_lora.backend.group import SIGTERM
-from qat_lora.backend.launch import Job, check_world, launch
-from qat_lora.backend.relay import Timeouts
+from qat_lora.backend.launch import check_world, launch
 from qat_lora.backend.workers import PROCESS_BOUNDS
 from qat_lora.backend.workers import take_chips as _take_chips
-from qat_lora.backend.xla import XlaWorker
 from qat_lora.errors import UserError
 
 CLOSE = 1e-6  # weights after five steps in fp32
@@ -193,15 +189,20 @@ def test_its_code_wins_over_that_of_a_worker_that_waits_on_the_host(capfd, how, 
 
 
 def test_a_tpu_worker_hears_sigterm_in_the_main_thread_of_its_process():
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        pickle.loads(pickle.dumps(XlaWorker(Job(worker_checks.fail_all, (), "xla", "fp32", False, Timeouts()), 2)))
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert SIGTERM.is_set()
-    finally:
-        SIGTERM.clear()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    environment = os.environ | {"PYTHONPATH": str(Path(worker_checks.__file__).parent)}
+    code = (
+        "import os, pickle, signal, worker_checks\n"
+        "from qat_lora.backend.group import SIGTERM\n"
+        "from qat_lora.backend.launch import Job\n"
+        "from qat_lora.backend.relay import Timeouts\n"
+        "from qat_lora.backend.xla import XlaWorker\n"
+        "job = Job(worker_checks.fail_all, (), 'xla', 'fp32', False, Timeouts())\n"
+        "pickle.loads(pickle.dumps(XlaWorker(job, 2)))\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "assert SIGTERM.is_set()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_workers_that_start_end_with_a_parent_that_is_killed(tmp_path):

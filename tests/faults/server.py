@@ -28,18 +28,19 @@ def preload() -> None:
     """Import what the scripts import, also what transformers and PEFT import late."""
     import matplotlib.backends.backend_agg  # noqa: F401
     import peft
-    import qat_lora.experiments.athena.pretraining
-    import qat_lora.experiments.qat
-    import qat_lora.experiments.recovery
     import torch
     import transformers
     from matplotlib.figure import Figure
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: F401
 
+    import qat_lora.experiments.athena.evaluation
+    import qat_lora.experiments.athena.training
     import qat_lora.experiments.legal.evaluation
     import qat_lora.experiments.musclebob.validation
     import qat_lora.experiments.stories.evaluation
     import qat_lora.export.gguf
+    import qat_lora.layer_qat
+    import qat_lora.lora.recovery
     import qat_lora.rl.grpo  # noqa: F401
 
     if find_spec("datasets"):  # which no trial needs

@@ -254,8 +254,8 @@ def test_a_resume_on_one_host_alone_is_named(pair, recovery, tmp_path):
 
 
 def test_other_code_is_refused(pair, recovery, tmp_path):
-    optimiser = ROOT / "qat_lora" / "backend" / "optim.py"
-    other = tmp_path / "optim.py"
+    optimiser = ROOT / "qat_lora" / "train" / "optimizer.py"
+    other = tmp_path / "optimizer.py"
     other.write_text(optimiser.read_text() + "\nEPS_OF_ANOTHER_DAY = 1e-7\n")
     command = recovery(tmp_path / "r", 60)
     for job in differ(pair, command, command, binds={other: optimiser}):

@@ -30,6 +30,7 @@ LONGEST = 2**20
 SIDES = ("train", "test")
 AGAIN = "; copy the folder again, or build it anew"
 ANY = 2**31  # numbers are kept as int32
+MOST = 2**40  # of any size
 COUNTS = {"seq_len": 1, "vocab_size": 2, "num_puzzle_identifiers": 1}  # of dataset.json: least values
 
 
@@ -278,9 +279,10 @@ def _load(folder: Path, shown: str) -> PuzzleRows:
     except UserError as error:
         raise UserError(str(error).replace(str(folder), shown)) from error
     for name, least in COUNTS.items():
-        if type(facts.get(name)) is not int or facts[name] < least:
+        if type(facts.get(name)) is not int or not least <= facts[name] <= MOST:
             raise UserError(
-                f"{shown}/dataset.json: {name} is {facts.get(name)!r}, not a whole number of at least {least}{AGAIN}"
+                f"{shown}/dataset.json: {name} is {facts.get(name)!r}, not a whole number from {least} to {MOST:,}"
+                f"{AGAIN}"
             )
     vocab, kind, sets = facts["vocab_size"], facts.get("kind"), facts.get("sets", ["all"])
     if sets != ["all"]:

@@ -209,7 +209,7 @@ def array_of(name: str, change):
     [
         (facts_with(vocab_size=5, kind=None), "all__inputs.npy holds values from 1 to 5; they have to be from 0 to 4"),
         (facts_with(seq_len=81, kind=None), r"all__inputs.npy holds 16×16 values .*dataset.json says N×81"),
-        (facts_with(seq_len=None), "train/dataset.json: seq_len is None, not a whole number of at least 1"),
+        (facts_with(seq_len=None), "train/dataset.json: seq_len is None, not a whole number from 1 to"),
         (facts_with(kind="sudoku6"), "a sudoku6 has no vocabulary of 6 and length of 16"),
         (facts_with(kind="chess"), "kind 'chess' is not one of"),
         (facts_with(sets=["a"]), r"sets is \['a'\]"),
