@@ -97,11 +97,12 @@ def _bool(text: str) -> bool:
 
 def _normalised(argv: list[str], kind: type) -> list[str]:
     """key=value → --key value, except right after a flag that takes a value: it is that value; section.key → key;
-    --a_b → --a-b. Raises UserError for an option under two of its names."""
+    --a_b → --a-b. Raises UserError for an input (its identity is a fact) that is given under two names."""
     hints, names = get_type_hints(kind), _names(kind)
     valued = {name for name, field in names.items() if hints[field] is not bool}
     spelled: list[str] = []
-    given: dict[str, str] = {}  # by field, the name that it has here
+    inputs = {field.name for field in dataclasses.fields(kind) if isinstance(field.metadata["identity"], str)}
+    given: dict[str, str] = {}  # by input, the name that it has here
     for word in argv:
         last = spelled[-1].lstrip("-").replace("-", "_") if spelled and spelled[-1].startswith("--") else ""
         if last in valued:
@@ -119,7 +120,7 @@ def _normalised(argv: list[str], kind: type) -> list[str]:
         bare = name.lstrip("-").replace("-", "_")
         if bare in {*names, *(f"no_{each}" for each in names)}:
             spelled[at] = name.replace("_", "-") + equals + value
-        if name.startswith("--") and bare in names and given.setdefault(names[bare], bare) != bare:
+        if name.startswith("--") and names.get(bare) in inputs and given.setdefault(names[bare], bare) != bare:
             raise UserError(f"{flag(given[names[bare]])} and {flag(bare)} are one option; give it once")
     return spelled
 

@@ -14,9 +14,11 @@ import torch
 from safetensors.torch import load_file
 from small import SMALL, damage
 
+from qat_lora.kd import training
 from qat_lora.quant.student import read_student
 from qat_lora.run import options
 from qat_lora.run.checkpoint import load_checkpoint
+from qat_lora.train import loop
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -123,7 +125,8 @@ def test_file_that_is_no_student_is_named(refuse, cache, tmp_path, content):
 # -- training that goes wrong ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("rate", ["1e12", "1e30", "1e38"])
 def test_loss_that_blows_up_stops_and_keeps_the_last_good_checkpoint(refuse, qat, tmp_path, monkeypatch, rate):
-    monkeypatch.setattr(options, "check_range", lambda *_, **__: None)  # a loss that blows up at once
+    for module in (options, loop, training):  # a loss that blows up at once
+        monkeypatch.setattr(module, "check_range", lambda *_, **__: None)
     flags = ["--learning-rate", rate, "--warmup-steps", 0, "--max-steps", 8, "--save-every", 1, "--log-every", 1]
     message = refuse("train_qat", *qat, *flags, "--clip-grad-norm", 0, "--layer-steps", 1, "--layer-rows", 4)
     assert "not finite" in message and "step " in message and "--learning-rate" in message

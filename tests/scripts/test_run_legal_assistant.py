@@ -212,7 +212,7 @@ def test_bad_input(refusal, tmp_path, tiny_model_dir):
         (["--port", "0"], "--port 0 must be from 1 to 65,535"),
         (["--authorities", tmp_path / "none.json"], "none.json"),
         (["--device", "xla"], "XLA"),
-        (["--top-p", "0"], "top_p=0"),
+        (["--top-p", "0"], "--top-p 0.0 must be above 0"),
         (["--temperature", "1e-40"], "temperature=1e-40"),
         (
             ["--max-new-tokens", "1000000000000", "--model", tiny_model_dir, "--device", "cpu"],

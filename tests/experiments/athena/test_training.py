@@ -295,11 +295,11 @@ def test_rows_that_do_not_divide_by_the_workers_are_refused(rows):
     "changes, said",
     [
         ({"halt_max_segments": 0}, "--halt-max-segments 0 must be from 1 to 10,000"),
-        ({"ema_decay": 1.0}, "--ema-decay 1 must be at least 0 and below 1"),
+        ({"ema_decay": 1.0}, "--ema-decay 1.0 must be at least 0 and below 1"),
         ({"lr_min_ratio": 1.5}, "--lr-min-ratio 1.5 must be from 0 to 1"),
         ({"halt_exploration": -0.1}, "--halt-exploration -0.1 must be from 0 to 1"),
-        ({"beta2": 1.0}, "--beta2 1 must be at least 0 and below 1"),
-        ({"weight_decay": -1.0}, "--weight-decay -1 must be from 0 to 1,000"),
+        ({"beta2": 1.0}, "--beta2 1.0 must be at least 0 and below 1"),
+        ({"weight_decay": -1.0}, "--weight-decay -1.0 must be from 0 to 1,000"),
     ],
 )
 def test_impossible_options_are_refused(changes, said):
