@@ -178,3 +178,21 @@ def test_importing_everything_leaves_torch_xla_out_and_initialises_nothing():
     assert found["clip"] == "torch.nn.utils.clip_grad"
     if not torch.cuda.device_count() and not Path("/dev/accel0").exists():
         assert found["device"] == "cpu"
+
+
+MARK = """
+import torch_xla
+import qat_lora
+from torch_xla.debug import metrics
+import torch
+value = torch.ones(3, device=torch_xla.device()) + 1
+qat_lora.xla_mark_step()
+assert metrics.metric_data("ExecuteTime")[0] == 1
+"""
+
+
+@pytest.mark.xla
+def test_a_step_boundary_in_a_loop_of_ones_own_runs_what_was_recorded():
+    done = subprocess.run([sys.executable, "-c", MARK], env=os.environ | {"PJRT_DEVICE": "CPU"}, capture_output=True,
+                          text=True, timeout=120)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]

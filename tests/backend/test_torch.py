@@ -308,3 +308,13 @@ def test_gradient_checkpointing_changes_no_gradient(backend, tiny_model_dir, fro
     assert (once, twice) == (1, 2)
     assert plain.keys() == recomputed.keys() and plain
     assert [name for name in plain if not torch.equal(plain[name], recomputed[name])] == []
+
+
+# -- what is copied to a GPU -----------------------------------------------------------------------------------------
+def test_batches_are_pinned_for_cuda_alone(backend, monkeypatch):
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
+    batch = {"tokens": torch.zeros(2, 3), "mask": torch.ones(2, 3)}
+    assert next(iter(backend.prefetch([batch]))).keys() == batch.keys() and pinned == []
+    monkeypatch.setattr(backend, "kind", "cuda")
+    assert backend.staged(batch).keys() == batch.keys() and len(pinned) == 2

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -147,3 +148,16 @@ def test_the_walk_sees_edits(code, edits):
 def test_no_file_edits_sys_path(path):
     lines = [node.lineno for node in ast.walk(ast.parse(path.read_text())) if edits_sys_path(node)]
     assert not lines, f"{name(path)} edits sys.path in lines {lines}"
+
+
+# -- sizes -----------------------------------------------------------------------------------------------------------
+def test_core_files_and_functions_stay_short():
+    """STYLE: median of the core at most 150 lines, nothing above 400, 95 of 100 functions at most 40."""
+    files = [path for path in (ROOT / "qat_lora").rglob("*.py") if path.stat().st_size]
+    lines = {path: len(path.read_text().splitlines()) for path in files}
+    assert statistics.median(lines.values()) <= 150
+    assert {path.name: count for path, count in lines.items() if count > 400} == {}
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)]
+    lengths = sorted(node.end_lineno - node.lineno + 1 for node in nodes)
+    assert lengths[int(0.95 * len(lengths))] <= 40

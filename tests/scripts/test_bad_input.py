@@ -24,6 +24,11 @@ def test_missing_flag_is_named(refuse, script, flag):
     assert flag in message and ("missing" in message or "give" in message)
 
 
+def test_an_input_under_two_names_is_refused(refuse, tiny_student):
+    said = refuse("train_recovery_lora", "--checkpoint", tiny_student, "--v2-checkpoint", "other.pt")
+    assert "--checkpoint and --v2-checkpoint are one option; give it once" in said
+
+
 def test_recovery_without_a_cache(refuse, tiny_student):
     assert "--cache-dir" in refuse("train_recovery_lora", "--checkpoint", tiny_student)
 

@@ -15,7 +15,7 @@ from qat_lora.models.loading import load_model
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import quantized_layers
 from qat_lora.quant.student import StudentSpec, quantize
-from qat_lora.quant.training import parameter_groups, usual_rates
+from qat_lora.quant.training import parameter_groups, select_parameters, usual_rates
 from qat_lora.train.loop import restore, update
 
 PLAN = QATPlan(
@@ -238,3 +238,22 @@ def test_restore_is_strict(new_student):
     ):
         with pytest.raises(UserError, match=wrong):
             restore(other, bad)
+
+
+# -- impossible plans ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"steps": -1}, "steps -1 must be from 0"), ({"batch_size": 0}, "batch_size 0"), ({"ema": 1.5}, "ema 1.5"),
+        ({"learning_rate": math.nan}, "learning_rate nan"), ({"scale_learning_rate": 0.0}, "scale_learning_rate 0.0"),
+    ],
+)  # fmt: skip
+def test_an_impossible_plan_is_refused(changes, said):
+    with pytest.raises(UserError, match=said):
+        dataclasses.replace(PLAN, **changes)
+    assert dataclasses.replace(PLAN, scale_learning_rate=None).scale_rate == PLAN.learning_rate
+
+
+def test_an_unknown_scope_is_refused(tiny_model_dir):
+    with pytest.raises(UserError, match="scope 'mpl' is not one of all, mlp, attn, weights"):
+        select_parameters(load_model(str(tiny_model_dir)), "mpl")

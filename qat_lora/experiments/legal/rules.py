@@ -4,7 +4,6 @@ A rule draws facts, and its law says what follows from them; so a model's answer
 that is not in AUTHORITIES is invented. Made for training software, no advice.
 """
 
-import calendar
 import itertools
 import random
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from datetime import date, timedelta
 
 from qat_lora.errors import UserError
+from qat_lora.experiments.legal.periods import PERIODS, capital, day, name_of
 
 # The most rows with different questions. Types and rules take turns, and the client's question on the deposit penalty
 # runs out first: 104 deposits in two wordings, one question every 112 rows.
@@ -23,22 +23,8 @@ WHO = ("a baker", "a barber", "a bookseller", "a carpenter", "a caterer", "a den
 FIRST_DAY, DAYS = date(2019, 1, 1), 5 * 365  # when things happen; the law was the same all the time
 
 
-def _month(when: date) -> str:
-    return calendar.month_name[when.month]
-
-
-def day(when: date) -> str:
-    return f"{when.day} {_month(when)} {when.year}"
-
-
 def money(pounds: float) -> str:
     return f"£{pounds:,.2f}".removesuffix(".00")
-
-
-def later(when: date, months: int) -> date:
-    """The corresponding date so many months on, or the last of a month that has none."""
-    year, month = divmod(when.year * 12 + when.month - 1 + months, 12)
-    return date(year, month + 1, min(when.day, calendar.monthrange(year, month + 1)[1]))
 
 
 @dataclass(frozen=True)
@@ -81,39 +67,6 @@ def _period(
         return Facts(happened.format(**said), mine.format(**said), tuple(filter(None, steps)), day(value))
 
     return draw
-
-
-def _days(count: int) -> Callable[[date], tuple[date, str]]:
-    def end(when: date) -> tuple[date, str]:
-        total, month = when.day + count, when
-        parts = [f"{when.day} + {count} = {total}"]
-        while total > (length := calendar.monthrange(month.year, month.month)[1]):
-            parts.append(f"{_month(month)} has {length} days, and {total} − {length} = {total - length}")
-            total, month = total - length, later(month.replace(day=1), 1)
-        if len(parts) == 1:
-            parts.append(f"{_month(month)} has {length} days")
-        return when + timedelta(count), "; ".join(parts) + "."
-
-    return end
-
-
-def _months(count: int, begins: bool = False) -> Callable[[date], tuple[date, str]]:
-    """So many months on. begins: the day itself is the first of them, so that they end the day before the date comes
-    round; where a month has no such date, on its last day."""
-
-    def end(when: date) -> tuple[date, str]:
-        on = later(when, count)
-        month = f"{_month(on)} {on.year}"
-        names = [_month(later(when, number)) for number in range(1, count + 1)]
-        parts = [f"{count} month{'s' * (count > 1)} on: {', '.join(names)} {on.year}"] if count % 12 else []
-        if on.day < when.day:
-            parts.append(f"{month} has only {on.day} days, so its last day counts")
-        elif begins:
-            parts.append(f"the date comes round on {day(on)}")
-            on -= timedelta(1)
-        return on, _capital("; ".join(parts)) + "." if parts else ""
-
-    return end
 
 
 def _percent(full: float, share: int) -> str:
@@ -215,7 +168,7 @@ def _bereavement(rng: random.Random) -> Facts:
     new = when >= date(2020, 5, 1)
     value = money(15120 if new else 12980)
     if when.year == 2020:
-        side = f"{_month(when)} is {'not ' * new}before May"
+        side = f"{name_of(when)} is {'not ' * new}before May"
     else:
         side = f"{when.year} is {'after' if new else 'before'} 2020"
     steps = (f"The death was on {day(when)}.", f"{side}.", f"So it is {value}.")
@@ -258,85 +211,6 @@ def _deposit(rng: random.Random) -> Facts:
     return Facts(f"{who} {told}.", f"I {told}.", steps, value)
 
 
-LAST = "the last day for issuing the claim"
-# topic, difficulty, authority, what is wanted, how long it runs; the law; what happened, told by others and by the
-# client; the step from there.
-PERIODS = (
-    ("contract", "easy", "Limitation Act 1980, s 5", LAST, _months(72),
-     "An action on a simple contract is barred after six years from the accrual of the cause of action.",
-     "{who} broke a simple contract with a supplier on {when}.",
-     "My supplier broke our contract, which is not a deed, on {when}.", "A simple contract has six years."),
-    ("contract", "medium", "Limitation Act 1980, s 8", LAST, _months(144),
-     "An action upon a specialty, such as a deed, is barred after twelve years.",
-     "A covenant in a deed with {who} was broken on {when}.", "A covenant in a deed with me was broken on {when}.",
-     "A deed has twelve years."),
-    ("tort", "easy", "Limitation Act 1980, s 2", LAST, _months(72),
-     "An action founded on tort is barred after six years from the accrual of the cause of action.",
-     "A trespass to the goods of {who} took place on {when}.", "Somebody damaged my goods on purpose on {when}.",
-     "Tort has six years."),
-    ("tort", "easy", "Limitation Act 1980, s 4A", LAST, _months(12),
-     "An action for libel or slander is barred after one year.",
-     "A libel of {who} was published on {when}.", "A libel about me was published on {when}.", "Libel has one year."),
-    ("personal injury", "easy", "Limitation Act 1980, s 11", LAST, _months(36),
-     "An action for personal injuries is barred after three years from the accrual or the date of knowledge.",
-     "{who} was injured at work through negligence on {when}, and knew so at once.",
-     "I was injured at work through negligence on {when}, and knew so at once.", "Personal injury has three years."),
-    ("personal injury", "hard", "Limitation Act 1980, s 11A", "the day on which the longstop ends", _months(120),
-     "A right of action for a defective product is extinguished ten years after its producer put it into circulation.",
-     "The product that injured {who} was put into circulation by its producer on {when}.",
-     "The product that injured me was put into circulation by its producer on {when}.", "The longstop is ten years."),
-    ("employment", "medium", "Employment Rights Act 1996, s 111",
-     "the last day for presenting a claim, conciliation aside", _months(3, True),
-     "A claim for unfair dismissal is presented within three months beginning with the effective date of termination.",
-     "{who} was unfairly dismissed, with effect from {when}.", "I was unfairly dismissed, with effect from {when}.",
-     "Three months that begin with a day end the day before its date comes round."),
-    ("employment", "medium", "Equality Act 2010, s 123", "the last day for presenting a complaint, conciliation aside",
-     _months(3, True),
-     "A complaint of discrimination at work is brought within three months starting with the date of the act.",
-     "{who} was refused a promotion because of her sex on {when}.",
-     "I was refused a promotion because of my sex on {when}.",
-     "Three months that start with a day end the day before its date comes round."),
-    ("consumer", "easy", "Consumer Rights Act 2015, s 22", "the last day of the short-term right to reject", _days(30),
-     "Faulty goods may be rejected within 30 days, beginning with the day after delivery.",
-     "{who} was delivered a faulty washing machine on {when}.",
-     "A faulty washing machine was delivered to me on {when}.", "The right lasts 30 days from the day after."),
-    ("consumer", "easy",
-     "Consumer Contracts (Information, Cancellation and Additional Charges) Regulations 2013, reg 30",
-     "the last day for cancelling", _days(14),
-     "A sale at a distance may be cancelled within 14 days after the day on which the goods arrive.",
-     "Shoes that {who} had bought online arrived on {when}.", "Shoes that I had bought online arrived on {when}.",
-     "Fourteen days follow that day."),
-    ("housing", "easy", "Protection from Eviction Act 1977, s 5",
-     "the earliest day on which the notice can take effect", _days(28),
-     "A notice to quit a dwelling has to be given not less than four weeks before it takes effect.",
-     "The landlord gave {who}, a periodic tenant, notice to quit on {when}.",
-     "My landlord gave me, a periodic tenant, notice to quit on {when}.", "Four weeks are 28 days."),
-    ("housing", "medium", "Housing Act 2004, s 213", "the last day for protecting the deposit", _days(29),
-     "A tenancy deposit has to be protected within 30 days beginning with the date on which it is received.",
-     "The landlord of {who} received a tenancy deposit on {when}.",
-     "My landlord received my tenancy deposit on {when}.", "The day itself is the first of the 30."),
-    ("property", "medium", "Limitation Act 1980, s 15", LAST, _months(144),
-     "An action to recover unregistered land is barred after twelve years.",
-     "A squatter took possession of unregistered land of {who} on {when}.",
-     "A squatter took possession of my unregistered land on {when}.", "Land has twelve years."),
-    ("property", "medium", "Inheritance (Provision for Family and Dependants) Act 1975, s 4",
-     "the last day for an application that needs no permission", _months(6),
-     "An application for provision is made within six months from the grant of representation.",
-     "Probate of the will of {who} was granted on {when}; the widow wants provision.",
-     "Probate of my husband's will was granted on {when}; I want provision.", "Six months follow the grant."),
-    ("public law", "hard", "Civil Procedure Rules, r 54.5", "the last day for filing the claim form", _months(3),
-     "A claim for judicial review is filed promptly and not later than three months after the grounds first arose.",
-     "A decision against {who}, which is not on planning, was taken on {when}.",
-     "The council took a decision against me, not on planning, on {when}.", "Three months are the most."),
-    ("public law", "easy", "UK GDPR, art 12(3)", "the last day for an answer that is not extended", _months(1),
-     "A request of access is answered within one month of its receipt.",
-     "A company received a request of access from {who} on {when}.",
-     "A company received my request for my personal data on {when}.", "One month follows."),
-    ("criminal", "medium", "Magistrates' Courts Act 1980, s 127", "the last day for laying the information", _months(6),
-     "An information for a summary offence is laid within six months from the offence.",
-     "{who} is said to have committed a summary offence on {when}.",
-     "I am said to have committed a summary offence on {when}.", "A summary offence has six months."),
-)  # fmt: skip
 LATE = "Late Payment of Commercial Debts (Interest) Act 1998, s "
 FORMED = "the day on which the contract was made"
 RULES = (
@@ -398,19 +272,15 @@ def generate(count: int, seed: int) -> Iterator[dict]:
             rng = random.Random(f"{seed} {number} {attempt}")
             facts = rule.draw(rng)
             question = rng.choice(ASKED[kind]).format(
-                told=_capital(facts.told), mine=facts.mine, ask=rule.ask, authority=rule.authority
+                told=capital(facts.told), mine=facts.mine, ask=rule.ask, authority=rule.authority
             )
             if question not in seen:
                 break
         seen.add(question)
         steps = (rule.law, *facts.steps)
         yield {
-            "id": f"law-{number + 1:06d}", "question": question, "answer": f"{_capital(rule.ask)}: {facts.value}.",
+            "id": f"law-{number + 1:06d}", "question": question, "answer": f"{capital(rule.ask)}: {facts.value}.",
             "topic": rule.topic, "difficulty": rule.difficulty, "case_citation": rule.authority,
             "reasoning": "\n".join(f"Step {place}: {step}" for place, step in enumerate(steps, 1)),
             "jurisdiction": "England and Wales", "sample_type": kind,
         }  # fmt: skip
-
-
-def _capital(text: str) -> str:
-    return text[0].upper() + text[1:]

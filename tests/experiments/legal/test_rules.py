@@ -8,7 +8,8 @@ from datetime import date
 import pytest
 
 from qat_lora.errors import UserError
-from qat_lora.experiments.legal.rules import AUTHORITIES, FIRST_DAY, LARGEST_COUNT, RULES, TYPES, generate, later
+from qat_lora.experiments.legal.periods import later
+from qat_lora.experiments.legal.rules import AUTHORITIES, FIRST_DAY, LARGEST_COUNT, RULES, TYPES, generate
 from qat_lora.experiments.legal.sections import figure
 
 COLUMNS = [
