@@ -153,7 +153,7 @@ def test_a_step_that_fails_stops_it_and_shows_why(monkeypatch, capsys):
     with pytest.raises(subprocess.CalledProcessError):
         names["run"]("build_kd_cache", max_rows=0)
     said = capsys.readouterr().out
-    assert "python scripts/build_kd_cache.py --max-rows 0" in said and "error: --cache-dir is missing" in said
+    assert "python scripts/build_kd_cache.py --max-rows 0" in said and "error: --max-rows 0 must be at least 1" in said
 
 
 def test_on_a_tpu_it_runs_the_guides_settings(monkeypatch, load_script, tmp_path):
@@ -182,15 +182,10 @@ def test_on_a_tpu_it_runs_the_guides_settings(monkeypatch, load_script, tmp_path
         assert (config.device, config.model) == ("tpu", "Qwen/Qwen3-0.6B")
     for config in (cache, teacher, student, adapted):
         assert (config.dataset, config.dataset_config, config.length) == ("wikitext", "wikitext-103-raw-v1", 1024)
-    assert cache.top_k == 128 and cache.cache_dir == qat.cache_dir == recovery.kd_cache_dir
+    assert cache.top_k == 128 and cache.cache_dir == qat.cache_dir == recovery.cache_dir
     assert cache.cache_dir == f"{tmp_path}/caches/wikitext103_L1024_K128"
     assert (qat.mlp, qat.attn, qat.output_dir) == ("lut4/r32", "lut4/r32", f"{tmp_path}/runs/v2_q4")
-    assert (recovery.recovery_r, recovery.batch_size, recovery.accumulation_steps, recovery.max_steps) == (
-        8,
-        4,
-        8,
-        1000,
-    )
+    assert (recovery.lora_r, recovery.batch_size, recovery.accumulation_steps, recovery.max_steps) == (8, 4, 8, 1000)
     assert recovery.checkpoint == student.checkpoint == adapted.checkpoint == f"{tmp_path}/runs/v2_q4/best.pt"
     assert qat.resume == recovery.resume == "auto"
     assert adapted.adapter == f"{recovery.output_dir}/adapter" and student.adapter is None
