@@ -138,12 +138,12 @@ def test_what_takes_long_loses_nobody(pair, recovery, tmp_path, whole):
     slow = tmp_path / "slow.py"
     slow.write_text(
         "import sys, time, runpy, os\n"
-        "from qat_lora import evaluate\n"
-        "before, naps = evaluate.heldout_figures, [13] * (os.environ['RANK'] == '1')\n"
+        "from qat_lora.kd import evaluation\n"
+        "before, naps = evaluation.heldout_figures, [13] * (os.environ['RANK'] == '1')\n"
         "def slow(*args):\n"
         "    time.sleep(naps.pop() if naps else 0)\n"
         "    return before(*args)\n"
-        "evaluate.heldout_figures = slow\n"
+        "evaluation.heldout_figures = slow\n"
         "sys.argv = sys.argv[1:]\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
@@ -288,7 +288,7 @@ def test_a_cache_may_lie_elsewhere_but_has_to_be_the_same(pair, recovery, sharp_
     )  # fmt: skip
     command = recovery(tmp_path / "s", 60)
     for job in differ(pair, command, command, binds={another: sharp_cache}):
-        one_line(job, "data is", "for worker 0 on hosta", "for worker 1 on hostb", f"--kd-cache-dir {sharp_cache}")
+        one_line(job, "data is", "for worker 0 on hosta", "for worker 1 on hostb", f"--cache-dir {sharp_cache}")
 
 
 def test_another_setting_of_the_model_is_refused(pair, recovery, sharp_model_dir, tmp_path):
