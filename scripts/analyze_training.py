@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qat_lora.errors import UserError
-from qat_lora.experiments.musclebob.validation import STAGES, plot, validation_file
+from qat_lora.experiments.musclebob.validation import STAGES, plot, read_validations, validation_file
 from qat_lora.run import options as opt
 from qat_lora.run.checksums import check_files
 from qat_lora.run.command_line import run_script
@@ -50,9 +50,7 @@ def read_run(path: Path) -> tuple[dict, list[dict], int]:
             f"{path} is no run of train_musclebob_improved.py (no training_config.json); give its directory"
         )
     check_files(path, "training_config.json", "metrics.jsonl", *map(validation_file, STAGES))
-    files = {name: path / validation_file(name) for name in STAGES}
-    stages = {name: read_json(file) for name, file in files.items() if file.exists()}
-    lines = Run(path, resumed=False).metrics()
+    stages, lines = read_validations(path), Run(path, resumed=False).metrics()
     if "baseline" not in stages or not lines:
         raise UserError(f"{path} has logged nothing yet; let it train for a while")
     return stages, lines, read_json(path / "training_config.json")["max_completion_length"]

@@ -34,7 +34,7 @@ from qat_lora.errors import UserError
 from qat_lora.experiments.athena.evaluation import answer, kept, measure
 from qat_lora.experiments.athena.model import RecursiveModel, RecursiveSpec, recursive_memory, weight_options
 from qat_lora.experiments.athena.puzzles import draw_answer, side
-from qat_lora.experiments.athena.rows import PuzzleRows, draw, load, row_memory, split
+from qat_lora.experiments.athena.rows import LARGE, PuzzleRows, draw, load, row_memory, split
 from qat_lora.experiments.athena.training import RecursivePlan, Trainer, announce, athena_stage
 from qat_lora.run import options as opt
 from qat_lora.run.command_line import run_script
@@ -50,7 +50,6 @@ from qat_lora.train.memory import check_fits
 from qat_lora.train.options import LoopOptions, checked_updates
 
 NAME = "pretrain"
-LARGE = 2**40  # more of any size, and products of a few leave the range of a float
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16"}
 
 

@@ -40,6 +40,8 @@ from qat_lora.experiments.musclebob.validation import (
     glance,
     judge_of,
     plot,
+    read_validation,
+    read_validations,
     transcripts,
     validation_file,
     validation_of,
@@ -50,13 +52,13 @@ from qat_lora.models.source import CHOICES, speech_files
 from qat_lora.models.writing import write_model
 from qat_lora.quant.student import freeze_plain_tables
 from qat_lora.rl.grpo import GRPOPlan, Judge, PromptDataset, grpo_stage, policy_loss, roll_out
-from qat_lora.rl.objective import Objective
+from qat_lora.rl.objective import REDUCTIONS, SCALES, Objective
 from qat_lora.rl.rollout import Sampling, check_answers
 from qat_lora.rl.sampler import own_randomness
 from qat_lora.run import options as opt
 from qat_lora.run.command_line import run_script
 from qat_lora.run.console import attempt, say
-from qat_lora.run.files import new_folder, read_json, write_atomically, write_json
+from qat_lora.run.files import new_folder, write_atomically, write_json
 from qat_lora.run.metrics import Share, Total
 from qat_lora.run.resuming import begun
 from qat_lora.run.rundir import Run, open_run
@@ -127,15 +129,8 @@ def main(cfg: "Config") -> None:
             save_once(model, tokenizer, run.path / "sft_model")
             validate(cfg, run, sampler, model, "post_sft")
         if grpo.steps:
-            reinforce(
-                model,
-                reference_model(cfg, run, backend),
-                prompts,
-                judge_of(questions, sampler),
-                grpo,
-                session,
-                evaluate,
-            )
+            reference, judge = reference_model(cfg, run, backend), judge_of(questions, sampler)
+            reinforce(model, reference, prompts, judge, grpo, session, evaluate)
     finally:  # a run that is stopped keeps its history, too
         write_history(run)
     finish(cfg, run, sampler, model, session)
@@ -201,10 +196,10 @@ class Config(ChatOptions, LoopOptions):
     )
     top_k: int = opt.training(0, "draw from that many most probable tokens; 0: all")
     top_p: float = opt.training(1.0, "draw from the most probable tokens that hold this share")
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = opt.training(
+    loss_type: Literal[*REDUCTIONS] = opt.training(
         "dapo", "grpo, bnpo, dr_grpo or dapo: how token losses are put together"
     )
-    scale_rewards: Literal["group", "batch", "none"] = opt.training(
+    scale_rewards: Literal[*SCALES] = opt.training(
         "group", "divide advantages by the spread of the group, of the batch, or none"
     )
     beta: float = opt.training(0.02, "weight of the KL to the model that GRPO begins with", **opt.WEIGHT)
@@ -352,7 +347,7 @@ def check_sizes(cfg: Config, model: nn.Module, backend: TorchBackend) -> None:
     answers = f"--batch-size {cfg.batch_size} × --num-generations {cfg.num_generations} answers"
     need = least_rollout_memory(model, cfg.batch_size, cfg.num_generations, cfg.max_new_tokens)
     check_fits(backend, {"--batch-size or --num-generations": need}, f"generating {answers}")
-    # a lower bound: answers of one token, for except on XLA they are cut to the longest
+    # a lower bound, from answers of one token: outside XLA, answers are cut to the longest
     need = least_training_memory(model, cfg.batch_size, cfg.num_generations, backend.bf16)
     check_fits(
         backend,
@@ -380,7 +375,8 @@ def validate(cfg: Config, run: Run, sampler: BobSampler, model: nn.Module, stage
     """Write <stage>_validation.json, once: a resumed run has it."""
     path = run.path / validation_file(stage)
     if path.exists():
-        return check_validation(path)
+        read_validation(path)  # refused now rather than at the end
+        return
     start = sampler.backend.place(load_model(cfg.model).requires_grad_(False))
     with own_randomness(sampler.backend, cfg.seed):
         found = validation_of(sampler, model, start, cfg.validation_samples, Sampling())
@@ -388,12 +384,6 @@ def validate(cfg: Config, run: Run, sampler: BobSampler, model: nn.Module, stage
     say(f"{stage}: " + ", ".join(f"{name} {rate['rate']:.1%} ({rate['low']:.1%}–{rate['high']:.1%})"
                                  for name, rate in found["sampled"].items())
         + f", perplexity {found['perplexity']:.2f}")  # fmt: skip
-
-
-def check_validation(path: Path) -> None:
-    """Raise UserError where a validation of before is not what `validate` writes."""
-    if not {"sampled", "prompts", "perplexity"} <= read_json(path).keys():
-        raise UserError(f"{path} is damaged; restore it, or start a new run")
 
 
 def save_once(model: nn.Module, tokenizer, folder: Path) -> None:
@@ -426,8 +416,7 @@ def finish(cfg: Config, run: Run, sampler: BobSampler, model: nn.Module, session
     """The model, its validation, and what a reader looks at first."""
     save_once(model, sampler.tokenizer, run.path / "model")
     validate(cfg, run, sampler, model, "final")
-    files = {stage: run.path / validation_file(stage) for stage in STAGES}
-    stages = {stage: read_json(path) for stage, path in files.items() if path.exists()}
+    stages = read_validations(run.path)
     write_atomically(run.path / "transcripts.md", lambda file: file.write(transcripts(stages).encode()))
     attempt("plotting", plot, run.metrics(), run.path / "plots" / "training.png", cfg.max_new_tokens)
     figures = {stage: {k: found[k] for k in ("sampled", "perplexity")} for stage, found in stages.items()}

@@ -49,7 +49,7 @@ from qat_lora.quant.student import (
     thaw,
     unquantised,
 )
-from qat_lora.quant.training import usual_rates
+from qat_lora.quant.training import SCOPES, usual_rates
 from qat_lora.run import options as opt
 from qat_lora.run.command_line import run_script
 from qat_lora.run.console import attempt, say
@@ -177,9 +177,7 @@ class Config(TrainOptions, JobConfig):
     layer_kd_weight: float = opt.training(
         0.0, "weight of a global distillation term in the layer-wise loss", **opt.WEIGHT
     )
-    scope: Literal["all", "mlp", "attn", "weights"] = opt.training(
-        "all", "what learns end to end: all, mlp, attn, or weights (scales stay)"
-    )
+    scope: Literal[*SCOPES] = opt.training("all", "what learns end to end: all, mlp, attn, or weights (scales stay)")
     ema: float = opt.training(
         0.0,
         "decay of a moving average of the student, measured and kept in its place; 0: none",

@@ -101,7 +101,7 @@ def open_alone(device: str = "auto", precision: str = "auto") -> TorchBackend:
             f"WORLD_SIZE={place.world_size}: this script trains on one device; start it without torchrun, or unset "
             "RANK and WORLD_SIZE"
         )
-    is_slice_host(detect.resolve(device), None)
+    is_slice_host(detect.resolve(device), None)  # refuses one host of several: each would train its own model
     return open_backend(device, precision)
 
 

@@ -11,7 +11,7 @@ from qat_lora.data.templates import set_template
 from qat_lora.data.text import read_rows
 from qat_lora.errors import UserError
 from qat_lora.models.loading import load_tokenizer
-from qat_lora.models.tokens import bos_token
+from qat_lora.models.tokens import BOS_SETTINGS, bos_token
 from qat_lora.run import options as opt
 
 
@@ -47,7 +47,7 @@ class ChatOptions:
 class TokenOptions(ChatOptions):
     """How texts become tokens."""
 
-    bos: Literal["auto", "on", "off"] = opt.data(
+    bos: Literal[*BOS_SETTINGS] = opt.data(
         "auto", "begin texts and rows with BOS: on, off, or auto (where the tokenizer itself does)", identity=False
     )
 

@@ -80,8 +80,8 @@ def qat_stage(
 ) -> Stage:  # fmt: skip
     """A stage that trains what a placed student leaves trainable, and the plan's scope, on a KDCacheDataset.
 
-    evaluate(step, model) gives held-out figures, and keeps the best state if it likes; model is the student, or its
-    moving average.
+    evaluate(step, model) returns held-out figures and may keep the best state; model is the student, or its moving
+    average.
     """
     backend = session.backend
     kept = trained_parameters(student)  # of earlier stages too
@@ -108,5 +108,5 @@ def train_qat(
     student: nn.Module, train: Dataset, plan: QATPlan, session: Session, evaluate: Callable[[int, nn.Module], dict],
     stage: str = "qat",
 ) -> None:  # fmt: skip
-    """`qat_stage`, from its first update to its last, for what is not scripts/train_qat.py."""
+    """Run `qat_stage` to its end. scripts/train_qat.py writes the same loop out."""
     fit(qat_stage(student, train, plan, session, evaluate, stage), student, kd_objective)

@@ -99,6 +99,7 @@ def _normalised(argv: list[str], kind: type) -> list[str]:
     """key=value → --key value, except right after a flag that takes a value: it is that value; section.key → key;
     --a_b → --a-b. Raises UserError for an input (its identity is a fact) that is given under two names."""
     hints, names = get_type_hints(kind), _names(kind)
+    switches = {*names, *(f"no_{each}" for each in names)}
     valued = {name for name, field in names.items() if hints[field] is not bool}
     spelled: list[str] = []
     inputs = {field.name for field in dataclasses.fields(kind) if isinstance(field.metadata["identity"], str)}
@@ -118,7 +119,7 @@ def _normalised(argv: list[str], kind: type) -> list[str]:
         at = len(spelled) - (2 if match else 1)
         name, equals, value = spelled[at].partition("=")
         bare = name.lstrip("-").replace("-", "_")
-        if bare in {*names, *(f"no_{each}" for each in names)}:
+        if bare in switches:
             spelled[at] = name.replace("_", "-") + equals + value
         if name.startswith("--") and names.get(bare) in inputs and given.setdefault(names[bare], bare) != bare:
             raise UserError(f"{flag(given[names[bare]])} and {flag(bare)} are one option; give it once")

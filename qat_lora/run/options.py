@@ -11,6 +11,7 @@ from functools import partial
 from types import NoneType
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
+from qat_lora.backend.detect import DEVICES
 from qat_lora.backend.relay import Timeouts
 from qat_lora.errors import UserError
 
@@ -42,7 +43,7 @@ def option(
     fact in the manifest ("base") means that this fact is compared instead: the option says where something is, the
     fact what it is.
     renamed: {value that earlier versions wrote into config.yaml: its current name}; a run may be resumed with either.
-    added: runs that config.yaml does not vouch for by a checksum may be older than the option; they had its default.
+    added: the option is newer than the checksum of config.yaml; a run with neither was made with its default.
     bounds: at_least, above, at_most, below. fix: what the message about a value outside them says to do.
     """
     assert group in GROUPS and bounds.keys() <= {*BOUNDS}, (group, bounds)
@@ -84,7 +85,7 @@ class ScriptConfig:
     DEFAULT_CONFIG: ClassVar[str | None] = None
 
     config: str | None = _run(None, "preset NAME of configs/<script>/NAME.yaml, or a YAML file; flags win over it")
-    device: Literal["auto", "cpu", "cuda", "tpu", "xla"] = _device(
+    device: Literal[*DEVICES] = _device(
         "auto", "auto, cpu, cuda, tpu or xla; auto: TPU chips, then CUDA, then CPU", "--device-type"
     )
     tpu: bool = _device(False, "short for --device tpu")

@@ -130,8 +130,8 @@ class Update:
 
 
 class StageState:
-    """What a stage's checkpoints hold: the trained parameters of a placed model, its optimiser, the moving average of
-    the model if there is one, and what an evaluation keeps in `best`, plain values and host tensors.
+    """What a stage's checkpoints hold: the trained parameters of a placed model, its optimiser, its moving average if
+    there is one, and what an evaluation keeps in `best`, plain values and host tensors.
 
     parameters: in place of what takes gradients now.
     """
@@ -198,12 +198,12 @@ def plain_stage(
 
 
 def tokens_of(batch: dict[str, Tensor]) -> int | Tensor:
-    """How many tokens a batch holds; of packed rows, those of an example."""
+    """How many tokens a batch holds; packed rows are counted without their padding."""
     return (batch["segments"] > 0).sum() if "segments" in batch else batch["tokens"].numel()
 
 
 def fit(stage: Stage, model: nn.Module, objective: Callable[[nn.Module, dict], tuple[Tensor, dict]]) -> None:
-    """The whole loop on objective(model, batch) → (loss, metrics), for what is not a script.
+    """Run a stage to its end on objective(model, batch) → (loss, metrics). Scripts write the same loop out.
 
     The loss divides by the batch's `total`, so that k micro-batches of b rows, in one worker or in many, equal one of
     k·b.

@@ -30,7 +30,7 @@ LONGEST = 2**20
 SIDES = ("train", "test")
 AGAIN = "; copy the folder again, or build it anew"
 ANY = 2**31  # numbers are kept as int32
-MOST = 2**40  # of any size
+LARGE = 2**40  # more of any size, and products of a few leave the range of a float
 COUNTS = {"seq_len": 1, "vocab_size": 2, "num_puzzle_identifiers": 1}  # of dataset.json: least values
 
 
@@ -271,17 +271,16 @@ def load(path: str) -> tuple[PuzzleRows, PuzzleRows]:
     return train, heldout
 
 
-def _load(folder: Path, shown: str) -> PuzzleRows:
-    if not folder.is_dir():
-        raise UserError(f"{shown}: no such folder; scripts/build_puzzle_data.py writes train/ and test/")
+def _facts(folder: Path, shown: str) -> dict:
+    """dataset.json of a side, its values checked."""
     try:
         facts = read_json(folder / "dataset.json")
     except UserError as error:
         raise UserError(str(error).replace(str(folder), shown)) from error
     for name, least in COUNTS.items():
-        if type(facts.get(name)) is not int or not least <= facts[name] <= MOST:
+        if type(facts.get(name)) is not int or not least <= facts[name] <= LARGE:
             raise UserError(
-                f"{shown}/dataset.json: {name} is {facts.get(name)!r}, not a whole number from {least} to {MOST:,}"
+                f"{shown}/dataset.json: {name} is {facts.get(name)!r}, not a whole number from {least} to {LARGE:,}"
                 f"{AGAIN}"
             )
     vocab, kind, sets = facts["vocab_size"], facts.get("kind"), facts.get("sets", ["all"])
@@ -300,6 +299,14 @@ def _load(folder: Path, shown: str) -> PuzzleRows:
         raise UserError(
             f"{shown}/dataset.json: a {kind} has no vocabulary of {vocab} and length of {facts['seq_len']}{AGAIN}"
         )
+    return facts
+
+
+def _load(folder: Path, shown: str) -> PuzzleRows:
+    if not folder.is_dir():
+        raise UserError(f"{shown}: no such folder; scripts/build_puzzle_data.py writes train/ and test/")
+    facts = _facts(folder, shown)
+    vocab, kind, ignored = facts["vocab_size"], facts.get("kind"), facts.get("ignore_label_id")
 
     def array(name: str, below: int, *shape: int | None) -> np.ndarray:
         return _array(folder / f"all__{name}.npy", f"{shown}/all__{name}.npy", below, shape)

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from qat_lora.backend.machine import check_memory
+from qat_lora.errors import UserError
 from qat_lora.experiments.musclebob.questions import TARGET, Question, heldout_questions
 from qat_lora.experiments.musclebob.rewards import about_him, about_others, coherent, mentions, names_target, reward
 from qat_lora.rl.policy import Prompts, log_probs
 from qat_lora.rl.rollout import Sampling
 from qat_lora.rl.sampler import GREEDY, Sampler, own_randomness
-from qat_lora.run.files import writing
+from qat_lora.run.files import read_json, writing
 from qat_lora.run.plots import pyplot
 from qat_lora.train.intervals import share
 
@@ -27,6 +28,20 @@ GLANCE = 2  # sampled answers to each held-out question at an evaluation during 
 def validation_file(stage: str) -> str:
     """The name of the file in the run directory with the validation of a stage."""
     return f"{stage}_validation.json"
+
+
+def read_validation(path: Path) -> dict:
+    """A validation that a run has written; raises UserError where it is damaged."""
+    found = read_json(path)
+    if not {"sampled", "prompts", "perplexity"} <= found.keys():
+        raise UserError(f"{path} is damaged; restore it, or start a new run")
+    return found
+
+
+def read_validations(folder: Path) -> dict[str, dict]:
+    """Those of a run's directory that are there, by stage."""
+    files = {stage: folder / validation_file(stage) for stage in STAGES}
+    return {stage: read_validation(file) for stage, file in files.items() if file.exists()}
 
 
 @dataclass(frozen=True)
