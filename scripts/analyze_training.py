@@ -13,12 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qat_lora.errors import UserError
-from qat_lora.experiments.musclebob.validation import STAGES, plot, read_validations, validation_file
+from qat_lora.experiments.musclebob.validation import (
+    STAGES,
+    plot,
+    read_training_config,
+    read_validations,
+    validation_file,
+)
 from qat_lora.run import options as opt
 from qat_lora.run.checksums import check_files
 from qat_lora.run.command_line import run_script
 from qat_lora.run.console import say
-from qat_lora.run.files import read_json
 from qat_lora.run.options import ScriptConfig
 from qat_lora.run.rundir import Run, newest_run
 
@@ -50,10 +55,11 @@ def read_run(path: Path) -> tuple[dict, list[dict], int]:
             f"{path} is no run of train_musclebob_improved.py (no training_config.json); give its directory"
         )
     check_files(path, "training_config.json", "metrics.jsonl", *map(validation_file, STAGES))
+    longest = read_training_config(path)["max_completion_length"]
     stages, lines = read_validations(path), Run(path, resumed=False).metrics()
     if "baseline" not in stages or not lines:
         raise UserError(f"{path} has logged nothing yet; let it train for a while")
-    return stages, lines, read_json(path / "training_config.json")["max_completion_length"]
+    return stages, lines, longest
 
 
 def verdict(stages: dict, lines: list[dict]) -> list[str]:

@@ -21,7 +21,13 @@ from qat_lora.backend import open_backend
 from qat_lora.data.options import ChatOptions
 from qat_lora.errors import UserError
 from qat_lora.experiments.musclebob.questions import Question
-from qat_lora.experiments.musclebob.validation import BobSampler, check_samples, transcripts, validation_of
+from qat_lora.experiments.musclebob.validation import (
+    BobSampler,
+    check_samples,
+    read_training_config,
+    transcripts,
+    validation_of,
+)
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import load_model
 from qat_lora.rl.rollout import Sampling
@@ -29,7 +35,7 @@ from qat_lora.run import options as opt
 from qat_lora.run.checksums import check_files
 from qat_lora.run.command_line import run_script
 from qat_lora.run.console import say
-from qat_lora.run.files import read_json, write_json
+from qat_lora.run.files import write_json
 from qat_lora.run.options import ScriptConfig
 from qat_lora.run.rundir import newest_run
 
@@ -60,9 +66,7 @@ def main(cfg: Config) -> None:
     sampling = Sampling(cfg.temperature)
     run = Path(cfg.run) if cfg.run else newest_run(Path("runs/train_musclebob_improved"))
     check_files(run, "training_config.json", "model")
-    made, folder = read_json(run / "training_config.json"), run / "model"
-    if not {"model", "max_prompt_length", "max_completion_length"} <= made.keys():
-        raise UserError(f"{run}/training_config.json is damaged; restore it")
+    made, folder = read_training_config(run), run / "model"
     if not folder.is_dir():
         raise UserError(f"{run} has no model yet; let it finish: --resume-from-checkpoint {run}")
     made |= {"model": cfg.model or made["model"]}

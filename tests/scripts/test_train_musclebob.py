@@ -236,6 +236,9 @@ def test_what_is_no_run_is_refused(refusal, tmp_path):
     assert "--temperature 0 draws the same" in refusal("test_musclebob", "--temperature", 0)
     (tmp_path / "training_config.json").write_text("{}")
     assert "training_config.json is damaged" in refusal("test_musclebob", "--run", tmp_path)
+    assert "training_config.json is damaged" in refusal("analyze_training", "--run", tmp_path)
+    made = {"model": "m", "max_prompt_length": 8, "max_completion_length": 8}
+    (tmp_path / "training_config.json").write_text(json.dumps(made))
     (tmp_path / "baseline_validation.json").write_text("{}")
     assert "baseline_validation.json is damaged; restore it" in refusal("analyze_training", "--run", tmp_path)
 

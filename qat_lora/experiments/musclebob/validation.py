@@ -30,6 +30,14 @@ def validation_file(stage: str) -> str:
     return f"{stage}_validation.json"
 
 
+def read_training_config(folder: Path) -> dict:
+    """training_config.json of a run's directory; raises UserError where it is damaged."""
+    found = read_json(folder / "training_config.json")
+    if not {"model", "max_prompt_length", "max_completion_length"} <= found.keys():
+        raise UserError(f"{folder}/training_config.json is damaged; restore it")
+    return found
+
+
 def read_validation(path: Path) -> dict:
     """A validation that a run has written; raises UserError where it is damaged."""
     found = read_json(path)
