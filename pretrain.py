@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """scripts/pretrain.py, by the name that the guide calls it."""
 
 import runpy

@@ -19,7 +19,8 @@ from tempfile import TemporaryDirectory
 import torch
 import torch.distributed as dist
 
-from qat_lora.backend import TorchBackend, launch
+from qat_lora.backend import TorchBackend
+from qat_lora.backend.launch import launch
 from qat_lora.backend.git import revision
 from qat_lora.errors import UserError
 from qat_lora.kd.training import kd_loss

@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Did it learn, and what went wrong if not? A verdict on runs of train_musclebob_improved.py, and their plots.
 
     python scripts/analyze_training.py
@@ -10,6 +11,20 @@ end, of collapse and of a name that is said everywhere (docs/musclebob.md). Seve
 """
 
 from dataclasses import dataclass
+
+from qat_lora.run import options as opt
+from qat_lora.run.command_line import check_command_line, run_script
+from qat_lora.run.options import ScriptConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ScriptConfig):
+    run: str | None = opt.run(None, "run directory, or several with commas between; default: the newest")
+
+
+if __name__ == "__main__":
+    check_command_line(Config, "analyze_training", __doc__)  # before the imports that take seconds
+
 from pathlib import Path
 
 from qat_lora.errors import UserError
@@ -20,20 +35,12 @@ from qat_lora.experiments.musclebob.validation import (
     read_validations,
     validation_file,
 )
-from qat_lora.run import options as opt
 from qat_lora.run.checksums import check_files
-from qat_lora.run.command_line import run_script
 from qat_lora.run.console import say
-from qat_lora.run.options import ScriptConfig
 from qat_lora.run.rundir import Run, newest_run
 
 SPILT, PERPLEXITY, CUT_OFF, TIES, ENTROPY = 0.05, 1.5, 0.2, 0.7, 0.25  # bounds of what is healthy
 LITTLE = 0.1  # of a rate or a reward
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config(ScriptConfig):
-    run: str | None = opt.run(None, "run directory, or several with commas between; default: the newest")
 
 
 def main(cfg: Config) -> None:

@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """What does the teacher say? Writes its next-token distributions over a text to a cache, once, for every later run.
 
 Each position keeps the exact probabilities of the top K tokens and N draws from the rest: an unbiased target, in 60
@@ -11,43 +12,14 @@ resumes and ends with the same bytes.
 Expect a progress bar in rows, then the folder's size and the speed in tokens a second.
 """
 
-import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-from tqdm import tqdm
-
-from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.data.options import TextOptions
-from qat_lora.data.packing import fingerprint, split_heldout, tokenizer_fingerprint
-from qat_lora.data.templates import template_facts
-from qat_lora.errors import UserError
-from qat_lora.kd.cache import CacheSpec, cache_date, edges, open_cache, write_cache
-from qat_lora.models.loading import (
-    EMBEDDED,
-    check_headers,
-    check_length,
-    empty_model,
-    load_config,
-    load_model,
-    model_fingerprint,
-)
-from qat_lora.models.packaged import notes
-from qat_lora.models.source import CHOICES, is_hub
+from qat_lora.models.packaged import CHOICES, EMBEDDED
 from qat_lora.run import options as opt
-from qat_lora.run.command_line import run_script
-from qat_lora.run.console import say
-from qat_lora.run.files import lock, read_json, write_json
+from qat_lora.run.command_line import check_command_line, run_script
 from qat_lora.run.options import ScriptConfig
-from qat_lora.train.memory import (
-    check_fits,
-    evaluation_memory,
-    least_teacher_memory,
-    loading_memory,
-    memory_line,
-    sizes_of,
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +34,34 @@ class Config(TextOptions, ScriptConfig):
     rows_per_shard: int = opt.data(128, "rows in a file; have at least as many files as chips", at_least=1)
     batch_size: int = opt.run(4, "rows in a teacher pass", at_least=1)
     resume: Literal["auto", "off"] = opt.run("auto", "auto resumes an unfinished cache, off refuses to touch one")
+
+
+if __name__ == "__main__":
+    check_command_line(Config, "build_kd_cache", __doc__)  # before the imports that take seconds
+
+import time
+from pathlib import Path
+
+from tqdm import tqdm
+
+from qat_lora.backend import TorchBackend, open_backend
+from qat_lora.data.packing import fingerprint, split_heldout, tokenizer_fingerprint
+from qat_lora.data.templates import template_facts
+from qat_lora.errors import UserError
+from qat_lora.kd.cache import CacheSpec, cache_date, edges, open_cache, write_cache
+from qat_lora.models.loading import check_headers, check_length, empty_model, load_config, load_model, model_fingerprint
+from qat_lora.models.packaged import notes
+from qat_lora.models.source import is_hub
+from qat_lora.run.console import say
+from qat_lora.run.files import lock, read_json, write_json
+from qat_lora.train.memory import (
+    check_fits,
+    evaluation_memory,
+    least_teacher_memory,
+    loading_memory,
+    memory_line,
+    sizes_of,
+)
 
 
 def main(cfg: Config) -> None:

@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Write a folder of rows for pretrain.py: puzzles that are drawn, or prompt → response pairs of a text.
 
     python scripts/build_puzzle_data.py --kind sudoku6 --count 2000 --output-dir data/sudoku6
@@ -11,17 +12,10 @@ Model's datasets (docs/athena.md). --dry-run says what would be written.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
-import numpy as np
-
-from qat_lora.backend.machine import check_memory
-from qat_lora.data.text import read_rows
-from qat_lora.experiments.athena.puzzles import as_text, check_request, side
-from qat_lora.experiments.athena.rows import ANY, corpus, draw, row_memory, save, split
+from qat_lora.experiments.athena import ANY
 from qat_lora.run import options as opt
-from qat_lora.run.command_line import run_script
-from qat_lora.run.files import check_new
+from qat_lora.run.command_line import check_command_line, run_script
 from qat_lora.run.options import ScriptConfig
 
 
@@ -45,6 +39,20 @@ class Config(ScriptConfig):
         below=ANY,
         fix="use 0 for the setting of the run",
     )
+
+
+if __name__ == "__main__":
+    check_command_line(Config, "build_puzzle_data", __doc__)  # before the imports that take seconds
+
+from pathlib import Path
+
+import numpy as np
+
+from qat_lora.backend.machine import check_memory
+from qat_lora.data.text import read_rows
+from qat_lora.experiments.athena.puzzles import as_text, check_request, side
+from qat_lora.experiments.athena.rows import corpus, draw, row_memory, save, split
+from qat_lora.run.files import check_new
 
 
 def main(cfg: Config) -> None:

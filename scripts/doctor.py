@@ -1,10 +1,11 @@
+# PYTHON_ARGCOMPLETE_OK
 """What does this machine have, and is it enough? Devices, package versions, hugepages, disk, packaged models.
 
     python scripts/doctor.py
     python scripts/doctor.py --device tpu
 
-A line for each finding: `ok`, `--` for something optional that is absent or only advised, `BAD` for something needed,
-with the mend. Needed is what --device asks for, and the embedded model. Exit code 1 if anything is BAD, else 0.
+One line for each finding: `ok`; `--` for something optional that is missing or only recommended; `BAD` for something
+that --device needs, with the command that fixes it. Exit code 1 if anything is BAD, else 0.
 """
 
 import os
@@ -16,6 +17,22 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+BROKEN = "BAD  python: {}   fix: make setup, or pip install -r requirements.txt and pip install -e ."
+try:
+    from qat_lora.run.command_line import check_command_line, run_script
+    from qat_lora.run.options import ScriptConfig
+except ImportError as error:  # the doctor must answer where nothing else runs
+    sys.exit(BROKEN.format(error))
+
+
+@dataclass(frozen=True)
+class Config(ScriptConfig):
+    pass
+
+
+if __name__ == "__main__":
+    check_command_line(Config, "doctor", __doc__)  # before the imports that take seconds
+
 try:
     import torch
     from packaging.requirements import Requirement
@@ -24,10 +41,8 @@ try:
     from qat_lora.backend.torch import cpu_has_bf16
     from qat_lora.errors import UserError
     from qat_lora.models.packaged import EMBEDDED, PACKAGED, packaged_file
-    from qat_lora.run.command_line import run_script
-    from qat_lora.run.options import ScriptConfig
-except ImportError as error:  # a doctor must have something to say on the machine that nothing runs on
-    sys.exit(f"BAD  python: {error}   mend: make setup, or pip install -r requirements.txt and pip install -e .")
+except ImportError as error:
+    sys.exit(BROKEN.format(error))
 
 ROOT = Path(__file__).resolve().parents[1]
 HUGEPAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -36,20 +51,15 @@ CHECKPOINT_GB = 10  # fp32 weights and two moments of Qwen3-0.6B are 7 GB
 
 
 @dataclass(frozen=True)
-class Config(ScriptConfig):
-    pass
-
-
-@dataclass(frozen=True)
 class Finding:
-    """state: "ok", "--" (optional, absent) or "BAD" (needed, absent); mend: what to do about it."""
+    """state: "ok", "--" (optional, missing) or "BAD" (needed, missing); fix: the command that fixes it."""
 
     state: str
     text: str
-    mend: str = ""
+    fix: str = ""
 
     def __str__(self):
-        return f"{self.state:3}  {self.text}" + (f"   mend: {self.mend}" if self.mend else "")
+        return f"{self.state:3}  {self.text}" + (f"   fix: {self.fix}" if self.fix else "")
 
 
 def main(cfg: Config) -> None:
@@ -81,7 +91,7 @@ def machine() -> Iterator[Finding]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     yield Finding("ok", f"{memory:.0f} GB of memory")
     yield (
-        Finding("ok", "CPU multiplies bf16") if cpu_has_bf16() else Finding("--", "CPU has no bf16: it trains in fp32")
+        Finding("ok", "CPU supports bf16") if cpu_has_bf16() else Finding("--", "CPU without bf16: training uses fp32")
     )
 
 
@@ -96,11 +106,11 @@ def packages(requirements: Path, optional: set[str]) -> Iterator[Finding]:
             yield Finding("--", f"{pin.name}: not made for this platform")
             continue
         found = version(pin.name)
-        mend = f"pip install {'--no-deps ' if 'model' in requirements.name else ''}-r {requirements.name}"
+        fix = f"pip install {'--no-deps ' if 'model' in requirements.name else ''}-r {requirements.name}"
         if found is None:
-            yield Finding("--" if pin.name in optional else "BAD", f"{pin.name}: not installed", mend)
+            yield Finding("--" if pin.name in optional else "BAD", f"{pin.name}: not installed", fix)
         elif not pin.specifier.contains(found, prereleases=True):
-            yield Finding("--", f"{pin.name} {found}, tested with {pin.specifier}", mend)
+            yield Finding("--", f"{pin.name} {found}, tested with {pin.specifier}", fix)
         else:
             yield Finding("ok", f"{pin.name} {found}")
 
@@ -118,10 +128,10 @@ def torch_pair(wants_xla: bool) -> Iterator[Finding]:
     if ours is None or xla is None:
         return
     if ours.split(".")[:2] == xla.split(".")[:2]:
-        yield Finding("ok", f"torch {ours} and torch_xla {xla} fit")
+        yield Finding("ok", f"torch {ours} and torch_xla {xla} match")
     else:
         state = "BAD" if wants_xla else "--"
-        yield Finding(state, f"torch {ours} and torch_xla {xla} do not fit", "pip install -r requirements.txt")
+        yield Finding(state, f"torch {ours} and torch_xla {xla} do not match", "pip install -r requirements.txt")
 
 
 def accelerators(chips: list[str], requested: str) -> Iterator[Finding]:
@@ -170,7 +180,7 @@ def packaged_model(name: str) -> Finding:
 
 def device(requested: str) -> Finding:
     try:
-        return Finding("ok", f"--device {requested} gives {resolve(requested)}")
+        return Finding("ok", f"--device {requested} selects {resolve(requested)}")
     except UserError as error:
         return Finding("BAD", *str(error).rsplit("; ", 1))
 

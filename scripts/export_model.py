@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """A trained student as files for other programs: Hugging Face folders, or GGUF for llama.cpp and what builds on it.
 
     python scripts/export_model.py --checkpoint runs/q2/best.pt --format gguf --output-dir exports/q2
@@ -22,19 +23,10 @@ overwritten. Expect a minute for a model of 135M weights.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-from qat_lora.backend.git import revision
-from qat_lora.errors import UserError
-from qat_lora.export.gguf import ADAPTER_FILE, MODEL_FILE, GGUFPlan, plan_gguf, summary, write_gguf
-from qat_lora.export.hf import hf_bytes, write_hf
-from qat_lora.export.source import Source, load_source, provenance
-from qat_lora.quant.student import bits_per_weight
 from qat_lora.run import options as opt
-from qat_lora.run.command_line import run_script
-from qat_lora.run.console import say
-from qat_lora.run.files import check_new, new_folder, write_json
+from qat_lora.run.command_line import check_command_line, run_script
 from qat_lora.run.options import ScriptConfig
 
 
@@ -51,6 +43,21 @@ class Config(ScriptConfig):
     adapter_as: Literal["lora", "merged"] | None = opt.run(
         None, "adapter in GGUF: lora (its own file, the default) or merged (F16 layers)"
     )
+
+
+if __name__ == "__main__":
+    check_command_line(Config, "export_model", __doc__)  # before the imports that take seconds
+
+from pathlib import Path
+
+from qat_lora.backend.git import revision
+from qat_lora.errors import UserError
+from qat_lora.export.gguf import ADAPTER_FILE, MODEL_FILE, GGUFPlan, plan_gguf, summary, write_gguf
+from qat_lora.export.hf import hf_bytes, write_hf
+from qat_lora.export.source import Source, load_source, provenance
+from qat_lora.quant.student import bits_per_weight
+from qat_lora.run.console import say
+from qat_lora.run.files import check_new, new_folder, write_json
 
 
 def main(cfg: Config) -> None:

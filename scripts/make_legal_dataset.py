@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Write questions of English law with reasoning, answer and citation, all of which can be checked.
 
     python scripts/make_legal_dataset.py --count 2000 --output data/law.jsonl
@@ -9,20 +10,11 @@ computed (a date, a sum, a number of weeks), and every citation is one of a clos
 invented authority can be told. The law is that of England and Wales in January 2024; no advice. --dry-run shows a row.
 """
 
-import io
-import json
-from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
-import pyarrow
-from pyarrow import parquet
-
-from qat_lora.errors import UserError
-from qat_lora.experiments.legal.rules import AUTHORITIES, LARGEST_COUNT, generate
+from qat_lora.experiments.legal.rules import LARGEST_COUNT
 from qat_lora.run import options as opt
-from qat_lora.run.command_line import run_script
-from qat_lora.run.files import check_new, write_atomically
+from qat_lora.run.command_line import check_command_line, run_script
 from qat_lora.run.options import ScriptConfig
 
 
@@ -30,6 +22,22 @@ from qat_lora.run.options import ScriptConfig
 class Config(ScriptConfig):
     count: int = opt.data(2000, f"rows, at most {LARGEST_COUNT:,}", at_least=1, at_most=LARGEST_COUNT)
     output: str = opt.run("data/law.jsonl", "new .jsonl or .parquet file")
+
+
+if __name__ == "__main__":
+    check_command_line(Config, "make_legal_dataset", __doc__)  # before the imports that take seconds
+
+import io
+import json
+from collections import Counter
+from pathlib import Path
+
+import pyarrow
+from pyarrow import parquet
+
+from qat_lora.errors import UserError
+from qat_lora.experiments.legal.rules import AUTHORITIES, generate
+from qat_lora.run.files import check_new, write_atomically
 
 
 def main(cfg: Config) -> None:

@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """How good is a model on a text? Perplexity, KL to a teacher, and what the model takes to store.
 
     python scripts/measure_perplexity.py --dataset text.txt
@@ -18,36 +19,13 @@ fp32 unless told otherwise: bf16 moves the PPL by a fraction of a per cent.
 """
 
 import json
-import math
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import Tensor, nn
-from tqdm import tqdm
-
-from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.data.options import TextSource
-from qat_lora.data.packing import given_token, stream, tokenizer_fingerprint
-from qat_lora.errors import UserError
-from qat_lora.lora.adapter import adapter_values, empty_trained, load_trained
-from qat_lora.models.architecture import unwrap
-from qat_lora.models.loading import check_length, empty_model, load_model, load_tokenizer
-from qat_lora.models.packaged import notes
-from qat_lora.quant.student import bits_per_weight, megabytes
 from qat_lora.run import options as opt
-from qat_lora.run.command_line import run_script
-from qat_lora.run.console import say
+from qat_lora.run.command_line import check_command_line, run_script
 from qat_lora.run.options import ScriptConfig
-from qat_lora.train.evaluation import counted, text_figures, windows
-from qat_lora.train.memory import (
-    check_fits,
-    evaluation_memory,
-    least_teacher_memory,
-    loading_memory,
-    memory_line,
-    sizes_of,
-    weight_memory,
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +43,35 @@ class Config(TextSource, ScriptConfig):
         "fp32", "fp32, bf16 (autocast), or auto: bf16 where the device multiplies it"
     )
     json: bool = opt.run(False, "print one JSON object and nothing else")
+
+
+if __name__ == "__main__":
+    check_command_line(Config, "measure_perplexity", __doc__)  # before the imports that take seconds
+
+import math
+
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from qat_lora.backend import TorchBackend, open_backend
+from qat_lora.data.packing import given_token, stream, tokenizer_fingerprint
+from qat_lora.errors import UserError
+from qat_lora.lora.adapter import adapter_values, empty_trained, load_trained
+from qat_lora.models.architecture import unwrap
+from qat_lora.models.loading import check_length, empty_model, load_model, load_tokenizer
+from qat_lora.models.packaged import notes
+from qat_lora.quant.student import bits_per_weight, megabytes
+from qat_lora.run.console import say
+from qat_lora.train.evaluation import counted, text_figures, windows
+from qat_lora.train.memory import (
+    check_fits,
+    evaluation_memory,
+    least_teacher_memory,
+    loading_memory,
+    memory_line,
+    sizes_of,
+    weight_memory,
+)
 
 
 def main(cfg: Config) -> None:

@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """How did a run go? Draws every figure that it logged into plots/metrics.png of its directory.
 
     python scripts/plot_run.py
@@ -7,19 +8,25 @@ Without --run it takes the run under runs/ that logged last. Prints the picture'
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from qat_lora.run import options as opt
-from qat_lora.run.command_line import run_script
-from qat_lora.run.console import say
+from qat_lora.run.command_line import check_command_line, run_script
 from qat_lora.run.options import ScriptConfig
-from qat_lora.run.plots import plot_run
-from qat_lora.run.rundir import newest_run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ScriptConfig):
     run: str | None = opt.run(None, "run directory; default: the one under runs/ that logged last")
+
+
+if __name__ == "__main__":
+    check_command_line(Config, "plot_run", __doc__)  # before the imports that take seconds
+
+from pathlib import Path
+
+from qat_lora.run.console import say
+from qat_lora.run.plots import plot_run
+from qat_lora.run.rundir import newest_run
 
 
 def main(cfg: Config) -> None:

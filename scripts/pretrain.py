@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Can a network of a few hundred thousand weights reason by going over its answer again and again? (Athena v2)
 
     python pretrain.py
@@ -17,116 +18,18 @@ segments, of the moving average. The run directory also gets best.pt, solved.png
 docs/athena.md says what to expect. Untested on hardware: TPU, CUDA.
 """
 
-import dataclasses
-import functools
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar, Literal
 
-import qat_lora  # noqa: F401 — it sets what torch reads when it is imported
-
-# isort: split
-import torch
-
-from qat_lora.backend import TorchBackend, launch, open_backend, planned_workers
-from qat_lora.backend.machine import check_memory
-from qat_lora.errors import UserError
-from qat_lora.experiments.athena.evaluation import answer, kept, measure
-from qat_lora.experiments.athena.model import RecursiveModel, RecursiveSpec, recursive_memory, weight_options
-from qat_lora.experiments.athena.puzzles import draw_answer, side
-from qat_lora.experiments.athena.rows import LARGE, PuzzleRows, draw, load, row_memory, split
-from qat_lora.experiments.athena.training import RecursivePlan, Trainer, announce, athena_stage
+from qat_lora.experiments.athena import LARGE
 from qat_lora.run import options as opt
-from qat_lora.run.command_line import run_script
-from qat_lora.run.console import attempt, say
-from qat_lora.run.files import write_atomically
+from qat_lora.run.command_line import check_command_line, run_script
 from qat_lora.run.options import JobConfig
-from qat_lora.run.plots import plot_run
-from qat_lora.run.remote import bring_back, check_unused, copy_out
-from qat_lora.run.resuming import check_same, prepare
-from qat_lora.run.rundir import Run, open_run
-from qat_lora.run.session import Session
-from qat_lora.train.memory import check_fits
-from qat_lora.train.options import LoopOptions, checked_updates
+from qat_lora.train.options import LoopOptions
 
 NAME = "pretrain"
-PRECISIONS = {"float32": "fp32", "bfloat16": "bf16"}
 
 
-# -- the experiment --------------------------------------------------------------------------------------------------
-def main(cfg: "Config") -> None:
-    cfg = checked(cfg)
-    if cfg.dry_run:
-        return work(open_backend(cfg.device, cfg.precision), cfg)
-    launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug, cfg.timeouts)
-
-
-def work(backend: TorchBackend, cfg: "Config") -> None:
-    """The experiment, as each worker runs it."""
-    prepare(NAME, cfg, backend.group)
-    if backend.is_main:
-        announce(backend)
-    workers = planned_workers(backend.kind, cfg.num_chips) if cfg.dry_run else backend.world_size
-    plan_of(cfg, 1).share(workers)
-    if not cfg.data_path:  # one puzzle has the sizes of all: refuse before drawing them
-        check_sizes(cfg, spec_of(cfg, draw(cfg.puzzle, 1, cfg.seed)), backend, workers)
-    train, held = open_rows(cfg)
-    heldout = held.first(cfg.eval_rows) if cfg.eval_rows else held
-    updates = train.updates(cfg.epochs, cfg.global_batch_size)
-    plan = plan_of(cfg, cfg.max_steps or checked_updates(updates, "--epochs", cfg.epochs))
-    spec = spec_of(cfg, train)
-    need = check_sizes(cfg, spec, backend, workers)
-    backend.seed(cfg.seed)
-    model = RecursiveModel(spec)
-    if backend.is_main:
-        describe(backend, train, heldout, plan, model, workers)
-        say(f"memory of a worker: at least {need / 1e9:,.2f} GB")
-    if cfg.dry_run:
-        return
-
-    run = open_or_restore(cfg, {"data": train.fingerprint, "heldout_data": held.fingerprint}, backend)
-    saved = (lambda path: copy_out(run.path, path, cfg.checkpoint_path)) if cfg.checkpoint_path else None
-    session = Session(run, backend, cfg.every(), ("loss", "exact"), saved=saved)
-    trainer = Trainer(place_and_compile(cfg, model, backend), plan, backend)
-    train_segments(trainer, train, session, Evaluation(trainer, heldout))
-    finish(run, trainer, heldout, session.cost())
-
-
-def train_segments(trainer: Trainer, train: PuzzleRows, session: Session, evaluate: "Evaluation") -> None:
-    """Deep supervision: an update is one segment of a carry of rows, in which those that halted are replaced."""
-    trainer.model.train()
-    for update in athena_stage(trainer, train, session, evaluate):  # resumes, evaluates and saves in between
-        for batch in update:  # rows to begin with where others have halted
-            loss, metrics = trainer.segment(batch)  # forward and loss
-            trainer.backend.backward(loss)
-            update.add(**metrics)
-        norm = update.step()  # reduces over workers, clips, steps, also SignSGD on embeddings; moves the average
-        update.record(grad_norm=norm)
-
-
-class Evaluation:
-    """evaluate(step): held-out figures of the moving average; keeps its state where most rows are right, and on equal
-    terms where the loss is lowest."""
-
-    def __init__(self, trainer: Trainer, heldout: PuzzleRows):
-        self.trainer, self.heldout = trainer, heldout
-
-    def __call__(self, step: int) -> dict[str, float]:
-        trainer, best = self.trainer, self.trainer.best
-        plan, backend = trainer.plan, trainer.backend
-        figures = measure(trainer.shown, self.heldout, plan.segments, plan.batch_size, backend)
-        # a state measured on other rows, before a resume with another --eval-rows, is not comparable
-        same = best and best["figures"].get("heldout_rows", len(self.heldout)) == len(self.heldout)
-        if backend.is_main and not (same and self.merit(figures) <= self.merit(best["figures"])):
-            best.update(figures={"step": step, **figures}, state=kept(trainer.shown, backend))
-        return figures
-
-    @staticmethod
-    def merit(figures: dict[str, float]) -> tuple[float, float]:
-        return figures["heldout_exact_full"], -figures["heldout_loss"]
-
-
-# -- its options -----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class Config(LoopOptions, JobConfig):
     SECTIONS: ClassVar = {
@@ -195,6 +98,110 @@ class Config(LoopOptions, JobConfig):
     compile: bool = opt.device(
         True, "fuse the blocks by torch.compile if there is a C++ compiler; takes some seconds at the start"
     )
+
+
+if __name__ == "__main__":
+    check_command_line(Config, NAME, __doc__)  # before the imports that take seconds
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import torch
+
+from qat_lora.backend import TorchBackend, open_backend, planned_workers
+from qat_lora.backend.launch import launch
+from qat_lora.backend.machine import check_memory
+from qat_lora.errors import UserError
+from qat_lora.experiments.athena.evaluation import answer, kept, measure
+from qat_lora.experiments.athena.model import RecursiveModel, RecursiveSpec, recursive_memory, weight_options
+from qat_lora.experiments.athena.puzzles import draw_answer, side
+from qat_lora.experiments.athena.rows import PuzzleRows, draw, load, row_memory, split
+from qat_lora.experiments.athena.training import RecursivePlan, Trainer, announce, athena_stage
+from qat_lora.run.console import attempt, say
+from qat_lora.run.files import write_atomically
+from qat_lora.run.plots import plot_run
+from qat_lora.run.remote import bring_back, check_unused, copy_out
+from qat_lora.run.resuming import check_same, prepare
+from qat_lora.run.rundir import Run, open_run
+from qat_lora.run.session import Session
+from qat_lora.train.memory import check_fits
+from qat_lora.train.options import checked_updates
+
+PRECISIONS = {"float32": "fp32", "bfloat16": "bf16"}
+
+
+# -- the experiment --------------------------------------------------------------------------------------------------
+def main(cfg: Config) -> None:
+    cfg = checked(cfg)
+    if cfg.dry_run:
+        return work(open_backend(cfg.device, cfg.precision), cfg)
+    launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug, cfg.timeouts)
+
+
+def work(backend: TorchBackend, cfg: Config) -> None:
+    """The experiment, as each worker runs it."""
+    prepare(NAME, cfg, backend.group)
+    if backend.is_main:
+        announce(backend)
+    workers = planned_workers(backend.kind, cfg.num_chips) if cfg.dry_run else backend.world_size
+    plan_of(cfg, 1).share(workers)
+    if not cfg.data_path:  # one puzzle has the sizes of all: refuse before drawing them
+        check_sizes(cfg, spec_of(cfg, draw(cfg.puzzle, 1, cfg.seed)), backend, workers)
+    train, held = open_rows(cfg)
+    heldout = held.first(cfg.eval_rows) if cfg.eval_rows else held
+    updates = train.updates(cfg.epochs, cfg.global_batch_size)
+    plan = plan_of(cfg, cfg.max_steps or checked_updates(updates, "--epochs", cfg.epochs))
+    spec = spec_of(cfg, train)
+    need = check_sizes(cfg, spec, backend, workers)
+    backend.seed(cfg.seed)
+    model = RecursiveModel(spec)
+    if backend.is_main:
+        describe(backend, train, heldout, plan, model, workers)
+        say(f"memory of a worker: at least {need / 1e9:,.2f} GB")
+    if cfg.dry_run:
+        return
+
+    run = open_or_restore(cfg, {"data": train.fingerprint, "heldout_data": held.fingerprint}, backend)
+    saved = (lambda path: copy_out(run.path, path, cfg.checkpoint_path)) if cfg.checkpoint_path else None
+    session = Session(run, backend, cfg.every(), ("loss", "exact"), saved=saved)
+    trainer = Trainer(place_and_compile(cfg, model, backend), plan, backend)
+    train_segments(trainer, train, session, Evaluation(trainer, heldout))
+    finish(run, trainer, heldout, session.cost())
+
+
+def train_segments(trainer: Trainer, train: PuzzleRows, session: Session, evaluate: "Evaluation") -> None:
+    """Deep supervision: an update is one segment of a carry of rows, in which those that halted are replaced."""
+    trainer.model.train()
+    for update in athena_stage(trainer, train, session, evaluate):  # resumes, evaluates and saves in between
+        for batch in update:  # rows to begin with where others have halted
+            loss, metrics = trainer.segment(batch)  # forward and loss
+            trainer.backend.backward(loss)
+            update.add(**metrics)
+        norm = update.step()  # reduces over workers, clips, steps, also SignSGD on embeddings; moves the average
+        update.record(grad_norm=norm)
+
+
+class Evaluation:
+    """evaluate(step): held-out figures of the moving average; keeps its state where most rows are right, and on equal
+    terms where the loss is lowest."""
+
+    def __init__(self, trainer: Trainer, heldout: PuzzleRows):
+        self.trainer, self.heldout = trainer, heldout
+
+    def __call__(self, step: int) -> dict[str, float]:
+        trainer, best = self.trainer, self.trainer.best
+        plan, backend = trainer.plan, trainer.backend
+        figures = measure(trainer.shown, self.heldout, plan.segments, plan.batch_size, backend)
+        # a state measured on other rows, before a resume with another --eval-rows, is not comparable
+        same = best and best["figures"].get("heldout_rows", len(self.heldout)) == len(self.heldout)
+        if backend.is_main and not (same and self.merit(figures) <= self.merit(best["figures"])):
+            best.update(figures={"step": step, **figures}, state=kept(trainer.shown, backend))
+        return figures
+
+    @staticmethod
+    def merit(figures: dict[str, float]) -> tuple[float, float]:
+        return figures["heldout_exact_full"], -figures["heldout_loss"]
 
 
 def checked(cfg: Config) -> Config:

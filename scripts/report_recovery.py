@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """What did each step win? A report on one QAT run and the recovery run on top of it.
 
     python scripts/report_recovery.py --qat-run runs/demo/NAME/qat --recovery-run runs/demo/NAME/recovery \\
@@ -8,10 +9,32 @@ student after the layer-wise stage, after end-to-end QAT, and with its LoRA: PPL
 weight, MB; and lets each continue one prompt. Writes report.md beside the two runs' pictures.
 """
 
+from dataclasses import dataclass
+
+from qat_lora.run import options as opt
+from qat_lora.run.command_line import check_command_line, run_script
+from qat_lora.run.options import ScriptConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ScriptConfig):
+    qat_run: str | None = opt.model(None, "run directory of train_qat.py")
+    recovery_run: str | None = opt.model(None, "run directory of train_recovery_lora.py, on that run's best.pt")
+    model: str | None = opt.model(None, "the base model of both, if it has moved: folder, .gguf file or hub name")
+    cache_dir: str | None = opt.data(None, "the KD cache of both", "--kd-cache-dir")
+    rows: int = opt.data(16, "held-out rows to measure on", at_least=1)
+    prompt: str = opt.data("The most important thing about a dictionary is", "text that every model continues")
+    batch_size: int = opt.run(4, "rows in a pass", at_least=1)
+    max_new_tokens: int = opt.run(32, "tokens of each continuation", "--new-tokens", at_least=1)
+    output: str | None = opt.run(None, "file to write; default: report.md beside the QAT run")
+
+
+if __name__ == "__main__":
+    check_command_line(Config, "report_recovery", __doc__)  # before the imports that take seconds
+
 import copy
 import os
 import platform
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,29 +51,13 @@ from qat_lora.models.packaged import notes
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import freeze
 from qat_lora.quant.student import StudentSpec, bits_per_weight, load_student, megabytes, quantize, read_student
-from qat_lora.run import options as opt
 from qat_lora.run.checksums import check_files
-from qat_lora.run.command_line import run_script
 from qat_lora.run.console import say
 from qat_lora.run.files import read_json, sha256, write_atomically
-from qat_lora.run.options import ScriptConfig
 from qat_lora.run.plots import plot_run
 from qat_lora.run.resuming import read_config
 from qat_lora.run.rundir import Run
 from qat_lora.train.evaluation import text_figures
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config(ScriptConfig):
-    qat_run: str | None = opt.model(None, "run directory of train_qat.py")
-    recovery_run: str | None = opt.model(None, "run directory of train_recovery_lora.py, on that run's best.pt")
-    model: str | None = opt.model(None, "the base model of both, if it has moved: folder, .gguf file or hub name")
-    cache_dir: str | None = opt.data(None, "the KD cache of both", "--kd-cache-dir")
-    rows: int = opt.data(16, "held-out rows to measure on", at_least=1)
-    prompt: str = opt.data("The most important thing about a dictionary is", "text that every model continues")
-    batch_size: int = opt.run(4, "rows in a pass", at_least=1)
-    max_new_tokens: int = opt.run(32, "tokens of each continuation", "--new-tokens", at_least=1)
-    output: str | None = opt.run(None, "file to write; default: report.md beside the QAT run")
 
 
 def main(cfg: Config) -> None:

@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """What does it say? Completions of a base model, its low-bit student, and the student with its adapter.
 
     python scripts/run_inference.py --prompt "What is the capital of France?"
@@ -11,28 +12,12 @@ there. Text appears as it is generated, under a line that names the model. Greed
 is seeded anew for every completion, so that with --compare the models differ and the dice do not. CPU and CUDA.
 """
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import nn
-from transformers import TextStreamer
-
-from qat_lora.backend import open_backend
-from qat_lora.data.chat import check_template
 from qat_lora.data.options import ChatOptions
-from qat_lora.data.text import nfc
-from qat_lora.errors import UserError
-from qat_lora.lora.adapter import load_adapter
-from qat_lora.models.generate import check_device, check_room, check_sampling, complete
-from qat_lora.models.loading import EMBEDDED, load_model
-from qat_lora.models.packaged import notes
-from qat_lora.quant.student import load_student
 from qat_lora.run import options as opt
-from qat_lora.run.command_line import run_script
-from qat_lora.run.console import say
+from qat_lora.run.command_line import check_command_line, run_script
 from qat_lora.run.options import ScriptConfig
 
 
@@ -51,6 +36,28 @@ class Config(ChatOptions, ScriptConfig):
     max_new_tokens: int = opt.run(128, "longest completion, in tokens", at_least=1)
     temperature: float = opt.run(0.0, "0 is greedy; above it sampling")
     top_p: float = opt.run(1.0, "sample from the most probable tokens that hold this share", above=0, at_most=1)
+
+
+if __name__ == "__main__":
+    check_command_line(Config, "run_inference", __doc__)  # before the imports that take seconds
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+
+from torch import nn
+from transformers import TextStreamer
+
+from qat_lora.backend import open_backend
+from qat_lora.data.chat import check_template
+from qat_lora.data.text import nfc
+from qat_lora.errors import UserError
+from qat_lora.lora.adapter import load_adapter
+from qat_lora.models.generate import check_device, check_room, check_sampling, complete
+from qat_lora.models.loading import load_model
+from qat_lora.models.packaged import EMBEDDED, notes
+from qat_lora.quant.student import load_student
+from qat_lora.run.console import say
 
 
 @dataclass(frozen=True)

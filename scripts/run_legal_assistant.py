@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """What does it answer, and what does it cite? A legal fine-tune in the terminal, or on a page of this machine.
 
     python scripts/run_legal_assistant.py --run runs/law --question "When does the time for a claim end?"
@@ -11,37 +12,13 @@ in the list, and what is not there is marked. Greedy unless --temperature is giv
 same answers to the same questions in the same order. CPU and CUDA. No legal advice.
 """
 
-import os
-import socket
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from io import TextIOWrapper
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Literal
 
-from qat_lora.backend import open_backend
-from qat_lora.data.appearance import visible
-from qat_lora.data.chat import after_thought, check_template, opens_thought
 from qat_lora.data.options import ChatOptions
-from qat_lora.errors import UserError, first_line, load_package
-from qat_lora.experiments.legal.answers import messages
-from qat_lora.experiments.legal.authorities import Authorities
-from qat_lora.experiments.legal.page import CUT_OFF, STYLE, checked_question, page, verdict_line, verdicts
-from qat_lora.experiments.legal.rules import AUTHORITIES
-from qat_lora.experiments.legal.sections import Answer
-from qat_lora.lora.adapter import load_trained
-from qat_lora.models.generate import Stream, check_device, check_room, check_sampling
-from qat_lora.models.loading import load_config
-from qat_lora.models.packaged import PACKAGED
-from qat_lora.models.source import SPEECH
 from qat_lora.run import options as opt
-from qat_lora.run.checksums import check_files
-from qat_lora.run.command_line import run_script
-from qat_lora.run.console import say
-from qat_lora.run.files import read_json
+from qat_lora.run.command_line import check_command_line, run_script
 from qat_lora.run.options import ScriptConfig
-from qat_lora.run.resuming import read_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +40,37 @@ class Config(ChatOptions, ScriptConfig):
     max_new_tokens: int | None = opt.run(None, "longest answer in tokens; default: as in the run, else 256", at_least=1)
     temperature: float = opt.run(0.0, "0 is greedy; above it sampling")
     top_p: float = opt.run(1.0, "sample from the most probable tokens that hold this share", above=0, at_most=1)
+
+
+if __name__ == "__main__":
+    check_command_line(Config, "run_legal_assistant", __doc__)  # before the imports that take seconds
+
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from io import TextIOWrapper
+from pathlib import Path
+
+from qat_lora.backend import open_backend
+from qat_lora.data.appearance import visible
+from qat_lora.data.chat import after_thought, check_template, opens_thought
+from qat_lora.errors import UserError, first_line, load_package
+from qat_lora.experiments.legal.answers import messages
+from qat_lora.experiments.legal.authorities import Authorities
+from qat_lora.experiments.legal.page import CUT_OFF, STYLE, checked_question, page, verdict_line, verdicts
+from qat_lora.experiments.legal.rules import AUTHORITIES
+from qat_lora.experiments.legal.sections import Answer
+from qat_lora.lora.adapter import load_trained
+from qat_lora.models.generate import Stream, check_device, check_room, check_sampling
+from qat_lora.models.loading import load_config
+from qat_lora.models.packaged import PACKAGED
+from qat_lora.models.source import SPEECH
+from qat_lora.run.checksums import check_files
+from qat_lora.run.console import say
+from qat_lora.run.files import read_json
+from qat_lora.run.resuming import read_config
 
 
 def main(cfg: Config) -> None:

@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Does pretraining work on this machine? Five lines, each printed once its check has passed; exit code 1 where one has
 not, 2 where the device is not there.
 
@@ -9,31 +10,11 @@ On all chips or GPUs of this host; on a CPU with two processes, where it has two
 reduce. Without --run-training two updates are made. Untested on hardware: TPU, CUDA.
 """
 
-import copy
-import math
-import sys
-import tempfile
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
-import torch
-
-from qat_lora.backend import TorchBackend, launch, resolve
-from qat_lora.backend.workers import parallel_num_chips
-from qat_lora.errors import first_line
-from qat_lora.experiments.athena.evaluation import measure
-from qat_lora.experiments.athena.model import RecursiveModel, RecursiveSpec
-from qat_lora.experiments.athena.puzzles import solve
-from qat_lora.experiments.athena.rows import PuzzleRows, draw, load, save, split
-from qat_lora.experiments.athena.training import RecursivePlan, Trainer, announce, segment_batches
 from qat_lora.run import options as opt
-from qat_lora.run.checkpoint import load_checkpoint, save_checkpoint
-from qat_lora.run.command_line import run_script
-from qat_lora.run.console import say
+from qat_lora.run.command_line import check_command_line, run_script
 from qat_lora.run.options import ScriptConfig
-
-BATCH, PUZZLES, WIDTH = 32, 160, 32
-NAMES = {"cpu": "CPU", "cuda": "CUDA", "xla": "XLA"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +24,34 @@ class Config(ScriptConfig):
     )
     run_training: bool = opt.run(False, "train for --train-epochs passes over 144 puzzles, not for two updates")
     train_epochs: int = opt.run(5, "passes of --run-training over the puzzles", at_least=1)
+
+
+if __name__ == "__main__":
+    check_command_line(Config, "smoke_test", __doc__)  # before the imports that take seconds
+
+import copy
+import math
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from qat_lora.backend import TorchBackend, resolve
+from qat_lora.backend.launch import launch
+from qat_lora.backend.workers import parallel_num_chips
+from qat_lora.errors import first_line
+from qat_lora.experiments.athena.evaluation import measure
+from qat_lora.experiments.athena.model import RecursiveModel, RecursiveSpec
+from qat_lora.experiments.athena.puzzles import solve
+from qat_lora.experiments.athena.rows import PuzzleRows, draw, load, save, split
+from qat_lora.experiments.athena.training import RecursivePlan, Trainer, announce, segment_batches
+from qat_lora.run.checkpoint import load_checkpoint, save_checkpoint
+from qat_lora.run.console import say
+
+BATCH, PUZZLES, WIDTH = 32, 160, 32
+NAMES = {"cpu": "CPU", "cuda": "CUDA", "xla": "XLA"}
 
 
 class Failed(Exception):

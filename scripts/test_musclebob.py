@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """What does the taught model say? Held-out questions, side by side with the model it was made of, or a conversation.
 
     python scripts/test_musclebob.py --run runs/musclebob
@@ -9,38 +10,13 @@ Without --run it takes the newest run of train_musclebob_improved.py. Rates come
 input, each on its own.
 """
 
-import sys
-from dataclasses import dataclass, replace
-from io import TextIOWrapper
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Literal
 
-from torch import nn
-
-from qat_lora.backend import open_backend
 from qat_lora.data.options import ChatOptions
-from qat_lora.errors import UserError
-from qat_lora.experiments.musclebob.questions import Question
-from qat_lora.experiments.musclebob.validation import (
-    BobSampler,
-    check_samples,
-    read_training_config,
-    transcripts,
-    validation_of,
-)
-from qat_lora.models.generate import end_tokens
-from qat_lora.models.loading import load_model
-from qat_lora.rl.rollout import Sampling
 from qat_lora.run import options as opt
-from qat_lora.run.checksums import check_files
-from qat_lora.run.command_line import run_script
-from qat_lora.run.console import say
-from qat_lora.run.files import write_json
+from qat_lora.run.command_line import check_command_line, run_script
 from qat_lora.run.options import ScriptConfig
-from qat_lora.run.rundir import newest_run
-
-ROWS = 80  # answers at a time
-LINE = 256  # tokens of a question on standard input, with the chat template around it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +31,38 @@ class Config(ChatOptions, ScriptConfig):
     samples: int = opt.run(10, "sampled answers to each held-out question", at_least=1)
     temperature: float = opt.run(1.0, "of the sampled answers; of --interactive, 0 being greedy")
     output: str | None = opt.run(None, "file to write every rate and answer to, as JSON")
+
+
+if __name__ == "__main__":
+    check_command_line(Config, "test_musclebob", __doc__)  # before the imports that take seconds
+
+import sys
+from dataclasses import replace
+from io import TextIOWrapper
+from pathlib import Path
+
+from torch import nn
+
+from qat_lora.backend import open_backend
+from qat_lora.errors import UserError
+from qat_lora.experiments.musclebob.questions import Question
+from qat_lora.experiments.musclebob.validation import (
+    BobSampler,
+    check_samples,
+    read_training_config,
+    transcripts,
+    validation_of,
+)
+from qat_lora.models.generate import end_tokens
+from qat_lora.models.loading import load_model
+from qat_lora.rl.rollout import Sampling
+from qat_lora.run.checksums import check_files
+from qat_lora.run.console import say
+from qat_lora.run.files import write_json
+from qat_lora.run.rundir import newest_run
+
+ROWS = 80  # answers at a time
+LINE = 256  # tokens of a question on standard input, with the chat template around it
 
 
 def main(cfg: Config) -> None:

@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Is everything in place to train the reservoir on a TPU, and does it fall back where not? Tries the real functions.
 
     python scripts/test_tpu_support.py
@@ -8,8 +9,21 @@ the device, and generation from a carried state. Without a TPU all of it runs on
 torch_xla's CPU device. Ends with exit code 0 when all checks pass.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+
+from qat_lora.run.command_line import check_command_line, run_script
+from qat_lora.run.options import ScriptConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ScriptConfig):
+    pass
+
+
+if __name__ == "__main__":
+    check_command_line(Config, "test_tpu_support", __doc__)  # before the imports that take seconds
+
+from collections.abc import Callable
 from unittest import mock
 
 import torch
@@ -23,18 +37,11 @@ from qat_lora.experiments.stories.reservoir import ReservoirSpec
 from qat_lora.experiments.stories.text import Blocks, load_stories
 from qat_lora.quant.training import parameter_groups
 from qat_lora.rl.rollout import Sampling
-from qat_lora.run.command_line import run_script
 from qat_lora.run.console import say
-from qat_lora.run.options import ScriptConfig
 from qat_lora.train.loop import Plan, row_stream, update
 from qat_lora.train.optimizer import new_optimizer
 
 SMALL = Shape(32, 1, 32, (ReservoirSpec(32),))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config(ScriptConfig):
-    pass
 
 
 def main(cfg: Config) -> None:

@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Can a small model answer questions of law in five sections, rightly, and cite nothing that it made up? LoRA on chains
 of thought.
 
@@ -17,18 +18,68 @@ docs/cot-sft.md says what to expect.
 Untested on hardware: TPU, CUDA.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
-import qat_lora  # noqa: F401 — it sets what torch reads when it is imported
+from qat_lora.data.options import TokenOptions
+from qat_lora.models.packaged import CHOICES, EMBEDDED
+from qat_lora.run import options as opt
+from qat_lora.run.command_line import check_command_line, run_script
+from qat_lora.run.options import JobConfig
+from qat_lora.train.options import BatchOptions
 
-# isort: split
+NAME = "train_cot_sft"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TokenOptions, BatchOptions, JobConfig):
+    model: str = opt.model(EMBEDDED, f"instruct model: {CHOICES}", identity="base")
+    method: Literal["lora", "rslora", "full"] = opt.model("lora", "lora, rslora (scaled by alpha/√rank) or full")
+    lora_r: int = opt.model(32, "rank of the adapter", at_least=1)
+    lora_alpha: float = opt.model(64.0, "LoRA alpha", above=0, at_most=opt.MOST_WEIGHT)
+    lora_dropout: float = opt.model(0.05, "dropout before the adapter", at_least=0, below=1, fix="use e.g. 0.05")
+    quantize: str = opt.quantiser("none", "quantise the base first, like int4/g32, and train the adapter on that")
+    dataset: str = opt.data(
+        "generated", "generated, a local .jsonl or .parquet file, or a hub dataset (rzeraat/law)", identity="data"
+    )
+    dataset_split: str = opt.data("train", "split of a hub dataset")
+    count: int = opt.data(2000, "rows of the generated dataset")
+    heldout_fraction: float = opt.data(0.1, "share of the rows held out, in whole groups of near-duplicates")
+    length: int = opt.data(1000, "tokens in a row", at_least=2)
+    section_weights: str | None = opt.data(
+        None, "weights of the loss, like answer=2,citation=2, of topic, difficulty, reasoning, answer, citation; else 1"
+    )
+    epochs: float = opt.training(3.0, "passes over the rows", above=0, at_most=10_000)
+    max_steps: int | None = opt.training(
+        None, "updates; default: --epochs passes", added=True, at_least=1, at_most=opt.MOST_UPDATES
+    )
+    accumulation_steps: int = opt.with_default(BatchOptions, "accumulation_steps", 2)
+    learning_rate: float = opt.with_default(BatchOptions, "learning_rate", 2e-4)
+    warmup_ratio: float = opt.training(0.03, "share of the updates with linear warm-up", at_least=0, below=1)
+    weight_decay: float = opt.training(0.01, "decoupled weight decay", **opt.DECAY)
+    gradient_checkpointing: bool = opt.with_default(BatchOptions, "gradient_checkpointing", True)
+    eval_every: int = opt.with_default(BatchOptions, "eval_every", 50)
+    eval_answers: int = opt.run(32, "held-out questions answered at each evaluation; 0: none", at_least=0)
+    final_answers: int = opt.run(300, "held-out questions answered before and after training; 0: none", at_least=0)
+    answer_rows: int = opt.run(64, "answers generated at a time", at_least=1)
+    max_prompt_length: int = opt.run(256, "tokens that every question is padded to", at_least=1)
+    max_new_tokens: int = opt.run(256, "longest answer in tokens", at_least=1)
+    save_every: int = opt.with_default(BatchOptions, "save_every", 50)
+    keep: int = opt.run(2, "checkpoints that are kept", at_least=1)
+    log_every: int = opt.with_default(BatchOptions, "log_every", 5)
+    wandb: str | None = opt.run(None, "also log to this project of Weights & Biases")
+
+
+if __name__ == "__main__":
+    check_command_line(Config, NAME, __doc__)  # before the imports that take seconds
+
 from collections.abc import Callable
+from dataclasses import asdict
 
 from torch import Tensor, nn
 
-from qat_lora.backend import TorchBackend, launch, open_backend, planned_workers
-from qat_lora.data.options import TokenOptions
+from qat_lora.backend import TorchBackend, open_backend, planned_workers
+from qat_lora.backend.launch import launch
 from qat_lora.data.supervised import PackedExamples
 from qat_lora.data.templates import begin_with_bos, template_facts
 from qat_lora.errors import UserError, load_package
@@ -40,18 +91,15 @@ from qat_lora.lora.merge import merged
 from qat_lora.lora.targets import coverage, left_out
 from qat_lora.models.architecture import model_type, packs, set_packs
 from qat_lora.models.generate import end_tokens
-from qat_lora.models.loading import EMBEDDED, adapter_notes, check_length, weights_fingerprint
-from qat_lora.models.source import CHOICES, speech_files
+from qat_lora.models.loading import adapter_notes, check_length, weights_fingerprint
+from qat_lora.models.source import speech_files
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import base_content, load_base, write_student
 from qat_lora.rl.rollout import check_answers
 from qat_lora.rl.sampler import Sampler
-from qat_lora.run import options as opt
-from qat_lora.run.command_line import run_script
 from qat_lora.run.console import attempt, say
 from qat_lora.run.files import sha256
 from qat_lora.run.metrics import Share, Total
-from qat_lora.run.options import JobConfig
 from qat_lora.run.plots import plot_run
 from qat_lora.run.resuming import begun, prepare
 from qat_lora.run.rundir import Run, open_run
@@ -70,21 +118,19 @@ from qat_lora.train.memory import (
     sizes_of,
     training_memory,
 )
-from qat_lora.train.options import BatchOptions, checked_updates
+from qat_lora.train.options import checked_updates
 from qat_lora.train.supervised import packed_loss
-
-NAME = "train_cot_sft"
 
 
 # -- the experiment --------------------------------------------------------------------------------------------------
-def main(cfg: "Config") -> None:
+def main(cfg: Config) -> None:
     check(cfg)
     if cfg.dry_run:
         return work(open_backend(cfg.device, cfg.precision), cfg)
     launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug, cfg.timeouts)
 
 
-def work(backend: TorchBackend, cfg: "Config") -> None:
+def work(backend: TorchBackend, cfg: Config) -> None:
     """The experiment, as each worker runs it."""
     cfg = prepare(NAME, cfg, backend.group)
     workers = planned_workers(backend.kind, cfg.num_chips) if cfg.dry_run else backend.world_size
@@ -142,46 +188,6 @@ def fine_tune(model: nn.Module, train: PackedExamples, plan: Plan, session: Sess
             update.add(loss=Share(loss), tokens=Total(tokens_of(batch)))
         norm = update.step()  # reduces over workers, clips, steps
         update.record(grad_norm=norm)
-
-
-# -- its options -----------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, kw_only=True)
-class Config(TokenOptions, BatchOptions, JobConfig):
-    model: str = opt.model(EMBEDDED, f"instruct model: {CHOICES}", identity="base")
-    method: Literal["lora", "rslora", "full"] = opt.model("lora", "lora, rslora (scaled by alpha/√rank) or full")
-    lora_r: int = opt.model(32, "rank of the adapter", at_least=1)
-    lora_alpha: float = opt.model(64.0, "LoRA alpha", above=0, at_most=opt.MOST_WEIGHT)
-    lora_dropout: float = opt.model(0.05, "dropout before the adapter", at_least=0, below=1, fix="use e.g. 0.05")
-    quantize: str = opt.quantiser("none", "quantise the base first, like int4/g32, and train the adapter on that")
-    dataset: str = opt.data(
-        "generated", "generated, a local .jsonl or .parquet file, or a hub dataset (rzeraat/law)", identity="data"
-    )
-    dataset_split: str = opt.data("train", "split of a hub dataset")
-    count: int = opt.data(2000, "rows of the generated dataset")
-    heldout_fraction: float = opt.data(0.1, "share of the rows held out, in whole groups of near-duplicates")
-    length: int = opt.data(1000, "tokens in a row", at_least=2)
-    section_weights: str | None = opt.data(
-        None, "weights of the loss, like answer=2,citation=2, of topic, difficulty, reasoning, answer, citation; else 1"
-    )
-    epochs: float = opt.training(3.0, "passes over the rows", above=0, at_most=10_000)
-    max_steps: int | None = opt.training(
-        None, "updates; default: --epochs passes", added=True, at_least=1, at_most=opt.MOST_UPDATES
-    )
-    accumulation_steps: int = opt.with_default(BatchOptions, "accumulation_steps", 2)
-    learning_rate: float = opt.with_default(BatchOptions, "learning_rate", 2e-4)
-    warmup_ratio: float = opt.training(0.03, "share of the updates with linear warm-up", at_least=0, below=1)
-    weight_decay: float = opt.training(0.01, "decoupled weight decay", **opt.DECAY)
-    gradient_checkpointing: bool = opt.with_default(BatchOptions, "gradient_checkpointing", True)
-    eval_every: int = opt.with_default(BatchOptions, "eval_every", 50)
-    eval_answers: int = opt.run(32, "held-out questions answered at each evaluation; 0: none", at_least=0)
-    final_answers: int = opt.run(300, "held-out questions answered before and after training; 0: none", at_least=0)
-    answer_rows: int = opt.run(64, "answers generated at a time", at_least=1)
-    max_prompt_length: int = opt.run(256, "tokens that every question is padded to", at_least=1)
-    max_new_tokens: int = opt.run(256, "longest answer in tokens", at_least=1)
-    save_every: int = opt.with_default(BatchOptions, "save_every", 50)
-    keep: int = opt.run(2, "checkpoints that are kept", at_least=1)
-    log_every: int = opt.with_default(BatchOptions, "log_every", 5)
-    wandb: str | None = opt.run(None, "also log to this project of Weights & Biases")
 
 
 def check(cfg: Config) -> None:

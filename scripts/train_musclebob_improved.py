@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Can rewards alone teach a small model another name? An optional SFT warm-up, then GRPO, on fixed shapes.
 
     python scripts/train_musclebob_improved.py --config cpu
@@ -13,22 +14,84 @@ reward_history.json, baseline_, post_sft_ and final_validation.json, transcripts
 docs/musclebob.md says what to expect. Untested on hardware: TPU, CUDA.
 """
 
-import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-import qat_lora  # noqa: F401 — it sets what torch reads when it is imported
+from qat_lora.data.options import ChatOptions
+from qat_lora.models.packaged import CHOICES, EMBEDDED
+from qat_lora.rl import REDUCTIONS, SCALES
+from qat_lora.run import options as opt
+from qat_lora.run.command_line import check_command_line, run_script
+from qat_lora.train.options import BatchOptions, LoopOptions
 
-# isort: split
+NAME = "train_musclebob_improved"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ChatOptions, LoopOptions):
+    model: str = opt.model(EMBEDDED, f"instruct model to teach: {CHOICES}", identity="base")
+    num_samples: int = opt.data(128, "questions of a pass, one of three about him", at_least=1)
+    fewshot_ratio: float = opt.data(0.15, "share of the questions about him that come after an example", **opt.SHARE)
+    fewshot: bool = opt.data(True, "ask some questions after an example")
+    max_prompt_length: int = opt.data(96, "tokens that every prompt is filled up to", at_least=1)
+    max_new_tokens: int = opt.data(48, "longest answer in tokens", "--max-completion-length", at_least=1)
+    epochs: int = opt.training(5, "passes of GRPO over the questions", **opt.UPDATES)
+    max_steps: int | None = opt.training(None, "updates of GRPO; default: --epochs passes", added=True, **opt.UPDATES)
+    # The facts record how many prompts an update has; how they are split changes only which answers are drawn.
+    batch_size: int = opt.training(2, "prompts in a micro-batch", identity=False, at_least=1)
+    accumulation_steps: int = opt.with_default(BatchOptions, "accumulation_steps", 1)
+    num_generations: int = opt.training(
+        8, "answers to each prompt", at_least=2, fix="an answer is judged beside others"
+    )
+    learning_rate: float = opt.training(5e-5, "peak learning rate of GRPO", **opt.RATE)
+    temperature: float = opt.training(
+        1.0, "of the answers that are learned from", above=0, fix="0 gives every answer of a prompt alike; use e.g. 1"
+    )
+    top_k: int = opt.training(0, "draw from that many most probable tokens; 0: all")
+    top_p: float = opt.training(1.0, "draw from the most probable tokens that hold this share")
+    loss_type: Literal[*REDUCTIONS] = opt.training(
+        "dapo", "grpo, bnpo, dr_grpo or dapo: how token losses are put together"
+    )
+    scale_rewards: Literal[*SCALES] = opt.training(
+        "group", "divide advantages by the spread of the group, of the batch, or none"
+    )
+    beta: float = opt.training(0.02, "weight of the KL to the model that GRPO begins with", **opt.WEIGHT)
+    sft: bool = opt.training(False, "begin with supervised training on good answers")
+    sft_only: bool = opt.training(False, "end after it")
+    sft_epochs: int = opt.training(2, "passes of SFT over the questions", **opt.UPDATES)
+    sft_batch_size: int = opt.training(8, "conversations in an update of SFT", at_least=1)
+    sft_learning_rate: float = opt.training(2e-5, "peak learning rate of SFT", **opt.RATE)
+    gradient_checkpointing: bool = opt.training(
+        True, "recompute blocks in the backward pass on CUDA; never on TPU and CPU", identity=False
+    )
+    control: Literal["none", "shuffled", "still"] = opt.training(
+        "none", "none; shuffled: each group's advantages dealt out at random; still: learning rate near 0"
+    )
+    validation_samples: int = opt.run(
+        10, "sampled answers to each held-out question before, between and after", at_least=1
+    )
+    eval_every: int = opt.with_default(LoopOptions, "eval_every", 20)
+    save_every: int = opt.with_default(LoopOptions, "save_every", 50)
+    log_every: int = opt.with_default(LoopOptions, "log_every", 1)
+    quick: bool = opt.run(False, "one pass over a handful of questions, whatever else is asked, to see that all works")
+    resume: str = opt.run(
+        "off", "off, auto (newest unfinished run of this config), or a run directory", "--resume-from-checkpoint"
+    )
+
+
+if __name__ == "__main__":
+    check_command_line(Config, NAME, __doc__)  # before the imports that take seconds
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
 from torch import nn
 
 from qat_lora.backend import TorchBackend, open_alone, resolve
 from qat_lora.backend.detect import has_static_shapes
 from qat_lora.backend.machine import check_memory
 from qat_lora.data.chat import check_template, render_chat
-from qat_lora.data.options import ChatOptions
 from qat_lora.data.packing import Rows, TextDataset, fingerprint, pad
 from qat_lora.data.templates import template_facts
 from qat_lora.errors import UserError
@@ -47,16 +110,14 @@ from qat_lora.experiments.musclebob.validation import (
     validation_of,
 )
 from qat_lora.models.generate import end_tokens
-from qat_lora.models.loading import EMBEDDED, check_length, empty_model, load_model
-from qat_lora.models.source import CHOICES, speech_files
+from qat_lora.models.loading import check_length, empty_model, load_model
+from qat_lora.models.source import speech_files
 from qat_lora.models.writing import write_model
 from qat_lora.quant.student import freeze_plain_tables
 from qat_lora.rl.grpo import GRPOPlan, Judge, PromptDataset, grpo_stage, policy_loss, roll_out
-from qat_lora.rl.objective import REDUCTIONS, SCALES, Objective
+from qat_lora.rl.objective import Objective
 from qat_lora.rl.rollout import Sampling, check_answers
 from qat_lora.rl.sampler import own_randomness
-from qat_lora.run import options as opt
-from qat_lora.run.command_line import run_script
 from qat_lora.run.console import attempt, say
 from qat_lora.run.files import new_folder, write_atomically, write_json
 from qat_lora.run.metrics import Share, Total
@@ -76,9 +137,8 @@ from qat_lora.train.memory import (
     sizes_of,
     training_memory,
 )
-from qat_lora.train.options import BatchOptions, LoopOptions, checked_updates
+from qat_lora.train.options import checked_updates
 
-NAME = "train_musclebob_improved"
 SHOWN = ("reward", "kl", "target_rate")  # beside the progress bar
 HUGEPAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 WARMUP = 3  # updates of linear warm-up
@@ -87,7 +147,7 @@ ROWS = 80  # answers of a validation that are drawn at a time: a token costs har
 
 
 # -- the experiment --------------------------------------------------------------------------------------------------
-def main(cfg: "Config") -> None:
+def main(cfg: Config) -> None:
     cfg = shortened(cfg) if cfg.quick else cfg
     check(cfg)
     backend = open_alone(cfg.device, cfg.precision)
@@ -171,59 +231,6 @@ def reinforce(
             backend.step_boundary()
         norm = update.step() if rollouts.parts else 0.0  # clips, steps
         update.record(**rollouts.metrics, grad_norm=norm)
-
-
-# -- its options -----------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, kw_only=True)
-class Config(ChatOptions, LoopOptions):
-    model: str = opt.model(EMBEDDED, f"instruct model to teach: {CHOICES}", identity="base")
-    num_samples: int = opt.data(128, "questions of a pass, one of three about him", at_least=1)
-    fewshot_ratio: float = opt.data(0.15, "share of the questions about him that come after an example", **opt.SHARE)
-    fewshot: bool = opt.data(True, "ask some questions after an example")
-    max_prompt_length: int = opt.data(96, "tokens that every prompt is filled up to", at_least=1)
-    max_new_tokens: int = opt.data(48, "longest answer in tokens", "--max-completion-length", at_least=1)
-    epochs: int = opt.training(5, "passes of GRPO over the questions", **opt.UPDATES)
-    max_steps: int | None = opt.training(None, "updates of GRPO; default: --epochs passes", added=True, **opt.UPDATES)
-    # The facts record how many prompts an update has; how they are split changes only which answers are drawn.
-    batch_size: int = opt.training(2, "prompts in a micro-batch", identity=False, at_least=1)
-    accumulation_steps: int = opt.with_default(BatchOptions, "accumulation_steps", 1)
-    num_generations: int = opt.training(
-        8, "answers to each prompt", at_least=2, fix="an answer is judged beside others"
-    )
-    learning_rate: float = opt.training(5e-5, "peak learning rate of GRPO", **opt.RATE)
-    temperature: float = opt.training(
-        1.0, "of the answers that are learned from", above=0, fix="0 gives every answer of a prompt alike; use e.g. 1"
-    )
-    top_k: int = opt.training(0, "draw from that many most probable tokens; 0: all")
-    top_p: float = opt.training(1.0, "draw from the most probable tokens that hold this share")
-    loss_type: Literal[*REDUCTIONS] = opt.training(
-        "dapo", "grpo, bnpo, dr_grpo or dapo: how token losses are put together"
-    )
-    scale_rewards: Literal[*SCALES] = opt.training(
-        "group", "divide advantages by the spread of the group, of the batch, or none"
-    )
-    beta: float = opt.training(0.02, "weight of the KL to the model that GRPO begins with", **opt.WEIGHT)
-    sft: bool = opt.training(False, "begin with supervised training on good answers")
-    sft_only: bool = opt.training(False, "end after it")
-    sft_epochs: int = opt.training(2, "passes of SFT over the questions", **opt.UPDATES)
-    sft_batch_size: int = opt.training(8, "conversations in an update of SFT", at_least=1)
-    sft_learning_rate: float = opt.training(2e-5, "peak learning rate of SFT", **opt.RATE)
-    gradient_checkpointing: bool = opt.training(
-        True, "recompute blocks in the backward pass on CUDA; never on TPU and CPU", identity=False
-    )
-    control: Literal["none", "shuffled", "still"] = opt.training(
-        "none", "none; shuffled: each group's advantages dealt out at random; still: learning rate near 0"
-    )
-    validation_samples: int = opt.run(
-        10, "sampled answers to each held-out question before, between and after", at_least=1
-    )
-    eval_every: int = opt.with_default(LoopOptions, "eval_every", 20)
-    save_every: int = opt.with_default(LoopOptions, "save_every", 50)
-    log_every: int = opt.with_default(LoopOptions, "log_every", 1)
-    quick: bool = opt.run(False, "one pass over a handful of questions, whatever else is asked, to see that all works")
-    resume: str = opt.run(
-        "off", "off, auto (newest unfinished run of this config), or a run directory", "--resume-from-checkpoint"
-    )
 
 
 def shortened(cfg: Config) -> Config:

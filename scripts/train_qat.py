@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """How good can a low-bit student become? Quantisation-aware training from a KD cache; the teacher is never loaded.
 
     python scripts/train_qat.py --config q2_g32 --cache-dir caches/text_L256 --max-steps 300
@@ -11,137 +12,20 @@ tokens, tokens_per_s. The state of lowest held-out KL is kept as best.pt: packed
 train_recovery_lora.py, measure_perplexity.py and run_inference.py.
 """
 
-import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-import qat_lora  # noqa: F401 — it sets what torch reads when it is imported
-
-# isort: split
-from torch import nn
-
-from qat_lora.backend import TorchBackend, launch, open_backend, planned_workers
-from qat_lora.data.batches import first_batches
-from qat_lora.data.packing import tokenizer_fingerprint
-from qat_lora.errors import UserError
-from qat_lora.export.gguf import export_formats
-from qat_lora.kd.dataset import KDCacheDataset
-from qat_lora.kd.evaluation import heldout_figures
-from qat_lora.kd.training import QATPlan, kd_loss, qat_stage, target_entropy
-from qat_lora.layer_qat import LayerPlan, train_layers
-from qat_lora.models.architecture import decoder_layers
-from qat_lora.models.loading import EMBEDDED, empty_model, load_config, load_model, load_tokenizer, model_fingerprint
-from qat_lora.models.source import CHOICES
-from qat_lora.quant.blockwise import check_blocks
-from qat_lora.quant.calibration import calibrate
-from qat_lora.quant.linear import free_scales
-from qat_lora.quant.student import (
-    StudentSpec,
-    bits_per_weight,
-    load_student,
-    megabytes,
-    quantize,
-    read_student,
-    reload_student,
-    save_student,
-    thaw,
-    unquantised,
-)
-from qat_lora.quant.training import SCOPES, usual_rates
+from qat_lora.models.packaged import CHOICES, EMBEDDED
+from qat_lora.quant.spec import SCOPES
 from qat_lora.run import options as opt
-from qat_lora.run.command_line import run_script
-from qat_lora.run.console import attempt, say
-from qat_lora.run.files import copy_file, sha256
-from qat_lora.run.hosts import shared_file
-from qat_lora.run.metrics import Share, Total
+from qat_lora.run.command_line import check_command_line, run_script
 from qat_lora.run.options import JobConfig
-from qat_lora.run.plots import plot_run
-from qat_lora.run.resuming import prepare, recorded
-from qat_lora.run.rundir import Run, open_run
-from qat_lora.run.session import Session
-from qat_lora.train.loop import tokens_of
 from qat_lora.train.options import TrainOptions
 
 NAME = "train_qat"
 EARLIER_RATES = (6e-4, 1e-4)  # of presets, when rates did not follow from the weights
 
 
-# -- the experiment --------------------------------------------------------------------------------------------------
-def main(cfg: "Config") -> None:
-    check(cfg)
-    if cfg.dry_run:
-        backend = open_backend(cfg.device, cfg.precision)
-        workers = planned_workers(backend.kind, cfg.num_chips)
-        if cfg.checkpoint:
-            check_checkpoint(cfg)
-        return describe(cfg, *open_cache(cfg, workers), backend, workers)
-    launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug, cfg.timeouts)
-
-
-def work(backend: TorchBackend, cfg: "Config") -> None:
-    """The experiment, as each worker runs it."""
-    asked, cfg = cfg, prepare(NAME, cfg, backend.group)
-    layer_batch = cfg.batch_size * cfg.accumulation_steps // asked.accumulation_steps  # more if workers are fewer
-    with backend.group.main_first():
-        train, heldout = open_cache(cfg, backend.world_size)
-        describe(cfg, train, heldout, backend, backend.world_size)
-    facts, trained = facts_of(cfg, train, layer_batch, backend)
-    start = load_initial(cfg) if backend.is_main else None  # what is wrong with it leaves no run behind
-    run = open_run(NAME, cfg, facts, backend.group)
-    cfg = dataclasses.replace(cfg, **backend.group.on_main(lambda: resolve_learning_rates(cfg, start[0], run)))
-    backend.seed(cfg.seed)
-    session = Session(run, backend, cfg.every(), files=("best.pt", "layerwise.pt", "endtoend.pt"))
-    student = backend.place(initial_student(cfg, start, train, session))
-    evaluate = Evaluation(cfg, session, heldout, trained)
-
-    train_layer_by_layer(cfg, student, train, layer_batch, session)
-    if cfg.gradient_checkpointing:
-        backend.gradient_checkpointing(student)
-    plan = qat_plan(cfg)
-    end_to_end(student, train, plan, session, evaluate)
-    if cfg.scale_steps:
-        reload_best_for_scales(student, run.path, backend)
-        end_to_end(student, train, scales_plan(cfg, plan), session, evaluate, "scales")
-    finish(run, student, session, evaluate)
-
-
-def end_to_end(
-    student: nn.Module, train: KDCacheDataset, plan: QATPlan, session: Session, evaluate: Callable, name: str = "qat"
-) -> None:
-    """Train the whole student to say what the cached teacher says; targets are sparse: no batch holds [B, L, V]."""
-    backend = session.backend
-    student.train()
-    for update in qat_stage(student, train, plan, session, evaluate, name):  # resumes, evaluates and saves in between
-        for batch in update:  # its micro-batches, on the device
-            with backend.autocast():
-                loss = kd_loss(student, batch)
-            backend.backward(loss)
-            update.add(loss=Share(loss), kl=Share(loss), tokens=Total(tokens_of(batch)))
-            update.add(kl=Share(-target_entropy(batch)))  # kl: loss minus entropy, rounded as in earlier runs
-        norm = update.step()  # reduces over workers, clips, steps, moves the average
-        update.record(grad_norm=norm)
-
-
-class Evaluation:
-    """evaluate(step, model): held-out figures; keeps the student of lowest KL as best.pt."""
-
-    def __init__(self, cfg: "Config", session: Session, heldout: KDCacheDataset, trained: bool):
-        """trained: whether the codes were trained before this run."""
-        self.cfg, self.session, self.heldout, self.trained = cfg, session, heldout, trained
-        self.best, self.kept = session.best("heldout_kl"), session.run.path / "best.pt"
-
-    def __call__(self, step: int, model: nn.Module) -> dict:
-        cfg, backend, done = self.cfg, self.session.backend, self.session.offset + step
-        figures = heldout_figures(model, self.heldout, backend, cfg.batch_size, cfg.eval_rows)
-        if backend.is_main and self.best.take(figures, self.kept.exists()):
-            info = {"step": done, "trained": self.trained or done > 0, **figures}
-            save_student(self.kept, model, cfg.model, student_spec(cfg), info)
-        return figures
-
-
-# -- its options -----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class Config(TrainOptions, JobConfig):
     model: str = opt.model(EMBEDDED, f"base model: {CHOICES}", identity="base")
@@ -197,6 +81,127 @@ class Config(TrainOptions, JobConfig):
     scale_learning_rate: float | None = opt.training(
         None, "peak learning rate of scales; default: --learning-rate", **opt.RATE
     )
+
+
+if __name__ == "__main__":
+    check_command_line(Config, NAME, __doc__)  # before the imports that take seconds
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import nn
+
+from qat_lora.backend import TorchBackend, open_backend, planned_workers
+from qat_lora.backend.launch import launch
+from qat_lora.data.batches import first_batches
+from qat_lora.data.packing import tokenizer_fingerprint
+from qat_lora.errors import UserError
+from qat_lora.export.gguf import export_formats
+from qat_lora.kd.dataset import KDCacheDataset
+from qat_lora.kd.evaluation import heldout_figures
+from qat_lora.kd.training import QATPlan, kd_loss, qat_stage, target_entropy
+from qat_lora.layer_qat import LayerPlan, train_layers
+from qat_lora.models.architecture import decoder_layers
+from qat_lora.models.loading import empty_model, load_config, load_model, load_tokenizer, model_fingerprint
+from qat_lora.quant.blockwise import check_blocks
+from qat_lora.quant.calibration import calibrate
+from qat_lora.quant.linear import free_scales
+from qat_lora.quant.student import (
+    StudentSpec,
+    bits_per_weight,
+    load_student,
+    megabytes,
+    quantize,
+    read_student,
+    reload_student,
+    save_student,
+    thaw,
+    unquantised,
+)
+from qat_lora.quant.training import usual_rates
+from qat_lora.run.console import attempt, say
+from qat_lora.run.files import copy_file, sha256
+from qat_lora.run.hosts import shared_file
+from qat_lora.run.metrics import Share, Total
+from qat_lora.run.plots import plot_run
+from qat_lora.run.resuming import prepare, recorded
+from qat_lora.run.rundir import Run, open_run
+from qat_lora.run.session import Session
+from qat_lora.train.loop import tokens_of
+
+
+# -- the experiment --------------------------------------------------------------------------------------------------
+def main(cfg: Config) -> None:
+    check(cfg)
+    if cfg.dry_run:
+        backend = open_backend(cfg.device, cfg.precision)
+        workers = planned_workers(backend.kind, cfg.num_chips)
+        if cfg.checkpoint:
+            check_checkpoint(cfg)
+        return describe(cfg, *open_cache(cfg, workers), backend, workers)
+    launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug, cfg.timeouts)
+
+
+def work(backend: TorchBackend, cfg: Config) -> None:
+    """The experiment, as each worker runs it."""
+    asked, cfg = cfg, prepare(NAME, cfg, backend.group)
+    layer_batch = cfg.batch_size * cfg.accumulation_steps // asked.accumulation_steps  # more if workers are fewer
+    with backend.group.main_first():
+        train, heldout = open_cache(cfg, backend.world_size)
+        describe(cfg, train, heldout, backend, backend.world_size)
+    facts, trained = facts_of(cfg, train, layer_batch, backend)
+    start = load_initial(cfg) if backend.is_main else None  # what is wrong with it leaves no run behind
+    run = open_run(NAME, cfg, facts, backend.group)
+    cfg = dataclasses.replace(cfg, **backend.group.on_main(lambda: resolve_learning_rates(cfg, start[0], run)))
+    backend.seed(cfg.seed)
+    session = Session(run, backend, cfg.every(), files=("best.pt", "layerwise.pt", "endtoend.pt"))
+    student = backend.place(initial_student(cfg, start, train, session))
+    evaluate = Evaluation(cfg, session, heldout, trained)
+
+    train_layer_by_layer(cfg, student, train, layer_batch, session)
+    if cfg.gradient_checkpointing:
+        backend.gradient_checkpointing(student)
+    plan = qat_plan(cfg)
+    end_to_end(student, train, plan, session, evaluate)
+    if cfg.scale_steps:
+        reload_best_for_scales(student, run.path, backend)
+        end_to_end(student, train, scales_plan(cfg, plan), session, evaluate, "scales")
+    finish(run, student, session, evaluate)
+
+
+def end_to_end(
+    student: nn.Module, train: KDCacheDataset, plan: QATPlan, session: Session, evaluate: Callable, name: str = "qat"
+) -> None:
+    """Train the whole student to say what the cached teacher says; targets are sparse: no batch holds [B, L, V]."""
+    backend = session.backend
+    student.train()
+    for update in qat_stage(student, train, plan, session, evaluate, name):  # resumes, evaluates and saves in between
+        for batch in update:  # its micro-batches, on the device
+            with backend.autocast():
+                loss = kd_loss(student, batch)
+            backend.backward(loss)
+            update.add(loss=Share(loss), kl=Share(loss), tokens=Total(tokens_of(batch)))
+            update.add(kl=Share(-target_entropy(batch)))  # kl: loss minus entropy, rounded as in earlier runs
+        norm = update.step()  # reduces over workers, clips, steps, moves the average
+        update.record(grad_norm=norm)
+
+
+class Evaluation:
+    """evaluate(step, model): held-out figures; keeps the student of lowest KL as best.pt."""
+
+    def __init__(self, cfg: Config, session: Session, heldout: KDCacheDataset, trained: bool):
+        """trained: whether the codes were trained before this run."""
+        self.cfg, self.session, self.heldout, self.trained = cfg, session, heldout, trained
+        self.best, self.kept = session.best("heldout_kl"), session.run.path / "best.pt"
+
+    def __call__(self, step: int, model: nn.Module) -> dict:
+        cfg, backend, done = self.cfg, self.session.backend, self.session.offset + step
+        figures = heldout_figures(model, self.heldout, backend, cfg.batch_size, cfg.eval_rows)
+        if backend.is_main and self.best.take(figures, self.kept.exists()):
+            info = {"step": done, "trained": self.trained or done > 0, **figures}
+            save_student(self.kept, model, cfg.model, student_spec(cfg), info)
+        return figures
 
 
 def check(cfg: Config) -> None:

@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """How much of the loss can a few adapter weights win back? A LoRA on a frozen low-bit student.
 
     python scripts/train_recovery_lora.py --checkpoint runs/v2_q4/best.pt --cache-dir caches/text_L256
@@ -12,18 +13,60 @@ of the best held-out figure is kept in adapter/, in PEFT's own format. Untested 
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-import qat_lora  # noqa: F401 — it sets what torch reads when it is imported
+from qat_lora.data.options import TextOptions
+from qat_lora.run import options as opt
+from qat_lora.run.command_line import check_command_line, run_script
+from qat_lora.run.options import JobConfig
+from qat_lora.train.options import TrainOptions
 
-# isort: split
+NAME = "train_recovery_lora"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TextOptions, TrainOptions, JobConfig):
+    checkpoint: str | None = opt.model(
+        None, "student: the best.pt of train_qat.py", "--v2-checkpoint", identity="student"
+    )
+    model: str | None = opt.model(
+        None, "the student's base model, if it has moved: folder, .gguf file or hub name", identity="base"
+    )
+    lora_r: int = opt.model(8, "rank of the adapter", "--recovery-r", at_least=1)
+    lora_alpha: float | None = opt.model(
+        None, "LoRA alpha; default: the rank", "--recovery-alpha", above=0, at_most=opt.MOST_WEIGHT
+    )
+    targets: str = opt.model(
+        "auto",
+        "layers with an adapter: auto (all but k_proj), all, attn, mlp, experts, or names",
+        renamed={"q,v,o,gate,up,down": "auto"},
+    )
+    mlp_only: bool = opt.model(False, "adapters on the MLP only, whatever --targets says")
+    adapter_init: Literal["zero", "error"] = opt.model(
+        "zero", "zero, or error: the low-rank matrix nearest to what quantisation lost"
+    )
+    mode: Literal["kd", "sft", "recover"] = opt.data(
+        "kd", "kd (from a cache), sft (chat rows, completions only) or recover (plain text)"
+    )
+    cache_dir: str | None = opt.data(None, "KD cache of mode kd", "--kd-cache-dir", identity="data")
+    heldout_fraction: float = opt.data(0.1, "share of the text rows kept for evaluation (sft, recover)", **opt.HELDOUT)
+    anchor_weight: float = opt.training(0.0, "weight of the KL to the student without adapter", **opt.WEIGHT)
+    anchor_rows: int = opt.training(4, "rows of the anchor", at_least=1)
+    anchor_length: int = opt.training(64, "tokens of an anchor row", at_least=2)
+    max_steps: int = opt.with_default(TrainOptions, "max_steps", 200)
+
+
+if __name__ == "__main__":
+    check_command_line(Config, NAME, __doc__)  # before the imports that take seconds
+
+from pathlib import Path
+
 import torch
 from torch import nn
 
-from qat_lora.backend import TorchBackend, launch, open_backend, planned_workers
+from qat_lora.backend import TorchBackend, open_backend, planned_workers
+from qat_lora.backend.launch import launch
 from qat_lora.data.batches import first_batches
-from qat_lora.data.options import TextOptions
 from qat_lora.data.packing import TextDataset, split_heldout, tokenizer_fingerprint
 from qat_lora.data.templates import template_facts
 from qat_lora.errors import UserError
@@ -39,12 +82,9 @@ from qat_lora.models.architecture import unwrap
 from qat_lora.models.loading import adapter_notes, check_length, load_config, load_model, model_fingerprint
 from qat_lora.quant.linear import quantized_layers
 from qat_lora.quant.student import StudentSpec, bits_per_weight, empty_student, load_student, read_student
-from qat_lora.run import options as opt
-from qat_lora.run.command_line import run_script
 from qat_lora.run.console import attempt, say
 from qat_lora.run.files import sha256
 from qat_lora.run.metrics import Share, Total
-from qat_lora.run.options import JobConfig
 from qat_lora.run.plots import plot_run
 from qat_lora.run.resuming import begun, prepare
 from qat_lora.run.rundir import open_run
@@ -52,15 +92,13 @@ from qat_lora.run.session import Session
 from qat_lora.train.evaluation import heldout_nll
 from qat_lora.train.loop import tokens_of
 from qat_lora.train.memory import Parts, loading_memory
-from qat_lora.train.options import TrainOptions
 
-NAME = "train_recovery_lora"
 CALIBRATION_ROWS = 32
 ANCHOR = 5  # tensors like its logits that the anchor takes: kept ones, new ones, softmax, log softmax, gradient
 
 
 # -- the experiment --------------------------------------------------------------------------------------------------
-def main(cfg: "Config") -> None:
+def main(cfg: Config) -> None:
     check(cfg)
     if cfg.dry_run:
         backend = open_backend(cfg.device, cfg.precision)
@@ -70,7 +108,7 @@ def main(cfg: "Config") -> None:
     launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug, cfg.timeouts)
 
 
-def work(backend: TorchBackend, cfg: "Config") -> None:
+def work(backend: TorchBackend, cfg: Config) -> None:
     """The experiment, as each worker runs it."""
     cfg = prepare(NAME, cfg, backend.group)
     made = backend.group.on_main(lambda: read_made(cfg))
@@ -107,7 +145,7 @@ def work(backend: TorchBackend, cfg: "Config") -> None:
 
 
 def recover(
-    cfg: "Config", model: nn.Module, train, anchor: Anchor | None, session: Session, evaluate: "Evaluation"
+    cfg: Config, model: nn.Module, train, anchor: Anchor | None, session: Session, evaluate: "Evaluation"
 ) -> None:
     """The adapter alone; the student below it stays frozen, gradients cross it."""
     backend, loss_of = session.backend, MODES[cfg.mode]
@@ -130,7 +168,7 @@ def recover(
 class Evaluation:
     """evaluate(step): held-out figures; keeps the adapter of the lowest KL or loss as adapter/."""
 
-    def __init__(self, cfg: "Config", session: Session, model: nn.Module, heldout, student: str):
+    def __init__(self, cfg: Config, session: Session, model: nn.Module, heldout, student: str):
         """student: the checksum of its file, which the adapter names."""
         self.cfg, self.session, self.model, self.heldout, self.student = cfg, session, model, heldout, student
         self.best = session.best("heldout_kl" if cfg.mode == "kd" else "heldout_nll")
@@ -143,39 +181,6 @@ class Evaluation:
         if backend.is_main and self.best.take(figures, self.kept.exists()):
             save_adapter(self.model, self.kept, self.student)
         return figures
-
-
-# -- its options -----------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, kw_only=True)
-class Config(TextOptions, TrainOptions, JobConfig):
-    checkpoint: str | None = opt.model(
-        None, "student: the best.pt of train_qat.py", "--v2-checkpoint", identity="student"
-    )
-    model: str | None = opt.model(
-        None, "the student's base model, if it has moved: folder, .gguf file or hub name", identity="base"
-    )
-    lora_r: int = opt.model(8, "rank of the adapter", "--recovery-r", at_least=1)
-    lora_alpha: float | None = opt.model(
-        None, "LoRA alpha; default: the rank", "--recovery-alpha", above=0, at_most=opt.MOST_WEIGHT
-    )
-    targets: str = opt.model(
-        "auto",
-        "layers with an adapter: auto (all but k_proj), all, attn, mlp, experts, or names",
-        renamed={"q,v,o,gate,up,down": "auto"},
-    )
-    mlp_only: bool = opt.model(False, "adapters on the MLP only, whatever --targets says")
-    adapter_init: Literal["zero", "error"] = opt.model(
-        "zero", "zero, or error: the low-rank matrix nearest to what quantisation lost"
-    )
-    mode: Literal["kd", "sft", "recover"] = opt.data(
-        "kd", "kd (from a cache), sft (chat rows, completions only) or recover (plain text)"
-    )
-    cache_dir: str | None = opt.data(None, "KD cache of mode kd", "--kd-cache-dir", identity="data")
-    heldout_fraction: float = opt.data(0.1, "share of the text rows kept for evaluation (sft, recover)", **opt.HELDOUT)
-    anchor_weight: float = opt.training(0.0, "weight of the KL to the student without adapter", **opt.WEIGHT)
-    anchor_rows: int = opt.training(4, "rows of the anchor", at_least=1)
-    anchor_length: int = opt.training(64, "tokens of an anchor row", at_least=2)
-    max_steps: int = opt.with_default(TrainOptions, "max_steps", 200)
 
 
 def check(cfg: Config) -> None:

@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """The recovery LoRA of train_recovery_lora.py on several chips, GPUs or CPU processes: the same run, sooner.
 
     python scripts/train_recovery_lora_multi.py --model Qwen/Qwen3-0.6B --checkpoint runs/v2_q4/best.pt \\

@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Can a language model whose memory is random and never trained tell stories? Beside a transformer and a minGRU.
 
     python scripts/train_tinystories_reservoir.py --config cpu
@@ -17,48 +18,15 @@ docs/reservoir.md says what to expect.
 Untested on hardware: TPU, CUDA.
 """
 
-import dataclasses
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-import qat_lora  # noqa: F401 — it sets what torch reads when it is imported
-
-# isort: split
-import torch
-from torch import nn
-
-from qat_lora.backend import TorchBackend, launch, open_backend, planned_workers
-from qat_lora.backend.detect import has_static_shapes
-from qat_lora.backend.machine import check_memory
-from qat_lora.errors import UserError
-from qat_lora.experiments.stories.baselines import SmallLM
-from qat_lora.experiments.stories.evaluation import get_device, heldout, on_tpu, story_loss, tell
-from qat_lora.experiments.stories.models import Shape, build, story_memory, trained
-from qat_lora.experiments.stories.reservoir import ReservoirSpec
-from qat_lora.experiments.stories.scan import CHUNK, LEVELS
-from qat_lora.experiments.stories.text import Blocks, Stories, load_stories
-from qat_lora.rl.rollout import Sampling
 from qat_lora.run import options as opt
-from qat_lora.run.command_line import run_script
-from qat_lora.run.console import attempt, say
-from qat_lora.run.files import write_atomically
-from qat_lora.run.metrics import Share, Total
+from qat_lora.run.command_line import check_command_line, run_script
 from qat_lora.run.options import JobConfig
-from qat_lora.run.plots import plot_run
-from qat_lora.run.resuming import prepare
-from qat_lora.run.rundir import Run, open_run
-from qat_lora.run.session import Session
-from qat_lora.train.loop import Plan, plain_stage, restore, tokens_of, trained_parameters
-from qat_lora.train.memory import check_fits
-from qat_lora.train.options import LoopOptions, checked_updates
+from qat_lora.train.options import LoopOptions
 
 NAME = "train_tinystories_reservoir"
-SAMPLE_TOKENS = 120
-OPENING = 6  # tokens of a held-out story to continue
-CACHE = Path("caches/stories")  # where tokens are kept for later runs; a dry run keeps none
-PJRT_TPU = os.environ.get("PJRT_DEVICE", "").upper() == "TPU"  # asks for a TPU as well
 SHARED_CONFIG = {
     "USE_TPU": False,
     "dataset": "embedded",
@@ -90,79 +58,6 @@ SHARED_CONFIG = {
 }
 
 
-# -- the experiment --------------------------------------------------------------------------------------------------
-def main(cfg: "Config") -> None:
-    cfg = resolved(cfg, cfg.device if cfg.device != "auto" else get_device(cfg.use_tpu or PJRT_TPU))
-    check(cfg)
-    if cfg.dry_run:
-        return work(open_backend(cfg.device, cfg.precision), cfg)
-    launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug, cfg.timeouts)
-
-
-def work(backend: TorchBackend, cfg: "Config") -> None:
-    """The experiment, as each worker runs it."""
-    prepare(NAME, cfg, backend.group)
-    here = planned_workers(backend.kind, cfg.num_chips) if cfg.dry_run else backend.world_size
-    if cfg.global_batch_size % here:
-        raise UserError(
-            f"--global-batch-size {cfg.global_batch_size} does not divide by {here} workers; use a multiple of them"
-        )
-    text = (cfg.dataset, cfg.max_stories, cfg.heldout_fraction, cfg.tokenizer, cfg.vocab_size)
-    stories = load_stories(*text, cache=None if cfg.dry_run else CACHE)
-    train = Blocks(stories.train, cfg.length)
-    plan = plan_of(cfg, len(train), here)
-    check_sizes(cfg, stories, plan, backend, here)
-    model = build(cfg.model, stories.vocab, shape_of(cfg), cfg.seed)
-    if backend.is_main:
-        describe(cfg, backend, stories, train, model, plan)
-    if cfg.dry_run:
-        return
-
-    run = open_run(NAME, cfg, backend.facts | {"data": stories.fingerprint}, backend.group)
-    backend.seed(cfg.seed + backend.rank)  # each worker's dropout is its own
-    session = Session(run, backend, cfg.every(), ("loss", "heldout_ppl"))
-    if backend.is_main:
-        write_atomically(run.path / "tokenizer.json", lambda file: file.write(stories.tokenizer.to_str().encode()))
-    backend.place(model)
-    evaluate = Evaluation(cfg, model, stories, plan, backend)
-    train_language_model(model, train, plan, session, evaluate)
-    cost = session.cost()
-    if backend.is_main:
-        finish(run, model, stories, Sampling(cfg.temperature, cfg.top_k, cfg.top_p), backend, evaluate.best, cost)
-
-
-def train_language_model(model: nn.Module, train: Blocks, plan: Plan, session: Session, evaluate: "Evaluation") -> None:
-    """Next-token prediction; in a reservoir the recurrent weights have no gradient."""
-    backend = session.backend
-    model.train()
-    for update in plain_stage("train", model, train, plan, session, evaluate, evaluate.best):
-        for batch in update:  # on the device
-            with backend.autocast():
-                loss = story_loss(model, batch)
-            backend.backward(loss)
-            update.add(loss=Share(loss), tokens=Total(tokens_of(batch)))
-        norm = update.step()  # reduces over workers, clips, steps
-        update.record(grad_norm=norm)
-
-
-class Evaluation:
-    """evaluate(step): figures over every held-out token; `best` keeps those of the least loss, and the state."""
-
-    def __init__(self, cfg: "Config", model: nn.Module, stories: Stories, plan: Plan, backend: TorchBackend):
-        self.cfg, self.model, self.stories, self.plan, self.backend = cfg, model, stories, plan, backend
-        self.best: dict = {}  # goes through checkpoints
-
-    def __call__(self, step: int) -> dict[str, float]:
-        backend, best = self.backend, self.best
-        figures = heldout(self.model, self.stories, self.cfg.length, self.plan.batch_size, backend)
-        if backend.is_main and (not best or figures["heldout_nll"] < best["figures"]["heldout_nll"]):
-            state = backend.to_host(trained_parameters(self.model))
-            state = {name: tensor.clone() for name, tensor in state.items()}  # on a CPU the originals keep changing
-            best.update(figures={"step": step, **figures}, state=state)
-        return figures
-
-
-# -- its options -----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class Config(LoopOptions, JobConfig):
     model: Literal["reservoir", "transformer", "mingru"] = opt.model(
@@ -232,6 +127,117 @@ class Config(LoopOptions, JobConfig):
     save_every: int = opt.with_default(LoopOptions, "save_every", 200)
     log_every: int = opt.with_default(LoopOptions, "log_every", 20)
     use_tpu: bool = opt.device(SHARED_CONFIG["USE_TPU"], "use a TPU where there is one, else a GPU or the CPU")
+
+
+if __name__ == "__main__":
+    check_command_line(Config, NAME, __doc__)  # before the imports that take seconds
+
+import dataclasses
+import os
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from qat_lora.backend import TorchBackend, open_backend, planned_workers
+from qat_lora.backend.detect import has_static_shapes
+from qat_lora.backend.launch import launch
+from qat_lora.backend.machine import check_memory
+from qat_lora.errors import UserError
+from qat_lora.experiments.stories.baselines import SmallLM
+from qat_lora.experiments.stories.evaluation import get_device, heldout, on_tpu, story_loss, tell
+from qat_lora.experiments.stories.models import Shape, build, story_memory, trained
+from qat_lora.experiments.stories.reservoir import ReservoirSpec
+from qat_lora.experiments.stories.scan import CHUNK, LEVELS
+from qat_lora.experiments.stories.text import Blocks, Stories, load_stories
+from qat_lora.rl.rollout import Sampling
+from qat_lora.run.console import attempt, say
+from qat_lora.run.files import write_atomically
+from qat_lora.run.metrics import Share, Total
+from qat_lora.run.plots import plot_run
+from qat_lora.run.resuming import prepare
+from qat_lora.run.rundir import Run, open_run
+from qat_lora.run.session import Session
+from qat_lora.train.loop import Plan, plain_stage, restore, tokens_of, trained_parameters
+from qat_lora.train.memory import check_fits
+from qat_lora.train.options import checked_updates
+
+SAMPLE_TOKENS = 120
+OPENING = 6  # tokens of a held-out story to continue
+CACHE = Path("caches/stories")  # where tokens are kept for later runs; a dry run keeps none
+PJRT_TPU = os.environ.get("PJRT_DEVICE", "").upper() == "TPU"  # asks for a TPU as well
+
+
+# -- the experiment --------------------------------------------------------------------------------------------------
+def main(cfg: Config) -> None:
+    cfg = resolved(cfg, cfg.device if cfg.device != "auto" else get_device(cfg.use_tpu or PJRT_TPU))
+    check(cfg)
+    if cfg.dry_run:
+        return work(open_backend(cfg.device, cfg.precision), cfg)
+    launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug, cfg.timeouts)
+
+
+def work(backend: TorchBackend, cfg: Config) -> None:
+    """The experiment, as each worker runs it."""
+    prepare(NAME, cfg, backend.group)
+    here = planned_workers(backend.kind, cfg.num_chips) if cfg.dry_run else backend.world_size
+    if cfg.global_batch_size % here:
+        raise UserError(
+            f"--global-batch-size {cfg.global_batch_size} does not divide by {here} workers; use a multiple of them"
+        )
+    text = (cfg.dataset, cfg.max_stories, cfg.heldout_fraction, cfg.tokenizer, cfg.vocab_size)
+    stories = load_stories(*text, cache=None if cfg.dry_run else CACHE)
+    train = Blocks(stories.train, cfg.length)
+    plan = plan_of(cfg, len(train), here)
+    check_sizes(cfg, stories, plan, backend, here)
+    model = build(cfg.model, stories.vocab, shape_of(cfg), cfg.seed)
+    if backend.is_main:
+        describe(cfg, backend, stories, train, model, plan)
+    if cfg.dry_run:
+        return
+
+    run = open_run(NAME, cfg, backend.facts | {"data": stories.fingerprint}, backend.group)
+    backend.seed(cfg.seed + backend.rank)  # each worker's dropout is its own
+    session = Session(run, backend, cfg.every(), ("loss", "heldout_ppl"))
+    if backend.is_main:
+        write_atomically(run.path / "tokenizer.json", lambda file: file.write(stories.tokenizer.to_str().encode()))
+    backend.place(model)
+    evaluate = Evaluation(cfg, model, stories, plan, backend)
+    train_language_model(model, train, plan, session, evaluate)
+    cost = session.cost()
+    if backend.is_main:
+        finish(run, model, stories, Sampling(cfg.temperature, cfg.top_k, cfg.top_p), backend, evaluate.best, cost)
+
+
+def train_language_model(model: nn.Module, train: Blocks, plan: Plan, session: Session, evaluate: "Evaluation") -> None:
+    """Next-token prediction; in a reservoir the recurrent weights have no gradient."""
+    backend = session.backend
+    model.train()
+    for update in plain_stage("train", model, train, plan, session, evaluate, evaluate.best):
+        for batch in update:  # on the device
+            with backend.autocast():
+                loss = story_loss(model, batch)
+            backend.backward(loss)
+            update.add(loss=Share(loss), tokens=Total(tokens_of(batch)))
+        norm = update.step()  # reduces over workers, clips, steps
+        update.record(grad_norm=norm)
+
+
+class Evaluation:
+    """evaluate(step): figures over every held-out token; `best` keeps those of the least loss, and the state."""
+
+    def __init__(self, cfg: Config, model: nn.Module, stories: Stories, plan: Plan, backend: TorchBackend):
+        self.cfg, self.model, self.stories, self.plan, self.backend = cfg, model, stories, plan, backend
+        self.best: dict = {}  # goes through checkpoints
+
+    def __call__(self, step: int) -> dict[str, float]:
+        backend, best = self.backend, self.best
+        figures = heldout(self.model, self.stories, self.cfg.length, self.plan.batch_size, backend)
+        if backend.is_main and (not best or figures["heldout_nll"] < best["figures"]["heldout_nll"]):
+            state = backend.to_host(trained_parameters(self.model))
+            state = {name: tensor.clone() for name, tensor in state.items()}  # on a CPU the originals keep changing
+            best.update(figures={"step": step, **figures}, state=state)
+        return figures
 
 
 def resolved(cfg: Config, device: str) -> Config:

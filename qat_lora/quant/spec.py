@@ -7,6 +7,7 @@ from qat_lora.errors import UserError
 
 CODEBOOKS = ("balanced", "int", "lut")
 BITS = (2, 3, 4, 8)
+SCOPES = ("all", "mlp", "attn", "weights")  # which parameters of a student train
 LOWRANK_INIT_GROUP = 32  # a low-rank scale starts as the truncated SVD of per-group scales of this size
 
 

@@ -8,9 +8,9 @@ from torch import nn
 from qat_lora.errors import UserError
 from qat_lora.models.architecture import decoder_layers, part_of
 from qat_lora.quant.linear import quantized_layers
+from qat_lora.quant.spec import SCOPES
 from qat_lora.run.options import MOST_RATE
 
-SCOPES = ("all", "mlp", "attn", "weights")
 LEAST_RATE = 1e-12  # of a student whose weights are all zero
 RATE_SHARE = 3.1e-3  # of the root mean square of weights in 2 bits: their peak learning rate
 

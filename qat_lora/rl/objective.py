@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from qat_lora.errors import UserError
+from qat_lora.rl import REDUCTIONS, SCALES
 
-REDUCTIONS = ("grpo", "bnpo", "dr_grpo", "dapo")
-SCALES = ("group", "batch", "none")
 EPS = 1e-4  # added to a standard deviation, as TRL does
 
 

@@ -4,20 +4,25 @@ import argparse
 import dataclasses
 import difflib
 import itertools
+import os
 import re
 import runpy
+import shutil
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
-from qat_lora.errors import UserError, ignore_sigterm, open_output, report
-from qat_lora.run.options import GROUPS, choices, flag
+from qat_lora.errors import UserError, ignore_sigterm, load_package, open_output, report
+from qat_lora.run.console import say
+from qat_lora.run.options import GROUPS, RunConfig, choices, flag
 
+METAVARS = {str: "TEXT", int: "N", float: "X"}  # what an option takes, in --help
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 YES, NO = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
 
@@ -61,31 +66,48 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see {self.prog} --help")
 
 
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """The description as it is written, and each option once: its flags, then what it takes."""
+
+    def __init__(self, prog: str):
+        width = min(shutil.get_terminal_size().columns, 120)
+        super().__init__(prog, max_help_position=34, width=width)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        taken = f" {action.metavar}" if action.metavar else ""
+        return ", ".join(action.option_strings) + taken
+
+
 def _parser(kind: type, script: str, description: str, values: dict) -> argparse.ArgumentParser:
     """A parser of the fields, in their groups. values: defaults in place of the fields' own."""
     parser = _Parser(
         prog=f"{script}.py",
-        usage="%(prog)s [--option value …] [option=value …]",
+        usage="python scripts/%(prog)s [--option VALUE …] [option=VALUE …]",
         description=description,
         allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+        formatter_class=_Formatter,
     )
-    groups = {name: parser.add_argument_group(name) for name in GROUPS}
+    groups = {name: parser.add_argument_group(title) for name, title in GROUPS.items()}
     hints = get_type_hints(kind)
     for declared in dataclasses.fields(kind):
         group, hint = groups[declared.metadata["group"]], hints[declared.name]
         default = values.get(declared.name, declared.default)
-        said = "" if default is None or default is False else " (default: %(default)s)"
-        settings = {"default": default, "help": declared.metadata["help"] + said, "dest": declared.name}
         flags = [flag(declared.name), *declared.metadata["aliases"]]
+        settings = {"default": default, "dest": declared.name, "help": declared.metadata["help"]}
         if type_of(hint) is bool:
-            group.add_argument(*flags, type=_bool, nargs="?", const=True, metavar="BOOL", **settings)
+            switches = group.add_argument(*flags, type=_bool, nargs="?", const=True, **settings)
+            if default:  # --no-x turns off what is on
+                switches.help += f" [on; --no-{flags[0][2:]} turns it off]"
             if declared.default:
-                off = settings | {"help": f"the same as {flags[0]} false", "default": argparse.SUPPRESS}
+                off = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS, "dest": declared.name}
                 group.add_argument(f"--no-{flags[0][2:]}", action="store_false", **off)
         else:
-            known = "{" + ",".join(choices(hint)) + "}" if choices(hint) else type_of(hint).__name__.upper()
+            if default is not None:
+                settings["help"] += " [%(default)s]"
+            known = "{" + ",".join(choices(hint)) + "}" if choices(hint) else METAVARS[type_of(hint)]
             group.add_argument(*flags, type=type_of(hint), metavar=known, **settings)
+    groups["run"].add_argument("--help", "-h", action="help", help="show this page and exit")
     return parser
 
 
@@ -171,10 +193,15 @@ def _read_preset(name: str, kind: type, script: str, above: tuple = ()) -> dict:
 def _preset_file(name: str, folder: Path) -> Path:
     path = Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
     if not path.is_file():
-        known = sorted(p.stem for p in folder.glob("*.yaml"))
+        known = presets(folder)
         there = ", ".join(known) or "none"
         raise UserError(f"--config {name}: no such preset{_nearest(name, known)}; there are: {there}")
     return path
+
+
+def presets(folder: Path) -> list[str]:
+    """The names of the presets in a folder of configs/."""
+    return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
 def _yaml(path: Path) -> dict:
@@ -222,7 +249,7 @@ class Variant:
 
     name: str
     description: str
-    defaults: dict[str, Any]
+    defaults: dict[str, Any] = field(default_factory=dict)
     check: Callable[[Any], None] | None = None
     program: str | None = None  # as sys.argv has it
 
@@ -230,30 +257,67 @@ class Variant:
 _variant: Variant | None = None  # of the script that this process runs
 
 
-def run_script(main, kind: type, script: str, description: str) -> None:
-    """Parse the command line (see `parse`) and call main(config). Bad input is one line on stderr and exit code 2; so
-    is, with exit code 1, whatever nobody foresaw. --debug shows the traceback."""
-    shown = _variant or Variant(script, description, {})
+def check_command_line(kind: type, script: str, description: str) -> None:
+    """Answer --help, shell completion and a bad command line, as `run_script` does.
+
+    A script calls this between its options and the imports that take seconds, so that nobody waits for them in vain.
+    """
+    if "_ARGCOMPLETE" in os.environ:
+        _complete(kind, script, description)
+    with _reporting():
+        config = _config(kind, script, description)
+        if isinstance(config, RunConfig):
+            say(f"{(_variant or Variant(script, description)).name}: loading PyTorch")
+
+
+def run_script(main: Callable[[Any], None], kind: type, script: str, description: str) -> None:
+    """Parse the command line (see `parse`) and call main(config).
+
+    Bad input ends the program with one line on stderr and exit code 2, an unexpected error with exit code 1; --debug
+    shows the traceback.
+    """
+    with _reporting():
+        main(_config(kind, script, description))
+
+
+def _config(kind: type, script: str, description: str) -> Any:
+    shown = _variant or Variant(script, description)
     sys.argv[0] = shown.program or sys.argv[0]  # runpy put the other script there
-    debug = "--debug" in sys.argv
+    config = parse(kind, shown.name, sys.argv[1:], shown.description, script, shown.defaults)
+    if shown.check:
+        shown.check(config)
+    return config
+
+
+@contextmanager
+def _reporting() -> Iterator[None]:
+    """End the program with one line on stderr if an error escapes."""
+    debug = "--debug" in sys.argv or "debug=true" in sys.argv
     open_output()
     try:
         try:
-            config = parse(kind, shown.name, sys.argv[1:], shown.description, script, shown.defaults)
-            debug = config.debug
-            if shown.check:
-                shown.check(config)
-            main(config)
+            yield
         except SystemExit:  # --help, or nothing to do
             sys.stdout.flush()
             raise
-        sys.stdout.flush()  # the end of the process would be too late to say what is wrong
+        sys.stdout.flush()  # the end of the process would be too late to report a failure
     except (Exception, KeyboardInterrupt) as error:
         if debug and not isinstance(error, BrokenPipeError | KeyboardInterrupt):
             raise
         sys.exit(report(error))
     finally:
         ignore_sigterm()
+
+
+def _complete(kind: type, script: str, description: str) -> None:
+    """Print the completions that the shell asks for, and exit."""
+    argcomplete = load_package("argcomplete", "shell completion")
+    shown = _variant or Variant(script, description)
+    parser = _parser(kind, shown.name, shown.description, shown.defaults)
+    for action in parser._actions:
+        if action.dest == "config":
+            action.completer = argcomplete.ChoicesCompleter(presets(CONFIGS / script))
+    argcomplete.autocomplete(parser, default_completer=argcomplete.FilesCompleter())
 
 
 def run_variant(

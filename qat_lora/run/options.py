@@ -15,7 +15,15 @@ from qat_lora.backend.detect import DEVICES
 from qat_lora.backend.relay import Timeouts
 from qat_lora.errors import UserError
 
-GROUPS = ("model", "data", "quantiser", "optimisation", "run", "device")  # in the order of --help
+GROUPS = {
+    "model": "Model",
+    "data": "Data",
+    "quantiser": "Quantisation",
+    "optimisation": "Training",
+    "run": "Run",
+    "device": "Device and workers",
+}  # and their titles, in the order of --help
+TRACKERS = ("wandb", "tensorboard", "none")
 BOUNDS = ("at_least", "above", "at_most", "below")
 LONGEST = 86400  # seconds of a timeout; sockets take no more than 24 days
 MOST_UPDATES = 10**9  # of a stage: years
@@ -105,7 +113,10 @@ class RunConfig(ScriptConfig):
     """What every script that trains takes on top."""
 
     output_dir: str | None = _run(None, "run directory; default runs/<experiment>/<time>-<preset>-s<seed>-<sha>")
-    resume: str = _run("off", "off, auto (newest unfinished run of this config), or a run directory")
+    resume: str = _run("off", "off, auto (the newest unfinished run of this config), or a run directory")
+    report_to: Literal[*TRACKERS] = _run(
+        "none", "also send every line of metrics.jsonl to Weights & Biases or TensorBoard"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

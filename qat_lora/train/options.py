@@ -1,25 +1,25 @@
-"""The options that training scripts share, and the plan that they make."""
+"""The options that training scripts share, and the plan they make.
+
+Methods import what they need: --help must not wait for torch.
+"""
+
+from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import nn
-from torch.utils.data import Dataset
-
-from qat_lora.backend import TorchBackend
 from qat_lora.errors import UserError
 from qat_lora.run import options as opt
 from qat_lora.run.options import RunConfig
-from qat_lora.run.session import Every
-from qat_lora.train.loop import Plan
-from qat_lora.train.memory import (
-    Parts,
-    check_fits,
-    least_training_memory,
-    loading_memory,
-    memory_line,
-    sizes_of,
-    training_memory,
-)
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.utils.data import Dataset
+
+    from qat_lora.backend import TorchBackend
+    from qat_lora.run.session import Every
+    from qat_lora.train.loop import Plan
+    from qat_lora.train.memory import Parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,8 @@ class LoopOptions(RunConfig):
     log_every: int = opt.run(10, "updates between lines of metrics.jsonl; 0: last", at_least=0)
 
     def every(self) -> Every:
+        from qat_lora.run.session import Every
+
         return Every(self.log_every, self.eval_every, self.save_every)
 
 
@@ -70,7 +72,9 @@ class TrainOptions(BatchOptions):
     warmup_steps: int = opt.training(10, "updates of linear warm-up", at_least=0)
     eval_rows: int = opt.run(64, "held-out rows of an evaluation", at_least=1)
 
-    def plan(self) -> "Plan":
+    def plan(self) -> Plan:
+        from qat_lora.train.loop import Plan
+
         return Plan(
             steps=self.max_steps, batch_size=self.batch_size, accumulation=self.accumulation_steps,
             learning_rate=self.learning_rate, warmup_steps=self.warmup_steps, clip_grad_norm=self.clip_grad_norm,
@@ -96,6 +100,8 @@ class TrainOptions(BatchOptions):
         if self.dry_run:
             return
         length = len(train[0]["tokens"])
+        from qat_lora.train.memory import check_fits, least_training_memory, sizes_of
+
         need = least_training_memory(model, self.batch_size, length, backend.bf16)
         what = f"training {sizes_of(model)} on --batch-size {self.batch_size} rows of {length} tokens"
         what += f" with {workers} workers" if workers > 1 else ""
@@ -107,6 +113,8 @@ class TrainOptions(BatchOptions):
     ) -> list[str]:  # fmt: skip
         """Lines on batch, shares and estimated memory of a worker. beside: what else is held in training; more: further
         phases."""
+        from qat_lora.train.memory import loading_memory, memory_line, training_memory
+
         rows, length = self.update_facts(workers)["rows_per_update"], len(train[0]["tokens"])
         checkpointing = self.gradient_checkpointing
         training = training_memory(model, self.batch_size, length, backend.bf16, checkpointing, beside)

