@@ -49,6 +49,9 @@ recovery-v6e8: setup ## the same on eight chips
 recovery-cuda: setup ## the same on every GPU of this machine (untested on hardware)
 	$(PY) scripts/train_recovery_lora_multi.py --config cuda --resume auto
 
+report: setup ## one page about a run, with plots: make report RUN=runs/…; default: the run that logged last
+	$(PY) scripts/report_run.py $(if $(RUN),--run $(RUN))
+
 # Of `make demo`; another with STUDENT=FILE.
 STUDENT ?= $(or $(lastword $(sort $(wildcard runs/demo/*/qat/best.pt))),runs/demo/qat/best.pt)
 recovery-cpu2: setup ## the demo's recovery LoRA in two CPU processes, after `make demo`

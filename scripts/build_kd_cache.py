@@ -42,8 +42,6 @@ if __name__ == "__main__":
 import time
 from pathlib import Path
 
-from tqdm import tqdm
-
 from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.data.packing import fingerprint, split_heldout, tokenizer_fingerprint
 from qat_lora.data.templates import template_facts
@@ -52,7 +50,7 @@ from qat_lora.kd.cache import CacheSpec, cache_date, edges, open_cache, write_ca
 from qat_lora.models.loading import check_headers, check_length, empty_model, load_config, load_model, model_fingerprint
 from qat_lora.models.packaged import notes
 from qat_lora.models.source import is_hub
-from qat_lora.run.console import say
+from qat_lora.run.console import say, watched
 from qat_lora.run.files import lock, read_json, write_json
 from qat_lora.train.memory import (
     check_fits,
@@ -106,11 +104,10 @@ def main(cfg: Config) -> None:
         done = dict(open_cache(directory, spec, mark))
         backend.place(teacher)
         started = time.monotonic()
-        with tqdm(total=len(rows), unit="row", disable=None) as bar:
-            split = {"train": train, "heldout": heldout}
-            facts = template_facts(tokenizer, cfg.chat_template)
-            for count in write_cache(directory, spec, split, teacher, backend, cfg.batch_size, facts):
-                bar.update(count)
+        split, facts = {"train": train, "heldout": heldout}, template_facts(tokenizer, cfg.chat_template)
+        counts = write_cache(directory, spec, split, teacher, backend, cfg.batch_size, facts)
+        for _ in watched(counts, "rows of the cache", len(rows), size=int):
+            pass
         written = sum(len(numbers) for name, _, numbers in spec.shards() if name not in done)
         report(directory, written * spec.length, time.monotonic() - started)
 

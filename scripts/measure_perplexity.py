@@ -51,13 +51,11 @@ if __name__ == "__main__":
 import math
 
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.data.packing import given_token, stream, tokenizer_fingerprint
 from qat_lora.errors import UserError
 from qat_lora.lora.adapter import adapter_values, empty_trained, load_trained
-from qat_lora.models.architecture import unwrap
 from qat_lora.models.loading import check_length, empty_model, load_model, load_tokenizer
 from qat_lora.models.packaged import notes
 from qat_lora.quant.student import bits_per_weight, megabytes
@@ -164,14 +162,7 @@ def measure(
     backend.place(model)
     if teacher is not None:
         backend.place(teacher)
-    with tqdm(total=-(-len(tokens) // batch_size), unit="batch", disable=None) as bar:
-
-        def advance(*_) -> None:
-            bar.update()
-
-        hook = unwrap(model).get_input_embeddings().register_forward_hook(advance)  # once a batch
-        figures = text_figures(model, tokens, scored, backend, batch_size, teacher, given)
-        hook.remove()
+    figures = text_figures(model, tokens, scored, backend, batch_size, teacher, given)
     for name, holder in (("nll", "the weights or the adapter hold"), ("kl", "the teacher's weights hold")):
         if not math.isfinite(figures.get(name, 0)):
             raise UserError(

@@ -118,10 +118,10 @@ from qat_lora.experiments.athena.model import RecursiveModel, RecursiveSpec, rec
 from qat_lora.experiments.athena.puzzles import draw_answer, side
 from qat_lora.experiments.athena.rows import PuzzleRows, draw, load, row_memory, split
 from qat_lora.experiments.athena.training import RecursivePlan, Trainer, announce, athena_stage
-from qat_lora.run.console import attempt, say
+from qat_lora.run.console import attempt, say, summarise
 from qat_lora.run.files import write_atomically
-from qat_lora.run.plots import plot_run
 from qat_lora.run.remote import bring_back, check_unused, copy_out
+from qat_lora.run.report import write_report
 from qat_lora.run.resuming import check_same, prepare
 from qat_lora.run.rundir import Run, open_run
 from qat_lora.run.session import Session
@@ -329,12 +329,20 @@ def finish(run: Run, trainer: Trainer, heldout: PuzzleRows, cost: dict) -> None:
         at = int((early == batch["labels"]).all(1).int().argmax())  # the first that is right, or the first
         drawn = batch["inputs"][at], batch["labels"][at], early[at], int(segments[at]), picture
         attempt("drawing a solution", draw_answer, heldout.kind, *drawn)
-    figures, curves = best["figures"], attempt("plotting", plot_run, run.path)
-    run.finish("finished", **figures, weights=sum(p.numel() for p in model.parameters()), **cost)
-    say(
-        f"best at step {figures['step']}: {figures['heldout_exact_full']:.1%} of the held-out rows exactly right after "
-        f"{plan.segments} segments, {figures['heldout_exact']:.1%} after {figures['heldout_segments']:.1f} on average "
-        "where it halts by itself" + "".join(f"\n{path}" for path in (curves, picture) if path and path.exists())
+    figures = best["figures"]
+    result = {**figures, "weights": sum(p.numel() for p in model.parameters()), **cost}
+    page = attempt("writing the report", write_report, run.path, result)
+    run.finish("finished", **result)
+    before = next(line for line in run.metrics() if "heldout_exact" in line)
+    summarise(
+        {"model": run.path / "best.pt", "picture of a solution": picture if picture.exists() else None, "report": page},
+        [
+            f"{figures['heldout_exact_full']:.1%} of the held-out rows exactly right after {plan.segments} segments; "
+            f"before training {before['heldout_exact_full']:.1%}",
+            f"{figures['heldout_exact']:.1%} where it halts by itself, on average after "
+            f"{figures['heldout_segments']:.1f} segments",
+        ],
+        "python scripts/build_puzzle_data.py --kind sudoku9 --count 11000 --output-dir data/sudoku9",
     )
 
 

@@ -67,14 +67,19 @@ class Config(TokenOptions, BatchOptions, JobConfig):
     save_every: int = opt.with_default(BatchOptions, "save_every", 50)
     keep: int = opt.run(2, "checkpoints that are kept", at_least=1)
     log_every: int = opt.with_default(BatchOptions, "log_every", 5)
-    wandb: str | None = opt.run(None, "also log to this project of Weights & Biases")
+    wandb: str | None = opt.run(None, "project of Weights & Biases to log to; implies --report-to wandb")
+
+    def __post_init__(self):
+        if self.wandb:
+            object.__setattr__(self, "report_to", "wandb")
+        super().__post_init__()
 
 
 if __name__ == "__main__":
     check_command_line(Config, NAME, __doc__)  # before the imports that take seconds
 
+import json
 from collections.abc import Callable
-from dataclasses import asdict
 
 from torch import Tensor, nn
 
@@ -82,7 +87,7 @@ from qat_lora.backend import TorchBackend, open_backend, planned_workers
 from qat_lora.backend.launch import launch
 from qat_lora.data.supervised import PackedExamples
 from qat_lora.data.templates import begin_with_bos, template_facts
-from qat_lora.errors import UserError, load_package
+from qat_lora.errors import UserError
 from qat_lora.experiments.legal.data import LegalData, legal_data, legal_rows, section_weights
 from qat_lora.experiments.legal.evaluation import STAGES, LegalEvaluation, evaluation_file, write_whole
 from qat_lora.lora.adapter import save_adapter
@@ -97,14 +102,13 @@ from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import base_content, load_base, write_student
 from qat_lora.rl.rollout import check_answers
 from qat_lora.rl.sampler import Sampler
-from qat_lora.run.console import attempt, say
+from qat_lora.run.console import attempt, say, summarise
 from qat_lora.run.files import sha256
 from qat_lora.run.metrics import Share, Total
-from qat_lora.run.plots import plot_run
+from qat_lora.run.report import write_report
 from qat_lora.run.resuming import begun, prepare
 from qat_lora.run.rundir import Run, open_run
 from qat_lora.run.session import Session
-from qat_lora.run.tracking import wandb_mirror
 from qat_lora.train.loop import Plan, plain_stage, tokens_of
 from qat_lora.train.memory import (
     Parts,
@@ -155,8 +159,6 @@ def work(backend: TorchBackend, cfg: Config) -> None:
         return
 
     run = open_run(NAME, cfg, facts, backend.group)
-    if cfg.wandb and backend.is_main:
-        run.mirror = attempt(f"--wandb {cfg.wandb}", wandb_mirror, cfg.wandb, run.path, asdict(cfg))
     backend.seed(cfg.seed + backend.rank)  # each worker's dropout is its own
     session = Session(run, backend, cfg.every(), keep=cfg.keep, files=[evaluation_file(name) for name in STAGES])
     if backend.is_main:
@@ -193,8 +195,6 @@ def fine_tune(model: nn.Module, train: PackedExamples, plan: Plan, session: Sess
 def check(cfg: Config) -> None:
     if QuantSpec.parse(cfg.quantize) and cfg.method == "full":
         raise UserError(f"--quantize {cfg.quantize} freezes the base; use --method lora or rslora with it")
-    if cfg.wandb:
-        load_package("wandb", f"--wandb {cfg.wandb}", ", or leave the option out")
     section_weights(cfg.section_weights)
     check_length(cfg.model, cfg.length, mixed=True)
     answer = cfg.max_prompt_length + cfg.max_new_tokens
@@ -324,10 +324,29 @@ def finish(
         save_adapter(model, adapter, sha256(checkpoint) if checkpoint else None)
     whole, gap = merged(model, cfg.model, checkpoint, adapter, tokens, backend)
     write_whole(whole, tokenizer, run.path / "model")
-    attempt("plotting", plot_run, run.path)
+    page = attempt("writing the report", write_report, run.path, figures | {"merged_logit_gap": gap})
     run.finish("finished", **figures, merged_logit_gap=gap)
-    same = "" if gap is None else f"adapter and merged model differ by {gap:.1e} in a logit; "
-    say(f"{same}model in {run.path / 'model'}")
+    if gap is not None:
+        say(f"adapter and merged model differ by {gap:.1e} in a logit")
+    summarise(
+        {"adapter": adapter, "model": run.path / "model", "report": page},
+        quality(run, figures),
+        f'python scripts/run_legal_assistant.py --run {run.path} --question "May I return a faulty kettle?"',
+    )
+
+
+def quality(run: Run, figures: dict) -> list[str]:
+    """What the model answers and how likely it finds the right answers, beside the same before training."""
+    lines = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
+    perplexities = [line["heldout_ppl"] for line in lines if "heldout_ppl" in line]
+    said = [f"held-out perplexity of the answers {perplexities[-1]:.2f}; before training {perplexities[0]:.2f}"]
+    if "final" in figures:
+        said += [
+            f"{name} {rate['rate']:.1%} (95% interval {rate['low']:.1%}–{rate['high']:.1%}); "
+            f"before training {figures['baseline'][name]['rate']:.1%}"
+            for name, rate in figures["final"].items()
+        ]
+    return said
 
 
 if __name__ == "__main__":

@@ -118,9 +118,10 @@ from qat_lora.rl.grpo import GRPOPlan, Judge, PromptDataset, grpo_stage, policy_
 from qat_lora.rl.objective import Objective
 from qat_lora.rl.rollout import Sampling, check_answers
 from qat_lora.rl.sampler import own_randomness
-from qat_lora.run.console import attempt, say
+from qat_lora.run.console import attempt, say, summarise
 from qat_lora.run.files import new_folder, write_atomically, write_json
 from qat_lora.run.metrics import Share, Total
+from qat_lora.run.report import write_report
 from qat_lora.run.resuming import begun
 from qat_lora.run.rundir import Run, open_run
 from qat_lora.run.session import Session
@@ -427,8 +428,23 @@ def finish(cfg: Config, run: Run, sampler: BobSampler, model: nn.Module, session
     write_atomically(run.path / "transcripts.md", lambda file: file.write(transcripts(stages).encode()))
     attempt("plotting", plot, run.metrics(), run.path / "plots" / "training.png", cfg.max_new_tokens)
     figures = {stage: {k: found[k] for k in ("sampled", "perplexity")} for stage, found in stages.items()}
-    run.finish("finished", **figures, **session.cost())
-    say(f"model, transcripts and plots in {run.path}")
+    result = {**figures, **session.cost()}
+    page = attempt("writing the report", write_report, run.path, result)
+    run.finish("finished", **result)
+    summarise(
+        {"model": run.path / "model", "answers": run.path / "transcripts.md", "report": page},
+        [
+            f"{moved('musclebob', stages)} of the held-out answers about him use the new name",
+            f"{moved('spilt', stages)} of the unrelated answers do, which should stay at 0",
+        ],
+        f"python scripts/test_musclebob.py --run {run.path} --interactive",
+    )
+
+
+def moved(name: str, stages: dict[str, dict]) -> str:
+    """A sampled rate before training and after it."""
+    before, after = (stages[stage]["sampled"][name]["rate"] for stage in ("baseline", "final"))
+    return f"{before:.1%} → {after:.1%}"
 
 
 if __name__ == "__main__":

@@ -120,11 +120,11 @@ from qat_lora.quant.student import (
     unquantised,
 )
 from qat_lora.quant.training import usual_rates
-from qat_lora.run.console import attempt, say
+from qat_lora.run.console import attempt, say, summarise
 from qat_lora.run.files import copy_file, sha256
 from qat_lora.run.hosts import shared_file
 from qat_lora.run.metrics import Share, Total
-from qat_lora.run.plots import plot_run
+from qat_lora.run.report import write_report
 from qat_lora.run.resuming import prepare, recorded
 from qat_lora.run.rundir import Run, open_run
 from qat_lora.run.session import Session
@@ -167,7 +167,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     if cfg.scale_steps:
         reload_best_for_scales(student, run.path, backend)
         end_to_end(student, train, scales_plan(cfg, plan), session, evaluate, "scales")
-    finish(run, student, session, evaluate)
+    finish(cfg, run, student, session, evaluate)
 
 
 def end_to_end(
@@ -346,15 +346,21 @@ def reload_best_for_scales(student: nn.Module, folder: Path, backend: TorchBacke
     free_scales(student)
 
 
-def finish(run: Run, student: nn.Module, session: Session, evaluate: Evaluation) -> None:
-    """summary.json, the curves, and where the student is."""
+def finish(cfg: Config, run: Run, student: nn.Module, session: Session, evaluate: Evaluation) -> None:
+    """Write summary.json and the report, and say what was made."""
     cost = session.cost()
     if not session.backend.is_main:
         return
-    attempt("plotting", plot_run, run.path)
-    best = {"heldout_kl": evaluate.best.value}
-    run.finish("finished", best=best, bits_per_weight=bits_per_weight(student), **cost)
-    say(f"best held-out KL {evaluate.best.value:.4f}; student in {evaluate.kept}")
+    bits = bits_per_weight(student)
+    result = {"best": {"heldout_kl": evaluate.best.value}, "bits_per_weight": bits, **cost}
+    page = attempt("writing the report", write_report, run.path, result)
+    run.finish("finished", **result)
+    before, _ = run.first_and_best("heldout_kl")
+    summarise(
+        {f"student of {bits:.2f} bits per weight": evaluate.kept, "report": page},
+        [f"held-out KL to the teacher {evaluate.best.value:.4f} nats/token; before training {before:.4f}"],
+        f"python scripts/train_recovery_lora.py --checkpoint {evaluate.kept} --cache-dir {cfg.cache_dir}",
+    )
 
 
 if __name__ == "__main__":

@@ -82,10 +82,10 @@ from qat_lora.models.architecture import unwrap
 from qat_lora.models.loading import adapter_notes, check_length, load_config, load_model, model_fingerprint
 from qat_lora.quant.linear import quantized_layers
 from qat_lora.quant.student import StudentSpec, bits_per_weight, empty_student, load_student, read_student
-from qat_lora.run.console import attempt, say
+from qat_lora.run.console import attempt, say, summarise
 from qat_lora.run.files import sha256
 from qat_lora.run.metrics import Share, Total
-from qat_lora.run.plots import plot_run
+from qat_lora.run.report import write_report
 from qat_lora.run.resuming import begun, prepare
 from qat_lora.run.rundir import open_run
 from qat_lora.run.session import Session
@@ -139,9 +139,16 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     cost = session.cost()
     if backend.is_main:
         bits, best = bits_per_weight(student, adapter_values(model)), evaluate.best
-        attempt("plotting", plot_run, run.path)
-        run.finish("finished", best={best.figure: best.value}, bits_per_weight=bits, **cost)
-        say(f"best {best.figure} {best.value:.4f}; adapter in {evaluate.kept}")
+        result = {"best": {best.figure: best.value}, "bits_per_weight": bits, **cost}
+        page = attempt("writing the report", write_report, run.path, result)
+        run.finish("finished", **result)
+        figure = "KL to the teacher" if cfg.mode == "kd" else "loss"
+        without, _ = run.first_and_best(best.figure)
+        summarise(
+            {"adapter": evaluate.kept, "report": page},
+            [f"held-out {figure} {best.value:.4f} nats/token; without the adapter {without:.4f}"],
+            f"python scripts/run_inference.py --checkpoint {cfg.checkpoint} --adapter {evaluate.kept} --prompt Hello",
+        )
 
 
 def recover(

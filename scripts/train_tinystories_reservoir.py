@@ -145,16 +145,16 @@ from qat_lora.backend.launch import launch
 from qat_lora.backend.machine import check_memory
 from qat_lora.errors import UserError
 from qat_lora.experiments.stories.baselines import SmallLM
-from qat_lora.experiments.stories.evaluation import get_device, heldout, on_tpu, story_loss, tell
+from qat_lora.experiments.stories.evaluation import get_device, heldout, on_tpu, story_loss, tell, unigram_perplexity
 from qat_lora.experiments.stories.models import Shape, build, story_memory, trained
 from qat_lora.experiments.stories.reservoir import ReservoirSpec
 from qat_lora.experiments.stories.scan import CHUNK, LEVELS
 from qat_lora.experiments.stories.text import Blocks, Stories, load_stories
 from qat_lora.rl.rollout import Sampling
-from qat_lora.run.console import attempt, say
+from qat_lora.run.console import attempt, say, summarise
 from qat_lora.run.files import write_atomically
 from qat_lora.run.metrics import Share, Total
-from qat_lora.run.plots import plot_run
+from qat_lora.run.report import write_report
 from qat_lora.run.resuming import prepare
 from qat_lora.run.rundir import Run, open_run
 from qat_lora.run.session import Session
@@ -206,7 +206,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     train_language_model(model, train, plan, session, evaluate)
     cost = session.cost()
     if backend.is_main:
-        finish(run, model, stories, Sampling(cfg.temperature, cfg.top_k, cfg.top_p), backend, evaluate.best, cost)
+        finish(cfg, run, model, stories, Sampling(cfg.temperature, cfg.top_k, cfg.top_p), backend, evaluate.best, cost)
 
 
 def train_language_model(model: nn.Module, train: Blocks, plan: Plan, session: Session, evaluate: "Evaluation") -> None:
@@ -312,8 +312,9 @@ def describe(cfg: Config, backend: TorchBackend, stories: Stories, train: Blocks
 
 
 def finish(
-    run: Run, model: SmallLM, stories: Stories, sampling: Sampling, backend: TorchBackend, best: dict, cost: dict
-) -> None:
+    cfg: Config, run: Run, model: SmallLM, stories: Stories, sampling: Sampling, backend: TorchBackend, best: dict,
+    cost: dict,
+) -> None:  # fmt: skip
     """The best state, its figures, and what it tells: from nothing, and from what two held-out texts begin with."""
     restore(model, best["state"])
     write_atomically(run.path / "best.pt", lambda file: torch.save(best["state"], file))
@@ -321,13 +322,27 @@ def finish(
     openings = [[], *stories.openings(2, OPENING)]
     told = [tell(model, stories, begin, SAMPLE_TOKENS, sampling, backend) for begin in openings]
     write_atomically(run.path / "samples.txt", lambda file: file.write(("\n---\n".join(told) + "\n").encode()))
-    figures, curves = best["figures"], attempt("plotting", plot_run, run.path)
-    run.finish("finished", **figures, trained_parameters=trained(model), **cost)
-    say(
-        f"best at step {figures['step']}: perplexity {figures['heldout_ppl']:.2f}, "
-        f"{figures['bits_per_byte']:.4f} bits per byte"
+    figures = best["figures"]
+    result = {**figures, "trained_parameters": trained(model), **cost}
+    page = attempt("writing the report", write_report, run.path, result)
+    run.finish("finished", **result)
+    say(f"\na held-out story, continued:\n{told[-1]}")
+    summarise(
+        {"model": run.path / "best.pt", "stories": run.path / "samples.txt", "report": page},
+        [
+            f"held-out perplexity {figures['heldout_ppl']:.2f}, {figures['bits_per_byte']:.4f} bits per byte; from "
+            f"the frequencies of tokens alone {unigram_perplexity(stories):.2f}"
+        ],
+        following(cfg),
     )
-    say("\n".join([told[-1], *([str(curves)] if curves else [])]))
+
+
+def following(cfg: Config) -> str:
+    """The next command: a transformer of the same size as the baseline, or after it the report."""
+    if cfg.model == "transformer":
+        return "make report"
+    chosen = f"--config {cfg.config} " if cfg.config else ""
+    return f"python scripts/train_tinystories_reservoir.py {chosen}--dataset {cfg.dataset} --model transformer"
 
 
 if __name__ == "__main__":

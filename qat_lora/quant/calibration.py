@@ -8,6 +8,7 @@ from qat_lora.models.architecture import decoder_layers, hidden_states, unwrap
 from qat_lora.quant.blockwise import block_outputs, compensate_block, first_inputs
 from qat_lora.quant.init import initialise, input_moments, set_scale
 from qat_lora.quant.linear import QuantLinear, quantized_layers, unquantized
+from qat_lora.run.console import watched
 
 
 @torch.no_grad()
@@ -37,7 +38,7 @@ def calibrate(
 
 def _least_error(student: nn.Module, layers: dict[str, nn.Module], batches: list[dict], backend: TorchBackend) -> None:
     def forward():
-        for batch in batches:
+        for batch in watched(batches, "calibrating", len(batches)):
             with backend.autocast(), unquantized(student):
                 hidden = hidden_states(student, batch["tokens"])
                 if isinstance(head, QuantLinear):
@@ -46,12 +47,13 @@ def _least_error(student: nn.Module, layers: dict[str, nn.Module], batches: list
 
     head = unwrap(student).get_output_embeddings()
     moments = input_moments(student, forward)
-    for name, layer in layers.items():
+    for name, layer in watched(layers.items(), "initial scales", len(layers)):
         set_scale(layer, moment=moments.get(name))  # experts have no input of their own
 
 
 def _compensate(student: nn.Module, batches: list[dict], backend: TorchBackend) -> None:
     inputs, calls = first_inputs(student, batches, backend)
-    for index, block in enumerate(decoder_layers(student)):
+    blocks = decoder_layers(student)
+    for index, block in watched(enumerate(blocks), "GPTQ, block by block", len(blocks)):
         compensate_block(block, inputs, calls.block(index), backend)
         inputs = block_outputs(block, inputs, calls.block(index), backend)

@@ -12,6 +12,7 @@ from qat_lora.data.chat import after_thought, opens_thought, render
 from qat_lora.models.tokens import check_ids
 from qat_lora.rl.policy import Prompts
 from qat_lora.rl.rollout import Sampling, rollout
+from qat_lora.run.console import watched
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -59,9 +60,9 @@ class Sampler:
         width, turns = self.turns(samples)
         every = list(self.batches([talk for talk in talks for _ in range(turns)], width))
         mine = []
-        for number in range(
-            self.backend.rank, len(every) + -len(every) % self.backend.world_size, self.backend.world_size
-        ):
+        last = len(every) + -len(every) % self.backend.world_size
+        numbers = range(self.backend.rank, last, self.backend.world_size)
+        for number in watched(numbers, "generating answers", len(numbers), shown=self.backend.is_main):
             asked, filled = every[number % len(every)]
             prompts = Prompts(**self.backend.to_device(vars(self.encode(filled))))
             done = rollout(model, prompts, width, self.length, sampling, self.ends, self.backend)

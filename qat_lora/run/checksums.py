@@ -7,7 +7,8 @@ from qat_lora.errors import UserError
 from qat_lora.run.files import read_json, sha256, write_json
 
 SUMS = "checksums.json"
-ASIDE = {SUMS, "summary.json", "checkpoints", "plots", "wandb"}  # have checksums of their own, or may change later
+# Have checksums of their own, or may change later.
+ASIDE = {SUMS, "summary.json", "checkpoints", "plots", "report.html", "tensorboard", "wandb"}
 
 
 def write_sums(path: Path, unwritten: dict[str, bytes]) -> None:

@@ -1,10 +1,10 @@
-"""What a program says to people: lines above a progress bar, warnings, and the progress of a long job."""
+"""What a program prints for people: lines above a progress bar, warnings, and the progress of a long job."""
 
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TextIO, TypeVar
 
 from tqdm import tqdm
 
@@ -12,44 +12,75 @@ from qat_lora.errors import STOPS, first_line
 
 tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a worker that is killed leaves behind
 
-PAUSE = 5.0  # least seconds between two lines
-Row = TypeVar("Row")
+PAUSE = 10.0  # seconds before the first line about progress, and between two of them
+Item = TypeVar("Item")
 
 
 def progress() -> Callable[[str], None]:
-    """A function that prints the line it is given, unless it printed one within the last PAUSE seconds."""
+    """A function that prints the line it is given on stderr, unless it printed one within the last PAUSE seconds."""
     last = time.monotonic()
 
     def tell(line: str) -> None:
         nonlocal last
         if time.monotonic() - last >= PAUSE:
-            say(line)
+            say(line, sys.stderr)
             last = time.monotonic()
 
     return tell
 
 
-def counted(rows: Sequence[Row], what: str) -> Iterator[Row]:
-    """Iterate over `rows`, printing how many are done every PAUSE seconds; what: the end of that line."""
-    tell = progress()
-    for number, row in enumerate(rows):
-        tell(f"{number:,} of {len(rows):,} {what}")
-        yield row
+def watched(
+    items: Iterable[Item], what: str, total: int, size: Callable[[Item], int] = lambda _: 1, shown: bool = True
+) -> Iterator[Item]:
+    """Iterate over `items` and show how far it got: a bar with the time left on a terminal, plain lines elsewhere.
+
+    Nothing is shown of what takes less than PAUSE seconds. size(item): how many of `total` an item stands for. shown:
+    False in all workers but the first.
+    """
+    bar = tqdm(total=total, desc=what, delay=PAUSE / 2, leave=False, disable=None if shown else True)
+    tell, done, started = progress(), 0, time.monotonic()
+    with bar:
+        for item in items:
+            yield item
+            done += size(item)
+            bar.update(size(item))
+            if shown and bar.disable and done < total:
+                tell(f"{what}: {done:,} of {total:,}, {time_left(done, total, time.monotonic() - started)}")
 
 
-def say(line: str) -> None:
-    """A line for people, above a progress bar if there is one."""
-    tqdm.write(line, file=sys.stdout)
-    sys.stdout.flush()
+def time_left(done: int, total: int, seconds: float) -> str:
+    """The time left of a job that took `seconds` so far, in words: "2 min 10 s left"."""
+    left = round(seconds / max(done, 1) * (total - done))
+    hours, minutes = left // 3600, left % 3600 // 60
+    if hours:
+        return f"{hours} h {minutes} min left"
+    return f"{minutes} min {left % 60} s left" if minutes else f"{left} s left"
+
+
+def say(line: str, file: TextIO | None = None) -> None:
+    """Print a line for people, above a progress bar if there is one; on stdout unless another file is given."""
+    file = file or sys.stdout
+    tqdm.write(line, file=file)
+    file.flush()
+
+
+def summarise(made: dict[str, Any], quality: list[str], following: str) -> None:
+    """Print at the end of a run what it made ({what: path}), how good that is beside its baseline, and what to run
+    next."""
+    say("\n" + "\n".join(f"made     {what}: {path}" for what, path in made.items() if path))
+    say("\n".join(f"quality  {line}" for line in quality))
+    say(f"next     {following}")
 
 
 def attempt(what: str, function: Callable[..., Any], *args) -> Any:
-    """function(*args), or None if it fails: then a warning is printed and the program continues. For what a run can do
-    without, such as plots. what: the subject of the warning."""
+    """function(*args), or None if it fails: then a warning is printed and the program continues.
+
+    For what a run can do without, such as plots. what: the subject of the warning.
+    """
     try:
         return function(*args)
     except STOPS:
         raise
     except BaseException as error:  # plotting and network libraries raise anything
-        say(f"warning: {what} failed ({first_line(error)}); the run continues without")
+        say(f"warning: {what} failed ({first_line(error)}); the run continues without it")
         return None

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 from qat_lora.backend.detect import DEVICES
 from qat_lora.backend.relay import Timeouts
 from qat_lora.errors import UserError
+from qat_lora.run.tracking import check_tracker
 
 GROUPS = {
     "model": "Model",
@@ -110,13 +111,17 @@ class ScriptConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(ScriptConfig):
-    """What every script that trains takes on top."""
+    """The further options of every script that trains."""
 
     output_dir: str | None = _run(None, "run directory; default runs/<experiment>/<time>-<preset>-s<seed>-<sha>")
     resume: str = _run("off", "off, auto (the newest unfinished run of this config), or a run directory")
     report_to: Literal[*TRACKERS] = _run(
         "none", "also send every line of metrics.jsonl to Weights & Biases or TensorBoard"
     )
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_tracker(self.report_to)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,8 @@ PANELS = (
     ("tokens_per_s", "tokens per second"),
 )
 
+COUNTERS = ("step", "tokens", "compiles", "fallbacks", "heldout_rows", "block")  # not drawn
+
 
 def pyplot() -> ModuleType:
     """matplotlib.pyplot, drawing to files. Call it where something is drawn, not on import: a run can do without
@@ -30,6 +32,15 @@ def pyplot() -> ModuleType:
     plt = load_package("matplotlib.pyplot", "plots")
     plt.switch_backend("Agg")
     return plt
+
+
+def _panels(lines: list[dict]) -> list[tuple[str, str]]:
+    """(key, title) of what is drawn: PANELS, then every other figure that changes."""
+    logged = dict.fromkeys(key for line in lines for key, value in line.items() if isinstance(value, int | float))
+    titles = dict(PANELS)
+    others = [key for key in logged if key not in (*titles, *COUNTERS) and not key.endswith(("_low", "_high"))]
+    changing = [key for key in others if len({line[key] for line in lines if key in line}) > 1]
+    return [(key, title) for key, title in PANELS if key in logged] + [(key, key) for key in changing]
 
 
 def plot_run(path: Path) -> Path:
@@ -42,7 +53,7 @@ def plot_run(path: Path) -> Path:
     if not run.metrics_path.exists():
         raise UserError(f"{path} has no metrics.jsonl; give a run directory such as runs/train_qat/<run>")
     lines = run.metrics()
-    panels = [(key, title) for key, title in PANELS if any(key in line for line in lines)]
+    panels = _panels(lines)
     if not panels:
         raise UserError(f"{run.metrics_path} holds no figures yet; train for a step first")
     rows, plt = -(-len(panels) // 2), pyplot()

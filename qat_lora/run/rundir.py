@@ -17,11 +17,12 @@ from qat_lora.backend.git import git_state
 from qat_lora.backend.group import ALONE, Group
 from qat_lora.errors import STOPS, UserError, first_line
 from qat_lora.run.checksums import write_sums
-from qat_lora.run.console import say
+from qat_lora.run.console import attempt, say
 from qat_lora.run.files import as_json, lock, write_atomically, write_json, writing
 from qat_lora.run.hosts import agree_on_facts
 from qat_lora.run.options import RunConfig
 from qat_lora.run.resuming import CONFIG_SUM, _changed, _resumed_path, _stamp, _status, check_same
+from qat_lora.run.tracking import open_tracker
 
 PACKAGES = ("torch", "torch_xla", "transformers", "peft", "datasets", "safetensors", "numpy")
 # what a process that died early leaves behind
@@ -41,8 +42,8 @@ class Run:
         self.metrics_path = path / "metrics.jsonl"
         self.mirror: Callable[[int, dict], None] | None = None  # gets every logged line as well
 
-    def log(self, step: int, values: dict) -> None:
-        """Append one line to metrics.jsonl and show it."""
+    def log(self, step: int, values: dict, note: str = "") -> None:
+        """Append one line to metrics.jsonl and print it, with a note behind it that is not recorded."""
         if not self.writes:
             return
         with writing(self.metrics_path), open(self.metrics_path, "a") as file:
@@ -61,7 +62,7 @@ class Run:
                     "training continues, and the file itself is complete"
                 )
         shown = "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items())
-        say(f"step {step}  {shown}")
+        say(f"step {step}  {shown}" + (f"  {note}" if note else ""))
 
     def metrics(self) -> list[dict]:
         """Every logged line so far."""
@@ -78,6 +79,11 @@ class Run:
                     "another folder"
                 ) from error
         return lines
+
+    def first_and_best(self, figure: str) -> tuple[float, float]:
+        """A figure as it was first logged, and the lowest that was logged."""
+        values = [line[figure] for line in self.metrics() if figure in line]
+        return values[0], min(values)
 
     def finish(self, status: str, **values) -> None:
         """Write summary.json (status: finished, preempted, failed; final figures) and release the lock. Call it last: a
@@ -113,6 +119,9 @@ def open_run(experiment: str, config: RunConfig, facts: dict, group: Group = ALO
         return run.path.absolute(), run.resumed
 
     path, resumed = group.on_main(opened)
+    if run and config.report_to != "none":
+        what = f"--report-to {config.report_to}"
+        run.mirror = attempt(what, open_tracker, config.report_to, path, dataclasses.asdict(config))
     return run or Run(path, resumed, writes=False)
 
 

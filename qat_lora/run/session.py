@@ -14,7 +14,7 @@ from qat_lora.backend import TorchBackend
 from qat_lora.backend.group import SIGTERM, notice_sigterm
 from qat_lora.errors import STOPS, UserError, first_line
 from qat_lora.run.checkpoint import KEEP, load_checkpoint, restore_files, save_checkpoint
-from qat_lora.run.console import say
+from qat_lora.run.console import PAUSE, say, time_left
 from qat_lora.run.metrics import Metric, Ratio, Value, line_of, parts_of
 from qat_lora.run.rundir import Run
 
@@ -110,6 +110,8 @@ class Session:
         self.stage, self.state = stage, state
         hidden = None if self.backend.is_main else True  # a bar on a terminal, and one for all workers
         notice_sigterm()
+        self.total, self.first, self.started = total, first, time.monotonic()
+        self.told = self.started  # when the last line was printed
         if evaluate and first == 1:
             self._evaluate(0, evaluate)
         self.bar = tqdm(range(first, total + 1), initial=first - 1, total=total, desc=stage, disable=hidden)
@@ -187,6 +189,9 @@ class Session:
             self._evaluate(step, evaluate)
         if save:
             self._save(self.offset + step)
+        if self.bar.disable and self.run.writes and time.monotonic() - self.told >= PAUSE:
+            say(f"{self.stage}: {step:,} of {total:,} updates, {self._time_left(step)}")
+            self.told = time.monotonic()
         if stopping:
             SIGTERM.clear()
             self.run.finish("preempted", step=self.offset + step)
@@ -225,8 +230,15 @@ class Session:
         busy = sum(self.seconds.values())
         figures["tokens_per_s"] = figures["tokens"] / max(1e-9, busy - self.logged_seconds)
         self.bar.set_postfix({name: f"{figures[name]:.3g}" for name in self.shown if name in figures})
-        self.run.log(step, {"stage": self.stage, **figures, **self.backend.counters()})
+        note = "" if step == self.offset + self.total else self._time_left(step - self.offset)
+        self.run.log(step, {"stage": self.stage, **figures, **self.backend.counters()}, note)
+        self.told = time.monotonic()
         self.interval, self.logged_seconds = [], busy
+
+    def _time_left(self, step: int) -> str:
+        """Of this stage, in words; without a terminal there is no bar to show it."""
+        done, total = step - self.first + 1, self.total - self.first + 1
+        return time_left(done, total, time.monotonic() - self.started) if self.bar.disable else ""
 
     def _save(self, step: int) -> None:
         rng = self.backend.group.gather(self.backend.to_host(self.backend.rng_state()))

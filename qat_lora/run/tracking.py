@@ -1,19 +1,61 @@
-"""The lines of metrics.jsonl, sent to Weights & Biases as well."""
+"""The lines of metrics.jsonl, also sent to Weights & Biases or TensorBoard."""
 
 import hashlib
+import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from qat_lora.errors import load_package
 from qat_lora.run.files import read_json
 
+PROJECT = "qat_lora"  # at Weights & Biases, unless WANDB_PROJECT names another
+Mirror = Callable[[int, dict[str, Any]], None]
 
-def wandb_mirror(project: str, folder: Path, config: dict):
-    """mirror(step, values) for a Run, which sends every line of metrics.jsonl there too: to the same curves after a
-    resume, to new ones from another run in the same folder. Raises whatever wandb does."""
+
+def check_tracker(name: str) -> None:
+    """Raise UserError if the package of a tracker cannot be imported."""
+    if name != "none":
+        load_package(name, f"--report-to {name}", ", or leave the option out")
+
+
+def open_tracker(name: str, folder: Path, config: dict[str, Any]) -> Mirror | None:
+    """mirror(step, values) of a tracker for the run in `folder`, or None for "none". Raises whatever the tracker does.
+
+    A resumed run continues its curves; another run in the same folder gets curves of its own.
+    """
+    openers = {"wandb": _wandb, "tensorboard": _tensorboard}
+    return openers[name](folder, config) if name in openers else None
+
+
+def _wandb(folder: Path, config: dict[str, Any]) -> Mirror:
     import wandb
 
     name = f"{folder.resolve()} {read_json(folder / 'manifest.json').get('started')}"
     session = wandb.init(
-        project=project, name=folder.name, dir=str(folder), resume="allow", config=config,
+        project=config.get("wandb") or os.environ.get("WANDB_PROJECT") or PROJECT,
+        name=folder.name,
         id=hashlib.sha256(name.encode()).hexdigest()[:16],
-    )  # fmt: skip
+        dir=str(folder),
+        config=config,
+        resume="allow",
+    )
     return lambda step, values: session.log(values, step=step)
+
+
+def _tensorboard(folder: Path, config: dict[str, Any]) -> Mirror:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = None
+
+    def mirror(step: int, values: dict[str, Any]) -> None:
+        nonlocal writer
+        if writer is None:  # what an interrupted process logged from this step on is hidden
+            writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step)
+            writer.add_text("config", "\n".join(f"    {key}: {value}" for key, value in config.items()), step)
+        for key, value in values.items():
+            if isinstance(value, int | float):
+                writer.add_scalar(key, value, step)
+        writer.flush()
+
+    return mirror

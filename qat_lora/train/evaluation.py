@@ -13,6 +13,7 @@ from qat_lora.data.packing import window_starts, windowed
 from qat_lora.errors import UserError
 from qat_lora.models.architecture import hidden_states
 from qat_lora.quant.student import head_of
+from qat_lora.run.console import watched
 from qat_lora.train.losses import text_loss
 
 
@@ -47,7 +48,8 @@ def batch_means(figures, model: nn.Module, dataset: Dataset, backend: TorchBacke
     was_training = model.training
     model.eval()
     mine = []
-    for number in range(backend.rank, -(-count // backend.world_size) * backend.world_size, backend.world_size):
+    numbers = range(backend.rank, -(-count // backend.world_size) * backend.world_size, backend.world_size)
+    for number in watched(numbers, "evaluating", len(numbers), shown=backend.is_main):
         start = number % count * batch_size
         items = [dataset[i] for i in range(start, min(start + batch_size, rows))]
         items += [_uncounted(items[0])] * (batch_size - len(items))
@@ -115,7 +117,8 @@ def text_figures(
     count = len(tokens)
     where = counted(tokens, scored, given)
     sums = []
-    for start in range(0, count, batch_size):
+    starts = range(0, count, batch_size)
+    for start in watched(starts, "measuring", len(starts), shown=backend.is_main):
         rows = torch.arange(start, start + batch_size)
         keep = (rows < count).long()  # the last batch is filled up to one shape
         rows = rows.clamp(max=count - 1)

@@ -159,7 +159,7 @@ TOOLS = (
         ("model", "text.txt", "qat", "recovery"),
         reads="qat/best.pt recovery/adapter/*",
     ),
-    Subject("plots", "plot_run", f"--run {OUT}/qat", ("qat",), reads="qat/metrics.jsonl"),
+    Subject("report", "report_run", f"--run {OUT}/qat", ("qat",), reads="qat/metrics.jsonl"),
     Subject(
         "verdict on GRPO", "analyze_training", f"--run {OUT}/bob", ("bob",),
         reads="bob/training_config.json bob/*_validation.json bob/checksums.json bob/metrics.jsonl",

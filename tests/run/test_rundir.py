@@ -136,7 +136,7 @@ def test_what_a_run_can_do_without_may_fail(capsys):
         raise error
 
     assert attempt("plotting", stops, asyncio.CancelledError()) is None
-    assert capsys.readouterr().out == "warning: plotting failed (CancelledError); the run continues without\n"
+    assert capsys.readouterr().out == "warning: plotting failed (CancelledError); the run continues without it\n"
     with pytest.raises(KeyboardInterrupt):
         attempt("plotting", stops, KeyboardInterrupt())
 

@@ -74,9 +74,9 @@ def test_order_of_things(toy):
     """Evaluate before the first step; then update → log → evaluate → save, so that a checkpoint covers its step."""
     made = toy(Every(log=2, evaluate=2, save=2))
     log = made.run.log
-    made.run.log = lambda step, values: (
+    made.run.log = lambda step, values, *note: (
         made.events.append("log" if "loss" in values else "figures"),
-        log(step, values),
+        log(step, values, *note),
     )
 
     def evaluate(step):

@@ -200,7 +200,7 @@ def test_the_best_is_that_of_the_file_when_evaluation_changes_and_changes_back(r
 def test_what_comes_after_the_last_step_may_be_killed(run, load_script, qat, tmp_path, monkeypatch):
     flags = [*qat, "--resume", "auto"]
     with monkeypatch.context() as patched:
-        patched.setattr(load_script("train_qat"), "plot_run", interrupt)
+        patched.setattr(load_script("train_qat"), "write_report", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run("train_qat", *flags)
     assert not (tmp_path / "run" / "plots").exists()
@@ -210,9 +210,9 @@ def test_what_comes_after_the_last_step_may_be_killed(run, load_script, qat, tmp
 
 
 def test_a_plot_that_fails_costs_no_run(run, load_script, qat, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(load_script("train_qat"), "plot_run", fail)
+    monkeypatch.setattr(load_script("train_qat"), "write_report", fail)
     run("train_qat", *qat)
-    assert "warning: plotting failed (no fonts)" in capsys.readouterr().out
+    assert "warning: writing the report failed (no fonts)" in capsys.readouterr().out
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from qat_lora.backend import TorchBackend
 from qat_lora.experiments.athena.model import IGNORE, RecursiveModel, fresh, halting, refill, stablemax_loss
 from qat_lora.experiments.athena.rows import PuzzleRows
+from qat_lora.run.console import watched
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ def measure(
     """
     sums = torch.zeros(8, device=backend.device)
     share = batch_size // backend.world_size
-    for first in range(0, len(rows), batch_size):  # equally many for every worker
+    firsts = range(0, len(rows), batch_size)  # equally many for every worker
+    for first in watched(firsts, "evaluating", len(firsts), shown=backend.is_main):
         at = first + backend.rank * share + np.arange(share)
         batch = rows.batch(np.minimum(at, len(rows) - 1))
         batch["labels"][torch.from_numpy(at >= len(rows))] = IGNORE

@@ -7,7 +7,7 @@ import numpy as np
 
 from qat_lora.errors import UserError
 from qat_lora.experiments.athena.puzzles import BLANK, BOXES, side
-from qat_lora.run.console import counted
+from qat_lora.run.console import watched
 
 
 # -- symmetries ------------------------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ def answer_class(kind: str, answers: np.ndarray) -> list[bytes]:
         raise UserError(f"kind {kind!r} has no classes of answers; its questions have forms")
     n = side(kind)
     grids = np.asarray(answers, np.intp).reshape(-1, n, n) - 2
-    return [_least(kind, grid) for grid in counted(grids, f"{kind} compared by symmetry")]
+    return [_least(kind, grid) for grid in watched(grids, f"comparing {kind} by symmetry", len(grids))]
 
 
 def _least(kind: str, grid: np.ndarray) -> bytes:
@@ -103,13 +103,14 @@ def form(kind: str, questions: np.ndarray) -> list[bytes]:
     Sudoku are named by first appearance."""
     if kind in BOXES and kind != "sudoku4":
         raise UserError(f"kind {kind!r} has too many symmetries for forms of questions; its answers have classes")
-    questions, what = np.asarray(questions, np.uint8), f"{kind} compared by symmetry"
+    questions, what = np.asarray(questions, np.uint8), f"comparing {kind} by symmetry"
     if kind not in BOXES:
-        return [min(map(bytes, question[_dihedral(side(kind))])) for question in counted(questions, what)]
+        images = (question[_dihedral(side(kind))] for question in watched(questions, what, len(questions)))
+        return [min(map(bytes, image)) for image in images]
     lines = _orders(4, 2)
     places = (lines[:, None, :, None] * 4 + lines[None, :, None, :]).reshape(-1, 4, 4)
     places = np.concatenate([places, places.transpose(0, 2, 1)]).reshape(-1, 16)
-    return [min(map(bytes, _renamed(question[places]))) for question in counted(questions, what)]
+    return [min(map(bytes, _renamed(question[places]))) for question in watched(questions, what, len(questions))]
 
 
 def _renamed(images: np.ndarray) -> np.ndarray:

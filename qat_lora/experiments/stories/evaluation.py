@@ -11,7 +11,7 @@ from qat_lora.backend import TorchBackend, tpu_chips
 from qat_lora.experiments.stories.baselines import SmallLM
 from qat_lora.experiments.stories.text import Stories, spans
 from qat_lora.rl.rollout import Sampling, draw
-from qat_lora.run.console import say
+from qat_lora.run.console import say, watched
 from qat_lora.train.losses import sparse_loss
 
 
@@ -50,7 +50,9 @@ def heldout(model: SmallLM, stories: Stories, length: int, rows: int, backend: T
     model.eval()
     sums = []
     batches = spans(stories.heldout, stories.end, length, max(1, length // 2), rows)
-    for batch in islice(batches, backend.rank, None, backend.world_size):
+    mine = islice(batches, backend.rank, None, backend.world_size)
+    count = -(-len(stories.heldout) // (rows * max(1, length // 2) * backend.world_size))
+    for batch in watched(mine, "evaluating", count, shown=backend.is_main):
         batch = backend.to_device(batch)
         with backend.autocast():
             sums.append(story_loss(model, batch | {"total": torch.ones((), device=batch["mask"].device)}))
@@ -85,3 +87,17 @@ def tell(
             break
         said.append(token)
     return stories.tokenizer.decode(said[1:])
+
+
+def unigram_perplexity(stories: Stories) -> float:
+    """The held-out perplexity of a model that knows how often each token occurs in the training text, and no context;
+    every count is one higher than it is, so that no token has probability 0."""
+    training, measured = (_counts(tokens, stories.vocab) for tokens in (stories.train, stories.heldout))
+    logp = ((training + 1) / (training + 1).sum()).log()
+    return math.exp(-(measured * logp).sum().item() / measured.sum().item())
+
+
+def _counts(tokens: Tensor, vocab: int) -> Tensor:
+    """How often each token of the vocabulary occurs: float64 [vocab]."""
+    pieces = (tokens[start : start + 2**20].long() for start in range(0, len(tokens), 2**20))
+    return sum(torch.bincount(piece, minlength=vocab) for piece in pieces).double()

@@ -222,9 +222,9 @@ def test_a_long_job_says_how_far_it_is(monkeypatch, capsys):
     monkeypatch.setattr(progress, "PAUSE", 0.0)
     form("sudoku4", generate("sudoku4", 5, 0)[0])
     answer_class("sudoku6", generate("sudoku6", 2, 0)[1])
-    said = capsys.readouterr().out
-    assert "3 of 5 sudoku4 drawn" in said and "4 of 5 sudoku4 compared by symmetry" in said
-    assert "1 of 2 sudoku6 compared by symmetry" in said
+    said = capsys.readouterr().err
+    assert "3 of 5 sudoku4 drawn" in said and "comparing sudoku4 by symmetry: 4 of 5" in said
+    assert "comparing sudoku6 by symmetry: 1 of 2" in said
 
 
 # -- symmetries and canonical forms ----------------------------------------------------------------------------------

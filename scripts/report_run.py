@@ -1,10 +1,11 @@
 # PYTHON_ARGCOMPLETE_OK
-"""How did a run go? Draws every figure that it logged into plots/metrics.png of its directory.
+"""How did a run go? Writes one page with its result, plots, samples and settings.
 
-    python scripts/plot_run.py
-    python scripts/plot_run.py --run runs/v2_q4
+    python scripts/report_run.py
+    python scripts/report_run.py --run runs/v2_q4
 
-Without --run it takes the run under runs/ that logged last. Prints the picture's path; a run may still be going.
+Without --run it takes the run under runs/ that logged last; a run that is still going is fine. Prints the path of
+report.html, a single file that can be opened or sent anywhere; the plots are also in plots/metrics.png.
 """
 
 from dataclasses import dataclass
@@ -20,19 +21,19 @@ class Config(ScriptConfig):
 
 
 if __name__ == "__main__":
-    check_command_line(Config, "plot_run", __doc__)  # before the imports that take seconds
+    check_command_line(Config, "report_run", __doc__)  # before the imports that take seconds
 
 from pathlib import Path
 
 from qat_lora.run.console import say
-from qat_lora.run.plots import plot_run
+from qat_lora.run.report import write_report
 from qat_lora.run.rundir import newest_run
 
 
 def main(cfg: Config) -> None:
     path = Path(cfg.run) if cfg.run else newest_run(Path("runs"))
-    say(f"run {path}" if cfg.dry_run else str(plot_run(path)))
+    say(f"run {path}" if cfg.dry_run else str(write_report(path)))
 
 
 if __name__ == "__main__":
-    run_script(main, Config, "plot_run", __doc__)
+    run_script(main, Config, "report_run", __doc__)

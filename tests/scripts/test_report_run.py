@@ -1,4 +1,4 @@
-"""The picture of the run that was asked for, or of the one that logged last."""
+"""The page about the run that was asked for, or about the one that logged last."""
 
 import json
 import os
@@ -28,54 +28,54 @@ def runs(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def plot(load_script, capsys):
-    script = load_script("plot_run")
+def report(load_script, capsys):
+    script = load_script("report_run")
 
     def run(*flags) -> str:
-        script.main(parse(script.Config, "plot_run", list(map(str, flags))))
+        script.main(parse(script.Config, "report_run", list(map(str, flags))))
         return capsys.readouterr().out.strip()
 
     return run
 
 
-def test_newest_run_is_drawn(plot, runs):
-    assert plot() == "runs/train_qat/a/plots/metrics.png"
+def test_newest_run_is_drawn(report, runs):
+    assert report() == "runs/train_qat/a/report.html"
     assert (runs / "train_qat/a/plots/metrics.png").read_bytes()[:4] == b"\x89PNG"
     os.utime(runs / "v2_q4/metrics.jsonl", (2e9, 2e9))
-    assert plot() == "runs/v2_q4/plots/metrics.png"
+    assert report() == "runs/v2_q4/report.html"
 
 
-def test_the_run_that_is_named_is_drawn(plot, runs):
-    assert plot("--run", runs / "train_qat/b") == str(runs / "train_qat/b/plots/metrics.png")
+def test_the_run_that_is_named_is_drawn(report, runs):
+    assert report("--run", runs / "train_qat/b") == str(runs / "train_qat/b/report.html")
     assert [path.parents[1].name for path in runs.rglob("metrics.png")] == ["b"]
 
 
-def test_dry_run_names_the_run_and_draws_nothing(plot, runs):
-    assert plot("--dry-run") == "run runs/train_qat/a"
+def test_dry_run_names_the_run_and_draws_nothing(report, runs):
+    assert report("--dry-run") == "run runs/train_qat/a"
     assert not list(runs.rglob("*.png"))
 
 
 def test_bad_input(refusal, runs, tmp_path, monkeypatch):
-    assert "has no metrics.jsonl" in refusal("plot_run", "--run", tmp_path / "absent")
+    assert "has no metrics.jsonl" in refusal("report_run", "--run", tmp_path / "absent")
     (runs / "v2_q4/metrics.jsonl").write_text("{")
-    assert "is damaged" in refusal("plot_run", "--run", runs / "v2_q4")
+    assert "is damaged" in refusal("report_run", "--run", runs / "v2_q4")
     (runs / "v2_q4/metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo\n')
-    assert "metrics.jsonl is damaged in line 2 (" in refusal("plot_run", "--run", runs / "v2_q4")
+    assert "metrics.jsonl is damaged in line 2 (" in refusal("report_run", "--run", runs / "v2_q4")
     (runs / "v2_q4/metrics.jsonl").write_text("")
-    assert "holds no figures yet" in refusal("plot_run", "--run", runs / "v2_q4")
+    assert "holds no figures yet" in refusal("report_run", "--run", runs / "v2_q4")
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
-    assert f"no run under {tmp_path / 'empty' / 'runs'}" in refusal("plot_run")
+    assert f"no run under {tmp_path / 'empty' / 'runs'}" in refusal("report_run")
 
 
 def test_a_matplotlib_backend_that_does_not_exist_is_no_matter(runs):
-    script = [sys.executable, ROOT / "scripts" / "plot_run.py", "--run", runs / "v2_q4"]
+    script = [sys.executable, ROOT / "scripts" / "report_run.py", "--run", runs / "v2_q4"]
     done = subprocess.run(script, env=os.environ | {"MPLBACKEND": "nonsense"}, capture_output=True, text=True)
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert (runs / "v2_q4/plots/metrics.png").exists()
 
 
-def test_a_broken_matplotlib_is_one_line(plot, runs, monkeypatch):
+def test_a_broken_matplotlib_is_one_line(report, runs, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     with pytest.raises(UserError, match=r"plots: matplotlib cannot be imported .*; pip install --force-reinstall matp"):
-        plot()
+        report()

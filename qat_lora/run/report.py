@@ -1,0 +1,127 @@
+"""One page about a run: its result, plots, samples and settings."""
+
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from qat_lora.errors import UserError
+from qat_lora.run.files import read_json, write_atomically
+from qat_lora.run.plots import plot_run
+from qat_lora.run.resuming import read_config
+from qat_lora.run.rundir import Run
+
+FILE = "report.html"
+TEXTS = ("samples.txt", "transcripts.md")  # what a model said
+LONGEST = 6000  # characters of a text on the page
+PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>{{ name }}</title>
+<style>
+  body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1d2330 }
+  h1 { font-size: 1.5rem; margin-bottom: 0 } h2 { font-size: 1.1rem; margin-top: 2rem }
+  table { border-collapse: collapse } td, th { padding: .15rem .9rem .15rem 0; text-align: left; vertical-align: top }
+  td.number { text-align: right; font-variant-numeric: tabular-nums }
+  img { max-width: 100% } pre { background: #f3f4f7; padding: .8rem; overflow-x: auto; white-space: pre-wrap }
+  .faint { color: #667 }
+</style>
+<h1>{{ experiment }}</h1>
+<p class="faint">{{ name }} · {{ status }} · started {{ started }} on {{ device }} · commit {{ commit }}</p>
+{% if measured %}
+<h2>Evaluations</h2>
+<table>
+  <tr><th>figure<th>first<th>lowest<th>highest<th>last</tr>
+  {% for row in measured %}
+  <tr><td>{{ row.name }}{% for cell in row.cells %}<td class="number">{{ cell }}{% endfor %}</tr>
+  {% endfor %}
+</table>
+{% endif %}
+{% if summary %}
+<h2>Result</h2>
+<table>{% for key, value in summary %}<tr><td>{{ key }}<td class="number">{{ value }}</tr>{% endfor %}</table>
+{% endif %}
+{% if pictures %}<h2>Plots</h2>{% endif %}
+{% for picture in pictures %}<p><img alt="{{ picture.name }}" src="{{ picture.source }}">{% endfor %}
+{% for text in texts %}
+<h2>{{ text.name }}</h2>
+<pre>{{ text.content }}</pre>
+{% endfor %}
+<h2>Command</h2>
+<pre>{{ command }}</pre>
+<details><summary>Settings</summary>
+<table>{% for key, value in config %}<tr><td>{{ key }}<td>{{ value }}</tr>{% endfor %}</table></details>
+<details><summary>Versions and inputs</summary>
+<table>{% for key, value in manifest %}<tr><td>{{ key }}<td>{{ value }}</tr>{% endfor %}</table></details>
+</html>
+"""
+
+
+def write_report(path: Path, result: dict[str, Any] | None = None) -> Path:
+    """Draw the plots of the run in `path` and write report.html there, a page without other files.
+
+    Works for every experiment, for a run that is still going, and for one that was stopped. result: figures of a run
+    that has just ended, in place of those in summary.json. Raises UserError if there is no run, or it has logged
+    nothing.
+    """
+    if not (path / "metrics.jsonl").exists():
+        raise UserError(f"{path} has no metrics.jsonl; {_nearby(path)}")
+    curves = plot_run(path)
+    manifest = read_json(path / "manifest.json") if (path / "manifest.json").exists() else {}
+    summary = read_json(path / "summary.json") if (path / "summary.json").exists() else {}
+    summary = {"status": "finished", **result} if result else summary
+    config = read_config(path) if (path / "config.yaml").exists() else {}
+    pictures = [curves, *sorted({*path.glob("*.png"), *path.glob("plots/*.png")} - {curves})]
+    page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(PAGE).render(
+        name=path.name,
+        experiment=manifest.get("experiment", "A run"),
+        status=summary.get("status", "not finished"),
+        started=manifest.get("started", "?"),
+        device=manifest.get("device", "?"),
+        commit=f"{manifest.get('git', '?')}{' with changes' if manifest.get('dirty') else ''}",
+        command="python " + " ".join(map(str, manifest.get("argv", ["?"]))),
+        measured=list(_measured(Run(path, resumed=False).metrics())),
+        summary=[pair for pair in _flat(summary) if pair[0] != "status"],
+        pictures=[{"name": picture.name, "source": _embedded(picture)} for picture in pictures],
+        texts=[{"name": name, "content": _start(path / name)} for name in TEXTS if (path / name).exists()],
+        config=[(key, value) for key, value in config.items() if value is not None],
+        manifest=[(key, value) for key, value in _flat(manifest) if not key.startswith(("argv", "git", "dirty"))],
+    )  # fmt: skip
+    write_atomically(path / FILE, lambda file: file.write(page.encode()))
+    return path / FILE
+
+
+def _nearby(path: Path) -> str:
+    runs = sorted(str(log.parent) for log in path.glob("*/metrics.jsonl"))
+    return f"give one of its runs: {', '.join(runs)}" if runs else "give a run directory such as runs/train_qat/NAME"
+
+
+def _measured(lines: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """A row for each figure of the evaluations, which are the lines without a loss."""
+    lines = [line for line in lines if "lr" not in line]
+    for name in dict.fromkeys(name for line in lines for name in line if name not in ("step", "stage")):
+        values = [line[name] for line in lines if isinstance(line.get(name), int | float)]
+        if values and not name.endswith(("_low", "_high", "_rows")):
+            cells = (values[0], min(values), max(values), values[-1])
+            yield {"name": name, "cells": [f"{value:.4g}" for value in cells]}
+
+
+def _flat(values: dict[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted key, text) of each value in nested dicts."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{above}{key}.")
+        elif value is not None:
+            yield f"{above}{key}", f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _embedded(picture: Path) -> str:
+    return "data:image/png;base64," + base64.b64encode(picture.read_bytes()).decode()
+
+
+def _start(path: Path) -> str:
+    text = path.read_text(errors="replace")
+    return text if len(text) <= LONGEST else text[:LONGEST] + f"\n… (the rest is in {path.name})"
