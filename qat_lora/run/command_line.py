@@ -317,6 +317,8 @@ def _complete(kind: type, script: str, description: str) -> None:
     for action in parser._actions:
         if action.dest == "config":
             action.completer = argcomplete.ChoicesCompleter(presets(CONFIGS / script))
+        elif str(action.metavar).startswith("{"):
+            action.completer = argcomplete.ChoicesCompleter(action.metavar[1:-1].split(","))
     argcomplete.autocomplete(parser, default_completer=argcomplete.FilesCompleter())
 
 
