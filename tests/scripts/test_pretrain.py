@@ -155,7 +155,6 @@ def test_the_guides_root_script_is_the_script(tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=100,
     )
     assert done.returncode == 0 and "updates of 8 rows on 1 workers" in done.stdout, done.stderr
     assert not list(tmp_path.iterdir())

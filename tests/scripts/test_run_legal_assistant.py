@@ -11,6 +11,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 from qat_lora.experiments.legal.authorities import Authorities
 from qat_lora.experiments.legal.page import page, show, verdicts
@@ -280,7 +281,7 @@ def text_of(browser, element: str) -> str:
 
 
 def wait_for(browser, element: str, part: str) -> str:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while part not in text_of(browser, element):
         assert time.monotonic() < deadline, text_of(browser, element)
         time.sleep(0.2)
@@ -291,7 +292,7 @@ def test_a_browser_asks_and_sees_an_answer_with_its_verdict(address, browser):
     from selenium.webdriver.common.by import By
 
     browser.get(address)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while not browser.find_elements(By.CSS_SELECTOR, "#question textarea") and time.monotonic() < deadline:
         time.sleep(0.2)
     browser.find_element(By.CSS_SELECTOR, "#question textarea").send_keys("Until when may I issue the claim?")
@@ -307,7 +308,7 @@ def test_a_browser_asks_and_sees_an_answer_with_its_verdict(address, browser):
 def test_the_interface_for_programs_refuses_no_question(address):
     def posted(path: str, data: bytes | None) -> str:
         request = urllib.request.Request(f"{address}{path}", data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=60) as reply:
+        with urllib.request.urlopen(request) as reply:
             return reply.read().decode()
 
     event = json.loads(posted("/gradio_api/call/answered", b'{"data": [null]}'))["event_id"]
@@ -319,7 +320,7 @@ def test_a_question_beyond_the_context_is_refused_on_the_page(address, browser):
     from selenium.webdriver.common.by import By
 
     browser.get(address)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while not browser.find_elements(By.CSS_SELECTOR, "#question textarea") and time.monotonic() < deadline:
         time.sleep(0.2)
     browser.find_element(By.CSS_SELECTOR, "#question textarea").send_keys("word " * 400)

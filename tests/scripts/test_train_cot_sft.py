@@ -207,7 +207,6 @@ def test_without_a_hub_a_wrong_dataset_names_the_one_that_needs_none(refusal, sh
     assert said.endswith('; use "generated" or a local .jsonl or .parquet file\n')
 
 
-@pytest.mark.timeout(300)
 def test_two_workers_learn_what_one_does(sharp_model_dir, tmp_path):
     """Losses, held-out figures, answers and weights, at the same rows an update."""
     flags = ["--model", sharp_model_dir, *SMALL, "--lora-dropout", 0]
