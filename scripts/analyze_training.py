@@ -19,7 +19,7 @@ from qat_lora.run.options import ScriptConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ScriptConfig):
-    run: str | None = opt.run(None, "run directory, or several with commas between; default: the newest")
+    run: str | None = opt.run(None, "run directory, or several separated by commas [the newest]")
 
 
 if __name__ == "__main__":

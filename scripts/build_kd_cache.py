@@ -26,14 +26,14 @@ from qat_lora.run.options import ScriptConfig
 class Config(TextOptions, ScriptConfig):
     model: str = opt.model(EMBEDDED, f"the teacher: {CHOICES}")
     cache_dir: str | None = opt.data(
-        None, "folder to write, e.g. caches/wikitext_L256", "--kd-cache-dir", identity=False
+        None, "folder to write the cache to, e.g. caches/wikitext_L256", "--kd-cache-dir", identity=False
     )
-    top_k: int = opt.data(8, "exact probabilities kept at a position", at_least=1)
-    draws: int = opt.data(12, "tail tokens drawn at a position", at_least=1)
-    heldout_fraction: float = opt.data(0.1, "share of the rows, from the end, kept for evaluation")
-    rows_per_shard: int = opt.data(128, "rows in a file; have at least as many files as chips", at_least=1)
-    batch_size: int = opt.run(4, "rows in a teacher pass", at_least=1)
-    resume: Literal["auto", "off"] = opt.run("auto", "auto resumes an unfinished cache, off refuses to touch one")
+    top_k: int = opt.data(8, "exact probabilities stored per position", at_least=1)
+    draws: int = opt.data(12, "tail tokens sampled per position", at_least=1)
+    heldout_fraction: float = opt.data(0.1, "share of the rows, from the end, held out for evaluation")
+    rows_per_shard: int = opt.data(128, "rows per shard file", at_least=1)
+    batch_size: int = opt.run(4, "rows per forward pass of the teacher", at_least=1)
+    resume: Literal["auto", "off"] = opt.run("auto", "auto resumes an unfinished cache; off refuses to touch one")
 
 
 if __name__ == "__main__":

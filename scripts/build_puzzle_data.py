@@ -21,20 +21,24 @@ from qat_lora.run.options import ScriptConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ScriptConfig):
-    output_dir: str = opt.run("data/puzzles", "new folder to write")
-    puzzle: str = opt.data("sudoku6", "sudoku4, sudoku6, sudoku9 or mazeN", "--kind")
+    output_dir: str = opt.run("data/puzzles", "new folder to write the dataset to")
+    puzzle: str = opt.data("sudoku6", "kind of puzzle: sudoku4, sudoku6, sudoku9 or mazeN, N odd", "--kind")
     count: int = opt.data(2000, "puzzles to draw", at_least=1)
-    least_blanks: float = opt.data(0.4, "of a Sudoku: least share of its cells that are blank; 1: all that can be")
-    most_blanks: float = opt.data(1.0, "and at most, as far as the answer stays the only one: more blanks are harder")
-    heldout_fraction: float = opt.data(0.1, "share of the rows that goes to test/", **opt.HELDOUT)
-    corpus: str | None = opt.data(
-        None, "instead of puzzles: .jsonl, .parquet or a hub dataset with prompt and response"
+    least_blanks: float = opt.data(
+        0.4, "smallest share of a Sudoku's cells that are blank; 1 is as many as its solution allows"
     )
-    length: int = opt.data(128, "with --corpus: bytes of a row; longer ones are left out")
-    causal: bool = opt.data(False, "with --corpus: the response as input too, each position seeing those before it")
+    most_blanks: float = opt.data(1.0, "largest share of a Sudoku's cells that are blank; more blanks are harder")
+    heldout_fraction: float = opt.data(0.1, "share of the rows written to test/", **opt.HELDOUT)
+    corpus: str | None = opt.data(
+        None, "text pairs instead of puzzles: .jsonl, .parquet or a hub dataset with prompt and response"
+    )
+    length: int = opt.data(128, "bytes per row of --corpus; longer rows are left out")
+    causal: bool = opt.data(
+        False, "with --corpus, feed the response as input too, each position seeing only those before it"
+    )
     iterations: int = opt.data(
         0,
-        "with --corpus: most segments of rows that do not set it; 0: the setting of the run",
+        "with --corpus, most segments of rows that do not set their own; 0 leaves it to the run",
         at_least=0,
         below=ANY,
         fix="use 0 for the setting of the run",

@@ -33,15 +33,17 @@ from qat_lora.run.options import ScriptConfig
 @dataclass(frozen=True, kw_only=True)
 class Config(ScriptConfig):
     checkpoint: str | None = opt.model(None, "student: the best.pt of train_qat.py")
-    model: str | None = opt.model(None, "the student's base model, if it has moved: folder, .gguf file or hub name")
-    adapter: str | None = opt.model(None, "PEFT folder trained on it: the adapter/ of train_recovery_lora.py")
-    format: Literal["hf", "merged", "gguf"] = opt.run("gguf", "hf, merged or gguf")
-    output_dir: str | None = opt.run(None, "new folder for the export, for example exports/q2")
+    model: str | None = opt.model(None, "the student's base model, if it has moved: a folder, .gguf file or hub name")
+    adapter: str | None = opt.model(None, "adapter trained on the student: the adapter/ of train_recovery_lora.py")
+    format: Literal["hf", "merged", "gguf"] = opt.run(
+        "gguf", "format: hf (adapter beside the model), merged (adapter added to the weights) or gguf"
+    )
+    output_dir: str | None = opt.run(None, "new folder to write the export to, e.g. exports/q2")
     gguf_type: Literal["auto", "Q2_0", "Q4_0", "Q4_1", "Q8_0", "F16"] = opt.run(
-        "auto", "auto, Q2_0, Q4_0, Q4_1, Q8_0 or F16; auto: the smallest that holds each tensor"
+        "auto", "GGUF type of the quantised tensors; auto is the smallest that holds each tensor exactly"
     )
     adapter_as: Literal["lora", "merged"] | None = opt.run(
-        None, "adapter in GGUF: lora (its own file, the default) or merged (F16 layers)"
+        None, "adapter in GGUF: lora (a file of its own) or merged (its layers become F16) [lora]"
     )
 
 

@@ -20,8 +20,8 @@ from qat_lora.run.options import ScriptConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ScriptConfig):
-    count: int = opt.data(2000, f"rows, at most {LARGEST_COUNT:,}", at_least=1, at_most=LARGEST_COUNT)
-    output: str = opt.run("data/law.jsonl", "new .jsonl or .parquet file")
+    count: int = opt.data(2000, f"rows to generate, at most {LARGEST_COUNT:,}", at_least=1, at_most=LARGEST_COUNT)
+    output: str = opt.run("data/law.jsonl", "new .jsonl or .parquet file to write")
 
 
 if __name__ == "__main__":

@@ -30,17 +30,19 @@ from qat_lora.run.options import ScriptConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TextSource, ScriptConfig):
-    model: str | None = opt.model(None, "base model, where it is now; default: the checkpoint's, else smollm2-135m")
-    checkpoint: str | None = opt.model(None, "student: the best.pt of train_qat.py; default: the base itself")
-    adapter: str | None = opt.model(None, "PEFT folder to put on it")
-    teacher: str | None = opt.model(None, "model to measure the KL from; default: no KL")
-    length: int = opt.data(512, "tokens in a window", at_least=2, fix="less leaves nothing to predict")
-    mode: Literal["blocked", "sliding"] = opt.data("blocked", "blocked or sliding")
-    stride: int | None = opt.data(None, "tokens between windows of --mode sliding; default: half a window")
-    max_windows: int | None = opt.data(None, "measure the first windows only", at_least=1)
-    batch_size: int = opt.run(4, "windows in a pass", at_least=1)
+    model: str | None = opt.model(None, "base model [the checkpoint's, else smollm2-135m]")
+    checkpoint: str | None = opt.model(None, "student: the best.pt of train_qat.py [none: the base model itself]")
+    adapter: str | None = opt.model(None, "adapter: a PEFT folder, e.g. the adapter/ of train_recovery_lora.py")
+    teacher: str | None = opt.model(None, "teacher to measure the KL to [none: no KL]")
+    length: int = opt.data(512, "tokens per window", at_least=2, fix="less leaves nothing to predict")
+    mode: Literal["blocked", "sliding"] = opt.data(
+        "blocked", "windows side by side (blocked), or overlapping (sliding)"
+    )
+    stride: int | None = opt.data(None, "tokens between the starts of sliding windows [half a window]")
+    max_windows: int | None = opt.data(None, "measure at most this many windows [all]", at_least=1)
+    batch_size: int = opt.run(4, "windows per forward pass", at_least=1)
     precision: Literal["auto", "fp32", "bf16"] = opt.device(
-        "fp32", "fp32, bf16 (autocast), or auto: bf16 where the device multiplies it"
+        "fp32", "arithmetic: fp32, bf16 autocast, or auto (bf16 where the device supports it)"
     )
     json: bool = opt.run(False, "print one JSON object and nothing else")
 

@@ -40,63 +40,80 @@ class Config(LoopOptions, JobConfig):
     }  # fmt: skip
     DEFAULT_CONFIG: ClassVar = "cfg_pretrain"
 
-    hidden_size: int = opt.model(512, "arch: width", at_least=1, at_most=LARGE)
-    num_heads: int = opt.model(8, "arch: attention heads", at_least=1, at_most=LARGE)
-    num_kv_heads: int | None = opt.model(None, "arch: heads of keys and values (GQA); default: all", at_least=1)
-    L_layers: int = opt.model(2, "arch: blocks of the stack", at_least=1, at_most=LARGE)
+    hidden_size: int = opt.model(512, "model width (arch.hidden_size)", at_least=1, at_most=LARGE)
+    num_heads: int = opt.model(8, "attention heads", at_least=1, at_most=LARGE)
+    num_kv_heads: int | None = opt.model(
+        None, "key and value heads, for grouped-query attention [--num-heads]", at_least=1
+    )
+    L_layers: int = opt.model(2, "blocks in the network, which is applied again and again", at_least=1, at_most=LARGE)
     H_cycles: int = opt.model(
-        3, "arch: updates of the answer in a segment; only the last has a gradient", at_least=1, at_most=10_000
+        3, "updates of the answer per segment; only the last has a gradient", at_least=1, at_most=10_000
     )
     L_cycles: int = opt.model(
-        6, "arch: updates of the reasoning state before each of those", at_least=1, at_most=10_000
+        6, "updates of the reasoning state before each update of the answer", at_least=1, at_most=10_000
     )
-    expansion: float = opt.model(4.0, "arch: expansion of the gated MLPs", above=0, at_most=64, fix="use e.g. 4")
-    mlp_t: bool = opt.model(False, "arch: mix tokens by an MLP over positions, not by attention")
-    one_step_gradient: bool = opt.model(False, "arch: gradient through the last two updates alone")
+    expansion: float = opt.model(
+        4.0, "hidden size of the gated MLPs, in multiples of the width", above=0, at_most=64, fix="use e.g. 4"
+    )
+    mlp_t: bool = opt.model(False, "mix positions with an MLP instead of attention")
+    one_step_gradient: bool = opt.model(False, "backpropagate through the last two updates only")
     data_path: str | None = opt.data(
-        None, "folder or URL that build_puzzle_data.py or TRM wrote; default: puzzles are drawn", identity="data"
+        None,
+        "dataset: a folder or URL written by build_puzzle_data.py or by TRM [none: puzzles are generated]",
+        identity="data",
     )
-    puzzle: str = opt.data("sudoku6", "without --data-path: sudoku4, sudoku6, sudoku9 or mazeN")
-    puzzles: int = opt.data(2000, "without --data-path: puzzles to draw", at_least=2)
-    heldout_fraction: float = opt.data(0.1, "without --data-path: share of the puzzles that is held out", **opt.HELDOUT)
-    global_batch_size: int = opt.training(768, "rows in an update, over all workers", at_least=1)
+    puzzle: str = opt.data("sudoku6", "kind of puzzle to generate: sudoku4, sudoku6, sudoku9 or mazeN, N odd")
+    puzzles: int = opt.data(2000, "puzzles to generate", at_least=2)
+    heldout_fraction: float = opt.data(0.1, "share of the generated puzzles held out for evaluation", **opt.HELDOUT)
+    global_batch_size: int = opt.training(768, "rows per update over all workers", at_least=1)
     epochs: int = opt.training(1000, "passes over the training rows", at_least=1, at_most=opt.MOST_UPDATES)
     max_steps: int | None = opt.training(
-        None, "updates; default, and 0: --epochs passes", "--steps", **opt.UPDATES, renamed={0: None}
+        None, "number of updates; 0 trains for --epochs passes [0]", "--steps", **opt.UPDATES, renamed={0: None}
     )
     learning_rate: float = opt.training(8e-5, "peak learning rate", "--lr", **opt.RATE)
-    warmup_steps: int = opt.training(2000, "updates of linear warm-up, at most half of all", "--lr-warmup", at_least=0)
-    lr_min_ratio: float = opt.training(0.1, "share of the learning rate at the end of the half cosine", **opt.SHARE)
-    beta1: float = opt.training(0.9, "decay of the optimiser's first moment", at_least=0, below=1)
-    beta2: float = opt.training(0.95, "decay of its second", at_least=0, below=1)
-    weight_decay: float = opt.training(0.1, "decoupled weight decay", **opt.DECAY)
-    puzzle_emb_lr: float = opt.training(1e-4, "learning rate of the puzzles' embeddings (SignSGD)", **opt.DECAY)
-    puzzle_emb_weight_decay: float = opt.training(0.1, "decoupled, of the puzzles' embeddings", **opt.DECAY)
-    clip_grad_norm: float = opt.training(
-        1.0, "largest global gradient norm; 0 clips nothing", "--grad-clip-norm", at_least=0, at_most=opt.LARGEST
+    warmup_steps: int = opt.training(
+        2000, "updates of linear warm-up, at most half of all updates", "--lr-warmup", at_least=0
     )
-    ema: bool = opt.training(True, "measure and keep a moving average of the weights")
+    lr_min_ratio: float = opt.training(0.1, "final learning rate, as a share of the peak", **opt.SHARE)
+    beta1: float = opt.training(0.9, "decay of AdamW's first moment", at_least=0, below=1)
+    beta2: float = opt.training(0.95, "decay of AdamW's second moment", at_least=0, below=1)
+    weight_decay: float = opt.training(0.1, "decoupled weight decay", **opt.DECAY)
+    puzzle_emb_lr: float = opt.training(1e-4, "learning rate of the puzzle embeddings (SignSGD)", **opt.DECAY)
+    puzzle_emb_weight_decay: float = opt.training(0.1, "decoupled weight decay of the puzzle embeddings", **opt.DECAY)
+    clip_grad_norm: float = opt.training(
+        1.0,
+        "clip the global gradient norm to this; 0 does not clip",
+        "--grad-clip-norm",
+        at_least=0,
+        at_most=opt.LARGEST,
+    )
+    ema: bool = opt.training(True, "evaluate and save the moving average (EMA) of the weights")
     ema_decay: float = opt.training(0.9995, "decay of the moving average (EMA) of the weights", at_least=0, below=1)
     halt_max_segments: int = opt.training(
-        16, "segments that a row gets at most, and all get when measured", at_least=1, at_most=10_000
+        16, "most segments per row in training, and segments per row in evaluation", at_least=1, at_most=10_000
     )
-    halt_exploration: float = opt.training(0.1, "share of rows that may not halt before a random segment", **opt.SHARE)
+    halt_exploration: float = opt.training(
+        0.1, "share of the rows that may not halt before a random segment, for exploration", **opt.SHARE
+    )
     gradient_checkpointing: bool = opt.training(
-        False, "arch: recompute every update in the backward pass", "--use-gradient-checkpointing", identity=False
+        False,
+        "recompute every update in the backward pass: less memory, more time",
+        "--use-gradient-checkpointing",
+        identity=False,
     )
-    eval_rows: int = opt.run(1024, "held-out rows to measure on; 0: all", at_least=0)
-    eval_every: int = opt.run(500, "updates between evaluations; 0: first and last", "--eval-interval", at_least=0)
-    save_every: int = opt.run(500, "updates between checkpoints; 0: last", "--save-interval", at_least=0)
+    eval_rows: int = opt.run(1024, "held-out rows per evaluation; 0 is all", at_least=0)
+    eval_every: int = opt.run(
+        500, "updates between evaluations; 0 evaluates only before and after training", "--eval-interval", at_least=0
+    )
+    save_every: int = opt.run(500, "updates between checkpoints; 0 saves only the last", "--save-interval", at_least=0)
     log_every: int = opt.run(20, "updates between lines of metrics.jsonl", "--log-interval", at_least=0)
-    checkpoint_path: str | None = opt.run(
-        None, "folder or URL that checkpoints are copied to; --resume auto finds them"
-    )
+    checkpoint_path: str | None = opt.run(None, "folder or URL to copy checkpoints to; --resume auto finds them there")
     num_chips: int | None = opt.with_default(JobConfig, "num_chips", 0)
     forward_dtype: Literal["bfloat16", "float32"] | None = opt.device(
-        None, "bfloat16 or float32, the same as --precision bf16 or fp32", identity=True
+        None, "the same as --precision bf16 or fp32", identity=True
     )
     compile: bool = opt.device(
-        True, "fuse the blocks by torch.compile if there is a C++ compiler; takes some seconds at the start"
+        True, "fuse the blocks with torch.compile, which takes some seconds at the start and needs a C++ compiler"
     )
 
 

@@ -19,14 +19,14 @@ from qat_lora.run.options import ScriptConfig
 @dataclass(frozen=True, kw_only=True)
 class Config(ScriptConfig):
     qat_run: str | None = opt.model(None, "run directory of train_qat.py")
-    recovery_run: str | None = opt.model(None, "run directory of train_recovery_lora.py, on that run's best.pt")
-    model: str | None = opt.model(None, "the base model of both, if it has moved: folder, .gguf file or hub name")
-    cache_dir: str | None = opt.data(None, "the KD cache of both", "--kd-cache-dir")
-    rows: int = opt.data(16, "held-out rows to measure on", at_least=1)
-    prompt: str = opt.data("The most important thing about a dictionary is", "text that every model continues")
-    batch_size: int = opt.run(4, "rows in a pass", at_least=1)
-    max_new_tokens: int = opt.run(32, "tokens of each continuation", "--new-tokens", at_least=1)
-    output: str | None = opt.run(None, "file to write; default: report.md beside the QAT run")
+    recovery_run: str | None = opt.model(None, "run directory of train_recovery_lora.py on that run's best.pt")
+    model: str | None = opt.model(None, "the base model of both, if it has moved: a folder, .gguf file or hub name")
+    cache_dir: str | None = opt.data(None, "KD cache of both runs", "--kd-cache-dir")
+    rows: int = opt.data(16, "held-out rows to measure", at_least=1)
+    prompt: str = opt.data("The most important thing about a dictionary is", "text for every model to continue")
+    batch_size: int = opt.run(4, "rows per forward pass", at_least=1)
+    max_new_tokens: int = opt.run(32, "tokens per continuation", "--new-tokens", at_least=1)
+    output: str | None = opt.run(None, "file to write [report.md beside the QAT run]")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from qat_lora.run.options import ScriptConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ScriptConfig):
-    run: str | None = opt.run(None, "run directory; default: the one under runs/ that logged last")
+    run: str | None = opt.run(None, "run directory [the one under runs/ that logged last]")
 
 
 if __name__ == "__main__":

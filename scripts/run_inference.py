@@ -23,19 +23,23 @@ from qat_lora.run.options import ScriptConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ChatOptions, ScriptConfig):
-    model: str | None = opt.model(None, "base model, where it is now; default: the checkpoint's, else smollm2-135m")
-    checkpoint: str | None = opt.model(None, "student: the best.pt of train_qat.py; default: the base itself")
-    adapter: str | None = opt.model(None, "PEFT folder to put on it")
-    prompt: str | None = opt.data(None, "what to say to the model; default: lines of standard input")
+    model: str | None = opt.model(None, "base model [the checkpoint's, else smollm2-135m]")
+    checkpoint: str | None = opt.model(None, "student: the best.pt of train_qat.py [none: the base model itself]")
+    adapter: str | None = opt.model(None, "adapter: a PEFT folder, e.g. the adapter/ of train_recovery_lora.py")
+    prompt: str | None = opt.data(None, "prompt [each line of standard input]")
     system: str | None = opt.data(None, "system message before the prompt")
     thinking: Literal["on", "off"] | None = opt.data(
-        None, "render the prompt with thinking on or off; default: the template's own"
+        None, "render the prompt with thinking on or off [as the template does]"
     )
     raw: bool = opt.data(False, "continue the prompt as plain text, without the chat template")
-    compare: bool = opt.run(False, "answer with the base, the student, and the student with its adapter in turn")
-    max_new_tokens: int = opt.run(128, "longest completion, in tokens", at_least=1)
-    temperature: float = opt.run(0.0, "0 is greedy; above it sampling")
-    top_p: float = opt.run(1.0, "sample from the most probable tokens that hold this share", above=0, at_most=1)
+    compare: bool = opt.run(
+        False, "compare the answers of the base model, the student, and the student with its adapter"
+    )
+    max_new_tokens: int = opt.run(128, "longest answer, in tokens", at_least=1)
+    temperature: float = opt.run(0.0, "sampling temperature; 0 is greedy")
+    top_p: float = opt.run(
+        1.0, "sample from the most probable tokens that hold this share of the probability", above=0, at_most=1
+    )
 
 
 if __name__ == "__main__":

@@ -23,23 +23,25 @@ from qat_lora.run.options import ScriptConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ChatOptions, ScriptConfig):
-    run: str | None = opt.model(None, "run directory of train_cot_sft.py, instead of the next four")
-    model: str | None = opt.model(
-        None, "model folder, .gguf file or hub name, with --run where its base is now; default: smollm2-135m"
+    run: str | None = opt.model(None, "run directory of train_cot_sft.py, which has the model, adapter and authorities")
+    model: str | None = opt.model(None, "base model: a folder, .gguf file or hub name [the run's, else smollm2-135m]")
+    checkpoint: str | None = opt.model(None, "quantised base model (base.pt) under the adapter")
+    adapter: str | None = opt.model(None, "adapter: a PEFT folder, e.g. the adapter/ of train_recovery_lora.py")
+    authorities: str | None = opt.data(
+        None, "authorities.json, the list of what may be cited [the run's, else the generator's]"
     )
-    checkpoint: str | None = opt.model(None, "quantised base (base.pt) that the adapter was trained on")
-    adapter: str | None = opt.model(None, "PEFT folder to put on it")
-    authorities: str | None = opt.data(None, "authorities.json with what may be cited; default: the generator's list")
     thinking: Literal["on", "off"] | None = opt.data(
-        None, "render the question with thinking on or off; default: as in the run, else off"
+        None, "render the question with thinking on or off [as in the run, else off]"
     )
-    question: str | None = opt.data(None, "what to ask; default: lines of standard input")
-    web: bool = opt.run(False, "open a page instead")
-    host: str = opt.run("127.0.0.1", "address of the page; 0.0.0.0 lets other machines in")
-    port: int = opt.run(7860, "port of the page", at_least=1, at_most=65535, fix="use e.g. 7860")
-    max_new_tokens: int | None = opt.run(None, "longest answer in tokens; default: as in the run, else 256", at_least=1)
-    temperature: float = opt.run(0.0, "0 is greedy; above it sampling")
-    top_p: float = opt.run(1.0, "sample from the most probable tokens that hold this share", above=0, at_most=1)
+    question: str | None = opt.data(None, "question [each line of standard input]")
+    web: bool = opt.run(False, "serve a web page instead of answering in the terminal")
+    host: str = opt.run("127.0.0.1", "address of the web page; 0.0.0.0 lets other machines in")
+    port: int = opt.run(7860, "port of the web page", at_least=1, at_most=65535, fix="use e.g. 7860")
+    max_new_tokens: int | None = opt.run(None, "longest answer, in tokens [as in the run, else 256]", at_least=1)
+    temperature: float = opt.run(0.0, "sampling temperature; 0 is greedy")
+    top_p: float = opt.run(
+        1.0, "sample from the most probable tokens that hold this share of the probability", above=0, at_most=1
+    )
 
 
 if __name__ == "__main__":

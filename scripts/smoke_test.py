@@ -20,10 +20,10 @@ from qat_lora.run.options import ScriptConfig
 @dataclass(frozen=True, kw_only=True)
 class Config(ScriptConfig):
     num_chips: int | None = opt.device(
-        None, "TPU chips, GPUs or CPU processes; default: every chip, two processes", at_least=0
+        None, "TPU chips, GPUs or CPU processes [every chip or GPU, or two processes]", at_least=0
     )
-    run_training: bool = opt.run(False, "train for --train-epochs passes over 144 puzzles, not for two updates")
-    train_epochs: int = opt.run(5, "passes of --run-training over the puzzles", at_least=1)
+    run_training: bool = opt.run(False, "train for --train-epochs passes over 144 puzzles instead of two updates")
+    train_epochs: int = opt.run(5, "passes over the puzzles with --run-training", at_least=1)
 
 
 if __name__ == "__main__":

@@ -21,16 +21,14 @@ from qat_lora.run.options import ScriptConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ChatOptions, ScriptConfig):
-    run: str | None = opt.model(None, "run directory of train_musclebob_improved.py; default: the newest")
-    model: str | None = opt.model(None, "the base model, if it has moved: folder, .gguf file or hub name")
-    thinking: Literal["on", "off"] | None = opt.data(
-        None, "render questions with thinking on or off; default: as in the run"
-    )
-    compare: bool = opt.run(False, "also ask the base model")
-    interactive: bool = opt.run(False, "answer the lines of standard input")
-    samples: int = opt.run(10, "sampled answers to each held-out question", at_least=1)
-    temperature: float = opt.run(1.0, "of the sampled answers; of --interactive, 0 being greedy")
-    output: str | None = opt.run(None, "file to write every rate and answer to, as JSON")
+    run: str | None = opt.model(None, "run directory of train_musclebob_improved.py [the newest]")
+    model: str | None = opt.model(None, "the base model, if it has moved: a folder, .gguf file or hub name")
+    thinking: Literal["on", "off"] | None = opt.data(None, "render questions with thinking on or off [as in the run]")
+    compare: bool = opt.run(False, "also show the base model's answers")
+    interactive: bool = opt.run(False, "chat: answer each line of standard input")
+    samples: int = opt.run(10, "sampled answers per held-out question", at_least=1)
+    temperature: float = opt.run(1.0, "sampling temperature; with --interactive 0 is greedy")
+    output: str | None = opt.run(None, "JSON file to write every rate and answer to")
 
 
 if __name__ == "__main__":

@@ -34,38 +34,47 @@ NAME = "train_cot_sft"
 @dataclass(frozen=True, kw_only=True)
 class Config(TokenOptions, BatchOptions, JobConfig):
     model: str = opt.model(EMBEDDED, f"instruct model: {CHOICES}", identity="base")
-    method: Literal["lora", "rslora", "full"] = opt.model("lora", "lora, rslora (scaled by alpha/√rank) or full")
-    lora_r: int = opt.model(32, "rank of the adapter", at_least=1)
+    method: Literal["lora", "rslora", "full"] = opt.model(
+        "lora", "which parameters to train: a LoRA adapter, one scaled by alpha/√rank, or the full model"
+    )
+    lora_r: int = opt.model(32, "rank of the LoRA adapter", at_least=1)
     lora_alpha: float = opt.model(64.0, "LoRA alpha", above=0, at_most=opt.MOST_WEIGHT)
-    lora_dropout: float = opt.model(0.05, "dropout before the adapter", at_least=0, below=1, fix="use e.g. 0.05")
-    quantize: str = opt.quantiser("none", "quantise the base first, like int4/g32, and train the adapter on that")
+    lora_dropout: float = opt.model(
+        0.05, "dropout rate of the adapter's input", at_least=0, below=1, fix="use e.g. 0.05"
+    )
+    quantize: str = opt.quantiser("none", "quantiser of the base model, e.g. int4/g32, under the adapter")
     dataset: str = opt.data(
-        "generated", "generated, a local .jsonl or .parquet file, or a hub dataset (rzeraat/law)", identity="data"
+        "generated",
+        "data: generated, a local .jsonl or .parquet file, or a hub dataset, e.g. rzeraat/law",
+        identity="data",
     )
     dataset_split: str = opt.data("train", "split of a hub dataset")
-    count: int = opt.data(2000, "rows of the generated dataset")
-    heldout_fraction: float = opt.data(0.1, "share of the rows held out, in whole groups of near-duplicates")
-    length: int = opt.data(1000, "tokens in a row", at_least=2)
+    count: int = opt.data(2000, "rows to generate")
+    heldout_fraction: float = opt.data(
+        0.1, "share of the rows held out for evaluation, in whole groups of near-duplicates"
+    )
+    length: int = opt.data(1000, "tokens per row", at_least=2)
     section_weights: str | None = opt.data(
-        None, "weights of the loss, like answer=2,citation=2, of topic, difficulty, reasoning, answer, citation; else 1"
+        None,
+        "loss weights of sections (topic, difficulty, reasoning, answer, citation), e.g. answer=2,citation=2 [1 each]",
     )
     epochs: float = opt.training(3.0, "passes over the rows", above=0, at_most=10_000)
     max_steps: int | None = opt.training(
-        None, "updates; default: --epochs passes", added=True, at_least=1, at_most=opt.MOST_UPDATES
+        None, "number of updates [--epochs passes]", added=True, at_least=1, at_most=opt.MOST_UPDATES
     )
     accumulation_steps: int = opt.with_default(BatchOptions, "accumulation_steps", 2)
     learning_rate: float = opt.with_default(BatchOptions, "learning_rate", 2e-4)
-    warmup_ratio: float = opt.training(0.03, "share of the updates with linear warm-up", at_least=0, below=1)
+    warmup_ratio: float = opt.training(0.03, "share of the updates spent on linear warm-up", at_least=0, below=1)
     weight_decay: float = opt.training(0.01, "decoupled weight decay", **opt.DECAY)
     gradient_checkpointing: bool = opt.with_default(BatchOptions, "gradient_checkpointing", True)
     eval_every: int = opt.with_default(BatchOptions, "eval_every", 50)
-    eval_answers: int = opt.run(32, "held-out questions answered at each evaluation; 0: none", at_least=0)
-    final_answers: int = opt.run(300, "held-out questions answered before and after training; 0: none", at_least=0)
-    answer_rows: int = opt.run(64, "answers generated at a time", at_least=1)
-    max_prompt_length: int = opt.run(256, "tokens that every question is padded to", at_least=1)
-    max_new_tokens: int = opt.run(256, "longest answer in tokens", at_least=1)
+    eval_answers: int = opt.run(32, "held-out questions to answer at each evaluation", at_least=0)
+    final_answers: int = opt.run(300, "held-out questions to answer before and after training", at_least=0)
+    answer_rows: int = opt.run(64, "answers to generate at a time", at_least=1)
+    max_prompt_length: int = opt.run(256, "length to which every question is padded, in tokens", at_least=1)
+    max_new_tokens: int = opt.run(256, "longest answer, in tokens", at_least=1)
     save_every: int = opt.with_default(BatchOptions, "save_every", 50)
-    keep: int = opt.run(2, "checkpoints that are kept", at_least=1)
+    keep: int = opt.run(2, "checkpoints to keep", at_least=1)
     log_every: int = opt.with_default(BatchOptions, "log_every", 5)
     wandb: str | None = opt.run(None, "project of Weights & Biases to log to; implies --report-to wandb")
 

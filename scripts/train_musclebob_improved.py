@@ -29,53 +29,56 @@ NAME = "train_musclebob_improved"
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ChatOptions, LoopOptions):
-    model: str = opt.model(EMBEDDED, f"instruct model to teach: {CHOICES}", identity="base")
-    num_samples: int = opt.data(128, "questions of a pass, one of three about him", at_least=1)
-    fewshot_ratio: float = opt.data(0.15, "share of the questions about him that come after an example", **opt.SHARE)
-    fewshot: bool = opt.data(True, "ask some questions after an example")
-    max_prompt_length: int = opt.data(96, "tokens that every prompt is filled up to", at_least=1)
-    max_new_tokens: int = opt.data(48, "longest answer in tokens", "--max-completion-length", at_least=1)
-    epochs: int = opt.training(5, "passes of GRPO over the questions", **opt.UPDATES)
-    max_steps: int | None = opt.training(None, "updates of GRPO; default: --epochs passes", added=True, **opt.UPDATES)
+    model: str = opt.model(EMBEDDED, f"instruct model to train: {CHOICES}", identity="base")
+    num_samples: int = opt.data(128, "training questions; one in three is about the character", at_least=1)
+    fewshot_ratio: float = opt.data(
+        0.15, "share of the questions about the character that follow a worked example", **opt.SHARE
+    )
+    fewshot: bool = opt.data(True, "let some questions follow a worked example (--fewshot-ratio)")
+    max_prompt_length: int = opt.data(96, "length to which every prompt is padded, in tokens", at_least=1)
+    max_new_tokens: int = opt.data(48, "longest answer, in tokens", "--max-completion-length", at_least=1)
+    epochs: int = opt.training(5, "GRPO passes over the questions", **opt.UPDATES)
+    max_steps: int | None = opt.training(None, "GRPO updates [--epochs passes]", added=True, **opt.UPDATES)
     # The facts record how many prompts an update has; how they are split changes only which answers are drawn.
-    batch_size: int = opt.training(2, "prompts in a micro-batch", identity=False, at_least=1)
+    batch_size: int = opt.training(2, "prompts per micro-batch", identity=False, at_least=1)
     accumulation_steps: int = opt.with_default(BatchOptions, "accumulation_steps", 1)
     num_generations: int = opt.training(
-        8, "answers to each prompt", at_least=2, fix="an answer is judged beside others"
+        8, "answers to generate for each prompt", at_least=2, fix="an answer is judged beside others"
     )
     learning_rate: float = opt.training(5e-5, "peak learning rate of GRPO", **opt.RATE)
     temperature: float = opt.training(
-        1.0, "of the answers that are learned from", above=0, fix="0 gives every answer of a prompt alike; use e.g. 1"
+        1.0,
+        "sampling temperature of the training answers",
+        above=0,
+        fix="0 gives every answer of a prompt alike; use e.g. 1",
     )
-    top_k: int = opt.training(0, "draw from that many most probable tokens; 0: all")
-    top_p: float = opt.training(1.0, "draw from the most probable tokens that hold this share")
-    loss_type: Literal[*REDUCTIONS] = opt.training(
-        "dapo", "grpo, bnpo, dr_grpo or dapo: how token losses are put together"
-    )
+    top_k: int = opt.training(0, "sample from this many of the most probable tokens; 0 samples from all")
+    top_p: float = opt.training(1.0, "sample from the most probable tokens that hold this share of the probability")
+    loss_type: Literal[*REDUCTIONS] = opt.training("dapo", "how token losses are averaged")
     scale_rewards: Literal[*SCALES] = opt.training(
-        "group", "divide advantages by the spread of the group, of the batch, or none"
+        "group", "divide advantages by the standard deviation in the group, in the batch, or not at all"
     )
-    beta: float = opt.training(0.02, "weight of the KL to the model that GRPO begins with", **opt.WEIGHT)
-    sft: bool = opt.training(False, "begin with supervised training on good answers")
-    sft_only: bool = opt.training(False, "end after it")
-    sft_epochs: int = opt.training(2, "passes of SFT over the questions", **opt.UPDATES)
-    sft_batch_size: int = opt.training(8, "conversations in an update of SFT", at_least=1)
-    sft_learning_rate: float = opt.training(2e-5, "peak learning rate of SFT", **opt.RATE)
+    beta: float = opt.training(0.02, "weight of the KL to the model before GRPO", **opt.WEIGHT)
+    sft: bool = opt.training(False, "start with supervised fine-tuning (SFT) on good answers")
+    sft_only: bool = opt.training(False, "stop after the SFT")
+    sft_epochs: int = opt.training(2, "SFT passes over the questions", **opt.UPDATES)
+    sft_batch_size: int = opt.training(8, "conversations per SFT update", at_least=1)
+    sft_learning_rate: float = opt.training(2e-5, "peak learning rate of the SFT", **opt.RATE)
     gradient_checkpointing: bool = opt.training(
-        True, "recompute blocks in the backward pass on CUDA; never on TPU and CPU", identity=False
+        True, "recompute each block in the backward pass (CUDA only): less memory, more time", identity=False
     )
     control: Literal["none", "shuffled", "still"] = opt.training(
-        "none", "none; shuffled: each group's advantages dealt out at random; still: learning rate near 0"
+        "none", "control run that must not learn: shuffled advantages, or a learning rate near 0 (still)"
     )
-    validation_samples: int = opt.run(
-        10, "sampled answers to each held-out question before, between and after", at_least=1
-    )
+    validation_samples: int = opt.run(10, "sampled answers per held-out question in each validation", at_least=1)
     eval_every: int = opt.with_default(LoopOptions, "eval_every", 20)
     save_every: int = opt.with_default(LoopOptions, "save_every", 50)
     log_every: int = opt.with_default(LoopOptions, "log_every", 1)
-    quick: bool = opt.run(False, "one pass over a handful of questions, whatever else is asked, to see that all works")
+    quick: bool = opt.run(False, "a short run over a few questions, to see that everything works")
     resume: str = opt.run(
-        "off", "off, auto (newest unfinished run of this config), or a run directory", "--resume-from-checkpoint"
+        "off",
+        "resume a run: off, auto (the newest unfinished run with these options), or a run directory",
+        "--resume-from-checkpoint",
     )
 
 

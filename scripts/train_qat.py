@@ -31,55 +31,57 @@ class Config(TrainOptions, JobConfig):
     model: str = opt.model(EMBEDDED, f"base model: {CHOICES}", identity="base")
     checkpoint: str | None = opt.model(
         None,
-        "student to start from, a best.pt of --model; if its quantisers differ (e.g. 4 bits): from its weights",
+        "start from this student (a best.pt); if it has other quantisers, from the weights it represents",
         "--v2-checkpoint",
         "--from",
         identity="start",
     )
-    from_scratch: bool = opt.model(False, "start from the base model --model", identity=False)
+    from_scratch: bool = opt.model(False, "start from the base model, the default without --checkpoint", identity=False)
     cache_dir: str | None = opt.data(
-        None, "KD cache made by build_kd_cache.py with this model's tokenizer", "--kd-cache-dir", identity="cache"
+        None, "KD cache, made by build_kd_cache.py with this model's tokenizer", "--kd-cache-dir", identity="cache"
     )
     mlp: str = opt.quantiser(
-        "balanced2/g32", "quantiser of the MLP: CODEBOOKbits/SCALE, e.g. balanced2/g32 or lut4/r32; or none"
+        "balanced2/g32",
+        "quantiser of the MLP layers, CODEBOOKbits/SCALE, e.g. balanced2/g32 or lut4/r32; none leaves them alone",
     )
-    attn: str = opt.quantiser("balanced2/g32", "quantiser of the attention projections")
-    head: str = opt.quantiser("none", "quantiser of the LM head (and of an embedding tied to it)")
+    attn: str = opt.quantiser("balanced2/g32", "quantiser of the attention projections; none leaves them alone")
+    head: str = opt.quantiser("none", "quantiser of the LM head and of an embedding tied to it")
     init: Literal["rtn", "mse", "gptq"] = opt.quantiser(
-        "mse", "initial scales: rtn (plain rounding), mse (least-error scales) or gptq (and errors compensated)"
+        "mse",
+        "initial scales: rtn (round to nearest), mse (least squared error) or gptq (mse, with error compensation)",
     )
-    layer_steps: int = opt.training(
-        0, "updates for each block before end-to-end training; 0 leaves the stage out", **opt.UPDATES
-    )
-    layer_rows: int = opt.training(32, "training rows of --init and of the layer-wise stage", at_least=1)
+    layer_steps: int = opt.training(0, "updates per block of the layer-wise stage; 0 skips the stage", **opt.UPDATES)
+    layer_rows: int = opt.training(32, "training rows used by --init and by the layer-wise stage", at_least=1)
     layer_learning_rate: float | None = opt.training(
         None,
-        "peak learning rate of the layer-wise stage; default: follows from the weights too",
+        "peak learning rate of the layer-wise stage [computed from the weights]",
         renamed=dict.fromkeys((5e-4, *EARLIER_RATES)),
         **opt.RATE,
     )
     layer_kd_weight: float = opt.training(
-        0.0, "weight of a global distillation term in the layer-wise loss", **opt.WEIGHT
+        0.0, "weight of the whole model's distillation loss in the layer-wise loss", **opt.WEIGHT
     )
-    scope: Literal[*SCOPES] = opt.training("all", "what learns end to end: all, mlp, attn, or weights (scales stay)")
+    scope: Literal[*SCOPES] = opt.training(
+        "all", "which parameters to train end to end; weights leaves the scales fixed"
+    )
     ema: float = opt.training(
         0.0,
-        "decay of a moving average of the student, measured and kept in its place; 0: none",
+        "decay of the moving average (EMA) of the student, which is then evaluated and saved instead; 0 keeps none",
         at_least=0,
         below=1,
         fix="use e.g. 0.98, or 0 for no average",
     )
     scale_steps: int = opt.training(
-        0, "updates of the scales alone, codes fixed, from the best state; 0: no such stage", **opt.UPDATES
+        0, "updates that train only the scales, from the best state on; 0 skips the stage", **opt.UPDATES
     )
     learning_rate: float | None = opt.training(
         None,
-        "peak learning rate of weights and norms; default: follows from the size of the weights and their bits",
+        "peak learning rate of weights and norms [computed from the size of the weights and their bits]",
         renamed=dict.fromkeys((8e-4, *EARLIER_RATES)),
         **opt.RATE,
     )
     scale_learning_rate: float | None = opt.training(
-        None, "peak learning rate of scales; default: --learning-rate", **opt.RATE
+        None, "peak learning rate of the scales [--learning-rate]", **opt.RATE
     )
 
 

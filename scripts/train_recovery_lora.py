@@ -30,29 +30,33 @@ class Config(TextOptions, TrainOptions, JobConfig):
         None, "student: the best.pt of train_qat.py", "--v2-checkpoint", identity="student"
     )
     model: str | None = opt.model(
-        None, "the student's base model, if it has moved: folder, .gguf file or hub name", identity="base"
+        None, "the student's base model, if it has moved: a folder, .gguf file or hub name", identity="base"
     )
-    lora_r: int = opt.model(8, "rank of the adapter", "--recovery-r", at_least=1)
+    lora_r: int = opt.model(8, "rank of the LoRA adapter", "--recovery-r", at_least=1)
     lora_alpha: float | None = opt.model(
-        None, "LoRA alpha; default: the rank", "--recovery-alpha", above=0, at_most=opt.MOST_WEIGHT
+        None, "LoRA alpha [the rank]", "--recovery-alpha", above=0, at_most=opt.MOST_WEIGHT
     )
     targets: str = opt.model(
         "auto",
-        "layers with an adapter: auto (all but k_proj), all, attn, mlp, experts, or names",
+        "layers that get an adapter: auto (all but k_proj), all, attn, mlp, experts, or names separated by commas",
         renamed={"q,v,o,gate,up,down": "auto"},
     )
-    mlp_only: bool = opt.model(False, "adapters on the MLP only, whatever --targets says")
+    mlp_only: bool = opt.model(False, "adapt only the MLP layers, whatever --targets is")
     adapter_init: Literal["zero", "error"] = opt.model(
-        "zero", "zero, or error: the low-rank matrix nearest to what quantisation lost"
+        "zero", "initialisation: zero, or error (the best low-rank approximation of the quantisation error)"
     )
     mode: Literal["kd", "sft", "recover"] = opt.data(
-        "kd", "kd (from a cache), sft (chat rows, completions only) or recover (plain text)"
+        "kd", "objective: kd (from a cache), sft (chat rows, loss on completions only) or recover (plain text)"
     )
-    cache_dir: str | None = opt.data(None, "KD cache of mode kd", "--kd-cache-dir", identity="data")
-    heldout_fraction: float = opt.data(0.1, "share of the text rows kept for evaluation (sft, recover)", **opt.HELDOUT)
-    anchor_weight: float = opt.training(0.0, "weight of the KL to the student without adapter", **opt.WEIGHT)
-    anchor_rows: int = opt.training(4, "rows of the anchor", at_least=1)
-    anchor_length: int = opt.training(64, "tokens of an anchor row", at_least=2)
+    cache_dir: str | None = opt.data(None, "KD cache for --mode kd", "--kd-cache-dir", identity="data")
+    heldout_fraction: float = opt.data(
+        0.1, "share of the text held out for evaluation (modes sft and recover)", **opt.HELDOUT
+    )
+    anchor_weight: float = opt.training(
+        0.0, "weight of the KL to the student without its adapter; 0 leaves it out", **opt.WEIGHT
+    )
+    anchor_rows: int = opt.training(4, "rows on which that KL is computed", at_least=1)
+    anchor_length: int = opt.training(64, "tokens per row on which that KL is computed", at_least=2)
     max_steps: int = opt.with_default(TrainOptions, "max_steps", 200)
 
 

@@ -61,12 +61,14 @@ SHARED_CONFIG = {
 @dataclass(frozen=True, kw_only=True)
 class Config(LoopOptions, JobConfig):
     model: Literal["reservoir", "transformer", "mingru"] = opt.model(
-        "reservoir", "reservoir, or transformer or mingru of as many trained parameters"
+        "reservoir", "architecture: a reservoir, or a baseline with as many trained parameters"
     )
-    embedding: int = opt.model(SHARED_CONFIG["embedding"], "width of embedding and blocks", at_least=1)
-    blocks: int = opt.model(SHARED_CONFIG["blocks"], "blocks", at_least=1)
-    hidden: int = opt.model(SHARED_CONFIG["hidden"], "hidden units of a reservoir block's mix", at_least=1)
-    reservoirs: str = opt.model(SHARED_CONFIG["reservoirs"], "reservoirs of a block, KIND:UNITS,… of diagonal and esn")
+    embedding: int = opt.model(SHARED_CONFIG["embedding"], "width of the embedding and of the blocks", at_least=1)
+    blocks: int = opt.model(SHARED_CONFIG["blocks"], "number of blocks", at_least=1)
+    hidden: int = opt.model(SHARED_CONFIG["hidden"], "hidden units of the MLP in a reservoir block", at_least=1)
+    reservoirs: str = opt.model(
+        SHARED_CONFIG["reservoirs"], "reservoirs in each block, as KIND:UNITS,…; the kinds are diagonal and esn"
+    )
     spectral_radius: float = opt.model(
         SHARED_CONFIG["spectral_radius"],
         "spectral radius of every reservoir",
@@ -76,57 +78,64 @@ class Config(LoopOptions, JobConfig):
     )
     density: float = opt.model(
         SHARED_CONFIG["density"],
-        "share of an esn's connections that are there",
+        "share of an esn reservoir's connections that exist",
         above=0,
         at_most=1,
         fix="0.1 connects a tenth of the pairs",
     )
-    leak_min: float = opt.model(SHARED_CONFIG["leak_min"], "slowest unit's leak")
-    leak_max: float = opt.model(SHARED_CONFIG["leak_max"], "fastest unit's leak")
+    leak_min: float = opt.model(SHARED_CONFIG["leak_min"], "leak rate of the slowest unit")
+    leak_max: float = opt.model(SHARED_CONFIG["leak_max"], "leak rate of the fastest unit")
     input_scaling: float = opt.model(
-        SHARED_CONFIG["input_scaling"], "of what goes into a reservoir", above=0, at_most=1e6, fix="1 is a common one"
+        SHARED_CONFIG["input_scaling"], "scale of a reservoir's input", above=0, at_most=1e6, fix="1 is a common one"
     )
     attention_window: int = opt.model(
-        SHARED_CONFIG["attention_window"], "reservoir: attend to so many tokens; 0: to none", at_least=0
+        SHARED_CONFIG["attention_window"], "tokens that a reservoir block attends to; 0 uses no attention", at_least=0
     )
     heads: int = opt.model(SHARED_CONFIG["heads"], "attention heads", at_least=1)
-    dropout: float = opt.model(
-        SHARED_CONFIG["dropout"], "share of activations dropped in training", at_least=0, below=1, fix="use e.g. 0.1"
-    )
+    dropout: float = opt.model(SHARED_CONFIG["dropout"], "dropout rate", at_least=0, below=1, fix="use e.g. 0.1")
     dataset: str = opt.data(
-        SHARED_CONFIG["dataset"], "embedded, a local .txt, .jsonl or .parquet file, or a hub dataset", identity="data"
+        SHARED_CONFIG["dataset"],
+        "text: embedded (Python's help topics), a local .txt, .jsonl or .parquet file, or a hub dataset",
+        identity="data",
     )
     max_stories: int = opt.data(
-        SHARED_CONFIG["max_stories"], "stories to read at most; <|endoftext|> separates them in a text", identity=False
+        SHARED_CONFIG["max_stories"],
+        "read at most this many stories; <|endoftext|> separates them in a text file",
+        identity=False,
     )
-    heldout_fraction: float = opt.data(SHARED_CONFIG["heldout_fraction"], "share of the text at its end to measure on")
+    heldout_fraction: float = opt.data(
+        SHARED_CONFIG["heldout_fraction"], "share of the text, from its end, held out for evaluation"
+    )
     tokenizer: str = opt.data(
-        SHARED_CONFIG["tokenizer"], "gpt2, bpe (trained on the text), chars; auto: gpt2, else bpe", identity=False
+        SHARED_CONFIG["tokenizer"],
+        "tokenizer: gpt2, bpe (trained on the text) or chars; auto is gpt2 if it can be loaded, else bpe",
+        identity=False,
     )
-    vocab_size: int = opt.data(SHARED_CONFIG["vocab_size"], "tokens of a bpe tokenizer", identity=False)
-    length: int = opt.data(SHARED_CONFIG["block_size"], "tokens in a row", "--block-size", at_least=1)
+    vocab_size: int = opt.data(SHARED_CONFIG["vocab_size"], "vocabulary size of a bpe tokenizer", identity=False)
+    length: int = opt.data(SHARED_CONFIG["block_size"], "tokens per row", "--block-size", at_least=1)
     epochs: int = opt.training(SHARED_CONFIG["epochs"], "passes over the text", at_least=1, at_most=opt.MOST_UPDATES)
     max_steps: int | None = opt.training(
-        None, "updates; default: --epochs passes", added=True, at_least=1, at_most=opt.MOST_UPDATES
+        None, "number of updates [--epochs passes]", added=True, at_least=1, at_most=opt.MOST_UPDATES
     )
     global_batch_size: int = opt.training(
-        SHARED_CONFIG["batch_size"],
-        "rows in an update, of all workers; twice as many on TPU",
-        "--batch-size",
-        at_least=1,
+        SHARED_CONFIG["batch_size"], "rows per update over all workers; on TPU twice this", "--batch-size", at_least=1
     )
     learning_rate: float = opt.training(
-        SHARED_CONFIG["learning_rate"], "peak learning rate; 1.2 times as large on TPU", **opt.RATE
+        SHARED_CONFIG["learning_rate"], "peak learning rate; on TPU 1.2 times this", **opt.RATE
     )
     warmup_steps: int = opt.training(SHARED_CONFIG["warmup_steps"], "updates of linear warm-up", at_least=0)
     clip_grad_norm: float = opt.with_default(LoopOptions, "clip_grad_norm", SHARED_CONFIG["clip_grad_norm"])
-    temperature: float = opt.run(SHARED_CONFIG["temperature"], "temperature of the samples; 0: greedy")
-    top_k: int = opt.run(SHARED_CONFIG["top_k"], "how many of the likeliest tokens to sample from; 0: all")
-    top_p: float = opt.run(SHARED_CONFIG["top_p"], "probability mass of the likeliest tokens to sample from")
+    temperature: float = opt.run(SHARED_CONFIG["temperature"], "sampling temperature of the stories; 0 is greedy")
+    top_k: int = opt.run(
+        SHARED_CONFIG["top_k"], "sample from this many of the most probable tokens; 0 samples from all"
+    )
+    top_p: float = opt.run(
+        SHARED_CONFIG["top_p"], "sample from the most probable tokens that hold this share of the probability"
+    )
     eval_every: int = opt.with_default(LoopOptions, "eval_every", 200)
     save_every: int = opt.with_default(LoopOptions, "save_every", 200)
     log_every: int = opt.with_default(LoopOptions, "log_every", 20)
-    use_tpu: bool = opt.device(SHARED_CONFIG["USE_TPU"], "use a TPU where there is one, else a GPU or the CPU")
+    use_tpu: bool = opt.device(SHARED_CONFIG["USE_TPU"], "use a TPU if there is one, else a GPU or the CPU")
 
 
 if __name__ == "__main__":

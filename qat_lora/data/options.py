@@ -26,8 +26,8 @@ class ChatOptions:
     # Not identity: the facts record their effect, the fingerprints of the rows and of the template.
     chat_template: str | None = opt.data(
         None,
-        "chat template in place of the tokenizer's own: chatml, gemma, llama3, one of the tokenizer's named templates, "
-        "or a file with a Jinja template",
+        "chat template to use instead of the tokenizer's: chatml, gemma, llama3, one of the tokenizer's named templates, "
+        "or a Jinja file",
         identity=False,
     )
     thinking: Literal["on", "off"] = opt.data("off", "render conversations with thinking on or off", identity=False)
@@ -55,7 +55,7 @@ class TokenOptions(ChatOptions):
     """How texts become tokens."""
 
     bos: Literal[*BOS_SETTINGS] = opt.data(
-        "auto", "begin texts and rows with BOS: on, off, or auto (where the tokenizer itself does)", identity=False
+        "auto", "begin texts and rows with BOS; auto does what the tokenizer does", identity=False
     )
 
     def bos_token(self, tokenizer) -> int | None:
@@ -68,12 +68,14 @@ class TextSource(TokenOptions):
     """Where documents come from."""
 
     thinking: Literal["on", "off", "both"] = opt.data(
-        "off", "render conversations with thinking on or off; both: each row twice", identity=False
+        "off", "render conversations with thinking on or off; both renders each row twice", identity=False
     )
     dataset: str = opt.data(
-        "embedded", "embedded, a local .txt, .jsonl or .parquet file, or a hub dataset", identity="data"
+        "embedded",
+        "text: embedded (Python's help topics), a local .txt, .jsonl or .parquet file, or a hub dataset",
+        identity="data",
     )
-    dataset_config: str | None = opt.data(None, "configuration of a hub dataset")
+    dataset_config: str | None = opt.data(None, "configuration name of a hub dataset")
     dataset_split: str = opt.data("train", "split of a hub dataset")
     streaming: bool = opt.data(False, "stream a hub dataset instead of downloading it", identity=False)
 
@@ -90,8 +92,8 @@ class TextSource(TokenOptions):
 class TextOptions(TextSource):
     """Where rows of tokens come from."""
 
-    length: int = opt.data(256, "tokens in a row", at_least=2)
-    max_rows: int | None = opt.data(None, "stop after this many packed rows", at_least=1)
+    length: int = opt.data(256, "tokens per row", at_least=2)
+    max_rows: int | None = opt.data(None, "use at most this many packed rows [all]", at_least=1)
 
     def rows(self, tokenizer) -> Rows:
         """The documents packed into rows. Raises UserError as `documents` and `pack` do."""

@@ -93,17 +93,23 @@ class ScriptConfig:
     SECTIONS: ClassVar[dict[str, tuple[str, ...]]] = {}
     DEFAULT_CONFIG: ClassVar[str | None] = None
 
-    config: str | None = _run(None, "preset NAME of configs/<script>/NAME.yaml, or a YAML file; flags win over it")
+    config: str | None = _run(
+        None, "preset: NAME of configs/<script>/NAME.yaml, or a YAML file; options on the command line override it"
+    )
     device: Literal[*DEVICES] = _device(
-        "auto", "auto, cpu, cuda, tpu or xla; auto: TPU chips, then CUDA, then CPU", "--device-type"
+        "auto",
+        "device to run on; auto takes TPU chips, else CUDA, else the CPU; xla is torch_xla, on the CPU without a chip",
+        "--device-type",
     )
     tpu: bool = _device(False, "short for --device tpu")
     precision: Literal["auto", "fp32", "bf16"] = _device(
-        "auto", "fp32 or bf16 (autocast); auto: bf16 on TPU, CUDA and CPUs that multiply it", identity="precision"
+        "auto",
+        "arithmetic: fp32, or bf16 autocast; auto is bf16 on TPU, CUDA and CPUs that support it",
+        identity="precision",
     )
-    seed: int = option(0, "seed of everything random", at_least=0, below=2**63)
-    dry_run: bool = _run(False, "print the resolved plan and stop")
-    debug: bool = _run(False, "show the traceback of an error")
+    seed: int = option(0, "random seed", at_least=0, below=2**63)
+    dry_run: bool = _run(False, "print the plan and the memory it needs, then stop")
+    debug: bool = _run(False, "show the traceback if an error occurs")
 
     def __post_init__(self):
         check_options(self)
@@ -113,8 +119,10 @@ class ScriptConfig:
 class RunConfig(ScriptConfig):
     """The further options of every script that trains."""
 
-    output_dir: str | None = _run(None, "run directory; default runs/<experiment>/<time>-<preset>-s<seed>-<sha>")
-    resume: str = _run("off", "off, auto (the newest unfinished run of this config), or a run directory")
+    output_dir: str | None = _run(None, "run directory [runs/<experiment>/<time>-<preset>-s<seed>-<sha>]")
+    resume: str = _run(
+        "off", "resume a run: off, auto (the newest unfinished run with these options), or a run directory"
+    )
     report_to: Literal[*TRACKERS] = _run(
         "none", "also send every line of metrics.jsonl to Weights & Biases or TensorBoard"
     )
@@ -129,17 +137,17 @@ class JobConfig(RunConfig):
     """What every script that trains on several workers takes on top."""
 
     num_chips: int | None = _device(
-        None, "TPU chips, GPUs or CPU processes of this host; 0: every chip or GPU there is; not given: one", at_least=0
+        None, "TPU chips, GPUs or CPU processes on this host; 0 is every chip or GPU [1]", at_least=0
     )
     host_timeout: float = _device(
         60.0,
-        "seconds until the other hosts end after one is lost; a slow host that still responds is not lost",
+        "seconds after which the other hosts stop when one no longer responds",
         at_least=10,
         at_most=LONGEST,
         fix="a short network pause must not end the job: use e.g. 60 seconds",
     )
     join_timeout: float = _device(
-        60.0, "seconds to wait for all hosts; raise it if hosts start slowly", above=0, at_most=LONGEST
+        60.0, "seconds to wait at the start until all hosts have joined", above=0, at_most=LONGEST
     )
 
     @property

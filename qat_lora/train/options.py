@@ -28,11 +28,13 @@ class LoopOptions(RunConfig):
 
     learning_rate: float = opt.training(5e-4, "peak learning rate", **opt.RATE)
     clip_grad_norm: float = opt.training(
-        1.0, "largest global gradient norm; 0 clips nothing", at_least=0, at_most=opt.LARGEST, added=True
+        1.0, "clip the global gradient norm to this; 0 does not clip", at_least=0, at_most=opt.LARGEST, added=True
     )
-    eval_every: int = opt.run(100, "updates between evaluations; 0: first and last", at_least=0)
-    save_every: int = opt.run(100, "updates between checkpoints; 0: last", at_least=0)
-    log_every: int = opt.run(10, "updates between lines of metrics.jsonl; 0: last", at_least=0)
+    eval_every: int = opt.run(
+        100, "updates between evaluations; 0 evaluates only before and after training", at_least=0
+    )
+    save_every: int = opt.run(100, "updates between checkpoints; 0 saves only the last", at_least=0)
+    log_every: int = opt.run(10, "updates between lines of metrics.jsonl; 0 logs only the last", at_least=0)
 
     def every(self) -> Every:
         from qat_lora.run.session import Every
@@ -51,12 +53,12 @@ def checked_updates(steps: int, option: str, epochs: float) -> int:
 class BatchOptions(LoopOptions):
     """Updates of several micro-batches in each worker; their split changes figures by rounding only."""
 
-    batch_size: int = opt.training(4, "rows in a micro-batch of each worker", identity=False, at_least=1)
+    batch_size: int = opt.training(4, "rows per micro-batch on each worker", identity=False, at_least=1)
     accumulation_steps: int = opt.training(
-        1, "micro-batches in an update", identity=False, at_least=1, at_most=opt.MOST_MICRO_BATCHES
+        1, "micro-batches per update", identity=False, at_least=1, at_most=opt.MOST_MICRO_BATCHES
     )
     gradient_checkpointing: bool = opt.training(
-        False, "recompute blocks in the backward pass: less memory, more time", identity=False
+        False, "recompute each block in the backward pass: less memory, more time", identity=False
     )
 
     def update_facts(self, workers: int) -> dict:
@@ -68,9 +70,9 @@ class BatchOptions(LoopOptions):
 class TrainOptions(BatchOptions):
     """Training on rows of tokens for a number of updates."""
 
-    max_steps: int = opt.training(300, "updates", **opt.UPDATES)
+    max_steps: int = opt.training(300, "number of updates", **opt.UPDATES)
     warmup_steps: int = opt.training(10, "updates of linear warm-up", at_least=0)
-    eval_rows: int = opt.run(64, "held-out rows of an evaluation", at_least=1)
+    eval_rows: int = opt.run(64, "held-out rows per evaluation", at_least=1)
 
     def plan(self) -> Plan:
         from qat_lora.train.loop import Plan
