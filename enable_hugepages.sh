@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Transparent hugepages make the start of the TPU runtime and its transfers faster (TPU v5e and newer).
-#   ./enable_hugepages.sh --check     print the state; exit 0 if they are on, 1 if not; change nothing
+# Turn on transparent hugepages, which speed up TPU runtime start-up and transfers (TPU v5e and newer).
+#   ./enable_hugepages.sh --check     print the state and change nothing; exit code 0 if they are on, 1 if not
 #   sudo ./enable_hugepages.sh        turn them on until the next boot
-# A last argument names another file than the kernel's switch. No script of this project calls this one.
+# FILE, the last argument, replaces the kernel's switch. No script of this project runs this one.
 set -euo pipefail
 
 check=false
@@ -16,11 +16,11 @@ if [[ $# -gt 1 || "${1:-}" == -* ]]; then
 fi
 switch="${1:-/sys/kernel/mm/transparent_hugepage/enabled}"
 
-# The kernel writes "always [madvise] never": the word in brackets is the state.
+# The file reads e.g. "always [madvise] never"; the word in brackets is the current state.
 state() { sed 's/.*\[\([a-z]*\)\].*/\1/' "$switch"; }
 
 if [[ ! -r "$switch" ]]; then
-  echo "transparent hugepages: no $switch here (not Linux, or a container that hides it); nothing to change" >&2
+  echo "transparent hugepages: $switch does not exist (not Linux, or a container that hides it); nothing to change" >&2
   exit 1
 fi
 echo "transparent hugepages: $(state)"
@@ -33,11 +33,11 @@ if $check; then
   exit 1
 fi
 if [[ ! -w "$switch" ]]; then
-  echo "no right to write $switch; run: sudo ./enable_hugepages.sh" >&2
+  echo "no permission to write $switch; run: sudo ./enable_hugepages.sh" >&2
   exit 1
 fi
 if ! echo always >"$switch" || [[ "$(state)" != always ]]; then
-  echo "the kernel did not take it: the state is still $(state); a container needs its host to do this" >&2
+  echo "the kernel ignored the change: the state is still $(state); in a container, run this on the host" >&2
   exit 1
 fi
 echo "turned on until the next boot: $(state)"

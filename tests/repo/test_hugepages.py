@@ -50,7 +50,7 @@ def test_it_turns_them_on_and_reads_back(switch):
 
 def test_a_write_that_does_not_take_is_said():
     done = run("/dev/null")
-    assert done.returncode == 1 and "the kernel did not take it" in done.stderr
+    assert done.returncode == 1 and "the kernel ignored the change" in done.stderr
 
 
 def test_without_the_right_to_write():
@@ -65,7 +65,7 @@ def test_without_the_right_to_write():
             done = subprocess.run(command, stdin=script, user=user, cwd="/", capture_output=True, text=True)
         assert switch.read_text() == "always [madvise] never\n"
     assert done.returncode == 1
-    assert done.stderr.splitlines() == [f"no right to write {switch}; run: sudo ./enable_hugepages.sh"]
+    assert done.stderr.splitlines() == [f"no permission to write {switch}; run: sudo ./enable_hugepages.sh"]
 
 
 def test_without_the_switch(tmp_path):
