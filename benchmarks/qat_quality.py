@@ -43,8 +43,7 @@ from qat_lora.kd.training import kd_loss
 from qat_lora.lora.add import add_adapter, nearest_of_rank
 from qat_lora.lora.targets import PROJECTIONS
 from qat_lora.models.loading import EMBEDDED, empty_model, load_config, load_model
-from qat_lora.models.packaged import notes
-from qat_lora.models.packaged import CHOICES
+from qat_lora.models.packaged import CHOICES, notes
 from qat_lora.quant.init import initialise
 from qat_lora.quant.linear import freeze, quantized_layers
 from qat_lora.quant.spec import QuantSpec

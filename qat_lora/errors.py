@@ -11,9 +11,11 @@ import sys
 import threading
 import traceback
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import ModuleType
 from typing import TextIO
 
+ROOT = Path(__file__).resolve().parents[1]  # of the checkout
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What ends a program or a generator. Whatever else a package from outside raises, even SystemExit or asyncio's
 # CancelledError, is a fault of that package: `except STOPS: raise`, then `except BaseException`.
@@ -124,6 +126,23 @@ def load_package(name: str, what: str, otherwise: str = "") -> ModuleType:
             reason = f"{package} cannot be imported ({type(error).__name__}: {reason})"
             fix = f"pip install --force-reinstall {package}"
         raise UserError(f"{what}: {reason}; {fix}{otherwise}") from error
+
+
+def explain_missing_packages() -> None:
+    """In the scripts of a checkout, let an import that fails end the program with one line that says how to install
+    what is missing; --debug shows the traceback."""
+    main = Path(getattr(sys.modules.get("__main__"), "__file__", None) or ".").resolve()
+    if main.parent not in (ROOT, ROOT / "scripts") or "--debug" in sys.argv:
+        return
+    show = sys.excepthook
+
+    def explain(kind: type, error: BaseException, trace) -> None:
+        if not isinstance(error, ImportError):
+            return show(kind, error, trace)
+        fix = "run `make setup` and use .venv/bin/python, or pip install -r requirements.txt"
+        print(f"error: {first_line(error)}: the installation is incomplete; {fix}", file=sys.stderr)
+
+    sys.excepthook = explain
 
 
 def report(error: BaseException, with_traceback: bool = False) -> int:

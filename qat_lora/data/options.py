@@ -26,8 +26,8 @@ class ChatOptions:
     # Not identity: the facts record their effect, the fingerprints of the rows and of the template.
     chat_template: str | None = opt.data(
         None,
-        "chat template to use instead of the tokenizer's: chatml, gemma, llama3, one of the tokenizer's named templates, "
-        "or a Jinja file",
+        "chat template to use instead of the tokenizer's own: chatml, gemma, llama3, the name of another template of "
+        "the tokenizer, or a Jinja file",
         identity=False,
     )
     thinking: Literal["on", "off"] = opt.data("off", "render conversations with thinking on or off", identity=False)

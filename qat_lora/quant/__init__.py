@@ -1,1 +1,1 @@
-"""Low-bit weights: codebook × scale, learned in training, frozen as codes."""
+"""Low-bit weights: a codebook times a learned scale, trained as latent weights and frozen as codes."""

@@ -1,4 +1,4 @@
-"""The decoder blocks of a model, one at a time: their inputs, their outputs, and GPTQ on them."""
+"""Processing a model's decoder blocks one at a time: their inputs, their outputs and GPTQ."""
 
 import contextlib
 import functools
@@ -19,35 +19,34 @@ from qat_lora.quant.linear import QuantLinear, quantized_layers
 
 
 class _Seen(Exception):
-    """Ends a forward pass once what it was for is known."""
+    """Stops a forward pass once the required input has been seen."""
 
 
-Call = tuple[tuple, dict]  # what a block is called with after its hidden states: arguments and keywords
+Call = tuple[tuple, dict]  # positional and keyword arguments of a block, hidden states excluded
 
 
 @dataclass(frozen=True)
 class BlockCalls:
-    """How a model calls its decoder blocks: masks, rotary embeddings and whatever else each of them gets.
+    """How a model calls its decoder blocks: masks, rotary embeddings and any other arguments.
 
-    calls: for each batch, one Call for each block. answers: by class of block, how many values it returns; 0: the
-    hidden states alone.
+    calls: for each batch, one Call per block. answers: how many values a block of each class returns; 0: a bare tensor
+    of hidden states.
     """
 
     calls: list[list[Call]]
     answers: dict[type, int]
 
     def block(self, index: int) -> list[Call]:
-        """What block `index` is called with, batch after batch."""
+        """The Call of block `index` for each batch."""
         return [calls[index] for calls in self.calls]
 
 
 @torch.no_grad()
 def first_inputs(model: nn.Module, batches: list[dict], backend: TorchBackend) -> tuple[list[Tensor], BlockCalls]:
-    """What the first decoder block gets for batches of tokens [B, L], all of one shape: hidden states [B, L, H] on the
-    host; and how all blocks are called. The model's own forward runs for it, with blocks that pass their hidden states
-    on.
+    """The inputs of the first decoder block, hidden states [B, L, H] on the host, and how all blocks are called.
 
-    `check_blocks` tells whether that is all there is to it.
+    batches: dicts of tokens [B, L], all of one shape. This runs the model's own forward with blocks that return their
+    hidden states unchanged; `check_blocks` checks that the model allows it.
     """
     inputs, calls, answers = [], [], {}
     for number, batch in enumerate(batches):
@@ -55,7 +54,7 @@ def first_inputs(model: nn.Module, batches: list[dict], backend: TorchBackend) -
             hidden, found = _calls(model, batch["tokens"].to(backend.device), answers)
         backend.step_boundary()
         inputs.append(backend.to_host(hidden))
-        if number == 1 and _same(found, calls[0]):  # masks and positions, the same for every batch: kept once
+        if number == 1 and _same(found, calls[0]):  # same masks and positions for every batch: keep one copy
             calls = [calls[0]] * len(batches)
         if len(calls) < len(batches):
             calls.append(found)
@@ -64,8 +63,8 @@ def first_inputs(model: nn.Module, batches: list[dict], backend: TorchBackend) -
 
 @torch.no_grad()
 def check_blocks(model: nn.Module) -> None:
-    """Raise UserError for a model on the CPU whose blocks get more from each other than hidden states: it cannot be
-    trained block by block."""
+    """Raise UserError if the blocks of a model on the CPU pass each other more than hidden states: such a model cannot
+    be trained block by block."""
     tokens, real = torch.arange(2, 10).unsqueeze(0), []
 
     def note(_, args, kwargs):
@@ -78,17 +77,17 @@ def check_blocks(model: nn.Module) -> None:
         for hook in hooks:
             hook.remove()
     if not _same(real, _calls(model, tokens, {})[1]):
-        raise _entangled(model, "what a block is called with depends on the blocks before it")
+        raise _entangled(model, "the arguments of a block depend on the blocks before it")
 
 
 def _calls(model: nn.Module, tokens: Tensor, answers: dict[type, int]) -> tuple[Tensor, list[Call]]:
-    """The first block's hidden states and what every block is called with, where each passes on what it gets."""
+    """The first block's hidden states and the Call of every block, with blocks that return their input unchanged."""
     layers, seen = decoder_layers(model), []
 
     def stand_in(block: nn.Module):
         def forward(*args, **kwargs):
             if not args and list(inspect.signature(type(block).forward).parameters)[1] != "hidden_states":
-                raise _entangled(model, "hidden states are not the first thing that its blocks take")
+                raise _entangled(model, "hidden states are not the first argument of its blocks")
             hidden = args[0] if args else kwargs.pop("hidden_states")
             if seen and hidden is not seen[-1][0]:
                 raise _entangled(model, "the model changes hidden states between its blocks")
@@ -128,7 +127,7 @@ def _same(one, other) -> bool:
 
 
 def run_block(layer: nn.Module, hidden: Tensor, call: Call) -> Tensor:
-    """The hidden states [B, L, H] that a decoder block makes of `hidden`."""
+    """The output hidden states [B, L, H] of a decoder block for the input `hidden`."""
     args, kwargs = call
     out = layer(hidden, *args, **kwargs)
     return out if isinstance(out, Tensor) else out[0]
@@ -136,7 +135,7 @@ def run_block(layer: nn.Module, hidden: Tensor, call: Call) -> Tensor:
 
 @torch.no_grad()
 def block_outputs(layer: nn.Module, inputs: list[Tensor], calls: list[Call], backend: TorchBackend) -> list[Tensor]:
-    """A block's outputs [B, L, H] for every batch of inputs; both are kept on the host."""
+    """A block's outputs [B, L, H] for every batch of inputs; inputs and outputs stay on the host."""
     outputs = []
     for hidden, call in zip(inputs, calls):
         with backend.autocast():
@@ -148,10 +147,11 @@ def block_outputs(layer: nn.Module, inputs: list[Tensor], calls: list[Call], bac
 
 @torch.no_grad()
 def compensate_block(block: nn.Module, inputs: list[Tensor], calls: list[Call], backend: TorchBackend) -> None:
-    """GPTQ on a block, layer after layer in the order of its forward pass, each on what the quantised ones before it
-    give for `inputs` (a list of [B, L, H]). The weights become the compensated ones. Several workers, each with inputs
-    of its own, put their moments together. Experts, each of which sees some of the tokens, get scales of least squared
-    error."""
+    """Apply GPTQ to a block, layer by layer in forward order, each on the outputs of the quantised layers before it.
+
+    inputs: a list of [B, L, H]. The weights become the compensated ones. Workers have different inputs and average
+    their moments. Experts see only some of the tokens, so they get least-squared-error scales instead.
+    """
     for layer in quantized_layers(block).values():
         if not isinstance(layer, QuantLinear):
             set_scale(layer)
@@ -166,11 +166,11 @@ def compensate_block(block: nn.Module, inputs: list[Tensor], calls: list[Call], 
             quantizer, weight = layer.quantizer, layer.weight.detach().cpu()
             scale = quantizer.scale_matrix().expand_as(quantizer.grouped(layer.weight)).reshape(weight.shape).cpu()
             layer.weight.copy_(compensated(weight, scale, moment, quantizer.spec))
-            backend.broadcast([p.data for p in layer.parameters()])  # another machine may round another way
+            backend.broadcast([p.data for p in layer.parameters()])  # other machines may round differently
 
 
 def _reach(layer: QuantLinear, block: nn.Module, inputs: list[Tensor], calls: list[Call], backend) -> None:
-    """Run a block on every batch of inputs, as far as one of its layers."""
+    """Run a block on every batch of inputs, stopping after `layer`."""
 
     def stop(*_):
         raise _Seen
@@ -183,7 +183,7 @@ def _reach(layer: QuantLinear, block: nn.Module, inputs: list[Tensor], calls: li
 
 
 def _by_input(block: nn.Module, hidden: Tensor, call: Call) -> list[list[QuantLinear]]:
-    """The block's quantised layers in the order of the forward pass, those with one and the same input together."""
+    """The block's quantised layers in forward order, grouped by shared input."""
     seen: list[tuple[Tensor, QuantLinear]] = []
     hooks = [
         layer.register_forward_pre_hook(lambda layer, args: seen.append((args[0], layer)))

@@ -1,4 +1,4 @@
-"""Where a student starts before any training: its scales, and with GPTQ its weights too."""
+"""Initialisation of a student before training: its scales and, with GPTQ, its weights."""
 
 import torch
 from torch import nn
@@ -15,19 +15,19 @@ from qat_lora.run.console import watched
 def calibrate(
     student: nn.Module, method: str, batches: list[dict], precision: str = "auto", blocks: bool = True
 ) -> None:
-    """Set the quantisers of a student on the CPU from its weights and some calibration rows, in this worker alone.
+    """Initialise the quantisers of a student on the CPU from its weights and calibration rows, in this worker alone.
 
-    method: "rtn" (edge level = largest weight: plain rounding), "mse" (least squared error, each weight counted by how
-    active its input is), "gptq" (that, then error compensation block by block on the quantised inputs; the latent
-    weights become the compensated ones, so that the student's first answer is GPTQ's. What stands outside the blocks, a
-    quantised head, starts as with "mse").
-    batches: dicts of tokens [B, L], all of one shape; "rtn" does not look at them.
-    blocks: False leaves the blocks of "gptq" at plain rounding, for a stage that compensates each when its turn comes.
+    method: "rtn" (round to nearest: the edge level is the largest weight), "mse" (least squared error, each weight
+    weighted by the mean square of its input), "gptq" ("mse", then error compensation block by block on the quantised
+    inputs; the latent weights become the compensated ones, so that the student starts as the GPTQ model. A quantised
+    head is outside the blocks and is initialised as with "mse").
+    batches: dicts of tokens [B, L], all of one shape; "rtn" does not use them.
+    blocks: False leaves the blocks of "gptq" at "rtn", for a stage that compensates each block before training it.
     """
     backend = TorchBackend("cpu", precision)
     initialise(student, search=False)
     layers = {} if method == "rtn" else quantized_layers(student)
-    if method == "gptq":  # those of the blocks are set below, on the inputs that they will really get
+    if method == "gptq":  # layers in blocks are set below, on their quantised inputs
         inside = {id(p) for block in decoder_layers(student) for p in block.parameters()}
         layers = {name: layer for name, layer in layers.items() if id(layer.weight) not in inside}
     if layers:
@@ -42,13 +42,13 @@ def _least_error(student: nn.Module, layers: dict[str, nn.Module], batches: list
             with backend.autocast(), unquantized(student):
                 hidden = hidden_states(student, batch["tokens"])
                 if isinstance(head, QuantLinear):
-                    for row in hidden:  # logits of a whole batch may not fit
+                    for row in hidden:  # the logits of a whole batch may not fit in memory
                         head(row)
 
     head = unwrap(student).get_output_embeddings()
     moments = input_moments(student, forward)
     for name, layer in watched(layers.items(), "initial scales", len(layers)):
-        set_scale(layer, moment=moments.get(name))  # experts have no input of their own
+        set_scale(layer, moment=moments.get(name))  # there is no moment for experts
 
 
 def _compensate(student: nn.Module, batches: list[dict], backend: TorchBackend) -> None:

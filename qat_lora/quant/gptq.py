@@ -1,4 +1,4 @@
-"""Error compensation: what rounding one column loses, the columns after it make up for (GPTQ, arXiv 2210.17323)."""
+"""GPTQ error compensation: later columns make up for the rounding error of earlier ones (arXiv 2210.17323)."""
 
 import torch
 from torch import Tensor
@@ -6,16 +6,17 @@ from torch import Tensor
 from qat_lora.quant.linear import nearest_level
 from qat_lora.quant.spec import QuantSpec
 
-DAMPING = 0.01  # of the mean diagonal, added to it: inputs that hardly occur must not blow up the inverse
-BLOCK = 128  # columns whose errors reach the columns after them in one product
+DAMPING = 0.01  # share of the mean diagonal added to the diagonal: rare inputs must not blow up the inverse
+BLOCK = 128  # columns whose errors are applied to the later columns in one product
 
 
 @torch.no_grad()
 def compensated(weight: Tensor, scale: Tensor, moment: Tensor, spec: QuantSpec) -> Tensor:
-    """The weight [out, in], column by column as it stood just before rounding: its codes are GPTQ's.
+    """The compensated weight [out, in]: rounding it to the nearest level gives GPTQ's codes.
 
-    scale [out, in] is fixed beforehand; moment [in, in] is the second moment E[xxᵀ] of the layer's inputs. All on the
-    CPU. Columns go in the order of falling E[x²], the ones with most to lose first. Minimises E‖(W − Q)x‖² greedily.
+    scale [out, in] is fixed beforehand; moment [in, in] is the second moment E[xxᵀ] of the layer's inputs; all are on
+    the CPU. Columns are processed in order of decreasing E[x²], the most important first. Greedily minimises
+    E‖(W − Q)x‖².
     """
     order = moment.diagonal().argsort(descending=True, stable=True)
     back = order.argsort()
@@ -32,7 +33,7 @@ def compensated(weight: Tensor, scale: Tensor, moment: Tensor, spec: QuantSpec) 
 
 
 def _inverse_root(moment: Tensor) -> Tensor:
-    """Upper triangular U with UᵀU the inverse of the damped moment."""
+    """Upper triangular U such that UᵀU is the inverse of the damped moment."""
     h = moment.double()
     h = h + DAMPING * h.diagonal().mean().clamp(min=1e-12) * torch.eye(len(h), dtype=h.dtype)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(h))

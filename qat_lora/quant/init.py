@@ -1,4 +1,4 @@
-"""Where learned scales start: absolute maximum (plain round-to-nearest) or least squared error."""
+"""Initialisation of learned scales: absolute maximum (round to nearest) or least squared error."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from qat_lora.quant.linear import nearest_level, quantized_layers, rows_of
 from qat_lora.quant.spec import LOWRANK_INIT_GROUP, QuantSpec
 
 SEARCH = torch.linspace(0.35, 1.05, 29)  # fractions of the absolute-maximum scale tried by the least-error search
-SEARCHED = 2**18  # weights whose scales are searched at a time
+SEARCHED = 2**18  # weights per chunk of the search
 REFINE = 3  # rounds of "fix codes, solve for the scale" after the search
 
 
@@ -20,7 +20,7 @@ def initialise(model: nn.Module, search: bool = True) -> None:
     """Set the scale of every quantiser below `model` from its latent weight, see `set_scale`."""
     for name, layer in quantized_layers(model).items():
         if not torch.isfinite(layer.weight).all():
-            raise UserError(f"{name}: the weight holds NaN or infinity; load the model again from a sound file")
+            raise UserError(f"{name}: the weight holds NaN or infinity; load the model from an intact file")
         set_scale(layer, search)
 
 
@@ -28,20 +28,20 @@ def initialise(model: nn.Module, search: bool = True) -> None:
 def set_scale(layer: nn.Module, search: bool = True, moment: Tensor | None = None) -> None:
     """Set the scale of a quantised layer from its latent weight, on the CPU.
 
-    search=True: least squared weight error, weighted by `moment`, the mean square of each input [in], where it is
-    given; False: the edge level is the largest weight, plain rounding.
+    search=True: least squared weight error, weighted by `moment` (the mean square of each input, [in]) if given; False:
+    the edge level is the largest weight (round to nearest).
     """
     quantizer, weight = layer.quantizer, rows_of(layer).detach()
     spec, parameters = quantizer.spec, list(quantizer.parameters())
     parts = [(weight, *parameters)]
-    if weight.ndim == 3:  # a low-rank scale has its experts in front, another one in its rows
+    if weight.ndim == 3:  # experts: the first dimension of a low-rank scale, part of the rows of others
         shapes = [p.shape if spec.scale == "lowrank" else (len(weight), -1, *p.shape[1:]) for p in parameters]
         parts = zip(weight, *(p.view(shape) for p, shape in zip(parameters, shapes)))
-    for part, *values in parts:  # experts one after the other: their search takes many times their memory
+    for part, *values in parts:  # one expert at a time: the search takes many times its memory
         matrix = part.float().cpu()
         size = {"group": spec.size, "lowrank": LOWRANK_INIT_GROUP, "tensor": matrix.numel()}[spec.scale]
         importance = (matrix.new_ones(()) if moment is None else moment.float().cpu()).expand_as(matrix)
-        # some rows at a time: the search holds several copies of what it is given
+        # a few rows at a time: the search holds several copies of its input
         rows = len(matrix) if spec.scale == "tensor" else -(-SEARCHED // matrix.shape[1])
         scale = torch.cat(
             [
@@ -55,9 +55,9 @@ def set_scale(layer: nn.Module, search: bool = True, moment: Tensor | None = Non
 
 
 def least_error_scale(groups: Tensor, importance: Tensor, spec: QuantSpec, search: bool = True) -> Tensor:
-    """Scale [G, 1] of least Σ importance·(w − level·scale)² for each row of groups [G, g].
+    """Scale [G, 1] that minimises Σ importance·(w − level·scale)² for each row of groups [G, g].
 
-    search=False gives the absolute-maximum scale. The `int` codebook is not symmetric: both signs are tried.
+    search=False gives the absolute-maximum scale. The `int` codebook is asymmetric, so both signs are tried.
     """
     start = groups.abs().amax(1, keepdim=True).clamp(min=1e-8) / spec.largest
     if not search:
@@ -87,10 +87,10 @@ def _better(groups, importance, scale, spec, best, best_error) -> tuple[Tensor, 
 
 
 def _factors(group_scale: Tensor, shape: torch.Size, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A [out, r], g [r], B [r, in] of the truncated SVD of the group scales spread over their weights.
+    """A [out, r], g [r], B [r, in]: the truncated SVD of the group scales, expanded to one per weight.
 
-    Each group's column stands `size` times in the spread matrix, so the SVD of the small one gives the large one's.
-    Components beyond the rank of the group scales start with g = 0 and random unit vectors: free to learn.
+    The expanded matrix repeats each column `size` times, so its SVD follows from that of the small one. Components
+    beyond the rank of the group scales start with g = 0 and random unit vectors, so that they can be trained.
     """
     out_features, in_features = shape
     size = LOWRANK_INIT_GROUP
@@ -107,7 +107,7 @@ def _factors(group_scale: Tensor, shape: torch.Size, rank: int) -> tuple[Tensor,
 
 @torch.no_grad()
 def input_moments(model: nn.Module, run: Callable[[], object], cross: bool = False) -> dict[str, Tensor]:
-    """What the inputs x [in] of every quantised linear layer are like while run() computes with them.
+    """Moments of the inputs x [in] of every quantised linear layer during run().
 
     Layer name → mean square E[x²] [in], or with `cross` the second moment E[xxᵀ] [in, in].
     """
@@ -125,7 +125,7 @@ def input_moments(model: nn.Module, run: Callable[[], object], cross: bool = Fal
 
     layers = {
         n: m for n, m in quantized_layers(model).items() if isinstance(m, nn.Linear)
-    }  # experts have no input of their own
+    }  # not experts
     hooks = [layer.register_forward_pre_hook(watch(name)) for name, layer in layers.items()]
     try:
         run()

@@ -1,6 +1,6 @@
-"""Quantised weights: a latent fp32 weight seen through a codebook and a learned scale.
+"""Quantised weights: a latent fp32 weight rounded to a codebook times a learned scale.
 
-They stand in linear layers, in embeddings tied to a quantised head, and in modules that keep all their experts in one
+They occur in linear layers, in embeddings tied to a quantised head, and in modules that keep all their experts in one
 parameter.
 """
 
@@ -17,7 +17,7 @@ from qat_lora.backend.devices import without_autocast
 from qat_lora.backend.tiles import tiles
 from qat_lora.quant.spec import QuantSpec
 
-SMALLEST_SCALE = 2.0**-13  # half of it is still a normal fp16 number, which GGUF's Q4_0 needs for half-integer levels
+SMALLEST_SCALE = 2.0**-13  # half of it is still a normal fp16 number, as GGUF's Q4_0 needs for half-integer levels
 
 
 class FakeQuant(torch.autograd.Function):
@@ -25,8 +25,8 @@ class FakeQuant(torch.autograd.Function):
 
     weight [O, G, g] latent; scale broadcastable to it. With x = w/s and q the level nearest to x:
       output q·s in `dtype`;  ∂/∂w = 1 inside the range, 0 outside;  ∂/∂s = q − x inside, the edge level outside,
-    times gradient_scale. Inside means that rounding x needs no clipping (the edge levels' own cells included).
-    Only weight and scale are kept for the backward pass: x and q are computed again.
+    times gradient_scale. x is inside if rounding it needs no clipping (the edge levels' own cells count as inside).
+    Only weight and scale are saved for the backward pass; x and q are recomputed.
     """
 
     @staticmethod
@@ -47,7 +47,7 @@ class FakeQuant(torch.autograd.Function):
             x = w / s
             code = (x - spec.lowest).div_(spec.step).round_()
             clipped = code.clamp(0, spec.levels - 1)
-            inside = code.eq_(clipped)  # in fp32: products with a mask of bools take ten times as long on a CPU
+            inside = code.eq_(clipped)  # in fp32: products with a bool mask take ten times as long on a CPU
             level = clipped.mul_(spec.step).add_(spec.lowest)
             g = g.to(w.dtype)
             return g * inside, _over_groups(level.sub_(x.mul_(inside)).mul_(g), scale.shape)
@@ -60,7 +60,7 @@ class FakeQuant(torch.autograd.Function):
 class ScaledCodes(torch.autograd.Function):
     """level[code]·scale in `dtype` for fixed codes [O, G, g]; ∂/∂scale is the level, times gradient_scale.
 
-    Only the codes are kept for the backward pass.
+    Only the codes are saved for the backward pass.
     """
 
     @staticmethod
@@ -78,10 +78,10 @@ class ScaledCodes(torch.autograd.Function):
 
 
 def in_tiles(function: Callable, *tensors: Tensor, dtype: torch.dtype | None = None) -> Tensor | tuple[Tensor, ...]:
-    """function(*tensors), one tensor or several of as many rows, in `dtype` (None: their own), computed in the tiles of
-    rows that the device likes.
+    """Compute function(*tensors) in tiles of rows that suit the device; returns its tensor or tensors, [O, …], in
+    `dtype` (None: their own).
 
-    tensors [O, …], the first of which is a matrix's; one with a single row goes to every tile whole.
+    tensors [O, …]: the first one sets the tile size; a tensor with a single row is passed to every tile as it is.
     """
     count = len(tensors[0])
     slices = tiles(count, tensors[0][:1].numel(), tensors[0].device)
@@ -104,14 +104,14 @@ def _in_type(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _over_groups(values: Tensor, shape: torch.Size) -> Tensor:
-    """values [o, G, g], summed over the weights of a group where the scale of that shape has one value for each group
-    of each row: such sums do not depend on the tile."""
+    """values [o, G, g], summed over each group if a scale of `shape` has one value per group and row: only such sums do
+    not depend on the tile."""
     return values.sum(2, keepdim=True) if shape[0] > 1 and shape[2] == 1 else values
 
 
 class Stored(torch.autograd.Function):
-    """A learned scale as it is stored: its magnitude at `least` or above, rounded to fp16; signs stay. The gradient
-    passes straight through the rounding, and not where the magnitude was smaller."""
+    """A learned scale as it is stored: its magnitude clamped to at least `least`, rounded to fp16, its sign kept. The
+    gradient passes straight through the rounding and is zero where the magnitude was clamped."""
 
     @staticmethod
     def forward(ctx, scale: Tensor, least: float = 0.0):
@@ -142,22 +142,22 @@ def levels_of(codes: Tensor, spec: QuantSpec) -> Tensor:
 
 
 class Quantizer(nn.Module):
-    """The learned scale of one weight [out, in], or of each of the weights [experts, out, in], and, once frozen, its
+    """The learned scale of a weight [out, in] or of stacked expert weights [experts, out, in] and, once frozen, the
     codes.
 
     group:   scale [out, in/g, 1]        tensor: scale [1, 1, 1]
     lowrank: A [out, r], g [r], B [r, in]; S = (A·diag(g))·B with the columns of A and the rows of B at unit norm, so
              that g alone carries magnitude
     codes:   uint8, of the weight's shape, present only when frozen
-    enabled: False shows the latent weight itself (the full-precision layer)
+    enabled: False uses the latent weight itself (the full-precision layer)
 
-    With experts the first dimension of a scale counts experts · out rows (tensor: experts), and A, g, B and codes have
-    one more dimension in front. The parameters are fp32 masters; whatever is computed with them sees them rounded to
-    fp16, as a file stores them.
+    With experts, the first dimension of a scale is experts · out (tensor: experts), and A, g, B and codes have a
+    leading expert dimension. The parameters are fp32 masters; all computation uses them rounded to fp16, as they are
+    stored in files.
     """
 
     def __init__(self, spec: QuantSpec, *shape: int):
-        """shape: out, in, or experts, out, in."""
+        """shape: (out, in) or (experts, out, in)."""
         super().__init__()
         *experts, out_features, in_features = shape
         spec.check("weight", out_features, in_features)
@@ -185,20 +185,19 @@ class Quantizer(nn.Module):
         return _not_zero(product, torch.finfo(a.dtype).tiny ** 0.5)
 
     def stored(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Each parameter of the scale with the fp16 values that a file holds of it."""
+        """Each parameter of the scale with its fp16 values as stored in a file."""
         if self.spec.scale != "lowrank":
             return [(self.scale, stored_scale(self.scale.detach(), SMALLEST_SCALE))]
         return [(p, stored_scale(p.detach())) for p in (self.a, self.g, self.b)]
 
     def grouped(self, weight: Tensor) -> Tensor:
-        """weight [..., out, in] as [rows, groups, group], against which the scale broadcasts: the rows of one expert
-        after the other's."""
+        """weight [..., out, in] as [rows, groups, group], to which the scale broadcasts; rows are ordered by expert."""
         in_features = self.shape[-1]
         group = self.spec.size if self.spec.scale == "group" else in_features
         return weight.reshape(-1, in_features // group, group)
 
     def forward(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """W_eff [..., out, in] in `dtype`, differentiable in latent weight and scale; with codes, in the scale."""
+        """W_eff [..., out, in] in `dtype`, differentiable in latent weight and scale; once frozen, in the scale only."""
         shared = math.prod(self.shape) // self.scale_values if self.spec.scale != "lowrank" else 1
         gradient_scale = 1 / math.sqrt(shared * self.spec.largest)
         with without_autocast(weight):  # the product A·B of a low-rank scale stays fp32
@@ -209,12 +208,12 @@ class Quantizer(nn.Module):
 
     @property
     def scale_values(self) -> int:
-        """How many numbers the scale is stored as."""
+        """The number of values stored for the scale."""
         return math.prod(self.shape[:-2]) * self.spec.scale_values(*self.shape[-2:])
 
     @property
     def settled(self) -> bool:
-        """Whether neither codes nor scale change any more."""
+        """Whether both codes and scale are fixed."""
         return self.codes is not None and not next(self.parameters()).requires_grad
 
     @torch.no_grad()
@@ -224,25 +223,25 @@ class Quantizer(nn.Module):
 
     @torch.no_grad()
     def decode(self, codes: Tensor) -> Tensor:
-        """W_eff [out, in] of codes, fp32; equal to forward's to the bit."""
+        """W_eff [..., out, in] of codes in fp32, bit-identical to forward's."""
         return levels_of(self.grouped(codes), self.spec).mul_(self.scale_matrix()).view(self.shape)
 
 
 def stored_scale(scale: Tensor, least: float = 0.0) -> Tensor:
-    """The fp16 numbers that a file holds of a scale, see `Stored`."""
+    """The fp16 values of a scale as stored in a file, see `Stored`."""
     return (_not_zero(scale, least) if least else scale).half()
 
 
 def _not_zero(scale: Tensor, least: float) -> Tensor:
-    """The scale with every magnitude at `least` or above, for w/s; signs stay."""
+    """The scale with magnitudes clamped to at least `least`, so that w/s is finite; signs are kept."""
     return torch.where(scale < 0, scale.clamp(max=-least), scale.clamp(min=least))
 
 
 class QuantLinear(nn.Linear):
     """An nn.Linear whose weight passes through a Quantizer.
 
-    In training `weight` is the latent fp32 master. `freeze` stores the codes, puts the quantised weight in its place
-    and stops its gradient: from then on it is a plain linear layer for PEFT, safetensors and HF.
+    In training `weight` is the latent fp32 master. `freeze` stores the codes, overwrites `weight` with the quantised
+    weight and stops its gradient: from then on PEFT, safetensors and HF see a plain linear layer.
     """
 
     def __init__(self, linear: nn.Linear, spec: QuantSpec):
@@ -256,8 +255,8 @@ class QuantLinear(nn.Linear):
 
 
 class Shown:
-    """Mixed into a module's class by `show_quantized`: during forward its parameters named in `shown` read as their
-    quantised values."""
+    """Mixin that `show_quantized` adds to a module's class: during forward, reading a parameter named in `shown` gives
+    its quantised value."""
 
     shown: tuple[str, ...] = ()
     transposed = False
@@ -270,16 +269,16 @@ class Shown:
             del self.__dict__["_live"]
 
     def _effective(self, name: str) -> Tensor:
-        if isinstance(self.quantizer, Quantizer):  # an embedding, in the type of a plain one
+        if isinstance(self.quantizer, Quantizer):  # an embedding: same dtype as a plain one
             return effective_weight(self, self._parameters[name].dtype)
         return effective_weight(ExpertWeight(self, name))
 
 
 def show_quantized(module: nn.Module, quantizer: nn.Module, names: tuple[str, ...], transposed: bool = False) -> None:
-    """Have `module` read its parameters `names` through `quantizer`, whatever its forward does with them.
+    """Make `module` read its parameters `names` through `quantizer`, whatever its forward does with them.
 
-    quantizer: a Quantizer for "weight", or an nn.ModuleDict with one for each name. transposed: weights are [experts,
-    in, out].
+    quantizer: a Quantizer for "weight", or an nn.ModuleDict with one for each name. transposed: weights are stored as
+    [experts, in, out].
     """
     module.__class__ = _shown_class(type(module), names)
     module.quantizer, module.transposed = quantizer, transposed
@@ -296,7 +295,7 @@ def _shown_class(kind: type, names: tuple[str, ...]) -> type:
     def seen(name: str) -> property:
         def get(self) -> Tensor:
             found = self.__dict__.get("_live", self._parameters)
-            if name not in found:  # PEFT takes a parameter out while it adds an adapter to it
+            if name not in found:  # PEFT removes a parameter while it adds an adapter to it
                 raise AttributeError(name)
             return found[name]
 
@@ -307,14 +306,14 @@ def _shown_class(kind: type, names: tuple[str, ...]) -> type:
 
 
 class ExpertWeight:
-    """One of the weights of a module that keeps its experts in one parameter each, seen as a layer of its own."""
+    """One stacked expert weight of a module, with the interface of a layer."""
 
     def __init__(self, module: Shown, name: str):
         self.module, self.name, self.transposed = module, name, module.transposed
 
     @property
     def weight(self) -> Tensor:
-        """The parameter, or what PEFT makes of it while an adapter runs."""
+        """The parameter, or PEFT's replacement for it while an adapter runs."""
         return getattr(self.module, self.name)
 
     @property
@@ -328,10 +327,9 @@ def rows_of(layer) -> Tensor:
 
 
 def effective_weight(module, dtype: torch.dtype | None = None) -> Tensor:
-    """The weight that a linear layer, an embedding or experts multiply with, quantised or not, in the model's own
-    shape.
+    """The weight that a linear layer, an embedding or experts compute with, quantised or not, in the model's own shape.
 
-    dtype: of the result where the weight is quantised on the fly (default: autocast's); ignored otherwise.
+    dtype: dtype of the result if the weight is quantised on the fly (default: autocast's); ignored otherwise.
     """
     quantizer = getattr(module, "quantizer", None)
     if quantizer is None or not quantizer.enabled or quantizer.settled:
@@ -341,25 +339,25 @@ def effective_weight(module, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def freeze(module: nn.Module) -> None:
-    """Turn every latent weight below `module` into codes, and show the quantised weight in its place."""
+    """Encode every latent weight below `module` and overwrite it with the quantised weight."""
     for layer in quantized_layers(module).values():
         if layer.quantizer.codes is None:
             layer.quantizer.codes = layer.quantizer.encode(rows_of(layer))
-        # in its place: new tensors for all weights would leave the memory of the old ones in pieces
+        # in place: allocating new tensors for all weights would fragment memory
         rows_of(layer).detach().copy_(layer.quantizer.decode(layer.quantizer.codes))
         layer.weight.requires_grad_(False)
         layer.quantizer.requires_grad_(False)
 
 
 def free_scales(module: nn.Module) -> None:
-    """Let the scales of a frozen `module` learn again; the codes stay."""
+    """Make the scales of a frozen `module` trainable again; the codes stay fixed."""
     for layer in quantized_layers(module).values():
         layer.quantizer.requires_grad_(True)
 
 
 def quantized_layers(module: nn.Module) -> dict[str, QuantLinear | Shown | ExpertWeight]:
-    """Every quantised weight by the name of its layer, or of itself for experts; an embedding tied to its head counts
-    once, as the head."""
+    """Every quantised weight by the name of its layer (for experts, of the parameter); an embedding tied to the head
+    counts once, as the head."""
     layers = {}
     for name, found in module.named_modules():
         if isinstance(found, QuantLinear) or (isinstance(found, Shown) and isinstance(found.quantizer, Quantizer)):
@@ -371,7 +369,7 @@ def quantized_layers(module: nn.Module) -> dict[str, QuantLinear | Shown | Exper
 
 
 class unquantized:
-    """Within this context the layers below `module` show their latent weights: the full-precision network."""
+    """Context in which the layers below `module` use their latent weights, as in the full-precision network."""
 
     def __init__(self, module: nn.Module):
         self.quantizers = [layer.quantizer for layer in quantized_layers(module).values()]

@@ -1,4 +1,4 @@
-"""What a quantiser is made of: bits, a codebook and the shape of its scale."""
+"""The specification of a quantiser: bits, codebook and kind of scale."""
 
 import re
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ from qat_lora.errors import UserError
 
 CODEBOOKS = ("balanced", "int", "lut")
 BITS = (2, 3, 4, 8)
-SCOPES = ("all", "mlp", "attn", "weights")  # which parameters of a student train
-LOWRANK_INIT_GROUP = 32  # a low-rank scale starts as the truncated SVD of per-group scales of this size
+SCOPES = ("all", "mlp", "attn", "weights")  # which parameters of a student are trained
+LOWRANK_INIT_GROUP = 32  # a low-rank scale is initialised to the truncated SVD of scales per group of this size
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class QuantSpec:
 
     codebook, as levels for b bits:
       balanced  {±1/2, ±3/2, …}, symmetric, no zero
-      int       {−2^(b−1), …, 2^(b−1)−1}; a scale of either sign turns it over
+      int       {−2^(b−1), …, 2^(b−1)−1}; a negative scale mirrors it
       lut       2^b levels evenly spaced in [−1, 1]
     scale: "group" (one per `size` weights of a row), "lowrank" (S = (A·diag(g))·B of rank `size`), "tensor" (one).
     """
@@ -29,18 +29,18 @@ class QuantSpec:
 
     def __post_init__(self):
         if self.codebook not in CODEBOOKS or self.bits not in BITS or self.scale not in ("group", "lowrank", "tensor"):
-            raise UserError(f"{self!r}: codebooks {CODEBOOKS}, bits {BITS}, scales group, lowrank, tensor")
+            raise UserError(f"{self!r} is invalid; codebooks are {CODEBOOKS}, bits {BITS}, scales group, lowrank, tensor")
 
     @classmethod
     def parse(cls, text: str) -> "QuantSpec | None":
-        """From "balanced2/g32" (group), "lut4/r32" (low rank) or "balanced2/tensor"; "none" leaves weights alone."""
+        """Parse "balanced2/g32" (group), "lut4/r32" (low rank) or "balanced2/tensor"; "none" gives None."""
         if text == "none":
             return None
         match = re.fullmatch(r"(balanced|int|lut)([2348])/(?:g([1-9]\d*)|r([1-9]\d*)|(tensor))", text)
         if not match:
             raise UserError(
-                f"quantiser {text!r}: write CODEBOOKbits/SCALE with codebook balanced, int or lut, bits 2, 3, 4 or 8, "
-                "scale g32 (groups of 32), r8 (rank 8) or tensor; for example balanced2/g32, or none"
+                f"quantiser {text!r} is not of the form CODEBOOKbits/SCALE; use codebook balanced, int or lut, bits 2, "
+                "3, 4 or 8, and scale g32 (groups of 32), r8 (rank 8) or tensor, e.g. balanced2/g32, or none"
             )
         codebook, bits, group, rank, _ = match.groups()
         scale = "group" if group else "lowrank" if rank else "tensor"
@@ -70,17 +70,17 @@ class QuantSpec:
         return -self.lowest
 
     def check(self, name: str, out_features: int, in_features: int) -> None:
-        """Raise UserError where a weight [out, in] cannot carry this quantiser."""
+        """Raise UserError if this quantiser does not fit a weight [out, in]."""
         if self.scale == "group" and in_features % self.size:
             fits = [g for g in range(2, min(in_features, 256) + 1) if in_features % g == 0]
-            raise UserError(f"{name}: {in_features} inputs do not divide by group {self.size}; use one of {fits}")
+            raise UserError(f"{name}: {in_features} inputs are not divisible by group {self.size}; use one of {fits}")
         if self.scale == "lowrank" and self.size > min(out_features, in_features):
-            raise UserError(f"{name}: rank {self.size} is above the weight's {min(out_features, in_features)}")
+            raise UserError(f"{name}: rank {self.size} exceeds {min(out_features, in_features)}; use a lower rank")
         if self.scale == "lowrank" and in_features % LOWRANK_INIT_GROUP:
-            raise UserError(f"{name}: {in_features} inputs do not divide by {LOWRANK_INIT_GROUP}; use a group scale")
+            raise UserError(f"{name}: {in_features} inputs not divisible by {LOWRANK_INIT_GROUP}; use a group scale")
 
     def scale_values(self, out_features: int, in_features: int) -> int:
-        """How many numbers the scale of a weight [out, in] takes."""
+        """The number of values in the scale of a weight [out, in]."""
         if self.scale == "group":
             return out_features * in_features // self.size
         return self.size * (out_features + in_features + 1) if self.scale == "lowrank" else 1

@@ -11,13 +11,13 @@ from qat_lora.quant.linear import quantized_layers
 from qat_lora.quant.spec import SCOPES
 from qat_lora.run.options import MOST_RATE
 
-LEAST_RATE = 1e-12  # of a student whose weights are all zero
-RATE_SHARE = 3.1e-3  # of the root mean square of weights in 2 bits: their peak learning rate
+LEAST_RATE = 1e-12  # learning rate of a student whose weights are all zero
+RATE_SHARE = 3.1e-3  # peak learning rate of 2-bit weights, as a share of their root mean square
 
 
 def select_parameters(student: nn.Module, scope: str) -> None:
-    """Freeze what `scope` leaves out: "mlp" and "attn" train that part of the decoder blocks alone, "weights" all but
-    the scales, "all" freezes nothing."""
+    """Freeze the parameters outside `scope`: "mlp" and "attn" train only that part of the decoder blocks, "weights"
+    everything but the scales, and "all" everything."""
     if scope not in SCOPES:
         raise UserError(f"scope {scope!r} is not one of {', '.join(SCOPES)}")
     keep = {id(p) for p in student.parameters()}
@@ -35,11 +35,11 @@ def select_parameters(student: nn.Module, scope: str) -> None:
     for p in student.parameters():
         p.requires_grad_(p.requires_grad and id(p) in keep)
     if not any(p.requires_grad for p in student.parameters()):
-        raise UserError(f"--scope {scope} leaves nothing of this model to train; use another scope")
+        raise UserError(f"--scope {scope} leaves no trainable parameters in this model; use another scope")
 
 
 def parameter_groups(student: nn.Module, learning_rate: float, scale_learning_rate: float) -> list[dict]:
-    """Optimiser groups: latent weights and everything unquantised, and the quantisers' scales; none of them empty."""
+    """Optimiser groups: latent weights with everything unquantised, and the quantisers' scales; empty ones left out."""
     scales = {id(p) for layer in quantized_layers(student).values() for p in layer.quantizer.parameters()}
     trained = [p for p in student.parameters() if p.requires_grad]
     groups = [
@@ -50,13 +50,13 @@ def parameter_groups(student: nn.Module, learning_rate: float, scale_learning_ra
 
 
 def usual_rates(student: nn.Module) -> tuple[float, float]:
-    """The peak learning rates of a student where none are given, end to end and layer by layer, to two digits.
+    """The default peak learning rates of a student, end to end and layer by layer, to two digits.
 
-    At 2 bits both are .31% of the root mean square of the quantised weights, since a latent weight learns by reaching
-    the next level, and levels are as far apart as weights are large: those of SmolLM2 (.19), on which the shares were
-    found, are five times as large as Gemma 3's (.034). For every two bits more the share is a sixth of that, and end to
-    end a half of it at 3 bits and a quarter from 4 on (docs/benchmarks.md, "A second model"; 3 and 8 bits: unmeasured).
-    Of several quantisers the coarsest counts.
+    At 2 bits both are 0.31% of the root mean square of the quantised weights: a latent weight has to move to the next
+    level to have an effect, and the distance between levels is proportional to the size of the weights. The shares were
+    tuned on SmolLM2, whose weights (0.19) are five times as large as Gemma 3's (0.034). Every two further bits divide
+    the share by six; the end-to-end rate is also halved at 3 bits and quartered from 4 bits on (docs/benchmarks.md,
+    "A second model"; 3 and 8 bits: unmeasured). With several quantisers the coarsest one counts.
     """
     layers = quantized_layers(student).values()
     squares = sum(float(torch.linalg.vector_norm(layer.weight.detach())) ** 2 for layer in layers)

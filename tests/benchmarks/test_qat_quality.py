@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
         (["--grids", "lut2/r32"], "give group quantisers"),
         (["--grids", "int8/g64"], "of 2 or 4 bits"),
         (["--grids", "balanced2/g64"], "torchao has the int grids alone"),
-        (["--grids", "int2/g64,int4/g128"], "576 inputs do not divide by group 128"),
+        (["--grids", "int2/g64,int4/g128"], "576 inputs are not divisible by group 128"),
         (["--methods", "awq"], "'awq' is not one of rtn, mse"),
         (["--seeds", "a"], "--seeds a"),
         (["--steps", "23"], "--steps 23 must be at least 24"),

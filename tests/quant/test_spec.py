@@ -1,4 +1,4 @@
-"""What a quantiser is made of: texts read and written, the levels by value, and refusals that name the way out."""
+"""Quantiser specifications: parsing and printing, levels by value, and errors that say how to fix them."""
 
 import pytest
 import torch
@@ -13,14 +13,14 @@ SCALES = ("g32", "g128", "r1", "r8", "tensor")
 @pytest.mark.parametrize("codebook", ["balanced", "int", "lut"])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("scale", SCALES)
-def test_a_text_survives_the_round_trip(codebook, bits, scale):
+def test_parsing_and_printing_round_trip(codebook, bits, scale):
     text = f"{codebook}{bits}/{scale}"
     spec = QuantSpec.parse(text)
     assert (spec.codebook, spec.bits) == (codebook, bits)
     assert str(spec) == text and QuantSpec.parse(str(spec)) == spec
 
 
-def test_parts_of_a_text():
+def test_parsed_parts():
     assert QuantSpec.parse("balanced2/g32") == QuantSpec("balanced", 2, "group", 32)
     assert QuantSpec.parse("lut4/r8") == QuantSpec("lut", 4, "lowrank", 8)
     assert QuantSpec.parse("int8/tensor") == QuantSpec("int", 8, "tensor")
@@ -33,7 +33,7 @@ def test_parts_of_a_text():
      "int4/g0", "int4/r0", "int4/g00", "int4/g-8", "int4/g3.5", " int4/g32", "int4/g32 ", "int4/g32\n", "int4/tensor8",
      "int4/g32r8", "INT4/g32"],
 )  # fmt: skip
-def test_bad_texts_are_refused_by_name(text):
+def test_a_bad_text_is_named_in_the_error(text):
     with pytest.raises(UserError) as error:
         QuantSpec.parse(text)
     assert repr(text) in str(error.value) and "balanced2/g32" in str(error.value)
@@ -78,24 +78,24 @@ def test_scale_values():
 
 def test_check_names_the_numbers_and_a_group_that_fits():
     with pytest.raises(
-        UserError, match=r"mlp.up: 48 inputs do not divide by group 32; use one of \[2, 3, 4, 6, 8, 12, 16, 24, 48\]"
+        UserError, match=r"mlp.up: 48 inputs are not divisible by group 32; use one of \[2, 3, 4, 6, 8, 12, 16, 24, 48\]"
     ):
         QuantSpec.parse("int4/g32").check("mlp.up", 64, 48)
-    with pytest.raises(UserError, match=r"q: rank 33 is above the weight's 32"):
+    with pytest.raises(UserError, match=r"q: rank 33 exceeds 32; use a lower rank"):
         QuantSpec.parse("int4/r33").check("q", 32, 64)
-    with pytest.raises(UserError, match=r"q: 48 inputs do not divide by 32; use a group scale"):
+    with pytest.raises(UserError, match=r"q: 48 inputs not divisible by 32; use a group scale"):
         QuantSpec.parse("int4/r8").check("q", 64, 48)
     for fitting in ("int4/g16", "int4/tensor"):
         QuantSpec.parse(fitting).check("q", 64, 48)
     QuantSpec.parse("int4/r32").check("q", 32, 64)
 
 
-def test_a_student_that_quantises_nothing_is_refused():
+def test_a_student_spec_that_quantises_nothing_is_refused():
     with pytest.raises(UserError, match="nothing would be quantised"):
         StudentSpec(mlp="none", attn="none", head="none")
 
 
 @pytest.mark.parametrize("part", ["mlp", "attn", "head"])
-def test_a_student_of_a_bad_text_fails_when_it_is_built(part):
+def test_a_student_spec_with_a_bad_text_fails_when_it_is_built(part):
     with pytest.raises(UserError, match="int9/g32"):
         StudentSpec(**{part: "int9/g32"})

@@ -202,7 +202,7 @@ def test_which_layers_are_quantised(trained):
 
 def test_a_size_that_does_not_fit_names_the_layer(tiny_model_dir):
     with pytest.raises(
-        UserError, match=r"self_attn.q_proj: 64 inputs do not divide by group 48; use one of \[2, 4, 8, 16"
+        UserError, match=r"self_attn.q_proj: 64 inputs are not divisible by group 48; use one of \[2, 4, 8, 16"
     ):
         quantize(load_model(str(tiny_model_dir)), StudentSpec(mlp="none", attn="int4/g48"))
 
