@@ -100,3 +100,22 @@ def test_presets_and_choices_are_completed(without_heavy, tmp_path):
     ask = lambda end: completions(script, f"python scripts/train_qat.py {end}", tmp_path / "words", **without_heavy)  # noqa: E731
     assert ask("--config q2_g") == ["q2_g32", "q2_g64"]
     assert set(ask("--scope ")) == {"all", "mlp", "attn", "weights"}
+
+
+# -- incomplete installations ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("path", [*SCRIPTS, ROOT / "pretrain.py"], ids=lambda path: path.stem)
+def test_without_packages_a_script_says_in_one_line_how_to_install_them(path):
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, "-S", path], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "No module named 'tqdm'" in done.stderr and "make setup" in done.stderr
+
+
+def test_a_broken_package_is_one_line_and_debug_shows_where(without_heavy, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(REFUSE.replace("AssertionError", "ImportError"))
+    script, broken = ROOT / "scripts" / "train_qat.py", {"PYTHONPATH": str(tmp_path)}
+    done = started(script, "--cache-dir", "none", **broken)
+    assert (
+        done.returncode == 1 and done.stderr.count("\n") == 1 and "torch is imported: the installation" in done.stderr
+    )
+    assert "Traceback" in started(script, "--cache-dir", "none", "--debug", **broken).stderr
