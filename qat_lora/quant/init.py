@@ -123,9 +123,7 @@ def input_moments(model: nn.Module, run: Callable[[], object], cross: bool = Fal
 
         return hook
 
-    layers = {
-        n: m for n, m in quantized_layers(model).items() if isinstance(m, nn.Linear)
-    }  # not experts
+    layers = {n: m for n, m in quantized_layers(model).items() if isinstance(m, nn.Linear)}  # not experts
     hooks = [layer.register_forward_pre_hook(watch(name)) for name, layer in layers.items()]
     try:
         run()

@@ -197,7 +197,7 @@ class Quantizer(nn.Module):
         return weight.reshape(-1, in_features // group, group)
 
     def forward(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """W_eff [..., out, in] in `dtype`, differentiable in latent weight and scale; once frozen, in the scale only."""
+        """W_eff [..., out, in] in `dtype`, differentiable in latent weight and scale, or, frozen, in the scale only."""
         shared = math.prod(self.shape) // self.scale_values if self.spec.scale != "lowrank" else 1
         gradient_scale = 1 / math.sqrt(shared * self.spec.largest)
         with without_autocast(weight):  # the product A·B of a low-rank scale stays fp32

@@ -29,7 +29,9 @@ class QuantSpec:
 
     def __post_init__(self):
         if self.codebook not in CODEBOOKS or self.bits not in BITS or self.scale not in ("group", "lowrank", "tensor"):
-            raise UserError(f"{self!r} is invalid; codebooks are {CODEBOOKS}, bits {BITS}, scales group, lowrank, tensor")
+            raise UserError(
+                f"{self!r} is invalid; use one of codebooks {CODEBOOKS}, bits {BITS}, scales group, lowrank, tensor"
+            )
 
     @classmethod
     def parse(cls, text: str) -> "QuantSpec | None":
@@ -75,9 +77,13 @@ class QuantSpec:
             fits = [g for g in range(2, min(in_features, 256) + 1) if in_features % g == 0]
             raise UserError(f"{name}: {in_features} inputs are not divisible by group {self.size}; use one of {fits}")
         if self.scale == "lowrank" and self.size > min(out_features, in_features):
-            raise UserError(f"{name}: rank {self.size} exceeds {min(out_features, in_features)}; use a lower rank")
+            raise UserError(
+                f"{name}: rank {self.size} exceeds the weight's {min(out_features, in_features)}; use a lower rank"
+            )
         if self.scale == "lowrank" and in_features % LOWRANK_INIT_GROUP:
-            raise UserError(f"{name}: {in_features} inputs not divisible by {LOWRANK_INIT_GROUP}; use a group scale")
+            raise UserError(
+                f"{name}: {in_features} inputs are not divisible by {LOWRANK_INIT_GROUP}; use a group scale"
+            )
 
     def scale_values(self, out_features: int, in_features: int) -> int:
         """The number of values in the scale of a weight [out, in]."""

@@ -1,4 +1,4 @@
-"""The student: a model whose linear layers are quantised, and the file `best.pt` that carries it frozen."""
+"""The student: a model with quantised linear layers, and the file `best.pt` that stores it frozen."""
 
 import dataclasses
 import math
@@ -34,32 +34,32 @@ from qat_lora.run.console import say
 from qat_lora.run.files import write_atomically
 
 FORMAT = "qat_lora.student.2"
-UNPACKED = 2**20  # codes that are packed or unpacked at a time, as a byte for each bit; a multiple of 8
+UNPACKED = 2**20  # codes packed or unpacked at a time, with one byte per bit; a multiple of 8
 PARTS = {"model", "spec", "info", "tensors"}
 
 
 @dataclass(frozen=True)
 class StudentSpec:
-    """Which quantiser each kind of module gets, as QuantSpec texts; "none" leaves it in full precision."""
+    """The quantiser of each kind of module, as QuantSpec texts; "none" leaves it in full precision."""
 
     mlp: str = "balanced2/g32"
     attn: str = "balanced2/g32"
     head: str = "none"
 
     def __post_init__(self):
-        if not any([QuantSpec.parse(text) for text in (self.mlp, self.attn, self.head)]):  # a list: each is checked
-            raise UserError("mlp, attn and head are all none: nothing would be quantised")
+        if not any([QuantSpec.parse(text) for text in (self.mlp, self.attn, self.head)]):  # a list: each is parsed
+            raise UserError("mlp, attn and head are all none, so nothing would be quantised; set at least one")
 
     def __str__(self):
         return f"mlp={self.mlp} attn={self.attn} head={self.head}"
 
 
 def quantize(model: nn.Module, spec: StudentSpec) -> nn.Module:
-    """Quantise the linear layers and experts of the decoder blocks, in place; scales still to be initialised.
+    """Quantise the linear layers and experts of the decoder blocks, in place; the scales are not yet initialised.
 
-    A quantised head that is tied to the embedding quantises both with one set of codes. Neither learns unless it is
-    quantised: training the table costs memory and time and left the student further from its teacher
-    (docs/benchmarks.md). Raises UserError where nothing would be quantised.
+    If the head is quantised and tied to the embedding, both share one set of codes. Embedding and head are trained only
+    if they are quantised: training the full-precision table costs memory and time and left the student further from its
+    teacher (docs/benchmarks.md). Raises UserError if nothing would be quantised.
     """
     for block in decoder_layers(model):
         experts: dict[nn.Module, dict] = {}
@@ -97,7 +97,7 @@ def _quantize_head(base: nn.Module, kind: QuantSpec | None) -> None:
 
 
 def head_of(model: nn.Module) -> Head:
-    """How a model's hidden states become logits, its weight quantised where the head is."""
+    """How a model's hidden states become logits, with the quantised weight if the head is quantised."""
     form, head = head_form(model), unwrap(model).get_output_embeddings()
     weight = effective_weight(head)
     if len(weight) != form.vocab:
@@ -107,7 +107,7 @@ def head_of(model: nn.Module) -> Head:
 
 
 def freeze_plain_tables(model: nn.Module) -> nn.Module:
-    """Leave embedding and head as they are, where nothing quantises them."""
+    """Freeze the embedding and the head unless they are quantised; returns the model."""
     base = unwrap(model)
     for table in (base.get_input_embeddings(), base.get_output_embeddings()):
         table.weight.requires_grad_(hasattr(table, "quantizer"))
@@ -117,8 +117,8 @@ def freeze_plain_tables(model: nn.Module) -> nn.Module:
 
 
 def bits_per_weight(model: nn.Module, adapter_values: int = 0) -> float:
-    """Stored bits per weight of the decoder blocks (and of a quantised head): codes, scales at 16 bits,
-    `adapter_values` and whatever is not quantised at 16 bits. Biases, norms and other vectors do not count."""
+    """Stored bits per weight of the decoder blocks and of a quantised head: codes, plus scales, `adapter_values` and
+    unquantised weights at 16 bits. Biases, norms and other vectors are not counted."""
     layers = quantized_layers(model)
     mine = {id(layer.weight) for layer in layers.values()}
     scales = {id(p) for layer in layers.values() for p in layer.quantizer.parameters()}
@@ -133,9 +133,9 @@ def bits_per_weight(model: nn.Module, adapter_values: int = 0) -> float:
 
 
 def megabytes(model: nn.Module, adapter_values: int = 0) -> float:
-    """Size to deploy in MB (1e6 bytes): quantised weights with their codes and scales, everything else at 16 bits.
+    """Deployed size in MB (1e6 bytes): codes and scales of quantised weights, everything else at 16 bits.
 
-    An adapter counts by `adapter_values` alone, whether or not one is attached to the model.
+    An adapter is counted only through `adapter_values`, whether or not one is attached to the model.
     """
     layers = quantized_layers(model)
     counted = {id(p) for layer in layers.values() for p in (layer.weight, *layer.quantizer.parameters())}
@@ -144,7 +144,7 @@ def megabytes(model: nn.Module, adapter_values: int = 0) -> float:
 
 
 def _quantised_bits(layers: dict) -> tuple[int, int]:
-    """How many weights are quantised, and the bits that their codes and scales take."""
+    """The number of quantised weights, and the number of bits of their codes and scales."""
     quantizers = [layer.quantizer for layer in layers.values()]
     weights = [math.prod(quantizer.shape) for quantizer in quantizers]
     bits = sum(n * quantizer.spec.bits + 16 * quantizer.scale_values for n, quantizer in zip(weights, quantizers))
@@ -173,19 +173,19 @@ def unpack_codes(packed: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:
 
 
 def save_student(path: str | Path, model: nn.Module, model_name: str, spec: StudentSpec, info: dict) -> None:
-    """Write the frozen student as one file, atomically. The model itself may be in training: it is left as it is.
-    `info` holds plain values about how it came to be."""
+    """Write the frozen student to one file, atomically. The model itself may be in training and is not changed. `info`
+    holds plain values about how it was made."""
     write_student(path, student_content(model, model_name, spec, info))
 
 
 def write_student(path: str | Path, content: dict) -> None:
-    """A `student_content` as a file, atomically."""
+    """Write a `student_content` to a file, atomically."""
     write_atomically(Path(path), lambda file: torch.save(content, file))
 
 
 def student_content(model: nn.Module, model_name: str, spec: StudentSpec, info: dict) -> dict:
-    """What a student file holds: codes packed at their bits, scales in fp16, the rest in fp32; and which model it was
-    made of, by name and by fingerprint (None where the model was not loaded by `load_model`)."""
+    """The content of a student file: packed codes, scales in fp16, the rest in fp32, and the name and fingerprint of
+    the base model (fingerprint None if it was not loaded by `load_model`)."""
     tensors: dict[str, Tensor] = {}
     layers = quantized_layers(model)
     latent = {id(layer.weight) for layer in layers.values()}
@@ -208,10 +208,10 @@ def student_content(model: nn.Module, model_name: str, spec: StudentSpec, info: 
 
 
 def read_student(path: str | Path, model: str | None = None) -> dict:
-    """The content of a student file, its `model` being where the base is now: `model`, or the name in the file.
+    """The content of a student file, with its `model` set to where the base is now: `model`, or the name in the file.
 
-    Raises UserError naming the file where it is missing, damaged or something else, and where that base is not there
-    or is another model than the student was made of.
+    Raises UserError naming the file if it is missing, damaged or not a student file, and if the base is missing or is
+    not the model that the student was made from.
     """
     content = _read(Path(path))
     made, name = content["model"], model or content["model"]
@@ -220,11 +220,11 @@ def read_student(path: str | Path, model: str | None = None) -> dict:
     except UserError as error:
         if model is not None:
             raise UserError(
-                f"checkpoint {path} was made of model {made!r}, and --model {name!r} cannot be read ({error}); say "
-                "with --model where it is now"
+                f"checkpoint {path} was made from model {made!r}, and --model {name!r} cannot be read ({error}); set "
+                "--model to where it is now"
             ) from error
         raise UserError(
-            f"checkpoint {path} was made of model {made!r}, which cannot be read ({error}); say with --model where it "
+            f"checkpoint {path} was made from model {made!r}, which cannot be read ({error}); set --model to where it "
             "is now"
         ) from error
     content["model"] = name
@@ -235,44 +235,44 @@ def read_student(path: str | Path, model: str | None = None) -> dict:
         marks = f"fingerprint {short(there)} in the file, {short(here)} there"
         if absolute_name(name) == absolute_name(made):
             raise UserError(
-                f"checkpoint {path} does not fit model {name!r}, which has changed since ({marks}); give the one that "
-                "it was made of as --model"
+                f"checkpoint {path} does not fit model {name!r}, which has changed since ({marks}); set --model to the "
+                "one that it was made from"
             )
-        raise UserError(f"checkpoint {path} was made of model {made!r}, not {name!r}; change --model ({marks})")
+        raise UserError(f"checkpoint {path} was made from model {made!r}, not {name!r} ({marks}); change --model")
     return content
 
 
 def _check_old(path: str | Path, content: dict, made: str) -> None:
-    """A file from before fingerprints: a base of another name is taken where the shapes fit."""
+    """Check a file without a fingerprint (an old one): accept a base with another name if the shapes fit."""
     if absolute_name(content["model"]) == absolute_name(made):
         return
     _check_shapes(empty_student(content), content, path)
-    say(f"note: {path} has no fingerprint of its base model {made!r}; {content['model']!r} is taken for it")
+    say(f"note: {path} has no fingerprint of its base model {made!r}; assuming that it is {content['model']!r}")
 
 
 def _read(path: Path) -> dict:
     if not path.is_file():
         raise UserError(f"checkpoint {path}: no such file; train_qat.py writes best.pt into its run directory")
     try:
-        with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums that torch.save wrote
+        with zipfile.ZipFile(path) as archive:  # torch.load does not verify the checksums that torch.save wrote
             if archive.testzip():
                 raise ValueError("checksum")
         content = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
     except Exception as error:
         reason = first_line(error)[:120]
         raise UserError(
-            f"checkpoint {path} is damaged or no student file ({reason}); copy or train it again"
+            f"checkpoint {path} is damaged or not a student file ({reason}); copy or train it again"
         ) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT or not content.keys() >= PARTS:
-        raise UserError(f"checkpoint {path} is not a student file ({FORMAT}); give the best.pt of train_qat.py")
+        raise UserError(f"checkpoint {path} is not a student file ({FORMAT}); use a best.pt from train_qat.py")
     return content
 
 
 def load_student(path: str | Path, model: str | None = None, base: nn.Module | None = None) -> tuple[nn.Module, dict]:
-    """The frozen student of a file, and the file's other content as `read_student` gives it. `model`: where the model
-    is now that it was made of. `base`: that model already loaded, to be turned into the student.
+    """The frozen student from a file, and the rest of the file's content as returned by `read_student`.
 
-    Codes are read, never recomputed.
+    model: where the base model is now. base: the base model already loaded, which becomes the student. Codes are read,
+    never recomputed.
     """
     content = read_student(path, model) if base is None else _read(Path(path))
     base = load_model(content["model"]) if base is None else base
@@ -282,12 +282,13 @@ def load_student(path: str | Path, model: str | None = None, base: nn.Module | N
 
 
 def reload_student(path: str | Path, student: nn.Module) -> None:
-    """Turn a student, wherever it is placed, into the frozen one of a file made of the same model and quantisers."""
+    """Turn a student, on any device, into the frozen one from a file with the same base model and quantisers."""
     _fill(student, _read(Path(path)), path)
 
 
 def _check_shapes(student: nn.Module, content: dict, path: str | Path) -> dict[str, nn.Parameter]:
-    """The parameters that a file holds as they are; raises UserError where it does not hold just those of `student`."""
+    """The parameters that a file stores directly (all but latent weights); raises UserError unless names and shapes
+    match the file's."""
     tensors, layers = content["tensors"], quantized_layers(student)
     latent = {id(layer.weight) for layer in layers.values()}
     wanted = {n: p for n, p in student.named_parameters() if id(p) not in latent}
@@ -299,7 +300,7 @@ def _check_shapes(student: nn.Module, content: dict, path: str | Path) -> dict[s
         if shapes.get(name) != there:
             raise UserError(
                 f"checkpoint {path} does not fit model {content['model']!r}: {name} is {there} in the file, "
-                f"{shapes.get(name)} in the model; give the --model that it was made of"
+                f"{shapes.get(name)} in the model; set --model to the one that it was made from"
             )
     return wanted
 
@@ -316,8 +317,8 @@ def _fill(student: nn.Module, content: dict, path: str | Path) -> None:
 
 
 def empty_student(made: dict) -> nn.Module:
-    """A frozen student's structure without storage, from the `model` and `spec` of its file: for a worker that gets the
-    values from another, and for a plan."""
+    """A frozen student without storage, from the `model` and `spec` of its file: for a worker that receives the values
+    from another, and for the plan of a run."""
     student = quantize(empty_model(made["model"]), StudentSpec(**made["spec"]))
     for layer in quantized_layers(student).values():
         layer.quantizer.codes = torch.empty(layer.quantizer.shape, dtype=torch.uint8, device="meta")
@@ -325,7 +326,7 @@ def empty_student(made: dict) -> nn.Module:
 
 
 def unquantised(student: nn.Module) -> nn.Module:
-    """A frozen student turned, in place, into a plain model whose weights are those that it shows."""
+    """Turn a frozen student, in place, into a plain model with the quantised weights."""
     for name, module in list(student.named_modules()):
         if isinstance(module, QuantLinear):
             plain = nn.Linear(module.in_features, module.out_features, module.bias is not None, device="meta")
@@ -337,7 +338,7 @@ def unquantised(student: nn.Module) -> nn.Module:
 
 
 def thaw(student: nn.Module) -> nn.Module:
-    """A frozen student made trainable again, in place; its latent weights are the quantised ones."""
+    """Make a frozen student trainable again, in place; its latent weights are the quantised ones."""
     for layer in quantized_layers(student).values():
         layer.quantizer.codes = None
     student.requires_grad_(True)
@@ -345,7 +346,7 @@ def thaw(student: nn.Module) -> nn.Module:
 
 
 def load_base(name: str, quantizer: str, whole: bool) -> nn.Module:
-    """The model, its linear layers quantised if asked for and frozen; without values where not `whole`."""
+    """The model, its linear layers quantised and frozen unless `quantizer` is "none"; without values if not `whole`."""
     if not QuantSpec.parse(quantizer):
         return load_model(name) if whole else empty_model(name)
     spec = base_spec(quantizer)
@@ -362,6 +363,6 @@ def base_spec(quantizer: str) -> StudentSpec:
 
 
 def base_content(base: nn.Module, name: str, quantizer: str) -> dict | None:
-    """What a quantised base's file holds, the student that an adapter on it belongs to; to be taken before there is
-    an adapter. None for a base in full precision."""
+    """The student file's content for a quantised base, to which an adapter then belongs; call it before adding the
+    adapter. None for a base in full precision."""
     return student_content(base, name, base_spec(quantizer), {}) if quantized_layers(base) else None

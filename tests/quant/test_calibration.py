@@ -1,4 +1,4 @@
-"""Where a student starts: each method nearer to the teacher than the one before, and GPTQ block by block."""
+"""Initialisation of a student: each method gets closer to the teacher than the one before; GPTQ block by block."""
 
 import contextlib
 
@@ -34,7 +34,7 @@ def latents(student):
     return {name: layer.weight.detach().clone() for name, layer in quantized_layers(student).items()}
 
 
-def test_each_method_starts_nearer_to_the_teacher(new_student, calibration, data, backend):
+def test_each_method_starts_closer_to_the_teacher(new_student, calibration, data, backend):
     kl = []
     for method in METHODS:
         student = new_student()
@@ -44,7 +44,7 @@ def test_each_method_starts_nearer_to_the_teacher(new_student, calibration, data
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_only_gptq_touches_the_weights(new_student, calibration, method):
+def test_only_gptq_changes_the_weights(new_student, calibration, method):
     student = new_student()
     before = latents(student)
     start(student, method, calibration, "fp32")
@@ -52,9 +52,9 @@ def test_only_gptq_touches_the_weights(new_student, calibration, method):
     assert not any(same) if method == "gptq" else all(same)
 
 
-def test_a_block_is_compensated_on_what_the_quantised_ones_before_it_give(new_student, calibration, backend):
-    """The second block by hand, from its full-precision weights; on what the full-precision first block gives it
-    comes out otherwise."""
+def test_a_block_is_compensated_on_the_outputs_of_quantised_blocks(new_student, calibration, backend):
+    """The second block is reproduced from its full-precision weights; with inputs from the full-precision first block
+    the result is different."""
     student, by_hand = new_student(), {}
     start(student, "gptq", calibration, "fp32")
     first, second = decoder_layers(student)
@@ -71,7 +71,7 @@ def test_a_block_is_compensated_on_what_the_quantised_ones_before_it_give(new_st
 
 
 @torch.no_grad()
-def test_a_quantised_head_counts_each_weight_by_its_input(sharp_model_dir, calibration):
+def test_a_quantised_head_weights_errors_by_its_inputs(sharp_model_dir, calibration):
     base, spec = load_model(str(sharp_model_dir)), StudentSpec("none", "none", "balanced4/g32")
     student, by_hand = (quantize(load_model(str(sharp_model_dir)), spec) for _ in range(2))
     start(student, "mse", calibration, "fp32")
@@ -82,10 +82,10 @@ def test_a_quantised_head_counts_each_weight_by_its_input(sharp_model_dir, calib
     assert not torch.allclose(student.lm_head.quantizer.scale, by_hand.lm_head.quantizer.scale)
 
 
-def test_a_block_of_the_layer_stage_is_compensated_when_its_turn_comes(
+def test_the_layer_stage_compensates_each_block_before_training_it(
     new_student, calibration, make_session, data, backend
 ):
-    """One tiny update a block: the student is GPTQ's, and nearer to the full-precision model's answers at each."""
+    """One tiny update per block: the student equals GPTQ's, and the loss is lower at every block."""
     heldout, losses = {}, {}
     for compensate in (False, True):
         student = new_student()

@@ -1,4 +1,4 @@
-"""Experts that share a parameter: each is quantised as a matrix of its own, counted, trained, frozen and read back."""
+"""Experts that share a parameter are quantised as separate matrices, counted, trained, frozen and read back."""
 
 import copy
 
@@ -40,7 +40,7 @@ def tokens() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_each_expert_is_quantised_as_if_it_stood_alone(spec):
+def test_each_expert_is_quantised_independently(spec):
     weight = torch.randn(3, 32, 64, generator=torch.Generator().manual_seed(0))
     together, kind = Quantizer(QuantSpec.parse(spec), 3, 32, 64), QuantSpec.parse(spec)
 
@@ -66,8 +66,8 @@ def test_each_expert_is_quantised_as_if_it_stood_alone(spec):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("spec", SPECS)
-def test_the_forward_pass_sees_quantised_experts(kind, spec):
-    """As if their weights had been replaced beforehand; without quantisers the model is what it was."""
+def test_the_forward_pass_uses_quantised_experts(kind, spec):
+    """The same outputs as a model with replaced weights; without quantisers, as the original model."""
     student, plain = student_of(kind, spec), make(kind)
     with torch.no_grad():
         with unquantized(student):
@@ -80,11 +80,11 @@ def test_the_forward_pass_sees_quantised_experts(kind, spec):
         frozen = copy.deepcopy(student)
         freeze(frozen)
         torch.testing.assert_close(frozen(tokens()).logits, plain(tokens()).logits)
-    assert dict(student.named_parameters()).keys() >= dict(plain.named_parameters()).keys(), "names stay as they were"
+    assert dict(student.named_parameters()).keys() >= dict(plain.named_parameters()).keys(), "names do not change"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_experts_and_their_scales_learn(kind):
+def test_experts_and_their_scales_are_trainable(kind):
     student = student_of(kind, "balanced2/g16")
     student(tokens(), labels=tokens()).loss.backward()
     for layer in quantized_layers(student).values():
@@ -98,7 +98,7 @@ def test_experts_and_their_scales_learn(kind):
     assert all(map(torch.equal, codes, again))
 
 
-def test_experts_on_static_shapes_are_the_same():
+def test_experts_on_static_shapes_give_the_same_results():
     for kind in KINDS:
         found = []
         for implementation in ("eager", STATIC):
@@ -110,7 +110,7 @@ def test_experts_on_static_shapes_are_the_same():
         torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
-def test_every_block_weight_counts():
+def test_every_block_weight_is_counted():
     student = student_of("Mixtral", "balanced2/g16")
     experts, rest = 2 * 3 * (128 * 32 + 32 * 64), 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32)
     bits = experts * 2 + experts // 16 * 16 + rest * 16

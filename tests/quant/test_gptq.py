@@ -1,4 +1,4 @@
-"""Error compensation: equal to the textbook's loop, without effect on uncorrelated inputs, and better on correlated."""
+"""GPTQ: equal to the textbook loop, without effect for uncorrelated inputs, and better for correlated ones."""
 
 import pytest
 import torch
@@ -37,8 +37,8 @@ def error(layer, quantised, x):
 
 
 @pytest.mark.parametrize("text", SPECS)
-def test_it_equals_a_loop_that_removes_one_input_after_another(text):
-    """The optimal-brain form: after each column the inverse moment loses that row and column."""
+def test_it_equals_the_column_by_column_loop(text):
+    """The optimal-brain form: after each column, its row and column are eliminated from the inverse moment."""
     layer = layer_of(text)
     _, moment = correlated()
     latent = compensate(layer, moment)
@@ -51,11 +51,11 @@ def test_it_equals_a_loop_that_removes_one_input_after_another(text):
         code = ((w[:, j] / scale[:, j] - spec.lowest) / spec.step).round().clamp(0, spec.levels - 1)
         lost = (w[:, j] - (code * spec.step + spec.lowest) * scale[:, j]) / inverse[j, j]
         change = lost[:, None] * inverse[j]
-        change[:, j] = 0  # what is rounded keeps what it was before
+        change[:, j] = 0  # the column itself keeps its value before rounding
         w -= change
         inverse = inverse - inverse[:, j : j + 1] @ inverse[j : j + 1] / inverse[j, j]
     close = ((latent - w).abs() < 1e-4).float().mean()
-    assert close > 0.99, f"only {close:.1%} of the weights agree"  # a code on the edge may fall the other way
+    assert close > 0.99, f"only {close:.1%} of the weights agree"  # values on a rounding boundary may differ
 
 
 @pytest.mark.parametrize("text", SPECS)
@@ -65,7 +65,7 @@ def test_uncorrelated_inputs_leave_nothing_to_compensate(text):
 
 
 @pytest.mark.parametrize("text", SPECS)
-def test_correlated_inputs_lose_less(text):
+def test_compensation_lowers_the_error_for_correlated_inputs(text):
     layer = layer_of(text)
     x, moment = correlated()
     quantizer = layer.quantizer
@@ -74,7 +74,7 @@ def test_correlated_inputs_lose_less(text):
     assert error(layer, better, x) < 0.8 * error(layer, plain, x)
 
 
-def test_inputs_that_never_occur_do_not_hurt():
+def test_inputs_that_are_always_zero_do_no_harm():
     layer = layer_of("int2/g64")
     x, _ = correlated()
     x[:, 50:60] = 0

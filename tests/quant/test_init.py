@@ -1,4 +1,4 @@
-"""Where scales start: the search beats the absolute maximum, importance helps what it weighs, bad weights are named."""
+"""Scale initialisation: the search beats absmax, importance lowers the weighted error, bad weights are refused."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def test_absmax_puts_the_edge_level_on_the_largest_weight(codebook):
 
 
 def test_errors_on_gaussian_weights():
-    """The figures of the field at g = 64; absmax at 2 bits is the common start and the worst one."""
+    """Known values at g = 64; at 2 bits absmax, the common initialisation, is the worst."""
     weight = gaussian(512, 256)
     error = {text: relative_error(started(f"{text}/g64", weight)) for text in ("balanced2", "lut2", "int2")}
     assert error["balanced2"] == pytest.approx(0.113, rel=0.03)
@@ -64,7 +64,7 @@ def test_errors_on_gaussian_weights():
     assert relative_error(started("balanced2/g64", weight, search=False)) > 2 * error["balanced2"]
 
 
-def test_the_search_tries_both_signs_of_a_codebook_that_is_not_symmetric():
+def test_the_search_tries_both_signs_for_an_asymmetric_codebook():
     weight = gaussian().abs() + 0.1
     weight[:16] *= -1
     layer = started("int2/g64", weight)
@@ -72,8 +72,8 @@ def test_the_search_tries_both_signs_of_a_codebook_that_is_not_symmetric():
 
 
 @pytest.mark.parametrize("text", ["balanced2/g32", "int2/g32", "int3/tensor", "lut2/g32"])
-def test_no_scale_in_reach_is_much_better(text):
-    """A brute-force grid over one scale, far finer than the search, wins less than 3%."""
+def test_a_fine_grid_finds_no_much_better_scale(text):
+    """A brute-force grid over the scale, far finer than the search, gains less than 3%."""
     spec = QuantSpec.parse(text)
     groups = gaussian(16, 32, seed=3)
     codes = torch.arange(spec.levels) * spec.step + spec.lowest
@@ -90,7 +90,7 @@ def test_no_scale_in_reach_is_much_better(text):
 
 @pytest.mark.parametrize("text", ["balanced2/g32", "int2/g32", "lut3/g32"])
 def test_the_search_ends_where_codes_and_scale_agree(text):
-    """For the codes it ends with, the scale of least weighted error (in closed form) is the one it found."""
+    """For most groups the scale found minimises the weighted error for the final codes (closed form)."""
     spec, groups = QuantSpec.parse(text), gaussian(200, 32)
     importance = gaussian(200, 32, seed=1).square()
     scale = least_error_scale(groups, importance, spec)
@@ -109,18 +109,18 @@ def test_importance_lowers_the_weighted_error(text):
 
 
 @pytest.mark.parametrize("rank", [2, 5, 16])
-def test_lowrank_starts_at_the_spread_group_scales(rank):
-    """64 inputs are two groups of 32: rank 2 holds their scales exactly."""
+def test_a_lowrank_scale_starts_at_the_group_scales(rank):
+    """64 inputs are two groups of 32, so rank 2 represents their scales exactly."""
     layer = started(f"balanced4/r{rank}", gaussian())
     groups = started("balanced4/g32", gaussian()).quantizer.scale.squeeze(2)
     product = layer.quantizer.scale_matrix().squeeze(1)
     torch.testing.assert_close(product, groups.repeat_interleave(32, 1), rtol=2e-3, atol=1e-6)  # factors in fp16
     torch.testing.assert_close(layer.quantizer.a.norm(dim=0), torch.ones(rank))
     torch.testing.assert_close(layer.quantizer.b.norm(dim=1), torch.ones(rank))
-    assert not layer.quantizer.g[2:].any(), "ranks that nothing needs yet start silent"
+    assert not layer.quantizer.g[2:].any(), "ranks that are not needed start at zero"
 
 
-def test_lowrank_below_the_group_scales_is_their_truncated_svd():
+def test_a_lower_rank_gives_the_truncated_svd_of_the_group_scales():
     weight = gaussian(32, 256) * torch.rand(32, 256, generator=torch.Generator().manual_seed(1))
     layer = started("balanced4/r2", weight)
     groups = started("balanced4/g32", weight).quantizer.scale.squeeze(2).detach()
@@ -142,7 +142,7 @@ def test_a_weight_that_is_not_finite_is_named(value):
 @pytest.mark.parametrize("search", [True, False])
 @pytest.mark.parametrize("scale", ["g32", "r4", "tensor"])
 @pytest.mark.parametrize("codebook", ["balanced", "int", "lut"])
-def test_zero_weights_train(codebook, scale, search):
+def test_zero_weights_are_trainable(codebook, scale, search):
     layer = started(f"{codebook}2/{scale}", torch.zeros(8, 64), search, moment=torch.zeros(64))
     assert all(torch.isfinite(p).all() for p in layer.parameters())
     output = layer(torch.randn(3, 64))

@@ -1,4 +1,4 @@
-"""The quantised layer: values by brute force, LSQ gradients by hand and by difference, frozen codes."""
+"""The quantised layer: values by brute force, LSQ gradients by formula and by finite differences, frozen codes."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def layer_of(text, out_features=24, in_features=64, seed=0):
 
 
 def weights_and_scale(spec, seed=0):
-    """Latent [6, 3, 8] with values inside and outside of the range, and a scale [6, 3, 1]; fp64."""
+    """Latent weights [6, 3, 8], some of them outside the range, and a scale [6, 3, 1]; fp64."""
     torch.manual_seed(seed)
     weight = torch.randn(6, 3, 8, dtype=torch.float64)
     return weight, (0.4 + 0.2 * torch.rand(6, 3, 1, dtype=torch.float64)) * 1.5 / spec.largest
@@ -56,7 +56,7 @@ def test_forward_is_the_nearest_level_times_the_scale(text):
 
 
 @pytest.mark.parametrize("text", LEVEL_TEXTS)
-def test_gradients_are_those_of_lsq(text):
+def test_gradients_match_lsq(text):
     spec = QuantSpec.parse(f"{text}/g8")
     weight, scale = weights_and_scale(spec)
     weight.requires_grad_(), scale.requires_grad_()
@@ -74,7 +74,7 @@ def test_gradients_are_those_of_lsq(text):
 
 @pytest.mark.parametrize("text", LEVEL_TEXTS)
 def test_scale_gradient_is_the_derivative_with_the_rounding_held_fixed(text):
-    """Straight-through: round(x) counts as x + (a constant). Where x is clipped the level is the constant."""
+    """Straight-through: round(x) is treated as x plus a constant, and as a constant where x is clipped."""
     spec = QuantSpec.parse(f"{text}/g8")
     weight, scale = weights_and_scale(spec, seed=1)
     upstream = torch.randn(6, 3, 8, dtype=torch.float64)
@@ -95,7 +95,7 @@ def test_scale_gradient_is_the_derivative_with_the_rounding_held_fixed(text):
 @pytest.mark.parametrize(("scale", "shared"), [("g16", 16), ("tensor", 24 * 64), ("r3", 1)])
 @pytest.mark.parametrize("text", LEVEL_TEXTS)
 def test_layer_gradients_equal_a_dense_reference(text, scale, shared):
-    """W_eff written out with detach(); covers the sum over a group, LSQ's 1/√(N·Q_max), and A, g, B."""
+    """W_eff built with detach(); covers the sum over a group, LSQ's 1/√(N·Q_max), and A, g, B."""
     layer = layer_of(f"{text}/{scale}").double()
     quantizer, spec = layer.quantizer, layer.quantizer.spec
     upstream = torch.randn(24, 64, dtype=torch.float64)
@@ -119,7 +119,7 @@ def test_layer_gradients_equal_a_dense_reference(text, scale, shared):
         torch.testing.assert_close(grad, reference[name], rtol=1e-6, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def test_rank_by_rank_sum_is_the_same_weight():
+def test_the_sum_over_ranks_is_the_same_weight():
     """The deployment form, for engines that never form S."""
     layer = layer_of("lut4/r5").double()
     quantizer = layer.quantizer
@@ -144,7 +144,7 @@ def test_g_alone_carries_magnitude():
 
 
 @pytest.mark.parametrize("text", ["int2/g32", "balanced2/tensor", "lut4/r5"])
-def test_a_scale_counts_as_fp16_holds_it(text):
+def test_a_scale_is_used_at_fp16_precision(text):
     layer = layer_of(text)
     before = layer(torch.eye(64)[:3])
     with torch.no_grad():
@@ -163,7 +163,7 @@ def test_a_scale_never_reaches_zero_and_keeps_its_sign():
 
 
 @pytest.mark.parametrize("text", SPECS)
-def test_freezing_changes_no_bit(text):
+def test_freezing_is_bit_exact(text):
     layer = layer_of(text)
     x = torch.randn(3, 64)
     output, weight = layer(x), layer.quantizer(layer.weight, torch.float32).detach()
@@ -177,7 +177,7 @@ def test_freezing_changes_no_bit(text):
 
 
 @pytest.mark.parametrize("text", ["balanced2/g16", "lut4/r3"])
-def test_frozen_codes_outlive_a_change_of_scale(text):
+def test_frozen_codes_survive_a_change_of_scale(text):
     layer = layer_of(text)
     freeze(layer)
     codes = layer.quantizer.codes.clone()
@@ -186,7 +186,7 @@ def test_frozen_codes_outlive_a_change_of_scale(text):
     freeze(layer)
     assert torch.equal(layer.quantizer.codes, codes)
     assert torch.equal(layer.weight, layer.quantizer.decode(codes))
-    assert not torch.equal(layer.quantizer.encode(layer.weight * 0.5), codes)  # a new encoding would have differed
+    assert not torch.equal(layer.quantizer.encode(layer.weight * 0.5), codes)  # encoding again would give other codes
 
 
 def test_is_a_linear_layer_and_keeps_its_parameters():
@@ -196,7 +196,7 @@ def test_is_a_linear_layer_and_keeps_its_parameters():
     assert layer.weight is linear.weight and layer.bias is linear.bias
 
 
-def test_unquantized_shows_the_latent_and_ends_on_an_error():
+def test_unquantized_uses_the_latent_weight_and_ends_on_an_error():
     layer = layer_of("balanced2/g16")
     x = torch.randn(2, 64)
     quantised = layer(x)
@@ -222,7 +222,7 @@ def test_bf16_autocast():
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_lora_gradients_cross_layers(frozen):
-    """The original ran the base under no_grad: the first layer's LoRA then learned nothing through the second."""
+    """The original ran the base under no_grad, so the first layer's LoRA got no gradient through the second layer."""
 
     class Two(nn.Module):
         def __init__(self):
@@ -245,7 +245,7 @@ def test_lora_gradients_cross_layers(frozen):
     assert grads["lora_B"].abs().sum() > 0 and not grads["lora_A"].any(), "A's gradient passes through B, which is 0"
 
 
-def test_a_shared_quantiser_counts_once():
+def test_a_shared_quantiser_is_counted_once():
     linear = nn.Linear(64, 32, bias=False)
     embedding = nn.Embedding(32, 64)
     embedding.weight = linear.weight

@@ -78,12 +78,13 @@ def test_scale_values():
 
 def test_check_names_the_numbers_and_a_group_that_fits():
     with pytest.raises(
-        UserError, match=r"mlp.up: 48 inputs are not divisible by group 32; use one of \[2, 3, 4, 6, 8, 12, 16, 24, 48\]"
+        UserError,
+        match=r"mlp.up: 48 inputs are not divisible by group 32; use one of \[2, 3, 4, 6, 8, 12, 16, 24, 48\]",
     ):
         QuantSpec.parse("int4/g32").check("mlp.up", 64, 48)
-    with pytest.raises(UserError, match=r"q: rank 33 exceeds 32; use a lower rank"):
+    with pytest.raises(UserError, match=r"q: rank 33 exceeds the weight's 32; use a lower rank"):
         QuantSpec.parse("int4/r33").check("q", 32, 64)
-    with pytest.raises(UserError, match=r"q: 48 inputs not divisible by 32; use a group scale"):
+    with pytest.raises(UserError, match=r"q: 48 inputs are not divisible by 32; use a group scale"):
         QuantSpec.parse("int4/r8").check("q", 64, 48)
     for fitting in ("int4/g16", "int4/tensor"):
         QuantSpec.parse(fitting).check("q", 64, 48)

@@ -1,4 +1,4 @@
-"""best.pt: packed codes come back as they were, and whatever is wrong with a file is one line that names it."""
+"""best.pt: packed codes survive a round trip, and a bad file gives a one-line error that names it."""
 
 import copy
 
@@ -29,7 +29,7 @@ TOKENS = torch.arange(60).reshape(3, 20) * 7
 
 @pytest.fixture
 def trained(tiny_model_dir):
-    """trained(spec): a student as training leaves it, latents, scales and norms away from where they started."""
+    """trained(spec): a student as after training, with latents, scales and norms away from their initial values."""
 
     def make(spec):
         student = quantize(load_model(str(tiny_model_dir)), spec)
@@ -55,7 +55,7 @@ def saved(trained, tiny_model_dir, tmp_path):
 
 
 def refused(path, *args) -> str:
-    """The line with which load_student refuses a file."""
+    """The one-line error with which load_student refuses a file."""
     with pytest.raises(UserError) as error:
         load_student(path, *args)
     assert str(path) in str(error.value) and "\n" not in str(error.value)
@@ -79,7 +79,7 @@ def test_packed_bytes_by_hand():
 
 @pytest.mark.parametrize("spec", [SPEC, TIED], ids=str)
 @torch.no_grad()
-def test_a_file_gives_the_same_student_to_the_bit(saved, spec, tiny_model_dir):
+def test_a_file_gives_the_same_student_bit_for_bit(saved, spec, tiny_model_dir):
     student, path = saved(spec)
     loaded, content = load_student(path, str(tiny_model_dir))
     assert torch.equal(loaded(TOKENS).logits, student(TOKENS).logits)
@@ -89,7 +89,7 @@ def test_a_file_gives_the_same_student_to_the_bit(saved, spec, tiny_model_dir):
 
 @torch.no_grad()
 @pytest.mark.parametrize("scale", [1e-9, -1e-9])
-def test_a_scale_next_to_zero_keeps_its_sign_in_the_file(trained, tiny_model_dir, tmp_path, scale):
+def test_a_scale_close_to_zero_keeps_its_sign_in_the_file(trained, tiny_model_dir, tmp_path, scale):
     student = trained(StudentSpec("int2/g32", "int2/g32"))
     for layer in quantized_layers(student).values():
         layer.quantizer.scale[::3] = scale
@@ -99,7 +99,7 @@ def test_a_scale_next_to_zero_keeps_its_sign_in_the_file(trained, tiny_model_dir
 
 @torch.no_grad()
 def test_codes_are_read_and_never_recomputed(saved, tiny_model_dir, monkeypatch):
-    """The original's multi-chip scripts encoded anew at load, from the base weights, and lost the trained codes."""
+    """The original's multi-chip scripts encoded the base weights again when loading and lost the trained codes."""
     student, path = saved()
     codes = {name: layer.quantizer.encode(layer.weight) for name, layer in quantized_layers(student).items()}
     logits = student(TOKENS).logits
@@ -117,7 +117,7 @@ def test_codes_are_read_and_never_recomputed(saved, tiny_model_dir, monkeypatch)
 def test_a_loaded_student_saves_the_same_codes_again(saved, tiny_model_dir, tmp_path):
     _, path = saved()
     loaded, content = load_student(path)
-    next(iter(quantized_layers(loaded).values())).weight.data.zero_()  # codes rule, not the weight that shows them
+    next(iter(quantized_layers(loaded).values())).weight.data.zero_()  # codes are saved, not the decoded weight
     save_student(tmp_path / "again.pt", loaded, str(tiny_model_dir), SPEC, content["info"])
     first, second = (torch.load(p, weights_only=True)["tensors"] for p in (path, tmp_path / "again.pt"))
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
@@ -159,7 +159,7 @@ def test_other_files_are_refused(tmp_path, tiny_model_dir):
         torch.save(content, path)
         assert "not a student file" in refused(path)
     path.write_text("hello")
-    assert "damaged or no student file" in refused(path)
+    assert "damaged or not a student file" in refused(path)
 
 
 def test_another_model_is_refused(saved, tiny_model_dir):
@@ -181,7 +181,7 @@ def test_tensors_that_do_not_fit_the_spec_are_refused(saved, other):
 
 
 def test_a_base_model_of_another_size_is_refused(saved, tiny_model_dir):
-    """The same names, other shapes: the folder or hub name that the file points to has changed since."""
+    """Same names, different shapes: the model at the stored path or hub name has changed since."""
     _, path = saved()
     config = LlamaConfig.from_pretrained(tiny_model_dir)
     config.intermediate_size = 64
@@ -208,7 +208,7 @@ def test_a_size_that_does_not_fit_names_the_layer(tiny_model_dir):
 
 
 @pytest.mark.parametrize("spec", [SPEC, TIED])
-def test_embedding_and_head_learn_only_where_they_are_quantised(trained, spec):
+def test_embedding_and_head_are_trained_only_if_they_are_quantised(trained, spec):
     student = trained(spec)
     assert student.lm_head.weight.requires_grad == (spec is TIED)
     assert all(p.requires_grad for name, p in student.named_parameters() if "embed" not in name)
@@ -249,5 +249,5 @@ def test_bits_and_megabytes_by_hand(trained):
     assert megabytes(frozen) == megabytes(student)
     assert bits_per_weight(trained(StudentSpec())) == 2 + 16 / 32
     tied = trained(TIED)
-    bits = 3 * mlp + 6 * 16 + 16 * attention + (4 + 0.5) * 512 * 64  # what is not quantised counts, too
+    bits = 3 * mlp + 6 * 16 + 16 * attention + (4 + 0.5) * 512 * 64  # unquantised weights count too
     assert bits_per_weight(tied) == pytest.approx(bits / (mlp + attention + 512 * 64))
