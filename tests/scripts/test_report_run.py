@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,30 @@ def test_newest_run_is_drawn(report, runs):
 def test_the_run_that_is_named_is_drawn(report, runs):
     assert report("--run", runs / "train_qat/b") == str(runs / "train_qat/b/report.html")
     assert [path.parents[1].name for path in runs.rglob("metrics.png")] == ["b"]
+
+
+def test_the_page_is_one_file_with_figures_plots_samples_and_settings(report, runs):
+    path = runs / "v2_q4"
+    with open(path / "metrics.jsonl", "a") as file:
+        for step, kl in ((0, 2.5), (2, 0.75), (3, 1.25)):
+            file.write(json.dumps({"step": step, "stage": "qat", "heldout_kl": kl, "odd": kl}) + "\n")
+    (path / "config.yaml").write_text("mlp: int2/g64\nseed: 7\n")
+    (path / "manifest.json").write_text(
+        json.dumps({"experiment": "train_qat", "argv": ["scripts/train_qat.py", "<b>"]})
+    )
+    (path / "summary.json").write_text(json.dumps({"status": "finished", "best": {"heldout_kl": 0.75}}))
+    (path / "samples.txt").write_text("Once upon a time")
+    report("--run", path)
+    page = (path / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 1 and "http" not in page
+    row = re.search(r"<td>heldout_kl(.*?)</tr>", page)[1]
+    assert re.findall(r">([\d.]+)", row) == ["2.5", "0.75", "2.5", "1.25"], "first, lowest, highest, last"
+    for text in ("train_qat", "finished", "best.heldout_kl", "int2/g64", "Once upon a time", "&lt;b&gt;"):
+        assert text in page, text
+
+
+def test_a_folder_of_runs_names_them(refusal, runs):
+    assert "train_qat/a, " in refusal("report_run", "--run", runs / "train_qat")
 
 
 def test_dry_run_names_the_run_and_draws_nothing(report, runs):
