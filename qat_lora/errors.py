@@ -137,6 +137,8 @@ def explain_missing_packages() -> None:
     show = sys.excepthook
 
     def explain(kind: type, error: BaseException, trace) -> None:
+        if isinstance(error, KeyboardInterrupt):  # while packages load; the exit code says it
+            return None
         if not isinstance(error, ImportError):
             return show(kind, error, trace)
         fix = "run `make setup` and use .venv/bin/python, or pip install -r requirements.txt"

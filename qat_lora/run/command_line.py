@@ -276,8 +276,11 @@ def run_script(main: Callable[[Any], None], kind: type, script: str, description
     Bad input ends the program with one line on stderr and exit code 2, an unexpected error with exit code 1; --debug
     shows the traceback.
     """
-    with _reporting():
-        main(_config(kind, script, description))
+    try:
+        with _reporting():
+            main(_config(kind, script, description))
+    finally:
+        ignore_sigterm()
 
 
 def _config(kind: type, script: str, description: str) -> Any:
@@ -292,7 +295,7 @@ def _config(kind: type, script: str, description: str) -> Any:
 @contextmanager
 def _reporting() -> Iterator[None]:
     """End the program with one line on stderr if an error escapes."""
-    debug = "--debug" in sys.argv or "debug=true" in sys.argv
+    debug = any(word.lstrip("-").startswith("debug") for word in sys.argv)
     open_output()
     try:
         try:
@@ -305,8 +308,6 @@ def _reporting() -> Iterator[None]:
         if debug and not isinstance(error, BrokenPipeError | KeyboardInterrupt):
             raise
         sys.exit(report(error))
-    finally:
-        ignore_sigterm()
 
 
 def _complete(kind: type, script: str, description: str) -> None:

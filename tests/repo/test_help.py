@@ -4,12 +4,14 @@ import ast
 import dataclasses
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from qat_lora.run.command_line import check_command_line
 from qat_lora.run.options import GROUPS, JobConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,6 +74,14 @@ def test_every_default_is_shown():
 def test_a_bad_command_line_is_refused_before_anything_heavy_is_imported(script, flag, without_heavy):
     done = started(ROOT / "scripts" / f"{script}.py", flag, **without_heavy)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "error: " in done.stderr
+
+
+def test_a_script_can_be_terminated_while_it_loads_packages(monkeypatch, capsys):
+    """The check of the command line leaves SIGTERM as it is; only the end of a script ignores it."""
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(sys, "argv", ["toy.py", "--seed", "1"])
+    check_command_line(JobConfig, "toy", "A toy.")
+    assert signal.getsignal(signal.SIGTERM) == before and "toy: loading PyTorch" in capsys.readouterr().out
 
 
 # -- shell completion ------------------------------------------------------------------------------------------------
