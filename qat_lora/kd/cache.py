@@ -31,10 +31,10 @@ PREFIX = {"train": "shard", "heldout": "heldout"}
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """What decides a cache's content; two caches of equal spec are equal byte for byte on one machine.
+    """Everything that determines a cache's content: on one machine, caches with equal specs are equal byte for byte.
 
-    bos, eos: the tokens that begin every row and document and that end a document; −1 where rows have no BOS, as in
-    every cache made before there was a choice.
+    bos, eos: the token that begins every row and document, and the one that ends a document; −1 if rows have no BOS, as
+    in all caches from before BOS was an option.
     """
 
     teacher: str
@@ -75,9 +75,9 @@ def token_type(vocab: int) -> torch.dtype:
 
 
 def read_manifest(directory: Path) -> tuple[CacheSpec, dict[str, dict]]:
-    """What a cache was made of, and its shards so far ({file: {rows, sha256}}); UserError where it is damaged."""
+    """A cache's spec and its shards so far ({file: {rows, sha256}}); raises UserError if the manifest is damaged."""
     manifest = read_json(directory / "manifest.json")
-    mend = "delete that folder and build it again, or give another --cache-dir"
+    mend = "delete that folder and build it again, or use another --cache-dir"
     if manifest.get("format") != FORMAT:
         raise UserError(f"cache {directory}: format {manifest.get('format')!r} is not {FORMAT}; {mend}")
     try:
@@ -89,7 +89,7 @@ def read_manifest(directory: Path) -> tuple[CacheSpec, dict[str, dict]]:
 
 
 def _check_shards(spec: CacheSpec, shards: dict[str, dict]) -> None:
-    """KeyError, TypeError, … where `shards` are not some of those that the spec asks for."""
+    """Raise ValueError, KeyError, TypeError, … if the spec is impossible or `shards` are not a subset of its shards."""
     for name, value in asdict(spec).items():
         kind, least = CacheSpec.__annotations__[name], {"rows_per_shard": 1, "bos": -1, "eos": -1}.get(name, 0)
         if type(value) is not kind or (kind is int and value < least):
@@ -98,18 +98,20 @@ def _check_shards(spec: CacheSpec, shards: dict[str, dict]) -> None:
         raise ValueError(f"bos is {spec.bos} and eos {spec.eos}")
     count = -(-spec.train_rows // spec.rows_per_shard) + -(-spec.heldout_rows // spec.rows_per_shard)
     if count > MOST_SHARDS:
-        raise ValueError(f"{count} shards")
+        raise ValueError(f"{count} shards are too many")
     sizes = {name: len(rows) for name, _, rows in spec.shards()}
     if any(sizes.get(name) != entry["rows"] or len(entry["sha256"]) != 64 for name, entry in shards.items()):
-        raise ValueError("its shards do not fit its rows")
+        raise ValueError("its shards do not match its rows")
 
 
 def open_cache(
     directory: Path, spec: CacheSpec, teacher: str | None = None, dataset: str | None = None
 ) -> dict[str, dict]:
-    """The shards already in `directory` ({file: {rows, sha256}}); raises UserError where it holds another cache. The
-    teacher is known by its fingerprint (`teacher`, models.loading.model_fingerprint), wherever it is; where that is
-    None or the cache from before it was kept, by its name. dataset: where the text comes from, for messages."""
+    """The shards already in `directory` ({file: {rows, sha256}}); raises UserError if it holds another cache.
+
+    teacher: the teacher's fingerprint (models.loading.model_fingerprint), compared instead of its name unless it is
+    None or the cache has none. dataset: where the text comes from, for messages.
+    """
     if not (directory / "manifest.json").exists():
         return {}
     there, shards = read_manifest(directory)
@@ -117,21 +119,21 @@ def open_cache(
     if made and teacher and made != teacher:
         raise UserError(
             f"{directory} holds another cache: its teacher is {there.teacher!r} (fingerprint {made[:12]}), not "
-            f"{spec.teacher!r} ({teacher[:12]}); give another --cache-dir or delete that folder"
+            f"{spec.teacher!r} ({teacher[:12]}); use another --cache-dir or delete that folder"
         )
     for name, wanted in asdict(spec).items():
         if getattr(there, name) != wanted and not (name == "teacher" and made and teacher):
             source = f" (of --dataset {dataset})" if name == "text" and dataset else ""
             raise UserError(
                 f"{directory} holds another cache: {name} is {getattr(there, name)!r}, not {wanted!r}{source}; "
-                "give another --cache-dir or delete that folder"
+                "use another --cache-dir or delete that folder"
             )
     return shards
 
 
 def cache_date(directory: Path) -> datetime:
-    """The date that chat templates print in the rows of a cache: the date when the cache was started, or now for a new
-    one. Local time; raises UserError if the manifest is damaged."""
+    """The date that chat templates print in the rows of a cache: the date when the cache was started, or the current
+    date for a new one. Local time; raises UserError if the manifest is damaged."""
     path = directory / "manifest.json"
     return date_of(read_json(path), path) if path.exists() else now()
 
@@ -140,11 +142,11 @@ def write_cache(
     directory: Path, spec: CacheSpec, rows: dict[str, Rows], teacher: nn.Module, backend: TorchBackend,
     batch_size: int, facts: dict | None = None,
 ) -> Iterator[int]:  # fmt: skip
-    """Write the shards that are missing, one file at a time; yields the rows done after every batch.
+    """Write the missing shards, one file at a time; yields the number of rows done after every batch.
 
-    rows: {"train": Rows, "heldout": Rows}. Killed at any moment, the next call writes the shards that are missing or
-    damaged and ends with the same bytes. One process at a time: hold run.files.lock(directory). facts: kept in the
-    manifest, such as the date that a chat template prints.
+    rows: {"train": Rows, "heldout": Rows}. If it is killed at any point, the next call writes the missing or damaged
+    shards and ends with the same bytes. One process at a time: hold run.files.lock(directory). facts: stored in the
+    manifest, e.g. the date that a chat template prints.
     """
     mark = getattr(teacher, "fingerprint", None)
     done = open_cache(directory, spec, mark)
@@ -167,15 +169,15 @@ def write_cache(
 
 
 def _is_whole(path: Path, total: str) -> bool:
-    """Whether a shard is what the manifest says; one that is not is made again, and a line says so."""
+    """Whether a shard has the checksum in the manifest; if not, logs that it is written again."""
     if path.is_file() and sha256(path) == total:
         return True
-    say(f"{path} is {'damaged' if path.exists() else 'gone'}; it is made again")
+    say(f"{path} is {'damaged' if path.exists() else 'missing'}; writing it again")
     return False
 
 
 def _targets(teacher, backend, tokens: Tensor, start: int, split: str, spec: CacheSpec, batch_size: int) -> dict:
-    """One batch's shard tensors on the host. The batch is filled up to `batch_size`: one shape, one graph on XLA."""
+    """One batch's shard tensors on the host. The batch is padded to `batch_size`: one shape, one graph on XLA."""
     count = len(tokens)
     full = tokens[torch.arange(batch_size) % count].long()
     uniforms = torch.stack([_uniforms(spec, split, start + i) for i in range(count)])[torch.arange(batch_size) % count]
@@ -187,7 +189,7 @@ def _targets(teacher, backend, tokens: Tensor, start: int, split: str, spec: Cac
     if not all(targets[key].isfinite().all() for key in ("prob", "entropy")):
         raise UserError(
             f"the teacher {spec.teacher} gives NaN or infinity at {split} rows {start} to {start + count - 1}; "
-            "its weights are damaged, or --precision fp32 is needed"
+            "check its weights, or use --precision fp32"
         )
     integer = token_type(spec.vocab)
     kinds = {"index": integer, "prob": torch.float16, "tail": integer, "entropy": torch.float16}
@@ -195,19 +197,19 @@ def _targets(teacher, backend, tokens: Tensor, start: int, split: str, spec: Cac
 
 
 def _uniforms(spec: CacheSpec, split: str, row: int) -> Tensor:
-    """The numbers [L, N] in [0, 1) behind one row's draws: its own stream, whatever batch or worker it falls in.
+    """Random numbers [L, N] in [0, 1) for one row's draws, from its own stream: independent of batch and worker.
 
-    Systematic sampling: N points 1/N apart with one random offset a position. A token's expected count is that of
-    independent draws, and its count never differs from it by 1 or more.
+    Systematic sampling: at each position, N points 1/N apart with one random offset. A token's expected count is that
+    of independent draws, and its actual count differs from it by less than 1.
     """
-    stream = np.random.default_rng([spec.seed, row, split == "heldout"])  # torch's generator reads 32 bits of a seed
+    stream = np.random.default_rng([spec.seed, row, split == "heldout"])  # torch's generator uses 32 bits of a seed
     offset = stream.random((spec.length, 1), dtype=np.float32)
     points = (offset + np.arange(spec.draws, dtype=np.float32)) / spec.draws
     return torch.from_numpy(points.clip(max=np.nextafter(np.float32(1), np.float32(0))))  # a sum may round up to 1
 
 
 def read_shard(directory: Path, name: str, expected: dict) -> dict[str, Tensor]:
-    """A shard's tensors; raises UserError naming the file where it is missing or not what the manifest says."""
+    """A shard's tensors; raises UserError naming the file if it is missing or its checksum is not the manifest's."""
     path = directory / name
     if not path.is_file():
         raise UserError(f"cache shard {path} is missing; run build_kd_cache.py again with the same flags")

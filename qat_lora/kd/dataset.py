@@ -14,25 +14,24 @@ from qat_lora.kd.cache import PREFIX, CacheSpec, read_manifest, read_shard
 
 class KDCacheDataset(Dataset):
     """Items: tokens [L] int64; index, prob [L, K+N] (top K, then the tail draws; prob sums to 1); mask [L] uint8, 1
-    where the target counts; entropy [L], so that sparse_loss − entropy estimates the KL to the teacher.
+    where there is a target; entropy [L], so that sparse_loss − entropy estimates the KL to the teacher.
 
-    A position whose next token is a BOS that packing put there has no target: the teacher knows nothing of what comes
-    after the end of a document.
-    vocab: rows of the student's embedding. Of a teacher with more of them (one tokenizer, padded differently) the
-    targets beyond are dropped and the others renormalised, a proper distribution over the ids that both have; a
-    position where nothing is left has no target.
+    A position followed by a BOS from packing has no target: the teacher cannot know what follows the end of a document.
+    vocab: rows of the student's embedding. If the teacher has more (same tokenizer, padded differently), targets beyond
+    them are dropped and the rest renormalised to a distribution over the shared ids; a position that loses all its
+    targets is masked.
 
-    split: "train" or "heldout". preload reads every shard at once; otherwise each is read (and its checksum tested)
-    when first used; either way a shard is mapped from its file (but for v1), and the workers of a host hold one copy.
-    rank, world_size, for a loop of your own: worker k gets files k, k+W, … where that leaves out fewer than W rows, and
-    examples k, k+W, … otherwise; every worker has the same number of items. The project's own training leaves none
-    out: it opens the whole cache in every worker and deals out the rows of each update (data.batches).
-    seed: put them in a fixed random order, for a loader that does not shuffle; None keeps the order of the text.
-    The original project's v1 shards open too: they carry no tail, so their target is the renormalised top K, which
-    is biased towards the head; their last position has no target, the last tenth of their rows is the held-out split,
-    and nothing in them tells the tokenizer.
-    Raises UserError for a cache that is missing, unfinished, damaged or made with another tokenizer (`tokenizer`:
-    fingerprint as data.packing.tokenizer_fingerprint gives; None skips the check).
+    split: "train" or "heldout". preload: read every shard now; otherwise each is read, and its checksum verified, on
+    first use. Shards (except v1) are memory-mapped, so that the workers of a host share one copy.
+    rank, world_size: for a custom loop. Worker k gets files k, k+W, … if that drops fewer than W rows, otherwise
+    examples k, k+W, …; every worker has the same number of items. The project's own training drops none: every worker
+    opens the whole cache, and data.batches distributes the rows of each update.
+    seed: put the items in a fixed random order, for a loader that does not shuffle; None keeps the order of the text.
+    The original project's v1 shards can be read too. They have no tail, so the target is the renormalised top K, which
+    is biased towards probable tokens; the last position has no target, the last tenth of the rows is the held-out
+    split, and the tokenizer is not recorded.
+    Raises UserError for a cache that is missing, unfinished, damaged or made with another tokenizer (`tokenizer`: its
+    data.packing.tokenizer_fingerprint; None skips the check).
     """
 
     def __init__(
@@ -65,13 +64,13 @@ class KDCacheDataset(Dataset):
     def _own_items(self, rank: int, world_size: int) -> list[tuple[str, int]]:
         files = [[(name, row) for row in range(entry["rows"])] for name, entry in self.shards]
         every = [item for file in files for item in file]
-        if self.spec is None:  # v1 has no held-out shards: the last tenth of its rows is kept apart
+        if self.spec is None:  # v1 has no held-out shards: the last tenth of its rows is held out
             cut = len(every) - max(1, len(every) // 10)
             every = every[:cut] if self.split == "train" else every[cut:]
             kept = set(every)
             files = [[item for item in file if item in kept] for file in files]
         shares = [[item for file in files[worker::world_size] for item in file] for worker in range(world_size)]
-        if len(every) - min(map(len, shares)) * world_size >= world_size:  # by example it is fewer
+        if len(every) - min(map(len, shares)) * world_size >= world_size:  # splitting by example drops fewer
             shares = [every[worker::world_size] for worker in range(world_size)]
         return shares[rank][: min(map(len, shares))]
 
@@ -88,17 +87,17 @@ class KDCacheDataset(Dataset):
 
     @property
     def fingerprint(self) -> str:
-        """Of the cache's text and targets, for a run's manifest."""
+        """Fingerprint of the cache's text and targets, for a run's manifest."""
         sums = [entry.get("sha256", name) for name, entry in self.shards]
         return hashlib.sha256("".join(sums).encode()).hexdigest()[:16]
 
     @property
     def _clips(self) -> bool:
-        """Whether targets may lie beyond the student's embedding; v1 does not tell the teacher's size."""
+        """Whether targets may lie beyond the student's embedding; v1 does not record the teacher's vocabulary size."""
         return self.vocab is not None and (self.spec is None or self.spec.vocab > self.vocab)
 
     def kept(self, i: int) -> int:
-        """Positions of item i that have a target."""
+        """The number of positions of item i that have a target."""
         every = self.spec is not None and self.spec.bos < 0 and not self._clips
         return self.spec.length if every else int(self[i]["mask"].sum())
 
@@ -123,8 +122,8 @@ class KDCacheDataset(Dataset):
 
 
 def has_next(tokens: Tensor, bos: int, eos: int) -> Tensor:
-    """mask uint8 [L]: 0 at positions of a row after which its text ends, those before a BOS inside the row and an EOS
-    at its end. All 1 where rows have no BOS (−1), and where BOS is also the EOS, from which the next text continues."""
+    """mask uint8 [L]: 0 at positions where a text ends, i.e. before a BOS inside the row and at an EOS at its end. All
+    1 if rows have no BOS (−1), or if BOS is also the EOS, from which the next text continues."""
     mask = torch.ones(len(tokens), dtype=torch.uint8)
     if bos not in (-1, eos):
         mask[:-1] = tokens[1:] != bos
@@ -133,11 +132,11 @@ def has_next(tokens: Tensor, bos: int, eos: int) -> Tensor:
 
 
 def clipped(item: dict[str, Tensor], k: int, vocab: int) -> dict[str, Tensor]:
-    """An item whose targets lie below `vocab`: the others get probability 0 (and index 0), those left sum to what all
-    did, and the entropy is that of the teacher renormalised in the same way.
+    """Restrict an item's targets to ids below `vocab`: others get probability 0 (and index 0), the rest are scaled to
+    the same sum as before, and the entropy becomes that of the teacher renormalised in the same way.
 
-    index, prob [L, K+N], the first `k` columns exact. The log-probability of each draw is not stored, so a dropped one
-    takes with it the mean of its position's draws.
+    index, prob [L, K+N], the first `k` columns exact. The log-probability of each draw is not stored, so a dropped draw
+    is assumed to have the mean of its position's draws.
     """
     index, prob, entropy = item["index"], item["prob"], item["entropy"]
     keep = index < vocab
@@ -161,7 +160,7 @@ def clipped(item: dict[str, Tensor], k: int, vocab: int) -> dict[str, Tensor]:
 
 def _manifest(directory: Path, tokenizer: str | None) -> tuple[CacheSpec, dict]:
     if not (directory / "manifest.json").exists():
-        raise UserError(f"cache {directory}: no manifest.json there; build it with scripts/build_kd_cache.py")
+        raise UserError(f"cache {directory} has no manifest.json; build it with scripts/build_kd_cache.py")
     spec, shards = read_manifest(directory)
     if tokenizer not in (None, spec.tokenizer):
         raise UserError(
@@ -171,13 +170,13 @@ def _manifest(directory: Path, tokenizer: str | None) -> tuple[CacheSpec, dict]:
     if missing:
         raise UserError(
             f"cache {directory} is unfinished: {len(missing)} shards are missing; "
-            "go on with scripts/build_kd_cache.py --resume auto"
+            "finish it with scripts/build_kd_cache.py --resume auto"
         )
     return spec, shards
 
 
 def _v1_shards(directory: Path) -> list[tuple[str, dict]]:
-    """The original project's files: meta.json and shard_NNNNN.pt, read whole to know their rows."""
+    """The original project's files: meta.json and shard_NNNNN.pt, each read in full to count its rows."""
     shards = []
     for path in sorted(directory.glob("shard_*.pt")):
         tensors = _read_v1(path)

@@ -1,4 +1,4 @@
-"""Sparse targets of one teacher pass: exact top-K probabilities and draws from the tail, at fixed shapes."""
+"""Sparse targets from one teacher pass: exact top-K probabilities and draws from the tail, with static shapes."""
 
 import torch
 import torch.nn.functional as F
@@ -9,14 +9,14 @@ from qat_lora.backend.tiles import HEAD_TILE, tiles
 from qat_lora.models.architecture import hidden_states
 from qat_lora.quant.student import head_of
 
-SEARCHED = 2**21  # logits of a head with a function of its own that the CPU searches at a time
+SEARCHED = 2**21  # logits searched at a time on the CPU, for a head that is more than a product
 
 
 @torch.no_grad()
 def teacher_targets(teacher: nn.Module, tokens: Tensor, k: int, uniforms: Tensor) -> dict[str, Tensor]:
-    """What the cache keeps of the teacher at every position of tokens [B, L].
+    """The teacher's targets for the cache at every position of tokens [B, L].
 
-    uniforms [B, L, N] in [0, 1) decide the N tail draws. Returns, all [B, L, …]:
+    uniforms [B, L, N] in [0, 1) determine the N tail draws. Returns, all [B, L, …]:
       index, prob [K]  the K most probable tokens and their exact probabilities, most probable first
       tail [N]         tokens drawn from the teacher with the top K removed; a draw may repeat
       entropy []       −Σ t̂ log t over these targets, so that cross-entropy − entropy estimates KL without bias
@@ -26,7 +26,7 @@ def teacher_targets(teacher: nn.Module, tokens: Tensor, k: int, uniforms: Tensor
     parts = []
     for block, product in head.products(hidden):
         mine = uniforms[block]
-        if head.is_plain:  # a product alone is left in its own type
+        if head.is_plain:  # a plain product keeps its dtype
             parts.append(_targets(product, k, mine))
             continue
         for rows in tiles(len(product), len(head.weight), product.device, SEARCHED):
@@ -36,9 +36,9 @@ def teacher_targets(teacher: nn.Module, tokens: Tensor, k: int, uniforms: Tensor
 
 
 def _targets(logits: Tensor, k: int, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Two-level search over √V strided groups: the top K lie in the K groups of largest maxima, and a draw finds its
-    group, then its member, by inverse cumulative sums. No sort over the vocabulary, no host fallback on XLA. Overwrites
-    logits [n, V]."""
+    """Two-level search over √V strided groups: the top K lie in the K groups with the largest maxima, and a draw finds
+    its group, then its member, by inverting cumulative sums. No sort over the vocabulary, no host fallback on XLA.
+    Overwrites logits [n, V]."""
     rows, vocab = logits.shape
     width = _members(vocab)
     groups = -(-vocab // width)
@@ -57,7 +57,7 @@ def _targets(logits: Tensor, k: int, uniforms: Tensor) -> tuple[Tensor, Tensor, 
     others = members.flatten(1).sub_(peak).exp_().scatter_(1, place, 0.0).view(members.shape).sum(1)
     group_mass.scatter_(1, nearest, others)
     each = torch.arange(rows, device=logits.device).unsqueeze(1)
-    logits[each, index] = float("-inf")  # scatter_ in bf16 passes over all of them in fp32, and back
+    logits[each, index] = float("-inf")  # scatter_ in bf16 converts all of them to fp32 and back
     below = group_mass.cumsum(1)
     z = below[:, -1:] + top_mass.sum(1, keepdim=True)
 
@@ -70,7 +70,7 @@ def _targets(logits: Tensor, k: int, uniforms: Tensor) -> tuple[Tensor, Tensor, 
 
     prob = top_mass / z
     drawn = inside.gather(1, member.unsqueeze(1)).squeeze(1) / z
-    # No mass where a draw fell (an empty tail, or rounding at the end of a sum): it falls to the top token instead.
+    # A draw that hits no mass (an empty tail, or rounding at the end of a sum) is replaced by the top token.
     void = drawn == 0
     tail = torch.where(void, index[:, :1], tail)
     drawn = torch.where(void, prob[:, :1], drawn)
@@ -81,21 +81,21 @@ def _targets(logits: Tensor, k: int, uniforms: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def _members(vocab: int) -> int:
-    """How many members a group has: about √V, and a divisor of V where one is near, so that nothing has to be filled
-    up. Fewer rather than more: what is picked out of the table is so many values for each of the K + N groups."""
+    """The number of members of a group: about √V, and a divisor of V if one is near, so that no padding is needed.
+    Fewer are better than more: so many values are gathered for each of the K + N groups."""
     wanted = 2 ** (vocab.bit_length() // 2)
     near = [d for d in range(wanted // 4, 4 * wanted) if d and vocab % d == 0]
     return wanted if vocab % wanted == 0 else min(near, key=lambda d: 4 * d / wanted + wanted / d, default=wanted)
 
 
 def _of_groups(table: Tensor, index: Tensor) -> Tensor:
-    """Logits [n, members, groups] of the groups at index [n, J], in fp32 memory of their own: [n, members, J]."""
+    """The logits of the groups at index [n, J] in table [n, members, groups], as an fp32 copy [n, members, J]."""
     found = native.pick_groups(table, index)
     return table.gather(2, index.unsqueeze(1).expand(-1, table.shape[1], -1)).float() if found is None else found
 
 
 def _by_group(table: Tensor) -> tuple[Tensor, Tensor]:
-    """Of logits [n, members, groups] the largest of each group, and its Σ e^(logit − the row's largest), both fp32."""
+    """For logits [n, members, groups], each group's largest and its Σ e^(logit − the row's largest), both fp32."""
     rows, width, groups = table.shape
     largest, mass = (torch.empty(rows, groups, device=table.device) for _ in range(2))
     if native.by_group(table, largest, mass):

@@ -36,7 +36,7 @@ def kd_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def target_entropy(batch: dict[str, Tensor]) -> Tensor:
-    """The teacher's entropy in a batch, divided as `kd_loss` is: loss − entropy estimates the KL to the teacher."""
+    """The teacher's entropy in a batch, normalised like `kd_loss`: loss − entropy estimates the KL to the teacher."""
     return (batch["entropy"] * batch["mask"]).sum() / batch["total"]
 
 
@@ -56,9 +56,9 @@ def kd_soft_ce(student_logits: Tensor, teacher_logits: Tensor, temperature: floa
 
 @dataclass(frozen=True)
 class QATPlan(Plan):
-    """scale_learning_rate: of the quantisers' scales; None: learning_rate. scope: what learns, see
-    `select_parameters`. ema: decay of the moving average that is measured and saved in the student's place; 0: the
-    student itself."""
+    """scale_learning_rate: learning rate of the quantisers' scales; None: learning_rate. scope: which parameters to
+    train, see `select_parameters`. ema: decay of the moving average (EMA) of the weights, which is evaluated and saved
+    instead of the student; 0: the student itself."""
 
     scale_learning_rate: float | None = None
     scope: str = "all"
@@ -78,13 +78,13 @@ def qat_stage(
     student: nn.Module, train: Dataset, plan: QATPlan, session: Session, evaluate: Callable[[int, nn.Module], dict],
     name: str = "qat",
 ) -> Stage:  # fmt: skip
-    """A stage that trains what a placed student leaves trainable, and the plan's scope, on a KDCacheDataset.
+    """A stage that trains a placed student's trainable parameters within the plan's scope on a KDCacheDataset.
 
-    evaluate(step, model) returns held-out figures and may keep the best state; model is the student, or its moving
+    evaluate(step, model) returns held-out figures and may save the best checkpoint; model is the student, or its moving
     average.
     """
     backend = session.backend
-    kept = trained_parameters(student)  # of earlier stages too
+    kept = trained_parameters(student)  # including those of earlier stages
     select_parameters(student, plan.scope)
     groups = parameter_groups(student, plan.learning_rate, plan.scale_rate)
     optimizer = new_optimizer(groups, backend)
@@ -108,5 +108,5 @@ def train_qat(
     student: nn.Module, train: Dataset, plan: QATPlan, session: Session, evaluate: Callable[[int, nn.Module], dict],
     stage: str = "qat",
 ) -> None:  # fmt: skip
-    """Run `qat_stage` to its end. scripts/train_qat.py writes the same loop out."""
+    """Run `qat_stage` to its end. scripts/train_qat.py has the same loop written out."""
     fit(qat_stage(student, train, plan, session, evaluate, stage), student, kd_objective)

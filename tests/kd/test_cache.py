@@ -1,4 +1,4 @@
-"""The KD cache: same bytes whatever interrupts it, a refusal for whatever is wrong with it, fair shares for workers."""
+"""The KD cache: the same bytes after any interruption, an error for any fault, equal shares for workers."""
 
 import dataclasses
 import shutil
@@ -39,7 +39,7 @@ def teacher(sharp_model_dir):
 
 @pytest.fixture(scope="module")
 def write(teacher):
-    """write(folder, spec, stop): a cache of ROWS, given up after `stop` batches."""
+    """write(folder, spec, stop): write a cache of ROWS, stopping after `stop` batches."""
 
     def run(folder, spec=SPEC, stop=None, batch_size=3):
         for count, _ in enumerate(write_cache(folder, spec, ROWS, teacher, TorchBackend("cpu", "fp32"), batch_size)):
@@ -60,13 +60,13 @@ def whole(write, tmp_path_factory):
 
 @pytest.fixture
 def cache(whole, tmp_path):
-    """A copy of it to spoil."""
+    """A copy of it that tests may damage."""
     return shutil.copytree(whole, tmp_path / "cache")
 
 
 @pytest.fixture
 def v1(tmp_path):
-    """Two shards of the original project, 6 rows of 6 tokens of which some end in padding."""
+    """Two shards of the original project: 6 rows of 6 tokens, some of which end in padding."""
     random = torch.Generator().manual_seed(2)
     (tmp_path / "meta.json").write_text('{"model": "m"}')
     for number, rows in enumerate((range(4), range(4, 6))):
@@ -107,7 +107,7 @@ def test_rows_come_back_with_their_targets(whole, teacher):
         torch.testing.assert_close(item["prob"][:, :K], wanted.values, rtol=1e-3, atol=1e-6)
         torch.testing.assert_close(item["prob"].sum(1), torch.ones(LENGTH), rtol=0, atol=1e-3)
         assert item["mask"].all() and item["mask"].dtype == torch.uint8 and item["tokens"].dtype == torch.int64
-        assert (item["prob"][:, K:] == item["prob"][:, K:].amax(1, keepdim=True)).all(), "draws weigh the same"
+        assert (item["prob"][:, K:] == item["prob"][:, K:].amax(1, keepdim=True)).all(), "all draws have equal weight"
 
 
 def test_tail_draws_are_systematic_and_differ_by_position(whole, teacher):
@@ -143,7 +143,7 @@ def test_a_finished_cache_is_left_alone(whole, write):
 
 
 @pytest.mark.parametrize("damage", ["deleted", "truncated", "flipped"])
-def test_a_shard_that_is_gone_or_damaged_is_written_again(cache, whole, write, damage):
+def test_a_missing_or_damaged_shard_is_written_again(cache, whole, write, damage):
     path = cache / "shard-00001.safetensors"
     data = path.read_bytes()
     path.unlink()
@@ -153,15 +153,15 @@ def test_a_shard_that_is_gone_or_damaged_is_written_again(cache, whole, write, d
     assert bytes_of(cache) == bytes_of(whole)
 
 
-def test_the_seed_decides_the_draws(write, whole, tmp_path):
+def test_the_seed_determines_the_draws(write, whole, tmp_path):
     write(tmp_path, dataclasses.replace(SPEC, seed=2))
     for name in ("shard-00000.safetensors", "heldout-00000.safetensors"):
         first, second = load_file(whole / name), load_file(tmp_path / name)
         assert torch.equal(first["index"], second["index"]) and not torch.equal(first["tail"], second["tail"])
 
 
-def test_the_batch_does_not_decide_the_draws(write, whole, tmp_path):
-    """Each row has a stream of its own; only rounding may differ from one batch shape to another."""
+def test_the_batch_size_does_not_change_the_draws(write, whole, tmp_path):
+    """Each row has its own stream; only rounding may depend on the batch shape."""
     write(tmp_path, batch_size=1)
     for path in whole.glob("*.safetensors"):
         first, second = load_file(path)["tail"], load_file(tmp_path / path.name)["tail"]
@@ -169,7 +169,7 @@ def test_the_batch_does_not_decide_the_draws(write, whole, tmp_path):
 
 
 def test_rows_do_not_share_their_draws(write, tmp_path):
-    """Equal rows of text, in one split and in both: the draws of each have a stream of their own."""
+    """Equal rows of text, within a split and across splits, each draw from their own stream."""
     same = Rows(TOKENS[:1].expand(4, -1).contiguous(), torch.ones(4, LENGTH, dtype=torch.uint8))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(ROWS, "train", same), patch.setitem(ROWS, "heldout", same)
@@ -179,7 +179,7 @@ def test_rows_do_not_share_their_draws(write, tmp_path):
 
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(CacheSpec)])
-def test_another_spec_is_refused_by_field(cache, field):
+def test_a_different_spec_is_refused_by_field(cache, field):
     value = getattr(SPEC, field)
     other = dataclasses.replace(SPEC, **{field: value + 1 if isinstance(value, int) else "other"})
     with pytest.raises(UserError, match=f"holds another cache: {field} is {value!r}, not "):
@@ -195,7 +195,7 @@ def test_bytes_per_position(whole):
     assert dataclasses.replace(SPEC, k=8, draws=12, vocab=151936).bytes_per_position == 4 * 21 + 2 * 9
 
 
-# -- what is wrong with it --------------------------------------------------------------------------------------------
+# -- faults -----------------------------------------------------------------------------------------------------------
 def test_a_damaged_shard_is_named(cache):
     path = cache / "shard-00001.safetensors"
     content = path.read_bytes()
@@ -206,7 +206,7 @@ def test_a_damaged_shard_is_named(cache):
     assert "shard-00001.safetensors is missing" in refused(cache)
 
 
-def test_without_preload_a_shard_is_tested_when_it_is_used(cache):
+def test_without_preload_a_shard_is_verified_on_first_use(cache):
     (cache / "shard-00001.safetensors").write_bytes(b"")
     dataset = KDCacheDataset(cache, preload=False)
     assert len(dataset[3]["tokens"]) == LENGTH
@@ -249,7 +249,7 @@ def test_no_heldout_rows_and_fewer_rows_than_a_batch(write, tmp_path):
 @pytest.mark.parametrize("rows_per_shard", [2, 4])
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 5])
 def test_workers_share_the_rows(write, tmp_path, workers, rows_per_shard):
-    """Six files of two rows or three of four, the last short: by file where that leaves out less than a row each."""
+    """Six files of two rows, or three of four, the last one short: split by file if that drops < 1 row per worker."""
     write(tmp_path, dataclasses.replace(SPEC, rows_per_shard=rows_per_shard))
     rows = tokens_of(KDCacheDataset(tmp_path))
     files = [rows[start : start + rows_per_shard] for start in range(0, 11, rows_per_shard)]
@@ -259,14 +259,14 @@ def test_workers_share_the_rows(write, tmp_path, workers, rows_per_shard):
     wanted = [[row for file in files[rank::workers] for row in file] for rank in range(workers)]
     if (workers, rows_per_shard) not in BY_FILE:
         wanted = [rows[rank::workers] for rank in range(workers)]
-    assert shares == [share[: min(map(len, wanted))] for share in wanted], "the same number of rows for everyone"
+    assert shares == [share[: min(map(len, wanted))] for share in wanted], "the same number of rows for every worker"
     assert len(rows) - len(together) < workers
 
 
 @pytest.mark.parametrize("rows_per_shard", [4, 11])
 @pytest.mark.parametrize("workers", [2, 3, 5])
-def test_training_deals_out_every_row_once_an_epoch(write, tmp_path, workers, rows_per_shard):
-    """Three uneven files, or one for all workers: 11 rows in updates of 2, 3 or 5, so that none ends with an epoch."""
+def test_training_uses_every_row_once_per_epoch(write, tmp_path, workers, rows_per_shard):
+    """Three uneven files, or a single one: 11 rows in updates of 2, 3 or 5, so that no update ends with an epoch."""
     write(tmp_path, dataclasses.replace(SPEC, rows_per_shard=rows_per_shard))
     data = KDCacheDataset(tmp_path)
     streams = [batches(data, 1, 1, seed=0, rank=rank, world_size=workers) for rank in range(workers)]
@@ -294,7 +294,7 @@ def test_v1_shards_are_read(v1):
 
 
 def test_v1_padding_and_last_positions_have_no_target(v1, teacher):
-    """The original's distillation loss had no mask: padding was learned as text."""
+    """The original's distillation loss had no mask, so it learned padding as text."""
     items = [item for split in ("train", "heldout") for item in KDCacheDataset(v1, split)]
     assert [item["mask"].tolist() for item in items] == [[1] * (n - 1) + [0] * (7 - n) for n in V1_LENGTHS]
     batch = {key: torch.stack([item[key] for item in items]) for key in items[0]}
@@ -305,8 +305,8 @@ def test_v1_padding_and_last_positions_have_no_target(v1, teacher):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_v1_rows_are_never_training_and_held_out_at_once(v1, workers):
-    """The original evaluated on its training shards. Its format holds no others: a tenth of the rows is kept apart."""
+def test_v1_rows_are_never_both_training_and_held_out(v1, workers):
+    """The original evaluated on its training shards. Its format has no others, so a tenth of the rows is held out."""
     shares = [tokens_of(KDCacheDataset(v1, "train", rank=rank, world_size=workers)) for rank in range(workers)]
     train, heldout = [row for share in shares for row in share], tokens_of(KDCacheDataset(v1, "heldout"))
     rows = [tuple(row) for row in V1_IDS.tolist()]

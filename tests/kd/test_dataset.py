@@ -1,4 +1,4 @@
-"""What the targets of a cache become: none before a BOS that packing wrote, none beyond the student's embedding."""
+"""Targets read from a cache: none before a BOS from packing, none beyond the student's embedding."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ def teacher(sharp_model_dir):
 
 @pytest.fixture(scope="module")
 def write(teacher, tiny_tokenizer, tmp_path_factory):
-    """write(bos): the folder of a small cache of rows packed with it, and the rows."""
+    """write(bos): the folder of a small cache of rows packed with `bos`, and the rows."""
 
     def make(bos):
         rows = pack([Document(text, None) for text in TEXTS], tiny_tokenizer, LENGTH, 16, bos)
@@ -62,12 +62,12 @@ def test_a_cache_with_bos_masks_the_ends_of_documents(write):
     assert (data.spec.bos, data.spec.eos) == (BOS, EOS)
     for i in range(len(data)):
         assert torch.equal(data[i]["tokens"], rows.tokens[i].long())
-        assert torch.equal(data[i]["mask"], (rows.tokens[i] != EOS).byte())  # an EOS is followed by BOS, or by no row
+        assert torch.equal(data[i]["mask"], (rows.tokens[i] != EOS).byte())  # after EOS: BOS or the end of the row
         assert data.kept(i) == int(data[i]["mask"].sum())
     assert sum(data.kept(i) for i in range(len(data))) < LENGTH * len(data)
 
 
-def test_the_heldout_nll_counts_the_text_and_not_bos(write, teacher, backend):
+def test_the_heldout_nll_covers_the_text_but_not_bos(write, teacher, backend):
     folder, rows = write(BOS)
     tokens = rows.tokens[12:].long()
     logp = teacher(input_ids=tokens).logits.log_softmax(-1)[:, :-1].gather(2, tokens[:, 1:, None]).squeeze(2)
@@ -76,7 +76,7 @@ def test_the_heldout_nll_counts_the_text_and_not_bos(write, teacher, backend):
     assert abs(figures["heldout_kl"]) < 0.01
 
 
-def test_an_older_cache_says_nothing_of_bos_and_has_none(write):
+def test_an_older_cache_without_a_bos_field_has_no_bos(write):
     folder, _ = write(None)
     data = KDCacheDataset(folder)
     manifest = read_json(folder / "manifest.json")
@@ -91,7 +91,7 @@ def test_an_older_cache_says_nothing_of_bos_and_has_none(write):
 
 
 @pytest.mark.parametrize("change", [{"bos": 1}, {"bos": -2, "eos": 2}, {"bos": "on", "eos": 2}, {"begin": 1}])
-def test_a_manifest_with_odd_edges_is_damaged(write, change):
+def test_a_manifest_with_an_invalid_bos_or_eos_is_damaged(write, change):
     folder, _ = write(None)
     manifest = read_json(folder / "manifest.json")
     write_json(folder / "manifest.json", manifest | {"spec": manifest["spec"] | change})
@@ -113,15 +113,15 @@ def targets(probs: torch.Tensor, k: int, draws: int, generator) -> dict:
             "entropy": entropy[None]}  # fmt: skip
 
 
-def test_nothing_beyond_changes_nothing():
+def test_targets_within_the_embedding_are_unchanged():
     item = targets(torch.rand(20).softmax(0), 4, 6, None)
     assert clipped(item, 4, 20) is item
 
 
 @pytest.mark.parametrize("place", [0, 19])
-def test_targets_beyond_are_dropped_and_the_others_renormalised(place):
+def test_targets_beyond_the_embedding_are_dropped_and_the_rest_renormalised(place):
     probs = torch.full((20,), 0.02)
-    probs[[3, place]] = torch.tensor([0.34, 0.3])  # place 19 is beyond, and in the top
+    probs[[3, place]] = torch.tensor([0.34, 0.3])  # place 19 is beyond the embedding and in the top k
     item = clipped(targets(probs, 4, 6, torch.Generator().manual_seed(0)), 4, 18)
     assert item["index"].max() < 18 and item["prob"].sum() == pytest.approx(1) and item["mask"].all()
     kept = item["prob"] > 0
@@ -130,8 +130,8 @@ def test_targets_beyond_are_dropped_and_the_others_renormalised(place):
     assert torch.allclose(ratio, ratio[0])
 
 
-def test_the_estimate_of_the_kl_stays_true():
-    """The mean over many draws equals the KL over the ids that both have."""
+def test_the_estimate_of_the_kl_stays_unbiased():
+    """The mean over many draws equals the KL over the shared ids."""
     generator = torch.Generator().manual_seed(0)
     probs = torch.randn(40, generator=generator).mul(1.5).softmax(0)
     vocab = 36
@@ -145,7 +145,7 @@ def test_the_estimate_of_the_kl_stays_true():
     assert float(torch.stack(found).mean()) == pytest.approx(float(kl), rel=0.03)
 
 
-def test_a_position_with_nothing_left_has_no_target():
+def test_a_position_that_loses_all_targets_is_masked():
     item = {"index": torch.tensor([[30, 31]]), "prob": torch.tensor([[0.5, 0.5]]), "entropy": torch.tensor([0.7]),
             "mask": torch.ones(1, dtype=torch.uint8)}  # fmt: skip
     item = clipped(item, 1, 20)
@@ -153,7 +153,7 @@ def test_a_position_with_nothing_left_has_no_target():
 
 
 def test_a_smaller_student_learns_from_a_larger_teacher(sharp_cache, sharp_model_dir, backend):
-    """500 of the teacher's 512 ids: every loss is finite, every index within, and its denominator counts its rows."""
+    """500 of the teacher's 512 ids: the loss is finite, every index is valid, and `kept` counts the mask."""
     student = load_model(str(sharp_model_dir))
     student.resize_token_embeddings(500)
     data, whole = KDCacheDataset(sharp_cache, vocab=500), KDCacheDataset(sharp_cache, vocab=512)
@@ -167,7 +167,7 @@ def test_a_smaller_student_learns_from_a_larger_teacher(sharp_cache, sharp_model
     assert kd_loss(student, batch).isfinite()
 
 
-def test_v1_targets_beyond_are_dropped_too(tmp_path):
+def test_v1_targets_beyond_the_embedding_are_dropped_too(tmp_path):
     torch.save({"input_ids": torch.arange(12).view(2, 6), "attention_mask": torch.ones(2, 6),
                 "topk_idx": torch.tensor([5, 30]).expand(2, 5, 2), "topk_logits": torch.zeros(2, 5, 2)},
                tmp_path / "shard_00000.pt")  # fmt: skip
@@ -177,6 +177,6 @@ def test_v1_targets_beyond_are_dropped_too(tmp_path):
     assert torch.allclose(item["entropy"][:5], torch.zeros(5), atol=1e-6)
 
 
-def test_a_shard_holds_what_it_held(write):
+def test_the_names_of_a_shards_tensors(write):
     folder, _ = write(None)
     assert set(load_file(folder / "shard-00000.safetensors")) == {"tokens", "index", "prob", "tail", "entropy"}

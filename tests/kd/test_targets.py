@@ -1,4 +1,4 @@
-"""Teacher targets: the top K of a full sort, tail draws of the right distribution, an entropy without bias."""
+"""Teacher targets: the same top K as a full sort, tail draws with the right distribution, an unbiased entropy."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def tail_of(logits, k):
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
-def test_top_k_is_that_of_a_full_sort(vocab):
+def test_top_k_equals_a_full_sort(vocab):
     k = min(8, vocab - 1)
     logits = logits_of(40, vocab)
     index, prob, _, _ = _targets(logits.clone(), k, uniforms_of(40, 1))
@@ -39,7 +39,7 @@ def test_top_k_is_that_of_a_full_sort(vocab):
 
 @pytest.mark.parametrize("vocab", [60, 500])
 def test_the_whole_top_k_may_lie_in_one_group(vocab):
-    """The search looks at the K best groups of strided tokens; put all of the K into one, and one into each."""
+    """The search looks at the K best groups of strided tokens; put all K into one group, and one into each."""
     for stride in (1, 2 ** round(vocab.bit_length() / 2), -(-vocab // 2 ** round(vocab.bit_length() / 2))):
         logits = logits_of(1, vocab)
         wanted = torch.arange(7) * stride % vocab
@@ -48,7 +48,7 @@ def test_the_whole_top_k_may_lie_in_one_group(vocab):
         assert index[0].tolist() == wanted.flip(0).tolist()
 
 
-def test_k_of_the_whole_vocabulary():
+def test_k_equal_to_the_vocabulary():
     logits = logits_of(5, 512)
     index, prob, tail, entropy = _targets(logits.clone(), 512, uniforms_of(5, 3))
     assert torch.equal(index.sort(1).values, torch.arange(512).expand(5, -1)) and int(tail.max()) < 512
@@ -66,8 +66,8 @@ def test_draws_come_from_the_tail(vocab):
 
 @pytest.mark.parametrize("vocab", [500, 512, 1000])
 def test_draws_at_the_edges_of_a_group_have_mass(vocab):
-    """Random numbers within rounding of a cumulative sum's steps: the ones that may fall through to a token of no
-    mass, or to none at all. A cache of 10⁸ draws meets some. They may go to the top token, which is always there."""
+    """Random numbers within rounding of a cumulative sum's steps may hit a token without mass, or none at all. A cache
+    of 10⁸ draws has some. They may fall back to the top token, which always exists."""
     logits, k = logits_of(400, vocab), 8
     groups = -(-vocab // 2 ** round(vocab.bit_length() / 2))
     mass = tail_of(logits, k)
@@ -81,7 +81,7 @@ def test_draws_at_the_edges_of_a_group_have_mass(vocab):
 
 
 def test_a_teacher_without_a_tail_draws_existing_tokens():
-    """All mass underflows but the top K's: the draws weigh nothing, and must still be tokens that a head has."""
+    """All mass outside the top K underflows: the draws have no weight, but must still be valid token ids."""
     logits = torch.full((2, 500), -200.0)
     logits[:, :8] = torch.arange(8.0)
     _, prob, tail, entropy = _targets(logits.clone(), 8, uniforms_of(2, 5))
@@ -91,7 +91,7 @@ def test_a_teacher_without_a_tail_draws_existing_tokens():
 
 
 @pytest.mark.parametrize("vocab", [60, 64, 500])
-def test_draws_follow_the_tail(vocab):
+def test_draws_follow_the_distribution_of_the_tail(vocab):
     draws, k = 200_000, 4
     logits = logits_of(1, vocab)
     _, _, tail, _ = _targets(logits.clone(), k, uniforms_of(1, draws))
@@ -104,7 +104,7 @@ def test_draws_follow_the_tail(vocab):
 
 
 def test_entropy_and_divergence_are_unbiased():
-    """cross-entropy − entropy, averaged over draws, is KL(teacher‖student); it is small where the two are close."""
+    """cross-entropy − entropy, averaged over draws, is KL(teacher‖student); noise is small if the two are close."""
     vocab, k, draws = 100, 4, 12
     teacher = logits_of(1, vocab)
     student = teacher + logits_of(1, vocab, seed=7, scale=0.3)
@@ -120,12 +120,12 @@ def test_entropy_and_divergence_are_unbiased():
     check(entropy, -(logt.exp() * logt).sum())
     exact = (logt.exp() * (logt - logp)).sum()
     check(cross - entropy, exact)
-    assert (cross - entropy).std() < entropy.std(), "the estimate shares its draws: most noise cancels"
+    assert (cross - entropy).std() < entropy.std(), "both terms share their draws, so most noise cancels"
 
 
 def test_a_pass_over_tokens_equals_the_dense_softmax(tiny_model_dir, monkeypatch):
     teacher = load_model(str(tiny_model_dir))
-    tokens = torch.arange(60).reshape(3, 20) * 8 + 1  # not 0: the pad token's embedding is 0, all logits equal
+    tokens = torch.arange(60).reshape(3, 20) * 8 + 1  # not 0: the pad token's embedding is 0, its logits are all equal
     uniforms = uniforms_of(3, 20 * 5).view(3, 20, 5)
     whole = teacher_targets(teacher, tokens, 8, uniforms)
     with torch.no_grad():
