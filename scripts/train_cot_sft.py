@@ -178,13 +178,12 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     if cfg.gradient_checkpointing:
         backend.gradient_checkpointing(model)
 
-    if cfg.final_answers:
-        evaluation.write(model, cfg.final_answers, run, "baseline")
+    before = evaluation.write(model, cfg.final_answers, run, "baseline") if cfg.final_answers else {}
     fine_tune(model, data.train, plan, session, lambda _: evaluation.glance(model, cfg.batch_size, cfg.eval_answers))
     figures = evaluation.write(model, cfg.final_answers, run, "final") if cfg.final_answers else {}
     cost = session.cost()
     if backend.is_main:
-        finish(cfg, run, model, tokenizer, data.train[0]["tokens"], backend, figures | cost)
+        finish(cfg, run, model, tokenizer, data.train[0]["tokens"], backend, before, figures | cost)
 
 
 def fine_tune(model: nn.Module, train: PackedExamples, plan: Plan, session: Session, evaluate: Callable) -> None:
@@ -324,7 +323,14 @@ def check_memory(cfg: Config, model: nn.Module, backend: TorchBackend, workers: 
 
 
 def finish(
-    cfg: Config, run: Run, model: nn.Module, tokenizer, tokens: Tensor, backend: TorchBackend, figures: dict
+    cfg: Config,
+    run: Run,
+    model: nn.Module,
+    tokenizer,
+    tokens: Tensor,
+    backend: TorchBackend,
+    before: dict,
+    figures: dict,
 ) -> None:
     """The adapter, the whole model with it merged, compared on `tokens`, and the curves."""
     checkpoint = run.path / "base.pt" if (run.path / "base.pt").exists() else None
@@ -339,7 +345,7 @@ def finish(
         say(f"adapter and merged model differ by {gap:.1e} in a logit")
     summarise(
         {"adapter": adapter, "model": run.path / "model", "report": page},
-        quality(run, figures),
+        quality(run, before | figures),
         f'python scripts/run_legal_assistant.py --run {run.path} --question "May I return a faulty kettle?"',
     )
 
@@ -351,8 +357,8 @@ def quality(run: Run, figures: dict) -> list[str]:
     said = [f"held-out perplexity of the answers {perplexities[-1]:.2f}; before training {perplexities[0]:.2f}"]
     if "final" in figures:
         said += [
-            f"{name} {rate['rate']:.1%} (95% interval {rate['low']:.1%}–{rate['high']:.1%}); "
-            f"before training {figures['baseline'][name]['rate']:.1%}"
+            f"{name} {rate['rate']:.1%} (95% interval {rate['low']:.1%}–{rate['high']:.1%})"
+            + (f"; before training {figures['baseline'][name]['rate']:.1%}" if name in figures["baseline"] else "")
             for name, rate in figures["final"].items()
         ]
     return said
