@@ -122,11 +122,11 @@ OWN: dict[str, dict] = {
     "zaya": {"num_experts_per_tok": 1, "sliding_window": WINDOW, "layer_types": ["hybrid", "hybrid_sliding"] * 2},
 }  # fmt: skip
 NO_TEXT_MODEL = {
-    "gemma3n": "needs timm for its pictures; its language model is gemma3n_text",
-    "gemma4_assistant": "drafts for another model, whose keys and values it needs",
-    "gemma4_unified_assistant": "drafts for another model, whose keys and values it needs",
-    "musicgen": "speaks audio codes",
-    "musicgen_melody": "speaks audio codes",
+    "gemma3n": "needs timm for its images; its language model is gemma3n_text",
+    "gemma4_assistant": "is a draft model, which needs the keys and values of another model",
+    "gemma4_unified_assistant": "is a draft model, which needs the keys and values of another model",
+    "musicgen": "generates audio codes",
+    "musicgen_melody": "generates audio codes",
 }
 
 

@@ -24,36 +24,38 @@ ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "docs" / "models.md"
 USES, ON_XLA = tuple(zoo_uses.USES), zoo_uses.ON_XLA
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"  # compiles in half the time
-ABORTED = "torch_xla ends the process"
+ABORTED = "torch_xla aborts the process"
 # What of a refusal goes into the table: the reason, without names and figures.
 SHORT = {
     r"model type \S+ \(\w+\) is not supported: (.*); use another model": r"\1",
     r"model type \S+ cannot be trained block by block: (.*); use .*": r"\1",
     r"model type \S+ cannot be sampled from here: (.*); use another model": r"\1",
-    r"model type \S+ carries (a state from token to token), so (on XLA.*); use .*": r"\2, for \1 is carried",
+    r"model type \S+ carries (a state from token to token), so (on XLA.*); use .*": r"\2, because the model carries \1",
     r"mlp=.* quantises nothing: .*": "its blocks hold no plain linear layers or experts",
     r"model '[^']*' is a \S+: (GGUF is written for .*)": r"\1",
     r"model '[^']*' (.*)": r"\1",
     r"(.* differ)( by|s by) [\d.e+-]+.*": r"\1",
 }
-HEAD = """# Which models
+HEAD = """# Supported models
 
-Made by `make models` with transformers {version}: each use is tried on a tiny random model of each type that
-transformers' table of causal language models holds, with settings that make it unlike others (windows, soft caps,
-multipliers, biases, several kinds of blocks), and compared with the model's own forward pass. "yes" means that the
-numbers agree; a number in brackets, that it is refused for the reason below. Every model is compared in the same way
-when it is loaded: one that is published with other settings is refused rather than measured wrongly. A model's type is
-the `model_type` in its config.json.
+What works with each model type, as `make models` found with transformers {version}. It tries each use on a tiny random
+model of every type in transformers' table of causal language models, with settings that exercise what is special about
+the type (windows, soft caps, multipliers, biases, several kinds of blocks), and compares the result with the model's
+own forward pass. "yes" means that the numbers agree; a number in brackets means that the use is refused, for the reason
+below. Every model is compared in the same way when it is loaded, so one published with other settings is refused rather
+than computed wrongly. A model's type is the `model_type` in its config.json.
 
 - *cache, perplexity*: `build_kd_cache.py`, `measure_perplexity.py`
 - *QAT*: `train_qat.py`; *block by block*: its `--layer-steps` and `--init gptq`
 - *recovery*: `train_recovery_lora.py`; *SFT*: `train_cot_sft.py`; *GRPO*: `train_musclebob_improved.py`
-- *HF*, *GGUF*: `export_model.py`; GGUF for a model with its type's usual settings
-- *XLA*: cache, QAT, recovery, SFT and GRPO on torch_xla's CPU device; "yes": the same as on the CPU
+- *HF*, *GGUF*: `export_model.py`; GGUF for a model with the usual settings of its type
+- *XLA*: cache, QAT, recovery, SFT and GRPO on torch_xla's CPU device; "yes" means the same as on the CPU, otherwise the
+  cell lists the uses that differ
 
 Mixtures of experts, linear attention, sliding windows and multimodal folders need no options. Where several examples in
-one row cannot be kept apart (linear attention, encoders turned decoders), SFT trains on one example a row. A type that
-is refused for GRPO is fine-tuned with `--eval-answers 0 --final-answers 0`: SFT samples answers only to count them.
+one row cannot be kept apart (linear attention, encoders used as decoders), SFT trains on one example per row. A type
+that is refused for GRPO can still be fine-tuned with `--eval-answers 0 --final-answers 0`, because SFT generates
+answers only for evaluation.
 """
 
 
