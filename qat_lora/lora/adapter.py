@@ -21,8 +21,8 @@ from qat_lora.run.files import read_json, sha256, write_json, writing
 
 ORIGIN = "origin.json"
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
-# Settings of a LoRA that say where its B·A goes and how large it is, or nothing about what it computes. Any other one
-# that is switched on makes it something else than B·A on a frozen base.
+# LoRA settings for the size and the place of B·A, and settings without effect on the result. An adapter with any other
+# setting switched on is more than B·A on a frozen base.
 SIZE = {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
 PLACE = {
     "target_modules", "exclude_modules", "target_parameters", "layers_to_transform", "layers_pattern", "fan_in_fan_out",
@@ -32,13 +32,13 @@ SILENT = {
     "lora_dropout", "megatron_core", "qalora_group_size", "init_lora_weights", "loftq_config", "eva_config",
     "corda_config", "lora_ga_config", "runtime_config",
 }  # fmt: skip
-BEYOND_PRODUCT = {"use_dora", "lora_bias", "bias"}  # PEFT runs them right, yet only PEFT
-STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # of B and A alone: the others change the base on loading
+BEYOND_PRODUCT = {"use_dora", "lora_bias", "bias"}  # they work in PEFT, but cannot be exported
+STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # only A and B; others change the base on loading
 
 
 class Dropout(nn.Dropout):
-    """Dropout that on a CPU draws 16 bits for each value, four values at once: its share of what is dropped is a
-    multiple of 2⁻¹⁶. torch's own took a quarter of a LoRA step there (docs/benchmarks.md)."""
+    """Dropout that on a CPU draws 16 random bits per value, four values at once, so that its probability is a multiple
+    of 2⁻¹⁶. torch's own took a quarter of the time of a LoRA step there (docs/benchmarks.md)."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not on_host(x) or not self.training or not self.p:
@@ -50,29 +50,29 @@ class Dropout(nn.Dropout):
 
 
 def load_adapter(model: nn.Module, path: str | Path, checkpoint: str | Path | None = None) -> nn.Module:
-    """`model`, changed in place, with the LoRA of a PEFT folder on it; nothing in it is trainable.
+    """Put the LoRA of a PEFT folder on `model`, in place; nothing in the result is trainable.
 
     checkpoint: the student file that the model was read from, if any. Call it while the model is on the CPU. Raises
-    UserError where the folder is missing, holds no plain LoRA or is damaged, where it was trained on another student or
-    does not fit the model to the tensor, and where it changes the LM head: losses and figures here multiply by the
-    head's weight alone and would leave that part out.
+    UserError if the folder is missing, damaged or not a plain LoRA, if it was trained on another student, if its
+    tensors are not exactly the model's, and if it changes the LM head: losses and figures here use only the head's
+    weight and would ignore the change.
     """
     folder = Path(path).expanduser()
     saved = _read(folder)
     _check_origin(folder, checkpoint, model)
     head = unwrap(model).get_output_embeddings()
     try:
-        with warnings.catch_warnings():  # PEFT only warns of missing tensors; they are refused below
+        with warnings.catch_warnings():  # PEFT only warns about missing tensors; they are refused below
             warnings.simplefilter("ignore")
             adapted = PeftModel.from_pretrained(model, str(folder), torch_device="cpu")
     except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"adapter {folder} does not fit the model ({one_line(error)}); give the model of its run"
+            f"adapter {folder} does not fit the model ({one_line(error)}); use the model of its run"
         ) from error
     odd = sorted(saved.keys() ^ get_peft_model_state_dict(adapted, save_embedding_layers=False).keys())
     if odd:
         raise UserError(
-            f"adapter {folder} does not fit the model: {odd[0]} is on one side only; give the model of its run"
+            f"adapter {folder} does not fit the model: only one of them has {odd[0]}; use the model of its run"
         )
     if unwrap(adapted).get_output_embeddings() is not head:
         raise UserError(f"adapter {folder} changes the LM head, which is not supported; train one without it")
@@ -80,12 +80,12 @@ def load_adapter(model: nn.Module, path: str | Path, checkpoint: str | Path | No
 
 
 def adapter_values(model: nn.Module) -> int:
-    """How many numbers the LoRA adapters attached to a model take; 0 without one."""
+    """The number of values in the LoRA adapters attached to a model; 0 without one."""
     return sum(p.numel() for name, p in model.named_parameters() if "lora_" in name)
 
 
 def _read(folder: Path) -> dict[str, Tensor]:
-    """The adapter's tensors. Checks here what would otherwise send PEFT to the hub for the missing file."""
+    """The adapter's tensors. Checks for missing files, which PEFT would look for on the hub."""
     if not folder.is_dir():
         raise UserError(
             f"adapter {folder}: no such folder; train_recovery_lora.py writes adapter/ into its run directory"
@@ -93,8 +93,8 @@ def _read(folder: Path) -> dict[str, Tensor]:
     file = next((folder / name for name in WEIGHT_FILES if (folder / name).is_file()), None)
     if file is None or not (folder / "adapter_config.json").is_file():
         raise UserError(
-            f"adapter {folder} is no PEFT folder: adapter_config.json or {WEIGHT_FILES[0]} is missing; "
-            "give the adapter/ of a run directory"
+            f"adapter {folder} is not a PEFT folder: adapter_config.json or {WEIGHT_FILES[0]} is missing; "
+            "use the adapter/ of a run directory"
         )
     _check_config(folder, read_json(folder / "adapter_config.json"))
     if file.suffix == ".bin":
@@ -108,35 +108,35 @@ def _read(folder: Path) -> dict[str, Tensor]:
 
 
 def _check_config(folder: Path, config: dict) -> None:
-    """Raise UserError for an adapter that is no LoRA on an unchanged base: what PEFT makes of it while loading would
-    be missing from an export, or there twice."""
+    """Raise UserError unless the adapter is a LoRA on an unchanged base: other changes that PEFT makes while loading
+    would be missing from an export, or applied twice."""
     if config.get("peft_type") != "LORA" or config.get("task_type") not in (None, "CAUSAL_LM"):
         kind, task = config.get("peft_type"), config.get("task_type")
-        raise UserError(f"adapter {folder}: peft_type {kind}, task_type {task}; only LoRA of a CAUSAL_LM is supported")
+        raise UserError(f"adapter {folder}: peft_type {kind} with task_type {task} is not supported; use a causal LoRA")
     alpha, start = config.get("lora_alpha", 8), config.get("init_lora_weights", True)
     if not isinstance(alpha, int | float) or not math.isfinite(alpha) or alpha == 0:
-        raise UserError(f"adapter {folder}: lora_alpha {alpha} switches it off; leave it out, or correct the number")
+        raise UserError(f"adapter {folder}: lora_alpha {alpha} must be a finite number other than 0; correct it")
     if start not in STARTS:
         raise UserError(
-            f"adapter {folder}: init_lora_weights {start!r} changes the base model whenever it is loaded; save it with "
-            "PEFT's path_initial_model_for_weight_conversion, which makes a plain LoRA of it"
+            f"adapter {folder}: init_lora_weights {start!r} changes the base model whenever it is loaded; convert it "
+            "to a plain LoRA by saving it with PEFT's path_initial_model_for_weight_conversion"
         )
     for name in sorted(config.keys() - SIZE - PLACE - SILENT - BEYOND_PRODUCT):
         if config[name]:
             value = str(config[name])[:60]
-            raise UserError(f"adapter {folder}: {name} {value} is not supported; only plain LoRA is, train one without")
+            raise UserError(f"adapter {folder}: {name} {value} is not supported; train a plain LoRA without it")
 
 
 def write_origin(folder: Path, student: str | None, model: nn.Module | None = None) -> None:
-    """Note beside a saved adapter what it belongs to (`student`: sha256 of the student file, None for a plain base
-    model; the fingerprint of the base `model`, where it has one) and its own checksums."""
+    """Record next to a saved adapter what it belongs to (`student`: sha256 of the student file, None for a plain base
+    model; the fingerprint of the base `model`, if it has one) and its own checksums."""
     sums = {file.name: sha256(file) for file in sorted(folder.iterdir()) if file.name.startswith("adapter_")}
     base = None if model is None else getattr(unwrap(model), "fingerprint", None)
     write_json(folder / ORIGIN, {"student": student, "base": base, "sha256": sums})
 
 
 def _check_origin(folder: Path, checkpoint: str | Path | None, model: nn.Module) -> None:
-    """Raise UserError where an adapter of ours was changed or is another student's. One from elsewhere has no note."""
+    """Raise UserError if an adapter has changed or belongs to another student. Foreign adapters have no such record."""
     if not (folder / ORIGIN).is_file():
         return
     origin = read_json(folder / ORIGIN)
@@ -147,29 +147,29 @@ def _check_origin(folder: Path, checkpoint: str | Path | None, model: nn.Module)
         if not (folder / name).is_file():
             raise UserError(f"adapter {folder}: {name}, which training saved, is missing; copy or train it again")
         if sha256(folder / name) != wanted:
-            raise UserError(f"adapter {folder}: {name} is not what training saved (checksum); copy or train it again")
+            raise UserError(f"adapter {folder}: {name} has changed since training (checksum); copy or train it again")
     if origin.get("student") != (sha256(Path(checkpoint)) if checkpoint else None):
-        there = f"another student than {checkpoint}" if checkpoint else "a quantised student, not on the base model"
-        raise UserError(f"adapter {folder} was trained on {there}; give the --checkpoint of its run")
+        there = f"another student, not {checkpoint}" if checkpoint else "a quantised student, not on the base model"
+        raise UserError(f"adapter {folder} was trained on {there}; use the --checkpoint of its run")
     trained, here = origin.get("base"), getattr(unwrap(model), "fingerprint", None)
     if trained and here and trained != here:
         raise UserError(
-            f"adapter {folder} was trained on another model (fingerprint {short(trained)}) than {model.name_or_path!r} "
-            f"({short(here)}); give the --model of its run"
+            f"adapter {folder} was trained on another model (fingerprint {short(trained)}), not {model.name_or_path!r} "
+            f"({short(here)}); use the --model of its run"
         )
 
 
 def save_adapter(model: nn.Module, folder: Path, student: str | None) -> None:
-    """Write the adapter in PEFT's own format, and which student (sha256 of its file) it belongs to; the folder is
-    replaced whole."""
+    """Write the adapter in PEFT's own format, with the sha256 of the student file that it belongs to; the folder is
+    replaced as a whole."""
     part, old = folder.with_name(f".{folder.name}.part"), folder.with_name(f".{folder.name}.old")
     try:
         with writing(folder):
             if old.exists() and not folder.exists():  # killed between the two renames below
                 old.rename(folder)
             shutil.rmtree(part, ignore_errors=True)
-            # From the host: safetensors cannot read an XLA tensor. The embedding is never trained here; "auto" would
-            # ask the hub whether it was.
+            # On the host, since safetensors cannot read an XLA tensor. The embedding is never trained here; "auto"
+            # would query the hub for it.
             weights = {name: p.detach().cpu() for name, p in model.named_parameters() if "lora_" in name}
             model.save_pretrained(part, save_embedding_layers=False, state_dict=weights)
             config = read_json(part / "adapter_config.json")  # PEFT writes sets in arbitrary order
@@ -190,8 +190,8 @@ def weight_file(folder: Path) -> Path:
 
 
 def load_trained(model: str | None, checkpoint: str | Path | None, adapter: str | Path | None) -> tuple[nn.Module, str]:
-    """A base model (the embedded one unless `model` names another), or the student of a checkpoint, with an adapter on
-    it where one is given; and the name of the base, which its tokenizer has."""
+    """A base model (the embedded one unless `model` names another), or the student of a checkpoint, with an adapter if
+    one is given; and the name of the base, for its tokenizer."""
     if checkpoint:
         whole, made = load_student(checkpoint, model)
         name = made["model"]
@@ -202,5 +202,5 @@ def load_trained(model: str | None, checkpoint: str | Path | None, adapter: str 
 
 
 def empty_trained(model: str | None, checkpoint: str | Path | None) -> nn.Module:
-    """What `load_trained` gives for them without an adapter, without storage."""
+    """The model that `load_trained` gives without an adapter, but without storage."""
     return empty_student(read_student(checkpoint, model)) if checkpoint else empty_model(model or EMBEDDED)

@@ -1,4 +1,4 @@
-"""A new LoRA on a frozen model."""
+"""Adding a new LoRA to a frozen model."""
 
 import warnings
 
@@ -23,11 +23,11 @@ def add_adapter(
     student: nn.Module, rank: int, alpha: float, targets: tuple[str, ...], seed: int, dropout: float = 0.0,
     rslora: bool = False,
 ) -> nn.Module:  # fmt: skip
-    """The frozen student inside a PEFT model with a new LoRA on what `targets` mean (see `targets.choose`).
+    """The frozen student in a PEFT model with a new LoRA on the layers that `targets` select (see `targets.choose`).
 
-    The adapter starts as the identity (B = 0) and is seeded: its A does not depend on what was drawn before. rslora:
-    scaled by alpha/√rank instead of alpha/rank (arXiv 2312.03732). Experts, each with an A and a B of its own, and
-    whatever else PEFT adapts by its weight have no dropout.
+    The adapter starts as the identity (B = 0), and its A depends only on the seed. rslora: scale by alpha/√rank instead
+    of alpha/rank (arXiv 2312.03732). Experts, which each have their own A and B, and other weights that PEFT adapts as
+    parameters have no dropout.
     """
     check_range("the adapter's rank", rank, at_least=1)
     check_range("the adapter's alpha", alpha, above=0, at_most=MOST_WEIGHT)
@@ -42,7 +42,7 @@ def add_adapter(
         lora_dropout=0.0 if places["target_parameters"] else dropout, use_rslora=rslora,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers for an attribute it has renamed
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT reads an attribute that transformers has renamed
         torch.manual_seed(seed)
         try:
             model = get_peft_model(student, config)
@@ -51,7 +51,7 @@ def add_adapter(
     found = adapted(unwrap(model))
     if found.keys() != {*linear, *experts}:
         odd = min(found.keys() ^ {*linear, *experts})
-        raise UserError(f"--targets {','.join(targets)}: PEFT does not keep to them at {odd}; choose other layers")
+        raise UserError(f"--targets {','.join(targets)}: PEFT selects differently at {odd}; choose other layers")
     for layer in found.values():
         if dropout and not isinstance(layer, ParamWrapper):
             layer.lora_dropout["default"] = Dropout(dropout)
@@ -62,11 +62,11 @@ def add_adapter(
 
 @torch.no_grad()
 def fit_to_error(model: nn.Module, base: nn.Module, batches: list[dict], precision: str = "auto") -> None:
-    """Set a new adapter, on the CPU, to the best it can be at once: B·A of least E‖(W − Q)x − scaling·B·A·x‖².
+    """Initialise a new adapter, on the CPU, to the B·A that minimises E‖(W − Q)x − scaling·B·A·x‖².
 
-    W is the weight in `base`, the full-precision model, Q the student's, x what the student's layer gets on `batches`
-    (dicts of tokens [B, L]). Closed form: with M = E[xxᵀ], the truncated SVD of (W − Q)·M^½ times M^−½ (as in LQER,
-    arXiv 2402.02446, with the whole second moment). Of experts ‖W − Q − scaling·B·A‖ is least.
+    W is the weight in `base`, the full-precision model, Q the student's, x the input of the student's layer on
+    `batches` (dicts of tokens [B, L]). Closed form: with M = E[xxᵀ], the truncated SVD of (W − Q)·M^½ times M^−½ (as in
+    LQER, arXiv 2402.02446, with the whole second moment). For experts, ‖W − Q − scaling·B·A‖ is minimised.
     """
     backend = TorchBackend("cpu", precision)
 
@@ -79,7 +79,7 @@ def fit_to_error(model: nn.Module, base: nn.Module, batches: list[dict], precisi
     moments = input_moments(student, run, cross=True)
     for place, layer in adapted(student).items():
         if isinstance(linear := layer.get_base_layer(), nn.Linear):
-            if (moment := moments.get(f"{place}.base_layer")) is not None:  # else nothing was lost
+            if (moment := moments.get(f"{place}.base_layer")) is not None:  # else it is not quantised
                 error = base.get_submodule(place).weight - linear.weight
                 _start(layer, *low_rank(error, moment, layer.r["default"]))
         else:
@@ -87,14 +87,14 @@ def fit_to_error(model: nn.Module, base: nn.Module, batches: list[dict], precisi
 
 
 def _start(layer: LoraLayer, b: Tensor, a: Tensor) -> None:
-    """B·A, of the adapter's rank or the layer's, where that is lower."""
+    """Set B·A, of the adapter's rank or, if lower, the layer's."""
     layer.lora_A["default"].weight[: len(a)] = a
     layer.lora_B["default"].weight[:, : len(a)] = b / layer.scaling["default"]
 
 
 def _start_experts(layer: ParamWrapper, error: Tensor) -> None:
-    """Each expert's B·A nearest to its error; error [experts, out, in], or [experts, in, out] where the module says so.
-    What an expert gets to see depends on the router, so its inputs do not count here."""
+    """Set each expert's B·A to the best approximation of its error; error [experts, out, in], or [experts, in, out] if
+    the module is transposed. An expert's inputs depend on the router, so they are not taken into account."""
     if not error.any():
         return
     count, rank = len(error), layer.r["default"]
@@ -109,21 +109,21 @@ def _start_experts(layer: ParamWrapper, error: Tensor) -> None:
 
 
 def low_rank(error: Tensor, moment: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """B [out, r] and A [r, in] of least tr((E − BA)·M·(E − BA)ᵀ) for E [out, in] and M [in, in]."""
+    """B [out, r] and A [r, in] that minimise tr((E − BA)·M·(E − BA)ᵀ) for E [out, in] and M [in, in]."""
     values, vectors = torch.linalg.eigh(moment.double())
-    root = values.clamp(min=1e-4 * values.mean()).sqrt()  # directions that never occur must not blow A up
+    root = values.clamp(min=1e-4 * values.mean()).sqrt()  # directions without inputs must not blow up A
     b, a = nearest_of_rank(error.double() @ (vectors * root), rank)
     return b.float(), ((a / root) @ vectors.T).float()
 
 
 def nearest_of_rank(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """B [n, r] and A [r, m] of least ‖matrix − BA‖ for a matrix [n, m], both of like size: from the smaller Gram
-    matrix, which takes a fraction of an SVD's time."""
+    """B [n, r] and A [r, m], of similar size, that minimise ‖matrix − BA‖ for a matrix [n, m]. Computed from the
+    smaller Gram matrix, which takes a fraction of an SVD's time."""
     if matrix.shape[0] > matrix.shape[1]:
         b, a = nearest_of_rank(matrix.T, rank)
         return a.T, b.T
     wide = matrix.double()
     b = torch.linalg.eigh(wide @ wide.T).eigenvectors[:, -rank:]
     a = b.T @ wide
-    size = a.norm(dim=1).sqrt().clamp(min=1e-30)  # of nothing: zeros
+    size = a.norm(dim=1).sqrt().clamp(min=1e-30)  # a zero matrix gives zeros
     return (b * size).to(matrix.dtype), (a / size[:, None]).to(matrix.dtype)

@@ -1,4 +1,4 @@
-"""A LoRA layer in one step: PEFT's layer and parameters, with fewer passes over what goes through them."""
+"""A LoRA layer computed in one step: PEFT's layer and parameters, with fewer passes over the activations."""
 
 import torch
 from peft.tuners.lora import Linear
@@ -12,8 +12,8 @@ from qat_lora.quant.linear import effective_weight
 class _Sum(torch.autograd.Function):
     """x·Wᵀ + bias + scaling·(d·Aᵀ)·Bᵀ [..., out], computed in `dtype`; W [out, in] and bias get no gradient.
 
-    x [..., in]; d: x after dropout, None where it is x itself; A [r, in], B [out, r]. The second product is added to
-    the first as it is made, and what comes back through the two is added up alike.
+    x [..., in]; d: x after dropout, or None without dropout; A [r, in], B [out, r]. The second product is accumulated
+    into the first, and so are the two gradients of x.
     """
 
     @staticmethod
@@ -22,7 +22,7 @@ class _Sum(torch.autograd.Function):
             seen = (x if d is None else d).reshape(-1, x.shape[-1]).to(dtype)
             weight, a, b = (tensor.to(dtype) for tensor in (weight, a, b))
             rows = seen if d is None else x.reshape(-1, x.shape[-1]).to(dtype)
-            result = rows.new_empty(*x.shape[:-1], len(weight))  # no view: Falcon adds to it in place
+            result = rows.new_empty(*x.shape[:-1], len(weight))  # not a view: Falcon adds to it in place
             flat = result.view(-1, len(weight))
             if bias is None:
                 torch.mm(rows, weight.T, out=flat)
@@ -54,8 +54,8 @@ class _Sum(torch.autograd.Function):
 
 
 class OneStep(Linear):
-    """PEFT's LoRA on a linear layer. What `_Sum` does not cover, such as merged adapters, is PEFT's own, and so is
-    whatever needs no gradient, such as an evaluation."""
+    """PEFT's LoRA on a linear layer, computed by `_Sum`. Cases that it does not cover, such as merged adapters, are
+    left to PEFT, and so are passes without gradients, such as an evaluation."""
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
         base, name = self.base_layer, "default"
@@ -73,7 +73,7 @@ class OneStep(Linear):
 
 
 def in_one_step(layer: nn.Module) -> None:
-    """Have a LoRA layer that PEFT has just made, a plain product on a frozen linear layer, compute in one step."""
+    """Make a new PEFT LoRA layer compute in one step if it is a plain product on a frozen linear layer."""
     plain = type(layer) is Linear and isinstance(layer.base_layer, nn.Linear) and not layer.fan_in_fan_out
     if plain and not layer.lora_variant and not any(layer.lora_bias.values()):
         layer.__class__ = OneStep

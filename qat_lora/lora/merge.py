@@ -1,4 +1,4 @@
-"""The whole trained model, its adapter read back and merged, and how far the two are apart."""
+"""The whole trained model with its adapter read back and merged, and how far merging changes the logits."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,19 +17,19 @@ from qat_lora.models.loading import load_model
 from qat_lora.quant.student import head_of, load_student
 from qat_lora.run.console import say
 
-LOGIT_GAP = 1e-4  # largest difference of a logit between adapter and merged model
+LOGIT_GAP = 1e-4  # largest accepted logit difference between adapter and merged model
 
 
 @torch.no_grad()
 def merged(
     model: nn.Module, name: str, checkpoint: Path | None, adapter: Path | None, tokens: Tensor, backend: TorchBackend
 ) -> tuple[nn.Module, float | None]:
-    """The whole trained model on the CPU, with the adapter, read back from its folder, merged into the weights; and the
-    largest difference of a logit over `tokens` between the two, None without an adapter. Both are computed in fp64, so
-    that what shows is the merged weights' rounding to fp32 and not the order of sums. checkpoint: the file of a
-    quantised base.
+    """The whole trained model on the CPU, with the adapter read back from its folder and merged into the weights; and
+    the largest logit difference over `tokens` between adapter and merged model (None without an adapter).
 
-    Raises UserError where the folder's adapter is not what was trained.
+    Both are computed in fp64, so that the difference shows the rounding of the merged weights to fp32 and not the order
+    of sums. checkpoint: the file of a quantised base. Raises UserError if the adapter in the folder is not the trained
+    one.
     """
     trained = backend.to_host({n: p for n, p in model.named_parameters() if p.requires_grad})
     model.to("meta")
@@ -42,7 +42,7 @@ def merged(
     back = dict(adapted.named_parameters())
     for key, value in trained.items():
         if key not in back or not torch.equal(back[key], value):
-            raise UserError(f"{adapter}: {key} reads back otherwise than it was trained; check the disk")
+            raise UserError(f"{adapter}: {key} in the saved file is not the trained one; check the disk")
     ids = tokens.unsqueeze(0)
     with eager_experts(adapted):
         before = exact_hidden_states(adapted, ids)
@@ -58,8 +58,8 @@ def merged(
 
 
 def exact_hidden_states(model: nn.Module, ids: Tensor) -> Tensor:
-    """What the head of an fp32 model reads of tokens [1, L], [1, L, H] in fp64: computed so, or in fp32 where the
-    model's own code knows no other type (xglm, inkling2)."""
+    """The hidden states [1, L, H] of tokens [1, L] that the head of an fp32 model reads, in fp64: computed in fp64, or
+    in fp32 if the model's own code supports no other dtype (xglm, inkling2)."""
     try:
         with in_fp64(model):
             return hidden_states(model, ids)
@@ -69,8 +69,8 @@ def exact_hidden_states(model: nn.Module, ids: Tensor) -> Tensor:
 
 @contextmanager
 def in_fp64(model: nn.Module) -> Iterator[None]:
-    """An fp32 model that computes in fp64, one decoder layer after the other: as a whole it would take three times the
-    memory."""
+    """Context in which an fp32 model computes in fp64, one decoder layer at a time: converting all of it at once would
+    take three times the memory."""
     layers, embedding, head = decoder_layers(model), unwrap(model).get_input_embeddings(), model.get_output_embeddings()
     apart = {id(module) for part in (*layers, embedding, head) for module in part.modules()}
     beside = [module for module in model.modules() if id(module) not in apart]  # norms, rotations
@@ -96,7 +96,7 @@ def in_fp64(model: nn.Module) -> Iterator[None]:
 
 
 def _largest_gap(model: nn.Module, one: Tensor, other: Tensor) -> float:
-    """The largest difference of a logit between two hidden states [1, L, H] in fp64; [L, V] never exists."""
+    """The largest logit difference between two hidden states [1, L, H] in fp64, without ever forming [L, V]."""
     head = head_of(model)
     strips = (head.strip(rows, torch.float64) for rows in tiles(len(head.weight), one.shape[1], one.device))
     return max(float((strip.logits(one) - strip.logits(other)).abs().max()) for strip in strips)

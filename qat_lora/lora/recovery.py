@@ -1,4 +1,4 @@
-"""A small LoRA on the frozen low-bit student that wins back what quantisation lost."""
+"""A small LoRA on the frozen low-bit student that recovers the loss from quantisation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ MODES = {"kd": kd_loss, "sft": text_loss, "recover": text_loss}
 
 @dataclass(frozen=True)
 class Anchor:
-    """What the student says without its adapter, to keep it from drifting: tokens [n, L] and logits [n, L, V]."""
+    """The student's logits without its adapter, to keep it from drifting: tokens [n, L] and logits [n, L, V]."""
 
     tokens: Tensor
     logits: Tensor
@@ -38,7 +38,7 @@ class Anchor:
         return cls(tokens, logits, weight)
 
     def loss(self, model: nn.Module) -> Tensor:
-        """weight · KL(student before ‖ now), up to the constant entropy."""
+        """weight · KL(original student ‖ model), up to the constant entropy."""
         return self.weight * kd_soft_ce(_logits(model, self.tokens), self.logits)
 
 
@@ -50,7 +50,7 @@ def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
 def recovery_stage(
     model: nn.Module, train: Dataset, plan: Plan, session: Session, evaluate: Callable[[int], dict]
 ) -> Stage:
-    """A stage that trains the adapter of a placed PEFT model; the student below it stays frozen, gradients cross it."""
+    """A stage that trains the adapter of a placed PEFT model; gradients pass through the frozen student below it."""
     backend = session.backend
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = new_optimizer([{"params": trained, "lr": plan.learning_rate}], backend)
@@ -62,7 +62,7 @@ def train_recovery_lora(
     model: nn.Module, train: Dataset, mode: str, plan: Plan, anchor: Anchor | None, session: Session,
     evaluate: Callable[[int], dict],
 ) -> None:  # fmt: skip
-    """`recovery_stage`, from its first update to its last, for what is not scripts/train_recovery_lora.py.
+    """Run `recovery_stage` to its end, for callers other than scripts/train_recovery_lora.py.
 
     mode: "kd" (train is a KDCacheDataset), "sft" or "recover" (train is a TextDataset).
     """

@@ -1,4 +1,4 @@
-"""Which weights of the decoder blocks get an adapter: what `--targets` names, checked block by block."""
+"""Which weights of the decoder blocks get an adapter: `--targets` resolved and checked block by block."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -11,29 +11,30 @@ from torch import nn
 from qat_lora.errors import UserError
 from qat_lora.models.architecture import Matrix, decoder_layers, experts_of, matrices, uncalled, unwrap
 
-PEFTS = {"base_layer", "lora_A", "lora_B"}  # modules that PEFT makes
+PEFTS = {"base_layer", "lora_A", "lora_B"}  # modules that PEFT adds
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")  # short for q_proj …
 GROUPS: dict[str, Callable[[Matrix], bool]] = {
     "attn": lambda matrix: not matrix.is_experts and matrix.part == "attn",
     "mlp": lambda matrix: not matrix.is_experts and matrix.part == "mlp",
     "all": lambda matrix: not matrix.is_experts,
-    # q, v, o, gate, up and down where they stand alone, and whatever a model has in their place
+    # q, v, o, gate, up and down where they are separate layers, and the layers that a model has instead
     "auto": lambda matrix: not matrix.is_experts and _name(matrix.path) != "k_proj",
     "experts": lambda matrix: matrix.is_experts,
 }
 
 
 def choose(model: nn.Module, targets: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The linear layers (names of modules) and the experts (names of parameters) of a model that `targets` mean.
+    """The linear layers (names of modules) and the experts (names of parameters) of a model that `targets` select.
 
-    A target is a short name (q k v o gate up down), the name of a linear layer as it stands in the blocks ("qkv_proj",
-    "mlp.fc1"), or a group: attn, mlp, all (every linear layer), auto (all but k_proj), experts (all weights of experts
-    that are kept in one parameter; no other target means them). Routers are never adapted, nor layers whose weight the
-    model reads without calling them.
+    A target is a short name (q k v o gate up down), the name of a linear layer in the blocks ("qkv_proj", "mlp.fc1"),
+    or a group: attn, mlp, all (every linear layer), auto (all but k_proj), experts (all expert weights that are stacked
+    in one parameter; no other target selects them). Routers are never adapted, nor are layers whose weight the model
+    reads without calling them.
 
-    A group takes what there is; only one that is in no block is refused. A name has to be in every block, or another
-    target has to adapt the same part (attention or MLP) of each block that lacks it and has such a part: otherwise q,v
-    would silently adapt a quarter of the blocks of a hybrid model. Raises UserError with what there is.
+    A group selects whatever exists; it is refused only if no block has any of it. A name must be in every block, or
+    another target must adapt the same part (attention or MLP) of each block that has that part but lacks the name:
+    otherwise q,v would silently adapt a quarter of the blocks of a hybrid model. Raises UserError with the possible
+    targets.
     """
     base = unwrap(model)
     places = {id(module): name for name, module in base.named_modules()}
@@ -62,7 +63,7 @@ def _named(target: str) -> Callable[[Matrix], bool]:
 
 
 def _name(path: str) -> str:
-    """The last part of a module's path that is more than a number, with what follows it."""
+    """The last part of a module's path that is not a number, with everything after it."""
     parts = path.split(".")
     last = max((at for at, part in enumerate(parts) if not part.isdigit()), default=0)
     return ".".join(parts[last:])
@@ -85,7 +86,7 @@ def _check(target: str, test: Callable, blocks: list[list[Matrix]], wanted: list
 
 
 def _check_shared(wanted: list[list[Matrix]]) -> None:
-    """Raise UserError where blocks share a weight: merging would add each of its adapters to all of them."""
+    """Raise UserError if blocks share a weight: merging would add each block's adapter to all of them."""
     counts = Counter(id(m.module._parameters[m.name]) for block in wanted for m in block)
     shared = {_name(m.path) for block in wanted for m in block if counts[id(m.module._parameters[m.name])] > 1}
     if shared:
@@ -96,7 +97,7 @@ def _check_shared(wanted: list[list[Matrix]]) -> None:
 
 
 def _there_is(blocks: list[list[Matrix]]) -> str:
-    """The names that a target may have, and in how many blocks they are."""
+    """The possible targets, and how many blocks have them."""
     short = {f"{name}_proj": name for name in PROJECTIONS}
     linear = [[short.get(name := _name(m.path), name) for m in block if not m.is_experts] for block in blocks]
     groups = [group for group, test in GROUPS.items() if group != "auto" and any(test(m) for b in blocks for m in b)]
@@ -109,7 +110,7 @@ def _there_is(blocks: list[list[Matrix]]) -> str:
 
 
 def _by_blocks(names: list[list[str]]) -> list[tuple[list[str], int]]:
-    """Names of each block → those that stand in the same blocks, together, and in how many."""
+    """The names of each block → groups of names that occur in the same blocks, with the number of blocks."""
     where: dict[str, list[int]] = {}
     for at, block in enumerate(names):
         for name in dict.fromkeys(block):
@@ -122,11 +123,11 @@ def _by_blocks(names: list[list[str]]) -> list[tuple[list[str], int]]:
 
 # -- in PEFT's terms ---------------------------------------------------------------------------------------------------
 def peft_targets(model: nn.Module, linear: list[str], experts: list[str]) -> dict[str, list[str]]:
-    """target_modules and target_parameters by which PEFT adapts these linear layers and experts, and nothing else, here
+    """target_modules and target_parameters that make PEFT adapt these linear layers and experts, and nothing else, here
     and wherever it loads the adapter.
 
-    In models whose experts once were linear layers PEFT takes gate_proj and the like for those: such a layer (one
-    outside the experts) is targeted by its weight.
+    In models whose experts used to be linear layers, PEFT takes gate_proj and the like for experts, so such a layer
+    outside the experts is targeted by its weight parameter.
     """
     base = unwrap(model)
     modules, parameters = ([name for name, _ in found] for found in (base.named_modules(), base.named_parameters()))
@@ -143,13 +144,13 @@ def _taken_for_experts(base: nn.Module, name: str) -> bool:
     config = LoraConfig(target_modules=[name])
     try:
         convert_peft_config_for_transformers(config, base, None)
-    except ValueError:  # one of two that it would fuse
+    except ValueError:  # one of two layers that it would fuse
         return True
     return name not in config.target_modules
 
 
 def _suffixes(wanted: Iterable[str], names: Iterable[str]) -> list[str]:
-    """The shortest ends of names, at dots, that mean all of `wanted` and no other of `names`."""
+    """The shortest dotted suffixes that match all of `wanted` and no other of `names`."""
 
     def ends(name: str) -> Iterable[str]:
         parts = name.split(".")
@@ -161,18 +162,18 @@ def _suffixes(wanted: Iterable[str], names: Iterable[str]) -> list[str]:
 
 
 def adapted(block: nn.Module) -> dict[str, LoraLayer]:
-    """The adapters below a module, by the path of the linear layer, or of the experts' parameter, that each is on."""
+    """The adapters below a module, by the path of the linear layer or experts' parameter that each one adapts."""
     found = {}
     for path, module in block.named_modules():
         if isinstance(module, LoraLayer):
-            place = path.replace(".base_layer", "")  # several parameters of one module are wrapped in one another
+            place = path.replace(".base_layer", "")  # the wrappers of one module's parameters are nested
             linear = isinstance(module.get_base_layer(), nn.Linear)
             found[place if linear else f"{place}.{module.parameter_name}"] = module
     return found
 
 
 def coverage(model: nn.Module) -> str:
-    """On how many layers of how many blocks a model has adapters, for people."""
+    """A readable summary of which layers have adapters, in how many blocks."""
     blocks = [adapted(block) for block in decoder_layers(model)]
     found = _by_blocks([[_label(path, layer) for path, layer in block.items()] for block in blocks])
     told = "; ".join(f"{', '.join(names)} in {_share(count, len(blocks))} blocks" for names, count in found)
@@ -188,7 +189,7 @@ def _share(count: int, blocks: int) -> str:
 
 
 def left_out(model: nn.Module, how: str = "") -> list[str]:
-    """Lines for people: experts without an adapter (how: to give them one), and linear layers that cannot have one."""
+    """Messages about experts without an adapter (how: hint on adapting them) and layers that cannot have one."""
     experts, layers = False, {}
     for block in decoder_layers(model):
         places = adapted(block)

@@ -1,4 +1,4 @@
-"""An adapter is a plain LoRA on an unchanged base, or refused: no script may see other numbers than an export."""
+"""Only a plain LoRA on an unchanged base is accepted, so that every script computes the same as an export."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from qat_lora.models.loading import load_model
 
 @pytest.fixture
 def changed(make_adapter, tiny_model_dir, tmp_path):
-    """changed(**settings): a LoRA's folder with other settings in its config."""
+    """changed(**settings): a LoRA's folder with these settings changed in its config."""
 
     def make(**settings):
         folder = shutil.copytree(make_adapter(tiny_model_dir), tmp_path / "adapter")
@@ -41,7 +41,7 @@ def changed(make_adapter, tiny_model_dir, tmp_path):
     ],
     ids=str,
 )  # fmt: skip
-def test_adapters_that_are_no_lora_on_an_unchanged_base(changed, tiny_model_dir, settings):
+def test_anything_but_a_lora_on_an_unchanged_base_is_refused(changed, tiny_model_dir, settings):
     folder = changed(**settings)
     with pytest.raises(UserError, match=next(iter(settings))) as refused:
         load_adapter(load_model(str(tiny_model_dir)), folder)
@@ -55,7 +55,7 @@ class Evil:
 
 @pytest.mark.parametrize("saved_by_training", [True, False])
 @pytest.mark.parametrize("content", [None, [1, 2], {"a": "x"}, Evil()], ids=["none", "list", "text", "hostile"])
-def test_a_pickle_that_holds_no_tensors_is_named(changed, tiny_model_dir, monkeypatch, content, saved_by_training):
+def test_a_pickle_without_tensors_is_refused_by_name(changed, tiny_model_dir, monkeypatch, content, saved_by_training):
     folder = changed()
     monkeypatch.chdir(folder)
     if saved_by_training:
@@ -67,7 +67,7 @@ def test_a_pickle_that_holds_no_tensors_is_named(changed, tiny_model_dir, monkey
     assert str(refused.value).startswith(f"{folder}/adapter_model.bin is damaged (it ") and not Path("ran").exists()
 
 
-def test_a_file_that_training_saved_and_is_gone_is_missing(changed, tiny_model_dir):
+def test_a_file_that_training_saved_must_exist(changed, tiny_model_dir):
     folder = changed()
     write_origin(folder, None)
     tensors = load_file(folder / "adapter_model.safetensors")
@@ -78,7 +78,7 @@ def test_a_file_that_training_saved_and_is_gone_is_missing(changed, tiny_model_d
 
 
 def test_every_setting_of_the_installed_peft_is_known():
-    """One that is in no list is refused as soon as it is used: this says which have come or gone with a release."""
+    """An unlisted setting is refused as soon as it is used; this shows which ones a PEFT release added or removed."""
     others = set(LoraConfig().to_dict()) - SIZE - PLACE - SILENT - BEYOND_PRODUCT
     assert others == {
         "alora_invocation_tokens", "arrow_config", "ensure_weight_tying", "kasa_config", "layer_replication",
@@ -88,7 +88,7 @@ def test_every_setting_of_the_installed_peft_is_known():
 
 
 @pytest.mark.parametrize("start", [True, False, "gaussian", "orthogonal"])
-def test_starts_that_leave_the_base_alone(tiny_model_dir, tmp_path, start):
+def test_initialisations_that_leave_the_base_unchanged(tiny_model_dir, tmp_path, start):
     base = load_model(str(tiny_model_dir))
     before = {name: value.clone() for name, value in base.state_dict().items()}
     config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=start, task_type="CAUSAL_LM")

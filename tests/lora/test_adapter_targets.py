@@ -1,4 +1,4 @@
-"""Where adapters sit: found by structure, checked block by block, told; on experts as PEFT does it everywhere else."""
+"""Adapter targets: found by structure, checked block by block and reported; adapters on experts in PEFT's own way."""
 
 import copy
 
@@ -72,7 +72,7 @@ def student_of(model, spec="int4/tensor"):
 
 
 def filled(model):
-    """With random numbers in B, so that the adapter counts."""
+    """Fill B with random numbers, so that the adapter has an effect."""
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data.normal_(generator=torch.Generator().manual_seed(1)).mul_(0.1)
@@ -85,8 +85,8 @@ def logits(model):
 
 # -- which layers ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
-def test_auto_is_what_it_was_where_there_are_seven_projections(kind):
-    """Names, values and file: the adapter that older versions made of q,v,o,gate,up,down."""
+def test_auto_on_seven_projections_equals_older_versions(kind):
+    """Names, values and config equal those of the adapter that older versions made for q,v,o,gate,up,down."""
     names = [f"{name}_proj" for name in ("q", "v", "o", "gate", "up", "down")]
     base = tiny(kind)
     torch.manual_seed(3)
@@ -121,8 +121,8 @@ AUTO = {
 
 
 @pytest.mark.parametrize("kind", AUTO)
-def test_auto_is_every_linear_layer_but_keys_alone(kind, tmp_path):
-    """Told; each of them learns; and the file gives the same numbers here, merged, and in plain PEFT."""
+def test_auto_is_every_linear_layer_except_a_separate_k(kind, tmp_path):
+    """They are reported, each gets a gradient, and the file gives the same numbers here, merged, and in plain PEFT."""
     model = tiny(kind)
     plain, base = logits(model), copy.deepcopy(model)
     model = add_adapter(model, 4, 8, ("auto",), 0, dropout=0.1)
@@ -192,7 +192,7 @@ def test_names_and_groups(kind, targets, wanted):
         ("GPT2", "auto", "blocks hold no plain linear layers that could have an adapter; use another"),
     ],
 )  # fmt: skip
-def test_what_is_missing_is_refused_with_what_there_is(kind, targets, reason):
+def test_a_missing_target_is_refused_with_the_possible_ones(kind, targets, reason):
     with pytest.raises(UserError) as refused:
         choose(tiny(kind), targets.split(","))
     assert reason in str(refused.value) and "\n" not in str(refused.value)
@@ -208,7 +208,7 @@ def test_a_weight_that_blocks_share_is_refused():
     assert choose(model, ["v"])[0] == [f"model.layers.{at}.self_attn.v_proj" for at in range(2)]
 
 
-def test_what_stays_as_it_is_is_told():
+def test_layers_without_an_adapter_are_reported():
     assert left_out(add_adapter(tiny("Llama"), 2, 2, ("q",), 0)) == []
     mixtral = add_adapter(tiny("Mixtral"), 2, 2, ("auto",), 0)
     assert left_out(mixtral, "; like this") == ["experts are left as they are; like this"]
@@ -217,8 +217,8 @@ def test_what_stays_as_it_is_is_told():
     assert line.startswith("x_proj, dt_proj, out_proj cannot have an adapter")
 
 
-def test_an_expert_that_all_tokens_share_is_no_router():
-    """Also one as wide as there are experts, as in Qwen3-Next-80B."""
+def test_a_shared_expert_is_not_a_router():
+    """Even if its width equals the number of experts, as in Qwen3-Next-80B."""
     block = decoder_layers(tiny("Qwen3Next", num_experts=32))[0]
     names = {matrix.path for matrix in matrices(block)}
     assert {f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")} < names
@@ -269,11 +269,11 @@ def test_gradient_checkpointing_changes_nothing_for_experts():
     assert all(torch.allclose(grad, grads[1][name], rtol=1e-4, atol=1e-6) for name, grad in grads[0].items())
 
 
-# -- where it starts ---------------------------------------------------------------------------------------------------
+# -- initialisation ----------------------------------------------------------------------------------------------------
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["Phi3", "GPTNeoX", "Mixtral", "GptOss", "Qwen3Next"])
-def test_an_adapter_of_full_rank_from_the_error_is_the_teacher(kind):
-    """Fused projections, experts in either order, layers smaller than the rank."""
+def test_a_full_rank_adapter_fitted_to_the_error_gives_the_teacher(kind):
+    """Fused projections, experts in either layout, layers smaller than the rank."""
     base = tiny(kind)
     student = student_of(base)
     moe = any(matrix.is_experts for matrix in matrices(decoder_layers(base)[0]))
@@ -284,7 +284,7 @@ def test_an_adapter_of_full_rank_from_the_error_is_the_teacher(kind):
 
 
 @torch.no_grad()
-def test_what_is_not_quantised_starts_from_nothing():
+def test_the_adapter_of_an_unquantised_layer_starts_at_zero():
     base = tiny("Mixtral")
     student = quantize(copy.deepcopy(base), StudentSpec("int4/tensor", "none"))
     initialise(student)

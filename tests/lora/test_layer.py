@@ -1,4 +1,4 @@
-"""A LoRA layer in one step: what PEFT's own layer computes."""
+"""A LoRA layer in one step computes the same as PEFT's own layer."""
 
 import copy
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from qat_lora.lora.layer import OneStep, in_one_step
 
 
 class Two(nn.Module):
-    """Two linear layers, one with a bias, one after the other."""
+    """Two linear layers in sequence, the first with a bias."""
 
     config = SimpleNamespace(model_type="two", to_dict=dict)
 
@@ -27,7 +27,7 @@ class Two(nn.Module):
 
 
 def pair(dropout: float = 0.0, **config) -> list[nn.Module]:
-    """PEFT's own, and the same in one step."""
+    """PEFT's own layers, and the same in one step."""
     torch.manual_seed(0)
     own = get_peft_model(Two(), LoraConfig(r=3, lora_alpha=6, target_modules=["first", "second"], **config))
     for name, p in own.named_parameters():
@@ -54,13 +54,13 @@ def results(model: nn.Module, bf16: bool = False, ahead: bool = True) -> list[to
 
 @pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_values_and_gradients_are_pefts(dropout, ahead):
+def test_values_and_gradients_equal_pefts(dropout, ahead):
     own, ours = pair(dropout)
     assert sum(isinstance(module, OneStep) for module in ours.modules()) == 2
     torch.testing.assert_close(results(ours, ahead=ahead), results(own, ahead=ahead))
 
 
-def test_in_bf16_it_is_no_further_from_fp32_than_pefts():
+def test_its_bf16_error_is_no_larger_than_pefts():
     own, ours = pair()
     exact = results(copy.deepcopy(own))
     theirs, mine = (
@@ -69,14 +69,14 @@ def test_in_bf16_it_is_no_further_from_fp32_than_pefts():
     assert max(mine) < 1.5 * max(theirs) < 0.05
 
 
-def test_nothing_else_gets_a_gradient_and_the_state_is_pefts():
+def test_only_the_adapter_gets_a_gradient_and_the_state_equals_pefts():
     own, ours = pair()
     results(ours)
     assert all(("lora_" in name) == (p.grad is not None) for name, p in ours.named_parameters())
     assert ours.state_dict().keys() == own.state_dict().keys()
 
 
-def test_switched_off_merged_and_merged_away_it_is_pefts():
+def test_disabled_merged_and_unloaded_it_equals_pefts():
     own, ours = pair()
     x = torch.randn(3, 12)
     with own.disable_adapter(), ours.disable_adapter():
@@ -87,6 +87,6 @@ def test_switched_off_merged_and_merged_away_it_is_pefts():
     torch.testing.assert_close(ours.merge_and_unload()(x), own.merge_and_unload()(x), rtol=0, atol=0)
 
 
-def test_what_is_no_plain_product_stays_as_it_is():
+def test_a_layer_that_is_not_a_plain_product_is_unchanged():
     _, ours = pair(use_dora=True)
     assert not any(isinstance(module, OneStep) for module in ours.modules())

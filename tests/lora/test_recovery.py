@@ -1,4 +1,4 @@
-"""Recovery LoRA: the student stays as it is, the adapter learns through all of it and keeps its alpha in its file."""
+"""Recovery LoRA: the student is unchanged, gradients reach the adapter in every block, and its file keeps alpha."""
 
 import dataclasses
 import json
@@ -60,8 +60,8 @@ def lora_of(model, part=""):
     return {name: p for name, p in model.named_parameters() if f"lora_{part}" in name}
 
 
-# -- where it starts ---------------------------------------------------------------------------------------------------
-def test_low_rank_is_the_best_of_its_rank_under_the_moment():
+# -- initialisation ----------------------------------------------------------------------------------------------------
+def test_low_rank_is_optimal_under_the_moment():
     torch.manual_seed(0)
     error, x = torch.randn(12, 20), torch.randn(300, 20) @ torch.randn(20, 20)
     moment = x.T @ x / len(x)
@@ -73,13 +73,13 @@ def test_low_rank_is_the_best_of_its_rank_under_the_moment():
     u, s, vh = torch.linalg.svd(error @ x.T, full_matrices=False)
     assert lost(b @ a) == pytest.approx(float(s[3:].square().sum()) / (12 * 300), rel=1e-3), "Eckart–Young"
     u, s, vh = torch.linalg.svd(error)
-    assert lost(b @ a) < 0.95 * lost((u[:, :3] * s[:3]) @ vh[:3]), "the plain SVD does not know the inputs"
+    assert lost(b @ a) < 0.95 * lost((u[:, :3] * s[:3]) @ vh[:3]), "the plain SVD ignores the inputs"
     b, a = low_rank(error, moment, 12)
     torch.testing.assert_close(b @ a, error, rtol=1e-2, atol=1e-2)
 
 
 @torch.no_grad()
-def test_an_adapter_from_the_error_is_nearer_to_the_teacher_at_once(new_model, sharp_model_dir, data, backend):
+def test_an_adapter_fitted_to_the_error_starts_closer_to_the_teacher(new_model, sharp_model_dir, data, backend):
     base = load_model(str(sharp_model_dir))
     stream = batches(data[0], 4, 1, 0)
     calibration = [next(stream) for _ in range(8)]
@@ -109,7 +109,7 @@ def test_only_the_adapter_is_trainable(new_model):
 
 
 @pytest.mark.parametrize("projections", [("k",), ("gate", "up", "down"), PROJECTIONS])
-def test_targets_are_where_the_adapter_sits(new_model, projections):
+def test_the_adapter_is_on_its_targets(new_model, projections):
     names = {name.split(".lora_")[0].rpartition(".")[2] for name in lora_of(new_model(projections=projections))}
     assert names == {f"{p}_proj" for p in projections}
 
@@ -120,7 +120,7 @@ def test_unknown_targets_are_refused(new_model, projections):
         new_model(projections=projections)
 
 
-def test_the_seed_alone_decides_the_start(new_model):
+def test_initial_values_depend_only_on_the_seed(new_model):
     torch.manual_seed(5)
     first, state = lora_of(new_model(seed=1), "A"), torch.get_rng_state()
     torch.rand(100)
@@ -132,7 +132,7 @@ def test_the_seed_alone_decides_the_start(new_model):
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
-def test_it_recovers_and_leaves_the_student_alone(train, student_path, data, backend):
+def test_it_recovers_and_leaves_the_student_unchanged(train, student_path, data, backend):
     model, lines = train(dataclasses.replace(PLAN, steps=40))
     kl = [line["kl"] for line in lines]
     assert sum(kl[-10:]) < 0.85 * sum(kl[:10])
@@ -147,7 +147,7 @@ def test_it_recovers_and_leaves_the_student_alone(train, student_path, data, bac
 
 
 def test_gradients_reach_the_first_block(train):
-    """The original's base path was detached: blocks below the last learned from nothing."""
+    """The original's base path was detached, so blocks below the last got no gradient."""
     model, _ = train(dataclasses.replace(PLAN, steps=2))
     fresh = train(dataclasses.replace(PLAN, steps=0), name="fresh")[0]
     started = lora_of(fresh)
@@ -156,7 +156,7 @@ def test_gradients_reach_the_first_block(train):
 
 
 def test_anchor_is_the_student_without_its_adapter(new_model, data, backend):
-    """Whatever the adapter starts from."""
+    """Whatever the adapter's initial values."""
     model, cfg = new_model(), script("train_recovery_lora").Config(anchor_weight=1.0)
     plain = script("train_recovery_lora").make_anchor(cfg, model, data[0], backend).logits
     for p in lora_of(model).values():
@@ -176,7 +176,7 @@ def test_accumulation_equals_one_large_batch_with_an_anchor(train, backend):
         assert other["lr"] == one["lr"]
 
 
-def test_the_schedule_is_in_use_and_logged(train, backend, monkeypatch):
+def test_the_schedule_is_applied_and_logged(train, backend, monkeypatch):
     used, update = [], backend.update
     monkeypatch.setattr(backend, "update", lambda o, *rest: used.append(o.param_groups[0]["lr"]) or update(o, *rest))
     lines = train()[1]
@@ -194,8 +194,8 @@ def test_text_modes_learn_their_rows(train, tiny_tokenizer, mode):
     assert losses[-1] < 0.7 * losses[0] and "kl" not in lines[0]
 
 
-def test_completions_only_leaves_prompt_and_padding_out(train, new_model):
-    """Other tokens at positions of mask 0 that no kept position sees: the same loss and gradient."""
+def test_completions_only_ignores_prompt_and_padding(train, new_model):
+    """Changing masked tokens that no target position sees does not change loss or gradient."""
     tokens = torch.randint(1, 512, (4, 16), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     mask = torch.zeros(4, 16, dtype=torch.uint8)
     mask[:, 5:9] = 1
@@ -212,7 +212,7 @@ def test_completions_only_leaves_prompt_and_padding_out(train, new_model):
 
 
 # -- the anchor -------------------------------------------------------------------------------------------------------
-def test_the_anchor_starts_flat_and_grows_with_drift(new_model, backend):
+def test_the_anchor_has_no_gradient_at_first_and_grows_with_drift(new_model, backend):
     model, tokens = new_model(), torch.arange(1, 41).reshape(2, 20)
     anchor = Anchor.of(model, tokens, 3.0, backend)
     loss = anchor.loss(model)
@@ -231,8 +231,8 @@ def test_the_anchor_starts_flat_and_grows_with_drift(new_model, backend):
     assert values == sorted(values) and values[-1] > values[0] + 1e-3
 
 
-def test_the_anchor_holds_the_adapter_back(train, backend, data):
-    """The same updates of plain text, with and without: less divergence from what the student said before."""
+def test_the_anchor_reduces_drift(train, backend, data):
+    """The same updates on plain text with and without an anchor: with it, less divergence from the original student."""
     tokens = torch.stack([data[0][i]["tokens"] for i in range(4)])
     rows = TextDataset(Rows(tokens.int(), torch.ones(4, 32, dtype=torch.uint8)), completions_only=False)
 
@@ -256,7 +256,7 @@ def test_the_anchor_holds_the_adapter_back(train, backend, data):
 
 # -- the file ---------------------------------------------------------------------------------------------------------
 def test_a_saved_adapter_measures_the_same(student_path, data, backend, tmp_path):
-    """The original's perplexity ignored the saved alpha. Here it is 8 times the rank's, and counts."""
+    """The original's perplexity ignored the saved alpha. Here alpha is 8 times the rank and must be applied."""
     model = add_adapter(load_student(student_path)[0], 2, 16, ("q", "down"), 0)
     for p in lora_of(model, "B").values():
         p.data.normal_(generator=torch.Generator().manual_seed(0)).mul_(0.02)
@@ -274,8 +274,8 @@ def test_a_saved_adapter_measures_the_same(student_path, data, backend, tmp_path
     assert heldout_figures(model, data[1], backend, 4, 8)["heldout_kl"] != figures[1]["heldout_kl"]
 
 
-def test_an_adapter_of_another_student_or_changed_since_is_refused(student_path, new_model, tmp_path):
-    """Either would load, and give figures that look right."""
+def test_an_adapter_of_another_student_or_with_changes_is_refused(student_path, new_model, tmp_path):
+    """Either would load and give plausible figures."""
     folder, student = tmp_path / "adapter", load_student(student_path)[0]
     save_adapter(new_model(), folder, sha256(student_path))
     other = tmp_path / "other.pt"
@@ -285,7 +285,7 @@ def test_an_adapter_of_another_student_or_changed_since_is_refused(student_path,
             load_adapter(student, folder, checkpoint)
     config = folder / "adapter_config.json"
     config.write_text(config.read_text().replace('"lora_alpha": ', '"lora_alpha": 1'))
-    with pytest.raises(UserError, match="is not what training saved"):
+    with pytest.raises(UserError, match="has changed since training"):
         load_adapter(student, folder, student_path)
 
 
@@ -296,7 +296,7 @@ def test_the_config_of_an_adapter_does_not_depend_on_the_order_of_sets(new_model
     assert list(config) == sorted(config)
 
 
-def test_a_folder_is_replaced_whole(new_model, tmp_path):
+def test_a_folder_is_replaced_as_a_whole(new_model, tmp_path):
     folder = tmp_path / "adapter"
     save_adapter(new_model(rank=2), folder, "s")
     (folder / "stale").write_text("")
@@ -322,7 +322,7 @@ def test_restore_is_strict_about_the_adapter(new_model):
         restore(new_model(projections=("q",)), saved)
 
 
-def test_a_resumed_run_is_an_uninterrupted_one(new_model, make_session, data, backend, train, monkeypatch):
+def test_a_resumed_run_equals_an_uninterrupted_one(new_model, make_session, data, backend, train, monkeypatch):
     whole, lines = train(name="whole")
     first = make_session("run", backend, save=2)
     save = first._save
@@ -340,7 +340,7 @@ def test_a_resumed_run_is_an_uninterrupted_one(new_model, make_session, data, ba
     assert all(torch.equal(p, q) for p, q in zip(resumed.parameters(), whole.parameters()))
 
 
-def test_heldout_text_is_scored_as_the_training_text(new_model, backend):
+def test_heldout_text_is_scored_like_training_text(new_model, backend):
     rows = Rows(torch.arange(1, 65, dtype=torch.int32).view(4, 16), torch.ones(4, 16, dtype=torch.uint8))
     dataset = TextDataset(rows, completions_only=False)
     batch = next(batches(dataset, 4, 1, 0))
@@ -359,12 +359,12 @@ def test_dropout_drops_its_share_and_keeps_the_mean():
     assert float((out == 0).float().mean()) == pytest.approx(0.05, abs=1e-3)
     assert float(out.mean().detach()) == pytest.approx(1, abs=1e-3) and len(out.unique()) == 2
     out.sum().backward()
-    assert torch.equal(x.grad, out.detach()), "what is dropped learns nothing"
+    assert torch.equal(x.grad, out.detach()), "dropped values get no gradient"
     assert not torch.equal(layer(x), layer(x))
     assert layer.eval()(x) is x or torch.equal(layer(x), x)
 
 
-def test_a_dropout_of_the_adapter_is_ours_and_rslora_scales_by_the_root(sharp_model_dir):
+def test_the_adapter_uses_our_dropout_and_rslora_scales_by_the_root(sharp_model_dir):
     from qat_lora.lora.adapter import Dropout
 
     model = add_adapter(load_model(str(sharp_model_dir)), 4, 8, ("q", "down"), 0, dropout=0.1, rslora=True)

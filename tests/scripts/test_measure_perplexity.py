@@ -373,7 +373,7 @@ def test_bad_adapters(refusal, tiny_model_dir, tiny_tokenizer, tiny_adapter, tex
         return refusal("measure_perplexity", *flags)
 
     assert "no such folder" in said(tmp_path / "absent")
-    assert "is no PEFT folder: adapter_config.json or adapter_model.safetensors is missing" in said(text.parent)
+    assert "is not a PEFT folder: adapter_config.json or adapter_model.safetensors is missing" in said(text.parent)
 
     for file, words in (("adapter_model.safetensors", "is damaged"), ("adapter_config.json", "is damaged")):
         damaged = shutil.copytree(tiny_adapter, tmp_path / file)
