@@ -115,9 +115,9 @@ legal-cuda: setup ## the same for Qwen2.5-0.5B on every GPU (untested on hardwar
 
 ##@ Tests
 # One process a core, each with one thread; a file's tests share its fixtures and so stay in one process.
-PYTEST = $(PY) -m pytest -n auto --dist loadfile
+PYTEST = $(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder
 test-fast: setup ## the tests to run before each commit (2 minutes on two cores)
-	$(PYTEST) -m fast
+	$(PYTEST) -m "not slow and not peer and not zoo and not faults and not hosts"
 
 test: setup ## every test, as CI runs them (12 minutes on two cores)
 	$(PYTEST)

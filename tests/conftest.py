@@ -22,6 +22,29 @@ import torch
 torch.set_num_threads(1)
 
 
+# Files that start processes, compile for XLA or train for many seconds, the longest first: their tests have the marker
+# `slow`, which `make test-fast` leaves out, and are started before all others, so that no core is idle at the end.
+SLOW = (
+    "scripts/test_multi", "repo/test_notebook", "backend/test_xla_sft", "backend/test_launch", "backend/test_xla",
+    "scripts/test_pipeline", "scripts/test_train_cot_sft", "repo/test_law_notebook", "benchmarks/test_qat_quality",
+    "backend/test_xla_stories", "scripts/test_run_legal_assistant", "backend/test_rendezvous", "scripts/test_resuming",
+    "scripts/test_pretrain", "backend/test_xla_athena", "faults/test_faults", "scripts/test_bad_input",
+    "scripts/test_moved_models", "scripts/test_bad_run", "scripts/test_measure_perplexity", "backend/test_group",
+    "scripts/test_train_musclebob", "train/test_memory", "scripts/test_train_tinystories", "scripts/test_smoke_test",
+    "models/test_zoo_uses", "models/test_zoo_pipeline", "run/test_resumed_run", "run/test_rundir",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    folder = Path(__file__).parent
+    names = {item: str(item.path.relative_to(folder).with_suffix("")) for item in items}
+    for item in items:
+        if names[item] in SLOW:
+            item.add_marker(pytest.mark.slow)
+    places = {name: place for place, name in enumerate(SLOW)}
+    items.sort(key=lambda item: places.get(names[item], len(SLOW)))
+
+
 @pytest.fixture(autouse=True)
 def sigterm_as_before():
     """A training loop leaves its SIGTERM handler behind; undo that after each test."""
