@@ -187,6 +187,7 @@ from torch_xla.debug import metrics
 import torch
 value = torch.ones(3, device=torch_xla.device()) + 1
 qat_lora.xla_mark_step()
+torch_xla.core.xla_model.wait_device_ops()  # it runs beside Python; a busy machine may not have begun
 assert metrics.metric_data("ExecuteTime")[0] == 1
 """
 
