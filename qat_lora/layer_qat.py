@@ -1,7 +1,7 @@
-"""Layer-by-layer QAT: each block learns to answer, on quantised inputs, as it does in the full-precision model.
+"""Layer-by-layer QAT: each block learns to give its full-precision outputs on quantised inputs.
 
-The stage before end-to-end training: a block at a time, cheap in memory, and a far better start at 2 bits than any
-scale search (EfficientQAT's first phase, arXiv 2407.11062).
+The stage before end-to-end training: one block at a time, which needs little memory and initialises 2-bit students far
+better than any scale search (EfficientQAT's first phase, arXiv 2407.11062).
 """
 
 from collections.abc import Callable
@@ -25,8 +25,8 @@ from qat_lora.train.optimizer import new_optimizer
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """steps updates of one batch for each block; kd_weight: of a global distillation term, 0 leaves it out;
-    compensate: each block starts with GPTQ on the inputs that the trained blocks before it give."""
+    """steps: updates of one batch per block; kd_weight: weight of a global distillation term, 0 leaves it out;
+    compensate: apply GPTQ to each block before training it, on the outputs of the trained blocks before it."""
 
     steps: int
     learning_rate: float
@@ -38,10 +38,10 @@ class LayerPlan:
 def train_layers(student: nn.Module, batches: list[dict], plan: LayerPlan, session: Session):
     """Train the blocks of a placed student in order, on `batches` (dicts of tokens [B, L], all of one shape).
 
-    Loss: `relative_error` of what the block makes of the inputs that the trained blocks before it produce, to what the
-    same block answers in the full-precision model: it learns to undo their errors too. With kd_weight, plus that weight
-    times the cached distillation loss of the whole model, the later blocks in full precision (batches then carry index,
-    prob and mask). Each of several workers has batches of its own, and all train as on one larger batch.
+    Loss: `relative_error` of the block's outputs, given the outputs of the trained blocks before it, to its outputs in
+    the full-precision model: it learns to undo their errors too. With kd_weight, plus that weight times the cached
+    distillation loss of the whole model with later blocks in full precision (batches then need index, prob and mask).
+    Each worker has its own batches; together they train as on one larger batch.
     """
     layers = _Layers(student, batches, plan, session.backend)
     for step in session.steps("layers", len(layers.blocks) * plan.steps, layers.state, layers.load):
@@ -51,10 +51,10 @@ def train_layers(student: nn.Module, batches: list[dict], plan: LayerPlan, sessi
 
 
 class _Layers:
-    """The block in training, what it gets and what it is to answer.
+    """The block in training, its inputs and its targets.
 
-    inputs, targets: hidden states of every batch on the host: what the student's trained blocks make of it, and the
-    full-precision model's, as far as its block `known`.
+    inputs, targets: hidden states of every batch on the host: the outputs of the student's trained blocks, and those of
+    the full-precision model up to and including block `known`.
     """
 
     def __init__(self, student: nn.Module, batches: list[dict], plan: LayerPlan, backend: TorchBackend):
@@ -76,7 +76,7 @@ class _Layers:
         self.saved = trainer["optimizer"]
 
     def reach(self, block: int, inner: int) -> None:
-        """Go to a block's inner-th update (0-based); also walks a resumed run through the blocks that are done."""
+        """Advance to a block's inner-th update (0-based); also takes a resumed run through the finished blocks."""
         if not self.inputs:
             self._begin()
         while self.current < block:
@@ -94,7 +94,7 @@ class _Layers:
         return block_outputs(self.blocks[block], inputs, self.calls.block(block), self.backend)
 
     def _know(self, block: int) -> None:
-        """Let `targets` reach a block, as long as the blocks up to it are untrained."""
+        """Advance `targets` to a block; the blocks not yet passed must still be untrained."""
         while self.known < block:
             self.known += 1
             with unquantized(self.blocks[self.known]):
@@ -136,7 +136,7 @@ class _Layers:
 
 
 def _rest_of_model_loss(student, index: int, hidden: Tensor, answers: dict[type, int], batch: dict) -> Tensor:
-    """Cached distillation loss of the model from block `index` on, whose answer is `hidden`; later blocks in full
+    """Cached distillation loss of the model, given the output `hidden` of block `index`; later blocks in full
     precision."""
     layers = decoder_layers(student)
 
@@ -148,11 +148,11 @@ def _rest_of_model_loss(student, index: int, hidden: Tensor, answers: dict[type,
 
 
 def relative_error(answer: Tensor, wanted: Tensor) -> Tensor:
-    """Squared error of hidden states [B, L, H] at each position [B, L], relative to the larger one's square.
+    """Squared error of hidden states [B, L, H] at each position [B, L], relative to the larger squared norm.
 
-    Position by position, because the next block's norm sees each at its own size, and a mean over all would be ruled by
-    the few positions of massive activations; the larger one, because where only the answer is massive its error would
-    be thousands of times the target.
+    Per position, because the next block's norm rescales each position, and a mean over all would be dominated by the
+    few positions with massive activations. Relative to the larger norm, because where only the answer is massive the
+    error would be thousands of times the target.
     """
     size = torch.maximum(wanted.square().sum(-1), answer.detach().square().sum(-1))
     return (answer - wanted).square().sum(-1) / size
@@ -160,7 +160,7 @@ def relative_error(answer: Tensor, wanted: Tensor) -> Tensor:
 
 @contextmanager
 def _only_trainable(student: nn.Module, layer: nn.Module):
-    """Within this context only the parameters of `layer` take gradients."""
+    """Context in which only the parameters of `layer` get gradients."""
     before = {p: p.requires_grad for p in student.parameters()}
     for p in before:
         p.requires_grad_(False)

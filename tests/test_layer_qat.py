@@ -1,4 +1,4 @@
-"""Layer-wise QAT: each block learns the full-precision model's answers on quantised inputs, and nothing else moves."""
+"""Layer-wise QAT: each block learns its full-precision outputs on quantised inputs, and nothing else changes."""
 
 import dataclasses
 
@@ -54,17 +54,17 @@ def values_of(model):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def test_every_block_learns_and_the_model_with_them(train, new_student, data, backend):
+def test_every_block_and_the_whole_model_improve(train, new_student, data, backend):
     student, lines = train(dataclasses.replace(PLAN, steps=60))
     assert [line["block"] for line in lines] == [0] * 60 + [1] * 60
-    for block, bound in ((lines[:60], 0.75), (lines[60:], 0.8)):  # the second also starts from the first one's errors
+    for block, bound in ((lines[:60], 0.75), (lines[60:], 0.8)):  # the second one also corrects the first one's errors
         losses = [line["loss"] for line in block]
-        assert sum(losses[-10:]) < bound * sum(losses[:10]), "the last round over the ten batches against the first"
+        assert sum(losses[-10:]) < bound * sum(losses[:10]), "the last pass over the ten batches against the first"
     before, after = (heldout_figures(s, data[1], backend, 4, 8)["heldout_kl"] for s in (new_student(), student))
     assert after < 0.82 * before
 
 
-def test_only_the_current_block_moves(new_student, make_session, data, backend, monkeypatch):
+def test_only_the_current_block_changes(new_student, make_session, data, backend, monkeypatch):
     student, seen = new_student(), []
     update = layer_qat._Layers.update
 
@@ -87,20 +87,20 @@ def test_only_the_current_block_moves(new_student, make_session, data, backend, 
     assert all(p.requires_grad for name, p in student.named_parameters() if "embed" not in name)
 
 
-def test_no_position_rules_the_loss():
+def test_no_position_dominates_the_loss():
     wanted = torch.ones(1, 4, 8)
     answer = wanted + torch.tensor([0.0, 0.5, 1000.0, -1001.0]).view(1, 4, 1)
     answer.requires_grad_()
     error = relative_error(answer, wanted)
     torch.testing.assert_close(error[0], torch.tensor([0.0, (0.5 / 1.5) ** 2, (1000 / 1001) ** 2, (1001 / 1000) ** 2]))
     error.sum().backward()
-    assert answer.grad[0, 0].abs().max() == 0, "nothing to learn where nothing is wrong"
+    assert answer.grad[0, 0].abs().max() == 0, "no gradient where there is no error"
     assert answer.grad[0, 2].norm() < answer.grad[0, 1].norm() and (answer.grad[0, 2] > 0).all()
 
 
-def test_targets_are_the_full_precision_models(new_student, make_session, data, backend):
-    """By hand for the first step of the second block, with HF's own hidden states: input from the student, whose first
-    block is trained by then; target from the original model, no block of which is quantised."""
+def test_targets_come_from_the_full_precision_model(new_student, make_session, data, backend):
+    """The first update of the second block by hand: its input comes from the student, whose first block is trained by
+    then, and its target from the original model, with no block quantised."""
     student, original, session = new_student(), new_student(), make_session("run", backend)
     train_layers(student, data[0], dataclasses.replace(PLAN, steps=3), session)
     tokens = data[0][0]["tokens"]
@@ -120,7 +120,7 @@ def test_targets_are_the_full_precision_models(new_student, make_session, data, 
 
 
 @torch.no_grad()
-def test_blocks_one_by_one_are_the_model(new_student, data, backend):
+def test_blocks_one_by_one_equal_the_model(new_student, data, backend):
     student = new_student()
     tokens = data[0][0]["tokens"]
     hidden, calls = first_inputs(student, [{"tokens": tokens}], backend)
@@ -129,8 +129,8 @@ def test_blocks_one_by_one_are_the_model(new_student, data, backend):
     torch.testing.assert_close(student.lm_head(student.model.norm(hidden[0])), student(tokens).logits)
 
 
-def test_a_distillation_term_counts(train):
-    """Its weight changes the loss by the rest of the model's cross-entropy, and then the result."""
+def test_a_distillation_term_has_an_effect(train):
+    """It adds the cross-entropy of the rest of the model to the loss, and changes the result."""
     student, lines = train(dataclasses.replace(PLAN, steps=2))
     guided, with_term = train(dataclasses.replace(PLAN, steps=2, kd_weight=0.5), "kd")
     assert with_term[0]["loss"] > lines[0]["loss"] + 0.5
@@ -138,7 +138,7 @@ def test_a_distillation_term_counts(train):
 
 
 def test_the_distillation_term_by_hand(train, new_student, data):
-    """The first block quantised, the second in full precision, the whole of the cached loss."""
+    """The first block quantised, the second in full precision, the whole cached loss."""
     plain, guided = (train(dataclasses.replace(PLAN, steps=1, kd_weight=w), str(w))[1][0]["loss"] for w in (0, 0.5))
     student = new_student()
     batch = {key: value for key, value in data[0][0].items() if key != "total"}
@@ -146,16 +146,16 @@ def test_the_distillation_term_by_hand(train, new_student, data):
         assert guided - plain == pytest.approx(0.5 * float(kd_loss(student, batch)), rel=1e-4)
 
 
-def test_the_learning_rate_starts_anew_for_every_block(train):
+def test_the_learning_rate_restarts_for_every_block(train):
     _, lines = train(dataclasses.replace(PLAN, steps=4))
     rates = [line["lr"] for line in lines]
     assert rates[:4] == rates[4:] and rates[0] == PLAN.learning_rate
-    assert rates[:4] == sorted(set(rates), reverse=True), "falling all the way"
+    assert rates[:4] == sorted(set(rates), reverse=True), "strictly decreasing"
 
 
 @pytest.mark.parametrize("stop", [2, 3, 4, 5])
-def test_a_resumed_run_is_an_uninterrupted_one(new_student, make_session, data, backend, monkeypatch, stop):
-    """Three updates a block, killed after the checkpoint of update `stop`: within a block and between two."""
+def test_a_resumed_run_equals_an_uninterrupted_one(new_student, make_session, data, backend, monkeypatch, stop):
+    """Three updates per block, killed after the checkpoint of update `stop`: within a block and between two."""
     plan = dataclasses.replace(PLAN, steps=3)
     whole, session = new_student(), make_session("whole", backend)
     train_layers(whole, data[0], plan, session)

@@ -112,7 +112,9 @@ def _check_config(folder: Path, config: dict) -> None:
     would be missing from an export, or applied twice."""
     if config.get("peft_type") != "LORA" or config.get("task_type") not in (None, "CAUSAL_LM"):
         kind, task = config.get("peft_type"), config.get("task_type")
-        raise UserError(f"adapter {folder}: peft_type {kind} with task_type {task} is not supported; use a causal LoRA")
+        raise UserError(
+            f"adapter {folder}: peft_type {kind} with task_type {task} is not supported; use a LoRA with CAUSAL_LM"
+        )
     alpha, start = config.get("lora_alpha", 8), config.get("init_lora_weights", True)
     if not isinstance(alpha, int | float) or not math.isfinite(alpha) or alpha == 0:
         raise UserError(f"adapter {folder}: lora_alpha {alpha} must be a finite number other than 0; correct it")

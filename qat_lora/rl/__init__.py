@@ -1,5 +1,5 @@
-"""Reinforcement learning: GRPO on static shapes."""
+"""Reinforcement learning: GRPO with static shapes."""
 
-# The choices of two options, here so that --help need not import torch.
-REDUCTIONS = ("grpo", "bnpo", "dr_grpo", "dapo")  # how the losses of tokens become one
-SCALES = ("group", "batch", "none")  # what advantages are divided by the spread of
+# The choices of two options, defined here so that --help need not import torch.
+REDUCTIONS = ("grpo", "bnpo", "dr_grpo", "dapo")  # how token losses are averaged
+SCALES = ("group", "batch", "none")  # whose standard deviation advantages are divided by

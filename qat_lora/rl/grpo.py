@@ -18,15 +18,14 @@ from qat_lora.run.session import Session
 from qat_lora.train.loop import Plan, Stage, StageState
 from qat_lora.train.optimizer import new_optimizer
 
-# judge(question, answer's tokens, ended) → its reward, and further figures to log, such as the reward's parts
+# judge(question, answer's tokens, ended) → its reward, and more figures to log, e.g. the parts of the reward
 Judge = Callable[[int, list[int], bool], tuple[float, dict[str, float]]]
 
 
 @dataclass(frozen=True)
 class GRPOPlan(Plan):
     """batch_size counts prompts, each with `group` completions of at most `length` tokens that end with one of `ends`.
-    scale: see `group_advantages`. shuffled: a control in which a group's advantages are dealt out to its answers at
-    random."""
+    scale: see `group_advantages`. shuffled: a control that assigns a group's advantages to its answers at random."""
 
     group: int
     length: int
@@ -55,8 +54,8 @@ class PromptDataset(Dataset):
 
 @dataclass(frozen=True)
 class Part:
-    """A micro-batch of judged answers: prompts [P], completions and advantages [P, G], mask [P, G, C] of the tokens
-    that count, and their number in all parts of the update."""
+    """A micro-batch of judged answers: prompts [P], completions and advantages [P, G], mask [P, G, C] of the target
+    tokens, and their number in all parts of the update."""
 
     prompts: Prompts
     completions: Completions
@@ -67,8 +66,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """The judged answers of one update. parts: none where no prompt's answers differ in reward, for then nothing can be
-    learned; where shapes may differ, prompts whose answers all have the same reward are left out of them."""
+    """The judged answers of one update. parts: empty if no prompt has answers with different rewards, since nothing can
+    be learned then; unless shapes are static, prompts whose answers all have the same reward are left out."""
 
     parts: list[Part]
     metrics: dict[str, float | Total]
@@ -77,7 +76,7 @@ class Rollouts:
 def roll_out(
     model: nn.Module, batches: Iterable[dict], judge: Judge, plan: GRPOPlan, backend: TorchBackend
 ) -> Rollouts:
-    """Answer one update's prompts and judge the answers, on the host."""
+    """Generate answers to one update's prompts and judge them on the host."""
     model.eval()
     prompts, completions, rewards, logged = [], [], [], []
     for batch in batches:
@@ -106,7 +105,7 @@ def roll_out(
 
 
 def _parts(parts: Iterable[tuple[Prompts, Completions, Tensor, Tensor]], static_shapes: bool) -> list[Part]:
-    """Micro-batches of prompts, completions, advantages [P, G] and which prompts [P] tell answers apart."""
+    """Micro-batches from prompts, completions, advantages [P, G] and which prompts [P] have differing rewards."""
     if not static_shapes:
         parts = [(_rows(p, told), _rows(done, told), a[told], told[told]) for p, done, a, told in parts if told.any()]
     parts = list(parts)
@@ -120,7 +119,7 @@ def _rows(tensors, kept: Tensor):
 
 
 def judge_all(judge: Judge, numbers: list[int], done: Completions, backend: TorchBackend) -> list[list[tuple]]:
-    """judge's verdict on every completion of every prompt, with its length, whether it was cut off, and the entropy."""
+    """The judge's verdict on every completion of every prompt, with its length, whether it was cut off, its entropy."""
     placed = [done.tokens, done.mask.sum(2), done.ended, done.entropy.sum(2)]
     verdicts = []
     for number, *group in zip(numbers, *(t.tolist() for t in backend.to_host(placed))):
@@ -135,8 +134,8 @@ def judge_all(judge: Judge, numbers: list[int], done: Completions, backend: Torc
 def policy_loss(
     model: nn.Module, reference: nn.Module | None, part: Part, plan: GRPOPlan, backend: TorchBackend
 ) -> tuple[Tensor, dict[str, Share]]:
-    """A part's share of the update's loss, and its metrics. reference: the placed, frozen model that the KL is taken
-    to; None where the plan's beta is 0."""
+    """A part's share of the update's loss, and its metrics. reference: the placed, frozen reference model of the KL;
+    None if the plan's beta is 0."""
     prompts, done, temperature = part.prompts, part.completions, plan.sampling.temperature
     with backend.autocast():
         logp = log_probs(model, prompts, done.tokens, temperature).flatten(0, 1)
@@ -157,8 +156,8 @@ def policy_loss(
 def grpo_stage(
     model: nn.Module, train: PromptDataset, plan: GRPOPlan, session: Session, evaluate: Callable[[int], dict]
 ) -> Stage:
-    """A stage that trains what a placed model leaves trainable, one update for each rollout. Its batches stay on the
-    host, where answers are judged."""
+    """A stage that trains a placed model's trainable parameters, one update per rollout. Its batches stay on the host,
+    where answers are judged."""
     optimizer = new_optimizer(parameter_groups(model, plan.learning_rate, plan.learning_rate), session.backend)
 
     def stream(first: int) -> Iterator[dict]:

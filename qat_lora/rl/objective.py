@@ -1,7 +1,7 @@
-"""Group-relative policy optimisation: what a reward is worth in its group, and the clipped loss that follows.
+"""Group-relative policy optimisation: advantages within a group, and the clipped loss.
 
-GRPO: arXiv 2402.03300. Without bias by length or spread: dr_grpo, 2503.20783. By tokens of the whole batch, with more
-room above the clip: dapo, 2503.14476. Loss and gradient equal TRL's (tests/peers/test_trl.py).
+GRPO: arXiv 2402.03300. dr_grpo, without length and spread bias: 2503.20783. dapo, averaged over all tokens of the
+batch, with a higher upper clip: 2503.14476. Loss and gradient equal TRL's (tests/peers/test_trl.py).
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ EPS = 1e-4  # added to a standard deviation, as TRL does
 
 @dataclass(frozen=True)
 class Objective:
-    """What a policy's tokens are judged by.
+    """The settings of the GRPO loss.
 
-    reduction: how token losses are put together, see `token_weights`. The ratio to the sampling policy is clipped to
+    reduction: how token losses are averaged, see `token_weights`. The ratio to the sampling policy is clipped to
     [1 − clip_low, 1 + clip_high]. beta: weight of the KL to the reference; 0 needs no reference.
     """
 
@@ -38,16 +38,16 @@ class Objective:
 
 
 def group_advantages(rewards: Tensor, scale: str = "group") -> tuple[Tensor, Tensor]:
-    """Advantages [P, G] of rewards [P, G] over their prompt's mean, and which prompts [P] tell answers apart.
+    """Advantages [P, G]: rewards [P, G] minus their prompt's mean; and which prompts [P] have differing rewards.
 
     scale: divide by the group's unbiased standard deviation ("group"), by that of the whole batch ("batch") or not at
-    all ("none"). A group whose rewards are equal teaches nothing: its advantages are 0, and it is to be left out.
-    Raises UserError for fewer than two answers a prompt.
+    all ("none"). Nothing can be learned from a group with equal rewards: its advantages are 0, and it should be left
+    out. Raises UserError for fewer than two answers per prompt.
     """
     if scale not in SCALES:
         raise UserError(f"--scale-rewards {scale!r} is not one of {', '.join(SCALES)}")
     if rewards.shape[1] < 2:
-        raise UserError(f"{rewards.shape[1]} answer for a prompt has nothing to be compared with; use 2 or more")
+        raise UserError(f"{rewards.shape[1]} answer for a prompt cannot be compared with any other; use 2 or more")
     centred = rewards - rewards.mean(1, keepdim=True)
     informative = rewards.amax(1) > rewards.amin(1)
     if scale == "group":
@@ -60,12 +60,12 @@ def group_advantages(rewards: Tensor, scale: str = "group") -> tuple[Tensor, Ten
 def token_weights(
     mask: Tensor, reduction: str, sequences: int, tokens: Tensor, longest: int, micro_batches: int = 1
 ) -> Tensor:
-    """What each token's loss counts for, [B, T], so that shares of micro-batches add up to the loss of an update.
+    """The weight of each token's loss, [B, T], such that the losses of micro-batches add up to that of an update.
 
-    mask [B, T]: 1. at a completion's tokens, its end included. sequences, tokens: how many there are in the whole
-    update of `micro_batches`, masked rows counted as sequences; longest: how many tokens a completion may have. grpo:
-    the mean over sequences of each one's mean. bnpo: the mean over micro-batches of the mean over their tokens. dapo:
-    the mean over the tokens of the update. dr_grpo: the sum over sequences · longest.
+    mask [B, T]: 1. at a completion's tokens, including its end. sequences, tokens: their numbers in the whole update of
+    `micro_batches`, masked rows counted as sequences; longest: the maximum number of tokens in a completion. grpo: the
+    mean over sequences of each one's mean. bnpo: the mean over micro-batches of the mean over their tokens. dapo: the
+    mean over the tokens of the update. dr_grpo: the sum divided by sequences · longest.
     """
     if reduction == "grpo":
         return mask / mask.sum(1, keepdim=True).clamp(min=1) / sequences
@@ -82,7 +82,7 @@ def grpo_loss(
     """−min(ρA, clip(ρ)A) + β·KL of every token, ρ = e^(logp − old), weighted and summed.
 
     logp, old, reference [B, T]: log-probabilities of the sampled tokens under the policy, the policy that sampled them
-    (logp.detach() where it is the same one) and the reference (None where beta is 0); advantages [B]; weights [B, T] of
+    (logp.detach() if it is the same one) and the reference (None if beta is 0); advantages [B]; weights [B, T] from
     `token_weights`.
     """
     advantages, ratio = advantages.unsqueeze(1), (logp - old).exp()
@@ -94,7 +94,7 @@ def grpo_loss(
 
 
 def k3(logp: Tensor, reference: Tensor) -> Tensor:
-    """e^(reference − logp) − (reference − logp) − 1: for tokens drawn from the policy an unbiased estimate of its
-    KL(policy‖reference), never negative (Schulman 2020)."""
+    """e^(reference − logp) − (reference − logp) − 1: for tokens drawn from the policy, an unbiased and non-negative
+    estimate of KL(policy‖reference) (Schulman 2020)."""
     gap = reference - logp
     return gap.exp() - gap - 1

@@ -14,14 +14,14 @@ from qat_lora.train.losses import token_log_probs
 
 @dataclass(frozen=True)
 class Prompts:
-    """tokens [P, L], left-padded; mask [P, L], 1 at the prompt's own."""
+    """tokens [P, L], left-padded; mask [P, L], 1 at the prompt's own tokens."""
 
     tokens: Tensor
     mask: Tensor
 
     @classmethod
     def of(cls, texts: list[list[int]], length: int, pad: int) -> "Prompts":
-        """Prompts of one length. Raises UserError for one that is longer or empty."""
+        """Prompts padded to one length. Raises UserError for one that is longer or empty."""
         for ids in texts:
             if not ids:
                 raise UserError("a prompt is empty; remove it")
@@ -31,7 +31,7 @@ class Prompts:
         return cls(tokens, torch.tensor([[0] * (length - len(ids)) + [1] * len(ids) for ids in texts]).bool())
 
     def positions(self) -> Tensor:
-        """Position of each token in its prompt [P, L]; of padding 0."""
+        """Position of each token in its prompt [P, L]; 0 for padding."""
         return (self.mask.long().cumsum(1) - 1).clamp(min=0)
 
     def lengths(self) -> Tensor:
@@ -41,7 +41,7 @@ class Prompts:
 def log_probs(model: nn.Module, prompts: Prompts, completions: Tensor, temperature: float = 1.0) -> Tensor:
     """Log-probability of every completion token, [P, G, C].
 
-    completions [P, G, C]: G of each prompt, filled up to C with anything; temperature: what the logits are divided by.
+    completions [P, G, C]: G for each prompt, padded to C with any token; temperature: divisor of the logits.
     """
     before = (_together if packs(model) else _apart)(model, prompts, completions)
     logp = token_log_probs(before.flatten(0, 2), head_of(model), completions.reshape(-1), temperature)
@@ -50,7 +50,7 @@ def log_probs(model: nn.Module, prompts: Prompts, completions: Tensor, temperatu
 
 def _together(model: nn.Module, prompts: Prompts, completions: Tensor) -> Tensor:
     """The hidden states [P, G, C, H] from which completion tokens are predicted. A prompt and its G completions are one
-    row of L + G·C tokens in which each completion sees its prompt and itself, so that a prompt is computed once."""
+    row of L + G·C tokens in which each completion sees only its prompt and itself, so a prompt is computed once."""
     group, width = completions.shape[1:]
     length = prompts.tokens.shape[1]
     tokens = torch.cat([prompts.tokens, completions.flatten(1)], 1)
@@ -64,8 +64,8 @@ def _together(model: nn.Module, prompts: Prompts, completions: Tensor) -> Tensor
 
 
 def _apart(model: nn.Module, prompts: Prompts, completions: Tensor) -> Tensor:
-    """The same for a model that cannot keep completions apart in one row: each has a row of its own that begins with
-    its prompt, and what fills it up comes last."""
+    """The same for a model that cannot keep completions apart in one row: each completion has its own row, which begins
+    with its prompt and is padded at the end."""
     count, group, width = completions.shape
     length = prompts.tokens.shape[1]
     rows = torch.cat([prompts.tokens.repeat_interleave(group, 0), completions.flatten(0, 1)], 1)
@@ -77,7 +77,7 @@ def _apart(model: nn.Module, prompts: Prompts, completions: Tensor) -> Tensor:
 
 
 def _visible(prompt: Tensor, group: int, width: int) -> Tensor:
-    """What sees what in rows of a prompt and its completions: bool [P, L + G·C, L + G·C]."""
+    """Attention mask of rows that hold a prompt and its completions: bool [P, L + G·C, L + G·C]."""
     length = prompt.shape[1]
     place = torch.arange(length + group * width, device=prompt.device)
     owner = torch.where(place < length, 0, (place - length) // width + 1)  # 0: the prompt

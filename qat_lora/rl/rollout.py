@@ -1,5 +1,5 @@
-"""Completions sampled on fixed shapes. On XLA three graphs in all: the prompts with their first token, every next
-token, and what comes of them."""
+"""Sampling of completions with static shapes. On XLA there are three graphs in all: the prompts with their first token,
+every further token, and the result."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,12 +27,12 @@ from qat_lora.models.generate import LEAST
 from qat_lora.quant.student import head_of
 from qat_lora.rl.policy import Prompts, log_probs
 
-STOP_EVERY = 16  # tokens between looks at whether every completion has ended: a look waits for the device
+STOP_EVERY = 16  # tokens between checks whether every completion has ended: a check waits for the device
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a next token is drawn. temperature 0: the most probable one. top_k 0 and top_p 1 leave nothing out."""
+    """How the next token is drawn. temperature 0: take the most probable one. top_k 0, top_p 1: no restriction."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -40,19 +40,19 @@ class Sampling:
 
     def __post_init__(self):
         if self.temperature and not self.temperature >= LEAST:
-            raise UserError(f"temperature {self.temperature} is below {LEAST:g}; 0 draws the most probable token")
+            raise UserError(f"temperature {self.temperature} is below {LEAST:g}; use 0 for the most probable token")
         if self.top_k < 0:
-            raise UserError(f"top-k {self.top_k} must not be negative; 0 leaves nothing out")
+            raise UserError(f"top-k {self.top_k} must not be negative; use 0 for no restriction")
         if not LEAST <= self.top_p <= 1:
-            raise UserError(f"top-p {self.top_p} is outside [{LEAST:g}, 1]; 1 leaves nothing out")
+            raise UserError(f"top-p {self.top_p} is outside [{LEAST:g}, 1]; use 1 for no restriction")
 
 
 @dataclass(frozen=True)
 class Completions:
-    """tokens [P, G, C], after an end filled with it; mask [P, G, C], 1 up to and with the end; logp [P, G, C], of each
-    token under softmax(logits / temperature), whatever top_k and top_p left out, and entropy [P, G, C] of that
-    distribution, 0 after the end; ended [P, G]. C is what was asked for on XLA, elsewhere the length of the longest:
-    nothing is to be computed after it."""
+    """tokens [P, G, C], padded with an end token; mask [P, G, C], 1 up to and including the end; logp [P, G, C] of each
+    token under softmax(logits / temperature), regardless of top_k and top_p, and entropy [P, G, C] of that
+    distribution, both 0 after the end; ended [P, G]. C is the requested length on XLA and elsewhere that of the longest
+    completion, so that nothing is computed beyond it."""
 
     tokens: Tensor
     mask: Tensor
@@ -79,7 +79,7 @@ def rollout(
     stop = torch.tensor(list(ends), device=prompts.tokens.device)
     with backend.autocast():
         head = head_of(model)
-        head = head.cast(compute_dtype(head.weight))  # once: autocast would do so for every token
+        head = head.cast(compute_dtype(head.weight))  # once: autocast would cast it for every token
         reader = (_OwnCache if is_recurrent(model) else _Slots)(model, prompts, group, length)
         logits = head.logits(reader.first().to(head.weight.dtype)).repeat_interleave(group, 0)
 
@@ -113,9 +113,11 @@ def rollout(
 
 @torch.no_grad()
 def check_answers(model: nn.Module, static_shapes: bool, with_values: bool = True) -> None:
-    """Raise UserError unless a model on the CPU can be sampled from, where shapes are static or not, and unless what it
-    says of its answers here, while it samples and afterwards, is what its own forward pass says. with_values False: a
-    model without weights, of which only the first can be told."""
+    """Raise UserError unless a model on the CPU can be sampled from, with static shapes or not, and its answers'
+    log-probabilities, both while sampling and scored afterwards, equal those of its own forward pass.
+
+    with_values False: the model has no weights, so only static shapes are checked.
+    """
     if is_recurrent(model) and static_shapes:
         raise UserError(
             f"model type {model_type(model)!r} carries a state from token to token, so on XLA every new token would "
@@ -141,7 +143,7 @@ def check_answers(model: nn.Module, static_shapes: bool, with_values: bool = Tru
     except FAULTS as error:
         reason = f"sampling two test prompts failed ({shorten(first_line(error), 120)})"
         if isinstance(getattr(error, "obj", None), _Slots | DynamicCache):
-            reason = f"its cache here lacks {error.name}"
+            reason = f"the cache used here lacks {error.name}"
         raise _no_answers(model, reason) from error
     gap, largest = (float(torch.stack(values).max()) for values in (gaps, sizes))
     if not gap <= 2 * CLOSE * max(1.0, largest):
@@ -154,7 +156,7 @@ def _no_answers(model: nn.Module, reason: str) -> UserError:
 
 def draw(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
     """A token [B] from each row of logits [B, V], its log-probability [B] under softmax(logits / temperature), and the
-    entropy [B] of that.
+    entropy [B] of that distribution.
 
     Gumbel-argmax: no multinomial, which XLA would run on the host.
     """
@@ -169,7 +171,7 @@ def draw(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
         kept = kept.masked_fill(kept < least, -torch.inf)
     if sampling.top_p < 1:
         ordered = kept.softmax(1).sort(1, descending=True).values
-        inside = ordered.cumsum(1) - ordered < sampling.top_p  # with the one that crosses the share
+        inside = ordered.cumsum(1) - ordered < sampling.top_p  # including the one that crosses it
         least = ordered.masked_fill(~inside, torch.inf).amin(1, keepdim=True)
         kept = kept.masked_fill(kept.softmax(1) < least, -torch.inf)
     waiting = -torch.rand_like(logp).clamp(min=1e-30).log()  # exponential; minus its log is a Gumbel variable
@@ -178,9 +180,9 @@ def draw(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Slots:
-    """Reads prompts and then `group` completions of each, token by token, with the keys and values of every layer, [B,
-    heads, slots, D], written at `slot`, a device tensor: the next token is the same graph as the last one. To a model
-    it is its cache."""
+    """Processes prompts and then `group` completions of each, token by token, acting as the model's cache. The keys and
+    values of every layer, [B, heads, slots, D], are written at `slot`, a device tensor, so that every further token
+    uses the same graph."""
 
     is_compileable = False
 
@@ -206,14 +208,14 @@ class _Slots:
         return hidden
 
     def next(self, token: Tensor, step: Tensor) -> Tensor:
-        """Last hidden states [P·G, H] after one more token [P·G] of each completion, its step-th (a device tensor
-        [1])."""
+        """Last hidden states [P·G, H] after one more token [P·G] of each completion; step: its index, a device tensor
+        [1]."""
         self.slot = self.prompts.tokens.shape[1] + step
         self.visible = self.visible.index_fill(1, self.slot, True)
         layout = Layout(self.visible.unsqueeze(1), self.positions.index_select(1, self.slot), self.positions)
         return hidden_states(self.model, token.unsqueeze(1), layout, self)[:, -1]
 
-    # What a model asks of its cache. How long it is does not matter: the layout makes the masks.
+    # The cache interface that models use. Its length does not matter, since the layout defines the masks.
     def update(self, key: Tensor, value: Tensor, layer: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
         if self.slot is None:
             self.layers[layer] = [key, value]
@@ -234,8 +236,8 @@ class _Slots:
 
 
 class _OwnCache:
-    """Reads as `_Slots` does, with the cache that the model brings: for blocks that carry a state, not keys and values.
-    It grows token by token, so it is not for XLA."""
+    """Like `_Slots`, but with the model's own cache, for blocks that carry a state instead of keys and values. It grows
+    token by token, so it is not for XLA."""
 
     def __init__(self, model: nn.Module, prompts: Prompts, group: int, length: int):
         self.model, self.prompts, self.cache = model, prompts, own_cache(model)
@@ -256,6 +258,6 @@ class _OwnCache:
 
 
 def _until_end(tokens: Tensor, stop: Tensor, steps: Tensor) -> Tensor:
-    """Which of tokens [R, length] belong to a completion: those up to its first end, of the `steps` that were drawn."""
+    """Which of tokens [R, length] belong to a completion: those up to its first end, among the `steps` drawn."""
     is_end = (tokens.unsqueeze(2) == stop).any(2).long()
     return (is_end.cumsum(1) - is_end == 0) & (torch.arange(tokens.shape[1], device=stop.device) < steps)

@@ -1,4 +1,4 @@
-"""Answers to many conversations at once, sampled on one shape."""
+"""Sampling answers to many conversations at once, with one static shape."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,8 +19,8 @@ GREEDY = Sampling(temperature=0.0)
 
 @dataclass(frozen=True)
 class Sampler:
-    """Asks about `rows` answers at a time, as prompts of `prompt_length` tokens with an answer of at most `length`: one
-    shape, so that on XLA its graphs are compiled at the first time and never again."""
+    """Generates about `rows` answers at a time, from prompts of `prompt_length` tokens, each with an answer of at most
+    `length`: one shape, so that on XLA its graphs are compiled only once."""
 
     tokenizer: object
     backend: TorchBackend
@@ -31,12 +31,12 @@ class Sampler:
     thinks: bool = False  # whether the chat template renders with thinking on
 
     def encode(self, talks: Sequence[Sequence[dict]]) -> Prompts:
-        """Conversations as the chat template renders them, ready for the assistant's answer. Raises UserError where the
+        """Conversations as the chat template renders them, ready for the assistant's answer. Raises UserError if the
         tokenizer has no template or a prompt does not fit."""
         return Prompts.of([self.prompt(talk) for talk in talks], self.prompt_length, self.tokenizer.eos_token_id)
 
     def prompt(self, talk: Sequence[dict]) -> list[int]:
-        """The tokens of one conversation, however many."""
+        """The tokens of one conversation, of any length."""
         text = render(list(talk), self.tokenizer, self.thinks, prompt=True)
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         check_ids(ids, self.tokenizer)
@@ -47,14 +47,14 @@ class Sampler:
         return opens_thought(self.tokenizer, self.thinks)
 
     def decode(self, tokens: list[int]) -> str:
-        """What was said after a thought, if there was one."""
+        """The text of an answer, without its thought if there is one."""
         return after_thought(self.tokenizer.decode(tokens, skip_special_tokens=True), self.opened)
 
     def generate(
         self, model: nn.Module, talks: Sequence[Sequence[dict]], samples: int, sampling: Sampling
     ) -> list[tuple[str, bool]]:
-        """`samples` answers to each conversation, one conversation after the other: what was said, and whether it came
-        to an end. Each worker asks its share of them, and all get all answers."""
+        """`samples` answers to each conversation, in order: the text, and whether it ended. Each worker generates its
+        share, and every worker gets all answers."""
         was_training = model.training
         model.eval()
         width, turns = self.turns(samples)
@@ -80,13 +80,13 @@ class Sampler:
         return [answer for at, answer in enumerate(answers) if at % (turns * width) < samples]
 
     def turns(self, samples: int) -> tuple[int, int]:
-        """How many answers to a question at a time, and how often, for at least `samples` of them."""
+        """How many answers to a conversation to generate at a time, and how many times, for at least `samples`."""
         width = min(samples, self.rows)
         return width, -(-samples // width)
 
     def batches(self, items: list, samples: int) -> Iterator[tuple[list, list]]:
-        """Items so many at a time that with `samples` answers to each there are about `rows`, and what to compute for
-        them: on XLA the last ones filled up to as many, so that there is one shape."""
+        """Batches of items such that `samples` answers to each give about `rows` answers, each with the items to
+        compute: on XLA the last batch is padded to full size, so that there is one shape."""
         size = max(1, self.rows // samples)
         for start in range(0, len(items), size):
             batch = items[start : start + size]
@@ -95,7 +95,7 @@ class Sampler:
 
 @contextmanager
 def own_randomness(backend: TorchBackend, seed: int) -> Iterator[None]:
-    """Draws that depend on nothing before, and on which nothing after depends."""
+    """Context with its own random stream: its draws neither depend on earlier ones nor influence later ones."""
     state = backend.rng_state()
     backend.seed(seed)
     try:

@@ -1,4 +1,4 @@
-"""GRPO learns what is rewarded and nothing else, in one piece or in several."""
+"""GRPO learns what is rewarded and nothing else, in one batch or in micro-batches, uninterrupted or resumed."""
 
 import json
 from dataclasses import replace
@@ -22,7 +22,7 @@ TEXTS = [[5, 6, 7, 8], [40, 41], [30, 31, 32], [9], [12, 13], [50, 51, 52, 53], 
 
 
 def judge(number: int, tokens: list[int], ended: bool) -> tuple[float, dict]:
-    """Worth by the share of tokens below 256."""
+    """The reward is the share of tokens below 256."""
     share = sum(token < 256 for token in tokens) / max(1, len(tokens))
     return share, {"share": share}
 
@@ -69,14 +69,14 @@ def gain(lines: list[dict]) -> float:
 
 
 # -- learning --------------------------------------------------------------------------------------------------------
-def test_what_is_rewarded_is_learned_and_the_controls_do_not_learn(train):
+def test_rewarded_behaviour_is_learned_and_controls_learn_nothing(train):
     steps = {"steps": 40, "learning_rate": 1e-2}
     assert gain(train("real", **steps)[1]) > 0.3
     assert gain(train("shuffled", shuffled=True, **steps)[1]) < 0.1
     assert abs(gain(train("still", steps=40, learning_rate=1e-12)[1])) < 0.1
 
 
-def test_figures_of_a_step(train):
+def test_metrics_of_an_update(train):
     _, lines = train(steps=3)
     wanted = {"reward", "reward_std", "zero_variance", "share", "completion_length", "clipped_ratio", "loss", "kl",
               "entropy", "grad_norm", "tokens", "lr"}  # fmt: skip
@@ -87,8 +87,8 @@ def test_figures_of_a_step(train):
     assert lines[2]["kl"] > 1e-6
 
 
-def test_groups_that_are_tied_teach_nothing(new_model, make_session, prompts, backend):
-    """Not even a pull to the reference: they are left out, and counted."""
+def test_tied_groups_change_nothing(new_model, make_session, prompts, backend):
+    """Not even through the KL to the reference: they are left out, and counted."""
     model, reference, session = new_model(), new_model().requires_grad_(False), make_session("run", backend)
     before = [p.clone() for p in model.parameters()]
     train_grpo(model, reference, prompts, lambda *_: (0.5, {}), make_plan(steps=2), session)
@@ -98,8 +98,8 @@ def test_groups_that_are_tied_teach_nothing(new_model, make_session, prompts, ba
 
 
 @pytest.mark.parametrize("reduction", ["grpo", "bnpo", "dr_grpo", "dapo"])
-def test_a_tied_group_masked_equals_one_left_out(new_model, prompts, backend, monkeypatch, reduction):
-    """On XLA, where shapes stay, it is masked; elsewhere it is not computed at all."""
+def test_masking_a_tied_group_equals_leaving_it_out(new_model, prompts, backend, monkeypatch, reduction):
+    """On XLA, where shapes are static, it is masked; elsewhere it is not computed at all."""
     found = []
     for static in (False, True):
         model, reference = new_model(), new_model().requires_grad_(False)
@@ -121,7 +121,7 @@ def test_a_tied_group_masked_equals_one_left_out(new_model, prompts, backend, mo
 
 @pytest.mark.parametrize("reduction", ["grpo", "dr_grpo", "dapo"])
 def test_micro_batches_equal_one_batch(new_model, prompts, backend, reduction):
-    """The same rollouts, learned from as one batch of four prompts and as four of one."""
+    """Training on the same rollouts as one batch of four prompts and as four batches of one."""
     found = []
     for size in (4, 1):
         model = new_model()
@@ -137,7 +137,7 @@ def test_micro_batches_equal_one_batch(new_model, prompts, backend, reduction):
 
 
 def test_bnpo_of_micro_batches_is_their_mean(new_model, prompts, backend):
-    """The same two prompts as two micro-batches, or one of them twice: no larger than one of them alone."""
+    """The gradient of the same micro-batch twice equals that of the micro-batch alone."""
     norms = []
     for parts in (1, 2):
         model = new_model()
@@ -167,7 +167,7 @@ def split(whole):
     return replace(whole, parts=[Part(*each, part.tokens) for each in parts])
 
 
-def test_the_judge_sees_the_answer_without_its_end(backend):
+def test_the_judge_sees_the_answer_without_its_end_token(backend):
     tokens = torch.tensor([[[5, 6, END, END], [5, 6, 7, 8]]])
     mask = torch.tensor([[[1, 1, 1, 0], [1, 1, 1, 1]]]).bool()
     seen = []
@@ -183,8 +183,8 @@ def test_the_judge_sees_the_answer_without_its_end(backend):
     assert [figures["entropy"] for _, figures in verdicts[0]] == [1, 1]
 
 
-# -- going on --------------------------------------------------------------------------------------------------------
-def test_a_resumed_run_is_an_uninterrupted_one(train, dies_at):
+# -- resuming --------------------------------------------------------------------------------------------------------
+def test_a_resumed_run_equals_an_uninterrupted_one(train, dies_at):
     whole, lines = train("whole", save=5)
     with dies_at(8):  # three updates after the checkpoint
         train("run", save=5)

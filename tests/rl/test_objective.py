@@ -1,4 +1,4 @@
-"""The GRPO loss by known values, by gradient, and by what must not matter."""
+"""The GRPO loss: known values, gradients, and what must not affect it."""
 
 import math
 
@@ -30,7 +30,7 @@ def test_advantages_by_hand():
 
 
 def test_a_tie_up_to_rounding_is_a_tie():
-    """0.7 is no binary number: its mean over a group is another one, and over a std of nearly 0 that would count."""
+    """0.7 is not exact in binary: a group's mean differs from it, and division by a std near 0 would amplify that."""
     advantages, informative = group_advantages(torch.full((1, 7), 0.7))
     assert not informative.any() and not advantages.any()
 
@@ -52,7 +52,7 @@ def test_impossible_groups_are_refused(rewards, scale):
 
 
 # -- loss ------------------------------------------------------------------------------------------------------------
-def test_on_policy_the_loss_is_minus_the_mean_advantage_and_the_gradient_is_that_of_reinforce():
+def test_on_policy_loss_is_minus_the_mean_advantage_and_its_gradient_is_reinforces():
     logp, _, _, advantages, mask = tensors()
     weights = weights_of(mask, "dapo")
     loss = grpo_loss(logp, logp.detach(), None, advantages, weights, Objective(beta=0))
@@ -81,7 +81,7 @@ def test_kl_is_k3_and_its_gradient_pulls_towards_the_reference():
     assert logp.grad.item() == pytest.approx(0.1 * (1 - math.exp(0.5)))
 
 
-def test_weights_by_hand():
+def test_token_weights_by_hand():
     mask = torch.tensor([[1.0, 1, 1], [1, 0, 0]])
     assert token_weights(mask, "grpo", 2, 4, 3).tolist() == [pytest.approx([1 / 6] * 3), [0.5, 0, 0]]
     assert token_weights(mask, "bnpo", 4, 8, 3).sum() == 1
@@ -101,7 +101,7 @@ def test_gradient(reduction):
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_what_the_mask_leaves_out_does_not_matter(reduction):
+def test_masked_tokens_have_no_effect(reduction):
     logp, old, reference, advantages, mask = tensors()
     mask[2] = 0
     weights = weights_of(mask, reduction)
@@ -122,11 +122,11 @@ def test_bnpo_is_the_mean_over_micro_batches():
         alone, shared = token_weights(*part), token_weights(*part, micro_batches=2)
         assert alone.sum().item() == pytest.approx(1) and torch.equal(shared, alone / 2)
         halves.append(shared.sum())
-    assert sum(halves).item() == pytest.approx(1), "k micro-batches are one mean, not k"
+    assert sum(halves).item() == pytest.approx(1), "k micro-batches give one mean, not k"
 
 
 @pytest.mark.parametrize("reduction", ["grpo", "dr_grpo", "dapo"])
-def test_shares_of_micro_batches_add_up(reduction):
+def test_losses_of_micro_batches_add_up(reduction):
     logp, old, reference, advantages, mask = tensors()
     objective, parts = Objective(reduction), []
     for rows in (slice(0, 2), slice(2, 6)):
@@ -137,7 +137,7 @@ def test_shares_of_micro_batches_add_up(reduction):
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_a_batch_without_a_token_has_a_loss_of_zero(reduction):
+def test_a_batch_without_target_tokens_has_zero_loss(reduction):
     logp, old, reference, advantages, mask = tensors()
     weights = token_weights(mask * 0, reduction, len(mask), (mask * 0).sum(), mask.shape[1])
     loss = grpo_loss(logp, old, reference, advantages, weights, Objective(reduction))

@@ -66,7 +66,7 @@ def test_a_completion_does_not_see_its_neighbours(model):
     assert same[:, [0, 2]].all() and not same[:, 1].any()
 
 
-def test_a_head_that_learns_has_autograds_gradient(model):
+def test_a_trainable_head_gets_autograds_gradient(model):
     weight = model.get_output_embeddings().weight.requires_grad_(True)
     prompts, done = Prompts.of(TEXTS, 8, 0), completions()
     found = []
@@ -83,6 +83,6 @@ def test_a_head_that_learns_has_autograds_gradient(model):
 
 
 @pytest.mark.parametrize("text, said", [([1, 2, 3], "max-prompt-length 2"), ([], "a prompt is empty")])
-def test_a_prompt_that_is_empty_or_beyond_the_fixed_length_is_refused(text, said):
+def test_an_empty_or_too_long_prompt_is_refused(text, said):
     with pytest.raises(UserError, match=said):
         Prompts.of([text], 2, 0)

@@ -1,4 +1,4 @@
-"""Rollouts on fixed shapes: greedy ones equal HF generate, sampled ones follow the model's distribution."""
+"""Rollouts with static shapes: greedy ones equal HF generate, sampled ones follow the model's distribution."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def make(kind: str):
 def test_greedy_equals_generate_token_for_token(kind, backend):
     model, length = make(kind), 20
     free = rollout(model, Prompts.of(TEXTS, 9, 0), 1, length, GREEDY, [63], backend)
-    ends = [63, int(free.tokens[0, 0, 7]), int(free.tokens[1, 0, 3])]  # tokens that do come
+    ends = [63, int(free.tokens[0, 0, 7]), int(free.tokens[1, 0, 3])]  # tokens that do occur
     got = rollout(model, Prompts.of(TEXTS, 9, 0), 2, length, GREEDY, ends, backend)
     stopped = 0
     for row, text in enumerate(TEXTS):
@@ -59,13 +59,13 @@ def test_greedy_equals_generate_token_for_token(kind, backend):
     assert stopped
 
 
-def test_an_early_stop_changes_nothing_but_time(backend):
+def test_early_stopping_only_saves_time(backend):
     model = make("llama")
     first = rollout(model, Prompts.of(TEXTS, 9, 0), 1, 3, GREEDY, [63], backend)
     ends = first.tokens[:, 0, 1].tolist()  # every completion ends at its second token at the latest
     short, long = (rollout(model, Prompts.of(TEXTS, 9, 0), 1, n, GREEDY, ends, backend) for n in (4, 40))
     assert long.ended.all() and torch.equal(long.tokens, short.tokens)
-    assert long.tokens.shape == (3, 1, 2), "nothing is to be computed after the longest"
+    assert long.tokens.shape == (3, 1, 2), "nothing is computed beyond the longest completion"
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -81,7 +81,7 @@ def test_the_samplers_log_probabilities_equal_the_scoring_pass(sharp_model_dir, 
     assert len({tuple(row) for row in drawn.tokens.flatten(0, 1).tolist()}) > 6, "the completions of a prompt differ"
 
 
-def test_seed_decides(backend):
+def test_the_seed_determines_the_draws(backend):
     model, found = make("llama"), []
     for seed in (1, 1, 2):
         backend.seed(seed)
