@@ -13,7 +13,7 @@ merged  the same folder with the adapter added to the weights.
 gguf    model.gguf with the trained codes and scales themselves, in the smallest block type that holds each tensor:
         int2 with groups of 64 in Q2_0; int and balanced of 2 to 4 bits in Q4_0 or, balanced4, in Q4_1 (codes and scales
         exact, its offset -7.5·scale rounded to fp16 once); int8 in Q8_0; groups that blocks do not fit, low-rank scales
-        and lut as F16, level·scale rounded. Embedding and head are F16 unless quantised, norms F32. --gguf-type asks
+        and uniform as F16, level·scale rounded. Embedding and head are F16 unless quantised, norms F32. --gguf-type asks
         for one type for all quantised tensors. The adapter is adapter.gguf beside it (llama.cpp's --lora), or with
         --adapter-as merged added to its layers, which then are F16.
 

@@ -42,7 +42,7 @@ class Config(TrainOptions, JobConfig):
     )
     mlp: str = opt.quantiser(
         "balanced2/g32",
-        "quantiser of the MLP layers, CODEBOOKbits/SCALE, e.g. balanced2/g32 or lut4/r32; none leaves them alone",
+        "quantiser of the MLP layers, CODEBOOKbits/SCALE, e.g. balanced2/g32 or uniform4/r32; none leaves them alone",
     )
     attn: str = opt.quantiser("balanced2/g32", "quantiser of the attention projections; none leaves them alone")
     head: str = opt.quantiser("none", "quantiser of the LM head and of an embedding tied to it")

@@ -1,4 +1,4 @@
-"""GGUF's block types: which quantiser each of them holds, and codes and scales to its bytes and back.
+"""GGUF's block types: which quantisers each can represent, and conversion of codes and scales to bytes and back.
 
 A block is a run of weights of one row with an fp16 step d (Q4_1: and an fp16 offset m):
 
@@ -20,7 +20,7 @@ from qat_lora.quant.spec import QuantSpec
 
 @dataclass(frozen=True)
 class BlockType:
-    """A type's number in a GGUF file, the file type of a model made of it, weights and bytes of a block."""
+    """A type's number in a GGUF file, the file type of a model that uses it, and the weights and bytes of a block."""
 
     number: int
     file_type: int
@@ -28,7 +28,7 @@ class BlockType:
     bytes: int
 
 
-TYPES = {  # by size of a weight
+TYPES = {  # by bits per weight
     "Q2_0": BlockType(42, 41, 64, 18),
     "Q4_0": BlockType(2, 2, 32, 18),
     "Q4_1": BlockType(3, 3, 32, 20),
@@ -41,8 +41,8 @@ CHOICES = ("auto", *QUANTISED, "F16")
 
 
 def _teach_library() -> None:
-    """gguf 0.19 cannot name type 42, which llama.cpp reads: the enum gets the member that later releases have. Its
-    writer and its reader both look types up here, so that Q2_0 is a type like any other from now on."""
+    """Add type 42, which llama.cpp reads, to the enum of gguf 0.19, as in later releases. The library's writer and
+    reader look types up there, so that Q2_0 works like any other type."""
     number, shape = TYPES["Q2_0"].number, (TYPES["Q2_0"].weights, TYPES["Q2_0"].bytes)
     if number not in GGMLQuantizationType._value2member_map_:
         member = int.__new__(GGMLQuantizationType, number)
@@ -55,14 +55,14 @@ _teach_library()
 
 
 def library_type(kind: str) -> GGMLQuantizationType:
-    """The gguf library's name of a type."""
+    """The gguf library's enum member for a type."""
     return GGMLQuantizationType(TYPES[kind].number)
 
 
 @dataclass(frozen=True)
 class Coding:
-    """How a type writes level[code] · scale: integer q = turn·code + shift, d = factor·scale and, where the type has
-    an offset, m = offset·scale rounded to fp16 (d is exact: factor is ±1 or 1/2, no scale is below 2^-13)."""
+    """How a type stores level[code] · scale: integer q = turn·code + shift, d = factor·scale and, if the type has an
+    offset, m = offset·scale rounded to fp16 (d is exact: factor is ±1 or 1/2, no scale is below 2^-13)."""
 
     turn: int
     shift: int
@@ -71,10 +71,10 @@ class Coding:
 
 
 def coding(spec: QuantSpec, kind: str) -> Coding | None:
-    """How `kind` writes the codes and scales of a quantiser, or None where it has not the levels for them."""
-    if spec.codebook == "lut" or spec.scale == "lowrank" or kind not in QUANTISED:
+    """How `kind` stores the codes and scales of a quantiser, or None if it cannot represent its levels."""
+    if spec.codebook == "uniform" or spec.scale == "lowrank" or kind not in QUANTISED:
         return None
-    if kind == "Q2_0":  # levels −1 … 2 are the codebook −2 … 1 turned over
+    if kind == "Q2_0":  # levels −1 … 2 are the codebook −2 … 1 mirrored
         return Coding(-1, 3, -1.0) if (spec.codebook, spec.bits) == ("int", 2) else None
     if kind == "Q4_1":
         return Coding(1, 0, 1.0, spec.lowest) if spec.levels <= 16 else None
@@ -86,30 +86,30 @@ def coding(spec: QuantSpec, kind: str) -> Coding | None:
 
 
 def fitting(spec: QuantSpec, in_features: int) -> list[str]:
-    """The types that hold a weight of `in_features` columns code by code, smallest first; F16, which rounds its
-    values, is the last."""
+    """The types that store the exact codes of a weight with `in_features` columns, smallest first; F16, which rounds
+    values, comes last."""
     group = spec.size if spec.scale == "group" else in_features
     exact = [kind for kind in QUANTISED if coding(spec, kind) and group % TYPES[kind].weights == 0]
     return [*exact, "F16"]
 
 
 def choose(name: str, spec: QuantSpec, in_features: int, wanted: str) -> str:
-    """The type for a weight: the smallest that fits for "auto", else `wanted`, refused by name where it does not."""
+    """The type for a weight: the smallest that fits for "auto", else `wanted`; raises UserError if it does not fit."""
     fits = fitting(spec, in_features)
     if wanted == "auto":
         return fits[0]
     if wanted not in fits:
         block = TYPES[wanted].weights
-        reason = f"its blocks take {block} weights"
+        reason = f"its blocks hold {block} weights"
         if in_features % block:
-            reason = f"{in_features} inputs do not divide by its blocks of {block}"
+            reason = f"{in_features} inputs are not divisible by its block size {block}"
         elif spec.scale == "lowrank":
-            reason = "its blocks have a scale each, not one for every weight"
+            reason = "it has one scale per block, not one per weight"
         elif not coding(spec, wanted):
-            reason = f"it has not the levels of {spec.codebook}{spec.bits}"
+            reason = f"it cannot represent the levels of {spec.codebook}{spec.bits}"
         raise UserError(
             f"--gguf-type {wanted} cannot hold {name}, which is {spec} ({reason}); "
-            f"what fits: {', '.join(fits)}, or auto"
+            f"use {', '.join(fits)}, or auto"
         )
     return wanted
 
@@ -120,7 +120,7 @@ def row_bytes(kind: str, in_features: int) -> int:
 
 
 def encode(kind: str, spec: QuantSpec, codes: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Bytes uint8 [out, bytes of a row] of uint8 codes [out, in] and scales [out, groups], exact in fp16.
+    """Encode uint8 codes [out, in] and scales [out, groups], exact in fp16, as bytes: uint8 [out, bytes of a row].
 
     A scale is repeated in each block of its group.
     """
@@ -135,15 +135,15 @@ def encode(kind: str, spec: QuantSpec, codes: np.ndarray, scale: np.ndarray) -> 
 
 
 def decode(kind: str, spec: QuantSpec, data: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """The inverse of `encode`, of bytes [out, bytes of a row]: codes uint8 [out, in], the scale of each block fp16
-    [out, blocks], and the offset of each block fp16, or None. Integers that no code stands for give other codes."""
+    """The inverse of `encode`, for bytes [out, bytes of a row]: codes uint8 [out, in], the scale of each block fp16
+    [out, blocks], and the offset of each block fp16, or None. Integers without a code give codes outside the codebook."""
     how, rows = coding(spec, kind), data.shape[0]
     blocks = np.ascontiguousarray(data).reshape(rows, -1, TYPES[kind].bytes)
     count = 1 if how.offset is None else 2
     heads = np.ascontiguousarray(blocks[..., : 2 * count]).view("<f2")
     q = _unpacked(kind, blocks[..., 2 * count :]).view(np.int8).astype(np.int16).reshape(rows, -1)
     codes, odd = np.divmod(q - how.shift, how.turn)
-    codes = np.where(odd == 0, codes, 255).astype(np.uint8)  # 255 is no code of a type with odd integers only
+    codes = np.where(odd == 0, codes, 255).astype(np.uint8)  # 255 is not a code of a type with odd integers only
     scale = (heads[..., 0].astype(np.float32) / np.float32(how.factor)).astype(np.float16)
     return codes, scale, heads[..., 1] if count == 2 else None
 

@@ -4,8 +4,9 @@ import re
 from dataclasses import dataclass
 
 from qat_lora.errors import UserError
+from qat_lora.run.options import current_name
 
-CODEBOOKS = ("balanced", "int", "lut")
+CODEBOOKS = ("balanced", "int", "uniform")
 BITS = (2, 3, 4, 8)
 SCOPES = ("all", "mlp", "attn", "weights")  # which parameters of a student are trained
 LOWRANK_INIT_GROUP = 32  # a low-rank scale is initialised to the truncated SVD of scales per group of this size
@@ -18,7 +19,7 @@ class QuantSpec:
     codebook, as levels for b bits:
       balanced  {±1/2, ±3/2, …}, symmetric, no zero
       int       {−2^(b−1), …, 2^(b−1)−1}; a negative scale mirrors it
-      lut       2^b levels evenly spaced in [−1, 1]
+      uniform   2^b levels evenly spaced in [−1, 1]; "lut" is its earlier name
     scale: "group" (one per `size` weights of a row), "lowrank" (S = (A·diag(g))·B of rank `size`), "tensor" (one).
     """
 
@@ -28,6 +29,7 @@ class QuantSpec:
     size: int = 0
 
     def __post_init__(self):
+        object.__setattr__(self, "codebook", current_name(self.codebook))
         if self.codebook not in CODEBOOKS or self.bits not in BITS or self.scale not in ("group", "lowrank", "tensor"):
             raise UserError(
                 f"{self!r} is invalid; use one of codebooks {CODEBOOKS}, bits {BITS}, scales group, lowrank, tensor"
@@ -35,14 +37,14 @@ class QuantSpec:
 
     @classmethod
     def parse(cls, text: str) -> "QuantSpec | None":
-        """Parse "balanced2/g32" (group), "lut4/r32" (low rank) or "balanced2/tensor"; "none" gives None."""
+        """Parse "balanced2/g32" (group), "uniform4/r32" (low rank) or "balanced2/tensor"; "none" gives None."""
         if text == "none":
             return None
-        match = re.fullmatch(r"(balanced|int|lut)([2348])/(?:g([1-9]\d*)|r([1-9]\d*)|(tensor))", text)
+        match = re.fullmatch(r"(balanced|int|uniform|lut)([2348])/(?:g([1-9]\d*)|r([1-9]\d*)|(tensor))", text)
         if not match:
             raise UserError(
-                f"quantiser {text!r} is not of the form CODEBOOKbits/SCALE; use codebook balanced, int or lut, bits 2, "
-                "3, 4 or 8, and scale g32 (groups of 32), r8 (rank 8) or tensor, e.g. balanced2/g32, or none"
+                f"quantiser {text!r} is not of the form CODEBOOKbits/SCALE; use codebook balanced, int or uniform, "
+                "bits 2, 3, 4 or 8, and scale g32 (groups of 32), r8 (rank 8) or tensor, e.g. balanced2/g32, or none"
             )
         codebook, bits, group, rank, _ = match.groups()
         scale = "group" if group else "lowrank" if rank else "tensor"
@@ -59,12 +61,12 @@ class QuantSpec:
     @property
     def step(self) -> float:
         """Distance between neighbouring levels."""
-        return 2.0 / (self.levels - 1) if self.codebook == "lut" else 1.0
+        return 2.0 / (self.levels - 1) if self.codebook == "uniform" else 1.0
 
     @property
     def lowest(self) -> float:
         """The lowest level."""
-        return {"balanced": -(self.levels - 1) / 2, "int": -self.levels / 2, "lut": -1.0}[self.codebook]
+        return {"balanced": -(self.levels - 1) / 2, "int": -self.levels / 2, "uniform": -1.0}[self.codebook]
 
     @property
     def largest(self) -> float:

@@ -32,6 +32,7 @@ from qat_lora.quant.linear import (
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.run.console import say
 from qat_lora.run.files import write_atomically
+from qat_lora.run.options import current_name
 
 FORMAT = "qat_lora.student.2"
 UNPACKED = 2**20  # codes packed or unpacked at a time, with one byte per bit; a multiple of 8
@@ -47,6 +48,8 @@ class StudentSpec:
     head: str = "none"
 
     def __post_init__(self):
+        for name in ("mlp", "attn", "head"):
+            object.__setattr__(self, name, current_name(getattr(self, name)))
         if not any([QuantSpec.parse(text) for text in (self.mlp, self.attn, self.head)]):  # a list: each is parsed
             raise UserError("mlp, attn and head are all none, so nothing would be quantised; set at least one")
 

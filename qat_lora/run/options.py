@@ -6,6 +6,7 @@ and YAML presets, and `check_options` checks them.
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass, field
 from functools import partial
 from types import NoneType
@@ -153,6 +154,11 @@ class JobConfig(RunConfig):
     @property
     def timeouts(self) -> Timeouts:
         return Timeouts(self.host_timeout, self.join_timeout)
+
+
+def current_name(value: Any) -> Any:
+    """A value of an option or a fact by its current name: earlier versions called the codebook `uniform` `lut`."""
+    return re.sub(r"\blut(?=\d|$)", "uniform", value) if isinstance(value, str) else value
 
 
 # -- checks ----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from qat_lora.errors import UserError, first_line
 from qat_lora.run.console import say
 from qat_lora.run.files import read_json, sha256
 from qat_lora.run.hosts import agree_on_options, bring_run
-from qat_lora.run.options import JobConfig, RunConfig
+from qat_lora.run.options import JobConfig, RunConfig, current_name
 
 CONFIG_SUM = "config_sha256"  # in manifest.json
 
@@ -245,7 +245,7 @@ def _check_option(
                 f"{path}/config.yaml has no {name}: it is damaged, or of another version; restore it, or give another "
                 "--output-dir"
             )
-        if now not in _names_of(field, before):
+        if current_name(now) not in map(current_name, _names_of(field, before)):
             flags = f"flags and preset (--config {config.config} here)" if config.config else "flags"
             _check_equal(path, name, before, now, flags)
 
@@ -262,7 +262,7 @@ MADE_OF = {
 
 def _check_equal(path: Path, name: str, there: Any, here: Any, flags: str | None = None) -> None:
     """Raise UserError if an option or a fact (then without `flags`) of a run differs from the present one."""
-    if there != here:
+    if current_name(there) != current_name(here):
         where = "there" if flags else "there (manifest.json)"
         of = f" ({MADE_OF[name]})" if name in MADE_OF else ""
         raise UserError(

@@ -10,7 +10,7 @@ from qat_lora.quant.student import StudentSpec
 SCALES = ("g32", "g128", "r1", "r8", "tensor")
 
 
-@pytest.mark.parametrize("codebook", ["balanced", "int", "lut"])
+@pytest.mark.parametrize("codebook", ["balanced", "int", "uniform"])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("scale", SCALES)
 def test_parsing_and_printing_round_trip(codebook, bits, scale):
@@ -22,7 +22,9 @@ def test_parsing_and_printing_round_trip(codebook, bits, scale):
 
 def test_parsed_parts():
     assert QuantSpec.parse("balanced2/g32") == QuantSpec("balanced", 2, "group", 32)
-    assert QuantSpec.parse("lut4/r8") == QuantSpec("lut", 4, "lowrank", 8)
+    assert QuantSpec.parse("uniform4/r8") == QuantSpec("uniform", 4, "lowrank", 8)
+    assert str(QuantSpec.parse("lut4/r8")) == "uniform4/r8", "lut is the earlier name of uniform"
+    assert QuantSpec("lut", 4, "lowrank", 8) == QuantSpec("uniform", 4, "lowrank", 8)
     assert QuantSpec.parse("int8/tensor") == QuantSpec("int", 8, "tensor")
     assert QuantSpec.parse("none") is None
 
@@ -51,7 +53,7 @@ def test_levels(bits):
     expected = {
         "balanced": torch.arange(count) - (count - 1) / 2,
         "int": torch.arange(count) - 2.0 ** (bits - 1),
-        "lut": torch.linspace(-1, 1, count),
+        "uniform": torch.linspace(-1, 1, count),
     }
     for codebook, values in expected.items():
         spec = QuantSpec(codebook, bits, "tensor")
@@ -67,7 +69,7 @@ def test_two_bit_levels_by_value():
 
     assert levels("balanced") == [-1.5, -0.5, 0.5, 1.5]
     assert levels("int") == [-2, -1, 0, 1]
-    assert levels("lut") == pytest.approx([-1, -1 / 3, 1 / 3, 1])
+    assert levels("uniform") == pytest.approx([-1, -1 / 3, 1 / 3, 1])
 
 
 def test_scale_values():

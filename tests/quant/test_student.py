@@ -194,7 +194,7 @@ def test_which_layers_are_quantised(trained):
     kinds = {name: str(layer.quantizer.spec) for name, layer in quantized_layers(student).items()}
     assert len(kinds) == 2 * 7
     for name, kind in kinds.items():
-        assert kind == ("balanced2/g32" if ".mlp." in name else "lut4/r4")
+        assert kind == ("balanced2/g32" if ".mlp." in name else "uniform4/r4")
     only_attention = trained(StudentSpec(mlp="none", attn="int4/g32"))
     assert {name.split(".")[3] for name in quantized_layers(only_attention)} == {"self_attn"}
     assert type(only_attention.model.layers[0].mlp.up_proj) is nn.Linear

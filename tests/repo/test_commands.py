@@ -140,7 +140,7 @@ def test_commands_of_the_seed_guides_parse(config_of, command):
         return
     assert config.num_chips == (2 if "--num-chips" in argv else 0 if script.endswith("_multi") else None)
     if script == "train_v2_tpu_multi":
-        assert config.from_scratch and config.mlp == config.attn == "lut4/r32"
+        assert config.from_scratch and config.mlp == config.attn == "uniform4/r32"
         assert (config.batch_size, config.accumulation_steps, config.max_steps) == (8, 4, 3000)
         assert config.cache_dir == "caches/openhermes_L128_K128_N50K"
     elif "--max-steps" in argv:

@@ -182,7 +182,7 @@ def test_on_a_tpu_it_runs_the_guides_settings(monkeypatch, load_script, tmp_path
         assert (config.dataset, config.dataset_config, config.length) == ("wikitext", "wikitext-103-raw-v1", 1024)
     assert cache.top_k == 128 and cache.cache_dir == qat.cache_dir == recovery.cache_dir
     assert cache.cache_dir == f"{tmp_path}/caches/wikitext103_L1024_K128"
-    assert (qat.mlp, qat.attn, qat.output_dir) == ("lut4/r32", "lut4/r32", f"{tmp_path}/runs/v2_q4")
+    assert (qat.mlp, qat.attn, qat.output_dir) == ("uniform4/r32", "uniform4/r32", f"{tmp_path}/runs/v2_q4")
     assert (recovery.lora_r, recovery.batch_size, recovery.accumulation_steps, recovery.max_steps) == (8, 4, 8, 1000)
     assert recovery.checkpoint == student.checkpoint == adapted.checkpoint == f"{tmp_path}/runs/v2_q4/best.pt"
     assert qat.resume == recovery.resume == "auto"

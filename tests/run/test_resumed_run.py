@@ -268,3 +268,17 @@ def test_held_out_data_comes_from_where_the_data_does():
 def test_a_value_of_another_preset_names_the_preset():
     ended(config(config="mine.yaml"))
     assert "preset (--config mine.yaml here)" in refusal(config(config="mine.yaml", resume="auto", max_steps=11))
+
+
+def test_a_run_that_calls_the_uniform_codebook_lut_is_the_same_run(here):
+    @dataclass(frozen=True, kw_only=True)
+    class Quantised(RunConfig):
+        mlp: str = option("none", "quantiser")
+
+    def made(mlp: str, fact: str, resume: str = "off"):
+        return open_run("toy", Quantised(output_dir="run", mlp=mlp, resume=resume), {"student": fact})
+
+    made("lut4/r32", "mlp=lut4/r32 attn=none").held.close()
+    made("uniform4/r32", "mlp=uniform4/r32 attn=none", "auto").held.close()
+    with pytest.raises(UserError, match="mlp is 'lut4/r32' there, 'uniform2/r32' here"):
+        made("uniform2/r32", "mlp=uniform2/r32 attn=none", "auto")
