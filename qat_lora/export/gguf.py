@@ -1,6 +1,6 @@
-"""A frozen student, alone or with its adapter, as GGUF files for llama.cpp, read back before they count.
+"""Export of a frozen student, alone or with its adapter, to GGUF files for llama.cpp, which are read back and checked.
 
-GGUF holds the codes and scales themselves, in the block types of gguf_types.py.
+GGUF stores the codes and scales themselves, in the block types of gguf_types.py.
 """
 
 from collections.abc import Iterator
@@ -41,9 +41,9 @@ MODEL_FILE, ADAPTER_FILE = "model.gguf", "adapter.gguf"
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a GGUF file: its name and type there, and what it is made of here.
+    """One tensor of a GGUF file: its name and type in the file, and its source in the student.
 
-    change: (a, b) where the file has (w + a)·b for a weight w. factors: the values of one that is no parameter here.
+    change: (a, b) if the file stores (w + a)·b for a weight w. factors: the values of a tensor that is not a parameter.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Entry:
 
 @dataclass
 class GGUFPlan:
-    """A GGUF export: tensors and metadata of the model, and of its adapter where that is a file of its own."""
+    """A GGUF export: tensors and metadata of the model, and of its adapter if that is a separate file."""
 
     entries: list[Entry]
     writer: GGUFWriter
@@ -86,10 +86,10 @@ class GGUFPlan:
 
 
 def plan_gguf(source: Source, wanted: str = "auto", merged: bool = False) -> GGUFPlan:
-    """The type of each tensor, by `wanted` (see quant.gguf.choose), and all metadata. `merged`: the adapted layers
-    become F16 with the adapter added; else the adapter is a file of its own.
+    """The type of each tensor, by `wanted` (see gguf_types.choose), and all metadata. `merged`: the adapted layers are
+    written as F16 with the adapter added; otherwise the adapter is a separate file.
 
-    Raises UserError for an architecture, a tokenizer or a layout that the format cannot hold.
+    Raises UserError for an architecture, a tokenizer or a layout that the format cannot represent.
     """
     check_architecture(source.name)
     config, parameters = load_config(source.name), plain_state(source.student)
@@ -119,7 +119,7 @@ def plan_gguf(source: Source, wanted: str = "auto", merged: bool = False) -> GGU
 
 
 def gguf_refusal(name: str) -> str | None:
-    """Why no student of a model can be written as GGUF; None where it can be."""
+    """Why students of a model cannot be written as GGUF; None if they can."""
     try:
         check_architecture(name)
         tensor_names(name, list(plain_state(empty_model(name))))
@@ -131,13 +131,13 @@ def gguf_refusal(name: str) -> str | None:
 
 
 def export_formats(name: str) -> str:
-    """What export_model.py will write of a student of this model, for the plan of a run."""
+    """The formats in which export_model.py can write a student of this model, for the plan of a run."""
     reason = gguf_refusal(name)
     return f"export: hf; no GGUF: {reason}" if reason else "export: hf, gguf"
 
 
 def _adapter_tensors(source: Source) -> Iterator[tuple[str, Tensor]]:
-    """The adapter's tensors as llama.cpp has them: it multiplies by alpha / rank, what else there is goes into b."""
+    """The adapter's tensors for llama.cpp, which multiplies by alpha / rank; any other factor goes into b."""
     names = tensor_names(source.name, [f"{module}.weight" for module in source.loras])
     for module, lora in source.loras.items():
         name, share = names[f"{module}.weight"], lora.factor * len(lora.a) / source.alpha
@@ -147,7 +147,7 @@ def _adapter_tensors(source: Source) -> Iterator[tuple[str, Tensor]]:
 
 
 def write_gguf(source: Source, plan: GGUFPlan, folder: Path, shown: Path) -> None:
-    """model.gguf and, where the plan has one, adapter.gguf. `shown`: the folder's later name, for messages."""
+    """Write and check model.gguf and, if planned, adapter.gguf. `shown`: the folder's final name, for messages."""
     payloads = ((entry, _payload(source, entry)) for entry in plan.entries)
     infos = [(e.name, e.shape, e.kind, e.bytes) for e in plan.entries]
     with writing(shown):
@@ -177,7 +177,7 @@ def _codes_and_scale(entry: Entry) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _plain(source: Source, entry: Entry) -> np.ndarray:
-    """A tensor that is not in blocks, in fp16 or fp32."""
+    """A tensor that is not stored in blocks, in fp16 or fp32."""
     if entry.factors:
         return np.array(entry.factors, np.float32)
     weight, (plus, times) = weight_of(source, entry.parameter, entry.merged), entry.change
@@ -213,7 +213,7 @@ def check_gguf(source: Source, plan: GGUFPlan, folder: Path, shown: Path) -> Non
 
 
 def _read(writer: GGUFWriter, path: Path, shown: Path) -> dict:
-    """The tensors of a file, after its metadata has been compared with what the writer was given."""
+    """The tensors of a file, after comparing its metadata with the writer's."""
     try:
         reader = GGUFReader(path)
     except (ValueError, KeyError, IndexError, OSError) as error:
@@ -270,7 +270,7 @@ def summary(source: Source, plan: GGUFPlan) -> list[dict]:
 
 def _note(entry: Entry) -> str:
     if entry.kind == "F32":
-        return "exact" if entry.change[1] == 1 else "exact, or times the scale of q"
+        return "exact" if entry.change[1] == 1 else "multiplied by the scale of q"
     if entry.merged:
         return "adapter added, rounded to fp16"
     if entry.kind == "F16":

@@ -1,4 +1,4 @@
-"""What a GGUF file says of a model besides its weights: names, order of rows, shape, tokenizer."""
+"""What a GGUF file holds besides the weights: tensor names, row order, shape, tokenizer."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from qat_lora.errors import UserError
 from qat_lora.models.gguf_settings import ARCHITECTURES, add_settings, unwritten
 from qat_lora.models.loading import load_config, load_tokenizer, model_source
 
-# How a tokenizer cuts text before merging, by the regular expression of its Split step, as llama.cpp names it.
+# llama.cpp's name for how a tokenizer splits text before merging, by the regular expression of its Split step.
 SPLITS = {
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|"
     r"\s+": "qwen2",
@@ -21,7 +21,7 @@ SPLITS = {
 }
 
 BYTE = re.compile("<0x[0-9A-F]{2}>")
-# How a SentencePiece tokenizer turns spaces into ▁ (normalizer, pre-tokenizer), and whether one goes before the text.
+# How a SentencePiece tokenizer turns spaces into ▁ (normalizer, pre-tokenizer), and whether it prepends one.
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
 _SPLIT = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
 _PREPEND = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, _REPLACE]}
@@ -32,13 +32,13 @@ SPACES = {
 
 
 def check_architecture(name: str) -> None:
-    """Raise UserError for a model that llama.cpp would not run as it is trained here."""
+    """Raise UserError for a model that llama.cpp would run differently from here."""
     if reason := unwritten(load_config(name)):
         raise UserError(f"model {name!r} {reason}; use --format hf")
 
 
 def tensor_names(name: str, parameters: list[str]) -> dict[str, str]:
-    """HF's parameter names → GGUF's. Raises UserError for one that the architecture has no name for."""
+    """HF's parameter names → GGUF's. Raises UserError for a parameter without a name in the architecture."""
     config = load_config(name)
     table = get_tensor_name_map(ARCHITECTURES[config.model_type].kind, config.num_hidden_layers)
     names = {parameter: table.get_name(parameter, (".weight", ".bias")) for parameter in parameters}
@@ -48,9 +48,9 @@ def tensor_names(name: str, parameters: list[str]) -> dict[str, str]:
 
 
 def turned_heads(name: str, module: str) -> int:
-    """How many heads' rows GGUF holds in another order, for the module of a weight; 0 where the order is HF's.
+    """The number of heads whose rows GGUF stores in another order, for the module of a weight; 0 if the order is HF's.
 
-    HF's Llama pairs position j of a head with j + half in its rotation, llama.cpp's pairs neighbours.
+    In its rotation HF's Llama pairs position j of a head with j + half; llama.cpp pairs neighbours.
     """
     config = load_config(name)
     leaf = module.rpartition(".")[2]
@@ -74,7 +74,7 @@ def from_gguf_rows(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def model_writer(name: str, file_type: int) -> tuple[GGUFWriter, list[str]]:
-    """A writer that holds the metadata and the tokenizer of a model and has no file yet, and what to say about them."""
+    """A writer with a model's metadata and tokenizer but no file yet, and notes about them for the user."""
     config = load_config(name)
     writer = GGUFWriter(None, ARCHITECTURES[config.model_type].name)
     writer.add_type("model")
@@ -85,12 +85,12 @@ def model_writer(name: str, file_type: int) -> tuple[GGUFWriter, list[str]]:
     source = model_source(name)
     if "gguf_file" in source:
         _copy_tokenizer(writer, Path(source["pretrained_model_name_or_path"]) / source["gguf_file"])
-        return writer, [f"tokenizer: as {source['gguf_file']} has it"]
+        return writer, [f"tokenizer: copied from {source['gguf_file']}"]
     return writer, _add_tokenizer(writer, load_tokenizer(name), name, config.vocab_size)
 
 
 def adapter_writer(name: str, alpha: float) -> GGUFWriter:
-    """A writer with the metadata of a LoRA adapter for a model, without a file yet."""
+    """A writer with the metadata of a model's LoRA adapter but no file yet."""
     writer = GGUFWriter(None, ARCHITECTURES[load_config(name).model_type].name)
     writer.add_type("adapter")
     writer.add_string(Keys.Adapter.TYPE, "lora")
@@ -99,12 +99,12 @@ def adapter_writer(name: str, alpha: float) -> GGUFWriter:
 
 
 def metadata(writer: GGUFWriter) -> dict:
-    """Its keys and values."""
+    """The keys and values of a writer."""
     return {key: field.value for key, field in writer.kv_data[0].items()}
 
 
 def file_bytes(writer: GGUFWriter, tensors: list[tuple[str, int, int]]) -> int:
-    """Size of the file that a writer would make with tensors (name, dimensions, bytes), to the byte."""
+    """The exact size of the file that a writer would write with tensors (name, dimensions, bytes)."""
     size = 24 + sum(12 + len(key.encode()) + _value_bytes(f.value, f.type) for key, f in writer.kv_data[0].items())
     size += sum(24 + len(name.encode()) + 8 * dimensions for name, dimensions, _ in tensors)
     pad = writer.ggml_pad
@@ -129,13 +129,13 @@ def _copy_tokenizer(writer: GGUFWriter, path: Path) -> None:
 
 
 def _add_tokenizer(writer: GGUFWriter, tokenizer, name: str, rows: int) -> list[str]:
-    """The values of an HF tokenizer; `rows` of the embedding beyond its tokens are filled up. Returns what to say."""
+    """Add the values of an HF tokenizer, padded to `rows` tokens, as many as the embedding has. Returns notes."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     added = {token["id"]: token for token in state["added_tokens"]}
     texts = {number: text for text, number in state["model"]["vocab"].items()}
     texts |= {number: token["content"] for number, token in added.items()}
     if max(texts) >= rows:
-        raise UserError(f"model {name!r} has {rows} embeddings, its tokenizer {max(texts) + 1} tokens; fix the folder")
+        raise UserError(f"model {name!r} has {rows} embeddings but {max(texts) + 1} tokens; use its own tokenizer")
     kinds = dict.fromkeys(texts, TokenType.NORMAL)
     if state["model"]["type"] == "BPE" and "ByteLevel" in {step["type"] for step in _steps(state)}:
         said = _add_byte_level(writer, state)
@@ -163,19 +163,19 @@ def _add_byte_level(writer: GGUFWriter, state: dict) -> str:
     pre, merges = _pre_tokenizer(state, _steps(state)), _merges(state)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre or "default")
-    # llama.cpp wants a list; the pair that stands in for an empty one never meets where all symbols are single bytes
+    # llama.cpp requires a non-empty list; this pair never occurs, since all symbols are single bytes
     writer.add_token_merges([" ".join(pair) for pair in merges] or ["no merges"])
     writer.add_add_space_prefix(False)
-    return f'pre-tokenizer "{pre}"' if pre else 'its way of cutting text is not known, "default" stands for it: compare'
+    return f'pre-tokenizer "{pre}"' if pre else 'unknown pre-tokenizer, written as "default": compare the token ids'
 
 
 def _add_sentencepiece(writer: GGUFWriter, state: dict, texts: dict[int, str], normal: set[int], name: str) -> str:
-    """A BPE over characters with spaces as ▁, as Gemma has it: llama.cpp merges by the score of what comes out."""
+    """A BPE over characters with spaces as ▁, as in Gemma: llama.cpp merges by the score of the resulting token."""
     prefix = SPACES.get(json.dumps([state["normalizer"], state["pre_tokenizer"]], sort_keys=True))
     if state["model"]["type"] != "BPE" or not state["model"].get("byte_fallback") or prefix is None:
         raise UserError(
-            f"model {name!r}: its tokenizer is no byte-level BPE, and no SentencePiece BPE as Gemma has it; others are "
-            "not written; use --format hf"
+            f"model {name!r}: its tokenizer is neither a byte-level BPE nor a SentencePiece BPE like Gemma's; "
+            "use --format hf"
         )
     merges, order = _merges(state), {}
     results = [left + right for left, right in merges]
@@ -193,12 +193,12 @@ def _add_sentencepiece(writer: GGUFWriter, state: dict, texts: dict[int, str], n
     rows = max(texts) + 1
     writer.add_token_scores([float(-order.get(texts.get(number), len(order))) for number in range(rows)])
     writer.add_add_space_prefix(prefix)
-    return "SentencePiece, scores by the order of merges"
+    return "SentencePiece, scores from the order of merges"
 
 
 def _not_by_score(name: str, text: str) -> UserError:
     return UserError(
-        f"model {name!r}: its tokenizer does not merge by the score of what comes out (at {text!r}), as llama.cpp "
+        f"model {name!r}: its tokenizer does not merge by the score of the resulting token (at {text!r}), as llama.cpp "
         "would; use --format hf"
     )
 
@@ -213,7 +213,7 @@ def _steps(state: dict) -> list[dict]:
 
 
 def _pre_tokenizer(state: dict, steps: list[dict]) -> str | None:
-    """llama.cpp's name for how a tokenizer cuts text, or None where it has none that is known here."""
+    """llama.cpp's name for a tokenizer's pre-tokenizer, or None if it is unknown here."""
     normalizer, kinds, last = state["normalizer"], [step["type"] for step in steps], steps[-1]
     if (normalizer and normalizer["type"] != "NFC") or last["type"] != "ByteLevel" or last["add_prefix_space"]:
         return None

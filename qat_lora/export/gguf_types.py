@@ -108,8 +108,7 @@ def choose(name: str, spec: QuantSpec, in_features: int, wanted: str) -> str:
         elif not coding(spec, wanted):
             reason = f"it cannot represent the levels of {spec.codebook}{spec.bits}"
         raise UserError(
-            f"--gguf-type {wanted} cannot hold {name}, which is {spec} ({reason}); "
-            f"use {', '.join(fits)}, or auto"
+            f"--gguf-type {wanted} cannot hold {name}, which is {spec} ({reason}); use {', '.join(fits)}, or auto"
         )
     return wanted
 
@@ -136,7 +135,7 @@ def encode(kind: str, spec: QuantSpec, codes: np.ndarray, scale: np.ndarray) -> 
 
 def decode(kind: str, spec: QuantSpec, data: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """The inverse of `encode`, for bytes [out, bytes of a row]: codes uint8 [out, in], the scale of each block fp16
-    [out, blocks], and the offset of each block fp16, or None. Integers without a code give codes outside the codebook."""
+    [out, blocks], and the offset of each block fp16, or None. Integers without a code give invalid codes."""
     how, rows = coding(spec, kind), data.shape[0]
     blocks = np.ascontiguousarray(data).reshape(rows, -1, TYPES[kind].bytes)
     count = 1 if how.offset is None else 2

@@ -1,4 +1,4 @@
-"""Models and adapters in Hugging Face's format, baked weights level·scale in fp32: fp16 would round them."""
+"""Export to Hugging Face's format, with baked weights level·scale in fp32, since fp16 would round them."""
 
 import warnings
 from pathlib import Path
@@ -16,15 +16,15 @@ ADAPTER_FOLDER = "adapter"
 
 
 def hf_bytes(source: Source, merged: bool) -> int:
-    """Bytes of the weights of an HF export, adapter included, without the few kB of names."""
+    """Bytes of the weights of an HF export, including an adapter beside them, without the few kB of headers."""
     beside = weight_file(source.adapter).stat().st_size if source.adapter and not merged else 0
     return beside + sum(value.numel() * value.element_size() for value in plain_state(source.student).values())
 
 
 def write_hf(source: Source, folder: Path, shown: Path, merged: bool) -> None:
-    """Model, tokenizer and generation config in HF's format; the adapter merged into the weights or beside them.
+    """Write model, tokenizer and generation config in HF's format, with the adapter merged into or beside the weights.
 
-    shown: the folder's later name, which the adapter names as its base model.
+    shown: the folder's final name, which the adapter's config gives as its base model.
     """
     student, tokenizer = source.student, load_tokenizer(source.name)
     if merged:
@@ -48,6 +48,6 @@ def _write_adapter(source: Source, folder: Path, base: Path) -> None:
 
 def _check_adapter(source: Source, back: nn.Module, folder: Path, shown: Path) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers for an attribute it has renamed
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT reads an attribute that transformers has renamed
         adapted = PeftModel.from_pretrained(back, str(folder), torch_device="cpu")
     check_logits(adapted, probe(back), source.adapted, shown)

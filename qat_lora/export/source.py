@@ -1,4 +1,4 @@
-"""What is exported: a frozen student, the model it was made of, and its adapter."""
+"""The source of an export: a frozen student, its base model and its adapter."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from qat_lora.run.files import sha256
 
 @dataclass(frozen=True)
 class Lora:
-    """One layer's share of an adapter: its weight gets factor · b @ a; a [r, in], b [out, r], fp32."""
+    """One layer's part of an adapter: it adds factor · b @ a to the weight; a [r, in], b [out, r], fp32."""
 
     a: Tensor
     b: Tensor
@@ -29,10 +29,10 @@ class Lora:
 
 @dataclass
 class Source:
-    """What is exported: a frozen student, the model it was made of, and the parts of its adapter.
+    """The source of an export: a frozen student, the rest of its file, and the parts of its adapter.
 
-    loras: those of linear layers, by module name. updates: what merging adds to a weight, by parameter name. adapted:
-    the logits with the adapter, for `probe` of the student.
+    loras: those of linear layers, by module name. updates: functions that compute what merging adds to a weight, by
+    parameter name. adapted: the logits with the adapter, for `probe` of the student.
     """
 
     checkpoint: Path
@@ -58,7 +58,7 @@ def load_source(checkpoint: str, adapter: str | None = None, model: str | None =
     if made["info"].get("trained") is False:
         raise UserError(
             f"checkpoint {checkpoint} is untrained: the best of its run was step 0, before any update; train it, or "
-            "give the layerwise.pt of a run with --layer-steps"
+            "use the layerwise.pt of a run with --layer-steps"
         )
     for name, value in plain_state(student).items():
         if not value.isfinite().all():
@@ -86,25 +86,25 @@ def _take_layer(source: Source, folder: Path, name: str, module: LoraLayer) -> N
     a, b = (part["default"].weight.detach().float() for part in (module.lora_A, module.lora_B))
     if not (a.isfinite().all() and b.isfinite().all()):
         raise UserError(f"adapter {folder} is damaged: {name} holds NaN or infinity; train it again")
-    if isinstance(module, ParamWrapper):  # experts: several parameters of one module are wrapped in one another
+    if isinstance(module, ParamWrapper):  # experts: the wrappers of one module's parameters are nested
         parameter = f"{name.replace('.base_layer', '')}.{module.parameter_name}"
     elif isinstance(module.get_base_layer(), nn.Linear):
         parameter = f"{name}.weight"
         source.loras[name] = Lora(a, b, float(module.scaling["default"]))
     else:
-        raise UserError(f"adapter {folder} changes {name}, which is no linear layer; train one without it")
+        raise UserError(f"adapter {folder} changes {name}, which is not a linear layer; train one without it")
     source.updates[parameter] = partial(module.get_delta_weight, "default")
 
 
 @torch.no_grad()
 def weight_of(source: Source, parameter: str, merged: bool) -> Tensor:
-    """A parameter in fp32, with the adapter added where it is merged."""
+    """A parameter in fp32, with the adapter added if it is merged."""
     weight, update = source.student.get_parameter(parameter).detach(), source.updates.get(parameter)
     return weight + update() if merged and update else weight
 
 
 def provenance(source: Source) -> dict:
-    """What an export was made of, for its export.json."""
+    """What an export was made from, for its export.json."""
     made, adapter = source.made, source.adapter
     return {
         "model": made["model"],

@@ -1,4 +1,4 @@
-"""What is written is what was trained: other readers give our logits, and a changed bit is not let through."""
+"""Exports equal the trained model: other readers give our logits, and a changed bit is detected."""
 
 import json
 
@@ -43,7 +43,7 @@ from qat_lora.quant.student import StudentSpec, load_student, quantize, read_stu
 from qat_lora.run.files import sha256
 
 TOKENS = torch.arange(3, 35).view(2, 16)
-# transformers reads a Qwen3's head size from nowhere in a GGUF file: 128 is what it assumes.
+# transformers does not read a Qwen3's head size from a GGUF file; it assumes 128.
 SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 520}
 MODELS = {
     "llama": lambda **o: LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **SHAPE, **o)),
@@ -58,14 +58,14 @@ BALANCED = StudentSpec("balanced4/g32", "balanced4/g64", "balanced4/g32")
 
 @pytest.fixture(scope="module")
 def model_dir(full_model_dir):
-    """model_dir(kind, **config): a folder with a random tiny model whose every parameter counts."""
+    """model_dir(kind, **config): a folder with a random tiny model in which every parameter has an effect."""
     return lambda kind, **config: full_model_dir(
         MODELS[kind](bos_token_id=None, eos_token_id=2, pad_token_id=0, **config)
     )
 
 
 def student_of(folder, spec=SPEC, info=None, change=None):
-    """Its best.pt beside it; `change` goes over the model before it is saved."""
+    """A student file beside the model in `folder`; `change` modifies the student before it is saved."""
     model = quantize(load_model(str(folder)), spec)
     initialise(model)
     if change:
@@ -76,7 +76,7 @@ def student_of(folder, spec=SPEC, info=None, change=None):
 
 
 def adapter_of(folder, checkpoint, **config):
-    """A random adapter on all projections, with the note that it belongs to the student."""
+    """A random adapter, with the record that it belongs to the student."""
     targets = config.pop("target_modules", ["q_proj", "k_proj", "v_proj", "down_proj"])
     options = {"r": 4, "lora_alpha": 8, "target_modules": targets, "task_type": "CAUSAL_LM"} | config
     model = get_peft_model(load_model(str(folder)), LoraConfig(**options))
@@ -104,13 +104,13 @@ def logits(model):
 
 
 def apart(seen, ours):
-    """Root mean square of what separates logits from ours, in units of their spread."""
+    """Root mean square of the difference between logits and ours, in units of our standard deviation."""
     assert ours.std() > 0.5
     return ((seen - ours).square().mean().sqrt() / ours.std()).item()
 
 
 def merged_logits(source):
-    """Ours with the adapter added by hand."""
+    """Our logits with the adapter added by hand."""
     weights = {name: source.student.get_submodule(name).weight for name in source.loras}
     before = {name: weight.data.clone() for name, weight in weights.items()}
     for name, lora in source.loras.items():
@@ -136,17 +136,17 @@ def read_by_transformers(folder):
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("tied", [True, False])
 def test_another_reader_of_the_gguf_gives_our_logits(model_dir, tmp_path, kind, tied):
-    """Row order of q and k, names, biases, q_norm, embedding and head, heads and RoPE."""
+    """Covers the row order of q and k, names, biases, q_norm, embedding and head, heads and RoPE."""
     source = load_source(student_of(model_dir(kind, tie_word_embeddings=tied)))
     plan = written(source, tmp_path)
     types = {line["class"]: line["type"] for line in summary(source, plan)}
     head = {"embedding, head": "Q8_0"} if tied else {"embedding": "F16", "head": "Q8_0"}
     assert types == head | {"mlp": "Q4_0", "attention": "Q4_0", "norms, biases": "F32"}
-    near = 1e-5 if tied else 1e-2  # the embedding is F16 where it is not quantised
+    near = 1e-5 if tied else 1e-2  # the embedding is F16 if it is not quantised
     assert apart(logits(read_by_transformers(tmp_path)), logits(source.student)) < near
 
 
-def test_balanced4_is_as_near_as_its_rounded_offset(model_dir, tmp_path):
+def test_balanced4_differs_only_by_its_rounded_offset(model_dir, tmp_path):
     source = load_source(student_of(model_dir("llama", tie_word_embeddings=True), BALANCED))
     plan = written(source, tmp_path)
     assert {e.kind for e in plan.entries if e.quantizer} == {"Q4_1"}
@@ -164,13 +164,13 @@ def test_balanced4_is_as_near_as_its_rounded_offset(model_dir, tmp_path):
     ],
     ids=str,
 )
-def test_size_is_the_computed_one_for_every_type(model_dir, tmp_path, spec):
+def test_the_file_size_equals_the_computed_one_for_every_type(model_dir, tmp_path, spec):
     source = load_source(student_of(model_dir("llama", tie_word_embeddings=True), spec))
     plan = written(source, tmp_path)
     assert (tmp_path / MODEL_FILE).stat().st_size == plan.model_bytes
 
 
-def test_flipped_bit_is_not_let_through(llama, tmp_path):
+def test_a_flipped_bit_is_detected(llama, tmp_path):
     source = load_source(*llama)
     plan = written(source, tmp_path)
     for name in (MODEL_FILE, ADAPTER_FILE):
@@ -186,7 +186,7 @@ def test_flipped_bit_is_not_let_through(llama, tmp_path):
 
 
 @pytest.mark.parametrize("key", [b"llama.rope.freq_base", b"tokenizer.ggml.pre", b"llama.block_count"])
-def test_changed_metadata_is_not_let_through(llama, tmp_path, key):
+def test_changed_metadata_is_detected(llama, tmp_path, key):
     source = load_source(llama[0])
     plan = written(source, tmp_path)
     data = bytearray((tmp_path / MODEL_FILE).read_bytes())
@@ -228,7 +228,7 @@ def test_adapter_file_and_merged_layers_both_give_the_adapted_logits(llama, tmp_
     assert apart(logits(model), ours) < 1e-5
 
 
-def test_another_rank_or_scaling_of_a_layer_goes_into_its_b(model_dir, tmp_path):
+def test_a_layers_own_rank_or_scaling_goes_into_its_b(model_dir, tmp_path):
     folder = model_dir("llama", tie_word_embeddings=True)
     checkpoint = student_of(folder)
     adapter = adapter_of(folder, checkpoint, rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 6}, use_rslora=True)
@@ -256,7 +256,7 @@ def test_hf_folder_gives_our_logits_bit_for_bit(model_dir, tmp_path, tiny_tokeni
     assert (tmp_path / "model.safetensors").stat().st_size == pytest.approx(hf_bytes(source, False), rel=0.02)
 
 
-def test_adapter_beside_the_folder_and_merged_into_it(llama, tmp_path):
+def test_adapter_beside_the_model_and_merged_into_it(llama, tmp_path):
     source = load_source(*llama)
     for name in ("hf", "merged"):
         (tmp_path / name).mkdir()
@@ -270,7 +270,7 @@ def test_adapter_beside_the_folder_and_merged_into_it(llama, tmp_path):
     assert config["base_model_name_or_path"] == str(tmp_path / "hf")
     other = tmp_path / "other.pt"
     torch.save(read_student(llama[0]) | {"info": {"step": 9}}, other)
-    with pytest.raises(UserError, match="was trained on another student"):  # it still knows its own
+    with pytest.raises(UserError, match="was trained on another student"):  # it still records its own
         load_adapter(load_student(other)[0], tmp_path / "hf" / "adapter", other)
     assert not (tmp_path / "merged" / "adapter").exists()
     assert apart(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), ours) < 1e-5
@@ -300,7 +300,7 @@ def test_adapter_on_experts(mixtral, tmp_path, merged):
     assert apart(logits(model), ours) < 1e-5
 
 
-def test_mixture_of_experts_is_no_gguf(mixtral):
+def test_mixture_of_experts_cannot_be_written_as_gguf(mixtral):
     with pytest.raises(UserError, match="is a mixtral: GGUF is written for llama"):
         plan_gguf(load_source(mixtral[0]))
 
@@ -315,7 +315,7 @@ def test_formats_of_a_model(model_dir, mixtral):
 
 # -- Gemma -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("scalar", [16, 24])
-def test_norms_of_gemma_hold_one_plus_the_weight_and_the_scale_of_q(full_model_dir, tmp_path, scalar):
+def test_norms_of_gemma_include_one_plus_the_weight_and_the_scale_of_q(full_model_dir, tmp_path, scalar):
     config = Gemma3TextConfig(
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, query_pre_attn_scalar=scalar, bos_token_id=None,
         **SHAPE,
@@ -334,7 +334,7 @@ def test_norms_of_gemma_hold_one_plus_the_weight_and_the_scale_of_q(full_model_d
     ):
         ours = (1 + weights[f"model.layers.1.{parameter}.weight"]) * factor
         assert np.array_equal(tensors[f"{name}.weight"], ours.numpy()), name
-    assert {e.kind for e in plan.entries if e.quantizer} == {"Q4_0", "Q8_0"}  # codes and scales as they are
+    assert {e.kind for e in plan.entries if e.quantizer} == {"Q4_0", "Q8_0"}  # codes and scales are exact
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------

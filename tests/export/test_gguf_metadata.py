@@ -1,4 +1,4 @@
-"""What a GGUF file says of a model: order of rows, tokenizer, and which models it could not say enough of."""
+"""Metadata of GGUF files: row order, tokenizer, and the models that the format cannot describe."""
 
 import copy
 import json
@@ -54,7 +54,7 @@ def with_tokenizer(tiny_model_dir, tmp_path):
 
 
 def bpe(*steps) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of single bytes that cuts text by the given steps."""
+    """A byte-level BPE of single bytes that splits text by the given steps."""
     vocab = {text: number for number, text in enumerate(["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     made = Tokenizer(models.BPE(vocab, []))
     made.pre_tokenizer = pre_tokenizers.Sequence(list(steps)) if len(steps) > 1 else steps[0]
@@ -62,7 +62,7 @@ def bpe(*steps) -> PreTrainedTokenizerFast:
 
 
 def changed(config, **values):
-    """A config with other values, whatever they mean."""
+    """A config with some values replaced, without any checks."""
     return type("Config", (), {**config.to_dict(), **values})
 
 
@@ -74,7 +74,7 @@ def split(pattern):
     return pre_tokenizers.Split(Regex(pattern), "isolated")
 
 
-def test_rows_go_there_and_back():
+def test_row_order_survives_the_round_trip():
     rows = np.arange(24).reshape(12, 2)
     assert to_gguf_rows(rows, 2)[:, 0].tolist() == [0, 6, 2, 8, 4, 10, 12, 18, 14, 20, 16, 22]
     assert (from_gguf_rows(to_gguf_rows(rows, 2), 2) == rows).all()
@@ -82,7 +82,7 @@ def test_rows_go_there_and_back():
 
 
 # -- tokenizer -------------------------------------------------------------------------------------------------------
-def test_tokenizer_of_a_folder_is_written_whole(tiny_model_dir, tmp_path, tiny_tokenizer, monkeypatch):
+def test_tokenizer_of_a_folder_is_written_completely(tiny_model_dir, tmp_path, tiny_tokenizer, monkeypatch):
     monkeypatch.setattr(gguf, "load_config", lambda name, load=gguf.load_config: changed(load(name), vocab_size=520))
     writer, notes = model_writer(str(tiny_model_dir), 0)
     assert any('520 tokens, pre-tokenizer "gpt-2"' in note for note in notes)
@@ -118,7 +118,7 @@ def test_tokenizer_of_a_folder_is_written_whole(tiny_model_dir, tmp_path, tiny_t
         ([split(LLAMA3), byte_level()], "default"),
     ],
 )
-def test_pre_tokenizer_is_told_by_its_steps(with_tokenizer, steps, name):
+def test_pre_tokenizer_is_identified_by_its_steps(with_tokenizer, steps, name):
     writer, notes = model_writer(with_tokenizer(bpe(*steps)), 0)
     assert metadata(writer)["tokenizer.ggml.pre"] == name
     assert any("compare" in note for note in notes) == (name == "default")
@@ -126,7 +126,7 @@ def test_pre_tokenizer_is_told_by_its_steps(with_tokenizer, steps, name):
 
 
 def test_pre_tokenizer_of_qwen(with_tokenizer):
-    """The regular expression of transformers' own class; its begin-of-text token is none."""
+    """The regular expression of transformers' own class, which has no BOS token."""
     vocab = {"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}
     writer, _ = model_writer(with_tokenizer(Qwen2Tokenizer(vocab=vocab, merges=[("a", "b")])), 0)
     values = metadata(writer)
@@ -135,7 +135,7 @@ def test_pre_tokenizer_of_qwen(with_tokenizer):
 
 
 def test_tokenizer_of_a_gguf_file_is_copied_unchanged():
-    """The embedded model's, with its own pre-tokenizer; the shape is the one that it states."""
+    """The embedded model's tokenizer, with its own pre-tokenizer; the shape equals the original file's."""
     writer, _ = model_writer(EMBEDDED, 2)
     source = model_source(EMBEDDED)
     fields = GGUFReader(Path(source["pretrained_model_name_or_path"], source["gguf_file"])).fields
@@ -148,14 +148,14 @@ def test_tokenizer_of_a_gguf_file_is_copied_unchanged():
         assert np.float32(metadata(writer)[f"llama.{key}"]) == np.float32(fields[f"llama.{key}"].contents()), key
 
 
-def test_tokenizer_that_is_no_byte_level_bpe(with_tokenizer):
+def test_tokenizer_that_is_not_a_byte_level_bpe_is_refused(with_tokenizer):
     words = Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
     folder = with_tokenizer(PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>"))
-    with pytest.raises(UserError, match="no byte-level BPE"):
+    with pytest.raises(UserError, match="neither a byte-level BPE"):
         model_writer(folder, 0)
 
 
-def test_tokenizer_with_more_tokens_than_embeddings(with_tokenizer, tiny_model_dir):
+def test_tokenizer_with_more_tokens_than_embeddings_is_refused(with_tokenizer, tiny_model_dir):
     grown = load_tokenizer(str(tiny_model_dir))
     grown.add_tokens(["<tool>"])
     with pytest.raises(UserError, match=r"gives ids up to 512 .* beyond the 512 rows"):
@@ -179,7 +179,7 @@ def test_tokenizer_with_more_tokens_than_embeddings(with_tokenizer, tiny_model_d
                               "original_max_position_embeddings": 64}}, "attention_factor 1.5"),
     ],
 )  # fmt: skip
-def test_models_that_gguf_would_run_otherwise(tiny_model_dir, monkeypatch, change, words):
+def test_models_that_llama_cpp_would_run_differently_are_refused(tiny_model_dir, monkeypatch, change, words):
     def load(name, load=gguf.load_config):
         config = copy.deepcopy(load(name))
         for key, value in change.items():
@@ -219,8 +219,8 @@ def test_settings_of_each_model_type(config, words):
     assert said is None if words is None else words in said
 
 
-def test_every_default_config_is_told_apart():
-    """A config class as it comes is written where the model type is, or refused; none passes unseen."""
+def test_every_default_config_is_written_or_refused():
+    """Default configs of the supported model types can be written, except Mistral's."""
     assert unwritten(MistralConfig()) is not None  # a window of 4096 below 131072 positions
     for kind in (LlamaConfig, GraniteConfig, Qwen2Config, Qwen3Config, Gemma3TextConfig):
         assert unwritten(kind()) is None, kind
@@ -264,11 +264,11 @@ def test_sentencepiece_tokenizer_is_written_with_scores(with_tokenizer):
 @pytest.mark.parametrize(
     "merges",
     [
-        [("a", "b"), ("b", "c"), ("ab", "c")],  # "abc" is also a + bc, which is no merge
+        [("a", "b"), ("b", "c"), ("ab", "c")],  # "abc" is also a + bc, which is not a merge
         [("a", "b"), ("ab", "c"), ("b", "c"), ("a", "bc")],  # "abc" has two places in the order
     ],
 )
-def test_tokenizer_that_does_not_merge_by_score(with_tokenizer, merges):
+def test_tokenizer_that_does_not_merge_by_score_is_refused(with_tokenizer, merges):
     with pytest.raises(UserError, match="does not merge by the score"):
         model_writer(with_tokenizer(sentencepiece(merges)), 0)
 

@@ -1,4 +1,4 @@
-"""Codes and scales survive GGUF's blocks bit for bit, and the values are those that other readers see."""
+"""Codes and scales survive GGUF's blocks bit for bit, and other readers see the same values."""
 
 import gguf
 import numpy as np
@@ -30,7 +30,7 @@ PAIRS = [(text, kind) for text in SPECS for kind in fitting(QuantSpec.parse(text
 
 
 def random_quantizer(text: str) -> Quantizer:
-    """Codes of every value and scales of either sign where the codebook has one, the smallest of them included."""
+    """Random codes, and scales that include the smallest one and, if the codebook allows them, negative ones."""
     spec, random = QuantSpec.parse(text), torch.Generator().manual_seed(0)
     quantizer = Quantizer(spec, OUT, IN)
     scale = torch.randn(quantizer.scale.shape, generator=random)
@@ -41,13 +41,13 @@ def random_quantizer(text: str) -> Quantizer:
 
 
 def of(quantizer: Quantizer) -> tuple[np.ndarray, np.ndarray]:
-    """Its codes, and its scales [out, groups]."""
+    """The codes of a quantiser, and its scales [out, groups]."""
     scale = quantizer.scale_matrix().detach().squeeze(2)
     return quantizer.codes.numpy(), scale.expand(OUT, scale.shape[1]).numpy()
 
 
 def values_of_q2_0(data: np.ndarray) -> np.ndarray:
-    """By hand, a weight at a time."""
+    """Decoded by hand, one weight at a time."""
     rows = []
     for row in data:
         rows.append([])
@@ -74,7 +74,7 @@ def test_codes_and_scales_come_back_bit_for_bit(text, kind):
 
 
 @pytest.mark.parametrize("text, kind", PAIRS)
-def test_another_reader_sees_the_weights_of_the_student(text, kind):
+def test_another_reader_sees_the_students_weights(text, kind):
     """gguf's own dequantiser (Q2_0, which it lacks, by hand) against Quantizer.decode."""
     quantizer = random_quantizer(text)
     data = encode(kind, quantizer.spec, *of(quantizer))
@@ -86,7 +86,7 @@ def test_another_reader_sees_the_weights_of_the_student(text, kind):
 
 
 @pytest.mark.parametrize("kind", QUANTISED)
-def test_a_flipped_bit_anywhere_is_seen(kind):
+def test_a_flipped_bit_anywhere_is_detected(kind):
     """decode gives another code, scale or offset for every single bit of a block."""
     text = {"Q2_0": "int2/g64", "Q4_0": "int4/g32", "Q4_1": "balanced4/g32", "Q8_0": "int8/g32"}[kind]
     quantizer = random_quantizer(text)
@@ -100,7 +100,7 @@ def test_a_flipped_bit_anywhere_is_seen(kind):
 
 
 @pytest.mark.parametrize("integer", range(16))
-def test_an_integer_without_a_code_is_no_code(integer):
+def test_an_integer_without_a_code_gives_an_invalid_code(integer):
     """balanced2 in Q4_0 uses 5, 7, 9 and 11 only."""
     spec = QuantSpec.parse("balanced2/g32")
     data = np.full((1, 18), integer * 17, np.uint8)
@@ -120,7 +120,7 @@ def test_an_integer_without_a_code_is_no_code(integer):
         ("int4/r8", 128, ["F16"]),
     ],
 )  # fmt: skip
-def test_what_fits(text, width, types):
+def test_types_that_fit(text, width, types):
     spec = QuantSpec.parse(text)
     assert fitting(spec, width) == types
     assert choose("w", spec, width, "auto") == types[0]
@@ -131,16 +131,16 @@ def test_what_fits(text, width, types):
 @pytest.mark.parametrize(
     "text, width, kind, words",
     [
-        ("int2/g32", 128, "Q2_0", ["its blocks take 64 weights", "what fits: Q4_0, Q4_1, Q8_0, F16"]),
-        ("balanced2/g64", 128, "Q2_0", ["it has not the levels of balanced2", "Q4_0"]),
-        ("int2/tensor", 96, "Q2_0", ["96 inputs do not divide by its blocks of 64", "Q4_0"]),
-        ("int4/tensor", 48, "Q4_0", ["48 inputs do not divide by its blocks of 32", "what fits: F16"]),
-        ("int4/g64", 128, "Q2_0", ["it has not the levels of int4", "what fits: Q4_0"]),
-        ("balanced8/g32", 128, "Q8_0", ["it has not the levels of balanced8", "what fits: F16"]),
-        ("int4/r8", 128, "Q4_0", ["a scale each, not one for every weight", "what fits: F16"]),
+        ("int2/g32", 128, "Q2_0", ["its blocks hold 64 weights", "use Q4_0, Q4_1, Q8_0, F16, or auto"]),
+        ("balanced2/g64", 128, "Q2_0", ["it cannot represent the levels of balanced2", "Q4_0"]),
+        ("int2/tensor", 96, "Q2_0", ["96 inputs are not divisible by its block size 64", "Q4_0"]),
+        ("int4/tensor", 48, "Q4_0", ["48 inputs are not divisible by its block size 32", "use F16"]),
+        ("int4/g64", 128, "Q2_0", ["it cannot represent the levels of int4", "use Q4_0"]),
+        ("balanced8/g32", 128, "Q8_0", ["it cannot represent the levels of balanced8", "use F16"]),
+        ("int4/r8", 128, "Q4_0", ["one scale per block, not one per weight", "use F16"]),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(text, width, kind, words):
+def test_a_type_that_does_not_fit_is_refused_by_name(text, width, kind, words):
     with pytest.raises(UserError) as error:
         choose("layers.0.mlp.up_proj", QuantSpec.parse(text), width, kind)
     for word in [f"--gguf-type {kind}", "layers.0.mlp.up_proj", text, *words]:

@@ -206,7 +206,7 @@ def test_what_is_there_is_left_alone(refusal, run, files, tmp_path):
         (["--gguf-typ", "Q4_0"], "did you mean --gguf-type?"),
         (["--adapter", "/no/such/adapter"], "no such folder"),
         (["--gguf-type", "Q4_0"], "Q4_0 cannot hold model.layers.0.self_attn.q_proj, which is balanced4/g32"),
-        (["--gguf-type", "Q2_0"], "what fits: Q4_1, Q8_0, F16, or auto"),
+        (["--gguf-type", "Q2_0"], "use Q4_1, Q8_0, F16, or auto"),
     ],
 )
 def test_bad_flags(refusal, files, tmp_path, flags, words):
