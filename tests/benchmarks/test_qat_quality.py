@@ -1,4 +1,4 @@
-"""The quality benchmark: impossible settings are refused before anything is built, the report is what was measured."""
+"""The quality benchmark: impossible settings are refused before anything is built, and the report is correct."""
 
 import json
 import os
@@ -64,7 +64,7 @@ def test_the_report_gives_mean_and_range_over_seeds(load_script, tmp_path):
 
 @pytest.fixture
 def measure(sharp_model_dir, tmp_path):
-    """measure(methods): the rows of whole cells on the tiny model, each in its process."""
+    """measure(methods): the rows of complete cells on the tiny model, each in its own process."""
     (tmp_path / "text.txt").write_text("\n".join(topics[key] for key in sorted(topics))[:60_000])
     flags = ["--dataset", tmp_path / "text.txt", "--other-dataset", tmp_path / "text.txt", "--device", "cpu"]
     flags += ["--precision", "fp32", "--grids", "int2/g64", "--seeds", "0", "--steps", "24", "--measured", "4"]
@@ -92,6 +92,6 @@ def test_our_methods_from_text_to_report(measure, tmp_path):
 
 
 @pytest.mark.peer
-def test_torchao_learns_from_the_same_rows(measure):
+def test_torchao_trains_on_the_same_rows(measure):
     rows = measure("torchao,torchao-text")
     assert [row["stage"] for row in rows] == ["qat", "qat"] and rows[0]["text"]["kl"] < rows[1]["text"]["kl"]

@@ -1,4 +1,4 @@
-"""The ablations: a line a variant, the picture, from what runs have measured; finished runs are not run again."""
+"""The ablations: one line per variant and a picture from the measured runs; finished runs are not run again."""
 
 import json
 
@@ -13,12 +13,12 @@ def bench(load_script):
     return load_script("recursive_ablations")
 
 
-def test_seeds_that_are_no_numbers_are_refused(bench):
+def test_seeds_that_are_not_numbers_are_refused(bench):
     with pytest.raises(UserError, match="--seeds a,b is no list of whole numbers"):
         bench.main(parse(bench.Config, "recursive_ablations", ["--seeds", "a,b"]))
 
 
-def test_the_table_and_the_picture_are_of_what_was_measured(bench, tmp_path, monkeypatch, capsys):
+def test_the_table_and_the_picture_show_what_was_measured(bench, tmp_path, monkeypatch, capsys):
     called = []
 
     def call(script, *words):

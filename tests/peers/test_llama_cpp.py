@@ -1,8 +1,8 @@
-"""Does llama.cpp run an exported student as we do? Perplexity on the same tokens of embedded text.
+"""Does llama.cpp give an exported student the same perplexity as we do, on the same tokens of embedded text?
 
-llama.cpp rounds what it multiplies with a block type to 8 bits, in blocks of 32. That alone moves the perplexity of
-SmolLM2-135M by half a per cent, of its publisher's own file too, so our figure is taken with the same rounding; the two
-still differ by noise, of about .2% over these tokens. F16 has no such rounding, and must agree to .1%.
+llama.cpp rounds the inputs of products with block types to 8 bits, in blocks of 32. That alone changes the perplexity
+of SmolLM2-135M by half a per cent, also with its publisher's own file, so ours is computed with the same rounding; the
+two still differ by noise of about 0.2% over these tokens. F16 has no such rounding and must agree to 0.1%.
 """
 
 import gc
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.peer
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed; make setup-peers builds it")
 
 WINDOW, WINDOWS, NEAR = 512, 4, 0.005
-STUDENTS = {  # untrained at 2 bits the whole model would say nothing: there only the attention is quantised
+STUDENTS = {  # an untrained 2-bit model would give nonsense, so only its attention is quantised
     "Q2_0": (StudentSpec(mlp="none", attn="int2/g64"), {"Q2_0"}),
     "Q4_0": (StudentSpec(mlp="int4/g32", attn="int4/g32", head="int8/g32"), {"Q4_0", "Q8_0"}),
     "Q4_1": (StudentSpec(mlp="balanced4/g32", attn="balanced4/g32"), {"Q4_1"}),
@@ -50,7 +50,7 @@ def windows():
 
 @pytest.fixture(scope="module")
 def student(tmp_path_factory):
-    """student(type): the file of a quantised embedded model that fits the type, and the folder for its exports."""
+    """student(type): a folder with best.pt of the embedded model, quantised to fit the type; also for its exports."""
     made = {}
 
     def make(kind):
@@ -58,7 +58,7 @@ def student(tmp_path_factory):
             folder = tmp_path_factory.mktemp(kind)
             spec = STUDENTS[kind][0]
             model = quantize(load_model(EMBEDDED), spec)
-            initialise(model, search=kind == "Q2_0")  # the search takes minutes; 4 bits do without
+            initialise(model, search=kind == "Q2_0")  # the search takes minutes; 4 bits do not need it
             save_student(folder / "best.pt", model, EMBEDDED, spec, {})
             made[kind] = folder
         return made[kind]
@@ -67,14 +67,14 @@ def student(tmp_path_factory):
 
 
 def rounded(x):
-    """Activations as llama.cpp has them in such a product: in blocks of 32, 127 steps to the largest."""
+    """Activations rounded as in llama.cpp: in blocks of 32, with 127 steps up to the largest."""
     blocks = x.reshape(*x.shape[:-1], -1, 32)
     step = blocks.abs().amax(-1, keepdim=True) / 127
     return ((blocks / step.clamp(min=1e-30)).round() * step.half().float()).view_as(x)
 
 
 def round_inputs(model):
-    """Put that rounding before every quantised layer of a student."""
+    """Round the inputs of every quantised layer of a student in this way."""
     for layer in quantized_layers(model).values():
         layer.register_forward_pre_hook(lambda layer, args: (rounded(args[0]),))
     return model
@@ -108,7 +108,7 @@ def exported(folder, name, adapter=None, wanted="auto", merged=False):
 
 
 def compare(what, theirs, exact, ours, near=NEAR):
-    """theirs against ours, whose products are rounded as theirs; beside it against our exact ones."""
+    """Compare their NLL with ours, which has the same rounding; print it with our exact one, too."""
     ratio, plain = math.exp(theirs - ours), math.exp(theirs - exact)
     print(
         f"\n{what}: perplexity of llama.cpp {math.exp(theirs):.4f}, here {math.exp(ours):.4f} with rounded inputs "
@@ -129,7 +129,7 @@ def test_perplexity_of_a_type(student, windows, kind):
 
 
 def test_perplexity_of_the_same_weights_as_f16(student, windows):
-    """Names, order of rows, rotation, norms and tokens, without the rounding of inputs."""
+    """Covers names, row order, rotation, norms and tokens, without rounding of inputs."""
     folder, _ = exported(student("Q4_1"), "f16", wanted="F16")
     exact = our_nll(load_student(student("Q4_1") / "best.pt")[0], windows)
     compare("F16", their_nll(folder, windows), exact, exact, 0.001)
@@ -137,7 +137,7 @@ def test_perplexity_of_the_same_weights_as_f16(student, windows):
 
 @pytest.mark.parametrize("merged", [False, True])
 def test_perplexity_with_an_adapter(student, windows, merged):
-    """As adapter.gguf that llama.cpp puts on the model, and added to F16 layers. It must change the figure."""
+    """The adapter as adapter.gguf, loaded by llama.cpp, and merged into F16 layers. It must change the perplexity."""
     base = student("Q4_1")
     adapter = random_adapter(base / f"adapter-{merged}")
     model = load_student(base / "best.pt")[0]
@@ -168,7 +168,7 @@ def random_adapter(folder, name=EMBEDDED, spread=0.03):
 
 
 def test_tokens_and_chat_template_are_the_same(student):
-    """In the file that llama.cpp reads, whichever way the text is cut."""
+    """In the file that llama.cpp reads, for texts that are split in different ways."""
     folder = student("Q4_0") / "plain"
     if not folder.exists():
         folder, _ = exported(student("Q4_0"), "plain")
@@ -202,7 +202,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def tiny(full_model_dir):
-    """tiny(kind): a folder with a random model whose every parameter counts."""
+    """tiny(kind): a folder with a random model in which every parameter has an effect."""
     return lambda kind: full_model_dir(AutoModelForCausalLM.from_config(TINY[kind]))
 
 
@@ -210,7 +210,7 @@ def tiny(full_model_dir):
 @pytest.mark.parametrize("kind", TINY)
 @pytest.mark.parametrize("adapted", [False, True])
 def test_logits_of_every_architecture_and_type(tiny, tmp_path, kind, layout, adapted):
-    """Root mean square of the difference in units of the logits' spread; a wrong order of rows makes it about 1."""
+    """RMS of the difference in units of the logits' standard deviation; a wrong row order makes it about 1."""
     spec, near = LAYOUTS[layout]
     name = str(tiny(kind))
     model = quantize(load_model(name), spec)
@@ -241,7 +241,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
 TWO = {"sliding_attention": UNSCALED, "full_attention": LINEAR | {"rope_theta": 1e6}}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 GRANITE = {"logits_scaling": 8.0, "attention_multiplier": 0.1, "residual_multiplier": 0.3, "embedding_multiplier": 12.0}
-SETTINGS = {  # the model, and the same without what is tried
+SETTINGS = {  # the model, and the changes that remove the tested setting
     "llama3": (LlamaConfig(rope_parameters=LLAMA3, **HEADS, **SHAPE), {"rope_parameters": UNSCALED}),
     "linear": (LlamaConfig(rope_parameters=LINEAR, **HEADS, **SHAPE), {"rope_parameters": UNSCALED}),
     "yarn": (Qwen2Config(rope_parameters=YARN, **HEADS, **SHAPE), {"rope_parameters": UNSCALED}),
@@ -261,7 +261,7 @@ SETTINGS = {  # the model, and the same without what is tried
 @pytest.mark.parametrize("what", SETTINGS)
 @pytest.mark.parametrize("adapted", [False, True])
 def test_logits_of_settings(full_model_dir, tmp_path, what, adapted):
-    """Rotary scaling, windows, norms and multipliers; each model without the setting gives other logits."""
+    """Rotary scaling, windows, norms and multipliers; without the setting each model gives different logits."""
     config, without = SETTINGS[what]
     name, spec = str(full_model_dir(AutoModelForCausalLM.from_config(config))), StudentSpec("lut4/g32", "int4/r4")
     model = quantize(load_model(name), spec)

@@ -1,4 +1,4 @@
-"""Our echo states beside ReservoirPy's on the same matrices: `make test-peers`."""
+"""Our echo states equal ReservoirPy's on the same matrices: `make test-peers`."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.peer
 
 
 @pytest.mark.parametrize("leak", [1.0, 0.3])
-def test_states_are_reservoirpys(leak):
+def test_states_equal_reservoirpys(leak):
     from reservoirpy.nodes import Reservoir
 
     cell = EchoState(ReservoirSpec(60, "esn", radius=1.1, density=0.2, leak=(leak, leak)), 4).double()

@@ -1,4 +1,4 @@
-"""Our GRPO loss and its gradient beside TRL's own, in fp64: `make test-peers`."""
+"""Our GRPO and SFT losses and their gradients equal TRL's own: `make test-peers`."""
 
 from collections import defaultdict
 from itertools import product
@@ -14,7 +14,7 @@ ROWS, WIDTH = 6, 7
 
 
 def theirs(logp, old, reference, advantages, mask, objective, micro_batches):
-    """The loss as TRL's trainer computes it, from log-probabilities that are given instead of a model."""
+    """The loss as TRL's trainer computes it, from given log-probabilities instead of a model."""
     from trl import GRPOTrainer
 
     class Trainer(GRPOTrainer):
@@ -60,7 +60,7 @@ def ours(logp, old, reference, advantages, mask, objective, micro_batches):
     list(product(REDUCTIONS, (0.0, 0.04), ((0.2, 0.28), (0.1, 0.1)), (False, True), (False, True), (1, 3))),
 )
 def test_loss_and_gradient_equal(reduction, beta, clip, masked, on_policy, micro_batches):
-    """Of one micro-batch, in an update of as many."""
+    """For one micro-batch, in an update of `micro_batches` of them; in fp64."""
     random = torch.Generator().manual_seed(5)
     logp, old, reference = (-2 * torch.rand(ROWS, WIDTH, generator=random, dtype=torch.double) for _ in range(3))
     advantages = torch.randn(ROWS, generator=random, dtype=torch.double)
@@ -95,8 +95,8 @@ AS_TURNS = [
 @pytest.mark.parametrize("rows", [AS_TEXT, AS_TURNS], ids=["text", "turns"])
 @pytest.mark.parametrize("together", [False, True])
 def test_sft_labels_loss_and_gradients_equal(rows, together, tiny_model_dir, tiny_tokenizer, tmp_path):
-    """The same rows through TRL's trainer: what it learns, its loss and gradients. Of a chat it also learns the line
-    end that the template puts after the end of the turn, which no model gets to say."""
+    """The same rows through TRL's trainer: target tokens, loss and gradients. In chats TRL also trains on the line end
+    that the template puts after the end of the turn, which a model never generates."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
