@@ -72,7 +72,7 @@ def load_adapter(model: nn.Module, path: str | Path, checkpoint: str | Path | No
     odd = sorted(saved.keys() ^ get_peft_model_state_dict(adapted, save_embedding_layers=False).keys())
     if odd:
         raise UserError(
-            f"adapter {folder} does not fit the model: only one of them has {odd[0]}; use the model of its run"
+            f"adapter {folder} does not fit the model: {odd[0]} is in only one of them; use the model of its run"
         )
     if unwrap(adapted).get_output_embeddings() is not head:
         raise UserError(f"adapter {folder} changes the LM head, which is not supported; train one without it")

@@ -389,11 +389,11 @@ def test_bad_adapters(refusal, tiny_model_dir, tiny_tokenizer, tiny_adapter, tex
     narrow = other_model(tmp_path / "narrow", tiny_tokenizer, hidden_size=32)
     assert "does not fit the model" in said(adapter_of(narrow, tmp_path / "of_narrow", LoraConfig(**kinds)))
     deep = other_model(tmp_path / "deep", tiny_tokenizer, num_hidden_layers=3)
-    assert "layers.2.self_attn.q_proj.lora_A.weight is on one side" in said(
+    assert "layers.2.self_attn.q_proj.lora_A.weight is in only one of them" in said(
         adapter_of(deep, tmp_path / "of_deep", LoraConfig(**kinds))
     )
     lacking = shutil.copytree(tiny_adapter, tmp_path / "lacking")
     tensors = load_file(lacking / "adapter_model.safetensors")
     tensors.pop("base_model.model.model.layers.1.mlp.down_proj.lora_B.weight")
     save_file(tensors, lacking / "adapter_model.safetensors")
-    assert "layers.1.mlp.down_proj.lora_B.weight is on one side" in said(lacking)
+    assert "layers.1.mlp.down_proj.lora_B.weight is in only one of them" in said(lacking)
