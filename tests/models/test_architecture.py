@@ -211,7 +211,7 @@ def test_blocks_that_take_more_than_hidden_states_are_refused():
     seen, first = [], layers[0]
     layers[1].register_forward_pre_hook(lambda _, args, kwargs: (args, kwargs | {"last": seen[-1]}), with_kwargs=True)
     layers[1].__class__, model.model.__class__ = Coupled, Coupling
-    with pytest.raises(UserError, match="'llama' cannot be trained block by block: what a block is called with"):
+    with pytest.raises(UserError, match="'llama' cannot be trained block by block: the arguments of a block"):
         check_blocks(model)
 
 
