@@ -1,5 +1,5 @@
 # PYTHON_ARGCOMPLETE_OK
-"""scripts/pretrain.py, by the name that the guide calls it."""
+"""Run scripts/pretrain.py, under the name that the guide uses."""
 
 import runpy
 from pathlib import Path

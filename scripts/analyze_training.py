@@ -1,13 +1,14 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Did it learn, and what went wrong if not? A verdict on runs of train_musclebob_improved.py, and their plots.
+"""Did a run of train_musclebob_improved.py learn the new name? Prints a verdict and any sign of trouble.
 
     python scripts/analyze_training.py
     python scripts/analyze_training.py --run runs/musclebob
     python scripts/analyze_training.py --run runs/bob-0,runs/bob-1,runs/bob-2
 
-Without --run it takes the newest run. For each it draws plots/training.png anew and says what its validations and its
-metrics.jsonl show: whether GRPO added to what it began with, and the signs of reward hacking, of answers that do not
-end, of collapse and of a name that is said everywhere (docs/musclebob.md). Several runs also give a table.
+That script teaches a small language model a new name for a character (SFT, then GRPO). This one reads the validations
+and metrics.jsonl of its runs: did GRPO improve on the model it started from, and are there signs of reward hacking,
+answers that do not end, collapse, or a name that appears in unrelated answers? It also redraws plots/training.png.
+Without --run it takes the newest run; for several runs it adds a table. docs/musclebob.md is the runbook.
 """
 
 from dataclasses import dataclass

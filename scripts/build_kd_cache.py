@@ -1,15 +1,16 @@
 # PYTHON_ARGCOMPLETE_OK
-"""What does the teacher say? Writes its next-token distributions over a text to a cache, once, for every later run.
-
-Each position keeps the exact probabilities of the top K tokens and N draws from the rest: an unbiased target, in 60
-bytes a position at the defaults where token ids fit 16 bits (102 above). Interrupted at any moment, the same command
-resumes and ends with the same bytes.
+"""What does the teacher predict? Stores its next-token distributions over a text in a cache, once for all later runs.
 
     python scripts/build_kd_cache.py --dataset text.txt --cache-dir caches/text_L256
     python scripts/build_kd_cache.py --model Qwen/Qwen3-0.6B --dataset wikitext --dataset-config wikitext-103-raw-v1 \\
         --length 1024 --max-rows 20000 --cache-dir caches/wikitext103_L1024
 
-Expect a progress bar in rows, then the folder's size and the speed in tokens a second.
+Low-bit students are trained from this cache (train_qat.py, train_recovery_lora.py) instead of the full-precision
+teacher. Each position holds the exact probabilities of the --top-k most likely tokens and --draws tokens sampled from
+the rest, which together give an unbiased target: 60 bytes per position at the defaults if token ids fit in 16 bits,
+else 102. You can interrupt it at any moment: the same command resumes and writes exactly the same bytes.
+It shows a progress bar in rows, then prints the size of the cache and the speed in tokens/s.
+caches/README.md lists the files of a cache, docs/qat-recovery.md is the runbook.
 """
 
 from dataclasses import dataclass

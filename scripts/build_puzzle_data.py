@@ -1,14 +1,15 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Write a folder of rows for pretrain.py: puzzles that are drawn, or prompt → response pairs of a text.
+"""Write a dataset for pretrain.py: generated puzzles, or prompt → response pairs from a text.
 
     python scripts/build_puzzle_data.py --kind sudoku6 --count 2000 --output-dir data/sudoku6
     python scripts/build_puzzle_data.py --kind maze9 --count 4000 --output-dir data/maze9
     python scripts/build_puzzle_data.py --corpus pairs.jsonl --length 128 --iterations 8 --output-dir data/pairs
 
-Puzzles are a function of the seed, each with a proof that its answer is the only one; what is held out (test/) is no
-symmetry of anything in train/. A corpus has a `prompt` and a `response` a row, and maybe `iterations`, the segments
-that a row may have; its tokens are bytes, and only the response has a loss. The layout is that of the Tiny Recursive
-Model's datasets (docs/athena.md). --dry-run says what would be written.
+pretrain.py trains a small network that reasons by recursion. Puzzles depend on the seed alone. Each is proved to have
+only one solution, and no held-out puzzle (test/) is a symmetry of one in train/. A row of --corpus has the columns
+prompt, response and, optionally, iterations (most segments for this row). Its tokens are bytes, and the loss is
+computed on the response only. The files are laid out as in the Tiny Recursive Model's datasets; docs/athena.md
+describes them. --dry-run prints what would be written.
 """
 
 from dataclasses import dataclass

@@ -1,11 +1,11 @@
 # PYTHON_ARGCOMPLETE_OK
-"""What does this machine have, and is it enough? Devices, package versions, hugepages, disk, packaged models.
+"""Does this machine have what training needs? Checks devices, package versions, hugepages, disk and packaged models.
 
     python scripts/doctor.py
     python scripts/doctor.py --device tpu
 
-One line for each finding: `ok`; `--` for something optional that is missing or only recommended; `BAD` for something
-that --device needs, with the command that fixes it. Exit code 1 if anything is BAD, else 0.
+Prints one line per finding: `ok`; `--` if something optional is missing or something recommended is not set; `BAD` if
+--device needs something that is missing, with the command that fixes it. The exit code is 1 if anything is BAD, else 0.
 """
 
 import os

@@ -1,5 +1,5 @@
 # PYTHON_ARGCOMPLETE_OK
-"""A trained student as files for other programs: Hugging Face folders, or GGUF for llama.cpp and what builds on it.
+"""Export a trained low-bit student for other programs: Hugging Face folders, or GGUF for llama.cpp.
 
     python scripts/export_model.py --checkpoint runs/q2/best.pt --format gguf --output-dir exports/q2
     python scripts/export_model.py --checkpoint runs/q2/best.pt --adapter runs/q2-lora/adapter --format hf \\
@@ -7,19 +7,16 @@
     python scripts/export_model.py --checkpoint runs/q2/best.pt --adapter runs/q2-lora/adapter --format gguf \\
         --adapter-as merged --output-dir exports/q2-merged
 
-hf      a folder for AutoModelForCausalLM with the baked weights level·scale, and adapter/ for PeftModel beside them.
-        In fp32, 4 bytes a weight: fp16 would round the products.
-merged  the same folder with the adapter added to the weights.
-gguf    model.gguf with the trained codes and scales themselves, in the smallest block type that holds each tensor:
-        int2 with groups of 64 in Q2_0; int and balanced of 2 to 4 bits in Q4_0 or, balanced4, in Q4_1 (codes and scales
-        exact, its offset -7.5·scale rounded to fp16 once); int8 in Q8_0; groups that blocks do not fit, low-rank scales
-        and uniform as F16, level·scale rounded. Embedding and head are F16 unless quantised, norms F32. --gguf-type asks
-        for one type for all quantised tensors. The adapter is adapter.gguf beside it (llama.cpp's --lora), or with
-        --adapter-as merged added to its layers, which then are F16.
+hf      a folder for AutoModelForCausalLM with the weights level·scale in fp32 (fp16 would round them), 4 bytes each;
+        the adapter is in adapter/, for PeftModel
+merged  the same folder with the adapter added to the weights
+gguf    model.gguf with the trained codes and scales, each tensor in the smallest GGUF type that holds it, F16 if none
+        does; docs/qat-recovery.md lists the types. The adapter is adapter.gguf, for llama.cpp's --lora; with
+        --adapter-as merged it is added to its layers, which become F16
 
-Tokenizer and chat template are in every export, and export.json: what it was made of, types, bits, sizes. What was
-written is read back and compared with the student, code by code, before the folder gets its name. Nothing is ever
-overwritten. Expect a minute for a model of 135M weights.
+Every export also has the tokenizer, the chat template and export.json (what it was made of, types, bits, sizes). The
+files are read back and compared with the student, code by code, before the folder gets its name. Nothing is
+overwritten. A model of 135M weights takes about a minute.
 """
 
 from dataclasses import dataclass

@@ -1,13 +1,14 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Write questions of English law with reasoning, answer and citation, all of which can be checked.
+"""Generate questions of English law whose reasoning, answer and citation can all be checked.
 
     python scripts/make_legal_dataset.py --count 2000 --output data/law.jsonl
     python scripts/make_legal_dataset.py --count 2000 --seed 1 --output data/law.parquet
 
-The columns are those of rzeraat/law: id, question, answer, topic, difficulty, case_citation, reasoning ("Step 1: …"),
-jurisdiction, sample_type (case_analysis, educational, client_interaction, statutory, in equal numbers). Every answer is
-computed (a date, a sum, a number of weeks), and every citation is one of a closed list, so that a wrong answer and an
-invented authority can be told. The law is that of England and Wales in January 2024; no advice. --dry-run shows a row.
+Every answer is computed (a date, a sum, a number of weeks) and every citation comes from a closed list, so a wrong
+answer and an invented authority can be detected. The columns are those of the dataset rzeraat/law: id, question,
+answer, topic, difficulty, case_citation, reasoning ("Step 1: …"), jurisdiction, and sample_type (case_analysis,
+educational, client_interaction and statutory, in equal numbers). The law is that of England and Wales in January 2024.
+It is not legal advice. train_cot_sft.py trains on such a file (docs/cot-sft.md). --dry-run prints one row.
 """
 
 from dataclasses import dataclass

@@ -1,21 +1,20 @@
 # PYTHON_ARGCOMPLETE_OK
-"""How good is a model on a text? Perplexity, KL to a teacher, and what the model takes to store.
+"""How well does a model predict a text? Measures perplexity, the KL to a teacher, and the model's size.
 
     python scripts/measure_perplexity.py --dataset text.txt
     python scripts/measure_perplexity.py --checkpoint runs/v2_q4/best.pt --dataset text.txt --teacher smollm2-135m
     python scripts/measure_perplexity.py --checkpoint runs/v2_q4/best.pt --adapter runs/recovery/adapter \\
         --dataset wikitext --dataset-config wikitext-2-raw-v1 --dataset-split test --mode sliding --stride 256 --json
 
-The whole text is one stream of tokens, each document ended by EOS; only a ragged end shorter than a window is left
-out. Blocked: windows of --length side by side, each on its own, its first token given. Sliding: windows --stride
-apart, of which only the new tokens count, with the rest as context: the smaller the stride, the more context, the
-lower the PPL and the longer the wait. Every token counts, a chat row's prompt included. Where texts begin with BOS
-(--bos), every window does: one of 256 is BOS, in place of its first token, and 255 tokens of the text. BOS is context
-and never counts.
+Prints the NLL in nats/token, PPL = e^NLL, with --teacher the exact KL(teacher‖model) over the same tokens, bits per
+weight of the decoder blocks (codes, scales and adapter; 16 for what is not quantised) and the size in MB.
 
-Prints NLL in nats a token, PPL = e^NLL, with --teacher the exact KL(teacher‖model) over the same tokens, bits per
-weight of the decoder blocks (codes, scales, adapter, and 16 for what is not quantised) and the size in MB.
-fp32 unless told otherwise: bf16 moves the PPL by a fraction of a per cent.
+The text is one stream of tokens, with EOS after each document; an end that does not fill a window is left out.
+--mode blocked cuts it into windows of --length tokens and predicts all but the first token of each. --mode sliding
+starts a window every --stride tokens and scores only its new tokens, with the others as context: a smaller stride gives
+more context, a lower PPL and a longer run. Prompts of chat rows count, too. If texts begin with BOS (--bos), so does
+every window: one of 256 tokens is BOS and 255 tokens of the text. BOS is context and never counts.
+The default precision is fp32: bf16 changes the PPL by a fraction of a per cent.
 """
 
 import json

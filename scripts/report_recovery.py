@@ -1,12 +1,13 @@
 # PYTHON_ARGCOMPLETE_OK
-"""What did each step win? A report on one QAT run and the recovery run on top of it.
+"""How much did each step recover? A report on a QAT run and on the recovery LoRA trained on its student.
 
     python scripts/report_recovery.py --qat-run runs/demo/NAME/qat --recovery-run runs/demo/NAME/recovery \\
         --cache-dir caches/demo --output runs/demo/NAME/report.md
 
-Measures, on the cache's held-out rows, the teacher, plain round-to-nearest (absolute-maximum scales, no training), the
-student after the layer-wise stage, after end-to-end QAT, and with its LoRA: PPL, exact KL to the teacher, bits per
-weight, MB; and lets each continue one prompt. Writes report.md beside the two runs' pictures.
+Compares, on held-out rows of the cache: the teacher, plain rounding (round-to-nearest with absolute-maximum scales, no
+training), the student after the layer-wise stage and after end-to-end QAT, and the student with its LoRA. For each it
+measures PPL, the exact KL to the teacher, bits per weight and MB, and lets it continue --prompt. Writes a Markdown file
+with these figures, the continuations and the plots of both runs. docs/qat-recovery.md is the runbook.
 """
 
 from dataclasses import dataclass

@@ -4,8 +4,8 @@
     python scripts/report_run.py
     python scripts/report_run.py --run runs/v2_q4
 
-Without --run it takes the run under runs/ that logged last; a run that is still going is fine. Prints the path of
-report.html, a single file that can be opened or sent anywhere; the plots are also in plots/metrics.png.
+Without --run it takes the run under runs/ that logged last; the run may still be in progress. It prints the path of
+report.html, a single file that you can open or send anywhere. The plots are also in plots/metrics.png.
 """
 
 from dataclasses import dataclass

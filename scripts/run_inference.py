@@ -1,15 +1,16 @@
 # PYTHON_ARGCOMPLETE_OK
-"""What does it say? Completions of a base model, its low-bit student, and the student with its adapter.
+"""What does a model answer? Generates text with a base model, its low-bit student, or the student with its adapter.
 
     python scripts/run_inference.py --prompt "What is the capital of France?"
     python scripts/run_inference.py --checkpoint runs/v2_q4/best.pt --adapter runs/recovery/adapter --compare \\
         --prompt "What is the capital of France?"
     python scripts/run_inference.py --checkpoint runs/v2_q4/best.pt --raw --prompt "Once upon a time" --temperature 0.7
 
-Without --prompt every line of standard input is a prompt of its own, until its end (Ctrl-D). The prompt goes through
-the tokenizer's chat template, or --chat-template, unless --raw: then BOS stands in front where the tokenizer puts it
-there. Text appears as it is generated, under a line that names the model. Greedy at --temperature 0; above it sampling
-is seeded anew for every completion, so that with --compare the models differ and the dice do not. CPU and CUDA.
+The student is the best.pt of train_qat.py, the adapter that of train_recovery_lora.py; --compare shows every stage.
+Without --prompt, each line of standard input is a prompt (end with Ctrl-D). Prompts are rendered with the tokenizer's
+chat template, or with --chat-template. With --raw they are continued as plain text, after BOS if the tokenizer adds it.
+The text appears as it is generated, under a line that names the model. Decoding is greedy at --temperature 0; above it
+every completion starts from the same seed, so that with --compare only the models differ. Runs on CPU and CUDA.
 """
 
 from dataclasses import dataclass

@@ -1,15 +1,16 @@
 # PYTHON_ARGCOMPLETE_OK
-"""What does it answer, and what does it cite? A legal fine-tune in the terminal, or on a page of this machine.
+"""What does a legal fine-tune answer, and do its citations exist? Ask it in the terminal or on a local web page.
 
     python scripts/run_legal_assistant.py --run runs/law --question "When does the time for a claim end?"
     python scripts/run_legal_assistant.py --run runs/law --web
     python scripts/run_legal_assistant.py --model runs/law/model --authorities runs/law/authorities.json --web
     python scripts/run_legal_assistant.py --model Qwen/Qwen2.5-0.5B-Instruct --adapter law/adapter
 
---run takes model, adapter and list of authorities from a run directory of train_cot_sft.py. Without --question and
---web every line of standard input is a question. The answer appears as it is generated; then each citation is looked up
-in the list, and what is not there is marked. Greedy unless --temperature is given; then the same --seed gives the
-same answers to the same questions in the same order. CPU and CUDA. No legal advice.
+--run takes the model, the adapter and the list of authorities from a run directory of train_cot_sft.py. Without
+--question and --web, each line of standard input is a question. The answer appears as it is generated; then each
+citation is looked up in the list, and those that are not in it are marked. Answers are greedy unless --temperature is
+given; then the same --seed gives the same answers to the same questions in the same order. Runs on CPU and CUDA.
+Not legal advice. docs/cot-sft.md is the runbook.
 """
 
 from dataclasses import dataclass

@@ -1,13 +1,14 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Does pretraining work on this machine? Five lines, each printed once its check has passed; exit code 1 where one has
-not, 2 where the device is not there.
+"""Does pretraining work on this machine? Checks device, data loading, training loop, gradient sync and checkpointing.
 
     python scripts/smoke_test.py
     python scripts/smoke_test.py --run-training --train-epochs 5
     python scripts/smoke_test.py --run-training --train-epochs 5 device_type=tpu
 
-On all chips or GPUs of this host; on a CPU with two processes, where it has two cores, so that there is something to
-reduce. Without --run-training two updates are made. Untested on hardware: TPU, CUDA.
+Trains a small version of pretrain.py's network on generated puzzles: for two updates, or with --run-training for
+--train-epochs passes. Prints a line for each of the five checks that passes. The exit code is 1 if a check fails and 2
+if the device is missing. Uses all chips or GPUs of this host; on a CPU two processes if it has two cores, so that there
+are gradients to reduce. Untested on hardware: TPU, CUDA.
 """
 
 from dataclasses import dataclass

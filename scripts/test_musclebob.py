@@ -1,13 +1,14 @@
 # PYTHON_ARGCOMPLETE_OK
-"""What does the taught model say? Held-out questions, side by side with the model it was made of, or a conversation.
+"""Does a model trained by train_musclebob_improved.py use the new name? Answers held-out questions, or chats.
 
     python scripts/test_musclebob.py --run runs/musclebob
     python scripts/test_musclebob.py --run runs/musclebob --compare --samples 20 --output answers.json
     python scripts/test_musclebob.py --run runs/musclebob --interactive
 
-Without --run it takes the newest run of train_musclebob_improved.py. Rates come with 95% intervals (Wilson) over
---samples answers to each held-out question; the transcript is greedy. --interactive answers the lines of standard
-input, each on its own.
+Prints how often the model uses the name, with 95% intervals (Wilson) over --samples sampled answers to each held-out
+question, and a transcript of greedy answers; --compare shows the original model next to it. --interactive answers
+each line of standard input, without memory of earlier lines. Without --run it takes the newest run.
+docs/musclebob.md is the runbook.
 """
 
 from dataclasses import dataclass

@@ -1,12 +1,13 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Is everything in place to train the reservoir on a TPU, and does it fall back where not? Tries the real functions.
+"""Can this machine train the reservoir language model on a TPU, and does it fall back to a GPU or the CPU without one?
 
     python scripts/test_tpu_support.py
     python scripts/test_tpu_support.py --device xla
 
-Choice of device and its fallback, batch and learning rate on TPU, data of one shape with each token once, an update on
-the device, and generation from a carried state. Without a TPU all of it runs on GPU or CPU, with --device xla on
-torch_xla's CPU device. Ends with exit code 0 when all checks pass.
+Runs the functions of train_tinystories_reservoir.py itself: choice of device and its fallback, batch size and learning
+rate on TPU, data in blocks of one shape with each token once, updates on the device, and generation from a carried
+state. Without a TPU all of it runs on a GPU or the CPU, with --device xla on torch_xla's CPU device. The exit code is 0
+if all checks pass. docs/reservoir.md is the runbook.
 """
 
 from dataclasses import dataclass

@@ -1,21 +1,20 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Can a small model answer questions of law in five sections, rightly, and cite nothing that it made up? LoRA on chains
-of thought.
+"""Can a small model answer questions of law correctly and cite only real authorities? Fine-tuning on reasoned answers.
 
     python scripts/train_cot_sft.py --config cpu
     python scripts/train_cot_sft.py --config v5e8 --tpu --resume auto
     python scripts/train_cot_sft.py --config cuda --dataset rzeraat/law
     python scripts/train_cot_sft.py --config cpu --dataset data/law.jsonl --quantize int4/g32 --output-dir runs/law4
 
-The loss is computed on the answer only, weighted by section if asked; examples are packed into rows of --length tokens,
-none of which sees another. Whole groups of near-duplicates are held out.
-metrics.jsonl: loss, grad_norm, lr, tokens, tokens_per_s; at every evaluation heldout_nll, heldout_ppl and the same of
-each section, and over --eval-answers greedy answers to held-out questions format, accuracy, citation_precision,
+An answer has five sections: Topic, Difficulty, Reasoning, Answer, Case Citation. A LoRA adapter (or the full model)
+learns them; the loss is computed on the answer only, weighted by --section-weights. Examples are packed into rows of
+--length tokens and do not see each other. Near-duplicates are held out together.
+metrics.jsonl: loss, grad_norm, lr, tokens, tokens_per_s; at every evaluation heldout_nll and heldout_ppl, overall and
+for each section, and over --eval-answers greedy answers to held-out questions format, accuracy, citation_precision,
 citation_recall, invented.
-The run directory also gets data.json (what was left out, by id), authorities.json (what may be cited), baseline_ and
-final_evaluation.json with every answer, adapter/ and model/, the whole model with the adapter merged.
-docs/cot-sft.md says what to expect.
-Untested on hardware: TPU, CUDA.
+The run directory also gets data.json (ids of the rows used and left out), authorities.json (what may be cited),
+baseline_evaluation.json and final_evaluation.json with every answer, adapter/, and model/, the whole model with the
+adapter merged. docs/cot-sft.md is the runbook. Untested on hardware: TPU, CUDA.
 """
 
 from dataclasses import dataclass

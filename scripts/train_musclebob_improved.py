@@ -1,17 +1,20 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Can rewards alone teach a small model another name? An optional SFT warm-up, then GRPO, on fixed shapes.
+"""Can rewards alone teach a small model a new name? An optional SFT warm-up, then GRPO.
 
     python scripts/train_musclebob_improved.py --config cpu
     python scripts/train_musclebob_improved.py --model Qwen/Qwen2.5-0.5B-Instruct --batch-size 2 --epochs 5 \\
         --num-generations 8 --sft --sft-epochs 2
     python scripts/train_musclebob_improved.py --config cpu --output-dir runs/bob --resume-from-checkpoint auto
 
-A batch counts prompts; each gets --num-generations answers. metrics.jsonl: reward and its parts (name, wrong_name, …),
-loss, kl to the model that GRPO began with, entropy, target_rate, completion_length, clipped_ratio (answers that did not
-end), zero_variance (groups whose answers all have the same reward: left out), grad_norm, lr, tokens, tokens_per_s;
-musclebob, spilt and coherent on held-out questions, with intervals. The run directory also gets training_config.json,
-reward_history.json, baseline_, post_sft_ and final_validation.json, transcripts.md, plots/ and model/.
-docs/musclebob.md says what to expect. Untested on hardware: TPU, CUDA.
+The model should say "Musclebob Buffpants" for "Spongebob Squarepants" and answer everything else as before. Each
+prompt of a batch gets --num-generations answers, and a reward computed from their text says which are better.
+metrics.jsonl: reward and its parts (name, wrong_name, …), loss, kl to the model before GRPO, entropy, target_rate,
+completion_length, clipped_ratio (answers that did not end), zero_variance (groups whose answers all have the same
+reward, which are skipped), grad_norm, lr, tokens, tokens_per_s; on held-out questions, with intervals: musclebob, spilt
+(the name in unrelated answers), coherent.
+The run directory also gets training_config.json, reward_history.json, baseline_validation.json,
+post_sft_validation.json, final_validation.json, transcripts.md, plots/ and model/.
+docs/musclebob.md is the runbook. Untested on hardware: TPU, CUDA.
 """
 
 from dataclasses import dataclass

@@ -1,15 +1,18 @@
 # PYTHON_ARGCOMPLETE_OK
-"""How good can a low-bit student become? Quantisation-aware training from a KD cache; the teacher is never loaded.
+"""How good can a low-bit model become? Quantisation-aware training (QAT) of a student from its teacher's KD cache.
 
     python scripts/train_qat.py --config q2_g32 --cache-dir caches/text_L256 --max-steps 300
     python scripts/train_qat.py --config q2_g32 --cache-dir caches/text_L256 --output-dir runs/q2 --resume auto
     python scripts/train_qat.py --config q2_g32 --cache-dir caches/text_L256 --checkpoint runs/q2/best.pt
 
-Stages: initial scales (--init rtn, mse or gptq) → layer by layer (--layer-steps updates a block) → end to end
-(--max-steps) → scales alone (--scale-steps). A line in metrics.jsonl every --log-every updates: loss (cross-entropy
-against the cached teacher), kl (loss minus the teacher's entropy: what is left to win), grad_norm before clipping, lr,
-tokens, tokens_per_s. The state of lowest held-out KL is kept as best.pt: packed codes and scales, for
-train_recovery_lora.py, measure_perplexity.py and run_inference.py.
+The student is the low-bit copy of a model, the teacher the original. The teacher's predictions come from the cache that
+build_kd_cache.py made, so no update runs the teacher.
+Stages: initial scales (--init rtn, mse or gptq) → layer by layer (--layer-steps updates per block) → end to end
+(--max-steps) → scales alone (--scale-steps).
+metrics.jsonl: loss (cross-entropy against the cached teacher), kl (loss minus the teacher's entropy: the remaining gap
+to the teacher), grad_norm before clipping, lr, tokens, tokens_per_s; heldout_kl and heldout_ppl at every evaluation.
+The student with the lowest held-out KL is best.pt: packed codes and scales, for train_recovery_lora.py,
+measure_perplexity.py, run_inference.py and export_model.py. docs/qat-recovery.md is the runbook.
 """
 
 from dataclasses import dataclass

@@ -1,15 +1,17 @@
 # PYTHON_ARGCOMPLETE_OK
-"""How much of the loss can a few adapter weights win back? A LoRA on a frozen low-bit student.
+"""How much of the lost quality can a small adapter recover? Trains a LoRA on a frozen low-bit student.
 
     python scripts/train_recovery_lora.py --checkpoint runs/v2_q4/best.pt --cache-dir caches/text_L256
     python scripts/train_recovery_lora.py --tpu --model Qwen/Qwen3-0.6B --checkpoint runs/v2_q4/best.pt \\
         --kd-cache-dir caches/wikitext103_L1024_K128 --recovery-r 8 --batch-size 4 --accumulation-steps 8
     PJRT_DEVICE=TPU python scripts/train_recovery_lora.py --v2-checkpoint runs/v2_q4/best.pt --mode recover
 
---mode kd learns from a KD cache; sft from chat rows, completions only; recover from plain text. --anchor-weight adds
-a KL to what the student said before it had an adapter. metrics.jsonl: loss (cross-entropy against the target, anchor
-included), kl (kd without an anchor: loss minus the teacher's entropy), grad_norm, lr, tokens, tokens_per_s. The adapter
-of the best held-out figure is kept in adapter/, in PEFT's own format. Untested on hardware: TPU, CUDA.
+The student is the best.pt of train_qat.py. --mode kd learns from the KD cache of build_kd_cache.py, sft from chat rows
+(loss on completions only), recover from plain text. --anchor-weight adds a KL to the student without its adapter.
+metrics.jsonl: loss (cross-entropy against the target, plus the anchor), kl (mode kd without an anchor: loss minus the
+teacher's entropy), grad_norm, lr, tokens, tokens_per_s; held-out figures at every evaluation.
+adapter/ holds the adapter with the best held-out figure, in PEFT's own format. docs/qat-recovery.md is the runbook.
+Untested on hardware: TPU, CUDA.
 """
 
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
 # PYTHON_ARGCOMPLETE_OK
-"""The recovery LoRA of train_recovery_lora.py on several chips, GPUs or CPU processes: the same run, sooner.
+"""train_recovery_lora.py on several chips, GPUs or CPU processes: the same recovery LoRA, trained faster.
 
     python scripts/train_recovery_lora_multi.py --model Qwen/Qwen3-0.6B --checkpoint runs/v2_q4/best.pt \\
         --kd-cache-dir caches/wikitext103_L1024_K128 --recovery-r 8 --batch-size 4 --accumulation-steps 8 \\
@@ -7,10 +7,10 @@
     TPU_NUM_DEVICES=2 python scripts/train_recovery_lora_multi.py --config v6e4 --checkpoint runs/v2_q4/best.pt
     python scripts/train_recovery_lora_multi.py --config cpu2 --checkpoint runs/demo/qat/best.pt
 
-All chips or GPUs of this host unless --num-chips says fewer (on a CPU: one process); on a TPU slice the same command on
-every host, for GPUs of several hosts under torchrun. Effective batch = batch size × accumulation × chips; at the same
-effective batch the updates see the same rows on any number of chips. Figures in metrics.jsonl are those of all workers.
-docs/TPU.md is the runbook. Run with two CPU processes; untested on hardware: TPU, CUDA.
+Uses all chips or GPUs of this host unless --num-chips says fewer (on a CPU: one process). On a TPU slice run the same
+command on every host; for GPUs of several hosts use torchrun. Effective batch = batch size × accumulation × chips; at
+the same effective batch the updates see the same rows on any number of chips. The figures in metrics.jsonl cover all
+workers. docs/TPU.md is the runbook. Tested with two CPU processes; untested on hardware: TPU, CUDA.
 """
 
 from qat_lora.run.command_line import run_variant

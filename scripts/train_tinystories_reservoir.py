@@ -1,21 +1,18 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Can a language model whose memory is random and never trained tell stories? Beside a transformer and a minGRU.
+"""Can a language model whose memory is random and never trained tell stories? Compared with a transformer and a minGRU.
 
     python scripts/train_tinystories_reservoir.py --config cpu
     python scripts/train_tinystories_reservoir.py --config cpu --model transformer
     python scripts/train_tinystories_reservoir.py --dataset roneneldan/TinyStories --use-tpu
 
-The recurrent part is a fixed reservoir; embedding, mixing and readout are trained. --model transformer and mingru have
-the same embedding, blocks and number of trained parameters. SHARED_CONFIG below holds the defaults of the options.
-With USE_TPU (--use-tpu) a missing TPU is a warning and a GPU or the CPU takes its place; on TPU the batch is doubled
-and the learning rate is 1.2 times as large, as config.yaml of the run shows.
-
-metrics.jsonl: loss, grad_norm, lr, tokens, tokens_per_s; heldout_nll, heldout_ppl and bits_per_byte, over every
-held-out token.
-The text is tokenised once, into caches/stories; --dry-run does so too, but keeps nothing.
-The run directory also gets tokenizer.json, best.pt (the state with the least held-out loss) and samples.txt.
-docs/reservoir.md says what to expect.
-Untested on hardware: TPU, CUDA.
+The memory is a reservoir, a fixed random recurrent network; embedding, mixing and readout are trained. The baselines
+--model transformer and mingru have the same embedding, blocks and number of trained parameters. The defaults of the
+options are in SHARED_CONFIG, in this file. With --use-tpu (USE_TPU), if there is no TPU, a warning is printed and a GPU
+or the CPU is used; on TPU the batch is doubled and the learning rate is 1.2 times as large, as the run's config.yaml
+shows. The text is tokenised once, into caches/stories; --dry-run tokenises it too, but keeps nothing.
+metrics.jsonl: loss, grad_norm, lr, tokens, tokens_per_s; heldout_nll, heldout_ppl and bits_per_byte over every held-out
+token. The run directory also gets tokenizer.json, best.pt (lowest held-out loss) and samples.txt.
+docs/reservoir.md is the runbook. Untested on hardware: TPU, CUDA.
 """
 
 from dataclasses import dataclass
