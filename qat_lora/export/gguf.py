@@ -33,7 +33,6 @@ from qat_lora.quant.linear import Quantizer, quantized_layers
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.run.files import writing
 
-# -- HF --------------------------------------------------------------------------------------------------------------
 # -- GGUF ------------------------------------------------------------------------------------------------------------
 
 MODEL_FILE, ADAPTER_FILE = "model.gguf", "adapter.gguf"

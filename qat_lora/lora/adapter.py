@@ -33,7 +33,14 @@ SILENT = {
     "corda_config", "lora_ga_config", "runtime_config",
 }  # fmt: skip
 BEYOND_PRODUCT = {"use_dora", "lora_bias", "bias"}  # they work in PEFT, but cannot be exported
-STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # only A and B; others change the base on loading
+STARTS = (
+    True,
+    False,
+    None,
+    "gaussian",
+    "orthogonal",
+    "eva",
+)  # they set only A and B; others change the base on loading
 
 
 class Dropout(nn.Dropout):
@@ -50,7 +57,7 @@ class Dropout(nn.Dropout):
 
 
 def load_adapter(model: nn.Module, path: str | Path, checkpoint: str | Path | None = None) -> nn.Module:
-    """Put the LoRA of a PEFT folder on `model`, in place; nothing in the result is trainable.
+    """Load the LoRA of a PEFT folder onto `model`, in place; nothing in the result is trainable.
 
     checkpoint: the student file that the model was read from, if any. Call it while the model is on the CPU. Raises
     UserError if the folder is missing, damaged or not a plain LoRA, if it was trained on another student, if its

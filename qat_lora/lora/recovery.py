@@ -1,4 +1,4 @@
-"""A small LoRA on the frozen low-bit student that recovers the loss from quantisation."""
+"""A small LoRA on the frozen low-bit student that recovers quality lost to quantisation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

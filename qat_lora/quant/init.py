@@ -34,7 +34,7 @@ def set_scale(layer: nn.Module, search: bool = True, moment: Tensor | None = Non
     quantizer, weight = layer.quantizer, rows_of(layer).detach()
     spec, parameters = quantizer.spec, list(quantizer.parameters())
     parts = [(weight, *parameters)]
-    if weight.ndim == 3:  # experts: the first dimension of a low-rank scale, part of the rows of others
+    if weight.ndim == 3:  # experts have their own dimension in a low-rank scale and are rows in others
         shapes = [p.shape if spec.scale == "lowrank" else (len(weight), -1, *p.shape[1:]) for p in parameters]
         parts = zip(weight, *(p.view(shape) for p, shape in zip(parameters, shapes)))
     for part, *values in parts:  # one expert at a time: the search takes many times its memory
