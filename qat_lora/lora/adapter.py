@@ -33,14 +33,7 @@ SILENT = {
     "corda_config", "lora_ga_config", "runtime_config",
 }  # fmt: skip
 BEYOND_PRODUCT = {"use_dora", "lora_bias", "bias"}  # they work in PEFT, but cannot be exported
-STARTS = (
-    True,
-    False,
-    None,
-    "gaussian",
-    "orthogonal",
-    "eva",
-)  # they set only A and B; others change the base on loading
+STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # they set A and B only; others change the base
 
 
 class Dropout(nn.Dropout):
