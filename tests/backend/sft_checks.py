@@ -1,4 +1,4 @@
-"""Run by test_xla_sft.py in a process of its own: fine-tuning on packed evaluationples, XLA's CPU device and the CPU.
+"""Run by test_xla_sft.py in a process of its own: fine-tuning on packed examples, XLA's CPU device and the CPU.
 
 PYTHONPATH=tests PJRT_DEVICE=CPU python tests/backend/sft_checks.py MODEL_DIR OUT_DIR
 """
