@@ -135,7 +135,9 @@ def _add_tokenizer(writer: GGUFWriter, tokenizer, name: str, rows: int) -> list[
     texts = {number: text for text, number in state["model"]["vocab"].items()}
     texts |= {number: token["content"] for number, token in added.items()}
     if max(texts) >= rows:
-        raise UserError(f"model {name!r} has {rows} embeddings but {max(texts) + 1} tokens; use its own tokenizer")
+        raise UserError(
+            f"model {name!r} has {rows} embeddings, but its tokenizer has {max(texts) + 1} tokens; fix the folder"
+        )
     kinds = dict.fromkeys(texts, TokenType.NORMAL)
     if state["model"]["type"] == "BPE" and "ByteLevel" in {step["type"] for step in _steps(state)}:
         said = _add_byte_level(writer, state)

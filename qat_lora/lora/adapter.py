@@ -117,7 +117,10 @@ def _check_config(folder: Path, config: dict) -> None:
         )
     alpha, start = config.get("lora_alpha", 8), config.get("init_lora_weights", True)
     if not isinstance(alpha, int | float) or not math.isfinite(alpha) or alpha == 0:
-        raise UserError(f"adapter {folder}: lora_alpha {alpha} must be a finite number other than 0; correct it")
+        raise UserError(
+            f"adapter {folder}: lora_alpha {alpha} is not a finite number other than 0; correct it, or leave the "
+            "adapter out"
+        )
     if start not in STARTS:
         raise UserError(
             f"adapter {folder}: init_lora_weights {start!r} changes the base model whenever it is loaded; convert it "
