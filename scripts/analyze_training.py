@@ -40,8 +40,8 @@ from qat_lora.run.checksums import check_files
 from qat_lora.run.console import say
 from qat_lora.run.rundir import Run, newest_run
 
-SPILT, PERPLEXITY, CUT_OFF, TIES, ENTROPY = 0.05, 1.5, 0.2, 0.7, 0.25  # bounds of what is healthy
-LITTLE = 0.1  # of a rate or a reward
+SPILT, PERPLEXITY, CUT_OFF, TIES, ENTROPY = 0.05, 1.5, 0.2, 0.7, 0.25  # limits of a healthy run
+LITTLE = 0.1  # a small change of a rate or a reward
 
 
 def main(cfg: Config) -> None:
@@ -57,10 +57,10 @@ def main(cfg: Config) -> None:
 
 
 def read_run(path: Path) -> tuple[dict, list[dict], int]:
-    """Its validations by stage, its metrics and the longest answer. Raises UserError for any other folder."""
+    """A run's validations by stage, its metrics and its longest answer allowed. Raises UserError for other folders."""
     if not (path / "training_config.json").exists():
         raise UserError(
-            f"{path} is no run of train_musclebob_improved.py (no training_config.json); give its directory"
+            f"{path} is not a run of train_musclebob_improved.py (no training_config.json); give a run directory"
         )
     check_files(path, "training_config.json", "metrics.jsonl", *map(validation_file, STAGES))
     longest = read_training_config(path)["max_completion_length"]
@@ -71,22 +71,22 @@ def read_run(path: Path) -> tuple[dict, list[dict], int]:
 
 
 def verdict(stages: dict, lines: list[dict]) -> list[str]:
-    """Lines for people: what was learned, then every sign that something is wrong."""
+    """The lines to print: what was learned, then every sign of trouble."""
     rewards = [line for line in lines if "reward" in line]
     said = [f"{name}: {shown(stage)}" for name, stage in stages.items()]
     if not rewards:
         return [*said, "no GRPO update yet"]
     if "final" not in stages:
-        return [*said, "not finished: no verdict on what is learned", *signs(rewards)]
+        return [*said, "not finished, so no verdict yet", *signs(rewards)]
     before, after = stages.get("post_sft", stages["baseline"]), stages["final"]
     start, end = before["sampled"]["musclebob"], after["sampled"]["musclebob"]
     moved = f"{start['rate']:.1%} → {end['rate']:.1%}"
     if end["low"] > start["high"]:
-        said.append(f"learned: {moved}, beyond both intervals")
+        said.append(f"learned: {moved}; the 95% intervals do not overlap")
     elif end["high"] < start["low"]:
-        said.append(f"unlearned: {moved}, beyond both intervals")
+        said.append(f"unlearned: {moved}; the 95% intervals do not overlap")
     else:
-        said.append(f"not learned: {moved} is within the intervals")
+        said.append(f"not learned: {moved}; the 95% intervals overlap")
     return said + outcome(stages["baseline"], after, end["rate"] - start["rate"], rewards) + signs(rewards)
 
 
@@ -94,14 +94,14 @@ CALM = "lower --learning-rate or raise --beta"
 
 
 def outcome(baseline: dict, after: dict, gained: float, rewards: list[dict]) -> list[str]:
-    """A line for each sign of trouble in what a run ended with, `gained` being the held-out rate that GRPO added."""
+    """A line for each sign of trouble at the end of a run. gained: by how much GRPO raised the held-out rate."""
     early, late = _ends(rewards)
     spilt, ratio = after["sampled"]["spilt"]["rate"], after["perplexity"] / baseline["perplexity"]
     rose = late["reward"] - early["reward"]
     found = {
-        f"over-generalised: {spilt:.1%} of unrelated answers name him; {CALM}": spilt > SPILT,
-        f"incoherent: perplexity {ratio:.2f} times the start's; {CALM}": ratio > PERPLEXITY,
-        f"reward hacking: the reward rose by {rose:.2f} and the held-out rate did not; read transcripts.md": rose
+        f"over-generalised: {spilt:.1%} of the unrelated answers use the new name; {CALM}": spilt > SPILT,
+        f"incoherent: perplexity {ratio:.2f} times that of the baseline; {CALM}": ratio > PERPLEXITY,
+        f"reward hacking: the reward rose by {rose:.2f} but the held-out rate did not; read transcripts.md": rose
         > LITTLE
         and gained < LITTLE / 2,
     }
@@ -109,7 +109,7 @@ def outcome(baseline: dict, after: dict, gained: float, rewards: list[dict]) -> 
 
 
 def signs(rewards: list[dict]) -> list[str]:
-    """A line for each sign of trouble in the updates of GRPO."""
+    """A line for each sign of trouble in the GRPO updates."""
     early, late = _ends(rewards)
     explore = "use --sft, a higher --fewshot-ratio, --temperature or --num-generations"
     found = {
@@ -117,20 +117,23 @@ def signs(rewards: list[dict]) -> list[str]:
         "use --sft": late["clipped_ratio"] > CUT_OFF,
         f"collapse: entropy fell from {early['entropy']:.2f} to {late['entropy']:.2f}; {CALM}": late["entropy"]
         < ENTROPY * early["entropy"],
-        f"starved: {late['zero_variance']:.0%} of the groups do not tell their answers apart; {explore}": late[
+        f"starved: in {late['zero_variance']:.0%} of the groups all answers have the same reward; {explore}": late[
             "zero_variance"
         ]
         > TIES
         and late["target_rate"] < LITTLE,
-        f"nothing left to learn: {late['target_rate']:.0%} of the answers about him name him, and "
-        f"{late['zero_variance']:.0%} of the groups are tied; stop earlier": late["zero_variance"] > TIES
+        f"nothing left to learn: {late['target_rate']:.0%} of the answers about him use the new name, and in "
+        f"{late['zero_variance']:.0%} of the groups all answers have the same reward; stop earlier": late[
+            "zero_variance"
+        ]
+        > TIES
         and late["target_rate"] > 1 - LITTLE,
     }
     return [line for line, holds in found.items() if holds]
 
 
 def _ends(lines: list[dict]) -> tuple[dict, dict]:
-    """Means over the first and the last fifth of the logged updates; of target_rate where it was asked for."""
+    """Means over the first and the last fifth of the logged updates; target_rate over those that have it."""
     size = max(1, len(lines) // 5)
     names = ("reward", "entropy", "clipped_ratio", "zero_variance", "target_rate")
     columns = [{n: [li[n] for li in part if n in li] for n in names} for part in (lines[:size], lines[-size:])]
@@ -140,15 +143,15 @@ def _ends(lines: list[dict]) -> tuple[dict, dict]:
 def shown(stage: dict) -> str:
     rate, spilt = stage["sampled"]["musclebob"], stage["sampled"]["spilt"]
     return (
-        f"{rate['rate']:.1%} ({rate['low']:.1%}–{rate['high']:.1%}) of {rate['count']} name him, {spilt['rate']:.1%} "
-        f"elsewhere, perplexity {stage['perplexity']:.2f}"
+        f"{rate['rate']:.1%} ({rate['low']:.1%}–{rate['high']:.1%}) of {rate['count']} use the new name, "
+        f"{spilt['rate']:.1%} of the unrelated answers do, perplexity {stage['perplexity']:.2f}"
     )
 
 
 def table(runs: dict[str, dict]) -> str:
-    """A row a run: the share that names him after each stage, with its interval, and what it cost."""
+    """A Markdown row per run: the share of answers with the new name after each stage, and the side effects."""
     lines = [
-        "| run | baseline | after SFT | after GRPO | elsewhere | perplexity / baseline's | cut off |",
+        "| run | baseline | after SFT | after GRPO | unrelated answers | perplexity / baseline's | cut off |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for name, stages in runs.items():

@@ -86,7 +86,7 @@ def main(cfg: Config) -> None:
         f"{len(train)} training and {len(heldout)} held-out rows of {cfg.length} tokens"
         + (f", each beginning with {tokenizer.bos_token}" if bos is not None else "")
     )
-    say(f"top {cfg.top_k} and {cfg.draws} draws: {spec.bytes_per_position} bytes a position")
+    say(f"top {cfg.top_k} and {cfg.draws} draws: {spec.bytes_per_position} bytes per position")
     if note := notes(cfg.model):
         say(note)
     mark = None if cfg.dry_run and is_hub(cfg.model) else model_fingerprint(cfg.model)  # a dry run downloads no weights
@@ -99,7 +99,7 @@ def main(cfg: Config) -> None:
     if cfg.dry_run:
         return
 
-    # what is wrong with it leaves no folder behind; frozen: autocast would keep all of its weights in bf16 as well
+    # Loaded before the folder is made, so that an error leaves none; frozen, or autocast would also keep bf16 weights.
     teacher = load_model(cfg.model).requires_grad_(False)
     with lock(directory):
         done = dict(open_cache(directory, spec, mark))
@@ -115,12 +115,12 @@ def main(cfg: Config) -> None:
 
 def check(cfg: Config) -> None:
     if not cfg.cache_dir:
-        raise UserError("--cache-dir is missing; say where to write, e.g. --cache-dir caches/wikitext_L256")
+        raise UserError("--cache-dir is missing; give the folder to write, e.g. --cache-dir caches/wikitext_L256")
 
 
 def check_memory(cfg: Config, backend: TorchBackend) -> None:
-    """Say what memory a teacher pass takes, from shapes alone. Raises UserError where this machine lacks it; dry runs
-    pass: they may plan for another machine."""
+    """Print the memory that a teacher pass takes, computed from shapes. Raises UserError if this machine has less; a
+    dry run, which may plan for another machine, skips this check."""
     teacher = empty_model(cfg.model).requires_grad_(False)
     draws = {"draws": 3 * 4 * cfg.draws * cfg.batch_size * cfg.length}
     a_pass = evaluation_memory(teacher, cfg.batch_size, cfg.length, backend.bf16) | draws

@@ -65,7 +65,7 @@ def main(cfg: Config) -> None:
     check_new(folder)
     if cfg.corpus:
         rows, long = corpus(read_rows(cfg.corpus), cfg.corpus, cfg.length, cfg.causal, cfg.iterations)
-        print(f"{len(rows):,} rows of {rows.length} bytes, {long:,} longer ones left out")
+        print(f"{len(rows):,} rows of {rows.length} bytes; {long:,} longer rows left out")
     else:
         blanks = cfg.least_blanks, cfg.most_blanks
         check_request(cfg.puzzle, cfg.count, blanks, "--count")
@@ -76,11 +76,11 @@ def main(cfg: Config) -> None:
             )
         rows = draw(cfg.puzzle, cfg.count, cfg.seed, blanks)
         quartiles = " ".join(f"{value:.0f}" for value in np.quantile(rows.difficulty, np.linspace(0, 1, 5)))
-        print(f"{len(rows):,} {cfg.puzzle}, difficulty from least to most by quarters: {quartiles}")
+        print(f"{len(rows):,} {cfg.puzzle}, quartiles of the difficulty: {quartiles}")
         print(f"{as_text(cfg.puzzle, rows.inputs[0])}\n\n{as_text(cfg.puzzle, rows.labels[0])}\n")
     train, heldout = split(rows, cfg.heldout_fraction, cfg.seed)
     if cfg.dry_run:
-        return print(f"{len(train):,} and {len(heldout):,} held out would go to {folder}")
+        return print(f"{len(train):,} training and {len(heldout):,} held-out rows would go to {folder}")
     save(folder, train, heldout)
     print(f"{len(train):,} rows in {folder}/train, {len(heldout):,} in {folder}/test")
 

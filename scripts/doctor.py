@@ -21,7 +21,7 @@ BROKEN = "BAD  python: {}   fix: make setup, or pip install -r requirements.txt 
 try:
     from qat_lora.run.command_line import check_command_line, run_script
     from qat_lora.run.options import ScriptConfig
-except ImportError as error:  # the doctor must answer where nothing else runs
+except ImportError as error:  # the doctor must work where nothing else does
     sys.exit(BROKEN.format(error))
 
 
@@ -47,7 +47,7 @@ except ImportError as error:
 ROOT = Path(__file__).resolve().parents[1]
 HUGEPAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 OLDEST_PYTHON = (3, 11)
-CHECKPOINT_GB = 10  # fp32 weights and two moments of Qwen3-0.6B are 7 GB
+CHECKPOINT_GB = 10  # the fp32 weights and two moments of Qwen3-0.6B take 7 GB
 
 
 @dataclass(frozen=True)
@@ -96,14 +96,14 @@ def machine() -> Iterator[Finding]:
 
 
 def packages(requirements: Path, optional: set[str]) -> Iterator[Finding]:
-    """Every pin of a requirements file against what is installed. Another version than the pin's is only reported."""
+    """Compare a requirements file's pins with what is installed. Another version than the pinned one is only noted."""
     for line in requirements.read_text().splitlines():
         line = line.split("#")[0].strip()
         if not line or line.startswith("-"):
             continue
         pin = Requirement(line)
         if pin.marker and not pin.marker.evaluate():
-            yield Finding("--", f"{pin.name}: not made for this platform")
+            yield Finding("--", f"{pin.name}: not available for this platform")
             continue
         found = version(pin.name)
         fix = f"pip install {'--no-deps ' if 'model' in requirements.name else ''}-r {requirements.name}"
@@ -149,14 +149,14 @@ def accelerators(chips: list[str], requested: str) -> Iterator[Finding]:
 
 
 def hugepages(switch: Path, has_tpu: bool) -> Finding:
-    """Advised, never needed: the TPU runtime starts and moves data faster with them."""
+    """Recommended, never required: with hugepages the TPU runtime starts and moves data faster."""
     if not switch.is_file():
         return Finding("--", f"transparent hugepages: no {switch} here")
     text = switch.read_text()
     state = text.partition("[")[2].partition("]")[0] or text.strip()
     if state == "always":
         return Finding("ok", "transparent hugepages: always")
-    why = "slows the TPU runtime down" if has_tpu else "matters on TPU v5e and newer only"
+    why = "slows down the TPU runtime" if has_tpu else "matters only on TPU v5e and newer"
     return Finding("--", f"transparent hugepages: {state} ({why})", "sudo ./enable_hugepages.sh" if has_tpu else "")
 
 

@@ -71,9 +71,9 @@ def main(cfg: Config) -> None:
 def check(cfg: Config) -> None:
     for name, example in (("checkpoint", "runs/q2/best.pt"), ("output_dir", "exports/q2")):
         if getattr(cfg, name) is None:
-            raise UserError(f"--{name.replace('_', '-')} is missing; for example {example}")
+            raise UserError(f"--{name.replace('_', '-')} is missing; give e.g. {example}")
     if cfg.format == "merged" and not cfg.adapter:
-        raise UserError("--format merged needs the --adapter to merge; without one it is --format hf")
+        raise UserError("--format merged needs the --adapter to merge; give one, or use --format hf")
     if cfg.adapter_as and (cfg.format != "gguf" or not cfg.adapter):
         raise UserError(f"--adapter-as {cfg.adapter_as} is for --format gguf with an --adapter; leave it out")
     if cfg.gguf_type != "auto" and cfg.format != "gguf":
@@ -98,7 +98,7 @@ def export_hf(cfg: Config, source: Source) -> None:
         write_hf(source, folder, target, merged)
         real = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
         write_json(folder / "export.json", record(cfg, source, {"all": "F32"}, 32.0, {"weights": (computed, real)}))
-    say(f"written {target}: {real / 1e6:.2f} MB, read back and equal to the student bit for bit")
+    say(f"wrote {target}: {real / 1e6:.2f} MB, read back and equal to the student bit for bit")
 
 
 # -- GGUF ------------------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def export_gguf(cfg: Config, source: Source) -> None:
     show_plan(source, plan, computed)
     if merged:
         alone = plan_gguf(source, cfg.gguf_type).model_bytes
-        say(f"merging costs {(computed[MODEL_FILE] - alone) / 1e6:.2f} MB more than {alone / 1e6:.2f} MB without")
+        say(f"merging adds {(computed[MODEL_FILE] - alone) / 1e6:.2f} MB to {alone / 1e6:.2f} MB")
     if cfg.dry_run:
         return
     with new_folder(target) as folder:
@@ -119,8 +119,8 @@ def export_gguf(cfg: Config, source: Source) -> None:
         types = {f"{line['class']} {line['quantiser']}": line["type"] for line in summary(source, plan)}
         write_json(folder / "export.json", record(cfg, source, types, stored_bits(plan), sizes))
     for name, (expected, real) in sizes.items():
-        say(f"written {target / name}: {real / 1e6:.2f} MB ({expected / 1e6:.2f} computed)")
-    say("read back: every code, scale, offset and plain value is the student's, bit for bit")
+        say(f"wrote {target / name}: {real / 1e6:.2f} MB ({expected / 1e6:.2f} computed)")
+    say("read back: every code, scale, offset and plain value equals the student's, bit for bit")
 
 
 def show_plan(source: Source, plan: GGUFPlan, computed: dict[str, int]) -> None:
@@ -140,7 +140,7 @@ def show_plan(source: Source, plan: GGUFPlan, computed: dict[str, int]) -> None:
 
 
 def stored_bits(plan: GGUFPlan) -> float:
-    """Bits in the file for each quantised weight, those included that became F16."""
+    """Bits per quantised weight in the file, including the weights that became F16."""
     mine = [entry for entry in plan.entries if entry.quantizer]
     return 8 * sum(entry.bytes for entry in mine) / sum(entry.shape[0] * entry.shape[1] for entry in mine)
 

@@ -44,12 +44,12 @@ from qat_lora.run.files import check_new, write_atomically
 def main(cfg: Config) -> None:
     path = Path(cfg.output)
     if path.suffix not in (".jsonl", ".parquet"):
-        raise UserError(f"--output {cfg.output} ends in neither .jsonl nor .parquet")
+        raise UserError(f"--output {cfg.output} ends in neither .jsonl nor .parquet; use one of them")
     check_new(path)
     if cfg.dry_run:
         row = next(generate(cfg.count, cfg.seed))
         return print(
-            f"{cfg.count:,} rows such as this would go to {path}:\n{json.dumps(row, indent=2, ensure_ascii=False)}"
+            f"{cfg.count:,} rows like this one would go to {path}:\n{json.dumps(row, indent=2, ensure_ascii=False)}"
         )
     rows = list(generate(cfg.count, cfg.seed))
     write_atomically(path, lambda file: file.write(encoded(rows, path.suffix)))

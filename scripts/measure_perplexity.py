@@ -96,16 +96,16 @@ def main(cfg: Config) -> None:
 
 def check(cfg: Config) -> None:
     if cfg.stride is not None and cfg.mode == "blocked":
-        raise UserError(f"--stride {cfg.stride} is for --mode sliding; blocked windows lie side by side")
+        raise UserError(f"--stride {cfg.stride} is for --mode sliding: blocked windows do not overlap; leave it out")
     if cfg.mode == "sliding" and not 1 <= step_of(cfg) < cfg.length:
         raise UserError(f"--stride {cfg.stride} must be from 1 to {cfg.length - 1}, below --length {cfg.length}")
     if cfg.streaming and not cfg.max_windows:
-        raise UserError("--streaming reads without end; give --max-windows with it")
+        raise UserError("--streaming never ends by itself; give --max-windows with it")
 
 
 def check_memory(cfg: Config, backend: TorchBackend) -> str:
-    """A line on what memory the measurement takes, from shapes alone. Raises UserError where this machine lacks it; dry
-    runs pass: they may plan for another machine."""
+    """A line with the memory that the measurement takes, computed from shapes. Raises UserError if this machine has
+    less; a dry run, which may plan for another machine, skips this check."""
     model = empty_trained(cfg.model, cfg.checkpoint)
     teacher = empty_model(cfg.teacher) if cfg.teacher else None
     loading = {"loading": loading_memory(model)}
@@ -128,15 +128,15 @@ def step_of(cfg: Config) -> int:
 
 
 def load_teacher(name: str, tokenizer) -> nn.Module:
-    """The teacher, whose tokens must be the model's; its embedding may be padded to another number of rows."""
+    """The teacher. Its tokenizer must be the model's; its embedding may be padded to another number of rows."""
     if tokenizer_fingerprint(load_tokenizer(name)) != tokenizer_fingerprint(tokenizer):
-        raise UserError(f"--teacher {name} has another tokenizer than the model: their tokens cannot be compared")
+        raise UserError(f"--teacher {name} has another tokenizer than the model; give a teacher with the same one")
     return load_model(name)
 
 
 def read_text(cfg: Config, tokenizer, bos: int | None) -> Tensor:
-    """The text's tokens [T], no more of them than the windows will need."""
-    # With BOS a window may begin one token further.
+    """The text's tokens [T], only as many as the windows need."""
+    # With BOS a window may start one token later.
     step = step_of(cfg) + (bos is not None)
     limit = cfg.length + 1 + (cfg.max_windows - 1) * step if cfg.max_windows else None
     tokens, _ = stream(cfg.documents(tokenizer), tokenizer, limit, bos)
@@ -144,7 +144,7 @@ def read_text(cfg: Config, tokenizer, bos: int | None) -> Tensor:
 
 
 def describe(cfg: Config, name: str, model: nn.Module, where: Tensor, backend: TorchBackend) -> dict:
-    """What is measured on what, and the model's size."""
+    """The model, the text and the settings of a measurement, and the model's size."""
     values = adapter_values(model)
     return {
         "model": name, "checkpoint": cfg.checkpoint, "adapter": cfg.adapter, "teacher": cfg.teacher,
@@ -158,7 +158,7 @@ def describe(cfg: Config, name: str, model: nn.Module, where: Tensor, backend: T
 def measure(
     model, teacher, tokens: Tensor, scored: Tensor, given: int | None, backend: TorchBackend, batch_size: int
 ) -> dict:
-    """ppl, nll, kl and tokens; raises UserError where the model gives no number."""
+    """ppl, nll, kl and tokens; raises UserError if a figure is not finite."""
     batch_size = min(batch_size, len(tokens))
     backend.place(model)
     if teacher is not None:
@@ -167,27 +167,28 @@ def measure(
     for name, holder in (("nll", "the weights or the adapter hold"), ("kl", "the teacher's weights hold")):
         if not math.isfinite(figures.get(name, 0)):
             raise UserError(
-                f"the {name.upper()} is {figures[name]}: {holder} NaN or infinity; train or fetch them again"
+                f"the {name.upper()} is {figures[name]}: {holder} NaN or infinity; train or download them again"
             )
     return figures
 
 
 def show(facts: dict, as_json: bool) -> None:
-    """One JSON object, or a line for each kind of figure."""
+    """Print one JSON object, or a line for each kind of figure."""
     if as_json:
         print(json.dumps(facts))
         return
     parts = [f"{kind} {facts[kind]}" for kind in ("checkpoint", "adapter") if facts[kind]]
     say(f"model  {', '.join([facts['model'], *parts])}; {facts['precision']} on {facts['device']}")
     say(
-        f"text   {facts['dataset']}: {facts['windows']} windows of {facts['length']} tokens, {facts['stride']} apart; "
-        f"{facts['tokens']} tokens count" + (f", each window begins with {facts['bos']}" if facts["bos"] else "")
+        f"text   {facts['dataset']}: {facts['windows']} windows of {facts['length']} tokens, one every "
+        f"{facts['stride']}; {facts['tokens']} tokens scored"
+        + (f", each window begins with {facts['bos']}" if facts["bos"] else "")
     )
     if "nll" in facts:
-        say(f"NLL    {facts['nll']:.4f} nats a token")
+        say(f"NLL    {facts['nll']:.4f} nats/token")
         say(f"PPL    {facts['ppl']:.4g}")
     if "kl" in facts:
-        say(f"KL     {facts['kl']:.4f} nats a token from {facts['teacher']}")
+        say(f"KL     {facts['kl']:.4f} nats/token to {facts['teacher']}")
     say(f"size   {facts['bits_per_weight']:.3f} bits per weight, {facts['mb']:.1f} MB")
     if "note" in facts:
         say(f"note   {facts['note']}")

@@ -164,7 +164,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
         announce(backend)
     workers = planned_workers(backend.kind, cfg.num_chips) if cfg.dry_run else backend.world_size
     plan_of(cfg, 1).share(workers)
-    if not cfg.data_path:  # one puzzle has the sizes of all: refuse before drawing them
+    if not cfg.data_path:  # all puzzles have the same size: check one before drawing the rest
         check_sizes(cfg, spec_of(cfg, draw(cfg.puzzle, 1, cfg.seed)), backend, workers)
     train, held = open_rows(cfg)
     heldout = held.first(cfg.eval_rows) if cfg.eval_rows else held
@@ -192,17 +192,17 @@ def train_segments(trainer: Trainer, train: PuzzleRows, session: Session, evalua
     """Deep supervision: an update is one segment of a carry of rows, in which those that halted are replaced."""
     trainer.model.train()
     for update in athena_stage(trainer, train, session, evaluate):  # resumes, evaluates and saves in between
-        for batch in update:  # rows to begin with where others have halted
+        for batch in update:  # new rows, which replace those that have halted
             loss, metrics = trainer.segment(batch)  # forward and loss
             trainer.backend.backward(loss)
             update.add(**metrics)
-        norm = update.step()  # reduces over workers, clips, steps, also SignSGD on embeddings; moves the average
+        norm = update.step()  # reduces over workers, clips, steps (also SignSGD on embeddings), updates the EMA
         update.record(grad_norm=norm)
 
 
 class Evaluation:
-    """evaluate(step): held-out figures of the moving average; keeps its state where most rows are right, and on equal
-    terms where the loss is lowest."""
+    """evaluate(step): held-out figures of the moving average. Keeps the state with the most rows right; of equal ones,
+    that with the lowest loss."""
 
     def __init__(self, trainer: Trainer, heldout: PuzzleRows):
         self.trainer, self.heldout = trainer, heldout
@@ -223,15 +223,17 @@ class Evaluation:
 
 
 def checked(cfg: Config) -> Config:
-    """The config with its other names resolved. Raises UserError for what no data is needed to refuse."""
+    """The config with its aliases resolved. Raises UserError for errors that can be found without the data."""
     if cfg.forward_dtype is not None:
         if cfg.precision not in ("auto", PRECISIONS[cfg.forward_dtype]):
-            raise UserError(f"--forward-dtype {cfg.forward_dtype} and --precision {cfg.precision} differ; give one")
+            raise UserError(f"--forward-dtype {cfg.forward_dtype} and --precision {cfg.precision} disagree; give one")
         cfg = dataclasses.replace(cfg, precision=PRECISIONS[cfg.forward_dtype], forward_dtype=None)
-    if cfg.max_steps == 0:  # as --steps had it for --epochs
+    if cfg.max_steps == 0:  # --steps 0 means --epochs
         cfg = dataclasses.replace(cfg, max_steps=None)
     if cfg.checkpoint_path and not cfg.output_dir:
-        raise UserError("--checkpoint-path needs --output-dir, the run directory that a copy is brought back to")
+        raise UserError(
+            "--checkpoint-path needs --output-dir, the run directory to which a copy is restored; give both"
+        )
     if cfg.checkpoint_path and Path(cfg.checkpoint_path).resolve().is_relative_to(Path(cfg.output_dir).resolve()):
         raise UserError(f"--checkpoint-path {cfg.checkpoint_path} lies in the run directory itself; give another")
     if not cfg.data_path:
@@ -260,7 +262,7 @@ def spec_of(cfg: Config, rows: PuzzleRows) -> RecursiveSpec:
     )
 
 
-# -- its steps -------------------------------------------------------------------------------------------------------
+# -- the steps -------------------------------------------------------------------------------------------------------
 def open_rows(cfg: Config) -> tuple[PuzzleRows, PuzzleRows]:
     """Training and held-out rows."""
     if cfg.data_path:
@@ -269,13 +271,13 @@ def open_rows(cfg: Config) -> tuple[PuzzleRows, PuzzleRows]:
 
 
 def check_sizes(cfg: Config, spec: RecursiveSpec, backend: TorchBackend, workers: int) -> int:
-    """Least bytes that a worker needs. Raises UserError if the model cannot be built in this machine's memory, or if it
-    cannot be trained in that of its device; a dry run, which may plan for another machine, skips the second check."""
+    """A lower bound on the bytes that a worker needs. Raises UserError if the model does not fit in this machine's
+    memory, or its training in the device's; a dry run, which may plan for another machine, skips the second check."""
     rows = cfg.global_batch_size // workers
     check_memory(4 * spec.parameters, f"a model of {spec.parameters:,} weights", weight_options(spec))
     parts = recursive_memory(spec, rows, cfg.ema, backend.bf16, cfg.gradient_checkpointing)
     if not cfg.dry_run:
-        what = f"training {spec.parameters:,} weights on {rows} rows of {spec.length} tokens a worker"
+        what = f"training {spec.parameters:,} weights on {rows} rows of {spec.length} tokens per worker"
         check_fits(backend, parts, what, workers)
     return sum(parts.values())
 
@@ -286,7 +288,7 @@ def describe(
 ) -> None:  # fmt: skip
     spec, weights = model.spec, sum(p.numel() for p in model.parameters())
     applied = spec.L_layers * spec.H_cycles * (spec.L_cycles + 1)
-    say(f"{weights:,} weights on {backend}, {spec.L_layers} layers that a segment applies {applied} deep")
+    say(f"{weights:,} weights on {backend}, {spec.L_layers} layers; a segment is {applied} layers deep")
     say(
         f"{len(train):,} rows of {train.length} tokens ({train.kind or 'unknown kind'}) to train on, "
         f"{len(heldout):,} held out, vocabulary {train.vocab}"
@@ -299,12 +301,12 @@ def describe(
             say(f"{rows.unlabelled:,} {name} rows without a label are left out")
     say(
         f"{plan.steps} updates of {plan.batch_size} rows on {workers} workers, learning rate {plan.learning_rate:g}, "
-        f"at most {plan.segments} segments a row"
+        f"at most {plan.segments} segments per row"
     )
 
 
 def open_or_restore(cfg: Config, facts: dict, backend: TorchBackend) -> Run:
-    """The run directory, brought back from --checkpoint-path if it is gone."""
+    """The run directory, restored from --checkpoint-path if it is missing."""
     if cfg.checkpoint_path and cfg.resume == "off":
         backend.group.on_main(lambda: check_unused(cfg.checkpoint_path))
     elif cfg.checkpoint_path:
@@ -314,7 +316,7 @@ def open_or_restore(cfg: Config, facts: dict, backend: TorchBackend) -> Run:
 
 
 def place_and_compile(cfg: Config, model: RecursiveModel, backend: TorchBackend) -> RecursiveModel:
-    """The model on its device, its stack compiled if it can be."""
+    """The model on its device, with its blocks compiled if possible."""
     backend.place(model)
     if backend.is_main:
         say(f"[Athena] Model moved to device: {backend.device}")
@@ -328,14 +330,14 @@ def place_and_compile(cfg: Config, model: RecursiveModel, backend: TorchBackend)
 
 
 def finish(run: Run, trainer: Trainer, heldout: PuzzleRows, cost: dict) -> None:
-    """best.pt, the picture of a puzzle that the best state was asked, summary.json and the curves. The best state is
-    worker 0's; all of them answer."""
+    """Write best.pt, a picture of a puzzle with the best state's answer, summary.json and the curves. Worker 0 has the
+    best state and sends it to the others; all of them compute answers."""
     model, plan, backend, best = trainer.shown, trainer.plan, trainer.backend, trainer.best
     if backend.is_main:
         model.load_state_dict(best["state"])
     backend.broadcast([*model.parameters(), *model.buffers()])
     rows = torch.arange(plan.share(backend.world_size)).clamp(max=len(heldout) - 1)
-    batch = heldout.batch(rows.numpy())  # as many as a batch has, so that nothing is compiled anew
+    batch = heldout.batch(rows.numpy())  # as many as in a batch, so that nothing is recompiled
     found, _ = answer(model, backend.to_device(batch), plan.segments, backend)
     early, segments = backend.to_host([found.early, found.segments])
     if not backend.is_main:
@@ -344,7 +346,7 @@ def finish(run: Run, trainer: Trainer, heldout: PuzzleRows, cost: dict) -> None:
     write_atomically(run.path / "best.pt", lambda file: torch.save(made, file))
     picture = run.path / "solved.png"
     if heldout.kind:
-        at = int((early == batch["labels"]).all(1).int().argmax())  # the first that is right, or the first
+        at = int((early == batch["labels"]).all(1).int().argmax())  # the first solved one, else the first
         drawn = batch["inputs"][at], batch["labels"][at], early[at], int(segments[at]), picture
         attempt("drawing a solution", draw_answer, heldout.kind, *drawn)
     figures = best["figures"]
@@ -355,9 +357,9 @@ def finish(run: Run, trainer: Trainer, heldout: PuzzleRows, cost: dict) -> None:
     summarise(
         {"model": run.path / "best.pt", "picture of a solution": picture if picture.exists() else None, "report": page},
         [
-            f"{figures['heldout_exact_full']:.1%} of the held-out rows exactly right after {plan.segments} segments; "
+            f"{figures['heldout_exact_full']:.1%} of the held-out rows are right after {plan.segments} segments; "
             f"before training {before['heldout_exact_full']:.1%}",
-            f"{figures['heldout_exact']:.1%} where it halts by itself, on average after "
+            f"{figures['heldout_exact']:.1%} are when the model halts by itself, on average after "
             f"{figures['heldout_segments']:.1f} segments",
         ],
         "python scripts/build_puzzle_data.py --kind sudoku9 --count 11000 --output-dir data/sudoku9",

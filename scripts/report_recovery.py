@@ -64,7 +64,7 @@ from qat_lora.train.evaluation import text_figures
 def main(cfg: Config) -> None:
     for name in ("qat_run", "recovery_run", "cache_dir"):
         if not getattr(cfg, name):
-            raise UserError(f"--{name.replace('_', '-')} is missing")
+            raise UserError(f"--{name.replace('_', '-')} is missing; give it")
     qat, recovery = Path(cfg.qat_run), Path(cfg.recovery_run)
     made = read_student(qat / "best.pt", cfg.model)
     tokenizer = load_tokenizer(made["model"])
@@ -77,10 +77,10 @@ def main(cfg: Config) -> None:
     backend.seed(cfg.seed)
 
     teacher = load_model(made["model"])
-    last = range(max(0, len(heldout) - cfg.rows), len(heldout))  # training runs choose their best state on the first
+    last = range(max(0, len(heldout) - cfg.rows), len(heldout))  # training runs pick their best state on the first ones
     tokens = torch.stack([heldout[i]["tokens"] for i in last])
     seconds = stage_seconds(qat, recovery, Path(cfg.cache_dir))
-    # BOS is context; where it is the EOS too, it ends a document and counts.
+    # BOS is context and not scored; if it is also the EOS, it ends a document and is scored.
     given = None if heldout.spec is None or heldout.spec.bos in (-1, heldout.spec.eos) else heldout.spec.bos
     rows, texts = [], []
     for name, model in models(teacher, made, qat, recovery):
@@ -102,13 +102,13 @@ def main(cfg: Config) -> None:
 
 
 def chosen_on(run: Path) -> int:
-    """How many held-out rows, counted from the first, a run chose its best state on."""
+    """On how many held-out rows, from the first on, a run picked its best state."""
     rows = [line["heldout_rows"] for line in Run(run, resumed=False).metrics() if "heldout_rows" in line]
-    return max(rows, default=read_config(run)["eval_rows"])  # runs of earlier versions logged none
+    return max(rows, default=read_config(run)["eval_rows"])  # runs of earlier versions did not log the number
 
 
 def check_same_experiment(qat: Path, recovery: Path, cfg: Config) -> None:
-    """Raise UserError where adapter, student and cache do not belong together."""
+    """Raise UserError if adapter, student and cache do not belong together."""
     for run in (qat, recovery):
         check_files(run, "manifest.json", "config.yaml", "summary.json", "metrics.jsonl", "layerwise.pt", "endtoend.pt")
     made, used = read_json(qat / "manifest.json"), read_json(recovery / "manifest.json")
@@ -119,7 +119,7 @@ def check_same_experiment(qat: Path, recovery: Path, cfg: Config) -> None:
 
 
 def models(teacher: nn.Module, made: dict, qat: Path, recovery: Path):
-    """(name, frozen model) of every row, one at a time; the teacher's own weights are copied, never changed."""
+    """Yield (name, frozen model) for each row of the table; the teacher's weights are copied, never changed."""
     yield "teacher", teacher
     nearest = quantize(copy.deepcopy(teacher), StudentSpec(**made["spec"]))
     initialise(nearest, search=False)
@@ -149,13 +149,11 @@ def measure(
 
 
 def stage_seconds(qat: Path, recovery: Path, cache: Path) -> dict[str, str]:
-    """Seconds that each row's own stage took, from the summaries of cache and runs."""
+    """Seconds that each row's own stage took, from the summary.json of the cache and the runs."""
     summaries = [read_json(run / "summary.json") for run in (qat, recovery)]
     for run, summary in zip((qat, recovery), summaries):
         if summary.get("status") != "finished":
-            raise UserError(
-                f"{run} is {summary.get('status')}, not finished; resume it: its command with --resume auto"
-            )
+            raise UserError(f"{run} is {summary.get('status')}, not finished; run its command again with --resume auto")
     stages = summaries[0]["seconds"] | summaries[1]["seconds"]
     names = {"layers": "layer-wise", "qat": "QAT", "scales": "+ scales", "recovery": "+ LoRA"}
     seconds = {names[stage]: f"{value:.0f}" for stage, value in stages.items()}
@@ -170,11 +168,11 @@ def table(rows: list[list[str]]) -> str:
 
 
 def report(cfg, made: dict, facts: dict, rows, texts, pictures, output: Path) -> str:
-    """The report as Markdown. facts: the QAT run's manifest, and how the rows were measured."""
+    """The report as Markdown. facts: the QAT run's manifest and how the rows were measured."""
     spec = StudentSpec(**made["spec"])
     count, length = facts["shape"]
     shared = min(facts["shared"], count)
-    chosen = f", {shared} of which are among these" if shared else ", none of which is among these"
+    chosen = f", {shared} of which are among these" if shared else ", none of which are among these"
     commit = facts["git"] + (" with changes" if facts["dirty"] else "")
     note = f"Note: {said}.\n" if (said := notes(made["model"])) else ""
     samples = "\n".join(f"**{name}**: {cfg.prompt}*{' '.join(text.split()) or '(nothing)'}*\n" for name, text in texts)
@@ -183,14 +181,15 @@ def report(cfg, made: dict, facts: dict, rows, texts, pictures, output: Path) ->
 
 {table(rows)}
 
-PPL and the exact KL(teacher‖model), in nats a token, over the last {count} held-out rows of {length} tokens of
-{cfg.cache_dir}; the runs chose their best state on the first held-out rows{chosen}.
-Bits per weight count codes, scales and adapter at their stored size over the quantised weights; MB is the whole model,
-what is not quantised at 16 bits. Seconds are those of each row's own stage: training steps, or the teacher's pass.
+PPL and the exact KL(teacher‖model), in nats/token, over the last {count} held-out rows of {length} tokens of
+{cfg.cache_dir}; the runs picked their best state on the first held-out rows{chosen}.
+Bits per weight count codes, scales and adapter at their stored size, divided by the quantised weights. MB is the whole
+model, with 16 bits for each weight that is not quantised. Seconds are those of each row's own stage: training steps, or
+the teacher's pass over the text.
 {note}
 Measured on {facts["measured on"]}, {platform.machine()}, commit {commit}, seed {facts["seed"]}.
 
-## What each says
+## What each model writes
 
 {samples}
 ## The two runs

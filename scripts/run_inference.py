@@ -67,7 +67,7 @@ from qat_lora.run.console import say
 
 @dataclass(frozen=True)
 class Speaker:
-    """A model and what to enter while it speaks (e.g. PEFT's switch that turns an adapter off)."""
+    """A model and the context manager to enter while it generates (e.g. PEFT's disable_adapter)."""
 
     label: str
     model: nn.Module
@@ -86,7 +86,7 @@ def main(cfg: Config) -> None:
     for speaker in speakers:
         backend.place(speaker.model)
     rule = f"temperature {cfg.temperature}, top-p {cfg.top_p}" if cfg.temperature else "greedy"
-    say(f"{name} on {backend}; {rule}, at most {cfg.max_new_tokens} tokens" + (", no template" if cfg.raw else ""))
+    say(f"{name} on {backend}; {rule}, at most {cfg.max_new_tokens} tokens" + (", no chat template" if cfg.raw else ""))
     if note := notes(name):
         say(note)
     if cfg.dry_run:
@@ -108,15 +108,15 @@ def check(cfg: Config) -> None:
     check_device(cfg.device)
     check_sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_p)
     if cfg.raw and cfg.system is not None:
-        raise UserError("--system needs the chat template; leave --raw out")
+        raise UserError("--system needs the chat template, which --raw turns off; leave one of them out")
     if cfg.raw and (cfg.chat_template is not None or cfg.thinking is not None):
         raise UserError("--raw uses no chat template; leave out --raw, or --chat-template and --thinking")
     if cfg.compare and not (cfg.checkpoint or cfg.adapter):
-        raise UserError("--compare has nothing to set beside the base; give --checkpoint, --adapter or both")
+        raise UserError("--compare has nothing to compare with the base model; give --checkpoint, --adapter or both")
 
 
 def load(cfg: Config) -> tuple[list[Speaker], str]:
-    """Who answers, in order, and the name of the base model. With --compare every stage up to the last one does."""
+    """The models that answer, in order, and the name of the base model. With --compare these are all stages."""
     if cfg.checkpoint:
         model, made = load_student(cfg.checkpoint, cfg.model)
         name, label = made["model"], f"student {cfg.checkpoint}"
@@ -134,16 +134,16 @@ def load(cfg: Config) -> tuple[list[Speaker], str]:
 
 
 def prompts(cfg: Config) -> Iterator[str | list[dict]]:
-    """--prompt, or the lines of standard input that are not blank, as they are `asked`."""
+    """--prompt, or each line of standard input that is not blank, as `asked` returns it."""
     if cfg.prompt is None and sys.stdin.isatty():
-        say("a prompt on each line; end with Ctrl-D")
+        say("type one prompt per line; end with Ctrl-D")
     texts = (line.strip() for line in sys.stdin if line.strip()) if cfg.prompt is None else [cfg.prompt]
     for text in map(nfc, texts):
         yield asked(cfg, text)
 
 
 def asked(cfg: Config, text: str) -> str | list[dict]:
-    """A text as messages, with --raw as it stands."""
+    """A text as chat messages, or unchanged with --raw."""
     system = [] if cfg.system is None else [{"role": "system", "content": cfg.system}]
     return text if cfg.raw else [*system, {"role": "user", "content": text}]
 

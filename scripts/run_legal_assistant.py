@@ -83,7 +83,7 @@ def main(cfg: Config) -> None:
     authorities = read_authorities(cfg.authorities)
     backend = open_backend(cfg.device, cfg.precision)
     model, name = load_trained(cfg.model, cfg.checkpoint, cfg.adapter)
-    # A run's own tokenizer carries the chat template that it was trained with.
+    # The run's own tokenizer has the chat template that the model was trained with.
     tokenizer = cfg.tokenizer(str(Path(cfg.run) / "model") if cfg.run else name)
     check_template(tokenizer)
     check_room(model, tokenizer, messages("?"), cfg.max_new_tokens, thinks)
@@ -92,7 +92,7 @@ def main(cfg: Config) -> None:
     if cfg.dry_run:
         return
     backend.place(model)
-    backend.seed(cfg.seed)  # only once, so that asking again gives a new answer
+    backend.seed(cfg.seed)  # only once, so that the same question gets another answer next time
 
     opened = opens_thought(tokenizer, thinks)
 
@@ -110,14 +110,14 @@ def main(cfg: Config) -> None:
         except UserError as error:
             if cfg.question is not None:
                 raise
-            say(f"not answered: {error}")  # and the next one may be
+            say(f"not answered: {error}")  # the next question may work
 
 
 def check(cfg: Config) -> None:
     check_device(cfg.device)
     check_sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_p)
     if cfg.web and cfg.question is not None:
-        raise UserError("--web and --question exclude each other; ask on the page, or in the terminal")
+        raise UserError("--web and --question exclude each other; give one of them")
     if cfg.question is not None:
         checked_question(cfg.question)
     if cfg.web:
@@ -125,8 +125,8 @@ def check(cfg: Config) -> None:
 
 
 def check_address(host: str, port: int) -> None:
-    """Raise UserError where the page could not be opened: gradio would say so only after the model is loaded, and not
-    why."""
+    """Raise UserError if the web page cannot be opened: gradio would report it only after the model is loaded, without
+    the reason."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         socket.create_server(address[:2], family=family).close()
@@ -140,8 +140,8 @@ def cannot_open(host: str, port: int, error: Exception) -> UserError:
 
 
 def from_run(cfg: Config) -> Config:
-    """The config with what a run directory says: its base model and adapter, or the whole model it trained, and how
-    long its answers may be."""
+    """The config with the settings of --run: its base model and adapter, or the full model that it trained, its list of
+    authorities and its longest answer."""
     if cfg.run is None:
         return replace(
             cfg,
@@ -152,7 +152,7 @@ def from_run(cfg: Config) -> Config:
     names = ("checkpoint", "adapter", "authorities", *(["model"] if whole else []))
     given = [f"--{name}" for name in names if getattr(cfg, name) is not None]
     if given:
-        raise UserError(f"--run {cfg.run} says what {given[0]} is; leave one of them out")
+        raise UserError(f"--run {cfg.run} already sets {given[0]}; leave one of them out")
     folder = Path(cfg.run)
     spoken = ["model"] if whole else [f"model/{name}" for name in SPEECH]  # with an adapter its weights are not read
     check_files(folder, "config.yaml", "authorities.json", "base.pt", *spoken)
@@ -160,11 +160,13 @@ def from_run(cfg: Config) -> Config:
     model, length = trained.get("model"), trained.get("max_new_tokens")
     if not isinstance(model, str) or not isinstance(length, int):
         raise UserError(
-            f"{folder / 'config.yaml'} does not say which model was trained, or how long it answers: it is damaged, or "
-            "of another script"
+            f"{folder / 'config.yaml'} does not say which model was trained or how long an answer may be: it is "
+            "damaged, or of another script; give a run of train_cot_sft.py"
         )
     if not (folder / "model").is_dir():
-        raise UserError(f"--run {cfg.run} holds no model/: it has not finished; --resume it with train_cot_sft.py")
+        raise UserError(
+            f"--run {cfg.run} holds no model/: it has not finished; resume it with train_cot_sft.py --resume"
+        )
     found = {"authorities": str(folder / "authorities.json")}
     found |= {"thinking": trained.get("thinking", "off")} if cfg.thinking is None else {}
     found |= {"max_new_tokens": length} if cfg.max_new_tokens is None else {}
@@ -178,10 +180,10 @@ def from_run(cfg: Config) -> Config:
 
 
 def base_model(run: Path, name: str) -> str:
-    """Where the base model of a run is now. name: as in the run's config.yaml.
+    """Where the base model of a run is now. name: its name in the run's config.yaml.
 
-    Looks in the place that the run's adapter records, relative to each folder above the run, relative to the working
-    directory, and on the hub. Raises UserError if it is in none of them.
+    Looks at the path that the run's adapter records, relative to each folder above the run, relative to the working
+    directory, and on the hub. Raises UserError if it is in none of these places.
     """
     if name in PACKAGED:
         return name
@@ -192,7 +194,7 @@ def base_model(run: Path, name: str) -> str:
             return str(place.absolute())
     if known:
         raise UserError(
-            f"--run {run} was trained on the model {known[0]}, which is missing; give its place with --model"
+            f"--run {run} was trained on the model {known[0]}, which is missing; give its path with --model"
         )
     try:
         load_config(name)
@@ -200,7 +202,7 @@ def base_model(run: Path, name: str) -> str:
         reason = str(error).partition(";")[0]
         raise UserError(
             f"--run {run} was trained on model {name!r}, which is in no folder above the run, not here and not on the "
-            f"hub ({reason}); give its place with --model"
+            f"hub ({reason}); give its path with --model"
         ) from error
     return name
 
@@ -210,7 +212,7 @@ def read_authorities(path: str | None) -> Authorities:
         return Authorities(AUTHORITIES)
     names = read_json(Path(path)).get("authorities")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise UserError(f'--authorities {path} holds no list "authorities" of texts; give one that training wrote')
+        raise UserError(f'--authorities {path} holds no list "authorities" of texts; give the file of a training run')
     return Authorities(names)
 
 
@@ -223,7 +225,7 @@ def questions(cfg: Config) -> Iterator[str]:
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     if sys.stdin.isatty():
-        say("a question on each line; end with Ctrl-D")
+        say("type one question per line; end with Ctrl-D")
     yield from filter(visible, map(str.strip, sys.stdin))
 
 
@@ -240,9 +242,11 @@ def answer_in_terminal(pieces: Stream, authorities: Authorities, opened: bool) -
 
 
 def serve(cfg: Config, ask, authorities: Authorities, about: str, opened: bool) -> None:
-    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # a page of this machine tells nobody
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # a local page reports to nobody
     gradio = load_package("gradio", "--web", ", or ask without --web")
-    plain = gradio.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])  # no fonts from elsewhere
+    plain = gradio.themes.Default(
+        font=["system-ui", "sans-serif"], font_mono=["monospace"]
+    )  # no fonts from the internet
     try:
         page(ask, authorities, about, opened).launch(
             server_name=cfg.host, server_port=cfg.port, css=STYLE, theme=plain, footer_links=[]

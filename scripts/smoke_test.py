@@ -56,7 +56,7 @@ NAMES = {"cpu": "CPU", "cuda": "CUDA", "xla": "XLA"}
 
 
 class Failed(Exception):
-    """A check has not passed."""
+    """A check failed."""
 
 
 def main(cfg: Config) -> None:
@@ -68,7 +68,7 @@ def main(cfg: Config) -> None:
 
 
 def work(backend: TorchBackend, cfg: Config) -> None:
-    """The five checks, in each worker; all of them have to agree."""
+    """Run the five checks in each worker; a check passes only if it passes in all of them."""
     epochs = cfg.train_epochs if cfg.run_training else 0
     name = "TPU" if backend.on_tpu else NAMES[backend.kind]
     checked(backend, f"{name} detected and initialized", lambda: check_device(backend))
@@ -79,7 +79,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
 
 
 def checked(backend: TorchBackend, line: str, check):
-    """What check() gives, and the line; in every worker SystemExit(1), and the cause on stderr, where one fails."""
+    """Run check(), print the line and return the result. If check() fails in any worker, print why and exit all."""
     result = cause = None
     try:
         result = check()
@@ -89,7 +89,7 @@ def checked(backend: TorchBackend, line: str, check):
     if any(causes):
         if backend.is_main:
             worker, said = next((number, text) for number, text in enumerate(causes) if text)
-            print(f"❌ {line}: not so on worker {worker}: {said}", file=sys.stderr, flush=True)
+            print(f"❌ {line}: failed on worker {worker}: {said}", file=sys.stderr, flush=True)
         raise SystemExit(1)
     if backend.is_main:
         say(f"✅ {line}")
@@ -103,7 +103,7 @@ def need(condition: bool, otherwise: str) -> None:
 
 # -- the checks ------------------------------------------------------------------------------------------------------
 def check_device(backend: TorchBackend) -> None:
-    """A product on the device is what it is on the host."""
+    """A matrix product on the device equals that on the host."""
     if backend.is_main:
         announce(backend)
     a = torch.arange(64.0).view(8, 8) / 64
@@ -113,21 +113,23 @@ def check_device(backend: TorchBackend) -> None:
 
 
 def check_data(seed: int) -> tuple[PuzzleRows, PuzzleRows]:
-    """Puzzles written to disk and read again are the same, and have the answers that they say they have."""
+    """Puzzles that are written to disk and read back are unchanged, and each label is the only solution."""
     rows = draw("sudoku4", PUZZLES, seed)
     with tempfile.TemporaryDirectory() as folder:
         wanted = split(rows, 0.1, seed)
         save(Path(folder) / "data", *wanted)
         found = load(f"{folder}/data")
-    need([r.fingerprint for r in found] == [r.fingerprint for r in wanted], "rows read are not the rows written")
+    need(
+        [r.fingerprint for r in found] == [r.fingerprint for r in wanted], "the rows read back are not the rows written"
+    )
     for question, label in zip(found[0].inputs[:8], found[0].labels[:8]):
         answers, _ = solve(question)
-        need(len(answers) == 1 and (answers[0] == label).all(), "a puzzle's answer is not its only one")
+        need(len(answers) == 1 and (answers[0] == label).all(), "a puzzle's label is not its only solution")
     return found
 
 
 def check_training(backend: TorchBackend, cfg: Config, train: PuzzleRows, heldout: PuzzleRows, epochs: int) -> Trainer:
-    """The updates move the weights, by finite losses which fall if there are ten; held-out figures are shares."""
+    """Updates change the weights, losses are finite and fall (from ten updates on), held-out figures are shares."""
     spec = RecursiveSpec(train.vocab, train.length, WIDTH, num_heads=2, H_cycles=2, L_cycles=2, mlp_t=True)
     steps = -(-epochs * len(train) // BATCH) or 2
     plan = RecursivePlan(
@@ -142,9 +144,9 @@ def check_training(backend: TorchBackend, cfg: Config, train: PuzzleRows, heldou
     for number, batch in enumerate(stream, 1):
         figures = trainer.step(backend.to_device(batch), number)
         losses.append(sum(backend.group.gather(backend.fetch(figures["loss"].value)[0])))
-    need(len(losses) == steps, f"{len(losses)} of {steps} updates were made")
+    need(len(losses) == steps, f"only {len(losses)} of {steps} updates were made")
     need(all(map(math.isfinite, losses)), f"the losses are {losses}")
-    need(not torch.equal(before, backend.to_host(model.head)), "the weights have not moved")
+    need(not torch.equal(before, backend.to_host(model.head)), "the weights have not changed")
     half = len(losses) // 2
     need(steps < 10 or sum(losses[half:]) < sum(losses[:half]), f"the loss has not fallen: {losses}")
     found = measure(trainer.shown, heldout, plan.segments, BATCH, backend)
@@ -152,13 +154,13 @@ def check_training(backend: TorchBackend, cfg: Config, train: PuzzleRows, heldou
     if backend.is_main:
         say(
             f"   {steps} updates: loss {losses[0]:.3f} → {losses[-1]:.3f}, "
-            f"{found['heldout_cells']:.1%} of the held-out cells"
+            f"{found['heldout_cells']:.1%} of the held-out cells right"
         )
     return trainer
 
 
 def check_sync(backend: TorchBackend, trainer: Trainer, train: PuzzleRows) -> None:
-    """The reduced gradient is the sum of the workers' own, and all workers have the same weights after training."""
+    """The reduced gradient is the sum of the workers' gradients, and all workers end with the same weights."""
     plan, model = trainer.plan, trainer.model
     batch = backend.to_device(next(segment_batches(train, plan, 0, backend.rank, backend.world_size)))
     states = [model.H_init.expand(len(batch["inputs"]), model.spec.positions, -1) for _ in range(2)]
@@ -169,7 +171,10 @@ def check_sync(backend: TorchBackend, trainer: Trainer, train: PuzzleRows) -> No
     backend.reduce([gradient])
     backend.step_boundary()
     everyone = backend.group.gather(own)
-    need(torch.allclose(backend.to_host(gradient), sum(everyone), rtol=1e-3, atol=1e-6), "the sum is not the sum")
+    need(
+        torch.allclose(backend.to_host(gradient), sum(everyone), rtol=1e-3, atol=1e-6),
+        "the reduced gradient is not the sum of the workers' gradients",
+    )
     need(backend.world_size == 1 or not torch.equal(everyone[0], everyone[1]), "the workers have the same rows")
     weights = backend.group.gather({name: backend.to_host(p).clone() for name, p in model.named_parameters()})
     for name, first in weights[0].items():
@@ -177,7 +182,7 @@ def check_sync(backend: TorchBackend, trainer: Trainer, train: PuzzleRows) -> No
 
 
 def check_checkpoint(backend: TorchBackend, trainer: Trainer, train: PuzzleRows) -> None:
-    """What was saved and loaded goes on as what was not."""
+    """Training that is saved and loaded continues like training that was not."""
     plan = replace(trainer.plan, steps=trainer.plan.steps + 1)
     batch = backend.to_device(next(segment_batches(train, plan, plan.steps - 1, backend.rank, backend.world_size)))
     with tempfile.TemporaryDirectory() as own:
@@ -185,9 +190,9 @@ def check_checkpoint(backend: TorchBackend, trainer: Trainer, train: PuzzleRows)
         tensors, rest = (copy.deepcopy(backend.to_host(part)) for part in trainer.state())
         if backend.is_main:
             save_checkpoint(folder, plan.steps - 1, tensors, rest, {})
-        backend.group.gather(None)  # it is there
+        backend.group.gather(None)  # wait until it is written
         tensors, rest, _ = load_checkpoint(folder, backend.group)
-        backend.group.gather(None)  # everyone has read it
+        backend.group.gather(None)  # wait until everyone has read it
     again = Trainer(backend.place(RecursiveModel(trainer.model.spec)), plan, backend)
     again.load(tensors, rest)
     ended = [backend.fetch(each.step(batch, plan.steps)["loss"].value)[0] for each in (trainer, again)]

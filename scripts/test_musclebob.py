@@ -60,7 +60,7 @@ from qat_lora.run.console import say
 from qat_lora.run.files import write_json
 from qat_lora.run.rundir import newest_run
 
-ROWS = 80  # answers at a time
+ROWS = 80  # answers generated at a time
 LINE = 256  # tokens of a question on standard input, with the chat template around it
 
 
@@ -68,14 +68,14 @@ def main(cfg: Config) -> None:
     check_samples("--samples", cfg.samples)
     if not cfg.temperature and not cfg.interactive:
         raise UserError(
-            "--temperature 0 draws the same answers again and again, and a greedy one is shown anyway; use 1"
+            "--temperature 0 would sample the same answer every time, and the greedy one is shown anyway; use e.g. 1"
         )
     sampling = Sampling(cfg.temperature)
     run = Path(cfg.run) if cfg.run else newest_run(Path("runs/train_musclebob_improved"))
     check_files(run, "training_config.json", "model")
     made, folder = read_training_config(run), run / "model"
     if not folder.is_dir():
-        raise UserError(f"{run} has no model yet; let it finish: --resume-from-checkpoint {run}")
+        raise UserError(f"{run} has no model yet; finish the run with --resume-from-checkpoint {run}")
     made |= {"model": cfg.model or made["model"]}
     cfg = replace(cfg, thinking=cfg.thinking or made.get("thinking", "off"))
     backend = open_backend(cfg.device, cfg.precision)
@@ -86,7 +86,7 @@ def main(cfg: Config) -> None:
         cfg.thinks,
     )  # fmt: skip
     speakers = {"taught": model} | ({"start": load_model(made["model"])} if cfg.compare else {})
-    say(f"taught is {run}{', start is ' + made['model'] if cfg.compare else ''}, on {backend}")
+    say(f"taught = {run}{', start = ' + made['model'] if cfg.compare else ''}, on {backend}")
     if cfg.dry_run:
         return
     for speaker in speakers.values():
@@ -99,11 +99,13 @@ def main(cfg: Config) -> None:
 
 def converse(sampler: BobSampler, speakers: dict[str, nn.Module], sampling: Sampling) -> None:
     if sys.stdin is None:
-        raise UserError("--interactive reads questions from stdin, which is closed; give one")
+        raise UserError(
+            "--interactive reads questions from stdin, which is closed; leave --interactive out, or open stdin"
+        )
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     if sys.stdin.isatty():
-        say("a question on each line; end with Ctrl-D")
+        say("type one question per line; end with Ctrl-D")
     for line in filter(str.strip, sys.stdin):
         question = Question(({"role": "user", "content": line.strip()},), True)
         try:
@@ -117,7 +119,7 @@ def converse(sampler: BobSampler, speakers: dict[str, nn.Module], sampling: Samp
 
 
 def report(cfg: Config, sampler: BobSampler, speakers: dict[str, nn.Module], start: str, sampling: Sampling) -> None:
-    """Rates of each speaker and what it says greedily; perplexity is under the starting model."""
+    """Print the rates and greedy answers of each model, and the perplexity of its answers under the original model."""
     judge = speakers.get("start") or sampler.backend.place(load_model(start).requires_grad_(False))
     found = {name: validation_of(sampler, model, judge, cfg.samples, sampling) for name, model in speakers.items()}
     say("| | " + " | ".join(found) + " |\n|---" + "|---" * len(found) + "|")

@@ -60,7 +60,9 @@ def main(cfg: Config) -> None:
         return say("\n".join(checks))
     failed = [name for name, check in checks.items() if not passes(name, check)]
     if failed:
-        raise UserError(f"{', '.join(failed)}: see above; docs/reservoir.md says what each needs")
+        raise UserError(
+            f"failed checks: {', '.join(failed)}; see the lines above, and docs/reservoir.md for what each needs"
+        )
     say(f"All checks passed on {backend}{'' if tpu_chips() else '; there is no TPU here'}.")
 
 
@@ -93,7 +95,7 @@ def check_data() -> str:
     blocks = Blocks(data.train, 64)
     shapes = {blocks[i]["tokens"].shape for i in range(len(blocks))}
     seen = torch.cat([blocks[i]["tokens"][1:] for i in range(len(blocks))])
-    assert shapes == {(65,)} and torch.equal(seen, data.train[1 : len(seen) + 1]), "a token is missing or twice there"
+    assert shapes == {(65,)} and torch.equal(seen, data.train[1 : len(seen) + 1]), "a token is missing or appears twice"
     return f"{len(blocks)} blocks of one shape, each token once"
 
 
@@ -119,7 +121,7 @@ def check_story(backend: TorchBackend) -> str:
         whole, (first, state) = model(tokens)[0], model(tokens[:, :23])
         parts = torch.cat([first, model(tokens[:, 23:], state)[0]], 1)
     off = float(backend.to_host((whole - parts).abs().max()))
-    assert off < 1e-3, f"in two parts with the state carried on, hidden states are off by {off:.1e}"
+    assert off < 1e-3, f"hidden states computed in two parts, with the state carried over, are off by {off:.1e}"
     return f"{told!r}, two parts off by {off:.0e}"
 
 

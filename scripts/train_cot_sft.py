@@ -12,7 +12,7 @@ learns them; the loss is computed on the answer only, weighted by --section-weig
 metrics.jsonl: loss, grad_norm, lr, tokens, tokens_per_s; at every evaluation heldout_nll and heldout_ppl, overall and
 for each section, and over --eval-answers greedy answers to held-out questions format, accuracy, citation_precision,
 citation_recall, invented.
-The run directory also gets data.json (ids of the rows used and left out), authorities.json (what may be cited),
+The run directory also gets data.json (ids of the rows held out and left out), authorities.json (what may be cited),
 baseline_evaluation.json and final_evaluation.json with every answer, adapter/, and model/, the whole model with the
 adapter merged. docs/cot-sft.md is the runbook. Untested on hardware: TPU, CUDA.
 """
@@ -156,11 +156,11 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     facts = None if cfg.dry_run else facts_of(cfg, base, data, tokenizer, backend)
     student = base_content(base, cfg.model, cfg.quantize) if loads_weights(cfg, backend) else None
     model = adapted(cfg, base)
-    ends = backend.group.on_main(lambda: tuple(end_tokens(model, tokenizer)))  # the others have no generation config
+    ends = backend.group.on_main(lambda: tuple(end_tokens(model, tokenizer)))  # other workers have no generation config
     sizes = cfg.answer_rows, cfg.max_prompt_length, cfg.max_new_tokens
     evaluation = LegalEvaluation(
         Sampler(tokenizer, backend, ends, *sizes, cfg.thinks), data
-    )  # refuses what does not fit
+    )  # raises UserError if something does not fit
     if backend.is_main:
         describe(cfg, model, backend, data, plan, workers)
     if cfg.dry_run:
@@ -186,7 +186,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
 
 
 def fine_tune(model: nn.Module, train: PackedExamples, plan: Plan, session: Session, evaluate: Callable) -> None:
-    """The answers' tokens alone are learned; several examples share a row, and none sees another."""
+    """SFT on answer tokens only. Examples that share a row do not see each other."""
     backend = session.backend
     model.train()
     for update in plain_stage("sft", model, train, plan, session, evaluate):  # resumes, evaluates, saves in between
@@ -228,25 +228,25 @@ def plan_of(cfg: Config, data: LegalData, workers: int) -> Plan:
     )  # fmt: skip
 
 
-# -- its steps -------------------------------------------------------------------------------------------------------
+# -- the steps -------------------------------------------------------------------------------------------------------
 def open_tokenizer(cfg: Config, backend: TorchBackend):
     tokenizer = cfg.tokenizer(cfg.model, begun(NAME, cfg, backend.group))
-    if cfg.bos == "on":  # else as the template has it, which is what transformers does with a conversation
+    if cfg.bos == "on":  # else as the template has it, like transformers for chat
         begin_with_bos(tokenizer)
     return tokenizer
 
 
 def loads_weights(cfg: Config, backend: TorchBackend) -> bool:
-    """Whether this worker reads the model's weights: the others get worker 0's, and a plan needs none."""
+    """Whether this worker reads the model's weights: the others get worker 0's, and a dry run needs none."""
     return backend.is_main and not cfg.dry_run
 
 
 def open_base(cfg: Config, backend: TorchBackend, workers: int) -> nn.Module:
-    """The model, quantised if asked for, once it is known to fit and to be able to answer."""
+    """The model, quantised with --quantize. Checks first that it fits in memory, then that it can generate answers."""
     check_memory(cfg, adapted(cfg, load_base(cfg.model, cfg.quantize, False)), backend, workers)
     base = load_base(cfg.model, cfg.quantize, loads_weights(cfg, backend))
     together = packs(base) if cfg.dry_run else backend.group.on_main(lambda: packs(base))
-    set_packs(base, together)  # the other workers have no weights to find out with
+    set_packs(base, together)  # the other workers have no weights to check it with
     if cfg.eval_answers or cfg.final_answers:
         try:
             check_answers(base, backend.static_shapes, loads_weights(cfg, backend))
@@ -256,7 +256,7 @@ def open_base(cfg: Config, backend: TorchBackend, workers: int) -> nn.Module:
 
 
 def facts_of(cfg: Config, base: nn.Module, data: LegalData, tokenizer, backend: TorchBackend) -> dict:
-    """What the run's manifest says of its inputs."""
+    """The inputs of the run, for its manifest."""
     return {
         **backend.facts,
         "base": backend.group.on_main(lambda: weights_fingerprint(base)),
@@ -269,7 +269,7 @@ def facts_of(cfg: Config, base: nn.Module, data: LegalData, tokenizer, backend: 
 
 
 def adapted(cfg: Config, base: nn.Module) -> nn.Module:
-    """The base with a new adapter on every linear layer of its blocks, or all of it to be trained."""
+    """The base with a new adapter on every linear layer of its blocks, or with all its weights trainable."""
     if cfg.method == "full":
         return base.requires_grad_(True)
     base.requires_grad_(False)
@@ -281,14 +281,14 @@ def describe(cfg: Config, model: nn.Module, backend: TorchBackend, data: LegalDa
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     whole = sum(p.numel() for p in model.parameters())
     rows = plan.batch_size * plan.accumulation * workers
-    say(f"{cfg.model} on {backend}: {trained:,} trained of {whole:,} values ({cfg.method})")
+    say(f"{cfg.model} on {backend}: {trained:,} of {whole:,} parameters are trained ({cfg.method})")
     if cfg.method != "full":
         for line in (f"adapter: {coverage(model)}", *left_out(model), *adapter_notes(cfg.model)):
             say(line)
     for line in data.lines():
         say(line)
     if not packs(model):
-        say(f"one example to a row: a model of type {model_type(model)!r} does not keep several apart")
+        say(f"one example per row: a model of type {model_type(model)!r} cannot keep several apart")
     say(
         f"{plan.steps} updates of {plan.batch_size} × {plan.accumulation} × {workers} = {rows} rows "
         f"({rows * cfg.length:,} tokens), learning rate {plan.learning_rate:g}"
@@ -297,7 +297,7 @@ def describe(cfg: Config, model: nn.Module, backend: TorchBackend, data: LegalDa
 
 
 def memory(cfg: Config, model: nn.Module, backend: TorchBackend) -> dict[str, Parts]:
-    """What each phase takes."""
+    """The memory that each phase takes."""
     row = cfg.max_prompt_length + cfg.max_new_tokens
     rows = cfg.answer_rows if cfg.eval_answers or cfg.final_answers else 0
     whole = sum(p.numel() for p in model.parameters())
@@ -310,8 +310,8 @@ def memory(cfg: Config, model: nn.Module, backend: TorchBackend) -> dict[str, Pa
 
 
 def check_memory(cfg: Config, model: nn.Module, backend: TorchBackend, workers: int) -> None:
-    """Raise UserError for a model, here without storage, that cannot be trained on this machine. Dry runs pass: they
-    may plan for another machine."""
+    """Raise UserError if the model, given without storage, cannot be trained on this machine. A dry run, which may plan
+    for another machine, skips this check."""
     if cfg.dry_run:
         return
     need = least_training_memory(model, cfg.batch_size, cfg.length, backend.bf16)
@@ -331,7 +331,7 @@ def finish(
     before: dict,
     figures: dict,
 ) -> None:
-    """The adapter, the whole model with it merged, compared on `tokens`, and the curves."""
+    """Write the adapter, the whole model with it merged (compared on `tokens`), and the report."""
     checkpoint = run.path / "base.pt" if (run.path / "base.pt").exists() else None
     adapter = None if cfg.method == "full" else run.path / "adapter"
     if adapter:
@@ -350,7 +350,7 @@ def finish(
 
 
 def quality(run: Run, figures: dict) -> list[str]:
-    """What the model answers and how likely it finds the right answers, beside the same before training."""
+    """Lines with the held-out perplexity and the rates of the answers, each with its value before training."""
     lines = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
     perplexities = [line["heldout_ppl"] for line in lines if "heldout_ppl" in line]
     said = [f"held-out perplexity of the answers {perplexities[-1]:.2f}; before training {perplexities[0]:.2f}"]

@@ -42,7 +42,7 @@ class Config(ChatOptions, LoopOptions):
     max_new_tokens: int = opt.data(48, "longest answer, in tokens", "--max-completion-length", at_least=1)
     epochs: int = opt.training(5, "GRPO passes over the questions", **opt.UPDATES)
     max_steps: int | None = opt.training(None, "GRPO updates [--epochs passes]", added=True, **opt.UPDATES)
-    # The facts record how many prompts an update has; how they are split changes only which answers are drawn.
+    # The facts record the prompts per update; how they are split only changes which answers are sampled.
     batch_size: int = opt.training(2, "prompts per micro-batch", identity=False, at_least=1)
     accumulation_steps: int = opt.with_default(BatchOptions, "accumulation_steps", 1)
     num_generations: int = opt.training(
@@ -146,11 +146,11 @@ from qat_lora.train.memory import (
 )
 from qat_lora.train.options import checked_updates
 
-SHOWN = ("reward", "kl", "target_rate")  # beside the progress bar
+SHOWN = ("reward", "kl", "target_rate")  # next to the progress bar
 HUGEPAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 WARMUP = 3  # updates of linear warm-up
-STILL = 1e-12  # learning rate of a control that must not learn
-ROWS = 80  # answers of a validation that are drawn at a time: a token costs hardly more for 80 than for 8
+STILL = 1e-12  # learning rate of the control run that must not learn
+ROWS = 80  # answers that a validation generates at a time; a token for 80 costs hardly more than for 8
 
 
 # -- the experiment --------------------------------------------------------------------------------------------------
@@ -166,17 +166,17 @@ def main(cfg: Config) -> None:
     sampler = BobSampler(tokenizer, backend, ends, *sizes, cfg.thinks)
     questions = training_questions(cfg.num_samples, cfg.fewshot_ratio if cfg.fewshot else 0.0, cfg.seed)
     prompts = PromptDataset(sampler.encode([question.messages for question in questions]))
-    sampler.encode([q.messages for q in heldout_questions()])  # refused now rather than at the first validation
+    sampler.encode([q.messages for q in heldout_questions()])  # fail now rather than at the first validation
     rows = sft_rows(cfg, tokenizer)
     sft, grpo = sft_plan(cfg) if rows else None, grpo_plan(cfg, ends)
     check_answers(model, backend.static_shapes, not cfg.dry_run)
-    freeze_plain_tables(model)  # no answer needs another vocabulary
+    freeze_plain_tables(model)  # no answer needs new tokens
     describe(cfg, model, backend, sft, grpo)
     if cfg.dry_run:
         return
 
     run = open_run(NAME, cfg, facts_of(cfg, model, prompts, rows, tokenizer, backend))
-    files = {**dataclasses.asdict(cfg), "max_completion_length": cfg.max_new_tokens}  # the name that earlier runs have
+    files = {**dataclasses.asdict(cfg), "max_completion_length": cfg.max_new_tokens}  # its name in earlier versions
     write_json(run.path / "training_config.json", files)
     backend.seed(cfg.seed)
     session = Session(run, backend, cfg.every(), SHOWN, files=[*map(validation_file, STAGES), "sft_model", "model"])
@@ -198,7 +198,7 @@ def main(cfg: Config) -> None:
         if grpo.steps:
             reference, judge = reference_model(cfg, run, backend), judge_of(questions, sampler)
             reinforce(model, reference, prompts, judge, grpo, session, evaluate)
-    finally:  # a run that is stopped keeps its history, too
+    finally:  # also when the run is stopped
         write_history(run)
     finish(cfg, run, sampler, model, session)
 
@@ -221,9 +221,9 @@ def reinforce(
     model: nn.Module, reference: nn.Module | None, prompts: PromptDataset, judge: Judge, plan: GRPOPlan,
     session: Session, evaluate: Callable,
 ) -> None:  # fmt: skip
-    """GRPO: each prompt is answered several times, and an answer is learned as far as it beats the others.
+    """GRPO: the model answers each prompt several times and learns from how each answer compares with the others.
 
-    reference: the placed, frozen model that the KL is taken to; None where the plan's beta is 0.
+    reference: the frozen model for the KL, on the device; None if the plan's beta is 0.
     """
     backend = session.backend
     for update in grpo_stage(model, prompts, plan, session, evaluate):  # resumes, evaluates and saves in between
@@ -231,7 +231,7 @@ def reinforce(
         update.add(loss=Share(0.0))
         if rollouts.parts:
             model.train()
-        for part in rollouts.parts:  # prompts whose answers differ in worth
+        for part in rollouts.parts:  # prompts whose answers have different rewards
             loss, metrics = policy_loss(model, reference, part, plan, backend)  # forward and loss
             backend.backward(loss)
             update.add(**metrics)
@@ -249,18 +249,18 @@ def shortened(cfg: Config) -> Config:
 
 
 def check(cfg: Config) -> None:
-    prompts = cfg.num_samples * cfg.max_prompt_length * (8 + 8)  # their tokens as lists and as a tensor
+    prompts = cfg.num_samples * cfg.max_prompt_length * (8 + 8)  # tokens, as lists and as a tensor
     check_memory(prompts, f"--num-samples {cfg.num_samples}", "--num-samples")
     check_samples("--validation-samples", cfg.validation_samples)
     if cfg.num_samples < cfg.batch_size * cfg.accumulation_steps:
         raise UserError(
             f"--num-samples {cfg.num_samples} does not fill an update of {cfg.batch_size * cfg.accumulation_steps} "
-            "prompts (--batch-size times --accumulation-steps); ask more, or lower one of them"
+            "prompts (--batch-size times --accumulation-steps); raise it, or lower one of them"
         )
     if has_sft(cfg) and cfg.sft_batch_size > cfg.num_samples:
         raise UserError(
-            f"--sft-batch-size {cfg.sft_batch_size} must be from 1 to --num-samples {cfg.num_samples}, of which an "
-            "update of SFT takes that many"
+            f"--sft-batch-size {cfg.sft_batch_size} must be from 1 to --num-samples {cfg.num_samples}; lower it, or "
+            "raise --num-samples"
         )
     if not has_sft(cfg) and (cfg.sft_only or not (cfg.epochs if cfg.max_steps is None else cfg.max_steps)):
         grpo = f"--epochs {cfg.epochs}" if cfg.max_steps is None else f"--max-steps {cfg.max_steps}"
@@ -295,11 +295,11 @@ def grpo_plan(cfg: Config, ends: tuple[int, ...]) -> GRPOPlan:
     )  # fmt: skip
 
 
-# -- its steps -------------------------------------------------------------------------------------------------------
+# -- the steps -------------------------------------------------------------------------------------------------------
 def facts_of(
     cfg: Config, model: nn.Module, prompts: PromptDataset, rows: TextDataset | None, tokenizer, backend: TorchBackend
 ) -> dict:
-    """What the run's manifest says of its inputs."""
+    """The inputs of the run, for its manifest."""
     asked = fingerprint(Rows(prompts.prompts.tokens.int(), prompts.prompts.mask.byte()))
     return {
         **backend.facts, "prompts": asked, "answers": rows.fingerprint if rows else None,
@@ -309,7 +309,7 @@ def facts_of(
 
 
 def sft_rows(cfg: Config, tokenizer) -> TextDataset | None:
-    """Good answers to the training questions, none of them after an example; None without SFT."""
+    """Good answers to the training questions, without worked examples; None without SFT."""
     if not has_sft(cfg):
         return None
     questions = training_questions(cfg.num_samples, 0.0, cfg.seed)
@@ -331,12 +331,12 @@ def describe(cfg: Config, model: nn.Module, backend: TorchBackend, sft: Plan | N
     if backend.static_shapes and cfg.gradient_checkpointing:
         say("warning: gradient checkpointing is switched off on XLA; a lower --batch-size needs less memory")
     if backend.static_shapes and HUGEPAGES.is_file() and "[always]" not in HUGEPAGES.read_text():
-        say("warning: transparent hugepages are off, which slows the TPU runtime down: sudo ./enable_hugepages.sh")
+        say("warning: transparent hugepages are off, which slows down the TPU runtime; run sudo ./enable_hugepages.sh")
 
 
 def memory(cfg: Config, model: nn.Module, backend: TorchBackend, sft: Plan | None, grpo: GRPOPlan) -> dict[str, Parts]:
-    """What each phase takes. A validation has the model that the run began with beside it, and so has GRPO where there
-    is a KL; in GRPO a prompt's answers stand in one row with it."""
+    """The memory that each phase takes. A validation also holds the original model, and GRPO with a KL its reference
+    model. In GRPO a prompt and its answers share one row."""
     checkpointing, length = cfg.gradient_checkpointing and backend.wants_recomputation, cfg.max_new_tokens
     start = 4 * sum(p.numel() for p in model.parameters())
     reference = {"model before GRPO": start} if cfg.beta else {}
@@ -354,14 +354,14 @@ def memory(cfg: Config, model: nn.Module, backend: TorchBackend, sft: Plan | Non
 
 
 def check_sizes(cfg: Config, model: nn.Module, backend: TorchBackend) -> None:
-    """Raise UserError if an update of a model, here without storage, cannot fit this machine. Dry runs pass: they may
-    plan for another machine."""
+    """Raise UserError if an update of the model, given without storage, does not fit this machine. A dry run, which may
+    plan for another machine, skips this check."""
     if cfg.dry_run:
         return
     answers = f"--batch-size {cfg.batch_size} × --num-generations {cfg.num_generations} answers"
     need = least_rollout_memory(model, cfg.batch_size, cfg.num_generations, cfg.max_new_tokens)
     check_fits(backend, {"--batch-size or --num-generations": need}, f"generating {answers}")
-    # a lower bound, from answers of one token: outside XLA, answers are cut to the longest
+    # a lower bound, with answers of one token: outside XLA, rows are cut to the longest answer
     need = least_training_memory(model, cfg.batch_size, cfg.num_generations, backend.bf16)
     check_fits(
         backend,
@@ -371,12 +371,12 @@ def check_sizes(cfg: Config, model: nn.Module, backend: TorchBackend) -> None:
 
 
 def detect_device_type() -> str:
-    """What a run without --device gets: "tpu", "cuda" or "cpu"."""
+    """The device that a run without --device uses: "tpu", "cuda" or "cpu"."""
     return "tpu" if has_static_shapes() else resolve()
 
 
 def check_sft_files(run: Run, session: Session, rows: TextDataset | None) -> None:
-    """Raise UserError if a run is to be resumed in GRPO and files that its SFT wrote are missing."""
+    """Raise UserError if a run resumes in GRPO and files that its SFT wrote are missing."""
     if rows and session.resumed and session.resumed[2]["stage"] == "grpo":
         for name in ("sft_model", validation_file("post_sft")):
             if not (run.path / name).exists():
@@ -386,10 +386,10 @@ def check_sft_files(run: Run, session: Session, rows: TextDataset | None) -> Non
 
 
 def validate(cfg: Config, run: Run, sampler: BobSampler, model: nn.Module, stage: str) -> None:
-    """Write <stage>_validation.json, once: a resumed run has it."""
+    """Write <stage>_validation.json, unless a resumed run has it already."""
     path = run.path / validation_file(stage)
     if path.exists():
-        read_validation(path)  # refused now rather than at the end
+        read_validation(path)  # a damaged one fails now rather than at the end
         return
     start = sampler.backend.place(load_model(cfg.model).requires_grad_(False))
     with own_randomness(sampler.backend, cfg.seed):
@@ -401,21 +401,21 @@ def validate(cfg: Config, run: Run, sampler: BobSampler, model: nn.Module, stage
 
 
 def save_once(model: nn.Module, tokenizer, folder: Path) -> None:
-    """Save the model in HF's own format, once."""
+    """Save the model as a Hugging Face folder, unless it exists."""
     if not folder.exists():
         with new_folder(folder) as part:
             write_model(model, tokenizer, part, folder)
 
 
 def reference_model(cfg: Config, run: Run, backend: TorchBackend) -> nn.Module | None:
-    """The frozen model that the KL is taken to."""
+    """The frozen model for the KL: the one before GRPO."""
     if not cfg.beta:
         return None
     warmed = run.path / "sft_model"
     try:
         reference = load_model(str(warmed.absolute()) if warmed.exists() else cfg.model)
     except UserError as error:
-        raise UserError(f"{error}; GRPO has begun with it: restore it, or start a new run") from error
+        raise UserError(f"{error}; GRPO started from this model: restore it, or start a new run") from error
     return backend.place(reference.requires_grad_(False))
 
 
@@ -427,7 +427,7 @@ def write_history(run: Run) -> None:
 
 
 def finish(cfg: Config, run: Run, sampler: BobSampler, model: nn.Module, session: Session) -> None:
-    """The model, its validation, and what a reader looks at first."""
+    """Write the model, its final validation, the transcripts, plots, report and summary."""
     save_once(model, sampler.tokenizer, run.path / "model")
     validate(cfg, run, sampler, model, "final")
     stages = read_validations(run.path)
@@ -441,7 +441,7 @@ def finish(cfg: Config, run: Run, sampler: BobSampler, model: nn.Module, session
         {"model": run.path / "model", "answers": run.path / "transcripts.md", "report": page},
         [
             f"{moved('musclebob', stages)} of the held-out answers about him use the new name",
-            f"{moved('spilt', stages)} of the unrelated answers do, which should stay at 0",
+            f"{moved('spilt', stages)} of the unrelated answers do (this should stay at 0)",
         ],
         f"python scripts/test_musclebob.py --run {run.path} --interactive",
     )

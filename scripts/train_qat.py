@@ -26,7 +26,7 @@ from qat_lora.run.options import JobConfig
 from qat_lora.train.options import TrainOptions
 
 NAME = "train_qat"
-EARLIER_RATES = (6e-4, 1e-4)  # of presets, when rates did not follow from the weights
+EARLIER_RATES = (6e-4, 1e-4)  # in earlier presets, before rates were computed from the weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,12 +151,12 @@ def main(cfg: Config) -> None:
 def work(backend: TorchBackend, cfg: Config) -> None:
     """The experiment, as each worker runs it."""
     asked, cfg = cfg, prepare(NAME, cfg, backend.group)
-    layer_batch = cfg.batch_size * cfg.accumulation_steps // asked.accumulation_steps  # more if workers are fewer
+    layer_batch = cfg.batch_size * cfg.accumulation_steps // asked.accumulation_steps  # more if there are fewer workers
     with backend.group.main_first():
         train, heldout = open_cache(cfg, backend.world_size)
         describe(cfg, train, heldout, backend, backend.world_size)
     facts, trained = facts_of(cfg, train, layer_batch, backend)
-    start = load_initial(cfg) if backend.is_main else None  # what is wrong with it leaves no run behind
+    start = load_initial(cfg) if backend.is_main else None  # before open_run, so that an error leaves no run behind
     run = open_run(NAME, cfg, facts, backend.group)
     cfg = dataclasses.replace(cfg, **backend.group.on_main(lambda: resolve_learning_rates(cfg, start[0], run)))
     backend.seed(cfg.seed)
@@ -178,7 +178,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
 def end_to_end(
     student: nn.Module, train: KDCacheDataset, plan: QATPlan, session: Session, evaluate: Callable, name: str = "qat"
 ) -> None:
-    """Train the whole student to say what the cached teacher says; targets are sparse: no batch holds [B, L, V]."""
+    """Train the student to predict what the cached teacher predicts. Targets are sparse: no batch holds [B, L, V]."""
     backend = session.backend
     student.train()
     for update in qat_stage(student, train, plan, session, evaluate, name):  # resumes, evaluates and saves in between
@@ -188,12 +188,12 @@ def end_to_end(
             backend.backward(loss)
             update.add(loss=Share(loss), kl=Share(loss), tokens=Total(tokens_of(batch)))
             update.add(kl=Share(-target_entropy(batch)))  # kl: loss minus entropy, rounded as in earlier runs
-        norm = update.step()  # reduces over workers, clips, steps, moves the average
+        norm = update.step()  # reduces over workers, clips, steps, updates the EMA
         update.record(grad_norm=norm)
 
 
 class Evaluation:
-    """evaluate(step, model): held-out figures; keeps the student of lowest KL as best.pt."""
+    """evaluate(step, model): held-out figures; keeps the student with the lowest KL as best.pt."""
 
     def __init__(self, cfg: Config, session: Session, heldout: KDCacheDataset, trained: bool):
         """trained: whether the codes were trained before this run."""
@@ -210,7 +210,7 @@ class Evaluation:
 
 
 def check(cfg: Config) -> None:
-    """Raise UserError for what no run could use, before anything is opened."""
+    """Raise UserError for options that no run could use, before anything is opened."""
     student_spec(cfg)
     if cfg.from_scratch and cfg.checkpoint:
         raise UserError("give either --from-scratch, to start from the base model, or --checkpoint FILE")
@@ -223,8 +223,8 @@ def student_spec(cfg: Config) -> StudentSpec:
 
 
 def resolve_learning_rates(cfg: Config, student: nn.Module, run: Run) -> dict[str, float]:
-    """Every learning rate: those that are given; those of a resumed run that an earlier version began, whose defaults
-    were numbers; and what follows from a student's weights, its scales not set yet. Scales learn as weights do."""
+    """Every learning rate: as given, as recorded by a run of an earlier version, whose defaults were numbers, or else
+    computed from the student's weights, before its scales are set. Scales have the rate of the weights by default."""
     was = recorded(run.path, cfg)
     end_to_end, layerwise = usual_rates(student)
     rates = {
@@ -238,17 +238,17 @@ def resolve_learning_rates(cfg: Config, student: nn.Module, run: Run) -> dict[st
 
 
 def qat_plan(cfg: Config) -> QATPlan:
-    """Of a config with all its learning rates."""
+    """The plan of the end-to-end stage. cfg: with all learning rates resolved."""
     return QATPlan(**vars(cfg.plan()), scale_learning_rate=cfg.scale_learning_rate, scope=cfg.scope, ema=cfg.ema)
 
 
 def scales_plan(cfg: Config, plan: QATPlan) -> QATPlan:
-    """The same for the scales alone; their learning rate is the one that is logged."""
+    """The same plan for the scales alone, with their learning rate as the logged one."""
     rate = plan.scale_learning_rate
     return dataclasses.replace(plan, steps=cfg.scale_steps, scope="all", learning_rate=rate)
 
 
-# -- its steps -------------------------------------------------------------------------------------------------------
+# -- the steps -------------------------------------------------------------------------------------------------------
 def open_cache(cfg: Config, workers: int) -> tuple[KDCacheDataset, KDCacheDataset]:
     facts = {"tokenizer": tokenizer_fingerprint(load_tokenizer(cfg.model)), "vocab": load_config(cfg.model).vocab_size}
     train, heldout = (KDCacheDataset(cfg.cache_dir, split, **facts) for split in ("train", "heldout"))
@@ -257,13 +257,13 @@ def open_cache(cfg: Config, workers: int) -> tuple[KDCacheDataset, KDCacheDatase
 
 
 def describe(cfg: Config, train: KDCacheDataset, heldout: KDCacheDataset, backend: TorchBackend, workers: int) -> None:
-    """The resolved plan."""
+    """Print the resolved plan."""
     spec = student_spec(cfg)
     model = quantize(empty_model(cfg.model), spec)
     say(f"{cfg.model} → {spec}: {bits_per_weight(model):.2f} bits per weight, {megabytes(model):.1f} MB, on {backend}")
     say(f"cache {cfg.cache_dir}: {len(train)} training and {len(heldout)} held-out rows of {train.length} tokens")
     stages = f"{cfg.layer_steps} updates for each of {len(decoder_layers(model))} blocks, {cfg.max_steps} end to end"
-    say(f"start: {cfg.checkpoint or cfg.init}; {stages}, {cfg.scale_steps} of the scales alone")
+    say(f"start: {cfg.checkpoint or cfg.init}; {stages}, {cfg.scale_steps} for the scales alone")
     say(export_formats(cfg.model))
     cfg.check_memory(model, train, backend, workers)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -272,33 +272,33 @@ def describe(cfg: Config, train: KDCacheDataset, heldout: KDCacheDataset, backen
 
 
 def facts_of(cfg: Config, train: KDCacheDataset, layer_batch: int, backend: TorchBackend) -> tuple[dict, bool]:
-    """What the run's manifest says of its inputs, and whether the run continues from trained codes."""
+    """The inputs of the run, for its manifest, and whether it starts from trained codes."""
     facts = backend.facts | {"cache": train.fingerprint, "student": str(student_spec(cfg))}
     facts["base"] = backend.group.on_main(lambda: model_fingerprint(cfg.model))
     facts |= cfg.update_facts(backend.world_size)
     trained = False
     if cfg.checkpoint:
         facts["start"], trained = backend.group.on_main(lambda: check_checkpoint(cfg))
-    if cfg.layer_steps:  # an update of that stage is one batch for each worker
+    if cfg.layer_steps:  # an update of that stage is one batch per worker
         facts["layer_rows_per_update"] = layer_batch * backend.world_size
     return facts, trained
 
 
 def check_checkpoint(cfg: Config) -> tuple[str, bool]:
-    """The checksum of --checkpoint, and whether the run continues from trained codes; raises UserError where it is no
+    """The checksum of --checkpoint, and whether the run starts from trained codes. Raises UserError if it is not a
     student of this model."""
     made = read_student(cfg.checkpoint, cfg.model)
     same = StudentSpec(**made["spec"]) == student_spec(cfg)
     if same and cfg.layer_steps:
         raise UserError(
-            f"--layer-steps {cfg.layer_steps}: {cfg.checkpoint} has these quantisers, so its blocks have nothing to "
-            "learn from but themselves; use --layer-steps 0"
+            f"--layer-steps {cfg.layer_steps}: {cfg.checkpoint} already has these quantisers, so its blocks "
+            "would only learn from themselves; use --layer-steps 0"
         )
     return sha256(Path(cfg.checkpoint)), same and made["info"].get("trained") is not False
 
 
 def load_initial(cfg: Config) -> tuple[nn.Module, bool]:
-    """The student where training begins, and whether it has its scales: the base model, or another run's student."""
+    """The student before training, from the base model or another run's student, and whether its scales are set."""
     spec = student_spec(cfg)
     student, made = load_student(cfg.checkpoint, cfg.model) if cfg.checkpoint else (None, None)
     if made and StudentSpec(**made["spec"]) == spec:
@@ -310,13 +310,13 @@ def load_initial(cfg: Config) -> tuple[nn.Module, bool]:
 
 
 def initial_student(cfg: Config, start: tuple | None, train: KDCacheDataset, session: Session) -> nn.Module:
-    """What `load_initial` gave, with initial scales where it has none of these quantisers; in the other workers, which
-    get worker 0's values, a student without storage."""
+    """The student of `load_initial`, with initial scales if they are not set. The other workers get a student without
+    storage, and later worker 0's values."""
     if start is None:
         return quantize(empty_model(cfg.model), student_spec(cfg))
     student, has_scales = start
     if not session.resumed and not has_scales:
-        # with a layer-wise stage GPTQ waits for it: each block is compensated on what the trained ones before it give
+        # With a layer-wise stage GPTQ runs there: each block is compensated on the outputs of the trained ones before.
         rows = first_batches(train, cfg.layer_rows, cfg.batch_size, cfg.seed)
         calibrate(student, cfg.init, rows, cfg.precision, blocks=not cfg.layer_steps)
     return student
@@ -325,7 +325,7 @@ def initial_student(cfg: Config, start: tuple | None, train: KDCacheDataset, ses
 def train_layer_by_layer(
     cfg: Config, student: nn.Module, train: KDCacheDataset, batch_size: int, session: Session
 ) -> None:
-    """Each block learns to answer as in the full-precision model; layerwise.pt keeps the student."""
+    """Train each block to match its full-precision original; layerwise.pt keeps the student."""
     backend = session.backend
     if not cfg.layer_steps:
         return
@@ -338,12 +338,12 @@ def train_layer_by_layer(
     )
     place = {"rank": backend.rank, "world_size": backend.world_size}
     train_layers(student, first_batches(train, cfg.layer_rows, batch_size, cfg.seed, **place), plan, session)
-    if backend.is_main and not session.resumed:  # a run that resumes in a later stage has it
+    if backend.is_main and not session.resumed:  # a run that resumes in a later stage has the file
         save_student(session.run.path / "layerwise.pt", student, cfg.model, student_spec(cfg), {"stage": "layers"})
 
 
 def reload_best_for_scales(student: nn.Module, folder: Path, backend: TorchBackend) -> None:
-    """The best state of the stages before, its codes fixed, its scales to be learned; endtoend.pt keeps it."""
+    """Load the best state so far, with codes fixed and scales trainable; endtoend.pt keeps it."""
     best, before = folder / "best.pt", folder / "endtoend.pt"
     backend.group.on_main(lambda: before.exists() or copy_file(best, before))
     with shared_file(before, backend.group) as file:
@@ -352,7 +352,7 @@ def reload_best_for_scales(student: nn.Module, folder: Path, backend: TorchBacke
 
 
 def finish(cfg: Config, run: Run, student: nn.Module, session: Session, evaluate: Evaluation) -> None:
-    """Write summary.json and the report, and say what was made."""
+    """Write summary.json and the report, and print the summary."""
     cost = session.cost()
     if not session.backend.is_main:
         return

@@ -100,7 +100,7 @@ from qat_lora.train.loop import tokens_of
 from qat_lora.train.memory import Parts, loading_memory
 
 CALIBRATION_ROWS = 32
-ANCHOR = 5  # tensors like its logits that the anchor takes: kept ones, new ones, softmax, log softmax, gradient
+ANCHOR = 5  # tensors of the size of its logits: stored logits, new logits, softmax, log softmax, gradient
 
 
 # -- the experiment --------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     with backend.group.main_first():
         train, heldout = open_data(cfg, made["model"], tokenizer, backend.world_size)
     describe(cfg, adapted(cfg, empty_student(made)), made, train, backend, backend.world_size)
-    # the others get their values from worker 0
+    # the other workers get their values from worker 0
     student = load_student(cfg.checkpoint, cfg.model)[0] if backend.is_main else empty_student(made)
     model = adapted(cfg, student)
 
@@ -160,7 +160,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
 def recover(
     cfg: Config, model: nn.Module, train, anchor: Anchor | None, session: Session, evaluate: "Evaluation"
 ) -> None:
-    """The adapter alone; the student below it stays frozen, gradients cross it."""
+    """Train the adapter alone; the student is frozen, but gradients pass through it."""
     backend, loss_of = session.backend, MODES[cfg.mode]
     model.train()
     for update in recovery_stage(model, train, cfg.plan(), session, evaluate):  # resumes, evaluates, saves in between
@@ -171,7 +171,7 @@ def recover(
                     loss = loss + anchor.loss(model) / (cfg.accumulation_steps * backend.world_size)
             backend.backward(loss)
             update.add(loss=Share(loss), tokens=Total(tokens_of(batch)))
-            if cfg.mode == "kd" and not anchor:  # else no estimate of the KL to the teacher
+            if cfg.mode == "kd" and not anchor:  # else the loss does not estimate the KL to the teacher
                 update.add(kl=Share(loss))
                 update.add(kl=Share(-target_entropy(batch)))
         norm = update.step()  # reduces over workers, clips, steps
@@ -179,10 +179,10 @@ def recover(
 
 
 class Evaluation:
-    """evaluate(step): held-out figures; keeps the adapter of the lowest KL or loss as adapter/."""
+    """evaluate(step): held-out figures; keeps the adapter with the lowest KL or loss in adapter/."""
 
     def __init__(self, cfg: Config, session: Session, model: nn.Module, heldout, student: str):
-        """student: the checksum of its file, which the adapter names."""
+        """student: the checksum of the student's file, which is stored with the adapter."""
         self.cfg, self.session, self.model, self.heldout, self.student = cfg, session, model, heldout, student
         self.best = session.best("heldout_kl" if cfg.mode == "kd" else "heldout_nll")
         self.kept = session.run.path / "adapter"
@@ -198,14 +198,14 @@ class Evaluation:
 
 def check(cfg: Config) -> None:
     if not cfg.checkpoint:
-        raise UserError("--checkpoint is missing; give the student's best.pt, of train_qat.py")
+        raise UserError("--checkpoint is missing; give the best.pt of train_qat.py")
     if cfg.mode == "kd" and not cfg.cache_dir:
         raise UserError("--mode kd needs --cache-dir; build one with scripts/build_kd_cache.py")
 
 
-# -- its steps -------------------------------------------------------------------------------------------------------
+# -- the steps -------------------------------------------------------------------------------------------------------
 def read_made(cfg: Config) -> dict:
-    """What the student's file says of itself."""
+    """The base model and the quantisers of the student, from its file."""
     content = read_student(cfg.checkpoint, cfg.model)
     return {key: content[key] for key in ("model", "spec")}
 
@@ -218,7 +218,7 @@ def adapted(cfg: Config, student: nn.Module) -> nn.Module:
 
 
 def open_data(cfg: Config, model_name: str, tokenizer, workers: int):
-    """Training and held-out data of the mode."""
+    """Training and held-out data for --mode."""
     if cfg.mode == "kd":
         facts = {"tokenizer": tokenizer_fingerprint(tokenizer), "vocab": load_config(model_name).vocab_size}
         data = [KDCacheDataset(cfg.cache_dir, split, **facts) for split in ("train", "heldout")]
@@ -244,23 +244,23 @@ def make_anchor(cfg: Config, model: nn.Module, train, backend: TorchBackend) -> 
 
 
 def describe(cfg: Config, model: nn.Module, made: dict, train, backend: TorchBackend, workers: int) -> None:
-    """The resolved plan."""
+    """Print the resolved plan."""
     values = adapter_values(model)
     say(f"{made['model']} as {StudentSpec(**made['spec'])} on {backend}")
     bits = bits_per_weight(model, values)
-    say(f"adapter: {coverage(model)}, {values} values, {bits:.2f} bits per weight with it")
+    say(f"adapter: {coverage(model)}, {values} values, {bits:.2f} bits per weight including it")
     for line in (*left_out(model, "; --targets auto,experts adapts them too"), *adapter_notes(made["model"])):
         say(line)
-    say(f"{cfg.max_steps} updates of mode {cfg.mode} on {len(train)} rows")
+    say(f"{cfg.max_steps} updates in mode {cfg.mode} on {len(train)} rows")
     untrained = made.get("info", {}).get("trained") is False
-    say("export: none, for the checkpoint is untrained" if untrained else export_formats(made["model"]))
+    say("export: not possible, because the checkpoint is untrained" if untrained else export_formats(made["model"]))
     cfg.check_memory(model, train, backend, workers)
     for line in cfg.describe(model, train, backend, workers, *memory(cfg, model)):
         say(line)
 
 
 def memory(cfg: Config, model: nn.Module) -> tuple[Parts, dict[str, Parts]]:
-    """What the anchor holds in training, and the phase that fits an adapter to the error."""
+    """The memory of the anchor in training, and of the phase that fits the adapter to the quantisation error."""
     vocab = unwrap(model).get_output_embeddings().weight.shape[0]
     anchor = {"anchor": ANCHOR * 4 * cfg.anchor_rows * cfg.anchor_length * vocab} if cfg.anchor_weight else {}
     if cfg.adapter_init != "error":

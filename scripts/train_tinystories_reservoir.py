@@ -169,9 +169,9 @@ from qat_lora.train.memory import check_fits
 from qat_lora.train.options import checked_updates
 
 SAMPLE_TOKENS = 120
-OPENING = 6  # tokens of a held-out story to continue
-CACHE = Path("caches/stories")  # where tokens are kept for later runs; a dry run keeps none
-PJRT_TPU = os.environ.get("PJRT_DEVICE", "").upper() == "TPU"  # asks for a TPU as well
+OPENING = 6  # tokens of a held-out story that the model continues
+CACHE = Path("caches/stories")  # token files for later runs; a dry run writes none
+PJRT_TPU = os.environ.get("PJRT_DEVICE", "").upper() == "TPU"  # also asks for a TPU
 
 
 # -- the experiment --------------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
 
 
 def train_language_model(model: nn.Module, train: Blocks, plan: Plan, session: Session, evaluate: "Evaluation") -> None:
-    """Next-token prediction; in a reservoir the recurrent weights have no gradient."""
+    """Next-token prediction; the recurrent weights of a reservoir have no gradient."""
     backend = session.backend
     model.train()
     for update in plain_stage("train", model, train, plan, session, evaluate, evaluate.best):
@@ -230,11 +230,11 @@ def train_language_model(model: nn.Module, train: Blocks, plan: Plan, session: S
 
 
 class Evaluation:
-    """evaluate(step): figures over every held-out token; `best` keeps those of the least loss, and the state."""
+    """evaluate(step): figures over every held-out token; `best` holds the state of the lowest loss and its figures."""
 
     def __init__(self, cfg: Config, model: nn.Module, stories: Stories, plan: Plan, backend: TorchBackend):
         self.cfg, self.model, self.stories, self.plan, self.backend = cfg, model, stories, plan, backend
-        self.best: dict = {}  # goes through checkpoints
+        self.best: dict = {}  # saved in checkpoints
 
     def __call__(self, step: int) -> dict[str, float]:
         backend, best = self.backend, self.best
@@ -247,7 +247,7 @@ class Evaluation:
 
 
 def resolved(cfg: Config, device: str) -> Config:
-    """The config in use, which the run directory keeps: its device, and on TPU a larger batch and learning rate."""
+    """The config that is used and recorded: with the device and, on TPU, a larger batch and learning rate."""
     cfg = dataclasses.replace(cfg, device=device)
     if not has_static_shapes(device):
         return cfg
@@ -260,14 +260,14 @@ def shape_of(cfg: Config) -> Shape:
     for text in cfg.reservoirs.split(","):
         kind, _, units = text.strip().partition(":")
         if not (units.isascii() and units.isdecimal()):
-            raise UserError(f"--reservoirs {cfg.reservoirs!r}: {text!r} is not KIND:UNITS, such as diagonal:256")
+            raise UserError(f"--reservoirs {cfg.reservoirs!r}: {text!r} is not KIND:UNITS; use e.g. diagonal:256")
         leak = cfg.leak_min, cfg.leak_max
         specs.append(ReservoirSpec(int(units), kind, cfg.spectral_radius, cfg.density, leak, cfg.input_scaling))
     return Shape(cfg.embedding, cfg.blocks, cfg.hidden, tuple(specs), cfg.heads, cfg.dropout, cfg.attention_window)
 
 
 def check(cfg: Config) -> None:
-    """Raise UserError for what is wrong with any text, before minutes are spent on tokenising it."""
+    """Raise UserError for options that are wrong with any text, before minutes are spent on tokenising it."""
     least = story_memory(1, *shape_sizes(cfg), tokens=0, bf16=False)
     least["--attention-window"] = 8 * cfg.embedding * cfg.attention_window  # keys and values of one row
     check_memory(sum(least.values()), "the model", max(least, key=least.__getitem__))
@@ -281,7 +281,7 @@ def shape_sizes(cfg: Config) -> tuple:
 
 
 def plan_of(cfg: Config, rows: int, workers: int) -> Plan:
-    """Of one worker, whose batch is its share of an update's rows."""
+    """The plan of one worker. Its batch is its share of an update's rows."""
     if cfg.global_batch_size > rows:
         raise UserError(
             f"--global-batch-size {cfg.global_batch_size} is more than the {rows} rows of the text; lower it, or add "
@@ -294,7 +294,7 @@ def plan_of(cfg: Config, rows: int, workers: int) -> Plan:
     )  # fmt: skip
 
 
-# -- its steps -------------------------------------------------------------------------------------------------------
+# -- the steps -------------------------------------------------------------------------------------------------------
 def check_sizes(cfg: Config, stories: Stories, plan: Plan, backend: TorchBackend, workers: int) -> None:
     if cfg.dry_run:
         return
@@ -308,12 +308,12 @@ def describe(cfg: Config, backend: TorchBackend, stories: Stories, train: Blocks
     fixed = sum(value.numel() for value in model.state_dict().values()) - sum(p.numel() for p in model.parameters())
     say(f"{cfg.model} on {backend}: {trained(model):,} trained parameters, {fixed:,} fixed values")
     say(
-        f"{len(stories.train):,} tokens of {stories.vocab} kinds ({stories.kind}) to train on, "
+        f"{len(stories.train):,} tokens to train on (tokenizer {stories.kind}, vocabulary {stories.vocab}), "
         f"{len(stories.heldout):,} held out"
     )
     say(
-        f"{plan.steps} updates of {cfg.global_batch_size} × {train.length} tokens ({plan.batch_size} rows a worker), "
-        f"{len(train) // cfg.global_batch_size} an epoch, learning rate {plan.learning_rate:g}"
+        f"{plan.steps} updates of {cfg.global_batch_size} × {train.length} tokens ({plan.batch_size} rows per worker), "
+        f"{len(train) // cfg.global_batch_size} per epoch, learning rate {plan.learning_rate:g}"
     )
 
 
@@ -321,7 +321,7 @@ def finish(
     cfg: Config, run: Run, model: SmallLM, stories: Stories, sampling: Sampling, backend: TorchBackend, best: dict,
     cost: dict,
 ) -> None:  # fmt: skip
-    """The best state, its figures, and what it tells: from nothing, and from what two held-out texts begin with."""
+    """Write the best state, its figures, and its stories: one from nothing, two that continue held-out texts."""
     restore(model, best["state"])
     write_atomically(run.path / "best.pt", lambda file: torch.save(best["state"], file))
     backend.seed(0)
@@ -336,15 +336,15 @@ def finish(
     summarise(
         {"model": run.path / "best.pt", "stories": run.path / "samples.txt", "report": page},
         [
-            f"held-out perplexity {figures['heldout_ppl']:.2f}, {figures['bits_per_byte']:.4f} bits per byte; from "
-            f"the frequencies of tokens alone {unigram_perplexity(stories):.2f}"
+            f"held-out perplexity {figures['heldout_ppl']:.2f}, {figures['bits_per_byte']:.4f} bits per byte; "
+            f"perplexity of the token frequencies alone {unigram_perplexity(stories):.2f}"
         ],
         following(cfg),
     )
 
 
 def following(cfg: Config) -> str:
-    """The next command: a transformer of the same size as the baseline, or after it the report."""
+    """The next command: the transformer baseline of the same size, or after that the report."""
     if cfg.model == "transformer":
         return "make report"
     chosen = f"--config {cfg.config} " if cfg.config else ""

@@ -24,9 +24,7 @@ def test_puzzles_are_those_of_the_seed(build, capsys):
     assert [part.fingerprint for part in a] == [part.fingerprint for part in b] != [part.fingerprint for part in c]
     assert len(a[0]) + len(a[1]) == 30 and 1 <= len(a[1]) <= 6 and a[0].kind == "sudoku4"
     printed = capsys.readouterr().out
-    assert (
-        "30 sudoku4, difficulty from least to most by quarters: 0 0 0 0 0" in printed and "rows in a/train" in printed
-    )
+    assert "30 sudoku4, quartiles of the difficulty: 0 0 0 0 0" in printed and "rows in a/train" in printed
 
 
 def test_blanks_decide_how_hard_a_sudoku_is(build):
@@ -41,7 +39,7 @@ def test_a_corpus(build, tmp_path, capsys):
     build("corpus=pairs.jsonl", "length=16", "iterations=3", "output_dir=pairs")
     train, heldout = load("pairs")
     assert len(train) + len(heldout) == 20 and train.kind is None and set(train.budgets) == {3}
-    assert "20 rows of 16 bytes, 1 longer ones left out" in capsys.readouterr().out
+    assert "20 rows of 16 bytes; 1 longer rows left out" in capsys.readouterr().out
 
 
 def test_a_dry_run_writes_nothing(build, tmp_path, capsys):

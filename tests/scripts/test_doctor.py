@@ -65,7 +65,7 @@ def test_packages_against_their_pins(doctor, tmp_path, monkeypatch):
         ("--", "other 3.0, tested with ==2.0"),
         ("BAD", "absent: not installed"),
         ("--", "extra: not installed"),
-        ("--", "elsewhere: not made for this platform"),
+        ("--", "elsewhere: not available for this platform"),
     ]
     assert found[3].fix == "pip install -r requirements.txt"
 

@@ -96,7 +96,7 @@ def test_merging_states_its_price(run, files, tmp_path):
     assert types["blk.0.attn_q.weight"] == types["blk.1.ffn_down.weight"] == "F16"
     assert types["blk.0.attn_k.weight"] == "Q4_1" and types["blk.0.ffn_up.weight"] == "Q2_0"
     more = 2 * (64 * 64 * (16 - 5) + 128 * 64 * (16 - 2.25)) / 8e6
-    assert any(f"merging costs {more:.2f} MB" in line for line in lines)
+    assert any(f"merging adds {more:.2f} MB" in line for line in lines)
     assert names(tmp_path / "out") == ["export.json", "model.gguf"]
 
 

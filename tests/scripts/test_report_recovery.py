@@ -49,7 +49,7 @@ def test_report_holds_every_stage_with_its_figures_and_pictures(runs, load_scrip
     assert float(figures["+ LoRA"][2]) > float(figures["QAT"][2]) == 2.5
     for run in ("qat", "recovery"):
         assert f"({run}/plots/metrics.png)" in text and (runs / run / "plots" / "metrics.png").stat().st_size > 1000
-    assert "first held-out rows, none of which is among these" in text
+    assert "first held-out rows, none of which are among these" in text
     assert text.count("**teacher**:") == 1 and text.count("**+ LoRA**:") == 1
 
 

@@ -183,7 +183,7 @@ def test_a_base_that_is_missing_is_named(load_script, refusal, elsewhere, projec
     (elsewhere / "m").rename(elsewhere / "moved")
     said = refusal("run_legal_assistant", "--run", run, "--question", "Until when?", "--device", "cpu")
     named = "'m/tiny', which is in no folder above" if old else f"{project / 'm' / 'tiny'}, which is missing"
-    assert named in said and said.endswith("; give its place with --model\n") and said.count("\n") == 1
+    assert named in said and said.endswith("; give its path with --model\n") and said.count("\n") == 1
     asking(load_script, "--run", run, "--model", elsewhere / "moved" / "tiny")
 
 
@@ -226,7 +226,10 @@ def test_bad_input(refusal, tmp_path, tiny_model_dir):
         ),
     ]:
         assert part in refusal("run_legal_assistant", *flags)
-    for text, part in [("model: x", "or how long it answers"), ("model: x\nmax_new_tokens: 9", "has not finished")]:
+    for text, part in [
+        ("model: x", "or how long an answer may be"),
+        ("model: x\nmax_new_tokens: 9", "has not finished"),
+    ]:
         (tmp_path / "config.yaml").write_text(text)
         assert part in refusal("run_legal_assistant", "--run", tmp_path)
     (tmp_path / "list.json").write_text("{}")

@@ -71,9 +71,9 @@ def broken_checkpoint(script, patch) -> None:
     "fault, passed, said",
     [
         (broken_device, 0, "a product on cpu is wrong"),
-        (broken_data, 1, "rows read are not the rows written"),
-        (broken_training, 2, "the weights have not moved"),
-        (broken_sync, 3, "the sum is not the sum"),
+        (broken_data, 1, "the rows read back are not the rows written"),
+        (broken_training, 2, "the weights have not changed"),
+        (broken_sync, 3, "the reduced gradient is not the sum"),
         (broken_checkpoint, 4, "after loading"),
     ],
 )

@@ -230,7 +230,7 @@ def test_a_model_without_chat_template_is_refused(refusal, sharp_model_dir, tiny
 
 
 def test_what_is_no_run_is_refused(refusal, tmp_path):
-    assert "is no run of train_musclebob_improved.py" in refusal("analyze_training", "--run", tmp_path)
+    assert "is not a run of train_musclebob_improved.py" in refusal("analyze_training", "--run", tmp_path)
     assert "training_config.json" in refusal("test_musclebob", "--run", tmp_path)
     assert "--samples 1000000000 needs at least" in refusal("test_musclebob", "--samples", 10**9)
     assert "--temperature 0 draws the same" in refusal("test_musclebob", "--temperature", 0)
@@ -276,7 +276,7 @@ HEALTHY = {"baseline": made_up(0.0), "post_sft": made_up(0.4), "final": made_up(
         (
             HEALTHY | {"final": made_up(0.4)},
             {"zero_variance": (1, 1), "target_rate": (0, 0)},
-            ["not learned", "starved: 100%"],
+            ["not learned", "starved: in 100%"],
         ),
         (HEALTHY, {"zero_variance": (1, 1), "target_rate": (1, 1)}, ["learned", "nothing left to learn: 100%"]),
         ({"baseline": made_up(0.0)}, {"reward": (0, 0.5), "zero_variance": (1, 1)}, ["not finished"]),
