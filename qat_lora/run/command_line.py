@@ -1,4 +1,4 @@
-"""Flags, key=value and YAML presets to a script's config, and how a script ends."""
+"""The command line of a script: parses flags, key=value and YAML presets into its config, and reports errors."""
 
 import argparse
 import dataclasses
@@ -20,9 +20,9 @@ import yaml
 
 from qat_lora.errors import UserError, ignore_sigterm, load_package, open_output, report
 from qat_lora.run.console import say
-from qat_lora.run.options import GROUPS, RunConfig, choices, flag
+from qat_lora.run.options import GROUPS, choices, flag
 
-METAVARS = {str: "TEXT", int: "N", float: "X"}  # what an option takes, in --help
+METAVARS = {str: "TEXT", int: "N", float: "X"}  # placeholder of an option's value in --help
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 YES, NO = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
 
@@ -31,10 +31,10 @@ def parse(
     kind: type, script: str, argv: list[str], description: str = "", presets: str | None = None,
     defaults: dict[str, Any] | None = None,
 ):  # fmt: skip
-    """The config of `script` from its flags: `--key value`, `key=value`, and presets of configs/<script>/, or of the
-    folder `presets` where another script has the same. defaults: in place of the fields' own.
+    """Parse the command line of `script` into its config: `--key value`, `key=value`, and presets of configs/<script>/.
 
-    Raises UserError naming the nearest key for an unknown one, and the value and what it must be for a wrong one.
+    presets: the folder in configs/ to use instead, if the presets are those of another script. defaults: override the
+    fields' own. Raises UserError: for an unknown key it names the nearest one, for a wrong value what it must be.
     """
     argv = _normalised(argv, kind)
     values = (defaults or {}) | _preset(argv, kind, presets or script)
@@ -47,14 +47,14 @@ def parse(
 
 
 def _names(kind: type) -> dict[str, str]:
-    """The field that each name means, the fields' own and the aliases."""
+    """{name: field}, for the fields' own names and their aliases."""
     fields = dataclasses.fields(kind)
     aliases = {alias.lstrip("-").replace("-", "_"): f.name for f in fields for alias in f.metadata.get("aliases", ())}
     return {f.name: f.name for f in fields} | aliases
 
 
 def type_of(hint: Any) -> type:
-    """The one type of a field's values, None aside: bool, int, float or str."""
+    """The type of a field's values other than None: bool, int, float or str."""
     if get_origin(hint) is Literal:
         return str
     kinds = [kind for kind in get_args(hint) if kind is not NoneType]
@@ -67,7 +67,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """The description as it is written, and each option once: its flags, then what it takes."""
+    """Shows the description unchanged, and each option once: its flags, then its placeholder."""
 
     def __init__(self, prog: str):
         width = min(shutil.get_terminal_size().columns, 120)
@@ -79,7 +79,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def _parser(kind: type, script: str, description: str, values: dict) -> argparse.ArgumentParser:
-    """A parser of the fields, in their groups. values: defaults in place of the fields' own."""
+    """A parser for the fields, in their groups. values: defaults that override the fields' own."""
     parser = _Parser(
         prog=f"{script}.py",
         usage="python scripts/%(prog)s [--option VALUE …] [option=VALUE …]",
@@ -118,14 +118,14 @@ def _bool(text: str) -> bool:
 
 
 def _normalised(argv: list[str], kind: type) -> list[str]:
-    """key=value → --key value, except right after a flag that takes a value: it is that value; section.key → key;
-    --a_b → --a-b. Raises UserError for an input (its identity is a fact) that is given under two names."""
+    """Rewrite key=value as --key value (unless it follows a flag that takes a value, and is that value), section.key as
+    key, and --a_b as --a-b. Raises UserError if an input (an option whose identity is a fact) has two names here."""
     hints, names = get_type_hints(kind), _names(kind)
     switches = {*names, *(f"no_{each}" for each in names)}
     valued = {name for name, field in names.items() if hints[field] is not bool}
     spelled: list[str] = []
     inputs = {field.name for field in dataclasses.fields(kind) if isinstance(field.metadata["identity"], str)}
-    given: dict[str, str] = {}  # by input, the name that it has here
+    given: dict[str, str] = {}  # {input: the name it is given under}
     for word in argv:
         last = spelled[-1].lstrip("-").replace("-", "_") if spelled and spelled[-1].startswith("--") else ""
         if last in valued:
@@ -144,7 +144,7 @@ def _normalised(argv: list[str], kind: type) -> list[str]:
         if bare in switches:
             spelled[at] = name.replace("_", "-") + equals + value
         if name.startswith("--") and names.get(bare) in inputs and given.setdefault(names[bare], bare) != bare:
-            raise UserError(f"{flag(given[names[bare]])} and {flag(bare)} are one option; give it once")
+            raise UserError(f"{flag(given[names[bare]])} and {flag(bare)} are the same option; give it once")
     return spelled
 
 
@@ -159,7 +159,7 @@ def _preset(argv: list[str], kind: type, script: str) -> dict:
     names += [name for word, name in itertools.pairwise(argv) if word == "--config"]
     if len(names) > 1:
         raise UserError(
-            f"--config is given {len(names)} times ({', '.join(names)}); give one, `base:` in it builds on another"
+            f"--config is given {len(names)} times ({', '.join(names)}); give one; `base:` in a preset names another"
         )
     name = names[0] if names else kind.DEFAULT_CONFIG
     return _read_preset(name, kind, script) if name else {}
@@ -175,7 +175,7 @@ def _read_preset(name: str, kind: type, script: str, above: tuple = ()) -> dict:
     for section in kind.SECTIONS.keys() & values.keys():
         block = values.pop(section)
         if not isinstance(block, dict):
-            raise UserError(f"{path}: {section} is a block of `key: value` lines; correct the file")
+            raise UserError(f"{path}: {section} must be a block of `key: value` lines; correct the file")
         for key in block:
             _check_in_section(str(key), section, kind, f"{path}: key ", f"{section}.")
         values |= block
@@ -185,7 +185,7 @@ def _read_preset(name: str, kind: type, script: str, above: tuple = ()) -> dict:
         if key not in known or key == "config":
             raise UserError(_unknown_key(str(key), set(known), f"{path}: key "))
         if known[key] in checked:
-            raise UserError(f"{path}: {key} and another key are one option, {known[key]}; give it once")
+            raise UserError(f"{path}: {key} and another key both set {known[key]}; keep one")
         checked[known[key]] = _coerced(value, hints[known[key]], f"{path}: {key}")
     return (_read_preset(base, kind, script, (*above, name)) if base else {}) | checked
 
@@ -195,7 +195,7 @@ def _preset_file(name: str, folder: Path) -> Path:
     if not path.is_file():
         known = presets(folder)
         there = ", ".join(known) or "none"
-        raise UserError(f"--config {name}: no such preset{_nearest(name, known)}; there are: {there}")
+        raise UserError(f"--config {name}: no such preset{_nearest(name, known)}; available: {there}")
     return path
 
 
@@ -215,7 +215,7 @@ def _yaml(path: Path) -> dict:
 
 
 def _coerced(value: Any, hint: Any, where: str) -> Any:
-    """`value` as the field's type; PyYAML reads 8e-5 as text, so numbers are read again by the type."""
+    """Convert `value` to the field's type. PyYAML reads 8e-5 as text, so numbers are parsed again."""
     if value is None and NoneType in get_args(hint):
         return None
     kind = type_of(hint)
@@ -245,29 +245,32 @@ def _nearest(word: str, known, mark: str = "") -> str:
 # -- scripts ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Variant:
-    """A script that is another one under a name of its own, with other defaults."""
+    """A script that runs another one under its own name, with other defaults."""
 
     name: str
     description: str
     defaults: dict[str, Any] = field(default_factory=dict)
     check: Callable[[Any], None] | None = None
-    program: str | None = None  # as sys.argv has it
+    program: str | None = None  # its sys.argv[0]
 
 
-_variant: Variant | None = None  # of the script that this process runs
+_variant: Variant | None = None  # set if this process runs such a script
 
 
 def check_command_line(kind: type, script: str, description: str) -> None:
-    """Answer --help, shell completion and a bad command line, as `run_script` does.
+    """Handle --help, shell completion and a bad command line, as `run_script` does.
 
-    A script calls this between its options and the imports that take seconds, so that nobody waits for them in vain.
+    Scripts call this after their options and before the imports that take seconds, so that the answer comes at once.
     """
     if "_ARGCOMPLETE" in os.environ:
         _complete(kind, script, description)
     with _reporting():
         config = _config(kind, script, description)
-        if isinstance(config, RunConfig):
-            say(f"{(_variant or Variant(script, description)).name}: loading PyTorch")
+        line = f"{(_variant or Variant(script, description)).name}: loading PyTorch"
+        if hasattr(config, "resume"):  # a long job; what other scripts print may be read by programs
+            say(line)
+        elif sys.stderr.isatty():
+            say(line, sys.stderr)
 
 
 def run_script(main: Callable[[Any], None], kind: type, script: str, description: str) -> None:
@@ -285,7 +288,7 @@ def run_script(main: Callable[[Any], None], kind: type, script: str, description
 
 def _config(kind: type, script: str, description: str) -> Any:
     shown = _variant or Variant(script, description)
-    sys.argv[0] = shown.program or sys.argv[0]  # runpy put the other script there
+    sys.argv[0] = shown.program or sys.argv[0]  # runpy has set it to the other script
     config = parse(kind, shown.name, sys.argv[1:], shown.description, script, shown.defaults)
     if shown.check:
         shown.check(config)
@@ -303,7 +306,7 @@ def _reporting() -> Iterator[None]:
         except SystemExit:  # --help, or nothing to do
             sys.stdout.flush()
             raise
-        sys.stdout.flush()  # the end of the process would be too late to report a failure
+        sys.stdout.flush()  # at exit it would be too late to report a failure
     except (Exception, KeyboardInterrupt) as error:
         if debug and not isinstance(error, BrokenPipeError | KeyboardInterrupt):
             raise
@@ -326,8 +329,8 @@ def _complete(kind: type, script: str, description: str) -> None:
 def run_variant(
     script: str, name: str, description: str, check: Callable[[Any], None] | None = None, **defaults: Any
 ) -> None:
-    """Run another script, the same experiment, under a name of its own: with that script's presets, but this
-    description and these defaults, and a further check of the config."""
+    """Run `script` under another name: with its presets, but with this description, these defaults and an additional
+    check of the config."""
     global _variant
     _variant = Variant(name, description, defaults, check, sys.argv[0])
     runpy.run_path(str(CONFIGS.with_name("scripts") / f"{script}.py"), run_name="__main__")
