@@ -1,0 +1,60 @@
+"""Progress of long jobs, and what is said at the end of a run."""
+
+import sys
+
+import pytest
+
+from qat_lora.run import console
+from qat_lora.run.console import summarise, time_left, watched
+
+
+@pytest.mark.parametrize(
+    "done, total, seconds, said",
+    [
+        (1, 11, 3, "30 s left"),
+        (10, 10, 3, "0 s left"),
+        (1, 2, 130, "2 min 10 s left"),
+        (1, 3, 3600, "2 h 0 min left"),
+        (0, 4, 1, "4 s left"),
+    ],
+)
+def test_time_left(done, total, seconds, said):
+    assert time_left(done, total, seconds) == said
+
+
+def test_without_a_terminal_progress_is_plain_lines_on_stderr(monkeypatch, capsys):
+    monkeypatch.setattr(console, "PAUSE", 0.0)
+    assert list(watched("abc", "letters", 3)) == ["a", "b", "c"]
+    said = capsys.readouterr()
+    assert said.err.splitlines() == ["letters: 1 of 3, 0 s left", "letters: 2 of 3, 0 s left"] and not said.out
+
+
+def test_what_is_quick_says_nothing_and_neither_do_other_workers(monkeypatch, capsys):
+    list(watched(range(5), "numbers", 5))
+    monkeypatch.setattr(console, "PAUSE", 0.0)
+    list(watched(range(5), "numbers", 5, shown=False))
+    assert capsys.readouterr() == ("", "")
+
+
+def test_an_item_may_stand_for_several(monkeypatch, capsys):
+    monkeypatch.setattr(console, "PAUSE", 0.0)
+    list(watched([4, 2, 4], "rows", 10, size=int))
+    assert capsys.readouterr().err.splitlines() == ["rows: 4 of 10, 0 s left", "rows: 6 of 10, 0 s left"]
+
+
+def test_on_a_terminal_progress_is_a_bar_with_the_time_left(monkeypatch, capsys):
+    monkeypatch.setattr(console, "PAUSE", 0.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    list(watched("abc", "letters", 3))
+    said = capsys.readouterr().err
+    assert "letters:" in said and "0/3 [00:00<" in said and "left" not in said
+
+
+def test_the_end_of_a_run_says_what_was_made_how_good_it_is_and_what_comes_next(capsys):
+    summarise({"model": "runs/x/best.pt", "report": None}, ["KL 0.5; before training 2.0"], "make report")
+    assert capsys.readouterr().out.splitlines() == [
+        "",
+        "made     model: runs/x/best.pt",
+        "quality  KL 0.5; before training 2.0",
+        "next     make report",
+    ]
