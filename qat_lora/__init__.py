@@ -7,10 +7,10 @@ import importlib
 import os
 
 # transformers and accelerate import torch_xla by themselves where it is installed, and importing it patches torch.
-# Only qat_lora.backend opens that door, after the device is chosen.
+# Only qat_lora.backend may import it, after the device is chosen.
 os.environ["USE_TORCH_XLA"] = "0"
 
-# When a worker dies, torch prints a C++ stack for every connection to it. Read when torch is imported.
+# When a worker dies, torch prints a C++ stack for every connection to it. torch reads this when it is imported.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 _PUBLIC = {

@@ -1,4 +1,4 @@
-"""Checkpoints: directories that are either whole or not there, with copies of the files that a resumed run needs."""
+"""Checkpoints: directories that are either complete or absent, with copies of the files that a resumed run needs."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from qat_lora.run.files import copy_file, read_json, sha256, write_atomically, w
 from qat_lora.run.hosts import shared_file
 
 FILES = ("model.safetensors", "trainer.pt")
-KEEP = 2  # the newest, and one to fall back to when the newest is damaged
+KEEP = 2  # the newest, and one to fall back to if it is damaged
 COPIES = "files"  # folder in checkpoints/: each copied file once, named by its sha256
 
 
@@ -25,7 +25,7 @@ def save_checkpoint(
     run_path: Path, step: int, tensors: dict[str, Tensor], trainer: dict, meta: dict, keep: int = KEEP,
     files: Sequence[str] = (),
 ) -> Path:  # fmt: skip
-    """Write checkpoints/step_N and name it in LATEST (which is for people: resuming takes the newest whole one).
+    """Write checkpoints/step_N and name it in LATEST (for people: a run resumes from the newest intact one).
 
     tensors: the model's, on the CPU, tied ones once. trainer: optimiser, RNG, counters; plain values and tensors. meta:
     plain values. files: files and folders of the run directory that a resumed run relies on, e.g. best.pt; meta.json
@@ -62,7 +62,7 @@ def save_checkpoint(
 
 # -- the run's files -------------------------------------------------------------------------------------------------
 def _existing(run_path: Path, files: Sequence[str]) -> list[str]:
-    """Those of the files that exist, with every file in those that are folders; paths relative to the run, sorted."""
+    """The given files that exist, and every file in given folders, as sorted paths relative to the run."""
     found = [run_path / name for name in files]
     found += [inner for path in found if path.is_dir() for inner in path.rglob("*")]
     return sorted(str(path.relative_to(run_path)) for path in found if path.is_file())
@@ -77,7 +77,7 @@ def _copy(path: Path, copies: Path) -> str:
 
 
 def kept_files(path: Path) -> set[str]:
-    """The names of the copies that a checkpoint relies on. Raises UserError where its meta.json is damaged."""
+    """The names of the copies that a checkpoint relies on. Raises UserError if its meta.json is damaged."""
     kept = read_json(path / "meta.json").get("files", {})
     if not isinstance(kept, dict) or not all(isinstance(total, str) for total in kept.values()):
         raise UserError(f"checkpoint {path}: meta.json is damaged (files)")
@@ -85,12 +85,12 @@ def kept_files(path: Path) -> set[str]:
 
 
 def _drop_copies(folder: Path) -> None:
-    """Remove the copies that no checkpoint names."""
+    """Remove the copies that no checkpoint refers to."""
     named: set[str] = set()
     for path in _newest_first(folder):
         try:
             named |= kept_files(path)
-        except UserError:  # this one is damaged, and may have named any copy
+        except UserError:  # a damaged checkpoint may refer to any copy
             return
     for copy in (folder / COPIES).glob("*"):
         if copy.name not in named:
@@ -107,15 +107,15 @@ def restore_files(run_path: Path, kept: dict[str, str], files: Sequence[str], st
         (run_path / name).unlink()
     for name in files:
         if (run_path / name).is_dir() and not _existing(run_path, [name]):
-            shutil.rmtree(run_path / name)  # an empty folder would pass for a finished one
+            shutil.rmtree(run_path / name)  # an empty folder would be taken for a finished one
     for name, total in kept.items():
         path, copy = run_path / name, run_path / "checkpoints" / COPIES / total
         if path.is_file() and sha256(path) == total:
             continue
         if not copy.is_file() or sha256(copy) != total:
             raise UserError(
-                f"{path} is not what it was at step {step} (checksum), and its copy {copy} is missing or damaged, too; "
-                "put one of them back, or start again with another --output-dir"
+                f"{path} has changed since step {step} (checksum), and its copy {copy} is missing or damaged, too; "
+                "restore one of them, or start again with another --output-dir"
             )
         if not path.is_file():
             say(f"{path} was missing; restored from the checkpoint")
@@ -136,10 +136,10 @@ def _newest_first(folder: Path) -> list[Path]:
 
 
 def load_checkpoint(run_path: Path, group: Group = ALONE) -> tuple[dict[str, Tensor], dict, dict] | None:
-    """(tensors, trainer, meta) of the newest whole checkpoint of a run; None where there is none at all.
+    """(tensors, trainer, meta) of a run's newest intact checkpoint; None if it has no checkpoint at all.
 
-    A damaged one is named and set aside; raises UserError where every one is damaged. Worker 0 chooses; workers without
-    the same files receive them from it.
+    Damaged checkpoints are reported and set aside; raises UserError if all are damaged. Worker 0 chooses, and sends the
+    files to workers that do not have them.
     """
     path = group.on_main(lambda: _newest_whole(run_path))
     if path is None:
@@ -164,7 +164,7 @@ def _newest_whole(run_path: Path) -> Path | None:
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
     if found or list(folder.glob("damaged_step_*")):
-        raise UserError(f"no whole checkpoint is left in {folder}; start again with another --output-dir")
+        raise UserError(f"no intact checkpoint is left in {folder}; start again with another --output-dir")
     return None
 
 
@@ -180,7 +180,7 @@ def _read(path: Path, model: Path, trainer: Path) -> tuple[dict[str, Tensor], di
     try:
         state = torch.load(trainer, weights_only=True, map_location="cpu")
         return load_file(model), state["state"], state["meta"]
-    except Exception as error:  # right checksums, wrong content; weights_only never runs code of a pickle
+    except Exception as error:  # right checksums, wrong content; weights_only never runs code from a pickle
         raise UserError(
             f"checkpoint {path}: {FILES[1]} is not a trainer state ({first_line(error)}), "
             "so it was not saved by this program; start again with another --output-dir"

@@ -1,4 +1,4 @@
-"""Checksums of a finished run, so that whatever reads it notices when a file has changed since."""
+"""Checksums of the files of a finished run, so that whatever reads a file later notices if it has changed."""
 
 import hashlib
 from pathlib import Path
@@ -7,12 +7,12 @@ from qat_lora.errors import UserError
 from qat_lora.run.files import read_json, sha256, write_json
 
 SUMS = "checksums.json"
-# Have checksums of their own, or may change later.
+# Not covered: they have their own checksums or may change later.
 ASIDE = {SUMS, "summary.json", "checkpoints", "plots", "report.html", "tensorboard", "wandb"}
 
 
 def write_sums(path: Path, unwritten: dict[str, bytes]) -> None:
-    """Note the sha256 of each file of a run directory, and of files that are `unwritten`: their content by name."""
+    """Record the sha256 of each file of a run directory. unwritten: {name: content} of files still to be written."""
     files = [file.relative_to(path) for file in path.rglob("*") if file.is_file()]
     sums = {str(file): sha256(path / file) for file in files if file.parts[0] not in ASIDE and file.name[0] != "."}
     sums |= {name: hashlib.sha256(content).hexdigest() for name, content in unwritten.items()}
@@ -20,17 +20,17 @@ def write_sums(path: Path, unwritten: dict[str, bytes]) -> None:
 
 
 def check_files(path: Path, *names: str) -> None:
-    """Raise UserError if a file or folder of a finished run is not what the run has written. Not checked: files that
-    the run did not have, and runs without checksums, which are unfinished or were made by an earlier version."""
+    """Raise UserError if a file or folder of a finished run has changed since the run wrote it. Files that the run did
+    not have are not checked, nor are runs without checksums (unfinished, or of an earlier version)."""
     if not (path / SUMS).exists():
         return
     for name, wanted in read_json(path / SUMS).items():
         if name not in names and not name.startswith(tuple(f"{folder}/" for folder in names)):
             continue
         if not (path / name).is_file():
-            raise UserError(f"{path / name} is gone; restore it, or train again with another --output-dir")
+            raise UserError(f"{path / name} is missing; restore it, or train again with another --output-dir")
         if sha256(path / name) != wanted:
             raise UserError(
-                f"{path / name} is not what the run has written (checksum); restore it, or train again with another "
-                "--output-dir"
+                f"{path / name} has changed since the run wrote it (checksum); restore it, or train again with "
+                "another --output-dir"
             )

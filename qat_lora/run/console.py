@@ -10,9 +10,9 @@ from tqdm import tqdm
 
 from qat_lora.errors import STOPS, first_line
 
-tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a worker that is killed leaves behind
+tqdm.set_lock(threading.RLock())  # tqdm's own lock is a semaphore, which a killed worker would leave behind
 
-PAUSE = 10.0  # seconds before the first line about progress, and between two of them
+PAUSE = 10.0  # seconds before the first line about progress, and between lines
 Item = TypeVar("Item")
 
 
@@ -32,10 +32,10 @@ def progress() -> Callable[[str], None]:
 def watched(
     items: Iterable[Item], what: str, total: int, size: Callable[[Item], int] = lambda _: 1, shown: bool = True
 ) -> Iterator[Item]:
-    """Iterate over `items` and show how far it got: a bar with the time left on a terminal, plain lines elsewhere.
+    """Iterate over `items` and show the progress: a bar with the time left on a terminal, plain lines elsewhere.
 
-    Nothing is shown of what takes less than PAUSE seconds. size(item): how many of `total` an item stands for. shown:
-    False in all workers but the first.
+    A job of less than PAUSE seconds shows nothing. size(item): how many of `total` an item counts for. shown: False in
+    all workers but the first.
     """
     bar = tqdm(total=total, desc=what, delay=PAUSE / 2, leave=False, disable=None if shown else True)
     tell, done, started = progress(), 0, time.monotonic()
@@ -65,8 +65,8 @@ def say(line: str, file: TextIO | None = None) -> None:
 
 
 def summarise(made: dict[str, Any], quality: list[str], following: str) -> None:
-    """Print at the end of a run what it made ({what: path}), how good that is beside its baseline, and what to run
-    next."""
+    """Print the end of a run: what it made ({what: path}), its quality compared with a baseline, and the next
+    command."""
     say("\n" + "\n".join(f"made     {what}: {path}" for what, path in made.items() if path))
     say("\n".join(f"quality  {line}" for line in quality))
     say(f"next     {following}")
@@ -75,7 +75,7 @@ def summarise(made: dict[str, Any], quality: list[str], following: str) -> None:
 def attempt(what: str, function: Callable[..., Any], *args) -> Any:
     """function(*args), or None if it fails: then a warning is printed and the program continues.
 
-    For what a run can do without, such as plots. what: the subject of the warning.
+    For things that a run can do without, such as plots. what: the subject of the warning.
     """
     try:
         return function(*args)

@@ -1,4 +1,4 @@
-"""Files that are either whole or not there, and folders that one process at a time writes."""
+"""Files that are either complete or absent, and folders that only one process at a time may write."""
 
 import errno
 import fcntl
@@ -14,8 +14,7 @@ from typing import BinaryIO
 
 from qat_lora.errors import UserError, first_line, is_of_output, said
 
-# Messages by which libraries that raise no OSError report a failed write: tokenizers, safetensors, numpy, torch's zip
-# writer.
+# How libraries that raise no OSError report a failed write: tokenizers, safetensors, numpy, torch's zip writer.
 WRITE_FAULT = re.compile(
     r"\(os error \d+\)|I/O error|No space left|quota exceeded|requested and \d+ written|"
     "PytorchStreamWriter failed|unexpected pos"
@@ -27,7 +26,7 @@ HELD: dict[Path, BinaryIO] = {}  # the open lock files of this process, by folde
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn any exception in this block that reports a failed write (a full disk, no permission) into a UserError that
-    names `path`; other exceptions pass, and those of standard output."""
+    names `path`. Other exceptions pass, as do those of standard output."""
     try:
         yield
     except UserError:
@@ -52,9 +51,9 @@ def _write_fault(error: BaseException | None) -> str | None:
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:
-    """Call write(file) on a temporary file beside `path`, flush it to disk, rename it; a failure leaves `path` alone.
+    """Call write(file) on a temporary file beside `path`, flush it to disk, rename it. A failure leaves `path` alone.
 
-    Raises UserError naming the path when it cannot be written (a full disk, no permission).
+    Raises UserError with the path if it cannot be written (a full disk, no permission).
     """
     part = path.with_name(path.name + ".part")
     try:
@@ -96,11 +95,10 @@ def _is_full(path: Path) -> bool:
 
 
 def lock(folder: Path) -> BinaryIO:
-    """Make `folder` and keep it for this process until it ends, however it ends.
+    """Create `folder` and lock it for this process until the process ends, however it ends.
 
-    Returns the open lock file; closing it gives the folder free. This process may ask again: then the folder changes
-    hands, as where a run was interrupted in a notebook and is started anew. Raises UserError where another process has
-    it.
+    Returns the open lock file; closing it releases the lock. If this process locks the folder again, e.g. to restart a
+    run that was interrupted in a notebook, the earlier lock is released. Raises UserError if another process holds it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -128,15 +126,15 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def read_json(path: Path) -> dict:
-    """A JSON object from a file; raises UserError naming the file where it is missing or damaged."""
+    """A JSON object from a file; raises UserError with its name if it is missing or damaged."""
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; restore it, or check the path") from None
     except (ValueError, OSError) as error:
-        raise UserError(f"{path} is damaged ({error}); restore it from a copy, or make it again") from error
+        raise UserError(f"{path} is damaged ({error}); restore it from a copy, or create it again") from error
     if not isinstance(content, dict):
-        raise UserError(f"{path} is damaged (not a JSON object); restore it from a copy, or make it again")
+        raise UserError(f"{path} is damaged (not a JSON object); restore it from a copy, or create it again")
     return content
 
 
@@ -147,17 +145,17 @@ def sha256(path: Path) -> str:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to write into that becomes `path` at the end of the block, whole; a failure leaves nothing of it.
+    """Yield a temporary folder that becomes `path` at the end of the block; a failure removes it.
 
-    Raises UserError where `path` is there already and not empty, where another process is writing it, and where it
-    cannot be written.
+    Raises UserError if `path` already exists and is not empty, if another process is writing it, or if it cannot be
+    written.
     """
     check_new(path)
     part = path.resolve().with_name(f".{path.resolve().name}.part")
     held = lock(part)
     try:
         with writing(path):
-            for old in set(part.iterdir()) - {part / ".lock"}:  # of a process that was killed
+            for old in set(part.iterdir()) - {part / ".lock"}:  # left by a process that was killed
                 shutil.rmtree(old) if old.is_dir() else old.unlink()
             yield part
             (part / ".lock").unlink()
@@ -173,6 +171,6 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def check_new(path: Path) -> None:
-    """Raise UserError where `path` is a file or a folder that holds something."""
+    """Raise UserError if `path` is a file or a folder that is not empty."""
     if path.is_file() or (path.is_dir() and any(path.iterdir())):
-        raise UserError(f"{path} is there already and nothing is overwritten; give another folder, or delete it")
+        raise UserError(f"{path} already exists and nothing is overwritten; give another path, or delete it")

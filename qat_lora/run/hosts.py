@@ -18,20 +18,20 @@ PART = 16 * 2**20  # bytes of a file that are sent at once
 
 
 def agree_on_options(config: RunConfig, group: Group) -> None:
-    """Raise UserError, in every worker, where one has other options than worker 0. An option that says where something
-    is, whose identity is a fact, may differ: `agree_on_facts` compares what is there."""
+    """Raise UserError in every worker if one has other options than worker 0. Options that say where something is may
+    differ (their identity is a fact): `agree_on_facts` compares what is there."""
     options = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if isinstance(field.metadata.get("identity"), str) and field.name != "precision":
             value = "given" if value is not None else None
-        if field.name != "device":  # each may have a name of its own
+        if field.name != "device":  # each worker may have its own
             options[field.name] = (value, repr(value))
     group.agree(options, "give every worker the same command")
 
 
 def agree_on_facts(config: RunConfig, facts: dict, group: Group) -> None:
-    """Raise UserError, in every worker, where one has found other files than worker 0."""
+    """Raise UserError in every worker if one has other input files than worker 0."""
     named: dict[str, str] = {}
     for field in dataclasses.fields(config):
         fact, value = field.metadata.get("identity"), getattr(config, field.name)
@@ -43,10 +43,10 @@ def agree_on_facts(config: RunConfig, facts: dict, group: Group) -> None:
 
 # -- runs ------------------------------------------------------------------------------------------------------------
 def bring_run(path: Path | None, group: Group) -> None:
-    """Bring the run that --resume means to worker 0's host if another host alone has it, or has newer checkpoints:
-    after a restart worker 0 may be elsewhere. path: the run that is meant as far as this host knows.
+    """Copy the run that --resume means to worker 0's host if only another host has it or has newer checkpoints: after a
+    restart worker 0 may be on another host. path: that run, as far as this host knows.
 
-    Raises UserError, in every worker, if two hosts have different runs in one place.
+    Raises UserError in every worker if two hosts have different runs at the same path.
     """
     for name in sorted({str(path) for path in group.gather(path if group.leads else None) if path}):
         states = dict(enumerate(group.gather(_state(Path(name)) if group.leads else None)))
@@ -62,12 +62,12 @@ def bring_run(path: Path | None, group: Group) -> None:
 
 
 def _state(path: Path) -> dict | None:
-    """Which run a directory holds, and how far it is: the step of its newest checkpoint with its checksums, -1 without
-    one, infinity for a finished run. None where there is no run."""
+    """Which run a directory holds, and its progress: the step and checksums of its newest checkpoint, step -1 without
+    one, infinity for a finished run. None if there is no run."""
     if not (path / "manifest.json").exists():
         return None
     manifest = read_json(path / "manifest.json")
-    manifest.pop("resumed", None)  # what one host adds when it resumes the run
+    manifest.pop("resumed", None)  # only the host that resumes the run adds this
     state = {"run": hashlib.sha256(repr(sorted(manifest.items())).encode()).hexdigest(), "step": -1, "sums": None}
     state["started"] = manifest.get("started")
     for folder in (path / "checkpoints").glob("step_*"):
@@ -98,7 +98,7 @@ def _bring(path: Path, giver: int, group: Group) -> None:
     """Copy a run's directory from a worker's host to worker 0's."""
     files: dict[str, str] = {}
     if group.rank == giver:
-        found = sorted(path.rglob("*"), key=lambda file: (file.name == "meta.json", file))  # that makes one whole
+        found = sorted(path.rglob("*"), key=lambda file: (file.name == "meta.json", file))  # completes a checkpoint
         names = [file.relative_to(path) for file in found if file.is_file() and file.name != ".lock"]
         files = {str(name): sha256(path / name) for name in names if not any(map(_is_part, name.parts))}
     files = group.gather(files)[giver]
@@ -126,13 +126,13 @@ def _bring(path: Path, giver: int, group: Group) -> None:
 
 
 def _is_part(name: str) -> bool:
-    """Whether a file or folder is one that was being written."""
+    """Whether the name is that of a file or folder that was still being written."""
     return name.startswith(".part") or name.endswith(".part")
 
 
 @contextmanager
 def shared_file(path: Path, group: Group) -> Iterator[Path]:
-    """Worker 0's file `path`: yields `path` where this host has the same file, else a temporary copy."""
+    """Yield worker 0's file `path`: `path` itself if this host has the same file, else a temporary copy."""
     total = group.on_main(lambda: sha256(path) if path.is_file() else None)
     here = total is None or (path.is_file() and sha256(path) == total)  # missing on worker 0: the reader reports it
     if all(group.gather(here)):
@@ -148,7 +148,7 @@ def shared_file(path: Path, group: Group) -> Iterator[Path]:
 
 
 def share(path: Path | None, giver: int, group: Group) -> Iterator[bytes]:
-    """Yield one worker's file in pieces to all workers; each must read to the end. path: the giver's."""
+    """Yield one worker's file in pieces to all workers; each of which must read to the end. path: on the giver."""
     size = group.gather(path.stat().st_size if path else 0)[giver]
     file = open(path, "rb") if path else None  # noqa: SIM115
     for _ in range(0, size, PART):

@@ -1,4 +1,4 @@
-"""How a figure of a training step becomes one number of a line in metrics.jsonl: over workers, then over steps."""
+"""How a figure of training steps becomes one number in a line of metrics.jsonl: over workers, then over steps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,23 +11,23 @@ SUM, COUNT = ".sum", ".count"  # the two numbers of a `Ratio`, as checkpoints ke
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure that is the same in all workers, of which worker 0's is taken; a line shows the mean over the steps that
-    have it."""
+    """A figure that is the same in all workers (worker 0's is used); a line shows the mean over the steps that have
+    it."""
 
     value: Value
     summed = False  # over the workers
 
     def __add__(self, other: "Metric") -> "Metric":
-        """The figure of an update of two micro-batches."""
+        """Combine the figures of two micro-batches of an update."""
         return type(self)(self.value + other.value)
 
     def detached(self) -> "Metric":
-        """The same without the graph behind it."""
+        """The same figure, detached from the autograd graph."""
         return type(self)(self.value.detach()) if isinstance(self.value, Tensor) else self
 
     @staticmethod
     def shown(values: Sequence[float]) -> float:
-        """What a line shows of the steps that have the figure."""
+        """The number in a line, from the values of the steps that have the figure."""
         return sum(values) / len(values)
 
 
@@ -58,7 +58,7 @@ class Last(Metric):
 
 @dataclass(frozen=True)
 class Ratio:
-    """(sum, count) of what this worker has: a line shows all sums over all counts of workers and steps, if any."""
+    """(sum, count) of this worker. A line shows the total sum over the total count of all workers and steps, if any."""
 
     total: Value
     count: Value
@@ -71,7 +71,7 @@ class Ratio:
 
 
 def parts_of(metrics: dict[str, Metric | Ratio | Value]) -> dict[str, Metric]:
-    """The metrics of a step by the names under which they are kept; a plain number is a `Metric`."""
+    """The metrics of a step by the names under which they are stored. A plain number becomes a `Metric`."""
     parts: dict[str, Metric] = {}
     for name, metric in metrics.items():
         if isinstance(metric, Ratio):
@@ -82,7 +82,7 @@ def parts_of(metrics: dict[str, Metric | Ratio | Value]) -> dict[str, Metric]:
 
 
 def line_of(steps: Sequence[dict[str, float]], kinds: dict[str, type[Metric]]) -> dict[str, float]:
-    """The figures of a line, from those of each of its steps, already summed over workers."""
+    """The figures of a line, from those of its steps, which are already summed over workers."""
     figures = {}
     for name in dict.fromkeys(name for values in steps for name in values):
         kind = Total if name.endswith((SUM, COUNT)) else kinds.get(name, Metric)

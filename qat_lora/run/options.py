@@ -1,4 +1,4 @@
-"""What an option of a script is: its default, help, group, range, choices, and whether it is part of a run's identity.
+"""Options of scripts: default, help, group, range, choices, and whether an option is part of a run's identity.
 
 A script's options are the fields of one flat frozen dataclass; `command_line.parse` reads them from flags, key=value
 and YAML presets, and `check_options` checks them.
@@ -24,16 +24,16 @@ GROUPS = {
     "optimisation": "Training",
     "run": "Run",
     "device": "Device and workers",
-}  # and their titles, in the order of --help
+}  # group: its title, in the order of --help
 TRACKERS = ("wandb", "tensorboard", "none")
 BOUNDS = ("at_least", "above", "at_most", "below")
-LONGEST = 86400  # seconds of a timeout; sockets take no more than 24 days
-MOST_UPDATES = 10**9  # of a stage: years
+LONGEST = 86400  # longest timeout in seconds; sockets accept at most 24 days
+MOST_UPDATES = 10**9  # most updates of a stage; more would take years
 MOST_RATE = 1e3  # largest learning rate or weight decay
-MOST_MICRO_BATCHES = 10_000  # of an update
-LARGEST = 3.4e38  # more is no fp32 number
-MOST_WEIGHT = 1e6  # largest weight of a part of a loss, and largest alpha of an adapter
-# Bounds that several options have.
+MOST_MICRO_BATCHES = 10_000  # most micro-batches of an update
+LARGEST = 3.4e38  # larger numbers overflow fp32
+MOST_WEIGHT = 1e6  # largest weight of a term of a loss, and largest LoRA alpha
+# Bounds that several options share.
 COUNT, SHARE = {"at_least": 1}, {"at_least": 0, "at_most": 1}
 UPDATES = {"at_least": 0, "at_most": MOST_UPDATES}
 RATE = {"above": 0, "at_most": MOST_RATE, "fix": "use e.g. 1e-3"}  # of a learning rate
@@ -49,12 +49,12 @@ def option(
 
     aliases: other flags for it ("--from"), and other keys of a preset ("from").
     group: one of GROUPS, under which --help lists it.
-    identity: whether the option is part of a run's identity: a run is resumed only with the same value. The name of a
-    fact in the manifest ("base") means that this fact is compared instead: the option says where something is, the
-    fact what it is.
+    identity: whether the option is part of a run's identity: a run is resumed only with the same value. If it is the
+    name of a fact in the manifest ("base"), the fact is compared instead: the option says where something is, the fact
+    what it is.
     renamed: {value that earlier versions wrote into config.yaml: its current name}; a run may be resumed with either.
-    added: the option is newer than the checksum of config.yaml; a run with neither was made with its default.
-    bounds: at_least, above, at_most, below. fix: what the message about a value outside them says to do.
+    added: the option is newer than the checksum of config.yaml; a run that has neither used the option's default.
+    bounds: at_least, above, at_most, below. fix: what to do about a value outside them, for the message.
     """
     assert group in GROUPS and bounds.keys() <= {*BOUNDS}, (group, bounds)
     return field(
@@ -67,7 +67,7 @@ def option(
 
 
 def with_default(kind: type, name: str, default: Any) -> Any:
-    """An option of a script that this one has too, with another default."""
+    """An option that another config declares, with another default."""
     declared = next(each for each in dataclasses.fields(kind) if each.name == name)
     return field(default=default, metadata=dict(declared.metadata))
 
@@ -80,15 +80,15 @@ run = partial(option, group="run", identity=False)
 device = partial(option, group="device", identity=False)
 
 
-_run, _device = run, device  # below, an option has that name
+_run, _device = run, device  # an option below is called `device`
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptConfig:
-    """What every script takes.
+    """The options of every script.
 
-    SECTIONS: options that are also written section.option, in a preset as a block of that name. DEFAULT_CONFIG: the
-    preset that is read when none is named.
+    SECTIONS: options that can also be written as section.option, or in a preset in a block of that name.
+    DEFAULT_CONFIG: the preset that is used without --config.
     """
 
     SECTIONS: ClassVar[dict[str, tuple[str, ...]]] = {}
@@ -118,7 +118,7 @@ class ScriptConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(ScriptConfig):
-    """The further options of every script that trains."""
+    """The additional options of every training script."""
 
     output_dir: str | None = _run(None, "run directory [runs/<experiment>/<time>-<preset>-s<seed>-<sha>]")
     resume: str = _run(
@@ -135,7 +135,7 @@ class RunConfig(ScriptConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class JobConfig(RunConfig):
-    """What every script that trains on several workers takes on top."""
+    """The additional options of every script that can train on several workers."""
 
     num_chips: int | None = _device(
         None, "TPU chips, GPUs or CPU processes on this host; 0 is every chip or GPU [1]", at_least=0
@@ -157,7 +157,7 @@ class JobConfig(RunConfig):
 
 
 def current_name(value: Any) -> Any:
-    """A value of an option or a fact by its current name: earlier versions called the codebook `uniform` `lut`."""
+    """A value of an option or a fact with current names: earlier versions called the `uniform` codebook `lut`."""
     return re.sub(r"\blut(?=\d|$)", "uniform", value) if isinstance(value, str) else value
 
 
@@ -168,7 +168,7 @@ def flag(name: str) -> str:
 
 
 def check_options(config) -> None:
-    """Raise UserError for a value outside its option's range or choices, and for what no option means: an empty text
+    """Raise UserError for a value outside its option's range or choices, and for values that nobody means: empty text
     (an unset shell variable), NaN or infinity."""
     hints = get_type_hints(type(config))
     for declared in dataclasses.fields(config):
@@ -176,7 +176,7 @@ def check_options(config) -> None:
         if value == "":
             raise UserError(f"{name} is empty; give it a value or leave it out")
         if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{name} {value} is not a finite number")
+            raise UserError(f"{name} {value} is not a finite number; give one")
         if value is None:
             continue
         if (known := choices(hints[declared.name])) and value not in known:
@@ -186,13 +186,13 @@ def check_options(config) -> None:
 
 
 def choices(hint: Any) -> tuple[str, ...]:
-    """The values that a field's type lists; () where it does not."""
+    """The values of a field's Literal type; () for other types."""
     kinds = [kind for kind in (get_args(hint) if get_origin(hint) is not Literal else (hint,)) if kind is not NoneType]
     return next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
 
 
 def check_range(name: str, value: float, fix: str = "", **bounds: float) -> None:
-    """Raise UserError for a value outside its bounds (at_least, above, at_most, below), with what to do about it."""
+    """Raise UserError for a value outside its bounds (at_least, above, at_most, below). fix: what to do about it."""
     inside = (
         value >= bounds.get("at_least", value)
         and value <= bounds.get("at_most", value)
@@ -204,7 +204,7 @@ def check_range(name: str, value: float, fix: str = "", **bounds: float) -> None
 
 
 def _range(bounds: dict[str, float]) -> str:
-    """In words: "at least 1", "at least 0 and below 1", "from 1 to 10"."""
+    """Bounds in words: "at least 1", "at least 0 and below 1", "from 1 to 10"."""
     words = {name: f"{name.replace('_', ' ')} {shown(bound)}" for name, bound in bounds.items()}
     if {"at_least", "at_most"} <= words.keys():
         return f"from {shown(bounds['at_least'])} to {shown(bounds['at_most'])}"
@@ -212,7 +212,7 @@ def _range(bounds: dict[str, float]) -> str:
 
 
 def shown(value: float) -> str:
-    """A number for people."""
+    """A number as readable text."""
     if isinstance(value, int):
         return f"{value:,}"
     if abs(value) >= 1e12:

@@ -1,4 +1,4 @@
-"""Pictures of a run, drawn from its metrics.jsonl."""
+"""Plots of a run, drawn from its metrics.jsonl."""
 
 import os
 from pathlib import Path
@@ -26,8 +26,8 @@ COUNTERS = ("step", "tokens", "compiles", "fallbacks", "heldout_rows", "block") 
 
 
 def pyplot() -> ModuleType:
-    """matplotlib.pyplot, drawing to files. Call it where something is drawn, not on import: a run can do without
-    pictures, whatever is wrong with matplotlib. Raises UserError if it cannot be imported."""
+    """matplotlib.pyplot, set up to draw to files. Call it only when drawing, not on import, so that a broken
+    matplotlib does not stop a run. Raises UserError if it cannot be imported."""
     os.environ["MPLBACKEND"] = "Agg"  # an invalid one fails the import
     plt = load_package("matplotlib.pyplot", "plots")
     plt.switch_backend("Agg")
@@ -35,7 +35,7 @@ def pyplot() -> ModuleType:
 
 
 def _panels(lines: list[dict]) -> list[tuple[str, str]]:
-    """(key, title) of what is drawn: PANELS, then every other figure that changes."""
+    """(key, title) of each plot: PANELS, then every other figure that changes."""
     logged = dict.fromkeys(key for line in lines for key, value in line.items() if isinstance(value, int | float))
     titles = dict(PANELS)
     others = [key for key in logged if key not in (*titles, *COUNTERS) and not key.endswith(("_low", "_high"))]
@@ -44,9 +44,9 @@ def _panels(lines: list[dict]) -> list[tuple[str, str]]:
 
 
 def plot_run(path: Path) -> Path:
-    """Draw every figure that a run logged against its steps into plots/metrics.png; stages are told apart by colour.
+    """Plot every figure that a run logged over its steps into plots/metrics.png, with a colour for each stage.
 
-    Raises UserError where the run has logged nothing or its metrics.jsonl is damaged.
+    Raises UserError if the run has logged nothing or its metrics.jsonl is damaged.
     """
     check_files(path, "metrics.jsonl")
     run = Run(path, resumed=False)

@@ -1,4 +1,4 @@
-"""Folders that may be on a bucket: gs://, s3:// and whatever else fsspec opens."""
+"""Folders that may be in a bucket: gs://, s3:// or any other URL that fsspec opens."""
 
 import shutil
 import tempfile
@@ -12,13 +12,13 @@ from qat_lora.errors import FULL_DISK, STOPS, UserError, first_line
 from qat_lora.run.checkpoint import COPIES, kept_files
 from qat_lora.run.console import say
 
-LAST = "meta.json"  # written after all else of a checkpoint: one without it has not arrived
+LAST = "meta.json"  # written last: a checkpoint without it is incomplete
 CLOUDS = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "az": "adlfs", "abfs": "adlfs"}
 
 
 @contextmanager
 def opened(url: str) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
-    """(file system, path in it) of a folder or URL. Whatever goes wrong in the block becomes one line with the URL."""
+    """Yield (file system, path in it) of a folder or URL. Any error in the block becomes a UserError with the URL."""
     protocol = url.split("://")[0] if "://" in url else "file"
     try:
         yield fsspec.core.url_to_fs(url)
@@ -29,15 +29,15 @@ def opened(url: str) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
         raise UserError(f"{url}: the package for {protocol}:// is missing; {mend}, or use a folder") from error
     except FileNotFoundError:
         raise UserError(f"{url}: no such file or folder; check the address") from None
-    except BaseException as error:  # each cloud has classes of its own
+    except BaseException as error:  # each cloud package has its own classes
         full = isinstance(error, OSError) and error.errno in FULL_DISK
-        fix = "free some space there" if full else "check the address and what may be written there"
+        fix = "free some space there" if full else "check the address and your permissions there"
         raise UserError(f"{url} cannot be used ({type(error).__name__}: {first_line(error)}); {fix}") from error
 
 
 @contextmanager
 def local_folder(url: str) -> Iterator[Path]:
-    """A folder, or a copy of one on a bucket for as long as the block lasts."""
+    """Yield a local folder: `url` itself, or a temporary copy of a folder in a bucket."""
     if "://" not in url:
         yield Path(url)
         return
@@ -58,7 +58,7 @@ def _get(files: fsspec.AbstractFileSystem, path: str, folder: Path) -> None:
 
 # -- checkpoints -----------------------------------------------------------------------------------------------------
 def _whole(files: fsspec.AbstractFileSystem, path: str) -> list[int]:
-    """Steps of the checkpoints at `path` that have arrived, newest first."""
+    """Steps of the complete checkpoints at `path`, newest first."""
     files.invalidate_cache()
     if not files.exists(path):
         return []
@@ -68,7 +68,7 @@ def _whole(files: fsspec.AbstractFileSystem, path: str) -> list[int]:
 
 
 def check_writable(url: str) -> None:
-    """Raise UserError where nothing can be written to a folder or URL; it is made where it is not there."""
+    """Raise UserError if a folder or URL cannot be written to; it is created if it does not exist."""
     with opened(url) as (files, path):
         files.makedirs(path, exist_ok=True)
         files.pipe_file(f"{path}/.probe", b"may I?")
@@ -76,16 +76,16 @@ def check_writable(url: str) -> None:
 
 
 def newest(url: str) -> str | None:
-    """Name of the newest whole checkpoint at a URL."""
+    """Name of the newest complete checkpoint at a URL, or None."""
     with opened(url) as (files, path):
         return next((f"step_{step}" for step in _whole(files, path)), None)
 
 
 def push(checkpoint: Path, url: str, beside: Sequence[Path] = ()) -> None:
-    """Copy a checkpoint's folder to a URL, under its name, with other files."""
+    """Copy a checkpoint's folder to a URL, under its own name, together with the files in `beside`."""
     with opened(url) as (files, path):
         target = f"{path}/{checkpoint.name}"
-        if files.exists(target):  # of a run that went on from an earlier step
+        if files.exists(target):  # left by a run that then resumed from an earlier step
             files.rm(target, recursive=True)
         files.makedirs(target, exist_ok=True)
         for file in sorted([*beside, *checkpoint.iterdir()], key=lambda file: file.name == LAST):
@@ -100,12 +100,12 @@ def fetch(url: str, names: Sequence[str], folder: Path) -> None:
 
 
 def pull(url: str, folder: Path) -> list[Path]:
-    """Copy all whole checkpoints into `folder`; their paths, newest first. One may turn out to be damaged."""
+    """Copy all complete checkpoints into `folder`; returns their paths, newest first. They may still be damaged."""
     found = []
     with opened(url) as (files, path):
         for step in _whole(files, path):
             target, part = folder / f"step_{step}", folder / f".part_{step}"
-            for there in (part, target):  # of a process that died here
+            for there in (part, target):  # left by a process that died here
                 shutil.rmtree(there, ignore_errors=True)
             _get(files, f"{path}/step_{step}", part)
             found.append(part.rename(target))
@@ -113,7 +113,7 @@ def pull(url: str, folder: Path) -> list[Path]:
 
 
 def prune(url: str, keep: int) -> None:
-    """Remove all whole checkpoints at a URL but the newest `keep`."""
+    """Remove all complete checkpoints at a URL except the newest `keep`."""
     with opened(url) as (files, path):
         for step in _whole(files, path)[keep:]:
             files.rm(f"{path}/step_{step}", recursive=True)
@@ -122,21 +122,25 @@ def prune(url: str, keep: int) -> None:
 KEEP = 2
 
 
-BESIDE = ("config.yaml", "metrics.jsonl", "manifest.json")  # of a run directory; with the last it is one
+BESIDE = (
+    "config.yaml",
+    "metrics.jsonl",
+    "manifest.json",
+)  # copied with every checkpoint; manifest.json, the last, makes a folder a run
 
 
 def copy_out(run_path: Path, checkpoint: Path, url: str) -> None:
-    """Copy a checkpoint to `url`, a folder or a bucket, with the files of its run directory; older copies go."""
+    """Copy a checkpoint to `url`, a folder or a bucket, with files of its run directory; removes old copies."""
     kept = {run_path / "checkpoints" / COPIES / total for total in _kept(checkpoint)}
     push(checkpoint, url, [*(run_path / name for name in BESIDE), *sorted(kept)])
     prune(url, KEEP)
 
 
 def bring_back(url: str, folder: Path, check: Callable[[Path], object]) -> None:
-    """Make the run directory `folder` from the copies at `url`; nothing where it is a run already or there is no copy.
+    """Restore the run directory `folder` from the copies at `url`, unless it already holds a run or there is no copy.
 
-    check(path) raises UserError where config.yaml and manifest.json in `path` are of another run. So does bring_back,
-    before anything is touched, and where no later copy could be written.
+    check(path) raises UserError if config.yaml and manifest.json in `path` belong to another run; bring_back raises it
+    before it changes anything. It also raises UserError if `url` cannot be written to.
     """
     check_writable(url)
     if (step := newest(url)) is None:
@@ -157,7 +161,7 @@ def bring_back(url: str, folder: Path, check: Callable[[Path], object]) -> None:
                 (found / total).replace(found.parent / COPIES / total)
         for name in BESIDE:
             shutil.move(f"{there}/{name}", folder / name)
-    say(f"{step} of {url} brought back to {folder}")
+    say(f"restored {step} from {url} to {folder}")
 
 
 def _kept(checkpoint: Path) -> set[str]:
@@ -169,7 +173,7 @@ def _kept(checkpoint: Path) -> set[str]:
 
 
 def check_unused(url: str) -> None:
-    """Raise UserError where a new run would bury another's checkpoints, or could write none."""
+    """Raise UserError if `url` holds checkpoints of another run, or cannot be written to."""
     check_writable(url)
     if (there := newest(url)) is not None:
         raise UserError(

@@ -14,7 +14,7 @@ from qat_lora.run.resuming import read_config
 from qat_lora.run.rundir import Run
 
 FILE = "report.html"
-TEXTS = ("samples.txt", "transcripts.md")  # what a model said
+TEXTS = ("samples.txt", "transcripts.md")  # text that a model generated
 LONGEST = 6000  # characters of a text on the page
 PAGE = """<!doctype html>
 <html lang="en">
@@ -61,11 +61,10 @@ PAGE = """<!doctype html>
 
 
 def write_report(path: Path, result: dict[str, Any] | None = None) -> Path:
-    """Draw the plots of the run in `path` and write report.html there, a page without other files.
+    """Draw the plots of the run in `path` and write report.html there, a single self-contained file.
 
-    Works for every experiment, for a run that is still going, and for one that was stopped. result: figures of a run
-    that has just ended, in place of those in summary.json. Raises UserError if there is no run, or it has logged
-    nothing.
+    Works for every experiment, and for runs that are still in progress or were stopped. result: final figures of a run
+    that has just ended, used instead of summary.json. Raises UserError if there is no run, or it has logged nothing.
     """
     if not (path / "metrics.jsonl").exists():
         raise UserError(f"{path} has no metrics.jsonl; {_nearby(path)}")
@@ -100,7 +99,7 @@ def _nearby(path: Path) -> str:
 
 
 def _measured(lines: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """A row for each figure of the evaluations, which are the lines without a loss."""
+    """A row for each figure of the evaluations, which are the lines without a learning rate."""
     lines = [line for line in lines if "lr" not in line]
     for name in dict.fromkeys(name for line in lines for name in line if name not in ("step", "stage")):
         values = [line[name] for line in lines if isinstance(line.get(name), int | float)]

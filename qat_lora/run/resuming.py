@@ -1,4 +1,4 @@
-"""Which run --resume means, and whether it is the same as what is asked for now."""
+"""Which run --resume means, and whether it matches the present config."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ DATE, STAMP = "date", "%Y%m%dT%H%M%SZ"
 
 
 def identity(config: RunConfig) -> dict:
-    """The options that decide the numbers of a run, as their declarations say."""
+    """The options that decide a run's numbers: those that are declared as part of its identity."""
     return {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.metadata.get("identity", True)}
 
 
@@ -41,7 +41,7 @@ def read_config(path: Path) -> dict:
 
 
 def _resumed_path(experiment: str, config: RunConfig, facts: dict) -> Path | None:
-    """The run to resume: the one that is named, or the newest with the same identity."""
+    """The run to resume: the named one, or the newest with the same identity."""
     path = _first_match(experiment, config, facts)
     if path is None and config.resume == "auto" and not config.output_dir:
         say("--resume auto: no unfinished run of this config; starting a new one")
@@ -54,8 +54,8 @@ def _first_match(experiment: str, config: RunConfig, facts: dict) -> Path | None
 
 
 def _candidates(experiment: str, config: RunConfig, tell: Callable[[str], None] | None = None) -> Iterator[Path]:
-    """The run directories that --resume may mean: the one that is named, or all unfinished ones, newest first. tell:
-    gets a line about each that cannot be read."""
+    """The run directories that --resume may mean: the named one, or all unfinished ones, newest first. tell: called
+    with a line about each that cannot be read."""
     if config.resume == "off":
         return
     if config.resume != "auto":
@@ -63,7 +63,9 @@ def _candidates(experiment: str, config: RunConfig, tell: Callable[[str], None] 
         if not (path / "manifest.json").exists():
             raise UserError(f"--resume {path}: no run there (no manifest.json); give a run directory, auto or off")
         if config.output_dir and path.resolve() != Path(config.output_dir).resolve():
-            raise UserError(f"--resume {path} and --output-dir {config.output_dir} are different directories; drop one")
+            raise UserError(
+                f"--resume {path} and --output-dir {config.output_dir} are different directories; leave one out"
+            )
         yield path
     elif config.output_dir:
         path = Path(config.output_dir)
@@ -85,8 +87,8 @@ def _candidates(experiment: str, config: RunConfig, tell: Callable[[str], None] 
 
 def begun(experiment: str, config: RunConfig, group: Group = ALONE) -> datetime:
     """When the run that --resume means was started, in local time; the current time for a new run. Of several
-    unfinished runs it is the one with the fewest other options, and of these the newest. Chat templates that print the
-    date print this one, so that a run can be resumed on another day."""
+    unfinished runs it is the one with the fewest differing options, and of these the newest. Chat templates that print
+    the date get this one, so that a run can be resumed on another day."""
     return group.on_main(lambda: _begun(experiment, config))
 
 
@@ -103,11 +105,11 @@ def _meant(experiment: str, config: RunConfig, tell: Callable[[str], None] | Non
 
 
 def prepare(experiment: str, config, group: Group):
-    """The config of a job, once its workers have compared their options and worker 0's host has the run that --resume
-    means. Call it before anything of a run is read. Raises UserError, in every worker, if they do not agree.
+    """Compare the options of all workers, copy the run that --resume means to worker 0's host, and return the config.
 
-    If there are fewer workers than the run had, each takes more micro-batches, so that an update keeps its rows: the
-    config says so. What else differs from the run is left for `open_run` to refuse.
+    Call it before anything of a run is read. Raises UserError in every worker if they do not agree. If there are fewer
+    workers than the run had, the returned config has more accumulation steps, so that an update keeps its rows. Other
+    differences from the run are left to `open_run`.
     """
     agree_on_options(config, group)
     if config.resume == "off":
@@ -127,10 +129,10 @@ def prepare(experiment: str, config, group: Group):
 
 
 def _meant_here(experiment: str, config: RunConfig, group: Group) -> Path | None:
-    """The run that --resume means as far as this host knows: a named one may be on another."""
+    """The run that --resume means, as far as this host knows: a named one may be on another host."""
     if named := config.output_dir if config.resume == "auto" else config.resume:
         return Path(named)
-    return _meant(experiment, config, relay.say if group.rank else None)  # on worker 0 open_run tells
+    return _meant(experiment, config, relay.say if group.rank else None)  # on worker 0 open_run reports them
 
 
 def _rows_before(experiment: str, config: RunConfig) -> tuple[int, dict]:
@@ -139,7 +141,7 @@ def _rows_before(experiment: str, config: RunConfig) -> tuple[int, dict]:
 
 
 def _may_be(path: Path, config: RunConfig) -> bool:
-    """Whether a run may be one of this config, as far as can be told before its data is read."""
+    """Whether a run may match this config, as far as can be told before its data is read."""
     was = recorded(path, config)
     return all(
         getattr(config, field.name) in _names_of(field, was[field.name])
@@ -149,14 +151,14 @@ def _may_be(path: Path, config: RunConfig) -> bool:
 
 
 def recorded(path: Path, config: RunConfig) -> dict:
-    """The options that a run was started with, by their present names; the default of one that is newer than the
-    run."""
+    """The options that a run was started with, under their present names; an option that is newer than the run has its
+    default."""
     was = read_config(path)
     return {field.name: _recorded(was, field) for field in dataclasses.fields(config)}
 
 
 def _recorded(was: dict, field: dataclasses.Field, otherwise: dict | None = None) -> Any:
-    """What config.yaml has of an option, under its name or an earlier one."""
+    """The value of an option in config.yaml, under its present or an earlier name."""
     found = [was[name] for name in (field.name, *_earlier_names(field)) if name in was]
     if not found:
         return field.default if otherwise is None else otherwise[field.name]
@@ -168,7 +170,7 @@ def _earlier_names(field: dataclasses.Field) -> list[str]:
 
 
 def _names_of(field: dataclasses.Field, value: Any) -> list:
-    """A value that a run has of an option, and what it is called now, where an earlier version wrote it."""
+    """A recorded value of an option, and its current name if an earlier version wrote it."""
     return [value, *(now for before, now in field.metadata.get("renamed", {}).items() if before == value)]
 
 
@@ -178,8 +180,8 @@ def now() -> datetime:
 
 
 def date_of(manifest: dict, path: Path) -> datetime:
-    """The date that a manifest keeps for chat templates or, in an older one, when the run was started; local time.
-    path: the manifest, for messages. Raises UserError if the date cannot be read."""
+    """The date that a manifest records for chat templates or, in an older one, the start of the run; local time. path:
+    the manifest, for messages. Raises UserError if the date cannot be read."""
     try:
         if DATE in manifest:
             return datetime.fromisoformat(manifest[DATE])
@@ -211,7 +213,7 @@ def check_same(path: Path, config: RunConfig, facts: dict) -> dict:
     wanted = manifest.get(CONFIG_SUM)
     if wanted is not None and sha256(path / "config.yaml") != wanted:
         raise UserError(f"{path}/config.yaml is damaged (checksum); restore it, or give another --output-dir")
-    for name in sorted(facts.keys() & manifest.keys()):  # first those that name a file: others may follow from it
+    for name in sorted(facts.keys() & manifest.keys()):  # facts that name files first: others may follow from them
         there, here = manifest[name], facts[name]
         if isinstance(there, dict) and isinstance(here, dict):
             for key in sorted(there.keys() | here.keys()):
@@ -226,12 +228,12 @@ def check_same(path: Path, config: RunConfig, facts: dict) -> dict:
 def _check_option(
     path: Path, field: dataclasses.Field, config: RunConfig, was: dict, facts: dict, manifest: dict
 ) -> None:
-    """Raise UserError if an option that is part of a run's identity differs from that of a run, of which `was` are the
-    options; one whose identity is a fact is compared by the fact."""
+    """Raise UserError if an option that is part of a run's identity differs from the run's options, `was`. If its
+    identity is a fact, the fact is compared instead."""
     name, kind, now = field.name, field.metadata.get("identity", True), getattr(config, field.name)
     before = _recorded(was, field)
     if isinstance(kind, str) and kind in manifest and kind in facts:
-        for fact in sorted({kind, f"heldout_{kind}"} & manifest.keys() & facts.keys()):  # both come from one place
+        for fact in sorted({kind, f"heldout_{kind}"} & manifest.keys() & facts.keys()):  # the same option decides both
             there, here = str(manifest[fact])[:12], str(facts[fact])[:12]
             if manifest[fact] != facts[fact] and now:
                 raise UserError(
@@ -257,11 +259,11 @@ MADE_OF = {
     "rows_per_update": UPDATE,
     "prompts_per_update": UPDATE,
     "layer_rows_per_update": "batch size × workers",
-}  # facts that several options decide
+}  # facts that depend on several options
 
 
 def _check_equal(path: Path, name: str, there: Any, here: Any, flags: str | None = None) -> None:
-    """Raise UserError if an option or a fact (then without `flags`) of a run differs from the present one."""
+    """Raise UserError if an option or fact of a run differs from the present one. flags: None for a fact."""
     if current_name(there) != current_name(here):
         where = "there" if flags else "there (manifest.json)"
         of = f" ({MADE_OF[name]})" if name in MADE_OF else ""
@@ -272,7 +274,7 @@ def _check_equal(path: Path, name: str, there: Any, here: Any, flags: str | None
 
 
 def _changed(path: Path, config: RunConfig) -> dict:
-    """The options that differ from those the run was started with, except those that every script has (--resume)."""
+    """The options that differ from those the run was started with, except those that every script has."""
     was, own = read_config(path), {field.name for field in dataclasses.fields(JobConfig)} - {"num_chips"}
     fields = [field for field in dataclasses.fields(config) if field.name not in own]
     now = {field.name: getattr(config, field.name) for field in fields}
@@ -284,5 +286,5 @@ def _changed(path: Path, config: RunConfig) -> dict:
 
 
 def _stamp() -> str:
-    """The current time in UTC, as in names of run directories."""
+    """The current time in UTC, in the format of run directory names."""
     return datetime.now(UTC).strftime(STAMP)

@@ -1,4 +1,4 @@
-"""The run directory: what was asked for, on what, what came out."""
+"""The run directory: the options, inputs, log and results of a run."""
 
 import dataclasses
 import hashlib
@@ -34,16 +34,16 @@ class Run:
     finished checksums.json.
 
     Made by `open_run`. resumed: whether it continues an earlier process. held: the lock of the directory, if any.
-    writes: False in all workers but the first, for which nothing is logged or written.
+    writes: False in all workers but the first, which alone logs and writes.
     """
 
     def __init__(self, path: Path, resumed: bool, held: BinaryIO | None = None, writes: bool = True):
         self.path, self.resumed, self.held, self.writes = path, resumed, held, writes
         self.metrics_path = path / "metrics.jsonl"
-        self.mirror: Callable[[int, dict], None] | None = None  # gets every logged line as well
+        self.mirror: Callable[[int, dict], None] | None = None  # also gets every logged line
 
     def log(self, step: int, values: dict, note: str = "") -> None:
-        """Append one line to metrics.jsonl and print it, with a note behind it that is not recorded."""
+        """Append one line to metrics.jsonl and print it, followed by `note`, which is not recorded."""
         if not self.writes:
             return
         with writing(self.metrics_path), open(self.metrics_path, "a") as file:
@@ -58,14 +58,14 @@ class Run:
             except BaseException as error:  # network libraries raise anything
                 self.mirror = None
                 say(
-                    f"warning: the mirror of {self.metrics_path} failed ({first_line(error)}) and gets no more lines; "
-                    "training continues, and the file itself is complete"
+                    f"warning: the tracker failed ({first_line(error)}) and gets no more lines; training continues, "
+                    f"and {self.metrics_path} stays complete"
                 )
         shown = "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items())
         say(f"step {step}  {shown}" + (f"  {note}" if note else ""))
 
     def metrics(self) -> list[dict]:
-        """Every logged line so far."""
+        """Every line logged so far."""
         if not self.metrics_path.exists():
             return []
         lines = []
@@ -81,7 +81,7 @@ class Run:
         return lines
 
     def first_and_best(self, figure: str) -> tuple[float, float]:
-        """A figure as it was first logged, and the lowest that was logged."""
+        """The first and the lowest logged value of a figure."""
         values = [line[figure] for line in self.metrics() if figure in line]
         return values[0], min(values)
 
@@ -99,11 +99,11 @@ class Run:
 
 
 def open_run(experiment: str, config: RunConfig, facts: dict, group: Group = ALONE) -> Run:
-    """A new run directory, or the one that --resume names; `facts` (device, fingerprints, …) go into manifest.json.
+    """Create a run directory, or open the one that --resume means. facts (device, fingerprints, …): for manifest.json.
 
-    A run is resumed only with the same identity: the options that declare themselves part of it, and all facts except
-    the device. An option whose identity is a fact (`--model` and "base") may differ if both runs have the fact and it
-    is equal: the same model in another place is the same. A fact that an older run did not record is not compared.
+    A run is resumed only with the same identity: the options that are declared as part of it, and all facts except the
+    device. An option whose identity is a fact (`--model` and "base") may differ if both runs have the fact and it is
+    equal: a model that was moved is still the same. A fact that an older run did not record is not compared.
 
     Raises UserError if the directory already holds a run and --resume is off, holds a run of another config or other
     facts, or is being written by another process, and if the workers of a job differ in config or facts. Resuming a
@@ -147,11 +147,11 @@ def _open(experiment: str, config: RunConfig, facts: dict) -> Run:
     label = f"{_stamp()}-{Path(config.config or 'default').stem}-s{config.seed}-{commit}"
     path = Path(config.output_dir or Path("runs") / experiment / label)
     if (path / "manifest.json").exists():
-        raise UserError(f"{path} already holds a run; --resume auto continues it, or give another --output-dir")
+        raise UserError(f"{path} already holds a run; resume it with --resume auto, or give another --output-dir")
     others = sorted({file.name for file in path.glob("*")} - BEFORE_MANIFEST)
     if others:
         raise UserError(
-            f"{path} holds {others[0]} but no manifest.json of a run that wrote it; put that back, give another "
+            f"{path} holds {others[0]} but no manifest.json of a run that wrote it; restore that file, give another "
             "--output-dir, or empty the folder"
         )
     held = lock(path)

@@ -30,17 +30,18 @@ class Every:
 
 @dataclass
 class Best:
-    """The lowest value of a held-out figure, whose state is kept in a file. value: inf before the first; rows: how many
-    rows it was measured on, if known. Values of other rows, after a resume with another --eval-rows, are not
-    comparable: the first of them takes the place of what was kept."""
+    """The lowest value of a held-out figure; the state that reached it is kept in a file.
+
+    value: inf before the first. rows: how many rows it was measured on, if known. Values on another number of rows,
+    after a resume with another --eval-rows, are not comparable: the first of them replaces the kept one."""
 
     figure: str
     value: float = math.inf
     rows: int | None = None
 
     def take(self, figures: dict, there: bool = True) -> bool:
-        """Whether the state that has these figures is now the best, and to be kept. there: whether the file is: where
-        it is gone, any state is better."""
+        """Whether the state with these figures is the best so far and should be kept. there: whether the kept file
+        exists; if it does not, any state is better."""
         value, rows = figures[self.figure], figures.get("heldout_rows")
         same = there and (self.rows is None or rows in (None, self.rows))
         if not math.isfinite(value) or (same and value >= self.value):
@@ -50,7 +51,7 @@ class Best:
 
 
 class Session:
-    """Drives the steps of a run's stages and survives what interrupts them.
+    """Drives the steps of a run's stages, and lets an interrupted run resume.
 
         session = Session(run, backend, every)
         for step in session.steps("qat", total, state, load, evaluate):
@@ -60,7 +61,7 @@ class Session:
     Steps are counted through all stages of a run, from 1; a stage that a resumed run has already passed yields nothing.
     A loss that is not finite stops the run before anything bad is saved. SIGTERM, to any of the workers, finishes the
     step, saves and exits with status "preempted". Values given to `record` may be device scalars: they are fetched only
-    when logged, and then those of all workers are put together. Every worker drives a session; the first one writes.
+    when logged, and then combined over the workers. Every worker has a session; only the first one writes.
     """
 
     def __init__(
@@ -74,17 +75,17 @@ class Session:
         files: Sequence[str] = (),
     ):
         """shown: figures to show next to the progress bar. saved(folder): called by worker 0 with every checkpoint that
-        it has written, e.g. to copy it elsewhere; if it fails, training continues. keep: how many checkpoints stay.
+        it has written, e.g. to copy it elsewhere; if it fails, training continues. keep: how many checkpoints to keep.
         files: files and folders of the run directory that a resumed run relies on; checkpoints keep copies of them, and
-        a resumed run gets them back as they were at its checkpoint."""
+        a resumed run restores them to their state at its checkpoint."""
         self.run, self.backend, self.every, self.shown, self.saved, self.keep = run, backend, every, shown, saved, keep
         self.files = [run.metrics_path.name, *files]
         self.copying = True  # whether the last call of `saved` succeeded
         self.offset = 0  # steps of the stages before this one
-        self.kinds: dict[str, type[Metric]] = {}  # of what was recorded, by name
+        self.kinds: dict[str, type[Metric]] = {}  # {name: kind} of the recorded figures
         self.pending: list[dict[str, Value]] = []
         self.interval: list[dict[str, float]] = []
-        self.seconds: dict[str, float] = {}  # by stage, in steps: evaluation, saving and start-up are left out
+        self.seconds: dict[str, float] = {}  # {stage: seconds in its steps}, without evaluation, saving and start-up
         self.logged_seconds = 0.0
         self.resumed = load_checkpoint(run.path, backend.group) if run.resumed else None
         if run.resumed:
@@ -100,36 +101,36 @@ class Session:
         load: Callable[[dict, dict], None],
         evaluate: Callable[[int], dict] | None = None,
     ) -> Iterator[int]:
-        """Step numbers of one stage (1-based within the stage), with the rest of the work between them.
+        """Yield the step numbers of one stage (counted from 1) and do the rest of the work between them.
 
-        state() → (model tensors, trainer state) to save, called in every worker, of which the first one's is saved;
+        state() → (model tensors, trainer state) to save, called in every worker (the first one's is saved);
         load(tensors, trainer) restores them; evaluate(step) → figures to log, called before the first step (which on
         XLA also compiles it), on its interval and at the end.
         """
         first = self._restore(stage, total, load)
         self.stage, self.state = stage, state
-        hidden = None if self.backend.is_main else True  # a bar on a terminal, and one for all workers
+        hidden = None if self.backend.is_main else True  # one bar for all workers, and only on a terminal
         notice_sigterm()
         if evaluate and first == 1:
             self._evaluate(0, evaluate)
         self.total, self.first, self.started = total, first, time.monotonic()
-        self.told = self.started  # when the last line was printed
+        self.told = self.started  # time of the last printed line
         self.bar = tqdm(range(first, total + 1), initial=first - 1, total=total, desc=stage, disable=hidden)
         for step in self.bar:
             started = time.monotonic()
             yield step
             self._after(step, total, started, evaluate)
         self.offset += total
-        self.state = None  # it holds the optimiser: the next stage has one of its own
+        self.state = None  # it holds the optimiser, and the next stage has its own
 
     def record(self, **metrics: Metric | Ratio | Value) -> None:
-        """Figures of one step, each with how it is put together (see run.metrics); call it once a step."""
+        """Record the figures of one step, combined as their types say (see run.metrics). Call it once a step."""
         parts = parts_of(metrics)
         self.kinds |= {name: type(part) for name, part in parts.items()}
         self.pending.append({name: part.value for name, part in parts.items()})
 
     def best(self, figure: str) -> "Best":
-        """The lowest value so far of a held-out figure, as the run's log has it."""
+        """The lowest value so far of a held-out figure, from the run's log."""
         best = Best(figure)
         for line in self.run.metrics() if self.run.writes else ():  # other hosts may have no log
             if figure in line:
@@ -153,7 +154,7 @@ class Session:
         there = path.stat().st_size if path.exists() else 0
         if there < size:
             raise UserError(
-                f"{path} is shorter than at the last checkpoint: it says which state was best; restore it, or start "
+                f"{path} is shorter than at the last checkpoint, so it may lack the best state; restore it, or start "
                 "again with another --output-dir"
             )
         if there:
@@ -177,7 +178,7 @@ class Session:
         def due(interval: int) -> bool:
             return step == total or bool(interval and step % interval == 0)
 
-        # read once: the signal may come at any line below, and then waits for the next step
+        # read once: a signal that comes during the lines below waits for the next step
         stopping = self.backend.group.stop(SIGTERM.is_set())
         log, test, save = due(self.every.log), evaluate and due(self.every.evaluate), stopping or due(self.every.save)
         if log or test or save:
@@ -209,11 +210,11 @@ class Session:
         self.run.finish("failed", step=step)
         saved = any(self.run.path.glob("checkpoints/step_*"))
         kept = f"the last good checkpoint is kept in {self.run.path}; " if saved else ""
-        fix = f"start a new run with a lower --learning-rate, or what sets that of stage {self.stage}"
+        fix = f"start a new run with a lower learning rate (--learning-rate, or that of stage {self.stage})"
         raise UserError(f"step {step}: {values} is not finite; {kept}{fix}")
 
     def _fetch(self, last: int) -> None:
-        """Bring the pending figures to the host; stop at the first that is not finite, before anything is saved."""
+        """Fetch the pending figures to the host; stop at the first that is not finite, before anything is saved."""
         names = [[n for n, v in values.items() if isinstance(v, Tensor)] for values in self.pending]
         numbers = iter(self.backend.fetch(*[self.pending[i][n] for i, ns in enumerate(names) for n in ns]))
         mine = [values | {n: next(numbers) for n in names[i]} for i, values in enumerate(self.pending)]
@@ -236,7 +237,7 @@ class Session:
         self.interval, self.logged_seconds = [], busy
 
     def _time_left(self, step: int) -> str:
-        """Of this stage, in words; without a terminal there is no bar to show it."""
+        """The time left of this stage, in words; "" on a terminal, where the bar shows it."""
         done, total = step - self.first + 1, self.total - self.first + 1
         return time_left(done, total, time.monotonic() - self.started) if self.bar.disable else ""
 
@@ -264,7 +265,7 @@ class Session:
             self._copy_out(written)
 
     def _copy_out(self, written: Path) -> None:
-        """Call `saved`; of several failures in a row, warn of the first only."""
+        """Call `saved`; of several failures in a row, warn about the first only."""
         try:
             self.saved(written)
             self.copying = True
@@ -274,6 +275,6 @@ class Session:
             if self.copying:
                 say(
                     f"warning: {written.name} was not copied ({first_line(error)}); training continues, and the next "
-                    "checkpoint is tried again"
+                    "checkpoint will be copied if possible"
                 )
             self.copying = False

@@ -1,4 +1,4 @@
-"""The lines of metrics.jsonl, also sent to Weights & Biases or TensorBoard."""
+"""Sends the lines of metrics.jsonl to Weights & Biases or TensorBoard as well."""
 
 import hashlib
 import os
@@ -9,7 +9,7 @@ from typing import Any
 from qat_lora.errors import load_package
 from qat_lora.run.files import read_json
 
-PROJECT = "qat_lora"  # at Weights & Biases, unless WANDB_PROJECT names another
+PROJECT = "qat_lora"  # project at Weights & Biases, unless WANDB_PROJECT names another
 Mirror = Callable[[int, dict[str, Any]], None]
 
 
@@ -20,9 +20,9 @@ def check_tracker(name: str) -> None:
 
 
 def open_tracker(name: str, folder: Path, config: dict[str, Any]) -> Mirror | None:
-    """mirror(step, values) of a tracker for the run in `folder`, or None for "none". Raises whatever the tracker does.
+    """A function mirror(step, values) that sends a line of the run in `folder` to the tracker, or None for "none".
 
-    A resumed run continues its curves; another run in the same folder gets curves of its own.
+    A resumed run continues its curves; another run in the same folder gets its own. Raises whatever the tracker raises.
     """
     openers = {"wandb": _wandb, "tensorboard": _tensorboard}
     return openers[name](folder, config) if name in openers else None
@@ -50,7 +50,7 @@ def _tensorboard(folder: Path, config: dict[str, Any]) -> Mirror:
 
     def mirror(step: int, values: dict[str, Any]) -> None:
         nonlocal writer
-        if writer is None:  # what an interrupted process logged from this step on is hidden
+        if writer is None:  # hides what an interrupted process logged from this step on
             writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step)
             writer.add_text("config", "\n".join(f"    {key}: {value}" for key, value in config.items()), step)
         for key, value in values.items():

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or not there; what is damaged is named, and the one before takes its place."""
+"""A checkpoint is complete or absent; a damaged one is reported, and the one before it is used."""
 
 import json
 import resource
@@ -52,7 +52,7 @@ def names(run) -> list[str]:
 
 
 # -- round trip ------------------------------------------------------------------------------------------------------
-def test_round_trip_goes_on_as_if_never_stopped(tmp_path):
+def test_training_from_a_loaded_checkpoint_equals_never_having_stopped(tmp_path):
     backend, model, optimizer = trained(3)
     state = {"optimizer": optimizer.state_dict(), "rng": backend.rng_state(), "interval": [{"loss": 0.1}], "none": None}
     tensors = backend.to_host(dict(model.named_parameters()))
@@ -86,7 +86,7 @@ def test_non_contiguous_tensors(tmp_path):
 
 
 def test_trainer_state_holds_no_code(tmp_path):
-    """trainer.pt loads with weights_only=True, and a file that would need more is refused, not run."""
+    """trainer.pt loads with weights_only=True; a file that contains code is refused and never run."""
     path = save_checkpoint(tmp_path, 1, {"w": torch.ones(1)}, {"x": 1}, {})
     torch.load(path / "trainer.pt", weights_only=True)
     assert read_checkpoint(path)[1] == {"x": 1}
@@ -95,7 +95,7 @@ def test_trainer_state_holds_no_code(tmp_path):
         read_checkpoint(tmp_path / "checkpoints" / "step_2")
 
 
-def test_keeps_the_newest_and_one_to_fall_back_to(tmp_path):
+def test_the_newest_checkpoint_and_one_to_fall_back_to_are_kept(tmp_path):
     for step in (2, 4, 9, 10):
         save(tmp_path, step)
     assert names(tmp_path) == ["LATEST", "step_10", "step_9"] and KEEP == 2
@@ -108,14 +108,14 @@ def test_same_step_is_replaced(tmp_path):
     assert load_checkpoint(tmp_path)[1] == {"value": 2.0}
 
 
-def test_nothing_saved_yet(tmp_path):
+def test_a_run_without_checkpoints_loads_none(tmp_path):
     assert load_checkpoint(tmp_path) is None
     (tmp_path / "checkpoints").mkdir()
     assert load_checkpoint(tmp_path) is None
 
 
 # -- damage ----------------------------------------------------------------------------------------------------------
-def test_half_written_one_is_removed_and_ignored(tmp_path):
+def test_a_half_written_checkpoint_is_ignored_and_removed(tmp_path):
     save(tmp_path, 1, 1.0)
     part = tmp_path / "checkpoints" / ".part_2"
     part.mkdir()
@@ -126,7 +126,7 @@ def test_half_written_one_is_removed_and_ignored(tmp_path):
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "missing"])
 @pytest.mark.parametrize("file", ["model.safetensors", "trainer.pt", "meta.json"])
-def test_damaged_one_is_named_and_the_one_before_is_taken(tmp_path, capsys, file, damage):
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, capsys, file, damage):
     save(tmp_path, 1, 1.0)
     path = save(tmp_path, 2, 2.0) / file
     if damage == "truncated":
@@ -141,27 +141,27 @@ def test_damaged_one_is_named_and_the_one_before_is_taken(tmp_path, capsys, file
     assert "step_2" in said and file in said and "trying the one before" in said
 
 
-def test_meta_of_another_kind_counts_as_damaged(tmp_path):
+def test_a_meta_file_that_is_not_an_object_counts_as_damaged(tmp_path):
     save(tmp_path, 1, 1.0)
     (save(tmp_path, 2) / "meta.json").write_text("[]")
     assert load_checkpoint(tmp_path)[1] == {"value": 1.0}
 
 
-def test_all_damaged_is_refused_with_the_way_out(tmp_path):
+def test_if_all_checkpoints_are_damaged_the_error_says_what_to_do(tmp_path):
     for step in (1, 2):
         flip(save(tmp_path, step) / "trainer.pt", 100)
-    for _ in range(2):  # also once they are set aside: never from the start without a word
-        with pytest.raises(UserError, match=r"no whole checkpoint.*--output-dir"):
+    for _ in range(2):  # also after they were set aside: a run never silently starts from scratch
+        with pytest.raises(UserError, match=r"no intact checkpoint.*--output-dir"):
             load_checkpoint(tmp_path)
 
 
-def test_a_stray_folder_is_no_checkpoint(tmp_path):
+def test_a_stray_folder_is_not_taken_for_a_checkpoint(tmp_path):
     save(tmp_path, 4)
     (tmp_path / "checkpoints" / "step_4 (copy)").mkdir()
     assert load_checkpoint(tmp_path)[2]["step"] == 4
 
 
-def test_a_step_that_is_damaged_twice_is_set_aside_twice(tmp_path):
+def test_the_same_step_can_be_damaged_and_set_aside_twice(tmp_path):
     save(tmp_path, 1)
     for _ in range(2):
         flip(save(tmp_path, 2) / "trainer.pt", 100)
@@ -206,14 +206,14 @@ DAMAGES = [delete, truncate, lambda path: flip(path, 1)]
 
 @pytest.mark.parametrize("damage", [*DAMAGES, lambda path: path.write_bytes(b"of a later step")])
 @pytest.mark.parametrize("name", ["best.pt", "adapter/deep/weights"])
-def test_a_file_is_put_back_as_it_was_at_the_checkpoint(tmp_path, name, damage):
+def test_a_file_is_restored_to_its_state_at_the_checkpoint(tmp_path, name, damage):
     with_files(tmp_path, 1, b"first", b"one")
     damage(tmp_path / name)
     restore(tmp_path)
     assert content(tmp_path) == [b"first", b"one"]
 
 
-def test_files_of_an_earlier_checkpoint_come_back_with_it(tmp_path):
+def test_falling_back_to_an_earlier_checkpoint_restores_its_files(tmp_path):
     with_files(tmp_path, 1, b"first", b"one")
     with_files(tmp_path, 2, b"second", b"one")
     flip(tmp_path / "checkpoints" / "step_2" / "trainer.pt", 100)
@@ -221,7 +221,7 @@ def test_files_of_an_earlier_checkpoint_come_back_with_it(tmp_path):
     assert content(tmp_path) == [b"first", b"one"]
 
 
-def test_what_was_not_there_at_the_checkpoint_is_made_anew(tmp_path):
+def test_files_that_did_not_exist_at_the_checkpoint_are_removed(tmp_path):
     save_checkpoint(tmp_path, 1, {"w": torch.ones(1)}, {}, {}, files=FILES)
     (tmp_path / "best.pt").write_bytes(b"of later")
     (tmp_path / "adapter").mkdir()
@@ -232,17 +232,17 @@ def test_what_was_not_there_at_the_checkpoint_is_made_anew(tmp_path):
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_file_that_is_gone_with_its_copy_is_refused_by_name(tmp_path, damage):
+def test_a_file_that_is_lost_with_its_copy_is_refused_by_name(tmp_path, damage):
     with_files(tmp_path, 1, b"first", b"one")
     (copy,) = [path for path in (tmp_path / "checkpoints" / "files").iterdir() if path.read_bytes() == b"first"]
     damage(copy)
-    restore(tmp_path)  # as long as the file itself is whole, its copy does not matter
+    restore(tmp_path)  # as long as the file itself is intact, its copy does not matter
     damage(tmp_path / "best.pt")
-    with pytest.raises(UserError, match=r"best\.pt is not what it was at step 1 .*--output-dir"):
+    with pytest.raises(UserError, match=r"best\.pt has changed since step 1 .*--output-dir"):
         restore(tmp_path)
 
 
-def test_copies_are_kept_once_and_go_with_their_checkpoints(tmp_path):
+def test_a_copy_is_stored_once_and_removed_with_its_checkpoints(tmp_path):
     for step, best in enumerate((b"a", b"a", b"b", b"c", b"c"), 1):
         with_files(tmp_path, step, best, b"one")
     kept = [path.read_bytes() for path in (tmp_path / "checkpoints" / "files").iterdir()]
@@ -252,7 +252,7 @@ def test_copies_are_kept_once_and_go_with_their_checkpoints(tmp_path):
 # -- a full disk -----------------------------------------------------------------------------------------------------
 @pytest.fixture
 def small_disk():
-    """From here on a file of this process cannot grow beyond 64 kB (Python ignores the signal, writes fail)."""
+    """No file of this process can grow beyond 64 kB (Python ignores the signal, and writes fail)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, hard))
     yield
@@ -260,7 +260,7 @@ def small_disk():
 
 
 @pytest.mark.parametrize("big", ["tensors", "trainer"])
-def test_full_disk_leaves_the_old_checkpoint(tmp_path, big, small_disk):
+def test_a_full_disk_leaves_the_old_checkpoint_intact(tmp_path, big, small_disk):
     save(tmp_path, 1, 1.0)
     large = {"w": torch.zeros(2**18)}
     content = (large, {}) if big == "tensors" else ({"w": torch.zeros(1)}, large)
@@ -291,8 +291,8 @@ for content in ((large, {}), ({"w": torch.zeros(1)}, large)):
 """
 
 
-def test_disk_that_is_really_full(tmp_path):
-    """On a file system of 512 kB, where the machine lets this user mount one."""
+def test_a_really_full_file_system(tmp_path):
+    """On a file system of 512 kB, if this user may mount one."""
     mount = f"mount -t tmpfs -o size=512k none {tmp_path}"
     inside = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
     if subprocess.run([*inside, mount], capture_output=True).returncode:

@@ -1,4 +1,4 @@
-"""A file that cannot be written is named, whichever library reports it."""
+"""An error names the file that cannot be written, whichever library reports the failure."""
 
 import errno
 import io
@@ -26,7 +26,7 @@ from qat_lora.run.files import copy_file, new_folder, write_atomically, write_js
         OSError(errno.EROFS, "Read-only file system"),
     ],
 )
-def test_every_librarys_way_to_say_it_names_the_path(tmp_path, error):
+def test_a_failed_write_names_the_path_whatever_the_library_raises(tmp_path, error):
     for context in (writing(tmp_path / "model"), new_folder(tmp_path / "model")):
         with pytest.raises(UserError, match=r"/model could not be written \(.*; free some space") as caught, context:
             raise error
@@ -34,7 +34,7 @@ def test_every_librarys_way_to_say_it_names_the_path(tmp_path, error):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_cause_behind_another_exception_is_found(tmp_path):
+def test_the_reason_is_found_behind_another_exception(tmp_path):
     with pytest.raises(UserError, match="No space left on device"), writing(tmp_path / "a"):
         try:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -43,7 +43,7 @@ def test_a_cause_behind_another_exception_is_found(tmp_path):
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), RuntimeError("CUDA out of memory"), ValueError("shape")])
-def test_what_has_nothing_to_do_with_writing_passes(tmp_path, error):
+def test_other_exceptions_pass_unchanged(tmp_path, error):
     with pytest.raises(type(error)), writing(tmp_path / "a"):
         raise error
 
@@ -59,20 +59,20 @@ def test_an_error_of_standard_output_does_not_name_the_path(tmp_path):
     assert error.value.filename == OUTPUT
 
 
-def test_a_full_disk_is_called_so_whatever_the_library_says(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_as_such_whatever_the_library_says(tmp_path, monkeypatch):
     monkeypatch.setattr(files.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 100}))
     with pytest.raises(UserError, match="No space left on device"), writing(tmp_path / "a"):
         raise OSError("9720 requested and 4064 written")
 
 
-def test_an_error_inside_a_new_folder_names_the_folder_that_was_asked_for(tmp_path):
+def test_an_error_inside_a_new_folder_names_the_requested_folder(tmp_path):
     with pytest.raises(UserError) as caught, new_folder(tmp_path / "data") as part:
         (part / "x.json").mkdir()
         write_json(part / "x.json", {})
     assert f"{tmp_path}/data/x.json could not be written" in str(caught.value)
 
 
-def test_copies_and_arrays_are_whole(tmp_path):
+def test_copies_and_arrays_are_complete(tmp_path):
     np.save(tmp_path / "a.npy", np.arange(10**6))
     copy_file(tmp_path / "a.npy", tmp_path / "deep" / "b.npy")
     assert (tmp_path / "deep" / "b.npy").read_bytes() == (tmp_path / "a.npy").read_bytes()

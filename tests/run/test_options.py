@@ -1,4 +1,4 @@
-"""Flags, key=value and presets give one config; whatever is wrong is named in one line with the way out."""
+"""Flags, key=value and presets give one config; an error is one line with the bad value and how to fix it."""
 
 import os
 import subprocess
@@ -48,7 +48,7 @@ def said(*argv: str) -> str:
 
 
 # -- flags -----------------------------------------------------------------------------------------------------------
-def test_defaults_are_the_dataclass():
+def test_defaults_are_those_of_the_dataclass():
     assert toy() == Config()
 
 
@@ -83,21 +83,21 @@ def test_value_that_looks_like_key_value_belongs_to_its_flag():
     assert toy("--dataset", "x", "max_steps=3") == Config(dataset="x", max_steps=3)
 
 
-def test_value_of_several_lines():
+def test_a_value_may_have_several_lines():
     assert toy("dataset=one\ntwo").dataset == "one\ntwo"
 
 
-def test_optional_fields_take_their_type():
+def test_optional_fields_are_parsed_as_their_type():
     assert toy("--limit", "4", "--scale-rate", "8e-5") == Config(limit=4, scale_rate=8e-5)
 
 
-def test_tpu_is_device_tpu():
+def test_the_tpu_flag_means_device_tpu():
     assert toy("--tpu").device == toy("--device", "tpu").device == toy("--device=cpu", "--tpu").device == "tpu"
     assert toy("tpu=false").device == "auto"
 
 
 @pytest.mark.parametrize("argv", [["--max-steps", "many"], ["max_steps=1.5"], ["--learning-rate", "fast"], ["--limit"]])
-def test_wrong_type_names_flag_and_value(argv):
+def test_a_wrong_type_names_the_flag_and_the_value(argv):
     message = said(*argv)
     assert argv[0].lstrip("-").split("=")[0].replace("_", "-") in message.replace("_", "-")
     assert argv[-1].split("=")[-1] in message
@@ -113,11 +113,11 @@ def test_wrong_type_names_flag_and_value(argv):
         (["--max-steps", "2", "--datasets", "x"], "datasets", "dataset"),
     ],
 )
-def test_unknown_flag_names_the_nearest(argv, wrong, near):
+def test_an_unknown_flag_names_the_nearest_one(argv, wrong, near):
     assert said(*argv) == f"flag --{wrong} is unknown; did you mean --{near}?"
 
 
-def test_flag_like_nothing_is_named_without_a_guess():
+def test_a_flag_unlike_any_other_is_named_without_a_suggestion():
     assert said("--qqqq") == "flag --qqqq is unknown; see --help"
 
 
@@ -129,7 +129,7 @@ def test_help_prints_percent_signs(capsys):
 
 
 # -- presets ---------------------------------------------------------------------------------------------------------
-def test_preset_gives_defaults_and_flags_win(presets):
+def test_flags_override_a_preset_and_a_preset_the_defaults(presets):
     presets(slow="learning_rate: 0.5\nmax_steps: 7\nfrozen: true\nlimit: null\n")
     assert toy("--config", "slow") == Config(config="slow", learning_rate=0.5, max_steps=7, frozen=True)
     for argv in (["--max-steps", "2", "--config=slow"], ["config=slow", "max_steps=2"]):
@@ -137,7 +137,7 @@ def test_preset_gives_defaults_and_flags_win(presets):
     assert toy("--config", "slow", "--frozen", "false").frozen is False
 
 
-def test_preset_by_file(tmp_path):
+def test_a_preset_can_be_a_file(tmp_path):
     (tmp_path / "mine.yaml").write_text("max_steps: 7\n")
     assert toy("--config", str(tmp_path / "mine.yaml")).max_steps == 7
 
@@ -149,7 +149,7 @@ def test_preset_builds_on_its_base(presets):
     assert toy("--config", "empty") == Config(config="empty")
 
 
-def test_numbers_are_read_by_the_type_of_the_field(presets):
+def test_numbers_are_parsed_by_the_type_of_the_field(presets):
     presets(p="learning_rate: 8e-5\nscale_rate: 1\nmax_steps: 1e3\ndataset: 17\n")
     made = toy("--config", "p")
     assert (made.learning_rate, made.scale_rate, made.max_steps, made.dataset) == (8e-5, 1.0, 1000, "17")
@@ -171,12 +171,12 @@ def test_wrong_type_in_a_preset(presets, text, parts):
     assert all(part in message for part in ["p.yaml", *parts])
 
 
-def test_unknown_key_names_the_nearest(presets):
+def test_an_unknown_key_of_a_preset_names_the_nearest_one(presets):
     presets(p="max_stesp: 3")
     assert "p.yaml: key max_stesp is unknown; did you mean max_steps?" in said("--config", "p")
 
 
-def test_unknown_preset_names_the_nearest_and_the_list(presets):
+def test_an_unknown_preset_names_the_nearest_one_and_lists_all(presets):
     presets(q2_g32="", q4_r32="")
     message = said("--config", "q2_g23")
     assert "--config q2_g23: no such preset; did you mean q2_g32?" in message and "q2_g32, q4_r32" in message
@@ -190,7 +190,7 @@ def test_damaged_yaml_names_the_file(presets, text):
     assert "p.yaml" in said("--config", "p")
 
 
-def test_preset_that_is_no_text_names_the_file(tmp_path):
+def test_a_preset_that_is_not_text_names_the_file(tmp_path):
     (tmp_path / "p.yaml").write_bytes(b"max_steps: \xff\xfe3")
     assert "p.yaml" in said("--config", str(tmp_path / "p.yaml"))
 
@@ -229,7 +229,7 @@ def test_debug_shows_the_traceback(monkeypatch):
         run_script(refuse, Config, "toy", "A toy.")
 
 
-def test_a_fault_that_nobody_foresaw_is_one_line_and_keeps_its_traceback_for_debug(monkeypatch, capsys):
+def test_an_unexpected_error_is_one_line_and_debug_shows_its_traceback(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["toy.py"])
     with pytest.raises(SystemExit) as exit:
         run_script(lambda cfg: 1 / 0, Config, "toy", "A toy.")
@@ -242,7 +242,7 @@ def test_a_fault_that_nobody_foresaw_is_one_line_and_keeps_its_traceback_for_deb
 
 
 @pytest.mark.parametrize("flags", [["learning_rate=nan"], ["learning_rate=-inf"], ["limit="], [f"seed={2**63}"]])
-def test_values_that_no_option_means_are_refused_by_name(flags):
+def test_empty_not_finite_and_huge_values_are_refused_by_name(flags):
     with pytest.raises(UserError, match=r"--(learning-rate|limit|seed)"):
         parse(Config, "toy", flags)
 
@@ -252,14 +252,14 @@ def test_two_presets_are_refused():
         parse(Config, "toy", ["--config", "a", "--config=b"])
 
 
-def test_main_gets_the_config(monkeypatch):
+def test_run_script_passes_the_config_to_main(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["toy.py", "max_steps=5"])
     got = []
     run_script(got.append, Config, "toy", "A toy.")
     assert got == [Config(max_steps=5)]
 
 
-# -- sections and a preset by default --------------------------------------------------------------------------------
+# -- sections and a default preset -----------------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class Sectioned(RunConfig):
     SECTIONS: ClassVar = {"arch": ("hidden_size", "deep")}
@@ -287,7 +287,7 @@ def test_a_key_of_a_section(presets, argv):
     assert sectioned("arch.deep=true").deep and sectioned("--arch.deep").deep
 
 
-def test_the_default_preset_is_read_unless_another_is_named(presets):
+def test_the_default_preset_is_used_unless_another_is_named(presets):
     presets(usual="lr: 8e-4\narch:\n  hidden_size: 8\n", small="base: usual\narch:\n  deep: true\n", bare="lr: 1")
     assert sectioned() == Sectioned(lr=8e-4, hidden_size=8)
     assert sectioned("arch.hidden_size=9") == Sectioned(lr=8e-4, hidden_size=9)
@@ -295,7 +295,7 @@ def test_the_default_preset_is_read_unless_another_is_named(presets):
     assert sectioned("--config", "bare") == Sectioned(config="bare", lr=1.0)
 
 
-def test_a_preset_may_use_the_other_name_of_a_key(presets):
+def test_a_preset_may_use_an_alias_of_a_key(presets):
     presets(usual="learning_rate: 1e-3\ndevice_type: cpu\n")
     assert sectioned() == Sectioned(lr=1e-3, device="cpu")
     assert sectioned("device_type=cuda").device == sectioned("--device-type", "cuda").device == "cuda"
@@ -309,11 +309,11 @@ def test_a_preset_may_use_the_other_name_of_a_key(presets):
         ("", ["--arch.lr", "3"], "flag --arch.lr is unknown"),
         ("", ["art.deep=true"], "flag --art.deep is unknown"),
         ("arch:\n  hiden_size: 3\n", [], "key arch.hiden_size is unknown; did you mean arch.hidden_size?"),
-        ("arch: 3\n", [], "arch is a block of `key: value` lines"),
+        ("arch: 3\n", [], "arch must be a block of `key: value` lines"),
         ("arch:\n  hidden_size: wide\n", [], "hidden_size: 'wide' is not an int"),
     ],
 )
-def test_a_section_knows_its_keys(presets, preset, argv, wanted):
+def test_wrong_keys_and_values_of_a_section_are_named(presets, preset, argv, wanted):
     presets(usual=preset)
     with pytest.raises(UserError) as error:
         sectioned(*argv)
@@ -336,7 +336,7 @@ FULL = "error: standard output could not be written (No space left on device); s
         (">/dev/full", "1", 2, FULL), (">/dev/full 2>/dev/full", "", 2, ""), (">/dev/full 2>&-", "", 2, ""),
     ],
 )  # fmt: skip
-def test_an_output_that_is_closed_or_full(redirection, unbuffered, code, said):
+def test_standard_output_that_is_closed_or_full(redirection, unbuffered, code, said):
     command = ["sh", "-c", f'"$0" -c "$1" {redirection}', sys.executable, PROGRAM]
     environment = os.environ | {"PYTHONUNBUFFERED": unbuffered, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)

@@ -1,4 +1,4 @@
-"""Checkpoints on a bucket: whole or not there, the newest found, older ones gone."""
+"""Checkpoints in a bucket: complete or absent, the newest is found, older ones are removed."""
 
 import asyncio
 import errno
@@ -28,9 +28,9 @@ def checkpoint(tmp_path):
     return make
 
 
-def test_the_newest_comes_back_as_it_was(bucket, checkpoint, tmp_path):
+def test_the_newest_checkpoint_comes_back_unchanged(bucket, checkpoint, tmp_path):
     assert urls.newest(bucket) is None and urls.pull(bucket, tmp_path) == []
-    for step in (9, 10):  # by number, not by letter
+    for step in (9, 10):  # sorted by number, not by letter
         urls.push(checkpoint(step), bucket)
     assert urls.newest(bucket) == "step_10"
     found, older = urls.pull(bucket, tmp_path / "back")
@@ -40,7 +40,7 @@ def test_the_newest_comes_back_as_it_was(bucket, checkpoint, tmp_path):
     }
 
 
-def test_one_that_has_not_arrived_is_passed_over(bucket, checkpoint, monkeypatch):
+def test_an_incomplete_checkpoint_is_skipped(bucket, checkpoint, monkeypatch):
     urls.push(checkpoint(1), bucket)
     kind = type(fsspec.core.url_to_fs(bucket)[0])
     put, count = kind.put_file, iter(range(9))
@@ -57,7 +57,7 @@ def test_one_that_has_not_arrived_is_passed_over(bucket, checkpoint, monkeypatch
         patch.setattr(kind, "put_file", breaks)
         urls.push(checkpoint(2), bucket)
     assert urls.newest(bucket) == "step_1"
-    urls.push(checkpoint(2, "again"), bucket)  # what lay there of it is replaced
+    urls.push(checkpoint(2, "again"), bucket)  # replaces the incomplete one
     assert urls.newest(bucket) == "step_2"
 
 
@@ -69,7 +69,7 @@ def test_one_that_has_not_arrived_is_passed_over(bucket, checkpoint, monkeypatch
         (OSError(errno.ENOSPC, "No space left on device"), "No space left on device.; free some space there"),
     ],
 )
-def test_whatever_a_clouds_package_raises_names_the_bucket(bucket, monkeypatch, error, said):
+def test_any_error_of_a_cloud_package_names_the_bucket(bucket, monkeypatch, error, said):
     def fails(*_, **__):
         raise error
 
@@ -81,7 +81,7 @@ def test_whatever_a_clouds_package_raises_names_the_bucket(bucket, monkeypatch, 
         urls.check_writable(bucket)
 
 
-def test_older_ones_go(bucket, checkpoint, tmp_path):
+def test_older_checkpoints_are_removed(bucket, checkpoint, tmp_path):
     for step in (1, 2, 3):
         urls.push(checkpoint(step), bucket)
         urls.prune(bucket, 2)
@@ -89,7 +89,7 @@ def test_older_ones_go(bucket, checkpoint, tmp_path):
     assert sorted(name.rsplit("/", 1)[-1] for name in files.ls(path, detail=False)) == ["step_2", "step_3"]
 
 
-def test_a_bucket_that_takes_nothing_is_found_at_once(bucket, tmp_path):
+def test_a_bucket_that_cannot_be_written_is_found_at_once(bucket, tmp_path):
     urls.check_writable(bucket)
     files, path = fsspec.core.url_to_fs(bucket)
     assert files.ls(path) == []

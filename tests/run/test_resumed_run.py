@@ -1,4 +1,4 @@
-"""A run is continued only by the same config, over the same inputs, whatever they are called."""
+"""A run is resumed only with the same config and the same inputs, whatever their paths are."""
 
 import dataclasses
 import gc
@@ -22,7 +22,7 @@ RESUMED = b', "resumed": 3}'
 
 
 # -- the date that a chat template prints ----------------------------------------------------------------------------
-def test_the_date_of_a_run_is_that_of_its_beginning(here):
+def test_the_date_of_a_run_is_when_it_was_started(here):
     assert begun("toy", config(resume="auto")).microsecond == 0
     open_run("toy", config(), {"date": "2026-01-02T03:04:05"}).held.close()
     assert begun("toy", config(resume="auto")).isoformat() == "2026-01-02T03:04:05"
@@ -38,7 +38,7 @@ def test_auto_takes_the_date_of_the_newest_run_of_this_config(clock):
 
 
 def test_auto_takes_the_date_of_the_run_with_the_fewest_other_options(clock):
-    """Options that say where something is may differ: a model that has moved is the same."""
+    """Options that say where something is may differ: a model that was moved is still the same."""
     for day, limit, every in ((1, 4, 10), (2, 5, 10), (3, 6, 20)):
         open_run("toy", Config(limit=limit, log_every=every), {"date": f"2026-01-0{day}T00:00:00"}).held.close()
     assert begun("toy", Config(resume="auto", limit=4)).day == 1
@@ -47,7 +47,7 @@ def test_auto_takes_the_date_of_the_run_with_the_fewest_other_options(clock):
     assert begun("toy", Config(resume="auto", limit=4, max_steps=11)).year >= 2026
 
 
-def test_the_precision_in_use_decides_not_how_it_was_asked_for():
+def test_the_precision_in_use_is_compared_not_the_option():
     open_run("toy", config(), {"precision": "bf16"}).held.close()
     assert open_run("toy", config(resume="auto", precision="bf16"), {"precision": "bf16"}).resumed
     for asked in ("auto", "fp32"):
@@ -55,7 +55,7 @@ def test_the_precision_in_use_decides_not_how_it_was_asked_for():
             open_run("toy", config(resume="auto", precision=asked), {"precision": "fp32"})
 
 
-def test_a_run_of_an_earlier_version_was_begun_when_it_was_started():
+def test_a_run_of_an_earlier_version_has_the_date_when_it_was_started():
     run = begun_with()
     manifest = json.loads((run.path / "manifest.json").read_text())
     manifest["started"] = "20260102T120000Z"
@@ -69,8 +69,8 @@ def test_a_damaged_date_is_refused_by_name():
         begun("toy", config(resume="auto"))
 
 
-def test_a_default_of_another_name_is_the_same_run(tmp_path):
-    """A run of --targets q,v,o,gate,up,down, the default of older versions, is one of auto, and of itself."""
+def test_a_run_with_a_renamed_default_is_the_same_run(tmp_path):
+    """A run with --targets q,v,o,gate,up,down, an older default, resumes with that value and with auto."""
 
     @dataclass(frozen=True, kw_only=True)
     class Adapter(RunConfig):
@@ -86,15 +86,15 @@ def test_a_default_of_another_name_is_the_same_run(tmp_path):
 
 
 # -- resuming --------------------------------------------------------------------------------------------------------
-def test_off_on_an_existing_run_is_refused_with_the_mend():
+def test_resume_off_on_an_existing_run_is_refused_with_a_fix():
     open_run("toy", config(), {})
     message = refusal(config())
     assert "run already holds a run" in message and "--resume auto" in message and "--output-dir" in message
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "model", "baseline_validation.json", "notes.txt"])
-def test_folder_with_something_else_in_it_is_refused(here, file):
-    """Its files would pass for this run's own."""
+def test_a_folder_with_other_files_is_refused(here, file):
+    """Its files would be taken for those of this run."""
     (here / "run").mkdir()
     (here / "run" / file).write_text("")
     for resume in ("off", "auto"):
@@ -102,34 +102,34 @@ def test_folder_with_something_else_in_it_is_refused(here, file):
     assert [path.name for path in (here / "run").iterdir()] == [file]
 
 
-def test_folder_of_a_process_that_died_at_once_is_taken(here):
+def test_the_folder_of_a_process_that_died_at_once_is_used(here):
     (here / "run").mkdir()
     for file in (".lock", "config.yaml", "manifest.json.part"):
         (here / "run" / file).write_text("")
     assert not open_run("toy", config(resume="auto"), {}).resumed
 
 
-def test_auto_goes_on_in_its_directory_and_notes_it():
+def test_auto_resumes_in_the_output_dir_and_records_it():
     open_run("toy", config(), {})
     again = open_run("toy", config(resume="auto", device="cpu"), {})
     assert again.resumed and str(again.path) == "run"
     assert len(json.loads((again.path / "manifest.json").read_text())["resumed"]) == 1
-    assert yaml.safe_load((again.path / "config.yaml").read_text())["resume"] == "off"  # as it was begun
+    assert yaml.safe_load((again.path / "config.yaml").read_text())["resume"] == "off"  # as at the start
 
 
-def test_auto_in_a_directory_without_a_run_starts_one():
+def test_auto_starts_a_run_in_a_directory_without_one():
     assert not open_run("toy", config(resume="auto"), {}).resumed
 
 
 @pytest.mark.parametrize("resume", ["auto", "run"])
-def test_another_config_is_refused_naming_the_key_and_both_values(resume):
+def test_another_config_is_refused_with_the_key_and_both_values(resume):
     open_run("toy", config(), {})
     output = "run" if resume == "auto" else None
     message = refusal(config(max_steps=20, resume=resume, output_dir=output))
     assert "max_steps is 10 there, 20 here" in message and "--output-dir" in message
 
 
-def test_a_run_of_an_earlier_version_that_does_not_say_what_it_is_is_refused():
+def test_a_run_of_an_earlier_version_that_lacks_an_option_is_refused():
     """Its manifest has no checksum of config.yaml, so a missing option may have been lost."""
     path = begun_with().path
     there = yaml.safe_load((path / "config.yaml").read_text())
@@ -142,26 +142,26 @@ def test_a_run_of_an_earlier_version_that_does_not_say_what_it_is_is_refused():
     assert "config.yaml has no seed" in message and "damaged" in message
 
 
-def test_path_goes_on_there():
+def test_resume_with_a_path_resumes_that_run():
     open_run("toy", config(), {})
     assert str(open_run("toy", Config(resume="run"), {}).path) == "run"
 
 
-def test_path_and_another_output_dir_are_refused():
+def test_resume_with_a_path_and_another_output_dir_is_refused():
     open_run("toy", config(), {})
     assert "--output-dir other are different directories" in refusal(config(resume="run", output_dir="other"))
     assert open_run("toy", config(resume="run", output_dir="./run"), {}).resumed
 
 
 @pytest.mark.parametrize("line", ['{"step": 2, "lo', "3", '{"loss": 1.0}'])
-def test_damaged_line_of_metrics_is_named(line):
+def test_a_damaged_line_of_metrics_is_named(line):
     run = open_run("toy", config(), {})
     run.metrics_path.write_text('{"step": 1}\n' + line + "\n")
     with pytest.raises(UserError, match=r"metrics\.jsonl is damaged in line 2 "):
         run.metrics()
 
 
-def test_path_without_a_run_is_refused():
+def test_resume_with_a_path_without_a_run_is_refused():
     message = refusal(Config(resume="nowhere"))
     assert "--resume nowhere" in message and "manifest.json" in message
 
@@ -185,13 +185,13 @@ def test_auto_says_when_it_starts_a_new_run(clock, capsys):
 
 
 @pytest.mark.parametrize("file", ["config.yaml", "summary.json"])
-def test_auto_passes_over_a_damaged_neighbour(clock, file):
+def test_auto_skips_a_damaged_run(clock, file):
     good = ended(Config())
     (ended(Config(seed=1)).path / file).write_text("{")
     assert open_run("toy", Config(resume="auto"), {}).path == good.path
 
 
-def test_run_of_a_living_process_is_refused_and_untouched(here):
+def test_a_run_that_another_process_is_writing_is_refused_and_not_changed(here):
     run = open_run("toy", config(), {})
     before = (run.path / "manifest.json").read_bytes()
     run.held.close()
@@ -201,7 +201,7 @@ def test_run_of_a_living_process_is_refused_and_untouched(here):
     assert open_run("toy", config(resume="auto"), {}).resumed
 
 
-def test_a_run_that_was_interrupted_is_resumed_by_the_same_process(here):
+def test_the_same_process_can_resume_a_run_that_was_interrupted(here):
     """As in a notebook, whose last traceback keeps everything alive."""
     interrupted = open_run("toy", config(), {})
     assert open_run("toy", config(resume="auto"), {}).resumed
@@ -210,7 +210,7 @@ def test_a_run_that_was_interrupted_is_resumed_by_the_same_process(here):
 
 @pytest.mark.parametrize("file", ["config.yaml", "manifest.json"])
 @pytest.mark.parametrize("text", ["", "{", "[]"])
-def test_damaged_run_is_refused_naming_the_file(file, text):
+def test_a_damaged_run_is_refused_with_the_name_of_the_file(file, text):
     run = ended(config())
     (run.path / file).write_text(text)
     assert file in refusal(config(resume="auto"))
@@ -220,32 +220,32 @@ def test_damaged_run_is_refused_naming_the_file(file, text):
     "file, damage",
     [("config.yaml", lambda whole: b"\xff" + whole), ("manifest.json", lambda whole: whole[:-2] + RESUMED)],
 )
-def test_run_damaged_in_part_is_refused_naming_the_file(file, damage):
+def test_a_partly_damaged_run_is_refused_with_the_name_of_the_file(file, damage):
     path = ended(config()).path / file
     path.write_bytes(damage(path.read_bytes()))
     assert f"{file} is" in (said := refusal(config(resume="auto"))) and "damaged" in said
 
 
-# -- what is there, not how its path is spelled ----------------------------------------------------------------------
-def test_a_fact_stands_in_for_the_option_that_says_where_it_is():
+# -- inputs are compared by content, not by path ---------------------------------------------------------------------
+def test_an_option_that_is_a_path_may_differ_if_the_fact_is_the_same():
     open_run("toy", config(limit=1), {"base": "f00"})
     assert open_run("toy", config(limit=2, resume="auto"), {"base": "f00"}).resumed
 
 
-def test_something_else_in_that_place_is_refused_naming_both():
+def test_another_fact_is_refused_with_both_values():
     open_run("toy", config(limit=1), {"base": "f00"})
     with pytest.raises(UserError) as error:
         open_run("toy", config(limit=2, resume="auto"), {"base": "ba4"})
     assert "base is 'f00' (limit 1) there (manifest.json), 'ba4' (limit 2) here" in str(error.value)
 
 
-def test_in_a_run_from_before_the_fact_was_kept_the_option_has_to_agree():
+def test_in_an_older_run_without_the_fact_the_option_must_be_the_same():
     open_run("toy", config(limit=1), {})
     with pytest.raises(UserError) as error:
         open_run("toy", config(limit=2, resume="auto"), {"base": "f00"})
     assert "limit is 1 there, 2 here" in str(error.value)
     del error
-    gc.collect()  # the process would end here
+    gc.collect()  # here the process would end
     assert open_run("toy", config(limit=1, resume="auto"), {"base": "f00"}).resumed
 
 
@@ -256,7 +256,7 @@ def test_auto_finds_a_run_whose_model_has_moved(clock):
     assert not open_run("toy", Config(limit=2, resume="auto"), {"base": "ba4"}).resumed
 
 
-def test_held_out_data_comes_from_where_the_data_does():
+def test_other_held_out_data_is_refused_with_the_option_of_the_data():
     ended_with = open_run("toy", config(limit=1), {"base": "f00", "heldout_base": "1"})
     ended_with.held.close()
     with pytest.raises(
@@ -265,7 +265,7 @@ def test_held_out_data_comes_from_where_the_data_does():
         open_run("toy", config(limit=3, resume="auto"), {"base": "f00", "heldout_base": "2"})
 
 
-def test_a_value_of_another_preset_names_the_preset():
+def test_a_refused_value_names_the_preset():
     ended(config(config="mine.yaml"))
     assert "preset (--config mine.yaml here)" in refusal(config(config="mine.yaml", resume="auto", max_steps=11))
 

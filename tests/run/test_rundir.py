@@ -1,4 +1,4 @@
-"""A run directory says what was asked for, and what was made of it; metrics rewind with the run."""
+"""A run directory records the options, inputs, log and results of a run."""
 
 import asyncio
 import dataclasses
@@ -36,23 +36,23 @@ def test_files_of_a_new_run(here, monkeypatch):
     assert "summary.json" not in {path.name for path in (here / "run").iterdir()}
 
 
-def test_default_place_names_time_preset_seed_and_revision(here, clock):
+def test_the_default_path_has_time_preset_seed_and_commit(here, clock):
     run = open_run("toy", Config(config="presets/q2.yaml", seed=3), {})
     assert str(run.path) == "runs/toy/20260101T000000Z-q2-s3-abc1234"
     assert open_run("toy", Config(), {}).path.name.endswith("-default-s0-abc1234")
 
 
-def test_identity_leaves_out_what_changes_no_number():
+def test_identity_leaves_out_options_that_change_no_number():
     assert identity(config(device="xla", resume="auto", log_every=1)) == identity(Config())
     assert identity(config(seed=1)) != identity(Config())
 
 
-def test_config_yaml_gives_back_the_options():
+def test_config_yaml_round_trips_the_options():
     run = open_run("toy", config(learning_rate=1e-5, limit=None), {})
     assert read_config(run.path) == dataclasses.asdict(config())
 
 
-def test_an_option_outside_the_identity_may_change_and_the_manifest_says_so():
+def test_an_option_outside_the_identity_may_change_and_the_manifest_records_it():
     begun_run = begun_with(log_every=10)
     again = open_run("toy", config(resume="auto", log_every=3), {})
     assert again.resumed and json.loads((again.path / "manifest.json").read_text())["resumed"][0]["changed"] == {
@@ -61,7 +61,7 @@ def test_an_option_outside_the_identity_may_change_and_the_manifest_says_so():
     assert read_config(begun_run.path)["log_every"] == 10
 
 
-def test_an_option_that_came_later_has_its_default_in_a_run_of_before():
+def test_an_option_newer_than_the_run_has_its_default():
     @dataclass(frozen=True, kw_only=True)
     class Later(Config):
         decay: float = option(0.0, "new")
@@ -84,19 +84,19 @@ def test_a_fact_that_an_older_run_did_not_record_is_not_compared():
     assert open_run("toy", config(resume="auto"), {"rows": 4, "heldout_rows": "f00"}).resumed
 
 
-def test_summary():
+def test_finish_writes_the_summary():
     run = open_run("toy", config(), {})
     run.finish("finished", best={"loss": 0.5})
     assert json.loads((run.path / "summary.json").read_text()) == {"status": "finished", "best": {"loss": 0.5}}
 
 
-def test_directory_that_cannot_be_made_is_one_line(here):
+def test_a_directory_that_cannot_be_created_is_named(here):
     (here / "file").write_text("")
     assert "file/run could not be written" in refusal(config(output_dir="file/run"))
 
 
 # -- metrics ---------------------------------------------------------------------------------------------------------
-def test_metrics_are_one_object_a_line_and_rewind(here):
+def test_metrics_are_one_object_per_line(here):
     run = Run(here, resumed=False)
     assert run.metrics() == []
     run.log(1, {"loss": 0.5})
@@ -111,7 +111,7 @@ def test_metrics_are_one_object_a_line_and_rewind(here):
         asyncio.CancelledError(), BaseException("odd"),
     ],
 )  # fmt: skip
-def test_a_mirror_that_fails_is_warned_of_once_and_the_run_continues(here, capsys, error):
+def test_a_failing_tracker_is_one_warning_and_the_run_continues(here, capsys, error):
     run, sent = Run(here, resumed=False), []
 
     def mirror(step, values):
@@ -127,7 +127,7 @@ def test_a_mirror_that_fails_is_warned_of_once_and_the_run_continues(here, capsy
     assert said.count("warning") == 1 and "metrics.jsonl" in said
 
 
-def test_what_a_run_can_do_without_may_fail(capsys):
+def test_an_attempt_that_fails_is_a_warning(capsys):
     assert attempt("plotting", max, 1, 2) == 2 and not capsys.readouterr().out
     assert attempt("plotting", int, "x") is None
     assert "warning: plotting failed (invalid literal" in capsys.readouterr().out
@@ -141,7 +141,7 @@ def test_what_a_run_can_do_without_may_fail(capsys):
         attempt("plotting", stops, KeyboardInterrupt())
 
 
-def test_logged_line_is_shown(here, capsys):
+def test_a_logged_line_is_printed(here, capsys):
     Run(here, resumed=False).log(3, {"loss": 0.123456, "stage": "qat", "tokens": 128})
     assert capsys.readouterr().out == "step 3  loss 0.1235  stage qat  tokens 128\n"
 
@@ -167,8 +167,8 @@ def test_readers_notice_a_changed_file_of_a_finished_run(finished_run, file, dam
     path = finished_run / file
     whole = path.read_bytes()
     path.unlink() if damage is None else path.write_bytes(damage(whole))
-    check_files(finished_run, *(name for name in READ if name != file.split("/")[0]))  # which nobody reads
-    with pytest.raises(UserError, match=rf"{file} is (gone|not what the run has written).*restore it"):
+    check_files(finished_run, *(name for name in READ if name != file.split("/")[0]))  # the changed file is not read
+    with pytest.raises(UserError, match=rf"{file} (is missing|has changed since the run wrote it).*restore it"):
         check_files(finished_run, *READ)
 
 
@@ -182,7 +182,7 @@ def test_files_of_a_run_without_checksums_are_not_checked(finished_run):
 
 
 @pytest.mark.parametrize("ours", [{"a.json": "1", "b.json": "3"}, {"a.json": "1"}])
-def test_of_facts_about_several_files_the_one_that_differs_is_named(ours):
+def test_a_fact_about_several_files_names_the_one_that_differs(ours):
     ended_with = open_run("toy", config(), {"model files": {"a.json": "1", "b.json": "2"}})
     ended_with.held.close()
     message = refusal(config(resume="auto"), {"model files": ours})

@@ -1,4 +1,4 @@
-"""Between the steps: what is logged, evaluated and saved in which order, and what an interruption leaves behind."""
+"""Between the steps: the order of logging, evaluation and saving, and what an interruption leaves behind."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from qat_lora.run.metrics import Last, Ratio, Total
 from qat_lora.run.rundir import Run
 from qat_lora.run.session import Every, Session
 
-TENTH = Every()  # what a script takes by default: a line every ten steps
+TENTH = Every()  # the default of scripts: a line every ten steps
 
 
 class Toy:
@@ -70,7 +70,7 @@ def toy(tmp_path):
 
 
 # -- order and figures -----------------------------------------------------------------------------------------------
-def test_order_of_things(toy):
+def test_the_order_of_logging_evaluation_and_saving(toy):
     """Evaluate before the first step; then update → log → evaluate → save, so that a checkpoint covers its step."""
     made = toy(Every(log=2, evaluate=2, save=2))
     log = made.run.log
@@ -90,7 +90,7 @@ def test_order_of_things(toy):
     ]  # fmt: skip
 
 
-def test_intervals_of_0_mean_the_end_only(toy):
+def test_an_interval_of_0_means_only_at_the_end(toy):
     made = toy(Every(log=0, evaluate=0, save=0)).stage("qat", 5, lambda step: {"score": 0.5})
     assert [line["step"] for line in made.lines()] == [0, 5, 5]
     assert made.saved() == ["step_5"]
@@ -105,8 +105,8 @@ def test_a_line_averages_its_interval(toy):
     assert all(line["tokens_per_s"] > 0 for line in made.run.metrics())
 
 
-def test_a_pair_is_a_mean_over_what_there_is(toy):
-    """Steps without any of it count nothing, and a line without any has no such figure."""
+def test_a_ratio_is_the_total_sum_over_the_total_count(toy):
+    """Steps with a count of 0 do not matter, and a line without any count has no such figure."""
     made = toy(Every(log=2))
     has = {1: (3.0, 4.0), 2: (0.0, 0.0), 3: (0.0, 0.0), 4: (0.0, 0.0), 5: (1.0, 1.0), 6: (1.0, 3.0)}
     made.also = lambda number: {"exact": Ratio(*map(torch.tensor, has[number]))}
@@ -115,11 +115,11 @@ def test_a_pair_is_a_mean_over_what_there_is(toy):
     assert not any("." in name for line in found for name in line)
 
 
-def test_a_pair_is_over_all_workers(toy, monkeypatch):
+def test_a_ratio_is_over_all_workers(toy, monkeypatch):
     made = toy(Every(log=1))
     made.also = lambda number: {"exact": Ratio(torch.tensor(1.0), torch.tensor(2.0))}
 
-    def gather(value):  # another worker, which has 5 of 6
+    def gather(value):  # with another worker that has 5 of 6
         return [value, [line | {"exact.sum": 5.0, "exact.count": 6.0} for line in value] if value else value]
 
     monkeypatch.setattr(made.session.backend.group, "gather", gather)
@@ -147,12 +147,12 @@ def test_best_is_the_lowest_ever_logged(toy):
 @pytest.mark.parametrize(
     "scores, value, rows",
     [
-        ([(0.1, 4), (0.4, 8), (0.5, 8)], 0.4, 8),  # other rows take the place of what was kept
-        ([(0.1, 8), (0.7, 4), (0.4, 8)], 0.4, 8),  # so 0.1 is in no file any more
-        ([(0.1, 4), (0.4, None), (0.05, None)], 0.05, 4),  # a line of an earlier version does not say how many
+        ([(0.1, 4), (0.4, 8), (0.5, 8)], 0.4, 8),  # a value on other rows replaces the kept one
+        ([(0.1, 8), (0.7, 4), (0.4, 8)], 0.4, 8),  # so the state of 0.1 is no longer in the file
+        ([(0.1, 4), (0.4, None), (0.05, None)], 0.05, 4),  # lines of earlier versions do not record the number of rows
     ],
 )
-def test_best_is_what_the_kept_file_holds(toy, scores, value, rows):
+def test_best_is_the_value_of_the_kept_file(toy, scores, value, rows):
     lines = iter({"score": score} | ({"heldout_rows": count} if count else {}) for score, count in scores)
     made = toy(Every(evaluate=2)).stage("qat", 4, lambda step: next(lines))
     best = made.session.best("score")
@@ -162,7 +162,7 @@ def test_best_is_what_the_kept_file_holds(toy, scores, value, rows):
 
 
 # -- stages ----------------------------------------------------------------------------------------------------------
-def test_steps_count_through_the_stages(toy):
+def test_steps_are_counted_through_all_stages(toy):
     made = toy(Every(log=2)).stage("layers", 4).stage("none", 0).stage("qat", 3)
     assert made.steps_seen == [("layers", s) for s in (1, 2, 3, 4)] + [("qat", s) for s in (1, 2, 3)]
     assert [(line["stage"], line["step"]) for line in made.lines()] == [
@@ -174,12 +174,12 @@ def test_steps_count_through_the_stages(toy):
     assert made.session.cost()["seconds"].keys() == {"layers", "qat"}
 
 
-def test_stage_without_steps_is_evaluated_and_saves_nothing(toy):
+def test_a_stage_without_steps_is_evaluated_but_not_saved(toy):
     made = toy().stage("none", 0, lambda step: {"score": 1.0})
     assert made.lines() == [{"step": 0, "stage": "none", "score": 1.0}] and made.saved() == []
 
 
-def test_resume_passes_over_stages_that_are_done(toy):
+def test_resume_skips_finished_stages(toy):
     toy(Every(log=2, save=2)).stage("layers", 4).stage("qat", 2)
     made = toy(Every(log=2, save=2), resumed=True).stage("layers", 4).stage("qat", 4)
     assert made.steps_seen == [("qat", 3), ("qat", 4)]
@@ -187,7 +187,7 @@ def test_resume_passes_over_stages_that_are_done(toy):
 
 
 class Death(BaseException):
-    """Stands for kill -9: nothing of ours handles it."""
+    """Stands for kill -9: none of our code handles it."""
 
 
 def die():
@@ -195,7 +195,7 @@ def die():
 
 
 @pytest.mark.parametrize("at", [1, 3, 4, 5, 8, 9, 10, 12])
-def test_resume_logs_the_lines_of_a_run_that_never_stopped(toy, at):
+def test_a_resumed_run_logs_the_lines_of_a_run_that_never_stopped(toy, at):
     every = Every(log=3, evaluate=4, save=4)
 
     def play(folder, resumed=False, deadly=0):
@@ -211,7 +211,7 @@ def test_resume_logs_the_lines_of_a_run_that_never_stopped(toy, at):
     assert torch.equal(again.weight, whole.weight)
 
 
-def test_killed_before_anything_was_saved_starts_anew(toy):
+def test_a_run_killed_before_its_first_checkpoint_starts_again(toy):
     made = toy(Every(log=1))
     made.hooks = {3: die}
     with pytest.raises(Death):
@@ -222,7 +222,7 @@ def test_killed_before_anything_was_saved_starts_anew(toy):
     assert len(again.stage("qat", 4).lines()) == 4
 
 
-def test_metrics_that_are_gone_or_damaged_come_back(toy):
+def test_missing_or_damaged_metrics_are_restored(toy):
     every = Every(log=1, save=2)
     toy(every).stage("qat", 4)
     lines = toy(every, resumed=True).lines()
@@ -251,7 +251,7 @@ def test_a_checkpoint_of_an_earlier_version_rewinds_metrics_by_their_size(toy):
 @pytest.mark.parametrize(
     "error", [ConnectionResetError("bucket away"), SystemExit("bucket away"), CancelledError("bucket away")]
 )
-def test_a_copy_that_fails_is_warned_of_once_and_tried_again(toy, capsys, error):
+def test_a_failing_copy_is_one_warning_and_is_tried_again(toy, capsys, error):
     made, copied = toy(Every(log=0, save=1)), []
 
     def saved(folder):
@@ -263,22 +263,22 @@ def test_a_copy_that_fails_is_warned_of_once_and_tried_again(toy, capsys, error)
     made.stage("qat", 6)
     assert copied == ["step_1", "step_4", "step_6"] and made.saved() == ["step_5", "step_6"]
     said = capsys.readouterr().out
-    assert said.count("was not copied (bucket away)") == 2  # of steps 2 and 3, one warning
+    assert said.count("was not copied (bucket away)") == 2  # one warning for steps 2 and 3
 
 
 # -- figures that are not finite -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_bad_loss_stops_names_its_step_and_keeps_the_last_checkpoint(toy, bad):
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(toy, bad):
     made = toy(Every(log=4, save=2), losses={3: bad})
     with pytest.raises(UserError, match=r"step 3: .*not finite.*checkpoint is kept.*--learning-rate"):
         made.stage("qat", 6)
     assert made.saved() == ["step_2"] and made.lines() == []
-    assert made.steps_seen[-1] == ("qat", 4)  # where figures were next looked at
+    assert made.steps_seen[-1] == ("qat", 4)  # when the figures were next fetched
     assert json.loads((made.run.path / "summary.json").read_text()) == {"status": "failed", "step": 3}
     assert read_checkpoint(made.run.path / "checkpoints" / "step_2")[2]["step"] == 2
 
 
-def test_bad_loss_in_a_later_stage_names_the_step_of_the_whole_run(toy):
+def test_a_bad_loss_in_a_later_stage_names_the_step_of_the_whole_run(toy):
     made = toy(Every(log=10), losses={6: math.nan})
     with pytest.raises(UserError, match="step 6: "):
         made.stage("layers", 4).stage("qat", 5)
@@ -286,8 +286,8 @@ def test_bad_loss_in_a_later_stage_names_the_step_of_the_whole_run(toy):
 
 
 @pytest.mark.parametrize("step", [0, 2])
-def test_bad_evaluation_stops_before_the_save(toy, step):
-    """The update after a finite loss can break the weights; then they must not replace good ones."""
+def test_a_bad_evaluation_stops_the_run_before_it_saves(toy, step):
+    """An update after a finite loss can still break the weights; they must not replace good ones."""
     made = toy(Every(log=2, evaluate=2, save=1))
     with pytest.raises(UserError, match=f"step {step}: .*not finite"):
         made.stage("qat", 4, lambda at: {"score": math.nan if at == step else 1.0})
@@ -309,7 +309,7 @@ def test_sigterm_finishes_the_step_saves_and_exits_0(toy, at, capsys):
     assert made.steps_seen[-1] == ("qat", at) and f"step_{at}" in made.saved()
     assert json.loads((made.run.path / "summary.json").read_text()) == {"status": "preempted", "step": at}
     assert "--resume auto" in capsys.readouterr().out
-    terminate()  # schedulers send it again
+    terminate()  # schedulers send it twice
 
     whole, again = toy(Every(log=3, save=4), "whole").stage("qat", 9), toy(Every(log=3, save=4), resumed=True)
     again.stage("qat", 9)
@@ -323,8 +323,8 @@ def test_sigterm_during_the_first_evaluation(toy):
     assert made.steps_seen == [("qat", 1)] and made.saved() == ["step_1"]
 
 
-def test_sigterm_after_the_last_step_ends_nothing(toy):
-    """Plots and summaries are still to be written."""
+def test_sigterm_after_the_last_step_does_not_end_the_program(toy):
+    """Plots and summaries still have to be written."""
     toy().stage("qat", 1)
     terminate()
     terminate()

@@ -1,4 +1,4 @@
-"""Runs of a script with four options, made on the spot."""
+"""Runs of a toy script with four options."""
 
 from dataclasses import dataclass
 

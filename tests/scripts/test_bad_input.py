@@ -25,7 +25,7 @@ def test_missing_flag_is_named(refuse, script, flag):
 
 def test_an_input_under_two_names_is_refused(refuse, tiny_student):
     said = refuse("train_recovery_lora", "--checkpoint", tiny_student, "--v2-checkpoint", "other.pt")
-    assert "--checkpoint and --v2-checkpoint are one option; give it once" in said
+    assert "--checkpoint and --v2-checkpoint are the same option; give it once" in said
 
 
 def test_recovery_without_a_cache(refuse, tiny_student):

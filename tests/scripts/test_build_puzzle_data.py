@@ -63,7 +63,7 @@ def test_a_dry_run_writes_nothing(build, tmp_path, capsys):
         (["least_blanks=0.9", "most_blanks=0.5"], "--least-blanks 0.9 and --most-blanks 0.5"),
         (["corpus=none.jsonl"], "no such file"),
         (["corpus=pairs.jsonl", "length=1"], "--length 1 must be from 2"),
-        (["corpus=pairs.jsonl", "iterations=-1"], "--iterations -1"), (["output_dir=pairs.jsonl"], "is there already"),
+        (["corpus=pairs.jsonl", "iterations=-1"], "--iterations -1"), (["output_dir=pairs.jsonl"], "already exists"),
         (["corpus=pairs.jsonl"], "pairs.jsonl row 2: response is None"), (["kinds=maze9"], "did you mean --kind"),
     ],
 )  # fmt: skip

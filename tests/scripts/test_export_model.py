@@ -187,9 +187,9 @@ def test_what_is_there_is_left_alone(refusal, run, files, tmp_path):
     run()
     before = (tmp_path / "out" / "model.gguf").read_bytes()
     flags = ["--checkpoint", files[0], "--output-dir"]
-    assert "is there already and nothing is overwritten" in refusal("export_model", *flags, tmp_path / "out")
+    assert "already exists and nothing is overwritten" in refusal("export_model", *flags, tmp_path / "out")
     assert (tmp_path / "out" / "model.gguf").read_bytes() == before
-    assert "is there already" in refusal("export_model", *flags, files[0])
+    assert "already exists" in refusal("export_model", *flags, files[0])
     with locked(tmp_path / ".new.part"), pytest.raises(UserError, match="another process is writing"):
         run("--output-dir", tmp_path / "new")
 

@@ -144,7 +144,7 @@ def test_what_grpo_began_with_comes_back_or_is_missed(run, load_script, tmp_path
     shutil.copytree(copies, tmp_path / "aside")
     shutil.rmtree(copies)
     warmed.write_text("{}")
-    with pytest.raises(UserError, match=r"sft_model/model\.safetensors is not what it was at step"):
+    with pytest.raises(UserError, match=r"sft_model/model\.safetensors has changed since step"):
         run("train_musclebob_improved", "--output-dir", tmp_path, "--resume", "auto")
     (tmp_path / "aside").rename(copies)
     shutil.rmtree(tmp_path / "sft_model")

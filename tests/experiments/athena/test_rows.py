@@ -253,7 +253,7 @@ def test_what_cannot_be_read_is_refused_by_name(damage, said, written):
 
 
 def test_no_dataset_is_overwritten(written):
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="already exists"):
         save(written, *load(str(written)))
 
 

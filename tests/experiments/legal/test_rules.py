@@ -181,7 +181,7 @@ def test_what_is_written_is_read_as_it_was(make, suffix, capsys):
     [
         (["output=law.csv"], "--output law.csv ends in neither .jsonl nor .parquet"),
         (["count=0"], "--count 0"),
-        (["output=there.jsonl"], "there.jsonl is there already"),
+        (["output=there.jsonl"], "there.jsonl already exists"),
     ],
 )
 def test_bad_input_is_named_and_nothing_is_written(make, tmp_path, words, said):
