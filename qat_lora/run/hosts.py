@@ -148,7 +148,7 @@ def shared_file(path: Path, group: Group) -> Iterator[Path]:
 
 
 def share(path: Path | None, giver: int, group: Group) -> Iterator[bytes]:
-    """Yield one worker's file in pieces to all workers; each of which must read to the end. path: on the giver."""
+    """Yield one worker's file in pieces to all workers, who must all read to the end. path: only on the giver."""
     size = group.gather(path.stat().st_size if path else 0)[giver]
     file = open(path, "rb") if path else None  # noqa: SIM115
     for _ in range(0, size, PART):

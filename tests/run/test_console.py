@@ -1,4 +1,4 @@
-"""Progress of long jobs, and what is said at the end of a run."""
+"""The progress of long jobs, and the summary at the end of a run."""
 
 import sys
 
@@ -29,14 +29,14 @@ def test_without_a_terminal_progress_is_plain_lines_on_stderr(monkeypatch, capsy
     assert said.err.splitlines() == ["letters: 1 of 3, 0 s left", "letters: 2 of 3, 0 s left"] and not said.out
 
 
-def test_what_is_quick_says_nothing_and_neither_do_other_workers(monkeypatch, capsys):
+def test_short_jobs_and_other_workers_print_nothing(monkeypatch, capsys):
     list(watched(range(5), "numbers", 5))
     monkeypatch.setattr(console, "PAUSE", 0.0)
     list(watched(range(5), "numbers", 5, shown=False))
     assert capsys.readouterr() == ("", "")
 
 
-def test_an_item_may_stand_for_several(monkeypatch, capsys):
+def test_an_item_may_count_for_several_rows(monkeypatch, capsys):
     monkeypatch.setattr(console, "PAUSE", 0.0)
     list(watched([4, 2, 4], "rows", 10, size=int))
     assert capsys.readouterr().err.splitlines() == ["rows: 4 of 10, 0 s left", "rows: 6 of 10, 0 s left"]
@@ -50,7 +50,7 @@ def test_on_a_terminal_progress_is_a_bar_with_the_time_left(monkeypatch, capsys)
     assert "letters:" in said and "0/3 [00:00<" in said and "left" not in said
 
 
-def test_the_end_of_a_run_says_what_was_made_how_good_it_is_and_what_comes_next(capsys):
+def test_the_summary_has_what_was_made_its_quality_and_the_next_command(capsys):
     summarise({"model": "runs/x/best.pt", "report": None}, ["KL 0.5; before training 2.0"], "make report")
     assert capsys.readouterr().out.splitlines() == [
         "",
