@@ -115,7 +115,7 @@ legal-cuda: setup ## the same for Qwen2.5-0.5B on every GPU (untested on hardwar
 
 ##@ Tests
 # One process a core, each with one thread; a file's tests share its fixtures and so stay in one process.
-PYTEST = $(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder
+PYTEST = $(PY) -m pytest -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 test-fast: setup ## the tests to run before each commit (2 minutes on two cores)
 	$(PYTEST) -m "not slow and not peer and not zoo and not faults and not hosts"
 
