@@ -1,5 +1,4 @@
-"""The one exception that means "the input is at fault", the one way in which an error ends a program, and the standard
-output that every program has."""
+"""UserError for bad input, how an error ends a program, and the standard output that every program uses."""
 
 import errno
 import importlib
@@ -17,11 +16,11 @@ from typing import TextIO
 
 ROOT = Path(__file__).resolve().parents[1]  # of the checkout
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# What ends a program or a generator. Whatever else a package from outside raises, even SystemExit or asyncio's
-# CancelledError, is a fault of that package: `except STOPS: raise`, then `except BaseException`.
+# These end a program or a generator. Anything else that a third-party package raises, even SystemExit or asyncio's
+# CancelledError, is that package's fault: `except STOPS: raise`, then `except BaseException`.
 STOPS = (KeyboardInterrupt, GeneratorExit)
 AGAIN = "run the command again (training: with --resume auto)"
-OUTPUT = "standard output"  # the file name in an OSError of it
+OUTPUT = "standard output"  # the file name in its OSErrors
 
 
 class UserError(ValueError):
@@ -39,19 +38,19 @@ def one_line(error: BaseException, longest: int = 160) -> str:
 
 
 def said(error: BaseException) -> str:
-    """An exception's message; "" where the exception cannot say it."""
-    if isinstance(error, pickle.UnpicklingError):  # its own message advises to run the file
+    """An exception's message; "" if its __str__ fails."""
+    if isinstance(error, pickle.UnpicklingError):  # its own message advises running the file
         return "it holds something other than tensors, and none of it was run"
     try:
         return str(error)
     except STOPS:
         raise
-    except BaseException:  # a class from outside may have a __str__ that fails
+    except BaseException:  # the __str__ of a third-party class may fail
         return ""
 
 
 class Output:
-    """Standard output whose OSErrors name it, as those of a file name the file."""
+    """Standard output whose OSErrors name it, as a file's OSErrors name the file."""
 
     def __init__(self, stream: TextIO):
         self.stream = stream
@@ -77,15 +76,15 @@ class Output:
 
 
 def nowhere() -> TextIO:
-    """A stream whose lines nobody reads."""
+    """A stream that discards what is written to it."""
     stream = open(os.devnull, "w", errors="replace")  # noqa: SIM115
-    os.set_inheritable(stream.fileno(), True)  # where it takes the number of a closed one, child processes have it too
+    os.set_inheritable(stream.fileno(), True)  # child processes inherit it in place of a closed one
     return stream
 
 
 def open_output() -> None:
-    """Make standard output an `Output`, on which a terminal without → or ± still gets the rest of a line. If it is
-    closed (`>&-`), what is printed is dropped; so it is with standard error."""
+    """Make standard output an `Output` that replaces characters a terminal cannot show, such as → or ±. If standard
+    output or standard error is closed (`>&-`), what is printed to it is dropped."""
     sys.stdout, sys.stderr = sys.stdout or nowhere(), sys.stderr or nowhere()
     if not isinstance(sys.stdout, Output):
         sys.stdout.reconfigure(errors="replace")
@@ -93,25 +92,25 @@ def open_output() -> None:
 
 
 def is_of_output(error: BaseException) -> bool:
-    """Whether standard output could not be written."""
+    """Whether the error came from writing to standard output."""
     return isinstance(error, OSError) and error.filename == OUTPUT
 
 
 def _drop(stream: TextIO) -> None:
-    """Drop what standard output or error could not take, which else would fail again when the process ends."""
+    """Drop what could not be written to standard output or error; it would fail again when the process ends."""
     with suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def ignore_sigterm() -> None:
-    """Call it last in a process, when all is saved. Python would let a first SIGTERM end a process that is shutting
-    down anyway with 143, as if something had been lost."""
+    """Call this last in a process, when everything is saved. Otherwise a SIGTERM while Python shuts down would end the
+    process with 143, as if something had been lost."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def load_package(name: str, what: str, otherwise: str = "") -> ModuleType:
-    """A package that only `what` needs, an option or a task. otherwise: what to do without it.
+    """Import a package that only `what` (an option or a task) needs. otherwise: what to do without the package.
 
     Raises UserError naming both, whatever the import raises: a broken installation may even raise SystemExit.
     """
@@ -129,15 +128,15 @@ def load_package(name: str, what: str, otherwise: str = "") -> ModuleType:
 
 
 def explain_missing_packages() -> None:
-    """In the scripts of a checkout, let an import that fails end the program with one line that says how to install
-    what is missing; --debug shows the traceback."""
+    """In the scripts of a checkout, make a failed import end the program with one line that says how to install the
+    missing package; --debug shows the traceback."""
     main = Path(getattr(sys.modules.get("__main__"), "__file__", None) or ".").resolve()
     if main.parent not in (ROOT, ROOT / "scripts") or "--debug" in sys.argv:
         return
     show = sys.excepthook
 
     def explain(kind: type, error: BaseException, trace) -> None:
-        if isinstance(error, KeyboardInterrupt):  # while packages load; the exit code says it
+        if isinstance(error, KeyboardInterrupt):  # while packages load; the exit code is enough
             return None
         if not isinstance(error, ImportError):
             return show(kind, error, trace)
@@ -148,7 +147,7 @@ def explain_missing_packages() -> None:
 
 
 def report(error: BaseException, with_traceback: bool = False) -> int:
-    """Print on stderr, in one line, what ended a program; returns the exit code for it.
+    """Print the error that ended a program on stderr, in one line, and return its exit code.
 
     Bad input, a full disk or memory: 2. An unexpected error: 1. Ctrl-C: 130. SystemExit keeps its own code, silently.
     If the reader of our output has closed the pipe (`| head`), the process ends silently with 141.
@@ -180,13 +179,13 @@ def report(error: BaseException, with_traceback: bool = False) -> int:
         )
     try:
         print(f"error: {line}", file=sys.stderr, flush=True)
-    except OSError:  # nobody can be told, except by the code
+    except OSError:  # only the exit code can tell
         _drop(sys.stderr)
     return code
 
 
 def _output_is_closed() -> bool:
-    """Whether the pipe of our standard output has no reader any more."""
+    """Whether the reader of our standard output has closed the pipe."""
     try:
         poll = select.poll()
         poll.register(1, 0)

@@ -1,4 +1,4 @@
-"""Which commit of the code runs."""
+"""The commit of the running code."""
 
 import subprocess
 from pathlib import Path
@@ -18,6 +18,6 @@ def git_state() -> tuple[str, bool | None]:
 
 
 def revision() -> str:
-    """The commit that a figure was measured at, for people."""
+    """The commit at which a figure was measured, in readable form."""
     commit, dirty = git_state()
     return f"{commit} with changes" if dirty else commit

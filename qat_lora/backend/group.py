@@ -15,7 +15,7 @@ from qat_lora.backend.relay import AGAIN, Relay
 from qat_lora.errors import UserError, first_line
 
 HEARSAY = 2  # seconds that a failing worker waits to hear whether another worker failed first
-LINGER = 4  # seconds that a failed worker keeps its relay for the others
+LINGER = 4  # seconds that a failed worker keeps its relay open for the others
 
 
 class Flag:
@@ -38,14 +38,14 @@ SIGTERM = Flag()  # this process was asked to stop
 
 
 class WorkerLost(UserError):
-    """A worker cannot be reached any more, and may not have been able to report why."""
+    """A worker can no longer be reached, and may not have been able to report why."""
 
 
 class Group:
-    """This worker's place among `world_size`. One worker needs no link to others.
+    """This worker's place among `world_size` workers. A single worker needs no link.
 
-    relay: set if this process serves it; it then leaves last. Every worker makes the same calls in the same order;
-    values are pickled, so they come from this job alone.
+    relay: the job's relay if this process serves it; the process then leaves last. Every worker makes the same calls in
+    the same order. Values are pickled, so they must come from this job alone.
     """
 
     def __init__(self, rank: int = 0, world_size: int = 1, link: Link | None = None, relay: Relay | None = None):
@@ -73,7 +73,7 @@ class Group:
 
     @contextmanager
     def losing_none(self):
-        """Like `waiting`; turns a collective's broken connection into WorkerLost."""
+        """Like `waiting`, but raises WorkerLost if a collective's connection breaks."""
         try:
             with self.waiting():
                 yield
@@ -84,15 +84,15 @@ class Group:
             raise WorkerLost(f"the connection to another worker is lost ({why}); {AGAIN}") from error
 
     def gather(self, value: Any) -> list:
-        """What each worker gave, in the order of ranks. Raises UserError once another worker has failed."""
+        """The values of all workers, in rank order. Raises UserError if another worker has failed."""
         if self.world_size == 1:
             return [value]
         with self.waiting():
             return [pickle.loads(each) for each in self.link.exchange(pickle.dumps(value))]
 
     def on_main(self, function: Callable[[], Any]) -> Any:
-        """function() of worker 0, known to all. A SystemExit of it is raised in all; at a UserError the others raise
-        AnotherFailed, which names worker 0's host."""
+        """Run function() on worker 0 and return its result on all workers. If it raises SystemExit, all workers raise
+        it; if it raises UserError, the others raise AnotherFailed, which names worker 0's host."""
         result = error = None
         if self.rank == 0:
             try:
@@ -116,8 +116,8 @@ class Group:
             self.gather(None)
 
     def agree(self, values: dict[str, tuple[Any, str]], fix: str, common: bool = False) -> None:
-        """Raise UserError, in every worker, where one has other values than worker 0. values: {name: (value, the value
-        for people)}; fix: what to do then. common: ignore names that only one of them has."""
+        """Raise UserError in every worker if the values of any worker differ from worker 0's. values: {name: (value,
+        the value as the error shows it)}; fix: how to fix it. common: ignore names that only one of the two has."""
         first, *others = self.gather(values)
         for rank, theirs in enumerate(others, 1):
             for name in sorted(first.keys() & theirs.keys() if common else first.keys() | theirs.keys()):
@@ -129,16 +129,16 @@ class Group:
                     )
 
     def stop(self, wanted: bool) -> bool:
-        """Whether any worker wants to stop. From then on they save, however long that takes."""
+        """Whether any worker wants to stop. If so, all workers now save, however long that takes."""
         stopping = any(self.gather(wanted))
         if self.link:
             self.link.stopping = stopping
         return stopping
 
     def fail(self, error: BaseException) -> str | None:
-        """Tell the others that this worker ends with `error`, unless the job has ended already. Returns the line that
-        this worker has to print in place of its own error, "" for that error itself, None for nothing: each terminal is
-        told once."""
+        """Tell the others that this worker ends with `error`, unless the job has already ended. Returns what this
+        worker has to print, so that each terminal shows the reason once: a line in place of its own error, "" for its
+        own error, None for nothing."""
         if not self.link:
             return ""
         line = f"{self.name(self.rank)} failed: {' '.join(str(error).split()) or type(error).__name__}"
@@ -155,8 +155,8 @@ class Group:
         return "" if mine or (isinstance(error, UserError) and not follows) else ending.line
 
     def linger(self) -> None:
-        """Call it before this process ends with an error: the others get time to hear why, where the relay ends with
-        it."""
+        """Call this before the process ends with an error. If it serves the relay, it gives the others time to hear
+        why."""
         if self.link:
             self.link.leave_reaper()
         if self.relay:
@@ -175,7 +175,7 @@ ALONE = Group()
 
 
 # -- SIGTERM ---------------------------------------------------------------------------------------------------------
-# Python calls signal handlers in the main thread, once that comes back from a library; this socket hears at once.
+# Python runs signal handlers in the main thread, once library code returns there; this socket is written at once.
 _WOKEN, _WAKES = socket.socketpair()
 _WOKEN.setblocking(False)
 _WAKES.setblocking(False)
@@ -183,9 +183,9 @@ _stopped_at: float | None = None
 
 
 def notice_sigterm() -> None:
-    """From here on the first SIGTERM sets the flag SIGTERM and further ones are ignored, until the very end of the
-    process: what is written after the last step (plots, summaries) must not be lost. Python allows signal handlers in
-    the main thread only, so in another thread this does nothing and the main thread has to call it."""
+    """From here on the first SIGTERM sets the flag SIGTERM and further ones are ignored until the process ends, so that
+    what is written after the last step (plots, summaries) is not lost. Python allows signal handlers in the main thread
+    only: in another thread this does nothing, and the main thread has to call it."""
     if threading.current_thread() is threading.main_thread():
         signal.set_wakeup_fd(_WAKES.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, _note_sigterm)

@@ -1,4 +1,4 @@
-"""What glibc does with freed memory, which decides how much a process holds. Other C libraries are left alone."""
+"""How much freed memory glibc keeps in the process. Other C libraries are left alone."""
 
 import ctypes
 import functools
@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from ctypes import Structure, c_int, c_size_t
 from pathlib import Path
 
-# Bytes of freed memory that a process may hold while blocks are recomputed: to give memory back and take it again costs
-# time, so that a lower limit is a slower step.
+# Bytes of freed memory that a process may hold while blocks are recomputed. Returning memory and taking it again costs
+# time, so a lower limit makes a step slower.
 PIECES = 2**30
 BETWEEN = 2**28  # the same before an evaluation
-MAPPED = 2**17  # bytes from which a block gets a mapping of its own and the heap's top goes back, as glibc begins
+MAPPED = 2**17  # bytes from which a block gets its own mapping and the heap's top is trimmed: glibc's initial values
 RESIDENT = Path("/proc/self/statm")
 _keeps = False  # whether `keep_freed_memory` has been called
 
@@ -33,28 +33,28 @@ def _libc() -> ctypes.CDLL | None:
 
 
 def hand_back_memory() -> None:
-    """Return to the kernel what glibc keeps of freed memory."""
+    """Return the freed memory that glibc keeps to the kernel."""
     if libc := _libc():
         libc.malloc_trim(c_size_t(0))
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep what training frees and takes again every step, instead of handing pages back to the kernel.
+    """Make glibc keep the memory that training frees and takes again every step, instead of returning it to the kernel.
 
-    A step of SmolLM2-135M (4×256 tokens, two cores) went from 5.5 to 3.9 s, at the same peak memory. Called once the
-    weights are there: what loading them frees would stay in pieces that nothing later fits.
+    A step of SmolLM2-135M (4×256 tokens, two cores) went from 5.5 to 3.9 s, at the same peak memory. Call it once the
+    weights are loaded: what loading frees would stay in pieces that nothing later fits.
     """
     global _keeps
     _keeps = True
-    _set(mappings=0, trim=-1)  # no mapping of its own for a large block; the heap's top is never given back
+    _set(mappings=0, trim=-1)  # large blocks get no mapping of their own; the heap's top is never trimmed
 
 
 @contextmanager
 def giving_memory_back() -> Iterator[None]:
-    """Where weights are loaded, also beside or after those that are trained: what is free goes back before and after.
+    """Use this to load weights, also while or after others are trained: it returns free memory before and after.
 
-    Of a process that keeps its freed memory, a large block that fits no freed piece of the heap gets a mapping of its
-    own within this context, which goes back when it is freed. One that fits stays in the heap until the end.
+    In a process that keeps its freed memory, a large block that fits no freed piece of the heap gets its own mapping
+    within this context, which is returned when the block is freed. A block that fits stays in the heap to the end.
     """
     hand_back_memory()
     if _keeps:
@@ -75,17 +75,17 @@ def _set(mappings: int, trim: int) -> None:
 
 
 def tidier() -> Callable[[int], None]:
-    """A function that gives freed memory back to the kernel if the process holds more than so many bytes of it. Make it
-    once the weights are there; call it before an evaluation, and before and after a block is recomputed.
+    """Return tidy(most), which returns freed memory to the kernel if the process holds more than `most` bytes of it.
+    Create it once the weights are loaded; call it before an evaluation, and before and after a block is recomputed.
 
-    Elsewhere a step takes again what the one before has freed. Recomputed blocks do not: small objects of the graph,
-    which stay alive, are cut off the freed pieces, and what is left of each is too small for a tensor of that size.
+    Otherwise each step reuses what the previous one freed. Recomputed blocks cannot: small objects of the graph that
+    stay alive are cut from the freed pieces, and the rest of a piece is too small for a tensor of the old size.
     """
     libc = _libc()
     if not libc or not hasattr(libc, "mallinfo2") or not RESIDENT.exists():  # before glibc 2.33
         return lambda most: None
     libc.mallinfo2.restype = _Use
-    beside = _not_in_use(libc)  # libraries, above all
+    beside = _not_in_use(libc)  # mostly libraries
 
     def tidy(most: int) -> None:
         nonlocal beside

@@ -27,13 +27,13 @@ from qat_lora.backend.workers import count_workers, is_slice_host, take_chips
 from qat_lora.errors import UserError, ignore_sigterm, nowhere, open_output, report
 
 GRACE = 8  # seconds that the other workers get to end by themselves after one has died
-STARTING = 300  # seconds within which the workers that this process has started have to arrive; it sees them die
-FOREVER = timedelta(days=365)  # a collective takes as long as it takes: the relay notices who is lost
+STARTING = 300  # seconds within which the workers that this process started have to join; it notices if one dies
+FOREVER = timedelta(days=365)  # collectives have no time limit: the relay notices lost workers
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every worker runs, worker(backend, *args), and on what. kind: a device as `detect.resolve` names it."""
+    """What every worker runs, worker(backend, *args), and on which device. kind: the result of `detect.resolve`."""
 
     worker: Callable
     args: tuple
@@ -54,13 +54,13 @@ def launch(
 ) -> None:
     """Call worker(backend, *args) in every worker of a job, and return when all are done.
 
-    num_chips: TPU chips, GPUs or CPU processes of this host; None is one, 0 every chip or GPU there is. One worker
-    runs in this process; several get processes of their own (`worker` and `args` are pickled), on TPU chips by
-    torch_xla.launch. On a TPU slice give the same command on every host. Under torchrun (RANK or WORLD_SIZE in the
-    environment) this process is one worker of those. SIGTERM reaches every worker, and none outlives this process. The
-    first worker to fail ends the job within seconds, with its exit code, and a host that is lost within timeouts.host.
-    Raises UserError if more is asked for than there is, a chip is held by another process, or the environment
-    contradicts itself.
+    num_chips: TPU chips, GPUs or CPU processes of this host; None means one, 0 every available chip or GPU. A single
+    worker runs in this process; several run in processes of their own (`worker` and `args` are pickled), which
+    torch_xla.launch starts on TPU chips. On a TPU slice run the same command on every host. Under torchrun (RANK or
+    WORLD_SIZE in the environment) this process is one of its workers. SIGTERM reaches every worker, and none outlives
+    this process. The first worker to fail ends the job within seconds, with its exit code; a lost host ends it within
+    timeouts.host. Raises UserError if more devices are requested than available, a chip is held by another process, or
+    the environment contradicts itself.
     """
     kind = detect.resolve(device)
     job = Job(worker, args, kind, precision, debug, timeouts)
@@ -78,10 +78,10 @@ def launch(
 
 
 def open_backend(requested: str = "auto", precision: str = "auto") -> TorchBackend:
-    """The backend of one worker alone on `requested` (auto, cpu, cuda, tpu, xla). precision: auto, fp32 or bf16
+    """The backend of a single worker on `requested` (auto, cpu, cuda, tpu, xla). precision: auto, fp32 or bf16
     autocast.
 
-    torch_xla is imported here, and only when the device resolved to XLA.
+    torch_xla is imported here, and only if the device resolves to XLA.
     """
     kind = detect.resolve(requested)
     if kind != "xla":
@@ -93,8 +93,8 @@ def open_backend(requested: str = "auto", precision: str = "auto") -> TorchBacke
 
 
 def open_alone(device: str = "auto", precision: str = "auto") -> TorchBackend:
-    """`open_backend` for a script that trains on one device. Raises UserError where a launcher has started several
-    workers, or a TPU slice has several hosts: each would train a model of its own."""
+    """`open_backend` for a script that trains on one device. Raises UserError if a launcher has started several
+    workers, or a TPU slice has several hosts: each would train its own model."""
     place = read_place()
     if place and place.world_size > 1:
         raise UserError(
@@ -107,11 +107,11 @@ def open_alone(device: str = "auto", precision: str = "auto") -> TorchBackend:
 
 # -- one worker ------------------------------------------------------------------------------------------------------
 def run_worker(job: Job, enter: Callable[[], Group], open_backend: Callable[[Group], TorchBackend]) -> None:
-    """Call job.worker(open_backend(enter()), *job.args). A failure is reported once in the whole job and ends this
-    process with its exit code.
+    """Call job.worker(open_backend(enter()), *job.args). A failure is reported once per job and ends this process with
+    its exit code.
 
-    Errors other than UserError show their traceback. The process ends by os._exit: another thread may still be waiting
-    for a worker.
+    Errors other than UserError show their traceback. The process ends with os._exit, since another thread may still be
+    waiting for a worker.
     """
     group = ALONE
     open_output()
@@ -128,7 +128,7 @@ def run_worker(job: Job, enter: Callable[[], Group], open_backend: Callable[[Gro
             dist.destroy_process_group()
         return
     except BaseException as error:
-        # a worker that has not joined yet hears of another's end from the process that started both, which prints it
+        # if this worker has not joined yet, the process that started both prints the other worker's failure
         instead = None if group is ALONE and isinstance(error, AnotherFailed) else group.fail(error)
         if instead == "":
             code = report(error, with_traceback=job.debug or not isinstance(error, UserError | KeyboardInterrupt))
@@ -140,36 +140,36 @@ def run_worker(job: Job, enter: Callable[[], Group], open_backend: Callable[[Gro
             code = 1
         group.linger()
         if instead is None:
-            time.sleep(1)  # the first one's exit code is the job's
+            time.sleep(1)  # the job ends with the exit code of the first worker to fail
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def check_world(backend: TorchBackend, wanted: int) -> TorchBackend:
-    """The backend, once a sum over all workers has shown that they found each other.
+    """Check with a sum over all workers that they found each other, and return the backend.
 
-    Raises UserError where they did not: each would train a model of its own, the commonest silent failure.
+    Raises UserError if they did not: each would train its own model, the most common silent failure.
     """
     one = torch.ones((), device=backend.device)
     backend.reduce([one])
     backend.step_boundary()
     found = int(backend.fetch(one)[0])
     if found != wanted:
-        raise UserError(f"{wanted} workers were started and {found} found each other; the job is stopped")
+        raise UserError(f"{wanted} workers were started, but {found} found each other; the job is stopped")
     return backend
 
 
 def end_with_parent() -> None:
-    """End this process hard once the one that started it is gone: killed, that had no time to end its workers, and
-    they may be waiting for each other."""
+    """End this process at once when its parent is gone. A killed parent has no time to end its workers, and they may be
+    waiting for each other."""
     parent = multiprocessing.parent_process()
     if parent:
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def be_silent() -> None:
-    """Worker 0 speaks for all; errors still reach stderr."""
+    """Silence standard output, since worker 0 prints for all; errors still reach stderr."""
     sys.stdout = nowhere()
 
 
@@ -186,7 +186,7 @@ def _spawn(job: Job, count: int) -> None:
         with sigterm_forwarded():
             failed = _first_to_fail(processes)
             if failed is not None:
-                reported = relay.end(f"worker {failed} has failed; {AGAIN}", failed)  # tells the others, too
+                reported = relay.end(f"worker {failed} has failed; {AGAIN}", failed)  # also tells the others
                 died = relay.died == failed
                 end_with(f"worker {failed}", processes[failed].exitcode, reported and not died)
     finally:
@@ -199,7 +199,7 @@ def _spawn(job: Job, count: int) -> None:
 
 
 def _first_to_fail(processes: list) -> int | None:
-    """Wait until a process has failed and return its number; None once all have ended with exit code 0."""
+    """Wait until a process fails and return its number, or None once all have ended with exit code 0."""
     running = list(processes)
     while running:
         wait([process.sentinel for process in running])
@@ -222,10 +222,12 @@ def _spawned(job: Job, rank: int, count: int, port: int) -> None:
 
 
 def _run_under_torchrun(job: Job, num_chips: int | None, place: Place) -> None:
-    if job.kind == "xla":  # torch_xla 2.9 would train a model in each process, and none would know of the others
+    if job.kind == "xla":  # torch_xla 2.9 would train a separate model in each process
         raise UserError("torchrun does not start TPU workers; start the script itself, once on every host")
     if num_chips and num_chips != place.local_world_size:
-        raise UserError(f"--num-chips {num_chips} and torchrun's {place.local_world_size} workers; leave one out")
+        raise UserError(
+            f"--num-chips {num_chips} contradicts torchrun's {place.local_world_size} workers; leave out --num-chips"
+        )
     if job.kind == "cuda":
         check_devices(place.local_rank, place.local_world_size)
 
@@ -248,13 +250,13 @@ def check_devices(local_rank: int, workers: int) -> None:
     """Raise UserError if this host has no GPU for one of its workers."""
     if local_rank >= torch.cuda.device_count():
         raise UserError(
-            f"torchrun started {workers} workers here, this machine has {torch.cuda.device_count()} CUDA devices; "
+            f"torchrun started {workers} workers here, but this machine has {torch.cuda.device_count()} CUDA devices; "
             "lower --nproc-per-node"
         )
 
 
 def _connect(job: Job, group: Group, local_rank: int) -> TorchBackend:
-    """The backend of one of several workers, with torch.distributed's process group behind it."""
+    """The backend of one of several workers, connected by torch.distributed's process group."""
     if group.rank:
         be_silent()
     if job.kind == "cuda":
@@ -263,7 +265,7 @@ def _connect(job: Job, group: Group, local_rank: int) -> TorchBackend:
         torch.set_num_threads(max(1, os.cpu_count() // len(group.neighbours)))
     if group.world_size == 1:
         return TorchBackend(job.kind, job.precision)
-    if name := interface(group):  # else they listen on whatever the host's name resolves to
+    if name := interface(group):  # otherwise they listen on whatever the host's name resolves to
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
     with group.losing_none():
@@ -277,11 +279,11 @@ def _connect(job: Job, group: Group, local_rank: int) -> TorchBackend:
     return check_world(TorchBackend(job.kind, job.precision, group), group.world_size)
 
 
-# -- the process that started them -----------------------------------------------------------------------------------
+# -- the process that started the workers ----------------------------------------------------------------------------
 @contextmanager
 def sigterm_forwarded():
-    """Within this context every SIGTERM is passed on to the child processes: they save, and this one waits for them. If
-    there was one, any that comes after this context is ignored."""
+    """Within this context every SIGTERM is passed on to the child processes, which save while this process waits for
+    them. If one was passed on, those that arrive after the context are ignored."""
 
     def forward(*_):
         SIGTERM.set()

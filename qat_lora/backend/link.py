@@ -48,7 +48,7 @@ class Refused(UserError):
 
 
 def this_member(rank: int) -> Member:
-    """This process, or one of the workers in it."""
+    """The `Member` that describes this process, or one of the workers in it."""
     machine = socket.gethostname()
     with suppress(OSError):  # a system without /proc
         machine += Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -82,16 +82,16 @@ class Link:
         self.over = threading.Event()  # the job has ended, or all workers have finished
         self.gone = threading.Event()  # the connection is closed
         self.waiting_since: float | None = None
-        self.reporting = False  # the main thread is about to say why
-        self.stopping = False  # all workers know of SIGTERM and save
+        self.reporting = False  # the main thread is about to report why
+        self.stopping = False  # all workers know of the SIGTERM and are saving
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._send(Kind.JOIN, as_json({"member": asdict(member), "world_size": world_size}))
         self.heard = time.monotonic()
 
     def enter(self) -> None:
-        """Wait until all workers have come. Raises UserError with the relay's reason if they do not, `Refused` if
-        this one does not belong to them, and ValueError if no relay answers here."""
+        """Wait until all workers have joined. Raises UserError with the relay's reason if they do not, `Refused` if
+        this one does not belong to the job, and ValueError if the other end is not a relay."""
         self.connection.settimeout(GREETING)
         kind, content = self._receive(most=2**16)
         if kind not in (Kind.ALIVE, Kind.WELCOME, Kind.REFUSED, Kind.ENDED):
@@ -106,7 +106,7 @@ class Link:
         if kind == Kind.REFUSED:
             raise Refused(found["line"], found["again"])
         if kind == Kind.ENDED:
-            # nobody is to blame where not all have come
+            # no worker is to blame if not all have joined
             raise (UserError if found["culprit"] is None else AnotherFailed)(found["line"])
         self.members = [Member(**each) for each in found["members"]]
         self.nonce, self.store_port = found["nonce"], found["store_port"]
@@ -130,9 +130,9 @@ class Link:
         return content
 
     def exchange(self, value: bytes) -> list[bytes]:
-        """What each worker gave, in the order of ranks. Raises AnotherFailed once the job has ended."""
+        """The values of all workers, in rank order. Raises AnotherFailed if the job has ended."""
         if not self.ending:
-            with suppress(OSError):  # the thread sees it, too, and knows more
+            with suppress(OSError):  # the thread notices it too, and knows more
                 self._send(Kind.VALUE, value)
         content = self.answers.get()
         if content is None:
@@ -155,7 +155,7 @@ class Link:
             self.waiting_since = before
 
     def fail(self, line: str, patience: float) -> Ending:
-        """Tell the relay that this worker fails, and why; returns why the job ends, which may be another reason."""
+        """Tell the relay why this worker fails. Returns why the job ends, which may be for another reason."""
         self.reporting = True
         mine = Ending(line, self.member.rank, said=True)
         self._send_if_possible(Kind.FAIL, as_json(asdict(mine)))
@@ -164,18 +164,18 @@ class Link:
 
     def leave(self) -> None:
         """Say that this worker needs nothing more from the others, and wait until they all say so. Raises AnotherFailed
-        if the job ends otherwise."""
-        self.stopping = True  # SIGTERM does not hurry it: all is saved here
+        if the job ends before that."""
+        self.stopping = True  # everything is saved by now, so SIGTERM does not shorten the wait
         with self.waiting():
             if not self.ending:
-                with suppress(OSError):  # the thread sees it, too
+                with suppress(OSError):  # the thread notices it too
                     self._send(Kind.BYE)
             self.over.wait()
         if self.ending:
             raise AnotherFailed(self.ending.line)
 
     def disconnect(self) -> None:
-        """End the connection: this worker has failed and said why."""
+        """Close the connection: this worker has failed and said why."""
         self.reporting = True
         self.gone.set()
         with suppress(OSError):
@@ -200,7 +200,7 @@ class Link:
         if not self.sending.acquire(timeout=patience):
             return
         try:
-            with selectors.DefaultSelector() as selector, suppress(OSError):  # reading tells what is wrong
+            with selectors.DefaultSelector() as selector, suppress(OSError):  # reading shows what is wrong
                 selector.register(self.connection, selectors.EVENT_WRITE)
                 if selector.select(patience):
                     self.connection.sendall(frame(kind, content))
@@ -234,7 +234,7 @@ class Link:
                 self._judge(now)
 
     def _take(self, received: bytearray, now: float) -> None:
-        """Read what there is and handle whole frames."""
+        """Read the available bytes and handle complete frames."""
         try:
             piece = self.connection.recv(PIECE)
         except OSError:

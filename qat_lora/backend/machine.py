@@ -20,7 +20,7 @@ def host_memory(root: Path = Path("/")) -> float:
 
 
 def _limits(root: Path, swap: int) -> list[float]:
-    """What this process's control groups (v1 and v2) and their parents allow, in bytes of RAM and swap."""
+    """The limits of this process's control groups (v1 and v2) and their parents, in bytes of RAM and swap."""
     try:
         groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
     except OSError:
@@ -42,7 +42,7 @@ def _limits(root: Path, swap: int) -> list[float]:
 
 
 def _number(path: Path) -> float:
-    """The number in a limit's file; inf for "max" and if there is no such file."""
+    """The number in a limit file; inf for "max" or a missing file."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):
@@ -50,12 +50,14 @@ def _number(path: Path) -> float:
 
 
 def check_memory(need: float, what: str, lower: str, available: float | None = None) -> None:
-    """Raise UserError if `need` bytes exceed the `available` ones (None: those of this machine, `host_memory`).
+    """Raise UserError if `need` exceeds `available`, both in bytes (None: this machine's `host_memory`).
 
-    need is a lower bound and available the total memory, not what is free now, so that nothing is refused that could
-    run. what: the subject of the message; lower: the options to lower.
+    `need` is a lower bound and `available` the total memory, not what is free now, so nothing that could run is
+    refused. what: the subject of the message; lower: the options to lower.
     """
     available = host_memory() if available is None else available
     if need > available:
         gb, there = (size / 1e9 for size in (min(need, PLENTY), available))
-        raise UserError(f"{what} needs at least {gb:,.1f} GB of memory and there is {there:,.1f} GB; lower {lower}")
+        raise UserError(
+            f"{what} needs at least {gb:,.1f} GB of memory, but there is only {there:,.1f} GB; lower {lower}"
+        )

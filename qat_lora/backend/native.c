@@ -1,6 +1,6 @@
-/* Chains of operations on whole weights as one pass over memory each. See native.py, which compiles this.
+/* Chains of operations on whole weights, each fused into one pass over memory. Compiled by native.py.
 
-Whatever quantises rounds every operation as torch does, without contraction or reordering; exponentials and sums are equal
+Quantisation rounds every operation as torch does, without contraction or reordering; exponentials and sums are equal up
 to rounding. Types: 0 is fp32, 1 is bf16. */
 
 #include <math.h>
@@ -8,10 +8,10 @@ to rounding. Types: 0 is fp32, 1 is bf16. */
 #include <stdint.h>
 #include <string.h>
 
-typedef struct { const float *data; long row, group, element; } Scale; /* strides in elements, 0 where it repeats */
+typedef struct { const float *data; long row, group, element; } Scale; /* strides in elements, 0 where a value repeats */
 typedef struct { float lowest, step, top; } Levels;                    /* top: the highest code */
 
-/* Of a number, or of a NaN that came from a bf16 one: others could round to a number. */
+/* For numbers, and NaNs that came from bf16; any other NaN could round to a number. */
 static inline uint16_t number_to_bf16(float value) {
     uint32_t bits;
     memcpy(&bits, &value, 4);
@@ -53,14 +53,14 @@ static inline __attribute__((always_inline)) void gradients_one(
     }
 }
 
-/* Magnitudes at `least` or above, as fp16 rounds them; least is a normal number of fp16. */
+/* Raises magnitudes to `least`, a normal fp16 number, and rounds them to fp16. */
 void store_scales(const float *scales, float *out, float least, long n, int threads) {
 #pragma omp parallel for simd num_threads(threads)
     for (long i = 0; i < n; i++) {
         float scale = scales[i], kept = scale < 0 ? (scale > -least ? -least : scale) : scale < least ? least : scale;
         uint32_t bits;
         memcpy(&bits, &kept, 4);
-        bits = (bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFFu; /* ten bits of mantissa stay */
+        bits = (bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFFu; /* keeps ten bits of mantissa */
         float rounded;
         memcpy(&rounded, &bits, 4);
         rounded = rounded >= 65536 ? INFINITY : rounded <= -65536 ? -INFINITY : rounded;
@@ -68,12 +68,12 @@ void store_scales(const float *scales, float *out, float least, long n, int thre
     }
 }
 
-/* Loops whose stride, type and step the compiler knows, so that it can use vectors. */
+/* Loops specialised by stride, type and step, so that the compiler can vectorise them. */
 #define EACH(call, stride) \
     if (unit && type) call(stride, 1, 1); else if (unit) call(stride, 0, 1); \
     else if (type) call(stride, 1, 0); else call(stride, 0, 0)
 
-/* w [rows, groups, size]; out of its shape. */
+/* w and out [rows, groups, size]. */
 void quantise(const float *w, Scale s, void *out, int type, Levels levels, long rows, long groups, long size, int threads) {
     int unit = levels.step == 1;
 #pragma omp parallel for num_threads(threads)
@@ -88,7 +88,8 @@ void quantise(const float *w, Scale s, void *out, int type, Levels levels, long 
         }
 }
 
-/* w, grad, of_w and of_s [rows, groups, size]: of_s is the scale's gradient before it is summed over what shares one. */
+/* w, grad, of_w and of_s [rows, groups, size]. of_s is the scale's gradient before the sum over weights that share a
+scale. */
 void gradients(const float *w, const void *grad, float *of_w, float *of_s, Scale s, int type, Levels levels, long rows,
                long groups, long size, int threads) {
     int unit = levels.step == 1;
@@ -105,8 +106,8 @@ void gradients(const float *w, const void *grad, float *of_w, float *of_s, Scale
         }
 }
 
-/* The moments of n gradients moved on by the shares `first` and `second`, and in `moves` those of the steps
-−m/(√v·size + eps) that go against their gradient, 0 in the place of the others. Returns how many do. */
+/* Updates the moments m and v of n gradients with weights `first` and `second`, and writes to `moves` the steps
+−m/(√v·size + eps) that go against their gradient, 0 for the others. Returns how many do. */
 long move_moments(const float *grad, float *m, float *v, float *moves, float first, float second, float size, float eps,
                   long n, int threads) {
     long agreeing = 0;
@@ -138,16 +139,16 @@ static inline float exponential(float x) {
     p = TIMES_PLUS(p, r, 0.166666667f);
     p = TIMES_PLUS(p, r, 0.5f);
     p = TIMES_PLUS(TIMES_PLUS(p, r, 1.0f), r, 1.0f);
-    int32_t bits = ((int32_t)n + 126) << 23; /* of 2^(n − 1), which is 0 at the lower end: 2^128 is no fp32 number */
+    int32_t bits = ((int32_t)n + 126) << 23; /* of 2^(n − 1), which is 0 at the lower end: fp32 cannot hold 2^128 */
     float scale;
     memcpy(&scale, &bits, 4);
     return p * scale * 2;
 }
 
-/* What makes logits of products with an LM head's rows: (product · factor + bias) / temperature; bias NULL: none. */
+/* Turns products with an LM head's rows into logits: (product · factor + bias) / temperature. bias may be NULL. */
 typedef struct { const float *bias; float factor, temperature; } Finish;
 
-/* Where a row's logits are asked for: at index [count], which counts from `from` on; what lies elsewhere is 0. */
+/* Which logits of a row are wanted: index [count], where `from` is the row's first index; results outside it are 0. */
 typedef struct { const int64_t *index; long from, count; } Places;
 
 /* plain: the product itself is the logit. */
@@ -162,7 +163,7 @@ static inline __attribute__((always_inline)) void put(void *row, int type, long 
     else ((float *)row)[i] = value;
 }
 
-#define STRETCH 1024 /* terms that are summed in fp32 before their sum goes into a double */
+#define STRETCH 1024 /* terms summed in fp32 before their sum is added to a double */
 
 static inline __attribute__((always_inline)) float largest(const void *row, int type, int plain, Finish finish, long vocab) {
     float most = -INFINITY;
@@ -220,7 +221,7 @@ static inline __attribute__((always_inline)) void softmax_row(
     }
 }
 
-/* The row becomes factor · e^(logit − peak), and 0 at the places. */
+/* Overwrites the row with factor · e^(logit − peak), and with 0 at the places. */
 static inline __attribute__((always_inline)) void exponentiate_row(
     void *row, int type, int plain, Finish finish, int first, float *peak, float *sum, Places places, float *chosen,
     long vocab) {
@@ -246,14 +247,14 @@ static inline __attribute__((always_inline)) void exponentiate_row(
     }
 }
 
-/* Loops whose type and form the compiler knows, so that it can use vectors. */
+/* Loops specialised by type and form, so that the compiler can vectorise them. */
 #define EACH_FORM(call) \
     if (type && plain) call(1, 1); else if (type) call(1, 0); else if (plain) call(0, 1); else call(0, 0)
 
 static int is_plain(Finish finish) { return !finish.bias && finish.factor == 1 && finish.temperature == 1; }
 
-/* products [n, vocab]: in sums [n] their Σ e^(logit − peak), in chosen [n, count] logit − peak at the places, of which
-there are `count` for each row. first: peaks [n] become the largest logits. */
+/* For products [n, vocab], writes Σ e^(logit − peak) to sums [n], and logit − peak at the `count` places of each row to
+chosen [n, count]. first: sets peaks [n] to the largest logits. */
 void normalise(const void *products, int type, Finish finish, int first, float *peaks, float *sums, Places places,
                float *chosen, long n, long vocab, int threads) {
     int plain = is_plain(finish);
@@ -268,7 +269,7 @@ void normalise(const void *products, int type, Finish finish, int first, float *
     }
 }
 
-/* As `normalise`, and products become factor · e^(logit − peak), 0 at the places. */
+/* Like `normalise`, and overwrites products with factor · e^(logit − peak), 0 at the places. */
 void exponentiate(void *products, int type, Finish finish, int first, float *peaks, float *sums, Places places,
                   float *chosen, long n, long vocab, int threads) {
     int plain = is_plain(finish);
@@ -283,8 +284,8 @@ void exponentiate(void *products, int type, Finish finish, int first, float *pea
     }
 }
 
-/* sums [n, width] += Σ_j weights [n, count] · the row at index [n, count] of a table [height, width]. Returns how many of
-them are not in the table. */
+/* sums [n, width] += Σ_j weights [n, count] · the row at index [n, count] of a table [height, width]. Returns how many
+indices are not in the table. */
 long add_rows(float *sums, const void *table, int type, Places places, const float *weights, long n, long height,
               long width, int threads) {
     long missing = 0;
@@ -303,8 +304,8 @@ long add_rows(float *sums, const void *table, int type, Places places, const flo
     return missing;
 }
 
-/* products [n, vocab] become factor · (mass · e^(logit − peak) + taken), with peaks and mass [n], and taken [n, count] at
-the places: those of one index add up. */
+/* Overwrites products [n, vocab] with factor · (mass · e^(logit − peak) + taken), with peaks and mass [n]. taken
+[n, count] is added at the places, and adds up where an index repeats. */
 void softmax(void *products, int type, Finish finish, const float *peaks, const float *mass, Places places,
              const float *taken, long n, long vocab, int threads) {
     int plain = is_plain(finish);
@@ -319,7 +320,7 @@ void softmax(void *products, int type, Finish finish, const float *peaks, const 
     }
 }
 
-/* y = x·r·w of x [n, width] and w [width], with r [n] = 1/√(mean x² + eps). */
+/* y = x·r·w for x [n, width] and w [width], with r [n] = 1/√(mean x² + eps). */
 void rms_norm(const float *x, const float *w, float *y, float *r, float eps, long n, long width, int threads) {
 #pragma omp parallel for num_threads(threads)
     for (long i = 0; i < n; i++) {
@@ -332,8 +333,8 @@ void rms_norm(const float *x, const float *w, float *y, float *r, float eps, lon
     }
 }
 
-/* From the gradient of y those of x [n, width], and of w [width] unless that is NULL: sums [threads, width] of zeros have
-room for it. */
+/* From the gradient of y, the gradients of x [n, width] and of w [width]. of_w may be NULL; otherwise sums
+[threads, width] is its scratch space, filled with zeros. */
 void rms_norm_back(const float *grad, const float *x, const float *w, const float *r, float *of_x, float *of_w,
                    float *sums, long n, long width, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -357,7 +358,8 @@ void rms_norm_back(const float *grad, const float *x, const float *w, const floa
         }
 }
 
-/* Of logits [n, members, groups] the largest [n, groups] of each group, and its Σ e^(logit − the row's largest) in mass. */
+/* For logits [n, members, groups], writes the largest logit of each group to most [n, groups], and the group's
+Σ e^(logit − the row's largest) to mass [n, groups]. */
 void by_group(const void *logits, int type, float *most, float *mass, long n, long members, long groups, int threads) {
     Finish finish = {NULL, 1, 1};
 #pragma omp parallel for num_threads(threads)
@@ -384,7 +386,7 @@ void by_group(const void *logits, int type, float *most, float *mass, long n, lo
     }
 }
 
-/* out [n, members, count] are the logits [n, members, groups] of the groups at index [n, count]. */
+/* Copies the logits [n, members, groups] of the groups at index [n, count] to out [n, members, count]. */
 void pick_groups(const void *logits, int type, const int64_t *index, float *out, long n, long members, long groups,
                  long count, int threads) {
     Finish finish = {NULL, 1, 1};

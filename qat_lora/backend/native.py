@@ -1,8 +1,8 @@
-"""Chains of operations in one pass over memory on the CPU: native.c, compiled for this machine when it is first needed.
+"""CPU kernels that fuse chains of operations into one pass over memory: native.c, compiled on first use.
 
-That takes a second; torch.compile, which would fuse the same chains, takes ten to begin. Each function returns None or
-False where there is no C compiler or the tensors are not of the kind it knows, and its caller then does the same with
-torch's operations: quantised weights and their gradients are equal to the bit, the rest to rounding.
+Compiling takes a second; torch.compile, which would fuse the same chains, takes ten to start. A function returns None
+or False if there is no C compiler or it does not support the tensors, and its caller then uses torch's operations. Both
+give bit-identical quantised weights and gradients; the rest is equal up to rounding.
 """
 
 import ctypes
@@ -24,13 +24,13 @@ from qat_lora.backend.tiles import tiles
 SOURCE = Path(__file__).with_name("native.c")
 FLAGS = ["-O3", "-march=native", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 if platform.machine() == "x86_64":
-    FLAGS.append("-mprefer-vector-width=512")  # where there are such vectors: a fifth off the LM head's exponentials
-SMALLEST = 2**16  # elements for which starting a kernel is worth it, and compiling them
+    FLAGS.append("-mprefer-vector-width=512")  # where supported, saves a fifth of the LM head's exponentials
+SMALLEST = 2**16  # elements from which compiling and starting a kernel pays off
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 class _Scale(Structure):
-    """Where each weight's scale is: strides are in elements, 0 where a value serves several."""
+    """Where each weight's scale is: strides are in elements, 0 where weights share a value."""
 
     _fields_ = (("data", c_void_p), ("row", c_long), ("group", c_long), ("element", c_long))
 
@@ -40,7 +40,7 @@ class _Scale(Structure):
 
 
 class _Places(Structure):
-    """The index [n, J] that rows are asked for, counted from `start` on."""
+    """The index [n, J] of the wanted columns; `start` is the index of the first column."""
 
     _fields_ = (("index", c_void_p), ("start", c_long), ("count", c_long))
 
@@ -59,7 +59,7 @@ class _Levels(Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels; None where they cannot be compiled, with OpenMP and for this machine's own vectors."""
+    """The compiled kernels; None if they cannot be compiled with OpenMP for this machine's vector instructions."""
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "native.so"
         compiler = shlex.split(os.environ.get("CC", "cc"))
@@ -76,7 +76,7 @@ def library() -> ctypes.CDLL | None:
 def quantised(
     weight: Tensor, scale: Tensor, lowest: float, step: float, levels: int, dtype: torch.dtype
 ) -> Tensor | None:
-    """weight [O, G, g] as the nearest of `levels` levels, `step` apart from `lowest` on, times scale, in `dtype`."""
+    """weight [O, G, g] at the nearest of `levels` levels, `step` apart from `lowest` up, times scale, in `dtype`."""
     if not _known(weight, weight, scale) or dtype not in TYPES or not (kernels := library()):
         return None
     out, levels = torch.empty(weight.shape, dtype=dtype), _Levels(lowest, step, levels - 1)
@@ -87,13 +87,13 @@ def quantised(
 def gradients(
     weight: Tensor, scale: Tensor, grad: Tensor, lowest: float, step: float, levels: int
 ) -> tuple[Tensor, Tensor] | None:
-    """(∂/∂weight, ∂/∂scale) for grad [O, G, g], as `FakeQuant` has them; the second is summed over the weights of a
-    group where the scale is [O, G, 1], and of the weight's shape elsewhere."""
+    """(∂/∂weight, ∂/∂scale) for grad [O, G, g], as in `FakeQuant`. ∂/∂scale is summed over the weights of a group if
+    the scale is [O, G, 1], and has the weight's shape otherwise."""
     if not _known(weight, weight, scale) or grad.dtype not in TYPES or not (kernels := library()):
         return None
     grad, of_weight = grad.contiguous(), torch.empty_like(weight)
     one_each = scale.shape == (*weight.shape[:2], 1)
-    # what is summed stays in cache until it is
+    # tiles keep the products in cache until they are summed
     slices = tiles(len(weight), weight[0].numel(), weight.device) if one_each else [slice(None)]
     of_scale = torch.empty_like(scale if one_each else weight)
     room = torch.empty_like(weight[slices[0]]) if one_each else of_scale
@@ -107,7 +107,7 @@ def gradients(
 
 
 def stored(scale: Tensor, least: float) -> Tensor | None:
-    """A scale with its magnitudes at `least` or above, a normal number of fp16, rounded to fp16 and back."""
+    """A scale with magnitudes raised to `least`, a normal fp16 number, and rounded to fp16 and back."""
     if not least or not _known(scale, scale, share=32) or not (kernels := library()):
         return None
     out = torch.empty_like(scale)
@@ -118,8 +118,8 @@ def stored(scale: Tensor, least: float) -> Tensor | None:
 def move_moments(
     grad: Tensor, m: Tensor, v: Tensor, moves: Tensor, first: float, second: float, size: float, eps: float
 ) -> int | None:
-    """Moves the moments m and v of a gradient on by the shares `first` and `second`, and puts into `moves` the steps
-    −m/(√v · size + eps) that go against the gradient, 0 in the place of the others. How many do."""
+    """Update the moments m and v of a gradient with weights `first` and `second`, and write to `moves` the steps
+    −m/(√v · size + eps) that go against the gradient, 0 for the others. Returns how many do."""
     if not _known(grad, grad, m, v, moves) or not (kernels := library()):
         return None
     numbers = [c_float(value) for value in (first, second, size, eps)]
@@ -133,10 +133,10 @@ def normalise(
     products: Tensor, finish: Finishing, first: bool, peaks: Tensor, sums: Tensor, index: Tensor, start: int,
     chosen: Tensor,
 ) -> bool:  # fmt: skip
-    """With logits (product · factor + bias) / temperature of products [n, V]: puts Σ e^(logit − peak) into sums [n, 1],
-    and into chosen [n, J] logit − peak at the index, which counts from `start` on, 0 where that is elsewhere.
+    """For logits (product · factor + bias) / temperature of products [n, V], write Σ e^(logit − peak) to sums [n, 1],
+    and logit − peak at the index to chosen [n, J]. `start` is the index of column 0; chosen is 0 outside the columns.
 
-    first: peaks [n, 1] become the largest logits. False: nothing was done; so where `finish` is None.
+    first: set peaks [n, 1] to the largest logits. Returns False if nothing was done, as when `finish` is None.
     """
     return _over_logits("normalise", products, finish, (first, peaks, sums), index, start, chosen)
 
@@ -145,14 +145,14 @@ def exponentiate(
     products: Tensor, finish: Finishing, first: bool, peaks: Tensor, sums: Tensor, index: Tensor, start: int,
     chosen: Tensor,
 ) -> bool:  # fmt: skip
-    """As `normalise`, and the products become factor · e^(logit − peak), 0 at the index."""
+    """Like `normalise`, and overwrite the products with factor · e^(logit − peak), 0 at the index."""
     return _over_logits("exponentiate", products, finish, (first, peaks, sums), index, start, chosen)
 
 
 def softmax(
     products: Tensor, finish: Finishing, peaks: Tensor, mass: Tensor, index: Tensor, start: int, taken: Tensor
 ) -> bool:
-    """The products, see `normalise`, become factor · (mass · e^(logit − peak) + taken), with mass [n, 1], and
+    """Overwrite the products, see `normalise`, with factor · (mass · e^(logit − peak) + taken), with mass [n, 1], and
     taken [n, J] at the index."""
     return _over_logits("softmax", products, finish, (peaks, mass), index, start, taken)
 
@@ -161,7 +161,7 @@ def _over_logits(
     kernel: str, products: Tensor, finish: Finishing, each: tuple[Tensor | bool, ...], index: Tensor, start: int,
     asked: Tensor,
 ) -> bool:  # fmt: skip
-    """Whether a kernel has gone over products [n, V], with what it needs of each row, [n, 1], and at the index."""
+    """Run a kernel over products [n, V], with its values for each row, [n, 1], and at the index; whether it ran."""
     tensors = [value for value in (*each, asked) if isinstance(value, Tensor)]
     if finish is None or not _known(products, *tensors) or not (kernels := library()):
         return False
@@ -173,19 +173,19 @@ def _over_logits(
 
 
 def add_rows(sums: Tensor, table: Tensor, index: Tensor, weights: Tensor) -> bool:
-    """sums [n, H] += Σ_j weights [n, J] · the rows of table [V, H] at index [n, J]. False: nothing was done. Raises
-    IndexError where a row is not in the table."""
+    """sums [n, H] += Σ_j weights [n, J] · the rows of table [V, H] at index [n, J]. Returns False if nothing was done.
+    Raises IndexError if an index is not in the table."""
     if not _known(table, sums, weights) or not (kernels := library()):
         return False
     places = _Places.of(index.contiguous(), 0)
     if _run(kernels.add_rows, (len(sums), *table.shape), sums, table, TYPES[table.dtype], places, weights):
-        raise IndexError(f"an index from {index.min()} to {index.max()} in a table of {len(table)} rows")
+        raise IndexError(f"indices from {index.min()} to {index.max()} exceed a table of {len(table)} rows")
     return True
 
 
 def by_group(table: Tensor, largest: Tensor, mass: Tensor) -> bool:
-    """Of logits [n, members, groups]: puts each group's largest, and its Σ e^(logit − the row's largest), into largest
-    and mass [n, groups]. False: nothing was done."""
+    """For logits [n, members, groups], write each group's largest logit to largest [n, groups], and its
+    Σ e^(logit − the row's largest) to mass [n, groups]. Returns False if nothing was done."""
     if not _known(table, largest, mass) or not (kernels := library()):
         return False
     _run(kernels.by_group, table.shape, table, TYPES[table.dtype], largest, mass)
@@ -202,12 +202,12 @@ def pick_groups(table: Tensor, index: Tensor) -> Tensor | None:
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Whether fp32 kernels take these: on the CPU, in one piece each, the first large enough to be worth it."""
+    """Whether the fp32 kernels support these tensors: on the CPU, contiguous, and the first large enough."""
     return _known(tensors[0], *tensors) and library() is not None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(y, r) of x [..., H] and a weight [H], see `takes`: y = x·r·weight with r [N] = 1/√(mean x² + eps)."""
+    """(y, r) of x [..., H] and a weight [H] that `takes` accepts: y = x·r·weight with r [N] = 1/√(mean x² + eps)."""
     y, width = torch.empty_like(x), x.shape[-1]
     r = x.new_empty(x.numel() // width)
     _run(library().rms_norm, (len(r), width), x, weight, y, r, c_float(eps))
@@ -217,7 +217,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def rms_norm_gradients(
     grad: Tensor, x: Tensor, weight: Tensor, r: Tensor, of_weight: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradients of x and, where it is wanted, of the weight, from that of y; see `rms_norm`."""
+    """The gradients of x and, if of_weight, of the weight, from the gradient of y; see `rms_norm`."""
     of_x, width, threads = torch.empty_like(x), len(weight), torch.get_num_threads()
     found = torch.empty_like(weight) if of_weight else None
     sums = x.new_zeros(threads, width if of_weight else 0)
@@ -227,14 +227,14 @@ def rms_norm_gradients(
 
 
 def _known(large: Tensor, *others: Tensor, share: int = 1) -> bool:
-    """Whether these are what the kernels take: on the CPU, and enough of it, each in one piece; the others in fp32.
-    share: how many weights each of the elements stands for."""
+    """Whether the kernels support these tensors: on the CPU, large enough, contiguous, the others in fp32. share: how
+    many weights each element stands for."""
     if large.device.type != "cpu" or large.numel() * share < SMALLEST or not large.is_contiguous():
         return False
     return large.dtype in TYPES and all(t.dtype == torch.float32 and t.is_contiguous() for t in others)
 
 
 def _run(kernel: Callable, sizes: Iterable[int], *given: Tensor | Structure | int) -> int:
-    """One call, on as many threads as torch takes; a tensor goes as its address."""
+    """Call a kernel with as many threads as torch uses; tensors are passed as addresses."""
     values = [c_void_p(value.data_ptr()) if isinstance(value, Tensor) else value for value in given]
     return kernel(*values, *(c_long(size) for size in sizes), torch.get_num_threads())

@@ -1,4 +1,4 @@
-"""What putting a model on its device needs: zeros for tensors without storage, ties kept, copies that agree."""
+"""Helpers for placing a model on its device: zeros for tensors without storage, tied parameters, equal copies."""
 
 import hashlib
 
@@ -10,7 +10,7 @@ NO_SETTINGS = {"_name_or_path", "_commit_hash", "transformers_version", "dtype",
 
 
 def tied_parameters(module: nn.Module) -> list[list[str]]:
-    """Groups of parameter names that are one and the same tensor, such as an embedding and its lm_head."""
+    """Groups of parameter names that share one tensor, such as an embedding and its lm_head."""
     groups: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
@@ -27,22 +27,22 @@ def retie(module: nn.Module, groups: list[list[str]]) -> None:
 
 
 def architecture(module: nn.Module) -> dict[str, tuple]:
-    """What must be equal for two copies of a model to compute the same, for `Group.agree`: the settings of its config,
-    and the names and shapes of its tensors."""
+    """Values for `Group.agree` that must be equal for two copies of a model to compute the same: the settings of its
+    config, and the names and shapes of its tensors."""
     config = module.config.to_dict() if hasattr(getattr(module, "config", None), "to_dict") else {}
     found = {f"the model's {key}": (repr(value),) * 2 for key, value in config.items() if key not in NO_SETTINGS}
     tensors = [(name, tuple(t.shape)) for name, t in (*module.named_parameters(), *module.named_buffers())]
     shapes = hashlib.sha256(repr(sorted(tensors)).encode()).hexdigest()[:12]
-    return found | {"the model's tensors": (shapes, f"{len(tensors)} of them ({shapes})")}
+    return found | {"the model's set of tensors": (shapes, f"{len(tensors)} tensors ({shapes})")}
 
 
 def put_zeros(module: nn.Module, device: torch.device) -> None:
-    """Put zeros on `device` in the place of every tensor of a module, which may have no storage (meta), one at a time:
-    the host of many workers never holds their copies. Tied parameters come apart (see `retie`)."""
+    """Replace every tensor of a module, which may have no storage (meta), with zeros on `device`, one at a time, so
+    that the host never holds copies for all its workers. Unties tied parameters (see `retie`)."""
     everything = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     for name, tensor in everything:
         owner, _, leaf = name.rpartition(".")
-        zeros = torch.zeros(tensor.shape, dtype=tensor.dtype).to(device)  # from the host: on XLA data, no constant
+        zeros = torch.zeros(tensor.shape, dtype=tensor.dtype).to(device)  # from the host: data on XLA, not a constant
         if isinstance(tensor, nn.Parameter):
             zeros = nn.Parameter(zeros, requires_grad=tensor.requires_grad)
         setattr(module.get_submodule(owner), leaf, zeros)

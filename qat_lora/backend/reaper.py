@@ -11,7 +11,7 @@ import time
 
 
 def is_unnoticed(worker: int, launcher: int) -> bool:
-    """Whether a process has ended and is still waiting for this parent to collect it."""
+    """Whether the worker is a zombie that this launcher has not collected yet."""
     try:
         with open(f"/proc/{worker}/stat") as file:
             state, parent = file.read().rpartition(")")[2].split()[:2]

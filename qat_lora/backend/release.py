@@ -1,7 +1,7 @@
 """Started by a worker that has saved on SIGTERM: python -P release.py LAUNCHER JOB COMMAND….
 
-On SIGTERM torchrun exits without a word to the other hosts, whose torchruns then wait for it at an exit barrier for
-five minutes. Once it is gone, this process opens that barrier in its place (torch 2.9: SimpleElasticAgent
+On SIGTERM torchrun exits without telling the other hosts, and torchrun on those hosts waits for it at an exit barrier
+for five minutes. Once it is gone, this process opens that barrier in its place (torch 2.9: SimpleElasticAgent
 ._exit_barrier, StaticTCPRendezvous; if another version uses another key, the others wait as before).
 """
 
@@ -12,7 +12,7 @@ from datetime import timedelta
 
 PATIENCE = 60  # seconds; torchrun kills workers that are not done after 30
 ROUNDS = 100  # each restart of a job is another round, with a key of its own
-PORT = 29400  # where torchrun's endpoint names none
+PORT = 29400  # if torchrun's endpoint names none
 
 
 def endpoint(words: list[str]) -> tuple[str, int]:
@@ -43,11 +43,11 @@ def main(launcher: int, job: str, words: list[str]) -> None:
             return
         time.sleep(0.2)
     dynamic = [f"torch.rendezvous.{job}.{number}" for number in range(ROUNDS)]
-    for prefix in [job, *dynamic]:  # the first with --node-rank and --master-addr
+    for prefix in [job, *dynamic]:  # the first is used with --node-rank and --master-addr
         store.set(f"{prefix}/torchelastic/agent/terminal_state/last_member", "")
 
 
 if __name__ == "__main__":
-    # the store is gone already, or the launcher is not torchrun: there is nobody to tell
+    # the store is already gone, or the launcher is not torchrun: there is nobody to tell
     with suppress(RuntimeError, OSError, ValueError, StopIteration, SystemExit):
         main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])

@@ -27,9 +27,9 @@ MEETING = "qat_lora/relay"  # key of the relay's address in torchrun's store, wr
 
 
 def listen(port: int, one_host: bool) -> socket.socket:
-    """A socket that listens on a port, 0 for a free one. With one_host only this host can reach it.
+    """A socket that listens on a port (0: a free one). With one_host only this host can reach it.
 
-    Raises UserError if the port is in use or may not be opened.
+    Raises UserError if the port is in use or cannot be opened.
     """
     try:
         if one_host:
@@ -45,15 +45,15 @@ def listen(port: int, one_host: bool) -> socket.socket:
             )
             raise UserError(f"MASTER_PORT={port} is in use on {socket.gethostname()}; {fix}") from error
         fix = "give all workers a MASTER_PORT from 1024 to 65535"
-        raise UserError(f"MASTER_PORT={port} cannot be listened on ({error.strerror}); {fix}") from error
+        raise UserError(f"MASTER_PORT={port} cannot be opened ({error.strerror}); {fix}") from error
 
 
 def serve(
     port: int, one_host: bool, world_size: int, timeouts: Timeouts, where: str = "", tensors: bool = True,
     reports_deaths: bool = False,
 ) -> Relay:  # fmt: skip
-    """A job's relay, served by this process (see `Relay`). tensors: with a store for torch's process group, which
-    carries them. where: the address in messages."""
+    """Start a job's relay in this process (see `Relay`). tensors: add a store for torch's process group, which carries
+    tensors. where: the address shown in messages."""
     listening, store = listen(port, one_host), None
     if tensors:
         other = listen(0, one_host)
@@ -67,11 +67,11 @@ def join(
     address: Callable[[], tuple[str, int] | None], rank: int, world_size: int, timeouts: Timeouts, where: str,
     again: bool = False,
 ) -> Link:  # fmt: skip
-    """This worker's link to the relay, once all workers have come.
+    """This worker's link to the relay, once all workers have joined.
 
-    address(): the relay's address, or None if it is not known yet; called before each try. again: retry if a relay
-    refuses this worker, since it may belong to an earlier attempt. Raises UserError within timeouts.join, in a line
-    that says what was found instead.
+    address(): the relay's address, or None if it is not known yet; called before each attempt. again: retry if a relay
+    refuses this worker, since that relay may belong to an earlier attempt. Raises UserError after timeouts.join at the
+    latest, saying what was found instead.
     """
     started, told = time.monotonic(), False
     while True:
@@ -94,8 +94,8 @@ def join(
                 why = first_line(error)
                 if not again:
                     raise UserError(
-                        f"MASTER_PORT={at[1]}: what listens at {where} is not worker 0 of a job ({why}); end that "
-                        "program, or give all workers another MASTER_PORT"
+                        f"MASTER_PORT={at[1]}: the program at {where} is not worker 0 of a job ({why}); end it, or "
+                        "give all workers another MASTER_PORT"
                     ) from error
             connection.close()
         except OSError as error:
@@ -121,20 +121,20 @@ def join_at(place: Place, timeouts: Timeouts) -> Group:
     relay, where = None, f"{place.address}:{place.port}"
     if place.rank == 0:
         relay = serve(place.port, place.one_host, place.world_size, timeouts, where)
-    # worker 0, too, goes through MASTER_ADDR: a second one, or one on another host, finds the first there
+    # worker 0 also connects to MASTER_ADDR: a second worker 0, or one on another host, finds the first one there
     at = (LOOPBACK if place.one_host else place.address), place.port
     link = join(lambda: at, place.rank, place.world_size, timeouts, where)
     return Group(place.rank, place.world_size, link, relay)
 
 
 def _join_under_torchrun(place: Place, timeouts: Timeouts) -> Group:
-    """torchrun's MASTER_PORT is a store of its agent, which outlives restarts: worker 0 serves a relay on a free port
-    and leaves its address in the store."""
+    """torchrun's MASTER_PORT belongs to its agent's store, which outlives restarts, so worker 0 serves a relay on a
+    free port and puts its address in the store."""
     at, relay = f"{place.address}:{place.port}", None
     where = f"{at} (torchrun's store)"
 
     def answered(function: Callable):
-        """function(), in which a store whose host does not answer ends this process: it would wait forever."""
+        """function(); if the store's host does not answer, end this process, since the call would wait forever."""
         overdue = threading.Timer(timeouts.join, _give_up, [f"torchrun's store at {at} does not answer"])
         overdue.daemon = True
         overdue.start()
@@ -156,7 +156,7 @@ def _join_under_torchrun(place: Place, timeouts: Timeouts) -> Group:
     if place.rank == 0:
         relay = serve(0, place.one_host, place.world_size, timeouts, where)
         mine = LOOPBACK if place.one_host else route_to(place.address)
-        if mine.startswith("127.") and not place.one_host:  # the store is here, and the others have found it
+        if mine.startswith("127.") and not place.one_host:  # the store is on this host, and the others have found it
             mine = place.address
         answered(lambda: store.set("address", json.dumps([mine, relay.port])))
     link = join(address, place.rank, place.world_size, timeouts, where, again=True)
@@ -169,18 +169,18 @@ def _give_up(line: str) -> None:
 
 
 def leave_release(place: Place) -> None:
-    """Leave a process behind that tells the launchers of other hosts when this one has gone: see release.py."""
+    """Leave a process behind that tells the launchers of other hosts when this one's has exited; see release.py."""
     if place.local_rank == 0:
         script, quiet = Path(__file__).with_name("release.py"), subprocess.DEVNULL
-        with suppress(OSError):  # -P: torch.py beside it is not the torch that it needs
+        with suppress(OSError):  # -P: or torch.py beside the script would hide torch
             words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")[:-1]
             subprocess.Popen([sys.executable, "-P", script, str(os.getppid()), place.job, *words],
                              start_new_session=True, stdin=quiet, stdout=quiet, stderr=quiet)  # fmt: skip
 
 
-# -- the way to the others -------------------------------------------------------------------------------------------
+# -- the route to the other workers ----------------------------------------------------------------------------------
 def route_to(address: str) -> str:
-    """The address of this host from which packets to `address` leave; nothing is sent."""
+    """This host's source address for packets to `address`; nothing is sent."""
     family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)
@@ -188,7 +188,7 @@ def route_to(address: str) -> str:
 
 
 def interface(group: Group) -> str | None:
-    """The network interface by which this worker reaches the others; None where that is not known."""
+    """The network interface by which this worker reaches the others; None if it is unknown."""
     members = group.link.members
     mine = members[group.rank].machine
     others = [member.address for member in members if member.machine != mine]
@@ -205,7 +205,7 @@ def interface(group: Group) -> str | None:
 
 
 def tensor_store(group: Group) -> Store:
-    """The store at which torch's process group meets, beside the relay; of this attempt alone."""
+    """The store where torch's process group meets, served beside the relay and used by this attempt alone."""
     host = group.link.connection.getpeername()[0]
     store = TCPStore(host, group.link.store_port, is_master=False, timeout=timedelta(seconds=group.link.timeouts.join))
     return PrefixStore(group.link.nonce, store)

@@ -1,4 +1,4 @@
-"""Which code and which packages the workers of a job run."""
+"""Checks that all workers of a job run the same code and packages."""
 
 import hashlib
 import sys
@@ -13,8 +13,7 @@ VERSIONS = ("torch", "torch_xla", "transformers", "peft", "safetensors", "numpy"
 
 
 def agree_on_code(group: Group) -> None:
-    """Raise UserError, in every worker, if any runs different code from worker 0; warn if versions of packages
-    differ."""
+    """Raise UserError in every worker if any runs different code from worker 0; warn if package versions differ."""
     if group.world_size == 1:
         return
     script = Path(sys.argv[0]).name
@@ -52,5 +51,5 @@ def version(name: str) -> str | None:
     except metadata.PackageNotFoundError:
         installed = None
     used = str(getattr(sys.modules.get(name), "__version__", installed))
-    same = used.split("+")[0] == str(installed).split("+")[0]  # torch's own names the CUDA that it is built for
+    same = used.split("+")[0] == str(installed).split("+")[0]  # torch's own version names its CUDA build
     return used if same else f"{used} (installed: {installed})"

@@ -1,16 +1,16 @@
-"""How large a piece of a computation a device likes."""
+"""How large the pieces of a computation should be on each device."""
 
 import torch
 
-# Elements of a tile on the CPU: in fp32 they take 1 MB, so that a chain of operations stays in a core's cache instead
-# of passing through memory once for each operation.
+# Elements of a tile on the CPU. In fp32 they take 1 MB, so that a chain of operations stays in a core's cache instead
+# of passing through memory once per operation.
 TILE = 2**18
-# Logits of an LM head held at a time: on the CPU in the type of the product, elsewhere in fp32.
+# Bytes of LM-head logits held at a time: in the type of the product on the CPU, in fp32 elsewhere.
 HEAD_BYTES = 128 * 2**20
 ACCELERATOR_HEAD_BYTES = 256 * 2**20  # fewer, larger products and a smaller graph; not measured on hardware
-STRIP_BYTES = 8 * 2**20  # logits of a strip of the vocabulary on the CPU
-HEAD_TILE = 2**19  # of a strip: larger, since less is alive at the same time and much is done for each
-POSITIONS = 2048  # of which the CPU takes all strips before it goes on
+STRIP_BYTES = 8 * 2**20  # bytes of logits in one strip of the vocabulary on the CPU
+HEAD_TILE = 2**19  # elements of an LM-head tile: larger, since fewer tensors are alive and each gets more work
+POSITIONS = 2048  # positions for which the CPU computes all strips before it goes on
 
 
 def tiles(rows: int, width: int, device: torch.device, size: int = TILE) -> list[slice]:
@@ -21,7 +21,7 @@ def tiles(rows: int, width: int, device: torch.device, size: int = TILE) -> list
 
 
 def rows_at_once(positions: int, vocab: int, dtype: torch.dtype, device: torch.device, heads: int = 1) -> list[slice]:
-    """Slices of positions whose logits over the whole vocabulary are held at the same time, of `heads` LM heads."""
+    """Slices of positions for which the whole-vocabulary logits of `heads` LM heads are held at the same time."""
     if device.type != "cpu":
         return _cut(positions, max(1, ACCELERATOR_HEAD_BYTES // (heads * 4 * vocab)))
     step = max(1, HEAD_BYTES // (heads * dtype.itemsize * vocab))
@@ -39,7 +39,7 @@ def strips_at_once(
 
 
 def _cut(count: int, step: int, multiple: int = 1) -> list[slice]:
-    """Slices of at most `step`: of like size, or of multiples of `multiple` where they can be so large."""
+    """Slices of at most `step`: of similar size, or multiples of `multiple` if `step` is at least that large."""
     if multiple <= step:
         step -= step % multiple
     if multiple == 1:

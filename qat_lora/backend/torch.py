@@ -27,8 +27,8 @@ from qat_lora.backend.heap import BETWEEN, PIECES, hand_back_memory, keep_freed_
 from qat_lora.backend.placing import architecture, put_zeros, retie, tied_parameters
 from qat_lora.errors import UserError, first_line
 
-# A gradient of at least so many bytes is reduced where it lies, the smaller ones as one copy. What the reduction costs:
-# docs/benchmarks.md.
+# Gradients of at least this many bytes are reduced in place; smaller ones are copied together and reduced at once.
+# docs/benchmarks.md has the cost of the reduction.
 SMALL_BYTES = 256 * 2**10
 
 
@@ -47,20 +47,20 @@ def check_usable(device: torch.device) -> None:
             holders = subprocess.run(query, capture_output=True, text=True).stdout.split("\n")
         except OSError:
             holders = []
-        held = "; ".join(line for line in holders if line) or "nvidia-smi names no holder"
+        held = "; ".join(line for line in holders if line) or "nvidia-smi lists no process"
         raise UserError(
-            f"{device} cannot be used ({first_line(error)}); in use by: {held}; end that, or wait"
+            f"{device} cannot be used ({first_line(error)}); in use by: {held}; end that process, or wait"
         ) from error
 
 
 class TorchBackend:
     """One worker on CPU or CUDA.
 
-    device: where models and batches live. group: this worker's place among others, one alone unless given; with more,
-    torch.distributed's default process group carries the tensors.
+    device: where models and batches live. group: this worker's place among the workers, a single one by default; with
+    several, torch.distributed's default process group carries the tensors.
     """
 
-    _tidy: Callable[[int], None] | None = None  # on the CPU, once there are weights
+    _tidy: Callable[[int], None] | None = None  # on the CPU, once weights are placed
 
     def __init__(self, kind: str, precision: str = "auto", group: Group = ALONE):
         self.kind, self.group = kind, group
@@ -77,35 +77,35 @@ class TorchBackend:
     def world_size(self) -> int:
         return self.group.world_size
 
-    # -- capabilities: what a loop may ask ------------------------------------------------------------------------
+    # -- capabilities that a loop may query -----------------------------------------------------------------------
     on_tpu = False
-    static_shapes = False  # whether each shape is a graph of its own, so that all batches should have the same
+    static_shapes = False  # whether each shape compiles its own graph, so that all batches should have the same
 
     @property
     def reads_at_once(self) -> bool:
-        """Whether the host can look at a value without waiting for the device."""
+        """Whether the host can read a value without waiting for the device."""
         return self.kind == "cpu"
 
     @property
     def wants_recomputation(self) -> bool:
-        """Whether activations of rollouts should be recomputed: where the device's own memory is the limit and the
-        compiler does not plan it."""
+        """Whether activations of rollouts should be recomputed: if the device's own memory is the limit and no compiler
+        plans its use."""
         return self.kind == "cuda"
 
     @property
     def shares_host_memory(self) -> bool:
-        """Whether models live in the memory of the host, as one process with everything else."""
+        """Whether models live in host memory, in the same process as everything else."""
         return self.kind == "cpu"
 
     def memory(self) -> float | None:
-        """Bytes that this device, or the host that it shares memory with, has; None where that is not known here."""
+        """Memory in bytes of this device, or of the host if the device uses host memory; None if it is unknown."""
         if self.kind == "cuda":
             return torch.cuda.get_device_properties(self.device).total_memory
         return machine.host_memory()
 
     @property
     def is_main(self) -> bool:
-        """Whether this worker writes the run directory and speaks: worker 0."""
+        """Whether this is worker 0, which writes the run directory and prints."""
         return self.group.rank == 0
 
     def _wants_bf16(self, precision: str) -> bool:
@@ -117,7 +117,7 @@ class TorchBackend:
 
     @property
     def name(self) -> str:
-        """The device, for people."""
+        """The device's readable name."""
         return torch.cuda.get_device_name(self.device) if self.kind == "cuda" else self.kind
 
     def __str__(self):
@@ -130,18 +130,18 @@ class TorchBackend:
 
     @property
     def facts(self) -> dict[str, str]:
-        """For a run's manifest."""
+        """Entries for a run's manifest."""
         return {"device": str(self), "precision": self.precision}
 
     # -- placement and precision ---------------------------------------------------------------------------------
     def autocast(self):
-        """bf16 autocast where it is in use; parameters stay fp32 masters."""
+        """bf16 autocast if it is in use; parameters remain fp32 master weights."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16) if self.bf16 else nullcontext()
 
     def place(self, module: nn.Module) -> nn.Module:
-        """Move a module to the device with its tied parameters still tied. Build the optimiser afterwards.
+        """Move a module to the device and keep tied parameters tied. Build the optimiser afterwards.
 
-        With several workers everyone gets worker 0's values; on the others the module may be without storage (meta).
+        With several workers all of them get worker 0's values; on the others the module may have no storage (meta).
         """
         groups = tied_parameters(module)
         if not self.is_main:
@@ -149,7 +149,7 @@ class TorchBackend:
         module.to(self.device)
         retie(module, groups)
         if self.world_size > 1:
-            # another version of transformers may have settings of its own
+            # another version of transformers may have extra settings
             self.group.agree(architecture(module), "give every host the same model folder", common=True)
             self.broadcast([*module.parameters(), *module.buffers()])
         if self.kind == "cpu":
@@ -159,8 +159,8 @@ class TorchBackend:
         return module
 
     def tidy(self, most: int = BETWEEN) -> None:
-        """Before another phase begins, on the CPU: freed memory that nothing has taken again goes back to the kernel
-        where it is more than `most` bytes."""
+        """Call this before a new phase. On the CPU it returns freed memory that is not reused to the kernel if it
+        exceeds `most` bytes."""
         if self._tidy:
             self._tidy(most)
 
@@ -168,7 +168,7 @@ class TorchBackend:
         return {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
 
     def staged(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A batch from where it is copied to the device beside other work: page-locked memory, on CUDA."""
+        """A batch in page-locked memory on CUDA, so that copying it to the device overlaps with other work."""
         return {name: value.pin_memory() for name, value in batch.items()} if self.kind == "cuda" else batch
 
     def gradient_checkpointing(self, model: nn.Module) -> None:
@@ -194,12 +194,12 @@ class TorchBackend:
         return torch_checkpoint.checkpoint(function, *args, use_reentrant=False)
 
     def compiled(self, function: Callable) -> Callable:
-        """The function by torch.compile, for arguments of fixed shapes: elementwise work is fused. XLA compiles by
-        itself: there the function as it is."""
+        """The function compiled by torch.compile for arguments of fixed shapes, which fuses elementwise work. On XLA,
+        which compiles anyway, the function itself."""
         return torch.compile(function, dynamic=False)
 
     def compiler_lacks(self) -> str | None:
-        """What torch.compile needs and this machine has not; None where it can be used."""
+        """What torch.compile needs and this machine lacks; None if torch.compile can be used."""
         compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
         if not shutil.which(compiler) or subprocess.run([compiler, "--version"], capture_output=True).returncode:
             return f"a C++ compiler ({compiler})"
@@ -209,18 +209,18 @@ class TorchBackend:
 
     # -- one update ----------------------------------------------------------------------------------------------
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
-        """Call it once for an optimiser of placed parameters, before the first step."""
+        """Call this once for an optimiser of placed parameters, before the first step."""
 
     def backward(self, loss: Tensor) -> None:
-        """Raises UserError for a loss that depends on nothing that is trained."""
+        """Compute gradients. Raises UserError if the loss depends on no trained parameter."""
         if not loss.requires_grad:
-            raise UserError("no gradient reaches what is to be trained in this model; train other parts of it")
+            raise UserError("no gradient reaches the parameters to train in this model; train other parts of it")
         loss.backward()
 
     def update(self, optimizer: torch.optim.Optimizer, clip: float, after: Callable[[], None] | None = None) -> Tensor:
         """reduce → clip to a global L2 norm of `clip` (0: no clipping) → step → zero gradients → step boundary.
 
-        after: what else belongs to the step, such as a moving average; on XLA it is then a part of the same graph.
+        after: other work of the step, such as a moving average; on XLA it is then part of the same graph.
 
         Returns the gradient norm before clipping as a device scalar.
         """
@@ -228,11 +228,11 @@ class TorchBackend:
         self.reduce(gradients)
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
         scale = (clip / (norm + 1e-6)).clamp(max=1.0) if clip > 0 else None
-        if scale is not None and (self.kind != "cpu" or scale < 1):  # elsewhere to look at it would be to wait for it
+        if scale is not None and (self.kind != "cpu" or scale < 1):  # off the CPU, reading it would mean waiting
             for gradient in gradients:
                 gradient.mul_(scale)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=self.kind != "xla")  # on XLA a gradient that comes and goes is another graph
+        optimizer.zero_grad(set_to_none=self.kind != "xla")  # on XLA a changing set of gradients changes the graph
         if after is not None:
             after()
         self.step_boundary()
@@ -240,7 +240,7 @@ class TorchBackend:
 
     @torch.no_grad()
     def reduce(self, tensors: list[Tensor]) -> None:
-        """Sum over workers, in place: the only place where gradients are reduced. One worker: nothing to do."""
+        """Sum over workers, in place. Gradients are reduced only here. With one worker it does nothing."""
         if self.world_size > 1:
             with self.group.losing_none():
                 self._reduce(tensors)
@@ -263,18 +263,18 @@ class TorchBackend:
 
     @torch.no_grad()
     def broadcast(self, tensors: list[Tensor]) -> None:
-        """Give every worker the values of worker 0, in place. One worker: nothing to do."""
+        """Give every worker the values of worker 0, in place. With one worker it does nothing."""
         if self.world_size > 1:
             with self.group.losing_none():
                 for tensor in tensors:
                     dist.broadcast(tensor, 0)
 
     def step_boundary(self) -> None:
-        """Where XLA compiles and runs what was recorded; nothing on CPU and CUDA."""
+        """On XLA, compile and run what was recorded; on CPU and CUDA, do nothing."""
 
     def fetch(self, *tensors: Tensor) -> list[float]:
         """Values of device scalars on the host, in one transfer: the only host synchronisation of a training loop."""
-        with self.group.waiting():  # for a collective, where it runs beside the host
+        with self.group.waiting():  # a collective may still run on the device
             return torch.stack([t.detach().float().reshape(()) for t in tensors]).tolist() if tensors else []
 
     # -- randomness and state ------------------------------------------------------------------------------------
@@ -298,7 +298,8 @@ class TorchBackend:
             torch.cuda.set_rng_state(state["cuda"], self.device)
 
     def to_host(self, state):
-        """A nested state on the CPU, to be saved at once: on a CPU the very tensors. Call it after a step boundary."""
+        """A nested state on the CPU, to save at once: on a CPU it holds the tensors themselves, not copies. Call this
+        after a step boundary."""
         if isinstance(state, Tensor):
             return state.detach().cpu()
         if isinstance(state, dict):
@@ -309,7 +310,7 @@ class TorchBackend:
 
     # -- data ----------------------------------------------------------------------------------------------------
     def prefetch(self, batches: Iterable[dict], depth: int = 2) -> Iterator[dict]:
-        """Batches on the device, read ahead by a thread. An exception of the source surfaces at its place."""
+        """Batches on the device, read ahead by a thread. An exception in the source is raised at its position."""
         ready: queue.Queue = queue.Queue(depth)
         stop = threading.Event()
 
@@ -325,14 +326,14 @@ class TorchBackend:
 
         def end() -> None:
             stop.set()
-            while thread.is_alive():  # it may wait for room
+            while thread.is_alive():  # it may be waiting for room
                 with suppress(queue.Empty):
                     ready.get_nowait()
                 thread.join(0.001)
 
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
-        # once, at exit if not before: a thread inside torch while the interpreter shuts down aborts the process
+        # runs once, at exit at the latest: a thread inside torch while the interpreter shuts down aborts the process
         ended = weakref.finalize(stop, end)
         try:
             while True:
@@ -345,7 +346,7 @@ class TorchBackend:
         finally:
             ended()
 
-    # -- what it cost --------------------------------------------------------------------------------------------
+    # -- costs ---------------------------------------------------------------------------------------------------
     def counters(self) -> dict[str, int]:
         """Compilations and host fallbacks so far; only XLA has any."""
         return {}
@@ -353,7 +354,7 @@ class TorchBackend:
     def peak_memory_mb(self) -> float:
         if self.kind == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / 2**20
-        # getrusage would give a process at least what its parent held when it forked
+        # getrusage would report at least what the parent held when it forked
         status = Path("/proc/self/status")
         if status.exists():
             return next(int(line.split()[1]) for line in status.read_text().splitlines() if "VmHWM" in line) / 1024
@@ -361,10 +362,10 @@ class TorchBackend:
 
 
 def loop(step: Callable, carry: tuple, inputs: Tensor) -> tuple[tuple, Tensor]:
-    """The last carry and the outputs [T, …] of carry, output = step(carry, input) over inputs [T, …].
+    """Run carry, output = step(carry, input) over inputs [T, …]; return the last carry and the outputs [T, …].
 
-    On XLA it is one while loop, whose graph does not grow with T. There `step` must be a function of a module, whose
-    traced form is kept, with all tensors that it needs in the carry.
+    On XLA this is one while loop, whose graph does not grow with T. There `step` must be a module-level function, whose
+    trace is cached, and the carry must hold all tensors that it needs.
     """
     if is_lazy(inputs):
         from qat_lora.backend.xla import scan

@@ -8,12 +8,12 @@ from qat_lora.backend import detect
 from qat_lora.backend.environment import read_place, slice_hosts, whole_number
 from qat_lora.errors import UserError
 
-# What torch_xla reads of a part of a host's chips, which are taken from number 0 on. Untested on hardware.
+# The process bounds that torch_xla reads for part of a host's chips, taken from number 0 on. Untested on hardware.
 PROCESS_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 
 
 def count_workers(kind: str, num_chips: int | None) -> int:
-    """How many workers of a resolved backend this host starts. Raises UserError if it has fewer."""
+    """How many workers this host starts on a resolved backend. Raises UserError if it has fewer devices than that."""
     chips = len(detect.tpu_chips()) if kind == "xla" else 0
     if kind == "cpu":
         there, what = os.cpu_count(), "CPU cores"
@@ -29,30 +29,30 @@ def count_workers(kind: str, num_chips: int | None) -> int:
         num_chips = limit or (1 if kind == "cpu" else there)
         flag = f"TPU_NUM_DEVICES={limit}" if limit else flag
     if not 1 <= num_chips <= there:
-        raise UserError(f"{flag}: this machine has {there} {what}; ask for 1 to {there}")
+        raise UserError(f"{flag}: this machine has {there} {what}; use 1 to {there}")
     if chips and num_chips != chips and num_chips not in PROCESS_BOUNDS:
-        raise UserError(f"{flag}: a part of a host's chips is 1, 2, 4 or 8 of them")
+        raise UserError(f"{flag}: a job can use 1, 2, 4, 8 or all of a host's chips; choose one of these")
     return num_chips
 
 
 def parallel_num_chips(kind: str) -> int:
-    """--num-chips for more than one worker: 0, every chip or GPU there is, or two CPU processes on two cores."""
+    """The value of --num-chips for several workers: 0 (every chip or GPU), or 2 CPU processes (1 on a single core)."""
     return min(2, os.cpu_count() or 1) if kind == "cpu" else 0
 
 
 def planned_workers(kind: str, num_chips: int | None) -> int:
-    """The workers of a dry run, which may be planned on another machine than it is for: as asked for, or as torchrun
-    would start them."""
+    """The number of workers for a dry run, which may plan for another machine than this one: as requested, or as
+    torchrun would start them."""
     if place := read_place():
         return place.world_size
     return num_chips if (num_chips or 0) > 0 else count_workers(kind, num_chips)
 
 
 def is_slice_host(kind: str, num_chips: int | None) -> bool:
-    """Whether this process is to start the workers of one of several hosts of a TPU slice.
+    """Whether this process starts the workers of one host of a TPU slice with several hosts.
 
-    Raises UserError where the environment names several and this process would train a model of its own beside theirs:
-    on torch_xla's CPU device, or on a part of this host's chips.
+    Raises UserError if the environment names several hosts and this process would train its own model apart from them:
+    on torch_xla's CPU device, or on part of this host's chips.
     """
     hosts, said = slice_hosts() if kind == "xla" else (1, "")
     chips = len(detect.tpu_chips())
@@ -60,13 +60,13 @@ def is_slice_host(kind: str, num_chips: int | None) -> bool:
         return hosts > 1
     name = said.partition("=")[0]
     fix = f"give --num-chips 0 on every host, or unset {name}" if chips else f"unset {name}"
-    raise UserError(f"{said} means a slice of at least {hosts} hosts, and this process would train alone; {fix}")
+    raise UserError(f"{said} means a slice of at least {hosts} hosts, but this process would train alone; {fix}")
 
 
 def take_chips(count: int) -> None:
     """Limit the TPU runtime to `count` chips of this host: torch_xla 2.9 itself does not read TPU_NUM_DEVICES.
 
-    torch_xla gives worker k of several the chip k, and knows the bounds of a whole host.
+    With several workers torch_xla gives chip k to worker k, and it knows the bounds of a whole host.
     """
     chips = detect.tpu_chips()
     if not chips:

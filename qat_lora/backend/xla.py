@@ -1,6 +1,6 @@
-"""The backend on torch_xla: TPU chips, or torch_xla's CPU device. Imported only when the device resolved to XLA.
+"""The backend on torch_xla: TPU chips, or torch_xla's CPU device. Imported only when the device resolves to XLA.
 
-Every torch_xla name of the project is in this file.
+All of the project's calls into torch_xla are in this file.
 """
 
 import multiprocessing
@@ -66,7 +66,7 @@ def connect(timeouts: Timeouts) -> Group:
 
 
 def hosts() -> int:
-    """Hosts of the slice, as torch_xla.launch has found them."""
+    """The number of hosts in the slice, as found by torch_xla.launch."""
     return len({address.rsplit(":", 1)[0] for address in _addresses()})
 
 
@@ -75,7 +75,7 @@ def _addresses() -> list[str]:
 
 
 class XlaBackend(TorchBackend):
-    """One worker on one XLA device. Untested on hardware: proved on torch_xla's CPU device."""
+    """One worker on one XLA device. Tested on torch_xla's CPU device, untested on hardware."""
 
     static_shapes = True
 
@@ -83,7 +83,7 @@ class XlaBackend(TorchBackend):
         self.kind, self.group = "xla", group
         self.device = torch_xla.device()
         self.bf16 = self._wants_bf16(precision)
-        if self.bf16:  # autocast("xla") leaves attention out, and rope gives fp32 queries and keys beside bf16 values
+        if self.bf16:  # autocast("xla") skips attention, and RoPE gives fp32 queries and keys with bf16 values
             ALL_ATTENTION_FUNCTIONS["sdpa"] = _attention_of_one_type
 
     @property
@@ -121,13 +121,13 @@ class XlaBackend(TorchBackend):
         for group in optimizer.param_groups:
             for p in group["params"]:
                 p.grad = torch.zeros_like(p)  # the first step then adds to a gradient as every later one does
-        torch_xla.sync()  # or the zeros would be part of the first step's graph
+        torch_xla.sync()  # otherwise the zeros would be part of the first step's graph
 
     def step_boundary(self) -> None:
         torch_xla.sync()
 
     def fetch(self, *tensors: torch.Tensor) -> list[float]:
-        torch_xla.sync()  # then each value is at hand and no new graph is needed to read it
+        torch_xla.sync()  # then each value is computed, and reading it needs no new graph
         with self.group.waiting():
             return [float(t.detach().cpu()) for t in tensors]
 
@@ -150,7 +150,7 @@ class XlaBackend(TorchBackend):
     def broadcast(self, tensors: list[torch.Tensor]) -> None:
         if self.world_size == 1:
             return
-        torch_xla.sync()  # everything is data by now, so that all workers run one and the same graph
+        torch_xla.sync()  # turns everything into data, so that all workers run the same graph
         xm.collective_broadcast(tensors)
         torch_xla.sync()
 
@@ -184,8 +184,8 @@ def fallback_names() -> list[str]:
 
 # -- TPU chips -------------------------------------------------------------------------------------------------------
 class XlaWorker:
-    """What torch_xla.launch calls in a thread of each process. Unpickled in that process's main thread, the only one
-    in which Python lets SIGTERM be caught."""
+    """The callable that torch_xla.launch runs in a thread of each process. It is unpickled in the process's main
+    thread, the only one in which Python can handle SIGTERM."""
 
     def __init__(self, job: Job, count: int):
         self.job, self.count = job, count
@@ -194,7 +194,7 @@ class XlaWorker:
         vars(self).update(state)
         notice_sigterm()
         end_with_parent()
-        signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # the main thread only waits for the worker's
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # the main thread only waits for the worker thread
 
     def __call__(self, _: int) -> None:
         def open_backend(group: Group) -> TorchBackend:
@@ -219,7 +219,7 @@ def spawn(job: Job, count: int) -> None:
             torch_xla.launch(XlaWorker(job, count))
         except BrokenProcessPool:
             watch.join(GRACE / 2)
-            # those that the pool itself has ended by SIGTERM come second
+            # workers that the pool itself ended with SIGTERM are not the cause
             end_with("a worker", next((code for code in codes if code != -signal.SIGTERM), 1))
         finally:
             done.set()

@@ -194,7 +194,7 @@ def test_a_process_that_would_train_alone_on_a_slice_is_refused(monkeypatch):
     assert is_slice_host("xla", 0) and is_slice_host("xla", 4) and not is_slice_host("cpu", None)
     for part in (None, 1, 2):
         with pytest.raises(
-            UserError, match=r"^TPU_WORKER_HOSTNAMES=a,b means a slice of at least 2 hosts, and this process"
+            UserError, match=r"^TPU_WORKER_HOSTNAMES=a,b means a slice of at least 2 hosts, but this process"
         ):
             is_slice_host("xla", part)
     monkeypatch.setattr(detect, "tpu_chips", lambda: [])

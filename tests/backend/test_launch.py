@@ -58,12 +58,12 @@ def test_workers_are_counted(chips, kind, chips_there, asked, count):
 @pytest.mark.parametrize(
     "kind, chips_there, asked, wanted",
     [
-        ("cpu", 0, 5, "--num-chips 5: this machine has 4 CPU cores; ask for 1 to 4"),
-        ("cuda", 0, 4, "--num-chips 4: this machine has 3 CUDA devices; ask for 1 to 3"),
-        ("xla", 4, 8, "--num-chips 8: this machine has 4 TPU chips; ask for 1 to 4"),
-        ("xla", 8, 3, "--num-chips 3: a part of a host's chips is 1, 2, 4 or 8 of them"),
-        ("xla", 0, 2, "--num-chips 2: this machine has 1 XLA CPU devices; ask for 1 to 1"),
-        ("cpu", 0, -1, "--num-chips -1: this machine has 4 CPU cores; ask for 1 to 4"),
+        ("cpu", 0, 5, "--num-chips 5: this machine has 4 CPU cores; use 1 to 4"),
+        ("cuda", 0, 4, "--num-chips 4: this machine has 3 CUDA devices; use 1 to 3"),
+        ("xla", 4, 8, "--num-chips 8: this machine has 4 TPU chips; use 1 to 4"),
+        ("xla", 8, 3, "--num-chips 3: a job can use 1, 2, 4, 8 or all of a host's chips; choose one of these"),
+        ("xla", 0, 2, "--num-chips 2: this machine has 1 XLA CPU devices; use 1 to 1"),
+        ("cpu", 0, -1, "--num-chips -1: this machine has 4 CPU cores; use 1 to 4"),
     ],
 )
 def test_more_than_there_is_is_refused(chips, kind, chips_there, asked, wanted):
@@ -127,7 +127,7 @@ def test_a_chip_that_is_held_names_its_holder(tmp_path):
 
 def test_workers_that_do_not_find_each_other_stop_the_job(backend):
     assert check_world(backend, 1) is backend
-    with pytest.raises(UserError, match="4 workers were started and 1 found each other; the job is stopped"):
+    with pytest.raises(UserError, match="4 workers were started, but 1 found each other; the job is stopped"):
         check_world(backend, 4)
 
 

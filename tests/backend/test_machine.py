@@ -48,7 +48,7 @@ def test_a_system_without_proc_refuses_nothing(tmp_path):
 def test_what_needs_more_is_refused_with_both_numbers_and_the_options():
     check_memory(10 * GB, "all of it", "--nothing", 10 * GB)
     check_memory(1, "a byte", "--nothing")
-    said = "a model needs at least 11.0 GB of memory and there is 10.0 GB; lower --size"
+    said = "a model needs at least 11.0 GB of memory, but there is only 10.0 GB; lower --size"
     with pytest.raises(UserError, match=said):
         check_memory(11 * GB, "a model", "--size", 10 * GB)
     with pytest.raises(UserError, match="at least 1,000,000,000,000,000,0"):

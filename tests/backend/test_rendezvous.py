@@ -118,7 +118,7 @@ def test_workers_that_cannot_meet_say_why(tmp_path):
     said = [err for _, err in found]
     port, host = busy["MASTER_PORT"], socket.gethostname()
     assert said[0].startswith(f"error: MASTER_PORT={port} is in use on {host}; end the program that listens there")
-    assert f"what listens at localhost:{port} is not worker 0 of a job (timed out); end that program, or" in said[1]
+    assert f"the program at localhost:{port} is not worker 0 of a job (timed out); end it, or" in said[1]
     at = f"localhost:{alone['MASTER_PORT']}"
     assert said[2].startswith(
         f"waiting for worker 1 of 2 at {at}\nerror: worker 1 of 2 did not arrive at {at} within 2 s (arrived: worker 0"

@@ -61,6 +61,6 @@ def test_what_cannot_fit_is_refused_before_any_weight_is_read(run, refuse, flags
     monkeypatch.setattr(loading, "_load", small)
     monkeypatch.setattr(machine, "host_memory", lambda: LEAST)
     message = refuse(script, *flags(script))
-    assert re.search(r"vocabulary 512.* needs at least 0\.0 GB of memory and there is 0\.0 GB; lower ", message)
+    assert re.search(r"vocabulary 512.* needs at least 0\.0 GB of memory, but there is only 0\.0 GB; lower ", message)
     if script in ESTIMATED:
         assert "width 64" in message and "; lower --" in message

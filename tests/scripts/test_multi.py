@@ -206,7 +206,7 @@ def refused(script: str, *flags, **options) -> str:
 def test_more_workers_than_cores(qat):
     count = os.cpu_count() + 1
     said = refused("train_v2_tpu_multi", *qat, *QAT.split(), "--from-scratch", "--num-chips", count)
-    assert said == f"error: --num-chips {count}: this machine has {count - 1} CPU cores; ask for 1 to {count - 1}"
+    assert said == f"error: --num-chips {count}: this machine has {count - 1} CPU cores; use 1 to {count - 1}"
 
 
 def test_a_plan_for_more_workers_than_there_are_can_be_made_anywhere(qat):
