@@ -9,8 +9,9 @@ The student is the low-bit copy of a model, the teacher the original. The teache
 build_kd_cache.py made, so no update runs the teacher.
 Stages: initial scales (--init rtn, mse or gptq) → layer by layer (--layer-steps updates per block) → end to end
 (--max-steps) → scales alone (--scale-steps).
-metrics.jsonl: loss (cross-entropy against the cached teacher), kl (loss minus the teacher's entropy: the remaining gap
-to the teacher), grad_norm before clipping, lr, tokens, tokens_per_s; heldout_kl and heldout_ppl at every evaluation.
+metrics.jsonl: every --log-every updates loss (cross-entropy against the cached teacher), kl (loss minus the teacher's
+entropy: the remaining gap to the teacher), grad_norm before clipping, lr, tokens, tokens_per_s; at every evaluation
+heldout_kl and heldout_ppl.
 The student with the lowest held-out KL is best.pt: packed codes and scales, for train_recovery_lora.py,
 measure_perplexity.py, run_inference.py and export_model.py. docs/qat-recovery.md is the runbook.
 """

@@ -233,7 +233,7 @@ def test_what_is_no_run_is_refused(refusal, tmp_path):
     assert "is not a run of train_musclebob_improved.py" in refusal("analyze_training", "--run", tmp_path)
     assert "training_config.json" in refusal("test_musclebob", "--run", tmp_path)
     assert "--samples 1000000000 needs at least" in refusal("test_musclebob", "--samples", 10**9)
-    assert "--temperature 0 draws the same" in refusal("test_musclebob", "--temperature", 0)
+    assert "--temperature 0 would sample the same" in refusal("test_musclebob", "--temperature", 0)
     (tmp_path / "training_config.json").write_text("{}")
     assert "training_config.json is damaged" in refusal("test_musclebob", "--run", tmp_path)
     assert "training_config.json is damaged" in refusal("analyze_training", "--run", tmp_path)
