@@ -1,4 +1,4 @@
-"""Shared fixtures: a tokenizer and a random model, both tiny and made on the spot."""
+"""Shared fixtures, among them a tiny tokenizer and a tiny random model, both built on the fly."""
 
 import contextlib
 import functools
@@ -9,21 +9,21 @@ import signal
 import sys
 from pathlib import Path
 
-os.environ["USE_TORCH_XLA"] = "0"  # before any import of transformers, which otherwise imports torch_xla by itself
-# Also for the processes that tests start. Two processes with two threads each wait for each other on two cores: one
-# notebook took 672 s like that and 100 s with one thread.
+os.environ["USE_TORCH_XLA"] = "0"  # set before transformers is imported, which would otherwise import torch_xla
+# Also applies to processes that tests start. On two cores, two processes with two threads each slow each other down: one
+# notebook took 672 s that way and 100 s with one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import tiny
 import torch
 
-# Two threads on a tiny matrix mostly wait for each other where other work runs: 64 → 20 s for one file, measured.
+# On a busy machine two threads on a tiny matrix mostly wait for each other: one thread cut one file from 64 s to 20 s.
 torch.set_num_threads(1)
 
 
-# Files that start processes, compile for XLA or train for many seconds, the longest first: their tests have the marker
-# `slow`, which `make test-fast` leaves out, and are started before all others, so that no core is idle at the end.
+# Files that start processes, compile for XLA or train for many seconds, slowest first. Their tests get the marker `slow`,
+# which `make test-fast` deselects, and start before all others, so that no core is idle at the end.
 SLOW = (
     "scripts/test_multi", "repo/test_notebook", "backend/test_xla_sft", "backend/test_launch", "backend/test_xla",
     "scripts/test_pipeline", "scripts/test_train_cot_sft", "repo/test_law_notebook", "benchmarks/test_qat_quality",
@@ -57,7 +57,7 @@ def sigterm_as_before():
 
 @pytest.fixture(params=["native", "torch"])
 def kernels(request, monkeypatch):
-    """Chains of operations by the C kernels, however small the tensors are, and by torch's operations."""
+    """Run a test with the C kernels, for tensors of any size, and with torch's operations."""
     from qat_lora.backend import native
 
     if request.param == "torch":
@@ -84,7 +84,7 @@ def tiny_model_dir(tiny_tokenizer, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def sharp_model_dir(tiny_model_dir, tiny_tokenizer, tmp_path_factory):
-    """As `tiny_model_dir` with weights ten times as large: its distributions are far from uniform, and 2 bits hurt."""
+    """`tiny_model_dir` with ten times larger weights: its distributions are far from uniform, so 2 bits hurt."""
     from qat_lora.models.loading import load_model
 
     model = load_model(str(tiny_model_dir))
@@ -109,7 +109,7 @@ def gguf_file(sharp_model_dir, tmp_path_factory):
 
 @pytest.fixture
 def gemma_package(gguf_file, tmp_path, monkeypatch):
-    """The folder of a package, in `tmp_path`, that gives `gguf_file` as gemma3-270m, whatever is installed."""
+    """A package folder in `tmp_path` that provides `gguf_file` as gemma3-270m, whatever is installed."""
     from packaged import MODULE, make_package
 
     for name in [name for name in sys.modules if name.startswith(MODULE)]:
@@ -125,7 +125,7 @@ def gemma_package(gguf_file, tmp_path, monkeypatch):
 
 @pytest.fixture
 def no_gemma(monkeypatch):
-    """The package of gemma3-270m is not there, whatever is installed."""
+    """Hide the package of gemma3-270m, whatever is installed."""
     from packaged import MODULE
 
     find = importlib.util.find_spec
@@ -134,7 +134,7 @@ def no_gemma(monkeypatch):
 
 @pytest.fixture(scope="session")
 def full_model_dir(tiny_tokenizer, tmp_path_factory):
-    """full_model_dir(model): its folder, with random values in every parameter, so that each of them counts."""
+    """full_model_dir(model): a folder with the model, with random values in every parameter, so that each one matters."""
 
     def make(model):
         random = torch.Generator().manual_seed(0)
@@ -153,7 +153,7 @@ def full_model_dir(tiny_tokenizer, tmp_path_factory):
 def sharp_cache(sharp_model_dir, tiny_tokenizer, tmp_path_factory):
     """KD cache of `sharp_model_dir`: 40 training and 8 held-out rows of 32 tokens, K = 8, 12 draws. Do not write to it.
 
-    Rows 16 to a shard, so that training takes three files and the last is ragged.
+    With 16 rows per shard the training rows take three files, the last of which is only partly full.
     """
     from qat_lora.backend import TorchBackend
     from qat_lora.data.chat import documents
@@ -192,7 +192,7 @@ def data(sharp_cache):
 
 @pytest.fixture
 def make_session(tmp_path):
-    """make_session(name, backend, save=0): a Session in the run directory of that name, resumed where there is one."""
+    """make_session(name, backend, save=0): a Session in the run directory of that name, resumed if it exists."""
     from qat_lora.run.rundir import Run
     from qat_lora.run.session import Every, Session
 
@@ -207,7 +207,7 @@ def make_session(tmp_path):
 
 @pytest.fixture(scope="session")
 def make_student(tmp_path_factory):
-    """make_student(model_dir): its best.pt with the MLP at balanced2/g32 and the attention at lut4/r4, untrained."""
+    """make_student(model_dir): best.pt of its untrained student, MLP at balanced2/g32 and attention at lut4/r4."""
     from qat_lora.models.loading import load_model
     from qat_lora.quant.init import initialise
     from qat_lora.quant.student import StudentSpec, quantize, save_student
@@ -225,7 +225,7 @@ def make_student(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def make_adapter(tmp_path_factory):
-    """make_adapter(model_dir): a PEFT folder with a random LoRA (q and down, rank 4, alpha 8) for it or its student."""
+    """make_adapter(model_dir): a PEFT folder with a random LoRA (q, down; rank 4, alpha 8) for the model or its student."""
     from peft import LoraConfig, get_peft_model
 
     from qat_lora.models.loading import load_model
@@ -246,7 +246,7 @@ def make_adapter(tmp_path_factory):
 
 @pytest.fixture
 def dies_at(monkeypatch):
-    """with dies_at(n): the process dies in the n-th update's optimiser step, of whatever loop runs inside."""
+    """with dies_at(n): the loop inside, whichever it is, is interrupted in the optimiser step of its n-th update."""
     from qat_lora.train.loop import Update
 
     @contextlib.contextmanager
@@ -267,7 +267,7 @@ def dies_at(monkeypatch):
 
 @pytest.fixture(scope="session")
 def load_script():
-    """load_script(name): scripts/<name>.py, or benchmarks/<name>.py, as a module; a subprocess would import torch anew
+    """load_script(name): scripts/<name>.py, or benchmarks/<name>.py, as a module; a subprocess would import torch again
     for each call."""
     root, patch = Path(__file__).resolve().parents[1], pytest.MonkeyPatch()
 
@@ -276,9 +276,9 @@ def load_script():
         path = root / "scripts" / f"{name}.py"
         if not path.exists():
             path = root / "benchmarks" / f"{name}.py"
-            patch.syspath_prepend(path.parent)  # as when it is run: benchmarks have a module beside them
+            patch.syspath_prepend(path.parent)  # as when it is run: benchmarks import modules from their own folder
         spec = importlib.util.spec_from_file_location(f"scripts_{name}", path)
-        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look up their module
         spec.loader.exec_module(module)
         return module
 
@@ -287,7 +287,7 @@ def load_script():
 
 @pytest.fixture
 def refusal(load_script, monkeypatch, capsys):
-    """refusal(name, *flags): the line with which a script refuses bad input; exit code 2 and no output checked."""
+    """refusal(name, *flags): the error line of a script for bad input; also checks exit code 2 and no output."""
     from qat_lora.run.command_line import run_script
 
     def refuse(name: str, *flags) -> str:

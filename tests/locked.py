@@ -1,4 +1,4 @@
-"""A folder that another process is writing."""
+"""A folder that is locked by another process."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ sys.stdin.read()
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Inside the block a living process has the lock of `folder`."""
+    """Inside the block another running process holds the lock of `folder`."""
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as holder:

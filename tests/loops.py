@@ -1,4 +1,4 @@
-"""The loops of the scripts, and updates outside a run, for tests."""
+"""The scripts' training loops, and single updates outside a run, for tests."""
 
 import functools
 import importlib.util
@@ -16,7 +16,7 @@ SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 def script(name: str):
     """scripts/<name>.py as a module."""
     spec = importlib.util.spec_from_file_location(f"scripts_{name}", SCRIPTS / f"{name}.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look up their module
     spec.loader.exec_module(module)
     return module
 
@@ -30,7 +30,7 @@ def objective_of(loss_of):
 
 
 def train_plain(model, rows, loss_of, plan, session, evaluate=lambda step: {}, stage="train") -> None:
-    """A stage of a loss_of(model, batch)."""
+    """Train one stage with the loss loss_of(model, batch)."""
     fit(plain_stage(stage, model, rows, plan, session, evaluate), model, objective_of(loss_of))
 
 
@@ -43,7 +43,7 @@ def train_recursive(trainer, rows, session, evaluate) -> None:
 
 
 def learn(model, reference, rollouts, optimizer, plan, backend) -> dict:
-    """One update on rollouts, outside a run: its loss, kl and grad_norm."""
+    """Make one update on rollouts outside a run; returns its loss, kl and grad_norm."""
     model.train()
     found: dict[str, Metric] = {}
     for part in rollouts.parts:

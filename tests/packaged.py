@@ -1,4 +1,4 @@
-"""A small package like that of gemma3-270m: a .gguf file in two parts, each in a package of its own."""
+"""A small package like gemma3-270m's: a .gguf file in two parts, each in its own package."""
 
 import hashlib
 from pathlib import Path

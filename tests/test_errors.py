@@ -1,4 +1,4 @@
-"""How an error ends a program: the code, and one line."""
+"""How an error ends a program: its exit code and one line."""
 
 import errno
 import os
@@ -41,7 +41,7 @@ def mute():
         (mute, 1, "error: Mute: Mute; unexpected error, rerun with --debug for the traceback\n"),
     ],
 )
-def test_the_code_and_the_line(function, code, line, capsys):
+def test_errors_end_with_their_exit_code_and_one_line(function, code, line, capsys):
     try:
         function()
     except Exception as error:
@@ -63,7 +63,7 @@ def broken_pipe(stdout, *flags: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize("flags", [(), ("--traceback",)], ids=["one worker", "several"])
-def test_a_pipe_whose_reader_has_left_ends_the_program_silently(flags):
+def test_a_closed_output_pipe_ends_the_program_silently(flags):
     reader, writer = os.pipe()
     os.close(reader)
     done = broken_pipe(writer, *flags)
@@ -71,12 +71,12 @@ def test_a_pipe_whose_reader_has_left_ends_the_program_silently(flags):
     assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_another_broken_pipe_is_an_error():
+def test_any_other_broken_pipe_is_an_error():
     done = broken_pipe(subprocess.PIPE)
     assert done.returncode == 2 and done.stderr.startswith("error: a connection broke ([Errno 32] Broken pipe)")
 
 
-def test_a_full_disk_says_so(capsys):
+def test_a_full_disk_is_reported(capsys):
     assert report(OSError(errno.ENOSPC, "No space left on device", "runs/a")) == 2
     assert capsys.readouterr().err == (
         "error: runs/a: No space left on device; free some space and run the command again (training: with "
@@ -84,8 +84,8 @@ def test_a_full_disk_says_so(capsys):
     )
 
 
-def test_a_sigterm_after_the_end_changes_nothing(tmp_path):
-    """As while the interpreter shuts down, which takes a while once torch is imported."""
+def test_a_sigterm_during_shutdown_changes_nothing(tmp_path):
+    """Shutting down the interpreter takes a while once torch is imported."""
     code = (
         "import atexit, os, signal\n"
         "from dataclasses import dataclass\n"

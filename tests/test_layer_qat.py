@@ -1,4 +1,4 @@
-"""Layer-wise QAT: each block learns its full-precision outputs on quantised inputs, and nothing else changes."""
+"""Layer-wise QAT: each block learns its full-precision outputs from quantised inputs, and nothing else changes."""
 
 import dataclasses
 
@@ -82,7 +82,7 @@ def test_only_the_current_block_changes(new_student, make_session, data, backend
     for index in (0, 1):
         names = {f"model.layers.{index}.{name}" for name, _ in decoder_layers(student)[index].named_parameters()}
         first, second = (moved for block, moved in seen if block == index)
-        assert first == names and second <= names, "latents, scales and norms of one block, all of them"
+        assert first == names and second <= names, "all latents, scales and norms of one block"
     assert [index for index, _ in seen] == [0, 0, 1, 1]
     assert all(p.requires_grad for name, p in student.named_parameters() if "embed" not in name)
 
@@ -138,7 +138,7 @@ def test_a_distillation_term_has_an_effect(train):
 
 
 def test_the_distillation_term_by_hand(train, new_student, data):
-    """The first block quantised, the second in full precision, the whole cached loss."""
+    """It is the whole cached loss, with the first block quantised and the second in full precision."""
     plain, guided = (train(dataclasses.replace(PLAN, steps=1, kd_weight=w), str(w))[1][0]["loss"] for w in (0, 0.5))
     student = new_student()
     batch = {key: value for key, value in data[0][0].items() if key != "total"}
@@ -155,7 +155,7 @@ def test_the_learning_rate_restarts_for_every_block(train):
 
 @pytest.mark.parametrize("stop", [2, 3, 4, 5])
 def test_a_resumed_run_equals_an_uninterrupted_one(new_student, make_session, data, backend, monkeypatch, stop):
-    """Three updates per block, killed after the checkpoint of update `stop`: within a block and between two."""
+    """Three updates per block, killed after the checkpoint of update `stop`: within a block and between two blocks."""
     plan = dataclasses.replace(PLAN, steps=3)
     whole, session = new_student(), make_session("whole", backend)
     train_layers(whole, data[0], plan, session)

@@ -1,8 +1,8 @@
-"""A tokenizer and a random model, both tiny and made on the spot."""
+"""A tiny tokenizer and a tiny random model, both built on the fly."""
 
 import torch
 
-# ChatML. As with Qwen3, a prompt with thinking off holds an empty block, so that the model goes straight to the answer.
+# ChatML. As in Qwen3, a prompt with thinking off contains an empty block, so that the model answers directly.
 CHAT_TEMPLATE = """
 {%- set no_thought = '<think>\\n\\n</think>\\n\\n' if enable_thinking is defined and not enable_thinking else '' %}
 {%- for message in messages %}
@@ -42,7 +42,7 @@ def tokenizer():
 
 
 def model(tokenizer):
-    """A random two-layer Llama with the tokens of `tokenizer`, in fp32."""
+    """A random two-layer Llama in fp32 with the vocabulary of `tokenizer`."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
