@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 os.environ["USE_TORCH_XLA"] = "0"  # set before transformers is imported, which would otherwise import torch_xla
-# Also applies to processes that tests start. On two cores, two processes with two threads each slow each other down: one
-# notebook took 672 s that way and 100 s with one thread.
+# Also applies to processes that tests start. On two cores, two processes with two threads each slow each other down:
+# one notebook took 672 s that way and 100 s with one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
@@ -22,8 +22,8 @@ import torch
 torch.set_num_threads(1)
 
 
-# Files that start processes, compile for XLA or train for many seconds, slowest first. Their tests get the marker `slow`,
-# which `make test-fast` deselects, and start before all others, so that no core is idle at the end.
+# Files that start processes, compile for XLA or train for many seconds, slowest first. Their tests get the marker
+# `slow`, which `make test-fast` deselects, and start before all others, so that no core is idle at the end.
 SLOW = (
     "scripts/test_multi", "repo/test_notebook", "backend/test_xla_sft", "backend/test_launch", "backend/test_xla",
     "scripts/test_pipeline", "scripts/test_train_cot_sft", "repo/test_law_notebook", "benchmarks/test_qat_quality",
@@ -134,7 +134,7 @@ def no_gemma(monkeypatch):
 
 @pytest.fixture(scope="session")
 def full_model_dir(tiny_tokenizer, tmp_path_factory):
-    """full_model_dir(model): a folder with the model, with random values in every parameter, so that each one matters."""
+    """full_model_dir(model): the model's folder, with random values in every parameter, so that each one matters."""
 
     def make(model):
         random = torch.Generator().manual_seed(0)
@@ -225,7 +225,7 @@ def make_student(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def make_adapter(tmp_path_factory):
-    """make_adapter(model_dir): a PEFT folder with a random LoRA (q, down; rank 4, alpha 8) for the model or its student."""
+    """make_adapter(model_dir): a PEFT folder with a random LoRA (q, down; rank 4, alpha 8) for it or its student."""
     from peft import LoraConfig, get_peft_model
 
     from qat_lora.models.loading import load_model
