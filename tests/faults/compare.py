@@ -1,4 +1,4 @@
-"""What a run leaves behind, so that two runs can be compared: everything but times, places and ways to get there."""
+"""The result of a run, for comparing two runs: everything except times, paths and how the run came about."""
 
 import hashlib
 import json
@@ -12,14 +12,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 TIMES = {"tokens_per_s", "seconds", "peak_memory_mb"}
-# How a run came about, and pictures of times: not its result. The lines of `manifest.json` tell of every resume.
+# How a run came about, and plots of times, are not part of its result. `manifest.json` records every resume.
 ASIDE = ("manifest.json", "config.yaml", "checkpoints", "plots", ".lock", "checksums.json")
 
 
 def result(folder: Path, base: Path, cache: bool = False) -> dict[str, Any]:
-    """By file name what a folder holds (a run directory, a cache, any other), wherever below `base` it is: paths down
-    to the second folder below `base`, that of a trial, are cut out."""
-    aside = {"summary.json", ".lock"} if cache else ASIDE  # a cache's summary.json tells of time alone
+    """The contents of a folder (a run directory, a cache, any other) by file name, wherever below `base` it is: paths
+    down to the second folder below `base`, the trial's, are cut out."""
+    aside = {"summary.json", ".lock"} if cache else ASIDE  # a cache's summary.json holds only times
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     names = [(path, path.relative_to(folder)) for path in files]
     place = re.compile(rf"{re.escape(str(base))}/\w+/[^/\"']+")
@@ -27,10 +27,10 @@ def result(folder: Path, base: Path, cache: bool = False) -> dict[str, Any]:
 
 
 def difference(one: dict[str, Any], other: dict[str, Any]) -> str | None:
-    """The first thing in which two results differ, for people."""
+    """A description of the first difference between two results; None if they are equal."""
     for name in sorted(one.keys() | other.keys()):
         if name not in one or name not in other:
-            return f"{name} is {'missing' if name not in one else 'there as well'}"
+            return f"{name} is {'missing' if name not in one else 'not in the reference'}"
         if one[name] != other[name]:
             return f"{name} differs{_where(one[name], other[name])}"
     return None
@@ -51,7 +51,7 @@ def _where(one: Any, other: Any) -> str:
 def _readable(path: Path, place: re.Pattern) -> Any:
     try:
         return _content(path, place)
-    except Exception as error:  # a damaged file, which is not the reference's
+    except Exception as error:  # a damaged file; the reference has none
         return f"unreadable: {error}"
 
 
@@ -68,7 +68,7 @@ def _content(path: Path, place: re.Pattern) -> Any:
         return "a picture"
     if path.name == "export.json":
         return {key: value for key, value in json.loads(path.read_text()).items() if key != "commit"}
-    if path.name == "origin.json":  # the rest are checksums of files that name places
+    if path.name == "origin.json":  # the rest are checksums of files that contain paths
         return json.loads(path.read_text())["base"]
     return hashlib.sha256(_cut(path.read_bytes(), place)).hexdigest()
 

@@ -1,4 +1,4 @@
-"""Files that are flipped, cut off, deleted or hostile."""
+"""Trials with files that have flipped bits, are truncated or deleted, or are hostile."""
 
 import hashlib
 import io
@@ -20,8 +20,8 @@ DAMAGED, READ, HOSTILE = "damaged file, resumed", "damaged file, read", "hostile
 FLIPS = ("first byte", "middle byte", "last byte", "random byte")
 WHOLE = ("truncated", "deleted")
 SHARD = re.compile(r"(shard|heldout)-\d+")
-WELL_TRIED = {"QAT", "legal SFT", "GRPO"}  # on whose copies of the model folder all damages are tried
-PUT_BACK = 4  # of so many refusals, one is tried with the file put back
+WELL_TRIED = {"QAT", "legal SFT", "GRPO"}  # subjects whose model folder gets every kind of damage
+PUT_BACK = 4  # one in so many refusals is retried with the file put back
 MARK = "hostile-code-was-run"
 
 
@@ -39,22 +39,22 @@ def trials(bench: Bench) -> Iterator[Trial]:
                 if path.is_relative_to(RUN) and path.relative_to(RUN).parts[0] in subject.ends:
                     yield from damages(DAMAGED, subject, end, path, damaged, False)
     for tool in bench.chosen(TOOLS):
-        bench.reference(tool)  # so that what it reads is there
+        bench.reference(tool)  # so that the files it reads exist
         read = {path for pattern in tool.reads.split() for path in bench.inputs.glob(pattern) if path.is_file()}
         for path in sorted(path.relative_to(bench.inputs) for path in read if path.name != ".lock"):
             yield from damages(READ, tool, bench.inputs, path, misread, bool(SHARD.match(path.name)))
 
 
 def files(folder: Path) -> list[Path]:
-    """All files of a trial's folder, relative to it; locks, pictures and what is written anew each time aside."""
+    """All files of a trial's folder, relative to it, except locks and pictures."""
     found = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
     return sorted(path for path in found if path.suffix != ".png")
 
 
 def damages(kind: str, subject: Subject, there: Path, path: Path, run, few: bool) -> Iterator[Trial]:
-    """Trials with one file; few: with two of its damages, chosen by its name."""
+    """Trials with each damage to one file; few: only two of them, chosen by its name."""
     shown = str(path.relative_to(OUT)) if path.is_relative_to(OUT) else str(path)
-    if path.parent.name == "files":  # named by their content, in which there are places
+    if path.parent.name == "files":  # named by a hash of their content, which includes paths
         shown = f"{shown[: -len(path.name)]}{sorted(p.name for p in (there / path.parent).iterdir()).index(path.name)}"
     number = int(hashlib.sha256(f"{subject.name} {shown}".encode()).hexdigest(), 16)
     chosen = [FLIPS[number % 4], FLIPS[(number + 2) % 4], *WHOLE]
@@ -78,13 +78,14 @@ def damage(path: Path, what: str, trial: Trial) -> None:
 
 
 def names(path: Path) -> tuple[str, ...]:
-    """What a refusal may call a file: itself, or a folder that it lies in, up to the run's own."""
+    """Names that a refusal may use for a file: its own or that of a parent folder, up to the run's."""
     above = [part for part in path.parts[:-1] if part not in (OUT, "run", "checkpoints")]
     return (path.name, path.stem.replace("_", " "), *above)  # "the chat template"
 
 
 def damaged(bench: Bench, folder: Path, trial: Trial, there: Path, path: Path, what: str) -> str:
-    """A file of an interrupted run, or of what it reads: the same result, or a refusal that changes nothing."""
+    """Damage a file of an interrupted run or of its inputs: the result stays the same, or the command refuses the file
+    and changes nothing."""
     subject = BY_NAME[trial.subject]
     shutil.copytree(there, folder)
     before = (folder / path).read_bytes()
@@ -103,7 +104,7 @@ def damaged(bench: Bench, folder: Path, trial: Trial, there: Path, path: Path, w
 
 
 def misread(bench: Bench, folder: Path, trial: Trial, there: Path, path: Path, what: str) -> str:
-    """A file of a finished run that a tool reads."""
+    """Damage a file of a finished run that a tool reads."""
     subject = BY_NAME[trial.subject]
     bench.prepare(subject, folder)
     within = folder / OUT / path
@@ -118,14 +119,14 @@ def misread(bench: Bench, folder: Path, trial: Trial, there: Path, path: Path, w
 
 # -- pickles ---------------------------------------------------------------------------------------------------------
 class Hostile:
-    """Unpickled, it writes a file."""
+    """Writes a file when unpickled."""
 
     def __reduce__(self):
         return (os.system, (f"touch {MARK}",))
 
 
 def pickled(zipped: bool) -> bytes:
-    """Something that torch.load takes for its own: its zip, or the pickle that it wrote before there was one."""
+    """Hostile data that looks like torch.save's: its zip file, or the plain pickle of older versions."""
     if not zipped:
         return pickle.dumps(Hostile(), protocol=2)
     buffer = io.BytesIO()
@@ -134,18 +135,18 @@ def pickled(zipped: bool) -> bytes:
 
 
 def whole_checkpoints(folder: Path) -> list[Path]:
-    """Without one that was being deleted when the run was interrupted."""
+    """All checkpoints except one that was being deleted when the run was interrupted."""
     return [meta.parent for meta in (folder / RUN / "checkpoints").glob("step_*/meta.json")]
 
 
 def hostile_trainer(folder: Path, data: bytes) -> None:
-    """In every checkpoint, with the right checksum."""
+    """Replace trainer.pt in every checkpoint, with the right checksum."""
     for step in whole_checkpoints(folder):
         write_trainer(step, data)
 
 
 def hostile_file(folder: Path, data: bytes, name: str) -> None:
-    """A file that a run relies on, and its copies in the checkpoints, with the right checksums."""
+    """Replace a file that a run relies on and its copies in the checkpoints, with the right checksums."""
     total = hashlib.sha256(data).hexdigest()
     (folder / RUN / name).write_bytes(data)
     (folder / RUN / "checkpoints" / "files" / total).write_bytes(data)
@@ -165,7 +166,7 @@ def write_trainer(step: Path, data: bytes) -> None:
 
 
 def hostile_weights(folder: Path, data: bytes, name: str, instead: str) -> None:
-    """A pickle in the place of a safetensors file."""
+    """Replace a safetensors file with a pickle."""
     (folder / name / instead).unlink()
     (folder / name / instead.replace(".safetensors", ".bin").replace("model.bin", "pytorch_model.bin")).write_bytes(
         data
@@ -179,7 +180,7 @@ def hostile_adapter(folder: Path, data: bytes, name: str) -> None:
 
 
 def hostile_cache(folder: Path, data: bytes) -> None:
-    """The original project's layout."""
+    """Replace the cache with one in the original project's layout."""
     shutil.rmtree(folder / "cache")
     (folder / "cache").mkdir()
     (folder / "cache" / "meta.json").write_text("{}")
@@ -187,7 +188,7 @@ def hostile_cache(folder: Path, data: bytes) -> None:
 
 
 def hostile_array(folder: Path, data: bytes) -> None:
-    """An array of objects, which numpy keeps as a pickle."""
+    """Replace an array with one of objects, which numpy stores as a pickle."""
     with open(folder / "puzzles" / "train" / "all__inputs.npy", "wb") as file:
         np.save(file, np.array([Hostile()], dtype=object), allow_pickle=True)
 
@@ -221,7 +222,7 @@ def hostile_trials(bench: Bench) -> Iterator[Trial]:
 
 
 def hostile(bench: Bench, folder: Path, trial: Trial, name: str, zipped: bool) -> str:
-    """Never run; refused by name."""
+    """The pickle must never be run, and must be refused by name."""
     subject = BY_NAME[trial.subject]
     if name in ("trainer.pt", "endtoend.pt"):
         shutil.copytree(bench.interrupted(subject, subject.late), folder)
@@ -231,8 +232,8 @@ def hostile(bench: Bench, folder: Path, trial: Trial, name: str, zipped: bool) -
     ended = subject.start(folder).wait()
     if list(folder.rglob(MARK)):
         raise Unexpected("the code in it was run")
-    # what was made of a model finds first that it is another one now
+    # a command that uses a model may notice first that the model has changed
     check_refusal(ended, name, *(["change --model"] if name == "pytorch_model.bin" else []))
     if "weights_only" in ended.err:
-        raise Unexpected(f"advises to run what is in it: {said(ended)}")
+        raise Unexpected(f"advises running its code: {said(ended)}")
     return "refused"

@@ -1,4 +1,4 @@
-"""Disks that are full or read-only: file systems in memory, mounted for one trial alone."""
+"""Trials with full and read-only disks: in-memory file systems, each mounted for one trial."""
 
 import ctypes
 import os
@@ -11,9 +11,9 @@ from subjects import BY_NAME, OUT, SUBJECTS, TOOLS
 from trials import Bench, Trial, Unexpected, check_refusal, check_same, in_child, said, used
 
 FULL, READ_ONLY = "full disk", "read-only folder"
-SHARES = (0.0, 0.3, 0.6, 0.9, 1.1, 1.5)  # of the room that a command takes
+SHARES = (0.0, 0.3, 0.6, 0.9, 1.1, 1.5)  # of the space that a command needs
 FILLER = "filler"
-ROOM = 2**16  # kB: enough for all
+ROOM = 2**16  # kB, enough for every command
 NEW_NAMESPACE, NEW_USER = 0x00020000, 0x10000000
 RDONLY, REMOUNT, PRIVATE = 1, 32, 1 << 18 | 1 << 14
 WRITERS = tuple(tool for tool in TOOLS if OUT in tool.flags)
@@ -27,7 +27,7 @@ def mount(path: str, kind: str | None, flags: int, options: str | None = None) -
 
 
 def enter_namespace() -> None:
-    """From here on this process has mounts of its own. Raises OSError where the machine does not allow it."""
+    """Give this process its own mounts. Raises OSError if the machine does not allow it."""
     user, group = os.getuid(), os.getgid()
     if C.unshare(NEW_NAMESPACE if user == 0 else NEW_NAMESPACE | NEW_USER):
         raise OSError(ctypes.get_errno(), "unshare")
@@ -39,7 +39,7 @@ def enter_namespace() -> None:
 
 
 def allowed(base: Path) -> bool:
-    """Whether this machine lets a disk be mounted."""
+    """Whether this machine allows mounting a disk."""
     (base / "mounted").mkdir(parents=True, exist_ok=True)
 
     def attempt() -> bool:
@@ -66,12 +66,12 @@ def trials(bench: Bench) -> Iterator[Trial]:
 
 
 def full(bench: Bench, folder: Path, trial: Trial, share: float, need: int) -> str:
-    """A disk with a share of the room that a command needs; the command is given again once there is enough."""
+    """Run a command on a disk with a share of the space it needs, and again once there is enough."""
     subject = BY_NAME[trial.subject]
     room = int(need * share * trial.dice.uniform(0.85, 1.15)) // 4 * 4
     before = used(bench.prepare(subject, folder) / OUT)
     on_disk(folder, f"size={before + room + 4}k")
-    (folder / OUT / FILLER).write_bytes(bytes(4096))  # no disk can be made with room for nothing
+    (folder / OUT / FILLER).write_bytes(bytes(4096))  # a disk cannot have size zero
     ended = subject.start(folder).wait()
     (folder / OUT / FILLER).unlink()
     if not ended.code:
@@ -89,7 +89,7 @@ def full(bench: Bench, folder: Path, trial: Trial, share: float, need: int) -> s
 
 
 def on_disk(folder: Path, options: str) -> None:
-    """Move what lies in OUT to a new disk that is mounted there."""
+    """Move the contents of OUT to a new disk mounted there."""
     enter_namespace()
     aside = folder / "aside"
     (folder / OUT).rename(aside)

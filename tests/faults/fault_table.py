@@ -1,10 +1,10 @@
-"""Makes docs/reliability.md: what runs survive, tried with hundreds of faults on every script that writes.
+"""Makes docs/reliability.md: which faults runs survive, from hundreds of trials on every script that writes.
 
 python tests/faults/fault_table.py            (make test-faults)
 python tests/faults/fault_table.py --subject QAT --only "SIGTERM/" --jobs 1     (some trials; no page)
 
-What has been found is kept in runs/faults/ under the commit, so that the same command resumes. It ends with exit code 1
-where something was lost or ended in a way that is not allowed.
+Results are kept in runs/faults/ by commit, so that the same command resumes. The exit code is 1 if a trial was lost or
+ended in a way that is not allowed.
 """
 
 import argparse
@@ -37,11 +37,11 @@ def every_trial(bench) -> Iterator:
     if disk.allowed(bench.base):
         yield from disk.trials(bench)
     else:
-        print("full and read-only disks: left out, for this machine does not let one be mounted")
+        print("full and read-only disks are skipped: this machine does not allow mounting a disk")
 
 
 def tried(bench, trial, folder: Path) -> dict:
-    """How one trial went."""
+    """Run one trial and return its outcome."""
     from trials import Lost, Unexpected
 
     started = time.monotonic()
@@ -60,12 +60,12 @@ def tried(bench, trial, folder: Path) -> dict:
 
 
 def run_all(bench, trials: list, jobs: int, done) -> None:
-    """All trials, `jobs` at a time, each in a forked process of its own; done(line) gets how each went."""
+    """Run all trials, `jobs` at a time, each in its own forked process; done(line) gets each outcome."""
     from trials import BY_NAME
 
     running: dict[int, tuple] = {}
     for number, trial in enumerate(trials):
-        bench.reference(BY_NAME[trial.subject])  # here, so that it is made once
+        bench.reference(BY_NAME[trial.subject])  # in this process, so that it is made only once
         while len(running) >= jobs:
             _collect(running, done)
         folder = bench.base / "trials" / f"{number:04d}"
@@ -73,7 +73,7 @@ def run_all(bench, trials: list, jobs: int, done) -> None:
         if not pid:
             code = 1
             try:
-                shutil.rmtree(folder, ignore_errors=True)  # of an earlier call that was interrupted
+                shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted earlier call
                 folder.parent.mkdir(exist_ok=True)
                 line = tried(bench, trial, folder)
                 folder.with_suffix(".json").write_text(json.dumps(line))
@@ -101,7 +101,7 @@ def _collect(running: dict[int, tuple], done) -> None:
 
 
 def measured(asked: argparse.Namespace, some: bool) -> list[dict]:
-    """How every trial went; unless only some are asked for, from the file of an earlier call as far as that goes."""
+    """The outcome of every trial. Those recorded by an earlier call are reused, unless only some trials are chosen."""
     server.preload()
     import subjects
     from trials import Bench
@@ -139,13 +139,15 @@ def measured(asked: argparse.Namespace, some: bool) -> list[dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", help="regular expression of the trials to do; writes no page")
-    parser.add_argument("--subject", help="regular expression of what to try them on; writes no page")
+    parser.add_argument("--only", help="run only the trials whose names match this regular expression; writes no page")
     parser.add_argument(
-        "--device", default="cpu", help="device of the commands; on another than cpu no page is written"
+        "--subject", help="use only the subjects whose names match this regular expression; writes no page"
     )
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="trials at a time")
-    parser.add_argument("--base", type=Path, help="folder of the trials, kept; those that failed stay there")
+    parser.add_argument("--device", default="cpu", help="device of the commands [cpu]; any other device writes no page")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="trials at a time [number of cores]")
+    parser.add_argument(
+        "--base", type=Path, help="folder for the trials; it is kept, with the folders of failed trials"
+    )
     asked = parser.parse_args()
     started = time.monotonic()
     some = asked.only or asked.subject or asked.device != "cpu"

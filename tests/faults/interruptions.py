@@ -1,4 +1,4 @@
-"""Processes that are killed, told to stop, or not alone."""
+"""Trials with processes that are killed, told to stop, or started twice."""
 
 import signal
 import time
@@ -9,7 +9,7 @@ from subjects import BY_NAME, PROGRAMS, RUN, SUBJECTS, WORKERS, Subject
 from trials import Bench, Trial, Unexpected, check_refusal, finish, said
 
 KILL, TERM, TWO = "kill -9", "SIGTERM", "a second process"
-UNIFORM = 4  # trials at a moment drawn from the reference's whole duration
+UNIFORM = 4  # trials at a random moment of the reference's whole duration
 
 Moment = Callable[[Path], Callable[[], bool]]
 
@@ -24,7 +24,7 @@ def after(seconds: float) -> Moment:
 
 
 def appears(pattern: str, times: int = 1, late: float = 0.0) -> Moment:
-    """Once a file or folder of the run that matches a pattern is there for the n-th time; `late` seconds after that."""
+    """`late` seconds after a file or folder of the run that matches a pattern has appeared `times` times."""
 
     def begin(folder: Path) -> Callable[[], bool]:
         seen, there, due = 0, False, 0.0
@@ -88,12 +88,12 @@ def killed(bench: Bench, folder: Path, trial: Trial) -> str:
         if (ended := process.wait()).code not in (0, 137):
             raise Unexpected(f"exit code {ended.code}: {said(ended)}")
         if subject in WORKERS:
-            time.sleep(3)  # they notice that the process which started them has gone, and end
+            time.sleep(3)  # the workers notice that the process that started them is gone, and end
     return finish(bench, subject, folder)
 
 
 def stopped(bench: Bench, folder: Path, trial: Trial) -> str:
-    """Two SIGTERMs: exit code 0, or 143 of what has not begun to train."""
+    """Send SIGTERM twice: the exit code is 0, or 143 if training has not begun."""
     subject = BY_NAME[trial.subject]
     bench.prepare(subject, folder)
     (moment,) = moments(bench, subject, trial)
@@ -116,7 +116,7 @@ def doubled(bench: Bench, folder: Path, trial: Trial) -> str:
     first = subject.start(folder)
     begun = ".lock" if subject.script == "build_kd_cache" else "manifest.json"
     first.until(appears(begun if trial.what == "at the start" else f"{subject.late}*")(folder))
-    first.send(signal.SIGSTOP)  # so that it is still there when the second one comes
+    first.send(signal.SIGSTOP)  # so that it is still running when the second one starts
     try:
         check_refusal(subject.start(folder, log="second").wait(), RUN)
     finally:
@@ -124,4 +124,4 @@ def doubled(bench: Bench, folder: Path, trial: Trial) -> str:
         ended = first.wait()
     if ended.code:
         raise Unexpected(f"the first process ended with exit code {ended.code}: {said(ended)}")
-    return finish(bench, subject, folder)  # which finds it finished
+    return finish(bench, subject, folder)  # the run is already finished

@@ -77,7 +77,7 @@ def _lines(path: str) -> list[str]:
 
 
 def table(lines: list[dict]) -> str:
-    """A row for each kind of fault and what it was tried on."""
+    """One row per kind of fault and subject."""
     rows = ["| fault | tried on | trials | same result | refused | lost | unexpected |"]
     rows.append("|---|---|---:|---:|---:|---:|---:|")
     counts: dict[tuple[str, str], Counter] = {}

@@ -1,8 +1,8 @@
-"""Commands as forked children of one process that has imported everything: a command starts in milliseconds.
+"""Runs commands as forked children of one process that has imported everything, so that they start in milliseconds.
 
-A child runs the script as `python scripts/X.py …` would, with its own working directory, arguments and output, and is a
-process of its own: it can be killed, and what it leaves behind is what a killed process leaves behind. The parent only
-imports and waits. It never computes anything, so that no child inherits a lock that another thread held.
+A child runs the script as `python scripts/X.py …` would, with its own working directory, arguments and output. It is a
+separate process: when killed, it leaves behind what any killed process does. The parent only imports and waits. It
+never computes anything, so that no child inherits a lock held by another thread.
 """
 
 import os
@@ -25,7 +25,7 @@ PICTURE = b"\x89PNG" + bytes(30_000)
 
 
 def preload() -> None:
-    """Import what the scripts import, also what transformers and PEFT import late."""
+    """Import everything that the scripts import, including what transformers and PEFT import lazily."""
     import matplotlib.backends.backend_agg  # noqa: F401
     import peft
     import torch
@@ -43,11 +43,11 @@ def preload() -> None:
     import qat_lora.lora.recovery
     import qat_lora.rl.grpo  # noqa: F401
 
-    if find_spec("datasets"):  # which no trial needs
+    if find_spec("datasets"):  # no trial needs it
         import datasets  # noqa: F401
     torch.set_num_threads(1)
     assert peft and transformers
-    # Drawing would take half of every trial: a picture is some bytes in the place of the real ones.
+    # Drawing would take half the time of every trial, so pictures are replaced with placeholder bytes.
     Figure.tight_layout = lambda *_, **__: None
     Figure.savefig = lambda _, path, **__: Path(path).write_bytes(PICTURE)
 
@@ -79,7 +79,7 @@ class Process:
             os.kill(self.pid, number)
 
     def until(self, moment: Callable[[], bool]) -> bool:
-        """Wait for a moment; False where the command ends first."""
+        """Wait for a moment; False if the command ends first."""
         while self.alive():
             if moment():
                 return True
@@ -87,7 +87,7 @@ class Process:
         return False
 
     def wait(self) -> Ended:
-        """Wait for its end; a command that takes longer than LONGEST is killed, with exit code 124."""
+        """Wait for the command to end. One that takes longer than LONGEST is killed and gets exit code 124."""
         hung = False
         while self.alive():
             if time.monotonic() - self.started > LONGEST and not hung:
@@ -115,8 +115,8 @@ def run(folder: Path, script: str, *argv: str) -> Ended:
 
 
 def spawn(folder: Path, script: str, *argv: str, log: str = "log") -> Process:
-    """As `start`, as a program of its own, which takes ten times as long to start: for what ends with the interpreter,
-    and for several workers."""
+    """Like `start`, but in a new interpreter, which takes ten times as long to start: for what happens when the
+    interpreter ends, and for several workers."""
     command = [sys.executable, str(ROOT / "scripts" / f"{script}.py"), *argv]
     return fork(folder, lambda: os.execve(command[0], command, os.environ | {"PYTHONPATH": str(ROOT)}), log)
 
@@ -141,7 +141,7 @@ def fork(folder: Path, function: Callable[[], object], log: str = "log") -> Proc
 
 
 def _redirect(log: Path) -> None:
-    """Standard input is empty; standard output and error go to files, as those of a command in a shell."""
+    """Standard input is empty; standard output and error go to files, as for a command in a shell."""
     opened = [os.open(os.devnull, os.O_RDONLY)]
     opened += [os.open(f"{log}.{end}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC) for end in ("out", "err")]
     for number, file in enumerate(opened):

@@ -1,4 +1,4 @@
-"""What is tried: every script that writes, small enough for a trial of seconds, and what they start from."""
+"""The subjects of the trials: every script that writes, small enough to run in seconds, and their inputs."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ from typing import Any
 import compare
 import server
 
-OUT = "out"  # in every trial's folder; the disk that is small or read-only is mounted here
+OUT = "out"  # in every trial's folder; small or read-only disks are mounted here
 RUN = f"{OUT}/run"
 DEVICE = "cpu"
 
@@ -24,10 +24,10 @@ def plain() -> list[str]:
 class Subject:
     """A command with small sizes, in a folder that holds its `inputs`.
 
-    trains: it is resumed by being given again, and its result is the folder RUN; of another command it is all that lies
-    in OUT, and what it says. late: a file whose appearance says that a run holds whatever it has before its end;
-    `ends`: files that come after the last checkpoint. spawned: a program of its own, not a forked child.
-    reads: patterns of what it reads of finished runs.
+    trains: running the command again resumes it, and its result is the folder RUN; the result of any other command is
+    the contents of OUT and its standard output. late: a file that appears once a run holds everything it has before its
+    end. ends: files written after the last checkpoint. spawned: run in a new interpreter, not as a forked child.
+    reads: patterns of the files of finished runs that it reads.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Subject:
         return (server.spawn if self.spawned else server.start)(folder, self.script, *self.argv, log=log)
 
     def result(self, folder: Path, ended: server.Ended) -> dict[str, Any]:
-        """What came out in `folder`."""
+        """The result of the command in `folder`."""
         base = folder.parents[1]
         if self.trains:
             return compare.result(folder / RUN, base, cache=self.script == "build_kd_cache")
@@ -201,7 +201,7 @@ BY_NAME |= {subject.name: subject for subject in (*WORKERS, *PROGRAMS)}
 FINISHED = {"qat": "QAT", "bob": "GRPO", "law": "legal SFT", "law4": "legal SFT, int4"}  # inputs that subjects made
 
 
-# -- what they start from --------------------------------------------------------------------------------------------
+# -- inputs ----------------------------------------------------------------------------------------------------------
 PRESETS = {
     "cache": "length: 32\ntop_k: 6\n",
     "qat": "learning_rate: 0.002\nseed: 3\n",
@@ -230,7 +230,7 @@ BEFORE = {"cache": ("model",), "student": ("cache",), "student.pt": ("student",)
 
 
 def make_input(inputs: Path, name: str) -> None:
-    """Make one of `inputs`, those of BEFORE being there, in children, so that this process computes nothing."""
+    """Make one of `inputs` in a child, so that this process computes nothing. Those in BEFORE must exist."""
     inputs.mkdir(exist_ok=True)
     if name in COMMANDS:
         script, flags = COMMANDS[name]
@@ -248,7 +248,7 @@ def succeed(ended: server.Ended, what: str) -> server.Ended:
 
 
 def _files() -> None:
-    """Model, texts and presets, in the working directory."""
+    """Write the model, texts and presets to the working directory."""
     tiny = runpy.run_path(str(server.ROOT / "tests" / "tiny.py"))
     tokenizer = tiny["tokenizer"]()
     model = tiny["model"](tokenizer)

@@ -1,4 +1,4 @@
-"""A text of 200 MB: peak memory that does not grow with it, and a run that resumes after kill -9 (make test-faults).
+"""Training on a 200 MB text: peak memory does not grow with it, and runs resume after kill -9 (make test-faults).
 
 Run with -s to see the figures.
 """
@@ -20,9 +20,9 @@ from qat_lora.data.text import END
 pytestmark = pytest.mark.faults
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "train_tinystories_reservoir.py"
-LIMIT = 1e9  # bytes; some 770 MB of them are torch and transformers
+LIMIT = 1e9  # bytes; torch and transformers take about 770 MB of it
 ALL = ["--max-stories", "100000000", "--device", "cpu", "--precision", "fp32"]
-# Says at its end what its largest resident set was.
+# Prints its peak resident set size when it ends.
 PEAK = """import runpy, sys
 sys.argv = sys.argv[1:]
 try:
@@ -42,7 +42,7 @@ def story(number: int, draw: random.Random) -> str:
 
 
 def big_text(path: Path, megabytes: float, separator: str) -> Path:
-    """A file of about that size, in which every story has a number of its own."""
+    """Write a file of about that size, in which every story has its own number."""
     draw, size, number = random.Random(0), 0, 0
     with open(path, "w") as file:
         while size < megabytes * 1e6:

@@ -1,5 +1,5 @@
-"""The harness of `make test-faults` on its cheapest subject, so that it does not rot: a few trials, in a process of its
-own, which must not be one that has started threads."""
+"""A few trials of `make test-faults` on its cheapest subject, so that its harness keeps working. It runs in a separate
+process, since it forks and must not have started threads."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What all trials share: the reference runs, the interrupted runs that damage is done to, and how an end is judged."""
+"""What all trials share: reference runs, interrupted runs to damage, and checks of how a command ended."""
 
 import os
 import pickle
@@ -18,24 +18,24 @@ import subjects
 from server import Ended
 from subjects import BY_NAME, FINISHED, OUT, RUN, Subject, succeed
 
-# What a refusal says after what is wrong: what to do.
+# The fix that a refusal gives after saying what is wrong.
 ADVICE = re.compile(
     r"; |: (give|use|put|copy|delete|check|choose)|\b(give|put|copy|delete|build|train|start|correct|convert)\b"
 )
 
 
 class Lost(Exception):
-    """It ended as if nothing were wrong, with another result."""
+    """The command ended as if nothing were wrong, but with a different result."""
 
 
 class Unexpected(Exception):
-    """It ended in no way that is allowed."""
+    """The command ended in a way that is not allowed."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One trial: run(bench, folder, trial) does it in a folder that is not there yet, and returns how it
-    went, for people."""
+    """One trial: run(bench, folder, trial) runs it in a folder that does not exist yet, and returns its outcome
+    in words."""
 
     kind: str
     subject: str
@@ -48,26 +48,26 @@ class Trial:
 
     @property
     def dice(self) -> random.Random:
-        """Of this trial alone, the same in every run."""
+        """A generator for this trial alone, the same in every run."""
         return random.Random(self.name)
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A run that nothing interrupted: what came out, how long it took, and how much room it needs."""
+    """An uninterrupted run: its result, how long it took, and how much space it needs."""
 
     result: dict[str, Any]
     seconds: float
     kilobytes: int  # at its peak
-    last: str  # what is saved last, below RUN: checkpoints/step_N, or a shard
+    last: str  # the last thing saved, below RUN: checkpoints/step_N, or a shard
 
 
 class Bench:
-    """The folders of all trials: inputs, reference runs, interrupted runs, and a folder for each trial. What is there
-    from an earlier call is used again."""
+    """The folders of all trials: inputs, reference runs, interrupted runs, and a folder for each trial. Folders from
+    an earlier call are reused."""
 
     def __init__(self, base: Path, only: str | None = None):
-        """only: a regular expression of the names of what is tried."""
+        """only: a regular expression for the names of the subjects."""
         self.base, self.inputs, self.only = base, base / "inputs", only
         self.references: dict[str, Reference] = {}
 
@@ -75,7 +75,7 @@ class Bench:
         return [subject for subject in tried_on if not self.only or re.fullmatch(self.only, subject.name)]
 
     def prepare(self, subject: Subject, folder: Path) -> Path:
-        """A new folder with a copy of all that a subject reads; what it also writes lies in OUT there."""
+        """Make a new folder with a copy of everything a subject reads; what it also writes goes into OUT."""
         folder.mkdir(parents=True)
         (folder / OUT).mkdir()
         for name in subject.inputs:
@@ -87,7 +87,7 @@ class Bench:
         return folder
 
     def input(self, name: str) -> None:
-        """Make an input that is not there yet, and what it is made of."""
+        """Make an input, and the inputs it depends on, if it does not exist yet."""
 
         def make(_: Path) -> None:
             for other in subjects.BEFORE.get(name, ()):
@@ -115,7 +115,7 @@ class Bench:
         return folder
 
     def reference(self, subject: Subject) -> Reference:
-        """The run that nothing interrupts."""
+        """The uninterrupted run."""
         kept = self.base / "reference" / f"{subject.name}.pickle"
 
         def make(folder: Path) -> None:
@@ -135,7 +135,7 @@ class Bench:
         return self.references[subject.name]
 
     def interrupted(self, subject: Subject, after: str) -> Path:
-        """A folder with a run that was killed once the file `after` of its directory was there."""
+        """A folder with a run that was killed once the file `after` appeared in its run directory."""
 
         def make(folder: Path) -> None:
             self.prepare(subject, folder)
@@ -149,7 +149,7 @@ class Bench:
 
 
 def used(folder: Path) -> int:
-    """kB that the files of a folder take on a disk of 4 kB blocks."""
+    """kB that the files of a folder take on a disk with 4 kB blocks."""
     total = 0
     for place, _, names in os.walk(folder):
         for name in names:
@@ -159,7 +159,7 @@ def used(folder: Path) -> int:
 
 
 def in_child(function: Callable[[], Any]) -> Any:
-    """What function() returns, a value that JSON can hold or an exception, computed in a forked child."""
+    """The result of function(), computed in a forked child; raises the exception that function() raises."""
     read, write = os.pipe()
     pid = os.fork()
     if not pid:
@@ -189,7 +189,7 @@ def _last(run: Path) -> str:
 
 # -- how it may end --------------------------------------------------------------------------------------------------
 def finish(bench: Bench, subject: Subject, folder: Path) -> str:
-    """Give the command again until it ends, and compare what came out with the reference."""
+    """Run the command again to its end, and compare its result with the reference."""
     ended = subject.start(folder).wait()
     if ended.code:
         raise Unexpected(f"exit code {ended.code} when resumed: {said(ended)}")
@@ -204,7 +204,7 @@ def check_same(bench: Bench, subject: Subject, folder: Path, ended: Ended) -> No
 
 
 def check_refusal(ended: Ended, *names: str) -> None:
-    """Exit code 2 and one line that names one of `names` and what to do."""
+    """Check for exit code 2 and one line that names one of `names` and the fix."""
     if ended.code != 2:
         raise Unexpected(f"exit code {ended.code}: {said(ended)}")
     lines = ended.err.strip().splitlines()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from qat_lora.backend.environment import LAUNCH
 
-# What a host does before its command: its own name, its own /etc/hosts, other folders in the place of some.
+# Sets up a host before its command runs: its own name and /etc/hosts, and bind mounts over some folders.
 ENTER = (
     'hostname "$1"; mount --bind "$2" /etc/hosts; '
     'for each in $3; do mount --bind ${each%%:*} ${each#*:}; done; shift 3; exec "$@"'
@@ -20,7 +20,7 @@ ENTER = (
 
 
 def missing() -> str | None:
-    """What this machine lacks for two hosts; None where it has all."""
+    """What this machine lacks to run two hosts; None if nothing."""
     if os.geteuid() != 0:
         return "root is needed to make network namespaces"
     absent = [tool for tool in ("ip", "unshare", "mount") if not shutil.which(tool)]
@@ -38,18 +38,18 @@ class Job:
         self.process, self.out, self.err = process, folder / f"{name}.out", folder / f"{name}.err"
 
     def ends(self, within: float) -> int:
-        """Its exit code; raises TimeoutExpired where it does not end within so many seconds."""
+        """Its exit code; raises TimeoutExpired if it does not end within that many seconds."""
         return self.process.wait(within)
 
     def lines(self) -> list[str]:
-        """Its lines that say why it ended."""
+        """Its error lines."""
         return [line for line in self.err.read_text(errors="replace").splitlines() if line.startswith("error: ")]
 
     def said(self) -> str:
         return self.out.read_text(errors="replace") + self.err.read_text(errors="replace")
 
     def waits_for(self, word: str, within: float = 60) -> None:
-        """Return once it has printed `word`."""
+        """Wait until it has printed `word`."""
         end = time.monotonic() + within
         while word not in self.said():
             if self.process.poll() is not None or time.monotonic() > end:
@@ -119,7 +119,7 @@ class Pair:
     def by_torchrun(
         self, *command, options: tuple = (), nodes: str = "2", of: str = "ab", static: bool = False, **more
     ) -> list[Job]:
-        """One torchrun on each host, with one worker. static: each is told its rank."""
+        """One torchrun on each host, with one worker. static: each gets its rank as an option."""
         nodes, jobs = ("--nnodes", nodes, "--nproc-per-node", 1), []
         for host in of:
             meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "hosta:29500")
@@ -145,12 +145,12 @@ class Pair:
         self._ip("-n", self.space("b"), "link", "set", self.link, "up")
 
     def received(self, host: str) -> int:
-        """Bytes that have come to a host over the link so far."""
+        """Bytes that a host has received over the link so far."""
         path = f"/sys/class/net/{self.link}/statistics/rx_bytes"
         return int(subprocess.run(["ip", "netns", "exec", self.space(host), "cat", path], capture_output=True).stdout)
 
     def clear(self) -> None:
-        """End what still runs on the hosts, and restore the link."""
+        """Kill everything that still runs on the hosts, and restore the link."""
         for host in "ab":
             for _ in range(50):
                 if not self.pids(host):

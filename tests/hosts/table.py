@@ -1,8 +1,8 @@
-"""The table of docs/scaling.md: two hosts, one of them lost, five trials of each kind. `make hosts-table`; resumes.
+"""Makes the table of docs/scaling.md: two hosts, one of them lost, five trials of each kind (`make hosts-table`).
 
-kill -9, freeze or cut × the host that is lost × torchrun or by hand × recovery or pretrain: seconds until the other
-host has ended, its line, and whether the run, resumed, has the losses of one that nothing interrupted. Then restarts by
-torchrun. Every trial is one line of runs/hosts/rows.jsonl.
+The trials combine kill -9, freeze or cut × the lost host × torchrun or by hand × recovery or pretrain. Each records the
+seconds until the other host has ended, its error line, and whether the resumed run has the losses of an uninterrupted
+one. Restarts by torchrun follow. Every trial is one line of runs/hosts/rows.jsonl; the same command resumes.
 """
 
 import json
@@ -30,7 +30,7 @@ writing = threading.Lock()
 
 
 def prepare() -> None:
-    """A tiny model, its cache and a student."""
+    """Make a tiny model, its cache and a student."""
     if (WORK / "student" / "best.pt").exists():
         return
     tokenizer = tiny.tokenizer()
@@ -60,14 +60,14 @@ def command(experiment: str, run: Path, *more) -> list:
 
 
 def finish(pair: Pair, launcher: str, experiment: str, run: Path, wanted: list | None, *more) -> bool:
-    """Run to the end; whether its losses are the wanted ones."""
+    """Run to the end; returns whether the losses are as expected."""
     jobs = getattr(pair, LAUNCHERS[launcher])(*command(experiment, run, *more))
     codes = [job.ends(400) for job in jobs]
     return codes == [0, 0] and (wanted is None or losses(run) == wanted)
 
 
 def lose(number: int, trial: dict, wanted: list) -> list[dict]:
-    """One trial; a cut is one for each host."""
+    """Run one trial; a cut link gives one row per host."""
     what, host, launcher, experiment = trial["what"], trial["host"], trial["launcher"], trial["experiment"]
     run, found = WORK / f"run{number}-{time.time_ns()}", []
     with Pair(number) as pair:
@@ -95,7 +95,7 @@ def lose(number: int, trial: dict, wanted: list) -> list[dict]:
 
 
 def restart(number: int, trial: dict, wanted: list) -> list[dict]:
-    """A worker of each host is killed, one after the other, under torchrun --max-restarts 3 … --resume auto."""
+    """Kill a worker on each host, one after the other, under torchrun --max-restarts 3 … --resume auto."""
     run = WORK / f"run{number}-{time.time_ns()}"
     with Pair(number) as pair:
         words = command("recovery", run, "--resume", "auto")
@@ -177,7 +177,7 @@ def table(rows: list[dict]) -> str:
         ]
         lines.append("| " + " | ".join(map(str, (*kind, *cells))) + " |")
     again = [row for row in rows if row["what"] == "restart"]
-    lines.append(f"\nRestarts: {sum(row['equal'] for row in again)} of {len(again)} came back and ended bit-equal.")
+    lines.append(f"\nRestarts: {sum(row['equal'] for row in again)} of {len(again)} resumed and ended bit-equal.")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""Two hosts that lose each other, come late or differ. `make test-hosts`; needs root and `ip`."""
+"""Two hosts that lose each other, join late or differ. `make test-hosts`; needs root and `ip`."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def cleared(pair):
 
 @pytest.fixture(scope="module")
 def recovery(sharp_model_dir, sharp_cache, tmp_path_factory):
-    """recovery(run, steps, …): the command of a recovery run of so many updates."""
+    """recovery(run, steps, …): the command of a recovery run with that many updates."""
     folder = tmp_path_factory.mktemp("student")
     subprocess.run(
         [PY, SCRIPTS / "train_qat.py", "--model", sharp_model_dir, "--cache-dir", sharp_cache, "--max-steps", "2",
@@ -51,13 +51,13 @@ def recovery(sharp_model_dir, sharp_cache, tmp_path_factory):
 
 
 def losses(run: Path) -> list[dict]:
-    """What metrics.jsonl has, without what was measured by the clock."""
+    """The lines of metrics.jsonl without timings."""
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [{name: value for name, value in line.items() if name not in TIMED} for line in lines]
 
 
 def one_line(job: Job, *words: str) -> None:
-    """The job has ended with an error, which it says in one line that has these words."""
+    """Check that the job has failed with one error line that contains these words."""
     assert job.process.returncode not in (0, None), job.said()
     assert len(job.lines()) == 1, job.said()
     assert all(word in job.lines()[0] for word in words), job.lines()
@@ -78,7 +78,7 @@ def trained(jobs: list[Job]) -> None:
 
 @pytest.fixture(scope="module")
 def whole_run(pair, recovery, tmp_path_factory):
-    """A run of 60 updates that nothing interrupted, with two workers."""
+    """An uninterrupted run of 60 updates with two workers."""
     run = tmp_path_factory.mktemp("whole") / "r"
     trained(pair.by_hand(*recovery(run, 60)))
     return run
@@ -95,7 +95,7 @@ LOSSES = [(what, host, launcher) for what in ("kill", "freeze", "cut") for host 
 
 
 def lose(number: int, what: str, host: str, launcher: str, command: list) -> list[tuple[Job, float]]:
-    """Lose a host while it trains; the jobs that are left, each with the seconds until it ended."""
+    """Lose a host during training; returns the remaining jobs, each with the seconds until it ended."""
     with Pair(number) as pair:
         jobs = getattr(pair, launcher)(*command)
         jobs[0].waits_for("step 25 ", 180)
@@ -110,13 +110,13 @@ def lose(number: int, what: str, host: str, launcher: str, command: list) -> lis
             ended([job], 60)
             seconds.append(time.monotonic() - started)
         for job in left:
-            job.text = job.said()  # the folder goes with the hosts
+            job.text = job.said()  # the folder is deleted with the hosts
             job.errors = job.lines()
         return list(zip(left, seconds))
 
 
-def test_a_lost_host_is_named_by_the_other_within_the_promise(recovery, tmp_path):
-    """Killed, frozen or cut off, by hand and under torchrun. The promise here is 20 s."""
+def test_the_other_host_names_a_lost_host_within_the_timeout(recovery, tmp_path):
+    """Killed, frozen or cut off, by hand and under torchrun. The timeout here is 20 s."""
     with ThreadPoolExecutor(5) as pool:
         waiting = [
             pool.submit(lose, number, *lost, recovery(tmp_path / str(number), 100000))
@@ -133,8 +133,8 @@ def test_a_lost_host_is_named_by_the_other_within_the_promise(recovery, tmp_path
         assert (newest / "meta.json").exists()
 
 
-def test_what_takes_long_loses_nobody(pair, recovery, tmp_path, whole):
-    """A worker that is busy for longer than the promise, here in its evaluation, gives signs of life all the while."""
+def test_a_busy_worker_does_not_count_as_lost(pair, recovery, tmp_path, whole):
+    """A worker that is busy for longer than the timeout, here in its evaluation, still sends signs of life."""
     slow = tmp_path / "slow.py"
     slow.write_text(
         "import sys, time, runpy, os\n"
@@ -163,7 +163,7 @@ def test_sigterm_to_one_host_saves_and_ends_all_with_0(pair, recovery, tmp_path,
 
 
 def test_sigterm_to_one_torchrun_saves_and_ends_the_other_with_0(pair, recovery, tmp_path):
-    """The one that gets it ends with 1, as torchrun always does; without our help the other would take five minutes."""
+    """The one that gets it exits with 1, as torchrun always does. Without our help the other would wait 5 minutes."""
     for number, static in ((0, False), (1, False), (1, True)):
         run = tmp_path / f"{number}{static}"
         jobs = pair.by_torchrun(*recovery(run, 60), static=static)
@@ -176,7 +176,7 @@ def test_sigterm_to_one_torchrun_saves_and_ends_the_other_with_0(pair, recovery,
 
 
 # -- joining ---------------------------------------------------------------------------------------------------------
-def test_a_host_that_does_not_come_is_named_with_the_address_and_who_came(pair, recovery, tmp_path):
+def test_a_missing_host_is_named_with_the_address_and_the_workers_that_arrived(pair, recovery, tmp_path):
     command = recovery(tmp_path / "r", 60, "--join-timeout", 4)
     jobs = [*pair.by_hand(*command, of="a", port=29500), *pair.by_hand(*command, of="b", port=29501)]
     ended(jobs)
@@ -184,15 +184,15 @@ def test_a_host_that_does_not_come_is_named_with_the_address_and_who_came(pair, 
     one_line(jobs[1], "worker 1 on hostb found no worker 0 at hosta:29501 within 4 s", "Connection refused")
 
 
-def test_a_host_that_comes_late_is_waited_for(pair, recovery, tmp_path):
-    """For longer than the others may be silent later."""
+def test_the_first_host_waits_for_a_late_one(pair, recovery, tmp_path):
+    """For longer than a worker may be silent later."""
     command = recovery(tmp_path / "r", 10, "--host-timeout", 10)
     jobs = pair.by_hand(*command, of="a")
     time.sleep(12)
     trained([*jobs, *pair.by_hand(*command, of="b")])
 
 
-def test_an_address_that_nobody_has_is_named(pair, recovery, tmp_path):
+def test_an_address_of_no_host_is_named(pair, recovery, tmp_path):
     nobody = pair.address("a").rsplit(".", 1)[0] + ".9"
     jobs = pair.by_hand(*recovery(tmp_path / "r", 60, "--join-timeout", 4), address=nobody)
     ended(jobs)
@@ -200,7 +200,7 @@ def test_an_address_that_nobody_has_is_named(pair, recovery, tmp_path):
         one_line(job, f"found no worker 0 at {nobody}:29500 within 4 s")
 
 
-def test_one_rank_twice_is_refused_on_both(pair, recovery, tmp_path):
+def test_a_duplicate_rank_is_refused_on_both_hosts(pair, recovery, tmp_path):
     jobs = pair.by_hand(*recovery(tmp_path / "r", 60), RANK=0)
     ended(jobs)
     for job in jobs:
@@ -214,19 +214,19 @@ def test_two_jobs_on_one_port_are_told_apart(pair, recovery, tmp_path):
     ended(second)
     one_line(second[0], "MASTER_PORT=29500 is in use on hosta", "give all workers another MASTER_PORT")
     one_line(second[1], "RANK=1 is taken by worker 1 on hostb", "each job its own MASTER_PORT")
-    assert [job.process.poll() for job in first] == [None, None], "the first goes on"
+    assert [job.process.poll() for job in first] == [None, None], "the first keeps running"
 
 
-def test_a_name_that_means_the_loopback_interface_at_home_works(pair, recovery, tmp_path, whole):
-    """Debian gives a host's own name the address 127.0.1.1."""
+def test_a_host_name_that_resolves_to_loopback_on_its_own_host_works(pair, recovery, tmp_path, whole):
+    """Debian maps a host's own name to 127.0.1.1."""
     command, table = recovery(tmp_path / "r", 60), f"127.0.0.1 localhost\n127.0.1.1 hosta\n{pair.address('b')} hostb\n"
     jobs = [*pair.by_hand(*command, of="a", hosts=table), *pair.by_hand(*command, of="b")]
     trained(jobs)
     assert losses(tmp_path / "r") == whole
 
 
-def test_one_host_that_is_called_by_its_name_works(pair, recovery, tmp_path, whole):
-    """As Slurm does on one node: nothing listens but the loopback interface."""
+def test_a_single_host_addressed_by_name_works(pair, recovery, tmp_path, whole):
+    """As Slurm does on one node; the workers listen on the loopback interface only."""
     place = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "hosta", "MASTER_PORT": 29500}
     command = recovery(tmp_path / "r", 60)
     trained([pair.start("a", PY, *command, **place, RANK=rank, LOCAL_RANK=rank) for rank in range(2)])
@@ -235,25 +235,25 @@ def test_one_host_that_is_called_by_its_name_works(pair, recovery, tmp_path, who
 
 # -- agreement -------------------------------------------------------------------------------------------------------
 def differ(pair: Pair, command: list, other: list, **more) -> list[Job]:
-    """The ended workers of a job whose second host has another command, or folders bound."""
+    """The workers of a job, once ended, whose second host has a different command or bind mounts."""
     jobs = [*pair.by_hand(*command, of="a"), *pair.by_hand(*other, of="b", **more)]
     ended(jobs)
     return jobs
 
 
-def test_another_config_is_named_with_both_values_and_hosts(pair, recovery, tmp_path):
+def test_a_differing_config_is_named_with_both_values_and_hosts(pair, recovery, tmp_path):
     command = recovery(tmp_path / "r", 60)
     for job in differ(pair, command, [*command, "--learning-rate", "1e-3"]):
         one_line(job, "learning_rate is 0.0005 for worker 0 on hosta, 0.001 for worker 1 on hostb")
 
 
-def test_a_resume_on_one_host_alone_is_named(pair, recovery, tmp_path):
+def test_resuming_on_one_host_only_is_refused(pair, recovery, tmp_path):
     command = recovery(tmp_path / "r", 60)
     for job in differ(pair, command, [*command, "--resume", "auto"]):
         one_line(job, "resume is 'off' for worker 0 on hosta, 'auto' for worker 1 on hostb")
 
 
-def test_other_code_is_refused(pair, recovery, tmp_path):
+def test_different_code_is_refused(pair, recovery, tmp_path):
     optimiser = ROOT / "qat_lora" / "train" / "optimizer.py"
     other = tmp_path / "optimizer.py"
     other.write_text(optimiser.read_text() + "\nEPS_OF_ANOTHER_DAY = 1e-7\n")
@@ -262,7 +262,7 @@ def test_other_code_is_refused(pair, recovery, tmp_path):
         one_line(job, "code is", "for worker 0 on hosta", "for worker 1 on hostb", "check out the same revision")
 
 
-def test_another_version_of_torch_is_warned_of(pair, recovery, tmp_path):
+def test_a_different_torch_version_causes_a_warning(pair, recovery, tmp_path):
     import torch
 
     version = Path(torch.__file__).with_name("version.py")
@@ -275,7 +275,7 @@ def test_another_version_of_torch_is_warned_of(pair, recovery, tmp_path):
         assert re.search(r"warning: torch is 2\.9\.1\S* for worker 0 on hosta, 2\.9\.0\+other", job.said()), job.said()
 
 
-def test_a_cache_may_lie_elsewhere_but_has_to_be_the_same(pair, recovery, sharp_cache, tmp_path, whole):
+def test_a_cache_may_be_in_another_folder_but_must_be_the_same(pair, recovery, sharp_cache, tmp_path, whole):
     elsewhere, another = tmp_path / "elsewhere", tmp_path / "another"
     shutil.copytree(sharp_cache, elsewhere)
     command = recovery(tmp_path / "r", 60)
@@ -291,7 +291,7 @@ def test_a_cache_may_lie_elsewhere_but_has_to_be_the_same(pair, recovery, sharp_
         one_line(job, "data is", "for worker 0 on hosta", "for worker 1 on hostb", f"--cache-dir {sharp_cache}")
 
 
-def test_another_setting_of_the_model_is_refused(pair, recovery, sharp_model_dir, tmp_path):
+def test_a_different_model_setting_is_refused(pair, recovery, sharp_model_dir, tmp_path):
     shutil.copytree(sharp_model_dir, tmp_path / "other")
     settings = json.loads((tmp_path / "other" / "config.json").read_text()) | {"rms_norm_eps": 0.001}
     (tmp_path / "other" / "config.json").write_text(json.dumps(settings))
@@ -301,7 +301,7 @@ def test_another_setting_of_the_model_is_refused(pair, recovery, sharp_model_dir
 
 
 def test_an_update_sends_little_more_than_its_gradients(pair, recovery, tmp_path):
-    """Bytes that come over the link for each update, headers of the network included."""
+    """Bytes received over the link per update, network headers included."""
     seen = []
     for steps in (20, 120):
         before = pair.received("a")
@@ -316,7 +316,9 @@ def test_an_update_sends_little_more_than_its_gradients(pair, recovery, tmp_path
 
 @pytest.mark.parametrize("host", "ab")
 @pytest.mark.parametrize("what", ["cache", "model"])
-def test_what_one_host_lacks_is_named_on_all(pair, recovery, tmp_path, what, host, sharp_cache, sharp_model_dir):
+def test_a_folder_missing_on_one_host_is_named_on_both(
+    pair, recovery, tmp_path, what, host, sharp_cache, sharp_model_dir
+):
     folder, empty = sharp_cache if what == "cache" else sharp_model_dir, tmp_path / "empty"
     empty.mkdir()
     command, number = recovery(tmp_path / "r", 60), "ab".index(host)
@@ -337,8 +339,8 @@ def interrupted(run: Path, copy: Path) -> None:
             shutil.rmtree(folder)
 
 
-def test_a_resumed_run_that_one_host_has_is_given_to_the_other(pair, recovery, tmp_path, whole, whole_run):
-    """Whichever host has it: worker 0 resumes it, and its host then has a copy."""
+def test_a_resumed_run_on_one_host_is_copied_to_the_other(pair, recovery, tmp_path, whole, whole_run):
+    """Whichever host has the run, worker 0 resumes it, and its host then has a copy."""
     for keeper in "ab":
         r, other = tmp_path / keeper, tmp_path / f"other{keeper}"
         interrupted(whole_run, r)
@@ -349,7 +351,7 @@ def test_a_resumed_run_that_one_host_has_is_given_to_the_other(pair, recovery, t
         assert losses(r if keeper == "a" else other) == whole
 
 
-def test_a_damaged_run_on_the_other_host_is_not_passed_over(pair, recovery, tmp_path, whole_run):
+def test_a_damaged_run_on_the_other_host_is_refused(pair, recovery, tmp_path, whole_run):
     r, other = tmp_path / "r", tmp_path / "other"
     interrupted(whole_run, other)
     (other / "config.yaml").unlink()
@@ -372,7 +374,7 @@ def test_a_host_that_dies_after_the_last_step_ends_the_other_with_an_error(pair,
         assert written
 
 
-def test_another_run_in_the_same_place_is_refused(pair, recovery, tmp_path, whole_run):
+def test_a_different_run_in_the_same_folder_is_refused(pair, recovery, tmp_path, whole_run):
     for name in ("r", "other"):
         interrupted(whole_run, tmp_path / name)
     manifest = tmp_path / "other" / "manifest.json"
@@ -395,7 +397,7 @@ def test_an_older_copy_on_the_other_host_does_not_replace_a_finished_run(pair, r
 
 # -- restarts --------------------------------------------------------------------------------------------------------
 def worker_of(pair: Pair, host: str) -> int | None:
-    """The process of the worker that torchrun has started on a host; None while there is none."""
+    """The process ID of the worker that torchrun has started on a host; None if there is none."""
     for pid in pair.pids(host):
         try:
             words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
@@ -406,8 +408,8 @@ def worker_of(pair: Pair, host: str) -> int | None:
     return None
 
 
-def test_torchrun_restarts_what_was_killed_and_goes_on_bit_equal(pair, recovery, tmp_path, whole):
-    """A worker of either host, one after the other."""
+def test_torchrun_restarts_killed_workers_and_the_run_stays_bit_equal(pair, recovery, tmp_path, whole):
+    """A worker on each host is killed, one after the other."""
     jobs = pair.by_torchrun(*recovery(tmp_path / "r", 60, "--resume", "auto"), options=("--max-restarts", 3))
     for host, step in (("b", "step 25 "), ("a", "step 45 ")):
         end = time.monotonic() + 120
@@ -419,7 +421,7 @@ def test_torchrun_restarts_what_was_killed_and_goes_on_bit_equal(pair, recovery,
     assert losses(tmp_path / "r") == whole
 
 
-def test_with_a_host_less_torchrun_goes_on_with_as_many_rows_an_update(pair, recovery, tmp_path, whole):
+def test_with_one_host_fewer_torchrun_continues_with_as_many_rows_per_update(pair, recovery, tmp_path, whole):
     command = recovery(tmp_path / "r", 60, "--resume", "auto", "--join-timeout", 10)
     jobs = pair.by_torchrun(*command, nodes="1:2", options=("--max-restarts", 3, "--rdzv-conf", "last_call_timeout=5"))
     jobs[0].waits_for("step 25 ", 120)
@@ -431,8 +433,8 @@ def test_with_a_host_less_torchrun_goes_on_with_as_many_rows_an_update(pair, rec
         assert line == pytest.approx({name: value for name, value in wanted.items() if name != "stage"}, rel=1e-4)
 
 
-def test_a_slice_of_which_this_process_sees_one_host_is_refused(pair, recovery, tmp_path):
-    """On torch_xla's CPU device: each host would train a model of its own."""
+def test_a_slice_of_which_a_process_sees_only_one_host_is_refused(pair, recovery, tmp_path):
+    """On torch_xla's CPU device each host would train its own model."""
     command, addresses = recovery(tmp_path / "r", 20, "--device", "xla", "--num-chips", 0), "hosta:8476,hostb:8476"
     place = {"TPU_PROCESS_ADDRESSES": addresses, "CPU_NUM_DEVICES": 1, "USE_TORCH_XLA": 1}
     jobs = [pair.start(host, PY, *command, **place, CLOUD_TPU_TASK_ID=task) for task, host in enumerate("ab")]
