@@ -14,6 +14,7 @@ from qat_lora.data.chat import Document
 from qat_lora.errors import UserError
 from qat_lora.models.identity import tokenizer_fingerprint as tokenizer_fingerprint
 from qat_lora.models.tokens import check_ids
+from qat_lora.run.console import progress
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ def stream(
     given = given_token(tokenizer, bos)
     start = [] if bos is None or given is not None else [bos]
     tokens, masks, total = [np.asarray(start, np.int32)], [np.zeros(len(start), np.uint8)], len(start)
+    tell = progress()
     for document in documents:
         ids, sections = encode(document, tokenizer)
         mask = (sections > 0).astype(np.uint8)
@@ -66,6 +68,7 @@ def stream(
         tokens.append(ids)
         masks.append(mask)
         total += len(ids)
+        tell(f"tokenising: {total:,} tokens" + (f" of {limit:,}" if limit else ""))
         if limit is not None and total >= limit:
             break
     return tuple(torch.from_numpy(np.concatenate(parts)[:limit]) for parts in (tokens, masks))

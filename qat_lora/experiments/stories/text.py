@@ -19,7 +19,7 @@ from qat_lora.data.text import END, in_pieces, is_txt, read_rows, txt_parts
 from qat_lora.errors import UserError
 from qat_lora.experiments.stories.token_files import Tokens, cached, read_meta, token_type, write_meta
 from qat_lora.models.loading import load_tokenizer
-from qat_lora.run.console import say
+from qat_lora.run.console import say, watched
 
 LARGEST_VOCAB = 1_000_000
 TOKENIZERS = ("auto", "gpt2", "bpe", "chars")
@@ -254,7 +254,7 @@ def _write(folder: Path, text: _Text, kind: str, tokenizer: Tokenizer | None, vo
     encode = _char_encoder(tokenizer) if kind == "chars" else _encoder(tokenizer)
     sizes = [0, 0]
     with open(folder / "train.bin", "wb") as train, open(folder / "heldout.bin", "wb") as heldout:
-        for batch in _batches(text.pieces()):
+        for batch in watched(_batches(text.pieces()), "tokenising", text.size, size=_bytes):
             for (side, piece, ends), tokens in zip(batch, encode([piece for _, piece, _ in batch])):
                 tokens = np.append(tokens, end) if ends else np.asarray(tokens)
                 (train, heldout)[side].write(tokens.astype(stored).tobytes())
@@ -262,6 +262,10 @@ def _write(folder: Path, text: _Text, kind: str, tokenizer: Tokenizer | None, vo
     values = {"kind": kind, "type": stored.str, "heldout_bytes": sizes[1]}
     parts = [Tokens(folder / f"{side}.bin", stored) for side in SIDES]
     write_meta(folder, values | {"fingerprint": _fingerprint(*parts, tokenizer.get_vocab_size())})
+
+
+def _bytes(batch: list[tuple[int, str, bool]]) -> int:
+    return sum(len(piece.encode()) for _, piece, _ in batch)
 
 
 def _batches(pieces: Iterator[tuple[int, str, bool]]) -> Iterator[list[tuple[int, str, bool]]]:
