@@ -226,7 +226,7 @@ def checked(cfg: Config) -> Config:
     """The config with its aliases resolved. Raises UserError for errors that can be found without the data."""
     if cfg.forward_dtype is not None:
         if cfg.precision not in ("auto", PRECISIONS[cfg.forward_dtype]):
-            raise UserError(f"--forward-dtype {cfg.forward_dtype} and --precision {cfg.precision} disagree; give one")
+            raise UserError(f"--forward-dtype {cfg.forward_dtype} and --precision {cfg.precision} differ; give one")
         cfg = dataclasses.replace(cfg, precision=PRECISIONS[cfg.forward_dtype], forward_dtype=None)
     if cfg.max_steps == 0:  # --steps 0 means --epochs
         cfg = dataclasses.replace(cfg, max_steps=None)

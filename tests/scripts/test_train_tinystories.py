@@ -97,7 +97,7 @@ def test_two_workers_are_one(train, trained, text, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     folders = [path for path in (tmp_path / "caches" / "stories").iterdir() if path.is_dir()]
     assert len(folders) == 1, "both workers read the same tokens"
-    assert done.stdout.count("run directory") == 1 and "4 × 32 tokens (2 rows a worker)" in done.stdout
+    assert done.stdout.count("run directory") == 1 and "4 × 32 tokens (2 rows per worker)" in done.stdout
     ours, theirs = lines(tmp_path / "two"), lines(trained)
     assert len(ours) == len(theirs)
     for one, other in zip(ours, theirs):
