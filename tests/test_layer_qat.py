@@ -99,8 +99,8 @@ def test_no_position_dominates_the_loss():
 
 
 def test_targets_come_from_the_full_precision_model(new_student, make_session, data, backend):
-    """The first update of the second block by hand: its input comes from the student, whose first block is trained by
-    then, and its target from the original model, with no block quantised."""
+    """The first update of the second block, computed by hand: its input comes from the student, whose first block is
+    trained by then, and its target from the original model, with no block quantised."""
     student, original, session = new_student(), new_student(), make_session("run", backend)
     train_layers(student, data[0], dataclasses.replace(PLAN, steps=3), session)
     tokens = data[0][0]["tokens"]

@@ -30,18 +30,18 @@ SHAPES = {
     "one step": {"mlp_t": True, "one_step_gradient": True},
     "checkpointed": {"num_kv_heads": 1},
 }
-# Before training an MLP over positions makes more of every rounding: fp32 is 2e-6 from fp64 after one segment, on CPU
-# and XLA alike, and Adam's first steps turn the smallest gradients to either side. In fp64 nothing is left to grow.
+# An untrained MLP over positions amplifies every rounding error: fp32 is 2e-6 from fp64 after one segment, on CPU and
+# XLA alike, and Adam's first steps follow the sign of even the smallest gradients. fp64 has no error to amplify.
 IN_FP64 = ("mlp", "one step")
 
 
 def graphs() -> int:
-    """How many graphs XLA has been given so far, compiled before or not."""
+    """How many graphs XLA has been given so far, cached ones included."""
     return sum(met.counter_value(name) or 0 for name in ("CachedCompile", "UncachedCompile"))
 
 
 def training(kind: str) -> dict:
-    """Twelve updates with halts, a warm-up and a decay, the average measured every fourth, and a checkpoint."""
+    """Twelve updates with halting, warm-up and decay. Every fourth evaluates the EMA and saves a checkpoint."""
     train, heldout = split(draw("sudoku4", 40, 0), 0.2, 0)
     spec = RecursiveSpec(train.vocab, train.length, 16, 2, H_cycles=2, L_cycles=2, **SHAPES[kind])
     plan = RecursivePlan(
@@ -53,7 +53,7 @@ def training(kind: str) -> dict:
         before = backend.counters().get("compiles", 0)
         backend.seed(0)
         model = RecursiveModel(spec)
-        with torch.no_grad():  # a head that differs from row to row, so that they end at different times
+        with torch.no_grad():  # a random head, so that rows halt at different times
             model.halt_weight.normal_(std=3, generator=torch.Generator().manual_seed(1))
             model.halt_bias.zero_()
         model = backend.place(model.double() if kind in IN_FP64 else model)
@@ -81,7 +81,7 @@ def training(kind: str) -> dict:
             return measure(trainer.shown, heldout, plan.segments, 8, backend)
 
         train_recursive(trainer, train, session, evaluate)
-        del backend.update  # the class's own again
+        del backend.update  # restores the method of the class
         lines[name] = [line | {"compiles": line.get("compiles", 0) - before} for line in run.metrics()]
     return {
         "lines": lines,
@@ -92,7 +92,7 @@ def training(kind: str) -> dict:
 
 
 def planted() -> int:
-    """Fallbacks or fetches that a step with a look at a value has: the guard of the others."""
+    """The fallbacks of a step that reads a value, which shows that the other checks would notice one."""
     value = torch.ones(4, device=XLA.device).nonzero()
     torch_xla.sync()
     return len(value) and XLA.counters()["fallbacks"]

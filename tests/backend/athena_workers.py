@@ -1,4 +1,4 @@
-"""Run by xla_workers.py: a recursive model trained by some workers, on the rows of one."""
+"""Run by xla_workers.py: several workers train a recursive model on the rows that one worker would take."""
 
 import json
 import threading
@@ -14,11 +14,11 @@ from qat_lora.experiments.athena.rows import draw, split
 from qat_lora.experiments.athena.training import RecursivePlan, Trainer, segment_batches
 
 STEPS, IDENTIFIERS = 6, 3
-ONE_AT_A_TIME = threading.Lock()  # the workers are threads of one process, and share its generator
+ONE_AT_A_TIME = threading.Lock()  # the workers are threads of one process and share its generator
 
 
 def train(backend, out: Path) -> None:
-    """Writes this worker's weights (embeddings of puzzles included), and figures and graphs an update as JSON."""
+    """Write this worker's weights (puzzle embeddings included), and each update's figures and graphs as JSON."""
     with ONE_AT_A_TIME:
         train, heldout = split(draw("sudoku4", 40, 0), 0.2, 0)
         train = replace(train, identifiers=np.arange(len(train)) % IDENTIFIERS)

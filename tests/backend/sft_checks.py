@@ -1,4 +1,4 @@
-"""Run by test_xla_sft.py in a process of its own: fine-tuning on packed examples, XLA's CPU device and the CPU.
+"""Run by test_xla_sft.py in a process of its own: packed fine-tuning on torch_xla's CPU device and on the CPU.
 
 PYTHONPATH=tests PJRT_DEVICE=CPU python tests/backend/sft_checks.py MODEL_DIR OUT_DIR
 """
@@ -31,13 +31,13 @@ CPU = TorchBackend("cpu", "fp32")
 
 
 def graphs() -> int:
-    """How many graphs XLA has been given so far, compiled before or not."""
+    """How many graphs XLA has been given so far, cached ones included."""
     return sum(met.counter_value(name) or 0 for name in ("CachedCompile", "UncachedCompile"))
 
 
 def training(backend, checkpointing: bool, dropout: float = 0.0) -> dict:
-    """Twelve updates of two micro-batches, through the ragged end of an epoch, with held-out figures and answers every
-    fourth, and checkpoints."""
+    """Twelve updates of two micro-batches, past the partial batch that ends an epoch. Every fourth evaluates held-out
+    figures and answers and saves a checkpoint."""
     tokenizer = load_tokenizer(MODEL)
     data = legal_data(legal_rows("generated", "train", 46, 0), tokenizer, 512, section_weights("answer=2"), 0.2, 0)
     model = backend.place(add_adapter(load_model(MODEL).requires_grad_(False), 4, 8, PROJECTIONS, 0, dropout))

@@ -41,7 +41,8 @@ def work(backend) -> None:
 
 
 def train(backend, torch) -> None:
-    """Two steps; "stopped" sends the first SIGTERM in step 1, "final" after the last. Then more until the very end."""
+    """Two steps; "stopped" sends the first SIGTERM in step 1, "final" after the last. Then more until the process
+    ends."""
     (FOLDER / "run").mkdir(exist_ok=True)
     session = Session(Run(FOLDER / "run", False, writes=backend.is_main), backend, Every(log=1))
     try:
@@ -51,7 +52,7 @@ def train(backend, torch) -> None:
             session.record(loss=1.0, tokens=1)
     finally:
         bomb = Bomb()
-        bomb.itself = bomb  # a cycle: collected only at the very end of the interpreter
+        bomb.itself = bomb  # a cycle: collected only when the interpreter ends
         for _ in range(3):
             os.kill(JOB, signal.SIGTERM)
             os.kill(PID, signal.SIGTERM)
@@ -75,5 +76,5 @@ if __name__ == "__main__":
     except Exception as error:
         sys.exit(report(error))
     if CHIPS and WHAT == "stopped":
-        bomb = Bomb()  # the process that started them
+        bomb = Bomb()  # in the process that started the workers
         bomb.itself = bomb

@@ -32,7 +32,7 @@ SPECS = {
 
 
 def states(kind: str) -> dict:
-    """Of texts of some lengths: how large the graph of states and gradients is, and how far off the CPU's."""
+    """For texts of several lengths: the size of the graph of states and gradients, and their error against the CPU."""
     found = {"instructions": [], "states": [], "gradients": []}
     for steps in (30, 200, 300, 1000):  # none a multiple of 16, which would need no padding
         given = torch.randn(3, steps, 8, generator=torch.Generator().manual_seed(0))
@@ -53,8 +53,8 @@ def states(kind: str) -> dict:
 
 
 def drawn() -> dict:
-    """An echo-state reservoir on the device: what it was drawn with, how far apart two beginnings stay, and, in
-    memory.pt, its states of the memory test."""
+    """An echo-state reservoir on the device: its drawn properties, how far apart two initial states stay, and, in
+    memory.pt, its states in the memory test."""
     cell = XLA.place(reservoir(SPECS["esn"], 8))
     w, leak = cell.w.cpu(), cell.leak.cpu()
     x = torch.randn(1, 300, 8, generator=torch.Generator().manual_seed(0)).to(XLA.device)
@@ -72,7 +72,7 @@ def drawn() -> dict:
 
 
 def training(kind: str) -> dict:
-    """Ten updates with evaluation and saving, then a story twice."""
+    """Ten updates with evaluation and saving, then two generated stories on XLA."""
     stories = load_stories("embedded", 2, 0.1, "chars", 0)
     shape = Shape(16, 2, 24, (SPECS["diagonal"], SPECS["esn"]), heads=2, window=8)
     lines, compiles = {}, []

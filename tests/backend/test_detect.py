@@ -1,4 +1,4 @@
-"""Which device a run gets: chips are counted on the PCI bus, and nothing is initialised to find out."""
+"""The choice of a device: chips are counted on the PCI bus, and no runtime is initialised to find out."""
 
 import importlib.util
 import json
@@ -18,10 +18,10 @@ GVNIC = ("0x1ae0", "0x0042")  # Google's network card, in every cloud VM
 
 @pytest.fixture
 def pci(tmp_path, monkeypatch):
-    """pci((vendor, device), …): this machine's PCI bus from here on. Starts empty, without PJRT_DEVICE and CUDA."""
+    """pci((vendor, device), …) puts cards on the PCI bus, which starts empty. PJRT_DEVICE and CUDA are absent."""
     look = detect.tpu_chips
     monkeypatch.setattr(detect, "tpu_chips", lambda: look(tmp_path))
-    monkeypatch.setenv("PJRT_DEVICE", "")  # so that monkeypatch puts back what resolve() sets
+    monkeypatch.setenv("PJRT_DEVICE", "")  # so that monkeypatch undoes what resolve() sets
     monkeypatch.delenv("PJRT_DEVICE")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
@@ -54,7 +54,7 @@ def test_chips_are_counted_and_other_cards_are_not(pci):
     assert detect.tpu_chips() == ["v6e", "v6e"]
 
 
-def test_bus_that_cannot_be_read(pci, tmp_path):
+def test_an_unreadable_bus_has_no_chips(pci, tmp_path):
     slot = pci() / "0000:00:09.0"
     slot.mkdir()
     assert detect.tpu_chips() == []
@@ -65,7 +65,7 @@ def test_bus_that_cannot_be_read(pci, tmp_path):
 
 # -- resolve ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("cards", [[], [GVNIC]])
-def test_auto_without_chips_is_cpu_although_torch_xla_is_installed(pci, cards):
+def test_auto_without_chips_is_cpu_even_if_torch_xla_is_installed(pci, cards):
     pci(*cards)
     assert importlib.util.find_spec("torch_xla")
     assert detect.resolve("auto") == detect.resolve() == "cpu"
@@ -80,7 +80,7 @@ def test_auto_prefers_chips_then_cuda(pci, monkeypatch):
     assert os.environ["PJRT_DEVICE"] == "TPU"
 
 
-def test_cpu_stays_cpu_beside_chips(pci, monkeypatch):
+def test_cpu_stays_cpu_on_a_machine_with_chips(pci, monkeypatch):
     pci(("0x1ae0", "0x0063"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert detect.resolve("cpu") == "cpu"
@@ -95,7 +95,7 @@ def test_explicit_tpu_without_a_chip_says_what_was_looked_for(pci, cards):
 
 
 @pytest.mark.parametrize("value", ["TPU", "tpu"])
-def test_pjrt_device_tpu_is_device_tpu(pci, monkeypatch, value):
+def test_pjrt_device_tpu_means_device_tpu(pci, monkeypatch, value):
     monkeypatch.setenv("PJRT_DEVICE", value)
     with pytest.raises(UserError, match="no TPU chip"):
         detect.resolve("auto")
@@ -121,7 +121,7 @@ def test_xla_with_chips_takes_them_unless_the_environment_says_cpu(pci, monkeypa
 @pytest.mark.parametrize(
     "requested, cards", [("xla", []), ("tpu", [("0x1ae0", "0x006f")]), ("auto", [("0x1ae0", "0x006f")])]
 )
-def test_missing_torch_xla_is_named(pci, without_xla, requested, cards):
+def test_a_missing_torch_xla_is_named(pci, without_xla, requested, cards):
     pci(*cards)
     with pytest.raises(UserError, match=r"torch_xla is not installed; pip install -r requirements-tpu.txt"):
         detect.resolve(requested)
@@ -187,13 +187,13 @@ from torch_xla.debug import metrics
 import torch
 value = torch.ones(3, device=torch_xla.device()) + 1
 qat_lora.xla_mark_step()
-torch_xla.core.xla_model.wait_device_ops()  # it runs beside Python; a busy machine may not have begun
+torch_xla.core.xla_model.wait_device_ops()  # it runs asynchronously; a busy machine may not have begun
 assert metrics.metric_data("ExecuteTime")[0] == 1
 """
 
 
 @pytest.mark.xla
-def test_a_step_boundary_in_a_loop_of_ones_own_runs_what_was_recorded():
+def test_xla_mark_step_in_a_custom_loop_runs_what_was_recorded():
     done = subprocess.run([sys.executable, "-c", MARK], env=os.environ | {"PJRT_DEVICE": "CPU"}, capture_output=True,
                           text=True)  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

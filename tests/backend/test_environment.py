@@ -32,11 +32,11 @@ def place(monkeypatch):
 @pytest.mark.parametrize(
     "values", [{}, {"MASTER_ADDR": "a"}, {"MASTER_PORT": "29500"}, {"MASTER_ADDR": "a", "MASTER_PORT": "29500"}]
 )
-def test_an_address_and_a_port_are_no_launcher(place, values):
+def test_an_address_and_a_port_alone_do_not_mean_a_launcher(place, values):
     assert place(values) is None
 
 
-def test_a_port_that_is_none_is_refused_without_a_launcher(place):
+def test_a_bad_port_is_refused_without_a_launcher(place):
     with pytest.raises(UserError, match=r"^MASTER_PORT=x is not a whole number .*, or unset MASTER_PORT$"):
         place({"MASTER_PORT": "x"})
 
@@ -54,7 +54,7 @@ def test_a_port_that_is_none_is_refused_without_a_launcher(place):
         (HOSTS | {"RANK": "0", "WORLD_SIZE": "1"}, 0, 1, 0, 1),
     ],
 )
-def test_a_place_is_read_and_what_is_left_out_follows(place, values, rank, world_size, local_rank, local_world_size):
+def test_a_place_is_read_and_missing_values_are_derived(place, values, rank, world_size, local_rank, local_world_size):
     read = place(values)
     assert (read.rank, read.world_size, read.local_rank) == (rank, world_size, local_rank)
     assert read.local_world_size == local_world_size and read.one_host == (local_world_size == world_size)
@@ -77,7 +77,7 @@ def test_a_place_is_read_and_what_is_left_out_follows(place, values, rank, world
         ),
     ],
 )  # fmt: skip
-def test_half_a_place_names_what_is_missing(place, values, there, missing, way_out):
+def test_an_incomplete_place_names_the_missing_variables(place, values, there, missing, way_out):
     with pytest.raises(UserError) as error:
         place(values)
     assert str(error.value).startswith(
@@ -105,7 +105,7 @@ def test_half_a_place_names_what_is_missing(place, values, there, missing, way_o
     ],
 )
 def test_a_bad_value_is_named_with_its_fix(place, monkeypatch, name, value, what):
-    if name == "MASTER_ADDR" and value == "127.0.0.1:29500":  # a resolver may take its time, or know every name
+    if name == "MASTER_ADDR" and value == "127.0.0.1:29500":  # a real resolver may be slow, or know every name
 
         def unknown(*_, **__):
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
@@ -120,7 +120,7 @@ def test_a_bad_value_is_named_with_its_fix(place, monkeypatch, name, value, what
     assert unset in str(error.value)
 
 
-def test_the_agents_store_and_its_job(place):
+def test_the_agents_store_and_its_job_are_read(place):
     read = place(ONE_HOST | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "job 7"})
     assert read.agent_store and read.job == "job 7" and not place(ONE_HOST).agent_store
     with pytest.raises(UserError, match="TORCHELASTIC_USE_AGENT_STORE=true is neither True nor False"):
@@ -128,7 +128,7 @@ def test_the_agents_store_and_its_job(place):
 
 
 def test_a_name_that_resolves_to_a_loopback_address_does_not_mean_one_host(place, monkeypatch):
-    """Debian's /etc/hosts has the host's own name at 127.0.1.1."""
+    """Debian's /etc/hosts maps the host's own name to 127.0.1.1."""
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("127.0.1.1", 29500))])
     assert not place(ONE_HOST | {"MASTER_ADDR": "hosta"}).one_host
     assert place(ONE_HOST | {"MASTER_ADDR": "localhost"}).one_host and place(ONE_HOST).one_host
@@ -159,7 +159,7 @@ def test_a_misspelt_pjrt_device_is_refused(monkeypatch, requested):
     monkeypatch.setenv("PJRT_DEVICE", "TPUU")
     with pytest.raises(UserError, match="PJRT_DEVICE=TPUU is not one of TPU, CPU, CUDA; correct it, or unset it"):
         detect.resolve(requested)
-    assert detect.resolve("cpu") == "cpu", "it is not read there"
+    assert detect.resolve("cpu") == "cpu", "PJRT_DEVICE is not read there"
     for value, device in (("", "TPU"), (" ", "TPU"), (" cpu ", "CPU")):
         monkeypatch.setenv("PJRT_DEVICE", value)
         assert detect.resolve(requested) == "xla" and os.environ["PJRT_DEVICE"] == device
@@ -180,7 +180,7 @@ SLICE = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES", "CLOUD_TPU_TASK_ID", "
         ({"CLOUD_TPU_TASK_ID": "1"}, 2, "CLOUD_TPU_TASK_ID=1"),
     ],
 )
-def test_a_slice_is_counted_by_its_hosts(monkeypatch, values, hosts, said):
+def test_the_hosts_of_a_slice_are_counted(monkeypatch, values, hosts, said):
     for name in SLICE:
         monkeypatch.delenv(name, raising=False)
     for name, value in values.items():
@@ -202,7 +202,7 @@ def test_a_process_that_would_train_alone_on_a_slice_is_refused(monkeypatch):
         is_slice_host("xla", 0)
 
 
-def test_a_script_for_one_device_is_refused_several_workers(place, monkeypatch):
+def test_a_script_for_one_device_refuses_several_workers(place, monkeypatch):
     place(ONE_HOST)
     with pytest.raises(UserError, match=r"^WORLD_SIZE=2: this script trains on one device; start it without torchrun"):
         open_alone("cpu", "fp32")

@@ -1,4 +1,4 @@
-"""What the workers of a job tell each other on the host: threads here, each with its link to one relay."""
+"""How a job's workers talk to each other on the host. Here they are threads, each with its link to one relay."""
 
 import os
 import socket
@@ -24,7 +24,7 @@ made: list[Link] = []
 
 @pytest.fixture(autouse=True)
 def links_end_with_the_test():
-    """Their threads would end the process once they have lost the relay."""
+    """Otherwise their threads would end the process once they have lost the relay."""
     yield
     while made:
         link = made.pop()
@@ -32,7 +32,7 @@ def links_end_with_the_test():
 
 
 def enter(relay: Relay, rank: int, count: int, timeouts: Timeouts = HASTY, **claims) -> Group:
-    """The group of one worker that joins a relay of this process; claims: what it says of itself."""
+    """The group of one worker that joins a relay in this process; claims: fields to change in its `Member`."""
     link = Link(
         socket.create_connection(("127.0.0.1", relay.port)), replace(this_member(rank), **claims), count, timeouts
     )
@@ -43,7 +43,7 @@ def enter(relay: Relay, rank: int, count: int, timeouts: Timeouts = HASTY, **cla
 
 @pytest.fixture
 def together(monkeypatch):
-    """together(function, count): function(group) in each of `count` workers; its results, exceptions included."""
+    """together(function, count): the results of function(group) in each of `count` workers, exceptions included."""
     for module in (relay_module, link_module):
         monkeypatch.setattr(module, "BEAT", 0.1)
     monkeypatch.setattr(os, "_exit", lambda code: pytest.fail(f"the process was ended with {code}"))
@@ -57,7 +57,7 @@ def together(monkeypatch):
                 group = enter(relay, rank, count, timeouts, **claims)
                 group.relay = relay if rank == 0 else None
                 results[rank] = function(group)
-                group.link.reporting = True  # a worker that is done with its part is not stuck
+                group.link.reporting = True  # a worker that has done its part is not stuck
             except (Exception, SystemExit) as error:
                 results[rank] = error
 
@@ -67,13 +67,13 @@ def together(monkeypatch):
         for thread in threads:
             thread.join(30)
         assert not any(thread.is_alive() for thread in threads)
-        assert relay.ending or not relay.values, "answers are not kept"
+        assert relay.ending or not relay.values, "values are dropped once they are answered"
         return results
 
     return run
 
 
-def test_everyone_gathers_everything_in_the_order_of_ranks(together):
+def test_gather_returns_all_values_in_rank_order(together):
     def calls(group):
         return [group.gather((group.rank, turn)) for turn in range(20)]
 
@@ -81,7 +81,7 @@ def test_everyone_gathers_everything_in_the_order_of_ranks(together):
 
 
 def test_large_values_of_different_sizes_arrive_whole(together):
-    """A carry of many rows has hundreds of megabytes; the thread that watches reads it a piece at a time."""
+    """A carry of many rows has hundreds of megabytes; the watching thread reads it piece by piece."""
 
     def calls(group):
         large = [group.gather(bytes([group.rank]) * (3_000_000 * (group.rank + 1))) for _ in range(2)]
@@ -91,7 +91,7 @@ def test_large_values_of_different_sizes_arrive_whole(together):
     assert together(calls) == [([wanted, wanted], True, [None] * 3)] * 3
 
 
-def test_one_worker_needs_nobody():
+def test_a_single_worker_needs_no_others():
     assert ALONE.gather(1) == [1] and ALONE.on_main(lambda: 2) == 2 and ALONE.fail(OSError()) == ""
     ALONE.agree({"a": (1, "one")}, "nothing to do")
     assert ALONE.neighbours == [0] and ALONE.leads and ALONE.name(0) == "worker 0"
@@ -100,7 +100,7 @@ def test_one_worker_needs_nobody():
         pass
 
 
-def test_what_worker_0_does_is_known_to_all(together):
+def test_on_main_gives_worker_0s_result_to_all_workers(together):
     calls = []
 
     def work(group):
@@ -109,7 +109,7 @@ def test_what_worker_0_does_is_known_to_all(together):
     assert together(work) == ["found"] * 3 and calls == [0]
 
 
-def test_what_worker_0_raises_all_raise_and_the_others_say_whose_it_is(together):
+def test_an_error_of_worker_0_is_raised_by_all_and_the_others_name_its_origin(together):
     def fail(error):
         raise error
 
@@ -121,7 +121,7 @@ def test_what_worker_0_raises_all_raise_and_the_others_say_whose_it_is(together)
     assert [type(error) for error in ends] == [SystemExit] * 3
 
 
-def test_worker_0_goes_first(together):
+def test_main_first_runs_worker_0_first(together):
     entered = []
 
     def work(group):
@@ -135,7 +135,7 @@ def test_worker_0_goes_first(together):
     assert entered[:2] == [0, 0] and sorted(entered) == [0, 0, 1, 1, 2, 2]
 
 
-def test_different_values_are_refused_with_both_and_their_hosts(together):
+def test_different_values_are_refused_naming_both_values_and_hosts(together):
     def work(group):
         rate = 1e-3 if group.rank == 2 else 8e-4
         group.agree({"seed": (0, "0"), "learning_rate": (rate, f"{rate:g}")}, "give every worker the same command")
@@ -149,13 +149,13 @@ def test_different_values_are_refused_with_both_and_their_hosts(together):
 
 
 # -- failures --------------------------------------------------------------------------------------------------------
-def test_of_failures_on_one_terminal_the_first_is_reported(together):
+def test_one_terminal_shows_only_the_first_failure(together):
     lines = together(lambda group: group.fail(OSError("disk")))
     assert sorted(lines, key=str) == ["", None, None]
 
 
-def test_each_terminal_is_told_once(together):
-    """Two workers on one, one on the other, as with two workers to a host."""
+def test_each_terminal_shows_the_failure_once(together):
+    """Two workers share one terminal and the third has its own, as with two workers per host."""
 
     def work(group):
         group.link.members = [replace(m, terminal="ab"[m.rank == 2]) for m in group.link.members]
@@ -168,7 +168,7 @@ def test_each_terminal_is_told_once(together):
     assert together(work) == ["", None, f"worker 0 on {socket.gethostname()} failed: no such cache"]
 
 
-def test_a_worker_that_leaves_without_a_word_has_died(together):
+def test_a_worker_that_disconnects_without_a_goodbye_has_died(together):
     def work(group):
         if group.rank == 1:
             group.link.disconnect()
@@ -182,14 +182,14 @@ def test_a_worker_that_leaves_without_a_word_has_died(together):
     assert third is None, "they share a terminal"
 
 
-def test_a_worker_that_gives_no_sign_of_life_is_lost_and_one_that_is_busy_is_not(together):
+def test_a_silent_worker_is_lost_and_a_busy_one_is_not(together):
     def work(group):
         if group.rank == 1:
-            time.sleep(2.5)  # busy for longer than silence may last
+            time.sleep(2.5)  # busy for longer than a worker may be silent
         assert group.gather(group.rank) == [0, 1]
         if group.rank == 1:
             group.link.sending.acquire()  # nothing is sent any more
-            group.link.reporting = True  # else its thread would end this process
+            group.link.reporting = True  # otherwise its thread would end this process
             time.sleep(4)
             return None
         with pytest.raises(AnotherFailed) as error:
@@ -200,13 +200,13 @@ def test_a_worker_that_gives_no_sign_of_life_is_lost_and_one_that_is_busy_is_not
     assert lost.startswith(f"no sign of life from worker 1 on {socket.gethostname()} for 1.65 s; check that the host")
 
 
-def test_a_lost_hub_is_noticed_by_its_silence(together):
+def test_a_silent_relay_is_noticed(together):
     both_are_in = threading.Barrier(2)
 
     def work(group):
         both_are_in.wait(30)
         if group.relay:
-            group.relay._send = lambda *_: None  # it hears, and says nothing
+            group.relay._send = lambda *_: None  # it receives but sends nothing
         with pytest.raises(AnotherFailed) as error:
             group.gather(None)
         return str(error.value)
@@ -215,7 +215,7 @@ def test_a_lost_hub_is_noticed_by_its_silence(together):
     assert all(line.startswith(lost) for line in together(work, 2))
 
 
-def test_values_that_are_on_their_way_arrive_before_the_end(together):
+def test_values_in_flight_arrive_before_the_job_ends(together):
     def work(group):
         found = group.gather(group.rank)
         if group.rank:
@@ -230,7 +230,7 @@ def test_values_that_are_on_their_way_arrive_before_the_end(together):
     assert together(work, 2) == [[0, 1], [0, 1]]
 
 
-def test_a_connection_that_breaks_is_a_lost_worker_and_the_relay_says_which(together):
+def test_a_broken_connection_is_a_lost_worker_and_the_relay_names_it(together):
     def work(group):
         if group.rank == 0:
             time.sleep(0.3)
@@ -243,11 +243,11 @@ def test_a_connection_that_breaks_is_a_lost_worker_and_the_relay_says_which(toge
     assert together(work, 2) == ["", f"worker 0 on {socket.gethostname()} failed: no memory"]
 
 
-def test_nobody_leaves_before_all_have_finished(together):
+def test_no_worker_leaves_before_all_have_finished(together):
     done = []
 
     def work(group):
-        time.sleep((0, 2.5, 0.2)[group.rank])  # one writes for longer than silence may last
+        time.sleep((0, 2.5, 0.2)[group.rank])  # one writes for longer than a worker may be silent
         done.append(group.rank)
         group.close()
         return list(done)
@@ -255,8 +255,8 @@ def test_nobody_leaves_before_all_have_finished(together):
     assert together(work) == [[0, 2, 1]] * 3
 
 
-def test_a_worker_that_has_finished_hears_that_another_dies(together):
-    """Killed after the last step, worker 0 has not written the summary: the job has failed."""
+def test_a_finished_worker_hears_that_another_died(together):
+    """Worker 0, killed after the last step, has not written the summary: the job has failed."""
 
     def work(group):
         if group.rank == 0:
@@ -271,7 +271,7 @@ def test_a_worker_that_has_finished_hears_that_another_dies(together):
     assert heard.startswith(f"worker 0 on {socket.gethostname()} (process {os.getpid()}) died")
 
 
-def test_a_failure_of_the_last_to_leave_reaches_the_one_that_waits(together):
+def test_a_failure_of_the_last_worker_reaches_the_one_that_waits(together):
     def work(group):
         if group.rank:
             time.sleep(0.3)
@@ -280,11 +280,11 @@ def test_a_failure_of_the_last_to_leave_reaches_the_one_that_waits(together):
             group.close()
         return group.fail(error.value)
 
-    assert together(work, 2) == [None, ""], "their terminal is told once"
+    assert together(work, 2) == [None, ""], "their terminal shows it once"
 
 
-# -- meeting ---------------------------------------------------------------------------------------------------------
-def test_workers_that_never_come_are_named_while_waiting_and_at_the_end(monkeypatch, capfd):
+# -- joining ---------------------------------------------------------------------------------------------------------
+def test_missing_workers_are_named_while_waiting_and_at_the_end(monkeypatch, capfd):
     monkeypatch.setattr(relay_module, "NOTICE", 0.5)
     monkeypatch.setattr(relay_module, "BEAT", 0.1)
     relay = serve(0, True, 3, Timeouts(join=1), "here:29500", tensors=False)
@@ -323,7 +323,7 @@ def test_a_worker_that_contradicts_the_others_is_refused_and_they_stop(rank, cou
     assert f"does not belong to this job: {said}" in first[0]
 
 
-def test_a_stray_worker_does_not_end_a_job_that_is_complete(together):
+def test_a_stray_worker_does_not_end_a_complete_job(together):
     def work(group):
         if group.relay:
             with pytest.raises(Refused, match="RANK=1 is taken"):
@@ -333,7 +333,7 @@ def test_a_stray_worker_does_not_end_a_job_that_is_complete(together):
     assert together(work, 2) == [[0, 1]] * 2
 
 
-def test_what_is_no_worker_is_sent_away(together):
+def test_connections_that_are_not_workers_are_closed(together):
     def work(group):
         if group.relay:
             nobody = {"rank": 1, "host": "x", "machine": "x", "terminal": "x", "pid": 1}
@@ -349,7 +349,7 @@ def test_what_is_no_worker_is_sent_away(together):
     assert together(work, 2) == [[0, 1]] * 2
 
 
-def test_no_more_strangers_are_kept_than_a_process_may_have_files(together):
+def test_the_number_of_unidentified_connections_is_limited(together):
     def work(group):
         strangers = []
         if group.relay:
@@ -364,8 +364,8 @@ def test_no_more_strangers_are_kept_than_a_process_may_have_files(together):
     assert together(work, 2) == [[0, 1]] * 2
 
 
-def test_a_worker_waits_for_a_hub_that_is_not_there_yet_or_is_ending():
-    """Restarted at once: the relay of the job before may still be there."""
+def test_a_worker_waits_for_a_relay_that_is_not_there_yet_or_is_ending():
+    """After an immediate restart the previous job's relay may still be there."""
     old = serve(0, True, 1, HASTY, tensors=False)
     enter(old, 0, 1).link.leave()
     old.end("enough")
@@ -376,7 +376,7 @@ def test_a_worker_waits_for_a_hub_that_is_not_there_yet_or_is_ending():
     assert link.nonce == new[0].nonce
 
 
-def test_hosts_of_one_name_are_told_apart_by_their_address(together):
+def test_hosts_with_the_same_name_are_told_apart_by_their_addresses(together):
     names = together(lambda group: [group.name(rank) for rank in range(2)], 2)
     assert names[0] == [f"worker {rank} on {socket.gethostname()}" for rank in range(2)]
     relay = serve(0, True, 2, HASTY, tensors=False)
@@ -394,7 +394,7 @@ def test_hosts_of_one_name_are_told_apart_by_their_address(together):
     assert groups[1].neighbours == [1] and groups[1].leads
 
 
-# -- the thread that watches -----------------------------------------------------------------------------------------
+# -- the watching thread ---------------------------------------------------------------------------------------------
 HANGS = """
 import os, signal, sys, threading, time
 from qat_lora.backend import group as module, relay as relay_module
@@ -430,7 +430,7 @@ def test_a_process_that_hangs_in_a_library_says_why_and_ends(what, code, said):
 
 
 def test_a_second_sigterm_does_not_hang_the_handler_of_the_first():
-    """Python runs the second handler inside the first; here, at every line that sets the flag."""
+    """Python may run the second handler inside the first; here it does so at every line that sets the flag."""
 
     def interrupt(*_):
         sys.settrace(None)

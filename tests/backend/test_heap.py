@@ -1,4 +1,4 @@
-"""Freed memory: kept between steps, and given back to the kernel between phases and while weights are loaded."""
+"""Freed memory is kept between steps, and returned to the kernel between phases and while weights are loaded."""
 
 import platform
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left alone")
 
-# In a process of its own, since malloc's settings are: MB resident after each act on 256 MB of freed blocks.
+# Prints the resident MB after each action on 256 MB of blocks, in a process of its own because malloc's settings stay.
 ACTS = """
 import torch
 from qat_lora.backend.heap import RESIDENT, giving_memory_back, hand_back_memory, keep_freed_memory, tidier
@@ -19,7 +19,7 @@ def resident():
 def blocks():
     return [torch.ones(2**20) for _ in range(64)]
 
-torch.ones(2**22)  # 16 MB freed: from here on glibc maps nothing smaller on its own, unless told to
+torch.ones(2**22)  # after 16 MB are freed, glibc gives smaller blocks no mapping of their own, unless told to
 keep_freed_memory()
 tidy, before, said = tidier(), resident(), []
 held = blocks()
@@ -45,8 +45,8 @@ print(*said)
 """
 
 
-def test_freed_memory_goes_back_when_it_should_and_not_before():
+def test_freed_memory_is_returned_when_it_should_be_and_not_before():
     done = subprocess.run([sys.executable, "-c", ACTS], capture_output=True, text=True, check=True)
     taken, freed, below_the_limit, tidied, in_loading, after_loading, afterwards = map(int, done.stdout.split())
-    assert min(taken, freed, below_the_limit, afterwards) > 200, "a step finds again what the one before has freed"
+    assert min(taken, freed, below_the_limit, afterwards) > 200, "a step reuses what the previous one freed"
     assert max(tidied, in_loading, after_loading) < 60

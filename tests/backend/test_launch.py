@@ -1,4 +1,4 @@
-"""One call starts the workers of a job, they train as one, and none outlives or waits for one that died."""
+"""One call starts the workers of a job, they train as one, and none outlives or waits for a worker that died."""
 
 import json
 import math
@@ -22,18 +22,18 @@ from qat_lora.backend.workers import PROCESS_BOUNDS
 from qat_lora.backend.workers import take_chips as _take_chips
 from qat_lora.errors import UserError
 
-CLOSE = 1e-6  # weights after five steps in fp32
+CLOSE = 1e-6  # tolerance of weights after five steps in fp32
 
 
 @pytest.fixture
 def chips(monkeypatch):
-    """chips(count): a machine with so many TPU chips, and no CUDA."""
+    """chips(count): a machine with this many TPU chips, 4 CPU cores and 3 GPUs."""
 
     def have(count: int, kind: str = "v6e") -> None:
         monkeypatch.setattr(detect, "tpu_chips", lambda: [kind] * count)
 
     for name in ("TPU_VISIBLE_CHIPS", "TPU_CHIPS_PER_PROCESS_BOUNDS", "TPU_PROCESS_BOUNDS", "TPU_NUM_DEVICES"):
-        monkeypatch.setenv(name, "")  # so that monkeypatch takes away what is set below
+        monkeypatch.setenv(name, "")  # so that monkeypatch removes what the tests set
         monkeypatch.delenv(name)
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
@@ -66,14 +66,14 @@ def test_workers_are_counted(chips, kind, chips_there, asked, count):
         ("cpu", 0, -1, "--num-chips -1: this machine has 4 CPU cores; use 1 to 4"),
     ],
 )
-def test_more_than_there_is_is_refused(chips, kind, chips_there, asked, wanted):
+def test_more_devices_than_there_are_are_refused(chips, kind, chips_there, asked, wanted):
     chips(chips_there)
     with pytest.raises(UserError) as error:
         count_workers(kind, asked)
     assert str(error.value) == wanted
 
 
-def test_tpu_num_devices_limits_all_chips_and_no_other_number(chips, monkeypatch):
+def test_tpu_num_devices_limits_only_a_request_for_all_chips(chips, monkeypatch):
     chips(4)
     monkeypatch.setenv("TPU_NUM_DEVICES", "2")
     assert count_workers("xla", 0) == 2 and count_workers("xla", 4) == 4 and count_workers("cpu", 0) == 1
@@ -106,7 +106,7 @@ def test_one_chip_of_many_is_the_first_unless_the_environment_names_another(chip
             _take_chips(1)
 
 
-def test_a_chip_that_is_held_names_its_holder(tmp_path):
+def test_a_chip_in_use_names_the_process_that_holds_it(tmp_path):
     (tmp_path / "vfio").mkdir()
     for file in ("accel0", "vfio/0", "vfio/vfio"):
         (tmp_path / file).touch()
@@ -114,7 +114,7 @@ def test_a_chip_that_is_held_names_its_holder(tmp_path):
     hold = "import sys, time; files = [open(f) for f in sys.argv[1:]]; print(flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", hold, tmp_path / "vfio/vfio"], stdout=subprocess.PIPE) as other:
         other.stdout.readline()
-        detect.check_free(["0"], tmp_path)  # the container of all groups is no chip
+        detect.check_free(["0"], tmp_path)  # vfio/vfio is shared by all groups, not a chip
         other.kill()
     with subprocess.Popen([sys.executable, "-c", hold, tmp_path / "vfio/0"], stdout=subprocess.PIPE) as other:
         other.stdout.readline()
@@ -131,7 +131,7 @@ def test_workers_that_do_not_find_each_other_stop_the_job(backend):
         check_world(backend, 4)
 
 
-def test_a_gpu_that_does_not_answer_is_one_line(monkeypatch):
+def test_a_gpu_that_does_not_answer_is_a_one_line_error(monkeypatch):
     from qat_lora.backend.torch import check_usable
 
     def busy(*_, **__):
@@ -143,7 +143,7 @@ def test_a_gpu_that_does_not_answer_is_one_line(monkeypatch):
 
 
 # -- two processes ---------------------------------------------------------------------------------------------------
-def test_one_worker_is_called_here(backend):
+def test_a_single_worker_runs_in_this_process(backend):
     called = []
     launch(lambda made, word: called.append((type(made), made.world_size, word)), ("hello",), "cpu")
     assert called == [(TorchBackend, 1, "hello")]
@@ -181,14 +181,14 @@ def test_a_worker_that_dies_ends_the_job_with_its_own_code(capfd, how, code, sai
 
 
 @pytest.mark.parametrize("how, code", [("fault", 1), ("exit", 7)])
-def test_its_code_wins_over_that_of_a_worker_that_waits_on_the_host(capfd, how, code):
+def test_the_failing_workers_exit_code_wins_over_that_of_a_worker_waiting_on_the_host(capfd, how, code):
     with pytest.raises(SystemExit) as end:
         launch(worker_checks.fail, (how, "host"), "cpu", "fp32", 2)
     assert end.value.code == code
     assert capfd.readouterr().err.count("error:") == (how == "fault")
 
 
-def test_a_tpu_worker_hears_sigterm_in_the_main_thread_of_its_process():
+def test_a_tpu_worker_receives_sigterm_in_the_main_thread_of_its_process():
     environment = os.environ | {"PYTHONPATH": str(Path(worker_checks.__file__).parent)}
     code = (
         "import os, pickle, signal, worker_checks\n"
@@ -205,7 +205,7 @@ def test_a_tpu_worker_hears_sigterm_in_the_main_thread_of_its_process():
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_workers_that_start_end_with_a_parent_that_is_killed(tmp_path):
+def test_starting_workers_end_when_their_parent_is_killed(tmp_path):
     job = tmp_path / "job.py"
     job.write_text(
         "import worker_checks\nfrom qat_lora.backend.launch import launch\n"
@@ -223,7 +223,7 @@ def test_workers_that_start_end_with_a_parent_that_is_killed(tmp_path):
         time.sleep(0.2)
 
 
-def test_workers_whose_output_is_closed_work(tmp_path):
+def test_workers_run_with_closed_output(tmp_path):
     job = tmp_path / "job.py"
     job.write_text(
         "import sys\nfrom pathlib import Path\nimport worker_checks\nfrom qat_lora.backend.launch import launch\n"
@@ -242,14 +242,14 @@ def started_by(pid: int) -> list[int]:
 
 
 def is_worker(pid: int) -> bool:
-    """Whether there is such a process that multiprocessing has started, and that has not ended."""
+    """Whether this is a running process that multiprocessing has started."""
     try:
         return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 
 
-def test_what_all_workers_refuse_is_said_once(capfd):
+def test_an_error_of_all_workers_is_printed_once(capfd):
     with pytest.raises(SystemExit) as end:
         launch(worker_checks.fail_all, (), "cpu", "fp32", 2)
     assert end.value.code == 2
@@ -274,13 +274,13 @@ def one_worker(backend, sharp_model_dir, sharp_cache, tmp_path_factory):
     return weights(out)
 
 
-def test_two_workers_give_the_weights_of_one(one_worker, sharp_model_dir, sharp_cache, tmp_path):
+def test_two_workers_train_the_same_weights_as_one(one_worker, sharp_model_dir, sharp_cache, tmp_path):
     launch(worker_checks.train, (str(sharp_model_dir), str(sharp_cache), tmp_path), "cpu", "fp32", 2)
     assert difference(weights(tmp_path, 0), weights(tmp_path, 1)) == 0
     assert difference(weights(tmp_path), one_worker) <= CLOSE
 
 
-def test_without_the_reduction_they_do_not(one_worker, sharp_model_dir, sharp_cache, tmp_path):
+def test_two_workers_without_the_reduction_do_not(one_worker, sharp_model_dir, sharp_cache, tmp_path):
     launch(worker_checks.train, (str(sharp_model_dir), str(sharp_cache), tmp_path, False), "cpu", "fp32", 2)
     assert difference(weights(tmp_path, 0), weights(tmp_path, 1)) > 100 * CLOSE
     assert difference(weights(tmp_path), one_worker) > 100 * CLOSE
@@ -291,8 +291,8 @@ QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=
 
 
 def on_xla(count: int, *arguments) -> subprocess.CompletedProcess:
-    """xla_workers.py to its end. Where torch_xla's threads have aborted or crashed the process it is started anew: the
-    fixture cannot order them in all they do, and CPU devices that share a process are no one's product."""
+    """Run xla_workers.py to its end. If torch_xla's threads abort or crash the process, start it again: the script
+    cannot order everything they do, and CPU devices that share a process exist for tests only."""
     for _ in range(3):
         done = subprocess.run(
             [sys.executable, Path(__file__).with_name("xla_workers.py"), str(count), *map(str, arguments)],
@@ -317,7 +317,7 @@ def one_device(sharp_model_dir, sharp_cache, tmp_path_factory):
 
 @pytest.mark.xla
 @pytest.mark.parametrize("count", [2, 4])
-def test_xla_devices_give_the_weights_of_one(one_device, sharp_model_dir, sharp_cache, tmp_path, count):
+def test_xla_devices_train_the_same_weights_as_one(one_device, sharp_model_dir, sharp_cache, tmp_path, count):
     done = on_xla(count, "reduced", sharp_model_dir, sharp_cache, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in range(count):
@@ -326,7 +326,7 @@ def test_xla_devices_give_the_weights_of_one(one_device, sharp_model_dir, sharp_
         assert [graph.count(" all-reduce(") for graph in graphs] == [1] * worker_checks.STEPS
     lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     compiles = [line["compiles"] for line in lines if "compiles" in line]
-    assert len(set(compiles)) == 1, "every worker and every step runs the first one's graph"
+    assert len(set(compiles)) == 1, "all workers and steps run the graph of the first"
 
 
 @pytest.mark.xla
@@ -346,7 +346,7 @@ def test_an_xla_worker_that_fails_ends_the_job(tmp_path):
 
 @pytest.mark.xla
 def test_two_xla_devices_train_a_recursive_model_as_one(tmp_path):
-    """Losses, held-out figures, weights, average, embeddings of puzzles, and who is through; one graph for all."""
+    """Losses, held-out figures, weights, EMA, puzzle embeddings and halted rows are the same; one graph for all."""
     for count in (1, 2):
         (tmp_path / str(count)).mkdir()
         done = on_xla(count, "athena", "-", "-", tmp_path / str(count))
@@ -362,6 +362,6 @@ def test_two_xla_devices_train_a_recursive_model_as_one(tmp_path):
         assert len({line["compiles"] for line in found["lines"]}) == 1 and found["lines"][-1]["fallbacks"] == 0
         weights = torch.load(tmp_path / "2" / f"weights{rank}.pt")
         assert torch.equal(weights.pop("halted"), whole["halted"])
-        # weights of up to 4: fp32 sums in another order
+        # weights reach 4, and fp32 sums are in another order
         assert difference(weights, {name: whole[name] for name in weights}) <= 10 * CLOSE
     assert whole["identity"].abs().min() > 0 and 0 < whole["halted"].sum() < 8

@@ -1,4 +1,4 @@
-"""How much memory there is according to Linux, and the error for what needs more."""
+"""How much memory Linux reports, and the error when a job needs more."""
 
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def test_a_system_without_proc_refuses_nothing(tmp_path):
     assert host_memory(tmp_path) == float("inf")
 
 
-def test_what_needs_more_is_refused_with_both_numbers_and_the_options():
+def test_a_need_for_more_memory_is_refused_with_both_numbers_and_the_options():
     check_memory(10 * GB, "all of it", "--nothing", 10 * GB)
     check_memory(1, "a byte", "--nothing")
     said = "a model needs at least 11.0 GB of memory, but there is only 10.0 GB; lower --size"

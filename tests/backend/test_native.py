@@ -1,4 +1,4 @@
-"""The C kernels: the same bits as torch's operations where they quantise, and nothing lost without them."""
+"""The C kernels: bit-identical to torch's operations when they quantise, and optional."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from qat_lora.train.optimizer import CautiousAdamW, _as_graph
 
 @pytest.fixture
 def both(monkeypatch):
-    """Runs a function with the kernels, however small its tensors are, and with torch's operations."""
+    """both(function): its results with the kernels, however small the tensors are, and with torch's operations."""
     if native.library() is None:
         pytest.skip("no C compiler with OpenMP")
     monkeypatch.setattr(native, "SMALLEST", 1)
@@ -54,8 +54,8 @@ def test_fake_quantisation_is_the_same_to_the_bit(text, dtype, both):
     same(*both(run))
 
 
-def test_it_takes_gradients_and_weights_as_they_lie(both):
-    """A gradient that is a view, half a matrix, more tiles than one, and types that no kernel knows."""
+def test_any_layout_and_type_of_gradient_is_accepted(both):
+    """A gradient that is a view, a matrix of more than one tile, and a type that no kernel supports."""
     spec = QuantSpec.parse("balanced2/g32")
     weight, scale = random(700, 18, 32), random(700, 18, 1, seed=1).abs() + 0.1
     for kind in (torch.bfloat16, torch.float16):
@@ -75,8 +75,8 @@ def test_stored_scales_are_the_same_to_the_bit(both):
     same(*both(lambda: [Stored.apply(scale, 2.0**-13).detach()]))
 
 
-def test_the_optimisers_steps(both):
-    """The kernel against the same in plain operations, moments included."""
+def test_the_optimisers_steps_equal_plain_operations(both):
+    """Parameters and moments, with and without the kernel."""
     start, gradients = random(70, 33), [random(70, 33, seed=seed) for seed in range(5)]
 
     def run():
@@ -95,8 +95,8 @@ def test_the_optimisers_steps(both):
             torch.testing.assert_close(ours, wanted)
 
 
-def test_exponentials_are_those_of_e(both):
-    """Within 2 units in the last place over the range of fp32, and what lies beyond it."""
+def test_exponentials_are_accurate(both):
+    """Within 2 units in the last place over the range of fp32, and right beyond it."""
     x = torch.cat([torch.linspace(-86, 88.7, 4096), torch.tensor([-1e4, -torch.inf, 89.0, 1e4, torch.inf, torch.nan])])
     sums, chosen = torch.zeros(len(x), 1), torch.zeros(len(x), 1)
     index, peaks = torch.zeros(len(x), 1, dtype=torch.int64), torch.zeros(len(x), 1)

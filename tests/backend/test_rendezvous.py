@@ -67,7 +67,7 @@ def pids_of(folder: Path) -> list[int]:
     return [int(file.read_text()) for file in files]
 
 
-def test_workers_of_one_host_listen_on_the_loopback_interface_alone(tmp_path):
+def test_workers_of_one_host_listen_only_on_the_loopback_interface(tmp_path):
     (tmp_path / "spawned").mkdir()
     (tmp_path / "env").mkdir()
     jobs = [start("wait", tmp_path / "spawned", 2), *pair("wait", tmp_path / "env")]
@@ -78,7 +78,7 @@ def test_workers_of_one_host_listen_on_the_loopback_interface_alone(tmp_path):
     assert [code for code, _ in ends(jobs)] == [0, 0, 0]
 
 
-def test_survivors_of_a_killed_worker_say_one_line(tmp_path):
+def test_survivors_of_a_killed_worker_print_one_line(tmp_path):
     """In any phase; test_launch.py tests more of this."""
     jobs = [start("killed loading 0", tmp_path, 2), *pair("killed collective 0", tmp_path)]
     jobs += pair("killed loading 1", tmp_path)
@@ -92,7 +92,7 @@ def test_survivors_of_a_killed_worker_say_one_line(tmp_path):
         assert "--resume auto" in err
 
 
-def test_sigterm_again_and_again_is_harmless_until_the_process_has_ended(tmp_path):
+def test_repeated_sigterms_are_harmless_until_the_process_has_ended(tmp_path):
     folders = [tmp_path / name for name in ("one", "spawned", "env", "final")]
     for folder in folders:
         folder.mkdir()
@@ -104,7 +104,7 @@ def test_sigterm_again_and_again_is_harmless_until_the_process_has_ended(tmp_pat
     assert all((folder / "written0").exists() for folder in folders)
 
 
-def test_workers_that_cannot_meet_say_why(tmp_path):
+def test_workers_that_cannot_join_say_why(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         place = {"MASTER_ADDR": "localhost", "WORLD_SIZE": 2}
         busy = {**place, "MASTER_PORT": other.getsockname()[1]}

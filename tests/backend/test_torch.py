@@ -1,4 +1,4 @@
-"""One update, ties, randomness and prefetch on the CPU: the reference that the XLA backend has to equal."""
+"""One update, ties, randomness and prefetch on the CPU: the reference that the XLA backend must match."""
 
 import random
 import subprocess
@@ -32,7 +32,7 @@ class Tied(nn.Module):
         self.head.weight = self.stack["embedding"].weight
 
 
-def test_ties_are_found_and_made_again():
+def test_ties_are_found_and_restored():
     model = Tied()
     groups = tied_parameters(model)
     assert groups == [["stack.embedding.weight", "head.weight"]]
@@ -43,7 +43,7 @@ def test_ties_are_found_and_made_again():
 
 
 class Untying(TorchBackend):
-    """Moves as XLA does: every parameter slot gets a tensor of its own."""
+    """Moves a module as XLA does: every parameter slot gets its own tensor."""
 
     def place(self, module):
         move = module.to
@@ -69,7 +69,7 @@ def one(value, **options):
     return p, torch.optim.SGD([p], lr=1.0, **options)
 
 
-def test_update_returns_the_norm_before_clipping_and_zeroes(backend):
+def test_update_returns_the_norm_before_clipping_and_clears_gradients(backend):
     p, optimizer = one([0.0, 0.0])
     p.grad = torch.tensor([3.0, 4.0])
     assert backend.update(optimizer, clip=1.0).item() == pytest.approx(5.0)
@@ -106,7 +106,7 @@ def test_clip_equals_torchs_own(backend):
 
 
 class Rank(TorchBackend):
-    """A worker whose reduce averages with the gradients of the other one, given beforehand."""
+    """A worker whose reduce averages its gradients with those given for the other worker."""
 
     def __init__(self, others):
         super().__init__("cpu", "fp32")
@@ -155,7 +155,7 @@ class Text(torch.utils.data.Dataset):
 
 @pytest.mark.parametrize("size, accumulation", [(2, 2), (1, 4)])
 def test_accumulation_equals_one_large_batch(backend, tiny_model_dir, size, accumulation):
-    """k micro-batches of b rows give the step of k·b rows, also where rows keep different numbers of targets."""
+    """k micro-batches of b rows give the step of k·b rows, even if rows have different numbers of target tokens."""
 
     def train(batch_size, accumulation):
         model = load_model(str(tiny_model_dir))
@@ -177,7 +177,7 @@ def draw() -> list:
     return [torch.rand(2).tolist(), random.random(), random.gauss(0, 1)]
 
 
-def test_seed_decides_every_generator(backend):
+def test_seed_sets_every_generator(backend):
     backend.seed(3)
     first = draw()
     backend.seed(3)
@@ -188,7 +188,7 @@ def test_seed_decides_every_generator(backend):
 
 def test_rng_state_round_trip_through_a_file(backend, tmp_path):
     backend.seed(3)
-    draw()  # an odd number of gauss() calls leaves a second value waiting
+    draw()  # an odd number of gauss() calls leaves a second value pending
     torch.save(backend.rng_state(), tmp_path / "rng.pt")
     wanted = draw()
     backend.seed(99)
@@ -225,13 +225,13 @@ def test_prefetch_reads_a_few_ahead_and_stops_with_its_reader(backend):
 
 
 def busy():
-    """Batches that take a while, so that the thread is inside torch whenever it is looked at."""
+    """Batches that take a while, so that the thread is inside torch whenever a test checks."""
     while True:
         yield {"n": torch.randn(300, 300) @ torch.randn(300, 300)}
 
 
-def test_thread_has_ended_when_its_reader_has_closed(backend):
-    """One that is inside torch while the interpreter shuts down aborts the process, after a run that was fine."""
+def test_the_thread_has_ended_once_its_stream_is_closed(backend):
+    """A thread inside torch while the interpreter shuts down would abort the process after a successful run."""
     before = threading.active_count()
     for _ in range(5):
         stream = backend.prefetch(busy())
@@ -255,12 +255,12 @@ sys.exit(0)
 
 
 def test_interpreter_exits_cleanly_in_the_middle_of_reading():
-    """As after SIGTERM or a refusal: the exception on its way out keeps the stream alive."""
+    """As after SIGTERM or a UserError: the exception that ends the program keeps the stream alive."""
     done = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_exception_of_the_source_surfaces_at_its_place(backend):
+def test_an_exception_in_the_source_is_raised_at_its_position(backend):
     def source():
         yield from numbers(3)
         raise OSError("disk gone")
@@ -310,8 +310,8 @@ def test_gradient_checkpointing_changes_no_gradient(backend, tiny_model_dir, fro
     assert [name for name in plain if not torch.equal(plain[name], recomputed[name])] == []
 
 
-# -- what is copied to a GPU -----------------------------------------------------------------------------------------
-def test_batches_are_pinned_for_cuda_alone(backend, monkeypatch):
+# -- copying to a GPU ------------------------------------------------------------------------------------------------
+def test_batches_are_pinned_only_for_cuda(backend, monkeypatch):
     pinned = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
     batch = {"tokens": torch.zeros(2, 3), "mask": torch.ones(2, 3)}

@@ -1,6 +1,6 @@
-"""The XLA path, run for real on torch_xla's CPU device: equal to the CPU, and compiled once.
+"""The XLA path, run for real on torch_xla's CPU device: results equal to the CPU's, and compiled once.
 
-torch_xla patches torch when imported, so all of it happens in one process (xla_checks.py); the tests read its findings.
+torch_xla patches torch when imported, so all checks run in one process (xla_checks.py); the tests read its results.
 """
 
 import json
@@ -38,7 +38,7 @@ def checks(folder, sharp_model_dir):
 
 @pytest.fixture
 def found(checks, request):
-    """What the check of this name found."""
+    """The result of the check of this name."""
     check = checks[request.param]
     if "error" in check:
         pytest.fail(check["error"], pytrace=False)
@@ -89,7 +89,7 @@ def test_nothing_falls_back_to_the_host(found):
 
 
 @reads("planted")
-def test_planted_item_sets_the_alarm_off(found):
+def test_a_planted_item_call_is_detected(found):
     assert found["before"] == 0 and found["after"] == 1
     assert found["names"] == ["aten::_local_scalar_dense"]
 
@@ -111,7 +111,7 @@ def test_layer_stage_equals_the_cpu(found):
 
 
 @reads("layers")
-def test_layer_stage_compiles_two_blocks_and_no_more(found):
+def test_layer_stage_compiles_only_two_blocks(found):
     """The third and fourth block run the graphs of the second."""
     lines = found["lines"]["xla"]
     after = {line["block"]: line["compiles"] for line in lines}
@@ -144,7 +144,7 @@ def test_gradients_equal_the_cpu_and_recomputation_changes_none(found, kind):
 def test_greedy_completions_equal_the_cpu_and_no_token_compiles(found):
     assert found["same"]
     short, again, long, still = found["compiles"]
-    assert 0 < short <= 4 and again == still == 0 and long <= short + 1  # the look at whether all have ended
+    assert 0 < short <= 4 and again == still == 0 and long <= short + 1  # the check whether all rows have ended
 
 
 @reads("grpo")

@@ -1,4 +1,4 @@
-"""The recursive model on torch_xla's CPU device: one graph an update, whatever halts, equal to the CPU."""
+"""The recursive model on torch_xla's CPU device: one graph per update, whatever halts; results equal to the CPU's."""
 
 import json
 import os
@@ -38,10 +38,10 @@ def test_losses_and_held_out_figures_equal_the_cpu(checks, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_end_at_different_times_and_at_the_same_as_on_the_cpu(checks, kind):
+def test_rows_halt_at_different_times_and_when_they_do_on_the_cpu(checks, kind):
     halts = checks[kind]["halts"]
     assert halts["xla"] == halts["cpu"]
-    assert any(0 < sum(rows) < len(rows) for rows in halts["xla"]), "the test would see no refill of some rows alone"
+    assert any(0 < sum(rows) < len(rows) for rows in halts["xla"]), "otherwise no update refills only some rows"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -51,7 +51,7 @@ def test_an_update_is_one_graph(checks, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_compiled_after_the_first_update(checks, kind):
-    """Through halts, warm-up and decay, measuring, the change to the average and back, and saving."""
+    """Through halts, warm-up and decay, evaluation, the switch to the EMA and back, and saving."""
     compiles = [line["compiles"] for line in checks[kind]["lines"]["xla"] if "loss" in line]
     assert len(compiles) == 12 and compiles[0] > 0 and set(compiles) == {compiles[0]}
 

@@ -1,4 +1,4 @@
-"""Fine-tuning on packed examples on torch_xla's CPU device: one shape, one graph a micro-batch, equal to the CPU."""
+"""Packed fine-tuning on torch_xla's CPU device: one shape, one graph per micro-batch, results equal to the CPU's."""
 
 import json
 import os
@@ -37,14 +37,14 @@ def test_losses_and_held_out_figures_equal_the_cpu(checks, kind):
         assert shared and [one[n] for n in shared] == pytest.approx([other[n] for n in shared], rel=1e-3)
 
 
-def test_the_data_has_ragged_ends(checks):
+def test_the_last_batches_are_partial(checks):
     """Neither training nor held-out rows fill their last batch."""
     assert checks["xla"]["rows"] % 8 and checks["xla"]["heldout"] % 4
 
 
 @pytest.mark.parametrize("kind", [*KINDS, " dropout"])
 def test_nothing_is_compiled_after_the_first_update(checks, kind):
-    """Through ragged ends, warm-up and decay, figures by section, answers, and saving."""
+    """Through partial batches, warm-up and decay, figures by section, answers, and saving."""
     compiles = [line["compiles"] for line in checks[f"xla{kind}"]["lines"] if "loss" in line]
     assert len(compiles) == 12 and compiles[0] > 0 and set(compiles) == {compiles[0]}
     assert checks[f"xla{kind}"]["fallbacks"] == 0
@@ -52,10 +52,10 @@ def test_nothing_is_compiled_after_the_first_update(checks, kind):
 
 @pytest.mark.parametrize("kind", [*KINDS, " dropout"])
 def test_a_micro_batch_is_one_graph(checks, kind):
-    """Between two losses of an update, and from the second to the next update's first where nothing is measured."""
+    """Between two losses of an update, and from the second to the next update's first if nothing is evaluated."""
     given = checks[f"xla{kind}"]["graphs"]
     assert set(given[::2]) == {1} and min(given[1::2]) == 1
 
 
-def test_what_was_trained_there_is_written_and_read_back(checks):
+def test_adapters_trained_on_xla_are_saved_and_read_back(checks):
     assert all(found["gap"] <= 1e-4 for found in checks.values())

@@ -38,13 +38,13 @@ def test_graph_does_not_grow_with_the_text_and_states_equal_the_cpu(checks, kind
     assert max(found["states"]) < 1e-5 and max(found["gradients"]) < 1e-5
 
 
-def test_a_reservoir_on_the_device_is_what_was_asked_for(checks):
+def test_a_reservoir_on_the_device_has_the_requested_properties(checks):
     drawn = checks["drawn"]
     assert drawn["radius"] == pytest.approx(0.9, rel=1e-4) and drawn["density"] == pytest.approx(0.3, abs=0.08)
     assert drawn["leak"] == pytest.approx([0.1, 0.9])
 
 
-def test_on_the_device_two_beginnings_come_together_and_memory_is_no_more_than_units(checks):
+def test_on_the_device_initial_states_converge_and_memory_is_at_most_the_number_of_units(checks):
     first, last = checks["drawn"]["apart"]
     assert first > 0.1 and last < 1e-3 * first
     assert 6 < memory_capacity(torch.load(checks["folder"] / "memory.pt"), INPUTS, 60) <= MOST

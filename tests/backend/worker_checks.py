@@ -1,4 +1,4 @@
-"""What test_launch.py and xla_workers.py run in every worker: functions that a new process can import."""
+"""Functions that test_launch.py and xla_workers.py run in every worker; a new process can import them."""
 
 import os
 import signal
@@ -48,7 +48,7 @@ def train(backend, model: str, cache: str, out: Path, reduced: bool = True, watc
 
 
 def describe(backend, out: Path) -> None:
-    """Who am I, what does a sum give, what is printed."""
+    """Write this worker's place and the results of a sum and a broadcast, and print a line."""
     one = torch.full((3,), float(backend.rank + 1))
     many = [one, torch.full((2, 2), 10.0 * backend.rank), torch.ones((), dtype=torch.float64)]
     large = [torch.full((2**17,), backend.rank + 1.0), torch.full((2, 2**17), backend.rank + 1.0).T]
@@ -63,7 +63,7 @@ def describe(backend, out: Path) -> None:
 
 
 def fail(backend, how: str, where: str = "reduction") -> None:
-    """Worker 1 ends in a way of its own while worker 0 waits for it in a reduction or on the host."""
+    """Worker 1 ends as `how` says while worker 0 waits for it in a reduction or on the host."""
     if backend.rank == 1:
         if how == "bad input":
             raise UserError("shard 3 is damaged; build it again")
@@ -86,7 +86,7 @@ def fail_all(backend) -> None:
 
 
 def fail_at_once(backend, _) -> None:
-    """For torch_xla's threads, where no collective may be left waiting."""
+    """For torch_xla's threads, which must leave no collective waiting."""
     if backend.rank == 0:
         raise UserError("not on this chip; take another")
     time.sleep(60)

@@ -1,4 +1,4 @@
-"""Run by test_xla.py in one process of its own: the checks that need torch_xla. Prints one JSON object.
+"""Run by test_xla.py in one process of its own: the checks that need torch_xla. Writes OUT_DIR/found.json.
 
 PYTHONPATH=tests PJRT_DEVICE=CPU python tests/backend/xla_checks.py MODEL_DIR OUT_DIR
 """
@@ -136,7 +136,7 @@ def qat() -> dict:
 
 
 def scales() -> dict:
-    """The stage of scales alone, on a frozen student."""
+    """The scales stage on its own, on a frozen student."""
     logged = {}
     for name, backend in (("xla", XLA), ("cpu", CPU)):
         student, data = make_student(backend), Cached(10)
@@ -242,8 +242,8 @@ def pieces() -> dict:
 
 
 def checkpointing() -> dict:
-    """Gradients with recomputation against gradients without, on XLA; without, against the CPU's in fp64: in fp32 those
-    would add a rounding that differs from CPU to CPU."""
+    """Gradients on XLA with recomputation against those without, and those without against the CPU's in fp64: in fp32
+    the CPU's would add rounding that differs between CPUs."""
     out = {}
     for kind in ("all", "lora"):
         found = {}
@@ -276,7 +276,7 @@ def checkpointing() -> dict:
 
 
 def bf16() -> dict:
-    """One bf16-autocast update of a student, as a TPU takes it."""
+    """One bf16-autocast update of a student, as on a TPU."""
     backend = open_backend("xla", "bf16")
     student = make_student(backend)
     plan = Plan(1, 2, 1, 1e-3, 0, 1.0, seed=0)
@@ -306,7 +306,7 @@ def policy(backend) -> nn.Module:
 
 
 def generation() -> dict:
-    """Greedy completions on both, and what those of two lengths compile on XLA the first and the second time."""
+    """Greedy completions on both backends, and the compiles on XLA for each of two lengths, generated twice."""
     tokens, compiles = {}, []
     for name, backend in (("cpu", CPU), ("xla", XLA)):
         model, prompts = policy(backend), Prompts.of(PROMPTS, 6, 0)
@@ -321,7 +321,7 @@ def generation() -> dict:
 
 
 def grpo() -> dict:
-    """Four steps on XLA with validation, logging and saving; and one update on the same rollouts on both."""
+    """Four steps on XLA with validation, logging and saving; and one update on the same rollouts on both backends."""
     prompts = PromptDataset(Prompts.of(PROMPTS, 6, 0))
     plan = GRPOPlan(
         steps=4, batch_size=2, accumulation=2, learning_rate=3e-3, warmup_steps=1, clip_grad_norm=1.0, seed=0, group=4,
@@ -332,7 +332,7 @@ def grpo() -> dict:
     sampler = BobSampler(load_tokenizer(MODEL), XLA, (2,), 4, 200, 8)
 
     def evaluate(step: int) -> dict:
-        """A validation, its last batch filled up."""
+        """A validation whose last batch is padded."""
         questions = heldout_questions()[:3]
         sampled = sampler.answers(model, questions, 2, Sampling())
         greedy = sampler.answers(model, questions, 1, Sampling(0.0))
@@ -345,7 +345,7 @@ def grpo() -> dict:
     for name, backend in (("xla", XLA), ("cpu", CPU)):
         fresh, start = policy(backend), policy(backend).requires_grad_(False)
         for p in start.parameters():
-            p.data.mul_(1.01)  # a reference that is not the policy
+            p.data.mul_(1.01)  # a reference that differs from the policy
         optimizer = new_optimizer([{"params": [p for p in fresh.parameters() if p.requires_grad], "lr": 1e-3}], backend)
         here = rollouts if backend is XLA else on_host(rollouts)
         found = learn(fresh, start, here, optimizer, plan, backend)
@@ -371,7 +371,7 @@ def on_host(rollouts):
 
 
 def planted() -> dict:
-    """The alarm itself: a host read in the step must show up. Last, because it spoils the counters."""
+    """A host read in the step must be counted. This check is last, because it spoils the counters."""
     before = XLA.counters()["fallbacks"]
     student = make_student(XLA)
     optimizer = new_optimizer(parameter_groups(student, 1e-3, 1e-3), XLA)

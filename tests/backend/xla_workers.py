@@ -4,8 +4,8 @@ PJRT_DEVICE=CPU CPU_NUM_DEVICES=N python tests/backend/xla_workers.py N reduced|
 
 torch_xla runs CPU devices as threads of one process. Threads that reach a graph at the same time each compile an
 executable of their own, and the collectives of different executables never meet. Here the threads enter the step marker
-one after another: the next as soon as the one before has its executable, for it may run in the marker until the others'
-collectives arrive. For tests alone: it replaces a private function.
+one after another: each as soon as the previous one has its executable, since that one may stay in the marker until the
+others' collectives arrive. For tests only: it replaces a private function.
 """
 
 import sys
@@ -36,7 +36,7 @@ def _step_marker(device, devices, wait=False, reset_scope=True):
 def _pass_on(before: int, returned: threading.Event) -> None:
     while _executables() == before and not returned.wait(0.01):
         pass
-    time.sleep(0.05)  # it is counted before it is put where the others find it
+    time.sleep(0.05)  # an executable is counted before it is cached for the others
     _turn.release()
 
 

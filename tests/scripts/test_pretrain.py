@@ -151,10 +151,7 @@ def test_other_ways_to_train(train, tmp_path, words):
 
 def test_the_guides_root_script_is_the_script(tmp_path):
     done = subprocess.run(
-        [sys.executable, ROOT / "pretrain.py", *SMALL, "--dry-run"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
+        [sys.executable, ROOT / "pretrain.py", *SMALL, "--dry-run"], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0 and "updates of 8 rows on 1 workers" in done.stdout, done.stderr
     assert not list(tmp_path.iterdir())
@@ -377,7 +374,7 @@ def test_sizes_are_checked_against_the_device_that_trains(load_script, monkeypat
         (["puzzle_emb_lr=-1"], "--puzzle-emb-lr -1.0 must be"), (["lr_warmup=-5"], "--warmup-steps -5 must be"),
         (["halt_max_segments=100000000000000000000"], "--halt-max-segments 100000000000000000000 must be from 1 to"),
         (["puzzle=maze5", "puzzles=2000"], "--puzzles: 2000 puzzles are more than the 48 maze5 that exist"),
-        (["puzzles=1000000000000"], "--puzzles 1000000000000 needs at least 256,000.0 GB of memory and there is"),
+        (["puzzles=1000000000000"], "--puzzles 1000000000000 needs at least 256,000.0 GB of memory, but there is"),
         (["arch.hidden_size=1000000000"], "lower arch.hidden_size, arch.L_layers or arch.expansion"),
         (["arch.hidden_size=1000000000", "--dry-run"], "a model of 24,000,000,141,000,000,001 weights needs at least"),
         (["arch.L_layers=1000000000000"], "lower arch.hidden_size, arch.L_layers or arch.expansion"),
