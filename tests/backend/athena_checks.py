@@ -1,4 +1,4 @@
-"""Run by test_xla_athena.py in a process of its own: a recursive model on torch_xla's CPU device and on the CPU.
+"""Run by test_xla_athena.py in a separate process: a recursive model on torch_xla's CPU device and on the CPU.
 
 PYTHONPATH=tests PJRT_DEVICE=CPU python tests/backend/athena_checks.py OUT_DIR
 """

@@ -1,4 +1,4 @@
-"""Run by test_xla_stories.py in a process of its own: the reservoir models on torch_xla's CPU device and on the CPU.
+"""Run by test_xla_stories.py in a separate process: the reservoir models on torch_xla's CPU device and on the CPU.
 
 PYTHONPATH=tests PJRT_DEVICE=CPU python tests/backend/story_checks.py OUT_DIR
 """
@@ -34,7 +34,7 @@ SPECS = {
 def states(kind: str) -> dict:
     """For texts of several lengths: the size of the graph of states and gradients, and their error against the CPU."""
     found = {"instructions": [], "states": [], "gradients": []}
-    for steps in (30, 200, 300, 1000):  # none a multiple of 16, which would need no padding
+    for steps in (30, 200, 300, 1000):  # no multiple of 16, so that all need padding
         given = torch.randn(3, steps, 8, generator=torch.Generator().manual_seed(0))
         results = []
         for backend in (CPU, XLA):

@@ -88,7 +88,7 @@ def test_cpu_stays_cpu_on_a_machine_with_chips(pci, monkeypatch):
 
 
 @pytest.mark.parametrize("cards", [[], [GVNIC]])
-def test_explicit_tpu_without_a_chip_says_what_was_looked_for(pci, cards):
+def test_an_explicit_tpu_without_a_chip_says_what_was_looked_for(pci, cards):
     pci(*cards)
     with pytest.raises(UserError, match=r"device=tpu: no TPU chip on the PCI bus \(vendor 0x1ae0\).*--device auto"):
         detect.resolve("tpu")
@@ -104,13 +104,13 @@ def test_pjrt_device_tpu_means_device_tpu(pci, monkeypatch, value):
     assert detect.resolve("auto") == detect.resolve("tpu") == "xla"
 
 
-def test_xla_without_a_chip_is_torch_xlas_cpu(pci, monkeypatch):
+def test_xla_without_a_chip_uses_torch_xlas_cpu(pci, monkeypatch):
     assert detect.resolve("xla") == "xla" and os.environ["PJRT_DEVICE"] == "CPU"
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     assert detect.resolve("auto") == "cpu"
 
 
-def test_xla_with_chips_takes_them_unless_the_environment_says_cpu(pci, monkeypatch):
+def test_xla_uses_chips_unless_the_environment_says_cpu(pci, monkeypatch):
     pci(("0x1ae0", "0x006f"))
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     assert detect.resolve("xla") == "xla" and os.environ["PJRT_DEVICE"] == "CPU"
@@ -169,7 +169,7 @@ print(json.dumps({
 """
 
 
-def test_importing_everything_leaves_torch_xla_out_and_initialises_nothing():
+def test_importing_everything_does_not_import_torch_xla_or_initialise_a_device():
     env = {key: value for key, value in os.environ.items() if key not in ("PJRT_DEVICE", "USE_TORCH_XLA")}
     done = subprocess.run([sys.executable, "-c", FRESH], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Variables that a shell, a launcher or a scheduler sets are read, or refused in one line."""
+"""Environment variables set by a shell, a launcher or a scheduler are read, or refused in one line."""
 
 import os
 import socket

@@ -197,7 +197,7 @@ def test_a_silent_worker_is_lost_and_a_busy_one_is_not(together):
         return str(error.value)
 
     lost, _ = together(work, 2)
-    assert lost.startswith(f"no sign of life from worker 1 on {socket.gethostname()} for 1.65 s; check that the host")
+    assert lost.startswith(f"no heartbeat from worker 1 on {socket.gethostname()} for 1.65 s; check that the host")
 
 
 def test_a_silent_relay_is_noticed(together):
@@ -211,7 +211,7 @@ def test_a_silent_relay_is_noticed(together):
             group.gather(None)
         return str(error.value)
 
-    lost = f"no sign of life from worker 0 on {socket.gethostname()} for 1.65 s"
+    lost = f"no heartbeat from worker 0 on {socket.gethostname()} for 1.65 s"
     assert all(line.startswith(lost) for line in together(work, 2))
 
 
@@ -414,7 +414,7 @@ if what == "ended":
     relay.end("worker 1 on there is gone", 1, said=False)
 with group.waiting():
     import ctypes
-    ctypes.CDLL(None).sleep(100)  # a signal interrupts the first
+    ctypes.CDLL(None).sleep(100)  # a signal interrupts the first one
     ctypes.CDLL(None).sleep(100)
 """
 

@@ -37,7 +37,7 @@ WHOLE = 18_000_000 * 1024
         ({"proc/meminfo": "nothing\n"}, float("inf")),
     ],
 )  # fmt: skip
-def test_memory_is_that_of_the_machine_or_of_its_control_group(tmp_path, files, wanted):
+def test_memory_is_limited_by_the_machine_or_its_control_group(tmp_path, files, wanted):
     assert host_memory(machine(tmp_path, **files)) == wanted
 
 

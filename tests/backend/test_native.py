@@ -37,7 +37,7 @@ def same(ours, theirs) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("text", ["balanced2/g8", "lut4/g16", "int4/g48", "int8/g8", "balanced3/tensor", "lut2/r3"])
-def test_fake_quantisation_is_the_same_to_the_bit(text, dtype, both):
+def test_fake_quantisation_is_bit_equal(text, dtype, both):
     spec = QuantSpec.parse(text)
     quantizer, weight, upstream = Quantizer(spec, 40, 96), random(40, 96), random(40, 96, seed=1).to(dtype)
     for number, p in enumerate(quantizer.parameters()):
@@ -69,7 +69,7 @@ def test_any_layout_and_type_of_gradient_is_accepted(both):
         same(*both(run))
 
 
-def test_stored_scales_are_the_same_to_the_bit(both):
+def test_stored_scales_are_bit_equal(both):
     edges = torch.tensor([0.0, -0.0, 1e-9, -1e-9, 65519.9, 65520.0, -7e4, torch.inf, -torch.inf, torch.nan, 2.0**-13])
     scale = torch.cat([edges, random(3000), random(3000) * 1e-4, torch.linspace(-6.6e4, 6.6e4, 4001)]).requires_grad_()
     same(*both(lambda: [Stored.apply(scale, 2.0**-13).detach()]))

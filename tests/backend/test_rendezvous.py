@@ -79,7 +79,7 @@ def test_workers_of_one_host_listen_only_on_the_loopback_interface(tmp_path):
 
 
 def test_survivors_of_a_killed_worker_print_one_line(tmp_path):
-    """In any phase; test_launch.py tests more of this."""
+    """In every phase; test_launch.py tests more cases."""
     jobs = [start("killed loading 0", tmp_path, 2), *pair("killed collective 0", tmp_path)]
     jobs += pair("killed loading 1", tmp_path)
     spawned, *by_env = ends(jobs)

@@ -58,7 +58,7 @@ class Untying(TorchBackend):
         return super().place(module)
 
 
-def test_place_keeps_ties_where_moving_breaks_them(tiny_model_dir):
+def test_place_keeps_ties_that_moving_breaks(tiny_model_dir):
     model = Untying("cpu", "fp32").place(load_model(str(tiny_model_dir)))
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
@@ -254,7 +254,7 @@ sys.exit(0)
 """
 
 
-def test_interpreter_exits_cleanly_in_the_middle_of_reading():
+def test_the_interpreter_exits_cleanly_while_batches_are_read():
     """As after SIGTERM or a UserError: the exception that ends the program keeps the stream alive."""
     done = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

@@ -76,8 +76,8 @@ def test_five_steps_of_qat_equal_the_cpu(found):
 
 
 @pytest.mark.parametrize("found", ["qat", "scales", "recovery"], indirect=True)
-def test_compiles_stay_flat_from_the_first_step_to_the_end(found):
-    """Over warm-up, accumulation, logging, evaluation, the last batch of an epoch and saving."""
+def test_nothing_is_compiled_after_the_first_step(found):
+    """Through warm-up, accumulation, logging, evaluation, the last batch of an epoch and saving."""
     compiles = [line["compiles"] for line in steps(found["lines"]["xla"])]
     assert compiles[0] > 0 and set(compiles) == {compiles[0]}
     assert found["end"]["compiles"] == compiles[-1]
@@ -141,7 +141,7 @@ def test_gradients_equal_the_cpu_and_recomputation_changes_none(found, kind):
 
 
 @reads("generation")
-def test_greedy_completions_equal_the_cpu_and_no_token_compiles(found):
+def test_greedy_completions_equal_the_cpu_and_are_not_compiled_token_by_token(found):
     assert found["same"]
     short, again, long, still = found["compiles"]
     assert 0 < short <= 4 and again == still == 0 and long <= short + 1  # the check whether all rows have ended

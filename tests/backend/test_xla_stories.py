@@ -1,4 +1,4 @@
-"""Reservoir models on torch_xla's CPU device: graphs of one size for any text, equal to the CPU, compiled once."""
+"""Reservoir models on torch_xla's CPU device: graph size independent of the text, equal to the CPU, compiled once."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def test_graph_does_not_grow_with_the_text_and_states_equal_the_cpu(checks, kind
     found = checks[f"states of {kind}"]
     short, within_256, longer, within_4096 = found["instructions"]
     assert 50 < short == within_256 and longer == within_4096
-    assert longer == short if kind == "esn" else longer < 2 * short, "sixteen times the length is one level more"
+    assert longer == short if kind == "esn" else longer < 2 * short, "sixteen times the length takes one more level"
     assert max(found["states"]) < 1e-5 and max(found["gradients"]) < 1e-5
 
 

@@ -23,7 +23,7 @@ STEPS, GLOBAL_BATCH = 5, 4
 
 
 def train(backend, model: str, cache: str, out: Path, reduced: bool = True, watch=lambda gradients: None) -> None:
-    """Five steps of QAT at one global batch; every worker writes its weights. watch sees the gradients after reduce."""
+    """Five steps of QAT with one global batch; every worker writes its weights. watch sees the reduced gradients."""
     student = quantize(load_model(model) if backend.is_main else empty_model(model), SPEC)
     if backend.is_main:
         initialise(student)

@@ -187,7 +187,7 @@ def layers() -> dict:
 
 
 def compensation() -> dict:
-    """GPTQ on the first block: the share of codes that differ from the CPU's, and from plain rounding's."""
+    """GPTQ on the first block: the share of codes on XLA, and of plainly rounded codes, that differ from the CPU's."""
     codes, data = {}, Cached(4)
     for name, backend in (("xla", XLA), ("cpu", CPU)):
         student = make_student(backend)

@@ -1,4 +1,4 @@
-"""Run by test_launch.py: N workers on N of torch_xla's CPU devices, through the project's own launch.
+"""Run by test_launch.py: N workers on N of torch_xla's CPU devices, started by the project's own launch.
 
 PJRT_DEVICE=CPU CPU_NUM_DEVICES=N python tests/backend/xla_workers.py N reduced|unreduced|failing|athena MODEL CACHE OUT
 
