@@ -126,7 +126,7 @@ from qat_lora.quant.student import (
     unquantised,
 )
 from qat_lora.quant.training import usual_rates
-from qat_lora.run.console import attempt, say, summarise
+from qat_lora.run.console import attempt, compared, say, summarise
 from qat_lora.run.files import copy_file, sha256
 from qat_lora.run.hosts import shared_file
 from qat_lora.run.metrics import Share, Total
@@ -364,7 +364,7 @@ def finish(cfg: Config, run: Run, student: nn.Module, session: Session, evaluate
     before, _ = run.first_and_best("heldout_kl")
     summarise(
         {f"student of {bits:.2f} bits per weight": evaluate.kept, "report": page},
-        [f"held-out KL to the teacher {evaluate.best.value:.4f} nats/token; before training {before:.4f}"],
+        [f"held-out KL to the teacher {compared(evaluate.best.value, before, 'before training')}"],
         f"python scripts/train_recovery_lora.py --checkpoint {evaluate.kept} --cache-dir {cfg.cache_dir}",
     )
 

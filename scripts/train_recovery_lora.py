@@ -88,7 +88,7 @@ from qat_lora.models.architecture import unwrap
 from qat_lora.models.loading import adapter_notes, check_length, load_config, load_model, model_fingerprint
 from qat_lora.quant.linear import quantized_layers
 from qat_lora.quant.student import StudentSpec, bits_per_weight, empty_student, load_student, read_student
-from qat_lora.run.console import attempt, say, summarise
+from qat_lora.run.console import attempt, compared, say, summarise
 from qat_lora.run.files import sha256
 from qat_lora.run.metrics import Share, Total
 from qat_lora.run.report import write_report
@@ -152,7 +152,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
         without, _ = run.first_and_best(best.figure)
         summarise(
             {"adapter": evaluate.kept, "report": page},
-            [f"held-out {figure} {best.value:.4f} nats/token; without the adapter {without:.4f}"],
+            [f"held-out {figure} {compared(best.value, without, 'without the adapter')}"],
             f"python scripts/run_inference.py --checkpoint {cfg.checkpoint} --adapter {evaluate.kept} --prompt Hello",
         )
 

@@ -72,6 +72,13 @@ def summarise(made: dict[str, Any], quality: list[str], following: str) -> None:
     say(f"next     {following}")
 
 
+def compared(value: float, before: float, what: str) -> str:
+    """A figure of which less is better, beside what it was: "0.7022 nats/token; before training 1.8891"."""
+    value, before = (round(number, 4) + 0.0 for number in (value, before))  # + 0.0: no "-0.0000"
+    gain = "" if value < before else ": no gain"
+    return f"{value:.4f} nats/token; {what} {before:.4f}{gain}"
+
+
 def attempt(what: str, function: Callable[..., Any], *args) -> Any:
     """function(*args), or None if it fails: then a warning is printed and the program continues.
 

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from qat_lora.run import console
-from qat_lora.run.console import summarise, time_left, watched
+from qat_lora.run.console import compared, summarise, time_left, watched
 
 
 @pytest.mark.parametrize(
