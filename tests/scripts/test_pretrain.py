@@ -349,7 +349,7 @@ def test_sizes_are_checked_against_the_device_that_trains(load_script, monkeypat
     whole = need("cpu", 1, "--dry-run")
     assert whole > 1.5e9 and need("cuda", 1, "--dry-run") == need("tpu") == whole
     for kind in ("cpu", "cuda", "xla on the cpu"):
-        with pytest.raises(UserError, match=f"there is only {1.0 if kind == 'cuda' else 1.5} GB; lower global_batch_size"):
+        with pytest.raises(UserError, match=f"only {1.0 if kind == 'cuda' else 1.5} GB; lower global_batch_size"):
             need(kind)
     assert need("cuda", 40) < 1e9 < 40 * need("cuda", 40)
     with pytest.raises(UserError, match="100 rows of 16 tokens per worker"):
