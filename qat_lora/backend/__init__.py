@@ -1,6 +1,6 @@
-"""The only door to devices. A training loop calls one Backend and never asks which device it is on.
+"""The only access to devices. A training loop calls one backend and never asks which device it is on.
 
-Light to import: each name loads its module, and so torch, on first use.
+Cheap to import: a name loads its module, and with it torch, on first use.
 """
 
 import importlib
@@ -30,7 +30,7 @@ def __getattr__(name):
 
 
 def xla_mark_step() -> None:
-    """Compile and run what XLA has recorded so far; nothing on CPU and CUDA, or before an XLA backend is open."""
+    """Compile and run what XLA has recorded; does nothing on CPU and CUDA, or before an XLA backend is open."""
     if "torch_xla" in sys.modules and os.environ.get("PJRT_DEVICE"):
         from qat_lora.backend.xla import mark_step
 

@@ -1,4 +1,4 @@
-"""Which device a run gets, decided without initialising any runtime."""
+"""Chooses a run's device without initialising any runtime."""
 
 import importlib.util
 import os
@@ -8,7 +8,7 @@ from qat_lora.backend.environment import whole_number
 from qat_lora.errors import UserError
 
 GOOGLE_PCI_VENDOR = "0x1ae0"
-# The vendor also makes network and storage functions, so the device id decides. Ids as torch_xla 2.9 lists them.
+# The vendor also makes network and storage devices, so the device ID decides. IDs as torch_xla 2.9 lists them.
 TPU_PCI_DEVICES = {
     "0x0027": "v2/v3",
     "0x005e": "v4",
@@ -23,7 +23,7 @@ DEVICES = ("auto", "cpu", "cuda", "tpu", "xla")
 
 
 def tpu_chips(pci: Path = Path("/sys/bus/pci/devices")) -> list[str]:
-    """The kinds of the TPU chips on this machine's PCI bus, e.g. ["v6e"]; no chip gives []."""
+    """The kinds of the TPU chips on this machine's PCI bus, e.g. ["v6e"]; [] without a chip."""
     chips = []
     for device in sorted(pci.glob("*")) if pci.is_dir() else []:
         try:
@@ -36,13 +36,13 @@ def tpu_chips(pci: Path = Path("/sys/bus/pci/devices")) -> list[str]:
 
 
 def cores_per_chip() -> int:
-    """XLA devices of one chip: two on the first and the latest kinds, one on all others and without a chip."""
+    """XLA devices per chip: 2 on v2, v3 and v7x, 1 on all other kinds and without a chip."""
     return 2 if set(tpu_chips()) & {"v2/v3", "v7x"} else 1
 
 
 def check_free(chips: list[str], dev: Path = Path("/dev"), proc: Path = Path("/proc")) -> None:
-    """Raise UserError naming the process that has the device file of one of these TPU chips open, where this user may
-    see it."""
+    """Raise UserError, naming the process, if a process that this user may see has the device file of one of these TPU
+    chips open."""
     files = {str(dev / name) for chip in chips for name in (f"accel{chip}", f"vfio/{chip}")}
     for link in proc.glob("[0-9]*/fd/*"):
         try:
@@ -51,14 +51,14 @@ def check_free(chips: list[str], dev: Path = Path("/dev"), proc: Path = Path("/p
             if held not in files or int(pid) == os.getpid():
                 continue
             command = (proc / pid / "cmdline").read_text().replace("\0", " ").strip()
-        except OSError:  # ended meanwhile, or another user's
+        except OSError:  # the process has ended, or belongs to another user
             continue
         raise UserError(f"{held} is in use by process {pid} ({command[:100]}); end it, or wait for it")
 
 
 def xla_cpu_devices() -> int:
     """How many CPU devices torch_xla creates on a machine without TPU chips: CPU_NUM_DEVICES, 1 by default. Raises
-    UserError if that is not a whole number from 1 on."""
+    UserError if that is not a whole number of at least 1."""
     return whole_number("CPU_NUM_DEVICES", 1, default=1)
 
 
@@ -79,9 +79,9 @@ def _pjrt_device() -> str | None:
 def resolve(requested: str = "auto") -> str:
     """The backend for a requested device: "cpu", "cuda" or "xla".
 
-    auto means TPU chips, then CUDA, then CPU; PJRT_DEVICE=TPU in the environment turns auto into tpu. xla takes the
-    chips where there are some, and torch_xla's CPU device where there are none (PJRT_DEVICE is set accordingly).
-    Raises UserError when an explicit device is absent, saying what was looked for.
+    auto means TPU chips, then CUDA, then CPU; PJRT_DEVICE=TPU in the environment turns auto into tpu. xla takes TPU
+    chips if there are any, and torch_xla's CPU device otherwise (PJRT_DEVICE is set accordingly). Raises UserError if
+    an explicit device is absent, saying what was looked for.
     """
     if requested not in DEVICES:
         raise UserError(f"device={requested!r} is not one of {', '.join(DEVICES)}")
@@ -109,7 +109,7 @@ def resolve(requested: str = "auto") -> str:
         return "xla"
     if requested == "xla":
         return "xla"
-    import torch  # after the checks of what was asked for: it takes a second
+    import torch  # after the checks of the request, since it takes a second
 
     if requested == "cuda" and not torch.cuda.device_count():
         raise UserError(f"device=cuda: torch {torch.__version__} sees no CUDA device; use --device cpu")
@@ -117,5 +117,5 @@ def resolve(requested: str = "auto") -> str:
 
 
 def has_static_shapes(requested: str = "auto") -> bool:
-    """Whether a requested device compiles a graph for each shape, so that every batch should have the same: on XLA."""
+    """Whether a requested device compiles a graph for each shape, so that batches should share one: true on XLA."""
     return resolve(requested) == "xla"

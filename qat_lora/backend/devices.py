@@ -1,11 +1,11 @@
-"""What tensor code may ask of the device that a tensor is on, where no backend is at hand."""
+"""What tensor code that has no backend may ask about a tensor's device."""
 
 import torch
 from torch import Tensor
 
 
 def on_host(tensor: Tensor) -> bool:
-    """Whether its values can be looked at for nothing, and memory for results is worth reusing: on the CPU."""
+    """Whether reading values costs nothing and reusing memory for results pays off: true on the CPU."""
     return tensor.device.type == "cpu"
 
 
@@ -15,13 +15,13 @@ def is_xla_device(device: torch.device | str) -> bool:
 
 
 def is_lazy(tensor: Tensor) -> bool:
-    """Whether its operations are recorded as a graph that is compiled later: on XLA. A shape or a number that changes
-    is then another graph, and memory is the compiler's."""
+    """Whether operations are recorded in a graph that is compiled later: true on XLA. A changed shape or number then
+    gives another graph, and the compiler manages memory."""
     return is_xla_device(tensor.device)
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """What a matrix product with this tensor is computed in: autocast's type on its device, else its own."""
+    """The type in which a matrix product with this tensor is computed: autocast's on its device, else its own."""
     kind = tensor.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
 
@@ -32,5 +32,5 @@ def without_autocast(tensor: Tensor):
 
 
 def has_attention_kernel(tensor: Tensor) -> bool:
-    """Whether fused attention is faster than two products at any length: on CUDA."""
+    """Whether fused attention is faster than two products at any length: true on CUDA."""
     return tensor.device.type == "cuda"

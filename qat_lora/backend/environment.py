@@ -58,8 +58,8 @@ def _without_launcher(*bad: str) -> str:
 class Place:
     """One worker's place in a job that torchrun or a similar launcher has started.
 
-    address, port: where the workers meet. agent_store: torchrun's agent serves a store there, which may outlive many
-    attempts of several jobs; job: the name of this one.
+    address, port: where the workers meet. agent_store: whether torchrun's agent serves a store there, which may outlive
+    many attempts of several jobs; job: the name of this job.
     """
 
     rank: int
@@ -78,12 +78,12 @@ class Place:
 
 def read_place() -> Place | None:
     """This worker's place according to RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
-    None if no launcher was used: RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE are not set. A MASTER_ADDR or
-    MASTER_PORT alone, which shells and images set, is then ignored, unless it is no port.
+    None if no launcher was used: RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE are not set. MASTER_ADDR and
+    MASTER_PORT, which shells and images may set, are then ignored, but a MASTER_PORT that is not a port is refused.
 
-    Without LOCAL_WORLD_SIZE the job is on one host if MASTER_ADDR is a loopback address, else there is one worker per
-    host until they have met; without LOCAL_RANK workers are numbered host by host. Raises UserError for a variable that
-    is missing, is not a number or contradicts another.
+    Without LOCAL_WORLD_SIZE the job is on one host if MASTER_ADDR is a loopback address; otherwise one worker per host
+    is assumed until they have met. Without LOCAL_RANK workers are numbered host by host. Raises UserError for a
+    variable that is missing, is not a number or contradicts another.
     """
     if not any(name in os.environ for name in STARTED):
         whole_number("MASTER_PORT", 1, 65535)
@@ -124,8 +124,8 @@ def _check_below(name: str, value: int, limit_name: str, limit: int) -> None:
 
 
 def _is_loopback(port: int) -> bool:
-    """Whether MASTER_ADDR itself says that all workers are on this host. A host's name does not, even where it resolves
-    to a loopback address, as on Debian. Raises UserError if it does not resolve."""
+    """Whether MASTER_ADDR itself says that all workers are on this host. A host's name does not, even if it resolves to
+    a loopback address, as on Debian. Raises UserError if it does not resolve."""
     address = os.environ["MASTER_ADDR"].strip()
     if not address:
         raise bad_value("MASTER_ADDR", "is empty")

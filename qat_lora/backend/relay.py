@@ -1,7 +1,7 @@
-"""How the workers of a job talk to each other on the host, and notice that one is gone.
+"""How the workers of a job talk to each other on the host, and notice when one is lost.
 
 Every worker holds one TCP connection to a relay, served by worker 0 or by the process that started them all. The relay
-passes values on, tells everybody at once when a worker dies, and within `Timeouts.host` when a host goes silent.
+passes values on, tells all workers at once when one dies, and within `Timeouts.host` when a host goes silent.
 
 A frame is a kind (one byte), the length of its content (eight bytes) and the content. The relay never unpickles values.
 """
@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from enum import Enum
 from typing import Any
 
-BEAT = 1  # seconds between two signs of life
+BEAT = 1  # seconds between two heartbeats
 GREETING = 10  # seconds within which a relay answers; a server that takes longer is something else
 NOTICE = 20  # seconds of waiting for workers before a line is printed
 PIECE = 2**20  # bytes read at a time
@@ -32,9 +32,9 @@ AGAIN = "restart the job with --resume auto"
 class Kind(bytes, Enum):
     """What a frame holds."""
 
-    JOIN, VALUE, FAIL = b"J", b"V", b"F"  # of a worker: who it is, a value, a failure
-    WELCOME, REFUSED, VALUES, ENDED = b"W", b"R", b"A", b"E"  # of the relay
-    ALIVE, BYE = b"B", b"Q"  # of both: a sign of life; a worker has finished, all have finished
+    JOIN, VALUE, FAIL = b"J", b"V", b"F"  # from a worker: who it is, a value, a failure
+    WELCOME, REFUSED, VALUES, ENDED = b"W", b"R", b"A", b"E"  # from the relay
+    ALIVE, BYE = b"B", b"Q"  # from both: a heartbeat; a worker has finished, all have finished
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Timeouts:
 
     @property
     def silence(self) -> float:
-        """How long a worker may be silent before it counts as lost; the rest of the time is for ending."""
+        """How long a worker may be silent before it counts as lost; the rest of `host` is for ending the job."""
         return 0.55 * self.host
 
     def grace(self, waiting: bool) -> float:
@@ -70,7 +70,7 @@ class Member:
     """One worker, as the others know it.
 
     host: the name of its host. machine: the same for workers that see each other's processes. terminal: the same for
-    workers with one standard error. address: as the relay sees it.
+    workers that share standard error. address: as the relay sees it.
     """
 
     rank: int
@@ -108,7 +108,7 @@ def died(member: Member) -> str:
 
 def silent(member: Member, timeouts: Timeouts) -> str:
     return (
-        f"no sign of life from {member} for {timeouts.silence:g} s; check that the host and its network are up, then "
+        f"no heartbeat from {member} for {timeouts.silence:g} s; check that the host and its network are up, then "
         f"{AGAIN}"
     )
 
@@ -122,9 +122,9 @@ def say(line: str) -> None:
 class Relay:
     """Serves the workers of one job from a thread of this process, on a socket that already listens.
 
-    where: its address, for messages. store: the process group's, kept as long as this; all workers are told its port.
-    reports_deaths: whether this process started the workers, and itself reports which of them died. Values are pickled:
-    whoever reaches the port can run code in the workers.
+    where: its address, for messages. store: the process group's, kept alive by the relay; all workers are told its
+    port. reports_deaths: whether this process started the workers and itself reports which of them died. Values are
+    pickled, so anyone who reaches the port can run code in the workers.
     """
 
     def __init__(
@@ -136,9 +136,9 @@ class Relay:
         self.port = listening.getsockname()[1]
         self.nonce = secrets.token_hex(8)
         self.members: dict[int, Member] = {}
-        self.writers: dict[int, asyncio.StreamWriter] = {}  # of those that are connected
+        self.writers: dict[int, asyncio.StreamWriter] = {}  # of connected workers
         self.finished: set[int] = set()
-        self.strangers = 0  # connections that have not said yet whose they are
+        self.strangers = 0  # connections that have not yet said who they are
         self.heard: dict[int, float] = {}
         self.values: dict[int, bytes] = {}
         self.complete, self.ending = False, None
@@ -150,7 +150,7 @@ class Relay:
         ready.wait()
 
     def end(self, line: str, culprit: int | None = None, said: bool = True) -> bool:
-        """End the job for all workers, unless it has ended; returns whether it had."""
+        """End the job for all workers, unless it has already ended; returns whether it had."""
         done: queue.SimpleQueue = queue.SimpleQueue()
 
         def end() -> None:
@@ -169,7 +169,7 @@ class Relay:
         self.serving = self.loop.create_task(self._serve(listening, ready))
         with suppress(asyncio.CancelledError):
             self.loop.run_until_complete(self.serving)
-        self.loop.set_exception_handler(lambda *_: None)  # connections that are still open are dropped, without a word
+        self.loop.set_exception_handler(lambda *_: None)  # connections that are still open are dropped silently
 
     async def _serve(self, listening: socket.socket, ready: threading.Event) -> None:
         server = await asyncio.start_server(self._talk, sock=listening, limit=PIECE)
@@ -185,7 +185,7 @@ class Relay:
                 last = now
                 for writer in self.writers.values():
                     self._send(writer, Kind.ALIVE)
-                for rank, heard in list(self.heard.items()) if self.complete else ():  # before, workers send nothing
+                for rank, heard in list(self.heard.items()) if self.complete else ():  # until then workers send nothing
                     if now - heard > self.timeouts.silence:
                         self._lose(rank)
                 waited = now - opened
@@ -200,7 +200,7 @@ class Relay:
         return f"worker{'s' * (len(late) > 1)} {', '.join(late)}"
 
     def _missing(self) -> str:
-        came = ", ".join(f"{self.members[rank]}" for rank in sorted(self.members)) or "nobody"
+        came = ", ".join(f"{self.members[rank]}" for rank in sorted(self.members)) or "none"
         return (
             f"{self._late()} of {self.world_size} did not arrive at {self.where} within {self.timeouts.join:g} s "
             f"(arrived: {came}); start every RANK from 0 to {self.world_size - 1} with the same MASTER_ADDR and "
@@ -210,7 +210,7 @@ class Relay:
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection until it closes."""
         rank = await self._greet(reader, writer)
-        with suppress(OSError, EOFError, ValueError, TypeError):  # it is gone, or sends what no worker does
+        with suppress(OSError, EOFError, ValueError, TypeError):  # it is gone, or sends what no worker sends
             while rank is not None:
                 kind, content = await self._receive(reader, rank)
                 if kind == Kind.VALUE:
@@ -222,7 +222,7 @@ class Relay:
         if rank is not None and self.writers.get(rank) is writer:
             self._leave(rank)
             if not self.complete:
-                del self.members[rank]  # another may come in its place
+                del self.members[rank]  # another may take its place
             elif rank not in self.finished:
                 self.died = rank if self.ending is None else self.died
                 self._end(Ending(died(self.members[rank]), rank, self.reports_deaths))
@@ -230,7 +230,7 @@ class Relay:
             writer.close()
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int | None:
-        """The rank of the worker at the other end, once it has said who it is; None if it does not belong here."""
+        """The rank of the worker at the other end, once it has identified itself; None if it does not belong here."""
         if self.strangers >= self.world_size + STRANGERS:
             return None
         self.strangers += 1
@@ -257,14 +257,14 @@ class Relay:
         return kind, b"".join(pieces)
 
     def _admit(self, kind: Kind, content: bytes, writer: asyncio.StreamWriter) -> int | None:
-        """The rank of a worker that belongs here; any other is told why it does not."""
+        """The rank of a worker that belongs here, or None after telling it why it does not."""
         if kind != Kind.JOIN:
             raise ValueError("it does not speak our protocol")
         asked = json.loads(content)
         member = Member(**asked["member"])
         known = all(type(getattr(member, field.name)) is field.type for field in fields(member))
         if not known or not 0 <= member.rank < asked["world_size"]:
-            raise ValueError("it is no worker")
+            raise ValueError("it is not a worker")
         member = replace(member, address=writer.get_extra_info("peername")[0].removeprefix("::ffff:"))
         if self.ending and not self.complete:
             self._send(writer, Kind.ENDED, as_json(asdict(self.ending)))
@@ -293,7 +293,7 @@ class Relay:
 
     def _refuse(self, writer, line: str, member: Member | None = None, again: bool = False) -> None:
         self._send(writer, Kind.REFUSED, as_json({"line": line, "again": again}))
-        if member and not self.complete:  # the worker that should have come in its place is missing
+        if member and not self.complete:  # the worker that should have joined in its place is missing
             self._end(Ending(f"a worker on {member.host} does not belong to this job: {line}"))
 
     def _welcome(self) -> None:
@@ -323,7 +323,7 @@ class Relay:
                 self._send(writer, Kind.VALUES, content)
 
     def _check_calls(self) -> None:
-        """End the job if somebody waits for the value of a worker that has finished: it would wait forever."""
+        """End the job if a worker waits for the value of one that has finished: it would wait forever."""
         if self.values and self.finished:
             first = min(self.finished)
             self._end(Ending(f"{self.members[first]} finished before the others; {AGAIN}", first))
@@ -341,7 +341,7 @@ class Relay:
         if rank not in self.finished:
             self._end(Ending(silent(self.members[rank], self.timeouts), rank))
         self._leave(rank)
-        writer.close()  # once it can be reached again it reads why
+        writer.close()  # once it can be reached again, it reads the reason
 
     def _leave(self, rank: int) -> None:
         self.writers.pop(rank, None)
