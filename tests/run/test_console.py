@@ -58,3 +58,15 @@ def test_the_summary_has_what_was_made_its_quality_and_the_next_command(capsys):
         "quality  KL 0.5; before training 2.0",
         "next     make report",
     ]
+
+
+@pytest.mark.parametrize(
+    "value, before, said",
+    [
+        (0.70219, 1.8891, "0.7022 nats/token; at first 1.8891"),
+        (0.5, 0.5, "0.5000 nats/token; at first 0.5000: no gain"),
+        (-1e-6, 0.0, "0.0000 nats/token; at first 0.0000: no gain"),
+    ],
+)
+def test_a_figure_is_shown_beside_its_baseline(value, before, said):
+    assert compared(value, before, "at first") == said
