@@ -116,7 +116,7 @@ def measure(part: str, bench: "Bench", steps: int) -> None:
     elif part == "online":
         pair("online: QAT step with the teacher online / from the cache", bench.online(), bench.cached(), steps)
     else:
-        print(f"bytes a position: {bench.spec.bytes_per_position} at K={bench.spec.k}, {bench.spec.draws} draws")
+        print(f"bytes per position: {bench.spec.bytes_per_position} at K={bench.spec.k}, {bench.spec.draws} draws")
         for updates, kl, one, averaged in bench.gradient_cosines():
             print(
                 f"cosine with full-vocabulary KL, {updates} updates (KL {kl:.2f}): {one:.4f} for one cache, "

@@ -77,14 +77,14 @@ def token_type(vocab: int) -> torch.dtype:
 def read_manifest(directory: Path) -> tuple[CacheSpec, dict[str, dict]]:
     """A cache's spec and its shards so far ({file: {rows, sha256}}); raises UserError if the manifest is damaged."""
     manifest = read_json(directory / "manifest.json")
-    mend = "delete that folder and build it again, or use another --cache-dir"
+    fix = "delete that folder and build it again, or use another --cache-dir"
     if manifest.get("format") != FORMAT:
-        raise UserError(f"cache {directory}: format {manifest.get('format')!r} is not {FORMAT}; {mend}")
+        raise UserError(f"cache {directory}: format {manifest.get('format')!r} is not {FORMAT}; {fix}")
     try:
         spec, shards = CacheSpec(**manifest["spec"]), manifest["shards"]
         _check_shards(spec, shards)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"cache {directory}: manifest.json is damaged ({error}); {mend}") from error
+        raise UserError(f"cache {directory}: manifest.json is damaged ({error}); {fix}") from error
     return spec, shards
 
 

@@ -25,8 +25,8 @@ def opened(url: str) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
     except (UserError, *STOPS):
         raise
     except ImportError as error:
-        mend = f"pip install {CLOUDS[protocol]}" if protocol in CLOUDS else first_line(error)
-        raise UserError(f"{url}: the package for {protocol}:// is missing; {mend}, or use a folder") from error
+        fix = f"pip install {CLOUDS[protocol]}" if protocol in CLOUDS else first_line(error)
+        raise UserError(f"{url}: the package for {protocol}:// is missing; {fix}, or use a folder") from error
     except FileNotFoundError:
         raise UserError(f"{url}: no such file or folder; check the address") from None
     except BaseException as error:  # each cloud package has its own classes
