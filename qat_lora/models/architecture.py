@@ -1,8 +1,8 @@
-"""What a Hugging Face causal language model looks like: the one place that reaches into it.
+"""The structure of a Hugging Face causal language model. Only this module looks inside one.
 
-It is found in module types, shapes of parameters, signatures of forward and, where nothing else tells, names and source
-code; how hidden states become logits is measured (models/head.py). There is no list of model names. A model that is
-described wrongly here is refused (models/check.py): no number is given that plain transformers would not give.
+The structure is inferred from module types, parameter shapes, the signatures of forward and, as a last resort, names
+and source code; how hidden states become logits is measured (models/head.py). There is no list of model names. If this
+module gets a model wrong, the model is refused (models/check.py), so results always match plain transformers.
 """
 
 import functools
@@ -21,12 +21,12 @@ from qat_lora.errors import UserError
 from qat_lora.models.attention import PACKED, Layout, laid_out
 from qat_lora.models.experts import STATIC
 
-# What a module's forward asks for if its answer at one token depends on others.
+# Arguments of forward that show that a module's output at one token depends on other tokens.
 OTHER_TOKENS = {
     "attention_mask", "position_embeddings", "position_ids", "past_key_values", "past_key_value", "layer_past",
     "cache_params", "cache_position", "alibi", "sinusoidal_pos", "seq_idx", "state",
 }  # fmt: skip
-FEWEST_INPUTS = 16  # of a layer worth quantising: Gemma 3n mixes its four streams by layers of 4 inputs
+FEWEST_INPUTS = 16  # smaller layers are not worth quantising: Gemma 3n mixes its four streams with 4-input layers
 FEED_FORWARD = ("mlp", "feed_forward", "ffn")
 
 
@@ -39,9 +39,9 @@ def decoder(model: nn.Module) -> nn.Module:
     """The HF model without its LM head."""
     base = unwrap(model)
     stack = base.get_decoder()
-    if stack is base.get_output_embeddings():  # a head of that name
+    if stack is base.get_output_embeddings():  # an LM head that is named "decoder"
         stack = base.base_model
-    if stack is base:  # a class that names its decoder after another's
+    if stack is base:  # this class gives its decoder an unusual name
         embedding = base.get_input_embeddings()
         stack = next((child for child in base.children() if any(m is embedding for m in child.modules())), base)
     return stack
@@ -59,7 +59,7 @@ def model_type(model: nn.Module) -> str:
 # -- hidden states ---------------------------------------------------------------------------------------------------
 @functools.cache
 def _accepts(kind: type) -> tuple[frozenset[str], bool]:
-    """The parameters of a module's forward, and whether it takes any others."""
+    """The parameter names of a module's forward, and whether it also takes **kwargs."""
     parameters = inspect.signature(kind.forward).parameters
     return frozenset(parameters), any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
@@ -67,14 +67,15 @@ def _accepts(kind: type) -> tuple[frozenset[str], bool]:
 def hidden_states(model: nn.Module, tokens: Tensor, layout: Layout | None = None, cache=None) -> Tensor:
     """Last hidden states [B, Q, H] of tokens [B, Q], ready for `head_form`'s output matrix.
 
-    layout: who sees whom; None: every row is one text from its start. cache: holds the keys and values of a layout's
-    earlier tokens. Switches the model's implementations of attention and experts where it has to, and leaves them so.
+    layout: which tokens attend to which; None: every row is one text from its start. cache: holds the keys and values
+    of a layout's earlier tokens. If needed, switches the model's attention and expert implementations and does not
+    switch them back.
     """
     stack = decoder(model)
     if is_xla_device(tokens.device):
         stack.config._experts_implementation = STATIC
     if layout is None and is_xla_device(tokens.device):
-        # Without a mask transformers looks for packed sequences by reading a tensor: a host sync a step.
+        # Without a mask, transformers reads a tensor to look for packed sequences: one host sync per step.
         return _run(stack, tokens, Layout.causal(tokens.shape[1], tokens.device), cache, positions=False)
     if layout is None:
         return stack(input_ids=tokens, use_cache=False).last_hidden_state
@@ -83,7 +84,7 @@ def hidden_states(model: nn.Module, tokens: Tensor, layout: Layout | None = None
 
 def _run(stack: nn.Module, tokens: Tensor, layout: Layout, cache, positions: bool) -> Tensor:
     named, others = _accepts(type(stack))
-    options = {"use_cache": False, "attention_mask": tokens.new_ones(tokens.shape)}  # 2-D: its values are not looked at
+    options = {"use_cache": False, "attention_mask": tokens.new_ones(tokens.shape)}  # 2-D: its values are ignored
     if positions:
         options["position_ids"] = layout.query.expand(tokens.shape)
     if cache is not None:
@@ -98,14 +99,14 @@ def _run(stack: nn.Module, tokens: Tensor, layout: Layout, cache, positions: boo
 
 
 def own_cache(model: nn.Module) -> DynamicCache:
-    """An empty cache of the model's own kind."""
+    """An empty cache of the type that the model uses."""
     return DynamicCache(config=unwrap(model).config)
 
 
 def cached_states(model: nn.Module, tokens: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
-    """Last hidden states [B, Q, H] of the next tokens [B, Q] after those in the model's own cache.
+    """Last hidden states [B, Q, H] of the next tokens [B, Q], which follow those in the model's own cache.
 
-    mask [B, K]: which of all tokens so far are real; positions [B, Q]: of the new ones.
+    mask [B, K]: which of all tokens so far are real; positions [B, Q] of the new tokens.
     """
     named, others = _accepts(type(decoder(model)))
     options = {"attention_mask": mask.long(), "position_ids": positions, "use_cache": True}
@@ -115,13 +116,13 @@ def cached_states(model: nn.Module, tokens: Tensor, mask: Tensor, positions: Ten
 
 
 def embedding_rows(model: nn.Module) -> int:
-    """How many token ids the embedding has."""
+    """The number of token ids in the embedding."""
     return unwrap(model).get_input_embeddings().weight.shape[0]
 
 
 # -- blocks ----------------------------------------------------------------------------------------------------------
 def mixes_tokens(module: nn.Module) -> bool:
-    """Whether a module's answer at one token depends on others: attention, convolutions and recurrences."""
+    """Whether a module's output at one token depends on other tokens: attention, convolutions and recurrences."""
     return bool(_accepts(type(module))[0] & OTHER_TOKENS)
 
 
@@ -130,7 +131,7 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The stack of decoder blocks. Raises UserError for a model that has none, or several."""
+    """The list of decoder blocks. Raises UserError for a model that has no such list, or several."""
     stack, found = decoder(model), []
     for name, module in stack.named_modules():
         inside = any(name.startswith(f"{other}.") for other, _ in found)
@@ -143,7 +144,8 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 
 def part_of(block: nn.Module, name: str) -> str:
-    """Of which part of a decoder block its module or parameter `name` is: "attn", whatever mixes tokens, or "mlp"."""
+    """The part of a decoder block that module or parameter `name` belongs to: "attn" (all that mixes tokens) or
+    "mlp"."""
     part, module = "mlp", block
     for step in name.split("."):
         module = getattr(module, step) if isinstance(module, nn.Module) else None
@@ -155,8 +157,8 @@ def part_of(block: nn.Module, name: str) -> str:
 
 
 def experts_of(module: nn.Module) -> dict[str, bool]:
-    """The weights [experts, …] of a module that keeps all its experts in one parameter, and whether each is [in,
-    out]."""
+    """The weights [experts, …] of a module that stores all its experts in one parameter, and whether each expert is
+    [in, out]."""
     marked, experts = hasattr(module, "is_transposed"), getattr(module, "num_experts", None)
     if not (marked or "Experts" in type(module).__name__):
         return {}
@@ -169,7 +171,7 @@ def experts_of(module: nn.Module) -> dict[str, bool]:
 def _is_transposed(module: nn.Module, name: str, weight: Tensor) -> bool:
     if hasattr(module, "is_transposed"):
         return bool(module.is_transposed)
-    hidden = getattr(module, "hidden_size", None)  # Llama 4 multiplies from the right, and says so nowhere
+    hidden = getattr(module, "hidden_size", None)  # Llama 4 stores [in, out] without a flag that says so
     return (
         hidden is not None
         and weight.shape[1 if name.startswith(("gate", "up")) else 2] == hidden
@@ -179,8 +181,10 @@ def _is_transposed(module: nn.Module, name: str, weight: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight of a decoder block that can be quantised: parameter `name` of `module`, at `path` from the block; [out,
-    in] of a linear layer, or [experts, out, in], [experts, in, out] where `transposed`."""
+    """A quantisable weight of a decoder block: parameter `name` of `module`, which is at `path` in the block.
+
+    A linear layer's weight is [out, in]; experts are [experts, out, in], or [experts, in, out] if `transposed`.
+    """
 
     path: str
     module: nn.Module
@@ -201,7 +205,7 @@ class Matrix:
 
 @functools.cache
 def _computes_linear(kind: type) -> bool:
-    """Whether modules of a subclass of nn.Linear compute what nn.Linear does (Falcon's); measured on a small one."""
+    """Whether a subclass of nn.Linear (e.g. Falcon's) computes the same as nn.Linear; measured on a small layer."""
     if kind is nn.Linear or not issubclass(kind, nn.Linear) or kind.__init__ is not nn.Linear.__init__:
         return kind is nn.Linear
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -215,8 +219,8 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def matrices(block: nn.Module) -> Iterator[Matrix]:
-    """The linear layers, quantised or not, and the experts of a block. What chooses between experts is left alone: it
-    is small, and a wrong choice costs more than any rounding; so are layers of a few inputs."""
+    """The linear layers, quantised or not, and the experts of a block. Routers are left out because they are small and
+    a wrong choice of expert costs more than any rounding; layers with few inputs are left out too."""
     modules = list(block.named_modules())
     counts = {
         path.rpartition(".")[0]: max(
@@ -225,15 +229,15 @@ def matrices(block: nn.Module) -> Iterator[Matrix]:
         for path, module in modules
         if (names := experts_of(module)) or "Experts" in type(module).__name__
     }
-    inputs: dict[str, set[int]] = {}  # of the linear layers that stand beside each other
+    inputs: dict[str, set[int]] = {}  # input sizes of the linear layers in each module
     for path, module in modules:
         if isinstance(module, nn.Linear):
             inputs.setdefault(path.rpartition(".")[0], set()).add(module.in_features)
     for path, module in modules:
         owner = path.rpartition(".")[0]
         if _is_linear(module) and module.in_features >= FEWEST_INPUTS and _is_called(block, path):
-            # Beside the experts, or at the end of a module that stands there: an expert shared by all tokens may be as
-            # wide as there are experts, and its answer feeds another layer.
+            # A router is next to the experts, or the last layer of a module next to them. Width alone does not decide:
+            # a shared expert may be as wide as the number of experts, but its output feeds another layer.
             chooses = any(
                 owner == other or (owner.startswith(f"{other}.") and count not in inputs[owner])
                 for other, count in counts.items()
@@ -254,20 +258,20 @@ def _weights_read(kind: type) -> frozenset[str]:
 
 
 def _is_called(block: nn.Module, path: str) -> bool:
-    """Whether the linear layer at `path` of a block is called, on every device. Mamba's code multiplies with the weight
-    of some itself, and would see no quantiser or adapter there."""
+    """Whether the block calls the linear layer at `path` on every device. Mamba's code multiplies by some weights
+    directly, which would bypass a quantiser or adapter."""
     owner, _, name = path.rpartition(".")
     return name not in _weights_read(type(block.get_submodule(owner)))
 
 
 def uncalled(block: nn.Module) -> list[str]:
-    """The linear layers of a block that are left as they are, because the model reads their weights itself."""
+    """The linear layers of a block that are left unchanged because the model reads their weights directly."""
     return [path for path, module in block.named_modules() if _is_linear(module) and not _is_called(block, path)]
 
 
 @contextmanager
 def replaced(blocks: Iterable[nn.Module], stand_in: Callable) -> Iterator[None]:
-    """Within this context each block runs stand_in(block) in place of its forward."""
+    """Within this context each block runs stand_in(block) instead of its forward."""
     blocks = list(blocks)
     for block in blocks:
         block.forward = stand_in(block)
@@ -280,8 +284,8 @@ def replaced(blocks: Iterable[nn.Module], stand_in: Callable) -> Iterator[None]:
 
 @contextmanager
 def eager_experts(model: nn.Module) -> Iterator[None]:
-    """Within this context experts are multiplied one after the other, which also works in fp64: torch's grouped product
-    does not."""
+    """Within this context experts are computed one after the other, which works in fp64 too; torch's grouped matrix
+    product does not."""
     config = unwrap(model).config
     before, config._experts_implementation = config._experts_implementation, "eager"
     try:
@@ -291,13 +295,13 @@ def eager_experts(model: nn.Module) -> Iterator[None]:
 
 
 def as_answer(hidden: Tensor, values: int):
-    """Hidden states as a block returns them: alone (values 0), or first of so many values."""
+    """Hidden states in the form that a block returns: alone (values 0), or first in a tuple of `values` entries."""
     return (hidden, *[None] * (values - 1)) if values else hidden
 
 
 def is_recurrent(model: nn.Module) -> bool:
-    """Whether some blocks carry a state from token to token instead of looking back: linear attention, convolutions,
-    state spaces."""
+    """Whether some blocks carry a state from token to token instead of attending to earlier tokens: linear attention,
+    convolutions, state spaces."""
     base = unwrap(model)
     if base._is_stateful:
         return True
@@ -308,8 +312,9 @@ def is_recurrent(model: nn.Module) -> bool:
 
 
 def short_range(config: PreTrainedConfig) -> int | None:
-    """Tokens up to which a text's answer does not depend on how long others of its batch are, or where in a row it
-    stands; None: however long. LongRoPE takes other frequencies beyond it, Llama 4 another attention temperature."""
+    """The length in tokens up to which a text's output does not depend on the lengths of other texts in its batch or on
+    its place in a row; None: no limit. Beyond it LongRoPE uses other frequencies and Llama 4 another attention
+    temperature."""
     ropes = getattr(config, "rope_parameters", None) or {}
     limits = [
         rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
@@ -322,19 +327,20 @@ def short_range(config: PreTrainedConfig) -> int | None:
 
 
 def counts_slots(model: nn.Module) -> bool:
-    """Whether some attention has a window by a matrix of its own (GPT-Neo), which counts the slots of a row, not the
+    """Whether some attention layer stores its window as a mask matrix (GPT-Neo), which counts slots of a row and not
     positions in a text."""
     masks = (b for b in decoder(model).buffers() if b.dtype == torch.bool and b.ndim > 1 and b.shape[-1] == b.shape[-2])
     return any(not bool(mask[..., -1, 0].all()) for mask in masks)
 
 
 def packs(model: nn.Module) -> bool:
-    """Whether the examples of a packed row can be kept apart. Measured by `check`; before that, by structure."""
+    """Whether the examples of a packed row can be kept apart: measured by `check`, and inferred from the structure
+    before that."""
     return unwrap(model).__dict__.get("_packs", not is_recurrent(model))
 
 
 def set_packs(model: nn.Module, together: bool) -> None:
-    """Have `packs` say so."""
+    """Set the answer of `packs`."""
     unwrap(model)._packs = together
 
 

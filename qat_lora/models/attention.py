@@ -1,9 +1,9 @@
-"""Who sees whom in a row of tokens, under whatever windows a model's blocks have.
+"""Which tokens of a row attend to which, on top of the windows of a model's blocks.
 
 transformers makes each mask from a function of two positions (causal, sliding window, chunks), one for each kind of
-block, and gives it to an interface named after the attention implementation. Here that interface learns, within
-`laid_out`, what else holds: rows that are several texts, padded prompts, a cache. The model's own code still decides
-which block gets which mask.
+block, and passes it to an interface named after the attention implementation. Within `laid_out`, this module extends
+that interface to rows that hold several texts, padded prompts and a cache. The model's own code still decides which
+block gets which mask.
 """
 
 from collections.abc import Callable, Iterator, MutableMapping
@@ -18,33 +18,34 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
-PACKED = "packed_examples"  # the attention below, among transformers' own
+PACKED = "packed_examples"  # the name under which transformers knows the attention below
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Which tokens see which, before a model's windows limit it further.
+    """Which tokens attend to which, before a model's windows restrict that further.
 
     visible: bool [B, Q, K] (or [1, Q, K]), causality included; query [B, Q] and key [B, K]: the position of each token
-    in its own text, which windows and chunks count. lengths: on the CPU, those of the examples of each row; attention
-    then takes one after the other and computes nothing that a mask would throw away.
+    in its own text, which windows and chunks are based on. lengths: the lengths of each row's examples, on the CPU;
+    if given, attention runs on one example after the other and computes nothing that a mask would discard.
     """
 
     visible: Tensor
     query: Tensor
     key: Tensor
     lengths: list[list[int]] | None = None
-    plain: MutableMapping[Tensor, bool] = field(default_factory=WeakTensorKeyDictionary)  # what is_plain found
+    plain: MutableMapping[Tensor, bool] = field(default_factory=WeakTensorKeyDictionary)  # results of is_plain
 
     @classmethod
     def causal(cls, length: int, device: torch.device) -> "Layout":
-        """Rows of one text each, with a mask of its own: where reading the device to do without one costs a sync."""
+        """Rows of one text each, with an explicit mask, for devices where finding out that no mask is needed costs a
+        sync."""
         positions = torch.arange(length, device=device).unsqueeze(0)
         return cls(torch.ones(1, length, length, dtype=torch.bool, device=device).tril(), positions, positions)
 
     @classmethod
     def packed(cls, segments: Tensor, positions: Tensor, one_by_one: bool) -> "Layout":
-        """Several examples in each row: segments [B, L] number them, positions [B, L] count from each one's start."""
+        """Rows of several examples: segments [B, L] number them, positions [B, L] count from the start of each."""
         length = segments.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
         visible = (segments.unsqueeze(2) == segments.unsqueeze(1)) & causal
@@ -52,13 +53,13 @@ class Layout:
         return cls(visible, positions, positions, lengths)
 
     def mask(self, allowed: Callable) -> Tensor:
-        """bool [B, 1, Q, K] of a mask function of transformers (batch, head, query position, key position)."""
+        """bool [B, 1, Q, K] from a mask function of transformers (batch, head, query position, key position)."""
         batch = torch.arange(len(self.query), device=self.query.device)[:, None, None, None]
         seen = allowed(batch, torch.zeros_like(batch), self.query[:, None, :, None], self.key[:, None, None, :])
         return seen & self.visible.unsqueeze(1)
 
     def is_plain(self, mask: Tensor) -> bool:
-        """Whether a mask made of this layout limits nothing further. Read from the CPU once for each mask."""
+        """Whether a mask made from this layout restricts nothing further. Costs one host sync per mask."""
         if mask not in self.plain:
             self.plain[mask] = torch.equal(mask[:, 0], self.visible.expand_as(mask[:, 0]))
         return self.plain[mask]
@@ -94,7 +95,7 @@ def _follow_layout(name: str) -> None:
 
 
 def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options):
-    """transformers' attention, one example of a packed row after the other where a layout says how long they are."""
+    """transformers' attention, run on one example of a packed row after the other if the layout has their lengths."""
     layout = options.pop("layout", None)
     if layout is None or mask is None or options.get("position_bias") is not None:
         return sdpa_attention_forward(module, query, key, value, mask, **options)

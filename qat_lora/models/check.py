@@ -1,4 +1,4 @@
-"""The check at load: what is computed here is what the model itself computes, or the model is refused."""
+"""The check at load: a model is refused unless our results equal its own."""
 
 import torch
 from torch import Tensor, nn
@@ -17,23 +17,24 @@ from qat_lora.models.architecture import (
 from qat_lora.models.attention import Layout
 from qat_lora.models.head import head_form
 
-CHECKED = 12  # tokens of a text in `check`
-CLOSE = 1e-4  # of the largest logit: sums in another order, in fp32
-# What a forward pass raises that cannot do what it is given.
+CHECKED = 12  # tokens in each text that `check` compares
+CLOSE = 1e-4  # tolerance relative to the largest logit: fp32 sums in another order
+# What a forward pass may raise if it cannot handle its arguments.
 FAULTS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError)
 
 
 def sample_tokens(model: nn.Module, count: int) -> Tensor:
-    """Token ids [count] spread over the vocabulary. The lowest are often special: a model that was hardly trained on
-    them can blow fp32's rounding up to visible differences."""
+    """Token ids [count] spread over the vocabulary. The lowest ids are often special tokens: a model that was hardly
+    trained on them can amplify fp32 rounding into visible differences."""
     return (torch.arange(count) * 7919 + 11) % min(embedding_rows(model), 50_000)
 
 
 @torch.no_grad()
 def check(model: nn.Module) -> None:
-    """Raise UserError unless hidden states and logits as they are computed here equal the model's own, in fp32 on the
-    CPU. Compared on a few tokens: rows as they are, rows with a mask of their own (as on XLA), and, to learn whether
-    examples can be packed together, two texts in one row.
+    """Raise UserError unless the hidden states and logits computed here equal the model's own, in fp32 on the CPU.
+
+    Compares them on a few tokens: plain rows, rows with an explicit mask (as on XLA), and, to find out whether examples
+    can be packed together, two texts in one row.
     """
     first = sample_tokens(model, CHECKED)
     second = first.flip(0)
@@ -64,7 +65,7 @@ def check(model: nn.Module) -> None:
                 f"logits computed here{what} differ from transformers' by {gap:.1e}; the largest is "
                 f"{float(own.abs().max()):.1e}",
             )
-    # Llama 4's attention temperature counts the slots of a row, thousands at a time: here there are too few to tell.
+    # Llama 4's attention temperature changes every few thousand slots of a row, so a short row cannot reveal it.
     counts = getattr(text_config(model), "attn_temperature_tuning", False)
     set_packs(model, not counts and _keeps_apart(model, torch.cat([first, second]), own[[0, 2]].flatten(0, 1), limit))
 
@@ -78,7 +79,7 @@ def _logits(model: nn.Module, tokens: Tensor, layout: Layout | None) -> Tensor:
 def _keeps_apart(model: nn.Module, tokens: Tensor, own: Tensor, limit: float) -> bool:
     count = torch.arange(CHECKED)
     segments, positions = torch.arange(2).repeat_interleave(CHECKED), torch.cat([count, count])
-    config = decoder(model).config  # another object than the model's where it was taken out of a multimodal one
+    config = decoder(model).config  # not the model's own object if it came out of a multimodal one
     before = config._attn_implementation
     try:
         for one_by_one in (False, True):
@@ -86,7 +87,7 @@ def _keeps_apart(model: nn.Module, tokens: Tensor, own: Tensor, limit: float) ->
             if not float((_logits(model, tokens.unsqueeze(0), layout)[0] - own).abs().max()) <= limit:
                 return False
         return True
-    except FAULTS:  # an architecture that takes no positions, or no mask
+    except FAULTS:  # an architecture that accepts no positions or no mask
         return False
     finally:
         config._attn_implementation = before

@@ -1,19 +1,20 @@
-"""All experts for all tokens, at one shape: a mixture of experts without sorting or counting, which XLA would do on the
-host."""
+"""A mixture of experts with static shapes: every expert runs on every token, without the sorting and counting that XLA
+would do on the host."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-STATIC = "static"  # among transformers' own implementations
+STATIC = "static"  # the name under which transformers knows the implementation below
 
 
 def static_experts(self: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """What transformers' experts modules give [T, H] for hidden states [T, H], experts [T, K] and their weights [T, K].
+    """The output [T, H] of transformers' expert modules for hidden states [T, H], chosen experts [T, K] and their
+    weights [T, K].
 
-    Two products in all: every token meets every expert, those it did not choose with weight 0. It costs experts/K times
-    the arithmetic of the chosen ones.
+    Takes two matrix products in all: every token goes through every expert, with weight 0 for those not chosen. This
+    costs experts/K times the arithmetic of the chosen experts alone.
     """
     experts, tokens = self.num_experts, len(hidden)
     chosen = index.unsqueeze(2) == torch.arange(experts, device=index.device)
@@ -25,7 +26,7 @@ def static_experts(self: nn.Module, hidden: Tensor, index: Tensor, weights: Tens
     if self.has_bias:
         inner = inner + (self.gate_up_proj_bias if self.has_gate else self.up_proj_bias)
     inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
-    if self.has_post_expert_norm:  # between an expert's answer and its weight
+    if self.has_post_expert_norm:  # applied to an expert's output before its weight
         answers = torch.einsum("tei,ehi->teh", inner, down)
         answers = self.post_expert_norm(answers + self.down_proj_bias if self.has_bias else answers)
         return (answers * share.unsqueeze(2)).sum(1).to(hidden.dtype)

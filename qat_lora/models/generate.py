@@ -1,4 +1,4 @@
-"""Completions by HF generate, on CPU and CUDA."""
+"""Completions with HF generate, on CPU and CUDA."""
 
 import threading
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from qat_lora.errors import UserError
 from qat_lora.models.architecture import unwrap
 from qat_lora.models.tokens import check_ids, prompt_ids
 
-LEAST = 1e-6  # of a temperature other than 0: fp32 logits divided by less overflow
+LEAST = 1e-6  # smallest temperature above 0: dividing fp32 logits by less would overflow
 
 
 def complete(
@@ -27,25 +27,26 @@ def complete(
     thinking: bool | None = None,
     streamer=None,
 ) -> str:
-    """What the model says to `prompt`, without special tokens; it ends at an EOS or after `max_new_tokens`.
+    """The model's completion of `prompt`, without special tokens; it ends at an EOS or after `max_new_tokens`.
 
     prompt: messages ({"role": …, "content": …}) for the chat template, or plain text to continue.
-    model: a placed HF model, frozen student or PEFT model in evaluation mode. temperature 0 is greedy; above it
-    sampling draws from torch's global generator, so seed the backend first. Sampling defaults that the model ships
-    with (top_k, repetition penalty) are switched off, so that models compare under one rule.
-    thinking: what the template's switch of that name is set to, where it has one; None leaves it alone.
-    streamer: a transformers streamer that gets prompt and tokens as they come.
-    Raises UserError for impossible values, a missing or refusing template, and a prompt beyond the model's context.
+    model: a placed HF model, frozen student or PEFT model in evaluation mode. temperature 0 is greedy; above 0, samples
+    are drawn from torch's global generator, so seed the backend first. Sampling defaults that the model ships with
+    (top_k, repetition penalty) are switched off, so that models are compared under the same settings.
+    thinking: the value of the template's `enable_thinking` switch, if it has one; None leaves the default.
+    streamer: a transformers streamer that receives the prompt and each token as it is generated.
+    Raises UserError for invalid values, a missing template or one that refuses the messages, and a prompt that does not
+    fit the model's context.
     """
     check_sampling(max_new_tokens, temperature, top_p)
     inputs, base = _encode(tokenizer, prompt, thinking), unwrap(model)
     used, context = _sizes(model, inputs)
     if context and used + max_new_tokens > context:
         raise UserError(
-            f"a prompt of {used} tokens and {max_new_tokens} new ones do not fit the model's context of {context}; "
+            f"a prompt of {used} tokens and {max_new_tokens} new tokens do not fit the model's context of {context}; "
             "use fewer new tokens or a shorter prompt"
         )
-    # Where pad is unset or the same token as EOS the mask tells them apart: it is all ones for a single prompt.
+    # If pad is unset or equal to EOS, the mask tells them apart: it is all ones for a single prompt.
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     plan = GenerationConfig(
         max_new_tokens=max_new_tokens, do_sample=temperature > 0, temperature=temperature or 1.0, top_p=top_p, top_k=0,
@@ -61,7 +62,7 @@ def complete(
 
 
 class _Pieces(TextIteratorStreamer):
-    """Text as it is generated, until nobody wants it any more."""
+    """Text as it is generated, until its reader stops reading."""
 
     left = False
     last = None
@@ -74,14 +75,14 @@ class _Pieces(TextIteratorStreamer):
 
 
 class _Left(Exception):
-    """The reader has gone: generation is to end."""
+    """The reader has stopped reading, so generation must stop."""
 
 
 class Stream:
-    """What `complete` says, piece by piece while it is generated; whoever stops reading stops it. rule: its further
-    arguments. ended: whether the answer has come to an end by itself, once all of it is read.
+    """The output of `complete`, piece by piece as it is generated; generation stops when the reader stops iterating.
 
-    Iterating raises what `complete` raises, in place of the next piece.
+    rule: the remaining arguments of `complete`. ended: whether the completion ended with an end token and not at the
+    length limit; valid once all of it is read. Iterating raises the errors of `complete`.
     """
 
     def __init__(self, model: nn.Module, tokenizer, prompt: str | list[dict], backend: TorchBackend, **rule):
@@ -114,8 +115,8 @@ class Stream:
 
 
 def end_tokens(model: nn.Module, tokenizer) -> list[int]:
-    """Every token that ends a completion: the tokenizer's, those of the model's generation settings, and the one with
-    which its chat template ends an assistant's turn (of a base model often another than EOS)."""
+    """Every token that ends a completion: the tokenizer's EOS, those in the model's generation settings, and the token
+    that ends an assistant turn in the chat template (for a base model often not EOS)."""
     own = unwrap(model).generation_config.eos_token_id or []
     return sorted({tokenizer.eos_token_id, *(own if isinstance(own, list) else [own]), *_turn_end(tokenizer)})
 
@@ -125,7 +126,7 @@ def _turn_end(tokenizer) -> list[int]:
     talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
     try:
         text = tokenizer.apply_chat_template(talk, tokenize=False) if tokenizer.chat_template else ""
-    except (TemplateError, ValueError):  # the template refuses this talk, or there are several and no default
+    except (TemplateError, ValueError):  # the template refuses these messages, or there are several and no default
         text = ""
     if said not in text:
         return []
@@ -134,7 +135,7 @@ def _turn_end(tokenizer) -> list[int]:
 
 
 def check_device(device: str) -> None:
-    """Raise UserError where generation is not to be had on a requested device."""
+    """Raise UserError if generation is not supported on a device."""
     if has_static_shapes(device):
         raise UserError("on XLA every new token would compile another graph; use --device cpu or cuda")
 
@@ -142,7 +143,7 @@ def check_device(device: str) -> None:
 def check_room(
     model: nn.Module, tokenizer, shortest: str | list[dict], max_new_tokens: int, thinking: bool | None = None
 ) -> None:
-    """Raise UserError if no prompt can fit the model's context, for even the `shortest` does not."""
+    """Raise UserError if even the `shortest` possible prompt does not fit the model's context."""
     used, context = _sizes(model, _encode(tokenizer, shortest, thinking))
     if context and used + max_new_tokens > context:
         raise UserError(
@@ -152,9 +153,9 @@ def check_room(
 
 
 def check_sampling(max_new_tokens: int, temperature: float, top_p: float) -> None:
-    """Raise UserError for values that no completion can be drawn with."""
+    """Raise UserError for invalid sampling settings."""
     if max_new_tokens < 1:
-        raise UserError(f"max_new_tokens={max_new_tokens} says nothing; use 1 or more")
+        raise UserError(f"max_new_tokens={max_new_tokens} generates nothing; use 1 or more")
     if temperature and not LEAST <= temperature < float("inf"):
         raise UserError(f"temperature={temperature} must be 0 (greedy) or at least {LEAST:g}; use e.g. 0.7")
     if not 0 < top_p <= 1:
@@ -162,19 +163,19 @@ def check_sampling(max_new_tokens: int, temperature: float, top_p: float) -> Non
 
 
 def _sizes(model: nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[int, int | None]:
-    """Tokens of a prompt, and those of the model's context, if known."""
+    """The length of a prompt and the model's context length (None if unknown), in tokens."""
     return inputs["input_ids"].shape[1], getattr(unwrap(model).config, "max_position_embeddings", None)
 
 
 def _encode(tokenizer, prompt: str | list[dict], thinking: bool | None) -> dict[str, torch.Tensor]:
-    """input_ids and attention_mask [1, T] of messages, rendered by the chat template, or of text as it stands."""
+    """input_ids and attention_mask [1, T] of messages rendered by the chat template, or of plain text."""
     if not prompt:
         raise UserError("the prompt is empty; give some text to continue")
     try:
         for text in [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]:
             text.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"the prompt is not Unicode at character {error.start}; type it anew") from error
+        raise UserError(f"the prompt is not valid Unicode at character {error.start}; type it again") from error
     if isinstance(prompt, str):
         ids = prompt_ids(tokenizer, prompt)
     elif tokenizer.chat_template is None:

@@ -1,7 +1,7 @@
-"""Which settings of a model's config GGUF holds, and what llama.cpp makes of them.
+"""Which settings of a model's config GGUF stores, and how llama.cpp interprets them.
 
-A config is compared with a list of what is written: whatever else in it differs from its class's default is refused, so
-that a setting nobody here has heard of cannot be lost on the way.
+A config is compared with a list of the settings that are written. A config in which any other setting differs from its
+class's default is refused, so that no unknown setting is lost silently.
 """
 
 import math
@@ -15,7 +15,7 @@ SHAPE = {
     "vocab_size", "max_position_embeddings", "hidden_size", "intermediate_size", "num_hidden_layers",
     "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters", "tie_word_embeddings",
 }  # fmt: skip
-# What a forward pass in evaluation mode does not read. Which layers Qwen's window covers is in layer_types.
+# Settings that a forward pass in evaluation mode ignores. Qwen's layer_types say which layers have a window.
 SILENT = {
     "architectures", "model_type", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache",
     "initializer_range", "attention_dropout", "pretraining_tp", "bos_token_id", "eos_token_id", "pad_token_id",
@@ -23,7 +23,7 @@ SILENT = {
     "transformers.js_config", "unsloth_fixed", "unsloth_version", "output_attentions", "output_hidden_states",
     "return_dict", "chunk_size_feed_forward", "id2label", "label2id", "problem_type",
 }  # fmt: skip
-# Settings of a rotary embedding by its type; llama.cpp has the other ones of yarn at their defaults.
+# Settings of a rotary embedding by its type; llama.cpp has yarn's other settings at their defaults.
 ROPES = {
     "default": set(),
     "linear": {"factor"},
@@ -36,8 +36,8 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model type in llama.cpp: what it is called, the settings that are fixed there, those written beyond SHAPE, the
-    types of rotary embedding, and whether the rows of q and k stand in another order (see gguf.turned_heads)."""
+    """A model type in llama.cpp: its name there, the settings that are fixed there, those written in addition to SHAPE,
+    the types of rotary embedding, and whether the rows of q and k are in another order (see gguf.turned_heads)."""
 
     kind: MODEL_ARCH
     fixed: dict[str, object]
@@ -79,7 +79,7 @@ ARCHITECTURES = {
 
 
 def unwritten(config) -> str | None:
-    """Why a config cannot be written, as the rest of a sentence that begins with "model …"; None where it can."""
+    """Why a config cannot be written, as the rest of a sentence that begins with "model …"; None if it can."""
     if config.model_type not in ARCHITECTURES:
         return f"is a {config.model_type}: GGUF is written for {', '.join(ARCHITECTURES)}"
     architecture = ARCHITECTURES[config.model_type]
@@ -92,9 +92,9 @@ def unwritten(config) -> str | None:
 def _odd_settings(config, architecture: Architecture) -> dict:
     values, usual = config.to_dict(), type(config)().to_dict()
     if config.model_type in ("qwen2", "qwen3") and SLIDING not in (values.get("layer_types") or []):
-        values["sliding_window"] = None  # no layer looks at it
+        values["sliding_window"] = None  # no layer uses it
     if (values.get("sliding_window") or 0) >= config.max_position_embeddings and config.model_type == "mistral":
-        values["sliding_window"] = None  # wider than every text
+        values["sliding_window"] = None  # at least as long as any text
     odd = {}
     for name, value in values.items():
         if name in SHAPE | SILENT | architecture.written or name.startswith("_"):
@@ -117,7 +117,7 @@ def _odd_rope(config, architecture: Architecture) -> dict:
         if kind not in types:
             return {"rope_type": repr(kind)}
         for name in ROPES[kind] - {n for n, value in rope.items() if value is not None}:
-            odd[name] = None  # a type without its own setting
+            odd[name] = None  # a setting that the type requires is missing
         for name in rope.keys() - ROPES[kind] - {"rope_type", "type", "rope_theta"}:
             if rope[name] is not None and rope[name] != ROPE_DEFAULTS.get(name):
                 odd[name] = repr(rope[name])
@@ -125,7 +125,7 @@ def _odd_rope(config, architecture: Architecture) -> dict:
 
 
 def rope_of(config, kind: str = FULL) -> dict:
-    """The rotary embedding's settings; of the layers of a kind, where a config has several."""
+    """The rotary embedding's settings; those for one kind of layers if a config has several kinds."""
     rope = config.rope_parameters or {}
     return rope.get(kind, rope)
 
@@ -135,7 +135,7 @@ def head_size(config) -> int:
 
 
 def add_settings(writer: GGUFWriter, config) -> None:
-    """All of a config that `unwritten` lets through, besides its vocabulary."""
+    """Write every setting of a config that `unwritten` accepts, except for the vocabulary."""
     width, rope = head_size(config), rope_of(config)
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_position_embeddings)
@@ -173,7 +173,8 @@ def _add_gemma3(writer: GGUFWriter, config) -> None:
 
 
 def frequency_factors(config) -> list[float] | None:
-    """By what llama.cpp divides each of the rotary embedding's frequencies, where that is a tensor of the file."""
+    """The factors by which llama.cpp divides the rotary embedding's frequencies; None if the file needs no such
+    tensor."""
     rope, width = rope_of(config), head_size(config)
     if rope.get("rope_type") != "llama3":
         return None
@@ -183,10 +184,10 @@ def frequency_factors(config) -> list[float] | None:
 
 
 def norm_change(config, parameter: str) -> tuple[float, float]:
-    """(a, b) such that GGUF has (w + a)·b for the weight w of a norm.
+    """(a, b) such that GGUF stores (w + a)·b for the weight w of a norm.
 
-    Gemma multiplies by 1 + w. llama.cpp scales Gemma's q by 1/√head size, in the model of 62 layers by 1/√(hidden size
-    per head); where the config has another scale the rest of it goes into the norm of q.
+    Gemma multiplies by 1 + w. llama.cpp scales Gemma's q by 1/√head size, or in the 62-layer model by 1/√(hidden size
+    per head); if the config has another scale, its ratio to that one goes into the norm of q.
     """
     if config.model_type != "gemma3_text" or not parameter.endswith("norm.weight"):
         return 0.0, 1.0
@@ -207,12 +208,12 @@ SCALES = {
     "attention.sliding_window": "sliding_window",
 }
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-WITHOUT = (None, 0, 1, "none")  # what a setting is that changes nothing
+WITHOUT = (None, 0, 1, "none")  # values with which a setting has no effect
 
 
 def unread(reader: GGUFReader, config) -> str | None:
-    """A setting of a .gguf file that changes its model's numbers and that `config`, as transformers reads it from the
-    file, has otherwise; None where there is none."""
+    """A setting of a .gguf file that changes its model's results and differs in `config`, which transformers has read
+    from the file; None if there is no such setting."""
     values = {key.split(".", 1)[1]: field.contents for key, field in reader.fields.items() if "." in key}
     rope = rope_of(config)
     kinds = {"default": "none", "llama3": "none"}

@@ -1,4 +1,4 @@
-"""How a causal language model's last hidden states become logits: the function, and how a model's own is found out."""
+"""How a causal language model's last hidden states become logits: the function, and measuring that of a model."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,13 +14,13 @@ from qat_lora.backend.tiles import HEAD_TILE, rows_at_once, strips_at_once, tile
 from qat_lora.errors import first_line
 from qat_lora.models.architecture import decoder, refused, unwrap
 
-# Outputs of a head on which the function that makes logits of them is measured: powers of two, exact in every type.
+# Outputs of the head's product for measuring how logits are computed from them: powers of two, exact in every type.
 PROBES = tuple(sign * 2.0**power for power in (-10, 0, 3, 5, 10, 100) for sign in (1, -1))
 
 
 @dataclass(frozen=True)
 class Head:
-    """How hidden states h [..., H] become logits [..., V]: z = cap·tanh(y/cap) of y = after·(W·(before·h) + bias).
+    """How hidden states h [..., H] become logits [..., V]: z = cap·tanh(y/cap), y = after·(W·(before·h) + bias).
 
     weight [V, H]; bias [V] or None; cap None: z = y.
     """
@@ -33,25 +33,25 @@ class Head:
 
     @classmethod
     def of(cls, head: "Head | Tensor") -> "Head":
-        """The head itself, or one that is a plain weight."""
+        """`head` itself, or a head that is just the weight `head`."""
         return head if isinstance(head, cls) else cls(head)
 
     @property
     def is_plain(self) -> bool:
-        """Whether logits are the product with the weight and nothing else."""
+        """Whether the logits are just the product with the weight."""
         return self.bias is None and self.before * self.after == 1 and self.cap is None
 
     def cast(self, dtype: torch.dtype) -> "Head":
-        """The same with its weight in the type that it is multiplied in; what follows the product is fp32."""
+        """The head with its weight in the type used for the product; what follows the product is fp32."""
         return replace(self, weight=_cast(self.weight, dtype))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of hidden states of the weight's type, see `finish`."""
+        """Logits of hidden states, which have the weight's type; see `finish`."""
         return self.finish(hidden @ self.weight.T)
 
     def finish(self, product: Tensor, room: Tensor | None = None) -> Tensor:
-        """Logits of W·h in fp32, or wider where the product is. room: what they may overwrite; without it those of an
-        fp32 product may be its own memory."""
+        """Logits in fp32 from the product W·h, or in the product's type if that is wider. room: a buffer for them;
+        without it, the logits of an fp32 product may share its memory."""
         wide = torch.promote_types(product.dtype, torch.float32)
         logits = product.to(wide) if room is None else room[: len(product)].copy_(product)
         if self.before * self.after != 1:
@@ -61,20 +61,22 @@ class Head:
         return logits if self.cap is None else (logits / self.cap).tanh() * self.cap
 
     def gradient(self, grad: Tensor, logits: Tensor) -> Tensor:
-        """∂/∂(W·h) of what has the gradient `grad` in its logits, both [..., V]; overwrites `grad`."""
+        """The gradient with respect to W·h, given `grad`, the gradient with respect to the logits; both [..., V].
+        Overwrites `grad`."""
         if self.cap is not None:
             grad = grad.mul_(1 - (logits / self.cap).square_())
         return grad if self.before * self.after == 1 else grad.mul_(self.before * self.after)
 
     def strip(self, rows: slice, dtype: torch.dtype) -> "Head":
-        """The head of some of the vocabulary, see `cast`."""
+        """The head restricted to a slice of the vocabulary; see `cast`."""
         return replace(self, weight=self.weight[rows].to(dtype), bias=None if self.bias is None else self.bias[rows])
 
     def products(self, hidden: Tensor, vocab: int | None = None, heads: int = 1) -> Iterator[tuple[slice, Tensor]]:
-        """Blocks of positions of hidden [N, H], of any type, and their products W·h [n, V] in the weight's type, which
-        may be overwritten: the next block reuses their memory. [N, V] never exists.
+        """Iterate over blocks of positions of hidden [N, H], of any type, and their products W·h [n, V] in the weight's
+        type, which may be overwritten: the next block reuses their memory. [N, V] is never allocated.
 
-        Several heads that go through the same positions together give the largest vocabulary, to get the same blocks.
+        vocab, heads: to get the same blocks, several heads that iterate over the same positions together pass their
+        largest vocabulary and their number.
         """
         weight, room = self.weight, None
         for rows in rows_at_once(len(hidden), vocab or len(weight), weight.dtype, weight.device, heads):
@@ -86,12 +88,12 @@ class Head:
             yield rows, torch.mm(h, weight.T, out=room[: len(h)])
 
 
-_casts = WeakIdKeyDictionary()  # of frozen weights, as long as they live; writing through .data goes unnoticed
+_casts = WeakIdKeyDictionary()  # casts of frozen weights, while these live; a write through .data is not noticed
 
 
 def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A weight in the type that it is multiplied in. That of a frozen one is kept: to make it anew would take as long
-    as a product."""
+    """A weight in the type used for the product. The cast of a frozen weight is kept, because repeating it would take
+    as long as a product."""
     own = weight._base if weight._is_view() else weight
     if dtype == weight.dtype or weight.requires_grad or is_lazy(weight) or not own.is_contiguous():
         return weight.to(dtype)
@@ -102,11 +104,11 @@ def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Strips:
-    """Logits x [N, V] of hidden states, divided by a temperature, computed in strips of the vocabulary in the type
-    `dtype`, of which one is held at a time: once, and once more for gradients in the head's own weights.
+    """Logits x [N, V] of hidden states, divided by a temperature, computed in the type `dtype` one vocabulary strip at
+    a time. Every strip is computed once, and a second time for gradients of the head's own weights.
 
-    With p the largest logit of a position's first strip, z [N, 1] = Σ e^(x − p), and chosen [N, J] are x − p at the
-    index that is asked for; a token may stand there twice.
+    p is the largest logit of a position's first strip; z [N, 1] = Σ e^(x − p); chosen [N, J] is x − p at `index`, which
+    may contain a token twice.
     """
 
     def __init__(self, hidden: Tensor, head: Head, index: Tensor, dtype: torch.dtype, temperature: float = 1.0):
@@ -120,7 +122,7 @@ class Strips:
 
     @property
     def log_probs(self) -> Tensor:
-        """log softmax(x) [N, J] at the index."""
+        """log softmax(x) [N, J] at `index`."""
         return self.chosen - self.z.log()
 
     def normalise(self) -> "Strips":
@@ -130,8 +132,8 @@ class Strips:
         return self
 
     def gradients(self, mass: Tensor, taken: Tensor, wanted: tuple[bool, bool]):
-        """The gradients of Σ mass·log z − Σ taken·chosen in hidden [N, H], and in the head's weight and bias where they
-        are wanted (None elsewhere), in fp32 or wider. mass [N, 1], the sum of taken [N, J]."""
+        """The gradients of Σ mass·log z − Σ taken·chosen with respect to hidden [N, H] and, if `wanted`, the head's
+        weight and bias (otherwise None), in fp32 or wider. taken [N, J]; mass [N, 1] is its sum over J."""
         if not any(wanted) and len(self.columns) > 1:
             return self._in_one_pass(mass, taken), None, None
         wide = torch.promote_types(self.dtype, torch.float32)
@@ -159,9 +161,9 @@ class Strips:
         return back, *sums
 
     def _in_one_pass(self, mass: Tensor, taken: Tensor) -> Tensor:
-        """`gradients` in hidden alone, for which a strip's logits are needed once: each adds Σ e^(x − p)·W, which z
-        divides when all have. What the index asks for is left out of that and added last, so that its e^(x − p)/z −
-        taken is one number before it is rounded."""
+        """`gradients` with respect to hidden alone, which need each strip's logits only once: each strip adds
+        Σ e^(x − p)·W, and the total is divided by z at the end. The tokens of `index` are left out of that sum and
+        added last, so that e^(x − p)/z − taken is computed before it is rounded."""
         wide = torch.promote_types(self.dtype, torch.float32)
         back = torch.zeros(self.hidden.shape, dtype=wide, device=self.hidden.device)
         for block in self.blocks:
@@ -179,7 +181,8 @@ class Strips:
         return back
 
     def _exponentials(self, block: slice, back: Tensor, again: bool = False) -> None:
-        """z and chosen of a block of positions, and Σ e^(x − p)·W [n, H] of all but the index added to `back`."""
+        """Compute z and chosen of a block of positions, and add Σ e^(x − p)·W [n, H] over all tokens but those of
+        `index` to `back`."""
         hidden, product = self.hidden[block].to(self.dtype), None
         z, chosen = self.z[block].zero_(), self.chosen[block].zero_()
         for strip in self.columns:
@@ -191,8 +194,8 @@ class Strips:
             back.add_(product @ head.weight)
 
     def _normalise(self, block: slice, again: bool = False) -> Tensor:
-        """peak, z and chosen of a block of positions; the products of its last strip. again: with the peaks as they
-        are."""
+        """Compute peak, z and chosen of a block of positions; returns the products of its last strip. again: keep the
+        peaks."""
         hidden, product = self.hidden[block].to(self.dtype), None
         z, chosen = self.z[block].zero_(), self.chosen[block].zero_()
         for strip in self.columns:
@@ -209,9 +212,9 @@ class Strips:
     def _sums(
         self, head: Head, product: Tensor, block: slice, strip: slice, first: bool, overwrite: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Σ e^(x − p) [n, 1] of a strip's products [n, v], and x − p at the index [n, J], 0 where that is not in the
-        strip. first: the peaks become the largest of these logits. overwrite: the products become e^(x − p) times what
-        x grows by with them, 0 at the index."""
+        """Σ e^(x − p) [n, 1] over a strip's products [n, v], and x − p at `index` [n, J], 0 where that is outside the
+        strip. first: set the peaks to the largest of these logits. overwrite: replace the products by e^(x − p) times
+        the derivative of x with respect to them, and by 0 at `index`."""
         peak, index = self.peak[block], self.index[block]
         sums, found = (product.new_empty(len(product), n, dtype=torch.float32) for n in (1, index.shape[1]))
         native_sums = native.exponentiate if overwrite else native.normalise
@@ -228,12 +231,13 @@ class Strips:
             s.copy_(logits.exp_().sum(1, keepdim=True))
             if overwrite:
                 part.copy_(head.gradient(logits, capped))
-        if overwrite:  # a place outside is another's: its infinity changes nothing there
+        if overwrite:  # an index outside the strip is clamped to a wrong place, where amin with infinity does nothing
             product.scatter_reduce_(1, place, torch.where(inside, 0, torch.inf).to(product.dtype), "amin")
         return sums, found if inside is None else torch.where(inside, found, 0)
 
     def _largest(self, hidden: Tensor) -> Tensor:
-        """The largest logit of each position [n, 1], where the first strip's is too small by a factor of e^88."""
+        """The largest logit of each position [n, 1]; needed where the first strip's is so much smaller (by 88) that
+        e^(x − p) overflows."""
         products = (
             (head := self.head.strip(strip, self.dtype), _product(hidden, head.weight, None)) for strip in self.columns
         )
@@ -241,7 +245,7 @@ class Strips:
         return torch.cat(found, 1).amax(1, keepdim=True)
 
     def _gradient(self, head: Head, product: Tensor, block: slice, strip: slice, mass: Tensor, taken: Tensor) -> Tensor:
-        """The gradient in a strip's products [n, v], in their memory where the device reuses it."""
+        """The gradient with respect to a strip's products [n, v], in their memory if the device reuses it."""
         if native.softmax(product, self._finish(head), self.peak[block], mass, self.index[block], strip.start, taken):
             return product
         place, inside = self._places(block, strip)
@@ -258,26 +262,26 @@ class Strips:
         return product
 
     def _finish(self, head: Head) -> tuple[Tensor | None, float, float] | None:
-        """What follows the product, for a native kernel: bias, factor and temperature; None with a soft cap."""
+        """Bias, factor and temperature to apply after the product, for a native kernel; None with a soft cap."""
         bias = None if head.bias is None else head.bias.detach().float() * head.after
         return None if head.cap is not None else (bias, head.before * head.after, self.temperature)
 
     def _scratch(self, product: Tensor) -> tuple[int, Tensor | None]:
-        """How many rows of a product are worked on at a time, and where, in fp32; None: in new memory."""
+        """How many rows of a product to process at a time, and the fp32 buffer for them; None: in new memory."""
         rows = tiles(*product.shape, product.device, HEAD_TILE)[0].stop
         if not on_host(product):
             return rows, None
         return rows, product.new_empty(rows, product.shape[1], dtype=torch.float32)
 
     def _logits(self, head: Head, product: Tensor, scratch: Tensor | None) -> Tensor:
-        """x of some rows of a product, which stays as it is while x is overwritten."""
+        """x of some rows of a product; the product does not change when x is overwritten."""
         if scratch is None and product.dtype == torch.float32:
             product = product.clone()
         logits = head.finish(product, scratch)
         return logits if self.temperature == 1 else logits.div_(self.temperature)
 
     def _places(self, block: slice, strip: slice) -> tuple[Tensor, Tensor | None]:
-        """Where the index of a block lies in a strip [n, J], and which of it does (None: all)."""
+        """The places [n, J] of a block's `index` in a strip, clamped, and which of them are inside it (None: all)."""
         index = self.index[block]
         if len(self.columns) == 1:
             return index, None
@@ -287,7 +291,7 @@ class Strips:
 
 
 def _product(hidden: Tensor, weight: Tensor, room: Tensor | None) -> Tensor:
-    """hidden · weightᵀ, in the memory of a product that is at least as large, where the device reuses it."""
+    """hidden · weightᵀ, in the memory of `room`, an earlier product at least as large, if the device reuses it."""
     if room is None or not on_host(hidden):
         return hidden @ weight.T
     return torch.mm(hidden, weight.T, out=room.view(-1)[: len(hidden) * len(weight)].view(len(hidden), len(weight)))
@@ -308,7 +312,7 @@ def _put(place: Tensor, values: Tensor, first: bool) -> None:
 
 @dataclass(frozen=True)
 class HeadForm:
-    """What of a `Head` is measured, and how many rows of W give logits: the first `vocab`."""
+    """The part of a `Head` that is measured, and how many rows of W give logits: the first `vocab`."""
 
     before: float
     after: float
@@ -317,7 +321,7 @@ class HeadForm:
 
 
 class _Answer(BaseModelOutputWithPast):
-    """A decoder's answer in which whatever else a model looks for is None."""
+    """A decoder's output in which every other attribute that a model reads is None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -325,10 +329,10 @@ class _Answer(BaseModelOutputWithPast):
 
 
 def head_form(model: nn.Module) -> HeadForm:
-    """Measured on the model's own forward pass, with its decoder and its head replaced by known numbers: no weights are
-    needed.
+    """The form of a model's LM head, measured on its own forward pass with decoder and head replaced by known numbers;
+    needs no weights.
 
-    Raises UserError for a model whose logits are another function of its hidden states.
+    Raises UserError for a model whose logits are not of this form.
     """
     base = unwrap(model)
     if not isinstance(base.__dict__.get("_head_form"), HeadForm):
@@ -342,7 +346,7 @@ def _measured(base: nn.Module) -> HeadForm:
         raise refused(base, "it has no decoder followed by a single LM head")
     rows, width = head.weight.shape
     hidden = torch.linspace(0.5, 1.5, width, dtype=torch.float64).view(1, 1, -1)
-    own_type = hidden.to(head.weight.dtype)  # the only one that layers of the model's own would take
+    own_type = hidden.to(head.weight.dtype)  # the only type that extra layers of the model would accept
     given = torch.tensor(PROBES, dtype=torch.float64).repeat(-(-rows // len(PROBES)))[:rows].view(1, 1, -1)
     seen = {}
 
@@ -360,7 +364,8 @@ def _measured(base: nn.Module) -> HeadForm:
             except Exception as error:
                 failed = error
         else:
-            raise refused(base, f"it makes no logits of its last hidden states alone ({first_line(failed)[:120]})")
+            reason = first_line(failed)[:120]
+            raise refused(base, f"its logits cannot be computed from its last hidden states alone ({reason})")
     finally:
         del stack.forward, head.forward
     before = seen["x"] / hidden if "x" in seen and seen["x"].shape == hidden.shape else torch.full((2,), torch.nan)

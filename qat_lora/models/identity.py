@@ -1,4 +1,4 @@
-"""Which weights a model holds: names and shapes from the headers of its files, and a fingerprint of the content."""
+"""Which weights a model has: names and shapes from its file headers, and a fingerprint of the content."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ from qat_lora.errors import UserError, first_line, one_line
 from qat_lora.run.files import sha256
 
 BLOCK = 2**24  # bytes read at a time
-# What a config.json says of how it was written, and not of the model.
+# Entries of a config.json that describe how it was written and not the model.
 NOT_MODEL = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -36,11 +36,11 @@ class Header:
     size: int
 
     def empty(self) -> Tensor:
-        """A tensor like it without storage; fp32 where torch has no such type."""
+        """A tensor of the same shape and type without storage; fp32 if torch has no such type."""
         return torch.empty(self.shape, dtype=DTYPES.get(self.dtype, torch.float32), device="meta")
 
     def may_equal(self, other: "Header") -> bool:
-        """Whether the bytes of two tensors are equal; those of different types are not compared."""
+        """Whether the bytes of two tensors are equal; True, without comparing, if their types differ."""
         return self.dtype != other.dtype or all(a == b for a, b in zip(self.blocks(), other.blocks()))
 
     def blocks(self) -> Iterator[bytes]:
@@ -59,7 +59,7 @@ class Header:
 
 
 def headers(files: list[Path]) -> dict[str, Header]:
-    """The tensors of safetensors files by name, without reading them. Raises UserError for a damaged file."""
+    """The headers of the tensors in safetensors files, by tensor name. Raises UserError for a damaged file."""
     found = {}
     for path in files:
         try:
@@ -80,21 +80,24 @@ def headers(files: list[Path]) -> dict[str, Header]:
 
 
 def check_pickle(path: Path) -> None:
-    """Raise UserError for a .bin file that does not hold tensors by name, and nothing else. Nothing in it is run."""
+    """Raise UserError unless a .bin file contains a dict of tensors by name and nothing else. Runs no code from it."""
     try:
-        with warnings.catch_warnings():  # of pickles of another protocol
+        with warnings.catch_warnings():  # about other pickle protocols
             warnings.simplefilter("ignore")
             held = torch.load(path, map_location="meta", weights_only=True)
         if not isinstance(held, dict) or not all(isinstance(value, Tensor) for value in held.values()):
             raise ValueError("it does not hold tensors by name")
-    except Exception as error:  # a file from elsewhere
+    except Exception as error:  # a foreign file may raise anything
         raise UserError(f"{path} is damaged ({one_line(error)}); copy or download it again") from error
 
 
 def fingerprint(files: list[Path], config: dict, tokenizer: str) -> str:
-    """sha256 (hex) of what a model holds, wherever it is: tensors with their names, shapes and types, in however many
-    safetensors files they are; its config.json but for the notes of the program that wrote it; and the fingerprint of
-    its tokenizer. Of a .gguf or .bin file all bytes count."""
+    """sha256 (hex) of a model's content, wherever it is stored.
+
+    Covers the tensors with their names, shapes and types, in any number of safetensors files; its config.json without
+    the notes of the program that wrote it (NOT_MODEL); and its tokenizer's fingerprint. For .gguf and .bin files, all
+    bytes count.
+    """
     digest = hashlib.sha256(json.dumps([_model_part(config), tokenizer], sort_keys=True).encode())
     if all(path.suffix == ".safetensors" for path in files):
         stored = sorted(headers(files).items())
@@ -108,22 +111,22 @@ def fingerprint(files: list[Path], config: dict, tokenizer: str) -> str:
 
 
 def tokenizer_fingerprint(tokenizer) -> str:
-    """sha256 (hex) over what decides token ids: the vocabulary (token → id) and the ids of BOS, EOS and UNK.
+    """sha256 (hex) of what determines token ids: the vocabulary (token → id) and the ids of BOS, EOS and UNK.
 
-    The chat template changes the text and not its ids; the pad token never occurs in packed rows, and scripts set it
-    where a model has none, which must not make a cache unusable. Both are left out.
+    Leaves out the chat template, which changes the text and not the ids of a text. Leaves out the pad token, which
+    never occurs in packed rows; scripts set it for a model without one, and that must not make a cache unusable.
     """
     special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id]
     return hashlib.sha256(json.dumps([sorted(tokenizer.get_vocab().items()), special]).encode()).hexdigest()
 
 
 def _model_part(config):
-    """A config.json's content without the notes of whoever wrote it, and without what is null."""
+    """A config.json's content without NOT_MODEL entries and null values."""
     if isinstance(config, dict):
         return {k: _model_part(v) for k, v in config.items() if k not in NOT_MODEL and v is not None}
     return [_model_part(value) for value in config] if isinstance(config, list) else config
 
 
 def short(mark: str) -> str:
-    """A fingerprint for people."""
+    """A fingerprint shortened for display."""
     return mark[:12]

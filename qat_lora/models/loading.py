@@ -1,4 +1,4 @@
-"""HF causal language models by name: a package's file, a .gguf file, a local folder, or a hub repository."""
+"""Load HF causal language models by name: a package's file, a .gguf file, a local folder, or a hub repository."""
 
 import copy
 import functools
@@ -42,16 +42,16 @@ from qat_lora.models.source import (
 from qat_lora.models.tokens import check_vocabulary
 from qat_lora.run.hub import hub_fault
 
-_building = threading.RLock()  # transformers switches global defaults meanwhile, and workers may be threads (TPU v3)
+_building = threading.RLock()  # loading switches global defaults of transformers, and workers may be threads (TPU v3)
 
-# transformers asks for the same table once for every module of a GGUF file's model: half of the time that loading takes
+# transformers rebuilds the same table for every module of a GGUF file's model, which takes half of the loading time.
 gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
-# What a file may hold beyond its model: heads that predict several tokens at once, and buffers of older versions that
-# are computed now.
+# Tensors that a file may hold in addition to its model: heads that predict several tokens at once, and buffers that
+# older versions stored and that are now computed.
 NO_PART = re.compile(r"(^|\.)mtp([._]|$)|rotary_emb\.inv_freq$|(^|\.)position_ids$|_extra_state$")
 
 
@@ -59,12 +59,12 @@ def _load(kind, name: str, **options):
     check_source(name)
     source = model_source(name)
     fault = hub_fault("model", name) if is_hub(name) else None
-    try:  # without the hub, what an earlier run has downloaded still loads
-        # the GGUF reader shows a progress bar of its own
+    try:  # if the hub cannot be reached, files that an earlier run has downloaded still load
+        # redirect_stderr: the GGUF reader shows its own progress bar
         with _building, patch.object(gguf, "GGUFReader", _gguf_reader), redirect_stderr(io.StringIO()):
             offline = fault is not None
             return kind.from_pretrained(**source, **options, trust_remote_code=False, local_files_only=offline)
-    except Exception as error:  # files from elsewhere: whatever transformers trips over is their fault
+    except Exception as error:  # with foreign files transformers may raise anything
         raise _cannot_be_loaded(name, fault or error) from error
 
 
@@ -74,8 +74,8 @@ def _parsed(path: str, size: int, time: int, read=gguf.GGUFReader) -> gguf.GGUFR
 
 
 def _gguf_reader(path) -> gguf.GGUFReader:
-    """transformers parses a file for its config, its tokenizer and its weights, each time for seconds where the
-    vocabulary is large."""
+    """A cached GGUFReader: transformers parses a file three times, for config, tokenizer and weights, and with a large
+    vocabulary each time takes seconds."""
     there = os.stat(path)
     return _parsed(str(path), there.st_size, there.st_mtime_ns)
 
@@ -86,7 +86,7 @@ def _cannot_be_loaded(name: str, reason: str | Exception) -> UserError:
     said = said.replace(f"{source['pretrained_model_name_or_path']}/", "")[:160]
     if "gguf_file" in source:
         return UserError(
-            f"model {name!r} cannot be loaded ({said}); the file is damaged, or of a kind that transformers does not "
+            f"model {name!r} cannot be loaded ({said}); the file is damaged or of a type that transformers cannot "
             "read: download it again, or give a model folder"
         )
     return UserError(
@@ -105,7 +105,7 @@ def _full_config(name: str, state: tuple) -> PreTrainedConfig:
                 f"model {name!r} has {lost}, which transformers {transformers.__version__} does not read from a .gguf "
                 "file, so its numbers would be wrong; give the model as a folder"
             )
-    for part in (config, text_part(config)):  # what these ask for is never used, and no such config could be saved
+    for part in (config, text_part(config)):  # these outputs are never used, and such a config could not be saved
         part.output_attentions = part.output_hidden_states = False
         part.return_dict = True
     return config
@@ -117,24 +117,24 @@ def _config(name: str, state: tuple) -> PreTrainedConfig:
 
 
 def load_config(name: str) -> PreTrainedConfig:
-    """The model's HF config, without its weights; of a multimodal model, that of its language model. Not to be changed:
-    every caller gets the same one. Raises UserError for what is no causal language model."""
+    """The model's HF config, read without its weights; for a multimodal model, that of its language model. Do not
+    change it: every caller gets the same object. Raises UserError for anything but a causal language model."""
     return _config(name, files_key(name))
 
 
 def adapter_notes(name: str) -> list[str]:
-    """For people: where plain PEFT would not put an adapter of this model's language model."""
+    """Notes for the user if plain PEFT cannot load an adapter of this model's language model onto the whole model."""
     config = _full_config(name, files_key(name))
     if loads_as_text(name, config):
         return []
-    return [f"adapter/ fits the language model alone: PEFT cannot load it onto the whole {config.model_type} model"]
+    return [f"adapter/ fits only the language model: PEFT cannot load it onto the whole {config.model_type} model"]
 
 
 def check_length(name: str, length: int, flags: str = "--length", mixed: bool = False) -> None:
-    """Raise UserError for rows longer than the positions that the model was made for: its answers would be noise.
+    """Raise UserError for rows with more positions than the model supports: its output would be noise.
 
-    mixed: texts of several lengths in a batch or row. The rotary embedding of LongRoPE goes by the longest of them, and
-    Llama 4's attention counts slots of the row: beyond their short range a text's answer depends on the others.
+    mixed: a batch or row has texts of several lengths. LongRoPE's rotary embedding depends on the longest of them, and
+    Llama 4's attention counts slots of the row: beyond `short_range`, a text's output depends on the other texts.
     """
     config = load_config(name)
     limit = getattr(config, "max_position_embeddings", None)
@@ -143,18 +143,18 @@ def check_length(name: str, length: int, flags: str = "--length", mixed: bool = 
     limit = short_range(config)
     if mixed and limit and length > limit:
         raise UserError(
-            f"{flags} {length} exceeds {limit}, beyond which model type {config.model_type!r} answers a text by the "
-            f"longest one of its batch; use at most {limit}"
+            f"{flags} {length} exceeds {limit}, beyond which the output of model type {config.model_type!r} for a text "
+            f"depends on the longest text of its batch; use at most {limit}"
         )
 
 
 def load_tokenizer(name: str):
-    """The model's tokenizer. Raises UserError for what is no causal language model, where there is no tokenizer, and
-    where it has no end-of-sequence token."""
+    """The model's tokenizer. Raises UserError if the model is not a causal language model, has no tokenizer, or its
+    tokenizer has no end-of-sequence token."""
     if "gguf_file" in model_source(name) or file_of(name, "config.json"):
         load_config(name)
         if not is_hub(name) and not has_tokenizer(name):
-            raise UserError(f"model {name!r} holds no tokenizer; put its tokenizer.json there")
+            raise UserError(f"model {name!r} holds no tokenizer; copy its tokenizer.json there")
     tokenizer = _load(AutoTokenizer, name)
     if tokenizer.eos_token_id is None:
         raise UserError(f"model {name!r}: its tokenizer has no end-of-sequence token; set eos_token in its config")
@@ -164,24 +164,24 @@ def load_tokenizer(name: str):
 
 @giving_memory_back()
 def load_model(name: str) -> nn.Module:
-    """The model in fp32 on the CPU, in evaluation mode, ready to be saved by HF; of a multimodal model, its language
+    """The model in fp32 on the CPU, in evaluation mode, ready to be saved by HF; for a multimodal model, its language
     model. Its `fingerprint` is that of `model_fingerprint`.
 
-    Raises UserError for a model that is not whole, whose files hold more than its config says, or whose config says
-    otherwise than its files; and, before any weight is read, for one that this machine cannot hold.
+    Raises UserError for an incomplete model, and for one whose files hold more than its config describes or contradict
+    it; also, before any weight is read, for a model that does not fit into this machine's memory.
     """
     check_headers(name)
     _check_room(name)
     config = _full_config(name, files_key(name))
     options = {"dtype": torch.float32, "config": copy.deepcopy(config), "output_loading_info": True}
     if "gguf_file" in model_source(name) and hasattr(transformers, "GgufConfig"):
-        options["quantization_config"] = transformers.GgufConfig(dequantize=True)  # never left in blocks
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)  # keep no quantised blocks
     try:
         full, found = _load(full_class(name, config), name, ignore_mismatched_sizes=True, **options)
     except UserError:
         for file in [] if is_hub(name) else weight_files(name):
             if file.suffix == ".bin":
-                check_pickle(file)  # names the one that is at fault
+                check_pickle(file)  # names the damaged file
         raise
     _parsed.cache_clear()  # 200 MB of small objects for SmolLM2's vocabulary
     model, prefixes = language_model(name, full, load_config(name))
@@ -205,17 +205,17 @@ def load_model(name: str) -> nn.Module:
 
 def _check_room(name: str) -> None:
     config, count = load_config(name), sum(p.numel() for p in empty_model(name).parameters())
-    what = f"model {name!r} of {count:,} weights (vocabulary {config.vocab_size:,})"
-    check_memory(4 * count, what, "the size: take a smaller model, or a machine with more memory")
+    what = f"model {name!r} with {count:,} weights (vocabulary {config.vocab_size:,})"
+    check_memory(4 * count, what, "the model size, or use a machine with more memory")
 
 
-# Settings of generation that count only when sampling, and only with several beams.
+# Generation settings that apply only to sampling, and those that apply only with several beams.
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 BEAMS = ("early_stopping", "length_penalty")
 
 
 def _settle_generation(name: str, settings: GenerationConfig) -> None:
-    """Drop what has no effect, which transformers would refuse to save. Raises UserError for what is no setting."""
+    """Drop settings without effect, which transformers would refuse to save. Raises UserError for invalid settings."""
     idle = (() if settings.do_sample else SAMPLING) + (() if (settings.num_beams or 1) > 1 else BEAMS)
     for key in idle:
         if hasattr(settings, key):
@@ -232,19 +232,19 @@ def _settle_generation(name: str, settings: GenerationConfig) -> None:
 
 
 def _check_found(name: str, config: PreTrainedConfig, found: dict, prefixes: tuple[str, ...]) -> None:
-    """Raise UserError where the files do not hold just the tensors that the model has. found: transformers' loading
-    info; prefixes: of the tensors that count."""
+    """Raise UserError unless the files hold exactly the model's tensors. found: transformers' loading info; prefixes:
+    of the tensors to compare."""
     missing = sorted(key for key in found["missing_keys"] if key.startswith(prefixes))
     if missing:
         raise UserError(
-            f"model {name!r}: its weight files lack {len(missing)} of its tensors ({missing[0]} is the first); copy it "
-            "again"
+            f"model {name!r}: its weight files lack {len(missing)} of its tensors ({missing[0]} is the first); copy "
+            "the model again"
         )
     for key, there, wanted in sorted(found["mismatched_keys"]):
         if key.startswith(prefixes):
             raise UserError(
-                f"model {name!r} cannot be loaded: {key} is {tuple(there)} in its file, {tuple(wanted)} by its "
-                "config.json; one of the two is another model's"
+                f"model {name!r} cannot be loaded: {key} is {tuple(there)} in its file but {tuple(wanted)} by its "
+                "config.json, so one of them belongs to another model; copy both from one model"
             )
     extra = getattr(config, "num_nextn_predict_layers", None) or 0  # stored as blocks after the last
     layers = {str(config.num_hidden_layers + number) for number in range(extra)}
@@ -261,7 +261,7 @@ def _check_found(name: str, config: PreTrainedConfig, found: dict, prefixes: tup
 
 
 def _check_ties(name: str, full: nn.Module) -> None:
-    """Raise UserError where the config ties tensors that differ in the file: transformers leaves them apart."""
+    """Raise UserError if the config ties tensors that differ in the file: transformers then does not tie them."""
     for one, other in full.get_expanded_tied_weights_keys(all_submodels=True).items():
         if full.get_parameter(one) is not full.get_parameter(other):
             raise _differently_tied(name, one, other)
@@ -276,7 +276,7 @@ def _differently_tied(name: str, one: str, other: str) -> UserError:
 
 @functools.cache
 def _fingerprint(name: str, state: tuple) -> str:
-    load_config(name)  # says what is wrong with something that is no model
+    load_config(name)  # raises a clear error for anything that is not a model
     files = weight_files(name)
     if "gguf_file" in model_source(name):
         return fingerprint(files, {}, "")  # everything is in the file
@@ -288,20 +288,20 @@ def _fingerprint(name: str, state: tuple) -> str:
 
 
 def model_fingerprint(name: str) -> str:
-    """sha256 (hex) of what a model holds: weights, config and tokenizer. It does not depend on where the model is, on
-    how its path is spelled, or on how many files its weights are in. Reads all of the weights."""
+    """sha256 (hex) of a model's weights, config and tokenizer. It does not depend on where the model is stored, how its
+    path is written, or how many files its weights are in. Reads all weights."""
     return _fingerprint(name, files_key(name))
 
 
 def plain_state(model: nn.Module) -> dict[str, Tensor]:
-    """All that a model without quantisers holds: parameters, a tied one once, and the buffers that a file keeps."""
+    """The state of a model without its quantisers: parameters (tied ones once) and the buffers stored in files."""
     state = {name: value for name, value in model.state_dict(keep_vars=True).items() if ".quantizer" not in name}
     first = {id(value): name for name, value in reversed(state.items())}
     return {name: value for name, value in state.items() if first[id(value)] == name}
 
 
 def weights_fingerprint(model: nn.Module) -> str:
-    """sha256 (hex) of all that a model on the CPU holds, by name."""
+    """sha256 (hex) of all named parameters and stored buffers of a model on the CPU."""
     digest = hashlib.sha256()
     for name, value in sorted({**dict(model.named_parameters()), **plain_state(model)}.items()):
         digest.update(name.encode())
@@ -310,13 +310,13 @@ def weights_fingerprint(model: nn.Module) -> str:
 
 
 def empty_model(name: str) -> nn.Module:
-    """The model's architecture with no storage behind its parameters. Raises UserError where the headers of its local
-    safetensors files do not hold just its tensors."""
+    """The model's architecture without storage for its parameters. Raises UserError unless its local safetensors files
+    hold exactly its tensors, by their headers."""
     config, whole = load_config(name), _full_config(name, files_key(name))
     try:
         with _building, torch.device("meta"):
             model = text_class(name, whole)._from_config(copy.deepcopy(config), dtype=torch.float32)
-    except Exception as error:  # a config from elsewhere
+    except Exception as error:  # a foreign config may raise anything
         raise _cannot_be_loaded(name, error) from error
     check_headers(name)
     model.tie_weights()
@@ -324,8 +324,8 @@ def empty_model(name: str) -> nn.Module:
 
 
 def check_headers(name: str) -> None:
-    """Raise UserError where the headers of a local model's safetensors files do not hold just its tensors. What is not
-    local or in another format is checked when it is loaded."""
+    """Raise UserError unless a local model's safetensors files hold exactly its tensors, by their headers. Hub models
+    and other formats are checked when they are loaded."""
     _check_headers(name, files_key(name))
 
 

@@ -18,8 +18,8 @@ from qat_lora.models.architecture import decoder
 
 
 def text_class(name: str, config: PreTrainedConfig) -> type:
-    """The causal LM class of a config's language model. Raises UserError, naming the model type, where there is none:
-    for encoders, encoder-decoders, and multimodal models whose language model transformers cannot build alone."""
+    """The causal LM class of a config's language model. Raises UserError with the model type if there is none: for
+    encoders, encoder-decoders, and multimodal models whose language model transformers cannot build alone."""
     text = text_part(config)
     kind = f"model {name!r} is of type {config.model_type!r}"
     if getattr(text, "is_encoder_decoder", False) or getattr(config, "is_encoder_decoder", False):
@@ -30,7 +30,8 @@ def text_class(name: str, config: PreTrainedConfig) -> type:
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
     if text is config:
         raise UserError(
-            f"{kind}, for which transformers {transformers.__version__} has no causal language model; give another"
+            f"{kind}, for which transformers {transformers.__version__} has no causal language model; give another "
+            "model"
         )
     raise UserError(
         f"{kind}, whose language model ({text.model_type}) transformers {transformers.__version__} cannot build alone; "
@@ -39,20 +40,20 @@ def text_class(name: str, config: PreTrainedConfig) -> type:
 
 
 def text_part(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The language model's own config in a multimodal one, or the config itself."""
+    """The language model's part of a multimodal config, or the config itself."""
     text = getattr(config, "text_config", None)
     return text if isinstance(text, PreTrainedConfig) else config
 
 
 def loads_as_text(name: str, config: PreTrainedConfig) -> bool:
-    """Whether AutoModelForCausalLM, and PEFT with it, makes the language model alone of this model's folder."""
+    """Whether AutoModelForCausalLM, and therefore PEFT, loads only the language model from this model's folder."""
     return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and (
         MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] is text_class(name, config)
     )
 
 
 def full_class(name: str, config: PreTrainedConfig) -> type:
-    """The class that reads the files of a model: of the whole model where it is multimodal."""
+    """The class that reads a model's files: that of the whole model if it is multimodal."""
     text = text_class(name, config)
     if text_part(config) is config:
         return text
@@ -66,7 +67,7 @@ def full_class(name: str, config: PreTrainedConfig) -> type:
 
 
 def text_config(name: str, config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config of the language model alone. Whether its head is tied is what the whole model's class says."""
+    """The config of the language model alone. The whole model's class and config decide whether its head is tied."""
     text, whole = text_part(config), full_class(name, config)
     if text is config:
         return config
@@ -77,10 +78,10 @@ def text_config(name: str, config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def language_model(name: str, full: nn.Module, config: PreTrainedConfig) -> tuple[nn.Module, tuple[str, ...]]:
-    """The language model of a loaded model as a causal LM of its own, sharing its tensors, and the prefixes that its
-    tensors have in the whole one; `config`: as `text_config` gives it. A text-only model is returned as it is.
+    """The language model of a loaded model as a separate causal LM that shares its tensors, and the prefixes of its
+    tensors in the whole model. config: the result of `text_config`. A text-only model is returned unchanged.
 
-    Raises UserError where it cannot be taken out, or would then say something else about a text than the whole does.
+    Raises UserError if the language model cannot be taken out, or gives other logits on its own than in the whole.
     """
     kind = text_class(name, full.config)
     if type(full) is kind:
@@ -115,13 +116,14 @@ def _not_alone(name: str, full: nn.Module, reason: str) -> UserError:
 
 @torch.no_grad()
 def _check_same_logits(name: str, full: nn.Module, text: nn.Module) -> None:
-    """Some whole models scale logits otherwise than their language model's own class does."""
+    """Raise UserError if both give different logits: some multimodal models scale them differently from the class of
+    their language model."""
     if any(p.is_meta for p in full.parameters()):
         return
     tokens = torch.arange(8).remainder(text.config.vocab_size).unsqueeze(0)
     try:
         whole, alone = (model(input_ids=tokens, use_cache=False).logits for model in (full.eval(), text.eval()))
-    except Exception as error:  # it wants a picture, for instance
+    except Exception as error:  # e.g. it requires an image
         raise _not_alone(name, full, one_line(error, 120)) from error
     gap = float((whole - alone).abs().max())
     if not gap <= 1e-3 * float(whole.abs().max()):

@@ -1,4 +1,4 @@
-"""RMS norms in one step: a model's own norms and parameters, with fewer passes over what goes through them."""
+"""RMS norms in one step: a model's own norms and parameters, with fewer passes over their inputs."""
 
 import copy
 import functools
@@ -10,7 +10,7 @@ from qat_lora.backend import native
 
 
 class _RmsNorm(torch.autograd.Function):
-    """x·weight/√(mean x² + eps) [..., H] in fp32 (arXiv 1910.07467, equation 4), by a native kernel."""
+    """x·weight/√(mean x² + eps) [..., H] in fp32 (arXiv 1910.07467, equation 4), in a native kernel."""
 
     @staticmethod
     def forward(ctx, x, weight, eps):
@@ -25,8 +25,8 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class OneStepNorm:
-    """Mixed into a norm's class by `norms_in_one_step`. What needs no gradient, such as an evaluation, and what the
-    kernel does not know, such as a gate beside x, are computed by the norm itself."""
+    """Mixed into a norm's class by `norms_in_one_step`. The original norm still runs when no gradient is needed, e.g.
+    in an evaluation, and for inputs that the kernel does not support, e.g. a gate in addition to x."""
 
     offset, eps_name = 0.0, "eps"
 
@@ -39,15 +39,15 @@ class OneStepNorm:
 
 
 def norms_in_one_step(model: nn.Module) -> None:
-    """Have the RMS norms of a model that is to be trained compute in one step on the CPU. Which they are, and whether
-    the weight is an offset from one, is measured on each kind's own forward pass."""
+    """Make the RMS norms of a model to train run in one step on the CPU. Which modules are RMS norms, and whether the
+    weight is an offset from 1, is measured on each class's own forward pass."""
     for module in model.modules():
         if "RMSNorm" in type(module).__name__ and not isinstance(module, OneStepNorm) and (form := _form(module)):
             module.__class__ = _class_of(type(module), *form)
 
 
 def _form(module: nn.Module) -> tuple[float, str] | None:
-    """(offset, name of eps) of a norm that is x·(offset + weight)/√(mean x² + eps) and no more."""
+    """(offset, name of eps) of a norm that computes just x·(offset + weight)/√(mean x² + eps), otherwise None."""
     names = [name for name in ("eps", "variance_epsilon", "epsilon") if isinstance(getattr(module, name, None), float)]
     parameters = dict(module.named_parameters())
     if len(names) != 1 or parameters.keys() != {"weight"} or parameters["weight"].ndim != 1 or [*module.buffers()]:
@@ -59,7 +59,7 @@ def _form(module: nn.Module) -> tuple[float, str] | None:
         plain = x * (x.square().mean(1, keepdim=True) + getattr(module, names[0])).rsqrt()
         try:
             found = probe(x)
-        except (TypeError, RuntimeError):  # it takes more than x
+        except (TypeError, RuntimeError):  # it needs more inputs than x
             return None
         for offset in (0.0, 1.0):
             wanted = plain * (probe.weight + offset)

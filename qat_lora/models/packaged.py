@@ -1,4 +1,4 @@
-"""Models that come as Python packages: the names they are known by, and where their .gguf files are."""
+"""Models that come as Python packages: their names, and where their .gguf files are."""
 
 import fcntl
 import functools
@@ -15,16 +15,16 @@ from pathlib import Path
 from qat_lora.errors import UserError
 from qat_lora.run.files import sha256, write_atomically, writing
 
-THAT_FILE = "as teacher or in full precision it is that file, not the original weights"
+THAT_FILE = "the teacher and the full-precision model are that file, not the original weights"
 
 
 @dataclass(frozen=True)
 class Packaged:
     """A model in a package.
 
-    find: the .gguf file, by the package's import name, or None where the package is not whole; hub: the repository of
-    the weights that the file was rounded from; note: how the file stores them; install, again: what to do where the
-    package is missing, and where it is damaged.
+    find: returns the .gguf file for the package's import name, or None if the package is damaged; hub: the repository
+    of the weights that the file was rounded from; note: how the file stores them; install, again: what to do if the
+    package is missing, and if it is damaged.
     """
 
     package: str
@@ -36,16 +36,16 @@ class Packaged:
 
 
 def _only_file(package: str) -> Path | None:
-    """The .gguf file that lies in a package, whose code is not run."""
+    """The .gguf file in a package; runs none of the package's code."""
     folder = importlib.util.find_spec(package).submodule_search_locations[0]
     return next(Path(folder).glob("*.gguf"), None)
 
 
 def _joined_file(package: str) -> Path | None:
-    """The file that a package has in parts, joined beside it, or in the user's cache where that cannot be written.
+    """The file that a package stores in parts, joined in its folder, or in the user's cache if that is not writable.
 
-    It is joined once; its sha256 is compared once a process, and a damaged file is joined again. Raises UserError where
-    it can be written in neither place.
+    Joins it only once; checks its sha256 once per process and joins a damaged file again. Raises UserError if neither
+    place is writable.
     """
     try:
         module = importlib.import_module(package)
@@ -64,7 +64,7 @@ def _joined_file(package: str) -> Path | None:
             return place
         except UserError as error:
             fault = error
-    raise UserError(f"{fault}; XDG_CACHE_HOME may name another folder") from fault
+    raise UserError(f"{fault}; or set XDG_CACHE_HOME to another folder") from fault
 
 
 def _user_cache() -> Path:
@@ -88,7 +88,7 @@ def _join(parts: list[Path], place: Path, wanted: str) -> None:
 
 
 def _sha256(path: Path) -> str | None:
-    """Of a file; None where it cannot be read."""
+    """The sha256 of a file; None if it cannot be read."""
     try:
         there = path.stat()
         return _sha256_at(path, there.st_size, there.st_mtime_ns)
@@ -136,22 +136,22 @@ PACKAGED = {
 
 
 def packaged_file(name: str) -> Path:
-    """The .gguf file of a name in PACKAGED. Raises UserError where its package is missing or damaged."""
+    """The .gguf file of a name in PACKAGED. Raises UserError if its package is missing or damaged."""
     model = PACKAGED[name]
     spec = importlib.util.find_spec(model.package)
-    if spec is None or spec.origin is None:  # a folder without code is left when a package is removed
-        here = f", or give ./{name} for what is here" if Path(name).exists() else ""
+    if spec is None or spec.origin is None:  # removing a package may leave a folder without code
+        here = f", or give ./{name} to use the local file or folder of that name" if Path(name).exists() else ""
         raise UserError(f"model {name}: its package is missing; {model.install}{here}")
     try:
         file = model.find(model.package)
     except UserError as error:
         raise UserError(f"model {name}: {error}") from error
     if file is None:
-        raise UserError(f"model {name}: its package is not whole; {model.again}")
+        raise UserError(f"model {name}: its package is damaged; {model.again}")
     return file
 
 
 def notes(*names: str | None) -> str | None:
-    """For people, beside figures: what is to be known of those of the names that are in PACKAGED; None of none."""
+    """A note to print next to figures about the models of those `names` that are in PACKAGED; None if none is."""
     said = [f"{model.note}; {THAT_FILE}" for name, model in PACKAGED.items() if name in names]
     return "; ".join(said) or None

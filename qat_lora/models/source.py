@@ -1,4 +1,4 @@
-"""What a model's name stands for: a package's file, a .gguf file, a local folder, or a hub repository."""
+"""Where a model's name points: a package's file, a .gguf file, a local folder, or a hub repository."""
 
 import functools
 import hashlib
@@ -19,7 +19,7 @@ TOKENIZERS = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "tekken.json", "vocab.json", "vocab.txt",
     "spiece.model", "tiktoken.model",
 )  # fmt: skip
-# What decides how a model is spoken to and when it stops, beside its weights and config.
+# Files that, besides weights and config, determine how a prompt is encoded and when generation stops.
 SPEECH = (
     *TOKENIZERS, "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja",
     "chat_template.json", "generation_config.json",
@@ -28,8 +28,8 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.b
 
 
 def model_source(name: str) -> dict:
-    """The from_pretrained arguments of a model name: one of PACKAGED, a local folder or .gguf file, or a hub name.
-    Local paths are absolute in them."""
+    """The from_pretrained arguments for a model name: one of PACKAGED, a local folder or .gguf file, or a hub name.
+    Their local paths are absolute."""
     if name in PACKAGED:
         return _gguf_arguments(packaged_file(name))
     path = Path(name).expanduser().absolute()
@@ -57,15 +57,15 @@ def _folder_for_links() -> tempfile.TemporaryDirectory:
 
 @functools.cache
 def _alone(path: Path) -> str:
-    """A folder that holds nothing but a link to `path`: transformers would mix in a tokenizer_config.json, a chat
-    template or an adapter that lies beside the file and belongs to another model."""
+    """A folder with only a link to `path`. Otherwise transformers would also read a tokenizer_config.json, a chat
+    template or an adapter of another model in the same folder."""
     folder = Path(tempfile.mkdtemp(dir=_folder_for_links().name))
     (folder / path.name).symlink_to(path)
     return str(folder)
 
 
 def is_hub(name: str) -> bool:
-    """Whether a name stands for a hub repository. Raises UserError for a path to nothing."""
+    """Whether a name is a hub repository. Raises UserError for a path that does not exist."""
     return model_source(name)["pretrained_model_name_or_path"] == name and not Path(name).is_absolute()
 
 
@@ -76,12 +76,13 @@ def absolute_name(name: str) -> str:
 
 
 def origin_name(name: str) -> str:
-    """By what other programs find the model: its absolute name; of one of PACKAGED its hub repository."""
+    """The name by which other programs find the model: its absolute name, or its hub repository if it is in
+    PACKAGED."""
     return PACKAGED[name].hub if name in PACKAGED else absolute_name(name)
 
 
 def file_of(name: str, file: str) -> Path | None:
-    """A file of a folder or hub model, downloaded if need be; None where there is none."""
+    """A file of a folder or hub model, downloaded if necessary; None if it does not exist."""
     if not is_hub(name):
         path = Path(model_source(name)["pretrained_model_name_or_path"], file)
         return path if path.is_file() else None
@@ -89,13 +90,13 @@ def file_of(name: str, file: str) -> Path | None:
         offline = hub_fault("model", name) is not None
         found = cached_file(name, file, _raise_exceptions_for_missing_entries=False, local_files_only=offline)
     except (OSError, ValueError):
-        return None  # from_pretrained says why
+        return None  # from_pretrained reports the reason
     return Path(found) if found else None
 
 
 def weight_files(name: str) -> list[Path]:
-    """The files that hold a model's weights; raises UserError where there are none, and where an index is damaged or
-    names a missing one."""
+    """The files that hold a model's weights. Raises UserError if there are none, or if an index is damaged or lists a
+    missing file."""
     source = model_source(name)
     if "gguf_file" in source:
         return [Path(source["pretrained_model_name_or_path"], source["gguf_file"]).resolve()]
@@ -112,17 +113,17 @@ def weight_files(name: str) -> list[Path]:
             if missing:
                 raise UserError(f"model {name!r}: {missing[0]}, listed in {file}, is missing; copy the model again")
             return list(shards.values())
-    raise UserError(f"model {name!r} holds no weights (model.safetensors); give a whole model")
+    raise UserError(f"model {name!r} holds no weights (model.safetensors); give a complete model")
 
 
 def has_tokenizer(name: str) -> bool:
-    """Whether a folder holds the file of a tokenizer; a GGUF file always does."""
+    """Whether a folder holds a tokenizer file; True for a GGUF file."""
     return "gguf_file" in model_source(name) or any(file_of(name, file) for file in TOKENIZERS)
 
 
 def speech_files(name: str) -> dict[str, str]:
-    """sha256 (hex) by name of the files in a model's folder that decide how it is spoken to and when it stops: of a
-    JSON file its content, however it is laid out. Empty for a GGUF file, which has all of it inside."""
+    """sha256 (hex) of each SPEECH file in a model's folder, by file name; for JSON files, of the content independent of
+    its formatting. Empty for a GGUF file, which contains all of this itself."""
     if "gguf_file" in model_source(name):
         return {}
     found = {file: path for file in SPEECH if (path := file_of(name, file))}
@@ -140,16 +141,16 @@ def _bare(data: bytes) -> bytes:
 
 
 def own_tokens(name: str) -> set[str]:
-    """The tokens that a model's tokenizer.json holds; none where it has no such file."""
+    """The tokens in a model's tokenizer.json; empty if there is no such file."""
     path = None if "gguf_file" in model_source(name) else file_of(name, "tokenizer.json")
     if path is None:
         return set()
     try:
         held = json.loads(path.read_text(encoding="utf-8"))
-        vocabulary = held["model"]["vocab"]  # of Unigram a list of [token, score]
+        vocabulary = held["model"]["vocab"]  # for Unigram, a list of [token, score]
         tokens = vocabulary if isinstance(vocabulary, dict) else [token for token, _ in vocabulary]
         return {*tokens, *(token["content"] for token in held["added_tokens"])}
-    except (OSError, ValueError, KeyError, TypeError):  # whoever reads the tokenizer says what is wrong with it
+    except (OSError, ValueError, KeyError, TypeError):  # loading the tokenizer reports what is wrong with it
         return set()
 
 
@@ -165,12 +166,12 @@ def files_key(name: str) -> tuple:
 
 
 def config_json(name: str) -> dict:
-    """The content of a folder's or hub model's config.json; {} for a GGUF file, and for a hub model without one."""
+    """The content of a folder's or hub model's config.json; {} for a GGUF file and for a hub model without one."""
     if "gguf_file" in model_source(name):
         return {}
     path = file_of(name, "config.json")
     if path is None and not is_hub(name):
-        raise UserError(f"model {name!r}: that folder has no config.json, so it is no model; {GIVE}")
+        raise UserError(f"model {name!r} is not a model: the folder has no config.json; {GIVE}")
     return _read(path, name) if path else {}
 
 
@@ -185,8 +186,8 @@ def _read(path: Path, name: str) -> dict:
 
 
 def check_source(name: str) -> None:
-    """Raise UserError for what is no model that can be used alone: an adapter, alone or beside a model, an architecture
-    that transformers does not know, or one that comes as Python code of its own."""
+    """Raise UserError for anything but a model that can be used alone: for an adapter, with or without a model in its
+    folder, an architecture that transformers does not know, or one that comes with its own Python code."""
     if "gguf_file" in model_source(name):
         return
     if file_of(name, "adapter_config.json"):
@@ -195,8 +196,8 @@ def check_source(name: str) -> None:
                 f"model {name!r} is an adapter, not a model; give its base as --model, and this folder as --adapter"
             )
         raise UserError(
-            f"model {name!r} holds a full model and an adapter (adapter_config.json); move the adapter_* files to a "
-            "folder of their own, then give the model alone, or the other folder as --adapter with it"
+            f"model {name!r} holds a full model and an adapter (adapter_config.json); move the adapter_* files to "
+            "another folder, then give just the model, or also that folder as --adapter"
         )
     config = config_json(name)
     kind = config.get("model_type")
@@ -204,11 +205,11 @@ def check_source(name: str) -> None:
         return
     if config.get("auto_map"):
         raise UserError(
-            f"model {name!r} is of type {kind!r} and needs Python code of its own (auto_map), which is never run here; "
+            f"model {name!r} is of type {kind!r} and needs its own Python code (auto_map), which is never run here; "
             "give a model that transformers supports"
         )
     if not kind:
-        raise UserError(f"model {name!r}: its config.json names no model_type; give a whole model")
+        raise UserError(f"model {name!r}: its config.json has no model_type; give a complete model")
     raise UserError(
         f"model {name!r} is of type {kind!r}, which transformers {transformers.__version__} does not know; update "
         "transformers, or give another model"

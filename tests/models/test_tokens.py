@@ -15,7 +15,7 @@ BOS, EOS = 1, 2  # <|im_start|> and <|im_end|> of the tiny tokenizer
 
 
 def convention(tokenizer, single: str, bos: str | None = "<|im_start|>"):
-    """A copy that writes `single`, such as "B $A E", around a text."""
+    """A copy that puts the tokens of `single`, e.g. "B $A E", around a text."""
     copy = deepcopy(tokenizer)
     copy.bos_token = bos
     names = {"B": "<|im_start|>", "E": "<|im_end|>", "P": "<|pad|>", "$A": "$A"}
@@ -34,7 +34,7 @@ def convention(tokenizer, single: str, bos: str | None = "<|im_start|>"):
         ("E $A", "<|im_end|>", EOS),
     ],
 )  # fmt: skip
-def test_auto_is_what_the_tokenizer_itself_writes_in_front(tiny_tokenizer, single, bos, wanted):
+def test_auto_follows_the_tokenizer(tiny_tokenizer, single, bos, wanted):
     tokenizer = convention(tiny_tokenizer, single, bos)
     assert bos_token(tokenizer) == wanted
     assert bos_token(tokenizer, "off") is None
@@ -42,7 +42,7 @@ def test_auto_is_what_the_tokenizer_itself_writes_in_front(tiny_tokenizer, singl
         assert bos_token(tokenizer, "on") == tokenizer.bos_token_id
 
 
-def test_settings_that_cannot_be_met(tiny_tokenizer):
+def test_invalid_settings(tiny_tokenizer):
     with pytest.raises(UserError, match="--bos on: the tokenizer has no BOS token"):
         bos_token(tiny_tokenizer, "on")
     with pytest.raises(UserError, match="--bos 'yes' is not one of auto, on, off"):
@@ -73,7 +73,7 @@ def test_ids_beyond_the_embedding_are_refused_at_load(tiny_model_dir, tiny_token
     assert "\n" not in str(error.value)
 
 
-def test_rows_that_fill_the_embedding_up_and_nested_configs(tiny_tokenizer):
+def test_padded_embeddings_and_nested_configs(tiny_tokenizer):
     check_vocabulary(tiny_tokenizer, LlamaConfig(vocab_size=600), "m", set())
     for wrap in (lambda text: text, lambda text: Gemma3Config(text_config=text.to_dict())):
         check_vocabulary(tiny_tokenizer, wrap(Gemma3TextConfig(vocab_size=512)), "m", set())
@@ -81,7 +81,7 @@ def test_rows_that_fill_the_embedding_up_and_nested_configs(tiny_tokenizer):
             check_vocabulary(tiny_tokenizer, wrap(Gemma3TextConfig(vocab_size=511)), "m", {"the"})
 
 
-def test_a_placeholder_of_images_may_lie_beyond_and_no_text_may_spell_it(tiny_tokenizer, tmp_path):
+def test_an_image_placeholder_may_be_beyond_the_embedding_but_not_in_a_text(tiny_tokenizer, tmp_path):
     tiny_tokenizer.save_pretrained(tmp_path)
     grown = AutoTokenizer.from_pretrained(tmp_path, extra_special_tokens={"image_token": "<image>"})
     assert grown.convert_tokens_to_ids("<image>") == 512

@@ -1,4 +1,4 @@
-"""What is written is what plain transformers runs: every tensor, the same logits, and turns that end."""
+"""A written model runs in plain transformers: every tensor, the same logits, and turns that end."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ BUFFERS = {"gemma4": "layer_scalar", "deepseek": "e_score_correction_bias", "ape
 
 @pytest.fixture(scope="module")
 def model():
-    """model(kind): a random model in which buffers count."""
+    """model(kind): a random model in which buffers affect the logits."""
 
     def make(kind):
         torch.manual_seed(0)
@@ -57,7 +57,7 @@ def model():
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_plain_transformers_gives_our_logits(model, tiny_tokenizer, tmp_path, kind):
+def test_plain_transformers_computes_our_logits(model, tiny_tokenizer, tmp_path, kind):
     ours = model(kind)
     write_model(ours, tiny_tokenizer, tmp_path, tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
@@ -89,26 +89,26 @@ def test_a_folder_with_other_logits_is_refused(model, tiny_tokenizer, tmp_path, 
     ours = model("gemma3")
     logits = logits_on_cpu(ours, probe(ours))
     logits = logits + 1e-3 * logits.std() if wrong == "shifted" else logits * float("nan")
-    with pytest.raises(UserError, match="logits of it differ from the trained model's"):
+    with pytest.raises(UserError, match="logits from plain transformers differ from the trained"):
         write_model(ours, tiny_tokenizer, tmp_path, tmp_path, plain_state(ours), logits)
 
 
-def test_a_setting_that_is_lost_on_the_way_is_refused(model, tiny_tokenizer, tmp_path):
-    """The tensors are the same, the function is not."""
+def test_a_setting_that_is_lost_in_writing_is_refused(model, tiny_tokenizer, tmp_path):
+    """The tensors are the same, but the function is not."""
     ours = model("gemma3")
     ours.model.layers[0].self_attn.scaling *= 2
-    with pytest.raises(UserError, match="logits of it differ from the trained model's"):
+    with pytest.raises(UserError, match="logits from plain transformers differ from the trained"):
         write_model(ours, tiny_tokenizer, tmp_path, tmp_path)
 
 
 def test_plain_generate_stops_where_a_turn_ends(tiny_model_dir, tmp_path):
-    """A base model that ends texts with one token, its template turns with another."""
+    """A base model that ends texts with one token, while its template ends turns with another."""
     model, tokenizer = load_model(str(tiny_model_dir)), load_tokenizer(str(tiny_model_dir))
     tokenizer.add_special_tokens({"eos_token": "<|pad|>"})
     ends = {tokenizer.convert_tokens_to_ids(t) for t in ("<|pad|>", "<|im_end|>")}
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, do_sample=False)
     turn_end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    for name, parameter in model.named_parameters():  # whatever the text, it says <|im_end|>
+    for name, parameter in model.named_parameters():  # it outputs <|im_end|> for any text
         parameter.data.fill_(float("embed" in name or "norm" in name))
     model.lm_head.weight = torch.nn.Parameter(torch.zeros(512, 64))
     model.lm_head.weight.data[turn_end] = 1

@@ -1,4 +1,5 @@
-"""Every causal-LM config class of transformers: logits equal the model's own, or one line refuses it."""
+"""Every causal-LM config class of transformers: our logits equal the model's own, or the model is refused in one
+line."""
 
 import copy
 
@@ -14,8 +15,8 @@ from qat_lora.models.check import CHECKED, check
 from qat_lora.quant.student import head_of
 from qat_lora.train.memory import cache_memory
 
-CLOSE = 1e-5  # of the largest logit
-LENGTH = 24  # three windows, and not the length of the check at load
+CLOSE = 1e-5  # relative to the largest logit
+LENGTH = 24  # three windows, and longer than the texts of the check at load
 TRANSFORM = "layers of its own between the last hidden states and the LM head"
 NOT_CAUSAL = "its logits depend on later tokens"
 REFUSED = {
@@ -29,8 +30,8 @@ REFUSED = {
     "ernie": TRANSFORM,
     "megatron-bert": TRANSFORM,
     "modernbert-decoder": TRANSFORM,
-    "prophetnet": "it makes no logits of its last hidden states alone",
-    "rembert": "it makes no logits of its last hidden states alone",
+    "prophetnet": "its logits cannot be computed from its last hidden states alone",
+    "rembert": "its logits cannot be computed from its last hidden states alone",
     "roberta": TRANSFORM,
     "roberta-prelayernorm": TRANSFORM,
     "roc_bert": TRANSFORM,
@@ -40,7 +41,8 @@ REFUSED = {
     "xlnet": NOT_CAUSAL,
     "xmod": TRANSFORM,
 }
-# Examples of a packed row cannot be kept apart: a state goes from token to token, or positions or masks of their own.
+# Models that cannot keep the examples of a packed row apart: they carry a state from token to token, or make their own
+# positions or masks.
 ALONE = """
     afmoe axk2 bailing_hybrid bamba bart bigbird_pegasus blenderbot blenderbot-small deepseek_v32 deepseek_v4 doge
     dots3_note dots3_note_text falcon falcon_h1 falcon_mamba glm_moe_dsa granitemoehybrid
@@ -48,8 +50,8 @@ ALONE = """
     minimax mvp nemotron_h olmo_hybrid openai-gpt pegasus plbart qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text
     qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma reformer rwkv trocr xlm xlstm zamba zamba2 zaya
 """
-BLOWN_UP = "hrm_text"  # what its check sees in fp32 depends on the rounding of the CPU; not in fp64
-# One of each kind for `make test`; `make test-zoo` takes them all.
+BLOWN_UP = "hrm_text"  # it amplifies fp32 rounding, so its check in fp32 depends on the CPU; in fp64 it does not
+# One of each kind for `make test`; `make test-zoo` tests all.
 FEW = """
     bert cohere2 falcon_h1 gemma2 gemma3_text gemma4_text gpt_oss granite llama4_text minicpm3 mistral mixtral phi
     phi3 qwen3_5_text qwen3_moe qwen3_next
@@ -61,8 +63,8 @@ def every(few: str) -> list:
 
 
 def assert_ours_are_its_own(made) -> None:
-    """Rows as they are, rows with a mask of their own as on XLA, and two texts in one row where they can be kept
-    apart."""
+    """Compare plain rows, rows with an explicit mask (as on XLA) and, if they can be kept apart, two texts in one
+    row."""
     tokens = torch.randint(1, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     assert LENGTH > CHECKED
     rows = [(None, tokens), (Layout.causal(LENGTH, tokens.device), tokens)]
@@ -75,18 +77,19 @@ def assert_ours_are_its_own(made) -> None:
         assert own.isfinite().all() and own.std() > 0.05
         if max(gaps(made, rows, own)) < CLOSE:
             return
-        made.double()  # random weights can blow fp32's rounding up beyond that
+        made.double()  # random weights can amplify fp32 rounding beyond CLOSE
         assert max(gaps(made, rows, made(input_ids=tokens, use_cache=False).logits)) < CLOSE / 10
 
 
 def gaps(made, rows: list, own: Tensor) -> list[float]:
-    """How far our logits of rows (layout, tokens) are from its own, relative to the largest."""
+    """The largest difference of our logits for rows (layout, tokens) from the model's own, relative to the largest
+    logit."""
     ours = [head_of(made).logits(hidden_states(made, tokens, layout)).view(own.shape) for layout, tokens in rows]
     return [((logits - own).abs().max() / own.abs().max()).item() for logits in ours]
 
 
 @pytest.mark.parametrize("name", every(FEW))
-def test_logits_are_the_models_own_or_one_line_refuses_it(name):
+def test_logits_equal_the_models_own_or_the_model_is_refused_in_one_line(name):
     made = model(name)
     if name not in REFUSED:
         check(made)
@@ -104,7 +107,7 @@ def test_logits_are_the_models_own_or_one_line_refuses_it(name):
 
 @pytest.mark.zoo
 @pytest.mark.parametrize("name", sorted(set(names()) - REFUSED.keys() - {"dbrx"}))  # dbrx is never tied
-def test_the_same_with_the_head_tied_the_other_way(name):
+def test_logits_equal_the_models_own_with_the_opposite_head_tying(name):
     made = model(name, tie_word_embeddings=not getattr(config(name), "tie_word_embeddings", False))
     check(made)
     assert_ours_are_its_own(made)
@@ -118,6 +121,6 @@ def test_a_model_that_sees_later_tokens_is_refused(name, fields):
         check(model(name, **fields))
 
 
-def test_lists_hold_only_classes_that_are_there():
+def test_lists_contain_only_existing_classes():
     assert {*REFUSED, *ALONE.split(), *FEW.split()} <= set(names())
     assert len(names()) > 170

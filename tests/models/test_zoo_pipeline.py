@@ -1,4 +1,4 @@
-"""Whole pipelines on tiny models of many families: what plain transformers makes of the export is what we measured."""
+"""Whole pipelines on tiny models of many families: plain transformers reproduces our figures from the export."""
 
 import json
 import math
@@ -24,8 +24,8 @@ FAMILIES = """
     granitemoehybrid bamba jamba lfm2 lfm2_moe nemotron_h mamba2 recurrent_gemma
 """
 FEW = ["gemma4_text", "gpt_oss"]
-ENTANGLED = ["gemma3n_text", "gemma4_text"]  # later blocks see keys and values of earlier ones
-UNSEEN = ["bamba", "falcon_h1", "mamba2", "nemotron_h", "recurrent_gemma"]  # some weights that no layer multiplies with
+ENTANGLED = ["gemma3n_text", "gemma4_text"]  # later blocks use keys and values of earlier ones
+UNSEEN = ["bamba", "falcon_h1", "mamba2", "nemotron_h", "recurrent_gemma"]  # have weights that no linear layer applies
 VARIANTS = {"gemma4_text-alone": {"num_kv_shared_layers": 0}, "mistral-tied": {"tie_word_embeddings": True}}
 
 
@@ -48,7 +48,7 @@ def text(tmp_path_factory):
 
 
 def plain_perplexity(folder: Path, text: Path) -> float:
-    """By transformers alone."""
+    """Perplexity by transformers alone."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokens = AutoTokenizer.from_pretrained(folder)(text.read_text(), add_special_tokens=False)["input_ids"]
     rows = torch.tensor(tokens[: WINDOWS * LENGTH]).view(WINDOWS, LENGTH)
@@ -60,13 +60,13 @@ def plain_perplexity(folder: Path, text: Path) -> float:
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in FEW else pytest.mark.zoo) for n in [*FAMILIES.split(), *VARIANTS]]
 )
-def test_the_exports_perplexity_by_plain_transformers_is_ours(run, text, tmp_path, capsys, name):
+def test_plain_transformers_measures_our_perplexity_on_the_export(run, text, tmp_path, capsys, name):
     base, cache, qat, recovery = (tmp_path / part for part in ("base", "cache", "qat", "recovery"))
     zoo.model(name.partition("-")[0], **VARIANTS.get(name, {})).save_pretrained(base)
     zoo.tokenizer().save_pretrained(base)
 
     def ours(*flags) -> tuple[float, float]:
-        """Perplexity, and bits per weight."""
+        """Our perplexity and bits per weight."""
         capsys.readouterr()
         flags = [*flags, "--dataset", text, "--length", LENGTH, "--max-windows", WINDOWS, "--json", *SMALL]
         run("measure_perplexity", *flags)
@@ -85,7 +85,7 @@ def test_the_exports_perplexity_by_plain_transformers_is_ours(run, text, tmp_pat
     else:
         run("train_qat", *student, *BLOCKS)
     best = ["--checkpoint", qat / "best.pt"]
-    start = ["--adapter-init", "error"]  # which is not zero, so that the adapter counts whichever step was best
+    start = ["--adapter-init", "error"]  # not zero, so the adapter matters whichever step was best
     run("train_recovery_lora", *best, *start, "--kd-cache-dir", cache, "--output-dir", recovery, *TRAIN)
     adapter = ["--adapter", recovery / "adapter"]
     perplexities = {whole}
@@ -95,4 +95,4 @@ def test_the_exports_perplexity_by_plain_transformers_is_ours(run, text, tmp_pat
         assert plain_perplexity(tmp_path / kind, text) == pytest.approx(ppl, rel=1e-4)
         perplexities.add(ppl)
         assert kind == "merged" or bits < (7 if name in UNSEEN else 3)
-    assert len(perplexities) == 3, "quantising and the adapter change something"
+    assert len(perplexities) == 3, "quantisation and the adapter must both change the perplexity"

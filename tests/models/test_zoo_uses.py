@@ -1,4 +1,4 @@
-"""What docs/models.md says of a model type is what comes of trying it; windows, soft caps and experts hold on XLA."""
+"""Trying each use of a model type gives what docs/models.md says; windows, soft caps and experts work on XLA."""
 
 import json
 import os
@@ -19,12 +19,12 @@ XLA = ["mistral", "gemma2", "gemma3_text", "gpt_oss", "mixtral", "qwen3_moe"]
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in HERE else pytest.mark.zoo) for name in [*HERE, *SOME.split()]]
 )
-def test_the_table_says_what_comes_of_trying(name):
+def test_the_table_matches_the_outcomes(name):
     found = {use: shortened(outcome) for use, outcome in outcomes(name, CPU, USES).items()}
     assert read_page(TABLE.read_text())[name] | {"GGUF": found["GGUF"]} == found
 
 
-def test_the_table_holds_every_model_type():
+def test_the_table_lists_every_model_type():
     assert read_page(TABLE.read_text()).keys() == set(zoo.names())
 
 

@@ -1,8 +1,8 @@
-"""A tiny random model of every causal-LM config class that transformers has.
+"""A tiny random model of every causal-LM config class of transformers.
 
-The classes come from transformers' own table. SMALL holds sizes by the name of a config's field; STRONG holds settings
-away from defaults that would hide something: a multiplier of 1, a window longer than the text, a bias of zeros. OWN
-holds what a class wants besides; NO_TEXT_MODEL says why a class is left out.
+The classes come from transformers' own table. SMALL has sizes by config field; STRONG replaces defaults that would hide
+a mistake, such as a multiplier of 1, a window longer than the text or a bias of zeros. OWN has the extra settings that
+a class needs; NO_TEXT_MODEL says why a class is left out.
 """
 
 import dataclasses
@@ -19,11 +19,11 @@ from transformers.utils import logging
 
 from qat_lora.models.multimodal import full_class
 
-VOCAB = 257  # every byte, and an end
+VOCAB = 257  # every byte, and EOS
 LAYERS = 4
 WINDOW = 8
-SPECIAL = ("eos_token", "pad_token", "unk_token")  # those that some classes would otherwise add to the vocabulary
-LARGEST = 30_000_000  # parameters
+SPECIAL = ("eos_token", "pad_token", "unk_token")  # set, or some classes would add them to the vocabulary
+LARGEST = 30_000_000  # most parameters of a model
 PATTERNS = ("layer_types", "mlp_layer_types")
 SMALL = {
     # sizes
@@ -74,7 +74,7 @@ NO_NOISE = """
     embd_pdrop embed_dropout embedding_dropout encoder_layerdrop hidden_dropout hidden_dropout_prob input_jitter_noise
     layerdrop local_attention_probs_dropout_prob lsh_attention_probs_dropout_prob resid_dropout resid_pdrop
     residual_dropout router_jitter_noise
-"""  # in training
+"""  # fields set to 0 so that training is deterministic
 EVERY_HEAD_ITS_OWN_KEYS = {"num_key_value_heads": 4}
 SLIDING = ["sliding_attention", "full_attention"] * 2
 LINEAR = ["linear_attention", "full_attention"] * 2
@@ -95,13 +95,13 @@ OWN: dict[str, dict] = {
     "dots3_note_vision_encoder": {"mlp_bias": False, "adapter_in_dim": 64, "adapter_out_dim": 64},
     "emu3": {"vocabulary_map": {"<image>": 5}},
     "emu3_vqgan": {"base_channels": 32, "channel_multiplier": (1, 1), "attn_resolutions": (), "codebook_size": 32},
-    "gemma3": {"text_config": {"final_logit_softcapping": None}},  # which the whole model leaves out
+    "gemma3": {"text_config": {"final_logit_softcapping": None}},  # the whole model ignores it
     "gemma3n_text": {"num_kv_shared_layers": 2},
     "gemma4_text": {"num_kv_shared_layers": 2},
     "gemma4_unified_text": {"num_kv_shared_layers": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {"layer_types": LINEAR},
-    "hrm_text": {"L_cycles": 1, "L_bp_cycles": [1, 1]},  # more of them blow fp32's rounding up beyond the bound
+    "hrm_text": {"L_cycles": 1, "L_bp_cycles": [1, 1]},  # more cycles amplify fp32 rounding beyond the tolerance
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "laguna": {"layer_types": SLIDING},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
@@ -110,7 +110,7 @@ OWN: dict[str, dict] = {
     "mamba2": {"num_heads": 8},
     "mellum": {"layer_types": SLIDING},
     "ministral": {"layer_types": SLIDING},
-    "mpt": {"attn_config": {"attn_pdrop": 0}},  # no float is taken
+    "mpt": {"attn_config": {"attn_pdrop": 0}},  # it accepts no float
     "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
                        "indexer_compress_ratio": 2},
     "reformer": {"axial_pos_embds": False},
@@ -131,7 +131,7 @@ NO_TEXT_MODEL = {
 
 
 def names() -> list[str]:
-    """Model types with a causal LM, one for each config class: the class's own where it is among them."""
+    """Model types with a causal LM, one per config class: the class's own model_type if it is in the table."""
     types = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     kinds = {CONFIG_MAPPING_NAMES[name]: name for name in reversed(types)}
     own = {name: CONFIG_MAPPING[name].model_type for name in kinds.values()}
@@ -139,8 +139,8 @@ def names() -> list[str]:
 
 
 def config(name: str, strong: bool = True, **more) -> PreTrainedConfig:
-    """A small config of a model type. strong: with all that makes it unlike others, else as it is published; more:
-    fields that it gets besides."""
+    """A small config of a model type. strong: with the STRONG settings, otherwise with its defaults; more: extra
+    fields."""
     kind = CONFIG_MAPPING[name]
     return kind(**_values(kind(), name, SMALL | STRONG if strong else SMALL) | more)
 
@@ -163,8 +163,8 @@ def _values(default: PreTrainedConfig, name: str, wanted: dict) -> dict:
 
 
 def model(name: str, whole: bool = False, **more) -> nn.Module:
-    """A random model of a model type, in fp32 and evaluation mode, with values that count in every tensor. whole: of a
-    multimodal type, all that its files hold."""
+    """A random model of a model type, in fp32 and evaluation mode, with values that matter in every tensor. whole: the
+    whole model of a multimodal type, not just its language model."""
     logging.set_verbosity_error()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -174,7 +174,7 @@ def model(name: str, whole: bool = False, **more) -> nn.Module:
         with torch.device("meta"):
             size = sum(p.numel() for p in make(config(name, **more)).parameters())
         if size > LARGEST:
-            raise ValueError(f"{name} has {size / 1e6:.0f}M parameters; name its sizes in SMALL or OWN")
+            raise ValueError(f"{name} has {size / 1e6:.0f}M parameters; set its sizes in SMALL or OWN")
         torch.manual_seed(0)
         return randomized(make(config(name, **more)).eval())
 
@@ -197,7 +197,7 @@ def randomized(made: nn.Module) -> nn.Module:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A token a byte; EOS is 0."""
+    """A byte-level tokenizer with one token per byte; EOS is 0."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bpe = Tokenizer(models.BPE({sign: number for number, sign in enumerate(["<eos>", *alphabet])}, []))
     bpe.add_special_tokens(["<eos>"])

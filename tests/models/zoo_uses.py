@@ -1,7 +1,7 @@
-"""What can be done with a tiny model of a type: each use is tried once and compared with the model itself.
+"""The uses of a model type: each is tried once on a tiny model and compared with the model itself.
 
-python tests/models/zoo_uses.py cpu|xla USE;… NAME …   prints a JSON line for each model type: by use, "yes" or the line
-that refuses it.
+python tests/models/zoo_uses.py cpu|xla USE;… NAME …   prints a JSON line per model type: for each use, "yes" or the
+line that refuses it.
 """
 
 import contextlib
@@ -43,11 +43,11 @@ CPU = TorchBackend("cpu", "fp32")
 CLOSE = 1e-4
 LENGTH, NEW = 24, 6
 PROMPTS = ([7, 9, 200, 31, 5, 77, 8], [40, 3, 99])
-NO_END = (zoo.VOCAB + 50,)  # no completion ends before its time
+NO_END = (zoo.VOCAB + 50,)  # so that no completion ends early
 
 
 def assert_close(ours, theirs) -> None:
-    """Equal but for sums in another order, relative to the largest of theirs."""
+    """Assert that values are equal up to rounding, relative to the largest of theirs."""
     ours, theirs = (torch.as_tensor(values).detach().cpu().double() for values in (ours, theirs))
     gap, largest = (ours - theirs).abs().max(), theirs.abs().max().clamp(min=1)
     assert gap <= CLOSE * largest, f"differs by {gap:.1e} of {largest:.1e}"
@@ -65,7 +65,7 @@ def log_probs_of(made: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def learns(model: nn.Module, loss: Tensor, backend: TorchBackend) -> None:
-    """A backward pass gives finite gradients, not all of them zero."""
+    """Assert that a backward pass gives finite gradients that are not all zero."""
     backend.backward(loss)
     backend.step_boundary()
     sizes = [p.grad.abs().max().cpu() for p in model.parameters() if p.requires_grad and p.grad is not None]
@@ -80,7 +80,7 @@ def student(folder: Path) -> nn.Module:
 
 # -- uses ------------------------------------------------------------------------------------------------------------
 def perplexity(folder: Path, backend: TorchBackend) -> None:
-    """Perplexity and what a cache holds, against the logits of plain transformers."""
+    """Perplexity and the content of a cache, against the logits of plain transformers."""
     made, tokens = load_model(str(folder)), rows()
     plain = full_class("", AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
@@ -95,7 +95,7 @@ def perplexity(folder: Path, backend: TorchBackend) -> None:
 
 
 def qat(folder: Path, backend: TorchBackend) -> None:
-    """A step of a student, whose loss is that of its frozen twin on the CPU."""
+    """One step of a student, whose loss equals that of its frozen copy on the CPU."""
     batch = {"tokens": rows(), "mask": torch.ones(2, LENGTH)}
     frozen = student(folder)
     freeze(frozen)
@@ -112,7 +112,7 @@ def layers(folder: Path, backend: TorchBackend) -> None:
 
 
 def recovery(folder: Path, backend: TorchBackend) -> None:
-    """A step of a new adapter on a frozen student."""
+    """One step of a new adapter on a frozen student."""
     batch, frozen = {"tokens": rows(), "mask": torch.ones(2, LENGTH)}, student(folder)
     freeze(frozen)
     with torch.no_grad():
@@ -124,8 +124,8 @@ def recovery(folder: Path, backend: TorchBackend) -> None:
 
 
 def sft(folder: Path, backend: TorchBackend) -> None:
-    """Examples of several lengths, together in a row where that is possible, cost what each costs alone; and the model
-    takes an adapter."""
+    """The loss of examples of several lengths, packed in one row if possible, is the sum of their separate losses; and
+    the model accepts an adapter."""
     add_adapter(load_model(str(folder)).requires_grad_(False), 2, 2, ("all",), 0)
     made, random = load_model(str(folder)), np.random.RandomState(3)
     examples = [
@@ -145,7 +145,7 @@ def sft(folder: Path, backend: TorchBackend) -> None:
 
 
 def grpo(folder: Path, backend: TorchBackend) -> None:
-    """Greedy completions and what is thought of them, as in the model's own forward pass over the whole text."""
+    """Greedy completions and their log-probabilities equal those of the model's own forward pass over the text."""
     made = load_model(str(folder))
     check_answers(made, backend.static_shapes)
     wanted = []
@@ -176,7 +176,7 @@ def export_hf(folder: Path, backend: TorchBackend) -> None:
 
 
 def export_gguf(folder: Path, backend: TorchBackend) -> None:
-    """Of a model as it is published: settings that llama.cpp does not have are refused one by one."""
+    """Uses a model with its default settings, because settings that llama.cpp does not support are refused."""
     plain = folder.with_name("published")
     save(json.loads((folder / "config.json").read_text())["model_type"], plain, strong=False)
     if reason := gguf_refusal(str(plain)):
@@ -187,7 +187,7 @@ def export_gguf(folder: Path, backend: TorchBackend) -> None:
 
 @contextlib.contextmanager
 def exported(folder: Path):
-    """The student of a model as `export_model.py` reads it, and an empty folder."""
+    """The student of a model, read as in `export_model.py`, and an empty folder."""
     with TemporaryDirectory() as there:
         path, out = Path(there) / "best.pt", Path(there) / "out"
         save_student(path, student(folder), str(folder), StudentSpec(), {"trained": True})
@@ -208,12 +208,13 @@ def save(name: str, folder: Path, **options) -> None:
 
 
 def outcomes(name: str, backend: TorchBackend, uses: Iterable[str]) -> dict[str, str]:
-    """By use, "yes" or the line that refuses it. Raises where a use gives other numbers than the model, or no line."""
+    """For each use, "yes" or the line that refuses it. Raises if the results differ from the model's, or if a refusal
+    is not one line."""
     with TemporaryDirectory() as there:
         folder, found = Path(there) / "model", {}
         try:
             save(name, folder)
-        except UserError as error:  # of a multimodal model: in none of its classes
+        except UserError as error:  # a multimodal model that no class can load
             return dict.fromkeys(uses, str(error))
         for use in uses:
             try:
@@ -226,7 +227,8 @@ def outcomes(name: str, backend: TorchBackend, uses: Iterable[str]) -> dict[str,
 
 
 def main(device: str, uses: list[str], names: list[str]) -> None:
-    backend = open_backend(device, "fp32")  # before any backward on the CPU, which would break XLA's in this process
+    # before any backward pass on the CPU, which would break that of XLA in this process
+    backend = open_backend(device, "fp32")
     for name in names:
         try:
             found = outcomes(name, backend, uses)
