@@ -216,7 +216,10 @@ def check(cfg: Config) -> None:
     if cfg.from_scratch and cfg.checkpoint:
         raise UserError("give either --from-scratch, to start from the base model, or --checkpoint FILE")
     if not cfg.cache_dir:
-        raise UserError("--cache-dir is missing; build one with scripts/build_kd_cache.py")
+        raise UserError(
+            "--cache-dir is missing; build a cache with python scripts/build_kd_cache.py --dataset TEXT "
+            "--cache-dir FOLDER"
+        )
 
 
 def student_spec(cfg: Config) -> StudentSpec:

@@ -200,7 +200,10 @@ def check(cfg: Config) -> None:
     if not cfg.checkpoint:
         raise UserError("--checkpoint is missing; give the best.pt of train_qat.py")
     if cfg.mode == "kd" and not cfg.cache_dir:
-        raise UserError("--mode kd needs --cache-dir; build one with scripts/build_kd_cache.py")
+        raise UserError(
+            "--mode kd needs --cache-dir; build a cache with python scripts/build_kd_cache.py --dataset TEXT "
+            "--cache-dir FOLDER"
+        )
 
 
 # -- the steps -------------------------------------------------------------------------------------------------------

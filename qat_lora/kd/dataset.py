@@ -160,7 +160,8 @@ def clipped(item: dict[str, Tensor], k: int, vocab: int) -> dict[str, Tensor]:
 
 def _manifest(directory: Path, tokenizer: str | None) -> tuple[CacheSpec, dict]:
     if not (directory / "manifest.json").exists():
-        raise UserError(f"cache {directory} has no manifest.json; build it with scripts/build_kd_cache.py")
+        build = f"python scripts/build_kd_cache.py --dataset TEXT --cache-dir {directory}"
+        raise UserError(f"cache {directory} has no manifest.json; build it with {build}")
     spec, shards = read_manifest(directory)
     if tokenizer not in (None, spec.tokenizer):
         raise UserError(
