@@ -64,7 +64,7 @@ class Group:
         return self.neighbours[0] == self.rank
 
     def name(self, rank: int) -> str:
-        """A worker's name for people, with its host."""
+        """A worker's readable name, with its host."""
         return str(self.link.members[rank]) if self.link else f"worker {rank}"
 
     def waiting(self):

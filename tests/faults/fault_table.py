@@ -141,7 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", help="run only the trials whose names match this regular expression; writes no page")
     parser.add_argument(
-        "--subject", help="use only the subjects whose names match this regular expression; writes no page"
+        "--subject", help="use only the subjects whose whole names match this regular expression; writes no page"
     )
     parser.add_argument("--device", default="cpu", help="device of the commands [cpu]; any other device writes no page")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="trials at a time [number of cores]")
