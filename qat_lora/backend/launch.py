@@ -156,7 +156,10 @@ def check_world(backend: TorchBackend, wanted: int) -> TorchBackend:
     backend.step_boundary()
     found = int(backend.fetch(one)[0])
     if found != wanted:
-        raise UserError(f"{wanted} workers were started, but {found} found each other; the job is stopped")
+        raise UserError(
+            f"{wanted} workers were started, but {found} found each other; start the script itself, with the same "
+            "command on every host (docs/TPU.md)"
+        )
     return backend
 
 
