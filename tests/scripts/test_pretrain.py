@@ -153,7 +153,7 @@ def test_the_guides_root_script_is_the_script(tmp_path):
     done = subprocess.run(
         [sys.executable, ROOT / "pretrain.py", *SMALL, "--dry-run"], cwd=tmp_path, capture_output=True, text=True
     )
-    assert done.returncode == 0 and "updates of 8 rows on 1 workers" in done.stdout, done.stderr
+    assert done.returncode == 0 and "updates of 8 rows on 1 worker," in done.stdout, done.stderr
     assert not list(tmp_path.iterdir())
 
 
