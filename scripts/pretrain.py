@@ -300,8 +300,8 @@ def describe(
         if rows.unlabelled:
             say(f"{rows.unlabelled:,} {name} rows without a label are left out")
     say(
-        f"{plan.steps} updates of {plan.batch_size} rows on {workers} worker{'s' * (workers > 1)}, learning rate {plan.learning_rate:g}, "
-        f"at most {plan.segments} segments per row"
+        f"{plan.steps} updates of {plan.batch_size} rows on {workers} worker{'s' * (workers > 1)}, learning rate "
+        f"{plan.learning_rate:g}, at most {plan.segments} segments per row"
     )
 
 
