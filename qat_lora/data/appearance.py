@@ -1,13 +1,13 @@
-"""Text as a reader sees it: what looks the same compares equal, and text that shows nothing counts as empty."""
+"""Text as a reader sees it: texts that look the same compare equal, and invisible text counts as empty."""
 
 import unicodedata
 
 LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
-DASHES = "\u2212\u2043"  # the minus sign and the bullet that look like one; the others are of category Pd
+DASHES = "\u2212\u2043"  # the minus sign and the hyphen bullet; all other dashes have category Pd
 QUOTES = '"`\u00b4\u02b9\u02bb\u02bc\u2018\u2019\u201a\u201b\u201c\u201d\u201e\u201f\u2032'
-SIGNS = "\u00a7\u00b6"  # § and ¶, punctuation with a meaning of its own
-# FILLERS: invisible characters besides white space, controls (Cc) and formats (Cf), such as variation selectors, the
-# grapheme joiner and the empty Braille cell. DRAWN: format characters that are visible nevertheless.
+SIGNS = "\u00a7\u00b6"  # § and ¶: punctuation that carries meaning
+# FILLERS: invisible characters other than white space, controls (Cc) and formats (Cf), such as variation selectors, the
+# grapheme joiner and the empty Braille cell. DRAWN: format characters that are visible all the same.
 FILLERS = {0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x2800, 0x3164, 0xFFA0, *range(0x180B, 0x1810),
            *range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)}  # fmt: skip
 DRAWN = {*range(0x0600, 0x0606), 0x06DD, 0x070F, 0x0890, 0x0891, 0x08E2, 0x110BD, 0x110CD}
@@ -18,7 +18,7 @@ WORD = rf"[\w{MARKS}]"  # one character of a word: \w alone would split words at
 
 
 class _Glyphs(dict):
-    """Maps each code point to the text that it is compared as; a table for str.translate."""
+    """A table for str.translate that maps each code point to the text that replaces it in comparisons."""
 
     def __missing__(self, code: int) -> str:
         self[code] = found = self.of(chr(code))
@@ -46,19 +46,19 @@ GLYPHS = _Glyphs()
 
 
 def visible(text: str) -> bool:
-    """Whether a text shows anything: False if it is empty or holds only white space, zero-width characters, controls,
-    byte order marks or variation selectors."""
+    """Whether a text has anything visible: False if it is empty or contains only white space, zero-width characters,
+    controls, byte order marks or variation selectors."""
     return bool(text.translate(GLYPHS).strip())
 
 
 def plain(text: str) -> str:
-    """A text in one canonical spelling, for comparison: NFKC, without invisible characters, with one kind of space,
-    line end, dash and quotation mark, and no punctuation other than ASCII's, § and ¶. Equal for a text in NFC, NFD,
-    NFKC and NFKD."""
-    text = text.translate(GLYPHS).replace(" \u0301", "'")  # what NFKC makes of an acute accent that stands alone
+    """A text in one canonical form, for comparison: NFKC, without invisible characters, with one kind of space, line
+    end, dash and quotation mark, and only ASCII punctuation, § and ¶. NFC, NFD, NFKC and NFKD of a text give the same
+    result."""
+    text = text.translate(GLYPHS).replace(" \u0301", "'")  # NFKC turns a lone acute accent into this
     return unicodedata.normalize("NFKC", text)
 
 
 def folded(text: str) -> str:
-    """The text as `plain` gives it, case-folded and with single spaces."""
+    """The result of `plain`, case-folded and with single spaces."""
     return " ".join(unicodedata.normalize("NFKC", plain(text).casefold()).split())

@@ -1,4 +1,4 @@
-"""Which rows a step sees: a function of seed and step alone, so that a resumed run sees the same ones."""
+"""Which rows a step uses: a function of seed and step only, so a resumed run uses the same rows."""
 
 from collections.abc import Iterator
 
@@ -11,14 +11,14 @@ from qat_lora.errors import UserError
 
 
 def epoch_order(seed: int, epoch: int, count: int) -> Tensor:
-    """A permutation of `count` rows, one for each epoch."""
+    """The permutation of `count` rows for one epoch."""
     return torch.from_numpy(np.random.default_rng([seed, epoch]).permutation(count))
 
 
 def chosen_rows(seed: int, count: int, rows: int, start: int = 0) -> Iterator[list[int]]:
-    """Which of `count` rows each update has, from number `start` on, without end: all epochs' orders stand end to end,
-    and each update takes the next `rows` of them."""
-    orders: dict[int, np.ndarray] = {}  # lists of int would take five times the memory
+    """Iterate endlessly over the rows (of `count`) of each update, from update number `start` on: the orders of all
+    epochs are concatenated, and each update takes the next `rows` of them."""
+    orders: dict[int, np.ndarray] = {}  # lists of int would take five times as much memory
     for update in range(start, 2**63):
         places = [divmod(place, count) for place in range(update * rows, (update + 1) * rows)]
         epochs = {epoch for epoch, _ in places}
@@ -29,13 +29,13 @@ def chosen_rows(seed: int, count: int, rows: int, start: int = 0) -> Iterator[li
 def batches(
     dataset: Dataset, batch_size: int, accumulation: int, seed: int, start: int = 0, rank: int = 0, world_size: int = 1
 ) -> Iterator[dict]:
-    """This worker's micro-batches from update number `start` on, without end.
+    """Iterate endlessly over this worker's micro-batches from update number `start` on.
 
-    Each update takes the next batch_size · accumulation · world_size of `chosen_rows`: every row once an epoch,
-    whatever the numbers divide by, and the same rows in an update for one worker and for many. dataset[i] is a dict of
-    tensors, and dataset.kept(i) how much of it there is to learn, in positions or their weights. Every micro-batch also
-    carries `total`: that of the whole update, in all micro-batches and workers, by which its loss is to be divided; the
-    losses and gradients of workers and micro-batches then add up.
+    Each update takes the next batch_size · accumulation · world_size of `chosen_rows`: every row once per epoch, even
+    if the numbers do not divide, and the same rows per update for one worker and for many. dataset[i] is a dict of
+    tensors; dataset.kept(i) is its number of target tokens, or the sum of their weights. Every micro-batch also has
+    `total`, the sum of `kept` over all micro-batches and workers of the update. Its loss is to be divided by `total`,
+    so that the losses and gradients of workers and micro-batches add up.
     """
     count, rows = len(dataset), batch_size * accumulation * world_size
     if count < batch_size * world_size:
@@ -44,7 +44,7 @@ def batches(
             "lower --batch-size or add text"
         )
     for chosen in chosen_rows(seed, count, rows, start):
-        total = torch.tensor(float(sum(map(dataset.kept, chosen)) or 1))  # an update may keep no target: loss 0
+        total = torch.tensor(float(sum(map(dataset.kept, chosen)) or 1))  # an update may have no target token: loss 0
         for first in range(rank * batch_size, rows, batch_size * world_size):
             items = [dataset[i] for i in chosen[first : first + batch_size]]
             yield {key: torch.stack([item[key] for item in items]) for key in items[0]} | {"total": total}
@@ -53,6 +53,6 @@ def batches(
 def first_batches(
     dataset: Dataset, rows: int, batch_size: int, seed: int, rank: int = 0, world_size: int = 1
 ) -> list[dict]:
-    """One worker's whole batches of `rows` training rows in all workers, chosen by the seed."""
+    """One worker's share of `rows` training rows, in full batches; the seed chooses the rows."""
     stream = batches(dataset, batch_size, 1, seed, 0, rank, world_size)
     return [next(stream) for _ in range(max(1, min(rows, len(dataset)) // (batch_size * world_size)))]

@@ -1,4 +1,4 @@
-"""Chat rows to text, with the character ranges of the assistant's completions."""
+"""Chat rows as text, with the character ranges of the assistant's completions."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -17,7 +17,7 @@ KNOWN_FORMATS = (
     "text (plain)"
 )
 THOUGHT, THOUGHT_END = "<think>", "</think>"
-# strftime by a table of what each of its codes gives, in Jinja.
+# strftime in Jinja, by a table of the text for each code.
 CLOCK = (
     "{% macro strftime_now(format) %}{% set said, now = SAID, namespace(text='', code='') %}{% for sign in format %}"
     "{% if not now.code and sign != '%' %}{% set now.text = now.text ~ sign %}"
@@ -30,11 +30,11 @@ THINKING = {"on": (True,), "off": (False,), "both": (True, False)}
 
 @dataclass(frozen=True)
 class Document:
-    """A text and what of it is to be learned.
+    """A text and the parts of it to learn.
 
     spans: half-open character ranges [start, end) of the completions, in order and without overlap, each with its
     end-of-turn marker; None means the whole text (plain text).
-    sections: the number of each span, from 1 on, where a completion is made of parts; None means that all are 1.
+    sections: the section number of each span, from 1 on, if a completion has several parts; None means that all are 1.
     """
 
     text: str
@@ -44,15 +44,17 @@ class Document:
     def __post_init__(self):
         try:
             self.text.encode()
-        except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, which no tokenizer takes
-            raise UserError(f"the text is not Unicode at character {error.start}; fix or remove the row") from error
+        except UnicodeEncodeError as error:  # JSON can contain half a surrogate pair, which no tokenizer accepts
+            raise UserError(
+                f"the text is not valid Unicode at character {error.start}; fix or remove the row"
+            ) from error
 
 
 def documents(rows: Iterable[dict], tokenizer, thinking: str) -> Iterator[Document]:
-    """One Document for each plain-text row (each of its texts, if <|endoftext|> separates some), and what `render_chat`
-    makes of each chat row, in the rows' order.
+    """One Document for each plain-text row (for each text in it, if <|endoftext|> separates several) and the results of
+    `render_chat` for each chat row, in the order of the rows.
 
-    Raises UserError, with the row's number counted from 0, for a row that is neither or that cannot be rendered.
+    Raises UserError with the row's number (0-based) for a row that is neither or that cannot be rendered.
     """
     for number, row in enumerate(rows):
         try:
@@ -77,7 +79,7 @@ def _row_documents(row: dict, tokenizer, thinking: str) -> list[Document]:
 
 
 def _completed(prompt: str, completion: str) -> Document:
-    """A prompt as it stands, in whatever template it was written, and its completion, of which EOS is a part."""
+    """A prompt, taken verbatim, and its completion, which includes EOS."""
     if not completion.strip():
         raise UserError("the completion is empty; remove the row")
     return Document(prompt + completion, ((len(prompt), len(prompt + completion)),))
@@ -85,12 +87,12 @@ def _completed(prompt: str, completion: str) -> Document:
 
 def to_messages(row: dict) -> list[dict] | None:
     """The row as [{"role", "content"}, ...], or None for text without turns (column `text`, or `prompt` and
-    `completion` that are text).
+    `completion` as text).
 
     Reads `messages`; sharegpt `conversations` ({"from", "value"}); alpaca `instruction`, `input` (optional), `output`;
-    `prompt` and `completion` that are lists of turns.
-    An absent column and an empty (None) one are the same. Further keys of a message (e.g. `reasoning_content`,
-    which some templates use) are kept. Raises UserError for any other row and for a malformed turn.
+    `prompt` and `completion` as lists of turns.
+    A None column counts as absent. Other keys of a message are kept (e.g. `reasoning_content`, which some templates
+    use). Raises UserError for any other row and for a malformed turn.
     """
     for name, read in (("messages", _checked_message), ("conversations", _from_sharegpt)):
         if row.get(name) is not None:
@@ -110,11 +112,11 @@ def to_messages(row: dict) -> list[dict] | None:
         return [_checked_message(entry, turn) for turn, entry in enumerate(sides[0] + sides[1])]
     if "text" in row:
         return None
-    raise UserError(f"columns {', '.join(map(str, row)) or '(none)'} are no known format; known: {KNOWN_FORMATS}")
+    raise UserError(f"columns {', '.join(map(str, row)) or '(none)'} match no known format; known: {KNOWN_FORMATS}")
 
 
 def _given(row: dict) -> int:
-    """How many of a row's turns are its prompt, of which nothing is to be learned."""
+    """The number of turns in a row's prompt, which carries no loss."""
     is_pair = row.get("messages") is None and row.get("conversations") is None and isinstance(row.get("prompt"), list)
     return len(row["prompt"]) if is_pair else 0
 
@@ -137,12 +139,12 @@ def _require_text(entry: dict, keys: tuple[str, str], turn: int) -> None:
 
 
 def render_chat(messages: list[dict], tokenizer, thinking: str, given: int = 0) -> list[Document]:
-    """Render a conversation by the tokenizer's own chat template, once for each setting of `enable_thinking`.
+    """Render a conversation with the tokenizer's own chat template, once for each setting of `enable_thinking`.
 
-    thinking is "on", "off" or "both"; "both" gives two documents, or one where the two texts are the same. given: of
-    the first so many messages nothing is a completion.
-    Raises UserError where the tokenizer has no template, the template refuses the messages or does not open the
-    assistant's turns, or no completion is found.
+    thinking is "on", "off" or "both"; "both" gives two documents, or one if their texts are equal. given: the number of
+    leading messages that are not completions.
+    Raises UserError if the tokenizer has no template, if the template refuses the messages or does not open the
+    assistant's turns, or if no completion is found.
     """
     if thinking not in THINKING:
         raise UserError(f'thinking="{thinking}" is not one of {", ".join(THINKING)}')
@@ -150,15 +152,16 @@ def render_chat(messages: list[dict], tokenizer, thinking: str, given: int = 0) 
     spans = {}
     for enabled in THINKING[thinking]:
         text, ranges = _completions(messages, tokenizer, enabled, given)
-        # Of two equal texts the first is kept: a prompt with thinking on ends no later, so its completion covers more.
+        # If both texts are equal, keep the first: with thinking on the prompt ends no later, so the completion covers
+        # more.
         if text not in spans:
             spans[text] = ranges
     return [Document(text, ranges) for text, ranges in spans.items()]
 
 
 def _completions(messages: list[dict], tokenizer, enabled: bool, given: int) -> tuple[str, tuple[tuple[int, int], ...]]:
-    """The text of a conversation and the ranges of its completions. If a template renders no answer as it prompts for
-    it while other turns follow, those at the end are left out. Raises UserError if there is no completion."""
+    """The text of a conversation and the ranges of its completions. If no answer continues its generation prompt as
+    long as other turns follow the last answer, these turns are left out. Raises UserError if there is no completion."""
     answered = max((n for n, message in enumerate(messages, 1) if message["role"] == "assistant"), default=0)
     for told in (messages, messages[:answered]):
         text = _with_thought(told, render(told, tokenizer, enabled), tokenizer, enabled)
@@ -171,7 +174,7 @@ def _completions(messages: list[dict], tokenizer, enabled: bool, given: int) -> 
 
 
 def check_template(tokenizer) -> None:
-    """Raise UserError if a tokenizer has no chat template, or several of which none is the default."""
+    """Raise UserError if a tokenizer has no chat template, or several without a default."""
     if isinstance(tokenizer.chat_template, dict) and "default" not in tokenizer.chat_template:
         names = ", ".join(sorted(tokenizer.chat_template))
         raise UserError(
@@ -186,8 +189,8 @@ def check_template(tokenizer) -> None:
 
 
 def render(messages: list[dict], tokenizer, enabled: bool, prompt: bool = False) -> str:
-    """The text of a conversation, with the opening of the assistant's answer if `prompt`; enabled: thinking. A
-    template that prints the date prints the tokenizer's `template_date`, by default today's.
+    """The text of a conversation, followed by the generation prompt if `prompt`; enabled: thinking. A template that
+    prints the date prints the tokenizer's `template_date`, by default today's.
 
     Raises UserError if there are no messages or no template, or if the template refuses the messages.
     """
@@ -211,9 +214,9 @@ def render(messages: list[dict], tokenizer, enabled: bool, prompt: bool = False)
 
 
 def dated(template: str, date: datetime) -> str:
-    """A chat template whose strftime_now gives the parts of `date` instead of the current date.
+    """A chat template whose strftime_now formats `date` instead of the current date.
 
-    A macro of the same name shadows the function, because transformers offers no other way to set its clock.
+    A macro of the same name shadows the function, because transformers offers no other way to set the date.
     """
     if "strftime_now" not in template:
         return template
@@ -227,8 +230,8 @@ def _completion_spans(
 ) -> tuple[tuple[int, int], ...]:
     """Ranges of the completions in `text`, found by rendering the messages before and up to each assistant turn.
 
-    A template that rewrites earlier turns (Qwen3 drops their thinking) renders them differently as the last turn than
-    in `text`: what such a turn was prompted with is then unknown, and it is not counted.
+    A template that rewrites earlier turns (Qwen3 drops their thinking) renders such a turn differently here than in
+    `text`. Its prompt is then unknown, so it is not counted as a completion.
     """
     # A greeting as the very first message has no prompt to complete.
     turns = [n for n, message in enumerate(messages) if n >= max(1, given) and message["role"] == "assistant"]
@@ -247,10 +250,10 @@ def _completion_spans(
 
 
 def _with_thought(messages: list[dict], text: str, tokenizer, enabled: bool) -> str:
-    """The text of a conversation, changed if needed so that its last answer continues the generation prompt.
+    """The text of a conversation, changed if necessary so that its last answer continues the generation prompt.
 
-    Some templates (DeepSeek-R1's, QwQ's) end the prompt with `<think>` and render the answer without its thought. The
-    thought is put back: the message's own (reasoning_content, or its content up to `</think>`), else an empty one.
+    Some templates (DeepSeek-R1's, QwQ's) end the prompt with `<think>` but render the answer without its thought. The
+    thought is put back: the message's own (reasoning_content, or its content up to `</think>`) or an empty one.
     """
     if messages[-1]["role"] != "assistant" or len(messages) < 2:
         return text
@@ -259,7 +262,7 @@ def _with_thought(messages: list[dict], text: str, tokenizer, enabled: bool) -> 
     if not opened or text.startswith(prompt) or not text.startswith(prompt[: opened.start()]):
         return text
     answer = text[opened.start() :].lstrip()
-    if opened[1]:  # an empty thought that is closed at once
+    if opened[1]:  # the prompt closes its empty thought itself
         return text if THOUGHT_END in answer else prompt + answer
     thought, _, _ = messages[-1]["content"].rpartition(THOUGHT_END)
     thought = (messages[-1].get("reasoning_content") or thought).replace("<think>", "").strip()
@@ -274,25 +277,25 @@ def opens_thought(tokenizer, enabled: bool) -> bool:
 
 
 def after_thought(text: str, opened: bool) -> str:
-    """The text of an answer after its thought: all of it if there is no thought, none if the thought was cut off.
-    opened: whether the prompt opened one (`opens_thought`)."""
+    """The text of an answer after its thought: all of it if there is no thought, empty if the thought was cut off.
+    opened: whether the prompt opened a thought (`opens_thought`)."""
     _, end, answer = text.rpartition(THOUGHT_END)
     unfinished = not end and (opened or text.lstrip().startswith(THOUGHT))
     return "" if unfinished else answer.strip()
 
 
 def _check_opened(messages: list[dict], before: str, upto: str, tokenizer, enabled: bool) -> None:
-    """Raise UserError where the template has no generation prompt and yet writes something before an answer: it would
-    be learned as a part of the answer, and said with it."""
+    """Raise UserError if the template has no generation prompt but writes something before an answer: the model would
+    learn to generate that as part of the answer."""
     said = messages[-1]["content"].strip()
     if before == render(messages[:-1], tokenizer, enabled) and not upto[len(before) :].lstrip().startswith(said):
         raise UserError(
-            "the chat template does not open an assistant's turn (add_generation_prompt changes nothing), so what "
-            "belongs to the answer cannot be told; use a template that does"
+            "the chat template does not open an assistant's turn (add_generation_prompt changes nothing), so the start "
+            "of the answer is unknown; use a template that does"
         )
 
 
 def _until_end_marker(text: str, markers: tuple[str, ...]) -> str:
-    """Cut white space that follows an end-of-turn marker (ChatML's newline): a model stops at the marker."""
+    """Cut white space after an end-of-turn marker (ChatML's newline), because a model stops at the marker."""
     stripped = text.rstrip()
     return stripped if stripped.endswith(markers) else text

@@ -1,6 +1,6 @@
-"""The text options that several scripts share, and the text they describe.
+"""The text options that several scripts share, and reading the text they describe.
 
-Methods import what they need: --help must not wait for torch.
+Methods import what they need, so that --help does not wait for torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class ChatOptions:
     """How conversations become text."""
 
-    # Not identity: the facts record their effect, the fingerprints of the rows and of the template.
+    # Not part of the run's identity: its facts record their effect as fingerprints of the rows and of the template.
     chat_template: str | None = opt.data(
         None,
         "chat template to use instead of the tokenizer's own: chatml, gemma, llama3, the name of another template of "
@@ -65,7 +65,7 @@ class TokenOptions(ChatOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class TextSource(TokenOptions):
-    """Where documents come from."""
+    """The source of documents."""
 
     thinking: Literal["on", "off", "both"] = opt.data(
         "off", "render conversations with thinking on or off; both renders each row twice", identity=False
@@ -90,7 +90,7 @@ class TextSource(TokenOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions(TextSource):
-    """Where rows of tokens come from."""
+    """The source of rows of tokens."""
 
     length: int = opt.data(256, "tokens per row", at_least=2)
     max_rows: int | None = opt.data(None, "use at most this many packed rows [all]", at_least=1)
@@ -100,6 +100,6 @@ class TextOptions(TextSource):
         from qat_lora.data.packing import pack
 
         if self.streaming and not self.max_rows:
-            raise UserError("--streaming reads without end; give --max-rows with it")
+            raise UserError("--streaming may never end; give --max-rows with it")
         bos = self.bos_token(tokenizer)
         return pack(self.documents(tokenizer), tokenizer, self.length, self.max_rows, bos)

@@ -1,4 +1,4 @@
-"""Documents to rows of one length: one static shape for every batch, and a mask of the tokens to learn."""
+"""Pack documents into rows of one length: a static shape for every batch, and a mask of the target tokens."""
 
 import hashlib
 import json
@@ -21,8 +21,8 @@ from qat_lora.run.console import progress
 class Rows:
     """Packed text: tokens int32 [N, L] and mask uint8 [N, L].
 
-    mask[n, t] = 1 where tokens[n, t] is to be learned, that is, predicted from the tokens before it; the losses do the
-    shift. given: a token that is context wherever it stands and is never predicted (BOS, unless it is also the EOS).
+    mask[n, t] = 1 if tokens[n, t] is a target, i.e. predicted from the tokens before it; the losses do the shift.
+    given: a token that is never a target, only context (BOS, unless it is also the EOS).
     Raises ValueError for other types or shapes.
     """
 
@@ -43,14 +43,14 @@ class Rows:
 def stream(
     documents: Iterable[Document], tokenizer, limit: int | None = None, bos: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokenise the documents, end each with EOS and put them end to end: tokens int32 [T] and mask uint8 [T].
+    """Tokenise the documents, end each with EOS and concatenate them: tokens int32 [T] and mask uint8 [T].
 
-    Plain text has mask 1 throughout, EOS included; chat has mask 1 inside its spans, and gets no second EOS where its
-    rendering ends with one. bos: the token that every document begins with, mask 0; it is added where the text does
-    not begin with it already. Where BOS and EOS are the same token, the EOS of the document before stands for it, and
-    one is added at the very beginning.
+    Plain text has mask 1 throughout, including EOS; chat has mask 1 inside its spans, and gets no second EOS if its
+    rendering ends with one. bos: the token that every document begins with, mask 0; it is added unless the text already
+    begins with it. If BOS and EOS are the same token, the EOS of the previous document serves as BOS, and one is added
+    at the very beginning.
     Reading stops at `limit` tokens, so the documents may be endless.
-    Raises UserError where the tokenizer has no EOS.
+    Raises UserError if the tokenizer has no EOS.
     """
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no EOS token to end documents with; set tokenizer.eos_token")
@@ -75,15 +75,15 @@ def stream(
 
 
 def given_token(tokenizer, bos: int | None) -> int | None:
-    """The token that is never predicted in rows that begin with `bos`: BOS itself, unless it also ends documents."""
+    """The token that is never a target in rows that begin with `bos`: BOS itself, unless it also ends documents."""
     return None if bos == tokenizer.eos_token_id else bos
 
 
 def window_starts(tokens: torch.Tensor, length: int, stride: int, bos: int | None = None) -> list[int]:
-    """Where windows of `length` tokens begin in a stream [T], `stride` apart; the ragged end is left out.
+    """The starts of windows of `length` tokens in a stream [T], `stride` apart; an incomplete last window is dropped.
 
-    With `bos`, for which `windowed` overwrites a window's first token, one token further where the second is a BOS
-    already: two would stand side by side.
+    With `bos`, `windowed` overwrites a window's first token with BOS. A window whose second token is BOS already starts
+    one token later, so that it does not begin with two.
     """
     if bos is None:
         return list(range(0, len(tokens) - length + 1, stride))
@@ -97,7 +97,7 @@ def window_starts(tokens: torch.Tensor, length: int, stride: int, bos: int | Non
 
 
 def windowed(values: torch.Tensor, starts: list[int], length: int, first: int | None = None) -> torch.Tensor:
-    """The windows [N, length] of a stream [T], with `first` in place of each one's first value."""
+    """The windows [N, length] of a stream [T]; `first` replaces the first value of each."""
     rows = torch.stack([values[start : start + length] for start in starts])
     if first is not None:
         rows[:, 0] = first
@@ -107,18 +107,18 @@ def windowed(values: torch.Tensor, starts: list[int], length: int, first: int | 
 def pack(
     documents: Iterable[Document], tokenizer, length: int, max_rows: int | None = None, bos: int | None = None
 ) -> Rows:
-    """The documents' `stream`, cut into rows of `length` tokens, at most `max_rows`.
+    """The documents' `stream`, cut into at most `max_rows` rows of `length` tokens.
 
-    The ragged end is dropped. A document may span rows and a row may hold several documents. With `bos` every row and
-    every document begins with that token, mask 0. At the start of a row it stands in place of a token of the text, one
-    that could not be learned there anyway: nothing stands before it. A row of 256 is then BOS and 255 tokens of text.
-    Raises UserError where the text does not fill one row or the tokenizer has no EOS.
+    An incomplete last row is dropped. A document may span rows, and a row may hold several documents. With `bos` every
+    row and every document begins with that token, mask 0. At the start of a row it replaces a token of the text, which
+    could not be a target there anyway, because it has no context: a row of 256 is BOS and 255 tokens of text.
+    Raises UserError if the text does not fill one row or the tokenizer has no EOS.
     """
     if length < 2:
         raise UserError(f"length={length} leaves nothing to predict; use 2 or more")
     if max_rows is not None and max_rows < 1:
         raise UserError(f"max_rows={max_rows} keeps nothing; use 1 or more, or leave it out")
-    most = length if bos is None else length + 1  # tokens of the stream that a row can use up
+    most = length if bos is None else length + 1  # the most tokens of the stream that a row uses
     tokens, mask = stream(documents, tokenizer, None if max_rows is None else max_rows * most, bos)
     starts = window_starts(tokens, length, length, bos)[:max_rows]
     if not starts:
@@ -131,7 +131,7 @@ def pack(
 
 
 def pad(documents: Iterable[Document], tokenizer, length: int) -> Rows:
-    """A row for each document, filled up with EOS that is not to be learned.
+    """A row for each document, padded with EOS tokens that are not targets.
 
     Raises UserError for a document of more than `length` tokens, and for a tokenizer without EOS.
     """
@@ -147,9 +147,9 @@ def pad(documents: Iterable[Document], tokenizer, length: int) -> Rows:
 
 
 def encode(document: Document, tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids int32 [T] of one document, EOS included, and the number of the section that each is in, uint8 [T], 0
-    at what is not to be learned. T = 0 for an empty text."""
-    if not document.text:  # hub datasets keep blank lines as rows: an EOS for each would be learned as text
+    """Token ids int32 [T] of one document, including EOS, and the section number of each, uint8 [T], 0 for tokens that
+    are not targets. T = 0 for an empty text."""
+    if not document.text:  # hub datasets keep blank lines as rows: the model would learn an EOS for each
         return np.zeros(0, np.int32), np.zeros(0, np.uint8)
     whole = _encode_plain if document.spans is None else _encode_chat
     ids, sections = whole(document, tokenizer)
@@ -158,7 +158,7 @@ def encode(document: Document, tokenizer) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _encode_plain(document: Document, tokenizer) -> tuple[list[int], list[int]]:
-    # verbose=False: a text longer than the model's context is cut into rows here, so its warning would be false.
+    # verbose=False: long texts are cut into rows here, so the warning about the model's context would be wrong.
     ids = tokenizer(document.text, add_special_tokens=False, verbose=False)["input_ids"] + [tokenizer.eos_token_id]
     return ids, [1] * len(ids)
 
@@ -173,13 +173,13 @@ def _encode_chat(document: Document, tokenizer) -> tuple[list[int], list[int]]:
     ending = document.text.rstrip()  # ChatML ends with a newline after its EOS
     if not ending.endswith(tokenizer.eos_token):
         ids.append(tokenizer.eos_token_id)
-        sections.append(numbers[-1] * (document.spans[-1][1] >= len(ending)))  # if the assistant has the last word
+        sections.append(numbers[-1] * (document.spans[-1][1] >= len(ending)))  # if the last turn is the assistant's
     return ids, sections
 
 
 def _span_numbers(offsets: list[tuple[int, int]], spans: tuple[tuple[int, int], ...], numbers: tuple[int, ...]) -> list:
-    """The number of the span that each token has a character in, 0 for none. One that straddles the edge of a span
-    counts, else its characters are lost; one that straddles two is of the first."""
+    """For each token, the number of the span that it overlaps, 0 for none. A token that only partly overlaps a span
+    counts too, so that no character of the span is lost; one that overlaps two spans gets the number of the first."""
     start, end = np.asarray(offsets).reshape(-1, 2).T
     end = np.maximum(end, start + 1)  # byte-level tokenizers may report white space as an empty range
     found = np.zeros(len(start), np.uint8)
@@ -189,13 +189,13 @@ def _span_numbers(offsets: list[tuple[int, int]], spans: tuple[tuple[int, int], 
 
 
 def split_heldout(rows: Rows, fraction: float) -> tuple[Rows, Rows]:
-    """(train, held-out): the last max(1, round(fraction·N)) rows are held out, none where fraction is 0.
+    """(train, held-out): the last max(1, round(fraction·N)) rows are held out, or none if fraction is 0.
 
-    A contiguous tail, so that no held-out token is trained on; both are views of `rows`.
-    Raises UserError for a fraction outside [0, 1) and where nothing would be left to train on.
+    The held-out rows are contiguous, so that no held-out token is trained on; both parts are views of `rows`.
+    Raises UserError for a fraction outside [0, 1), and if no row would be left for training.
     """
     if not 0 <= fraction < 1:
-        raise UserError(f"held-out fraction {fraction} is outside [0, 1); use 0.05, say")
+        raise UserError(f"held-out fraction {fraction} is outside [0, 1); use e.g. 0.05")
     held = max(1, round(fraction * len(rows))) if fraction > 0 else 0
     kept = len(rows) - held
     if kept < 1:
@@ -208,7 +208,7 @@ def split_heldout(rows: Rows, fraction: float) -> tuple[Rows, Rows]:
 
 
 def fingerprint(rows: Rows) -> str:
-    """sha256 (hex) over shape, tokens and mask: equal for equal rows in every process and on every machine."""
+    """sha256 (hex) of shape, tokens and mask: the same for equal rows in every process and on every machine."""
     digest = hashlib.sha256(json.dumps(list(rows.tokens.shape)).encode())
     digest.update(np.ascontiguousarray(rows.tokens.numpy(), dtype="<i4").ravel())
     digest.update(np.ascontiguousarray(rows.mask.numpy()).ravel())
@@ -216,8 +216,8 @@ def fingerprint(rows: Rows) -> str:
 
 
 class TextDataset(Dataset):
-    """Packed rows as items: tokens [L] int64 and mask [L], 1 at the tokens to be predicted (never the first, and never
-    the rows' `given`)."""
+    """Packed rows as items: tokens [L] int64 and mask [L], 1 at the target tokens (never the first token, and never the
+    rows' `given`)."""
 
     def __init__(self, rows: Rows, completions_only: bool):
         self.tokens, self.mask = rows.tokens, rows.mask.clone() if completions_only else torch.ones_like(rows.mask)
@@ -226,10 +226,10 @@ class TextDataset(Dataset):
             self.mask[rows.tokens == rows.given] = 0
         self.fingerprint = fingerprint(rows)
         if len(rows) and not self.mask.any():
-            raise UserError("the rows keep no completion token to learn; use longer rows or other text")
+            raise UserError("the rows contain no completion token to learn; use longer rows or other text")
 
     def kept(self, i: int) -> int:
-        """Positions of row i to be predicted."""
+        """The number of target tokens in row i."""
         return int(self.mask[i].sum())
 
     def __len__(self):

@@ -1,4 +1,4 @@
-"""Supervised examples: which to keep, which to hold out, and how to pack them into rows of one length."""
+"""Supervised examples: filter them, hold some out, and pack them into rows of one length."""
 
 import calendar
 import hashlib
@@ -18,12 +18,12 @@ from qat_lora.data.chat import Document
 from qat_lora.data.packing import encode
 from qat_lora.errors import UserError
 
-NAMED = 5  # ids that an error lists
+NAMED = 5  # how many ids an error lists
 
 
 @dataclass(frozen=True)
 class Example:
-    """tokens int32 [T]; sections uint8 [T], 0 at what is not to be learned, else the number of its section."""
+    """tokens int32 [T]; sections uint8 [T]: the section number of each target token, 0 elsewhere."""
 
     id: str
     tokens: np.ndarray
@@ -31,21 +31,21 @@ class Example:
 
 
 def named(ids: Iterable[str]) -> str:
-    """The first few ids of rows, for an error."""
+    """The first few row ids, for an error message."""
     ids = list(ids)
     return ", ".join(ids[:NAMED]) + (f" and {len(ids) - NAMED} more" if len(ids) > NAMED else "")
 
 
 def encoded(id: str, document: Document, tokenizer) -> Example:
-    """A document as tokens that end with EOS, learned where the assistant has the last word. What stands first in a
-    row has nothing to be predicted from, and is not learned."""
+    """A document as tokens that end with EOS, which is a target if the assistant's turn is the last. The first token
+    has no context, so it is never a target."""
     tokens, sections = encode(document, tokenizer)
     sections[:1] = 0
     return Example(id, tokens, sections)
 
 
 def checked(examples: list[Example]) -> list[Example]:
-    """The same; raises UserError, with their ids, for examples that leave nothing to learn."""
+    """The examples unchanged; raises UserError with the ids of examples without target tokens."""
     empty = [example.id for example in examples if not example.sections.any()]
     if empty:
         raise UserError(f"rows {named(empty)}: no token is left to learn (all labels masked); give them a completion")
@@ -53,9 +53,9 @@ def checked(examples: list[Example]) -> list[Example]:
 
 
 def split_by_length(examples: list[Example], length: int) -> tuple[list[Example], list[Example]]:
-    """(those that fit a row of `length` tokens, those that are longer): an example is never cut.
+    """(examples that fit a row of `length` tokens, longer ones): an example is never cut.
 
-    Raises UserError where none fits.
+    Raises UserError if none fits.
     """
     short = [example for example in examples if len(example.tokens) <= length]
     long = [example for example in examples if len(example.tokens) > length]
@@ -68,19 +68,19 @@ def split_by_length(examples: list[Example], length: int) -> tuple[list[Example]
     return short, long
 
 
-# -- rows that are the same, or nearly --------------------------------------------------------------------------------
+# -- duplicates and near-duplicates ----------------------------------------------------------------------------------
 MONTHS = "|".join(calendar.month_name[1:])
 
 
 def without_figures(text: str) -> str:
-    """A text with every number and month as one sign, in lower case, without punctuation: equal for texts that differ
-    only in their figures, in the plurals that these require, and in how Unicode spells them."""
+    """A text in lower case and without punctuation, with every number and month replaced by "#". Texts that differ only
+    in their figures, in the plurals that these require, and in Unicode normalisation give the same result."""
     text = re.sub(rf"\b(?:{MONTHS.lower()})\b|\d+(?:[,.]\d+)*", "#", folded(text))
     return " ".join(re.findall(rf"#|{WORD}+", re.sub(r"#\s+(\w+?)s?\b", r"# \1", text)))
 
 
 def deduplicated(rows: list[dict], key: Callable[[dict], str]) -> tuple[list[dict], list[dict]]:
-    """(the first row of every key, the others), in their order."""
+    """(the first row of every key, the other rows), both in their order."""
     seen: set[str] = set()
     kept, dropped = [], []
     for row in rows:
@@ -93,10 +93,10 @@ def deduplicated(rows: list[dict], key: Callable[[dict], str]) -> tuple[list[dic
 def split_groups(
     rows: list[dict], group: Callable[[dict], str], fraction: float, seed: int
 ) -> tuple[list[dict], list[dict]]:
-    """(train, held-out), which share no group; held out are whole groups, in an order that their names and the seed
-    decide, as many as hold at most `fraction` of the rows, or else the smallest one.
+    """(train, held-out), which share no group. Goes through the groups in an order given by their names and the seed,
+    and holds out each group that keeps the held-out rows within `fraction`; if none does, holds out the smallest.
 
-    Raises UserError for a fraction outside (0, 1) and where one side would be empty.
+    Raises UserError for a fraction outside (0, 1), and if nothing would be left for training.
     """
     if not 0 < fraction < 1:
         raise UserError(f"--heldout-fraction {fraction} is outside (0, 1); use e.g. 0.1")
@@ -118,8 +118,8 @@ def split_groups(
 
 # -- packing ---------------------------------------------------------------------------------------------------------
 def best_fit(lengths: list[int], room: int) -> list[list[int]]:
-    """Which examples share a row of `room` tokens: the longest first, each into the fullest row that it still fits
-    (best-fit decreasing, Johnson 1973; at most 11/9 of the fewest rows that there can be, and one)."""
+    """Which examples share a row of `room` tokens: the longest first, each into the fullest row that still has room
+    (best-fit decreasing, Johnson 1973; at most 11/9 of the minimum number of rows, plus one)."""
     rows: list[list[int]] = []
     spare: list[tuple[int, int]] = []  # (tokens left, row), sorted
     for number in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -136,18 +136,19 @@ def best_fit(lengths: list[int], room: int) -> list[list[int]]:
 
 
 class PackedExamples(Dataset):
-    """Examples in rows of one length, several to a row; what is computed of one depends on no other.
+    """Examples in rows of one length, several per row; no result for one depends on another.
 
-    An item: tokens [L] int64, filled up with EOS; segments [L], the number of the example from 1 on, 0 where filled up;
-    positions [L], counted from each example's start; places [K], where the tokens to learn stand, filled up with 1;
-    sections [K] and weights [K] fp32 of those, 0 where filled up. K is the largest number of them in any row.
+    An item: tokens [L] int64, padded with EOS; segments [L], the number of the example from 1 on, 0 in the padding;
+    positions [L], counted from each example's start; places [K], the positions of the target tokens, padded with 1;
+    sections [K] and weights [K] fp32 of the target tokens, padded with 0. K is the largest number of target tokens in
+    any row.
     """
 
     def __init__(
         self, examples: list[Example], length: int, weights: tuple[float, ...], end: int, together: bool = True
     ):
-        """weights: of section 1, 2, …; end: the EOS token; together: several examples per row, else one. Raises
-        UserError if every weight is 0."""
+        """weights: of section 1, 2, …; end: the EOS token; together: several examples per row, otherwise one. Raises
+        UserError if all target tokens have weight 0."""
         lengths = [len(example.tokens) for example in examples]
         rows = best_fit(lengths, length) if together else [[number] for number in range(len(lengths))]
         self.tokens = np.full((len(rows), length), end, np.int32)
@@ -167,13 +168,13 @@ class PackedExamples(Dataset):
         self.filled = sum(lengths) / max(1, self.tokens.size)
         self.totals = self.weights[self.sections].sum(1)
         if not self.totals.any():
-            raise UserError("the section weights leave nothing to learn; give one above 0 to a section that is there")
+            raise UserError("the section weights leave nothing to learn; give an existing section a weight above 0")
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def kept(self, i: int) -> float:
-        """The weights of row i together."""
+        """The sum of the weights of row i."""
         return float(self.totals[i])
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
@@ -190,7 +191,7 @@ class PackedExamples(Dataset):
 
     @property
     def fingerprint(self) -> str:
-        """sha256 (hex) of everything that an item is made of."""
+        """sha256 (hex) of everything that items are made from."""
         digest = hashlib.sha256(repr((self.tokens.shape, self.weights.tolist())).encode())
         for part in (self.tokens, self.sections, self.segments):
             digest.update(np.ascontiguousarray(part).tobytes())

@@ -1,4 +1,4 @@
-"""Chat templates for models that come without one, and for those that are to speak in another."""
+"""Chat templates for models without one, or to replace a model's own."""
 
 import hashlib
 from pathlib import Path
@@ -7,7 +7,7 @@ from qat_lora.data.chat import render
 from qat_lora.errors import UserError
 from qat_lora.models.tokens import bos_token
 
-# name → (token that ends a turn, Jinja template in which `end` stands for it)
+# name → (token that ends a turn, Jinja template that writes it as `end`)
 BUILT_IN = {
     "chatml": (
         "<|im_end|>",
@@ -17,7 +17,7 @@ BUILT_IN = {
 {%- endfor %}
 {{- '<|im_start|>assistant\\n' if add_generation_prompt }}""",
     ),
-    "gemma": (  # knows no system role: its text stands before the first question
+    "gemma": (  # has no system role: the system text is put before the first question
         "<end_of_turn>",
         """
 {%- set system = messages[0]['content'] + '\\n\\n' if messages[0]['role'] == 'system' else '' %}
@@ -39,12 +39,12 @@ BUILT_IN = {
 
 
 def set_template(tokenizer, choice: str) -> None:
-    """Give a tokenizer the chat template `choice`, one of its own named templates, a name of BUILT_IN or a Jinja file.
+    """Set a tokenizer's chat template to `choice`: one of its own named templates, a name of BUILT_IN or a Jinja file.
 
-    A built-in one begins with BOS where the tokenizer's convention asks for it, and ends a turn with the tokenizer's
-    EOS where its own end marker is no special token there: a model learns to stop at one token, not at a spelled-out
-    marker. Raises UserError for a file that is missing, that is no template or does not show an answer, and for one
-    that ends a turn with a text that is no special token.
+    A built-in template begins with BOS if the tokenizer puts BOS in front of texts. It ends a turn with the tokenizer's
+    EOS if its own end marker is not a special token of the tokenizer, because a model learns to stop at one token and
+    not at a spelled-out marker. Raises UserError for a missing file, for a template that cannot be rendered or leaves
+    out the answer, and for one that ends a turn with text that is not a special token.
     """
     named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
     if choice in named:
@@ -59,21 +59,21 @@ def set_template(tokenizer, choice: str) -> None:
     after = _after_answer(tokenizer, choice)
     if after and not after.startswith(tuple(special_tokens(tokenizer))):
         raise UserError(
-            f"--chat-template {choice} ends a turn with {after[:40]!r}, which is no special token of the tokenizer, so "
-            f"answers would not stop there; end it with {{{{ eos_token }}}}, or add the token to the tokenizer"
+            f"--chat-template {choice} ends a turn with {after[:40]!r}, which is not a special token of the tokenizer, "
+            f"so answers would not stop there; end it with {{{{ eos_token }}}}, or add the token to the tokenizer"
         )
 
 
 def begin_with_bos(tokenizer) -> None:
-    """Have the tokenizer's chat template write BOS first, where it does not do so by itself."""
-    bos_token(tokenizer, "on")  # refuses a tokenizer without one
+    """Make the tokenizer's chat template begin with BOS, unless it does so already."""
+    bos_token(tokenizer, "on")  # refuses a tokenizer without BOS
     if not render([{"role": "user", "content": "?"}], tokenizer, False).startswith(tokenizer.bos_token):
         tokenizer.chat_template = "{{- bos_token }}" + tokenizer.get_chat_template()
 
 
 def template_facts(tokenizer, choice: str | None) -> dict[str, str]:
-    """For a run's manifest: the template that was asked for, a file by its checksum (nothing if it is the
-    tokenizer's own), and the date, if the template prints one."""
+    """For a run's manifest: the chosen template, if it is not the tokenizer's own (a file by its checksum), and the
+    date, if the template prints one."""
     facts = {}
     if choice is not None:
         is_file = choice not in BUILT_IN and Path(choice).expanduser().is_file()
@@ -102,7 +102,7 @@ def _read(choice: str) -> str:
 
 
 def _after_answer(tokenizer, choice: str) -> str:
-    """What the template writes after an answer, without white space around it."""
+    """The text that the template writes after an answer, stripped."""
     said = "§"
     try:
         text = render([{"role": "user", "content": "?"}, {"role": "assistant", "content": said}], tokenizer, False)

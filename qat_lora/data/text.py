@@ -1,4 +1,4 @@
-"""Where text comes from: Python's own help topics, a local file, or a dataset on the Hugging Face hub."""
+"""Sources of text: Python's own help topics, a local file, or a dataset on the Hugging Face hub."""
 
 import codecs
 import io
@@ -14,11 +14,11 @@ from qat_lora.errors import UserError, first_line
 from qat_lora.run.hub import hub_fault
 
 EMBEDDED = "embedded"
-END = "<|endoftext|>"  # separates the texts of a .txt file, as in TinyStories as published
+END = "<|endoftext|>"  # separates the texts of a .txt file, as in the published TinyStories
 PARQUET_BATCH_ROWS = 1024
 READ = 2**16  # bytes read from a .txt file at a time
 STOP = re.compile(r"[^\W\d_](?=[.,;:!?。，、；：！？])")  # where text without spaces can be cut
-PIECE = 2**14  # approximate characters of a piece of a long text
+PIECE = 2**14  # approximate length in characters of a piece of a long text
 
 
 def read_rows(
@@ -26,15 +26,15 @@ def read_rows(
 ) -> Iterator[dict]:
     """Open `source` and iterate over its rows, each a dict of columns.
 
-    source is "embedded" (pydoc_data.topics, one {"text": ...} a topic in sorted key order), a local .txt, .jsonl or
-    .parquet file, or the name of a hub dataset. A .txt file is one {"text": ...} as it stands; if <|endoftext|>
-    separates texts in it, it is one for each text, stripped, without empty ones. Separated texts and rows are read one
-    at a time. Every string of a row, nested ones included, is in NFC. `config` and `streaming` concern hub datasets
-    only. Without a hub, a dataset that is in the local cache is read from there.
-    fix: what an error about the hub advises, for callers that accept other sources than these.
+    source is "embedded" (pydoc_data.topics, one {"text": ...} per topic in sorted key order), a local .txt, .jsonl or
+    .parquet file, or the name of a hub dataset. A .txt file is one {"text": ...} row with its unchanged text; if
+    <|endoftext|> separates texts in it, each non-empty text is a row, stripped. Separated texts and rows are read one
+    at a time. Every string of a row, including nested ones, is in NFC. `config` and `streaming` apply only to hub
+    datasets. If the hub cannot be reached, a dataset in the local cache is read from there.
+    fix: how an error about the hub says to fix it, for callers that accept other sources than these.
     The first row is read at once, so that a bad source fails here and not at the first use of the iterator.
     Raises UserError for a source that is missing, unreadable or empty, for a malformed row (while iterating), and for
-    a `split` other than "train" where the source has no splits, because train rows would then pass for held-out ones.
+    a `split` other than "train" if the source has no splits, because train rows would then pass as held-out rows.
     """
     rows = map(_in_nfc, _open(source, config, split, streaming, fix))
     first = next(rows, None)
@@ -64,7 +64,7 @@ def _embedded_rows() -> Iterator[dict]:
 
 
 def nfc(text: str) -> str:
-    """`text` in Unicode's composed form (NFC). A character after an END is never composed with it."""
+    """`text` in Unicode's composed form (NFC). A character is never composed with an END before it."""
     if text.isascii() or unicodedata.is_normalized("NFC", text):
         return text
     return END.join(unicodedata.normalize("NFC", part) for part in text.split(END))
@@ -82,7 +82,7 @@ def _check_file(path: Path) -> None:
     if not path.exists():
         raise UserError(f"{path}: no such file; check the path")
     if path.is_dir():
-        raise UserError(f"{path} is a folder; name one {_either(FILE_READERS)} file in it")
+        raise UserError(f"{path} is a folder; give a {_either(FILE_READERS)} file in it")
 
 
 def _file_rows(path: Path) -> Iterator[dict]:
@@ -98,8 +98,8 @@ def is_txt(source: str) -> bool:
 
 
 def txt_parts(path: Path) -> Iterator[str | None]:
-    """The text of a .txt file part by part as it is read, with None in place of every END. Lines end in "\n"; the text
-    is not in NFC yet. Raises UserError if the file is missing, cannot be read or is not UTF-8."""
+    """The text of a .txt file in parts as it is read, with None for every END. Lines end in "\n"; the text is not in
+    NFC yet. Raises UserError if the file is missing, cannot be read or is not UTF-8."""
     _check_file(path)
     rest = ""
     for text in _decoded(path):
@@ -123,7 +123,7 @@ def _decoded(path: Path) -> Iterator[str]:
                 done += len(read)
                 yield decoder.decode(read)
             yield decoder.decode(b"", final=True)
-    except UnicodeDecodeError as error:  # error.object ends where reading has got to
+    except UnicodeDecodeError as error:  # error.object ends at the last byte read
         at = done - len(error.object) + error.start
         raise UserError(f"{path}: not UTF-8 text at byte {at}; convert the file to UTF-8") from error
     except OSError as error:
@@ -146,14 +146,14 @@ def _txt_rows(path: Path) -> Iterator[dict]:
 
 
 def in_pieces(parts: Iterable[str | None]) -> Iterator[tuple[str, bool]]:
-    """Texts as (piece, whether a text ends with it): stripped, in NFC, without empty ones.
+    """Texts as (piece, whether the text ends with it): stripped, in NFC, without empty texts.
 
     parts: text in parts of any size, None between two texts. A text longer than PIECE characters becomes several
-    pieces, cut before a space or newline that is followed by something else, or between a letter and a mark such as a
-    full stop. Neither NFC nor the pre-tokenisation of GPT-2 and byte-level BPE joins characters across such a place, so
-    the tokens of the pieces are those of the text. A text without such a place stays one piece.
+    pieces, cut before a space or newline followed by a non-space character, or between a letter and a punctuation
+    mark. Neither NFC nor the pre-tokenisation of GPT-2 and byte-level BPE joins characters across such a place, so the
+    pieces have the tokens of the text. A text without such a place stays one piece.
     """
-    rest, searched = "", 0  # `rest` has no place to cut before character `searched`
+    rest, searched = "", 0  # `rest` cannot be cut before character `searched`
     for part in chain(parts, [None]):
         if part is None:
             if rest := rest.rstrip():
@@ -173,8 +173,8 @@ def in_pieces(parts: Iterable[str | None]) -> Iterator[tuple[str, bool]]:
 
 
 def _last_cut(text: str, start: int) -> int:
-    """The last place from `start` on with a space or newline that is followed by something else, else between a letter
-    and a punctuation mark, or 0."""
+    """The last place from `start` on before a space or newline followed by a non-space character; otherwise between
+    a letter and a punctuation mark; otherwise 0."""
     end = len(text) - 1
     while (at := max(text.rfind(" ", start, end), text.rfind("\n", start, end))) > 0:
         if not text[at + 1].isspace():
@@ -193,7 +193,7 @@ def _jsonl_rows(path: Path) -> Iterator[dict]:
 def _json_row(line: bytes, path: Path, number: int) -> dict:
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError) as error:  # malformed JSON or malformed UTF-8; nested beyond reason
+    except (ValueError, RecursionError) as error:  # malformed JSON or UTF-8; too deeply nested
         raise UserError(f"{path} line {number}: not valid JSON ({error}); fix or remove the line") from error
     if not isinstance(row, dict):
         kind = type(row).__name__
@@ -210,7 +210,7 @@ def _parquet_rows(path: Path) -> Iterator[dict]:
             for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS):
                 yield from batch.to_pylist()
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not a readable parquet file ({first_line(error)}); write it anew") from error
+        raise UserError(f"{path}: not a readable parquet file ({first_line(error)}); write it again") from error
 
 
 FILE_READERS = {".txt": _txt_rows, ".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
@@ -222,7 +222,7 @@ def _hub_rows(source: str, config: str | None, split: str, streaming: bool, fix:
 
     fault = hub_fault("dataset", source)
     if fault and "/" not in source:
-        # `datasets` takes "json" and its like for a file format and reads whatever the working directory holds.
+        # `datasets` takes names like "json" as a file format and reads files from the working directory.
         raise _hub_error(source, fault, fix)
     try:
         with _offline(datasets.config) if fault else nullcontext():
@@ -240,7 +240,7 @@ def _hub_error(source: str, reason: str, fix: str | None) -> UserError:
 
 @contextmanager
 def _offline(config):
-    """Offline, `datasets` looks into its cache at once instead of retrying the hub first."""
+    """Within this context `datasets` is offline: it looks into its cache at once instead of retrying the hub first."""
     before, config.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE, True
     try:
         yield

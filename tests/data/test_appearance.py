@@ -1,4 +1,4 @@
-"""What looks the same compares equal, and what shows nothing is empty."""
+"""Texts that look the same compare equal, and invisible text is empty."""
 
 import unicodedata
 
@@ -14,12 +14,12 @@ FORMS = ("NFC", "NFD", "NFKC", "NFKD")
     ["", " \n\t", "\u200b", "\u00ad\u2060", "\ufeff", "\ufe0f", "\u00a0\u3000", "\x00\x1b\x7f", "\u2800", "\u3164",
      "\u034f", "\U000e0020", "\u202e\u200f"],
 )  # fmt: skip
-def test_what_shows_nothing(text):
+def test_invisible_texts(text):
     assert not visible(text) and visible(f"{text}x{text}")
 
 
 @pytest.mark.parametrize("text", [".", "—", "\u0600", "👍", "\u0915\u094d"])
-def test_what_shows_something(text):
+def test_visible_texts(text):
     assert visible(text)
 
 
@@ -31,17 +31,17 @@ def test_what_shows_something(text):
         ("ﬁne", "fine"), ("a\u200bb\ufeff", "ab"), ("Magistrates´", "Magistrates'"), ("“So”", "'So'"),
     ],
 )  # fmt: skip
-def test_what_looks_the_same_is_equal(one, other):
+def test_texts_that_look_the_same_are_equal(one, other):
     assert folded(one) == folded(other)
 
 
-def test_other_texts_stay_apart():
+def test_other_texts_stay_different():
     assert len({folded(text) for text in ("cafe", "café", "£5", "$5", "5", "कि", "की", "a b", "ab")}) == 9
     assert plain("A\r\nB\u2028C") == "A\n\nB\nC", "line ends stay"
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_normal_form_changes_nothing(form):
+def test_the_unicode_normal_form_does_not_matter(form):
     text = "".join(chr(code) for code in range(0x20, 0x3400) if unicodedata.category(chr(code)) != "Cn")
     for at in range(0, len(text), 3):
         said = f"a{text[at]}b {text[at : at + 3]}"

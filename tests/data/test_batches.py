@@ -1,4 +1,4 @@
-"""Which rows a step sees: all of them once an epoch, and the same ones whether or not the run was stopped."""
+"""Which rows a step uses: each row once per epoch, and the same rows whether or not the run was stopped."""
 
 import itertools
 
@@ -12,7 +12,7 @@ from qat_lora.errors import UserError
 
 
 class Numbers(Dataset):
-    """Row i holds i, its mask keeps i % 3 + 1 positions; reading row `bad` fails."""
+    """Row i holds i and its mask keeps i % 3 + 1 positions; reading row `bad` fails."""
 
     def __init__(self, count, bad=None):
         self.count, self.bad = count, bad
@@ -33,7 +33,7 @@ def rows_of(stream, count) -> list:
     return [batch["tokens"][:, 0].tolist() for batch in itertools.islice(stream, count)]
 
 
-def test_epoch_order_is_a_permutation_of_its_own():
+def test_every_seed_and_epoch_has_its_own_permutation():
     orders = {(seed, epoch): tuple(epoch_order(seed, epoch, 50).tolist()) for seed in (0, 1, 7) for epoch in range(3)}
     assert all(sorted(order) == list(range(50)) for order in orders.values())
     assert len(set(orders.values())) == len(orders)
@@ -41,13 +41,13 @@ def test_epoch_order_is_a_permutation_of_its_own():
 
 
 @pytest.mark.parametrize("seed", [2**12, 2**20])
-def test_large_seeds_count_too(seed):
-    """torch's CPU generator reads the lowest 32 bits of its seed only."""
+def test_large_seeds_differ_from_small_ones(seed):
+    """torch's CPU generator reads only the lowest 32 bits of its seed."""
     others = [epoch_order(other, epoch, 50).tolist() for other in (0, 1) for epoch in range(3)]
     assert epoch_order(seed, 0, 50).tolist() not in others
 
 
-def test_the_global_generator_has_no_say():
+def test_the_global_generator_is_not_used():
     first = rows_of(batches(Numbers(11), 2, 1, seed=3), 8)
     torch.manual_seed(99)
     state = torch.get_rng_state()
@@ -56,7 +56,7 @@ def test_the_global_generator_has_no_say():
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 11])
-def test_an_epoch_holds_every_row_once(size):
+def test_an_epoch_has_every_row_once(size):
     """11 rows: the batch at the end of an epoch is filled with the first rows of the next."""
     rows = list(itertools.chain(*rows_of(batches(Numbers(11), size, 1, seed=0), -(-33 // size))))
     assert rows[:33] == [row for epoch in range(3) for row in epoch_order(0, epoch, 11).tolist()]
@@ -64,8 +64,8 @@ def test_an_epoch_holds_every_row_once(size):
 
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
 @pytest.mark.parametrize("start", [1, 4, 5, 6, 11])
-def test_a_resumed_stream_is_the_tail_of_the_whole(accumulation, start):
-    """Five and a half batches an epoch: the starts lie before, on and after its end, with groups across it."""
+def test_a_resumed_stream_is_the_rest_of_the_whole(accumulation, start):
+    """Five and a half batches per epoch: the starts are before, at and after its end, and some updates span it."""
     whole = list(itertools.islice(batches(Numbers(11), 2, accumulation, seed=0), 15 * accumulation))
     resumed = itertools.islice(batches(Numbers(11), 2, accumulation, seed=0, start=start), (15 - start) * accumulation)
     for ours, wanted in itertools.zip_longest(resumed, whole[start * accumulation :]):
@@ -79,7 +79,7 @@ def test_total_counts_the_whole_update():
         assert [float(batch["total"]) for batch in update] == [total] * 3
 
 
-def test_accumulation_reads_the_rows_of_a_larger_batch():
+def test_accumulation_uses_the_rows_of_a_larger_batch():
     small, large = rows_of(batches(Numbers(12), 2, 2, seed=5), 6), rows_of(batches(Numbers(12), 4, 1, seed=5), 3)
     assert [a + b for a, b in zip(small[::2], small[1::2])] == large
 
@@ -87,7 +87,7 @@ def test_accumulation_reads_the_rows_of_a_larger_batch():
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_workers_share_the_rows_of_every_update(workers, accumulation):
-    """13 rows, which no number of workers divides: together they see the updates of one worker, and each row once."""
+    """13 rows, which no number of workers divides: together they process the updates of one worker, each row once."""
     one = rows_of(batches(Numbers(13), 2 * workers * accumulation, 1, seed=4), 6)
     streams = [
         rows_of(batches(Numbers(13), 2, accumulation, 4, 0, rank, workers), 6 * accumulation) for rank in range(workers)
@@ -103,7 +103,7 @@ def test_workers_share_the_rows_of_every_update(workers, accumulation):
     assert all(total == [wanted[m // accumulation] for m in range(4)] for total in totals)
 
 
-def test_a_resumed_stream_of_fewer_workers_goes_on_with_the_same_updates():
+def test_a_stream_resumed_with_fewer_workers_has_the_same_updates():
     four = [rows_of(batches(Numbers(13), 1, 1, 0, 0, rank, 4), 3) for rank in range(4)]
     two = [rows_of(batches(Numbers(13), 1, 2, 0, 3, rank, 2), 6) for rank in range(2)]
     seen = [row for update in range(3) for stream in four for row in stream[update]]
@@ -112,14 +112,14 @@ def test_a_resumed_stream_of_fewer_workers_goes_on_with_the_same_updates():
 
 
 @pytest.mark.parametrize("count, size, workers", [(3, 4, 1), (7, 4, 2), (2, 1, 3)])
-def test_refusals(count, size, workers):
+def test_too_few_rows_are_refused(count, size, workers):
     wanted = f"{count} training rows are fewer than a batch of {size} for each of {workers} workers"
     with pytest.raises(UserError, match=wanted):
         next(batches(Numbers(count), size, 1, 0, 0, 0, workers))
 
 
 def test_an_update_without_a_target_divides_by_one():
-    """A chat batch of long prompts may hold no completion; the run goes on."""
+    """A chat batch of long prompts may contain no completion; the run continues."""
 
     class Unmasked(Numbers):
         def kept(self, i):
@@ -132,8 +132,8 @@ def test_an_update_without_a_target_divides_by_one():
 
 
 @pytest.mark.parametrize("prefetch", [False, True])
-def test_a_fault_of_the_dataset_surfaces_at_its_place(prefetch):
-    """A loader that swallows exceptions ends an epoch early and looks like success."""
+def test_a_dataset_error_is_raised_at_its_place(prefetch):
+    """A loader that swallows exceptions would end an epoch early and look like a success."""
     order = epoch_order(0, 0, 12).tolist()
     stream = batches(Numbers(12, bad=order[7]), 2, 1, seed=0)
     stream = TorchBackend("cpu", "fp32").prefetch(stream) if prefetch else stream
@@ -142,7 +142,7 @@ def test_a_fault_of_the_dataset_surfaces_at_its_place(prefetch):
         next(stream)
 
 
-def test_prefetch_hands_on_every_batch_in_order_and_ends():
+def test_prefetch_passes_on_every_batch_in_order_and_ends():
     backend = TorchBackend("cpu", "fp32")
     source = list(itertools.islice(batches(Numbers(12), 2, 1, seed=0), 20))
     got = list(backend.prefetch(iter(source)))

@@ -1,4 +1,4 @@
-"""Rows that begin with BOS: every row and document does, once; it is never learned; without it nothing changes."""
+"""Rows with BOS: every row and document begins with BOS once, and BOS is never a target; other rows do not change."""
 
 import itertools
 from copy import deepcopy
@@ -20,7 +20,7 @@ SINGLE = [{"role": "user", "content": "What is 2+2?"}, {"role": "assistant", "co
 
 @pytest.fixture(scope="module")
 def gemma_like(tiny_tokenizer):
-    """A tokenizer that writes <|pad|> in front of a text as its BOS: a token that no text and no template holds."""
+    """A tokenizer that puts <|pad|> in front of a text as its BOS, a token that no text or template contains."""
     tokenizer = deepcopy(tiny_tokenizer)
     tokenizer.bos_token = "<|pad|>"
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -45,7 +45,7 @@ def test_every_row_and_document_begins_with_bos_once(tiny_tokenizer, length):
 
 
 @pytest.mark.parametrize("length", [5, 8, 13])
-def test_rows_are_the_stream_but_for_their_first_token(tiny_tokenizer, length):
+def test_rows_equal_the_stream_except_for_their_first_token(tiny_tokenizer, length):
     tokens, _ = stream(plain(), tiny_tokenizer, bos=BOS)
     expected = [i for text in TEXTS for i in (BOS, *tiny_tokenizer(text, add_special_tokens=False)["input_ids"], EOS)]
     assert tokens.tolist() == expected
@@ -53,11 +53,11 @@ def test_rows_are_the_stream_but_for_their_first_token(tiny_tokenizer, length):
     rows = pack(plain(), tiny_tokenizer, length, bos=BOS).tokens
     for start, row in zip(starts, rows, strict=True):
         assert row[1:].tolist() == expected[start + 1 : start + length]
-    for before, after in itertools.pairwise(starts):  # never more than the end of a document is left out between two
+    for before, after in itertools.pairwise(starts):  # at most the end of a document is left out in between
         assert after - before == length or (after - before == length + 1 and expected[after] == BOS)
 
 
-def test_without_bos_rows_are_what_they_were(tiny_tokenizer):
+def test_without_bos_rows_are_unchanged(tiny_tokenizer):
     ids = [i for text in TEXTS for i in (*tiny_tokenizer(text, add_special_tokens=False)["input_ids"], EOS)]
     rows = pack(plain(), tiny_tokenizer, 16)
     assert rows.tokens.flatten().tolist() == ids[: len(ids) // 16 * 16] and rows.mask.all() and rows.given is None
@@ -68,7 +68,7 @@ def embedded():
     return (Document(row["text"], None) for row in read_rows("embedded"))
 
 
-def test_the_options_follow_the_tokenizer_unless_told_otherwise(gemma_like, tmp_path):
+def test_the_bos_option_follows_the_tokenizer_by_default(gemma_like, tmp_path):
     path = tmp_path / "text.txt"
     path.write_text(" ".join(TEXTS))
     begins = {
@@ -89,12 +89,12 @@ def test_a_template_that_writes_bos_gets_no_second_one(gemma_like, own):
     assert learned == "It is 4.<|im_end|>" * 3
 
 
-def test_a_text_that_spells_bos_is_context_there(gemma_like):
+def test_bos_spelled_out_in_a_text_is_context(gemma_like):
     tokens, mask = stream(plain(["<|pad|>said", "more"]), gemma_like, bos=0)
     assert tokens.tolist().count(0) == 2 and torch.equal(mask == 0, tokens == 0)
 
 
-def test_one_token_for_bos_and_eos_stands_once_between_documents(tiny_tokenizer):
+def test_a_token_that_is_both_bos_and_eos_appears_once_between_documents(tiny_tokenizer):
     tokens, mask = stream(plain(["one", "two"]), tiny_tokenizer, bos=EOS)
     one, two = (tiny_tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("one", "two"))
     assert tokens.tolist() == [EOS, *one, EOS, *two, EOS]
@@ -120,7 +120,7 @@ def test_bos_is_never_predicted_in_training(gemma_like, completions_only):
             assert masks[rows.tokens != 0].all()
 
 
-# -- windows to measure -----------------------------------------------------------------------------------------------
+# -- evaluation windows -----------------------------------------------------------------------------------------------
 def test_a_blocked_window_is_bos_and_the_tokens_after_it(tiny_tokenizer):
     tokens = torch.tensor([BOS, *range(10, 40)], dtype=torch.int32)
     rows, scored = windows(tokens, 8, 8, bos=BOS)

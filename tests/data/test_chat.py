@@ -1,4 +1,4 @@
-"""Chat rows: known formats become messages, and spans cover the completions with their end marker, nothing else."""
+"""Chat rows: known formats become messages, and spans cover just the completions with their end markers."""
 
 import copy
 
@@ -17,7 +17,7 @@ MULTI = [
 ]
 NO_THOUGHT = "<think>\n\n</think>\n\n"
 
-# What Qwen3 does: the last turn keeps its thoughts (or an empty block), earlier turns lose them.
+# Like Qwen3's: the last turn keeps its thoughts (or an empty block), earlier turns lose them.
 FORGETFUL = """
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' }}
@@ -34,7 +34,7 @@ FORGETFUL = """
 """
 
 
-# What DeepSeek-R1 and QwQ do: the prompt opens a thought, and rendered answers have none.
+# Like those of DeepSeek-R1 and QwQ: the prompt opens a thought, and rendered answers have none.
 OPENING = """
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' + message.content.split('</think>')[-1].lstrip() + '<|im_end|>\\n' }}
@@ -84,7 +84,7 @@ def test_alpaca_input_follows_the_instruction():
     assert [message["content"] for message in messages] == ["Add.\n\n2 and 2", "4"]
 
 
-def test_plain_text_is_no_chat():
+def test_plain_text_is_not_chat():
     assert to_messages({"text": "plain", "id": 3}) is None
 
 
@@ -109,7 +109,7 @@ def test_unknown_or_malformed_rows(row, words):
 
 def test_half_a_surrogate_pair_is_refused_with_its_row(tiny_tokenizer):
     rows = [{"text": "fine 😀"}, {"text": "half \ud800"}]
-    assert "row 1: the text is not Unicode at character 5" in fault(list, documents(rows, tiny_tokenizer, "off"))
+    assert "row 1: the text is not valid Unicode at character 5" in fault(list, documents(rows, tiny_tokenizer, "off"))
 
 
 @pytest.mark.parametrize("messages, expected", [(SINGLE, ["It is 4."]), (MULTI, ["It is 4.", "Six "])])
@@ -131,21 +131,21 @@ def test_a_greeting_without_a_prompt_is_not_learned(tiny_tokenizer):
     assert completions(render_one(greeting + SINGLE, tiny_tokenizer, "on")) == ["It is 4.<|im_end|>"]
 
 
-def test_both_gives_two_renderings_or_one_where_they_are_the_same(tiny_tokenizer):
+def test_both_gives_two_renderings_or_one_if_they_are_equal(tiny_tokenizer):
     on, off = render_chat(SINGLE, tiny_tokenizer, "both")
     assert [on] == render_chat(SINGLE, tiny_tokenizer, "on") and [off] == render_chat(SINGLE, tiny_tokenizer, "off")
     indifferent = with_template(tiny_tokenizer, tiny_tokenizer.chat_template.replace("enable_thinking", "ignored"))
     assert len(render_chat(SINGLE, indifferent, "both")) == 1
 
 
-def test_a_template_that_rewrites_earlier_turns_leaves_the_last_one(tiny_tokenizer):
+def test_only_the_last_turn_counts_if_the_template_rewrites_earlier_ones(tiny_tokenizer):
     forgetful = with_template(tiny_tokenizer, FORGETFUL)
     assert completions(render_one(MULTI, forgetful, "on")) == [NO_THOUGHT + "Six <|im_end|>"]
     assert completions(render_one(MULTI, forgetful, "off")) == ["Six <|im_end|>"]
     thought = [*MULTI[:-1], {"role": "assistant", "content": "<think>\n3+3\n</think>\n\nSix"}]
     assert completions(render_one(thought, forgetful, "on")) == ["<think>\n3+3\n</think>\n\nSix<|im_end|>"]
     assert "continuation of its own generation prompt" in fault(render_chat, thought, forgetful, "off")
-    # One text, two prompts: what thinking on has to say covers what thinking off has to say.
+    # One text, two prompts: the completion with thinking on includes the one with thinking off.
     assert render_chat(MULTI, forgetful, "both") == render_chat(MULTI, forgetful, "on")
 
 
@@ -168,7 +168,7 @@ def test_a_template_without_an_end_marker_keeps_the_separator(tiny_tokenizer):
         ("{{ messages }}", [], "no messages"),
     ],
 )
-def test_what_cannot_be_rendered(tiny_tokenizer, template, messages, words):
+def test_conversations_that_cannot_be_rendered(tiny_tokenizer, template, messages, words):
     assert words in fault(render_chat, messages, with_template(tiny_tokenizer, template), "on")
 
 
@@ -176,13 +176,13 @@ def test_unknown_thinking(tiny_tokenizer):
     assert "on, off, both" in fault(render_chat, SINGLE, tiny_tokenizer, "maybe")
 
 
-def test_documents_mixes_plain_text_and_chat(tiny_tokenizer):
+def test_documents_may_mix_plain_text_and_chat(tiny_tokenizer):
     found = list(documents([{"text": "plain"}, {"messages": SINGLE}], tiny_tokenizer, "both"))
     assert found == [Document("plain", None), *render_chat(SINGLE, tiny_tokenizer, "both")]
 
 
 @pytest.mark.parametrize("row", [{"text": None}, {"other": 1}, {"messages": SINGLE[:1]}])
-def test_documents_names_the_row_at_fault(tiny_tokenizer, row):
+def test_documents_names_the_bad_row(tiny_tokenizer, row):
     rows = documents([{"text": "plain"}, row], tiny_tokenizer, "on")
     assert next(rows) == Document("plain", None)
     assert fault(next, rows).startswith("row 1: ")
@@ -218,7 +218,7 @@ def test_other_ways_to_open_a_thought(tiny_tokenizer, opened):
     ("Two twos.</think> 4", True, "4"), ("Two twos.", True, ""), ("<think>\nTwo", False, ""), ("4", False, "4"),
     ("<think>Two</think>\n\n4", False, "4"), ("", True, ""),
 ])  # fmt: skip
-def test_a_thought_that_was_cut_off_is_no_answer(said, opened, answer):
+def test_a_thought_that_was_cut_off_gives_no_answer(said, opened, answer):
     assert after_thought(said, opened) == answer
 
 
@@ -229,12 +229,12 @@ def test_turns_after_the_last_answer_are_left_out_if_the_template_rewrites_it(ti
     assert render_one(asked, tokenizer, thinking) == render_one(SINGLE, tokenizer, thinking)
 
 
-def test_a_separator_parts_the_texts_of_a_row(tiny_tokenizer):
+def test_a_separator_splits_the_texts_of_a_row(tiny_tokenizer):
     rows = [{"text": f"one{END} two\n{END}{END}"}, {"text": " as it stands "}, {"text": END}]
     assert [document.text for document in documents(rows, tiny_tokenizer, "on")] == ["one", "two", " as it stands "]
 
 
-def test_whether_a_prompt_opens_a_thought(tiny_tokenizer):
+def test_opens_thought_depends_on_the_template(tiny_tokenizer):
     assert opens_thought(with_template(tiny_tokenizer, OPENING.replace("gap", "'\\n'")), False)
     assert not opens_thought(tiny_tokenizer, True) and not opens_thought(tiny_tokenizer, False)
 
@@ -253,6 +253,6 @@ def test_a_thought_that_the_template_drops_is_put_back(tiny_tokenizer, answer):
     ]
 
 
-def test_of_several_turns_the_last_continues_its_prompt(tiny_tokenizer):
+def test_the_last_of_several_turns_continues_its_prompt(tiny_tokenizer):
     tokenizer = with_template(tiny_tokenizer, OPENING.replace("gap", repr("\n")))
     assert completions(render_one(MULTI, tokenizer, "off")) == ["\n</think>\n\nSix <|im_end|>"]

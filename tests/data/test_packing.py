@@ -1,4 +1,4 @@
-"""Packing: every token once and in order, the mask decodes to the completions, held-out rows are apart."""
+"""Packing: every token once and in order, the mask decodes to the completions, held-out rows are separate."""
 
 import itertools
 import logging
@@ -26,7 +26,7 @@ def rows_of(count, length=4):
 
 
 def pack_whole(found, tokenizer):
-    """All tokens of the documents as ids and mask [T]: rows of 2 drop one token at most, of a last document `!`."""
+    """All tokens of the documents as ids and mask [T]: rows of 2 drop at most one token, of an extra last document."""
     rows = pack([*found, Document("!", None)], tokenizer, 2)
     return rows.tokens.flatten().tolist(), rows.mask.flatten().tolist()
 
@@ -74,7 +74,7 @@ def test_mask_decodes_to_the_completions_and_their_eos(tiny_tokenizer, row, answ
     assert chat_runs(row, tiny_tokenizer, thinking) == [answer + EOS for answer in answers]
 
 
-def test_thinking_both_learns_each_rendering(tiny_tokenizer):
+def test_thinking_both_gives_targets_in_each_rendering(tiny_tokenizer):
     assert chat_runs({"messages": SINGLE}, tiny_tokenizer, "both") == ["It is 4, naïve 🙂." + EOS] * 2
 
 
@@ -88,14 +88,14 @@ def test_chat_gets_no_second_eos(tiny_tokenizer):
 @pytest.mark.parametrize(
     "document, learned", [(Document("u: hi\na: yes\n", ((9, 13),)), 1), (Document("a: yes\nu: bye\n", ((3, 7),)), 0)]
 )
-def test_eos_after_chat_without_one_is_learned_if_the_assistant_has_the_last_word(tiny_tokenizer, document, learned):
+def test_eos_added_to_chat_is_a_target_if_the_last_turn_is_the_assistants(tiny_tokenizer, document, learned):
     ids, mask = pack_whole([document], tiny_tokenizer)
     end = ids.index(tiny_tokenizer.eos_token_id)
     assert tiny_tokenizer.decode(ids[:end]) == document.text
     assert mask[end] == learned
 
 
-def test_a_token_that_straddles_the_start_of_a_span_is_learned(tiny_tokenizer):
+def test_a_token_that_straddles_the_start_of_a_span_is_a_target(tiny_tokenizer):
     text = "say: the"
     (start, end) = tiny_tokenizer(text, return_offsets_mapping=True)["offset_mapping"][-1]
     assert (start, end) == (4, 8)  # " the" is one token
@@ -111,7 +111,7 @@ def test_max_rows_stops_reading_an_endless_source(tiny_tokenizer):
 
 
 def test_a_megabyte_of_text_packs_without_a_warning(tiny_tokenizer, caplog, recwarn, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)  # or caplog sees nothing
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)  # otherwise caplog sees nothing
     rows = pack([Document("All work and no play. " * 50_000, None)], tiny_tokenizer, 1024)
     assert len(rows) > 300
     assert not caplog.records and not recwarn.list
@@ -138,7 +138,7 @@ def test_rows_refuse_other_types_and_shapes():
 
 
 @pytest.mark.parametrize("fraction, held", [(0, 0), (0.001, 1), (0.2, 2), (0.5, 5)])
-def test_split_holds_out_the_tail(fraction, held):
+def test_split_holds_out_the_last_rows(fraction, held):
     train, heldout = split_heldout(rows_of(10), fraction)
     assert (len(train), len(heldout)) == (10 - held, held)
     assert torch.equal(torch.cat([train.tokens, heldout.tokens]), rows_of(10).tokens)
@@ -148,12 +148,12 @@ def test_split_holds_out_the_tail(fraction, held):
 @pytest.mark.parametrize(
     "count, fraction, words", [(1, 0.1, "1 of 1"), (2, 0.9, "2 of 2"), (4, 1, "outside"), (4, -1, "outside")]
 )
-def test_split_that_leaves_nothing(count, fraction, words):
+def test_invalid_splits_are_refused(count, fraction, words):
     with pytest.raises(UserError, match=words):
         split_heldout(rows_of(count), fraction)
 
 
-def test_fingerprint_tells_content_shape_and_mask():
+def test_fingerprint_depends_on_content_shape_and_mask():
     rows = rows_of(4)
     other_mask = rows.mask.clone()
     other_mask[1, 1] = 0
@@ -179,7 +179,7 @@ print(tokenizer_fingerprint(tokenizer), fingerprint(pack([Document("some text " 
     assert output.stdout.split() == [tokenizer_fingerprint(tiny_tokenizer), fingerprint(rows)]
 
 
-def test_tokenizer_fingerprint_follows_ids_and_nothing_else(tiny_tokenizer, tiny_model_dir):
+def test_tokenizer_fingerprint_depends_on_ids_only(tiny_tokenizer, tiny_model_dir):
     from transformers import AutoTokenizer
 
     expected = tokenizer_fingerprint(tiny_tokenizer)
@@ -194,7 +194,7 @@ def test_tokenizer_fingerprint_follows_ids_and_nothing_else(tiny_tokenizer, tiny
     assert tokenizer_fingerprint(grown) != expected
 
 
-def test_tiny_model_reads_packed_rows(tiny_tokenizer, tiny_model_dir):
+def test_the_tiny_model_accepts_packed_rows(tiny_tokenizer, tiny_model_dir):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)

@@ -1,4 +1,4 @@
-"""Examples for supervised fine-tuning: which tokens are learned, which rows share a group, how rows are packed."""
+"""Examples for supervised fine-tuning: which tokens are targets, which rows share a group, how rows are packed."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def example(id: str, *sections: int) -> Example:
 
 
 def learned(row: dict, tokenizer) -> str:
-    """What the tokens to learn of a row decode to."""
+    """The decoded target tokens of a row."""
     (document,) = documents([row], tokenizer, "off")
     found = encoded("0", document, tokenizer)
     return tokenizer.decode(found.tokens[found.sections > 0])
@@ -37,21 +37,21 @@ def turns(*contents: str) -> list[dict]:
 
 
 # -- golden masks ----------------------------------------------------------------------------------------------------
-def test_chat_learns_the_answer_and_its_end(tiny_tokenizer):
+def test_the_targets_of_chat_are_the_answer_and_its_end(tiny_tokenizer):
     assert learned({"messages": turns("Who?", "He.")}, tiny_tokenizer) == "He.<|im_end|>"
 
 
-def test_several_turns_are_all_learned(tiny_tokenizer):
+def test_every_assistant_turn_is_a_target(tiny_tokenizer):
     said = learned({"messages": turns("Who?", "He.", "Why?", "So.")}, tiny_tokenizer)
     assert said == "He.<|im_end|>So.<|im_end|>"
 
 
-def test_of_a_prompt_with_turns_only_the_completion_is_learned(tiny_tokenizer):
+def test_the_turns_of_a_prompt_are_not_targets(tiny_tokenizer):
     row = {"prompt": turns("Who?", "He.", "Why?"), "completion": [{"role": "assistant", "content": "So."}]}
     assert learned(row, tiny_tokenizer) == "So.<|im_end|>"
 
 
-def test_a_template_of_old_learns_what_follows_it_and_eos(tiny_tokenizer):
+def test_the_targets_of_a_plain_text_prompt_are_its_completion_and_eos(tiny_tokenizer):
     row = {"prompt": "### Instruction:\nWho?\n\n### Response:\n", "completion": "He."}
     assert learned(row, tiny_tokenizer) == "He.<|im_end|>"
     assert learned({"prompt": "", "completion": "He went home."}, tiny_tokenizer).endswith("home.<|im_end|>")
@@ -64,15 +64,15 @@ def test_an_empty_completion_is_refused(tiny_tokenizer):
         learned({"prompt": "Who?", "completion": turns("He.")}, tiny_tokenizer)
 
 
-def test_sections_of_a_document_are_numbered_and_the_end_is_of_the_last(tiny_tokenizer):
+def test_sections_of_a_document_are_numbered_and_eos_belongs_to_the_last(tiny_tokenizer):
     text = "question: one two three"
     found = encoded("0", Document(text, ((10, 14), (14, 18), (18, 23)), (1, 2, 5)), tiny_tokenizer)
     parts = [tiny_tokenizer.decode(found.tokens[found.sections == n]) for n in (0, 1, 2, 5)]
     assert "".join(parts) == text + "<|im_end|>" and parts[3].endswith("ree<|im_end|>")
-    assert parts[0] == "question:" and parts[1].startswith(" one"), "a token over an edge is of the first"
+    assert parts[0] == "question:" and parts[1].startswith(" one"), "a token in two sections belongs to the first"
 
 
-def test_the_first_token_of_an_example_is_never_learned(tiny_tokenizer):
+def test_the_first_token_of_an_example_is_never_a_target(tiny_tokenizer):
     found = encoded("0", Document("all of it", None), tiny_tokenizer)
     assert found.sections[0] == 0 and found.sections[1:].all()
 
@@ -93,8 +93,8 @@ def test_templates_that_generate_no_assistant_turn_are_refused(kind, words, tiny
         learned({"messages": turns("Who?", "He.")}, tiny_tokenizer)
 
 
-def test_a_template_that_needs_no_opening_is_taken(tiny_tokenizer, monkeypatch):
-    """As those of Mistral and Llama 2, which go straight from the question's end to the answer."""
+def test_a_template_that_does_not_open_a_turn_is_accepted(tiny_tokenizer, monkeypatch):
+    """Those of Mistral and Llama 2 go straight from the end of the question to the answer."""
     monkeypatch.setattr(
         tiny_tokenizer,
         "chat_template",
@@ -104,13 +104,13 @@ def test_a_template_that_needs_no_opening_is_taken(tiny_tokenizer, monkeypatch):
     assert learned({"messages": turns("Who?", "He.")}, tiny_tokenizer).strip() == "He.<|im_end|>"
 
 
-# -- what is left out, what is held out ------------------------------------------------------------------------------
-def test_examples_without_anything_to_learn_are_refused_by_id():
+# -- examples that are left out or held out --------------------------------------------------------------------------
+def test_the_error_about_examples_without_targets_lists_their_ids():
     with pytest.raises(UserError, match=r"rows b, c: no token is left to learn \(all labels masked\)"):
         checked([example("a", 0, 1), example("b", 0, 0), example("c", 0)])
 
 
-def test_long_examples_are_left_out_whole():
+def test_long_examples_are_left_out_and_not_cut():
     short, long = split_by_length([example("a", 0, 1), example("b", 0, 1, 1)], 2)
     assert [e.id for e in short] == ["a"] and [e.id for e in long] == ["b"] and len(long[0].tokens) == 3
     with pytest.raises(UserError, match=r"rows b, up to 3 tokens.*raise --length, e.g. to 3"):
@@ -126,12 +126,12 @@ def test_long_examples_are_left_out_whole():
         ("1 year and 1 month", "2 years and 3 months"),
     ],
 )
-def test_texts_that_differ_in_figures_alone_are_one_group(one, other):
+def test_texts_that_differ_only_in_figures_are_one_group(one, other):
     assert without_figures(one) == without_figures(other)
     assert without_figures(one) != without_figures(one + " or not")
 
 
-def test_duplicates_go_and_the_first_stays():
+def test_the_first_of_several_duplicates_is_kept():
     rows = [{"n": n, "q": q} for n, q in enumerate("abca")]
     kept, dropped = deduplicated(rows, lambda row: row["q"])
     assert [row["n"] for row in kept] == [0, 1, 2] and [row["n"] for row in dropped] == [3]
@@ -139,7 +139,7 @@ def test_duplicates_go_and_the_first_stays():
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=60), st.floats(0.05, 0.9), st.integers(0, 5))
 @settings(max_examples=60, deadline=None)
-def test_no_group_stands_on_both_sides(groups, fraction, seed):
+def test_no_group_is_on_both_sides(groups, fraction, seed):
     rows = [{"n": n, "g": str(g)} for n, g in enumerate(groups)]
     if len(set(groups)) == 1:
         with pytest.raises(UserError, match="one group of near-duplicates"):
@@ -151,14 +151,14 @@ def test_no_group_stands_on_both_sides(groups, fraction, seed):
     assert (train, heldout) == split_groups(rows, lambda row: row["g"], fraction, seed)
 
 
-def test_a_group_that_is_too_large_is_passed_over():
+def test_a_group_that_is_too_large_is_skipped():
     rows = [{"g": "large"}] * 36 + [{"g": "small"}] * 4
     for seed in range(6):
         assert [len(side) for side in split_groups(rows, lambda row: row["g"], 0.1, seed)] == [36, 4]
         assert [len(side) for side in split_groups(rows, lambda row: row["g"], 0.05, seed)] == [36, 4], "the smallest"
 
 
-def test_a_share_that_is_none_is_refused():
+def test_an_invalid_fraction_is_refused():
     with pytest.raises(UserError, match="--heldout-fraction 1"):
         split_groups([{}], str, 1, 0)
 
@@ -166,16 +166,16 @@ def test_a_share_that_is_none_is_refused():
 # -- packing ---------------------------------------------------------------------------------------------------------
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=80), st.integers(50, 120))
 @settings(max_examples=100, deadline=None)
-def test_every_example_is_packed_once_and_rows_are_few(lengths, room):
+def test_every_example_is_packed_once_into_few_rows(lengths, room):
     rows = best_fit(lengths, room)
     assert sorted(n for row in rows for n in row) == list(range(len(lengths)))
     filled = [sum(lengths[n] for n in row) for row in rows]
     assert max(filled) <= room
-    assert all(lengths[rows[-1][0]] + other > room for other in filled[:-1]), "a row is opened for what fits no other"
+    assert all(lengths[rows[-1][0]] + other > room for other in filled[:-1]), "new rows only if no other has room"
     assert len(rows) <= 2 * sum(lengths) / room + 1
 
 
-def test_the_fullest_row_that_fits_is_taken():
+def test_the_fullest_row_with_room_is_chosen():
     assert best_fit([6, 5, 4, 3], 10) == [[0, 2], [1, 3]]
     assert best_fit([7, 8, 2], 10) == [[1, 2], [0]]
 
@@ -191,7 +191,7 @@ def test_an_item_of_packed_examples():
     assert item["weights"].tolist() == [1.0, 3.0, 1.0] and packed.kept(0) == 5.0
 
 
-def test_the_fingerprint_knows_tokens_sections_packing_and_weights():
+def test_the_fingerprint_depends_on_tokens_sections_packing_and_weights():
     rows = [example("a", 0, 1, 1), example("b", 0, 1)]
     tokens, sections = (np.concatenate([getattr(row, part) for row in rows]) for part in ("tokens", "sections"))
     made = [
@@ -206,6 +206,6 @@ def test_the_fingerprint_knows_tokens_sections_packing_and_weights():
     assert PackedExamples(rows, 7, (1.0,), 9).fingerprint == made[0].fingerprint
 
 
-def test_weights_that_leave_nothing_are_refused():
+def test_weights_that_leave_nothing_to_learn_are_refused():
     with pytest.raises(UserError, match="section weights leave nothing"):
         PackedExamples([example("a", 0, 1)], 4, (0.0, 1.0), 9)

@@ -1,4 +1,4 @@
-"""Built-in chat templates render what their models were trained on, end a turn where a model can stop, and say no."""
+"""Built-in chat templates render the format of their models and end a turn with a stop token; bad ones are refused."""
 
 import re
 from copy import deepcopy
@@ -35,7 +35,7 @@ SHAPES = [("chatml", "<|im_end|>", CHATML), ("gemma", "<end_of_turn>", GEMMA), (
 
 @pytest.fixture
 def bare(tiny_tokenizer):
-    """bare(*specials, bos): a tokenizer without template whose EOS is <|pad|>, with more special tokens; `bos` writes
+    """bare(*specials, bos): a tokenizer without template whose EOS is <|pad|>, with extra special tokens; `bos` puts
     <|im_start|> in front of a text."""
 
     def make(*specials, bos=False):
@@ -65,7 +65,7 @@ def test_built_in_templates(bare, name, end, text):
 
 
 @pytest.mark.parametrize("name, end, text", SHAPES[1:])
-def test_without_the_end_marker_a_turn_ends_with_eos(bare, name, end, text):
+def test_a_turn_ends_with_eos_if_the_tokenizer_lacks_the_end_marker(bare, name, end, text):
     tokenizer = bare()
     set_template(tokenizer, name)
     (found,) = render_chat(TALK, tokenizer, "off")
@@ -74,7 +74,7 @@ def test_without_the_end_marker_a_turn_ends_with_eos(bare, name, end, text):
     assert _turn_end(tokenizer) == [tokenizer.eos_token_id]
 
 
-def test_a_file_stands_in_place_of_the_tokenizers_own(tiny_model_dir, tmp_path):
+def test_a_file_replaces_the_tokenizers_own_template(tiny_model_dir, tmp_path):
     path = tmp_path / "talk.jinja"
     path.write_text(DATELESS)
     tokenizer = ChatOptions(chat_template=str(path)).tokenizer(str(tiny_model_dir))
@@ -92,10 +92,10 @@ def test_a_file_stands_in_place_of_the_tokenizers_own(tiny_model_dir, tmp_path):
         (b"{{ messages[0].content + 1 }}", "cannot be rendered"),
         (b"{{ raise_exception('no') }}", "cannot be rendered"),
         (b"hello", "leaves out the assistant's message"),
-        (b"{% for m in messages %}{{ m.content }}</turn>\n{% endfor %}", "ends a turn with '</turn>', which is no "),
+        (b"{% for m in messages %}{{ m.content }}</turn>\n{% endfor %}", "ends a turn with '</turn>', which is not "),
     ],
 )
-def test_files_that_are_no_template(tiny_tokenizer, tmp_path, content, words):
+def test_files_that_are_not_templates(tiny_tokenizer, tmp_path, content, words):
     path = tmp_path / "t.jinja"
     if content is not None:
         path.write_bytes(content)
@@ -115,7 +115,7 @@ def test_bos_is_put_in_front_of_a_template_that_lacks_it(bare):
         assert render_chat(TALK, tokenizer, "off")[0].text == "<|im_start|>" + LLAMA
 
 
-def test_a_run_knows_its_template_by_content(tmp_path, bare):
+def test_a_run_identifies_its_template_by_content(tmp_path, bare):
     tokenizer = bare("<|eot_id|>")
     paths = [tmp_path / name for name in ("a", "b", "c")]
     for path, text in zip(paths, ("one", "one", "two")):
@@ -125,8 +125,8 @@ def test_a_run_knows_its_template_by_content(tmp_path, bare):
     assert template_facts(tokenizer, "gemma") == {"chat_template": "gemma"}
 
 
-# -- templates with a date, with names ---------------------------------------------------------------------------------
-def test_a_template_prints_the_date_that_it_is_given(bare):
+# -- templates with a date, named templates ----------------------------------------------------------------------------
+def test_a_template_prints_the_given_date(bare):
     tokenizer = bare("<|eot_id|>")
     tokenizer.chat_template = "{{ strftime_now('%d %b %Y %H:%M') }}" + DATELESS
     (today,) = render_chat(TALK[1:3], tokenizer, "off")
@@ -158,7 +158,7 @@ def test_a_fixed_date_is_written_as_strftime_would(bare, call):
     assert found == "\n" + "".join(wanted)
 
 
-def test_named_templates_without_a_default_have_to_be_chosen(bare):
+def test_one_of_several_named_templates_must_be_chosen_if_there_is_no_default(bare):
     tokenizer = bare("<|eot_id|>")
     tokenizer.chat_template = {"plain": DATELESS, "tools": "{{ 'tools' }}" + DATELESS}
     with pytest.raises(UserError, match=r"templates named plain, tools and no default; .*--chat-template plain"):
@@ -167,7 +167,7 @@ def test_named_templates_without_a_default_have_to_be_chosen(bare):
     assert render_chat(TALK[1:3], tokenizer, "off")[0].text.startswith("tools")
 
 
-def test_the_default_of_named_templates_is_taken(bare):
+def test_the_default_of_named_templates_is_used(bare):
     tokenizer = bare("<|eot_id|>")
     tokenizer.chat_template = {"default": DATELESS, "tools": "{{ 'tools' }}" + DATELESS}
     assert render_chat(TALK[1:3], tokenizer, "off")[0].text.startswith("user: Hi")

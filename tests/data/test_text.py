@@ -1,4 +1,4 @@
-"""Text sources: each kind of source gives its rows in order, and each fault is one line with its fix."""
+"""Text sources: each kind gives its rows in order, and each error is one line with its fix."""
 
 import json
 import random
@@ -20,7 +20,7 @@ ROWS = [{"text": f"row {n} é", "n": n} for n in range(5)]
 
 @pytest.fixture
 def no_hub(monkeypatch, tmp_path):
-    """A hub that nothing listens at, and an empty cache of datasets, wherever the test runs."""
+    """A hub address where nothing listens, and an empty dataset cache, wherever the test runs."""
     import datasets
 
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
@@ -29,7 +29,7 @@ def no_hub(monkeypatch, tmp_path):
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A hub that knows one dataset with a train split."""
+    """A hub with one dataset that has a train split."""
     import datasets
     import huggingface_hub
 
@@ -73,7 +73,7 @@ def test_txt_is_one_document(tmp_path):
     path.write_text("first\n\nsecond é\n", encoding="utf-8")
     assert list(read_rows(str(path))) == [{"text": "first\n\nsecond é\n"}]
     path.write_text("first\n\nsecond é\n", encoding="utf-8-sig")
-    assert list(read_rows(str(path))) == [{"text": "first\n\nsecond é\n"}], "a byte order mark is no text"
+    assert list(read_rows(str(path))) == [{"text": "first\n\nsecond é\n"}], "a byte order mark is not text"
 
 
 @pytest.mark.parametrize("write, name", [(write_jsonl, "a.jsonl"), (write_parquet, "a.parquet")])
@@ -82,7 +82,7 @@ def test_files_give_their_rows_in_order(tmp_path, write, name):
     assert list(read_rows(path)) == ROWS
 
 
-def test_jsonl_skips_blank_lines_and_reads_no_further_than_asked(tmp_path):
+def test_jsonl_skips_blank_lines_and_reads_only_the_rows_needed(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"n": 1}\n\n{"n": 2}\nbroken\n')
     assert list(islice(read_rows(str(path)), 2)) == [{"n": 1}, {"n": 2}]
@@ -128,18 +128,18 @@ def test_a_split_of_a_file_is_refused():
 
 
 @pytest.mark.parametrize("source", ["roneneldan/TinyStories", "wikitext", "not a/valid/name", "json"])
-def test_without_a_hub_a_dataset_name_fails_fast_and_names_the_mend(no_hub, source):
+def test_without_a_hub_a_dataset_name_fails_fast_and_names_the_fix(no_hub, source):
     start = time.monotonic()
     message = fault(source)
     assert time.monotonic() - start < 15
     assert f'"{source}"' in message and '"embedded"' in message and ".txt, .jsonl or .parquet" in message
 
 
-def test_without_a_hub_a_caller_with_other_sources_names_its_own(no_hub):
+def test_without_a_hub_the_error_has_the_callers_fix(no_hub):
     assert fault("nobody/nothing", fix="use a pencil").endswith("; use a pencil")
 
 
-def test_without_a_hub_the_process_does_not_stay_offline(no_hub):
+def test_without_a_hub_the_offline_setting_is_restored(no_hub):
     import datasets
 
     fault("roneneldan/TinyStories")
@@ -160,7 +160,7 @@ def test_hub_dataset_without_the_split(hub):
 # -- <|endoftext|> ---------------------------------------------------------------------------------------------------
 @pytest.fixture(params=[1, 3, 7, 2**16])
 def reading(request, monkeypatch):
-    """READ is the number of bytes that are read at a time."""
+    """Sets READ, the number of bytes read at a time."""
     monkeypatch.setattr(text, "READ", request.param)
 
 
@@ -179,19 +179,19 @@ def test_separated_texts_are_rows(tmp_path, reading, content):
     assert [row["text"] for row in read_rows(str(tmp_path / "a.txt"))] == ["one é", "two\n\nlines", "three"]
 
 
-def test_what_is_nearly_a_separator_is_text(tmp_path, reading):
+def test_a_near_separator_is_text(tmp_path, reading):
     near = " <|endoftext|\n|endoftext|> <|ENDOFTEXT|> <|endof\ntext|> <|endoftex"
     (tmp_path / "a.txt").write_bytes(near.replace("\n", "\r\n").encode())
     assert list(read_rows(str(tmp_path / "a.txt"))) == [{"text": near}]
 
 
-def test_a_file_of_separators_alone_is_empty(tmp_path):
+def test_a_file_of_only_separators_is_empty(tmp_path):
     (tmp_path / "a.txt").write_text("<|endoftext|>\n \n<|endoftext|>")
     with pytest.raises(UserError, match="holds no rows"):
         read_rows(str(tmp_path / "a.txt"))
 
 
-def test_separated_texts_are_documents_of_their_own(tmp_path, tiny_tokenizer):
+def test_separated_texts_are_separate_documents(tmp_path, tiny_tokenizer):
     (tmp_path / "a.txt").write_text("a cat\n<|endoftext|>\na dog\n")
     (tmp_path / "a.jsonl").write_text('{"text": "a cat"}\n{"text": "a dog"}\n')
     one, other = (
@@ -209,7 +209,7 @@ def test_separated_texts_are_read_one_at_a_time(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("content, at", [(b"ab\xff", 2), (b"\xef\xbb\xbfab\xffc", 5), (b"abcdefgh\xe4\xb8", 8)])
-def test_the_place_of_a_byte_that_is_not_utf8(tmp_path, reading, content, at):
+def test_the_error_names_the_byte_that_is_not_utf8(tmp_path, reading, content, at):
     (tmp_path / "a.txt").write_bytes(content)
     assert f"not UTF-8 text at byte {at};" in fault(tmp_path / "a.txt")
 
@@ -236,8 +236,8 @@ def test_txt_and_the_hub_are_in_nfc(tmp_path, monkeypatch, hub):
     assert list(read_rows("embedded")) == [{"text": NFC}]
 
 
-def test_a_separator_is_one_whatever_comes_behind_it(tmp_path, reading):
-    """> and U+0338 would be composed otherwise."""
+def test_a_separator_is_recognised_before_any_character(tmp_path, reading):
+    """Otherwise > and U+0338 would be composed."""
     (tmp_path / "a.txt").write_text("e\u0301<|endoftext|>\u0338 e\u0301", encoding="utf-8")
     assert [row["text"] for row in read_rows(str(tmp_path / "a.txt"))] == ["é", "\u0338 é"]
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "e\u0301<|endoftext|>\u0338 e\u0301"}])
@@ -266,7 +266,7 @@ ODD = [
 
 @pytest.mark.parametrize("size", [1, 5, 40])
 @pytest.mark.parametrize("read", [1, 6, 1000])
-def test_pieces_are_the_text(monkeypatch, size, read):
+def test_pieces_make_up_the_text(monkeypatch, size, read):
     monkeypatch.setattr(text, "PIECE", size)
     for seed in range(20):
         whole = "".join(random.Random(seed).choices(ODD, k=200))
@@ -291,7 +291,7 @@ def test_a_text_without_a_place_to_cut_is_one_piece(monkeypatch):
     assert list(in_pieces(["abcdefghij", "klm n"])) == [("abcdefghijklm", False), (" n", True)]
 
 
-def test_a_text_without_spaces_is_cut_at_its_marks(monkeypatch):
+def test_a_text_without_spaces_is_cut_at_punctuation(monkeypatch):
     monkeypatch.setattr(text, "PIECE", 4)
     assert list(in_pieces(["一二三。四", "五六七八，九"])) == [
         ("一二三", False),

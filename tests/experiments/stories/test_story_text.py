@@ -202,7 +202,7 @@ def test_openings_are_of_several_texts_or_places(text, tmp_path):
     [
         ('{"story": "x"}', 'row 1: no text in column "text" (columns: story)'),
         ('{"text": 7}', "row 1: no text"),
-        (r'{"text": "\ud800"}', "row 1: the text is not Unicode"),
+        (r'{"text": "\ud800"}', "row 1: the text is not valid Unicode"),
     ],
 )
 def test_rows_without_text_are_refused(tmp_path, line, part):
