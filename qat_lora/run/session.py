@@ -190,7 +190,7 @@ class Session:
             self._evaluate(step, evaluate)
         if save:
             self._save(self.offset + step)
-        if self.bar.disable and self.run.writes and time.monotonic() - self.told >= PAUSE:
+        if self.bar.disable and self.run.writes and step < total and time.monotonic() - self.told >= PAUSE:
             say(f"{self.stage}: {step:,} of {total:,} updates, {self._time_left(step)}")
             self.told = time.monotonic()
         if stopping:
