@@ -36,15 +36,15 @@ def heldout_nll(
 
 @torch.no_grad()
 def batch_means(figures, model: nn.Module, dataset: Dataset, backend: TorchBackend, batch_size: int, rows: int) -> list:
-    """Means over batches of figures(batch) for the first `rows` rows. All batches have one shape: the last is filled up
+    """Means over batches of figures(batch) for the first `rows` rows. All batches have one shape: the last is padded
     with rows whose `mask` and `sections` are 0, so that ratios of sums weighted by those do not depend on batch_size.
 
-    Worker k takes batches k, k+W, …; all run equally many, and what goes beyond the last batch does not count.
+    Worker k takes batches k, k+W, …; all workers run equally many, and batches beyond the last do not count.
     """
     rows = min(rows, len(dataset))
     count = -(-rows // batch_size)
     if rows < 1:
-        raise UserError(f"{rows} held-out rows: there is nothing to measure; hold out more, or raise --eval-rows")
+        raise UserError(f"{rows} held-out rows leave nothing to measure; hold out more, or raise --eval-rows")
     was_training = model.training
     model.eval()
     mine = []
@@ -66,20 +66,19 @@ def batch_means(figures, model: nn.Module, dataset: Dataset, backend: TorchBacke
 
 
 def _uncounted(item: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A copy of a row that counts in no figure."""
+    """A copy of a row that does not count in any figure."""
     return item | {name: torch.zeros_like(item[name]) for name in ("mask", "sections") if name in item}
 
 
 def windows(
     tokens: Tensor, length: int, stride: int, limit: int | None = None, bos: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Windows [N, length] of a token stream and how many tokens at the end of each count as predicted there [N].
+    """Windows [N, length] of a token stream, and for each the number of tokens at its end that are scored [N].
 
-    stride = length: blocked, every window on its own (its first token is given). stride < length: sliding, after the
-    first window only the last `stride` tokens count, with the ones before as context. With `bos` each window begins
-    with that token, in place of the stream's one there, which does not count in either case. The ragged end is left
-    out.
-    Raises UserError where the text is shorter than one window.
+    stride = length: blocked, each window on its own (its first token is not scored). stride < length: sliding; after
+    the first window only the last `stride` tokens are scored, with the earlier ones as context. With `bos` that token
+    replaces the first token of each window, which is not scored in either case. An incomplete last window is dropped.
+    Raises UserError if the text is shorter than one window.
     """
     if not 1 <= stride <= length:
         raise UserError(f"stride={stride} must be from 1 to the window length {length}")
@@ -91,7 +90,7 @@ def windows(
 
 
 def counted(tokens: Tensor, scored: Tensor, given: int | None = None) -> Tensor:
-    """Which of tokens[:, 1:] count, bool [N, L − 1]: of each window [N, L] the last `scored` [N], without `given`."""
+    """Which of tokens[:, 1:] count, bool [N, L − 1]: the last `scored` [N] of each window [N, L], except `given`."""
     length = tokens.shape[1]
     where = torch.arange(1, length) >= (length - scored).unsqueeze(1)
     return where if given is None else where & (tokens[:, 1:] != given)
@@ -107,12 +106,12 @@ def text_figures(
     teacher: nn.Module | None = None,
     given: int | None = None,
 ) -> dict[str, float]:
-    """Exact figures over windows [N, L] of which the last `scored` [N] tokens count, without those that are `given`.
+    """Exact figures over the last `scored` [N] tokens of windows [N, L], except `given` tokens.
 
-    nll in nats a token, ppl = e^nll, and with a teacher kl = E[KL(teacher‖model)] over the same positions. Of a
-    teacher with more rows in its embedding than the model's (one tokenizer, padded differently) what lies beyond is
-    dropped and the rest renormalised; what the model gives to rows that the teacher lacks counts against it, as in the
-    loss from a cache.
+    nll in nats/token, ppl = e^nll, and with a teacher kl = E[KL(teacher‖model)] over the same positions. If the
+    teacher's embedding has more rows than the model's (one tokenizer, padded differently), its probabilities beyond
+    them are dropped and the rest renormalised. Probability that the model gives to rows that the teacher lacks counts
+    against it, as in the loss from a cache.
     """
     count = len(tokens)
     where = counted(tokens, scored, given)
@@ -120,7 +119,7 @@ def text_figures(
     starts = range(0, count, batch_size)
     for start in watched(starts, "measuring", len(starts), shown=backend.is_main):
         rows = torch.arange(start, start + batch_size)
-        keep = (rows < count).long()  # the last batch is filled up to one shape
+        keep = (rows < count).long()  # the last batch is padded to the same shape
         rows = rows.clamp(max=count - 1)
         batch = backend.to_device({"tokens": tokens[rows].long(), "mask": where[rows] * keep.unsqueeze(1)})
         with backend.autocast():
@@ -134,7 +133,7 @@ def text_figures(
 
 
 def _window_sums(model, teacher, tokens: Tensor, mask: Tensor) -> list[Tensor]:
-    """[Σ NLL, Σ KL] over kept positions; logits in blocks, softmax in fp32."""
+    """[Σ NLL, Σ KL] over the positions where mask is 1; logits in blocks, softmax in fp32."""
     models = [model] if teacher is None else [model, teacher]
     hidden = [hidden_states(m, tokens)[:, :-1].flatten(0, 1) for m in models]
     heads = [head_of(m).cast(compute_dtype(h)) for h, m in zip(hidden, models)]
@@ -153,7 +152,7 @@ def _window_sums(model, teacher, tokens: Tensor, mask: Tensor) -> list[Tensor]:
 
 
 def _divergence(mine: Tensor, its: Tensor) -> Tensor:
-    """KL(its ‖ mine) [n] of log-probabilities [n, V] and [n, V'], over the vocabulary that both have."""
+    """KL(its ‖ mine) [n] of log-probabilities [n, V] and [n, V'], over their common vocabulary."""
     if its.shape[1] > mine.shape[1]:
         its = its[:, : mine.shape[1]].log_softmax(-1)
     return (its.exp() * (its - mine[:, : its.shape[1]])).sum(1)

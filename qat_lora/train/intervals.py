@@ -1,4 +1,4 @@
-"""Shares with their intervals."""
+"""Shares with their 95% intervals."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,11 +15,11 @@ def wilson(hits: int, count: int) -> tuple[float, float]:
 
 
 def share(answers: Sequence, hit: Callable[[object], bool]) -> dict:
-    """How many answers `hit` holds for: rate, its interval, count."""
+    """The share of answers for which `hit` is true; see `rate`."""
     return rate(sum(bool(hit(answer)) for answer in answers), len(answers))
 
 
 def rate(hits: int, count: int) -> dict:
-    """A share, its 95% interval, and of how many; 0 of none."""
+    """hits/count as a rate (0 if count is 0), its 95% interval and the count."""
     low, high = wilson(hits, count)
     return {"rate": hits / count if count else 0.0, "low": low, "high": high, "count": count}

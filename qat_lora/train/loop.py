@@ -1,4 +1,4 @@
-"""The one loop of every experiment: a stage of a run, its updates, and the micro-batches of each.
+"""The training loop of every experiment: a stage of a run, its updates, and their micro-batches.
 
 stage = Stage("qat", session, plan, optimizer, row_stream(rows, plan, backend), StageState(model, optimizer), evaluate)
 for update in stage:                                    # resumes, evaluates, saves and stops in between
@@ -33,15 +33,15 @@ from qat_lora.train.optimizer import new_optimizer
 BOUNDS = {
     "steps": UPDATES, "batch_size": COUNT, "accumulation": COUNT, "learning_rate": RATE, "warmup_steps": UPDATES,
     "clip_grad_norm": {"at_least": 0}, "weight_decay": DECAY, "floor": SHARE,
-}  # of a plan  # fmt: skip
-Stream = Callable[[int], Iterator[dict]]  # micro-batches from the update of this number (0-based) on
+}  # allowed values of a Plan  # fmt: skip
+Stream = Callable[[int], Iterator[dict]]  # stream(n): the micro-batches from update n (0-based) on
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How long and how fast to train. An update is one optimiser step on batch_size · accumulation rows of a worker.
+    """How long and how fast to train. An update is one optimiser step on batch_size · accumulation rows per worker.
 
-    weight_decay: decoupled. floor: the share of the learning rate that the schedule ends with.
+    weight_decay: decoupled. floor: final learning rate as a share of the peak.
     """
 
     steps: int
@@ -59,19 +59,18 @@ class Plan:
             check_range(name, getattr(self, name), **bounds)
 
     def factor(self, step: int) -> float:
-        """What the schedule multiplies the peak learning rates by in update `step` (1-based), counted in updates, never
-        in micro-batches."""
+        """The schedule's factor on the peak learning rates in update `step` (1-based; not a micro-batch)."""
         warmup = min(self.warmup_steps, self.steps // 2)
         factor = cosine(step - 1, self.steps, warmup)
         return factor if step <= warmup else self.floor + (1 - self.floor) * factor
 
 
 class Stage:
-    """One stage of a run: iterate over it for its updates.
+    """One stage of a run; iterate over it to get its updates.
 
-    stream: see `row_stream`. trained: what checkpoints hold. evaluate(step) → held-out figures, see Session.steps.
-    in_step(factor): what else belongs to an optimiser step, in its graph on XLA; factor: see Plan.factor.
-    after_step: what follows it, in a graph of its own.
+    stream: see `row_stream`. trained: the content of checkpoints. evaluate(step) → held-out figures, see Session.steps.
+    in_step(factor): extra work in an optimiser step, in the same graph on XLA; factor: see Plan.factor.
+    after_step: work after it, in a separate graph.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class Stage:
         self.in_step, self.after_step = in_step, after_step
 
     def __iter__(self) -> Iterator["Update"]:
-        """Each update, once its learning rates are set."""
+        """Set the learning rates of each update, then yield it."""
         found, trained = None, self.trained
         for step in self.session.steps(self.name, self.plan.steps, trained.state, trained.load, self.evaluate):
             found = found or self.stream(step - 1)
@@ -94,7 +93,7 @@ class Stage:
 
 
 class Update:
-    """One update of a stage. Iterate over it for its micro-batches; on XLA each is a graph of its own."""
+    """One update of a stage; iterate over it to get its micro-batches. On XLA each is a separate graph."""
 
     def __init__(self, stage: Stage, number: int, factor: float, stream: Iterator[dict]):
         self.stage, self.number, self.factor, self.stream = stage, number, factor, stream
@@ -107,14 +106,14 @@ class Update:
             yield next(self.stream)
 
     def add(self, **metrics: Metric | Ratio) -> None:
-        """Metrics of a micro-batch, added to those of the ones before."""
+        """Add the metrics of a micro-batch to those of the earlier ones."""
         for name, metric in metrics.items():
             metric = metric.detached()
             self.metrics[name] = self.metrics[name] + metric if name in self.metrics else metric
 
     def step(self) -> Tensor:
-        """Reduce the gradients over workers, clip them, step, and whatever belongs to that; the gradient's norm before
-        clipping, a device scalar."""
+        """Reduce the gradients over workers, clip them and take the optimiser step, with `in_step` and `after_step`.
+        Returns the gradient norm before clipping, a device scalar."""
         stage = self.stage
         in_step = partial(stage.in_step, self.factor) if stage.in_step else None
         norm = stage.backend.update(stage.optimizer, stage.plan.clip_grad_norm, in_step)
@@ -124,16 +123,16 @@ class Update:
         return norm
 
     def record(self, **metrics: Metric | Ratio | Value) -> None:
-        """Hand the metrics of the whole update, with the learning rate, to the session."""
+        """Pass the metrics of the whole update and the learning rate to the session."""
         rate = Last(self.stage.plan.learning_rate * self.factor)
         self.stage.session.record(**self.metrics, **metrics, lr=rate)
 
 
 class StageState:
-    """What a stage's checkpoints hold: the trained parameters of a placed model, its optimiser, its moving average if
-    there is one, and what an evaluation keeps in `best`, plain values and host tensors.
+    """The content of a stage's checkpoints: the trained parameters of a placed model, its optimiser, its moving average
+    if it has one, and `best`, plain values and host tensors that an evaluation keeps.
 
-    parameters: in place of what takes gradients now.
+    parameters: replaces the default, the parameters that take gradients now.
     """
 
     def __init__(
@@ -145,7 +144,7 @@ class StageState:
         self.parameters = trained_parameters(model) if parameters is None else parameters
 
     def state(self) -> tuple[dict, dict]:
-        """(tensors, the rest) for Session.steps."""
+        """(trained parameters, the rest) for Session.steps."""
         average = dict(self.average.named_parameters()) if self.average is not None else {}
         return self.parameters, {
             "optimizer": self.optimizer.state_dict(),
@@ -167,7 +166,7 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def restore(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Copy saved parameters into a model; raises UserError where names or shapes differ (another preset or model)."""
+    """Copy saved parameters into a model; raises UserError if names or shapes differ (another preset or model)."""
     there = {name: p for name, p in model.named_parameters() if name in tensors or p.requires_grad}
     for name in sorted(there.keys() ^ tensors.keys()):
         raise UserError(f"the checkpoint is of another model or preset: parameter {name} is on one side only")
@@ -190,7 +189,7 @@ def plain_stage(
     name: str, model: nn.Module, rows: Dataset, plan: Plan, session: Session, evaluate: Callable[[int], dict],
     best: dict | None = None,
 ) -> Stage:  # fmt: skip
-    """A stage that trains what a placed model leaves trainable on a dataset. best: see `StageState`."""
+    """A stage that trains the trainable parameters of a placed model on a dataset. best: see `StageState`."""
     groups = parameter_groups(model, plan.learning_rate, plan.learning_rate)
     optimizer = new_optimizer([group | {"weight_decay": plan.weight_decay} for group in groups], session.backend)
     stream = row_stream(rows, plan, session.backend)
@@ -198,15 +197,15 @@ def plain_stage(
 
 
 def tokens_of(batch: dict[str, Tensor]) -> int | Tensor:
-    """How many tokens a batch holds; packed rows are counted without their padding."""
+    """The number of tokens in a batch; for packed rows, without padding."""
     return (batch["segments"] > 0).sum() if "segments" in batch else batch["tokens"].numel()
 
 
 def fit(stage: Stage, model: nn.Module, objective: Callable[[nn.Module, dict], tuple[Tensor, dict]]) -> None:
-    """Run a stage to its end on objective(model, batch) → (loss, metrics). Scripts write the same loop out.
+    """Run a stage to its end on objective(model, batch) → (loss, metrics). Scripts contain this loop in full instead.
 
-    The loss divides by the batch's `total`, so that k micro-batches of b rows, in one worker or in many, equal one of
-    k·b.
+    The loss divides by the batch's `total`, so that k micro-batches of b rows, on one worker or many, equal one of
+    k·b rows.
     """
     model.train()
     for update in stage:
@@ -222,7 +221,7 @@ def update(
     model: nn.Module, stream: Iterator[dict], loss_of: Callable[[nn.Module, dict], Tensor],
     optimizer: torch.optim.Optimizer, plan: Plan, backend: TorchBackend,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """One update outside a run, for checks and benchmarks: its loss and grad_norm, device scalars."""
+    """One update outside a run, for checks and benchmarks; returns its loss and grad_norm, device scalars."""
     loss = 0
     for micro in range(plan.accumulation):
         if micro:
@@ -235,22 +234,23 @@ def update(
 
 
 def ema_copy(student: nn.Module) -> nn.Module:
-    """A copy of a student for its moving average; what is frozen is shared, not copied."""
+    """A copy of a student for its moving average; frozen parameters and buffers are shared, not copied."""
     frozen = [value for value in (*student.parameters(), *student.buffers()) if not value.requires_grad]
     return copy.deepcopy(student, {id(value): value for value in frozen})
 
 
 @torch.no_grad()
 def update_ema(average: nn.Module, student: nn.Module, decay: float) -> None:
-    """One step of an exponential moving average: average ← decay·average + (1 − decay)·student, for what is trained."""
+    """One step of an exponential moving average of the trained parameters: average ← decay·average +
+    (1 − decay)·student."""
     for p, q in zip(average.parameters(), student.parameters()):
         if q.requires_grad:
             p.lerp_(q, 1 - decay)
 
 
 def cosine(step: int, total: int, warmup: int = 0) -> float:
-    """Factor on the peak learning rate for update `step` (0-based) of `total`: linear warm-up, then a half cosine
-    towards 0, which it never reaches: on XLA a learning rate of exactly 0 is another graph."""
+    """The factor on the peak learning rate in update `step` (0-based) of `total`: linear warm-up, then half a cosine
+    towards 0. It never reaches 0, because on XLA a learning rate of exactly 0 would be another graph."""
     if step < warmup:
         return (step + 1) / (warmup + 1)
     progress = min(1.0, (step - warmup) / max(1, total - warmup))
@@ -258,6 +258,6 @@ def cosine(step: int, total: int, warmup: int = 0) -> float:
 
 
 def set_learning_rates(optimizer, factor: float) -> None:
-    """Set every group's lr to its peak (`initial_lr`, kept at the first call) times `factor`."""
+    """Set every group's lr to `factor` times its peak (`initial_lr`, stored at the first call)."""
     for group in optimizer.param_groups:
         group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor

@@ -1,4 +1,4 @@
-"""Cross-entropy losses and log-probabilities that never hold [B, L, V]."""
+"""Cross-entropy losses and log-probabilities that never allocate [B, L, V]."""
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,8 @@ from qat_lora.quant.student import head_of
 
 
 def kept(mask: Tensor) -> Tensor:
-    """How many positions a mask keeps, as a float scalar on its device. Raises ValueError for none, on the CPU."""
+    """The number of positions that a mask keeps, as a float scalar on its device. On the CPU, raises ValueError if it
+    keeps none."""
     if on_host(mask) and not mask.any():
         raise ValueError("the mask keeps no position; a batch needs at least one target")
     return mask.sum(dtype=torch.float32)
@@ -22,13 +23,13 @@ def sparse_loss(
 ) -> Tensor:
     """−Σ_j prob_j · log softmax(logits)[index_j], summed over kept positions and divided by `total`.
 
-    hidden [B, L, H]; head: a Head, or its weight [V, H] where nothing else makes the logits; index, prob [B, L, J] (an
-    index may repeat: its probabilities add up); mask [B, L]; total: scalar, what the sum is divided by; kept positions
-    of this mask unless given (give the count over all micro-batches and workers of an update, and accumulation equals
-    one large batch). With J = 1 and prob 1 this is plain cross-entropy. With exact top-K probabilities and sampled tail
-    draws that sum to 1, E[target] is the teacher's distribution and the gradient softmax − target is unbiased (arXiv
-    2503.16870). The LM head is applied in chunks of positions, and each chunk's gradient is formed while its logits are
-    alive, so the backward pass repeats no head and [B, L, V] never exists.
+    hidden [B, L, H]; head: a Head, or its weight [V, H] if logits are just the product with it; index, prob [B, L, J]
+    (probabilities of a repeated index add up); mask [B, L]; total: scalar divisor of the sum, by default the number of
+    positions that this mask keeps (pass the number over all micro-batches and workers of an update to make accumulation
+    equal one large batch). With J = 1 and prob 1 this is plain cross-entropy. With exact top-K probabilities and
+    sampled tail draws that sum to 1, E[target] is the teacher's distribution and the gradient softmax − target is
+    unbiased (arXiv 2503.16870). The LM head is applied in chunks of positions, and each chunk's gradient is computed
+    while its logits are alive, so the backward pass does not run the head again and [B, L, V] is never allocated.
     """
     total = kept(mask) if total is None else total
     width, head = index.shape[-1], Head.of(head)
@@ -59,7 +60,7 @@ class _SparseLoss(torch.autograd.Function):
 
 
 def _times(tensor: Tensor, factor: Tensor) -> Tensor:
-    """tensor · factor; nothing is computed where that is the tensor, as it is for the loss of a micro-batch."""
+    """tensor · factor; the tensor itself if factor is 1, as for the loss of a micro-batch."""
     return tensor if on_host(factor) and factor == 1 else tensor * factor
 
 
@@ -72,7 +73,7 @@ def log_probs_at(hidden: Tensor, head: Head | Tensor, index: Tensor) -> Tensor:
 
 def token_log_probs(hidden: Tensor, head: Head | Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
     """log softmax(logits / temperature)[token] [N], with hidden [N, H], a head (or its weight [V, H]) and tokens [N];
-    [N, V] never exists."""
+    [N, V] is never allocated."""
     head = Head.of(head)
     return _TokenLogProb.apply(
         hidden, head.weight, head.bias, head, tokens, temperature, compute_dtype(hidden), torch.is_grad_enabled()
@@ -80,9 +81,10 @@ def token_log_probs(hidden: Tensor, head: Head | Tensor, tokens: Tensor, tempera
 
 
 class _TokenLogProb(torch.autograd.Function):
-    """Each position's log-probability depends on its own hidden state alone: where nothing else is trained, its
-    gradient is formed while logits are at hand, and only scaled later. The gradient of the head's own weights mixes
-    positions by what comes back for each, so there the logits are computed again."""
+    """A position's log-probability depends only on its own hidden state. If the head is frozen, the forward pass
+    computes the gradient while the logits are alive, and the backward pass only scales it. The gradient of the head's
+    own weights combines positions weighted by their incoming gradients, so for a trained head the backward pass
+    computes the logits again."""
 
     @staticmethod
     def forward(ctx, hidden, table, bias, head, tokens, temperature, dtype, with_grad):
@@ -110,12 +112,12 @@ class _TokenLogProb(torch.autograd.Function):
 
 
 def text_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Next-token cross-entropy where mask [B, L] is 1 at the tokens to be predicted."""
+    """Next-token cross-entropy; mask [B, L] is 1 at the target tokens."""
     hidden = hidden_states(model, batch["tokens"])
     return _nll(hidden, head_of(model), batch["tokens"], batch["mask"], batch.get("total"))
 
 
 def _nll(hidden: Tensor, head: Head, tokens: Tensor, mask: Tensor, total: Tensor | None = None) -> Tensor:
-    """Next-token cross-entropy of last hidden states [B, L, H], over the tokens at which mask [B, L] is 1."""
+    """Next-token cross-entropy of last hidden states [B, L, H] over the tokens where mask [B, L] is 1."""
     labels = tokens[:, 1:].unsqueeze(2)
     return sparse_loss(hidden[:, :-1], head, labels, torch.ones_like(labels), mask[:, 1:], total)

@@ -9,18 +9,18 @@ from torch import Tensor
 from qat_lora.backend import TorchBackend, native
 from qat_lora.backend.devices import is_lazy, on_host
 
-FIRST, SECOND, EPS = 0.9, 0.95, 1e-8  # decays of the moments, unless a group has its own; keeps their ratio finite
-LEAST = 2.0**-10  # share of agreeing steps that the others are divided by
-PIECE = 2**20  # elements that the CPU updates at a time: more than a tile, since this has fewer operations to start
-LAUNCH = 2**24  # elements that one launch of CUDA kernels updates at least: what they need in between is small
+FIRST, SECOND, EPS = 0.9, 0.95, 1e-8  # default decays of the moments; EPS keeps their ratio finite
+LEAST = 2.0**-10  # lower bound of the share of agreeing steps, by which these are divided
+PIECE = 2**20  # elements that the CPU updates at a time: more than a tile, to launch fewer operations
+LAUNCH = 2**24  # least elements per launch of CUDA kernels: their temporary tensors are small
 
 
 class CautiousAdamW(torch.optim.Optimizer):
-    """AdamW that leaves alone, in each update, the parameters whose step would go against their present gradient; the
-    steps of the others grow by as much (arXiv 2411.16085). A group may have betas of its own, and a weight_decay, which
-    is decoupled and shrinks every parameter by lr · weight_decay; there is none by default.
+    """Cautious AdamW (arXiv 2411.16085): skips the elements whose step disagrees with their current gradient, and
+    scales the other steps up in proportion. A group may have its own betas, and a decoupled weight_decay (default 0),
+    which shrinks every parameter by lr · weight_decay.
 
-    Its whole state exists before the first step, so that on XLA the second step compiles nothing.
+    All state is created before the first step, so that on XLA the second step compiles nothing.
     """
 
     def __init__(self, groups: list[dict]):
@@ -43,26 +43,26 @@ class CautiousAdamW(torch.optim.Optimizer):
 
 
 def new_optimizer(groups: list[dict], backend: TorchBackend) -> CautiousAdamW:
-    """The optimiser of groups of placed parameters, each with its "lr"."""
+    """The optimiser for groups of placed parameters, each with its "lr"."""
     optimizer = CautiousAdamW(groups)
     backend.prepare(optimizer)
     return optimizer
 
 
 def _way(p: Tensor) -> Callable:
-    """How a parameter is updated on its device."""
+    """The update function for a parameter's device."""
     return _in_tiles if on_host(p) else _as_graph if is_lazy(p) else _in_launches
 
 
 def _as_graph(mine: Iterable[tuple[Tensor, ...]], betas: tuple[float, float], lr: float, step: int) -> None:
-    """Updates of (parameter, gradient, first and second moment) in plain operations, for a compiler to fuse."""
+    """Update (parameter, gradient, first and second moment) tuples with plain operations, which a compiler can fuse."""
     first, second = betas
     for p, grad, exp_avg, exp_avg_sq in mine:
         exp_avg.lerp_(grad, 1 - first)
         exp_avg_sq.mul_(second).addcmul_(grad, grad, value=1 - second)
         agree = (exp_avg * grad > 0).to(p.dtype)
-        # Both corrections in one number: on XLA a number that occurs twice, as 1 − β₁ would in step 1, is another
-        # graph.
+        # Both bias corrections in one number: on XLA a constant that occurs twice, as 1 − β₁ would in step 1, gives
+        # another graph.
         start = 1 - first**step
         size = exp_avg_sq.sqrt().mul_(start / math.sqrt(1 - second**step)).add_(start * EPS)
         change = (exp_avg / size).mul_(agree)
@@ -73,8 +73,8 @@ def _move(
     moves: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor],
     betas: tuple[float, float], step: Tensor,
 ) -> None:  # fmt: skip
-    """Moves the moments on and overwrites `moves`, any finite numbers, by −m̂/(√v̂ + ε): what torch's fused AdamW makes
-    of a parameter at a rate of 1 that its weight decay has shrunk to zero before."""
+    """Update the moments and overwrite `moves` (any finite numbers) with −m̂/(√v̂ + ε). torch's fused AdamW computes
+    just that for learning rate 1 and weight decay 1, which first shrinks the parameter to zero."""
     torch._fused_adamw_(
         moves, grads, exp_avgs, exp_avg_sqs, [], [step] * len(moves), lr=1.0, beta1=betas[0], beta2=betas[1],
         weight_decay=1.0, eps=EPS, amsgrad=False, maximize=False,
@@ -82,7 +82,7 @@ def _move(
 
 
 def _in_tiles(mine: Iterable[tuple[Tensor, ...]], betas: tuple[float, float], lr: float, step: int) -> None:
-    """The same in two passes over memory: what is needed in between stays in the CPU's cache."""
+    """Like `_as_graph`, in two passes over memory: intermediate results stay in the CPU's cache."""
     count, room, (first, second) = torch.tensor(float(step)), {}, betas
     start = 1 - first**step
     size = start / math.sqrt(1 - second**step)
@@ -90,7 +90,7 @@ def _in_tiles(mine: Iterable[tuple[Tensor, ...]], betas: tuple[float, float], lr
         if not all(t.is_contiguous() for t in (p, *moments)):
             _as_graph([(p, grad, *moments)], betas, lr, step)
             continue
-        if p.dtype not in room:  # the largest comes first
+        if p.dtype not in room:  # the largest parameter comes first
             room[p.dtype] = [torch.zeros(p.numel(), dtype=p.dtype) for _ in range(2)]
         moves, agree = (t[: p.numel()] for t in room[p.dtype])
         weights, *given = (t.reshape(-1) for t in (p, grad, *moments))
@@ -101,18 +101,18 @@ def _in_tiles(mine: Iterable[tuple[Tensor, ...]], betas: tuple[float, float], lr
         agreeing = 0
         for move, agrees, g, exp_avg, exp_avg_sq in zip(*(t.split(PIECE) for t in (moves, agree, *given))):
             _move([move], [g], [exp_avg], [exp_avg_sq], betas, count)
-            # in their own type: bools take ten times as long
+            # in the type of the moves: bools take ten times as long
             agreeing += torch.mul(move, g, out=agrees).lt_(0).sum().item()
         weights.addcmul_(moves, agree, value=_rate(lr, agreeing, p))
 
 
 def _rate(lr: float, agreeing: float, p: Tensor) -> float:
-    """The learning rate, larger where fewer steps agree with their gradient, and a number of the parameter's type."""
+    """The learning rate divided by the share of agreeing steps, limited to what the parameter's type can hold."""
     return min(lr / max(agreeing / p.numel(), LEAST), torch.finfo(p.dtype).max)
 
 
 def _in_launches(mine: Iterable[tuple[Tensor, ...]], betas: tuple[float, float], lr: float, step: int) -> None:
-    """The same with few kernels for many parameters. No value comes to the host."""
+    """Like `_as_graph`, with few kernels for many parameters and without a host sync."""
     mine, batch = list(mine), []
     count = torch.tensor(float(step), device=mine[0][0].device)
     while mine:

@@ -1,6 +1,6 @@
-"""The options that training scripts share, and the plan they make.
+"""The options that training scripts share, and the plan made from them.
 
-Methods import what they need: --help must not wait for torch.
+Methods import what they need, so that --help does not wait for torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopOptions(RunConfig):
-    """Every training loop."""
+    """Options of every training loop."""
 
     learning_rate: float = opt.training(5e-4, "peak learning rate", **opt.RATE)
     clip_grad_norm: float = opt.training(
@@ -43,7 +43,8 @@ class LoopOptions(RunConfig):
 
 
 def checked_updates(steps: int, option: str, epochs: float) -> int:
-    """The updates that an option's epochs make; raises UserError for so many that they would never end."""
+    """Check the number of updates that an option's epochs make; raises UserError for so many that training would never
+    end."""
     if steps > opt.MOST_UPDATES:
         raise UserError(f"{option} {epochs} makes {steps:,} updates, more than {opt.MOST_UPDATES:,}; lower it")
     return steps
@@ -51,7 +52,7 @@ def checked_updates(steps: int, option: str, epochs: float) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions(LoopOptions):
-    """Updates of several micro-batches in each worker; their split changes figures by rounding only."""
+    """How updates are split into micro-batches on each worker; the split changes results only by rounding."""
 
     batch_size: int = opt.training(4, "rows per micro-batch on each worker", identity=False, at_least=1)
     accumulation_steps: int = opt.training(
@@ -62,7 +63,7 @@ class BatchOptions(LoopOptions):
     )
 
     def update_facts(self, workers: int) -> dict:
-        """For the manifest: a run may be resumed with other workers or another split as long as this stays the same."""
+        """For the manifest: a run may be resumed with other workers or another split if this stays the same."""
         return {"rows_per_update": self.batch_size * self.accumulation_steps * workers}
 
 
@@ -84,8 +85,8 @@ class TrainOptions(BatchOptions):
         )  # fmt: skip
 
     def check_rows(self, train: Dataset, heldout: Dataset, workers: int) -> None:
-        """Raise UserError if the training rows do not fill a batch for each worker, or if no held-out row is
-        measured."""
+        """Raise UserError if the training rows do not fill a batch for each worker, or if no held-out row would be
+        evaluated."""
         if len(train) < self.batch_size * workers:
             raise UserError(
                 f"{len(train)} training rows are fewer than --batch-size {self.batch_size} for each of {workers} "
@@ -113,8 +114,8 @@ class TrainOptions(BatchOptions):
         self, model: nn.Module, train: Dataset, backend: TorchBackend, workers: int, beside: Parts | None = None,
         more: dict[str, Parts] | None = None,
     ) -> list[str]:  # fmt: skip
-        """Lines on batch, shares and estimated memory of a worker. beside: what else is held in training; more: further
-        phases."""
+        """Lines to print about the effective batch, the epoch and a worker's estimated memory. beside: other memory in
+        use during training; more: other phases."""
         from qat_lora.train.memory import loading_memory, memory_line, training_memory
 
         rows, length = self.update_facts(workers)["rows_per_update"], len(train[0]["tokens"])

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on packed examples: the loss of what is to be learned, and held-out figures by section."""
+"""Supervised fine-tuning on packed examples: the loss on the target tokens, and held-out figures per section."""
 
 import math
 
@@ -16,15 +16,15 @@ from qat_lora.train.losses import sparse_loss, token_log_probs
 
 
 def packed_states(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Of a batch of PackedExamples: the hidden states [B, K, H] from which the tokens [B, K] at its places are
-    predicted. An example is seen from itself alone, as if it stood in a row of its own.
+    """For a batch of PackedExamples: the hidden states [B, K, H] that predict the tokens at its places, and these
+    tokens [B, K]. An example attends only to itself, as if it were alone in its row.
 
-    A model that cannot keep examples apart (`packs`) is to be given one to a row: what fills a row up comes after it.
+    A model that cannot keep examples apart (`packs`) needs one example per row: the padding then comes after it.
     """
     segments, places, layout = batch["segments"], batch["places"], None
     if packs(model):
-        # On the CPU examples are attended to one by one: 1.4 times the tokens a second of one mask a row
-        # (docs/benchmarks.md). Elsewhere their lengths would have to be fetched from the device.
+        # On the CPU attention runs on one example at a time: 1.4 times the tokens per second of one mask per row
+        # (docs/benchmarks.md). Elsewhere the lengths would have to be fetched from the device.
         layout = Layout.packed(segments, batch["positions"], on_host(segments))
     hidden = hidden_states(model, batch["tokens"], layout)
     before = (places - 1).unsqueeze(2).expand(-1, -1, hidden.shape[2])
@@ -32,9 +32,9 @@ def packed_states(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, T
 
 
 def packed_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Weighted cross-entropy of the tokens to be learned, divided by the batch's `total` of weights.
+    """Weighted cross-entropy of the target tokens, divided by the batch's `total` of weights.
 
-    The LM head is applied where there is something to learn and nowhere else.
+    The LM head is applied only at target tokens.
     """
     hidden, labels = packed_states(model, batch)
     labels = labels.unsqueeze(2)
@@ -44,8 +44,8 @@ def packed_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def heldout_sections(
     model: nn.Module, dataset: PackedExamples, backend: TorchBackend, batch_size: int, names: dict[str, int]
 ) -> dict[str, float]:
-    """NLL in nats/token and perplexity over all target tokens, unweighted, and over those of each section; names:
-    {section: its number}."""
+    """Unweighted NLL in nats/token and perplexity over all target tokens and over those of each section. names:
+    {section name: number}."""
 
     def figures(batch: dict) -> list[Tensor]:
         hidden, labels = packed_states(model, batch)

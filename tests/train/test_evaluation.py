@@ -1,4 +1,4 @@
-"""Held-out and text figures equal dense references, whatever the batch and the chunks."""
+"""Held-out and text figures equal dense references for any batch size and chunks."""
 
 import itertools
 import math
@@ -27,7 +27,7 @@ def teacher(sharp_model_dir):
 
 @pytest.fixture(scope="module")
 def student(sharp_model_dir):
-    """Quantised in its head too, so that a figure which takes the latent head is off."""
+    """A student with a quantised head too, so that using the latent head would give wrong figures."""
     model = quantize(load_model(str(sharp_model_dir)), StudentSpec("balanced4/g32", "balanced4/g32", "balanced4/g32"))
     initialise(model)
     return model
@@ -74,7 +74,7 @@ def test_every_position_is_scored_once(count, stride):
     flat = list(itertools.chain(*positions))
     assert len(set(flat)) == len(flat)
     end = int(tokens[-1, -1]) + 1
-    assert count - end < stride, "only the ragged end is left out"
+    assert count - end < stride, "only an incomplete last window is left out"
     starts = set(range(0, end, length)) if stride == length else {0}
     assert set(flat) == set(range(end)) - starts
 
@@ -86,7 +86,7 @@ def test_sliding_windows_give_context():
 
 
 @pytest.mark.parametrize("stride", [0, 9])
-def test_windows_refuse_what_cannot_be(stride):
+def test_impossible_windows_are_refused(stride):
     with pytest.raises(UserError, match=f"stride={stride} must be from 1 to the window length 8"):
         windows(torch.arange(20), 8, stride)
     with pytest.raises(UserError, match="7 tokens, fewer than one window of 8"):
@@ -110,15 +110,15 @@ def test_text_figures_equal_a_dense_reference(student, teacher, backend, tokens,
     assert alone == pytest.approx({key: figures[key] for key in ("nll", "ppl", "tokens")}, rel=1e-5)  # other blocks
 
 
-def test_a_model_does_not_diverge_from_itself(teacher, backend, tokens):
+def test_a_model_has_no_divergence_from_itself(teacher, backend, tokens):
     assert abs(text_figures(teacher, tokens, torch.full((ROWS,), 5), backend, 2, teacher)["kl"]) < 1e-6
 
 
 # -- losses of a batch ------------------------------------------------------------------------------------------------
-def test_text_loss_predicts_the_masked_tokens(student, teacher, tokens):
-    """SFT labels of the original included padding: here mask 1 marks the tokens to be predicted, and no others."""
+def test_text_loss_covers_just_the_target_tokens(student, teacher, tokens):
+    """The original's SFT labels included padding: here the mask is 1 at the target tokens only."""
     mask = torch.zeros(ROWS, LENGTH, dtype=torch.uint8)
-    mask[0, 3:6] = mask[2, 9] = mask[3, 0] = 1  # a row's first token cannot be predicted: it counts for nothing
+    mask[0, 3:6] = mask[2, 9] = mask[3, 0] = 1  # a row's first token cannot be predicted and does not count
     nll, _ = reference(student, teacher, tokens)
     loss = text_loss(student, {"tokens": tokens, "mask": mask})
     assert float(loss.detach()) == pytest.approx(float(torch.cat([nll[0, 2:5], nll[2, 8:9]]).mean()), rel=1e-5)
@@ -126,7 +126,7 @@ def test_text_loss_predicts_the_masked_tokens(student, teacher, tokens):
     assert float(half.detach()) == pytest.approx(float(loss.detach()) / 2, rel=1e-5)
 
 
-def test_kd_loss_on_all_of_the_vocabulary(student, teacher, exact, tokens):
+def test_kd_loss_on_the_whole_vocabulary(student, teacher, exact, tokens):
     mask = (torch.arange(LENGTH) < torch.tensor([[16], [3], [9], [1], [16], [7]])).to(torch.uint8)
     items = exact(mask)
     batch = {key: torch.stack([item[key] for item in items]) for key in items[0]}
@@ -147,20 +147,20 @@ def test_heldout_figures_equal_a_dense_reference(student, teacher, backend, exac
 
 @pytest.mark.parametrize("batch_size", [1, 2, 6])
 def test_heldout_kl_is_the_mean_over_kept_positions(student, teacher, backend, exact, tokens, batch_size):
-    """Rows that end in padding (v1 caches): a mean of the batches' means would count short rows more."""
+    """Rows that end in padding (v1 caches): a mean of batch means would give short rows more weight."""
     mask = (torch.arange(LENGTH) < torch.tensor([[16], [3], [9], [2], [16], [7]])).to(torch.uint8)
     _, kl = reference(student, teacher, tokens)
     figures = heldout_figures(student, exact(mask), backend, batch_size, ROWS)
     assert figures["heldout_kl"] == pytest.approx(float(kl[mask.bool()].mean()), rel=1e-4)
 
 
-def test_every_row_counts_once_whatever_the_batch_size(student, teacher, backend, exact, tokens):
+def test_every_row_counts_once_for_any_batch_size(student, teacher, backend, exact, tokens):
     _, kl = reference(student, teacher, tokens)
     for rows, batch_size, used in ((5, 2, 5), (100, 4, 6), (3, 3, 3), (100, 7, 6)):
         figures = heldout_figures(student, exact(), backend, batch_size, rows)
         assert figures["heldout_kl"] == pytest.approx(float(kl[:used].mean()), rel=1e-4)
         assert figures["heldout_rows"] == used
-    with pytest.raises(UserError, match="0 held-out rows: there is nothing to measure"):
+    with pytest.raises(UserError, match="0 held-out rows leave nothing to measure"):
         heldout_figures(student, exact(), backend, 7, 0)
 
 
@@ -175,7 +175,7 @@ def test_heldout_nll_is_the_mean_over_kept_tokens(student, teacher, backend, tok
         heldout_nll(student, items[3:4], backend, 1, 1)
 
 
-def test_evaluation_leaves_the_model_as_it_was(student, backend, exact):
+def test_evaluation_does_not_change_the_model(student, backend, exact):
     for training in (True, False):
         student.train(training)
         heldout_figures(student, exact(), backend, 2, 2)

@@ -1,4 +1,4 @@
-"""Distillation losses: known values, gradients against dense references, masks, and no [B, L, V] anywhere."""
+"""Distillation losses: known values, gradients against dense references, masks, and no [B, L, V] tensor."""
 
 import math
 
@@ -32,7 +32,7 @@ def case():
 
 
 def dense(hidden, head, index, prob, mask, total=None):
-    """The same loss in fp64 from full logits; prob is spread over the vocabulary."""
+    """The same loss in fp64 from full logits, with prob scattered over the vocabulary."""
     logp = (hidden.double() @ head.double().T).log_softmax(-1)
     target = torch.zeros_like(logp).scatter_add(-1, index, prob.double())
     return (-(target * logp).sum(-1) * mask).sum() / (mask.sum() if total is None else total)
@@ -46,7 +46,7 @@ def gradients(loss_of, hidden, head, *rest):
 
 
 def largest_tensor(function) -> int:
-    """Elements of the largest tensor that any operation of function() makes, backward passes included."""
+    """Elements of the largest tensor that any operation of function() creates, including backward passes."""
 
     class Watch(TorchDispatchMode):
         largest = 0
@@ -87,7 +87,7 @@ def test_dense_minimum_is_the_entropy_at_the_teacher():
     assert logits.grad.abs().max() < 1e-7
 
 
-def test_dense_mask_is_the_subset(case):
+def test_a_mask_in_the_dense_loss_equals_the_subset(case):
     student, teacher, mask = random(B, L, V), random(B, L, V, seed=1), case[4]
     subset = kd_soft_ce(student[mask.bool()], teacher[mask.bool()])
     for kind in (torch.uint8, torch.bool, torch.float32):
@@ -103,7 +103,7 @@ def test_an_empty_mask_is_refused(case):
 
 
 # -- sparse -----------------------------------------------------------------------------------------------------------
-def test_one_hot_targets_are_cross_entropy(case):
+def test_one_hot_targets_give_cross_entropy(case):
     hidden, head, index, _, mask = case
     label = index[..., :1]
     loss = sparse_loss(hidden, head, label, torch.ones(B, L, 1), mask)
@@ -111,7 +111,7 @@ def test_one_hot_targets_are_cross_entropy(case):
     torch.testing.assert_close(loss, F.cross_entropy((hidden @ head.T).flatten(0, 1), labels.flatten()))
 
 
-def test_all_of_the_vocabulary_is_dense_distillation(case):
+def test_targets_on_the_whole_vocabulary_give_the_dense_loss(case):
     hidden, head, *_, mask = case
     teacher = random(B, L, V, seed=5)
     prob, index = teacher.softmax(-1).sort(-1, descending=True)
@@ -128,7 +128,7 @@ def test_value_and_gradients_equal_a_dense_fp64_reference(case, mass, total):
         torch.testing.assert_close(ours, wanted.float(), rtol=1e-4, atol=1e-6)
 
 
-def test_gradient_is_the_numerical_derivative(case):
+def test_gradient_equals_the_numerical_derivative(case):
     hidden, head, index, prob, mask = (x.double() if x.is_floating_point() else x for x in case)
     hidden.requires_grad_(), head.requires_grad_()
     assert torch.autograd.gradcheck(
@@ -153,7 +153,7 @@ def test_repeated_indices_add_up(case):
         torch.testing.assert_close(ours, wanted)
 
 
-def test_sparse_mask_is_the_subset(case):
+def test_a_mask_in_the_sparse_loss_equals_the_subset(case):
     *rest, mask = case
     hidden, head, index, prob = rest
     keep = mask.bool()
@@ -163,8 +163,8 @@ def test_sparse_mask_is_the_subset(case):
     assert not grad[~keep].any() and grad[keep].any(-1).all()
 
 
-def test_accumulation_over_total_is_one_large_batch(case):
-    """The rows keep 4 and 4 positions here; one more is taken from the second, so that means of means would differ."""
+def test_accumulation_with_total_equals_one_large_batch(case):
+    """Each row keeps 4 positions; the second loses one, so that a mean of means would differ."""
     hidden, head, index, prob, mask = case
     mask[1, 1] = 0
     total = mask.sum(dtype=torch.float32)
@@ -180,7 +180,7 @@ def test_accumulation_over_total_is_one_large_batch(case):
 
 @pytest.fixture
 def in_strips(monkeypatch):
-    """Heads are computed in blocks of so many positions, in strips of so many tokens."""
+    """in_strips(positions, tokens): compute heads in blocks of so many positions and strips of so many tokens."""
 
     def set_sizes(positions: int, tokens: int) -> None:
         monkeypatch.setattr(tiles, "POSITIONS", positions)
@@ -190,17 +190,17 @@ def in_strips(monkeypatch):
     return set_sizes
 
 
-def test_strips_cover_everything_within_the_limit(in_strips):
+def test_strips_cover_everything_within_the_limits(in_strips):
     in_strips(5, 7)
     blocks, columns = tiles.strips_at_once(12, 23, torch.float32, torch.device("cpu"))
     assert [i for s in blocks for i in range(12)[s]] == list(range(12)) and max(s.stop - s.start for s in blocks) <= 5
     assert [i for s in columns for i in range(23)[s]] == list(range(23)) and max(s.stop - s.start for s in columns) <= 8
-    assert len(tiles.rows_at_once(12, 10**9, torch.float32, torch.device("cpu"))) == 12, "one position at least"
+    assert len(tiles.rows_at_once(12, 10**9, torch.float32, torch.device("cpu"))) == 12, "at least one position"
 
 
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize(("positions", "tokens"), [(1, 3), (5, 4), (7, 9), (100, 5)])
-def test_strips_change_nothing(case, positions, tokens, trained, in_strips, kernels):
+def test_strips_do_not_change_the_result(case, positions, tokens, trained, in_strips, kernels):
     found = []
     for _ in range(2):
         hidden, head = case[0].clone().requires_grad_(), case[1].clone().requires_grad_(trained)
@@ -213,7 +213,7 @@ def test_strips_change_nothing(case, positions, tokens, trained, in_strips, kern
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_a_logit_far_above_those_of_the_first_strip(case, trained, in_strips, kernels):
+def test_a_logit_far_above_the_first_strip_does_not_overflow(case, trained, in_strips, kernels):
     hidden, head, *rest = case
     head = head.clone()
     head[-1] = 300 * hidden[0, 0] / hidden[0, 0].square().sum()
@@ -226,8 +226,8 @@ def test_a_logit_far_above_those_of_the_first_strip(case, trained, in_strips, ke
         assert ours is None or torch.testing.assert_close(ours, wanted) is None
 
 
-def test_in_the_type_of_the_product_strips_change_next_to_nothing(in_strips, kernels):
-    """bf16 products, as in training: one pass over a frozen head's strips, and all of its logits at once."""
+def test_strips_of_bf16_products_change_the_result_by_rounding_only(in_strips, kernels):
+    """bf16 products, as in training: one pass over a frozen head's strips against all logits at once."""
     hidden, head, mask = random(2, 40, 32), random(500, 32, seed=2), torch.ones(2, 40)
     index, found = torch.randint(500, (2, 40, J), generator=torch.Generator().manual_seed(1)), []
     for _ in range(2):
@@ -249,7 +249,7 @@ def test_a_token_beyond_the_head_is_refused(case, in_strips, kernels):
         sparse_loss(hidden.requires_grad_(), head, index, prob, mask)
 
 
-def test_full_logits_never_exist(in_strips):
+def test_full_logits_are_never_allocated(in_strips):
     vocab, length = 400, 32
     hidden, head = random(B, length, H).requires_grad_(), random(vocab, H).requires_grad_()
     index = torch.randint(0, vocab, (B, length, J), generator=torch.Generator().manual_seed(1))
@@ -261,7 +261,7 @@ def test_full_logits_never_exist(in_strips):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("trained", [False, True])
-def test_log_probs_in_strips_have_autograds_gradients(case, temperature, trained, in_strips, kernels):
+def test_gradients_of_log_probs_in_strips_equal_autograd(case, temperature, trained, in_strips, kernels):
     hidden, head = case[0].flatten(0, 1), case[1]
     tokens, coming = torch.arange(len(hidden)) % V, random(len(hidden))
     found = []
@@ -285,17 +285,17 @@ def test_log_probs_at_tokens(case, in_strips, kernels):
     torch.testing.assert_close(log_probs_at(hidden, head, index), wanted)
 
 
-def test_a_frozen_weight_that_changes_is_cast_anew():
+def test_a_frozen_weight_that_changes_is_cast_again():
     weight, hidden = random(V, H), random(3, H)
     first = Head(weight).cast(torch.bfloat16)
-    assert Head(weight).cast(torch.bfloat16).weight.data_ptr() == first.weight.data_ptr(), "one copy"
+    assert Head(weight).cast(torch.bfloat16).weight.data_ptr() == first.weight.data_ptr(), "the cast is kept"
     weight.add_(1)
     assert torch.equal(Head(weight).cast(torch.bfloat16).weight, weight.bfloat16())
     frozen = torch.nn.Module()
     frozen.weight = torch.nn.Parameter(weight)
     Head(frozen.weight.requires_grad_(False)).cast(torch.bfloat16)
     restore(frozen, {"weight": weight + 1})
-    assert torch.equal(Head(frozen.weight).cast(torch.bfloat16).weight, frozen.weight.bfloat16()), "a checkpoint"
+    assert torch.equal(Head(frozen.weight).cast(torch.bfloat16).weight, frozen.weight.bfloat16()), "after restore"
     part = Head(weight[:5]).cast(torch.bfloat16)
     assert torch.equal(part.weight, weight[:5].bfloat16()) and part.logits(hidden.bfloat16()).shape == (3, 5)
 
@@ -328,8 +328,8 @@ def test_bf16_autocast_keeps_the_softmax_in_fp32(case):
 
 # -- bias -------------------------------------------------------------------------------------------------------------
 def test_sampled_tails_are_unbiased_and_plain_top_k_is_not():
-    """Plain top-K distillation inflates the head of the distribution: its gradient never points where the full one
-    does, however much text it sees. Top K with tail draws gets there."""
+    """Plain top-K distillation inflates the head of the distribution: its expected gradient has another direction than
+    the full one. Top K with tail draws has the same."""
     k, draws, repeats = 4, 8, 200
     hidden, head, teacher = random(1, 1, H), random(V, H, seed=2) * 0.3, random(1, V, seed=4)
     full = gradients(dense, hidden, head, torch.arange(V).view(1, 1, V), teacher.softmax(-1)[None], torch.ones(1, 1))

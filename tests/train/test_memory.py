@@ -1,4 +1,4 @@
-"""Lower bounds of memory are below the measured peak, and not far below it; estimates are what the shapes say."""
+"""Lower bounds of memory are below the measured peak, but not far below; estimates follow from the shapes."""
 
 import dataclasses
 import subprocess
@@ -26,7 +26,7 @@ from qat_lora.train.memory import (
 )
 
 MODELS = ("reservoir", "transformer", "mingru")
-# In a process of its own: the most that it ever held, less what it held before, for one update of a model.
+# Run in a separate process: its peak memory while it trains a model, minus its memory before.
 PEAK = """
 import sys, torch
 from qat_lora.backend import TorchBackend
@@ -53,7 +53,7 @@ print(int((backend.peak_memory_mb() - before) * 2**20))
 @pytest.mark.parametrize(
     "width, rows, precision, checkpointing, least", [(512, 2, "fp32", 0, 0.5), (64, 64, "bf16", 0, 0.15)]
 )
-def test_a_recursive_model_takes_no_less_than_is_said(width, rows, precision, checkpointing, least):
+def test_the_bound_of_a_recursive_model_is_below_its_peak(width, rows, precision, checkpointing, least):
     words = [sys.executable, "-c", PEAK, *map(str, (width, rows, precision, checkpointing))]
     taken = int(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
     spec = RecursiveSpec(6, 81, hidden_size=width, num_heads=4, H_cycles=1, L_cycles=3)
@@ -61,7 +61,7 @@ def test_a_recursive_model_takes_no_less_than_is_said(width, rows, precision, ch
     assert least * taken < said < taken
 
 
-def test_the_options_to_lower_are_those_that_take_the_most():
+def test_the_options_to_lower_are_those_that_need_the_most_memory():
     spec = RecursiveSpec(6, 81, hidden_size=4096, num_heads=4)
 
     def lower(changes=None, rows=8) -> str:
@@ -77,17 +77,17 @@ SHAPE = Shape(32, 2, 80, (ReservoirSpec(24), ReservoirSpec(20, "esn", radius=0.9
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_story_model_takes_no_less_than_is_said(kind):
+def test_the_bound_of_a_story_model_is_close_to_its_memory(kind):
     model = build(kind, 50, SHAPE, 0)
     trained, fixed, tokens = story_memory(50, 32, 2, 80, SHAPE.specs, 100, False).values()
     there = 16 * sum(p.numel() for p in model.parameters())
     assert 0.9 * there < trained < there * 1.01 and tokens == 100 * 2 * 32 * 4
-    if kind == "reservoir":  # without what a scan keeps
+    if kind == "reservoir":  # without the tensors that a scan keeps
         w = [b.numel() for name, b in model.named_buffers() if name.split(".")[-1] in ("w", "w_in")]
         assert fixed == 4 * sum(w)
 
 
-def test_a_language_model_and_its_answers(tiny_model_dir):
+def test_bounds_of_a_language_model_by_hand(tiny_model_dir):
     model = load_model(str(tiny_model_dir))
     count = sum(p.numel() for p in model.parameters())
     vocab, hidden = model.get_output_embeddings().weight.shape
@@ -99,11 +99,11 @@ def test_a_language_model_and_its_answers(tiny_model_dir):
     assert least_teacher_memory(model, 2, 8, 5, True) == 4 * count + 16 * (8 + 2 * hidden + 4 * 5)
 
 
-HIDDEN, INNER, KEYS, VOCAB, LAYERS = 64, 128, 32, 512, 2  # of `tiny_model_dir`
+HIDDEN, INNER, KEYS, VOCAB, LAYERS = 64, 128, 32, 512, 2  # sizes of `tiny_model_dir`
 
 
-def test_the_parts_of_training_are_what_the_shapes_say(tiny_model_dir):
-    """fp32, then QAT in bf16: a matrix keeps its input and output, a norm two tensors in fp32."""
+def test_the_parts_of_training_follow_from_the_shapes(tiny_model_dir):
+    """fp32, then QAT in bf16: a matrix keeps its input and output, and a norm keeps two tensors in fp32."""
     model = empty_model(str(tiny_model_dir))
     count = sum(p.numel() for p in model.parameters())
     head, block = model.get_output_embeddings().weight, model.model.layers[0]
@@ -130,7 +130,7 @@ def buffers(model) -> int:
     return sum(b.numel() * b.element_size() for b in model.buffers())
 
 
-def test_more_rows_and_checkpointing(tiny_model_dir):
+def test_more_rows_need_more_memory_and_checkpointing_less(tiny_model_dir):
     model = empty_model(str(tiny_model_dir))
 
     def total(parts) -> int:
@@ -147,7 +147,7 @@ def test_more_rows_and_checkpointing(tiny_model_dir):
     assert total(recomputed) < total(whole) and recomputed["weights"] == whole["weights"]
 
 
-def test_a_larger_vocabulary_takes_more(tiny_model_dir):
+def test_a_larger_vocabulary_needs_more_memory(tiny_model_dir):
     model = load_model(str(tiny_model_dir))
     before = [loading_memory(model), training_memory(model, 2, 8, True, False), answer_memory(model, 2, 8, True)]
     model.resize_token_embeddings(1024)
@@ -155,7 +155,7 @@ def test_a_larger_vocabulary_takes_more(tiny_model_dir):
     assert all(sum(a.values()) < sum(b.values()) for a, b in zip(before, after))
 
 
-def test_the_line_shows_the_phase_that_takes_the_most():
+def test_the_line_shows_the_phase_that_needs_the_most():
     backend = TorchBackend("cpu", "fp32")
     phases = {
         "loading": {"interpreter and libraries": 10**9, "weights": 3 * 10**9},
@@ -165,7 +165,7 @@ def test_the_line_shows_the_phase_that_takes_the_most():
         "memory of a worker's process (estimated; the peak is in loading): interpreter and libraries 1.00 GB, weights "
         "3.00 GB, total 4.00 GB"
     )
-    backend.kind = "cuda"  # what the host holds is not the device's
+    backend.kind = "cuda"  # host memory does not count for the device
     assert memory_line(phases, backend).endswith(
         "(estimated; the peak is in training): weights 2.00 GB, activations 0.50 GB, total 2.50 GB"
     )

@@ -1,4 +1,4 @@
-"""The optimiser: AdamW where every step agrees with its gradient, and no step against it."""
+"""The optimiser equals AdamW if every step agrees with its gradient, and never steps against the gradient."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def walk(optimizer, p: nn.Parameter, gradients) -> None:
         optimizer.step()
 
 
-def test_where_all_agree_it_is_adamw():
+def test_it_equals_adamw_if_all_steps_agree():
     torch.manual_seed(0)
     ours, theirs = (nn.Parameter(torch.ones(5)) for _ in range(2))
     gradients = torch.rand(6, 5) * torch.tensor([1.0, -1.0, 10.0, -10.0, 1e-3])  # each keeps its sign
@@ -22,14 +22,14 @@ def test_where_all_agree_it_is_adamw():
     torch.testing.assert_close(ours, theirs)
 
 
-def test_what_would_go_against_its_gradient_stays_and_the_rest_go_as_much_further():
+def test_steps_against_the_gradient_are_skipped_and_the_others_scaled_up():
     ours, theirs = (nn.Parameter(torch.zeros(4)) for _ in range(2))
     mine = CautiousAdamW([{"params": [ours], "lr": 0.1}])
     other = torch.optim.AdamW([theirs], lr=0.1, betas=(0.9, 0.95), weight_decay=0.0)
     for optimizer, p in ((mine, ours), (other, theirs)):
         walk(optimizer, p, torch.ones(1, 4))
     before = ours.detach().clone()
-    gradient = torch.tensor([[1.0, -0.1, 1.0, 1.0]])  # the second turns, its momentum does not
+    gradient = torch.tensor([[1.0, -0.1, 1.0, 1.0]])  # the second gradient changes sign, its momentum does not
     for optimizer, p in ((mine, ours), (other, theirs)):
         walk(optimizer, p, gradient)
     assert ours[1] == before[1] and theirs[1] != before[1]
@@ -37,7 +37,7 @@ def test_what_would_go_against_its_gradient_stays_and_the_rest_go_as_much_furthe
     torch.testing.assert_close(moved, (theirs - before)[[0, 2, 3]] * 4 / 3)
 
 
-def test_each_group_has_its_rate_and_a_frozen_parameter_stays():
+def test_each_group_has_its_rate_and_parameters_without_gradient_do_not_change():
     slow, fast, still = (nn.Parameter(torch.zeros(3)) for _ in range(3))
     optimizer = CautiousAdamW([{"params": [slow, still], "lr": 0.01}, {"params": [fast], "lr": 0.1}])
     slow.grad, fast.grad = torch.ones(3), torch.ones(3)
@@ -46,7 +46,7 @@ def test_each_group_has_its_rate_and_a_frozen_parameter_stays():
     assert not still.any()
 
 
-def test_it_goes_on_from_its_state():
+def test_it_resumes_from_its_state():
     gradients = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
     whole = nn.Parameter(torch.zeros(3))
     walk(CautiousAdamW([{"params": [whole], "lr": 0.1}]), whole, gradients)
@@ -60,8 +60,8 @@ def test_it_goes_on_from_its_state():
     assert torch.equal(second, whole)
 
 
-def test_a_group_may_have_decays_of_its_own():
-    """Moments with other betas, and decoupled decay of every parameter, agreeing or not."""
+def test_a_group_may_have_its_own_betas_and_weight_decay():
+    """Weight decay is decoupled and applies to every parameter, whether its step agrees or not."""
     ours, theirs = (nn.Parameter(torch.ones(4)) for _ in range(2))
     gradients = torch.rand(6, 4, generator=torch.Generator().manual_seed(0)) + 0.1
     walk(CautiousAdamW([{"params": [ours], "lr": 0.1, "betas": (0.8, 0.99), "weight_decay": 0.5}]), ours, gradients)

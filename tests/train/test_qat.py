@@ -1,4 +1,4 @@
-"""End-to-end QAT: it learns, counts in updates, reduces once, clips what was reduced, and restores strictly."""
+"""End-to-end QAT: it learns, counts updates, reduces gradients once, clips after that, and restores strictly."""
 
 import dataclasses
 import math
@@ -36,7 +36,7 @@ def new_student(sharp_model_dir):
 
 @pytest.fixture
 def train(new_student, make_session, data, backend):
-    """train(plan, name): (student, lines of metrics.jsonl that carry a loss)."""
+    """train(plan, name): (student, lines of metrics.jsonl with a loss)."""
 
     def run(plan=PLAN, name="run", backend=backend):
         student, session = new_student(), make_session(name, backend)
@@ -47,7 +47,7 @@ def train(new_student, make_session, data, backend):
 
 
 class Counting(TorchBackend):
-    """Reduces as two workers would whose gradients sum to three of ours, and writes down what happens."""
+    """Reduces by a factor of 1.5, as if another worker added half our gradient, and records its calls."""
 
     def __init__(self):
         super().__init__("cpu", "fp32")
@@ -71,7 +71,7 @@ class Counting(TorchBackend):
 
 
 # -- learning ---------------------------------------------------------------------------------------------------------
-def test_the_loss_falls_and_the_student_nears_the_teacher(train, new_student, data, backend):
+def test_the_loss_falls_and_the_student_approaches_the_teacher(train, new_student, data, backend):
     student, lines = train(dataclasses.replace(PLAN, steps=60))
     for figure, floor in (("loss", lines[0]["loss"] - lines[0]["kl"]), ("kl", 0)):
         values = [line[figure] - floor for line in lines]
@@ -85,8 +85,8 @@ def test_everything_is_trained(train, new_student):
         assert not torch.equal(p, q), name
 
 
-def test_figures_by_hand(train, new_student, data, backend):
-    """Loss, KL and gradient norm of the first update from the batch itself."""
+def test_metrics_by_hand(train, new_student, data, backend):
+    """Loss, KL and gradient norm of the first update, computed directly from its batch."""
     student, lines = new_student(), train()[1]
     batch = next(batches(data[0], 4, 1, PLAN.seed))
     loss = kd_loss(student, batch)
@@ -107,7 +107,7 @@ def test_the_gradient_reaches_scales_through_every_layer(new_student, data):
             assert parameter.grad.abs().sum() > 0, name
 
 
-def test_groups_part_scales_from_the_rest(new_student):
+def test_scales_have_their_own_parameter_group(new_student):
     student = new_student()
     rest, scales = parameter_groups(student, 1e-3, 2e-4)
     assert (rest["lr"], scales["lr"]) == (1e-3, 2e-4)
@@ -122,7 +122,7 @@ SHARES = {"int2/g32": (3.1e-3, 3.1e-3), "lut4/r4": (1.3e-4, 5.2e-4), "int8/g32":
 
 @pytest.mark.parametrize("spec", SHARES)
 @pytest.mark.parametrize("times", [1.0, 5.0])
-def test_the_usual_rates_are_shares_of_the_weights(sharp_model_dir, spec, times):
+def test_the_usual_rates_are_proportional_to_the_weights(sharp_model_dir, spec, times):
     student = quantize(load_model(str(sharp_model_dir)), StudentSpec(spec, spec))
     weights = [layer.weight.data.mul_(times).flatten() for layer in quantized_layers(student).values()]
     size = float(torch.cat(weights).square().mean().sqrt())
@@ -138,7 +138,7 @@ def test_the_usual_rates_are_those_of_the_coarsest_quantiser(sharp_model_dir):
 
 
 @pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
-def test_the_usual_rates_are_rates_whatever_the_weights_are(new_student, value):
+def test_the_usual_rates_are_valid_for_any_weights(new_student, value):
     student = new_student()
     for layer in quantized_layers(student).values():
         layer.weight.data.fill_(value)
@@ -148,7 +148,7 @@ def test_the_usual_rates_are_rates_whatever_the_weights_are(new_student, value):
 
 # -- accumulation -----------------------------------------------------------------------------------------------------
 def test_accumulation_equals_one_large_batch(train):
-    """Two times two rows against four: the same updates, and figures of the update and not of a micro-batch."""
+    """Two times two rows against four: the same updates, and metrics of the update and not of a micro-batch."""
     whole, lines = train()
     parts, accumulated = train(dataclasses.replace(PLAN, batch_size=2, accumulation=2), "parts")
     for one, other in zip(lines, accumulated):
@@ -160,14 +160,14 @@ def test_accumulation_equals_one_large_batch(train):
 
 
 def test_the_schedule_counts_updates(train):
-    """The original's cosine ran over micro-batches while it stepped once an update."""
+    """The original's cosine counted micro-batches although it stepped once per update."""
     rates = [[line["lr"] for line in train(dataclasses.replace(PLAN, accumulation=a), str(a))[1]] for a in (1, 2)]
     assert rates[0] == rates[1]
     assert rates[0][:3] == pytest.approx([PLAN.learning_rate * f for f in (1 / 3, 2 / 3, 1)])
     assert rates[0][3:] == sorted(rates[0][3:], reverse=True) and rates[0][-1] < 0.5 * PLAN.learning_rate
 
 
-def test_the_rate_that_is_logged_is_the_one_in_use(new_student, data, make_session):
+def test_the_logged_rate_is_the_one_in_use(new_student, data, make_session):
     class Watching(TorchBackend):
         rates = ()
 
@@ -186,8 +186,8 @@ def test_the_rate_that_is_logged_is_the_one_in_use(new_student, data, make_sessi
 
 # -- one update -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_gradients_are_reduced_once_an_update(train, accumulation):
-    """The original reduced by hand and then again inside xm.optimizer_step."""
+def test_gradients_are_reduced_once_per_update(train, accumulation):
+    """The original reduced them itself and then again inside xm.optimizer_step."""
     backend = Counting()
     train(dataclasses.replace(PLAN, batch_size=2, accumulation=accumulation), backend=backend)
     assert backend.calls == ["reduce", "step"] * PLAN.steps
@@ -208,8 +208,8 @@ def test_a_small_gradient_is_not_clipped(train):
     assert backend.norms == pytest.approx([line["grad_norm"] for line in lines], rel=1e-4)
 
 
-def test_an_update_starts_from_no_gradient(new_student, data, backend):
-    """One plain SGD step by hand: parameter − lr · gradient, twice over, with nothing carried from the first."""
+def test_an_update_starts_without_gradients(new_student, data, backend):
+    """After one update, a second one equals a plain SGD step by hand: no gradient is left from the first."""
     student, plan = new_student(), dataclasses.replace(PLAN, clip_grad_norm=0.0)
     optimizer = torch.optim.SGD(student.parameters(), lr=1e-2)
     stream = batches(data[0], 4, 1, 0)

@@ -1,4 +1,4 @@
-"""Warm-up, peak and end of the schedule; on XLA a learning rate of exactly 0 would be another graph."""
+"""Warm-up, peak and end of the schedule. It never reaches 0, which on XLA would be another graph."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def test_never_zero_and_never_above_the_peak(total, warmup):
     assert all(0 < factor <= 1 for factor in factors)
 
 
-def test_rises_to_its_one_peak_and_falls():
+def test_rises_to_a_single_peak_and_falls():
     factors = [cosine(step, 50, 5) for step in range(50)]
     peak = factors.index(1.0)
     assert peak == 5
@@ -34,7 +34,7 @@ def test_rises_to_its_one_peak_and_falls():
     assert factors[peak:] == sorted(factors[peak:], reverse=True)
 
 
-def test_groups_keep_their_ratio_and_nothing_compounds():
+def test_groups_keep_their_ratio_and_factors_do_not_compound():
     optimizer = torch.optim.SGD([{"params": [torch.zeros(1)], "lr": lr} for lr in (0.4, 0.02)])
     for factor in (0.5, 0.25, 1.0):
         set_learning_rates(optimizer, factor)

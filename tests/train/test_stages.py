@@ -1,4 +1,4 @@
-"""What an end-to-end stage may leave alone, its moving average, and the stage of scales alone."""
+"""Scopes of an end-to-end stage, its moving average, and training the scales only."""
 
 import dataclasses
 
@@ -44,7 +44,7 @@ def codes_of(student):
     ("scope", "moves"),
     [("mlp", lambda n: ".mlp." in n), ("attn", lambda n: ".self_attn." in n), ("weights", lambda n: "scale" not in n)],
 )
-def test_only_the_scope_moves(scope, moves, new_student, data, make_session, backend):
+def test_only_parameters_in_the_scope_change(scope, moves, new_student, data, make_session, backend):
     student, plan = new_student(StudentSpec("int2/g32", "balanced4/g32")), dataclasses.replace(PLAN, scope=scope)
     trained = {name for name, p in student.named_parameters() if p.requires_grad}
     before = values_of(student)
@@ -57,7 +57,7 @@ def no_figures(step, model):
     return {}
 
 
-def test_a_scope_never_frees_what_was_frozen(new_student):
+def test_a_scope_does_not_unfreeze_parameters(new_student):
     student = new_student()
     select_parameters(student, "all")
     assert not student.model.embed_tokens.weight.requires_grad
@@ -74,7 +74,7 @@ def test_the_average_by_hand():
         assert average.weight.item() == pytest.approx(wanted) and average.bias.item() == 7
 
 
-def test_the_average_is_measured_and_training_goes_on_without_it(new_student, data, make_session, backend):
+def test_the_average_is_evaluated_and_does_not_affect_training(new_student, data, make_session, backend):
     students, measured = {}, {}
     for name, plan in (("plain", PLAN), ("average", dataclasses.replace(PLAN, ema=0.5))):
         students[name] = new_student()
@@ -122,8 +122,8 @@ def test_a_resumed_run_keeps_its_average(new_student, data, make_session, backen
         assert torch.equal(value, measured["resumed"][name]), name
 
 
-# -- scales alone -----------------------------------------------------------------------------------------------------
-def test_scales_alone_learn_and_codes_stay(new_student, data, make_session, backend):
+# -- scales only ------------------------------------------------------------------------------------------------------
+def test_training_scales_only_improves_the_student_and_keeps_codes(new_student, data, make_session, backend):
     student = new_student()
     before, codes = heldout_figures(student, data[1], backend, 4, 8)["heldout_kl"], codes_of(student)
     freeze(student)
@@ -136,7 +136,7 @@ def test_scales_alone_learn_and_codes_stay(new_student, data, make_session, back
 
 
 @pytest.mark.parametrize("text", ["int2/g32", "balanced2/tensor", "lut2/r4"])
-def test_with_fixed_codes_weight_and_gradient_are_those_of_level_times_scale(text, new_student):
+def test_with_fixed_codes_weight_and_gradient_equal_those_of_level_times_scale(text, new_student):
     student = new_student(StudentSpec(text, "none"))
     freeze(student)
     free_scales(student.requires_grad_(False))
@@ -155,7 +155,7 @@ def test_with_fixed_codes_weight_and_gradient_are_those_of_level_times_scale(tex
         torch.testing.assert_close(got, p.grad / (shared * spec.largest) ** 0.5, rtol=1e-4, atol=1e-6)
 
 
-def test_a_stage_goes_on_from_a_file(new_student, data, tmp_path, sharp_model_dir):
+def test_a_stage_continues_from_a_student_file(new_student, data, tmp_path, sharp_model_dir):
     student = new_student()
     save_student(tmp_path / "best.pt", student, str(sharp_model_dir), SPEC, {})
     wanted = values_of(load_student(tmp_path / "best.pt")[0])
@@ -170,7 +170,7 @@ def test_a_stage_goes_on_from_a_file(new_student, data, tmp_path, sharp_model_di
 
 
 def test_from_four_bits_to_two(new_student, sharp_model_dir):
-    """The latent weights of the new student are what the old one shows, norms and all."""
+    """The latent weights of the new student are the quantised weights of the old one, and its norms are copied too."""
     fine = new_student(StudentSpec("balanced4/g32", "balanced4/g32"))
     fine.model.norm.weight.data.mul_(1.5)
     freeze(fine)

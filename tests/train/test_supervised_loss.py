@@ -1,4 +1,4 @@
-"""Fine-tuning on packed examples: packed equals unpacked, nothing leaks, weights and accumulation do what they say."""
+"""Fine-tuning on packed examples: packed equals unpacked, examples do not leak, weights and accumulation are exact."""
 
 import math
 
@@ -21,7 +21,7 @@ VOCAB = 512
 
 @pytest.fixture(scope="module")
 def examples() -> list[Example]:
-    """Random tokens, of which the last two thirds are learned, in two sections."""
+    """Random tokens, of which the last two thirds are targets, in two sections."""
     random = np.random.default_rng(0)
     made = []
     for number, length in enumerate(LENGTHS):
@@ -49,7 +49,7 @@ def gradients(model, loss) -> dict:
 
 
 def alone(model, example: Example, weights=(1.0, 1.0)) -> tuple[torch.Tensor, float]:
-    """Σ weight·NLL of one example through the model's own forward, and the weights together."""
+    """Σ weight·NLL of one example by the model's own forward pass, and the sum of the weights."""
     tokens = torch.from_numpy(example.tokens).long().unsqueeze(0)
     logp = model(input_ids=tokens).logits[0, :-1].log_softmax(-1)
     nll = -logp.gather(1, tokens[0, 1:].unsqueeze(1)).squeeze(1)
@@ -59,7 +59,7 @@ def alone(model, example: Example, weights=(1.0, 1.0)) -> tuple[torch.Tensor, fl
 
 # -- packed and unpacked ---------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (0.5, 3.0), (0.0, 1.0)])
-def test_packed_loss_and_gradients_are_those_of_each_example_alone(examples, model, weights):
+def test_packed_loss_and_gradients_equal_those_of_separate_examples(examples, model, weights):
     parts = [alone(model, example, weights) for example in examples]
     wanted = sum(part for part, _ in parts) / sum(count for _, count in parts)
     expected = gradients(model, wanted)
@@ -71,8 +71,8 @@ def test_packed_loss_and_gradients_are_those_of_each_example_alone(examples, mod
             torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-5)
 
 
-def test_one_mask_for_a_row_gives_the_same(examples, model, monkeypatch):
-    """What CUDA and XLA compute, on the CPU."""
+def test_one_mask_per_row_gives_the_same_gradients(examples, model, monkeypatch):
+    """The way of CUDA and XLA, run on the CPU."""
     batch = batch_of(PackedExamples(examples, 21, (1.0, 1.0), 2))
     first = gradients(model, packed_loss(model, batch))
     monkeypatch.setattr(supervised, "on_host", lambda _: False)
@@ -82,8 +82,8 @@ def test_one_mask_for_a_row_gives_the_same(examples, model, monkeypatch):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_an_example_never_sees_another(examples, model, masked, monkeypatch):
-    """Its states stay to the bit when all others change."""
+def test_an_example_never_attends_to_another(examples, model, masked, monkeypatch):
+    """Its hidden states stay bit-identical when all other examples change."""
     data = PackedExamples(examples, 21, (1.0, 1.0), 2)
     batch = batch_of(data)
     if masked:
@@ -102,7 +102,7 @@ def test_an_example_never_sees_another(examples, model, masked, monkeypatch):
             assert not torch.equal(after[row, others], before[row, others]) or not others.any()
 
 
-def test_weights_count_against_each_other_only(examples, model):
+def test_only_the_ratio_of_weights_matters(examples, model):
     found = []
     for size in (1.0, 1e-3):
         data = PackedExamples(examples, 12, (size, 2 * size), 2)
@@ -110,8 +110,8 @@ def test_weights_count_against_each_other_only(examples, model):
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
-def test_accumulation_changes_nothing(examples, model):
-    """Whatever the micro-batches hold: every token of an update weighs the same."""
+def test_accumulation_does_not_change_the_gradient(examples, model):
+    """All tokens of an update have the same weight, however they are split into micro-batches."""
     data = PackedExamples(examples * 2, 12, (1.0, 2.0), 2)
     found = []
     for size, accumulation in ((4, 1), (2, 2), (1, 4)):
@@ -137,10 +137,10 @@ def test_heldout_figures_by_section(examples, model, backend):
         nll = float(sum(part for part, _ in parts)) / sum(count for _, count in parts)
         assert found[f"{name}_nll"] == pytest.approx(nll, rel=1e-5)
         assert found[f"{name}_ppl"] == pytest.approx(math.exp(nll), rel=1e-4)
-    assert "third_nll" not in found, "no token is in it"
+    assert "third_nll" not in found, "it has no tokens"
 
 
-def test_the_batch_size_changes_no_figure(examples, model, backend):
+def test_figures_do_not_depend_on_the_batch_size(examples, model, backend):
     data = PackedExamples(examples, 21, (1.0, 1.0), 2)
     found = [heldout_sections(model, data, backend, size, {"first": 1}) for size in (1, 2, 3, 5)]
     assert len(data) % 3
@@ -166,8 +166,8 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_other_architectures_learn_each_example_as_if_it_stood_alone(examples, kind):
-    """Packed together where the model keeps them apart, one to a row where it does not."""
+def test_other_architectures_give_the_loss_of_separate_examples(examples, kind):
+    """Examples share a row if the model can keep them apart; otherwise each has its own row."""
     torch.manual_seed(0)
     model = tf.AutoModelForCausalLM.from_config(OTHERS[kind], dtype=torch.float32).eval()
     for p in model.parameters():
