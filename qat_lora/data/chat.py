@@ -160,8 +160,8 @@ def render_chat(messages: list[dict], tokenizer, thinking: str, given: int = 0) 
 
 
 def _completions(messages: list[dict], tokenizer, enabled: bool, given: int) -> tuple[str, tuple[tuple[int, int], ...]]:
-    """The text of a conversation and the ranges of its completions. If no answer continues its generation prompt as
-    long as other turns follow the last answer, these turns are left out. Raises UserError if there is no completion."""
+    """The text of a conversation and the ranges of its completions. Turns after the last answer are left out if the
+    template renders no answer as a continuation of its prompt with them. Raises UserError if there is no completion."""
     answered = max((n for n, message in enumerate(messages, 1) if message["role"] == "assistant"), default=0)
     for told in (messages, messages[:answered]):
         text = _with_thought(told, render(told, tokenizer, enabled), tokenizer, enabled)

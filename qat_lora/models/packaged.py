@@ -15,7 +15,7 @@ from pathlib import Path
 from qat_lora.errors import UserError
 from qat_lora.run.files import sha256, write_atomically, writing
 
-THAT_FILE = "the teacher and the full-precision model are that file, not the original weights"
+THAT_FILE = "the teacher and the full-precision model are loaded from that file, not from the original weights"
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ def test_a_token_that_is_both_bos_and_eos_appears_once_between_documents(tiny_to
     tokens, mask = stream(plain(["one", "two"]), tiny_tokenizer, bos=EOS)
     one, two = (tiny_tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("one", "two"))
     assert tokens.tolist() == [EOS, *one, EOS, *two, EOS]
-    assert mask.tolist() == [0] + [1] * (len(tokens) - 1)  # the end of a document is learned
+    assert mask.tolist() == [0] + [1] * (len(tokens) - 1)  # the end of a document is a target
     rows = pack(plain(), tiny_tokenizer, 8, bos=EOS)
     assert (rows.tokens[:, 0] == EOS).all() and rows.mask[:, 1:].all() and rows.given is None
 

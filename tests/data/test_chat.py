@@ -120,13 +120,13 @@ def test_spans_are_the_completions_with_their_end_marker(tiny_tokenizer, message
     assert (NO_THOUGHT in document.text) == (thinking == "off")
 
 
-def test_a_trailing_user_turn_is_not_learned(tiny_tokenizer):
+def test_a_trailing_user_turn_is_not_a_target(tiny_tokenizer):
     document = render_one(MULTI[:-1], tiny_tokenizer, "on")
     assert completions(document) == ["It is 4.<|im_end|>"]
     assert document.text.endswith("And 3+3?<|im_end|>\n")
 
 
-def test_a_greeting_without_a_prompt_is_not_learned(tiny_tokenizer):
+def test_a_greeting_without_a_prompt_is_not_a_target(tiny_tokenizer):
     greeting = [{"role": "assistant", "content": "Hello!"}]
     assert completions(render_one(greeting + SINGLE, tiny_tokenizer, "on")) == ["It is 4.<|im_end|>"]
 

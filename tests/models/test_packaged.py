@@ -52,7 +52,7 @@ def test_every_name_is_listed():
 
 def test_notes_for_packaged_models():
     assert notes("somewhere/else", None) is None
-    assert "Q4_K_M" in notes(NAME) and "Q4_1" not in notes(NAME) and "not the original weights" in notes(NAME)
+    assert "Q4_K_M" in notes(NAME) and "Q4_1" not in notes(NAME) and "not from the original weights" in notes(NAME)
     assert "Q4_1" in notes(None, EMBEDDED, NAME) and "Q4_K_M" in notes(None, EMBEDDED, NAME)
 
 
