@@ -133,6 +133,8 @@ from qat_lora.train.memory import (
 from qat_lora.train.options import checked_updates
 from qat_lora.train.supervised import packed_loss
 
+QUESTION = "A baker broke a simple contract with a supplier on 3 May 2021. Find the last day for issuing the claim."
+
 
 # -- the experiment --------------------------------------------------------------------------------------------------
 def main(cfg: Config) -> None:
@@ -345,7 +347,7 @@ def finish(
     summarise(
         {"adapter": adapter, "model": run.path / "model", "report": page},
         quality(run, before | figures),
-        f'python scripts/run_legal_assistant.py --run {run.path} --question "May I return a faulty kettle?"',
+        f'python scripts/run_legal_assistant.py --run {run.path} --question "{QUESTION}"',
     )
 
 
