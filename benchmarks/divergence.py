@@ -1,10 +1,10 @@
-"""Do two workers train a recursive model as one does? Losses of one worker, of one worker with a weight moved by one
-unit in the last place (ulp), and of two workers that share its batches.
+"""Do two workers train a recursive model as one does? Compares the losses of one worker, of one worker with one weight
+moved by a unit in the last place (ulp), and of two workers that share the same batches.
 
     python benchmarks/divergence.py
     python benchmarks/divergence.py --seeds 0 --lr 1e-4
 
-If training is chaotic, a difference in rounding grows until the losses differ visibly. Two workers add in a different
+If training is chaotic, a rounding difference grows until the losses differ visibly. Two workers add in a different
 order, so they may diverge as much as the run with the moved weight, but no more. A mistake in how work is shared would
 show at the first update, in fp64 too.
 """
@@ -32,7 +32,7 @@ SHOWN = (1, 2, 5, 10, 20, 30, 40)
 @dataclass(frozen=True, kw_only=True)
 class Config(ScriptConfig):
     seeds: str = option("0,1,2", "seeds of puzzles, weights and batches")
-    steps: int = option(40, "updates")
+    steps: int = option(40, "updates per run")
     lr: float = option(1e-3, "peak learning rate")
 
 
@@ -40,19 +40,17 @@ def main(cfg: Config) -> None:
     try:
         seeds = [int(seed) for seed in cfg.seeds.split(",")]
     except ValueError as error:
-        raise UserError(f"--seeds {cfg.seeds} is no list of whole numbers such as 0,1") from error
+        raise UserError(f"--seeds {cfg.seeds} is not a list of whole numbers; use e.g. 0,1") from error
     if cfg.steps < 1:
         raise UserError(f"--steps {cfg.steps} must be at least 1")
     if cfg.dry_run:
-        return print(
-            f"{len(seeds)} seeds of {cfg.steps} updates of pretrain's preset nano, in fp32 and fp64, three ways"
-        )
+        return print(f"pretrain's preset nano, {len(seeds)} seeds × 3 runs of {cfg.steps} updates, in fp32 and in fp64")
     shown = [step for step in SHOWN if step <= cfg.steps]
-    print(f"nano, lr {cfg.lr:g}: relative difference of the loss from one worker's, median over seeds {cfg.seeds}")
+    print(f"nano, lr {cfg.lr:g}: relative difference of the loss from one worker's loss, median over seeds {cfg.seeds}")
     print("| precision | run | " + " | ".join(f"update {step}" for step in shown) + " | largest | mean loss, last 10 |")
     print("|---|---|" + "---|" * (len(shown) + 2))
     for double in (False, True):
-        kinds = {"one worker": (1, False), "one worker, one ulp moved": (1, True), "two workers": (2, False)}
+        kinds = {"one worker": (1, False), "one worker, one weight moved": (1, True), "two workers": (2, False)}
         found = {
             name: [losses(cfg, seed, double, ulp, workers) for seed in seeds] for name, (workers, ulp) in kinds.items()
         }

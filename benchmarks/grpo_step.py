@@ -1,14 +1,15 @@
-"""How long does a GRPO step take, rollout and update, beside TRL's? Both in one run, step by step in turns.
+"""How long does a GRPO step (rollout and update) take, compared with TRL's? The steps of both alternate in one run.
 
     USE_TORCH_XLA=0 PYTHONPATH=.venv/peers python benchmarks/grpo_step.py
     USE_TORCH_XLA=0 PYTHONPATH=.venv/peers python benchmarks/grpo_step.py --precision fp32 --steps 5
 
-The same model, prompts, group, lengths, precision and trained weights (embedding and head frozen, KL to a reference), a
-learning rate at which neither side learns, and answers drawn by each side itself. The reward is a checksum of the
-text, by which hardly a group is tied: ours leaves tied groups out of the update, TRL computes them. A pair is one step
-of TRL's GRPOTrainer, from its callbacks, and one of ours right after it; the first pair is left out. Samples a second
-are answers: prompts times group. TRL generates through transformers, not vLLM, without gradient checkpointing. Without
-USE_TORCH_XLA=0 its accelerate would take torch_xla, where that is installed, and compile every token.
+Both sides use the same model, prompts, group size, lengths, precision and trained weights (embedding and head frozen,
+KL to a reference), and a learning rate so small that neither model changes. Each side samples its own answers. The
+reward is a checksum of the text, so hardly any group has equal rewards; our trainer would leave such groups out of the
+update, TRL computes them. A pair is one step of TRL's GRPOTrainer, timed by its callbacks, and one of ours right after
+it; the first pair is not counted. The rates are answers (prompts × group size) per second. TRL generates with
+transformers, not vLLM, and without gradient checkpointing. If torch_xla is installed, TRL's accelerate uses it unless
+USE_TORCH_XLA=0 is set, and compiles a graph for every token.
 """
 
 import time
@@ -46,10 +47,10 @@ RATE = 1e-9
 @dataclass(frozen=True, kw_only=True)
 class Config(ScriptConfig):
     model: str = option(EMBEDDED, "instruct model")
-    batch_size: int = option(4, "prompts of a step")
-    num_generations: int = option(8, "answers to each")
-    max_prompt_length: int = option(56, "tokens that our prompts are filled up to")
-    max_completion_length: int = option(32, "longest answer")
+    batch_size: int = option(4, "prompts per step")
+    num_generations: int = option(8, "answers per prompt")
+    max_prompt_length: int = option(56, "tokens to which our prompts are padded")
+    max_completion_length: int = option(32, "longest answer, in tokens")
     beta: float = option(0.02, "weight of the KL to the reference")
     steps: int = option(7, "timed pairs, after one that is not counted")
 
@@ -71,9 +72,9 @@ def main(cfg: Config) -> None:
     ratios = sorted(theirs / ours for ours, theirs in pairs)
     count = cfg.batch_size * cfg.num_generations
     ours, theirs = (median(column) for column in zip(*pairs))
-    print(f"ours {count / ours:.2f} samples/s ({ours:.2f} s), TRL {count / theirs:.2f} ({theirs:.2f} s)")
-    print(f"ours / TRL, samples a second: {median(ratios):.2f} ({ratios[0]:.2f}–{ratios[-1]:.2f}), {len(pairs)} pairs")
-    print(f"ours at last: {step.length:.1f} tokens an answer, {step.tied:.0%} of the groups tied")
+    print(f"ours {count / ours:.2f} answers/s ({ours:.2f} s), TRL {count / theirs:.2f} ({theirs:.2f} s)")
+    print(f"ours / TRL, answers/s: {median(ratios):.2f} ({ratios[0]:.2f}–{ratios[-1]:.2f}), {len(pairs)} pairs")
+    print(f"our last step: {step.length:.1f} tokens per answer, {step.tied:.0%} of the groups with equal rewards")
 
 
 def worth(text: str) -> float:
@@ -81,7 +82,7 @@ def worth(text: str) -> float:
 
 
 class Ours:
-    """One step at a time."""
+    """Our trainer; each call takes one step."""
 
     def __init__(self, cfg: Config, backend):
         self.tokenizer, model = load_tokenizer(cfg.model), load_model(cfg.model)
@@ -113,7 +114,7 @@ class Ours:
 
 
 class Turns(TrainerCallback):
-    """Times TRL's steps, and runs ours after each."""
+    """Times TRL's steps, and runs one of ours after each."""
 
     def __init__(self, ours: Ours):
         self.ours, self.pairs = ours, []
@@ -122,7 +123,7 @@ class Turns(TrainerCallback):
         self.started = time.monotonic()
 
     def on_step_end(self, args, state, control, **kwargs):
-        if self.ours.backend.kind == "cuda":  # else what TRL has queued would be in our time
+        if self.ours.backend.kind == "cuda":  # otherwise work that TRL has queued would count as our time
             torch.cuda.synchronize()
         theirs, started = time.monotonic() - self.started, time.monotonic()
         self.ours()
@@ -131,7 +132,7 @@ class Turns(TrainerCallback):
 
 
 def run_pairs(cfg: Config, backend, ours: Ours, folder: str) -> list[tuple[float, float]]:
-    """(our seconds, TRL's seconds) of each step."""
+    """(our seconds, TRL's seconds) of each pair."""
     try:
         from trl import GRPOConfig, GRPOTrainer
     except ImportError as error:
@@ -140,7 +141,7 @@ def run_pairs(cfg: Config, backend, ours: Ours, folder: str) -> list[tuple[float
     def rewards(completions, **kwargs):
         return [worth(said[-1]["content"]) for said in completions]
 
-    start = Path(folder) / "start"  # TRL reads its reference from the name that its model was loaded by
+    start = Path(folder) / "start"  # TRL loads the reference from the path of the trained model
     model = load_model(cfg.model)
     write_model(model, ours.tokenizer, start, start)
     rows = [{"prompt": list(question.messages)} for question in ours.questions]
@@ -157,7 +158,7 @@ def run_pairs(cfg: Config, backend, ours: Ours, folder: str) -> list[tuple[float
         processing_class=ours.tokenizer, callbacks=[turns],
     )  # fmt: skip
     if trainer.args.device.type != backend.device.type:
-        raise UserError(f"TRL took {trainer.args.device}, ours is on {backend}; set USE_TORCH_XLA=0 before the command")
+        raise UserError(f"TRL runs on {trainer.args.device}, ours on {backend}; set USE_TORCH_XLA=0 for this command")
     trainer.train()
     return turns.pairs
 

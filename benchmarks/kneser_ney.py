@@ -1,12 +1,12 @@
-"""An interpolated Kneser–Ney n-gram with three discounts an order (Chen and Goodman 1998): what to beat."""
+"""An interpolated Kneser–Ney n-gram model with three discounts per order (Chen and Goodman 1998), as a baseline."""
 
 import math
 from collections import Counter, defaultdict
 
 
 class KneserNey:
-    """Counts of one token stream. Lower orders count in how many contexts an n-gram occurs, not how often; below the
-    unigrams stands the uniform distribution over the vocabulary."""
+    """An n-gram model of one token stream. Lower orders count in how many contexts an n-gram occurs, not how often.
+    Unigrams are interpolated with the uniform distribution over the vocabulary."""
 
     def __init__(self, tokens: list[int], order: int, vocab: int):
         self.order, self.vocab = order, vocab
@@ -17,7 +17,7 @@ class KneserNey:
             self.levels.insert(0, _Level(counts))
 
     def probability(self, token: int, context: tuple[int, ...]) -> float:
-        """P(token | context), of which the last order − 1 tokens count."""
+        """P(token | context); only the last order − 1 tokens of the context count."""
         result = 1 / self.vocab
         for size, level in enumerate(self.levels):
             if size > len(context):
@@ -26,7 +26,7 @@ class KneserNey:
         return result
 
     def nll(self, tokens: list[int]) -> float:
-        """Sum of −log P in nats over a stream, each token after those before it."""
+        """Sum of −log P over a stream, in nats; each token is predicted from those before it."""
         return -sum(
             math.log(self.probability(token, tuple(tokens[max(0, at - self.order + 1) : at])))
             for at, token in enumerate(tokens)
@@ -34,7 +34,8 @@ class KneserNey:
 
 
 class _Level:
-    """N-grams of one length: counts, discounts, and of each context the sum and how many follow 1, 2, 3+ times."""
+    """N-grams of one length: counts, discounts and, for each context, the sum of its counts and the number of tokens
+    that follow it 1, 2 and 3+ times."""
 
     def __init__(self, counts: Counter):
         self.counts = counts
@@ -42,7 +43,7 @@ class _Level:
         n1, n2, n3, n4 = (max(1, have[k]) for k in (1, 2, 3, 4))
         y = n1 / (n1 + 2 * n2)
         estimates = (1 - 2 * y * n2 / n1, 2 - 3 * y * n3 / n2, 3 - 4 * y * n4 / n3)
-        # of few n-grams an estimate may lie outside (0, count): then half a count
+        # with few n-grams an estimate may lie outside (0, count); then the discount is 0.5
         self.discounts = (0.0, *(d if 0 < d < count else 0.5 for count, d in enumerate(estimates, 1)))
         self.sums, self.kinds = defaultdict(int), defaultdict(lambda: [0, 0, 0, 0])
         for gram, count in counts.items():

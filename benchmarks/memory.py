@@ -1,12 +1,12 @@
-"""Does --dry-run tell how much memory a script takes? The estimate beside the measured peak of the whole process.
+"""How well does --dry-run predict the memory of a script? Compares its estimate with the measured peak of the process.
 
     python benchmarks/memory.py --folder /tmp/memory
     python benchmarks/memory.py --folder /tmp/memory --models gemma3-270m --stages qat,recovery
 
-Each stage runs once for each vocabulary (benchmarks/shapes.py; a folder or .gguf file works as well) in a process of
-its own, for two updates of its default batch with an evaluation before and after and a checkpoint, and then again
-with --dry-run. The peak is the largest resident set, interpreter and libraries included. Models, caches and students
-stay in --folder and are used again. Expect twenty minutes on two cores for everything.
+For each model (of benchmarks/shapes.py, a folder or a .gguf file), each stage runs with --dry-run and then in full, in
+its own process: two updates of its default batch, with an evaluation before and after, and a checkpoint. The peak is
+the largest resident set, including interpreter and libraries. Models, caches and students stay in --folder and are
+reused. Everything takes about twenty minutes on two cores.
 """
 
 import os
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TOTAL = re.compile(r"^memory.* total (\d+\.\d+) GB", re.MULTILINE)
 ROWS = "--length 256 --max-rows 20 --heldout-fraction 0.2"
 TRAIN = "--max-steps 2 --eval-rows 4 --log-every 1"
-SCRIPTS = {  # stage → script and its options; {…}: what an earlier stage has made
+SCRIPTS = {  # stage → script and its options; {…}: folder of the model, of this stage or of an earlier one
     "cache": f"build_kd_cache --model {{model}} --dataset embedded {ROWS} --cache-dir {{cache}}",
     "qat": "train_qat --config q2_g32 --model {model} --cache-dir {cache} --output-dir {qat} --layer-rows 4 " + TRAIN,
     "recovery": "train_recovery_lora --checkpoint {qat}/best.pt --kd-cache-dir {cache} --output-dir {recovery} "
@@ -43,8 +43,8 @@ SCRIPTS = {  # stage → script and its options; {…}: what an earlier stage ha
 @dataclass(frozen=True, kw_only=True)
 class Config(ScriptConfig):
     folder: str = option("/tmp/qat_lora_memory", "folder for models, caches and runs")
-    models: str = option("smollm2-135m,qwen3-0.6b,gemma3-270m", "names of benchmarks/shapes.py, folders or .gguf files")
-    stages: str = option(",".join(SCRIPTS), "stages to measure; those before them must have run")
+    models: str = option("smollm2-135m,qwen3-0.6b,gemma3-270m", "names in benchmarks/shapes.py, folders or .gguf files")
+    stages: str = option(",".join(SCRIPTS), "stages to measure; earlier stages must have run")
 
 
 def main(cfg: Config) -> None:
@@ -73,7 +73,7 @@ def main(cfg: Config) -> None:
 
 
 def run(words: list) -> tuple[str, int]:
-    """What a command prints, and the largest resident set of its process in bytes."""
+    """Run a command; return its output and the largest resident set of its process, in bytes."""
     process = subprocess.Popen(list(map(str, words)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     said = process.stdout.read()
     _, status, usage = os.wait4(process.pid, 0)

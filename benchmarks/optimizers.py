@@ -1,12 +1,12 @@
-"""Does leaving out the steps against the gradient win, for the same time? Cautious AdamW beside torch's fused AdamW.
+"""Does cautious AdamW (no step against the current gradient) beat torch's fused AdamW in the same training time?
 
     python benchmarks/optimizers.py --dataset wikitext2-valid.txt
-    python benchmarks/optimizers.py --minutes 1 --seeds 0        # an impression, on the embedded text
+    python benchmarks/optimizers.py --minutes 1 --seeds 0        # a quick look, on the embedded text
 
-Each run starts from the same student (least-error scales), trains it from one cache of its teacher for --minutes and is
-measured on held-out rows: KL to the teacher and perplexity. How many updates fit is found out beforehand for each
-optimiser by the time that a few of them take, and the schedule (cosine) spans just those. Runs of a seed follow one
-another, so that the machine is the same; a run is in results.jsonl of --output-dir once it is done and is not repeated.
+Each run starts from the same student (least-error scales), trains it for --minutes from one cache of its teacher, and
+is measured on held-out rows: KL to the teacher and perplexity. A short trial of each optimiser estimates how many
+updates fit into that time, and the cosine schedule spans exactly those. The two runs of a seed follow each other, so
+that conditions are alike. Finished runs are recorded in results.jsonl of --output-dir and not repeated.
 """
 
 import json
@@ -37,26 +37,26 @@ from qat_lora.train.loop import Plan, set_learning_rates, update
 from qat_lora.train.optimizer import new_optimizer
 
 SIDES = ("cautious", "fused")
-TRIAL = 4  # updates by which the time of one is judged, after one that is not counted
+TRIAL = 4  # updates of the trial that estimates the time per update, after one that is not counted
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TextOptions, ScriptConfig):
-    model: str = option(EMBEDDED, "model to train, and its own teacher")
+    model: str = option(EMBEDDED, "model to quantise and train; it is also the teacher")
     quantizer: str = option("balanced2/g32", "quantiser of MLP and attention")
-    batch_size: int = option(4, "rows of an update")
-    heldout: int = option(48, "rows at the end of the text to measure on")
-    learning_rate: float = option(5e-4, "peak learning rate of both")
-    minutes: float = option(5.0, "training time of a run")
-    seeds: str = option("0,1,2", "seeds of the order of the rows")
-    output_dir: str = option("runs/bench_optimizers", "folder of the cache and the results")
+    batch_size: int = option(4, "rows per update")
+    heldout: int = option(48, "held-out rows, taken from the end of the text")
+    learning_rate: float = option(5e-4, "peak learning rate of both optimisers")
+    minutes: float = option(5.0, "training time per run, in minutes")
+    seeds: str = option("0,1,2", "seeds for the order of the rows")
+    output_dir: str = option("runs/bench_optimizers", "folder for the cache and the results")
 
 
 def main(cfg: Config) -> None:
     if cfg.minutes <= 0 or cfg.heldout < 1:
         raise UserError(f"--minutes {cfg.minutes} must be above 0 and --heldout {cfg.heldout} at least 1")
     backend = open_backend(cfg.device, cfg.precision)
-    print(f"{cfg.model}, {cfg.quantizer}, {cfg.minutes} minutes a run, {backend}, commit {revision()}", flush=True)
+    print(f"{cfg.model}, {cfg.quantizer}, {cfg.minutes} minutes per run, {backend}, commit {revision()}", flush=True)
     if cfg.dry_run:
         return
     train, heldout = caches(cfg, backend)
@@ -80,7 +80,7 @@ def caches(cfg: Config, backend: TorchBackend) -> tuple[KDCacheDataset, KDCacheD
     rows = cfg.rows(tokenizer)
     count = len(rows) - cfg.heldout
     if count < cfg.batch_size:
-        raise UserError(f"the text has {len(rows)} rows, too few to hold out {cfg.heldout}; use a longer one")
+        raise UserError(f"the text has {len(rows)} rows, too few to hold out {cfg.heldout}; use a longer text")
     parts = {
         "train": Rows(rows.tokens[:count], rows.mask[:count]),
         "heldout": Rows(rows.tokens[count:], rows.mask[count:]),
@@ -99,7 +99,7 @@ def caches(cfg: Config, backend: TorchBackend) -> tuple[KDCacheDataset, KDCacheD
 
 
 def run(cfg: Config, backend: TorchBackend, side: str, seed: int, train, heldout) -> dict:
-    """The figures of one run, its updates and its seconds of training."""
+    """Held-out figures of one run, its number of updates and its seconds of training."""
     _, each, _ = trained(cfg, backend, side, seed, train, TRIAL + 1)
     count = max(TRIAL, round(60 * cfg.minutes / each))
     model, _, seconds = trained(cfg, backend, side, seed, train, count)
@@ -107,7 +107,7 @@ def run(cfg: Config, backend: TorchBackend, side: str, seed: int, train, heldout
 
 
 def trained(cfg: Config, backend: TorchBackend, side: str, seed: int, train, count: int):
-    """A student after so many updates, the seconds that one took (the first left out), and those of all."""
+    """Train a student for `count` updates; return it, the seconds per update (without the first) and in total."""
     backend.seed(seed)
     model = quantize(load_model(cfg.model), StudentSpec(cfg.quantizer, cfg.quantizer))
     initialise(model)

@@ -1,4 +1,4 @@
-"""Draws docs/overview.png, the picture in the README: the pipeline, and how near its students come to the teacher.
+"""Draws docs/overview.png, the picture in the README: the pipeline, and how close its students come to the teacher.
 
     python benchmarks/overview.py
 
@@ -17,8 +17,8 @@ from matplotlib import ticker
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 STEPS = (
     ("text", "your own, or a\nhub dataset"),
-    ("KD cache", "the teacher's answers,\nwritten down once"),
-    ("low-bit student", "QAT from the cache:\n2 or 4 bits a weight"),
+    ("KD cache", "teacher's predictions,\ncomputed once"),
+    ("low-bit student", "QAT from the cache:\n2 or 4 bits per weight"),
     ("recovery LoRA", "a small adapter on\nthe frozen student"),
     ("export", "GGUF for llama.cpp,\nor Hugging Face"),
 )

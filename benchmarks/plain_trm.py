@@ -1,8 +1,8 @@
-"""A tiny recursive model in the plainest PyTorch (arXiv 2510.04871): the yardstick of our step, and of our equations.
+"""A tiny recursive model in plain PyTorch (arXiv 2510.04871): the baseline for our speed, the reference for our maths.
 
-Written from the paper's equations and the published training's arithmetic: a weight is cast at every use, gate and
-value are one matrix, an MLP over positions transposes its input and output, the loss is taken in fp64, AdamW and the
-average go over the parameters, and the figures are fetched every step. It shares no code with qat_lora.
+It follows the paper's equations and the arithmetic of the published training: weights are cast at every use, gate and
+value share one matrix, an MLP over positions transposes its input and output, the loss is computed in fp64, AdamW and
+the moving average loop over the parameters, and metrics are fetched at every step. It shares no code with qat_lora.
 """
 
 import math
@@ -24,7 +24,7 @@ class Sizes:
     H: int
     L: int
     inner: int  # units of the MLP over features
-    inner_t: int  # units of the MLP over positions; 0: attention
+    inner_t: int  # units of the MLP over positions; 0 for attention
     causal: bool = False
     one_step: bool = False
 
@@ -91,7 +91,7 @@ class Layer(nn.Module):
 
 
 class PlainTRM(nn.Module):
-    """forward(z_H, z_L, inputs, puzzle) → z_H, z_L, logits, halting logit; all in `dtype` but the parameters."""
+    """forward(z_H, z_L, inputs, puzzle) → z_H, z_L, logits, halting logit; all except the parameters in `dtype`."""
 
     def __init__(self, sizes: Sizes, dtype: torch.dtype):
         super().__init__()
@@ -133,7 +133,7 @@ class PlainTRM(nn.Module):
 
 
 def stablemax_cross_entropy(logits: Tensor, labels: Tensor, ignore: int) -> Tensor:
-    """[B, L], in fp64 as published; 0 where the label is `ignore`."""
+    """Loss of each position, [B, L], in fp64 as published; 0 where the label is `ignore`."""
     x = logits.double()
     s = torch.where(x < 0, 1 / (1 - x), x + 1)
     share = torch.log(s / s.sum(-1, keepdim=True))
@@ -143,7 +143,8 @@ def stablemax_cross_entropy(logits: Tensor, labels: Tensor, ignore: int) -> Tens
 
 
 def losses(logits: Tensor, halt: Tensor, labels: Tensor, ignore: int) -> tuple[Tensor, Tensor]:
-    """Sum over rows of the mean loss of a row's labels and ½ the halting head's; which rows are right [B]."""
+    """The loss (summed over rows: a row's mean loss over its labels, plus half its halting loss); which rows are right,
+    [B]."""
     asked = labels != ignore
     right = ((logits.argmax(-1) == labels) & asked).sum(-1) == asked.sum(-1)
     cells = (stablemax_cross_entropy(logits, labels, ignore) / asked.sum(-1, keepdim=True).clamp(min=1)).sum()
@@ -152,7 +153,7 @@ def losses(logits: Tensor, halt: Tensor, labels: Tensor, ignore: int) -> tuple[T
 
 
 class PlainTraining:
-    """The published loop: a carry with replaced rows, AdamW, a moving average, figures on the host every step."""
+    """The published loop: a carry whose halted rows are replaced, AdamW, a moving average, metrics of every step."""
 
     def __init__(self, model: PlainTRM, rows: int, lr: float, decay: float, segments: int, ignore: int):
         self.model, self.decay, self.segments, self.ignore = model, decay, segments, ignore

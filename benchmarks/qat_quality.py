@@ -1,23 +1,23 @@
-"""Which low-bit student is nearest to its teacher, for the same tokens, grid and bits? Ours beside its peers.
+"""How close do our students come to their teacher, compared with other methods for the same tokens, grid and bits?
 
     python benchmarks/qat_quality.py --config quick                                # small: one grid, one seed
-    python benchmarks/qat_quality.py --dataset wiki.txt --other-dataset tales.txt  # hours; the same command goes on
+    python benchmarks/qat_quality.py --dataset wiki.txt --other-dataset tales.txt  # hours; the same command resumes
 
-A cell is a grid, a method and a seed. Each runs in a process of its own and adds its rows to results.jsonl of
---output-dir; what is there is not run again, and a cell that was interrupted goes on. At the end of each the table and
-the plot are made anew. The first nine tenths of --dataset are trained on, from a cache of the teacher that is built
-once; PPL and the exact KL(teacher‖student) are measured on the rest and on --other-dataset, 512-token windows, fp32.
+A cell is one grid, method and seed. Each cell runs in its own process and appends its rows to results.jsonl in
+--output-dir. Finished cells are not run again, and interrupted ones resume. After each cell the table and the plot are
+rewritten. Methods train on the first nine tenths of --dataset, from a cache of the teacher that is built once. PPL and
+the exact KL(teacher‖student) are measured on the rest and on --other-dataset, in fp32, in windows of 512 tokens.
 
   rtn, mse, gptq  no training (train_qat.py --init)
-  efficientqat    scales by the largest weight, blocks one after another, then scales alone (train_qat.py's stages)
+  efficientqat    scales from the largest weight, block by block, then scales alone (with train_qat.py's stages)
   loftq           alternating rounding and SVD (arXiv 2310.08659), then the adapter alone
-  torchao         its QAT: scales by the largest weight, taken anew at every step; from the same cached targets
-  torchao-text    the same from the text alone, by cross-entropy, as its documentation has it
-  ours            GPTQ and layer-wise, end to end, scales alone, recovery LoRA: a row after each stage
-  ranks           on ours before its LoRA: adapters of ranks 4 to 32 and about as many values each, so on fewer layers
+  torchao         its QAT: scales from the largest weight, recomputed at every step; from the same cached targets
+  torchao-text    the same from the text alone, with cross-entropy, as torchao documents it
+  ours            GPTQ and layer-wise, end to end, scales alone, recovery LoRA: one row per stage
+  ranks           adapters on `ours` before its LoRA: ranks 4 to 32 with about equally many values, on different layers
 
-Methods that train see equally many tokens of the same rows; those of train_qat.py with its optimiser, the others with
-plain AdamW. Adapters (rank 4 but for `ranks`) count at 16 bits a value.
+All methods that train see the same number of tokens of the same rows. Those run by train_qat.py use its optimiser, the
+others plain AdamW. Adapters (rank 4 except in `ranks`) count at 16 bits per value.
 """
 
 import hashlib
@@ -57,8 +57,8 @@ from qat_lora.train.losses import text_loss
 
 METHODS = ("rtn", "mse", "gptq", "efficientqat", "loftq", "torchao", "torchao-text", "ours", "ranks")
 LENGTH, WINDOW, RANK = 256, 512, 4
-STAGES = 24  # that part of the updates is layer-wise in `ours`, and as many are of the scales alone
-STAGE_FILES = (  # of `ours`: the student after each stage, and the file that is written when the stage ends
+STAGES = 24  # in `ours`, 1/24 of the updates are layer-wise, and 1/24 train the scales alone
+STAGE_FILES = (  # of `ours`: each stage, the student after it, and the file that is written when the stage ends
     ("layers", "layerwise.pt", "layerwise.pt"),
     ("qat", "endtoend.pt", "endtoend.pt"),
     ("scales", "best.pt", "summary.json"),
@@ -68,17 +68,17 @@ RANKS = {4: PROJECTIONS, 8: ("v", "gate", "up"), 16: ("down",), 32: ("o",)}
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TextSource, ScriptConfig):
-    model: str = option(EMBEDDED, f"model to quantise, and its own teacher: {CHOICES}")
-    other_dataset: str | None = option(None, "a text of another kind to measure on too")
-    grids: str = option("int2/g64,int2/g32,int4/g32,int4/g96", "quantisers of MLP and attention")
-    methods: str = option(",".join(METHODS), "what to compare")
-    seeds: str = option("0,1", "seeds of the order of the rows")
-    steps: int = option(488, "updates of 4×256 tokens at 2 bits: half a million")
+    model: str = option(EMBEDDED, f"model to quantise, which is also the teacher: {CHOICES}")
+    other_dataset: str | None = option(None, "a text of another kind, used for measuring only")
+    grids: str = option("int2/g64,int2/g32,int4/g32,int4/g96", "quantisers of MLP and attention, to compare")
+    methods: str = option(",".join(METHODS), "methods to compare")
+    seeds: str = option("0,1", "seeds for the order of the rows")
+    steps: int = option(488, "updates of 4×256 tokens at 2 bits (by default half a million tokens)")
     steps_4bit: int = option(96, "updates at 4 bits")
-    calibration_rows: int = option(64, "rows that scales and GPTQ look at")
-    measured: int = option(12, "windows of each text to measure on")
-    output_dir: str = option("runs/qat_quality", "folder of the cache, the results, the table and the plot")
-    cell: str | None = option(None, "run this cell alone: GRID,METHOD,SEED")
+    calibration_rows: int = option(64, "rows used to initialise scales and GPTQ")
+    measured: int = option(12, "windows to measure in each text")
+    output_dir: str = option("runs/qat_quality", "folder for the cache, the results, the table and the plot")
+    cell: str | None = option(None, "run only this cell: GRID,METHOD,SEED")
 
 
 def main(cfg: Config) -> None:
@@ -98,7 +98,7 @@ def main(cfg: Config) -> None:
             continue
         print(cell, flush=True)
         code = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--cell", cell]).returncode
-        if code:  # the cell has said why
+        if code:  # the cell has printed its error
             raise SystemExit(code)
         note = f" Note: {said}." if (said := notes(cfg.model)) else ""
         write_report(results(out), out, f"{cfg.model} on {backend}.{note}")
@@ -111,7 +111,7 @@ def results(out: Path) -> list[dict]:
 
 
 def check(cfg: Config) -> list[str]:
-    """The cells, after what is impossible has been refused."""
+    """Refuse impossible settings, and return the cells."""
     for name, least in (("steps", STAGES), ("steps_4bit", STAGES), ("calibration_rows", BATCH), ("measured", BATCH)):
         if getattr(cfg, name) < least:
             raise UserError(f"--{name.replace('_', '-')} {getattr(cfg, name)} must be at least {least}")
@@ -121,22 +121,22 @@ def check(cfg: Config) -> list[str]:
     for grid in cfg.grids.split(","):
         spec = QuantSpec.parse(grid)
         if spec is None or spec.scale != "group" or spec.bits not in ADAPTER_RATE:
-            raise UserError(f"--grids {grid}: give group quantisers of 2 or 4 bits, such as int2/g64")
+            raise UserError(f"--grids {grid} is not a group quantiser of 2 or 4 bits; use e.g. int2/g64")
         if spec.codebook != "int" and "torchao" in cfg.methods:
-            raise UserError(f"--grids {grid}: torchao has the int grids alone; leave it out of --methods")
-        quantize(empty_model(cfg.model), StudentSpec(grid, grid))  # refuses groups that its widths do not divide by
+            raise UserError(f"--grids {grid}: torchao supports int grids only; leave torchao out of --methods")
+        quantize(empty_model(cfg.model), StudentSpec(grid, grid))  # refuses groups that do not divide its widths
     if not all(seed.isdecimal() for seed in cfg.seeds.split(",")):
-        raise UserError(f"--seeds {cfg.seeds}: give whole numbers, such as 0,1")
+        raise UserError(f"--seeds {cfg.seeds} is not a list of whole numbers; use e.g. 0,1")
     seeds, methods, grids = (text.split(",") for text in (cfg.seeds, cfg.methods, cfg.grids))
     cells = [f"{g},{m},{s}" for g in grids for s in seeds for m in methods]
     if cfg.cell and cfg.cell not in cells:
-        raise UserError(f"--cell {cfg.cell} is none of these grids, methods and seeds")
+        raise UserError(f"--cell {cfg.cell} is not a cell of --grids, --methods and --seeds; --dry-run lists them")
     return cells
 
 
 # -- text, cache, measuring ------------------------------------------------------------------------------------------
 def texts(cfg: Config) -> tuple[Rows, dict[str, tuple]]:
-    """Training rows, and the windows (with how many tokens of each count) of every text to measure on."""
+    """Training rows and, for each measured text, its windows and how many tokens of each window are scored."""
     tokenizer = cfg.tokenizer(cfg.model)
     bos = cfg.bos_token(tokenizer)
     tokens, _ = stream(cfg.documents(tokenizer), tokenizer, bos=bos)
@@ -151,8 +151,8 @@ def texts(cfg: Config) -> tuple[Rows, dict[str, tuple]]:
 
 
 def prepare(cfg: Config, backend: TorchBackend, out: Path) -> None:
-    """What all cells share: the teacher's cache (all rows but a fiftieth to train on, that one to choose the best state
-    by), and the windows to measure on with the teacher's own figures."""
+    """Make what all cells share: the teacher's cache, which holds out a fiftieth of the rows to choose the best state,
+    and the windows to measure, with the teacher's own figures."""
     rows, measured = texts(cfg)
     names = ("model", "steps", "steps_4bit", "calibration_rows", "measured", "precision")
     read = b"".join(tokens.numpy().tobytes() for tokens in [rows.tokens, *(tokens for tokens, _ in measured.values())])
@@ -184,12 +184,12 @@ def prepare(cfg: Config, backend: TorchBackend, out: Path) -> None:
 
 
 def check_settings(settings: dict, out: Path) -> None:
-    """Raise UserError where the folder's results were made with other settings than these."""
+    """Raise UserError if the results in the folder were made with other settings."""
     path = out / "settings.json"
     there = read_json(path) if path.exists() else settings
     for name, value in settings.items():
         if there.get(name) != value:
-            raise UserError(f"{out} holds results of {name} {there.get(name)}, not {value}; give another --output-dir")
+            raise UserError(f"{out} holds results with {name} {there.get(name)}, not {value}; use another --output-dir")
     write_json(path, settings)
 
 
@@ -213,7 +213,7 @@ def no_training(bench: Bench) -> list[dict]:
 
 
 def efficientqat(bench: Bench) -> list[dict]:
-    """arXiv 2407.11062 on our grid: half of the tokens block by block, half on the scales alone."""
+    """arXiv 2407.11062 on our grid: half of the tokens train block by block, half train the scales alone."""
     half = bench.steps // 2
     run, summary = bench.qat(
         init="rtn", layer_steps=half, layer_rows=min(half * BATCH, len(bench.train)), scale_steps=bench.steps - half
@@ -232,7 +232,7 @@ def loftq(bench: Bench) -> list[dict]:
             layer.weight.data.copy_(weight - left)
             initialise(layer)
             error = weight - layer.quantizer.decode(layer.quantizer.encode(layer.weight))
-            factors[name] = nearest_of_rank(error, RANK)  # no moment: LoftQ looks at weights alone
+            factors[name] = nearest_of_rank(error, RANK)  # no input moment: LoftQ uses the weights only
             left = factors[name][0] @ factors[name][1]
     del base
     freeze(student)
@@ -285,7 +285,7 @@ def ours(bench: Bench) -> list[dict]:
 def ranks(bench: Bench) -> list[dict]:
     student = bench.folder.with_name(bench.folder.name.replace("ranks", "ours")) / "qat" / "best.pt"
     if not student.exists():
-        raise UserError(f"{student} is missing; method ranks goes on from method ours of the same grid and seed")
+        raise UserError(f"{student} is missing; ranks needs method ours of the same grid and seed, so run that first")
     rows = []
     for rank, targets, init in [*((r, t, "zero") for r, t in RANKS.items()), (RANK, PROJECTIONS, "error")]:
         began, run = time.monotonic(), bench.folder / f"{rank}-{init}"

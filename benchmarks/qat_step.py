@@ -1,23 +1,23 @@
-"""What does distillation from a cache cost? Ratios, both sides of each in one run, pair by pair.
+"""What does distillation from a cache cost? Ratios whose two sides alternate in one run.
 
     python benchmarks/qat_step.py
-    python benchmarks/qat_step.py --parts qat,recovery --model /tmp/qwen3   # of benchmarks/shapes.py, for example
+    python benchmarks/qat_step.py --parts qat,recovery --model /tmp/qwen3   # e.g. made by benchmarks/shapes.py
 
---parts, all of them unless some are named:
-  building  the speed of building a cache over the teacher's bare forward pass
-  qat       a QAT step from the cache over a step of plain fine-tuning, time
-  recovery  a step of the recovery LoRA on the frozen student, from the cache, over the same step
-  head      forward and backward pass of the LM head with its loss over plain logits and cross-entropy, its weight
-            frozen and trained
-  optimizer a step of our optimiser over one of torch's fused AdamW, on the student's weights and scales
-  memory    peak memory of QAT and of plain fine-tuning, in processes of their own
-  online    a QAT step with the teacher online (full-vocabulary KL, logits of both models held) over one from the cache
-  cosine    the cosine between the gradient of full-vocabulary KL and the cached loss's, for one cache and averaged over
-            several, on rows not trained on: at the start (least-error scales) and after --cosine-steps updates of QAT
+--parts (default: all) are ratios of times, unless they say otherwise:
+  building  speed of building a cache / speed of the teacher's bare forward pass
+  qat       QAT step from the cache / plain fine-tuning step
+  recovery  step of the recovery LoRA (frozen student, from the cache) / plain fine-tuning step
+  head      forward and backward pass of our LM head and loss / of plain logits and cross-entropy, with the head's
+            weight frozen and trained
+  optimizer step of our optimiser / step of torch's fused AdamW, on the student's weights and scales
+  memory    peak memory of QAT / of plain fine-tuning, each in its own process
+  online    QAT step with the teacher online (full-vocabulary KL, logits of both models in memory) / from the cache
+  cosine    no ratio: cosine between the gradients of the full-vocabulary KL and of the cached loss, for one cache and
+            for the mean over several, on rows not trained on, with least-error scales and after --cosine-steps updates
 
-Plain fine-tuning is what people write: Hugging Face's own loss on [B, L, V] logits, torch's fused AdamW and its
-clipping. It trains the same parameters (embedding and head frozen) of the same model on the same rows, in the same
-precision and with the same allocator.
+Plain fine-tuning is the usual code: Hugging Face's own loss on [B, L, V] logits, torch's fused AdamW and torch's
+clipping. It trains the same parameters (embedding and head frozen) of the same model on the same rows, with the same
+precision and allocator.
 """
 
 import json
@@ -58,14 +58,14 @@ PARTS = ("building", "qat", "recovery", "head", "optimizer", "memory", "online",
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TextOptions, ScriptConfig):
-    model: str = option(EMBEDDED, "model to train, and its own teacher")
+    model: str = option(EMBEDDED, "model to quantise and train; it is also the teacher")
     quantizer: str = option("balanced2/g32", "quantiser of MLP and attention")
-    batch_size: int = option(4, "rows in a batch")
+    batch_size: int = option(4, "rows per batch")
     steps: int = option(7, "timed pairs, after one that is not counted")
-    cosine_caches: int = option(8, "caches of independent draws whose gradients are averaged")
+    cosine_caches: int = option(8, "caches with independent draws, whose gradients are averaged")
     cosine_steps: int = option(40, "updates before the second pair of cosines")
-    parts: str = option("all", "what to measure, see above")
-    side: str | None = option(None, "take three steps of one side, plain or cached, and tell its peak memory")
+    parts: str = option("all", "parts to measure, see above")
+    side: str | None = option(None, "only take three steps of one side, plain or cached, and print its peak memory")
 
 
 def main(cfg: Config) -> None:
@@ -88,7 +88,7 @@ def main(cfg: Config) -> None:
         bench = Bench(cfg, backend, Path(folder))
         if cfg.side:
             step = {"plain": bench.plain, "cached": bench.cached}[cfg.side]()
-            bench.teacher = None  # neither side keeps one while it trains
+            bench.teacher = None  # neither side holds the teacher while it trains
             for _ in range(3):
                 step()
             print(json.dumps({"peak_memory_mb": backend.peak_memory_mb()}))
@@ -98,7 +98,7 @@ def main(cfg: Config) -> None:
 
 
 def measure(part: str, bench: "Bench", steps: int) -> None:
-    """One of PARTS, printed."""
+    """Measure one of PARTS and print it."""
     if part == "building":
         pair("building: cache building speed / bare teacher forward", *bench.building(), steps, invert=True)
     elif part == "qat":
@@ -112,20 +112,20 @@ def measure(part: str, bench: "Bench", steps: int) -> None:
         pair("optimizer: ours / torch's fused AdamW", *bench.optimizers(), steps)
     elif part == "memory":
         memory = [peak_of(side) for side in ("cached", "plain")]
-        print(f"memory: peak, QAT / plain: {memory[0] / memory[1]:.3f} ({memory[0]:.0f} / {memory[1]:.0f} MB)")
+        print(f"memory: peak of QAT / plain: {memory[0] / memory[1]:.3f} ({memory[0]:.0f} / {memory[1]:.0f} MB)")
     elif part == "online":
         pair("online: QAT step with the teacher online / from the cache", bench.online(), bench.cached(), steps)
     else:
         print(f"bytes per position: {bench.spec.bytes_per_position} at K={bench.spec.k}, {bench.spec.draws} draws")
         for updates, kl, one, averaged in bench.gradient_cosines():
             print(
-                f"cosine with full-vocabulary KL, {updates} updates (KL {kl:.2f}): {one:.4f} for one cache, "
-                f"{averaged:.4f} over {bench.cfg.cosine_caches}"
+                f"cosine with the full-vocabulary gradient after {updates} updates (KL {kl:.2f}): {one:.4f} for one "
+                f"cache, {averaged:.4f} for the mean over {bench.cfg.cosine_caches}"
             )
 
 
 class Bench:
-    """The sides, each as a function that takes one step on the same rows."""
+    """The two sides of each ratio, as functions that take one step on the same rows."""
 
     def __init__(self, cfg: Config, backend: TorchBackend, folder: Path):
         self.cfg, self.backend, self.folder = cfg, backend, folder
@@ -155,7 +155,7 @@ class Bench:
         return self.backend.place(model).train()
 
     def cache(self, seed: int = 0, rows: Rows | None = None) -> KDCacheDataset:
-        """A cache of `rows` (the bench's by default), its tail drawn by `seed`."""
+        """A cache of `rows` (by default self.rows), with tail draws from `seed`."""
         rows = self.rows if rows is None else rows
         changes = {"seed": seed, "text": fingerprint(rows), "train_rows": len(rows)}
         spec = CacheSpec(**vars(self.spec) | changes)
@@ -174,7 +174,7 @@ class Bench:
         return self.stepper(model, kd_loss, self.cache())
 
     def plain(self):
-        """Fine-tuning of the same parameters as people write it."""
+        """Plain fine-tuning of the same parameters."""
         model = self.backend.place(freeze_plain_tables(load_model(self.cfg.model))).train()
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
@@ -200,7 +200,7 @@ class Bench:
         return self.stepper(self.backend.place(adapted).train(), kd_loss, self.cache())
 
     def heads(self, trained: bool):
-        """(our loss over 20 targets a position, plain logits and cross-entropy), forward and backward pass."""
+        """Forward and backward pass of (our loss over 20 targets per position, plain logits and cross-entropy)."""
         vocab, width = (table := self.teacher.get_output_embeddings().weight).shape
         count, random = self.cfg.batch_size * self.cfg.length, torch.Generator().manual_seed(self.cfg.seed)
         place = self.backend.to_device
@@ -226,7 +226,7 @@ class Bench:
         return lambda: run(ours), lambda: run(plain)
 
     def optimizers(self):
-        """(a step of ours, one of torch's fused AdamW), on the same parameters and gradients."""
+        """(a step of our optimiser, one of torch's fused AdamW), on equal parameters and gradients."""
         students = [self.student() for _ in range(2)]
         for student in students:
             random = torch.Generator(self.backend.device).manual_seed(self.cfg.seed)
@@ -246,7 +246,7 @@ class Bench:
         return F.kl_div(logp, target, reduction="sum", log_target=True) / batch["total"]
 
     def building(self):
-        """(write one shard of the cache, the teacher's bare forward over the same rows)."""
+        """(build a cache of one shard, the teacher's bare forward pass over the same rows)."""
         count = iter(range(10**6, 2 * 10**6))
         inputs = self.rows.tokens.long().split(self.cfg.batch_size)
 
@@ -258,7 +258,7 @@ class Bench:
         return lambda: self.cache(next(count)), bare
 
     def gradient_cosines(self):
-        """Yields (updates before, KL, cosine with the dense gradient of the first draw's, of the mean over draws)."""
+        """Yields (updates so far, KL, cosine with the dense gradient for one cache, for the mean over caches)."""
         size, model = self.cfg.batch_size, self.student(search=True)
         probe = self.some(range(size))
         caches = [self.cache(seed, probe) for seed in range(self.cfg.cosine_caches)]
@@ -289,7 +289,7 @@ class Bench:
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Cosine of two long vectors, summed in double precision: in fp32 10^8 terms lose two digits."""
+    """Cosine of two long vectors, summed in double precision: in fp32 a sum of 10^8 terms loses two digits."""
 
     def dot(x, y):
         return sum((u.double() * v.double()).sum().item() for u, v in zip(x.split(2**24), y.split(2**24)))
@@ -298,7 +298,7 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def pair(title: str, a, b, count: int, invert: bool = False) -> None:
-    """Time a and b in turn and print the ratio a/b (b/a when the figure is a speed), pair by pair."""
+    """Time a and b alternately; print the median over pairs of a/b, or of b/a (a ratio of speeds) with `invert`."""
     times = []
     for _ in range(count + 1):
         row = []
@@ -314,7 +314,7 @@ def pair(title: str, a, b, count: int, invert: bool = False) -> None:
 
 
 def peak_of(side: str) -> float:
-    """Peak memory in MB of one side in a process of its own."""
+    """Peak memory of one side in MB, measured in its own process."""
     command = [sys.executable, __file__, *sys.argv[1:], "--parts", "memory", "--side", side]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])["peak_memory_mb"]

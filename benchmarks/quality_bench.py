@@ -1,4 +1,4 @@
-"""One cell of qat_quality.py: what trains a student, by our scripts or by a peer's rules, and what measures it."""
+"""One cell of qat_quality.py: trains a student, with our scripts or a baseline's method, and measures it."""
 
 import subprocess
 import sys
@@ -27,11 +27,11 @@ from qat_lora.train.loop import Plan, Stage, StageState, fit, restore, row_strea
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 BATCH = 4
-ADAPTER_RATE = {2: 1e-3, 4: 5e-4}  # peak learning rate by bits; of weights and scales: train_qat.py's
+ADAPTER_RATE = {2: 1e-3, 4: 5e-4}  # peak learning rate of adapters by bits; weights and scales use train_qat.py's
 
 
 class Bench:
-    """One cell: its student's quantisers, its rows, and what measures it. cfg: that of qat_quality.py."""
+    """One cell: its quantisers and rows, and how to train and measure its student. cfg: Config of qat_quality.py."""
 
     def __init__(self, cfg, backend: TorchBackend, out: Path):
         self.cfg, self.backend = cfg, backend
@@ -47,24 +47,24 @@ class Bench:
         self.measured = torch.load(out / "measured.pt", weights_only=True)
 
     def base(self) -> nn.Module:
-        """The full-precision model, a new one each time: none stays in memory beside what is trained."""
+        """Load the full-precision model, anew each time, so that no copy stays in memory during training."""
         return load_model(self.cfg.model)
 
     def rate(self, model: nn.Module) -> float:
-        """The peak learning rate of weights and scales that train_qat.py takes end to end for a plain model."""
+        """The default peak learning rate of train_qat.py's end-to-end stage for a student of `model`."""
         student = quantize(empty_model(self.cfg.model), self.spec)
-        student.load_state_dict(model.state_dict(), strict=False, assign=True)  # its weights, not copied
+        student.load_state_dict(model.state_dict(), strict=False, assign=True)  # shares the weights
         return usual_rates(student)[0]
 
     def seconds(self, file: Path | None = None) -> float:
-        """From the cell's beginning until a file was written, or until now."""
+        """Seconds from the start of the cell until `file` was written, or until now."""
         return (file.stat().st_mtime if file else time.time()) - self.began
 
     def student(self, path: Path) -> nn.Module:
         return load_student(path, base=self.base())[0]
 
     def measure(self, model: nn.Module, stage: str, seconds: float, memory: float) -> dict:
-        """A row of the results."""
+        """Measure a student; return a row of the results."""
         backend, teacher, figures = open_backend(self.cfg.device, "fp32"), self.base(), {}
         for placed in (model.eval(), teacher):
             backend.place(placed)
@@ -79,13 +79,13 @@ class Bench:
         }  # fmt: skip
 
     def script(self, name: str, run: Path, **flags) -> dict:
-        """Run one of the project's scripts, or resume it; returns its summary."""
+        """Run one of the project's scripts, or resume it; return its summary."""
         own = {"output_dir": run, "resume": "auto", "device": self.cfg.device, "precision": self.cfg.precision}
         own |= {"batch_size": BATCH, "eval_rows": len(self.heldout), "save_every": 50, "seed": self.seed}
         words = [word for key, value in (own | flags).items() for word in (f"--{key.replace('_', '-')}", str(value))]
         if not (run / "summary.json").exists() or read_json(run / "summary.json")["status"] != "finished":
             command = [sys.executable, SCRIPTS / f"{name}.py", *words]
-            if code := subprocess.run(command, stdout=subprocess.DEVNULL).returncode:  # the script has said why
+            if code := subprocess.run(command, stdout=subprocess.DEVNULL).returncode:  # it has printed its error
                 raise SystemExit(code)
         summary = read_json(run / "summary.json")
         if summary["status"] != "finished":
@@ -99,18 +99,18 @@ class Bench:
         return run, self.script("train_qat", run, **flags)
 
     def adapter(self, student: Path, run: Path, rank: int, targets: tuple[str, ...], **flags) -> tuple[nn.Module, dict]:
-        """A student with a recovery LoRA that an eighth of the tokens trained, and the summary of that run."""
+        """Train a recovery LoRA on an eighth of the tokens; return the student with it, and the summary of the run."""
         summary = self.script(
             "train_recovery_lora", run, checkpoint=student, cache_dir=self.out / "cache", lora_r=rank,
             targets=",".join(targets), max_steps=self.adapter_steps, eval_every=max(1, self.adapter_steps // 4),
             learning_rate=ADAPTER_RATE[self.bits],
-            seed=self.seed + 1000,  # other rows first: on those that QAT has just fitted an adapter wins nothing
+            seed=self.seed + 1000,  # another order: on the rows that QAT has just seen, an adapter gains nothing
             **flags,
         )  # fmt: skip
         return load_adapter(self.student(student), run / "adapter", student), summary
 
     def fit(self, model: nn.Module, loss_of, groups: list[dict]) -> None:
-        """Train a peer's placed model to its best held-out state, resumable; groups are the optimiser's."""
+        """Train a baseline's placed model, or resume it, and load its best held-out state. groups: the optimiser's."""
         optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         run = Run(self.folder / "fit", resumed=(self.folder / "fit").exists())

@@ -1,4 +1,4 @@
-"""Table and plot of what qat_quality.py has measured."""
+"""Table and plot of the results of qat_quality.py."""
 
 from pathlib import Path
 
@@ -12,9 +12,9 @@ from qat_lora.run.files import write_atomically
 
 
 def write_report(rows: list[dict], folder: Path, about: str) -> None:
-    """report.md and kl.png in `folder`: a table for each grid, a line for each method and stage, over its seeds.
+    """Write report.md and kl.png to `folder`: one table per grid, one line per method and stage, over its seeds.
 
-    rows: as qat_quality.py's `measure` gives them. about: model, device and what to know of them.
+    rows: as `Bench.measure` returns them. about: a sentence on the model and the device.
     """
     names = ["text", "other"] if "other" in rows[0] else ["text"]
     head = ["", "bits", "PPL", "KL", *(["PPL, other", "KL, other"] if len(names) == 2 else [])]
@@ -32,10 +32,10 @@ def write_report(rows: list[dict], folder: Path, about: str) -> None:
     teacher = ", ".join(f"{rows[0][name]['teacher']:.1f} on the {name}" for name in names)
     commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
     said = (
-        f"{about} Teacher's PPL: {teacher}. Mean (smallest–largest) over seeds; KL is KL(teacher‖student) in nats a "
-        f"token; s is the time to that row, loading included, the cache's left out; commits {commits}."
+        f"{about} Teacher's PPL: {teacher}. Mean (smallest–largest) over seeds. KL is KL(teacher‖student) in "
+        f"nats/token; s is the time up to that row in seconds, with loading but without the cache. Commits: {commits}."
     )
-    title = "# Students for the same tokens, grid and bits"
+    title = "# Student quality for the same tokens, grid and bits"
     text = "\n".join([title, "", said, *lines, "", "![KL](kl.png)", ""])
     write_atomically(folder / "report.md", lambda file: file.write(text.encode()))
     plot(rows, folder / "kl.png")
@@ -55,7 +55,7 @@ def by_name(rows: list[dict]) -> dict[str, list[dict]]:
 
 
 def spread(values: list[float], digits: int = 3) -> str:
-    """Mean (smallest–largest); "" of nothing."""
+    """Mean (smallest–largest) of the values; "" if there are none."""
 
     def show(value: float) -> str:
         return f"{value:.1e}" if value >= 1e5 else f"{value:.1f}" if value >= 100 and digits else f"{value:.{digits}f}"
@@ -66,7 +66,7 @@ def spread(values: list[float], digits: int = 3) -> str:
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """KL to the teacher of every row, a panel for each grid."""
+    """Plot the KL to the teacher of every row, one panel per grid."""
     grids = list(dict.fromkeys(row["grid"] for row in rows))
     figure, axes = plt.subplots(len(grids), 1, figsize=(8, 3.2 * len(grids)), squeeze=False)
     for axis, grid in zip(axes.flat, grids):

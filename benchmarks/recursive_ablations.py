@@ -1,13 +1,13 @@
-"""What does each part of a recursive model bring? In full, without the average, with a one-step gradient, without
-recursion: held-out 6×6 Sudoku over updates, a table and a picture.
+"""What does each part of a recursive model contribute? The full model, without the moving average, with a one-step
+gradient, and without recursion, on held-out 6×6 Sudoku.
 
     python benchmarks/recursive_ablations.py
     python benchmarks/recursive_ablations.py --seeds 0,1,2 --output-dir runs/more
 
-Few puzzles with as few clues as possible (build_puzzle_data.py; a seed draws others, too), each variant by pretrain.py
-on one thread with the sizes of cfg_pretrain and a constant learning rate; what is there already is not run again, and
-what was interrupted goes on. A line a variant and seed: held-out puzzles exactly right after all segments and, in
-brackets, where the halting head stops.
+Each seed draws its own few puzzles, with as few clues as possible (build_puzzle_data.py). pretrain.py trains every
+variant on one thread, with the sizes of cfg_pretrain and a constant learning rate. Finished runs are not repeated, and
+interrupted ones resume. One line per variant gives, for each seed, the share of held-out puzzles that are exactly right
+after all segments and, in brackets, where the halting head stops; curves.png shows the former over updates.
 """
 
 import os
@@ -38,17 +38,17 @@ VARIANTS = {
 @dataclass(frozen=True, kw_only=True)
 class Config(ScriptConfig):
     seeds: str = option("0,1", "seeds of puzzles and training")
-    puzzles: int = option(400, "to draw")
-    heldout_fraction: float = option(0.75, "share of them that is held out")
-    steps: int = option(1200, "updates of each run")
-    output_dir: str = option("runs/ablations", "folder of the puzzles, the runs and the picture")
+    puzzles: int = option(400, "puzzles to draw per seed")
+    heldout_fraction: float = option(0.75, "share of the puzzles that is held out")
+    steps: int = option(1200, "updates per run")
+    output_dir: str = option("runs/ablations", "folder for the puzzles, the runs and the plot")
 
 
 def main(cfg: Config) -> None:
     try:
         seeds = [int(seed) for seed in cfg.seeds.split(",")]
     except ValueError as error:
-        raise UserError(f"--seeds {cfg.seeds} is no list of whole numbers such as 0,1") from error
+        raise UserError(f"--seeds {cfg.seeds} is not a list of whole numbers; use e.g. 0,1") from error
     folder = Path(cfg.output_dir)
     if cfg.dry_run:
         return print(f"{len(VARIANTS)} variants × seeds {cfg.seeds}, {cfg.steps} updates each, in {folder}")
@@ -84,7 +84,7 @@ def measured(run: Path) -> list[dict]:
 
 
 def draw(folder: Path, seeds: list[int]) -> Path:
-    """The curves: colours are variants, the first seed solid, the others dashed."""
+    """Plot the curves: one colour per variant, the first seed solid, the others dashed."""
     figure, axis = plt.subplots(figsize=(8, 4.5))
     for number, name in enumerate(VARIANTS):
         for seed in seeds:

@@ -1,16 +1,16 @@
-"""How long does an update of a recursive model take, beside the published training's arithmetic? In turns, in one run.
+"""How long does an update of a recursive model take, compared with the arithmetic of the published training?
 
     python benchmarks/recursive_step.py
     python benchmarks/recursive_step.py --precision bf16 --mixer attention
     python benchmarks/recursive_step.py --puzzle sudoku9 --hidden-size 256 --H-cycles 3 --L-cycles 6 --batch-size 32
 
-The published code is not at hand where there is no hub; benchmarks/plain_trm.py has its arithmetic in plain PyTorch,
-and the tests hold our model equal to it in fp64. Both sides have the same sizes, as many weights, the same rows and
-dtype, and do a whole update: carry, segment, loss, gradients, AdamW, moving average. Ours is compiled as in
-pretrain.py, also clips and moves the puzzles' embeddings; theirs fetches its figures every step, as published. It
-stands there twice, as it is written and with all of its model by torch.compile, as the published training has it on a
-GPU. A turn is one step of each; the first two are left out. Then: peak memory of a process against the H cycles, and
-what XLA compiles in ten updates with halts (on its CPU device).
+Without a hub the published code is not available, so benchmarks/plain_trm.py has its arithmetic in plain PyTorch; the
+tests check that our model equals it in fp64. Both sides have the same sizes, number of weights, rows and dtype, and do
+a whole update: carry, segment, loss, gradients, AdamW, moving average. Ours is compiled as in pretrain.py, and also
+clips gradients and updates the puzzle embeddings. The plain side fetches its metrics at every step, as published, and
+runs twice: as written, and with the whole model in torch.compile, as the published training does on a GPU. The sides
+alternate; a turn is one step of each, and the first two turns are not counted. Also measured: the peak memory of a
+process with 1, 2, 4 and 8 H cycles, and how many graphs XLA compiles (on its CPU device) in ten updates with halts.
 """
 
 import multiprocessing
@@ -39,15 +39,15 @@ MIXERS = {"mlp": True, "attention": False}
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ScriptConfig):
-    puzzle: str = option("sudoku6", "kind of the rows")
-    mixer: str = option("both", "mlp (over positions), attention or both")
-    batch_size: int = option(128, "rows of an update")
-    hidden_size: int = option(128, "width")
+    puzzle: str = option("sudoku6", "kind of puzzle")
+    mixer: str = option("both", "what mixes positions: mlp, attention, or both one after another")
+    batch_size: int = option(128, "rows per update")
+    hidden_size: int = option(128, "width of the model")
     num_heads: int = option(4, "attention heads")
-    L_layers: int = option(2, "blocks")
-    H_cycles: int = option(2, "updates of the answer in a segment", at_least=1)
-    L_cycles: int = option(3, "updates of the reasoning state before each", at_least=1)
-    turns: int = option(9, "timed turns")
+    L_layers: int = option(2, "number of blocks")
+    H_cycles: int = option(2, "updates of the answer per segment", at_least=1)
+    L_cycles: int = option(3, "updates of the reasoning state before each update of the answer", at_least=1)
+    turns: int = option(9, "timed turns, after two that are not counted")
 
 
 def main(cfg: Config) -> None:
@@ -75,7 +75,7 @@ def main(cfg: Config) -> None:
         peaks = [apart(peak, cfg, str(backend.kind), MIXERS[mixer], cycles) for cycles in (1, 2, 4, 8)]
         print(f"{mixer}: peak memory with 1, 2, 4, 8 H cycles: {', '.join(f'{mb:.0f}' for mb in peaks)} MB", flush=True)
         first, last = apart(compiles, cfg, "xla", MIXERS[mixer], cfg.H_cycles)
-        print(f"{mixer}: XLA has compiled {first} graphs after one update, {last} after ten", flush=True)
+        print(f"{mixer}: graphs compiled by XLA: {first} after one update, {last} after ten", flush=True)
 
 
 def sizes_of(cfg: Config, mlp_t: bool, rows) -> RecursiveSpec:
@@ -86,7 +86,7 @@ def sizes_of(cfg: Config, mlp_t: bool, rows) -> RecursiveSpec:
 
 
 def training(cfg: Config, backend: TorchBackend, mlp_t: bool):
-    """Our trainer, and its batches."""
+    """Our trainer and its batches."""
     rows = draw(cfg.puzzle, 2 * cfg.batch_size, cfg.seed)
     plan = RecursivePlan(
         steps=1000, batch_size=cfg.batch_size, learning_rate=1e-4, warmup_steps=10, clip_grad_norm=1.0, seed=cfg.seed,
@@ -95,13 +95,13 @@ def training(cfg: Config, backend: TorchBackend, mlp_t: bool):
     backend.seed(cfg.seed)
     model = backend.place(RecursiveModel(sizes_of(cfg, mlp_t, rows)))
     if lacking := backend.compiler_lacks():
-        raise UserError(f"nothing to compare: torch.compile needs {lacking} here")
+        raise UserError(f"torch.compile needs {lacking}, which this machine lacks; install it first")
     model.stack = backend.compiled(model.stack)
     return Trainer(model, plan, backend), segment_batches(rows, plan, 0)
 
 
 def run_turns(cfg: Config, backend: TorchBackend, mlp_t: bool) -> list[tuple[float, float, float]]:
-    """Seconds of each turn: ours, the plain one's, and its as compiled."""
+    """Seconds of each turn: ours, plain, plain compiled."""
     trainer, batches = training(cfg, backend, mlp_t)
     spec = trainer.model.spec
     sizes = Sizes(
@@ -111,7 +111,7 @@ def run_turns(cfg: Config, backend: TorchBackend, mlp_t: bool) -> list[tuple[flo
     others = [PlainTRM(sizes, torch.bfloat16 if backend.bf16 else torch.float32).to(backend.device) for _ in range(2)]
     count, theirs = (sum(p.numel() for p in model.parameters()) for model in (trainer.model, others[0]))
     if count != theirs:
-        raise UserError(f"ours has {count} weights, the plain one {theirs}: no comparison")
+        raise UserError(f"ours has {count} weights but plain_trm.py {theirs}; make them equal before comparing")
     others[1].forward = backend.compiled(others[1].forward)
     published = [PlainTraining(plain, cfg.batch_size, 1e-4, 0.9995, SEGMENTS, IGNORE) for plain in others]
     times = []
@@ -133,7 +133,7 @@ def timed(backend: TorchBackend, step) -> float:
 
 
 def apart(work, *arguments):
-    """work(*arguments) in a process of its own."""
+    """work(*arguments) in its own process."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(work, *arguments).result()
 
@@ -150,7 +150,7 @@ def compiles(cfg: Config, kind: str, mlp_t: bool, cycles: int) -> tuple[int, int
     os.environ.setdefault("PJRT_DEVICE", "CPU")
     backend = open_backend(kind, "fp32")
     trainer, batches = training(replace(cfg, batch_size=8), backend, mlp_t)
-    torch.nn.init.zeros_(trainer.model.halt_bias)  # some rows are through, and some are not
+    torch.nn.init.zeros_(trainer.model.halt_bias)  # so that some rows halt and others go on
     torch.nn.init.normal_(trainer.model.halt_weight)
     backend.step_boundary()
     found = []

@@ -1,17 +1,17 @@
-"""Is a reservoir worth having? Its speed beside ReservoirPy's, and its language model beside those it is compared with.
+"""Is a reservoir worth having? Its speed against ReservoirPy, and its quality as a language model against baselines.
 
     PYTHONPATH=.venv/peers python benchmarks/reservoir.py --part speed
     python benchmarks/reservoir.py --part quality --dataset FILE --minutes 10
 
-speed: 64 series × 5,000 steps through one echo-state reservoir of 500 units, ours batched, ReservoirPy's NumPy series
-by series in whichever of its ways is fastest here (dense or sparse matrix, fp32 or fp64, one worker or two), on the
-same matrices, in turns; the parallel scan of a diagonal reservoir and its own loop over time at T = 4,096; the cost of
-a token at several T.
-quality: train_tinystories_reservoir.py --config PRESET with each --model, of equal numbers of trained parameters, for
---minutes each, by as many epochs as a trial of one says; an interpolated Kneser–Ney n-gram of the same tokens, whose
-order is the best of 2 to 5 on the held-out text; and an untrained reservoir with a ridge readout. Bits a byte and
-perplexity over every held-out token: table.md and curves.png in --output-dir. What is there already is not trained
-again.
+speed: 64 series × 5,000 steps through an echo-state reservoir of 500 units; ours (batched) and ReservoirPy's NumPy
+(series by series, in its fastest mode here: dense or sparse matrix, fp32 or fp64, one or two workers) alternate on the
+same matrices. Then the parallel scan of a diagonal reservoir against its own loop over time at T = 4,096, and the time
+per token at several T.
+quality: train_tinystories_reservoir.py --config PRESET with each --model, at equal numbers of trained parameters, for
+about --minutes each (in whole epochs, as many as a trial of one epoch suggests); an interpolated Kneser–Ney n-gram of
+the same tokens, with the order of 2 to 5 that is best on the held-out text; and an untrained reservoir with a ridge
+readout. Bits per byte and perplexity over all held-out tokens go to table.md and curves.png in --output-dir. Finished
+models are not trained again.
 """
 
 import json
@@ -48,20 +48,20 @@ LEAK = 0.3
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ScriptConfig):
-    part: str = option("speed", "speed or quality")
-    dataset: str = option("embedded", "text of the quality part")
-    preset: str = option("cpu", "preset of the quality part")
-    minutes: float = option(10, "of training for each model")
+    part: str = option("speed", "what to measure: speed or quality")
+    dataset: str = option("embedded", "text for the quality part")
+    preset: str = option("cpu", "preset for the quality part")
+    minutes: float = option(10, "training time per model, in minutes")
     models: str = option("reservoir,transformer,mingru", "models to train")
     pairs: int = option(5, "timed pairs, after one that is not counted")
-    output_dir: str = option("runs/reservoir_quality", "folder of the quality part's runs")
+    output_dir: str = option("runs/reservoir_quality", "folder for the runs of the quality part")
 
 
 def main(cfg: Config) -> None:
     if cfg.part not in ("speed", "quality"):
         raise UserError(f"--part {cfg.part!r} is not one of speed, quality")
     if cfg.pairs < 1 or not cfg.minutes > 0:
-        raise UserError(f"--pairs {cfg.pairs} must be at least 1, --minutes {cfg.minutes} above 0")
+        raise UserError(f"--pairs {cfg.pairs} must be at least 1, and --minutes {cfg.minutes} above 0")
     print(f"commit {revision()}, {torch.get_num_threads()} threads, seed {cfg.seed}", flush=True)
     if not cfg.dry_run:
         speed(cfg) if cfg.part == "speed" else quality(cfg)
@@ -75,7 +75,7 @@ def seconds(work: Callable) -> float:
 
 
 def in_turns(ours: Callable, theirs: Callable, pairs: int) -> str:
-    """Median ratio of their seconds to ours over pairs, with its range and both medians."""
+    """Time both alternately: median and range over pairs of their seconds over ours, and both medians, as text."""
     times = [(seconds(ours), seconds(theirs)) for _ in range(pairs + 1)][1:]
     ratios = sorted(b / a for a, b in times)
     a, b = (median(column) for column in zip(*times))
@@ -108,7 +108,7 @@ def speed(cfg: Config) -> None:
     cell.float()
     print(f"states in fp64: largest difference {off:.1e}")
     print(
-        "ours / ReservoirPy, steps a second: "
+        "ours / ReservoirPy, steps per second: "
         + in_turns(lambda: cell(series, cell.begin(SERIES)), lambda: theirs(*best), cfg.pairs)
     )
 
@@ -116,14 +116,14 @@ def speed(cfg: Config) -> None:
         reservoir = DiagonalReservoir(ReservoirSpec(units, leak=(0.05, 1.0), seed=cfg.seed), INPUTS)
         drive = torch.randn(units, 2, rows, 4096, generator=torch.Generator().manual_seed(cfg.seed)).permute(2, 3, 0, 1)
         print(
-            f"parallel scan / loop, {rows} × 4,096 steps, {units} units: " + scans(reservoir, drive, cfg.pairs),
+            f"parallel scan / loop, speed, {rows} × 4,096 steps, {units} units: " + scans(reservoir, drive, cfg.pairs),
             flush=True,
         )
     cell = DiagonalReservoir(ReservoirSpec(128, seed=cfg.seed), INPUTS)
     for length in (256, 1024, 4096, 16384):
         x = torch.randn(1, length, INPUTS)
         cost = median(seconds(partial(cell, x, cell.begin(1))) for _ in range(cfg.pairs + 2))
-        print(f"diagonal reservoir of 128 units, T = {length}: {1e6 * cost / length:.2f} µs a token")
+        print(f"diagonal reservoir of 128 units, T = {length}: {1e6 * cost / length:.2f} µs per token")
 
 
 def scans(reservoir: DiagonalReservoir, drive: torch.Tensor, pairs: int) -> str:
@@ -132,13 +132,13 @@ def scans(reservoir: DiagonalReservoir, drive: torch.Tensor, pairs: int) -> str:
     one, other = scan(drive, begin), sequential_scan(reservoir.decay, plain, begin)
     off = ((one - other).abs().max() / other.abs().max()).item()
     forward = in_turns(lambda: scan(drive, begin), lambda: sequential_scan(reservoir.decay, plain, begin), pairs)
-    return f"{forward}, states apart by {off:.0e} of the largest"
+    return f"{forward}, largest difference of states {off:.0e} of the largest state"
 
 
 # -- quality ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Row:
-    """A line of the table; seconds of fitting, tokens seen while at it."""
+    """A line of the table; `seconds` of training, and `tokens` seen during it."""
 
     name: str
     parameters: int
@@ -162,7 +162,7 @@ def quality(cfg: Config) -> None:
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         took = summary["seconds"]["train"]
         settings = yaml.safe_load((run / "config.yaml").read_text())
-        batch = settings.get("global_batch_size") or settings["batch_size"]  # the latter in runs of earlier versions
+        batch = settings.get("global_batch_size") or settings["batch_size"]  # the latter: runs of earlier versions
         length = settings.get("length") or settings["block_size"]
         tokens = lines[-1]["step"] * batch * length
         rows.append(
@@ -175,7 +175,7 @@ def quality(cfg: Config) -> None:
         *(settings[name] for name in ("dataset", "max_stories", "heldout_fraction", "tokenizer", "vocab_size"))
     )
     rows += [n_gram(stories), ridge(stories, cfg.seed)]
-    head = "| | trained parameters | seconds | tokens seen | bits a byte | perplexity |\n|---|" + "---:|" * 5
+    head = "| | trained parameters | seconds | tokens seen | bits per byte | perplexity |\n|---|" + "---:|" * 5
     text = "\n".join([head, *map(str, rows)]) + "\n"
     (out / "table.md").write_text(text)
     print(text)
@@ -183,14 +183,14 @@ def quality(cfg: Config) -> None:
 
 
 def train(cfg: Config, kind: str, out: Path) -> Path:
-    """The run directory of a model that has been trained for about --minutes."""
+    """Train a model for about --minutes; return its run directory."""
 
     def run(folder: str, epochs: int, *flags: str) -> Path:
         command = [sys.executable, str(SCRIPT), "--config", cfg.preset, "--dataset", cfg.dataset, "--model", kind,
                    "--epochs", str(epochs), "--seed", str(cfg.seed), "--device", cfg.device, "--precision",
                    cfg.precision, "--output-dir", str(out / folder), "--resume", "auto", *flags]  # fmt: skip
         if subprocess.run(command).returncode:
-            raise UserError(f"{kind} could not be trained; see above")
+            raise UserError(f"{kind} could not be trained; its error is above")
         return out / folder
 
     trial = json.loads((run(f"{kind}-trial", 1, "--eval-every", "0") / "summary.json").read_text())
@@ -198,7 +198,7 @@ def train(cfg: Config, kind: str, out: Path) -> Path:
 
 
 def n_gram(stories: Stories) -> Row:
-    """The order that is best on the held-out text: more than the others may choose."""
+    """The n-gram of the order that is best on the held-out text, an advantage over the other models."""
     best = None
     for order in (2, 3, 4, 5):
         started = time.monotonic()
@@ -212,14 +212,14 @@ def n_gram(stories: Stories) -> Row:
 
 @torch.no_grad()
 def ridge(stories: Stories, seed: int, width: int = 256, units: int = 512) -> Row:
-    """Nothing trained by gradient: random embeddings, one diagonal reservoir, the readout in closed form. Its scores
-    become probabilities by a softmax whose temperature, as α, is chosen on the last twentieth of the training text."""
+    """A model without gradient training: random embeddings, one diagonal reservoir, a readout in closed form. A softmax
+    turns its scores into probabilities. The temperature and α are chosen on the last twentieth of the training text."""
     started = time.monotonic()
     embedding = torch.randn(stories.vocab, width, generator=torch.Generator().manual_seed(seed))
     cell = DiagonalReservoir(ReservoirSpec(units, radius=0.99, leak=(0.05, 1.0), seed=seed), width)
 
     def features(stream: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Of each token but the last: reservoir, embedding, 1; and the token after it."""
+        """For each token but the last: its features (reservoir state, embedding, 1), and the next token."""
         state = cell.begin(1)
         for part, after in zip(stream[:-1].split(4096), stream[1:].split(4096)):
             found, state = cell(embedding[part][None], state)
@@ -247,7 +247,7 @@ def nll(parts: Iterable, weight: torch.Tensor, sharpness: float) -> float:
 
 
 def row_of(stories: Stories, name: str, size: int, took: float, total: float) -> Row:
-    """Of the sum of nats over the held-out text."""
+    """A row from `total`, the NLL of the held-out text in nats."""
     bits, ppl = total / math.log(2) / stories.heldout_bytes, math.exp(total / len(stories.heldout))
     return Row(name, size, took, len(stories.train), bits, ppl)
 
@@ -255,10 +255,10 @@ def row_of(stories: Stories, name: str, size: int, took: float, total: float) ->
 def draw(curves: dict[str, list[tuple[float, float]]], rows: list[Row], path: Path) -> None:
     figure, axis = plt.subplots(figsize=(8, 5))
     for name, points in curves.items():
-        axis.plot(*zip(*points[1:]), marker=".", label=name)  # without the untrained model's
-    counts = rows[len(curves)]  # the ridge readout would be far above
+        axis.plot(*zip(*points[1:]), marker=".", label=name)  # without the untrained model
+    counts = rows[len(curves)]  # the n-gram; the ridge readout would be far above
     axis.axhline(counts.bits, linestyle=":", color="0.2", label=counts.name)
-    axis.set(xlabel="seconds of training", ylabel="bits a byte, held out")
+    axis.set(xlabel="seconds of training", ylabel="held-out bits per byte")
     axis.grid(alpha=0.3)
     axis.legend()
     figure.tight_layout()

@@ -1,13 +1,13 @@
-"""What does it cost a worker not to be alone? The multi-worker path against the bare loop, pair by pair, in one run.
+"""How large is the scaling overhead? An update in a job of several workers against the same update in a bare loop.
 
     python benchmarks/scaling.py
     python benchmarks/scaling.py --num-chips 4 --device cuda --steps 20
 
-Every worker times two kinds of update on the same model and rows, turn by turn, all workers side by side: the bare
-loop (forward, backward, clip, optimiser, alone) and the path of a job (the same, with the gradients reduced, the
-figures of all workers put together and SIGTERM agreed on, as a Session does). A pair's time is the slowest worker's on
-both sides. Also the bytes that go into all-reduce in an update, beside those of the trained parameters. Rows and
-targets are random: nothing is learned here.
+All workers run at the same time. Each alternates between two kinds of update on the same model and rows: in a bare
+loop (forward, backward, clip, optimiser step, without communication) and in a job (the same, plus reducing gradients,
+gathering metrics and agreeing on SIGTERM, as a Session does). The time of each side is that of the slowest worker. Also
+printed: the bytes that an update sends through all-reduce, and the bytes of the trained parameters. Rows and targets
+are random, so nothing is learned.
 """
 
 import time
@@ -38,16 +38,16 @@ from qat_lora.run.session import Every, Session
 from qat_lora.train.loop import Plan, update
 from qat_lora.train.optimizer import new_optimizer
 
-TARGETS = 20  # of a position, as K = 8 and 12 draws give
+TARGETS = 20  # per position, as with K = 8 and 12 draws
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ScriptConfig):
     model: str = option(EMBEDDED, "model to train")
-    num_chips: int = option(2, "workers")
-    batch_size: int = option(4, "rows of a micro-batch")
-    length: int = option(256, "tokens of a row")
-    accumulation_steps: int = option(4, "micro-batches of the second QAT line")
+    num_chips: int = option(2, "number of workers")
+    batch_size: int = option(4, "rows per micro-batch")
+    length: int = option(256, "tokens per row")
+    accumulation_steps: int = option(4, "micro-batches per update in the second QAT line")
     rank: int = option(8, "rank of the recovery adapter")
     steps: int = option(7, "timed pairs, after one that is not counted")
 
@@ -78,7 +78,7 @@ def measure(backend: TorchBackend, cfg: Config) -> None:
 
 
 def student(backend: TorchBackend, cfg: Config):
-    """The model at 2 bits, everything but the embedding trained."""
+    """The model at 2 bits, with everything but the embedding trained."""
     model = quantize(load_model(cfg.model) if backend.is_main else empty_model(cfg.model), StudentSpec())
     if backend.is_main:
         initialise(model, search=False)
@@ -86,7 +86,7 @@ def student(backend: TorchBackend, cfg: Config):
 
 
 def adapter(backend: TorchBackend, cfg: Config):
-    """The same model frozen, and an adapter on all projections but k."""
+    """The same model, frozen, with an adapter on all projections but k."""
     model = student(backend, cfg)
     freeze(model)
     projections = ("q", "v", "o", "gate", "up", "down")
@@ -110,7 +110,7 @@ def rows(cfg: Config, vocab: int, device) -> dict:
 
 
 def compare(backend: TorchBackend, cfg: Config, model, accumulation: int, folder: Path) -> str:
-    """One line: time of an update in the job over the bare loop's, and bytes reduced over trained bytes."""
+    """One line: the time of an update in the job over that in the bare loop, and the bytes reduced and trained."""
     plan = Plan(
         steps=cfg.steps + 2, batch_size=cfg.batch_size, accumulation=accumulation, learning_rate=1e-6, warmup_steps=0,
         clip_grad_norm=1.0, seed=cfg.seed,
@@ -150,16 +150,16 @@ def compare(backend: TorchBackend, cfg: Config, model, accumulation: int, folder
     seconds = [median(side) for side in zip(*slowest)]
     return (
         f"update in the job / bare {median(ratios):.3f} ({ratios[0]:.3f}–{ratios[-1]:.3f}; {seconds[1]:.2f} / "
-        f"{seconds[0]:.2f} s); {bytes_an_update} bytes reduced an update, {trained} bytes trained"
+        f"{seconds[0]:.2f} s); {bytes_an_update} bytes reduced per update, {trained} bytes trained"
     )
 
 
 def timed(function, backend: TorchBackend) -> float:
-    """Seconds of function() in this worker, all workers starting together."""
+    """Seconds that function() takes in this worker; all workers start together."""
     backend.group.gather(None)
     started = time.perf_counter()
     function()
-    backend.fetch(torch.zeros((), device=backend.device))  # an accelerator has finished only now
+    backend.fetch(torch.zeros((), device=backend.device))  # waits for an accelerator to finish
     return time.perf_counter() - started
 
 

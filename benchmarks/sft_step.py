@@ -1,14 +1,15 @@
-"""How many completion tokens a second does fine-tuning learn, beside TRL's SFTTrainer? Step by step in turns.
+"""How many completion tokens per second does our fine-tuning learn, compared with TRL's SFTTrainer?
 
     USE_TORCH_XLA=0 PYTHONPATH=.venv/peers python benchmarks/sft_step.py
     USE_TORCH_XLA=0 PYTHONPATH=.venv/peers python benchmarks/sft_step.py --trl-loss chunked_nll --lora-dropout 0
 
-The same rows (generated legal questions), model, LoRA, precision and trained weights; a learning rate at which neither
-side learns. A pair is one step of TRL's SFTTrainer over --batch-size examples, from its callbacks, and one of ours over
-as many packed rows right after it; the first pairs are left out. TRL fills each batch up to its longest example: its
-packing needs FlashAttention. --trl-loss is its loss_type: nll, its default, or chunked_nll. Completion tokens are those
-that each side learns. Memory is measured in a process for each side, --memory-steps long, as its peak of resident
-memory. Without USE_TORCH_XLA=0 TRL's accelerate would take torch_xla where that is installed.
+Both sides use the same rows (generated legal questions), model, LoRA, precision and trained weights, and a learning
+rate so small that neither model changes. A pair is one step of TRL's SFTTrainer over --batch-size examples, timed by
+its callbacks, and one of ours over --rows packed rows right after it; the first two pairs are not counted. TRL pads
+each batch to its longest example, because its packing needs FlashAttention. --trl-loss is TRL's loss_type: nll (its
+default) or chunked_nll. The tokens counted are each side's target tokens. Memory is the peak resident memory of a
+process that takes --memory-steps steps of one side. If torch_xla is installed, TRL's accelerate uses it unless
+USE_TORCH_XLA=0 is set.
 """
 
 import subprocess
@@ -46,26 +47,26 @@ SIDES = ("both", "ours", "trl")
 @dataclass(frozen=True, kw_only=True)
 class Config(ScriptConfig):
     model: str = option(EMBEDDED, "instruct model")
-    batch_size: int = option(5, "examples of a step of TRL's")
-    rows: int = option(1, "packed rows of a step of ours")
-    length: int = option(1024, "tokens of a packed row")
+    batch_size: int = option(5, "examples per step of TRL's")
+    rows: int = option(1, "packed rows per step of ours")
+    length: int = option(1024, "tokens per packed row")
     lora_r: int = option(32, "rank of both adapters", at_least=1)
-    lora_alpha: float = option(64.0, "alpha of both", above=0)
-    lora_dropout: float = option(0.05, "dropout of both", at_least=0, below=1)
+    lora_alpha: float = option(64.0, "LoRA alpha of both adapters", above=0)
+    lora_dropout: float = option(0.05, "LoRA dropout of both adapters", at_least=0, below=1)
     trl_loss: str = option("nll", "TRL's loss_type: nll or chunked_nll")
-    steps: int = option(9, "timed pairs")
-    memory_steps: int = option(6, "steps of each side after which its peak memory is read; 0: none")
-    side: str = option("both", "both in turns, or ours or trl alone: peak memory, no times")
+    steps: int = option(9, "timed pairs, after two that are not counted")
+    memory_steps: int = option(6, "steps after which the peak memory of a side is read; 0: do not measure memory")
+    side: str = option("both", "both sides; or only ours or trl, to measure its peak memory without times")
 
 
 def main(cfg: Config) -> None:
     if min(cfg.steps, cfg.batch_size, cfg.rows) < 1 or cfg.memory_steps < 0 or cfg.side not in SIDES:
         raise UserError(
             f"--steps {cfg.steps}, --batch-size {cfg.batch_size} and --rows {cfg.rows} must be at least 1, "
-            f"--memory-steps {cfg.memory_steps} not negative, --side {cfg.side!r} one of {', '.join(SIDES)}"
+            f"--memory-steps {cfg.memory_steps} at least 0, and --side {cfg.side!r} one of {', '.join(SIDES)}"
         )
     if cfg.side != "both" and not cfg.memory_steps:
-        raise UserError(f"--side {cfg.side} takes --memory-steps, which are 0; give some")
+        raise UserError(f"--side {cfg.side} measures memory, but --memory-steps is 0; use at least 1")
     backend = open_backend(cfg.device, cfg.precision)
     rows = checked_rows(list(generate(64 * cfg.batch_size, cfg.seed)))
     if cfg.side == "both":
@@ -89,7 +90,7 @@ def main(cfg: Config) -> None:
     if cfg.memory_steps:
         memory = {side: alone(side) for side in SIDES[1:]}
         print(
-            f"peak memory, a process for each: ours {memory['ours']:.0f} MB, TRL {memory['trl']:.0f} MB, "
+            f"peak memory, each in its own process: ours {memory['ours']:.0f} MB, TRL {memory['trl']:.0f} MB, "
             f"ours / TRL {memory['ours'] / memory['trl']:.2f}"
         )
 
@@ -97,28 +98,28 @@ def main(cfg: Config) -> None:
 def report(pairs: list[tuple[float, float]]) -> None:
     ratios = sorted(ours / theirs for ours, theirs in pairs)
     ours, theirs = (median(column) for column in zip(*pairs))
-    print(f"completion tokens a second: ours {ours:.0f}, TRL {theirs:.0f}")
+    print(f"completion tokens per second: ours {ours:.0f}, TRL {theirs:.0f}")
     print(f"ours / TRL: {median(ratios):.2f} ({ratios[0]:.2f}–{ratios[-1]:.2f}), {len(pairs)} pairs")
 
 
 def alone(side: str) -> float:
-    """Peak memory in MB of one side in a process of its own, with the flags of this one."""
+    """Peak memory of one side in MB, measured in its own process with the options of this one."""
     done = subprocess.run([sys.executable, *sys.argv, "--side", side], capture_output=True, text=True)
     found = [line for line in done.stdout.splitlines() if line.startswith("peak_memory_mb")]
     if done.returncode or not found:
-        raise UserError(f"{side} alone failed: {done.stderr.strip().splitlines()[-1:]}")
+        raise UserError(f"--side {side} failed: {done.stderr.strip().splitlines()[-1:]}")
     return float(found[-1].split()[1])
 
 
 class Ours:
-    """One step at a time; completion tokens a second of each."""
+    """Our training; each call takes one step and returns its completion tokens per second."""
 
     def __init__(self, cfg: Config, backend: TorchBackend, rows: list[dict]):
         tokenizer = load_tokenizer(cfg.model)
         examples = [encoded(row["id"], document(row, tokenizer), tokenizer) for row in rows]
         longest = max(len(example.tokens) for example in examples)
         if longest > cfg.length:
-            raise UserError(f"--length {cfg.length} is less than {longest}, the longest example")
+            raise UserError(f"--length {cfg.length} is too short for the longest example; use at least {longest}")
         packed = PackedExamples(examples, cfg.length, (1.0,) * len(NUMBERS), tokenizer.eos_token_id)
         base = load_model(cfg.model).requires_grad_(False)
         adapted = add_adapter(base, cfg.lora_r, cfg.lora_alpha, PROJECTIONS, cfg.seed, cfg.lora_dropout)
@@ -144,7 +145,7 @@ def counted(stream, side: Ours):
 
 
 class Turns(TrainerCallback):
-    """Times TRL's steps, and runs ours after each."""
+    """Times TRL's steps, and runs one of ours after each."""
 
     def __init__(self, ours: Ours | None, learned: list[int], backend: TorchBackend):
         self.ours, self.learned, self.backend, self.pairs = ours, learned, backend, []
@@ -154,7 +155,7 @@ class Turns(TrainerCallback):
         self.started = time.monotonic()
 
     def on_step_end(self, args, state, control, **kwargs):
-        if self.backend.kind == "cuda":  # else what TRL has queued would be in our time
+        if self.backend.kind == "cuda":  # otherwise TRL's queued work would be missing from its time
             torch.cuda.synchronize()
         theirs = sum(self.learned) / (time.monotonic() - self.started)
         if self.ours:
@@ -163,7 +164,7 @@ class Turns(TrainerCallback):
 
 
 def run_pairs(cfg: Config, backend: TorchBackend, ours: Ours | None, rows: list[dict]) -> list[tuple[float, float]]:
-    """(ours, TRL's) completion tokens a second of each step."""
+    """(ours, TRL's) completion tokens per second of each pair."""
     try:
         from peft import LoraConfig
         from trl import SFTConfig, SFTTrainer
@@ -202,7 +203,7 @@ def run_pairs(cfg: Config, backend: TorchBackend, ours: Ours | None, rows: list[
         )  # fmt: skip
         if trainer.args.device.type != backend.device.type:
             raise UserError(
-                f"TRL took {trainer.args.device}, ours is on {backend}; set USE_TORCH_XLA=0 before the command"
+                f"TRL runs on {trainer.args.device}, ours on {backend}; set USE_TORCH_XLA=0 for this command"
             )
         trainer.train()
     return turns.pairs

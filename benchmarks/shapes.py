@@ -1,10 +1,10 @@
-"""Models of published widths with random weights and a tokenizer as large as their vocabulary: speed and memory depend
-on shapes alone.
+"""Writes models of published widths with random weights, and tokenizers as large as their vocabularies, because speed
+and memory depend on shapes only.
 
     python benchmarks/shapes.py qwen3-0.6b /tmp/qwen3
 
-The weights are stored in bf16, as most published ones are. A benchmark holds two models in training; those of which
-24 GB cannot hold two have as many layers as FEWER says, unless all are asked for.
+The weights are stored in bf16, as most published ones are. A benchmark trains two models at once; where two do not fit
+into 24 GB, the model has only the number of layers in FEWER, unless `whole` is set.
 """
 
 import json
@@ -37,7 +37,7 @@ CONFIGS = {
     }),
 }  # fmt: skip
 FEWER = {"llama3-1b": 2, "qwen3-0.6b": 6}
-TRAINED = 4096  # tokens learned from text; the others are made of pairs of them, and hardly ever occur
+TRAINED = 4096  # tokens learned from text; the others are pairs of these, and hardly ever occur
 START, END = "<|im_start|>", "<|im_end|>"
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -46,8 +46,8 @@ TEMPLATE = (
 
 
 def make_model(name: str, folder: Path | str, whole: bool = False) -> Path:
-    """Write the model of that name with its tokenizer as a Hugging Face folder, and return the folder. whole: with all
-    its layers."""
+    """Write the model `name` with its tokenizer as a Hugging Face folder, and return the folder. whole: keep all
+    layers."""
     kind, sizes = CONFIGS[name]
     if name in FEWER and not whole:
         sizes = {**sizes, "num_hidden_layers": FEWER[name]}

@@ -1,13 +1,13 @@
-"""The headline ratios on the vocabularies that people bring: cache building, QAT, recovery, SFT, GRPO.
+"""The headline ratios at common vocabulary sizes: cache building, QAT, recovery, SFT and GRPO.
 
     USE_TORCH_XLA=0 PYTHONPATH=.venv/peers python benchmarks/step.py
     python benchmarks/step.py --models qwen3-0.6b --parts qat,head --steps 9
 
-Models of published widths with random weights (benchmarks/shapes.py): speed does not depend on their values. What
-trains takes as many layers as fit, the teacher of `building` all of them. Each part runs in a process of its own, both
-sides of it in turns: building, qat, recovery and head by benchmarks/qat_step.py, sft and grpo beside TRL by
-benchmarks/sft_step.py and benchmarks/grpo_step.py. What is in results.jsonl of --output-dir at this commit is not
-measured again. On two cores expect an hour for all of it, and measure nothing while other work runs.
+The models have published widths and random weights (benchmarks/shapes.py), because speed does not depend on the values.
+Trained models have as many layers as fit into memory, the teacher of `building` all of them. Each part runs in its own
+process, where its two sides alternate: building, qat, recovery and head in benchmarks/qat_step.py, and, against TRL,
+sft and grpo in benchmarks/sft_step.py and benchmarks/grpo_step.py. Parts with results of this commit in results.jsonl
+of --output-dir are not measured again. Everything takes an hour on two cores, on which nothing else should run.
 """
 
 import json
@@ -38,10 +38,10 @@ RATIO = re.compile(r"^(.+?): (\d+\.\d+) \((\d+\.\d+)–(\d+\.\d+)(?:; (.*))?\)",
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ScriptConfig):
-    models: str = option(",".join(shapes.CONFIGS), "names of benchmarks/shapes.py")
-    parts: str = option(",".join(COMMANDS), "what to measure, see above")
-    steps: int = option(7, "timed pairs")
-    output_dir: str = option("runs/bench_step", "folder of the models and the results")
+    models: str = option(",".join(shapes.CONFIGS), "names in benchmarks/shapes.py")
+    parts: str = option(",".join(COMMANDS), "parts to measure, see above")
+    steps: int = option(7, "timed pairs per ratio")
+    output_dir: str = option("runs/bench_step", "folder for the models and the results")
 
 
 def main(cfg: Config) -> None:
@@ -70,7 +70,7 @@ def main(cfg: Config) -> None:
 
 
 def measured(cfg: Config, part: str, folder: Path) -> list[dict]:
-    """The ratios that a part prints."""
+    """Run a part; return the ratios that it prints."""
     script, *words = COMMANDS[part].split()
     command = [sys.executable, str(HERE / f"{script}.py"), *words, "--model", str(folder), "--steps", str(cfg.steps)]
     command += ["--device", cfg.device, "--precision", cfg.precision, "--seed", str(cfg.seed)]
@@ -78,13 +78,13 @@ def measured(cfg: Config, part: str, folder: Path) -> list[dict]:
     print(done.stdout, flush=True)
     found = RATIO.findall(done.stdout)
     if done.returncode or not found:
-        raise UserError(f"{part} of {folder.name} gave no ratio; its output stands above")
+        raise UserError(f"{part} printed no ratio for {folder.name}; see its output above")
     names = ("what", "median", "least", "most", "seconds")
     return [dict(zip(names, (what, float(mid), float(low), float(high), took))) for what, mid, low, high, took in found]
 
 
 def table(rows: list[dict]) -> str:
-    """Markdown: a row for each ratio, a column for each model."""
+    """A Markdown table with one row per ratio and one column per model."""
     models = list(dict.fromkeys(row["model"] for row in rows))
     heads = [f"{name} ({shapes.CONFIGS[name][1]['vocab_size']:,})" for name in models]
     lines = ["| ratio | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(models)]

@@ -14,7 +14,7 @@ def bench(load_script):
 
 
 def test_seeds_that_are_not_numbers_are_refused(bench):
-    with pytest.raises(UserError, match="--seeds a,b is no list of whole numbers"):
+    with pytest.raises(UserError, match="--seeds a,b is not a list of whole numbers"):
         bench.main(parse(bench.Config, "recursive_ablations", ["--seeds", "a,b"]))
 
 
