@@ -170,7 +170,7 @@ bench-memory: setup ## memory that --dry-run predicts against the measured peak
 bench-grpo: setup-peers ## a GRPO step against TRL's
 	USE_TORCH_XLA=0 PYTHONPATH=$(PEERS) $(PY) benchmarks/grpo_step.py
 
-bench-sft: setup-peers ## supervised fine-tuning against TRL's: tokens a second and memory
+bench-sft: setup-peers ## supervised fine-tuning against TRL's: tokens per second and memory
 	USE_TORCH_XLA=0 PYTHONPATH=$(PEERS) $(PY) benchmarks/sft_step.py
 
 bench-reservoir: setup-peers ## speed of a reservoir against ReservoirPy's

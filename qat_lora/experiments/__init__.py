@@ -1,1 +1,1 @@
-"""Experiments that have a script for one chip and one for several: their options and their steps."""
+"""The data, model, rewards and evaluation of each experiment."""

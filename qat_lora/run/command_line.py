@@ -82,7 +82,7 @@ def _parser(kind: type, script: str, description: str, values: dict) -> argparse
     """A parser for the fields, in their groups. values: defaults that override the fields' own."""
     parser = _Parser(
         prog=f"{script}.py",
-        usage="python scripts/%(prog)s [--option VALUE …] [option=VALUE …]",
+        usage=f"python {_program(script)} [--option VALUE …] [option=VALUE …]",
         description=description,
         allow_abbrev=False,
         add_help=False,
@@ -109,6 +109,13 @@ def _parser(kind: type, script: str, description: str, values: dict) -> argparse
             group.add_argument(*flags, type=type_of(hint), metavar=known, **settings)
     groups["run"].add_argument("--help", "-h", action="help", help="show this page and exit")
     return parser
+
+
+def _program(script: str) -> str:
+    """The file that runs, from the repository's root."""
+    root, path = CONFIGS.parent, Path(sys.argv[0]).resolve()
+    known = path.parent in (root, root / "scripts", root / "benchmarks")
+    return str(path.relative_to(root)) if known else f"scripts/{script}.py"
 
 
 def _bool(text: str) -> bool:

@@ -246,7 +246,6 @@ def test_wandb_names_the_project(run, tmp_path, monkeypatch):
     assert sent == lines(tmp_path / "run")
 
 
-
 @pytest.mark.parametrize(
     "flags, part",
     [

@@ -1,4 +1,4 @@
-"""What a recursive model answers, and how many of its answers are right."""
+"""The answers of a recursive model, and how many of them are right."""
 
 from dataclasses import dataclass
 
@@ -14,8 +14,8 @@ from qat_lora.run.console import watched
 
 @dataclass(frozen=True)
 class Answers:
-    """What a model answers to rows: tokens [N, L] at a row's first halt and after all segments, and segments until that
-    halt [N]."""
+    """A model's answers to rows: tokens [N, L] at a row's first halt and after all segments, and the number of segments
+    until that halt [N]."""
 
     early: Tensor
     full: Tensor
@@ -26,8 +26,8 @@ class Answers:
 def answer(
     model: RecursiveModel, batch: dict[str, Tensor], segments: int, backend: TorchBackend
 ) -> tuple[Answers, Tensor]:
-    """Answers to one batch on the device, and the stablemax loss [B, L] of the last segment: every row goes through all
-    `segments`, and what it had at its halt is kept aside by a mask, so that both come from one pass."""
+    """Answers to one batch on the device, and the stablemax loss [B, L] of the last segment. Every row runs all
+    `segments`; a mask keeps its answer at its first halt, so that one pass gives both answers."""
     rows = refill(fresh(model, len(batch["inputs"])), batch, model)
     z_H, z_L, picked = rows.z_H, rows.z_L, model.identity.index_select(0, batch["identifiers"])
     early, used, done = torch.zeros_like(batch["inputs"]), rows.segments, torch.zeros_like(rows.halted)
@@ -47,16 +47,16 @@ def answer(
 def measure(
     model: RecursiveModel, rows: PuzzleRows, segments: int, batch_size: int, backend: TorchBackend
 ) -> dict[str, float]:
-    """heldout_exact and heldout_cells: share of rows and of labelled cells that are right where the halting head stops,
-    heldout_exact_full and _cells_full after all segments; heldout_loss, a cell's after all segments; heldout_segments,
-    the mean that halting takes.
+    """heldout_exact and heldout_cells: shares of rows and of labelled cells that are right when the halting head stops;
+    heldout_exact_full and heldout_cells_full: the same after all segments; heldout_loss: mean loss per labelled cell
+    after all segments; heldout_segments: mean number of segments until the halt.
 
-    Each worker measures its share of batches of one size, the last filled up. Rows without a label count in no figure;
-    heldout_rows is the number of the others.
+    All batches have the same size, the last one padded, and each worker measures its share of each. Rows without labels
+    count in no metric; heldout_rows is the number of rows that count.
     """
     sums = torch.zeros(8, device=backend.device)
     share = batch_size // backend.world_size
-    firsts = range(0, len(rows), batch_size)  # equally many for every worker
+    firsts = range(0, len(rows), batch_size)  # the same number for every worker
     for first in watched(firsts, "evaluating", len(firsts), shown=backend.is_main):
         at = first + backend.rank * share + np.arange(share)
         batch = rows.batch(np.minimum(at, len(rows) - 1))
@@ -81,5 +81,5 @@ def measure(
 
 
 def kept(model: RecursiveModel, backend: TorchBackend) -> dict[str, Tensor]:
-    """The whole state of a model as copies on the host."""
+    """A copy of the model's whole state on the host."""
     return {name: tensor.clone() for name, tensor in backend.to_host(model.state_dict()).items()}

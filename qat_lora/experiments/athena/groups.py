@@ -1,4 +1,4 @@
-"""Rows in groups: an epoch takes one puzzle of each group with all of its rows, as the Tiny Recursive Model does."""
+"""Grouped rows: an epoch takes all rows of one puzzle per group, as the Tiny Recursive Model does."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,11 +8,11 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Groups:
-    """Which rows belong to one puzzle, and which puzzles to one group, such as the augmentations of one puzzle.
+    """Which rows belong to which puzzle, and which puzzles to which group (e.g. the augmentations of one puzzle).
 
-    order [N]: row numbers, those of a puzzle next to each other and the puzzles of a group next to each other.
-    starts [P + 1]: where in `order` each puzzle begins; firsts [G + 1]: the puzzle at which each group begins; both end
-    with the total. No puzzle or group is empty.
+    order [N]: row numbers, sorted so that the rows of a puzzle and the puzzles of a group are adjacent.
+    starts [P + 1]: where in `order` each puzzle begins; firsts [G + 1]: the puzzle with which each group begins; both
+    end with the total. No puzzle or group is empty.
     """
 
     order: np.ndarray
@@ -21,26 +21,26 @@ class Groups:
 
     @classmethod
     def of(cls, puzzle: np.ndarray, group: np.ndarray) -> "Groups":
-        """From the numbers of each row's puzzle and group, [N] each, from 0 on; a puzzle belongs to one group only."""
+        """From each row's puzzle number and group number, [N] each, from 0; a puzzle belongs to only one group."""
         order = np.lexsort((puzzle, group))
         begins = np.flatnonzero(np.diff(puzzle[order], prepend=-1))
         firsts = np.flatnonzero(np.diff(group[order][begins], prepend=-1))
         return cls(order, np.append(begins, len(order)), np.append(firsts, len(begins)))
 
     def updates(self, epochs: int, batch_size: int) -> int:
-        """Whole updates in `epochs` epochs, at least 1. An epoch counts as (groups × mean rows per puzzle) rows."""
+        """Number of whole updates in `epochs` epochs, at least 1. An epoch counts as groups × mean rows per puzzle."""
         groups, puzzles, rows = len(self.firsts) - 1, len(self.starts) - 1, len(self.order)
         return max(1, epochs * groups * rows // (puzzles * batch_size))
 
     def chosen_rows(self, seed: int, batch_size: int, start: int = 0) -> Iterator[np.ndarray]:
-        """The row numbers [batch_size] of each update from number `start` (0-based) on, without end; a function of seed
-        and update number.
+        """The row numbers [batch_size] of each update from number `start` (0-based) on, without end; they depend only
+        on seed and update number.
 
         An epoch takes the groups in random order and a random puzzle of each. An update takes the next puzzles until it
-        is full, the rows of each in random order, and of the last puzzle as many rows as still fit. When an epoch ends
-        within an update, the next one begins there.
+        is full, each with its rows in random order; of the last puzzle, only the rows that fit. When an epoch ends
+        within an update, the update continues with the next epoch.
         """
-        epoch, at, picked, ends = 0, 0, np.zeros(0, np.intp), np.zeros(0, np.intp)  # at: the next of the picked puzzles
+        epoch, at, picked, ends = 0, 0, np.zeros(0, np.intp), np.zeros(0, np.intp)  # at: index of the next puzzle
         for update in range(2**63):
             while len(ends) == 0 or ends[-1] - _before(ends, at) < batch_size:
                 picked = np.concatenate([picked[at:], self._epoch(seed, epoch)])
@@ -50,7 +50,7 @@ class Groups:
                 yield self._rows(picked[first:at], batch_size, np.random.default_rng([seed, update, 1]))
 
     def _epoch(self, seed: int, epoch: int) -> np.ndarray:
-        """A random puzzle of each group, the groups in random order."""
+        """A random puzzle of each group, with the groups in random order."""
         rng = np.random.default_rng([seed, epoch])
         groups = rng.permutation(len(self.firsts) - 1)
         return rng.integers(self.firsts[groups], self.firsts[groups + 1])

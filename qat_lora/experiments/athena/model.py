@@ -1,6 +1,6 @@
-"""The recursive reasoning model: a small stack applied many times to a latent answer, one static graph a segment.
+"""The recursive reasoning model: a small stack of blocks, applied to a latent answer many times; one graph per segment.
 
-Tiny Recursive Model, arXiv 2510.04871; deep supervision and halting after the Hierarchical Reasoning Model, 2506.21734.
+Tiny Recursive Model, arXiv 2510.04871; deep supervision and halting from the Hierarchical Reasoning Model, 2506.21734.
 """
 
 import math
@@ -16,21 +16,21 @@ from qat_lora.errors import UserError
 from qat_lora.models.rotary import rotation, turned
 from qat_lora.train.memory import ADAM
 
-IGNORE = -100  # the label of a position without a loss
+IGNORE = -100  # label of a position without a loss
 EPS = 1e-5
 FEW_POSITIONS = 128
-HALT_BIAS = -5.0  # nothing halts before the head has learnt when
+HALT_BIAS = -5.0  # no row halts until the head has learned when to
 
 
 @dataclass(frozen=True)
 class RecursiveSpec:
-    """Sizes of a model for rows of `length` tokens of `vocab` kinds; position 0, before them, holds the embedding of
-    the row's puzzle, one of `identifiers`.
+    """Sizes of a model for rows of `length` tokens from a vocabulary of `vocab`. Position 0, before the tokens, holds
+    the embedding of the row's puzzle, one of `identifiers`.
 
-    H_cycles times: L_cycles updates of z_L, one of z_H, each by the same `L_layers` blocks; only the last of the H
-    cycles has a gradient, with one_step_gradient only its last two updates. mlp_t: tokens are mixed by an MLP over
-    positions, not by attention. causal: a position sees those before it alone, so the halting head, at position 0, no
-    token: any place that sees all of a prompt may see answers, too.
+    Each of H_cycles cycles updates z_L L_cycles times and then z_H once, always with the same `L_layers` blocks. Only
+    the last cycle has a gradient, with one_step_gradient only its last two updates. mlp_t: an MLP over positions mixes
+    the tokens, not attention. causal: a position sees only itself and those before it. The halting head, at position 0,
+    then sees no token, because a position that sees the whole prompt may also see response tokens.
     """
 
     vocab: int
@@ -48,7 +48,7 @@ class RecursiveSpec:
     one_step_gradient: bool = False
 
     def __post_init__(self):
-        if self.hidden_size % (2 * self.num_heads):  # rotary positions turn pairs
+        if self.hidden_size % (2 * self.num_heads):  # rotary embeddings rotate pairs
             raise UserError(
                 f"arch.hidden_size {self.hidden_size} does not divide by twice arch.num_heads {self.num_heads}; "
                 "change one"
@@ -58,7 +58,7 @@ class RecursiveSpec:
                 f"arch.num_heads {self.num_heads} does not divide by arch.num_kv_heads {self.kv_heads}; change one"
             )
         if self.mlp_t and self.causal:
-            raise UserError("arch.mlp_t=true mixes all positions, and these rows are causal text; use arch.mlp_t=false")
+            raise UserError("arch.mlp_t=true mixes all positions, but these rows are causal text; use arch.mlp_t=false")
 
     @property
     def kv_heads(self) -> int:
@@ -75,28 +75,29 @@ class RecursiveSpec:
 
     @property
     def positions(self) -> int:
-        """Of the latent states: the puzzle's, and one a token."""
+        """Positions of the latent states: one for the puzzle and one per token."""
         return 1 + self.length
 
     def inner(self, width: int) -> int:
-        """Units of a SwiGLU over `width` values: two thirds of the expansion, as it has three matrices, up to a
-        multiple of 64."""
+        """Hidden units of a SwiGLU over `width` values: 2/3 · expansion · width, because it has three matrices, rounded
+        up to a multiple of 64."""
         return 64 * math.ceil(self.expansion * width * 2 / 3 / 64)
 
     @property
     def parameters(self) -> int:
-        """How many trained weights a model of these sizes has."""
+        """Number of trained weights of a model of these sizes."""
         width, positions = self.hidden_size, self.positions
         mix = 3 * positions * self.inner(positions) if self.mlp_t else (self.heard + width) * width
         return self.L_layers * (mix + 3 * width * self.inner(width)) + 2 * self.vocab * width + width + 1
 
 
 class Block(nn.Module):
-    """The weights of one block, [out, in] each. First those that mix positions: queries, keys and values in one, and
-    the way out; or the three of a gated MLP over positions. Then the three of the gated MLP over features.
+    """The weights of one block, [out, in] each. `mix` mixes positions: one matrix for queries, keys and values and one
+    for the output, or the three matrices of a gated MLP over positions. `mlp`: the three of the gated MLP over
+    features.
 
-    Gate and value have a matrix each: halves of one would have to be put together again in the backward pass, which
-    costs a CPU as much as the activation itself.
+    Gate and value are separate matrices: the gradients of two halves of one matrix would have to be concatenated in the
+    backward pass, which costs as much on a CPU as the activation itself.
     """
 
     def __init__(self, spec: RecursiveSpec):
@@ -110,23 +111,23 @@ class Block(nn.Module):
 
 
 def gated(width: int, inner: int) -> list[nn.Parameter]:
-    """Gate, value and way out of SwiGLU (arXiv 2002.05202)."""
+    """Gate, value and output matrices of SwiGLU (arXiv 2002.05202)."""
     return [matrix(inner, width), matrix(inner, width), matrix(width, inner)]
 
 
 def matrix(out: int, into: int) -> nn.Parameter:
-    """A weight of deviation 1/√into, cut at two of them."""
+    """A normal weight of standard deviation 1/√into, truncated as in `normal`."""
     return nn.Parameter(normal(out, into) / math.sqrt(into))
 
 
 def normal(*shape: int) -> Tensor:
-    """Standard normal values cut at two deviations, of deviation 1 after the cut."""
+    """Normal values truncated at two standard deviations and rescaled to standard deviation 1."""
     return nn.init.trunc_normal_(torch.empty(shape), a=-2.0, b=2.0) / 0.8796
 
 
 class RecursiveModel(nn.Module):
-    """See RecursiveSpec. `identity` [identifiers, D], the puzzles' embeddings, is a buffer with an optimiser of its own
-    (`sign_update`); the states that a row begins with are drawn once and fixed."""
+    """See RecursiveSpec. `identity` [identifiers, D], the puzzles' embeddings, is a buffer with its own optimiser
+    (`sign_update`). The initial states of a row are drawn once and then fixed."""
 
     def __init__(self, spec: RecursiveSpec):
         super().__init__()
@@ -139,16 +140,16 @@ class RecursiveModel(nn.Module):
         self.register_buffer("H_init", normal(width))
         self.register_buffer("L_init", normal(width))
         self.register_buffer("identity", torch.zeros(spec.identifiers, width))
-        self.checkpoint: Callable | None = None  # a backend's, to recompute every update in the backward pass
+        self.checkpoint: Callable | None = None  # set by a backend to recompute every update in the backward pass
 
     def forward(
         self, z_H: Tensor, z_L: Tensor, inputs: Tensor, picked: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """One segment: (z_H, z_L, logits [B, L, vocab], halting logits [B]) of states [B, 1 + L, D], tokens [B, L] and
-        the rows' puzzle embeddings [B, D].
+        """One segment: (z_H, z_L, logits [B, L, vocab], halting logits [B]) from states [B, 1 + L, D], tokens [B, L]
+        and the rows' puzzle embeddings [B, D].
 
-        The states come back detached and in the dtype in which they came, the logits in fp32 or better. Weights are
-        cast once for all updates under autocast.
+        The returned states are detached and keep the dtype of the given ones; the logits are fp32 or better. Under
+        autocast, weights are cast once for all updates.
         """
         spec, given, cast = self.spec, z_H.dtype, compute_dtype(z_H)
         with without_autocast(inputs):
@@ -185,8 +186,8 @@ class RecursiveModel(nn.Module):
         return self.stack(h, *turns, *weights)
 
     def stack(self, h: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor) -> Tensor:
-        """All blocks on h [B, 1 + L, D]: h = rms(h + mix(h)), h = rms(h + swiglu(h)). Of the model it reads the sizes
-        alone, so that a backend's compiled form of it serves copies of the model too."""
+        """Apply all blocks to h [B, 1 + L, D]: h = rms(h + mix(h)), h = rms(h + swiglu(h)). Reads only sizes from the
+        model, so that a backend's compiled version of it also works for copies of the model."""
         each = len(weights) // self.spec.L_layers
         for first in range(0, len(weights), each):
             *mix, gate, value, out = weights[first : first + each]
@@ -206,8 +207,8 @@ class RecursiveModel(nn.Module):
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """softmax(qkᵀ/√D)·v of [B, heads, S, D]. Over few positions the two products by themselves are faster on a CPU than
-    the kernel for long texts, whose backward pass in bf16 takes eight times as long (docs/benchmarks.md)."""
+    """softmax(qkᵀ/√D)·v of [B, heads, S, D]. For few positions, two plain matrix products are faster on a CPU than the
+    kernel for long texts, whose backward pass in bf16 takes eight times as long (docs/benchmarks.md)."""
     if causal or has_attention_kernel(q) or q.shape[2] > FEW_POSITIONS:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
     weights = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(2, 3)).softmax(
@@ -217,34 +218,35 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 
 def across(h: Tensor, gate: Tensor, value: Tensor, out: Tensor) -> Tensor:
-    """SwiGLU over the positions of h [B, S, D]. The weights stand on the left, so that nothing is transposed; with
-    positions first it would be one product, which two threads share less well."""
+    """SwiGLU over the positions of h [B, S, D]. The weights are the left factors, so nothing is transposed. With the
+    positions first it would be a single product, which scales less well to two threads."""
     gate, value, out = (weight.expand(len(h), -1, -1) for weight in (gate, value, out))
     return torch.bmm(out, F.silu(torch.bmm(gate, h)) * torch.bmm(value, h))
 
 
 def rms(x: Tensor) -> Tensor:
-    """x over the root mean square of its last dimension, without a weight."""
+    """x divided by the root mean square of its last dimension, without a weight."""
     return F.rms_norm(x, x.shape[-1:], eps=EPS)
 
 
 # -- the loss --------------------------------------------------------------------------------------------------------
 def stablemax_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy [B, L] of logits [B, L, V], in their dtype, under stablemax (arXiv 2501.04697), 0 where the label
-    is IGNORE.
+    """Cross-entropy [B, L] under stablemax (arXiv 2501.04697) of logits [B, L, V], in their dtype; 0 where the label is
+    IGNORE.
 
-    Stablemax is s(x)/Σs, s(x) = x + 1 from 0 on and 1/(1 − x) below: log s(x) = ±log(1 + |x|), and the softmax of that.
-    So it needs no fp64, which a TPU has not.
+    Stablemax is s(x)/Σs with s(x) = x + 1 for x ≥ 0 and 1/(1 − x) for x < 0, which is the softmax of
+    log s(x) = ±log(1 + |x|). Computed that way, it needs no fp64, which TPUs lack.
     """
-    logs = logits.clamp(min=0).log1p() - (-logits).relu().log1p()  # of slope 1 at 0, where sign and abs have none
+    logs = logits.clamp(min=0).log1p() - (-logits).relu().log1p()  # slope 1 at 0, where sign and abs have none
     return F.cross_entropy(logs.transpose(1, 2), labels, ignore_index=IGNORE, reduction="none")
 
 
 def segment_loss(logits: Tensor, halt: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """(loss in nats, whether the whole answer is right), [B] each; logits [B, L, V], halt [B], labels [B, L].
 
-    The loss of a row is the mean stablemax cross-entropy over its labelled positions plus ½ the binary cross-entropy of
-    its halting logit against whether it is right. A row without a label has loss 0 and is not right."""
+    The loss of a row is the mean stablemax cross-entropy over its labelled positions plus ½ × the binary cross-entropy
+    of its halting logit, whose target is whether the answer is right. A row without labels has loss 0 and counts as
+    wrong."""
     labelled = labels != IGNORE
     count = labelled.sum(1)
     right = ((logits.argmax(-1) == labels) | ~labelled).all(1) & (count > 0)
@@ -256,8 +258,8 @@ def segment_loss(logits: Tensor, halt: Tensor, labels: Tensor) -> tuple[Tensor, 
 # -- the carry -------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Carry:
-    """What goes from one segment to the next, of B rows: states [B, 1 + L, D], segments done [B], whether the row is
-    through [B], and the rows themselves: inputs, labels [B, L], identifiers, budgets [B]."""
+    """What B rows carry from one segment to the next: states [B, 1 + L, D], number of segments done [B], whether the
+    row has halted [B], and the rows themselves: inputs, labels [B, L], identifiers, budgets [B]."""
 
     z_H: Tensor
     z_L: Tensor
@@ -273,7 +275,7 @@ ROWS = ("inputs", "labels", "identifiers", "budgets")
 
 
 def fresh(model: RecursiveModel, rows: int) -> Carry:
-    """A carry whose rows are all through, so that the first `refill` replaces them."""
+    """A carry whose rows have all halted, so that the first `refill` replaces them."""
     spec, device = model.spec, model.H_init.device
     states = (model.H_init.expand(rows, spec.positions, -1).clone() for _ in range(2))
     numbers = (torch.zeros(rows, spec.length, dtype=torch.long, device=device) for _ in range(2))
@@ -283,8 +285,8 @@ def fresh(model: RecursiveModel, rows: int) -> Carry:
 
 
 def refill(carry: Carry, batch: dict[str, Tensor], model: RecursiveModel) -> Carry:
-    """Rows that are through give way to the batch's in their places, with the states that a row begins with; the others
-    stay as they are, labels and budgets included."""
+    """Replace each halted row by the batch's row at the same index, with the initial states; the other rows stay as
+    they are, labels and budgets included."""
     out = carry.halted
     rows = {
         name: torch.where(out.unflatten(0, (-1, *[1] * (batch[name].ndim - 1))), batch[name], getattr(carry, name))
@@ -296,43 +298,43 @@ def refill(carry: Carry, batch: dict[str, Tensor], model: RecursiveModel) -> Car
 
 
 def halting(halt: Tensor, segments: Tensor, budgets: Tensor, most: int, least: Tensor | int = 0) -> Tensor:
-    """Which rows are through [B] after `segments` segments: those at their budget (0: at `most`, which no budget
-    exceeds), and those whose halting logit is positive, from `least` segments on."""
+    """Which rows have halted [B] after `segments` segments: those that reached their budget (0 means `most`, which also
+    caps larger budgets) and, from `least` segments on, those with a positive halting logit."""
     limit = torch.where(budgets > 0, budgets.clamp(max=most), most)
     return (segments >= limit) | ((halt > 0) & (segments >= least))
 
 
 # -- the puzzles' embeddings -----------------------------------------------------------------------------------------
 def sign_sums(identifiers: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """(sum of the rows' gradients [count, D], how many there are [count]) of each puzzle, from rows' identifiers [B]
-    and gradients [B, D]. Static shapes: no sorting, no unique. Workers add theirs up."""
+    """(sum of the rows' gradients [count, D], number of rows [count]) for each puzzle, from the rows' identifiers [B]
+    and gradients [B, D]. Static shapes: no sorting, no unique. The caller sums both over workers."""
     sums = gradient.new_zeros(count, gradient.shape[1]).index_add_(0, identifiers, gradient)
     return sums, gradient.new_zeros(count).index_add_(0, identifiers, torch.ones_like(gradient[:, 0]))
 
 
 @torch.no_grad()
 def sign_update(table: Tensor, sums: Tensor, counts: Tensor, lr: float, weight_decay: float) -> None:
-    """SignSGD with decoupled weight decay, in place, of the embeddings [count, D] of the puzzles that a batch had."""
+    """SignSGD with decoupled weight decay, in place, on the embeddings [count, D] of the puzzles in a batch."""
     moved = table * (1 - lr * weight_decay) - lr * sums.sign()
     table.copy_(torch.where(counts[:, None] > 0, moved, table))
 
 
 def weight_options(spec: RecursiveSpec) -> str:
-    """The options to lower for fewer weights in a recursive model, for messages."""
-    wide = spec.mlp_t and spec.positions > spec.hidden_size  # then most weights are those that mix positions
+    """The options that reduce the number of weights of a recursive model, for messages."""
+    wide = spec.mlp_t and spec.positions > spec.hidden_size  # then most weights mix positions
     return ("arch.mlp_t to false, or " if wide else "") + "arch.hidden_size, arch.L_layers or arch.expansion"
 
 
 def recursive_memory(spec: RecursiveSpec, rows: int, ema: bool, bf16: bool, checkpointing: bool) -> dict[str, int]:
-    """Least bytes that a worker holds while it trains a recursive model on `rows` rows per update, by the options to
-    lower.
+    """Lower bound on the bytes that a worker holds while it trains a recursive model on `rows` rows per update, keyed
+    by the options to lower.
 
-    Weights with gradient, moments and average; the puzzles' embeddings and the sums of their gradients; for each row
-    the carry, its tokens and labels, the logits, and what no compiler recomputes for the backward pass: the inputs and
-    outputs of each block's matrices (checkpointing: the input of each update of a state).
+    Counts the weights with gradient, moments and moving average; the puzzles' embeddings and the sums of their
+    gradients; and per row the carry, tokens and labels, logits, and the activations that no compiler recomputes in the
+    backward pass: inputs and outputs of each block's matrices (with checkpointing: the input of each state update).
     """
     positions, width, cast = spec.positions, spec.hidden_size, 2 if bf16 else 4
-    updates = 2 if spec.one_step_gradient else spec.L_cycles + 1  # of the states, with a gradient
+    updates = 2 if spec.one_step_gradient else spec.L_cycles + 1  # state updates with a gradient
     mixed = 2 * spec.inner(positions) * width if spec.mlp_t else positions * (spec.heard + width)
     block = mixed + 2 * positions * (width + spec.inner(width))
     kept = positions * width if checkpointing else spec.L_layers * block

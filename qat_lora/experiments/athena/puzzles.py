@@ -1,7 +1,7 @@
-"""Sudoku and mazes out of a seed: questions with one answer each, proved so.
+"""Sudoku and mazes generated from a seed, each with a provably unique answer.
 
-A puzzle is a row of tokens, its grid read line by line. 0 is the pad. Sudoku: 1 a blank, d + 1 the digit d. Maze: 1 to
-5 are the characters "# SGo"; the answer has "o" on the way from S to G.
+A puzzle is a row of tokens: its grid, read line by line. 0 is padding. Sudoku: 1 is a blank, d + 1 the digit d. Maze: 1
+to 5 are the characters "# SGo"; the answer has "o" on the path from S to G.
 """
 
 import functools
@@ -20,19 +20,19 @@ BOXES = {"sudoku4": (2, 2), "sudoku6": (2, 3), "sudoku9": (3, 3)}  # rows and co
 BLANK = 1
 WALL, FLOOR, START, GOAL, PATH = range(1, 6)
 MAZE = "?# SGo"
-PATIENCE = 2000  # draws in a row that are all known before a kind counts as exhausted
-SHORT = {"sudoku4": 2000, "sudoku6": 2000, "sudoku9": 300}  # draws in a row with too few blanks; some seconds
-MOST_BLANKS = {"sudoku4": 12, "sudoku6": 28, "sudoku9": 64}  # with fewer clues no Sudoku has only one answer
+PATIENCE = 2000  # draws in a row without a new puzzle before a kind counts as exhausted
+SHORT = {"sudoku4": 2000, "sudoku6": 2000, "sudoku9": 300}  # most draws in a row with too few blanks; some seconds
+MOST_BLANKS = {"sudoku4": 12, "sudoku6": 28, "sudoku9": 64}  # with fewer clues no Sudoku has a unique answer
 GRIDS = {"sudoku4": 288, "sudoku6": 28_200_960, "sudoku9": 6_670_903_752_021_072_936_960}  # full grids
-# 4×4 puzzles by number of blanks: those with exactly one answer, and of them the minimal ones, which no longer have one
-# answer once any clue is removed. Fewer than 4 clues never determine one answer.
+# Number of 4×4 puzzles by number of blanks: those with a unique answer, and the minimal ones among them, which lose it
+# when any clue is removed. With fewer than 4 clues the answer is never unique.
 UNIQUE_4X4 = (288, 4608, 34560, 161280, 522624, 1239552, 2204928, 2958336, 2961024, 2141184, 1041408, 284160, 25728)
 MINIMAL_4X4 = {10: 1536, 11: 58368, 12: 25728}
-TREES = {5: 4, 7: 192, 9: 100_352}  # spanning trees over the places of a maze, by its side
+TREES = {5: 4, 7: 192, 9: 100_352}  # spanning trees over the cells of a maze, by its side
 
 
 def side(kind: str) -> int:
-    """Lines of the grid of a kind; raises UserError naming the kinds for an unknown one."""
+    """Side of a kind's grid in cells; for an unknown kind raises UserError that lists the known ones."""
     if kind in BOXES:
         return BOXES[kind][0] * BOXES[kind][1]
     size = int(kind[4:]) if re.fullmatch(r"maze[1-9]\d{0,2}", kind) else 0
@@ -44,12 +44,12 @@ def side(kind: str) -> int:
 
 
 def vocab(kind: str) -> int:
-    """Tokens of a kind, pad and blank included."""
+    """Number of tokens of a kind, padding and blank included."""
     return side(kind) + 2 if kind in BOXES else len(MAZE)
 
 
 def as_text(kind: str, tokens: np.ndarray) -> str:
-    """A row of tokens [L] as lines of characters; a dot is a blank, ? a pad."""
+    """A row of tokens [L] as lines of characters; "." is a blank, "?" padding."""
     signs = "?." + "123456789" if kind in BOXES else MAZE
     return "\n".join("".join(signs[token] for token in line) for line in np.reshape(tokens, (side(kind), -1)))
 
@@ -57,14 +57,15 @@ def as_text(kind: str, tokens: np.ndarray) -> str:
 # -- solving ---------------------------------------------------------------------------------------------------------
 @functools.cache
 def _units(kind: str) -> tuple[tuple[int, int, int], ...]:
-    """Of each cell the numbers of its row, column and box, which are all different."""
+    """For each cell, the numbers of its row, column and box, where all 3n rows, columns and boxes are numbered
+    together."""
     (tall, wide), n = BOXES[kind], side(kind)
     return tuple((r, n + c, 2 * n + r // tall * tall + c // wide) for r in range(n) for c in range(n))
 
 
 class _Board:
-    """A Sudoku under search: digits are bits, `used` holds those of each unit, and `guesses` counts the digits tried
-    where there was a choice."""
+    """A Sudoku during search. Digits are bits; `used` holds those of each unit; `guesses` counts the digits tried in
+    cells with more than one candidate."""
 
     def __init__(self, kind: str):
         n = side(kind)
@@ -77,18 +78,19 @@ class _Board:
         return self.full & ~(self.used[row] | self.used[column] | self.used[box])
 
     def flip(self, cell: int, digit: int) -> None:
-        """Put a digit on an empty cell, or take it away."""
+        """Place a digit in an empty cell, or remove it."""
         self.digits[cell] ^= digit
         for unit in self.units[cell]:
             self.used[unit] ^= digit
 
     def search(self, blanks: list[int], limit: int, found: list[list[int]]) -> None:
-        """Add to `found` what fills the blanks, up to `limit`; the cell with the fewest digits left comes first."""
+        """Add the ways to fill the blanks to `found`, until it has `limit`. The cell with the fewest candidates comes
+        first."""
         if not blanks:
             found.append(self.digits.copy())
             return
         units, used, full, least = self.units, self.used, self.full, 99
-        for cell in blanks:  # free() in place: this loop is where the time goes
+        for cell in blanks:  # free() inlined: this loop takes most of the time
             row, column, box = units[cell]
             free = full & ~(used[row] | used[column] | used[box])
             if (count := free.bit_count()) < least:
@@ -107,10 +109,11 @@ class _Board:
 
 
 def solve(puzzle: np.ndarray, limit: int = 2) -> tuple[np.ndarray, int]:
-    """The first `limit` solutions of a Sudoku and the digits that were tried where there was a choice.
+    """The first `limit` solutions of a Sudoku, and how many digits were tried in cells with more than one candidate.
 
-    puzzle [L] or [side, side] tokens, which may contradict each other; solutions [≤ limit, L] uint8. Fewer than `limit`
-    are all there are, so one of limit=2 is the proof of uniqueness. Raises UserError for what is no Sudoku.
+    puzzle: tokens [L] or [side, side], which may contradict each other; solutions [≤ limit, L] uint8. Fewer than
+    `limit` solutions are all solutions, so a single one with limit=2 proves uniqueness. Raises UserError if the puzzle
+    is not a Sudoku.
     """
     cells = np.asarray(puzzle).ravel().tolist()
     kind = next((kind for kind in BOXES if side(kind) ** 2 == len(cells)), None)
@@ -131,18 +134,18 @@ def solve(puzzle: np.ndarray, limit: int = 2) -> tuple[np.ndarray, int]:
 
 
 def _tokens(digits: list) -> np.ndarray:
-    """Tokens of digits as bits; 0, no digit, becomes a blank."""
+    """Tokens of digits given as bits; 0, no digit, becomes a blank."""
     return np.frexp(np.array(digits, float))[1].astype(np.uint8) + BLANK
 
 
 # -- drawing ---------------------------------------------------------------------------------------------------------
 def possible(kind: str, blanks: tuple[float, float]) -> float:
-    """How many different puzzles of a kind `generate` can make: the exact number for 4×4 Sudoku and mazes up to 9×9,
-    inf for larger mazes, an upper bound for other Sudoku. blanks: see `generate`."""
+    """How many different puzzles of a kind `generate` can make: exact for 4×4 Sudoku and mazes up to 9×9, inf for
+    larger mazes, an upper bound for other Sudoku. blanks: see `generate`."""
     n = side(kind)
     if kind not in BOXES:
         places = (n // 2) ** 2
-        return TREES.get(n, math.inf) * places * (places - 1)  # start and goal are two different places
+        return TREES.get(n, math.inf) * places * (places - 1)  # start and goal are different cells
     low, high = (round(share * (n * n)) for share in blanks)
     if blanks[0] == 1 and kind == "sudoku4":
         return sum(MINIMAL_4X4.values())
@@ -152,13 +155,15 @@ def possible(kind: str, blanks: tuple[float, float]) -> float:
 
 
 def check_request(kind: str, count: int, blanks: tuple[float, float], flag: str) -> None:
-    """Raise UserError if `generate` cannot make that many; flag: the option that `count` comes from, for messages."""
+    """Raise UserError if `generate` cannot make `count` puzzles; flag: the option that sets `count`, for messages."""
     side(kind)
     low, high = blanks
     if count < 1:
         raise UserError(f"{flag} {count} must be at least 1")
     if not 0 < low <= high <= 1:
-        raise UserError(f"--least-blanks {low} and --most-blanks {high} must rise within (0, 1]; use e.g. 0.4 and 1")
+        raise UserError(
+            f"--least-blanks {low} and --most-blanks {high} must satisfy 0 < least ≤ most ≤ 1; use e.g. 0.4 and 1"
+        )
     cells = side(kind) ** 2
     if kind in BOXES and low < 1 and round(low * cells) > (most := MOST_BLANKS[kind]):
         raise UserError(
@@ -175,13 +180,13 @@ def generate(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """`count` different puzzles: questions and answers [count, L] uint8, difficulty [count].
 
-    A Sudoku is a random full grid whose clues went in random order while the answer stayed unique, back to a number of
-    blanks drawn between two shares of the cells, the upper at most what could be removed; its difficulty is the number
-    of digits that `solve` tries to prove it unique. A lower share of 1 means as many blanks as could be removed. A maze
-    is a random spanning tree between two of its cells, so that there is one way; its difficulty is the way's length in
-    steps. Draw i is a function of (seed, i) alone; draws that repeat an earlier puzzle, or of which too few clues could
-    be removed, are left out. Raises UserError naming `flag`, the option that `count` comes from, if the kind has too
-    few puzzles, and naming --least-blanks if draws do not reach the lower share.
+    To draw a Sudoku, clues are removed from a random full grid in random order as long as the answer stays unique. The
+    number of blanks is drawn between two shares of the cells, and is at most the number of clues that could be removed;
+    a lower share of 1 means as many blanks as possible. Its difficulty is the `guesses` that `solve` needs to prove the
+    answer unique. A maze is a random spanning tree with a start and a goal, so exactly one path joins them; its
+    difficulty is the path's length in steps. Draw i depends only on (seed, i). Draws that repeat an earlier puzzle or
+    that allow too few blanks are skipped. Raises UserError naming `flag`, the option that sets `count`, if the kind has
+    too few puzzles, and naming --least-blanks if draws do not reach the lower share.
     """
     check_request(kind, count, blanks, flag)
     found, last, tell, short = {}, 0, progress(), []
@@ -212,7 +217,7 @@ def generate(
 
 
 def _check_reached(kind: str, low: float, short: list[int]) -> None:
-    """Raise UserError once SHORT draws in a row, of which so many clues could be removed, have too few blanks."""
+    """Raise UserError once SHORT draws in a row allowed too few blanks; short: how many each of them allowed."""
     if len(short) >= SHORT[kind]:
         cells = side(kind) ** 2
         raise UserError(
@@ -223,13 +228,12 @@ def _check_reached(kind: str, low: float, short: list[int]) -> None:
 
 
 def _share(blanks: int, cells: int) -> float:
-    """The share, in whole percent and not above, of so many blanks."""
+    """The share of blanks among the cells, rounded down to a whole percent."""
     return math.floor(100 * blanks / cells) / 100
 
 
 def _emptied(kind: str, rng: np.random.Generator) -> tuple[np.ndarray, list[int]]:
-    """A full grid [L], and the cells that can be emptied, all together and so in any number, without a second
-    answer."""
+    """A full grid [L], and the cells that can be emptied, all or any of them, without creating a second answer."""
     cells = side(kind) ** 2
     board, full = _Board(kind), []
     standard, board.orders = board.orders, rng.permuted(board.orders, axis=1).tolist()
@@ -250,7 +254,7 @@ def _emptied(kind: str, rng: np.random.Generator) -> tuple[np.ndarray, list[int]
 def _question(
     kind: str, rng: np.random.Generator, answer: np.ndarray, removed: list[int], blanks: tuple[float, float]
 ) -> tuple[np.ndarray, int]:
-    """A full grid with some of the cells `removed` blank, and its difficulty."""
+    """A full grid with some of the `removed` cells blank, and its difficulty."""
     least, most = (min(round(share * len(answer)), len(removed)) for share in blanks)
     question = answer.copy()
     question[removed[: rng.integers(least, most, endpoint=True)]] = BLANK
@@ -261,7 +265,7 @@ def _question(
 
 
 def _another(board: _Board, cell: int, digit: int, blanks: list[int]) -> bool:
-    """Whether the board can be filled with another digit in this empty cell."""
+    """Whether the board has a solution with another digit in this empty cell."""
     found = []
     for other in board.orders[cell]:
         if other & board.free(cell) & ~digit and not found:
@@ -272,7 +276,8 @@ def _another(board: _Board, cell: int, digit: int, blanks: list[int]) -> bool:
 
 
 def _maze(size: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, int]:
-    """Kruskal's tree over the cells at odd places in a random order of the walls between them."""
+    """Question, answer and path length of a random maze: Kruskal's algorithm on the cells at odd places, with the walls
+    between them in random order."""
     across = size // 2
     cell = np.arange(across**2).reshape(across, across)
     walls = [*zip(cell[:, :-1].flat, cell[:, 1:].flat), *zip(cell[:-1].flat, cell[1:].flat)]
@@ -294,14 +299,14 @@ def _maze(size: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, 
 
 
 def root_of(root: list[int], cell: int) -> int:
-    """The root of a cell's tree in a union-find forest `root`, whose paths are halved on the way."""
+    """The root of a cell's tree in a union-find forest `root`, with path halving."""
     while root[cell] != cell:
         root[cell] = cell = root[root[cell]]
     return cell
 
 
 def _way(grid: np.ndarray, size: int, start: int, goal: int) -> list[int]:
-    """The places from the goal back to the start, both included."""
+    """The path from the goal back to the start, both included."""
     came, front, open_ = {start: start}, [start], grid != WALL
     while goal not in came:
         place = front.pop()
@@ -316,7 +321,7 @@ def _way(grid: np.ndarray, size: int, start: int, goal: int) -> list[int]:
 
 
 def draw_answer(kind: str, question, label, found, segments: int, path: Path) -> None:
-    """A question and the answer to it, side by side: given cells black, right ones green, wrong ones on red."""
+    """Plot a question and its answer side by side: given cells black, right ones green, wrong ones on red."""
     n, maze = side(kind), kind.startswith("maze")
     plt = pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(8, 4.3))

@@ -1,4 +1,4 @@
-"""Rows of one length for a recursive model: puzzles or prompt → response, split by what is essentially the same.
+"""Rows of equal length for a recursive model: puzzles or prompt → response, split so that equivalent rows stay together.
 
 On disk they have the layout of the Tiny Recursive Model's datasets (arXiv 2510.04871): train/ and test/, each with
 dataset.json and arrays.
@@ -24,22 +24,23 @@ from qat_lora.experiments.athena.model import IGNORE
 from qat_lora.run import remote as urls
 from qat_lora.run.files import new_folder, read_json
 
-PAD, BLANK_TOKEN, END, BYTE = 0, 1, 2, 3  # tokens of text; BYTE is that of byte 0
+PAD, BLANK_TOKEN, END, BYTE = 0, 1, 2, 3  # tokens of text; BYTE is the token of byte 0
 TEXT_VOCAB = BYTE + 256
 LONGEST = 2**20
 SIDES = ("train", "test")
-AGAIN = "; copy the folder again, or build it anew"
-COUNTS = {"seq_len": 1, "vocab_size": 2, "num_puzzle_identifiers": 1}  # of dataset.json: least values
+AGAIN = "; copy the folder again, or rebuild it"
+COUNTS = {"seq_len": 1, "vocab_size": 2, "num_puzzle_identifiers": 1}  # minimum values in dataset.json
 
 
 @dataclass(frozen=True)
 class PuzzleRows:
-    """N rows of L tokens. inputs, labels [N, L], labels are IGNORE where nothing is asked; identifiers [N], of puzzles
-    with embeddings of their own; budgets [N], the most segments of a row, 0: the setting of the run; difficulty [N].
+    """N rows of L tokens. inputs, labels [N, L], where a label is IGNORE if no answer is expected; identifiers [N], the
+    number of each row's puzzle embedding; budgets [N], the maximum segments per row, 0: the run's setting; difficulty
+    [N].
 
     kind: a kind of `puzzles`, whose symmetries batches may draw. causal: a label is the next token. puzzle, group [N]:
-    numbers of each row's puzzle and of its group (see Groups); None: each row is a group of its own. unlabelled: how
-    many rows without any label `load` left out.
+    the number of each row's puzzle and of its group (see Groups); None: each row is its own group. unlabelled: how many
+    rows without labels `load` left out.
     """
 
     inputs: np.ndarray
@@ -76,7 +77,7 @@ class PuzzleRows:
         return len(self.inputs)
 
     def batch(self, indices: np.ndarray, rng: np.random.Generator | None = None) -> dict[str, Tensor]:
-        """inputs, labels [B, L], identifiers, budgets [B], int64; with `rng` puzzles come in a random symmetry each."""
+        """inputs, labels [B, L], identifiers, budgets [B], int64; with `rng`, each puzzle gets a random symmetry."""
         names = ("inputs", "labels", "identifiers", "budgets")
         rows = {name: getattr(self, name)[indices] for name in names}
         if rng is not None and self.kind:
@@ -92,15 +93,15 @@ class PuzzleRows:
         return self.take(np.arange(min(count, len(self))))
 
     def updates(self, epochs: int, batch_size: int) -> int:
-        """Updates in `epochs` epochs: without groups rounded up, so that fewer rows than a batch still make one; with
-        groups rounded down, as the Tiny Recursive Model does, but at least 1."""
+        """Number of updates in `epochs` epochs. Without groups it is rounded up, so that fewer rows than a batch still
+        make one; with groups it is rounded down, as the Tiny Recursive Model does, but at least 1."""
         if groups := self.groups:
             return groups.updates(epochs, batch_size)
         return -(-epochs * len(self) // batch_size)
 
     def chosen(self, seed: int, batch_size: int, start: int = 0) -> Iterator[Sequence[int]]:
-        """The row numbers [batch_size] of each update from number `start` (0-based) on, without end: a function of seed
-        and update number. An epoch has every row once or, with groups, the rows of one puzzle of each group."""
+        """The row numbers [batch_size] of each update from number `start` (0-based) on, without end; they depend only
+        on seed and update number. An epoch has every row once or, with groups, the rows of one puzzle per group."""
         if groups := self.groups:
             return groups.chosen_rows(seed, batch_size, start)
         return chosen_rows(seed, len(self), batch_size, start)
@@ -115,8 +116,8 @@ def _rows(inputs: np.ndarray, labels: np.ndarray, difficulty=0, budgets=0, **fac
 
 
 def row_memory(length: int, count: int) -> int:
-    """Least bytes that `count` rows of `length` tokens take while they are split: inputs and labels, int32, twice
-    (before and after the split)."""
+    """Lower bound on the bytes that `count` rows of `length` tokens take while they are split: int32 inputs and labels,
+    twice (before and after the split)."""
     return 16 * length * count
 
 
@@ -130,10 +131,10 @@ def draw(
 
 
 def split(rows: PuzzleRows, fraction: float, seed: int) -> tuple[PuzzleRows, PuzzleRows]:
-    """(training, held-out) rows, about `fraction` of them held out: nothing held out is a symmetry of anything trained
-    on, by the whole answer for 6×6 and 9×9 Sudoku, by the question for mazes and for 4×4, whose answers are of only two
-    kinds. Text rows with the same prompt and rows of one group stay on one side, too. Raises UserError if that leaves
-    one side empty.
+    """(training, held-out) rows, about `fraction` of them held out. No held-out row is a symmetry of a training row:
+    rows are compared by the whole answer for 6×6 and 9×9 Sudoku, and by the question for mazes and for 4×4 Sudoku,
+    whose answers have only two classes. Text rows with the same prompt and rows of one group also stay on one side.
+    Raises UserError if that leaves one side empty.
     """
     if not 0 < fraction < 1:
         raise UserError(f"--heldout-fraction {fraction} is not between 0 and 1; use e.g. 0.1")
@@ -143,12 +144,12 @@ def split(rows: PuzzleRows, fraction: float, seed: int) -> tuple[PuzzleRows, Puz
         keys = symmetries.form(rows.kind, rows.inputs)
     else:
         asked = rows.labels != IGNORE
-        before = asked.cumsum(1) == asked  # no label comes earlier: of causal rows the prompt
+        before = asked.cumsum(1) == asked  # no label comes earlier; in causal rows, the prompt
         given = np.where(before, rows.inputs, PAD) if rows.causal else rows.inputs
         keys = [row.tobytes() for row in given]
     groups, target = _classes(keys, range(len(rows)) if rows.group is None else rows.group), fraction * len(rows)
     if len(groups) < 2:
-        raise UserError(f"{len(rows)} rows are all essentially the same: none can be held out; make more")
+        raise UserError(f"{len(rows)} rows are all essentially the same, so none can be held out; make more")
     held: list[int] = []
     for number in np.random.default_rng(seed).permutation(len(groups)):
         if len(held) + len(groups[number]) <= target:
@@ -158,7 +159,7 @@ def split(rows: PuzzleRows, fraction: float, seed: int) -> tuple[PuzzleRows, Puz
 
 
 def _classes(*keys: Sequence) -> list[list[int]]:
-    """The row numbers in classes that share any key, directly or through other rows; ordered by first row."""
+    """The row numbers in classes: rows that share any key, directly or through other rows; ordered by first row."""
     root = list(range(len(keys[0])))
     for each in keys:
         first: dict = {}
@@ -173,12 +174,12 @@ def _classes(*keys: Sequence) -> list[list[int]]:
 
 # -- prompt → response -----------------------------------------------------------------------------------------------
 def corpus(rows, where: str, length: int, causal: bool, iterations: int) -> tuple[PuzzleRows, int]:
-    """(rows, how many were left out because they are longer than `length` bytes) of dicts with text `prompt` and
-    `response`, and optionally `iterations`, the most segments of the row, by default the argument `iterations`.
+    """(rows, how many were left out because they are longer than `length` bytes) from dicts with text `prompt` and
+    `response`, and optionally `iterations`, the row's maximum segments (default: the argument `iterations`).
 
-    Tokens are bytes. Only the response and its end have labels. The input has the prompt, then blanks up to the length,
-    so that neither the response nor its length leaks; with causal=True the response follows the prompt in the input,
-    because each position sees only those before it. Raises UserError for a row that is malformed, a bad length, and if
+    Tokens are bytes. Only the response and its end have labels. The input is the prompt followed by blanks up to the
+    length, so that it leaks neither the response nor its length; with causal=True the response follows the prompt in
+    the input, because each position sees only earlier ones. Raises UserError if a row is malformed, the length is bad,
     no row fits or memory does not suffice.
     """
     if not 2 <= length <= LONGEST:
@@ -190,7 +191,7 @@ def corpus(rows, where: str, length: int, causal: bool, iterations: int) -> tupl
         if type(budget) is not int or not 0 <= budget < ANY:
             raise UserError(f"{where} row {number}: iterations {budget!r} is not a whole number of at least 0")
         response.append(END)
-        if len(prompt) + len(response) - causal > length:  # causal: the last label is at the second last token
+        if len(prompt) + len(response) - causal > length:  # causal: END is a label only
             long += 1
             continue
         pairs.append((prompt, response))
@@ -211,7 +212,7 @@ def corpus(rows, where: str, length: int, causal: bool, iterations: int) -> tupl
 def _tokens(row: dict, name: str, where: str) -> list[int]:
     text = row.get(name)
     if not isinstance(text, str) or not text:
-        raise UserError(f"{where}: {name} is {text!r}, and must be text; its keys are {', '.join(map(str, row))}")
+        raise UserError(f"{where}: {name} is {text!r}, but must be text; the row has {', '.join(map(str, row))}")
     try:
         return [BYTE + byte for byte in text.encode()]
     except UnicodeEncodeError as error:
@@ -256,7 +257,7 @@ def _save_array(path: Path, values: np.ndarray) -> None:
 
 
 def load(path: str) -> tuple[PuzzleRows, PuzzleRows]:
-    """Training and held-out rows of a folder or URL. Raises UserError naming the file that is missing or does not
+    """Training and held-out rows from a folder or URL. Raises UserError naming the file that is missing or does not
     match dataset.json, and if the two sides do not match."""
     with urls.local_folder(path) as folder:
         train, heldout = (_load(folder / side, f"{path.rstrip('/')}/{side}") for side in SIDES)
@@ -264,7 +265,7 @@ def load(path: str) -> tuple[PuzzleRows, PuzzleRows]:
         if getattr(train, name) != getattr(heldout, name):
             raise UserError(
                 f"{path}: {name} is {getattr(train, name)} in train and {getattr(heldout, name)} in test; "
-                "both sides come from one build"
+                "use two sides from the same build"
             )
     return train, heldout
 
@@ -295,7 +296,7 @@ def _facts(folder: Path, shown: str) -> dict:
         ) from error
     if sizes not in (None, (vocab, facts["seq_len"])):
         raise UserError(
-            f"{shown}/dataset.json: a {kind} has no vocabulary of {vocab} and length of {facts['seq_len']}{AGAIN}"
+            f"{shown}/dataset.json: vocab_size {vocab} and seq_len {facts['seq_len']} do not match kind {kind}{AGAIN}"
         )
     return facts
 
@@ -313,15 +314,15 @@ def _load(folder: Path, shown: str) -> PuzzleRows:
     labels = array("labels", vocab, *inputs.shape)
     asked = labels != (-1 if ignored is None else ignored)
     if not (asked.all() if kind else asked.any()):
-        what = f"cells without a label, and a {kind} has an answer in each" if kind else "no label at all"
+        what = f"cells without a label, but a {kind} needs one in each" if kind else "no label at all"
         raise UserError(f"{shown}/all__labels.npy holds {what}{AGAIN}")
     named = array("puzzle_identifiers", facts["num_puzzle_identifiers"], None)
     starts = array("puzzle_indices", ANY, len(named) + 1)
     if starts[0] != 0 or starts[-1] != len(inputs) or (np.diff(starts) < 0).any():
-        raise UserError(f"{shown}/all__puzzle_indices.npy: does not rise from 0 to the {len(inputs)} rows{AGAIN}")
+        raise UserError(f"{shown}/all__puzzle_indices.npy does not rise from 0 to the row count {len(inputs)}{AGAIN}")
     firsts = array("group_indices", ANY, None)
     if firsts[0] != 0 or firsts[-1] != len(named) or (np.diff(firsts) < 1).any():
-        raise UserError(f"{shown}/all__group_indices.npy: does not rise from 0 to the {len(named)} puzzles{AGAIN}")
+        raise UserError(f"{shown}/all__group_indices.npy does not rise from 0 to the puzzle count {len(named)}{AGAIN}")
     puzzle = np.repeat(np.arange(len(named), dtype=np.int32), np.diff(starts))
     extra = {name: np.zeros(len(inputs), np.int32) for name in ("budgets", "difficulty")}  # TRM's own folders have none
     extra |= {name: array(name, ANY, len(inputs)) for name in extra if (folder / f"all__{name}.npy").exists()}
@@ -334,7 +335,7 @@ def _load(folder: Path, shown: str) -> PuzzleRows:
 
 
 def _settled(rows: PuzzleRows) -> PuzzleRows:
-    """Without the rows that have no label, and without groups if every remaining row is a group of its own."""
+    """Drop the rows without labels, and the groups if every remaining row is its own group."""
     labelled = (rows.labels != IGNORE).any(1)
     kept = rows if labelled.all() else rows.take(np.flatnonzero(labelled))
     alone = {"puzzle": None, "group": None} if len(np.unique(kept.group)) == len(kept) else {}
@@ -347,8 +348,8 @@ def _array(path: Path, shown: str, below: int, shape: tuple) -> np.ndarray:
         values = np.load(path, allow_pickle=False)
     except FileNotFoundError:
         raise UserError(f"{shown}: no such file{AGAIN}") from None
-    except Exception as error:  # NumPy reads its header as Python does, and fails in as many ways
-        reason = "it holds Python objects, none of which was run" if "pickle" in str(error) else first_line(error)
+    except Exception as error:  # NumPy parses the header as Python, and raises as many errors
+        reason = "it holds Python objects, which were not loaded" if "pickle" in str(error) else first_line(error)
         raise UserError(f"{shown} is not a readable NumPy array ({reason}){AGAIN}") from error
     if not isinstance(values, np.ndarray):
         raise UserError(f"{shown} is an archive of arrays (.npz), not one array{AGAIN}")
@@ -363,6 +364,6 @@ def _array(path: Path, shown: str, below: int, shape: tuple) -> np.ndarray:
         raise UserError(f"{shown} is empty{AGAIN}")
     if values.min() < 0 or values.max() >= below:
         raise UserError(
-            f"{shown} holds values from {values.min()} to {values.max()}; they have to be from 0 to {below - 1}{AGAIN}"
+            f"{shown} holds values from {values.min()} to {values.max()}; they must be from 0 to {below - 1}{AGAIN}"
         )
     return values.astype(np.int32)

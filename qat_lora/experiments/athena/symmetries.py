@@ -14,10 +14,10 @@ from qat_lora.run.console import watched
 def variant(
     kind: str, questions: np.ndarray, answers: np.ndarray, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Each row [N, L] in a random symmetry of its kind, question and answer alike.
+    """Each row [N, L] under a random symmetry of its kind, the same for question and answer.
 
-    Sudoku: digits renamed; bands, stacks and the lines in them permuted; transposed where that keeps the boxes. Maze:
-    turned and mirrored. Pads stay pads.
+    Sudoku: digits renamed; bands, stacks and the lines within them permuted; transposed if the boxes are square. Maze:
+    rotated and mirrored. Padding stays.
     """
     n, rows = side(kind), np.arange(len(questions))[:, None]
     if kind not in BOXES:
@@ -36,7 +36,7 @@ def variant(
 
 
 def _lines(count: int, n: int, thick: int, rng: np.random.Generator) -> np.ndarray:
-    """`count` random orders [count, n] of n lines that keep each bundle of `thick` together."""
+    """`count` random orders [count, n] of n lines that keep each bundle of `thick` lines together."""
     within = rng.random((count, n // thick, thick)).argsort(-1)
     bundles = rng.random((count, n // thick, 1)).argsort(1)
     return (bundles * thick + within).reshape(count, n)
@@ -44,14 +44,14 @@ def _lines(count: int, n: int, thick: int, rng: np.random.Generator) -> np.ndarr
 
 @functools.cache
 def _dihedral(n: int) -> np.ndarray:
-    """[8, n²]: the places that each turn and mirror image of a square takes its cells from."""
+    """[8, n²]: for each rotation and reflection of a square, the places that its cells come from."""
     square = np.arange(n * n).reshape(n, n)
     return np.stack([np.rot90(s, turns).ravel() for s in (square, square.T) for turns in range(4)])
 
 
 @functools.cache
 def _orders(n: int, thick: int) -> np.ndarray:
-    """All orders [G, n] of n lines that keep each bundle of `thick` together."""
+    """All orders [G, n] of n lines that keep each bundle of `thick` lines together."""
     bundles = np.arange(n).reshape(-1, thick)
     images = [
         sum(image, ())
@@ -63,20 +63,21 @@ def _orders(n: int, thick: int) -> np.ndarray:
 
 # -- canonical forms -------------------------------------------------------------------------------------------------
 def answer_class(kind: str, answers: np.ndarray) -> list[bytes]:
-    """Of each full grid [N, L] of a Sudoku the least one that symmetries and new names for the digits make of it: equal
-    for two grids exactly where one is a symmetry of the other. 2 classes of 4×4, 49 of 6×6, 5,472,730,538 of 9×9."""
+    """The smallest image of each full Sudoku grid [N, L] under symmetries and renaming of digits. Two grids have the
+    same one if and only if one is a symmetry of the other. There are 2 classes of 4×4, 49 of 6×6 and 5,472,730,538 of
+    9×9."""
     if kind not in BOXES:
-        raise UserError(f"kind {kind!r} has no classes of answers; its questions have forms")
+        raise UserError(f"kind {kind!r} has no classes of answers; compare its questions by form")
     n = side(kind)
     grids = np.asarray(answers, np.intp).reshape(-1, n, n) - 2
     return [_least(kind, grid) for grid in watched(grids, f"comparing {kind} by symmetry", len(grids))]
 
 
 def _least(kind: str, grid: np.ndarray) -> bytes:
-    """The least image of a full grid of 0 … n − 1.
+    """The smallest image of a full grid of 0 … n − 1.
 
-    It starts with 0 … n − 1, so a first line and an order of the columns name all digits, and the order of the other
-    lines follows: by first column. Only where the second line is least is the whole image made.
+    It starts with 0 … n − 1, so the choice of a first line and of a column order names all digits. The other lines are
+    then sorted by their first column. The whole image is built only where the second line is smallest.
     """
     (tall, wide), n = BOXES[kind], len(grid)
     columns, bands = _orders(n, wide), np.arange(n).reshape(-1, tall)
@@ -84,7 +85,7 @@ def _least(kind: str, grid: np.ndarray) -> bytes:
     parts = []
     for turned in (grid, grid.T) if tall == wide else (grid,):
         lines = turned[:, columns]  # [n, G, n]
-        names = lines.argsort(-1)  # [first, G, digit]: its name where this line is the first
+        names = lines.argsort(-1)  # [first, G, digit]: its name if this line is the first
         seconds = np.take_along_axis(names[:, None], lines[mates], -1)  # [first, mate, G, n]
         nearest = seconds[..., :1].argmin(1, keepdims=True)
         second = np.take_along_axis(seconds, nearest, 1)[:, 0] @ n ** np.arange(n)[::-1]
@@ -99,10 +100,10 @@ def _least(kind: str, grid: np.ndarray) -> bytes:
 
 
 def form(kind: str, questions: np.ndarray) -> list[bytes]:
-    """Of each question [N, L] of a 4×4 Sudoku or a maze the least one that its symmetries make of it; the digits of a
-    Sudoku are named by first appearance."""
+    """The smallest image of each question [N, L] of a 4×4 Sudoku or a maze under its symmetries; the digits of a Sudoku
+    are named by first appearance."""
     if kind in BOXES and kind != "sudoku4":
-        raise UserError(f"kind {kind!r} has too many symmetries for forms of questions; its answers have classes")
+        raise UserError(f"kind {kind!r} has too many symmetries to compare questions; compare its answers by class")
     questions, what = np.asarray(questions, np.uint8), f"comparing {kind} by symmetry"
     if kind not in BOXES:
         images = (question[_dihedral(side(kind))] for question in watched(questions, what, len(questions)))
@@ -114,7 +115,7 @@ def form(kind: str, questions: np.ndarray) -> list[bytes]:
 
 
 def _renamed(images: np.ndarray) -> np.ndarray:
-    """Digits of 4×4 questions [G, 16] named by first appearance."""
+    """4×4 questions [G, 16] with digits named by first appearance."""
     firsts = np.stack([np.where((there := images == digit).any(1), there.argmax(1), 16) for digit in range(2, 6)], 1)
     names = np.concatenate([np.tile([0, BLANK], (len(images), 1)), firsts.argsort(1).argsort(1) + 2], 1)
     return np.take_along_axis(names.astype(np.uint8), images.astype(np.intp), 1)

@@ -1,4 +1,4 @@
-"""Training and measuring a recursive model: deep supervision, one segment an update, over a carry of fixed shape."""
+"""Training a recursive model: deep supervision, one segment per update, with a carry of fixed shape."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -34,9 +34,9 @@ STAGE = "pretrain"
 
 @dataclass(frozen=True, kw_only=True)
 class RecursivePlan(Plan):
-    """How to train. batch_size: rows of an update, of all workers. segments: the most that a row gets. exploration:
-    share of rows that may not halt before a random number of segments. identifier_*: of the puzzles' embeddings. ema:
-    decay of the moving average that is measured and kept; 0: the model itself."""
+    """How to train. batch_size: rows per update over all workers. segments: maximum per row. exploration: share of rows
+    that may not halt before a random number of segments. identifier_*: for the puzzles' embeddings. ema: decay of the
+    moving average of the weights, which is evaluated and saved; 0: use the model itself."""
 
     accumulation: int = 1
     betas: tuple[float, float] = (0.9, 0.95)
@@ -48,14 +48,14 @@ class RecursivePlan(Plan):
     exploration: float = 0.1
 
     def share(self, workers: int) -> int:
-        """Rows of an update that each of so many workers has."""
+        """Rows per update for each of `workers` workers."""
         if self.batch_size % workers:
             raise UserError(f"global_batch_size {self.batch_size} does not divide by {workers} workers; use a multiple")
         return self.batch_size // workers
 
 
 def announce(backend: TorchBackend) -> None:
-    """The device, in the guide's words."""
+    """Log the device, in the words of the TPU Training Guide."""
     place = f"{backend.rank}/{backend.world_size}"
     for line in {
         "cpu": ["Using CPU (no GPU/TPU available)" if backend.world_size == 1 else f"Using CPU. Process {place}"],
@@ -68,10 +68,10 @@ def announce(backend: TorchBackend) -> None:
 def segment_batches(
     rows: PuzzleRows, plan: RecursivePlan, start: int, rank: int = 0, world_size: int = 1
 ) -> Iterator[dict]:
-    """This worker's rows of the updates from number `start` (0-based) on, each in a random symmetry, and `least` [B],
-    the segments that a row has at least before it may halt.
+    """This worker's rows of the updates from number `start` (0-based) on, each under a random symmetry, and `least`
+    [B], the minimum number of segments before a row may halt.
 
-    A function of seed and update only, whatever the number of workers; see PuzzleRows.chosen.
+    The rows of an update depend only on seed and update, not on the number of workers; see PuzzleRows.chosen.
     """
     share = plan.share(world_size)
     for update, chosen in zip(range(start, plan.steps), rows.chosen(plan.seed, plan.batch_size, start)):
@@ -86,8 +86,8 @@ def segment_batches(
 class Trainer:
     """A placed model in training, with the moving average of its weights and the carry of this worker's rows.
 
-    Every shape is fixed, and all of an update is one graph on XLA: refill, segment, loss, gradients, their reduction
-    and clipping, AdamW, SignSGD, average, halting.
+    Every shape is fixed, and on XLA a whole update is one graph: refill, segment, loss, gradients, their reduction and
+    clipping, AdamW, SignSGD, moving average, halting.
     """
 
     def __init__(self, model: RecursiveModel, plan: RecursivePlan, backend: TorchBackend):
@@ -95,15 +95,15 @@ class Trainer:
         rate = {"lr": plan.learning_rate, "betas": plan.betas, "weight_decay": plan.weight_decay}
         self.optimizer = new_optimizer([{"params": list(model.parameters()), **rate}], backend)
         self.shown = copy.deepcopy(model) if plan.ema else model
-        self.shown.identity = model.identity  # one table: its optimiser moves only what a batch had
+        self.shown.identity = model.identity  # shared, since SignSGD updates only a batch's puzzles
         self.carry = fresh(model, plan.share(backend.world_size))
-        self.best: dict = {}  # what an evaluation keeps, plain values and host tensors
+        self.best: dict = {}  # set by an evaluation: plain values and host tensors
         backend.step_boundary()
 
     def segment(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Metric | Ratio]]:
-        """One segment of the rows in the carry, of which those that halted give way to rows of `segment_batches`: its
-        loss, this worker's share, and the metrics of the update. A row without a label, which `load` leaves out, has no
-        loss and does not count as halted."""
+        """Run one segment of the rows in the carry, after replacing the halted ones by rows of `segment_batches`.
+        Returns this worker's share of the loss, and the metrics of the update. A row without labels, which `load`
+        leaves out, has no loss and does not count as halted."""
         model, plan, backend = self.model, self.plan, self.backend
         carry = refill(self.carry, batch, model)
         self.picked = model.identity.index_select(0, carry.identifiers).requires_grad_()
@@ -123,8 +123,8 @@ class Trainer:
         }
 
     def in_step(self, factor: float) -> None:
-        """What belongs to an optimiser step, after `segment` and its backward pass: SignSGD on the puzzles' embeddings,
-        at the schedule's `factor`, and the moving average."""
+        """The rest of an optimiser step, after `segment` and its backward pass: SignSGD on the puzzles' embeddings,
+        with the learning rate times the schedule's `factor`, and the moving average."""
         model, plan = self.model, self.plan
         sums = sign_sums(self.carry.identifiers, self.picked.grad.float(), len(model.identity))
         self.backend.reduce(list(sums))
@@ -133,7 +133,7 @@ class Trainer:
             update_ema(self.shown, model, plan.ema)
 
     def step(self, batch: dict[str, Tensor], number: int) -> dict[str, Metric | Ratio | Value]:
-        """Update `number` (1-based) outside a run, for checks and benchmarks; its metrics."""
+        """Do update `number` (1-based) outside a run, for checks and benchmarks; returns its metrics."""
         factor = self.plan.factor(number)
         set_learning_rates(self.optimizer, factor)
         loss, metrics = self.segment(batch)
@@ -143,8 +143,8 @@ class Trainer:
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
     def state(self) -> tuple[dict, dict]:
-        """The parameters, and the rest: optimiser, average, puzzles' embeddings, and the carries of all workers, so
-        that a run may be resumed with another number of them."""
+        """The parameters, and the rest: optimiser, moving average, puzzles' embeddings, and the carries of all workers,
+        so that a run can be resumed with a different number of workers."""
         carries = self.backend.group.gather(self.backend.to_host(vars(self.carry)))
         return dict(self.model.named_parameters()), {
             "optimizer": self.optimizer.state_dict(),
@@ -162,7 +162,9 @@ class Trainer:
         with torch.no_grad():
             self.model.identity.copy_(trainer["identity"])
         if (rows := len(trainer["carry"]["halted"])) != self.plan.batch_size:
-            raise UserError(f"the checkpoint is of a run with global_batch_size {rows}, not {self.plan.batch_size}")
+            raise UserError(
+                f"the checkpoint is from a run with global_batch_size {rows}, not {self.plan.batch_size}; use {rows}"
+            )
         share = self.plan.share(self.backend.world_size)
         mine = slice(self.backend.rank * share, (self.backend.rank + 1) * share)
         self.carry = Carry(**self.backend.to_device({name: kept[mine] for name, kept in trainer["carry"].items()}))
@@ -173,7 +175,7 @@ class Trainer:
 def athena_stage(
     trainer: Trainer, train: PuzzleRows, session: Session, evaluate: Callable[[int], dict[str, float]]
 ) -> Stage:
-    """All updates of a trainer's plan."""
+    """The stage that runs all updates of a trainer's plan."""
     plan, backend = trainer.plan, trainer.backend
 
     def stream(first: int) -> Iterator[dict]:
