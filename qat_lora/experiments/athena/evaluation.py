@@ -1,4 +1,4 @@
-"""The answers of a recursive model, and how many of them are right."""
+"""Answers of a recursive model, and their accuracy."""
 
 from dataclasses import dataclass
 
@@ -14,8 +14,8 @@ from qat_lora.run.console import watched
 
 @dataclass(frozen=True)
 class Answers:
-    """A model's answers to rows: tokens [N, L] at a row's first halt and after all segments, and the number of segments
-    until that halt [N]."""
+    """A model's answers: tokens [N, L] when each row first halts (early) and after all segments (full), and the number
+    of segments [N] until each row first halts."""
 
     early: Tensor
     full: Tensor
@@ -26,8 +26,8 @@ class Answers:
 def answer(
     model: RecursiveModel, batch: dict[str, Tensor], segments: int, backend: TorchBackend
 ) -> tuple[Answers, Tensor]:
-    """Answers to one batch on the device, and the stablemax loss [B, L] of the last segment. Every row runs all
-    `segments`; a mask keeps its answer at its first halt, so that one pass gives both answers."""
+    """Answer one batch on the device; returns the answers and the stablemax loss [B, L] of the last segment. Every row
+    runs all `segments`, and a mask records its answer when it first halts, so one pass gives both answers."""
     rows = refill(fresh(model, len(batch["inputs"])), batch, model)
     z_H, z_L, picked = rows.z_H, rows.z_L, model.identity.index_select(0, batch["identifiers"])
     early, used, done = torch.zeros_like(batch["inputs"]), rows.segments, torch.zeros_like(rows.halted)
@@ -47,12 +47,12 @@ def answer(
 def measure(
     model: RecursiveModel, rows: PuzzleRows, segments: int, batch_size: int, backend: TorchBackend
 ) -> dict[str, float]:
-    """heldout_exact and heldout_cells: shares of rows and of labelled cells that are right when the halting head stops;
-    heldout_exact_full and heldout_cells_full: the same after all segments; heldout_loss: mean loss per labelled cell
-    after all segments; heldout_segments: mean number of segments until the halt.
+    """Measure a model on held-out rows. heldout_exact and heldout_cells: shares of rows and of labelled cells that are
+    right when the row halts; heldout_exact_full and heldout_cells_full: the same after all segments; heldout_loss: mean
+    loss per labelled cell after all segments; heldout_segments: mean number of segments until a row halts.
 
-    All batches have the same size, the last one padded, and each worker measures its share of each. Rows without labels
-    count in no metric; heldout_rows is the number of rows that count.
+    All batches have the same size (the last one is padded), and each worker measures its share of every batch. Rows
+    without labels are left out of all metrics; heldout_rows is the number of rows measured.
     """
     sums = torch.zeros(8, device=backend.device)
     share = batch_size // backend.world_size

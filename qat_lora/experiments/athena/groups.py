@@ -1,4 +1,4 @@
-"""Grouped rows: an epoch takes all rows of one puzzle per group, as the Tiny Recursive Model does."""
+"""Grouped rows: an epoch takes all rows of one puzzle from each group, as the Tiny Recursive Model does."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,11 +8,11 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Groups:
-    """Which rows belong to which puzzle, and which puzzles to which group (e.g. the augmentations of one puzzle).
+    """Which rows belong to which puzzle, and which puzzles belong to which group (e.g. the augmentations of one puzzle).
 
     order [N]: row numbers, sorted so that the rows of a puzzle and the puzzles of a group are adjacent.
-    starts [P + 1]: where in `order` each puzzle begins; firsts [G + 1]: the puzzle with which each group begins; both
-    end with the total. No puzzle or group is empty.
+    starts [P + 1]: index into `order` of each puzzle's first row. firsts [G + 1]: index of each group's first puzzle.
+    Both end with the total. No puzzle or group is empty.
     """
 
     order: np.ndarray
@@ -21,7 +21,7 @@ class Groups:
 
     @classmethod
     def of(cls, puzzle: np.ndarray, group: np.ndarray) -> "Groups":
-        """From each row's puzzle number and group number, [N] each, from 0; a puzzle belongs to only one group."""
+        """Build the groups from each row's puzzle and group numbers (from 0), [N] each; a puzzle is in only one group."""
         order = np.lexsort((puzzle, group))
         begins = np.flatnonzero(np.diff(puzzle[order], prepend=-1))
         firsts = np.flatnonzero(np.diff(group[order][begins], prepend=-1))
@@ -33,12 +33,12 @@ class Groups:
         return max(1, epochs * groups * rows // (puzzles * batch_size))
 
     def chosen_rows(self, seed: int, batch_size: int, start: int = 0) -> Iterator[np.ndarray]:
-        """The row numbers [batch_size] of each update from number `start` (0-based) on, without end; they depend only
-        on seed and update number.
+        """Yield the row numbers [batch_size] of every update from update `start` (0-based) on, endlessly; they depend
+        only on the seed and the update number.
 
-        An epoch takes the groups in random order and a random puzzle of each. An update takes the next puzzles until it
-        is full, each with its rows in random order; of the last puzzle, only the rows that fit. When an epoch ends
-        within an update, the update continues with the next epoch.
+        An epoch takes the groups in random order and one random puzzle from each. An update takes puzzles in this order
+        until it is full, with each puzzle's rows in random order, and only as many rows of the last puzzle as fit. If
+        an epoch ends within an update, the update continues with the next epoch.
         """
         epoch, at, picked, ends = 0, 0, np.zeros(0, np.intp), np.zeros(0, np.intp)  # at: index of the next puzzle
         for update in range(2**63):
@@ -50,7 +50,7 @@ class Groups:
                 yield self._rows(picked[first:at], batch_size, np.random.default_rng([seed, update, 1]))
 
     def _epoch(self, seed: int, epoch: int) -> np.ndarray:
-        """A random puzzle of each group, with the groups in random order."""
+        """One random puzzle from each group, with the groups in random order."""
         rng = np.random.default_rng([seed, epoch])
         groups = rng.permutation(len(self.firsts) - 1)
         return rng.integers(self.firsts[groups], self.firsts[groups + 1])

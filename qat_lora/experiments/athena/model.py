@@ -1,4 +1,4 @@
-"""The recursive reasoning model: a small stack of blocks, applied to a latent answer many times; one graph per segment.
+"""The recursive reasoning model: a small stack of blocks applied repeatedly to a latent answer; one graph per segment.
 
 Tiny Recursive Model, arXiv 2510.04871; deep supervision and halting from the Hierarchical Reasoning Model, 2506.21734.
 """
@@ -19,7 +19,7 @@ from qat_lora.train.memory import ADAM
 IGNORE = -100  # label of a position without a loss
 EPS = 1e-5
 FEW_POSITIONS = 128
-HALT_BIAS = -5.0  # no row halts until the head has learned when to
+HALT_BIAS = -5.0  # so that no row halts before the head is trained
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,11 @@ class RecursiveSpec:
     """Sizes of a model for rows of `length` tokens from a vocabulary of `vocab`. Position 0, before the tokens, holds
     the embedding of the row's puzzle, one of `identifiers`.
 
-    Each of H_cycles cycles updates z_L L_cycles times and then z_H once, always with the same `L_layers` blocks. Only
-    the last cycle has a gradient, with one_step_gradient only its last two updates. mlp_t: an MLP over positions mixes
-    the tokens, not attention. causal: a position sees only itself and those before it. The halting head, at position 0,
-    then sees no token, because a position that sees the whole prompt may also see response tokens.
+    Each of the H_cycles cycles updates z_L L_cycles times and then z_H once, always with the same `L_layers` blocks.
+    Gradients flow through the last cycle only; with one_step_gradient, only through its last two updates. mlp_t: tokens
+    are mixed by an MLP over positions instead of attention. causal: a position sees only itself and earlier positions.
+    The halting head, at position 0, then sees no token, because a position that sees the whole prompt may also see
+    response tokens.
     """
 
     vocab: int
@@ -79,25 +80,25 @@ class RecursiveSpec:
         return 1 + self.length
 
     def inner(self, width: int) -> int:
-        """Hidden units of a SwiGLU over `width` values: 2/3 · expansion · width, because it has three matrices, rounded
-        up to a multiple of 64."""
+        """Hidden units of a SwiGLU over `width` values: 2/3 · expansion · width, rounded up to a multiple of 64. The
+        factor 2/3 makes up for its third matrix."""
         return 64 * math.ceil(self.expansion * width * 2 / 3 / 64)
 
     @property
     def parameters(self) -> int:
-        """Number of trained weights of a model of these sizes."""
+        """Number of trained weights."""
         width, positions = self.hidden_size, self.positions
         mix = 3 * positions * self.inner(positions) if self.mlp_t else (self.heard + width) * width
         return self.L_layers * (mix + 3 * width * self.inner(width)) + 2 * self.vocab * width + width + 1
 
 
 class Block(nn.Module):
-    """The weights of one block, [out, in] each. `mix` mixes positions: one matrix for queries, keys and values and one
-    for the output, or the three matrices of a gated MLP over positions. `mlp`: the three of the gated MLP over
-    features.
+    """The weights of one block, [out, in] each. `mix` mixes positions: either a matrix for queries, keys and values and
+    a matrix for the output, or the three matrices of a gated MLP over positions. `mlp`: the three matrices of the gated
+    MLP over features.
 
-    Gate and value are separate matrices: the gradients of two halves of one matrix would have to be concatenated in the
-    backward pass, which costs as much on a CPU as the activation itself.
+    Gate and value are separate matrices. If they were halves of one matrix, the backward pass would have to concatenate
+    their gradients, which on a CPU costs as much as the activation itself.
     """
 
     def __init__(self, spec: RecursiveSpec):
@@ -126,8 +127,8 @@ def normal(*shape: int) -> Tensor:
 
 
 class RecursiveModel(nn.Module):
-    """See RecursiveSpec. `identity` [identifiers, D], the puzzles' embeddings, is a buffer with its own optimiser
-    (`sign_update`). The initial states of a row are drawn once and then fixed."""
+    """See RecursiveSpec. `identity` [identifiers, D] holds the puzzles' embeddings; it is a buffer with its own
+    optimiser (`sign_update`). The initial states are drawn once, are the same for all rows, and are not trained."""
 
     def __init__(self, spec: RecursiveSpec):
         super().__init__()
@@ -140,16 +141,16 @@ class RecursiveModel(nn.Module):
         self.register_buffer("H_init", normal(width))
         self.register_buffer("L_init", normal(width))
         self.register_buffer("identity", torch.zeros(spec.identifiers, width))
-        self.checkpoint: Callable | None = None  # set by a backend to recompute every update in the backward pass
+        self.checkpoint: Callable | None = None  # set by a backend to recompute state updates in the backward pass
 
     def forward(
         self, z_H: Tensor, z_L: Tensor, inputs: Tensor, picked: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """One segment: (z_H, z_L, logits [B, L, vocab], halting logits [B]) from states [B, 1 + L, D], tokens [B, L]
-        and the rows' puzzle embeddings [B, D].
+        """Run one segment on states [B, 1 + L, D], tokens [B, L] and the rows' puzzle embeddings [B, D]; returns z_H,
+        z_L, logits [B, L, vocab] and halting logits [B].
 
-        The returned states are detached and keep the dtype of the given ones; the logits are fp32 or better. Under
-        autocast, weights are cast once for all updates.
+        The returned states are detached and have the dtype of the input states; the logits are fp32 or better. Under
+        autocast, weights are cast once per segment.
         """
         spec, given, cast = self.spec, z_H.dtype, compute_dtype(z_H)
         with without_autocast(inputs):
@@ -186,8 +187,8 @@ class RecursiveModel(nn.Module):
         return self.stack(h, *turns, *weights)
 
     def stack(self, h: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor) -> Tensor:
-        """Apply all blocks to h [B, 1 + L, D]: h = rms(h + mix(h)), h = rms(h + swiglu(h)). Reads only sizes from the
-        model, so that a backend's compiled version of it also works for copies of the model."""
+        """Apply all blocks to h [B, 1 + L, D]: h = rms(h + mix(h)), h = rms(h + swiglu(h)). It reads only sizes
+        from the model, so a version compiled by a backend also works for copies of the model."""
         each = len(weights) // self.spec.L_layers
         for first in range(0, len(weights), each):
             *mix, gate, value, out = weights[first : first + each]
@@ -207,8 +208,8 @@ class RecursiveModel(nn.Module):
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """softmax(qkᵀ/√D)·v of [B, heads, S, D]. For few positions, two plain matrix products are faster on a CPU than the
-    kernel for long texts, whose backward pass in bf16 takes eight times as long (docs/benchmarks.md)."""
+    """softmax(qkᵀ/√D)·v for q, k, v [B, heads, S, D]. For few positions on a CPU, two plain matrix products are faster
+    than the kernel for long texts, whose backward pass in bf16 takes eight times as long (docs/benchmarks.md)."""
     if causal or has_attention_kernel(q) or q.shape[2] > FEW_POSITIONS:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
     weights = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(2, 3)).softmax(
@@ -218,8 +219,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 
 def across(h: Tensor, gate: Tensor, value: Tensor, out: Tensor) -> Tensor:
-    """SwiGLU over the positions of h [B, S, D]. The weights are the left factors, so nothing is transposed. With the
-    positions first it would be a single product, which scales less well to two threads."""
+    """SwiGLU over the positions of h [B, S, D]. The weights are the left factors, so nothing is transposed. With
+    positions as the first dimension it would be a single product, which scales less well to two threads."""
     gate, value, out = (weight.expand(len(h), -1, -1) for weight in (gate, value, out))
     return torch.bmm(out, F.silu(torch.bmm(gate, h)) * torch.bmm(value, h))
 
@@ -231,21 +232,21 @@ def rms(x: Tensor) -> Tensor:
 
 # -- the loss --------------------------------------------------------------------------------------------------------
 def stablemax_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy [B, L] under stablemax (arXiv 2501.04697) of logits [B, L, V], in their dtype; 0 where the label is
+    """Stablemax cross-entropy (arXiv 2501.04697) [B, L] of logits [B, L, V], in their dtype; 0 where the label is
     IGNORE.
 
-    Stablemax is s(x)/Σs with s(x) = x + 1 for x ≥ 0 and 1/(1 − x) for x < 0, which is the softmax of
-    log s(x) = ±log(1 + |x|). Computed that way, it needs no fp64, which TPUs lack.
+    Stablemax is s(x)/Σs with s(x) = x + 1 for x ≥ 0 and 1/(1 − x) for x < 0, which equals the softmax of
+    log s(x) = ±log(1 + |x|). Computed as that softmax, it needs no fp64, which TPUs lack.
     """
-    logs = logits.clamp(min=0).log1p() - (-logits).relu().log1p()  # slope 1 at 0, where sign and abs have none
+    logs = logits.clamp(min=0).log1p() - (-logits).relu().log1p()  # slope 1 at 0; with sign and abs it would be 0
     return F.cross_entropy(logs.transpose(1, 2), labels, ignore_index=IGNORE, reduction="none")
 
 
 def segment_loss(logits: Tensor, halt: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """(loss in nats, whether the whole answer is right), [B] each; logits [B, L, V], halt [B], labels [B, L].
+    """Loss in nats [B] and whether the whole answer is right [B], from logits [B, L, V], halt [B] and labels [B, L].
 
-    The loss of a row is the mean stablemax cross-entropy over its labelled positions plus ½ × the binary cross-entropy
-    of its halting logit, whose target is whether the answer is right. A row without labels has loss 0 and counts as
+    A row's loss is the mean stablemax cross-entropy over its labelled positions plus ½ × the binary cross-entropy of
+    its halting logit, whose target is whether the answer is right. A row without labels has loss 0 and counts as
     wrong."""
     labelled = labels != IGNORE
     count = labelled.sum(1)
@@ -258,8 +259,8 @@ def segment_loss(logits: Tensor, halt: Tensor, labels: Tensor) -> tuple[Tensor, 
 # -- the carry -------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Carry:
-    """What B rows carry from one segment to the next: states [B, 1 + L, D], number of segments done [B], whether the
-    row has halted [B], and the rows themselves: inputs, labels [B, L], identifiers, budgets [B]."""
+    """State of B rows between segments: latent states [B, 1 + L, D], number of segments done [B], whether the row has
+    halted [B], and the rows themselves: inputs, labels [B, L], identifiers, budgets [B]."""
 
     z_H: Tensor
     z_L: Tensor
@@ -285,8 +286,8 @@ def fresh(model: RecursiveModel, rows: int) -> Carry:
 
 
 def refill(carry: Carry, batch: dict[str, Tensor], model: RecursiveModel) -> Carry:
-    """Replace each halted row by the batch's row at the same index, with the initial states; the other rows stay as
-    they are, labels and budgets included."""
+    """Replace each halted row by the batch's row at the same index, with the initial states; the other rows keep
+    everything, labels and budgets included."""
     out = carry.halted
     rows = {
         name: torch.where(out.unflatten(0, (-1, *[1] * (batch[name].ndim - 1))), batch[name], getattr(carry, name))
@@ -298,40 +299,40 @@ def refill(carry: Carry, batch: dict[str, Tensor], model: RecursiveModel) -> Car
 
 
 def halting(halt: Tensor, segments: Tensor, budgets: Tensor, most: int, least: Tensor | int = 0) -> Tensor:
-    """Which rows have halted [B] after `segments` segments: those that reached their budget (0 means `most`, which also
-    caps larger budgets) and, from `least` segments on, those with a positive halting logit."""
+    """Which rows halt [B] after `segments` segments: those that have reached their budget (0 means `most`, which also
+    caps larger budgets), and those with a positive halting logit after at least `least` segments."""
     limit = torch.where(budgets > 0, budgets.clamp(max=most), most)
     return (segments >= limit) | ((halt > 0) & (segments >= least))
 
 
 # -- the puzzles' embeddings -----------------------------------------------------------------------------------------
 def sign_sums(identifiers: Tensor, gradient: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """(sum of the rows' gradients [count, D], number of rows [count]) for each puzzle, from the rows' identifiers [B]
-    and gradients [B, D]. Static shapes: no sorting, no unique. The caller sums both over workers."""
+    """Sum of gradients [count, D] and number of rows [count] of each puzzle, from the rows' identifiers [B] and
+    gradients [B, D]. Shapes are static: no sorting, no unique. The caller sums both over workers."""
     sums = gradient.new_zeros(count, gradient.shape[1]).index_add_(0, identifiers, gradient)
     return sums, gradient.new_zeros(count).index_add_(0, identifiers, torch.ones_like(gradient[:, 0]))
 
 
 @torch.no_grad()
 def sign_update(table: Tensor, sums: Tensor, counts: Tensor, lr: float, weight_decay: float) -> None:
-    """SignSGD with decoupled weight decay, in place, on the embeddings [count, D] of the puzzles in a batch."""
+    """SignSGD with decoupled weight decay, in place; of the embeddings [count, D], only those in the batch change."""
     moved = table * (1 - lr * weight_decay) - lr * sums.sign()
     table.copy_(torch.where(counts[:, None] > 0, moved, table))
 
 
 def weight_options(spec: RecursiveSpec) -> str:
-    """The options that reduce the number of weights of a recursive model, for messages."""
+    """Names the options that reduce the number of weights, for messages."""
     wide = spec.mlp_t and spec.positions > spec.hidden_size  # then most weights mix positions
     return ("arch.mlp_t to false, or " if wide else "") + "arch.hidden_size, arch.L_layers or arch.expansion"
 
 
 def recursive_memory(spec: RecursiveSpec, rows: int, ema: bool, bf16: bool, checkpointing: bool) -> dict[str, int]:
-    """Lower bound on the bytes that a worker holds while it trains a recursive model on `rows` rows per update, keyed
-    by the options to lower.
+    """Lower bound on the bytes that a worker needs to train a recursive model on `rows` rows per update, keyed by the
+    options to lower.
 
-    Counts the weights with gradient, moments and moving average; the puzzles' embeddings and the sums of their
-    gradients; and per row the carry, tokens and labels, logits, and the activations that no compiler recomputes in the
-    backward pass: inputs and outputs of each block's matrices (with checkpointing: the input of each state update).
+    Counts the weights with their gradients, moments and moving average; the puzzles' embeddings and the sums of their
+    gradients; and for each row the carry, tokens, labels, logits, and the activations that no compiler recomputes in
+    the backward pass: inputs and outputs of each block's matrices (with checkpointing: the input of each state update).
     """
     positions, width, cast = spec.positions, spec.hidden_size, 2 if bf16 else 4
     updates = 2 if spec.one_step_gradient else spec.L_cycles + 1  # state updates with a gradient

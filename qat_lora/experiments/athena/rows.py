@@ -1,4 +1,4 @@
-"""Rows of equal length for a recursive model: puzzles or prompt → response, split so that equivalent rows stay together.
+"""Rows of equal length for a recursive model: puzzles or prompt → response, split with equivalent rows on one side.
 
 On disk they have the layout of the Tiny Recursive Model's datasets (arXiv 2510.04871): train/ and test/, each with
 dataset.json and arrays.
@@ -66,7 +66,7 @@ class PuzzleRows:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 (hex) of everything that training sees."""
+        """sha256 (hex) of everything that affects training."""
         digest = hashlib.sha256(f"{self.inputs.shape} {self.vocab} {self.kind} {self.causal}".encode())
         grouping = () if self.group is None else (self.puzzle, self.group)
         for values in (self.inputs, self.labels, self.identifiers, self.budgets, *grouping):
@@ -85,7 +85,7 @@ class PuzzleRows:
         return {name: torch.from_numpy(values.astype(np.int64)) for name, values in rows.items()}
 
     def take(self, indices: np.ndarray) -> "PuzzleRows":
-        """The rows with these numbers; the remaining rows of a puzzle or group stay together."""
+        """The rows with these numbers; they keep their puzzle and group numbers."""
         names = ARRAYS if self.group is None else (*ARRAYS, "puzzle", "group")
         return dataclasses.replace(self, **{name: getattr(self, name)[indices] for name in names})
 
@@ -125,7 +125,7 @@ def row_memory(length: int, count: int) -> int:
 def draw(
     kind: str, count: int, seed: int, blanks: tuple[float, float] = (0.4, 1.0), flag: str = "--count"
 ) -> PuzzleRows:
-    """`count` different puzzles as `puzzles.generate` draws them; raises UserError as it does."""
+    """`count` different puzzles from `puzzles.generate`; raises the same UserErrors."""
     questions, answers, difficulty = puzzles.generate(kind, count, seed, blanks, flag)
     return _rows(questions, answers, difficulty, vocab=puzzles.vocab(kind), kind=kind)
 
@@ -221,7 +221,7 @@ def _tokens(row: dict, name: str, where: str) -> list[int]:
 
 # -- files -----------------------------------------------------------------------------------------------------------
 def save(folder: Path, train: PuzzleRows, heldout: PuzzleRows) -> None:
-    """Write both sides to a new folder; raises UserError naming the folder if that fails, e.g. on a full disk."""
+    """Write both sides to a new folder; raises UserError naming it if that fails, e.g. on a full disk."""
     with new_folder(folder) as part:
         for side, rows in zip(SIDES, (train, heldout)):
             (part / side).mkdir()
@@ -271,7 +271,7 @@ def load(path: str) -> tuple[PuzzleRows, PuzzleRows]:
 
 
 def _facts(folder: Path, shown: str) -> dict:
-    """dataset.json of a side, its values checked."""
+    """Read and check the dataset.json of a side."""
     try:
         facts = read_json(folder / "dataset.json")
     except UserError as error:
@@ -324,7 +324,7 @@ def _load(folder: Path, shown: str) -> PuzzleRows:
     if firsts[0] != 0 or firsts[-1] != len(named) or (np.diff(firsts) < 1).any():
         raise UserError(f"{shown}/all__group_indices.npy does not rise from 0 to the puzzle count {len(named)}{AGAIN}")
     puzzle = np.repeat(np.arange(len(named), dtype=np.int32), np.diff(starts))
-    extra = {name: np.zeros(len(inputs), np.int32) for name in ("budgets", "difficulty")}  # TRM's own folders have none
+    extra = {name: np.zeros(len(inputs), np.int32) for name in ("budgets", "difficulty")}  # absent from TRM's own folders
     extra |= {name: array(name, ANY, len(inputs)) for name in extra if (folder / f"all__{name}.npy").exists()}
     rows = PuzzleRows(
         inputs, np.where(asked, labels, IGNORE).astype(np.int32), named[puzzle], **extra, vocab=vocab,
@@ -343,7 +343,7 @@ def _settled(rows: PuzzleRows) -> PuzzleRows:
 
 
 def _array(path: Path, shown: str, below: int, shape: tuple) -> np.ndarray:
-    """Whole numbers from 0 to `below` − 1, of shape `shape` (None: any size), as int32."""
+    """Read whole numbers from 0 to `below` − 1 of shape `shape` (None: any size), as int32."""
     try:
         values = np.load(path, allow_pickle=False)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The symmetries of Sudoku and mazes, and canonical forms under them; tokens as in puzzles.py."""
+"""Symmetries of Sudoku and mazes, and canonical forms under them; tokens as in puzzles.py."""
 
 import functools
 import itertools

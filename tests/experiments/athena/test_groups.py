@@ -1,4 +1,4 @@
-"""Which rows an update takes from grouped puzzles; it does not depend on the update at which a run starts."""
+"""Which rows an update takes from grouped puzzles, whatever update a run starts at."""
 
 from collections import Counter
 from itertools import chain, islice
@@ -10,7 +10,7 @@ from qat_lora.experiments.athena.groups import Groups
 
 
 def groups_of(*sizes: tuple[int, ...]) -> Groups:
-    """A group for each tuple, with a puzzle for each number in it, which is the puzzle's number of rows."""
+    """One group per tuple and one puzzle per number in it; the number is the puzzle's row count."""
     puzzle = np.repeat(np.arange(sum(map(len, sizes))), [rows for group in sizes for rows in group])
     group = np.repeat(np.arange(len(sizes)), [sum(group) for group in sizes])
     return Groups.of(puzzle, group)
@@ -32,7 +32,7 @@ def puzzle_of(groups: Groups, row: int) -> int:
     "groups, epochs, batch, wanted",
     [(AUGMENTED, 100, 64, 281), (AUGMENTED, 1, 768, 1), (MIXED, 10, 8, 12), (groups_of((7,), (3,)), 3, 5, 6)],
 )
-def test_updates_are_epochs_times_groups_times_the_mean_puzzle_over_the_batch(groups, epochs, batch, wanted):
+def test_updates_are_epochs_times_groups_times_mean_puzzle_size_over_batch(groups, epochs, batch, wanted):
     assert groups.updates(epochs, batch) == wanted  # mixed: 10 · 4 groups · 20 rows / 8 puzzles / 8 = 12.5
 
 
@@ -41,23 +41,23 @@ def test_an_epoch_has_one_puzzle_of_each_group():
     epochs = [rows[first : first + 180] for first in range(0, 540, 180)]
     for epoch in epochs:
         assert sorted(row // 5 for row in epoch) == list(range(180))
-    assert epochs[0] != epochs[1] and len(set(rows)) > 350, "the puzzles are drawn anew"
+    assert epochs[0] != epochs[1] and len(set(rows)) > 350, "each epoch draws new puzzles"
     drawn = Counter(row % 5 for row in chain(*updates(AUGMENTED, 100, 180)))
     assert all(abs(drawn[k] - 3600) < 300 for k in range(5))
 
 
-def test_a_puzzle_comes_with_all_its_rows_and_the_last_with_as_many_as_fit():
+def test_an_update_takes_all_rows_of_a_puzzle_and_of_the_last_one_those_that_fit():
     taken = updates(MIXED, 400, 6)
     assert {len(rows) for rows in taken} == {6}
     whole = [rows for rows in taken if [puzzle_of(MIXED, row) for row in rows[:5]] == [5] * 5]
     orders = {tuple(rows[:5]) for rows in whole}
     assert len(orders) > 10 and all(sorted(order) == [13, 14, 15, 16, 17] for order in orders), "in random order"
     cut = {rows[-1] for rows in taken if puzzle_of(MIXED, rows[-1]) == 1 and puzzle_of(MIXED, rows[-2]) != 1}
-    assert cut == {1, 2, 3, 4}, "which row of a puzzle fits is random, too"
+    assert cut == {1, 2, 3, 4}, "the row that still fits is random, too"
 
 
-def test_groups_come_equally_often_across_epochs():
-    """One row per group and epoch: 100 epochs take each group 100 times, never in the order of the epoch before."""
+def test_groups_occur_equally_often_across_epochs():
+    """One row per group and epoch: 100 epochs take each group 100 times."""
     groups = groups_of((1, 1), (1,), (1, 1, 1))
     rows = chain(*updates(groups, 60, 5))
     counts = Counter(int(np.searchsorted([2, 3, 6], row, side="right")) for row in rows)
@@ -66,8 +66,8 @@ def test_groups_come_equally_often_across_epochs():
 
 @pytest.mark.parametrize("groups", [MIXED, AUGMENTED])
 @pytest.mark.parametrize("batch", [1, 7, 64, 1000])
-def test_a_stream_that_starts_later_is_the_rest_of_it(groups, batch):
-    """Also with a batch of more rows than an epoch has."""
+def test_a_stream_started_later_equals_the_rest_of_the_whole_one(groups, batch):
+    """Also if a batch has more rows than an epoch."""
     whole = updates(groups, 30, batch)
     assert all(len(rows) == batch for rows in whole)
     for start in (1, 13, 29):
@@ -75,8 +75,7 @@ def test_a_stream_that_starts_later_is_the_rest_of_it(groups, batch):
     assert whole != updates(groups, 30, batch, seed=1)
 
 
-def test_rows_that_lie_anywhere_are_the_same_groups():
-    """The rows of a puzzle need not be next to each other."""
+def test_rows_of_a_puzzle_need_not_be_adjacent():
     puzzle, group = np.array([4, 2, 4, 9, 2, 4]), np.array([7, 3, 7, 3, 3, 7])
     groups = Groups.of(puzzle, group)
     assert groups.order.tolist() == [1, 4, 3, 0, 2, 5]

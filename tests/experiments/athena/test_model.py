@@ -1,4 +1,4 @@
-"""The recursive model against a plain one in fp64, which shares no code with it, and its parts on known values."""
+"""The recursive model against an independent plain one in fp64, and its parts on known values."""
 
 import math
 
@@ -37,7 +37,7 @@ KINDS = {
 
 
 def model_of(**changes) -> RecursiveModel:
-    """A model in fp64 whose halting head says something."""
+    """A model in fp64 with a non-zero halting head."""
     torch.manual_seed(0)
     model = RecursiveModel(RecursiveSpec(VOCAB, LENGTH, **(SIZES | changes)))
     nn.init.normal_(model.halt_weight)
@@ -71,7 +71,7 @@ def plain_of(model: RecursiveModel, plain):
 
 
 def pairs(model: RecursiveModel, other) -> list[tuple]:
-    """(the plain parameter, ours that it is made of)."""
+    """(parameter of the plain model, the parameters of ours that form it)."""
     found = [
         (other.embedding.weight, [model.embedding]),
         (other.head.weight, [model.head]),
@@ -108,8 +108,8 @@ def test_a_segment_and_its_gradient_equal_the_plain_model_in_fp64(kind, checkpoi
         torch.testing.assert_close(torch.cat([p.grad for p in here]), there.grad, rtol=1e-9, atol=1e-10)
 
 
-def test_the_gradient_is_that_of_the_last_cycle_alone():
-    """The plain model would agree if both went further back."""
+def test_only_the_last_cycle_has_a_gradient():
+    """Comparison with the plain model would not show a gradient that reaches too far back in both."""
     model = model_of(mlp_t=True)
     (z_H, z_L, inputs, picked), _ = rows_of(model)
     last = RecursiveModel(RecursiveSpec(VOCAB, LENGTH, **(SIZES | {"mlp_t": True, "H_cycles": 1}))).double()
@@ -128,7 +128,7 @@ def test_the_gradient_is_that_of_the_last_cycle_alone():
     torch.testing.assert_close(full, short)
 
 
-def test_the_states_come_back_without_a_gradient_and_the_logits_with_one():
+def test_returned_states_are_detached_and_logits_are_not():
     model = model_of()
     z_H, z_L, logits, halt = model(*rows_of(model)[0])
     assert not z_H.requires_grad and not z_L.requires_grad and logits.requires_grad and halt.requires_grad
@@ -136,7 +136,7 @@ def test_the_states_come_back_without_a_gradient_and_the_logits_with_one():
 
 @pytest.mark.parametrize("places", [5, FEW_POSITIONS + 1])
 @pytest.mark.parametrize("causal", [False, True])
-def test_both_ways_of_attention_are_one(places, causal):
+def test_both_attention_implementations_equal_softmax_attention(places, causal):
     made = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 3, places, 4, generator=made, dtype=torch.double) for _ in range(3))
     scores = q @ k.transpose(2, 3) / 2
@@ -145,20 +145,20 @@ def test_both_ways_of_attention_are_one(places, causal):
     torch.testing.assert_close(attention(q, k, v, causal), scores.softmax(-1) @ v)
 
 
-def test_the_root_mean_square_is_one():
+def test_rms_divides_by_the_root_mean_square():
     x = torch.randn(3, 4, 8, dtype=torch.double, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(rms(x), x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt())
 
 
 # -- the loss --------------------------------------------------------------------------------------------------------
-def test_stablemax_is_what_it_is_defined_as():
+def test_stablemax_follows_its_definition():
     logits = torch.tensor([[[0.0, 0.0, 0.0, 0.0], [1.0, -1.0, 0.0, 3.0]]], dtype=torch.double)
     loss = stablemax_loss(logits, torch.tensor([[2, 1]]))
     assert loss[0, 0].item() == pytest.approx(math.log(4))
     assert loss[0, 1].item() == pytest.approx(-math.log(0.5 / (2 + 0.5 + 1 + 4)))
 
 
-def test_stablemax_in_fp32_is_that_of_fp64_even_for_large_logits():
+def test_stablemax_in_fp32_equals_fp64_even_for_large_logits():
     logits = torch.randn(4, 9, 11, generator=torch.Generator().manual_seed(0)) * 1e4
     labels = logits.argmin(-1)
     torch.testing.assert_close(
@@ -166,13 +166,13 @@ def test_stablemax_in_fp32_is_that_of_fp64_even_for_large_logits():
     )
 
 
-def test_stablemax_has_its_slope_at_0_as_well():
+def test_stablemax_has_the_right_gradient_at_0():
     logits = torch.zeros(1, 1, 4, requires_grad=True)
     stablemax_loss(logits, torch.tensor([[0]])).sum().backward()
     torch.testing.assert_close(logits.grad[0, 0], torch.tensor([-0.75, 0.25, 0.25, 0.25]))
 
 
-def test_positions_without_a_label_have_no_loss_and_do_not_make_an_answer_wrong():
+def test_positions_without_a_label_affect_neither_loss_nor_correctness():
     logits = torch.full((2, 3, 4), -5.0)
     logits[..., 1] = 5.0
     labels = torch.tensor([[1, 1, IGNORE], [1, 2, IGNORE]])
@@ -184,14 +184,14 @@ def test_positions_without_a_label_have_no_loss_and_do_not_make_an_answer_wrong(
     assert (loss - cells).tolist() == pytest.approx([0.5 * math.log(2)] * 2)
 
 
-def test_the_halting_head_starts_with_no_weight_and_its_bias():
+def test_the_halting_head_starts_with_zero_weight_and_its_bias():
     model = RecursiveModel(RecursiveSpec(VOCAB, LENGTH, **SIZES))
     assert model.halt_weight.abs().max() == 0 and model.halt_bias.tolist() == [-5.0]
     assert "halt_bias" in dict(model.named_parameters())
 
 
 # -- nothing leaks ---------------------------------------------------------------------------------------------------
-def test_of_causal_rows_a_token_changes_nothing_before_it():
+def test_in_causal_rows_a_token_does_not_affect_earlier_positions():
     model = model_of(causal=True)
     (z_H, z_L, inputs, picked), _ = rows_of(model)
     with torch.no_grad():
@@ -204,7 +204,7 @@ def test_of_causal_rows_a_token_changes_nothing_before_it():
 
 
 def test_without_causal_every_token_is_seen_by_every_position():
-    """So labels that are the next tokens would leak: rows of text have to be causal, or keep the response out."""
+    """So next-token labels would leak: text rows must be causal or leave the response out of the input."""
     for kind in ("mlp", "attention"):
         model = model_of(**KINDS[kind])
         (z_H, z_L, inputs, picked), _ = rows_of(model)
@@ -220,14 +220,14 @@ def test_without_causal_every_token_is_seen_by_every_position():
     "logit, done, budget, least, through",
     [
         (-1.0, 1, 0, 0, False), (1.0, 1, 0, 0, True), (0.0, 1, 0, 0, False),  # the head alone
-        (-1.0, 4, 0, 0, True), (-1.0, 3, 0, 0, False),  # the most that a run allows
-        (-1.0, 2, 2, 0, True), (-1.0, 1, 2, 0, False), (-1.0, 4, 9, 0, True),  # a budget, and one beyond the most
+        (-1.0, 4, 0, 0, True), (-1.0, 3, 0, 0, False),  # the run's maximum
+        (-1.0, 2, 2, 0, True), (-1.0, 1, 2, 0, False), (-1.0, 4, 9, 0, True),  # a budget, and one above the maximum
         (1.0, 1, 2, 0, True),  # the head before the budget
-        (1.0, 1, 0, 3, False), (1.0, 3, 0, 3, True), (-1.0, 4, 0, 9, True),  # exploring, but not beyond the most
+        (1.0, 1, 0, 3, False), (1.0, 3, 0, 3, True), (-1.0, 4, 0, 9, True),  # exploring, but not beyond the maximum
         (-1.0, 2, 2, 4, True),  # nor beyond a budget
     ],
 )  # fmt: skip
-def test_when_a_row_is_through(logit, done, budget, least, through):
+def test_when_a_row_halts(logit, done, budget, least, through):
     values = [torch.tensor([value]) for value in (logit, done, budget)]
     assert halting(*values, 4, torch.tensor([least])).tolist() == [through]
 
@@ -241,7 +241,7 @@ def batch_of(value: int) -> dict:
     }
 
 
-def test_only_rows_that_are_through_are_replaced_budgets_included():
+def test_only_halted_rows_are_replaced_budgets_included():
     model = model_of()
     carry = refill(fresh(model, 3), batch_of(1), model)
     assert (carry.inputs == 1).all() and (carry.labels == 2).all() and carry.budgets.tolist() == [1, 1, 1]
@@ -262,7 +262,7 @@ def test_only_rows_that_are_through_are_replaced_budgets_included():
 
 
 # -- the puzzles' embeddings -----------------------------------------------------------------------------------------
-def test_sign_descent_moves_what_a_batch_had_and_nothing_else():
+def test_sign_update_moves_only_embeddings_of_puzzles_in_the_batch():
     table = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
     before = table.clone()
     gradient = torch.tensor([[1.0, -2, 0, 3], [-4.0, 1, 0, 1], [0.5, 0.5, 0.5, -0.5]])
@@ -288,7 +288,7 @@ def test_a_row_without_a_label_has_no_loss_and_no_target_for_the_head():
     assert torch.equal(alone, loss[::2])
 
 
-# -- what cannot be built --------------------------------------------------------------------------------------------
+# -- impossible sizes ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "changes, said",
     [
@@ -303,6 +303,6 @@ def test_impossible_sizes_are_refused_with_both_numbers(changes, said):
 
 
 @pytest.mark.parametrize("changes", [{}, {"mlp_t": True}, {"num_kv_heads": 2}, {"L_layers": 3, "expansion": 2.0}])
-def test_the_number_of_weights_is_known_beforehand(changes):
+def test_the_spec_knows_the_number_of_weights(changes):
     spec = RecursiveSpec(VOCAB, LENGTH, **(SIZES | changes))
     assert spec.parameters == sum(p.numel() for p in RecursiveModel(spec).parameters())

@@ -1,4 +1,4 @@
-"""Puzzles: each has one answer, is a function of the seed, and its symmetries are symmetries."""
+"""Puzzles: each has a unique answer and depends only on the seed; symmetries give equivalent puzzles."""
 
 import functools
 import itertools
@@ -40,7 +40,7 @@ def is_full(kind: str, answer: np.ndarray) -> bool:
 
 @functools.cache
 def all_4x4() -> np.ndarray:
-    """Every full grid [288, 16], out of all quadruples of rows."""
+    """Every full grid [288, 16], from all quadruples of rows."""
     lines = np.array(list(itertools.permutations(range(2, 6))))
     grids = lines[np.indices((24,) * 4).reshape(4, -1).T]  # [24⁴, 4, 4]
     boxes = grids.reshape(-1, 2, 2, 2, 2).swapaxes(2, 3).reshape(-1, 4, 4)
@@ -49,7 +49,7 @@ def all_4x4() -> np.ndarray:
 
 
 def ways(maze: np.ndarray, n: int) -> list[int]:
-    """Lengths of all ways from S to G that enter no cell twice, by going them all."""
+    """Lengths of all paths from S to G that enter no cell twice, by exhaustive search."""
     grid, found = maze.reshape(n, n), []
     start, goal = (tuple(np.argwhere(grid == token)[0]) for token in (3, 4))
 
@@ -67,7 +67,7 @@ def ways(maze: np.ndarray, n: int) -> list[int]:
 
 # -- the generators --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", BOXES)
-def test_a_sudoku_has_one_answer_which_keeps_the_clues(kind):
+def test_a_sudoku_has_a_unique_answer_which_keeps_the_clues(kind):
     for question, answer, _ in zip(*drawn(kind)):
         solutions, _ = solve(question)
         assert len(solutions) == 1 and (solutions[0] == answer).all() and is_full(kind, answer)
@@ -75,8 +75,8 @@ def test_a_sudoku_has_one_answer_which_keeps_the_clues(kind):
         assert (question[given] == answer[given]).all() and not given.all()
 
 
-def test_uniqueness_of_4x4_against_going_through_everything():
-    """The solver's count of answers is that of all grids which keep the clues."""
+def test_4x4_solutions_equal_an_exhaustive_search():
+    """The solver's answers are all grids that keep the clues."""
     everything = all_4x4()
     assert len(everything) == 288 and all(is_full("sudoku4", grid) for grid in everything)
     rng = np.random.default_rng(0)
@@ -88,7 +88,7 @@ def test_uniqueness_of_4x4_against_going_through_everything():
         assert {bytes(row) for row in found} == {row.astype(np.uint8).tobytes() for row in everything[fits]}
 
 
-def test_a_contradiction_has_no_answer_and_an_open_question_has_several():
+def test_a_contradiction_has_no_answer_and_an_ambiguous_question_has_several():
     twice = np.full(16, 1)
     twice[[0, 1]] = 3
     assert len(solve(twice)[0]) == 0
@@ -96,13 +96,13 @@ def test_a_contradiction_has_no_answer_and_an_open_question_has_several():
 
 
 @pytest.mark.parametrize("cells", [np.full(17, 1), np.full(16, 0), np.full(16, 6)])
-def test_what_is_no_sudoku_is_refused(cells):
+def test_cells_that_are_not_a_sudoku_are_refused(cells):
     with pytest.raises(UserError, match="not a Sudoku"):
         solve(cells)
 
 
 @pytest.mark.parametrize("size", [5, 7, 9])
-def test_a_maze_has_one_way_and_the_answer_marks_it(size):
+def test_a_maze_has_one_path_and_the_answer_marks_it(size):
     for question, answer, steps in zip(*drawn(f"maze{size}")):
         assert ways(question, size) == [steps]
         assert (answer == 5).sum() == steps - 1 and ((question == 2) >= (answer == 5)).all()
@@ -110,11 +110,11 @@ def test_a_maze_has_one_way_and_the_answer_marks_it(size):
         trodden = np.isin(answer.reshape(size, size), (3, 4, 5))
         padded = np.pad(trodden, 1)
         beside = padded[:-2, 1:-1] + 0 + padded[2:, 1:-1] + padded[1:-1, :-2] + padded[1:-1, 2:]
-        assert sorted(beside[trodden].tolist()) == [1, 1] + [2] * (steps - 1)  # a line without branches
+        assert sorted(beside[trodden].tolist()) == [1, 1] + [2] * (steps - 1)  # a path without branches
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_seed_decides_everything_and_no_puzzle_comes_twice(kind):
+def test_puzzles_depend_only_on_the_seed_and_do_not_repeat(kind):
     questions, answers, difficulty = drawn(kind, 8)
     again, shorter, other = drawn(kind, 8), drawn(kind, 5), drawn(kind, 8, seed=1)
     assert all((one == two).all() for one, two in zip((questions, answers, difficulty), again))
@@ -130,16 +130,16 @@ def test_more_blanks_are_harder():
     assert (hard[0] == 1).mean() > 0.6
 
 
-def test_the_least_share_of_blanks_is_kept_by_drawing_again():
-    """Of the first draws some leave only 24 or 25 of 36 cells blank."""
+def test_draws_with_too_few_blanks_are_skipped():
+    """Some of the first draws leave only 24 or 25 of 36 cells blank."""
     limits = (0.72, 1.0)
     questions = generate("sudoku6", 30, 1, limits)[0]
     most = generate("sudoku6", 60, 1, (1.0, 1.0))[0]
     assert ((questions == BLANK).sum(1) >= 26).all()
-    assert (most == BLANK).sum(1).min() < 26  # as many as each allows, and no more
+    assert (most == BLANK).sum(1).min() < 26  # as many as each puzzle allows
 
 
-def test_a_share_of_blanks_that_draws_do_not_reach_is_refused(monkeypatch):
+def test_a_share_of_blanks_that_no_draw_reaches_is_refused(monkeypatch):
     monkeypatch.setitem(puzzles.SHORT, "sudoku9", 20)
     said = r"--least-blanks 0.79: 20 draws of sudoku9 in a row left fewer than 64 of 81 .* lower it to 0\.(69|7)"
     with pytest.raises(UserError, match=said):
@@ -171,22 +171,22 @@ def test_impossible_requests_are_refused(call, said):
         generate(*call)
 
 
-def test_a_search_that_finds_nothing_new_ends(monkeypatch):
+def test_drawing_stops_when_it_finds_nothing_new(monkeypatch):
     monkeypatch.setattr(puzzles, "PATIENCE", 20)
     said = r"48 puzzles are more than the \d\d maze5 that could be found: 20 draws in a row gave nothing new; lower it"
     with pytest.raises(UserError, match=said):
         generate("maze5", 48, 0)
 
 
-def test_how_many_4x4_there_are():
-    """For each set of clues of each grid, whether no other grid has the same clues; False for fewer than 4 clues."""
+def test_the_numbers_of_unique_and_minimal_4x4_puzzles():
+    """Checks for every set of clues of every grid whether no other grid has the same clues."""
     grids, bits = all_4x4(), 1 << np.arange(16)
     sets, unique, minimal = np.arange(2**16), [0] * 17, [0] * 17
     blanks = 16 - np.array([number.bit_count() for number in range(2**16)])
     for grid in grids:
         one = np.ones(2**16, bool)
         for shared in {int(row @ bits) for row in grids == grid} - {2**16 - 1}:
-            one &= (sets & ~shared) != 0  # a clue in which the other grid differs
+            one &= (sets & ~shared) != 0  # some clue differs in the other grid
         least = one & ~np.any([(sets & bit != 0) & one[sets & ~bit] for bit in bits], 0)
         unique = unique + np.bincount(blanks[one], minlength=17)
         minimal = minimal + np.bincount(blanks[least], minlength=17)
@@ -194,7 +194,7 @@ def test_how_many_4x4_there_are():
     assert minimal.tolist() == [MINIMAL_4X4.get(count, 0) for count in range(17)]
 
 
-def test_what_is_possible_is_what_a_long_search_finds():
+def test_possible_equals_the_number_that_a_long_search_finds():
     for blanks in ((0.01, 0.02), (0.01, 0.07)):  # no blank; none or one
         wanted = 288 if blanks[1] == 0.02 else 288 * 17
         assert possible("sudoku4", blanks) == wanted
@@ -202,8 +202,8 @@ def test_what_is_possible_is_what_a_long_search_finds():
     assert len(generate("maze5", 46, 0)[0]) == 46 and possible("maze5", (0.4, 1.0)) == 48
 
 
-def test_the_mazes_that_there_are():
-    """Spanning trees by Kirchhoff's theorem, times start and goal."""
+def test_the_number_of_possible_mazes():
+    """Spanning trees by Kirchhoff's theorem, times the choices of start and goal."""
     for size in (5, 7, 9):
         across = size // 2
         laplacian = np.zeros((across**2, across**2))
@@ -216,7 +216,7 @@ def test_the_mazes_that_there_are():
     assert possible("maze11", (0.4, 1.0)) == float("inf")
 
 
-def test_a_long_job_says_how_far_it_is(monkeypatch, capsys):
+def test_long_jobs_report_progress(monkeypatch, capsys):
     generate("sudoku4", 5, 0)
     assert not capsys.readouterr().out
     monkeypatch.setattr(progress, "PAUSE", 0.0)
@@ -229,7 +229,7 @@ def test_a_long_job_says_how_far_it_is(monkeypatch, capsys):
 
 # -- symmetries and canonical forms ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_variant_is_the_same_puzzle_in_another_guise(kind):
+def test_a_variant_is_an_equivalent_puzzle(kind):
     questions, answers, difficulty = drawn(kind)
     rng = np.random.default_rng(0)
     guises, solved = variant(kind, questions, answers, rng)
@@ -245,7 +245,7 @@ def test_a_variant_is_the_same_puzzle_in_another_guise(kind):
 
 
 @pytest.mark.parametrize("kind", ["sudoku4", "maze7"])
-def test_the_form_of_a_question_is_that_of_its_variants_and_not_of_others(kind):
+def test_variants_of_a_question_share_its_form_and_other_questions_do_not(kind):
     questions, answers, _ = drawn(kind, 20)
     forms, rng = form(kind, questions), np.random.default_rng(0)
     for _ in range(5):
@@ -254,7 +254,7 @@ def test_the_form_of_a_question_is_that_of_its_variants_and_not_of_others(kind):
 
 
 @pytest.mark.parametrize("kind", ["sudoku6", "sudoku9"])
-def test_the_class_of_an_answer_is_that_of_its_variants(kind):
+def test_variants_of_an_answer_share_its_class(kind):
     questions, answers, _ = drawn(kind, 4)
     classes, rng = answer_class(kind, answers), np.random.default_rng(0)
     for _ in range(3):
@@ -267,13 +267,13 @@ def test_4x4_has_two_classes_of_answers():
     assert sorted(classes.count(each) for each in set(classes)) == [96, 192]
 
 
-def test_6x6_has_49_classes_of_answers_at_most():
-    """Of 28,200,960 grids; a sample finds nearly all of the classes, and never one more."""
+def test_6x6_has_at_most_49_classes_of_answers():
+    """A sample of the 28,200,960 grids finds most of the classes and no further one."""
     answers = generate("sudoku6", 1500, 0, (0.02, 0.05))[1]
     assert 30 <= len(set(answer_class("sudoku6", answers))) <= 49
 
 
-def test_a_question_of_many_symmetries_has_no_form_and_a_maze_no_class():
+def test_9x9_questions_have_no_form_and_mazes_no_class():
     with pytest.raises(UserError, match="too many symmetries"):
         form("sudoku9", drawn("sudoku9", 1)[0])
     with pytest.raises(UserError, match="no classes of answers"):

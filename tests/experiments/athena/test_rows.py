@@ -1,4 +1,4 @@
-"""Rows of puzzles and of text: what the model sees, how they are split, and how they lie on disk."""
+"""Rows of puzzles and of text: what the model sees, how they are split, and how they are stored."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ def text(**changes):
 
 
 # -- batches ---------------------------------------------------------------------------------------------------------
-def test_a_batch_holds_the_rows_as_they_are_or_in_another_guise():
+def test_a_batch_holds_rows_unchanged_or_under_a_symmetry():
     rows = draw("sudoku4", 10, 0)
     at = np.array([3, 0, 3])
     plain, guises = rows.batch(at), rows.batch(at, np.random.default_rng(0))
@@ -39,7 +39,7 @@ def test_a_batch_holds_the_rows_as_they_are_or_in_another_guise():
         assert (torch.from_numpy(solve(question.numpy())[0][0].astype(int)) == answer).all()
 
 
-def test_the_fingerprint_is_of_all_that_training_sees():
+def test_the_fingerprint_covers_everything_that_training_sees():
     rows = draw("sudoku4", 5, 0)
     assert rows.fingerprint == draw("sudoku4", 5, 0).fingerprint != draw("sudoku4", 5, 1).fingerprint
     assert text().fingerprint != text(iterations=1).fingerprint != text(causal=True).fingerprint
@@ -47,7 +47,7 @@ def test_the_fingerprint_is_of_all_that_training_sees():
 
 # -- splitting -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", ["sudoku4", "sudoku6", "maze7"])
-def test_nothing_held_out_is_a_symmetry_of_what_is_trained_on(kind):
+def test_no_held_out_row_is_a_symmetry_of_a_training_row(kind):
     rows = draw(kind, 300, 0)
     train, heldout = split(rows, 0.2, 0)
     assert len(train) + len(heldout) == 300 and 30 <= len(heldout) <= 60
@@ -60,14 +60,14 @@ def test_nothing_held_out_is_a_symmetry_of_what_is_trained_on(kind):
 
 
 def test_a_split_by_string_would_leak():
-    """The guard of the test before: a random half has symmetries of the other half."""
+    """Shows that the test above can fail: a random split has symmetries on both sides."""
     rows = draw("sudoku6", 300, 0)
     classes = answer_class("sudoku6", rows.labels)
     assert set(classes[:270]) & set(classes[270:])
 
 
-def test_causal_text_is_split_by_all_of_its_prompt():
-    """Its last byte has a label, which is the answer's first."""
+def test_causal_text_is_split_by_its_whole_prompt():
+    """The last byte of the prompt has a label, the first byte of the answer."""
     texts = [{"prompt": str(n), "response": "same"} for n in range(4)]
     train, heldout = split(text(rows=texts, causal=True), 0.5, 0)
     assert len(train) == len(heldout) == 2
@@ -82,7 +82,7 @@ def test_text_is_split_by_its_prompt(causal):
         assert not prompts[0] & prompts[1]
 
 
-def test_what_leaves_a_side_empty_is_refused():
+def test_a_split_with_an_empty_side_is_refused():
     for rows, fraction, said in (
         (draw("maze7", 1, 0), 0.5, "essentially the same"),
         (draw("maze7", 3, 0), 1.0, "--heldout-fraction 1.0"),
@@ -94,9 +94,9 @@ def test_what_leaves_a_side_empty_is_refused():
 
 
 # -- text ------------------------------------------------------------------------------------------------------------
-def test_text_hides_the_response_and_its_length_and_asks_for_it_alone():
+def test_text_inputs_hide_the_response_and_its_length_and_only_the_response_has_labels():
     rows = text()
-    assert (rows.inputs[0] == rows.inputs[2]).all(), "4 and four: the input would tell which"
+    assert (rows.inputs[0] == rows.inputs[2]).all(), "the input reveals whether the response is 4 or four"
     assert rows.inputs[0].tolist() == [BYTE + b for b in b"2+2="] + [BLANK_TOKEN] * 8
     assert rows.labels[0].tolist() == [IGNORE] * 4 + [BYTE + ord("4"), END] + [IGNORE] * 6
     assert rows.labels[2].tolist() == [IGNORE] * 4 + [BYTE + b for b in b"four"] + [END] + [IGNORE] * 3
@@ -117,13 +117,13 @@ def test_causal_text_has_the_next_token_as_label():
 def test_rows_that_are_too_long_are_counted():
     rows, long = corpus(TEXTS, "t.jsonl", 6, False, 0)
     assert (len(rows), long) == (3, 1)  # 4 + four + end are 9
-    assert corpus(TEXTS, "t.jsonl", 8, True, 0)[1] == 0, "causal: the end is no input"
+    assert corpus(TEXTS, "t.jsonl", 8, True, 0)[1] == 0, "causal: the end is not an input"
 
 
 @pytest.mark.parametrize(
     "rows, said",
     [
-        ([{"prompt": "a"}], "t.jsonl row 1: response is None, and must be text; its keys are prompt"),
+        ([{"prompt": "a"}], "t.jsonl row 1: response is None, but must be text; the row has prompt"),
         ([{"prompt": "a", "response": 4}], "row 1: response is 4"),
         ([{"prompt": "", "response": "b"}], "prompt is ''"),
         ([{"prompt": "a", "response": "b", "iterations": -1}], "iterations -1 is not a whole number"),
@@ -132,7 +132,7 @@ def test_rows_that_are_too_long_are_counted():
         ([{"prompt": "a" * 20, "response": "b"}], "none of 1 rows fits --length 12"),
     ],
 )
-def test_text_that_cannot_be_used_is_named(rows, said):
+def test_an_error_names_the_unusable_text(rows, said):
     with pytest.raises(UserError, match=said):
         text(rows=rows)
 
@@ -145,7 +145,7 @@ def written(tmp_path):
 
 
 @pytest.mark.parametrize("make", [lambda: draw("sudoku4", 20, 0), text, lambda: text(causal=True)])
-def test_what_is_read_is_what_was_written(make, tmp_path):
+def test_saved_rows_load_unchanged(make, tmp_path):
     sides = split(make(), 0.3, 0)
     save(tmp_path / "data", *sides)
     for one, other in zip(sides, load(str(tmp_path / "data"))):
@@ -153,7 +153,7 @@ def test_what_is_read_is_what_was_written(make, tmp_path):
         assert (one.kind, one.causal, one.vocab) == (other.kind, other.causal, other.vocab)
 
 
-def test_a_folder_on_a_bucket_is_read(written):
+def test_a_dataset_loads_from_a_bucket(written):
     files = fsspec.filesystem("memory")
     files.put(str(written), "/bucket/data", recursive=True)
     assert load("memory://bucket/data")[0].fingerprint == load(str(written))[0].fingerprint
@@ -161,8 +161,8 @@ def test_a_folder_on_a_bucket_is_read(written):
         load("memory://bucket/nowhere")
 
 
-def test_a_dataset_of_trm_is_read_identifiers_included(written):
-    """Without our own keys; several rows of a puzzle, whose identifier stands once."""
+def test_a_trm_dataset_loads_with_its_identifiers(written):
+    """It lacks our own keys, and stores the identifier of a puzzle with several rows once."""
     rows = load(str(written))[0]
     for side in ("train", "test"):
         facts = json.loads((written / side / "dataset.json").read_text())
@@ -179,7 +179,7 @@ def test_a_dataset_of_trm_is_read_identifiers_included(written):
 
 
 def header(old: bytes, new: bytes):
-    """A change to what an array's file says of itself."""
+    """A change to the header of an array's file."""
 
     def damage(folder):
         path = folder / "train" / "all__inputs.npy"
@@ -207,10 +207,10 @@ def array_of(name: str, change):
 @pytest.mark.parametrize(
     "damage, said",
     [
-        (facts_with(vocab_size=5, kind=None), "all__inputs.npy holds values from 1 to 5; they have to be from 0 to 4"),
+        (facts_with(vocab_size=5, kind=None), "all__inputs.npy holds values from 1 to 5; they must be from 0 to 4"),
         (facts_with(seq_len=81, kind=None), r"all__inputs.npy holds 16×16 values .*dataset.json says N×81"),
         (facts_with(seq_len=None), "train/dataset.json: seq_len is None, not a whole number from 1 to"),
-        (facts_with(kind="sudoku6"), "a sudoku6 has no vocabulary of 6 and length of 16"),
+        (facts_with(kind="sudoku6"), "vocab_size 6 and seq_len 16 do not match kind sudoku6"),
         (facts_with(kind="chess"), "kind 'chess' is not one of"),
         (facts_with(sets=["a"]), r"sets is \['a'\]"),
         (facts_with(causal=True), "causal is True in train and False in test"),
@@ -219,48 +219,48 @@ def array_of(name: str, change):
         (facts_with(kind="sudoku5"), "train/dataset.json: kind is 'sudoku5', which is unknown"),
         (facts_with(ignore_label_id="0"), "ignore_label_id is '0', not a whole number or null"),
         (facts_with(num_puzzle_identifiers=2), "identifiers_count is 2 in train and 1 in test"),
-        (array_of("labels", lambda a: a * (a != a[0, 0])), "cells without a label, and a sudoku4 has an answer"),
-        (array_of("budgets", lambda a: a.astype(np.int64) + 2**40), "they have to be from 0 to 2147483647"),
+        (array_of("labels", lambda a: a * (a != a[0, 0])), "cells without a label, but a sudoku4 needs one in each"),
+        (array_of("budgets", lambda a: a.astype(np.int64) + 2**40), "they must be from 0 to 2147483647"),
         (lambda f: np.savez(f / "a.npz", a=[1]) or (f / "a.npz").rename(f / "train" / "all__inputs.npy"), "an archive"),
         (array_of("labels", lambda a: a[:-1]), "all__labels.npy holds 15×16 values"),
         (array_of("inputs", lambda a: a[:0]), "all__inputs.npy is empty"),
         (array_of("inputs", lambda a: a / 2), "of type float64"),
         (array_of("inputs", lambda a: -a), "values from -5"),
-        (array_of("puzzle_identifiers", lambda a: a + 1), "values from 1 to 1; they have to be from 0 to 0"),
-        (array_of("puzzle_indices", lambda a: a[::-1]), "does not rise from 0 to the 16 rows"),
-        (array_of("group_indices", lambda a: a[::-1]), "group_indices.npy: does not rise from 0 to the 16 puzzles"),
-        (array_of("group_indices", lambda a: a[:-1]), "all__group_indices.npy: does not rise from 0 to the 16 puzzles"),
-        (array_of("group_indices", lambda a: a + (a == 3)), "all__group_indices.npy: does not rise"),  # one is empty
+        (array_of("puzzle_identifiers", lambda a: a + 1), "values from 1 to 1; they must be from 0 to 0"),
+        (array_of("puzzle_indices", lambda a: a[::-1]), "does not rise from 0 to the row count 16"),
+        (array_of("group_indices", lambda a: a[::-1]), "group_indices.npy does not rise from 0 to the puzzle count 16"),
+        (array_of("group_indices", lambda a: a[:-1]), "group_indices.npy does not rise from 0 to the puzzle count 16"),
+        (array_of("group_indices", lambda a: a + (a == 3)), "all__group_indices.npy does not rise"),  # one is empty
         (array_of("group_indices", lambda a: a[:, None]), "all__group_indices.npy holds 17×1 values"),
         (lambda f: (f / "train" / "all__group_indices.npy").unlink(), "train/all__group_indices.npy: no such file"),
         (lambda f: (f / "test" / "all__group_indices.npy").write_bytes(b"x" * 99), "test/all__group_indices.npy is no"),
-        (array_of("labels", lambda a: a * (np.arange(16)[:, None] > 3)), "cells without a label, and a sudoku4 has"),
+        (array_of("labels", lambda a: a * (np.arange(16)[:, None] > 3)), "cells without a label, but a sudoku4 needs"),
         (array_of("budgets", lambda a: a - 1), "all__budgets.npy holds values from -1"),
         (lambda f: (f / "train" / "all__inputs.npy").unlink(), "train/all__inputs.npy: no such file"),
         (lambda f: (f / "train" / "all__inputs.npy").write_bytes(b"x" * 99), "all__inputs.npy is not a readable"),
         (header(b"'<i4'", b"'<Y4'"), "all__inputs.npy is not a readable NumPy array .*; copy the folder again"),
         (header(b"{", b"("), "all__inputs.npy is not a readable NumPy array .*; copy the folder again"),
         (header(b"}", b" "), "all__inputs.npy is not a readable NumPy array .*; copy the folder again"),
-        (header(b"\x93NUMPY", b"\x92NUMPY"), "all__inputs.npy .*Python objects, none of which was run"),
+        (header(b"\x93NUMPY", b"\x92NUMPY"), "all__inputs.npy .*Python objects, which were not loaded"),
         (lambda f: (f / "test" / "dataset.json").write_text("{"), "test/dataset.json is damaged"),
         (lambda f: (f / "test").rename(f / "dev"), "data/test: no such folder"),
     ],
 )
-def test_what_cannot_be_read_is_refused_by_name(damage, said, written):
+def test_an_error_names_the_unreadable_file(damage, said, written):
     damage(written)
     with pytest.raises(UserError, match=said):
         load(str(written))
 
 
-def test_no_dataset_is_overwritten(written):
+def test_save_does_not_overwrite_a_dataset(written):
     with pytest.raises(UserError, match="already exists"):
         save(written, *load(str(written)))
 
 
-def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
+def test_a_full_disk_gives_a_one_line_error_and_leaves_no_files(tmp_path):
     rows = split(draw("sudoku4", 300, 0), 0.2, 0)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (9000, before[1]))  # bytes of a file: as on a disk that fills up
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9000, before[1]))  # bytes per file, like a disk that fills up
     try:
         with pytest.raises(UserError) as error:
             save(tmp_path / "data", *rows)
@@ -273,7 +273,8 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
 
 # -- groups ----------------------------------------------------------------------------------------------------------
 def as_groups(folder, *, puzzles: list[int], groups: list[int]) -> None:
-    """Rewrite train/ as the Tiny Recursive Model's builders would: where puzzles and groups begin, and the last end."""
+    """Rewrite train/ as the Tiny Recursive Model's builders would; puzzles and groups: where each begins, and the end
+    of the last."""
     path = folder / "train" / "dataset.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"kind": None}))
     (folder / "test" / "dataset.json").write_text(path.read_text())
@@ -282,7 +283,7 @@ def as_groups(folder, *, puzzles: list[int], groups: list[int]) -> None:
     np.save(folder / "train" / "all__puzzle_identifiers.npy", np.zeros(len(puzzles) - 1, np.int32))
 
 
-def test_groups_are_read_and_written(written, tmp_path):
+def test_groups_are_saved_and_loaded(written, tmp_path):
     alone = load(str(written))[0]
     assert alone.group is None and alone.fingerprint == draw_train().fingerprint
     as_groups(written, puzzles=[0, 1, 4, 6, 16], groups=[0, 3, 4])
@@ -304,7 +305,7 @@ def draw_train():
     return split(draw("sudoku4", 20, 0), 0.2, 0)[0]
 
 
-def test_rows_of_a_group_are_never_on_two_sides():
+def test_rows_of_a_group_stay_on_one_side():
     rows = draw("maze7", 60, 0)
     group = np.repeat(np.arange(12, dtype=np.int32), 5)
     train, heldout = split(dataclasses.replace(rows, puzzle=np.arange(60, dtype=np.int32), group=group), 0.3, 0)
@@ -332,7 +333,7 @@ def test_rows_without_a_label_are_left_out(written):
         load(str(written))
 
 
-def test_groups_of_which_one_row_is_left_are_none(written):
+def test_groups_of_one_remaining_row_each_are_dropped(written):
     as_groups(written, puzzles=[0, 2, *range(3, 17)], groups=list(range(16)))
     assert load(str(written))[0].group.tolist() == [0, 0, *range(1, 15)]
     labels = np.load(written / "train" / "all__labels.npy")

@@ -1,4 +1,4 @@
-"""Training a recursive model: which rows an update has, halting over time, what is measured, resuming."""
+"""Training a recursive model: the rows of an update, halting over time, evaluation, resuming."""
 
 import itertools
 from dataclasses import replace
@@ -34,7 +34,7 @@ def model_of(rows, **changes) -> RecursiveModel:
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_heads": 2, "H_cycles": 2, "L_cycles": 2, "mlp_t": True}
     model = RecursiveModel(RecursiveSpec(rows.vocab, rows.length, **(sizes | changes)))
-    nn.init.normal_(model.halt_weight, std=3)  # so that rows end at different times
+    nn.init.normal_(model.halt_weight, std=3)  # so that rows halt at different times
     nn.init.zeros_(model.halt_bias)
     return model
 
@@ -48,7 +48,7 @@ def train(trainer: Trainer, rows, first: int, last: int) -> list[dict]:
 
 
 # -- which rows ------------------------------------------------------------------------------------------------------
-def test_every_epoch_has_every_row_once_and_two_workers_have_the_rows_of_one(rows):
+def test_every_epoch_has_every_row_once_and_two_workers_together_have_the_rows_of_one(rows):
     train_rows = replace(rows[0], kind=None)  # no symmetries: rows can be told apart
     count, names = len(train_rows), ("inputs", "labels", "identifiers", "budgets", "least")
     plan = replace(PLAN, steps=count)  # 8 epochs
@@ -61,7 +61,7 @@ def test_every_epoch_has_every_row_once_and_two_workers_have_the_rows_of_one(row
         assert all(torch.equal(torch.cat([left[name], right[name]]), one[name]) for name in names)
 
 
-def test_a_stream_that_starts_later_is_the_rest_of_it(rows):
+def test_a_stream_started_later_equals_the_rest_of_the_whole_one(rows):
     whole, later = list(segment_batches(rows[0], PLAN, 0)), list(segment_batches(rows[0], PLAN, 7))
     assert len(whole) == 20 and len(later) == 13
     for one, other in zip(whole[7:], later):
@@ -70,12 +70,12 @@ def test_a_stream_that_starts_later_is_the_rest_of_it(rows):
 
 @pytest.fixture
 def grouped(rows):
-    """The 32 rows in 8 groups, each of one puzzle of 2 rows and two of 1; every row is different."""
+    """The 32 rows in 8 groups, each with one puzzle of 2 rows and two puzzles of 1 row; all rows differ."""
     row = np.arange(32, dtype=np.int32)
     return replace(rows[0], kind=None, puzzle=row // 4 * 3 + np.array([0, 0, 1, 2])[row % 4], group=row // 4)
 
 
-def test_groups_are_the_same_for_workers_and_for_a_run_that_resumes(grouped):
+def test_groups_are_the_same_for_any_number_of_workers_and_after_resuming(grouped):
     names = ("inputs", "labels", "identifiers", "budgets", "least")
     whole = list(segment_batches(grouped, PLAN, 0))
     assert grouped.updates(20, 8) == 26 and grouped.first(16).updates(20, 8) == 13  # 20 · 8 · 32/24 / 8 = 26.7
@@ -92,14 +92,14 @@ def test_measuring_uses_every_row_whatever_the_groups(grouped):
     assert measure(model, grouped, 3, 8, CPU) == measure(model, plain, 3, 8, CPU)
 
 
-def test_some_rows_have_to_explore(rows):
+def test_the_configured_share_of_rows_explores(rows):
     least = torch.cat([batch["least"] for batch in segment_batches(rows[0], replace(PLAN, steps=200), 0)])
     assert 0.4 < (least > 0).float().mean() < 0.6 and set(least.tolist()) == {0, 2, 3}
     least = torch.cat([batch["least"] for batch in segment_batches(rows[0], replace(PLAN, exploration=0.0), 0)])
     assert not least.any()
 
 
-def test_the_learning_rate_rises_and_falls_to_its_least():
+def test_the_learning_rate_rises_and_then_falls_to_its_floor():
     factors = [PLAN.factor(step) for step in range(1, 21)]
     assert factors[:3] == pytest.approx([0.25, 0.5, 0.75]) and factors[-1] == pytest.approx(0.1, abs=0.02)
     assert max(factors) == factors[3] > 0.95
@@ -108,13 +108,13 @@ def test_the_learning_rate_rises_and_falls_to_its_least():
 
 
 # -- an update -------------------------------------------------------------------------------------------------------
-def test_rows_stay_until_they_are_through_with_their_own_budget(rows):
-    """Targets and budgets of a row that continues are those that it came with, not the incoming batch's."""
+def test_rows_stay_until_they_reach_their_own_budget(rows):
+    """A row that continues keeps its own targets and budget instead of the incoming batch's."""
     texts = [{"prompt": f"{n}?", "response": str(n), "iterations": n % 3 + 1} for n in range(8)]
     data, _ = corpus(texts, "t", 6, False, 0)
     model = model_of(data)
     nn.init.zeros_(model.halt_weight)
-    nn.init.constant_(model.halt_bias, -50.0)  # budgets alone
+    nn.init.constant_(model.halt_bias, -50.0)  # only budgets halt rows
     trainer = Trainer(model, replace(PLAN, learning_rate=1e-6), CPU)
     stream, since = segment_batches(data, trainer.plan, 0), {}
     for number, batch in enumerate(itertools.islice(stream, 12), 1):
@@ -131,7 +131,7 @@ def test_rows_stay_until_they_are_through_with_their_own_budget(rows):
     assert set(carry.budgets.tolist()) == {1, 2, 3}
 
 
-def test_an_update_moves_weights_average_and_the_halting_bias(rows):
+def test_an_update_changes_all_weights_and_their_average(rows):
     model = model_of(rows[0])
     trainer = Trainer(model, PLAN, CPU)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -142,7 +142,7 @@ def test_an_update_moves_weights_average_and_the_halting_bias(rows):
     assert Trainer(model, replace(PLAN, ema=0.0), CPU).shown is model
 
 
-def test_the_average_is_one(rows):
+def test_the_moving_average_follows_its_formula(rows):
     model = model_of(rows[0])
     trainer = Trainer(model, replace(PLAN, ema=0.75), CPU)
     wanted = model.head.detach().clone()
@@ -152,7 +152,7 @@ def test_the_average_is_one(rows):
     torch.testing.assert_close(trainer.shown.head.detach(), wanted)
 
 
-def test_only_embeddings_of_puzzles_that_came_move(rows):
+def test_only_embeddings_of_puzzles_in_the_batch_change(rows):
     data = replace(rows[0], identifiers=np.arange(len(rows[0])) % 3 + 1, identifiers_count=6)
     model = model_of(data, identifiers=6)
     trainer = Trainer(model, replace(PLAN, identifier_learning_rate=0.5, identifier_weight_decay=0.0), CPU)
@@ -164,8 +164,8 @@ def test_only_embeddings_of_puzzles_that_came_move(rows):
     assert trainer.shown.identity is model.identity
 
 
-def test_figures_are_of_the_rows_that_have_ended_and_have_a_label(rows):
-    """An untrained model gets none of them right; rows without a label are not counted."""
+def test_metrics_count_only_halted_rows_with_labels(rows):
+    """An untrained model gets none of them right."""
     labels = np.where(np.arange(len(rows[0]))[:, None] % 2, IGNORE, rows[0].labels)
     data, counts = replace(rows[0], labels=labels, kind=None), []
     trainer = Trainer(model_of(data), replace(PLAN, exploration=1.0), CPU)
@@ -180,7 +180,7 @@ def test_figures_are_of_the_rows_that_have_ended_and_have_a_label(rows):
     assert 0 in counts and max(counts) > 1
 
 
-def test_it_learns(rows):
+def test_the_loss_falls(rows):
     trainer = Trainer(model_of(rows[0]), replace(PLAN, steps=150, batch_size=16, segments=4, warmup_steps=10), CPU)
     found = train(trainer, rows[0], 1, 150)
     first, last = (sum(line["loss"] for line in part) for part in (found[:20], found[-20:]))
@@ -188,10 +188,10 @@ def test_it_learns(rows):
 
 
 # -- measuring -------------------------------------------------------------------------------------------------------
-def test_what_is_measured_is_what_a_row_at_a_time_gives(rows):
-    """By hand: each row alone, until its head stops and to the end."""
+def test_batched_evaluation_equals_evaluating_one_row_at_a_time(rows):
+    """The reference runs each row alone, until its head halts and to the end."""
     model, heldout = model_of(rows[1]), rows[1]
-    # answers that are partly right: half of the labels are what the model says
+    # make answers partly right: half of the labels are the model's own answers
     found, _ = answer(model, heldout.batch(np.arange(len(heldout))), 3, CPU)
     labels = heldout.labels.copy()
     labels[::2], labels[1::4, 4:] = found.full[::2], IGNORE
@@ -219,13 +219,13 @@ def test_what_is_measured_is_what_a_row_at_a_time_gives(rows):
         "heldout_cells_full": np.mean(cells[1]), "heldout_loss": np.mean(loss), "heldout_segments": np.mean(used),
         "heldout_rows": len(heldout),
     }  # fmt: skip
-    for batch_size in (2, 3, len(heldout), 20):  # whatever the last batch is filled up with
+    for batch_size in (2, 3, len(heldout), 20):  # whatever pads the last batch
         assert measure(model, heldout, 3, batch_size, CPU) == pytest.approx(wanted)
     assert 0 < wanted["heldout_exact_full"] < 1 and 1 < wanted["heldout_segments"] < 3
 
 
-def test_rows_without_a_label_count_in_no_held_out_figure(rows):
-    """They once did: with half of the labels gone, an untrained model was "50% exactly right"."""
+def test_rows_without_labels_count_in_no_held_out_metric(rows):
+    """They once did: with half of the labels removed, an untrained model was "50% exactly right"."""
     model, heldout = model_of(rows[1]), rows[1]
     labels = heldout.labels.copy()
     labels[::2] = IGNORE
@@ -236,8 +236,8 @@ def test_rows_without_a_label_count_in_no_held_out_figure(rows):
 
 
 @pytest.mark.parametrize("workers, batch_size", [(2, 12), (2, 4), (4, 12), (4, 8)])
-def test_every_worker_measures_equally_often_and_together_they_are_one(rows, workers, batch_size):
-    """Of 8 rows: in a batch of 12 some workers have none, and what they make up counts nothing."""
+def test_workers_evaluate_equally_many_batches_and_together_equal_one_worker(rows, workers, batch_size):
+    """There are 8 rows, so in a batch of 12 some workers have only padding, which must not count."""
     model, heldout, boundaries = model_of(rows[1]), rows[1], []
 
     class Worker(TorchBackend):
@@ -256,7 +256,7 @@ def test_every_worker_measures_equally_often_and_together_they_are_one(rows, wor
     assert np.sum(shares, 0) == pytest.approx(sums(0, 1))
 
 
-def test_a_budget_ends_a_row_when_measured_too(rows):
+def test_a_budget_halts_a_row_in_evaluation_too(rows):
     model = model_of(rows[1])
     nn.init.zeros_(model.halt_weight)
     nn.init.constant_(model.halt_bias, -50.0)
@@ -267,14 +267,14 @@ def test_a_budget_ends_a_row_when_measured_too(rows):
 
 # -- resuming -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("ema", [0.9, 0.0])
-def test_loaded_training_goes_on_as_what_never_stopped(rows, ema):
-    """Carry, average, optimiser and puzzles' embeddings included."""
+def test_resumed_training_equals_uninterrupted_training(rows, ema):
+    """Including carry, moving average, optimiser and puzzles' embeddings."""
     plan = replace(PLAN, ema=ema)
     whole = Trainer(model_of(rows[0]), plan, CPU)
     wanted = train(whole, rows[0], 1, 12)
     first = Trainer(model_of(rows[0]), plan, CPU)
     assert train(first, rows[0], 1, 5) == wanted[:5]
-    assert not first.carry.halted.all(), "the test would not see a carry that is lost"
+    assert not first.carry.halted.all(), "the test would not notice a lost carry"
     state = [dict(part) for part in first.state()]
     again = Trainer(model_of(rows[0], hidden_size=16), plan, CPU)
     nn.init.normal_(again.model.head)
@@ -284,7 +284,7 @@ def test_loaded_training_goes_on_as_what_never_stopped(rows, ema):
         assert torch.equal(tensor, again.shown.state_dict()[name]), name
 
 
-def test_rows_that_do_not_divide_by_the_workers_are_refused(rows):
+def test_a_batch_size_that_workers_cannot_share_is_refused(rows):
     backend = TorchBackend("cpu", "fp32")
     backend.group = SimpleNamespace(world_size=2)
     with pytest.raises(UserError, match="global_batch_size 7 does not divide by 2 workers"):
