@@ -8,7 +8,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Groups:
-    """Which rows belong to which puzzle, and which puzzles belong to which group (e.g. the augmentations of one puzzle).
+    """Which rows belong to which puzzle, and which puzzles to which group (e.g. the augmentations of one puzzle).
 
     order [N]: row numbers, sorted so that the rows of a puzzle and the puzzles of a group are adjacent.
     starts [P + 1]: index into `order` of each puzzle's first row. firsts [G + 1]: index of each group's first puzzle.
@@ -21,7 +21,7 @@ class Groups:
 
     @classmethod
     def of(cls, puzzle: np.ndarray, group: np.ndarray) -> "Groups":
-        """Build the groups from each row's puzzle and group numbers (from 0), [N] each; a puzzle is in only one group."""
+        """Build from each row's puzzle and group numbers (from 0), [N] each; a puzzle is in only one group."""
         order = np.lexsort((puzzle, group))
         begins = np.flatnonzero(np.diff(puzzle[order], prepend=-1))
         firsts = np.flatnonzero(np.diff(group[order][begins], prepend=-1))

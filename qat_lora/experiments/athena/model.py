@@ -321,7 +321,7 @@ def sign_update(table: Tensor, sums: Tensor, counts: Tensor, lr: float, weight_d
 
 
 def weight_options(spec: RecursiveSpec) -> str:
-    """Names the options that reduce the number of weights, for messages."""
+    """The options that reduce the number of weights, for messages."""
     wide = spec.mlp_t and spec.positions > spec.hidden_size  # then most weights mix positions
     return ("arch.mlp_t to false, or " if wide else "") + "arch.hidden_size, arch.L_layers or arch.expansion"
 

@@ -324,7 +324,7 @@ def _load(folder: Path, shown: str) -> PuzzleRows:
     if firsts[0] != 0 or firsts[-1] != len(named) or (np.diff(firsts) < 1).any():
         raise UserError(f"{shown}/all__group_indices.npy does not rise from 0 to the puzzle count {len(named)}{AGAIN}")
     puzzle = np.repeat(np.arange(len(named), dtype=np.int32), np.diff(starts))
-    extra = {name: np.zeros(len(inputs), np.int32) for name in ("budgets", "difficulty")}  # absent from TRM's own folders
+    extra = {name: np.zeros(len(inputs), np.int32) for name in ("budgets", "difficulty")}  # TRM's own folders lack them
     extra |= {name: array(name, ANY, len(inputs)) for name in extra if (folder / f"all__{name}.npy").exists()}
     rows = PuzzleRows(
         inputs, np.where(asked, labels, IGNORE).astype(np.int32), named[puzzle], **extra, vocab=vocab,
