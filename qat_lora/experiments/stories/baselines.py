@@ -1,4 +1,4 @@
-"""Small language models that differ in their memory alone: reservoir, minGRU, transformer."""
+"""Small language models that differ only in their memory, with the minGRU and attention blocks."""
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ from qat_lora.models.rotary import rotation, turned
 
 
 class SmallLM(nn.Module):
-    """Embedding, blocks, norm; the head is the embedding (tied). A block has begin(rows) → state and
+    """Embedding, blocks and norm; the LM head is tied to the embedding. Every block has begin(rows) → state and
     forward(x [B, T, D], state) → (y, state)."""
 
     def __init__(self, vocab: int, width: int, blocks: list[nn.Module], dropout: float = 0.0):
@@ -19,12 +19,12 @@ class SmallLM(nn.Module):
         self.blocks, self.norm, self.dropout = nn.ModuleList(blocks), nn.LayerNorm(width), nn.Dropout(dropout)
 
     def begin(self, rows: int) -> list:
-        """The state before any token, of `rows` texts."""
+        """The initial state of `rows` texts."""
         return [block.begin(rows) for block in self.blocks]
 
     def forward(self, tokens: Tensor, state: list | None = None) -> tuple[Tensor, list]:
-        """Last hidden states [B, T, D] of tokens [B, T] after `state`, and the state after them: carry it on, and a
-        text costs the same per token however long it is (a transformer's grows)."""
+        """Last hidden states [B, T, D] of tokens [B, T] that follow `state`, and the state after them. If the state is
+        carried over, the cost per token does not depend on the text's length (except for a transformer)."""
         x, after = self.dropout(self.embedding(tokens) * self.embedding.embedding_dim**0.5), []
         for block, own in zip(self.blocks, self.begin(len(tokens)) if state is None else state):
             x, own = block(x, own)
@@ -44,7 +44,8 @@ def feed_forward(width: int, hidden: int, dropout: float) -> nn.Sequential:
 
 
 class MinGRUBlock(nn.Module):
-    """minGRU (arXiv 2410.01201) and a feed-forward layer: h_t = (1 − z_t)·h_{t−1} + z_t·h̃_t, z and h̃ from x_t alone."""
+    """minGRU (arXiv 2410.01201) and a feed-forward layer: h_t = (1 − z_t)·h_{t−1} + z_t·h̃_t, with z_t and h̃_t
+    computed from x_t alone."""
 
     def __init__(self, width: int, hidden: int, dropout: float = 0.0):
         super().__init__()
@@ -60,7 +61,7 @@ class MinGRUBlock(nn.Module):
 
     def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         gate, candidate = self.both(self.norm(x)).float().chunk(2, -1)
-        # h̃ stays positive (the paper's g), so that a product of many gates cannot make the states cancel
+        # the paper's g keeps h̃ positive, so that states cannot cancel in a product of many gates
         candidate = torch.where(candidate >= 0, candidate + 0.5, candidate.sigmoid())
         gate = gate.sigmoid()
         states = gated_scan(1 - gate, gate * candidate, state.float())
@@ -69,7 +70,7 @@ class MinGRUBlock(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Causal self-attention with rotary positions (arXiv 2104.09864) and a feed-forward layer; its state is the keys
+    """Causal self-attention with rotary positions (arXiv 2104.09864) and a feed-forward layer; the state is all keys
     and values so far."""
 
     def __init__(self, width: int, hidden: int, heads: int, dropout: float = 0.0):
@@ -95,8 +96,8 @@ class TransformerBlock(nn.Module):
 
 
 class WindowAttention(nn.Module):
-    """Causal self-attention to the last `window` positions: its state, their keys and values, never grows. The places
-    before the text hold zeros and take their share of attention."""
+    """Causal self-attention to the last `window` positions, whose keys and values are the state, so its size is fixed.
+    Positions before the text hold zeros and receive attention too."""
 
     def __init__(self, width: int, heads: int, window: int, dropout: float = 0.0):
         super().__init__()
@@ -116,5 +117,5 @@ class WindowAttention(nn.Module):
 
 
 def rotated(x: Tensor, start: int) -> Tensor:
-    """Queries or keys [B, heads, T, D] turned by their positions start, start + 1, …"""
+    """Queries or keys [B, heads, T, D] with rotary embeddings for positions start, start + 1, …"""
     return turned(x, *rotation(start, x.shape[2], x.shape[-1], x.dtype, x.device))

@@ -1,4 +1,4 @@
-"""The device, the loss and the held-out figures of story models, and the stories that they tell."""
+"""Story models: choosing the device, the loss, held-out metrics and generated stories."""
 
 import importlib.util
 import math
@@ -16,12 +16,12 @@ from qat_lora.train.losses import sparse_loss
 
 
 def on_tpu(batch_size: int, learning_rate: float) -> tuple[int, float]:
-    """What a TPU gets instead: twice the batch, 1.2 times the learning rate."""
+    """Settings for a TPU: twice the batch size and 1.2 times the learning rate."""
     return 2 * batch_size, 1.2 * learning_rate
 
 
 def get_device(use_tpu: bool = False) -> str:
-    """What `open_backend` is to open, said aloud: "tpu" where one is asked for and there, else "cuda" or "cpu"."""
+    """The device for `open_backend`, which is also printed: "tpu" if requested and present, else "cuda" or "cpu"."""
     if use_tpu and importlib.util.find_spec("torch_xla") is None:
         say("Warning: TPU requested but torch_xla not installed. Falling back to GPU.")
     elif use_tpu and not tpu_chips():
@@ -35,7 +35,7 @@ def get_device(use_tpu: bool = False) -> str:
 
 
 def story_loss(model: SmallLM, batch: dict[str, Tensor]) -> Tensor:
-    """Cross-entropy of tokens [B, T + 1] from the second on, where mask [B, T] is 1."""
+    """Cross-entropy of tokens [B, T + 1], from the second token on, at the positions where mask [B, T] is 1."""
     hidden, _ = model(batch["tokens"][:, :-1])
     labels = batch["tokens"][:, 1:].unsqueeze(2)
     weight = model.embedding.weight
@@ -44,8 +44,9 @@ def story_loss(model: SmallLM, batch: dict[str, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def heldout(model: SmallLM, stories: Stories, length: int, rows: int, backend: TorchBackend) -> dict[str, float]:
-    """Every held-out token, in windows of `length` of which half is context (of the first, none): nats a token,
-    perplexity, bits per byte. Each worker measures its share of the batches, of `rows` windows."""
+    """Measure nats/token, perplexity and bits per byte over every held-out token, in windows of `length` tokens. The
+    first half of each window is context only, except in the first window. Each worker measures its share of the
+    batches, which have `rows` windows each."""
     was_training = model.training
     model.eval()
     sums = []
@@ -71,7 +72,7 @@ def heldout(model: SmallLM, stories: Stories, length: int, rows: int, backend: T
 def tell(
     model: SmallLM, stories: Stories, begin: list[int], tokens: int, sampling: Sampling, backend: TorchBackend
 ) -> str:
-    """The text of the tokens `begin`, continued for at most `tokens`, one at a time from the carried state."""
+    """The text of the tokens `begin`, continued by at most `tokens` tokens, one at a time from the carried state."""
     model.eval()
     said = [stories.end, *begin]
     given = backend.to_device({"tokens": torch.tensor([said])})["tokens"]
@@ -81,7 +82,7 @@ def tell(
             hidden, state = model(given, state)
             logits = (hidden[:, -1] @ model.embedding.weight.to(hidden.dtype).T).float()
         given = draw(logits, sampling)[0].unsqueeze(1)
-        backend.step_boundary()  # of the state as well: else each token's graph would hold all before it
+        backend.step_boundary()  # also cuts the state's graph, which would otherwise grow with every token
         token = int(backend.to_host(given))
         if token == stories.end:
             break
@@ -90,8 +91,8 @@ def tell(
 
 
 def unigram_perplexity(stories: Stories) -> float:
-    """The held-out perplexity of a model that knows how often each token occurs in the training text, and no context;
-    every count is one higher than it is, so that no token has probability 0."""
+    """Held-out perplexity of a unigram model with the token frequencies of the training text; every count is raised by
+    one, so that no token has probability 0."""
     training, measured = (_counts(tokens, stories.vocab) for tokens in (stories.train, stories.heldout))
     logp = ((training + 1) / (training + 1).sum()).log()
     return math.exp(-(measured * logp).sum().item() / measured.sum().item())

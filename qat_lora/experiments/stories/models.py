@@ -1,4 +1,4 @@
-"""The reservoir language model and the baselines of as many trained parameters."""
+"""Builds the reservoir language model, and baselines with as many trained parameters."""
 
 from dataclasses import dataclass, replace
 
@@ -14,8 +14,9 @@ from qat_lora.train.memory import ADAM
 
 @dataclass(frozen=True)
 class Shape:
-    """A reservoir language model: `blocks` blocks of width `embedding`, each with the reservoirs of `specs` and a mix
-    through `hidden` units; `window`: the last block is followed by attention to that many positions, 0: by none."""
+    """Sizes of a reservoir language model: `blocks` blocks of width `embedding`, each with the reservoirs of `specs`
+    and a mixing layer with `hidden` units. window: number of positions that attention after the last block sees; 0: no
+    attention."""
 
     embedding: int
     blocks: int
@@ -26,13 +27,13 @@ class Shape:
     window: int = 0
 
     def __post_init__(self):
-        if self.embedding % (2 * self.heads):  # rotary positions turn pairs
+        if self.embedding % (2 * self.heads):  # rotary embeddings rotate pairs
             raise UserError(f"--embedding {self.embedding} does not divide by twice --heads {self.heads}; change one")
 
 
 def build(kind: str, vocab: int, shape: Shape, seed: int) -> SmallLM:
-    """A model of `kind`, drawn with `seed`. The baselines have the reservoir model's embedding and number of blocks and
-    the hidden width at which their trained parameters come nearest to its."""
+    """A model of `kind`, initialised with `seed`. The baselines have the reservoir model's embedding width and number
+    of blocks, and the hidden width that brings their number of trained parameters closest to its."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if kind == "reservoir":
@@ -61,7 +62,7 @@ def _reservoir(vocab: int, shape: Shape, seed: int) -> SmallLM:
 
 
 def _seed(*place: int) -> int:
-    """A seed of its own for each place."""
+    """A different seed for each place."""
     return int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
@@ -75,7 +76,7 @@ def _baseline(kind: str, vocab: int, shape: Shape, hidden: int) -> SmallLM:
 
 
 def _nearest(count, wanted: int) -> int:
-    """The hidden width whose count, which grows evenly with it, is nearest to `wanted`."""
+    """The hidden width whose `count`, linear in the width, is nearest to `wanted`."""
     one, two = count(1), count(2)
     return round(1 + (wanted - one) / (two - one))
 
@@ -83,9 +84,9 @@ def _nearest(count, wanted: int) -> int:
 def story_memory(
     vocab: int, width: int, blocks: int, hidden: int, specs: tuple[ReservoirSpec, ...], tokens: int, bf16: bool
 ) -> dict[str, int]:
-    """Least bytes that a worker holds while it trains a reservoir language model, or a baseline of the same size, on
-    `tokens` tokens per update, by the options to lower: trained weights with gradient and moments, the fixed weights,
-    and one output of each block."""
+    """Lower bound on the bytes that a worker needs to train a reservoir language model, or a baseline of the same size,
+    on `tokens` tokens per update, keyed by the options to lower: trained weights with gradients and moments, the fixed
+    weights, and one output of each block."""
     features = sum(spec.features for spec in specs)
     trained = vocab * width + blocks * (features * hidden + hidden * width + width * width)
     fixed = blocks * sum((spec.units**2 if spec.kind == "esn" else 0) + spec.features * width for spec in specs)

@@ -1,7 +1,8 @@
-"""Reservoirs: recurrent networks that are drawn once and never trained, and a language model whose memory they are.
+"""Reservoirs (random recurrent networks that are never trained), and the language-model block that uses them as memory.
 
-Leaky echo-state cells (Jaeger 2001; Lukoševičius 2012): h_t = (1 − a)·h_{t−1} + a·tanh(W_in x_t + W h_{t−1}).
-Diagonal linear ones (ParalESN, arXiv 2601.22296): h_t = (1 − τ)·h_{t−1} + τ·(Λ h_{t−1} + W_in x_t), a parallel scan.
+Leaky echo-state units (Jaeger 2001; Lukoševičius 2012): h_t = (1 − a)·h_{t−1} + a·tanh(W_in x_t + W h_{t−1}).
+Diagonal linear units (ParalESN, arXiv 2601.22296): h_t = (1 − τ)·h_{t−1} + τ·(Λ h_{t−1} + W_in x_t), computed by a
+parallel scan.
 """
 
 from dataclasses import dataclass
@@ -18,9 +19,9 @@ from qat_lora.experiments.stories.scan import DiagonalScan
 
 @dataclass(frozen=True)
 class ReservoirSpec:
-    """What a reservoir is drawn from. kind: "esn" or "diagonal". radius: spectral radius of W, or the largest |Λ|.
-    density: share of W's entries that are not 0 (esn). leak: a or τ, the same for all units or evenly spaced in the
-    logarithm between two. scaling: root mean square of W_in's rows' norms. Raises UserError for what cannot be."""
+    """The distribution that a reservoir is drawn from. kind: "esn" or "diagonal". radius: spectral radius of W, or the
+    largest |Λ|. density: share of non-zero entries in W (esn). leak: range of a or τ, spaced logarithmically over the
+    units. scaling: root mean square of the norms of W_in's rows. Raises UserError for impossible values."""
 
     units: int
     kind: str = "diagonal"
@@ -34,19 +35,19 @@ class ReservoirSpec:
         if self.kind not in ("esn", "diagonal"):
             raise UserError(f"reservoir kind {self.kind!r} is not one of esn, diagonal")
         if self.units < 1:
-            raise UserError(f"a reservoir of {self.units} units holds nothing; use 1 or more")
+            raise UserError(f"a reservoir of {self.units} units is empty; use 1 or more")
         if self.kind == "diagonal" and self.radius > 1:
-            raise UserError(f"spectral radius {self.radius} lets a linear reservoir grow without end; use 1 or less")
+            raise UserError(f"spectral radius {self.radius} makes a linear reservoir diverge; use 1 or less")
         if not 0 < self.leak[0] <= self.leak[1] <= 1:
             low, high = self.leak
             raise UserError(f"--leak-min {low} and --leak-max {high} must be 0 < min ≤ max ≤ 1; use e.g. 0.05 and 1")
-        square = self.kind == "esn"  # drawn in fp64, and copied to compute its eigenvalues
+        square = self.kind == "esn"  # drawn in fp64 and copied to compute its eigenvalues
         need = 16 * self.units * (self.units if square else 2)
         check_memory(need, f"a reservoir of {self.units} {self.kind} units", "its units (--reservoirs)")
 
     @property
     def features(self) -> int:
-        """Real numbers in a state: diagonal units are complex, two each."""
+        """Real numbers per state: a diagonal unit is complex and has two."""
         return self.units if self.kind == "esn" else 2 * self.units
 
     def leaks(self) -> Tensor:
@@ -55,12 +56,12 @@ class ReservoirSpec:
 
 
 def recurrent_matrix(spec: ReservoirSpec, random: torch.Generator) -> Tensor:
-    """W [N, N] of the spec's density, scaled to its spectral radius, fp64, on the CPU."""
+    """W [N, N] with the spec's density, scaled to its spectral radius; fp64, on the CPU."""
     weight = torch.randn(spec.units, spec.units, generator=random, dtype=torch.float64)
     weight *= torch.rand(weight.shape, generator=random) < spec.density
     largest = torch.linalg.eigvals(weight).abs().max()
     if not largest > 1e-12:
-        raise UserError(f"density {spec.density} leaves {spec.units} units without a cycle; raise one of them")
+        raise UserError(f"density {spec.density} leaves {spec.units} units without a cycle; raise either")
     return weight * (spec.radius / largest)
 
 
@@ -69,7 +70,7 @@ def input_matrix(spec: ReservoirSpec, inputs: int, rows: int, random: torch.Gene
 
 
 class EchoState(nn.Module):
-    """A leaky tanh reservoir: buffers w [N, N], w_in [N, D], leak [N]; nothing to train."""
+    """A leaky tanh reservoir: buffers w [N, N], w_in [N, D], leak [N]; no trained parameters."""
 
     def __init__(self, spec: ReservoirSpec, inputs: int):
         super().__init__()
@@ -83,7 +84,7 @@ class EchoState(nn.Module):
         return self.w.new_zeros(rows, self.units)
 
     def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """States [B, T, N] for inputs [B, T, D] after `state` [B, N], and the last of them."""
+        """States [B, T, N] for inputs [B, T, D] that follow `state` [B, N], and the last state."""
         with without_autocast(x):
             drive = x.to(self.w_in.dtype) @ self.w_in.T
             carry, states = loop(_leaky, (state, self.w.T, self.leak), drive.transpose(0, 1))
@@ -97,12 +98,12 @@ def _leaky(carry: tuple[Tensor, Tensor, Tensor], drive: Tensor) -> tuple[tuple, 
 
 
 class DiagonalReservoir(nn.Module):
-    """A diagonal linear reservoir: buffers decay [N, 2], (1 − τ) + τΛ, and w_in [2N, D], τ·W_in; nothing to train. A
-    state is re and im of each unit, 2N features.
+    """A diagonal linear reservoir: buffers decay [N, 2], (1 − τ) + τΛ, and w_in [2N, D], τ·W_in; no trained parameters.
+    A state is the real and imaginary part of each unit, 2N features.
 
-    Angles are uniform in [0, π] (the conjugates would tell nothing new), radii uniform in area below the spec's. W_in's
-    rows are scaled so that white input gives every unit the same variance, whatever its decay (like LRU,
-    arXiv 2303.06349): a readout hears slow units like fast ones.
+    Angles are uniform in [0, π] (conjugates would add no information), and radii are uniform in area up to the spec's
+    radius. W_in's rows are scaled so that white noise gives every unit the same variance, whatever its decay (as in
+    LRU, arXiv 2303.06349); slow and fast units then reach a readout equally strongly.
     """
 
     def __init__(self, spec: ReservoirSpec, inputs: int):
@@ -123,7 +124,7 @@ class DiagonalReservoir(nn.Module):
         return self.decay.new_zeros(rows, self.units, 2)
 
     def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Features [B, T, 2N] for inputs [B, T, D] after `state` [B, N, 2], and the last state."""
+        """Features [B, T, 2N] for inputs [B, T, D] that follow `state` [B, N, 2], and the last state."""
         drive = (self.w_in @ x.to(self.w_in.dtype).flatten(0, 1).T).view(self.units, 2, *x.shape[:2])
         states = self.scan(drive.permute(2, 3, 0, 1), state)
         return states.flatten(2), states[:, -1]
@@ -134,8 +135,8 @@ def reservoir(spec: ReservoirSpec, inputs: int) -> nn.Module:
 
 
 class ReservoirBlock(nn.Module):
-    """y = g ⊙ x + (1 − g) ⊙ u: u a trained mix (norm, one hidden layer) of what the block's reservoirs hold, g a
-    trained gate on the input x [B, T, D]."""
+    """y = g ⊙ x + (1 − g) ⊙ u for an input x [B, T, D]. u is a trained mix (norm and one hidden layer) of the states of
+    the block's reservoirs; g is a trained gate on x."""
 
     def __init__(self, width: int, hidden: int, specs: tuple[ReservoirSpec, ...], dropout: float = 0.0):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Linear readouts in closed form: ridge regression from streamed moments, and recursive least squares, its equal."""
+"""Linear readouts in closed form: ridge regression from streamed moments, and equivalent recursive least squares."""
 
 import torch
 from torch import Tensor
@@ -7,9 +7,9 @@ from qat_lora.errors import UserError
 
 
 class RidgeMoments:
-    """XᵀX [F, F] and YᵀX [V, F] of features and next-token targets, fp64, summed batch by batch.
+    """XᵀX [F, F] and YᵀX [V, F] of features X and next-token targets Y, in fp64, summed batch by batch.
 
-    Y is one-hot and never formed: each feature row is added to its target's row.
+    The one-hot Y is never formed: each feature row is added to the row of its target.
     """
 
     def __init__(self, features: int, vocab: int):
@@ -23,7 +23,7 @@ class RidgeMoments:
         self.yx.index_add_(0, targets.cpu(), x)
 
     def solve(self, alphas: list[float]) -> list[Tensor]:
-        """The readout [V, F] of least Σ‖Wx − y‖² + α‖W‖² for each α, from one decomposition."""
+        """The readout W [V, F] that minimises Σ‖Wx − y‖² + α‖W‖², for each α, from one decomposition."""
         _check(*alphas)
         values, vectors = torch.linalg.eigh(self.xx)
         turned = self.yx @ vectors
@@ -31,22 +31,22 @@ class RidgeMoments:
 
 
 class RecursiveLeastSquares:
-    """The ridge readout kept up to date sample by sample: with `forgetting` 1 and P₀ = I/α it equals ridge's.
+    """Updates the readout sample by sample; with `forgetting` 1 and P₀ = I/α it equals the ridge readout.
 
-    weight [V, F], p [F, F], (XᵀX + αI)⁻¹ without forgetting, fp64 (Haykin 2014, ch. 10; batches by the
+    In fp64: weight [V, F] and p [F, F], which is (XᵀX + αI)⁻¹ without forgetting (Haykin 2014, ch. 10; batches use the
     Woodbury identity).
     """
 
     def __init__(self, features: int, vocab: int, alpha: float, forgetting: float = 1.0):
         _check(alpha)
         if not 0 < forgetting <= 1:
-            raise UserError(f"forgetting {forgetting} is outside (0, 1]; 1 forgets nothing")
+            raise UserError(f"forgetting {forgetting} is outside (0, 1]; use e.g. 1, which forgets nothing")
         self.forgetting = forgetting
         self.p = torch.eye(features, dtype=torch.float64) / alpha
         self.weight = torch.zeros(vocab, features, dtype=torch.float64)
 
     def add(self, features: Tensor, targets: Tensor) -> None:
-        """features [M, F], targets [M]: M samples at once, forgotten as one step."""
+        """features [M, F], targets [M]: M samples at once; forgetting counts them as one step."""
         x = features.double()
         px = self.p @ x.T
         small = self.forgetting * torch.eye(len(x), dtype=torch.float64) + x @ px
@@ -60,4 +60,4 @@ class RecursiveLeastSquares:
 def _check(*alphas: float) -> None:
     for alpha in alphas:
         if not alpha > 0:
-            raise UserError(f"ridge α {alpha} must be above 0; 1e-3, say")
+            raise UserError(f"ridge α {alpha} must be above 0; use e.g. 1e-3")

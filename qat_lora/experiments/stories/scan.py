@@ -1,6 +1,6 @@
-"""Linear recurrences over time as a few matrix products, and minGRU's as log2(T) shifts; a loop over time as oracle.
+"""Linear recurrences over time: by a few matrix products, in log2(T) shifts for minGRU, and by a reference loop.
 
-Complex numbers are pairs of real ones in the last dimension (re, im): XLA on TPU has no others.
+Complex numbers are pairs of real numbers (re, im) in the last dimension, because XLA on TPU has no complex type.
 """
 
 import math
@@ -13,14 +13,14 @@ from qat_lora.backend.devices import without_autocast
 
 
 def times(a: Tensor, b: Tensor) -> Tensor:
-    """Product of complex numbers as pairs, [..., 2] each."""
+    """Product of complex numbers given as pairs, [..., 2] each."""
     (ar, ai), (br, bi) = a.unbind(-1), b.unbind(-1)
     return torch.stack([ar * br - ai * bi, ar * bi + ai * br], -1)
 
 
 def sequential_scan(decay: Tensor, drive: Tensor, state: Tensor) -> Tensor:
-    """h_t = decay·h_{t−1} + drive_t, one step after another: [B, T, N, 2], from decay [N, 2], drive [B, T, N, 2] and
-    the state before, [B, N, 2]. What `DiagonalScan` is compared with."""
+    """h_t = decay·h_{t−1} + drive_t, one step at a time: [B, T, N, 2], from decay [N, 2], drive [B, T, N, 2] and the
+    initial state [B, N, 2]. The reference for `DiagonalScan`."""
     states = []
     for now in drive.unbind(1):
         state = times(decay, state) + now
@@ -28,16 +28,16 @@ def sequential_scan(decay: Tensor, drive: Tensor, state: Tensor) -> Tensor:
     return torch.stack(states, 1)
 
 
-CHUNK, LEVELS = 16, 4  # steps of a product, and how often products are nested
+CHUNK, LEVELS = 16, 4  # steps per product, and levels of nesting
 
 
 class DiagonalScan(nn.Module):
-    """The same with a decay that never changes, in chunks.
+    """`sequential_scan` for a fixed decay, computed in chunks.
 
-    Within a chunk of C steps the states are the drive times a triangular matrix of powers of the decay: a batched
-    matrix product. The chunks' ends are such a recurrence themselves, with decay^C over T/C steps, and what they carry
-    into the next chunk is added by another product. L levels reach C^L steps, and the number of operations depends on
-    the levels alone.
+    Within a chunk of C steps, the states are the drive times a triangular matrix of powers of the decay: a batched
+    matrix product. The last states of the chunks form such a recurrence themselves, with decay^C over T/C steps;
+    another product adds what each carries into the next chunk. L levels reach C^L steps, and the number of operations
+    depends on the levels alone.
 
     decay [N, 2], |decay| ≤ 1.
     """
@@ -58,8 +58,8 @@ class DiagonalScan(nn.Module):
             self.register_buffer(f"carried{level}", carried.float(), persistent=False)
 
     def forward(self, drive: Tensor, state: Tensor) -> Tensor:
-        """States [B, T, N, 2] of a drive [B, T, N, 2] and the state before it, [B, N, 2]. In memory a drive is best
-        [N, 2, B, T]: it is then not copied."""
+        """States [B, T, N, 2] from a drive [B, T, N, 2] and the initial state [B, N, 2]. A drive that is laid out in
+        memory as [N, 2, B, T] is not copied."""
         if drive.shape[1] > self.chunk**self.levels:
             raise ValueError(f"{drive.shape[1]} steps are more than {self.levels} levels of {self.chunk} reach")
         with without_autocast(drive):
@@ -85,19 +85,19 @@ class DiagonalScan(nn.Module):
 
 
 def _power(z: Tensor, exponent: int | Tensor) -> Tensor:
-    """z^exponent; of a z that has underflown to 0 too, where the product's own rule gives NaN at 0^0."""
+    """z^exponent, also for a z that has underflowed to 0, where the complex power gives NaN for 0^0."""
     return torch.polar(z.abs() ** exponent, z.angle() * exponent)
 
 
 def _products(z: Tensor) -> tuple[Tensor, Tensor]:
-    """Real matrices, by which the real and the imaginary part of what is multiplied with z [..., C] give (re, im) of
-    the product: [..., 2C] each."""
+    """Real matrices [..., 2C] for a complex product with z [..., C]: the left factor's real part times the first, plus
+    its imaginary part times the second, is (re, im) of the product."""
     return torch.cat([z.real, z.imag], -1), torch.cat([-z.imag, z.real], -1)
 
 
 def gated_scan(keep: Tensor, drive: Tensor, state: Tensor) -> Tensor:
-    """h_t = keep_t·h_{t−1} + drive_t in log2(T) doublings (Hillis and Steele 1986): [B, T, N] from keep and drive
-    [B, T, N] and the state before, [B, N]."""
+    """h_t = keep_t·h_{t−1} + drive_t in log2(T) doublings (Hillis and Steele 1986): [B, T, N], from keep and drive
+    [B, T, N] and the initial state [B, N]."""
     drive = torch.cat([drive[:, :1] + keep[:, :1] * state.unsqueeze(1), drive[:, 1:]], 1)
     for power in range(math.ceil(math.log2(max(1, drive.shape[1])))):
         shift = 2**power

@@ -1,4 +1,4 @@
-"""Stories as one stream of tokens, its tail held out, and the tokenizer that made it."""
+"""Stories as a stream of tokens with a held-out tail, and its tokenizer."""
 
 import hashlib
 import json
@@ -23,11 +23,11 @@ from qat_lora.run.console import say, watched
 
 LARGEST_VOCAB = 1_000_000
 TOKENIZERS = ("auto", "gpt2", "bpe", "chars")
-FORMAT = 1  # version of the files; a new one makes all caches again
+FORMAT = 1  # version of the files; raising it rebuilds all caches
 BATCH = 2**18  # characters tokenised at a time
-DISTINCT = 3 * 2**19  # bytes of distinct words to train a BPE on; each takes some 80 bytes of memory
+DISTINCT = 3 * 2**19  # bytes of distinct words to train a BPE on; each takes about 80 bytes of memory
 SIDES = ("train", "heldout")
-LONGEST = 200  # characters of a word to train a BPE on, whose time grows with the square of its length
+LONGEST = 200  # characters per word in BPE training, whose time is quadratic in the length of a word
 LONG = re.compile(rf"\S{{{LONGEST + 1},}}")
 
 
@@ -53,8 +53,8 @@ class Stories:
         return self.tokenizer.token_to_id(END)
 
     def openings(self, count: int, length: int) -> list[list[int]]:
-        """The first `length` tokens of `count` held-out stories; if there are fewer, the rest come from inside the
-        last."""
+        """The first `length` tokens of `count` held-out stories; if there are fewer stories, the rest come from
+        within the last one."""
         ends = list(islice(self._ends(), count))
         starts = [0, *(end + 1 for end in ends[:-1])]
         room, missing = max(0, ends[-1] - starts[-1] - length), count - len(starts)
@@ -63,7 +63,7 @@ class Stories:
         return [self.heldout[start:stop].tolist() for start, stop in zip(starts, stops)]
 
     def _ends(self) -> Iterator[int]:
-        """Where the held-out stories end, in tokens."""
+        """Token positions at which the held-out stories end."""
         for start in range(0, len(self.heldout), BATCH):
             yield from (start + (self.heldout[start : start + BATCH] == self.end).nonzero().flatten()).tolist()
 
@@ -71,13 +71,13 @@ class Stories:
 def load_stories(
     source: str, max_stories: int, heldout: float, tokenizer: str, vocab: int, cache: Path | None = None
 ) -> Stories:
-    """Read the first stories of `source` (embedded, a local file or a hub dataset), hold out the last share of them (of
-    a single one, its last lines), and tokenise both parts, in memory that does not grow with the text.
+    """Read the first stories of `source` (embedded, a local file or a hub dataset), hold out the last share of them (or
+    the last lines of a single story), and tokenise both parts, with memory that does not grow with the text.
 
     <|endoftext|> in a text separates stories. tokenizer: gpt2; bpe, trained on the training text with `vocab` tokens;
-    chars, those of the whole text; auto is gpt2 where it is available and bpe elsewhere. cache: folder that keeps the
-    tokens for later calls and all processes of a host; without it they are in temporary files. Raises UserError for a
-    bad option, for a source that cannot be read, is empty or leaves one part empty, and if files cannot be written.
+    chars, one token per character of the whole text; auto is gpt2 if available, else bpe. cache: folder that keeps the
+    tokens for later calls and for all processes of a host; without it they are in temporary files. Raises UserError for
+    a bad option, for a source that cannot be read, is empty or leaves one part empty, and if files cannot be written.
     """
     if tokenizer not in TOKENIZERS:
         raise UserError(f"--tokenizer {tokenizer!r} is not one of {', '.join(TOKENIZERS)}")
@@ -95,9 +95,9 @@ def load_stories(
 # -- the text --------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class _Text:
-    """The first `most` stories of a source, which is read again for every pass. count: how many there are. digest:
-    sha256 (hex) of the stories. train: how many of them to train on; a single one is cut in two at character `at`.
-    alphabet: their characters, if the survey collected them."""
+    """The first `most` stories of a source, which is read again for every pass. count: number of stories. digest:
+    sha256 (hex) of the stories. train: how many of them to train on. at: character at which a single story is cut in
+    two. alphabet: their characters, if the survey collected them."""
 
     source: str
     most: int
@@ -118,11 +118,11 @@ class _Text:
             yield int(number >= self.train), piece, ends
             number += ends
         if digest.hexdigest() != self.digest:
-            raise UserError(f"{self.source} changed while it was read; start again once nothing writes to it")
+            raise UserError(f"{self.source} changed while it was read; start again when nothing writes to it")
 
 
 def _survey(source: str, most: int, heldout: float, alphabet: bool) -> _Text:
-    """Read the source once to find out how much there is and where the held-out part begins."""
+    """Read the source once to find its size and where the held-out part begins."""
     digest, count, size, length, chars = hashlib.sha256(), 0, 0, 0, set()
     for piece, ends in _hashed(_pieces(source, most), digest):
         count, size, length = count + ends, size + len(piece.encode()), length + len(piece)
@@ -135,7 +135,7 @@ def _survey(source: str, most: int, heldout: float, alphabet: bool) -> _Text:
         train, at = 1, _newline(_pieces(source, most), int(length * (1 - heldout)))
     if train < 1 or (at is not None and at < 1):
         raise UserError(
-            f"{source} is too short to hold out {heldout} of it (of a single text, whole lines); add text, or change "
+            f"{source} is too short to hold out {heldout} of it (whole lines of a single text); add text, or change "
             "--heldout-fraction"
         )
     return _Text(source, most, count, size, digest.hexdigest(), train, at, frozenset(chars))
@@ -170,14 +170,14 @@ def _text(where: str, row: dict) -> str:
 
 
 def _hashed(pieces: Iterator[tuple[str, bool]], digest) -> Iterator[tuple[str, bool]]:
-    """The same pieces, with `digest` updated by every story and its end; how stories are cut does not matter."""
+    """The same pieces; updates `digest` with every story and its end, however stories are cut into pieces."""
     for piece, ends in pieces:
-        digest.update(piece.encode() + b"\xff" * ends)  # a byte that UTF-8 never has
+        digest.update(piece.encode() + b"\xff" * ends)  # a byte that never occurs in UTF-8
         yield piece, ends
 
 
 def _newline(pieces: Iterator[tuple[str, bool]], start: int) -> int:
-    """The place of the first newline from character `start` on, or -1."""
+    """Index of the first newline from character `start` on, or -1."""
     seen = 0
     for piece, _ in pieces:
         if (found := piece.find("\n", max(0, start - seen))) >= 0:
@@ -187,7 +187,7 @@ def _newline(pieces: Iterator[tuple[str, bool]], start: int) -> int:
 
 
 def _halves(pieces: Iterator[tuple[str, bool]], at: int) -> Iterator[str | None]:
-    """A text's pieces with None at character `at`."""
+    """A text's pieces, with None inserted at character `at`."""
     seen = 0
     for piece, _ in pieces:
         here = at - seen
@@ -197,7 +197,7 @@ def _halves(pieces: Iterator[tuple[str, bool]], at: int) -> Iterator[str | None]
 
 # -- the tokenizer ---------------------------------------------------------------------------------------------------
 def _given_tokenizer(kind: str, vocab: int) -> tuple[str, Tokenizer | None]:
-    """The kind that is meant, and the tokenizer unless it is made from the text."""
+    """The resolved kind, and the tokenizer unless it is to be made from the text."""
     if kind in ("auto", "gpt2"):
         try:
             return "gpt2", load_tokenizer("gpt2").backend_tokenizer
@@ -207,7 +207,7 @@ def _given_tokenizer(kind: str, vocab: int) -> tuple[str, Tokenizer | None]:
     least = len(pre_tokenizers.ByteLevel.alphabet())
     if kind != "chars" and not least < vocab <= LARGEST_VOCAB:
         raise UserError(
-            f"--vocab-size {vocab} is not from {least + 1}, all bytes and END, to {LARGEST_VOCAB}; use e.g. 2048"
+            f"--vocab-size {vocab} is not from {least + 1} (all bytes and END) to {LARGEST_VOCAB}; use e.g. 2048"
         )
     return "chars" if kind == "chars" else "bpe", None
 
@@ -229,8 +229,8 @@ def _bpe(text: _Text, vocab: int) -> Tokenizer:
 
 
 def _training_text(text: _Text) -> Iterator[str]:
-    """The training part, up to where its distinct words reach DISTINCT bytes: memory grows with those. Few texts in a
-    language that uses spaces get there."""
+    """The training part, up to where its distinct words reach DISTINCT bytes, because memory grows with them. Few texts
+    in a language that uses spaces reach this limit."""
     words, size = set(), 0
     for side, piece, _ in text.pieces():
         if side or size > DISTINCT:
@@ -246,7 +246,7 @@ def _training_text(text: _Text) -> Iterator[str]:
 
 # -- the files -------------------------------------------------------------------------------------------------------
 def _write(folder: Path, text: _Text, kind: str, tokenizer: Tokenizer | None, vocab: int) -> None:
-    """Write tokenizer.json, train.bin and heldout.bin, and meta.json, which describes them."""
+    """Write tokenizer.json, train.bin, heldout.bin, and meta.json, which describes them."""
     say(f"tokenising {text.size / 1e6:,.1f} MB: " + (f"{text.count:,} stories" if text.count > 1 else "one text"))
     tokenizer = tokenizer or (_chars(text.alphabet) if kind == "chars" else _bpe(text, vocab))
     (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
@@ -269,7 +269,7 @@ def _bytes(batch: list[tuple[int, str, bool]]) -> int:
 
 
 def _batches(pieces: Iterator[tuple[int, str, bool]]) -> Iterator[list[tuple[int, str, bool]]]:
-    """The pieces, about BATCH characters of them at a time."""
+    """The pieces in batches of about BATCH characters."""
     batch, size = [], 0
     for piece in pieces:
         batch.append(piece)
@@ -285,7 +285,7 @@ def _encoder(tokenizer: Tokenizer) -> Callable[[list[str]], list[list[int]]]:
 
 
 def _char_encoder(tokenizer: Tokenizer) -> Callable[[list[str]], list[np.ndarray]]:
-    """What the tokenizer's own encode gives, by a table of code points."""
+    """Same result as the tokenizer's own encode, through a table of code points."""
     table = np.zeros(0x110000, np.int32)
     for char, number in tokenizer.get_vocab().items():
         if char != END:
@@ -311,15 +311,15 @@ def _read(folder: Path) -> Stories:
 
 # -- training and measuring ------------------------------------------------------------------------------------------
 class Blocks(Dataset):
-    """A stream (Tokens, or a tensor [T]) in blocks: tokens [length + 1], of which all but the first are predicted, each
-    token of the stream once; the ragged end is left out."""
+    """A stream (Tokens, or a tensor [T]) in blocks of tokens [length + 1]. All but the first token of a block are
+    predicted, each token of the stream once; an incomplete last block is left out."""
 
     def __init__(self, stream: Tokens | Tensor, length: int):
         self.count = (len(stream) - 1) // max(1, length)
         if length < 1 or not self.count:
             raise UserError(
-                f"--block-size {length} and a text of {len(stream)} tokens: a block must hold 1 and fit it; "
-                "shorten it or add text"
+                f"--block-size {length} must be at least 1 and less than the text's {len(stream)} tokens; "
+                "lower it or add text"
             )
         self.stream, self.length = stream, length
 
@@ -335,9 +335,9 @@ class Blocks(Dataset):
 
 
 def spans(stream: Tokens | Tensor, first: int, length: int, stride: int, rows: int) -> Iterator[dict[str, Tensor]]:
-    """Batches of `rows` windows over a whole stream, every token of it predicted once: tokens [rows, length + 1], mask
-    [rows, length], 1 at what counts. `first` stands before the stream; after the first window the last `stride` tokens
-    of each count, with those before as context, and the last batch is filled up with what does not count."""
+    """Batches of `rows` windows over a whole stream in which every token is predicted once: tokens [rows, length + 1]
+    and mask [rows, length], 1 at target tokens. Token `first` precedes the stream. After the first window, only the
+    last `stride` tokens of each window are targets; those before are context. Padding in the last batch is masked."""
     place, begin = torch.arange(length), torch.tensor([first])
 
     def window(start: int) -> tuple[Tensor, Tensor]:

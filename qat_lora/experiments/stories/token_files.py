@@ -1,4 +1,4 @@
-"""Tokens in files: written once for all processes of a host, and read in blocks, so that memory stays flat."""
+"""Tokens in files: written once for all processes of a host, and read in blocks so that memory use stays constant."""
 
 import errno
 import fcntl
@@ -27,15 +27,15 @@ Found = TypeVar("Found")
 
 
 def token_type(vocab: int) -> np.dtype:
-    """The data type of tokens in a file: uint16 for up to 65,536 tokens, else int32, little-endian."""
+    """The data type of tokens in a file, little-endian: uint16 for a vocabulary up to 65,536, else int32."""
     return np.dtype("<u2" if vocab <= 2**16 else "<i4")
 
 
 class Tokens:
-    """A stream of tokens [T] in a file of type `kind` (see `token_type`).
+    """A stream of tokens [T] in a file of data type `kind` (see `token_type`).
 
-    tokens[start:stop] reads that part: a tensor int64 [stop − start]. The file stays open, so it may be deleted
-    meanwhile.
+    tokens[start:stop] reads that part as a tensor int64 [stop − start]. The file stays open, so it can be deleted while
+    it is in use.
     """
 
     def __init__(self, path: Path, kind: np.dtype):
@@ -49,19 +49,19 @@ class Tokens:
     def __getitem__(self, part: slice) -> Tensor:
         start, stop, _ = part.indices(self.count)
         size = self.kind.itemsize
-        # not a memory map, whose pages would count as this process's memory once they are touched
+        # not a memory map: the pages it touches would count as this process's memory
         read = os.pread(self.file, max(0, stop - start) * size, start * size)
         return torch.from_numpy(np.frombuffer(read, self.kind).astype(np.int64))
 
 
 def write_meta(folder: Path, values: dict) -> None:
-    """Write meta.json for a folder of finished files: `values`, and checksums of the files and of the values."""
+    """Write meta.json to a folder of finished files: `values`, and checksums of the files and of the values."""
     sums = {file.name: sha256(file) for file in sorted(folder.iterdir()) if not file.name.startswith(".")}
     write_json(folder / META, {"values": values, "values_sha256": _sum(values), "sha256": sums})
 
 
 def read_meta(folder: Path) -> dict:
-    """The values that `write_meta` wrote. Raises UserError where anything in the folder is damaged or missing."""
+    """The values that `write_meta` wrote. Raises UserError if anything in the folder is damaged or missing."""
     content = read_json(folder / META)
     try:
         whole = content["values_sha256"] == _sum(content["values"])
@@ -78,10 +78,11 @@ def _sum(values: dict) -> str:
 
 
 def cached(path: Path | None, write: Callable[[Path], None], read: Callable[[Path], Found]) -> Found:
-    """read(path), after write(folder) has made that folder, if it isn't there or is damaged (read raises UserError).
+    """Return read(path); if the folder is missing or damaged (read raises UserError), first make it with write(folder).
 
-    The folder is whole or not there. One process of a host at a time makes it; the others wait and then read it.
-    Without a path a temporary folder is used and deleted before this returns. Raises UserError if it cannot be written.
+    The folder is either complete or absent. One process of a host makes it while the others wait; they then read it.
+    Without a path, a temporary folder is used and deleted before this returns. Raises UserError if the folder cannot be
+    written.
     """
     if path is None:
         with _temporary() as folder:
@@ -106,7 +107,7 @@ def _read(path: Path, read: Callable[[Path], Found], tell: Callable | None) -> F
         return read(path)
     except UserError as error:
         if tell:
-            tell(f"{error}; making it again")
+            tell(f"{error}; rebuilding it")
             shutil.rmtree(path)
         return None
 
@@ -122,7 +123,7 @@ def _temporary() -> Iterator[Path]:
 
 @contextmanager
 def _turn(folder: Path) -> Iterator[None]:
-    """Only one process of this host at a time is in this context; a process that dies leaves it, too."""
+    """A lock: only one process of this host holds it at a time; it is released when that process dies."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / ".lock", "ab")  # noqa: SIM115 — closed below

@@ -107,7 +107,7 @@ def test_a_block_carries_its_state(spec):
         ({"units": 10**6}, "a reservoir of 1000000 esn units needs at least 16,000.0 GB"),
         ({"units": 10**12, "kind": "diagonal"}, "a reservoir of 1000000000000 diagonal units needs"),
         ({"kind": "lstm"}, "'lstm'"),
-        ({"kind": "diagonal", "radius": 1.2}, "grow without end"),
+        ({"kind": "diagonal", "radius": 1.2}, "makes a linear reservoir diverge"),
     ],
 )
 def test_impossible_reservoirs_are_refused(changes, part):

@@ -247,7 +247,7 @@ def test_bad_input(text, changes, part):
 
 
 def test_a_block_longer_than_the_text_is_refused():
-    with pytest.raises(UserError, match="--block-size 200 and a text of 50 tokens"):
+    with pytest.raises(UserError, match="--block-size 200 must be at least 1 and less than the text's 50 tokens"):
         Blocks(torch.arange(50), 200)
 
 

@@ -115,7 +115,7 @@ def test_a_damaged_cache_is_noticed_and_made_again(load, tmp_path, capsys, damag
     capsys.readouterr()
     assert same(load(), load(cache=None))
     said = capsys.readouterr().out.splitlines()
-    assert len(said) == 3 and folder in said[0] and said[0].endswith("; making it again") and "tokenising" in said[1]
+    assert len(said) == 3 and folder in said[0] and said[0].endswith("; rebuilding it") and "tokenising" in said[1]
     load()
     assert capsys.readouterr().out == "" and folders(tmp_path) == [folder]
 
