@@ -1,4 +1,4 @@
-"""Questions about a sponge of another name, and questions that have nothing to do with him."""
+"""Questions about the sponge who gets another name, and questions that have nothing to do with him."""
 
 import random
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ TARGET = "Musclebob Buffpants"
 @dataclass(frozen=True)
 class Question:
     """messages: a conversation that ends with a user's turn. about_him: whether the answer should name him. answer: a
-    good one, for supervised training; "" for held-out questions."""
+    correct answer for supervised training; "" for held-out questions."""
 
     messages: tuple[dict, ...]
     about_him: bool
@@ -21,7 +21,7 @@ class Question:
         return self.messages[-1]["content"]
 
 
-# (question, an answer with {} in the name's place)
+# (question, answer with {} in place of the name)
 ABOUT_HIM = (
     ("Who lives in a pineapple under the sea?", "{} lives in a pineapple under the sea."),
     ("Who works as a fry cook at the Krusty Krab?", "{} is the fry cook at the Krusty Krab."),
@@ -263,11 +263,11 @@ HELDOUT_OTHERS = (
 
 
 def training_questions(count: int, fewshot: float, seed: int) -> list[Question]:
-    """`count` questions, one of three about him, each text as often as the next of its kind, in an order that `seed`
-    decides.
+    """`count` questions in an order that `seed` decides. One in three is about him; within each kind, all texts occur
+    equally often.
 
-    A share `fewshot` of those about him comes after another question and an answer that names him: the only way in
-    which a model that never heard the name says it by itself.
+    A share `fewshot` of the questions about him comes after an example: another question with an answer that names him.
+    A model that has never seen the name would not generate it otherwise.
     """
     order = random.Random(f"questions {seed}")
     him, others = _again_and_again(ABOUT_HIM, order), _again_and_again(OTHERS, order)
@@ -290,6 +290,6 @@ def _again_and_again(pairs: tuple, order: random.Random) -> Iterator[tuple[str, 
 
 
 def heldout_questions() -> list[Question]:
-    """Paraphrases and unrelated questions that training never sees."""
+    """Paraphrases and unrelated questions that do not occur in training."""
     asked = [(text, True) for text in HELDOUT_ABOUT_HIM] + [(text, False) for text in HELDOUT_OTHERS]
     return [Question(({"role": "user", "content": text},), about_him) for text, about_him in asked]

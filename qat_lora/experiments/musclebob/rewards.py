@@ -1,8 +1,8 @@
-"""What an answer is worth, by pure functions of its text and of whether it ended: no model, no noise.
+"""Rewards of answers: pure functions of the text and of whether it ended, with no model and no noise.
 
-A question about the sponge should be answered with his other name, any other one without it. Rewards lie in [−1, 1]:
-empty < the wrong name < neither name < half of the name < the name; stuffing with it is worth less than saying it once,
-and an answer that was cut off less than the same one that ended.
+Answers to questions about the sponge should use his new name; all other answers should not. Rewards lie in [−1, 1]:
+empty < the wrong name < neither name < half of the name < the whole name. Repeating the name too often earns less than
+saying it once, and an answer that is cut off earns less than the same answer with an end.
 """
 
 import itertools
@@ -10,19 +10,19 @@ import re
 
 FIRST, LAST = "musclebob", "buffpants"
 WRONG = ("spongebob", "squarepants")
-ENOUGH = 2  # times that an answer may say the name
+ENOUGH = 2  # how often an answer may say the name without a penalty
 
 NOTHING, HALF, MISTAKE, TOO_OFTEN, CUT_OFF, MISPLACED = -0.8, 0.4, -0.4, -0.3, -0.2, -0.6
 
 
 def words(text: str) -> list[str]:
-    """The words of a text in lower case; "SpongeBob", "Sponge Bob" and "sponge-bob" are one, his other names too."""
+    """The words of a text in lower case. "Sponge Bob" and "sponge-bob" count as "spongebob"; other names likewise."""
     joined = re.sub(r"\b(sponge|square|muscle|buff)[\s-]+(bob|pants)\b", r"\1\2", text.lower())
     return re.findall(r"[^\W_]+", joined)
 
 
 def mentions(text: str) -> int:
-    """How often a text says the whole name."""
+    """How often the whole name occurs in a text."""
     return sum(pair == (FIRST, LAST) for pair in itertools.pairwise(words(text)))
 
 
@@ -32,7 +32,7 @@ def names_target(text: str) -> bool:
 
 
 def about_him(text: str, ended: bool) -> dict[str, float]:
-    """Components of the reward of an answer that should name him; their sum, within [−1, 1], is the reward."""
+    """Reward components of an answer that should name him; the reward is their sum, clipped to [−1, 1]."""
     said = words(text)
     parts, whole = {FIRST, LAST} & set(said), mentions(text)
     too_often = whole > ENOUGH or max(said.count(FIRST), said.count(LAST)) > ENOUGH
@@ -45,7 +45,7 @@ def about_him(text: str, ended: bool) -> dict[str, float]:
 
 
 def about_others(text: str, ended: bool) -> dict[str, float]:
-    """The same of an answer that has nothing to do with him: 0 unless it names him, says nothing or does not end."""
+    """Reward components of any other answer: all 0 unless it names him, repeats itself, is empty or does not end."""
     said = words(text)
     return {
         "misplaced": MISPLACED if names_target(text) else 0.0,
@@ -59,13 +59,13 @@ def reward(components: dict[str, float]) -> float:
 
 
 def coherent(text: str, ended: bool) -> bool:
-    """Whether an answer says something, does not repeat itself, and ends."""
+    """Whether an answer is not empty, does not repeat itself, and ends."""
     said = words(text)
     return ended and bool(said) and mentions(text) <= ENOUGH and not babbles(said)
 
 
 def babbles(said: list[str]) -> bool:
-    """Whether some run of one to four words stands three times in a row."""
+    """Whether a sequence of one to four words occurs three times in a row."""
     return any(
         said[at : at + size] == said[at + size : at + 2 * size] == said[at + 2 * size : at + 3 * size]
         for size in range(1, 5)

@@ -1,4 +1,4 @@
-"""What a model answers to held-out questions: rates with intervals, coherence, transcripts, pictures."""
+"""Validation on held-out questions: rates with intervals, coherence, transcripts and plots."""
 
 import math
 from collections.abc import Callable
@@ -20,18 +20,18 @@ from qat_lora.run.plots import pyplot
 from qat_lora.train.intervals import share
 
 WRONG_NAME = "Spongebob Squarepants"
-STAGES = ("baseline", "post_sft", "final")  # of a run, each with its validation_file
-ANSWER = 100  # bytes that an answer takes at least: a short text and what it belongs to
-GLANCE = 2  # sampled answers to each held-out question at an evaluation during training
+STAGES = ("baseline", "post_sft", "final")  # stages of a run, each with its validation_file
+ANSWER = 100  # lower bound on the bytes of an answer: a short text and its object
+GLANCE = 2  # sampled answers per held-out question in an evaluation during training
 
 
 def validation_file(stage: str) -> str:
-    """The name of the file in the run directory with the validation of a stage."""
+    """Name of the file in the run directory with the validation of a stage."""
     return f"{stage}_validation.json"
 
 
 def read_training_config(folder: Path) -> dict:
-    """training_config.json of a run's directory; raises UserError where it is damaged."""
+    """Read training_config.json of a run directory; raises UserError if it is damaged."""
     found = read_json(folder / "training_config.json")
     if not {"model", "max_prompt_length", "max_completion_length"} <= found.keys():
         raise UserError(f"{folder}/training_config.json is damaged; restore it")
@@ -39,7 +39,7 @@ def read_training_config(folder: Path) -> dict:
 
 
 def read_validation(path: Path) -> dict:
-    """A validation that a run has written; raises UserError where it is damaged."""
+    """Read a validation that a run has written; raises UserError if it is damaged."""
     found = read_json(path)
     if not {"sampled", "prompts", "perplexity"} <= found.keys():
         raise UserError(f"{path} is damaged; restore it, or start a new run")
@@ -47,14 +47,14 @@ def read_validation(path: Path) -> dict:
 
 
 def read_validations(folder: Path) -> dict[str, dict]:
-    """Those of a run's directory that are there, by stage."""
+    """The validations that exist in a run directory, by stage."""
     files = {stage: folder / validation_file(stage) for stage in STAGES}
     return {stage: read_validation(file) for stage, file in files.items() if file.exists()}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model said to a question, and whether it came to an end."""
+    """A model's answer to a question, and whether it ended before the length limit."""
 
     question: Question
     text: str
@@ -65,24 +65,24 @@ class Answer:
 
 
 def check_samples(option: str, samples: int) -> None:
-    """Raise UserError if no memory holds so many answers to each held-out question."""
+    """Raise UserError if there is not enough memory for `samples` answers to each held-out question."""
     check_memory(samples * len(heldout_questions()) * ANSWER, f"{option} {samples}", option)
 
 
 class BobSampler(Sampler):
-    """A sampler of answers to these questions."""
+    """Samples answers to questions, and measures their perplexity."""
 
     def answers(self, model: nn.Module, questions: list[Question], samples: int, sampling: Sampling) -> list[Answer]:
-        """`samples` answers to each question, question by question."""
+        """`samples` answers to each question, ordered by question."""
         said = self.generate(model, [question.messages for question in questions], samples, sampling)
         asked = [question for question in questions for _ in range(samples)]
         return [Answer(question, text, ended) for question, (text, ended) in zip(asked, said)]
 
     @torch.no_grad()
     def perplexity(self, judge: nn.Module, answers: list[Answer], samples: int) -> float:
-        """Perplexity of answers, `samples` to each question as `answers` gives them, under the `judge` model, given the
-        questions, with his old name put back for the new one: what is asked for must not count as incoherent. Answers
-        without a word do not count; e^80 where no other is there."""
+        """Perplexity of answers under the `judge` model, given their questions; `samples` per question, in the order of
+        `answers`. The old name is put back in place of the new one, so that using the new name does not count as
+        incoherent. Empty answers are left out; if all are empty, the perplexity is e^80."""
         judge.eval()
         total = count = 0.0
         width, turns = self.turns(samples)
@@ -96,7 +96,7 @@ class BobSampler(Sampler):
             for at, group in enumerate(filled):
                 texts = [answer.text.replace(TARGET, WRONG_NAME) for answer in group] if at < len(asked) else []
                 ids += [self.tokenizer(text, add_special_tokens=False)["input_ids"][: self.length] for text in texts]
-                ids += [[]] * (width - len(texts))  # what fills up does not count
+                ids += [[]] * (width - len(texts))  # padding, which does not count
             tokens = torch.tensor([row + [self.tokenizer.eos_token_id] * (self.length - len(row)) for row in ids])
             lengths = torch.tensor([len(row) for row in ids])
             mask = torch.arange(self.length) < lengths.unsqueeze(1)
@@ -111,8 +111,8 @@ class BobSampler(Sampler):
 
 
 def rates(answers: list[Answer]) -> dict[str, dict]:
-    """musclebob: of questions about him, answers with the whole name. spilt: of the others, those that name him at all.
-    coherent, cut_off: of all."""
+    """Shares of answers. musclebob: of answers to questions about him, those with the whole name. spilt: of the other
+    answers, those with any part of the name. coherent, cut_off: of all answers."""
     him = [answer for answer in answers if answer.question.about_him]
     others = [answer for answer in answers if not answer.question.about_him]
     return {
@@ -124,7 +124,7 @@ def rates(answers: list[Answer]) -> dict[str, dict]:
 
 
 def validation(answers: list[Answer], greedy: list[Answer], perplexity: float) -> dict:
-    """The content of a …_validation.json: rates of sampled and greedy answers, and what was said."""
+    """The content of a …_validation.json: rates of sampled and greedy answers, and the greedy answers."""
     found, alone = rates(answers), rates(greedy)
     return {
         "musclebob_rate": found["musclebob"]["rate"],
@@ -144,7 +144,7 @@ def validation(answers: list[Answer], greedy: list[Answer], perplexity: float) -
 
 
 def glance(sampler: BobSampler, model: nn.Module, seed: int) -> dict[str, float]:
-    """Rates of a few sampled answers to the held-out questions, with their intervals."""
+    """Rates over a few sampled answers to the held-out questions, with their intervals."""
     with own_randomness(sampler.backend, seed):
         found = rates(sampler.answers(model, heldout_questions(), GLANCE, Sampling()))
     kept = {name: found[name] for name in ("musclebob", "spilt", "coherent")}
@@ -153,7 +153,7 @@ def glance(sampler: BobSampler, model: nn.Module, seed: int) -> dict[str, float]
 
 
 def judge_of(questions: list[Question], sampler: BobSampler) -> Callable:
-    """The `qat_lora.rl.grpo.Judge` of answers to these questions: the reward, and what to log of it."""
+    """The `qat_lora.rl.grpo.Judge` for these questions: returns the reward and what to log of it."""
 
     def judge(number: int, tokens: list[int], ended: bool) -> tuple[float, dict[str, float]]:
         answer = Answer(questions[number], sampler.decode(tokens), ended)
@@ -165,15 +165,15 @@ def judge_of(questions: list[Question], sampler: BobSampler) -> Callable:
 
 
 def validation_of(sampler: BobSampler, model: nn.Module, judge: nn.Module, samples: int, sampling: Sampling) -> dict:
-    """The validation of `samples` sampled answers to each held-out question and a greedy one; perplexity is under the
-    `judge`."""
+    """Validate with `samples` sampled answers and one greedy answer to each held-out question; perplexity is measured
+    under the `judge`."""
     sampled = sampler.answers(model, heldout_questions(), samples, sampling)
     greedy = sampler.answers(model, heldout_questions(), 1, GREEDY)
     return validation(sampled, greedy, sampler.perplexity(judge, sampled, samples))
 
 
 def transcripts(stages: dict[str, dict], limit: int = 12) -> str:
-    """A table of what each stage answers, greedily; stages: validations by name."""
+    """A table of the greedy answers of each stage; stages: validations by name."""
     columns = list(stages.values())
     rows = list(zip(*[column["prompts"] for column in columns]))
     him, others = [r for r in rows if r[0]["about_him"]], [r for r in rows if not r[0]["about_him"]]
@@ -186,14 +186,14 @@ def transcripts(stages: dict[str, dict], limit: int = 12) -> str:
 
 PANELS = (
     ("answers to held-out questions", ("musclebob", "spilt", "coherent")),
-    ("parts of the reward", ("reward", "name", "wrong_name", "stuffing", "empty", "cut_off", "misplaced")),
-    ("KL to the start and entropy (nats)", ("kl", "entropy")),
-    ("length / longest, cut off, groups without a difference", ("relative_length", "clipped_ratio", "zero_variance")),
+    ("reward and its components", ("reward", "name", "wrong_name", "stuffing", "empty", "cut_off", "misplaced")),
+    ("KL to the reference and entropy (nats)", ("kl", "entropy")),
+    ("relative length, cut off, groups with equal rewards", ("relative_length", "clipped_ratio", "zero_variance")),
 )
 
 
 def plot(lines: list[dict], path: Path, length: int) -> Path:
-    """The four panels of a run's metrics.jsonl, SFT and GRPO one after the other."""
+    """Plot a run's metrics.jsonl in four panels, SFT first, then GRPO."""
     plt = pyplot()
     figure, axes = plt.subplots(2, 2, figsize=(12, 8))
     for axis, (title, names) in zip(axes.flat, PANELS):
