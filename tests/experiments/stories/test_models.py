@@ -1,4 +1,4 @@
-"""Reservoir model and baselines: equal in parameters, causal, the same in one piece or with a carried state."""
+"""The reservoir model and its baselines have equal parameter counts, are causal, and can carry their state."""
 
 import dataclasses
 import math
@@ -37,7 +37,7 @@ def test_baselines_have_as_many_trained_parameters():
 
 
 @pytest.mark.parametrize("seed", [0, 2**63 - 1])
-def test_the_seed_decides(seed):
+def test_weights_depend_on_the_seed(seed):
     kind = MODELS[0]
     one, same, other = (build(kind, 50, SHAPE, seed).state_dict() for seed in (seed, seed, 2))
     assert all(torch.equal(one[n], same[n]) for n in one)
@@ -45,7 +45,7 @@ def test_the_seed_decides(seed):
     assert not torch.equal(one["blocks.0.reservoirs.0.decay"], other["blocks.0.reservoirs.0.decay"])
 
 
-def test_nothing_sees_what_comes_later(model):
+def test_models_are_causal(model):
     tokens = torch.randint(50, (2, 40), generator=torch.Generator().manual_seed(0))
     other = tokens.clone()
     other[:, 25:] = 7
@@ -53,7 +53,7 @@ def test_nothing_sees_what_comes_later(model):
     assert not torch.allclose(model(tokens)[0][:, 25:], model(other)[0][:, 25:])
 
 
-def test_a_carried_state_is_the_whole_text(model):
+def test_carrying_the_state_equals_one_pass_over_the_whole_text(model):
     tokens = torch.randint(50, (2, 30), generator=torch.Generator().manual_seed(1))
     whole, _ = model(tokens)
     state, parts = model.begin(2), []
@@ -73,8 +73,8 @@ def test_loss_is_cross_entropy(model):
     assert loss.item() == pytest.approx(((nll * mask).sum() / mask.sum()).item(), rel=1e-5)
 
 
-def test_heldout_figures_are_of_every_token(stories, backend):
-    """Of a model that knows nothing: log of the vocabulary a token."""
+def test_heldout_metrics_cover_every_token(stories, backend):
+    """A uniform model has log(vocabulary) nats/token."""
     model = build("reservoir", stories.vocab, SHAPE, seed=0)
     model.embedding.weight.data.zero_()
     found = heldout(model, stories, 16, 4, backend)
@@ -83,7 +83,7 @@ def test_heldout_figures_are_of_every_token(stories, backend):
     assert found["bits_per_byte"] == pytest.approx(wanted, rel=1e-4)
 
 
-def test_a_story_goes_on_from_its_beginning(stories, backend):
+def test_a_story_continues_its_prompt(stories, backend):
     model = backend.place(build("reservoir", stories.vocab, SHAPE, seed=0))
     backend.seed(1)
     told = tell(model, stories, stories.tokenizer.encode("The cat").ids, 20, Sampling(0.8, top_k=5, top_p=0.9), backend)
@@ -97,12 +97,12 @@ def test_impossible_shapes_are_refused(changes):
         Shape(**vars(SHAPE) | changes)
 
 
-def test_a_baseline_that_cannot_be_as_small_is_refused():
+def test_a_baseline_that_cannot_be_small_enough_is_refused():
     with pytest.raises(UserError, match="--model transformer has at least"):
         build("transformer", 50, Shape(64, 2, 4, (ReservoirSpec(4),)), 0)
 
 
-def test_training_leaves_reservoirs_as_they_were_drawn(stories, backend):
+def test_training_does_not_change_the_reservoirs(stories, backend):
     model, drawn = (build("reservoir", stories.vocab, SHAPE, seed=0) for _ in range(2))
     backend.place(model)
     optimizer = new_optimizer([{"params": [p for p in model.parameters() if p.requires_grad], "lr": 0.1}], backend)
@@ -117,7 +117,7 @@ def test_training_leaves_reservoirs_as_they_were_drawn(stories, backend):
         assert (w != 0).float().mean().item() == pytest.approx(0.1, abs=0.05)
 
 
-def test_every_reservoir_is_another():
+def test_all_reservoirs_differ():
     shape = Shape(16, 12, 8, (ReservoirSpec(6), ReservoirSpec(6), ReservoirSpec(8, "esn", density=0.5)))
     state = build("reservoir", 50, shape, 0).state_dict()
     drawn = [value.flatten()[:8].tolist() for name, value in state.items() if name.endswith(("decay", ".w", "w_in"))]

@@ -1,4 +1,4 @@
-"""Reservoirs keep what they were drawn with, forget where they began, and remember what they may."""
+"""Reservoirs match their spec, forget their initial state, and respect the bound on memory capacity."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ ESN = ReservoirSpec(60, "esn", radius=0.9, density=0.2, leak=(0.3, 0.8), scaling
 DIAGONAL = ReservoirSpec(40, "diagonal", radius=0.95, leak=(0.5, 1.0), seed=4)
 
 
-def test_an_echo_state_network_is_what_was_asked_for():
+def test_an_echo_state_network_matches_its_spec():
     cell = EchoState(ESN, 5)
     assert torch.linalg.eigvals(cell.w).abs().max().item() == pytest.approx(0.9, rel=1e-4)
     assert (cell.w != 0).float().mean().item() == pytest.approx(0.2, abs=0.02)
@@ -26,7 +26,7 @@ def test_an_echo_state_network_is_what_was_asked_for():
     assert not list(cell.parameters()) and {"w", "w_in", "leak"} <= cell.state_dict().keys()
 
 
-def test_a_diagonal_reservoir_is_what_was_asked_for():
+def test_a_diagonal_reservoir_matches_its_spec():
     cell = DiagonalReservoir(DIAGONAL, 5)
     assert not list(cell.parameters())
     leak = DIAGONAL.leaks()
@@ -36,14 +36,14 @@ def test_a_diagonal_reservoir_is_what_was_asked_for():
 
 
 @pytest.mark.parametrize("spec", [ESN, DIAGONAL])
-def test_the_same_spec_is_the_same_reservoir(spec):
+def test_the_same_spec_gives_the_same_reservoir(spec):
     one, other = (reservoir(spec, 5).state_dict() for _ in range(2))
     assert all(torch.equal(one[name], other[name]) for name in one)
     third = reservoir(ReservoirSpec(**vars(spec) | {"seed": 9}), 5).state_dict()
     assert not all(torch.equal(one[name], third[name]) for name in one)
 
 
-def test_the_leaky_equation():
+def test_leaky_units_follow_their_equation():
     cell = EchoState(ESN, 5)
     x, h = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0)), torch.zeros(2, 60)
     states, last = cell(x, cell.begin(2))
@@ -53,7 +53,7 @@ def test_the_leaky_equation():
     torch.testing.assert_close(last, h)
 
 
-def test_the_diagonal_equation():
+def test_diagonal_units_follow_their_equation():
     cell, leak = DiagonalReservoir(DIAGONAL, 5), DIAGONAL.leaks()
     x = torch.randn(2, 30, 5, generator=torch.Generator().manual_seed(0))
     states, last = cell(x, cell.begin(2))
@@ -67,8 +67,8 @@ def test_the_diagonal_equation():
 
 
 @pytest.mark.parametrize("spec", [ESN, DIAGONAL])
-def test_two_beginnings_come_together(spec):
-    """The echo-state property: after enough of the same input, where it began does not matter."""
+def test_states_from_different_starts_converge(spec):
+    """The echo-state property: after enough of the same input, the initial state does not matter."""
     cell = reservoir(spec, 5)
     x = torch.randn(1, 300, 5, generator=torch.Generator().manual_seed(1))
     begin = cell.begin(1)
@@ -78,7 +78,7 @@ def test_two_beginnings_come_together(spec):
     assert apart[0] > 0.1 and apart[-1] < 1e-3 * apart[0]
 
 
-def test_memory_is_no_more_than_units():
+def test_memory_capacity_is_at_most_the_number_of_units():
     cell = EchoState(SPEC, 1)
     states, _ = cell(INPUTS.view(1, -1, 1), cell.begin(1))
     assert 6 < memory_capacity(states[0], INPUTS, 60) <= MOST

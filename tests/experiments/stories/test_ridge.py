@@ -20,7 +20,7 @@ def direct(x: torch.Tensor, targets: torch.Tensor, alpha: float) -> torch.Tensor
     return torch.linalg.solve(x.T @ x + alpha * torch.eye(FEATURES).double(), x.T @ y).T
 
 
-def test_ridge_of_several_alphas_from_one_pass(data):
+def test_ridge_solves_several_alphas_from_one_pass(data):
     moments = RidgeMoments(FEATURES, VOCAB)
     for part in zip(*(t.split(64) for t in data)):
         moments.add(*part)
@@ -37,7 +37,7 @@ def test_recursive_least_squares_equal_ridge(data, size):
     torch.testing.assert_close(rls.weight, direct(*data, 0.5), rtol=1e-8, atol=1e-9)
 
 
-def test_forgetting_weighs_samples_by_their_age(data):
+def test_forgetting_weights_samples_by_age(data):
     x, targets = data[0][:30], data[1][:30]
     rls = RecursiveLeastSquares(FEATURES, VOCAB, alpha=0.5, forgetting=0.9)
     for at in range(30):
@@ -51,7 +51,7 @@ def test_forgetting_weighs_samples_by_their_age(data):
 
 
 @pytest.mark.parametrize("alpha", [0.0, -1.0, float("nan")])
-def test_a_ridge_that_is_none_is_refused(alpha):
+def test_an_alpha_that_is_not_positive_is_refused(alpha):
     with pytest.raises(UserError, match=f"α {alpha}"):
         RidgeMoments(FEATURES, VOCAB).solve([1.0, alpha])
     with pytest.raises(UserError, match=f"α {alpha}"):

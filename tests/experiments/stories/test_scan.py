@@ -1,4 +1,4 @@
-"""Linear recurrences in chunks equal the loop over time."""
+"""The parallel forms of linear recurrences equal the loop over time."""
 
 import pytest
 import torch
@@ -19,8 +19,8 @@ def test_times_is_the_complex_product():
 
 
 @pytest.mark.parametrize("steps", [1, 7, 8, 9, 63, 64, 65, 200, 512])
-def test_chunks_equal_the_loop(steps):
-    """Of one chunk, of whole and of broken ones, and of chunks of chunks."""
+def test_the_chunked_scan_equals_the_loop(steps):
+    """One chunk, whole and partial chunks, and chunks of chunks."""
     decay = decays(6)
     random = torch.Generator().manual_seed(1)
     drive, state = torch.randn(3, steps, 6, 2, generator=random), torch.randn(3, 6, 2, generator=random)
@@ -37,7 +37,7 @@ def test_a_decay_that_underflows_in_the_upper_levels():
     torch.testing.assert_close(DiagonalScan(decay, chunk=4)(drive, state), wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_a_text_in_two_parts_is_the_text():
+def test_scanning_in_two_parts_equals_scanning_the_whole():
     decay, drive = decays(4), torch.randn(2, 50, 4, 2, generator=torch.Generator().manual_seed(2))
     scan, state = DiagonalScan(decay, chunk=8), torch.zeros(2, 4, 2)
     whole = scan(drive, state)
@@ -45,7 +45,7 @@ def test_a_text_in_two_parts_is_the_text():
     torch.testing.assert_close(torch.cat([first, scan(drive[:, 21:], first[:, -1])], 1), whole)
 
 
-def test_gradients_equal_the_loops():
+def test_gradients_equal_those_of_the_loop():
     decay = decays(3)
     drive = torch.randn(2, 20, 3, 2, generator=torch.Generator().manual_seed(3), requires_grad=True)
     state = torch.randn(2, 3, 2, generator=torch.Generator().manual_seed(4), requires_grad=True)
@@ -57,13 +57,13 @@ def test_gradients_equal_the_loops():
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-4)
 
 
-def test_more_steps_than_it_reaches_are_refused():
+def test_more_steps_than_the_levels_reach_are_refused():
     with pytest.raises(ValueError, match="9 steps are more than 3 levels of 2 reach"):
         DiagonalScan(decays(2), chunk=2, levels=3)(torch.zeros(1, 9, 2, 2), torch.zeros(1, 2, 2))
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5, 16, 33])
-def test_doublings_equal_the_loop(steps):
+def test_the_gated_scan_equals_the_loop(steps):
     random = torch.Generator().manual_seed(5)
     keep, drive = torch.rand(2, steps, 4, generator=random), torch.randn(2, steps, 4, generator=random)
     state, states = torch.randn(2, 4, generator=random), []

@@ -1,4 +1,4 @@
-"""Stories become tokens: each once an epoch, the tail held out, every held-out token predicted once."""
+"""Stories as tokens: each is used once per epoch, the tail is held out, and held-out tokens are predicted once."""
 
 import json
 import random
@@ -26,7 +26,7 @@ def text(tmp_path):
 
 
 @pytest.mark.parametrize("kind, vocab", [("bpe", 400), ("auto", 400), ("chars", 0)])
-def test_both_parts_are_the_text(text, kind, vocab):
+def test_both_parts_together_are_the_text(text, kind, vocab):
     found = load_stories(text, 10, 0.1, kind, vocab)
     said = [found.tokenizer.decode(part[:-1].tolist()) for part in (found.train, found.heldout)]
     assert "\n".join(said) == TEXT and 0.08 < len(said[1]) / len(TEXT) < 0.12
@@ -34,7 +34,7 @@ def test_both_parts_are_the_text(text, kind, vocab):
     assert max(found.train[:].max(), found.heldout[:].max()) < found.vocab
 
 
-def test_several_stories_keep_apart(tmp_path):
+def test_stories_stay_separate(tmp_path):
     (tmp_path / "s.jsonl").write_text(
         "".join(f'{{"text": "story number {n}"}}\n' for n in range(20)) + '{"text": ""}\n'
     )
@@ -48,7 +48,7 @@ TALES = [f"Tale {n}: it's {'warm' if n % 2 else 'cold'}.\n\nThe end, caf\u00e9 {
 
 @pytest.fixture
 def gpt2(monkeypatch, tmp_path):
-    """A stand-in for GPT-2's tokenizer, which knows the separator as a special token."""
+    """A stand-in for GPT-2's tokenizer, with the separator as a special token."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -59,7 +59,7 @@ def gpt2(monkeypatch, tmp_path):
 
 
 def published(tmp_path, suffix: str) -> str:
-    """The tales as a source of that kind has them, with empty ones between."""
+    """The tales as a file with this suffix, with empty stories in between."""
     path = tmp_path / f"tales{suffix}"
     if suffix == ".txt":
         path.write_bytes(("\ufeff\n<|endoftext|>\n" + "\n<|endoftext|>\n<|endoftext|> \n".join(TALES) + "\n").encode())
@@ -78,7 +78,7 @@ def published(tmp_path, suffix: str) -> str:
 
 @pytest.mark.parametrize("kind, vocab", [("bpe", 300), ("chars", 0), ("gpt2", 0)])
 @pytest.mark.parametrize("suffix", [".txt", ".crlf.txt", ".jsonl", ".parquet"])
-def test_the_published_layout(tmp_path, gpt2, suffix, kind, vocab):
+def test_published_layouts_give_the_same_tokens(tmp_path, gpt2, suffix, kind, vocab):
     (tmp_path / "plain.jsonl").write_text("".join(json.dumps({"text": tale}) + "\n" for tale in TALES))
     plain = load_stories(str(tmp_path / "plain.jsonl"), 1000, 0.2, kind, vocab)
     found = load_stories(published(tmp_path, suffix), 1000, 0.2, kind, vocab)
@@ -95,7 +95,7 @@ def test_max_stories_counts_stories(tmp_path, suffix, most, sizes):
     assert ((found.train[:] == found.end).sum(), (found.heldout[:] == found.end).sum()) == sizes
 
 
-def test_rows_without_text_are_no_stories(tmp_path):
+def test_empty_rows_do_not_count_as_stories(tmp_path):
     rows = [row for n in range(9) for row in ({"text": END}, {"text": None}, {"text": f"tale {n}"})]
     (tmp_path / "s.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = load_stories(str(tmp_path / "s.jsonl"), 5, 0.2, "chars", 0)
@@ -113,8 +113,8 @@ def test_separators_around_one_story_change_nothing(tmp_path):
     "kind, vocab, one, rows",
     [("bpe", 400, "86c9443fffbbedb6", "1950700694863897"), ("chars", 0, "6472932aa90d170b", "b1cf98440c779462")],
 )
-def test_fingerprints_stay(text, tmp_path, kind, vocab, one, rows):
-    """Existing runs can be resumed only as long as these stay the same."""
+def test_fingerprints_do_not_change(text, tmp_path, kind, vocab, one, rows):
+    """Otherwise existing runs could not be resumed."""
     assert load_stories(text, 10, 0.1, kind, vocab).fingerprint.startswith(one)
     lines = [line if number % 9 else "" for number, line in enumerate(TEXT.splitlines())]
     (tmp_path / "s.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
@@ -123,7 +123,7 @@ def test_fingerprints_stay(text, tmp_path, kind, vocab, one, rows):
 
 @pytest.mark.parametrize("kind, vocab", [("bpe", 300), ("chars", 0), ("gpt2", 0)])
 @pytest.mark.parametrize("separator", ["", END])
-def test_pieces_have_the_tokens_of_the_whole(tmp_path, monkeypatch, gpt2, kind, vocab, separator):
+def test_tokens_do_not_depend_on_how_a_text_is_cut_into_pieces(tmp_path, monkeypatch, gpt2, kind, vocab, separator):
     parts = [
         "\n",
         "\n\n",
@@ -153,7 +153,7 @@ def test_pieces_have_the_tokens_of_the_whole(tmp_path, monkeypatch, gpt2, kind, 
         found = load_stories(str(tmp_path / "s.txt"), 999, 0.3, kind, vocab)
         assert found.fingerprint == whole.fingerprint and found.heldout_bytes == whole.heldout_bytes
         assert found.openings(9, 5) == whole.openings(9, 5)
-        for side in (found.train, found.heldout):  # as the tokenizer itself has it
+        for side in (found.train, found.heldout):  # equals the tokenizer's own encoding
             at = side[:].tolist().index(found.end)
             said = found.tokenizer.decode(side[:at].tolist())
             assert kind == "gpt2" or found.tokenizer.encode(said).ids == side[:at].tolist()
@@ -188,7 +188,7 @@ def test_a_slice_of_tokens_is_a_tensor(tmp_path, vocab, kind):
         assert torch.equal(one["tokens"], other["tokens"]) and torch.equal(one["mask"], other["mask"])
 
 
-def test_openings_are_of_several_texts_or_places(text, tmp_path):
+def test_openings_come_from_several_stories_or_places(text, tmp_path):
     one = load_stories(text, 10, 0.3, "chars", 0)
     first, second = (one.tokenizer.decode(tokens) for tokens in one.openings(2, 9))
     assert first.startswith("Story") and len(first) == len(second) == 9 and first != second
@@ -205,7 +205,7 @@ def test_openings_are_of_several_texts_or_places(text, tmp_path):
         (r'{"text": "\ud800"}', "row 1: the text is not valid Unicode"),
     ],
 )
-def test_rows_without_text_are_refused(tmp_path, line, part):
+def test_rows_with_bad_text_are_refused(tmp_path, line, part):
     (tmp_path / "s.jsonl").write_text('{"text": "fine"}\n' + line)
     with pytest.raises(UserError) as error:
         load_stories(str(tmp_path / "s.jsonl"), 20, 0.2, "chars", 0)
@@ -213,7 +213,7 @@ def test_rows_without_text_are_refused(tmp_path, line, part):
 
 
 @pytest.mark.parametrize("length", [1, 5, 13])
-def test_every_token_is_predicted_once_an_epoch(length):
+def test_every_token_is_predicted_once_per_epoch(length):
     stream = torch.arange(100)
     blocks = Blocks(stream, length)
     predicted = torch.cat([blocks[i]["tokens"][1:] for i in range(len(blocks))])
@@ -240,7 +240,7 @@ def test_every_heldout_token_counts_once(length, stride, count):
         ({"tokenizer": "bpe", "vocab": 100}, "--vocab-size 100"),
     ],
 )
-def test_bad_input(text, changes, part):
+def test_bad_options_are_refused(text, changes, part):
     asked = {"source": text, "max_stories": 5, "heldout": 0.1, "tokenizer": "chars", "vocab": 0} | changes
     with pytest.raises(UserError, match=part):
         load_stories(**asked)

@@ -1,4 +1,4 @@
-"""Tokens are kept on disk: made once, whole or not there, checked whenever they are read."""
+"""Tokens on disk are written once, are either complete or absent, and are checked whenever they are read."""
 
 import errno
 import functools
@@ -46,7 +46,7 @@ def same(one, other) -> bool:
 
 
 def never(*_):
-    raise AssertionError("made again")
+    raise AssertionError("the tokens were written again")
 
 
 @pytest.mark.parametrize("kind, vocab", [("chars", 0), ("bpe", 300)])
@@ -61,7 +61,7 @@ def test_a_text_is_tokenised_once(load, tmp_path, monkeypatch, kind, vocab):
     assert same(load(tokenizer=kind, vocab=vocab, heldout=0.2001), one), "the same stories are held out"
 
 
-def test_the_same_stories_elsewhere_are_found(load, source, tmp_path, monkeypatch):
+def test_the_same_stories_in_another_file_use_the_same_cache(load, source, tmp_path, monkeypatch):
     one = load()
     other = tmp_path / "other.txt"
     other.write_bytes(source.read_bytes().replace(b"\n", b"\r\n") + b"<|endoftext|>")
@@ -73,20 +73,20 @@ def test_the_same_stories_elsewhere_are_found(load, source, tmp_path, monkeypatc
     "changes",
     [{"max_stories": 50}, {"heldout": 0.3}, {"tokenizer": "bpe", "vocab": 300}, {"tokenizer": "bpe", "vocab": 310}],
 )
-def test_what_decides_the_tokens_makes_others(load, tmp_path, changes):
+def test_options_that_change_the_tokens_get_their_own_cache(load, tmp_path, changes):
     load()
     load(tokenizer="bpe", vocab=280)
     load(**changes)
     assert len(folders(tmp_path)) == 3
 
 
-def test_another_text_makes_other_tokens(load, source, tmp_path):
+def test_another_text_gets_its_own_cache(load, source, tmp_path):
     one = load()
     source.write_text(source.read_text().replace("cats", "dogs"))
     assert load().fingerprint != one.fingerprint and len(folders(tmp_path)) == 2
 
 
-def test_without_a_cache_nothing_is_left(load, tmp_path, monkeypatch):
+def test_without_a_cache_no_files_are_left(load, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     monkeypatch.setattr("tempfile.tempdir", None)
     (tmp_path / "temporary").mkdir()
@@ -108,7 +108,7 @@ def truncate(path):
 
 @pytest.mark.parametrize("damage", [flip, truncate, os.remove])
 @pytest.mark.parametrize("name", ["tokenizer.json", "train.bin", "heldout.bin", "meta.json"])
-def test_a_damaged_cache_is_noticed_and_made_again(load, tmp_path, capsys, damage, name):
+def test_a_damaged_cache_is_detected_and_rebuilt(load, tmp_path, capsys, damage, name):
     load()
     (folder,) = folders(tmp_path)
     damage(tmp_path / "cache" / folder / name)
@@ -120,7 +120,7 @@ def test_a_damaged_cache_is_noticed_and_made_again(load, tmp_path, capsys, damag
     assert capsys.readouterr().out == "" and folders(tmp_path) == [folder]
 
 
-def test_a_figure_changed_in_meta_json_is_noticed(load, tmp_path):
+def test_a_changed_value_in_meta_json_is_detected(load, tmp_path):
     one = load()
     meta = tmp_path / "cache" / folders(tmp_path)[0] / "meta.json"
     meta.write_text(meta.read_text().replace(f'"heldout_bytes": {one.heldout_bytes}', '"heldout_bytes": 9'))
@@ -129,11 +129,11 @@ def test_a_figure_changed_in_meta_json_is_noticed(load, tmp_path):
 
 # -- writing ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("cached", [True, False])
-def test_a_full_disk_names_the_path_and_leaves_nothing(load, tmp_path, monkeypatch, cached):
+def test_a_full_disk_is_reported_with_the_path_and_leaves_nothing(load, tmp_path, monkeypatch, cached):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(token_files, "sha256", full)  # by then the tokens are written
+    monkeypatch.setattr(token_files, "sha256", full)  # called after the tokens are written
     with pytest.raises(UserError) as error:
         load(**({} if cached else {"cache": None}))
     assert "could not be written" in str(error.value) and "No space left" in str(error.value)
@@ -141,7 +141,7 @@ def test_a_full_disk_names_the_path_and_leaves_nothing(load, tmp_path, monkeypat
     assert not cached or folders(tmp_path) == []
 
 
-def test_a_cache_that_cannot_be_written_names_the_path(load, tmp_path):
+def test_a_cache_that_cannot_be_written_is_reported_with_its_path(load, tmp_path):
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(UserError, match=f"{tmp_path}/cache could not be written"):
         load()
@@ -172,7 +172,7 @@ def slow(load, ready, *_):
     load()
 
 
-def test_what_a_killed_process_leaves_is_not_used(load, tmp_path):
+def test_files_of_a_killed_process_are_not_used(load, tmp_path):
     fork = multiprocessing.get_context("fork")
     ready = fork.Event()
     child = fork.Process(target=functools.partial(slow, load, ready))
@@ -186,7 +186,7 @@ def test_what_a_killed_process_leaves_is_not_used(load, tmp_path):
 
 
 def test_a_second_process_waits_for_the_first(load, tmp_path, monkeypatch, capsys):
-    """Threads here: a lock on a file works between them, too."""
+    """Uses threads; the file lock works between them, too."""
     write, calls, found = stories._write, [], []
 
     def written(*args):
