@@ -1,4 +1,4 @@
-"""A legal answer in five sections: written for training, read back from a model, and counted."""
+"""A legal answer in five sections: rendered for training, read back from a model, and scored."""
 
 import re
 import unicodedata
@@ -25,8 +25,8 @@ SYSTEM = "Answer in five sections: Topic, Difficulty, Reasoning, Answer, Case Ci
 
 # -- rows ------------------------------------------------------------------------------------------------------------
 def checked_rows(rows: Sequence[dict]) -> list[dict]:
-    """The rows, their ids and other columns as stripped text; an absent reasoning, topic, difficulty or
-    citation becomes an empty one.
+    """The rows, with ids and other columns as stripped text; an absent reasoning, topic, difficulty or citation becomes
+    empty.
 
     Raises UserError for a column that is missing or holds something other than text, for an id, question or answer that
     is empty or shows nothing (e.g. zero-width characters), and for ids that occur twice.
@@ -34,7 +34,7 @@ def checked_rows(rows: Sequence[dict]) -> list[dict]:
     missing = [name for name in NEEDED if not any(name in row for row in rows)]
     if missing:
         raise UserError(
-            f"the dataset has no column {', '.join(missing)}; needed: {', '.join(NEEDED)} (there: {', '.join(rows[0])})"
+            f"the dataset has no column {', '.join(missing)}; needed: {', '.join(NEEDED)} (found: {', '.join(rows[0])})"
         )
     for name in NEEDED:
         known = (str, int) if name == "id" else str
@@ -58,35 +58,35 @@ def checked_rows(rows: Sequence[dict]) -> list[dict]:
     seen: set[str] = set()
     twice = [row["id"] for row in clean if row["id"] in seen or seen.add(row["id"])]
     if twice:
-        raise UserError(f"rows {named(dict.fromkeys(twice))}: the id occurs twice; give each row one of its own")
+        raise UserError(f"rows {named(dict.fromkeys(twice))}: the id occurs twice; give each row a unique id")
     return clean
 
 
 def _surrogate(text: str) -> bool:
-    """Whether a text holds half of a surrogate pair, which JSON can express and no tokenizer accepts."""
+    """Whether a text holds half of a surrogate pair, which JSON can express but no tokenizer accepts."""
     return any("\ud800" <= sign <= "\udfff" for sign in text)
 
 
 def same(row: dict) -> str:
-    """A key that is equal for rows whose questions read the same, however they are spaced, punctuated and encoded."""
+    """A key that is equal for rows whose questions differ only in spacing, punctuation and encoding."""
     question = folded(row["question"])
     words = re.findall(rf"{WORD}+|\S", question.replace("_", " "))
     return " ".join(word for word in words if unicodedata.category(word[0]) not in PUNCTUATION) or question
 
 
 def group(row: dict) -> str:
-    """A key that is equal for rows of one topic whose questions differ only in their figures and in the trade of the
-    person concerned, the only differences between two questions that the generator phrases alike."""
+    """A key that is equal for rows of one topic whose questions differ only in figures and in the trade of the person
+    concerned, which is all that differs between questions from one template of the generator."""
     return f"{folded(row['topic'])}: {without_figures(PARTY.sub('a party', folded(row['question'])))}"
 
 
 def messages(question: str) -> list[dict]:
-    """What the model is asked, as chat messages."""
+    """The question as chat messages, with the system prompt."""
     return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": nfc(question)}]
 
 
 def readable(row: dict) -> bool:
-    """Whether the response reads back as its sections: no line of one begins as another does."""
+    """Whether reading the response back gives the same sections, i.e. no line in them begins like a section's title."""
     found = Answer.read(response(row), True)
     return found.formatted and all(found.sections[name] == row[column] for name, column in COLUMNS.items())
 
@@ -97,13 +97,13 @@ def _parts(row: dict) -> list[str]:
 
 
 def response(row: dict) -> str:
-    """The answer that is to be learned: the five sections in order, each under its name, empty ones included."""
+    """The answer to train on: the five sections in order, each with its title, empty ones included."""
     return "\n".join(_parts(row))
 
 
 def document(row: dict, tokenizer, thinks: bool = False) -> Document:
-    """The row as the chat template renders it, with the answer's sections numbered as in NUMBERS; the opening of the
-    answer counts to the first, its end to the last. Raises UserError that names the row's id."""
+    """The row as the chat template renders it, with the answer's sections numbered as in NUMBERS. The opening of the
+    answer belongs to the first section, its end to the last. Raises UserError that names the row's id."""
     said = response(row)
     markers = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     held = [marker for marker in markers if marker in said or marker in row["question"]]
@@ -120,26 +120,26 @@ def document(row: dict, tokenizer, thinks: bool = False) -> Document:
     ((start, end),) = rendered.spans
     at = rendered.text.find(said, start)
     if at < 0:
-        raise UserError(f"row {row['id']}: the chat template changes the answer, so its sections cannot be told")
+        raise UserError(f"row {row['id']}: the chat template changes the answer; use another one with --chat-template")
     edges = [start, *(at + place for place in _starts(row)[1:]), end]
     return Document(rendered.text, tuple(pairwise(edges)), tuple(NUMBERS.values()))
 
 
 def _starts(row: dict) -> list[int]:
-    """Where each section of a response begins: it is as long as the sections before it, and their line ends."""
+    """Where each section of a response begins: after the sections before it and their line ends."""
     lengths = [len(part) for part in _parts(row)]
     return [sum(lengths[:number]) + number for number in range(len(lengths))]
 
 
-# -- counting ----------------------------------------------------------------------------------------------------------
+# -- scoring -----------------------------------------------------------------------------------------------------------
 def score(answers: Sequence[Answer], rows: Sequence[dict], authorities: Authorities) -> dict[str, dict]:
     """Rates with 95% intervals over answers to rows; a rate over nothing (e.g. no row has a figure) is left out.
 
-    format: share of answers with five sections in order and an end. accuracy: share of the rows with a figure whose
-    answer has the same figure. citation_precision: share of everything cited that the row's own response cites.
-    citation_recall: share of what the rows' citation columns cite that is cited. invented: share of answers that cite
-    something that neither the list nor their row has. The rows' own responses therefore always score 1, 1 and 0 in the
-    last three.
+    format: share of answers with five sections in order and an end. accuracy: among rows with a figure, share of
+    answers with the same figure. citation_precision: share of cited authorities that the row's own response cites, too.
+    citation_recall: share of authorities in the rows' citation columns that the answers cite. invented: share of
+    answers that cite something found neither in the list nor in their row. The rows' own responses therefore always
+    score 1, 1 and 0 in the last three.
     """
     checkable = [(a, figure(row["answer"])) for a, row in zip(answers, rows) if figure(row["answer"])]
     cited = wanted = right = recalled = 0
@@ -159,7 +159,7 @@ def score(answers: Sequence[Answer], rows: Sequence[dict], authorities: Authorit
 
 
 def invented(answer: Answer, row: dict, authorities: Authorities) -> list[str]:
-    """What an answer to a row cites that is neither in the list nor in the row, sorted."""
+    """The authorities that an answer to a row cites and that are neither in the list nor in the row, sorted."""
     _, allowed = authorities.found(Answer.read(response(row), True))
     _, others = authorities.found(answer)
     return sorted(name for own, name in others.items() if own not in allowed)

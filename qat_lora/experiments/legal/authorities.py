@@ -1,4 +1,4 @@
-"""A closed list of authorities, and what an answer cites from the list and outside it."""
+"""A closed list of authorities, and which authorities an answer cites from the list and outside it."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -23,12 +23,12 @@ from qat_lora.experiments.legal.sections import Answer
 
 END = ""  # key in the tree of titles: a title ends here
 LINKS = CONNECTORS | {"&", "for", "on", "or", "from", "application"}  # may stand in the name of a statute or a party
-FAR = 30  # items that a name, a report or a remark in brackets has at most
+FAR = 30  # most items in a name, a report or a remark in brackets
 APART = set("\n;:?!")  # characters that end a citation
 
 
 class Authorities:
-    """A closed list of what may be cited, found in texts in any spelling: two spellings with the same `citations.key`
+    """A closed list of citable authorities, found in texts in any spelling: two spellings with the same `citations.key`
     are one authority, named by its most frequent spelling.
 
     An authority is a title (an Act, Rules, a case), usually with a place in it or a report. names: one per authority.
@@ -48,7 +48,7 @@ class Authorities:
         }
         self.names = tuple(self.listed.values())
         self.titles: dict = {}
-        self.several: dict[str, set[str]] = {}  # of an authority with several places: the keys of each place alone
+        self.several: dict[str, set[str]] = {}  # for an authority with several places: the key of each place
         for own, name in self.listed.items():
             found = items(name)
             self._plant(found)
@@ -56,8 +56,8 @@ class Authorities:
                 self.several[own] = set(map(key, apart))
 
     def _only(self, shortened: Callable) -> dict[str, str]:
-        """Cases cited in part: the key of a case without its report, or without its year → the key of the only case in
-        the list that this can be."""
+        """Partly cited cases: the key of a case without its report, or without its year → the key of the only case in
+        the list that matches."""
         cases = defaultdict(set)
         for own, spelled in self.listed.items():
             part = shortened(items(spelled))
@@ -66,7 +66,7 @@ class Authorities:
         return {part: own for part, (own, *more) in cases.items() if not more}
 
     def _gathered(self, known: dict[str, str], others: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-        """The same, with "s 5; s 6" as the authority "ss 5 and 6" if that is in the list."""
+        """The given authorities, with "s 5; s 6" merged into "ss 5 and 6" if that is in the list."""
         for own, parts in self.several.items():
             if parts <= known.keys() | others.keys():
                 known, others = (
@@ -76,8 +76,8 @@ class Authorities:
         return known, others
 
     def _plant(self, name: Sequence[Item]) -> None:
-        """Add a title to the tree in which running text is looked up. A title that has no number and is not a case
-        stays out: in a citation section it is a citation, elsewhere it is ordinary words."""
+        """Add a title to the tree that finds titles in running text. A title without a number that is not a case is
+        left out: it counts as a citation in a citation section, but as ordinary words elsewhere."""
         title = case_title(name) or content(name)
         if not case_title(name) and not any(sign.isdecimal() for item in name for sign in item.norm):
             return
@@ -87,14 +87,15 @@ class Authorities:
         node[END] = True
 
     def cited(self, answer: Answer) -> tuple[set[str], set[str]]:
-        """(names in the list, other names) that an answer cites: every entry of its citation section and, in the rest,
-        whatever looks like a statute, a case or a place in a title of the list. In the rest, a title of the list
-        without a place or report is neither; in the section a case may be given without its report."""
+        """(names in the list, other names) that an answer cites: every entry of its citation section and, in the other
+        sections, everything that looks like a statute, a case or a place in a title of the list. In the other sections,
+        a title of the list without a place or report does not count; in the citation section, a case may lack its
+        report."""
         known, others = self.found(answer)
         return set(known.values()), set(others.values())
 
     def found(self, answer: Answer) -> tuple[dict[str, str], dict[str, str]]:
-        """The same as `cited`, as {key: name}."""
+        """Like `cited`, but as {key: name}."""
         known, others = self.in_section(answer.sections.get("citation", ""))
         in_prose = _Reading(self, answer.prose)
         return self._gathered(in_prose.known | known, in_prose.others | others)
@@ -124,7 +125,8 @@ class Authorities:
 
 
 class _Reading:
-    """What running text cites from a list and outside it. Visits every item a bounded number of times."""
+    """The authorities that running text cites from a list and outside it. Visits every item a bounded number of
+    times."""
 
     def __init__(self, authorities: Authorities, text: str):
         self.list, self.text, self.items = authorities, text, items(text)
@@ -141,7 +143,7 @@ class _Reading:
                     find(at)
 
     def rest(self) -> list[Item]:
-        """The meaningful words that belong to no citation, without remarks in brackets."""
+        """The meaningful words outside citations and remarks in brackets."""
         found, depth = [], 0
         for at, (item, taken) in enumerate(zip(self.items, self.taken)):
             depth = max(0, depth + item.gap.count("(") - item.gap.count(")"))
@@ -151,7 +153,7 @@ class _Reading:
         return found
 
     def _take(self, first: int, end: int, *ways: Sequence[Item]) -> None:
-        """Record items first … end−1 as cited; each of `ways` is one authority, by default all the items together."""
+        """Record items first … end−1 as cited; each of `ways` is one authority; by default all items are one."""
         self.taken[first:end] = b"\1" * (end - first)
         name = None
         for way in ways or (self.items[first:end],):
@@ -166,7 +168,7 @@ class _Reading:
         """Whether item `at` can belong to the same citation as the one before it."""
         return 0 < at < len(self.items) and not apart & set(self.items[at].gap)
 
-    # -- what is in the list -----------------------------------------------------------------------------------------
+    # -- authorities in the list -------------------------------------------------------------------------------------
     def _title_end(self, at: int) -> int:
         """Where the longest title of the list that begins at this item ends; 0 if there is none."""
         node, end, first = self.list.titles, 0, at
@@ -200,7 +202,8 @@ class _Reading:
         return best
 
     def _places(self, first: int, end: int) -> int | None:
-        """Record a title with the places that follow it, or else those that precede it; None if there are none."""
+        """Record a title with the places that follow it, or else those that precede it; returns where the citation
+        ends, or None if there are no places."""
         far = self._chain(end, 1)
         near = first
         if far == end:
@@ -217,11 +220,11 @@ class _Reading:
         return far
 
     def _beside(self, at: int) -> bool:
-        """Whether item `at` follows a free one with at most a comma or a bracket between them."""
+        """Whether item `at` follows an uncited one with at most commas or brackets between them."""
         return at > 0 and not self.taken[at - 1] and set(self.items[at].gap) <= set(" ,()[]")
 
     def _chain(self, at: int, step: int) -> int:
-        """Where a chain of places, joined by commas and "and", ends that starts at `at`; step: 1 forwards, −1
+        """Where the chain of places that starts at `at`, joined by commas and "and", ends; step: 1 forwards, −1
         backwards."""
         end = at
         while 0 <= (place := at if step > 0 else at - 1) < len(self.items):
@@ -234,7 +237,7 @@ class _Reading:
             end = at if item.places else end
         return end
 
-    # -- what looks like an authority --------------------------------------------------------------------------------
+    # -- other authorities, by their form ----------------------------------------------------------------------------
     def _statute(self, at: int) -> None:
         """Record an Act, Regulations, an Order or Rules with a name before and a year after it."""
         item, year = self.items[at], at + 1
@@ -258,7 +261,7 @@ class _Reading:
             self._take(first, year + 1)
 
     def _case(self, at: int) -> None:
-        """Record two parties with a v between them, with or without a report, or "Re" and a name with a report."""
+        """Record two parties with a v between them, with or without a report, or "Re" with a name and a report."""
         item, end = self.items[at], self._names_after(at + 1)
         if end == at + 1:
             return
@@ -310,8 +313,8 @@ class _Reading:
         return end
 
     def _goes_on(self, before: Item, after: Item) -> bool:
-        """Whether a sentence continues from one item to the next: a full stop ends it unless the first is an
-        abbreviation, as one is if the next begins small."""
+        """Whether a sentence continues from one item to the next: a full stop ends it, unless the first is an
+        abbreviation or the next begins in lower case."""
         short = before.abbreviated or len(before.norm) == 1 or "." in self.text[before.start : before.end]
         return "." not in after.gap or short or not after.big
 

@@ -1,8 +1,8 @@
-"""Citations as they are written, and the key by which two spellings of one authority are equal.
+"""Citations as written in texts, and a key that is equal for all spellings of one authority.
 
-"Limitation Act 1980, s 5", "LIMITATION ACT 1980 section 5" and "s. 5 of the Limitation Act, 1980" have one key, as have
-"Roe v. Wade, 410 U. S. 113 (1973)" and "Roe v Wade (1973) 410 US 113". A text is read once into items (words, and
-places such as s 5(1)), and everything else works on those items, in time linear in the length of the text.
+"Limitation Act 1980, s 5", "LIMITATION ACT 1980 section 5" and "s. 5 of the Limitation Act, 1980" have the same key, so
+have "Roe v. Wade, 410 U. S. 113 (1973)" and "Roe v Wade (1973) 410 US 113". A text is read once into items (words, and
+places such as s 5(1)); everything else works on those items, in time linear in the length of the text.
 """
 
 import re
@@ -23,10 +23,10 @@ PLACES = {
     "pt": ("pt|part", "pts|parts"),
 }
 ONE, MANY = ("|".join(words) for words in zip(*PLACES.values()))
-# Rules of court, which are the same whether or not their year is given
+# Rules of court, which are the same with and without their year
 COURTS = {"cpr": "civil procedure rules", "fpr": "family procedure rules", "crimpr": "criminal procedure rules"}
 YEAR = r"[12]\d{3}(?!\d)"
-CHAR = r"[^\s!-/:-@\[-`{-~§¶]"  # a character of a word; GLYPHS leave no other punctuation
+CHAR = r"[^\s!-/:-@\[-`{-~§¶]"  # a character of a word; GLYPHS leaves no other punctuation
 LETTER = rf"[^\W\d_][{MARKS}]*+"
 CLUSTER = re.compile(rf"(?s:.)[{MARKS}]{{0,8}}+")
 BRACKET = r"(?: ?\((?:\d{1,3}[a-z]?|[a-z]{1,2}|[ivx]{1,4})\))"
@@ -62,7 +62,7 @@ ABBREVIATED = {"co", "ltd", "inc", "corp", "bros", "no", "st", "dr", "mr", "mrs"
 SHORTER = {"and": "&", "vs": "v", "versus": "v", "regina": "r", "rex": "r", "company": "co", "limited": "ltd",
            "incorporated": "inc", "corporation": "corp", "brothers": "bros"}  # fmt: skip
 DIGITS = {"I": 1, "V": 5, "X": 10, "L": 50, "C": 100}
-DEEPEST = 4  # places within one another
+DEEPEST = 4  # most nested places
 ENACTED = {"act", "regulations", "order", "rules"}  # a statute if a year follows
 NOTHING = {"none", "nil", "null", "n/a", "na", "not applicable", "no authority"}
 EMPHASIS = "*_"
@@ -70,8 +70,8 @@ EMPHASIS = "*_"
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A word of a text, or one or more places in an authority. norm: the form that is compared; start, end: character
-    range in the text; gap: the text between the previous item and this one; big: it begins with a capital."""
+    """A word of a text, or one or more places in an authority. norm: the form used in comparisons; start, end:
+    character range in the text; gap: the text between the previous item and this one; big: begins with a capital."""
 
     norm: str
     start: int
@@ -82,7 +82,7 @@ class Item:
 
     @property
     def abbreviated(self) -> bool:
-        """Whether a full stop after it may belong to it."""
+        """Whether a full stop after this item may belong to it."""
         return self.norm in ABBREVIATED and self.end - self.start <= len("corp")
 
     @property
@@ -97,7 +97,7 @@ def items(text: str) -> list[Item]:
     ends: list[int] = []
     for cluster in CLUSTER.finditer(text):
         char = cluster[0]
-        if char[0] in MARKS:  # more marks than a character has: to sort them takes quadratic time
+        if char[0] in MARKS:  # surplus combining marks, which would take quadratic time to sort
             continue
         spelled = plain(char) if len(char) > 1 else "" if char in EMPHASIS else GLYPHS[ord(char)]
         if not (spelled == " " and signs[-1:] == [" "]):
@@ -116,7 +116,7 @@ def items(text: str) -> list[Item]:
 
 
 def _read(match: re.Match) -> list[tuple[str, tuple[str, ...], int, int]]:
-    """The (norm, places, start, end) of what a match holds; nothing for what adds nothing to an authority."""
+    """The (norm, places, start, end) of each item in a match; empty if it adds nothing to an authority."""
     start, end = match.span()
     places = _places(match)
     norm = " ".join(places) or _norm(match["within"] or (f"({match['absatz']})" if match["absatz"] else match[0]))
@@ -137,8 +137,8 @@ def _read(match: re.Match) -> list[tuple[str, tuple[str, ...], int, int]]:
 
 
 def _add(found: list[Item], item: Item) -> None:
-    """Append an item, joined with what comes before it where both are one: "Act of 1980" is "Act 1980", "subsection (1)
-    of section 5" is "section 5(1)", "para 3 of Schedule 2" is one place, and rules of court need no year."""
+    """Append an item, merged with the items before it if they form one: "Act of 1980" is "Act 1980", "subsection (1) of
+    section 5" is "section 5(1)", "para 3 of Schedule 2" is one place, and the year of rules of court is dropped."""
     before = found[-1] if found else None
     norms = [other.norm for other in found[-3:]]
     beside = bool(before and before.places) and set(item.gap) <= set(" ,")
@@ -158,7 +158,7 @@ def _add(found: list[Item], item: Item) -> None:
 
 
 def _within(found: list[Item], item: Item) -> Item:
-    """A place together with the places in it that come before, "para 3 of …", which are taken off the list."""
+    """A place merged with the places within it that come before ("para 3 of …"), which are removed from `found`."""
     while item.places and len(found) > 1 and found[-1].norm in ("of", "to"):
         before = found[-2]
         if before.norm.startswith("(") and len(item.places) == 1:
@@ -197,7 +197,7 @@ def _short(opening: str) -> str:
 
 
 def _arabic(number: str) -> str:
-    """8(2) for VIII(2)."""
+    """Roman to Arabic: 8(2) for VIII(2)."""
     roman = re.match("[IVXLC]+", number)[0]
     values = [DIGITS[digit] for digit in roman]
     total = sum(-a if a < b else a for a, b in zip(values, [*values[1:], 0]))
@@ -216,8 +216,8 @@ def _norm(word: str) -> str:
 
 # -- one citation ----------------------------------------------------------------------------------------------------
 def content(found: Sequence[Item]) -> list[Item]:
-    """The words that identify a citation: without places, words that lead to it ("see"), and words that join a place to
-    its Act ("of the")."""
+    """The words that identify a citation, without places, words that introduce it ("see"), and words that join a place
+    to its Act ("of the")."""
     words: list[Item] = []
     beside = False
     for item in found:
@@ -237,15 +237,14 @@ def content(found: Sequence[Item]) -> list[Item]:
 
 
 def key(found: Sequence[Item]) -> str:
-    """Equal for two spellings of one authority: its words in their order, then its years and places, wherever they are
-    written."""
+    """A key that is equal for all spellings of one authority: its words in order, then its years and places, sorted."""
     words = content(found)
     tail = {item.norm for item in words if item.year}.union(*(item.places for item in found))
     return " | ".join([" ".join(item.norm for item in words if not item.year), *sorted(tail)])
 
 
 def single_places(title: Sequence[Item], places: Sequence[Item]) -> list[list[Item]]:
-    """Citations of one place each, for a title with several places of one kind ("ss 5 and 6"); else none."""
+    """For a title with several places of one kind ("ss 5 and 6"), a citation of each; otherwise empty."""
     atoms = [atom for item in places for atom in item.places]
     if len({atom.split()[0] for atom in atoms}) != 1 or len(atoms) == 1:
         return []
@@ -270,7 +269,7 @@ def case_title(found: Sequence[Item]) -> list[Item] | None:
 
 
 def written(text: str, found: Sequence[Item]) -> str:
-    """A citation as the text spells it, without marks of emphasis and with single spaces."""
+    """A citation as the text spells it, without emphasis marks and with single spaces."""
     start, end = found[0].start, found[-1].end
     for opening, closing in ("()", "[]"):
         more = text.count(opening, start, end) - text.count(closing, start, end)
@@ -284,15 +283,15 @@ def written(text: str, found: Sequence[Item]) -> str:
 
 
 def _tidy(text: str) -> str:
-    """A text without marks of emphasis and with single spaces; a space that carries an accent (´ in NFKC) stays."""
+    """A text without emphasis marks and with single spaces; a space that carries an accent (´ in NFKC) stays."""
     return re.sub(rf"\s+(?![{MARKS}])", " ", re.sub(f"[{EMPHASIS}]", "", text)).strip()
 
 
-# -- a section of them -----------------------------------------------------------------------------------------------
+# -- a citation section ----------------------------------------------------------------------------------------------
 def entries(section: str) -> list[tuple[str, list[list[Item]]]]:
-    """The entries of a citation section, separated by semicolons or line ends, each with the items of its citations:
-    one, or several joined by "and" or a comma if each can stand alone. Entries without a word, and those that say there
-    is nothing to cite ("none"), are left out."""
+    """The entries of a citation section, separated by semicolons or line ends, each with the items of its citations. An
+    entry has several citations if they are joined by "and" or a comma and each can stand alone. Entries without words,
+    and those that say there is nothing to cite ("none"), are left out."""
     lines = "".join("\n" if {"\n", ";"} & set(GLYPHS[ord(char)]) else char for char in section).split("\n")
     found = [(line, items(line)) for line in map(_tidy, lines)]
     return [
@@ -303,7 +302,7 @@ def entries(section: str) -> list[tuple[str, list[list[Item]]]]:
 
 
 def citations(section: str) -> dict[str, str]:
-    """What a citation section cites: {key: the citation as the section spells it}."""
+    """The citations of a citation section: {key: the citation as the section spells it}."""
     found: dict[str, str] = {}
     for entry, groups in entries(section):
         for group in groups:

@@ -29,8 +29,8 @@ NO_HUB = f'use "{GENERATED}" or a local .jsonl or .parquet file'
 
 @dataclass(frozen=True)
 class LegalData:
-    """Packed rows to train on and to measure, the held-out rows as they are, what may be cited, and what was left
-    out: ids by reason."""
+    """Packed training and held-out rows; questions: the held-out rows unpacked; authorities: what may be cited;
+    left_out: ids of omitted rows by reason."""
 
     train: PackedExamples
     heldout: PackedExamples
@@ -40,7 +40,7 @@ class LegalData:
     left_out: dict[str, list[str]] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
-        """What there is, for people."""
+        """A summary for the log."""
         reasons = {reason: ids for reason, ids in self.left_out.items() if ids}
         return [
             f"{self.examples} examples in {len(self.train)} rows of {self.train.tokens.shape[1]} tokens "
@@ -60,7 +60,7 @@ def legal_rows(dataset: str, split: str, count: int, seed: int) -> list[dict]:
     if dataset != GENERATED:
         return checked_rows(list(read_rows(dataset, split=split, fix=NO_HUB)))
     if split != "train":
-        raise UserError(f"--dataset-split {split} needs a hub dataset: the generated one has no splits")
+        raise UserError(f"--dataset-split {split} needs a hub dataset: the generated one has no splits; use train")
     return checked_rows(list(generate(count, seed)))
 
 
@@ -68,15 +68,15 @@ def legal_data(
     rows: list[dict], tokenizer, length: int, weights: tuple[float, ...], heldout_fraction: float, seed: int,
     together: bool = True, thinks: bool = False,
 ) -> LegalData:  # fmt: skip
-    """Checked rows without duplicates, split by groups, rendered, and packed. A row that is too long is left out and
-    reported, never cut. weights: of the sections; together: several examples per row; thinks: whether the chat
-    template renders with thinking on."""
+    """Checked rows, deduplicated, split by groups, rendered and packed. A row that is too long is left out and
+    reported, never cut. weights: loss weights of the sections; together: pack several examples per row; thinks: whether
+    the chat template renders with thinking on."""
     rows, twice = deduplicated(rows, same)
     whole = [readable(row) for row in rows]
     odd = [row["id"] for row, good in zip(rows, whole) if not good]
     rows = [row for row, good in zip(rows, whole) if good]
     if not rows:
-        raise UserError(f"rows {named(odd)}: a line of every row begins like a section's title; fix the rows")
+        raise UserError(f"rows {named(odd)}: each has a line that begins like a section's title; reword those lines")
     train, heldout = split_groups(rows, group, heldout_fraction, seed)
     known = {row["id"]: row for row in heldout}
     sides: list[list[Example]] = []
@@ -104,7 +104,7 @@ def legal_data(
 
 
 def section_weights(text: str | None) -> tuple[float, ...]:
-    """Weights of the sections in their order, from "answer=2,citation=2"; 1 where nothing is said."""
+    """Weights of the sections in order, from e.g. "answer=2,citation=2"; 1 for sections that are not named."""
     weights = dict.fromkeys(NUMBERS, 1.0)
     for part in filter(None, (text or "").split(",")):
         name, _, value = part.partition("=")
@@ -120,6 +120,7 @@ def section_weights(text: str | None) -> tuple[float, ...]:
         weights[name.strip()] = weight
     if not weights["citation"]:
         raise UserError(
-            "--section-weights: citation=0 would leave the answer's end unlearned, which follows it; use e.g. 1e-3"
+            "--section-weights: citation=0 would also give the end of the answer no loss, because it belongs to that "
+            "section; use e.g. 1e-3"
         )
     return tuple(weights.values())

@@ -1,4 +1,4 @@
-"""A fine-tune on legal chains of thought: held-out questions answered and scored."""
+"""Evaluation of a fine-tune on legal chains of thought: answers to held-out questions, and their scores."""
 
 import shutil
 from pathlib import Path
@@ -17,16 +17,16 @@ from qat_lora.run.files import new_folder, read_json, write_json
 from qat_lora.run.rundir import Run
 from qat_lora.train.supervised import heldout_sections
 
-STAGES = ("baseline", "final")  # of a run, each with its evaluation_file
+STAGES = ("baseline", "final")  # stages of a run, each with its evaluation_file
 
 
 def evaluation_file(stage: str) -> str:
-    """The name of the file in the run directory with the rates and answers of a stage."""
+    """The name of the file in the run directory that holds the rates and answers of a stage."""
     return f"{stage}_evaluation.json"
 
 
 class LegalEvaluation:
-    """Asks held-out questions and counts: format, right answers, citations."""
+    """Generates answers to held-out questions and scores their format, figures and citations."""
 
     def __init__(self, sampler: Sampler, data: LegalData):
         self.sampler, self.data = sampler, data
@@ -40,13 +40,13 @@ class LegalEvaluation:
         if len(self.questions) < len(lengths) and sampler.backend.is_main:
             say(
                 f"{len(lengths) - len(self.questions)} held-out questions do not fit --max-prompt-length "
-                f"{sampler.prompt_length} and are not asked"
+                f"{sampler.prompt_length} and are left out"
             )
         long = sum(len(sampler.tokenizer(response(row))["input_ids"]) >= sampler.length for row in self.questions)
         if long and sampler.backend.is_main:
             say(
                 f"{long} of {len(self.questions)} held-out rows have answers that do not fit --max-new-tokens "
-                f"{sampler.length}: the model's are cut off there and count as wrong; raise it"
+                f"{sampler.length}: the model's answers are cut off there and count as wrong; raise it"
             )
 
     def answer(self, model: nn.Module, count: int) -> tuple[list[dict], list[Answer]]:
@@ -68,7 +68,8 @@ class LegalEvaluation:
         return figures
 
     def write(self, model: nn.Module, count: int, run: Run, stage: str) -> dict:
-        """Write <stage>_evaluation.json with rates, intervals and every answer, once: a resumed run has it."""
+        """Write <stage>_evaluation.json with rates, intervals and every answer, unless a resumed run already has it;
+        returns {stage: rates}."""
         path = run.path / evaluation_file(stage)
         there = self.sampler.backend.group.on_main(lambda: _read_rates(path) if path.exists() else None)
         if there:
@@ -89,16 +90,16 @@ class LegalEvaluation:
 
 
 def _read_rates(path: Path) -> dict:
-    """What `write` has written before. Raises UserError where it is damaged."""
+    """The rates that `write` wrote before. Raises UserError if the file is damaged."""
     rates = read_json(path).get("rates")
     if not isinstance(rates, dict) or not all(isinstance(r, dict) and "rate" in r for r in rates.values()) or not rates:
-        raise UserError(f"{path} is damaged; delete it, and it is measured again")
+        raise UserError(f"{path} is damaged; delete it to repeat the evaluation")
     return rates
 
 
 # -- model -----------------------------------------------------------------------------------------------------------
 def write_whole(model: nn.Module, tokenizer, folder: Path) -> None:
-    """The model as transformers loads it; what an earlier process has left there is written anew."""
+    """Write the model as transformers loads it, and replace anything that an earlier process left there."""
     if folder.is_file():
         folder.unlink()
     shutil.rmtree(folder, ignore_errors=True)

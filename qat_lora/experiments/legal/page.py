@@ -1,4 +1,4 @@
-"""A legal answer as a page shows it: its sections as they come, and what it cites outside the list."""
+"""A web page for the legal assistant: shows an answer's sections as they arrive, and checks its citations."""
 
 from collections.abc import Callable, Iterator
 from html import escape
@@ -14,8 +14,8 @@ EXAMPLES = (
     "A baker broke a simple contract with a supplier on 3 May 2021. Find the last day for issuing the claim.",
     "My landlord received my tenancy deposit on 9 March 2022. Can you tell me the last day for protecting the deposit?",
 )
-CUT_OFF = "✗ cut off before its end: what it cites last may be half a name; raise --max-new-tokens"
-NOTICE = "Made for research: no legal advice. Check every citation."
+CUT_OFF = "✗ cut off before its end, so the last citation may be incomplete; raise --max-new-tokens"
+NOTICE = "For research only, not legal advice. Check every citation."
 STYLE = """
 .law section { border: 1px solid #8884; border-radius: 8px; padding: .5em .9em; margin: .5em 0; }
 .law h4 { margin: 0 0 .2em; font-size: .8em; opacity: .7; }
@@ -26,7 +26,7 @@ STYLE = """
 
 
 def verdicts(answer: Answer, authorities: Authorities) -> list[tuple[str, bool]]:
-    """What an answer cites, each with whether it is in the list."""
+    """The authorities that an answer cites, and whether each is in the list."""
     known, others = authorities.cited(answer)
     return [(name, True) for name in sorted(known)] + [(name, False) for name in sorted(others)]
 
@@ -36,8 +36,8 @@ def verdict_line(name: str, known: bool) -> str:
 
 
 def show(answer: Answer, authorities: Authorities, whole: bool) -> str:
-    """The answer as HTML: a block for each section, or one for text that has none; of a whole one, what it cites.
-    Before anything is said, the model is thinking."""
+    """The answer as HTML: a block for each section, or a single block for text without sections; if `whole`, also its
+    citations. Shows "thinking …" until text arrives."""
     if not whole and not answer.text:
         return '<div class="law"><p>thinking …</p></div>'
     blocks = [(name, title, answer.sections[name]) for name, title in SECTIONS.items() if name in answer.sections] or [
@@ -52,20 +52,20 @@ def show(answer: Answer, authorities: Authorities, whole: bool) -> str:
         if not answer.ended:
             lines.append(f'<p class="unknown">{CUT_OFF}</p>')
         if not answer.in_order:
-            lines.append('<p class="unknown">✗ the five sections are not all there, in order</p>')
+            lines.append('<p class="unknown">✗ the five sections are not all there in order</p>')
         parts.append(f'<section class="verdict"><h4>Citations</h4>{"".join(lines)}</section>')
     return f'<div class="law">{"".join(parts)}</div>'
 
 
 def checked_question(question: str | None) -> str:
-    """The question, stripped; raises UserError if there is none or it shows nothing."""
+    """The question, stripped; raises UserError if it is missing or shows nothing."""
     if not visible(question or ""):
         raise UserError("the question is empty; type one")
     return question.strip()
 
 
 def page(ask: Callable[[str], Stream], authorities: Authorities, about: str, opened: bool):
-    """A Gradio page on `ask`, which answers a question. opened: whether answers begin within a thought."""
+    """A Gradio page that calls `ask` to answer a question. opened: whether answers begin within a thought."""
     import gradio
 
     def answered(question: str | None) -> Iterator[str]:  # the API may send null

@@ -1,4 +1,4 @@
-"""Periods of law: how long each runs, from which day, and dates counted in days and months."""
+"""Legal periods: how long each runs, from which day, and how dates are counted in days and months."""
 
 import calendar
 from collections.abc import Callable
@@ -15,13 +15,13 @@ def day(when: date) -> str:
 
 
 def later(when: date, months: int) -> date:
-    """The corresponding date so many months on, or the last of a month that has none."""
+    """The corresponding date `months` later, or the last day of a month that has no such date."""
     year, month = divmod(when.year * 12 + when.month - 1 + months, 12)
     return date(year, month + 1, min(when.day, calendar.monthrange(year, month + 1)[1]))
 
 
 def days(count: int) -> Callable[[date], tuple[date, str]]:
-    """The day so many days on, and how it is counted over the ends of months."""
+    """The day `count` days later, and how to count it across the ends of months."""
 
     def end(when: date) -> tuple[date, str]:
         total, at = when.day + count, when
@@ -37,8 +37,8 @@ def days(count: int) -> Callable[[date], tuple[date, str]]:
 
 
 def months(count: int, begins: bool = False) -> Callable[[date], tuple[date, str]]:
-    """So many months on. begins: the day itself is the first of them, so that they end the day before the date comes
-    round; where a month has no such date, on its last day."""
+    """The date `count` months later, and how to count it. begins: the months start with the day itself, so they end the
+    day before the corresponding date, or on the last day of a month that has no such date."""
 
     def end(when: date) -> tuple[date, str]:
         on = later(when, count)
@@ -56,8 +56,8 @@ def months(count: int, begins: bool = False) -> Callable[[date], tuple[date, str
 
 
 LAST = "the last day for issuing the claim"
-# topic, difficulty, authority, what is wanted, how long it runs; the law; what happened, told by others and by the
-# client; the step from there.
+# topic, difficulty, authority, what is asked for, how long the period runs; the law; what happened, in the third person
+# and in the client's words; the reasoning step.
 PERIODS = (
     ("contract", "easy", "Limitation Act 1980, s 5", LAST, months(72),
      "An action on a simple contract is barred after six years from the accrual of the cause of action.",

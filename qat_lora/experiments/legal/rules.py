@@ -1,7 +1,7 @@
 """Questions of English law whose answers can be computed, over a closed list of authorities (law as of January 2024).
 
-A rule draws facts, and its law says what follows from them; so a model's answer can be checked, and whatever it cites
-that is not in AUTHORITIES is invented. Made for training software, no advice.
+A rule draws facts and computes what the law says about them, so a model's answer can be checked, and anything it cites
+that is not in AUTHORITIES is invented. For training models only, not legal advice.
 """
 
 import itertools
@@ -13,14 +13,14 @@ from datetime import date, timedelta
 from qat_lora.errors import UserError
 from qat_lora.experiments.legal.periods import PERIODS, capital, day, name_of
 
-# The most rows with different questions. Types and rules take turns, and the client's question on the deposit penalty
-# runs out first: 104 deposits in two wordings, one question every 112 rows.
+# The most rows with different questions. Types and rules alternate, and the client's question on the deposit penalty
+# runs out first: it has 104 deposits in two wordings and occurs once every 112 rows.
 LARGEST_COUNT = 23_406
 TYPES = ("case_analysis", "educational", "client_interaction", "statutory")
 WHO = ("a baker", "a barber", "a bookseller", "a carpenter", "a caterer", "a dentist", "a driver", "a farmer",
        "a florist", "a gardener", "a grocer", "a joiner", "a mechanic", "a musician", "a nurse", "a painter",
        "a plumber", "a roofer", "a tailor", "a teacher")  # fmt: skip
-FIRST_DAY, DAYS = date(2019, 1, 1), 5 * 365  # when things happen; the law was the same all the time
+FIRST_DAY, DAYS = date(2019, 1, 1), 5 * 365  # range of drawn dates; the law did not change in it
 
 
 def money(pounds: float) -> str:
@@ -29,7 +29,8 @@ def money(pounds: float) -> str:
 
 @dataclass(frozen=True)
 class Facts:
-    """One case: what happened (others telling, and the client telling), how the answer follows, the answer's figure."""
+    """One case: what happened (in the third person, and in the client's words), the reasoning steps, the answer's
+    figure."""
 
     told: str
     mine: str
@@ -39,7 +40,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Rule:
-    """ask: what is wanted. law: the rule in a sentence. draw: facts of a case."""
+    """ask: what is asked for. law: the rule in a sentence. draw: draws the facts of a case."""
 
     topic: str
     difficulty: str
@@ -56,8 +57,8 @@ def _when(rng: random.Random) -> date:
 def _period(
     happened: str, mine: str, step: str, end: Callable[[date], tuple[date, str]]
 ) -> Callable[[random.Random], Facts]:
-    """Facts of a period that runs from a date. happened, mine: with {who} and {when}; step: how long it runs; end:
-    the day on which it ends, and how that is counted."""
+    """Draws the facts of a period that runs from a date. happened, mine: templates with {who} and {when}; step: how
+    long it runs; end: computes the day on which it ends, and how to count it."""
 
     def draw(rng: random.Random) -> Facts:
         when, who = _when(rng), rng.choice(WHO)
@@ -70,7 +71,7 @@ def _period(
 
 
 def _percent(full: float, share: int) -> str:
-    """How to find `share` per cent, a multiple of 5 from 10 on."""
+    """How to compute `share` per cent, a multiple of 5 of at least 10."""
     tens, five = divmod(share, 10)
     parts = [f"10% of {money(full)} is {money(full / 10)}"]
     parts += [f"{tens}0% is {money(full * tens / 10)}"] * (tens > 1)
@@ -95,7 +96,7 @@ def _notice(rng: random.Random) -> Facts:
 
 def _redundancy(rng: random.Random) -> Facts:
     old, pay, who = rng.random() < 0.5, rng.randrange(300, 640, 5), rng.choice(WHO)
-    years = rng.randint(2, 25 if old else 19)  # from 22 to 40 there are nineteen
+    years = rng.randint(2, 25 if old else 19)  # the ages from 22 to 40 are nineteen years
     counted, rate = min(years, 20), 1.5 if old else 1.0
     weeks, value = counted * rate, money(counted * rate * pay)
     tens = weeks // 10 * 10
@@ -257,8 +258,8 @@ ASKED = {
 
 def generate(count: int, seed: int) -> Iterator[dict]:
     """`count` different rows with the columns of rzeraat/law (id, question, answer, topic, difficulty, case_citation,
-    reasoning, jurisdiction, sample_type); sample types and rules take turns. Row i is a function of seed and i
-    alone, except that a question that an earlier row has is drawn again. Raises UserError for a count below 1 or above
+    reasoning, jurisdiction, sample_type); sample types and rules alternate. Row i depends only on seed and i, except
+    that it is drawn again if an earlier row has the same question. Raises UserError for a count below 1 or above
     LARGEST_COUNT.
     """
     if not 1 <= count <= LARGEST_COUNT:

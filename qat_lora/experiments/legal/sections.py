@@ -1,4 +1,4 @@
-"""The five sections of a legal answer, read back from what a model says."""
+"""The five sections of a legal answer, read back from a model's output."""
 
 import re
 from dataclasses import dataclass
@@ -40,9 +40,9 @@ def _plain(found: re.Match) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model said, and whether it came to an end. sections: text by name, a repeated section joined into one;
-    in_order: every section occurs once, in order, with nothing before them; prose: everything except the citation
-    section."""
+    """A model's answer, and whether the model ended it. sections: text by name, with repeated sections joined;
+    in_order: every section occurs once, in order, with nothing visible before them; prose: everything except the
+    citation section."""
 
     text: str
     ended: bool
@@ -52,7 +52,7 @@ class Answer:
 
     @classmethod
     def read(cls, text: str, ended: bool) -> "Answer":
-        """The sections of a text. ended: whether the model ended it, rather than a limit on its length."""
+        """Read the sections of a text. ended: whether the model ended it, and not a limit on its length."""
         found = list(TITLE.finditer(text))
         ends = [match.start() for match in found[1:]] + [len(text)]
         names = {title: name for name, title in SECTIONS.items()}
@@ -69,12 +69,12 @@ class Answer:
 
     @property
     def formatted(self) -> bool:
-        """Whether there are five sections in order, with an answer that is visible, and an end."""
+        """Whether the answer has five sections in order, a visible answer section, and an end."""
         return self.in_order and self.ended and visible(self.sections["answer"])
 
     def figure(self) -> str | None:
-        """The figure of the answer section or, in a text without that section, the last figure; None if there is
-        none."""
+        """The figure of the answer section or, if there is no such section, the last figure of the text; None if there
+        is none."""
         if "answer" in self.sections:
             return figure(self.sections["answer"])
         found = list(FIGURE.finditer(plain(self.text)))

@@ -211,7 +211,7 @@ def plot(lines: list[dict], path: Path, length: int) -> Path:
         for start in starts if any(line.get("stage") == "sft" for line in lines) else []:
             axis.axvline(start, color="0.6", linestyle=":")
         axis.set_title(title, fontsize=10)
-        axis.set_xlabel("update (dotted: GRPO begins)")
+        axis.set_xlabel("update (dotted: start of GRPO)")
         axis.grid(alpha=0.3)
         if axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize=8)

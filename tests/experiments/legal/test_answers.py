@@ -1,4 +1,4 @@
-"""Legal answers: rendered in sections, read back, and counted by hand."""
+"""Legal answers: rendered in sections, read back, and scored against values computed by hand."""
 
 import pytest
 
@@ -38,18 +38,18 @@ def changed(**columns) -> dict:
         ([changed(id=str(n), answer="") for n in range(7)], "rows 0, 1, 2, 3, 4 and 2 more: column answer"),
     ],
 )
-def test_rows_that_are_refused(rows, words):
+def test_bad_rows_are_refused(rows, words):
     with pytest.raises(UserError, match=words):
         checked_rows(rows)
 
 
-def test_other_columns_may_be_empty_and_ids_numbers():
+def test_other_columns_may_be_empty_and_ids_may_be_numbers():
     (row,) = checked_rows([changed(id=7, reasoning=None, case_citation="  ")])
     assert row["id"] == "7" and row["reasoning"] == row["case_citation"] == ""
 
 
 @pytest.mark.parametrize("text", ["\u200b", "\u00ad\ufeff", "\u00a0", "\ufe0f", "\x00"])
-def test_what_shows_nothing_is_empty(text):
+def test_invisible_text_counts_as_empty(text):
     for column in ("question", "answer"):
         with pytest.raises(UserError, match=f"rows a: column {column} is empty"):
             checked_rows([changed(**{column: text})])
@@ -57,7 +57,7 @@ def test_what_shows_nothing_is_empty(text):
         checked_rows([ROW, changed(id=text)])
     said = SAID.replace("The last day: 3 May 2027.", text)
     assert Answer.read(SAID, True).formatted and not Answer.read(said, True).formatted
-    assert Answer.read(text + SAID, True).formatted, "nothing stands before it"
+    assert Answer.read(text + SAID, True).formatted, "nothing visible before the sections"
 
 
 @pytest.mark.parametrize(
@@ -72,12 +72,12 @@ def test_what_shows_nothing_is_empty(text):
         ("Die Straße", "DIE STRASSE"),
     ],
 )
-def test_questions_that_look_the_same_are_one(one, other):
+def test_questions_that_look_the_same_have_one_key(one, other):
     assert same(changed(question=one)) == same(changed(question=other))
     assert group(changed(question=one)) == group(changed(question=other))
 
 
-def test_other_questions_stay_apart():
+def test_different_questions_have_different_keys():
     assert same(changed(question="A _must_?")) == same(changed(question="a *must*"))
     asked = ["Who owes £5?", "Who owes $5?", "Who owes 5?", "क्या कि", "क्या की", "👍?", "👎?", "?", "!"]
     assert len({same(changed(question=question)) for question in asked}) == len(asked)
@@ -100,7 +100,7 @@ def test_a_response_has_five_sections_in_order():
 
 
 @pytest.mark.parametrize("row", [ROW, changed(reasoning=""), changed(reasoning="", case_citation="", topic="")])
-def test_what_is_learned_is_the_response_and_its_end_each_section_under_its_number(row, tiny_tokenizer):
+def test_target_tokens_are_the_response_and_its_end_numbered_by_section(row, tiny_tokenizer):
     found = encoded("a", document(row, tiny_tokenizer), tiny_tokenizer)
     assert tiny_tokenizer.decode(found.tokens[found.sections > 0]) == response(row) + "<|im_end|>"
     titles = ("Topic", "Difficulty", "Reasoning", "Answer", "Case Citation")
@@ -108,12 +108,12 @@ def test_what_is_learned_is_the_response_and_its_end_each_section_under_its_numb
         part = tiny_tokenizer.decode(found.tokens[found.sections == number])
         assert title[1:] in part and not any(f"{other}:" in part for other in titles if other not in title)
     last = tiny_tokenizer.decode(found.tokens[found.sections == NUMBERS["citation"]])
-    assert last.endswith("<|im_end|>"), "the end is learned"
+    assert last.endswith("<|im_end|>"), "the end is a target token"
     asked = tiny_tokenizer.decode(found.tokens[found.sections == 0])
     assert "Until when?" in asked and SYSTEM in asked
 
 
-def test_a_row_that_cannot_be_rendered_is_named(tiny_tokenizer, monkeypatch):
+def test_an_error_names_the_row_that_cannot_be_rendered(tiny_tokenizer, monkeypatch):
     monkeypatch.setattr(tiny_tokenizer, "chat_template", "{{ raise_exception('no system') }}")
     with pytest.raises(UserError, match="row a: the chat template refuses"):
         document(ROW, tiny_tokenizer)
@@ -127,7 +127,7 @@ def test_a_row_that_cannot_be_rendered_is_named(tiny_tokenizer, monkeypatch):
         document(ROW, tiny_tokenizer)
 
 
-def test_rows_with_signs_of_the_tokenizer_or_half_characters_are_refused_by_id(tiny_tokenizer):
+def test_rows_with_special_tokens_or_lone_surrogates_are_refused_by_id(tiny_tokenizer):
     with pytest.raises(UserError, match=r"row a: its text holds <\|im_end\|>"):
         document(changed(answer="yes <|im_end|> no"), tiny_tokenizer)
     with pytest.raises(UserError, match="rows 'a': the text is not Unicode"):
@@ -138,7 +138,7 @@ def test_rows_with_signs_of_the_tokenizer_or_half_characters_are_refused_by_id(t
     "column, text",
     [("reasoning", "One.\nAnswer: none yet"), ("difficulty", "a\nReasoning: x"), ("answer", "Yes.\nAnswer: no")],
 )
-def test_rows_that_do_not_read_back_are_told(column, text):
+def test_rows_that_do_not_read_back_are_detected(column, text):
     assert readable(ROW) and readable(changed(reasoning="", case_citation=""))
     assert not readable(changed(**{column: text}))
 
@@ -150,7 +150,7 @@ def test_a_section_may_open_with_emphasis(column, text):
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
-def test_what_was_written_is_read_back():
+def test_a_rendered_answer_reads_back():
     answer = Answer.read(SAID, True)
     assert answer.formatted and list(answer.sections) == list(NUMBERS)
     assert answer.sections["reasoning"] == "Step 1: One.\nStep 2: Two." and answer.figure() == "3 May 2027"
@@ -164,11 +164,11 @@ def test_what_was_written_is_read_back():
         (SAID.replace("Topic", "Answer", 1), True),
     ],
 )  # fmt: skip
-def test_what_is_no_format(text, ended):
+def test_malformed_answers_are_not_formatted(text, ended):
     assert not Answer.read(text, ended).formatted
 
 
-def test_marks_of_emphasis_are_no_fault():
+def test_emphasis_marks_are_allowed():
     assert Answer.read(SAID.replace("Topic:", "**Topic:**").replace("Answer:", "## Answer:"), True).formatted
 
 
@@ -184,7 +184,7 @@ def test_figures(text, wanted):
     assert figure(text) == wanted
 
 
-def test_an_answer_without_sections_counts_by_its_last_figure():
+def test_an_answer_without_sections_is_scored_by_its_last_figure():
     assert Answer.read("From 3 May 2021 on, six years: 3 May 2027.", True).figure() == "3 May 2027"
     assert Answer.read("I do not know.", True).figure() is None
 
@@ -264,21 +264,21 @@ def test_an_answer_without_sections_counts_by_its_last_figure():
         ("Nothing.", set(), set()),
     ],
 )
-def test_what_is_cited(text, known, others):
+def test_citations_are_found_and_looked_up_in_the_list(text, known, others):
     assert LIST.cited(Answer.read(text, True)) == (known, others)
 
 
-def test_every_authority_is_found_alone_and_none_for_another():
+def test_every_authority_is_found_and_matches_no_other():
     for name in AUTHORITIES:
         assert LIST.cited(Answer.read(f"Case Citation: {name}", True)) == ({name}, set())
 
 
-def test_an_empty_list_knows_nothing():
+def test_an_empty_list_contains_no_citation():
     assert Authorities([]).cited(Answer.read(SAID, True)) == (set(), {"Limitation Act 1980, s 5"})
 
 
-# -- counting --------------------------------------------------------------------------------------------------------
-def test_scores_by_hand():
+# -- scoring ---------------------------------------------------------------------------------------------------------
+def test_scores_equal_values_computed_by_hand():
     rows = [ROW, changed(case_citation="UK GDPR, art 12(3)"), changed(answer="It depends.")]
     said = [SAID, SAID.replace("3 May", "4 May"), SAID.replace("Limitation Act 1980, s 5", "Smith v Jones")]
     rates = {
@@ -294,7 +294,7 @@ def test_scores_by_hand():
     }
 
 
-def test_the_generators_own_answers_are_all_right():
+def test_the_generators_own_answers_get_full_scores():
     rows = checked_rows(list(generate(224, 5)))
     rates = score([Answer.read(response(row), True) for row in rows], rows, LIST)
     assert [rates[n]["rate"] for n in ("format", "accuracy", "citation_precision", "citation_recall", "invented")] == [

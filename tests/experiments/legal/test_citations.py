@@ -1,4 +1,4 @@
-"""Citations: one key for an authority in all its spellings, found in texts of any kind in linear time."""
+"""Citations: all spellings of an authority have one key, and are found in any text in linear time."""
 
 import random
 import time
@@ -74,10 +74,10 @@ SPELLINGS = [
 
 
 @pytest.mark.parametrize("spellings", SPELLINGS, ids=lambda spellings: spellings[0])
-def test_spellings_of_one_authority_are_one(spellings):
+def test_all_spellings_of_an_authority_have_one_key(spellings):
     assert len({tuple(citations(spelling)) for spelling in spellings}) == 1
     listed = Authorities([*spellings, *spellings[1:2] * 3])
-    assert listed.names == (spellings[1],), "called as it is written most often"
+    assert listed.names == (spellings[1],), "named by its most frequent spelling"
     for spelling in spellings:
         said = Answer.read(f"Answer: yes\nCase Citation: {spelling}", True)
         assert listed.cited(said) == ({spellings[1]}, set())
@@ -91,7 +91,7 @@ def test_every_spelling_is_found_within_a_sentence(spellings):
         assert listed.cited(said) == ({spellings[0]}, set())
 
 
-def test_places_cited_together_and_one_by_one_are_the_same():
+def test_places_cited_together_equal_places_cited_separately():
     together, apart = "Limitation Act 1980, ss 5 and 6", ["Limitation Act 1980, s 5", "Limitation Act 1980, s 6"]
     said = [Answer.read(f"Case Citation: {text}", True) for text in (together, "; ".join(apart))]
     for names in ([together], [together, *apart]):
@@ -101,7 +101,7 @@ def test_places_cited_together_and_one_by_one_are_the_same():
     assert one == (set(), {apart[0]})
 
 
-def test_a_case_without_its_year_is_the_only_one_that_it_can_be():
+def test_a_case_without_its_year_matches_the_only_candidate():
     roe = "Roe v. Wade, 410 U.S. 113 (1973)"
     for text in ("Case Citation: Roe v Wade, 410 US 113", "Reasoning: As Roe v. Wade, 410 U.S. 113, has it.\n"):
         assert Authorities([roe]).cited(Answer.read(text, True)) == ({roe}, set())
@@ -111,14 +111,14 @@ def test_a_case_without_its_year_is_the_only_one_that_it_can_be():
     "In re Gault, 387 U.S. 1 (1967)", "Re B (A Child) [2013] UKSC 33", "Re B [2013] UKSC 33",
     "Brown v. Bd. of Educ., 347 U.S. 483 (1954)", "Marbury v. Madison, 5 U.S. (1 Cranch) 137 (1803)",
 ])  # fmt: skip
-def test_cases_that_are_not_in_the_list_are_seen_in_prose(name):
+def test_cases_outside_the_list_are_found_in_prose(name):
     ((key, found),) = (
         Authorities([]).found(Answer.read(f"Reasoning: The court held in {name} that it is so.", True))[1].items()
     )
     assert [key] == list(citations(name)) and found in name
 
 
-def test_no_two_authorities_are_one():
+def test_different_authorities_have_different_keys():
     assert len(citations("\n".join(spellings[0] for spellings in SPELLINGS))) == len(SPELLINGS)
     apart = ["X Act 1980, s 5", "X Act 1981, s 5", "X Act 1980, s 5A", "X Act 1980, s 5.2", "X Act 1980, s 5-9",
              "X Act 1980", "X Act 1980, s 5/6", "X Act 1980, reg 5", "X Rules 1980, r 5", "A v B", "B v A",
@@ -127,7 +127,7 @@ def test_no_two_authorities_are_one():
     assert len(citations("; ".join(apart))) == len(apart)
 
 
-def test_a_case_without_its_report_is_the_only_one_that_it_can_be():
+def test_a_case_without_its_report_matches_the_only_candidate():
     one = Authorities(["Froom v Butcher [1976] QB 286", "Froom v Butcher"])
     assert one.names == ("Froom v Butcher [1976] QB 286",)
     two = Authorities(["R v Smith [1976] QB 286", "R v Smith [1999] AC 1", "R v Smith"])
@@ -155,7 +155,7 @@ def test_a_case_without_its_report_is_the_only_one_that_it_can_be():
         ("Smith v Jones Ltd.; 42 U.S.C.", ["Smith v Jones Ltd.", "42 U.S.C."]),
     ],
 )
-def test_a_section_is_read_as_it_is_written(section, entries):
+def test_a_citation_section_is_split_into_citations(section, entries):
     assert shown(section) == entries
     assert [key for entry in entries for key in citations(entry)] == list(citations(section))
 
@@ -174,7 +174,7 @@ def rated(rows: list[dict], form: str | None = None) -> list[float]:
     return [rates.get(name, {"rate": float(name != "invented")})["rate"] for name in names]
 
 
-def test_two_spellings_in_a_dataset_are_one_authority():
+def test_two_spellings_in_a_dataset_count_as_one_authority():
     rows = [ROW | {"case_citation": "section 5 of the Limitation Act 1980"}] * 63
     rows.append(ROW | {"case_citation": "Limitation Act 1980, s 5"})
     assert Authorities(row["case_citation"] for row in rows).names == ("section 5 of the Limitation Act 1980",)
@@ -182,14 +182,14 @@ def test_two_spellings_in_a_dataset_are_one_authority():
 
 
 @pytest.mark.parametrize("form", ["NFC", "NFD", "NFKC", "NFKD"])
-def test_what_a_tokenizer_normalises_is_the_same(form):
+def test_unicode_normalisation_does_not_change_the_scores(form):
     texts = ("Müller v Ångström [2001] AC 1", "artículo 5 de la Constitución Española", "Règlement №\u00a05 ﬁnal…")
     for other in ("NFC", "NFD"):
         rows = [ROW | {"case_citation": unicodedata.normalize(other, text)} for text in texts]
         assert rated(rows, form) == [1, 1, 0]
 
 
-def test_what_a_row_cites_outside_its_column_is_not_invented():
+def test_citations_in_a_row_outside_its_citation_column_are_not_invented():
     row = ROW | {"reasoning": "As in Smith v Jones, and by the Theft Act 1968.", "case_citation": "A v B"}
     other = ROW | {"case_citation": "C v D", "reasoning": "A v B is no help."}
     assert rated([row, other]) == [1, 1, 0]
@@ -207,13 +207,13 @@ PIECES = [*SCRAPS.split(), "\u200b", "\u00ad", "\ufeff", "\u00a0", "  ", "\n", "
 
 
 def odd(rng: random.Random) -> str:
-    """A citation column that nobody would write."""
+    """A random citation column."""
     count = rng.choice((1, 2, 3, 5, 8, 14))
     return "".join(rng.choice(PIECES) + rng.choice((" ", " ", "", ", ")) for _ in range(count)).strip()
 
 
 @pytest.mark.parametrize("form", [None, "NFC", "NFD", "NFKC", "NFKD"])
-def test_a_dataset_of_odd_citations_is_right_by_its_own_list(form):
+def test_a_dataset_of_odd_citations_gets_full_scores_against_its_own_list(form):
     rng = random.Random(0)
     for _ in range(60):
         assert rated([ROW | {"case_citation": odd(rng)} for _ in range(6)], form) == [1, 1, 0]
@@ -229,7 +229,7 @@ ADVERSARIAL = [
 
 
 @pytest.mark.parametrize("wrapped", ["{}", "Case Citation: {}"])
-def test_reading_takes_time_linear_in_the_length(wrapped):
+def test_reading_takes_linear_time(wrapped):
     def seconds(piece: str, length: int) -> float:
         text, start = wrapped.format((piece * length)[:length]), time.process_time()
         answer = Answer.read(text, True)
@@ -237,20 +237,20 @@ def test_reading_takes_time_linear_in_the_length(wrapped):
         answer.figure()
         return time.process_time() - start
 
-    for piece in ADVERSARIAL:  # quadratic code would take 16 times as long, and seconds
+    for piece in ADVERSARIAL:  # quadratic code would take 16 times as long, i.e. seconds
         assert seconds(piece, 8_000) < 9 * seconds(piece, 2_000) + 0.2, piece
 
 
-def test_places_of_one_title_take_linear_time():
+def test_many_places_of_one_title_take_linear_time():
     start = time.process_time()
     for text in ("s 1, " * 10_000 + "Limitation Act 1980", "Zog Act 1980" + ", s 1" * 10_000):
         LIST.cited(Answer.read(text, True))
     assert time.process_time() - start < 4, "quadratic code takes 40 seconds"
 
 
-def test_time_does_not_grow_with_the_list():
+def test_reading_time_does_not_grow_with_the_list():
     names = [f"P{number:x} v D{number:x} [1990] {number} QB 1" for number in range(5000)]
     listed, said = Authorities(names), Answer.read("".join(f"See {name}, and no other. " for name in names[:40]), True)
     start = time.process_time()
     assert listed.cited(said) == (set(names[:40]), set())
-    assert time.process_time() - start < 0.5, "a search name by name takes over a second"
+    assert time.process_time() - start < 0.5, "searching for each name takes over a second"

@@ -1,4 +1,4 @@
-"""The rows of the legal fine-tune: one text in two forms of Unicode, one authority in two spellings."""
+"""Rows of the legal fine-tune: two Unicode forms of one text, two spellings of one authority."""
 
 import copy
 from unicodedata import normalize
@@ -26,8 +26,8 @@ def row(number: int, word: str, citation: str, form: str) -> dict:
 
 
 @pytest.mark.parametrize("kind", [None, "NFC", "NFD", "NFKC"])
-def test_two_forms_of_unicode_are_one_text(tiny_tokenizer, kind):
-    """Whichever of the two the tokenizer decodes to."""
+def test_two_unicode_forms_count_as_one_text(tiny_tokenizer, kind):
+    """Whichever form the tokenizer decodes to."""
     tokenizer = copy.deepcopy(tiny_tokenizer)
     if kind:
         tokenizer.backend_tokenizer.normalizer = getattr(normalizers, kind)()
@@ -45,7 +45,7 @@ def test_two_forms_of_unicode_are_one_text(tiny_tokenizer, kind):
     assert [rates[f"citation_{name}" if name != "invented" else name]["rate"] for name in NAMES] == [1, 1, 0]
 
 
-def test_two_spellings_of_an_authority_are_one(tiny_tokenizer):
+def test_two_spellings_count_as_one_authority(tiny_tokenizer):
     rows = [row(at, f"Baker{'x' * at}", "section 5 of the Limitation Act 1980", "NFC") for at in range(63)]
     rows.append(row(63, "nurse", "Limitation Act 1980, s 5", "NFC"))
     data = made(rows, tiny_tokenizer)
@@ -55,6 +55,6 @@ def test_two_spellings_of_an_authority_are_one(tiny_tokenizer):
     assert [rates[f"citation_{name}" if name != "invented" else name]["rate"] for name in NAMES] == [1, 1, 0]
 
 
-def test_what_is_written_is_the_text_as_it_is(tiny_tokenizer):
+def test_authorities_keep_their_spelling(tiny_tokenizer):
     rows = [row(at, word, "Roe v. Wade, 410 U.S. 113 (1973)", "NFC") for at, word in enumerate(WORDS)]
     assert made(rows, tiny_tokenizer).authorities == ["Roe v. Wade, 410 U.S. 113 (1973)"]

@@ -1,4 +1,4 @@
-"""The legal generator: what it says follows from its own law, and nothing outside its list is cited."""
+"""The legal generator: its answers follow from its own law, and it cites nothing outside its list."""
 
 import re
 from calendar import month_name
@@ -26,7 +26,7 @@ COLUMNS = [
 ROWS = list(generate(1120, 0))
 
 
-def test_rows_have_the_columns_and_a_seed_decides_them():
+def test_rows_have_the_columns_and_depend_only_on_the_seed():
     assert all(list(row) == COLUMNS and all(row.values()) for row in ROWS)
     assert list(generate(50, 0)) == ROWS[:50] and next(generate(1, 1)) != ROWS[0]
     assert len({row["question"] for row in ROWS}) == len({row["id"] for row in ROWS}) == len(ROWS)
@@ -42,7 +42,7 @@ def test_the_last_step_leads_to_the_answer():
     for row in ROWS:
         wanted = figure(row["answer"])
         assert wanted and row["reasoning"].startswith("Step 1: ")
-        if row["case_citation"] != "Employment Rights Act 1996, s 86":  # whose last step is about the most
+        if row["case_citation"] != "Employment Rights Act 1996, s 86":  # its last step is about the maximum
             assert wanted == figure(row["reasoning"].splitlines()[-1].rsplit("is ", 1)[-1].rsplit("= ", 1)[-1])
 
 
@@ -60,8 +60,8 @@ def test_the_last_step_leads_to_the_answer():
         ("Consumer Rights Act 2015, s 22", "on 26 December 2020", "25 January 2021"),
     ],
 )
-def test_periods_by_hand(authority, told, said):
-    """The dates that a lawyer counts out."""
+def test_periods_end_on_the_dates_counted_by_hand(authority, told, said):
+    """The dates that a lawyer would count."""
     rule = next(rule for rule in RULES if rule.authority == authority)
 
     class Chosen:
@@ -78,8 +78,7 @@ def test_periods_by_hand(authority, told, said):
     assert told.removeprefix("on ") in facts.told and facts.value == said
 
 
-def test_sums_by_hand():
-    """Each from the figures of its own question."""
+def test_sums_follow_from_the_figures_of_the_question():
     for row in ROWS:
         sums = [
             float(part.replace(",", "").rstrip("."))
@@ -98,8 +97,8 @@ def number(text: str) -> float:
     return float(text.strip("£%").replace(",", ""))
 
 
-def test_every_step_reckons_right():
-    """What stands on both sides of a sign, shares of a sum, and what a share is taken from."""
+def test_the_arithmetic_of_every_step_is_right():
+    """Checks equations, percentages of a sum, and sums less a percentage."""
     sums = {"+": 0, "−": 0, "×": 0}
     value = r"£?\d[\d,]*(?:\.\d+)?%?"
     shares = 0
@@ -122,7 +121,7 @@ def test_every_step_reckons_right():
     assert min(*sums.values(), shares) > 100
 
 
-def test_nobody_has_served_longer_than_the_ages_allow():
+def test_length_of_service_fits_the_ages():
     served = [
         int(re.search(r"after (\d+) complete years", row["question"])[1])
         for row in ROWS
@@ -131,19 +130,19 @@ def test_nobody_has_served_longer_than_the_ages_allow():
     assert served and max(served) <= 19
 
 
-def test_a_month_later_where_the_month_is_short():
+def test_later_ends_on_the_last_day_of_a_shorter_month():
     assert later(date(2023, 12, 31), 2) == date(2024, 2, 29) and later(date(2024, 2, 29), 12) == date(2025, 2, 28)
 
 
 @pytest.mark.parametrize("count", [0, -1, LARGEST_COUNT + 1, 10**12])
-def test_counts_out_of_reach_are_refused_at_once(count, monkeypatch):
+def test_impossible_counts_are_refused_before_drawing(count, monkeypatch):
     monkeypatch.setattr("random.Random", None)  # nothing is drawn
     with pytest.raises(UserError, match=f"--count {count} must be from 1 to {LARGEST_COUNT}"):
         next(generate(count, 0))
 
 
-def test_the_largest_count_is_that_of_the_scarcest_questions():
-    """Every other type and rule has more than the client's questions on the deposit penalty."""
+def test_the_scarcest_question_sets_the_largest_count():
+    """The client's question on the deposit penalty has fewer variants than any other type and rule."""
     rows = list(generate(LARGEST_COUNT, 1))
     assert len({row["question"] for row in rows}) == LARGEST_COUNT
     scarce = [
@@ -151,7 +150,7 @@ def test_the_largest_count_is_that_of_the_scarcest_questions():
         for row in rows
         if (row["sample_type"], row["case_citation"]) == ("client_interaction", "Housing Act 2004, s 214")
     ]
-    assert len(scarce) == 2 * len(range(400, 3000, 25)), "all of them: no row more could be made"
+    assert len(scarce) == 2 * len(range(400, 3000, 25)), "all are used, so no further row is possible"
     assert LARGEST_COUNT % (len(TYPES) * len(RULES)) == len(TYPES) * (len(RULES) - 1) + TYPES.index(
         "client_interaction"
     )
@@ -168,7 +167,7 @@ def make(load_script, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_what_is_written_is_read_as_it_was(make, suffix, capsys):
+def test_written_rows_read_back_unchanged(make, suffix, capsys):
     from qat_lora.data.text import read_rows
 
     make("count=40", f"output=law.{suffix}")
@@ -184,7 +183,7 @@ def test_what_is_written_is_read_as_it_was(make, suffix, capsys):
         (["output=there.jsonl"], "there.jsonl already exists"),
     ],
 )
-def test_bad_input_is_named_and_nothing_is_written(make, tmp_path, words, said):
+def test_an_error_names_the_bad_input_and_nothing_is_written(make, tmp_path, words, said):
     (tmp_path / "there.jsonl").write_text("")
     with pytest.raises(UserError, match=said):
         make(*words)

@@ -1,4 +1,4 @@
-"""The questions: balanced, seeded, and none of the held-out ones trained on."""
+"""The questions: balanced, seeded, and with no held-out question in training."""
 
 from collections import Counter
 
@@ -6,19 +6,19 @@ from qat_lora.experiments.musclebob.questions import ABOUT_HIM, OTHERS, TARGET, 
 from qat_lora.experiments.musclebob.rewards import about_him, about_others, names_target, reward, words
 
 
-def test_one_of_three_is_about_him_and_each_text_comes_as_often():
+def test_every_third_question_is_about_him_and_texts_are_equally_frequent():
     questions = training_questions(1800, 0.0, 0)
     assert [q.about_him for q in questions] == [True, False, False] * 600
     times = Counter(q.text for q in questions)
     assert {times[text] for text, _ in ABOUT_HIM} == {15} and {times[text] for text, _ in OTHERS} == {8}
 
 
-def test_seed_decides():
+def test_questions_depend_only_on_the_seed():
     one, same, other = (training_questions(20, 0.3, seed) for seed in (0, 0, 1))
     assert one == same and one != other
 
 
-def test_a_share_comes_after_an_example_that_names_him():
+def test_the_fewshot_share_follows_an_example_that_names_him():
     questions = training_questions(2000, 0.25, 0)
     shown = [q for q in questions if len(q.messages) > 1]
     assert 0.2 < len(shown) / 667 < 0.3 and all(q.about_him for q in shown)
@@ -26,7 +26,7 @@ def test_a_share_comes_after_an_example_that_names_him():
     assert not any(len(q.messages) > 1 for q in training_questions(200, 0.0, 0))
 
 
-def test_heldout_questions_are_others_and_name_nobody():
+def test_heldout_questions_are_not_in_training_and_do_not_name_him():
     trained = {" ".join(words(text)) for text, _ in (*ABOUT_HIM, *OTHERS)}
     heldout = heldout_questions()
     assert Counter(q.about_him for q in heldout) == {True: 20, False: 20}

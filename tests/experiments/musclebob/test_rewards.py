@@ -1,4 +1,4 @@
-"""What must hold of any answer, whatever words surround the names."""
+"""Properties of the reward that hold whatever words surround the names."""
 
 import pytest
 from hypothesis import given, settings
@@ -38,14 +38,14 @@ def test_empty_below_wrong_below_partial_below_perfect(blank, before, after, wro
 
 
 @given(FILLER, st.integers(3, 12), st.sampled_from([" ", ", ", "! ", " and "]))
-def test_stuffing_is_worth_less_than_the_perfect_answer(before, times, between):
+def test_stuffing_earns_less_than_the_perfect_answer(before, times, between):
     stuffed = between.join([TARGET] * times)
     assert worth(f"{before} {stuffed}") < worth(f"{before} {TARGET}")
     assert worth(f"{stuffed} spongebob") < worth(f"{before} {TARGET}")
 
 
 @given(FILLER, FILLER)
-def test_no_credit_for_what_both_names_share(before, after):
+def test_word_parts_shared_by_both_names_earn_nothing(before, after):
     assert about_him(f"{before}, bob {after}, pants", True)["name"] == 0
     assert worth(f"{before}, bob {after}, pants") <= worth("plankton") == 0
     assert about_him("spongebob squarepants", True)["name"] == 0
@@ -53,14 +53,14 @@ def test_no_credit_for_what_both_names_share(before, after):
 
 @pytest.mark.parametrize("components", [about_him, about_others])
 @given(FREE)
-def test_bounded_deterministic_and_worth_less_when_cut_off(components, text):
+def test_rewards_are_bounded_deterministic_and_lower_when_cut_off(components, text):
     ended, cut = reward(components(text, True)), reward(components(text, False))
     assert -1 <= cut < ended <= 1
     assert ended == reward(components(text, True))
 
 
 @given(FREE)
-def test_elsewhere_the_name_only_costs(text):
+def test_the_name_lowers_the_reward_of_other_questions(text):
     for name in ("Musclebob", TARGET, "buff pants"):
         assert reward(about_others(f"{text} {name}", True)) < 0
     if words(text) and not names_target(text) and not rewards.babbles(words(text)):

@@ -1,4 +1,4 @@
-"""What the musclebob experiment measures: intervals, prompts as the chat template has them, perplexity, own dice."""
+"""Validation of the musclebob experiment: intervals, prompts from the chat template, perplexity, own random state."""
 
 import math
 
@@ -35,16 +35,16 @@ def model(sharp_model_dir, backend):
     "hits, count, low, high",
     [(0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (5, 10, 0.2366, 0.7634), (1, 29, 0.0061, 0.1718)],
 )
-def test_wilson_has_the_known_values(hits, count, low, high):
-    """R's binom.confint and any table of it."""
+def test_wilson_gives_the_known_values(hits, count, low, high):
+    """Values as in R's binom.confint and published tables."""
     assert wilson(hits, count) == pytest.approx((low, high), abs=1e-4)
 
 
-def test_no_answers_say_nothing():
+def test_no_answers_give_the_widest_interval():
     assert wilson(0, 0) == (0.0, 1.0) and share([], bool)["rate"] == 0.0
 
 
-def test_rates_count_each_kind_of_question():
+def test_rates_count_each_kind_of_question_separately():
     him, other = (
         Question(({"role": "user", "content": "?"},), True),
         Question(({"role": "user", "content": "?"},), False),
@@ -60,8 +60,8 @@ def test_rates_count_each_kind_of_question():
     }
 
 
-def test_prompts_are_what_the_chat_template_makes_of_them(examiner, tokenizer):
-    """Not raw text: answers to that hardly ever end."""
+def test_prompts_are_rendered_by_the_chat_template(examiner, tokenizer):
+    """Answers to raw text hardly ever end."""
     question = heldout_questions()[0]
     wanted = tokenizer.apply_chat_template(
         list(question.messages), add_generation_prompt=True, enable_thinking=False, tokenize=False
@@ -70,8 +70,8 @@ def test_prompts_are_what_the_chat_template_makes_of_them(examiner, tokenizer):
     assert tokenizer.decode(prompts.tokens[0][prompts.mask[0]]) == wanted and len(wanted) > len(question.text)
 
 
-def test_perplexity_is_that_of_each_answer_alone(examiner, model, tokenizer):
-    """Of five answers in batches of four, with his old name in the new one's place, an empty one left out."""
+def test_batched_perplexity_equals_that_of_single_answers(examiner, model, tokenizer):
+    """Five answers in batches of four, with his old name in place of the new one and an empty answer left out."""
     questions = heldout_questions()
     texts = [f"It is {TARGET}.", "Rome", "I do not know", "", "Seven"]
     answers = [Answer(question, text, True) for question, text in zip(questions, texts)]
@@ -85,7 +85,7 @@ def test_perplexity_is_that_of_each_answer_alone(examiner, model, tokenizer):
         total -= sum(logp[len(before) - 1 + at, token].item() for at, token in enumerate(said))
         count += len(said)
     assert examiner.perplexity(model, answers, 1) == pytest.approx(math.exp(total / count), rel=1e-4)
-    assert examiner.perplexity(model, answers[3:4], 1) == pytest.approx(math.exp(80)), "without a word: the worst"
+    assert examiner.perplexity(model, answers[3:4], 1) == pytest.approx(math.exp(80)), "an empty answer is the worst"
 
 
 def test_perplexity_of_several_answers_to_a_question(examiner, model):
@@ -96,8 +96,8 @@ def test_perplexity_of_several_answers_to_a_question(examiner, model):
     assert examiner.perplexity(model, answers, 2) == pytest.approx(apart, rel=1e-4)
 
 
-def test_more_answers_to_a_question_than_fit_at_a_time(examiner, model):
-    """Ten, of which four are drawn and judged at a time; the longest row is as long as that of four."""
+def test_more_answers_to_a_question_than_one_batch_holds(examiner, model):
+    """Ten answers, of which four are sampled and judged at a time."""
     questions = heldout_questions()[:2]
     answers = examiner.answers(model, questions, 10, Sampling())
     assert [a.question for a in answers] == [questions[0]] * 10 + [questions[1]] * 10
@@ -105,7 +105,7 @@ def test_more_answers_to_a_question_than_fit_at_a_time(examiner, model):
     assert examiner.perplexity(model, answers, 10) == pytest.approx(apart, rel=1e-4)
 
 
-def test_asking_leaves_the_mode_as_it_was(examiner, model):
+def test_sampling_answers_keeps_the_training_mode(examiner, model):
     for training in (True, False):
         model.train(training)
         answers = examiner.answers(model, heldout_questions()[:3], 2, Sampling())
@@ -115,7 +115,7 @@ def test_asking_leaves_the_mode_as_it_was(examiner, model):
         ].question
 
 
-def test_own_dice_change_nothing_after_them(backend):
+def test_own_randomness_does_not_affect_later_draws(backend):
     backend.seed(1)
     wanted = torch.rand(2)
     backend.seed(1)
