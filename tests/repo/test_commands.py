@@ -1,4 +1,4 @@
-"""Every command that is written down parses, every preset fits its script, every Make target finds its files."""
+"""Every documented command parses, every preset fits its script, every Make target finds its files."""
 
 import ast
 import re
@@ -14,7 +14,7 @@ SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
 PRESETS = sorted((ROOT / "configs").glob("*/*.yaml"))
 ELLIPSIS = ("...", "…")
 PRESETS_OF = {"train_recovery_lora_multi": "train_recovery_lora", "train_v2_tpu_multi": "train_qat"}
-SEED_GUIDES = [  # as they stand in the guides of the project's seeds
+SEED_GUIDES = [  # as written in the guides of the project's seeds
     "python pretrain.py",
     "python pretrain.py device_type=tpu",
     "python pretrain.py device_type=cuda",
@@ -45,7 +45,7 @@ def name(path: Path) -> str:
 
 
 def commands(text: str) -> list[str]:
-    """The command lines `[ENV=value …] python scripts/X.py …` (or benchmarks/) of a text, continuations joined."""
+    """The command lines `[ENV=value …] python scripts/X.py …` (or benchmarks/) in a text, with continuations joined."""
     joined = re.sub(r" *\\\\?\n\s*", " ", text)
     script = r"(?:(?:scripts|benchmarks)/\w+|pretrain)\.py"
     start = rf"(?:^|[`$] ?|\s{{2,}})((?:[A-Z_]+=\S+ )*(?:python3?|\$\(PY\)) {script}[^`\n]*)"
@@ -53,7 +53,7 @@ def commands(text: str) -> list[str]:
 
 
 def written() -> list:
-    """(where, command) of README, docs, Makefile, the scripts' docstrings and the presets' headers."""
+    """(where, command) for README, docs, Makefile, the scripts' docstrings and the presets' headers."""
     texts = {
         name(p): p.read_text() for p in [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))] if p.exists()
     }
@@ -82,7 +82,7 @@ def words(command: str) -> tuple[str, list[str]]:
 
 @pytest.fixture(scope="session")
 def config_of(load_script):
-    """config_of(script, argv): the script's config, as its command line would make it."""
+    """config_of(script, argv): the script's config for this command line."""
 
     def make(script: str, argv: list[str]):
         base = PRESETS_OF.get(script)
@@ -107,7 +107,7 @@ def test_commands_are_found_in_prose_fences_and_docstrings():
     assert words(commands(text)[0]) == ("a", ["--device", "xla"])
 
 
-def test_the_places_exist_and_hold_commands():
+def test_every_source_of_commands_has_some():
     where = {place for place, _ in WRITTEN}
     assert "README.md" in where and "Makefile" in where
     assert any(place.startswith("docs/") for place in where)
@@ -116,7 +116,7 @@ def test_the_places_exist_and_hold_commands():
 
 # -- commands --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("where, command", WRITTEN)
-def test_written_command_parses(config_of, where, command):
+def test_documented_command_parses(config_of, where, command):
     script, argv = words(command)
     assert any((ROOT / folder / f"{script}.py").is_file() for folder in ("scripts", "benchmarks")), f"{where}: {script}"
     if argv != ["--help"]:
@@ -150,7 +150,7 @@ def test_commands_of_the_seed_guides_parse(config_of, command):
 
 
 # -- presets ---------------------------------------------------------------------------------------------------------
-def test_presets_are_there():
+def test_expected_presets_exist():
     wanted = {"q4_r32", "q2a4", "q4a4", "q2_g32", "q2_g64", "q4_g32", "apple_q2"}
     assert wanted <= {path.stem for path in PRESETS if path.parent.name == "train_qat"}
 
@@ -183,7 +183,7 @@ def recipes() -> dict[str, list[str]]:
     return found
 
 
-def test_targets_of_the_design_are_there():
+def test_expected_targets_exist():
     assert recipes().keys() >= {"help", "setup", "demo", "test", "lint", "doctor"}
 
 
@@ -198,7 +198,7 @@ def test_files_of_a_make_target_exist(target, lines):
             assert (ROOT / "configs" / folder / f"{preset[1]}.yaml").is_file(), f"make {target}: {preset[1]}"
 
 
-def test_every_public_target_says_what_it_does():
+def test_every_target_has_a_description():
     text = (ROOT / "Makefile").read_text()
     assert re.search(r"^\.PHONY: \$\(shell grep", text, re.MULTILINE), "every target is phony"
     for target in recipes():

@@ -1,4 +1,4 @@
-"""Every link leads somewhere, and every runbook has the same parts."""
+"""No link is broken, and every runbook has the same sections."""
 
 import re
 from pathlib import Path
@@ -35,7 +35,7 @@ def test_links_are_found():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_link_leads_somewhere(page):
+def test_no_link_is_broken(page):
     for link in links(page):
         if link.startswith(("http://", "https://")):
             continue
@@ -46,13 +46,13 @@ def test_every_link_leads_somewhere(page):
             assert anchor in anchors(target), f"{link}: no such heading"
 
 
-def test_the_index_has_every_page():
+def test_the_index_lists_every_page():
     listed = set(links(ROOT / "docs" / "README.md"))
     assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"} <= listed
 
 
 @pytest.mark.parametrize("name", RUNBOOKS)
-def test_a_runbook_has_the_parts_in_their_order(name):
+def test_a_runbook_has_all_sections_in_order(name):
     page = ROOT / "docs" / f"{name}.md"
     assert re.findall(r"^## (.+)$", prose(page), re.MULTILINE) == list(PARTS)
     seen = re.search(r"^## What you should see$(.*?)^## ", page.read_text(), re.MULTILINE | re.DOTALL)[1]
@@ -61,5 +61,5 @@ def test_a_runbook_has_the_parts_in_their_order(name):
 
 
 @pytest.mark.parametrize("name", RUNBOOKS)
-def test_the_readme_leads_to_every_runbook(name):
+def test_the_readme_links_to_every_runbook(name):
     assert f"docs/{name}.md" in links(ROOT / "README.md")

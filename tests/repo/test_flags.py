@@ -1,4 +1,4 @@
-"""Every flag does something, and every preset is written down once."""
+"""Every flag is used, every number has a range, and no preset is a duplicate."""
 
 import ast
 import dataclasses
@@ -14,18 +14,18 @@ from qat_lora.run.options import GROUPS, JobConfig
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py"))
 COMMON = {field.name for field in dataclasses.fields(JobConfig)}
-# Options that several scripts share are read beside their definition.
+# Shared options are read in the modules that define them.
 SHARED = [ROOT / "qat_lora" / "data" / "options.py", ROOT / "qat_lora" / "train" / "options.py"]
-VARIANTS = ("train_recovery_lora_multi", "train_v2_tpu_multi")  # of another script, whose options they have
-UNBOUNDED = {  # numbers whose range is checked with what they belong to
+VARIANTS = ("train_recovery_lora_multi", "train_v2_tpu_multi")  # these use the options of another script
+UNBOUNDED = {  # numbers whose range is checked elsewhere
     "top_k", "top_p", "temperature",  # rl.rollout.Sampling
-    "leak_min", "leak_max",  # the one below the other
+    "leak_min", "leak_max",  # min must not exceed max
     "least_blanks", "most_blanks", "stride", "length", "count", "heldout_fraction", "max_stories", "vocab_size",  # data
 }  # fmt: skip
 
 
 def attributes(path: Path) -> set[str]:
-    """Every name that a file reads as an attribute, and every string that it could pass to getattr."""
+    """All attribute names that a file reads, and all strings that it could pass to getattr."""
     nodes = list(ast.walk(ast.parse(path.read_text())))
     names = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
     return names | {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
@@ -35,7 +35,7 @@ def attributes(path: Path) -> set[str]:
 def test_every_flag_of_a_script_is_read(name, load_script):
     config = load_script(name).Config
     own = {field.name for field in dataclasses.fields(config)} - COMMON
-    own |= {"timeouts"} if issubclass(config, JobConfig) else set()  # which reads --host-timeout and --join-timeout
+    own |= {"timeouts"} if issubclass(config, JobConfig) else set()  # it reads --host-timeout and --join-timeout
     read = set().union(*map(attributes, [ROOT / "scripts" / f"{name}.py", *SHARED]))
     assert own <= read, f"parsed and never used: {sorted(own - read)}"
 
@@ -46,10 +46,10 @@ def test_every_number_has_a_range_and_every_option_a_group(name, load_script):
     for field in dataclasses.fields(config):
         assert field.metadata["group"] in GROUPS
         if type_of(get_type_hints(config)[field.name]) in (int, float) and field.name not in UNBOUNDED:
-            assert field.metadata["bounds"], f"--{field.name}: any number is taken"
+            assert field.metadata["bounds"], f"--{field.name} accepts any number"
 
 
-def test_no_two_presets_of_a_script_are_the_same():
+def test_all_presets_of_a_script_differ():
     for folder in (ROOT / "configs").iterdir():
         contents = [yaml.safe_load(path.read_text()) for path in sorted(folder.glob("*.yaml"))]
         assert all(contents.count(content) == 1 for content in contents), folder.name

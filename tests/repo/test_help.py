@@ -1,4 +1,4 @@
-"""--help: the docstring as written, each option once, and nothing imported that takes seconds. Shell completion."""
+"""--help: shows the docstring as written and each option once, without slow imports. Shell completion."""
 
 import ast
 import dataclasses
@@ -30,30 +30,30 @@ sys.meta_path.insert(0, Refuse())
 
 
 def started(path: Path, *flags: str, **environment: str) -> subprocess.CompletedProcess:
-    """A script, run without the packages that take long to import."""
+    """Run a script with these flags and additional environment variables."""
     variables = os.environ | {"COLUMNS": "120"} | environment
     return subprocess.run([sys.executable, path, *flags], env=variables, cwd=ROOT, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
 def without_heavy(tmp_path_factory) -> dict[str, str]:
-    """Environment in which importing a heavy package fails."""
+    """An environment in which importing a heavy package fails."""
     folder = tmp_path_factory.mktemp("site")
     (folder / "sitecustomize.py").write_text(REFUSE)
     return {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
 
 
-def test_the_guard_works(without_heavy, tmp_path):
+def test_heavy_imports_fail_in_this_environment(without_heavy, tmp_path):
     (tmp_path / "heavy.py").write_text("import torch")
     assert "AssertionError: torch is imported" in started(tmp_path / "heavy.py", **without_heavy).stderr
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_help_imports_nothing_heavy_and_shows_the_docstring_and_each_option_once(path, without_heavy):
+def test_help_shows_docstring_and_each_option_once_without_heavy_imports(path, without_heavy):
     done = started(path, "--help", **without_heavy)
     assert done.returncode == 0 and not done.stderr, done.stderr
     docstring = ast.get_docstring(ast.parse(path.read_text()), clean=False)
-    assert docstring.strip() in done.stdout, "the docstring is not shown as it is written"
+    assert docstring.strip() in done.stdout, "--help does not show the docstring as written"
     options = re.findall(r"^  (--[\w-]+)", done.stdout, re.MULTILINE)
     assert "--config" in options and len(options) == len(set(options))
     titles = re.findall(r"^(\w[\w ]*):$", done.stdout, re.MULTILINE)
@@ -71,13 +71,13 @@ def test_every_default_is_shown():
 @pytest.mark.parametrize(
     "script, flag", [("train_qat", "--no-such"), ("pretrain", "epochs=many"), ("train_cot_sft", "--config=nothing")]
 )
-def test_a_bad_command_line_is_refused_before_anything_heavy_is_imported(script, flag, without_heavy):
+def test_a_bad_command_line_is_refused_before_heavy_imports(script, flag, without_heavy):
     done = started(ROOT / "scripts" / f"{script}.py", flag, **without_heavy)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "error: " in done.stderr
 
 
 def test_a_script_can_be_terminated_while_it_loads_packages(monkeypatch, capsys):
-    """The check of the command line leaves SIGTERM as it is; only the end of a script ignores it."""
+    """Checking the command line does not change the SIGTERM handler."""
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(sys, "argv", ["toy.py", "--seed", "1"])
     check_command_line(JobConfig, "toy", "A toy.")
@@ -86,7 +86,7 @@ def test_a_script_can_be_terminated_while_it_loads_packages(monkeypatch, capsys)
 
 # -- shell completion ------------------------------------------------------------------------------------------------
 def completions(path: Path, line: str, output: Path, **environment: str) -> list[str]:
-    """What the shell is offered at the end of `line`, asked as argcomplete's shell code asks."""
+    """The completions at the end of `line`, requested in the way of argcomplete's shell code."""
     asked = {
         "_ARGCOMPLETE": "2",
         "COMP_LINE": line,
@@ -100,7 +100,7 @@ def completions(path: Path, line: str, output: Path, **environment: str) -> list
 
 @pytest.mark.parametrize("path", [*SCRIPTS, ROOT / "pretrain.py"], ids=lambda path: path.stem)
 def test_options_are_completed(path, without_heavy, tmp_path):
-    assert "PYTHON_ARGCOMPLETE_OK" in path.read_text()[:1024], "argcomplete leaves scripts without this mark alone"
+    assert "PYTHON_ARGCOMPLETE_OK" in path.read_text()[:1024], "argcomplete ignores scripts without this mark"
     words = completions(path, f"python {path.relative_to(ROOT)} --de", tmp_path / "words", **without_heavy)
     assert {"--device", "--debug"} <= set(words)
 
@@ -114,14 +114,14 @@ def test_presets_and_choices_are_completed(without_heavy, tmp_path):
 
 # -- incomplete installations ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("path", [*SCRIPTS, ROOT / "pretrain.py"], ids=lambda path: path.stem)
-def test_without_packages_a_script_says_in_one_line_how_to_install_them(path):
+def test_missing_packages_give_one_line_that_says_how_to_install_them(path):
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run([sys.executable, "-S", path], env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
     assert "No module named '" in done.stderr and "make setup" in done.stderr
 
 
-def test_a_broken_package_is_one_line_and_debug_shows_where(without_heavy, tmp_path):
+def test_a_broken_package_gives_one_line_and_a_traceback_with_debug(without_heavy, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(REFUSE.replace("AssertionError", "ImportError"))
     script, broken = ROOT / "scripts" / "train_qat.py", {"PYTHONPATH": str(tmp_path)}
     done = started(script, "--cache-dir", "none", **broken)

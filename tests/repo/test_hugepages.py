@@ -1,4 +1,4 @@
-"""enable_hugepages.sh reports, changes only what it may, and says what to do otherwise."""
+"""enable_hugepages.sh reports the setting, changes it if permitted, and otherwise says what to do."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ def switch(tmp_path):
     return file
 
 
-def test_it_can_be_run_by_its_name():
+def test_the_script_is_executable():
     assert os.access(SCRIPT, os.X_OK)
 
 
@@ -42,24 +42,24 @@ def test_already_on(switch, flags):
     assert switch.read_text() == "[always] madvise never\n"
 
 
-def test_it_turns_them_on_and_reads_back(switch):
+def test_it_turns_hugepages_on_and_reads_the_setting_back(switch):
     done = run(switch)
     assert done.returncode == 0 and switch.read_text() == "always\n"
     assert done.stdout.splitlines() == ["transparent hugepages: madvise", "turned on until the next boot: always"]
 
 
-def test_a_write_that_does_not_take_is_said():
+def test_a_write_without_effect_is_reported():
     done = run("/dev/null")
     assert done.returncode == 1 and "the kernel ignored the change" in done.stderr
 
 
-def test_without_the_right_to_write():
+def test_without_write_permission():
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         switch = Path(folder, "enabled")
         switch.write_text("always [madvise] never\n")
         switch.chmod(0o444)
-        command = ["bash", "-s", "--", switch]  # from standard input: nobody may not read the checkout
+        command = ["bash", "-s", "--", switch]  # from standard input: nobody cannot read the checkout
         user = NOBODY if os.geteuid() == 0 else None
         with open(SCRIPT) as script:
             done = subprocess.run(command, stdin=script, user=user, cwd="/", capture_output=True, text=True)
@@ -68,7 +68,7 @@ def test_without_the_right_to_write():
     assert done.stderr.splitlines() == [f"no permission to write {switch}; run: sudo ./enable_hugepages.sh"]
 
 
-def test_without_the_switch(tmp_path):
+def test_without_the_settings_file(tmp_path):
     done = run(tmp_path / "absent")
     assert done.returncode == 1 and "not Linux, or a container" in done.stderr and done.stderr.count("\n") == 1
 

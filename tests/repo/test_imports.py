@@ -1,4 +1,4 @@
-"""Imports go one way, torch_xla stays behind one door, and nothing edits sys.path. Read from the source, not run."""
+"""Imports go one way, one file imports torch_xla, and nothing edits sys.path. Checked by parsing the source."""
 
 import ast
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-ORDER = [  # each room imports itself and those before it
+ORDER = [  # each subpackage imports only itself and those before it
     "errors", "backend", "run", "models", "data", "quant", "train", "kd", "lora", "rl", "layer_qat", "export",
     "experiments",
 ]  # fmt: skip
@@ -22,7 +22,7 @@ def name(path: Path) -> str:
 
 
 def imported(path: Path) -> set[str]:
-    """Every module that a file imports anywhere in it; `from a.b import c` gives a.b and a.b.c."""
+    """Every module that a file imports, at any level; `from a.b import c` gives a.b and a.b.c."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -34,7 +34,7 @@ def imported(path: Path) -> set[str]:
 
 
 def of_ours(path: Path) -> set[str]:
-    """The rooms that it imports from: {"run", "quant", …}."""
+    """The subpackages of qat_lora that a file imports from: {"run", "quant", …}."""
     return {module.split(".")[1] for module in imported(path) if module.startswith("qat_lora.")}
 
 
@@ -46,24 +46,24 @@ def room(path: Path) -> str:
     return path.relative_to(ROOT / "qat_lora").parts[0].removesuffix(".py")
 
 
-def test_the_walk_finds_the_code():
+def test_the_search_finds_the_code():
     assert len(PACKAGE) > 20 and len(SCRIPTS) >= 8
     assert "qat_lora.kd.training" in imported(ROOT / "scripts" / "train_qat.py")
     assert "torch_xla" in imported(ROOT / "qat_lora" / "backend" / "xla.py")
 
 
-def test_every_room_has_its_place():
+def test_the_order_lists_every_subpackage():
     assert {room(path) for path in PACKAGE} == {*ORDER, "__init__"}
 
 
 @pytest.mark.parametrize("path", PACKAGE, ids=name)
 def test_imports_go_one_way(path):
-    if room(path) != "__init__":  # which names its modules as text
+    if room(path) != "__init__":  # it names its modules as strings
         assert of_ours(path) <= set(ORDER[: ORDER.index(room(path)) + 1])
 
 
 @pytest.mark.parametrize("path", [p for p in PACKAGE if room(p) == "experiments"], ids=name)
-def test_an_experiment_imports_no_other(path):
+def test_an_experiment_imports_no_other_experiment(path):
     used = {module.split(".")[2] for module in imported(path) if module.startswith("qat_lora.experiments.")}
     assert used <= {path.relative_to(ROOT / "qat_lora").parts[1]}
 
@@ -72,8 +72,8 @@ DEVICE_ASKED = re.compile(r"\.(kind|device\.type) *(==|!=|in\b|not in\b)|\bdevic
 
 
 @pytest.mark.parametrize("path", [p for p in [*PACKAGE, *SCRIPTS] if room_or_script(p) != "backend"], ids=name)
-def test_which_device_it_is_is_asked_in_the_backend_alone(path):
-    """Elsewhere a capability is asked for. What is no device, such as the kind of a reservoir, is `spec.kind`."""
+def test_only_the_backend_checks_the_kind_of_device(path):
+    """Other code asks for capabilities. A `kind` of something else, e.g. of a reservoir (`spec.kind`), is allowed."""
     lines = [line for line in path.read_text().splitlines() if DEVICE_ASKED.search(line)]
     assert not [line for line in lines if not re.search(r"(spec|self|entry|e|rows)\.kind", line)]
 
@@ -88,7 +88,7 @@ def test_which_device_it_is_is_asked_in_the_backend_alone(path):
         ("if backend.static_shapes:", False),
     ],
 )
-def test_the_walk_sees_what_asks_for_a_device(line, asks):
+def test_the_pattern_recognises_checks_of_the_device(line, asks):
     assert bool(DEVICE_ASKED.search(line)) is asks
 
 
@@ -98,7 +98,7 @@ def test_package_imports_no_script_and_no_test(path):
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "scripts").glob("*train*.py")), ids=name)
-def test_training_scripts_set_what_torch_reads_before_they_import_it(path):
+def test_training_scripts_import_qat_lora_before_torch(path):
     names = [
         alias.name if isinstance(node, ast.Import) else node.module
         for node in ast.parse(path.read_text()).body
@@ -116,8 +116,8 @@ def test_script_imports_no_script(path):
 
 
 @pytest.mark.parametrize("path", [*PACKAGE, *SCRIPTS], ids=name)
-def test_torch_xla_is_imported_in_one_file(path):
-    """At its top, since it is itself imported only once the device is chosen."""
+def test_only_one_file_imports_torch_xla(path):
+    """It may do so at its top, because it is itself imported only once the device is chosen."""
     uses = {module for module in imported(path) if module.split(".")[0] == "torch_xla"}
     assert bool(uses) == (path == ROOT / "qat_lora" / "backend" / "xla.py")
 
@@ -140,7 +140,7 @@ def edits_sys_path(node: ast.AST) -> bool:
         ("sys.path = []", True), ("print(sys.path)", False), ("x = [p for p in sys.path]", False),
     ],
 )  # fmt: skip
-def test_the_walk_sees_edits(code, edits):
+def test_edits_of_sys_path_are_recognised(code, edits):
     assert any(map(edits_sys_path, ast.walk(ast.parse(code)))) is edits
 
 
@@ -152,7 +152,7 @@ def test_no_file_edits_sys_path(path):
 
 # -- sizes -----------------------------------------------------------------------------------------------------------
 def test_core_files_and_functions_stay_short():
-    """STYLE: median of the core at most 150 lines, nothing above 400, 95 of 100 functions at most 40."""
+    """Files of the core have a median of at most 150 lines and at most 400; 95% of functions at most 40."""
     files = [path for path in (ROOT / "qat_lora").rglob("*.py") if path.stat().st_size]
     lines = {path: len(path.read_text().splitlines()) for path in files}
     assert statistics.median(lines.values()) <= 150

@@ -1,4 +1,4 @@
-"""The notebook of the legal fine-tune runs top to bottom on the CPU, and what it would run on a TPU parses."""
+"""The notebook of the legal fine-tune runs top to bottom on the CPU, and its commands for a TPU parse."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ from qat_lora.run.command_line import parse
 ROOT = Path(__file__).resolve().parents[2]
 PATH = ROOT / "notebooks" / "training-cot-sft-tpu-v5e.ipynb"
 STORED = nbformat.read(PATH, as_version=nbformat.NO_CONVERT)
-MINIATURE = pytest.mark.skipif(bool(tpu_chips()), reason="with a TPU the notebook trains the real thing")
+MINIATURE = pytest.mark.skipif(bool(tpu_chips()), reason="with a TPU the notebook trains a full-size model")
 
 
 def source(id: str) -> str:
@@ -35,7 +35,7 @@ def executed(tmp_path_factory):
     shutil.rmtree(out)
 
 
-def test_it_is_stored_small_valid_and_without_outputs():
+def test_the_stored_notebook_is_small_valid_and_without_outputs():
     nbformat.validate(STORED)
     assert PATH.stat().st_size < 30_000 and "Untested on hardware: TPU; run on CPU" in source("title")
     for cell in STORED.cells:
@@ -43,7 +43,7 @@ def test_it_is_stored_small_valid_and_without_outputs():
             assert cell.outputs == [] and cell.execution_count is None, cell.id
 
 
-def test_its_set_up_is_that_of_the_other_notebook():
+def test_its_set_up_cell_equals_that_of_the_other_notebook():
     other = nbformat.read(ROOT / "notebooks" / "TPU_LoRA_KD_WikiText1024.ipynb", as_version=nbformat.NO_CONVERT)
     theirs = next(cell.source for cell in other.cells if cell.id == "set-up")
     assert source("set-up") == theirs.replace("build_kd_cache.py", "train_cot_sft.py")
@@ -63,8 +63,8 @@ def test_it_runs_and_shows_a_table_a_plot_and_an_answer(executed):
     assert "authorities" in said and f"{folder / 'adapter'} on cpu" in said
 
 
-def test_on_a_tpu_it_runs_the_guides_settings(monkeypatch, load_script, tmp_path):
-    """Every command of the notebook, were there a chip, parsed and not run."""
+def test_on_a_tpu_it_uses_the_guides_settings(monkeypatch, load_script, tmp_path):
+    """Parses every command that the notebook would run with a chip, without running it."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("QAT_LORA_NOTEBOOK_OUT", str(tmp_path))
     monkeypatch.setattr("qat_lora.backend.tpu_chips", lambda: ["v5e"] * 8)
@@ -82,7 +82,7 @@ def test_on_a_tpu_it_runs_the_guides_settings(monkeypatch, load_script, tmp_path
         exec(source(id), names)
     training = configs["train_cot_sft"]
     assert (training.model, training.dataset, training.device) == ("Qwen/Qwen2.5-0.5B-Instruct", "rzeraat/law", "tpu")
-    # but for checkpoints, every 50 updates there: of packed rows a run has fewer
+    # except that the guide saves every 50 updates; with packed rows a run has fewer
     guide = (8, 4, 2, 1000, 3.0, 10, 2, 5, 32, 64.0, 0.05, 2e-4, 0.03, 0.01)
     assert guide == (
         training.num_chips, training.batch_size, training.accumulation_steps, training.length, training.epochs,
@@ -91,4 +91,4 @@ def test_on_a_tpu_it_runs_the_guides_settings(monkeypatch, load_script, tmp_path
     )  # fmt: skip
     assert training.gradient_checkpointing and training.resume == "auto"
     asked = configs["run_legal_assistant"]
-    assert asked.run == str(tmp_path / "runs" / "law-v5e8") and asked.max_new_tokens is None, "as the run says"
+    assert asked.run == str(tmp_path / "runs" / "law-v5e8") and asked.max_new_tokens is None, "taken from the run"

@@ -1,4 +1,4 @@
-"""The notebook runs top to bottom on a machine without a TPU, and what it would run on one parses."""
+"""The notebook runs top to bottom on a machine without a TPU, and its commands for a TPU parse."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from qat_lora.run.command_line import parse
 ROOT = Path(__file__).resolve().parents[2]
 PATH = ROOT / "notebooks" / "TPU_LoRA_KD_WikiText1024.ipynb"
 STORED = nbformat.read(PATH, as_version=nbformat.NO_CONVERT)
-MINIATURE = pytest.mark.skipif(bool(tpu_chips()), reason="with a TPU the notebook trains the real thing, for hours")
+MINIATURE = pytest.mark.skipif(bool(tpu_chips()), reason="with a TPU the notebook trains a full-size model for hours")
 
 
 def source(id: str) -> str:
@@ -25,7 +25,7 @@ def source(id: str) -> str:
 
 
 def outputs(notebook, kind: str) -> list:
-    """What the cells show of one MIME type, in order."""
+    """The outputs of one MIME type of all cells, in order."""
     return [
         output.data[kind]
         for cell in notebook.cells
@@ -35,7 +35,7 @@ def outputs(notebook, kind: str) -> list:
 
 
 def in_checkout() -> list[tuple[Path, int]]:
-    """What the notebook would leave in the checkout's own folders, and when it was written."""
+    """Files from the notebook in the checkout's own folders, and when they were written."""
     files = [path for folder in ("runs", "caches") for path in (ROOT / folder).glob("notebook*/**/*")]
     return sorted((path, path.stat().st_mtime_ns) for path in files)
 
@@ -47,17 +47,17 @@ def executed(tmp_path_factory):
     notebook = nbformat.from_dict(json.loads(json.dumps(STORED)))
     with pytest.MonkeyPatch.context() as patch:
         for name in ("JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
-            patch.setenv(name, str(home))  # a user's own kernels and start-up files stay out of it
+            patch.setenv(name, str(home))  # keeps out the user's own kernels and start-up files
         patch.setenv("QAT_LORA_NOTEBOOK_OUT", str(out))
         client = NotebookClient(notebook, timeout=None, resources={"metadata": {"path": str(PATH.parent)}})
         client.execute()
-    assert in_checkout() == before, "it wrote into the checkout"
+    assert in_checkout() == before, "the notebook wrote into the checkout"
     yield notebook, out
     shutil.rmtree(out)  # a checkpoint of the miniature takes more than a GB
 
 
 # -- as stored -------------------------------------------------------------------------------------------------------
-def test_it_is_stored_small_valid_and_without_outputs():
+def test_the_stored_notebook_is_small_valid_and_without_outputs():
     nbformat.validate(STORED)
     assert (STORED.nbformat, STORED.nbformat_minor, STORED.metadata.kernelspec.name) == (4, 5, "python3")
     assert PATH.stat().st_size < 30_000
@@ -66,7 +66,7 @@ def test_it_is_stored_small_valid_and_without_outputs():
             assert cell.outputs == [] and cell.execution_count is None, cell.id
 
 
-def test_it_says_where_it_has_run_and_where_the_rest_is():
+def test_it_says_where_it_has_been_tested_and_links_to_the_docs():
     text = source("title")
     assert "Untested on hardware: TPU; run on CPU" in text
     assert "../docs/TPU.md" in text and "../docs/qat-recovery.md" in text
@@ -81,7 +81,7 @@ def test_every_cell_runs_without_an_error(executed):
 
 
 @MINIATURE
-def test_the_table_has_three_models_with_figures_of_their_own(executed):
+def test_the_table_has_three_models_with_different_figures(executed):
     (table,) = outputs(executed[0], "text/markdown")
     rows = {}
     for line in table.splitlines()[2:5]:
@@ -95,7 +95,7 @@ def test_the_table_has_three_models_with_figures_of_their_own(executed):
 
 
 @MINIATURE
-def test_the_runs_are_finished_and_where_they_were_sent(executed):
+def test_the_runs_are_finished_and_in_the_output_folder(executed):
     out = executed[1]
     assert sorted(path.name for path in (out / "caches" / "notebook").glob("*.safetensors")) == [
         "heldout-00000.safetensors",
@@ -121,7 +121,7 @@ def test_the_root_is_found_from_both_places(monkeypatch, start):
     assert Path.cwd() == ROOT
 
 
-def test_without_a_checkout_it_says_so(monkeypatch, tmp_path):
+def test_a_missing_checkout_is_reported(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match="no checkout of the repository"):
         exec(source("set-up"), {})
@@ -144,7 +144,7 @@ def test_on_colab_it_installs_the_pinned_files(monkeypatch):
     assert files and all((ROOT / file).is_file() for file in files)
 
 
-def test_a_step_that_fails_stops_it_and_shows_why(monkeypatch, capsys):
+def test_a_failed_step_stops_the_notebook_and_shows_the_error(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     names = {}
     exec(source("set-up"), names)
@@ -154,8 +154,8 @@ def test_a_step_that_fails_stops_it_and_shows_why(monkeypatch, capsys):
     assert "python scripts/build_kd_cache.py --max-rows 0" in said and "error: --max-rows 0 must be at least 1" in said
 
 
-def test_on_a_tpu_it_runs_the_guides_settings(monkeypatch, load_script, tmp_path):
-    """Every command of the notebook, were there a chip, parsed and not run."""
+def test_on_a_tpu_it_uses_the_guides_settings(monkeypatch, load_script, tmp_path):
+    """Parses every command that the notebook would run with a chip, without running it."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("QAT_LORA_NOTEBOOK_OUT", str(tmp_path))
     monkeypatch.setattr("qat_lora.backend.tpu_chips", lambda: ["v6e"])
