@@ -42,18 +42,18 @@ class Config(ChatOptions, LoopOptions):
     max_new_tokens: int = opt.data(48, "longest answer, in tokens", "--max-completion-length", at_least=1)
     epochs: int = opt.training(5, "GRPO passes over the questions", **opt.UPDATES)
     max_steps: int | None = opt.training(None, "GRPO updates [--epochs passes]", added=True, **opt.UPDATES)
-    # The facts record the prompts per update; how they are split only changes which answers are sampled.
+    # The manifest records the prompts per update; their split only changes which answers are sampled.
     batch_size: int = opt.training(2, "prompts per micro-batch", identity=False, at_least=1)
     accumulation_steps: int = opt.with_default(BatchOptions, "accumulation_steps", 1)
     num_generations: int = opt.training(
-        8, "answers to generate for each prompt", at_least=2, fix="an answer is judged beside others"
+        8, "answers to generate for each prompt", at_least=2, fix="each answer is compared with the others"
     )
     learning_rate: float = opt.training(5e-5, "peak learning rate of GRPO", **opt.RATE)
     temperature: float = opt.training(
         1.0,
         "sampling temperature of the training answers",
         above=0,
-        fix="0 gives every answer of a prompt alike; use e.g. 1",
+        fix="0 makes all answers to a prompt the same; use e.g. 1",
     )
     top_k: int = opt.training(0, "sample from this many of the most probable tokens; 0 samples from all")
     top_p: float = opt.training(1.0, "sample from the most probable tokens that hold this share of the probability")
@@ -150,7 +150,7 @@ SHOWN = ("reward", "kl", "target_rate")  # next to the progress bar
 HUGEPAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 WARMUP = 3  # updates of linear warm-up
 STILL = 1e-12  # learning rate of the control run that must not learn
-ROWS = 80  # answers that a validation generates at a time; a token for 80 costs hardly more than for 8
+ROWS = 80  # answers generated at a time in a validation; a decoding step costs hardly more for 80 than for 8
 
 
 # -- the experiment --------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def main(cfg: Config) -> None:
     rows = sft_rows(cfg, tokenizer)
     sft, grpo = sft_plan(cfg) if rows else None, grpo_plan(cfg, ends)
     check_answers(model, backend.static_shapes, not cfg.dry_run)
-    freeze_plain_tables(model)  # no answer needs new tokens
+    freeze_plain_tables(model)  # embedding and LM head are not trained
     describe(cfg, model, backend, sft, grpo)
     if cfg.dry_run:
         return
@@ -335,8 +335,8 @@ def describe(cfg: Config, model: nn.Module, backend: TorchBackend, sft: Plan | N
 
 
 def memory(cfg: Config, model: nn.Module, backend: TorchBackend, sft: Plan | None, grpo: GRPOPlan) -> dict[str, Parts]:
-    """The memory that each phase takes. A validation also holds the original model, and GRPO with a KL its reference
-    model. In GRPO a prompt and its answers share one row."""
+    """The memory that each phase takes. A validation also holds the original model; GRPO also holds its reference
+    model if beta is not 0. In GRPO a prompt and its answers share one row."""
     checkpointing, length = cfg.gradient_checkpointing and backend.wants_recomputation, cfg.max_new_tokens
     start = 4 * sum(p.numel() for p in model.parameters())
     reference = {"model before GRPO": start} if cfg.beta else {}
@@ -354,8 +354,8 @@ def memory(cfg: Config, model: nn.Module, backend: TorchBackend, sft: Plan | Non
 
 
 def check_sizes(cfg: Config, model: nn.Module, backend: TorchBackend) -> None:
-    """Raise UserError if an update of the model, given without storage, does not fit this machine. A dry run, which may
-    plan for another machine, skips this check."""
+    """Raise UserError if an update of the model does not fit this machine. A dry run skips this check, because it may
+    plan for another machine. model: on the meta device, without storage."""
     if cfg.dry_run:
         return
     answers = f"--batch-size {cfg.batch_size} × --num-generations {cfg.num_generations} answers"

@@ -57,8 +57,8 @@ class Config(TextOptions, TrainOptions, JobConfig):
     anchor_weight: float = opt.training(
         0.0, "weight of the KL to the student without its adapter; 0 leaves it out", **opt.WEIGHT
     )
-    anchor_rows: int = opt.training(4, "rows on which that KL is computed", at_least=1)
-    anchor_length: int = opt.training(64, "tokens per row on which that KL is computed", at_least=2)
+    anchor_rows: int = opt.training(4, "rows for the KL of --anchor-weight", at_least=1)
+    anchor_length: int = opt.training(64, "tokens per row for the KL of --anchor-weight", at_least=2)
     max_steps: int = opt.with_default(TrainOptions, "max_steps", 200)
 
 
@@ -232,7 +232,7 @@ def open_data(cfg: Config, model_name: str, tokenizer, workers: int):
             raise UserError(f"--mode sft: {cfg.dataset} has no chat rows, so no completions; use --mode recover")
         parts = split_heldout(rows, cfg.heldout_fraction)
         if not len(parts[1]):
-            raise UserError(f"--heldout-fraction {cfg.heldout_fraction} leaves no row to measure on; use e.g. 0.1")
+            raise UserError(f"--heldout-fraction {cfg.heldout_fraction} leaves no row to evaluate on; use e.g. 0.1")
         data = [TextDataset(rows, completions_only=cfg.mode == "sft") for rows in parts]
     cfg.check_rows(*data, workers)
     return data

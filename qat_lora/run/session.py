@@ -32,8 +32,8 @@ class Every:
 class Best:
     """The lowest value of a held-out figure; the state that reached it is kept in a file.
 
-    value: inf before the first. rows: how many rows it was measured on, if known. Values on another number of rows,
-    after a resume with another --eval-rows, are not comparable: the first of them replaces the kept one."""
+    value: inf before the first. rows: how many rows it was measured on, if known. Values measured on a different number
+    of rows, after a resume with another --eval-rows, are not comparable: the first of them replaces the kept one."""
 
     figure: str
     value: float = math.inf
@@ -59,9 +59,10 @@ class Session:
             session.record(loss=Share(loss), tokens=Total(tokens), lr=Last(lr))
 
     Steps are counted through all stages of a run, from 1; a stage that a resumed run has already passed yields nothing.
-    A loss that is not finite stops the run before anything bad is saved. SIGTERM, to any of the workers, finishes the
-    step, saves and exits with status "preempted". Values given to `record` may be device scalars: they are fetched only
-    when logged, and then combined over the workers. Every worker has a session; only the first one writes.
+    A loss that is not finite stops the run before anything bad is saved. On SIGTERM to any worker, the session finishes
+    the step, saves a checkpoint and exits with status "preempted". Values given to `record` may be device scalars: they
+    are fetched only when logged, and then combined over the workers. Every worker has a session; only the first one
+    writes.
     """
 
     def __init__(
@@ -101,11 +102,11 @@ class Session:
         load: Callable[[dict, dict], None],
         evaluate: Callable[[int], dict] | None = None,
     ) -> Iterator[int]:
-        """Yield the step numbers of one stage (counted from 1) and do the rest of the work between them.
+        """Yield the step numbers of one stage, counted from 1; log, evaluate and save between them.
 
         state() → (model tensors, trainer state) to save, called in every worker (the first one's is saved);
-        load(tensors, trainer) restores them; evaluate(step) → figures to log, called before the first step (which on
-        XLA also compiles it), on its interval and at the end.
+        load(tensors, trainer) restores them; evaluate(step) → figures to log, called before the first step (on
+        XLA this also compiles the evaluation), at its interval and at the end.
         """
         first = self._restore(stage, total, load)
         self.stage, self.state = stage, state
@@ -154,8 +155,8 @@ class Session:
         there = path.stat().st_size if path.exists() else 0
         if there < size:
             raise UserError(
-                f"{path} is shorter than at the last checkpoint, so it may lack the best state; restore it, or start "
-                "again with another --output-dir"
+                f"{path} is shorter than at the last checkpoint, so its best figure may be missing; restore it, or "
+                "start again with another --output-dir"
             )
         if there:
             os.truncate(path, size)
@@ -237,7 +238,7 @@ class Session:
         self.interval, self.logged_seconds = [], busy
 
     def _time_left(self, step: int) -> str:
-        """The time left of this stage, in words; "" on a terminal, where the bar shows it."""
+        """The remaining time of this stage, in words; "" on a terminal, where the bar shows it."""
         done, total = step - self.first + 1, self.total - self.first + 1
         return time_left(done, total, time.monotonic() - self.started) if self.bar.disable else ""
 
