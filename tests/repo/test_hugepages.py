@@ -59,7 +59,7 @@ def test_without_write_permission():
         switch = Path(folder, "enabled")
         switch.write_text("always [madvise] never\n")
         switch.chmod(0o444)
-        command = ["bash", "-s", "--", switch]  # from standard input: nobody cannot read the checkout
+        command = ["bash", "-s", "--", switch]  # from stdin: the user "nobody" may not read the checkout
         user = NOBODY if os.geteuid() == 0 else None
         with open(SCRIPT) as script:
             done = subprocess.run(command, stdin=script, user=user, cwd="/", capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Runs of a tiny model that are refused, and what they start from."""
+"""Fixtures for runs on a tiny model that are refused or resumed."""
 
 import gc
 
@@ -22,7 +22,7 @@ def run(load_script):
 
 @pytest.fixture(scope="module")
 def cache(run, tiny_model_dir, tmp_path_factory):
-    """A small sound cache. Do not write to it."""
+    """A small valid cache. Do not write to it."""
     folder = tmp_path_factory.mktemp("bad") / "cache"
     flags = "--length 16 --max-rows 32 --heldout-fraction 0.25 --rows-per-shard 8 --device cpu --precision fp32"
     run("build_kd_cache", "--model", tiny_model_dir, "--cache-dir", folder, *flags.split())
@@ -44,7 +44,7 @@ def refuse(run):
         message = str(error.value)
         assert len(message.splitlines()) == 1, message
         del error
-        gc.collect()  # the process would end here, and its run directory be free again
+        gc.collect()  # the process would end here and release its run directory
         return message
 
     return refused
@@ -52,5 +52,5 @@ def refuse(run):
 
 @pytest.fixture
 def qat(tiny_model_dir, cache, tmp_path):
-    """Flags of a small train_qat on the sound cache."""
+    """Flags for a small run of train_qat on the valid cache."""
     return ["--model", tiny_model_dir, "--cache-dir", cache, "--output-dir", tmp_path / "run", *SMALL]

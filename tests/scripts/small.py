@@ -1,4 +1,4 @@
-"""Small runs for the tests of bad input, and damage to what they read."""
+"""Flags of small runs, and damaging files, for the tests of bad input."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Each fault of flags, models, texts and caches is one line that names it and its fix, and loses nothing."""
+"""Bad flags, models, texts and caches give one line that names the fault and its fix, and no data is lost."""
 
 import json
 import shutil
@@ -23,12 +23,12 @@ def test_missing_flag_is_named(refuse, script, flag):
     assert flag in message and ("missing" in message or "give" in message)
 
 
-def test_an_input_under_two_names_is_refused(refuse, tiny_student):
+def test_an_option_given_under_two_names_is_refused(refuse, tiny_student):
     said = refuse("train_recovery_lora", "--checkpoint", tiny_student, "--v2-checkpoint", "other.pt")
     assert "--checkpoint and --v2-checkpoint are the same option; give it once" in said
 
 
-def test_recovery_without_a_cache(refuse, tiny_student):
+def test_recovery_without_a_cache_is_refused(refuse, tiny_student):
     assert "--cache-dir" in refuse("train_recovery_lora", "--checkpoint", tiny_student)
 
 
@@ -66,7 +66,7 @@ def test_misspelt_flag_or_preset_names_the_nearest(refuse, script, flags, near):
         (["--precision", "fp8"], "auto, fp32, bf16"), (["--device", "gpu"], "cuda"),
     ],
 )  # fmt: skip
-def test_impossible_values_of_qat(refuse, qat, tmp_path, flags, part):
+def test_impossible_values_of_qat_are_refused(refuse, qat, tmp_path, flags, part):
     assert part in refuse("train_qat", *qat, *flags)
     assert not (tmp_path / "run").exists()
 
@@ -85,7 +85,7 @@ def test_impossible_values_of_qat(refuse, qat, tmp_path, flags, part):
         (["--adapter-init", "loftq"], "zero, error"),
     ],
 )
-def test_impossible_values_of_recovery(refuse, tiny_student, cache, tmp_path, flags, part):
+def test_impossible_values_of_recovery_are_refused(refuse, tiny_student, cache, tmp_path, flags, part):
     student = ["--checkpoint", tiny_student, "--kd-cache-dir", cache, "--output-dir", tmp_path / "run", *SMALL]
     assert part in refuse("train_recovery_lora", *student, *flags)
     assert not (tmp_path / "run").exists()
@@ -94,13 +94,13 @@ def test_impossible_values_of_recovery(refuse, tiny_student, cache, tmp_path, fl
 # -- models and the hub ----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["smolm2-135m", "nobody/no-such-model-qat-lora", "./no/such/folder"])
 @pytest.mark.parametrize("script", ["build_kd_cache", "train_qat"])
-def test_model_that_cannot_be_had_names_the_embedded_one(refuse, cache, tmp_path, script, name):
+def test_the_error_for_an_unavailable_model_names_the_embedded_one(refuse, cache, tmp_path, script, name):
     folder = tmp_path / "new" if script == "build_kd_cache" else cache
     message = refuse(script, "--model", name, "--cache-dir", folder)
     assert repr(name) in message and "smollm2-135m" in message
 
 
-def test_dataset_that_cannot_be_had_names_the_embedded_one(refuse, tiny_model_dir, tmp_path):
+def test_the_error_for_an_unavailable_dataset_names_the_embedded_one(refuse, tiny_model_dir, tmp_path):
     flags = ["--model", tiny_model_dir, "--cache-dir", tmp_path / "new"]
     message = refuse("build_kd_cache", *flags, "--dataset", "nobody/no-such-text-qat-lora")
     assert "nobody/no-such-text-qat-lora" in message and '"embedded"' in message
@@ -108,7 +108,7 @@ def test_dataset_that_cannot_be_had_names_the_embedded_one(refuse, tiny_model_di
 
 
 # -- text and caches -------------------------------------------------------------------------------------------------
-def test_text_too_short_for_one_row(refuse, tiny_model_dir, tmp_path):
+def test_text_too_short_for_one_row_is_refused(refuse, tiny_model_dir, tmp_path):
     (tmp_path / "short.txt").write_text("A few words.")
     flags = ["--model", tiny_model_dir, "--cache-dir", tmp_path / "new", "--dataset", tmp_path / "short.txt"]
     message = refuse("build_kd_cache", *flags, "--length", 64)
@@ -126,8 +126,8 @@ def test_damaged_shard_is_named(refuse, qat, cache, tmp_path, kind, shard):
     assert not (tmp_path / "run").exists()
 
 
-def test_mend_of_a_damaged_shard_works(run, qat, cache, tiny_model_dir, tmp_path):
-    """What the message says: delete it and build again."""
+def test_the_fix_for_a_damaged_shard_works(run, qat, cache, tiny_model_dir, tmp_path):
+    """The fix in the message: delete it and build again."""
     copy = shutil.copytree(cache, tmp_path / "cache")
     (copy / "shard-00001.safetensors").unlink()
     spec = json.loads((cache / "manifest.json").read_text())["spec"]
@@ -152,7 +152,7 @@ def test_manifest_without_its_parts_is_named(refuse, qat, cache, tmp_path, conte
     assert str(copy) in refuse("train_qat", *qat, "--cache-dir", copy)
 
 
-def test_cache_from_another_tokenizer(refuse, qat, tiny_model_dir, tiny_tokenizer, tmp_path):
+def test_a_cache_from_another_tokenizer_is_refused(refuse, qat, tiny_model_dir, tiny_tokenizer, tmp_path):
     other = shutil.copytree(tiny_model_dir, tmp_path / "other")
     data = json.loads((other / "tokenizer.json").read_text())
     vocab = data["model"]["vocab"]
@@ -167,7 +167,7 @@ def test_cache_from_another_tokenizer(refuse, qat, tiny_model_dir, tiny_tokenize
 def test_manifest_with_a_damaged_number_is_refused_by_reader_and_builder(
     refuse, qat, cache, tiny_model_dir, tmp_path, change
 ):
-    """At once, and never with the advice to do what has just been done."""
+    """The fix must not be to build the cache again, because the builder refuses it, too."""
     copy = shutil.copytree(cache, tmp_path / "cache")
     manifest = json.loads((copy / "manifest.json").read_text())
     manifest["spec"] |= [change]
@@ -180,7 +180,7 @@ def test_manifest_with_a_damaged_number_is_refused_by_reader_and_builder(
 
 @pytest.fixture
 def altered(tiny_model_dir, tiny_tokenizer, tmp_path):
-    """altered(change): a model folder whose model change(model) has been through, with the tiny tokenizer."""
+    """altered(change): a folder with the tiny tokenizer and the tiny model after change(model)."""
 
     def make(change) -> Path:
         model = load_model(str(tiny_model_dir))
@@ -192,7 +192,7 @@ def altered(tiny_model_dir, tiny_tokenizer, tmp_path):
     return make
 
 
-def test_teacher_of_nan_writes_no_cache(refuse, altered, tmp_path):
+def test_a_teacher_with_nan_weights_writes_no_cache(refuse, altered, tmp_path):
     teacher = altered(lambda model: model.model.norm.weight.data.fill_(float("nan")))
     flags = ["--cache-dir", tmp_path / "c", "--length", 16, "--max-rows", 8, "--device", "cpu", "--precision", "fp32"]
     assert "gives NaN or infinite logits" in refuse("build_kd_cache", "--model", teacher, *flags)
@@ -201,15 +201,15 @@ def test_teacher_of_nan_writes_no_cache(refuse, altered, tmp_path):
 
 @pytest.mark.parametrize("number", [10**9, 10**12, 2**63])
 @pytest.mark.parametrize("flag", ["--batch-size", "--draws"])
-def test_a_teacher_pass_that_no_memory_holds_writes_no_cache(refuse, tiny_model_dir, tmp_path, flag, number):
+def test_a_teacher_pass_too_large_for_memory_writes_no_cache(refuse, tiny_model_dir, tmp_path, flag, number):
     flags = ["--cache-dir", tmp_path / "c", "--length", 512, "--max-rows", 8, "--device", "cpu", "--precision", "fp32"]
     message = refuse("build_kd_cache", "--model", tiny_model_dir, *flags, flag, number)
     assert f"{flag} {number}" in message and "lower --batch-size or --draws" in message
     assert not (tmp_path / "c").exists()
 
 
-def test_a_teacher_with_a_larger_embedding_teaches(run, qat, altered, tiny_student, tmp_path):
-    """Its tokenizer is the student's: what its embedding has on top is padding."""
+def test_a_teacher_with_a_padded_embedding_works(run, qat, altered, tiny_student, tmp_path):
+    """It has the student's tokenizer; the additional rows of its embedding are padding."""
     teacher = altered(lambda model: model.resize_token_embeddings(600))
     flags = ["--length", 16, "--max-rows", 32, "--heldout-fraction", 0.25, "--device", "cpu", "--precision", "fp32"]
     run("build_kd_cache", "--model", teacher, "--cache-dir", tmp_path / "c", *flags)
@@ -221,7 +221,7 @@ def test_a_teacher_with_a_larger_embedding_teaches(run, qat, altered, tiny_stude
         assert -0.05 < figures["heldout_kl"] < 0.2  # an estimate from few draws
 
 
-def test_rows_longer_than_the_models_positions(refuse, tiny_model_dir, tiny_student, tmp_path):
+def test_rows_longer_than_the_models_context_are_refused(refuse, tiny_model_dir, tiny_student, tmp_path):
     message = refuse("build_kd_cache", "--model", tiny_model_dir, "--cache-dir", tmp_path / "c", "--length", 513)
     assert "--length 513 exceeds the 512 positions" in message
     assert "exceeds the 512 positions" in refuse("measure_perplexity", "--model", tiny_model_dir, "--length", 1024)
@@ -235,7 +235,7 @@ def test_impossible_anchor_is_refused(refuse, tiny_student, cache, flag):
     assert flag.split("=")[0] in message
 
 
-def test_fewer_rows_than_a_batch(refuse, qat, tmp_path):
+def test_fewer_rows_than_a_batch_are_refused(refuse, qat, tmp_path):
     message = refuse("train_qat", *qat, "--batch-size", 64)
     assert "24 training rows" in message and "--batch-size 64" in message
     assert not (tmp_path / "run").exists()
@@ -243,7 +243,7 @@ def test_fewer_rows_than_a_batch(refuse, qat, tmp_path):
 
 @pytest.mark.parametrize("rows", [0, -1])
 def test_an_evaluation_of_no_rows_is_refused_before_training(refuse, qat, tmp_path, rows):
-    """Not after the layer-wise stage, hours later."""
+    """Rather than hours later, after the layer-wise stage."""
     assert f"--eval-rows {rows} must be at least 1" in refuse("train_qat", *qat, "--eval-rows", rows)
     assert not (tmp_path / "run").exists()
 
@@ -257,14 +257,14 @@ def test_recovery_without_heldout_text_is_refused_before_training(refuse, tiny_s
     assert not (tmp_path / "run").exists()
 
 
-def test_building_over_another_cache_is_refused_and_leaves_it(refuse, cache, tiny_model_dir):
+def test_building_over_another_cache_is_refused_and_leaves_it_unchanged(refuse, cache, tiny_model_dir):
     before = {path.name: path.stat().st_mtime_ns for path in cache.iterdir()}
     message = refuse("build_kd_cache", "--model", tiny_model_dir, "--cache-dir", cache, "--length", 8, "--max-rows", 9)
     assert "holds another cache" in message and "--cache-dir" in message
     assert {path.name: path.stat().st_mtime_ns for path in cache.iterdir()} == before
 
 
-def test_two_builders_of_one_cache_are_refused(refuse, run, tiny_model_dir, tmp_path):
+def test_a_second_builder_of_the_same_cache_is_refused(refuse, run, tiny_model_dir, tmp_path):
     flags = [
         "--model",
         tiny_model_dir,

@@ -1,4 +1,4 @@
-"""Each fault of runs, checkpoints and training is one line that names it and its fix, and loses nothing."""
+"""Faults of runs, checkpoints and training give one line that names the fault and its fix, and no data is lost."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def test_runs_are_never_overwritten_or_mixed(refuse, run, finished, qat):
     assert load_checkpoint(finished)[2]["step"] == 2
 
 
-def test_best_state_that_was_deleted_comes_back(run, qat, tmp_path):
+def test_a_deleted_best_checkpoint_is_restored(run, qat, tmp_path):
     flags = [*qat, "--max-steps", 4, "--save-every", 2, "--eval-every", 2, "--resume", "auto"]
     run("train_qat", *flags)
     best = (tmp_path / "run" / "best.pt").read_bytes()
@@ -51,8 +51,8 @@ def test_best_state_that_was_deleted_comes_back(run, qat, tmp_path):
     assert (tmp_path / "run" / "best.pt").read_bytes() == best
 
 
-def test_metrics_that_were_lost_are_restored_or_missed(refuse, run, qat, tmp_path):
-    """They say which state was best: without them a worse one would take its place."""
+def test_lost_metrics_are_restored_or_the_resume_is_refused(refuse, run, qat, tmp_path):
+    """They record the best state; without them a worse one would overwrite the best checkpoint."""
     run("train_qat", *qat, "--max-steps", 4, "--save-every", 2)
     folder, flags = tmp_path / "run", [*qat, "--max-steps", 4, "--save-every", 2, "--resume", "auto"]
     best, metrics = (folder / "best.pt").read_bytes(), (folder / "metrics.jsonl").read_bytes()
@@ -68,7 +68,7 @@ def test_metrics_that_were_lost_are_restored_or_missed(refuse, run, qat, tmp_pat
     assert (folder / "best.pt").read_bytes() == best
 
 
-def test_blocks_have_nothing_to_learn_from_a_student_of_their_quantisers(refuse, qat, tiny_student, tmp_path):
+def test_layer_steps_from_a_student_with_the_same_quantisers_are_refused(refuse, qat, tiny_student, tmp_path):
     flags = [*qat, "--from", tiny_student, "--attn", "lut4/r4", "--layer-steps", 1, "--layer-rows", 4]
     for dry in ([], ["--dry-run"]):
         assert "use --layer-steps 0" in refuse("train_qat", *flags, *dry)
@@ -76,22 +76,22 @@ def test_blocks_have_nothing_to_learn_from_a_student_of_their_quantisers(refuse,
 
 
 @pytest.mark.parametrize("attn, trained", [("balanced2/g32", False), ("lut4/r4", True)])
-def test_a_start_from_other_quantisers_is_not_trained_yet(run, qat, tiny_student, tmp_path, attn, trained):
+def test_a_student_is_marked_untrained_if_its_quantisers_change(run, qat, tiny_student, tmp_path, attn, trained):
     run("train_qat", *qat, "--from", tiny_student, "--attn", attn, "--max-steps", 0)
     assert read_student(tmp_path / "run" / "best.pt")["info"]["trained"] is trained
 
 
-def test_checkpoint_of_another_model(refuse, tiny_student, cache, tmp_path):
+def test_a_checkpoint_of_another_model_is_refused(refuse, tiny_student, cache, tmp_path):
     flags = ["--checkpoint", tiny_student, "--kd-cache-dir", cache, "--output-dir", tmp_path / "run", *SMALL]
     message = refuse("train_recovery_lora", *flags, "--model", "smollm2-135m")
     assert str(tiny_student) in message and "smollm2-135m" in message and "--model" in message
 
 
 @pytest.mark.parametrize("change", ["hidden_size", "num_hidden_layers", "vocab_size"])
-def test_model_folder_that_has_changed_since(
+def test_a_student_is_refused_if_its_model_folder_has_changed(
     refuse, tiny_student, tiny_model_dir, tiny_tokenizer, cache, tmp_path, change
 ):
-    """The file names a folder that now holds a model of another shape."""
+    """The student file names a folder that now holds a model of another shape."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     other = tmp_path / "model"
@@ -115,7 +115,7 @@ def test_damaged_student_is_named(refuse, tiny_student, cache, tmp_path, kind):
 
 
 @pytest.mark.parametrize("content", [{"weights": 1}, [1], {"format": "qat_lora.student.1"}])
-def test_file_that_is_no_student_is_named(refuse, cache, tmp_path, content):
+def test_a_file_that_is_not_a_student_is_named(refuse, cache, tmp_path, content):
     torch.save(content, tmp_path / "best.pt")
     message = refuse("train_recovery_lora", "--checkpoint", tmp_path / "best.pt", "--kd-cache-dir", cache, *SMALL)
     assert "best.pt" in message
@@ -123,8 +123,8 @@ def test_file_that_is_no_student_is_named(refuse, cache, tmp_path, content):
 
 # -- training that goes wrong ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("rate", ["1e12", "1e30", "1e38"])
-def test_loss_that_blows_up_stops_and_keeps_the_last_good_checkpoint(refuse, qat, tmp_path, monkeypatch, rate):
-    for module in (options, loop, training):  # a loss that blows up at once
+def test_a_diverging_loss_stops_the_run_and_keeps_the_last_good_checkpoint(refuse, qat, tmp_path, monkeypatch, rate):
+    for module in (options, loop, training):  # allows rates at which the loss diverges at once
         monkeypatch.setattr(module, "check_range", lambda *_, **__: None)
     flags = ["--learning-rate", rate, "--warmup-steps", 0, "--max-steps", 8, "--save-every", 1, "--log-every", 1]
     message = refuse("train_qat", *qat, *flags, "--clip-grad-norm", 0, "--layer-steps", 1, "--layer-rows", 4)
@@ -138,7 +138,7 @@ def test_loss_that_blows_up_stops_and_keeps_the_last_good_checkpoint(refuse, qat
 
 @pytest.mark.parametrize("file", ["best.pt", "model.safetensors", "trainer.pt"])
 def test_full_disk_while_saving(refuse, run, qat, tmp_path, file):
-    """Whatever is being written when the disk fills: one line, and the run is resumed from its last checkpoint."""
+    """Whichever file is being written: the error is one line, and the run resumes from its last checkpoint."""
     whole = [*qat, "--max-steps", 4, "--save-every", 1, "--output-dir", tmp_path / "whole"]
     run("train_qat", *whole)
     sizes = {path.name: path.stat().st_size for path in (tmp_path / "whole").rglob("*") if path.is_file()}
@@ -169,8 +169,8 @@ def test_full_disk_while_saving_an_adapter(refuse, run, tiny_student, cache, tmp
 
 
 # -- the process -----------------------------------------------------------------------------------------------------
-def test_process_says_one_line_and_exits_with_2(tmp_path):
-    """With a hub that refuses the connection."""
+def test_an_unreachable_hub_gives_one_line_and_exit_code_2(tmp_path):
+    """The hub refuses the connection."""
     command = [sys.executable, "scripts/train_qat.py", "--model", "nobody/nothing", "--cache-dir", str(tmp_path)]
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9"}, capture_output=True, text=True,

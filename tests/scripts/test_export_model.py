@@ -1,4 +1,4 @@
-"""The script leaves a whole, checked export or nothing; the plan is what comes out; bad input is one line."""
+"""The script leaves a complete, checked export or nothing; the dry run's plan is accurate; bad input gives one line."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def files(tiny_model_dir, make_adapter, tmp_path_factory):
 
 @pytest.fixture
 def run(load_script, files, tmp_path, capsys):
-    """run(*flags): the lines that an export of the student to tmp_path/out prints."""
+    """run(*flags): export the student to tmp_path/out and return the printed lines."""
     script = load_script("export_model")
 
     def main(*flags) -> list[str]:
@@ -58,7 +58,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-# -- what comes out --------------------------------------------------------------------------------------------------
+# -- exports ---------------------------------------------------------------------------------------------------------
 def test_gguf_with_its_adapter(run, files, tmp_path):
     lines = run("--adapter", files[1])
     out = tmp_path / "out"
@@ -90,7 +90,7 @@ def test_gguf_with_its_adapter(run, files, tmp_path):
     assert re.fullmatch(r"[0-9a-f]{7,}( with changes)?|nogit", note["commit"])
 
 
-def test_merging_states_its_price(run, files, tmp_path):
+def test_merging_reports_the_added_size(run, files, tmp_path):
     lines = run("--adapter", files[1], "--adapter-as", "merged")
     types = {t.name: t.tensor_type.name for t in GGUFReader(tmp_path / "out" / "model.gguf").tensors}
     assert types["blk.0.attn_q.weight"] == types["blk.1.ffn_down.weight"] == "F16"
@@ -117,14 +117,14 @@ def test_hf_folder(run, files, tmp_path, kind):
 
 
 @pytest.mark.parametrize("flags", [["--format", "hf"], ["--format", "gguf"], ["--gguf-type", "F16"]])
-def test_dry_run_says_the_size_and_writes_nothing(run, tmp_path, flags):
+def test_dry_run_prints_the_size_and_writes_nothing(run, tmp_path, flags):
     plan = run(*flags, "--dry-run")
     assert names(tmp_path) == []
     assert plan == run(*flags)[: len(plan)]
     assert re.search(r"[\d.]+ MB", plan[-1])
 
 
-def test_empty_folder_is_taken_and_the_target_may_be_deep(run, tmp_path):
+def test_the_output_folder_may_be_empty_or_deeply_nested(run, tmp_path):
     (tmp_path / "out").mkdir()
     run()
     run("--output-dir", tmp_path / "a" / "b" / "c")
@@ -132,8 +132,8 @@ def test_empty_folder_is_taken_and_the_target_may_be_deep(run, tmp_path):
         assert names(out) == ["export.json", "model.gguf"]
 
 
-# -- what goes wrong -------------------------------------------------------------------------------------------------
-def test_export_that_reads_back_otherwise_is_not_kept(run, tmp_path, monkeypatch):
+# -- errors ----------------------------------------------------------------------------------------------------------
+def test_an_export_that_reads_back_differently_is_deleted(run, tmp_path, monkeypatch):
     encode = export.encode
 
     def faulty(kind, spec, codes, scale):
@@ -160,7 +160,7 @@ def test_full_disk_leaves_nothing(run, tmp_path, flags):
     run(*flags)
 
 
-def test_killed_export_leaves_no_folder_of_that_name_and_the_next_one_succeeds(run, files, tmp_path):
+def test_a_killed_export_leaves_no_output_folder_and_the_next_one_succeeds(run, files, tmp_path):
     code = (
         "import sys, time; from qat_lora.export import gguf; sys.argv[0] = 'export_model.py'\n"
         "write = gguf.write_gguf\n"
@@ -183,7 +183,7 @@ def test_killed_export_leaves_no_folder_of_that_name_and_the_next_one_succeeds(r
     assert names(tmp_path) == ["out"] and names(tmp_path / "out") == ["export.json", "model.gguf"]
 
 
-def test_what_is_there_is_left_alone(refusal, run, files, tmp_path):
+def test_existing_outputs_are_not_overwritten(refusal, run, files, tmp_path):
     run()
     before = (tmp_path / "out" / "model.gguf").read_bytes()
     flags = ["--checkpoint", files[0], "--output-dir"]
@@ -220,7 +220,7 @@ def test_missing_flags(refusal, files):
     assert "--output-dir is missing" in refusal("export_model", "--checkpoint", files[0])
 
 
-def test_students_that_are_not_exported(refusal, files, tmp_path):
+def test_missing_damaged_and_untrained_students_are_refused(refusal, files, tmp_path):
     said = refusal("export_model", "--output-dir", tmp_path / "out", "--checkpoint", tmp_path / "no.pt")
     assert "no such file" in said
     (tmp_path / "cut.pt").write_bytes(files[0].read_bytes()[:-2000])
@@ -232,7 +232,7 @@ def test_students_that_are_not_exported(refusal, files, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_adapter_of_another_student(refusal, files, tmp_path):
+def test_an_adapter_of_another_student_is_refused(refusal, files, tmp_path):
     torch.save(read_student(files[0]) | {"info": {"step": 8}}, tmp_path / "other.pt")
     flags = ["--output-dir", tmp_path / "out", "--checkpoint", tmp_path / "other.pt", "--adapter", files[1]]
     assert "was trained on another student" in refusal("export_model", *flags)

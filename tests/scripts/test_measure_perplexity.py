@@ -1,4 +1,4 @@
-"""The figures equal references computed here by other means; sizes equal hand counts; bad input is one line."""
+"""Figures equal independent references; sizes equal counts made by hand; bad input gives one line."""
 
 import json
 import math
@@ -76,7 +76,7 @@ def blocked_nll(model, tokens) -> float:
 
 
 def other_model(folder, tokenizer, seed=5, **changes):
-    """A random model of another seed, saved beside a tokenizer."""
+    """A random model with another seed, saved with a tokenizer."""
     torch.manual_seed(seed)
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(**{"vocab_size": 512, "num_key_value_heads": 2, "tie_word_embeddings": True} | shape | changes)
@@ -87,7 +87,7 @@ def other_model(folder, tokenizer, seed=5, **changes):
 
 # -- perplexity -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("batch_size", [1, 3, 100])
-def test_blocked_equals_the_loss_of_hf(measure, tokens, tiny_model_dir, batch_size):
+def test_blocked_mode_equals_the_loss_of_hf(measure, tokens, tiny_model_dir, batch_size):
     figures = measure("--batch-size", batch_size)
     expected = blocked_nll(load_model(str(tiny_model_dir)), tokens)
     assert figures["nll"] == pytest.approx(expected, rel=1e-5)
@@ -110,19 +110,19 @@ def test_sliding_by_one_gives_every_token_its_full_context(measure, tokens, tiny
     assert figures["nll"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
 
 
-def test_sliding_counts_each_token_once_and_strides_by_half_a_window(measure, tokens):
+def test_sliding_counts_each_token_once_with_half_a_window_as_default_stride(measure, tokens):
     figures = measure("--mode", "sliding")
     count = (len(tokens) - LENGTH) // (LENGTH // 2) + 1
     assert (figures["windows"], figures["stride"]) == (count, LENGTH // 2)
     assert figures["tokens"] == LENGTH - 1 + (count - 1) * LENGTH // 2
 
 
-def test_limits_read_the_start_of_the_text(measure, tokens, tiny_model_dir):
+def test_max_windows_limits_to_the_start_of_the_text(measure, tokens, tiny_model_dir):
     first = blocked_nll(load_model(str(tiny_model_dir)), tokens[: 3 * LENGTH])
     assert measure("--max-windows", 3)["nll"] == pytest.approx(first, rel=1e-5)
 
 
-def test_bf16_is_said_and_moves_the_figure_a_little(measure):
+def test_bf16_is_reported_and_changes_the_figure_slightly(measure):
     exact, rounded = measure(), measure("--precision", "bf16")
     assert (exact["precision"], rounded["precision"]) == ("fp32", "bf16")
     assert rounded["nll"] != exact["nll"]
@@ -130,7 +130,7 @@ def test_bf16_is_said_and_moves_the_figure_a_little(measure):
 
 
 # -- divergence -----------------------------------------------------------------------------------------------------
-def test_a_model_does_not_diverge_from_itself(measure, tiny_model_dir):
+def test_the_kl_of_a_model_to_itself_is_0(measure, tiny_model_dir):
     assert measure("--teacher", tiny_model_dir)["kl"] == 0
 
 
@@ -145,7 +145,7 @@ def test_kl_equals_a_dense_reference(measure, tokens, tiny_model_dir, tiny_token
 
 
 # -- student and adapter --------------------------------------------------------------------------------------------
-def test_student_is_measured_frozen_and_its_bits_are_counted(measure, tokens, tiny_student):
+def test_a_student_is_measured_frozen_and_its_bits_are_counted(measure, tokens, tiny_student):
     figures = measure("--checkpoint", tiny_student)
     student, _ = load_student(tiny_student)
     assert figures["nll"] == pytest.approx(blocked_nll(student, tokens), rel=1e-5)
@@ -175,7 +175,7 @@ def with_alpha(folder, target, alpha):
 
 
 @pytest.mark.parametrize("alpha", [8, 24])
-def test_adapter_on_the_student_with_its_alpha(measure, tokens, tiny_student, tiny_adapter, tmp_path, alpha):
+def test_an_adapter_is_applied_with_its_alpha(measure, tokens, tiny_student, tiny_adapter, tmp_path, alpha):
     folder = with_alpha(tiny_adapter, tmp_path / "adapter", alpha)
     figures = measure("--checkpoint", tiny_student, "--adapter", folder)
     student, _ = load_student(tiny_student)
@@ -184,7 +184,7 @@ def test_adapter_on_the_student_with_its_alpha(measure, tokens, tiny_student, ti
     assert figures["nll"] != pytest.approx(alone, rel=1e-4)
 
 
-def test_adapter_counts_once(measure, tiny_student, tiny_adapter):
+def test_an_adapters_size_is_counted_once(measure, tiny_student, tiny_adapter):
     without, figures = (
         measure("--checkpoint", tiny_student),
         measure("--checkpoint", tiny_student, "--adapter", tiny_adapter),
@@ -196,7 +196,7 @@ def test_adapter_counts_once(measure, tiny_student, tiny_adapter):
     assert figures["mb"] - without["mb"] == pytest.approx(more / 8e6, rel=1e-9)
 
 
-def test_adapter_on_the_base_itself(measure, tokens, tiny_model_dir, tiny_adapter):
+def test_an_adapter_is_applied_to_the_base_model(measure, tokens, tiny_model_dir, tiny_adapter):
     figures, base = measure("--adapter", tiny_adapter), measure()
     model = merged(load_model(str(tiny_model_dir)), tiny_adapter)
     assert figures["nll"] == pytest.approx(blocked_nll(model, tokens), rel=1e-5)
@@ -208,20 +208,20 @@ def test_adapter_on_the_base_itself(measure, tokens, tiny_model_dir, tiny_adapte
 
 
 # -- output ---------------------------------------------------------------------------------------------------------
-def test_json_says_what_was_measured(measure, text, tiny_student, tiny_model_dir, tiny_adapter):
+def test_json_output_names_its_inputs(measure, text, tiny_student, tiny_model_dir, tiny_adapter):
     figures = measure("--checkpoint", tiny_student, "--adapter", tiny_adapter, "--teacher", tiny_model_dir)
     assert (figures["model"], figures["dataset"]) == (str(tiny_model_dir), str(text))
     assert (figures["checkpoint"], figures["adapter"]) == (str(tiny_student), str(tiny_adapter))
     assert figures["kl"] > 0 and "note" not in figures
 
 
-def test_dry_run_plans_and_measures_nothing(measure, tokens):
+def test_dry_run_prints_the_plan_and_measures_nothing(measure, tokens):
     plan = measure("--dry-run")
     assert plan["windows"] == len(tokens) // LENGTH
     assert not {"nll", "ppl"} & plan.keys()
 
 
-def test_lines_for_people(load_script, text, tiny_model_dir, measure, capsys):
+def test_plain_output_shows_the_same_figures(load_script, text, tiny_model_dir, measure, capsys):
     figures = measure()
     script = load_script("measure_perplexity")
     flags = ["--dataset", str(text), "--length", str(LENGTH), "--model", str(tiny_model_dir), "--device", "cpu"]
@@ -231,9 +231,9 @@ def test_lines_for_people(load_script, text, tiny_model_dir, measure, capsys):
     assert f"{figures['nll']:.4f} nats" in lines[2] and f"{figures['windows']} windows of {LENGTH}" in lines[1]
 
 
-def test_the_embedded_model_says_that_it_is_4_bit_already(measure, load_script, tiny_model_dir, monkeypatch):
+def test_a_note_says_that_the_embedded_model_is_4_bit(measure, load_script, tiny_model_dir, monkeypatch):
     script = load_script("measure_perplexity")
-    for name in ("load_model", "load_tokenizer"):  # the tiny model stands in: the file itself takes seconds to read
+    for name in ("load_model", "load_tokenizer"):  # use the tiny model, because the real one takes seconds to load
         load = getattr(script, name)
         monkeypatch.setattr(script, name, lambda _, load=load: load(str(tiny_model_dir)))
     assert "Q4_1" in measure("--model", "smollm2-135m", "--dry-run")["note"]
@@ -241,7 +241,7 @@ def test_the_embedded_model_says_that_it_is_4_bit_already(measure, load_script, 
 
 
 @pytest.mark.xla
-def test_xla_gives_the_figures_of_the_cpu(measure, text, tiny_student, tiny_adapter, tiny_model_dir):
+def test_xla_gives_the_same_figures_as_the_cpu(measure, text, tiny_student, tiny_adapter, tiny_model_dir):
     flags = ["--checkpoint", tiny_student, "--adapter", tiny_adapter, "--teacher", tiny_model_dir, "--batch-size", 2]
     command = [sys.executable, ROOT / "scripts/measure_perplexity.py", "--json", "--dataset", text, "--length", LENGTH]
     command = list(map(str, [*command, *flags, "--device", "xla"]))
@@ -290,7 +290,7 @@ def test_bad_checkpoint(refusal, tiny_student, tmp_path):
     assert "change --model" in refusal("measure_perplexity", "--checkpoint", tiny_student, "--model", "smollm2-135m")
 
 
-def test_weights_that_hold_nan(refusal, tiny_student, text, tmp_path):
+def test_weights_with_nan_are_refused(refusal, tiny_student, text, tmp_path):
     content = read_student(tiny_student)
     content["tensors"]["model.norm.weight"][0] = math.nan
     torch.save(content, tmp_path / "best.pt")
@@ -298,7 +298,9 @@ def test_weights_that_hold_nan(refusal, tiny_student, text, tmp_path):
     assert "the NLL is nan" in said
 
 
-def test_teachers_that_cannot_be_compared(refusal, tiny_model_dir, tiny_tokenizer, text, tmp_path):
+def test_teachers_with_another_tokenizer_or_vocabulary_are_refused(
+    refusal, tiny_model_dir, tiny_tokenizer, text, tmp_path
+):
     flags = ["--model", tiny_model_dir, "--dataset", text, "--length", LENGTH, "--teacher"]
     grown = AutoTokenizer.from_pretrained(tiny_model_dir)
     grown.add_tokens(["<tool>"])
@@ -311,7 +313,8 @@ def test_teachers_that_cannot_be_compared(refusal, tiny_model_dir, tiny_tokenize
 
 
 def test_kl_to_a_teacher_that_is_padded_differently(measure, tiny_model_dir, tiny_tokenizer, tokens, tmp_path):
-    """A teacher's ids beyond the model's are left out; what the model gives to ids of its own counts against it."""
+    """The teacher's ids beyond the model's are left out; probability that the model gives to ids that only it has
+    counts against it."""
     wider = other_model(tmp_path / "wider", tiny_tokenizer, vocab_size=520)
     logits = {}
     for folder in (tiny_model_dir, wider):
@@ -328,7 +331,7 @@ def test_kl_to_a_teacher_that_is_padded_differently(measure, tiny_model_dir, tin
 
 @pytest.fixture(scope="module")
 def bos_model_dir(tiny_model_dir, tmp_path_factory):
-    """The tiny model with a tokenizer that writes <|im_start|> in front of a text."""
+    """The tiny model with a tokenizer that puts <|im_start|> before a text."""
     folder = tmp_path_factory.mktemp("bos")
     shutil.copytree(tiny_model_dir, folder, dirs_exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -341,7 +344,7 @@ def bos_model_dir(tiny_model_dir, tmp_path_factory):
     return folder
 
 
-def test_every_window_begins_with_bos_where_the_tokenizer_writes_it(measure, bos_model_dir, tokens):
+def test_every_window_begins_with_bos_if_the_tokenizer_adds_it(measure, bos_model_dir, tokens):
     model = load_model(str(bos_model_dir))
     whole = torch.cat([torch.tensor([1]), tokens])
     rows = whole[: len(whole) // LENGTH * LENGTH].view(-1, LENGTH).clone()
@@ -355,7 +358,7 @@ def test_every_window_begins_with_bos_where_the_tokenizer_writes_it(measure, bos
     assert sliding["tokens"] == LENGTH - 1 + 8 * (sliding["windows"] - 1)
 
 
-def test_bos_that_is_not_to_be_had(refusal, tiny_model_dir, text):
+def test_bos_is_refused_if_the_tokenizer_has_none(refusal, tiny_model_dir, text):
     assert "has no BOS token" in refusal(
         "measure_perplexity", "--model", tiny_model_dir, "--dataset", text, "--bos", "on"
     )

@@ -1,4 +1,4 @@
-"""What a script says of its memory, and that one which cannot have it is refused before any weight is read."""
+"""Scripts print their memory estimate, and refuse what cannot fit before they read any weight."""
 
 import re
 
@@ -15,7 +15,7 @@ CPU = ["--device", "cpu", "--precision", "fp32"]
 
 @pytest.fixture
 def flags(tiny_model_dir, tiny_student, cache, tmp_path):
-    """flags(script): what lets it run on the tiny model."""
+    """flags(script): flags to run it on the tiny model."""
     every = {
         "build_kd_cache": ["--model", tiny_model_dir, "--cache-dir", tmp_path / "c", "--length", 16, "--max-rows", 8],
         "train_qat": ["--model", tiny_model_dir, "--cache-dir", cache, "--output-dir", tmp_path / "run"],
@@ -45,13 +45,13 @@ ESTIMATED = (
 
 
 @pytest.mark.parametrize("script", ESTIMATED)
-def test_a_dry_run_prints_one_line_with_a_total(run, flags, capsys, script):
+def test_a_dry_run_prints_one_line_with_the_total_memory(run, flags, capsys, script):
     run(script, *flags(script), "--dry-run")
     assert len(LINE.findall(capsys.readouterr().out)) == 1
 
 
 @pytest.mark.parametrize("script", [*ESTIMATED, "export_model", "run_inference"])
-def test_what_cannot_fit_is_refused_before_any_weight_is_read(run, refuse, flags, monkeypatch, script):
+def test_a_model_that_cannot_fit_is_refused_before_any_weight_is_read(run, refuse, flags, monkeypatch, script):
     load = loading._load
 
     def small(kind, name, **options):

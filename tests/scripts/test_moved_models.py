@@ -1,5 +1,5 @@
-"""What was made of a model works with it wherever it is now, and with no other; what is wrong with a model is one line
-before anything is written."""
+"""Caches, students and adapters work with their model wherever it is moved, and with no other model; a faulty model
+gives one line before anything is written."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ def here(sharp_model_dir, tmp_path, monkeypatch):
 
 @pytest.fixture
 def made(run, here):
-    """The same with a cache c/, a run of QAT r/ and one of recovery l/, all made of the model `m`."""
+    """The same with a cache c/, a QAT run r/ and a recovery run l/, all made from the model `m`."""
     run("build_kd_cache", "--model", "m", "--cache-dir", "c", *CACHE)
     run("train_qat", "--model", "m", "--cache-dir", "c", "--output-dir", "r", *QAT)
     run("train_recovery_lora", "--checkpoint", "r/best.pt", "--kd-cache-dir", "c", "--output-dir", "l", *SMALL)
@@ -48,7 +48,7 @@ def change(folder) -> None:
 
 
 def use_everything(run, model: str) -> None:
-    """Every script that takes what was made, with the model at another place; r and l are resumed."""
+    """Run every script that uses the files of `made` with the model at another path, and resume r and l."""
     base = ["--model", model]
     run("measure_perplexity", *base, "--checkpoint", "r/best.pt", "--adapter", "l/adapter", *PPL)
     run("run_inference", *base, "--checkpoint", "r/best.pt", "--compare", "--prompt", "A", "--max-new-tokens", 2,
@@ -77,7 +77,7 @@ def use_everything(run, model: str) -> None:
     run("train_recovery_lora", *base, "--checkpoint", "r/best.pt", "--kd-cache-dir", "c", "--dry-run", *SMALL)
 
 
-def test_a_model_is_the_same_however_its_path_is_spelled_and_where_it_was_moved(
+def test_a_model_is_recognised_under_another_spelling_of_its_path_and_after_moving(
     run, refuse, made, tmp_path_factory, monkeypatch
 ):
     use_everything(run, "./m")
@@ -104,7 +104,7 @@ def test_a_model_is_the_same_however_its_path_is_spelled_and_where_it_was_moved(
     assert "which has changed since" in refuse("measure_perplexity", "--checkpoint", "r/best.pt", *PPL)
 
 
-def test_what_was_made_before_fingerprints_still_loads(run, refuse, made, tiny_tokenizer, capsys):
+def test_files_without_fingerprints_still_load(run, refuse, made, tiny_tokenizer, capsys):
     content = torch.load("r/best.pt", weights_only=True)
     del content["fingerprint"]
     content["model"] = "m"
@@ -118,7 +118,7 @@ def test_what_was_made_before_fingerprints_still_loads(run, refuse, made, tiny_t
     assert read_manifest(made / "c")[0].teacher == "m"
 
     again = ["--cache-dir", "c", "--output-dir", "r", "--resume", "auto", *QAT]
-    with pytest.raises(SystemExit):  # it is finished, and so it was found to be the same
+    with pytest.raises(SystemExit):  # it is finished, so the run was recognised
         run("train_qat", "--model", "m", *again)
     for flags in ([], ["--model", "m"], ["--model", "./m"]):
         run("measure_perplexity", "--checkpoint", "old.pt", *flags, *PPL)
@@ -139,7 +139,7 @@ def test_what_was_made_before_fingerprints_still_loads(run, refuse, made, tiny_t
 
 # -- adapters --------------------------------------------------------------------------------------------------------
 def load_adapters_from_elsewhere(made, elsewhere, monkeypatch):
-    """With PEFT alone, from another working directory: those of recovery and of the export."""
+    """Load the adapters of recovery and of the export with only PEFT, from another working directory."""
     with monkeypatch.context() as patch:
         patch.chdir(elsewhere)
         for folder in (made / "l", made / "exports" / "._m"):
@@ -150,7 +150,7 @@ def load_adapters_from_elsewhere(made, elsewhere, monkeypatch):
         assert torch.equal(weight, student.model.layers[0].mlp.up_proj.weight)
 
 
-def test_an_adapter_of_a_plain_base_knows_its_model(run, refuse, here):
+def test_an_adapter_of_a_full_precision_model_recognises_that_model(run, refuse, here):
     model = add_adapter(load_model("m"), 4, 8, ("q",), 0)
     save_adapter(model, here / "adapter", None)
     (here / "m").rename(here / "moved")
@@ -159,13 +159,13 @@ def test_an_adapter_of_a_plain_base_knows_its_model(run, refuse, here):
     change(here / "moved")
     message = refuse("measure_perplexity", *flags)
     assert "trained on another model (fingerprint" in message and "moved" in message
-    (here / "adapter" / "origin.json").unlink()  # from elsewhere: nothing says what it was trained on
+    (here / "adapter" / "origin.json").unlink()  # as from other programs: nothing records the base model
     run("measure_perplexity", *flags)
 
 
 # -- nothing is left behind ------------------------------------------------------------------------------------------
 def odd_models(folder):
-    """(name, part of the message) of models that are refused, made in `folder` from m/."""
+    """{name: part of the message} of models that are refused, made in `folder` from m/."""
 
     def copied(name):
         return shutil.copytree(folder / "m", folder / name)
@@ -188,7 +188,7 @@ def odd_models(folder):
 
 
 @pytest.mark.parametrize("dry", [["--dry-run"], []])
-def test_a_model_that_is_refused_leaves_nothing_behind(run, refuse, here, cache, dry):
+def test_a_refused_model_leaves_nothing_behind(run, refuse, here, cache, dry):
     for name, part in odd_models(here).items():
         assert part in refuse("build_kd_cache", "--model", name, "--cache-dir", "new", *CACHE, *dry)
         flags = ["--model", name, "--cache-dir", cache, "--output-dir", "run", *SMALL]
