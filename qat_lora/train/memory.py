@@ -19,7 +19,7 @@ ADAM = 16  # bytes per trained fp32 weight, with its gradient and two moments
 LIBRARIES = 720_000_000  # bytes of the interpreter with torch, transformers and peft
 TOKEN = 1_200  # bytes of a tokenizer and the tables made from it, per token of the vocabulary
 PROGRAM = "interpreter and libraries"
-FREED = "freed, in pieces"
+FREED = "freed but still held"
 DRAWN = 6  # tensors of the size of one token's logits that sampling the next token needs
 
 Parts = dict[str, int]
@@ -101,7 +101,7 @@ def training_memory(
         "weights": weight_memory(model),
         "gradients and moments": (ADAM - 4) * trained,
         "activations": sum(kept),
-        "weights as multiplied": sum(copies),
+        "bf16 copies of weights": sum(copies),
         "LM head": head_memory(model, positions, bf16),
     } | pieces | (beside or {})  # fmt: skip
 
@@ -133,7 +133,7 @@ def answer_memory(model: nn.Module, rows: int, length: int, bf16: bool, beside: 
     cache = cache_memory(model, rows, length, bf16)
     return program_memory(model) | {
         "weights": weight_memory(model),
-        "weights as multiplied": copies,
+        "bf16 copies of weights": copies,
         f"keys and values of {rows} answers": cache + 2 * cache // max(1, len(decoder_layers(model))),
         "logits": DRAWN * 4 * rows * vocab,
     } | (beside or {})  # fmt: skip

@@ -115,13 +115,13 @@ def test_the_parts_of_training_follow_from_the_shapes(tiny_model_dir):
         "weights": 4 * count + buffers(model),
         "gradients and moments": 12 * count,
         "activations": LAYERS * 16 * (4 * linear + 8 * 2 * HIDDEN),
-        "weights as multiplied": 0,
+        "bf16 copies of weights": 0,
         "LM head": 16 * VOCAB * 4 + 16 * HIDDEN * 4,
     }
     quantize(model, StudentSpec())
     parts = training_memory(model, 2, 8, True, False)
     matrices = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * KEYS + 3 * HIDDEN * INNER
-    assert parts["weights as multiplied"] == LAYERS * 2 * matrices
+    assert parts["bf16 copies of weights"] == LAYERS * 2 * matrices
     assert parts["activations"] == LAYERS * 16 * (2 * linear + 8 * 2 * HIDDEN)
     assert parts["LM head"] == 2 * VOCAB * HIDDEN + 16 * VOCAB * 2 + 16 * HIDDEN * 6
 
