@@ -105,6 +105,3 @@ def write_whole(model: nn.Module, tokenizer, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     with new_folder(folder) as part:
         write_model(model, tokenizer, part, folder)
-
-
-# -- Weights & Biases ------------------------------------------------------------------------------------------------
