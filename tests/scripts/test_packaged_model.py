@@ -1,5 +1,5 @@
-"""gemma3-270m, from a package with a tiny model in it, wherever a script takes a model: what is made of it keeps its
-name, and where its package is missing one line says so."""
+"""gemma3-270m, from a package with a tiny model in it, in every script that takes a model: files made from it record
+its name, and a missing package gives one line."""
 
 import json
 
@@ -19,7 +19,7 @@ QAT = [*SMALL, "--max-steps", 6, "--init", "rtn", "--learning-rate", 3e-3, "--wa
 
 @pytest.fixture
 def made(run, gemma_package, tmp_path, monkeypatch):
-    """A working directory with a folder of the model's name, a cache c/, and runs r/ of QAT and l/ of recovery."""
+    """A working directory with a folder of the model's name, a cache c/, a QAT run r/ and a recovery run l/."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / NAME).mkdir()
     run("build_kd_cache", "--model", NAME, "--cache-dir", "c", *CACHE)
@@ -28,7 +28,7 @@ def made(run, gemma_package, tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_everything_that_is_made_of_it_knows_it_by_name_and_loads_elsewhere(
+def test_files_made_from_it_record_its_name_and_load_elsewhere(
     run, made, gguf_file, tmp_path_factory, monkeypatch, capsys
 ):
     assert read_manifest(made / "c")[0].teacher == NAME
@@ -75,8 +75,10 @@ MISSING = f"error: model {NAME}: its package is missing; make setup-zoo installs
         ("qat_quality", ["--config", "gemma", *CPU]),
     ],
 )
-def test_without_its_package(refusal, no_gemma, sharp_cache, tiny_model_dir, tmp_path, monkeypatch, script, flags):
+def test_a_missing_package_gives_one_line(
+    refusal, no_gemma, sharp_cache, tiny_model_dir, tmp_path, monkeypatch, script, flags
+):
     places = {"c": str(sharp_cache) if script == "train_qat" else "c", "MODEL": tiny_model_dir}
     monkeypatch.chdir(tmp_path)
     assert refusal(script, *(places.get(flag, flag) for flag in flags)) == MISSING
-    assert not list(tmp_path.iterdir()), "nothing is left of a run that could not begin"
+    assert not list(tmp_path.iterdir()), "a refused run leaves no files"

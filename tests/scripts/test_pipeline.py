@@ -1,6 +1,6 @@
-"""The three scripts end to end on the tiny model, and what is left of a run whose process dies at any moment.
+"""The three scripts end to end on the tiny model, and resuming runs whose process was killed at any moment.
 
-Every run is a process of its own, forked from one server that has the imports done, so that death is real and cheap.
+Every run is its own process, forked from a server that has already done the imports, so that real kills are cheap.
 """
 
 import functools
@@ -33,9 +33,9 @@ QAT = [*QAT.split(), *["--log-every", "3", "--save-every", "4", "--eval-every", 
 RECOVERY = "--max-steps 8 --warmup-steps 2 --learning-rate 5e-3 --log-every 3 --save-every 3 --eval-every 4"
 RECOVERY = [*RECOVERY.split(), *["--eval-rows", "8", "--recovery-r", "2"], *TINY]
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"  # compiles in half the time
-PLACES = {  # where a process can be made to die: attribute → module that looks it up
+PLACES = {  # where a process can be killed: attribute → module that looks it up
     "Session.record": "qat_lora.run.session",  # right after an update
-    "save_file": "qat_lora.run.checkpoint",  # the checkpoint's folder is there, and empty
+    "save_file": "qat_lora.run.checkpoint",  # the checkpoint's folder exists and is empty
     "_sync": "qat_lora.run.checkpoint",  # written, not yet renamed
     "save_checkpoint": "qat_lora.run.session",
     "write_atomically": "qat_lora.quant.student",  # best.pt
@@ -43,12 +43,12 @@ PLACES = {  # where a process can be made to die: attribute → module that look
     "Run.finish": "qat_lora.run.rundir",
     "write_origin": "qat_lora.lora.adapter",
     "_targets": "qat_lora.kd.cache",  # a teacher pass
-    "sha256": "qat_lora.kd.cache",  # a shard is written and not yet in the manifest
+    "sha256": "qat_lora.kd.cache",  # a shard is written, but not yet in the manifest
 }
 
 
 def _deadly(place: str, call: int, sign: int, after: bool) -> None:
-    """Send this process `sign` at the given call of a function."""
+    """Make this process send itself the signal `sign` at the given call of a function."""
     owner = importlib.import_module(PLACES[place])
     *path, leaf = place.split(".")
     for name in path:
@@ -70,7 +70,7 @@ def _deadly(place: str, call: int, sign: int, after: bool) -> None:
 
 
 def play(script: str, argv: list[str], said: str, death: tuple | None) -> None:
-    """In the child: what `python scripts/<script>.py` does, its output in the file `said`."""
+    """In the child: run the script as `python scripts/<script>.py` would, with its output in the file `said`."""
     with open(said, "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -83,7 +83,7 @@ def play(script: str, argv: list[str], said: str, death: tuple | None) -> None:
 
 @pytest.fixture(scope="session")
 def execute(tmp_path_factory):
-    """execute(script, *flags, expect=exit code, death=(place, call, signal, after)): what the process said."""
+    """execute(script, *flags, expect=exit code, death=(place, call, signal, after)): the output of the process."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTS)
     folder = tmp_path_factory.mktemp("said")
@@ -107,7 +107,7 @@ def kill(place: str, call: int, after: bool = False) -> tuple:
 
 
 def figures(run: Path) -> list[dict]:
-    """metrics.jsonl without the one figure that depends on the clock."""
+    """metrics.jsonl without the one figure that depends on time."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if k != "tokens_per_s"} for line in lines]
 
@@ -128,7 +128,7 @@ def assert_same_student(one: Path, other: Path) -> None:
 
 
 def assert_same_end(one: Path, other: Path) -> None:
-    """Two finished runs logged the same and stand at the same parameters."""
+    """Assert that two finished runs logged the same figures and have the same parameters."""
     assert figures(one) == figures(other)
     summaries = [json.loads((run / "summary.json").read_text()) for run in (one, other)]
     assert [s["status"] for s in summaries] == ["finished", "finished"]
@@ -141,7 +141,7 @@ def assert_same_end(one: Path, other: Path) -> None:
 
 
 def assert_complete(run: Path, steps: int) -> None:
-    """The run directory of DESIGN: each file there and readable."""
+    """Assert that the run directory is complete: each file exists and is readable."""
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["batch_size"] == 4 and config["device"] == "cpu"
     manifest = json.loads((run / "manifest.json").read_text())
@@ -173,7 +173,7 @@ def build_flags(model, directory) -> list:
 
 @pytest.fixture(scope="session")
 def pipeline(execute, sharp_model_dir, tmp_path_factory):
-    """Folder of a whole, uninterrupted pipeline: cache/, qat/, recovery/."""
+    """Folder of a complete, uninterrupted pipeline: cache/, qat/, recovery/."""
     folder = tmp_path_factory.mktemp("pipeline")
     execute("build_kd_cache", *build_flags(sharp_model_dir, folder / "cache"))
     model = ["--model", sharp_model_dir, "--cache-dir", folder / "cache"]
@@ -185,7 +185,7 @@ def pipeline(execute, sharp_model_dir, tmp_path_factory):
 
 @pytest.fixture
 def train_qat(execute, pipeline, sharp_model_dir):
-    """train_qat(run, *flags, …): the script on the pipeline's cache, resuming what is there."""
+    """train_qat(run, *flags, …): the script on the pipeline's cache; resumes an existing run."""
 
     def train(run: Path, *flags, **how) -> str:
         cache = ["--model", sharp_model_dir, "--cache-dir", pipeline / "cache"]
@@ -207,9 +207,9 @@ def test_qat_leaves_a_complete_run_and_a_better_student(pipeline):
     run = pipeline / "qat"
     assert_complete(run, LAYER_STEPS * BLOCKS + STEPS + SCALE_STEPS)
     kl = curve(run, "heldout_kl", "qat")
-    assert len(kl) == 3 and kl[-1] < 0.99 * kl[0]  # by how much depends on the CPU's sums
+    assert len(kl) == 3 and kl[-1] < 0.99 * kl[0]  # by how much depends on how the CPU rounds sums
     scales = curve(run, "heldout_kl", "scales")
-    assert scales[0] == kl[-1] and scales[-1] < kl[-1], "it starts from the best state before"
+    assert scales[0] == kl[-1] and scales[-1] < kl[-1], "the stage starts from the best state before it"
     before, after = (read_student(run / name)["tensors"] for name in ("endtoend.pt", "best.pt"))
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed and all(".quantizer." in name for name in changed), "codes and norms stay"
@@ -240,7 +240,7 @@ def chats(tmp_path_factory):
 
 
 @pytest.mark.parametrize("mode", ["sft", "recover"])
-def test_recovery_learns_from_text_too(recover, chats, tmp_path, mode):
+def test_recovery_trains_on_text_too(recover, chats, tmp_path, mode):
     text = ["--dataset", chats if mode == "sft" else "embedded", "--length", 32, "--max-rows", 40]
     recover(
         tmp_path / "run", "--mode", mode, *text, "--heldout-fraction", 0.2, "--anchor-weight", 0.1, "learning_rate=2e-2"
@@ -257,21 +257,21 @@ def test_dry_run_writes_nothing(train_qat, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-# -- death at any moment, then --resume auto -------------------------------------------------------------------------
+# -- killed at any moment, then --resume auto ------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "death",
     [
         kill("Session.record", 2),  # layer stage, before anything is saved
         kill("Session.record", 5),  # second block, after a save, in the middle of a log interval
-        kill("_sync", 1),  # the first checkpoint is written and not yet renamed
+        kill("_sync", 1),  # the first checkpoint is written, but not yet renamed
         kill("save_checkpoint", 2, after=True),  # between the stages
         kill("Session.record", 12),  # end to end, between two saves
         kill("save_file", 3),  # inside an end-to-end save
         kill("write_atomically", 3, after=True),  # best.pt is newer than the checkpoint
         kill("Run.log", 6, after=True),  # logged, not saved
-        kill("write_atomically", 4),  # between end to end and the scales: best.pt is about to be kept as endtoend.pt
-        kill("Session.record", 18),  # scales alone
-        kill("save_checkpoint", 6),  # their last save
+        kill("write_atomically", 4),  # between end-to-end and scales: best.pt is about to be copied to endtoend.pt
+        kill("Session.record", 18),  # the scales stage
+        kill("save_checkpoint", 6),  # its last save
         kill("Run.finish", 1),  # trained to the end, no summary yet
     ],
     ids=lambda death: f"{death[0]}-{death[1]}",
@@ -287,7 +287,7 @@ def test_killed_qat_resumes_to_the_same_bits(train_qat, pipeline, tmp_path, deat
     assert not [path for path in run.rglob("*") if "part" in path.name]
 
 
-def test_run_killed_again_and_again_resumes_to_the_same_bits(train_qat, pipeline, tmp_path):
+def test_run_killed_repeatedly_resumes_to_the_same_bits(train_qat, pipeline, tmp_path):
     run = tmp_path / "run"
     for death in (kill("Session.record", 5), kill("Session.record", 1), kill("_sync", 2), kill("Session.record", 5)):
         train_qat(run, death=death, expect=-signal.SIGKILL)
@@ -329,7 +329,7 @@ def test_sigterm_in_recovery(recover, pipeline, tmp_path):
 
 
 @pytest.mark.parametrize("death", [kill("_targets", 7), kill("sha256", 2)], ids=["teacher", "shard"])
-def test_killed_cache_build_ends_with_the_same_bytes(execute, pipeline, sharp_model_dir, tmp_path, death):
+def test_killed_cache_build_resumes_to_the_same_bytes(execute, pipeline, sharp_model_dir, tmp_path, death):
     flags = build_flags(sharp_model_dir, tmp_path / "cache")
     execute("build_kd_cache", *flags, death=death, expect=-signal.SIGKILL)
     execute("build_kd_cache", *flags)
@@ -341,7 +341,7 @@ def test_killed_cache_build_ends_with_the_same_bytes(execute, pipeline, sharp_mo
     assert content(tmp_path / "cache") == content(pipeline / "cache")
 
 
-def test_damaged_newest_checkpoint_falls_back_and_ends_the_same(train_qat, pipeline, tmp_path):
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(train_qat, pipeline, tmp_path):
     run = tmp_path / "run"
     train_qat(run, death=kill("Session.record", 15), expect=-signal.SIGKILL)
     newest = run / "checkpoints" / "step_14" / "model.safetensors"
@@ -371,4 +371,4 @@ def test_train_qat_on_xla_compiles_nothing_after_its_first_step(pipeline, sharp_
     assert summary["compiles"] == compiles[-1] and summary["fallbacks"] == 0
     kl = curve(run, "heldout_kl", "qat")
     assert kl[-1] < kl[0]
-    assert_same_student(run / "best.pt", run / "best.pt")  # readable on this side, which has no torch_xla
+    assert_same_student(run / "best.pt", run / "best.pt")  # readable in this process, which has not imported torch_xla

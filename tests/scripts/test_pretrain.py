@@ -1,4 +1,4 @@
-"""scripts/pretrain.py on a few puzzles: what a run leaves behind, death and resuming, workers, buckets, bad input."""
+"""scripts/pretrain.py on a few puzzles: files of a run, resuming after a kill, workers, buckets, bad input."""
 
 import dataclasses
 import json
@@ -64,8 +64,8 @@ def same_figures(ours: list[dict], theirs: list[dict], rel: float) -> None:
         assert [one[name] for name in shared] == pytest.approx([other[name] for name in shared], rel=rel)
 
 
-# -- what a run leaves behind ----------------------------------------------------------------------------------------
-def test_what_a_run_leaves_behind(trained):
+# -- a finished run --------------------------------------------------------------------------------------------------
+def test_the_files_of_a_finished_run(trained):
     there = {path.name for path in trained.iterdir()}
     assert there >= {"config.yaml", "manifest.json", "metrics.jsonl", "summary.json", "best.pt", "solved.png", "plots"}
     assert (trained / "solved.png").stat().st_size > 5000
@@ -81,7 +81,7 @@ def test_what_a_run_leaves_behind(trained):
     assert best["figures"]["heldout_loss"] == wanted["heldout_loss"] == summary["heldout_loss"]
 
 
-def test_the_best_state_is_what_was_measured(trained):
+def test_the_best_checkpoint_has_the_recorded_figures(trained):
     best = torch.load(trained / "best.pt", weights_only=True)
     model = RecursiveModel(RecursiveSpec(**best["spec"]))
     model.load_state_dict(best["state"])
@@ -90,7 +90,7 @@ def test_the_best_state_is_what_was_measured(trained):
     assert found == {name: best["figures"][name] for name in found}
 
 
-def test_status_lines_are_the_guides(train, tmp_path, capsys):
+def test_status_lines_are_those_of_the_guide(train, tmp_path, capsys):
     train(f"output_dir={tmp_path / 'run'}", "steps=1", "eval_rows=4")
     printed = capsys.readouterr().out.splitlines()
     assert "[Athena] Using CPU (no GPU/TPU available)" in printed and "[Athena] Model moved to device: cpu" in printed
@@ -106,13 +106,13 @@ def test_status_lines_are_the_guides(train, tmp_path, capsys):
                                     "[Athena] Multi-GPU training. Rank 0/4"]),
     ],
 )  # fmt: skip
-def test_status_lines_of_devices_that_are_not_here(monkeypatch, capsys, kind, place, device, said):
+def test_status_lines_of_other_devices(monkeypatch, capsys, kind, place, device, said):
     name, on_tpu = "NVIDIA RTX 4060", kind == "xla"
     announce(SimpleNamespace(kind=kind, name=name, rank=place[0], world_size=place[1], device=device, on_tpu=on_tpu))
     assert capsys.readouterr().out.splitlines() == said
 
 
-def test_an_epoch_that_is_shorter_than_every_interval_still_trains_measures_and_saves(train, tmp_path):
+def test_a_run_shorter_than_every_interval_still_logs_evaluates_and_saves(train, tmp_path):
     train(f"output_dir={tmp_path}", "epochs=1", "global_batch_size=64", "eval_interval=500", "save_interval=500",
           "log_interval=500")  # fmt: skip
     found = lines(tmp_path)
@@ -120,11 +120,11 @@ def test_an_epoch_that_is_shorter_than_every_interval_still_trains_measures_and_
     assert (tmp_path / "checkpoints" / "step_1" / "meta.json").exists() and (tmp_path / "best.pt").exists()
 
 
-def test_compiled_it_trains_as_it_does_plainly_and_goes_on_to_the_same_bits(train, trained, tmp_path, dies_at):
+def test_compiled_training_equals_plain_training_and_resumes_to_the_same_bits(train, trained, tmp_path, dies_at):
     train(f"output_dir={tmp_path / 'whole'}", "compile=true")
     whole, plain = lines(tmp_path / "whole"), lines(trained)
     same_figures(whole, plain, 1e-4)
-    assert whole != plain, "rounded alike: it cannot have been compiled"
+    assert whole != plain, "identical rounding: it cannot have been compiled"
     with dies_at(6):
         train(f"output_dir={tmp_path / 'died'}", "compile=true")
     train(f"output_dir={tmp_path / 'died'}", "compile=true", "resume=auto")
@@ -133,7 +133,7 @@ def test_compiled_it_trains_as_it_does_plainly_and_goes_on_to_the_same_bits(trai
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "/bin/false"])
-def test_without_a_compiler_it_says_so_and_trains(train, trained, tmp_path, monkeypatch, capsys, compiler):
+def test_without_a_compiler_it_warns_and_trains(train, trained, tmp_path, monkeypatch, capsys, compiler):
     monkeypatch.setenv("CXX", compiler)
     train(f"output_dir={tmp_path}", "compile=true")
     said = f"[Athena] Not compiled, so slower: this machine lacks a C++ compiler ({compiler})"
@@ -144,12 +144,12 @@ def test_without_a_compiler_it_says_so_and_trains(train, trained, tmp_path, monk
 @pytest.mark.parametrize(
     "words", [["ema=false", "arch.mlp_t=true"], ["compile=true", "arch.use_gradient_checkpointing=true"]]
 )
-def test_other_ways_to_train(train, tmp_path, words):
+def test_other_settings_train_too(train, tmp_path, words):
     train(f"output_dir={tmp_path}", *words)
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
 
 
-def test_the_guides_root_script_is_the_script(tmp_path):
+def test_pretrain_in_the_root_folder_runs_the_script(tmp_path):
     done = subprocess.run(
         [sys.executable, ROOT / "pretrain.py", *SMALL, "--dry-run"], cwd=tmp_path, capture_output=True, text=True
     )
@@ -184,14 +184,14 @@ def test_the_guides_config_is_read(load_script, tmp_path):
     assert cfg.ema_decay == 0.9995
 
 
-# -- data of one's own -----------------------------------------------------------------------------------------------
+# -- other data ------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def data(tmp_path):
     save(tmp_path / "data", *split(draw("sudoku4", 40, 0), 0.2, 0))
     return tmp_path / "data"
 
 
-def test_a_folder_and_a_bucket_are_trained_on(train, data, tmp_path):
+def test_data_in_a_folder_and_in_a_bucket_give_the_same_run(train, data, tmp_path):
     fsspec.filesystem("memory").put(str(data), "/athena/data", recursive=True)
     train(f"output_dir={tmp_path / 'one'}", f"data_path={data}")
     train(f"output_dir={tmp_path / 'two'}", "data_path=memory://athena/data")
@@ -200,8 +200,8 @@ def test_a_folder_and_a_bucket_are_trained_on(train, data, tmp_path):
 
 @pytest.fixture
 def augmented(tmp_path):
-    """Data as from the Tiny Recursive Model's builders: 180 groups of 5 puzzles of one row each, and a test side whose
-    every other row has no label."""
+    """Data as from the Tiny Recursive Model's builders: 180 groups of 5 puzzles of one row each, and a test side in
+    which every other row has no labels."""
     rows = dataclasses.replace(draw("maze9", 900, 0), kind=None)
     number = np.arange(900, dtype=np.int32)
     grouped, labels = dataclasses.replace(rows, puzzle=number, group=number // 5), rows.labels.copy()
@@ -210,7 +210,7 @@ def augmented(tmp_path):
     return tmp_path / "augmented"
 
 
-def test_groups_decide_how_many_updates_an_epoch_has(train, augmented, capsys):
+def test_groups_determine_the_number_of_updates_per_epoch(train, augmented, capsys):
     train(f"data_path={augmented}", "epochs=100", "global_batch_size=64", "steps=0", "--dry-run")
     said = capsys.readouterr().out
     assert "281 updates of 64 rows" in said and "one puzzle of each of 180 groups (900 puzzles)" in said
@@ -229,7 +229,7 @@ def test_a_run_on_groups_resumes_to_the_same_end(train, augmented, tmp_path, die
     assert lines(tmp_path / "whole")[0]["heldout_exact_full"] == 0
 
 
-def test_another_dataset_does_not_go_on(train, data, tmp_path):
+def test_resuming_on_another_dataset_is_refused(train, data, tmp_path):
     train(f"output_dir={tmp_path / 'run'}", f"data_path={data}", "steps=2")
     (tmp_path / "run" / "summary.json").unlink()
     labels = np.load(data / "train" / "all__labels.npy")
@@ -240,7 +240,7 @@ def test_another_dataset_does_not_go_on(train, data, tmp_path):
 
 # -- resuming -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("at", [6, 12])
-def test_a_run_that_died_goes_on_to_the_same_end(train, trained, tmp_path, dies_at, at):
+def test_a_killed_run_resumes_to_the_same_end(train, trained, tmp_path, dies_at, at):
     with dies_at(at):
         train(f"output_dir={tmp_path}")
     torch.manual_seed(7)
@@ -255,7 +255,7 @@ def same_best(one: Path, other: Path) -> None:
     assert all(torch.equal(left["state"][name], right["state"][name]) for name in right["state"])
 
 
-def test_bringing_a_copy_back_may_die_at_any_file(train, tmp_path, monkeypatch):
+def test_restoring_from_a_bucket_may_be_killed_at_any_file(train, tmp_path, monkeypatch):
     words = [f"checkpoint_path={tmp_path / 'bucket'}", "steps=3", f"output_dir={tmp_path / 'first'}"]
     train(*words)
     assert not {"config.yaml", "metrics.jsonl"} & set(os.listdir(tmp_path / "first" / "checkpoints" / "step_3"))
@@ -275,8 +275,8 @@ def test_bringing_a_copy_back_may_die_at_any_file(train, tmp_path, monkeypatch):
         assert lines(folder) == lines(tmp_path / "first")
 
 
-def test_copies_of_another_run_are_left_alone(train, tmp_path, dies_at):
-    """Neither brought to a new folder nor buried by a run that is resumed."""
+def test_copies_of_another_run_are_left_unchanged(train, tmp_path, dies_at):
+    """They are neither restored to a new folder nor overwritten by a resumed run."""
     there = f"checkpoint_path={tmp_path / 'bucket'}"
     train(there, f"output_dir={tmp_path / 'one'}", "steps=3")
     with dies_at(5):
@@ -291,7 +291,7 @@ def test_copies_of_another_run_are_left_alone(train, tmp_path, dies_at):
     assert sorted(tmp_path.glob("bucket/*/*")) == copies and not (tmp_path / "new").exists()
 
 
-def test_where_the_newest_copy_is_damaged_the_one_before_is_gone_on_from(train, trained, tmp_path, dies_at):
+def test_if_the_newest_copy_is_damaged_the_one_before_is_resumed(train, trained, tmp_path, dies_at):
     there = f"checkpoint_path={tmp_path / 'bucket'}"
     with dies_at(10):
         train(f"output_dir={tmp_path / 'first'}", there)
@@ -301,11 +301,11 @@ def test_where_the_newest_copy_is_damaged_the_one_before_is_gone_on_from(train, 
 
 
 @pytest.mark.parametrize("kind", ["folder", "memory"])
-def test_a_run_goes_on_elsewhere_from_its_copy(train, trained, tmp_path, dies_at, kind):
+def test_a_run_resumes_elsewhere_from_its_copy(train, trained, tmp_path, dies_at, kind):
     there = f"checkpoint_path={tmp_path / 'bucket' if kind == 'folder' else 'memory://bucket/of-athena'}"
     with dies_at(10):
         train(f"output_dir={tmp_path / 'first'}", there)
-    shutil.rmtree(tmp_path / "first")  # the machine is gone
+    shutil.rmtree(tmp_path / "first")  # as if the machine were lost
     with pytest.raises(UserError, match="holds step_8 of a run; resume it with --resume auto, or give another folder"):
         train(f"output_dir={tmp_path / 'other'}", there)
     train(f"output_dir={tmp_path / 'second'}", there, "resume=auto")
@@ -313,9 +313,9 @@ def test_a_run_goes_on_elsewhere_from_its_copy(train, trained, tmp_path, dies_at
     same_best(tmp_path / "second", trained)
 
 
-def test_two_workers_are_one(train, trained, tmp_path):
-    """Half of each update's rows each, under torchrun, as the guide says; and one worker resumes where two have
-    stopped, the carry of both with it."""
+def test_two_workers_equal_one(train, trained, tmp_path):
+    """Under torchrun, as in the guide, each has half of each update's rows. One worker then resumes the run of two,
+    with the carries of both."""
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port()]
     command = [sys.executable, *launcher, ROOT / "pretrain.py", *SMALL, f"output_dir={tmp_path / 'two'}"]
     done = subprocess.run(
@@ -327,16 +327,16 @@ def test_two_workers_are_one(train, trained, tmp_path):
     same_figures(lines(tmp_path / "two"), lines(trained), 1e-4)
     tensors, whole = (load_checkpoint(folder)[0] for folder in (tmp_path / "two", trained))
     apart = torch.cat([(tensors[name] - whole[name]).abs().flatten() for name in whole])
-    assert apart.mean() < 1e-6  # the optimiser's mask may turn a weight over whose gradient is next to 0
+    assert apart.mean() < 1e-6  # the optimiser's mask may differ where a gradient is close to 0
     shutil.rmtree(tmp_path / "two" / "checkpoints" / "step_12")
     (tmp_path / "two" / "summary.json").unlink()
     train(f"output_dir={tmp_path / 'two'}", "resume=auto")
     assert lines(tmp_path / "two")[-1]["heldout_loss"] == pytest.approx(lines(trained)[-1]["heldout_loss"], rel=1e-4)
 
 
-def test_sizes_are_checked_against_the_device_that_trains(load_script, monkeypatch):
-    """A GPU of 1 GB is too small, a TPU's memory is not known, a dry run may plan for another machine; the workers of a
-    host share its memory."""
+def test_sizes_are_checked_against_the_memory_of_the_device(load_script, monkeypatch):
+    """A GPU with 1 GB is too small, the memory of a TPU is unknown, and a dry run may plan for another machine. The
+    workers of a host share its memory."""
     memory = {"cpu": 1.5e9, "cuda": 1e9, "xla on the cpu": 1.5e9, "tpu": None}
 
     def need(kind: str, workers: int = 1, *words: str) -> int:
@@ -398,7 +398,7 @@ def test_sizes_are_checked_against_the_device_that_trains(load_script, monkeypat
         (["halt_max_segments=0"], "--halt-max-segments 0"), (["eval_rows=-1"], "--eval-rows -1 must be at least 0"),
     ],
 )  # fmt: skip
-def test_bad_input_is_one_line_and_leaves_nothing(train, tmp_path, monkeypatch, words, said):
+def test_bad_input_gives_one_line_and_leaves_no_files(train, tmp_path, monkeypatch, words, said):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as error:
         train(*words)

@@ -1,4 +1,4 @@
-"""The report: every row measured, in order, and pictures that exist."""
+"""The report has every row, measured and in order, and its pictures exist."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ from qat_lora.run.command_line import parse
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, sharp_model_dir, load_script):
-    """A cache, a QAT run with a layer-wise and a scales stage and a recovery run on it, all of a tiny model."""
+    """A cache, a QAT run with layer-wise and scales stages, and a recovery run on top, all of a tiny model."""
     folder = tmp_path_factory.mktemp("report")
     common = ["--precision", "fp32", "--device", "cpu"]
     commands = {
@@ -33,7 +33,7 @@ def runs(tmp_path_factory, sharp_model_dir, load_script):
     return folder
 
 
-def test_report_holds_every_stage_with_its_figures_and_pictures(runs, load_script):
+def test_the_report_has_every_stage_with_its_figures_and_pictures(runs, load_script):
     script = load_script("report_recovery")
     flags = ["--qat-run", runs / "qat", "--recovery-run", runs / "recovery", "--cache-dir", runs / "cache"]
     flags += ["--rows", 4, "--new-tokens", 3, "--precision", "fp32", "--device", "cpu"]
@@ -54,7 +54,8 @@ def test_report_holds_every_stage_with_its_figures_and_pictures(runs, load_scrip
 
 
 def test_parts_of_different_experiments_are_refused(runs, load_script, tmp_path):
-    """An adapter of another student, or another cache than the student's: a report would look right and be wrong."""
+    """With an adapter of another student or another cache than the student's, the report would be wrong but look
+    right."""
     script = load_script("report_recovery")
 
     def refused(**changes) -> str:

@@ -1,4 +1,4 @@
-"""The page about the run that was asked for, or about the one that logged last."""
+"""The report page of the given run, or of the run that logged last."""
 
 import json
 import os
@@ -39,14 +39,14 @@ def report(load_script, capsys):
     return run
 
 
-def test_newest_run_is_drawn(report, runs):
+def test_the_newest_run_is_reported(report, runs):
     assert report() == "runs/train_qat/a/report.html"
     assert (runs / "train_qat/a/plots/metrics.png").read_bytes()[:4] == b"\x89PNG"
     os.utime(runs / "v2_q4/metrics.jsonl", (2e9, 2e9))
     assert report() == "runs/v2_q4/report.html"
 
 
-def test_the_run_that_is_named_is_drawn(report, runs):
+def test_a_given_run_is_reported(report, runs):
     assert report("--run", runs / "train_qat/b") == str(runs / "train_qat/b/report.html")
     assert [path.parents[1].name for path in runs.rglob("metrics.png")] == ["b"]
 
@@ -71,7 +71,7 @@ def test_the_page_is_one_file_with_figures_plots_samples_and_settings(report, ru
         assert text in page, text
 
 
-def test_a_folder_of_runs_names_them(refusal, runs):
+def test_the_error_for_a_folder_of_runs_lists_them(refusal, runs):
     assert "train_qat/a, " in refusal("report_run", "--run", runs / "train_qat")
 
 
@@ -93,14 +93,14 @@ def test_bad_input(refusal, runs, tmp_path, monkeypatch):
     assert f"no run under {tmp_path / 'empty' / 'runs'}" in refusal("report_run")
 
 
-def test_a_matplotlib_backend_that_does_not_exist_is_no_matter(runs):
+def test_a_matplotlib_backend_that_does_not_exist_is_ignored(runs):
     script = [sys.executable, ROOT / "scripts" / "report_run.py", "--run", runs / "v2_q4"]
     done = subprocess.run(script, env=os.environ | {"MPLBACKEND": "nonsense"}, capture_output=True, text=True)
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert (runs / "v2_q4/plots/metrics.png").exists()
 
 
-def test_a_broken_matplotlib_is_one_line(report, runs, monkeypatch):
+def test_a_broken_matplotlib_gives_one_line(report, runs, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     with pytest.raises(UserError, match=r"plots: matplotlib cannot be imported .*; pip install --force-reinstall matp"):
         report()

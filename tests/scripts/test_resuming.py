@@ -1,4 +1,5 @@
-"""A run can be resumed if its numbers stay the same: on another day, with another split, with other evaluations."""
+"""A run resumes if its training stays the same: on another day, with updates split differently, with other
+evaluations."""
 
 import gc
 import json
@@ -40,7 +41,7 @@ def dated(sharp_model_dir, tmp_path):
 
 @pytest.fixture
 def another_day(monkeypatch):
-    """Move the clock of the project and of transformers some days ahead."""
+    """another_day(): move the clock of the project and of transformers five days ahead."""
 
     class Later(datetime):
         @classmethod
@@ -56,7 +57,7 @@ def another_day(monkeypatch):
 
 @pytest.fixture
 def die(run, monkeypatch):
-    """die(script, *flags): run until the second checkpoint is written, and die there."""
+    """die(script, *flags): run, and die when the second checkpoint has been written."""
 
     def dying(script: str, *flags) -> None:
         save, saved = Session._save, []
@@ -91,7 +92,7 @@ def test_a_run_with_a_date_in_its_text_resumes_on_another_day(run, die, dated, t
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
 
 
-def test_a_run_that_is_looked_for_is_found_on_another_day(run, die, dated, tmp_path, another_day, monkeypatch):
+def test_resume_auto_finds_the_run_on_another_day(run, die, dated, tmp_path, another_day, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flags = ["--model", dated, *LAW, "--resume", "auto"]
     die("train_cot_sft", *flags)
@@ -120,8 +121,8 @@ def test_a_cache_with_a_date_in_its_text_resumes_on_another_day(run, dated, tmp_
     assert (tmp_path / "cache" / last).read_bytes() == (tmp_path / "whole" / last).read_bytes()
 
 
-# -- the same update, split otherwise; other evaluation and saving ---------------------------------------------------
-def test_the_legal_fine_tune_resumes_split_and_measured_otherwise(run, die, sharp_model_dir, tmp_path):
+# -- the same update, split differently; other evaluation and saving -------------------------------------------------
+def test_the_legal_fine_tune_resumes_with_another_split_and_other_evaluations(run, die, sharp_model_dir, tmp_path):
     fixed = ["--model", sharp_model_dir, *LAW]
     run("train_cot_sft", *fixed, "--batch-size", 4, "--accumulation-steps", 2, "--output-dir", tmp_path / "whole")
     flags = [*fixed, "--output-dir", tmp_path / "run", "--resume", "auto"]
@@ -137,7 +138,9 @@ def test_the_legal_fine_tune_resumes_split_and_measured_otherwise(run, die, shar
 
 
 @pytest.mark.parametrize("script", ["train_qat", "train_recovery_lora"])
-def test_low_bit_training_resumes_split_and_measured_otherwise(run, die, qat, tiny_student, cache, tmp_path, script):
+def test_low_bit_training_resumes_with_another_split_and_other_evaluations(
+    run, die, qat, tiny_student, cache, tmp_path, script
+):
     flags = (
         qat
         if script == "train_qat"
@@ -153,7 +156,7 @@ def test_low_bit_training_resumes_split_and_measured_otherwise(run, die, qat, ti
     assert best == min(line[figure] for line in found if line["heldout_rows"] == 6)
 
 
-# the defaults before rates followed from the weights
+# the defaults of versions that did not derive learning rates from the weights
 EARLIER = ["--learning-rate", 8e-4, "--layer-learning-rate", 5e-4]
 
 
@@ -166,15 +169,15 @@ def test_a_run_of_an_earlier_version_keeps_its_learning_rates(run, die, qat, tmp
     assert lines(tmp_path / "run") == lines(tmp_path / "whole")
 
 
-def test_a_rate_that_was_given_has_to_be_given_again(run, die, qat, tmp_path):
+def test_a_given_learning_rate_must_be_given_again(run, die, qat, tmp_path):
     flags = [*qat, "--max-steps", 4, "--save-every", 1, "--resume", "auto"]
     die("train_qat", *flags, "--learning-rate", 3e-4)
     with pytest.raises(UserError, match=r"learning_rate is 0\.0003 there, None here"):
         run("train_qat", *flags)
 
 
-# -- the files that a run relies on ----------------------------------------------------------------------------------
-def test_a_best_checkpoint_that_is_gone_comes_back(run, die, qat, tmp_path):
+# -- the files of a run ----------------------------------------------------------------------------------------------
+def test_a_lost_best_checkpoint_is_restored(run, die, qat, tmp_path):
     folder, flags = tmp_path / "run", [*qat, "--max-steps", 4, "--save-every", 1, "--eval-every", 1, "--resume", "auto"]
     die("train_qat", *flags)
     (folder / "best.pt").unlink()
@@ -184,12 +187,12 @@ def test_a_best_checkpoint_that_is_gone_comes_back(run, die, qat, tmp_path):
 
 
 def holds_its_best(folder: Path) -> bool:
-    """Whether best.pt holds the figure that the run says it does."""
+    """Whether best.pt has the best figure that the run reports."""
     info = torch.load(folder / "best.pt", weights_only=True)["info"]
     return info["heldout_kl"] == json.loads((folder / "summary.json").read_text())["best"]["heldout_kl"]
 
 
-def test_the_best_is_that_of_the_file_when_evaluation_changes_and_changes_back(run, die, qat, tmp_path):
+def test_best_checkpoint_and_figure_agree_after_evaluation_changes_and_changes_back(run, die, qat, tmp_path):
     flags = [*qat, "--max-steps", 6, "--save-every", 1, "--eval-every", 1, "--resume", "auto", "--learning-rate", 3]
     die("train_qat", *flags, "--eval-rows", 4)
     die("train_qat", *flags, "--eval-rows", 6)
@@ -197,7 +200,7 @@ def test_the_best_is_that_of_the_file_when_evaluation_changes_and_changes_back(r
     assert holds_its_best(tmp_path / "run")
 
 
-def test_what_comes_after_the_last_step_may_be_killed(run, load_script, qat, tmp_path, monkeypatch):
+def test_a_run_may_be_killed_after_its_last_step(run, load_script, qat, tmp_path, monkeypatch):
     flags = [*qat, "--resume", "auto"]
     with monkeypatch.context() as patched:
         patched.setattr(load_script("train_qat"), "write_report", interrupt)
@@ -209,7 +212,7 @@ def test_what_comes_after_the_last_step_may_be_killed(run, load_script, qat, tmp
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
 
 
-def test_a_plot_that_fails_costs_no_run(run, load_script, qat, tmp_path, monkeypatch, capsys):
+def test_a_failed_plot_does_not_fail_the_run(run, load_script, qat, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(load_script("train_qat"), "write_report", fail)
     run("train_qat", *qat)
     assert "warning: writing the report failed (no fonts)" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Completions equal HF's own generation; the script compares models under one rule and refuses what cannot be."""
+"""Completions equal HF's own generation; the script compares models under equal conditions and refuses bad input."""
 
 import io
 import sys
@@ -21,7 +21,7 @@ NEW = 12
 
 @pytest.fixture(scope="module")
 def model_dir(tiny_model_dir, tiny_tokenizer, tmp_path_factory):
-    """`tiny_model_dir` with large weights and a head of its own: it does not just repeat its last token."""
+    """`tiny_model_dir` with large weights and an untied LM head, so that it does not just repeat its last token."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("talker")
     config = LlamaConfig.from_pretrained(tiny_model_dir, tie_word_embeddings=False, initializer_range=0.3)
@@ -52,7 +52,7 @@ def adapter_dir(make_adapter, model_dir):
 
 @pytest.fixture
 def infer(load_script, model_dir, capsys):
-    """infer(*flags): the lines that one run prints after its heading, as (label, text) pairs."""
+    """infer(*flags): the completions that a run prints, as (label, text) pairs."""
     script = load_script("run_inference")
 
     def run(*flags) -> list[tuple[str, str]]:
@@ -85,7 +85,7 @@ def test_greedy_equals_generate(model, tokenizer):
     assert len(expected) == NEW
 
 
-def test_chat_renders_system_and_prompt(model, tokenizer):
+def test_chat_messages_are_rendered_with_the_system_prompt(model, tokenizer):
     text = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     expected = tokenizer.decode(greedy(model, tokenizer, text))
     assert complete(model, tokenizer, user("Hi", system="Be brief."), max_new_tokens=NEW) == expected
@@ -103,7 +103,7 @@ def test_a_student_and_its_adapter_generate_like_any_model(tokenizer, student_fi
     assert len({alone, both, complete(model, tokenizer, PROMPT, max_new_tokens=NEW)}) == 3
 
 
-def test_it_ends_at_an_eos_of_the_model_or_of_the_tokenizer(model, tokenizer):
+def test_generation_ends_at_an_eos_of_the_model_or_of_the_tokenizer(model, tokenizer):
     tokens = greedy(model, tokenizer, PROMPT)
     end = next(i for i in range(1, NEW) if tokens[i] not in tokens[:i])
     expected = tokenizer.decode(tokens[: end + 1])
@@ -125,7 +125,7 @@ def test_pad_may_be_eos(model, tokenizer, caplog, recwarn):
     assert not caplog.records and not recwarn.list
 
 
-def test_sampling_defaults_of_a_model_are_switched_off(model, tokenizer):
+def test_sampling_defaults_of_a_model_are_ignored(model, tokenizer):
     def say(temperature):
         torch.manual_seed(3)
         return complete(model, tokenizer, user(PROMPT), max_new_tokens=NEW, temperature=temperature)
@@ -158,13 +158,13 @@ def test_sampling_follows_seed_temperature_and_top_p(model, tokenizer):
         ({"prompt": []}, "the prompt is empty"),
     ],
 )
-def test_complete_refuses(model, tokenizer, options, words):
+def test_complete_refuses_bad_options(model, tokenizer, options, words):
     prompt = options.pop("prompt", PROMPT)
     with pytest.raises(UserError, match=words):
         complete(model, tokenizer, prompt, **{"max_new_tokens": NEW} | options)
 
 
-def test_templates_that_are_missing_or_refuse(model, tokenizer):
+def test_a_missing_template_and_one_that_refuses_are_reported(model, tokenizer):
     other = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
     other.chat_template = None
     with pytest.raises(UserError, match="no chat template; use --raw"):
@@ -174,7 +174,7 @@ def test_templates_that_are_missing_or_refuse(model, tokenizer):
         complete(model, other, user(PROMPT, system="s"), max_new_tokens=NEW)
 
 
-def test_whoever_stops_reading_a_stream_stops_it(model, tokenizer, backend, monkeypatch):
+def test_generation_stops_when_the_stream_is_no_longer_read(model, tokenizer, backend, monkeypatch):
     calls, forward = [], model.forward
 
     def slow(*args, **kwargs):
@@ -196,7 +196,7 @@ def test_whoever_stops_reading_a_stream_stops_it(model, tokenizer, backend, monk
 
 
 # -- the script -----------------------------------------------------------------------------------------------------
-def test_what_is_streamed_is_what_is_completed(infer, model, tokenizer, model_dir):
+def test_streamed_text_equals_the_completion(infer, model, tokenizer, model_dir):
     ((label, text),) = infer("--prompt", PROMPT)
     assert label == f"base {model_dir}"
     assert text == complete(model, tokenizer, user(PROMPT), max_new_tokens=NEW)
@@ -204,7 +204,7 @@ def test_what_is_streamed_is_what_is_completed(infer, model, tokenizer, model_di
     assert raw == complete(model, tokenizer, PROMPT, max_new_tokens=NEW) != text
 
 
-def test_compare_answers_with_every_stage(infer, model, tokenizer, student_file, adapter_dir, model_dir):
+def test_compare_generates_with_every_stage(infer, model, tokenizer, student_file, adapter_dir, model_dir):
     flags = ["--checkpoint", student_file, "--adapter", adapter_dir, "--prompt", PROMPT]
     said = infer("--compare", *flags)
     student, _ = load_student(student_file)
@@ -217,26 +217,26 @@ def test_compare_answers_with_every_stage(infer, model, tokenizer, student_file,
     assert on_base[0] == said[0] and on_base[1][1] not in expected
 
 
-def test_every_completion_is_seeded_anew(infer, monkeypatch):
+def test_every_completion_starts_from_the_same_seed(infer, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{PROMPT}\n\n{PROMPT}\n"))
     first, second = infer("--temperature", "1", "--seed", "4")
     assert first == second
     assert infer("--temperature", "1", "--seed", "5", "--prompt", PROMPT) != [first]
 
 
-def test_standard_input_gives_a_prompt_a_line(infer, model, tokenizer, monkeypatch):
+def test_each_line_of_standard_input_is_a_prompt(infer, model, tokenizer, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\n  \ntwo"))
     expected = [complete(model, tokenizer, user(prompt), max_new_tokens=NEW) for prompt in ("one", "two")]
     assert [text for _, text in infer()] == expected
 
 
 @pytest.mark.parametrize("more", [[], ["--prompt", PROMPT]])
-def test_answers_that_leave_no_room_for_any_prompt_are_refused_before_the_first(refusal, tiny_model_dir, more):
+def test_too_many_new_tokens_for_any_prompt_are_refused_before_the_first_prompt(refusal, tiny_model_dir, more):
     said = refusal("run_inference", "--model", tiny_model_dir, "--device", "cpu", "--max-new-tokens", 10**12, *more)
     assert f"--max-new-tokens {10**12} leaves no room for a prompt" in said and "context of 512 tokens" in said
 
 
-def test_dry_run_says_nothing(infer):
+def test_dry_run_generates_nothing(infer):
     assert infer("--prompt", PROMPT, "--dry-run") == []
 
 
@@ -254,5 +254,5 @@ def test_dry_run_says_nothing(infer):
     ],
 )
 def test_bad_flags(refusal, monkeypatch, flags, words):
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")  # what --device xla sets is taken back after the test
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")  # restored after the test, because --device xla changes it
     assert words in refusal("run_inference", *flags)

@@ -1,4 +1,4 @@
-"""The assistant in the terminal and on its page, which a real browser opens."""
+"""The assistant in the terminal and on its web page, opened in a real browser."""
 
 import json
 import shutil
@@ -41,7 +41,7 @@ SAID = (
 
 @pytest.fixture
 def answering(load_script, tiny_model_dir, capsys):
-    """answering(*flags): what a run in the terminal prints."""
+    """answering(*flags): the output of a run in the terminal."""
 
     def run(*flags) -> str:
         module = load_script("run_legal_assistant")
@@ -52,8 +52,8 @@ def answering(load_script, tiny_model_dir, capsys):
     return run
 
 
-# -- what is shown ---------------------------------------------------------------------------------------------------
-def test_sections_are_shown_apart_and_what_is_not_in_the_list_is_marked():
+# -- HTML ------------------------------------------------------------------------------------------------------------
+def test_sections_are_separate_and_citations_outside_the_list_are_marked():
     html = show(Answer.read(SAID, True), Authorities(AUTHORITIES), whole=True)
     assert html.count("<section") == 6 and "&lt;b&gt;One&lt;/b&gt;" in html and "<b>" not in html
     assert '<p class="known">✓ Limitation Act 1980, s 5</p>' in html
@@ -71,7 +71,7 @@ def test_an_answer_without_sections_says_so():
     assert "cut off" not in html and "cut off" in show(Answer.read("I do", False), Authorities(AUTHORITIES), whole=True)
 
 
-def test_another_list_has_other_verdicts():
+def test_another_list_gives_other_verdicts():
     assert verdicts(Answer.read(SAID, True), Authorities(["Smith v Jones"])) == [
         ("Smith v Jones", True),
         ("Limitation Act 1980, s 5", False),
@@ -92,7 +92,7 @@ def test_sampled_answers_differ_and_the_seed_repeats_them(answering, monkeypatch
         return [line for line in said[1:] if line[:1] not in "✓✗"]
 
     first = asked("--seed", 3)
-    assert len(first) >= 3 and len(set(first)) == len(first), "each time another answer"
+    assert len(first) >= 3 and len(set(first)) == len(first), "each answer differs"
     assert asked("--seed", 3) == first != asked("--seed", 4)
 
 
@@ -100,12 +100,12 @@ UNSEEN = ["", "   ", "\n\t", "\u200b\u00ad", "\ufeff \u00a0", "\ufe0f", "\x00\x0
 
 
 @pytest.mark.parametrize("question", UNSEEN[1:])
-def test_a_question_that_shows_nothing_is_refused(refusal, question):
+def test_an_invisible_question_is_refused(refusal, question):
     said = refusal("run_legal_assistant", "--model", "never/loaded", "--question", question)
     assert said == "error: the question is empty; type one\n"
 
 
-def test_lines_that_show_nothing_are_skipped(answering, monkeypatch):
+def test_invisible_lines_are_skipped(answering, monkeypatch):
     monkeypatch.setattr(sys, "stdin", StringIO("\n  \n\u200b\n\ufeff\nUntil when?\n"))
     said = answering()
     monkeypatch.setattr(sys, "stdin", StringIO("Until when?\n"))
@@ -113,21 +113,21 @@ def test_lines_that_show_nothing_are_skipped(answering, monkeypatch):
 
 
 @pytest.mark.parametrize("question", [None, *UNSEEN])
-def test_the_page_refuses_them_too(question):
+def test_the_page_refuses_invisible_questions_too(question):
     blocks = page(lambda text: pytest.fail("asked"), Authorities(AUTHORITIES), "", False)
     answered = next(event.fn for event in blocks.fns.values() if event.name == "answered")
     (said,) = answered(question)
     assert said == '<div class="law"><p class="unknown">the question is empty; type one</p></div>'
 
 
-# -- the base of a run -----------------------------------------------------------------------------------------------
+# -- the base model of a run -----------------------------------------------------------------------------------------
 SMALL = "--count 60 --length 512 --batch-size 2 --accumulation-steps 1 --epochs 0.1 --lora-r 2 --eval-answers 0 "
 SMALL += "--final-answers 0 --eval-every 0 --save-every 0 --max-new-tokens 4 --device cpu --precision fp32"
 
 
 @pytest.fixture(scope="module")
 def project(load_script, tiny_model_dir, tmp_path_factory):
-    """A folder with the model m/tiny and runs/plain, runs/int4, which were trained on it by that name."""
+    """A folder with the model m/tiny and the runs runs/plain and runs/int4, trained on it under that relative path."""
     folder = tmp_path_factory.mktemp("project")
     shutil.copytree(tiny_model_dir, folder / "m" / "tiny")
     module = load_script("train_cot_sft")
@@ -141,7 +141,7 @@ def project(load_script, tiny_model_dir, tmp_path_factory):
 
 @pytest.fixture
 def elsewhere(project, tmp_path, monkeypatch):
-    """A copy of the project, used from another working directory; the original cannot be reached."""
+    """A copy of the project, used from another working directory; the original model is moved away."""
     folder = shutil.copytree(project, tmp_path / "project")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -157,7 +157,7 @@ def asking(load_script, *flags) -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "int4"])
-def test_a_run_finds_its_base_from_any_folder(load_script, project, tmp_path, monkeypatch, capsys, name):
+def test_a_run_finds_its_base_model_from_any_folder(load_script, project, tmp_path, monkeypatch, capsys, name):
     monkeypatch.chdir(tmp_path)
     asking(load_script, "--run", project / "runs" / name)
     assert str(project / "m" / "tiny") in capsys.readouterr().out
@@ -165,7 +165,7 @@ def test_a_run_finds_its_base_from_any_folder(load_script, project, tmp_path, mo
 
 @pytest.mark.parametrize("name", ["plain", "int4"])
 @pytest.mark.parametrize("old", [False, True])
-def test_a_run_that_moved_with_its_base_finds_it(load_script, elsewhere, capsys, name, old):
+def test_a_run_moved_with_its_base_model_finds_it(load_script, elsewhere, capsys, name, old):
     """old: the adapter records its base by the relative path that was given."""
     if old:
         forget(elsewhere / "runs" / name)
@@ -175,7 +175,7 @@ def test_a_run_that_moved_with_its_base_finds_it(load_script, elsewhere, capsys,
 
 @pytest.mark.parametrize("name", ["plain", "int4"])
 @pytest.mark.parametrize("old", [False, True])
-def test_a_base_that_is_missing_is_named(load_script, refusal, elsewhere, project, capsys, monkeypatch, name, old):
+def test_the_error_names_a_missing_base_model(load_script, refusal, elsewhere, project, capsys, monkeypatch, name, old):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     run = elsewhere / "runs" / name
     if old:
@@ -188,7 +188,7 @@ def test_a_base_that_is_missing_is_named(load_script, refusal, elsewhere, projec
 
 
 def forget(run: Path) -> None:
-    """Rewrite the adapter's file as earlier versions did, with its checksum in origin.json."""
+    """Rewrite the adapter's config as earlier versions wrote it, with its checksum in origin.json."""
     file = run / "adapter" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "m/tiny"}))
     origin = run / "adapter" / "origin.json"
@@ -198,7 +198,7 @@ def forget(run: Path) -> None:
 
 
 # -- terminal: bad input ---------------------------------------------------------------------------------------------
-def test_a_question_that_cannot_be_answered_leaves_the_next_one(answering, monkeypatch):
+def test_after_a_question_that_cannot_be_answered_the_next_one_is(answering, monkeypatch):
     monkeypatch.setattr(sys, "stdin", StringIO("word " * 600 + "\nUntil when?\n"))
     said = answering()
     assert "not answered: a prompt of" in said and said == said.rstrip() + "\n"
@@ -239,7 +239,7 @@ def test_bad_input(refusal, tmp_path, tiny_model_dir):
 # -- page ------------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def address(tiny_model_dir, tmp_path_factory):
-    """Of the page that the script serves in a process of its own."""
+    """The address of the page, which the script serves in its own process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -291,7 +291,7 @@ def wait_for(browser, element: str, part: str) -> str:
     return text_of(browser, element)
 
 
-def test_a_browser_asks_and_sees_an_answer_with_its_verdict(address, browser):
+def test_the_page_shows_an_answer_with_its_verdict(address, browser):
     from selenium.webdriver.common.by import By
 
     browser.get(address)
@@ -303,12 +303,12 @@ def test_a_browser_asks_and_sees_an_answer_with_its_verdict(address, browser):
     said = wait_for(browser, "answer", "nothing is cited")
     assert "ANSWER WITHOUT SECTIONS" in said.upper() and "not all there" in said
     color = browser.find_element(By.CSS_SELECTOR, "#answer .unknown").value_of_css_property("color")
-    assert "207, 34, 46" in color, "what is wrong is red"
+    assert "207, 34, 46" in color, "faults are red"
     loaded = browser.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
-    assert loaded and all(name.startswith((address, "data:", "blob:")) for name in loaded), "nothing from elsewhere"
+    assert loaded and all(name.startswith((address, "data:", "blob:")) for name in loaded), "other hosts"
 
 
-def test_the_interface_for_programs_refuses_no_question(address):
+def test_the_api_refuses_a_null_question(address):
     def posted(path: str, data: bytes | None) -> str:
         request = urllib.request.Request(f"{address}{path}", data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request) as reply:

@@ -1,4 +1,4 @@
-"""scripts/smoke_test.py: five lines where all works, and of a fault the lines before it, its cause and exit code 1."""
+"""scripts/smoke_test.py: five lines if all works; on a fault only the lines before it, its cause and exit code 1."""
 
 import os
 import subprocess
@@ -33,7 +33,7 @@ def smoke(script, *words) -> None:
     script.main(parse(script.Config, "smoke_test", ["--device", "cpu", "--precision", "fp32", *words]))
 
 
-def test_the_guides_command_on_two_workers():
+def test_the_command_of_the_guide_passes_with_two_workers():
     command = [sys.executable, ROOT / "scripts" / "smoke_test.py", "--run-training", "--train-epochs", "5"]
     done = subprocess.run([*command, "device_type=cpu"], env=os.environ | {"OMP_NUM_THREADS": "1"},
                           capture_output=True, text=True)  # fmt: skip
@@ -77,7 +77,7 @@ def broken_checkpoint(script, patch) -> None:
         (broken_checkpoint, 4, "after loading"),
     ],
 )
-def test_of_a_fault_nothing_is_printed_that_was_not_so(script, monkeypatch, capsys, fault, passed, said):
+def test_on_a_fault_only_the_checks_before_it_are_reported_as_passed(script, monkeypatch, capsys, fault, passed, said):
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
         fault(script, patch)
         smoke(script, "num_chips=1")
@@ -90,6 +90,6 @@ def test_of_a_fault_nothing_is_printed_that_was_not_so(script, monkeypatch, caps
 @pytest.mark.parametrize(
     "words, said", [(["--train-epochs", "0"], "--train-epochs 0"), (["device_type=cuda"], "device=cuda")]
 )
-def test_bad_input(script, words, said):
+def test_bad_input_is_refused(script, words, said):
     with pytest.raises(UserError, match=said):
         smoke(script, *words)

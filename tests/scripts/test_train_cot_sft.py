@@ -1,5 +1,4 @@
-"""The legal fine-tune on the tiny model: what a run leaves behind, resuming after a kill, two workers, what is
-refused."""
+"""The legal fine-tune on the tiny model: files of a run, resuming after a kill, two workers, bad input."""
 
 import json
 import os
@@ -28,7 +27,7 @@ SMALL = (SMALL + "--device cpu --precision fp32").split()
 
 @pytest.fixture(scope="module")
 def run(load_script, sharp_model_dir):
-    """run(*flags): main(parse(flags)) on the sharp tiny model, small."""
+    """run(*flags): main(parse(flags)) for a small run on the sharp tiny model."""
 
     def main(*flags) -> None:
         module = load_script("train_cot_sft")
@@ -53,7 +52,7 @@ def without_time(folder: Path) -> list[dict]:
     return [{k: v for k, v in line.items() if k != "tokens_per_s"} for line in lines(folder)]
 
 
-def test_what_a_run_leaves_behind(trained):
+def test_the_files_of_a_finished_run(trained):
     assert {path.name for path in trained.iterdir()} >= {
         "config.yaml", "manifest.json", "metrics.jsonl", "summary.json", "data.json", "authorities.json",
         "baseline_evaluation.json", "final_evaluation.json", "adapter", "model", "checkpoints",
@@ -72,7 +71,7 @@ def test_what_a_run_leaves_behind(trained):
     assert (trained / "plots" / "metrics.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_the_merged_model_is_the_adapter_on_the_base(trained, sharp_model_dir):
+def test_the_merged_model_equals_the_base_with_the_adapter(trained, sharp_model_dir):
     tokens = torch.randint(3, 500, (1, 40), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         merged = load_model(str(trained / "model")).double()(input_ids=tokens).logits
@@ -84,7 +83,7 @@ def test_the_merged_model_is_the_adapter_on_the_base(trained, sharp_model_dir):
 
 @pytest.mark.parametrize("kind, quantize", [("Mixtral", "none"), ("Qwen3Moe", "int4/tensor")])
 def test_a_mixture_of_experts_is_merged_too(run, full_model_dir, tmp_path, capsys, kind, quantize):
-    """The comparison in fp64 included, which torch's grouped product refuses. The experts stay."""
+    """The experts do not change. The check in fp64 works, too, although torch's grouped matrix product rejects fp64."""
     config = getattr(transformers, f"{kind}Config")(
         hidden_size=64, intermediate_size=64, moe_intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, num_experts=4, num_local_experts=4, num_experts_per_tok=2, vocab_size=512,
@@ -106,8 +105,8 @@ def test_a_mixture_of_experts_is_merged_too(run, full_model_dir, tmp_path, capsy
 
 
 @pytest.mark.parametrize("at", [4, 5])
-def test_a_run_that_died_goes_on_to_the_same_end(run, trained, tmp_path, dies_at, at):
-    """Dead at a checkpoint and right after one: equal losses, figures and weights, to the bit."""
+def test_a_killed_run_resumes_to_the_same_end(run, trained, tmp_path, dies_at, at):
+    """Killed at a checkpoint and right after one: losses, figures and weights are equal bit for bit."""
     flags = ["--output-dir", tmp_path / "run", "--section-weights", "answer=2,topic=0.5"]
     with dies_at(at):
         run(*flags)
@@ -119,7 +118,7 @@ def test_a_run_that_died_goes_on_to_the_same_end(run, trained, tmp_path, dies_at
     assert len(list((tmp_path / "run" / "checkpoints").glob("step_*"))) == 2
 
 
-def test_a_run_does_not_go_on_with_other_weights_below_it(run, trained, sharp_model_dir, tiny_model_dir, tmp_path):
+def test_resuming_on_a_base_with_other_weights_is_refused(run, trained, sharp_model_dir, tiny_model_dir, tmp_path):
     shutil.copytree(sharp_model_dir, tmp_path / "base")
     flags = ["--model", tmp_path / "base", "--output-dir", tmp_path / "run", "--eval-answers", 0, "--final-answers", 0]
     run(*flags)
@@ -129,7 +128,7 @@ def test_a_run_does_not_go_on_with_other_weights_below_it(run, trained, sharp_mo
         run(*flags, "--resume", "auto")
 
 
-def test_what_a_dead_process_has_left_half_is_written_anew(run, trained, tmp_path):
+def test_files_that_a_killed_process_left_incomplete_are_written_again(run, trained, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(trained, folder)
     (folder / "summary.json").unlink()
@@ -147,7 +146,7 @@ def test_what_a_dead_process_has_left_half_is_written_anew(run, trained, tmp_pat
         assert (folder / name).read_bytes() == (trained / name).read_bytes()
 
 
-def test_full_training_trains_every_value(run, sharp_model_dir, tmp_path):
+def test_full_training_trains_every_parameter(run, sharp_model_dir, tmp_path):
     run("--output-dir", tmp_path / "run", "--method", "full", "--final-answers", 0, "--eval-answers", 0, "--keep", 1)
     before = load_file(sharp_model_dir / "model.safetensors")
     after = load_file(tmp_path / "run" / "model" / "model.safetensors")
@@ -156,7 +155,7 @@ def test_full_training_trains_every_value(run, sharp_model_dir, tmp_path):
     assert len(list((tmp_path / "run" / "checkpoints").glob("step_*"))) == 1
 
 
-def test_a_quantised_base_stays_and_its_adapter_knows_it(run, load_script, tmp_path, capsys):
+def test_a_quantised_base_is_kept_and_its_adapter_is_bound_to_it(run, load_script, tmp_path, capsys):
     folder = tmp_path / "run"
     run("--output-dir", folder, "--quantize", "int4/g32", "--method", "rslora", "--final-answers", 0)
     student, made = load_student(folder / "base.pt")
@@ -174,11 +173,11 @@ def test_a_quantised_base_stays_and_its_adapter_knows_it(run, load_script, tmp_p
         )
     )
     assert f"+ {folder / 'adapter'}" in capsys.readouterr().out
-    assert module.from_run(module.Config(run=str(folder))).max_new_tokens == 6, "as in its exam"
+    assert module.from_run(module.Config(run=str(folder))).max_new_tokens == 6, "as in its evaluation"
     assert module.from_run(module.Config(run=str(folder), max_new_tokens=3)).max_new_tokens == 3
 
 
-def test_a_file_with_the_same_columns_works_the_same(run, tmp_path, trained):
+def test_a_file_with_the_same_columns_works_like_generated_data(run, tmp_path, trained):
     rows = list(generate(60, 0))
     rows[7] = rows[7] | {"question": rows[3]["question"]}  # a duplicate
     rows[9] = rows[9] | {"reasoning": "Step 1: " + "and so on " * 600}  # too long
@@ -193,7 +192,7 @@ def test_a_file_with_the_same_columns_works_the_same(run, tmp_path, trained):
     assert same == json.loads((trained / "authorities.json").read_text())
 
 
-def test_a_dry_run_of_a_quantised_base_computes_no_value(run, tmp_path, monkeypatch, capsys):
+def test_a_dry_run_with_a_quantised_base_loads_no_model(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("qat_lora.quant.student.load_model", None)
     run("--output-dir", tmp_path / "run", "--quantize", "int4/g32", "--dry-run")
     said = capsys.readouterr().out
@@ -201,14 +200,14 @@ def test_a_dry_run_of_a_quantised_base_computes_no_value(run, tmp_path, monkeypa
     assert not (tmp_path / "run").exists()
 
 
-def test_without_a_hub_a_wrong_dataset_names_the_one_that_needs_none(refusal, sharp_model_dir, tmp_path, monkeypatch):
+def test_without_a_hub_a_wrong_dataset_error_names_generated(refusal, sharp_model_dir, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     said = refusal("train_cot_sft", "--model", sharp_model_dir, *SMALL, "--dataset", "generate")
     assert said.endswith('; use "generated" or a local .jsonl or .parquet file\n')
 
 
-def test_two_workers_learn_what_one_does(sharp_model_dir, tmp_path):
-    """Losses, held-out figures, answers and weights, at the same rows an update."""
+def test_two_workers_equal_one(sharp_model_dir, tmp_path):
+    """Losses, held-out figures, answers and weights are equal at the same number of rows per update."""
     flags = ["--model", sharp_model_dir, *SMALL, "--lora-dropout", 0]
     for name, more in (("one", []), ("two", ["--num-chips", 2, "--accumulation-steps", 1])):
         command = [sys.executable, ROOT / "scripts/train_cot_sft.py", *flags, *more, "--output-dir", tmp_path / name]
@@ -228,7 +227,7 @@ def test_two_workers_learn_what_one_does(sharp_model_dir, tmp_path):
 
 
 def test_wandb_names_the_project(run, tmp_path, monkeypatch):
-    """--wandb PROJECT, from before --report-to, is --report-to wandb."""
+    """--wandb PROJECT, which is older than --report-to, means --report-to wandb."""
     sent = []
 
     class Wandb:
@@ -268,7 +267,7 @@ def test_wandb_names_the_project(run, tmp_path, monkeypatch):
         ("--section-weights answer=2,citation=0", "citation=0 would also give the end of the answer no loss"),
     ],
 )  # fmt: skip
-def test_bad_input(refusal, sharp_model_dir, tmp_path, flags, part):
+def test_bad_input_is_refused(refusal, sharp_model_dir, tmp_path, flags, part):
     flags = ["--model", sharp_model_dir, *SMALL, "--output-dir", tmp_path / "run", *flags.split()]
     assert part in refusal("train_cot_sft", *flags)
     assert not (tmp_path / "run").exists()
@@ -283,7 +282,7 @@ def test_bad_input(refusal, sharp_model_dir, tmp_path, flags, part):
         ({"question": "Same?", "topic": "same"}, "one group of near-duplicates"),
     ],
 )
-def test_bad_rows(refusal, sharp_model_dir, tmp_path, change, part):
+def test_bad_rows_are_refused(refusal, sharp_model_dir, tmp_path, change, part):
     rows = [{k: v for k, v in (row | change).items() if v is not None} for row in generate(60, 0)]
     file = tmp_path / "law.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))

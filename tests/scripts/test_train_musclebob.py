@@ -1,4 +1,4 @@
-"""The experiment on the tiny model: what a run leaves behind, resuming after a kill, the two scripts that read it."""
+"""The musclebob experiment on the tiny model: files of a run, resuming after a kill, the scripts that read a run."""
 
 import io
 import json
@@ -20,7 +20,7 @@ SMALL = (SMALL + "--device cpu --precision fp32").split()
 
 @pytest.fixture(scope="module")
 def run(load_script, sharp_model_dir):
-    """run(script, *flags): main(parse(flags)); training is of the sharp tiny model, small."""
+    """run(script, *flags): main(parse(flags)); training is a small run on the sharp tiny model."""
 
     def main(name: str, *flags) -> None:
         module, flags = load_script(name), list(map(str, flags))
@@ -46,7 +46,7 @@ def updates(folder) -> list[dict]:
     return [{k: v for k, v in line.items() if k != "tokens_per_s"} for line in lines(folder) if "loss" in line]
 
 
-def test_what_a_run_leaves_behind(trained):
+def test_the_files_of_a_finished_run(trained):
     there = {path.name for path in trained.iterdir()}
     assert there >= {
         "config.yaml", "manifest.json", "metrics.jsonl", "summary.json", "training_config.json", "reward_history.json",
@@ -65,7 +65,7 @@ def test_what_a_run_leaves_behind(trained):
     assert table[0] == "| question | baseline | post_sft | final |" and len(table) == 14
 
 
-def test_embedding_and_head_stay_and_the_rest_learns(trained, sharp_model_dir):
+def test_embedding_and_head_are_frozen_and_the_rest_is_trained(trained, sharp_model_dir):
     before, after = load_file(sharp_model_dir / "model.safetensors"), load_file(trained / "model" / "model.safetensors")
     assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
@@ -73,8 +73,8 @@ def test_embedding_and_head_stay_and_the_rest_learns(trained, sharp_model_dir):
 
 
 @pytest.mark.parametrize("name, at", [("text_loss", 2), ("roll_out", 2), ("roll_out", 3)])
-def test_a_run_that_died_goes_on_to_the_same_end(run, load_script, trained, tmp_path, monkeypatch, name, at):
-    """Dead in the update after a checkpoint, in either stage; the history is whole and no SFT is repeated."""
+def test_a_killed_run_resumes_to_the_same_end(run, load_script, trained, tmp_path, monkeypatch, name, at):
+    """Killed in the update after a checkpoint, in either stage: the history is complete and SFT is not repeated."""
     module, calls = load_script("train_musclebob_improved"), iter(range(1, 100))
     function = getattr(module, name)
 
@@ -97,15 +97,15 @@ def test_a_run_that_died_goes_on_to_the_same_end(run, load_script, trained, tmp_
     assert (tmp_path / weights).read_bytes() == (trained / weights).read_bytes()
 
 
-def test_sft_alone(run, tmp_path):
+def test_a_run_of_sft_only(run, tmp_path):
     run("train_musclebob_improved", "--sft-only", "--output-dir", tmp_path)
     assert {line["stage"] for line in lines(tmp_path)} == {"sft"} and (tmp_path / "model").is_dir()
     assert json.loads((tmp_path / "reward_history.json").read_text()) == []
 
 
 @pytest.mark.parametrize("chips, gpus, wanted", [([], 0, "cpu"), ([], 1, "cuda"), (["a chip"], 0, "tpu")])
-def test_device_type_is_what_there_is(load_script, monkeypatch, chips, gpus, wanted):
-    """torch_xla is installed here and no chip is: that is no TPU."""
+def test_device_type_follows_the_hardware(load_script, monkeypatch, chips, gpus, wanted):
+    """torch_xla without a chip is not a TPU."""
     monkeypatch.setattr(detect, "tpu_chips", lambda: chips)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setenv("PJRT_DEVICE", "")
@@ -113,7 +113,7 @@ def test_device_type_is_what_there_is(load_script, monkeypatch, chips, gpus, wan
 
 
 def test_sft_is_trained_in_training_mode(run, load_script, tmp_path, monkeypatch):
-    """Though a validation, which is not, comes before its first update."""
+    """Although a validation in evaluation mode comes before the first update."""
     modes, module = [], load_script("train_musclebob_improved")
     loss = module.text_loss
     monkeypatch.setattr(module, "text_loss", lambda model, batch: modes.append(model.training) or loss(model, batch))
@@ -121,12 +121,12 @@ def test_sft_is_trained_in_training_mode(run, load_script, tmp_path, monkeypatch
     assert modes == [True, True]
 
 
-def test_a_run_does_not_go_on_with_another_size_of_update(run, trained):
+def test_resuming_with_another_update_size_is_refused(run, trained):
     with pytest.raises(UserError, match="prompts_per_update"):
         run("train_musclebob_improved", "--output-dir", trained, "--resume", trained, "--accumulation-steps", 2)
 
 
-def test_what_grpo_began_with_comes_back_or_is_missed(run, load_script, tmp_path, monkeypatch):
+def test_the_files_that_grpo_starts_from_are_restored_or_the_resume_is_refused(run, load_script, tmp_path, monkeypatch):
     module, calls = load_script("train_musclebob_improved"), iter(range(1, 100))
     function = module.roll_out
 
@@ -153,7 +153,7 @@ def test_what_grpo_began_with_comes_back_or_is_missed(run, load_script, tmp_path
     assert {file: file.read_bytes() for file in good} == good
 
 
-def test_quick_takes_a_handful(load_script):
+def test_quick_shortens_the_run(load_script):
     module = load_script("train_musclebob_improved")
     flags = [
         "--quick",
@@ -209,7 +209,7 @@ def test_the_scripts_that_read_a_run(run, trained, capsys, monkeypatch, tmp_path
         ("--max-completion-length 500", "exceeds the 512 positions"),
     ],
 )  # fmt: skip
-def test_bad_input(refusal, sharp_model_dir, tmp_path, flags, part):
+def test_bad_input_is_refused(refusal, sharp_model_dir, tmp_path, flags, part):
     flags = ["--model", sharp_model_dir, *SMALL, "--output-dir", tmp_path / "run", *flags.split()]
     assert part in refusal("train_musclebob_improved", *flags)
     assert not (tmp_path / "run").exists()
@@ -229,7 +229,7 @@ def test_a_model_without_chat_template_is_refused(refusal, sharp_model_dir, tiny
     assert "no chat template" in refusal("train_musclebob_improved", "--model", tmp_path / "bare", *SMALL)
 
 
-def test_what_is_no_run_is_refused(refusal, tmp_path):
+def test_folders_that_are_not_runs_are_refused(refusal, tmp_path):
     assert "is not a run of train_musclebob_improved.py" in refusal("analyze_training", "--run", tmp_path)
     assert "training_config.json" in refusal("test_musclebob", "--run", tmp_path)
     assert "--samples 1000000000 needs at least" in refusal("test_musclebob", "--samples", 10**9)
@@ -253,7 +253,7 @@ def made_up(rate: float, spilt: float = 0.0, perplexity: float = 20.0) -> dict:
 
 
 def updates_with(**ends) -> list[dict]:
-    """Ten logged updates that go from the first to the second value of each figure."""
+    """Ten logged updates in which each figure goes linearly from its first to its second value."""
     figures = {"reward": (0, 0), "entropy": (1, 1), "clipped_ratio": (0, 0), "zero_variance": (0.5, 0.5),
                "target_rate": (0.5, 0.5)} | ends  # fmt: skip
     return [{name: first + (last - first) * at / 9 for name, (first, last) in figures.items()} for at in range(10)]

@@ -1,4 +1,4 @@
-"""Recovery on models other than Llama: what gets an adapter, and what is said of it."""
+"""Recovery on models other than Llama: which layers get an adapter, and what the script prints about them."""
 
 import json
 
@@ -22,7 +22,7 @@ SIZE = {
 
 @pytest.fixture(scope="module")
 def student_of(full_model_dir, tmp_path_factory):
-    """student_of(config class, more): the best.pt of a tiny model, at int4/tensor."""
+    """student_of(config class, more): the best.pt of a tiny model at int4/tensor."""
 
     def make(kind, **more):
         config = getattr(transformers, f"{kind}Config")(**SIZE | more)
@@ -62,7 +62,7 @@ def test_fused_projections_get_an_adapter_by_default(run, student_of, sharp_cach
     assert coverage(loaded).startswith("8 layers") and f", {adapter_values(loaded)} values" in said
 
 
-def test_experts_are_left_alone_unless_asked_for(run, mixtral, sharp_cache, tmp_path, capsys):
+def test_experts_get_an_adapter_only_on_request(run, mixtral, sharp_cache, tmp_path, capsys):
     run("train_recovery_lora", *flags(mixtral, sharp_cache, tmp_path / "run", "--dry-run"))
     said = capsys.readouterr().out
     assert "adapter: 6 layers (q_proj, v_proj, o_proj in each of 2 blocks), " in said
@@ -79,7 +79,7 @@ def test_experts_are_left_alone_unless_asked_for(run, mixtral, sharp_cache, tmp_
     assert last["heldout_kl"] < first["heldout_kl"]
 
 
-def test_a_target_that_is_not_there_leaves_nothing_behind(run, mixtral, sharp_cache, tmp_path):
+def test_a_target_that_the_model_lacks_is_refused_and_leaves_no_run(run, mixtral, sharp_cache, tmp_path):
     for more in (["--mlp-only"], ["--targets", "q,gate_up_proj"]):
         with pytest.raises(UserError, match=r"choose from q,k,v,o,attn,all,experts$"):
             run("train_recovery_lora", *flags(mixtral, sharp_cache, tmp_path / "run", *more))

@@ -1,4 +1,4 @@
-"""The reservoir's script on a small text: what a run leaves behind, resuming after a kill, workers, fallbacks."""
+"""The script of the reservoir LM on a small text: files of a run, resuming after a kill, workers, fallbacks."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    """Where the tokens are kept here."""
+    """The folder for cached tokens in these tests."""
     return tmp_path_factory.mktemp("tokens") / "stories"
 
 
@@ -62,7 +62,7 @@ def lines(folder: Path) -> list[dict]:
     return [{key: value for key, value in line.items() if key != "tokens_per_s"} for line in found]
 
 
-def test_what_a_run_leaves_behind(trained):
+def test_the_files_of_a_finished_run(trained):
     there = {path.name for path in trained.iterdir()}
     assert there >= {"config.yaml", "manifest.json", "metrics.jsonl", "summary.json", "best.pt", "tokenizer.json"}
     assert (trained / "samples.txt").read_text().count("\n---\n") == 2
@@ -73,11 +73,11 @@ def test_what_a_run_leaves_behind(trained):
     assert summary["status"] == "finished" and summary["heldout_nll"] == min(measured) < measured[0]
     best = torch.load(trained / "best.pt", weights_only=True)
     assert summary["trained_parameters"] == sum(value.numel() for value in best.values())
-    assert not any("reservoirs" in name for name in best), "nothing of a reservoir is trained"
+    assert not any("reservoirs" in name for name in best), "reservoirs are not trained"
 
 
 @pytest.mark.parametrize("at", [4, 8])
-def test_a_run_that_died_goes_on_to_the_same_end(train, trained, tmp_path, dies_at, at):
+def test_a_killed_run_resumes_to_the_same_end(train, trained, tmp_path, dies_at, at):
     with dies_at(at):
         train("--output-dir", tmp_path)
     torch.manual_seed(7)
@@ -88,8 +88,8 @@ def test_a_run_that_died_goes_on_to_the_same_end(train, trained, tmp_path, dies_
         assert (tmp_path / file).read_bytes() == (trained / file).read_bytes()
 
 
-def test_two_workers_are_one(train, trained, text, tmp_path):
-    """Half of each update's rows each."""
+def test_two_workers_equal_one(train, trained, text, tmp_path):
+    """Each has half of each update's rows."""
     flags = ["--dataset", text, *SMALL, "--num-chips", 2, "--output-dir", tmp_path / "two"]
     command = [sys.executable, ROOT / "scripts" / "train_tinystories_reservoir.py", *flags]
     done = subprocess.run(list(map(str, command)), env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True,
@@ -107,7 +107,7 @@ def test_two_workers_are_one(train, trained, text, tmp_path):
     assert max((tensors[name] - whole[name]).abs().max() for name in whole) < 1e-4
     shutil.rmtree(max((tmp_path / "two" / "checkpoints").glob("step_*"), key=lambda path: int(path.name[5:])))
     (tmp_path / "two" / "summary.json").unlink()
-    train("--output-dir", tmp_path / "two", "--resume", "auto")  # one worker resumes where two have stopped
+    train("--output-dir", tmp_path / "two", "--resume", "auto")  # one worker resumes the run of two
     assert lines(tmp_path / "two")[-1]["heldout_nll"] == pytest.approx(lines(trained)[-1]["heldout_nll"], rel=1e-4)
 
 
@@ -127,7 +127,7 @@ def test_batch_and_learning_rate_on_tpu_are_in_the_resolved_config(load_script):
     assert (here.global_batch_size, here.learning_rate) == (64, 1e-3)
 
 
-def test_a_dry_run_keeps_no_tokens_and_a_run_keeps_them(train, tmp_path, cache, capsys):
+def test_a_dry_run_caches_no_tokens_and_a_run_caches_them(train, tmp_path, cache, capsys):
     (tmp_path / "tales.txt").write_text("\n<|endoftext|>\n".join(f"Tom had {n} cats and a dog." for n in range(70)))
     before = set(cache.glob("[!.]*"))
     train("--dataset", tmp_path / "tales.txt", "--dry-run")
@@ -171,7 +171,7 @@ def test_bad_options_are_refused_before_the_text_is_read(train, monkeypatch, loa
         (True, 0, "Warning: TPU requested but no TPU chip found. Falling back to GPU.\n", "cpu (TPU=No)"),
     ],
 )
-def test_fallback_says_what_the_guide_says(monkeypatch, capsys, there, gpus, warning, device):
+def test_fallback_warnings_are_those_of_the_guide(monkeypatch, capsys, there, gpus, warning, device):
     monkeypatch.setattr(stories.importlib.util, "find_spec", lambda name: there or None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(stories, "tpu_chips", list)
@@ -179,7 +179,7 @@ def test_fallback_says_what_the_guide_says(monkeypatch, capsys, there, gpus, war
     assert capsys.readouterr().out == f"{warning}Using device: {device}\n"
 
 
-def test_a_tpu_that_is_there_is_taken(monkeypatch, capsys):
+def test_a_present_tpu_is_used(monkeypatch, capsys):
     monkeypatch.setattr(stories, "tpu_chips", lambda: ["chip"])
     assert stories.get_device(use_tpu=True) == "tpu" and "Using device: tpu (TPU=Yes)" in capsys.readouterr().out
 
@@ -225,7 +225,7 @@ def test_the_tpu_check_passes_and_can_fail(load_script, monkeypatch, capsys):
         ("--max-stories 0", "--max-stories 0 must"),
     ],
 )  # fmt: skip
-def test_bad_input(train, tmp_path, flags, part):
+def test_bad_input_is_refused(train, tmp_path, flags, part):
     with pytest.raises(UserError) as error:
         train("--output-dir", tmp_path / "run", *flags.split())
     assert part in str(error.value) and "\n" not in str(error.value)
