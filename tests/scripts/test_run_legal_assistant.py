@@ -305,7 +305,7 @@ def test_the_page_shows_an_answer_with_its_verdict(address, browser):
     color = browser.find_element(By.CSS_SELECTOR, "#answer .unknown").value_of_css_property("color")
     assert "207, 34, 46" in color, "faults are red"
     loaded = browser.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
-    assert loaded and all(name.startswith((address, "data:", "blob:")) for name in loaded), "other hosts"
+    assert loaded and all(name.startswith((address, "data:", "blob:")) for name in loaded), "from other hosts"
 
 
 def test_the_api_refuses_a_null_question(address):
