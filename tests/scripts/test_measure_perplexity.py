@@ -298,9 +298,7 @@ def test_weights_with_nan_are_refused(refusal, tiny_student, text, tmp_path):
     assert "the NLL is nan" in said
 
 
-def test_teachers_with_another_tokenizer_or_vocabulary_are_refused(
-    refusal, tiny_model_dir, tiny_tokenizer, text, tmp_path
-):
+def test_incomparable_teachers_are_refused(refusal, tiny_model_dir, tiny_tokenizer, text, tmp_path):
     flags = ["--model", tiny_model_dir, "--dataset", text, "--length", LENGTH, "--teacher"]
     grown = AutoTokenizer.from_pretrained(tiny_model_dir)
     grown.add_tokens(["<tool>"])
@@ -313,8 +311,7 @@ def test_teachers_with_another_tokenizer_or_vocabulary_are_refused(
 
 
 def test_kl_to_a_teacher_that_is_padded_differently(measure, tiny_model_dir, tiny_tokenizer, tokens, tmp_path):
-    """The teacher's ids beyond the model's are left out; probability that the model gives to ids that only it has
-    counts against it."""
+    """The teacher's extra ids are left out; probability that the model gives to its own extra ids counts against it."""
     wider = other_model(tmp_path / "wider", tiny_tokenizer, vocab_size=520)
     logits = {}
     for folder in (tiny_model_dir, wider):

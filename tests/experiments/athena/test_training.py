@@ -86,7 +86,7 @@ def test_groups_are_the_same_for_any_number_of_workers_and_after_resuming(groupe
         assert all(torch.equal(one[name], later[name]) for name in names)
 
 
-def test_measuring_uses_every_row_whatever_the_groups(grouped):
+def test_evaluation_uses_every_row_and_ignores_groups(grouped):
     model = model_of(grouped)
     plain = replace(grouped, puzzle=None, group=None)
     assert measure(model, grouped, 3, 8, CPU) == measure(model, plain, 3, 8, CPU)
