@@ -51,7 +51,7 @@ from qat_lora.kd.cache import CacheSpec, cache_date, edges, open_cache, write_ca
 from qat_lora.models.loading import check_headers, check_length, empty_model, load_config, load_model, model_fingerprint
 from qat_lora.models.packaged import notes
 from qat_lora.models.source import is_hub
-from qat_lora.run.console import say, watched
+from qat_lora.run.console import say, summarise, watched
 from qat_lora.run.files import lock, read_json, write_json
 from qat_lora.train.memory import (
     check_fits,
@@ -110,7 +110,9 @@ def main(cfg: Config) -> None:
         for _ in watched(counts, "rows of the cache", len(rows), size=int):
             pass
         written = sum(len(numbers) for name, _, numbers in spec.shards() if name not in done)
-        report(directory, written * spec.length, time.monotonic() - started)
+        if not written:
+            say(f"{directory} was complete already; its first figures were:")
+        report(cfg, directory, written * spec.length, time.monotonic() - started)
 
 
 def check(cfg: Config) -> None:
@@ -131,7 +133,7 @@ def check_memory(cfg: Config, backend: TorchBackend) -> None:
         check_fits(backend, {"--batch-size or --draws, or take a smaller model": need}, what)
 
 
-def report(directory: Path, tokens: int, seconds: float) -> None:
+def report(cfg: Config, directory: Path, tokens: int, seconds: float) -> None:
     """Add this process's tokens and seconds to summary.json, the only file of a cache that depends on time."""
     path = directory / "summary.json"
     before = read_json(path) if path.exists() else {}
@@ -139,6 +141,9 @@ def report(directory: Path, tokens: int, seconds: float) -> None:
     write_json(path, {"tokens": tokens, "seconds": round(seconds, 1)})
     size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     say(f"{size / 1e6:.1f} MB; {tokens} tokens in {seconds:.0f} s ({tokens / max(seconds, 1e-9):.0f} tokens/s)")
+    model = "" if cfg.model == EMBEDDED else f"--model {cfg.model} "
+    following = f"python scripts/train_qat.py {model}--config q2_g32 --cache-dir {directory}"
+    summarise({"cache": directory}, [], following)
 
 
 if __name__ == "__main__":

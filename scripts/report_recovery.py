@@ -174,8 +174,9 @@ def report(cfg, made: dict, facts: dict, rows, texts, pictures, output: Path) ->
     shared = min(facts["shared"], count)
     chosen = f", {shared} of which are among these" if shared else ", none of which are among these"
     commit = facts["git"] + (" with changes" if facts["dirty"] else "")
-    note = f"Note: {said}.\n" if (said := notes(made["model"])) else ""
-    samples = "\n".join(f"**{name}**: {cfg.prompt}*{' '.join(text.split()) or '(nothing)'}*\n" for name, text in texts)
+    note = f"Note: {remark}.\n" if (remark := notes(made["model"])) else ""
+    said = {name: " ".join(text.split()) or "(nothing)" for name, text in texts}
+    samples = "\n".join(f"**{name}**\n\n> {cfg.prompt} **…** {text}\n" for name, text in said.items())
     images = "\n".join(f"![{p.parents[1].name}]({os.path.relpath(p, output.parent)})" for p in pictures)
     return f"""# {made["model"]}, {spec}
 

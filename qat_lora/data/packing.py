@@ -123,7 +123,7 @@ def pack(
     starts = window_starts(tokens, length, length, bos)[:max_rows]
     if not starts:
         raise UserError(
-            f"the text has {len(tokens)} tokens, too few for a row of {length}; shorten the rows or add text"
+            f"the text has {len(tokens)} tokens, too few for a row of {length}; lower --length or add text"
         )
     unlearned = None if bos is None else 0
     rows = (windowed(values, starts, length, first) for values, first in ((tokens, bos), (mask, unlearned)))

@@ -121,7 +121,9 @@ def open_cache(
             f"{directory} holds another cache: its teacher is {there.teacher!r} (fingerprint {made[:12]}), not "
             f"{spec.teacher!r} ({teacher[:12]}); use another --cache-dir or delete that folder"
         )
-    for name, wanted in asdict(spec).items():
+    fields = asdict(spec)
+    fields["text"] = fields.pop("text")  # last: its fingerprint follows from others, such as the length of rows
+    for name, wanted in fields.items():
         if getattr(there, name) != wanted and not (name == "teacher" and made and teacher):
             source = f" (of --dataset {dataset})" if name == "text" and dataset else ""
             raise UserError(

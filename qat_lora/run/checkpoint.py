@@ -18,19 +18,19 @@ from qat_lora.run.hosts import shared_file
 
 FILES = ("model.safetensors", "trainer.pt")
 KEEP = 2  # the newest, and one to fall back to if it is damaged
-COPIES = "files"  # folder in checkpoints/: each copied file once, named by its sha256
+COPIES = "files"  # folder in checkpoints/ with one copy of each file, named by its sha256
 
 
 def save_checkpoint(
     run_path: Path, step: int, tensors: dict[str, Tensor], trainer: dict, meta: dict, keep: int = KEEP,
     files: Sequence[str] = (),
 ) -> Path:  # fmt: skip
-    """Write checkpoints/step_N and name it in LATEST (for people: a run resumes from the newest intact one).
+    """Write checkpoints/step_N and record its name in LATEST (only for people: a run resumes from the newest intact one).
 
-    tensors: the model's, on the CPU, tied ones once. trainer: optimiser, RNG, counters; plain values and tensors. meta:
-    plain values. files: files and folders of the run directory that a resumed run relies on, e.g. best.pt; meta.json
-    keeps their checksums and checkpoints/files a copy of each, so that `restore_files` can restore them. Checkpoints
-    beyond `keep` are removed afterwards. A failure (a full disk) removes the half-written directory and leaves the
+    tensors: the model's, on the CPU, each tied tensor once. trainer: optimiser, RNG and counters, as plain values and
+    tensors. meta: plain values. files: files and folders of the run directory that a resumed run relies on, e.g.
+    best.pt; meta.json stores their checksums and checkpoints/files a copy of each, from which `restore_files` restores
+    them. Then all but the newest `keep` checkpoints are removed. A failure (a full disk) removes the half-written directory and leaves the
     others.
     """
     folder = run_path / "checkpoints"
@@ -100,14 +100,14 @@ def _drop_copies(folder: Path) -> None:
 def restore_files(run_path: Path, kept: dict[str, str], files: Sequence[str], step: int) -> None:
     """Restore `files` of a run directory to their state at a checkpoint; kept: {name: sha256} from its meta.json.
 
-    Files that are missing, damaged or of a later step are restored from their copies. Files that did not exist yet are
-    removed; the run writes them again. Raises UserError if a file and its copy are both missing or damaged.
+    Files that are missing, damaged or from a later step are restored from their copies. Files that did not exist at the
+    checkpoint are removed; the run writes them again. Raises UserError if a file and its copy are both missing or damaged.
     """
     for name in set(_existing(run_path, files)) - kept.keys():
         (run_path / name).unlink()
     for name in files:
         if (run_path / name).is_dir() and not _existing(run_path, [name]):
-            shutil.rmtree(run_path / name)  # an empty folder would be taken for a finished one
+            shutil.rmtree(run_path / name)  # an empty folder would be mistaken for a finished one
     for name, total in kept.items():
         path, copy = run_path / name, run_path / "checkpoints" / COPIES / total
         if path.is_file() and sha256(path) == total:
@@ -138,8 +138,8 @@ def _newest_first(folder: Path) -> list[Path]:
 def load_checkpoint(run_path: Path, group: Group = ALONE) -> tuple[dict[str, Tensor], dict, dict] | None:
     """(tensors, trainer, meta) of a run's newest intact checkpoint; None if it has no checkpoint at all.
 
-    Damaged checkpoints are reported and set aside; raises UserError if all are damaged. Worker 0 chooses, and sends the
-    files to workers that do not have them.
+    Damaged checkpoints are reported and set aside; raises UserError if all are damaged. Worker 0 chooses the
+    checkpoint and sends its files to workers that do not have them.
     """
     path = group.on_main(lambda: _newest_whole(run_path))
     if path is None:
@@ -170,13 +170,13 @@ def _newest_whole(run_path: Path) -> Path | None:
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict, dict]:
     """(tensors, trainer, meta) of one checkpoint directory; raises UserError naming the file that is missing, damaged
-    or not a checkpoint's."""
+    or not part of a checkpoint."""
     _check(path)
     return _read(path, path / FILES[0], path / FILES[1])
 
 
 def _read(path: Path, model: Path, trainer: Path) -> tuple[dict[str, Tensor], dict, dict]:
-    """(tensors, trainer, meta) of the two files of a checkpoint. path: its directory, for messages."""
+    """(tensors, trainer, meta) from the two files of a checkpoint. path: its directory, for messages."""
     try:
         state = torch.load(trainer, weights_only=True, map_location="cpu")
         return load_file(model), state["state"], state["meta"]

@@ -33,12 +33,15 @@ def parse(
 ):  # fmt: skip
     """Parse the command line of `script` into its config: `--key value`, `key=value`, and presets of configs/<script>/.
 
-    presets: the folder in configs/ to use instead, if the presets are those of another script. defaults: override the
-    fields' own. Raises UserError: for an unknown key it names the nearest one, for a wrong value what it must be.
+    presets: the folder in configs/ to use instead, for a script that uses another one's presets. defaults: override the
+    fields' own. Raises UserError for an unknown key, naming the nearest known one, and for a wrong value, saying what is
+    allowed.
     """
     argv = _normalised(argv, kind)
     values = (defaults or {}) | _preset(argv, kind, presets or script)
     found, unknown = _parser(kind, script, description, values).parse_known_args(argv)
+    if unknown and unknown[0].startswith("-") and not unknown[0].startswith("--"):
+        raise UserError(f"{unknown[0]} has one dash and options have two: use -{unknown[0]}, see --help")
     if unknown:
         flags = {name.replace("_", "-") for name in _names(kind)}
         raise UserError(_unknown_key(unknown[0].lstrip("-").split("=")[0], flags, "flag --", "--"))
@@ -67,7 +70,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Shows the description unchanged, and each option once: its flags, then its placeholder."""
+    """Keeps the description as written, and lists each option's flags with a single placeholder."""
 
     def __init__(self, prog: str):
         width = min(shutil.get_terminal_size().columns, 120)
@@ -79,7 +82,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def _parser(kind: type, script: str, description: str, values: dict) -> argparse.ArgumentParser:
-    """A parser for the fields, in their groups. values: defaults that override the fields' own."""
+    """A parser with an option for each field, in its group. values: defaults that override the fields' own."""
     parser = _Parser(
         prog=f"{script}.py",
         usage=f"python {_program(script)} [--option VALUE …] [option=VALUE …]",
@@ -97,7 +100,7 @@ def _parser(kind: type, script: str, description: str, values: dict) -> argparse
         settings = {"default": default, "dest": declared.name, "help": declared.metadata["help"]}
         if type_of(hint) is bool:
             switches = group.add_argument(*flags, type=_bool, nargs="?", const=True, **settings)
-            if default:  # --no-x turns off what is on
+            if default:  # --no-x turns the option off
                 switches.help += f" [on; --no-{flags[0][2:]} turns it off]"
             if declared.default:
                 off = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS, "dest": declared.name}
@@ -112,7 +115,7 @@ def _parser(kind: type, script: str, description: str, values: dict) -> argparse
 
 
 def _program(script: str) -> str:
-    """The file that runs, from the repository's root."""
+    """The running script's path, relative to the repository root."""
     root, path = CONFIGS.parent, Path(sys.argv[0]).resolve()
     known = path.parent in (root, root / "scripts", root / "benchmarks")
     return str(path.relative_to(root)) if known else f"scripts/{script}.py"
@@ -125,8 +128,8 @@ def _bool(text: str) -> bool:
 
 
 def _normalised(argv: list[str], kind: type) -> list[str]:
-    """Rewrite key=value as --key value (unless it follows a flag that takes a value, and is that value), section.key as
-    key, and --a_b as --a-b. Raises UserError if an input (an option whose identity is a fact) has two names here."""
+    """Rewrite key=value as --key value (unless it is the value of the flag before it), section.key as key, and --a_b as
+    --a-b. Raises UserError if an input (an option whose identity is a fact) is given under two names."""
     hints, names = get_type_hints(kind), _names(kind)
     switches = {*names, *(f"no_{each}" for each in names)}
     valued = {name for name, field in names.items() if hints[field] is not bool}
@@ -252,7 +255,7 @@ def _nearest(word: str, known, mark: str = "") -> str:
 # -- scripts ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Variant:
-    """A script that runs another one under its own name, with other defaults."""
+    """A script that runs another script under its own name with different defaults."""
 
     name: str
     description: str
@@ -261,20 +264,20 @@ class Variant:
     program: str | None = None  # its sys.argv[0]
 
 
-_variant: Variant | None = None  # set if this process runs such a script
+_variant: Variant | None = None  # set if this process runs a variant
 
 
 def check_command_line(kind: type, script: str, description: str) -> None:
     """Handle --help, shell completion and a bad command line, as `run_script` does.
 
-    Scripts call this after their options and before the imports that take seconds, so that the answer comes at once.
+    Scripts call this after defining their options and before slow imports, so that the answer comes at once.
     """
     if "_ARGCOMPLETE" in os.environ:
         _complete(kind, script, description)
     with _reporting():
         config = _config(kind, script, description)
         line = f"{(_variant or Variant(script, description)).name}: loading PyTorch"
-        if hasattr(config, "resume"):  # a long job; what other scripts print may be read by programs
+        if hasattr(config, "resume"):  # a long job; programs may read the output of other scripts
             say(line)
         elif sys.stderr.isatty():
             say(line, sys.stderr)
@@ -288,7 +291,13 @@ def run_script(main: Callable[[Any], None], kind: type, script: str, description
     """
     try:
         with _reporting():
-            main(_config(kind, script, description))
+            config = _config(kind, script, description)
+            try:
+                main(config)
+            except KeyboardInterrupt:
+                if hasattr(config, "resume"):
+                    say("interrupted; --resume auto resumes from the last checkpoint, if there is one")
+                raise
     finally:
         ignore_sigterm()
 

@@ -1,4 +1,4 @@
-"""What a program prints for people: lines above a progress bar, warnings, and the progress of a long job."""
+"""Console output for people: lines above a progress bar, warnings, and the progress of a long job."""
 
 import sys
 import threading
@@ -34,7 +34,7 @@ def watched(
 ) -> Iterator[Item]:
     """Iterate over `items` and show the progress: a bar with the time left on a terminal, plain lines elsewhere.
 
-    A job of less than PAUSE seconds shows nothing. size(item): how many of `total` an item counts for. shown: False in
+    A job shorter than PAUSE seconds shows nothing. size(item): how much an item counts towards `total`. shown: False in
     all workers but the first.
     """
     bar = tqdm(total=total, desc=what, delay=PAUSE / 2, leave=False, disable=None if shown else True)
@@ -65,22 +65,23 @@ def say(line: str, file: TextIO | None = None) -> None:
 
 
 def summarise(made: dict[str, Any], quality: list[str], following: str) -> None:
-    """Print the end of a run: what it made ({what: path}), its quality compared with a baseline, and the next
-    command."""
+    """Print the closing lines of a run: the files it made ({what: path}), its quality compared with a baseline, and
+    the next command."""
     say("\n" + "\n".join(f"made     {what}: {path}" for what, path in made.items() if path))
-    say("\n".join(f"quality  {line}" for line in quality))
+    for line in quality:
+        say(f"quality  {line}")
     say(f"next     {following}")
 
 
 def compared(value: float, before: float, what: str) -> str:
-    """A figure of which less is better, beside what it was: "0.7022 nats/token; before training 1.8891"."""
+    """A figure (lower is better) next to its earlier value: "0.7022 nats/token; before training 1.8891"."""
     value, before = (round(number, 4) + 0.0 for number in (value, before))  # + 0.0: no "-0.0000"
     gain = "" if value < before else ": no gain"
     return f"{value:.4f} nats/token; {what} {before:.4f}{gain}"
 
 
 def attempt(what: str, function: Callable[..., Any], *args) -> Any:
-    """function(*args), or None if it fails: then a warning is printed and the program continues.
+    """Return function(*args). If it fails, print a warning and return None, so that the program continues.
 
     For things that a run can do without, such as plots. what: the subject of the warning.
     """
@@ -88,6 +89,6 @@ def attempt(what: str, function: Callable[..., Any], *args) -> Any:
         return function(*args)
     except STOPS:
         raise
-    except BaseException as error:  # plotting and network libraries raise anything
+    except BaseException as error:  # plotting and network libraries can raise anything
         say(f"warning: {what} failed ({first_line(error)}); the run continues without it")
         return None

@@ -26,7 +26,7 @@ HELD: dict[Path, BinaryIO] = {}  # the open lock files of this process, by folde
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn any exception in this block that reports a failed write (a full disk, no permission) into a UserError that
-    names `path`. Other exceptions pass, as do those of standard output."""
+    names `path`. Other exceptions, and those from standard output, pass through unchanged."""
     try:
         yield
     except UserError:
@@ -51,7 +51,7 @@ def _write_fault(error: BaseException | None) -> str | None:
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:
-    """Call write(file) on a temporary file beside `path`, flush it to disk, rename it. A failure leaves `path` alone.
+    """Call write(file) on a temporary file next to `path`, flush it to disk and rename it; a failure leaves `path` as it was.
 
     Raises UserError with the path if it cannot be written (a full disk, no permission).
     """

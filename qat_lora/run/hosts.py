@@ -18,8 +18,8 @@ PART = 16 * 2**20  # bytes of a file that are sent at once
 
 
 def agree_on_options(config: RunConfig, group: Group) -> None:
-    """Raise UserError in every worker if one has other options than worker 0. Options that say where something is may
-    differ (their identity is a fact): `agree_on_facts` compares what is there."""
+    """Raise UserError in every worker if the options of one differ from worker 0's. Options that say where an input is
+    may differ (their identity is a fact): `agree_on_facts` compares the inputs themselves."""
     options = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -31,7 +31,7 @@ def agree_on_options(config: RunConfig, group: Group) -> None:
 
 
 def agree_on_facts(config: RunConfig, facts: dict, group: Group) -> None:
-    """Raise UserError in every worker if one has other input files than worker 0."""
+    """Raise UserError in every worker if the input files of one differ from worker 0's."""
     named: dict[str, str] = {}
     for field in dataclasses.fields(config):
         fact, value = field.metadata.get("identity"), getattr(config, field.name)
@@ -43,8 +43,8 @@ def agree_on_facts(config: RunConfig, facts: dict, group: Group) -> None:
 
 # -- runs ------------------------------------------------------------------------------------------------------------
 def bring_run(path: Path | None, group: Group) -> None:
-    """Copy the run that --resume means to worker 0's host if only another host has it or has newer checkpoints: after a
-    restart worker 0 may be on another host. path: that run, as far as this host knows.
+    """Copy the run that --resume refers to from another host to worker 0's host, if that has no copy or an older one:
+    after a restart, worker 0 may be on a different host. path: that run, as far as this host knows.
 
     Raises UserError in every worker if two hosts have different runs at the same path.
     """
@@ -98,7 +98,7 @@ def _bring(path: Path, giver: int, group: Group) -> None:
     """Copy a run's directory from a worker's host to worker 0's."""
     files: dict[str, str] = {}
     if group.rank == giver:
-        found = sorted(path.rglob("*"), key=lambda file: (file.name == "meta.json", file))  # completes a checkpoint
+        found = sorted(path.rglob("*"), key=lambda file: (file.name == "meta.json", file))  # it completes a checkpoint
         names = [file.relative_to(path) for file in found if file.is_file() and file.name != ".lock"]
         files = {str(name): sha256(path / name) for name in names if not any(map(_is_part, name.parts))}
     files = group.gather(files)[giver]
@@ -148,7 +148,8 @@ def shared_file(path: Path, group: Group) -> Iterator[Path]:
 
 
 def share(path: Path | None, giver: int, group: Group) -> Iterator[bytes]:
-    """Yield one worker's file in pieces to all workers, who must all read to the end. path: only on the giver."""
+    """Send one worker's file to all workers in pieces, and yield them; every worker must read to the end. path: given
+    only on the sending worker, `giver`."""
     size = group.gather(path.stat().st_size if path else 0)[giver]
     file = open(path, "rb") if path else None  # noqa: SIM115
     for _ in range(0, size, PART):

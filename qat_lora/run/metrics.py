@@ -1,4 +1,4 @@
-"""How a figure of training steps becomes one number in a line of metrics.jsonl: over workers, then over steps."""
+"""How a training figure is combined over workers, then over steps, into one number in a line of metrics.jsonl."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,15 +33,15 @@ class Metric:
 
 @dataclass(frozen=True)
 class Share(Metric):
-    """This worker's share of a figure of the whole update, such as its part of the loss: workers add up; a line shows
-    the mean over steps."""
+    """This worker's share of a figure of the whole update, such as its part of the loss. Shares are summed over
+    workers; a line shows the mean over steps."""
 
     summed = True
 
 
 @dataclass(frozen=True)
 class Total(Metric):
-    """A count, such as tokens: workers and steps add up."""
+    """A count, such as tokens, summed over workers and steps."""
 
     summed = True
     shown = staticmethod(sum)
@@ -49,7 +49,7 @@ class Total(Metric):
 
 @dataclass(frozen=True)
 class Last(Metric):
-    """A setting that is the same in all workers, such as the learning rate: a line shows that of the last step."""
+    """A setting that is the same in all workers, such as the learning rate; a line shows the last step's."""
 
     @staticmethod
     def shown(values: Sequence[float]) -> float:
@@ -58,7 +58,8 @@ class Last(Metric):
 
 @dataclass(frozen=True)
 class Ratio:
-    """(sum, count) of this worker. A line shows the total sum over the total count of all workers and steps, if any."""
+    """(sum, count) of this worker. Both are summed over workers and steps, and a line shows sum / count; nothing if the
+    count is 0."""
 
     total: Value
     count: Value

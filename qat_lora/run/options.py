@@ -50,11 +50,12 @@ def option(
     aliases: other flags for it ("--from"), and other keys of a preset ("from").
     group: one of GROUPS, under which --help lists it.
     identity: whether the option is part of a run's identity: a run is resumed only with the same value. If it is the
-    name of a fact in the manifest ("base"), the fact is compared instead: the option says where something is, the fact
-    what it is.
+    name of a fact in the manifest ("base"), the fact is compared instead: the option says where an input
+    is, the fact identifies its content.
     renamed: {value that earlier versions wrote into config.yaml: its current name}; a run may be resumed with either.
-    added: the option is newer than the checksum of config.yaml; a run that has neither used the option's default.
-    bounds: at_least, above, at_most, below. fix: what to do about a value outside them, for the message.
+    added: the option was introduced after the checksum of config.yaml: a run that recorded no checksum may lack the
+    option, and then used its default.
+    bounds: at_least, above, at_most, below. fix: how to fix a value outside them, for the message.
     """
     assert group in GROUPS and bounds.keys() <= {*BOUNDS}, (group, bounds)
     return field(
@@ -67,7 +68,7 @@ def option(
 
 
 def with_default(kind: type, name: str, default: Any) -> Any:
-    """An option that another config declares, with another default."""
+    """A copy of an option that another config declares, with a different default."""
     declared = next(each for each in dataclasses.fields(kind) if each.name == name)
     return field(default=default, metadata=dict(declared.metadata))
 
@@ -138,7 +139,7 @@ class JobConfig(RunConfig):
     """The additional options of every script that can train on several workers."""
 
     num_chips: int | None = _device(
-        None, "TPU chips, GPUs or CPU processes on this host; 0 is every chip or GPU [1]", at_least=0
+        None, "TPU chips, GPUs or CPU processes on this host; 0 is every chip or GPU, and one if not given", at_least=0
     )
     host_timeout: float = _device(
         60.0,
@@ -157,7 +158,7 @@ class JobConfig(RunConfig):
 
 
 def current_name(value: Any) -> Any:
-    """A value of an option or a fact with current names: earlier versions called the `uniform` codebook `lut`."""
+    """The value of an option or a fact, with outdated names replaced: earlier versions called the `uniform` codebook `lut`."""
     return re.sub(r"\blut(?=\d|$)", "uniform", value) if isinstance(value, str) else value
 
 
@@ -168,8 +169,8 @@ def flag(name: str) -> str:
 
 
 def check_options(config) -> None:
-    """Raise UserError for a value outside its option's range or choices, and for values that nobody means: empty text
-    (an unset shell variable), NaN or infinity."""
+    """Raise UserError for a value outside its option's range or choices, and for values that are always mistakes: empty
+    text (an unset shell variable), NaN or infinity."""
     hints = get_type_hints(type(config))
     for declared in dataclasses.fields(config):
         name, value = flag(declared.name), getattr(config, declared.name)
@@ -192,7 +193,7 @@ def choices(hint: Any) -> tuple[str, ...]:
 
 
 def check_range(name: str, value: float, fix: str = "", **bounds: float) -> None:
-    """Raise UserError for a value outside its bounds (at_least, above, at_most, below). fix: what to do about it."""
+    """Raise UserError for a value outside its bounds (at_least, above, at_most, below). fix: how to fix it."""
     inside = (
         value >= bounds.get("at_least", value)
         and value <= bounds.get("at_most", value)

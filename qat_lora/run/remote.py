@@ -29,7 +29,7 @@ def opened(url: str) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
         raise UserError(f"{url}: the package for {protocol}:// is missing; {fix}, or use a folder") from error
     except FileNotFoundError:
         raise UserError(f"{url}: no such file or folder; check the address") from None
-    except BaseException as error:  # each cloud package has its own classes
+    except BaseException as error:  # each cloud package has its own exceptions
         full = isinstance(error, OSError) and error.errno in FULL_DISK
         fix = "free some space there" if full else "check the address and your permissions there"
         raise UserError(f"{url} cannot be used ({type(error).__name__}: {first_line(error)}); {fix}") from error
@@ -93,7 +93,7 @@ def push(checkpoint: Path, url: str, beside: Sequence[Path] = ()) -> None:
 
 
 def fetch(url: str, names: Sequence[str], folder: Path) -> None:
-    """Copy files of a URL into a folder."""
+    """Copy the named files from a URL into a folder."""
     with opened(url) as (files, path):
         for name in names:
             files.get_file(f"{path}/{name}", str(folder / name))
@@ -126,11 +126,12 @@ BESIDE = (
     "config.yaml",
     "metrics.jsonl",
     "manifest.json",
-)  # copied with every checkpoint; manifest.json, the last, makes a folder a run
+)  # copied with every checkpoint; manifest.json comes last, because a folder that has it counts as a run
 
 
 def copy_out(run_path: Path, checkpoint: Path, url: str) -> None:
-    """Copy a checkpoint to `url`, a folder or a bucket, with files of its run directory; removes old copies."""
+    """Copy a checkpoint, with the files of its run directory that it needs, to the folder or bucket `url`; remove old
+    copies."""
     kept = {run_path / "checkpoints" / COPIES / total for total in _kept(checkpoint)}
     push(checkpoint, url, [*(run_path / name for name in BESIDE), *sorted(kept)])
     prune(url, KEEP)
@@ -139,8 +140,8 @@ def copy_out(run_path: Path, checkpoint: Path, url: str) -> None:
 def bring_back(url: str, folder: Path, check: Callable[[Path], object]) -> None:
     """Restore the run directory `folder` from the copies at `url`, unless it already holds a run or there is no copy.
 
-    check(path) raises UserError if config.yaml and manifest.json in `path` belong to another run; bring_back raises it
-    before it changes anything. It also raises UserError if `url` cannot be written to.
+    check(path) raises UserError if config.yaml and manifest.json in `path` belong to another run; this happens before
+    anything is changed. Raises UserError, too, if `url` cannot be written to.
     """
     check_writable(url)
     if (step := newest(url)) is None:

@@ -15,7 +15,7 @@ from qat_lora.run.rundir import Run
 
 FILE = "report.html"
 TEXTS = ("samples.txt", "transcripts.md")  # text that a model generated
-LONGEST = 6000  # characters of a text on the page
+LONGEST = 6000  # most characters of a text to show
 PAGE = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">

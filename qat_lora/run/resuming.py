@@ -1,4 +1,4 @@
-"""Which run --resume means, and whether it matches the present config."""
+"""Finds the run that --resume refers to, and checks that it matches the current config."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ DATE, STAMP = "date", "%Y%m%dT%H%M%SZ"
 
 
 def identity(config: RunConfig) -> dict:
-    """The options that decide a run's numbers: those that are declared as part of its identity."""
+    """The options that determine a run's results: those declared as part of its identity."""
     return {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.metadata.get("identity", True)}
 
 
@@ -54,8 +54,8 @@ def _first_match(experiment: str, config: RunConfig, facts: dict) -> Path | None
 
 
 def _candidates(experiment: str, config: RunConfig, tell: Callable[[str], None] | None = None) -> Iterator[Path]:
-    """The run directories that --resume may mean: the named one, or all unfinished ones, newest first. tell: called
-    with a line about each that cannot be read."""
+    """The run directories that --resume may refer to: the named one, or all unfinished ones, newest first. tell: called
+    with a message about each directory that cannot be read."""
     if config.resume == "off":
         return
     if config.resume != "auto":
@@ -86,9 +86,9 @@ def _candidates(experiment: str, config: RunConfig, tell: Callable[[str], None] 
 
 
 def begun(experiment: str, config: RunConfig, group: Group = ALONE) -> datetime:
-    """When the run that --resume means was started, in local time; the current time for a new run. Of several
-    unfinished runs it is the one with the fewest differing options, and of these the newest. Chat templates that print
-    the date get this one, so that a run can be resumed on another day."""
+    """When the run that --resume refers to was started, in local time; the current time for a new run. Of several
+    unfinished runs, the one with the fewest differing options is chosen, and of these the newest. Chat templates that
+    print the date print this one, so that a run can be resumed on another day."""
     return group.on_main(lambda: _begun(experiment, config))
 
 
@@ -98,18 +98,18 @@ def _begun(experiment: str, config: RunConfig) -> datetime:
 
 
 def _meant(experiment: str, config: RunConfig, tell: Callable[[str], None] | None = None) -> Path | None:
-    """The run that --resume means, as far as can be told before its data is read."""
+    """The run that --resume refers to, as far as can be told before its data is read."""
     named = config.output_dir or config.resume != "auto"
     found = [path for path in _candidates(experiment, config, tell) if named or _may_be(path, config)]
     return min(found, key=lambda path: len(_changed(path, config))) if found else None
 
 
 def prepare(experiment: str, config, group: Group):
-    """Compare the options of all workers, copy the run that --resume means to worker 0's host, and return the config.
+    """Compare the options of all workers, copy the run that --resume refers to to worker 0's host, and return the config.
 
-    Call it before anything of a run is read. Raises UserError in every worker if they do not agree. If there are fewer
-    workers than the run had, the returned config has more accumulation steps, so that an update keeps its rows. Other
-    differences from the run are left to `open_run`.
+    Call it before reading anything from a run. Raises UserError in every worker if the options differ. If there are
+    fewer workers than the run had, the returned config has more accumulation steps, so that an update has as many rows
+    as before. `open_run` checks all other differences from the run.
     """
     agree_on_options(config, group)
     if config.resume == "off":
@@ -129,7 +129,7 @@ def prepare(experiment: str, config, group: Group):
 
 
 def _meant_here(experiment: str, config: RunConfig, group: Group) -> Path | None:
-    """The run that --resume means, as far as this host knows: a named one may be on another host."""
+    """The run that --resume refers to, as far as this host knows: a named one may be on another host."""
     if named := config.output_dir if config.resume == "auto" else config.resume:
         return Path(named)
     return _meant(experiment, config, relay.say if group.rank else None)  # on worker 0 open_run reports them
@@ -151,14 +151,14 @@ def _may_be(path: Path, config: RunConfig) -> bool:
 
 
 def recorded(path: Path, config: RunConfig) -> dict:
-    """The options that a run was started with, under their present names; an option that is newer than the run has its
+    """The options that a run was started with, under their current names; an option that is newer than the run has its
     default."""
     was = read_config(path)
     return {field.name: _recorded(was, field) for field in dataclasses.fields(config)}
 
 
 def _recorded(was: dict, field: dataclasses.Field, otherwise: dict | None = None) -> Any:
-    """The value of an option in config.yaml, under its present or an earlier name."""
+    """The value of an option in config.yaml, under its current or an earlier name."""
     found = [was[name] for name in (field.name, *_earlier_names(field)) if name in was]
     if not found:
         return field.default if otherwise is None else otherwise[field.name]
@@ -202,7 +202,7 @@ def _is_same(path: Path, config: RunConfig, facts: dict) -> bool:
 
 
 def _status(path: Path) -> str | None:
-    """What summary.json says of a run, or None before it has one."""
+    """The status of a run in its summary.json, or None if it has none yet."""
     return read_json(path / "summary.json").get("status") if (path / "summary.json").exists() else None
 
 
@@ -213,7 +213,7 @@ def check_same(path: Path, config: RunConfig, facts: dict) -> dict:
     wanted = manifest.get(CONFIG_SUM)
     if wanted is not None and sha256(path / "config.yaml") != wanted:
         raise UserError(f"{path}/config.yaml is damaged (checksum); restore it, or give another --output-dir")
-    for name in sorted(facts.keys() & manifest.keys()):  # facts that name files first: others may follow from them
+    for name in sorted(facts.keys() & manifest.keys()):  # facts that list files come first: others may follow from them
         there, here = manifest[name], facts[name]
         if isinstance(there, dict) and isinstance(here, dict):
             for key in sorted(there.keys() | here.keys()):
@@ -228,8 +228,8 @@ def check_same(path: Path, config: RunConfig, facts: dict) -> dict:
 def _check_option(
     path: Path, field: dataclasses.Field, config: RunConfig, was: dict, facts: dict, manifest: dict
 ) -> None:
-    """Raise UserError if an option that is part of a run's identity differs from the run's options, `was`. If its
-    identity is a fact, the fact is compared instead."""
+    """Raise UserError if an option that is part of a run's identity differs from the run's own options, `was`. If
+    its identity is a fact, the fact is compared instead."""
     name, kind, now = field.name, field.metadata.get("identity", True), getattr(config, field.name)
     before = _recorded(was, field)
     if isinstance(kind, str) and kind in manifest and kind in facts:
@@ -263,7 +263,7 @@ MADE_OF = {
 
 
 def _check_equal(path: Path, name: str, there: Any, here: Any, flags: str | None = None) -> None:
-    """Raise UserError if an option or fact of a run differs from the present one. flags: None for a fact."""
+    """Raise UserError if an option or fact of a run differs from the current one. flags: None for a fact."""
     if current_name(there) != current_name(here):
         where = "there" if flags else "there (manifest.json)"
         of = f" ({MADE_OF[name]})" if name in MADE_OF else ""

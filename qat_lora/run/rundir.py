@@ -30,11 +30,11 @@ BEFORE_MANIFEST = {".lock", "config.yaml", "config.yaml.part", "manifest.json.pa
 
 
 class Run:
-    """A directory with config.yaml, manifest.json, metrics.jsonl, summary.json, checkpoints/ and plots/, and once it is
-    finished checksums.json.
+    """A directory with config.yaml, manifest.json, metrics.jsonl, summary.json, checkpoints/ and plots/, and, once the run is
+    finished, checksums.json.
 
-    Made by `open_run`. resumed: whether it continues an earlier process. held: the lock of the directory, if any.
-    writes: False in all workers but the first, which alone logs and writes.
+    Created by `open_run`. resumed: whether it continues an earlier process. held: the lock of the directory, if any.
+    writes: True only in the first worker; the others neither log nor write.
     """
 
     def __init__(self, path: Path, resumed: bool, held: BinaryIO | None = None, writes: bool = True):
@@ -55,7 +55,7 @@ class Run:
                 self.mirror(step, values)
             except STOPS:
                 raise
-            except BaseException as error:  # network libraries raise anything
+            except BaseException as error:  # network libraries can raise anything
                 self.mirror = None
                 say(
                     f"warning: the tracker failed ({first_line(error)}) and gets no more lines; training continues, "
@@ -99,14 +99,14 @@ class Run:
 
 
 def open_run(experiment: str, config: RunConfig, facts: dict, group: Group = ALONE) -> Run:
-    """Create a run directory, or open the one that --resume means. facts (device, fingerprints, …): for manifest.json.
+    """Create a run directory, or open the one that --resume refers to. facts (device, fingerprints, …): for manifest.json.
 
     A run is resumed only with the same identity: the options that are declared as part of it, and all facts except the
     device. An option whose identity is a fact (`--model` and "base") may differ if both runs have the fact and it is
     equal: a model that was moved is still the same. A fact that an older run did not record is not compared.
 
     Raises UserError if the directory already holds a run and --resume is off, holds a run of another config or other
-    facts, or is being written by another process, and if the workers of a job differ in config or facts. Resuming a
+    facts, or is being written by another process, or if the workers of a job differ in config or facts. Resuming a
     finished run ends the program with exit code 0. Only worker 0 opens the directory; the others get a Run that writes
     nothing.
     """

@@ -41,7 +41,7 @@ class Best:
 
     def take(self, figures: dict, there: bool = True) -> bool:
         """Whether the state with these figures is the best so far and should be kept. there: whether the kept file
-        exists; if it does not, any state is better."""
+        exists; if not, any state counts as better."""
         value, rows = figures[self.figure], figures.get("heldout_rows")
         same = there and (self.rows is None or rows in (None, self.rows))
         if not math.isfinite(value) or (same and value >= self.value):
@@ -58,7 +58,7 @@ class Session:
             …one update…
             session.record(loss=Share(loss), tokens=Total(tokens), lr=Last(lr))
 
-    Steps are counted through all stages of a run, from 1; a stage that a resumed run has already passed yields nothing.
+    Steps are counted from 1 across all stages of a run; a stage that a resumed run has already passed yields nothing.
     A loss that is not finite stops the run before anything bad is saved. On SIGTERM to any worker, the session finishes
     the step, saves a checkpoint and exits with status "preempted". Values given to `record` may be device scalars: they
     are fetched only when logged, and then combined over the workers. Every worker has a session; only the first one
@@ -125,7 +125,7 @@ class Session:
         self.state = None  # it holds the optimiser, and the next stage has its own
 
     def record(self, **metrics: Metric | Ratio | Value) -> None:
-        """Record the figures of one step, combined as their types say (see run.metrics). Call it once a step."""
+        """Record the figures of one step, combined according to their types (see run.metrics). Call it once per step."""
         parts = parts_of(metrics)
         self.kinds |= {name: type(part) for name, part in parts.items()}
         self.pending.append({name: part.value for name, part in parts.items()})

@@ -118,7 +118,7 @@ def test_a_megabyte_of_text_packs_without_a_warning(tiny_tokenizer, caplog, recw
 
 
 def test_too_little_text_names_both_numbers(tiny_tokenizer):
-    with pytest.raises(UserError, match=r"has 2 tokens, too few for a row of 128; shorten the rows or add text"):
+    with pytest.raises(UserError, match=r"has 2 tokens, too few for a row of 128; lower --length or add text"):
         pack([Document("a", None)], tiny_tokenizer, 128)
     with pytest.raises(UserError, match=r"has 0 tokens"):
         pack([], tiny_tokenizer, 128)

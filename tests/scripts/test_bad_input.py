@@ -112,7 +112,7 @@ def test_text_too_short_for_one_row_is_refused(refuse, tiny_model_dir, tmp_path)
     (tmp_path / "short.txt").write_text("A few words.")
     flags = ["--model", tiny_model_dir, "--cache-dir", tmp_path / "new", "--dataset", tmp_path / "short.txt"]
     message = refuse("build_kd_cache", *flags, "--length", 64)
-    assert "too few for a row of 64" in message and "shorten the rows or add text" in message
+    assert "too few for a row of 64" in message and "lower --length or add text" in message
     assert not (tmp_path / "new").exists()
 
 
