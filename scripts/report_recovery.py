@@ -176,7 +176,7 @@ def report(cfg, made: dict, facts: dict, rows, texts, pictures, output: Path) ->
     commit = facts["git"] + (" with changes" if facts["dirty"] else "")
     note = f"Note: {remark}.\n" if (remark := notes(made["model"])) else ""
     said = {name: " ".join(text.split()) or "(nothing)" for name, text in texts}
-    samples = "\n".join(f"**{name}**\n\n> {cfg.prompt} **…** {text}\n" for name, text in said.items())
+    samples = "\n".join(f"**{name}**:\n\n> {cfg.prompt} **…** {text}\n" for name, text in said.items())
     images = "\n".join(f"![{p.parents[1].name}]({os.path.relpath(p, output.parent)})" for p in pictures)
     return f"""# {made["model"]}, {spec}
 
