@@ -25,13 +25,13 @@ def save_checkpoint(
     run_path: Path, step: int, tensors: dict[str, Tensor], trainer: dict, meta: dict, keep: int = KEEP,
     files: Sequence[str] = (),
 ) -> Path:  # fmt: skip
-    """Write checkpoints/step_N and record its name in LATEST (only for people: a run resumes from the newest intact one).
+    """Write checkpoints/step_N and name it in LATEST (for people: a run resumes from its newest intact checkpoint).
 
     tensors: the model's, on the CPU, each tied tensor once. trainer: optimiser, RNG and counters, as plain values and
     tensors. meta: plain values. files: files and folders of the run directory that a resumed run relies on, e.g.
     best.pt; meta.json stores their checksums and checkpoints/files a copy of each, from which `restore_files` restores
-    them. Then all but the newest `keep` checkpoints are removed. A failure (a full disk) removes the half-written directory and leaves the
-    others.
+    them. Then all but the newest `keep` checkpoints are removed. A failure (a full disk) removes the half-written
+    directory and leaves the others.
     """
     folder = run_path / "checkpoints"
     target, part = folder / f"step_{step}", folder / f".part_{step}"
@@ -101,7 +101,8 @@ def restore_files(run_path: Path, kept: dict[str, str], files: Sequence[str], st
     """Restore `files` of a run directory to their state at a checkpoint; kept: {name: sha256} from its meta.json.
 
     Files that are missing, damaged or from a later step are restored from their copies. Files that did not exist at the
-    checkpoint are removed; the run writes them again. Raises UserError if a file and its copy are both missing or damaged.
+    checkpoint are removed; the run writes them again. Raises UserError if a file and its copy are both missing or
+    damaged.
     """
     for name in set(_existing(run_path, files)) - kept.keys():
         (run_path / name).unlink()

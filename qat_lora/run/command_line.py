@@ -34,8 +34,8 @@ def parse(
     """Parse the command line of `script` into its config: `--key value`, `key=value`, and presets of configs/<script>/.
 
     presets: the folder in configs/ to use instead, for a script that uses another one's presets. defaults: override the
-    fields' own. Raises UserError for an unknown key, naming the nearest known one, and for a wrong value, saying what is
-    allowed.
+    fields' own. Raises UserError for an unknown key, naming the nearest known one, and for a wrong value, saying what
+    is allowed.
     """
     argv = _normalised(argv, kind)
     values = (defaults or {}) | _preset(argv, kind, presets or script)

@@ -51,7 +51,8 @@ def _write_fault(error: BaseException | None) -> str | None:
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:
-    """Call write(file) on a temporary file next to `path`, flush it to disk and rename it; a failure leaves `path` as it was.
+    """Call write(file) on a temporary file next to `path`, flush it to disk and rename it. A failure leaves
+    `path` as it was.
 
     Raises UserError with the path if it cannot be written (a full disk, no permission).
     """

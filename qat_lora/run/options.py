@@ -158,7 +158,8 @@ class JobConfig(RunConfig):
 
 
 def current_name(value: Any) -> Any:
-    """The value of an option or a fact, with outdated names replaced: earlier versions called the `uniform` codebook `lut`."""
+    """The value of an option or a fact, with old names replaced: earlier versions called the `uniform`
+    codebook `lut`."""
     return re.sub(r"\blut(?=\d|$)", "uniform", value) if isinstance(value, str) else value
 
 

@@ -105,7 +105,7 @@ def _meant(experiment: str, config: RunConfig, tell: Callable[[str], None] | Non
 
 
 def prepare(experiment: str, config, group: Group):
-    """Compare the options of all workers, copy the run that --resume refers to to worker 0's host, and return the config.
+    """Compare the options of all workers, copy the run to resume to worker 0's host, and return the config.
 
     Call it before reading anything from a run. Raises UserError in every worker if the options differ. If there are
     fewer workers than the run had, the returned config has more accumulation steps, so that an update has as many rows

@@ -30,8 +30,8 @@ BEFORE_MANIFEST = {".lock", "config.yaml", "config.yaml.part", "manifest.json.pa
 
 
 class Run:
-    """A directory with config.yaml, manifest.json, metrics.jsonl, summary.json, checkpoints/ and plots/, and, once the run is
-    finished, checksums.json.
+    """A directory with config.yaml, manifest.json, metrics.jsonl, summary.json, checkpoints/ and plots/; a finished run
+    also has checksums.json.
 
     Created by `open_run`. resumed: whether it continues an earlier process. held: the lock of the directory, if any.
     writes: True only in the first worker; the others neither log nor write.
@@ -99,7 +99,7 @@ class Run:
 
 
 def open_run(experiment: str, config: RunConfig, facts: dict, group: Group = ALONE) -> Run:
-    """Create a run directory, or open the one that --resume refers to. facts (device, fingerprints, …): for manifest.json.
+    """Create a run directory, or open the one to resume. facts: for manifest.json (device, fingerprints, …).
 
     A run is resumed only with the same identity: the options that are declared as part of it, and all facts except the
     device. An option whose identity is a fact (`--model` and "base") may differ if both runs have the fact and it is

@@ -125,7 +125,7 @@ class Session:
         self.state = None  # it holds the optimiser, and the next stage has its own
 
     def record(self, **metrics: Metric | Ratio | Value) -> None:
-        """Record the figures of one step, combined according to their types (see run.metrics). Call it once per step."""
+        """Record the figures of one step, combined according to their types (run.metrics). Call it once per step."""
         parts = parts_of(metrics)
         self.kinds |= {name: type(part) for name, part in parts.items()}
         self.pending.append({name: part.value for name, part in parts.items()})
