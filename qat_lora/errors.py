@@ -20,7 +20,7 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # CancelledError, is that package's fault: `except STOPS: raise`, then `except BaseException`.
 STOPS = (KeyboardInterrupt, GeneratorExit)
 AGAIN = "run the command again (training: with --resume auto)"
-OUTPUT = "standard output"  # the file name in its OSErrors
+OUTPUT = "standard output"  # the file name in OSErrors from standard output
 
 
 class UserError(ValueError):
@@ -50,7 +50,7 @@ def said(error: BaseException) -> str:
 
 
 class Output:
-    """Standard output whose OSErrors name it, as a file's OSErrors name the file."""
+    """Standard output whose OSErrors contain its name, as those of a file contain the file's."""
 
     def __init__(self, stream: TextIO):
         self.stream = stream
@@ -103,8 +103,8 @@ def _drop(stream: TextIO) -> None:
 
 
 def ignore_sigterm() -> None:
-    """Call this last in a process, when everything is saved. Otherwise a SIGTERM while Python shuts down would end the
-    process with 143, as if something had been lost."""
+    """Call this last in a process, when everything is saved. Otherwise a SIGTERM during Python's shutdown would end the
+    process with exit code 143, as if something had been lost."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -112,7 +112,8 @@ def ignore_sigterm() -> None:
 def load_package(name: str, what: str, otherwise: str = "") -> ModuleType:
     """Import a package that only `what` (an option or a task) needs. otherwise: what to do without the package.
 
-    Raises UserError naming both, whatever the import raises: a broken installation may even raise SystemExit.
+    Raises UserError naming `what` and the package, whatever the import raises: a broken installation may even raise
+    SystemExit.
     """
     package = name.partition(".")[0]
     try:
@@ -149,8 +150,8 @@ def explain_missing_packages() -> None:
 def report(error: BaseException, with_traceback: bool = False) -> int:
     """Print the error that ended a program on stderr, in one line, and return its exit code.
 
-    Bad input, a full disk or memory: 2. An unexpected error: 1. Ctrl-C: 130. SystemExit keeps its own code, silently.
-    If the reader of our output has closed the pipe (`| head`), the process ends silently with 141.
+    Bad input, a full disk, out of memory: 2. An unexpected error: 1. Ctrl-C: 130. SystemExit keeps its own code,
+    silently. If the reader of our output has closed the pipe (`| head`), the process ends silently with 141.
     """
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -179,7 +180,7 @@ def report(error: BaseException, with_traceback: bool = False) -> int:
         )
     try:
         print(f"error: {line}", file=sys.stderr, flush=True)
-    except OSError:  # only the exit code can tell
+    except OSError:  # then only the exit code can report the error
         _drop(sys.stderr)
     return code
 

@@ -1,4 +1,4 @@
-"""Layer-by-layer QAT: each block learns to give its full-precision outputs on quantised inputs.
+"""Layer-by-layer QAT: each block learns to reproduce its full-precision outputs from the quantised student's inputs.
 
 The stage before end-to-end training: one block at a time, which needs little memory and initialises 2-bit students far
 better than any scale search (EfficientQAT's first phase, arXiv 2407.11062).
@@ -25,7 +25,7 @@ from qat_lora.train.optimizer import new_optimizer
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """steps: updates of one batch per block; kd_weight: weight of a global distillation term, 0 leaves it out;
+    """steps: updates per block, each on one batch; kd_weight: weight of a global distillation term, 0 leaves it out;
     compensate: apply GPTQ to each block before training it, on the outputs of the trained blocks before it."""
 
     steps: int
@@ -38,10 +38,10 @@ class LayerPlan:
 def train_layers(student: nn.Module, batches: list[dict], plan: LayerPlan, session: Session):
     """Train the blocks of a placed student in order, on `batches` (dicts of tokens [B, L], all of one shape).
 
-    Loss: `relative_error` of the block's outputs, given the outputs of the trained blocks before it, to its outputs in
-    the full-precision model: it learns to undo their errors too. With kd_weight, plus that weight times the cached
-    distillation loss of the whole model with later blocks in full precision (batches then need index, prob and mask).
-    Each worker has its own batches; together they train as on one larger batch.
+    Loss: `relative_error` between a block's outputs in the student and in the full-precision model. In the student, its
+    inputs come from the trained blocks before it, so it also learns to undo their errors. kd_weight > 0 adds that
+    weight times the cached distillation loss of the whole model with later blocks in full precision (batches then need
+    index, prob and mask). Each worker has its own batches; together they act as one larger batch.
     """
     layers = _Layers(student, batches, plan, session.backend)
     for step in session.steps("layers", len(layers.blocks) * plan.steps, layers.state, layers.load):
@@ -112,7 +112,7 @@ class _Layers:
         self.saved = None
 
     def update(self, inner: int) -> dict[str, Metric | Value]:
-        """The block's inner-th update (0-based); its metrics."""
+        """Do the block's inner-th update (0-based); returns its metrics."""
         block, at, plan, backend = self.current, inner % len(self.batches), self.plan, self.backend
         factor = cosine(inner, plan.steps)
         set_learning_rates(self.optimizer, factor)
@@ -148,11 +148,11 @@ def _rest_of_model_loss(student, index: int, hidden: Tensor, answers: dict[type,
 
 
 def relative_error(answer: Tensor, wanted: Tensor) -> Tensor:
-    """Squared error of hidden states [B, L, H] at each position [B, L], relative to the larger squared norm.
+    """Squared error of hidden states [B, L, H] at each position [B, L], divided by the larger of their squared norms.
 
-    Per position, because the next block's norm rescales each position, and a mean over all would be dominated by the
-    few positions with massive activations. Relative to the larger norm, because where only the answer is massive the
-    error would be thousands of times the target.
+    It is computed per position, because the next block's norm rescales each position, and a mean over all would be
+    dominated by the few positions with massive activations. The divisor is the larger norm, because where only the
+    answer is massive, the relative error would otherwise be in the thousands.
     """
     size = torch.maximum(wanted.square().sum(-1), answer.detach().square().sum(-1))
     return (answer - wanted).square().sum(-1) / size

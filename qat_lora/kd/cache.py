@@ -25,7 +25,7 @@ from qat_lora.run.files import read_json, sha256, write_atomically, write_json
 from qat_lora.run.resuming import date_of, now
 
 FORMAT = "qat_lora.kd.3"
-MOST_SHARDS = 10**6  # more is a damaged number, not a cache
+MOST_SHARDS = 10**6  # a manifest with more is damaged
 PREFIX = {"train": "shard", "heldout": "heldout"}
 
 
@@ -146,9 +146,9 @@ def write_cache(
 ) -> Iterator[int]:  # fmt: skip
     """Write the missing shards, one file at a time; yields the number of rows done after every batch.
 
-    rows: {"train": Rows, "heldout": Rows}. If it is killed at any point, the next call writes the missing or damaged
-    shards and ends with the same bytes. One process at a time: hold run.files.lock(directory). facts: stored in the
-    manifest, e.g. the date that a chat template prints.
+    rows: {"train": Rows, "heldout": Rows}. If the process is killed at any point, the next call writes the missing or
+    damaged shards, and the result is the same byte for byte. Only one process may write: hold
+    run.files.lock(directory). facts: stored in the manifest, e.g. the date that a chat template prints.
     """
     mark = getattr(teacher, "fingerprint", None)
     done = open_cache(directory, spec, mark)
@@ -211,7 +211,7 @@ def _uniforms(spec: CacheSpec, split: str, row: int) -> Tensor:
 
 
 def read_shard(directory: Path, name: str, expected: dict) -> dict[str, Tensor]:
-    """A shard's tensors; raises UserError naming the file if it is missing or its checksum is not the manifest's."""
+    """A shard's tensors; raises UserError naming the file if it is missing or fails the manifest's checksum."""
     path = directory / name
     if not path.is_file():
         raise UserError(f"cache shard {path} is missing; run build_kd_cache.py again with the same flags")

@@ -23,7 +23,7 @@ class KDCacheDataset(Dataset):
 
     split: "train" or "heldout". preload: read every shard now; otherwise each is read, and its checksum verified, on
     first use. Shards (except v1) are memory-mapped, so that the workers of a host share one copy.
-    rank, world_size: for a custom loop. Worker k gets files k, k+W, … if that drops fewer than W rows, otherwise
+    rank, world_size: for custom loops. Worker k gets files k, k+W, … if that drops fewer than W rows, otherwise
     examples k, k+W, …; every worker has the same number of items. The project's own training drops none: every worker
     opens the whole cache, and data.batches distributes the rows of each update.
     seed: put the items in a fixed random order, for a loader that does not shuffle; None keeps the order of the text.
@@ -123,7 +123,7 @@ class KDCacheDataset(Dataset):
 
 def has_next(tokens: Tensor, bos: int, eos: int) -> Tensor:
     """mask uint8 [L]: 0 at positions where a text ends, i.e. before a BOS inside the row and at an EOS at its end. All
-    1 if rows have no BOS (−1), or if BOS is also the EOS, from which the next text continues."""
+    1 if rows have no BOS (−1), or if BOS and EOS are one token, which then ends a text and begins the next."""
     mask = torch.ones(len(tokens), dtype=torch.uint8)
     if bos not in (-1, eos):
         mask[:-1] = tokens[1:] != bos
@@ -136,7 +136,7 @@ def clipped(item: dict[str, Tensor], k: int, vocab: int) -> dict[str, Tensor]:
     the same sum as before, and the entropy becomes that of the teacher renormalised in the same way.
 
     index, prob [L, K+N], the first `k` columns exact. The log-probability of each draw is not stored, so a dropped draw
-    is assumed to have the mean of its position's draws.
+    is assumed to have the mean of all draws at its position.
     """
     index, prob, entropy = item["index"], item["prob"], item["entropy"]
     keep = index < vocab

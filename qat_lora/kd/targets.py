@@ -9,7 +9,7 @@ from qat_lora.backend.tiles import HEAD_TILE, tiles
 from qat_lora.models.architecture import hidden_states
 from qat_lora.quant.student import head_of
 
-SEARCHED = 2**21  # logits searched at a time on the CPU, for a head that is more than a product
+SEARCHED = 2**21  # logits searched at a time on the CPU, for a head that does more than one matrix product
 
 
 @torch.no_grad()
@@ -82,7 +82,7 @@ def _targets(logits: Tensor, k: int, uniforms: Tensor) -> tuple[Tensor, Tensor, 
 
 def _members(vocab: int) -> int:
     """The number of members of a group: about √V, and a divisor of V if one is near, so that no padding is needed.
-    Fewer are better than more: so many values are gathered for each of the K + N groups."""
+    Fewer members are better than more, because that many values are gathered for each of the K + N groups."""
     wanted = 2 ** (vocab.bit_length() // 2)
     near = [d for d in range(wanted // 4, 4 * wanted) if d and vocab % d == 0]
     return wanted if vocab % wanted == 0 else min(near, key=lambda d: 4 * d / wanted + wanted / d, default=wanted)
@@ -95,7 +95,7 @@ def _of_groups(table: Tensor, index: Tensor) -> Tensor:
 
 
 def _by_group(table: Tensor) -> tuple[Tensor, Tensor]:
-    """For logits [n, members, groups], each group's largest and its Σ e^(logit − the row's largest), both fp32."""
+    """For logits [n, members, groups], each group's largest logit and Σ e^(logit − the row's largest), both fp32."""
     rows, width, groups = table.shape
     largest, mass = (torch.empty(rows, groups, device=table.device) for _ in range(2))
     if native.by_group(table, largest, mass):

@@ -84,7 +84,7 @@ def qat_stage(
     average.
     """
     backend = session.backend
-    kept = trained_parameters(student)  # including those of earlier stages
+    kept = trained_parameters(student)  # including those trained in earlier stages
     select_parameters(student, plan.scope)
     groups = parameter_groups(student, plan.learning_rate, plan.scale_rate)
     optimizer = new_optimizer(groups, backend)

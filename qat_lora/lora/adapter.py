@@ -33,12 +33,12 @@ SILENT = {
     "corda_config", "lora_ga_config", "runtime_config",
 }  # fmt: skip
 BEYOND_PRODUCT = {"use_dora", "lora_bias", "bias"}  # they work in PEFT, but cannot be exported
-STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # they set A and B only; others change the base
+STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # these initialise A and B only; others change the base
 
 
 class Dropout(nn.Dropout):
-    """Dropout that on a CPU draws 16 random bits per value, four values at once, so that its probability is a multiple
-    of 2⁻¹⁶. torch's own took a quarter of the time of a LoRA step there (docs/benchmarks.md)."""
+    """Dropout that on a CPU draws 16 random bits per value, four values at once; its probability is rounded to a
+    multiple of 2⁻¹⁶. torch's own dropout took a quarter of the time of a LoRA step there (docs/benchmarks.md)."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not on_host(x) or not self.training or not self.p:
@@ -141,7 +141,8 @@ def write_origin(folder: Path, student: str | None, model: nn.Module | None = No
 
 
 def _check_origin(folder: Path, checkpoint: str | Path | None, model: nn.Module) -> None:
-    """Raise UserError if an adapter has changed or belongs to another student. Foreign adapters have no such record."""
+    """Raise UserError if an adapter has changed or belongs to another model. Adapters from elsewhere have no
+    record and pass."""
     if not (folder / ORIGIN).is_file():
         return
     origin = read_json(folder / ORIGIN)

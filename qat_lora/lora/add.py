@@ -87,7 +87,7 @@ def fit_to_error(model: nn.Module, base: nn.Module, batches: list[dict], precisi
 
 
 def _start(layer: LoraLayer, b: Tensor, a: Tensor) -> None:
-    """Set B·A, of the adapter's rank or, if lower, the layer's."""
+    """Set B·A. Its rank is the adapter's or, if lower, the layer's."""
     layer.lora_A["default"].weight[: len(a)] = a
     layer.lora_B["default"].weight[:, : len(a)] = b / layer.scaling["default"]
 
@@ -117,8 +117,8 @@ def low_rank(error: Tensor, moment: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def nearest_of_rank(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """B [n, r] and A [r, m], of similar size, that minimise ‖matrix − BA‖ for a matrix [n, m]. Computed from the
-    smaller Gram matrix, which takes a fraction of an SVD's time."""
+    """B [n, r] and A [r, m], of similar norm, that minimise ‖matrix − BA‖ for a matrix [n, m]. Computed from the
+    smaller Gram matrix, in a fraction of the time of an SVD."""
     if matrix.shape[0] > matrix.shape[1]:
         b, a = nearest_of_rank(matrix.T, rank)
         return a.T, b.T

@@ -1,4 +1,4 @@
-"""The whole trained model with its adapter read back and merged, and how far merging changes the logits."""
+"""Reads a trained model's saved adapter back, merges it, and measures how much merging changes the logits."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,8 +58,8 @@ def merged(
 
 
 def exact_hidden_states(model: nn.Module, ids: Tensor) -> Tensor:
-    """The hidden states [1, L, H] of tokens [1, L] that the head of an fp32 model reads, in fp64: computed in fp64, or
-    in fp32 if the model's own code supports no other dtype (xglm, inkling2)."""
+    """The hidden states [1, L, H] that an fp32 model's head gets for tokens [1, L], as fp64: computed in fp64, or in
+    fp32 if the model's own code supports no other dtype (xglm, inkling2)."""
     try:
         with in_fp64(model):
             return hidden_states(model, ids)
@@ -73,7 +73,7 @@ def in_fp64(model: nn.Module) -> Iterator[None]:
     take three times the memory."""
     layers, embedding, head = decoder_layers(model), unwrap(model).get_input_embeddings(), model.get_output_embeddings()
     apart = {id(module) for part in (*layers, embedding, head) for module in part.modules()}
-    beside = [module for module in model.modules() if id(module) not in apart]  # norms, rotations
+    beside = [module for module in model.modules() if id(module) not in apart]  # norms, rotary embeddings
 
     def widen(module: nn.Module, given: tuple) -> None:
         module.double()

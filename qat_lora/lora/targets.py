@@ -31,10 +31,10 @@ def choose(model: nn.Module, targets: Sequence[str]) -> tuple[list[str], list[st
     in one parameter; no other target selects them). Routers are never adapted, nor are layers whose weight the model
     reads without calling them.
 
-    A group selects whatever exists; it is refused only if no block has any of it. A name must be in every block, or
-    another target must adapt the same part (attention or MLP) of each block that has that part but lacks the name:
-    otherwise q,v would silently adapt a quarter of the blocks of a hybrid model. Raises UserError with the possible
-    targets.
+    A group selects the layers that exist; it is an error only if no block has any of them. A name must be in every
+    block, or another target must adapt the same part (attention or MLP) of each block that has that part but lacks the
+    name: otherwise q,v would silently adapt a quarter of the blocks of a hybrid model. Raises UserError with the
+    possible targets.
     """
     base = unwrap(model)
     places = {id(module): name for name, module in base.named_modules()}
@@ -110,7 +110,7 @@ def _there_is(blocks: list[list[Matrix]]) -> str:
 
 
 def _by_blocks(names: list[list[str]]) -> list[tuple[list[str], int]]:
-    """The names of each block → groups of names that occur in the same blocks, with the number of blocks."""
+    """Group the names in all blocks by the blocks they occur in; returns (names, number of blocks) for each group."""
     where: dict[str, list[int]] = {}
     for at, block in enumerate(names):
         for name in dict.fromkeys(block):
@@ -126,7 +126,7 @@ def peft_targets(model: nn.Module, linear: list[str], experts: list[str]) -> dic
     """target_modules and target_parameters that make PEFT adapt these linear layers and experts, and nothing else, here
     and wherever it loads the adapter.
 
-    In models whose experts used to be linear layers, PEFT takes gate_proj and the like for experts, so such a layer
+    In models whose experts used to be linear layers, PEFT mistakes gate_proj and the like for experts, so such a layer
     outside the experts is targeted by its weight parameter.
     """
     base = unwrap(model)

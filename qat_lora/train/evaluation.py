@@ -1,4 +1,4 @@
-"""Perplexity and divergence from the teacher, on fixed shapes."""
+"""Perplexity and divergence from the teacher, computed with fixed shapes."""
 
 import math
 from itertools import pairwise
@@ -39,7 +39,7 @@ def batch_means(figures, model: nn.Module, dataset: Dataset, backend: TorchBacke
     """Means over batches of figures(batch) for the first `rows` rows. All batches have one shape: the last is padded
     with rows whose `mask` and `sections` are 0, so that ratios of sums weighted by those do not depend on batch_size.
 
-    Worker k takes batches k, k+W, …; all workers run equally many, and batches beyond the last do not count.
+    Worker k takes batches k, k+W, …; all workers run the same number of batches, and surplus batches do not count.
     """
     rows = min(rows, len(dataset))
     count = -(-rows // batch_size)
@@ -73,11 +73,11 @@ def _uncounted(item: dict[str, Tensor]) -> dict[str, Tensor]:
 def windows(
     tokens: Tensor, length: int, stride: int, limit: int | None = None, bos: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Windows [N, length] of a token stream, and for each the number of tokens at its end that are scored [N].
+    """Windows [N, length] of a token stream, and the number of scored tokens at the end of each [N].
 
     stride = length: blocked, each window on its own (its first token is not scored). stride < length: sliding; after
-    the first window only the last `stride` tokens are scored, with the earlier ones as context. With `bos` that token
-    replaces the first token of each window, which is not scored in either case. An incomplete last window is dropped.
+    the first window only the last `stride` tokens are scored, with the earlier ones as context. With `bos`, that token
+    replaces the first token of each window, which is never scored. An incomplete last window is dropped.
     Raises UserError if the text is shorter than one window.
     """
     if not 1 <= stride <= length:
@@ -111,7 +111,7 @@ def text_figures(
     nll in nats/token, ppl = e^nll, and with a teacher kl = E[KL(teacher‖model)] over the same positions. If the
     teacher's embedding has more rows than the model's (one tokenizer, padded differently), its probabilities beyond
     them are dropped and the rest renormalised. Probability that the model gives to rows that the teacher lacks counts
-    against it, as in the loss from a cache.
+    against the model, as in the loss from a cache.
     """
     count = len(tokens)
     where = counted(tokens, scored, given)

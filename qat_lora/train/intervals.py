@@ -1,11 +1,11 @@
-"""Shares with their 95% intervals."""
+"""Proportions with 95% confidence intervals."""
 
 import math
 from collections.abc import Callable, Sequence
 
 
 def wilson(hits: int, count: int) -> tuple[float, float]:
-    """The 95% interval of a share (Wilson 1927)."""
+    """The 95% confidence interval of a proportion (Wilson 1927)."""
     if not count:
         return 0.0, 1.0
     z = 1.959964
@@ -20,6 +20,6 @@ def share(answers: Sequence, hit: Callable[[object], bool]) -> dict:
 
 
 def rate(hits: int, count: int) -> dict:
-    """hits/count as a rate (0 if count is 0), its 95% interval and the count."""
+    """hits/count as a rate (0 if count is 0), its 95% confidence interval and the count."""
     low, high = wilson(hits, count)
     return {"rate": hits / count if count else 0.0, "low": low, "high": high, "count": count}

@@ -59,7 +59,7 @@ class Plan:
             check_range(name, getattr(self, name), **bounds)
 
     def factor(self, step: int) -> float:
-        """The schedule's factor on the peak learning rates in update `step` (1-based; not a micro-batch)."""
+        """The schedule's factor for the peak learning rates in update `step` (1-based; not a micro-batch)."""
         warmup = min(self.warmup_steps, self.steps // 2)
         factor = cosine(step - 1, self.steps, warmup)
         return factor if step <= warmup else self.floor + (1 - self.floor) * factor
@@ -132,7 +132,7 @@ class StageState:
     """The content of a stage's checkpoints: the trained parameters of a placed model, its optimiser, its moving average
     if it has one, and `best`, plain values and host tensors that an evaluation keeps.
 
-    parameters: replaces the default, the parameters that take gradients now.
+    parameters: the trained parameters; by default those that require gradients when this object is created.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class StageState:
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that take gradients, by name."""
+    """The parameters that require gradients, by name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
@@ -202,10 +202,10 @@ def tokens_of(batch: dict[str, Tensor]) -> int | Tensor:
 
 
 def fit(stage: Stage, model: nn.Module, objective: Callable[[nn.Module, dict], tuple[Tensor, dict]]) -> None:
-    """Run a stage to its end on objective(model, batch) → (loss, metrics). Scripts contain this loop in full instead.
+    """Run a stage to its end on objective(model, batch) → (loss, metrics). Scripts write this loop out instead.
 
-    The loss divides by the batch's `total`, so that k micro-batches of b rows, on one worker or many, equal one of
-    k·b rows.
+    The loss divides by the batch's `total`, so that k micro-batches of b rows, on one worker or many, are
+    equivalent to one of k·b rows.
     """
     model.train()
     for update in stage:
@@ -249,8 +249,8 @@ def update_ema(average: nn.Module, student: nn.Module, decay: float) -> None:
 
 
 def cosine(step: int, total: int, warmup: int = 0) -> float:
-    """The factor on the peak learning rate in update `step` (0-based) of `total`: linear warm-up, then half a cosine
-    towards 0. It never reaches 0, because on XLA a learning rate of exactly 0 would be another graph."""
+    """The factor for the peak learning rate in update `step` (0-based) of `total`: linear warm-up, then half a cosine
+    towards 0. It never reaches 0, because on XLA a learning rate of exactly 0 would compile another graph."""
     if step < warmup:
         return (step + 1) / (warmup + 1)
     progress = min(1.0, (step - warmup) / max(1, total - warmup))

@@ -20,7 +20,7 @@ LIBRARIES = 720_000_000  # bytes of the interpreter with torch, transformers and
 TOKEN = 1_200  # bytes of a tokenizer and the tables made from it, per token of the vocabulary
 PROGRAM = "interpreter and libraries"
 FREED = "freed but still held"
-DRAWN = 6  # tensors of the size of one token's logits that sampling the next token needs
+DRAWN = 6  # sampling a token needs this many tensors of the size of its logits
 
 Parts = dict[str, int]
 
@@ -86,8 +86,9 @@ def training_memory(
     model: nn.Module, batch_size: int, length: int, bf16: bool, checkpointing: bool, beside: Parts | None = None
 ) -> Parts:
     """Memory while a model is trained on micro-batches [batch_size, length]: 16 bytes per trained parameter for weight,
-    gradient and two moments. beside: other memory in use. With checkpointing each block keeps its input, and one block
-    at a time everything; on the CPU, memory that the others have freed remains in the process in pieces."""
+    gradient and two moments. beside: other memory in use. With checkpointing, every block keeps its input, and only
+    one block at a time keeps all its activations; on the CPU, the process holds on to pieces of the memory that the
+    other blocks have freed."""
     positions, layers = batch_size * length, decoder_layers(model)
     kept = [block_memory(model, block, positions, bf16) for block in layers]
     copies = [multiplied_memory(block, bf16) for block in layers]
@@ -109,8 +110,8 @@ def training_memory(
 def evaluation_memory(
     model: nn.Module, batch_size: int, length: int, bf16: bool, teacher: nn.Module | None = None
 ) -> Parts:
-    """Memory while a model and, if given, a teacher process rows [batch_size, length] without gradients: one block is
-    alive at a time."""
+    """Memory while a model and, if given, a teacher process rows [batch_size, length] without gradients: only one
+    block's activations exist at a time."""
     both = [model] if teacher is None else [model, teacher]
     positions = batch_size * length
     return program_memory(model) | {
@@ -178,8 +179,8 @@ def check_fits(backend: TorchBackend, parts: dict[str, float], what: str, worker
     """Raise UserError if the sum of `parts` does not fit a worker's device: a GPU, or this machine's memory, which all
     its workers share. A TPU is not checked, because its memory is not known here.
 
-    parts: {the options to lower: least bytes of one worker}. what: the subject of the message. workers: how many share
-    this machine, unless LOCAL_WORLD_SIZE is set.
+    parts: {the options to lower: lower bound in bytes per worker}. what: the subject of the message. workers: how many
+    share this machine, unless LOCAL_WORLD_SIZE is set.
     """
     if (available := backend.memory()) is None:
         return
@@ -198,8 +199,8 @@ def sizes_of(model: nn.Module) -> str:
 
 # -- lower bounds: what must be in memory at the same time ------------------------------------------------------------
 def least_training_memory(model: nn.Module, batch_size: int, length: int, bf16: bool) -> int:
-    """Least bytes that a worker needs to train a loaded model on micro-batches [batch_size, length]: all weights in
-    their types, gradients and two Adam moments of the trained ones, and one hidden state per position and trained
+    """Lower bound in bytes for training a loaded model in one worker on micro-batches [batch_size, length]: all weights
+    in their types, gradients and two Adam moments of the trained ones, and one hidden state per position and trained
     block. Valid with and without gradient checkpointing."""
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -209,15 +210,15 @@ def least_training_memory(model: nn.Module, batch_size: int, length: int, bf16: 
 
 
 def least_rollout_memory(model: nn.Module, prompts: int, group: int, length: int) -> int:
-    """Least bytes that `rl.rollout.rollout` needs for `group` answers of at most `length` tokens to each of `prompts`
+    """Lower bound in bytes of `rl.rollout.rollout` for `group` answers of at most `length` tokens to each of `prompts`
     prompts: tokens, their log-probabilities and entropies, and one row of logits per answer, in bf16 or wider."""
     rows, vocab = prompts * group, unwrap(model).get_output_embeddings().weight.shape[0]
     return rows * (16 * length + 2 * vocab)
 
 
 def least_teacher_memory(model: nn.Module, batch_size: int, length: int, draws: int, bf16: bool) -> int:
-    """Least bytes of a teacher pass over rows [batch_size, length]: weights, tokens, hidden states, and the uniform
-    numbers for the `draws` tail draws."""
+    """Lower bound in bytes of a teacher pass over rows [batch_size, length]: weights, tokens, hidden states, and the
+    uniform numbers for the `draws` tail draws."""
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     hidden = unwrap(model).get_output_embeddings().weight.shape[1]
     return weights + batch_size * length * (8 + hidden * (2 if bf16 else 4) + 4 * draws)

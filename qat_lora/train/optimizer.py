@@ -1,4 +1,4 @@
-"""The optimiser of every stage."""
+"""The optimiser of all training stages."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -10,15 +10,15 @@ from qat_lora.backend import TorchBackend, native
 from qat_lora.backend.devices import is_lazy, on_host
 
 FIRST, SECOND, EPS = 0.9, 0.95, 1e-8  # default decays of the moments; EPS keeps their ratio finite
-LEAST = 2.0**-10  # lower bound of the share of agreeing steps, by which these are divided
+LEAST = 2.0**-10  # lower bound of the share of agreeing elements; steps are divided by that share
 PIECE = 2**20  # elements that the CPU updates at a time: more than a tile, to launch fewer operations
-LAUNCH = 2**24  # least elements per launch of CUDA kernels: their temporary tensors are small
+LAUNCH = 2**24  # elements to collect before launching CUDA kernels; keeps temporary tensors small
 
 
 class CautiousAdamW(torch.optim.Optimizer):
-    """Cautious AdamW (arXiv 2411.16085): skips the elements whose step disagrees with their current gradient, and
-    scales the other steps up in proportion. A group may have its own betas, and a decoupled weight_decay (default 0),
-    which shrinks every parameter by lr · weight_decay.
+    """Cautious AdamW (arXiv 2411.16085): skips the elements whose step disagrees in sign with their current gradient,
+    and scales the other steps up in proportion. A group may have its own betas, and a decoupled weight_decay (default
+    0), which shrinks every parameter by lr · weight_decay.
 
     All state is created before the first step, so that on XLA the second step compiles nothing.
     """
@@ -61,8 +61,8 @@ def _as_graph(mine: Iterable[tuple[Tensor, ...]], betas: tuple[float, float], lr
         exp_avg.lerp_(grad, 1 - first)
         exp_avg_sq.mul_(second).addcmul_(grad, grad, value=1 - second)
         agree = (exp_avg * grad > 0).to(p.dtype)
-        # Both bias corrections in one number: on XLA a constant that occurs twice, as 1 − β₁ would in step 1, gives
-        # another graph.
+        # Both bias corrections are folded into one number: on XLA a constant that occurs twice, as 1 − β₁ would in
+        # step 1, gives another graph.
         start = 1 - first**step
         size = exp_avg_sq.sqrt().mul_(start / math.sqrt(1 - second**step)).add_(start * EPS)
         change = (exp_avg / size).mul_(agree)
@@ -73,8 +73,8 @@ def _move(
     moves: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor],
     betas: tuple[float, float], step: Tensor,
 ) -> None:  # fmt: skip
-    """Update the moments and overwrite `moves` (any finite numbers) with −m̂/(√v̂ + ε). torch's fused AdamW computes
-    just that for learning rate 1 and weight decay 1, which first shrinks the parameter to zero."""
+    """Update the moments and overwrite `moves`, which may hold any finite numbers, with −m̂/(√v̂ + ε). torch's fused
+    AdamW computes exactly that at learning rate 1 and weight decay 1: the decay first sets the parameter to zero."""
     torch._fused_adamw_(
         moves, grads, exp_avgs, exp_avg_sqs, [], [step] * len(moves), lr=1.0, beta1=betas[0], beta2=betas[1],
         weight_decay=1.0, eps=EPS, amsgrad=False, maximize=False,
@@ -101,7 +101,7 @@ def _in_tiles(mine: Iterable[tuple[Tensor, ...]], betas: tuple[float, float], lr
         agreeing = 0
         for move, agrees, g, exp_avg, exp_avg_sq in zip(*(t.split(PIECE) for t in (moves, agree, *given))):
             _move([move], [g], [exp_avg], [exp_avg_sq], betas, count)
-            # in the type of the moves: bools take ten times as long
+            # `agrees` has the dtype of the moves, because bools take ten times as long
             agreeing += torch.mul(move, g, out=agrees).lt_(0).sum().item()
         weights.addcmul_(moves, agree, value=_rate(lr, agreeing, p))
 

@@ -43,8 +43,7 @@ class LoopOptions(RunConfig):
 
 
 def checked_updates(steps: int, option: str, epochs: float) -> int:
-    """Check the number of updates that an option's epochs make; raises UserError for so many that training would never
-    end."""
+    """Check the number of updates that an option's epochs amount to; raises UserError if training would never end."""
     if steps > opt.MOST_UPDATES:
         raise UserError(f"{option} {epochs} makes {steps:,} updates, more than {opt.MOST_UPDATES:,}; lower it")
     return steps
@@ -99,7 +98,7 @@ class TrainOptions(BatchOptions):
             )
 
     def check_memory(self, model: nn.Module, train: Dataset, backend: TorchBackend, workers: int) -> None:
-        """Raise UserError if training cannot fit this machine. Dry runs pass: they may plan for another machine."""
+        """Raise UserError if training cannot fit on this machine. Dry runs pass: they may plan for another machine."""
         if self.dry_run:
             return
         length = len(train[0]["tokens"])

@@ -19,7 +19,7 @@ def packed_states(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, T
     """For a batch of PackedExamples: the hidden states [B, K, H] that predict the tokens at its places, and these
     tokens [B, K]. An example attends only to itself, as if it were alone in its row.
 
-    A model that cannot keep examples apart (`packs`) needs one example per row: the padding then comes after it.
+    A model that cannot keep examples apart (`packs`) needs one example per row, followed by padding.
     """
     segments, places, layout = batch["segments"], batch["places"], None
     if packs(model):
