@@ -36,9 +36,9 @@ def teacher_targets(teacher: nn.Module, tokens: Tensor, k: int, uniforms: Tensor
 
 
 def _targets(logits: Tensor, k: int, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Two-level search over √V strided groups: the top K lie in the K groups with the largest maxima, and a draw finds
-    its group, then its member, by inverting cumulative sums. No sort over the vocabulary, no host fallback on XLA.
-    Overwrites logits [n, V]."""
+    """Two-level search over √V strided groups: the top K lie in the K groups with the largest maxima, and a draw
+    selects its group, then its member, by inverting cumulative sums. No sort over the vocabulary, no host fallback on
+    XLA. Overwrites logits [n, V]."""
     rows, vocab = logits.shape
     width = _members(vocab)
     groups = -(-vocab // width)

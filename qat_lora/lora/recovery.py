@@ -22,7 +22,7 @@ MODES = {"kd": kd_loss, "sft": text_loss, "recover": text_loss}
 
 @dataclass(frozen=True)
 class Anchor:
-    """The student's logits without its adapter, to keep it from drifting: tokens [n, L] and logits [n, L, V]."""
+    """Logits of the student without its adapter, to keep training close to them: tokens [n, L] and logits [n, L, V]."""
 
     tokens: Tensor
     logits: Tensor

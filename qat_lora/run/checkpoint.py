@@ -69,7 +69,7 @@ def _existing(run_path: Path, files: Sequence[str]) -> list[str]:
 
 
 def _copy(path: Path, copies: Path) -> str:
-    """Copy a file to the folder `copies`, named by its sha256, unless it exists; returns the sha256."""
+    """Copy a file to the folder `copies`, named by its sha256, unless it is already there; returns the sha256."""
     total = sha256(path)
     if not (copies / total).exists():
         copy_file(path, copies / total)

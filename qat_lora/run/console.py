@@ -83,7 +83,7 @@ def compared(value: float, before: float, what: str) -> str:
 def attempt(what: str, function: Callable[..., Any], *args) -> Any:
     """Return function(*args). If it fails, print a warning and return None, so that the program continues.
 
-    For things that a run can do without, such as plots. what: the subject of the warning.
+    Use it for things that a run can do without, such as plots. what: the subject of the warning.
     """
     try:
         return function(*args)

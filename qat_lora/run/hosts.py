@@ -43,8 +43,8 @@ def agree_on_facts(config: RunConfig, facts: dict, group: Group) -> None:
 
 # -- runs ------------------------------------------------------------------------------------------------------------
 def bring_run(path: Path | None, group: Group) -> None:
-    """Copy the run that --resume refers to from another host to worker 0's host, if that has no copy or an older one:
-    after a restart, worker 0 may be on a different host. path: that run, as far as this host knows.
+    """Copy the run that --resume refers to from another host to worker 0's host, if worker 0 has none or an older
+    state of it: after a restart, worker 0 may be on a different host. path: that run, as far as this host knows.
 
     Raises UserError in every worker if two hosts have different runs at the same path.
     """

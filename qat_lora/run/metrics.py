@@ -49,7 +49,8 @@ class Total(Metric):
 
 @dataclass(frozen=True)
 class Last(Metric):
-    """A setting that is the same in all workers, such as the learning rate; a line shows the last step's."""
+    """A setting that is the same in all workers, such as the learning rate; a line shows its value in the last
+    step."""
 
     @staticmethod
     def shown(values: Sequence[float]) -> float:

@@ -45,13 +45,13 @@ def option(
     default: Any, help: str, *aliases: str, group: str = "run", identity: bool | str = True,
     renamed: dict[Any, Any] | None = None, added: bool = False, fix: str = "", **bounds: float,
 ) -> Any:  # fmt: skip
-    """A field of a script's config; one of type Literal takes only the values that it lists.
+    """A field of a script's config; a field of type Literal takes only the listed values.
 
     aliases: other flags for it ("--from"), and other keys of a preset ("from").
     group: one of GROUPS, under which --help lists it.
     identity: whether the option is part of a run's identity: a run is resumed only with the same value. If it is the
-    name of a fact in the manifest ("base"), the fact is compared instead: the option says where an input
-    is, the fact identifies its content.
+    name of a fact in the manifest ("base"), the fact is compared instead: the option says where an input is,
+    the fact identifies its content.
     renamed: {value that earlier versions wrote into config.yaml: its current name}; a run may be resumed with either.
     added: the option was introduced after the checksum of config.yaml: a run that recorded no checksum may lack the
     option, and then used its default.
@@ -188,7 +188,7 @@ def check_options(config) -> None:
 
 
 def choices(hint: Any) -> tuple[str, ...]:
-    """The values of a field's Literal type; () for other types."""
+    """The values that a field of type Literal may take; () for other types."""
     kinds = [kind for kind in (get_args(hint) if get_origin(hint) is not Literal else (hint,)) if kind is not NoneType]
     return next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
 

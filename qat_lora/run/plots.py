@@ -44,7 +44,7 @@ def _panels(lines: list[dict]) -> list[tuple[str, str]]:
 
 
 def plot_run(path: Path) -> Path:
-    """Plot every figure that a run logged over its steps into plots/metrics.png, with a colour for each stage.
+    """Plot every logged figure of a run against the step into plots/metrics.png, with a colour for each stage.
 
     Raises UserError if the run has logged nothing or its metrics.jsonl is damaged.
     """

@@ -18,7 +18,7 @@ CLOUDS = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "az": "adlfs", "abfs": "a
 
 @contextmanager
 def opened(url: str) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
-    """Yield (file system, path in it) of a folder or URL. Any error in the block becomes a UserError with the URL."""
+    """Yield (file system, path in it) for a folder or URL. Any error in the block becomes a UserError with the URL."""
     protocol = url.split("://")[0] if "://" in url else "file"
     try:
         yield fsspec.core.url_to_fs(url)
@@ -141,7 +141,7 @@ def bring_back(url: str, folder: Path, check: Callable[[Path], object]) -> None:
     """Restore the run directory `folder` from the copies at `url`, unless it already holds a run or there is no copy.
 
     check(path) raises UserError if config.yaml and manifest.json in `path` belong to another run; this happens before
-    anything is changed. Raises UserError, too, if `url` cannot be written to.
+    anything is changed. bring_back also raises UserError if `url` cannot be written to.
     """
     check_writable(url)
     if (step := newest(url)) is None:

@@ -129,7 +129,7 @@ def prepare(experiment: str, config, group: Group):
 
 
 def _meant_here(experiment: str, config: RunConfig, group: Group) -> Path | None:
-    """The run that --resume refers to, as far as this host knows: a named one may be on another host."""
+    """The run that --resume refers to, as far as this host knows: a run named explicitly may be on another host."""
     if named := config.output_dir if config.resume == "auto" else config.resume:
         return Path(named)
     return _meant(experiment, config, relay.say if group.rank else None)  # on worker 0 open_run reports them
@@ -180,8 +180,8 @@ def now() -> datetime:
 
 
 def date_of(manifest: dict, path: Path) -> datetime:
-    """The date that a manifest records for chat templates or, in an older one, the start of the run; local time. path:
-    the manifest, for messages. Raises UserError if the date cannot be read."""
+    """The date that a manifest records for chat templates or, in an older manifest, the start of the run; local time.
+    path: the manifest, for messages. Raises UserError if the date cannot be read."""
     try:
         if DATE in manifest:
             return datetime.fromisoformat(manifest[DATE])

@@ -139,7 +139,7 @@ class Session:
         return best
 
     def cost(self) -> dict:
-        """Seconds of each stage's steps, peak memory of the largest worker, and what XLA compiled."""
+        """Seconds of each stage's steps, peak memory of the largest worker, and XLA's counters."""
         memory = {"peak_memory_mb": round(max(self.backend.group.gather(self.backend.peak_memory_mb())), 1)}
         seconds = {stage: round(value, 1) for stage, value in self.seconds.items()}
         return {"seconds": seconds} | memory | self.backend.counters()
@@ -162,7 +162,7 @@ class Session:
             os.truncate(path, size)
 
     def _restore(self, stage: str, total: int, load) -> int:
-        """The first step to run: 1, the one after the checkpoint's, or past the end for a stage that is done."""
+        """The first step to run: 1, the step after the checkpoint, or total + 1 for a stage that is done."""
         if self.resumed is None:
             return 1
         tensors, trainer, meta = self.resumed

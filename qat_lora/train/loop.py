@@ -197,7 +197,7 @@ def plain_stage(
 
 
 def tokens_of(batch: dict[str, Tensor]) -> int | Tensor:
-    """The number of tokens in a batch; for packed rows, without padding."""
+    """The number of tokens in a batch, not counting the padding of packed rows."""
     return (batch["segments"] > 0).sum() if "segments" in batch else batch["tokens"].numel()
 
 

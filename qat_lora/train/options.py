@@ -62,7 +62,8 @@ class BatchOptions(LoopOptions):
     )
 
     def update_facts(self, workers: int) -> dict:
-        """For the manifest: a run may be resumed with other workers or another split if this stays the same."""
+        """For the manifest: a run may be resumed with another number of workers or another split if this stays the
+        same."""
         return {"rows_per_update": self.batch_size * self.accumulation_steps * workers}
 
 
