@@ -122,7 +122,7 @@ def open_cache(
             f"{spec.teacher!r} ({teacher[:12]}); use another --cache-dir or delete that folder"
         )
     fields = asdict(spec)
-    fields["text"] = fields.pop("text")  # last: its fingerprint follows from others, such as the length of rows
+    fields["text"] = fields.pop("text")  # last: the text's fingerprint depends on others, e.g. length
     for name, wanted in fields.items():
         if getattr(there, name) != wanted and not (name == "teacher" and made and teacher):
             source = f" (of --dataset {dataset})" if name == "text" and dataset else ""

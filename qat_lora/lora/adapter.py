@@ -21,8 +21,8 @@ from qat_lora.run.files import read_json, sha256, write_json, writing
 
 ORIGIN = "origin.json"
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
-# LoRA settings for the size and the place of B·A, and settings without effect on the result. An adapter with any other
-# setting switched on is more than B·A on a frozen base.
+# LoRA settings that determine the size and the place of B·A, and settings that do not affect the result. An adapter
+# with any other setting switched on is more than B·A on a frozen base.
 SIZE = {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
 PLACE = {
     "target_modules", "exclude_modules", "target_parameters", "layers_to_transform", "layers_pattern", "fan_in_fan_out",

@@ -125,5 +125,5 @@ def nearest_of_rank(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     wide = matrix.double()
     b = torch.linalg.eigh(wide @ wide.T).eigenvectors[:, -rank:]
     a = b.T @ wide
-    size = a.norm(dim=1).sqrt().clamp(min=1e-30)  # a zero matrix gives zeros
+    size = a.norm(dim=1).sqrt().clamp(min=1e-30)  # so that a zero matrix gives zeros
     return (b * size).to(matrix.dtype), (a / size[:, None]).to(matrix.dtype)

@@ -17,7 +17,7 @@ GROUPS: dict[str, Callable[[Matrix], bool]] = {
     "attn": lambda matrix: not matrix.is_experts and matrix.part == "attn",
     "mlp": lambda matrix: not matrix.is_experts and matrix.part == "mlp",
     "all": lambda matrix: not matrix.is_experts,
-    # q, v, o, gate, up and down where they are separate layers, and the layers that a model has instead
+    # q, v, o, gate, up and down if they are separate layers, else the layers that the model has instead
     "auto": lambda matrix: not matrix.is_experts and _name(matrix.path) != "k_proj",
     "experts": lambda matrix: matrix.is_experts,
 }
@@ -166,7 +166,7 @@ def adapted(block: nn.Module) -> dict[str, LoraLayer]:
     found = {}
     for path, module in block.named_modules():
         if isinstance(module, LoraLayer):
-            place = path.replace(".base_layer", "")  # the wrappers of one module's parameters are nested
+            place = path.replace(".base_layer", "")  # wrappers of several parameters of one module are nested
             linear = isinstance(module.get_base_layer(), nn.Linear)
             found[place if linear else f"{place}.{module.parameter_name}"] = module
     return found
