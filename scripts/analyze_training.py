@@ -41,7 +41,7 @@ from qat_lora.run.console import say
 from qat_lora.run.rundir import Run, newest_run
 
 SPILT, PERPLEXITY, CUT_OFF, TIES, ENTROPY = 0.05, 1.5, 0.2, 0.7, 0.25  # limits of a healthy run
-LITTLE = 0.1  # a small change of a rate or a reward
+LITTLE = 0.1  # a rate, or a change of a rate or reward, below this is small
 
 
 def main(cfg: Config) -> None:
@@ -57,7 +57,7 @@ def main(cfg: Config) -> None:
 
 
 def read_run(path: Path) -> tuple[dict, list[dict], int]:
-    """A run's validations by stage, its metrics and its longest answer allowed. Raises UserError for other folders."""
+    """A run's validations by stage, its metrics and its limit on answer length. Raises UserError for other folders."""
     if not (path / "training_config.json").exists():
         raise UserError(
             f"{path} is not a run of train_musclebob_improved.py (no training_config.json); give a run directory"
@@ -133,7 +133,7 @@ def signs(rewards: list[dict]) -> list[str]:
 
 
 def _ends(lines: list[dict]) -> tuple[dict, dict]:
-    """Means over the first and the last fifth of the logged updates; target_rate over those that have it."""
+    """Means over the first and the last fifth of the logged updates; target_rate only over updates that have it."""
     size = max(1, len(lines) // 5)
     names = ("reward", "entropy", "clipped_ratio", "zero_variance", "target_rate")
     columns = [{n: [li[n] for li in part if n in li] for n in names} for part in (lines[:size], lines[-size:])]

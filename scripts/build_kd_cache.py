@@ -99,7 +99,8 @@ def main(cfg: Config) -> None:
     if cfg.dry_run:
         return
 
-    # Loaded before the folder is made, so that an error leaves none; frozen, or autocast would also keep bf16 weights.
+    # Loaded before the folder is made, so that an error leaves none. Frozen, because autocast caches bf16 copies of
+    # trainable weights.
     teacher = load_model(cfg.model).requires_grad_(False)
     with lock(directory):
         done = dict(open_cache(directory, spec, mark))

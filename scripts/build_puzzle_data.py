@@ -5,9 +5,9 @@
     python scripts/build_puzzle_data.py --kind maze9 --count 4000 --output-dir data/maze9
     python scripts/build_puzzle_data.py --corpus pairs.jsonl --length 128 --iterations 8 --output-dir data/pairs
 
-pretrain.py trains a small network that reasons by recursion. Puzzles depend on the seed alone. Each is proved to have
+pretrain.py trains a small network that reasons by recursion. Puzzles depend only on the seed. Each is proved to have
 only one solution, and no held-out puzzle (test/) is a symmetry of one in train/. A row of --corpus has the columns
-prompt, response and, optionally, iterations (most segments for this row). Its tokens are bytes, and the loss is
+prompt, response and, optionally, iterations (the most segments for the row). Its tokens are bytes, and the loss is
 computed on the response only. The files are laid out as in the Tiny Recursive Model's datasets; docs/athena.md
 describes them. --dry-run prints what would be written.
 """

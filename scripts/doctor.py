@@ -96,7 +96,7 @@ def machine() -> Iterator[Finding]:
 
 
 def packages(requirements: Path, optional: set[str]) -> Iterator[Finding]:
-    """Compare a requirements file's pins with what is installed. Another version than the pinned one is only noted."""
+    """Compare a requirements file's pins with what is installed. A version that differs from its pin is only noted."""
     for line in requirements.read_text().splitlines():
         line = line.split("#")[0].strip()
         if not line or line.startswith("-"):

@@ -14,8 +14,8 @@ gguf    model.gguf with the trained codes and scales, each tensor in the smalles
         does; docs/qat-recovery.md lists the types. The adapter is adapter.gguf, for llama.cpp's --lora; with
         --adapter-as merged it is added to its layers, which become F16
 
-Every export also has the tokenizer, the chat template and export.json (what it was made of, types, bits, sizes). The
-files are read back and compared with the student, code by code, before the folder gets its name. Nothing is
+Every export also has the tokenizer, the chat template and export.json (its sources, types, bits and sizes). The
+files are read back and compared with the student, code by code, before the folder is moved into place. Nothing is
 overwritten. A model of 135M weights takes about a minute.
 """
 

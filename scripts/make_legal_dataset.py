@@ -1,5 +1,5 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Generate questions of English law whose reasoning, answer and citation can all be checked.
+"""Generate questions on English law whose reasoning, answer and citation can all be checked.
 
     python scripts/make_legal_dataset.py --count 2000 --output data/law.jsonl
     python scripts/make_legal_dataset.py --count 2000 --seed 1 --output data/law.parquet

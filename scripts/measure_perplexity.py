@@ -9,11 +9,11 @@
 Prints the NLL in nats/token, PPL = e^NLL, with --teacher the exact KL(teacher‖model) over the same tokens, bits per
 weight of the decoder blocks (codes, scales and adapter; 16 for what is not quantised) and the size in MB.
 
-The text is one stream of tokens, with EOS after each document; an end that does not fill a window is left out.
+The text is one stream of tokens, with EOS after each document; an incomplete last window is left out.
 --mode blocked cuts it into windows of --length tokens and predicts all but the first token of each. --mode sliding
 starts a window every --stride tokens and scores only its new tokens, with the others as context: a smaller stride gives
-more context, a lower PPL and a longer run. Prompts of chat rows count, too. If texts begin with BOS (--bos), so does
-every window: one of 256 tokens is BOS and 255 tokens of the text. BOS is context and never counts.
+more context, a lower PPL and a longer run. Prompts of chat rows are scored too. If texts begin with BOS (--bos), so
+does every window: one of 256 tokens is BOS and 255 tokens of the text. BOS is context and is never scored.
 The default precision is fp32: bf16 changes the PPL by a fraction of a per cent.
 """
 
@@ -121,14 +121,14 @@ def check_memory(cfg: Config, backend: TorchBackend) -> str:
 
 
 def step_of(cfg: Config) -> int:
-    """Tokens between the starts of two windows."""
+    """Tokens between the starts of consecutive windows."""
     if cfg.mode == "blocked":
         return cfg.length
     return cfg.length // 2 if cfg.stride is None else cfg.stride
 
 
 def load_teacher(name: str, tokenizer) -> nn.Module:
-    """The teacher. Its tokenizer must be the model's; its embedding may be padded to another number of rows."""
+    """The teacher. Its tokenizer must be the model's, but its embedding may be padded to a different size."""
     if tokenizer_fingerprint(load_tokenizer(name)) != tokenizer_fingerprint(tokenizer):
         raise UserError(f"--teacher {name} has another tokenizer than the model; give a teacher with the same one")
     return load_model(name)

@@ -8,13 +8,13 @@
     python scripts/pretrain.py --config cfg_pretrain_tpu arch.use_gradient_checkpointing=true
 
 A tiny recursive model (arXiv 2510.04871) learns Sudoku, mazes or prompt → response rows: two blocks are applied dozens
-of times to a latent answer, with a loss after every segment and a head that decides when to halt. An update is one
-segment of a batch in which halted rows are replaced, in fixed shapes, so that XLA compiles one graph. It uses all chips
-or GPUs of this host, or those of torchrun. The default preset is cfg_pretrain.
+of times to a latent answer, with a loss after every segment and a head that decides when to halt. An update runs one
+segment of a batch in which halted rows are replaced; shapes are fixed, so that XLA compiles one graph. Training uses
+all chips or GPUs of this host, or those that torchrun assigns. The default preset is cfg_pretrain.
 
 metrics.jsonl: loss (stablemax cross-entropy plus half the halting head's loss), exact and segments of the rows that
-ended, grad_norm, lr, tokens_per_s. Held-out exact, cells, loss and segments are those of the moving average of the
-weights, where the head halts and, with _full, after all segments.
+halted, grad_norm, lr, tokens_per_s. The held-out figures (exact, cells, loss, segments) are measured with the moving
+average of the weights: when the head halts and, with the suffix _full, after all segments.
 The run directory also gets best.pt, solved.png (a puzzle with the model's answer) and the curves.
 docs/athena.md is the runbook. Untested on hardware: TPU, CUDA.
 """
@@ -189,7 +189,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
 
 
 def train_segments(trainer: Trainer, train: PuzzleRows, session: Session, evaluate: "Evaluation") -> None:
-    """Deep supervision: an update is one segment of a carry of rows, in which those that halted are replaced."""
+    """Deep supervision: an update runs one segment of the rows in the carry, after replacing those that halted."""
     trainer.model.train()
     for update in athena_stage(trainer, train, session, evaluate):  # resumes, evaluates and saves in between
         for batch in update:  # new rows, which replace those that have halted
@@ -201,8 +201,8 @@ def train_segments(trainer: Trainer, train: PuzzleRows, session: Session, evalua
 
 
 class Evaluation:
-    """evaluate(step): held-out figures of the moving average. Keeps the state with the most rows right; of equal ones,
-    that with the lowest loss."""
+    """evaluate(step): held-out figures of the moving average. Keeps the state with the most rows right; ties go to
+    the lowest loss."""
 
     def __init__(self, trainer: Trainer, heldout: PuzzleRows):
         self.trainer, self.heldout = trainer, heldout
@@ -211,7 +211,7 @@ class Evaluation:
         trainer, best = self.trainer, self.trainer.best
         plan, backend = trainer.plan, trainer.backend
         figures = measure(trainer.shown, self.heldout, plan.segments, plan.batch_size, backend)
-        # a state measured on other rows, before a resume with another --eval-rows, is not comparable
+        # the best state is not comparable if it was measured before a resume with a different --eval-rows
         same = best and best["figures"].get("heldout_rows", len(self.heldout)) == len(self.heldout)
         if backend.is_main and not (same and self.merit(figures) <= self.merit(best["figures"])):
             best.update(figures={"step": step, **figures}, state=kept(trainer.shown, backend))
@@ -337,7 +337,7 @@ def finish(run: Run, trainer: Trainer, heldout: PuzzleRows, cost: dict) -> None:
         model.load_state_dict(best["state"])
     backend.broadcast([*model.parameters(), *model.buffers()])
     rows = torch.arange(plan.share(backend.world_size)).clamp(max=len(heldout) - 1)
-    batch = heldout.batch(rows.numpy())  # as many as in a batch, so that nothing is recompiled
+    batch = heldout.batch(rows.numpy())  # the usual batch size, so that nothing is recompiled
     found, _ = answer(model, backend.to_device(batch), plan.segments, backend)
     early, segments = backend.to_host([found.early, found.segments])
     if not backend.is_main:

@@ -102,7 +102,7 @@ def main(cfg: Config) -> None:
 
 
 def chosen_on(run: Path) -> int:
-    """On how many held-out rows, from the first on, a run picked its best state."""
+    """The number of held-out rows, from the first on, on which a run picked its best state."""
     rows = [line["heldout_rows"] for line in Run(run, resumed=False).metrics() if "heldout_rows" in line]
     return max(rows, default=read_config(run)["eval_rows"])  # runs of earlier versions did not log the number
 

@@ -242,7 +242,7 @@ def answer_in_terminal(pieces: Stream, authorities: Authorities, opened: bool) -
 
 
 def serve(cfg: Config, ask, authorities: Authorities, about: str, opened: bool) -> None:
-    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # a local page reports to nobody
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # a local page sends no analytics
     gradio = load_package("gradio", "--web", ", or ask without --web")
     plain = gradio.themes.Default(
         font=["system-ui", "sans-serif"], font_mono=["monospace"]

@@ -6,9 +6,9 @@
     python scripts/smoke_test.py --run-training --train-epochs 5 device_type=tpu
 
 Trains a small version of pretrain.py's network on generated puzzles: for two updates, or with --run-training for
---train-epochs passes. Prints a line for each of the five checks that passes. The exit code is 1 if a check fails and 2
-if the device is missing. Uses all chips or GPUs of this host; on a CPU two processes if it has two cores, so that there
-are gradients to reduce. Untested on hardware: TPU, CUDA.
+--train-epochs passes. Runs five checks and prints a line for each that passes. The exit code is 1 if a check fails and
+2 if the device is missing. Uses all chips or GPUs of this host; on a CPU two processes if it has two cores, so that
+there are gradients to reduce. Untested on hardware: TPU, CUDA.
 """
 
 from dataclasses import dataclass
@@ -79,7 +79,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
 
 
 def checked(backend: TorchBackend, line: str, check):
-    """Run check(), print the line and return the result. If check() fails in any worker, print why and exit all."""
+    """Run check(), print the line and return the result. If it fails in any worker, print why and exit all workers."""
     result = cause = None
     try:
         result = check()
@@ -129,7 +129,7 @@ def check_data(seed: int) -> tuple[PuzzleRows, PuzzleRows]:
 
 
 def check_training(backend: TorchBackend, cfg: Config, train: PuzzleRows, heldout: PuzzleRows, epochs: int) -> Trainer:
-    """Updates change the weights, losses are finite and fall (from ten updates on), held-out figures are shares."""
+    """Updates change the weights, losses are finite and fall (given at least ten), held-out figures are shares."""
     spec = RecursiveSpec(train.vocab, train.length, WIDTH, num_heads=2, H_cycles=2, L_cycles=2, mlp_t=True)
     steps = -(-epochs * len(train) // BATCH) or 2
     plan = RecursivePlan(
@@ -182,7 +182,7 @@ def check_sync(backend: TorchBackend, trainer: Trainer, train: PuzzleRows) -> No
 
 
 def check_checkpoint(backend: TorchBackend, trainer: Trainer, train: PuzzleRows) -> None:
-    """Training that is saved and loaded continues like training that was not."""
+    """Training that resumes from a checkpoint continues like uninterrupted training."""
     plan = replace(trainer.plan, steps=trainer.plan.steps + 1)
     batch = backend.to_device(next(segment_batches(train, plan, plan.steps - 1, backend.rank, backend.world_size)))
     with tempfile.TemporaryDirectory() as own:

@@ -5,9 +5,9 @@
     python scripts/test_tpu_support.py --device xla
 
 Runs the functions of train_tinystories_reservoir.py itself: choice of device and its fallback, batch size and learning
-rate on TPU, data in blocks of one shape with each token once, updates on the device, and generation from a carried
-state. Without a TPU all of it runs on a GPU or the CPU, with --device xla on torch_xla's CPU device. The exit code is 0
-if all checks pass. docs/reservoir.md is the runbook.
+rate on TPU, data in blocks of one shape that contain each token once, updates on the device, and generation from a
+carried state. Without a TPU all of it runs on a GPU or the CPU, with --device xla on torch_xla's CPU device. The exit
+code is 0 if all checks pass. docs/reservoir.md is the runbook.
 """
 
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Can a small model answer questions of law correctly and cite only real authorities? Fine-tuning on reasoned answers.
+"""Can a small model answer legal questions correctly and cite only real authorities? Fine-tuning on reasoned answers.
 
     python scripts/train_cot_sft.py --config cpu
     python scripts/train_cot_sft.py --config v5e8 --tpu --resume auto
@@ -8,10 +8,10 @@
 
 An answer has five sections: Topic, Difficulty, Reasoning, Answer, Case Citation. A LoRA adapter (or the full model)
 learns them; the loss is computed on the answer only, weighted by --section-weights. Examples are packed into rows of
---length tokens and do not see each other. Near-duplicates are held out together.
+--length tokens but do not attend to each other. Near-duplicates are held out together.
 metrics.jsonl: loss, grad_norm, lr, tokens, tokens_per_s; at every evaluation heldout_nll and heldout_ppl, overall and
-for each section, and over --eval-answers greedy answers to held-out questions format, accuracy, citation_precision,
-citation_recall, invented.
+for each section, and format, accuracy, citation_precision, citation_recall and invented over --eval-answers greedy
+answers to held-out questions.
 The run directory also gets data.json (ids of the rows held out and left out), authorities.json (what may be cited),
 baseline_evaluation.json and final_evaluation.json with every answer, adapter/, and model/, the whole model with the
 adapter merged. docs/cot-sft.md is the runbook. Untested on hardware: TPU, CUDA.
@@ -169,7 +169,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
         return
 
     run = open_run(NAME, cfg, facts, backend.group)
-    backend.seed(cfg.seed + backend.rank)  # each worker's dropout is its own
+    backend.seed(cfg.seed + backend.rank)  # each worker draws its own dropout
     session = Session(run, backend, cfg.every(), keep=cfg.keep, files=[evaluation_file(name) for name in STAGES])
     if backend.is_main:
         data.write(run.path)
@@ -188,7 +188,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
 
 
 def fine_tune(model: nn.Module, train: PackedExamples, plan: Plan, session: Session, evaluate: Callable) -> None:
-    """SFT on answer tokens only. Examples that share a row do not see each other."""
+    """SFT on answer tokens only. Examples that share a row do not attend to each other."""
     backend = session.backend
     model.train()
     for update in plain_stage("sft", model, train, plan, session, evaluate):  # resumes, evaluates, saves in between
@@ -233,7 +233,7 @@ def plan_of(cfg: Config, data: LegalData, workers: int) -> Plan:
 # -- the steps -------------------------------------------------------------------------------------------------------
 def open_tokenizer(cfg: Config, backend: TorchBackend):
     tokenizer = cfg.tokenizer(cfg.model, begun(NAME, cfg, backend.group))
-    if cfg.bos == "on":  # else as the template has it, like transformers for chat
+    if cfg.bos == "on":  # else BOS only if the template has it, as in transformers' chat
         begin_with_bos(tokenizer)
     return tokenizer
 
@@ -333,7 +333,7 @@ def finish(
     before: dict,
     figures: dict,
 ) -> None:
-    """Write the adapter, the whole model with it merged (compared on `tokens`), and the report."""
+    """Write the adapter, the whole model with it merged (its logits on `tokens` are compared), and the report."""
     checkpoint = run.path / "base.pt" if (run.path / "base.pt").exists() else None
     adapter = None if cfg.method == "full" else run.path / "adapter"
     if adapter:

@@ -42,7 +42,7 @@ class Config(ChatOptions, LoopOptions):
     max_new_tokens: int = opt.data(48, "longest answer, in tokens", "--max-completion-length", at_least=1)
     epochs: int = opt.training(5, "GRPO passes over the questions", **opt.UPDATES)
     max_steps: int | None = opt.training(None, "GRPO updates [--epochs passes]", added=True, **opt.UPDATES)
-    # The manifest records the prompts per update; their split only changes which answers are sampled.
+    # The manifest records the prompts per update; splitting them otherwise only changes which answers are sampled.
     batch_size: int = opt.training(2, "prompts per micro-batch", identity=False, at_least=1)
     accumulation_steps: int = opt.with_default(BatchOptions, "accumulation_steps", 1)
     num_generations: int = opt.training(

@@ -227,8 +227,8 @@ def student_spec(cfg: Config) -> StudentSpec:
 
 
 def resolve_learning_rates(cfg: Config, student: nn.Module, run: Run) -> dict[str, float]:
-    """Every learning rate: as given, as recorded by a run of an earlier version, whose defaults were numbers, or else
-    computed from the student's weights, before its scales are set. Scales have the rate of the weights by default."""
+    """Every learning rate: the one recorded by a run of an earlier version (whose defaults were numbers), the given
+    one, or one computed from the student's weights before its scales are set. Scales default to the weights' rate."""
     was = recorded(run.path, cfg)
     end_to_end, layerwise = usual_rates(student)
     rates = {
@@ -247,7 +247,7 @@ def qat_plan(cfg: Config) -> QATPlan:
 
 
 def scales_plan(cfg: Config, plan: QATPlan) -> QATPlan:
-    """The same plan for the scales alone, with their learning rate as the logged one."""
+    """The same plan for the scales alone, with the scales' learning rate as the one that is logged."""
     rate = plan.scale_learning_rate
     return dataclasses.replace(plan, steps=cfg.scale_steps, scope="all", learning_rate=rate)
 
@@ -320,7 +320,7 @@ def initial_student(cfg: Config, start: tuple | None, train: KDCacheDataset, ses
         return quantize(empty_model(cfg.model), student_spec(cfg))
     student, has_scales = start
     if not session.resumed and not has_scales:
-        # With a layer-wise stage GPTQ runs there: each block is compensated on the outputs of the trained ones before.
+        # With a layer-wise stage, GPTQ runs in that stage, on the outputs of the trained blocks before each block.
         rows = first_batches(train, cfg.layer_rows, cfg.batch_size, cfg.seed)
         calibrate(student, cfg.init, rows, cfg.precision, blocks=not cfg.layer_steps)
     return student

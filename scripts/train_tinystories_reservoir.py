@@ -203,7 +203,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
         return
 
     run = open_run(NAME, cfg, backend.facts | {"data": stories.fingerprint}, backend.group)
-    backend.seed(cfg.seed + backend.rank)  # each worker's dropout is its own
+    backend.seed(cfg.seed + backend.rank)  # each worker draws its own dropout
     session = Session(run, backend, cfg.every(), ("loss", "heldout_ppl"))
     if backend.is_main:
         write_atomically(run.path / "tokenizer.json", lambda file: file.write(stories.tokenizer.to_str().encode()))
@@ -267,7 +267,7 @@ def shape_of(cfg: Config) -> Shape:
 
 
 def check(cfg: Config) -> None:
-    """Raise UserError for options that are wrong with any text, before minutes are spent on tokenising it."""
+    """Raise UserError for options that are wrong whatever the text, before minutes are spent on tokenising it."""
     least = story_memory(1, *shape_sizes(cfg), tokens=0, bf16=False)
     least["--attention-window"] = 8 * cfg.embedding * cfg.attention_window  # keys and values of one row
     check_memory(sum(least.values()), "the model", max(least, key=least.__getitem__))
