@@ -1,6 +1,6 @@
 """The only access to devices. A training loop calls one backend and never asks which device it is on.
 
-Cheap to import: a name loads its module, and with it torch, on first use.
+Cheap to import: each name loads its module, and with it torch, on first use.
 """
 
 import importlib

@@ -36,7 +36,7 @@ def tpu_chips(pci: Path = Path("/sys/bus/pci/devices")) -> list[str]:
 
 
 def cores_per_chip() -> int:
-    """XLA devices per chip: 2 on v2, v3 and v7x, 1 on all other kinds and without a chip."""
+    """XLA devices per chip: 2 on v2, v3 and v7x, otherwise 1."""
     return 2 if set(tpu_chips()) & {"v2/v3", "v7x"} else 1
 
 

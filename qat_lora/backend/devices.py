@@ -1,4 +1,4 @@
-"""What tensor code that has no backend may ask about a tensor's device."""
+"""Questions about a tensor's device, for code that has tensors but no backend."""
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ def is_xla_device(device: torch.device | str) -> bool:
 
 
 def is_lazy(tensor: Tensor) -> bool:
-    """Whether operations are recorded in a graph that is compiled later: true on XLA. A changed shape or number then
-    gives another graph, and the compiler manages memory."""
+    """Whether operations are recorded in a graph that is compiled later: true on XLA. A new shape or
+    Python number then needs a new graph, and the compiler manages memory."""
     return is_xla_device(tensor.device)
 
 

@@ -82,7 +82,7 @@ def read_place() -> Place | None:
     MASTER_PORT, which shells and images may set, are then ignored, but a MASTER_PORT that is not a port is refused.
 
     Without LOCAL_WORLD_SIZE the job is on one host if MASTER_ADDR is a loopback address; otherwise one worker per host
-    is assumed until they have met. Without LOCAL_RANK workers are numbered host by host. Raises UserError for a
+    is assumed until the workers have met. Without LOCAL_RANK workers are numbered host by host. Raises UserError for a
     variable that is missing, is not a number or contradicts another.
     """
     if not any(name in os.environ for name in STARTED):
@@ -124,8 +124,8 @@ def _check_below(name: str, value: int, limit_name: str, limit: int) -> None:
 
 
 def _is_loopback(port: int) -> bool:
-    """Whether MASTER_ADDR itself says that all workers are on this host. A host's name does not, even if it resolves to
-    a loopback address, as on Debian. Raises UserError if it does not resolve."""
+    """Whether MASTER_ADDR itself says that all workers are on this host. A host name does not count, even if it
+    resolves to a loopback address, as on Debian. Raises UserError if it does not resolve."""
     address = os.environ["MASTER_ADDR"].strip()
     if not address:
         raise bad_value("MASTER_ADDR", "is empty")

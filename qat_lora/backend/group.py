@@ -19,7 +19,7 @@ LINGER = 4  # seconds that a failed worker keeps its relay open for the others
 
 
 class Flag:
-    """threading.Event without its lock, which would hang a signal handler that interrupts another."""
+    """threading.Event without its lock, which could deadlock when one signal handler interrupts another."""
 
     def __init__(self):
         self._up = False
@@ -80,7 +80,7 @@ class Group:
         except RuntimeError as error:  # gloo raises nothing more specific
             if type(error).__name__ == "OutOfMemoryError":
                 raise
-            why = re.sub(r"^\[\S+:\d+\] ", "", first_line(error))  # without the line of gloo's source
+            why = re.sub(r"^\[\S+:\d+\] ", "", first_line(error))  # without the position in gloo's source
             raise WorkerLost(f"the connection to another worker is lost ({why}); {AGAIN}") from error
 
     def gather(self, value: Any) -> list:
@@ -117,7 +117,7 @@ class Group:
 
     def agree(self, values: dict[str, tuple[Any, str]], fix: str, common: bool = False) -> None:
         """Raise UserError in every worker if the values of any worker differ from worker 0's. values: {name: (value,
-        the value as the error shows it)}; fix: how to fix it. common: ignore names that only one of the two has."""
+        the value as the error shows it)}; fix: how to fix it. common: ignore names that either worker lacks."""
         first, *others = self.gather(values)
         for rank, theirs in enumerate(others, 1):
             for name in sorted(first.keys() & theirs.keys() if common else first.keys() | theirs.keys()):
@@ -175,7 +175,8 @@ ALONE = Group()
 
 
 # -- SIGTERM ---------------------------------------------------------------------------------------------------------
-# Python runs signal handlers in the main thread, once library code returns there; this socket is written at once.
+# Python runs signal handlers in the main thread, and only when library code there returns. Python's wakeup file
+# descriptor, this socket, gets the signal number at once.
 _WOKEN, _WAKES = socket.socketpair()
 _WOKEN.setblocking(False)
 _WAKES.setblocking(False)

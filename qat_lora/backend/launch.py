@@ -27,7 +27,7 @@ from qat_lora.backend.workers import count_workers, is_slice_host, take_chips
 from qat_lora.errors import UserError, ignore_sigterm, nowhere, open_output, report
 
 GRACE = 8  # seconds that the other workers get to end by themselves after one has died
-STARTING = 300  # seconds within which the workers that this process started have to join; it notices if one dies
+STARTING = 300  # seconds within which workers started by this process must join; a death is noticed sooner
 FOREVER = timedelta(days=365)  # collectives have no time limit: the relay notices lost workers
 
 
@@ -128,7 +128,7 @@ def run_worker(job: Job, enter: Callable[[], Group], open_backend: Callable[[Gro
             dist.destroy_process_group()
         return
     except BaseException as error:
-        # if this worker has not joined yet, the process that started both prints the other worker's failure
+        # another worker's failure before this one has joined is printed by the process that started both
         instead = None if group is ALONE and isinstance(error, AnotherFailed) else group.fail(error)
         if instead == "":
             code = report(error, with_traceback=job.debug or not isinstance(error, UserError | KeyboardInterrupt))
@@ -164,8 +164,8 @@ def check_world(backend: TorchBackend, wanted: int) -> TorchBackend:
 
 
 def end_with_parent() -> None:
-    """End this process at once when its parent is gone. A killed parent has no time to end its workers, and they may be
-    waiting for each other."""
+    """End this process at once when its parent is gone. A killed parent cannot end its workers, which may be waiting
+    for each other."""
     parent = multiprocessing.parent_process()
     if parent:
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
@@ -178,7 +178,7 @@ def be_silent() -> None:
 
 # -- CPU processes and GPUs ------------------------------------------------------------------------------------------
 def _spawn(job: Job, count: int) -> None:
-    # The relay lives here, where no worker's end can close it.
+    # The relay runs in this process, so that it outlives every worker.
     job = replace(job, timeouts=replace(job.timeouts, join=max(job.timeouts.join, STARTING)))
     relay = serve(0, True, count, job.timeouts, reports_deaths=True)
     context = multiprocessing.get_context("spawn")

@@ -24,8 +24,8 @@ from qat_lora.backend.tiles import tiles
 SOURCE = Path(__file__).with_name("native.c")
 FLAGS = ["-O3", "-march=native", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 if platform.machine() == "x86_64":
-    FLAGS.append("-mprefer-vector-width=512")  # where supported, saves a fifth of the LM head's exponentials
-SMALLEST = 2**16  # elements from which compiling and starting a kernel pays off
+    FLAGS.append("-mprefer-vector-width=512")  # where supported, the LM head's exponentials take a fifth less time
+SMALLEST = 2**16  # number of elements from which a kernel is worth compiling and starting
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
@@ -76,7 +76,8 @@ def library() -> ctypes.CDLL | None:
 def quantised(
     weight: Tensor, scale: Tensor, lowest: float, step: float, levels: int, dtype: torch.dtype
 ) -> Tensor | None:
-    """weight [O, G, g] at the nearest of `levels` levels, `step` apart from `lowest` up, times scale, in `dtype`."""
+    """weight [O, G, g] rounded to the nearest of `levels` levels (`lowest`, `lowest` + `step`, …), times scale, in
+    `dtype`."""
     if not _known(weight, weight, scale) or dtype not in TYPES or not (kernels := library()):
         return None
     out, levels = torch.empty(weight.shape, dtype=dtype), _Levels(lowest, step, levels - 1)
@@ -107,7 +108,7 @@ def gradients(
 
 
 def stored(scale: Tensor, least: float) -> Tensor | None:
-    """A scale with magnitudes raised to `least`, a normal fp16 number, and rounded to fp16 and back."""
+    """A scale with magnitudes raised to at least `least`, a normal fp16 number, and rounded to fp16 and back."""
     if not least or not _known(scale, scale, share=32) or not (kernels := library()):
         return None
     out = torch.empty_like(scale)
@@ -118,8 +119,8 @@ def stored(scale: Tensor, least: float) -> Tensor | None:
 def move_moments(
     grad: Tensor, m: Tensor, v: Tensor, moves: Tensor, first: float, second: float, size: float, eps: float
 ) -> int | None:
-    """Update the moments m and v of a gradient with weights `first` and `second`, and write to `moves` the steps
-    −m/(√v · size + eps) that go against the gradient, 0 for the others. Returns how many do."""
+    """Update the moments m and v of a gradient with weights `first` and `second`, and write to `moves` each step
+    −m/(√v · size + eps) that goes against its gradient, and 0 for the others. Returns how many go against it."""
     if not _known(grad, grad, m, v, moves) or not (kernels := library()):
         return None
     numbers = [c_float(value) for value in (first, second, size, eps)]
@@ -145,15 +146,15 @@ def exponentiate(
     products: Tensor, finish: Finishing, first: bool, peaks: Tensor, sums: Tensor, index: Tensor, start: int,
     chosen: Tensor,
 ) -> bool:  # fmt: skip
-    """Like `normalise`, and overwrite the products with factor · e^(logit − peak), 0 at the index."""
+    """Like `normalise`, but also overwrites the products with factor · e^(logit − peak), 0 at the index."""
     return _over_logits("exponentiate", products, finish, (first, peaks, sums), index, start, chosen)
 
 
 def softmax(
     products: Tensor, finish: Finishing, peaks: Tensor, mass: Tensor, index: Tensor, start: int, taken: Tensor
 ) -> bool:
-    """Overwrite the products, see `normalise`, with factor · (mass · e^(logit − peak) + taken), with mass [n, 1], and
-    taken [n, J] at the index."""
+    """Overwrite the products (see `normalise`) with factor · (mass · e^(logit − peak) + taken): mass is [n, 1], and
+    taken [n, J] is added at the index."""
     return _over_logits("softmax", products, finish, (peaks, mass), index, start, taken)
 
 
@@ -193,7 +194,7 @@ def by_group(table: Tensor, largest: Tensor, mass: Tensor) -> bool:
 
 
 def pick_groups(table: Tensor, index: Tensor) -> Tensor | None:
-    """Logits [n, members, groups] of the groups at index [n, J], in fp32: [n, members, J]."""
+    """From logits [n, members, groups], those of the groups at index [n, J]: [n, members, J] in fp32."""
     if not _known(table) or not (kernels := library()):
         return None
     out = torch.empty(*table.shape[:2], index.shape[1])

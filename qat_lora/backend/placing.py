@@ -42,7 +42,8 @@ def put_zeros(module: nn.Module, device: torch.device) -> None:
     everything = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     for name, tensor in everything:
         owner, _, leaf = name.rpartition(".")
-        zeros = torch.zeros(tensor.shape, dtype=tensor.dtype).to(device)  # from the host: data on XLA, not a constant
+        # made on the host, so that XLA gets data and not a constant
+        zeros = torch.zeros(tensor.shape, dtype=tensor.dtype).to(device)
         if isinstance(tensor, nn.Parameter):
             zeros = nn.Parameter(zeros, requires_grad=tensor.requires_grad)
         setattr(module.get_submodule(owner), leaf, zeros)

@@ -150,7 +150,7 @@ class Relay:
         ready.wait()
 
     def end(self, line: str, culprit: int | None = None, said: bool = True) -> bool:
-        """End the job for all workers, unless it has already ended; returns whether it had."""
+        """End the job for all workers, unless it has already ended; returns whether it had already ended."""
         done: queue.SimpleQueue = queue.SimpleQueue()
 
         def end() -> None:
@@ -210,7 +210,7 @@ class Relay:
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection until it closes."""
         rank = await self._greet(reader, writer)
-        with suppress(OSError, EOFError, ValueError, TypeError):  # it is gone, or sends what no worker sends
+        with suppress(OSError, EOFError, ValueError, TypeError):  # the other end is gone, or is not a worker
             while rank is not None:
                 kind, content = await self._receive(reader, rank)
                 if kind == Kind.VALUE:

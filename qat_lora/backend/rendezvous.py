@@ -156,7 +156,7 @@ def _join_under_torchrun(place: Place, timeouts: Timeouts) -> Group:
     if place.rank == 0:
         relay = serve(0, place.one_host, place.world_size, timeouts, where)
         mine = LOOPBACK if place.one_host else route_to(place.address)
-        if mine.startswith("127.") and not place.one_host:  # the store is on this host, and the others have found it
+        if mine.startswith("127.") and not place.one_host:  # the store is on this host, and the others can reach it
             mine = place.address
         answered(lambda: store.set("address", json.dumps([mine, relay.port])))
     link = join(address, place.rank, place.world_size, timeouts, where, again=True)
@@ -172,7 +172,7 @@ def leave_release(place: Place) -> None:
     """Leave a process behind that tells the launchers of other hosts when this one's has exited; see release.py."""
     if place.local_rank == 0:
         script, quiet = Path(__file__).with_name("release.py"), subprocess.DEVNULL
-        with suppress(OSError):  # -P: or torch.py beside the script would hide torch
+        with suppress(OSError):  # -P: otherwise torch.py next to the script would shadow torch
             words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")[:-1]
             subprocess.Popen([sys.executable, "-P", script, str(os.getppid()), place.job, *words],
                              start_new_session=True, stdin=quiet, stdout=quiet, stderr=quiet)  # fmt: skip
@@ -205,7 +205,7 @@ def interface(group: Group) -> str | None:
 
 
 def tensor_store(group: Group) -> Store:
-    """The store where torch's process group meets, served beside the relay and used by this attempt alone."""
+    """The store where torch's process group meets, served next to the relay and used by this attempt only."""
     host = group.link.connection.getpeername()[0]
     store = TCPStore(host, group.link.store_port, is_master=False, timeout=timedelta(seconds=group.link.timeouts.join))
     return PrefixStore(group.link.nonce, store)

@@ -9,13 +9,13 @@ TILE = 2**18
 HEAD_BYTES = 128 * 2**20
 ACCELERATOR_HEAD_BYTES = 256 * 2**20  # fewer, larger products and a smaller graph; not measured on hardware
 STRIP_BYTES = 8 * 2**20  # bytes of logits in one strip of the vocabulary on the CPU
-HEAD_TILE = 2**19  # elements of an LM-head tile: larger, since fewer tensors are alive and each gets more work
-POSITIONS = 2048  # positions for which the CPU computes all strips before it goes on
+HEAD_TILE = 2**19  # elements of an LM-head tile: larger, since fewer tensors are alive and each is used more
+POSITIONS = 2048  # positions for which the CPU computes all strips before the next positions
 
 
 def tiles(rows: int, width: int, device: torch.device, size: int = TILE) -> list[slice]:
     """Slices that cut a matrix [rows, width] into tiles: of about `size` elements on the CPU, at least one row each;
-    one tile elsewhere, where the compiler fuses operations (XLA) or a kernel wants all of the work at once (CUDA)."""
+    one tile elsewhere, where the compiler fuses operations (XLA) or a kernel should get all the work at once (CUDA)."""
     step = rows if device.type != "cpu" else max(1, size // max(1, width))
     return _cut(rows, step)
 

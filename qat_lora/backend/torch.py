@@ -79,7 +79,7 @@ class TorchBackend:
 
     # -- capabilities that a loop may query -----------------------------------------------------------------------
     on_tpu = False
-    static_shapes = False  # whether each shape compiles its own graph, so that all batches should have the same
+    static_shapes = False  # whether each shape compiles its own graph, so all batches should have one shape
 
     @property
     def reads_at_once(self) -> bool:
@@ -88,8 +88,8 @@ class TorchBackend:
 
     @property
     def wants_recomputation(self) -> bool:
-        """Whether activations of rollouts should be recomputed: if the device's own memory is the limit and no compiler
-        plans its use."""
+        """Whether activations of rollouts should be recomputed: true if the device has its own limited memory and no
+        compiler plans its use."""
         return self.kind == "cuda"
 
     @property
@@ -159,8 +159,8 @@ class TorchBackend:
         return module
 
     def tidy(self, most: int = BETWEEN) -> None:
-        """Call this before a new phase. On the CPU it returns freed memory that is not reused to the kernel if it
-        exceeds `most` bytes."""
+        """Call this before a new phase. On the CPU it returns freed memory to the kernel if more than `most` bytes of
+        it are unused."""
         if self._tidy:
             self._tidy(most)
 
@@ -174,7 +174,8 @@ class TorchBackend:
     def gradient_checkpointing(self, model: nn.Module) -> None:
         """Recompute each decoder layer of an HF model in the backward pass."""
         model.enable_input_require_grads()
-        (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()  # by version
+        # the method's name depends on the version of transformers
+        (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
 
         def recomputed(function, *args):
             def block(*given):
@@ -228,7 +229,7 @@ class TorchBackend:
         self.reduce(gradients)
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
         scale = (clip / (norm + 1e-6)).clamp(max=1.0) if clip > 0 else None
-        if scale is not None and (self.kind != "cpu" or scale < 1):  # off the CPU, reading it would mean waiting
+        if scale is not None and (self.kind != "cpu" or scale < 1):  # elsewhere, reading it would stall the device
             for gradient in gradients:
                 gradient.mul_(scale)
         optimizer.step()
@@ -298,8 +299,8 @@ class TorchBackend:
             torch.cuda.set_rng_state(state["cuda"], self.device)
 
     def to_host(self, state):
-        """A nested state on the CPU, to save at once: on a CPU it holds the tensors themselves, not copies. Call this
-        after a step boundary."""
+        """A nested state on the host. Save it before the next step: on the CPU backend it holds the tensors themselves,
+        not copies. Call this after a step boundary."""
         if isinstance(state, Tensor):
             return state.detach().cpu()
         if isinstance(state, dict):
@@ -326,14 +327,14 @@ class TorchBackend:
 
         def end() -> None:
             stop.set()
-            while thread.is_alive():  # it may be waiting for room
+            while thread.is_alive():  # the thread may be waiting for room in the queue
                 with suppress(queue.Empty):
                     ready.get_nowait()
                 thread.join(0.001)
 
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
-        # runs once, at exit at the latest: a thread inside torch while the interpreter shuts down aborts the process
+        # runs once, at exit at the latest: a thread still inside torch at interpreter shutdown aborts the process
         ended = weakref.finalize(stop, end)
         try:
             while True:

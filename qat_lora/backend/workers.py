@@ -41,8 +41,8 @@ def parallel_num_chips(kind: str) -> int:
 
 
 def planned_workers(kind: str, num_chips: int | None) -> int:
-    """The number of workers for a dry run, which may plan for another machine than this one: as requested, or as
-    torchrun would start them."""
+    """The number of workers for a dry run, which may plan for a different machine: as requested, or as torchrun
+    would start them."""
     if place := read_place():
         return place.world_size
     return num_chips if (num_chips or 0) > 0 else count_workers(kind, num_chips)
@@ -66,7 +66,7 @@ def is_slice_host(kind: str, num_chips: int | None) -> bool:
 def take_chips(count: int) -> None:
     """Limit the TPU runtime to `count` chips of this host: torch_xla 2.9 itself does not read TPU_NUM_DEVICES.
 
-    With several workers torch_xla gives chip k to worker k, and it knows the bounds of a whole host.
+    With several workers torch_xla gives chip k to worker k. For all chips of a host it finds the bounds by itself.
     """
     chips = detect.tpu_chips()
     if not chips:

@@ -50,8 +50,8 @@ def _attention_of_one_type(module, query, key, value, *args, **kwargs):
 def connect(timeouts: Timeouts) -> Group:
     """This worker's place in a job that torch_xla.launch started; the first host serves the relay.
 
-    MASTER_PORT (default 29500) is its port. In a job on one host, no other host can reach it. Raises UserError if the
-    port is bad or in use, or if not all workers arrive.
+    MASTER_PORT (default 29500) is the relay's port. In a job on one host, no other host can reach the relay. Raises
+    UserError if the port is bad or in use, or if not all workers arrive.
     """
     one_host, port = hosts() == 1, master_port()
     host = LOOPBACK if one_host else _addresses()[0].rsplit(":", 1)[0]
