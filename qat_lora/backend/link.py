@@ -132,7 +132,7 @@ class Link:
     def exchange(self, value: bytes) -> list[bytes]:
         """The values of all workers, in rank order. Raises AnotherFailed if the job has ended."""
         if not self.ending:
-            with suppress(OSError):  # the thread notices it too, and knows more
+            with suppress(OSError):  # the watching thread notices it too, and knows more
                 self._send(Kind.VALUE, value)
         content = self.answers.get()
         if content is None:
@@ -211,7 +211,7 @@ class Link:
     def _watch(self) -> None:
         try:
             self._watch_until_gone()
-        except Exception as error:  # unwatched, this process could hang
+        except Exception as error:  # without the watching thread, this process could hang
             self._give_up(f"the connection to the other workers failed ({type(error).__name__}: {error}); {AGAIN}", 1)
 
     def _watch_until_gone(self) -> None:

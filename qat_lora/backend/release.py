@@ -43,7 +43,7 @@ def main(launcher: int, job: str, words: list[str]) -> None:
             return
         time.sleep(0.2)
     dynamic = [f"torch.rendezvous.{job}.{number}" for number in range(ROUNDS)]
-    for prefix in [job, *dynamic]:  # the first is used with --node-rank and --master-addr
+    for prefix in [job, *dynamic]:  # the first key is used with --node-rank and --master-addr
         store.set(f"{prefix}/torchelastic/agent/terminal_state/last_member", "")
 
 

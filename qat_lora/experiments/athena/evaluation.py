@@ -1,4 +1,4 @@
-"""Answers of a recursive model, and their accuracy."""
+"""A recursive model's answers and their accuracy."""
 
 from dataclasses import dataclass
 

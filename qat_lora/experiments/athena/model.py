@@ -188,7 +188,7 @@ class RecursiveModel(nn.Module):
 
     def stack(self, h: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor) -> Tensor:
         """Apply all blocks to h [B, 1 + L, D]: h = rms(h + mix(h)), h = rms(h + swiglu(h)). It reads only sizes
-        from the model, so a version compiled by a backend also works for copies of the model."""
+        from the model, so once compiled by a backend it also works for copies of the model."""
         each = len(weights) // self.spec.L_layers
         for first in range(0, len(weights), each):
             *mix, gate, value, out = weights[first : first + each]
@@ -208,8 +208,8 @@ class RecursiveModel(nn.Module):
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """softmax(qkᵀ/√D)·v for q, k, v [B, heads, S, D]. For few positions on a CPU, two plain matrix products are faster
-    than the kernel for long texts, whose backward pass in bf16 takes eight times as long (docs/benchmarks.md)."""
+    """softmax(qkᵀ/√D)·v for q, k, v [B, heads, S, D]. For few positions on a CPU it uses two plain matrix products: the
+    fused kernel is made for long texts, and its backward pass in bf16 takes 8 times as long (docs/benchmarks.md)."""
     if causal or has_attention_kernel(q) or q.shape[2] > FEW_POSITIONS:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
     weights = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(2, 3)).softmax(
@@ -315,7 +315,7 @@ def sign_sums(identifiers: Tensor, gradient: Tensor, count: int) -> tuple[Tensor
 
 @torch.no_grad()
 def sign_update(table: Tensor, sums: Tensor, counts: Tensor, lr: float, weight_decay: float) -> None:
-    """SignSGD with decoupled weight decay, in place; of the embeddings [count, D], only those in the batch change."""
+    """SignSGD with decoupled weight decay, in place; changes only the embeddings [count, D] of the batch's puzzles."""
     moved = table * (1 - lr * weight_decay) - lr * sums.sign()
     table.copy_(torch.where(counts[:, None] > 0, moved, table))
 

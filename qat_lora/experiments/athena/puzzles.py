@@ -21,11 +21,11 @@ BLANK = 1
 WALL, FLOOR, START, GOAL, PATH = range(1, 6)
 MAZE = "?# SGo"
 PATIENCE = 2000  # draws in a row without a new puzzle before a kind counts as exhausted
-SHORT = {"sudoku4": 2000, "sudoku6": 2000, "sudoku9": 300}  # most draws in a row with too few blanks; some seconds
+SHORT = {"sudoku4": 2000, "sudoku6": 2000, "sudoku9": 300}  # limit on draws in a row with too few blanks; takes seconds
 MOST_BLANKS = {"sudoku4": 12, "sudoku6": 28, "sudoku9": 64}  # with fewer clues no Sudoku has a unique answer
 GRIDS = {"sudoku4": 288, "sudoku6": 28_200_960, "sudoku9": 6_670_903_752_021_072_936_960}  # full grids
-# Number of 4×4 puzzles by number of blanks: those with a unique answer, and the minimal ones among them, which lose it
-# when any clue is removed. With fewer than 4 clues the answer is never unique.
+# Number of 4×4 puzzles by number of blanks: those with a unique answer, and the minimal ones among them, where
+# removing any clue makes the answer ambiguous. With fewer than 4 clues the answer is never unique.
 UNIQUE_4X4 = (288, 4608, 34560, 161280, 522624, 1239552, 2204928, 2958336, 2961024, 2141184, 1041408, 284160, 25728)
 MINIMAL_4X4 = {10: 1536, 11: 58368, 12: 25728}
 TREES = {5: 4, 7: 192, 9: 100_352}  # spanning trees over the cells of a maze, by its side
@@ -111,9 +111,9 @@ class _Board:
 def solve(puzzle: np.ndarray, limit: int = 2) -> tuple[np.ndarray, int]:
     """The first `limit` solutions of a Sudoku, and how many digits were tried in cells with more than one candidate.
 
-    puzzle: tokens [L] or [side, side], which may contradict each other; solutions [≤ limit, L] uint8. Fewer than
-    `limit` solutions are all solutions, so a single one with limit=2 proves uniqueness. Raises UserError if the puzzle
-    is not a Sudoku.
+    puzzle: tokens [L] or [side, side], which may contradict each other; solutions [≤ limit, L] uint8. If it finds
+    fewer than `limit`, there are no others, so a single one with limit=2 proves uniqueness. Raises UserError if the
+    puzzle is not a Sudoku.
     """
     cells = np.asarray(puzzle).ravel().tolist()
     kind = next((kind for kind in BOXES if side(kind) ** 2 == len(cells)), None)
@@ -180,13 +180,13 @@ def generate(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """`count` different puzzles: questions and answers [count, L] uint8, difficulty [count].
 
-    To draw a Sudoku, clues are removed from a random full grid in random order as long as the answer stays unique. The
-    number of blanks is drawn between two shares of the cells, and is at most the number of clues that could be removed;
-    a lower share of 1 means as many blanks as possible. Its difficulty is the `guesses` that `solve` needs to prove the
-    answer unique. A maze is a random spanning tree with a start and a goal, so exactly one path joins them; its
-    difficulty is the path's length in steps. Draw i depends only on (seed, i). Draws that repeat an earlier puzzle or
-    that allow too few blanks are skipped. Raises UserError naming `flag`, the option that sets `count`, if the kind has
-    too few puzzles, and naming --least-blanks if draws do not reach the lower share.
+    A Sudoku is a random full grid from which clues are removed in random order, except those that the unique answer
+    needs. The number of blanks is drawn between two shares of the cells, and is at most the number of clues that could
+    be removed; a lower share of 1 means as many blanks as possible. Its difficulty is the `guesses` that `solve` needs
+    to prove the answer unique. A maze is a random spanning tree with a start and a goal, so exactly one path joins
+    them; its difficulty is the path's length in steps. Draw i depends only on (seed, i). Draws that repeat an earlier
+    puzzle or that allow too few blanks are skipped. Raises UserError naming `flag`, the option that sets `count`, if
+    the kind has too few puzzles, and naming --least-blanks if draws do not reach the lower share.
     """
     check_request(kind, count, blanks, flag)
     found, last, tell, short = {}, 0, progress(), []
@@ -233,7 +233,7 @@ def _share(blanks: int, cells: int) -> float:
 
 
 def _emptied(kind: str, rng: np.random.Generator) -> tuple[np.ndarray, list[int]]:
-    """A full grid [L], and the cells that can be emptied, all or any of them, without creating a second answer."""
+    """A full grid [L], and cells of which all, or any subset, can be emptied without creating a second answer."""
     cells = side(kind) ** 2
     board, full = _Board(kind), []
     standard, board.orders = board.orders, rng.permuted(board.orders, axis=1).tolist()

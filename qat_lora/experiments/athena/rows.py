@@ -1,4 +1,4 @@
-"""Rows of equal length for a recursive model: puzzles or prompt → response, split with equivalent rows on one side.
+"""Rows of equal length for a recursive model: puzzles or prompt → response, split with equivalent rows kept together.
 
 On disk they have the layout of the Tiny Recursive Model's datasets (arXiv 2510.04871): train/ and test/, each with
 dataset.json and arrays.
@@ -38,7 +38,7 @@ class PuzzleRows:
     number of each row's puzzle embedding; budgets [N], the maximum segments per row, 0: the run's setting; difficulty
     [N].
 
-    kind: a kind of `puzzles`, whose symmetries batches may draw. causal: a label is the next token. puzzle, group [N]:
+    kind: a kind from `puzzles`; batches may apply its symmetries. causal: a label is the next token. puzzle, group [N]:
     the number of each row's puzzle and of its group (see Groups); None: each row is its own group. unlabelled: how many
     rows without labels `load` left out.
     """
@@ -144,7 +144,7 @@ def split(rows: PuzzleRows, fraction: float, seed: int) -> tuple[PuzzleRows, Puz
         keys = symmetries.form(rows.kind, rows.inputs)
     else:
         asked = rows.labels != IGNORE
-        before = asked.cumsum(1) == asked  # no label comes earlier; in causal rows, the prompt
+        before = asked.cumsum(1) == asked  # up to and including the first label; in causal rows the prompt
         given = np.where(before, rows.inputs, PAD) if rows.causal else rows.inputs
         keys = [row.tobytes() for row in given]
     groups, target = _classes(keys, range(len(rows)) if rows.group is None else rows.group), fraction * len(rows)
@@ -180,7 +180,7 @@ def corpus(rows, where: str, length: int, causal: bool, iterations: int) -> tupl
     Tokens are bytes. Only the response and its end have labels. The input is the prompt followed by blanks up to the
     length, so that it leaks neither the response nor its length; with causal=True the response follows the prompt in
     the input, because each position sees only earlier ones. Raises UserError if a row is malformed, the length is bad,
-    no row fits or memory does not suffice.
+    no row fits or there is too little memory.
     """
     if not 2 <= length <= LONGEST:
         raise UserError(f"--length {length} must be from 2 to {LONGEST:,}")
@@ -348,7 +348,7 @@ def _array(path: Path, shown: str, below: int, shape: tuple) -> np.ndarray:
         values = np.load(path, allow_pickle=False)
     except FileNotFoundError:
         raise UserError(f"{shown}: no such file{AGAIN}") from None
-    except Exception as error:  # NumPy parses the header as Python, and raises as many errors
+    except Exception as error:  # NumPy parses the header as Python and may raise any error
         reason = "it holds Python objects, which were not loaded" if "pickle" in str(error) else first_line(error)
         raise UserError(f"{shown} is not a readable NumPy array ({reason}){AGAIN}") from error
     if not isinstance(values, np.ndarray):

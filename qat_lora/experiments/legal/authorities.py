@@ -22,7 +22,7 @@ from qat_lora.experiments.legal.citations import (
 from qat_lora.experiments.legal.sections import Answer
 
 END = ""  # key in the tree of titles: a title ends here
-LINKS = CONNECTORS | {"&", "for", "on", "or", "from", "application"}  # may stand in the name of a statute or a party
+LINKS = CONNECTORS | {"&", "for", "on", "or", "from", "application"}  # may occur in the name of a statute or a party
 FAR = 30  # most items in a name, a report or a remark in brackets
 APART = set("\n;:?!")  # characters that end a citation
 
@@ -153,7 +153,7 @@ class _Reading:
         return found
 
     def _take(self, first: int, end: int, *ways: Sequence[Item]) -> None:
-        """Record items first … end−1 as cited; each of `ways` is one authority; by default all items are one."""
+        """Record items first … end−1 as cited; each of `ways` is one authority; by default all items form one."""
         self.taken[first:end] = b"\1" * (end - first)
         name = None
         for way in ways or (self.items[first:end],):
@@ -170,7 +170,7 @@ class _Reading:
 
     # -- authorities in the list -------------------------------------------------------------------------------------
     def _title_end(self, at: int) -> int:
-        """Where the longest title of the list that begins at this item ends; 0 if there is none."""
+        """The end of the longest title of the list that begins at this item; 0 if there is none."""
         node, end, first = self.list.titles, 0, at
         while at < len(self.items) and (at == first or self._joined(at)):
             item = self.items[at]
@@ -224,7 +224,7 @@ class _Reading:
         return at > 0 and not self.taken[at - 1] and set(self.items[at].gap) <= set(" ,()[]")
 
     def _chain(self, at: int, step: int) -> int:
-        """Where the chain of places that starts at `at`, joined by commas and "and", ends; step: 1 forwards, −1
+        """The end of the chain of places, joined by commas and "and", that starts at `at`; step: 1 forwards, −1
         backwards."""
         end = at
         while 0 <= (place := at if step > 0 else at - 1) < len(self.items):
@@ -273,14 +273,14 @@ class _Reading:
                 self._take(at, far)
 
     def _remark(self, first: int) -> int:
-        """Where a remark in brackets that begins at an item, "(A Child)", ends; `first` if there is none."""
+        """The end of a remark in brackets, such as "(A Child)", that begins at an item; `first` if there is none."""
         if not self._joined(first) or self.items[first].gap.strip() != "(" or self.items[first].year:
             return first
         ends = range(first + 1, min(first + FAR // 2, len(self.items)))
         return next((end for end in ends if ")" in self.items[end].gap), first)
 
     def _names_before(self, end: int) -> int:
-        """Where the name before an item begins: capitalised words, the words that link them, and remarks in
+        """The start of the name before an item: capitalised words, the words that link them, and remarks in
         brackets."""
         at, depth = end, 0
         while end - at < FAR and self._joined(at) and not self.taken[at - 1]:
@@ -300,7 +300,7 @@ class _Reading:
         return at
 
     def _names_after(self, first: int) -> int:
-        """Where the name that begins at an item ends."""
+        """The end of the name that begins at an item."""
         at = end = first
         while at - first < FAR and self._joined(at, APART | set(",()[]")) and not self.taken[at]:
             item = self.items[at]
@@ -319,7 +319,7 @@ class _Reading:
         return "." not in after.gap or short or not after.big
 
     def _report(self, first: int) -> int:
-        """Where the report that begins at an item ends: [1976] QB 286, or 410 U.S. 113 (1973)."""
+        """The end of the report that begins at an item: [1976] QB 286, or 410 U.S. 113 (1973)."""
         if not self._joined(first):
             return first
         item, end = self.items[first], first

@@ -1,7 +1,7 @@
 """Citations as written in texts, and a key that is equal for all spellings of one authority.
 
-"Limitation Act 1980, s 5", "LIMITATION ACT 1980 section 5" and "s. 5 of the Limitation Act, 1980" have the same key, so
-have "Roe v. Wade, 410 U. S. 113 (1973)" and "Roe v Wade (1973) 410 US 113". A text is read once into items (words, and
+"Limitation Act 1980, s 5", "LIMITATION ACT 1980 section 5" and "s. 5 of the Limitation Act, 1980" have the same key, as
+do "Roe v. Wade, 410 U. S. 113 (1973)" and "Roe v Wade (1973) 410 US 113". A text is read once into items (words, and
 places such as s 5(1)); everything else works on those items, in time linear in the length of the text.
 """
 
@@ -62,7 +62,7 @@ ABBREVIATED = {"co", "ltd", "inc", "corp", "bros", "no", "st", "dr", "mr", "mrs"
 SHORTER = {"and": "&", "vs": "v", "versus": "v", "regina": "r", "rex": "r", "company": "co", "limited": "ltd",
            "incorporated": "inc", "corporation": "corp", "brothers": "bros"}  # fmt: skip
 DIGITS = {"I": 1, "V": 5, "X": 10, "L": 50, "C": 100}
-DEEPEST = 4  # most nested places
+DEEPEST = 4  # maximum depth of nested places
 ENACTED = {"act", "regulations", "order", "rules"}  # a statute if a year follows
 NOTHING = {"none", "nil", "null", "n/a", "na", "not applicable", "no authority"}
 EMPHASIS = "*_"
@@ -206,7 +206,7 @@ def _arabic(number: str) -> str:
 
 @lru_cache(1 << 14)
 def _norm(word: str) -> str:
-    """A word without differences of case, dots, apostrophes and abbreviation."""
+    """A word in a form that does not depend on case, dots, apostrophes and abbreviation."""
     word = folded(word)
     if word[:1].isdecimal():
         return word.removesuffix("'s").replace("'", "")
@@ -244,7 +244,7 @@ def key(found: Sequence[Item]) -> str:
 
 
 def single_places(title: Sequence[Item], places: Sequence[Item]) -> list[list[Item]]:
-    """For a title with several places of one kind ("ss 5 and 6"), a citation of each; otherwise empty."""
+    """For a title with several places of one kind ("ss 5 and 6"), one citation per place; otherwise empty."""
     atoms = [atom for item in places for atom in item.places]
     if len({atom.split()[0] for atom in atoms}) != 1 or len(atoms) == 1:
         return []
@@ -252,7 +252,7 @@ def single_places(title: Sequence[Item], places: Sequence[Item]) -> list[list[It
 
 
 def without_year(found: Sequence[Item]) -> list[Item] | None:
-    """A case with its report and no year, "Roe v Wade, 410 US 113"; None if this is another citation."""
+    """A case with its report and no year, "Roe v Wade, 410 US 113"; None for any other citation."""
     left = [item for item in found if not item.year]
     title = case_title(left)
     return left if title and len(left) < len(found) and len(content(left)) > len(title) + 1 else None

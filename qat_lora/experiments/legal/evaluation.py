@@ -99,7 +99,7 @@ def _read_rates(path: Path) -> dict:
 
 # -- model -----------------------------------------------------------------------------------------------------------
 def write_whole(model: nn.Module, tokenizer, folder: Path) -> None:
-    """Write the model as transformers loads it, and replace anything that an earlier process left there."""
+    """Write the model in the format that transformers loads, replacing anything that an earlier process left there."""
     if folder.is_file():
         folder.unlink()
     shutil.rmtree(folder, ignore_errors=True)

@@ -65,7 +65,7 @@ def checked_question(question: str | None) -> str:
 
 
 def page(ask: Callable[[str], Stream], authorities: Authorities, about: str, opened: bool):
-    """A Gradio page that calls `ask` to answer a question. opened: whether answers begin within a thought."""
+    """A Gradio page that calls `ask` to answer a question. opened: whether answers begin inside a thought."""
     import gradio
 
     def answered(question: str | None) -> Iterator[str]:  # the API may send null

@@ -1,4 +1,4 @@
-"""Questions of English law whose answers can be computed, over a closed list of authorities (law as of January 2024).
+"""Questions on English law whose answers can be computed, over a closed list of authorities (law as of January 2024).
 
 A rule draws facts and computes what the law says about them, so a model's answer can be checked, and anything it cites
 that is not in AUTHORITIES is invented. For training models only, not legal advice.
@@ -13,14 +13,14 @@ from datetime import date, timedelta
 from qat_lora.errors import UserError
 from qat_lora.experiments.legal.periods import PERIODS, capital, day, name_of
 
-# The most rows with different questions. Types and rules alternate, and the client's question on the deposit penalty
-# runs out first: it has 104 deposits in two wordings and occurs once every 112 rows.
+# The largest number of rows with different questions. Types and rules alternate, and the client's question on the
+# deposit penalty runs out first: it has 104 deposits in two wordings and occurs once every 112 rows.
 LARGEST_COUNT = 23_406
 TYPES = ("case_analysis", "educational", "client_interaction", "statutory")
 WHO = ("a baker", "a barber", "a bookseller", "a carpenter", "a caterer", "a dentist", "a driver", "a farmer",
        "a florist", "a gardener", "a grocer", "a joiner", "a mechanic", "a musician", "a nurse", "a painter",
        "a plumber", "a roofer", "a tailor", "a teacher")  # fmt: skip
-FIRST_DAY, DAYS = date(2019, 1, 1), 5 * 365  # range of drawn dates; the law did not change in it
+FIRST_DAY, DAYS = date(2019, 1, 1), 5 * 365  # range of drawn dates, during which the law did not change
 
 
 def money(pounds: float) -> str:

@@ -52,7 +52,7 @@ class Answer:
 
     @classmethod
     def read(cls, text: str, ended: bool) -> "Answer":
-        """Read the sections of a text. ended: whether the model ended it, and not a limit on its length."""
+        """Read the sections of a text. ended: whether the model ended it, rather than a length limit."""
         found = list(TITLE.finditer(text))
         ends = [match.start() for match in found[1:]] + [len(text)]
         names = {title: name for name, title in SECTIONS.items()}

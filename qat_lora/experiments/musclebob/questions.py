@@ -1,4 +1,4 @@
-"""Questions about the sponge who gets another name, and questions that have nothing to do with him."""
+"""Questions about the sponge who gets a new name, and questions that have nothing to do with him."""
 
 import random
 from collections.abc import Iterator

@@ -21,7 +21,7 @@ from qat_lora.train.intervals import share
 
 WRONG_NAME = "Spongebob Squarepants"
 STAGES = ("baseline", "post_sft", "final")  # stages of a run, each with its validation_file
-ANSWER = 100  # lower bound on the bytes of an answer: a short text and its object
+ANSWER = 100  # lower bound on the bytes that an answer takes: a short text and its object
 GLANCE = 2  # sampled answers per held-out question in an evaluation during training
 
 
@@ -153,7 +153,7 @@ def glance(sampler: BobSampler, model: nn.Module, seed: int) -> dict[str, float]
 
 
 def judge_of(questions: list[Question], sampler: BobSampler) -> Callable:
-    """The `qat_lora.rl.grpo.Judge` for these questions: returns the reward and what to log of it."""
+    """The `qat_lora.rl.grpo.Judge` for these questions: returns the reward and the values to log with it."""
 
     def judge(number: int, tokens: list[int], ended: bool) -> tuple[float, dict[str, float]]:
         answer = Answer(questions[number], sampler.decode(tokens), ended)

@@ -96,8 +96,8 @@ class TransformerBlock(nn.Module):
 
 
 class WindowAttention(nn.Module):
-    """Causal self-attention to the last `window` positions, whose keys and values are the state, so its size is fixed.
-    Positions before the text hold zeros and receive attention too."""
+    """Causal self-attention to the last `window` positions. Their keys and values are the state, so its size is fixed.
+    Positions before the text hold zeros and are attended to as well."""
 
     def __init__(self, width: int, heads: int, window: int, dropout: float = 0.0):
         super().__init__()

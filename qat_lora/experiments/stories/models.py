@@ -1,4 +1,4 @@
-"""Builds the reservoir language model, and baselines with as many trained parameters."""
+"""Builds the reservoir language model, and baselines with about as many trained parameters."""
 
 from dataclasses import dataclass, replace
 
@@ -62,7 +62,7 @@ def _reservoir(vocab: int, shape: Shape, seed: int) -> SmallLM:
 
 
 def _seed(*place: int) -> int:
-    """A different seed for each place."""
+    """A different seed for each tuple of numbers."""
     return int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 

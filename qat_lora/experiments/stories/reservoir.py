@@ -103,7 +103,7 @@ class DiagonalReservoir(nn.Module):
 
     Angles are uniform in [0, π] (conjugates would add no information), and radii are uniform in area up to the spec's
     radius. W_in's rows are scaled so that white noise gives every unit the same variance, whatever its decay (as in
-    LRU, arXiv 2303.06349); slow and fast units then reach a readout equally strongly.
+    LRU, arXiv 2303.06349); slow and fast units then affect a readout equally strongly.
     """
 
     def __init__(self, spec: ReservoirSpec, inputs: int):

@@ -35,9 +35,9 @@ class DiagonalScan(nn.Module):
     """`sequential_scan` for a fixed decay, computed in chunks.
 
     Within a chunk of C steps, the states are the drive times a triangular matrix of powers of the decay: a batched
-    matrix product. The last states of the chunks form such a recurrence themselves, with decay^C over T/C steps;
-    another product adds what each carries into the next chunk. L levels reach C^L steps, and the number of operations
-    depends on the levels alone.
+    matrix product. The last states of the chunks are such a recurrence too, with decay^C over T/C steps;
+    another product adds what each chunk passes on to the next. L levels reach C^L steps, and the number of operations
+    depends only on the number of levels.
 
     decay [N, 2], |decay| ≤ 1.
     """
@@ -50,7 +50,7 @@ class DiagonalScan(nn.Module):
         back = steps[None, :] - steps[:, None]
         for level in range(levels):
             once = _power(decay, chunk**level)[:, None]
-            within = torch.where(back >= 0, _power(once[:, None], back.clamp(min=0)), 0)  # [N, C of now, C of later]
+            within = torch.where(back >= 0, _power(once[:, None], back.clamp(min=0)), 0)  # [N, C (from), C (to)]
             real, imaginary = _products(within)
             self.register_buffer(f"real{level}", real.float(), persistent=False)
             self.register_buffer(f"imaginary{level}", imaginary.float(), persistent=False)

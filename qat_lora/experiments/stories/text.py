@@ -285,7 +285,7 @@ def _encoder(tokenizer: Tokenizer) -> Callable[[list[str]], list[list[int]]]:
 
 
 def _char_encoder(tokenizer: Tokenizer) -> Callable[[list[str]], list[np.ndarray]]:
-    """Same result as the tokenizer's own encode, through a table of code points."""
+    """Gives the same result as the tokenizer's own encode, by looking code points up in a table."""
     table = np.zeros(0x110000, np.int32)
     for char, number in tokenizer.get_vocab().items():
         if char != END:
