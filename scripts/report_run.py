@@ -4,7 +4,7 @@
     python scripts/report_run.py
     python scripts/report_run.py --run runs/v2_q4
 
-Without --run it takes the run under runs/ with the latest log line; the run may still be in progress. It prints the path of
+Without --run it takes the run under runs/ that logged last; the run may still be in progress. It prints the path of
 report.html, a single file that you can open or send anywhere. The plots are also in plots/metrics.png.
 """
 

@@ -154,9 +154,8 @@ def from_run(cfg: Config) -> Config:
     if given:
         raise UserError(f"--run {cfg.run} already sets {given[0]}; leave one of them out")
     folder = Path(cfg.run)
-    spoken = (
-        ["model"] if whole else [f"model/{name}" for name in SPEECH]
-    )  # with an adapter, the weights in model/ are not read
+    # with an adapter, the weights in model/ are not read
+    spoken = ["model"] if whole else [f"model/{name}" for name in SPEECH]
     check_files(folder, "config.yaml", "authorities.json", "base.pt", *spoken)
     trained = read_config(folder)
     model, length = trained.get("model"), trained.get("max_new_tokens")

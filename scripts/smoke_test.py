@@ -129,7 +129,7 @@ def check_data(seed: int) -> tuple[PuzzleRows, PuzzleRows]:
 
 
 def check_training(backend: TorchBackend, cfg: Config, train: PuzzleRows, heldout: PuzzleRows, epochs: int) -> Trainer:
-    """Updates change the weights, losses are finite and fall (given at least ten), held-out figures are shares."""
+    """Updates change the weights, losses are finite and, after ten or more, lower; held-out figures are shares."""
     spec = RecursiveSpec(train.vocab, train.length, WIDTH, num_heads=2, H_cycles=2, L_cycles=2, mlp_t=True)
     steps = -(-epochs * len(train) // BATCH) or 2
     plan = RecursivePlan(

@@ -9,7 +9,7 @@ TILE = 2**18
 HEAD_BYTES = 128 * 2**20
 ACCELERATOR_HEAD_BYTES = 256 * 2**20  # fewer, larger products and a smaller graph; not measured on hardware
 STRIP_BYTES = 8 * 2**20  # bytes of logits in one strip of the vocabulary on the CPU
-HEAD_TILE = 2**19  # elements of an LM-head tile: larger, since fewer tensors are alive and each is used more
+HEAD_TILE = 2**19  # elements of an LM-head tile: larger, since fewer tensors are alive and each gets more work
 POSITIONS = 2048  # positions for which the CPU computes all strips before the next positions
 
 

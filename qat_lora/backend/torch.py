@@ -229,7 +229,7 @@ class TorchBackend:
         self.reduce(gradients)
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
         scale = (clip / (norm + 1e-6)).clamp(max=1.0) if clip > 0 else None
-        if scale is not None and (self.kind != "cpu" or scale < 1):  # elsewhere, reading it would stall the device
+        if scale is not None and (self.kind != "cpu" or scale < 1):  # elsewhere the host would have to wait for it
             for gradient in gradients:
                 gradient.mul_(scale)
         optimizer.step()

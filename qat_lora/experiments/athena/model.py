@@ -188,7 +188,7 @@ class RecursiveModel(nn.Module):
 
     def stack(self, h: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor) -> Tensor:
         """Apply all blocks to h [B, 1 + L, D]: h = rms(h + mix(h)), h = rms(h + swiglu(h)). It reads only sizes
-        from the model, so once compiled by a backend it also works for copies of the model."""
+        from the model, so its compiled version also works for copies of the model."""
         each = len(weights) // self.spec.L_layers
         for first in range(0, len(weights), each):
             *mix, gate, value, out = weights[first : first + each]
@@ -208,8 +208,9 @@ class RecursiveModel(nn.Module):
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """softmax(qkᵀ/√D)·v for q, k, v [B, heads, S, D]. For few positions on a CPU it uses two plain matrix products: the
-    fused kernel is made for long texts, and its backward pass in bf16 takes 8 times as long (docs/benchmarks.md)."""
+    """softmax(qkᵀ/√D)·v for q, k, v [B, heads, S, D]. For few positions on a CPU, two plain matrix products are faster
+    than the fused kernel: it is made for long texts, and its bf16 backward pass takes 8 times as long
+    (docs/benchmarks.md)."""
     if causal or has_attention_kernel(q) or q.shape[2] > FEW_POSITIONS:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
     weights = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(2, 3)).softmax(
