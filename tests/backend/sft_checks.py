@@ -36,7 +36,7 @@ def graphs() -> int:
 
 
 def training(backend, checkpointing: bool, dropout: float = 0.0) -> dict:
-    """Twelve updates of two micro-batches, past the partial batch that ends an epoch. Every fourth evaluates held-out
+    """Eight updates of two micro-batches, past the partial batch that ends an epoch. Every fourth evaluates held-out
     figures and answers and saves a checkpoint."""
     tokenizer = load_tokenizer(MODEL)
     data = legal_data(legal_rows("generated", "train", 46, 0), tokenizer, 512, section_weights("answer=2"), 0.2, 0)
@@ -48,7 +48,7 @@ def training(backend, checkpointing: bool, dropout: float = 0.0) -> dict:
     run = Run(folder, resumed=False)
     session = Session(run, backend, Every(log=1, evaluate=4, save=4))
     evaluation = LegalEvaluation(Sampler(tokenizer, backend, (tokenizer.eos_token_id,), 2, 256, 4), data)
-    plan = Plan(12, 4, 2, 1e-3, 3, 1.0, 0, weight_decay=0.01)
+    plan = Plan(8, 4, 2, 1e-3, 3, 1.0, 0, weight_decay=0.01)
     before, given = backend.counters().get("compiles", 0), []
 
     def loss_of(model, batch):

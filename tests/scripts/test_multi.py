@@ -24,7 +24,7 @@ PYTHON = Path(sys.executable)
 CLOSE = 1e-5  # between weights after nine updates in fp32: Adam amplifies differences of 1e-8 to this
 COMMON = "--device cpu --precision fp32 --log-every 1 --eval-rows 8 --save-every 2 --learning-rate 1e-4"
 QAT = f"{COMMON} --mlp balanced2/g32 --attn lut4/r4 --init rtn --max-steps 5 --eval-every 3 --warmup-steps 2"
-LONG = f"{COMMON} --mlp balanced2/g32 --attn lut4/r4 --init rtn --max-steps 160 --eval-every 0 --save-every 20"
+LONG = f"{COMMON} --mlp balanced2/g32 --attn lut4/r4 --init rtn --max-steps 100 --eval-every 0 --save-every 20"
 TWO = ["--from-scratch", "--batch-size", 2, "--num-chips", 2]
 RECOVERY = f"{COMMON} --max-steps 4 --eval-every 2 --recovery-r 2 --anchor-weight 0.1 --anchor-length 8"
 

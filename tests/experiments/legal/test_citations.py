@@ -237,20 +237,29 @@ def test_reading_takes_linear_time(wrapped):
         answer.figure()
         return time.process_time() - start
 
-    for piece in ADVERSARIAL:  # quadratic code would take 16 times as long, i.e. seconds
-        assert seconds(piece, 8_000) < 9 * seconds(piece, 2_000) + 0.2, piece
+    # Quadratic code takes 16 times as long at every attempt; a busy machine disturbs some attempts only.
+    for piece in ADVERSARIAL:
+        assert any(seconds(piece, 8_000) < 9 * seconds(piece, 2_000) + 0.2 for _ in range(5)), piece
 
 
 def test_many_places_of_one_title_take_linear_time():
-    start = time.process_time()
-    for text in ("s 1, " * 10_000 + "Limitation Act 1980", "Zog Act 1980" + ", s 1" * 10_000):
-        LIST.cited(Answer.read(text, True))
-    assert time.process_time() - start < 4, "quadratic code takes 40 seconds"
+    def seconds(count: int) -> float:
+        start = time.process_time()
+        for text in ("s 1, " * count + "Limitation Act 1980", "Zog Act 1980" + ", s 1" * count):
+            LIST.cited(Answer.read(text, True))
+        return time.process_time() - start
+
+    assert any(seconds(10_000) < 9 * seconds(2_500) + 0.2 for _ in range(5)), "quadratic code takes 16 times as long"
 
 
 def test_reading_time_does_not_grow_with_the_list():
     names = [f"P{number:x} v D{number:x} [1990] {number} QB 1" for number in range(5000)]
-    listed, said = Authorities(names), Answer.read("".join(f"See {name}, and no other. " for name in names[:40]), True)
-    start = time.process_time()
-    assert listed.cited(said) == (set(names[:40]), set())
-    assert time.process_time() - start < 0.5, "searching for each name takes over a second"
+    said = Answer.read("".join(f"See {name}, and no other. " for name in names[:40]), True)
+
+    def seconds(listed: Authorities) -> float:
+        start = time.process_time()
+        assert listed.cited(said) == (set(names[:40]), set())
+        return time.process_time() - start
+
+    short, long = Authorities(names[:40]), Authorities(names)
+    assert any(seconds(long) < 9 * seconds(short) + 0.2 for _ in range(5)), "searching for each name takes 125 times as long"
