@@ -26,7 +26,7 @@ OTHER_TOKENS = {
     "attention_mask", "position_embeddings", "position_ids", "past_key_values", "past_key_value", "layer_past",
     "cache_params", "cache_position", "alibi", "sinusoidal_pos", "seq_idx", "state",
 }  # fmt: skip
-FEWEST_INPUTS = 16  # smaller layers are not worth quantising: Gemma 3n mixes its four streams with 4-input layers
+FEWEST_INPUTS = 16  # layers with fewer are not worth quantising (Gemma 3n mixes its four streams with 4-input layers)
 FEED_FORWARD = ("mlp", "feed_forward", "ffn")
 
 
@@ -67,9 +67,8 @@ def _accepts(kind: type) -> tuple[frozenset[str], bool]:
 def hidden_states(model: nn.Module, tokens: Tensor, layout: Layout | None = None, cache=None) -> Tensor:
     """Last hidden states [B, Q, H] of tokens [B, Q], ready for `head_form`'s output matrix.
 
-    layout: which tokens attend to which; None: every row is one text from its start. cache: holds the keys and values
-    of a layout's earlier tokens. If needed, switches the model's attention and expert implementations and does not
-    switch them back.
+    layout: which tokens attend to which; None: each row is a single text. cache: the keys and values of the layout's
+    earlier tokens. May change the model's attention and expert implementations, and does not restore them.
     """
     stack = decoder(model)
     if is_xla_device(tokens.device):
@@ -144,7 +143,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 
 def part_of(block: nn.Module, name: str) -> str:
-    """The part of a decoder block that module or parameter `name` belongs to: "attn" (all that mixes tokens) or
+    """The part of a decoder block that module or parameter `name` belongs to: "attn" (everything that mixes tokens) or
     "mlp"."""
     part, module = "mlp", block
     for step in name.split("."):
@@ -157,8 +156,8 @@ def part_of(block: nn.Module, name: str) -> str:
 
 
 def experts_of(module: nn.Module) -> dict[str, bool]:
-    """The weights [experts, …] of a module that stores all its experts in one parameter, and whether each expert is
-    [in, out]."""
+    """The names of a module's parameters that stack all its experts, [experts, …], and for each whether an expert is
+    stored as [in, out]."""
     marked, experts = hasattr(module, "is_transposed"), getattr(module, "num_experts", None)
     if not (marked or "Experts" in type(module).__name__):
         return {}
@@ -220,7 +219,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 def matrices(block: nn.Module) -> Iterator[Matrix]:
     """The linear layers, quantised or not, and the experts of a block. Routers are left out because they are small and
-    a wrong choice of expert costs more than any rounding; layers with few inputs are left out too."""
+    choosing the wrong expert does more harm than rounding; layers with few inputs are left out too."""
     modules = list(block.named_modules())
     counts = {
         path.rpartition(".")[0]: max(
@@ -236,8 +235,8 @@ def matrices(block: nn.Module) -> Iterator[Matrix]:
     for path, module in modules:
         owner = path.rpartition(".")[0]
         if _is_linear(module) and module.in_features >= FEWEST_INPUTS and _is_called(block, path):
-            # A router is next to the experts, or the last layer of a module next to them. Width alone does not decide:
-            # a shared expert may be as wide as the number of experts, but its output feeds another layer.
+            # A router is next to the experts, or the last layer of a module next to them. Width alone does not identify
+            # it: a shared expert may be as wide as the number of experts, but its output feeds another layer.
             chooses = any(
                 owner == other or (owner.startswith(f"{other}.") and count not in inputs[owner])
                 for other, count in counts.items()
@@ -284,8 +283,8 @@ def replaced(blocks: Iterable[nn.Module], stand_in: Callable) -> Iterator[None]:
 
 @contextmanager
 def eager_experts(model: nn.Module) -> Iterator[None]:
-    """Within this context experts are computed one after the other, which works in fp64 too; torch's grouped matrix
-    product does not."""
+    """Within this context experts are computed one at a time, which also works in fp64, unlike torch's grouped matrix
+    product."""
     config = unwrap(model).config
     before, config._experts_implementation = config._experts_implementation, "eager"
     try:
@@ -295,7 +294,8 @@ def eager_experts(model: nn.Module) -> Iterator[None]:
 
 
 def as_answer(hidden: Tensor, values: int):
-    """Hidden states in the form that a block returns: alone (values 0), or first in a tuple of `values` entries."""
+    """Hidden states in the form that a block returns: on their own (values 0), or first in a tuple of `values`
+    entries."""
     return (hidden, *[None] * (values - 1)) if values else hidden
 
 
@@ -312,9 +312,9 @@ def is_recurrent(model: nn.Module) -> bool:
 
 
 def short_range(config: PreTrainedConfig) -> int | None:
-    """The length in tokens up to which a text's output does not depend on the lengths of other texts in its batch or on
-    its place in a row; None: no limit. Beyond it LongRoPE uses other frequencies and Llama 4 another attention
-    temperature."""
+    """The maximum length, in tokens, of a text whose output depends neither on the lengths of other texts in its batch
+    nor on its place in a row; None: no limit. Beyond it, LongRoPE uses different frequencies and Llama 4 a different
+    attention temperature."""
     ropes = getattr(config, "rope_parameters", None) or {}
     limits = [
         rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
@@ -327,20 +327,20 @@ def short_range(config: PreTrainedConfig) -> int | None:
 
 
 def counts_slots(model: nn.Module) -> bool:
-    """Whether some attention layer stores its window as a mask matrix (GPT-Neo), which counts slots of a row and not
-    positions in a text."""
+    """Whether some attention layer stores its window as a mask matrix over the slots of a row instead of the positions
+    in a text (GPT-Neo)."""
     masks = (b for b in decoder(model).buffers() if b.dtype == torch.bool and b.ndim > 1 and b.shape[-1] == b.shape[-2])
     return any(not bool(mask[..., -1, 0].all()) for mask in masks)
 
 
 def packs(model: nn.Module) -> bool:
-    """Whether the examples of a packed row can be kept apart: measured by `check`, and inferred from the structure
-    before that."""
+    """Whether the model can keep the examples of a packed row apart: measured by `check`; before that, inferred from
+    the structure."""
     return unwrap(model).__dict__.get("_packs", not is_recurrent(model))
 
 
 def set_packs(model: nn.Module, together: bool) -> None:
-    """Set the answer of `packs`."""
+    """Set what `packs` returns."""
     unwrap(model)._packs = together
 
 

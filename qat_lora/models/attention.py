@@ -1,4 +1,4 @@
-"""Which tokens of a row attend to which, on top of the windows of a model's blocks.
+"""Which tokens of a row attend to which, in addition to the windows of the model's own blocks.
 
 transformers makes each mask from a function of two positions (causal, sliding window, chunks), one for each kind of
 block, and passes it to an interface named after the attention implementation. Within `laid_out`, this module extends
@@ -25,7 +25,7 @@ PACKED = "packed_examples"  # the name under which transformers knows the attent
 class Layout:
     """Which tokens attend to which, before a model's windows restrict that further.
 
-    visible: bool [B, Q, K] (or [1, Q, K]), causality included; query [B, Q] and key [B, K]: the position of each token
+    visible: bool [B, Q, K] (or [1, Q, K]), including causality; query [B, Q] and key [B, K]: the position of each token
     in its own text, which windows and chunks are based on. lengths: the lengths of each row's examples, on the CPU;
     if given, attention runs on one example after the other and computes nothing that a mask would discard.
     """
@@ -38,7 +38,7 @@ class Layout:
 
     @classmethod
     def causal(cls, length: int, device: torch.device) -> "Layout":
-        """Rows of one text each, with an explicit mask, for devices where finding out that no mask is needed costs a
+        """Rows of one text each, with an explicit mask, for devices where checking whether a mask is needed costs a
         sync."""
         positions = torch.arange(length, device=device).unsqueeze(0)
         return cls(torch.ones(1, length, length, dtype=torch.bool, device=device).tril(), positions, positions)
@@ -59,7 +59,8 @@ class Layout:
         return seen & self.visible.unsqueeze(1)
 
     def is_plain(self, mask: Tensor) -> bool:
-        """Whether a mask made from this layout restricts nothing further. Costs one host sync per mask."""
+        """Whether a mask that the model made from this layout allows all that the layout allows. Costs one host sync
+        per mask."""
         if mask not in self.plain:
             self.plain[mask] = torch.equal(mask[:, 0], self.visible.expand_as(mask[:, 0]))
         return self.plain[mask]
@@ -95,7 +96,7 @@ def _follow_layout(name: str) -> None:
 
 
 def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options):
-    """transformers' attention, run on one example of a packed row after the other if the layout has their lengths."""
+    """transformers' attention, run on the examples of a packed row one at a time if the layout has their lengths."""
     layout = options.pop("layout", None)
     if layout is None or mask is None or options.get("position_bias") is not None:
         return sdpa_attention_forward(module, query, key, value, mask, **options)

@@ -1,4 +1,4 @@
-"""The check at load: a model is refused unless our results equal its own."""
+"""The check at load time: a model is refused unless our results equal its own."""
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,8 @@ from qat_lora.models.attention import Layout
 from qat_lora.models.head import head_form
 
 CHECKED = 12  # tokens in each text that `check` compares
-CLOSE = 1e-4  # tolerance relative to the largest logit: fp32 sums in another order
-# What a forward pass may raise if it cannot handle its arguments.
+CLOSE = 1e-4  # tolerance relative to the largest logit; covers fp32 sums in a different order
+# The exceptions that a forward pass may raise if it cannot handle its arguments.
 FAULTS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError)
 
 
@@ -79,7 +79,7 @@ def _logits(model: nn.Module, tokens: Tensor, layout: Layout | None) -> Tensor:
 def _keeps_apart(model: nn.Module, tokens: Tensor, own: Tensor, limit: float) -> bool:
     count = torch.arange(CHECKED)
     segments, positions = torch.arange(2).repeat_interleave(CHECKED), torch.cat([count, count])
-    config = decoder(model).config  # not the model's own object if it came out of a multimodal one
+    config = decoder(model).config  # not model.config if the model was taken out of a multimodal one
     before = config._attn_implementation
     try:
         for one_by_one in (False, True):
@@ -87,7 +87,7 @@ def _keeps_apart(model: nn.Module, tokens: Tensor, own: Tensor, limit: float) ->
             if not float((_logits(model, tokens.unsqueeze(0), layout)[0] - own).abs().max()) <= limit:
                 return False
         return True
-    except FAULTS:  # an architecture that accepts no positions or no mask
+    except FAULTS:  # an architecture that does not accept positions or a mask
         return False
     finally:
         config._attn_implementation = before

@@ -13,8 +13,8 @@ def static_experts(self: nn.Module, hidden: Tensor, index: Tensor, weights: Tens
     """The output [T, H] of transformers' expert modules for hidden states [T, H], chosen experts [T, K] and their
     weights [T, K].
 
-    Takes two matrix products in all: every token goes through every expert, with weight 0 for those not chosen. This
-    costs experts/K times the arithmetic of the chosen experts alone.
+    Takes two matrix products in all: every token goes through every expert, with weight 0 for experts that were not
+    chosen. This costs experts/K times the arithmetic of the chosen experts alone.
     """
     experts, tokens = self.num_experts, len(hidden)
     chosen = index.unsqueeze(2) == torch.arange(experts, device=index.device)
@@ -26,7 +26,7 @@ def static_experts(self: nn.Module, hidden: Tensor, index: Tensor, weights: Tens
     if self.has_bias:
         inner = inner + (self.gate_up_proj_bias if self.has_gate else self.up_proj_bias)
     inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
-    if self.has_post_expert_norm:  # applied to an expert's output before its weight
+    if self.has_post_expert_norm:  # applied to an expert's output before it is weighted
         answers = torch.einsum("tei,ehi->teh", inner, down)
         answers = self.post_expert_norm(answers + self.down_proj_bias if self.has_bias else answers)
         return (answers * share.unsqueeze(2)).sum(1).to(hidden.dtype)

@@ -46,7 +46,7 @@ def complete(
             f"a prompt of {used} tokens and {max_new_tokens} new tokens do not fit the model's context of {context}; "
             "use fewer new tokens or a shorter prompt"
         )
-    # If pad is unset or equal to EOS, the mask tells them apart: it is all ones for a single prompt.
+    # Pad may equal EOS: the mask, all ones for a single prompt, shows that no token is padding.
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     plan = GenerationConfig(
         max_new_tokens=max_new_tokens, do_sample=temperature > 0, temperature=temperature or 1.0, top_p=top_p, top_k=0,
@@ -62,7 +62,7 @@ def complete(
 
 
 class _Pieces(TextIteratorStreamer):
-    """Text as it is generated, until its reader stops reading."""
+    """Streams text as it is generated, until the reader stops iterating."""
 
     left = False
     last = None
@@ -75,14 +75,14 @@ class _Pieces(TextIteratorStreamer):
 
 
 class _Left(Exception):
-    """The reader has stopped reading, so generation must stop."""
+    """The reader has stopped iterating, so generation must stop."""
 
 
 class Stream:
     """The output of `complete`, piece by piece as it is generated; generation stops when the reader stops iterating.
 
     rule: the remaining arguments of `complete`. ended: whether the completion ended with an end token and not at the
-    length limit; valid once all of it is read. Iterating raises the errors of `complete`.
+    length limit; valid once the whole completion has been read. Iterating raises the errors of `complete`.
     """
 
     def __init__(self, model: nn.Module, tokenizer, prompt: str | list[dict], backend: TorchBackend, **rule):
@@ -126,7 +126,7 @@ def _turn_end(tokenizer) -> list[int]:
     talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
     try:
         text = tokenizer.apply_chat_template(talk, tokenize=False) if tokenizer.chat_template else ""
-    except (TemplateError, ValueError):  # the template refuses these messages, or there are several and no default
+    except (TemplateError, ValueError):  # it refuses these messages, or there are several templates and no default
         text = ""
     if said not in text:
         return []

@@ -23,7 +23,7 @@ SILENT = {
     "transformers.js_config", "unsloth_fixed", "unsloth_version", "output_attentions", "output_hidden_states",
     "return_dict", "chunk_size_feed_forward", "id2label", "label2id", "problem_type",
 }  # fmt: skip
-# Settings of a rotary embedding by its type; llama.cpp has yarn's other settings at their defaults.
+# The settings of each type of rotary embedding; llama.cpp fixes yarn's other settings at their defaults.
 ROPES = {
     "default": set(),
     "linear": {"factor"},
@@ -36,8 +36,8 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model type in llama.cpp: its name there, the settings that are fixed there, those written in addition to SHAPE,
-    the types of rotary embedding, and whether the rows of q and k are in another order (see gguf.turned_heads)."""
+    """A model type in llama.cpp: its name, the settings that llama.cpp fixes, those written in addition to SHAPE, the
+    supported types of rotary embedding, and whether the rows of q and k are reordered (see gguf_file.turned_heads)."""
 
     kind: MODEL_ARCH
     fixed: dict[str, object]
@@ -125,7 +125,7 @@ def _odd_rope(config, architecture: Architecture) -> dict:
 
 
 def rope_of(config, kind: str = FULL) -> dict:
-    """The rotary embedding's settings; those for one kind of layers if a config has several kinds."""
+    """The rotary embedding's settings; those for layers of `kind` if the config has settings for several kinds."""
     rope = config.rope_parameters or {}
     return rope.get(kind, rope)
 
@@ -187,7 +187,7 @@ def norm_change(config, parameter: str) -> tuple[float, float]:
     """(a, b) such that GGUF stores (w + a)·b for the weight w of a norm.
 
     Gemma multiplies by 1 + w. llama.cpp scales Gemma's q by 1/√head size, or in the 62-layer model by 1/√(hidden size
-    per head); if the config has another scale, its ratio to that one goes into the norm of q.
+    per head); if the config's scale differs from that, the ratio is folded into the norm of q.
     """
     if config.model_type != "gemma3_text" or not parameter.endswith("norm.weight"):
         return 0.0, 1.0
@@ -208,7 +208,7 @@ SCALES = {
     "attention.sliding_window": "sliding_window",
 }
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-WITHOUT = (None, 0, 1, "none")  # values with which a setting has no effect
+WITHOUT = (None, 0, 1, "none")  # values that mean that a setting has no effect
 
 
 def unread(reader: GGUFReader, config) -> str | None:

@@ -1,4 +1,4 @@
-"""How a causal language model's last hidden states become logits: the function, and measuring that of a model."""
+"""How a causal language model's last hidden states become logits: the function, and how to measure it on a model."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from qat_lora.backend.tiles import HEAD_TILE, rows_at_once, strips_at_once, tile
 from qat_lora.errors import first_line
 from qat_lora.models.architecture import decoder, refused, unwrap
 
-# Outputs of the head's product for measuring how logits are computed from them: powers of two, exact in every type.
+# Test values for the product W·h, to measure how logits are computed from it: powers of two, exact in every dtype.
 PROBES = tuple(sign * 2.0**power for power in (-10, 0, 3, 5, 10, 100) for sign in (1, -1))
 
 
@@ -42,16 +42,16 @@ class Head:
         return self.bias is None and self.before * self.after == 1 and self.cap is None
 
     def cast(self, dtype: torch.dtype) -> "Head":
-        """The head with its weight in the type used for the product; what follows the product is fp32."""
+        """The head with its weight in the type used for the product; everything after the product is in fp32."""
         return replace(self, weight=_cast(self.weight, dtype))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of hidden states, which have the weight's type; see `finish`."""
+        """Logits of hidden states of the weight's type; see `finish`."""
         return self.finish(hidden @ self.weight.T)
 
     def finish(self, product: Tensor, room: Tensor | None = None) -> Tensor:
         """Logits in fp32 from the product W·h, or in the product's type if that is wider. room: a buffer for them;
-        without it, the logits of an fp32 product may share its memory."""
+        without it, the logits may overwrite an fp32 product."""
         wide = torch.promote_types(product.dtype, torch.float32)
         logits = product.to(wide) if room is None else room[: len(product)].copy_(product)
         if self.before * self.after != 1:
@@ -72,11 +72,11 @@ class Head:
         return replace(self, weight=self.weight[rows].to(dtype), bias=None if self.bias is None else self.bias[rows])
 
     def products(self, hidden: Tensor, vocab: int | None = None, heads: int = 1) -> Iterator[tuple[slice, Tensor]]:
-        """Iterate over blocks of positions of hidden [N, H], of any type, and their products W·h [n, V] in the weight's
-        type, which may be overwritten: the next block reuses their memory. [N, V] is never allocated.
+        """Iterate over blocks of positions of hidden [N, H], of any type, and the product W·h [n, V] of each in the
+        weight's type. The caller may overwrite a product; the next block reuses its memory. [N, V] is never allocated.
 
-        vocab, heads: to get the same blocks, several heads that iterate over the same positions together pass their
-        largest vocabulary and their number.
+        vocab, heads: if several heads iterate over the same positions together, their largest vocabulary and their
+        number, so that all get the same blocks.
         """
         weight, room = self.weight, None
         for rows in rows_at_once(len(hidden), vocab or len(weight), weight.dtype, weight.device, heads):
@@ -88,12 +88,12 @@ class Head:
             yield rows, torch.mm(h, weight.T, out=room[: len(h)])
 
 
-_casts = WeakIdKeyDictionary()  # casts of frozen weights, while these live; a write through .data is not noticed
+_casts = WeakIdKeyDictionary()  # casts of frozen weights, kept while these live; writes through .data go unnoticed
 
 
 def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A weight in the type used for the product. The cast of a frozen weight is kept, because repeating it would take
-    as long as a product."""
+    """A weight in the type used for the product. The cast of a frozen weight is cached, because a cast takes as long as
+    a product."""
     own = weight._base if weight._is_view() else weight
     if dtype == weight.dtype or weight.requires_grad or is_lazy(weight) or not own.is_contiguous():
         return weight.to(dtype)
@@ -105,7 +105,7 @@ def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 class Strips:
     """Logits x [N, V] of hidden states, divided by a temperature, computed in the type `dtype` one vocabulary strip at
-    a time. Every strip is computed once, and a second time for gradients of the head's own weights.
+    a time. Every strip is computed once, and again if the gradients of the head's own weights are needed.
 
     p is the largest logit of a position's first strip; z [N, 1] = Σ e^(x − p); chosen [N, J] is x − p at `index`, which
     may contain a token twice.
@@ -194,8 +194,8 @@ class Strips:
             back.add_(product @ head.weight)
 
     def _normalise(self, block: slice, again: bool = False) -> Tensor:
-        """Compute peak, z and chosen of a block of positions; returns the products of its last strip. again: keep the
-        peaks."""
+        """Compute peak, z and chosen of a block of positions; returns the products of its last strip. again: a second
+        pass, which keeps the peaks."""
         hidden, product = self.hidden[block].to(self.dtype), None
         z, chosen = self.z[block].zero_(), self.chosen[block].zero_()
         for strip in self.columns:
@@ -236,7 +236,7 @@ class Strips:
         return sums, found if inside is None else torch.where(inside, found, 0)
 
     def _largest(self, hidden: Tensor) -> Tensor:
-        """The largest logit of each position [n, 1]; needed where the first strip's is so much smaller (by 88) that
+        """The largest logit of each position [n, 1]; needed where it exceeds the first strip's by so much (88) that
         e^(x − p) overflows."""
         products = (
             (head := self.head.strip(strip, self.dtype), _product(hidden, head.weight, None)) for strip in self.columns
@@ -245,7 +245,7 @@ class Strips:
         return torch.cat(found, 1).amax(1, keepdim=True)
 
     def _gradient(self, head: Head, product: Tensor, block: slice, strip: slice, mass: Tensor, taken: Tensor) -> Tensor:
-        """The gradient with respect to a strip's products [n, v], in their memory if the device reuses it."""
+        """The gradient with respect to a strip's products [n, v]; overwrites them if the device reuses memory."""
         if native.softmax(product, self._finish(head), self.peak[block], mass, self.index[block], strip.start, taken):
             return product
         place, inside = self._places(block, strip)
@@ -267,14 +267,14 @@ class Strips:
         return None if head.cap is not None else (bias, head.before * head.after, self.temperature)
 
     def _scratch(self, product: Tensor) -> tuple[int, Tensor | None]:
-        """How many rows of a product to process at a time, and the fp32 buffer for them; None: in new memory."""
+        """How many rows of a product to process at a time, and the fp32 buffer for them; None: allocate new memory."""
         rows = tiles(*product.shape, product.device, HEAD_TILE)[0].stop
         if not on_host(product):
             return rows, None
         return rows, product.new_empty(rows, product.shape[1], dtype=torch.float32)
 
     def _logits(self, head: Head, product: Tensor, scratch: Tensor | None) -> Tensor:
-        """x of some rows of a product; the product does not change when x is overwritten."""
+        """x of some rows of a product; overwriting x leaves the product unchanged."""
         if scratch is None and product.dtype == torch.float32:
             product = product.clone()
         logits = head.finish(product, scratch)
@@ -291,7 +291,7 @@ class Strips:
 
 
 def _product(hidden: Tensor, weight: Tensor, room: Tensor | None) -> Tensor:
-    """hidden · weightᵀ, in the memory of `room`, an earlier product at least as large, if the device reuses it."""
+    """hidden · weightᵀ, written into `room`, an earlier product at least as large, if the device reuses memory."""
     if room is None or not on_host(hidden):
         return hidden @ weight.T
     return torch.mm(hidden, weight.T, out=room.view(-1)[: len(hidden) * len(weight)].view(len(hidden), len(weight)))
@@ -312,7 +312,7 @@ def _put(place: Tensor, values: Tensor, first: bool) -> None:
 
 @dataclass(frozen=True)
 class HeadForm:
-    """The part of a `Head` that is measured, and how many rows of W give logits: the first `vocab`."""
+    """The measured part of a `Head`; only the first `vocab` rows of W give logits."""
 
     before: float
     after: float
@@ -321,7 +321,7 @@ class HeadForm:
 
 
 class _Answer(BaseModelOutputWithPast):
-    """A decoder's output in which every other attribute that a model reads is None."""
+    """A decoder's output whose missing attributes read as None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -329,8 +329,8 @@ class _Answer(BaseModelOutputWithPast):
 
 
 def head_form(model: nn.Module) -> HeadForm:
-    """The form of a model's LM head, measured on its own forward pass with decoder and head replaced by known numbers;
-    needs no weights.
+    """The form of a model's LM head, measured by running its own forward with the decoder and head replaced by known
+    values; needs no weights.
 
     Raises UserError for a model whose logits are not of this form.
     """

@@ -17,7 +17,7 @@ from qat_lora.errors import UserError, first_line, one_line
 from qat_lora.run.files import sha256
 
 BLOCK = 2**24  # bytes read at a time
-# Entries of a config.json that describe how it was written and not the model.
+# Entries of a config.json that describe how it was written, not the model.
 NOT_MODEL = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -40,7 +40,7 @@ class Header:
         return torch.empty(self.shape, dtype=DTYPES.get(self.dtype, torch.float32), device="meta")
 
     def may_equal(self, other: "Header") -> bool:
-        """Whether the bytes of two tensors are equal; True, without comparing, if their types differ."""
+        """Whether two tensors may be equal: compares their bytes if their types are equal; otherwise True."""
         return self.dtype != other.dtype or all(a == b for a, b in zip(self.blocks(), other.blocks()))
 
     def blocks(self) -> Iterator[bytes]:
@@ -87,7 +87,7 @@ def check_pickle(path: Path) -> None:
             held = torch.load(path, map_location="meta", weights_only=True)
         if not isinstance(held, dict) or not all(isinstance(value, Tensor) for value in held.values()):
             raise ValueError("it does not hold tensors by name")
-    except Exception as error:  # a foreign file may raise anything
+    except Exception as error:  # an arbitrary file may raise anything
         raise UserError(f"{path} is damaged ({one_line(error)}); copy or download it again") from error
 
 
@@ -95,8 +95,7 @@ def fingerprint(files: list[Path], config: dict, tokenizer: str) -> str:
     """sha256 (hex) of a model's content, wherever it is stored.
 
     Covers the tensors with their names, shapes and types, in any number of safetensors files; its config.json without
-    the notes of the program that wrote it (NOT_MODEL); and its tokenizer's fingerprint. For .gguf and .bin files, all
-    bytes count.
+    the entries in NOT_MODEL; and its tokenizer's fingerprint. For .gguf and .bin files, covers every byte.
     """
     digest = hashlib.sha256(json.dumps([_model_part(config), tokenizer], sort_keys=True).encode())
     if all(path.suffix == ".safetensors" for path in files):
@@ -113,8 +112,8 @@ def fingerprint(files: list[Path], config: dict, tokenizer: str) -> str:
 def tokenizer_fingerprint(tokenizer) -> str:
     """sha256 (hex) of what determines token ids: the vocabulary (token → id) and the ids of BOS, EOS and UNK.
 
-    Leaves out the chat template, which changes the text and not the ids of a text. Leaves out the pad token, which
-    never occurs in packed rows; scripts set it for a model without one, and that must not make a cache unusable.
+    Leaves out the chat template, which changes texts but not the token ids of a given text. Leaves out the pad token,
+    which never occurs in packed rows; scripts set one for a model without it, which must not invalidate a cache.
     """
     special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id]
     return hashlib.sha256(json.dumps([sorted(tokenizer.get_vocab().items()), special]).encode()).hexdigest()

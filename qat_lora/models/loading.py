@@ -42,16 +42,16 @@ from qat_lora.models.source import (
 from qat_lora.models.tokens import check_vocabulary
 from qat_lora.run.hub import hub_fault
 
-_building = threading.RLock()  # loading switches global defaults of transformers, and workers may be threads (TPU v3)
+_building = threading.RLock()  # loading changes global defaults of transformers, and workers may be threads (TPU v3)
 
-# transformers rebuilds the same table for every module of a GGUF file's model, which takes half of the loading time.
+# transformers rebuilds the same table for every module of a GGUF file's model, which takes half the loading time.
 gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
-# Tensors that a file may hold in addition to its model: heads that predict several tokens at once, and buffers that
-# older versions stored and that are now computed.
+# Tensors that a file may hold in addition to its model: multi-token prediction heads, and buffers that older versions
+# stored but newer ones compute.
 NO_PART = re.compile(r"(^|\.)mtp([._]|$)|rotary_emb\.inv_freq$|(^|\.)position_ids$|_extra_state$")
 
 
@@ -59,12 +59,12 @@ def _load(kind, name: str, **options):
     check_source(name)
     source = model_source(name)
     fault = hub_fault("model", name) if is_hub(name) else None
-    try:  # if the hub cannot be reached, files that an earlier run has downloaded still load
+    try:  # if the hub cannot be reached, files downloaded by an earlier run still load
         # redirect_stderr: the GGUF reader shows its own progress bar
         with _building, patch.object(gguf, "GGUFReader", _gguf_reader), redirect_stderr(io.StringIO()):
             offline = fault is not None
             return kind.from_pretrained(**source, **options, trust_remote_code=False, local_files_only=offline)
-    except Exception as error:  # with foreign files transformers may raise anything
+    except Exception as error:  # transformers may raise anything for arbitrary files
         raise _cannot_be_loaded(name, fault or error) from error
 
 
@@ -74,8 +74,8 @@ def _parsed(path: str, size: int, time: int, read=gguf.GGUFReader) -> gguf.GGUFR
 
 
 def _gguf_reader(path) -> gguf.GGUFReader:
-    """A cached GGUFReader: transformers parses a file three times, for config, tokenizer and weights, and with a large
-    vocabulary each time takes seconds."""
+    """A cached GGUFReader: transformers parses a file three times (config, tokenizer, weights), each of which takes
+    seconds with a large vocabulary."""
     there = os.stat(path)
     return _parsed(str(path), there.st_size, there.st_mtime_ns)
 
@@ -105,7 +105,7 @@ def _full_config(name: str, state: tuple) -> PreTrainedConfig:
                 f"model {name!r} has {lost}, which transformers {transformers.__version__} does not read from a .gguf "
                 "file, so its numbers would be wrong; give the model as a folder"
             )
-    for part in (config, text_part(config)):  # these outputs are never used, and such a config could not be saved
+    for part in (config, text_part(config)):  # never used, and a config that requests them could not be saved
         part.output_attentions = part.output_hidden_states = False
         part.return_dict = True
     return config
@@ -118,7 +118,7 @@ def _config(name: str, state: tuple) -> PreTrainedConfig:
 
 def load_config(name: str) -> PreTrainedConfig:
     """The model's HF config, read without its weights; for a multimodal model, that of its language model. Do not
-    change it: every caller gets the same object. Raises UserError for anything but a causal language model."""
+    modify it: every caller gets the same object. Raises UserError for anything but a causal language model."""
     return _config(name, files_key(name))
 
 
@@ -134,7 +134,7 @@ def check_length(name: str, length: int, flags: str = "--length", mixed: bool = 
     """Raise UserError for rows with more positions than the model supports: its output would be noise.
 
     mixed: a batch or row has texts of several lengths. LongRoPE's rotary embedding depends on the longest of them, and
-    Llama 4's attention counts slots of the row: beyond `short_range`, a text's output depends on the other texts.
+    Llama 4's attention counts slots of the row, so beyond `short_range` a text's output depends on the other texts.
     """
     config = load_config(name)
     limit = getattr(config, "max_position_embeddings", None)
@@ -193,7 +193,7 @@ def load_model(name: str) -> nn.Module:
                 f"model {name!r} is stored quantised and cannot be loaded in full precision; give its bf16, fp16 or "
                 "fp32 version"
             )
-        del model.config.quantization_config  # a GGUF load leaves it, and save_pretrained then refuses
+        del model.config.quantization_config  # loading a GGUF file sets it, but save_pretrained refuses it
         model.hf_quantizer = None
         model.is_quantized = False
     _settle_generation(name, model.generation_config)
@@ -233,7 +233,7 @@ def _settle_generation(name: str, settings: GenerationConfig) -> None:
 
 def _check_found(name: str, config: PreTrainedConfig, found: dict, prefixes: tuple[str, ...]) -> None:
     """Raise UserError unless the files hold exactly the model's tensors. found: transformers' loading info; prefixes:
-    of the tensors to compare."""
+    those of the tensors to compare."""
     missing = sorted(key for key in found["missing_keys"] if key.startswith(prefixes))
     if missing:
         raise UserError(
@@ -246,7 +246,7 @@ def _check_found(name: str, config: PreTrainedConfig, found: dict, prefixes: tup
                 f"model {name!r} cannot be loaded: {key} is {tuple(there)} in its file but {tuple(wanted)} by its "
                 "config.json, so one of them belongs to another model; copy both from one model"
             )
-    extra = getattr(config, "num_nextn_predict_layers", None) or 0  # stored as blocks after the last
+    extra = getattr(config, "num_nextn_predict_layers", None) or 0  # stored as extra blocks after the last one
     layers = {str(config.num_hidden_layers + number) for number in range(extra)}
     more = sorted(
         key
@@ -261,7 +261,7 @@ def _check_found(name: str, config: PreTrainedConfig, found: dict, prefixes: tup
 
 
 def _check_ties(name: str, full: nn.Module) -> None:
-    """Raise UserError if the config ties tensors that differ in the file: transformers then does not tie them."""
+    """Raise UserError if the config ties tensors that differ in the file: transformers would leave them untied."""
     for one, other in full.get_expanded_tied_weights_keys(all_submodels=True).items():
         if full.get_parameter(one) is not full.get_parameter(other):
             raise _differently_tied(name, one, other)
@@ -310,13 +310,13 @@ def weights_fingerprint(model: nn.Module) -> str:
 
 
 def empty_model(name: str) -> nn.Module:
-    """The model's architecture without storage for its parameters. Raises UserError unless its local safetensors files
-    hold exactly its tensors, by their headers."""
+    """The model's architecture without storage for its parameters. Raises UserError unless the headers of its local
+    safetensors files list exactly its tensors."""
     config, whole = load_config(name), _full_config(name, files_key(name))
     try:
         with _building, torch.device("meta"):
             model = text_class(name, whole)._from_config(copy.deepcopy(config), dtype=torch.float32)
-    except Exception as error:  # a foreign config may raise anything
+    except Exception as error:  # an arbitrary config may raise anything
         raise _cannot_be_loaded(name, error) from error
     check_headers(name)
     model.tie_weights()
@@ -324,8 +324,8 @@ def empty_model(name: str) -> nn.Module:
 
 
 def check_headers(name: str) -> None:
-    """Raise UserError unless a local model's safetensors files hold exactly its tensors, by their headers. Hub models
-    and other formats are checked when they are loaded."""
+    """Raise UserError unless the headers of a local model's safetensors files list exactly its tensors. Hub models and
+    other formats are checked when they are loaded."""
     _check_headers(name, files_key(name))
 
 

@@ -1,4 +1,4 @@
-"""The language model inside a multimodal one."""
+"""The language model inside a multimodal model."""
 
 import copy
 
@@ -81,7 +81,8 @@ def language_model(name: str, full: nn.Module, config: PreTrainedConfig) -> tupl
     """The language model of a loaded model as a separate causal LM that shares its tensors, and the prefixes of its
     tensors in the whole model. config: the result of `text_config`. A text-only model is returned unchanged.
 
-    Raises UserError if the language model cannot be taken out, or gives other logits on its own than in the whole.
+    Raises UserError if the language model cannot be taken out, or computes different logits on its own than inside the
+    whole model.
     """
     kind = text_class(name, full.config)
     if type(full) is kind:
@@ -116,8 +117,8 @@ def _not_alone(name: str, full: nn.Module, reason: str) -> UserError:
 
 @torch.no_grad()
 def _check_same_logits(name: str, full: nn.Module, text: nn.Module) -> None:
-    """Raise UserError if both give different logits: some multimodal models scale them differently from the class of
-    their language model."""
+    """Raise UserError if the two compute different logits: some multimodal models scale logits differently from the
+    class of their language model."""
     if any(p.is_meta for p in full.parameters()):
         return
     tokens = torch.arange(8).remainder(text.config.vocab_size).unsqueeze(0)

@@ -1,4 +1,4 @@
-"""RMS norms in one step: a model's own norms and parameters, with fewer passes over their inputs."""
+"""RMS norms in one step: a model keeps its norms and parameters but makes fewer passes over their inputs."""
 
 import copy
 import functools
@@ -26,7 +26,7 @@ class _RmsNorm(torch.autograd.Function):
 
 class OneStepNorm:
     """Mixed into a norm's class by `norms_in_one_step`. The original norm still runs when no gradient is needed, e.g.
-    in an evaluation, and for inputs that the kernel does not support, e.g. a gate in addition to x."""
+    in evaluation, and for inputs that the kernel does not support, e.g. a gate in addition to x."""
 
     offset, eps_name = 0.0, "eps"
 
@@ -39,8 +39,8 @@ class OneStepNorm:
 
 
 def norms_in_one_step(model: nn.Module) -> None:
-    """Make the RMS norms of a model to train run in one step on the CPU. Which modules are RMS norms, and whether the
-    weight is an offset from 1, is measured on each class's own forward pass."""
+    """Make a model's RMS norms run in one step when it is trained on the CPU. Which modules are RMS norms, and whether
+    the weight is an offset from 1, is determined by running each class's own forward."""
     for module in model.modules():
         if "RMSNorm" in type(module).__name__ and not isinstance(module, OneStepNorm) and (form := _form(module)):
             module.__class__ = _class_of(type(module), *form)

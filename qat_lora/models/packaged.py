@@ -23,7 +23,7 @@ class Packaged:
     """A model in a package.
 
     find: returns the .gguf file for the package's import name, or None if the package is damaged; hub: the repository
-    of the weights that the file was rounded from; note: how the file stores them; install, again: what to do if the
+    of the weights that the file was rounded from; note: how the file stores them; install, again: the fix if the
     package is missing, and if it is damaged.
     """
 
@@ -42,7 +42,8 @@ def _only_file(package: str) -> Path | None:
 
 
 def _joined_file(package: str) -> Path | None:
-    """The file that a package stores in parts, joined in its folder, or in the user's cache if that is not writable.
+    """The file that a package stores in parts, joined in the package's folder or, if that is not writable, the user's
+    cache.
 
     Joins it only once; checks its sha256 once per process and joins a damaged file again. Raises UserError if neither
     place is writable.
@@ -50,7 +51,7 @@ def _joined_file(package: str) -> Path | None:
     try:
         module = importlib.import_module(package)
         name, wanted, parts = module.MODEL_NAME, module.EXPECTED_SHA256, module.chunk_paths()
-    except ImportError:  # a part has a package of its own
+    except ImportError:  # parts may be in packages of their own
         return None
     places = [folder / name for folder in (Path(module.__file__).parent, _user_cache())]
     for place in places:
@@ -82,7 +83,7 @@ def _join(parts: list[Path], place: Path, wanted: str) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
         with open(place.with_name(f".{place.name}.lock"), "ab") as lock:
             with suppress(OSError):  # a network file system without locks
-                fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be joining it: wait, then take its file
+                fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be joining it: wait, then use its file
             if _sha256(place) != wanted:
                 write_atomically(place, write)
 
@@ -152,6 +153,6 @@ def packaged_file(name: str) -> Path:
 
 
 def notes(*names: str | None) -> str | None:
-    """A note to print next to figures about the models of those `names` that are in PACKAGED; None if none is."""
+    """A note to print with results, about those of `names` that are in PACKAGED; None if there are none."""
     said = [f"{model.note}; {THAT_FILE}" for name, model in PACKAGED.items() if name in names]
     return "; ".join(said) or None

@@ -1,4 +1,4 @@
-"""Where a model's name points: a package's file, a .gguf file, a local folder, or a hub repository."""
+"""What a model's name refers to: a package's file, a .gguf file, a local folder, or a hub repository."""
 
 import functools
 import hashlib
@@ -186,8 +186,8 @@ def _read(path: Path, name: str) -> dict:
 
 
 def check_source(name: str) -> None:
-    """Raise UserError for anything but a model that can be used alone: for an adapter, with or without a model in its
-    folder, an architecture that transformers does not know, or one that comes with its own Python code."""
+    """Raise UserError for anything but a self-contained model: for an adapter (even with a model in the same folder),
+    an architecture that transformers does not know, or one that comes with its own Python code."""
     if "gguf_file" in model_source(name):
         return
     if file_of(name, "adapter_config.json"):

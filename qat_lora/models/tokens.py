@@ -8,9 +8,9 @@ BOS_SETTINGS = ("auto", "on", "off")
 def bos_token(tokenizer, setting: str = "auto") -> int | None:
     """The id of the BOS token that a text begins with, or None if it begins with none.
 
-    auto: BOS if the tokenizer itself puts it in front of a text, which does not follow from bos_token being set; other
-    tokens that it adds (EOS, CLS, SEP) do not matter. on, off: regardless of the tokenizer. Raises UserError for
-    another setting, and for "on" if the tokenizer has no BOS token.
+    auto: BOS if the tokenizer itself puts it in front of a text (not every tokenizer with a bos_token does); other
+    tokens that it adds (EOS, CLS, SEP) do not matter. on, off: regardless of the tokenizer. Raises UserError for any
+    other setting, and for "on" if the tokenizer has no BOS token.
     """
     if setting not in BOS_SETTINGS:
         raise UserError(f"--bos {setting!r} is not one of {', '.join(BOS_SETTINGS)}")
@@ -31,7 +31,7 @@ def prompt_ids(tokenizer, text: str) -> list[int]:
 
 
 # -- ids beyond the embedding ----------------------------------------------------------------------------------------
-# Set in tokenizers that a text model shares with multimodal models (Gemma 3 1B: id 262144, but 262144 rows).
+# Set in tokenizers that a text model shares with multimodal models (Gemma 3 1B has id 262144 but only 262144 rows).
 PLACEHOLDERS = ("image_token", "video_token", "audio_token")
 
 

@@ -31,9 +31,9 @@ def write_model(
 ) -> nn.Module:
     """Write model, tokenizer and generation config in HF's format; returns the model as transformers reads it back.
 
-    model: an HF model on any device, its quantised weights frozen. state: other values (on the CPU) for the names in
-    `plain_state`, given together with `logits`, the model's logits with these values for its `probe`. shown: the
-    folder's name in errors, because it may have a temporary name until it is complete.
+    model: an HF model on any device, its quantised weights frozen. state: values (on the CPU) to write instead of those
+    in `plain_state`; requires `logits`, the logits of the model with these values for its `probe`. shown: the folder's
+    name in errors, because it may have a temporary name until it is complete.
 
     The written generation config stops at every token of `end_tokens`. Raises UserError if the folder cannot be
     written, or if plain transformers loads other tensors from it or computes other logits.
@@ -106,7 +106,7 @@ def _read(folder: Path, shown: Path) -> nn.Module:
 
 
 def check_state(back: nn.Module, state: dict[str, Tensor], shown: Path) -> None:
-    """Raise UserError with the name of the first tensor of a model that differs from the one in `state`."""
+    """Raise UserError naming the first tensor of a model that differs from the one in `state`."""
     read = plain_state(back)
     for name in sorted(read.keys() | state.keys()):
         if name not in read or name not in state or not torch.equal(read[name], state[name]):
