@@ -7,7 +7,7 @@ DASHES = "\u2212\u2043"  # the minus sign and the hyphen bullet; all other dashe
 QUOTES = '"`\u00b4\u02b9\u02bb\u02bc\u2018\u2019\u201a\u201b\u201c\u201d\u201e\u201f\u2032'
 SIGNS = "\u00a7\u00b6"  # § and ¶: punctuation that carries meaning
 # FILLERS: invisible characters other than white space, controls (Cc) and formats (Cf), such as variation selectors, the
-# grapheme joiner and the empty Braille cell. DRAWN: format characters that are visible all the same.
+# grapheme joiner and the empty Braille cell. DRAWN: format characters that are visible.
 FILLERS = {0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x2800, 0x3164, 0xFFA0, *range(0x180B, 0x1810),
            *range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)}  # fmt: skip
 DRAWN = {*range(0x0600, 0x0606), 0x06DD, 0x070F, 0x0890, 0x0891, 0x08E2, 0x110BD, 0x110CD}

@@ -16,8 +16,8 @@ def epoch_order(seed: int, epoch: int, count: int) -> Tensor:
 
 
 def chosen_rows(seed: int, count: int, rows: int, start: int = 0) -> Iterator[list[int]]:
-    """Iterate endlessly over the rows (of `count`) of each update, from update number `start` on: the orders of all
-    epochs are concatenated, and each update takes the next `rows` of them."""
+    """Iterate endlessly over the row numbers of each update, from update number `start` on: the orders of all epochs of
+    `count` rows are concatenated, and each update takes the next `rows` of them."""
     orders: dict[int, np.ndarray] = {}  # lists of int would take five times as much memory
     for update in range(start, 2**63):
         places = [divmod(place, count) for place in range(update * rows, (update + 1) * rows)]
@@ -34,8 +34,8 @@ def batches(
     Each update takes the next batch_size · accumulation · world_size of `chosen_rows`: every row once per epoch, even
     if the numbers do not divide, and the same rows per update for one worker and for many. dataset[i] is a dict of
     tensors; dataset.kept(i) is its number of target tokens, or the sum of their weights. Every micro-batch also has
-    `total`, the sum of `kept` over all micro-batches and workers of the update. Its loss is to be divided by `total`,
-    so that the losses and gradients of workers and micro-batches add up.
+    `total`, the sum of `kept` over all micro-batches and workers of the update. Divide its loss by `total`, so that the
+    losses and gradients of workers and micro-batches add up.
     """
     count, rows = len(dataset), batch_size * accumulation * world_size
     if count < batch_size * world_size:

@@ -17,7 +17,7 @@ KNOWN_FORMATS = (
     "text (plain)"
 )
 THOUGHT, THOUGHT_END = "<think>", "</think>"
-# strftime in Jinja, by a table of the text for each code.
+# strftime written in Jinja: a table has the text for each format code.
 CLOCK = (
     "{% macro strftime_now(format) %}{% set said, now = SAID, namespace(text='', code='') %}{% for sign in format %}"
     "{% if not now.code and sign != '%' %}{% set now.text = now.text ~ sign %}"
@@ -30,7 +30,7 @@ THINKING = {"on": (True,), "off": (False,), "both": (True, False)}
 
 @dataclass(frozen=True)
 class Document:
-    """A text and the parts of it to learn.
+    """A text and the parts of it that are learned.
 
     spans: half-open character ranges [start, end) of the completions, in order and without overlap, each with its
     end-of-turn marker; None means the whole text (plain text).
@@ -143,8 +143,8 @@ def render_chat(messages: list[dict], tokenizer, thinking: str, given: int = 0) 
 
     thinking is "on", "off" or "both"; "both" gives two documents, or one if their texts are equal. given: the number of
     leading messages that are not completions.
-    Raises UserError if the tokenizer has no template, if the template refuses the messages or does not open the
-    assistant's turns, or if no completion is found.
+    Raises UserError if the tokenizer has no template, if the template refuses the messages or writes something before
+    an answer without having a generation prompt, or if no completion is found.
     """
     if thinking not in THINKING:
         raise UserError(f'thinking="{thinking}" is not one of {", ".join(THINKING)}')
@@ -152,16 +152,16 @@ def render_chat(messages: list[dict], tokenizer, thinking: str, given: int = 0) 
     spans = {}
     for enabled in THINKING[thinking]:
         text, ranges = _completions(messages, tokenizer, enabled, given)
-        # If both texts are equal, keep the first: with thinking on the prompt ends no later, so the completion covers
-        # more.
+        # If both texts are equal, keep the first: with thinking on, the prompt never ends later, so the completion
+        # covers at least as much.
         if text not in spans:
             spans[text] = ranges
     return [Document(text, ranges) for text, ranges in spans.items()]
 
 
 def _completions(messages: list[dict], tokenizer, enabled: bool, given: int) -> tuple[str, tuple[tuple[int, int], ...]]:
-    """The text of a conversation and the ranges of its completions. Turns after the last answer are left out if the
-    template renders no answer as a continuation of its prompt with them. Raises UserError if there is no completion."""
+    """The text of a conversation and the ranges of its completions. Turns after the last answer are left out if, with
+    them, the template renders no answer as a continuation of its prompt. Raises UserError if there is no completion."""
     answered = max((n for n, message in enumerate(messages, 1) if message["role"] == "assistant"), default=0)
     for told in (messages, messages[:answered]):
         text = _with_thought(told, render(told, tokenizer, enabled), tokenizer, enabled)
@@ -189,8 +189,8 @@ def check_template(tokenizer) -> None:
 
 
 def render(messages: list[dict], tokenizer, enabled: bool, prompt: bool = False) -> str:
-    """The text of a conversation, followed by the generation prompt if `prompt`; enabled: thinking. A template that
-    prints the date prints the tokenizer's `template_date`, by default today's.
+    """The text of a conversation, followed by the generation prompt if `prompt`; enabled: whether thinking is on. A
+    template that prints the date prints the tokenizer's `template_date`, by default today's.
 
     Raises UserError if there are no messages or no template, or if the template refuses the messages.
     """
@@ -271,7 +271,7 @@ def _with_thought(messages: list[dict], text: str, tokenizer, enabled: bool) -> 
 
 
 def opens_thought(tokenizer, enabled: bool) -> bool:
-    """Whether the chat template's generation prompt ends in an opened thought, which the answer continues."""
+    """Whether the chat template's generation prompt opens a thought at its end, which the answer continues."""
     prompt = render([{"role": "user", "content": "?"}], tokenizer, enabled, prompt=True)
     return prompt.rstrip().endswith(THOUGHT)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class ChatOptions:
     """How conversations become text."""
 
-    # Not part of the run's identity: its facts record their effect as fingerprints of the rows and of the template.
+    # Not part of the run's identity, whose facts already include fingerprints of the rows and of the template.
     chat_template: str | None = opt.data(
         None,
         "chat template to use instead of the tokenizer's own: chatml, gemma, llama3, the name of another template of "
@@ -80,7 +80,7 @@ class TextSource(TokenOptions):
     streaming: bool = opt.data(False, "stream a hub dataset instead of downloading it", identity=False)
 
     def documents(self, tokenizer) -> Iterator[Document]:
-        """The documents, chat rows rendered. Raises UserError for a source, row or option that does not fit."""
+        """The documents, chat rows rendered. Raises UserError for an unusable source, row or option."""
         from qat_lora.data.chat import documents
         from qat_lora.data.text import read_rows
 

@@ -82,7 +82,7 @@ def given_token(tokenizer, bos: int | None) -> int | None:
 def window_starts(tokens: torch.Tensor, length: int, stride: int, bos: int | None = None) -> list[int]:
     """The starts of windows of `length` tokens in a stream [T], `stride` apart; an incomplete last window is dropped.
 
-    With `bos`, `windowed` overwrites a window's first token with BOS. A window whose second token is BOS already starts
+    With `bos`, `windowed` overwrites a window's first token with BOS. A window whose second token is already BOS starts
     one token later, so that it does not begin with two.
     """
     if bos is None:
@@ -118,13 +118,11 @@ def pack(
         raise UserError(f"length={length} leaves nothing to predict; use 2 or more")
     if max_rows is not None and max_rows < 1:
         raise UserError(f"max_rows={max_rows} keeps nothing; use 1 or more, or leave it out")
-    most = length if bos is None else length + 1  # the most tokens of the stream that a row uses
+    most = length if bos is None else length + 1  # the maximum number of stream tokens that a row uses
     tokens, mask = stream(documents, tokenizer, None if max_rows is None else max_rows * most, bos)
     starts = window_starts(tokens, length, length, bos)[:max_rows]
     if not starts:
-        raise UserError(
-            f"the text has {len(tokens)} tokens, too few for a row of {length}; lower --length or add text"
-        )
+        raise UserError(f"the text has {len(tokens)} tokens, too few for a row of {length}; lower --length or add text")
     unlearned = None if bos is None else 0
     rows = (windowed(values, starts, length, first) for values, first in ((tokens, bos), (mask, unlearned)))
     return Rows(*rows, given_token(tokenizer, bos))

@@ -74,13 +74,13 @@ MONTHS = "|".join(calendar.month_name[1:])
 
 def without_figures(text: str) -> str:
     """A text in lower case and without punctuation, with every number and month replaced by "#". Texts that differ only
-    in their figures, in the plurals that these require, and in Unicode normalisation give the same result."""
+    in their figures, in the plurals that the figures require, or in Unicode normalisation give the same result."""
     text = re.sub(rf"\b(?:{MONTHS.lower()})\b|\d+(?:[,.]\d+)*", "#", folded(text))
     return " ".join(re.findall(rf"#|{WORD}+", re.sub(r"#\s+(\w+?)s?\b", r"# \1", text)))
 
 
 def deduplicated(rows: list[dict], key: Callable[[dict], str]) -> tuple[list[dict], list[dict]]:
-    """(the first row of every key, the other rows), both in their order."""
+    """(the first row of every key, the other rows), both in the original order."""
     seen: set[str] = set()
     kept, dropped = [], []
     for row in rows:
@@ -136,7 +136,7 @@ def best_fit(lengths: list[int], room: int) -> list[list[int]]:
 
 
 class PackedExamples(Dataset):
-    """Examples in rows of one length, several per row; no result for one depends on another.
+    """Examples in rows of one length, several per row; the results for an example do not depend on the others.
 
     An item: tokens [L] int64, padded with EOS; segments [L], the number of the example from 1 on, 0 in the padding;
     positions [L], counted from each example's start; places [K], the positions of the target tokens, padded with 1;
@@ -147,8 +147,8 @@ class PackedExamples(Dataset):
     def __init__(
         self, examples: list[Example], length: int, weights: tuple[float, ...], end: int, together: bool = True
     ):
-        """weights: of section 1, 2, …; end: the EOS token; together: several examples per row, otherwise one. Raises
-        UserError if all target tokens have weight 0."""
+        """weights: those of sections 1, 2, …; end: the EOS token; together: several examples per row, otherwise one.
+        Raises UserError if all target tokens have weight 0."""
         lengths = [len(example.tokens) for example in examples]
         rows = best_fit(lengths, length) if together else [[number] for number in range(len(lengths))]
         self.tokens = np.full((len(rows), length), end, np.int32)
@@ -191,7 +191,7 @@ class PackedExamples(Dataset):
 
     @property
     def fingerprint(self) -> str:
-        """sha256 (hex) of everything that items are made from."""
+        """sha256 (hex) of everything that determines the items."""
         digest = hashlib.sha256(repr((self.tokens.shape, self.weights.tolist())).encode())
         for part in (self.tokens, self.sections, self.segments):
             digest.update(np.ascontiguousarray(part).tobytes())

@@ -72,7 +72,7 @@ def begin_with_bos(tokenizer) -> None:
 
 
 def template_facts(tokenizer, choice: str | None) -> dict[str, str]:
-    """For a run's manifest: the chosen template, if it is not the tokenizer's own (a file by its checksum), and the
+    """For a run's manifest: the chosen template, if it is not the tokenizer's own (for a file, its checksum), and the
     date, if the template prints one."""
     facts = {}
     if choice is not None:

@@ -31,7 +31,7 @@ def read_rows(
     <|endoftext|> separates texts in it, each non-empty text is a row, stripped. Separated texts and rows are read one
     at a time. Every string of a row, including nested ones, is in NFC. `config` and `streaming` apply only to hub
     datasets. If the hub cannot be reached, a dataset in the local cache is read from there.
-    fix: how an error about the hub says to fix it, for callers that accept other sources than these.
+    fix: the fix that an error about the hub names, for callers that also accept other sources.
     The first row is read at once, so that a bad source fails here and not at the first use of the iterator.
     Raises UserError for a source that is missing, unreadable or empty, for a malformed row (while iterating), and for
     a `split` other than "train" if the source has no splits, because train rows would then pass as held-out rows.
@@ -64,7 +64,7 @@ def _embedded_rows() -> Iterator[dict]:
 
 
 def nfc(text: str) -> str:
-    """`text` in Unicode's composed form (NFC). A character is never composed with an END before it."""
+    """`text` in Unicode's composed form (NFC). Composition never joins a character with an END before it."""
     if text.isascii() or unicodedata.is_normalized("NFC", text):
         return text
     return END.join(unicodedata.normalize("NFC", part) for part in text.split(END))
@@ -228,7 +228,7 @@ def _hub_rows(source: str, config: str | None, split: str, streaming: bool, fix:
         with _offline(datasets.config) if fault else nullcontext():
             yield from datasets.load_dataset(source, config, split=split, streaming=streaming)
     except (OSError, ValueError, RuntimeError, HTTPError, datasets.exceptions.DatasetsError) as error:
-        # A ValueError comes from a dataset that was found (in the cache, without a hub): no such split or config.
+        # A ValueError means that a dataset was found (without the hub, in the cache) but not its split or config.
         reason = fault if fault and not isinstance(error, ValueError) else first_line(error)
         raise _hub_error(source, reason, fix) from error
 
@@ -240,7 +240,7 @@ def _hub_error(source: str, reason: str, fix: str | None) -> UserError:
 
 @contextmanager
 def _offline(config):
-    """Within this context `datasets` is offline: it looks into its cache at once instead of retrying the hub first."""
+    """Within this context `datasets` is offline: it goes straight to its cache instead of retrying the hub first."""
     before, config.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE, True
     try:
         yield
