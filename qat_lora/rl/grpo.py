@@ -18,7 +18,7 @@ from qat_lora.run.session import Session
 from qat_lora.train.loop import Plan, Stage, StageState
 from qat_lora.train.optimizer import new_optimizer
 
-# judge(question, answer's tokens, ended) → its reward, and more figures to log, e.g. the parts of the reward
+# judge(question, answer's tokens, ended) → its reward, and other metrics to log, e.g. the parts of the reward
 Judge = Callable[[int, list[int], bool], tuple[float, dict[str, float]]]
 
 
@@ -134,7 +134,7 @@ def judge_all(judge: Judge, numbers: list[int], done: Completions, backend: Torc
 def policy_loss(
     model: nn.Module, reference: nn.Module | None, part: Part, plan: GRPOPlan, backend: TorchBackend
 ) -> tuple[Tensor, dict[str, Share]]:
-    """A part's share of the update's loss, and its metrics. reference: the placed, frozen reference model of the KL;
+    """A part's share of the update's loss, and its metrics. reference: the placed, frozen reference model for the KL;
     None if the plan's beta is 0."""
     prompts, done, temperature = part.prompts, part.completions, plan.sampling.temperature
     with backend.autocast():

@@ -12,7 +12,7 @@ from torch import Tensor
 from qat_lora.errors import UserError
 from qat_lora.rl import REDUCTIONS, SCALES
 
-EPS = 1e-4  # added to a standard deviation, as TRL does
+EPS = 1e-4  # added to a standard deviation, as in TRL
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ def token_weights(
 ) -> Tensor:
     """The weight of each token's loss, [B, T], such that the losses of micro-batches add up to that of an update.
 
-    mask [B, T]: 1. at a completion's tokens, including its end. sequences, tokens: their numbers in the whole update of
-    `micro_batches`, masked rows counted as sequences; longest: the maximum number of tokens in a completion. grpo: the
-    mean over sequences of each one's mean. bnpo: the mean over micro-batches of the mean over their tokens. dapo: the
-    mean over the tokens of the update. dr_grpo: the sum divided by sequences · longest.
+    mask [B, T]: 1. at a completion's tokens, including its end. sequences, tokens: how many of them the whole update of
+    `micro_batches` has, counting masked rows as sequences; longest: the maximum number of tokens in a completion. grpo:
+    the mean over sequences of each sequence's mean. bnpo: the mean over micro-batches of the mean over their tokens.
+    dapo: the mean over the tokens of the update. dr_grpo: the sum divided by sequences · longest.
     """
     if reduction == "grpo":
         return mask / mask.sum(1, keepdim=True).clamp(min=1) / sequences

@@ -64,8 +64,8 @@ def _together(model: nn.Module, prompts: Prompts, completions: Tensor) -> Tensor
 
 
 def _apart(model: nn.Module, prompts: Prompts, completions: Tensor) -> Tensor:
-    """The same for a model that cannot keep completions apart in one row: each completion has its own row, which begins
-    with its prompt and is padded at the end."""
+    """The same as `_together`, for a model that cannot keep completions apart in one row: each completion has its own
+    row, which begins with its prompt and is padded at the end."""
     count, group, width = completions.shape
     length = prompts.tokens.shape[1]
     rows = torch.cat([prompts.tokens.repeat_interleave(group, 0), completions.flatten(0, 1)], 1)

@@ -113,8 +113,9 @@ def rollout(
 
 @torch.no_grad()
 def check_answers(model: nn.Module, static_shapes: bool, with_values: bool = True) -> None:
-    """Raise UserError unless a model on the CPU can be sampled from, with static shapes or not, and its answers'
-    log-probabilities, both while sampling and scored afterwards, equal those of its own forward pass.
+    """Raise UserError unless a model on the CPU can be sampled from (with static shapes if `static_shapes`) and the
+    log-probabilities of its answers, from sampling and from scoring them afterwards, equal those of its own forward
+    pass.
 
     with_values False: the model has no weights, so only static shapes are checked.
     """
@@ -134,7 +135,7 @@ def check_answers(model: nn.Module, static_shapes: bool, with_values: bool = Tru
         scored = log_probs(model, prompts, done.tokens)
         gaps, sizes = [], []
         for text, mask, group, *ours in zip(prompts.tokens, prompts.mask, done.tokens, done.logp, scored):
-            tokens = group[0]  # as all of its group: the most probable ones
+            tokens = group[0]  # the same for the whole group: the most probable ones
             row = torch.cat([text[mask], tokens]).unsqueeze(0)
             own = unwrap(model)(input_ids=row, use_cache=False).logits[0, -len(tokens) - 1 : -1].float()
             wanted = own.log_softmax(1).gather(1, tokens.unsqueeze(1)).squeeze(1)
@@ -171,7 +172,7 @@ def draw(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
         kept = kept.masked_fill(kept < least, -torch.inf)
     if sampling.top_p < 1:
         ordered = kept.softmax(1).sort(1, descending=True).values
-        inside = ordered.cumsum(1) - ordered < sampling.top_p  # including the one that crosses it
+        inside = ordered.cumsum(1) - ordered < sampling.top_p  # including the token that crosses top_p
         least = ordered.masked_fill(~inside, torch.inf).amin(1, keepdim=True)
         kept = kept.masked_fill(kept.softmax(1) < least, -torch.inf)
     waiting = -torch.rand_like(logp).clamp(min=1e-30).log()  # exponential; minus its log is a Gumbel variable

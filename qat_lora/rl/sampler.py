@@ -1,4 +1,4 @@
-"""Sampling answers to many conversations at once, with one static shape."""
+"""Sample answers to many conversations at once, with one static shape."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,8 +19,8 @@ GREEDY = Sampling(temperature=0.0)
 
 @dataclass(frozen=True)
 class Sampler:
-    """Generates about `rows` answers at a time, from prompts of `prompt_length` tokens, each with an answer of at most
-    `length`: one shape, so that on XLA its graphs are compiled only once."""
+    """Generates about `rows` answers of at most `length` tokens at a time, from prompts of `prompt_length` tokens: one
+    shape, so that on XLA its graphs are compiled only once."""
 
     tokenizer: object
     backend: TorchBackend
@@ -80,13 +80,13 @@ class Sampler:
         return [answer for at, answer in enumerate(answers) if at % (turns * width) < samples]
 
     def turns(self, samples: int) -> tuple[int, int]:
-        """How many answers to a conversation to generate at a time, and how many times, for at least `samples`."""
+        """How many answers per conversation to generate at a time, and how often, to get at least `samples`."""
         width = min(samples, self.rows)
         return width, -(-samples // width)
 
     def batches(self, items: list, samples: int) -> Iterator[tuple[list, list]]:
-        """Batches of items such that `samples` answers to each give about `rows` answers, each with the items to
-        compute: on XLA the last batch is padded to full size, so that there is one shape."""
+        """Batches of items, sized so that `samples` answers per item make about `rows` answers, and for each batch the
+        items to compute: on XLA these are repeated up to full size, so that there is one shape."""
         size = max(1, self.rows // samples)
         for start in range(0, len(items), size):
             batch = items[start : start + size]
