@@ -85,8 +85,8 @@ class GGUFPlan:
 
 
 def plan_gguf(source: Source, wanted: str = "auto", merged: bool = False) -> GGUFPlan:
-    """The type of each tensor, by `wanted` (see gguf_types.choose), and all metadata. `merged`: the adapted layers are
-    written as F16 with the adapter added; otherwise the adapter is a separate file.
+    """The type of each tensor, chosen according to `wanted` (see gguf_types.choose), and all metadata. `merged`: the
+    adapted layers are written as F16 with the adapter added; otherwise the adapter is a separate file.
 
     Raises UserError for an architecture, a tokenizer or a layout that the format cannot represent.
     """
@@ -136,7 +136,7 @@ def export_formats(name: str) -> str:
 
 
 def _adapter_tensors(source: Source) -> Iterator[tuple[str, Tensor]]:
-    """The adapter's tensors for llama.cpp, which multiplies by alpha / rank; any other factor goes into b."""
+    """The adapter's tensors for llama.cpp, which multiplies by alpha / rank; any other factor is folded into b."""
     names = tensor_names(source.name, [f"{module}.weight" for module in source.loras])
     for module, lora in source.loras.items():
         name, share = names[f"{module}.weight"], lora.factor * len(lora.a) / source.alpha

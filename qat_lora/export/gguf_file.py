@@ -32,7 +32,7 @@ SPACES = {
 
 
 def check_architecture(name: str) -> None:
-    """Raise UserError for a model that llama.cpp would run differently from here."""
+    """Raise UserError for a model that llama.cpp would compute differently."""
     if reason := unwritten(load_config(name)):
         raise UserError(f"model {name!r} {reason}; use --format hf")
 
@@ -48,9 +48,9 @@ def tensor_names(name: str, parameters: list[str]) -> dict[str, str]:
 
 
 def turned_heads(name: str, module: str) -> int:
-    """The number of heads whose rows GGUF stores in another order, for the module of a weight; 0 if the order is HF's.
+    """The number of heads in a module's weight whose rows GGUF stores in another order; 0 if the order is HF's.
 
-    In its rotation HF's Llama pairs position j of a head with j + half; llama.cpp pairs neighbours.
+    HF's Llama rotates row j of a head as a pair with row j + half; llama.cpp pairs neighbouring rows.
     """
     config = load_config(name)
     leaf = module.rpartition(".")[2]
@@ -129,7 +129,8 @@ def _copy_tokenizer(writer: GGUFWriter, path: Path) -> None:
 
 
 def _add_tokenizer(writer: GGUFWriter, tokenizer, name: str, rows: int) -> list[str]:
-    """Add the values of an HF tokenizer, padded to `rows` tokens, as many as the embedding has. Returns notes."""
+    """Add the values of an HF tokenizer, padded to `rows` tokens, the number of rows in the embedding. Returns
+    notes."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     added = {token["id"]: token for token in state["added_tokens"]}
     texts = {number: text for text, number in state["model"]["vocab"].items()}
@@ -215,7 +216,7 @@ def _steps(state: dict) -> list[dict]:
 
 
 def _pre_tokenizer(state: dict, steps: list[dict]) -> str | None:
-    """llama.cpp's name for a tokenizer's pre-tokenizer, or None if it is unknown here."""
+    """llama.cpp's name for a tokenizer's pre-tokenizer, or None if this module does not know it."""
     normalizer, kinds, last = state["normalizer"], [step["type"] for step in steps], steps[-1]
     if (normalizer and normalizer["type"] != "NFC") or last["type"] != "ByteLevel" or last["add_prefix_space"]:
         return None

@@ -79,7 +79,7 @@ def coding(spec: QuantSpec, kind: str) -> Coding | None:
     if kind == "Q4_1":
         return Coding(1, 0, 1.0, spec.lowest) if spec.levels <= 16 else None
     zero, half = (8, 8) if kind == "Q4_0" else (0, 128)
-    turn = 2 if spec.codebook == "balanced" else 1  # ±1/2, ±3/2, … at half the step are odd integers
+    turn = 2 if spec.codebook == "balanced" else 1  # in units of half a step, ±1/2, ±3/2, … are odd integers
     lowest = round(turn * spec.lowest)
     highest = lowest + turn * (spec.levels - 1)
     return Coding(turn, lowest + zero, 1 / turn) if -half <= lowest and highest < half else None
@@ -142,7 +142,7 @@ def decode(kind: str, spec: QuantSpec, data: np.ndarray) -> tuple[np.ndarray, np
     heads = np.ascontiguousarray(blocks[..., : 2 * count]).view("<f2")
     q = _unpacked(kind, blocks[..., 2 * count :]).view(np.int8).astype(np.int16).reshape(rows, -1)
     codes, odd = np.divmod(q - how.shift, how.turn)
-    codes = np.where(odd == 0, codes, 255).astype(np.uint8)  # 255 is not a code of a type with odd integers only
+    codes = np.where(odd == 0, codes, 255).astype(np.uint8)  # 255 marks integers that are no level
     scale = (heads[..., 0].astype(np.float32) / np.float32(how.factor)).astype(np.float16)
     return codes, scale, heads[..., 1] if count == 2 else None
 

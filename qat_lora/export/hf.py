@@ -16,13 +16,14 @@ ADAPTER_FOLDER = "adapter"
 
 
 def hf_bytes(source: Source, merged: bool) -> int:
-    """Bytes of the weights of an HF export, including an adapter beside them, without the few kB of headers."""
+    """Bytes of the weights of an HF export, including a separate adapter, without the few kB of headers."""
     beside = weight_file(source.adapter).stat().st_size if source.adapter and not merged else 0
     return beside + sum(value.numel() * value.element_size() for value in plain_state(source.student).values())
 
 
 def write_hf(source: Source, folder: Path, shown: Path, merged: bool) -> None:
-    """Write model, tokenizer and generation config in HF's format, with the adapter merged into or beside the weights.
+    """Write model, tokenizer and generation config in HF's format, with the adapter merged into the weights or saved
+    beside them.
 
     shown: the folder's final name, which the adapter's config gives as its base model.
     """

@@ -31,8 +31,8 @@ class Lora:
 class Source:
     """The source of an export: a frozen student, the rest of its file, and the parts of its adapter.
 
-    loras: those of linear layers, by module name. updates: functions that compute what merging adds to a weight, by
-    parameter name. adapted: the logits with the adapter, for `probe` of the student.
+    loras: the adapter parts of linear layers, by module name. updates: functions that compute what merging adds to a
+    weight, by parameter name. adapted: the logits with the adapter, for `probe` of the student.
     """
 
     checkpoint: Path
@@ -52,7 +52,7 @@ class Source:
 def load_source(checkpoint: str, adapter: str | None = None, model: str | None = None) -> Source:
     """Read a student file and the adapter that was trained on it. model: where the student's base is now.
 
-    Raises UserError for files that are missing, damaged or untrained, and for the adapter of another student.
+    Raises UserError for missing or damaged files, an untrained student, and the adapter of another student.
     """
     student, made = load_student(checkpoint, model)
     if made["info"].get("trained") is False:
