@@ -65,7 +65,7 @@ def _accepts(kind: type) -> tuple[frozenset[str], bool]:
 
 
 def hidden_states(model: nn.Module, tokens: Tensor, layout: Layout | None = None, cache=None) -> Tensor:
-    """Last hidden states [B, Q, H] of tokens [B, Q], ready for `head_form`'s output matrix.
+    """Last hidden states [B, Q, H] of tokens [B, Q], ready for the LM head (models/head.py).
 
     layout: which tokens attend to which; None: each row is a single text. cache: the keys and values of the layout's
     earlier tokens. May change the model's attention and expert implementations, and does not restore them.
