@@ -1,4 +1,4 @@
-"""Processing a model's decoder blocks one at a time: their inputs, their outputs and GPTQ."""
+"""Process a model's decoder blocks one at a time: their inputs, their outputs and GPTQ."""
 
 import contextlib
 import functools
@@ -22,7 +22,7 @@ class _Seen(Exception):
     """Stops a forward pass once the required input has been seen."""
 
 
-Call = tuple[tuple, dict]  # positional and keyword arguments of a block, hidden states excluded
+Call = tuple[tuple, dict]  # positional and keyword arguments of a block, without the hidden states
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class BlockCalls:
 def first_inputs(model: nn.Module, batches: list[dict], backend: TorchBackend) -> tuple[list[Tensor], BlockCalls]:
     """The inputs of the first decoder block, hidden states [B, L, H] on the host, and how all blocks are called.
 
-    batches: dicts of tokens [B, L], all of one shape. This runs the model's own forward with blocks that return their
-    hidden states unchanged; `check_blocks` checks that the model allows it.
+    batches: dicts of tokens [B, L], all of the same shape. This runs the model's own forward with blocks that return
+    their hidden states unchanged; `check_blocks` checks that the model allows it.
     """
     inputs, calls, answers = [], [], {}
     for number, batch in enumerate(batches):
@@ -147,10 +147,11 @@ def block_outputs(layer: nn.Module, inputs: list[Tensor], calls: list[Call], bac
 
 @torch.no_grad()
 def compensate_block(block: nn.Module, inputs: list[Tensor], calls: list[Call], backend: TorchBackend) -> None:
-    """Apply GPTQ to a block, layer by layer in forward order, each on the outputs of the quantised layers before it.
+    """Apply GPTQ to a block, layer by layer in forward order, each with the outputs of the quantised layers before it
+    as inputs.
 
-    inputs: a list of [B, L, H]. The weights become the compensated ones. Workers have different inputs and average
-    their moments. Experts see only some of the tokens, so they get least-squared-error scales instead.
+    inputs: a list of [B, L, H]. The compensated weights replace the original ones. Workers have different inputs and
+    average their moments. Experts see only some of the tokens, so they get least-squared-error scales instead.
     """
     for layer in quantized_layers(block).values():
         if not isinstance(layer, QuantLinear):
@@ -166,7 +167,7 @@ def compensate_block(block: nn.Module, inputs: list[Tensor], calls: list[Call], 
             quantizer, weight = layer.quantizer, layer.weight.detach().cpu()
             scale = quantizer.scale_matrix().expand_as(quantizer.grouped(layer.weight)).reshape(weight.shape).cpu()
             layer.weight.copy_(compensated(weight, scale, moment, quantizer.spec))
-            backend.broadcast([p.data for p in layer.parameters()])  # other machines may round differently
+            backend.broadcast([p.data for p in layer.parameters()])  # machines may round differently
 
 
 def _reach(layer: QuantLinear, block: nn.Module, inputs: list[Tensor], calls: list[Call], backend) -> None:

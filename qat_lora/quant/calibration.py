@@ -17,17 +17,18 @@ def calibrate(
 ) -> None:
     """Initialise the quantisers of a student on the CPU from its weights and calibration rows, in this worker alone.
 
-    method: "rtn" (round to nearest: the edge level is the largest weight), "mse" (least squared error, each weight
-    weighted by the mean square of its input), "gptq" ("mse", then error compensation block by block on the quantised
-    inputs; the latent weights become the compensated ones, so that the student starts as the GPTQ model. A quantised
-    head is outside the blocks and is initialised as with "mse").
-    batches: dicts of tokens [B, L], all of one shape; "rtn" does not use them.
-    blocks: False leaves the blocks of "gptq" at "rtn", for a stage that compensates each block before training it.
+    method: "rtn" (round to nearest: the edge level times the scale is the largest weight), "mse" (least squared error,
+    each weight weighted by the mean square of its input), "gptq" ("mse", then error compensation block by block on the
+    quantised inputs; the compensated weights replace the latent ones, so that the student starts as the GPTQ model. A
+    quantised head is outside the blocks and is initialised as with "mse").
+    batches: dicts of tokens [B, L], all of the same shape; "rtn" does not use them.
+    blocks: False makes "gptq" initialise the decoder blocks as "rtn" does, for a stage that compensates each block
+    before training it.
     """
     backend = TorchBackend("cpu", precision)
     initialise(student, search=False)
     layers = {} if method == "rtn" else quantized_layers(student)
-    if method == "gptq":  # layers in blocks are set below, on their quantised inputs
+    if method == "gptq":  # layers in blocks are initialised below, on their quantised inputs
         inside = {id(p) for block in decoder_layers(student) for p in block.parameters()}
         layers = {name: layer for name, layer in layers.items() if id(layer.weight) not in inside}
     if layers:
@@ -48,7 +49,7 @@ def _least_error(student: nn.Module, layers: dict[str, nn.Module], batches: list
     head = unwrap(student).get_output_embeddings()
     moments = input_moments(student, forward)
     for name, layer in watched(layers.items(), "initial scales", len(layers)):
-        set_scale(layer, moment=moments.get(name))  # there is no moment for experts
+        set_scale(layer, moment=moments.get(name))  # experts have no moment
 
 
 def _compensate(student: nn.Module, batches: list[dict], backend: TorchBackend) -> None:

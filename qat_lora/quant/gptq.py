@@ -6,7 +6,7 @@ from torch import Tensor
 from qat_lora.quant.linear import nearest_level
 from qat_lora.quant.spec import QuantSpec
 
-DAMPING = 0.01  # share of the mean diagonal added to the diagonal: rare inputs must not blow up the inverse
+DAMPING = 0.01  # fraction of the mean diagonal added to the diagonal, so that rare inputs do not blow up the inverse
 BLOCK = 128  # columns whose errors are applied to the later columns in one product
 
 

@@ -29,15 +29,15 @@ def set_scale(layer: nn.Module, search: bool = True, moment: Tensor | None = Non
     """Set the scale of a quantised layer from its latent weight, on the CPU.
 
     search=True: least squared weight error, weighted by `moment` (the mean square of each input, [in]) if given; False:
-    the edge level is the largest weight (round to nearest).
+    the edge level times the scale is the largest weight (round to nearest).
     """
     quantizer, weight = layer.quantizer, rows_of(layer).detach()
     spec, parameters = quantizer.spec, list(quantizer.parameters())
     parts = [(weight, *parameters)]
-    if weight.ndim == 3:  # experts have their own dimension in a low-rank scale and are rows in others
+    if weight.ndim == 3:  # low-rank scales have an expert dimension; others stack experts as rows
         shapes = [p.shape if spec.scale == "lowrank" else (len(weight), -1, *p.shape[1:]) for p in parameters]
         parts = zip(weight, *(p.view(shape) for p, shape in zip(parameters, shapes)))
-    for part, *values in parts:  # one expert at a time: the search takes many times its memory
+    for part, *values in parts:  # one expert at a time: the search takes many times an expert's memory
         matrix = part.float().cpu()
         size = {"group": spec.size, "lowrank": LOWRANK_INIT_GROUP, "tensor": matrix.numel()}[spec.scale]
         importance = (matrix.new_ones(()) if moment is None else moment.float().cpu()).expand_as(matrix)

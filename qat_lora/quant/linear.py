@@ -104,13 +104,13 @@ def _in_type(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _over_groups(values: Tensor, shape: torch.Size) -> Tensor:
-    """values [o, G, g], summed over each group if a scale of `shape` has one value per group and row: only such sums do
-    not depend on the tile."""
+    """values [o, G, g], summed over each group if a scale of `shape` has one value per group and row: only these sums
+    are independent of the tiling."""
     return values.sum(2, keepdim=True) if shape[0] > 1 and shape[2] == 1 else values
 
 
 class Stored(torch.autograd.Function):
-    """A learned scale as it is stored: its magnitude clamped to at least `least`, rounded to fp16, its sign kept. The
+    """A learned scale as it is stored: its magnitude clamped to at least `least`, its sign kept, rounded to fp16. The
     gradient passes straight through the rounding and is zero where the magnitude was clamped."""
 
     @staticmethod
@@ -147,7 +147,7 @@ class Quantizer(nn.Module):
 
     group:   scale [out, in/g, 1]        tensor: scale [1, 1, 1]
     lowrank: A [out, r], g [r], B [r, in]; S = (A·diag(g))·B with the columns of A and the rows of B at unit norm, so
-             that g alone carries magnitude
+             that g alone carries the magnitude
     codes:   uint8, of the weight's shape, present only when frozen
     enabled: False uses the latent weight itself (the full-precision layer)
 
@@ -197,7 +197,8 @@ class Quantizer(nn.Module):
         return weight.reshape(-1, in_features // group, group)
 
     def forward(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """W_eff [..., out, in] in `dtype`, differentiable in latent weight and scale, or, frozen, in the scale only."""
+        """W_eff [..., out, in] in `dtype`, differentiable in latent weight and scale, or, once frozen, in the scale
+        only."""
         shared = math.prod(self.shape) // self.scale_values if self.spec.scale != "lowrank" else 1
         gradient_scale = 1 / math.sqrt(shared * self.spec.largest)
         with without_autocast(weight):  # the product A·B of a low-rank scale stays fp32

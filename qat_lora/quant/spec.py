@@ -9,7 +9,7 @@ from qat_lora.run.options import current_name
 CODEBOOKS = ("balanced", "int", "uniform")
 BITS = (2, 3, 4, 8)
 SCOPES = ("all", "mlp", "attn", "weights")  # which parameters of a student are trained
-LOWRANK_INIT_GROUP = 32  # a low-rank scale is initialised to the truncated SVD of scales per group of this size
+LOWRANK_INIT_GROUP = 32  # a low-rank scale is initialised from the truncated SVD of group scales of this size
 
 
 @dataclass(frozen=True)

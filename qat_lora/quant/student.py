@@ -1,4 +1,4 @@
-"""The student: a model with quantised linear layers, and the file `best.pt` that stores it frozen."""
+"""The student: a model with quantised linear layers, and the file `best.pt` that stores it in frozen form."""
 
 import dataclasses
 import math
@@ -50,7 +50,7 @@ class StudentSpec:
     def __post_init__(self):
         for name in ("mlp", "attn", "head"):
             object.__setattr__(self, name, current_name(getattr(self, name)))
-        if not any([QuantSpec.parse(text) for text in (self.mlp, self.attn, self.head)]):  # a list: each is parsed
+        if not any([QuantSpec.parse(text) for text in (self.mlp, self.attn, self.head)]):  # a list: parse all three
             raise UserError("mlp, attn and head are all none, so nothing would be quantised; set at least one")
 
     def __str__(self):
@@ -246,7 +246,7 @@ def read_student(path: str | Path, model: str | None = None) -> dict:
 
 
 def _check_old(path: str | Path, content: dict, made: str) -> None:
-    """Check a file without a fingerprint (an old one): accept a base with another name if the shapes fit."""
+    """Check a file without a fingerprint (an old one): accept a base with another name if the shapes match."""
     if absolute_name(content["model"]) == absolute_name(made):
         return
     _check_shapes(empty_student(content), content, path)
@@ -349,7 +349,8 @@ def thaw(student: nn.Module) -> nn.Module:
 
 
 def load_base(name: str, quantizer: str, whole: bool) -> nn.Module:
-    """The model, its linear layers quantised and frozen unless `quantizer` is "none"; without values if not `whole`."""
+    """The model with its linear layers quantised and frozen, unless `quantizer` is "none"; without values if not
+    `whole`."""
     if not QuantSpec.parse(quantizer):
         return load_model(name) if whole else empty_model(name)
     spec = base_spec(quantizer)
@@ -366,6 +367,6 @@ def base_spec(quantizer: str) -> StudentSpec:
 
 
 def base_content(base: nn.Module, name: str, quantizer: str) -> dict | None:
-    """The student file's content for a quantised base, to which an adapter then belongs; call it before adding the
-    adapter. None for a base in full precision."""
+    """The student file's content for a quantised base that an adapter is trained on; call it before adding the adapter.
+    None for a base in full precision."""
     return student_content(base, name, base_spec(quantizer), {}) if quantized_layers(base) else None

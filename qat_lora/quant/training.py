@@ -39,7 +39,8 @@ def select_parameters(student: nn.Module, scope: str) -> None:
 
 
 def parameter_groups(student: nn.Module, learning_rate: float, scale_learning_rate: float) -> list[dict]:
-    """Optimiser groups: latent weights with everything unquantised, and the quantisers' scales; empty ones left out."""
+    """Optimiser groups: latent weights together with all unquantised parameters, and the quantisers' scales; empty
+    groups are left out."""
     scales = {id(p) for layer in quantized_layers(student).values() for p in layer.quantizer.parameters()}
     trained = [p for p in student.parameters() if p.requires_grad]
     groups = [
@@ -50,13 +51,13 @@ def parameter_groups(student: nn.Module, learning_rate: float, scale_learning_ra
 
 
 def usual_rates(student: nn.Module) -> tuple[float, float]:
-    """The default peak learning rates of a student, end to end and layer by layer, to two digits.
+    """The default peak learning rates of a student, end to end and layer by layer, rounded to two digits.
 
     At 2 bits both are 0.31% of the root mean square of the quantised weights: a latent weight has to move to the next
     level to have an effect, and the distance between levels is proportional to the size of the weights. The shares were
-    tuned on SmolLM2, whose weights (0.19) are five times as large as Gemma 3's (0.034). Every two further bits divide
+    tuned on SmolLM2, whose weights (0.19) are five times as large as Gemma 3's (0.034). Every two more bits divide
     the share by six; the end-to-end rate is also halved at 3 bits and quartered from 4 bits on (docs/benchmarks.md,
-    "A second model"; 3 and 8 bits: unmeasured). With several quantisers the coarsest one counts.
+    "A second model"; 3 and 8 bits: unmeasured). With several quantisers, the one with the fewest bits decides.
     """
     layers = quantized_layers(student).values()
     squares = sum(float(torch.linalg.vector_norm(layer.weight.detach())) ** 2 for layer in layers)
@@ -64,4 +65,4 @@ def usual_rates(student: nn.Module) -> tuple[float, float]:
     bits = min(layer.quantizer.spec.bits for layer in layers)
     layerwise = RATE_SHARE * 6 ** (1 - bits / 2) * size
     rates = (float(f"{rate:.1e}") for rate in (layerwise / 2 ** min(bits - 2, 2), layerwise))
-    return tuple(min(max(LEAST_RATE, rate), MOST_RATE) for rate in rates)  # NaN is refused elsewhere, by name
+    return tuple(min(max(LEAST_RATE, rate), MOST_RATE) for rate in rates)  # an error elsewhere names NaN weights
