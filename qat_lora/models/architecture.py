@@ -1,4 +1,4 @@
-"""The structure of a Hugging Face causal language model. Only this module looks inside one.
+"""The structure of a Hugging Face causal language model. Only this module inspects a model's internals.
 
 The structure is inferred from module types, parameter shapes, the signatures of forward and, as a last resort, names
 and source code; how hidden states become logits is measured (models/head.py). There is no list of model names. If this
@@ -26,7 +26,7 @@ OTHER_TOKENS = {
     "attention_mask", "position_embeddings", "position_ids", "past_key_values", "past_key_value", "layer_past",
     "cache_params", "cache_position", "alibi", "sinusoidal_pos", "seq_idx", "state",
 }  # fmt: skip
-FEWEST_INPUTS = 16  # layers with fewer are not worth quantising (Gemma 3n mixes its four streams with 4-input layers)
+FEWEST_INPUTS = 16  # smaller layers are not worth quantising (Gemma 3n mixes its four streams with 4-input layers)
 FEED_FORWARD = ("mlp", "feed_forward", "ffn")
 
 
@@ -39,7 +39,7 @@ def decoder(model: nn.Module) -> nn.Module:
     """The HF model without its LM head."""
     base = unwrap(model)
     stack = base.get_decoder()
-    if stack is base.get_output_embeddings():  # an LM head that is named "decoder"
+    if stack is base.get_output_embeddings():  # an LM head named "decoder"
         stack = base.base_model
     if stack is base:  # this class gives its decoder an unusual name
         embedding = base.get_input_embeddings()
@@ -156,8 +156,8 @@ def part_of(block: nn.Module, name: str) -> str:
 
 
 def experts_of(module: nn.Module) -> dict[str, bool]:
-    """The names of a module's parameters that stack all its experts, [experts, …], and for each whether an expert is
-    stored as [in, out]."""
+    """The parameters of a module that stack all its experts, [experts, …]: for each name, whether an expert is stored
+    as [in, out]."""
     marked, experts = hasattr(module, "is_transposed"), getattr(module, "num_experts", None)
     if not (marked or "Experts" in type(module).__name__):
         return {}
@@ -170,7 +170,7 @@ def experts_of(module: nn.Module) -> dict[str, bool]:
 def _is_transposed(module: nn.Module, name: str, weight: Tensor) -> bool:
     if hasattr(module, "is_transposed"):
         return bool(module.is_transposed)
-    hidden = getattr(module, "hidden_size", None)  # Llama 4 stores [in, out] without a flag that says so
+    hidden = getattr(module, "hidden_size", None)  # Llama 4 stores [in, out] without such a flag
     return (
         hidden is not None
         and weight.shape[1 if name.startswith(("gate", "up")) else 2] == hidden
@@ -180,7 +180,7 @@ def _is_transposed(module: nn.Module, name: str, weight: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A quantisable weight of a decoder block: parameter `name` of `module`, which is at `path` in the block.
+    """A quantisable weight of a decoder block: parameter `name` of the module at `path` in the block.
 
     A linear layer's weight is [out, in]; experts are [experts, out, in], or [experts, in, out] if `transposed`.
     """
@@ -218,8 +218,8 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def matrices(block: nn.Module) -> Iterator[Matrix]:
-    """The linear layers, quantised or not, and the experts of a block. Routers are left out because they are small and
-    choosing the wrong expert does more harm than rounding; layers with few inputs are left out too."""
+    """The linear layers, quantised or not, and the experts of a block. Leaves out routers, because they are small and
+    a wrong choice of expert does more harm than rounding, and layers with few inputs."""
     modules = list(block.named_modules())
     counts = {
         path.rpartition(".")[0]: max(
@@ -264,7 +264,7 @@ def _is_called(block: nn.Module, path: str) -> bool:
 
 
 def uncalled(block: nn.Module) -> list[str]:
-    """The linear layers of a block that are left unchanged because the model reads their weights directly."""
+    """The linear layers of a block that stay unchanged because the model reads their weights directly."""
     return [path for path, module in block.named_modules() if _is_linear(module) and not _is_called(block, path)]
 
 
@@ -294,14 +294,13 @@ def eager_experts(model: nn.Module) -> Iterator[None]:
 
 
 def as_answer(hidden: Tensor, values: int):
-    """Hidden states in the form that a block returns: on their own (values 0), or first in a tuple of `values`
-    entries."""
+    """Hidden states in the form that a block returns: alone (values 0), or first in a tuple of `values` entries."""
     return (hidden, *[None] * (values - 1)) if values else hidden
 
 
 def is_recurrent(model: nn.Module) -> bool:
-    """Whether some blocks carry a state from token to token instead of attending to earlier tokens: linear attention,
-    convolutions, state spaces."""
+    """Whether some blocks carry a state from token to token instead of attending to earlier tokens, as in linear
+    attention, convolutions and state-space models."""
     base = unwrap(model)
     if base._is_stateful:
         return True
@@ -312,7 +311,7 @@ def is_recurrent(model: nn.Module) -> bool:
 
 
 def short_range(config: PreTrainedConfig) -> int | None:
-    """The maximum length, in tokens, of a text whose output depends neither on the lengths of other texts in its batch
+    """The length in tokens up to which a text's output depends neither on the lengths of other texts in its batch
     nor on its place in a row; None: no limit. Beyond it, LongRoPE uses different frequencies and Llama 4 a different
     attention temperature."""
     ropes = getattr(config, "rope_parameters", None) or {}

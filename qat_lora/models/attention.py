@@ -26,8 +26,8 @@ class Layout:
     """Which tokens attend to which, before a model's windows restrict that further.
 
     visible: bool [B, Q, K] (or [1, Q, K]), including causality; query [B, Q] and key [B, K]: the position of each token
-    in its own text, which windows and chunks are based on. lengths: the lengths of each row's examples, on the CPU;
-    if given, attention runs on one example after the other and computes nothing that a mask would discard.
+    in its own text, on which windows and chunks are based. lengths: the lengths of each row's examples, on the CPU;
+    if given, attention runs on one example at a time and computes nothing that a mask would discard.
     """
 
     visible: Tensor
@@ -38,8 +38,8 @@ class Layout:
 
     @classmethod
     def causal(cls, length: int, device: torch.device) -> "Layout":
-        """Rows of one text each, with an explicit mask, for devices where checking whether a mask is needed costs a
-        sync."""
+        """Rows of one text each, with an explicit mask: for devices where checking whether a mask is needed costs a
+        host sync."""
         positions = torch.arange(length, device=device).unsqueeze(0)
         return cls(torch.ones(1, length, length, dtype=torch.bool, device=device).tril(), positions, positions)
 
@@ -59,8 +59,8 @@ class Layout:
         return seen & self.visible.unsqueeze(1)
 
     def is_plain(self, mask: Tensor) -> bool:
-        """Whether a mask that the model made from this layout allows all that the layout allows. Costs one host sync
-        per mask."""
+        """Whether a mask that the model made from this layout adds no restriction to it. Costs one host sync per
+        mask."""
         if mask not in self.plain:
             self.plain[mask] = torch.equal(mask[:, 0], self.visible.expand_as(mask[:, 0]))
         return self.plain[mask]

@@ -1,4 +1,4 @@
-"""The check at load time: a model is refused unless our results equal its own."""
+"""The check at load time: refuse a model unless our results equal its own."""
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,8 @@ FAULTS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexEr
 
 
 def sample_tokens(model: nn.Module, count: int) -> Tensor:
-    """Token ids [count] spread over the vocabulary. The lowest ids are often special tokens: a model that was hardly
-    trained on them can amplify fp32 rounding into visible differences."""
+    """Token ids [count] spread over the vocabulary. The lowest ids are often special tokens, and a model that was
+    hardly trained on them can amplify fp32 rounding into visible differences."""
     return (torch.arange(count) * 7919 + 11) % min(embedding_rows(model), 50_000)
 
 
@@ -46,7 +46,7 @@ def check(model: nn.Module) -> None:
         raise refused(model, f"its own forward pass fails on tokens alone ({first_line(error)[:120]})") from error
     if not own.isfinite().all():
         raise UserError(
-            f"model type {model_type(model)!r} gives NaN or infinite logits; its weights may be damaged: copy it again"
+            f"model type {model_type(model)!r} gives NaN or infinite logits; its weights may be damaged; copy it again"
         )
     limit = CLOSE * float(own.abs().max())
     if float((own[0, :-1] - own[1, :-1]).abs().max()) > limit:
@@ -65,7 +65,7 @@ def check(model: nn.Module) -> None:
                 f"logits computed here{what} differ from transformers' by {gap:.1e}; the largest is "
                 f"{float(own.abs().max()):.1e}",
             )
-    # Llama 4's attention temperature changes every few thousand slots of a row, so a short row cannot reveal it.
+    # Llama 4's attention temperature changes every few thousand slots of a row, so a short row would not show it.
     counts = getattr(text_config(model), "attn_temperature_tuning", False)
     set_packs(model, not counts and _keeps_apart(model, torch.cat([first, second]), own[[0, 2]].flatten(0, 1), limit))
 
@@ -79,7 +79,7 @@ def _logits(model: nn.Module, tokens: Tensor, layout: Layout | None) -> Tensor:
 def _keeps_apart(model: nn.Module, tokens: Tensor, own: Tensor, limit: float) -> bool:
     count = torch.arange(CHECKED)
     segments, positions = torch.arange(2).repeat_interleave(CHECKED), torch.cat([count, count])
-    config = decoder(model).config  # not model.config if the model was taken out of a multimodal one
+    config = decoder(model).config  # differs from model.config if the model comes from a multimodal one
     before = config._attn_implementation
     try:
         for one_by_one in (False, True):

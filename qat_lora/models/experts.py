@@ -13,7 +13,7 @@ def static_experts(self: nn.Module, hidden: Tensor, index: Tensor, weights: Tens
     """The output [T, H] of transformers' expert modules for hidden states [T, H], chosen experts [T, K] and their
     weights [T, K].
 
-    Takes two matrix products in all: every token goes through every expert, with weight 0 for experts that were not
+    Runs only two matrix products: every token goes through every expert, with weight 0 for experts that were not
     chosen. This costs experts/K times the arithmetic of the chosen experts alone.
     """
     experts, tokens = self.num_experts, len(hidden)

@@ -13,7 +13,7 @@ from qat_lora.errors import UserError
 from qat_lora.models.architecture import unwrap
 from qat_lora.models.tokens import check_ids, prompt_ids
 
-LEAST = 1e-6  # smallest temperature above 0: dividing fp32 logits by less would overflow
+LEAST = 1e-6  # smallest temperature above 0; dividing fp32 logits by less would overflow
 
 
 def complete(
@@ -27,7 +27,8 @@ def complete(
     thinking: bool | None = None,
     streamer=None,
 ) -> str:
-    """The model's completion of `prompt`, without special tokens; it ends at an EOS or after `max_new_tokens`.
+    """The model's completion of `prompt`, without special tokens; it stops at an end token (`end_tokens`) or after
+    `max_new_tokens`.
 
     prompt: messages ({"role": …, "content": …}) for the chat template, or plain text to continue.
     model: a placed HF model, frozen student or PEFT model in evaluation mode. temperature 0 is greedy; above 0, samples
@@ -35,8 +36,8 @@ def complete(
     (top_k, repetition penalty) are switched off, so that models are compared under the same settings.
     thinking: the value of the template's `enable_thinking` switch, if it has one; None leaves the default.
     streamer: a transformers streamer that receives the prompt and each token as it is generated.
-    Raises UserError for invalid values, a missing template or one that refuses the messages, and a prompt that does not
-    fit the model's context.
+    Raises UserError for invalid values, for a template that is missing or refuses the messages, and for a prompt that
+    does not fit the model's context.
     """
     check_sampling(max_new_tokens, temperature, top_p)
     inputs, base = _encode(tokenizer, prompt, thinking), unwrap(model)
@@ -46,7 +47,7 @@ def complete(
             f"a prompt of {used} tokens and {max_new_tokens} new tokens do not fit the model's context of {context}; "
             "use fewer new tokens or a shorter prompt"
         )
-    # Pad may equal EOS: the mask, all ones for a single prompt, shows that no token is padding.
+    # Pad may equal EOS, but the mask, all ones for a single prompt, shows that no token is padding.
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     plan = GenerationConfig(
         max_new_tokens=max_new_tokens, do_sample=temperature > 0, temperature=temperature or 1.0, top_p=top_p, top_k=0,
@@ -81,7 +82,7 @@ class _Left(Exception):
 class Stream:
     """The output of `complete`, piece by piece as it is generated; generation stops when the reader stops iterating.
 
-    rule: the remaining arguments of `complete`. ended: whether the completion ended with an end token and not at the
+    rule: the remaining arguments of `complete`. ended: whether the completion stopped at an end token rather than the
     length limit; valid once the whole completion has been read. Iterating raises the errors of `complete`.
     """
 
@@ -115,8 +116,8 @@ class Stream:
 
 
 def end_tokens(model: nn.Module, tokenizer) -> list[int]:
-    """Every token that ends a completion: the tokenizer's EOS, those in the model's generation settings, and the token
-    that ends an assistant turn in the chat template (for a base model often not EOS)."""
+    """Every token that ends a completion: the tokenizer's EOS, the EOS tokens of the model's generation config, and the
+    token that ends an assistant turn in the chat template (for a base model often not EOS)."""
     own = unwrap(model).generation_config.eos_token_id or []
     return sorted({tokenizer.eos_token_id, *(own if isinstance(own, list) else [own]), *_turn_end(tokenizer)})
 
@@ -126,7 +127,7 @@ def _turn_end(tokenizer) -> list[int]:
     talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
     try:
         text = tokenizer.apply_chat_template(talk, tokenize=False) if tokenizer.chat_template else ""
-    except (TemplateError, ValueError):  # it refuses these messages, or there are several templates and no default
+    except (TemplateError, ValueError):  # the template refuses these messages, or there are several and no default
         text = ""
     if said not in text:
         return []

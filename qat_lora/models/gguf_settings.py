@@ -1,7 +1,7 @@
 """Which settings of a model's config GGUF stores, and how llama.cpp interprets them.
 
-A config is compared with a list of the settings that are written. A config in which any other setting differs from its
-class's default is refused, so that no unknown setting is lost silently.
+This module lists the settings that are written. A config in which any other setting differs from its class's default
+is refused, so that no unknown setting is lost silently.
 """
 
 import math
@@ -81,7 +81,7 @@ ARCHITECTURES = {
 def unwritten(config) -> str | None:
     """Why a config cannot be written, as the rest of a sentence that begins with "model …"; None if it can."""
     if config.model_type not in ARCHITECTURES:
-        return f"is a {config.model_type}: GGUF is written for {', '.join(ARCHITECTURES)}"
+        return f"is a {config.model_type}: GGUF export supports {', '.join(ARCHITECTURES)}"
     architecture = ARCHITECTURES[config.model_type]
     odd = _odd_settings(config, architecture) | _odd_rope(config, architecture)
     for name, value in odd.items():
@@ -173,8 +173,8 @@ def _add_gemma3(writer: GGUFWriter, config) -> None:
 
 
 def frequency_factors(config) -> list[float] | None:
-    """The factors by which llama.cpp divides the rotary embedding's frequencies; None if the file needs no such
-    tensor."""
+    """The factors by which llama.cpp divides the rotary embedding's frequencies; None if the file does not need
+    them."""
     rope, width = rope_of(config), head_size(config)
     if rope.get("rope_type") != "llama3":
         return None
@@ -208,12 +208,12 @@ SCALES = {
     "attention.sliding_window": "sliding_window",
 }
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-WITHOUT = (None, 0, 1, "none")  # values that mean that a setting has no effect
+WITHOUT = (None, 0, 1, "none")  # values with which a setting has no effect
 
 
 def unread(reader: GGUFReader, config) -> str | None:
-    """A setting of a .gguf file that changes its model's results and differs in `config`, which transformers has read
-    from the file; None if there is no such setting."""
+    """A setting of a .gguf file that changes the model's results but that transformers did not read correctly into
+    `config`; None if there is none."""
     values = {key.split(".", 1)[1]: field.contents for key, field in reader.fields.items() if "." in key}
     rope = rope_of(config)
     kinds = {"default": "none", "llama3": "none"}

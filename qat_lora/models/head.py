@@ -14,7 +14,7 @@ from qat_lora.backend.tiles import HEAD_TILE, rows_at_once, strips_at_once, tile
 from qat_lora.errors import first_line
 from qat_lora.models.architecture import decoder, refused, unwrap
 
-# Test values for the product W·h, to measure how logits are computed from it: powers of two, exact in every dtype.
+# Values fed in as the product W·h to measure how logits are computed from it: powers of two, exact in every dtype.
 PROBES = tuple(sign * 2.0**power for power in (-10, 0, 3, 5, 10, 100) for sign in (1, -1))
 
 
@@ -42,7 +42,7 @@ class Head:
         return self.bias is None and self.before * self.after == 1 and self.cap is None
 
     def cast(self, dtype: torch.dtype) -> "Head":
-        """The head with its weight in the type used for the product; everything after the product is in fp32."""
+        """The head with its weight in `dtype`, the type of the product; everything after the product is in fp32."""
         return replace(self, weight=_cast(self.weight, dtype))
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -50,8 +50,8 @@ class Head:
         return self.finish(hidden @ self.weight.T)
 
     def finish(self, product: Tensor, room: Tensor | None = None) -> Tensor:
-        """Logits in fp32 from the product W·h, or in the product's type if that is wider. room: a buffer for them;
-        without it, the logits may overwrite an fp32 product."""
+        """Logits from the product W·h, in fp32 or the product's type if that is wider. room: a buffer for them; without
+        it, the logits may overwrite an fp32 product."""
         wide = torch.promote_types(product.dtype, torch.float32)
         logits = product.to(wide) if room is None else room[: len(product)].copy_(product)
         if self.before * self.after != 1:
@@ -88,7 +88,7 @@ class Head:
             yield rows, torch.mm(h, weight.T, out=room[: len(h)])
 
 
-_casts = WeakIdKeyDictionary()  # casts of frozen weights, kept while these live; writes through .data go unnoticed
+_casts = WeakIdKeyDictionary()  # casts, cached while the frozen weight lives; misses writes through .data
 
 
 def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -105,7 +105,7 @@ def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 class Strips:
     """Logits x [N, V] of hidden states, divided by a temperature, computed in the type `dtype` one vocabulary strip at
-    a time. Every strip is computed once, and again if the gradients of the head's own weights are needed.
+    a time. Every strip is computed once, or twice if the gradients of the head's own weights are needed.
 
     p is the largest logit of a position's first strip; z [N, 1] = Σ e^(x − p); chosen [N, J] is x − p at `index`, which
     may contain a token twice.
@@ -161,8 +161,8 @@ class Strips:
         return back, *sums
 
     def _in_one_pass(self, mass: Tensor, taken: Tensor) -> Tensor:
-        """`gradients` with respect to hidden alone, which need each strip's logits only once: each strip adds
-        Σ e^(x − p)·W, and the total is divided by z at the end. The tokens of `index` are left out of that sum and
+        """`gradients` with respect to hidden alone, which needs each strip's logits only once: each strip adds
+        Σ e^(x − p)·W, and the total is divided by z at the end. The sum leaves out the tokens of `index`, which are
         added last, so that e^(x − p)/z − taken is computed before it is rounded."""
         wide = torch.promote_types(self.dtype, torch.float32)
         back = torch.zeros(self.hidden.shape, dtype=wide, device=self.hidden.device)
@@ -181,7 +181,7 @@ class Strips:
         return back
 
     def _exponentials(self, block: slice, back: Tensor, again: bool = False) -> None:
-        """Compute z and chosen of a block of positions, and add Σ e^(x − p)·W [n, H] over all tokens but those of
+        """Compute z and chosen of a block of positions, and add Σ e^(x − p)·W [n, H] over all tokens except those of
         `index` to `back`."""
         hidden, product = self.hidden[block].to(self.dtype), None
         z, chosen = self.z[block].zero_(), self.chosen[block].zero_()
@@ -236,8 +236,8 @@ class Strips:
         return sums, found if inside is None else torch.where(inside, found, 0)
 
     def _largest(self, hidden: Tensor) -> Tensor:
-        """The largest logit of each position [n, 1]; needed where it exceeds the first strip's by so much (88) that
-        e^(x − p) overflows."""
+        """The largest logit of each position [n, 1]; needed where it exceeds that of the first strip by so much (88)
+        that e^(x − p) overflows."""
         products = (
             (head := self.head.strip(strip, self.dtype), _product(hidden, head.weight, None)) for strip in self.columns
         )
@@ -267,14 +267,14 @@ class Strips:
         return None if head.cap is not None else (bias, head.before * head.after, self.temperature)
 
     def _scratch(self, product: Tensor) -> tuple[int, Tensor | None]:
-        """How many rows of a product to process at a time, and the fp32 buffer for them; None: allocate new memory."""
+        """How many rows of a product to process at a time, and an fp32 buffer for them (None: allocate new memory)."""
         rows = tiles(*product.shape, product.device, HEAD_TILE)[0].stop
         if not on_host(product):
             return rows, None
         return rows, product.new_empty(rows, product.shape[1], dtype=torch.float32)
 
     def _logits(self, head: Head, product: Tensor, scratch: Tensor | None) -> Tensor:
-        """x of some rows of a product; overwriting x leaves the product unchanged."""
+        """x of some rows of a product, in memory of its own, so that overwriting x leaves the product unchanged."""
         if scratch is None and product.dtype == torch.float32:
             product = product.clone()
         logits = head.finish(product, scratch)
@@ -346,7 +346,7 @@ def _measured(base: nn.Module) -> HeadForm:
         raise refused(base, "it has no decoder followed by a single LM head")
     rows, width = head.weight.shape
     hidden = torch.linspace(0.5, 1.5, width, dtype=torch.float64).view(1, 1, -1)
-    own_type = hidden.to(head.weight.dtype)  # the only type that extra layers of the model would accept
+    own_type = hidden.to(head.weight.dtype)  # the only type that extra layers before the head would accept
     given = torch.tensor(PROBES, dtype=torch.float64).repeat(-(-rows // len(PROBES)))[:rows].view(1, 1, -1)
     seen = {}
 
@@ -376,7 +376,7 @@ def _measured(base: nn.Module) -> HeadForm:
     cap = largest if largest < 2.0**90 else None
     wanted = given * after if cap is None else cap * torch.tanh(given * after / cap)
     if logits.shape[:2] != (1, 1) or not torch.allclose(logits, wanted, rtol=1e-4, atol=1e-6):
-        raise refused(base, "its logits are not those of an LM head with at most a factor, a bias and a soft cap")
+        raise refused(base, "it computes logits from the LM head with more than a factor, a bias and a soft cap")
     return HeadForm(_snapped(float(before.flatten()[0])), _snapped(after), cap, logits.shape[-1])
 
 

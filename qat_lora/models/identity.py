@@ -1,4 +1,4 @@
-"""Which weights a model has: names and shapes from its file headers, and a fingerprint of the content."""
+"""A model's identity: names and shapes of its tensors from the file headers, and a fingerprint of the content."""
 
 import hashlib
 import json
@@ -40,7 +40,7 @@ class Header:
         return torch.empty(self.shape, dtype=DTYPES.get(self.dtype, torch.float32), device="meta")
 
     def may_equal(self, other: "Header") -> bool:
-        """Whether two tensors may be equal: compares their bytes if their types are equal; otherwise True."""
+        """Whether two tensors may be equal: compares their bytes if they have the same type, otherwise True."""
         return self.dtype != other.dtype or all(a == b for a, b in zip(self.blocks(), other.blocks()))
 
     def blocks(self) -> Iterator[bytes]:
@@ -92,15 +92,15 @@ def check_pickle(path: Path) -> None:
 
 
 def fingerprint(files: list[Path], config: dict, tokenizer: str) -> str:
-    """sha256 (hex) of a model's content, wherever it is stored.
+    """sha256 (hex) of a model's content, independent of where it is stored.
 
-    Covers the tensors with their names, shapes and types, in any number of safetensors files; its config.json without
-    the entries in NOT_MODEL; and its tokenizer's fingerprint. For .gguf and .bin files, covers every byte.
+    Covers the tensors with their names, shapes and types, however many safetensors files they are in; its config.json
+    without the entries in NOT_MODEL; and its tokenizer's fingerprint. For .gguf and .bin files, covers every byte.
     """
     digest = hashlib.sha256(json.dumps([_model_part(config), tokenizer], sort_keys=True).encode())
     if all(path.suffix == ".safetensors" for path in files):
         stored = sorted(headers(files).items())
-        with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing lets other threads run
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing releases the GIL
             for (name, _), mark in zip(stored, pool.map(lambda item: item[1].digest(), stored)):
                 digest.update(json.dumps([name, mark]).encode())
     else:
@@ -110,7 +110,7 @@ def fingerprint(files: list[Path], config: dict, tokenizer: str) -> str:
 
 
 def tokenizer_fingerprint(tokenizer) -> str:
-    """sha256 (hex) of what determines token ids: the vocabulary (token → id) and the ids of BOS, EOS and UNK.
+    """sha256 (hex) of all that determines token ids: the vocabulary (token → id) and the ids of BOS, EOS and UNK.
 
     Leaves out the chat template, which changes texts but not the token ids of a given text. Leaves out the pad token,
     which never occurs in packed rows; scripts set one for a model without it, which must not invalidate a cache.

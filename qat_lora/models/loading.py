@@ -74,7 +74,7 @@ def _parsed(path: str, size: int, time: int, read=gguf.GGUFReader) -> gguf.GGUFR
 
 
 def _gguf_reader(path) -> gguf.GGUFReader:
-    """A cached GGUFReader: transformers parses a file three times (config, tokenizer, weights), each of which takes
+    """A cached GGUFReader: transformers parses a file three times (config, tokenizer, weights), and each pass takes
     seconds with a large vocabulary."""
     there = os.stat(path)
     return _parsed(str(path), there.st_size, there.st_mtime_ns)
@@ -103,9 +103,9 @@ def _full_config(name: str, state: tuple) -> PreTrainedConfig:
         if lost:
             raise UserError(
                 f"model {name!r} has {lost}, which transformers {transformers.__version__} does not read from a .gguf "
-                "file, so its numbers would be wrong; give the model as a folder"
+                "file, so its results would be wrong; give the model as a folder"
             )
-    for part in (config, text_part(config)):  # never used, and a config that requests them could not be saved
+    for part in (config, text_part(config)):  # unused here, and transformers would not save a config that requests them
         part.output_attentions = part.output_hidden_states = False
         part.return_dict = True
     return config
@@ -131,7 +131,7 @@ def adapter_notes(name: str) -> list[str]:
 
 
 def check_length(name: str, length: int, flags: str = "--length", mixed: bool = False) -> None:
-    """Raise UserError for rows with more positions than the model supports: its output would be noise.
+    """Raise UserError for rows with more positions than the model supports, where its output would be noise.
 
     mixed: a batch or row has texts of several lengths. LongRoPE's rotary embedding depends on the longest of them, and
     Llama 4's attention counts slots of the row, so beyond `short_range` a text's output depends on the other texts.
@@ -154,7 +154,7 @@ def load_tokenizer(name: str):
     if "gguf_file" in model_source(name) or file_of(name, "config.json"):
         load_config(name)
         if not is_hub(name) and not has_tokenizer(name):
-            raise UserError(f"model {name!r} holds no tokenizer; copy its tokenizer.json there")
+            raise UserError(f"model {name!r} has no tokenizer; copy its tokenizer.json there")
     tokenizer = _load(AutoTokenizer, name)
     if tokenizer.eos_token_id is None:
         raise UserError(f"model {name!r}: its tokenizer has no end-of-sequence token; set eos_token in its config")
@@ -164,11 +164,11 @@ def load_tokenizer(name: str):
 
 @giving_memory_back()
 def load_model(name: str) -> nn.Module:
-    """The model in fp32 on the CPU, in evaluation mode, ready to be saved by HF; for a multimodal model, its language
-    model. Its `fingerprint` is that of `model_fingerprint`.
+    """The model in fp32 on the CPU, in evaluation mode, ready for save_pretrained; for a multimodal model, its language
+    model. Its attribute `fingerprint` is the result of `model_fingerprint`.
 
-    Raises UserError for an incomplete model, and for one whose files hold more than its config describes or contradict
-    it; also, before any weight is read, for a model that does not fit into this machine's memory.
+    Raises UserError for an incomplete model, and for one whose files contain more than its config describes or
+    contradict it; also, before any weight is read, for a model that does not fit into this machine's memory.
     """
     check_headers(name)
     _check_room(name)
@@ -215,7 +215,7 @@ BEAMS = ("early_stopping", "length_penalty")
 
 
 def _settle_generation(name: str, settings: GenerationConfig) -> None:
-    """Drop settings without effect, which transformers would refuse to save. Raises UserError for invalid settings."""
+    """Drop settings without effect, which transformers refuses to save. Raises UserError for invalid settings."""
     idle = (() if settings.do_sample else SAMPLING) + (() if (settings.num_beams or 1) > 1 else BEAMS)
     for key in idle:
         if hasattr(settings, key):
@@ -232,8 +232,8 @@ def _settle_generation(name: str, settings: GenerationConfig) -> None:
 
 
 def _check_found(name: str, config: PreTrainedConfig, found: dict, prefixes: tuple[str, ...]) -> None:
-    """Raise UserError unless the files hold exactly the model's tensors. found: transformers' loading info; prefixes:
-    those of the tensors to compare."""
+    """Raise UserError unless the files contain exactly the model's tensors. found: transformers' loading info;
+    prefixes: the name prefixes of the tensors to compare."""
     missing = sorted(key for key in found["missing_keys"] if key.startswith(prefixes))
     if missing:
         raise UserError(
@@ -288,13 +288,13 @@ def _fingerprint(name: str, state: tuple) -> str:
 
 
 def model_fingerprint(name: str) -> str:
-    """sha256 (hex) of a model's weights, config and tokenizer. It does not depend on where the model is stored, how its
-    path is written, or how many files its weights are in. Reads all weights."""
+    """sha256 (hex) of a model's weights, config and tokenizer, independent of where the model is stored, how its path
+    is written, and how many files its weights are in. Reads all weights."""
     return _fingerprint(name, files_key(name))
 
 
 def plain_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state of a model without its quantisers: parameters (tied ones once) and the buffers stored in files."""
+    """A model's state without its quantisers: the parameters (tied ones once) and the buffers stored in files."""
     state = {name: value for name, value in model.state_dict(keep_vars=True).items() if ".quantizer" not in name}
     first = {id(value): name for name, value in reversed(state.items())}
     return {name: value for name, value in state.items() if first[id(value)] == name}

@@ -40,7 +40,7 @@ def text_class(name: str, config: PreTrainedConfig) -> type:
 
 
 def text_part(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The language model's part of a multimodal config, or the config itself."""
+    """The part of a multimodal config for its language model, or the config itself."""
     text = getattr(config, "text_config", None)
     return text if isinstance(text, PreTrainedConfig) else config
 
@@ -62,7 +62,7 @@ def full_class(name: str, config: PreTrainedConfig) -> type:
             return mapping[type(config)]
     raise UserError(
         f"model {name!r} is of type {config.model_type!r}, for which transformers {transformers.__version__} has no "
-        "generating model; give a text-only model"
+        "generative model; give a text-only model"
     )
 
 
@@ -78,11 +78,11 @@ def text_config(name: str, config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def language_model(name: str, full: nn.Module, config: PreTrainedConfig) -> tuple[nn.Module, tuple[str, ...]]:
-    """The language model of a loaded model as a separate causal LM that shares its tensors, and the prefixes of its
+    """The language model of a loaded model as a separate causal LM that shares its tensors, and the prefixes of those
     tensors in the whole model. config: the result of `text_config`. A text-only model is returned unchanged.
 
-    Raises UserError if the language model cannot be taken out, or computes different logits on its own than inside the
-    whole model.
+    Raises UserError if the language model cannot be extracted, or computes other logits alone than inside the whole
+    model.
     """
     kind = text_class(name, full.config)
     if type(full) is kind:

@@ -1,4 +1,4 @@
-"""RMS norms in one step: a model keeps its norms and parameters but makes fewer passes over their inputs."""
+"""RMS norms in one step: the model keeps its modules and parameters, but makes fewer passes over their inputs."""
 
 import copy
 import functools
@@ -25,8 +25,8 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class OneStepNorm:
-    """Mixed into a norm's class by `norms_in_one_step`. The original norm still runs when no gradient is needed, e.g.
-    in evaluation, and for inputs that the kernel does not support, e.g. a gate in addition to x."""
+    """A mixin that `norms_in_one_step` adds to a norm's class. The original norm still runs when no gradient is needed,
+    e.g. in evaluation, and for inputs that the kernel does not support, e.g. a gate in addition to x."""
 
     offset, eps_name = 0.0, "eps"
 
@@ -39,15 +39,15 @@ class OneStepNorm:
 
 
 def norms_in_one_step(model: nn.Module) -> None:
-    """Make a model's RMS norms run in one step when it is trained on the CPU. Which modules are RMS norms, and whether
-    the weight is an offset from 1, is determined by running each class's own forward."""
+    """Make a model's RMS norms run in one step when it is trained on the CPU. Running each class's own forward shows
+    which modules are RMS norms, and whether the weight is an offset from 1."""
     for module in model.modules():
         if "RMSNorm" in type(module).__name__ and not isinstance(module, OneStepNorm) and (form := _form(module)):
             module.__class__ = _class_of(type(module), *form)
 
 
 def _form(module: nn.Module) -> tuple[float, str] | None:
-    """(offset, name of eps) of a norm that computes just x·(offset + weight)/√(mean x² + eps), otherwise None."""
+    """(offset, name of eps) if a norm computes exactly x·(offset + weight)/√(mean x² + eps), otherwise None."""
     names = [name for name in ("eps", "variance_epsilon", "epsilon") if isinstance(getattr(module, name, None), float)]
     parameters = dict(module.named_parameters())
     if len(names) != 1 or parameters.keys() != {"weight"} or parameters["weight"].ndim != 1 or [*module.buffers()]:

@@ -1,4 +1,4 @@
-"""Models that come as Python packages: their names, and where their .gguf files are."""
+"""Models distributed as Python packages: their names, and where their .gguf files are."""
 
 import fcntl
 import functools
@@ -23,8 +23,8 @@ class Packaged:
     """A model in a package.
 
     find: returns the .gguf file for the package's import name, or None if the package is damaged; hub: the repository
-    of the weights that the file was rounded from; note: how the file stores them; install, again: the fix if the
-    package is missing, and if it is damaged.
+    of the original weights; note: how the file stores them; install: the fix if the package is missing; again: the fix
+    if it is damaged.
     """
 
     package: str
@@ -42,16 +42,16 @@ def _only_file(package: str) -> Path | None:
 
 
 def _joined_file(package: str) -> Path | None:
-    """The file that a package stores in parts, joined in the package's folder or, if that is not writable, the user's
-    cache.
+    """The file that a package stores in parts, joined in the package's folder or, if that is not writable, in the
+    user's cache.
 
-    Joins it only once; checks its sha256 once per process and joins a damaged file again. Raises UserError if neither
-    place is writable.
+    Joins the parts only once; checks the sha256 once per process and joins a damaged file again. Raises UserError if
+    neither place is writable.
     """
     try:
         module = importlib.import_module(package)
         name, wanted, parts = module.MODEL_NAME, module.EXPECTED_SHA256, module.chunk_paths()
-    except ImportError:  # parts may be in packages of their own
+    except ImportError:  # the parts may be separate packages
         return None
     places = [folder / name for folder in (Path(module.__file__).parent, _user_cache())]
     for place in places:
@@ -153,6 +153,6 @@ def packaged_file(name: str) -> Path:
 
 
 def notes(*names: str | None) -> str | None:
-    """A note to print with results, about those of `names` that are in PACKAGED; None if there are none."""
+    """A note to print with results about each of `names` that is in PACKAGED; None if there is none."""
     said = [f"{model.note}; {THAT_FILE}" for name, model in PACKAGED.items() if name in names]
     return "; ".join(said) or None

@@ -19,7 +19,7 @@ TOKENIZERS = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "tekken.json", "vocab.json", "vocab.txt",
     "spiece.model", "tiktoken.model",
 )  # fmt: skip
-# Files that, besides weights and config, determine how a prompt is encoded and when generation stops.
+# Files besides weights and config that determine how a prompt is encoded and when generation stops.
 SPEECH = (
     *TOKENIZERS, "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja",
     "chat_template.json", "generation_config.json",
@@ -95,8 +95,8 @@ def file_of(name: str, file: str) -> Path | None:
 
 
 def weight_files(name: str) -> list[Path]:
-    """The files that hold a model's weights. Raises UserError if there are none, or if an index is damaged or lists a
-    missing file."""
+    """A model's weight files. Raises UserError if there are none, or if an index is damaged or lists a missing
+    file."""
     source = model_source(name)
     if "gguf_file" in source:
         return [Path(source["pretrained_model_name_or_path"], source["gguf_file"]).resolve()]
@@ -113,16 +113,16 @@ def weight_files(name: str) -> list[Path]:
             if missing:
                 raise UserError(f"model {name!r}: {missing[0]}, listed in {file}, is missing; copy the model again")
             return list(shards.values())
-    raise UserError(f"model {name!r} holds no weights (model.safetensors); give a complete model")
+    raise UserError(f"model {name!r} has no weights (model.safetensors); give a complete model")
 
 
 def has_tokenizer(name: str) -> bool:
-    """Whether a folder holds a tokenizer file; True for a GGUF file."""
+    """Whether a folder has a tokenizer file; True for a GGUF file."""
     return "gguf_file" in model_source(name) or any(file_of(name, file) for file in TOKENIZERS)
 
 
 def speech_files(name: str) -> dict[str, str]:
-    """sha256 (hex) of each SPEECH file in a model's folder, by file name; for JSON files, of the content independent of
+    """sha256 (hex) of each SPEECH file in a model's folder, by file name; for JSON files, of the content regardless of
     its formatting. Empty for a GGUF file, which contains all of this itself."""
     if "gguf_file" in model_source(name):
         return {}
@@ -150,7 +150,7 @@ def own_tokens(name: str) -> set[str]:
         vocabulary = held["model"]["vocab"]  # for Unigram, a list of [token, score]
         tokens = vocabulary if isinstance(vocabulary, dict) else [token for token, _ in vocabulary]
         return {*tokens, *(token["content"] for token in held["added_tokens"])}
-    except (OSError, ValueError, KeyError, TypeError):  # loading the tokenizer reports what is wrong with it
+    except (OSError, ValueError, KeyError, TypeError):  # loading the tokenizer reports the fault
         return set()
 
 
@@ -196,7 +196,7 @@ def check_source(name: str) -> None:
                 f"model {name!r} is an adapter, not a model; give its base as --model, and this folder as --adapter"
             )
         raise UserError(
-            f"model {name!r} holds a full model and an adapter (adapter_config.json); move the adapter_* files to "
+            f"model {name!r} contains a full model and an adapter (adapter_config.json); move the adapter_* files to "
             "another folder, then give just the model, or also that folder as --adapter"
         )
     config = config_json(name)

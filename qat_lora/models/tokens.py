@@ -1,4 +1,4 @@
-"""Which token a tokenizer puts in front of a text, and whether the model's embedding has a row for every token id."""
+"""Whether a text begins with BOS, and whether the model's embedding has a row for every token id."""
 
 from qat_lora.errors import UserError
 
@@ -9,7 +9,7 @@ def bos_token(tokenizer, setting: str = "auto") -> int | None:
     """The id of the BOS token that a text begins with, or None if it begins with none.
 
     auto: BOS if the tokenizer itself puts it in front of a text (not every tokenizer with a bos_token does); other
-    tokens that it adds (EOS, CLS, SEP) do not matter. on, off: regardless of the tokenizer. Raises UserError for any
+    tokens that it adds (EOS, CLS, SEP) do not matter. on, off: whatever the tokenizer does. Raises UserError for any
     other setting, and for "on" if the tokenizer has no BOS token.
     """
     if setting not in BOS_SETTINGS:
@@ -31,7 +31,7 @@ def prompt_ids(tokenizer, text: str) -> list[int]:
 
 
 # -- ids beyond the embedding ----------------------------------------------------------------------------------------
-# Set in tokenizers that a text model shares with multimodal models (Gemma 3 1B has id 262144 but only 262144 rows).
+# In tokenizers shared with multimodal models (Gemma 3 1B's has id 262144, but its embedding only 262144 rows).
 PLACEHOLDERS = ("image_token", "video_token", "audio_token")
 
 
@@ -65,4 +65,6 @@ def check_ids(ids, tokenizer) -> None:
     """Raise UserError if a text has a token id for which the model's embedding has no row."""
     names = getattr(tokenizer, "without_row", {})
     for id in names.keys() & set(ids) if names else ():
-        raise UserError(f"the text holds {names[id]!r}, which the model has no embedding for; remove it from the text")
+        raise UserError(
+            f"the text contains {names[id]!r}, for which the model has no embedding; remove it from the text"
+        )

@@ -1,4 +1,4 @@
-"""Write a model as a Hugging Face folder, read it back with plain transformers and compare the results."""
+"""Write a model as a Hugging Face folder, read it back with plain transformers and compare the two."""
 
 import io
 from contextlib import redirect_stderr
@@ -31,8 +31,8 @@ def write_model(
 ) -> nn.Module:
     """Write model, tokenizer and generation config in HF's format; returns the model as transformers reads it back.
 
-    model: an HF model on any device, its quantised weights frozen. state: values (on the CPU) to write instead of those
-    in `plain_state`; requires `logits`, the logits of the model with these values for its `probe`. shown: the folder's
+    model: an HF model on any device, with its quantised weights frozen. state: values (on the CPU) to write instead of
+    `plain_state`; requires `logits`, the logits of the model with these values for its `probe`. shown: the folder's
     name in errors, because it may have a temporary name until it is complete.
 
     The written generation config stops at every token of `end_tokens`. Raises UserError if the folder cannot be
@@ -120,7 +120,7 @@ def check_logits(back: nn.Module, tokens: Tensor, logits: Tensor, shown: Path) -
     if not gap.square().mean().sqrt() <= NEAR * spread:  # written so that NaN fails too
         raise UserError(
             f"{shown}: logits from plain transformers differ from the trained model's by up to "
-            f"{float(gap.abs().max()):.2g} (their spread is {float(spread):.2g}), so it is not kept; use the pinned "
+            f"{float(gap.abs().max()):.2g} (standard deviation {float(spread):.2g}), so it is not kept; use the pinned "
             "transformers"
         )
 

@@ -301,7 +301,7 @@ def test_adapter_on_experts(mixtral, tmp_path, merged):
 
 
 def test_mixture_of_experts_cannot_be_written_as_gguf(mixtral):
-    with pytest.raises(UserError, match="is a mixtral: GGUF is written for llama"):
+    with pytest.raises(UserError, match="is a mixtral: GGUF export supports llama"):
         plan_gguf(load_source(mixtral[0]))
 
 

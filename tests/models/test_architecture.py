@@ -268,7 +268,7 @@ def test_a_forward_that_changes_logits_is_refused():
 
     model = make("Llama")
     model.__class__ = Shifted
-    with pytest.raises(UserError, match=r"model type 'llama' \(Shifted\) is not supported: its logits are not those"):
+    with pytest.raises(UserError, match=r"model type 'llama' \(Shifted\) is not supported: it computes logits"):
         check(model)
 
 

@@ -141,7 +141,7 @@ def test_a_missing_shard(folder):
 
 def test_a_folder_without_weights(folder):
     (folder / "model.safetensors").unlink()
-    assert "holds no weights" in refused(folder, load_model, empty_model)
+    assert "has no weights" in refused(folder, load_model, empty_model)
 
 
 def test_a_pickle_is_read_without_running_code_from_it(folder, tmp_path):
@@ -215,7 +215,7 @@ def test_a_model_with_an_adapter_in_its_folder(folder):
     peft.get_peft_model(load_model(str(folder)), peft.LoraConfig(task_type="CAUSAL_LM")).save_pretrained(folder)
     assert (folder / "adapter_config.json").is_file()
     message = refused(folder, *EVERYTHING)
-    assert "holds a full model and an adapter" in message and "--adapter" in message
+    assert "contains a full model and an adapter" in message and "--adapter" in message
     (folder / "config.json").unlink()
     message = refused(folder, *EVERYTHING)
     assert "is an adapter, not a model" in message and "--model" in message
@@ -229,7 +229,7 @@ def test_a_damaged_tokenizer(folder):
 def test_a_folder_without_a_tokenizer(folder):
     for file in folder.glob("token*"):
         file.unlink()
-    assert "holds no tokenizer" in refused(folder, load_tokenizer)
+    assert "has no tokenizer" in refused(folder, load_tokenizer)
 
 
 def test_the_same_name_in_another_folder_is_another_model(folder, tmp_path, monkeypatch):

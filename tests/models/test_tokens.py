@@ -87,5 +87,5 @@ def test_an_image_placeholder_may_be_beyond_the_embedding_but_not_in_a_text(tiny
     assert grown.convert_tokens_to_ids("<image>") == 512
     check_vocabulary(grown, LlamaConfig(vocab_size=512), "m", {"<image>"})
     check_ids([511], grown)
-    with pytest.raises(UserError, match="the text holds '<image>', which the model has no embedding for"):
+    with pytest.raises(UserError, match="the text contains '<image>', for which the model has no embedding"):
         _encode(grown, "look: <image>", {})

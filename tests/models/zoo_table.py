@@ -32,7 +32,7 @@ SHORT = {
     r"model type \S+ cannot be sampled from here: (.*); use another model": r"\1",
     r"model type \S+ carries (a state from token to token), so (on XLA.*); use .*": r"\2, because the model carries \1",
     r"mlp=.* quantises nothing: .*": "its blocks hold no plain linear layers or experts",
-    r"model '[^']*' is a \S+: (GGUF is written for .*)": r"\1",
+    r"model '[^']*' is a \S+: (GGUF export supports .*)": r"\1",
     r"model '[^']*' (.*)": r"\1",
     r"(.* differ)( by|s by) [\d.e+-]+.*": r"\1",
 }

@@ -183,7 +183,7 @@ def odd_models(folder):
         file.truncate(50_000)
     return {
         "unknown": "does not know", "layers": "does not describe", "untied": "tie_word_embeddings",
-        "both": "and an adapter", "mute": "holds no tokenizer", "cut": "damaged",
+        "both": "and an adapter", "mute": "has no tokenizer", "cut": "damaged",
     }  # fmt: skip
 
 
