@@ -1,4 +1,4 @@
-"""Text as a reader sees it: texts that look the same compare equal, and invisible text counts as empty."""
+"""Text as a reader sees it: texts that look the same compare as equal, and invisible text counts as empty."""
 
 import unicodedata
 
@@ -53,8 +53,8 @@ def visible(text: str) -> bool:
 
 def plain(text: str) -> str:
     """A text in one canonical form, for comparison: NFKC, without invisible characters, with one kind of space, line
-    end, dash and quotation mark, and only ASCII punctuation, § and ¶. NFC, NFD, NFKC and NFKD of a text give the same
-    result."""
+    end, dash and quotation mark, and no punctuation except ASCII, § and ¶. The result is the same for a text's NFC,
+    NFD, NFKC and NFKD."""
     text = text.translate(GLYPHS).replace(" \u0301", "'")  # NFKC turns a lone acute accent into this
     return unicodedata.normalize("NFKC", text)
 

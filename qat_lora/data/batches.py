@@ -1,4 +1,4 @@
-"""Which rows a step uses: a function of seed and step only, so a resumed run uses the same rows."""
+"""Which rows a step uses: depends only on seed and step, so a resumed run uses the same rows."""
 
 from collections.abc import Iterator
 
@@ -31,8 +31,8 @@ def batches(
 ) -> Iterator[dict]:
     """Iterate endlessly over this worker's micro-batches from update number `start` on.
 
-    Each update takes the next batch_size · accumulation · world_size of `chosen_rows`: every row once per epoch, even
-    if the numbers do not divide, and the same rows per update for one worker and for many. dataset[i] is a dict of
+    Each update takes the next batch_size · accumulation · world_size rows of `chosen_rows`: every row once per epoch,
+    even if the numbers do not divide, and the same rows per update for any number of workers. dataset[i] is a dict of
     tensors; dataset.kept(i) is its number of target tokens, or the sum of their weights. Every micro-batch also has
     `total`, the sum of `kept` over all micro-batches and workers of the update. Divide its loss by `total`, so that the
     losses and gradients of workers and micro-batches add up.

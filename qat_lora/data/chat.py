@@ -17,7 +17,7 @@ KNOWN_FORMATS = (
     "text (plain)"
 )
 THOUGHT, THOUGHT_END = "<think>", "</think>"
-# strftime written in Jinja: a table has the text for each format code.
+# strftime written in Jinja: a table gives the text for each format code.
 CLOCK = (
     "{% macro strftime_now(format) %}{% set said, now = SAID, namespace(text='', code='') %}{% for sign in format %}"
     "{% if not now.code and sign != '%' %}{% set now.text = now.text ~ sign %}"
@@ -30,11 +30,11 @@ THINKING = {"on": (True,), "off": (False,), "both": (True, False)}
 
 @dataclass(frozen=True)
 class Document:
-    """A text and the parts of it that are learned.
+    """A text and the parts of it whose tokens are targets.
 
     spans: half-open character ranges [start, end) of the completions, in order and without overlap, each with its
     end-of-turn marker; None means the whole text (plain text).
-    sections: the section number of each span, from 1 on, if a completion has several parts; None means that all are 1.
+    sections: the section number of each span, from 1 on, if a completion has several parts; None means 1 for all.
     """
 
     text: str
@@ -51,10 +51,10 @@ class Document:
 
 
 def documents(rows: Iterable[dict], tokenizer, thinking: str) -> Iterator[Document]:
-    """One Document for each plain-text row (for each text in it, if <|endoftext|> separates several) and the results of
-    `render_chat` for each chat row, in the order of the rows.
+    """One Document for each plain-text row (or for each of its texts, if <|endoftext|> separates several) and the
+    results of `render_chat` for each chat row, in the order of the rows.
 
-    Raises UserError with the row's number (0-based) for a row that is neither or that cannot be rendered.
+    Raises UserError with the row's number (0-based) for a row that is neither, or that cannot be rendered.
     """
     for number, row in enumerate(rows):
         try:
@@ -71,7 +71,7 @@ def _row_documents(row: dict, tokenizer, thinking: str) -> list[Document]:
     if row.get("prompt") is not None and row.get("completion") is not None:
         return [_completed(row["prompt"], row["completion"])]
     if not isinstance(row["text"], str):
-        raise UserError(f'column "text" holds a {type(row["text"]).__name__}, not text; fix or remove the row')
+        raise UserError(f'column "text" contains a {type(row["text"]).__name__}, not text; fix or remove the row')
     texts = row["text"].split(END)
     if len(texts) == 1:
         return [Document(row["text"], None)]
@@ -86,8 +86,8 @@ def _completed(prompt: str, completion: str) -> Document:
 
 
 def to_messages(row: dict) -> list[dict] | None:
-    """The row as [{"role", "content"}, ...], or None for text without turns (column `text`, or `prompt` and
-    `completion` as text).
+    """The row as [{"role", "content"}, ...], or None for text without turns (column `text`, or text columns `prompt`
+    and `completion`).
 
     Reads `messages`; sharegpt `conversations` ({"from", "value"}); alpaca `instruction`, `input` (optional), `output`;
     `prompt` and `completion` as lists of turns.
@@ -97,7 +97,7 @@ def to_messages(row: dict) -> list[dict] | None:
     for name, read in (("messages", _checked_message), ("conversations", _from_sharegpt)):
         if row.get(name) is not None:
             if not isinstance(row[name], list):
-                raise UserError(f'column "{name}" holds a {type(row[name]).__name__}, not a list of turns')
+                raise UserError(f'column "{name}" contains a {type(row[name]).__name__}, not a list of turns')
             return [read(entry, turn) for turn, entry in enumerate(row[name])]
     if row.get("instruction") is not None and row.get("output") is not None:
         prompt = f"{row['instruction']}\n\n{row['input']}" if row.get("input") else row["instruction"]
@@ -142,9 +142,9 @@ def render_chat(messages: list[dict], tokenizer, thinking: str, given: int = 0) 
     """Render a conversation with the tokenizer's own chat template, once for each setting of `enable_thinking`.
 
     thinking is "on", "off" or "both"; "both" gives two documents, or one if their texts are equal. given: the number of
-    leading messages that are not completions.
+    leading messages that belong to the prompt.
     Raises UserError if the tokenizer has no template, if the template refuses the messages or writes something before
-    an answer without having a generation prompt, or if no completion is found.
+    an answer but has no generation prompt, or if no completion is found.
     """
     if thinking not in THINKING:
         raise UserError(f'thinking="{thinking}" is not one of {", ".join(THINKING)}')
@@ -160,7 +160,7 @@ def render_chat(messages: list[dict], tokenizer, thinking: str, given: int = 0) 
 
 
 def _completions(messages: list[dict], tokenizer, enabled: bool, given: int) -> tuple[str, tuple[tuple[int, int], ...]]:
-    """The text of a conversation and the ranges of its completions. Turns after the last answer are left out if, with
+    """The text of a conversation and the ranges of its completions. Drops the turns after the last answer if, with
     them, the template renders no answer as a continuation of its prompt. Raises UserError if there is no completion."""
     answered = max((n for n, message in enumerate(messages, 1) if message["role"] == "assistant"), default=0)
     for told in (messages, messages[:answered]):
@@ -231,9 +231,9 @@ def _completion_spans(
     """Ranges of the completions in `text`, found by rendering the messages before and up to each assistant turn.
 
     A template that rewrites earlier turns (Qwen3 drops their thinking) renders such a turn differently here than in
-    `text`. Its prompt is then unknown, so it is not counted as a completion.
+    `text`. The turn's prompt is then unknown, so the turn does not count as a completion.
     """
-    # A greeting as the very first message has no prompt to complete.
+    # An assistant's greeting as the first message has no prompt.
     turns = [n for n, message in enumerate(messages) if n >= max(1, given) and message["role"] == "assistant"]
     if not turns:
         raise UserError("no assistant turn follows a prompt; a chat row needs at least one user and one assistant turn")
@@ -286,7 +286,7 @@ def after_thought(text: str, opened: bool) -> str:
 
 def _check_opened(messages: list[dict], before: str, upto: str, tokenizer, enabled: bool) -> None:
     """Raise UserError if the template has no generation prompt but writes something before an answer: the model would
-    learn to generate that as part of the answer."""
+    learn to generate it as part of the answer."""
     said = messages[-1]["content"].strip()
     if before == render(messages[:-1], tokenizer, enabled) and not upto[len(before) :].lstrip().startswith(said):
         raise UserError(

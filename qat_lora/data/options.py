@@ -1,4 +1,4 @@
-"""The text options that several scripts share, and reading the text they describe.
+"""The text options that several scripts share, and functions that read the text.
 
 Methods import what they need, so that --help does not wait for torch.
 """

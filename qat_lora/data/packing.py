@@ -1,4 +1,4 @@
-"""Pack documents into rows of one length: a static shape for every batch, and a mask of the target tokens."""
+"""Pack documents into rows of one length, with a mask of the target tokens, so that all batches have one shape."""
 
 import hashlib
 import json
@@ -21,8 +21,8 @@ from qat_lora.run.console import progress
 class Rows:
     """Packed text: tokens int32 [N, L] and mask uint8 [N, L].
 
-    mask[n, t] = 1 if tokens[n, t] is a target, i.e. predicted from the tokens before it; the losses do the shift.
-    given: a token that is never a target, only context (BOS, unless it is also the EOS).
+    mask[n, t] = 1 if tokens[n, t] is a target, i.e. predicted from the tokens before it; the losses shift by one.
+    given: a token that is only context and never a target (BOS, unless it is also the EOS).
     Raises ValueError for other types or shapes.
     """
 
@@ -46,9 +46,9 @@ def stream(
     """Tokenise the documents, end each with EOS and concatenate them: tokens int32 [T] and mask uint8 [T].
 
     Plain text has mask 1 throughout, including EOS; chat has mask 1 inside its spans, and gets no second EOS if its
-    rendering ends with one. bos: the token that every document begins with, mask 0; it is added unless the text already
+    rendering ends with one. bos: the token that begins every document, mask 0; it is added unless the text already
     begins with it. If BOS and EOS are the same token, the EOS of the previous document serves as BOS, and one is added
-    at the very beginning.
+    at the start of the stream.
     Reading stops at `limit` tokens, so the documents may be endless.
     Raises UserError if the tokenizer has no EOS.
     """
@@ -109,9 +109,9 @@ def pack(
 ) -> Rows:
     """The documents' `stream`, cut into at most `max_rows` rows of `length` tokens.
 
-    An incomplete last row is dropped. A document may span rows, and a row may hold several documents. With `bos` every
-    row and every document begins with that token, mask 0. At the start of a row it replaces a token of the text, which
-    could not be a target there anyway, because it has no context: a row of 256 is BOS and 255 tokens of text.
+    An incomplete last row is dropped. A document may span rows, and a row may contain several documents. With `bos`
+    every row and every document begins with that token, mask 0. At the start of a row it replaces a token of the text,
+    which has no context there and so could not be a target: a row of 256 is BOS and 255 tokens of text.
     Raises UserError if the text does not fill one row or the tokenizer has no EOS.
     """
     if length < 2:
@@ -147,7 +147,7 @@ def pad(documents: Iterable[Document], tokenizer, length: int) -> Rows:
 def encode(document: Document, tokenizer) -> tuple[np.ndarray, np.ndarray]:
     """Token ids int32 [T] of one document, including EOS, and the section number of each, uint8 [T], 0 for tokens that
     are not targets. T = 0 for an empty text."""
-    if not document.text:  # hub datasets keep blank lines as rows: the model would learn an EOS for each
+    if not document.text:  # hub datasets keep blank lines as rows, and each would be one more EOS
         return np.zeros(0, np.int32), np.zeros(0, np.uint8)
     whole = _encode_plain if document.spans is None else _encode_chat
     ids, sections = whole(document, tokenizer)

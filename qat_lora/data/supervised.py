@@ -37,7 +37,7 @@ def named(ids: Iterable[str]) -> str:
 
 
 def encoded(id: str, document: Document, tokenizer) -> Example:
-    """A document as tokens that end with EOS, which is a target if the assistant's turn is the last. The first token
+    """A document as tokens that end with EOS, which is a target if the last turn is the assistant's. The first token
     has no context, so it is never a target."""
     tokens, sections = encode(document, tokenizer)
     sections[:1] = 0
@@ -48,7 +48,7 @@ def checked(examples: list[Example]) -> list[Example]:
     """The examples unchanged; raises UserError with the ids of examples without target tokens."""
     empty = [example.id for example in examples if not example.sections.any()]
     if empty:
-        raise UserError(f"rows {named(empty)}: no token is left to learn (all labels masked); give them a completion")
+        raise UserError(f"rows {named(empty)}: no target token is left (all labels masked); give them a completion")
     return examples
 
 
@@ -93,8 +93,8 @@ def deduplicated(rows: list[dict], key: Callable[[dict], str]) -> tuple[list[dic
 def split_groups(
     rows: list[dict], group: Callable[[dict], str], fraction: float, seed: int
 ) -> tuple[list[dict], list[dict]]:
-    """(train, held-out), which share no group. Goes through the groups in an order given by their names and the seed,
-    and holds out each group that keeps the held-out rows within `fraction`; if none does, holds out the smallest.
+    """(train, held-out), which share no group. Goes through the groups in an order that depends on their names and the
+    seed, and holds out each group that keeps the held-out rows within `fraction`; if none does, the smallest.
 
     Raises UserError for a fraction outside (0, 1), and if nothing would be left for training.
     """
@@ -118,7 +118,7 @@ def split_groups(
 
 # -- packing ---------------------------------------------------------------------------------------------------------
 def best_fit(lengths: list[int], room: int) -> list[list[int]]:
-    """Which examples share a row of `room` tokens: the longest first, each into the fullest row that still has room
+    """Which examples share a row of `room` tokens: longest first, each goes into the fullest row that still has room
     (best-fit decreasing, Johnson 1973; at most 11/9 of the minimum number of rows, plus one)."""
     rows: list[list[int]] = []
     spare: list[tuple[int, int]] = []  # (tokens left, row), sorted
@@ -147,8 +147,8 @@ class PackedExamples(Dataset):
     def __init__(
         self, examples: list[Example], length: int, weights: tuple[float, ...], end: int, together: bool = True
     ):
-        """weights: those of sections 1, 2, …; end: the EOS token; together: several examples per row, otherwise one.
-        Raises UserError if all target tokens have weight 0."""
+        """weights: the weights of sections 1, 2, …; end: the EOS token; together: put several examples in a row,
+        otherwise one. Raises UserError if all target tokens have weight 0."""
         lengths = [len(example.tokens) for example in examples]
         rows = best_fit(lengths, length) if together else [[number] for number in range(len(lengths))]
         self.tokens = np.full((len(rows), length), end, np.int32)

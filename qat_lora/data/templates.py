@@ -7,7 +7,7 @@ from qat_lora.data.chat import render
 from qat_lora.errors import UserError
 from qat_lora.models.tokens import bos_token
 
-# name → (token that ends a turn, Jinja template that writes it as `end`)
+# name → (token that ends a turn, Jinja template that refers to it as `end`)
 BUILT_IN = {
     "chatml": (
         "<|im_end|>",
@@ -17,7 +17,7 @@ BUILT_IN = {
 {%- endfor %}
 {{- '<|im_start|>assistant\\n' if add_generation_prompt }}""",
     ),
-    "gemma": (  # has no system role: the system text is put before the first question
+    "gemma": (  # has no system role: the system text goes before the first question
         "<end_of_turn>",
         """
 {%- set system = messages[0]['content'] + '\\n\\n' if messages[0]['role'] == 'system' else '' %}
@@ -42,9 +42,9 @@ def set_template(tokenizer, choice: str) -> None:
     """Set a tokenizer's chat template to `choice`: one of its own named templates, a name of BUILT_IN or a Jinja file.
 
     A built-in template begins with BOS if the tokenizer puts BOS in front of texts. It ends a turn with the tokenizer's
-    EOS if its own end marker is not a special token of the tokenizer, because a model learns to stop at one token and
-    not at a spelled-out marker. Raises UserError for a missing file, for a template that cannot be rendered or leaves
-    out the answer, and for one that ends a turn with text that is not a special token.
+    EOS if its own end marker is not a special token of the tokenizer, because a model learns to stop at a single token
+    but not at a spelled-out marker. Raises UserError for a missing file, for a template that cannot be rendered or
+    leaves out the answer, and for one that ends a turn with text that is not a special token.
     """
     named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
     if choice in named:
@@ -65,15 +65,15 @@ def set_template(tokenizer, choice: str) -> None:
 
 
 def begin_with_bos(tokenizer) -> None:
-    """Make the tokenizer's chat template begin with BOS, unless it does so already."""
+    """Make the tokenizer's chat template begin with BOS if it does not already."""
     bos_token(tokenizer, "on")  # refuses a tokenizer without BOS
     if not render([{"role": "user", "content": "?"}], tokenizer, False).startswith(tokenizer.bos_token):
         tokenizer.chat_template = "{{- bos_token }}" + tokenizer.get_chat_template()
 
 
 def template_facts(tokenizer, choice: str | None) -> dict[str, str]:
-    """For a run's manifest: the chosen template, if it is not the tokenizer's own (for a file, its checksum), and the
-    date, if the template prints one."""
+    """For a run's manifest: the chosen template (a file's sha256) unless it is the tokenizer's own, and the date if the
+    template prints one."""
     facts = {}
     if choice is not None:
         is_file = choice not in BUILT_IN and Path(choice).expanduser().is_file()

@@ -30,8 +30,8 @@ def read_rows(
     .parquet file, or the name of a hub dataset. A .txt file is one {"text": ...} row with its unchanged text; if
     <|endoftext|> separates texts in it, each non-empty text is a row, stripped. Separated texts and rows are read one
     at a time. Every string of a row, including nested ones, is in NFC. `config` and `streaming` apply only to hub
-    datasets. If the hub cannot be reached, a dataset in the local cache is read from there.
-    fix: the fix that an error about the hub names, for callers that also accept other sources.
+    datasets. If the hub cannot be reached, a dataset in the local cache is used.
+    fix: the fix to name in an error about the hub, for callers that also accept other sources.
     The first row is read at once, so that a bad source fails here and not at the first use of the iterator.
     Raises UserError for a source that is missing, unreadable or empty, for a malformed row (while iterating), and for
     a `split` other than "train" if the source has no splits, because train rows would then pass as held-out rows.
@@ -39,7 +39,7 @@ def read_rows(
     rows = map(_in_nfc, _open(source, config, split, streaming, fix))
     first = next(rows, None)
     if first is None:
-        raise UserError(f'"{source}" holds no rows; choose another source')
+        raise UserError(f'"{source}" has no rows; choose another source')
     return chain([first], rows)
 
 
@@ -98,8 +98,8 @@ def is_txt(source: str) -> bool:
 
 
 def txt_parts(path: Path) -> Iterator[str | None]:
-    """The text of a .txt file in parts as it is read, with None for every END. Lines end in "\n"; the text is not in
-    NFC yet. Raises UserError if the file is missing, cannot be read or is not UTF-8."""
+    """The text of a .txt file in parts as it is read, with None for every END. Lines end in "\n"; the text is not yet
+    in NFC. Raises UserError if the file is missing, cannot be read or is not UTF-8."""
     _check_file(path)
     rest = ""
     for text in _decoded(path):
@@ -146,12 +146,12 @@ def _txt_rows(path: Path) -> Iterator[dict]:
 
 
 def in_pieces(parts: Iterable[str | None]) -> Iterator[tuple[str, bool]]:
-    """Texts as (piece, whether the text ends with it): stripped, in NFC, without empty texts.
+    """Texts as (piece, whether it is the text's last): stripped, in NFC, without empty texts.
 
     parts: text in parts of any size, None between two texts. A text longer than PIECE characters becomes several
     pieces, cut before a space or newline followed by a non-space character, or between a letter and a punctuation
     mark. Neither NFC nor the pre-tokenisation of GPT-2 and byte-level BPE joins characters across such a place, so the
-    pieces have the tokens of the text. A text without such a place stays one piece.
+    pieces have the same tokens as the text. A text without such a place stays one piece.
     """
     rest, searched = "", 0  # `rest` cannot be cut before character `searched`
     for part in chain(parts, [None]):
@@ -197,7 +197,9 @@ def _json_row(line: bytes, path: Path, number: int) -> dict:
         raise UserError(f"{path} line {number}: not valid JSON ({error}); fix or remove the line") from error
     if not isinstance(row, dict):
         kind = type(row).__name__
-        raise UserError(f'{path} line {number}: holds a {kind}; each line must be an object such as {{"text": "..."}}')
+        raise UserError(
+            f'{path} line {number}: contains a {kind}; each line must be an object such as {{"text": "..."}}'
+        )
     return row
 
 

@@ -1,4 +1,4 @@
-"""Perplexity and divergence from the teacher, computed with fixed shapes."""
+"""Perplexity and KL divergence from the teacher, computed with fixed shapes."""
 
 import math
 from itertools import pairwise
@@ -20,8 +20,8 @@ from qat_lora.train.losses import text_loss
 def heldout_nll(
     model: nn.Module, dataset: Dataset, backend: TorchBackend, batch_size: int, rows: int
 ) -> dict[str, float]:
-    """NLL in nats/token over the target tokens of the first `rows` rows of a TextDataset, and the number of those rows
-    (heldout_rows). Raises UserError if they have no target token."""
+    """NLL in nats/token and perplexity over the target tokens of the first `rows` rows of a TextDataset, and the number
+    of rows used (heldout_rows). Raises UserError if they have no target token."""
 
     def figures(batch: dict) -> list[Tensor]:
         kept = batch["mask"][:, 1:].sum(dtype=torch.float32)
@@ -29,7 +29,7 @@ def heldout_nll(
 
     total, kept = batch_means(figures, model, dataset, backend, batch_size, rows)
     if not kept:
-        raise UserError("the held-out rows keep no token to predict; hold out more rows")
+        raise UserError("the held-out rows have no target token; hold out more rows")
     nll = total / kept
     return {"heldout_nll": nll, "heldout_ppl": math.exp(min(nll, 80)), "heldout_rows": min(rows, len(dataset))}
 
@@ -37,7 +37,7 @@ def heldout_nll(
 @torch.no_grad()
 def batch_means(figures, model: nn.Module, dataset: Dataset, backend: TorchBackend, batch_size: int, rows: int) -> list:
     """Means over batches of figures(batch) for the first `rows` rows. All batches have one shape: the last is padded
-    with rows whose `mask` and `sections` are 0, so that ratios of sums weighted by those do not depend on batch_size.
+    with rows whose `mask` and `sections` are 0, so that ratios of sums weighted by them do not depend on batch_size.
 
     Worker k takes batches k, k+W, …; all workers run the same number of batches, and surplus batches do not count.
     """
@@ -66,7 +66,7 @@ def batch_means(figures, model: nn.Module, dataset: Dataset, backend: TorchBacke
 
 
 def _uncounted(item: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A copy of a row that does not count in any figure."""
+    """A copy of a row without target tokens, so that it counts in no figure."""
     return item | {name: torch.zeros_like(item[name]) for name in ("mask", "sections") if name in item}
 
 
@@ -75,8 +75,8 @@ def windows(
 ) -> tuple[Tensor, Tensor]:
     """Windows [N, length] of a token stream, and the number of scored tokens at the end of each [N].
 
-    stride = length: blocked, each window on its own (its first token is not scored). stride < length: sliding; after
-    the first window only the last `stride` tokens are scored, with the earlier ones as context. With `bos`, that token
+    stride = length: blocked, each window alone (its first token is not scored). stride < length: sliding; after the
+    first window only the last `stride` tokens are scored, with the earlier ones as context. With `bos`, that token
     replaces the first token of each window, which is never scored. An incomplete last window is dropped.
     Raises UserError if the text is shorter than one window.
     """
@@ -90,7 +90,7 @@ def windows(
 
 
 def counted(tokens: Tensor, scored: Tensor, given: int | None = None) -> Tensor:
-    """Which of tokens[:, 1:] count, bool [N, L − 1]: the last `scored` [N] of each window [N, L], except `given`."""
+    """Whether each of tokens[:, 1:] is scored [N, L − 1]: the last `scored` [N] of a window [N, L], except `given`."""
     length = tokens.shape[1]
     where = torch.arange(1, length) >= (length - scored).unsqueeze(1)
     return where if given is None else where & (tokens[:, 1:] != given)
@@ -109,9 +109,9 @@ def text_figures(
     """Exact figures over the last `scored` [N] tokens of windows [N, L], except `given` tokens.
 
     nll in nats/token, ppl = e^nll, and with a teacher kl = E[KL(teacher‖model)] over the same positions. If the
-    teacher's embedding has more rows than the model's (one tokenizer, padded differently), its probabilities beyond
-    them are dropped and the rest renormalised. Probability that the model gives to rows that the teacher lacks counts
-    against the model, as in the loss from a cache.
+    teacher's embedding has more rows than the model's (same tokenizer, other padding), its probabilities beyond the
+    model's rows are dropped and the rest renormalised. Probability that the model assigns to rows that the teacher
+    lacks counts against the model, as in the KD loss.
     """
     count = len(tokens)
     where = counted(tokens, scored, given)
@@ -152,7 +152,7 @@ def _window_sums(model, teacher, tokens: Tensor, mask: Tensor) -> list[Tensor]:
 
 
 def _divergence(mine: Tensor, its: Tensor) -> Tensor:
-    """KL(its ‖ mine) [n] of log-probabilities [n, V] and [n, V'], over their common vocabulary."""
+    """KL(its ‖ mine) [n] from log-probabilities `mine` [n, V] and `its` [n, V'], over the common vocabulary."""
     if its.shape[1] > mine.shape[1]:
         its = its[:, : mine.shape[1]].log_softmax(-1)
     return (its.exp() * (its - mine[:, : its.shape[1]])).sum(1)

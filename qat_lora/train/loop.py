@@ -70,7 +70,7 @@ class Stage:
 
     stream: see `row_stream`. trained: the content of checkpoints. evaluate(step) → held-out figures, see Session.steps.
     in_step(factor): extra work in an optimiser step, in the same graph on XLA; factor: see Plan.factor.
-    after_step: work after it, in a separate graph.
+    after_step: extra work after the step, in a separate graph.
     """
 
     def __init__(
@@ -166,14 +166,14 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def restore(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Copy saved parameters into a model; raises UserError if names or shapes differ (another preset or model)."""
+    """Copy saved parameters into a model; raises UserError if names or shapes differ (another model or preset)."""
     there = {name: p for name, p in model.named_parameters() if name in tensors or p.requires_grad}
     for name in sorted(there.keys() ^ tensors.keys()):
-        raise UserError(f"the checkpoint is of another model or preset: parameter {name} is on one side only")
+        raise UserError(f"the checkpoint is from another model or preset: only one side has parameter {name}")
     for name, parameter in there.items():
         if parameter.shape != tensors[name].shape:
             raise UserError(
-                f"the checkpoint is of another preset: {name} is {list(tensors[name].shape)} there, "
+                f"the checkpoint is from another preset: {name} is {list(tensors[name].shape)} there, "
                 f"{list(parameter.shape)} here"
             )
         parameter.detach().copy_(tensors[name])
@@ -202,10 +202,10 @@ def tokens_of(batch: dict[str, Tensor]) -> int | Tensor:
 
 
 def fit(stage: Stage, model: nn.Module, objective: Callable[[nn.Module, dict], tuple[Tensor, dict]]) -> None:
-    """Run a stage to its end on objective(model, batch) → (loss, metrics). Scripts write this loop out instead.
+    """Run a stage to its end on objective(model, batch) → (loss, metrics). Scripts write this loop out themselves.
 
-    The loss divides by the batch's `total`, so that k micro-batches of b rows, on one worker or many, are
-    equivalent to one of k·b rows.
+    The objective must divide the loss by the batch's `total`, so that k micro-batches of b rows, on one worker or many,
+    are equivalent to one of k·b rows.
     """
     model.train()
     for update in stage:
@@ -234,7 +234,7 @@ def update(
 
 
 def ema_copy(student: nn.Module) -> nn.Module:
-    """A copy of a student for its moving average; frozen parameters and buffers are shared, not copied."""
+    """A copy of a student to hold its moving average; frozen parameters and buffers are shared, not copied."""
     frozen = [value for value in (*student.parameters(), *student.buffers()) if not value.requires_grad]
     return copy.deepcopy(student, {id(value): value for value in frozen})
 

@@ -11,8 +11,8 @@ from qat_lora.quant.student import head_of
 
 
 def kept(mask: Tensor) -> Tensor:
-    """The number of positions that a mask keeps, as a float scalar on its device. On the CPU, raises ValueError if it
-    keeps none."""
+    """The number of positions that a mask keeps, as a float scalar on its device. On the CPU, raises ValueError if
+    there are none."""
     if on_host(mask) and not mask.any():
         raise ValueError("the mask keeps no position; a batch needs at least one target")
     return mask.sum(dtype=torch.float32)
@@ -29,7 +29,7 @@ def sparse_loss(
     equal one large batch). With J = 1 and prob 1 this is plain cross-entropy. With exact top-K probabilities and
     sampled tail draws that sum to 1, E[target] is the teacher's distribution and the gradient softmax − target is
     unbiased (arXiv 2503.16870). The LM head is applied in chunks of positions, and each chunk's gradient is computed
-    while its logits are alive, so the backward pass does not run the head again and [B, L, V] is never allocated.
+    while its logits are in memory, so the backward pass need not run the head again and [B, L, V] is never allocated.
     """
     total = kept(mask) if total is None else total
     width, head = index.shape[-1], Head.of(head)
@@ -82,9 +82,9 @@ def token_log_probs(hidden: Tensor, head: Head | Tensor, tokens: Tensor, tempera
 
 class _TokenLogProb(torch.autograd.Function):
     """A position's log-probability depends only on its own hidden state. If the head is frozen, the forward pass
-    computes the gradient while the logits are alive, and the backward pass only scales it. The gradient of the head's
-    own weights combines positions weighted by their incoming gradients, so for a trained head the backward pass
-    computes the logits again."""
+    computes the gradient while the logits are in memory, and the backward pass only scales it. The gradient of the
+    head's own weights is a sum over positions, weighted by their incoming gradients, so for a trained head the backward
+    pass computes the logits again."""
 
     @staticmethod
     def forward(ctx, hidden, table, bias, head, tokens, temperature, dtype, with_grad):

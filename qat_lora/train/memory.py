@@ -1,4 +1,4 @@
-"""How much memory a run needs, computed from shapes: estimates to print, and lower bounds to check
+"""How much memory a run needs, computed from shapes: estimates to print, and lower bounds to check before it starts
 (`qat_lora.backend.machine.check_memory`). The model may have no storage (`models.loading.empty_model`)."""
 
 import math
@@ -20,7 +20,7 @@ LIBRARIES = 720_000_000  # bytes of the interpreter with torch, transformers and
 TOKEN = 1_200  # bytes of a tokenizer and the tables made from it, per token of the vocabulary
 PROGRAM = "interpreter and libraries"
 FREED = "freed but still held"
-DRAWN = 6  # sampling a token needs this many tensors of the size of its logits
+DRAWN = 6  # sampling a token needs this many tensors as large as its logits
 
 Parts = dict[str, int]
 
@@ -87,8 +87,8 @@ def training_memory(
 ) -> Parts:
     """Memory while a model is trained on micro-batches [batch_size, length]: 16 bytes per trained parameter for weight,
     gradient and two moments. beside: other memory in use. With checkpointing, every block keeps its input, and only
-    one block at a time keeps all its activations; on the CPU, the process holds on to pieces of the memory that the
-    other blocks have freed."""
+    one block at a time keeps all its activations; on the CPU, the process does not return all the memory that the other
+    blocks have freed."""
     positions, layers = batch_size * length, decoder_layers(model)
     kept = [block_memory(model, block, positions, bf16) for block in layers]
     copies = [multiplied_memory(block, bf16) for block in layers]
@@ -127,8 +127,8 @@ def evaluation_memory(
 
 
 def answer_memory(model: nn.Module, rows: int, length: int, bf16: bool, beside: Parts | None = None) -> Parts:
-    """Memory while `rows` answers of at most `length` tokens (with prompts) are generated: their keys and values,
-    copied once per block, all weights in the type used for products, and the logits of one token."""
+    """Memory while `rows` answers of at most `length` tokens (with prompts) are generated: their keys and values, with
+    copies of one block's at a time, all weights in the type used for products, and the logits of one token."""
     vocab, hidden = unwrap(model).get_output_embeddings().weight.shape
     copies = sum(multiplied_memory(block, bf16) for block in decoder_layers(model)) + 2 * vocab * hidden * bf16
     cache = cache_memory(model, rows, length, bf16)
@@ -153,14 +153,14 @@ def _number(model: nn.Module, name: str, default: int) -> int:
     """An integer setting of a config; `default` if the config lacks it or has one per layer."""
     try:
         value = getattr(text_config(model), name, None)
-    except (AttributeError, RuntimeError):  # some configs raise if the setting differs between layers
+    except (AttributeError, RuntimeError):  # some configs raise if layers differ in this setting
         value = None
     return value if isinstance(value, int) else default
 
 
 def memory_line(phases: dict[str, Parts], backend: TorchBackend) -> str:
-    """A line to print: a worker's memory in the phase that needs the most, in GB (1e9 bytes). On the CPU that is its
-    whole process; on a GPU or TPU just the device memory, without the interpreter and the host memory for loading."""
+    """A line to print: a worker's memory in the phase that needs the most, in GB (1e9 bytes). On the CPU this covers
+    the whole process; on a GPU or TPU only device memory, without the interpreter and the host memory for loading."""
     where = "a worker's process"
     if not backend.shares_host_memory:
         where = f"a worker's {backend.kind} device, without its host"
@@ -180,7 +180,7 @@ def check_fits(backend: TorchBackend, parts: dict[str, float], what: str, worker
     its workers share. A TPU is not checked, because its memory is not known here.
 
     parts: {the options to lower: lower bound in bytes per worker}. what: the subject of the message. workers: how many
-    share this machine, unless LOCAL_WORLD_SIZE is set.
+    share this machine, if LOCAL_WORLD_SIZE is not set.
     """
     if (available := backend.memory()) is None:
         return

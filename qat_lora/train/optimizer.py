@@ -10,7 +10,7 @@ from qat_lora.backend import TorchBackend, native
 from qat_lora.backend.devices import is_lazy, on_host
 
 FIRST, SECOND, EPS = 0.9, 0.95, 1e-8  # default decays of the moments; EPS keeps their ratio finite
-LEAST = 2.0**-10  # lower bound of the share of agreeing elements; steps are divided by that share
+LEAST = 2.0**-10  # lower bound for the share of agreeing elements, by which steps are divided
 PIECE = 2**20  # elements that the CPU updates at a time: more than a tile, to launch fewer operations
 LAUNCH = 2**24  # elements to collect before launching CUDA kernels; keeps temporary tensors small
 
@@ -95,7 +95,7 @@ def _in_tiles(mine: Iterable[tuple[Tensor, ...]], betas: tuple[float, float], lr
         moves, agree = (t[: p.numel()] for t in room[p.dtype])
         weights, *given = (t.reshape(-1) for t in (p, grad, *moments))
         agreeing = native.move_moments(*given, moves, 1 - first, 1 - second, size, start * EPS)
-        if agreeing is not None:  # the moves are masked already
+        if agreeing is not None:  # the kernel has already masked the moves
             weights.add_(moves, alpha=_rate(lr, agreeing, p))
             continue
         agreeing = 0

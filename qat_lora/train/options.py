@@ -43,7 +43,7 @@ class LoopOptions(RunConfig):
 
 
 def checked_updates(steps: int, option: str, epochs: float) -> int:
-    """Check the number of updates that an option's epochs amount to; raises UserError if training would never end."""
+    """Return the number of updates that an option's epochs amount to; raises UserError if training would never end."""
     if steps > opt.MOST_UPDATES:
         raise UserError(f"{option} {epochs} makes {steps:,} updates, more than {opt.MOST_UPDATES:,}; lower it")
     return steps

@@ -16,8 +16,8 @@ from qat_lora.train.losses import sparse_loss, token_log_probs
 
 
 def packed_states(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """For a batch of PackedExamples: the hidden states [B, K, H] that predict the tokens at its places, and these
-    tokens [B, K]. An example attends only to itself, as if it were alone in its row.
+    """For a batch of PackedExamples: the hidden states [B, K, H] that predict the target tokens, and these tokens
+    [B, K]. An example attends only to itself, as if it were alone in its row.
 
     A model that cannot keep examples apart (`packs`) needs one example per row, followed by padding.
     """

@@ -106,7 +106,7 @@ def test_a_template_that_does_not_open_a_turn_is_accepted(tiny_tokenizer, monkey
 
 # -- examples that are left out or held out --------------------------------------------------------------------------
 def test_the_error_about_examples_without_targets_lists_their_ids():
-    with pytest.raises(UserError, match=r"rows b, c: no token is left to learn \(all labels masked\)"):
+    with pytest.raises(UserError, match=r"rows b, c: no target token is left \(all labels masked\)"):
         checked([example("a", 0, 1), example("b", 0, 0), example("c", 0)])
 
 

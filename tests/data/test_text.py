@@ -119,7 +119,7 @@ def test_damaged_files(tmp_path):
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
 def test_empty_file_is_refused_when_opened(tmp_path, name):
     (tmp_path / name).write_text("\n \n")
-    with pytest.raises(UserError, match="holds no rows"):
+    with pytest.raises(UserError, match="has no rows"):
         read_rows(str(tmp_path / name))
 
 
@@ -187,7 +187,7 @@ def test_a_near_separator_is_text(tmp_path, reading):
 
 def test_a_file_of_only_separators_is_empty(tmp_path):
     (tmp_path / "a.txt").write_text("<|endoftext|>\n \n<|endoftext|>")
-    with pytest.raises(UserError, match="holds no rows"):
+    with pytest.raises(UserError, match="has no rows"):
         read_rows(str(tmp_path / "a.txt"))
 
 

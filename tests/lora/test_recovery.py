@@ -312,13 +312,13 @@ def test_restore_is_strict_about_the_adapter(new_model):
     restore(model, saved)
     assert all(torch.equal(p, saved[name]) for name, p in lora_of(model).items())
     name = next(iter(saved))
-    with pytest.raises(UserError, match="on one side only"):
+    with pytest.raises(UserError, match="only one side has parameter"):
         restore(model, {n: t for n, t in saved.items() if n != name})
-    with pytest.raises(UserError, match="on one side only"):
+    with pytest.raises(UserError, match="only one side has parameter"):
         restore(model, saved | {"extra": torch.ones(1)})
     with pytest.raises(UserError, match="there, "):
         restore(other, saved)
-    with pytest.raises(UserError, match="on one side only"):
+    with pytest.raises(UserError, match="only one side has parameter"):
         restore(new_model(projections=("q",)), saved)
 
 

@@ -171,7 +171,7 @@ def test_heldout_nll_is_the_mean_over_kept_tokens(student, teacher, backend, tok
     items = [{"tokens": tokens[i], "mask": mask[i]} for i in range(ROWS)]
     figures = heldout_nll(student, items, backend, batch_size, ROWS)
     assert figures["heldout_nll"] == pytest.approx(float(nll[mask[:, 1:].bool()].mean()), rel=1e-5)
-    with pytest.raises(UserError, match="keep no token"):
+    with pytest.raises(UserError, match="have no target token"):
         heldout_nll(student, items[3:4], backend, 1, 1)
 
 
