@@ -1,4 +1,4 @@
-"""Inferring a model's structure: its head, masks, blocks and their parts; and which models are refused."""
+"""Inferring a model's structure: its head, masks, blocks and their parts. Unsupported models are refused."""
 
 import pytest
 import torch
@@ -127,7 +127,7 @@ WINDOWED = [
 
 @pytest.mark.parametrize(("kind", "options"), WINDOWED, ids=[kind for kind, _ in WINDOWED])
 def test_windows_apply_under_every_mask(kind, options):
-    """A plain row, an explicit mask, packed rows (together and one by one), and a padded prompt."""
+    """A plain row, an explicit mask, packed rows (examples together and one by one), and a padded prompt."""
     model = make(kind, **options)
     check(model)
     assert packs(model) == (kind != "Llama4Text")
@@ -152,7 +152,7 @@ def test_windows_apply_under_every_mask(kind, options):
 
 
 def test_masks_at_the_same_address_are_not_confused():
-    """A model may make one mask after the other, each at the address of the one before."""
+    """A model may make several masks in turn, each at the memory address of the previous one."""
     positions = torch.arange(8).unsqueeze(0)
     layout = Layout.packed(torch.zeros_like(positions), positions, True)
     for window in (8, 2) * 20:
@@ -202,7 +202,7 @@ def test_blocks_that_need_more_than_hidden_states_are_refused():
             return super().forward(hidden, *args, **kwargs | {"attention_mask": None})
 
     class Coupling(type(model.model)):
-        """Its second block also gets the output of the first one."""
+        """The second block also gets the output of the first."""
 
         def forward(self, *args, **kwargs):
             with first.register_forward_hook(lambda _, args, out: seen.append(out)):

@@ -1,4 +1,4 @@
-"""fp32 models that compute in fp64 temporarily, to compare a merged model with its adapter."""
+"""Running an fp32 model temporarily in fp64, to compare a merged model with its adapter."""
 
 import copy
 

@@ -18,7 +18,7 @@ SMALL = ["--device", "cpu", "--precision", "fp32"]
 
 
 def plain_perplexity(text: Path, folder: Path, **source) -> float:
-    """Perplexity by transformers alone, on windows of the text in which BOS replaces the first token."""
+    """Perplexity computed by plain transformers, on windows of the text in which BOS replaces the first token."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **source).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder, **source)
     tokens = torch.tensor(tokenizer(text.read_text())["input_ids"][: LENGTH * WINDOWS])
@@ -55,7 +55,7 @@ def test_perplexity_equals_plain_transformers_after_cache_training_and_export(lo
     train = ["--max-steps", 2, "--warmup-steps", 0, "--learning-rate", 1e-5, "--batch-size", 4, "--eval-rows", 4]
     run("train_qat", "--model", NAME, "--cache-dir", cache, "--output-dir", student, *grids, *train, *SMALL)
     learned = ours("--checkpoint", student / "best.pt")
-    assert learned == pytest.approx(base, rel=0.2), "4 bits cost little"
+    assert learned == pytest.approx(base, rel=0.2), "4 bits must not raise the perplexity much"
     run("export_model", "--checkpoint", student / "best.pt", "--format", "hf", "--output-dir", export)
     assert plain_perplexity(text, export) == pytest.approx(learned, rel=1e-4)
     assert ours("--model", export) == pytest.approx(learned, rel=1e-4)

@@ -1,4 +1,4 @@
-"""Any .gguf file that transformers reads is accepted as a model: config, tokenizer and exact weights."""
+"""Any .gguf file that transformers can read works as a model, with its config, tokenizer and exact weights."""
 
 import shutil
 
@@ -18,7 +18,7 @@ TOKENS = torch.arange(3, 35).unsqueeze(0)
 
 @pytest.fixture(scope="module")
 def folder(tiny_tokenizer, tmp_path_factory):
-    """A small Llama whose rows are as long as the blocks of K-quants, with a tokenizer that has a name in GGUF."""
+    """A small Llama whose rows are as long as a K-quant block, with a tokenizer whose pre-tokeniser GGUF can name."""
     import json
 
     from qat_lora.export.gguf_file import SPLITS
@@ -53,7 +53,7 @@ def write(folder, path, kind: str) -> dict[str, np.ndarray]:
         kind_here = GGMLQuantizationType[kind if rows.ndim > 1 else "F32"]
         try:
             data = gguf.quants.quantize(rows, kind_here)
-        except NotImplementedError:  # the library writes no K-quants: use random codes with small scales
+        except NotImplementedError:  # the library cannot write K-quants: use random codes with small scales
             block, size = gguf.GGML_QUANT_SIZES[kind_here]
             data = random.integers(0, 255, (len(rows), rows.shape[1] // block * size), dtype=np.uint8)
             scales = slice(0, 4) if kind == "Q4_K" else slice(size - 2, size)
@@ -130,7 +130,7 @@ def test_a_setting_that_transformers_does_not_read_from_the_file_is_refused(fold
             load(str(tmp_path / "m.gguf"))
 
 
-def test_files_that_cannot_be_read(folder, tmp_path):
+def test_unreadable_files_are_refused(folder, tmp_path):
     write(folder, tmp_path / "m.gguf", "F16")
     whole = (tmp_path / "m.gguf").read_bytes()
     for name, content in (("cut", whole[: len(whole) // 2]), ("head", whole[:3000]), ("text", b"hello"), ("no", b"")):

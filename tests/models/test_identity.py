@@ -1,4 +1,4 @@
-"""A model's fingerprint depends only on its content: not on place or storage, but on every change."""
+"""A model's fingerprint changes with its content, but not with its location or the way it is stored."""
 
 import json
 import shutil
@@ -28,7 +28,9 @@ def test_the_spelling_of_the_path_does_not_matter(folder, sharp_model_dir, tmp_p
     assert model_fingerprint("moved") == known == load_model("moved").fingerprint
 
 
-def test_the_number_of_files_and_the_version_do_not_matter(folder, sharp_model_dir, tmp_path, tiny_tokenizer):
+def test_the_number_of_files_and_the_transformers_version_do_not_matter(
+    folder, sharp_model_dir, tmp_path, tiny_tokenizer
+):
     known = model_fingerprint(str(folder))
     sharded = tmp_path / "sharded"
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(sharded, max_shard_size="100KB")
@@ -74,7 +76,7 @@ def test_a_folder_without_a_model_has_no_fingerprint(tmp_path):
         model_fingerprint(str(tmp_path))
 
 
-# -- files that decide how a model is prompted -----------------------------------------------------------------------
+# -- files that determine how a model is prompted --------------------------------------------------------------------
 def test_speech_files_do_not_depend_on_json_formatting(folder):
     known = speech_files(str(folder))
     assert known.keys() >= {"tokenizer.json", "generation_config.json", "chat_template.jinja"}

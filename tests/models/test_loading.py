@@ -41,7 +41,7 @@ def rewrite(folder, change):
 
 
 def refusals(folder, *functions) -> set[str]:
-    """The error lines with which the functions refuse a model."""
+    """The one-line errors with which the functions refuse a model."""
     found = set()
     for function in functions:
         with pytest.raises(UserError) as error:
@@ -52,38 +52,38 @@ def refusals(folder, *functions) -> set[str]:
 
 
 def refused(folder, *functions) -> str:
-    """The one error line with which all the functions refuse a model."""
+    """The one-line error with which all the functions refuse a model."""
     found = refusals(folder, *functions)
     assert len(found) == 1, found
     return found.pop()
 
 
 # -- config and weights ----------------------------------------------------------------------------------------------
-def test_a_missing_tensor(folder):
+def test_a_missing_tensor_is_refused(folder):
     rewrite(folder, lambda tensors: tensors.pop(NAME))
     assert f"its weight files lack 1 of its tensors ({NAME} is the first)" in refused(folder, load_model, empty_model)
 
 
-def test_a_tensor_of_the_wrong_shape(folder):
+def test_a_tensor_of_the_wrong_shape_is_refused(folder):
     rewrite(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)}))
     message = refused(folder, load_model, empty_model)
     assert "cannot be loaded: model.norm.weight is (3,) in its file but (64,) by its config.json" in message
 
 
-def test_an_extra_tensor(folder):
+def test_an_extra_tensor_is_refused(folder):
     rewrite(folder, lambda tensors: tensors.update({NAME.replace("weight", "bias"): torch.ones(64)}))
     said = refused(folder, load_model, empty_model)
     assert "hold 1 tensors that its config.json does not describe (model.layers.1.self_attn.q_proj.bias is" in said
 
 
 @pytest.mark.parametrize("layers, part", [(1, "(model.layers.1."), (3, "(model.layers.2.")])
-def test_a_wrong_number_of_layers_in_the_config(folder, layers, part):
+def test_a_wrong_number_of_layers_in_the_config_is_refused(folder, layers, part):
     edit(folder, num_hidden_layers=layers)
     assert part in refused(folder, load_model, empty_model)
 
 
-def test_a_wrong_number_of_experts_in_the_config(tmp_path):
-    """Expert tensors are stacked during loading and have the wrong shape only then."""
+def test_a_wrong_number_of_experts_in_the_config_is_refused(tmp_path):
+    """Loading stacks the expert tensors, and only then is the shape wrong."""
     config = transformers.MixtralConfig(**SMALL, num_local_experts=4)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     assert load_model(str(tmp_path)).config.num_local_experts == 4
@@ -91,8 +91,8 @@ def test_a_wrong_number_of_experts_in_the_config(tmp_path):
     assert "(4, 64, 128) in its file but (2, 64, 128) by its config.json" in refused(tmp_path, load_model, empty_model)
 
 
-def test_head_and_embedding_that_the_config_ties_but_that_differ_in_the_file(folder):
-    """Workers with a tied and an untied model cannot exchange gradients: torch aborts the process."""
+def test_a_config_that_ties_a_head_and_embedding_which_differ_in_the_file_is_refused(folder):
+    """Workers cannot exchange gradients if some have a tied and others an untied model: torch aborts the process."""
     rewrite(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
     message = refused(folder, load_model, empty_model)
     assert "tie_word_embeddings" in message and "lm_head.weight" in message and "embed_tokens" in message
@@ -107,8 +107,8 @@ def test_a_tied_head_stored_twice_is_tied(folder):
         assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_tensors_that_may_be_left_unread(folder, tmp_path):
-    """Buffers of older versions and heads that predict several tokens at once."""
+def test_some_extra_tensors_are_ignored(folder, tmp_path):
+    """Buffers that older versions stored, and multi-token prediction heads."""
     more = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8), "mtp.layers.0.norm.weight": torch.ones(3)}
     rewrite(folder, lambda tensors: tensors.update(more))
     load_model(str(folder)), empty_model(str(folder))
@@ -125,13 +125,13 @@ def test_tensors_that_may_be_left_unread(folder, tmp_path):
 
 
 @pytest.mark.parametrize("size", [0, 100, 100_000])
-def test_a_truncated_file(folder, size):
+def test_a_truncated_file_is_refused(folder, size):
     os.truncate(folder / "model.safetensors", size)
     message = refused(folder, load_model, empty_model)
     assert "model.safetensors is damaged" in message and "again" in message
 
 
-def test_a_missing_shard(folder):
+def test_a_missing_shard_is_refused(folder):
     load_model(str(folder)).save_pretrained(folder, max_shard_size="100KB")
     (folder / "model-00002-of-00005.safetensors").unlink()
     (folder / "model.safetensors").unlink(missing_ok=True)
@@ -139,7 +139,7 @@ def test_a_missing_shard(folder):
     assert "model-00002-of-00005.safetensors, listed in model.safetensors.index.json, is missing" in message
 
 
-def test_a_folder_without_weights(folder):
+def test_a_folder_without_weights_is_refused(folder):
     (folder / "model.safetensors").unlink()
     assert "has no weights" in refused(folder, load_model, empty_model)
 
@@ -190,7 +190,7 @@ EVERYTHING = (load_config, load_tokenizer, empty_model, check_headers, load_mode
         ({"hidden_size": "wide"}, ["hidden_size", "wide"]),
     ],
 )
-def test_an_unsupported_config(folder, change, parts):
+def test_an_unsupported_config_is_refused(folder, change, parts):
     edit(folder, **change)
     message = refused(folder, *EVERYTHING)
     assert [part for part in (str(folder), *parts) if part not in message] == []
@@ -201,16 +201,16 @@ def test_remote_code_is_not_needed_if_transformers_has_the_class(folder):
     assert type(load_model(str(folder))).__module__.startswith("transformers.")
 
 
-def test_a_damaged_config(folder):
+def test_a_damaged_config_is_refused(folder):
     (folder / "config.json").write_text("{")
     assert "config.json is damaged" in refused(folder, *EVERYTHING)
 
 
-def test_an_empty_folder(tmp_path):
+def test_an_empty_folder_is_refused(tmp_path):
     assert "no config.json" in refused(tmp_path, load_config, empty_model, load_model)
 
 
-def test_a_model_with_an_adapter_in_its_folder(folder):
+def test_a_folder_with_a_model_and_an_adapter_is_refused(folder):
     """transformers would silently apply the adapter to the model."""
     peft.get_peft_model(load_model(str(folder)), peft.LoraConfig(task_type="CAUSAL_LM")).save_pretrained(folder)
     assert (folder / "adapter_config.json").is_file()
@@ -221,19 +221,19 @@ def test_a_model_with_an_adapter_in_its_folder(folder):
     assert "is an adapter, not a model" in message and "--model" in message
 
 
-def test_a_damaged_tokenizer(folder):
+def test_a_damaged_tokenizer_is_refused(folder):
     (folder / "tokenizer.json").write_text("{}")
     assert "cannot be loaded" in refused(folder, load_tokenizer)
 
 
-def test_a_folder_without_a_tokenizer(folder):
+def test_a_folder_without_a_tokenizer_is_refused(folder):
     for file in folder.glob("token*"):
         file.unlink()
     assert "has no tokenizer" in refused(folder, load_tokenizer)
 
 
 def test_the_same_name_in_another_folder_is_another_model(folder, tmp_path, monkeypatch):
-    """Cached results belong to a model's place and files, not to the spelling of its path."""
+    """Cached results belong to a model's location and files, not to the path as typed."""
     other = shutil.copytree(folder, tmp_path / "elsewhere" / "model")
     edit(other, rope_theta=5e5, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     monkeypatch.chdir(folder.parent)
@@ -262,7 +262,7 @@ def test_ineffective_generation_settings_that_transformers_would_not_save_are_dr
     assert read.get("temperature") == (settings["temperature"] if settings.get("do_sample") else None)
 
 
-def test_an_end_token_that_is_not_a_number(folder):
+def test_an_end_token_that_is_not_a_number_is_refused(folder):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": "x"}))
     assert "its generation_config.json is not valid (eos_token_id 'x'); correct it" in refused(folder, load_model)
 

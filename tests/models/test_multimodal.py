@@ -1,4 +1,4 @@
-"""A multimodal model is used through its language model: the same logits, and saved as a text-only folder."""
+"""Of a multimodal model, only the language model is used: same logits, and saved as a text-only folder."""
 
 import json
 
@@ -71,7 +71,7 @@ def make(tiny_tokenizer, tmp_path):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_language_model_gives_the_logits_of_the_whole_model(make, tmp_path, name):
+def test_the_language_model_computes_the_logits_of_the_whole_model(make, tmp_path, name):
     folder, full = make(name)
     model, config = load_model(str(folder)), load_config(str(folder))
     logits = model(input_ids=TOKENS).logits
@@ -131,8 +131,8 @@ def test_a_language_model_that_transformers_cannot_build_alone_is_refused(make):
         load_config(str(folder))
 
 
-def test_a_language_model_that_gives_other_logits_alone_is_refused(make):
-    """The whole Cohere 2 Vision does not scale its logits; the language model's own class does."""
+def test_a_language_model_with_different_logits_alone_is_refused(make):
+    """The class of the whole Cohere 2 Vision does not scale its logits; that of its language model does."""
     folder, _ = make(
         "Cohere2VisionForConditionalGeneration",
         {"model_type": "cohere2"},
@@ -144,7 +144,7 @@ def test_a_language_model_that_gives_other_logits_alone_is_refused(make):
 
 @pytest.mark.parametrize("kind", ["MllamaConfig", "Emu3Config"])
 def test_a_language_model_without_its_own_type_is_refused_at_once(tmp_path, kind):
-    """transformers could not read it back once it is written."""
+    """transformers could not read it back after export."""
     getattr(transformers, kind)().save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"cannot build alone; give a text-only model"):
         load_config(str(tmp_path))

@@ -1,4 +1,4 @@
-"""Norms in one step: transformers' results up to rounding, and its own code wherever the kernel does not apply."""
+"""Norms in one step give transformers' results up to rounding; where the kernel does not apply, its own code runs."""
 
 import copy
 
@@ -45,7 +45,7 @@ def random(*shape, seed=0):
 
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("kind", [LlamaRMSNorm, Gemma3RMSNorm])
-def test_values_and_gradients_equal_those_of_the_norm(kind, trained, kernels):
+def test_values_and_gradients_equal_the_original_norms(kind, trained, kernels):
     norm = kind(48)
     norm.weight.data.copy_(random(48))
     norm.requires_grad_(trained)
@@ -78,8 +78,8 @@ def test_a_call_with_a_gate_runs_the_original_norm():
         assert torch.equal(ours(*given, **named), norm(*given, **named))
 
 
-def test_an_evaluation_runs_the_original_norm(monkeypatch):
-    """So do inputs that are not fp32, and norms with a hook."""
+def test_evaluation_runs_the_original_norm(monkeypatch):
+    """The same holds for inputs that are not fp32 and for norms with a hook."""
     monkeypatch.setattr(native, "SMALLEST", 1)
     norm, x = LlamaRMSNorm(16), random(5, 16)
     norms_in_one_step(norm)

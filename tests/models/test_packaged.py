@@ -1,5 +1,5 @@
-"""Models that come as packages: their names, joining a file from its parts, and errors if a package is missing or
-damaged."""
+"""Models distributed as packages: their names, joining a file from its parts, and the errors if a package is missing
+or damaged."""
 
 import importlib.util
 import os
@@ -29,18 +29,18 @@ def refused() -> str:
 
 
 # -- names -----------------------------------------------------------------------------------------------------------
-def test_the_name_means_the_packaged_file_in_any_folder(gemma_package, gguf_file, tmp_path, monkeypatch):
+def test_the_name_refers_to_the_packaged_file_in_any_folder(gemma_package, gguf_file, tmp_path, monkeypatch):
     (tmp_path / NAME).mkdir()
     monkeypatch.chdir(tmp_path)
     assert model_source(NAME)["gguf_file"] == "model.gguf" and not is_hub(NAME)
-    assert absolute_name(NAME) == NAME, "a folder of this name is ./gemma3-270m"
+    assert absolute_name(NAME) == NAME, "a folder of this name is given as ./gemma3-270m"
     assert absolute_name(f"./{NAME}") == str(tmp_path / NAME)
     assert model_fingerprint(NAME) == model_fingerprint(str(gguf_file))
     model = load_model(NAME)
     assert model.config._name_or_path == model.name_or_path == "google/gemma-3-270m"
 
 
-def test_other_names_still_mean_hub_models(gemma_package):
+def test_other_names_still_refer_to_hub_models(gemma_package):
     for name in ("google/gemma-3-270m", "gemma3-270M", "gemma3-270m-it"):
         assert model_source(name) == {"pretrained_model_name_or_path": name} and is_hub(name)
 
@@ -57,25 +57,25 @@ def test_notes_for_packaged_models():
 
 
 # -- a package that is missing or damaged ------------------------------------------------------------------------------
-def test_a_missing_package(no_gemma, tmp_path, monkeypatch):
+def test_the_error_for_a_missing_package(no_gemma, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert refused() == MISSING
     (tmp_path / NAME).mkdir()
     assert refused() == f"{MISSING}, or give ./{NAME} to use the local file or folder of that name"
 
 
-def test_the_remains_of_an_uninstalled_package_do_not_count(gemma_package, monkeypatch):
+def test_an_uninstalled_package_that_left_files_counts_as_missing(gemma_package, monkeypatch):
     packaged_file(NAME)
     alone = partial(PathFinder.find_spec, path=[str(gemma_package.parent)])  # independent of the installed packages
     monkeypatch.setattr(importlib.util, "find_spec", alone)
-    (gemma_package / "__init__.py").unlink()  # pip does not know the joined file, so the folder stays
+    (gemma_package / "__init__.py").unlink()  # pip does not remove the joined file, so the folder stays
     for name in [name for name in sys.modules if name.startswith(MODULE)]:
         del sys.modules[name]
     assert refused() == MISSING
 
 
 @pytest.mark.parametrize("damage", ["no package", "no file", "other bytes"])
-def test_a_missing_or_damaged_part(gemma_package, damage):
+def test_the_error_for_a_missing_or_damaged_part(gemma_package, damage):
     part = gemma_package.with_name(f"{MODULE}_part2")
     if damage == "other bytes":
         (part / "part").write_bytes(b"other")
@@ -109,7 +109,7 @@ def test_a_damaged_joined_file_is_joined_again(gemma_package, gguf_file, damage)
 
 
 def test_a_read_only_package_is_joined_in_the_users_cache(gemma_package, gguf_file, tmp_path, monkeypatch):
-    (gemma_package / ".model.gguf.lock").mkdir()  # so that not even root can write there
+    (gemma_package / ".model.gguf.lock").mkdir()  # so that even root cannot write there
     file = packaged_file(NAME)
     assert file == tmp_path / "xdg" / "qat_lora" / "model.gguf" and file.read_bytes() == gguf_file.read_bytes()
     written = file.stat()
@@ -119,7 +119,7 @@ def test_a_read_only_package_is_joined_in_the_users_cache(gemma_package, gguf_fi
     assert packaged_file(NAME) == tmp_path / "home" / ".cache" / "qat_lora" / "model.gguf"
 
 
-def test_nowhere_to_write(gemma_package, tmp_path):
+def test_the_error_if_no_folder_is_writable(gemma_package, tmp_path):
     (gemma_package / ".model.gguf.lock").mkdir()
     (tmp_path / "xdg").write_text("a file")
     said = refused()
@@ -133,7 +133,7 @@ def test_a_killed_join_does_not_block_the_next(gemma_package, gguf_file):
     assert not (gemma_package / "model.gguf.part").exists()
 
 
-def test_processes_that_join_at_the_same_time_agree(gemma_package, gguf_file):
+def test_processes_that_join_at_the_same_time_get_the_same_file(gemma_package, gguf_file):
     code = f"from qat_lora.models.packaged import packaged_file; print(packaged_file({NAME!r}))"
     root = str(Path(packaged.__file__).parents[2])
     environment = os.environ | {"PYTHONPATH": f"{gemma_package.parent}{os.pathsep}{root}"}

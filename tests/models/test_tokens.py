@@ -1,4 +1,4 @@
-"""Which tokenizers begin a text with BOS, and which ids a model's embedding has no row for."""
+"""Which tokenizers begin a text with BOS, and for which ids a model's embedding has no row."""
 
 from copy import deepcopy
 
@@ -15,7 +15,7 @@ BOS, EOS = 1, 2  # <|im_start|> and <|im_end|> of the tiny tokenizer
 
 
 def convention(tokenizer, single: str, bos: str | None = "<|im_start|>"):
-    """A copy that puts the tokens of `single`, e.g. "B $A E", around a text."""
+    """A copy of the tokenizer that puts the tokens in `single`, e.g. "B $A E", around a text ($A)."""
     copy = deepcopy(tokenizer)
     copy.bos_token = bos
     names = {"B": "<|im_start|>", "E": "<|im_end|>", "P": "<|pad|>", "$A": "$A"}
@@ -42,7 +42,7 @@ def test_auto_follows_the_tokenizer(tiny_tokenizer, single, bos, wanted):
         assert bos_token(tokenizer, "on") == tokenizer.bos_token_id
 
 
-def test_invalid_settings(tiny_tokenizer):
+def test_invalid_bos_settings_are_refused(tiny_tokenizer):
     with pytest.raises(UserError, match="--bos on: the tokenizer has no BOS token"):
         bos_token(tiny_tokenizer, "on")
     with pytest.raises(UserError, match="--bos 'yes' is not one of auto, on, off"):
@@ -73,7 +73,7 @@ def test_ids_beyond_the_embedding_are_refused_at_load(tiny_model_dir, tiny_token
     assert "\n" not in str(error.value)
 
 
-def test_padded_embeddings_and_nested_configs(tiny_tokenizer):
+def test_vocabulary_check_with_padded_embeddings_and_nested_configs(tiny_tokenizer):
     check_vocabulary(tiny_tokenizer, LlamaConfig(vocab_size=600), "m", set())
     for wrap in (lambda text: text, lambda text: Gemma3Config(text_config=text.to_dict())):
         check_vocabulary(tiny_tokenizer, wrap(Gemma3TextConfig(vocab_size=512)), "m", set())

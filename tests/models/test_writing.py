@@ -1,4 +1,5 @@
-"""A written model runs in plain transformers: every tensor, the same logits, and turns that end."""
+"""A written model works in plain transformers: all tensors, the same logits, and generation that stops at a turn's
+end."""
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def model():
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_plain_transformers_computes_our_logits(model, tiny_tokenizer, tmp_path, kind):
+def test_plain_transformers_computes_the_same_logits(model, tiny_tokenizer, tmp_path, kind):
     ours = model(kind)
     write_model(ours, tiny_tokenizer, tmp_path, tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
@@ -70,7 +71,7 @@ def test_plain_transformers_computes_our_logits(model, tiny_tokenizer, tmp_path,
 
 
 @pytest.mark.parametrize("kind", BUFFERS)
-def test_a_buffer_is_part_of_the_fingerprint(model, kind):
+def test_buffers_are_part_of_the_fingerprint(model, kind):
     before, other = model(kind), model(kind)
     assert weights_fingerprint(before) == weights_fingerprint(other)
     next(b for n, b in other.named_buffers() if n.endswith(BUFFERS[kind])).add_(1)
@@ -85,7 +86,7 @@ def test_a_folder_without_a_tensor_is_refused(model, tiny_tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("wrong", ["shifted", "nan"])
-def test_a_folder_with_other_logits_is_refused(model, tiny_tokenizer, tmp_path, wrong):
+def test_a_folder_that_gives_other_logits_is_refused(model, tiny_tokenizer, tmp_path, wrong):
     ours = model("gemma3")
     logits = logits_on_cpu(ours, probe(ours))
     logits = logits + 1e-3 * logits.std() if wrong == "shifted" else logits * float("nan")
@@ -93,8 +94,8 @@ def test_a_folder_with_other_logits_is_refused(model, tiny_tokenizer, tmp_path, 
         write_model(ours, tiny_tokenizer, tmp_path, tmp_path, plain_state(ours), logits)
 
 
-def test_a_setting_that_is_lost_in_writing_is_refused(model, tiny_tokenizer, tmp_path):
-    """The tensors are the same, but the function is not."""
+def test_a_model_with_a_setting_that_is_not_written_is_refused(model, tiny_tokenizer, tmp_path):
+    """The written model has the same tensors but computes something else."""
     ours = model("gemma3")
     ours.model.layers[0].self_attn.scaling *= 2
     with pytest.raises(UserError, match="logits from plain transformers differ from the trained"):
@@ -102,7 +103,7 @@ def test_a_setting_that_is_lost_in_writing_is_refused(model, tiny_tokenizer, tmp
 
 
 def test_plain_generate_stops_where_a_turn_ends(tiny_model_dir, tmp_path):
-    """A base model that ends texts with one token, while its template ends turns with another."""
+    """The model is a base model that ends texts with one token, but whose template ends turns with another."""
     model, tokenizer = load_model(str(tiny_model_dir)), load_tokenizer(str(tiny_model_dir))
     tokenizer.add_special_tokens({"eos_token": "<|pad|>"})
     ends = {tokenizer.convert_tokens_to_ids(t) for t in ("<|pad|>", "<|im_end|>")}

@@ -41,8 +41,8 @@ REFUSED = {
     "xlnet": NOT_CAUSAL,
     "xmod": TRANSFORM,
 }
-# Models that cannot keep the examples of a packed row apart: they carry a state from token to token, or make their own
-# positions or masks.
+# Models that cannot keep the examples of a packed row apart, because they carry a state from token to token, or make
+# their own positions or masks.
 ALONE = """
     afmoe axk2 bailing_hybrid bamba bart bigbird_pegasus blenderbot blenderbot-small deepseek_v32 deepseek_v4 doge
     dots3_note dots3_note_text falcon falcon_h1 falcon_mamba glm_moe_dsa granitemoehybrid
@@ -50,8 +50,8 @@ ALONE = """
     minimax mvp nemotron_h olmo_hybrid openai-gpt pegasus plbart qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text
     qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma reformer rwkv trocr xlm xlstm zamba zamba2 zaya
 """
-BLOWN_UP = "hrm_text"  # it amplifies fp32 rounding, so its check in fp32 depends on the CPU; in fp64 it does not
-# One of each kind for `make test`; `make test-zoo` tests all.
+BLOWN_UP = "hrm_text"  # amplifies fp32 rounding, so its check depends on the CPU in fp32, but not in fp64
+# One of each kind, for `make test`; `make test-zoo` tests all.
 FEW = """
     bert cohere2 falcon_h1 gemma2 gemma3_text gemma4_text gpt_oss granite llama4_text minicpm3 mistral mixtral phi
     phi3 qwen3_5_text qwen3_moe qwen3_next
@@ -121,6 +121,6 @@ def test_a_model_that_sees_later_tokens_is_refused(name, fields):
         check(model(name, **fields))
 
 
-def test_lists_contain_only_existing_classes():
+def test_the_lists_name_only_existing_model_types():
     assert {*REFUSED, *ALONE.split(), *FEW.split()} <= set(names())
     assert len(names()) > 170

@@ -1,4 +1,4 @@
-"""Whole pipelines on tiny models of many families: plain transformers reproduces our figures from the export."""
+"""Whole pipelines on tiny models of many families: plain transformers reproduces our figures on the export."""
 
 import json
 import math
@@ -24,8 +24,14 @@ FAMILIES = """
     granitemoehybrid bamba jamba lfm2 lfm2_moe nemotron_h mamba2 recurrent_gemma
 """
 FEW = ["gemma4_text", "gpt_oss"]
-ENTANGLED = ["gemma3n_text", "gemma4_text"]  # later blocks use keys and values of earlier ones
-UNSEEN = ["bamba", "falcon_h1", "mamba2", "nemotron_h", "recurrent_gemma"]  # have weights that no linear layer applies
+ENTANGLED = ["gemma3n_text", "gemma4_text"]  # later blocks reuse keys and values of earlier ones
+UNSEEN = [
+    "bamba",
+    "falcon_h1",
+    "mamba2",
+    "nemotron_h",
+    "recurrent_gemma",
+]  # some weights are not in linear layers, so not quantised
 VARIANTS = {"gemma4_text-alone": {"num_kv_shared_layers": 0}, "mistral-tied": {"tie_word_embeddings": True}}
 
 
@@ -48,7 +54,7 @@ def text(tmp_path_factory):
 
 
 def plain_perplexity(folder: Path, text: Path) -> float:
-    """Perplexity by transformers alone."""
+    """Perplexity computed by plain transformers."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokens = AutoTokenizer.from_pretrained(folder)(text.read_text(), add_special_tokens=False)["input_ids"]
     rows = torch.tensor(tokens[: WINDOWS * LENGTH]).view(WINDOWS, LENGTH)
@@ -85,7 +91,7 @@ def test_plain_transformers_measures_our_perplexity_on_the_export(run, text, tmp
     else:
         run("train_qat", *student, *BLOCKS)
     best = ["--checkpoint", qat / "best.pt"]
-    start = ["--adapter-init", "error"]  # not zero, so the adapter matters whichever step was best
+    start = ["--adapter-init", "error"]  # not zero, so the adapter has an effect whichever step was best
     run("train_recovery_lora", *best, *start, "--kd-cache-dir", cache, "--output-dir", recovery, *TRAIN)
     adapter = ["--adapter", recovery / "adapter"]
     perplexities = {whole}

@@ -1,4 +1,4 @@
-"""Trying each use of a model type gives what docs/models.md says; windows, soft caps and experts work on XLA."""
+"""Each use of a model type has the outcome listed in docs/models.md; windows, soft caps and experts work on XLA."""
 
 import json
 import os

@@ -1,6 +1,6 @@
 """A tiny random model of every causal-LM config class of transformers.
 
-The classes come from transformers' own table. SMALL has sizes by config field; STRONG replaces defaults that would hide
+The classes come from transformers' own table. SMALL has sizes by config field. STRONG replaces defaults that would hide
 a mistake, such as a multiplier of 1, a window longer than the text or a bias of zeros. OWN has the extra settings that
 a class needs; NO_TEXT_MODEL says why a class is left out.
 """
@@ -22,8 +22,8 @@ from qat_lora.models.multimodal import full_class
 VOCAB = 257  # every byte, and EOS
 LAYERS = 4
 WINDOW = 8
-SPECIAL = ("eos_token", "pad_token", "unk_token")  # set, or some classes would add them to the vocabulary
-LARGEST = 30_000_000  # most parameters of a model
+SPECIAL = ("eos_token", "pad_token", "unk_token")  # if not set, some classes would add them to the vocabulary
+LARGEST = 30_000_000  # maximum number of parameters of a model
 PATTERNS = ("layer_types", "mlp_layer_types")
 SMALL = {
     # sizes
@@ -110,7 +110,7 @@ OWN: dict[str, dict] = {
     "mamba2": {"num_heads": 8},
     "mellum": {"layer_types": SLIDING},
     "ministral": {"layer_types": SLIDING},
-    "mpt": {"attn_config": {"attn_pdrop": 0}},  # it accepts no float
+    "mpt": {"attn_config": {"attn_pdrop": 0}},  # does not accept a float
     "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
                        "indexer_compress_ratio": 2},
     "reformer": {"axial_pos_embds": False},
@@ -131,7 +131,7 @@ NO_TEXT_MODEL = {
 
 
 def names() -> list[str]:
-    """Model types with a causal LM, one per config class: the class's own model_type if it is in the table."""
+    """Model types with a causal LM, one per config class: its own model_type if that is in transformers' table."""
     types = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     kinds = {CONFIG_MAPPING_NAMES[name]: name for name in reversed(types)}
     own = {name: CONFIG_MAPPING[name].model_type for name in kinds.values()}
@@ -139,8 +139,7 @@ def names() -> list[str]:
 
 
 def config(name: str, strong: bool = True, **more) -> PreTrainedConfig:
-    """A small config of a model type. strong: with the STRONG settings, otherwise with its defaults; more: extra
-    fields."""
+    """A small config of a model type. strong: use the STRONG settings instead of the defaults; more: extra fields."""
     kind = CONFIG_MAPPING[name]
     return kind(**_values(kind(), name, SMALL | STRONG if strong else SMALL) | more)
 
@@ -149,7 +148,7 @@ def _values(default: PreTrainedConfig, name: str, wanted: dict) -> dict:
     fields = {field.name for field in dataclasses.fields(default)}
     values = {key: value for key, value in wanted.items() if key in fields}
     values |= {key: 0.0 for key in NO_NOISE.split() if key in fields}
-    for key in PATTERNS:  # every kind of block that the class has, in turn
+    for key in PATTERNS:  # alternate between all kinds of block that the class has
         pattern = getattr(default, key, None) if key in fields else None
         if pattern and len(set(pattern)) > 1:
             values[key] = (list(dict.fromkeys(pattern)) * LAYERS)[:LAYERS]
@@ -163,8 +162,8 @@ def _values(default: PreTrainedConfig, name: str, wanted: dict) -> dict:
 
 
 def model(name: str, whole: bool = False, **more) -> nn.Module:
-    """A random model of a model type, in fp32 and evaluation mode, with values that matter in every tensor. whole: the
-    whole model of a multimodal type, not just its language model."""
+    """A random model of a model type, in fp32 and evaluation mode, in which every tensor affects the results. whole:
+    the whole model of a multimodal type, not just its language model."""
     logging.set_verbosity_error()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -181,7 +180,7 @@ def model(name: str, whole: bool = False, **more) -> nn.Module:
 
 @torch.no_grad()
 def randomized(made: nn.Module) -> nn.Module:
-    """The model with random values, large enough that a mistake shows, in every parameter and stored buffer."""
+    """The model with random values in every parameter and stored buffer, large enough to reveal a mistake."""
     random = torch.Generator().manual_seed(0)
     for name, parameter in made.named_parameters():
         noise = torch.randn(parameter.shape, generator=random)

@@ -1,7 +1,7 @@
-"""The uses of a model type: each is tried once on a tiny model and compared with the model itself.
+"""The uses of a model type, each tried once on a tiny model and compared with the model's own results.
 
 python tests/models/zoo_uses.py cpu|xla USE;… NAME …   prints a JSON line per model type: for each use, "yes" or the
-line that refuses it.
+one-line error that refuses it.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ def rows() -> Tensor:
 
 
 def log_probs_of(made: nn.Module, tokens: Tensor) -> Tensor:
-    """The model's own log-probabilities [B, L − 1] of the tokens [B, L] after the first."""
+    """The model's own log-probabilities [B, L − 1] of the tokens [B, L], without the first."""
     with torch.no_grad():
         logp = made(input_ids=tokens, use_cache=False).logits[:, :-1].float().log_softmax(-1)
     return logp.gather(2, tokens[:, 1:, None]).squeeze(2)
@@ -80,7 +80,7 @@ def student(folder: Path) -> nn.Module:
 
 # -- uses ------------------------------------------------------------------------------------------------------------
 def perplexity(folder: Path, backend: TorchBackend) -> None:
-    """Perplexity and the content of a cache, against the logits of plain transformers."""
+    """Compare perplexity and the content of a cache with the logits of plain transformers."""
     made, tokens = load_model(str(folder)), rows()
     plain = full_class("", AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
@@ -95,7 +95,7 @@ def perplexity(folder: Path, backend: TorchBackend) -> None:
 
 
 def qat(folder: Path, backend: TorchBackend) -> None:
-    """One step of a student, whose loss equals that of its frozen copy on the CPU."""
+    """Run one training step of a student; its loss equals that of its frozen copy on the CPU."""
     batch = {"tokens": rows(), "mask": torch.ones(2, LENGTH)}
     frozen = student(folder)
     freeze(frozen)
@@ -112,7 +112,7 @@ def layers(folder: Path, backend: TorchBackend) -> None:
 
 
 def recovery(folder: Path, backend: TorchBackend) -> None:
-    """One step of a new adapter on a frozen student."""
+    """Run one training step of a new adapter on a frozen student."""
     batch, frozen = {"tokens": rows(), "mask": torch.ones(2, LENGTH)}, student(folder)
     freeze(frozen)
     with torch.no_grad():
@@ -208,8 +208,8 @@ def save(name: str, folder: Path, **options) -> None:
 
 
 def outcomes(name: str, backend: TorchBackend, uses: Iterable[str]) -> dict[str, str]:
-    """For each use, "yes" or the line that refuses it. Raises if the results differ from the model's, or if a refusal
-    is not one line."""
+    """For each use, "yes" or the one-line error that refuses it. Raises if the results differ from the model's, or if
+    an error is longer than a line."""
     with TemporaryDirectory() as there:
         folder, found = Path(there) / "model", {}
         try:
@@ -227,7 +227,7 @@ def outcomes(name: str, backend: TorchBackend, uses: Iterable[str]) -> dict[str,
 
 
 def main(device: str, uses: list[str], names: list[str]) -> None:
-    # before any backward pass on the CPU, which would break that of XLA in this process
+    # open XLA before any backward pass on the CPU, which would break XLA's in this process
     backend = open_backend(device, "fp32")
     for name in names:
         try:
