@@ -1,4 +1,4 @@
-"""Texts that look the same compare equal, and invisible text is empty."""
+"""Texts that look the same compare as equal, and invisible text counts as empty."""
 
 import unicodedata
 
@@ -37,7 +37,7 @@ def test_texts_that_look_the_same_are_equal(one, other):
 
 def test_other_texts_stay_different():
     assert len({folded(text) for text in ("cafe", "café", "£5", "$5", "5", "कि", "की", "a b", "ab")}) == 9
-    assert plain("A\r\nB\u2028C") == "A\n\nB\nC", "line ends stay"
+    assert plain("A\r\nB\u2028C") == "A\n\nB\nC", "line ends are kept"
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -1,4 +1,4 @@
-"""Which rows a step uses: each row once per epoch, and the same rows whether or not the run was stopped."""
+"""Which rows a step uses: each row once per epoch, and the same rows whether or not the run was interrupted."""
 
 import itertools
 
@@ -12,7 +12,7 @@ from qat_lora.errors import UserError
 
 
 class Numbers(Dataset):
-    """Row i holds i and its mask keeps i % 3 + 1 positions; reading row `bad` fails."""
+    """Row i contains i, and its mask keeps i % 3 + 1 positions; reading row `bad` fails."""
 
     def __init__(self, count, bad=None):
         self.count, self.bad = count, bad
@@ -56,7 +56,7 @@ def test_the_global_generator_is_not_used():
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 11])
-def test_an_epoch_has_every_row_once(size):
+def test_an_epoch_contains_every_row_once(size):
     """11 rows: the batch at the end of an epoch is filled with the first rows of the next."""
     rows = list(itertools.chain(*rows_of(batches(Numbers(11), size, 1, seed=0), -(-33 // size))))
     assert rows[:33] == [row for epoch in range(3) for row in epoch_order(0, epoch, 11).tolist()]
@@ -64,8 +64,8 @@ def test_an_epoch_has_every_row_once(size):
 
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
 @pytest.mark.parametrize("start", [1, 4, 5, 6, 11])
-def test_a_resumed_stream_is_the_rest_of_the_whole(accumulation, start):
-    """Five and a half batches per epoch: the starts are before, at and after its end, and some updates span it."""
+def test_a_resumed_stream_equals_the_rest_of_the_uninterrupted_one(accumulation, start):
+    """With 5.5 batches per epoch, streams start before, at and after the epoch's end, and some updates span it."""
     whole = list(itertools.islice(batches(Numbers(11), 2, accumulation, seed=0), 15 * accumulation))
     resumed = itertools.islice(batches(Numbers(11), 2, accumulation, seed=0, start=start), (15 - start) * accumulation)
     for ours, wanted in itertools.zip_longest(resumed, whole[start * accumulation :]):
@@ -87,7 +87,7 @@ def test_accumulation_uses_the_rows_of_a_larger_batch():
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_workers_share_the_rows_of_every_update(workers, accumulation):
-    """13 rows, which no number of workers divides: together they process the updates of one worker, each row once."""
+    """No number of workers divides 13 rows. Together they process the updates of a single worker, each row once."""
     one = rows_of(batches(Numbers(13), 2 * workers * accumulation, 1, seed=4), 6)
     streams = [
         rows_of(batches(Numbers(13), 2, accumulation, 4, 0, rank, workers), 6 * accumulation) for rank in range(workers)
@@ -119,7 +119,7 @@ def test_too_few_rows_are_refused(count, size, workers):
 
 
 def test_an_update_without_a_target_divides_by_one():
-    """A chat batch of long prompts may contain no completion; the run continues."""
+    """A chat batch of long prompts may contain no completion, and the run must continue."""
 
     class Unmasked(Numbers):
         def kept(self, i):
@@ -132,8 +132,8 @@ def test_an_update_without_a_target_divides_by_one():
 
 
 @pytest.mark.parametrize("prefetch", [False, True])
-def test_a_dataset_error_is_raised_at_its_place(prefetch):
-    """A loader that swallows exceptions would end an epoch early and look like a success."""
+def test_a_dataset_error_is_raised_at_its_batch(prefetch):
+    """If a loader swallowed exceptions, an epoch would end early and look successful."""
     order = epoch_order(0, 0, 12).tolist()
     stream = batches(Numbers(12, bad=order[7]), 2, 1, seed=0)
     stream = TorchBackend("cpu", "fp32").prefetch(stream) if prefetch else stream
@@ -142,7 +142,7 @@ def test_a_dataset_error_is_raised_at_its_place(prefetch):
         next(stream)
 
 
-def test_prefetch_passes_on_every_batch_in_order_and_ends():
+def test_prefetch_yields_every_batch_in_order_and_ends():
     backend = TorchBackend("cpu", "fp32")
     source = list(itertools.islice(batches(Numbers(12), 2, 1, seed=0), 20))
     got = list(backend.prefetch(iter(source)))

@@ -1,4 +1,4 @@
-"""Rows with BOS: every row and document begins with BOS once, and BOS is never a target; other rows do not change."""
+"""Rows with BOS: every row and document begins with one BOS, which is never a target. Without BOS, nothing changes."""
 
 import itertools
 from copy import deepcopy
@@ -20,7 +20,7 @@ SINGLE = [{"role": "user", "content": "What is 2+2?"}, {"role": "assistant", "co
 
 @pytest.fixture(scope="module")
 def gemma_like(tiny_tokenizer):
-    """A tokenizer that puts <|pad|> in front of a text as its BOS, a token that no text or template contains."""
+    """A tokenizer that puts BOS in front of a text: <|pad|>, a token that no text or template contains."""
     tokenizer = deepcopy(tiny_tokenizer)
     tokenizer.bos_token = "<|pad|>"
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -34,7 +34,7 @@ def plain(texts=TEXTS):
 
 
 @pytest.mark.parametrize("length", range(2, 14))
-def test_every_row_and_document_begins_with_bos_once(tiny_tokenizer, length):
+def test_every_row_and_document_begins_with_one_bos(tiny_tokenizer, length):
     rows = pack(plain(), tiny_tokenizer, length, bos=BOS)
     assert (rows.tokens[:, 0] == BOS).all()
     is_bos = rows.tokens == BOS
@@ -103,7 +103,7 @@ def test_a_token_that_is_both_bos_and_eos_appears_once_between_documents(tiny_to
     assert (rows.tokens[:, 0] == EOS).all() and rows.mask[:, 1:].all() and rows.given is None
 
 
-def test_an_endless_source_still_fills_the_rows(tiny_tokenizer):
+def test_rows_are_filled_from_an_endless_source(tiny_tokenizer):
     rows = pack((Document("a", None) for _ in itertools.count()), tiny_tokenizer, 4, max_rows=50, bos=BOS)
     assert rows.tokens.shape == (50, 4)
 
@@ -129,7 +129,7 @@ def test_a_blocked_window_is_bos_and_the_tokens_after_it(tiny_tokenizer):
 
 
 @pytest.mark.parametrize("stride", [1, 2, 3, 5, 7])
-def test_sliding_windows_count_every_token_of_the_text_once(tiny_tokenizer, stride):
+def test_sliding_windows_score_every_token_of_the_text_once(tiny_tokenizer, stride):
     tokens, _ = stream(plain(), tiny_tokenizer, bos=BOS)
     text = [i for i in tokens.tolist() if i != BOS]
     rows, scored = windows(tokens, 8, stride, bos=BOS)

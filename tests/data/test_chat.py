@@ -1,4 +1,4 @@
-"""Chat rows: known formats become messages, and spans cover just the completions with their end markers."""
+"""Chat rows: known formats become messages, and spans cover exactly the completions with their end markers."""
 
 import copy
 
@@ -17,7 +17,7 @@ MULTI = [
 ]
 NO_THOUGHT = "<think>\n\n</think>\n\n"
 
-# Like Qwen3's: the last turn keeps its thoughts (or an empty block), earlier turns lose them.
+# Like Qwen3's: the last turn keeps its thought (or an empty one), earlier turns lose theirs.
 FORGETFUL = """
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' }}
@@ -34,7 +34,7 @@ FORGETFUL = """
 """
 
 
-# Like those of DeepSeek-R1 and QwQ: the prompt opens a thought, and rendered answers have none.
+# Like DeepSeek-R1's and QwQ's: the prompt opens a thought, but rendered answers have none.
 OPENING = """
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' + message.content.split('</think>')[-1].lstrip() + '<|im_end|>\\n' }}
@@ -103,7 +103,7 @@ def test_plain_text_is_not_chat():
         ({"instruction": 3, "output": "a"}, "turn 0"),
     ],
 )
-def test_unknown_or_malformed_rows(row, words):
+def test_unknown_or_malformed_rows_are_refused(row, words):
     assert words in fault(to_messages, row)
 
 
@@ -131,14 +131,14 @@ def test_a_greeting_without_a_prompt_is_not_a_target(tiny_tokenizer):
     assert completions(render_one(greeting + SINGLE, tiny_tokenizer, "on")) == ["It is 4.<|im_end|>"]
 
 
-def test_both_gives_two_renderings_or_one_if_they_are_equal(tiny_tokenizer):
+def test_thinking_both_gives_two_renderings_or_one_if_they_are_equal(tiny_tokenizer):
     on, off = render_chat(SINGLE, tiny_tokenizer, "both")
     assert [on] == render_chat(SINGLE, tiny_tokenizer, "on") and [off] == render_chat(SINGLE, tiny_tokenizer, "off")
     indifferent = with_template(tiny_tokenizer, tiny_tokenizer.chat_template.replace("enable_thinking", "ignored"))
     assert len(render_chat(SINGLE, indifferent, "both")) == 1
 
 
-def test_only_the_last_turn_counts_if_the_template_rewrites_earlier_ones(tiny_tokenizer):
+def test_only_the_last_turn_is_a_target_if_the_template_rewrites_earlier_ones(tiny_tokenizer):
     forgetful = with_template(tiny_tokenizer, FORGETFUL)
     assert completions(render_one(MULTI, forgetful, "on")) == [NO_THOUGHT + "Six <|im_end|>"]
     assert completions(render_one(MULTI, forgetful, "off")) == ["Six <|im_end|>"]
@@ -168,11 +168,11 @@ def test_a_template_without_an_end_marker_keeps_the_separator(tiny_tokenizer):
         ("{{ messages }}", [], "no messages"),
     ],
 )
-def test_conversations_that_cannot_be_rendered(tiny_tokenizer, template, messages, words):
+def test_conversations_that_cannot_be_rendered_are_refused(tiny_tokenizer, template, messages, words):
     assert words in fault(render_chat, messages, with_template(tiny_tokenizer, template), "on")
 
 
-def test_unknown_thinking(tiny_tokenizer):
+def test_an_unknown_thinking_setting_is_refused(tiny_tokenizer):
     assert "on, off, both" in fault(render_chat, SINGLE, tiny_tokenizer, "maybe")
 
 
@@ -182,7 +182,7 @@ def test_documents_may_mix_plain_text_and_chat(tiny_tokenizer):
 
 
 @pytest.mark.parametrize("row", [{"text": None}, {"other": 1}, {"messages": SINGLE[:1]}])
-def test_documents_names_the_bad_row(tiny_tokenizer, row):
+def test_the_error_names_the_bad_row(tiny_tokenizer, row):
     rows = documents([{"text": "plain"}, row], tiny_tokenizer, "on")
     assert next(rows) == Document("plain", None)
     assert fault(next, rows).startswith("row 1: ")

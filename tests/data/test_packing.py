@@ -1,4 +1,4 @@
-"""Packing: every token once and in order, the mask decodes to the completions, held-out rows are separate."""
+"""Packing: every token appears once and in order, the mask selects the completions, held-out rows are separate."""
 
 import itertools
 import logging
@@ -26,7 +26,7 @@ def rows_of(count, length=4):
 
 
 def pack_whole(found, tokenizer):
-    """All tokens of the documents as ids and mask [T]: rows of 2 drop at most one token, of an extra last document."""
+    """All tokens of the documents as ids and mask [T]. Rows of 2 drop at most one token, of the extra last document."""
     rows = pack([*found, Document("!", None)], tokenizer, 2)
     return rows.tokens.flatten().tolist(), rows.mask.flatten().tolist()
 
@@ -70,11 +70,11 @@ def test_blank_documents_add_nothing(tiny_tokenizer):
         ({"instruction": "Add.", "input": "2 and 2", "output": "4"}, ["4"]),
     ],
 )
-def test_mask_decodes_to_the_completions_and_their_eos(tiny_tokenizer, row, answers, thinking):
+def test_the_mask_selects_the_completions_and_their_eos(tiny_tokenizer, row, answers, thinking):
     assert chat_runs(row, tiny_tokenizer, thinking) == [answer + EOS for answer in answers]
 
 
-def test_thinking_both_gives_targets_in_each_rendering(tiny_tokenizer):
+def test_with_thinking_both_each_rendering_has_targets(tiny_tokenizer):
     assert chat_runs({"messages": SINGLE}, tiny_tokenizer, "both") == ["It is 4, naïve 🙂." + EOS] * 2
 
 
@@ -111,13 +111,13 @@ def test_max_rows_stops_reading_an_endless_source(tiny_tokenizer):
 
 
 def test_a_megabyte_of_text_packs_without_a_warning(tiny_tokenizer, caplog, recwarn, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)  # otherwise caplog sees nothing
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)  # otherwise caplog records nothing
     rows = pack([Document("All work and no play. " * 50_000, None)], tiny_tokenizer, 1024)
     assert len(rows) > 300
     assert not caplog.records and not recwarn.list
 
 
-def test_too_little_text_names_both_numbers(tiny_tokenizer):
+def test_the_error_for_too_little_text_names_both_numbers(tiny_tokenizer):
     with pytest.raises(UserError, match=r"has 2 tokens, too few for a row of 128; lower --length or add text"):
         pack([Document("a", None)], tiny_tokenizer, 128)
     with pytest.raises(UserError, match=r"has 0 tokens"):
@@ -125,7 +125,7 @@ def test_too_little_text_names_both_numbers(tiny_tokenizer):
 
 
 @pytest.mark.parametrize("options", [{"length": 1}, {"length": 8, "max_rows": 0}])
-def test_impossible_sizes(tiny_tokenizer, options):
+def test_impossible_sizes_are_refused(tiny_tokenizer, options):
     with pytest.raises(UserError, match="use "):
         pack([Document("a", None)], tiny_tokenizer, **options)
 

@@ -94,7 +94,7 @@ def test_templates_that_generate_no_assistant_turn_are_refused(kind, words, tiny
 
 
 def test_a_template_that_does_not_open_a_turn_is_accepted(tiny_tokenizer, monkeypatch):
-    """Those of Mistral and Llama 2 go straight from the end of the question to the answer."""
+    """The templates of Mistral and Llama 2 go straight from the end of the question to the answer."""
     monkeypatch.setattr(
         tiny_tokenizer,
         "chat_template",
@@ -110,7 +110,7 @@ def test_the_error_about_examples_without_targets_lists_their_ids():
         checked([example("a", 0, 1), example("b", 0, 0), example("c", 0)])
 
 
-def test_long_examples_are_left_out_and_not_cut():
+def test_long_examples_are_left_out_rather_than_cut():
     short, long = split_by_length([example("a", 0, 1), example("b", 0, 1, 1)], 2)
     assert [e.id for e in short] == ["a"] and [e.id for e in long] == ["b"] and len(long[0].tokens) == 3
     with pytest.raises(UserError, match=r"rows b, up to 3 tokens.*raise --length, e.g. to 3"):
@@ -171,7 +171,7 @@ def test_every_example_is_packed_once_into_few_rows(lengths, room):
     assert sorted(n for row in rows for n in row) == list(range(len(lengths)))
     filled = [sum(lengths[n] for n in row) for row in rows]
     assert max(filled) <= room
-    assert all(lengths[rows[-1][0]] + other > room for other in filled[:-1]), "new rows only if no other has room"
+    assert all(lengths[rows[-1][0]] + other > room for other in filled[:-1]), "a new row only if no other has room"
     assert len(rows) <= 2 * sum(lengths) / room + 1
 
 
@@ -180,7 +180,7 @@ def test_the_fullest_row_with_room_is_chosen():
     assert best_fit([7, 8, 2], 10) == [[1, 2], [0]]
 
 
-def test_an_item_of_packed_examples():
+def test_the_tensors_of_a_packed_row():
     packed = PackedExamples([example("a", 0, 1, 2), example("b", 0, 1)], 7, (1.0, 3.0), end=9)
     assert len(packed) == 1 and packed.width == 3 and packed.filled == 5 / 7
     item = packed[0]

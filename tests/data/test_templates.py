@@ -1,4 +1,4 @@
-"""Built-in chat templates render the format of their models and end a turn with a stop token; bad ones are refused."""
+"""Built-in chat templates render their models' format and end a turn with a stop token; bad templates are refused."""
 
 import re
 from copy import deepcopy
@@ -35,8 +35,8 @@ SHAPES = [("chatml", "<|im_end|>", CHATML), ("gemma", "<end_of_turn>", GEMMA), (
 
 @pytest.fixture
 def bare(tiny_tokenizer):
-    """bare(*specials, bos): a tokenizer without template whose EOS is <|pad|>, with extra special tokens; `bos` puts
-    <|im_start|> in front of a text."""
+    """bare(*specials, bos): a tokenizer without a chat template, with EOS <|pad|> and extra special tokens; with `bos`
+    it puts <|im_start|> in front of a text."""
 
     def make(*specials, bos=False):
         tokenizer = deepcopy(tiny_tokenizer)
@@ -53,7 +53,7 @@ def bare(tiny_tokenizer):
 
 
 @pytest.mark.parametrize("name, end, text", SHAPES)
-def test_built_in_templates(bare, name, end, text):
+def test_built_in_templates_render_the_format_of_their_models(bare, name, end, text):
     tokenizer = bare(end)
     set_template(tokenizer, name)
     (found,) = render_chat(TALK, tokenizer, "off")
@@ -95,7 +95,7 @@ def test_a_file_replaces_the_tokenizers_own_template(tiny_model_dir, tmp_path):
         (b"{% for m in messages %}{{ m.content }}</turn>\n{% endfor %}", "ends a turn with '</turn>', which is not "),
     ],
 )
-def test_files_that_are_not_templates(tiny_tokenizer, tmp_path, content, words):
+def test_files_that_are_not_templates_are_refused(tiny_tokenizer, tmp_path, content, words):
     path = tmp_path / "t.jinja"
     if content is not None:
         path.write_bytes(content)
@@ -147,7 +147,7 @@ def test_a_template_prints_the_given_date(bare):
         "strftime_now('%Y' if true else '%y') ~ strftime_now('%s')",
     ],
 )  # fmt: skip
-def test_a_fixed_date_is_written_as_strftime_would(bare, call):
+def test_a_fixed_date_is_formatted_as_by_strftime(bare, call):
     tokenizer = bare("<|eot_id|>")
     tokenizer.chat_template = "\n{% set now = " + call + " %}{{ now }}"
     date = datetime(2024, 7, 6, 18, 5, 9)

@@ -1,4 +1,4 @@
-"""Text sources: each kind gives its rows in order, and each error is one line with its fix."""
+"""Text sources: each kind gives its rows in order, and each error is one line that names the fix."""
 
 import json
 import random
@@ -91,7 +91,7 @@ def test_jsonl_skips_blank_lines_and_reads_only_the_rows_needed(tmp_path):
 @pytest.mark.parametrize(
     "line, words", [("{'n': 2}", "not valid JSON"), ("[1]", "list"), ('"ab"', "str"), ("[" * 10**5, "JSON")]
 )
-def test_malformed_jsonl_names_file_and_line(tmp_path, line, words):
+def test_the_error_for_malformed_jsonl_names_file_and_line(tmp_path, line, words):
     path = tmp_path / "a.jsonl"
     path.write_text(f'{{"n": 1}}\n\n{line}\n')
     message = fault(path)
@@ -99,17 +99,17 @@ def test_malformed_jsonl_names_file_and_line(tmp_path, line, words):
 
 
 @pytest.mark.parametrize("name", ["gone.txt", "gone.jsonl", "gone.parquet", "gone.csv", "gone"])
-def test_missing_file(tmp_path, name):
+def test_a_missing_file_is_refused(tmp_path, name):
     assert fault(tmp_path / name) == f"{tmp_path / name}: no such file; check the path"
 
 
-def test_unsupported_file_lists_the_supported_ones(tmp_path):
+def test_the_error_for_an_unsupported_file_lists_the_supported_types(tmp_path):
     (tmp_path / "a.csv").write_text("text\nx\n")
     assert ".txt, .jsonl or .parquet" in fault(tmp_path / "a.csv")
     assert "is a folder" in fault(tmp_path)
 
 
-def test_damaged_files(tmp_path):
+def test_damaged_files_are_refused(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"ab\xff")
     (tmp_path / "a.parquet").write_bytes(b"no parquet")
     assert "byte 2" in fault(tmp_path / "a.txt")
@@ -117,13 +117,13 @@ def test_damaged_files(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
-def test_empty_file_is_refused_when_opened(tmp_path, name):
+def test_an_empty_file_is_refused_when_opened(tmp_path, name):
     (tmp_path / name).write_text("\n \n")
     with pytest.raises(UserError, match="has no rows"):
         read_rows(str(tmp_path / name))
 
 
-def test_a_split_of_a_file_is_refused():
+def test_a_split_is_refused_for_a_source_without_splits():
     assert 'split="test" needs a hub dataset' in fault("embedded", split="test")
 
 
@@ -147,12 +147,12 @@ def test_without_a_hub_the_offline_setting_is_restored(no_hub):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_hub_dataset(hub, streaming):
+def test_a_hub_dataset_gives_its_rows(hub, streaming):
     rows = list(read_rows("someone/something", config="small", streaming=streaming))
     assert rows == [row | {"config": "small"} for row in ROWS]
 
 
-def test_hub_dataset_without_the_split(hub):
+def test_a_hub_dataset_without_the_split_is_refused(hub):
     message = fault("someone/something", split="test")
     assert 'Unknown split "test"' in message and "['train']" in message
 
@@ -179,7 +179,7 @@ def test_separated_texts_are_rows(tmp_path, reading, content):
     assert [row["text"] for row in read_rows(str(tmp_path / "a.txt"))] == ["one é", "two\n\nlines", "three"]
 
 
-def test_a_near_separator_is_text(tmp_path, reading):
+def test_an_inexact_separator_is_text(tmp_path, reading):
     near = " <|endoftext|\n|endoftext|> <|ENDOFTEXT|> <|endof\ntext|> <|endoftex"
     (tmp_path / "a.txt").write_bytes(near.replace("\n", "\r\n").encode())
     assert list(read_rows(str(tmp_path / "a.txt"))) == [{"text": near}]
@@ -237,7 +237,7 @@ def test_txt_and_the_hub_are_in_nfc(tmp_path, monkeypatch, hub):
 
 
 def test_a_separator_is_recognised_before_any_character(tmp_path, reading):
-    """Otherwise > and U+0338 would be composed."""
+    """NFC would otherwise compose > and U+0338."""
     (tmp_path / "a.txt").write_text("e\u0301<|endoftext|>\u0338 e\u0301", encoding="utf-8")
     assert [row["text"] for row in read_rows(str(tmp_path / "a.txt"))] == ["é", "\u0338 é"]
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "e\u0301<|endoftext|>\u0338 e\u0301"}])

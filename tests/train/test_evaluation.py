@@ -1,4 +1,4 @@
-"""Held-out and text figures equal dense references for any batch size and chunks."""
+"""Held-out and text figures equal dense references for any batch size and chunk size."""
 
 import itertools
 import math
@@ -27,7 +27,7 @@ def teacher(sharp_model_dir):
 
 @pytest.fixture(scope="module")
 def student(sharp_model_dir):
-    """A student with a quantised head too, so that using the latent head would give wrong figures."""
+    """A student whose head is quantised too, so that using the latent head would give wrong figures."""
     model = quantize(load_model(str(sharp_model_dir)), StudentSpec("balanced4/g32", "balanced4/g32", "balanced4/g32"))
     initialise(model)
     return model
@@ -115,8 +115,8 @@ def test_a_model_has_no_divergence_from_itself(teacher, backend, tokens):
 
 
 # -- losses of a batch ------------------------------------------------------------------------------------------------
-def test_text_loss_covers_just_the_target_tokens(student, teacher, tokens):
-    """The original's SFT labels included padding: here the mask is 1 at the target tokens only."""
+def test_text_loss_covers_only_the_target_tokens(student, teacher, tokens):
+    """The original's SFT labels included padding; here the mask is 1 only at the target tokens."""
     mask = torch.zeros(ROWS, LENGTH, dtype=torch.uint8)
     mask[0, 3:6] = mask[2, 9] = mask[3, 0] = 1  # a row's first token cannot be predicted and does not count
     nll, _ = reference(student, teacher, tokens)
@@ -147,7 +147,7 @@ def test_heldout_figures_equal_a_dense_reference(student, teacher, backend, exac
 
 @pytest.mark.parametrize("batch_size", [1, 2, 6])
 def test_heldout_kl_is_the_mean_over_kept_positions(student, teacher, backend, exact, tokens, batch_size):
-    """Rows that end in padding (v1 caches): a mean of batch means would give short rows more weight."""
+    """In v1 caches rows end in padding, and a mean of batch means would give short rows more weight."""
     mask = (torch.arange(LENGTH) < torch.tensor([[16], [3], [9], [2], [16], [7]])).to(torch.uint8)
     _, kl = reference(student, teacher, tokens)
     figures = heldout_figures(student, exact(mask), backend, batch_size, ROWS)

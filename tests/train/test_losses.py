@@ -1,4 +1,4 @@
-"""Distillation losses: known values, gradients against dense references, masks, and no [B, L, V] tensor."""
+"""Distillation losses: known values, gradients equal to dense references, masks, and no [B, L, V] tensor."""
 
 import math
 
@@ -164,7 +164,7 @@ def test_a_mask_in_the_sparse_loss_equals_the_subset(case):
 
 
 def test_accumulation_with_total_equals_one_large_batch(case):
-    """Each row keeps 4 positions; the second loses one, so that a mean of means would differ."""
+    """The second of two rows keeps one position fewer than the first, so a mean of means would differ."""
     hidden, head, index, prob, mask = case
     mask[1, 1] = 0
     total = mask.sum(dtype=torch.float32)
@@ -180,7 +180,7 @@ def test_accumulation_with_total_equals_one_large_batch(case):
 
 @pytest.fixture
 def in_strips(monkeypatch):
-    """in_strips(positions, tokens): compute heads in blocks of so many positions and strips of so many tokens."""
+    """in_strips(positions, tokens): compute heads in blocks of `positions` positions and strips of `tokens` tokens."""
 
     def set_sizes(positions: int, tokens: int) -> None:
         monkeypatch.setattr(tiles, "POSITIONS", positions)
@@ -227,7 +227,7 @@ def test_a_logit_far_above_the_first_strip_does_not_overflow(case, trained, in_s
 
 
 def test_strips_of_bf16_products_change_the_result_by_rounding_only(in_strips, kernels):
-    """bf16 products, as in training: one pass over a frozen head's strips against all logits at once."""
+    """Compares one pass over a frozen head's strips with all logits at once, in bf16 products as in training."""
     hidden, head, mask = random(2, 40, 32), random(500, 32, seed=2), torch.ones(2, 40)
     index, found = torch.randint(500, (2, 40, J), generator=torch.Generator().manual_seed(1)), []
     for _ in range(2):
@@ -328,8 +328,8 @@ def test_bf16_autocast_keeps_the_softmax_in_fp32(case):
 
 # -- bias -------------------------------------------------------------------------------------------------------------
 def test_sampled_tails_are_unbiased_and_plain_top_k_is_not():
-    """Plain top-K distillation inflates the head of the distribution: its expected gradient has another direction than
-    the full one. Top K with tail draws has the same."""
+    """Plain top-K distillation inflates the head of the distribution, so its expected gradient has another direction
+    than the full one. Top K with tail draws has the same direction."""
     k, draws, repeats = 4, 8, 200
     hidden, head, teacher = random(1, 1, H), random(V, H, seed=2) * 0.3, random(1, V, seed=4)
     full = gradients(dense, hidden, head, torch.arange(V).view(1, 1, V), teacher.softmax(-1)[None], torch.ones(1, 1))

@@ -26,7 +26,7 @@ from qat_lora.train.memory import (
 )
 
 MODELS = ("reservoir", "transformer", "mingru")
-# Run in a separate process: its peak memory while it trains a model, minus its memory before.
+# Runs in a separate process; prints its peak memory while training a model, minus its memory before.
 PEAK = """
 import sys, torch
 from qat_lora.backend import TorchBackend
@@ -53,7 +53,7 @@ print(int((backend.peak_memory_mb() - before) * 2**20))
 @pytest.mark.parametrize(
     "width, rows, precision, checkpointing, least", [(512, 2, "fp32", 0, 0.5), (64, 64, "bf16", 0, 0.15)]
 )
-def test_the_bound_of_a_recursive_model_is_below_its_peak(width, rows, precision, checkpointing, least):
+def test_the_lower_bound_of_a_recursive_model_is_below_its_peak(width, rows, precision, checkpointing, least):
     words = [sys.executable, "-c", PEAK, *map(str, (width, rows, precision, checkpointing))]
     taken = int(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
     spec = RecursiveSpec(6, 81, hidden_size=width, num_heads=4, H_cycles=1, L_cycles=3)
@@ -82,12 +82,12 @@ def test_the_bound_of_a_story_model_is_close_to_its_memory(kind):
     trained, fixed, tokens = story_memory(50, 32, 2, 80, SHAPE.specs, 100, False).values()
     there = 16 * sum(p.numel() for p in model.parameters())
     assert 0.9 * there < trained < there * 1.01 and tokens == 100 * 2 * 32 * 4
-    if kind == "reservoir":  # without the tensors that a scan keeps
+    if kind == "reservoir":  # not counting the tensors that a scan keeps
         w = [b.numel() for name, b in model.named_buffers() if name.split(".")[-1] in ("w", "w_in")]
         assert fixed == 4 * sum(w)
 
 
-def test_bounds_of_a_language_model_by_hand(tiny_model_dir):
+def test_lower_bounds_of_a_language_model_equal_those_computed_by_hand(tiny_model_dir):
     model = load_model(str(tiny_model_dir))
     count = sum(p.numel() for p in model.parameters())
     vocab, hidden = model.get_output_embeddings().weight.shape
@@ -103,7 +103,7 @@ HIDDEN, INNER, KEYS, VOCAB, LAYERS = 64, 128, 32, 512, 2  # sizes of `tiny_model
 
 
 def test_the_parts_of_training_follow_from_the_shapes(tiny_model_dir):
-    """fp32, then QAT in bf16: a matrix keeps its input and output, and a norm keeps two tensors in fp32."""
+    """In fp32, then for QAT in bf16: a matrix keeps its input and output, and a norm keeps two fp32 tensors."""
     model = empty_model(str(tiny_model_dir))
     count = sum(p.numel() for p in model.parameters())
     head, block = model.get_output_embeddings().weight, model.model.layers[0]

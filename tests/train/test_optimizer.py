@@ -1,4 +1,4 @@
-"""The optimiser equals AdamW if every step agrees with its gradient, and never steps against the gradient."""
+"""The optimiser equals AdamW if all steps agree in sign with their gradients, and never steps against a gradient."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_steps_against_the_gradient_are_skipped_and_the_others_scaled_up():
     torch.testing.assert_close(moved, (theirs - before)[[0, 2, 3]] * 4 / 3)
 
 
-def test_each_group_has_its_rate_and_parameters_without_gradient_do_not_change():
+def test_each_group_has_its_own_rate_and_parameters_without_gradient_do_not_change():
     slow, fast, still = (nn.Parameter(torch.zeros(3)) for _ in range(3))
     optimizer = CautiousAdamW([{"params": [slow, still], "lr": 0.01}, {"params": [fast], "lr": 0.1}])
     slow.grad, fast.grad = torch.ones(3), torch.ones(3)
@@ -46,7 +46,7 @@ def test_each_group_has_its_rate_and_parameters_without_gradient_do_not_change()
     assert not still.any()
 
 
-def test_it_resumes_from_its_state():
+def test_it_resumes_from_its_saved_state():
     gradients = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
     whole = nn.Parameter(torch.zeros(3))
     walk(CautiousAdamW([{"params": [whole], "lr": 0.1}]), whole, gradients)

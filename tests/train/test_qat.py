@@ -1,4 +1,4 @@
-"""End-to-end QAT: it learns, counts updates, reduces gradients once, clips after that, and restores strictly."""
+"""End-to-end QAT: it learns, counts updates, reduces gradients once and clips them afterwards; restoring is strict."""
 
 import dataclasses
 import math
@@ -47,7 +47,7 @@ def train(new_student, make_session, data, backend):
 
 
 class Counting(TorchBackend):
-    """Reduces by a factor of 1.5, as if another worker added half our gradient, and records its calls."""
+    """Records its calls; its reduction multiplies by 1.5, as if another worker added half our gradient."""
 
     def __init__(self):
         super().__init__("cpu", "fp32")
@@ -80,12 +80,12 @@ def test_the_loss_falls_and_the_student_approaches_the_teacher(train, new_studen
     assert after < 0.85 * before
 
 
-def test_everything_is_trained(train, new_student):
+def test_all_parameters_are_trained(train, new_student):
     for (name, p), q in zip(train()[0].named_parameters(), new_student().parameters()):
         assert not torch.equal(p, q), name
 
 
-def test_metrics_by_hand(train, new_student, data, backend):
+def test_metrics_equal_those_computed_by_hand(train, new_student, data, backend):
     """Loss, KL and gradient norm of the first update, computed directly from its batch."""
     student, lines = new_student(), train()[1]
     batch = next(batches(data[0], 4, 1, PLAN.seed))
@@ -148,7 +148,7 @@ def test_the_usual_rates_are_valid_for_any_weights(new_student, value):
 
 # -- accumulation -----------------------------------------------------------------------------------------------------
 def test_accumulation_equals_one_large_batch(train):
-    """Two times two rows against four: the same updates, and metrics of the update and not of a micro-batch."""
+    """Two micro-batches of two rows equal one of four: same updates, and metrics cover the whole update."""
     whole, lines = train()
     parts, accumulated = train(dataclasses.replace(PLAN, batch_size=2, accumulation=2), "parts")
     for one, other in zip(lines, accumulated):
@@ -160,7 +160,7 @@ def test_accumulation_equals_one_large_batch(train):
 
 
 def test_the_schedule_counts_updates(train):
-    """The original's cosine counted micro-batches although it stepped once per update."""
+    """The original's cosine schedule counted micro-batches, although it stepped once per update."""
     rates = [[line["lr"] for line in train(dataclasses.replace(PLAN, accumulation=a), str(a))[1]] for a in (1, 2)]
     assert rates[0] == rates[1]
     assert rates[0][:3] == pytest.approx([PLAN.learning_rate * f for f in (1 / 3, 2 / 3, 1)])
@@ -209,7 +209,7 @@ def test_a_small_gradient_is_not_clipped(train):
 
 
 def test_an_update_starts_without_gradients(new_student, data, backend):
-    """After one update, a second one equals a plain SGD step by hand: no gradient is left from the first."""
+    """A second update equals a plain SGD step done by hand, so no gradient is left from the first."""
     student, plan = new_student(), dataclasses.replace(PLAN, clip_grad_norm=0.0)
     optimizer = torch.optim.SGD(student.parameters(), lr=1e-2)
     stream = batches(data[0], 4, 1, 0)
@@ -224,7 +224,7 @@ def test_an_update_starts_without_gradients(new_student, data, backend):
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
 def test_restore_is_strict(new_student):
-    """The original loaded with strict=False, which hid every mismatch."""
+    """The original loaded checkpoints with strict=False, which hid every mismatch."""
     student, other = new_student(), new_student()
     saved = {name: p.detach() + 1 for name, p in student.named_parameters()}
     restore(other, saved)

@@ -1,4 +1,4 @@
-"""Scopes of an end-to-end stage, its moving average, and training the scales only."""
+"""Scopes of an end-to-end stage, its moving average, and training only the scales."""
 
 import dataclasses
 
@@ -64,7 +64,7 @@ def test_a_scope_does_not_unfreeze_parameters(new_student):
 
 
 # -- the moving average -----------------------------------------------------------------------------------------------
-def test_the_average_by_hand():
+def test_the_average_equals_one_computed_by_hand():
     average, student = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
     student.bias.requires_grad_(False)
     average.weight.data.fill_(1), average.bias.data.fill_(7)
@@ -123,7 +123,7 @@ def test_a_resumed_run_keeps_its_average(new_student, data, make_session, backen
 
 
 # -- scales only ------------------------------------------------------------------------------------------------------
-def test_training_scales_only_improves_the_student_and_keeps_codes(new_student, data, make_session, backend):
+def test_training_only_the_scales_improves_the_student_and_keeps_codes(new_student, data, make_session, backend):
     student = new_student()
     before, codes = heldout_figures(student, data[1], backend, 4, 8)["heldout_kl"], codes_of(student)
     freeze(student)
@@ -136,7 +136,7 @@ def test_training_scales_only_improves_the_student_and_keeps_codes(new_student, 
 
 
 @pytest.mark.parametrize("text", ["int2/g32", "balanced2/tensor", "lut2/r4"])
-def test_with_fixed_codes_weight_and_gradient_equal_those_of_level_times_scale(text, new_student):
+def test_with_fixed_codes_weight_and_gradients_are_those_of_level_times_scale(text, new_student):
     student = new_student(StudentSpec(text, "none"))
     freeze(student)
     free_scales(student.requires_grad_(False))
@@ -169,8 +169,8 @@ def test_a_stage_continues_from_a_student_file(new_student, data, tmp_path, shar
     assert torch.isfinite(kd_loss(student, batch))
 
 
-def test_from_four_bits_to_two(new_student, sharp_model_dir):
-    """The latent weights of the new student are the quantised weights of the old one, and its norms are copied too."""
+def test_a_four_bit_student_becomes_a_two_bit_one(new_student, sharp_model_dir):
+    """The new student's latent weights are the old one's quantised weights, and its norms are copied too."""
     fine = new_student(StudentSpec("balanced4/g32", "balanced4/g32"))
     fine.model.norm.weight.data.mul_(1.5)
     freeze(fine)

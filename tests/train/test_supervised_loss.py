@@ -1,4 +1,4 @@
-"""Fine-tuning on packed examples: packed equals unpacked, examples do not leak, weights and accumulation are exact."""
+"""Fine-tuning on packed examples: same loss as unpacked, no leaks between examples, exact weights and accumulation."""
 
 import math
 
@@ -21,7 +21,7 @@ VOCAB = 512
 
 @pytest.fixture(scope="module")
 def examples() -> list[Example]:
-    """Random tokens, of which the last two thirds are targets, in two sections."""
+    """Random tokens; the last two thirds of each example are targets, in two sections."""
     random = np.random.default_rng(0)
     made = []
     for number, length in enumerate(LENGTHS):
@@ -57,7 +57,7 @@ def alone(model, example: Example, weights=(1.0, 1.0)) -> tuple[torch.Tensor, fl
     return (nll * weight).sum(), float(weight.sum())
 
 
-# -- packed and unpacked ---------------------------------------------------------------------------------------------
+# -- packed against unpacked -----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (0.5, 3.0), (0.0, 1.0)])
 def test_packed_loss_and_gradients_equal_those_of_separate_examples(examples, model, weights):
     parts = [alone(model, example, weights) for example in examples]
@@ -72,7 +72,7 @@ def test_packed_loss_and_gradients_equal_those_of_separate_examples(examples, mo
 
 
 def test_one_mask_per_row_gives_the_same_gradients(examples, model, monkeypatch):
-    """The way of CUDA and XLA, run on the CPU."""
+    """CUDA and XLA use one mask per row; here it runs on the CPU."""
     batch = batch_of(PackedExamples(examples, 21, (1.0, 1.0), 2))
     first = gradients(model, packed_loss(model, batch))
     monkeypatch.setattr(supervised, "on_host", lambda _: False)
