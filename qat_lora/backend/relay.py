@@ -7,6 +7,7 @@ A frame is a kind (one byte), the length of its content (eight bytes) and the co
 """
 
 import asyncio
+import atexit
 import json
 import queue
 import secrets
@@ -15,6 +16,7 @@ import struct
 import sys
 import threading
 import time
+import weakref
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from enum import Enum
@@ -27,6 +29,18 @@ PIECE = 2**20  # bytes read at a time
 STRANGERS = 64  # connections beyond those of the workers that may stay open until they say who they are
 HEAD = struct.Struct("!cQ")
 AGAIN = "restart the job with --resume auto"
+
+
+LOOPS: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_loops() -> None:
+    """Close the event loops while their sockets still exist: the interpreter's own clean-up may close those first and
+    then print a traceback."""
+    for loop in list(LOOPS):
+        with suppress(RuntimeError):  # still running
+            loop.close()
 
 
 class Kind(bytes, Enum):
@@ -145,6 +159,7 @@ class Relay:
         self.died: int | None = None  # the worker whose connection closed without a goodbye
         self.empty = threading.Event()  # every worker has left
         self.loop = asyncio.new_event_loop()
+        LOOPS.add(self.loop)
         ready = threading.Event()
         threading.Thread(target=self._run, args=(listening, ready), daemon=True).start()
         ready.wait()
