@@ -1,0 +1,288 @@
+"""Compiles recorded graphs with the TPU's own compiler, which needs no chip: it says what fits, and what it costs.
+
+libtpu holds the compiler. It is reached through jaxlib, a kept library: jax opens a topology that is not there, jaxlib's
+MLIR marks the arguments whose memory results may reuse, and its client returns the memory and cost figures. jax's fully
+public way, a jitted function, cannot take torch_xla's programs, whose collectives run over replicas. pypjrt returns no
+memory figures for a topology, and ctypes would tie us to the struct layouts of one libtpu.
+jax stays in a process of its own: a fault inside libtpu ends that process and not the program.
+"""
+
+import contextlib
+import json
+import os
+import re
+import select
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from qat_lora.errors import ROOT, UserError
+
+LIBTPU = "0.0.21"  # the version that torch_xla 2.9.0 runs with, pinned in requirements-dev.txt
+OPENING = 120  # seconds that libtpu may take to open a topology
+KNOWN = ROOT / "docs" / "tpu" / "compiled.jsonl"  # the results that `make tpu-check` keeps in the repository
+FOUND = ROOT / "caches" / "tpu" / "compiled.jsonl"  # and those of this machine
+ENVIRONMENT = {  # without the first, libtpu asks a metadata server for minutes; the last lets several processes load it
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "JAX_PLATFORMS": "cpu",
+}
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+USED = re.compile(r"Used ([\d.]+)([KMG]) of ([\d.]+)([KMG]) hbm")
+UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What one worker has: a chip, or a core of a v3 or v4 chip, which has two.
+
+    teraflops: peak bf16 TFLOP/s; bandwidth: HBM GB/s; hbm: GB of HBM (2³⁰ bytes, as in Google's tables). name: libtpu's
+    name; flat: whether its topologies have two dimensions; first: the oldest libtpu that knows it.
+    Source: docs.cloud.google.com/tpu/docs, the page of each version (read in November 2026).
+    """
+
+    teraflops: float
+    bandwidth: float
+    hbm: float
+    flat: bool = True
+    cores: int = 1
+    first: str = LIBTPU
+
+    def topology(self, name: str, shape: str) -> tuple[str, list[int] | None]:
+        """libtpu's name for a topology such as 2x2, and the chips of a host where it has to be told."""
+        sizes = [int(size) for size in shape.split("x")] + ([] if self.flat else [1])
+        bounds = (sizes + [1])[:3] if sizes[:2] != [2, 2] else None
+        return f"{name}:{'x'.join(map(str, sizes))}", bounds
+
+
+CHIPS = {
+    "v5e": Chip(197, 819, 16),
+    "v6e": Chip(918, 1638, 32),
+    "v5p": Chip(459, 2765, 95, flat=False),
+    "v4": Chip(275 / 2, 1228 / 2, 16, flat=False, cores=2),
+    "v3": Chip(123 / 2, 900 / 2, 16, cores=2),
+    "tpu7x": Chip(2307 / 2, 7380 / 2, 96, flat=False, cores=2, first="0.0.30"),
+}
+TOPOLOGIES = ("1x1", "2x2", "2x4")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The compiler's figures for one graph on one chip: bytes of HBM by kind, and what one execution costs.
+
+    peak: the most bytes of arguments, results and temporaries that live at the same time. flops, moved: floating-point
+    operations, and bytes read and written, for each chip. collectives: {kind: number}. seconds: what compiling took.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporary: int
+    code: int
+    peak: int
+    flops: float
+    moved: float
+    collectives: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def roofline(self, chip: Chip) -> float:
+        """A lower bound on the seconds of one execution, an estimate: operations at peak rate, or bytes at full
+        bandwidth, whichever takes longer."""
+        return max(self.flops / (chip.teraflops * 1e12), self.moved / (chip.bandwidth * 1e9))
+
+
+class NotCompiled(UserError):
+    """The compiler refused a graph. need, limit: bytes of HBM, if it does not fit."""
+
+    need: float | None = None
+    limit: float | None = None
+
+
+def libtpu_version() -> str | None:
+    """The installed libtpu's version; None if libtpu or jax, which opens it, is missing."""
+    try:
+        return version("jaxlib") and version("libtpu")
+    except PackageNotFoundError:
+        return None
+
+
+class Compiler:
+    """Compiles graphs for one chip and topology, in `jobs` processes at a time.
+
+    Results are kept by the graph's hash, chip, topology and libtpu version: no graph is compiled twice, and an
+    interrupted check goes on where it stopped. Raises UserError if libtpu is missing or does not know the chip.
+    """
+
+    def __init__(self, chip: str, topology: str = "1x1", jobs: int = 1, kept: Path = FOUND):
+        self.version = libtpu_version()
+        if self.version is None:
+            raise UserError("libtpu or jax is not installed; pip install -r requirements-dev.txt (Linux on x86-64)")
+        self.chip, self.topology, self.kept = chip, topology, kept
+        self.known = _read(KNOWN) | _read(kept)
+        self.pool, self.local = ThreadPoolExecutor(jobs), threading.local()
+        self.children: list[_Child] = []
+        self.writing = threading.Lock()
+
+    def __enter__(self) -> "Compiler":
+        return self
+
+    def __exit__(self, *error) -> None:
+        for child in self.children:
+            child.end()
+        self.pool.shutdown(cancel_futures=True)
+
+    def is_known(self, graph) -> bool:
+        """Whether the graph was compiled before."""
+        return self._key(graph) in self.known
+
+    def compile(self, graphs: list) -> list["Compiled | NotCompiled"]:
+        """The figures of each graph, or why it was refused."""
+        return list(self.pool.map(self._compile, graphs))
+
+    def _key(self, graph) -> str:
+        return f"{graph.hash} {self.chip}:{self.topology} libtpu {self.version}"
+
+    def _compile(self, graph) -> "Compiled | NotCompiled":
+        key = self._key(graph)
+        if key not in self.known:
+            child = getattr(self.local, "child", None)
+            if child is None or child.ended:
+                child = self.local.child = _Child(self.chip, self.topology, self.version)
+                self.children.append(child)
+            found = child.compile(graph)
+            with self.writing:
+                self.known[key] = found
+                self.kept.parent.mkdir(parents=True, exist_ok=True)
+                with open(self.kept, "a") as file:
+                    file.write(json.dumps({"key": key, **found}) + "\n")
+        found = self.known[key]
+        return Compiled(**found) if "error" not in found else refusal(found["error"])
+
+
+def refusal(text: str) -> NotCompiled:
+    """The compiler's message as an error of one line."""
+    if match := USED.search(text):
+        need, limit = float(match[1]) * UNITS[match[2]], float(match[3]) * UNITS[match[4]]
+        error = NotCompiled(
+            f"it needs {need / 2**30:.2f} GiB of HBM and the chip has {limit / 2**30:.2f} GiB, "
+            f"{(need - limit) / 2**30:.2f} GiB less"
+        )
+        error.need, error.limit = need, limit
+        return error
+    return NotCompiled(" ".join(text.split())[:200])
+
+
+def _read(path: Path) -> dict[str, dict]:
+    """The results in a file; a line that an interruption cut short is left out."""
+    found = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):
+            entry = json.loads(line)
+            found[entry.pop("key")] = entry
+    return found
+
+
+class _Child:
+    """A process that holds libtpu with one topology open."""
+
+    def __init__(self, chip: str, topology: str, libtpu: str):
+        name, bounds = CHIPS[chip].topology(chip, topology)
+        self.what, self.ended = f"libtpu {libtpu} for {name}", False
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "qat_lora.backend.aot", name, json.dumps(bounds)], cwd=ROOT,
+            env=os.environ | ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        if not select.select([self.process.stdout], [], [], OPENING)[0]:
+            self.end()
+            raise UserError(f"{self.what} did not open within {OPENING} s; a process may hold it: end that one")
+        answer = self._answer()
+        if "error" in answer:
+            self.end()
+            fix = f"; {chip} needs libtpu {CHIPS[chip].first} or newer" if CHIPS[chip].first != LIBTPU else ""
+            raise UserError(f"{self.what} cannot be opened ({answer['error'][:120]}){fix or '; use another --chip'}")
+
+    def compile(self, graph) -> dict:
+        head = {"size": len(graph.code), "donated": graph.donated, "chips": graph.chips}
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(head).encode() + b"\n" + graph.code)
+            self.process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict:
+        line = self.process.stdout.readline()
+        if not line:
+            self.ended = True
+            raise UserError(f"{self.what} ended with exit code {self.process.wait()}; run the command again")
+        return json.loads(line)
+
+    def end(self) -> None:
+        self.ended = True
+        self.process.kill()
+        self.process.wait()
+
+
+# -- the child process -----------------------------------------------------------------------------------------------
+def _serve(name: str, bounds: list[int] | None) -> None:
+    """Open a topology, then compile the graphs that come in: a line of JSON, then the graph's bytecode."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libtpu prints to standard output
+
+    def say(**answer) -> None:
+        print(json.dumps(answer), file=answers, flush=True)
+
+    try:
+        from jax.experimental import topologies
+
+        options = {} if bounds is None else {"chips_per_host_bounds": bounds}
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
+    except Exception as error:
+        return say(error=" ".join(str(error).split()))
+    say(devices=len(devices))
+    while line := sys.stdin.buffer.readline():
+        head = json.loads(line)
+        try:
+            say(**_compiled(sys.stdin.buffer.read(head["size"]), head["donated"], devices[: head["chips"]]))
+        except Exception as error:
+            say(error=" ".join(str(error).split())[:2000])
+
+
+def _compiled(code: bytes, donated: list[int], devices: list) -> dict:
+    import io
+
+    from jax.extend.backend import get_compile_options
+    from jax.extend.mlir import ir
+    from jax.extend.mlir.dialects import stablehlo
+    from jaxlib.xla_client import DeviceList
+
+    started, text = time.monotonic(), io.BytesIO()
+    with ir.Context() as context:
+        stablehlo.register_dialect(context)
+        module = stablehlo.deserialize_portable_artifact(context, code)
+        main = next(op for op in module.body.operations if op.operation.name == "func.func")
+        given = ir.BoolAttr.get(True)
+        marks = [{"jax.buffer_donor": given} if i in set(donated) else {} for i in range(len(main.arguments))]
+        main.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(mark) for mark in marks])
+        module.operation.write_bytecode(text)
+    options = get_compile_options(num_replicas=len(devices), num_partitions=1)
+    made = devices[0].client.compile(text.getvalue(), DeviceList(tuple(devices)), options)
+    memory, cost = made.get_compiled_memory_stats(), made.cost_analysis()
+    program = made.hlo_modules()[0].to_string()
+    counts = {kind: len(re.findall(rf" {kind}(?:-start)?\(", program)) for kind in COLLECTIVES}
+    return asdict(Compiled(
+        arguments=memory.argument_size_in_bytes, outputs=memory.output_size_in_bytes,
+        aliased=memory.alias_size_in_bytes, temporary=memory.temp_size_in_bytes,
+        code=memory.generated_code_size_in_bytes, peak=memory.peak_memory_in_bytes, flops=cost["flops"],
+        moved=cost["bytes accessed"], collectives={kind: n for kind, n in counts.items() if n},
+        seconds=round(time.monotonic() - started, 1),
+    ))  # fmt: skip
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1], json.loads(sys.argv[2]))

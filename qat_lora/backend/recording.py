@@ -1,0 +1,168 @@
+"""A backend that records the graphs of a run on torch_xla's CPU device instead of running them.
+
+Nothing is compiled or computed, and no tensor has storage: each step boundary keeps the graph that torch_xla would have
+handed to the compiler, and replaces its results by placeholders. So the graphs of a model of any size can be recorded
+on any machine, for `backend.aot` to compile. That a TPU would record the same graphs is not proved.
+"""
+
+import gc
+import hashlib
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+from torch import Tensor, nn
+
+from qat_lora.backend.placing import retie, tied_parameters
+from qat_lora.backend.xla import XlaBackend
+from qat_lora.errors import UserError
+
+_XLA = torch_xla._XLAC
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One graph as it goes to the compiler.
+
+    code: StableHLO bytecode. donated: the numbers of the arguments whose buffers results may reuse, because the step
+    updates them in place. chips: how many chips run it together.
+    """
+
+    code: bytes = field(repr=False)
+    donated: tuple[int, ...]
+    chips: int = 1
+
+    @property
+    def hash(self) -> str:
+        return hashlib.sha256(self.code + repr((self.donated, self.chips)).encode()).hexdigest()[:16]
+
+
+class RecordingBackend(XlaBackend):
+    """Records what one worker of `chips` would run on a TPU.
+
+    graphs: {phase: its graphs in the order of their execution}; see `phase`.
+    """
+
+    on_tpu = True  # decides the precision and what a step contains
+
+    def __init__(self, precision: str = "auto", chips: int = 1):
+        os.environ["XLA_ALWAYS_ALLREDUCE"] = "1" if chips > 1 else "0"  # here torch_xla sees one device
+        super().__init__(precision)
+        self.chips = chips
+        self.graphs: dict[str, list[Graph]] = {}
+        self._phase: list[Graph] = []
+
+    @property
+    def world_size(self) -> int:
+        return self.chips
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Record the graphs of this block under `name`."""
+        self.step_boundary()
+        self._phase = self.graphs.setdefault(name, [])
+        yield
+        self.step_boundary()
+        self._phase = []
+
+    def memory(self) -> None:
+        return None
+
+    def peak_memory_mb(self) -> float:
+        return 0.0
+
+    def place(self, module: nn.Module) -> nn.Module:
+        groups = tied_parameters(module)
+        for name, tensor in [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]:
+            owner, _, leaf = name.rpartition(".")
+            here = torch.zeros(tensor.shape, dtype=tensor.dtype).to(self.device)
+            if isinstance(tensor, nn.Parameter):
+                here = nn.Parameter(here, requires_grad=tensor.requires_grad)
+            with torch.no_grad():
+                here.zero_()  # pending, so that its storage can be dropped
+            setattr(module.get_submodule(owner), leaf, here)
+            self._drop()
+        retie(module, groups)
+        return module
+
+    def step_boundary(self) -> None:
+        pending = _pending()
+        if not pending:
+            return
+        tensors, updated = [t for t, _ in pending.values()], {alias for _, alias in pending.values()}
+        sources, _ = _XLA._get_tensors_xla_device_data_node(tensors)
+        donated = tuple(number for number, source in enumerate(sources) if source in updated)
+        self._phase.append(Graph(xm.get_stablehlo_bytecode(tensors), donated, self.world_size))
+        self._drop()
+
+    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = torch.zeros_like(p)
+        self.step_boundary()
+
+    def reduce(self, tensors: list[Tensor]) -> None:
+        if self.world_size > 1:
+            xm.all_reduce(xm.REDUCE_SUM, tensors)
+
+    def fetch(self, *tensors: Tensor) -> list[float]:
+        self.step_boundary()
+        return [1.0] * len(tensors)
+
+    def to_host(self, state):
+        """Tensors of ones: there are no values."""
+        self.step_boundary()
+        if isinstance(state, Tensor):
+            return torch.ones(state.shape, dtype=state.dtype)
+        if isinstance(state, dict):
+            return {key: self.to_host(value) for key, value in state.items()}
+        if isinstance(state, list | tuple):
+            return [self.to_host(value) for value in state]
+        return state
+
+    def _drop(self) -> None:
+        """Replace all results that are not computed yet by placeholders."""
+        _XLA._clear_pending_irs(str(self.device))
+
+
+class Rehearsal:
+    """Stands in for a run's Session: an evaluation and two updates of each stage, each recorded as a phase."""
+
+    resumed, offset = None, 0
+
+    def __init__(self, backend: RecordingBackend):
+        self.backend = backend
+
+    def steps(self, stage: str, total: int, state, load, evaluate=None) -> Iterator[int]:
+        if evaluate:
+            with self.backend.phase(f"{stage}: evaluation"):
+                evaluate(0)
+        for step, name in ((1, "first update"), (2, "update")):
+            with self.backend.phase(f"{stage}: {name}"):
+                yield step
+
+    def record(self, **metrics) -> None:
+        """Metrics are fetched between steps and add nothing to a graph."""
+
+
+def _pending() -> dict[int, tuple[Tensor, int]]:
+    """{id: (tensor, the id of the tensor that it updates in place, or its own)} of all tensors not computed yet."""
+    found = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # objects that warn when they are looked at
+        for thing in gc.get_objects():
+            if issubclass(type(thing), Tensor) and thing.device.type == "xla":
+                for tensor in (thing, thing.grad if thing.is_leaf else None):
+                    if tensor is None:
+                        continue
+                    text = _XLA._get_xla_tensor_debug_info(tensor)
+                    if "XLAData: None" in text and "IR: None" not in text:
+                        number, alias = (int(re.search(rf"{key}: (\d+)", text)[1]) for key in ("TensorID", "AliasID"))
+                        found[number] = tensor, alias
+    return found
