@@ -100,16 +100,18 @@ from torch import nn
 
 from qat_lora.backend import TorchBackend, open_backend, planned_workers
 from qat_lora.backend.launch import launch
+from qat_lora.backend.rehearsal import Rehearsal
 from qat_lora.data.batches import first_batches
 from qat_lora.data.packing import tokenizer_fingerprint
 from qat_lora.errors import UserError
 from qat_lora.export.gguf import export_formats
-from qat_lora.kd.dataset import KDCacheDataset
+from qat_lora.kd.dataset import KDCacheDataset, planned_rows
 from qat_lora.kd.evaluation import heldout_figures
 from qat_lora.kd.training import QATPlan, kd_loss, qat_stage, target_entropy
 from qat_lora.layer_qat import LayerPlan, train_layers
 from qat_lora.models.architecture import decoder_layers
 from qat_lora.models.loading import empty_model, load_config, load_model, load_tokenizer, model_fingerprint
+from qat_lora.models.planned import planned_name
 from qat_lora.quant.blockwise import check_blocks
 from qat_lora.quant.calibration import calibrate
 from qat_lora.quant.linear import free_scales
@@ -342,7 +344,7 @@ def train_layer_by_layer(
     )
     place = {"rank": backend.rank, "world_size": backend.world_size}
     train_layers(student, first_batches(train, cfg.layer_rows, batch_size, cfg.seed, **place), plan, session)
-    if backend.is_main and not session.resumed:  # a run that resumes in a later stage has the file
+    if session.run and backend.is_main and not session.resumed:  # a run that resumes in a later stage has the file
         save_student(session.run.path / "layerwise.pt", student, cfg.model, student_spec(cfg), {"stage": "layers"})
 
 
@@ -370,6 +372,25 @@ def finish(cfg: Config, run: Run, student: nn.Module, session: Session, evaluate
         [f"held-out KL to the teacher {compared(evaluate.best.value, before, 'before training')}"],
         f"python scripts/train_recovery_lora.py --checkpoint {evaluate.kept} --cache-dir {cfg.cache_dir}",
     )
+
+
+def rehearse(cfg: Config, backend: TorchBackend) -> None:
+    """Record the graphs of every phase, for compile_for_tpu.py and dry runs. Only shapes matter: the model has no
+    weights, and all rows are zeros."""
+    rows = planned_rows(cfg.cache_dir, cfg.update_facts(backend.world_size)["rows_per_update"])
+    rates = dict.fromkeys(("learning_rate", "layer_learning_rate", "scale_learning_rate"), 1e-3)
+    cfg = dataclasses.replace(cfg, layer_rows=cfg.batch_size, **rates)
+    session = Rehearsal(backend, len(rows) * len(rows[0]["tokens"]))
+    student = backend.place(quantize(empty_model(planned_name(cfg.model)), student_spec(cfg)))
+
+    def evaluate(step: int, model: nn.Module) -> dict:
+        return heldout_figures(model, rows, backend, cfg.batch_size, cfg.batch_size)
+
+    with backend.phase("layers: inputs and targets"):
+        train_layer_by_layer(cfg, student, rows, cfg.batch_size, session)
+    if cfg.gradient_checkpointing:
+        backend.gradient_checkpointing(student)
+    end_to_end(student, rows, qat_plan(cfg), session, evaluate)
 
 
 if __name__ == "__main__":

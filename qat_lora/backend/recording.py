@@ -46,7 +46,8 @@ class Graph:
 class RecordingBackend(XlaBackend):
     """Records what one worker of `chips` would run on a TPU.
 
-    graphs: {phase: its graphs in the order of their execution}; see `phase`.
+    graphs: {phase: its graphs in the order of their execution}; tokens: {phase: the tokens that an execution of all of
+    them trains on, over all chips}. See `phase`.
     """
 
     on_tpu = True  # decides the precision and what a step contains
@@ -56,6 +57,7 @@ class RecordingBackend(XlaBackend):
         super().__init__(precision)
         self.chips = chips
         self.graphs: dict[str, list[Graph]] = {}
+        self.tokens: dict[str, int] = {}
         self._phase: list[Graph] = []
 
     @property
@@ -63,10 +65,11 @@ class RecordingBackend(XlaBackend):
         return self.chips
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Record the graphs of this block under `name`."""
+    def phase(self, name: str, tokens: int = 0) -> Iterator[None]:
+        """Record the graphs of this block under `name`. tokens: how many it trains on, over all chips."""
         self.step_boundary()
-        self._phase = self.graphs.setdefault(name, [])
+        self._phase = self.graphs[name] = []
+        self.tokens[name] = tokens
         yield
         self.step_boundary()
         self._phase = []
@@ -131,26 +134,6 @@ class RecordingBackend(XlaBackend):
         _XLA._clear_pending_irs(str(self.device))
 
 
-class Rehearsal:
-    """Stands in for a run's Session: an evaluation and two updates of each stage, each recorded as a phase."""
-
-    resumed, offset = None, 0
-
-    def __init__(self, backend: RecordingBackend):
-        self.backend = backend
-
-    def steps(self, stage: str, total: int, state, load, evaluate=None) -> Iterator[int]:
-        if evaluate:
-            with self.backend.phase(f"{stage}: evaluation"):
-                evaluate(0)
-        for step, name in ((1, "first update"), (2, "update")):
-            with self.backend.phase(f"{stage}: {name}"):
-                yield step
-
-    def record(self, **metrics) -> None:
-        """Metrics are fetched between steps and add nothing to a graph."""
-
-
 def _pending() -> dict[int, tuple[Tensor, int]]:
     """{id: (tensor, the id of the tensor that it updates in place, or its own)} of all tensors not computed yet."""
     found = {}
@@ -165,4 +148,4 @@ def _pending() -> dict[int, tuple[Tensor, int]]:
                     if "XLAData: None" in text and "IR: None" not in text:
                         number, alias = (int(re.search(rf"{key}: (\d+)", text)[1]) for key in ("TensorID", "AliasID"))
                         found[number] = tensor, alias
-    return found
+    return dict(sorted(found.items()))  # in torch_xla's order, so that equal steps give equal graphs

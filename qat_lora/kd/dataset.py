@@ -1,15 +1,19 @@
 """Rows of a KD cache with their sparse targets, sharded over workers."""
 
 import hashlib
+import re
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from qat_lora.backend.rehearsal import SameRows
 from qat_lora.data.batches import epoch_order
 from qat_lora.errors import UserError, one_line
 from qat_lora.kd.cache import PREFIX, CacheSpec, read_manifest, read_shard
+
+DRAWS = 12  # tail draws per position that build_kd_cache.py makes if not told otherwise
 
 
 class KDCacheDataset(Dataset):
@@ -119,6 +123,29 @@ class KDCacheDataset(Dataset):
             "entropy": item["entropy"].float(),
         }
         return clipped(targets, prob.shape[1], self.vocab) if self._clips else targets
+
+
+def planned_rows(cache_dir: str, count: int) -> SameRows:
+    """Rows of zeros of a cache's shapes, to plan a run. A cache that does not exist yet gets those in its name, which
+    ends in e.g. _L1024_K128, and DRAWS draws.
+
+    Raises UserError if there is neither.
+    """
+    if (Path(cache_dir) / "manifest.json").exists():
+        spec, _ = read_manifest(Path(cache_dir))
+        length, width = spec.length, spec.k + spec.draws
+    elif match := re.search(r"_L(\d+)_K(\d+)", Path(cache_dir).name):
+        length, width = int(match[1]), int(match[2]) + DRAWS
+    else:
+        raise UserError(
+            f"cache {cache_dir} does not exist, and its name does not tell its shapes; build it, or name it e.g. "
+            "caches/text_L1024_K128"
+        )
+    return SameRows(
+        count, tokens=torch.zeros(length, dtype=torch.long), index=torch.zeros(length, width, dtype=torch.long),
+        prob=torch.full((length, width), 1 / width), mask=torch.ones(length, dtype=torch.uint8),
+        entropy=torch.zeros(length),
+    )  # fmt: skip
 
 
 def has_next(tokens: Tensor, bos: int, eos: int) -> Tensor:
