@@ -125,16 +125,19 @@ import dataclasses
 import functools
 from pathlib import Path
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from qat_lora.backend import TorchBackend, open_backend, planned_workers
 from qat_lora.backend.launch import launch
 from qat_lora.backend.machine import check_memory
+from qat_lora.backend.rehearsal import Rehearsal
 from qat_lora.errors import UserError
 from qat_lora.experiments.athena.evaluation import answer, kept, measure
 from qat_lora.experiments.athena.model import RecursiveModel, RecursiveSpec, recursive_memory, weight_options
 from qat_lora.experiments.athena.puzzles import draw_answer, side
-from qat_lora.experiments.athena.rows import PuzzleRows, draw, load, row_memory, split
+from qat_lora.experiments.athena.rows import PuzzleRows, draw, load, planned_rows, row_memory, split
 from qat_lora.experiments.athena.training import RecursivePlan, Trainer, announce, athena_stage
 from qat_lora.run.console import attempt, say, summarise
 from qat_lora.run.files import write_atomically
@@ -336,10 +339,7 @@ def finish(run: Run, trainer: Trainer, heldout: PuzzleRows, cost: dict) -> None:
     if backend.is_main:
         model.load_state_dict(best["state"])
     backend.broadcast([*model.parameters(), *model.buffers()])
-    rows = torch.arange(plan.share(backend.world_size)).clamp(max=len(heldout) - 1)
-    batch = heldout.batch(rows.numpy())  # the usual batch size, so that nothing is recompiled
-    found, _ = answer(model, backend.to_device(batch), plan.segments, backend)
-    early, segments = backend.to_host([found.early, found.segments])
+    batch, early, segments = first_answers(trainer, heldout)
     if not backend.is_main:
         return
     made = {"spec": dataclasses.asdict(model.spec), "kind": heldout.kind, **best}
@@ -364,6 +364,29 @@ def finish(run: Run, trainer: Trainer, heldout: PuzzleRows, cost: dict) -> None:
         ],
         "python scripts/build_puzzle_data.py --kind sudoku9 --count 11000 --output-dir data/sudoku9",
     )
+
+
+def first_answers(trainer: Trainer, heldout: PuzzleRows) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """The first held-out rows [B, L], the answers when they halt [B, L] and their numbers of segments [B], on the
+    host."""
+    plan, backend = trainer.plan, trainer.backend
+    rows = torch.arange(plan.share(backend.world_size)).clamp(max=len(heldout) - 1)
+    batch = heldout.batch(rows.numpy())  # the usual batch size, so that nothing is recompiled
+    found, _ = answer(trainer.shown, backend.to_device(batch), plan.segments, backend)
+    return batch, *backend.to_host([found.early, found.segments])
+
+
+def rehearse(cfg: Config, backend: TorchBackend) -> None:
+    """Record the graphs of every phase, for compile_for_tpu.py and dry runs. Only shapes matter: all rows are the same
+    one."""
+    row = planned_rows(cfg.data_path, cfg.puzzle)
+    plan = plan_of(cfg, 1000)  # the number of updates is in no graph
+    session = Rehearsal(backend, plan.batch_size * row.length)
+    trainer = Trainer(place_and_compile(cfg, RecursiveModel(spec_of(cfg, row)), backend), plan, backend)
+    heldout = row.take(np.zeros(2 * plan.batch_size, int))  # two batches, since only the first sets the sums to zero
+    train_segments(trainer, row, session, Evaluation(trainer, heldout))
+    with backend.phase("answers"):
+        first_answers(trainer, heldout)
 
 
 if __name__ == "__main__":

@@ -130,6 +130,26 @@ def draw(
     return _rows(questions, answers, difficulty, vocab=puzzles.vocab(kind), kind=kind)
 
 
+def planned_rows(data_path: str | None, kind: str) -> PuzzleRows:
+    """One row of a run's shapes, to plan the run: a puzzle of `kind` or, with a data_path, of its data. A folder that
+    does not exist yet is assumed to hold the kind that it is named after.
+
+    Raises UserError if its name is not a kind.
+    """
+    if data_path and ("://" in data_path or Path(data_path).exists()):
+        return load(data_path)[0].first(1)
+    if data_path:
+        kind = Path(data_path).name
+        try:
+            puzzles.side(kind)
+        except UserError:
+            raise UserError(
+                f"{data_path} does not exist, and its name does not tell its shapes; build it, or name it after a "
+                "kind, e.g. data/sudoku9"
+            ) from None
+    return draw(kind, 1, seed=0)
+
+
 def split(rows: PuzzleRows, fraction: float, seed: int) -> tuple[PuzzleRows, PuzzleRows]:
     """(training, held-out) rows, about `fraction` of them held out. No held-out row is a symmetry of a training row:
     rows are compared by the whole answer for 6×6 and 9×9 Sudoku, and by the question for mazes and for 4×4 Sudoku,
