@@ -149,13 +149,14 @@ from qat_lora.backend import TorchBackend, open_backend, planned_workers
 from qat_lora.backend.detect import has_static_shapes
 from qat_lora.backend.launch import launch
 from qat_lora.backend.machine import check_memory
+from qat_lora.backend.rehearsal import Rehearsal
 from qat_lora.errors import UserError
 from qat_lora.experiments.stories.baselines import SmallLM
 from qat_lora.experiments.stories.evaluation import get_device, heldout, on_tpu, story_loss, tell, unigram_perplexity
 from qat_lora.experiments.stories.models import Shape, build, story_memory, trained
 from qat_lora.experiments.stories.reservoir import ReservoirSpec
 from qat_lora.experiments.stories.scan import CHUNK, LEVELS
-from qat_lora.experiments.stories.text import Blocks, Stories, load_stories
+from qat_lora.experiments.stories.text import Blocks, Stories, load_stories, planned_stories
 from qat_lora.rl.rollout import Sampling
 from qat_lora.run.console import attempt, say, summarise
 from qat_lora.run.files import write_atomically
@@ -325,8 +326,7 @@ def finish(
     restore(model, best["state"])
     write_atomically(run.path / "best.pt", lambda file: torch.save(best["state"], file))
     backend.seed(0)
-    openings = [[], *stories.openings(2, OPENING)]
-    told = [tell(model, stories, begin, SAMPLE_TOKENS, sampling, backend) for begin in openings]
+    told = tell_stories(model, stories, SAMPLE_TOKENS, sampling, backend)
     write_atomically(run.path / "samples.txt", lambda file: file.write(("\n---\n".join(told) + "\n").encode()))
     figures = best["figures"]
     result = {**figures, "trained_parameters": trained(model), **cost}
@@ -343,12 +343,36 @@ def finish(
     )
 
 
+def tell_stories(model: SmallLM, stories: Stories, tokens: int, sampling: Sampling, backend: TorchBackend) -> list[str]:
+    """One story from nothing, and two that continue held-out texts, each by at most `tokens` tokens."""
+    openings = [[], *stories.openings(2, OPENING)]
+    return [tell(model, stories, begin, tokens, sampling, backend) for begin in openings]
+
+
 def following(cfg: Config) -> str:
     """The next command: the transformer baseline of the same size, or after that the report."""
     if cfg.model == "transformer":
         return "make report"
     chosen = f"--config {cfg.config} " if cfg.config else ""
     return f"python scripts/train_tinystories_reservoir.py {chosen}--dataset {cfg.dataset} --model transformer"
+
+
+def rehearse(cfg: Config, backend: TorchBackend) -> None:
+    """Record the graphs of every phase, for compile_for_tpu.py and dry runs. Only shapes matter: the model has no
+    weights, and all tokens are the same. cfg: as given, with the batch size that a TPU doubles."""
+    check(cfg)
+    batch_size, rate = on_tpu(cfg.global_batch_size, cfg.learning_rate)
+    cfg = dataclasses.replace(cfg, global_batch_size=batch_size, learning_rate=rate, max_steps=1000)
+    stories = planned_stories(cfg.tokenizer, cfg.vocab_size, cfg.global_batch_size * cfg.length + 1)
+    train = Blocks(stories.train, cfg.length)
+    plan = plan_of(cfg, len(train), backend.world_size)
+    model = backend.place(build(cfg.model, stories.vocab, shape_of(cfg), cfg.seed))
+    session = Rehearsal(backend, cfg.global_batch_size * cfg.length)
+    train_language_model(model, train, plan, session, Evaluation(cfg, model, stories, plan, backend))
+    with backend.phase("stories"):
+        # a transformer's state grows, so each token has its own graph; the others repeat that of the second token
+        tokens = SAMPLE_TOKENS if cfg.model == "transformer" else 3
+        tell_stories(model, stories, tokens, Sampling(cfg.temperature, cfg.top_k, cfg.top_p), backend)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from qat_lora.run.console import say, watched
 
 LARGEST_VOCAB = 1_000_000
 TOKENIZERS = ("auto", "gpt2", "bpe", "chars")
+GPT2_VOCAB = 50_257
 FORMAT = 1  # version of the files; raising it rebuilds all caches
 BATCH = 2**18  # characters tokenised at a time
 DISTINCT = 3 * 2**19  # bytes of distinct words to train a BPE on; each takes about 80 bytes of memory
@@ -39,8 +40,8 @@ class Stories:
 
     kind: str
     tokenizer: Tokenizer
-    train: Tokens
-    heldout: Tokens
+    train: Tokens | Tensor
+    heldout: Tokens | Tensor
     heldout_bytes: int
     fingerprint: str
 
@@ -90,6 +91,18 @@ def load_stories(
     key = [FORMAT, text.digest, text.train, text.at, kind, vocab if kind == "bpe" else made and made.to_str()]
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
     return cached(cache and cache / name, lambda folder: _write(folder, text, kind, made, vocab), _read)
+
+
+def planned_stories(tokenizer: str, vocab: int, tokens: int) -> Stories:
+    """Two parts of `tokens` tokens each, all the same, to plan a run. vocab: size of a bpe tokenizer."""
+    # auto is gpt2 wherever the hub can be reached; of chars only the text knows the number, which rarely exceeds 256
+    sizes = {"auto": GPT2_VOCAB, "gpt2": GPT2_VOCAB, "bpe": vocab, "chars": 256}
+    if tokenizer not in sizes:
+        raise UserError(f"--tokenizer {tokenizer!r} is not one of {', '.join(TOKENIZERS)}")
+    words = Tokenizer(models.WordLevel({END: 0} | {str(i): i for i in range(1, sizes[tokenizer])}))
+    stream = torch.ones(tokens, dtype=torch.long)
+    stream[-1] = words.token_to_id(END)
+    return Stories(tokenizer, words, stream, stream, tokens, "")
 
 
 # -- the text --------------------------------------------------------------------------------------------------------
