@@ -77,8 +77,10 @@ TOPOLOGIES = ("1x1", "2x2", "2x4")
 class Compiled:
     """The compiler's figures for one graph on one chip: bytes of HBM by kind, and what one execution costs.
 
-    peak: the most bytes of arguments, results and temporaries that live at the same time. flops, moved: floating-point
-    operations, and bytes read and written, for each chip. collectives: {kind: number}. seconds: what compiling took.
+    peak: the most bytes of arguments, results and temporaries that live at the same time. flops: floating-point
+    operations; accessed: bytes that instructions read and write, in HBM or the chip's vector memory, as the compiler
+    counts them; moved: those that cross to or from HBM (`traffic.hbm_bytes`). collectives: {kind: number}. seconds:
+    what compiling took. All are for each chip.
     """
 
     arguments: int
@@ -88,13 +90,14 @@ class Compiled:
     code: int
     peak: int
     flops: float
+    accessed: float
     moved: float
     collectives: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
 
     def roofline(self, chip: Chip) -> float:
-        """A lower bound on the seconds of one execution, an estimate: operations at peak rate, or bytes at full
-        bandwidth, whichever takes longer."""
+        """A lower bound on the seconds of one execution, an estimate: operations at peak rate, or bytes of
+        HBM at full bandwidth, whichever takes longer."""
         return max(self.flops / (chip.teraflops * 1e12), self.moved / (chip.bandwidth * 1e9))
 
 
@@ -144,7 +147,9 @@ class Compiler:
 
     def compile(self, graphs: list) -> list["Compiled | NotCompiled"]:
         """The figures of each graph, or why it was refused."""
-        return list(self.pool.map(self._compile, graphs))
+        first = {graph.hash: graph for graph in graphs}
+        found = dict(zip(first, self.pool.map(self._compile, first.values())))
+        return [found[graph.hash] for graph in graphs]
 
     def _key(self, graph) -> str:
         return f"{graph.hash} {self.chip}:{self.topology} libtpu {self.version}"
@@ -261,6 +266,8 @@ def _compiled(code: bytes, donated: list[int], devices: list) -> dict:
     from jax.extend.mlir.dialects import stablehlo
     from jaxlib.xla_client import DeviceList
 
+    from qat_lora.backend.traffic import hbm_bytes
+
     started, text = time.monotonic(), io.BytesIO()
     with ir.Context() as context:
         stablehlo.register_dialect(context)
@@ -279,7 +286,7 @@ def _compiled(code: bytes, donated: list[int], devices: list) -> dict:
         arguments=memory.argument_size_in_bytes, outputs=memory.output_size_in_bytes,
         aliased=memory.alias_size_in_bytes, temporary=memory.temp_size_in_bytes,
         code=memory.generated_code_size_in_bytes, peak=memory.peak_memory_in_bytes, flops=cost["flops"],
-        moved=cost["bytes accessed"], collectives={kind: n for kind, n in counts.items() if n},
+        accessed=cost["bytes accessed"], moved=hbm_bytes(program), collectives={kind: n for kind, n in counts.items() if n},
         seconds=round(time.monotonic() - started, 1),
     ))  # fmt: skip
 

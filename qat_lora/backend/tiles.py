@@ -7,7 +7,10 @@ import torch
 TILE = 2**18
 # Bytes of LM-head logits held at a time: in the type of the product on the CPU, in fp32 elsewhere.
 HEAD_BYTES = 128 * 2**20
-ACCELERATOR_HEAD_BYTES = 256 * 2**20  # fewer, larger products and a smaller graph; not measured on hardware
+CUDA_HEAD_BYTES = 256 * 2**20  # fewer, larger products; not measured on hardware
+# A TPU reads the head's weight, and writes its gradient, once per block of positions: this is 4 × 1,024 positions of a
+# vocabulary of 152k in one (docs/benchmarks.md, "On the TPU's compiler").
+XLA_HEAD_BYTES = 2560 * 2**20
 STRIP_BYTES = 8 * 2**20  # bytes of logits in one strip of the vocabulary on the CPU
 HEAD_TILE = 2**19  # elements of an LM-head tile: larger, since fewer tensors are alive and each gets more work
 POSITIONS = 2048  # positions for which the CPU computes all strips before the next positions
@@ -23,7 +26,8 @@ def tiles(rows: int, width: int, device: torch.device, size: int = TILE) -> list
 def rows_at_once(positions: int, vocab: int, dtype: torch.dtype, device: torch.device, heads: int = 1) -> list[slice]:
     """Slices of positions for which the whole-vocabulary logits of `heads` LM heads are held at the same time."""
     if device.type != "cpu":
-        return _cut(positions, max(1, ACCELERATOR_HEAD_BYTES // (heads * 4 * vocab)))
+        room = XLA_HEAD_BYTES if device.type == "xla" else CUDA_HEAD_BYTES
+        return _cut(positions, max(1, room // (heads * 4 * vocab)))
     step = max(1, HEAD_BYTES // (heads * dtype.itemsize * vocab))
     return _cut(positions, step, 2 ** (step.bit_length() - 1))
 

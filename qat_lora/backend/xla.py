@@ -18,8 +18,6 @@ import torch_xla.debug.metrics as met
 import torch_xla.runtime as xr
 from torch_xla.experimental.scan import scan  # noqa: F401 — for backend.loop
 from torch_xla.utils.checkpoint import checkpoint as xla_checkpoint
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qat_lora.backend import detect
 from qat_lora.backend.environment import LOOPBACK, master_port
@@ -41,10 +39,6 @@ from qat_lora.backend.workers import take_chips
 
 _SERVING = threading.Lock()
 _served: list[Relay] = []  # the relay that this process serves
-
-
-def _attention_of_one_type(module, query, key, value, *args, **kwargs):
-    return sdpa_attention_forward(module, query.to(value.dtype), key.to(value.dtype), value, *args, **kwargs)
 
 
 def connect(timeouts: Timeouts) -> Group:
@@ -83,8 +77,6 @@ class XlaBackend(TorchBackend):
         self.kind, self.group = "xla", group
         self.device = torch_xla.device()
         self.bf16 = self._wants_bf16(precision)
-        if self.bf16:  # autocast("xla") skips attention, and RoPE gives fp32 queries and keys with bf16 values
-            ALL_ATTENTION_FUNCTIONS["sdpa"] = _attention_of_one_type
 
     @property
     def on_tpu(self) -> bool:

@@ -1,5 +1,6 @@
 """How a causal language model's last hidden states become logits: the function, and how to measure it on a model."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -227,7 +228,11 @@ class Strips:
             capped = logits * self.temperature if overwrite and head.cap is not None else None
             if first:
                 p.copy_(logits.amax(1, keepdim=True))
-            f.copy_(logits.sub_(p).gather(1, at))
+            if is_lazy(part) and head.bias is None:  # else a compiler would have to keep the logits in fp32
+                f.copy_(self._logits(head, part.gather(1, at), None) - p)
+                logits = logits - p
+            else:
+                f.copy_(logits.sub_(p).gather(1, at))
             s.copy_(logits.exp_().sum(1, keepdim=True))
             if overwrite:
                 part.copy_(head.gradient(logits, capped))
@@ -254,7 +259,8 @@ class Strips:
         for part, at, p, m, t in zip(*(each.split(step) for each in (product, place, self.peak[block], mass, taken))):
             logits = self._logits(head, part, scratch)
             capped = logits * self.temperature if head.cap is not None else None
-            grad = logits.sub_(p).exp_().mul_(m).scatter_add_(1, at, t)
+            grad = logits.sub_(p).exp_().mul_(m)
+            grad = grad + spread(at, t, grad.shape[1]) if is_lazy(grad) else grad.scatter_add_(1, at, t)
             grad = head.gradient(grad, capped)
             if scratch is None:
                 return grad.to(self.dtype)
@@ -295,6 +301,24 @@ def _product(hidden: Tensor, weight: Tensor, room: Tensor | None) -> Tensor:
     if room is None or not on_host(hidden):
         return hidden @ weight.T
     return torch.mm(hidden, weight.T, out=room.view(-1)[: len(hidden) * len(weight)].view(len(hidden), len(weight)))
+
+
+def spread(index: Tensor, values: Tensor, width: int) -> Tensor:
+    """Σ_j values[:, j] at index[:, j], as [n, width], with index and values [n, J], in fp32.
+
+    For a graph: a TPU scatters single elements slowly, and only after it has copied the whole matrix into another
+    layout. Instead each index is split into a quotient and a remainder, and the product of their one-hot matrices is
+    the result. On a TPU factors are rounded to bf16, so a value is the sum of two that bf16 can hold, and exact to 2⁻¹⁷.
+    """
+    if index.shape[1] == 1:
+        return torch.where(torch.arange(width, device=index.device) == index, values, 0)
+    low, high = 128, -(-width // 128)  # the width of a TPU's registers, so that the product needs no other layout
+    rounded = values.to(torch.bfloat16).float()
+    parts = torch.cat([rounded, values - rounded], 1).unsqueeze(2)
+    row, column = (each.repeat(1, 2).unsqueeze(2) for each in (index // low, index % low))
+    rows = (row == torch.arange(high, device=index.device)).float()
+    columns = torch.where(column == torch.arange(low, device=index.device), parts, 0)
+    return (rows.transpose(1, 2) @ columns).flatten(1)[:, :width]
 
 
 def _add_rows(sums: Tensor, table: Tensor, index: Tensor, weights: Tensor) -> None:
