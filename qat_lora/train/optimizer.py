@@ -34,9 +34,9 @@ class CautiousAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             group["step"] += 1
             trained = [p for p in group["params"] if p.grad is not None]
-            if group["weight_decay"]:
+            if decay := group["lr"] * group["weight_decay"]:
                 for p in trained:
-                    p.mul_(1 - group["lr"] * group["weight_decay"])
+                    p.sub_(p, alpha=decay) if is_lazy(p) else p.mul_(1 - decay)  # see _as_graph
             settings = group["betas"], group["lr"], group["step"]
             for way in {_way(p) for p in trained}:
                 way([(p, p.grad, *self.state[p].values()) for p in trained if _way(p) is way], *settings)
@@ -55,7 +55,11 @@ def _way(p: Tensor) -> Callable:
 
 
 def _as_graph(mine: Iterable[tuple[Tensor, ...]], betas: tuple[float, float], lr: float, step: int) -> None:
-    """Update (parameter, gradient, first and second moment) tuples with plain operations, which a compiler can fuse."""
+    """Update (parameter, gradient, first and second moment) tuples with plain operations, which a compiler can fuse.
+
+    On XLA a factor that rounds to 1 compiles another graph. The factor of the root tends to 1, so the denominator and
+    the learning rate are both doubled, which changes no bit of the result.
+    """
     first, second = betas
     for p, grad, exp_avg, exp_avg_sq in mine:
         exp_avg.lerp_(grad, 1 - first)
@@ -64,9 +68,9 @@ def _as_graph(mine: Iterable[tuple[Tensor, ...]], betas: tuple[float, float], lr
         # Both bias corrections are folded into one number: on XLA a constant that occurs twice, as 1 − β₁ would in
         # step 1, gives another graph.
         start = 1 - first**step
-        size = exp_avg_sq.sqrt().mul_(start / math.sqrt(1 - second**step)).add_(start * EPS)
+        size = exp_avg_sq.sqrt().mul_(2 * start / math.sqrt(1 - second**step)).add_(2 * start * EPS)
         change = (exp_avg / size).mul_(agree)
-        p.sub_(change.div_(agree.mean().clamp(min=LEAST)), alpha=lr)
+        p.sub_(change.div_(agree.mean().clamp(min=LEAST)), alpha=2 * lr)
 
 
 def _move(

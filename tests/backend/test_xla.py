@@ -110,6 +110,12 @@ def test_layer_stage_equals_the_cpu(found):
     assert_same_figures(found, ("loss",), 6, 1e-4)
 
 
+@reads("late")
+def test_constants_that_round_to_one_late_in_a_run_compile_nothing(found):
+    first, second = found["compiles"]
+    assert first and not second
+
+
 @reads("layers")
 def test_layer_stage_compiles_only_two_blocks(found):
     """The third and fourth block run the graphs of the second."""

@@ -370,6 +370,21 @@ def on_host(rollouts):
     )
 
 
+def late() -> dict:
+    """Graphs compiled by the second of two updates, 1000 updates later and at a learning rate that has almost
+    decayed."""
+    weight = nn.Parameter(torch.ones(3, 5).to(XLA.device))
+    optimizer = new_optimizer([{"params": [weight], "lr": 1e-3, "weight_decay": 0.01}], XLA)
+    (group,), compiles = optimizer.param_groups, []
+    for step, rate in ((0, 1e-3), (1000, 1e-9)):
+        before = XLA.counters()["compiles"]
+        group["step"], group["lr"] = step, rate
+        weight.grad.add_(1)
+        XLA.update(optimizer, 1.0)
+        compiles.append(XLA.counters()["compiles"] - before)
+    return {"compiles": compiles}
+
+
 def planted() -> dict:
     """A host read in the step must be counted. This check is last, because it spoils the counters."""
     before = XLA.counters()["fallbacks"]
@@ -401,6 +416,7 @@ if __name__ == "__main__":
         bf16,
         generation,
         grpo,
+        late,
         planted,
     ):
         started = time.monotonic()
