@@ -27,6 +27,7 @@ from qat_lora.models.gguf_settings import unread
 from qat_lora.models.identity import check_pickle, fingerprint, headers, tokenizer_fingerprint
 from qat_lora.models.multimodal import full_class, language_model, loads_as_text, text_class, text_config, text_part
 from qat_lora.models.packaged import EMBEDDED
+from qat_lora.models.planned import is_planned
 from qat_lora.models.source import (
     check_source,
     config_json,
@@ -333,7 +334,7 @@ def check_headers(name: str) -> None:
 def _check_headers(name: str, state: tuple) -> None:
     whole = _full_config(name, state)
     kind = full_class(name, whole)
-    files = [] if is_hub(name) else weight_files(name)
+    files = [] if is_hub(name) or is_planned(name) else weight_files(name)
     if not files or any(file.suffix != ".safetensors" for file in files) or getattr(whole, "quantization_config", None):
         return
     stored = headers(files)
