@@ -43,13 +43,16 @@ if __name__ == "__main__":
 import time
 from pathlib import Path
 
+import torch
+
 from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.data.packing import fingerprint, split_heldout, tokenizer_fingerprint
 from qat_lora.data.templates import template_facts
 from qat_lora.errors import UserError
-from qat_lora.kd.cache import CacheSpec, cache_date, edges, open_cache, write_cache
+from qat_lora.kd.cache import CacheSpec, cache_date, edges, open_cache, teacher_pass, write_cache
 from qat_lora.models.loading import check_headers, check_length, empty_model, load_config, load_model, model_fingerprint
 from qat_lora.models.packaged import notes
+from qat_lora.models.planned import planned_name
 from qat_lora.models.source import is_hub
 from qat_lora.run.console import say, summarise, watched
 from qat_lora.run.files import lock, read_json, write_json
@@ -145,6 +148,14 @@ def report(cfg: Config, directory: Path, tokens: int, seconds: float) -> None:
     model = "" if cfg.model == EMBEDDED else f"--model {cfg.model} "
     following = f"python scripts/train_qat.py {model}--config q2_g32 --cache-dir {directory}"
     summarise({"cache": directory}, [], following)
+
+
+def rehearse(cfg: Config, backend: TorchBackend) -> None:
+    """Record the graph of a teacher pass, for compile_for_tpu.py. Only shapes matter: the teacher has no weights."""
+    teacher = backend.place(empty_model(planned_name(cfg.model)).requires_grad_(False))
+    tokens = torch.zeros(cfg.batch_size, cfg.length, dtype=torch.long)
+    with backend.phase("a teacher pass", tokens.numel()):
+        teacher_pass(teacher, backend, tokens, cfg.top_k, torch.zeros(*tokens.shape, cfg.draws))
 
 
 if __name__ == "__main__":

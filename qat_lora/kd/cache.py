@@ -183,11 +183,7 @@ def _targets(teacher, backend, tokens: Tensor, start: int, split: str, spec: Cac
     count = len(tokens)
     full = tokens[torch.arange(batch_size) % count].long()
     uniforms = torch.stack([_uniforms(spec, split, start + i) for i in range(count)])[torch.arange(batch_size) % count]
-    batch = backend.to_device({"tokens": full, "uniforms": uniforms})
-    with backend.autocast():
-        targets = teacher_targets(teacher, batch["tokens"], spec.k, batch["uniforms"])
-    backend.step_boundary()
-    targets = backend.to_host(targets)
+    targets = teacher_pass(teacher, backend, full, spec.k, uniforms)
     if not all(targets[key].isfinite().all() for key in ("prob", "entropy")):
         raise UserError(
             f"the teacher {spec.teacher} gives NaN or infinity at {split} rows {start} to {start + count - 1}; "
@@ -196,6 +192,15 @@ def _targets(teacher, backend, tokens: Tensor, start: int, split: str, spec: Cac
     integer = token_type(spec.vocab)
     kinds = {"index": integer, "prob": torch.float16, "tail": integer, "entropy": torch.float16}
     return {"tokens": tokens.to(integer)} | {key: targets[key][:count].to(kind) for key, kind in kinds.items()}
+
+
+def teacher_pass(teacher: nn.Module, backend: TorchBackend, tokens: Tensor, k: int, uniforms: Tensor) -> dict:
+    """`teacher_targets` of a batch, from and to the host."""
+    batch = backend.to_device({"tokens": tokens, "uniforms": uniforms})
+    with backend.autocast():
+        targets = teacher_targets(teacher, batch["tokens"], k, batch["uniforms"])
+    backend.step_boundary()
+    return backend.to_host(targets)
 
 
 def _uniforms(spec: CacheSpec, split: str, row: int) -> Tensor:
