@@ -89,14 +89,17 @@ if __name__ == "__main__":
     check_command_line(Config, NAME, __doc__)  # before the imports that take seconds
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from qat_lora.backend import TorchBackend, open_alone, resolve
 from qat_lora.backend.detect import has_static_shapes
 from qat_lora.backend.machine import check_memory
+from qat_lora.backend.rehearsal import Rehearsal, SameRows
 from qat_lora.data.chat import check_template, render_chat
 from qat_lora.data.packing import Rows, TextDataset, fingerprint, pad
 from qat_lora.data.templates import template_facts
@@ -117,11 +120,13 @@ from qat_lora.experiments.musclebob.validation import (
 )
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import check_length, empty_model, load_model
+from qat_lora.models.planned import PlannedTokenizer, planned_name
 from qat_lora.models.source import speech_files
 from qat_lora.models.writing import write_model
 from qat_lora.quant.student import freeze_plain_tables
 from qat_lora.rl.grpo import GRPOPlan, Judge, PromptDataset, grpo_stage, policy_loss, roll_out
 from qat_lora.rl.objective import Objective
+from qat_lora.rl.policy import Prompts
 from qat_lora.rl.rollout import Sampling, check_answers
 from qat_lora.rl.sampler import own_randomness
 from qat_lora.run.console import attempt, say, summarise
@@ -451,6 +456,33 @@ def moved(name: str, stages: dict[str, dict]) -> str:
     """A sampled rate before training and after it."""
     before, after = (stages[stage]["sampled"][name]["rate"] for stage in ("baseline", "final"))
     return f"{before:.1%} → {after:.1%}"
+
+
+def rehearse(cfg: Config, backend: TorchBackend) -> None:
+    """Record the graphs of every phase, for compile_for_tpu.py. Only shapes matter: the model has no weights, all
+    prompts are zeros, and answers have no text."""
+    empty, tokenizer = empty_model(planned_name(cfg.model)), PlannedTokenizer()
+    ends, sizes = tuple(end_tokens(empty, tokenizer)), (ROWS, cfg.max_prompt_length, cfg.max_new_tokens)
+    sampler = BobSampler(tokenizer, backend, ends, *sizes)
+    model = backend.place(freeze_plain_tables(empty))
+    start = backend.place(empty_model(planned_name(cfg.model)).requires_grad_(False))
+
+    def evaluate(step: int) -> dict[str, float]:
+        return glance(sampler, model, cfg.seed)
+
+    with backend.phase("validation"):  # of one question: a batch is filled up, so all batches have one shape
+        validation_of(sampler, model, start, cfg.validation_samples, Sampling(), heldout_questions()[:1])
+    if has_sft(cfg):
+        plan, row = sft_plan(cfg), torch.zeros(cfg.max_prompt_length + cfg.max_new_tokens, dtype=torch.long)
+        session = Rehearsal(backend, plan.batch_size * len(row))
+        rows = SameRows(plan.batch_size, tokens=row, mask=torch.ones_like(row, dtype=torch.uint8))
+        warm_up(model, rows, plan, session, evaluate)
+    if (plan := grpo_plan(cfg, ends)).steps:
+        asked, rewards = torch.zeros(plan.batch_size, cfg.max_prompt_length, dtype=torch.long), itertools.count()
+        session = Rehearsal(backend, plan.accumulation * (asked.numel() + plan.batch_size * plan.group * plan.length))
+        prompts = PromptDataset(Prompts(asked, torch.ones_like(asked, dtype=torch.bool)))
+        reference = start if cfg.beta else None
+        reinforce(model, reference, prompts, lambda *_: (float(next(rewards)), {}), plan, session, evaluate)
 
 
 if __name__ == "__main__":

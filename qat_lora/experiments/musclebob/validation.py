@@ -164,11 +164,15 @@ def judge_of(questions: list[Question], sampler: BobSampler) -> Callable:
     return judge
 
 
-def validation_of(sampler: BobSampler, model: nn.Module, judge: nn.Module, samples: int, sampling: Sampling) -> dict:
-    """Validate with `samples` sampled answers and one greedy answer to each held-out question; perplexity is measured
-    under the `judge`."""
-    sampled = sampler.answers(model, heldout_questions(), samples, sampling)
-    greedy = sampler.answers(model, heldout_questions(), 1, GREEDY)
+def validation_of(
+    sampler: BobSampler, model: nn.Module, judge: nn.Module, samples: int, sampling: Sampling,
+    questions: list[Question] | None = None,
+) -> dict:  # fmt: skip
+    """Validate with `samples` sampled answers and one greedy answer to each of the questions, by default the held-out
+    ones; perplexity is measured under the `judge`."""
+    questions = questions or heldout_questions()
+    sampled = sampler.answers(model, questions, samples, sampling)
+    greedy = sampler.answers(model, questions, 1, GREEDY)
     return validation(sampled, greedy, sampler.perplexity(judge, sampled, samples))
 
 
