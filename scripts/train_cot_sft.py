@@ -89,15 +89,20 @@ if __name__ == "__main__":
 import json
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from qat_lora.backend import TorchBackend, open_backend, planned_workers
 from qat_lora.backend.launch import launch
+from qat_lora.backend.rehearsal import Rehearsal, SameRows
 from qat_lora.data.supervised import PackedExamples
 from qat_lora.data.templates import begin_with_bos, template_facts
 from qat_lora.errors import UserError
+from qat_lora.experiments.legal.answers import messages
 from qat_lora.experiments.legal.data import LegalData, legal_data, legal_rows, section_weights
 from qat_lora.experiments.legal.evaluation import STAGES, LegalEvaluation, evaluation_file, write_whole
+from qat_lora.experiments.legal.sections import NUMBERS
 from qat_lora.lora.adapter import save_adapter
 from qat_lora.lora.add import add_adapter
 from qat_lora.lora.merge import merged
@@ -105,11 +110,12 @@ from qat_lora.lora.targets import coverage, left_out
 from qat_lora.models.architecture import model_type, packs, set_packs
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import adapter_notes, check_length, weights_fingerprint
+from qat_lora.models.planned import PlannedTokenizer, planned_name
 from qat_lora.models.source import speech_files
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.quant.student import base_content, load_base, write_student
 from qat_lora.rl.rollout import check_answers
-from qat_lora.rl.sampler import Sampler
+from qat_lora.rl.sampler import GREEDY, Sampler
 from qat_lora.run.console import attempt, say, summarise
 from qat_lora.run.files import sha256
 from qat_lora.run.metrics import Share, Total
@@ -131,7 +137,7 @@ from qat_lora.train.memory import (
     training_memory,
 )
 from qat_lora.train.options import checked_updates
-from qat_lora.train.supervised import packed_loss
+from qat_lora.train.supervised import heldout_sections, packed_loss
 
 QUESTION = "A baker broke a simple contract with a supplier on 3 May 2021. Find the last day for issuing the claim."
 
@@ -154,7 +160,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     base = open_base(cfg, backend, workers)
     weights = section_weights(cfg.section_weights)
     data = legal_data(rows, tokenizer, cfg.length, weights, cfg.heldout_fraction, cfg.seed, packs(base), cfg.thinks)
-    plan = plan_of(cfg, data, workers)
+    plan = plan_of(cfg, data.train, workers)
     facts = None if cfg.dry_run else facts_of(cfg, base, data, tokenizer, backend)
     student = base_content(base, cfg.model, cfg.quantize) if loads_weights(cfg, backend) else None
     model = adapted(cfg, base)
@@ -210,19 +216,19 @@ def check(cfg: Config) -> None:
     check_length(cfg.model, answer, "--max-prompt-length and --max-new-tokens", mixed=True)
 
 
-def plan_of(cfg: Config, data: LegalData, workers: int) -> Plan:
+def plan_of(cfg: Config, train: Dataset, workers: int) -> Plan:
     rows = cfg.update_facts(workers)["rows_per_update"]
-    if cfg.max_steps is None and rows > cfg.epochs * len(data.train):
+    if cfg.max_steps is None and rows > cfg.epochs * len(train):
         raise UserError(
             f"an update of {rows} rows (--batch-size {cfg.batch_size}, --accumulation-steps {cfg.accumulation_steps}, "
-            f"{workers} workers) is more than --epochs {cfg.epochs:g} of {len(data.train)} packed rows; lower one"
+            f"{workers} workers) is more than --epochs {cfg.epochs:g} of {len(train)} packed rows; lower one"
         )
-    if cfg.batch_size * workers > len(data.train):
+    if cfg.batch_size * workers > len(train):
         raise UserError(
-            f"{len(data.train)} packed rows do not fill a batch of --batch-size {cfg.batch_size} for each of {workers} "
+            f"{len(train)} packed rows do not fill a batch of --batch-size {cfg.batch_size} for each of {workers} "
             "workers; lower one of them, or add rows"
         )
-    steps = cfg.max_steps or checked_updates(round(cfg.epochs * len(data.train) / rows), "--epochs", cfg.epochs)
+    steps = cfg.max_steps or checked_updates(round(cfg.epochs * len(train) / rows), "--epochs", cfg.epochs)
     return Plan(
         steps=steps, batch_size=cfg.batch_size, accumulation=cfg.accumulation_steps, learning_rate=cfg.learning_rate,
         warmup_steps=round(cfg.warmup_ratio * steps), clip_grad_norm=cfg.clip_grad_norm, seed=cfg.seed,
@@ -363,6 +369,32 @@ def quality(run: Run, figures: dict) -> list[str]:
             for name, rate in figures["final"].items()
         ]
     return said
+
+
+def rehearse(cfg: Config, backend: TorchBackend) -> None:
+    """Record the graphs of every phase, for compile_for_tpu.py. Only shapes matter: the model has no weights, and all
+    tokens are zeros. The data decides how many targets a row has; here it has the most that it can."""
+    update = cfg.update_facts(backend.world_size)["rows_per_update"]
+    tokens, places = torch.zeros(cfg.length, dtype=torch.long), torch.arange(1, cfg.length)
+    row = {
+        "tokens": tokens, "segments": torch.ones_like(tokens), "positions": tokens, "places": places,
+        "sections": torch.ones_like(places), "weights": torch.ones(len(places)),
+    }  # fmt: skip
+    train, heldout = SameRows(1000 * update, **row), SameRows(cfg.batch_size, **row)
+    model, tokenizer = adapted(cfg, load_base(planned_name(cfg.model), cfg.quantize, False)), PlannedTokenizer()
+    ends, sizes = tuple(end_tokens(model, tokenizer)), (cfg.answer_rows, cfg.max_prompt_length, cfg.max_new_tokens)
+    sampler = Sampler(tokenizer, backend, ends, *sizes)
+    backend.place(model)
+    if cfg.gradient_checkpointing:
+        backend.gradient_checkpointing(model)
+
+    def evaluate(step: int) -> dict[str, float]:
+        return heldout_sections(model, heldout, backend, cfg.batch_size, NUMBERS)
+
+    if cfg.eval_answers or cfg.final_answers:
+        with backend.phase("answers"):  # to one question: a batch is filled up, so all batches have one shape
+            sampler.generate(model, [messages(QUESTION)], 1, GREEDY)
+    fine_tune(model, train, plan_of(cfg, train, backend.world_size), Rehearsal(backend, update * cfg.length), evaluate)
 
 
 if __name__ == "__main__":
