@@ -1,24 +1,132 @@
-"""draft"""
-import importlib.util, os, sys, time
-os.environ["PJRT_DEVICE"] = "CPU"
-from pathlib import Path
-from qat_lora.run.command_line import parse
-from qat_lora.backend.recording import RecordingBackend
-from qat_lora.backend.aot import *
+# PYTHON_ARGCOMPLETE_OK
+"""Does a run fit a TPU, and how fast could it be? Asks the TPU's own compiler, without a TPU, weights or the hub.
 
-def load(name):
-    path = Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-m = load(sys.argv[1])
-cfg = parse(m.Config, m.NAME, sys.argv[2:])
-b = RecordingBackend("bf16", cfg.num_chips or 1)
-t=time.time()
-m.rehearse(cfg, b)
-print("recorded", time.time()-t)
-for k, v in b.graphs.items(): print(k, b.tokens[k], [(g.hash, len(g.code), len(g.donated), g.chips) for g in v])
-import pickle
-pickle.dump({k:[(g.code,g.donated,g.chips) for g in v] for k,v in b.graphs.items()},open("/tmp/lt/q.pkl","wb"))
+    python scripts/compile_for_tpu.py train_qat --config v6e4 --chip v6e
+    python scripts/compile_for_tpu.py train_recovery_lora --config v6e1 --chip v5e batch_size=2
+    python scripts/compile_for_tpu.py pretrain --config cfg_pretrain_tpu --chip v3 --topology 2x2
+    python scripts/compile_for_tpu.py train_cot_sft --config v5e8 --json
+
+The first word is a training script; options that are not listed below are that script's. Every phase of the run is
+recorded on torch_xla's CPU device from the shapes in its options, and each graph is compiled for the chip. A graph of a
+large model takes minutes. Results are kept in caches/tpu by the graph's hash, so an interrupted check continues, and an
+unchanged graph is not compiled again.
+The table has one row per phase: graphs (in brackets how many differ), HBM by kind for the graph with the highest peak,
+the peak of the phase including tensors that its graphs do not use, operations, bytes moved to and from HBM, bytes
+accessed (HBM and on-chip memory), and the roofline's time: operations at the chip's peak, or bytes at its bandwidth,
+whichever takes longer. That is an estimate and a lower bound. All figures are for each chip; tokens/s is for all.
+docs/TPU.md has the figures of the presets.
+"""
+
+import sys
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from qat_lora.backend.aot import CHIPS, TOPOLOGIES
+from qat_lora.run import options as opt
+from qat_lora.run.command_line import check_command_line, run_script
+from qat_lora.run.options import ScriptConfig
+
+NAME = "compile_for_tpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ScriptConfig):
+    chip: Literal[*CHIPS] = opt.device(
+        "v6e", "TPU chip to compile for; on v3 and v4 a worker is one of a chip's two cores"
+    )
+    topology: Literal["auto", *TOPOLOGIES] = opt.device(
+        "auto", "chips that train together; auto: 1x1, or as many as the script's --num-chips"
+    )
+    json: bool = opt.run(False, "print the figures as JSON, in bytes, operations and seconds")
+    jobs: int = opt.run(1, "graphs to compile at the same time, with up to 11 GB of memory each", at_least=1)
+
+
+OWN = ("chip", "topology", "json", "jobs", "debug", "help")
+
+
+def split(words: list[str]) -> tuple[list[str], list[str]]:
+    """(this script's own options, the script to compile with its options)."""
+    own, others, words = [], [], list(words)
+    switches = {field.name for field in fields(Config) if field.type is bool} | {"help", "h"}
+    while words:
+        word = words.pop(0)
+        name, equals, _ = word.lstrip("-").replace("-", "_").partition("=")
+        mine = own if name in OWN and (equals or word.startswith("-")) else others
+        mine.append(word)
+        if mine is own and not equals and name not in switches and words:
+            own.append(words.pop(0))
+    return own, others
+
+
+if __name__ == "__main__":
+    own, given = split(sys.argv[1:])
+    sys.argv[1:] = own
+    check_command_line(Config, NAME, __doc__)  # before the imports that take seconds
+
+import json
+
+from qat_lora.backend.aot import Compiler, NotCompiled
+from qat_lora.errors import UserError
+from qat_lora.run.console import say
+from qat_lora.run.tpu import as_json, chips_of, compiled, load_script, read_options, record, step, table
+
+
+def main(cfg: Config) -> None:
+    if not given or given[0].startswith("-"):
+        raise UserError("which script? Give it first, e.g. compile_for_tpu.py train_qat --config v6e4")
+    chip, module = CHIPS[cfg.chip], load_script(given[0])
+    options = read_options(module, given[1:], None if cfg.topology == "auto" else chips_of(cfg.topology, chip))
+    workers = getattr(options, "num_chips", None) or 1
+    topology = cfg.topology if cfg.topology != "auto" else fitting(workers, chip)
+    with Compiler(cfg.chip, topology, cfg.jobs) as compiler:
+        phases = compiled(record(module.rehearse, options, workers), compiler)
+        wrong = [phase for phase in phases if phase.refused]
+        batch = largest(module, options, workers, wrong[0].refused, compiler) if wrong else None
+    if cfg.json:
+        return print(json.dumps({"chip": cfg.chip, "topology": topology, "phases": as_json(phases, chip)}, indent=1))
+    say(
+        f"{module.NAME} on {workers} × {cfg.chip}, each with {chip.hbm:g} GiB of HBM at {chip.bandwidth:g} GB/s and "
+        f"{chip.teraflops:g} bf16 TFLOP/s"
+    )
+    say(f"libtpu {compiler.version}; GB are 10⁹ bytes, roofline times are estimates; untested on hardware")
+    say(table(phases, chip))
+    if wrong:
+        raise UserError(f"{wrong[0].name}: {wrong[0].refused}{batch or ''}")
+    peak, update = max(phase.peak for phase in phases), step(phases)
+    say(f"peak {peak / 1e9:.2f} GB of {chip.hbm * 2**30 / 1e9:.2f} GB")
+    if update:
+        seconds = update.seconds(chip)
+        say(f"an update takes at least {seconds * 1e3:.1f} ms: at most {update.tokens / seconds:,.0f} tokens/s")
+
+
+def fitting(workers: int, chip) -> str:
+    """The topology with this many workers."""
+    for topology in TOPOLOGIES:
+        if chips_of(topology, chip) == workers:
+            return topology
+    raise UserError(
+        f"--num-chips {workers}: no topology has that many workers; use --topology {' or '.join(TOPOLOGIES)}"
+    )
+
+
+def largest(module, options, workers: int, why: NotCompiled, compiler: Compiler) -> str | None:
+    """Which batch size does fit, as the end of an error message; found by halving."""
+    name = next((each for each in ("batch_size", "global_batch_size") if hasattr(options, each)), None)
+    if why.need is None or name is None:
+        return None
+    unit = workers if name == "global_batch_size" else 1
+    low, high = 0, getattr(options, name) // unit
+    while high - low > 1:
+        middle = (low + high) // 2
+        smaller = type(options)(**{**vars(options), name: middle * unit})
+        say(f"trying {name} {middle * unit}", sys.stderr)
+        fits = not any(phase.refused for phase in compiled(record(module.rehearse, smaller, workers), compiler))
+        low, high = (middle, high) if fits else (low, middle)
+    flag = "--" + name.replace("_", "-")
+    return (
+        f"; {flag} {low * unit} is the largest that fits" if low else f"; not even {flag} {unit} fits; use fewer tokens"
+    )
+
+
+if __name__ == "__main__":
+    run_script(main, Config, NAME, __doc__)

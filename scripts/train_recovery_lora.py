@@ -72,12 +72,13 @@ from torch import nn
 
 from qat_lora.backend import TorchBackend, open_backend, planned_workers
 from qat_lora.backend.launch import launch
+from qat_lora.backend.rehearsal import Rehearsal, SameRows
 from qat_lora.data.batches import first_batches
 from qat_lora.data.packing import TextDataset, split_heldout, tokenizer_fingerprint
 from qat_lora.data.templates import template_facts
 from qat_lora.errors import UserError
 from qat_lora.export.gguf import export_formats
-from qat_lora.kd.dataset import KDCacheDataset
+from qat_lora.kd.dataset import KDCacheDataset, planned_rows
 from qat_lora.kd.evaluation import heldout_figures
 from qat_lora.kd.training import target_entropy
 from qat_lora.lora.adapter import adapter_values, save_adapter
@@ -86,6 +87,8 @@ from qat_lora.lora.recovery import MODES, Anchor, recovery_stage
 from qat_lora.lora.targets import coverage, left_out
 from qat_lora.models.architecture import unwrap
 from qat_lora.models.loading import adapter_notes, check_length, load_config, load_model, model_fingerprint
+from qat_lora.models.packaged import EMBEDDED
+from qat_lora.models.planned import planned_name
 from qat_lora.quant.linear import quantized_layers
 from qat_lora.quant.student import StudentSpec, bits_per_weight, empty_student, load_student, read_student
 from qat_lora.run.console import attempt, compared, say, summarise
@@ -273,6 +276,30 @@ def memory(cfg: Config, model: nn.Module) -> tuple[Parts, dict[str, Parts]]:
     )
     base = 4 * sum(p.numel() for name, p in model.named_parameters() if "lora_" not in name)
     return anchor, {"fitting the adapter": loading_memory(model) | {"base model": base, "second moments": moments}}
+
+
+def rehearse(cfg: Config, backend: TorchBackend) -> None:
+    """Record the graphs of every phase, for compile_for_tpu.py and dry runs. Only shapes matter: the student has no
+    values, all rows are the same, and a checkpoint that does not exist yet is taken to hold every layer in 4 bits."""
+    count = cfg.update_facts(backend.world_size)["rows_per_update"]
+    if cfg.mode == "kd":
+        rows = planned_rows(cfg.cache_dir, count)
+    else:
+        ones = torch.ones(cfg.length, dtype=torch.uint8)
+        rows = SameRows(count, tokens=torch.zeros(cfg.length, dtype=torch.long), mask=ones)
+    made = {"model": cfg.model or EMBEDDED, "spec": {"mlp": "uniform4/r32", "attn": "uniform4/r32", "head": "none"}}
+    made = read_made(cfg) if Path(cfg.checkpoint or "").is_file() else made
+    model = backend.place(adapted(cfg, empty_student(made | {"model": planned_name(made["model"])})))
+    with backend.phase("anchor"):
+        anchor = make_anchor(cfg, model, rows, backend)
+    if cfg.gradient_checkpointing:
+        backend.gradient_checkpointing(model)
+    measure = heldout_figures if cfg.mode == "kd" else heldout_nll
+
+    def evaluate(step: int) -> dict:
+        return measure(model, rows, backend, cfg.batch_size, cfg.batch_size)
+
+    recover(cfg, model, rows, anchor, Rehearsal(backend, count * len(rows[0]["tokens"])), evaluate)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Compiles recorded graphs with the TPU's own compiler, which needs no chip: it says what fits, and what it costs.
 
-libtpu holds the compiler. It is reached through jaxlib, a kept library: jax opens a topology that is not there, jaxlib's
-MLIR marks the arguments whose memory results may reuse, and its client returns the memory and cost figures. jax's fully
-public way, a jitted function, cannot take torch_xla's programs, whose collectives run over replicas. pypjrt returns no
-memory figures for a topology, and ctypes would tie us to the struct layouts of one libtpu.
+libtpu holds the compiler. It is reached through jaxlib, a kept library: jax opens a topology that is not there,
+jaxlib's MLIR marks the arguments whose memory results may reuse, and its client returns the memory and cost figures.
+jax's fully public way, a jitted function, cannot take torch_xla's programs, whose collectives run over replicas. pypjrt
+returns no memory figures for a topology, and ctypes would tie us to the struct layouts of one libtpu.
 jax stays in a process of its own: a fault inside libtpu ends that process and not the program.
 """
 
@@ -58,7 +58,7 @@ class Chip:
     def topology(self, name: str, shape: str) -> tuple[str, list[int] | None]:
         """libtpu's name for a topology such as 2x2, and the chips of a host where it has to be told."""
         sizes = [int(size) for size in shape.split("x")] + ([] if self.flat else [1])
-        bounds = (sizes + [1])[:3] if sizes[:2] != [2, 2] else None
+        bounds = [*sizes, 1][:3] if sizes[:2] != [2, 2] else None
         return f"{name}:{'x'.join(map(str, sizes))}", bounds
 
 
@@ -286,8 +286,8 @@ def _compiled(code: bytes, donated: list[int], devices: list) -> dict:
         arguments=memory.argument_size_in_bytes, outputs=memory.output_size_in_bytes,
         aliased=memory.alias_size_in_bytes, temporary=memory.temp_size_in_bytes,
         code=memory.generated_code_size_in_bytes, peak=memory.peak_memory_in_bytes, flops=cost["flops"],
-        accessed=cost["bytes accessed"], moved=hbm_bytes(program), collectives={kind: n for kind, n in counts.items() if n},
-        seconds=round(time.monotonic() - started, 1),
+        accessed=cost["bytes accessed"], moved=hbm_bytes(program),
+        collectives={kind: number for kind, number in counts.items() if number}, seconds=round(time.monotonic() - started, 1),
     ))  # fmt: skip
 
 

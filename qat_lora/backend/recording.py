@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from qat_lora.backend.placing import retie, tied_parameters
 from qat_lora.backend.xla import XlaBackend
-from qat_lora.errors import UserError
 
 _XLA = torch_xla._XLAC
 
@@ -37,6 +36,7 @@ class Graph:
     code: bytes = field(repr=False)
     donated: tuple[int, ...]
     chips: int = 1
+    beside: int = 0
 
     @property
     def hash(self) -> str:
@@ -95,13 +95,16 @@ class RecordingBackend(XlaBackend):
         return module
 
     def step_boundary(self) -> None:
-        pending = _pending()
+        pending, held = _live()
         if not pending:
             return
         tensors, updated = [t for t, _ in pending.values()], {alias for _, alias in pending.values()}
         sources, _ = _XLA._get_tensors_xla_device_data_node(tensors)
         donated = tuple(number for number, source in enumerate(sources) if source in updated)
-        self._phase.append(Graph(xm.get_stablehlo_bytecode(tensors), donated, self.world_size))
+        beside = sum(size for number, size in held.items() if number not in sources)
+        code = xm.get_stablehlo_bytecode(tensors)
+        together = self.world_size if b"all_reduce" in code else 1
+        self._phase.append(Graph(code, donated, together, beside))
         self._drop()
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
@@ -134,9 +137,10 @@ class RecordingBackend(XlaBackend):
         _XLA._clear_pending_irs(str(self.device))
 
 
-def _pending() -> dict[int, tuple[Tensor, int]]:
-    """{id: (tensor, the id of the tensor that it updates in place, or its own)} of all tensors not computed yet."""
-    found = {}
+def _live() -> tuple[dict[int, tuple[Tensor, int]], dict[int, int]]:
+    """Every tensor on the device: {id: (tensor, the id of the one that it updates in place, or its own)} of those not
+    computed yet, and {id: bytes} of the others."""
+    pending, held = {}, {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # objects that warn when they are looked at
         for thing in gc.get_objects():
@@ -145,7 +149,9 @@ def _pending() -> dict[int, tuple[Tensor, int]]:
                     if tensor is None:
                         continue
                     text = _XLA._get_xla_tensor_debug_info(tensor)
-                    if "XLAData: None" in text and "IR: None" not in text:
-                        number, alias = (int(re.search(rf"{key}: (\d+)", text)[1]) for key in ("TensorID", "AliasID"))
-                        found[number] = tensor, alias
-    return dict(sorted(found.items()))  # in torch_xla's order, so that equal steps give equal graphs
+                    number, alias = (int(re.search(rf"{key}: (\d+)", text)[1]) for key in ("TensorID", "AliasID"))
+                    if "XLAData: None" not in text:
+                        held[number] = tensor.nbytes
+                    elif "IR: None" not in text:
+                        pending[number] = tensor, alias
+    return dict(sorted(pending.items())), held  # in torch_xla's order, so that equal steps give equal graphs

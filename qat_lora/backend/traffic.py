@@ -70,7 +70,7 @@ def _moved(name: str, computations: dict, known: dict) -> float:
 
 
 def _cost(instruction: tuple, kinds: dict[str, str], computations: dict, known: dict) -> float:
-    name, kind, operation, rest = instruction
+    _, kind, operation, rest = instruction
     if operation in FREE or operation.endswith("-done") or (operation == "custom-call" and "Bitcast" in rest):
         return 0.0
     if operation in ("while", "call", "conditional"):

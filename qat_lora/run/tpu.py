@@ -1,0 +1,169 @@
+"""What a run would need on a TPU: its graphs, recorded from a script's options, and the TPU compiler's figures."""
+
+import dataclasses
+import importlib.util
+import os
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from qat_lora.backend.aot import CHIPS, Chip, Compiled, Compiler, NotCompiled
+from qat_lora.errors import ROOT, UserError, load_package
+from qat_lora.run.command_line import parse
+from qat_lora.run.console import say
+
+PROGRAMS = {"pretrain": ROOT / "pretrain.py"} | {p.stem: p for p in sorted((ROOT / "scripts").glob("*.py"))}
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase of a run on one chip of `chips`: its graphs, each with how often it runs, in the order of the first.
+
+    tokens: trained on by one execution of all of them, over all chips. results: the compiler's answer to each graph.
+    """
+
+    name: str
+    tokens: int
+    counts: dict[Any, int]
+    results: list[Compiled | NotCompiled]
+
+    @property
+    def refused(self) -> NotCompiled | None:
+        return next((found for found in self.results if isinstance(found, NotCompiled)), None)
+
+    @property
+    def largest(self) -> Compiled:
+        """The figures of the graph with the highest peak."""
+        return max(self.results, key=lambda found: found.peak)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes of HBM in use during the phase, with what no graph touches."""
+        return max(found.peak + graph.beside for graph, found in zip(self.counts, self.results))
+
+    def total(self, name: str) -> float:
+        """A figure of one execution of the whole phase."""
+        return sum(getattr(found, name) * count for found, count in zip(self.results, self.counts.values()))
+
+    def seconds(self, chip: Chip) -> float:
+        """The roofline's time of the whole phase."""
+        return sum(found.roofline(chip) * count for found, count in zip(self.results, self.counts.values()))
+
+
+def load_script(name: str) -> ModuleType:
+    """A training script as a module, without running it. Raises UserError if it is none that can be rehearsed."""
+    name = Path(name).stem
+    known = [each for each, path in PROGRAMS.items() if "def rehearse(" in path.read_text()]
+    if name not in known and name not in PROGRAMS:
+        raise UserError(f"{name}: no such script; give one of {', '.join(known)}")
+    path = PROGRAMS[name]
+    if name == "pretrain" and name not in known:
+        path = ROOT / "scripts" / "pretrain.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, "rehearse"):
+        raise UserError(f"{name} trains nothing; give one of {', '.join(known)}")
+    return module
+
+
+def read_options(module: ModuleType, words: list[str], chips: int | None) -> Any:
+    """The script's options, with `chips` workers if given."""
+    config = parse(module.Config, module.NAME, words)
+    if chips is not None and hasattr(config, "num_chips"):
+        config = dataclasses.replace(config, num_chips=chips)
+    return config
+
+
+def record(rehearse, config, chips: int):
+    """The backend that holds the graphs of every phase of a run. Runs in this process, on torch_xla's CPU device."""
+    os.environ["PJRT_DEVICE"] = "CPU"
+    load_package("torch_xla", "recording the graphs of a TPU")
+    from qat_lora.backend.recording import RecordingBackend
+
+    backend = RecordingBackend("bf16" if config.precision == "auto" else config.precision, chips)
+    rehearse(config, backend)
+    return backend
+
+
+def compiled(backend, compiler: Compiler) -> list[Phase]:
+    """Every phase with the compiler's figures. Says what is compiled, since a graph of a large model takes minutes."""
+    graphs = {graph.hash: graph for phase in backend.graphs.values() for graph in phase}
+    new = [graph for graph in graphs.values() if not compiler.is_known(graph)]
+    if new:
+        say(f"compiling {len(new)} of {len(graphs)} graphs for {compiler.chip}:{compiler.topology}", sys.stderr)
+    found = dict(zip(graphs, compiler.compile(list(graphs.values()))))
+    phases = []
+    for name, sequence in backend.graphs.items():
+        numbers, first = Counter(graph.hash for graph in sequence), {}
+        for graph in sequence:
+            first.setdefault(graph.hash, graph)
+        counts = {first[key]: count for key, count in numbers.items()}
+        if counts:
+            phases.append(Phase(name, backend.tokens[name], counts, [found[graph.hash] for graph in counts]))
+    return phases
+
+
+def step(phases: list[Phase]) -> Phase | None:
+    """The phase that a run spends its time in: its last update."""
+    return next((phase for phase in reversed(phases) if phase.tokens), None)
+
+
+def table(phases: list[Phase], chip: Chip) -> str:
+    """Figures of every phase, in GB (10⁹ bytes) and TFLOP, aligned for a terminal."""
+    head = (
+        "phase", "graphs", "compile s", "arguments", "outputs", "aliased", "temporary", "code", "peak", "TFLOP",
+        "moved", "accessed", "roofline ms", "tokens/s", "collectives",
+    )  # fmt: skip
+    rows = [head]
+    for phase in phases:
+        graphs = str(sum(phase.counts.values())) + ("" if len(phase.counts) == 1 else f" ({len(phase.counts)})")
+        if phase.refused:
+            rows.append((phase.name, graphs, f"does not fit or compile: {phase.refused}", *[""] * (len(head) - 3)))
+            continue
+        most, seconds = phase.largest, phase.seconds(chip)
+        sizes = (most.arguments, most.outputs, most.aliased, most.temporary, most.code, phase.peak)
+        kinds = Counter()
+        for found, count in zip(phase.results, phase.counts.values()):
+            kinds.update({kind: number * count for kind, number in found.collectives.items()})
+        rows.append((
+            phase.name, graphs, f"{sum(found.seconds for found in phase.results):.0f}",
+            *(f"{size / 1e9:.2f}" for size in sizes), f"{phase.total('flops') / 1e12:.3f}",
+            f"{phase.total('moved') / 1e9:.2f}", f"{phase.total('accessed') / 1e9:.2f}", f"{seconds * 1e3:.2f}",
+            f"{phase.tokens / seconds:,.0f}" if phase.tokens else "",
+            ", ".join(f"{number} {kind}" for kind, number in kinds.items()),
+        ))  # fmt: skip
+    widths = [max(len(row[i]) for row in rows if not row[2].startswith("does")) for i in range(len(head))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+
+
+def as_json(phases: list[Phase], chip: Chip) -> list[dict]:
+    """The same figures for programs: bytes, operations, seconds."""
+    return [
+        {
+            "phase": phase.name, "tokens": phase.tokens, "error": str(phase.refused) if phase.refused else None,
+            "graphs": [
+                {"hash": graph.hash, "times": count, "beside": graph.beside, "chips": graph.chips}
+                | ({"error": str(found)} if isinstance(found, NotCompiled) else dataclasses.asdict(found))
+                for (graph, count), found in zip(phase.counts.items(), phase.results)
+            ],
+            **({} if phase.refused else {"peak": phase.peak, "roofline_seconds": phase.seconds(chip)}),
+        }
+        for phase in phases
+    ]  # fmt: skip
+
+
+def chips_of(topology: str, chip: Chip) -> int:
+    """How many workers a topology has."""
+    size = 1
+    for part in topology.split("x"):
+        size *= int(part)
+    return size * chip.cores if size > 1 else 1
+
+
+__all__ = [
+    "CHIPS", "Phase", "as_json", "chips_of", "compiled", "load_script", "read_options", "record", "step", "table",
+]  # fmt: skip
