@@ -465,13 +465,15 @@ def rehearse(cfg: Config, backend: TorchBackend) -> None:
     ends, sizes = tuple(end_tokens(empty, tokenizer)), (ROWS, cfg.max_prompt_length, cfg.max_new_tokens)
     sampler = BobSampler(tokenizer, backend, ends, *sizes)
     model = backend.place(freeze_plain_tables(empty))
-    start = backend.place(empty_model(planned_name(cfg.model)).requires_grad_(False))
+
+    def original() -> nn.Module:
+        return backend.place(empty_model(planned_name(cfg.model)).requires_grad_(False))
 
     def evaluate(step: int) -> dict[str, float]:
         return glance(sampler, model, cfg.seed)
 
     with backend.phase("validation"):  # of one question: a batch is filled up, so all batches have one shape
-        validation_of(sampler, model, start, cfg.validation_samples, Sampling(), heldout_questions()[:1])
+        validation_of(sampler, model, original(), cfg.validation_samples, Sampling(), heldout_questions()[:1])
     if has_sft(cfg):
         plan, row = sft_plan(cfg), torch.zeros(cfg.max_prompt_length + cfg.max_new_tokens, dtype=torch.long)
         session = Rehearsal(backend, plan.batch_size * len(row))
@@ -481,7 +483,7 @@ def rehearse(cfg: Config, backend: TorchBackend) -> None:
         asked, rewards = torch.zeros(plan.batch_size, cfg.max_prompt_length, dtype=torch.long), itertools.count()
         session = Rehearsal(backend, plan.accumulation * (asked.numel() + plan.batch_size * plan.group * plan.length))
         prompts = PromptDataset(Prompts(asked, torch.ones_like(asked, dtype=torch.bool)))
-        reference = start if cfg.beta else None
+        reference = original() if cfg.beta else None
         reinforce(model, reference, prompts, lambda *_: (float(next(rewards)), {}), plan, session, evaluate)
 
 
