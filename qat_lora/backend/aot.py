@@ -287,7 +287,8 @@ def _compiled(code: bytes, donated: list[int], devices: list) -> dict:
         aliased=memory.alias_size_in_bytes, temporary=memory.temp_size_in_bytes,
         code=memory.generated_code_size_in_bytes, peak=memory.peak_memory_in_bytes, flops=cost["flops"],
         accessed=cost["bytes accessed"], moved=hbm_bytes(program),
-        collectives={kind: number for kind, number in counts.items() if number}, seconds=round(time.monotonic() - started, 1),
+        collectives={kind: number for kind, number in counts.items() if number},
+        seconds=round(time.monotonic() - started, 1),
     ))  # fmt: skip
 
 

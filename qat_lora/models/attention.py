@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ class Layout:
 
     visible: bool [B, Q, K] (or [1, Q, K]), including causality; query [B, Q] and key [B, K]: the position of each token
     in its own text, on which windows and chunks are based. lengths: the lengths of each row's examples, on the CPU;
-    if given, attention runs on one example at a time and computes nothing that a mask would discard. causal: whether
+    if given, attention runs on one example at a time and computes nothing that a mask would discard. is_causal: whether
     query i sees no key after i.
     """
 
@@ -37,7 +38,7 @@ class Layout:
     query: Tensor
     key: Tensor
     lengths: list[list[int]] | None = None
-    causal: bool = False
+    is_causal: bool = False
     plain: MutableMapping[Tensor, bool] = field(default_factory=WeakTensorKeyDictionary)  # results of is_plain
 
     @classmethod
@@ -46,7 +47,7 @@ class Layout:
         host sync."""
         positions = torch.arange(length, device=device).unsqueeze(0)
         visible = torch.ones(1, length, length, dtype=torch.bool, device=device).tril()
-        return cls(visible, positions, positions, causal=True)
+        return cls(visible, positions, positions, is_causal=True)
 
     @classmethod
     def packed(cls, segments: Tensor, positions: Tensor, one_by_one: bool) -> "Layout":
@@ -55,7 +56,7 @@ class Layout:
         causal = torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
         visible = (segments.unsqueeze(2) == segments.unsqueeze(1)) & causal
         lengths = [row.unique_consecutive(return_counts=True)[1].tolist() for row in segments] if one_by_one else None
-        return cls(visible, positions, positions, lengths, causal=True)
+        return cls(visible, positions, positions, lengths, is_causal=True)
 
     def mask(self, allowed: Callable) -> Tensor:
         """bool [B, 1, Q, K] from a mask function of transformers (batch, head, query position, key position)."""
@@ -166,7 +167,7 @@ def _query_blocks(length: int, keys: int, causal: bool) -> list[tuple[slice, int
     operations to the graph."""
     count = min(4, max(1, length // 128)) if causal else 1
     edges = [length * number // count for number in range(count + 1)]
-    return [(slice(a, b), b if causal else keys) for a, b in zip(edges, edges[1:])]
+    return [(slice(a, b), b if causal else keys) for a, b in pairwise(edges)]
 
 
 def _folded(x: Tensor) -> Tensor:
@@ -193,7 +194,7 @@ def _sdpa(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Te
     q = query.to(value.dtype).reshape(batch * heads, -1, *query.shape[2:])
     k, v = (tensor.flatten(0, 1) for tensor in (key.to(value.dtype), value))
     seen = mask.expand(batch, -1, -1, -1).repeat_interleave(heads, 0)
-    causal = layout is not None and layout.causal and query.shape[2] == key.shape[2]
+    causal = layout is not None and layout.is_causal and query.shape[2] == key.shape[2]
     out = GraphAttention.apply(q, k, v, seen, scale, causal)
     return out.view(batch, query.shape[1], -1, width).transpose(1, 2), None
 

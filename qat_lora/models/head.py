@@ -1,6 +1,5 @@
 """How a causal language model's last hidden states become logits: the function, and how to measure it on a model."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -308,7 +307,7 @@ def spread(index: Tensor, values: Tensor, width: int) -> Tensor:
 
     For a graph: a TPU scatters single elements slowly, and only after it has copied the whole matrix into another
     layout. Instead each index is split into a quotient and a remainder, and the product of their one-hot matrices is
-    the result. On a TPU factors are rounded to bf16, so a value is the sum of two that bf16 can hold, and exact to 2⁻¹⁷.
+    the result. A TPU rounds factors to bf16, so a value is the sum of two that bf16 can hold, and exact to 2⁻¹⁷.
     """
     if index.shape[1] == 1:
         return torch.where(torch.arange(width, device=index.device) == index, values, 0)

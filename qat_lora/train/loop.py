@@ -97,6 +97,7 @@ class Update:
 
     def __init__(self, stage: Stage, number: int, factor: float, stream: Iterator[dict]):
         self.stage, self.number, self.factor, self.stream = stage, number, factor, stream
+        self.added: dict[str, list[Metric | Ratio]] = {}
         self.metrics: dict[str, Metric | Ratio | Value] = {}
 
     def __iter__(self) -> Iterator[dict]:
@@ -106,14 +107,15 @@ class Update:
             yield next(self.stream)
 
     def add(self, **metrics: Metric | Ratio) -> None:
-        """Add the metrics of a micro-batch to those of the earlier ones."""
+        """Add the metrics of a micro-batch to those of the earlier ones. On XLA, the sums are part of the optimiser
+        step's graph, so that all micro-batches before it have the same one."""
         for name, metric in metrics.items():
-            metric = metric.detached()
-            self.metrics[name] = self.metrics[name] + metric if name in self.metrics else metric
+            self.added.setdefault(name, []).append(metric.detached())
 
     def step(self) -> Tensor:
         """Reduce the gradients over workers, clip them and take the optimiser step, with `in_step` and `after_step`.
         Returns the gradient norm before clipping, a device scalar."""
+        self._sum()
         stage = self.stage
         in_step = partial(stage.in_step, self.factor) if stage.in_step else None
         norm = stage.backend.update(stage.optimizer, stage.plan.clip_grad_norm, in_step)
@@ -124,8 +126,15 @@ class Update:
 
     def record(self, **metrics: Metric | Ratio | Value) -> None:
         """Pass the metrics of the whole update and the learning rate to the session."""
+        self._sum()
         rate = Last(self.stage.plan.learning_rate * self.factor)
         self.stage.session.record(**self.metrics, **metrics, lr=rate)
+
+    def _sum(self) -> None:
+        """Sum the metrics of the micro-batches, in order."""
+        for name, (first, *others) in self.added.items():
+            self.metrics[name] = sum(others, first)
+        self.added = {}
 
 
 class StageState:
