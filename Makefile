@@ -179,6 +179,8 @@ bench-reservoir: setup-peers ## speed of a reservoir against ReservoirPy's
 bench-recursive: setup ## an update of a recursive model against a plain implementation
 	$(PY) benchmarks/recursive_step.py
 
+tpu-check: setup ## compile every TPU preset for its chip, without one (hours at first; resumes)
+	USE_TORCH_XLA=0 $(PY) benchmarks/tpu_check.py
 
 bench-divergence: setup ## how two Athena workers drift from one through rounding
 	$(PY) benchmarks/divergence.py

@@ -85,8 +85,8 @@ def main(cfg: Config) -> None:
     if cfg.json:
         return print(json.dumps({"chip": cfg.chip, "topology": topology, "phases": as_json(phases, chip)}, indent=1))
     say(
-        f"{module.NAME} on {workers} × {cfg.chip}, each with {chip.hbm:g} GiB of HBM at {chip.bandwidth:g} GB/s and "
-        f"{chip.teraflops:g} bf16 TFLOP/s"
+        f"{module.__name__} on {workers} × {cfg.chip}, each with {chip.hbm:g} GiB of HBM at {chip.bandwidth:g} GB/s "
+        f"and {chip.teraflops:g} bf16 TFLOP/s"
     )
     say(f"libtpu {compiler.version}; GB are 10⁹ bytes, roofline times are estimates; untested on hardware")
     say(table(phases, chip))

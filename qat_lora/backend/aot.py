@@ -36,6 +36,7 @@ ENVIRONMENT = {  # without the first, libtpu asks a metadata server for minutes;
 }
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 USED = re.compile(r"Used ([\d.]+)([KMG]) of ([\d.]+)([KMG]) hbm")
+USABLE = 15.75 / 16  # of HBM, as libtpu's own refusals say; it does not count a graph's arguments and results itself
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -168,19 +169,26 @@ class Compiler:
                 with open(self.kept, "a") as file:
                     file.write(json.dumps({"key": key, **found}) + "\n")
         found = self.known[key]
-        return Compiled(**found) if "error" not in found else refusal(found["error"])
+        if "error" in found:
+            return refusal(found["error"])
+        compiled, limit = Compiled(**found), CHIPS[self.chip].hbm * 2**30 * USABLE
+        return compiled if compiled.peak <= limit else too_large(compiled.peak, limit)
+
+
+def too_large(need: float, limit: float) -> NotCompiled:
+    """The error for a graph that needs `need` bytes of HBM on a chip that has `limit`."""
+    error = NotCompiled(
+        f"it needs {need / 2**30:.2f} GiB of HBM and the chip has {limit / 2**30:.2f} GiB, "
+        f"{(need - limit) / 2**30:.2f} GiB less"
+    )
+    error.need, error.limit = need, limit
+    return error
 
 
 def refusal(text: str) -> NotCompiled:
     """The compiler's message as an error of one line."""
     if match := USED.search(text):
-        need, limit = float(match[1]) * UNITS[match[2]], float(match[3]) * UNITS[match[4]]
-        error = NotCompiled(
-            f"it needs {need / 2**30:.2f} GiB of HBM and the chip has {limit / 2**30:.2f} GiB, "
-            f"{(need - limit) / 2**30:.2f} GiB less"
-        )
-        error.need, error.limit = need, limit
-        return error
+        return too_large(float(match[1]) * UNITS[match[2]], float(match[3]) * UNITS[match[4]])
     return NotCompiled(" ".join(text.split())[:200])
 
 
@@ -277,6 +285,9 @@ def _compiled(code: bytes, donated: list[int], devices: list) -> dict:
         marks = [{"jax.buffer_donor": given} if i in set(donated) else {} for i in range(len(main.arguments))]
         main.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(mark) for mark in marks])
         module.operation.write_bytecode(text)
+        # single numbers are fine: torch_xla passes Python's floats so, and as float32 on a TPU
+        if found := re.search(r"tensor<\d[\dx]*xf64>", str(module)):
+            raise ValueError(f"it holds float64 ({found[0]}), which a TPU does not have; use float32")
     options = get_compile_options(num_replicas=len(devices), num_partitions=1)
     made = devices[0].client.compile(text.getvalue(), DeviceList(tuple(devices)), options)
     memory, cost = made.get_compiled_memory_stats(), made.cost_analysis()
@@ -285,8 +296,8 @@ def _compiled(code: bytes, donated: list[int], devices: list) -> dict:
     return asdict(Compiled(
         arguments=memory.argument_size_in_bytes, outputs=memory.output_size_in_bytes,
         aliased=memory.alias_size_in_bytes, temporary=memory.temp_size_in_bytes,
-        code=memory.generated_code_size_in_bytes, peak=memory.peak_memory_in_bytes, flops=cost["flops"],
-        accessed=cost["bytes accessed"], moved=hbm_bytes(program),
+        code=memory.generated_code_size_in_bytes, peak=memory.peak_memory_in_bytes, flops=cost.get("flops", 0.0),
+        accessed=cost.get("bytes accessed", 0.0), moved=hbm_bytes(program),
         collectives={kind: number for kind, number in counts.items() if number},
         seconds=round(time.monotonic() - started, 1),
     ))  # fmt: skip

@@ -9,20 +9,29 @@ import gc
 import hashlib
 import os
 import re
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from qat_lora.backend.placing import retie, tied_parameters
 from qat_lora.backend.xla import XlaBackend
+from qat_lora.errors import ROOT, UserError
 
 _XLA = torch_xla._XLAC
+READS = {  # functions that read values of a tensor
+    Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__bool__, Tensor.__int__, Tensor.__float__,
+    Tensor.__index__, Tensor.nonzero, torch.nonzero, Tensor.masked_select, torch.masked_select, Tensor.equal,
+    torch.equal, Tensor.unique, Tensor.unique_consecutive, Tensor.bincount,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -40,7 +49,9 @@ class Graph:
 
     @property
     def hash(self) -> str:
-        return hashlib.sha256(self.code + repr((self.donated, self.chips)).encode()).hexdigest()[:16]
+        """Names the program. Like torch_xla, which runs a graph that it knows as it compiled it the first time, this
+        leaves the donated arguments out."""
+        return hashlib.sha256(self.code + repr(self.chips).encode()).hexdigest()[:16]
 
 
 class RecordingBackend(XlaBackend):
@@ -51,10 +62,12 @@ class RecordingBackend(XlaBackend):
     """
 
     on_tpu = True  # decides the precision and what a step contains
+    steps_between_reads = 2  # the second token of an answer has the graph of all that follow
 
     def __init__(self, precision: str = "auto", chips: int = 1):
         os.environ["XLA_ALWAYS_ALLREDUCE"] = "1" if chips > 1 else "0"  # here torch_xla sees one device
         super().__init__(precision)
+        gc.freeze()  # what exists so far holds no tensor of this device, and need not be searched at every step
         self.chips = chips
         self.graphs: dict[str, list[Graph]] = {}
         self.tokens: dict[str, int] = {}
@@ -70,7 +83,8 @@ class RecordingBackend(XlaBackend):
         self.step_boundary()
         self._phase = self.graphs[name] = []
         self.tokens[name] = tokens
-        yield
+        with _NoReads():
+            yield
         self.step_boundary()
         self._phase = []
 
@@ -103,7 +117,10 @@ class RecordingBackend(XlaBackend):
         donated = tuple(number for number, source in enumerate(sources) if source in updated)
         beside = sum(size for number, size in held.items() if number not in sources)
         code = xm.get_stablehlo_bytecode(tensors)
-        together = self.world_size if b"all_reduce" in code else 1
+        with torch.no_grad():  # a copy of a tensor would otherwise go on sharing its placeholder
+            for tensor in (t for t, _ in pending.values() if "xla::device_data" in _XLA._get_xla_tensor_debug_info(t)):
+                tensor.zero_()
+        together = self.world_size if b"all_reduce" in code or b"collective" in code else 1
         self._phase.append(Graph(code, donated, together, beside))
         self._drop()
 
@@ -116,6 +133,12 @@ class RecordingBackend(XlaBackend):
     def reduce(self, tensors: list[Tensor]) -> None:
         if self.world_size > 1:
             xm.all_reduce(xm.REDUCE_SUM, tensors)
+
+    def broadcast(self, tensors: list[Tensor]) -> None:
+        if self.world_size > 1:
+            self.step_boundary()
+            xm.collective_broadcast(tensors)
+            self.step_boundary()
 
     def fetch(self, *tensors: Tensor) -> list[float]:
         self.step_boundary()
@@ -135,6 +158,44 @@ class RecordingBackend(XlaBackend):
     def _drop(self) -> None:
         """Replace all results that are not computed yet by placeholders."""
         _XLA._clear_pending_irs(str(self.device))
+        # as torch_xla does at every boundary; else the expression for the seed grows from graph to graph
+        xm.set_rng_state(xm.get_rng_state(str(self.device)), str(self.device))
+
+
+class _NoReads(TorchFunctionMode):
+    """Refuses every call that reads a value of the device on the host: there are no values, and torch_xla would end the
+    process. (A TorchDispatchMode would see more, but loses writes through views on XLA.)"""
+
+    def __torch_function__(self, function, kinds, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, Tensor) and _reads(function, first, args[1:], kwargs):
+            ours = [f for f in traceback.extract_stack() if str(ROOT) in f.filename and f.filename != __file__]
+            where = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else "a step"
+            raise UserError(
+                f"{where} reads a value of the device on the host ({function.__name__}), so a TPU would wait in the "
+                "middle of a step; keep it in a tensor, or use backend.fetch"
+            )
+        return function(*args, **kwargs)
+
+
+def _reads(function, first: Tensor, others: tuple, options: dict) -> bool:
+    """Whether a call reads a value: also one whose result has a shape that depends on values, as with a mask."""
+    if first.device.type != "xla":  # a copy to the host
+        return function is Tensor.copy_ and isinstance(others[0], Tensor) and others[0].device.type == "xla"
+    if function in (Tensor.__getitem__, Tensor.__setitem__):
+        places = others[0] if isinstance(others[0], tuple) else (others[0],)
+        return any(isinstance(place, Tensor) and place.dtype == torch.bool for place in places)
+    if function is Tensor.to:
+        return any(isinstance(x, str | torch.device) and str(x) == "cpu" for x in (*others, *options.values()))
+    return function in READS
+
+
+def _device_type(tensor: Tensor) -> str:
+    try:
+        return tensor.device.type
+    except RuntimeError:  # a tensor without a device
+        return ""
 
 
 def _live() -> tuple[dict[int, tuple[Tensor, int]], dict[int, int]]:
@@ -144,7 +205,7 @@ def _live() -> tuple[dict[int, tuple[Tensor, int]], dict[int, int]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # objects that warn when they are looked at
         for thing in gc.get_objects():
-            if issubclass(type(thing), Tensor) and thing.device.type == "xla":
+            if issubclass(type(thing), Tensor) and _device_type(thing) == "xla":
                 for tensor in (thing, thing.grad if thing.is_leaf else None):
                     if tensor is None:
                         continue

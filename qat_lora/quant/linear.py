@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qat_lora.backend import compute_dtype, native
-from qat_lora.backend.devices import without_autocast
+from qat_lora.backend.devices import number_like, without_autocast
 from qat_lora.backend.tiles import tiles
 from qat_lora.quant.spec import QuantSpec
 
@@ -123,7 +123,8 @@ class Stored(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         (scale,) = ctx.saved_tensors
-        return grad if not ctx.least else torch.where(scale.abs() >= ctx.least, grad, 0), None
+        kept = scale.abs() >= number_like(ctx.least, scale)
+        return grad if not ctx.least else torch.where(kept, grad, 0), None
 
 
 def nearest_code(x: Tensor, spec: QuantSpec) -> Tensor:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qat_lora.backend.devices import number_like
 from qat_lora.errors import UserError
 from qat_lora.rl import REDUCTIONS, SCALES
 
@@ -86,7 +87,7 @@ def grpo_loss(
     `token_weights`.
     """
     advantages, ratio = advantages.unsqueeze(1), (logp - old).exp()
-    bounded = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
+    bounded = ratio.clamp(*(number_like(edge, ratio) for edge in (1 - objective.clip_low, 1 + objective.clip_high)))
     loss = -torch.minimum(ratio * advantages, bounded * advantages)
     if reference is not None:
         loss = loss + objective.beta * k3(logp, reference)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from qat_lora.backend import TorchBackend, compute_dtype
+from qat_lora.backend.devices import number_like
 from qat_lora.errors import UserError, first_line
 from qat_lora.models.architecture import (
     cached_states,
@@ -26,8 +27,6 @@ from qat_lora.models.check import CLOSE, FAULTS, sample_tokens
 from qat_lora.models.generate import LEAST
 from qat_lora.quant.student import head_of
 from qat_lora.rl.policy import Prompts, log_probs
-
-STOP_EVERY = 16  # tokens between checks whether every completion has ended: a check waits for the device
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ def rollout(
         reader = (_OwnCache if is_recurrent(model) else _Slots)(model, prompts, group, length)
         logits = head.logits(reader.first().to(head.weight.dtype)).repeat_interleave(group, 0)
 
-        rows, every = count * group, 1 if backend.reads_at_once else STOP_EVERY
+        rows = count * group
         tokens, logps = stop.new_zeros(length, rows), logits.new_zeros(length, rows)
         entropies = torch.zeros_like(logps)
         step, finished = stop.new_zeros(1), torch.zeros(rows, dtype=torch.bool, device=stop.device)
@@ -99,7 +98,7 @@ def rollout(
             entropies.index_copy_(0, step, entropy.unsqueeze(0))
             finished, step = finished | (token.unsqueeze(1) == stop).any(1), step + 1
             backend.step_boundary()
-            if (turn + 1) % every == 0 and backend.fetch(finished.all())[0]:
+            if (turn + 1) % backend.steps_between_reads == 0 and backend.fetch(finished.all())[0]:
                 break
     tokens, logps, entropies = tokens.T, logps.T, entropies.T
     mask = _until_end(tokens, stop, step)
@@ -172,7 +171,9 @@ def draw(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
         kept = kept.masked_fill(kept < least, -torch.inf)
     if sampling.top_p < 1:
         ordered = kept.softmax(1).sort(1, descending=True).values
-        inside = ordered.cumsum(1) - ordered < sampling.top_p  # including the token that crosses top_p
+        inside = ordered.cumsum(1) - ordered < number_like(
+            sampling.top_p, ordered
+        )  # including the token that crosses top_p
         least = ordered.masked_fill(~inside, torch.inf).amin(1, keepdim=True)
         kept = kept.masked_fill(kept.softmax(1) < least, -torch.inf)
     waiting = -torch.rand_like(logp).clamp(min=1e-30).log()  # exponential; minus its log is a Gumbel variable

@@ -72,7 +72,7 @@ def load_script(name: str) -> ModuleType:
 
 def read_options(module: ModuleType, words: list[str], chips: int | None) -> Any:
     """The script's options, with `chips` workers if given."""
-    config = parse(module.Config, module.NAME, words)
+    config = parse(module.Config, module.__name__, words)
     if chips is not None and hasattr(config, "num_chips"):
         config = dataclasses.replace(config, num_chips=chips)
     return config

@@ -1,0 +1,123 @@
+"""Compiles every TPU preset at full size with the TPU's own compiler, and writes the tables of docs/TPU.md.
+
+    python benchmarks/tpu_check.py            # `make tpu-check`
+    python benchmarks/tpu_check.py --only v6e1 --chip v6e
+
+Needs no TPU. A graph of a large model takes minutes; results are kept in docs/tpu/compiled.jsonl by the graph's hash,
+so an interrupted check continues where it stopped, and only graphs that have changed are compiled again. Exits with 1
+if a preset does not fit the chip that it is made for.
+"""
+
+import argparse
+import gc
+import json
+import re
+import sys
+import time
+
+from qat_lora.backend.aot import CHIPS, KNOWN, Compiler
+from qat_lora.errors import ROOT
+from qat_lora.run.console import say
+from qat_lora.run.tpu import chips_of, compiled, load_script, read_options, record, step, table
+
+PAGE = ROOT / "docs" / "TPU.md"
+FIGURES = ROOT / "docs" / "tpu" / "presets.json"
+PRESETS = {  # name: script, options, the chip it is named after, the topology
+    "recovery v6e1": ("train_recovery_lora", ["--config", "v6e1"], "v6e", "1x1"),
+    "qat v6e4": ("train_qat", ["--config", "v6e4"], "v6e", "2x2"),
+    "musclebob v5e1": ("train_musclebob_improved", ["--config", "v5e1"], "v5e", "1x1"),
+    "legal v5e8": ("train_cot_sft", ["--config", "v5e8"], "v5e", "2x4"),
+    "reservoir tpu": ("train_tinystories_reservoir", ["--config", "tpu"], "v5e", "1x1"),
+    "athena cfg_pretrain_tpu": ("pretrain", ["--config", "cfg_pretrain_tpu"], "v3", "2x2"),
+    "recovery v6e4": ("train_recovery_lora", ["--config", "v6e4"], "v6e", "2x2"),
+    "recovery v6e8": ("train_recovery_lora", ["--config", "v6e8"], "v6e", "2x4"),
+    "kd cache": (
+        "build_kd_cache",
+        ["--model", "Qwen/Qwen3-0.6B", "--length", "1024", "--top-k", "128", "--cache-dir", "caches/x"],
+        "v6e",
+        "1x1",
+    ),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="presets whose name contains this text")
+    parser.add_argument(
+        "--chip", choices=CHIPS, help="this chip only [v5e, v6e, and the one the preset is named after]"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="graphs to compile at the same time, 11 GB each [1]")
+    asked = parser.parse_args()
+    failed = []
+    for name, (script, words, own, topology) in PRESETS.items():
+        if asked.only not in name:
+            continue
+        module = load_script(script)
+        for key in [asked.chip] if asked.chip else dict.fromkeys([own, "v5e", "v6e"]):
+            chip = CHIPS[key]
+            workers = chips_of(topology, chip)
+            options = read_options(module, words, workers if workers > 1 else None)
+            started = time.monotonic()
+            backend = record(module.rehearse, options, workers)
+            say(f"\n{name} on {key}:{topology}, recorded in {time.monotonic() - started:.0f} s")
+            with Compiler(key, topology, asked.jobs, KNOWN) as compiler:
+                phases = compiled(backend, compiler)
+            say(table(phases, chip))
+            keep(name, key, topology, workers, phases, chip)
+            if key == own and any(phase.refused for phase in phases):
+                failed.append(name)
+            del backend
+            gc.collect()
+    write_page()
+    if failed:
+        sys.exit(f"error: {', '.join(failed)} does not fit; lower its batch")
+
+
+def keep(name: str, key: str, topology: str, workers: int, phases: list, chip) -> None:
+    """Store a preset's figures for the page."""
+    known = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
+    refused = next((str(phase.refused) for phase in phases if phase.refused), None)
+    entry = {"preset": name, "chip": key, "topology": topology, "workers": workers, "refused": refused}
+    if not refused:
+        most, update = max(phases, key=lambda phase: phase.peak), step(phases)
+        entry |= {"peak": most.peak, "in": most.name}
+        if update:
+            seconds = update.seconds(chip)
+            entry |= {
+                "ms": round(seconds * 1e3, 2), "tokens": update.tokens, "tokens_per_s": round(update.tokens / seconds),
+                "tflop": round(update.total("flops") / 1e12, 3), "gb": round(update.total("moved") / 1e9, 2),
+                "all_reduces": sum(
+                    found.collectives.get("all-reduce", 0) * count
+                    for found, count in zip(update.results, update.counts.values())
+                ),
+            }  # fmt: skip
+    known[f"{name} {key}"] = entry
+    FIGURES.parent.mkdir(parents=True, exist_ok=True)
+    FIGURES.write_text(json.dumps(known, indent=1) + "\n")
+
+
+def write_page() -> None:
+    """Put the table into docs/TPU.md, between its marks."""
+    rows = [
+        "| preset | chips | peak HBM of a chip | highest in | update, ms | tokens/s | all-reduces |",
+        "|---|---|---:|---|---:|---:|---:|",
+    ]
+    known = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
+    for entry in known.values():
+        chip = CHIPS[entry["chip"]]
+        where = f"{entry['workers']} × {entry['chip']}"
+        if entry["refused"]:
+            rows.append(f"| {entry['preset']} | {where} | does not fit: {entry['refused']} | | | | |")
+            continue
+        peak = f"{entry['peak'] / 1e9:.2f} of {chip.hbm * 2**30 / 1e9:.1f} GB"
+        ms, rate = (f"{entry['ms']:,.1f}", f"{entry['tokens_per_s']:,}") if "ms" in entry else ("", "")
+        rows.append(
+            f"| {entry['preset']} | {where} | {peak} | {entry['in']} | {ms} | {rate} | {entry.get('all_reduces', '')} |"
+        )
+    text = PAGE.read_text()
+    start, end = "<!-- made by make tpu-check -->\n", "<!-- end -->"
+    PAGE.write_text(re.sub(f"{start}.*?{end}", start + "\n".join(rows) + "\n" + end, text, flags=re.DOTALL))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Records the graphs of every experiment at tiny size, for test_aot.py: in a process of its own, as torch_xla needs.
+
+python aot_checks.py MODEL OUT fp32|bf16    # MODEL: a folder with a tiny model
+"""
+
+import os
+import pickle
+import sys
+from pathlib import Path
+
+os.environ["PJRT_DEVICE"] = "CPU"
+
+import torch
+import torch_xla
+
+from qat_lora.backend.recording import RecordingBackend
+from qat_lora.errors import UserError
+from qat_lora.run.tpu import load_script, read_options, record
+
+MODEL, OUT, PRECISION = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+SIZES = ["--batch-size", "2", "--accumulation-steps", "2", "--max-steps", "4"]
+CACHE = ["--cache-dir", "caches/none_L16_K4"]
+SHORT = ["--max-prompt-length", "16", "--max-new-tokens", "4"]
+RUNS = {  # name: script, its options, chips
+    "qat": ("train_qat", ["--model", MODEL, *CACHE, *SIZES, "--layer-steps", "2", "--ema", "0.9"], 1),
+    "qat on 4": ("train_qat", ["--model", MODEL, *CACHE, *SIZES], 4),
+    "recovery": ("train_recovery_lora", ["--model", MODEL, *CACHE, *SIZES], 1),
+    "recovery on 8": ("train_recovery_lora", ["--model", MODEL, *CACHE, *SIZES], 8),
+    "cache": ("build_kd_cache", ["--model", MODEL, "--length", "16", "--cache-dir", "caches/none"], 1),
+    "grpo": ("train_musclebob_improved", ["--model", MODEL, "--sft", "--num-generations", "2", *SHORT], 1),
+    "legal": ("train_cot_sft", ["--model", MODEL, "--length", "32", "--answer-rows", "2", *SIZES[:4], *SHORT], 1),
+    "stories": (
+        "train_tinystories_reservoir",
+        [
+            "--embedding",
+            "32",
+            "--blocks",
+            "1",
+            "--reservoirs",
+            "diagonal:16",
+            "--length",
+            "16",
+            "--batch-size",
+            "2",
+            "--tokenizer",
+            "chars",
+        ],
+        1,
+    ),
+    "athena": (
+        "pretrain",
+        [
+            "--config",
+            "tiny",
+            "--puzzle",
+            "maze9",
+            "--global-batch-size",
+            "2",
+            "--hidden-size",
+            "32",
+            "--halt-max-segments",
+            "2",
+        ],
+        1,
+    ),
+}
+
+
+def planted(name: str) -> dict | str:
+    """A graph with a fault, or what the recording says about it; "linear" has none."""
+    backend = RecordingBackend(PRECISION)
+    model = backend.place(torch.nn.Linear(256, 256, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    backend.prepare(optimizer)
+    rows = backend.to_device({"x": torch.ones(64, 256)})["x"]
+    try:
+        with backend.phase(name):
+            if name == "float64":
+                kept = model.weight.double().sum()
+            elif name == "callback":
+                shape = [[256, 256]], [torch.float32]
+                kept = torch_xla._XLAC._xla_custom_call([model.weight], "host_callback", *shape, False, "", 0, {})
+            elif name == "too large":
+                flat = model.weight.detach().flatten()
+                kept = (flat[:, None] * flat[None, :]).exp()  # 16 GiB
+            elif name == "read":
+                kept = model.weight.sum().item()
+            else:
+                model(rows).square().sum().backward()
+                optimizer.step()
+                kept = model.weight.grad.zero_()
+    except UserError as error:
+        return str(error)
+    del kept
+    return backend.graphs
+
+
+if __name__ == "__main__":
+    found = {}
+    for name, (script, words, chips) in RUNS.items():
+        module = load_script(script)
+        options = read_options(module, [*words, "--precision", PRECISION], chips if chips > 1 else None)
+        found[name, PRECISION] = record(module.rehearse, options, chips).graphs
+    for name in ("linear", "float64", "callback", "too large", "read"):
+        found["planted", name] = planted(name)
+    OUT.write_bytes(pickle.dumps(found))
