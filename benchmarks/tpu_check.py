@@ -8,16 +8,20 @@ so an interrupted check continues where it stopped, and only graphs that have ch
 if a preset does not fit the chip that it is made for.
 """
 
-import argparse
 import gc
 import json
 import re
 import sys
 import time
+from dataclasses import dataclass
+from typing import Literal
 
 from qat_lora.backend.aot import CHIPS, KNOWN, Compiler
 from qat_lora.errors import ROOT
+from qat_lora.run import options as opt
+from qat_lora.run.command_line import run_script
 from qat_lora.run.console import say
+from qat_lora.run.options import ScriptConfig
 from qat_lora.run.tpu import chips_of, compiled, load_script, read_options, record, step, table
 
 PAGE = ROOT / "docs" / "TPU.md"
@@ -40,27 +44,27 @@ PRESETS = {  # name: script, options, the chip it is named after, the topology
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="presets whose name contains this text")
-    parser.add_argument(
-        "--chip", choices=CHIPS, help="this chip only [v5e, v6e, and the one the preset is named after]"
-    )
-    parser.add_argument("--jobs", type=int, default=1, help="graphs to compile at the same time, 11 GB each [1]")
-    asked = parser.parse_args()
+@dataclass(frozen=True, kw_only=True)
+class Config(ScriptConfig):
+    only: str | None = opt.run(None, "presets whose name contains this text")
+    chip: Literal["all", *CHIPS] = opt.device("all", "compile for this chip only; all: v5e, v6e and the preset's own")
+    jobs: int = opt.run(1, "graphs to compile at the same time, with up to 20 GB of memory each", at_least=1)
+
+
+def main(cfg: Config) -> None:
     failed = []
     for name, (script, words, own, topology) in PRESETS.items():
-        if asked.only not in name:
+        if (cfg.only or "") not in name:
             continue
         module = load_script(script)
-        for key in [asked.chip] if asked.chip else dict.fromkeys([own, "v5e", "v6e"]):
+        for key in [cfg.chip] if cfg.chip != "all" else dict.fromkeys([own, "v5e", "v6e"]):
             chip = CHIPS[key]
             workers = chips_of(topology, chip)
             options = read_options(module, words, workers if workers > 1 else None)
             started = time.monotonic()
             backend = record(module.rehearse, options, workers)
             say(f"\n{name} on {key}:{topology}, recorded in {time.monotonic() - started:.0f} s")
-            with Compiler(key, topology, asked.jobs, KNOWN) as compiler:
+            with Compiler(key, topology, cfg.jobs, KNOWN) as compiler:
                 phases = compiled(backend, compiler)
             say(table(phases, chip))
             keep(name, key, topology, workers, phases, chip)
@@ -120,4 +124,4 @@ def write_page() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main, Config, "tpu_check", __doc__)

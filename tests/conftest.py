@@ -25,7 +25,8 @@ torch.set_num_threads(1)
 # Files that start processes, compile for XLA or train for many seconds, slowest first. Their tests get the marker
 # `slow`, which `make test-fast` deselects, and start before all others, so that no core is idle at the end.
 SLOW = (
-    "scripts/test_multi", "repo/test_notebook", "backend/test_aot", "backend/test_xla_sft", "backend/test_launch", "backend/test_xla",
+    "scripts/test_multi", "repo/test_notebook", "backend/test_aot", "backend/test_xla_sft", "backend/test_launch",
+    "backend/test_xla",
     "scripts/test_pipeline", "scripts/test_train_cot_sft", "repo/test_law_notebook", "benchmarks/test_qat_quality",
     "backend/test_xla_stories", "scripts/test_run_legal_assistant", "backend/test_rendezvous", "scripts/test_resuming",
     "scripts/test_pretrain", "backend/test_xla_athena", "faults/test_faults", "scripts/test_bad_input",

@@ -9,12 +9,6 @@ def on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def number_like(value: float, tensor: Tensor) -> Tensor:
-    """A number as a tensor of this type and device. torch_xla compares with Python's floats in float64, which a TPU
-    does not have."""
-    return torch.full((), value, dtype=tensor.dtype, device=tensor.device)
-
-
 def is_xla_device(device: torch.device | str) -> bool:
     """True for a torch_xla device (torch.device or its name)."""
     return str(device).split(":")[0] == "xla"

@@ -10,6 +10,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from qat_lora.backend import native
 from qat_lora.backend.devices import is_lazy, on_host
+from qat_lora.backend.graph import spread
 from qat_lora.backend.tiles import HEAD_TILE, rows_at_once, strips_at_once, tiles
 from qat_lora.errors import first_line
 from qat_lora.models.architecture import decoder, refused, unwrap
@@ -300,24 +301,6 @@ def _product(hidden: Tensor, weight: Tensor, room: Tensor | None) -> Tensor:
     if room is None or not on_host(hidden):
         return hidden @ weight.T
     return torch.mm(hidden, weight.T, out=room.view(-1)[: len(hidden) * len(weight)].view(len(hidden), len(weight)))
-
-
-def spread(index: Tensor, values: Tensor, width: int) -> Tensor:
-    """Σ_j values[:, j] at index[:, j], as [n, width], with index and values [n, J], in fp32.
-
-    For a graph: a TPU scatters single elements slowly, and only after it has copied the whole matrix into another
-    layout. Instead each index is split into a quotient and a remainder, and the product of their one-hot matrices is
-    the result. A TPU rounds factors to bf16, so a value is the sum of two that bf16 can hold, and exact to 2⁻¹⁷.
-    """
-    if index.shape[1] == 1:
-        return torch.where(torch.arange(width, device=index.device) == index, values, 0)
-    low, high = 128, -(-width // 128)  # the width of a TPU's registers, so that the product needs no other layout
-    rounded = values.to(torch.bfloat16).float()
-    parts = torch.cat([rounded, values - rounded], 1).unsqueeze(2)
-    row, column = (each.repeat(1, 2).unsqueeze(2) for each in (index // low, index % low))
-    rows = (row == torch.arange(high, device=index.device)).float()
-    columns = torch.where(column == torch.arange(low, device=index.device), parts, 0)
-    return (rows.transpose(1, 2) @ columns).flatten(1)[:, :width]
 
 
 def _add_rows(sums: Tensor, table: Tensor, index: Tensor, weights: Tensor) -> None:

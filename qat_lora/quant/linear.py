@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qat_lora.backend import compute_dtype, native
-from qat_lora.backend.devices import number_like, without_autocast
+from qat_lora.backend.devices import without_autocast
+from qat_lora.backend.graph import number_like
 from qat_lora.backend.tiles import tiles
 from qat_lora.quant.spec import QuantSpec
 

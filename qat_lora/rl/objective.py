@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qat_lora.backend.devices import number_like
+from qat_lora.backend.graph import number_like
 from qat_lora.errors import UserError
 from qat_lora.rl import REDUCTIONS, SCALES
 

@@ -85,6 +85,9 @@ def config_of(load_script):
     """config_of(script, argv): the script's config for this command line."""
 
     def make(script: str, argv: list[str]):
+        if script == "compile_for_tpu":  # its first word is a script, whose options follow
+            argv, (other, *options) = load_script(script).split(argv)
+            make(other, options)
         base = PRESETS_OF.get(script)
         defaults = {"num_chips": 0} if base else {}
         return parse(load_script(base or script).Config, script, argv, presets=base, defaults=defaults)

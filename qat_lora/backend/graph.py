@@ -1,0 +1,28 @@
+"""Operations in the form that a TPU's compiler handles well; on every device they compute the same."""
+
+import torch
+from torch import Tensor
+
+
+def number_like(value: float, tensor: Tensor) -> Tensor:
+    """A number as a tensor of this type and device. torch_xla compares with Python's floats in float64, which a TPU
+    does not have."""
+    return torch.full((), value, dtype=tensor.dtype, device=tensor.device)
+
+
+def spread(index: Tensor, values: Tensor, width: int) -> Tensor:
+    """Σ_j values[:, j] at index[:, j], as [n, width], with index and values [n, J], in fp32.
+
+    For a graph: a TPU scatters single elements slowly, and only after it has copied the whole matrix into another
+    layout. Instead each index is split into a quotient and a remainder, and the product of their one-hot matrices is
+    the result. A TPU rounds factors to bf16, so a value is the sum of two that bf16 can hold, and exact to 2⁻¹⁷.
+    """
+    if index.shape[1] == 1:
+        return torch.where(torch.arange(width, device=index.device) == index, values, 0)
+    low, high = 128, -(-width // 128)  # the width of a TPU's registers, so that the product needs no other layout
+    rounded = values.to(torch.bfloat16).float()
+    parts = torch.cat([rounded, values - rounded], 1).unsqueeze(2)
+    row, column = (each.repeat(1, 2).unsqueeze(2) for each in (index // low, index % low))
+    rows = (row == torch.arange(high, device=index.device)).float()
+    columns = torch.where(column == torch.arange(low, device=index.device), parts, 0)
+    return (rows.transpose(1, 2) @ columns).flatten(1)[:, :width]
