@@ -10,7 +10,6 @@ and up to 20 GB of memory for each step; --layers 1 takes a few.
 """
 
 import os
-import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -116,5 +115,4 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, os.path.dirname(__file__))
     run_script(main, Config, "tpu_step", __doc__)
