@@ -324,7 +324,9 @@ def test_two_workers_equal_one(train, trained, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("run directory") == 1 and "updates of 8 rows on 2 workers" in done.stdout
     assert "[Athena] Using CPU. Process 0/2" in done.stdout
-    same_figures(lines(tmp_path / "two"), lines(trained), 1e-4)
+    # Rounding differs between CPUs, and may flip the optimiser's mask of an element: on an AMD EPYC this moved one
+    # gradient norm by 3.8e-4. Workers that do not reduce differ by more than 1e-1.
+    same_figures(lines(tmp_path / "two"), lines(trained), 1e-3)
     tensors, whole = (load_checkpoint(folder)[0] for folder in (tmp_path / "two", trained))
     apart = torch.cat([(tensors[name] - whole[name]).abs().flatten() for name in whole])
     assert apart.mean() < 1e-6  # the optimiser's mask may differ where a gradient is close to 0
