@@ -324,16 +324,16 @@ def test_two_workers_equal_one(train, trained, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("run directory") == 1 and "updates of 8 rows on 2 workers" in done.stdout
     assert "[Athena] Using CPU. Process 0/2" in done.stdout
-    # Rounding differs between CPUs, and may flip the optimiser's mask of an element: on an AMD EPYC this moved one
-    # gradient norm by 3.8e-4. Workers that do not reduce differ by more than 1e-1.
+    # Rounding differs between CPUs, and may flip the optimiser's mask where a gradient is close to 0: on an AMD EPYC this
+    # moved a gradient norm by 3.8e-4 and the weights by 5e-6. Gradients that are 10% too small move them by 1e-1, 5e-4.
     same_figures(lines(tmp_path / "two"), lines(trained), 1e-3)
     tensors, whole = (load_checkpoint(folder)[0] for folder in (tmp_path / "two", trained))
     apart = torch.cat([(tensors[name] - whole[name]).abs().flatten() for name in whole])
-    assert apart.mean() < 1e-6  # the optimiser's mask may differ where a gradient is close to 0
+    assert apart.mean() < 2e-5
     shutil.rmtree(tmp_path / "two" / "checkpoints" / "step_12")
     (tmp_path / "two" / "summary.json").unlink()
     train(f"output_dir={tmp_path / 'two'}", "resume=auto")
-    assert lines(tmp_path / "two")[-1]["heldout_loss"] == pytest.approx(lines(trained)[-1]["heldout_loss"], rel=1e-4)
+    assert lines(tmp_path / "two")[-1]["heldout_loss"] == pytest.approx(lines(trained)[-1]["heldout_loss"], rel=1e-3)
 
 
 def test_sizes_are_checked_against_the_memory_of_the_device(load_script, monkeypatch):
