@@ -324,7 +324,7 @@ def test_two_workers_equal_one(train, trained, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("run directory") == 1 and "updates of 8 rows on 2 workers" in done.stdout
     assert "[Athena] Using CPU. Process 0/2" in done.stdout
-    # Rounding differs between CPUs, and may flip the optimiser's mask where a gradient is close to 0: on an AMD EPYC this
+    # Rounding differs between CPUs, and may flip the optimiser's mask where a gradient is near 0: on an AMD EPYC this
     # moved a gradient norm by 3.8e-4 and the weights by 5e-6. Gradients that are 10% too small move them by 1e-1, 5e-4.
     same_figures(lines(tmp_path / "two"), lines(trained), 1e-3)
     tensors, whole = (load_checkpoint(folder)[0] for folder in (tmp_path / "two", trained))
