@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qat_lora.data.options import TextOptions
+from qat_lora.kd import DRAWS
 from qat_lora.models.packaged import CHOICES, EMBEDDED
 from qat_lora.run import options as opt
 from qat_lora.run.command_line import check_command_line, run_script
@@ -30,7 +31,7 @@ class Config(TextOptions, ScriptConfig):
         None, "folder to write the cache to, e.g. caches/wikitext_L256", "--kd-cache-dir", identity=False
     )
     top_k: int = opt.data(8, "exact probabilities stored per position", at_least=1)
-    draws: int = opt.data(12, "tail tokens sampled per position", at_least=1)
+    draws: int = opt.data(DRAWS, "tail tokens sampled per position", at_least=1)
     heldout_fraction: float = opt.data(0.1, "share of the rows, from the end, held out for evaluation")
     rows_per_shard: int = opt.data(128, "rows per shard file", at_least=1)
     batch_size: int = opt.run(4, "rows per forward pass of the teacher", at_least=1)

@@ -6,10 +6,11 @@
     python scripts/compile_for_tpu.py pretrain --config cfg_pretrain_tpu --chip v3 --topology 2x2
     python scripts/compile_for_tpu.py train_cot_sft --config v5e8 --json
 
-The first word is a training script; options that are not listed below are that script's. Every phase of the run is
-recorded on torch_xla's CPU device from the shapes in its options, and each graph is compiled for the chip. A graph of a
-large model takes minutes. Results are kept in caches/tpu by the graph's hash, so an interrupted check continues, and an
-unchanged graph is not compiled again.
+The first word is a training script. --chip, --topology, --json, --jobs and --debug are this command's options; all
+others, also those listed below, are passed on to that script. Every phase of the run is recorded on torch_xla's CPU
+device from the shapes in its options, and each graph is compiled for the chip. A graph of a large model takes minutes.
+Results are kept in caches/tpu by the graph's hash, so an interrupted check continues where it stopped, and an unchanged
+graph is not compiled again.
 The table has one row per phase: graphs (in brackets how many differ), HBM by kind for the graph with the highest peak,
 the peak of the phase including tensors that its graphs do not use, operations, bytes moved to and from HBM, bytes
 accessed (HBM and on-chip memory), and the roofline's time: operations at the chip's peak, or bytes at its bandwidth,
@@ -38,10 +39,10 @@ class Config(ScriptConfig):
         "auto", "chips that train together; auto: 1x1, or as many as the script's --num-chips"
     )
     json: bool = opt.run(False, "print the figures as JSON, in bytes, operations and seconds")
-    jobs: int = opt.run(1, "graphs to compile at the same time, with up to 11 GB of memory each", at_least=1)
+    jobs: int = opt.run(1, "graphs to compile at the same time; one of 30 layers takes 11 GB of memory", at_least=1)
 
 
-OWN = ("chip", "topology", "json", "jobs", "debug", "help")
+OWN = ("chip", "topology", "json", "jobs", "debug", "help", "h")
 
 
 def split(words: list[str]) -> tuple[list[str], list[str]]:
@@ -63,12 +64,13 @@ if __name__ == "__main__":
     sys.argv[1:] = own
     check_command_line(Config, NAME, __doc__)  # before the imports that take seconds
 
+import dataclasses
 import json
 
-from qat_lora.backend.aot import Compiler, NotCompiled
+from qat_lora.backend.aot import Chip, Compiler, NotCompiled
 from qat_lora.errors import UserError
 from qat_lora.run.console import say
-from qat_lora.run.tpu import as_json, chips_of, compiled, load_script, read_options, record, step, table
+from qat_lora.run.tpu import Phase, as_json, chips_of, compiled, load_script, read_options, record, step, table
 
 
 def main(cfg: Config) -> None:
@@ -83,23 +85,27 @@ def main(cfg: Config) -> None:
         wrong = [phase for phase in phases if phase.refused]
         batch = largest(module, options, workers, wrong[0].refused, compiler) if wrong else None
     if cfg.json:
-        return print(json.dumps({"chip": cfg.chip, "topology": topology, "phases": as_json(phases, chip)}, indent=1))
-    say(
-        f"{module.__name__} on {workers} × {cfg.chip}, each with {chip.hbm:g} GiB of HBM at {chip.bandwidth:g} GB/s "
-        f"and {chip.teraflops:g} bf16 TFLOP/s"
-    )
-    say(f"libtpu {compiler.version}; GB are 10⁹ bytes, roofline times are estimates; untested on hardware")
-    say(table(phases, chip))
+        print(json.dumps({"chip": cfg.chip, "topology": topology, "phases": as_json(phases, chip)}, indent=1))
+    else:
+        say(f"{module.__name__} on {workers} × {cfg.chip}, libtpu {compiler.version}; untested on hardware")
+        say(f"each: {chip.hbm:g} GiB of HBM at {chip.bandwidth:g} GB/s, {chip.teraflops:g} bf16 TFLOP/s")
+        say(table(phases, chip))
     if wrong:
         raise UserError(f"{wrong[0].name}: {wrong[0].refused}{batch or ''}")
-    peak, update = max(phase.peak for phase in phases), step(phases)
-    say(f"peak {peak / 1e9:.2f} GB of {chip.hbm * 2**30 / 1e9:.2f} GB")
-    if update:
+    if not cfg.json:
+        conclude(phases, chip)
+
+
+def conclude(phases: list[Phase], chip: Chip) -> None:
+    """Print the peak, and the speed that the roofline allows."""
+    say(f"peak {max(phase.peak for phase in phases) / 1e9:.2f} GB of {chip.hbm * 2**30 / 1e9:.2f} GB")
+    if update := step(phases):
         seconds = update.seconds(chip)
-        say(f"an update takes at least {seconds * 1e3:.1f} ms: at most {update.tokens / seconds:,.0f} tokens/s")
+        rate = f"{update.tokens / seconds:,.0f} tokens/s"
+        say(f"an update takes at least {seconds * 1e3:.1f} ms, so at most {rate} (estimates)")
 
 
-def fitting(workers: int, chip) -> str:
+def fitting(workers: int, chip: Chip) -> str:
     """The topology with this many workers."""
     for topology in TOPOLOGIES:
         if chips_of(topology, chip) == workers:
@@ -118,7 +124,7 @@ def largest(module, options, workers: int, why: NotCompiled, compiler: Compiler)
     low, high = 0, getattr(options, name) // unit
     while high - low > 1:
         middle = (low + high) // 2
-        smaller = type(options)(**{**vars(options), name: middle * unit})
+        smaller = dataclasses.replace(options, **{name: middle * unit})
         say(f"trying {name} {middle * unit}", sys.stderr)
         fits = not any(phase.refused for phase in compiled(record(module.rehearse, smaller, workers), compiler))
         low, high = (middle, high) if fits else (low, middle)

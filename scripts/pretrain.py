@@ -377,7 +377,7 @@ def first_answers(trainer: Trainer, heldout: PuzzleRows) -> tuple[dict[str, Tens
 
 
 def rehearse(cfg: Config, backend: TorchBackend) -> None:
-    """Record the graphs of every phase, for compile_for_tpu.py and dry runs. Only shapes matter: all rows are the same
+    """Record the graphs of every phase, for compile_for_tpu.py. Only shapes matter: all rows are the same
     one."""
     row = planned_rows(cfg.data_path, cfg.puzzle)
     plan = plan_of(cfg, 1000)  # the number of updates is in no graph

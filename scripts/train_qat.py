@@ -248,6 +248,14 @@ def qat_plan(cfg: Config) -> QATPlan:
     return QATPlan(**vars(cfg.plan()), scale_learning_rate=cfg.scale_learning_rate, scope=cfg.scope, ema=cfg.ema)
 
 
+def layer_plan(cfg: Config) -> LayerPlan:
+    """The plan of the layer-wise stage. cfg: with all learning rates resolved."""
+    return LayerPlan(
+        steps=cfg.layer_steps, learning_rate=cfg.layer_learning_rate, clip_grad_norm=cfg.clip_grad_norm,
+        kd_weight=cfg.layer_kd_weight, compensate=cfg.init == "gptq",
+    )  # fmt: skip
+
+
 def scales_plan(cfg: Config, plan: QATPlan) -> QATPlan:
     """The same plan for the scales alone, with the scales' learning rate as the one that is logged."""
     rate = plan.scale_learning_rate
@@ -335,16 +343,9 @@ def train_layer_by_layer(
     backend = session.backend
     if not cfg.layer_steps:
         return
-    plan = LayerPlan(
-        steps=cfg.layer_steps,
-        learning_rate=cfg.layer_learning_rate,
-        clip_grad_norm=cfg.clip_grad_norm,
-        kd_weight=cfg.layer_kd_weight,
-        compensate=cfg.init == "gptq",
-    )
     place = {"rank": backend.rank, "world_size": backend.world_size}
-    train_layers(student, first_batches(train, cfg.layer_rows, batch_size, cfg.seed, **place), plan, session)
-    if session.run and backend.is_main and not session.resumed:  # a run that resumes in a later stage has the file
+    train_layers(student, first_batches(train, cfg.layer_rows, batch_size, cfg.seed, **place), layer_plan(cfg), session)
+    if backend.is_main and not session.resumed:  # a run that resumes in a later stage has the file
         save_student(session.run.path / "layerwise.pt", student, cfg.model, student_spec(cfg), {"stage": "layers"})
 
 
@@ -375,19 +376,19 @@ def finish(cfg: Config, run: Run, student: nn.Module, session: Session, evaluate
 
 
 def rehearse(cfg: Config, backend: TorchBackend) -> None:
-    """Record the graphs of every phase, for compile_for_tpu.py and dry runs. Only shapes matter: the model has no
+    """Record the graphs of every phase, for compile_for_tpu.py. Only shapes matter: the model has no
     weights, and all rows are zeros."""
     rows = planned_rows(cfg.cache_dir, cfg.update_facts(backend.world_size)["rows_per_update"])
     rates = dict.fromkeys(("learning_rate", "layer_learning_rate", "scale_learning_rate"), 1e-3)
-    cfg = dataclasses.replace(cfg, layer_rows=cfg.batch_size, **rates)
+    cfg = dataclasses.replace(cfg, **rates)
     session = Rehearsal(backend, len(rows) * len(rows[0]["tokens"]))
     student = backend.place(quantize(empty_model(planned_name(cfg.model)), student_spec(cfg)))
 
     def evaluate(step: int, model: nn.Module) -> dict:
         return heldout_figures(model, rows, backend, cfg.batch_size, cfg.batch_size)
 
-    with backend.phase("layers: inputs and targets"):
-        train_layer_by_layer(cfg, student, rows, cfg.batch_size, session)
+    if cfg.layer_steps:
+        train_layers(student, first_batches(rows, cfg.batch_size, cfg.batch_size, cfg.seed), layer_plan(cfg), session)
     if cfg.gradient_checkpointing:
         backend.gradient_checkpointing(student)
     end_to_end(student, rows, qat_plan(cfg), session, evaluate)

@@ -279,7 +279,7 @@ def memory(cfg: Config, model: nn.Module) -> tuple[Parts, dict[str, Parts]]:
 
 
 def rehearse(cfg: Config, backend: TorchBackend) -> None:
-    """Record the graphs of every phase, for compile_for_tpu.py and dry runs. Only shapes matter: the student has no
+    """Record the graphs of every phase, for compile_for_tpu.py. Only shapes matter: the student has no
     values, all rows are the same, and a checkpoint that does not exist yet is taken to hold every layer in 4 bits."""
     count = cfg.update_facts(backend.world_size)["rows_per_update"]
     if cfg.mode == "kd":

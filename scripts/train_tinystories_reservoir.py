@@ -358,7 +358,7 @@ def following(cfg: Config) -> str:
 
 
 def rehearse(cfg: Config, backend: TorchBackend) -> None:
-    """Record the graphs of every phase, for compile_for_tpu.py and dry runs. Only shapes matter: the model has no
+    """Record the graphs of every phase, for compile_for_tpu.py. Only shapes matter: the model has no
     weights, and all tokens are the same. cfg: as given, with the batch size that a TPU doubles."""
     check(cfg)
     batch_size, rate = on_tpu(cfg.global_batch_size, cfg.learning_rate)

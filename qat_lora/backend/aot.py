@@ -1,10 +1,10 @@
-"""Compiles recorded graphs with the TPU's own compiler, which needs no chip: it says what fits, and what it costs.
+"""Compiles recorded graphs with the TPU's own compiler, which needs no chip, for what they cost and whether they fit.
 
-libtpu holds the compiler. It is reached through jaxlib, a kept library: jax opens a topology that is not there,
-jaxlib's MLIR marks the arguments whose memory results may reuse, and its client returns the memory and cost figures.
-jax's fully public way, a jitted function, cannot take torch_xla's programs, whose collectives run over replicas. pypjrt
-returns no memory figures for a topology, and ctypes would tie us to the struct layouts of one libtpu.
-jax stays in a process of its own: a fault inside libtpu ends that process and not the program.
+The compiler is part of libtpu. We reach it through jaxlib, which is well maintained: jax opens a topology that is not
+there, jaxlib's MLIR marks the arguments whose memory results may reuse, and its client returns the memory and cost
+figures. jax's fully public way, a jitted function, cannot take torch_xla's programs, whose collectives run over
+replicas. pypjrt returns no memory figures for a topology, and ctypes would tie us to the struct layouts of one libtpu.
+jax runs in a process of its own, so that a crash inside libtpu does not end the program.
 """
 
 import contextlib
@@ -44,9 +44,10 @@ UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 class Chip:
     """What one worker has: a chip, or a core of a v3 or v4 chip, which has two.
 
-    teraflops: peak bf16 TFLOP/s; bandwidth: HBM GB/s; hbm: GB of HBM (2³⁰ bytes, as in Google's tables). name: libtpu's
-    name; flat: whether its topologies have two dimensions; first: the oldest libtpu that knows it.
-    Source: docs.cloud.google.com/tpu/docs, the page of each version (read in November 2026).
+    teraflops: peak bf16 TFLOP/s; bandwidth: HBM GB/s; hbm: GiB of HBM. flat: whether its topologies have two
+    dimensions, not three; cores: workers per chip; libtpu: a version that knows it.
+    Source: docs.cloud.google.com/tpu/docs, the page of each version (read in November 2026), halved where a worker is a
+    core.
     """
 
     teraflops: float
@@ -54,7 +55,7 @@ class Chip:
     hbm: float
     flat: bool = True
     cores: int = 1
-    first: str = LIBTPU
+    libtpu: str = LIBTPU
 
     def topology(self, name: str, shape: str) -> tuple[str, list[int] | None]:
         """libtpu's name for a topology such as 2x2, and the chips of a host where it has to be told."""
@@ -67,9 +68,9 @@ CHIPS = {
     "v5e": Chip(197, 819, 16),
     "v6e": Chip(918, 1638, 32),
     "v5p": Chip(459, 2765, 95, flat=False),
-    "v4": Chip(275 / 2, 1228 / 2, 16, flat=False, cores=2),
+    "v4": Chip(275 / 2, 1200 / 2, 16, flat=False, cores=2),
     "v3": Chip(123 / 2, 900 / 2, 16, cores=2),
-    "tpu7x": Chip(2307 / 2, 7380 / 2, 96, flat=False, cores=2, first="0.0.30"),
+    "tpu7x": Chip(2307 / 2, 7380 / 2, 96, flat=False, cores=2, libtpu="0.0.52"),
 }
 TOPOLOGIES = ("1x1", "2x2", "2x4")
 
@@ -121,7 +122,8 @@ class Compiler:
     """Compiles graphs for one chip and topology, in `jobs` processes at a time.
 
     Results are kept by the graph's hash, chip, topology and libtpu version: no graph is compiled twice, and an
-    interrupted check goes on where it stopped. Raises UserError if libtpu is missing or does not know the chip.
+    interrupted check continues where it stopped. A graph that runs on one chip is compiled for one, whatever the
+    topology. Raises UserError if libtpu is missing or does not know the chip.
     """
 
     def __init__(self, chip: str, topology: str = "1x1", jobs: int = 1, kept: Path = FOUND):
@@ -147,39 +149,51 @@ class Compiler:
         return self._key(graph) in self.known
 
     def compile(self, graphs: list) -> list["Compiled | NotCompiled"]:
-        """The figures of each graph, or why it was refused."""
+        """The figures of each graph, or why it was refused: by the compiler, or because it does not fit beside the
+        other tensors on the device."""
         first = {graph.hash: graph for graph in graphs}
         found = dict(zip(first, self.pool.map(self._compile, first.values())))
-        return [found[graph.hash] for graph in graphs]
+        return [self._judged(found[graph.hash], graph.beside) for graph in graphs]
 
     def _key(self, graph) -> str:
-        return f"{graph.hash} {self.chip}:{self.topology} libtpu {self.version}"
+        return f"{graph.hash} {self.chip}:{self._topology(graph)} libtpu {self.version}"
 
-    def _compile(self, graph) -> "Compiled | NotCompiled":
+    def _topology(self, graph) -> str:
+        return self.topology if graph.chips > 1 else "1x1"
+
+    def _compile(self, graph) -> dict:
         key = self._key(graph)
         if key not in self.known:
-            child = getattr(self.local, "child", None)
-            if child is None or child.ended:
-                child = self.local.child = _Child(self.chip, self.topology, self.version)
-                self.children.append(child)
-            found = child.compile(graph)
-            with self.writing:
-                self.known[key] = found
-                self.kept.parent.mkdir(parents=True, exist_ok=True)
-                with open(self.kept, "a") as file:
-                    file.write(json.dumps({"key": key, **found}) + "\n")
-        found = self.known[key]
+            found = self._child(self._topology(graph)).compile(graph)
+            self.known[key] = found
+            if "error" not in found or USED.search(found["error"]):  # other refusals may be ours, and change
+                with self.writing:
+                    self.kept.parent.mkdir(parents=True, exist_ok=True)
+                    with open(self.kept, "a") as file:
+                        file.write(json.dumps({"key": key, **found}) + "\n")
+        return self.known[key]
+
+    def _judged(self, found: dict, beside: int) -> "Compiled | NotCompiled":
         if "error" in found:
             return refusal(found["error"])
         compiled, limit = Compiled(**found), CHIPS[self.chip].hbm * 2**30 * USABLE
-        return compiled if compiled.peak <= limit else too_large(compiled.peak, limit)
+        need = compiled.peak + beside
+        return compiled if need <= limit else too_large(need, limit)
+
+    def _child(self, topology: str) -> "_Child":
+        """This thread's process for a topology."""
+        mine = vars(self.local)
+        if topology not in mine or mine[topology].ended:
+            mine[topology] = _Child(self.chip, topology, self.version)
+            self.children.append(mine[topology])
+        return mine[topology]
 
 
 def too_large(need: float, limit: float) -> NotCompiled:
     """The error for a graph that needs `need` bytes of HBM on a chip that has `limit`."""
     error = NotCompiled(
-        f"it needs {need / 2**30:.2f} GiB of HBM and the chip has {limit / 2**30:.2f} GiB, "
-        f"{(need - limit) / 2**30:.2f} GiB less"
+        f"it needs {need / 2**30:.2f} GiB of HBM, {(need - limit) / 2**30:.2f} GiB more than the "
+        f"{limit / 2**30:.2f} GiB of the chip"
     )
     error.need, error.limit = need, limit
     return error
@@ -218,8 +232,9 @@ class _Child:
         answer = self._answer()
         if "error" in answer:
             self.end()
-            fix = f"; {chip} needs libtpu {CHIPS[chip].first} or newer" if CHIPS[chip].first != LIBTPU else ""
-            raise UserError(f"{self.what} cannot be opened ({answer['error'][:120]}){fix or '; use another --chip'}")
+            other = CHIPS[chip].libtpu
+            fix = f"{chip} needs a newer libtpu, e.g. {other}" if other != LIBTPU else "use another --chip"
+            raise UserError(f"{self.what} cannot be opened ({answer['error'][:120]}); {fix}")
 
     def compile(self, graph) -> dict:
         head = {"size": len(graph.code), "donated": graph.donated, "chips": graph.chips}
@@ -285,9 +300,9 @@ def _compiled(code: bytes, donated: list[int], devices: list) -> dict:
         marks = [{"jax.buffer_donor": given} if i in set(donated) else {} for i in range(len(main.arguments))]
         main.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(mark) for mark in marks])
         module.operation.write_bytecode(text)
-        # single numbers are fine: torch_xla passes Python's floats so, and as float32 on a TPU
+        # single numbers are allowed: that is how torch_xla passes Python's floats
         if found := re.search(r"tensor<\d[\dx]*xf64>", str(module)):
-            raise ValueError(f"it holds float64 ({found[0]}), which a TPU does not have; use float32")
+            raise ValueError(f"it holds float64 ({found[0]}), which a TPU does not support; use float32")
     options = get_compile_options(num_replicas=len(devices), num_partitions=1)
     made = devices[0].client.compile(text.getvalue(), DeviceList(tuple(devices)), options)
     memory, cost = made.get_compiled_memory_stats(), made.cost_analysis()

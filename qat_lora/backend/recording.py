@@ -39,7 +39,8 @@ class Graph:
     """One graph as it goes to the compiler.
 
     code: StableHLO bytecode. donated: the numbers of the arguments whose buffers results may reuse, because the step
-    updates them in place. chips: how many chips run it together.
+    updates them in place. chips: how many chips run it together. beside: bytes of the tensors that are on the device
+    meanwhile and are not its arguments.
     """
 
     code: bytes = field(repr=False)
@@ -49,8 +50,8 @@ class Graph:
 
     @property
     def hash(self) -> str:
-        """Names the program. Like torch_xla, which runs a graph that it knows as it compiled it the first time, this
-        leaves the donated arguments out."""
+        """Identifies the program. Donated arguments do not count: torch_xla compiles a graph once, with those of its
+        first execution."""
         return hashlib.sha256(self.code + repr(self.chips).encode()).hexdigest()[:16]
 
 
@@ -117,28 +118,12 @@ class RecordingBackend(XlaBackend):
         donated = tuple(number for number, source in enumerate(sources) if source in updated)
         beside = sum(size for number, size in held.items() if number not in sources)
         code = xm.get_stablehlo_bytecode(tensors)
-        with torch.no_grad():  # a copy of a tensor would otherwise go on sharing its placeholder
+        with torch.no_grad():  # otherwise a copy of a tensor would keep sharing its placeholder
             for tensor in (t for t, _ in pending.values() if "xla::device_data" in _XLA._get_xla_tensor_debug_info(t)):
                 tensor.zero_()
         together = self.world_size if b"all_reduce" in code or b"collective" in code else 1
         self._phase.append(Graph(code, donated, together, beside))
         self._drop()
-
-    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                p.grad = torch.zeros_like(p)
-        self.step_boundary()
-
-    def reduce(self, tensors: list[Tensor]) -> None:
-        if self.world_size > 1:
-            xm.all_reduce(xm.REDUCE_SUM, tensors)
-
-    def broadcast(self, tensors: list[Tensor]) -> None:
-        if self.world_size > 1:
-            self.step_boundary()
-            xm.collective_broadcast(tensors)
-            self.step_boundary()
 
     def fetch(self, *tensors: Tensor) -> list[float]:
         self.step_boundary()

@@ -16,7 +16,7 @@ class Rehearsal:
     """Stands in for a run's Session: an evaluation, then two updates of each stage, each recorded as a phase. The
     first may have graphs of its own; the second is one of those that follow."""
 
-    resumed, run, offset = None, None, 0
+    resumed, offset = None, 0
 
     def __init__(self, backend: RecordingBackend, tokens: int):
         """tokens: of an update, over all chips."""

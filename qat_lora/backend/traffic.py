@@ -6,11 +6,12 @@ the text), which has a much higher bandwidth, so it overstates the time that HBM
 
 import re
 
-SIZES = {"pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s64": 8, "u64": 8, "f64": 8}  # fmt: skip  # noqa: E501
 SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\](\{[^}]*\})?")
 COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
-FREE = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "iota", "after-all", "partition-id", "replica-id")  # fmt: skip  # noqa: E501
+FREE = {
+    "parameter", "tuple", "get-tuple-element", "bitcast", "constant", "iota", "after-all", "partition-id", "replica-id",
+}  # fmt: skip
 CALLED = re.compile(r"\b(?:body|to_apply|calls|called_computations|true_computation|false_computation)=\{?%?([\w.\-]+)")
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
@@ -43,7 +44,8 @@ def _bytes(kind: str, everywhere: bool = False) -> float:
     total = 0.0
     for name, sizes, layout in SHAPE.findall(kind):
         if everywhere or "S(" not in layout:
-            count = SIZES.get(name, 4)
+            bits = re.search(r"\d+", name)  # pred has none
+            count = int(bits[0]) / 8 if bits else 1.0
             for size in filter(None, sizes.split(",")):
                 count *= int(size)
             total += count

@@ -113,7 +113,7 @@ class XlaBackend(TorchBackend):
         for group in optimizer.param_groups:
             for p in group["params"]:
                 p.grad = torch.zeros_like(p)  # the first step then adds to a gradient as every later one does
-        torch_xla.sync()  # otherwise the zeros would be part of the first step's graph
+        self.step_boundary()  # otherwise the zeros would be part of the first step's graph
 
     def step_boundary(self) -> None:
         torch_xla.sync()
@@ -142,9 +142,9 @@ class XlaBackend(TorchBackend):
     def broadcast(self, tensors: list[torch.Tensor]) -> None:
         if self.world_size == 1:
             return
-        torch_xla.sync()  # turns everything into data, so that all workers run the same graph
+        self.step_boundary()  # turns everything into data, so that all workers run the same graph
         xm.collective_broadcast(tensors)
-        torch_xla.sync()
+        self.step_boundary()
 
     def counters(self) -> dict[str, int]:
         return counters()

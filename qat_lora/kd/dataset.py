@@ -11,9 +11,8 @@ from torch.utils.data import Dataset
 from qat_lora.backend.rehearsal import SameRows
 from qat_lora.data.batches import epoch_order
 from qat_lora.errors import UserError, one_line
+from qat_lora.kd import DRAWS
 from qat_lora.kd.cache import PREFIX, CacheSpec, read_manifest, read_shard
-
-DRAWS = 12  # tail draws per position that build_kd_cache.py makes if not told otherwise
 
 
 class KDCacheDataset(Dataset):

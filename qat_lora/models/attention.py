@@ -122,10 +122,10 @@ class GraphAttention(torch.autograd.Function):
     """softmax(scale·q·kᵀ + mask)·v for a compiler, which moves fewer bytes than with torch's own decomposition.
 
     q [N, G, Q, D]: the G query heads that share a key head; k, v [N, K, D]; mask: bool, broadcastable to [N, 1, Q, K].
-    causal: query i sees no key after i, so blocks of queries skip the keys after them. The scores are the largest
-    tensors of a block of a model: they are in the type of v, none is kept for the backward pass, which computes them
-    again from the log of the softmax's divisor (as FlashAttention does, arXiv 2205.14135, algorithm 4), and key heads
-    are not repeated.
+    causal: query i sees no key after i, so blocks of queries skip the keys after them.
+    The scores are the largest tensors in a decoder block. They are not kept: the backward pass computes them again, and
+    the probabilities from the log of the softmax's divisor (as in FlashAttention, arXiv 2205.14135, algorithm 4). The
+    products are in the type of v, the softmax is in fp32, and key heads are not repeated.
     """
 
     @staticmethod
@@ -163,8 +163,8 @@ class GraphAttention(torch.autograd.Function):
 
 
 def _query_blocks(length: int, keys: int, causal: bool) -> list[tuple[slice, int]]:
-    """Blocks of queries, and how many keys each may see. Four skip three eighths of the scores; each block adds
-    operations to the graph."""
+    """Blocks of queries, and how many keys each may see. Four blocks skip three eighths of the scores; more would skip
+    more, but each adds operations to the graph."""
     count = min(4, max(1, length // 128)) if causal else 1
     edges = [length * number // count for number in range(count + 1)]
     return [(slice(a, b), b if causal else keys) for a, b in pairwise(edges)]
@@ -183,20 +183,18 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> Tensor:
 
 def _sdpa(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options):
     """transformers' attention; on XLA, `GraphAttention` where it applies."""
-    known = not options.get("dropout") and options.get("position_bias") is None
-    if not is_lazy(query) or mask is None or not known or mask.dtype != torch.bool or mask.shape[1] != 1:
-        if is_lazy(query):  # autocast skips attention, and RoPE gives fp32 queries and keys with bf16 values
-            query, key = query.to(value.dtype), key.to(value.dtype)
+    if is_lazy(query):  # autocast skips attention, and RoPE gives fp32 queries and keys with bf16 values
+        query, key = query.to(value.dtype), key.to(value.dtype)
+    plain = mask is not None and mask.dtype == torch.bool and mask.shape[1] == 1
+    if not (is_lazy(query) and plain) or options.get("dropout") or options.get("position_bias") is not None:
         return sdpa_attention_forward(module, query, key, value, mask, **options)
-    batch, heads, width = key.shape[:3][0], key.shape[1], value.shape[-1]
+    (batch, heads, keys), layout = key.shape[:3], _current.get()
+    queries = query.reshape(batch * heads, -1, *query.shape[2:])  # the heads that share a key's are next to each other
+    seen = mask.expand(batch, heads, -1, -1).reshape(batch * heads, 1, *mask.shape[2:])
+    causal = layout is not None and layout.is_causal and query.shape[2] == keys
     scale = options.get("scaling") or query.shape[-1] ** -0.5
-    layout = _current.get()
-    q = query.to(value.dtype).reshape(batch * heads, -1, *query.shape[2:])
-    k, v = (tensor.flatten(0, 1) for tensor in (key.to(value.dtype), value))
-    seen = mask.expand(batch, -1, -1, -1).repeat_interleave(heads, 0)
-    causal = layout is not None and layout.is_causal and query.shape[2] == key.shape[2]
-    out = GraphAttention.apply(q, k, v, seen, scale, causal)
-    return out.view(batch, query.shape[1], -1, width).transpose(1, 2), None
+    out = GraphAttention.apply(queries, key.flatten(0, 1), value.flatten(0, 1), seen, scale, causal)
+    return out.view(batch, query.shape[1], -1, value.shape[-1]).transpose(1, 2), None
 
 
 for _name in ("sdpa", "eager"):

@@ -124,8 +124,9 @@ class Stored(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         (scale,) = ctx.saved_tensors
-        kept = scale.abs() >= number_like(ctx.least, scale)
-        return grad if not ctx.least else torch.where(kept, grad, 0), None
+        if not ctx.least:
+            return grad, None
+        return torch.where(scale.abs() >= number_like(ctx.least, scale), grad, 0), None
 
 
 def nearest_code(x: Tensor, spec: QuantSpec) -> Tensor:

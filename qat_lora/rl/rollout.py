@@ -171,9 +171,8 @@ def draw(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
         kept = kept.masked_fill(kept < least, -torch.inf)
     if sampling.top_p < 1:
         ordered = kept.softmax(1).sort(1, descending=True).values
-        inside = ordered.cumsum(1) - ordered < number_like(
-            sampling.top_p, ordered
-        )  # including the token that crosses top_p
+        # including the token that crosses top_p
+        inside = ordered.cumsum(1) - ordered < number_like(sampling.top_p, ordered)
         least = ordered.masked_fill(~inside, torch.inf).amin(1, keepdim=True)
         kept = kept.masked_fill(kept.softmax(1) < least, -torch.inf)
     waiting = -torch.rand_like(logp).clamp(min=1e-30).log()  # exponential; minus its log is a Gumbel variable

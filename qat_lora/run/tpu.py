@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import math
 import os
 import sys
 from collections import Counter
@@ -10,12 +11,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from qat_lora.backend.aot import CHIPS, Chip, Compiled, Compiler, NotCompiled
+from qat_lora.backend.aot import Chip, Compiled, Compiler, NotCompiled
 from qat_lora.errors import ROOT, UserError, load_package
 from qat_lora.run.command_line import parse
 from qat_lora.run.console import say
 
-PROGRAMS = {"pretrain": ROOT / "pretrain.py"} | {p.stem: p for p in sorted((ROOT / "scripts").glob("*.py"))}
+PROGRAMS = {path.stem: path for path in sorted((ROOT / "scripts").glob("*.py"))}
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,14 @@ class Phase:
         """A figure of one execution of the whole phase."""
         return sum(getattr(found, name) * count for found, count in zip(self.results, self.counts.values()))
 
+    @property
+    def collectives(self) -> Counter:
+        """{kind: number} of the collectives in one execution of the whole phase."""
+        kinds = Counter()
+        for found, count in zip(self.results, self.counts.values()):
+            kinds.update({kind: number * count for kind, number in found.collectives.items()})
+        return kinds
+
     def seconds(self, chip: Chip) -> float:
         """The roofline's time of the whole phase."""
         return sum(found.roofline(chip) * count for found, count in zip(self.results, self.counts.values()))
@@ -57,16 +66,12 @@ def load_script(name: str) -> ModuleType:
     """A training script as a module, without running it. Raises UserError if it is none that can be rehearsed."""
     name = Path(name).stem
     known = [each for each, path in PROGRAMS.items() if "def rehearse(" in path.read_text()]
-    if name not in known and name not in PROGRAMS:
-        raise UserError(f"{name}: no such script; give one of {', '.join(known)}")
-    path = PROGRAMS[name]
-    if name == "pretrain" and name not in known:
-        path = ROOT / "scripts" / "pretrain.py"
-    spec = importlib.util.spec_from_file_location(name, path)
+    if name not in known:
+        why = "cannot be compiled for a TPU" if name in PROGRAMS else "is not a script"
+        raise UserError(f"{name} {why}; give one of {', '.join(known)}")
+    spec = importlib.util.spec_from_file_location(name, PROGRAMS[name])
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    if not hasattr(module, "rehearse"):
-        raise UserError(f"{name} trains nothing; give one of {', '.join(known)}")
     return module
 
 
@@ -91,7 +96,8 @@ def record(rehearse, config, chips: int):
 
 def compiled(backend, compiler: Compiler) -> list[Phase]:
     """Every phase with the compiler's figures. Says what is compiled, since a graph of a large model takes minutes."""
-    graphs = {graph.hash: graph for phase in backend.graphs.values() for graph in phase}
+    everything = [graph for phase in backend.graphs.values() for graph in phase]
+    graphs = {graph.hash: graph for graph in sorted(everything, key=lambda graph: graph.beside)}  # the largest counts
     new = [graph for graph in graphs.values() if not compiler.is_known(graph)]
     if new:
         say(f"compiling {len(new)} of {len(graphs)} graphs for {compiler.chip}:{compiler.topology}", sys.stderr)
@@ -126,15 +132,12 @@ def table(phases: list[Phase], chip: Chip) -> str:
             continue
         most, seconds = phase.largest, phase.seconds(chip)
         sizes = (most.arguments, most.outputs, most.aliased, most.temporary, most.code, phase.peak)
-        kinds = Counter()
-        for found, count in zip(phase.results, phase.counts.values()):
-            kinds.update({kind: number * count for kind, number in found.collectives.items()})
         rows.append((
             phase.name, graphs, f"{sum(found.seconds for found in phase.results):.0f}",
             *(f"{size / 1e9:.2f}" for size in sizes), f"{phase.total('flops') / 1e12:.3f}",
             f"{phase.total('moved') / 1e9:.2f}", f"{phase.total('accessed') / 1e9:.2f}", f"{seconds * 1e3:.2f}",
             f"{phase.tokens / seconds:,.0f}" if phase.tokens else "",
-            ", ".join(f"{number} {kind}" for kind, number in kinds.items()),
+            ", ".join(f"{number} {kind}" for kind, number in phase.collectives.items()),
         ))  # fmt: skip
     widths = [max(len(row[i]) for row in rows if not row[2].startswith("does")) for i in range(len(head))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
@@ -158,12 +161,5 @@ def as_json(phases: list[Phase], chip: Chip) -> list[dict]:
 
 def chips_of(topology: str, chip: Chip) -> int:
     """How many workers a topology has."""
-    size = 1
-    for part in topology.split("x"):
-        size *= int(part)
+    size = math.prod(map(int, topology.split("x")))
     return size * chip.cores if size > 1 else 1
-
-
-__all__ = [
-    "CHIPS", "Phase", "as_json", "chips_of", "compiled", "load_script", "read_options", "record", "step", "table",
-]  # fmt: skip

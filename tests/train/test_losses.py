@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qat_lora.backend import tiles
+from qat_lora.backend.graph import spread
 from qat_lora.kd.targets import _targets
 from qat_lora.kd.training import kd_soft_ce
 from qat_lora.models import head as head_module
@@ -348,3 +349,15 @@ def test_sampled_tails_are_unbiased_and_plain_top_k_is_not():
     assert cosine(sampled) >= 0.99
     assert cosine(plain) < 0.95
     torch.testing.assert_close(sampled.norm(), full[1].norm().float(), rtol=0.1, atol=0)
+
+
+@pytest.mark.parametrize("width", [512, 50257, 151936])
+@pytest.mark.parametrize("count", [1, 20])
+def test_spread_equals_scattering(width, count):
+    """Also where an index repeats, and in widths that 128 does not divide."""
+    torch.manual_seed(0)
+    index, values = torch.randint(width, (5, count)), torch.rand(5, count)
+    index[:, -1] = index[:, 0]
+    index[0, 0] = width - 1
+    wanted = torch.zeros(5, width).scatter_add_(1, index, values)
+    torch.testing.assert_close(spread(index, values, width), wanted, rtol=1e-6, atol=0)
