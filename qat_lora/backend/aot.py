@@ -8,6 +8,7 @@ jax runs in a process of its own, so that a crash inside libtpu does not end the
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -73,6 +74,27 @@ CHIPS = {
     "tpu7x": Chip(2307 / 2, 7380 / 2, 96, flat=False, cores=2, libtpu="0.0.52"),
 }
 TOPOLOGIES = ("1x1", "2x2", "2x4")
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One graph as it goes to the compiler.
+
+    code: StableHLO bytecode. donated: the numbers of the arguments whose buffers results may reuse, because the step
+    updates them in place. chips: how many chips run it together. beside: bytes of the tensors that are on the device
+    meanwhile and are not its arguments.
+    """
+
+    code: bytes = field(repr=False)
+    donated: tuple[int, ...]
+    chips: int = 1
+    beside: int = 0
+
+    @property
+    def hash(self) -> str:
+        """Identifies the program. Donated arguments do not count: torch_xla compiles a graph once, with those of its
+        first execution."""
+        return hashlib.sha256(self.code + repr(self.chips).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -144,24 +166,24 @@ class Compiler:
             child.end()
         self.pool.shutdown(cancel_futures=True)
 
-    def is_known(self, graph) -> bool:
+    def is_known(self, graph: Graph) -> bool:
         """Whether the graph was compiled before."""
         return self._key(graph) in self.known
 
-    def compile(self, graphs: list) -> list["Compiled | NotCompiled"]:
+    def compile(self, graphs: list[Graph]) -> list["Compiled | NotCompiled"]:
         """The figures of each graph, or why it was refused: by the compiler, or because it does not fit beside the
         other tensors on the device."""
         first = {graph.hash: graph for graph in graphs}
         found = dict(zip(first, self.pool.map(self._compile, first.values())))
         return [self._judged(found[graph.hash], graph.beside) for graph in graphs]
 
-    def _key(self, graph) -> str:
+    def _key(self, graph: Graph) -> str:
         return f"{graph.hash} {self.chip}:{self._topology(graph)} libtpu {self.version}"
 
-    def _topology(self, graph) -> str:
+    def _topology(self, graph: Graph) -> str:
         return self.topology if graph.chips > 1 else "1x1"
 
-    def _compile(self, graph) -> dict:
+    def _compile(self, graph: Graph) -> dict:
         key = self._key(graph)
         if key not in self.known:
             found = self._child(self._topology(graph)).compile(graph)
@@ -236,7 +258,7 @@ class _Child:
             fix = f"{chip} needs a newer libtpu, e.g. {other}" if other != LIBTPU else "use another --chip"
             raise UserError(f"{self.what} cannot be opened ({answer['error'][:120]}); {fix}")
 
-    def compile(self, graph) -> dict:
+    def compile(self, graph: Graph) -> dict:
         head = {"size": len(graph.code), "donated": graph.donated, "chips": graph.chips}
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps(head).encode() + b"\n" + graph.code)

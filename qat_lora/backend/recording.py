@@ -6,14 +6,12 @@ on any machine, for `backend.aot` to compile. That a TPU would record the same g
 """
 
 import gc
-import hashlib
 import os
 import re
 import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -22,6 +20,7 @@ import torch_xla.core.xla_model as xm
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from qat_lora.backend.aot import Graph
 from qat_lora.backend.placing import retie, tied_parameters
 from qat_lora.backend.xla import XlaBackend
 from qat_lora.errors import ROOT, UserError
@@ -32,27 +31,6 @@ READS = {  # functions that read values of a tensor
     Tensor.__index__, Tensor.nonzero, torch.nonzero, Tensor.masked_select, torch.masked_select, Tensor.equal,
     torch.equal, Tensor.unique, Tensor.unique_consecutive, Tensor.bincount,
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Graph:
-    """One graph as it goes to the compiler.
-
-    code: StableHLO bytecode. donated: the numbers of the arguments whose buffers results may reuse, because the step
-    updates them in place. chips: how many chips run it together. beside: bytes of the tensors that are on the device
-    meanwhile and are not its arguments.
-    """
-
-    code: bytes = field(repr=False)
-    donated: tuple[int, ...]
-    chips: int = 1
-    beside: int = 0
-
-    @property
-    def hash(self) -> str:
-        """Identifies the program. Donated arguments do not count: torch_xla compiles a graph once, with those of its
-        first execution."""
-        return hashlib.sha256(self.code + repr(self.chips).encode()).hexdigest()[:16]
 
 
 class RecordingBackend(XlaBackend):

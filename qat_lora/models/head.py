@@ -137,6 +137,7 @@ class Strips:
         weight and bias (otherwise None), in fp32 or wider. taken [N, J]; mass [N, 1] is its sum over J."""
         if not any(wanted) and len(self.columns) > 1:
             return self._in_one_pass(mass, taken), None, None
+        by_rows = is_lazy(self.hidden) and not any(wanted) and self.index.shape[1] > 1
         wide = torch.promote_types(self.dtype, torch.float32)
         back = torch.zeros(self.hidden.shape, dtype=wide, device=self.hidden.device)
         sums = [
@@ -152,12 +153,17 @@ class Strips:
                 head = self.head.strip(strip, self.dtype)
                 if product is None or len(self.columns) > 1:
                     product = _product(hidden, head.weight, product)
-                gradient = self._gradient(head, product, block, strip, factor, taken_here)
+                gradient = self._gradient(head, product, block, strip, factor, None if by_rows else taken_here)
                 back[block].add_(gradient @ head.weight)
                 if sums[0] is not None:
                     _put(sums[0][strip], gradient.T @ hidden, first)
                 if sums[1] is not None:
                     _put(sums[1][strip], gradient.sum(0, dtype=wide) / head.before, first)
+            if by_rows:
+                softmax = self._once(block, self.chosen[block].exp() * factor)
+                asked = self._through_head(block, softmax + taken_here)
+                rounded = self._through_head(block, softmax).to(self.dtype)  # what the product above has added
+                _add_rows(back[block], self.head.weight, self.index[block], asked - rounded)
         self.normalised = True
         return back, *sums
 
@@ -174,12 +180,20 @@ class Strips:
                 self.peak[block] = self._largest(self.hidden[block].to(self.dtype))
                 self._exponentials(block, here.zero_(), again=True)
             share = mass[block] / self.z[block] / self.temperature
-            again = (index.unsqueeze(2) == index.unsqueeze(1)).tril(-1).any(2)
-            asked = (self.chosen[block].exp() * share).masked_fill_(again, 0).sub_(taken_here)
-            asked = self.head.gradient(asked, (self.chosen[block] + self.peak[block]) * self.temperature)
-            _add_rows(here.mul_(share), self.head.weight, index, asked)
+            asked = self._once(block, self.chosen[block].exp() * share).sub_(taken_here)
+            _add_rows(here.mul_(share), self.head.weight, index, self._through_head(block, asked))
         self.normalised = True
         return back
+
+    def _once(self, block: slice, values: Tensor) -> Tensor:
+        """Values [n, J] at a block's `index`, 0 where it repeats an earlier token."""
+        index = self.index[block]
+        again = (index.unsqueeze(2) == index.unsqueeze(1)).tril(-1).any(2)
+        return torch.where(again, 0, values)
+
+    def _through_head(self, block: slice, gradient: Tensor) -> Tensor:
+        """The gradient [n, J] with respect to a block's logits at `index`, as one with respect to the products."""
+        return self.head.gradient(gradient, (self.chosen[block] + self.peak[block]) * self.temperature)
 
     def _exponentials(self, block: slice, back: Tensor, again: bool = False) -> None:
         """Compute z and chosen of a block of positions, and add Σ e^(x − p)·W [n, H] over all tokens except those of
@@ -249,8 +263,15 @@ class Strips:
         found = [self._logits(head, product, None).amax(1, keepdim=True) for head, product in products]
         return torch.cat(found, 1).amax(1, keepdim=True)
 
-    def _gradient(self, head: Head, product: Tensor, block: slice, strip: slice, mass: Tensor, taken: Tensor) -> Tensor:
-        """The gradient with respect to a strip's products [n, v]; overwrites them if the device reuses memory."""
+    def _gradient(
+        self, head: Head, product: Tensor, block: slice, strip: slice, mass: Tensor, taken: Tensor | None
+    ) -> Tensor:
+        """The gradient with respect to a strip's products [n, v], without the targets if `taken` is None; overwrites
+        the products if the device reuses memory."""
+        if taken is None:  # on XLA
+            grad = self._logits(head, product, None)
+            capped = grad * self.temperature if head.cap is not None else None
+            return head.gradient((grad - self.peak[block]).exp() * mass, capped).to(self.dtype)
         if native.softmax(product, self._finish(head), self.peak[block], mass, self.index[block], strip.start, taken):
             return product
         place, inside = self._places(block, strip)
@@ -307,9 +328,10 @@ def _add_rows(sums: Tensor, table: Tensor, index: Tensor, weights: Tensor) -> No
     """sums [n, H] += Σ_j weights[:, j] · table[index[:, j]], with index and weights [n, J]."""
     if native.add_rows(sums, table, index, weights):
         return
+    kind = table.dtype if is_lazy(sums) else sums.dtype  # a graph would keep the rows in the wider type
     for rows in tiles(*index.shape, sums.device, max(1, HEAD_TILE // table.shape[1])):
-        found = table[index[rows]].to(sums.dtype)
-        sums[rows].add_((weights[rows].to(sums.dtype).unsqueeze(1) @ found).squeeze(1))
+        found = table[index[rows]].to(kind)
+        sums[rows].add_((weights[rows].to(kind).unsqueeze(1) @ found).squeeze(1))
 
 
 def _put(place: Tensor, values: Tensor, first: bool) -> None:

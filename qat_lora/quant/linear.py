@@ -238,7 +238,8 @@ def stored_scale(scale: Tensor, least: float = 0.0) -> Tensor:
 
 def _not_zero(scale: Tensor, least: float) -> Tensor:
     """The scale with magnitudes clamped to at least `least`, so that w/s is finite; signs are kept."""
-    return torch.where(scale < 0, scale.clamp(max=-least), scale.clamp(min=least))
+    below, above = number_like(-least, scale), number_like(least, scale)
+    return torch.where(scale < 0, scale.clamp(max=below), scale.clamp(min=above))
 
 
 class QuantLinear(nn.Linear):

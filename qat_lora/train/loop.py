@@ -93,7 +93,9 @@ class Stage:
 
 
 class Update:
-    """One update of a stage; iterate over it to get its micro-batches. On XLA each is a separate graph."""
+    """One update of a stage; iterate over it to get its micro-batches. On XLA, several micro-batches share one graph, and
+    the optimiser's step has its own: they are compiled once, however many there are. A single one is in the same graph
+    as the step."""
 
     def __init__(self, stage: Stage, number: int, factor: float, stream: Iterator[dict]):
         self.stage, self.number, self.factor, self.stream = stage, number, factor, stream
@@ -101,14 +103,15 @@ class Update:
         self.metrics: dict[str, Metric | Ratio | Value] = {}
 
     def __iter__(self) -> Iterator[dict]:
-        for micro in range(self.stage.plan.accumulation):
-            if micro:
-                self.stage.backend.step_boundary()
+        micros = self.stage.plan.accumulation
+        for _ in range(micros):
             yield next(self.stream)
+            if micros > 1:
+                self.stage.backend.step_boundary()
 
     def add(self, **metrics: Metric | Ratio) -> None:
         """Add the metrics of a micro-batch to those of the earlier ones. On XLA, the sums are part of the optimiser
-        step's graph, so that all micro-batches before it have the same one."""
+        step's graph, so that all micro-batches have the same one."""
         for name, metric in metrics.items():
             self.added.setdefault(name, []).append(metric.detached())
 

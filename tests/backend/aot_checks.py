@@ -23,7 +23,7 @@ CACHE = ["--cache-dir", "caches/none_L16_K4"]
 SHORT = ["--max-prompt-length", "16", "--max-new-tokens", "4"]
 RUNS = {  # name: script, its options, chips
     "qat": ("train_qat", ["--model", MODEL, *CACHE, *SIZES, "--layer-steps", "2", "--ema", "0.9"], 1),
-    "qat on 4": ("train_qat", ["--model", MODEL, *CACHE, *SIZES], 4),
+    "qat on 4": ("train_qat", ["--model", MODEL, *CACHE, *SIZES, "--mlp", "uniform4/r4", "--attn", "uniform4/r4"], 4),
     "recovery": ("train_recovery_lora", ["--model", MODEL, *CACHE, *SIZES], 1),
     "recovery on 8": ("train_recovery_lora", ["--model", MODEL, *CACHE, *SIZES], 8),
     "cache": ("build_kd_cache", ["--model", MODEL, "--length", "16", "--cache-dir", "caches/none"], 1),
