@@ -218,15 +218,19 @@ class TorchBackend:
             raise UserError("no gradient reaches the parameters to train in this model; train other parts of it")
         loss.backward()
 
-    def update(self, optimizer: torch.optim.Optimizer, clip: float, after: Callable[[], None] | None = None) -> Tensor:
+    def update(
+        self, optimizer: torch.optim.Optimizer, clip: float, after: Callable[[], None] | None = None,
+        also: Iterable[Tensor] = (),
+    ) -> Tensor:  # fmt: skip
         """reduce → clip to a global L2 norm of `clip` (0: no clipping) → step → zero gradients → step boundary.
 
         after: other work of the step, such as a moving average; on XLA it is then part of the same graph.
+        also: other tensors to sum over workers, in place, in the same collective; `after` may use them.
 
         Returns the gradient norm before clipping as a device scalar.
         """
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        self.reduce(gradients)
+        self.reduce([*gradients, *also])
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
         scale = (clip / (norm + 1e-6)).clamp(max=1.0) if clip > 0 else None
         if scale is not None and (self.kind != "cpu" or scale < 1):  # elsewhere the host would have to wait for it

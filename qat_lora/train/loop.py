@@ -13,7 +13,7 @@ for update in stage:                                    # resumes, evaluates, sa
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -69,7 +69,8 @@ class Stage:
     """One stage of a run; iterate over it to get its updates.
 
     stream: see `row_stream`. trained: the content of checkpoints. evaluate(step) → held-out figures, see Session.steps.
-    in_step(factor): extra work in an optimiser step, in the same graph on XLA; factor: see Plan.factor.
+    in_step(factor): extra work in an optimiser step, in the same graph on XLA; factor: see Plan.factor. summed():
+    tensors of one micro-batch for it, to sum over workers with the gradients.
     after_step: extra work after the step, in a separate graph.
     """
 
@@ -77,10 +78,11 @@ class Stage:
         self, name: str, session: Session, plan: Plan, optimizer: torch.optim.Optimizer, stream: Stream,
         trained: "StageState", evaluate: Callable[[int], dict] | None = None,
         in_step: Callable[[float], None] | None = None, after_step: Callable[[], None] | None = None,
+        summed: Callable[[], Iterable[Tensor]] = tuple,
     ):  # fmt: skip
         self.name, self.session, self.backend, self.plan = name, session, session.backend, plan
         self.optimizer, self.stream, self.trained, self.evaluate = optimizer, stream, trained, evaluate
-        self.in_step, self.after_step = in_step, after_step
+        self.in_step, self.after_step, self.summed = in_step, after_step, summed
 
     def __iter__(self) -> Iterator["Update"]:
         """Set the learning rates of each update, then yield it."""
@@ -93,9 +95,9 @@ class Stage:
 
 
 class Update:
-    """One update of a stage; iterate over it to get its micro-batches. On XLA, several micro-batches share one graph, and
-    the optimiser's step has its own: they are compiled once, however many there are. A single one is in the same graph
-    as the step."""
+    """One update of a stage; iterate over it to get its micro-batches. On XLA, several micro-batches share one graph,
+    and the optimiser's step has its own: both are compiled once, however many there are. A single micro-batch is in the
+    same graph as the step."""
 
     def __init__(self, stage: Stage, number: int, factor: float, stream: Iterator[dict]):
         self.stage, self.number, self.factor, self.stream = stage, number, factor, stream
@@ -121,7 +123,7 @@ class Update:
         self._sum()
         stage = self.stage
         in_step = partial(stage.in_step, self.factor) if stage.in_step else None
-        norm = stage.backend.update(stage.optimizer, stage.plan.clip_grad_norm, in_step)
+        norm = stage.backend.update(stage.optimizer, stage.plan.clip_grad_norm, in_step, stage.summed())
         if stage.after_step:
             stage.after_step()
             stage.backend.step_boundary()

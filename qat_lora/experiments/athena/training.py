@@ -122,12 +122,16 @@ class Trainer:
             "tokens": Total(batch["inputs"].numel()),
         }
 
+    def summed(self) -> tuple[Tensor, Tensor]:
+        """After `segment` and its backward pass, what SignSGD needs from all workers, see `sign_sums`."""
+        self.sums = sign_sums(self.carry.identifiers, self.picked.grad.float(), len(self.model.identity))
+        return self.sums
+
     def in_step(self, factor: float) -> None:
-        """The rest of an optimiser step, after `segment` and its backward pass: SignSGD on the puzzles' embeddings,
-        with the learning rate times the schedule's `factor`, and the moving average."""
-        model, plan = self.model, self.plan
-        sums = sign_sums(self.carry.identifiers, self.picked.grad.float(), len(model.identity))
-        self.backend.reduce(list(sums))
+        """The rest of an optimiser step, after `summed`: SignSGD on the puzzles' embeddings, with the learning rate
+        times the schedule's `factor`, and the moving average."""
+        model, plan, sums = self.model, self.plan, self.sums
+        del self.sums  # otherwise they would outlive the step
         sign_update(model.identity, *sums, plan.identifier_learning_rate * factor, plan.identifier_weight_decay)
         if plan.ema:
             update_ema(self.shown, model, plan.ema)
@@ -139,7 +143,8 @@ class Trainer:
         loss, metrics = self.segment(batch)
         self.backend.backward(loss)
         within = partial(self.in_step, factor)
-        return metrics | {"grad_norm": self.backend.update(self.optimizer, self.plan.clip_grad_norm, within)}
+        clip, also = self.plan.clip_grad_norm, self.summed()
+        return metrics | {"grad_norm": self.backend.update(self.optimizer, clip, within, also)}
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
     def state(self) -> tuple[dict, dict]:
@@ -181,4 +186,6 @@ def athena_stage(
     def stream(first: int) -> Iterator[dict]:
         return backend.prefetch(segment_batches(train, plan, first, backend.rank, backend.world_size))
 
-    return Stage(STAGE, session, plan, trainer.optimizer, stream, trainer, evaluate, in_step=trainer.in_step)
+    return Stage(
+        STAGE, session, plan, trainer.optimizer, stream, trainer, evaluate, trainer.in_step, summed=trainer.summed
+    )
