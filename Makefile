@@ -45,7 +45,7 @@ report: setup ## one page with plots about a run: make report RUN=runs/… (defa
 
 ##@ Low-bit training: QAT and LoRA recovery (docs/qat-recovery.md)
 qat-v6e4: setup ## 4-bit QAT of Qwen3-0.6B on four TPU v6e chips (untested on hardware)
-	$(PY) scripts/train_v2_tpu_multi.py --from-scratch --config v6e4 --tpu --resume auto
+	$(PY) scripts/train_v2_tpu_multi.py --from-scratch --config v6e4 --resume auto
 
 qat-cuda: setup ## 4-bit QAT of Qwen3-0.6B on every GPU of this machine (untested on hardware)
 	$(PY) scripts/train_v2_tpu_multi.py --from-scratch --config cuda --resume auto
@@ -56,13 +56,13 @@ qat-cpu2: setup ## the demo's QAT in two CPU processes; run `make demo` first
 	$(PY) scripts/train_v2_tpu_multi.py --from-scratch --config cpu2 --resume auto
 
 recovery-v6e1: setup ## recovery LoRA for Qwen3-0.6B on one TPU v6e chip (untested on hardware)
-	$(PY) scripts/train_recovery_lora.py --config v6e1 --tpu --resume auto
+	$(PY) scripts/train_recovery_lora.py --config v6e1 --resume auto
 
 recovery-v6e4: setup ## recovery LoRA on four chips (untested on hardware)
-	$(PY) scripts/train_recovery_lora_multi.py --config v6e4 --tpu --resume auto
+	$(PY) scripts/train_recovery_lora_multi.py --config v6e4 --resume auto
 
 recovery-v6e8: setup ## recovery LoRA on eight chips (untested on hardware)
-	$(PY) scripts/train_recovery_lora_multi.py --config v6e8 --tpu --resume auto
+	$(PY) scripts/train_recovery_lora_multi.py --config v6e8 --resume auto
 
 recovery-cuda: setup ## recovery LoRA on every GPU of this machine (untested on hardware)
 	$(PY) scripts/train_recovery_lora_multi.py --config cuda --resume auto
@@ -76,7 +76,7 @@ musclebob-cpu: setup ## teach SmolLM2-135M a new name with SFT and GRPO (20 minu
 	$(PY) scripts/train_musclebob_improved.py --config cpu --device cpu --resume auto
 
 musclebob-v5e1: setup ## the same for Qwen2.5-0.5B on one TPU v5e chip (untested on hardware)
-	$(PY) scripts/train_musclebob_improved.py --config v5e1 --tpu --resume auto
+	$(PY) scripts/train_musclebob_improved.py --config v5e1 --resume auto
 
 musclebob-cuda: setup ## the same for Qwen2.5-0.5B on one GPU (untested on hardware)
 	$(PY) scripts/train_musclebob_improved.py --config cuda --device cuda --resume auto
@@ -108,7 +108,7 @@ legal-cpu: setup ## fine-tune SmolLM2-135M on legal chains of thought (22 minute
 	$(PY) scripts/train_cot_sft.py --config cpu --device cpu --resume auto
 
 legal-v5e8: setup ## the same for Qwen2.5-0.5B on a TPU v5e-8 (untested on hardware)
-	$(PY) scripts/train_cot_sft.py --config v5e8 --tpu --resume auto
+	$(PY) scripts/train_cot_sft.py --config v5e8 --resume auto
 
 legal-cuda: setup ## the same for Qwen2.5-0.5B on every GPU (untested on hardware)
 	$(PY) scripts/train_cot_sft.py --config cuda --device cuda --resume auto

@@ -46,7 +46,7 @@ from pathlib import Path
 
 import torch
 
-from qat_lora.backend import TorchBackend, open_backend
+from qat_lora.backend import TorchBackend, open_backend, open_planned
 from qat_lora.data.packing import fingerprint, split_heldout, tokenizer_fingerprint
 from qat_lora.data.templates import template_facts
 from qat_lora.errors import UserError
@@ -69,7 +69,7 @@ from qat_lora.train.memory import (
 
 def main(cfg: Config) -> None:
     check(cfg)
-    backend = open_backend(cfg.device, cfg.precision)
+    backend = (open_planned if cfg.dry_run else open_backend)(cfg.device, cfg.precision)
     backend.seed(cfg.seed)
     directory = Path(cfg.cache_dir)
     tokenizer = cfg.tokenizer(cfg.model, cache_date(directory))

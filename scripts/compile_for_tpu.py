@@ -66,6 +66,7 @@ if __name__ == "__main__":
 
 import dataclasses
 import json
+from contextlib import redirect_stdout
 
 from qat_lora.backend.aot import Chip, Compiler, NotCompiled
 from qat_lora.errors import UserError
@@ -80,7 +81,8 @@ def main(cfg: Config) -> None:
     options = read_options(module, given[1:], None if cfg.topology == "auto" else chips_of(cfg.topology, chip))
     workers = getattr(options, "num_chips", None) or 1
     topology = cfg.topology if cfg.topology != "auto" else fitting(workers, chip)
-    with Compiler(cfg.chip, topology, cfg.jobs) as compiler:
+    # a script may print while it is rehearsed, and the table or the JSON should be all that a program reads
+    with Compiler(cfg.chip, topology, cfg.jobs) as compiler, redirect_stdout(sys.stderr):
         phases = compiled(record(module.rehearse, options, workers), compiler)
         wrong = [phase for phase in phases if phase.refused]
         batch = largest(module, options, workers, wrong[0].refused, compiler) if wrong else None

@@ -129,7 +129,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qat_lora.backend import TorchBackend, open_backend, planned_workers
+from qat_lora.backend import TorchBackend, open_planned, planned_workers
 from qat_lora.backend.launch import launch
 from qat_lora.backend.machine import check_memory
 from qat_lora.backend.rehearsal import Rehearsal
@@ -156,7 +156,7 @@ PRECISIONS = {"float32": "fp32", "bfloat16": "bf16"}
 def main(cfg: Config) -> None:
     cfg = checked(cfg)
     if cfg.dry_run:
-        return work(open_backend(cfg.device, cfg.precision), cfg)
+        return work(open_planned(cfg.device, cfg.precision), cfg)
     launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug, cfg.timeouts)
 
 

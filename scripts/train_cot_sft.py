@@ -93,7 +93,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from qat_lora.backend import TorchBackend, open_backend, planned_workers
+from qat_lora.backend import TorchBackend, open_planned, planned_workers
 from qat_lora.backend.launch import launch
 from qat_lora.backend.rehearsal import Rehearsal, SameRows
 from qat_lora.data.supervised import PackedExamples
@@ -146,7 +146,7 @@ QUESTION = "A baker broke a simple contract with a supplier on 3 May 2021. Find 
 def main(cfg: Config) -> None:
     check(cfg)
     if cfg.dry_run:
-        return work(open_backend(cfg.device, cfg.precision), cfg)
+        return work(open_planned(cfg.device, cfg.precision), cfg)
     launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug, cfg.timeouts)
 
 

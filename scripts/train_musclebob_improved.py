@@ -96,7 +96,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from qat_lora.backend import TorchBackend, open_alone, resolve
+from qat_lora.backend import TorchBackend, open_alone, open_planned, resolve
 from qat_lora.backend.detect import has_static_shapes
 from qat_lora.backend.machine import check_memory
 from qat_lora.backend.rehearsal import Rehearsal, SameRows
@@ -162,7 +162,7 @@ ROWS = 80  # answers generated at a time in a validation; a decoding step costs 
 def main(cfg: Config) -> None:
     cfg = shortened(cfg) if cfg.quick else cfg
     check(cfg)
-    backend = open_alone(cfg.device, cfg.precision)
+    backend = (open_planned if cfg.dry_run else open_alone)(cfg.device, cfg.precision)
     tokenizer = cfg.tokenizer(cfg.model, begun(NAME, cfg))
     check_template(tokenizer)
     check_sizes(cfg, freeze_plain_tables(empty_model(cfg.model)), backend)

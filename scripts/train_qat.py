@@ -98,7 +98,7 @@ from pathlib import Path
 
 from torch import nn
 
-from qat_lora.backend import TorchBackend, open_backend, planned_workers
+from qat_lora.backend import TorchBackend, open_planned, planned_workers
 from qat_lora.backend.launch import launch
 from qat_lora.backend.rehearsal import Rehearsal
 from qat_lora.data.batches import first_batches
@@ -143,7 +143,7 @@ from qat_lora.train.loop import tokens_of
 def main(cfg: Config) -> None:
     check(cfg)
     if cfg.dry_run:
-        backend = open_backend(cfg.device, cfg.precision)
+        backend = open_planned(cfg.device, cfg.precision)
         workers = planned_workers(backend.kind, cfg.num_chips)
         if cfg.checkpoint:
             check_checkpoint(cfg)

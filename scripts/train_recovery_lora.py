@@ -70,7 +70,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from qat_lora.backend import TorchBackend, open_backend, planned_workers
+from qat_lora.backend import TorchBackend, open_planned, planned_workers
 from qat_lora.backend.launch import launch
 from qat_lora.backend.rehearsal import Rehearsal, SameRows
 from qat_lora.data.batches import first_batches
@@ -110,7 +110,7 @@ ANCHOR = 5  # tensors of the size of its logits: stored logits, new logits, soft
 def main(cfg: Config) -> None:
     check(cfg)
     if cfg.dry_run:
-        backend = open_backend(cfg.device, cfg.precision)
+        backend = open_planned(cfg.device, cfg.precision)
         made, workers = read_made(cfg), planned_workers(backend.kind, cfg.num_chips)
         train, _ = open_data(cfg, made["model"], cfg.tokenizer(made["model"], begun(NAME, cfg)), workers)
         return describe(cfg, adapted(cfg, empty_student(made)), made, train, backend, workers)

@@ -145,7 +145,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from qat_lora.backend import TorchBackend, open_backend, planned_workers
+from qat_lora.backend import TorchBackend, open_planned, planned_workers
 from qat_lora.backend.detect import has_static_shapes
 from qat_lora.backend.launch import launch
 from qat_lora.backend.machine import check_memory
@@ -180,7 +180,7 @@ def main(cfg: Config) -> None:
     cfg = resolved(cfg, cfg.device if cfg.device != "auto" else get_device(cfg.use_tpu or PJRT_TPU))
     check(cfg)
     if cfg.dry_run:
-        return work(open_backend(cfg.device, cfg.precision), cfg)
+        return work(open_planned(cfg.device, cfg.precision), cfg)
     launch(work, (cfg,), cfg.device, cfg.precision, cfg.num_chips, cfg.debug, cfg.timeouts)
 
 

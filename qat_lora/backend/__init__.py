@@ -16,6 +16,7 @@ _PUBLIC = {
     "loop": "torch",
     "open_alone": "launch",
     "open_backend": "launch",
+    "open_planned": "launch",
     "planned_workers": "workers",
     "resolve": "detect",
     "tpu_chips": "detect",

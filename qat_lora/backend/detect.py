@@ -116,6 +116,11 @@ def resolve(requested: str = "auto") -> str:
     return "cuda" if requested in ("auto", "cuda") and torch.cuda.device_count() else "cpu"
 
 
+def plans_a_tpu(requested: str = "auto") -> bool:
+    """Whether a dry run is for a TPU that this machine need not have: one is asked for, and there is none."""
+    return (requested == "tpu" or (requested == "auto" and _pjrt_device() == "TPU")) and not tpu_chips()
+
+
 def has_static_shapes(requested: str = "auto") -> bool:
     """Whether a requested device compiles a graph for each shape, so that batches should share one: true on XLA."""
-    return resolve(requested) == "xla"
+    return plans_a_tpu(requested) or resolve(requested) == "xla"

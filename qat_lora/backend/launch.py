@@ -92,6 +92,28 @@ def open_backend(requested: str = "auto", precision: str = "auto") -> TorchBacke
     return XlaBackend(precision)
 
 
+class PlannedTpu(TorchBackend):
+    """Tells a dry run what it would use on a TPU; computes nothing."""
+
+    on_tpu, static_shapes, shares_host_memory = True, True, False
+
+    def __init__(self, precision: str):
+        self.kind, self.group, self.device = "xla", ALONE, torch.device("meta")
+        self.bf16 = precision == "auto" or self._wants_bf16(precision)
+
+    @property
+    def name(self) -> str:
+        return "a TPU (planned; there is none here)"
+
+    def memory(self) -> None:
+        return None
+
+
+def open_planned(requested: str = "auto", precision: str = "auto") -> TorchBackend:
+    """The backend of a dry run, which may plan for a TPU on a machine without one."""
+    return PlannedTpu(precision) if detect.plans_a_tpu(requested) else open_backend(requested, precision)
+
+
 def open_alone(device: str = "auto", precision: str = "auto") -> TorchBackend:
     """`open_backend` for a script that trains on one device. Raises UserError if a launcher has started several
     workers, or a TPU slice has several hosts: each would train its own model."""

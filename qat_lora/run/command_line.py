@@ -294,12 +294,26 @@ def run_script(main: Callable[[Any], None], kind: type, script: str, description
             config = _config(kind, script, description)
             try:
                 main(config)
+                if config.dry_run and "rehearse" in main.__globals__:
+                    _tell_peak(script, config)
             except KeyboardInterrupt:
                 if hasattr(config, "resume"):
                     say("interrupted; --resume auto resumes from the last checkpoint, if there is one")
                 raise
     finally:
         ignore_sigterm()
+
+
+def _tell_peak(script: str, config: Any) -> None:
+    """Print the memory that a run planned for a TPU takes by the TPU's compiler, if that is installed."""
+    from qat_lora.backend import detect
+    from qat_lora.backend.aot import libtpu_version
+
+    if (detect.plans_a_tpu(config.device) or detect.tpu_chips()) and config.device != "cpu" and libtpu_version():
+        from qat_lora.run.tpu import planned_peak
+
+        say("asking the TPU's compiler for the peak; it may take minutes, and Ctrl-C skips it")
+        say(planned_peak(script, config, detect.tpu_chips()))
 
 
 def _config(kind: type, script: str, description: str) -> Any:

@@ -2,8 +2,10 @@
 
 import dataclasses
 import importlib.util
+import json
 import math
 import os
+import subprocess
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from qat_lora.backend.aot import Chip, Compiled, Compiler, NotCompiled
+from qat_lora.backend.aot import CHIPS, Chip, Compiled, Compiler, NotCompiled
 from qat_lora.errors import ROOT, UserError, load_package
 from qat_lora.run.command_line import parse
 from qat_lora.run.console import say
@@ -157,6 +159,32 @@ def as_json(phases: list[Phase], chip: Chip) -> list[dict]:
         }
         for phase in phases
     ]  # fmt: skip
+
+
+def planned_peak(script: str, config: Any, chips: list[str]) -> str:
+    """A line for a dry run: the peak of HBM of the run that it plans, by the TPU's compiler, in a process of its own.
+
+    chips: the machine's TPU chips, if it has any; otherwise the preset's name tells which chip is meant (v6e4), and
+    without one it is v6e. Graphs that were never compiled take minutes if the model is large.
+    """
+    known = {"v2/v3": "v3", "v7x": "tpu7x"}
+    names = [known.get(chip, chip) for chip in chips] + [(config.config or "")[:3], "v6e"]
+    chip = next(name for name in names if name in CHIPS)
+    given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value not in (None, "")]
+    command = [sys.executable, PROGRAMS["compile_for_tpu"], script, *words, "--chip", chip, "--json"]
+    environment = {name: value for name, value in os.environ.items() if name != "PJRT_DEVICE"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if not done.stdout:
+        reason = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
+        return f"peak by the TPU's compiler: unknown ({reason.removeprefix('error: ')})"
+    figures = json.loads(done.stdout)
+    size = CHIPS[chip].hbm * 2**30 / 1e9
+    if wrong := next((phase for phase in figures["phases"] if phase["error"]), None):
+        return f"does not fit a {chip} chip of {size:.2f} GB, by the TPU's compiler: {wrong['phase']}: {wrong['error']}"
+    most = max(figures["phases"], key=lambda phase: phase["peak"])
+    peak = f"{most['peak'] / 1e9:.2f} GB of {size:.2f} GB, in {most['phase']}"
+    return f"peak on a {chip} chip, by the TPU's compiler: {peak}"
 
 
 def chips_of(topology: str, chip: Chip) -> int:
