@@ -16,13 +16,14 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
-from qat_lora.backend.aot import CHIPS, KNOWN, Compiler
+from qat_lora.backend.aot import CHIPS, KNOWN, Chip, Compiler
 from qat_lora.errors import ROOT
 from qat_lora.run import options as opt
 from qat_lora.run.command_line import run_script
 from qat_lora.run.console import say
 from qat_lora.run.options import ScriptConfig
-from qat_lora.run.tpu import chips_of, compiled, load_script, read_options, record, step, table
+from qat_lora.run.tpu import Phase, chips_of, compiled, load_script, read_options, record, step, table
+from qat_lora.train.memory import peak_phase
 
 PAGE = ROOT / "docs" / "TPU.md"
 FIGURES = ROOT / "docs" / "tpu" / "presets.json"
@@ -67,7 +68,8 @@ def main(cfg: Config) -> None:
             with Compiler(key, topology, cfg.jobs, KNOWN) as compiler:
                 phases = compiled(backend, compiler)
             say(table(phases, chip))
-            keep(name, key, topology, workers, phases, chip)
+            _, parts = peak_phase(backend.estimate, backend)
+            keep(name, key, topology, workers, phases, chip, sum(parts.values()))
             if key == own and any(phase.refused for phase in phases):
                 failed.append(name)
             del backend
@@ -77,11 +79,12 @@ def main(cfg: Config) -> None:
         sys.exit(f"error: {', '.join(failed)} does not fit; lower its batch")
 
 
-def keep(name: str, key: str, topology: str, workers: int, phases: list, chip) -> None:
-    """Store a preset's figures for the page."""
+def keep(name: str, key: str, topology: str, workers: int, phases: list[Phase], chip: Chip, estimate: int) -> None:
+    """Store a preset's figures for the page. estimate: a dry run's own, of the peak in bytes."""
     known = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
     refused = next((str(phase.refused) for phase in phases if phase.refused), None)
     entry = {"preset": name, "chip": key, "topology": topology, "workers": workers, "refused": refused}
+    entry["estimate"] = estimate
     if not refused:
         most, update = max(phases, key=lambda phase: phase.peak), step(phases)
         entry |= {"peak": most.peak, "in": most.name}
@@ -100,21 +103,22 @@ def keep(name: str, key: str, topology: str, workers: int, phases: list, chip) -
 def write_page() -> None:
     """Put the table into docs/TPU.md, between its marks."""
     rows = [
-        "| preset | chips | peak HBM of a chip | highest in | update, ms | tokens/s | all-reduces |",
-        "|---|---|---:|---|---:|---:|---:|",
+        "| preset | chips | peak HBM of a chip | dry run's estimate | highest in "
+        "| update, ms | tokens/s | all-reduces |",
+        "|---|---|---:|---:|---|---:|---:|---:|",
     ]
     known = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
-    for entry in known.values():
+    for entry in sorted(known.values(), key=lambda entry: list(PRESETS).index(entry["preset"])):
         chip = CHIPS[entry["chip"]]
         where = f"{entry['workers']} × {entry['chip']}"
         if entry["refused"]:
-            rows.append(f"| {entry['preset']} | {where} | does not fit: {entry['refused']} | | | | |")
+            rows.append(f"| {entry['preset']} | {where} | does not fit: {entry['refused']} | | | | | |")
             continue
         peak = f"{entry['peak'] / 1e9:.2f} of {chip.hbm * 2**30 / 1e9:.1f} GB"
         ms, rate = (f"{entry['ms']:,.1f}", f"{entry['tokens_per_s']:,}") if "ms" in entry else ("", "")
-        rows.append(
-            f"| {entry['preset']} | {where} | {peak} | {entry['in']} | {ms} | {rate} | {entry.get('all_reduces', '')} |"
-        )
+        ours = f"{entry['estimate'] / 1e9:.2f} GB ({entry['estimate'] / entry['peak'] - 1:+.0%})"
+        cells = entry["preset"], where, peak, ours, entry["in"], ms, rate, str(entry.get("all_reduces", ""))
+        rows.append(f"| {' | '.join(cells)} |")
     text = PAGE.read_text()
     start, end = "<!-- made by make tpu-check -->\n", "<!-- end -->"
     PAGE.write_text(re.sub(f"{start}.*?{end}", start + "\n".join(rows) + "\n" + end, text, flags=re.DOTALL))

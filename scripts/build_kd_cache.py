@@ -45,6 +45,7 @@ import time
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from qat_lora.backend import TorchBackend, open_backend, open_planned
 from qat_lora.data.packing import fingerprint, split_heldout, tokenizer_fingerprint
@@ -58,10 +59,12 @@ from qat_lora.models.source import is_hub
 from qat_lora.run.console import say, summarise, watched
 from qat_lora.run.files import lock, read_json, write_json
 from qat_lora.train.memory import (
+    Parts,
     check_fits,
     evaluation_memory,
     least_teacher_memory,
     loading_memory,
+    logits_memory,
     memory_line,
     sizes_of,
 )
@@ -125,13 +128,21 @@ def check(cfg: Config) -> None:
         raise UserError("--cache-dir is missing; give the folder to write, e.g. --cache-dir caches/wikitext_L256")
 
 
+def memory(cfg: Config, teacher: nn.Module, backend: TorchBackend) -> dict[str, Parts]:
+    """The memory that each phase takes."""
+    positions = cfg.batch_size * cfg.length
+    more = {"draws": 3 * 4 * cfg.draws * positions}
+    if backend.kind == "xla":  # which compares the logits of all positions in fp32
+        more["top K"] = logits_memory(positions, len(teacher.get_output_embeddings().weight), backend.bf16)
+    a_pass = evaluation_memory(teacher, cfg.batch_size, cfg.length, backend.bf16, xla=backend.kind == "xla")
+    return {"loading": loading_memory(teacher), "a teacher pass": a_pass | more}
+
+
 def check_memory(cfg: Config, backend: TorchBackend) -> None:
     """Print the memory that a teacher pass takes, computed from shapes. Raises UserError if this machine has less; a
     dry run, which may plan for another machine, skips this check."""
     teacher = empty_model(cfg.model).requires_grad_(False)
-    draws = {"draws": 3 * 4 * cfg.draws * cfg.batch_size * cfg.length}
-    a_pass = evaluation_memory(teacher, cfg.batch_size, cfg.length, backend.bf16) | draws
-    say(memory_line({"loading": loading_memory(teacher), "a teacher pass": a_pass}, backend))
+    say(memory_line(memory(cfg, teacher, backend), backend))
     if not cfg.dry_run:
         need = least_teacher_memory(teacher, cfg.batch_size, cfg.length, cfg.draws, backend.bf16)
         what = f"a teacher pass of {sizes_of(teacher)} over --batch-size {cfg.batch_size} rows with --draws {cfg.draws}"
@@ -151,12 +162,14 @@ def report(cfg: Config, directory: Path, tokens: int, seconds: float) -> None:
     summarise({"cache": directory}, [], following)
 
 
-def rehearse(cfg: Config, backend: TorchBackend) -> None:
-    """Record the graph of a teacher pass, for compile_for_tpu.py. Only shapes matter: the teacher has no weights."""
+def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
+    """Record the graph of a teacher pass, for compile_for_tpu.py, and estimate its memory. Only shapes matter: the
+    teacher has no weights."""
     teacher = backend.place(empty_model(planned_name(cfg.model)).requires_grad_(False))
     tokens = torch.zeros(cfg.batch_size, cfg.length, dtype=torch.long)
     with backend.phase("a teacher pass", tokens.numel()):
         teacher_pass(teacher, backend, tokens, cfg.top_k, torch.zeros(*tokens.shape, cfg.draws))
+    return memory(cfg, teacher, backend)
 
 
 if __name__ == "__main__":

@@ -72,6 +72,7 @@ from qat_lora.backend.aot import Chip, Compiler, NotCompiled
 from qat_lora.errors import UserError
 from qat_lora.run.console import say
 from qat_lora.run.tpu import Phase, as_json, chips_of, compiled, load_script, read_options, record, step, table
+from qat_lora.train.memory import memory_line
 
 
 def main(cfg: Config) -> None:
@@ -83,7 +84,8 @@ def main(cfg: Config) -> None:
     topology = cfg.topology if cfg.topology != "auto" else fitting(workers, chip)
     # a script may print while it is rehearsed, and the table or the JSON should be all that a program reads
     with Compiler(cfg.chip, topology, cfg.jobs) as compiler, redirect_stdout(sys.stderr):
-        phases = compiled(record(module.rehearse, options, workers), compiler)
+        backend = record(module.rehearse, options, workers)
+        phases = compiled(backend, compiler)
         wrong = [phase for phase in phases if phase.refused]
         batch = largest(module, options, workers, wrong[0].refused, compiler) if wrong else None
     if cfg.json:
@@ -92,6 +94,7 @@ def main(cfg: Config) -> None:
         say(f"{module.__name__} on {workers} × {cfg.chip}, libtpu {compiler.version}; untested on hardware")
         say(f"each: {chip.hbm:g} GiB of HBM at {chip.bandwidth:g} GB/s, {chip.teraflops:g} bf16 TFLOP/s")
         say(table(phases, chip))
+        say(f"a dry run's own estimate: {memory_line(backend.estimate, backend)}")
     if wrong:
         raise UserError(f"{wrong[0].name}: {wrong[0].refused}{batch or ''}")
     if not cfg.json:

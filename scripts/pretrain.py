@@ -146,7 +146,7 @@ from qat_lora.run.report import write_report
 from qat_lora.run.resuming import check_same, prepare
 from qat_lora.run.rundir import Run, open_run
 from qat_lora.run.session import Session
-from qat_lora.train.memory import check_fits
+from qat_lora.train.memory import Parts, check_fits, memory_line
 from qat_lora.train.options import checked_updates
 
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16"}
@@ -180,6 +180,8 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     if backend.is_main:
         describe(backend, train, heldout, plan, model, workers)
         say(f"memory of a worker: at least {need / 1e9:,.2f} GB")
+        if backend.kind == "xla":
+            say(memory_line(memory(cfg, spec, backend, workers), backend))
     if cfg.dry_run:
         return
 
@@ -285,6 +287,17 @@ def check_sizes(cfg: Config, spec: RecursiveSpec, backend: TorchBackend, workers
     return sum(parts.values())
 
 
+def memory(cfg: Config, spec: RecursiveSpec, backend: TorchBackend, workers: int) -> dict[str, Parts]:
+    """A worker's estimated memory on a device with its own: the lower bound, and the fp32 input of each norm that is
+    kept for the backward pass."""
+    rows = cfg.global_batch_size // workers
+    least = recursive_memory(spec, rows, cfg.ema, backend.bf16, cfg.gradient_checkpointing)
+    names = "weights with gradients, moments and average", "puzzles' embeddings", "carry and activations"
+    blocks = 0 if cfg.gradient_checkpointing else spec.L_layers * (2 if spec.one_step_gradient else spec.L_cycles + 1)
+    norms = {"norms": 4 * rows * blocks * spec.positions * spec.hidden_size}
+    return {"training": dict(zip(names, least.values())) | norms}
+
+
 def describe(
     backend: TorchBackend, train: PuzzleRows, heldout: PuzzleRows, plan: RecursivePlan, model: RecursiveModel,
     workers: int,
@@ -376,9 +389,9 @@ def first_answers(trainer: Trainer, heldout: PuzzleRows) -> tuple[dict[str, Tens
     return batch, *backend.to_host([found.early, found.segments])
 
 
-def rehearse(cfg: Config, backend: TorchBackend) -> None:
-    """Record the graphs of every phase, for compile_for_tpu.py. Only shapes matter: all rows are the same
-    one."""
+def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
+    """Record the graphs of every phase, for compile_for_tpu.py, and estimate their memory. Only shapes matter: all
+    rows are the same one."""
     row = planned_rows(cfg.data_path, cfg.puzzle)
     plan = plan_of(cfg, 1000)  # the number of updates is in no graph
     session = Rehearsal(backend, plan.batch_size * row.length)
@@ -387,6 +400,7 @@ def rehearse(cfg: Config, backend: TorchBackend) -> None:
     train_segments(trainer, row, session, Evaluation(trainer, heldout))
     with backend.phase("answers"):
         first_answers(trainer, heldout)
+    return memory(cfg, trainer.model.spec, backend, backend.world_size)
 
 
 if __name__ == "__main__":

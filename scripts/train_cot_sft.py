@@ -311,7 +311,9 @@ def memory(cfg: Config, model: nn.Module, backend: TorchBackend) -> dict[str, Pa
     whole = sum(p.numel() for p in model.parameters())
     return {
         "loading": loading_memory(model),
-        "training": training_memory(model, cfg.batch_size, cfg.length, backend.bf16, cfg.gradient_checkpointing),
+        "training": training_memory(
+            model, cfg.batch_size, cfg.length, backend.bf16, cfg.gradient_checkpointing, xla=backend.kind == "xla"
+        ),
         "answering": answer_memory(model, rows, row, backend.bf16),
         "reading back": program_memory(model) | {"weights": 4 * whole, "read back": 4 * whole, "the file": 4 * whole},
     }
@@ -371,9 +373,10 @@ def quality(run: Run, figures: dict) -> list[str]:
     return said
 
 
-def rehearse(cfg: Config, backend: TorchBackend) -> None:
-    """Record the graphs of every phase, for compile_for_tpu.py. Only shapes matter: the model has no weights, and all
-    tokens are zeros. The data decides how many targets a row has; here it has the most that it can."""
+def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
+    """Record the graphs of every phase, for compile_for_tpu.py, and estimate their memory. Only shapes matter: the
+    model has no weights, and all tokens are zeros. The data decides how many targets a row has; here it has the most
+    that it can."""
     update = cfg.update_facts(backend.world_size)["rows_per_update"]
     tokens, places = torch.zeros(cfg.length, dtype=torch.long), torch.arange(1, cfg.length)
     row = {
@@ -395,6 +398,7 @@ def rehearse(cfg: Config, backend: TorchBackend) -> None:
         with backend.phase("answers"):  # to one question: a batch is filled up, so all batches have one shape
             sampler.generate(model, [messages(QUESTION)], 1, GREEDY)
     fine_tune(model, train, plan_of(cfg, train, backend.world_size), Rehearsal(backend, update * cfg.length), evaluate)
+    return memory(cfg, model, backend)
 
 
 if __name__ == "__main__":

@@ -345,16 +345,16 @@ def memory(cfg: Config, model: nn.Module, backend: TorchBackend, sft: Plan | Non
     checkpointing, length = cfg.gradient_checkpointing and backend.wants_recomputation, cfg.max_new_tokens
     start = 4 * sum(p.numel() for p in model.parameters())
     reference = {"model before GRPO": start} if cfg.beta else {}
-    row = cfg.max_prompt_length + length
+    row, xla = cfg.max_prompt_length + length, backend.kind == "xla"
     phases = {
         "loading": loading_memory(model),
         "a validation": answer_memory(model, ROWS, row, backend.bf16, {"model before training": start}),
     }
     if sft:
-        phases["SFT"] = training_memory(model, sft.batch_size, row, backend.bf16, checkpointing)
+        phases["SFT"] = training_memory(model, sft.batch_size, row, backend.bf16, checkpointing, None, xla)
     if grpo.steps:
         together = cfg.max_prompt_length + cfg.num_generations * length
-        phases["GRPO"] = training_memory(model, cfg.batch_size, together, backend.bf16, checkpointing, reference)
+        phases["GRPO"] = training_memory(model, cfg.batch_size, together, backend.bf16, checkpointing, reference, xla)
     return phases
 
 
@@ -458,9 +458,9 @@ def moved(name: str, stages: dict[str, dict]) -> str:
     return f"{before:.1%} → {after:.1%}"
 
 
-def rehearse(cfg: Config, backend: TorchBackend) -> None:
-    """Record the graphs of every phase, for compile_for_tpu.py. Only shapes matter: the model has no weights, all
-    prompts are zeros, and answers have no text."""
+def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
+    """Record the graphs of every phase, for compile_for_tpu.py, and estimate their memory. Only shapes matter: the
+    model has no weights, all prompts are zeros, and answers have no text."""
     empty, tokenizer = empty_model(planned_name(cfg.model)), PlannedTokenizer()
     ends, sizes = tuple(end_tokens(empty, tokenizer)), (ROWS, cfg.max_prompt_length, cfg.max_new_tokens)
     sampler = BobSampler(tokenizer, backend, ends, *sizes)
@@ -474,8 +474,9 @@ def rehearse(cfg: Config, backend: TorchBackend) -> None:
 
     with backend.phase("validation"):  # of one question: a batch is filled up, so all batches have one shape
         validation_of(sampler, model, original(), cfg.validation_samples, Sampling(), heldout_questions()[:1])
-    if has_sft(cfg):
-        plan, row = sft_plan(cfg), torch.zeros(cfg.max_prompt_length + cfg.max_new_tokens, dtype=torch.long)
+    sft = sft_plan(cfg) if has_sft(cfg) else None
+    if plan := sft:
+        row = torch.zeros(cfg.max_prompt_length + cfg.max_new_tokens, dtype=torch.long)
         session = Rehearsal(backend, plan.batch_size * len(row))
         rows = SameRows(plan.batch_size, tokens=row, mask=torch.ones_like(row, dtype=torch.uint8))
         warm_up(model, rows, plan, session, evaluate)
@@ -485,6 +486,7 @@ def rehearse(cfg: Config, backend: TorchBackend) -> None:
         prompts = PromptDataset(Prompts(asked, torch.ones_like(asked, dtype=torch.bool)))
         reference = original() if cfg.beta else None
         reinforce(model, reference, prompts, lambda *_: (float(next(rewards)), {}), plan, session, evaluate)
+    return memory(cfg, model, backend, sft, grpo_plan(cfg, ends))
 
 
 if __name__ == "__main__":

@@ -137,6 +137,7 @@ from qat_lora.run.resuming import prepare, recorded
 from qat_lora.run.rundir import Run, open_run
 from qat_lora.run.session import Session
 from qat_lora.train.loop import tokens_of
+from qat_lora.train.memory import Parts
 
 
 # -- the experiment --------------------------------------------------------------------------------------------------
@@ -280,9 +281,14 @@ def describe(cfg: Config, train: KDCacheDataset, heldout: KDCacheDataset, backen
     say(f"start: {cfg.checkpoint or cfg.init}; {stages}, {cfg.scale_steps} for the scales alone")
     say(export_formats(cfg.model))
     cfg.check_memory(model, train, backend, workers)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    for line in cfg.describe(model, train, backend, workers, {"moving average": 4 * trained} if cfg.ema else None):
+    for line in cfg.describe(model, train, backend, workers, beside(cfg, model)):
         say(line)
+
+
+def beside(cfg: Config, model: nn.Module) -> Parts:
+    """The memory in use during training besides the model's own."""
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return {"moving average": 4 * trained} if cfg.ema else {}
 
 
 def facts_of(cfg: Config, train: KDCacheDataset, layer_batch: int, backend: TorchBackend) -> tuple[dict, bool]:
@@ -375,9 +381,9 @@ def finish(cfg: Config, run: Run, student: nn.Module, session: Session, evaluate
     )
 
 
-def rehearse(cfg: Config, backend: TorchBackend) -> None:
-    """Record the graphs of every phase, for compile_for_tpu.py. Only shapes matter: the model has no
-    weights, and all rows are zeros."""
+def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
+    """Record the graphs of every phase, for compile_for_tpu.py, and estimate their memory. Only shapes matter: the
+    model has no weights, and all rows are zeros."""
     rows = planned_rows(cfg.cache_dir, cfg.update_facts(backend.world_size)["rows_per_update"])
     rates = dict.fromkeys(("learning_rate", "layer_learning_rate", "scale_learning_rate"), 1e-3)
     cfg = dataclasses.replace(cfg, **rates)
@@ -392,6 +398,7 @@ def rehearse(cfg: Config, backend: TorchBackend) -> None:
     if cfg.gradient_checkpointing:
         backend.gradient_checkpointing(student)
     end_to_end(student, rows, qat_plan(cfg), session, evaluate)
+    return cfg.memory(student, len(rows[0]["tokens"]), backend, beside(cfg, student))
 
 
 if __name__ == "__main__":

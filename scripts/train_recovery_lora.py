@@ -278,9 +278,10 @@ def memory(cfg: Config, model: nn.Module) -> tuple[Parts, dict[str, Parts]]:
     return anchor, {"fitting the adapter": loading_memory(model) | {"base model": base, "second moments": moments}}
 
 
-def rehearse(cfg: Config, backend: TorchBackend) -> None:
-    """Record the graphs of every phase, for compile_for_tpu.py. Only shapes matter: the student has no
-    values, all rows are the same, and a checkpoint that does not exist yet is taken to hold every layer in 4 bits."""
+def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
+    """Record the graphs of every phase, for compile_for_tpu.py, and estimate their memory. Only shapes matter: the
+    student has no values, all rows are the same, and a checkpoint that does not exist yet is taken to hold every layer
+    in 4 bits."""
     count = cfg.update_facts(backend.world_size)["rows_per_update"]
     if cfg.mode == "kd":
         rows = planned_rows(cfg.cache_dir, count)
@@ -299,7 +300,9 @@ def rehearse(cfg: Config, backend: TorchBackend) -> None:
     def evaluate(step: int) -> dict:
         return measure(model, rows, backend, cfg.batch_size, cfg.batch_size)
 
-    recover(cfg, model, rows, anchor, Rehearsal(backend, count * len(rows[0]["tokens"])), evaluate)
+    length = len(rows[0]["tokens"])
+    recover(cfg, model, rows, anchor, Rehearsal(backend, count * length), evaluate)
+    return cfg.memory(model, length, backend, *memory(cfg, model))
 
 
 if __name__ == "__main__":

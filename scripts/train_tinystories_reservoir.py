@@ -166,7 +166,7 @@ from qat_lora.run.resuming import prepare
 from qat_lora.run.rundir import Run, open_run
 from qat_lora.run.session import Session
 from qat_lora.train.loop import Plan, plain_stage, restore, tokens_of, trained_parameters
-from qat_lora.train.memory import check_fits
+from qat_lora.train.memory import ADAM, Parts, check_fits, logits_memory, memory_line
 from qat_lora.train.options import checked_updates
 
 SAMPLE_TOKENS = 120
@@ -200,6 +200,8 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     model = build(cfg.model, stories.vocab, shape_of(cfg), cfg.seed)
     if backend.is_main:
         describe(cfg, backend, stories, train, model, plan)
+        if backend.kind == "xla":
+            say(memory_line(memory(cfg, model, plan, backend), backend))
     if cfg.dry_run:
         return
 
@@ -305,6 +307,22 @@ def check_sizes(cfg: Config, stories: Stories, plan: Plan, backend: TorchBackend
     check_fits(backend, parts, what, workers)
 
 
+def memory(cfg: Config, model: SmallLM, plan: Plan, backend: TorchBackend) -> dict[str, Parts]:
+    """A worker's estimated memory on an XLA device, with what each block keeps for its backward pass: in fp32 its
+    input, the inputs and outputs of both norms, and in the type of the products all other activations."""
+    count, cast = trained(model), 2 if backend.bf16 else 4
+    width, features = cfg.embedding, sum(spec.features for spec in shape_of(cfg).specs)
+    block = 8 * (width + features) + cast * (5 * width + features + 2 * cfg.hidden) + width + cfg.hidden
+    tokens, vocab = plan.batch_size * cfg.length, len(model.embedding.weight)
+    parts = {
+        "weights": sum(4 * value.numel() for value in model.state_dict().values()),
+        "gradients and moments": (ADAM - 4) * count,
+        "activations": tokens * cfg.blocks * block,
+        "LM head": 2 * logits_memory(tokens, vocab, backend.bf16),  # logits and their gradient
+    }
+    return {"training": parts}
+
+
 def describe(cfg: Config, backend: TorchBackend, stories: Stories, train: Blocks, model: SmallLM, plan: Plan) -> None:
     fixed = sum(value.numel() for value in model.state_dict().values()) - sum(p.numel() for p in model.parameters())
     say(f"{cfg.model} on {backend}: {trained(model):,} trained parameters, {fixed:,} fixed values")
@@ -357,9 +375,9 @@ def following(cfg: Config) -> str:
     return f"python scripts/train_tinystories_reservoir.py {chosen}--dataset {cfg.dataset} --model transformer"
 
 
-def rehearse(cfg: Config, backend: TorchBackend) -> None:
-    """Record the graphs of every phase, for compile_for_tpu.py. Only shapes matter: the model has no
-    weights, and all tokens are the same. cfg: as given, with the batch size that a TPU doubles."""
+def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
+    """Record the graphs of every phase, for compile_for_tpu.py, and estimate their memory. Only shapes matter: the
+    model has no weights, and all tokens are the same. cfg: as given; a TPU doubles its batch size."""
     check(cfg)
     batch_size, rate = on_tpu(cfg.global_batch_size, cfg.learning_rate)
     cfg = dataclasses.replace(cfg, global_batch_size=batch_size, learning_rate=rate, max_steps=1000)
@@ -373,6 +391,7 @@ def rehearse(cfg: Config, backend: TorchBackend) -> None:
         # a transformer's state grows, so each token has its own graph; the others repeat that of the second token
         tokens = SAMPLE_TOKENS if cfg.model == "transformer" else 3
         tell_stories(model, stories, tokens, Sampling(cfg.temperature, cfg.top_k, cfg.top_p), backend)
+    return memory(cfg, model, plan, backend)
 
 
 if __name__ == "__main__":

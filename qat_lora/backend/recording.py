@@ -37,7 +37,8 @@ class RecordingBackend(XlaBackend):
     """Records what one worker of `chips` would run on a TPU.
 
     graphs: {phase: its graphs in the order of their execution}; tokens: {phase: the tokens that an execution of all of
-    them trains on, over all chips}. See `phase`.
+    them trains on, over all chips}, see `phase`. estimate: {phase: parts in bytes}, the memory that a dry run would
+    print.
     """
 
     on_tpu = True  # decides the precision and what a step contains
@@ -50,6 +51,7 @@ class RecordingBackend(XlaBackend):
         self.chips = chips
         self.graphs: dict[str, list[Graph]] = {}
         self.tokens: dict[str, int] = {}
+        self.estimate: dict[str, dict[str, int]] = {}
         self._phase: list[Graph] = []
 
     @property

@@ -92,7 +92,7 @@ def record(rehearse, config, chips: int):
     from qat_lora.backend.recording import RecordingBackend
 
     backend = RecordingBackend("bf16" if config.precision == "auto" else config.precision, chips)
-    rehearse(config, backend)
+    backend.estimate = rehearse(config, backend)
     return backend
 
 

@@ -9,7 +9,7 @@ from qat_lora.backend import TorchBackend
 from qat_lora.backend.environment import read_place
 from qat_lora.backend.heap import PIECES
 from qat_lora.backend.machine import check_memory
-from qat_lora.backend.tiles import HEAD_BYTES, STRIP_BYTES
+from qat_lora.backend.tiles import HEAD_BYTES, STRIP_BYTES, XLA_HEAD_BYTES
 from qat_lora.models.architecture import Matrix, decoder_layers, matrices, text_config, unwrap
 
 ADAM = 16  # bytes per trained fp32 weight, with its gradient and two moments
@@ -41,6 +41,16 @@ def head_memory(model: nn.Module, positions: int, bf16: bool, room: int = STRIP_
     vocab, hidden = unwrap(model).get_output_embeddings().weight.shape
     logits = min(room, positions * vocab * (2 if bf16 else 4))
     return 2 * vocab * hidden * bf16 + logits + positions * hidden * (2 + 4 if bf16 else 4)
+
+
+def _xla_room(bf16: bool) -> int:
+    """The most bytes of logits that XLA holds at a time, see `tiles.rows_at_once`."""
+    return XLA_HEAD_BYTES // 2 if bf16 else XLA_HEAD_BYTES
+
+
+def logits_memory(positions: int, vocab: int, bf16: bool) -> int:
+    """Bytes of the logits that XLA holds at a time."""
+    return min(_xla_room(bf16), positions * vocab * (2 if bf16 else 4))
 
 
 def block_memory(model: nn.Module, block: nn.Module, positions: int, bf16: bool) -> int:
@@ -83,12 +93,15 @@ def loading_memory(model: nn.Module, stored: int = 2) -> Parts:
 
 
 def training_memory(
-    model: nn.Module, batch_size: int, length: int, bf16: bool, checkpointing: bool, beside: Parts | None = None
-) -> Parts:
+    model: nn.Module, batch_size: int, length: int, bf16: bool, checkpointing: bool, beside: Parts | None = None,
+    xla: bool = False,
+) -> Parts:  # fmt: skip
     """Memory while a model is trained on micro-batches [batch_size, length]: 16 bytes per trained parameter for weight,
-    gradient and two moments. beside: other memory in use. With checkpointing, every block keeps its input, and only
-    one block at a time keeps all its activations; on the CPU, the process does not return all the memory that the other
-    blocks have freed."""
+    gradient and two moments. With checkpointing, every block keeps its input, and only one block at a time keeps all
+    its activations; on the CPU, the process does not return all the memory that the other blocks have freed.
+
+    beside: other memory in use; xla: on an XLA device, which holds more logits at a time.
+    """
     positions, layers = batch_size * length, decoder_layers(model)
     kept = [block_memory(model, block, positions, bf16) for block in layers]
     copies = [multiplied_memory(block, bf16) for block in layers]
@@ -103,26 +116,25 @@ def training_memory(
         "gradients and moments": (ADAM - 4) * trained,
         "activations": sum(kept),
         "bf16 copies of weights": sum(copies),
-        "LM head": head_memory(model, positions, bf16),
+        "LM head": head_memory(model, positions, bf16, _xla_room(bf16) if xla else STRIP_BYTES),
     } | pieces | (beside or {})  # fmt: skip
 
 
 def evaluation_memory(
-    model: nn.Module, batch_size: int, length: int, bf16: bool, teacher: nn.Module | None = None
+    model: nn.Module, batch_size: int, length: int, bf16: bool, teacher: nn.Module | None = None, xla: bool = False
 ) -> Parts:
     """Memory while a model and, if given, a teacher process rows [batch_size, length] without gradients: only one
-    block's activations exist at a time."""
+    block's activations exist at a time, and only one block's bf16 copies of weights, except on XLA (xla), whose
+    compiler makes them all at the start."""
     both = [model] if teacher is None else [model, teacher]
     positions = batch_size * length
+    copies = [[multiplied_memory(block, bf16) for block in decoder_layers(one)] for one in both]
     return program_memory(model) | {
         "weights": weight_memory(model),
         **({} if teacher is None else {"teacher": weight_memory(teacher)}),
-        "a block": max(
-            block_memory(one, block, positions, bf16) + multiplied_memory(block, bf16)
-            for one in both
-            for block in decoder_layers(one)
-        ),
-        "LM head": sum(head_memory(one, positions, bf16, HEAD_BYTES) for one in both),
+        "bf16 copies of weights": sum(map(sum, copies)) if xla else max(map(max, copies)),
+        "a block": max(block_memory(one, block, positions, bf16) for one in both for block in decoder_layers(one)),
+        "LM head": sum(head_memory(one, positions, bf16, _xla_room(bf16) if xla else HEAD_BYTES) for one in both),
     }
 
 
@@ -158,21 +170,24 @@ def _number(model: nn.Module, name: str, default: int) -> int:
     return value if isinstance(value, int) else default
 
 
-def memory_line(phases: dict[str, Parts], backend: TorchBackend) -> str:
-    """A line to print: a worker's memory in the phase that needs the most, in GB (1e9 bytes). On the CPU this covers
-    the whole process; on a GPU or TPU only device memory, without the interpreter and the host memory for loading."""
-    where = "a worker's process"
+def peak_phase(phases: dict[str, Parts], backend: TorchBackend) -> tuple[str, Parts]:
+    """The phase that needs the most memory, and its parts. On the CPU they cover the whole process; on a GPU or TPU
+    only device memory, without the interpreter and the host memory for loading."""
     if not backend.shares_host_memory:
-        where = f"a worker's {backend.kind} device, without its host"
         phases = {
             phase: {name: size for name, size in parts.items() if name not in (PROGRAM, FREED)}
             for phase, parts in phases.items()
-            if not phase.startswith("loading")
+            if not phase.startswith(("loading", "reading"))
         }
-    phase = max(phases, key=lambda name: sum(phases[name].values()))
-    sizes = phases[phase] | {"total": sum(phases[phase].values())}
-    shown = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in sizes.items())
-    return f"memory of {where} (estimated; the peak is in {phase}): {shown}"
+    return max(phases.items(), key=lambda both: sum(both[1].values()))
+
+
+def memory_line(phases: dict[str, Parts], backend: TorchBackend) -> str:
+    """A line to print: a worker's memory in the phase that needs the most, in GB (1e9 bytes), see `peak_phase`."""
+    phase, parts = peak_phase(phases, backend)
+    where = "process" if backend.shares_host_memory else f"{backend.kind} device, without its host"
+    shown = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in (parts | {"total": sum(parts.values())}).items())
+    return f"memory of a worker's {where} (estimated; the peak is in {phase}): {shown}"
 
 
 def check_fits(backend: TorchBackend, parts: dict[str, float], what: str, workers: int = 1) -> None:

@@ -110,21 +110,29 @@ class TrainOptions(BatchOptions):
         what += f" with {workers} workers" if workers > 1 else ""
         check_fits(backend, {"--batch-size, or take shorter rows or a smaller model": need}, what, workers)
 
+    def memory(
+        self, model: nn.Module, length: int, backend: TorchBackend, beside: Parts | None = None,
+        more: dict[str, Parts] | None = None,
+    ) -> dict[str, Parts]:  # fmt: skip
+        """A worker's estimated memory in each phase, with rows of `length` tokens. beside: other memory in use during
+        training; more: other phases."""
+        from qat_lora.train.memory import loading_memory, training_memory
+
+        sizes = self.batch_size, length, backend.bf16, self.gradient_checkpointing
+        training = training_memory(model, *sizes, beside, backend.kind == "xla")
+        return {"loading": loading_memory(model), "training": training} | (more or {})
+
     def describe(
         self, model: nn.Module, train: Dataset, backend: TorchBackend, workers: int, beside: Parts | None = None,
         more: dict[str, Parts] | None = None,
     ) -> list[str]:  # fmt: skip
-        """Lines to print about the effective batch, the epoch and a worker's estimated memory. beside: other memory in
-        use during training; more: other phases."""
-        from qat_lora.train.memory import loading_memory, memory_line, training_memory
+        """Lines to print about the effective batch, the epoch and a worker's estimated memory, see `memory`."""
+        from qat_lora.train.memory import memory_line
 
         rows, length = self.update_facts(workers)["rows_per_update"], len(train[0]["tokens"])
-        checkpointing = self.gradient_checkpointing
-        training = training_memory(model, self.batch_size, length, backend.bf16, checkpointing, beside)
-        phases = {"loading": loading_memory(model), "training": training} | (more or {})
         return [
             f"effective batch: batch_size {self.batch_size} × accumulation_steps {self.accumulation_steps} × num_chips "
             f"{workers} = {rows} rows or {rows * length} tokens",
             f"an epoch: {len(train)} rows in {len(train) / rows:.1f} updates, {len(train) // workers} for each worker",
-            memory_line(phases, backend),
+            memory_line(self.memory(model, length, backend, beside, more), backend),
         ]
