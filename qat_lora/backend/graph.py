@@ -10,6 +10,24 @@ def number_like(value: float, tensor: Tensor) -> Tensor:
     return torch.full((), value, dtype=tensor.dtype, device=tensor.device)
 
 
+def rounded_to(dtype: torch.dtype, values: Tensor) -> Tensor:
+    """fp32 values, below 2^100, rounded to what `dtype`, fp32 or bf16, can hold. A compiler may leave out a conversion
+    to bf16 and back, so the rounding is by Dekker's splitting (Numerische Mathematik 18, 1971), which leaves 8 bits."""
+    if dtype != torch.bfloat16:
+        return values
+    large = values * (2**16 + 1)
+    return large - (large - values)
+
+
+def as_stored(tensor: Tensor) -> Tensor:
+    """An XLA tensor, without a gradient, that the compiler keeps in its type: it does not move a later conversion to a
+    wider type to where the tensor is made."""
+    import torch_xla.core.xla_model as xm
+
+    xm.optimization_barrier_([tensor])
+    return tensor
+
+
 def spread(index: Tensor, values: Tensor, width: int) -> Tensor:
     """Σ_j values[:, j] at index[:, j], as [n, width], with index and values [n, J], in fp32.
 
@@ -20,7 +38,7 @@ def spread(index: Tensor, values: Tensor, width: int) -> Tensor:
     if index.shape[1] == 1:
         return torch.where(torch.arange(width, device=index.device) == index, values, 0)
     low, high = 128, -(-width // 128)  # the width of a TPU's registers, so that the product needs no other layout
-    rounded = values.to(torch.bfloat16).float()
+    rounded = rounded_to(torch.bfloat16, values)
     parts = torch.cat([rounded, values - rounded], 1).unsqueeze(2)
     row, column = (each.repeat(1, 2).unsqueeze(2) for each in (index // low, index % low))
     rows = (row == torch.arange(high, device=index.device)).float()

@@ -10,7 +10,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from qat_lora.backend import native
 from qat_lora.backend.devices import is_lazy, on_host
-from qat_lora.backend.graph import spread
+from qat_lora.backend.graph import as_stored, rounded_to, spread
 from qat_lora.backend.tiles import HEAD_TILE, rows_at_once, strips_at_once, tiles
 from qat_lora.errors import first_line
 from qat_lora.models.architecture import decoder, refused, unwrap
@@ -154,7 +154,8 @@ class Strips:
                 if product is None or len(self.columns) > 1:
                     product = _product(hidden, head.weight, product)
                 gradient = self._gradient(head, product, block, strip, factor, None if by_rows else taken_here)
-                back[block].add_(gradient @ head.weight)
+                # the targets, added as rows, cancel most of this product, which then must not be rounded to bf16
+                back[block].add_(gradient @ (head.weight.float() if by_rows else head.weight))
                 if sums[0] is not None:
                     _put(sums[0][strip], gradient.T @ hidden, first)
                 if sums[1] is not None:
@@ -162,7 +163,7 @@ class Strips:
             if by_rows:
                 softmax = self._once(block, self.chosen[block].exp() * factor)
                 asked = self._through_head(block, softmax + taken_here)
-                rounded = self._through_head(block, softmax).to(self.dtype)  # what the product above has added
+                rounded = rounded_to(self.dtype, self._through_head(block, softmax))  # what the product has added
                 _add_rows(back[block], self.head.weight, self.index[block], asked - rounded)
         self.normalised = True
         return back, *sums
@@ -266,12 +267,12 @@ class Strips:
     def _gradient(
         self, head: Head, product: Tensor, block: slice, strip: slice, mass: Tensor, taken: Tensor | None
     ) -> Tensor:
-        """The gradient with respect to a strip's products [n, v], without the targets if `taken` is None; overwrites
-        the products if the device reuses memory."""
+        """The gradient with respect to a strip's products [n, v]; overwrites them if the device reuses memory. If
+        `taken` is None, without the targets, and in fp32."""
         if taken is None:  # on XLA
             grad = self._logits(head, product, None)
             capped = grad * self.temperature if head.cap is not None else None
-            return head.gradient((grad - self.peak[block]).exp() * mass, capped).to(self.dtype)
+            return rounded_to(self.dtype, head.gradient((grad - self.peak[block]).exp() * mass, capped))
         if native.softmax(product, self._finish(head), self.peak[block], mass, self.index[block], strip.start, taken):
             return product
         place, inside = self._places(block, strip)
@@ -319,6 +320,8 @@ class Strips:
 
 def _product(hidden: Tensor, weight: Tensor, room: Tensor | None) -> Tensor:
     """hidden · weightᵀ, written into `room`, an earlier product at least as large, if the device reuses memory."""
+    if is_lazy(hidden):  # all that reads it should see the same values, not some of them before they are rounded
+        return rounded_to(hidden.dtype, (hidden @ weight.T).float()).to(hidden.dtype)
     if room is None or not on_host(hidden):
         return hidden @ weight.T
     return torch.mm(hidden, weight.T, out=room.view(-1)[: len(hidden) * len(weight)].view(len(hidden), len(weight)))
@@ -328,10 +331,12 @@ def _add_rows(sums: Tensor, table: Tensor, index: Tensor, weights: Tensor) -> No
     """sums [n, H] += Σ_j weights[:, j] · table[index[:, j]], with index and weights [n, J]."""
     if native.add_rows(sums, table, index, weights):
         return
-    kind = table.dtype if is_lazy(sums) else sums.dtype  # a graph would keep the rows in the wider type
+    if is_lazy(sums):  # a product of matrices would round the weights to bf16 on a TPU
+        sums.add_((weights.unsqueeze(2) * as_stored(table[index]).to(sums.dtype)).sum(1))
+        return
     for rows in tiles(*index.shape, sums.device, max(1, HEAD_TILE // table.shape[1])):
-        found = table[index[rows]].to(kind)
-        sums[rows].add_((weights[rows].to(kind).unsqueeze(1) @ found).squeeze(1))
+        found = table[index[rows]].to(sums.dtype)
+        sums[rows].add_((weights[rows].to(sums.dtype).unsqueeze(1) @ found).squeeze(1))
 
 
 def _put(place: Tensor, values: Tensor, first: bool) -> None:

@@ -30,6 +30,7 @@ from qat_lora.lora.adapter import save_adapter
 from qat_lora.lora.add import add_adapter
 from qat_lora.lora.recovery import Anchor, train_recovery_lora
 from qat_lora.models.architecture import decoder_layers
+from qat_lora.models.head import Head
 from qat_lora.models.loading import load_model, load_tokenizer
 from qat_lora.quant.blockwise import compensate_block, first_inputs
 from qat_lora.quant.init import initialise
@@ -211,14 +212,20 @@ def pieces() -> dict:
     hidden, head = torch.randn(2, 5, 8), torch.randn(40, 8)
     index, prob = torch.randint(40, (2, 5, 3)), torch.rand(2, 5, 3).softmax(-1)
     mask = torch.tensor([[1, 1, 0, 1, 1], [1, 0, 1, 1, 1]], dtype=torch.uint8)
-    out = {}
-    results = {}
-    for backend in (XLA, CPU):
-        h, w = (t.clone().to(backend.device).requires_grad_() for t in (hidden, head))
-        loss = sparse_loss(h, w, *(t.to(backend.device) for t in (index, prob, mask)))
-        backend.backward(loss)
-        results[backend] = loss.detach().cpu(), h.grad.cpu(), w.grad.cpu()
-    out["sparse_loss"] = max(difference(a, b) for a, b in zip(results[XLA], results[CPU]))
+    index[:, :, 2] = index[:, :, 0]  # a token twice
+    out, results = {}, {}
+    for name, trained, form in (
+        ("sparse_loss", True, {}), ("frozen head", False, {}), ("frozen and capped", False, {"cap": 5.0, "after": 0.5}),
+    ):  # fmt: skip
+        for backend in (XLA, CPU):
+            h, w = (t.clone().to(backend.device) for t in (hidden, head))
+            h, w = h.requires_grad_(), w.requires_grad_(trained)
+            backend.step_boundary()
+            loss = sparse_loss(h, Head(w, **form), *(t.to(backend.device) for t in (index, prob, mask)))
+            backend.backward(loss)
+            found = [loss.detach(), h.grad, *([w.grad] if trained else [])]
+            results[backend] = [tensor.cpu() for tensor in found]
+        out[name] = max(difference(a, b) for a, b in zip(results[XLA], results[CPU]))
 
     tokens, uniforms = Cached(2).tokens, torch.rand(2, 16, 6)
     for backend in (XLA, CPU):
