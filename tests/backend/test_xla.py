@@ -134,6 +134,7 @@ def test_compensation_gives_the_codes_of_the_cpu(found):
 def test_losses_targets_and_fake_quant_equal_the_cpu(found):
     for name in ("sparse_loss", "frozen head", "frozen and capped"):
         assert found[name] < 1e-6, name
+    assert found["bf16 rows"] < 2e-3  # 0.15 if a product was rounded once more on the way
     assert found["targets"] < 1e-5
     assert found["index"] == found["tail"] == 1.0
     for spec in ("balanced2/g32", "int4/g32", "lut4/r4", "balanced3/tensor"):

@@ -227,6 +227,7 @@ def pieces() -> dict:
             results[backend] = [tensor.cpu() for tensor in found]
         out[name] = max(difference(a, b) for a, b in zip(results[XLA], results[CPU]))
 
+    out["bf16 rows"] = bf16_rows()
     tokens, uniforms = Cached(2).tokens, torch.rand(2, 16, 6)
     for backend in (XLA, CPU):
         teacher = backend.place(load_model(MODEL))
@@ -246,6 +247,22 @@ def pieces() -> dict:
             results[backend] = gradients(layer)
         out[text] = apart(results[XLA], results[CPU])
     return out
+
+
+def bf16_rows() -> float:
+    """The relative error of the gradient of hidden states in bf16, where targets cancel most of the softmax, against
+    the exact one for the same rounded factors and logits."""
+    torch.manual_seed(0)
+    hidden, head = torch.randn(64, 64), torch.randn(500, 64) / 2
+    logits = (hidden.bfloat16() @ head.bfloat16().T).double()
+    prob, index = (hidden @ head.T).topk(12)
+    prob = prob.softmax(1)
+    h, w = hidden.to(XLA.device).requires_grad_(), head.to(XLA.device)
+    with torch.autocast("xla", dtype=torch.bfloat16):
+        loss = sparse_loss(h[None], w, *(t.to(XLA.device)[None] for t in (index, prob, torch.ones(64))))
+    XLA.backward(loss)
+    exact = logits.softmax(1).scatter_add_(1, index, -prob.double()) @ head.bfloat16().double() / 64
+    return float((h.grad.cpu() - exact).norm() / exact.norm())
 
 
 def checkpointing() -> dict:

@@ -1,0 +1,92 @@
+"""scripts/compile_for_tpu.py and the peak that a dry run prints, with the TPU's own compiler."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+from qat_lora.backend import aot
+from qat_lora.backend.aot import CHIPS, too_large
+from qat_lora.errors import ROOT, UserError
+
+SMALL = ["--config", "tiny", "--puzzle", "maze9", "--global-batch-size", "8", "--hidden-size", "32"]
+
+
+@pytest.fixture(scope="module")
+def script(load_script):
+    return load_script("compile_for_tpu")
+
+
+def run(*words: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.tpu
+@pytest.mark.skipif(aot.libtpu_version() is None, reason="libtpu and jax come with requirements-dev.txt")
+def test_the_command_and_a_dry_run_ask_the_compiler():
+    done = run("scripts/compile_for_tpu.py", "pretrain", *SMALL, "--chip", "v5e", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    phases = {phase["phase"]: phase for phase in found["phases"]}
+    assert found["chip"] == "v5e" and {"pretrain: evaluation", "pretrain: update", "answers"} <= phases.keys()
+    update = phases["pretrain: update"]
+    assert update["error"] is None and update["tokens"] == 8 * 81 and 0 < update["roofline_seconds"] < 1
+    peak = max(phase["peak"] for phase in found["phases"]) / 1e9
+
+    shown = run("scripts/compile_for_tpu.py", "pretrain", *SMALL, "--chip", "v5e").stdout
+    assert f"peak {peak:.2f} GB of 17.18 GB" in shown and "untested on hardware" in shown
+    dry = run("scripts/pretrain.py", *SMALL, "--tpu", "--dry-run").stdout.splitlines()
+    assert any("xla device, without its host (estimated" in line for line in dry)
+    assert dry[-1].startswith("peak on a v6e chip, by the TPU's compiler: ") and "GB of 34.36 GB" in dry[-1]
+
+
+def test_options_are_divided_between_the_command_and_the_script(script):
+    words = [
+        "train_qat",
+        "--chip",
+        "v5e",
+        "--config",
+        "v6e4",
+        "batch_size=2",
+        "--json",
+        "--topology=2x2",
+        "--no-resume",
+    ]
+    own, others = script.split(words)
+    assert own == ["--chip", "v5e", "--json", "--topology=2x2"]
+    assert others == ["train_qat", "--config", "v6e4", "batch_size=2", "--no-resume"]
+
+
+def test_an_unknown_script_is_named():
+    done = run("scripts/compile_for_tpu.py", "train_qta")
+    assert done.returncode == 2 and "train_qta is not a script; give one of build_kd_cache" in done.stderr
+    done = run("scripts/compile_for_tpu.py", "doctor")
+    assert done.returncode == 2 and "doctor cannot be compiled for a TPU" in done.stderr
+
+
+def test_a_number_of_chips_without_a_topology_is_refused(script):
+    assert script.fitting(4, CHIPS["v6e"]) == "2x2" and script.fitting(8, CHIPS["v3"]) == "2x2"
+    with pytest.raises(UserError, match="--num-chips 3: no topology has that many workers"):
+        script.fitting(3, CHIPS["v6e"])
+
+
+@pytest.mark.parametrize(
+    "fits, said", [(5, "; --batch-size 5 is the largest that fits"), (0, "; not even --batch-size 1")]
+)
+def test_the_largest_batch_that_fits_is_told(script, monkeypatch, capsys, fits, said):
+    @dataclass(frozen=True)
+    class Options:
+        batch_size: int = 16
+
+    class Module:
+        rehearse = None
+
+    @dataclass
+    class Phase:
+        refused: bool
+
+    monkeypatch.setattr(script, "record", lambda rehearse, options, workers: options.batch_size)
+    monkeypatch.setattr(script, "compiled", lambda size, compiler: [Phase(size > fits)])
+    assert script.largest(Module, Options(), 1, too_large(20e9, 16e9), None).startswith(said)
