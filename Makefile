@@ -179,10 +179,10 @@ bench-reservoir: setup-peers ## speed of a reservoir against ReservoirPy's
 bench-recursive: setup ## an update of a recursive model against a plain implementation
 	$(PY) benchmarks/recursive_step.py
 
-bench-tpu: setup ## a training step against plain transformers' on the TPU's compiler (resumes)
+bench-tpu: setup ## cost of a training step against plain transformers, by the TPU's compiler (resumes)
 	USE_TORCH_XLA=0 $(PY) benchmarks/tpu_step.py
 
-tpu-check: setup ## compile every TPU preset for its chip, without one (long; resumes)
+tpu-check: setup ## compile every TPU preset for v5e, v6e and its own chip; needs no TPU (hours; resumes)
 	USE_TORCH_XLA=0 $(PY) benchmarks/tpu_check.py
 
 bench-divergence: setup ## how two Athena workers drift from one through rounding

@@ -27,7 +27,7 @@ from qat_lora.train.memory import peak_phase
 
 PAGE = ROOT / "docs" / "TPU.md"
 FIGURES = ROOT / "docs" / "tpu" / "presets.json"
-PRESETS = {  # name: script, options, the chip it is named after, the topology
+PRESETS = {  # name: script, options, the chip that it is made for, the topology
     "recovery v6e1": ("train_recovery_lora", ["--config", "v6e1"], "v6e", "1x1"),
     "qat v6e4": ("train_qat", ["--config", "v6e4"], "v6e", "2x2"),
     "musclebob v5e1": ("train_musclebob_improved", ["--config", "v5e1"], "v5e", "1x1"),
@@ -47,9 +47,11 @@ PRESETS = {  # name: script, options, the chip it is named after, the topology
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ScriptConfig):
-    only: str | None = opt.run(None, "presets whose name contains this text")
+    only: str | None = opt.run(None, "compile only the presets whose names contain this text [all]")
     chip: Literal["all", *CHIPS] = opt.device("all", "compile for this chip only; all: v5e, v6e and the preset's own")
-    jobs: int = opt.run(1, "graphs to compile at the same time; one of 30 layers takes 11 GB of memory", at_least=1)
+    jobs: int = opt.run(
+        1, "graphs to compile at the same time; one of 28 layers takes 14 GB of the host's memory", at_least=1
+    )
 
 
 def main(cfg: Config) -> None:
@@ -76,7 +78,7 @@ def main(cfg: Config) -> None:
             gc.collect()
     write_page()
     if failed:
-        sys.exit(f"error: {', '.join(failed)} does not fit; lower its batch")
+        sys.exit(f"error: do not compile or do not fit: {', '.join(failed)}; the table gives the reason")
 
 
 def keep(name: str, key: str, topology: str, workers: int, phases: list[Phase], chip: Chip, estimate: int) -> None:
@@ -114,7 +116,7 @@ def write_page() -> None:
         if entry["refused"]:
             rows.append(f"| {entry['preset']} | {where} | does not fit: {entry['refused']} | | | | | |")
             continue
-        peak = f"{entry['peak'] / 1e9:.2f} of {chip.hbm * 2**30 / 1e9:.1f} GB"
+        peak = f"{entry['peak'] / 1e9:.2f} of {chip.usable / 1e9:.1f} GB"
         ms, rate = (f"{entry['ms']:,.1f}", f"{entry['tokens_per_s']:,}") if "ms" in entry else ("", "")
         ours = f"{entry['estimate'] / 1e9:.2f} GB ({entry['estimate'] / entry['peak'] - 1:+.0%})"
         cells = entry["preset"], where, peak, ours, entry["in"], ms, rate, str(entry.get("all_reduces", ""))

@@ -132,9 +132,9 @@ def memory(cfg: Config, teacher: nn.Module, backend: TorchBackend) -> dict[str, 
     """The memory that each phase takes."""
     positions = cfg.batch_size * cfg.length
     more = {"draws": 3 * 4 * cfg.draws * positions}
-    if backend.kind == "xla":  # which compares the logits of all positions in fp32
+    if backend.static_shapes:  # the logits that are compared are in fp32, twice as large
         more["top K"] = logits_memory(positions, len(teacher.get_output_embeddings().weight), backend.bf16)
-    a_pass = evaluation_memory(teacher, cfg.batch_size, cfg.length, backend.bf16, xla=backend.kind == "xla")
+    a_pass = evaluation_memory(teacher, cfg.batch_size, cfg.length, backend.bf16, compiled=backend.static_shapes)
     return {"loading": loading_memory(teacher), "a teacher pass": a_pass | more}
 
 

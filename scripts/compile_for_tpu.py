@@ -1,17 +1,17 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Does a run fit a TPU, and how fast could it be? Asks the TPU's own compiler, without a TPU, weights or the hub.
+"""Does a run fit a TPU, and how fast could it be? Asks the TPU's own compiler, without a TPU or weights.
 
     python scripts/compile_for_tpu.py train_qat --config v6e4 --chip v6e
     python scripts/compile_for_tpu.py train_recovery_lora --config v6e1 --chip v5e batch_size=2
     python scripts/compile_for_tpu.py pretrain --config cfg_pretrain_tpu --chip v3 --topology 2x2
     python scripts/compile_for_tpu.py train_cot_sft --config v5e8 --json
 
-The first word is a training script. --chip, --topology, --json, --jobs and --debug are this command's options; all
-others, also those listed below, are passed on to that script. Every phase of the run is recorded on torch_xla's CPU
-device from the shapes in its options, and each graph is compiled for the chip. A graph of a large model takes minutes.
-Results are kept in caches/tpu by the graph's hash, so an interrupted check continues where it stopped, and an unchanged
-graph is not compiled again.
-The table has one row per phase: graphs (in brackets how many differ), HBM by kind for the graph with the highest peak,
+The first word is a training script, or build_kd_cache. --chip, --topology, --json, --jobs and --debug are this
+command's options; all others, including those listed below, go to that script. Every phase of the run is recorded on
+torch_xla's CPU device from the shapes in its options, and each graph is compiled for the chip. A graph of a large model
+takes minutes. Results are kept in caches/tpu by the graph's hash, so an interrupted check resumes, and an unchanged
+graph is not compiled again. The model's config comes from the hub, or from the repository for the presets' models.
+The table has one row per phase: graphs (distinct ones in brackets), HBM by kind for the graph with the highest peak,
 the peak of the phase including tensors that its graphs do not use, operations, bytes moved to and from HBM, bytes
 accessed (HBM and on-chip memory), and the roofline's time: operations at the chip's peak, or bytes at its bandwidth,
 whichever takes longer. That is an estimate and a lower bound. All figures are for each chip; tokens/s is for all.
@@ -33,13 +33,15 @@ NAME = "compile_for_tpu"
 @dataclass(frozen=True, kw_only=True)
 class Config(ScriptConfig):
     chip: Literal[*CHIPS] = opt.device(
-        "v6e", "TPU chip to compile for; on v3 and v4 a worker is one of a chip's two cores"
+        "v6e", "TPU chip to compile for; on v3 and tpu7x a worker is one of a chip's two cores"
     )
     topology: Literal["auto", *TOPOLOGIES] = opt.device(
         "auto", "chips that train together; auto: 1x1, or as many as the script's --num-chips"
     )
     json: bool = opt.run(False, "print the figures as JSON, in bytes, operations and seconds")
-    jobs: int = opt.run(1, "graphs to compile at the same time; one of 30 layers takes 11 GB of memory", at_least=1)
+    jobs: int = opt.run(
+        1, "graphs to compile at the same time; one of 28 layers takes 14 GB of the host's memory", at_least=1
+    )
 
 
 OWN = ("chip", "topology", "json", "jobs", "debug", "help", "h")
@@ -92,9 +94,10 @@ def main(cfg: Config) -> None:
         print(json.dumps({"chip": cfg.chip, "topology": topology, "phases": as_json(phases, chip)}, indent=1))
     else:
         say(f"{module.__name__} on {workers} × {cfg.chip}, libtpu {compiler.version}; untested on hardware")
-        say(f"each: {chip.hbm:g} GiB of HBM at {chip.bandwidth:g} GB/s, {chip.teraflops:g} bf16 TFLOP/s")
+        size = f"{chip.hbm:g} GiB of HBM, {chip.usable / 1e9:.2f} GB of it usable"
+        say(f"for each worker: {size}, at {chip.bandwidth:g} GB/s; {chip.teraflops:g} bf16 TFLOP/s")
         say(table(phases, chip))
-        say(f"a dry run's own estimate: {memory_line(backend.estimate, backend)}")
+        say(memory_line(backend.estimate, backend))
     if wrong:
         raise UserError(f"{wrong[0].name}: {wrong[0].refused}{batch or ''}")
     if not cfg.json:
@@ -103,11 +106,11 @@ def main(cfg: Config) -> None:
 
 def conclude(phases: list[Phase], chip: Chip) -> None:
     """Print the peak, and the speed that the roofline allows."""
-    say(f"peak {max(phase.peak for phase in phases) / 1e9:.2f} GB of {chip.hbm * 2**30 / 1e9:.2f} GB")
+    say(f"peak, by the compiler: {max(phase.peak for phase in phases) / 1e9:.2f} GB of {chip.usable / 1e9:.2f} GB")
     if update := step(phases):
         seconds = update.seconds(chip)
         rate = f"{update.tokens / seconds:,.0f} tokens/s"
-        say(f"an update takes at least {seconds * 1e3:.1f} ms, so at most {rate} (estimates)")
+        say(f"{update.name}: at least {seconds * 1e3:.1f} ms, so at most {rate} (estimates)")
 
 
 def fitting(workers: int, chip: Chip) -> str:
@@ -121,7 +124,7 @@ def fitting(workers: int, chip: Chip) -> str:
 
 
 def largest(module, options, workers: int, why: NotCompiled, compiler: Compiler) -> str | None:
-    """Which batch size does fit, as the end of an error message; found by halving."""
+    """The largest batch size that fits, as the end of an error message; found by bisection."""
     name = next((each for each in ("batch_size", "global_batch_size") if hasattr(options, each)), None)
     if why.need is None or name is None:
         return None

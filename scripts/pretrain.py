@@ -180,7 +180,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     if backend.is_main:
         describe(backend, train, heldout, plan, model, workers)
         say(f"memory of a worker: at least {need / 1e9:,.2f} GB")
-        if backend.kind == "xla":
+        if backend.static_shapes:
             say(memory_line(memory(cfg, spec, backend, workers), backend))
     if cfg.dry_run:
         return

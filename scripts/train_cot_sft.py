@@ -2,7 +2,7 @@
 """Can a small model answer legal questions correctly and cite only real authorities? Fine-tuning on reasoned answers.
 
     python scripts/train_cot_sft.py --config cpu
-    python scripts/train_cot_sft.py --config v5e8 --tpu --resume auto
+    python scripts/train_cot_sft.py --config v5e8 --resume auto
     python scripts/train_cot_sft.py --config cuda --dataset rzeraat/law
     python scripts/train_cot_sft.py --config cpu --dataset data/law.jsonl --quantize int4/g32 --output-dir runs/law4
 
@@ -312,7 +312,7 @@ def memory(cfg: Config, model: nn.Module, backend: TorchBackend) -> dict[str, Pa
     return {
         "loading": loading_memory(model),
         "training": training_memory(
-            model, cfg.batch_size, cfg.length, backend.bf16, cfg.gradient_checkpointing, xla=backend.kind == "xla"
+            model, cfg.batch_size, cfg.length, backend.bf16, cfg.gradient_checkpointing, compiled=backend.static_shapes
         ),
         "answering": answer_memory(model, rows, row, backend.bf16),
         "reading back": program_memory(model) | {"weights": 4 * whole, "read back": 4 * whole, "the file": 4 * whole},
@@ -375,8 +375,8 @@ def quality(run: Run, figures: dict) -> list[str]:
 
 def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
     """Record the graphs of every phase, for compile_for_tpu.py, and estimate their memory. Only shapes matter: the
-    model has no weights, and all tokens are zeros. The data decides how many targets a row has; here it has the most
-    that it can."""
+    model has no weights, and all tokens are zeros. In real data fewer positions are targets;
+    here all are."""
     update = cfg.update_facts(backend.world_size)["rows_per_update"]
     tokens, places = torch.zeros(cfg.length, dtype=torch.long), torch.arange(1, cfg.length)
     row = {

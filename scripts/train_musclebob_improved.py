@@ -345,16 +345,18 @@ def memory(cfg: Config, model: nn.Module, backend: TorchBackend, sft: Plan | Non
     checkpointing, length = cfg.gradient_checkpointing and backend.wants_recomputation, cfg.max_new_tokens
     start = 4 * sum(p.numel() for p in model.parameters())
     reference = {"model before GRPO": start} if cfg.beta else {}
-    row, xla = cfg.max_prompt_length + length, backend.kind == "xla"
+    row, compiled = cfg.max_prompt_length + length, backend.static_shapes
     phases = {
         "loading": loading_memory(model),
         "a validation": answer_memory(model, ROWS, row, backend.bf16, {"model before training": start}),
     }
     if sft:
-        phases["SFT"] = training_memory(model, sft.batch_size, row, backend.bf16, checkpointing, None, xla)
+        phases["SFT"] = training_memory(model, sft.batch_size, row, backend.bf16, checkpointing, None, compiled)
     if grpo.steps:
         together = cfg.max_prompt_length + cfg.num_generations * length
-        phases["GRPO"] = training_memory(model, cfg.batch_size, together, backend.bf16, checkpointing, reference, xla)
+        phases["GRPO"] = training_memory(
+            model, cfg.batch_size, together, backend.bf16, checkpointing, reference, compiled
+        )
     return phases
 
 
@@ -474,19 +476,19 @@ def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
 
     with backend.phase("validation"):  # of one question: a batch is filled up, so all batches have one shape
         validation_of(sampler, model, original(), cfg.validation_samples, Sampling(), heldout_questions()[:1])
-    sft = sft_plan(cfg) if has_sft(cfg) else None
-    if plan := sft:
+    sft, grpo = sft_plan(cfg) if has_sft(cfg) else None, grpo_plan(cfg, ends)
+    if sft:
         row = torch.zeros(cfg.max_prompt_length + cfg.max_new_tokens, dtype=torch.long)
-        session = Rehearsal(backend, plan.batch_size * len(row))
-        rows = SameRows(plan.batch_size, tokens=row, mask=torch.ones_like(row, dtype=torch.uint8))
-        warm_up(model, rows, plan, session, evaluate)
-    if (plan := grpo_plan(cfg, ends)).steps:
-        asked, rewards = torch.zeros(plan.batch_size, cfg.max_prompt_length, dtype=torch.long), itertools.count()
-        session = Rehearsal(backend, plan.accumulation * (asked.numel() + plan.batch_size * plan.group * plan.length))
+        session = Rehearsal(backend, sft.batch_size * len(row))
+        rows = SameRows(sft.batch_size, tokens=row, mask=torch.ones_like(row, dtype=torch.uint8))
+        warm_up(model, rows, sft, session, evaluate)
+    if grpo.steps:
+        asked, rewards = torch.zeros(grpo.batch_size, cfg.max_prompt_length, dtype=torch.long), itertools.count()
+        session = Rehearsal(backend, grpo.accumulation * (asked.numel() + grpo.batch_size * grpo.group * grpo.length))
         prompts = PromptDataset(Prompts(asked, torch.ones_like(asked, dtype=torch.bool)))
         reference = original() if cfg.beta else None
-        reinforce(model, reference, prompts, lambda *_: (float(next(rewards)), {}), plan, session, evaluate)
-    return memory(cfg, model, backend, sft, grpo_plan(cfg, ends))
+        reinforce(model, reference, prompts, lambda *_: (float(next(rewards)), {}), grpo, session, evaluate)
+    return memory(cfg, model, backend, sft, grpo)
 
 
 if __name__ == "__main__":

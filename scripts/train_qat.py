@@ -114,7 +114,7 @@ from qat_lora.models.loading import empty_model, load_config, load_model, load_t
 from qat_lora.models.planned import planned_name
 from qat_lora.quant.blockwise import check_blocks
 from qat_lora.quant.calibration import calibrate
-from qat_lora.quant.linear import free_scales
+from qat_lora.quant.linear import free_scales, freeze
 from qat_lora.quant.student import (
     StudentSpec,
     bits_per_weight,
@@ -397,7 +397,12 @@ def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
         train_layers(student, first_batches(rows, cfg.batch_size, cfg.batch_size, cfg.seed), layer_plan(cfg), session)
     if cfg.gradient_checkpointing:
         backend.gradient_checkpointing(student)
-    end_to_end(student, rows, qat_plan(cfg), session, evaluate)
+    plan = qat_plan(cfg)
+    end_to_end(student, rows, plan, session, evaluate)
+    if cfg.scale_steps:
+        freeze(student)
+        free_scales(student)
+        end_to_end(student, rows, scales_plan(cfg, plan), session, evaluate, "scales")
     return cfg.memory(student, len(rows[0]["tokens"]), backend, beside(cfg, student))
 
 

@@ -200,7 +200,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     model = build(cfg.model, stories.vocab, shape_of(cfg), cfg.seed)
     if backend.is_main:
         describe(cfg, backend, stories, train, model, plan)
-        if backend.kind == "xla":
+        if backend.static_shapes:
             say(memory_line(memory(cfg, model, plan, backend), backend))
     if cfg.dry_run:
         return

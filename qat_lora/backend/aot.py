@@ -43,7 +43,7 @@ UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 @dataclass(frozen=True)
 class Chip:
-    """What one worker has: a chip, or a core of a v3 or v4 chip, which has two.
+    """What one worker has: a chip, or one of the two cores of a v3 or tpu7x chip.
 
     teraflops: peak bf16 TFLOP/s; bandwidth: HBM GB/s; hbm: GiB of HBM. flat: whether its topologies have two
     dimensions, not three; cores: workers per chip; libtpu: a version that knows it.
@@ -58,6 +58,11 @@ class Chip:
     cores: int = 1
     libtpu: str = LIBTPU
 
+    @property
+    def usable(self) -> float:
+        """Bytes of HBM that a program can use."""
+        return self.hbm * 2**30 * USABLE
+
     def topology(self, name: str, shape: str) -> tuple[str, list[int] | None]:
         """libtpu's name for a topology such as 2x2, and the chips of a host where it has to be told."""
         sizes = [int(size) for size in shape.split("x")] + ([] if self.flat else [1])
@@ -69,7 +74,7 @@ CHIPS = {
     "v5e": Chip(197, 819, 16),
     "v6e": Chip(918, 1638, 32),
     "v5p": Chip(459, 2765, 95, flat=False),
-    "v4": Chip(275 / 2, 1200 / 2, 16, flat=False, cores=2),
+    "v4": Chip(275, 1200, 32, flat=False),
     "v3": Chip(123 / 2, 900 / 2, 16, cores=2),
     "tpu7x": Chip(2307 / 2, 7380 / 2, 96, flat=False, cores=2, libtpu="0.0.52"),
 }
@@ -101,6 +106,8 @@ class Graph:
 class Compiled:
     """The compiler's figures for one graph on one chip: bytes of HBM by kind, and what one execution costs.
 
+    arguments, outputs: a graph's inputs and results; aliased: results in the memory of an argument; temporary: memory
+    for intermediate values; code: the program.
     peak: the most bytes of arguments, results and temporaries that live at the same time. flops: floating-point
     operations; accessed: bytes that instructions read and write, in HBM or the chip's vector memory, as the compiler
     counts them; moved: those that cross to or from HBM (`traffic.hbm_bytes`). collectives: {kind: number}. seconds:
@@ -120,7 +127,7 @@ class Compiled:
     seconds: float = 0.0
 
     def roofline(self, chip: Chip) -> float:
-        """A lower bound on the seconds of one execution, an estimate: operations at peak rate, or bytes of
+        """An estimated lower bound on the seconds of one execution: the operations at the peak rate, or the traffic of
         HBM at full bandwidth, whichever takes longer."""
         return max(self.flops / (chip.teraflops * 1e12), self.moved / (chip.bandwidth * 1e9))
 
@@ -173,7 +180,9 @@ class Compiler:
     def compile(self, graphs: list[Graph]) -> list["Compiled | NotCompiled"]:
         """The figures of each graph, or why it was refused: by the compiler, or because it does not fit beside the
         other tensors on the device."""
-        first = {graph.hash: graph for graph in graphs}
+        first = {}
+        for graph in graphs:
+            first.setdefault(graph.hash, graph)
         found = dict(zip(first, self.pool.map(self._compile, first.values())))
         return [self._judged(found[graph.hash], graph.beside) for graph in graphs]
 
@@ -198,7 +207,7 @@ class Compiler:
     def _judged(self, found: dict, beside: int) -> "Compiled | NotCompiled":
         if "error" in found:
             return refusal(found["error"])
-        compiled, limit = Compiled(**found), CHIPS[self.chip].hbm * 2**30 * USABLE
+        compiled, limit = Compiled(**found), CHIPS[self.chip].usable
         need = compiled.peak + beside
         return compiled if need <= limit else too_large(need, limit)
 
@@ -214,8 +223,8 @@ class Compiler:
 def too_large(need: float, limit: float) -> NotCompiled:
     """The error for a graph that needs `need` bytes of HBM on a chip that has `limit`."""
     error = NotCompiled(
-        f"it needs {need / 2**30:.2f} GiB of HBM, {(need - limit) / 2**30:.2f} GiB more than the "
-        f"{limit / 2**30:.2f} GiB of the chip"
+        f"it needs {need / 1e9:.2f} GB of HBM, {(need - limit) / 1e9:.2f} GB more than the {limit / 1e9:.2f} GB that "
+        "a program can use"
     )
     error.need, error.limit = need, limit
     return error
@@ -250,7 +259,7 @@ class _Child:
         )  # fmt: skip
         if not select.select([self.process.stdout], [], [], OPENING)[0]:
             self.end()
-            raise UserError(f"{self.what} did not open within {OPENING} s; a process may hold it: end that one")
+            raise UserError(f"{self.what} did not open within {OPENING} s; another process may be using libtpu; end it")
         answer = self._answer()
         if "error" in answer:
             self.end()
@@ -269,7 +278,10 @@ class _Child:
         line = self.process.stdout.readline()
         if not line:
             self.ended = True
-            raise UserError(f"{self.what} ended with exit code {self.process.wait()}; run the command again")
+            raise UserError(
+                f"{self.what} ended with exit code {self.process.wait()}; if memory ran out (-9), free some or lower "
+                "--jobs, then run the command again"
+            )
         return json.loads(line)
 
     def end(self) -> None:

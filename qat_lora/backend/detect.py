@@ -117,7 +117,7 @@ def resolve(requested: str = "auto") -> str:
 
 
 def plans_a_tpu(requested: str = "auto") -> bool:
-    """Whether a dry run is for a TPU that this machine need not have: one is asked for, and there is none."""
+    """Whether a TPU is requested on a machine without one, so that a dry run can only plan for it."""
     return (requested == "tpu" or (requested == "auto" and _pjrt_device() == "TPU")) and not tpu_chips()
 
 

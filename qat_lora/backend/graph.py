@@ -1,4 +1,4 @@
-"""Operations in the form that a TPU's compiler handles well; on every device they compute the same."""
+"""Operations in the form that a TPU's compiler handles well."""
 
 import torch
 from torch import Tensor
@@ -19,9 +19,9 @@ def rounded_to(dtype: torch.dtype, values: Tensor) -> Tensor:
     return large - (large - values)
 
 
-def as_stored(tensor: Tensor) -> Tensor:
-    """An XLA tensor, without a gradient, that the compiler keeps in its type: it does not move a later conversion to a
-    wider type to where the tensor is made."""
+def with_barrier(tensor: Tensor) -> Tensor:
+    """Stop the compiler from moving a later cast to a wider type back to where this tensor is produced. For XLA only;
+    in place; the tensor must not need a gradient."""
     import torch_xla.core.xla_model as xm
 
     xm.optimization_barrier_([tensor])
@@ -31,8 +31,8 @@ def as_stored(tensor: Tensor) -> Tensor:
 def spread(index: Tensor, values: Tensor, width: int) -> Tensor:
     """Σ_j values[:, j] at index[:, j], as [n, width], with index and values [n, J], in fp32.
 
-    For a graph: a TPU scatters single elements slowly, and only after it has copied the whole matrix into another
-    layout. Instead each index is split into a quotient and a remainder, and the product of their one-hot matrices is
+    For XLA, in place of scatter_add: before a scatter, the TPU's compiler copies the whole matrix into another layout.
+    Instead each index is split into a quotient and a remainder, and the product of their one-hot matrices is
     the result. A TPU rounds factors to bf16, so a value is the sum of two that bf16 can hold, and exact to 2⁻¹⁷.
     """
     if index.shape[1] == 1:

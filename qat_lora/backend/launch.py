@@ -93,7 +93,7 @@ def open_backend(requested: str = "auto", precision: str = "auto") -> TorchBacke
 
 
 class PlannedTpu(TorchBackend):
-    """Tells a dry run what it would use on a TPU; computes nothing."""
+    """The backend of a dry run for a TPU that this machine does not have: has its properties, and computes nothing."""
 
     on_tpu, static_shapes, shares_host_memory = True, True, False
 
@@ -103,7 +103,7 @@ class PlannedTpu(TorchBackend):
 
     @property
     def name(self) -> str:
-        return "a TPU (planned; there is none here)"
+        return "TPU (planned; none on this machine)"
 
     def memory(self) -> None:
         return None

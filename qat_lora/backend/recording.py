@@ -1,7 +1,7 @@
 """A backend that records the graphs of a run on torch_xla's CPU device instead of running them.
 
 Nothing is compiled or computed, and no tensor has storage: each step boundary keeps the graph that torch_xla would have
-handed to the compiler, and replaces its results by placeholders. So the graphs of a model of any size can be recorded
+handed to the compiler, and replaces its results with placeholders. So the graphs of a model of any size can be recorded
 on any machine, for `backend.aot` to compile. That a TPU would record the same graphs is not proved.
 """
 
@@ -121,7 +121,7 @@ class RecordingBackend(XlaBackend):
         return state
 
     def _drop(self) -> None:
-        """Replace all results that are not computed yet by placeholders."""
+        """Replace all pending results with placeholders."""
         _XLA._clear_pending_irs(str(self.device))
         # as torch_xla does at every boundary; else the expression for the seed grows from graph to graph
         xm.set_rng_state(xm.get_rng_state(str(self.device)), str(self.device))
@@ -138,8 +138,8 @@ class _NoReads(TorchFunctionMode):
             ours = [f for f in traceback.extract_stack() if str(ROOT) in f.filename and f.filename != __file__]
             where = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else "a step"
             raise UserError(
-                f"{where} reads a value of the device on the host ({function.__name__}), so a TPU would wait in the "
-                "middle of a step; keep it in a tensor, or use backend.fetch"
+                f"{where} reads a value of the device on the host ({function.__name__}), a host sync within a step; "
+                "keep it in a tensor, or use backend.fetch"
             )
         return function(*args, **kwargs)
 

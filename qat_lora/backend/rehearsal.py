@@ -1,4 +1,4 @@
-"""What a rehearsal of a run uses in place of its session and its data: only shapes matter."""
+"""Stands in for a run's session and data while its graphs are recorded: only shapes matter."""
 
 from __future__ import annotations
 

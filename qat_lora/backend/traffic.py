@@ -12,7 +12,10 @@ INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\
 FREE = {
     "parameter", "tuple", "get-tuple-element", "bitcast", "constant", "iota", "after-all", "partition-id", "replica-id",
 }  # fmt: skip
-CALLED = re.compile(r"\b(?:body|to_apply|calls|called_computations|true_computation|false_computation)=\{?%?([\w.\-]+)")
+CALLED = re.compile(
+    r"\b(?:body|to_apply|calls|called_computations|true_computation|false_computation|branch_computations)="
+    r"(\{[^}]*\}|%?[\w.\-]+)"
+)
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 
@@ -20,8 +23,9 @@ def hbm_bytes(program: str) -> float:
     """Bytes that one execution of a program (HLO text after optimisation) reads from and writes to HBM.
 
     Every instruction reads its operands and writes its results; a gather or a slice reads only as much as it returns,
-    an update in place only what it changes, and an asynchronous copy what crosses between HBM and VMEM. A loop counts
-    as often as it runs, if the compiler knows.
+    an update in place only what it changes, and an asynchronous copy what crosses between HBM and VMEM. The body of
+    a loop counts once per iteration, or once if the compiler does not know how many there are; a conditional counts all
+    its branches.
     """
     computations = _parse(program)
     entry = re.search(r"^ENTRY %?([\w.\-]+)", program, re.MULTILINE)[1]
@@ -77,7 +81,8 @@ def _cost(instruction: tuple, kinds: dict[str, str], computations: dict, known: 
         return 0.0
     if operation in ("while", "call", "conditional"):
         trips = int(match[1]) if (match := TRIPS.search(rest)) else 1
-        return trips * sum(_moved(called, computations, known) for called in CALLED.findall(rest))
+        called = re.findall(r"[\w.\-]+", " ".join(CALLED.findall(rest)))
+        return trips * sum(_moved(each, computations, known) for each in called)
     operands = [kinds.get(operand, "") for operand in _operands(rest)]
     if operation.endswith("-start"):  # what arrives, once for each end in HBM; without the operand that it repeats
         target = [match[0] for match in SHAPE.finditer(kind)]

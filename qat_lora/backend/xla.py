@@ -1,6 +1,6 @@
 """The backend on torch_xla: TPU chips, or torch_xla's CPU device. Imported only when the device resolves to XLA.
 
-All of the project's calls into torch_xla are in this file and in recording.py.
+All of the project's calls into torch_xla are in this file, in recording.py and in graph.py.
 """
 
 import multiprocessing

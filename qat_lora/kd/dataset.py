@@ -125,10 +125,10 @@ class KDCacheDataset(Dataset):
 
 
 def planned_rows(cache_dir: str, count: int) -> SameRows:
-    """Rows of zeros of a cache's shapes, to plan a run. A cache that does not exist yet gets those in its name, which
-    ends in e.g. _L1024_K128, and DRAWS draws.
+    """`count` equal rows with a cache's shapes, to plan a run. If the cache does not exist yet, length and K come from
+    its name, which contains e.g. _L1024_K128, and it is taken to have DRAWS draws.
 
-    Raises UserError if there is neither.
+    Raises UserError if the name does not tell them.
     """
     if (Path(cache_dir) / "manifest.json").exists():
         spec, _ = read_manifest(Path(cache_dir))
@@ -137,7 +137,7 @@ def planned_rows(cache_dir: str, count: int) -> SameRows:
         length, width = int(match[1]), int(match[2]) + DRAWS
     else:
         raise UserError(
-            f"cache {cache_dir} does not exist, and its name does not tell its shapes; build it, or name it e.g. "
+            f"cache {cache_dir} does not exist, and its name does not tell its length and K; build it, or name it e.g. "
             "caches/text_L1024_K128"
         )
     return SameRows(

@@ -119,12 +119,14 @@ def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: 
 
 
 class GraphAttention(torch.autograd.Function):
-    """softmax(scale·q·kᵀ + mask)·v for a compiler, which moves fewer bytes than with torch's own decomposition.
+    """softmax(scale·q·kᵀ + mask)·v [N, G, Q, D], for which the TPU's compiler moves fewer bytes than for torch's own
+    decomposition (docs/benchmarks.md).
 
-    q [N, G, Q, D]: the G query heads that share a key head; k, v [N, K, D]; mask: bool, broadcastable to [N, 1, Q, K].
+    q [N, G, Q, D]: the G query heads that share a key head; k, v [N, K, D]; mask: bool, broadcastable to [N, 1, Q, K],
+    without a gradient.
     causal: query i sees no key after i, so blocks of queries skip the keys after them.
     The scores are the largest tensors in a decoder block. They are not kept: the backward pass computes them again, and
-    the probabilities from the log of the softmax's divisor (as in FlashAttention, arXiv 2205.14135, algorithm 4). The
+    the probabilities from each row's log-sum-exp (as in FlashAttention-2, arXiv 2307.08691). The
     products are in the type of v, the softmax is in fp32, and key heads are not repeated.
     """
 
@@ -176,7 +178,7 @@ def _folded(x: Tensor) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """fp32 scores [N, G, Q, K]; the least number where the mask is false."""
+    """fp32 scores [N, G, Q, K]; the lowest number where the mask is false."""
     scores = (_folded(q) @ k.mT).view(*q.shape[:3], -1).float() * scale
     return torch.where(mask, scores, torch.finfo(torch.float32).min)
 
@@ -189,7 +191,7 @@ def _sdpa(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Te
     if not (is_lazy(query) and plain) or options.get("dropout") or options.get("position_bias") is not None:
         return sdpa_attention_forward(module, query, key, value, mask, **options)
     (batch, heads, keys), layout = key.shape[:3], _current.get()
-    queries = query.reshape(batch * heads, -1, *query.shape[2:])  # the heads that share a key's are next to each other
+    queries = query.reshape(batch * heads, -1, *query.shape[2:])  # query heads that share a key head are adjacent
     seen = mask.expand(batch, heads, -1, -1).reshape(batch * heads, 1, *mask.shape[2:])
     causal = layout is not None and layout.is_causal and query.shape[2] == keys
     scale = options.get("scaling") or query.shape[-1] ** -0.5

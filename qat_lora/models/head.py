@@ -10,7 +10,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from qat_lora.backend import native
 from qat_lora.backend.devices import is_lazy, on_host
-from qat_lora.backend.graph import as_stored, rounded_to, spread
+from qat_lora.backend.graph import rounded_to, spread, with_barrier
 from qat_lora.backend.tiles import HEAD_TILE, rows_at_once, strips_at_once, tiles
 from qat_lora.errors import first_line
 from qat_lora.models.architecture import decoder, refused, unwrap
@@ -137,6 +137,7 @@ class Strips:
         weight and bias (otherwise None), in fp32 or wider. taken [N, J]; mass [N, 1] is its sum over J."""
         if not any(wanted) and len(self.columns) > 1:
             return self._in_one_pass(mass, taken), None, None
+        # in a graph, targets at a frozen head are added as rows of its weight instead of scattered into the logits
         by_rows = is_lazy(self.hidden) and not any(wanted) and self.index.shape[1] > 1
         wide = torch.promote_types(self.dtype, torch.float32)
         back = torch.zeros(self.hidden.shape, dtype=wide, device=self.hidden.device)
@@ -154,14 +155,14 @@ class Strips:
                 if product is None or len(self.columns) > 1:
                     product = _product(hidden, head.weight, product)
                 gradient = self._gradient(head, product, block, strip, factor, None if by_rows else taken_here)
-                # the targets, added as rows, cancel most of this product, which then must not be rounded to bf16
+                # kept in fp32: the target rows that are added below cancel most of this product
                 back[block].add_(gradient @ (head.weight.float() if by_rows else head.weight))
                 if sums[0] is not None:
                     _put(sums[0][strip], gradient.T @ hidden, first)
                 if sums[1] is not None:
                     _put(sums[1][strip], gradient.sum(0, dtype=wide) / head.before, first)
             if by_rows:
-                softmax = self._once(block, self.chosen[block].exp() * factor)
+                softmax = self._without_repeats(block, self.chosen[block].exp() * factor)
                 asked = self._through_head(block, softmax + taken_here)
                 rounded = rounded_to(self.dtype, self._through_head(block, softmax))  # what the product has added
                 _add_rows(back[block], self.head.weight, self.index[block], asked - rounded)
@@ -181,12 +182,12 @@ class Strips:
                 self.peak[block] = self._largest(self.hidden[block].to(self.dtype))
                 self._exponentials(block, here.zero_(), again=True)
             share = mass[block] / self.z[block] / self.temperature
-            asked = self._once(block, self.chosen[block].exp() * share).sub_(taken_here)
+            asked = self._without_repeats(block, self.chosen[block].exp() * share).sub_(taken_here)
             _add_rows(here.mul_(share), self.head.weight, index, self._through_head(block, asked))
         self.normalised = True
         return back
 
-    def _once(self, block: slice, values: Tensor) -> Tensor:
+    def _without_repeats(self, block: slice, values: Tensor) -> Tensor:
         """Values [n, J] at a block's `index`, 0 where it repeats an earlier token."""
         index = self.index[block]
         again = (index.unsqueeze(2) == index.unsqueeze(1)).tril(-1).any(2)
@@ -320,7 +321,7 @@ class Strips:
 
 def _product(hidden: Tensor, weight: Tensor, room: Tensor | None) -> Tensor:
     """hidden · weightᵀ, written into `room`, an earlier product at least as large, if the device reuses memory."""
-    if is_lazy(hidden):  # all that reads it should see the same values, not some of them before they are rounded
+    if is_lazy(hidden):  # rounded once, so that every reader sees the same values
         return rounded_to(hidden.dtype, (hidden @ weight.T).float()).to(hidden.dtype)
     if room is None or not on_host(hidden):
         return hidden @ weight.T
@@ -332,7 +333,7 @@ def _add_rows(sums: Tensor, table: Tensor, index: Tensor, weights: Tensor) -> No
     if native.add_rows(sums, table, index, weights):
         return
     if is_lazy(sums):  # a product of matrices would round the weights to bf16 on a TPU
-        sums.add_((weights.unsqueeze(2) * as_stored(table[index]).to(sums.dtype)).sum(1))
+        sums.add_((weights.unsqueeze(2) * with_barrier(table[index]).to(sums.dtype)).sum(1))
         return
     for rows in tiles(*index.shape, sums.device, max(1, HEAD_TILE // table.shape[1])):
         found = table[index[rows]].to(sums.dtype)

@@ -1,4 +1,4 @@
-"""Models of which only the shapes are needed, to plan a run: without weights, and without the hub for the presets'."""
+"""Configs of models, and a stand-in for a tokenizer, to plan a run, where only shapes matter."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def is_planned(name: str) -> bool:
 
 
 class PlannedTokenizer:
-    """Stands in for a tokenizer where only shapes matter: every text is the token 0, and every token has no text."""
+    """Stands in for a tokenizer: encodes every text as the token 0, and decodes every token to nothing."""
 
     eos_token_id, chat_template = 0, "none"
 

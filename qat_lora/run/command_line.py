@@ -305,15 +305,18 @@ def run_script(main: Callable[[Any], None], kind: type, script: str, description
 
 
 def _tell_peak(script: str, config: Any) -> None:
-    """Print the memory that a run planned for a TPU takes by the TPU's compiler, if that is installed."""
+    """For a dry run on a TPU: print the peak of HBM that the TPU's compiler computes, if libtpu is installed."""
     from qat_lora.backend import detect
     from qat_lora.backend.aot import libtpu_version
 
     if (detect.plans_a_tpu(config.device) or detect.tpu_chips()) and config.device != "cpu" and libtpu_version():
         from qat_lora.run.tpu import planned_peak
 
-        say("asking the TPU's compiler for the peak; it may take minutes, and Ctrl-C skips it")
-        say(planned_peak(script, config, detect.tpu_chips()))
+        say("compiling for the TPU to find the peak of its memory; this may take minutes, Ctrl-C to skip it")
+        try:
+            say(planned_peak(script, config, detect.tpu_chips()))
+        except KeyboardInterrupt:
+            say("skipped")
 
 
 def _config(kind: type, script: str, description: str) -> Any:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from qat_lora.backend.aot import CHIPS, Chip, Compiled, Compiler, NotCompiled
+from qat_lora.backend.aot import CHIPS, Chip, Compiled, Compiler, Graph, NotCompiled
 from qat_lora.errors import ROOT, UserError, load_package
 from qat_lora.run.command_line import parse
 from qat_lora.run.console import say
@@ -23,14 +23,15 @@ PROGRAMS = {path.stem: path for path in sorted((ROOT / "scripts").glob("*.py"))}
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase of a run on one chip of `chips`: its graphs, each with how often it runs, in the order of the first.
+    """One phase of a run, on one chip of several.
 
-    tokens: trained on by one execution of all of them, over all chips. results: the compiler's answer to each graph.
+    counts: {graph: executions}, in the order of the first one; results: the compiler's answer to each graph. tokens:
+    trained on by one execution of the phase, over all chips.
     """
 
     name: str
     tokens: int
-    counts: dict[Any, int]
+    counts: dict[Graph, int]
     results: list[Compiled | NotCompiled]
 
     @property
@@ -65,7 +66,7 @@ class Phase:
 
 
 def load_script(name: str) -> ModuleType:
-    """A training script as a module, without running it. Raises UserError if it is none that can be rehearsed."""
+    """A training script as a module, without running it. Raises UserError if it does not define `rehearse`."""
     name = Path(name).stem
     known = [each for each, path in PROGRAMS.items() if "def rehearse(" in path.read_text()]
     if name not in known:
@@ -99,24 +100,25 @@ def record(rehearse, config, chips: int):
 def compiled(backend, compiler: Compiler) -> list[Phase]:
     """Every phase with the compiler's figures. Says what is compiled, since a graph of a large model takes minutes."""
     everything = [graph for phase in backend.graphs.values() for graph in phase]
-    graphs = {graph.hash: graph for graph in sorted(everything, key=lambda graph: graph.beside)}  # the largest counts
-    new = [graph for graph in graphs.values() if not compiler.is_known(graph)]
+    new = {graph.hash for graph in everything if not compiler.is_known(graph)}
     if new:
-        say(f"compiling {len(new)} of {len(graphs)} graphs for {compiler.chip}:{compiler.topology}", sys.stderr)
-    found = dict(zip(graphs, compiler.compile(list(graphs.values()))))
-    phases = []
+        number = len({graph.hash for graph in everything})
+        say(f"compiling {len(new)} of {number} graphs for {compiler.chip}:{compiler.topology}", sys.stderr)
+    phases, answers = [], iter(compiler.compile(everything))
     for name, sequence in backend.graphs.items():
-        numbers, first = Counter(graph.hash for graph in sequence), {}
-        for graph in sequence:
-            first.setdefault(graph.hash, graph)
-        counts = {first[key]: count for key, count in numbers.items()}
+        counts, most = Counter(graph.hash for graph in sequence), {}
+        for graph, answer in zip(sequence, answers):  # the execution with the most memory beside it counts
+            if graph.hash not in most or graph.beside > most[graph.hash][0].beside:
+                most[graph.hash] = graph, answer
         if counts:
-            phases.append(Phase(name, backend.tokens[name], counts, [found[graph.hash] for graph in counts]))
+            graphs, results = zip(*most.values())
+            counts = dict(zip(graphs, counts.values()))
+            phases.append(Phase(name, backend.tokens[name], counts, list(results)))
     return phases
 
 
 def step(phases: list[Phase]) -> Phase | None:
-    """The phase that a run spends its time in: its last update."""
+    """The phase that a run spends its time in: its last update, or a teacher pass."""
     return next((phase for phase in reversed(phases) if phase.tokens), None)
 
 
@@ -162,12 +164,12 @@ def as_json(phases: list[Phase], chip: Chip) -> list[dict]:
 
 
 def planned_peak(script: str, config: Any, chips: list[str]) -> str:
-    """A line for a dry run: the peak of HBM of the run that it plans, by the TPU's compiler, in a process of its own.
+    """The line in a dry run that tells the peak of HBM, computed by the TPU's compiler in a process of its own.
 
     chips: the machine's TPU chips, if it has any; otherwise the preset's name tells which chip is meant (v6e4), and
     without one it is v6e. Graphs that were never compiled take minutes if the model is large.
     """
-    known = {"v2/v3": "v3", "v7x": "tpu7x"}
+    known = {"v2/v3": "v3", "v7x": "tpu7x"}  # other names in detect.py
     names = [known.get(chip, chip) for chip in chips] + [(config.config or "")[:3], "v6e"]
     chip = next(name for name in names if name in CHIPS)
     given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
@@ -179,9 +181,9 @@ def planned_peak(script: str, config: Any, chips: list[str]) -> str:
         reason = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
         return f"peak by the TPU's compiler: unknown ({reason.removeprefix('error: ')})"
     figures = json.loads(done.stdout)
-    size = CHIPS[chip].hbm * 2**30 / 1e9
+    size = CHIPS[chip].usable / 1e9
     if wrong := next((phase for phase in figures["phases"] if phase["error"]), None):
-        return f"does not fit a {chip} chip of {size:.2f} GB, by the TPU's compiler: {wrong['phase']}: {wrong['error']}"
+        return f"does not fit a {chip} chip, by the TPU's compiler: {wrong['phase']}: {wrong['error']}"
     most = max(figures["phases"], key=lambda phase: phase["peak"])
     peak = f"{most['peak'] / 1e9:.2f} GB of {size:.2f} GB, in {most['phase']}"
     return f"peak on a {chip} chip, by the TPU's compiler: {peak}"

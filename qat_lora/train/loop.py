@@ -69,8 +69,8 @@ class Stage:
     """One stage of a run; iterate over it to get its updates.
 
     stream: see `row_stream`. trained: the content of checkpoints. evaluate(step) → held-out figures, see Session.steps.
-    in_step(factor): extra work in an optimiser step, in the same graph on XLA; factor: see Plan.factor. summed():
-    tensors of one micro-batch for it, to sum over workers with the gradients.
+    in_step(factor): extra work in an optimiser step, in the same graph on XLA; factor: see Plan.factor. summed() →
+    tensors for `in_step` that are summed over workers together with the gradients.
     after_step: extra work after the step, in a separate graph.
     """
 
@@ -95,9 +95,8 @@ class Stage:
 
 
 class Update:
-    """One update of a stage; iterate over it to get its micro-batches. On XLA, several micro-batches share one graph,
-    and the optimiser's step has its own: both are compiled once, however many there are. A single micro-batch is in the
-    same graph as the step."""
+    """One update of a stage; iterate over it to get its micro-batches. On XLA, all micro-batches run one graph and the
+    optimiser's step runs another, however many micro-batches there are; a single one shares the step's graph."""
 
     def __init__(self, stage: Stage, number: int, factor: float, stream: Iterator[dict]):
         self.stage, self.number, self.factor, self.stream = stage, number, factor, stream

@@ -94,13 +94,13 @@ def loading_memory(model: nn.Module, stored: int = 2) -> Parts:
 
 def training_memory(
     model: nn.Module, batch_size: int, length: int, bf16: bool, checkpointing: bool, beside: Parts | None = None,
-    xla: bool = False,
+    compiled: bool = False,
 ) -> Parts:  # fmt: skip
     """Memory while a model is trained on micro-batches [batch_size, length]: 16 bytes per trained parameter for weight,
     gradient and two moments. With checkpointing, every block keeps its input, and only one block at a time keeps all
     its activations; on the CPU, the process does not return all the memory that the other blocks have freed.
 
-    beside: other memory in use; xla: on an XLA device, which holds more logits at a time.
+    beside: other memory in use; compiled: on a device that compiles whole graphs (XLA), which holds more logits.
     """
     positions, layers = batch_size * length, decoder_layers(model)
     kept = [block_memory(model, block, positions, bf16) for block in layers]
@@ -116,25 +116,25 @@ def training_memory(
         "gradients and moments": (ADAM - 4) * trained,
         "activations": sum(kept),
         "bf16 copies of weights": sum(copies),
-        "LM head": head_memory(model, positions, bf16, _xla_room(bf16) if xla else STRIP_BYTES),
+        "LM head": head_memory(model, positions, bf16, _xla_room(bf16) if compiled else STRIP_BYTES),
     } | pieces | (beside or {})  # fmt: skip
 
 
 def evaluation_memory(
-    model: nn.Module, batch_size: int, length: int, bf16: bool, teacher: nn.Module | None = None, xla: bool = False
+    model: nn.Module, batch_size: int, length: int, bf16: bool, teacher: nn.Module | None = None, compiled: bool = False
 ) -> Parts:
     """Memory while a model and, if given, a teacher process rows [batch_size, length] without gradients: only one
-    block's activations exist at a time, and only one block's bf16 copies of weights, except on XLA (xla), whose
-    compiler makes them all at the start."""
+    block's activations exist at a time, and only one block's bf16 copies of weights; a device that compiles whole
+    graphs (compiled) makes all copies at the start."""
     both = [model] if teacher is None else [model, teacher]
     positions = batch_size * length
     copies = [[multiplied_memory(block, bf16) for block in decoder_layers(one)] for one in both]
     return program_memory(model) | {
         "weights": weight_memory(model),
         **({} if teacher is None else {"teacher": weight_memory(teacher)}),
-        "bf16 copies of weights": sum(map(sum, copies)) if xla else max(map(max, copies)),
+        "bf16 copies of weights": sum(map(sum, copies)) if compiled else max(map(max, copies)),
         "a block": max(block_memory(one, block, positions, bf16) for one in both for block in decoder_layers(one)),
-        "LM head": sum(head_memory(one, positions, bf16, _xla_room(bf16) if xla else HEAD_BYTES) for one in both),
+        "LM head": sum(head_memory(one, positions, bf16, _xla_room(bf16) if compiled else HEAD_BYTES) for one in both),
     }
 
 
@@ -177,7 +177,7 @@ def peak_phase(phases: dict[str, Parts], backend: TorchBackend) -> tuple[str, Pa
         phases = {
             phase: {name: size for name, size in parts.items() if name not in (PROGRAM, FREED)}
             for phase, parts in phases.items()
-            if not phase.startswith(("loading", "reading"))
+            if not phase.startswith(("loading", "reading"))  # they use the host's memory
         }
     return max(phases.items(), key=lambda both: sum(both[1].values()))
 

@@ -57,8 +57,8 @@ def _way(p: Tensor) -> Callable:
 def _as_graph(mine: Iterable[tuple[Tensor, ...]], betas: tuple[float, float], lr: float, step: int) -> None:
     """Update (parameter, gradient, first and second moment) tuples with plain operations, which a compiler can fuse.
 
-    On XLA a factor that rounds to 1 compiles another graph. The factor of the root tends to 1, so the denominator and
-    the learning rate are both doubled, which changes no bit of the result.
+    On XLA a constant that rounds to 1 changes the graph. The bias correction of the root tends to 1, so the denominator
+    and the learning rate are both doubled, which changes no bit of the result.
     """
     first, second = betas
     for p, grad, exp_avg, exp_avg_sq in mine:

@@ -119,7 +119,7 @@ class TrainOptions(BatchOptions):
         from qat_lora.train.memory import loading_memory, training_memory
 
         sizes = self.batch_size, length, backend.bf16, self.gradient_checkpointing
-        training = training_memory(model, *sizes, beside, backend.kind == "xla")
+        training = training_memory(model, *sizes, beside, backend.static_shapes)
         return {"loading": loading_memory(model), "training": training} | (more or {})
 
     def describe(

@@ -21,6 +21,8 @@ MODEL, OUT, PRECISION = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 SIZES = ["--batch-size", "2", "--accumulation-steps", "2", "--max-steps", "4"]
 CACHE = ["--cache-dir", "caches/none_L16_K4"]
 SHORT = ["--max-prompt-length", "16", "--max-new-tokens", "4"]
+STORIES = "--embedding 32 --blocks 1 --reservoirs diagonal:16 --length 16 --batch-size 2 --tokenizer chars"
+ATHENA = "--config tiny --puzzle maze9 --global-batch-size 2 --hidden-size 32 --halt-max-segments 2"
 RUNS = {  # name: script, its options, chips
     "qat": ("train_qat", ["--model", MODEL, *CACHE, *SIZES, "--layer-steps", "2", "--ema", "0.9"], 1),
     "qat on 4": ("train_qat", ["--model", MODEL, *CACHE, *SIZES, "--mlp", "uniform4/r4", "--attn", "uniform4/r4"], 4),
@@ -29,40 +31,8 @@ RUNS = {  # name: script, its options, chips
     "cache": ("build_kd_cache", ["--model", MODEL, "--length", "16", "--cache-dir", "caches/none"], 1),
     "grpo": ("train_musclebob_improved", ["--model", MODEL, "--sft", "--num-generations", "2", *SHORT], 1),
     "legal": ("train_cot_sft", ["--model", MODEL, "--length", "32", "--answer-rows", "2", *SIZES[:4], *SHORT], 1),
-    "stories": (
-        "train_tinystories_reservoir",
-        [
-            "--embedding",
-            "32",
-            "--blocks",
-            "1",
-            "--reservoirs",
-            "diagonal:16",
-            "--length",
-            "16",
-            "--batch-size",
-            "2",
-            "--tokenizer",
-            "chars",
-        ],
-        1,
-    ),
-    "athena": (
-        "pretrain",
-        [
-            "--config",
-            "tiny",
-            "--puzzle",
-            "maze9",
-            "--global-batch-size",
-            "2",
-            "--hidden-size",
-            "32",
-            "--halt-max-segments",
-            "2",
-        ],
-        1,
-    ),
+    "stories": ("train_tinystories_reservoir", STORIES.split(), 1),
+    "athena": ("pretrain", ATHENA.split(), 1),
 }
 
 

@@ -1,4 +1,4 @@
-"""The attention of XLA's graphs against torch's own, in fp64, where rounding hides nothing."""
+"""The attention of XLA's graphs against torch's own, on fp64 inputs; the softmax is in fp32."""
 
 import pytest
 import torch

@@ -95,7 +95,7 @@ def load_stories(
 
 def planned_stories(tokenizer: str, vocab: int, tokens: int) -> Stories:
     """Two parts of `tokens` tokens each, all the same, to plan a run. vocab: size of a bpe tokenizer."""
-    # auto is gpt2 wherever the hub can be reached; of chars only the text knows the number, which rarely exceeds 256
+    # auto: gpt2, if the hub can be reached; chars: depends on the text, 256 is assumed
     sizes = {"auto": GPT2_VOCAB, "gpt2": GPT2_VOCAB, "bpe": vocab, "chars": 256}
     if tokenizer not in sizes:
         raise UserError(f"--tokenizer {tokenizer!r} is not one of {', '.join(TOKENIZERS)}")
