@@ -15,7 +15,7 @@ from qat_lora.models.architecture import (
     unwrap,
 )
 from qat_lora.models.attention import Layout
-from qat_lora.models.head import head_form
+from qat_lora.models.head_form import head_form
 
 CHECKED = 12  # tokens in each text that `check` compares
 CLOSE = 1e-4  # tolerance relative to the largest logit; covers fp32 sums in a different order

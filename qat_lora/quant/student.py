@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from qat_lora.errors import UserError, first_line
 from qat_lora.models.architecture import decoder_layers, matrices, unwrap
-from qat_lora.models.head import Head, head_form
+from qat_lora.models.head import Head
+from qat_lora.models.head_form import head_form
 from qat_lora.models.identity import short
 from qat_lora.models.loading import empty_model, load_model, model_fingerprint
 from qat_lora.models.norms import norms_in_one_step
