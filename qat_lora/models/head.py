@@ -1,4 +1,4 @@
-"""How a causal language model's last hidden states become logits, their losses and their gradients, one strip at a time."""
+"""How a causal language model's last hidden states become logits, and the logits' gradients, one strip at a time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
