@@ -3,10 +3,10 @@
     python benchmarks/tpu_step.py                              # Qwen3-0.6B's shapes, 4 × 1,024 tokens, v6e
     python benchmarks/tpu_step.py --layers 0 --steps plain,sft # the tied embedding and the LM head alone
 
-Same model, batch, optimiser (ours) and bf16 autocast on both sides; a step is forward, backward and update. QAT and
-recovery train what their scripts train: not the embedding. Needs no TPU and no weights. A graph of 30 layers takes
-minutes and 14 GB of the host's memory to compile; --layers limits it, and the difference between two values is the
-cost of a layer.
+Same model, batch, optimiser (ours) and bf16 autocast on both sides; a step is a graph with the forward and backward
+pass, and one with the optimiser's step, as in a run with several micro-batches. QAT and recovery train what their
+scripts train: not the embedding. Needs no TPU and no weights. A graph of 28 layers takes minutes and 14 GB of the
+host's memory to compile; --layers limits it, and the difference between two values is the cost of a layer.
 """
 
 import dataclasses
@@ -84,6 +84,7 @@ def rehearse(cfg: Config, backend: TorchBackend) -> dict:
             with backend.autocast():
                 loss = loss_of(trained, batch)
             backend.backward(loss)
+            backend.step_boundary()
             backend.update(optimizer, 1.0)
         del trained, optimizer, loss
     return {}  # no estimate of memory

@@ -56,7 +56,8 @@ def split(words: list[str]) -> tuple[list[str], list[str]]:
         name, equals, _ = word.lstrip("-").replace("-", "_").partition("=")
         mine = own if name in OWN and (equals or word.startswith("-")) else others
         mine.append(word)
-        if mine is own and not equals and name not in switches and words:
+        follows = name not in switches or (words and words[0].lower() in ("true", "false"))
+        if mine is own and not equals and follows and words:
             own.append(words.pop(0))
     return own, others
 
@@ -79,7 +80,9 @@ from qat_lora.train.memory import memory_line
 
 def main(cfg: Config) -> None:
     if not given or given[0].startswith("-"):
-        raise UserError("which script? Give it first, e.g. compile_for_tpu.py train_qat --config v6e4")
+        raise UserError(
+            "which script? Give its name as the first word, e.g. compile_for_tpu.py train_qat --config v6e4"
+        )
     chip, module = CHIPS[cfg.chip], load_script(given[0])
     options = read_options(module, given[1:], None if cfg.topology == "auto" else chips_of(cfg.topology, chip))
     workers = getattr(options, "num_chips", None) or 1
@@ -118,8 +121,9 @@ def fitting(workers: int, chip: Chip) -> str:
     for topology in TOPOLOGIES:
         if chips_of(topology, chip) == workers:
             return topology
+    counts = [str(chips_of(topology, chip)) for topology in TOPOLOGIES]
     raise UserError(
-        f"--num-chips {workers}: no topology has that many workers; use --topology {' or '.join(TOPOLOGIES)}"
+        f"--num-chips {workers}: no topology has {workers} workers; use {', '.join(counts[:-1])} or {counts[-1]}"
     )
 
 

@@ -188,10 +188,7 @@ def work(backend: TorchBackend, cfg: Config) -> None:
     """The experiment, as each worker runs it."""
     prepare(NAME, cfg, backend.group)
     here = planned_workers(backend.kind, cfg.num_chips) if cfg.dry_run else backend.world_size
-    if cfg.global_batch_size % here:
-        raise UserError(
-            f"--global-batch-size {cfg.global_batch_size} does not divide by {here} workers; use a multiple of them"
-        )
+    check_share(cfg, here)
     text = (cfg.dataset, cfg.max_stories, cfg.heldout_fraction, cfg.tokenizer, cfg.vocab_size)
     stories = load_stories(*text, cache=None if cfg.dry_run else CACHE)
     train = Blocks(stories.train, cfg.length)
@@ -277,6 +274,13 @@ def check(cfg: Config) -> None:
     Sampling(cfg.temperature, cfg.top_k, cfg.top_p)
     if cfg.model != "transformer" and cfg.length > CHUNK**LEVELS:
         raise UserError(f"--length {cfg.length} is more than the {CHUNK**LEVELS} steps of a scan; shorten it")
+
+
+def check_share(cfg: Config, workers: int) -> None:
+    if cfg.global_batch_size % workers:
+        raise UserError(
+            f"--global-batch-size {cfg.global_batch_size} does not divide by {workers} workers; use a multiple of them"
+        )
 
 
 def shape_sizes(cfg: Config) -> tuple:
@@ -381,6 +385,7 @@ def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
     check(cfg)
     batch_size, rate = on_tpu(cfg.global_batch_size, cfg.learning_rate)
     cfg = dataclasses.replace(cfg, global_batch_size=batch_size, learning_rate=rate, max_steps=1000)
+    check_share(cfg, backend.world_size)
     stories = planned_stories(cfg.tokenizer, cfg.vocab_size, cfg.global_batch_size * cfg.length + 1)
     train = Blocks(stories.train, cfg.length)
     plan = plan_of(cfg, len(train), backend.world_size)

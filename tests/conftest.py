@@ -26,13 +26,13 @@ torch.set_num_threads(1)
 # `slow`, which `make test-fast` deselects, and start before all others, so that no core is idle at the end.
 SLOW = (
     "scripts/test_multi", "repo/test_notebook", "backend/test_aot", "backend/test_xla_sft", "backend/test_launch",
-    "backend/test_xla",
-    "scripts/test_pipeline", "scripts/test_train_cot_sft", "repo/test_law_notebook", "benchmarks/test_qat_quality",
-    "backend/test_xla_stories", "scripts/test_run_legal_assistant", "backend/test_rendezvous", "scripts/test_resuming",
-    "scripts/test_pretrain", "backend/test_xla_athena", "faults/test_faults", "scripts/test_bad_input",
-    "scripts/test_moved_models", "scripts/test_bad_run", "scripts/test_measure_perplexity", "backend/test_group",
-    "scripts/test_train_musclebob", "train/test_memory", "scripts/test_train_tinystories", "scripts/test_smoke_test",
-    "models/test_zoo_uses", "models/test_zoo_pipeline", "run/test_resumed_run", "run/test_rundir",
+    "backend/test_xla", "scripts/test_pipeline", "scripts/test_train_cot_sft", "repo/test_law_notebook",
+    "benchmarks/test_qat_quality", "scripts/test_compile_for_tpu", "backend/test_xla_stories",
+    "scripts/test_run_legal_assistant", "backend/test_rendezvous", "scripts/test_resuming", "scripts/test_pretrain",
+    "backend/test_xla_athena", "faults/test_faults", "scripts/test_bad_input", "scripts/test_moved_models",
+    "scripts/test_bad_run", "scripts/test_measure_perplexity", "backend/test_group", "scripts/test_train_musclebob",
+    "train/test_memory", "scripts/test_train_tinystories", "scripts/test_smoke_test", "models/test_zoo_uses",
+    "models/test_zoo_pipeline", "run/test_resumed_run", "run/test_rundir",
 )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -142,7 +142,7 @@ class NotCompiled(UserError):
 def libtpu_version() -> str | None:
     """The installed libtpu's version; None if libtpu or jax, which opens it, is missing."""
     try:
-        return version("jaxlib") and version("libtpu")
+        return version("jax") and version("jaxlib") and version("libtpu")
     except PackageNotFoundError:
         return None
 
@@ -159,19 +159,26 @@ class Compiler:
         self.version = libtpu_version()
         if self.version is None:
             raise UserError("libtpu or jax is not installed; pip install -r requirements-dev.txt (Linux on x86-64)")
+        if CHIPS[chip].libtpu != LIBTPU and self.version == LIBTPU:
+            raise UserError(
+                f"libtpu {LIBTPU} does not know {chip}, which needs e.g. {CHIPS[chip].libtpu}; use another --chip"
+            )
         self.chip, self.topology, self.kept = chip, topology, kept
         self.known = _read(KNOWN) | _read(kept)
         self.pool, self.local = ThreadPoolExecutor(jobs), threading.local()
         self.children: list[_Child] = []
+        self.ended = False
         self.writing = threading.Lock()
 
     def __enter__(self) -> "Compiler":
         return self
 
     def __exit__(self, *error) -> None:
+        self.ended = True
+        self.pool.shutdown(wait=False, cancel_futures=True)
         for child in self.children:
             child.end()
-        self.pool.shutdown(cancel_futures=True)
+        self.pool.shutdown()
 
     def is_known(self, graph: Graph) -> bool:
         """Whether the graph was compiled before."""
@@ -198,11 +205,21 @@ class Compiler:
             found = self._child(self._topology(graph)).compile(graph)
             self.known[key] = found
             if "error" not in found or USED.search(found["error"]):  # other refusals may be ours, and change
-                with self.writing:
-                    self.kept.parent.mkdir(parents=True, exist_ok=True)
-                    with open(self.kept, "a") as file:
-                        file.write(json.dumps({"key": key, **found}) + "\n")
+                self._keep({"key": key, **found})
         return self.known[key]
+
+    def _keep(self, entry: dict) -> None:
+        """Add a result to the file; a file that cannot be written costs the next check its time, not this one."""
+        with self.writing:
+            try:
+                self.kept.parent.mkdir(parents=True, exist_ok=True)
+                with open(self.kept, "a+b") as file:
+                    file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+                    whole = file.read() in (b"", b"\n")  # otherwise an interruption cut the last line short
+                    file.write(b"" if whole else b"\n")
+                    file.write(json.dumps(entry).encode() + b"\n")
+            except OSError as error:
+                print(f"warning: {self.kept}: {error.strerror}; the result is not kept", file=sys.stderr)
 
     def _judged(self, found: dict, beside: int) -> "Compiled | NotCompiled":
         if "error" in found:
@@ -215,8 +232,11 @@ class Compiler:
         """This thread's process for a topology."""
         mine = vars(self.local)
         if topology not in mine or mine[topology].ended:
+            if self.ended:
+                raise UserError("the compiler was ended")
             mine[topology] = _Child(self.chip, topology, self.version)
             self.children.append(mine[topology])
+            mine[topology].open()
         return mine[topology]
 
 
@@ -238,17 +258,23 @@ def refusal(text: str) -> NotCompiled:
 
 
 def _read(path: Path) -> dict[str, dict]:
-    """The results in a file; a line that an interruption cut short is left out."""
-    found = {}
-    for line in path.read_text().splitlines() if path.exists() else ():
+    """The results in a file; what is no result, such as a line that an interruption cut short, is left out."""
+    found, names = {}, {each.name for each in fields(Compiled)}
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
         with contextlib.suppress(ValueError):
             entry = json.loads(line)
-            found[entry.pop("key")] = entry
+            key = entry.pop("key", None) if isinstance(entry, dict) else None
+            numbers = entry.values() if key else ()
+            if key and (
+                isinstance(entry.get("error"), str)
+                or (entry.keys() == names and all(isinstance(value, int | float | dict) for value in numbers))
+            ):
+                found[key] = entry
     return found
 
 
 class _Child:
-    """A process that holds libtpu with one topology open."""
+    """A process that holds libtpu with one topology, once it is open. It ends with this one."""
 
     def __init__(self, chip: str, topology: str, libtpu: str):
         name, bounds = CHIPS[chip].topology(chip, topology)
@@ -257,14 +283,17 @@ class _Child:
             [sys.executable, "-m", "qat_lora.backend.aot", name, json.dumps(bounds)], cwd=ROOT,
             env=os.environ | ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
+
+    def open(self) -> None:
+        """Wait until the topology is open. Raises UserError if it cannot be opened."""
         if not select.select([self.process.stdout], [], [], OPENING)[0]:
             self.end()
             raise UserError(f"{self.what} did not open within {OPENING} s; another process may be using libtpu; end it")
         answer = self._answer()
         if "error" in answer:
             self.end()
-            other = CHIPS[chip].libtpu
-            fix = f"{chip} needs a newer libtpu, e.g. {other}" if other != LIBTPU else "use another --chip"
+            missing = "pip install -r requirements-dev.txt again"
+            fix = missing if answer.get("import") else "use another --chip or --topology"
             raise UserError(f"{self.what} cannot be opened ({answer['error'][:120]}); {fix}")
 
     def compile(self, graph: Graph) -> dict:
@@ -299,13 +328,14 @@ def _serve(name: str, bounds: list[int] | None) -> None:
     def say(**answer) -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     try:
         from jax.experimental import topologies
 
         options = {} if bounds is None else {"chips_per_host_bounds": bounds}
         devices = topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
     except Exception as error:
-        return say(error=" ".join(str(error).split()))
+        return say(error=" ".join(str(error).split()), **{"import": isinstance(error, ImportError)})
     say(devices=len(devices))
     while line := sys.stdin.buffer.readline():
         head = json.loads(line)
@@ -313,6 +343,13 @@ def _serve(name: str, bounds: list[int] | None) -> None:
             say(**_compiled(sys.stdin.buffer.read(head["size"]), head["donated"], devices[: head["chips"]]))
         except Exception as error:
             say(error=" ".join(str(error).split())[:2000])
+
+
+def _end_with_parent(parent: int) -> None:
+    """End this process soon after the one that started it, even in the middle of a graph."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
 
 
 def _compiled(code: bytes, donated: list[int], devices: list) -> dict:

@@ -85,8 +85,9 @@ def resolve(requested: str = "auto") -> str:
     """
     if requested not in DEVICES:
         raise UserError(f"device={requested!r} is not one of {', '.join(DEVICES)}")
+    instead = "use --device auto"
     if requested == "auto" and _pjrt_device() == "TPU":
-        requested = "tpu"
+        requested, instead = "tpu", "unset PJRT_DEVICE"
     if requested == "xla":
         _pjrt_device()
         xla_cpu_devices()
@@ -95,7 +96,7 @@ def resolve(requested: str = "auto") -> str:
     if requested == "tpu" and not chips:
         raise UserError(
             f"device=tpu: no TPU chip on the PCI bus (vendor {GOOGLE_PCI_VENDOR}); "
-            "use --device auto, or PJRT_DEVICE=CPU with --device xla to try the XLA path without a chip"
+            f"{instead}, --dry-run to plan, or PJRT_DEVICE=CPU with --device xla to try the XLA path without a chip"
         )
     if (requested in ("tpu", "xla") or (requested == "auto" and chips)) and not has_xla:
         raise UserError(

@@ -54,6 +54,8 @@ class KDCacheDataset(Dataset):
         else:
             self.spec, self.shards = _manifest(self.directory, tokenizer)
             self.shards = [(n, s) for n, s in self.shards.items() if n.startswith(PREFIX[split])]
+        if not self.shards and self.spec is None:
+            raise UserError(f"cache {self.directory} has a meta.json but no shards; build it again")
         if not self.shards:
             raise UserError(f"cache {self.directory} has no {split} rows; build it with a larger --heldout-fraction")
         self.loaded: dict[str, dict[str, Tensor]] = {}
@@ -137,8 +139,8 @@ def planned_rows(cache_dir: str, count: int) -> SameRows:
         length, width = int(match[1]), int(match[2]) + DRAWS
     else:
         raise UserError(
-            f"cache {cache_dir} does not exist, and its name does not tell its length and K; build it, or name it e.g. "
-            "caches/text_L1024_K128"
+            f"cache {cache_dir} has no manifest.json, and its name does not tell its length and K; build it, or name "
+            "it e.g. caches/text_L1024_K128"
         )
     return SameRows(
         count, tokens=torch.zeros(length, dtype=torch.long), index=torch.zeros(length, width, dtype=torch.long),

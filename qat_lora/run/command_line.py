@@ -309,7 +309,11 @@ def _tell_peak(script: str, config: Any) -> None:
     from qat_lora.backend import detect
     from qat_lora.backend.aot import libtpu_version
 
-    if (detect.plans_a_tpu(config.device) or detect.tpu_chips()) and config.device != "cpu" and libtpu_version():
+    if not detect.plans_a_tpu(config.device) and (config.device == "cpu" or not detect.tpu_chips()):
+        return
+    if libtpu_version() is None:
+        say("pip install -r requirements-dev.txt, and a dry run tells the peak by the TPU's compiler")
+    else:
         from qat_lora.run.tpu import planned_peak
 
         say("compiling for the TPU to find the peak of its memory; this may take minutes, Ctrl-C to skip it")
@@ -331,7 +335,8 @@ def _config(kind: type, script: str, description: str) -> Any:
 @contextmanager
 def _reporting() -> Iterator[None]:
     """End the program with one line on stderr if an error escapes."""
-    debug = any(word.lstrip("-").startswith("debug") for word in sys.argv)
+    words = [word.lstrip("-").partition("=") for word in sys.argv]
+    debug = any(name == "debug" and value.lower() not in NO for name, _, value in words)
     open_output()
     try:
         try:

@@ -1,14 +1,17 @@
 """What a run would need on a TPU: its graphs, recorded from a script's options, and the TPU compiler's figures."""
 
+import ctypes
 import dataclasses
 import importlib.util
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -172,15 +175,23 @@ def planned_peak(script: str, config: Any, chips: list[str]) -> str:
     known = {"v2/v3": "v3", "v7x": "tpu7x"}  # other names in detect.py
     names = [known.get(chip, chip) for chip in chips] + [(config.config or "")[:3], "v6e"]
     chip = next(name for name in names if name in CHIPS)
-    given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.name != "debug"}
     words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value not in (None, "")]
     command = [sys.executable, PROGRAMS["compile_for_tpu"], script, *words, "--chip", chip, "--json"]
     environment = {name: value for name, value in os.environ.items() if name != "PJRT_DEVICE"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if not done.stdout:
-        reason = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
+    end_with_this = partial(ctypes.CDLL(None).prctl, 1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when this process ends
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=end_with_this
+    ) as process:
+        try:
+            out, errors = process.communicate()
+        except BaseException:
+            process.terminate()
+            raise
+    if not out:
+        reason = (errors.strip() or f"exit code {process.returncode}").splitlines()[-1]
         return f"peak by the TPU's compiler: unknown ({reason.removeprefix('error: ')})"
-    figures = json.loads(done.stdout)
+    figures = json.loads(out)
     size = CHIPS[chip].usable / 1e9
     if wrong := next((phase for phase in figures["phases"] if phase["error"]), None):
         return f"does not fit a {chip} chip, by the TPU's compiler: {wrong['phase']}: {wrong['error']}"

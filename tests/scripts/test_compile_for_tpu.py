@@ -43,19 +43,9 @@ def test_the_command_and_a_dry_run_ask_the_compiler():
 
 
 def test_options_are_divided_between_the_command_and_the_script(script):
-    words = [
-        "train_qat",
-        "--chip",
-        "v5e",
-        "--config",
-        "v6e4",
-        "batch_size=2",
-        "--json",
-        "--topology=2x2",
-        "--no-resume",
-    ]
-    own, others = script.split(words)
-    assert own == ["--chip", "v5e", "--json", "--topology=2x2"]
+    words = "train_qat --chip v5e --config v6e4 batch_size=2 --json false --topology=2x2 --no-resume"
+    own, others = script.split(words.split())
+    assert own == ["--chip", "v5e", "--json", "false", "--topology=2x2"]
     assert others == ["train_qat", "--config", "v6e4", "batch_size=2", "--no-resume"]
 
 
@@ -68,7 +58,7 @@ def test_an_unknown_script_is_named():
 
 def test_a_number_of_chips_without_a_topology_is_refused(script):
     assert script.fitting(4, CHIPS["v6e"]) == "2x2" and script.fitting(8, CHIPS["v3"]) == "2x2"
-    with pytest.raises(UserError, match="--num-chips 3: no topology has that many workers"):
+    with pytest.raises(UserError, match="--num-chips 3: no topology has 3 workers; use 1, 4 or 8"):
         script.fitting(3, CHIPS["v6e"])
 
 
