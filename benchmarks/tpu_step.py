@@ -45,7 +45,7 @@ class Config(ScriptConfig):
     batch_size: int = opt.data(4, "rows", at_least=1)
     length: int = opt.data(1024, "tokens per row", at_least=2)
     targets: int = opt.data(192, "cached targets per position", at_least=1)
-    steps: str = opt.run("plain,sft,qat,recovery", f"steps to compile, separated by commas: {', '.join(STEPS)}")
+    steps: str = opt.run("plain,sft,recovery,qat", f"steps to compile, separated by commas: {', '.join(STEPS)}")
     chip: Literal[*CHIPS] = opt.device("v6e", "chip to compile for")
 
 
