@@ -182,7 +182,7 @@ class Compiler:
 
     def is_known(self, graph: Graph) -> bool:
         """Whether the graph was compiled before."""
-        return self._key(graph) in self.known
+        return self.key(graph) in self.known
 
     def compile(self, graphs: list[Graph]) -> list["Compiled | NotCompiled"]:
         """The figures of each graph, or why it was refused: by the compiler, or because it does not fit beside the
@@ -193,14 +193,15 @@ class Compiler:
         found = dict(zip(first, self.pool.map(self._compile, first.values())))
         return [self._judged(found[graph.hash], graph.beside) for graph in graphs]
 
-    def _key(self, graph: Graph) -> str:
+    def key(self, graph: Graph) -> str:
+        """What a graph's result is kept under."""
         return f"{graph.hash} {self.chip}:{self._topology(graph)} libtpu {self.version}"
 
     def _topology(self, graph: Graph) -> str:
         return self.topology if graph.chips > 1 else "1x1"
 
     def _compile(self, graph: Graph) -> dict:
-        key = self._key(graph)
+        key = self.key(graph)
         if key not in self.known:
             found = self._child(self._topology(graph)).compile(graph)
             self.known[key] = found
