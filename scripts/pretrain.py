@@ -288,13 +288,13 @@ def check_sizes(cfg: Config, spec: RecursiveSpec, backend: TorchBackend, workers
 
 
 def memory(cfg: Config, spec: RecursiveSpec, backend: TorchBackend, workers: int) -> dict[str, Parts]:
-    """A worker's estimated memory on a device with its own: the lower bound, and the fp32 input of each norm that is
-    kept for the backward pass."""
+    """A worker's estimated memory on a device with its own: the lower bound, and what each block keeps of its norm in
+    fp32 for the backward pass, the input and the normalised input."""
     rows = cfg.global_batch_size // workers
     least = recursive_memory(spec, rows, cfg.ema, backend.bf16, cfg.gradient_checkpointing)
     names = "weights with gradients, moments and average", "puzzles' embeddings", "carry and activations"
     blocks = 0 if cfg.gradient_checkpointing else spec.L_layers * (2 if spec.one_step_gradient else spec.L_cycles + 1)
-    norms = {"norms": 4 * rows * blocks * spec.positions * spec.hidden_size}
+    norms = {"norms": 8 * rows * blocks * spec.positions * spec.hidden_size}
     return {"training": dict(zip(names, least.values())) | norms}
 
 
