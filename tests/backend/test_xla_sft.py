@@ -52,9 +52,10 @@ def test_nothing_is_compiled_after_the_first_update(checks, kind):
 
 @pytest.mark.parametrize("kind", [*KINDS, " dropout"])
 def test_a_micro_batch_is_one_graph(checks, kind):
-    """Between two losses of an update, and from the second to the next update's first if nothing is evaluated."""
+    """Between two losses of an update; from the second to the next update's first, if nothing is evaluated, the
+    optimiser's step is another."""
     given = checks[f"xla{kind}"]["graphs"]
-    assert set(given[::2]) == {1} and min(given[1::2]) == 1
+    assert set(given[::2]) == {1} and min(given[1::2]) == 2
 
 
 def test_adapters_trained_on_xla_are_saved_and_read_back(checks):

@@ -56,7 +56,7 @@ def broken_data(script, patch) -> None:
 
 
 def broken_training(script, patch) -> None:
-    patch.setattr(TorchBackend, "update", lambda self, optimizer, clip, after: torch.zeros(()))
+    patch.setattr(TorchBackend, "update", lambda self, optimizer, clip, *rest: torch.zeros(()))
 
 
 def broken_sync(script, patch) -> None:
