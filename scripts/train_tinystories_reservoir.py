@@ -316,7 +316,7 @@ def memory(cfg: Config, model: SmallLM, plan: Plan, backend: TorchBackend) -> di
     input, the inputs and outputs of both norms, and in the type of the products all other activations."""
     count, cast = trained(model), 2 if backend.bf16 else 4
     width, features = cfg.embedding, sum(spec.features for spec in shape_of(cfg).specs)
-    block = 8 * (width + features) + cast * (5 * width + features + 2 * cfg.hidden) + width + cfg.hidden
+    block = 8 * (width + features) + cast * (6 * width + features + 2 * cfg.hidden) + width + cfg.hidden
     tokens, vocab = plan.batch_size * cfg.length, len(model.embedding.weight)
     parts = {
         "weights": sum(4 * value.numel() for value in model.state_dict().values()),
