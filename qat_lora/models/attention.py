@@ -123,11 +123,11 @@ class GraphAttention(torch.autograd.Function):
     decomposition (docs/benchmarks.md).
 
     q [N, G, Q, D]: the G query heads that share a key head; k, v [N, K, D]; mask: bool, broadcastable to [N, 1, Q, K],
-    without a gradient.
-    causal: query i sees no key after i, so blocks of queries skip the keys after them.
+    without a gradient. causal: query i sees no key after i, so blocks of queries skip the keys after them.
+
     The scores are the largest tensors in a decoder block. They are not kept: the backward pass computes them again, and
-    the probabilities from each row's log-sum-exp (as in FlashAttention-2, arXiv 2307.08691). The
-    products are in the type of v, the softmax is in fp32, and key heads are not repeated.
+    the probabilities from each row's log-sum-exp (as in FlashAttention-2, arXiv 2307.08691). The products are in the
+    type of v, the softmax is in fp32, and key heads are not repeated.
     """
 
     @staticmethod

@@ -131,8 +131,11 @@ class Strips:
         weight and bias (otherwise None), in fp32 or wider. taken [N, J]; mass [N, 1] is its sum over J."""
         if not any(wanted) and len(self.columns) > 1:
             return self._in_one_pass(mass, taken), None, None
-        # in a graph, targets at a frozen head are added as rows of its weight instead of scattered into the logits
-        by_rows = is_lazy(self.hidden) and not any(wanted) and self.index.shape[1] > 1
+        # In a graph, targets at a frozen head are added as rows of its weight instead of scattered into the logits,
+        # unless these rows in bf16 would take more memory than the logits in fp32.
+        vocab, width = self.head.weight.shape
+        few = 1 < self.index.shape[1] <= 2 * vocab // width
+        by_rows = is_lazy(self.hidden) and not any(wanted) and few
         wide = torch.promote_types(self.dtype, torch.float32)
         back = torch.zeros(self.hidden.shape, dtype=wide, device=self.hidden.device)
         sums = [
