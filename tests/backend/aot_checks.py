@@ -20,16 +20,18 @@ from qat_lora.run.tpu import load_script, read_options, record
 MODEL, OUT, PRECISION = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 SIZES = ["--batch-size", "2", "--accumulation-steps", "2", "--max-steps", "4"]
 CACHE = ["--cache-dir", "caches/none_L16_K4"]
+TEACHER = ["--length", "16", "--top-k", "4", "--draws", "4", "--cache-dir", "caches/none"]
 SHORT = ["--max-prompt-length", "16", "--max-new-tokens", "4"]
+FEW = ["--sft-batch-size", "2", "--num-generations", "2"]
 STORIES = "--embedding 32 --blocks 1 --reservoirs diagonal:16 --length 16 --batch-size 2 --tokenizer chars"
-ATHENA = "--config tiny --puzzle maze9 --global-batch-size 2 --hidden-size 32 --halt-max-segments 2"
+ATHENA = "--config tiny --puzzle maze9 --global-batch-size 2 --hidden-size 32 --H-cycles 2 --L-cycles 2 --halt-max-segments 2"
 RUNS = {  # name: script, its options, chips
     "qat": ("train_qat", ["--model", MODEL, *CACHE, *SIZES, "--layer-steps", "2", "--ema", "0.9"], 1),
     "qat on 4": ("train_qat", ["--model", MODEL, *CACHE, *SIZES, "--mlp", "uniform4/r4", "--attn", "uniform4/r4"], 4),
     "recovery": ("train_recovery_lora", ["--model", MODEL, *CACHE, *SIZES], 1),
     "recovery on 8": ("train_recovery_lora", ["--model", MODEL, *CACHE, *SIZES], 8),
-    "cache": ("build_kd_cache", ["--model", MODEL, "--length", "16", "--cache-dir", "caches/none"], 1),
-    "grpo": ("train_musclebob_improved", ["--model", MODEL, "--sft", "--num-generations", "2", *SHORT], 1),
+    "cache": ("build_kd_cache", ["--model", MODEL, *TEACHER], 1),
+    "grpo": ("train_musclebob_improved", ["--model", MODEL, "--sft", *FEW, *SHORT], 1),
     "legal": ("train_cot_sft", ["--model", MODEL, "--length", "32", "--answer-rows", "2", *SIZES[:4], *SHORT], 1),
     "stories": ("train_tinystories_reservoir", STORIES.split(), 1),
     "athena": ("pretrain", ATHENA.split(), 1),
@@ -69,6 +71,8 @@ if __name__ == "__main__":
     found = {}
     for name, (script, words, chips) in RUNS.items():
         module = load_script(script)
+        if hasattr(module, "ROWS"):  # answers per batch of a validation: 80 of them compile several times longer
+            module.ROWS = 2
         options = read_options(module, [*words, "--precision", PRECISION], chips if chips > 1 else None)
         found[name, PRECISION] = record(module.rehearse, options, chips).graphs
     for name in ("linear", "float64", "callback", "too large", "read"):
