@@ -48,6 +48,7 @@ import torch
 from torch import nn
 
 from qat_lora.backend import TorchBackend, open_backend, open_planned
+from qat_lora.backend.rehearsal import repeated
 from qat_lora.data.packing import fingerprint, split_heldout, tokenizer_fingerprint
 from qat_lora.data.templates import template_facts
 from qat_lora.errors import UserError
@@ -167,7 +168,7 @@ def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
     teacher has no weights."""
     teacher = backend.place(empty_model(planned_name(cfg.model)).requires_grad_(False))
     tokens = torch.zeros(cfg.batch_size, cfg.length, dtype=torch.long)
-    with backend.phase("a teacher pass", tokens.numel()):
+    for _ in repeated(backend, "a teacher pass", tokens.numel()):
         teacher_pass(teacher, backend, tokens, cfg.top_k, torch.zeros(*tokens.shape, cfg.draws))
     return memory(cfg, teacher, backend)
 

@@ -1,5 +1,7 @@
 """Questions about a tensor's device, for code that has tensors but no backend."""
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
@@ -23,12 +25,14 @@ def is_lazy(tensor: Tensor) -> bool:
 def compute_dtype(tensor: Tensor) -> torch.dtype:
     """The type in which a matrix product with this tensor is computed: autocast's on its device, else its own."""
     kind = tensor.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
+    enabled = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if enabled else tensor.dtype
 
 
 def without_autocast(tensor: Tensor):
     """A context without autocast on the tensor's device."""
-    return torch.autocast(tensor.device.type, enabled=False)
+    kind = tensor.device.type  # meta has no autocast
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 def has_attention_kernel(tensor: Tensor) -> bool:

@@ -8,29 +8,21 @@ on any machine, for `backend.aot` to compile. That a TPU would record the same g
 import gc
 import os
 import re
-import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from qat_lora.backend.aot import Graph
 from qat_lora.backend.placing import retie, tied_parameters
+from qat_lora.backend.watching import NoReads
 from qat_lora.backend.xla import XlaBackend
-from qat_lora.errors import ROOT, UserError
 
 _XLA = torch_xla._XLAC
-READS = {  # functions that read values of a tensor
-    Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__bool__, Tensor.__int__, Tensor.__float__,
-    Tensor.__index__, Tensor.nonzero, torch.nonzero, Tensor.masked_select, torch.masked_select, Tensor.equal,
-    torch.equal, Tensor.unique, Tensor.unique_consecutive, Tensor.bincount,
-}  # fmt: skip
 
 
 class RecordingBackend(XlaBackend):
@@ -42,6 +34,7 @@ class RecordingBackend(XlaBackend):
     """
 
     on_tpu = True  # decides the precision and what a step contains
+    updates = 2  # that a rehearsal makes
     steps_between_reads = 2  # the second token of an answer has the graph of all that follow
 
     def __init__(self, precision: str = "auto", chips: int = 1):
@@ -64,10 +57,13 @@ class RecordingBackend(XlaBackend):
         self.step_boundary()
         self._phase = self.graphs[name] = []
         self.tokens[name] = tokens
-        with _NoReads():
+        with NoReads():
             yield
         self.step_boundary()
         self._phase = []
+
+    def noted(self, figures: dict) -> None:
+        pass
 
     def memory(self) -> None:
         return None
@@ -125,35 +121,6 @@ class RecordingBackend(XlaBackend):
         _XLA._clear_pending_irs(str(self.device))
         # as torch_xla does at every boundary; else the expression for the seed grows from graph to graph
         xm.set_rng_state(xm.get_rng_state(str(self.device)), str(self.device))
-
-
-class _NoReads(TorchFunctionMode):
-    """Refuses every call that reads a value of the device on the host: there are no values, and torch_xla would end the
-    process. (A TorchDispatchMode would see more, but loses writes through views on XLA.)"""
-
-    def __torch_function__(self, function, kinds, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        first = args[0] if args else None
-        if isinstance(first, Tensor) and _reads(function, first, args[1:], kwargs):
-            ours = [f for f in traceback.extract_stack() if str(ROOT) in f.filename and f.filename != __file__]
-            where = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else "a step"
-            raise UserError(
-                f"{where} reads a value of the device on the host ({function.__name__}), a host sync within a step; "
-                "keep it in a tensor, or use backend.fetch"
-            )
-        return function(*args, **kwargs)
-
-
-def _reads(function, first: Tensor, others: tuple, options: dict) -> bool:
-    """Whether a call reads a value: also one whose result has a shape that depends on values, as with a mask."""
-    if first.device.type != "xla":  # a copy to the host
-        return function is Tensor.copy_ and isinstance(others[0], Tensor) and others[0].device.type == "xla"
-    if function in (Tensor.__getitem__, Tensor.__setitem__):
-        places = others[0] if isinstance(others[0], tuple) else (others[0],)
-        return any(isinstance(place, Tensor) and place.dtype == torch.bool for place in places)
-    if function is Tensor.to:
-        return any(isinstance(x, str | torch.device) and str(x) == "cpu" for x in (*others, *options.values()))
-    return function in READS
 
 
 def _device_type(tensor: Tensor) -> str:

@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedConfig
 
 from qat_lora.backend import is_xla_device
 from qat_lora.errors import UserError
-from qat_lora.models.attention import PACKED, Layout, laid_out
+from qat_lora.models.attention import PACKED, Layout, laid_out, whole_rows
 from qat_lora.models.experts import STATIC
 
 # Arguments of forward that show that a module's output at one token depends on other tokens.
@@ -77,7 +77,8 @@ def hidden_states(model: nn.Module, tokens: Tensor, layout: Layout | None = None
         # Without a mask, transformers reads a tensor to look for packed sequences: one host sync per step.
         return _run(stack, tokens, Layout.causal(tokens.shape[1], tokens.device), cache, positions=False)
     if layout is None:
-        return stack(input_ids=tokens, use_cache=False).last_hidden_state
+        with whole_rows():
+            return stack(input_ids=tokens, use_cache=False).last_hidden_state
     return _run(stack, tokens, layout, cache, positions=True)
 
 

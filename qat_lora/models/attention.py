@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import wraps
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers import AttentionInterface
+from transformers import AttentionInterface, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
@@ -73,6 +74,7 @@ class Layout:
 
 
 _current: ContextVar[Layout | None] = ContextVar("layout", default=None)
+_whole: ContextVar[bool] = ContextVar("whole rows", default=False)
 
 
 @contextmanager
@@ -83,6 +85,25 @@ def laid_out(layout: Layout) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
+
+
+@contextmanager
+def whole_rows() -> Iterator[None]:
+    """Within this context transformers takes each row for one text. Otherwise it reads a tensor in every forward pass
+    to look for rows that hold several, for which the host waits for the device."""
+    token = _whole.set(True)
+    try:
+        yield
+    finally:
+        _whole.reset(token)
+
+
+def _search_for_texts(search: Callable) -> Callable:
+    @wraps(search)
+    def find(*args, **kwargs):
+        return None if _whole.get() else search(*args, **kwargs)
+
+    return find
 
 
 def _follow_layout(name: str) -> None:
@@ -201,6 +222,7 @@ def _sdpa(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Te
 
 for _name in ("sdpa", "eager"):
     _follow_layout(_name)
+masking_utils.find_packed_sequence_indices = _search_for_texts(masking_utils.find_packed_sequence_indices)
 AttentionInterface.register("sdpa", _sdpa)
 AttentionInterface.register(PACKED, _attend)
 AttentionMaskInterface.register(PACKED, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])

@@ -109,13 +109,15 @@ def _parts(parts: Iterable[tuple[Prompts, Completions, Tensor, Tensor]], static_
     if not static_shapes:
         parts = [(_rows(p, told), _rows(done, told), a[told], told[told]) for p, done, a, told in parts if told.any()]
     parts = list(parts)
-    masks = [done.mask & told.to(done.mask.device)[:, None, None] for _, done, _, told in parts]
+    masks = [done.mask & told.to(done.mask.device, non_blocking=True)[:, None, None] for _, done, _, told in parts]
     tokens = sum(mask.sum() for mask in masks)
     return [Part(p, done, advantages, mask, tokens) for (p, done, advantages, _), mask in zip(parts, masks)]
 
 
 def _rows(tensors, kept: Tensor):
-    return type(tensors)(*(tensor[kept] for tensor in vars(tensors).values()))
+    columns = list(vars(tensors).values())
+    numbers = kept.nonzero().squeeze(1).to(columns[0].device, non_blocking=True)  # a mask would make the host wait
+    return type(tensors)(*(column.index_select(0, numbers) for column in columns))
 
 
 def judge_all(judge: Judge, numbers: list[int], done: Completions, backend: TorchBackend) -> list[list[tuple]]:
@@ -145,7 +147,7 @@ def policy_loss(
                 expected = log_probs(reference, prompts, done.tokens, temperature).flatten(0, 1)
     kept, sequences = part.mask.flatten(0, 1).float(), plan.batch_size * plan.accumulation * plan.group
     weights = token_weights(kept, plan.objective.reduction, sequences, part.tokens, plan.length, plan.accumulation)
-    advantages = part.advantages.flatten().to(logp.device)
+    advantages = part.advantages.flatten().to(logp.device, non_blocking=True)
     loss = grpo_loss(logp, logp.detach(), expected, advantages, weights, plan.objective)
     metrics = {"loss": Share(loss)}
     if expected is not None:

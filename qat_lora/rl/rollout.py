@@ -75,7 +75,7 @@ def rollout(
     A completion ends with any of `ends`. Draws come from the device's generator: seed the backend.
     """
     count = len(prompts.tokens)
-    stop = torch.tensor(list(ends), device=prompts.tokens.device)
+    stop = backend.to_device({"ends": torch.tensor(list(ends))})["ends"]
     with backend.autocast():
         head = head_of(model)
         head = head.cast(compute_dtype(head.weight))  # once: autocast would cast it for every token
@@ -103,7 +103,7 @@ def rollout(
     tokens, logps, entropies = tokens.T, logps.T, entropies.T
     mask = _until_end(tokens, stop, step)
     tokens = torch.where(mask, tokens, fill)
-    width = length if backend.static_shapes else int(mask.sum(1).max())
+    width = length if backend.static_shapes else int(backend.fetch(mask.sum(1).max())[0])
     columns = [t[:, :width].reshape(count, group, width) for t in (tokens, mask, logps * mask, entropies * mask)]
     done = Completions(*columns, finished.view(count, group))
     backend.step_boundary()

@@ -118,7 +118,7 @@ def _rate(lr: float, agreeing: float, p: Tensor) -> float:
 def _in_launches(mine: Iterable[tuple[Tensor, ...]], betas: tuple[float, float], lr: float, step: int) -> None:
     """Like `_as_graph`, with few kernels for many parameters and without a host sync."""
     mine, batch = list(mine), []
-    count = torch.tensor(float(step), device=mine[0][0].device)
+    count = torch.full((), float(step), device=mine[0][0].device)  # torch.tensor would wait for a copy
     while mine:
         batch.append(mine.pop())
         if mine and sum(p.numel() for p, *_ in batch) < LAUNCH:
@@ -129,8 +129,12 @@ def _in_launches(mine: Iterable[tuple[Tensor, ...]], betas: tuple[float, float],
         agree = torch._foreach_mul(moves, grads)
         torch._foreach_sign_(agree)
         torch._foreach_clamp_max_(agree, 0.0)  # −1 where a step agrees
-        shares = torch.stack(torch._foreach_norm(agree, 1)) / count.new_tensor([p.numel() for p in parameters])
+        rates = list(torch._foreach_norm(agree, 1, dtype=torch.float32))
+        torch._foreach_div_(rates, [p.numel() for p in parameters])
+        torch._foreach_clamp_min_(rates, LEAST)
+        torch._foreach_reciprocal_(rates)
+        torch._foreach_mul_(rates, -lr)
         torch._foreach_mul_(moves, agree)
-        torch._foreach_mul_(moves, list((-lr / shares.clamp(min=LEAST)).unbind()))
+        torch._foreach_mul_(moves, rates)
         torch._foreach_add_(parameters, moves)
         batch = []

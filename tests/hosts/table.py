@@ -16,9 +16,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import tiny
 from pair import PY, SCRIPTS, Pair, missing
 from test_hosts import losses, worker_of
+
+from qat_lora.hardware import tiny
 
 ROOT = SCRIPTS.parent
 WORK = ROOT / "runs" / "hosts"

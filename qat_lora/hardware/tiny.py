@@ -1,4 +1,6 @@
-"""A tiny tokenizer and a tiny random model, both built on the fly."""
+"""A tiny tokenizer and a tiny random model, both built on the fly, for checks and tests."""
+
+from pathlib import Path
 
 import torch
 
@@ -60,3 +62,12 @@ def model(tokenizer):
         pad_token_id=tokenizer.pad_token_id,
     )
     return LlamaForCausalLM(config)
+
+
+def save(folder: Path) -> Path:
+    """Write the tiny model and its tokenizer as save_pretrained does, unless they are there; returns the folder."""
+    if not (folder / "tokenizer_config.json").exists():
+        text = tokenizer()
+        model(text).save_pretrained(folder)
+        text.save_pretrained(folder)
+    return folder

@@ -1,0 +1,191 @@
+"""A backend that runs what a script rehearses: real updates at a run's shapes, on random weights and random tokens."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qat_lora.backend.launch import open_backend
+from qat_lora.backend.placing import retie, tied_parameters
+from qat_lora.backend.torch import TorchBackend
+
+MEANS = {"scale": 0.05, "a": 0.2, "b": 0.2, "g": 1.0}  # of the parameters of a quantiser's scales, which are positive
+
+
+class Trial:
+    """Mixed into a device's backend, see `open_trial`.
+
+    figures: [(phase, {name: figure})] of every update and evaluation, in order; said, fetched: the integers and the
+    other numbers that were fetched, such as generated tokens. seconds, peaks: {phase: the time of each update after the
+    first, which may compile, and the most bytes in use during them}; trained: {phase: tokens of an update}. placed: the
+    modules that were placed; batch: the last one with targets.
+    """
+
+    updates = 10
+    same_draws = False  # whether weights, tokens and noise are drawn on the host, and so equal on every device
+
+    def start(self, updates: int, same_draws: bool = False, around: Callable | None = None) -> None:
+        """around: a context manager for the last update of every stage, for example a profiler."""
+        self.updates, self.same_draws, self.around = updates, same_draws, around
+        self.figures: list[tuple[str, dict[str, Any]]] = []
+        self.said: list[list] = []
+        self.fetched: list[list] = []
+        self.seconds: dict[str, list[float]] = {}
+        self.trained: dict[str, int] = {}
+        self.placed: list[nn.Module] = []
+        self.batch: dict[str, Tensor] = {}
+        self.peaks: dict[str, float] = {}
+        self._filled: dict[tuple, dict[str, Tensor]] = {}
+        self._vocabulary, self._name, self._mark, self.is_last = 1, "", None, False
+        self.draws = torch.Generator().manual_seed(0)
+
+    # -- what a script calls ---------------------------------------------------------------------------------------
+    @contextmanager
+    def phase(self, name: str, tokens: int = 0) -> Iterator[None]:
+        is_first = name.endswith("first update") or name not in self.trained
+        self._name, self.trained[name] = name, tokens
+        if not tokens or (is_first and not name.endswith(": update")):
+            yield
+        elif self.around and self.is_last:  # the profiled update is not timed
+            self._end(name)
+            with self.around():
+                yield
+                self.wait()
+        else:
+            if self._mark is None:
+                self.wait()
+                self.forget_peak()
+                self._mark, self.seconds[name] = time.perf_counter(), []
+            yield
+            self.seconds[name].append(0.0)
+            if self.is_last:
+                self._end(name)
+
+    def _end(self, name: str) -> None:
+        """Updates are timed together: waiting for each of them would leave the device idle."""
+        if self._mark is not None:
+            self.wait()
+            count = len(self.seconds[name])
+            self.seconds[name] = [(time.perf_counter() - self._mark) / count] * count
+            self.peaks[name], self._mark = self.peak_memory_mb() * 2**20, None
+
+    def noted(self, figures: dict) -> None:
+        self.figures.append((self._name, figures))
+
+    def place(self, module: nn.Module) -> nn.Module:
+        groups = tied_parameters(module)
+        self._fill(module)
+        retie(module, groups)
+        sizes = [layer.num_embeddings for layer in module.modules() if isinstance(layer, nn.Embedding)]
+        self._vocabulary = max([self._vocabulary, *sizes])
+        self.placed.append(module)
+        return super().place(module)
+
+    def to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The batch with random tokens and targets; equal shapes get the same ones."""
+        key = tuple((name, tuple(value.shape)) for name, value in batch.items())
+        if key not in self._filled:
+            batch = dict(batch)
+            for name in {"tokens", "index"} & batch.keys():
+                batch[name] = torch.randint(self._vocabulary, batch[name].shape, generator=self.draws)
+            if "prob" in batch:
+                batch["prob"] = torch.randn(batch["prob"].shape, generator=self.draws).softmax(-1)
+                batch["entropy"] = -(batch["prob"] * batch["prob"].log()).sum(-1)
+            self._filled[key] = super().to_device(batch)
+        self.batch = self._filled[key] if len(key) > 2 else self.batch
+        return dict(self._filled[key])
+
+    def to_host(self, state):
+        found = super().to_host(state)
+        for value in found if isinstance(found, list | tuple) else [found]:
+            if isinstance(value, Tensor):
+                (self.fetched if value.is_floating_point() else self.said).append(value.tolist())
+        return found
+
+    # -- measuring -------------------------------------------------------------------------------------------------
+    def wait(self) -> None:
+        """Wait until the device has finished."""
+        self.step_boundary()
+        if self.kind == "cuda":
+            torch.cuda.synchronize(self.device)
+        elif self.kind == "xla":
+            import torch_xla
+
+            torch_xla.sync(wait=True)
+
+    def forget_peak(self) -> None:
+        if self.kind == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def numbers(self) -> list[tuple[str, dict[str, float]]]:
+        """`figures` as plain numbers."""
+        found = []
+        for name, figures in self.figures:
+            values = {}
+            for key, metric in figures.items():
+                value = getattr(metric, "value", getattr(metric, "total", metric))
+                if isinstance(value, Tensor | float | int) and not isinstance(value, bool):
+                    values[key] = float(value)
+            found.append((name, values))
+        return found
+
+    # -- random values ---------------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def _fill(self, module: nn.Module) -> None:
+        """Give every tensor without values random ones of a plausible size."""
+        at = torch.device("cpu") if self.same_draws else self.device
+        for name, tensor in [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]:
+            owner, _, leaf = name.rpartition(".")
+            if not tensor.is_meta and not owner.endswith("quantizer"):  # a quantiser's scales are not initialised
+                continue
+            here = self._values(leaf, owner, tensor, at)
+            if isinstance(tensor, nn.Parameter):
+                here = nn.Parameter(here, requires_grad=tensor.requires_grad)
+            setattr(module.get_submodule(owner), leaf, here)
+
+    def _values(self, leaf: str, owner: str, tensor: Tensor, at: torch.device) -> Tensor:
+        if not tensor.is_floating_point():
+            return torch.randint(4, tensor.shape, dtype=tensor.dtype, **self._from(at))
+        noise = torch.randn(tensor.shape, dtype=tensor.dtype, **self._from(at))
+        if owner.endswith("quantizer"):
+            return noise.mul_(0.1).add_(1).abs_().mul_(MEANS.get(leaf, 1.0))
+        if tensor.ndim < 2:
+            return noise.mul_(0.1).add_(0.0 if leaf == "bias" else 1.0)
+        return noise.mul_(tensor.shape[-1] ** -0.5)
+
+    def _from(self, at: torch.device) -> dict:
+        return {"device": at, "generator": self.draws if at.type == "cpu" else None}
+
+
+def open_trial(device: str, precision: str) -> Trial:
+    """The backend of one device, which runs trials."""
+    kind = type(open_backend(device, precision))
+    backend = object.__new__(type(f"Trial{kind.__name__}", (Trial, kind), {}))
+    backend.__init__(precision) if kind is not TorchBackend else backend.__init__(_kind(device), precision)
+    backend.start(Trial.updates)
+    return backend
+
+
+def _kind(device: str) -> str:
+    from qat_lora.backend import resolve
+
+    return resolve(device)
+
+
+@contextlib.contextmanager
+def same_noise(seed: int = 0) -> Iterator[None]:
+    """Within this context torch.rand_like draws on the host, so that every device gets the same noise."""
+    original, random = torch.rand_like, torch.Generator().manual_seed(seed)
+
+    def draw(tensor: Tensor, **options) -> Tensor:
+        return torch.rand(tensor.shape, dtype=tensor.dtype, generator=random).to(tensor.device)
+
+    torch.rand_like = draw
+    try:
+        yield
+    finally:
+        torch.rand_like = original

@@ -1,0 +1,138 @@
+"""How fast an experiment's updates are at the shapes of a run, and where their time goes."""
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+
+import torch
+import transformers
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from qat_lora.backend.aot import CHIPS
+from qat_lora.backend.detect import tpu_chips
+from qat_lora.backend.trial import Trial
+from qat_lora.hardware.experiments import LANGUAGE_MODELS, tried
+from qat_lora.models.architecture import text_config, unwrap
+from qat_lora.quant.student import freeze_plain_tables
+from qat_lora.train.memory import peak_phase
+
+# Peak dense bf16 TFLOP/s by name, from NVIDIA's data sheets (SXM where there are several).
+PEAKS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "B200": 2250}
+KINDS = {  # kinds of kernels and operators, by the first pattern that their name matches
+    "communication": r"nccl|all_?reduce",
+    "attention": r"flash|fmha|attention|attn",
+    "matrix products": r"gemm|nvjet|cutlass|matmul|::(add)?mm$|::bmm|cublas|linear",
+    "optimiser": r"adam|foreach|multi_tensor",
+    "copies": r"memcpy|memset|copy|to_copy|\bcat|fill",
+    "reductions": r"reduce|softmax|norm|::sum|::mean|argmax|sort|topk",
+    "elementwise": r"elementwise|vectorized|triton|aten::",
+}
+UPDATES = {"tiny": 4, "real": 8}
+
+
+def measure(name: str, size: str, model: Path, device: str) -> dict[str, float | str]:
+    """An experiment's figures: milliseconds of an update, tokens per second, model FLOPs utilisation, peak memory
+    beside the dry run's estimate, share of time by kind of kernel and, for a language model, the same update of plain
+    fine-tuning."""
+    found: dict[str, float | str] = {}
+
+    @contextmanager
+    def profiled() -> Iterator[None]:
+        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        with profile(activities=kinds) as seen:
+            yield
+        found["time by kernel"] = shares(seen)
+
+    around = None if device in ("tpu", "xla") else profiled  # torch's profiler does not see XLA's kernels
+    backend = tried(name, size, model, device, "auto", updates=UPDATES[size], around=around)
+    phase = list(backend.seconds)[-1]
+    seconds, tokens = median(backend.seconds[phase]), backend.trained[phase]
+    _, parts = peak_phase(backend.estimate, backend)
+    figures = {
+        "phase": phase, "ms": seconds * 1e3, "tokens/s": tokens / seconds, "peak GB": backend.peaks[phase] / 1e9,
+        "dry run's estimate GB": sum(parts.values()) / 1e9, "precision": backend.precision,
+    } | found  # fmt: skip
+    if name in LANGUAGE_MODELS:
+        batch, trained = backend.batch, backend.placed[0]
+        if peak := peak_flops(backend.name):
+            figures["MFU"] = model_flops(trained, tokens, batch["tokens"].shape[1]) / seconds / peak
+        config = unwrap(trained).config
+        backend.placed.clear()
+        del trained
+        rows = batch["tokens"][:, : batch["tokens"].shape[1]]
+        plain, memory = plain_update(config, rows, backend)
+        figures |= {
+            "plain ms": plain * 1e3, "plain tokens/s": rows.numel() / plain, "plain peak GB": memory / 1e9,
+            "step / plain": seconds / plain * rows.numel() / tokens,
+        }  # fmt: skip
+    return figures
+
+
+def plain_update(config, rows: torch.Tensor, backend: Trial) -> tuple[float, float]:
+    """(seconds, peak bytes) of an update of plain fine-tuning on rows [B, L]: Hugging Face's own loss over full logits,
+    torch's clipping and its fused AdamW, on a model of the same shapes whose embedding and head are frozen."""
+    with backend.device if backend.kind == "cuda" else torch.device("cpu"):
+        made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = backend.place(freeze_plain_tables(made)).train()
+    weights = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=1e-5, fused=backend.kind != "xla")
+
+    def update() -> None:
+        with backend.autocast():
+            loss = model(input_ids=rows, labels=rows, use_cache=False).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        backend.step_boundary()
+
+    for _ in range(2):
+        update()
+    backend.wait()
+    backend.forget_peak()
+    started, count = time.perf_counter(), UPDATES["tiny" if backend.kind == "cpu" else "real"]
+    for _ in range(count):
+        update()
+    backend.wait()
+    return (time.perf_counter() - started) / count, backend.peak_memory_mb() * 2**20
+
+
+def shares(seen: profile) -> str:
+    """The share of time by kind, of the device's kernels or, without one, of the operators on the CPU."""
+    times: dict[str, float] = {}
+    for event in seen.key_averages():
+        spent = getattr(event, "self_device_time_total", 0) or 0
+        if not torch.cuda.is_available():
+            spent = event.self_cpu_time_total
+        elif event.key.startswith("aten::"):  # its time is its kernels'
+            continue
+        kind = next((kind for kind, names in KINDS.items() if re.search(names, event.key, re.IGNORECASE)), "other")
+        times[kind] = times.get(kind, 0.0) + spent
+    whole = sum(times.values()) or 1.0
+    parts = sorted(times.items(), key=lambda item: -item[1])
+    return ", ".join(f"{kind} {spent / whole:.0%}" for kind, spent in parts if spent >= 0.005 * whole)
+
+
+def peak_flops(name: str) -> float | None:
+    """Peak bf16 operations per second of a device by its name; None if we do not know it."""
+    if chips := [chip for chip in tpu_chips() if chip in CHIPS]:
+        return CHIPS[chips[0]].teraflops * 1e12
+    return next((peak * 1e12 for key, peak in PEAKS.items() if key in name), None)
+
+
+def model_flops(model: nn.Module, tokens: int, length: int) -> float:
+    """Floating-point operations that an update needs: for each weight of a linear layer and each token 2 forward, 2 for
+    the gradient of the input, and 2 for that of the weight if it is trained; causal attention 6 for each pair of tokens
+    and each channel of the queries. Nothing for what is computed twice, or for elementwise work."""
+    text = text_config(unwrap(model))
+    linear = sum(
+        (6 if module.weight.requires_grad else 4) * module.weight.numel()
+        for module in model.modules()
+        if isinstance(module, nn.Linear)
+    )
+    channels = text.num_attention_heads * getattr(text, "head_dim", text.hidden_size // text.num_attention_heads)
+    return tokens * (linear + 6 * text.num_hidden_layers * length * channels)
