@@ -1,7 +1,7 @@
 """A backend that runs what a script rehearses: real updates at a run's shapes, on random weights and random tokens."""
 
-import contextlib
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from qat_lora.backend.launch import open_backend
 from qat_lora.backend.placing import retie, tied_parameters
-from qat_lora.backend.torch import TorchBackend
 
 MEANS = {"scale": 0.05, "a": 0.2, "b": 0.2, "g": 1.0}  # of the parameters of a quantiser's scales, which are positive
 
@@ -26,11 +25,18 @@ class Trial:
     """
 
     updates = 10
-    same_draws = False  # whether weights, tokens and noise are drawn on the host, and so equal on every device
 
-    def start(self, updates: int, same_draws: bool = False, around: Callable | None = None) -> None:
-        """around: a context manager for the last update of every stage, for example a profiler."""
-        self.updates, self.same_draws, self.around = updates, same_draws, around
+    def start(
+        self, updates: int, same_draws: bool = False, around: Callable | None = None,
+        static_shapes: bool | None = None, nudge: float = 0.0,
+    ) -> None:  # fmt: skip
+        """same_draws: draw weights and tokens on the host, so that they are equal on every device, and generate answers
+        to their full length. around: a context manager for the last update of every stage, for example a profiler.
+        static_shapes: the device's by default. nudge: change every weight at random by this share of it, to see how
+        much rounding matters."""
+        self.updates, self.same_draws, self.around, self.nudge = updates, same_draws, around, nudge
+        if static_shapes is not None:
+            self.static_shapes = static_shapes
         self.figures: list[tuple[str, dict[str, Any]]] = []
         self.said: list[list] = []
         self.fetched: list[list] = []
@@ -42,6 +48,10 @@ class Trial:
         self._filled: dict[tuple, dict[str, Tensor]] = {}
         self._vocabulary, self._name, self._mark, self.is_last = 1, "", None, False
         self.draws = torch.Generator().manual_seed(0)
+
+    @property
+    def steps_between_reads(self) -> int:
+        return 10**6 if self.same_draws else super().steps_between_reads
 
     # -- what a script calls ---------------------------------------------------------------------------------------
     @contextmanager
@@ -83,17 +93,22 @@ class Trial:
         sizes = [layer.num_embeddings for layer in module.modules() if isinstance(layer, nn.Embedding)]
         self._vocabulary = max([self._vocabulary, *sizes])
         self.placed.append(module)
+        if self.nudge:
+            random = torch.Generator().manual_seed(0)
+            for weight in module.parameters():
+                noise = torch.randn(weight.shape, generator=random).to(weight.device)
+                weight.data.mul_(1 + self.nudge * noise)
         return super().place(module)
 
     def to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """The batch with random tokens and targets; equal shapes get the same ones."""
         key = tuple((name, tuple(value.shape)) for name, value in batch.items())
         if key not in self._filled:
-            batch = dict(batch)
-            for name in {"tokens", "index"} & batch.keys():
-                batch[name] = torch.randint(self._vocabulary, batch[name].shape, generator=self.draws)
+            batch, draws = dict(batch), torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
+            for name in sorted({"tokens", "index"} & batch.keys()):
+                batch[name] = torch.randint(self._vocabulary, batch[name].shape, generator=draws)
             if "prob" in batch:
-                batch["prob"] = torch.randn(batch["prob"].shape, generator=self.draws).softmax(-1)
+                batch["prob"] = torch.randn(batch["prob"].shape, generator=draws).softmax(-1)
                 batch["entropy"] = -(batch["prob"] * batch["prob"].log()).sum(-1)
             self._filled[key] = super().to_device(batch)
         self.batch = self._filled[key] if len(key) > 2 else self.batch
@@ -109,13 +124,7 @@ class Trial:
     # -- measuring -------------------------------------------------------------------------------------------------
     def wait(self) -> None:
         """Wait until the device has finished."""
-        self.step_boundary()
-        if self.kind == "cuda":
-            torch.cuda.synchronize(self.device)
-        elif self.kind == "xla":
-            import torch_xla
-
-            torch_xla.sync(wait=True)
+        self.fetch(torch.zeros((), device=self.device))
 
     def forget_peak(self) -> None:
         if self.kind == "cuda":
@@ -162,21 +171,16 @@ class Trial:
 
 
 def open_trial(device: str, precision: str) -> Trial:
-    """The backend of one device, which runs trials."""
-    kind = type(open_backend(device, precision))
-    backend = object.__new__(type(f"Trial{kind.__name__}", (Trial, kind), {}))
-    backend.__init__(precision) if kind is not TorchBackend else backend.__init__(_kind(device), precision)
+    """The backend of one device, which runs trials. In fp32, products are exact to fp32 on a TPU, too."""
+    backend = open_backend(device, precision)
+    if backend.kind == "xla" and precision == "fp32":
+        backend.exact_products()
+    backend.__class__ = type(f"Trial{type(backend).__name__}", (Trial, type(backend)), {})
     backend.start(Trial.updates)
     return backend
 
 
-def _kind(device: str) -> str:
-    from qat_lora.backend import resolve
-
-    return resolve(device)
-
-
-@contextlib.contextmanager
+@contextmanager
 def same_noise(seed: int = 0) -> Iterator[None]:
     """Within this context torch.rand_like draws on the host, so that every device gets the same noise."""
     original, random = torch.rand_like, torch.Generator().manual_seed(seed)

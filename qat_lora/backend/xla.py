@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 import torch_xla
+import torch_xla.backends
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 import torch_xla.runtime as xr
@@ -98,6 +99,11 @@ class XlaBackend(TorchBackend):
     @property
     def name(self) -> str:
         return f"{self.device} on {os.environ.get('PJRT_DEVICE')}"
+
+    @staticmethod
+    def exact_products() -> None:
+        """Compute products of fp32 matrices in fp32. By default a TPU rounds their factors to bf16."""
+        torch_xla.backends.set_mat_mul_precision("highest")
 
     @staticmethod
     def checkpoint(function, *args):

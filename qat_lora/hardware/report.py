@@ -20,7 +20,8 @@ COLUMNS = ("ms", "tokens/s", "MFU", "peak GB", "dry run's estimate GB", "plain m
 
 @dataclass
 class Result:
-    """One check. result: passed, failed, skipped, not run; empty while it is open. why: the first line of the reason."""
+    """One check. result: passed, failed, skipped or not run, and empty while it is open; why: the reason's first
+    line."""
 
     check: str
     stage: str
@@ -48,15 +49,10 @@ def number(value: float | str) -> str:
 def facts(device: str, size: str) -> dict[str, str]:
     """The machine, its driver and the versions of the packages that matter."""
     found = {
-        "device": device,
-        "size": size,
-        "commit": str(revision()),
-        "time": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-    }
-    found |= {
+        "device": device, "size": size, "commit": revision(), "time": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "machine": f"{platform.machine()}, {platform.system()} {platform.release()}",
         "python": platform.python_version(),
-    }
+    }  # fmt: skip
     if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
         found["GPUs"] = "; ".join(subprocess.run(query, capture_output=True, text=True).stdout.split("\n")).strip("; ")
@@ -94,13 +90,8 @@ def page(about: dict[str, str], results: list[Result]) -> str:
             f"| {result.check} | {result.result or 'not run'} | {result.seconds:.1f} | {result.why or shown} |"
         )
     if timed := [result for result in results if result.stage == "speed" and result.result == "passed"]:
-        lines += [
-            "",
-            "## Speed",
-            "",
-            f"| experiment | phase | {' | '.join(COLUMNS)} |",
-            f"|---|---|{'---:|' * len(COLUMNS)}",
-        ]
+        head = f"| experiment | phase | {' | '.join(COLUMNS)} |"
+        lines += ["", "## Speed", "", head, f"|---|---|{'---:|' * len(COLUMNS)}"]
         for result in timed:
             cells = [number(result.figures[name]) if name in result.figures else "" for name in COLUMNS]
             lines.append(

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from qat_lora.errors import ROOT
@@ -49,13 +50,12 @@ def run_checks(folder: Path, device: str, size: str, seconds: float, limits: dic
 
 def _run_some(folder, device, size, names, results: dict[str, Result], limits, deadline) -> None:
     """Run checks in one process until it ends or one of them has taken too long."""
-    file = folder / "results.jsonl"
+    file, until = folder / "results.jsonl", time.time() + deadline - time.monotonic()
     place = file.stat().st_size if file.exists() else 0
     with open(folder / "logs" / "checks.txt", "ab") as log:
         child = subprocess.Popen(
-            [sys.executable, "-m", "qat_lora.hardware.checks", str(folder), device, size, *names],
+            [sys.executable, "-m", "qat_lora.hardware.checks", str(folder), device, size, str(until), *names],
             cwd=ROOT, stdout=log, stderr=log, start_new_session=True,
-            env=os.environ | {"USE_TORCH_XLA": os.environ.get("USE_TORCH_XLA", "0" if device in ("cpu", "cuda") else "1")},
         )  # fmt: skip
         running, since = names[0], time.monotonic()
         try:
@@ -71,29 +71,26 @@ def _run_some(folder, device, size, names, results: dict[str, Result], limits, d
                         running = next((name for name in names if not results[name].result), "")
                 if ended:
                     break
-                limit = min(limits[running][1] if running else ENDING, max(0.0, deadline - since))
-                if time.monotonic() - since > limit:
-                    _fail(results, running, f"took longer than {limit:.0f} s")
+                limit = min(limits[running][1], max(0.0, deadline - since)) if running else ENDING
+                if time.monotonic() - since > limit and running:
+                    _fail(results[running], f"took longer than {limit:.0f} s")
                     break
                 time.sleep(0.05)
         finally:
             _end(child)
-    if ended and running and not results[running].result and child.returncode:
-        _fail(results, running, f"its process ended with exit code {child.returncode}: {_last_line(folder)}")
+    if ended and running and child.returncode:
+        _fail(results[running], f"its process ended with exit code {child.returncode}: {_last_line(folder)}")
 
 
-def _fail(results: dict[str, Result], name: str, why: str) -> None:
-    if name:
-        results[name].result, results[name].why = "failed", why
-        say(str(results[name]))
+def _fail(result: Result, why: str) -> None:
+    result.result, result.why = "failed", why
+    say(str(result))
 
 
 def _end(child: subprocess.Popen) -> None:
     """End a process with everything that it started."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     child.wait()
 
 

@@ -1,5 +1,6 @@
 """How fast an experiment's updates are at the shapes of a run, and where their time goes."""
 
+import gc
 import re
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from statistics import median
 import torch
 import transformers
 from torch import nn
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from qat_lora.backend.aot import CHIPS
@@ -51,11 +53,11 @@ def measure(name: str, size: str, model: Path, device: str) -> dict[str, float |
     backend = tried(name, size, model, device, "auto", updates=UPDATES[size], around=around)
     phase = list(backend.seconds)[-1]
     seconds, tokens = median(backend.seconds[phase]), backend.trained[phase]
-    _, parts = peak_phase(backend.estimate, backend)
-    figures = {
-        "phase": phase, "ms": seconds * 1e3, "tokens/s": tokens / seconds, "peak GB": backend.peaks[phase] / 1e9,
-        "dry run's estimate GB": sum(parts.values()) / 1e9, "precision": backend.precision,
-    } | found  # fmt: skip
+    figures = {"phase": phase, "ms": seconds * 1e3, "tokens/s": tokens / seconds, "precision": backend.precision}
+    if not backend.shares_host_memory:
+        _, parts = peak_phase(backend.estimate, backend)
+        figures |= {"peak GB": backend.peaks[phase] / 1e9, "dry run's estimate GB": sum(parts.values()) / 1e9}
+    figures |= found
     if name in LANGUAGE_MODELS:
         batch, trained = backend.batch, backend.placed[0]
         if peak := peak_flops(backend.name):
@@ -63,12 +65,15 @@ def measure(name: str, size: str, model: Path, device: str) -> dict[str, float |
         config = unwrap(trained).config
         backend.placed.clear()
         del trained
-        rows = batch["tokens"][:, : batch["tokens"].shape[1]]
+        gc.collect()
+        if backend.kind == "cuda":
+            torch.cuda.empty_cache()
+        rows = batch["tokens"]
         plain, memory = plain_update(config, rows, backend)
         figures |= {
-            "plain ms": plain * 1e3, "plain tokens/s": rows.numel() / plain, "plain peak GB": memory / 1e9,
+            "plain ms": plain * 1e3, "plain tokens/s": rows.numel() / plain,
             "step / plain": seconds / plain * rows.numel() / tokens,
-        }  # fmt: skip
+        } | ({} if backend.shares_host_memory else {"plain peak GB": memory / 1e9})  # fmt: skip
     return figures
 
 
@@ -102,16 +107,14 @@ def plain_update(config, rows: torch.Tensor, backend: Trial) -> tuple[float, flo
 
 
 def shares(seen: profile) -> str:
-    """The share of time by kind, of the device's kernels or, without one, of the operators on the CPU."""
-    times: dict[str, float] = {}
-    for event in seen.key_averages():
-        spent = getattr(event, "self_device_time_total", 0) or 0
-        if not torch.cuda.is_available():
-            spent = event.self_cpu_time_total
-        elif event.key.startswith("aten::"):  # its time is its kernels'
-            continue
-        kind = next((kind for kind, names in KINDS.items() if re.search(names, event.key, re.IGNORECASE)), "other")
-        times[kind] = times.get(kind, 0.0) + spent
+    """The share of time by kind, of the GPU's kernels or, without one, of the operators on the CPU."""
+    events, times = seen.key_averages(), {}
+    on_gpu = any(event.device_type == DeviceType.CUDA for event in events)
+    for event in events:
+        if (event.device_type == DeviceType.CUDA) == on_gpu:
+            kind = next((kind for kind, names in KINDS.items() if re.search(names, event.key, re.IGNORECASE)), "other")
+            spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+            times[kind] = times.get(kind, 0.0) + spent
     whole = sum(times.values()) or 1.0
     parts = sorted(times.items(), key=lambda item: -item[1])
     return ", ".join(f"{kind} {spent / whole:.0%}" for kind, spent in parts if spent >= 0.005 * whole)

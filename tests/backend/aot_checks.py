@@ -24,7 +24,7 @@ TEACHER = ["--length", "16", "--top-k", "4", "--draws", "4", "--cache-dir", "cac
 SHORT = ["--max-prompt-length", "16", "--max-new-tokens", "4"]
 FEW = ["--sft-batch-size", "2", "--num-generations", "2"]
 STORIES = "--embedding 32 --blocks 1 --reservoirs diagonal:16 --length 16 --batch-size 2 --tokenizer chars"
-ATHENA = "--config tiny --puzzle maze9 --global-batch-size 2 --hidden-size 32 --H-cycles 2 --L-cycles 2 --halt-max-segments 2"
+ATHENA = "--config tiny --puzzle maze9 --global-batch-size 2 --hidden-size 32 --H-cycles 2 --halt-max-segments 2"
 RUNS = {  # name: script, its options, chips
     "qat": ("train_qat", ["--model", MODEL, *CACHE, *SIZES, "--layer-steps", "2", "--ema", "0.9"], 1),
     "qat on 4": ("train_qat", ["--model", MODEL, *CACHE, *SIZES, "--mlp", "uniform4/r4", "--attn", "uniform4/r4"], 4),
