@@ -37,6 +37,9 @@ demo: setup ## text → cache → 2-bit student → recovery LoRA → report (10
 	$(PY) scripts/train_recovery_lora.py --config demo --checkpoint $(DEMO)/qat/best.pt --output-dir $(DEMO)/recovery --resume auto
 	$(PY) scripts/report_recovery.py --qat-run $(DEMO)/qat --recovery-run $(DEMO)/recovery --cache-dir caches/demo --output $(DEMO)/report.md
 
+check-hardware: setup ## prove that everything works on this machine's GPUs or TPU chips, and how fast (8 minutes)
+	$(PY) scripts/check_hardware.py
+
 report: setup ## one page with plots about a run: make report RUN=runs/… (default: the newest)
 	$(PY) scripts/report_run.py $(if $(RUN),--run $(RUN))
 

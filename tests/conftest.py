@@ -33,7 +33,7 @@ SLOW = (
     "backend/test_xla_athena", "faults/test_faults", "scripts/test_bad_input", "scripts/test_moved_models",
     "scripts/test_bad_run", "scripts/test_measure_perplexity", "backend/test_group", "scripts/test_train_musclebob",
     "train/test_memory", "scripts/test_train_tinystories", "scripts/test_smoke_test", "models/test_zoo_uses",
-    "models/test_zoo_pipeline", "run/test_resumed_run", "run/test_rundir",
+    "models/test_zoo_pipeline", "run/test_resumed_run", "run/test_rundir", "hardware/test_checks",
 )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """A backend that runs what a script rehearses: real updates at a run's shapes, on random weights and random tokens."""
 
+import gc
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -8,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import DeviceType
+from torch.profiler import profile
 
 from qat_lora.backend.launch import open_backend
 from qat_lora.backend.placing import retie, tied_parameters
@@ -126,6 +129,17 @@ class Trial:
         """Wait until the device has finished."""
         self.fetch(torch.zeros((), device=self.device))
 
+    def free_memory(self) -> tuple[int, int] | None:
+        """(free, all) bytes of a GPU's memory."""
+        return torch.cuda.mem_get_info(self.device) if self.kind == "cuda" else None
+
+    def release(self) -> None:
+        """Free what earlier modules have used."""
+        self.placed.clear()
+        gc.collect()
+        if self.kind == "cuda":
+            torch.cuda.empty_cache()
+
     def forget_peak(self) -> None:
         if self.kind == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -178,6 +192,13 @@ def open_trial(device: str, precision: str) -> Trial:
     backend.__class__ = type(f"Trial{type(backend).__name__}", (Trial, type(backend)), {})
     backend.start(Trial.updates)
     return backend
+
+
+def kernel_times(seen: profile) -> list[tuple[str, float]]:
+    """(name, microseconds) of a GPU's kernels or, without one, of the operators on the CPU."""
+    events = seen.key_averages()
+    kernels = [(event.key, event.self_device_time_total) for event in events if event.device_type == DeviceType.CUDA]
+    return kernels or [(event.key, event.self_cpu_time_total) for event in events]
 
 
 @contextmanager

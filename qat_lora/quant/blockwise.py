@@ -51,7 +51,7 @@ def first_inputs(model: nn.Module, batches: list[dict], backend: TorchBackend) -
     inputs, calls, answers = [], [], {}
     for number, batch in enumerate(batches):
         with backend.autocast():
-            hidden, found = _calls(model, batch["tokens"].to(backend.device), answers)
+            hidden, found = _calls(model, batch["tokens"].to(backend.device, non_blocking=True), answers)
         backend.step_boundary()
         inputs.append(backend.to_host(hidden))
         if number == 1 and _same(found, calls[0]):  # same masks and positions for every batch: keep one copy
@@ -139,7 +139,7 @@ def block_outputs(layer: nn.Module, inputs: list[Tensor], calls: list[Call], bac
     outputs = []
     for hidden, call in zip(inputs, calls):
         with backend.autocast():
-            out = run_block(layer, hidden.to(backend.device), call)
+            out = run_block(layer, hidden.to(backend.device, non_blocking=True), call)
         backend.step_boundary()
         outputs.append(backend.to_host(out))
     return outputs
@@ -157,7 +157,7 @@ def compensate_block(block: nn.Module, inputs: list[Tensor], calls: list[Call], 
         if not isinstance(layer, QuantLinear):
             set_scale(layer)
             backend.broadcast([p.data for p in layer.quantizer.parameters()])
-    for layers in _by_input(block, inputs[0].to(backend.device), calls[0]):
+    for layers in _by_input(block, inputs[0].to(backend.device, non_blocking=True), calls[0]):
         reach = functools.partial(_reach, layers[0], block, inputs, calls, backend)
         moment = input_moments(layers[0], reach, cross=True)[""]
         backend.reduce([moment])

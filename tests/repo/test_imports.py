@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 ORDER = [  # each subpackage imports only itself and those before it
     "errors", "backend", "run", "models", "data", "quant", "train", "kd", "lora", "rl", "layer_qat", "export",
-    "experiments",
+    "experiments", "hardware",
 ]  # fmt: skip
 PACKAGE = sorted((ROOT / "qat_lora").rglob("*.py"))
 SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))

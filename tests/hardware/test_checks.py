@@ -1,0 +1,162 @@
+"""The checks of a machine's devices pass on the CPU, and find each fault that is planted."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+
+from qat_lora.backend import TorchBackend
+from qat_lora.errors import ROOT
+from qat_lora.hardware import checks, jobs, runner
+from qat_lora.hardware.checks import Failed, Place
+from qat_lora.hardware.experiments import SCRIPTS
+from qat_lora.train import losses, optimizer
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Place:
+    folder = tmp_path_factory.mktemp("hardware")
+    (folder / "logs").mkdir()
+    return Place(folder, "cpu", "tiny")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_an_experiment_equals_itself_and_never_waits(place, name):
+    assert checks.check_parity(name, place)["largest relative difference"] == 0
+    assert checks.check_syncs(name, place)["on"] == "meta"
+
+
+def test_the_losses_equal_those_of_plain_transformers(place):
+    assert checks.check_losses(place)["largest relative difference"] < 1e-5
+
+
+def test_a_wrong_loss_is_named(place, monkeypatch):
+    forward = losses._SparseLoss.forward
+    monkeypatch.setattr(losses._SparseLoss, "forward", staticmethod(lambda *args: 1.001 * forward(*args)))
+    with pytest.raises(Failed, match=r"the loss of cached distillation is \d"):
+        checks.check_losses(place)
+
+
+def test_a_wrong_gradient_is_named(place, monkeypatch):
+    monkeypatch.setattr(TorchBackend, "backward", lambda self, loss: (1.01 * loss).backward())
+    with pytest.raises(Failed, match="the gradient of cached distillation differs"):
+        checks.check_losses(place)
+
+
+@pytest.mark.parametrize("name", ["QAT", "recovery"])
+def test_a_loss_that_is_wrong_on_the_device_alone_is_named(place, monkeypatch, name):
+    forward, tried, runs = losses._SparseLoss.forward, checks.tried, []
+
+    def counted(*args, **how):
+        runs.append(args)
+        return tried(*args, **how)
+
+    def wrong(*args):
+        return forward(*args) * (1.01 if len(runs) == 1 else 1)
+
+    monkeypatch.setattr(checks, "tried", counted)
+    monkeypatch.setattr(losses._SparseLoss, "forward", staticmethod(wrong))
+    with pytest.raises(Failed, match=r"update .*: (loss|kl) is \d.*, on the CPU \d"):
+        checks.check_parity(name, place)
+
+
+@pytest.mark.parametrize(
+    "sync, said",
+    [
+        (lambda move, *rest: (move[0].sum().item(), move)[1], "reads a value of the device on the host (item)"),
+        (lambda move, *rest: (torch.tensor(1.0, device=move[0].device), move)[1], "copies values of the host to"),
+        (lambda move, *rest: (torch.ones(2).to(move[0].device), move)[1], "copies values of the host to"),
+        (lambda move, *rest: (move[0][move[0] > 0], move)[1], "reads a value of the device on the host"),
+    ],
+)
+def test_a_synchronisation_in_a_step_is_named(place, monkeypatch, sync, said):
+    monkeypatch.setattr(optimizer, "_move", sync)
+    with pytest.raises(Failed, match=r"test_checks.py:\d+") as error:
+        checks.check_syncs("recovery", place)
+    assert said in str(error.value)
+
+
+def plant(monkeypatch, folder, code: str) -> None:
+    """Run code at the start of every Python process that is started from now on."""
+    (folder / "sitecustomize.py").write_text(textwrap.dedent(code))
+    monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{ROOT}")
+
+
+def test_a_worker_that_does_not_reduce_is_found(place, monkeypatch, tmp_path):
+    jobs.uninterrupted(place)
+    code = """
+        from qat_lora.backend.torch import TorchBackend
+        reduce = TorchBackend._reduce
+        def own(self, tensors):
+            kept = [tensor.clone() for tensor in tensors]
+            reduce(self, tensors)
+            if self.rank == 1 and sum(t.numel() for t in tensors) > 1000:  # gradients
+                for tensor, before in zip(tensors, kept):
+                    tensor.copy_(before)
+        TorchBackend._reduce = own
+    """
+    plant(monkeypatch, tmp_path, code)
+    with pytest.raises(Failed, match=r"the loss of update \d+ is"):
+        jobs.check_workers(place)
+    with pytest.raises(Failed, match="Gradient sync works: failed on worker"):
+        jobs.check_smoke(place)
+
+
+FAKES = """
+    import os, time
+    from qat_lora.hardware import checks
+    from qat_lora.hardware.checks import Check, Failed, Skipped
+    def fine(place): return {"tokens/s": 5.0}
+    def fails(place): raise RuntimeError("CUDA out of memory\\nTried to allocate")
+    def dies(place): os._exit(7)
+    def hangs(place): time.sleep(60)
+    def lacks(place): raise Skipped("this machine has one device")
+    checks.CHECKS = {f.__name__: Check("parity", f, 2) for f in (fine, fails, dies, hangs, lacks)}
+    checks.CHECKS["last"] = Check("parity", fine, 2)
+"""
+LIMITS = {name: ("parity", 2.0) for name in ("fine", "fails", "dies", "hangs", "lacks", "last")}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_check_that_fails_costs_only_itself(monkeypatch, tmp_path, device):
+    plant(monkeypatch, tmp_path, FAKES)
+    folder = tmp_path / "report"
+    assert not runner.run_checks(folder, device, "tiny", 120, LIMITS)
+    found = {one["check"]: one for one in json.loads((folder / "report.json").read_text())["results"]}
+    assert {name: one["result"] for name, one in found.items()} == {
+        "fine": "passed", "fails": "failed", "dies": "failed", "hangs": "failed", "lacks": "skipped", "last": "passed",
+    }  # fmt: skip
+    assert found["fails"]["why"] == "CUDA out of memory"
+    assert found["dies"]["why"].startswith("its process ended with exit code 7")
+    assert found["hangs"]["why"] == "took longer than 2 s"
+    page = (folder / "report.md").read_text()
+    assert "2 passed, 3 failed, 1 skipped, 0 not run." in page and "- **dies**: its process ended" in page
+
+
+def test_ctrl_c_leaves_a_report(monkeypatch, tmp_path):
+    plant(monkeypatch, tmp_path, FAKES)
+    code = (
+        "from pathlib import Path; from qat_lora.hardware import runner; "
+        f"runner.run_checks(Path({str(tmp_path / 'report')!r}), 'cpu', 'tiny', 60, "
+        "{'fine': ('parity', 2.0), 'hangs': ('parity', 50.0), 'last': ('parity', 2.0)})"
+    )
+    job = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stderr=subprocess.DEVNULL)
+    file = tmp_path / "report" / "results.jsonl"
+    while job.poll() is None and not (file.exists() and '"hangs"' in file.read_text()):
+        time.sleep(0.1)
+    job.send_signal(signal.SIGINT)
+    assert job.wait(20) != 0
+    results = json.loads((tmp_path / "report" / "report.json").read_text())["results"]
+    assert [one["result"] for one in results] == ["passed", "not run", "not run"]
+
+
+def test_what_no_time_is_left_for_is_said(monkeypatch, tmp_path):
+    plant(monkeypatch, tmp_path, FAKES)
+    assert runner.run_checks(tmp_path / "report", "cpu", "tiny", 1, {"fine": ("parity", 2.0)})
+    assert "no time was left of 0.0166667 minutes" in (tmp_path / "report" / "report.md").read_text()
