@@ -52,14 +52,15 @@ def _run_some(folder, device, size, names, results: dict[str, Result], limits, d
     """Run checks in one process until it ends or one of them has taken too long."""
     file, until = folder / "results.jsonl", time.time() + deadline - time.monotonic()
     place = file.stat().st_size if file.exists() else 0
-    running, since, limit = names[0], time.monotonic(), float(STARTING)
+    running, since, limit, is_open = names[0], time.monotonic(), float(STARTING), False
 
     def read() -> None:
-        nonlocal place, running, since, limit
+        nonlocal place, running, since, limit, is_open
         found, place = _new_lines(file, place)
         for line in found:
             running, since, limit = line["check"], time.monotonic(), limits[line["check"]][1]
-            if "result" in line:
+            is_open = "result" not in line
+            if not is_open:
                 results[running].take(line)
                 say(str(results[running]))
                 write_report(folder, device, size, list(results.values()))
@@ -80,7 +81,7 @@ def _run_some(folder, device, size, names, results: dict[str, Result], limits, d
             code = child.poll()
             _end(child)
             read()
-    if code and running:
+    if running and (code or (code == 0 and is_open)):
         _fail(results[running], f"its process ended with exit code {code}: {_last_line(folder)}")
 
 
