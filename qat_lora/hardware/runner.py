@@ -69,7 +69,7 @@ def _run_some(folder, device, size, names, results: dict[str, Result], limits, d
     with open(folder / "logs" / "checks.txt", "ab") as log:
         child = subprocess.Popen(
             [sys.executable, "-m", "qat_lora.hardware.checks", str(folder), device, size, str(until), *names],
-            cwd=ROOT, stdout=log, stderr=log, start_new_session=True,
+            cwd=ROOT, stdout=log, stderr=log, start_new_session=True, env=os.environ | {"HF_HUB_OFFLINE": "1"},
         )  # fmt: skip
         try:
             while child.poll() is None and time.monotonic() < deadline:
