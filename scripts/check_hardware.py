@@ -5,14 +5,14 @@
     python scripts/check_hardware.py --minutes 15 --device cuda
     python scripts/check_hardware.py --list-wheels
 
-In the order of their worth: parity of every experiment with the CPU, host syncs within updates, resuming, all workers
-together and one of them killed, speed at the shapes of the presets beside plain fine-tuning, and the quality of a
-2-bit student. On a CPU all of it runs at tiny size, in about two minutes on two cores. A check that fails, hangs or
-loses the device is named, and the others go on; Ctrl-C leaves a report of what was done. The exit code is 1 if a check
+Most important first: parity of every experiment with the CPU, host syncs within updates, resuming, all workers together
+and one of them killed, speed at the shapes of the presets beside plain fine-tuning, and the quality of a 2-bit student.
+On a CPU all of it runs at tiny size, in two to three minutes on two cores. The report names a check that fails, hangs
+or loses the device, and the others still run; Ctrl-C leaves a report of what was done. The exit code is 1 if a check
 fails.
 
 The folder gets report.md, report.json, results.jsonl (a line as each check ends) and logs/. docs/hardware.md says what
-each check settles. No network is needed; --list-wheels lists the packages to bring to a machine that has its own torch
+each check proves. No network is needed; --list-wheels lists the packages to bring to a machine that has its own torch
 and transformers.
 """
 
@@ -55,7 +55,8 @@ def main(cfg: Config) -> None:
     kind = resolve(cfg.device)
     device = "tpu" if kind == "xla" and tpu_chips() else kind
     size = "tiny" if kind == "cpu" or (kind == "xla" and not tpu_chips()) else "real"
-    limits = {name: (check.stage, check.limit) for name, check in CHECKS.items()}
+    slower = 4 if device == "tpu" else 1  # each new shape is compiled
+    limits = {name: (check.stage, slower * check.limit) for name, check in CHECKS.items()}
     if cfg.dry_run:
         return say(f"{device}, {size} size: {', '.join(limits)}")
     folder = Path(cfg.output_dir or ROOT / "runs" / "hardware" / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}").absolute()

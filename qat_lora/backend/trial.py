@@ -14,6 +14,7 @@ from torch.profiler import profile
 
 from qat_lora.backend.launch import open_backend
 from qat_lora.backend.placing import retie, tied_parameters
+from qat_lora.backend.torch import TorchBackend
 
 MEANS = {"scale": 0.05, "a": 0.2, "b": 0.2, "g": 1.0}  # of the parameters of a quantiser's scales, which are positive
 
@@ -129,9 +130,9 @@ class Trial:
         """Wait until the device has finished."""
         self.fetch(torch.zeros((), device=self.device))
 
-    def free_memory(self) -> tuple[int, int] | None:
-        """(free, all) bytes of a GPU's memory."""
-        return torch.cuda.mem_get_info(self.device) if self.kind == "cuda" else None
+    def free_memory(self) -> list[tuple[int, int]]:
+        """(free, all) bytes of each GPU's memory."""
+        return [torch.cuda.mem_get_info(n) for n in range(torch.cuda.device_count())] if self.kind == "cuda" else []
 
     def release(self) -> None:
         """Free what earlier modules have used."""
@@ -184,21 +185,29 @@ class Trial:
         return {"device": at, "generator": self.draws if at.type == "cpu" else None}
 
 
-def open_trial(device: str, precision: str) -> Trial:
-    """The backend of one device, which runs trials. In fp32, products are exact to fp32 on a TPU, too."""
-    backend = open_backend(device, precision)
-    if backend.kind == "xla" and precision == "fp32":
+def open_exact(device: str) -> TorchBackend:
+    """The backend of one device in fp32, whose products are not rounded to TF32 or bf16."""
+    backend = open_backend(device, "fp32")
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    if backend.kind == "xla":
         backend.exact_products()
+    return backend
+
+
+def open_trial(device: str, precision: str) -> Trial:
+    """The backend of one device, which runs trials; see `open_exact` for fp32."""
+    backend = open_exact(device) if precision == "fp32" else open_backend(device, precision)
     backend.__class__ = type(f"Trial{type(backend).__name__}", (Trial, type(backend)), {})
     backend.start(Trial.updates)
     return backend
 
 
-def kernel_times(seen: profile) -> list[tuple[str, float]]:
-    """(name, microseconds) of a GPU's kernels or, without one, of the operators on the CPU."""
-    events = seen.key_averages()
-    kernels = [(event.key, event.self_device_time_total) for event in events if event.device_type == DeviceType.CUDA]
-    return kernels or [(event.key, event.self_cpu_time_total) for event in events]
+def kernel_times(seen: profile, on_gpu: bool) -> list[tuple[str, float]]:
+    """(name, microseconds) of a GPU's kernels, or of the operators on the CPU."""
+    events = [event for event in seen.key_averages() if not event.is_user_annotation]
+    if on_gpu:
+        return [(event.key, event.self_device_time_total) for event in events if event.device_type == DeviceType.CUDA]
+    return [(event.key, event.self_cpu_time_total) for event in events]
 
 
 @contextmanager

@@ -20,6 +20,7 @@ READS = {  # functions that read values of a tensor
     Tensor.__index__, Tensor.nonzero, torch.nonzero, Tensor.masked_select, torch.masked_select, Tensor.equal,
     torch.equal, Tensor.unique, Tensor.unique_consecutive, Tensor.bincount,
 }  # fmt: skip
+REPORT = "called a synchronizing CUDA operation"  # what torch's sync debug mode says of each
 MAKERS = {torch.tensor, torch.as_tensor}  # functions that copy values of the host to a device, and wait for it
 
 
@@ -126,18 +127,27 @@ class WatchingBackend(TorchBackend):
         """Collect torch's own reports of synchronising calls."""
 
         def shown(message, category, filename, lineno, *rest) -> None:
-            if "synchroniz" in str(message):
+            if REPORT in str(message):
                 found.append(f"{where()} makes the host wait for the device ({Path(filename).name}:{lineno})")
 
         torch.cuda.synchronize()
-        with warnings.catch_warnings():
-            warnings.simplefilter("always")
-            warnings.showwarning = shown
-            torch.cuda.set_sync_debug_mode("warn")
-            try:
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("always")
+                warnings.showwarning = shown
                 yield
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def notices(self) -> bool:
+        """Whether a synchronisation would be noticed; on a GPU that depends on torch's own reports."""
+        if self.device.type != "cuda":
+            return True
+        found: list[str] = []
+        with self._reported(found):
+            torch.zeros((), device=self.device).item()
+        return bool(found)
 
     def place(self, module: nn.Module) -> nn.Module:
         groups = tied_parameters(module)

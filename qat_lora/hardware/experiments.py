@@ -28,11 +28,12 @@ QWEN = "--model Qwen/Qwen3-0.6B"
 REAL = {
     "teacher cache": f"{QWEN} --length 1024 --top-k 128 --batch-size 8 --cache-dir caches/none",
     "QAT": f"{QWEN} --config q4_r32 --cache-dir caches/none_L1024_K128 --batch-size 8 --accumulation-steps 1",
-    "recovery": f"{QWEN} --config v6e1 --cache-dir caches/none_L1024_K128 --batch-size 8 --accumulation-steps 1",
+    "recovery": f"{QWEN} --config v6e1 --checkpoint none/best.pt --cache-dir caches/none_L1024_K128 --batch-size 8 "
+    "--accumulation-steps 1",
     "SFT and GRPO": "--config cuda --sft",
     "legal SFT": "--config v5e8 --accumulation-steps 1",
     "reservoir": "--config cuda",
-    "Athena": "--config base",
+    "Athena": "--config base --data-path none/sudoku9",
 }
 LANGUAGE_MODELS = ("QAT", "recovery", "legal SFT")  # whose step is timed beside plain fine-tuning's
 

@@ -15,8 +15,8 @@ from qat_lora.errors import ROOT, UserError
 from qat_lora.hardware.place import Failed, Figures, Place, Skipped, apart
 from qat_lora.models.packaged import EMBEDDED, packaged_file
 
-STEPS, ROWS = 60, 8  # updates, and rows of each, of a run that is stopped, killed or shared by workers
-SAME = 1e-4  # largest relative difference of its losses
+STEPS, ROWS = 200, 8  # updates, and rows of each, of a run that is stopped, killed or shared by workers
+SAME = 1e-3  # largest relative difference of its losses
 
 
 def check_resume(place: Place) -> Figures:
@@ -43,8 +43,11 @@ def check_killed(place: Place) -> Figures:
     words = run_words(place, "killed", count)
 
     def kill(job: subprocess.Popen) -> None:
-        children = subprocess.run(["pgrep", "-P", str(job.pid), "-f", "spawn_main"], capture_output=True, text=True)
-        os.kill(int(children.stdout.split()[-1]), signal.SIGKILL)
+        children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+        spawned = [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        if not spawned:
+            raise Failed("no worker was left to kill")
+        os.kill(spawned[-1], signal.SIGKILL)
 
     seconds, said = stop(place, words, "killed", kill, codes=tuple(range(1, 256)))
     if "was killed" not in said:
@@ -72,7 +75,7 @@ def run_words(place: Place, name: str, workers: int) -> list[str]:
     """The command of a short run of the reservoir, with the same rows per update for any number of workers. Its loss is
     smooth: with a low-bit student, rounding would hide a small fault."""
     sizes = "--embedding 32 --blocks 1 --reservoirs diagonal:16 --length 32 --tokenizer chars --dropout 0"
-    steps = f"--batch-size {ROWS} --max-steps {STEPS} --learning-rate 1e-2 --eval-every 0 --save-every 20 --log-every 1"
+    steps = f"--batch-size {ROWS} --max-steps {STEPS} --learning-rate 1e-2 --eval-every 0 --save-every 50 --log-every 1"
     return [
         str(ROOT / "scripts" / "train_tinystories_reservoir.py"), *sizes.split(), *steps.split(), "--num-chips",
         str(workers), "--precision", "fp32", "--device", place.device, "--resume", "auto", "--output-dir",
@@ -126,7 +129,7 @@ def finish(place: Place, words: list[str], name: str) -> None:
 
 
 def stop(place: Place, words: list[str], name: str, how: Callable, codes: tuple) -> tuple[float, str]:
-    """Start a run, do `how` to it after ten updates; returns (seconds until it ended, what it printed)."""
+    """Start a run, call how(job) after ten updates; returns (seconds until it ended, what it printed)."""
     job, folder = started(place, words, name), place.folder / "runs" / name
     try:
         while job.poll() is None and len(losses(folder)) < 10:
@@ -142,6 +145,8 @@ def stop(place: Place, words: list[str], name: str, how: Callable, codes: tuple)
         job.kill()
     if code not in codes:
         raise Failed(f"the stopped run ended with exit code {code}: {last_line(place, name)}")
+    if len(losses(folder)) >= STEPS:
+        raise Failed("the run had ended before it was stopped")
     return time.monotonic() - since, (place.folder / "logs" / f"{name}.txt").read_text()
 
 

@@ -2,9 +2,11 @@
 
 import functools
 import json
+import math
 import platform
 import shutil
 import subprocess
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -40,8 +42,8 @@ class Result:
 
 
 def number(value: float | str) -> str:
-    if isinstance(value, str):
-        return value
+    if isinstance(value, str) or not math.isfinite(value):
+        return str(value)
     return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"
 
 
@@ -55,7 +57,9 @@ def facts(device: str, size: str) -> dict[str, str]:
     }  # fmt: skip
     if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-        found["GPUs"] = "; ".join(subprocess.run(query, capture_output=True, text=True).stdout.split("\n")).strip("; ")
+        with suppress(subprocess.TimeoutExpired):  # a lost GPU may never answer
+            said = subprocess.run(query, capture_output=True, text=True, timeout=10).stdout
+            found["GPUs"] = "; ".join(said.split("\n")).strip("; ")
     for package in PACKAGES:
         try:
             found[package] = version(package)

@@ -13,7 +13,7 @@ from qat_lora.errors import ROOT
 from qat_lora.hardware.report import Result, write_report
 from qat_lora.run.console import say
 
-STARTING, ENDING = 120, 5  # seconds that a process may take to start, and those kept for the report
+STARTING, BETWEEN, ENDING = 120, 30, 5  # seconds to start a process, between two checks, and for the report
 
 
 def run_checks(folder: Path, device: str, size: str, seconds: float, limits: dict[str, tuple[str, float]]) -> bool:
@@ -27,13 +27,15 @@ def run_checks(folder: Path, device: str, size: str, seconds: float, limits: dic
         {name: Result(name, stage) for name, (stage, _) in limits.items()},
     )
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     stopped = False
     try:
         while waiting := [name for name, result in results.items() if not result.result]:
             if time.monotonic() > deadline:
                 break
-            _run_some(folder, device, size, waiting, results, limits, deadline)
+            stage = limits[waiting[0]][0]  # a process each: scripts need the device that the other checks hold
+            names = [name for name in waiting if limits[name][0] == stage]
+            _run_some(folder, device, size, names, results, limits, deadline)
     except KeyboardInterrupt:
         stopped = True
     for result in results.values():
@@ -61,33 +63,39 @@ def _run_some(folder, device, size, names, results: dict[str, Result], limits, d
             running, since, limit = line["check"], time.monotonic(), limits[line["check"]][1]
             is_open = "result" not in line
             if not is_open:
+                limit = BETWEEN
                 results[running].take(line)
                 say(str(results[running]))
                 write_report(folder, device, size, list(results.values()))
                 running = next((name for name in names if not results[name].result), "")
 
+    def fail(result: Result, why: str) -> None:
+        result.result, result.why, result.seconds = "failed", why, time.monotonic() - since
+        say(str(result))
+        write_report(folder, device, size, list(results.values()))
+
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    if size == "tiny":  # several threads would mostly wait for each other
+        environment["OMP_NUM_THREADS"] = "1"
     with open(folder / "logs" / "checks.txt", "ab") as log:
         child = subprocess.Popen(
             [sys.executable, "-m", "qat_lora.hardware.checks", str(folder), device, size, str(until), *names],
-            cwd=ROOT, stdout=log, stderr=log, start_new_session=True, env=os.environ | {"HF_HUB_OFFLINE": "1"},
+            cwd=ROOT, stdout=log, stderr=log, start_new_session=True, env=environment,
         )  # fmt: skip
         try:
             while child.poll() is None and time.monotonic() < deadline:
                 read()
-                if running and time.monotonic() - since > limit:
-                    return _fail(results[running], f"took longer than {limit:.0f} s")
+                if time.monotonic() - since > limit:
+                    if is_open or limit == STARTING:  # otherwise it hangs between two checks
+                        fail(results[running], f"took longer than {limit:.0f} s")
+                    return
                 time.sleep(0.05)
         finally:
             code = child.poll()
             _end(child)
             read()
     if running and (code or (code == 0 and is_open)):
-        _fail(results[running], f"its process ended with exit code {code}: {_last_line(folder)}")
-
-
-def _fail(result: Result, why: str) -> None:
-    result.result, result.why = "failed", why
-    say(str(result))
+        fail(results[running], f"its process ended with exit code {code}: {_last_line(folder)}")
 
 
 def _end(child: subprocess.Popen) -> None:

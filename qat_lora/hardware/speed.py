@@ -1,5 +1,6 @@
 """How fast an experiment's updates are at the shapes of a run, and where their time goes."""
 
+import copy
 import re
 import time
 from collections.abc import Iterator
@@ -16,12 +17,14 @@ from qat_lora.backend.aot import CHIPS
 from qat_lora.backend.detect import tpu_chips
 from qat_lora.backend.trial import Trial, kernel_times
 from qat_lora.hardware.experiments import LANGUAGE_MODELS, tried
+from qat_lora.hardware.tiny import PLAIN
 from qat_lora.models.architecture import text_config, unwrap
 from qat_lora.quant.student import freeze_plain_tables
 from qat_lora.train.memory import peak_phase
 
 # Peak dense bf16 TFLOP/s by name, from NVIDIA's data sheets (SXM where there are several).
-PEAKS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "B200": 2250}
+PEAKS = {"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "A100": 312, "L40S": 362, "L40": 181, "L4": 121}
+TPUS = {"v2/v3": "v3", "v7x": "tpu7x"}  # other names of detect.py
 KINDS = {  # kinds of kernels and operators, by the first pattern that their name matches
     "communication": r"nccl|all_?reduce",
     "attention": r"flash|fmha|attention|attn",
@@ -31,6 +34,7 @@ KINDS = {  # kinds of kernels and operators, by the first pattern that their nam
     "reductions": r"reduce|softmax|norm|::sum|::mean|argmax|sort|topk",
     "elementwise": r"elementwise|vectorized|triton|aten::",
 }
+PHASES = {"teacher cache": "a teacher pass", "SFT and GRPO": "GRPO"}  # of the dry run's estimate; others: training
 UPDATES = {"tiny": 4, "real": 8}
 
 
@@ -45,7 +49,7 @@ def measure(name: str, size: str, model: Path, device: str) -> dict[str, float |
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
         with profile(activities=kinds) as seen:
             yield
-        found["time by kernel"] = shares(seen)
+        found["time by kernel"] = shares(seen, device == "cuda")
 
     around = None if device in ("tpu", "xla") else profiled  # torch's profiler does not see XLA's kernels
     backend = tried(name, size, model, device, "auto", updates=UPDATES[size], around=around)
@@ -53,22 +57,28 @@ def measure(name: str, size: str, model: Path, device: str) -> dict[str, float |
     seconds, tokens = median(backend.seconds[phase]), backend.trained[phase]
     figures = {"phase": phase, "ms": seconds * 1e3, "tokens/s": tokens / seconds, "precision": backend.precision}
     if not backend.shares_host_memory:
-        _, parts = peak_phase(backend.estimate, backend)
+        trained = backend.estimate.keys() & {PHASES.get(name, "training")}
+        _, parts = peak_phase({key: backend.estimate[key] for key in trained} or backend.estimate, backend)
         figures |= {"peak GB": backend.peaks[phase] / 1e9, "dry run's estimate GB": sum(parts.values()) / 1e9}
     figures |= found
     if name in LANGUAGE_MODELS:
         batch, trained = backend.batch, backend.placed[0]
         if peak := peak_flops(backend.name):
             figures["MFU"] = model_flops(trained, tokens, batch["tokens"].shape[1]) / seconds / peak
-        config = unwrap(trained).config
+        config = copy.deepcopy(unwrap(trained).config)
+        config._attn_implementation = PLAIN  # a trained model may use ours
         del trained
         backend.release()
         rows = batch["tokens"]
-        plain, memory = plain_update(config, rows, backend)
+        try:
+            plain, memory = plain_update(config, rows, backend)
+        except torch.OutOfMemoryError:
+            return figures | {"plain ms": "out of memory"}
         figures |= {
             "plain ms": plain * 1e3, "plain tokens/s": rows.numel() / plain,
             "step / plain": seconds / plain * rows.numel() / tokens,
         } | ({} if backend.shares_host_memory else {"plain peak GB": memory / 1e9})  # fmt: skip
+    backend.release()
     return figures
 
 
@@ -101,10 +111,10 @@ def plain_update(config, rows: torch.Tensor, backend: Trial) -> tuple[float, flo
     return (time.perf_counter() - started) / count, backend.peak_memory_mb() * 2**20
 
 
-def shares(seen: profile) -> str:
-    """The share of time by kind, of the GPU's kernels or, without one, of the operators on the CPU."""
+def shares(seen: profile, on_gpu: bool) -> str:
+    """The share of time by kind, of the GPU's kernels or of the operators on the CPU."""
     times: dict[str, float] = {}
-    for name, spent in kernel_times(seen):
+    for name, spent in kernel_times(seen, on_gpu):
         kind = next((kind for kind, names in KINDS.items() if re.search(names, name, re.IGNORECASE)), "other")
         times[kind] = times.get(kind, 0.0) + spent
     whole = sum(times.values()) or 1.0
@@ -114,9 +124,9 @@ def shares(seen: profile) -> str:
 
 def peak_flops(name: str) -> float | None:
     """Peak bf16 operations per second of a device by its name; None if we do not know it."""
-    if chips := [chip for chip in tpu_chips() if chip in CHIPS]:
+    if chips := [chip for chip in (TPUS.get(chip, chip) for chip in tpu_chips()) if chip in CHIPS]:
         return CHIPS[chips[0]].teraflops * 1e12
-    return next((peak * 1e12 for key, peak in PEAKS.items() if key in name), None)
+    return next((peak * 1e12 for key, peak in PEAKS.items() if re.search(rf"\b{key}\b", name)), None)
 
 
 def model_flops(model: nn.Module, tokens: int, length: int) -> float:

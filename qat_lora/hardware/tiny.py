@@ -3,6 +3,13 @@
 from pathlib import Path
 
 import torch
+from transformers import AttentionInterface, masking_utils
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+# transformers' own attention, under a name that our extensions do not use (qat_lora.models.attention).
+PLAIN = "plain_sdpa"
+AttentionInterface.register(PLAIN, sdpa_attention_forward)
+masking_utils.AttentionMaskInterface.register(PLAIN, masking_utils.sdpa_mask)
 
 # ChatML. As in Qwen3, a prompt with thinking off contains an empty block, so that the model answers directly.
 CHAT_TEMPLATE = """

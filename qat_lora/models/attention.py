@@ -89,7 +89,7 @@ def laid_out(layout: Layout) -> Iterator[None]:
 
 @contextmanager
 def whole_rows() -> Iterator[None]:
-    """Within this context transformers takes each row for one text. Otherwise it reads a tensor in every forward pass
+    """Within this context transformers treats each row as one text. Otherwise it reads a tensor in every forward pass
     to look for rows that hold several, for which the host waits for the device."""
     token = _whole.set(True)
     try:
