@@ -15,7 +15,7 @@ from qat_lora.errors import ROOT, UserError
 from qat_lora.hardware.place import Failed, Figures, Place, Skipped, apart
 from qat_lora.models.packaged import EMBEDDED, packaged_file
 
-STEPS, ROWS = 200, 8  # updates, and rows of each, of a run that is stopped, killed or shared by workers
+STEPS, ROWS = 100, 8  # updates, and rows of each, of a run that is stopped, killed or shared by workers
 SAME = 1e-3  # largest relative difference of its losses
 
 

@@ -249,7 +249,7 @@ def succeed(ended: server.Ended, what: str) -> server.Ended:
 
 def _files() -> None:
     """Write the model, texts and presets to the working directory."""
-    tiny = runpy.run_path(str(server.ROOT / "tests" / "tiny.py"))
+    tiny = runpy.run_path(str(server.ROOT / "qat_lora" / "hardware" / "tiny.py"))
     tokenizer = tiny["tokenizer"]()
     model = tiny["model"](tokenizer)
     for parameter in model.parameters():
