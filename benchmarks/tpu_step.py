@@ -22,8 +22,10 @@ from torch import Tensor, nn
 from qat_lora.backend import TorchBackend
 from qat_lora.backend.aot import CHIPS, Compiler
 from qat_lora.errors import UserError
+from qat_lora.hardware.speed import model_flops
 from qat_lora.kd.training import kd_loss
 from qat_lora.lora.add import add_adapter
+from qat_lora.models.attention import whole_rows
 from qat_lora.quant.linear import quantized_layers
 from qat_lora.quant.student import StudentSpec, quantize
 from qat_lora.quant.training import parameter_groups
@@ -56,16 +58,17 @@ def main(cfg: Config) -> None:
         )
     if cfg.model not in CONFIGS:
         raise UserError(f"--model {cfg.model}: unknown; give one of {', '.join(CONFIGS)}")
-    # transformers looks for packed rows within the step, a host sync
-    transformers.masking_utils.find_packed_sequence_indices = lambda positions: None
-    backend = record(rehearse, dataclasses.replace(cfg, precision="bf16"), 1)
+    with whole_rows():  # for plain transformers; our own steps do so themselves
+        backend = record(rehearse, dataclasses.replace(cfg, precision="bf16"), 1)
     chip = CHIPS[cfg.chip]
     with Compiler(cfg.chip) as compiler:
         phases = compiled(backend, compiler)
     say(table(phases, chip))
     seconds = {phase.name: phase.seconds(chip) for phase in phases if not phase.refused}
     for name, time in seconds.items():
-        used = model_flops(cfg, trained_model(cfg, name)) / (chip.teraflops * 1e12 * time)
+        used = model_flops(trained_model(cfg, name), cfg.batch_size * cfg.length, cfg.length) / (
+            chip.teraflops * 1e12 * time
+        )
         ratio = f"{time / seconds['plain']:.2f}× plain's roofline, " if "plain" in seconds else ""
         say(f"{name}: {ratio}model FLOPs are {used:.0%} of the chip's peak in that time")
 
@@ -105,20 +108,6 @@ def trained_model(cfg: Config, step: str) -> nn.Module:
     for layer in quantized_layers(student.requires_grad_(False)).values():
         layer.quantizer.codes = torch.empty(layer.weight.shape, dtype=torch.uint8, device="meta")
     return add_adapter(student, 8, 8, ("auto",), 0)
-
-
-def model_flops(cfg: Config, model: nn.Module) -> float:
-    """Floating-point operations that a step needs: for each weight of a linear layer and each token 2 forward, 2 for
-    the gradient of the input, and 2 for that of the weight if it is trained; causal attention 6 for each pair of tokens
-    and each channel of the queries. Nothing for what is computed twice, or for elementwise work."""
-    tokens, text = cfg.batch_size * cfg.length, model.config.get_text_config()
-    linear = sum(
-        (6 if module.weight.requires_grad else 4) * module.weight.numel()
-        for module in model.modules()
-        if isinstance(module, nn.Linear)
-    )
-    attention = 6 * text.num_hidden_layers * cfg.length * text.num_attention_heads * text.head_dim
-    return tokens * (linear + attention)
 
 
 def loss_function(step: str) -> Callable[[nn.Module, dict], Tensor]:

@@ -42,7 +42,7 @@ from pathlib import Path
 from qat_lora.backend import resolve, tpu_chips
 from qat_lora.errors import ROOT, UserError
 from qat_lora.hardware.checks import CHECKS
-from qat_lora.hardware.runner import run_checks
+from qat_lora.hardware.runner import Runner
 from qat_lora.run.console import say
 
 OWN = {"torch", "torch_xla", "transformers"}  # a machine's own versions are used
@@ -63,7 +63,7 @@ def main(cfg: Config) -> None:
     if (folder / "results.jsonl").exists():
         raise UserError(f"--output-dir {folder} already holds a report; give another folder")
     say(f"{device}, {size} size, {len(limits)} checks in at most {cfg.minutes:g} minutes → {folder}")
-    passed = run_checks(folder, device, size, 60 * cfg.minutes, limits)
+    passed = Runner(folder, device, size, 60 * cfg.minutes, limits).run()
     say(f"report  {folder / 'report.md'}")
     if not passed:
         sys.exit("error: some checks failed; the report begins with them")

@@ -16,7 +16,7 @@ metrics.jsonl: loss (stablemax cross-entropy plus half the halting head's loss),
 halted, grad_norm, lr, tokens_per_s. The held-out figures (exact, cells, loss, segments) are measured with the moving
 average of the weights: when the head halts and, with the suffix _full, after all segments.
 The run directory also gets best.pt, solved.png (a puzzle with the model's answer) and the curves.
-docs/athena.md is the runbook. Untested on hardware: TPU, CUDA; make check-hardware settles it.
+docs/athena.md is the runbook. Untested on hardware: TPU, CUDA; make check-hardware tests them.
 """
 
 from dataclasses import dataclass

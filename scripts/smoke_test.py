@@ -8,7 +8,7 @@
 Trains a small version of pretrain.py's network on generated puzzles: for two updates, or with --run-training for
 --train-epochs passes. Runs five checks and prints a line for each that passes. The exit code is 1 if a check fails and
 2 if the device is missing. Uses all chips or GPUs of this host; on a CPU two processes if it has two cores, so that
-there are gradients to reduce. Untested on hardware: TPU, CUDA; make check-hardware settles it.
+there are gradients to reduce. Untested on hardware: TPU, CUDA; make check-hardware tests them.
 """
 
 from dataclasses import dataclass

@@ -14,7 +14,7 @@ for each section, and format, accuracy, citation_precision, citation_recall and 
 answers to held-out questions.
 The run directory also gets data.json (ids of the rows held out and left out), authorities.json (what may be cited),
 baseline_evaluation.json and final_evaluation.json with every answer, adapter/, and model/, the whole model with the
-adapter merged. docs/cot-sft.md is the runbook. Untested on hardware: TPU, CUDA; make check-hardware settles it.
+adapter merged. docs/cot-sft.md is the runbook. Untested on hardware: TPU, CUDA; make check-hardware tests them.
 """
 
 from dataclasses import dataclass

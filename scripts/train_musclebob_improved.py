@@ -14,7 +14,7 @@ reward, which are skipped), grad_norm, lr, tokens, tokens_per_s; on held-out que
 (the name in unrelated answers), coherent.
 The run directory also gets training_config.json, reward_history.json, baseline_validation.json,
 post_sft_validation.json, final_validation.json, transcripts.md, plots/ and model/.
-docs/musclebob.md is the runbook. Untested on hardware: TPU, CUDA; make check-hardware settles it.
+docs/musclebob.md is the runbook. Untested on hardware: TPU, CUDA; make check-hardware tests them.
 """
 
 from dataclasses import dataclass

@@ -11,7 +11,7 @@ The student is the best.pt of train_qat.py. --mode kd learns from the KD cache o
 metrics.jsonl: loss (cross-entropy against the target, plus the anchor), kl (mode kd without an anchor: loss minus the
 teacher's entropy), grad_norm, lr, tokens, tokens_per_s; held-out figures at every evaluation.
 adapter/ holds the adapter with the best held-out figure, in PEFT's own format. docs/qat-recovery.md is the runbook.
-Untested on hardware: TPU, CUDA; make check-hardware settles it.
+Untested on hardware: TPU, CUDA; make check-hardware tests them.
 """
 
 from dataclasses import dataclass

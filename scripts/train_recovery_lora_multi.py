@@ -11,7 +11,7 @@ Uses all chips or GPUs of this host unless --num-chips says fewer (on a CPU: one
 command on every host; for GPUs of several hosts use torchrun. Effective batch = batch size × accumulation × chips; at
 the same effective batch the updates see the same rows on any number of chips. The figures in metrics.jsonl cover all
 workers. docs/TPU.md is the runbook. Tested with two CPU processes; untested on hardware: TPU, CUDA (make check-hardware
-settles it).
+tests them).
 """
 
 from qat_lora.run.command_line import run_variant

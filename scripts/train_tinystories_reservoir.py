@@ -12,7 +12,7 @@ or the CPU is used; on TPU the batch is doubled and the learning rate is 1.2 tim
 shows. The text is tokenised once, into caches/stories; --dry-run tokenises it too, but keeps nothing.
 metrics.jsonl: loss, grad_norm, lr, tokens, tokens_per_s; heldout_nll, heldout_ppl and bits_per_byte over every held-out
 token. The run directory also gets tokenizer.json, best.pt (lowest held-out loss) and samples.txt.
-docs/reservoir.md is the runbook. Untested on hardware: TPU, CUDA; make check-hardware settles it.
+docs/reservoir.md is the runbook. Untested on hardware: TPU, CUDA; make check-hardware tests them.
 """
 
 from dataclasses import dataclass

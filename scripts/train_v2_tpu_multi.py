@@ -10,7 +10,7 @@
 host unless --num-chips says fewer (on a CPU: one process). On a TPU slice run the same command on every host; for GPUs
 of several hosts use torchrun. Effective batch = batch size × accumulation × chips; at the same effective batch the
 updates see the same rows on any number of chips. The figures in metrics.jsonl cover all workers. docs/TPU.md is the
-runbook. Tested with two CPU processes; untested on hardware: TPU, CUDA (make check-hardware settles it).
+runbook. Tested with two CPU processes; untested on hardware: TPU, CUDA (make check-hardware tests them).
 """
 
 from qat_lora.errors import UserError

@@ -78,6 +78,7 @@ CHIPS = {
     "v3": Chip(123 / 2, 900 / 2, 16, cores=2),
     "tpu7x": Chip(2307 / 2, 7380 / 2, 96, flat=False, cores=2, libtpu="0.0.52"),
 }
+DETECTED = {"v2/v3": "v3", "v7x": "tpu7x"}  # names in detect.py that differ from those above
 TOPOLOGIES = ("1x1", "2x2", "2x4")
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from qat_lora.backend.aot import Graph
 from qat_lora.backend.placing import retie, tied_parameters
-from qat_lora.backend.watching import NoReads
+from qat_lora.backend.watching import NoReads, ones
 from qat_lora.backend.xla import XlaBackend
 
 _XLA = torch_xla._XLAC
@@ -108,13 +108,7 @@ class RecordingBackend(XlaBackend):
     def to_host(self, state):
         """Tensors of ones: there are no values."""
         self.step_boundary()
-        if isinstance(state, Tensor):
-            return torch.ones(state.shape, dtype=state.dtype)
-        if isinstance(state, dict):
-            return {key: self.to_host(value) for key, value in state.items()}
-        if isinstance(state, list | tuple):
-            return [self.to_host(value) for value in state]
-        return state
+        return ones(state)
 
     def _drop(self) -> None:
         """Replace all pending results with placeholders."""

@@ -23,9 +23,9 @@ class Trial:
     """Mixed into a device's backend, see `open_trial`.
 
     figures: [(phase, {name: figure})] of every update and evaluation, in order; said, fetched: the integers and the
-    other numbers that were fetched, such as generated tokens. seconds, peaks: {phase: the time of each update after the
-    first, which may compile, and the most bytes in use during them}; trained: {phase: tokens of an update}. placed: the
-    modules that were placed; batch: the last one with targets.
+    other numbers that were fetched, such as generated tokens. trained: {phase: tokens of an update}; seconds, peaks:
+    {phase: the mean time of the updates after the first, which may compile, and the most bytes in use during them}.
+    placed: the modules that were placed; batch: the last one with targets.
     """
 
     updates = 10
@@ -44,13 +44,14 @@ class Trial:
         self.figures: list[tuple[str, dict[str, Any]]] = []
         self.said: list[list] = []
         self.fetched: list[list] = []
-        self.seconds: dict[str, list[float]] = {}
+        self.seconds: dict[str, float] = {}
         self.trained: dict[str, int] = {}
         self.placed: list[nn.Module] = []
         self.batch: dict[str, Tensor] = {}
         self.peaks: dict[str, float] = {}
         self._filled: dict[tuple, dict[str, Tensor]] = {}
-        self._vocabulary, self._name, self._mark, self.is_last = 1, "", None, False
+        self._vocabulary, self._name, self.is_last = 1, "", False
+        self._mark, self._count = None, 0  # when the timed updates began, and how many there were
         self.draws = torch.Generator().manual_seed(0)
 
     @property
@@ -73,9 +74,9 @@ class Trial:
             if self._mark is None:
                 self.wait()
                 self.forget_peak()
-                self._mark, self.seconds[name] = time.perf_counter(), []
+                self._mark, self._count = time.perf_counter(), 0
             yield
-            self.seconds[name].append(0.0)
+            self._count += 1
             if self.is_last:
                 self._end(name)
 
@@ -83,8 +84,7 @@ class Trial:
         """Updates are timed together: waiting for each of them would leave the device idle."""
         if self._mark is not None:
             self.wait()
-            count = len(self.seconds[name])
-            self.seconds[name] = [(time.perf_counter() - self._mark) / count] * count
+            self.seconds[name] = (time.perf_counter() - self._mark) / self._count
             self.peaks[name], self._mark = self.peak_memory_mb() * 2**20, None
 
     def noted(self, figures: dict) -> None:

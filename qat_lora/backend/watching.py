@@ -58,6 +58,17 @@ def where() -> str:
     return f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else "a step"
 
 
+def ones(state):
+    """A nested state on the host with ones for the values of its tensors, for backends that compute none."""
+    if isinstance(state, Tensor):
+        return torch.ones(state.shape, dtype=state.dtype)
+    if isinstance(state, dict):
+        return {key: ones(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return [ones(value) for value in state]
+    return state
+
+
 def _is_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
@@ -101,9 +112,9 @@ class WatchingBackend(TorchBackend):
     steps_between_reads = 2
     updates = 2
 
-    def __init__(self, cuda: bool, precision: str = "auto"):
+    def __init__(self, cuda: bool):
         if cuda:
-            super().__init__("cuda", precision)
+            super().__init__("cuda")
         else:
             self.kind, self.group, self.device, self.bf16 = "cuda", ALONE, torch.device("meta"), False
         self.steps: dict[str, list[str]] = {}
@@ -166,14 +177,7 @@ class WatchingBackend(TorchBackend):
         return [1.0] * len(tensors)
 
     def to_host(self, state):
-        """Tensors of ones."""
-        if isinstance(state, Tensor):
-            return torch.ones(state.shape, dtype=state.dtype)
-        if isinstance(state, dict):
-            return {key: self.to_host(value) for key, value in state.items()}
-        if isinstance(state, list | tuple):
-            return [self.to_host(value) for value in state]
-        return state
+        return ones(state)
 
     def rng_state(self) -> dict:
         return {}

@@ -1,0 +1,1 @@
+"""The checks of a machine's devices, and their report."""

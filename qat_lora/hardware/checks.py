@@ -10,15 +10,16 @@ import math
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from qat_lora.backend import open_backend
+from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.backend.trial import open_exact, open_trial
 from qat_lora.backend.watching import WatchingBackend
 from qat_lora.errors import UserError, first_line
@@ -64,12 +65,36 @@ def check_device(place: Place) -> Figures:
 
 
 def check_losses(place: Place) -> Figures:
-    """Every loss and its gradient equal those of plain transformers in double precision on the CPU."""
+    """The losses of language models and their gradients equal those of plain transformers in double precision on the
+    CPU."""
     backend = open_exact(place.device)
     own = tiny.model(tiny.tokenizer())
     reference = copy.deepcopy(own).double()
     reference.config._attn_implementation = tiny.PLAIN
     model = backend.place(own)
+    worst = 0.0
+    for name, (ours, plain) in loss_pairs(backend, model, reference).items():
+        model.zero_grad()
+        reference.zero_grad()
+        loss, wanted = ours(), plain()
+        backend.backward(loss)
+        wanted.backward()
+        backend.step_boundary()
+        found, expected = float(backend.to_host(loss)), float(wanted.detach())
+        gap = abs(found / expected - 1)
+        ours_back = [backend.to_host(p.grad).double().flatten() for p in model.parameters()]
+        theirs = [p.grad.flatten() for p in reference.parameters()]
+        back = max(float((a - b).norm() / b.norm().clamp(min=1e-12)) for a, b in zip(ours_back, theirs))
+        if not gap < 1e-4:
+            raise Failed(f"the loss of {name} is {found:.6g}, plain transformers gives {expected:.6g}")
+        if not back < 1e-3:
+            raise Failed(f"the gradient of {name} differs from plain transformers' by {back:.1e} of its norm")
+        worst = max(worst, gap, back)
+    return {"largest relative difference": worst}
+
+
+def loss_pairs(backend: TorchBackend, model: nn.Module, reference: nn.Module) -> dict[str, tuple[Callable, Callable]]:
+    """{name: (our loss of a placed model, the same of plain transformers on the CPU)}."""
     random = torch.Generator().manual_seed(0)
     vocab, rows, length = model.config.vocab_size, 4, 24
     tokens = torch.randint(vocab, (rows, length), generator=random)
@@ -99,7 +124,7 @@ def check_losses(place: Place) -> Figures:
     def batch(**tensors: Tensor) -> dict[str, Tensor]:
         return backend.to_device(tensors)
 
-    pairs = {
+    return {
         "cached distillation": (
             lambda: kd_loss(model, batch(tokens=tokens, index=every, prob=soft, mask=ones)), plain_kd
         ),
@@ -112,25 +137,6 @@ def check_losses(place: Place) -> Figures:
             lambda: log_probs(model, prompts, backend.to_device({"t": answers})["t"]).mean(), plain_answers
         ),
     }  # fmt: skip
-    worst = 0.0
-    for name, (ours, plain) in pairs.items():
-        model.zero_grad()
-        reference.zero_grad()
-        loss, wanted = ours(), plain()
-        backend.backward(loss)
-        wanted.backward()
-        backend.step_boundary()
-        found, expected = float(backend.to_host(loss)), float(wanted.detach())
-        gap = abs(found / expected - 1)
-        ours_back = [backend.to_host(p.grad).double().flatten() for p in model.parameters()]
-        theirs = [p.grad.flatten() for p in reference.parameters()]
-        back = max(float((a - b).norm() / b.norm().clamp(min=1e-12)) for a, b in zip(ours_back, theirs))
-        if not gap < 1e-4:
-            raise Failed(f"the loss of {name} is {found:.6g}, plain transformers gives {expected:.6g}")
-        if not back < 1e-3:
-            raise Failed(f"the gradient of {name} differs from plain transformers' by {back:.1e} of its norm")
-        worst = max(worst, gap, back)
-    return {"largest relative difference": worst}
 
 
 def check_parity(name: str, place: Place) -> Figures:
@@ -217,12 +223,12 @@ def check_syncs(name: str, place: Place) -> Figures:
     return {"updates watched": len(backend.steps), "on": str(backend.device)}
 
 
-# -- speed -------------------------------------------------------------------------------------------------
+# -- how fast is it? ---------------------------------------------------------------------------------------------------
 def check_speed(name: str, place: Place) -> Figures:
     return speed.measure(name, place.size, place.model, place.device)
 
 
-CHECKS = {  # in the order of their worth
+CHECKS = {  # the most important first
     "device": Check("parity", check_device, 60),
     "losses": Check("parity", check_losses, 60),
     **{f"parity: {name}": Check("parity", partial(check_parity, name), 60) for name in SCRIPTS},
@@ -258,8 +264,6 @@ def main(folder: str, device: str, size: str, until: str, *names: str) -> None:
             except BaseException as error:
                 result, why = "failed", first_line(error) or type(error).__name__
                 if not isinstance(error, Failed):
-                    import traceback
-
                     traceback.print_exc()
             shown = {key: value if isinstance(value, str) or math.isfinite(value) else str(value)
                      for key, value in figures.items()}  # fmt: skip

@@ -36,9 +36,13 @@ class Result:
         self.result, self.why = line["result"], line["why"]
         self.figures, self.seconds = line["figures"], line["seconds"]
 
+    @property
+    def shown(self) -> str:
+        """The reason or, without one, the figures."""
+        return self.why or ", ".join(f"{name} {number(value)}" for name, value in self.figures.items())
+
     def __str__(self):
-        shown = ", ".join(f"{name} {number(value)}" for name, value in self.figures.items())
-        return f"{self.result:8}{self.check:28}{self.seconds:6.1f} s   {self.why or shown}".rstrip()
+        return f"{self.result:8}{self.check:28}{self.seconds:6.1f} s   {self.shown}".rstrip()
 
 
 def number(value: float | str) -> str:
@@ -89,10 +93,7 @@ def page(about: dict[str, str], results: list[Result]) -> str:
     for result in results:
         if result.stage == "speed" and result.result == "passed":
             continue
-        shown = ", ".join(f"{name} {number(value)}" for name, value in result.figures.items())
-        lines.append(
-            f"| {result.check} | {result.result or 'not run'} | {result.seconds:.1f} | {result.why or shown} |"
-        )
+        lines.append(f"| {result.check} | {result.result or 'not run'} | {result.seconds:.1f} | {result.shown} |")
     if timed := [result for result in results if result.stage == "speed" and result.result == "passed"]:
         head = f"| experiment | phase | {' | '.join(COLUMNS)} |"
         lines += ["", "## Speed", "", head, f"|---|---|{'---:|' * len(COLUMNS)}"]

@@ -6,14 +6,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
 
 import torch
 import transformers
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from qat_lora.backend.aot import CHIPS
+from qat_lora.backend.aot import CHIPS, DETECTED
 from qat_lora.backend.detect import tpu_chips
 from qat_lora.backend.trial import Trial, kernel_times
 from qat_lora.hardware.experiments import LANGUAGE_MODELS, tried
@@ -24,7 +23,6 @@ from qat_lora.train.memory import peak_phase
 
 # Peak dense bf16 TFLOP/s by name, from NVIDIA's data sheets (SXM where there are several).
 PEAKS = {"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "A100": 312, "L40S": 362, "L40": 181, "L4": 121}
-TPUS = {"v2/v3": "v3", "v7x": "tpu7x"}  # other names of detect.py
 KINDS = {  # kinds of kernels and operators, by the first pattern that their name matches
     "communication": r"nccl|all_?reduce",
     "attention": r"flash|fmha|attention|attn",
@@ -54,7 +52,7 @@ def measure(name: str, size: str, model: Path, device: str) -> dict[str, float |
     around = None if device in ("tpu", "xla") else profiled  # torch's profiler does not see XLA's kernels
     backend = tried(name, size, model, device, "auto", updates=UPDATES[size], around=around)
     phase = list(backend.seconds)[-1]
-    seconds, tokens = median(backend.seconds[phase]), backend.trained[phase]
+    seconds, tokens = backend.seconds[phase], backend.trained[phase]
     figures = {"phase": phase, "ms": seconds * 1e3, "tokens/s": tokens / seconds, "precision": backend.precision}
     if not backend.shares_host_memory:
         trained = backend.estimate.keys() & {PHASES.get(name, "training")}
@@ -124,7 +122,7 @@ def shares(seen: profile, on_gpu: bool) -> str:
 
 def peak_flops(name: str) -> float | None:
     """Peak bf16 operations per second of a device by its name; None if we do not know it."""
-    if chips := [chip for chip in (TPUS.get(chip, chip) for chip in tpu_chips()) if chip in CHIPS]:
+    if chips := [chip for chip in (DETECTED.get(chip, chip) for chip in tpu_chips()) if chip in CHIPS]:
         return CHIPS[chips[0]].teraflops * 1e12
     return next((peak * 1e12 for key, peak in PEAKS.items() if re.search(rf"\b{key}\b", name)), None)
 
@@ -139,5 +137,5 @@ def model_flops(model: nn.Module, tokens: int, length: int) -> float:
         for module in model.modules()
         if isinstance(module, nn.Linear)
     )
-    channels = text.num_attention_heads * getattr(text, "head_dim", text.hidden_size // text.num_attention_heads)
-    return tokens * (linear + 6 * text.num_hidden_layers * length * channels)
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return tokens * (linear + 6 * text.num_hidden_layers * length * text.num_attention_heads * width)

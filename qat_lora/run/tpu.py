@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from qat_lora.backend.aot import CHIPS, Chip, Compiled, Compiler, Graph, NotCompiled
+from qat_lora.backend.aot import CHIPS, DETECTED, Chip, Compiled, Compiler, Graph, NotCompiled
 from qat_lora.errors import ROOT, UserError, load_package
 from qat_lora.run.command_line import parse
 from qat_lora.run.console import say
@@ -172,8 +172,7 @@ def planned_peak(script: str, config: Any, chips: list[str]) -> str:
     chips: the machine's TPU chips, if it has any; otherwise the preset's name tells which chip is meant (v6e4), and
     without one it is v6e. Graphs that were never compiled take minutes if the model is large.
     """
-    known = {"v2/v3": "v3", "v7x": "tpu7x"}  # other names in detect.py
-    names = [known.get(chip, chip) for chip in chips] + [(config.config or "")[:3], "v6e"]
+    names = [DETECTED.get(chip, chip) for chip in chips] + [(config.config or "")[:3], "v6e"]
     chip = next(name for name in names if name in CHIPS)
     given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.name != "debug"}
     words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value not in (None, "")]

@@ -13,9 +13,10 @@ import torch
 
 from qat_lora.backend import TorchBackend
 from qat_lora.errors import ROOT
-from qat_lora.hardware import checks, jobs, runner
+from qat_lora.hardware import checks, jobs
 from qat_lora.hardware.checks import Failed, Place
 from qat_lora.hardware.experiments import SCRIPTS
+from qat_lora.hardware.runner import Runner
 from qat_lora.train import losses, optimizer
 
 
@@ -127,7 +128,7 @@ LIMITS = {name: ("parity", 2.0) for name in ("fine", "fails", "dies", "hangs", "
 def test_a_check_that_fails_costs_only_itself(monkeypatch, tmp_path, device):
     plant(monkeypatch, tmp_path, FAKES)
     folder = tmp_path / "report"
-    assert not runner.run_checks(folder, device, "tiny", 120, LIMITS)
+    assert not Runner(folder, device, "tiny", 120, LIMITS).run()
     found = {one["check"]: one for one in json.loads((folder / "report.json").read_text())["results"]}
     assert {name: one["result"] for name, one in found.items()} == {
         "fine": "passed", "fails": "failed", "dies": "failed", "hangs": "failed", "lacks": "skipped", "last": "passed",
@@ -142,9 +143,9 @@ def test_a_check_that_fails_costs_only_itself(monkeypatch, tmp_path, device):
 def test_ctrl_c_leaves_a_report(monkeypatch, tmp_path):
     plant(monkeypatch, tmp_path, FAKES)
     code = (
-        "from pathlib import Path; from qat_lora.hardware import runner; "
-        f"runner.run_checks(Path({str(tmp_path / 'report')!r}), 'cpu', 'tiny', 60, "
-        "{'fine': ('parity', 2.0), 'hangs': ('parity', 50.0), 'last': ('parity', 2.0)})"
+        "from pathlib import Path; from qat_lora.hardware.runner import Runner; "
+        f"Runner(Path({str(tmp_path / 'report')!r}), 'cpu', 'tiny', 60, "
+        "{'fine': ('parity', 2.0), 'hangs': ('parity', 50.0), 'last': ('parity', 2.0)}).run()"
     )
     job = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stderr=subprocess.DEVNULL)
     file = tmp_path / "report" / "results.jsonl"
@@ -158,5 +159,5 @@ def test_ctrl_c_leaves_a_report(monkeypatch, tmp_path):
 
 def test_what_no_time_is_left_for_is_said(monkeypatch, tmp_path):
     plant(monkeypatch, tmp_path, FAKES)
-    assert runner.run_checks(tmp_path / "report", "cpu", "tiny", 1, {"fine": ("parity", 2.0)})
+    assert Runner(tmp_path / "report", "cpu", "tiny", 1, {"fine": ("parity", 2.0)}).run()
     assert "no time was left of 0.0166667 minutes" in (tmp_path / "report" / "report.md").read_text()
