@@ -13,6 +13,10 @@ os.environ["USE_TORCH_XLA"] = "0"
 # When a worker dies, torch prints a C++ stack for every connection to it. torch reads this when it is imported.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
+# Answers and evaluations of many lengths fragment a GPU's memory, unless its segments can grow.
+if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
 _PUBLIC = {
     "KDCacheDataset": "qat_lora.kd.dataset",
     "QuantLinear": "qat_lora.quant.linear",

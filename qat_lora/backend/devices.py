@@ -38,3 +38,8 @@ def without_autocast(tensor: Tensor):
 def has_attention_kernel(tensor: Tensor) -> bool:
     """Whether fused attention is faster than two products at any length: true on CUDA."""
     return tensor.device.type == "cuda"
+
+
+def has_norm_kernel(x: Tensor, weight: Tensor) -> bool:
+    """Whether torch's RMS norm takes x and this weight in one kernel: on CUDA, in fp32 once x is."""
+    return x.device.type == "cuda" and weight.dtype == torch.float32 and x.dtype in (torch.float32, torch.bfloat16)

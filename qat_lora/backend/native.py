@@ -1,8 +1,9 @@
-"""CPU kernels that fuse chains of operations into one pass over memory: native.c, compiled on first use.
+"""Kernels that fuse chains of operations into one pass over memory: native.c on the CPU, Triton on a GPU. Both are
+compiled on first use.
 
-Compiling takes a second; torch.compile, which would fuse the same chains, takes ten to start. A function returns None
-or False if there is no C compiler or it does not support the tensors, and its caller then uses torch's operations. Both
-give bit-identical quantised weights and gradients; the rest is equal up to rounding.
+Compiling native.c takes a second; torch.compile, which would fuse the same chains, takes ten to start. A function
+returns None or False if there is no C compiler or it does not support the tensors, and its caller then uses torch's
+operations. Both give bit-identical quantised weights and gradients; the rest is equal up to rounding.
 """
 
 import ctypes
@@ -15,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from ctypes import Structure, c_float, c_long, c_void_p
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -26,7 +28,9 @@ FLAGS = ["-O3", "-march=native", "-fopenmp", "-ffp-contract=off", "-fno-math-err
 if platform.machine() == "x86_64":
     FLAGS.append("-mprefer-vector-width=512")  # where supported, the LM head's exponentials take a fifth less time
 SMALLEST = 2**16  # number of elements from which a kernel is worth compiling and starting
+MOST = 2**31  # number of elements from which a GPU kernel's indices would overflow
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
+GPU = "cuda"  # the type of device that Triton compiles for
 
 
 class _Scale(Structure):
@@ -73,11 +77,32 @@ def library() -> ctypes.CDLL | None:
     return kernels
 
 
+def try_gpu_kernels() -> ModuleType:
+    """The Triton kernels, after a trial; raises any exception if they do not work on this machine."""
+    from qat_lora.backend import triton_kernels
+
+    weight, scale = torch.linspace(-2, 2, 64, device=GPU).view(2, 1, 32), torch.ones(2, 1, 1, device=GPU)
+    if not torch.equal(triton_kernels.quantised(weight, scale, -8.0, 1.0, 16, torch.float32), weight.round()):
+        raise RuntimeError("a Triton kernel has a wrong result")
+    return triton_kernels
+
+
+@functools.cache
+def gpu_kernels() -> ModuleType | None:
+    """The Triton kernels; None where Triton, its C compiler or support for the GPU is missing."""
+    try:
+        return try_gpu_kernels()
+    except Exception:  # whatever it is, torch's operations still work
+        return None
+
+
 def quantised(
     weight: Tensor, scale: Tensor, lowest: float, step: float, levels: int, dtype: torch.dtype
 ) -> Tensor | None:
     """weight [O, G, g] rounded to the nearest of `levels` levels (`lowest`, `lowest` + `step`, …), times scale, in
     `dtype`."""
+    if dtype in TYPES and (fused := _on_gpu(weight, weight, scale)):
+        return fused.quantised(weight, scale, lowest, step, levels, dtype)
     if not _known(weight, weight, scale) or dtype not in TYPES or not (kernels := library()):
         return None
     out, levels = torch.empty(weight.shape, dtype=dtype), _Levels(lowest, step, levels - 1)
@@ -90,6 +115,8 @@ def gradients(
 ) -> tuple[Tensor, Tensor] | None:
     """(∂/∂weight, ∂/∂scale) for grad [O, G, g], as in `FakeQuant`. ∂/∂scale is summed over the weights of a group if
     the scale is [O, G, 1], and has the weight's shape otherwise."""
+    if grad.dtype in TYPES and (fused := _on_gpu(weight, weight, scale)):
+        return fused.gradients(weight, scale, grad, lowest, step, levels)
     if not _known(weight, weight, scale) or grad.dtype not in TYPES or not (kernels := library()):
         return None
     grad, of_weight = grad.contiguous(), torch.empty_like(weight)
@@ -125,6 +152,19 @@ def move_moments(
         return None
     numbers = [c_float(value) for value in (first, second, size, eps)]
     return _run(kernels.move_moments, (grad.numel(),), grad, m, v, moves, *numbers)
+
+
+def cautious_step(
+    p: Tensor, grad: Tensor, m: Tensor, v: Tensor, first: float, second: float, size: float, eps: float, lr: float,
+    least: float,
+) -> bool:  # fmt: skip
+    """On a GPU, one step of `CautiousAdamW` for a parameter: update the moments, see `move_moments`, and add those
+    steps that go against the gradient, times lr over their share or `least`, whichever is larger. Returns False if
+    nothing was done."""
+    fused = _on_gpu(p, p, grad, m, v)
+    if fused:
+        fused.cautious_step(p, grad, m, v, first, second, size, eps, lr, least)
+    return fused is not None
 
 
 Finishing = tuple[Tensor | None, float, float] | None  # bias, factor and temperature of logits
@@ -164,9 +204,13 @@ def _over_logits(
 ) -> bool:  # fmt: skip
     """Run a kernel over products [n, V], with its values for each row, [n, 1], and at the index; whether it ran."""
     tensors = [value for value in (*each, asked) if isinstance(value, Tensor)]
-    if finish is None or not _known(products, *tensors) or not (kernels := library()):
+    if finish is None:
         return False
     bias, *numbers = finish
+    if (fused := _on_gpu(products, *tensors)) and hasattr(fused, kernel):
+        return getattr(fused, kernel)(products, finish, *each, index, start, asked)
+    if not _known(products, *tensors) or not (kernels := library()):
+        return False
     form = _Finish(None if bias is None else bias.data_ptr(), *numbers)
     given = TYPES[products.dtype], form, *each, _Places.of(index, start), asked
     _run(getattr(kernels, kernel), products.shape, products, *given)
@@ -228,11 +272,22 @@ def rms_norm_gradients(
 
 
 def _known(large: Tensor, *others: Tensor, share: int = 1) -> bool:
-    """Whether the kernels support these tensors: on the CPU, large enough, contiguous, the others in fp32. share: how
+    """Whether the C kernels support these tensors: on the CPU, large enough, contiguous, the others in fp32. share: how
     many weights each element stands for."""
-    if large.device.type != "cpu" or large.numel() * share < SMALLEST or not large.is_contiguous():
-        return False
-    return large.dtype in TYPES and all(t.dtype == torch.float32 and t.is_contiguous() for t in others)
+    return large.device.type == "cpu" and large.numel() * share >= SMALLEST and _suits(large, *others)
+
+
+def _on_gpu(large: Tensor, *others: Tensor) -> ModuleType | None:
+    """The Triton kernels if they support these tensors: on a GPU, and otherwise as for `_known`."""
+    known = large.device.type == GPU and SMALLEST <= large.numel() < MOST and _suits(large, *others)
+    return gpu_kernels() if known else None
+
+
+def _suits(large: Tensor, *others: Tensor) -> bool:
+    return (
+        large.is_contiguous() and large.dtype in TYPES
+        and all(t.dtype == torch.float32 and t.is_contiguous() for t in others)
+    )  # fmt: skip
 
 
 def _run(kernel: Callable, sizes: Iterable[int], *given: Tensor | Structure | int) -> int:

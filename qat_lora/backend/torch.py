@@ -231,11 +231,10 @@ class TorchBackend:
         """
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         self.reduce([*gradients, *also])
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
         scale = (clip / (norm + 1e-6)).clamp(max=1.0) if clip > 0 else None
         if scale is not None and (self.kind != "cpu" or scale < 1):  # elsewhere the host would have to wait for it
-            for gradient in gradients:
-                gradient.mul_(scale)
+            torch._foreach_mul_(gradients, scale)
         optimizer.step()
         optimizer.zero_grad(set_to_none=self.kind != "xla")  # on XLA a changing set of gradients changes the graph
         if after is not None:

@@ -25,6 +25,7 @@ from qat_lora.backend.watching import WatchingBackend
 from qat_lora.errors import UserError, first_line
 from qat_lora.hardware import jobs, speed, tiny
 from qat_lora.hardware.experiments import SCRIPTS, options, tried
+from qat_lora.hardware.kernels import check_kernels
 from qat_lora.hardware.place import Failed, Figures, Place, Skipped, apart
 from qat_lora.kd.training import kd_loss
 from qat_lora.rl.policy import Prompts, log_probs
@@ -231,6 +232,7 @@ def check_speed(name: str, place: Place) -> Figures:
 CHECKS = {  # the most important first
     "device": Check("parity", check_device, 60),
     "losses": Check("parity", check_losses, 60),
+    "kernels": Check("parity", check_kernels, 60),
     **{f"parity: {name}": Check("parity", partial(check_parity, name), 60) for name in SCRIPTS},
     **{f"host syncs: {name}": Check("parity", partial(check_syncs, name), 30) for name in SCRIPTS},
     "resume": Check("workers", jobs.check_resume, 120),

@@ -5,8 +5,10 @@ import functools
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import rms_norm
 
 from qat_lora.backend import native
+from qat_lora.backend.devices import has_norm_kernel
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -28,26 +30,33 @@ class OneStepNorm:
     """A mixin that `norms_in_one_step` adds to a norm's class. The original norm still runs when no gradient is needed,
     e.g. in evaluation, and for inputs that the kernel does not support, e.g. a gate in addition to x."""
 
-    offset, eps_name = 0.0, "eps"
+    offset, eps_name, keeps_type = 0.0, "eps", False
 
     def forward(self, *given, **named) -> Tensor:
-        known = len(given) == 1 and not named and isinstance(given[0], Tensor) and native.takes(given[0], self.weight)
+        known = len(given) == 1 and not named and isinstance(given[0], Tensor)
         if not known or not torch.is_grad_enabled() or self._forward_hooks or self._forward_pre_hooks:
             return super().forward(*given, **named)
-        weight = self.weight + self.offset if self.offset else self.weight
-        return _RmsNorm.apply(*given, weight, getattr(self, self.eps_name))
+        on_gpu = has_norm_kernel(*given, self.weight)
+        if not on_gpu and not native.takes(*given, self.weight):
+            return super().forward(*given)
+        weight, eps = self.weight + self.offset if self.offset else self.weight, getattr(self, self.eps_name)
+        if on_gpu:
+            wide = rms_norm(given[0].float(), weight.shape, weight, eps)
+            return wide.to(given[0].dtype) if self.keeps_type else wide
+        return _RmsNorm.apply(*given, weight, eps)
 
 
 def norms_in_one_step(model: nn.Module) -> None:
-    """Make a model's RMS norms run in one step when it is trained on the CPU. Running each class's own forward shows
-    which modules are RMS norms, and whether the weight is an offset from 1."""
+    """Make a model's RMS norms run in one step when it is trained on the CPU or a GPU. Running each class's own forward
+    shows which modules are RMS norms, and whether the weight is an offset from 1."""
     for module in model.modules():
         if "RMSNorm" in type(module).__name__ and not isinstance(module, OneStepNorm) and (form := _form(module)):
             module.__class__ = _class_of(type(module), *form)
 
 
-def _form(module: nn.Module) -> tuple[float, str] | None:
-    """(offset, name of eps) if a norm computes exactly x·(offset + weight)/√(mean x² + eps), otherwise None."""
+def _form(module: nn.Module) -> tuple[float, str, bool] | None:
+    """(offset, name of eps, whether a bf16 x gives a bf16 result) if a norm computes exactly
+    x·(offset + weight)/√(mean x² + eps), otherwise None."""
     names = [name for name in ("eps", "variance_epsilon", "epsilon") if isinstance(getattr(module, name, None), float)]
     parameters = dict(module.named_parameters())
     if len(names) != 1 or parameters.keys() != {"weight"} or parameters["weight"].ndim != 1 or [*module.buffers()]:
@@ -64,11 +73,11 @@ def _form(module: nn.Module) -> tuple[float, str] | None:
         for offset in (0.0, 1.0):
             wanted = plain * (probe.weight + offset)
             if isinstance(found, Tensor) and found.shape == x.shape and torch.allclose(found, wanted, 1e-5, 1e-6):
-                return offset, names[0]
+                return offset, names[0], probe(x.bfloat16()).dtype == torch.bfloat16
     return None
 
 
 @functools.cache
-def _class_of(kind: type, offset: float, eps_name: str) -> type:
-    body = {"offset": offset, "eps_name": eps_name, "__module__": __name__}
+def _class_of(kind: type, offset: float, eps_name: str, keeps_type: bool) -> type:
+    body = {"offset": offset, "eps_name": eps_name, "keeps_type": keeps_type, "__module__": __name__}
     return type(kind.__name__, (OneStepNorm, kind), body)

@@ -61,6 +61,25 @@ def test_values_and_gradients_equal_the_original_norms(kind, trained, kernels):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("type_", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, Gemma3RMSNorm])
+def test_torchs_own_norm_which_gpus_use_equals_the_original_norms(kind, type_, monkeypatch):
+    monkeypatch.setattr("qat_lora.models.norms.has_norm_kernel", lambda x, weight: True)
+    norm, found = kind(48), []
+    norm.weight.data.copy_(random(48))
+    ours = copy.deepcopy(norm)
+    norms_in_one_step(ours)
+    for module in (norm, ours):
+        x = (random(2, 7, 48, seed=1) * 3).to(type_).requires_grad_()
+        y = module(x)
+        y.backward(random(*y.shape, seed=2).to(y.dtype))
+        found.append([y.detach(), x.grad, module.weight.grad])
+    for one, other in zip(*found):
+        assert one.dtype == other.dtype
+        close = 1e-5 if type_ == torch.float32 else 1e-2
+        assert (one.float() - other.float()).norm() / other.float().norm() < close
+
+
 @pytest.mark.parametrize(
     "norm", [ScaledRMSNorm(8), GatedRMSNorm(8), UnweightedRMSNorm(), T5LayerNorm(8), nn.LayerNorm(8)]
 )

@@ -1,0 +1,110 @@
+"""Whether the fused kernels of a device compute what torch's operations do, and how much faster they are."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from qat_lora.backend import native
+from qat_lora.backend.trial import open_trial
+from qat_lora.hardware.place import Failed, Figures, Place, Skipped
+from qat_lora.models.head import Head, Strips
+from qat_lora.quant.linear import Quantizer
+from qat_lora.quant.spec import QuantSpec
+from qat_lora.train.optimizer import CautiousAdamW
+
+SIZES = {"tiny": (256, 512, 2048, 16, 3), "real": (3072, 1024, 151936, 512, 20)}
+NEVER = 2**62  # no tensor has that many elements
+
+
+@contextmanager
+def used_from(elements: int) -> Iterator[None]:
+    """Within this context the fused kernels run for tensors of at least this many elements."""
+    before = native.SMALLEST
+    native.SMALLEST = elements
+    try:
+        yield
+    finally:
+        native.SMALLEST = before
+
+
+def cases(size: str, device: torch.device) -> dict[str, tuple[float, Callable[[], list[Tensor]]]]:
+    """{name: (the largest relative difference, a function that computes tensors)}."""
+    out, wide, vocab, rows, _ = SIZES[size]
+    random = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random).to(device)
+
+    weight, upstream = draw(out, wide), draw(out, wide)
+    hidden, table, taken = draw(rows, 64).bfloat16(), draw(vocab, 64).bfloat16(), draw(rows, 8).softmax(-1)
+    index = torch.randint(vocab, (rows, 8), generator=random).to(device)
+
+    def quantised(text: str, dtype: torch.dtype) -> Callable[[], list[Tensor]]:
+        spec = QuantSpec.parse(text)
+        quantizer = Quantizer(spec, out, wide).to(device)
+        for p in quantizer.parameters():
+            p.data.copy_(draw(*p.shape).abs() / spec.largest + 0.1)
+
+        def run() -> list[Tensor]:
+            latent = weight.clone().requires_grad_()
+            quantizer.zero_grad()
+            seen = quantizer(latent, dtype)
+            seen.backward(upstream.to(dtype))
+            return [seen.detach(), latent.grad, *(p.grad for p in quantizer.parameters())]
+
+        return run
+
+    def optimise() -> list[Tensor]:
+        p = nn.Parameter(weight.clone())
+        optimizer = CautiousAdamW([{"params": [p], "lr": 0.01}])
+        for number in range(2):
+            p.grad = upstream - number
+            optimizer.step()
+        return [p.detach(), *optimizer.state[p].values()]
+
+    def head() -> list[Tensor]:
+        strips = Strips(hidden, Head(table), index, torch.bfloat16)
+        back = strips.gradients(taken.sum(1, keepdim=True), taken, (True, False))
+        return [*(part for part in back if part is not None), strips.log_probs]
+
+    return {
+        "2 bits": (1e-5, quantised("balanced2/g32", torch.bfloat16)),
+        "4 bits": (1e-5, quantised("uniform4/g64", torch.float32)),
+        "low-rank scales": (1e-5, quantised("int4/r8", torch.float32)),
+        "optimiser": (1e-5, optimise),
+        "LM head": (5e-3, head),
+    }
+
+
+def check_kernels(place: Place) -> Figures:
+    """The kernels in C, on a CPU, or in Triton, on a GPU, have the results of torch's operations."""
+    backend = open_trial(place.device, "fp32")
+    if backend.static_shapes:
+        raise Skipped("XLA fuses operations itself")
+    if backend.shares_host_memory and native.library() is None:
+        raise Skipped("no C compiler with OpenMP; torch's operations are used")
+    if not backend.shares_host_memory:
+        native.try_gpu_kernels()  # says why, if they do not work
+    figures: Figures = {"largest relative difference": 0.0}
+    for name, (close, run) in cases(place.size, backend.device).items():
+        times, found = [], []
+        for least in (1, NEVER):
+            with used_from(least):
+                found.append(run())
+                backend.wait()
+                began = time.perf_counter()
+                for _ in range(SIZES[place.size][-1]):
+                    run()
+                backend.wait()
+                times.append(time.perf_counter() - began)
+        for number, (ours, plain) in enumerate(zip(*found)):
+            gap = float((ours.double() - plain.double()).norm() / plain.double().norm())
+            if not gap <= close:
+                raise Failed(
+                    f"{name}: tensor {number} of the fused kernels differs from torch's by {gap:.1e} of its norm"
+                )
+        figures[f"{name}: torch / ours"] = times[1] / times[0]
+    return figures
