@@ -43,6 +43,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if names[item] in SLOW:
             item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("xla") and not importlib.util.find_spec("torch_xla"):
+            item.add_marker(pytest.mark.skip(reason="torch_xla is not installed"))
     places = {name: place for place, name in enumerate(SLOW)}
     items.sort(key=lambda item: places.get(names[item], len(SLOW)))
 

@@ -64,6 +64,7 @@ def test_an_unreadable_bus_has_no_chips(pci, tmp_path):
 
 
 # -- resolve ---------------------------------------------------------------------------------------------------------
+@pytest.mark.xla
 @pytest.mark.parametrize("cards", [[], [GVNIC]])
 def test_auto_without_chips_is_cpu_even_if_torch_xla_is_installed(pci, cards):
     pci(*cards)
@@ -72,6 +73,7 @@ def test_auto_without_chips_is_cpu_even_if_torch_xla_is_installed(pci, cards):
     assert "PJRT_DEVICE" not in os.environ
 
 
+@pytest.mark.xla
 def test_auto_prefers_chips_then_cuda(pci, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert detect.resolve("auto") == "cuda"
@@ -94,6 +96,7 @@ def test_an_explicit_tpu_without_a_chip_says_what_was_looked_for(pci, cards):
         detect.resolve("tpu")
 
 
+@pytest.mark.xla
 @pytest.mark.parametrize("value", ["TPU", "tpu"])
 def test_pjrt_device_tpu_means_device_tpu(pci, monkeypatch, value):
     monkeypatch.setenv("PJRT_DEVICE", value)
@@ -104,12 +107,14 @@ def test_pjrt_device_tpu_means_device_tpu(pci, monkeypatch, value):
     assert detect.resolve("auto") == detect.resolve("tpu") == "xla"
 
 
+@pytest.mark.xla
 def test_xla_without_a_chip_uses_torch_xlas_cpu(pci, monkeypatch):
     assert detect.resolve("xla") == "xla" and os.environ["PJRT_DEVICE"] == "CPU"
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     assert detect.resolve("auto") == "cpu"
 
 
+@pytest.mark.xla
 def test_xla_uses_chips_unless_the_environment_says_cpu(pci, monkeypatch):
     pci(("0x1ae0", "0x006f"))
     monkeypatch.setenv("PJRT_DEVICE", "CPU")

@@ -153,6 +153,7 @@ def test_bad_numbers_of_devices_and_ports_are_refused(monkeypatch, value):
         master_port()
 
 
+@pytest.mark.xla
 @pytest.mark.parametrize("requested", ["auto", "xla"])
 def test_a_misspelt_pjrt_device_is_refused(monkeypatch, requested):
     monkeypatch.setattr(detect, "tpu_chips", lambda: ["v6e"])

@@ -188,6 +188,7 @@ def test_the_failing_workers_exit_code_wins_over_that_of_a_worker_waiting_on_the
     assert capfd.readouterr().err.count("error:") == (how == "fault")
 
 
+@pytest.mark.xla
 def test_a_tpu_worker_receives_sigterm_in_the_main_thread_of_its_process():
     environment = os.environ | {"PYTHONPATH": str(Path(worker_checks.__file__).parent)}
     code = (

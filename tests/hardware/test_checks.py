@@ -142,7 +142,8 @@ def test_a_check_that_fails_costs_only_itself(monkeypatch, tmp_path, device):
 
 def test_ctrl_c_leaves_a_report(monkeypatch, tmp_path):
     plant(monkeypatch, tmp_path, FAKES)
-    code = (
+    code = (  # a shell's background jobs ignore SIGINT
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "from pathlib import Path; from qat_lora.hardware.runner import Runner; "
         f"Runner(Path({str(tmp_path / 'report')!r}), 'cpu', 'tiny', 60, "
         "{'fine': ('parity', 2.0), 'hangs': ('parity', 50.0), 'last': ('parity', 2.0)}).run()"

@@ -243,7 +243,11 @@ def test_dry_run_generates_nothing(infer):
 @pytest.mark.parametrize(
     "flags, words",
     [
-        (["--device", "xla"], "every new token would compile another graph; use --device cpu or cuda"),
+        pytest.param(
+            ["--device", "xla"],
+            "every new token would compile another graph; use --device cpu or cuda",
+            marks=pytest.mark.xla,
+        ),
         (["--max-new-tokens", "0"], "--max-new-tokens 0 must be at least 1"),
         (["--temperature", "-0.5"], "must be 0 (greedy) or at least"),
         (["--top-p", "1.5"], "--top-p 1.5 must be above 0 and at most 1"),

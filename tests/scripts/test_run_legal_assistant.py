@@ -205,6 +205,11 @@ def test_after_a_question_that_cannot_be_answered_the_next_one_is(answering, mon
     assert len(said.splitlines()) >= 3, "the second is answered"
 
 
+@pytest.mark.xla
+def test_xla_is_refused(refusal):
+    assert "XLA" in refusal("run_legal_assistant", "--device", "xla")
+
+
 def test_bad_input(refusal, tmp_path, tiny_model_dir):
     for flags, part in [
         (["--web", "--question", "x"], "exclude each other"),
@@ -212,7 +217,6 @@ def test_bad_input(refusal, tmp_path, tiny_model_dir):
         (["--run", tmp_path], "config.yaml is missing"),
         (["--port", "0"], "--port 0 must be from 1 to 65,535"),
         (["--authorities", tmp_path / "none.json"], "none.json"),
-        (["--device", "xla"], "XLA"),
         (["--top-p", "0"], "--top-p 0.0 must be above 0"),
         (["--temperature", "1e-40"], "temperature=1e-40"),
         (

@@ -103,7 +103,9 @@ def test_a_run_of_sft_only(run, tmp_path):
     assert json.loads((tmp_path / "reward_history.json").read_text()) == []
 
 
-@pytest.mark.parametrize("chips, gpus, wanted", [([], 0, "cpu"), ([], 1, "cuda"), (["a chip"], 0, "tpu")])
+@pytest.mark.parametrize(
+    "chips, gpus, wanted", [([], 0, "cpu"), ([], 1, "cuda"), pytest.param(["a chip"], 0, "tpu", marks=pytest.mark.xla)]
+)
 def test_device_type_follows_the_hardware(load_script, monkeypatch, chips, gpus, wanted):
     """torch_xla without a chip is not a TPU."""
     monkeypatch.setattr(detect, "tpu_chips", lambda: chips)

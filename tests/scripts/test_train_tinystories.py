@@ -118,6 +118,7 @@ def test_baselines_train_too(train, tmp_path, model):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.xla
 def test_batch_and_learning_rate_on_tpu_are_in_the_resolved_config(load_script):
     module = load_script("train_tinystories_reservoir")
     cfg = parse(module.Config, "train_tinystories_reservoir", ["--batch-size", "64", "--learning-rate", "1e-3"])
@@ -179,6 +180,7 @@ def test_fallback_warnings_are_those_of_the_guide(monkeypatch, capsys, there, gp
     assert capsys.readouterr().out == f"{warning}Using device: {device}\n"
 
 
+@pytest.mark.xla
 def test_a_present_tpu_is_used(monkeypatch, capsys):
     monkeypatch.setattr(stories, "tpu_chips", lambda: ["chip"])
     assert stories.get_device(use_tpu=True) == "tpu" and "Using device: tpu (TPU=Yes)" in capsys.readouterr().out

@@ -239,7 +239,8 @@ def stablemax_loss(logits: Tensor, labels: Tensor) -> Tensor:
     Stablemax is s(x)/Σs with s(x) = x + 1 for x ≥ 0 and 1/(1 − x) for x < 0, which equals the softmax of
     log s(x) = ±log(1 + |x|). Computed as that softmax, it needs no fp64, which TPUs lack.
     """
-    logs = logits.clamp(min=0).log1p() - (-logits).relu().log1p()  # slope 1 at 0; with sign and abs it would be 0
+    sign = torch.where(logits < 0, -1.0, 1.0).to(logits.dtype)  # not 0 at 0, where the slope of log s is 1
+    logs = sign * (sign * logits).log1p()
     return F.cross_entropy(logs.transpose(1, 2), labels, ignore_index=IGNORE, reduction="none")
 
 
