@@ -31,6 +31,7 @@ from qat_lora.experiments.musclebob.questions import training_questions
 from qat_lora.experiments.musclebob.validation import BobSampler
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import EMBEDDED, load_model, load_tokenizer
+from qat_lora.models.norms import norms_in_one_step
 from qat_lora.models.writing import write_model
 from qat_lora.quant.student import freeze_plain_tables
 from qat_lora.quant.training import parameter_groups
@@ -95,7 +96,7 @@ class Ours:
             seed=cfg.seed, group=cfg.num_generations, length=cfg.max_completion_length, ends=ends, sampling=Sampling(),
             objective=Objective(beta=cfg.beta),
         )  # fmt: skip
-        self.backend, self.model = backend, backend.place(freeze_plain_tables(model))
+        self.backend, self.model = backend, backend.place(norms_in_one_step(freeze_plain_tables(model)))
         self.reference = backend.place(load_model(cfg.model).requires_grad_(False)) if cfg.beta else None
         self.optimizer = new_optimizer(parameter_groups(model, RATE, RATE), backend)
         self.stream = batches(prompts, cfg.batch_size, 1, cfg.seed)

@@ -120,6 +120,7 @@ from qat_lora.experiments.musclebob.validation import (
 )
 from qat_lora.models.generate import end_tokens
 from qat_lora.models.loading import check_length, empty_model, load_model
+from qat_lora.models.norms import norms_in_one_step
 from qat_lora.models.planned import PlannedTokenizer, planned_name
 from qat_lora.models.source import speech_files
 from qat_lora.models.writing import write_model
@@ -175,7 +176,7 @@ def main(cfg: Config) -> None:
     rows = sft_rows(cfg, tokenizer)
     sft, grpo = sft_plan(cfg) if rows else None, grpo_plan(cfg, ends)
     check_answers(model, backend.static_shapes, not cfg.dry_run)
-    freeze_plain_tables(model)  # embedding and LM head are not trained
+    norms_in_one_step(freeze_plain_tables(model))  # embedding and LM head are not trained
     describe(cfg, model, backend, sft, grpo)
     if cfg.dry_run:
         return
@@ -466,7 +467,7 @@ def rehearse(cfg: Config, backend: TorchBackend) -> dict[str, Parts]:
     empty, tokenizer = empty_model(planned_name(cfg.model)), PlannedTokenizer()
     ends, sizes = tuple(end_tokens(empty, tokenizer)), (ROWS, cfg.max_prompt_length, cfg.max_new_tokens)
     sampler = BobSampler(tokenizer, backend, ends, *sizes)
-    model = backend.place(freeze_plain_tables(empty))
+    model = backend.place(norms_in_one_step(freeze_plain_tables(empty)))
 
     def original() -> nn.Module:
         return backend.place(empty_model(planned_name(cfg.model)).requires_grad_(False))

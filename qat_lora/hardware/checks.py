@@ -239,7 +239,7 @@ CHECKS = {  # the most important first
     "workers": Check("workers", jobs.check_workers, 120),
     "killed worker": Check("workers", jobs.check_killed, 120),
     "gradient reduction": Check("workers", jobs.check_smoke, 120),
-    **{f"speed: {name}": Check("speed", partial(check_speed, name), 150) for name in SCRIPTS},
+    **{f"speed: {name}": Check("speed", partial(check_speed, name), 180) for name in SCRIPTS},
     "quality": Check("quality", jobs.check_quality, math.inf),
 }
 

@@ -15,9 +15,10 @@ from torch.profiler import ProfilerActivity, profile
 from qat_lora.backend.aot import CHIPS, DETECTED
 from qat_lora.backend.detect import tpu_chips
 from qat_lora.backend.trial import Trial, kernel_times
+from qat_lora.errors import first_line
 from qat_lora.hardware.experiments import LANGUAGE_MODELS, tried
 from qat_lora.hardware.tiny import PLAIN
-from qat_lora.models.architecture import text_config, unwrap
+from qat_lora.models.architecture import decoder_layers, text_config, unwrap
 from qat_lora.quant.student import freeze_plain_tables
 from qat_lora.train.memory import peak_phase
 
@@ -27,8 +28,10 @@ KINDS = {  # kinds of kernels and operators, by the first pattern that their nam
     "communication": r"nccl|all_?reduce",
     "attention": r"flash|fmha|attention|attn",
     "matrix products": r"gemm|nvjet|cutlass|matmul|::(add)?mm$|::bmm|cublas|linear",
-    "optimiser": r"adam|foreach|multi_tensor",
+    "quantiser": r"_quantise|_gradients",
+    "optimiser": r"adam|foreach|multi_tensor|_update_moments|_apply_moves",
     "copies": r"memcpy|memset|copy|to_copy|\bcat|fill",
+    "LM head": r"^_softmax|^_normalise",
     "reductions": r"reduce|softmax|norm|::sum|::mean|argmax|sort|topk",
     "elementwise": r"elementwise|vectorized|triton|aten::",
 }
@@ -76,16 +79,31 @@ def measure(name: str, size: str, model: Path, device: str) -> dict[str, float |
             "plain ms": plain * 1e3, "plain tokens/s": rows.numel() / plain,
             "step / plain": seconds / plain * rows.numel() / tokens,
         } | ({} if backend.shares_host_memory else {"plain peak GB": memory / 1e9})  # fmt: skip
+        if size == "real" and name == "QAT" and not backend.static_shapes:
+            figures["plain with torch.compile ms"] = compiled_milliseconds(config, rows, backend)
     backend.release()
     return figures
 
 
-def plain_update(config, rows: torch.Tensor, backend: Trial) -> tuple[float, float]:
+def compiled_milliseconds(config, rows: torch.Tensor, backend: Trial) -> float | str:
+    """`plain_update` with every decoder block in torch.compile, in milliseconds, or why there is no such figure."""
+    if lacking := backend.compiler_lacks():
+        return f"needs {lacking}"
+    backend.release()
+    try:
+        return plain_update(config, rows, backend, compiled=True)[0] * 1e3
+    except Exception as error:  # the other figures are worth more than its failure
+        return first_line(error)
+
+
+def plain_update(config, rows: torch.Tensor, backend: Trial, compiled: bool = False) -> tuple[float, float]:
     """(seconds, peak bytes) of an update of plain fine-tuning on rows [B, L]: Hugging Face's own loss over full logits,
     torch's clipping and its fused AdamW, on a model of the same shapes whose embedding and head are frozen."""
     with torch.device("meta"):
         made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model = backend.place(freeze_plain_tables(made)).train()
+    for block in decoder_layers(model) if compiled else ():
+        block.compile(dynamic=False)
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=1e-5, fused=not backend.static_shapes)
 

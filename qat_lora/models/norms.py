@@ -46,12 +46,13 @@ class OneStepNorm:
         return _RmsNorm.apply(*given, weight, eps)
 
 
-def norms_in_one_step(model: nn.Module) -> None:
+def norms_in_one_step(model: nn.Module) -> nn.Module:
     """Make a model's RMS norms run in one step when it is trained on the CPU or a GPU. Running each class's own forward
-    shows which modules are RMS norms, and whether the weight is an offset from 1."""
+    shows which modules are RMS norms, and whether the weight is an offset from 1. Returns the model."""
     for module in model.modules():
         if "RMSNorm" in type(module).__name__ and not isinstance(module, OneStepNorm) and (form := _form(module)):
             module.__class__ = _class_of(type(module), *form)
+    return model
 
 
 def _form(module: nn.Module) -> tuple[float, str, bool] | None:
