@@ -50,6 +50,8 @@ UNUSED = {"datasets", "fsspec", "gradio"}  # which no check needs
 
 
 def main(cfg: Config) -> None:
+    if cfg.precision != "auto" or cfg.seed:
+        raise UserError("--precision and --seed do not apply to check_hardware, whose checks set their own; omit them")
     if cfg.list_wheels:
         return list_wheels()
     kind = resolve(cfg.device)

@@ -103,8 +103,8 @@ def check_kernels(place: Place) -> Figures:
         for number, (ours, plain) in enumerate(zip(*found)):
             gap = float((ours.double() - plain.double()).norm() / plain.double().norm())
             if not gap <= close:
-                raise Failed(
-                    f"{name}: tensor {number} of the fused kernels differs from torch's by {gap:.1e} of its norm"
-                )
-        figures[f"{name}: torch / ours"] = times[1] / times[0]
+                raise Failed(f"{name}: tensor {number} of the kernels differs from torch's by {gap:.1e} of its norm")
+            figures["largest relative difference"] = max(gap, figures["largest relative difference"])
+        if place.size == "real":
+            figures[f"{name}: torch's time / ours"] = times[1] / times[0]
     return figures

@@ -11,11 +11,13 @@ import time
 import pytest
 import torch
 
-from qat_lora.backend import TorchBackend
+from qat_lora.backend import TorchBackend, native
 from qat_lora.errors import ROOT
 from qat_lora.hardware import checks, jobs
 from qat_lora.hardware.checks import Failed, Place
 from qat_lora.hardware.experiments import SCRIPTS
+from qat_lora.hardware.kernels import check_kernels
+from qat_lora.hardware.place import Skipped
 from qat_lora.hardware.runner import Runner
 from qat_lora.train import losses, optimizer
 
@@ -48,6 +50,27 @@ def test_a_wrong_gradient_is_named(place, monkeypatch):
     monkeypatch.setattr(TorchBackend, "backward", lambda self, loss: (1.01 * loss).backward())
     with pytest.raises(Failed, match="the gradient of cached distillation differs"):
         checks.check_losses(place)
+
+
+def test_wrong_kernels_are_named(place, monkeypatch):
+    assert check_kernels(place)["largest relative difference"] < 1e-2
+    fused = native.quantised
+
+    def wrong(*given):
+        found = fused(*given)
+        return None if found is None else found * 1.02
+
+    monkeypatch.setattr(native, "quantised", wrong)
+    with pytest.raises(Failed, match=r"2 bits: tensor 0 of the kernels differs from torch's by [12].*e-02"):
+        check_kernels(place)
+    monkeypatch.setattr(native, "library", lambda: None)
+    with pytest.raises(Skipped, match="no C compiler"):
+        check_kernels(place)
+
+
+@pytest.mark.parametrize("flags", [["--precision", "fp32"], ["--seed", "3"]])
+def test_options_without_a_meaning_are_refused(refusal, flags):
+    assert "do not apply to check_hardware" in refusal("check_hardware", *flags)
 
 
 @pytest.mark.parametrize("name", ["QAT", "recovery"])
