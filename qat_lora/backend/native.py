@@ -28,7 +28,7 @@ FLAGS = ["-O3", "-march=native", "-fopenmp", "-ffp-contract=off", "-fno-math-err
 if platform.machine() == "x86_64":
     FLAGS.append("-mprefer-vector-width=512")  # where supported, the LM head's exponentials take a fifth less time
 SMALLEST = 2**16  # number of elements from which a kernel is worth compiling and starting
-MOST = 2**31  # number of elements from which a GPU kernel's indices would overflow
+MOST = 2**31 - 2**20  # number of elements from which a GPU kernel's indices would overflow
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 GPU = "cuda"  # the type of device that Triton compiles for
 
