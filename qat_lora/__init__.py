@@ -13,9 +13,11 @@ os.environ["USE_TORCH_XLA"] = "0"
 # When a worker dies, torch prints a C++ stack for every connection to it. torch reads this when it is imported.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-# Answers and evaluations of many lengths fragment a GPU's memory, unless its segments can grow.
-if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+# Sequences of many lengths fragment a GPU's memory; segments that can grow reduce that. torch 2.9 reads only the second
+# name for CUDA, and later versions warn if it stands alone.
+_ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+if not os.environ.keys() & set(_ALLOCATOR):
+    os.environ.update(dict.fromkeys(_ALLOCATOR, "expandable_segments:True"))
 
 _PUBLIC = {
     "KDCacheDataset": "qat_lora.kd.dataset",

@@ -41,5 +41,5 @@ def has_attention_kernel(tensor: Tensor) -> bool:
 
 
 def has_norm_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch's RMS norm takes x and this weight in one kernel: on CUDA, in fp32 once x is."""
+    """Whether torch has a fused RMS norm for x and this weight: on CUDA, with the weight in fp32."""
     return x.device.type == "cuda" and weight.dtype == torch.float32 and x.dtype in (torch.float32, torch.bfloat16)

@@ -117,9 +117,8 @@ long move_moments(const float *grad, float *m, float *v, float *moves, float fir
         m[i] += (g - m[i]) * first;
         v[i] += (g * g - v[i]) * second;
         float move = m[i] / (sqrtf(v[i]) * size + eps);
-        int agrees = move * g > 0;
-        moves[i] = agrees ? -move : 0;
-        agreeing += agrees;
+        moves[i] = move * g <= 0 ? 0 : -move; /* a NaN reaches the parameter */
+        agreeing += move * g > 0;
     }
     return agreeing;
 }

@@ -3,7 +3,8 @@ compiled on first use.
 
 Compiling native.c takes a second; torch.compile, which would fuse the same chains, takes ten to start. A function
 returns None or False if there is no C compiler or it does not support the tensors, and its caller then uses torch's
-operations. Both give bit-identical quantised weights and gradients; the rest is equal up to rounding.
+operations. Quantised weights and their gradients equal torch's bit for bit, except that with torch 2.9 a GPU's kernels
+take subnormal numbers for 0; gradients of scales on a GPU and everything else are equal up to rounding.
 """
 
 import ctypes
@@ -13,6 +14,7 @@ import platform
 import shlex
 import subprocess
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable
 from ctypes import Structure, c_float, c_long, c_void_p
 from pathlib import Path
@@ -22,13 +24,15 @@ import torch
 from torch import Tensor
 
 from qat_lora.backend.tiles import tiles
+from qat_lora.errors import first_line
 
 SOURCE = Path(__file__).with_name("native.c")
 FLAGS = ["-O3", "-march=native", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 if platform.machine() == "x86_64":
     FLAGS.append("-mprefer-vector-width=512")  # where supported, the LM head's exponentials take a fifth less time
 SMALLEST = 2**16  # number of elements from which a kernel is worth compiling and starting
-MOST = 2**31 - 2**20  # number of elements from which a GPU kernel's indices would overflow
+LARGE = 2**20  # from this size on a GPU updates a parameter by itself; smaller ones share the launches of a batch
+MOST = 2**31 - 2**20  # tensors of this many elements would overflow a GPU kernel's 32-bit indices
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 GPU = "cuda"  # the type of device that Triton compiles for
 
@@ -78,7 +82,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def try_gpu_kernels() -> ModuleType:
-    """The Triton kernels, after a trial; raises any exception if they do not work on this machine."""
+    """Load the Triton kernels and run one; raises whatever goes wrong."""
     from qat_lora.backend import triton_kernels
 
     weight, scale = torch.linspace(-2, 2, 64, device=GPU).view(2, 1, 32), torch.ones(2, 1, 1, device=GPU)
@@ -89,10 +93,13 @@ def try_gpu_kernels() -> ModuleType:
 
 @functools.cache
 def gpu_kernels() -> ModuleType | None:
-    """The Triton kernels; None where Triton, its C compiler or support for the GPU is missing."""
+    """The Triton kernels; None, with a warning, where Triton, its C compiler or support for the GPU is missing."""
     try:
         return try_gpu_kernels()
-    except Exception:  # whatever it is, torch's operations still work
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever it is, torch's operations still work
+        warnings.warn(f"Triton does not work here ({first_line(error)}); updates will be slower", stacklevel=2)
         return None
 
 
@@ -154,17 +161,17 @@ def move_moments(
     return _run(kernels.move_moments, (grad.numel(),), grad, m, v, moves, *numbers)
 
 
-def cautious_step(
-    p: Tensor, grad: Tensor, m: Tensor, v: Tensor, first: float, second: float, size: float, eps: float, lr: float,
-    least: float,
-) -> bool:  # fmt: skip
-    """On a GPU, one step of `CautiousAdamW` for a parameter: update the moments, see `move_moments`, and add those
-    steps that go against the gradient, times lr over their share or `least`, whichever is larger. Returns False if
-    nothing was done."""
-    fused = _on_gpu(p, p, grad, m, v)
-    if fused:
-        fused.cautious_step(p, grad, m, v, first, second, size, eps, lr, least)
-    return fused is not None
+def cautious_steps(
+    mine: list[tuple[Tensor, ...]], first: float, second: float, size: float, eps: float, lr: float, least: float
+) -> list[tuple[Tensor, ...]]:
+    """On a GPU, one step of `CautiousAdamW` for each large parameter of (parameter, gradient, m, v) tuples: update the
+    moments, see `move_moments`, and apply the steps that go against the gradient, times lr / max(their share, least).
+    Returns the tuples for which nothing was done."""
+    large = [each for each in mine if each[0].numel() >= LARGE and _on_gpu(each[0], *each)]
+    if large:
+        gpu_kernels().cautious_steps(large, first, second, size, eps, lr, least)
+    done = {id(p) for p, *_ in large}
+    return [each for each in mine if id(each[0]) not in done]
 
 
 Finishing = tuple[Tensor | None, float, float] | None  # bias, factor and temperature of logits

@@ -134,6 +134,13 @@ class Trial:
         """(free, all) bytes of each GPU's memory."""
         return [torch.cuda.mem_get_info(n) for n in range(torch.cuda.device_count())] if self.kind == "cuda" else []
 
+    def allocator(self) -> dict[str, str]:
+        """Whether the segments of a GPU's memory can grow, as qat_lora asks torch for."""
+        if self.kind != "cuda":
+            return {}
+        asked = torch.cuda.memory._snapshot().get("allocator_settings", {})
+        return {"expandable segments": str(asked.get("expandable_segments", "unknown"))}
+
     def release(self) -> None:
         """Free what earlier modules have used."""
         self.placed.clear()

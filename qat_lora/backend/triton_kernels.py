@@ -1,9 +1,10 @@
 """GPU kernels in Triton that fuse chains of operations into one pass over memory; the counterpart of native.c.
 
 Quantisation rounds every operation as torch does on a GPU; exponentials and sums are equal up to rounding. `native`
-decides which tensors they get: contiguous ones with fewer than 2³¹ elements.
+decides which tensors they get: contiguous ones whose indices fit into 32 bits.
 """
 
+import functools
 from itertools import takewhile
 
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor
 
 BLOCK = 2048  # elements of one program
 ROW_BLOCK = 4096  # logits of a row that a program handles at a time
-MOST_PLACES = 1024  # tokens per position of which a kernel can hold the gradients
+MOST_PLACES = 1024  # most target tokens per position that `_softmax` handles
 WIDEST_GROUP = 1024  # weights per scale that one program can sum up
+SLICES = ["peaks", "index"]  # of a block of positions; each alignment would compile a kernel
 OPTIONS = {"enable_fp_fusion": False, "num_warps": 8}  # a fused multiplication and addition rounds differently
 
 
@@ -23,7 +25,7 @@ def _codes(w, s, lowest, inverse, top):
     """(w / s, its code rounded but not clipped, limited to −1 … top + 1)."""
     x = tl.div_rn(w, s)
     code = tl.clamp((x - lowest) * inverse, -1.0, top + 1.0, propagate_nan=tl.PropagateNan.ALL)
-    return x, (code + 12582912.0) - 12582912.0  # 1.5 · 2²³: the sum has no room for fractions
+    return x, (code + 12582912.0) - 12582912.0  # adding 1.5 · 2²³ rounds to the nearest integer, ties to even
 
 
 @triton.jit
@@ -33,7 +35,7 @@ def _level(code, lowest, step, top):
 
 @triton.jit
 def _scales(s, at, kept, PER: tl.constexpr):
-    """Each weight's scale; PER weights share one, and all of them if PER is 0."""
+    """Each weight's scale. PER consecutive weights share one; 0: all weights do."""
     if PER == 0:
         return tl.load(s + at * 0)
     return tl.load(s + at // PER, kept, 1.0)
@@ -84,7 +86,7 @@ def _move(m, v, size, eps):
     return tl.div_rn(m, tl.sqrt_rn(v) * size + eps)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["agreeing"])
 def _update_moments(grad, m, v, agreeing, n, first, second, size, eps, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     kept = at < n
@@ -97,14 +99,15 @@ def _update_moments(grad, m, v, agreeing, n, first, second, size, eps, BLOCK: tl
     tl.atomic_add(agreeing, tl.sum(agrees.to(tl.int32), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["agreeing"])
 def _apply_moves(p, grad, m, v, agreeing, n, rate, least, size, eps, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     kept = at < n
     rate = rate / tl.maximum(tl.load(agreeing).to(tl.float32) / n, least)
     move = _move(tl.load(m + at, kept, 0.0), tl.load(v + at, kept, 0.0), size, eps)
     old = tl.load(p + at, kept, 0.0)
-    tl.store(p + at, tl.where(move * tl.load(grad + at, kept, 0.0) > 0, old - rate * move, old), kept)
+    # written so that a NaN reaches the parameter
+    tl.store(p + at, tl.where(move * tl.load(grad + at, kept, 0.0) <= 0, old, old - rate * move), kept)
 
 
 @triton.jit
@@ -118,7 +121,7 @@ def _logits(row, bias, at, kept, factor, temperature, PLAIN: tl.constexpr, BIASE
     return x / temperature
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=SLICES)
 def _normalise(
     products, bias, peaks, sums, index, chosen, start, factor, temperature, FIRST: tl.constexpr, PLAIN: tl.constexpr,
     BIASED: tl.constexpr, VOCAB: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr, PLACES: tl.constexpr,
@@ -152,7 +155,7 @@ def _normalise(
         tl.store(chosen + number * COUNT + place, tl.where(inside, found, 0.0), asked)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=SLICES)
 def _softmax(
     products, bias, peaks, masses, index, taken, start, factor, temperature, PLAIN: tl.constexpr, BIASED: tl.constexpr,
     VOCAB: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr, PLACES: tl.constexpr,
@@ -184,6 +187,7 @@ def _weights_per_scale(weight: Tensor, scale: Tensor) -> int | None:
     return weight.numel() // scale.numel() if set(scale.shape[shared:]) <= {1} else None
 
 
+@functools.cache
 def _form(lowest: float, step: float, levels: int) -> tuple[float, float, float, float]:
     """torch divides by a Python number on a GPU by multiplying with its reciprocal in fp32."""
     return lowest, float(1 / torch.tensor(step, dtype=torch.float32)), step, levels - 1.0
@@ -222,15 +226,16 @@ def gradients(
     return of_weight, of_scale.sum(2, keepdim=True) if one_each else of_scale
 
 
-def cautious_step(
-    p: Tensor, grad: Tensor, m: Tensor, v: Tensor, first: float, second: float, size: float, eps: float, lr: float,
-    least: float,
-) -> None:  # fmt: skip
-    """See `native.cautious_step`."""
-    n, agreeing = p.numel(), torch.zeros((), dtype=torch.int32, device=p.device)
-    grid = (triton.cdiv(n, BLOCK),)
-    _update_moments[grid](grad, m, v, agreeing, n, first, second, size, eps, BLOCK=BLOCK, **OPTIONS)
-    _apply_moves[grid](p, grad, m, v, agreeing, n, lr, least, size, eps, BLOCK=BLOCK, **OPTIONS)
+def cautious_steps(
+    mine: list[tuple[Tensor, ...]], first: float, second: float, size: float, eps: float, lr: float, least: float
+) -> None:
+    """See `native.cautious_steps`; for all tuples."""
+    counts = torch.zeros(len(mine), dtype=torch.int32, device=mine[0][0].device)
+    for agreeing, (p, grad, m, v) in zip(counts, mine):
+        n, grid = p.numel(), (triton.cdiv(p.numel(), BLOCK),)
+        _update_moments[grid](grad, m, v, agreeing, n, first, second, size, eps, BLOCK=BLOCK, **OPTIONS)
+        _apply_moves[grid](p, grad, m, v, agreeing, n, lr, least, size, eps, BLOCK=BLOCK, **OPTIONS)
+        torch.autograd.graph.increment_version(p)  # caches of casts notice by it that p has changed
 
 
 def _finish(products: Tensor, finish: tuple[Tensor | None, float, float]) -> tuple[Tensor, dict]:

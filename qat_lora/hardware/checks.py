@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from qat_lora.backend.watching import WatchingBackend
 from qat_lora.errors import UserError, first_line
 from qat_lora.hardware import jobs, speed, tiny
 from qat_lora.hardware.experiments import SCRIPTS, options, tried
-from qat_lora.hardware.kernels import check_kernels
+from qat_lora.hardware.kernels import check_kernels, used_from
 from qat_lora.hardware.place import Failed, Figures, Place, Skipped, apart
 from qat_lora.kd.training import kd_loss
 from qat_lora.rl.policy import Prompts, log_probs
@@ -62,7 +63,7 @@ def check_device(place: Place) -> Figures:
                 f"only {free / 1e9:.1f} of {whole / 1e9:.1f} GB are free on GPU {number}, a {backend.name}; end the "
                 "other processes that nvidia-smi lists"
             )
-    return found
+    return found | backend.allocator()
 
 
 def check_losses(place: Place) -> Figures:
@@ -229,6 +230,11 @@ def check_speed(name: str, place: Place) -> Figures:
     return speed.measure(name, place.size, place.model, place.device)
 
 
+def check_compiled(place: Place) -> Figures:
+    """Plain fine-tuning beside itself with every decoder block in torch.compile: what that could gain at most."""
+    return speed.measure_compiled("QAT", place.size, place.model, place.device)
+
+
 CHECKS = {  # the most important first
     "device": Check("parity", check_device, 60),
     "losses": Check("parity", check_losses, 60),
@@ -239,7 +245,8 @@ CHECKS = {  # the most important first
     "workers": Check("workers", jobs.check_workers, 120),
     "killed worker": Check("workers", jobs.check_killed, 120),
     "gradient reduction": Check("workers", jobs.check_smoke, 120),
-    **{f"speed: {name}": Check("speed", partial(check_speed, name), 180) for name in SCRIPTS},
+    **{f"speed: {name}": Check("speed", partial(check_speed, name), 150) for name in SCRIPTS},
+    "speed: torch.compile": Check("speed", check_compiled, 240),
     "quality": Check("quality", jobs.check_quality, math.inf),
 }
 
@@ -260,7 +267,9 @@ def main(folder: str, device: str, size: str, until: str, *names: str) -> None:
             began, result, why = time.monotonic(), "passed", ""
             figures: Figures = {}
             try:
-                figures = CHECKS[name].run(place)
+                # at tiny size most tensors are too small for the kernels that a real run uses
+                with used_from(1) if CHECKS[name].stage == "parity" else nullcontext():
+                    figures = CHECKS[name].run(place)
             except Skipped as reason:
                 result, why = "skipped", str(reason)
             except BaseException as error:

@@ -6,11 +6,13 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from qat_lora.backend import native
 from qat_lora.backend.trial import open_trial
 from qat_lora.hardware.place import Failed, Figures, Place, Skipped
 from qat_lora.models.head import Head, Strips
+from qat_lora.models.norms import norms_in_one_step
 from qat_lora.quant.linear import Quantizer
 from qat_lora.quant.spec import QuantSpec
 from qat_lora.train.optimizer import CautiousAdamW
@@ -22,16 +24,16 @@ NEVER = 2**62  # no tensor has that many elements
 @contextmanager
 def used_from(elements: int) -> Iterator[None]:
     """Within this context the fused kernels run for tensors of at least this many elements."""
-    before = native.SMALLEST
-    native.SMALLEST = elements
+    before = native.SMALLEST, native.LARGE
+    native.SMALLEST = native.LARGE = elements
     try:
         yield
     finally:
-        native.SMALLEST = before
+        native.SMALLEST, native.LARGE = before
 
 
-def cases(size: str, device: torch.device) -> dict[str, tuple[float, Callable[[], list[Tensor]]]]:
-    """{name: (the largest relative difference, a function that computes tensors)}."""
+def cases(size: str, device: torch.device) -> dict[str, tuple[float, Callable[[bool], list[Tensor]]]]:
+    """{name: (largest relative difference allowed, a function that computes tensors with the kernels or without)}."""
     out, wide, vocab, rows, _ = SIZES[size]
     random = torch.Generator().manual_seed(0)
 
@@ -39,16 +41,16 @@ def cases(size: str, device: torch.device) -> dict[str, tuple[float, Callable[[]
         return torch.randn(*shape, generator=random).to(device)
 
     weight, upstream = draw(out, wide), draw(out, wide)
-    hidden, table, taken = draw(rows, 64).bfloat16(), draw(vocab, 64).bfloat16(), draw(rows, 8).softmax(-1)
+    hidden, table, bias, taken = draw(rows, 64), draw(vocab, 64), draw(vocab), draw(rows, 8).softmax(-1)
     index = torch.randint(vocab, (rows, 8), generator=random).to(device)
 
-    def quantised(text: str, dtype: torch.dtype) -> Callable[[], list[Tensor]]:
+    def quantised(text: str, dtype: torch.dtype) -> Callable:
         spec = QuantSpec.parse(text)
         quantizer = Quantizer(spec, out, wide).to(device)
         for p in quantizer.parameters():
             p.data.copy_(draw(*p.shape).abs() / spec.largest + 0.1)
 
-        def run() -> list[Tensor]:
+        def run(fused: bool) -> list[Tensor]:
             latent = weight.clone().requires_grad_()
             quantizer.zero_grad()
             seen = quantizer(latent, dtype)
@@ -57,7 +59,7 @@ def cases(size: str, device: torch.device) -> dict[str, tuple[float, Callable[[]
 
         return run
 
-    def optimise() -> list[Tensor]:
+    def optimise(fused: bool) -> list[Tensor]:
         p = nn.Parameter(weight.clone())
         optimizer = CautiousAdamW([{"params": [p], "lr": 0.01}])
         for number in range(2):
@@ -65,17 +67,32 @@ def cases(size: str, device: torch.device) -> dict[str, tuple[float, Callable[[]
             optimizer.step()
         return [p.detach(), *optimizer.state[p].values()]
 
-    def head() -> list[Tensor]:
-        strips = Strips(hidden, Head(table), index, torch.bfloat16)
-        back = strips.gradients(taken.sum(1, keepdim=True), taken, (True, False))
-        return [*(part for part in back if part is not None), strips.log_probs]
+    def head(dtype: torch.dtype, trained: bool, temperature: float) -> Callable:
+        def run(fused: bool) -> list[Tensor]:
+            own = Head(table.to(dtype), bias, after=0.5) if trained else Head(table.to(dtype))
+            strips = Strips(hidden.to(dtype), own, index, dtype, temperature)
+            if trained:
+                strips.normalise()
+            back = strips.gradients(taken.sum(1, keepdim=True), taken, (trained, trained))
+            return [*(part for part in back if part is not None), strips.log_probs]
+
+        return run
+
+    def norm(fused: bool) -> list[Tensor]:
+        """As in transformers, and in one step."""
+        layer = LlamaRMSNorm(wide).to(device)
+        x = (norms_in_one_step(layer) if fused else layer)(upstream.bfloat16().requires_grad_())
+        return [x.detach()]
 
     return {
         "2 bits": (1e-5, quantised("balanced2/g32", torch.bfloat16)),
         "4 bits": (1e-5, quantised("uniform4/g64", torch.float32)),
         "low-rank scales": (1e-5, quantised("int4/r8", torch.float32)),
+        "one scale": (1e-5, quantised("int8/tensor", torch.bfloat16)),
         "optimiser": (1e-5, optimise),
-        "LM head": (5e-3, head),
+        "LM head": (5e-3, head(torch.bfloat16, False, 1.0)),
+        "trained LM head": (1e-5, head(torch.float32, True, 0.7)),
+        "RMS norm": (1e-3, norm),
     }
 
 
@@ -93,11 +110,11 @@ def check_kernels(place: Place) -> Figures:
         times, found = [], []
         for least in (1, NEVER):
             with used_from(least):
-                found.append(run())
+                found.append(run(least == 1))
                 backend.wait()
                 began = time.perf_counter()
                 for _ in range(SIZES[place.size][-1]):
-                    run()
+                    run(least == 1)
                 backend.wait()
                 times.append(time.perf_counter() - began)
         for number, (ours, plain) in enumerate(zip(*found)):

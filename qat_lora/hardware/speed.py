@@ -14,9 +14,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from qat_lora.backend.aot import CHIPS, DETECTED
 from qat_lora.backend.detect import tpu_chips
-from qat_lora.backend.trial import Trial, kernel_times
-from qat_lora.errors import first_line
+from qat_lora.backend.trial import Trial, kernel_times, open_trial
 from qat_lora.hardware.experiments import LANGUAGE_MODELS, tried
+from qat_lora.hardware.place import Skipped
 from qat_lora.hardware.tiny import PLAIN
 from qat_lora.models.architecture import decoder_layers, text_config, unwrap
 from qat_lora.quant.student import freeze_plain_tables
@@ -66,10 +66,8 @@ def measure(name: str, size: str, model: Path, device: str) -> dict[str, float |
         batch, trained = backend.batch, backend.placed[0]
         if peak := peak_flops(backend.name):
             figures["MFU"] = model_flops(trained, tokens, batch["tokens"].shape[1]) / seconds / peak
-        config = copy.deepcopy(unwrap(trained).config)
-        config._attn_implementation = PLAIN  # a trained model may use ours
         del trained
-        backend.release()
+        config = plain_config(backend)
         rows = batch["tokens"]
         try:
             plain, memory = plain_update(config, rows, backend)
@@ -79,21 +77,32 @@ def measure(name: str, size: str, model: Path, device: str) -> dict[str, float |
             "plain ms": plain * 1e3, "plain tokens/s": rows.numel() / plain,
             "step / plain": seconds / plain * rows.numel() / tokens,
         } | ({} if backend.shares_host_memory else {"plain peak GB": memory / 1e9})  # fmt: skip
-        if size == "real" and name == "QAT" and not backend.static_shapes:
-            figures["plain with torch.compile ms"] = compiled_milliseconds(config, rows, backend)
     backend.release()
     return figures
 
 
-def compiled_milliseconds(config, rows: torch.Tensor, backend: Trial) -> float | str:
-    """`plain_update` with every decoder block in torch.compile, in milliseconds, or why there is no such figure."""
+def measure_compiled(name: str, size: str, model: Path, device: str) -> dict[str, float | str]:
+    """Milliseconds of an update of plain fine-tuning on the rows of an experiment, as it is and with its decoder blocks
+    in torch.compile."""
+    backend = open_trial(device, "auto")
+    if backend.static_shapes:
+        raise Skipped("XLA compiles everything")
     if lacking := backend.compiler_lacks():
-        return f"needs {lacking}"
+        raise Skipped(f"torch.compile needs {lacking}")
+    backend = tried(name, size, model, device, "auto", updates=1)
+    rows, config = backend.batch["tokens"], plain_config(backend)
+    plain, _ = plain_update(config, rows, backend)
     backend.release()
-    try:
-        return plain_update(config, rows, backend, compiled=True)[0] * 1e3
-    except Exception as error:  # the other figures are worth more than its failure
-        return first_line(error)
+    compiled, _ = plain_update(config, rows, backend, compiled=True)
+    return {"plain ms": plain * 1e3, "compiled ms": compiled * 1e3, "compiled / plain": compiled / plain}
+
+
+def plain_config(backend: Trial):
+    """The settings of the model that was trained, with transformers' own attention. Frees the model's memory."""
+    config = copy.deepcopy(unwrap(backend.placed[0]).config)
+    config._attn_implementation = PLAIN
+    backend.release()
+    return config
 
 
 def plain_update(config, rows: torch.Tensor, backend: Trial, compiled: bool = False) -> tuple[float, float]:

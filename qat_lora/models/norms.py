@@ -30,7 +30,7 @@ class OneStepNorm:
     """A mixin that `norms_in_one_step` adds to a norm's class. The original norm still runs when no gradient is needed,
     e.g. in evaluation, and for inputs that the kernel does not support, e.g. a gate in addition to x."""
 
-    offset, eps_name, keeps_type = 0.0, "eps", False
+    offset, eps_name, rounds_last = 0.0, "eps", False
 
     def forward(self, *given, **named) -> Tensor:
         known = len(given) == 1 and not named and isinstance(given[0], Tensor)
@@ -41,8 +41,7 @@ class OneStepNorm:
             return super().forward(*given)
         weight, eps = self.weight + self.offset if self.offset else self.weight, getattr(self, self.eps_name)
         if on_gpu:
-            wide = rms_norm(given[0].float(), weight.shape, weight, eps)
-            return wide.to(given[0].dtype) if self.keeps_type else wide
+            return _fused(given[0], weight, eps, self.rounds_last)
         return _RmsNorm.apply(*given, weight, eps)
 
 
@@ -55,8 +54,16 @@ def norms_in_one_step(model: nn.Module) -> nn.Module:
     return model
 
 
+def _fused(x: Tensor, weight: Tensor, eps: float, rounds_last: bool) -> Tensor:
+    """`_RmsNorm` by torch's own kernel, for x in fp32 or bf16. rounds_last: a bf16 x gives a bf16 result; otherwise the
+    quotient is rounded to bf16 before it is multiplied by the weight."""
+    if rounds_last or x.dtype == torch.float32:
+        return rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+    return rms_norm(x.float(), weight.shape, None, eps).to(x.dtype) * weight
+
+
 def _form(module: nn.Module) -> tuple[float, str, bool] | None:
-    """(offset, name of eps, whether a bf16 x gives a bf16 result) if a norm computes exactly
+    """(offset, name of eps, whether it rounds last, see `_fused`) if a norm computes exactly
     x·(offset + weight)/√(mean x² + eps), otherwise None."""
     names = [name for name in ("eps", "variance_epsilon", "epsilon") if isinstance(getattr(module, name, None), float)]
     parameters = dict(module.named_parameters())
@@ -79,6 +86,6 @@ def _form(module: nn.Module) -> tuple[float, str, bool] | None:
 
 
 @functools.cache
-def _class_of(kind: type, offset: float, eps_name: str, keeps_type: bool) -> type:
-    body = {"offset": offset, "eps_name": eps_name, "keeps_type": keeps_type, "__module__": __name__}
+def _class_of(kind: type, offset: float, eps_name: str, rounds_last: bool) -> type:
+    body = {"offset": offset, "eps_name": eps_name, "rounds_last": rounds_last, "__module__": __name__}
     return type(kind.__name__, (OneStepNorm, kind), body)

@@ -116,11 +116,12 @@ def _rate(lr: float, agreeing: float, p: Tensor) -> float:
 
 
 def _in_launches(mine: Iterable[tuple[Tensor, ...]], betas: tuple[float, float], lr: float, step: int) -> None:
-    """Like `_as_graph`, with few kernels for many parameters and without a host sync."""
+    """Like `_as_graph`, without a host sync: native kernels for each large parameter, if there are any, and few kernels
+    for all others."""
     first, second = betas
     start = 1 - first**step
     factors = 1 - first, 1 - second, start / math.sqrt(1 - second**step), start * EPS
-    mine, batch = [one for one in mine if not native.cautious_step(*one, *factors, lr, LEAST)], []
+    mine, batch = native.cautious_steps(list(mine), *factors, lr, LEAST), []
     if not mine:
         return
     count = torch.full((), float(step), device=mine[0][0].device)  # torch.tensor would wait for a copy

@@ -76,7 +76,7 @@ def test_torchs_own_norm_which_gpus_use_equals_the_original_norms(kind, type_, m
         found.append([y.detach(), x.grad, module.weight.grad])
     for one, other in zip(*found):
         assert one.dtype == other.dtype
-        close = 1e-5 if type_ == torch.float32 else 1e-2
+        close = 1e-5 if type_ == torch.float32 or one.dtype == torch.float32 else 4e-3
         assert (one.float() - other.float()).norm() / other.float().norm() < close
 
 
