@@ -58,8 +58,7 @@ def main(cfg: Config) -> None:
     device = "tpu" if kind == "xla" and tpu_chips() else kind
     size = "tiny" if kind == "cpu" or (kind == "xla" and not tpu_chips()) else "real"
     slower = 4 if device == "tpu" else 1  # each new shape is compiled
-    checks = {name: check for name, check in CHECKS.items() if size == "real" or name != "speed: torch.compile"}
-    limits = {name: (check.stage, slower * check.limit) for name, check in checks.items()}
+    limits = {name: (check.stage, slower * check.limit) for name, check in CHECKS.items() if size in check.sizes}
     if cfg.dry_run:
         return say(f"{device}, {size} size: {', '.join(limits)}")
     folder = Path(cfg.output_dir or ROOT / "runs" / "hardware" / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}").absolute()

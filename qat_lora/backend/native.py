@@ -214,7 +214,7 @@ def _over_logits(
     if finish is None:
         return False
     bias, *numbers = finish
-    if (fused := _on_gpu(products, *tensors)) and hasattr(fused, kernel):
+    if (fused := _on_gpu(products, *tensors)) and hasattr(fused, kernel):  # a GPU needs no `exponentiate`
         return getattr(fused, kernel)(products, finish, *each, index, start, asked)
     if not _known(products, *tensors) or not (kernels := library()):
         return False

@@ -40,11 +40,13 @@ NUDGE, ROOM, MOST = 1e-6, 10, 0.05  # of the weights; a device may differ ROOM t
 
 @dataclass(frozen=True)
 class Check:
-    """run(place) returns figures, or raises Failed, Skipped or anything else. limit: seconds that it may take."""
+    """run(place) returns figures, or raises Failed, Skipped or anything else. limit: seconds that it may take. sizes:
+    those at which it is run."""
 
     stage: str
     run: Callable[[Place], Figures]
     limit: float = 60
+    sizes: tuple[str, ...] = ("tiny", "real")
 
 
 # -- does it compute the same? ---------------------------------------------------------------------------------------
@@ -246,7 +248,7 @@ CHECKS = {  # the most important first
     "killed worker": Check("workers", jobs.check_killed, 120),
     "gradient reduction": Check("workers", jobs.check_smoke, 120),
     **{f"speed: {name}": Check("speed", partial(check_speed, name), 150) for name in SCRIPTS},
-    "speed: torch.compile": Check("speed", check_compiled, 240),
+    "speed: torch.compile": Check("speed", check_compiled, 240, ("real",)),
     "quality": Check("quality", jobs.check_quality, math.inf),
 }
 

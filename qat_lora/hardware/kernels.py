@@ -32,8 +32,8 @@ def used_from(elements: int) -> Iterator[None]:
         native.SMALLEST, native.LARGE = before
 
 
-def cases(size: str, device: torch.device) -> dict[str, tuple[float, Callable[[bool], list[Tensor]]]]:
-    """{name: (largest relative difference allowed, a function that computes tensors with the kernels or without)}."""
+def cases(size: str, device: torch.device) -> dict[str, tuple[float, Callable[[], list[Tensor]]]]:
+    """{name: (largest relative difference allowed, a function whose tensors are compared)}."""
     out, wide, vocab, rows, _ = SIZES[size]
     random = torch.Generator().manual_seed(0)
 
@@ -50,7 +50,7 @@ def cases(size: str, device: torch.device) -> dict[str, tuple[float, Callable[[b
         for p in quantizer.parameters():
             p.data.copy_(draw(*p.shape).abs() / spec.largest + 0.1)
 
-        def run(fused: bool) -> list[Tensor]:
+        def run() -> list[Tensor]:
             latent = weight.clone().requires_grad_()
             quantizer.zero_grad()
             seen = quantizer(latent, dtype)
@@ -59,7 +59,7 @@ def cases(size: str, device: torch.device) -> dict[str, tuple[float, Callable[[b
 
         return run
 
-    def optimise(fused: bool) -> list[Tensor]:
+    def optimise() -> list[Tensor]:
         p = nn.Parameter(weight.clone())
         optimizer = CautiousAdamW([{"params": [p], "lr": 0.01}])
         for number in range(2):
@@ -68,7 +68,7 @@ def cases(size: str, device: torch.device) -> dict[str, tuple[float, Callable[[b
         return [p.detach(), *optimizer.state[p].values()]
 
     def head(dtype: torch.dtype, trained: bool, temperature: float) -> Callable:
-        def run(fused: bool) -> list[Tensor]:
+        def run() -> list[Tensor]:
             own = Head(table.to(dtype), bias, after=0.5) if trained else Head(table.to(dtype))
             strips = Strips(hidden.to(dtype), own, index, dtype, temperature)
             if trained:
@@ -78,11 +78,17 @@ def cases(size: str, device: torch.device) -> dict[str, tuple[float, Callable[[b
 
         return run
 
-    def norm(fused: bool) -> list[Tensor]:
-        """As in transformers, and in one step."""
-        layer = LlamaRMSNorm(wide).to(device)
-        x = (norms_in_one_step(layer) if fused else layer)(upstream.bfloat16().requires_grad_())
-        return [x.detach()]
+    def norm(dtype: torch.dtype) -> Callable:
+        layer = norms_in_one_step(LlamaRMSNorm(wide).to(device))
+
+        def run() -> list[Tensor]:
+            x = weight.clone().to(dtype).requires_grad_()
+            layer.zero_grad()
+            y = layer(x)
+            y.backward(upstream.to(y.dtype))
+            return [y.detach(), x.grad, layer.weight.grad]
+
+        return run
 
     return {
         "2 bits": (1e-5, quantised("balanced2/g32", torch.bfloat16)),
@@ -92,7 +98,8 @@ def cases(size: str, device: torch.device) -> dict[str, tuple[float, Callable[[b
         "optimiser": (1e-5, optimise),
         "LM head": (5e-3, head(torch.bfloat16, False, 1.0)),
         "trained LM head": (1e-5, head(torch.float32, True, 0.7)),
-        "RMS norm": (1e-3, norm),
+        "RMS norm": (1e-5, norm(torch.float32)),
+        "RMS norm in bf16": (5e-3, norm(torch.bfloat16)),
     }
 
 
@@ -110,11 +117,11 @@ def check_kernels(place: Place) -> Figures:
         times, found = [], []
         for least in (1, NEVER):
             with used_from(least):
-                found.append(run(least == 1))
+                found.append(run())
                 backend.wait()
                 began = time.perf_counter()
                 for _ in range(SIZES[place.size][-1]):
-                    run(least == 1)
+                    run()
                 backend.wait()
                 times.append(time.perf_counter() - began)
         for number, (ours, plain) in enumerate(zip(*found)):

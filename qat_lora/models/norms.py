@@ -36,7 +36,7 @@ class OneStepNorm:
         known = len(given) == 1 and not named and isinstance(given[0], Tensor)
         if not known or not torch.is_grad_enabled() or self._forward_hooks or self._forward_pre_hooks:
             return super().forward(*given, **named)
-        on_gpu = has_norm_kernel(*given, self.weight)
+        on_gpu = has_norm_kernel(*given, self.weight) and given[0].numel() >= native.SMALLEST
         if not on_gpu and not native.takes(*given, self.weight):
             return super().forward(*given)
         weight, eps = self.weight + self.offset if self.offset else self.weight, getattr(self, self.eps_name)

@@ -199,28 +199,14 @@ def test_the_triton_kernels_compile_without_a_gpu(capability):
 
     types = {"out": "*bf16", "products": "*bf16", "index": "*i64", "agreeing": "*i32"}
     types |= dict.fromkeys(("n", "count", "start"), "i32")
-    tensors = {
-        "w",
-        "s",
-        "grad",
-        "of_w",
-        "of_s",
-        "m",
-        "v",
-        "p",
-        "bias",
-        "peaks",
-        "masses",
-        "sums",
-        "chosen",
-        "taken",
-        *types,
-    }
+    numbers = ("lowest", "inverse", "step", "top", "first", "second", "size", "eps", "rate", "least", "factor",
+               "temperature")  # fmt: skip
+    types |= dict.fromkeys(numbers, "fp32")
 
     def compiled(name: str, **constants) -> str:
         kernel = getattr(triton_kernels, name)
         own = types | {"grad": "*bf16"} if "gradients" in name else types
-        given = {each: "constexpr" if each in constants else own.get(each, "*fp32" if each in tensors else "fp32")
+        given = {each: "constexpr" if each in constants else own.get(each, "*fp32")
                  for each in kernel.arg_names}  # fmt: skip
         places = {(place,): constants[each] for place, each in enumerate(kernel.arg_names) if each in constants}
         source = ASTSource(kernel, signature=given, constexprs=places)
