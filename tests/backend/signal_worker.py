@@ -13,8 +13,6 @@ from qat_lora.backend import relay, rendezvous
 from qat_lora.backend.launch import launch
 from qat_lora.backend.relay import Timeouts
 from qat_lora.errors import report
-from qat_lora.run.rundir import Run
-from qat_lora.run.session import Every, Session
 
 WHAT, FOLDER = sys.argv[1], Path(sys.argv[2])
 PID = os.getpid()
@@ -43,6 +41,9 @@ def work(backend) -> None:
 def train(backend, torch) -> None:
     """Two steps; "stopped" sends the first SIGTERM in step 1, "final" after the last. Then more until the process
     ends."""
+    from qat_lora.run.rundir import Run
+    from qat_lora.run.session import Every, Session
+
     (FOLDER / "run").mkdir(exist_ok=True)
     session = Session(Run(FOLDER / "run", False, writes=backend.is_main), backend, Every(log=1))
     try:

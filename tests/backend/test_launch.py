@@ -1,9 +1,7 @@
 """One call starts the workers of a job, they train as one, and none outlives or waits for a worker that died."""
 
-import json
 import math
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -13,16 +11,13 @@ import pytest
 import torch
 import worker_checks
 from patience import PATIENCE
-from ports import free_port
-from safetensors.torch import load_file
+from worker_checks import CLOSE, apart
 
 from qat_lora.backend import TorchBackend, count_workers, detect
+from qat_lora.backend.group import Group
 from qat_lora.backend.launch import check_world, launch
-from qat_lora.backend.workers import PROCESS_BOUNDS
-from qat_lora.backend.workers import take_chips as _take_chips
+from qat_lora.backend.workers import PROCESS_BOUNDS, take_chips
 from qat_lora.errors import UserError
-
-CLOSE = 1e-6  # tolerance of weights after five steps in fp32
 
 
 @pytest.fixture
@@ -87,9 +82,9 @@ def test_tpu_num_devices_limits_only_a_request_for_all_chips(chips, monkeypatch)
 
 def test_part_of_the_chips_is_translated_for_the_tpu_runtime(chips):
     chips(8)
-    _take_chips(8)
+    take_chips(8)
     assert "TPU_PROCESS_BOUNDS" not in os.environ, "torch_xla knows the bounds of a whole host"
-    _take_chips(4)
+    take_chips(4)
     assert os.environ["TPU_PROCESS_BOUNDS"] == "2,2,1" and "TPU_VISIBLE_CHIPS" not in os.environ
     assert all(math.prod(map(int, bounds.split(","))) == count for count, bounds in PROCESS_BOUNDS.items())
 
@@ -97,13 +92,13 @@ def test_part_of_the_chips_is_translated_for_the_tpu_runtime(chips):
 def test_one_chip_of_many_is_the_first_unless_the_environment_names_another(chips, monkeypatch):
     chips(4)
     monkeypatch.setenv("TPU_VISIBLE_CHIPS", "3")
-    _take_chips(1)
+    take_chips(1)
     found = [os.environ[f"TPU_{name}"] for name in ("VISIBLE_CHIPS", "CHIPS_PER_PROCESS_BOUNDS", "PROCESS_BOUNDS")]
     assert found == ["3", "1,1,1", "1,1,1"]
     for wrong in ("4", "x", "1,1", "0,,1", "-1"):
         monkeypatch.setenv("TPU_VISIBLE_CHIPS", wrong)
         with pytest.raises(UserError, match=f"TPU_VISIBLE_CHIPS={wrong} does not name chips .* numbers from 0 to 3"):
-            _take_chips(1)
+            take_chips(1)
 
 
 def test_a_chip_in_use_names_the_process_that_holds_it(tmp_path):
@@ -151,46 +146,51 @@ def test_a_single_worker_runs_in_this_process(backend):
 
 def test_two_workers_know_their_place_and_sum(tmp_path, capfd):
     launch(worker_checks.describe, (tmp_path,), "cpu", "fp32", 2)
-    threads = 1 if "OMP_NUM_THREADS" not in os.environ else None
-    for rank in range(2):
-        count, is_main, sums, given, used = eval((tmp_path / f"{rank}.txt").read_text())
-        assert (count, is_main) == (2, rank == 0)
-        assert sums == [[3.0] * 3, [[10.0] * 2] * 2, 2.0, [3.0] * 2, [3.0] * 2] and given == [0, 1, 2, 3]
-        assert threads is None or used == max(1, os.cpu_count() // 2)
+    assert_described(tmp_path)
     said = [line for line in capfd.readouterr().out.splitlines() if "worker" in line]  # gloo prints lines of its own
     assert said == ["worker 0 speaks"]
 
 
+def assert_described(folder: Path) -> None:
+    for rank in range(2):
+        count, is_main, sums, given, threads = eval((folder / f"{rank}.txt").read_text())
+        assert (count, is_main) == (2, rank == 0)
+        assert sums == [[3.0] * 3, [[10.0] * 2] * 2, 2.0, [3.0] * 2, [3.0] * 2] and given == [0, 1, 2, 3]
+        assert "OMP_NUM_THREADS" in os.environ or threads == max(1, os.cpu_count() // 2)
+
+
 @pytest.mark.parametrize(
-    "how, code, said",
+    "how, where, code, said",
     [
-        ("bad input", 2, ["error: shard 3 is damaged; build it again"]),
-        ("fault", 1, ["Traceback", "in fail", "error: ZeroDivisionError: of worker 1"]),
-        ("exit", 7, []),
-        ("killed", 137, ["error: worker 1 was killed (SIGKILL); the others were ended; resume with --resume auto"]),
-        ("hard exit", 5, ["error: worker 1 ended with exit code 5; the others were ended; resume with --resume auto"]),
+        ("bad input", "reduction", 2, ["error: shard 3 is damaged; build it again"]),
+        ("fault", "host", 1, ["Traceback", "in fail", "error: ZeroDivisionError: of worker 1"]),
+        ("exit", "host", 7, []),
+        ("hard exit", "reduction", 5, ["error: worker 1 ended with exit code 5; the others were ended; resume with"]),
     ],
 )
-def test_a_worker_that_dies_ends_the_job_with_its_own_code(capfd, how, code, said):
+def test_a_worker_that_dies_ends_the_job_with_its_own_code(capfd, how, where, code, said):
+    """While the other waits for it in a reduction or on the host. test_rendezvous.py kills one."""
     with pytest.raises(SystemExit) as end:
-        launch(worker_checks.fail, (how,), "cpu", "fp32", 2)
+        launch(worker_checks.fail, (how, where), "cpu", "fp32", 2)
     assert end.value.code == code
     err = capfd.readouterr().err
     assert all(line in err for line in said), err
     assert err.count("error:") == bool(said) and err.count("Traceback") == (how == "fault"), err
 
 
-@pytest.mark.parametrize("how, code", [("fault", 1), ("exit", 7)])
-def test_the_failing_workers_exit_code_wins_over_that_of_a_worker_waiting_on_the_host(capfd, how, code):
+def test_an_error_of_all_workers_is_printed_once(capfd):
     with pytest.raises(SystemExit) as end:
-        launch(worker_checks.fail, (how, "host"), "cpu", "fp32", 2)
-    assert end.value.code == code
-    assert capfd.readouterr().err.count("error:") == (how == "fault")
+        launch(worker_checks.fail_all, (), "cpu", "fp32", 2)
+    assert end.value.code == 2
+    said = [line for line in capfd.readouterr().err.splitlines() if "error:" in line]
+    assert said == ["error: the cache is too small"]
+
+
+PYTHON = {"PYTHONPATH": str(Path(worker_checks.__file__).parent)}
 
 
 @pytest.mark.xla
 def test_a_tpu_worker_receives_sigterm_in_the_main_thread_of_its_process():
-    environment = os.environ | {"PYTHONPATH": str(Path(worker_checks.__file__).parent)}
     code = (
         "import os, pickle, signal, worker_checks\n"
         "from qat_lora.backend.group import SIGTERM\n"
@@ -202,18 +202,22 @@ def test_a_tpu_worker_receives_sigterm_in_the_main_thread_of_its_process():
         "os.kill(os.getpid(), signal.SIGTERM)\n"
         "assert SIGTERM.is_set()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | PYTHON, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_starting_workers_end_when_their_parent_is_killed(tmp_path):
-    job = tmp_path / "job.py"
-    job.write_text(
-        "import worker_checks\nfrom qat_lora.backend.launch import launch\n"
-        "if __name__ == '__main__':\n    launch(worker_checks.fail, ('exit',), 'cpu', 'fp32', 2)\n"
+def job(folder: Path, call: str) -> Path:
+    """A program that starts two workers with launch(worker_checks.CALL, "cpu", "fp32", 2)."""
+    program = folder / "job.py"
+    program.write_text(
+        "import sys\nfrom pathlib import Path\nimport worker_checks\nfrom qat_lora.backend.launch import launch\n"
+        f"if __name__ == '__main__':\n    launch(worker_checks.{call}, 'cpu', 'fp32', 2)\n"
     )
-    environment = os.environ | {"PYTHONPATH": str(Path(worker_checks.__file__).parent)}
-    with subprocess.Popen([sys.executable, job], env=environment) as parent:
+    return program
+
+
+def test_starting_workers_end_when_their_parent_is_killed(tmp_path):
+    with subprocess.Popen([sys.executable, job(tmp_path, "fail, ('exit',)")], env=os.environ | PYTHON) as parent:
         while len(workers := started_by(parent.pid)) < 2:
             assert parent.poll() is None
             time.sleep(0.05)
@@ -225,16 +229,11 @@ def test_starting_workers_end_when_their_parent_is_killed(tmp_path):
 
 
 def test_workers_run_with_closed_output(tmp_path):
-    job = tmp_path / "job.py"
-    job.write_text(
-        "import sys\nfrom pathlib import Path\nimport worker_checks\nfrom qat_lora.backend.launch import launch\n"
-        "if __name__ == '__main__':\n    launch(worker_checks.describe, (Path(sys.argv[1]),), 'cpu', 'fp32', 2)\n"
-    )
-    environment = os.environ | {"PYTHONPATH": str(Path(worker_checks.__file__).parent)}
-    command = ["sh", "-c", '"$0" "$1" "$2" >&-', sys.executable, job, tmp_path]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    program = job(tmp_path, "describe, (Path(sys.argv[1]),)")
+    command = ["sh", "-c", '"$0" "$1" "$2" >&-', sys.executable, program, tmp_path]
+    done = subprocess.run(command, env=os.environ | PYTHON, capture_output=True, text=True)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-    assert (tmp_path / "1.txt").exists()
+    assert_described(tmp_path)
 
 
 def started_by(pid: int) -> list[int]:
@@ -250,119 +249,28 @@ def is_worker(pid: int) -> bool:
         return False
 
 
-def test_an_error_of_all_workers_is_printed_once(capfd):
-    with pytest.raises(SystemExit) as end:
-        launch(worker_checks.fail_all, (), "cpu", "fp32", 2)
-    assert end.value.code == 2
-    assert [line for line in capfd.readouterr().err.splitlines() if "error:" in line] == [
-        "error: the cache is too small"
-    ]
-
-
-def weights(folder: Path, rank: int = 0) -> dict:
-    return load_file(folder / f"worker{rank}.safetensors")
-
-
-def difference(one: dict, other: dict) -> float:
-    assert one.keys() == other.keys()
-    return max((one[name] - other[name]).abs().max().item() for name in one)
-
-
 @pytest.fixture(scope="module")
-def one_worker(backend, sharp_model_dir, sharp_cache, tmp_path_factory):
+def one_worker(sharp_model_dir, sharp_cache, tmp_path_factory):
     out = tmp_path_factory.mktemp("one")
     worker_checks.train(TorchBackend("cpu", "fp32"), str(sharp_model_dir), str(sharp_cache), out)
-    return weights(out)
+    return out / "worker0.safetensors"
 
 
 def test_two_workers_train_the_same_weights_as_one(one_worker, sharp_model_dir, sharp_cache, tmp_path):
     launch(worker_checks.train, (str(sharp_model_dir), str(sharp_cache), tmp_path), "cpu", "fp32", 2)
-    assert difference(weights(tmp_path, 0), weights(tmp_path, 1)) == 0
-    assert difference(weights(tmp_path), one_worker) <= CLOSE
+    assert apart(tmp_path / "worker0.safetensors", tmp_path / "worker1.safetensors") == 0
+    assert apart(tmp_path / "worker0.safetensors", one_worker) <= CLOSE
 
 
-def test_two_workers_without_the_reduction_do_not(one_worker, sharp_model_dir, sharp_cache, tmp_path):
-    launch(worker_checks.train, (str(sharp_model_dir), str(sharp_cache), tmp_path, False), "cpu", "fp32", 2)
-    assert difference(weights(tmp_path, 0), weights(tmp_path, 1)) > 100 * CLOSE
-    assert difference(weights(tmp_path), one_worker) > 100 * CLOSE
+class Deaf(Group):
+    """Worker 0 of two that do not hear each other."""
+
+    def gather(self, value):
+        return [value] * 2
 
 
-# -- XLA devices -----------------------------------------------------------------------------------------------------
-QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"  # compiles in half the time
-
-
-def on_xla(count: int, *arguments) -> subprocess.CompletedProcess:
-    """Run xla_workers.py to its end. If torch_xla's threads abort or crash the process, start it again: the script
-    cannot order everything they do, and CPU devices that share a process exist for tests only."""
-    for _ in range(3):
-        done = subprocess.run(
-            [sys.executable, Path(__file__).with_name("xla_workers.py"), str(count), *map(str, arguments)],
-            env=os.environ | {
-                "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(count), "XLA_THREAD_POOL_SIZE": "8", "XLA_FLAGS": QUICK,
-                "MASTER_PORT": str(free_port()),
-            },
-            capture_output=True, text=True, timeout=200,
-        )  # fmt: skip
-        if done.returncode not in (128 + signal.SIGABRT, 128 + signal.SIGSEGV):
-            break
-    return done
-
-
-@pytest.fixture(scope="module")
-def one_device(sharp_model_dir, sharp_cache, tmp_path_factory):
-    out = tmp_path_factory.mktemp("one_device")
-    done = on_xla(1, "reduced", sharp_model_dir, sharp_cache, out)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return weights(out)
-
-
-@pytest.mark.xla
-@pytest.mark.parametrize("count", [2, 4])
-def test_xla_devices_train_the_same_weights_as_one(one_device, sharp_model_dir, sharp_cache, tmp_path, count):
-    done = on_xla(count, "reduced", sharp_model_dir, sharp_cache, tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for rank in range(count):
-        assert difference(weights(tmp_path, rank), one_device) <= CLOSE
-        graphs = (tmp_path / f"graphs{rank}.txt").read_text().split("\n---\n")
-        assert [graph.count(" all-reduce(") for graph in graphs] == [1] * worker_checks.STEPS
-    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    compiles = [line["compiles"] for line in lines if "compiles" in line]
-    assert len(set(compiles)) == 1, "all workers and steps run the graph of the first"
-
-
-@pytest.mark.xla
-def test_xla_devices_without_the_reduction_do_not(one_device, sharp_model_dir, sharp_cache, tmp_path):
-    done = on_xla(2, "unreduced", sharp_model_dir, sharp_cache, tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert difference(weights(tmp_path, 0), weights(tmp_path, 1)) > 100 * CLOSE
-    assert difference(weights(tmp_path), one_device) > 100 * CLOSE
-
-
-@pytest.mark.xla
-def test_an_xla_worker_that_fails_ends_the_job(tmp_path):
-    done = on_xla(2, "failing", "-", "-", tmp_path)
-    assert done.returncode == 2
-    assert "error: not on this chip; take another" in done.stderr
-
-
-@pytest.mark.xla
-def test_two_xla_devices_train_a_recursive_model_as_one(tmp_path):
-    """Losses, held-out figures, weights, EMA, puzzle embeddings and halted rows are the same; one graph for all."""
-    for count in (1, 2):
-        (tmp_path / str(count)).mkdir()
-        done = on_xla(count, "athena", "-", "-", tmp_path / str(count))
-        assert done.returncode == 0, done.stderr[-3000:]
-    one, *two = (
-        json.loads((tmp_path / name).read_text()) for name in ("1/found0.json", "2/found0.json", "2/found1.json")
-    )
-    whole = torch.load(tmp_path / "1" / "weights0.pt")
-    for rank, found in enumerate(two):
-        for name in ("loss", "grad_norm"):
-            assert [line[name] for line in found["lines"]] == pytest.approx([line[name] for line in one["lines"]])
-        assert found["measured"] == pytest.approx(one["measured"])
-        assert len({line["compiles"] for line in found["lines"]}) == 1 and found["lines"][-1]["fallbacks"] == 0
-        weights = torch.load(tmp_path / "2" / f"weights{rank}.pt")
-        assert torch.equal(weights.pop("halted"), whole["halted"])
-        # weights reach 4, and fp32 sums are in another order
-        assert difference(weights, {name: whole[name] for name in weights}) <= 10 * CLOSE
-    assert whole["identity"].abs().min() > 0 and 0 < whole["halted"].sum() < 8
+def test_a_worker_without_the_reduction_does_not(one_worker, sharp_model_dir, sharp_cache, tmp_path, monkeypatch):
+    for name in ("reduce", "broadcast"):
+        monkeypatch.setattr(TorchBackend, name, lambda *_: None)
+    worker_checks.train(TorchBackend("cpu", "fp32", Deaf(0, 2)), str(sharp_model_dir), str(sharp_cache), tmp_path)
+    assert apart(tmp_path / "worker0.safetensors", one_worker) > 100 * CLOSE

@@ -17,19 +17,20 @@ SCRIPT = Path(__file__).with_name("signal_worker.py")
 
 
 def start(what: str, folder: Path, chips: int | None = None, **env) -> subprocess.Popen:
-    clean = {name: value for name, value in os.environ.items() if name not in LAUNCH}
-    command = [sys.executable, SCRIPT, what, folder, *([chips] if chips else [])]
+    clean = {name: value for name, value in os.environ.items() if name not in LAUNCH} | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, SCRIPT, what, folder, *([str(chips)] if chips else [])]
+    folder.mkdir(exist_ok=True)
     return subprocess.Popen(
-        list(map(str, command)),
-        env=clean | {"OMP_NUM_THREADS": "1"} | {k: str(v) for k, v in env.items()},
+        command,
+        env=clean | {k: str(v) for k, v in env.items()},
+        text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
     )
 
 
-def pair(what: str, folder: Path, **env) -> list[subprocess.Popen]:
-    place = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()} | env
+def pair(what: str, folder: Path) -> list[subprocess.Popen]:
+    place = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     return [start(what, folder, **place, RANK=rank) for rank in range(2)]
 
 
@@ -68,13 +69,11 @@ def pids_of(folder: Path) -> list[int]:
 
 
 def test_workers_of_one_host_listen_only_on_the_loopback_interface(tmp_path):
-    (tmp_path / "spawned").mkdir()
-    (tmp_path / "env").mkdir()
-    jobs = [start("wait", tmp_path / "spawned", 2), *pair("wait", tmp_path / "env")]
-    pids = [jobs[0].pid, *pids_of(tmp_path / "spawned"), *pids_of(tmp_path / "env")]
-    assert listening_addresses(pids) == {"0100007F"}
-    for name in ("spawned", "env"):
-        (tmp_path / name / "end").touch()
+    spawned, env = tmp_path / "spawned", tmp_path / "env"
+    jobs = [start("wait", spawned, 2), *pair("wait", env)]
+    assert listening_addresses([jobs[0].pid, *pids_of(spawned), *pids_of(env)]) == {"0100007F"}
+    for folder in (spawned, env):
+        (folder / "end").touch()
     assert [code for code, _ in ends(jobs)] == [0, 0, 0]
 
 
@@ -93,14 +92,11 @@ def test_survivors_of_a_killed_worker_print_one_line(tmp_path):
 
 
 def test_repeated_sigterms_are_harmless_until_the_process_has_ended(tmp_path):
-    folders = [tmp_path / name for name in ("one", "spawned", "env", "final")]
-    for folder in folders:
-        folder.mkdir()
-    one, spawned, env, final = folders
+    folders = one, spawned, env, final = [tmp_path / name for name in ("one", "spawned", "env", "final")]
     jobs = [start("stopped", one), start("stopped", spawned, 2), *pair("stopped", env), start("final", final)]
     assert [code for code, _ in ends(jobs)] == [0, 0, 0, 0, 0]
-    for folder, status in ((one, "preempted"), (spawned, "preempted"), (env, "preempted")):
-        assert status in (folder / "run" / "summary.json").read_text()
+    for folder in (one, spawned, env):
+        assert "preempted" in (folder / "run" / "summary.json").read_text()
     assert all((folder / "written0").exists() for folder in folders)
 
 
@@ -109,13 +105,10 @@ def test_workers_that_cannot_join_say_why(tmp_path):
         place = {"MASTER_ADDR": "localhost", "WORLD_SIZE": 2}
         busy = {**place, "MASTER_PORT": other.getsockname()[1]}
         alone, nobody = {**place, "MASTER_PORT": free_port()}, {**place, "MASTER_PORT": free_port()}
-        jobs = [
-            start("impatient", tmp_path, **env, RANK=rank)
-            for env, rank in ((busy, 0), (busy, 1), (alone, 0), (nobody, 1))
-        ]
-        found = ends(jobs)
-    assert [code for code, _ in found] == [2] * 4
-    said = [err for _, err in found]
+        places = (busy, 0), (busy, 1), (alone, 0), (nobody, 1)
+        found = ends([start("impatient", tmp_path, **env, RANK=rank) for env, rank in places])
+    codes, said = zip(*found)
+    assert codes == (2, 2, 2, 2)
     port, host = busy["MASTER_PORT"], socket.gethostname()
     assert said[0].startswith(f"error: MASTER_PORT={port} is in use on {host}; end the program that listens there")
     assert f"the program at localhost:{port} is not worker 0 of a job (timed out); end it, or" in said[1]

@@ -1,38 +1,39 @@
 """Functions that test_launch.py and xla_workers.py run in every worker; a new process can import them."""
 
 import os
-import signal
 import sys
 import time
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from qat_lora.errors import UserError
-from qat_lora.kd.dataset import KDCacheDataset
-from qat_lora.kd.training import QATPlan, train_qat
-from qat_lora.models.loading import empty_model, load_model
-from qat_lora.quant.init import initialise
-from qat_lora.quant.student import StudentSpec, quantize
-from qat_lora.run.rundir import Run
-from qat_lora.run.session import Every, Session
 
-SPEC = StudentSpec(mlp="balanced2/g32", attn="lut4/r4")
 STEPS, GLOBAL_BATCH = 5, 4
+CLOSE = 1e-6  # tolerance of weights after five steps in fp32
 
 
-def train(backend, model: str, cache: str, out: Path, reduced: bool = True, watch=lambda gradients: None) -> None:
+def train(backend, model: str, cache: str, out: Path, watch=lambda gradients: None) -> None:
     """Five steps of QAT with one global batch; every worker writes its weights. watch sees the reduced gradients."""
-    student = quantize(load_model(model) if backend.is_main else empty_model(model), SPEC)
+    from safetensors.torch import save_file  # slow to import, and most workers do not train
+
+    from qat_lora.kd.dataset import KDCacheDataset
+    from qat_lora.kd.training import QATPlan, train_qat
+    from qat_lora.models.loading import empty_model, load_model
+    from qat_lora.quant.init import initialise
+    from qat_lora.quant.student import StudentSpec, quantize
+    from qat_lora.run.rundir import Run
+    from qat_lora.run.session import Every, Session
+
+    spec = StudentSpec(mlp="balanced2/g32", attn="lut4/r4")
+    student = quantize(load_model(model) if backend.is_main else empty_model(model), spec)
     if backend.is_main:
         initialise(student)
     backend.place(student)
     reduce = backend.reduce
 
     def watched(gradients):
-        if reduced:
-            reduce(gradients)
+        reduce(gradients)
         watch(gradients)
 
     backend.reduce = watched
@@ -45,6 +46,15 @@ def train(backend, model: str, cache: str, out: Path, reduced: bool = True, watc
     train_qat(student, KDCacheDataset(cache), plan, session, evaluate=lambda step, model: {})
     trained = {name: p for name, p in student.named_parameters() if p.requires_grad}
     save_file(backend.to_host(trained), out / f"worker{backend.rank}.safetensors")
+
+
+def apart(one: Path, other: Path) -> float:
+    """The largest difference between the weights that two workers wrote."""
+    from safetensors.torch import load_file
+
+    one, other = load_file(one), load_file(other)
+    assert one.keys() == other.keys()
+    return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
 def describe(backend, out: Path) -> None:
@@ -71,8 +81,6 @@ def fail(backend, how: str, where: str = "reduction") -> None:
             raise ZeroDivisionError("of worker 1")
         if how == "exit":
             sys.exit(7)
-        if how == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
         if how == "hard exit":
             os._exit(5)
     if where == "host":
@@ -81,11 +89,11 @@ def fail(backend, how: str, where: str = "reduction") -> None:
     time.sleep(60)
 
 
-def fail_all(backend) -> None:
+def fail_all(backend, *_) -> None:
     raise UserError("the cache is too small")
 
 
-def fail_at_once(backend, _) -> None:
+def fail_first(backend, _) -> None:
     """For torch_xla's threads, which must leave no collective waiting."""
     if backend.rank == 0:
         raise UserError("not on this chip; take another")

@@ -1,6 +1,6 @@
-"""Run by test_launch.py: N workers on N of torch_xla's CPU devices, started by the project's own launch.
+"""Run by test_xla_workers.py: N workers on N of torch_xla's CPU devices, started by the project's own launch.
 
-PJRT_DEVICE=CPU CPU_NUM_DEVICES=N python tests/backend/xla_workers.py N reduced|unreduced|failing|athena MODEL CACHE OUT
+PJRT_DEVICE=CPU CPU_NUM_DEVICES=N python tests/backend/xla_workers.py N qat|failing|athena MODEL CACHE OUT
 
 torch_xla runs CPU devices as threads of one process. Threads that reach a graph at the same time each compile an
 executable of their own, and the collectives of different executables never meet. Here the threads enter the step marker
@@ -54,10 +54,10 @@ def train(backend, out: Path) -> None:
     def watch(gradients) -> None:
         graphs.append(torch_xla._XLAC._get_xla_tensors_hlo(gradients))
 
-    worker_checks.train(backend, MODEL, CACHE, out, MODE == "reduced", watch)
+    worker_checks.train(backend, MODEL, CACHE, out, watch)
     (out / f"graphs{backend.rank}.txt").write_text("\n---\n".join(graphs))
 
 
 if __name__ == "__main__":
-    does = {"failing": worker_checks.fail_at_once, "athena": athena_workers.train}.get(MODE, train)
-    launch(does, (OUT,), "xla", "fp32", COUNT)
+    does = {"qat": train, "failing": worker_checks.fail_first, "athena": athena_workers.train}
+    launch(does[MODE], (OUT,), "xla", "fp32", COUNT)

@@ -1,44 +1,33 @@
-"""Run by test_xla_stories.py in a separate process: the reservoir models on torch_xla's CPU device and on the CPU.
+"""Checks of the reservoir models on torch_xla's CPU device, run by xla_process.py."""
 
-PYTHONPATH=tests PJRT_DEVICE=CPU python tests/backend/story_checks.py OUT_DIR
-"""
-
-import json
-import sys
-from pathlib import Path
+from functools import partial
 
 import memory_capacity
 import torch
 import torch_xla
 from loops import train_plain
+from xla_process import CPU, OUT, XLA, on_both
 
-from qat_lora.backend import TorchBackend, open_backend
 from qat_lora.experiments.stories.evaluation import heldout, story_loss, tell
 from qat_lora.experiments.stories.models import Shape, build
 from qat_lora.experiments.stories.reservoir import ReservoirSpec, reservoir
 from qat_lora.experiments.stories.text import Blocks, load_stories
 from qat_lora.rl.rollout import Sampling
-from qat_lora.run.rundir import Run
-from qat_lora.run.session import Every, Session
+from qat_lora.run.session import Every
 from qat_lora.train.loop import Plan
 
-OUT = Path(sys.argv[1])
-XLA = open_backend("xla", "fp32")  # before any backward on the CPU, which would break XLA's in this process
-CPU = TorchBackend("cpu", "fp32")
-SPECS = {
-    "esn": ReservoirSpec(12, "esn", radius=0.9, density=0.3, leak=(0.1, 0.9)),
-    "diagonal": ReservoirSpec(12, leak=(0.1, 1.0)),
-}
+ESN = ReservoirSpec(12, "esn", radius=0.9, density=0.3, leak=(0.1, 0.9))
+DIAGONAL = ReservoirSpec(12, leak=(0.1, 1.0))
 
 
-def states(kind: str) -> dict:
+def states(spec: ReservoirSpec) -> dict:
     """For texts of several lengths: the size of the graph of states and gradients, and their error against the CPU."""
     found = {"instructions": [], "states": [], "gradients": []}
     for steps in (30, 200, 300, 1000):  # no multiple of 16, so that all need padding
         given = torch.randn(3, steps, 8, generator=torch.Generator().manual_seed(0))
         results = []
         for backend in (CPU, XLA):
-            cell = backend.place(reservoir(SPECS[kind], 8))
+            cell = backend.place(reservoir(spec, 8))
             x = given.clone().to(backend.device).requires_grad_()
             out, last = cell(x, cell.begin(3))
             out.square().mean().backward()
@@ -52,14 +41,16 @@ def states(kind: str) -> dict:
     return found
 
 
+states_of_esn, states_of_diagonal = partial(states, ESN), partial(states, DIAGONAL)
+
+
 def drawn() -> dict:
     """An echo-state reservoir on the device: its drawn properties, how far apart two initial states stay, and, in
     memory.pt, its states in the memory test."""
-    cell = XLA.place(reservoir(SPECS["esn"], 8))
+    cell = XLA.place(reservoir(ESN, 8))
     w, leak = cell.w.cpu(), cell.leak.cpu()
     x = torch.randn(1, 300, 8, generator=torch.Generator().manual_seed(0)).to(XLA.device)
     here, there = (cell(x, begin)[0].cpu() for begin in (cell.begin(1), cell.begin(1) + 0.5))
-    apart = (here - there).norm(dim=2)[0]
     remembering = XLA.place(reservoir(memory_capacity.SPEC, 1))
     inputs = memory_capacity.INPUTS.view(1, -1, 1).to(XLA.device)
     torch.save(remembering(inputs, remembering.begin(1))[0][0].cpu(), OUT / "memory.pt")
@@ -67,39 +58,30 @@ def drawn() -> dict:
         "radius": torch.linalg.eigvals(w).abs().max().item(),
         "density": (w != 0).float().mean().item(),
         "leak": [leak.min().item(), leak.max().item()],
-        "apart": [apart[0].item(), apart[-1].item()],
+        "apart": (here - there).norm(dim=2)[0, [0, -1]].tolist(),
     }
 
 
 def training(kind: str) -> dict:
-    """Ten updates with evaluation and saving, then two generated stories on XLA."""
+    """Six updates with evaluation and saving, then two generated stories on XLA."""
     stories = load_stories("embedded", 2, 0.1, "chars", 0)
-    shape = Shape(16, 2, 24, (SPECS["diagonal"], SPECS["esn"]), heads=2, window=8)
-    lines, compiles = {}, []
-    for name, backend in (("cpu", CPU), ("xla", XLA)):
-        before = backend.counters().get("compiles", 0)
-        backend.seed(0)
-        model = backend.place(build(kind, stories.vocab, shape, 0))
-        (OUT / f"{kind}-{name}").mkdir()
-        run = Run(OUT / f"{kind}-{name}", resumed=False)
-        session = Session(run, backend, Every(log=1, evaluate=4, save=4))
+    shape, trained, compiles = Shape(16, 2, 24, (DIAGONAL, ESN), heads=2, window=8), {}, []
 
-        def evaluate(step: int, model=model, backend=backend) -> dict:
+    def train(backend, session) -> None:
+        model = trained[backend] = backend.place(build(kind, stories.vocab, shape, 0))
+        plan = Plan(6, 4, 1, 1e-2, 2, 1.0, 0)
+
+        def evaluate(step: int) -> dict:
             return heldout(model, stories, 32, 64, backend)
 
-        train_plain(
-            model, Blocks(stories.train, 32), story_loss, Plan(10, 4, 1, 1e-2, 2, 1.0, 0), session, evaluate, "train"
-        )
-        lines[name] = [line | {"compiles": line.get("compiles", 0) - before} for line in run.metrics()]
-        for count in (4, 9) if name == "xla" else ():
-            start = XLA.counters()["compiles"]
-            tell(model, stories, stories.openings(1, 3)[0], count, Sampling(temperature=0.0), XLA)
-            compiles.append(XLA.counters()["compiles"] - start)
-    return {"lines": lines, "telling": compiles, "fallbacks": XLA.counters()["fallbacks"]}
+        train_plain(model, Blocks(stories.train, 32), story_loss, plan, session, evaluate)
+
+    found = on_both(kind, train, Every(log=1, evaluate=3, save=3))
+    for count in (4, 9):
+        before = XLA.counters()["compiles"]
+        tell(trained[XLA], stories, stories.openings(1, 3)[0], count, Sampling(temperature=0.0), XLA)
+        compiles.append(XLA.counters()["compiles"] - before)
+    return found | {"telling": compiles, "new": 2}
 
 
-if __name__ == "__main__":
-    found = {f"states of {kind}": states(kind) for kind in SPECS}
-    found["drawn"] = drawn()
-    found |= {kind: training(kind) for kind in ("reservoir", "mingru", "transformer")}
-    (OUT / "found.json").write_text(json.dumps(found))
+reservoirs, mingru, transformer = (partial(training, kind) for kind in ("reservoir", "mingru", "transformer"))

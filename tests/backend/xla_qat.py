@@ -1,23 +1,17 @@
-"""Run by test_xla.py in one process of its own: the checks that need torch_xla. Writes OUT_DIR/found.json.
+"""Checks of QAT, recovery and GRPO on torch_xla's CPU device, run by xla_process.py."""
 
-PYTHONPATH=tests PJRT_DEVICE=CPU python tests/backend/xla_checks.py MODEL_DIR OUT_DIR
-"""
-
-import json
-import sys
-import time
-import traceback
 from dataclasses import replace
+from functools import partial
 from itertools import islice
-from pathlib import Path
 
 import torch
 from loops import learn, train_grpo
 from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
+from xla_process import CPU, MODEL, OUT, XLA, apart, difference, on_both, open_session
 
-from qat_lora.backend import TorchBackend, open_backend
+from qat_lora.backend import open_backend
 from qat_lora.backend.xla import fallback_names
 from qat_lora.data.batches import batches
 from qat_lora.experiments.musclebob.questions import heldout_questions
@@ -42,17 +36,12 @@ from qat_lora.rl.grpo import GRPOPlan, PromptDataset, roll_out
 from qat_lora.rl.objective import Objective
 from qat_lora.rl.policy import Prompts
 from qat_lora.rl.rollout import Sampling, rollout
-from qat_lora.run.rundir import Run
-from qat_lora.run.session import Every, Session
+from qat_lora.run.session import Every
 from qat_lora.train.loop import Plan, update
 from qat_lora.train.losses import sparse_loss
 from qat_lora.train.optimizer import new_optimizer
 
-MODEL, OUT = sys.argv[1], Path(sys.argv[2])
-XLA = open_backend("xla", "fp32")  # before any backward on the CPU, which would break XLA's in this process
-CPU = TorchBackend("cpu", "fp32")
 SPEC = StudentSpec(mlp="balanced2/g32", attn="lut4/r4")
-STEPS = 7
 
 
 class Cached(torch.utils.data.Dataset):
@@ -83,30 +72,11 @@ def make_student(backend, model: nn.Module | None = None) -> nn.Module:
     return backend.place(student)
 
 
-def open_session(name: str, backend, every: Every) -> Session:
-    (OUT / name).mkdir()
-    return Session(Run(OUT / name, resumed=False), backend, every)
-
-
-def lines(session: Session) -> list[dict]:
-    return session.run.metrics()
-
-
-def difference(one, other) -> float:
-    """Largest difference, relative to the largest magnitude."""
-    return ((one.cpu() - other).abs().max() / other.abs().max().clamp(min=1e-12)).item()
-
-
 def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
     return {n: p.grad.cpu() for n, p in module.named_parameters() if p.grad is not None}
 
 
-def apart(ours: dict, theirs: dict) -> float:
-    assert ours.keys() == theirs.keys() and ours, sorted(ours.keys() ^ theirs.keys())
-    return max(difference(ours[name], theirs[name]) for name in theirs)
-
-
-# -- checks ----------------------------------------------------------------------------------------------------------
+# -- training --------------------------------------------------------------------------------------------------------
 def placing() -> dict:
     student = make_student(XLA)
     trained = [p for p in student.parameters() if p.requires_grad]
@@ -121,82 +91,115 @@ def placing() -> dict:
 
 def qat() -> dict:
     """train_qat with everything on: warm-up, accumulation, logging, evaluation, saving, more than one epoch."""
-    logged = {}
-    for name, backend in (("xla", XLA), ("cpu", CPU)):
+
+    def train(backend, session) -> None:
         student, data = make_student(backend), Cached(10)
-        session = open_session(f"qat-{name}", backend, Every(log=1, evaluate=3, save=2))
-        plan = QATPlan(STEPS, 2, 2, 3e-3, 3, 1.0, seed=0, scale_learning_rate=1e-3, ema=0.5)
+        plan = QATPlan(5, 2, 2, 3e-3, 3, 1.0, seed=0, scale_learning_rate=1e-3, ema=0.5)
+        train_qat(student, data, plan, session, lambda step, model: heldout_figures(model, data, backend, 2, 5))
 
-        def evaluate(step: int, model, data=data, backend=backend) -> dict:
-            return heldout_figures(model, data, backend, 2, 5)
-
-        backend.seed(0)
-        train_qat(student, data, plan, session, evaluate)
-        logged[name] = lines(session)
-    return {"lines": logged, "end": XLA.counters()}
+    return on_both("qat", train, Every(log=1, evaluate=3, save=2))
 
 
 def scales() -> dict:
     """The scales stage on its own, on a frozen student."""
-    logged = {}
-    for name, backend in (("xla", XLA), ("cpu", CPU)):
+
+    def train(backend, session) -> None:
         student, data = make_student(backend), Cached(10)
         freeze(student)
         free_scales(student.requires_grad_(False))
-        session = open_session(f"scales-{name}", backend, Every(log=1, evaluate=2, save=2))
         plan = QATPlan(4, 2, 1, 3e-3, 1, 1.0, seed=0, scale_learning_rate=1e-3)
+        evaluate = partial(heldout_figures, dataset=data, backend=backend, batch_size=2, rows=5)
+        train_qat(student, data, plan, session, lambda step, model: evaluate(model), stage="scales")
 
-        def evaluate(step: int, model, data=data, backend=backend) -> dict:
-            return heldout_figures(model, data, backend, 2, 5)
-
-        train_qat(student, data, plan, session, evaluate, stage="scales")
-        logged[name] = lines(session)
-    return {"lines": logged, "end": XLA.counters()}
+    return on_both("scales", train, Every(log=1, evaluate=2, save=2))
 
 
 def recovery() -> dict:
-    logged = {}
-    for name, backend in (("xla", XLA), ("cpu", CPU)):
-        student = make_student(CPU).requires_grad_(False)
+    def train(backend, session) -> None:
+        student, data = make_student(CPU).requires_grad_(False), Cached(6)
         model = backend.place(add_adapter(student, 2, 4, ("q", "v", "down"), seed=0))
-        session = open_session(f"recovery-{name}", backend, Every(log=1, evaluate=2, save=2))
         anchor = Anchor.of(model, Cached(2).tokens, 0.5, backend)
-        plan, data = Plan(4, 2, 1, 3e-3, 1, 1.0, seed=0), Cached(6)
 
-        def evaluate(step: int, name=name, model=model, data=data, backend=backend) -> dict:
-            save_adapter(model, OUT / f"adapter-{name}", "student")
+        def evaluate(step: int) -> dict:
+            save_adapter(model, OUT / f"adapter-{backend.kind}", "student")
             return heldout_figures(model, data, backend, 2, 4)
 
-        train_recovery_lora(model, data, "kd", plan, anchor, session, evaluate)
-        logged[name] = lines(session)
+        train_recovery_lora(model, data, "kd", Plan(4, 2, 1, 3e-3, 1, 1.0, seed=0), anchor, session, evaluate)
+
+    found = on_both("recovery", train, Every(log=1, evaluate=2, save=2))
     xla, cpu = (load_file(OUT / f"adapter-{name}" / "adapter_model.safetensors") for name in ("xla", "cpu"))
-    return {"lines": logged, "end": XLA.counters(), "adapter": apart(xla, cpu)}
+    return found | {"adapter": apart(xla, cpu)}
 
 
 def layers() -> dict:
-    """Compiles at the end of each block of a four-block model."""
-    data, logged = Cached(4), {}
+    """The layer stage of a four-block model."""
     config = LlamaConfig.from_pretrained(MODEL, num_hidden_layers=4)
-    for name, backend in (("xla", XLA), ("cpu", CPU)):
+
+    def train(backend, session) -> None:
         torch.manual_seed(0)
         student = make_student(backend, LlamaForCausalLM(config).eval())
-        session = open_session(f"layers-{name}", backend, Every(log=1, save=5))
-        stream = batches(data, 2, 1, 0)
-        train_layers(student, [next(stream) for _ in range(2)], LayerPlan(3, 1e-3, 1.0), session)
-        logged[name] = lines(session)
-    return {"lines": logged, "end": XLA.counters()}
+        rows = list(islice(batches(Cached(4), 2, 1, 0), 2))
+        train_layers(student, rows, LayerPlan(3, 1e-3, 1.0), session)
+
+    return on_both("layers", train, Every(log=1, save=5))
 
 
+def bf16() -> dict:
+    """One bf16-autocast update of a student, as on a TPU."""
+    backend, plan = open_backend("xla", "bf16"), Plan(1, 2, 1, 1e-3, 0, 1.0, seed=0)
+    student = make_student(backend)
+    optimizer = new_optimizer(parameter_groups(student, 1e-3, 1e-3), backend)
+    stream = backend.prefetch(batches(Cached(4), 2, 1, 0))
+    figures = update(student, stream, kd_loss, optimizer, plan, backend)
+    with torch.no_grad():
+        exact = kd_loss(make_student(CPU), next(batches(Cached(4), 2, 1, 0))).item()
+    return {
+        "loss": backend.fetch(figures["loss"])[0], "cpu": exact, "master": str(student.lm_head.weight.dtype),
+        "auto": open_backend("xla").bf16,
+    }  # fmt: skip
+
+
+def late() -> dict:
+    """Graphs compiled by the second of two updates, 1000 updates later and at a learning rate that has almost
+    decayed."""
+    weight = nn.Parameter(torch.ones(3, 5).to(XLA.device))
+    optimizer = new_optimizer([{"params": [weight], "lr": 1e-3, "weight_decay": 0.01}], XLA)
+    (group,), compiles = optimizer.param_groups, []
+    for step, rate in ((0, 1e-3), (1000, 1e-9)):
+        before = XLA.counters()["compiles"]
+        group["step"], group["lr"] = step, rate
+        weight.grad.add_(1)
+        XLA.update(optimizer, 1.0)
+        compiles.append(XLA.counters()["compiles"] - before)
+    return {"compiles": compiles}
+
+
+def planted() -> dict:
+    """A host read in the step must be counted."""
+    before, plan = XLA.counters()["fallbacks"], Plan(1, 2, 1, 1e-3, 0, 1.0, seed=0)
+    student = make_student(XLA)
+    optimizer = new_optimizer(parameter_groups(student, 1e-3, 1e-3), XLA)
+
+    def loss_of(model, batch):
+        loss = kd_loss(model, batch)
+        loss.item()
+        return loss
+
+    update(student, XLA.prefetch(batches(Cached(4), 2, 1, 0)), loss_of, optimizer, plan, XLA)
+    return {"fallbacks": XLA.counters()["fallbacks"] - before, "names": fallback_names()}
+
+
+# -- pieces ----------------------------------------------------------------------------------------------------------
 def compensation() -> dict:
     """GPTQ on the first block: the share of codes on XLA, and of plainly rounded codes, that differ from the CPU's."""
-    codes, data = {}, Cached(4)
-    for name, backend in (("xla", XLA), ("cpu", CPU)):
+    codes = {}
+    for backend in (XLA, CPU):
         student = make_student(backend)
         block = decoder_layers(student)[0]
         codes["plain"] = encoded(block)
-        hidden, calls = first_inputs(student, [{"tokens": data.tokens}], backend)
+        hidden, calls = first_inputs(student, [{"tokens": Cached(4).tokens}], backend)
         compensate_block(block, hidden, calls.block(0), backend)
-        codes[name] = encoded(block)
+        codes[backend.kind] = encoded(block)
     share = {name: (codes[name] != codes["cpu"]).float().mean().item() for name in ("xla", "plain")}
     return share | {"fallbacks": XLA.counters()["fallbacks"]}
 
@@ -272,50 +275,29 @@ def checkpointing() -> dict:
     for kind in ("all", "lora"):
         found = {}
         for name, backend in (("plain", XLA), ("recomputed", XLA), ("cpu", CPU)):
-            try:
-                model = make_student(CPU)
-                if kind == "lora":
-                    torch.manual_seed(0)
-                    model = add_adapter(model.requires_grad_(False), 2, 2, ("q", "down"), seed=0)
-                    for n, p in model.named_parameters():
-                        if "lora_B" in n:
-                            nn.init.normal_(p, std=0.1)
-                batch = {key: value.unsqueeze(0) for key, value in Cached(3)[2].items()}
-                if name == "cpu":
-                    model.double()
-                    batch = {key: v.double() if v.is_floating_point() else v for key, v in batch.items()}
-                backend.place(model)
-                if name == "recomputed":
-                    backend.gradient_checkpointing(model)
-                model.train()
-                backend.backward(kd_loss(model, backend.to_device(batch)))
-                backend.step_boundary()
-                found[name] = gradients(model)
-            except Exception:
-                out[f"{kind} {name} error"] = traceback.format_exc()[-1500:]
-        for name in ("recomputed", "cpu"):
-            if name in found and "plain" in found:
-                out[f"{kind} {name}"] = apart(found[name], found["plain"])
+            model = make_student(CPU)
+            if kind == "lora":
+                torch.manual_seed(0)
+                model = add_adapter(model.requires_grad_(False), 2, 2, ("q", "down"), seed=0)
+                for n, p in model.named_parameters():
+                    if "lora_B" in n:
+                        nn.init.normal_(p, std=0.1)
+            batch = {key: value.unsqueeze(0) for key, value in Cached(3)[2].items()}
+            if name == "cpu":
+                model.double()
+                batch = {key: v.double() if v.is_floating_point() else v for key, v in batch.items()}
+            backend.place(model)
+            if name == "recomputed":
+                backend.gradient_checkpointing(model)
+            model.train()
+            backend.backward(kd_loss(model, backend.to_device(batch)))
+            backend.step_boundary()
+            found[name] = gradients(model)
+        out |= {f"{kind} {name}": apart(found[name], found["plain"]) for name in ("recomputed", "cpu")}
     return out
 
 
-def bf16() -> dict:
-    """One bf16-autocast update of a student, as on a TPU."""
-    backend = open_backend("xla", "bf16")
-    student = make_student(backend)
-    plan = Plan(1, 2, 1, 1e-3, 0, 1.0, seed=0)
-    optimizer = new_optimizer(parameter_groups(student, 1e-3, 1e-3), backend)
-    stream = backend.prefetch(batches(Cached(4), 2, 1, 0))
-    figures = update(student, stream, kd_loss, optimizer, plan, backend)
-    with torch.no_grad():
-        exact = kd_loss(make_student(CPU), next(batches(Cached(4), 2, 1, 0))).item()
-    return {"loss": backend.fetch(figures["loss"])[0], "cpu": exact, "master": str(student.lm_head.weight.dtype)}
-
-
-def precision() -> dict:
-    return {"auto": open_backend("xla").bf16}
-
-
+# -- GRPO ------------------------------------------------------------------------------------------------------------
 PROMPTS = [[5, 6, 7, 8], [40, 41], [30, 31, 32], [9]]
 
 
@@ -332,16 +314,16 @@ def policy(backend) -> nn.Module:
 def generation() -> dict:
     """Greedy completions on both backends, and the compiles on XLA for each of two lengths, generated twice."""
     tokens, compiles = {}, []
-    for name, backend in (("cpu", CPU), ("xla", XLA)):
+    for backend in (CPU, XLA):
         model, prompts = policy(backend), Prompts.of(PROMPTS, 6, 0)
         placed = Prompts(**backend.to_device(vars(prompts)))
         for length in (8, 8, 40, 40):
             before = backend.counters().get("compiles", 0)
             done = rollout(model, placed, 2, length, Sampling(0.0), [2, 17], backend)
             said, mask = backend.to_host([done.tokens, done.mask])
-            tokens[name] = [said[mask].tolist(), mask.sum(2).tolist()]
+            tokens[backend] = [said[mask].tolist(), mask.sum(2).tolist()]
             compiles.append(backend.counters().get("compiles", 0) - before)
-    return {"same": tokens["cpu"] == tokens["xla"], "compiles": compiles[4:], "end": XLA.counters()}
+    return {"same": tokens[CPU] == tokens[XLA], "compiles": compiles[4:], "fallbacks": XLA.counters()["fallbacks"]}
 
 
 def grpo() -> dict:
@@ -352,7 +334,6 @@ def grpo() -> dict:
         length=8, ends=(2,), sampling=Sampling(top_k=300, top_p=0.99), objective=Objective(beta=0.05),
     )  # fmt: skip
     model, reference = policy(XLA), policy(XLA).requires_grad_(False)
-    session = open_session("grpo-xla", XLA, Every(log=1, evaluate=2, save=2))
     sampler = BobSampler(load_tokenizer(MODEL), XLA, (2,), 4, 200, 8)
 
     def evaluate(step: int) -> dict:
@@ -362,91 +343,29 @@ def grpo() -> dict:
         greedy = sampler.answers(model, questions, 1, Sampling(0.0))
         return {"answers": len(sampled + greedy), "perplexity": sampler.perplexity(reference, sampled, 2)}
 
+    session = open_session("grpo", XLA, Every(log=1, evaluate=2, save=2))
     train_grpo(model, reference, prompts, low_tokens, plan, session, evaluate)
-    end, figures = XLA.counters(), {}
-    stream = islice(batches(prompts, 2, 1, 1), plan.accumulation)
-    rollouts = roll_out(model, stream, low_tokens, plan, XLA)
-    for name, backend in (("xla", XLA), ("cpu", CPU)):
+    found = {"xla": session.run.metrics(), "new": 2, **XLA.counters(), "figures": {}}
+    rollouts = roll_out(model, islice(batches(prompts, 2, 1, 1), plan.accumulation), low_tokens, plan, XLA)
+    for backend in (XLA, CPU):
         fresh, start = policy(backend), policy(backend).requires_grad_(False)
         for p in start.parameters():
             p.data.mul_(1.01)  # a reference that differs from the policy
         optimizer = new_optimizer([{"params": [p for p in fresh.parameters() if p.requires_grad], "lr": 1e-3}], backend)
         here = rollouts if backend is XLA else on_host(rollouts)
-        found = learn(fresh, start, here, optimizer, plan, backend)
-        figures[name] = backend.fetch(*[found[key] for key in ("loss", "kl", "grad_norm")])
-    return {"lines": {"xla": lines(session)}, "end": end, "figures": figures}
+        figures = learn(fresh, start, here, optimizer, plan, backend)
+        found["figures"][backend.kind] = backend.fetch(*[figures[key] for key in ("loss", "kl", "grad_norm")])
+    return found
 
 
 def on_host(rollouts):
     def copied(tensors):
         return type(tensors)(**XLA.to_host(vars(tensors)))
 
-    parts = [
-        (copied(part.prompts), copied(part.completions), *XLA.to_host([part.mask, part.tokens]))
-        for part in rollouts.parts
-    ]
-    return replace(
-        rollouts,
-        parts=[
-            replace(part, prompts=p, completions=done, mask=mask, tokens=tokens)
-            for part, (p, done, mask, tokens) in zip(rollouts.parts, parts)
-        ],
-    )
+    def moved(part):
+        mask, tokens = XLA.to_host([part.mask, part.tokens])
+        return replace(
+            part, prompts=copied(part.prompts), completions=copied(part.completions), mask=mask, tokens=tokens
+        )
 
-
-def late() -> dict:
-    """Graphs compiled by the second of two updates, 1000 updates later and at a learning rate that has almost
-    decayed."""
-    weight = nn.Parameter(torch.ones(3, 5).to(XLA.device))
-    optimizer = new_optimizer([{"params": [weight], "lr": 1e-3, "weight_decay": 0.01}], XLA)
-    (group,), compiles = optimizer.param_groups, []
-    for step, rate in ((0, 1e-3), (1000, 1e-9)):
-        before = XLA.counters()["compiles"]
-        group["step"], group["lr"] = step, rate
-        weight.grad.add_(1)
-        XLA.update(optimizer, 1.0)
-        compiles.append(XLA.counters()["compiles"] - before)
-    return {"compiles": compiles}
-
-
-def planted() -> dict:
-    """A host read in the step must be counted. This check is last, because it spoils the counters."""
-    before = XLA.counters()["fallbacks"]
-    student = make_student(XLA)
-    optimizer = new_optimizer(parameter_groups(student, 1e-3, 1e-3), XLA)
-    stream = XLA.prefetch(batches(Cached(4), 2, 1, 0))
-
-    def loss_of(model, batch):
-        loss = kd_loss(model, batch)
-        loss.item()
-        return loss
-
-    update(student, stream, loss_of, optimizer, Plan(1, 2, 1, 1e-3, 0, 1.0, seed=0), XLA)
-    return {"before": before, "after": XLA.counters()["fallbacks"], "names": fallback_names()}
-
-
-if __name__ == "__main__":
-    found = {}
-    for check in (
-        placing,
-        qat,
-        scales,
-        recovery,
-        layers,
-        compensation,
-        pieces,
-        checkpointing,
-        precision,
-        bf16,
-        generation,
-        grpo,
-        late,
-        planted,
-    ):
-        started = time.monotonic()
-        try:
-            found[check.__name__] = check()
-        except Exception:
-            found[check.__name__] = {"error": traceback.format_exc()[-3000:]}
-        found[check.__name__]["seconds"] = round(time.monotonic() - started, 1)
-    (OUT / "found.json").write_text(json.dumps(found))
+    return replace(rollouts, parts=[moved(part) for part in rollouts.parts])

@@ -1,0 +1,71 @@
+"""The C kernels are compiled once for a machine, whatever happens to the file that keeps them."""
+
+import multiprocessing
+import os
+import shutil
+
+import pytest
+
+from qat_lora.backend import native
+
+COMPILER = shutil.which("cc")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler (cc)")
+load = native.library.__wrapped__
+
+
+@pytest.fixture
+def compilations(tmp_path, monkeypatch):
+    """Call this for the number of compilations so far; the cache folder is new, and `kept` lists its files."""
+    log, compiler = tmp_path / "log", tmp_path / "cc"
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *-###*) ;; *) echo >>{log} ;; esac\nexec {COMPILER} "$@"\n')
+    compiler.chmod(0o755)
+    log.touch()
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return lambda: log.read_text().count("\n")
+
+
+@pytest.fixture
+def kept(tmp_path):
+    return lambda: sorted((tmp_path / "cache" / "qat_lora").iterdir())
+
+
+def test_kernels_are_compiled_once_and_again_when_the_kept_file_is_damaged(compilations, kept):
+    assert load() and load() and compilations() == 1
+    (file,) = kept()
+    whole = file.read_bytes()
+    file.unlink()  # this process still runs the old one
+    file.write_bytes(whole[: len(whole) // 2])
+    assert load() and load() and compilations() == 2
+    assert kept() == [file] and file.read_bytes() == whole
+
+
+def test_other_flags_or_another_source_are_another_file(compilations, kept, monkeypatch, tmp_path):
+    assert load()
+    monkeypatch.setattr(native, "FLAGS", [*native.FLAGS, "-DOTHER"])
+    assert load()
+    source = tmp_path / "native.c"
+    source.write_text(native.SOURCE.read_text() + "\n")
+    monkeypatch.setattr(native, "SOURCE", source)
+    assert load() and compilations() == len(kept()) == 3
+
+
+def test_a_cache_folder_that_cannot_be_written_costs_only_time(compilations, tmp_path):
+    (tmp_path / "cache").write_text("a file, not a folder")
+    assert load() and load() and compilations() == 2
+
+
+@pytest.mark.parametrize("compiler", ["false", "no-such-compiler"])
+def test_without_a_working_compiler_there_are_no_kernels(compilations, monkeypatch, compiler):
+    monkeypatch.setenv("CC", compiler)
+    assert load() is None
+
+
+def _load(_: int) -> bool:
+    return load() is not None
+
+
+def test_processes_that_start_together_all_get_whole_kernels(compilations, kept):
+    with multiprocessing.get_context("fork").Pool(4) as pool:
+        assert all(pool.map(_load, range(4), chunksize=1))
+    assert len(kept()) == 1 and os.access(kept()[0], os.R_OK)

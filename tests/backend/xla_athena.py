@@ -1,0 +1,69 @@
+"""Checks of the recursive model on torch_xla's CPU device, run by xla_process.py."""
+
+from functools import partial
+
+import torch
+import torch_xla
+from loops import train_recursive
+from xla_process import XLA, graphs, on_both
+
+from qat_lora.experiments.athena.evaluation import measure
+from qat_lora.experiments.athena.model import RecursiveModel, RecursiveSpec
+from qat_lora.experiments.athena.rows import draw, split
+from qat_lora.experiments.athena.training import RecursivePlan, Trainer
+from qat_lora.run.session import Every
+
+
+def training(name: str, exact: bool = False, checkpointing: bool = False, **shape) -> dict:
+    """Nine updates with halting, warm-up and decay. Every third evaluates the EMA and saves a checkpoint. exact: in
+    fp64."""
+    train_rows, heldout = split(draw("sudoku4", 40, 0), 0.2, 0)
+    spec = RecursiveSpec(train_rows.vocab, train_rows.length, 16, 2, H_cycles=2, L_cycles=2, **shape)
+    plan = RecursivePlan(
+        steps=9, batch_size=8, learning_rate=1e-2, warmup_steps=3, floor=0.1, clip_grad_norm=1.0, seed=0, segments=3,
+        ema=0.9, exploration=0.5,
+    )  # fmt: skip
+    halts, given = {"xla": [], "cpu": []}, []
+
+    def train(backend, session) -> None:
+        model = RecursiveModel(spec)
+        with torch.no_grad():  # a random head, so that rows halt at different times
+            model.halt_weight.normal_(std=3, generator=torch.Generator().manual_seed(1))
+            model.halt_bias.zero_()
+        model = backend.place(model.double() if exact else model)
+        if checkpointing:
+            model.checkpoint = backend.checkpoint
+        trainer = Trainer(model, plan, backend)
+        segment, update, before = trainer.segment, backend.update, []
+
+        def begun(batch):
+            before.append(graphs())
+            return segment(batch)
+
+        def ended(*args):
+            norm = update(*args)
+            if backend is XLA:
+                given.append(graphs() - before[-1])
+            halts[backend.kind].append(trainer.carry.halted.tolist())
+            return norm
+
+        trainer.segment, backend.update = begun, ended
+        train_recursive(trainer, train_rows, session, lambda _: measure(trainer.shown, heldout, 3, 8, backend))
+        del backend.update  # restores the method of the class
+
+    return on_both(name, train, Every(log=1, evaluate=3, save=3)) | {"halts": halts, "graphs": given}
+
+
+# An untrained MLP over positions amplifies every rounding error: fp32 is 2e-6 from fp64 after one segment, on CPU and
+# XLA alike, and Adam's first steps follow the sign of even the smallest gradients. fp64 has no error to amplify.
+attention = partial(training, "attention", num_kv_heads=1)
+checkpointed = partial(training, "checkpointed", checkpointing=True, num_kv_heads=1)
+mlp = partial(training, "mlp", exact=True, mlp_t=True)
+one_step = partial(training, "one_step", exact=True, mlp_t=True, one_step_gradient=True)
+
+
+def planted() -> dict:
+    """The fallbacks of a step that reads a value, which shows that the other checks would notice one."""
+    before, value = XLA.counters()["fallbacks"], torch.ones(4, device=XLA.device).nonzero()
+    torch_xla.sync()
+    return {"fallbacks": len(value) and XLA.counters()["fallbacks"] - before}
