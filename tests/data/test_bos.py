@@ -1,4 +1,4 @@
-"""Rows with BOS: every row and document begins with one BOS, which is never a target. Without BOS, nothing changes."""
+"""Rows with BOS: every row and document begins with one BOS, which is never a target."""
 
 import itertools
 from copy import deepcopy
@@ -10,7 +10,6 @@ from tokenizers import processors
 from qat_lora.data.chat import Document, documents
 from qat_lora.data.options import TextOptions
 from qat_lora.data.packing import TextDataset, pack, split_heldout, stream, window_starts
-from qat_lora.data.text import read_rows
 from qat_lora.train.evaluation import counted, windows
 
 BOS, EOS = 1, 2
@@ -33,7 +32,7 @@ def plain(texts=TEXTS):
     return [Document(text, None) for text in texts]
 
 
-@pytest.mark.parametrize("length", range(2, 14))
+@pytest.mark.parametrize("length", [2, 3, 5, 8, 13])
 def test_every_row_and_document_begins_with_one_bos(tiny_tokenizer, length):
     rows = pack(plain(), tiny_tokenizer, length, bos=BOS)
     assert (rows.tokens[:, 0] == BOS).all()
@@ -57,17 +56,6 @@ def test_rows_equal_the_stream_except_for_their_first_token(tiny_tokenizer, leng
         assert after - before == length or (after - before == length + 1 and expected[after] == BOS)
 
 
-def test_without_bos_rows_are_unchanged(tiny_tokenizer):
-    ids = [i for text in TEXTS for i in (*tiny_tokenizer(text, add_special_tokens=False)["input_ids"], EOS)]
-    rows = pack(plain(), tiny_tokenizer, 16)
-    assert rows.tokens.flatten().tolist() == ids[: len(ids) // 16 * 16] and rows.mask.all() and rows.given is None
-    assert torch.equal(TextOptions(length=16).rows(tiny_tokenizer).tokens, pack(embedded(), tiny_tokenizer, 16).tokens)
-
-
-def embedded():
-    return (Document(row["text"], None) for row in read_rows("embedded"))
-
-
 def test_the_bos_option_follows_the_tokenizer_by_default(gemma_like, tmp_path):
     path = tmp_path / "text.txt"
     path.write_text(" ".join(TEXTS))
@@ -85,8 +73,7 @@ def test_a_template_that_writes_bos_gets_no_second_one(gemma_like, own):
     found = list(documents([{"messages": SINGLE}] * 3, tokenizer, "on"))
     tokens, mask = stream(found, tokenizer, bos=0)
     assert tokens.tolist().count(0) == 3 and tokens[0] == 0
-    learned = tokenizer.decode(tokens[mask.bool()])
-    assert learned == "It is 4.<|im_end|>" * 3
+    assert tokenizer.decode(tokens[mask.bool()]) == "It is 4.<|im_end|>" * 3
 
 
 def test_bos_spelled_out_in_a_text_is_context(gemma_like):
@@ -111,8 +98,7 @@ def test_rows_are_filled_from_an_endless_source(tiny_tokenizer):
 @pytest.mark.parametrize("completions_only", [True, False])
 def test_bos_is_never_predicted_in_training(gemma_like, completions_only):
     found = [*documents([{"messages": SINGLE}] * 6, gemma_like, "on"), *plain()]
-    parts = split_heldout(pack(found, gemma_like, 16, bos=0), 0.3)
-    for rows in parts:
+    for rows in split_heldout(pack(found, gemma_like, 16, bos=0), 0.3):
         data = TextDataset(rows, completions_only)
         masks = torch.stack([data[i]["mask"] for i in range(len(data))])
         assert masks.any() and not masks[rows.tokens == 0].any()

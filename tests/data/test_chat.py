@@ -9,12 +9,9 @@ from qat_lora.data.text import END
 from qat_lora.errors import UserError
 
 SINGLE = [{"role": "user", "content": "What is 2+2?"}, {"role": "assistant", "content": "It is 4."}]
-MULTI = [
-    {"role": "system", "content": "Be brief."},
-    *SINGLE,
-    {"role": "user", "content": "And 3+3?"},
-    {"role": "assistant", "content": "Six "},
-]
+MORE = [{"role": "user", "content": "And 3+3?"}, {"role": "assistant", "content": "Six "}]
+MULTI = [{"role": "system", "content": "Be brief."}, *SINGLE, *MORE]
+GREETING = {"role": "assistant", "content": "Hello!"}
 NO_THOUGHT = "<think>\n\n</think>\n\n"
 
 # Like Qwen3's: the last turn keeps its thought (or an empty one), earlier turns lose theirs.
@@ -49,6 +46,11 @@ def with_template(tokenizer, template):
     return changed
 
 
+@pytest.fixture(scope="module")
+def opening(tiny_tokenizer):
+    return with_template(tiny_tokenizer, OPENING.replace("gap", repr("\n")))
+
+
 def completions(document):
     return [document.text[start:end] for start, end in document.spans]
 
@@ -80,12 +82,7 @@ def test_known_formats_become_the_same_messages(row):
 
 
 def test_alpaca_input_follows_the_instruction():
-    messages = to_messages({"instruction": "Add.", "input": "2 and 2", "output": "4"})
-    assert [message["content"] for message in messages] == ["Add.\n\n2 and 2", "4"]
-
-
-def test_plain_text_is_not_chat():
-    assert to_messages({"text": "plain", "id": 3}) is None
+    assert to_messages({"instruction": "Add.", "input": "2 and 2", "output": "4"})[0]["content"] == "Add.\n\n2 and 2"
 
 
 @pytest.mark.parametrize(
@@ -107,28 +104,19 @@ def test_unknown_or_malformed_rows_are_refused(row, words):
     assert words in fault(to_messages, row)
 
 
-def test_half_a_surrogate_pair_is_refused_with_its_row(tiny_tokenizer):
-    rows = [{"text": "fine 😀"}, {"text": "half \ud800"}]
-    assert "row 1: the text is not valid Unicode at character 5" in fault(list, documents(rows, tiny_tokenizer, "off"))
-
-
-@pytest.mark.parametrize("messages, expected", [(SINGLE, ["It is 4."]), (MULTI, ["It is 4.", "Six "])])
+@pytest.mark.parametrize(
+    "messages, expected",
+    [
+        (SINGLE, ["It is 4."]), (MULTI, ["It is 4.", "Six "]),
+        (MULTI[:-1], ["It is 4."]), ([GREETING, *SINGLE], ["It is 4."]),  # no answer, and no prompt
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("thinking", ["on", "off"])
 def test_spans_are_the_completions_with_their_end_marker(tiny_tokenizer, messages, expected, thinking):
     document = render_one(messages, tiny_tokenizer, thinking)
     assert completions(document) == [answer + "<|im_end|>" for answer in expected]
+    assert document.text.count("<|im_end|>\n") == len(messages)
     assert (NO_THOUGHT in document.text) == (thinking == "off")
-
-
-def test_a_trailing_user_turn_is_not_a_target(tiny_tokenizer):
-    document = render_one(MULTI[:-1], tiny_tokenizer, "on")
-    assert completions(document) == ["It is 4.<|im_end|>"]
-    assert document.text.endswith("And 3+3?<|im_end|>\n")
-
-
-def test_a_greeting_without_a_prompt_is_not_a_target(tiny_tokenizer):
-    greeting = [{"role": "assistant", "content": "Hello!"}]
-    assert completions(render_one(greeting + SINGLE, tiny_tokenizer, "on")) == ["It is 4.<|im_end|>"]
 
 
 def test_thinking_both_gives_two_renderings_or_one_if_they_are_equal(tiny_tokenizer):
@@ -150,11 +138,8 @@ def test_only_the_last_turn_is_a_target_if_the_template_rewrites_earlier_ones(ti
 
 
 def test_a_template_without_an_end_marker_keeps_the_separator(tiny_tokenizer):
-    bare = with_template(
-        tiny_tokenizer,
-        "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
-        "{{ 'assistant: ' if add_generation_prompt }}",
-    )
+    turns = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
+    bare = with_template(tiny_tokenizer, turns + "{{ 'assistant: ' if add_generation_prompt }}")
     assert completions(render_one(SINGLE, bare, "on")) == ["It is 4.\n"]
 
 
@@ -181,11 +166,18 @@ def test_documents_may_mix_plain_text_and_chat(tiny_tokenizer):
     assert found == [Document("plain", None), *render_chat(SINGLE, tiny_tokenizer, "both")]
 
 
-@pytest.mark.parametrize("row", [{"text": None}, {"other": 1}, {"messages": SINGLE[:1]}])
-def test_the_error_names_the_bad_row(tiny_tokenizer, row):
-    rows = documents([{"text": "plain"}, row], tiny_tokenizer, "on")
-    assert next(rows) == Document("plain", None)
-    assert fault(next, rows).startswith("row 1: ")
+@pytest.mark.parametrize(
+    "row, words",
+    [
+        ({"text": None}, 'column "text" contains a NoneType'), ({"other": 1}, "columns other match no"),
+        ({"messages": SINGLE[:1]}, "no assistant turn"), ({"text": "half \ud800"}, "not valid Unicode at character 5"),
+    ],
+)  # fmt: skip
+def test_the_error_names_the_bad_row(tiny_tokenizer, row, words):
+    rows = documents([{"text": "plain 😀"}, row], tiny_tokenizer, "on")
+    assert next(rows) == Document("plain 😀", None)
+    said = fault(next, rows)
+    assert said.startswith("row 1: ") and words in said
 
 
 # -- templates that open a thought -----------------------------------------------------------------------------------
@@ -195,7 +187,6 @@ def test_an_opened_thought_is_closed_before_the_answer(tiny_tokenizer, gap, thin
     tokenizer = with_template(tiny_tokenizer, OPENING.replace("gap", repr(gap)))
     document = render_one(SINGLE, tokenizer, thinking)
     prompt = render(SINGLE[:1], tokenizer, False, prompt=True)
-    assert prompt.endswith("<think>" + gap)
     assert document.text == prompt + ("" if gap else "\n") + "\n</think>\n\nIt is 4.<|im_end|>\n"
     assert document.text[: document.spans[0][0]] == prompt and completions(document)[0].endswith("It is 4.<|im_end|>")
     assert after_thought(completions(document)[0].removesuffix("<|im_end|>"), True) == "It is 4."
@@ -207,10 +198,9 @@ def test_other_ways_to_open_a_thought(tiny_tokenizer, opened):
     document = render_one(SINGLE, tokenizer, "off")
     prompt = render(SINGLE[:1], tokenizer, False, prompt=True)
     assert document.text.startswith(prompt) and document.spans[0][0] == len(prompt)
-    assert (
-        after_thought(completions(document)[0].removesuffix("<|im_end|>"), opens_thought(tokenizer, False))
-        == "It is 4."
-    )
+    answer = completions(document)[0].removesuffix("<|im_end|>")
+    assert opens_thought(tokenizer, False) == ("</think>" not in opened)
+    assert after_thought(answer, opens_thought(tokenizer, False)) == "It is 4."
     assert document.text.count("<think>") == document.text.count("</think>") == 1
 
 
@@ -223,20 +213,13 @@ def test_a_thought_that_was_cut_off_gives_no_answer(said, opened, answer):
 
 
 @pytest.mark.parametrize("thinking", ["on", "off"])
-def test_turns_after_the_last_answer_are_left_out_if_the_template_rewrites_it(tiny_tokenizer, thinking):
-    tokenizer = with_template(tiny_tokenizer, OPENING.replace("gap", "'\\n'"))
-    asked = [*SINGLE, {"role": "user", "content": "And five?"}]
-    assert render_one(asked, tokenizer, thinking) == render_one(SINGLE, tokenizer, thinking)
+def test_turns_after_the_last_answer_are_left_out_if_the_template_rewrites_it(opening, thinking):
+    assert render_one([*SINGLE, MORE[0]], opening, thinking) == render_one(SINGLE, opening, thinking)
 
 
 def test_a_separator_splits_the_texts_of_a_row(tiny_tokenizer):
     rows = [{"text": f"one{END} two\n{END}{END}"}, {"text": " as it stands "}, {"text": END}]
     assert [document.text for document in documents(rows, tiny_tokenizer, "on")] == ["one", "two", " as it stands "]
-
-
-def test_opens_thought_depends_on_the_template(tiny_tokenizer):
-    assert opens_thought(with_template(tiny_tokenizer, OPENING.replace("gap", "'\\n'")), False)
-    assert not opens_thought(tiny_tokenizer, True) and not opens_thought(tiny_tokenizer, False)
 
 
 @pytest.mark.parametrize(
@@ -246,13 +229,10 @@ def test_opens_thought_depends_on_the_template(tiny_tokenizer):
         {"role": "assistant", "content": "It is 4.", "reasoning_content": "Two twos."},
     ],
 )
-def test_a_thought_that_the_template_drops_is_put_back(tiny_tokenizer, answer):
-    tokenizer = with_template(tiny_tokenizer, OPENING.replace("gap", repr("\n")))
-    assert completions(render_one([SINGLE[0], answer], tokenizer, "on")) == [
-        "Two twos.\n</think>\n\nIt is 4.<|im_end|>"
-    ]
+def test_a_thought_that_the_template_drops_is_put_back(opening, answer):
+    put_back = "Two twos.\n</think>\n\nIt is 4.<|im_end|>"
+    assert completions(render_one([SINGLE[0], answer], opening, "on")) == [put_back]
 
 
-def test_the_last_of_several_turns_continues_its_prompt(tiny_tokenizer):
-    tokenizer = with_template(tiny_tokenizer, OPENING.replace("gap", repr("\n")))
-    assert completions(render_one(MULTI, tokenizer, "off")) == ["\n</think>\n\nSix <|im_end|>"]
+def test_the_last_of_several_turns_continues_its_prompt(opening):
+    assert completions(render_one(MULTI, opening, "off")) == ["\n</think>\n\nSix <|im_end|>"]

@@ -2,13 +2,13 @@
 
 import itertools
 import logging
-import os
-import subprocess
-import sys
+from copy import deepcopy
 from itertools import islice
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from qat_lora.data.chat import Document, documents
 from qat_lora.data.packing import Rows, fingerprint, pack, split_heldout, tokenizer_fingerprint
@@ -37,11 +37,6 @@ def learned_runs(ids, mask, tokenizer):
     return [tokenizer.decode([token for token, _ in run]) for value, run in runs if value]
 
 
-def chat_runs(row, tokenizer, thinking):
-    ids, mask = pack_whole(documents([row], tokenizer, thinking), tokenizer)
-    return learned_runs(ids, mask, tokenizer)[:-1]  # without the last document
-
-
 def test_every_token_appears_once_and_in_order(tiny_tokenizer):
     texts = [row["text"] for row in islice(read_rows("embedded"), 20)]
     expected = []
@@ -51,14 +46,13 @@ def test_every_token_appears_once_and_in_order(tiny_tokenizer):
     assert tiny_tokenizer.eos_token_id == 2
     assert rows.tokens.shape == (len(expected) // 64, 64)
     assert rows.tokens.flatten().tolist() == expected[: len(expected) // 64 * 64]
-    assert rows.mask.all()
+    assert rows.mask.all() and rows.given is None
     assert rows.tokens.dtype == torch.int32 and rows.mask.dtype == torch.uint8
 
 
 def test_blank_documents_add_nothing(tiny_tokenizer):
-    assert pack_whole([Document("a b", None)], tiny_tokenizer) == pack_whole(
-        [Document("", None), Document("a b", None), Document("", None)], tiny_tokenizer
-    )
+    alone, blank = Document("a b", None), Document("", None)
+    assert pack_whole([alone], tiny_tokenizer) == pack_whole([blank, alone, blank], tiny_tokenizer)
 
 
 @pytest.mark.parametrize("thinking", ["on", "off"])
@@ -71,11 +65,8 @@ def test_blank_documents_add_nothing(tiny_tokenizer):
     ],
 )
 def test_the_mask_selects_the_completions_and_their_eos(tiny_tokenizer, row, answers, thinking):
-    assert chat_runs(row, tiny_tokenizer, thinking) == [answer + EOS for answer in answers]
-
-
-def test_with_thinking_both_each_rendering_has_targets(tiny_tokenizer):
-    assert chat_runs({"messages": SINGLE}, tiny_tokenizer, "both") == ["It is 4, naïve 🙂." + EOS] * 2
+    ids, mask = pack_whole(documents([row], tiny_tokenizer, thinking), tiny_tokenizer)
+    assert learned_runs(ids, mask, tiny_tokenizer)[:-1] == [answer + EOS for answer in answers]
 
 
 def test_chat_gets_no_second_eos(tiny_tokenizer):
@@ -110,10 +101,10 @@ def test_max_rows_stops_reading_an_endless_source(tiny_tokenizer):
     assert int(next(endless).text.split()[1]) < 48
 
 
-def test_a_megabyte_of_text_packs_without_a_warning(tiny_tokenizer, caplog, recwarn, monkeypatch):
+def test_a_text_longer_than_the_models_context_packs_without_a_warning(tiny_tokenizer, caplog, recwarn, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)  # otherwise caplog records nothing
-    rows = pack([Document("All work and no play. " * 50_000, None)], tiny_tokenizer, 1024)
-    assert len(rows) > 300
+    monkeypatch.setattr(tiny_tokenizer, "deprecation_warnings", {})  # otherwise a tokenizer warns only once
+    assert len(pack([Document("All work and no play. " * 500, None)], tiny_tokenizer, 1024)) > 2
     assert not caplog.records and not recwarn.list
 
 
@@ -160,45 +151,23 @@ def test_fingerprint_depends_on_content_shape_and_mask():
     distinct = [rows, rows_of(2, 8), rows_of(3), Rows(rows.tokens, other_mask), split_heldout(rows, 0)[1]]
     assert len({fingerprint(each) for each in distinct}) == len(distinct)
     assert fingerprint(rows) == fingerprint(rows_of(4))
-    assert fingerprint(Rows(rows.tokens[:, ::2], rows.mask[:, ::2])) == fingerprint(
-        Rows(rows.tokens[:, ::2].contiguous(), rows.mask[:, ::2].contiguous())
-    )
+    strided = (rows.tokens[:, ::2], rows.mask[:, ::2])
+    assert fingerprint(Rows(*strided)) == fingerprint(Rows(*(part.contiguous() for part in strided)))
 
 
-def test_fingerprints_are_the_same_in_another_process(tiny_tokenizer, tiny_model_dir):
-    code = f"""
-from transformers import AutoTokenizer
-from qat_lora.data.chat import Document
-from qat_lora.data.packing import fingerprint, pack, tokenizer_fingerprint
-tokenizer = AutoTokenizer.from_pretrained({str(tiny_model_dir)!r})
-print(tokenizer_fingerprint(tokenizer), fingerprint(pack([Document("some text " * 50, None)], tokenizer, 8)))
-"""
-    environment = os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    output = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
-    rows = pack([Document("some text " * 50, None)], tiny_tokenizer, 8)
-    assert output.stdout.split() == [tokenizer_fingerprint(tiny_tokenizer), fingerprint(rows)]
+def test_fingerprints_are_the_same_in_every_process():
+    """A cache records them, so these values must never change."""
+    assert fingerprint(rows_of(2)) == "4c3cd7b391dff580ac63787c730f8f75ffb56df5a17f06943ace5ea7e51544b3"
+    letters = Tokenizer(models.BPE({"<e>": 0, "b": 1, "a": 2}, []))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="<e>")
+    assert tokenizer_fingerprint(tokenizer) == "bb1a29c2ba1c3e3bd0fbf796432c4c4de2416e2c3f5190b8e035a607d9b55c87"
 
 
-def test_tokenizer_fingerprint_depends_on_ids_only(tiny_tokenizer, tiny_model_dir):
-    from transformers import AutoTokenizer
-
-    expected = tokenizer_fingerprint(tiny_tokenizer)
-    changed = AutoTokenizer.from_pretrained(tiny_model_dir)
+def test_tokenizer_fingerprint_depends_on_ids_only(tiny_tokenizer):
+    expected, changed, grown = tokenizer_fingerprint(tiny_tokenizer), deepcopy(tiny_tokenizer), deepcopy(tiny_tokenizer)
     changed.chat_template = None
     changed.pad_token = changed.eos_token
     assert tokenizer_fingerprint(changed) == expected
     changed.eos_token = "<|im_start|>"
-    assert tokenizer_fingerprint(changed) != expected
-    grown = AutoTokenizer.from_pretrained(tiny_model_dir)
     grown.add_tokens(["<tool>"])
-    assert tokenizer_fingerprint(grown) != expected
-
-
-def test_the_tiny_model_accepts_packed_rows(tiny_tokenizer, tiny_model_dir):
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
-    rows = pack([Document("some text " * 50, None)], tiny_tokenizer, 8, max_rows=2)
-    logits = model(rows.tokens.long()).logits
-    assert logits.shape == (2, 8, len(tiny_tokenizer)) and len(tiny_tokenizer) == 512
-    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert expected not in (tokenizer_fingerprint(changed), tokenizer_fingerprint(grown))

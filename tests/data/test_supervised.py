@@ -37,24 +37,18 @@ def turns(*contents: str) -> list[dict]:
 
 
 # -- golden masks ----------------------------------------------------------------------------------------------------
-def test_the_targets_of_chat_are_the_answer_and_its_end(tiny_tokenizer):
-    assert learned({"messages": turns("Who?", "He.")}, tiny_tokenizer) == "He.<|im_end|>"
-
-
-def test_every_assistant_turn_is_a_target(tiny_tokenizer):
-    said = learned({"messages": turns("Who?", "He.", "Why?", "So.")}, tiny_tokenizer)
-    assert said == "He.<|im_end|>So.<|im_end|>"
-
-
-def test_the_turns_of_a_prompt_are_not_targets(tiny_tokenizer):
-    row = {"prompt": turns("Who?", "He.", "Why?"), "completion": [{"role": "assistant", "content": "So."}]}
-    assert learned(row, tiny_tokenizer) == "So.<|im_end|>"
-
-
-def test_the_targets_of_a_plain_text_prompt_are_its_completion_and_eos(tiny_tokenizer):
-    row = {"prompt": "### Instruction:\nWho?\n\n### Response:\n", "completion": "He."}
-    assert learned(row, tiny_tokenizer) == "He.<|im_end|>"
-    assert learned({"prompt": "", "completion": "He went home."}, tiny_tokenizer).endswith("home.<|im_end|>")
+@pytest.mark.parametrize(
+    "row, targets",
+    [
+        ({"messages": turns("Who?", "He.", "Why?", "So.")}, "He.<|im_end|>So.<|im_end|>"),
+        ({"prompt": turns("Who?", "He.", "Why?"), "completion": [{"role": "assistant", "content": "So."}]},
+         "So.<|im_end|>"),
+        ({"prompt": "### Instruction:\nWho?\n\n### Response:\n", "completion": "He."}, "He.<|im_end|>"),
+        ({"prompt": "", "completion": "He went home."}, "e went home.<|im_end|>"),  # the first token has no context
+    ],
+)  # fmt: skip
+def test_the_targets_are_the_answers_after_the_prompt_and_their_ends(tiny_tokenizer, row, targets):
+    assert learned(row, tiny_tokenizer) == targets
 
 
 def test_an_empty_completion_is_refused(tiny_tokenizer):
@@ -77,30 +71,23 @@ def test_the_first_token_of_an_example_is_never_a_target(tiny_tokenizer):
     assert found.sections[0] == 0 and found.sections[1:].all()
 
 
-TEMPLATES = {
-    "no assistant": "{% for m in messages %}{{ m.content if m.role == 'user' }}{% endfor %}",
-    "no generation prompt": "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}",
-}
-
-
 @pytest.mark.parametrize(
-    "kind, words",
-    [("no assistant", "renders no assistant turn"), ("no generation prompt", "does not open an assistant's turn")],
+    "turn, words",
+    [
+        ("{{ m.content if m.role == 'user' }}", "renders no assistant turn"),
+        ("{{ m.role }}: {{ m.content }}<|im_end|>", "does not open an assistant's turn"),
+    ],
 )
-def test_templates_that_generate_no_assistant_turn_are_refused(kind, words, tiny_tokenizer, monkeypatch):
-    monkeypatch.setattr(tiny_tokenizer, "chat_template", TEMPLATES[kind])
+def test_templates_that_generate_no_assistant_turn_are_refused(turn, words, tiny_tokenizer, monkeypatch):
+    monkeypatch.setattr(tiny_tokenizer, "chat_template", f"{{% for m in messages %}}{turn}{{% endfor %}}")
     with pytest.raises(UserError, match=words):
         learned({"messages": turns("Who?", "He.")}, tiny_tokenizer)
 
 
 def test_a_template_that_does_not_open_a_turn_is_accepted(tiny_tokenizer, monkeypatch):
     """The templates of Mistral and Llama 2 go straight from the end of the question to the answer."""
-    monkeypatch.setattr(
-        tiny_tokenizer,
-        "chat_template",
-        "{% for m in messages %}{{ '[' + m.content + ']' if m.role == 'user' else ' ' + m.content + '<|im_end|>' }}"
-        "{% endfor %}",
-    )
+    turn = "{{ '[' + m.content + ']' if m.role == 'user' else ' ' + m.content + '<|im_end|>' }}"
+    monkeypatch.setattr(tiny_tokenizer, "chat_template", f"{{% for m in messages %}}{turn}{{% endfor %}}")
     assert learned({"messages": turns("Who?", "He.")}, tiny_tokenizer).strip() == "He.<|im_end|>"
 
 
@@ -120,12 +107,10 @@ def test_long_examples_are_left_out_rather_than_cut():
 @pytest.mark.parametrize(
     "one, other",
     [
-        ("Due on 3 May 2021?", "due on 12 March 1999"),
-        ("It costs £1,200.50", "it costs £3!"),
-        ("7 weeks", "12  weeks"),
-        ("1 year and 1 month", "2 years and 3 months"),
+        ("Due on 3 May 2021?", "due on 12 March 1999"), ("It costs £1,200.50", "it costs £3!"),
+        ("7 weeks", "12  weeks"), ("1 year and 1 month", "2 years and 3 months"),
     ],
-)
+)  # fmt: skip
 def test_texts_that_differ_only_in_figures_are_one_group(one, other):
     assert without_figures(one) == without_figures(other)
     assert without_figures(one) != without_figures(one + " or not")
@@ -193,17 +178,12 @@ def test_the_tensors_of_a_packed_row():
 
 def test_the_fingerprint_depends_on_tokens_sections_packing_and_weights():
     rows = [example("a", 0, 1, 1), example("b", 0, 1)]
-    tokens, sections = (np.concatenate([getattr(row, part) for row in rows]) for part in ("tokens", "sections"))
-    made = [
-        PackedExamples(rows, 7, (1.0,), 9),
-        PackedExamples([Example("ab", tokens, sections)], 7, (1.0,), 9),
-        PackedExamples(rows, 7, (2.0,), 9),
-        PackedExamples(rows, 8, (1.0,), 9),
-        PackedExamples(rows, 7, (1.0,), 8),
-        PackedExamples([rows[0], example("b", 0, 0)], 7, (1.0,), 9),
-    ]
-    assert len({data.fingerprint for data in made}) == len(made)
-    assert PackedExamples(rows, 7, (1.0,), 9).fingerprint == made[0].fingerprint
+    joined = Example("ab", *(np.concatenate([getattr(row, part) for row in rows]) for part in ("tokens", "sections")))
+    unlearned = [rows[0], example("b", 0, 0)]
+    choices = [(rows, 7, 1.0, 9), ([joined], 7, 1.0, 9), (rows, 7, 2.0, 9), (rows, 8, 1.0, 9), (rows, 7, 1.0, 8),
+               (unlearned, 7, 1.0, 9), (rows, 7, 1.0, 9)]  # fmt: skip
+    *distinct, again = [PackedExamples(*which, (weight,), end).fingerprint for *which, weight, end in choices]
+    assert len(set(distinct)) == len(distinct) and again == distinct[0]
 
 
 def test_weights_that_leave_nothing_to_learn_are_refused():
