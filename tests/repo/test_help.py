@@ -1,7 +1,7 @@
 """--help: shows the docstring as written and each option once, without slow imports. Shell completion."""
 
 import ast
-import dataclasses
+import json
 import os
 import re
 import signal
@@ -16,64 +16,52 @@ from qat_lora.run.options import GROUPS, JobConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
-HEAVY = ("torch", "transformers", "numpy", "datasets", "peft", "matplotlib", "pyarrow")
-REFUSE = f"""
-import sys
-
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {HEAVY}:
-            raise AssertionError(f"{{name}} is imported")
-
-sys.meta_path.insert(0, Refuse())
-"""
+LAUNCHED = [*SCRIPTS, ROOT / "pretrain.py"]
 
 
-def started(path: Path, *flags: str, **environment: str) -> subprocess.CompletedProcess:
-    """Run a script with these flags and additional environment variables."""
-    variables = os.environ | {"COLUMNS": "120"} | environment
-    return subprocess.run([sys.executable, path, *flags], env=variables, cwd=ROOT, capture_output=True, text=True)
+def light(*commands: tuple, python=(sys.executable,)) -> list[tuple[int, str, str]]:
+    """(exit code, standard output, standard error) of each (path, flags, environment), without heavy packages."""
+    asked = json.dumps([(str(path), *rest) for path, *rest in commands])
+    variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"COLUMNS": "120"}
+    program = [*python, Path(__file__).with_name("light.py")]
+    done = subprocess.run(program, input=asked, env=variables, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")
-def without_heavy(tmp_path_factory) -> dict[str, str]:
-    """An environment in which importing a heavy package fails."""
-    folder = tmp_path_factory.mktemp("site")
-    (folder / "sitecustomize.py").write_text(REFUSE)
-    return {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-
-
-def test_heavy_imports_fail_in_this_environment(without_heavy, tmp_path):
-    (tmp_path / "heavy.py").write_text("import torch")
-    assert "AssertionError: torch is imported" in started(tmp_path / "heavy.py", **without_heavy).stderr
+def shown() -> dict[str, tuple[int, str, str]]:
+    """What --help of each script answers."""
+    return dict(zip((path.stem for path in SCRIPTS), light(*((path, ["--help"], {}) for path in SCRIPTS))))
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_help_shows_docstring_and_each_option_once_without_heavy_imports(path, without_heavy):
-    done = started(path, "--help", **without_heavy)
-    assert done.returncode == 0 and not done.stderr, done.stderr
+def test_help_shows_docstring_and_each_option_once_without_heavy_imports(path, shown):
+    code, page, errors = shown[path.stem]
+    assert code == 0 and not errors, errors
     docstring = ast.get_docstring(ast.parse(path.read_text()), clean=False)
-    assert docstring.strip() in done.stdout, "--help does not show the docstring as written"
-    options = re.findall(r"^  (--[\w-]+)", done.stdout, re.MULTILINE)
+    assert docstring.strip() in page, "--help does not show the docstring as written"
+    options = re.findall(r"^  (--[\w-]+)", page, re.MULTILINE)
     assert "--config" in options and len(options) == len(set(options))
-    titles = re.findall(r"^(\w[\w ]*):$", done.stdout, re.MULTILINE)
+    titles = re.findall(r"^(\w[\w ]*):$", page, re.MULTILINE)
     assert set(titles) <= set(GROUPS.values()) and len(titles) == len(set(titles))
-    assert "usage: python scripts/" in done.stdout
+    assert f"usage: python scripts/{path.name} " in page
 
 
-def test_every_default_is_shown():
-    shown = started(ROOT / "scripts" / "train_qat.py", "--help").stdout
-    assert re.search(r"--max-steps N .*\[300\]", shown) and "[smollm2-135m]" in shown
-    hidden = {field.name for field in dataclasses.fields(JobConfig) if field.default in (None, False)}
-    assert "None" not in shown and "[False]" not in shown and hidden
+def test_every_default_is_shown(shown):
+    page = shown["train_qat"][1]
+    assert re.search(r"--max-steps N .*\[300\]", page) and "[smollm2-135m]" in page
+    assert "None" not in page and "[False]" not in page
 
 
-@pytest.mark.parametrize(
-    "script, flag", [("train_qat", "--no-such"), ("pretrain", "epochs=many"), ("train_cot_sft", "--config=nothing")]
-)
-def test_a_bad_command_line_is_refused_before_heavy_imports(script, flag, without_heavy):
-    done = started(ROOT / "scripts" / f"{script}.py", flag, **without_heavy)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "error: " in done.stderr
+def test_a_bad_command_line_is_refused_before_heavy_imports(tmp_path):
+    heavy = tmp_path / "heavy.py"
+    heavy.write_text("import torch")
+    bad = {"train_qat": "--no-such", "pretrain": "epochs=many", "train_cot_sft": "--config=nothing"}
+    commands = [(ROOT / "scripts" / f"{name}.py", [flag], {}) for name, flag in bad.items()]
+    (_, _, failed), *refused = light((heavy, [], {}), *commands)
+    assert "AssertionError: torch is imported" in failed
+    for code, _, said in refused:
+        assert code == 2 and said.startswith("error: ") and said.count("\n") == 1, said
 
 
 def test_a_script_can_be_terminated_while_it_loads_packages(monkeypatch, capsys):
@@ -85,47 +73,43 @@ def test_a_script_can_be_terminated_while_it_loads_packages(monkeypatch, capsys)
 
 
 # -- shell completion ------------------------------------------------------------------------------------------------
-def completions(path: Path, line: str, output: Path, **environment: str) -> list[str]:
-    """The completions at the end of `line`, requested in the way of argcomplete's shell code."""
-    asked = {
-        "_ARGCOMPLETE": "2",
-        "COMP_LINE": line,
-        "COMP_POINT": str(len(line)),
-        "_ARGCOMPLETE_STDOUT_FILENAME": str(output),
-    }
-    done = started(path, **asked | {"_ARGCOMPLETE_IFS": "\n"} | environment)
-    assert not done.stderr, done.stderr
-    return [word.strip() for word in output.read_text().splitlines()]
+def completions(folder: Path, *asked: tuple[Path, str]) -> list[set[str]]:
+    """The completions after `python SCRIPT …` of each (script, …), requested as argcomplete's shell code does."""
+    commands = []
+    for number, (path, end) in enumerate(asked):
+        line = f"python {path.relative_to(ROOT)} {end}"
+        request = {"_ARGCOMPLETE": "2", "_ARGCOMPLETE_IFS": "\n", "COMP_LINE": line, "COMP_POINT": str(len(line))}
+        commands.append((path, [], request | {"_ARGCOMPLETE_STDOUT_FILENAME": str(folder / str(number))}))
+    assert [errors for _, _, errors in light(*commands)] == [""] * len(asked)
+    return [set(map(str.strip, (folder / str(number)).read_text().splitlines())) for number in range(len(asked))]
 
 
-@pytest.mark.parametrize("path", [*SCRIPTS, ROOT / "pretrain.py"], ids=lambda path: path.stem)
-def test_options_are_completed(path, without_heavy, tmp_path):
-    assert "PYTHON_ARGCOMPLETE_OK" in path.read_text()[:1024], "argcomplete ignores scripts without this mark"
-    words = completions(path, f"python {path.relative_to(ROOT)} --de", tmp_path / "words", **without_heavy)
-    assert {"--device", "--debug"} <= set(words)
+def test_options_are_completed(tmp_path):
+    for path, words in zip(LAUNCHED, completions(tmp_path, *((path, "--de") for path in LAUNCHED))):
+        assert "PYTHON_ARGCOMPLETE_OK" in path.read_text()[:1024], f"argcomplete ignores {path.name} without this mark"
+        assert {"--device", "--debug"} <= words, path.name
 
 
-def test_presets_and_choices_are_completed(without_heavy, tmp_path):
+def test_presets_and_choices_are_completed(tmp_path):
     script = ROOT / "scripts" / "train_qat.py"
-    ask = lambda end: completions(script, f"python scripts/train_qat.py {end}", tmp_path / "words", **without_heavy)  # noqa: E731
-    assert ask("--config q2_g") == ["q2_g32", "q2_g64"]
-    assert set(ask("--scope ")) == {"all", "mlp", "attn", "weights"}
+    found = completions(tmp_path, (script, "--config q2_g"), (script, "--scope "))
+    assert found == [{"q2_g32", "q2_g64"}, {"all", "mlp", "attn", "weights"}]
 
 
 # -- incomplete installations ----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("path", [*SCRIPTS, ROOT / "pretrain.py"], ids=lambda path: path.stem)
-def test_missing_packages_give_one_line_that_says_how_to_install_them(path):
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run([sys.executable, "-S", path], env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
-    assert "No module named '" in done.stderr and "make setup" in done.stderr
+def test_missing_packages_give_one_line_that_says_how_to_install_them():
+    for code, _, said in light(*((path, [], {}) for path in LAUNCHED), python=(sys.executable, "-S")):
+        assert code == 1 and said.count("\n") == 1, said
+        assert "No module named '" in said and "make setup" in said
 
 
-def test_a_broken_package_gives_one_line_and_a_traceback_with_debug(without_heavy, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(REFUSE.replace("AssertionError", "ImportError"))
-    script, broken = ROOT / "scripts" / "train_qat.py", {"PYTHONPATH": str(tmp_path)}
-    done = started(script, "--cache-dir", "none", **broken)
-    assert (
-        done.returncode == 1 and done.stderr.count("\n") == 1 and "torch is imported: the installation" in done.stderr
+def test_a_broken_package_gives_one_line_and_a_traceback_with_debug(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('torch is broken')")
+    command = [sys.executable, ROOT / "scripts" / "train_qat.py", "--cache-dir", "none"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    plain, debug = (
+        subprocess.run([*command, *flags], env=environment, capture_output=True, text=True)
+        for flags in ([], ["--debug"])
     )
-    assert "Traceback" in started(script, "--cache-dir", "none", "--debug", **broken).stderr
+    assert plain.returncode == 1 and plain.stderr.count("\n") == 1
+    assert "torch is broken: the installation" in plain.stderr and "Traceback" in debug.stderr
