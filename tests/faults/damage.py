@@ -86,29 +86,28 @@ def names(path: Path) -> tuple[str, ...]:
 def damaged(bench: Bench, folder: Path, trial: Trial, there: Path, path: Path, what: str) -> str:
     """Damage a file of an interrupted run or of its inputs: the result stays the same, or the command refuses the file
     and changes nothing."""
-    subject = BY_NAME[trial.subject]
     shutil.copytree(there, folder)
     before = (folder / path).read_bytes()
     damage(folder / path, what, trial)
-    ended = subject.start(folder).wait()
-    if not ended.code:
-        check_same(bench, subject, folder, ended)
-        return "same result"
-    check_refusal(ended, *names(path))
-    if trial.dice.randrange(PUT_BACK) == 0:
+    outcome = same_or_refused(bench, folder, trial, path)
+    if outcome == "refused" and trial.dice.randrange(PUT_BACK) == 0:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(before)
-        finish(bench, subject, folder)
-        return "refused, and resumed with the file put back"
-    return "refused"
+        finish(bench, BY_NAME[trial.subject], folder)
+        outcome = "refused, and resumed with the file put back"
+    return outcome
 
 
 def misread(bench: Bench, folder: Path, trial: Trial, there: Path, path: Path, what: str) -> str:
     """Damage a file of a finished run that a tool reads."""
-    subject = BY_NAME[trial.subject]
-    bench.prepare(subject, folder)
+    bench.prepare(BY_NAME[trial.subject], folder)
     within = folder / OUT / path
     damage(within if within.exists() else folder / path, what, trial)
+    return same_or_refused(bench, folder, trial, path)
+
+
+def same_or_refused(bench: Bench, folder: Path, trial: Trial, path: Path) -> str:
+    subject = BY_NAME[trial.subject]
     ended = subject.start(folder).wait()
     if not ended.code:
         check_same(bench, subject, folder, ended)
@@ -140,7 +139,6 @@ def whole_checkpoints(folder: Path) -> list[Path]:
 
 
 def hostile_trainer(folder: Path, data: bytes) -> None:
-    """Replace trainer.pt in every checkpoint, with the right checksum."""
     for step in whole_checkpoints(folder):
         write_trainer(step, data)
 
@@ -159,32 +157,32 @@ def hostile_file(folder: Path, data: bytes, name: str) -> None:
 
 
 def write_trainer(step: Path, data: bytes) -> None:
+    """Replace trainer.pt of a checkpoint, with the right checksum."""
     (step / "trainer.pt").write_bytes(data)
     meta = json.loads((step / "meta.json").read_text())
     meta["sha256"]["trainer.pt"] = hashlib.sha256(data).hexdigest()
     (step / "meta.json").write_text(json.dumps(meta))
 
 
-def hostile_weights(folder: Path, data: bytes, name: str, instead: str) -> None:
-    """Replace a safetensors file with a pickle."""
-    (folder / name / instead).unlink()
-    (folder / name / instead.replace(".safetensors", ".bin").replace("model.bin", "pytorch_model.bin")).write_bytes(
-        data
-    )
+def hostile_weights(folder: Path, data: bytes) -> None:
+    (folder / "model" / "model.safetensors").unlink()
+    (folder / "model" / "pytorch_model.bin").write_bytes(data)
 
 
-def hostile_adapter(folder: Path, data: bytes, name: str) -> None:
-    (folder / name / "adapter_model.safetensors").unlink()
-    (folder / name / "origin.json").unlink()
-    (folder / name / "adapter_model.bin").write_bytes(data)
+def hostile_adapter(folder: Path, data: bytes) -> None:
+    adapter = folder / "recovery" / "adapter"
+    for name in ("adapter_model.safetensors", "origin.json"):
+        (adapter / name).unlink()
+    (adapter / "adapter_model.bin").write_bytes(data)
 
 
 def hostile_cache(folder: Path, data: bytes) -> None:
     """Replace the cache with one in the original project's layout."""
-    shutil.rmtree(folder / "cache")
-    (folder / "cache").mkdir()
-    (folder / "cache" / "meta.json").write_text("{}")
-    (folder / "cache" / "shard_00000.pt").write_bytes(data)
+    cache = folder / "cache"
+    shutil.rmtree(cache)
+    cache.mkdir()
+    (cache / "meta.json").write_text("{}")
+    (cache / "shard_00000.pt").write_bytes(data)
 
 
 def hostile_array(folder: Path, data: bytes) -> None:
@@ -203,11 +201,8 @@ PICKLES = {
     "student.pt": (partial(replace, name="student.pt"), ("recovery, KD", "recovery, SFT")),
     "best.pt": (partial(replace, name="qat/best.pt"), ("export, GGUF", "report", "completions", "perplexity")),
     "base.pt": (partial(replace, name="law4/base.pt"), ("legal assistant, int4",)),
-    "adapter_model.bin": (partial(hostile_adapter, name="recovery/adapter"), ("export, merged", "completions")),
-    "pytorch_model.bin": (
-        partial(hostile_weights, name="model", instead="model.safetensors"),
-        ("teacher cache", "QAT", "legal SFT", "GRPO", "completions"),
-    ),
+    "adapter_model.bin": (hostile_adapter, ("export, merged", "completions")),
+    "pytorch_model.bin": (hostile_weights, ("teacher cache", "QAT", "legal SFT", "GRPO", "completions")),
     "shard_00000.pt": (hostile_cache, ("QAT", "recovery, KD", "report")),
     "all__inputs.npy": (hostile_array, ("puzzles",)),
 }

@@ -156,7 +156,7 @@ def main() -> None:
     from page import page, table
 
     if not some:
-        PAGE.write_text(page(lines))
+        PAGE.write_text(page(PAGE.read_text(), lines))
     print(table(lines))
     if wrong := [line for line in lines if line["outcome"] != "ok"]:
         sys.exit(f"{len(wrong)} of {len(lines)} trials were lost or ended in a way that is not allowed")

@@ -119,69 +119,34 @@ SUBJECTS = (
         ("puzzles", "puzzles.yaml"), late="checkpoints/step_24", ends=("best.pt",),
     ),
 )  # fmt: skip
+STUDENT, READS = "--checkpoint qat/best.pt --model model --adapter recovery/adapter", "qat/best.pt recovery/adapter/*"
+ASK = "--model model --question When? --max-new-tokens 12"
 TOOLS = (
-    Subject(
-        "export, GGUF", "export_model",
-        f"--checkpoint qat/best.pt --model model --adapter recovery/adapter --format gguf --output-dir {OUT}/export",
-        ("model", "qat", "recovery"),
-        reads="qat/best.pt recovery/adapter/*",
-    ),
-    Subject(
-        "export, Hugging Face", "export_model",
-        f"--checkpoint qat/best.pt --model model --adapter recovery/adapter --format hf --output-dir {OUT}/export",
-        ("model", "qat", "recovery"),
-        reads="qat/best.pt recovery/adapter/*",
-    ),
-    Subject(
-        "export, merged", "export_model",
-        f"--checkpoint qat/best.pt --model model --adapter recovery/adapter --format merged --output-dir {OUT}/export",
-        ("model", "qat", "recovery"),
-        reads="qat/best.pt recovery/adapter/*",
-    ),
-    Subject(
-        "report", "report_recovery",
-        "--qat-run qat --recovery-run recovery --cache-dir cache --model model --rows 4 --new-tokens 4 "
-        f"--output {OUT}/report.md",
-        ("model", "cache", "qat", "recovery"),
-        # the cache's summary.json holds nothing but times
-        reads="qat/*.* recovery/*.* recovery/adapter/* cache/manifest.json cache/*.safetensors",
-    ),
-    Subject(
-        "completions", "run_inference",
-        "--checkpoint qat/best.pt --model model --adapter recovery/adapter --prompt Hello --max-new-tokens 12",
-        ("model", "qat", "recovery"),
-        reads="qat/best.pt recovery/adapter/*",
-    ),
-    Subject(
-        "perplexity", "measure_perplexity",
-        "--checkpoint qat/best.pt --model model --adapter recovery/adapter --dataset text.txt --length 32 "
-        "--max-windows 8",
-        ("model", "text.txt", "qat", "recovery"),
-        reads="qat/best.pt recovery/adapter/*",
-    ),
-    Subject("report", "report_run", f"--run {OUT}/qat", ("qat",), reads="qat/metrics.jsonl"),
-    Subject(
-        "verdict on GRPO", "analyze_training", f"--run {OUT}/bob", ("bob",),
-        reads="bob/training_config.json bob/*_validation.json bob/checksums.json bob/metrics.jsonl",
-    ),
-    Subject(
-        "questions after GRPO", "test_musclebob", f"--run bob --model model --samples 2 --output {OUT}/answers.json",
-        ("model", "bob"),
-        reads="bob/training_config.json bob/model/*",
-    ),
-    Subject(
-        "legal assistant", "run_legal_assistant",
-        "--run law --model model --question When? --max-new-tokens 12", ("model", "law"),
-        reads="law/config.yaml law/authorities.json law/adapter/* law/model/*",
-    ),
-    Subject(
-        "legal assistant, int4", "run_legal_assistant",
-        "--run law4 --model model --question When? --max-new-tokens 12", ("model", "law4"),
-        reads="law4/config.yaml law4/authorities.json law4/base.pt law4/adapter/* law4/model/*",
-    ),
+    *(Subject(f"export, {name}", "export_model", f"{STUDENT} --format {form} --output-dir {OUT}/export",
+              ("model", "qat", "recovery"), reads=READS)
+      for name, form in (("GGUF", "gguf"), ("Hugging Face", "hf"), ("merged", "merged"))),
+    Subject("report", "report_recovery",
+            "--qat-run qat --recovery-run recovery --cache-dir cache --model model --rows 4 --new-tokens 4 "
+            f"--output {OUT}/report.md", ("model", "cache", "qat", "recovery"),
+            # the cache's summary.json holds nothing but times
+            reads="qat/*.* recovery/*.* recovery/adapter/* cache/manifest.json cache/*.safetensors"),
+    Subject("completions", "run_inference", f"{STUDENT} --prompt Hello --max-new-tokens 12",
+            ("model", "qat", "recovery"), reads=READS),
+    Subject("perplexity", "measure_perplexity", f"{STUDENT} --dataset text.txt --length 32 --max-windows 8",
+            ("model", "text.txt", "qat", "recovery"), reads=READS),
+    Subject("plots", "report_run", f"--run {OUT}/qat", ("qat",), reads="qat/metrics.jsonl"),
+    Subject("verdict on GRPO", "analyze_training", f"--run {OUT}/bob", ("bob",),
+            reads="bob/training_config.json bob/*_validation.json bob/checksums.json bob/metrics.jsonl"),
+    Subject("questions after GRPO", "test_musclebob",
+            f"--run bob --model model --samples 2 --output {OUT}/answers.json", ("model", "bob"),
+            reads="bob/training_config.json bob/model/*"),
+    Subject("legal assistant", "run_legal_assistant", f"--run law {ASK}", ("model", "law"),
+            reads="law/config.yaml law/authorities.json law/adapter/* law/model/*"),
+    Subject("legal assistant, int4", "run_legal_assistant", f"--run law4 {ASK}", ("model", "law4"),
+            reads="law4/config.yaml law4/authorities.json law4/base.pt law4/adapter/* law4/model/*"),
     Subject("puzzle data", "build_puzzle_data", f"--kind sudoku4 --count 60 --output-dir {OUT}/puzzles", ()),
-    Subject("legal dataset, jsonl", "make_legal_dataset", f"--count 60 --output {OUT}/law.jsonl", ()),
-    Subject("legal dataset, parquet", "make_legal_dataset", f"--count 60 --output {OUT}/law.parquet", ()),
+    *(Subject(f"legal dataset, {form}", "make_legal_dataset", f"--count 60 --output {OUT}/law.{form}", ())
+      for form in ("jsonl", "parquet")),
 )  # fmt: skip
 
 
