@@ -1,6 +1,7 @@
 """Experts that share a parameter are quantised as separate matrices, counted, trained, frozen and read back."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ SIZE = {
     "num_key_value_heads": 2, "num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 8,
 }  # fmt: skip
 KINDS = ("Mixtral", "GptOss")  # [experts, out, in] and [experts, in, out]
+TOKENS = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(1))
 SPECS = ("balanced2/g16", "int4/tensor", "lut4/r4")
 
 
@@ -30,38 +32,28 @@ def make(kind: str):
 
 
 def student_of(kind: str, spec: str):
-    student = quantize(make(kind), StudentSpec(spec, "none"))
-    initialise(student)
+    initialise(student := quantize(make(kind), StudentSpec(spec, "none")))
     return student
-
-
-def tokens() -> torch.Tensor:
-    return torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_each_expert_is_quantised_independently(spec):
     weight = torch.randn(3, 32, 64, generator=torch.Generator().manual_seed(0))
-    together, kind = Quantizer(QuantSpec.parse(spec), 3, 32, 64), QuantSpec.parse(spec)
 
-    class Layer:
-        pass
+    def initialised(weight):
+        quantizer = Quantizer(QuantSpec.parse(spec), *weight.shape)
+        layer = SimpleNamespace(weight=torch.nn.Parameter(weight), quantizer=quantizer)
+        set_scale(layer)
+        value = quantizer(layer.weight, torch.float32)
+        value.square().sum().backward()
+        return value, layer.weight, quantizer
 
-    layer = Layer()
-    layer.weight, layer.quantizer = torch.nn.Parameter(weight), together
-    set_scale(layer)
-    found = together(layer.weight, torch.float32)
-    found.square().sum().backward()
+    found, latent, together = initialised(weight)
     for expert in range(3):
-        alone = Layer()
-        alone.weight, alone.quantizer = torch.nn.Parameter(weight[expert]), Quantizer(kind, 32, 64)
-        set_scale(alone)
-        own = alone.quantizer(alone.weight, torch.float32)
-        own.square().sum().backward()
-        assert torch.equal(found[expert], own)
-        assert torch.equal(layer.weight.grad[expert], alone.weight.grad)
-    assert together.scale_values == 3 * alone.quantizer.scale_values
-    assert torch.equal(together.decode(together.encode(layer.weight)), found.detach())
+        own, alone, quantizer = initialised(weight[expert])
+        assert torch.equal(found[expert], own) and torch.equal(latent.grad[expert], alone.grad)
+    assert together.scale_values == 3 * quantizer.scale_values
+    assert torch.equal(together.decode(together.encode(latent)), found.detach())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -71,22 +63,22 @@ def test_the_forward_pass_uses_quantised_experts(kind, spec):
     student, plain = student_of(kind, spec), make(kind)
     with torch.no_grad():
         with unquantized(student):
-            assert torch.equal(student(tokens()).logits, plain(tokens()).logits)
+            assert torch.equal(student(TOKENS).logits, plain(TOKENS).logits)
         for name, layer in quantized_layers(student).items():
             owner, _, leaf = name.rpartition(".")
             rows = layer.quantizer(rows_of(layer), torch.float32)
             plain.get_submodule(owner)._parameters[leaf].copy_(rows.transpose(1, 2) if layer.transposed else rows)
-        torch.testing.assert_close(student(tokens()).logits, plain(tokens()).logits)
+        torch.testing.assert_close(student(TOKENS).logits, plain(TOKENS).logits)
         frozen = copy.deepcopy(student)
         freeze(frozen)
-        torch.testing.assert_close(frozen(tokens()).logits, plain(tokens()).logits)
+        torch.testing.assert_close(frozen(TOKENS).logits, plain(TOKENS).logits)
     assert dict(student.named_parameters()).keys() >= dict(plain.named_parameters()).keys(), "names do not change"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_and_their_scales_are_trainable(kind):
     student = student_of(kind, "balanced2/g16")
-    student(tokens(), labels=tokens()).loss.backward()
+    student(TOKENS, labels=TOKENS).loss.backward()
     for layer in quantized_layers(student).values():
         assert isinstance(layer, ExpertWeight) and layer.weight.grad.abs().sum() > 0
         assert all(p.grad.abs().sum() > 0 for p in layer.quantizer.parameters())
@@ -94,20 +86,19 @@ def test_experts_and_their_scales_are_trainable(kind):
     codes = [layer.quantizer.codes for layer in quantized_layers(student).values()]
     assert all(layer.weight.requires_grad for layer in quantized_layers(thaw(student)).values())
     freeze(student)
-    again = [layer.quantizer.codes for layer in quantized_layers(student).values()]
-    assert all(map(torch.equal, codes, again))
+    assert all(map(torch.equal, codes, [layer.quantizer.codes for layer in quantized_layers(student).values()]))
 
 
-def test_experts_on_static_shapes_give_the_same_results():
-    for kind in KINDS:
-        found = []
-        for implementation in ("eager", STATIC):
-            student = student_of(kind, "balanced2/g16")
-            student.config._experts_implementation = implementation
-            out = student(tokens(), labels=tokens())
-            out.loss.backward()
-            found.append((out.logits, [p.grad for p in student.parameters() if p.grad is not None]))
-        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_on_static_shapes_give_the_same_results(kind):
+    found = []
+    for implementation in ("eager", STATIC):
+        student = student_of(kind, "balanced2/g16")
+        student.config._experts_implementation = implementation
+        out = student(TOKENS, labels=TOKENS)
+        out.loss.backward()
+        found.append((out.logits, [p.grad for p in student.parameters() if p.grad is not None]))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 def test_every_block_weight_is_counted():
@@ -121,9 +112,7 @@ def test_every_block_weight_is_counted():
 
 
 def test_a_student_in_which_nothing_is_quantised_is_refused():
+    model = tf.GPT2LMHeadModel(tf.GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=9))
     with pytest.raises(UserError, match=r"mlp=balanced2/g32 attn=none head=none quantises nothing: .*'gpt2'"):
-        quantize(
-            tf.GPT2LMHeadModel(tf.GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=9)),
-            StudentSpec("balanced2/g32", "none"),
-        )
+        quantize(model, StudentSpec("balanced2/g32", "none"))
     assert any(isinstance(m, QuantLinear) for m in quantize(make("Mixtral"), StudentSpec("none", "int4/g16")).modules())

@@ -63,12 +63,12 @@ def refused(path, *args) -> str:
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (7, 9), (16, 32)])
-def test_codes_survive_packing(bits, shape):
-    codes = torch.randint(0, 2**bits, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(bits))
-    packed = pack_codes(codes, bits)
-    assert packed.dtype == torch.uint8 and packed.shape == (-(-codes.numel() * bits // 8),)
-    assert torch.equal(unpack_codes(packed, bits, shape), codes)
+def test_codes_survive_packing(bits):
+    for shape in ((1, 1), (3, 5), (7, 9), (16, 32)):
+        codes = torch.randint(0, 2**bits, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(bits))
+        packed = pack_codes(codes, bits)
+        assert packed.dtype == torch.uint8 and packed.shape == (-(-codes.numel() * bits // 8),)
+        assert torch.equal(unpack_codes(packed, bits, shape), codes)
 
 
 def test_packed_bytes_by_hand():
@@ -135,24 +135,22 @@ def test_saving_does_not_disturb_training(trained, tmp_path):
     assert all(layer.quantizer.codes is None for layer in quantized_layers(student).values())
 
 
-@pytest.mark.parametrize("where", [0.05, 0.3, 0.6, 0.9])
-def test_a_flipped_byte_is_refused(saved, where):
+def flipped(content: bytes, where: float) -> bytes:
+    at = int(where * len(content))
+    return content[:at] + bytes([content[at] ^ 0x10]) + content[at + 1 :]
+
+
+def test_a_truncated_file_and_one_with_a_flipped_byte_are_refused(saved):
     _, path = saved()
-    content = bytearray(path.read_bytes())
-    content[int(where * len(content))] ^= 0x10
-    path.write_bytes(content)
-    assert "damaged" in refused(path)
+    whole = path.read_bytes()
+    truncated = [whole[:kept] for kept in (0, 10, len(whole) // 2, len(whole) * 99 // 100)]
+    for content in (*truncated, *(flipped(whole, where) for where in (0.05, 0.3, 0.6, 0.9))):
+        path.write_bytes(content)
+        assert "damaged" in refused(path)
 
 
-@pytest.mark.parametrize("kept", [0, 10, 0.5, 0.99])
-def test_a_truncated_file_is_refused(saved, kept):
-    _, path = saved()
-    content = path.read_bytes()
-    path.write_bytes(content[: kept if isinstance(kept, int) else int(kept * len(content))])
-    assert "damaged" in refused(path)
-
-
-def test_other_files_are_refused(tmp_path, tiny_model_dir):
+def test_other_files_and_another_model_are_refused(saved, tmp_path):
+    assert "--model 'other/model' cannot be read" in refused(saved()[1], "other/model")
     assert "no such file" in refused(tmp_path / "none.pt")
     path = tmp_path / "best.pt"
     for content in ({"format": "qat_lora.student.0", "tensors": {}}, {"w": torch.ones(2)}, torch.ones(2)):
@@ -162,31 +160,16 @@ def test_other_files_are_refused(tmp_path, tiny_model_dir):
     assert "damaged or not a student file" in refused(path)
 
 
-def test_another_model_is_refused(saved, tiny_model_dir):
-    _, path = saved()
-    assert "--model 'other/model' cannot be read" in refused(path, "other/model")
-
-
-@pytest.mark.parametrize(
-    "other",
-    [StudentSpec(mlp="lut4/r4", attn="balanced2/g32"), StudentSpec(mlp="balanced2/g16", attn="lut4/r4"),
-     StudentSpec(mlp="balanced4/g32", attn="lut4/r4"), StudentSpec(mlp="balanced2/tensor", attn="lut4/r4"),
-     StudentSpec(mlp="balanced2/g32", attn="lut4/r8")],
-    ids=str,
-)  # fmt: skip
-def test_tensors_that_do_not_fit_the_spec_are_refused(saved, other):
-    _, path = saved()
-    torch.save(torch.load(path, weights_only=True) | {"spec": vars(other) | {}}, path)
-    assert "does not fit" in refused(path)
-
-
-def test_a_base_model_of_another_size_is_refused(saved, tiny_model_dir):
-    """Same names, different shapes: the model at the stored path or hub name has changed since."""
+def test_tensors_that_fit_neither_the_spec_nor_the_base_model_are_refused(saved, tiny_model_dir):
     _, path = saved()
     config = LlamaConfig.from_pretrained(tiny_model_dir)
-    config.intermediate_size = 64
+    config.intermediate_size = 64  # the model at the stored path or hub name has changed since
     with pytest.raises(UserError, match="does not fit"):
         load_student(path, base=LlamaForCausalLM(config))
+    content = torch.load(path, weights_only=True)
+    for mlp, attn in (("lut4/r4", "balanced2/g32"), ("balanced2/g16", "lut4/r4"), ("balanced4/g32", "lut4/r4")):
+        torch.save(content | {"spec": dict(vars(StudentSpec(mlp, attn)))}, path)
+        assert "does not fit" in refused(path)
 
 
 def test_which_layers_are_quantised(trained):
@@ -201,17 +184,14 @@ def test_which_layers_are_quantised(trained):
 
 
 def test_a_size_that_does_not_fit_names_the_layer(tiny_model_dir):
-    with pytest.raises(
-        UserError, match=r"self_attn.q_proj: 64 inputs are not divisible by group 48; use one of \[2, 4, 8, 16"
-    ):
+    with pytest.raises(UserError, match=r"self_attn.q_proj: 64 inputs are not divisible by group 48; use one of"):
         quantize(load_model(str(tiny_model_dir)), StudentSpec(mlp="none", attn="int4/g48"))
 
 
 @pytest.mark.parametrize("spec", [SPEC, TIED])
 def test_embedding_and_head_are_trained_only_if_they_are_quantised(trained, spec):
-    student = trained(spec)
-    assert student.lm_head.weight.requires_grad == (spec is TIED)
-    assert all(p.requires_grad for name, p in student.named_parameters() if "embed" not in name)
+    trainable = {name: p.requires_grad for name, p in trained(spec).named_parameters()}
+    assert trainable.pop("model.embed_tokens.weight") == (spec is TIED) and all(trainable.values())
 
 
 @torch.no_grad()
