@@ -24,6 +24,10 @@ def changed(**columns) -> dict:
     return ROW | columns
 
 
+def read(text: str, ended: bool = True) -> Answer:
+    return Answer.read(text, ended)
+
+
 # -- rows ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "rows, words",
@@ -50,14 +54,11 @@ def test_other_columns_may_be_empty_and_ids_may_be_numbers():
 
 @pytest.mark.parametrize("text", ["\u200b", "\u00ad\ufeff", "\u00a0", "\ufe0f", "\x00"])
 def test_invisible_text_counts_as_empty(text):
-    for column in ("question", "answer"):
-        with pytest.raises(UserError, match=f"rows a: column {column} is empty"):
+    for column, name in (("question", "rows a"), ("answer", "rows a"), ("id", "rows number 0")):
+        with pytest.raises(UserError, match=f"{name}: column {column} is empty"):
             checked_rows([changed(**{column: text})])
-    with pytest.raises(UserError, match="rows number 1: column id is empty"):
-        checked_rows([ROW, changed(id=text)])
-    said = SAID.replace("The last day: 3 May 2027.", text)
-    assert Answer.read(SAID, True).formatted and not Answer.read(said, True).formatted
-    assert Answer.read(text + SAID, True).formatted, "nothing visible before the sections"
+    assert not read(SAID.replace("The last day: 3 May 2027.", text)).formatted
+    assert read(text + SAID).formatted, "nothing visible before the sections"
 
 
 @pytest.mark.parametrize(
@@ -77,19 +78,16 @@ def test_questions_that_look_the_same_have_one_key(one, other):
     assert group(changed(question=one)) == group(changed(question=other))
 
 
-def test_different_questions_have_different_keys():
+def test_keys_ignore_emphasis_but_not_symbols_or_scripts():
     assert same(changed(question="A _must_?")) == same(changed(question="a *must*"))
-    asked = ["Who owes £5?", "Who owes $5?", "Who owes 5?", "क्या कि", "क्या की", "👍?", "👎?", "?", "!"]
+    asked = ["Who owes £5?", "Who owes $5?", "Who owes 5?", "क्या कि", "क्या की", "👍?", "👎?", "?", "!", "Until then?"]
     assert len({same(changed(question=question)) for question in asked}) == len(asked)
 
 
-def test_duplicates_and_groups():
-    assert same(ROW) == same(changed(question="until  WHEN")) != same(changed(question="Until then?"))
-    one = changed(question="A debt of £3,000 is due on 3 May 2021.")
-    other = changed(question="A debt of £7 is due on 1 June 2020.")
-    assert group(one) == group(other) != group(other | {"topic": "tort"})
-    assert group(changed(question="A baker owes £3.")) == group(changed(question="A nurse owes £4."))
-    assert group(changed(question="A baker owes £3.")) != group(changed(question="A baker gets £3."))
+def test_questions_that_differ_only_in_figures_and_trade_are_one_group():
+    asked = ("A baker owes £3,000 on 3 May 2021.", "A nurse owes £7 on 1 June 2020.", "A baker gets £7 on 3 May 2021.")
+    one, other, gets = (group(changed(question=question)) for question in asked)
+    assert one == other != gets and one != group(changed(question=asked[0], topic="tort"))
 
 
 # -- rendering -------------------------------------------------------------------------------------------------------
@@ -117,12 +115,8 @@ def test_an_error_names_the_row_that_cannot_be_rendered(tiny_tokenizer, monkeypa
     monkeypatch.setattr(tiny_tokenizer, "chat_template", "{{ raise_exception('no system') }}")
     with pytest.raises(UserError, match="row a: the chat template refuses"):
         document(ROW, tiny_tokenizer)
-    monkeypatch.setattr(
-        tiny_tokenizer,
-        "chat_template",
-        "{% for m in messages %}<{{ m.role }}>{{ m.content | upper }}{% endfor %}"
-        "{{ '<assistant>' if add_generation_prompt }}",
-    )
+    louder = "{% for m in messages %}<{{ m.role }}>{{ m.content | upper }}{% endfor %}"
+    monkeypatch.setattr(tiny_tokenizer, "chat_template", louder + "{{ '<assistant>' if add_generation_prompt }}")
     with pytest.raises(UserError, match="row a: the chat template changes the answer"):
         document(ROW, tiny_tokenizer)
 
@@ -135,23 +129,29 @@ def test_rows_with_special_tokens_or_lone_surrogates_are_refused_by_id(tiny_toke
 
 
 @pytest.mark.parametrize(
-    "column, text",
-    [("reasoning", "One.\nAnswer: none yet"), ("difficulty", "a\nReasoning: x"), ("answer", "Yes.\nAnswer: no")],
+    "changes, whole",
+    [
+        ({"reasoning": "", "case_citation": ""}, True),
+        (
+            {
+                "answer": "**3 May 2027**, no later",
+                "topic": "*contract*",
+                "case_citation": "*Froom v Butcher [1976] QB 286*",
+            },
+            True,
+        ),
+        ({"reasoning": "One.\nAnswer: none yet"}, False),
+        ({"difficulty": "a\nReasoning: x"}, False),
+        ({"answer": "Yes.\nAnswer: no"}, False),
+    ],
 )
-def test_rows_that_do_not_read_back_are_detected(column, text):
-    assert readable(ROW) and readable(changed(reasoning="", case_citation=""))
-    assert not readable(changed(**{column: text}))
-
-
-@pytest.mark.parametrize("column, text", [("answer", "**3 May 2027**, no later"), ("topic", "*contract*"),
-                                          ("case_citation", "*Froom v Butcher* [1976] QB 286")])  # fmt: skip
-def test_a_section_may_open_with_emphasis(column, text):
-    assert readable(changed(**{column: text}))
+def test_a_row_is_readable_unless_a_line_begins_like_a_title(changes, whole):
+    assert readable(changed(**changes)) == whole
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
 def test_a_rendered_answer_reads_back():
-    answer = Answer.read(SAID, True)
+    answer = read(SAID)
     assert answer.formatted and list(answer.sections) == list(NUMBERS)
     assert answer.sections["reasoning"] == "Step 1: One.\nStep 2: Two." and answer.figure() == "3 May 2027"
 
@@ -165,11 +165,11 @@ def test_a_rendered_answer_reads_back():
     ],
 )  # fmt: skip
 def test_malformed_answers_are_not_formatted(text, ended):
-    assert not Answer.read(text, ended).formatted
+    assert not read(text, ended).formatted
 
 
 def test_emphasis_marks_are_allowed():
-    assert Answer.read(SAID.replace("Topic:", "**Topic:**").replace("Answer:", "## Answer:"), True).formatted
+    assert read(SAID.replace("Topic:", "**Topic:**").replace("Answer:", "## Answer:")).formatted
 
 
 @pytest.mark.parametrize(
@@ -185,118 +185,70 @@ def test_figures(text, wanted):
 
 
 def test_an_answer_without_sections_is_scored_by_its_last_figure():
-    assert Answer.read("From 3 May 2021 on, six years: 3 May 2027.", True).figure() == "3 May 2027"
-    assert Answer.read("I do not know.", True).figure() is None
+    assert read("From 3 May 2021 on, six years: 3 May 2027.").figure() == "3 May 2027"
+    assert read("I do not know.").figure() is None
 
 
 # -- citations -------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "text, known, others",
-    [
-        (SAID, {"Limitation Act 1980, s 5"}, set()),
-        ("Case Citation: Limitation Act 1980,  s 11A", {"Limitation Act 1980, s 11A"}, set()),
-        ("Case Citation: Limitation Act 1980, s 99", set(), {"Limitation Act 1980, s 99"}),
-        ("See Froom v Butcher [1976] QB 286.", {"Froom v Butcher [1976] QB 286"}, set()),
-        ("See Froom v Butcher and the Limitation Act 1980.", set(), set()),
-        ("As Smith v Jones says, and Theft Act 1968.", set(), {"Smith v Jones", "Theft Act 1968"}),
-        ("Case Citation: UK GDPR, art 12(3); R v Smith", {"UK GDPR, art 12(3)"}, {"R v Smith"}),
-        ("Case Citation: none", set(), set()),
-        ("Case Citation: Common sense", set(), {"Common sense"}),
-        ("Under the Limitation Act 1980, pursuant to the Equality Act 2010. Order 2345 was placed.", set(), set()),
-        (
-            "Breach of the Consumer Contracts (Information, Cancellation and Additional Charges) Regulations 2013.",
-            set(),
-            set(),
-        ),
-        (
-            "By Limitation Act 1980, s 99, and Froom v Butcher [1999] AC 1.",
-            set(),
-            {"Limitation Act 1980, s 99", "Froom v Butcher [1999] AC 1"},
-        ),
-        (
-            "UK GDPR, art 99 and Civil Procedure Rules, r 99.1",
-            set(),
-            {"UK GDPR, art 99", "Civil Procedure Rules, r 99.1"},
-        ),
-        (
-            "See Smith v. Jones, and Re Smith [2001] EWCA Civ 12",
-            set(),
-            {"Smith v. Jones", "Re Smith [2001] EWCA Civ 12"},
-        ),
-        (
-            "R (on the application of Smith) v Home Office held so.",
-            set(),
-            {"R (on the application of Smith) v Home Office"},
-        ),
-        ("the Sale of Goods Act 1979, s 14", set(), {"Sale of Goods Act 1979, s 14"}),
-        ("Limitation Act 1980, s 5.2", set(), {"Limitation Act 1980, s 5.2"}),
-        ("Limitation Act 1980, s 5-9", set(), {"Limitation Act 1980, s 5-9"}),
-        ("Limitation Act 1980, s 5/6", set(), {"Limitation Act 1980, s 5/6"}),
-        (
-            "Case Citation: Limitation Act 1980, s 5 and Froom v Butcher [1976] QB 286",
-            {"Limitation Act 1980, s 5", "Froom v Butcher [1976] QB 286"},
-            set(),
-        ),
-        ("Case Citation: Limitation Act 1980, s 5 (contract)", {"Limitation Act 1980, s 5"}, set()),
-        ("Case Citation: Limitation Act 1980, s 5, Theft Act 1968", {"Limitation Act 1980, s 5"}, {"Theft Act 1968"}),
-        (
-            "Case Citation: UK GDPR, art 12(3)\nTopic: x\nCase Citation: R v Smith",
-            {"UK GDPR, art 12(3)"},
-            {"R v Smith"},
-        ),
-        ("*Froom v Butcher* [1976] QB 286", {"Froom v Butcher [1976] QB 286"}, set()),
-        ("Case Citation: Limitation Act 1980 section 5", {"Limitation Act 1980, s 5"}, set()),
-        ("Limitation Act 1980, s. 5; UK GDPR Article 12(3)", {"Limitation Act 1980, s 5", "UK GDPR, art 12(3)"}, set()),
-        ("By section 5 of the Limitation Act 1980, yes.", {"Limitation Act 1980, s 5"}, set()),
-        ("By section 99 of the Limitation Act 1980, no.", set(), {"section 99 of the Limitation Act 1980"}),
-        ("Section 99 of the Theft Act 1968; Theft Act 1968, s 99.", set(), {"Section 99 of the Theft Act 1968"}),
-        ("As held in Roe v. Wade, 410 U.S. 113 (1973), it is.", set(), {"Roe v. Wade, 410 U.S. 113 (1973)"}),
-        ("In limitation act 1980 section 5 it says so.", {"Limitation Act 1980, s 5"}, set()),
-        ("Smith v Jones and the Theft Act 1968 apply.", set(), {"Smith v Jones", "Theft Act 1968"}),
-        (
-            "Case Citation: 1. Limitation Act 1980, s 5\n2. Froom v Butcher [1976] QB 286",
-            {"Limitation Act 1980, s 5", "Froom v Butcher [1976] QB 286"},
-            set(),
-        ),
-        ("Limitation Act 1980, ss 5 and 8", {"Limitation Act 1980, s 5", "Limitation Act 1980, s 8"}, set()),
-        ("Limitation Act 1980, s 5(1)", set(), {"Limitation Act 1980, s 5(1)"}),
-        ("It is the tenant's 5 weeks. Section 5 says so.", set(), set()),
-        ("Nothing.", set(), set()),
-    ],
-)
-def test_citations_are_found_and_looked_up_in_the_list(text, known, others):
-    assert LIST.cited(Answer.read(text, True)) == (known, others)
+# What an answer says, the authorities of the list that it cites, and those outside the list; ↵ ends a line.
+CITED = """
+Case Citation: Limitation Act 1980,  s 11A | Limitation Act 1980, s 11A |
+Case Citation: Limitation Act 1980, s 99 | | Limitation Act 1980, s 99
+See Froom v Butcher [1976] QB 286. | Froom v Butcher [1976] QB 286 |
+See Froom v Butcher and the Limitation Act 1980. | |
+As Smith v Jones says, and Theft Act 1968. | | Smith v Jones; Theft Act 1968
+Case Citation: UK GDPR, art 12(3); R v Smith | UK GDPR, art 12(3) | R v Smith
+Case Citation: none | |
+Case Citation: Common sense | | Common sense
+Under the Limitation Act 1980, pursuant to the Equality Act 2010. Order 2345 was placed. | |
+Breach of the Consumer Contracts (Information, Cancellation and Additional Charges) Regulations 2013. | |
+Limitation Act 1980, s 99, and Froom v Butcher [1999] AC 1. | | Limitation Act 1980, s 99; Froom v Butcher [1999] AC 1
+UK GDPR, art 99 and Civil Procedure Rules, r 99.1 | | UK GDPR, art 99; Civil Procedure Rules, r 99.1
+See Smith v. Jones, and Re Smith [2001] EWCA Civ 12 | | Smith v. Jones; Re Smith [2001] EWCA Civ 12
+R (on the application of Smith) v Home Office held so. | | R (on the application of Smith) v Home Office
+the Sale of Goods Act 1979, s 14 | | Sale of Goods Act 1979, s 14
+Limitation Act 1980, s 5.2 | | Limitation Act 1980, s 5.2
+Limitation Act 1980, s 5-9 | | Limitation Act 1980, s 5-9
+Limitation Act 1980, s 5/6 | | Limitation Act 1980, s 5/6
+Limitation Act 1980, s 5(1) | | Limitation Act 1980, s 5(1)
+Case Citation: UK GDPR, art 12(3) & Froom v Butcher [1976] QB 286 | UK GDPR, art 12(3); Froom v Butcher [1976] QB 286 |
+Case Citation: Limitation Act 1980, s 5 (contract) | Limitation Act 1980, s 5 |
+Case Citation: Limitation Act 1980, s 5, Theft Act 1968 | Limitation Act 1980, s 5 | Theft Act 1968
+Case Citation: UK GDPR, art 12(3)↵Topic: x↵Case Citation: R v Smith | UK GDPR, art 12(3) | R v Smith
+By section 99 of the Limitation Act 1980, no. | | section 99 of the Limitation Act 1980
+Section 99 of the Theft Act 1968; Theft Act 1968, s 99. | | Section 99 of the Theft Act 1968
+As held in Roe v. Wade, 410 U.S. 113 (1973), it is. | | Roe v. Wade, 410 U.S. 113 (1973)
+Smith v Jones and the Theft Act 1968 apply. | | Smith v Jones; Theft Act 1968
+Case Citation: 1. Limitation Act 1980, s 5↵2. UK GDPR, art 12(3) | Limitation Act 1980, s 5; UK GDPR, art 12(3) |
+Limitation Act 1980, ss 5 and 8 | Limitation Act 1980, s 5; Limitation Act 1980, s 8 |
+It is the tenant's 5 weeks. Section 5 says so. | |
+"""
+
+
+@pytest.mark.parametrize("line", CITED.strip().splitlines())
+def test_citations_are_found_and_looked_up_in_the_list(line):
+    text, *wanted = line.split("|")
+    found = LIST.cited(read(text.strip().replace("↵", "\n")))
+    assert found == tuple(set(filter(None, names.strip().split("; "))) for names in wanted)
 
 
 def test_every_authority_is_found_and_matches_no_other():
     for name in AUTHORITIES:
-        assert LIST.cited(Answer.read(f"Case Citation: {name}", True)) == ({name}, set())
-
-
-def test_an_empty_list_contains_no_citation():
-    assert Authorities([]).cited(Answer.read(SAID, True)) == (set(), {"Limitation Act 1980, s 5"})
+        assert LIST.cited(read(f"Case Citation: {name}")) == ({name}, set())
 
 
 # -- scoring ---------------------------------------------------------------------------------------------------------
 def test_scores_equal_values_computed_by_hand():
     rows = [ROW, changed(case_citation="UK GDPR, art 12(3)"), changed(answer="It depends.")]
     said = [SAID, SAID.replace("3 May", "4 May"), SAID.replace("Limitation Act 1980, s 5", "Smith v Jones")]
-    rates = {
-        name: (found["rate"], found["count"])
-        for name, found in score([Answer.read(text, True) for text in said], rows, LIST).items()
-    }
-    assert rates == {
-        "format": (1.0, 3),
-        "accuracy": (0.5, 2),
-        "citation_precision": (pytest.approx(1 / 3), 3),
-        "citation_recall": (pytest.approx(1 / 3), 3),
-        "invented": (pytest.approx(1 / 3), 3),
-    }
+    rates = score([read(text) for text in said], rows, LIST)
+    wanted = {"format": (3, 3), "accuracy": (1, 2), "citation_precision": (1, 3), "citation_recall": (1, 3),
+              "invented": (1, 3)}  # fmt: skip
+    assert {name: (found["rate"] * found["count"], found["count"]) for name, found in rates.items()} == wanted
 
 
 def test_the_generators_own_answers_get_full_scores():
     rows = checked_rows(list(generate(224, 5)))
-    rates = score([Answer.read(response(row), True) for row in rows], rows, LIST)
-    assert [rates[n]["rate"] for n in ("format", "accuracy", "citation_precision", "citation_recall", "invented")] == [
-        1.0, 1.0, 1.0, 1.0, 0.0,
-    ]  # fmt: skip
+    rates = score([read(response(row)) for row in rows], rows, LIST)
+    wanted = {"format": 1, "accuracy": 1, "citation_precision": 1, "citation_recall": 1, "invented": 0}
+    assert {name: found["rate"] for name, found in rates.items()} == wanted

@@ -1,6 +1,7 @@
 """Rows of the legal fine-tune: two Unicode forms of one text, two spellings of one authority."""
 
 import copy
+from collections.abc import Iterable
 from unicodedata import normalize
 
 import pytest
@@ -12,7 +13,12 @@ from qat_lora.experiments.legal.data import legal_data
 from qat_lora.experiments.legal.sections import Answer
 
 WORDS = ("café", "señor", "Müller", "façade", "naïve", "Ångström", "Zürich", "rôle")
-NAMES = ("precision", "recall", "invented")
+
+
+def rated(said: Iterable[str], rows: list[dict], data) -> list[float]:
+    """Precision, recall and share of invented citations."""
+    rates = score([Answer.read(text, True) for text in said], rows, Authorities(data.authorities))
+    return [rates[name]["rate"] for name in ("citation_precision", "citation_recall", "invented")]
 
 
 def made(rows, tokenizer):
@@ -40,9 +46,8 @@ def test_two_unicode_forms_count_as_one_text(tiny_tokenizer, kind):
     assert len(data.left_out["the same question as an earlier row"]) == len(WORDS)
     assert data.examples + len(data.questions) == len(data.authorities) == len(WORDS)
     assert len({same(one) for one in data.questions}) == len(data.questions)
-    said = [Answer.read(normalize(kind or "NFD", response(one)), True) for one in data.questions]
-    rates = score(said, data.questions, Authorities(data.authorities))
-    assert [rates[f"citation_{name}" if name != "invented" else name]["rate"] for name in NAMES] == [1, 1, 0]
+    said = [normalize(kind or "NFD", response(one)) for one in data.questions]
+    assert rated(said, data.questions, data) == [1, 1, 0]
 
 
 def test_two_spellings_count_as_one_authority(tiny_tokenizer):
@@ -50,11 +55,4 @@ def test_two_spellings_count_as_one_authority(tiny_tokenizer):
     rows.append(row(63, "nurse", "Limitation Act 1980, s 5", "NFC"))
     data = made(rows, tiny_tokenizer)
     assert data.authorities == ["section 5 of the Limitation Act 1980"]
-    said = [Answer.read(response(one), True) for one in rows]
-    rates = score(said, rows, Authorities(data.authorities))
-    assert [rates[f"citation_{name}" if name != "invented" else name]["rate"] for name in NAMES] == [1, 1, 0]
-
-
-def test_authorities_keep_their_spelling(tiny_tokenizer):
-    rows = [row(at, word, "Roe v. Wade, 410 U.S. 113 (1973)", "NFC") for at, word in enumerate(WORDS)]
-    assert made(rows, tiny_tokenizer).authorities == ["Roe v. Wade, 410 U.S. 113 (1973)"]
+    assert rated(map(response, rows), rows, data) == [1, 1, 0]
