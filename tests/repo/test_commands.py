@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from qat_lora.errors import UserError
+from qat_lora.quant.student import StudentSpec
 from qat_lora.run.command_line import parse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -14,30 +16,39 @@ SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
 PRESETS = sorted((ROOT / "configs").glob("*/*.yaml"))
 ELLIPSIS = ("...", "…")
 PRESETS_OF = {"train_recovery_lora_multi": "train_recovery_lora", "train_v2_tpu_multi": "train_qat"}
-SEED_GUIDES = [  # as written in the guides of the project's seeds
-    "python pretrain.py",
-    "python pretrain.py device_type=tpu",
-    "python pretrain.py device_type=cuda",
-    "python pretrain.py device_type=cpu",
-    "python pretrain.py device_type=tpu global_batch_size=1024",
-    "python scripts/smoke_test.py --run-training --train-epochs 5",
-    "python scripts/smoke_test.py --run-training --train-epochs 5 device_type=tpu",
-    "python scripts/train_recovery_lora.py --tpu --model Qwen/Qwen3-0.6B --checkpoint runs/v2_q4/best.pt "
-    "--kd-cache-dir caches/wikitext103_L1024_K128 --recovery-r 8 --batch-size 4 --accumulation-steps 8 "
-    "--max-steps 1000",
-    "PT_XLA_DEBUG=1 python scripts/train_recovery_lora.py --tpu ...",
-    "PJRT_DEVICE=TPU python scripts/train_recovery_lora.py ...",
-    "python scripts/train_recovery_lora_multi.py --model Qwen/Qwen3-0.6B --checkpoint runs/v2_q4/best.pt "
-    "--kd-cache-dir caches/wikitext103_L1024_K128 --recovery-r 8 --batch-size 4 --accumulation-steps 8 "
-    "--max-steps 1000",
+RECOVERY = (
+    "--model Qwen/Qwen3-0.6B --checkpoint runs/v2_q4/best.pt --kd-cache-dir caches/wikitext103_L1024_K128 "
+    "--recovery-r 8 --batch-size 4 --accumulation-steps 8 --max-steps 1000"
+)
+RECOVERED = {
+    "model": "Qwen/Qwen3-0.6B", "checkpoint": "runs/v2_q4/best.pt", "cache_dir": "caches/wikitext103_L1024_K128",
+    "lora_r": 8, "batch_size": 4, "accumulation_steps": 8, "max_steps": 1000,
+}  # fmt: skip
+SEED_GUIDES = {  # as written in the guides of the project's seeds, with the values that each must set
+    "python pretrain.py": {"device": "auto"},
+    "python pretrain.py device_type=tpu": {"device": "tpu"},
+    "python pretrain.py device_type=cuda": {"device": "cuda"},
+    "python pretrain.py device_type=cpu": {"device": "cpu"},
+    "python pretrain.py device_type=tpu global_batch_size=1024": {"device": "tpu", "global_batch_size": 1024},
+    "python scripts/smoke_test.py --run-training --train-epochs 5": {"run_training": True, "train_epochs": 5},
+    "python scripts/smoke_test.py --run-training --train-epochs 5 device_type=tpu": {
+        "run_training": True, "train_epochs": 5, "device": "tpu",
+    },
+    f"python scripts/train_recovery_lora.py --tpu {RECOVERY}": RECOVERED | {"device": "tpu", "num_chips": None},
+    "PT_XLA_DEBUG=1 python scripts/train_recovery_lora.py --tpu ...": {"device": "tpu", "num_chips": None},
+    "PJRT_DEVICE=TPU python scripts/train_recovery_lora.py ...": {"num_chips": None},
+    f"python scripts/train_recovery_lora_multi.py {RECOVERY}": RECOVERED | {"device": "auto", "num_chips": 0},
     "python scripts/train_v2_tpu_multi.py --from-scratch --cache-dir caches/openhermes_L128_K128_N50K "
-    "--config q4_r32 --batch-size 8 --accumulation-steps 4 --max-steps 3000",
-    "python scripts/train_recovery_lora_multi.py --num-chips 2 ...",
-    "TPU_NUM_DEVICES=2 python scripts/train_recovery_lora_multi.py ...",
+    "--config q4_r32 --batch-size 8 --accumulation-steps 4 --max-steps 3000": {
+        "from_scratch": True, "cache_dir": "caches/openhermes_L128_K128_N50K", "mlp": "uniform4/r32",
+        "attn": "uniform4/r32", "batch_size": 8, "accumulation_steps": 4, "max_steps": 3000, "num_chips": 0,
+    },
+    "python scripts/train_recovery_lora_multi.py --num-chips 2 ...": {"num_chips": 2},
+    "TPU_NUM_DEVICES=2 python scripts/train_recovery_lora_multi.py ...": {"num_chips": 0},
     "python scripts/train_musclebob_improved.py --model Qwen/Qwen2.5-0.5B-Instruct --batch-size 2 --epochs 5 "
-    "--num-generations 8 --sft --sft-epochs 2",
-    "python scripts/train_musclebob_improved.py --batch-size 1 --epochs 5",
-]
+    "--num-generations 8 --sft --sft-epochs 2": {"batch_size": 2, "epochs": 5},
+    "python scripts/train_musclebob_improved.py --batch-size 1 --epochs 5": {"batch_size": 1, "epochs": 5},
+}  # fmt: skip
 
 
 def name(path: Path) -> str:
@@ -54,20 +65,13 @@ def commands(text: str) -> list[str]:
 
 def written() -> list:
     """(where, command) for README, docs, Makefile, the scripts' docstrings and the presets' headers."""
-    texts = {
-        name(p): p.read_text() for p in [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))] if p.exists()
-    }
-    makefile = ROOT / "Makefile"
-    if makefile.exists():
-        texts["Makefile"] = re.sub(r"^\t@?", "", makefile.read_text(), flags=re.MULTILINE)
+    texts = {name(p): p.read_text() for p in [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]}
+    texts["Makefile"] = re.sub(r"^\t@?", "", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
     texts |= {name(p): ast.get_docstring(ast.parse(p.read_text())) or "" for p in SCRIPTS}
     for path in PRESETS:
         header = [line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#")]
         texts[name(path)] = "\n".join(header)
     return [(where, command) for where, text in texts.items() for command in commands(text)]
-
-
-WRITTEN = written()
 
 
 def words(command: str) -> tuple[str, list[str]]:
@@ -110,46 +114,27 @@ def test_commands_are_found_in_prose_fences_and_docstrings():
     assert words(commands(text)[0]) == ("a", ["--device", "xla"])
 
 
-def test_every_source_of_commands_has_some():
-    where = {place for place, _ in WRITTEN}
-    assert "README.md" in where and "Makefile" in where
-    assert any(place.startswith("docs/") for place in where)
-    assert {name(path) for path in SCRIPTS} <= where, "every script's docstring says how to launch it"
-
-
 # -- commands --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("where, command", WRITTEN)
-def test_documented_command_parses(config_of, where, command):
-    script, argv = words(command)
-    assert any((ROOT / folder / f"{script}.py").is_file() for folder in ("scripts", "benchmarks")), f"{where}: {script}"
-    if argv != ["--help"]:
-        config_of(script, argv)
+def test_every_documented_command_parses(config_of):
+    found = written()
+    for where, command in found:
+        script, argv = words(command)
+        assert any((ROOT / folder / f"{script}.py").is_file() for folder in ("scripts", "benchmarks")), (where, script)
+        if argv != ["--help"]:
+            try:
+                config_of(script, argv)
+            except UserError as error:
+                pytest.fail(f"{where}: {command}: {error}")
+    places = {place for place, _ in found}
+    assert {"README.md", "Makefile"} <= places and any(place.startswith("docs/") for place in places)
+    assert {name(path) for path in SCRIPTS} <= places, "every script's docstring says how to launch it"
 
 
 @pytest.mark.parametrize("command", SEED_GUIDES)
-def test_commands_of_the_seed_guides_parse(config_of, command):
-    script, argv = words(command)
-    config = config_of(script, argv)
-    if script in ("pretrain", "smoke_test"):
-        devices = [word.removeprefix("device_type=") for word in argv if word.startswith("device_type=")]
-        assert config.device == (*devices, "auto")[0]
-        if "global_batch_size=1024" in argv:
-            assert config.global_batch_size == 1024
-        if script == "smoke_test":
-            assert config.run_training and config.train_epochs == 5
-        return
-    if script == "train_musclebob_improved":
-        assert config.epochs == 5 and config.batch_size == (2 if "--sft" in argv else 1)
-        return
-    assert config.num_chips == (2 if "--num-chips" in argv else 0 if script.endswith("_multi") else None)
-    if script == "train_v2_tpu_multi":
-        assert config.from_scratch and config.mlp == config.attn == "uniform4/r32"
-        assert (config.batch_size, config.accumulation_steps, config.max_steps) == (8, 4, 3000)
-        assert config.cache_dir == "caches/openhermes_L128_K128_N50K"
-    elif "--max-steps" in argv:
-        assert config.device == ("tpu" if "--tpu" in argv else "auto") and config.model == "Qwen/Qwen3-0.6B"
-        assert (config.lora_r, config.batch_size, config.accumulation_steps, config.max_steps) == (8, 4, 8, 1000)
-        assert (config.checkpoint, config.cache_dir) == ("runs/v2_q4/best.pt", "caches/wikitext103_L1024_K128")
+def test_commands_of_the_seed_guides_set_their_values(config_of, command):
+    config = config_of(*words(command))
+    wanted = SEED_GUIDES[command]
+    assert {key: getattr(config, key) for key in wanted} == wanted
 
 
 # -- presets ---------------------------------------------------------------------------------------------------------
@@ -158,16 +143,14 @@ def test_expected_presets_exist():
     assert wanted <= {path.stem for path in PRESETS if path.parent.name == "train_qat"}
 
 
-@pytest.mark.parametrize("path", PRESETS, ids=name)
-def test_preset_fits_its_script(config_of, path):
-    script = path.parent.name
-    config = config_of(script, ["--config", path.stem])
-    assert config != config_of(script, []) and config.config == path.stem
-    if script == "train_qat":
-        from qat_lora.quant.student import StudentSpec
-
-        StudentSpec(mlp=config.mlp, attn=config.attn, head=config.head)
-    assert path.read_text().startswith("# "), "a preset's header says what to run and what to expect"
+def test_every_preset_fits_its_script_and_has_a_header(config_of):
+    for path in PRESETS:
+        script = path.parent.name
+        config = config_of(script, ["--config", path.stem])
+        assert config != config_of(script, []) and config.config == path.stem, name(path)
+        if script == "train_qat":
+            StudentSpec(mlp=config.mlp, attn=config.attn, head=config.head)
+        assert path.read_text().startswith("# "), f"the header of {name(path)} must say what to run and expect"
 
 
 # -- Make ------------------------------------------------------------------------------------------------------------
@@ -190,15 +173,15 @@ def test_expected_targets_exist():
     assert recipes().keys() >= {"help", "setup", "demo", "test", "lint", "doctor"}
 
 
-@pytest.mark.parametrize("target, lines", recipes().items())
-def test_files_of_a_make_target_exist(target, lines):
-    for line in lines:
-        for file in re.findall(r"\b(?:scripts|benchmarks|configs|docs)/[\w./-]+\w", line):
-            assert (ROOT / file).exists(), f"make {target} uses {file}"
-        script, preset = re.search(r"scripts/(\w+)\.py", line), re.search(r"--config (\w+)", line)
-        if script and preset:
-            folder = PRESETS_OF.get(script[1], script[1])
-            assert (ROOT / "configs" / folder / f"{preset[1]}.yaml").is_file(), f"make {target}: {preset[1]}"
+def test_the_files_of_every_make_target_exist():
+    for target, lines in recipes().items():
+        for line in lines:
+            for file in re.findall(r"\b(?:scripts|benchmarks|configs|docs)/[\w./-]+\w", line):
+                assert (ROOT / file).exists(), f"make {target} uses {file}"
+            script, preset = re.search(r"scripts/(\w+)\.py", line), re.search(r"--config (\w+)", line)
+            if script and preset:
+                folder = PRESETS_OF.get(script[1], script[1])
+                assert (ROOT / "configs" / folder / f"{preset[1]}.yaml").is_file(), f"make {target}: {preset[1]}"
 
 
 def test_every_target_has_a_description():

@@ -5,18 +5,17 @@ import dataclasses
 from pathlib import Path
 from typing import get_type_hints
 
-import pytest
 import yaml
 
 from qat_lora.run.command_line import type_of
 from qat_lora.run.options import GROUPS, JobConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py"))
 COMMON = {field.name for field in dataclasses.fields(JobConfig)}
 # Shared options are read in the modules that define them.
 SHARED = [ROOT / "qat_lora" / "data" / "options.py", ROOT / "qat_lora" / "train" / "options.py"]
-VARIANTS = ("train_recovery_lora_multi", "train_v2_tpu_multi")  # these use the options of another script
+VARIANTS = {"train_recovery_lora_multi", "train_v2_tpu_multi"}  # these use the options of another script
+SCRIPTS = sorted({path.stem for path in (ROOT / "scripts").glob("*.py")} - VARIANTS)
 UNBOUNDED = {  # numbers whose range is checked elsewhere
     "top_k", "top_p", "temperature",  # rl.rollout.Sampling
     "leak_min", "leak_max",  # min must not exceed max
@@ -31,22 +30,17 @@ def attributes(path: Path) -> set[str]:
     return names | {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in VARIANTS])
-def test_every_flag_of_a_script_is_read(name, load_script):
-    config = load_script(name).Config
-    own = {field.name for field in dataclasses.fields(config)} - COMMON
-    own |= {"timeouts"} if issubclass(config, JobConfig) else set()  # it reads --host-timeout and --join-timeout
-    read = set().union(*map(attributes, [ROOT / "scripts" / f"{name}.py", *SHARED]))
-    assert own <= read, f"parsed and never used: {sorted(own - read)}"
-
-
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in VARIANTS])
-def test_every_number_has_a_range_and_every_option_a_group(name, load_script):
-    config = load_script(name).Config
-    for field in dataclasses.fields(config):
-        assert field.metadata["group"] in GROUPS
-        if type_of(get_type_hints(config)[field.name]) in (int, float) and field.name not in UNBOUNDED:
-            assert field.metadata["bounds"], f"--{field.name} accepts any number"
+def test_every_flag_is_read_and_has_a_group_and_every_number_a_range(load_script):
+    for name in SCRIPTS:
+        config = load_script(name).Config
+        own = {field.name for field in dataclasses.fields(config)} - COMMON
+        own |= {"timeouts"} if issubclass(config, JobConfig) else set()  # it reads --host-timeout and --join-timeout
+        read = set().union(*map(attributes, [ROOT / "scripts" / f"{name}.py", *SHARED]))
+        assert own <= read, f"{name} parses and never uses {sorted(own - read)}"
+        for field in dataclasses.fields(config):
+            assert field.metadata["group"] in GROUPS, f"{name}: {field.name}"
+            if type_of(get_type_hints(config)[field.name]) in (int, float) and field.name not in UNBOUNDED:
+                assert field.metadata["bounds"], f"{name}: --{field.name} accepts any number"
 
 
 def test_all_presets_of_a_script_differ():

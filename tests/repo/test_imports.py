@@ -1,11 +1,10 @@
 """Imports go one way, three files import torch_xla, and nothing edits sys.path. Checked by parsing the source."""
 
 import ast
+import functools
 import re
 import statistics
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 ORDER = [  # each subpackage imports only itself and those before it
@@ -14,7 +13,7 @@ ORDER = [  # each subpackage imports only itself and those before it
 ]  # fmt: skip
 PACKAGE = sorted((ROOT / "qat_lora").rglob("*.py"))
 SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
-XLA = [ROOT / "qat_lora" / "backend" / name for name in ("xla.py", "recording.py", "graph.py")]
+XLA = {"qat_lora/backend/xla.py", "qat_lora/backend/recording.py", "qat_lora/backend/graph.py"}
 EVERYTHING = [*PACKAGE, *SCRIPTS, *(p for d in ("benchmarks", "tests") for p in sorted((ROOT / d).rglob("*.py")))]
 
 
@@ -22,10 +21,16 @@ def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def imported(path: Path) -> set[str]:
     """Every module that a file imports, at any level; `from a.b import c` gives a.b and a.b.c."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -34,93 +39,72 @@ def imported(path: Path) -> set[str]:
     return found
 
 
-def of_ours(path: Path) -> set[str]:
-    """The subpackages of qat_lora that a file imports from: {"run", "quant", …}."""
-    return {module.split(".")[1] for module in imported(path) if module.startswith("qat_lora.")}
+def ours(path: Path, level: int) -> set[str]:
+    """The parts of qat_lora that a file imports from: {"run", "quant", …} at level 1, {"athena", …} at level 2."""
+    parts = [module.split(".") for module in imported(path) if module.startswith("qat_lora.")]
+    return {part[level] for part in parts if len(part) > level and (level == 1 or part[1] == "experiments")}
 
 
-def room_or_script(path: Path) -> str:
-    return room(path) if path in PACKAGE else "scripts"
-
-
-def room(path: Path) -> str:
+def subpackage(path: Path) -> str:
     return path.relative_to(ROOT / "qat_lora").parts[0].removesuffix(".py")
 
 
 def test_the_search_finds_the_code():
     assert len(PACKAGE) > 20 and len(SCRIPTS) >= 8
     assert "qat_lora.kd.training" in imported(ROOT / "scripts" / "train_qat.py")
-    assert "torch_xla" in imported(ROOT / "qat_lora" / "backend" / "xla.py")
+    assert {subpackage(path) for path in PACKAGE} == {*ORDER, "__init__"}
 
 
-def test_the_order_lists_every_subpackage():
-    assert {room(path) for path in PACKAGE} == {*ORDER, "__init__"}
+def test_imports_go_one_way():
+    """The package's own __init__.py names its modules as strings."""
+    for path in PACKAGE:
+        if (own := subpackage(path)) != "__init__":
+            assert ours(path, 1) <= set(ORDER[: ORDER.index(own) + 1]), name(path)
 
 
-@pytest.mark.parametrize("path", PACKAGE, ids=name)
-def test_imports_go_one_way(path):
-    if room(path) != "__init__":  # it names its modules as strings
-        assert of_ours(path) <= set(ORDER[: ORDER.index(room(path)) + 1])
+def test_an_experiment_imports_no_other_experiment():
+    for path in PACKAGE:
+        if subpackage(path) == "experiments":
+            assert ours(path, 2) <= {path.relative_to(ROOT / "qat_lora").parts[1]}, name(path)
 
 
-@pytest.mark.parametrize("path", [p for p in PACKAGE if room(p) == "experiments"], ids=name)
-def test_an_experiment_imports_no_other_experiment(path):
-    used = {module.split(".")[2] for module in imported(path) if module.startswith("qat_lora.experiments.")}
-    assert used <= {path.relative_to(ROOT / "qat_lora").parts[1]}
+def test_the_package_imports_no_script_and_no_test_and_a_script_no_script():
+    others = {script.stem for script in SCRIPTS} | {"scripts"}
+    for paths, foreign in ((PACKAGE, {"scripts", "tests", "benchmarks", "conftest"}), (SCRIPTS, others)):
+        for path in paths:
+            assert not {module.split(".")[0] for module in imported(path)} & foreign, name(path)
 
 
 DEVICE_ASKED = re.compile(r"\.(kind|device\.type) *(==|!=|in\b|not in\b)|\bdevice_type *==")
 
 
-@pytest.mark.parametrize("path", [p for p in [*PACKAGE, *SCRIPTS] if room_or_script(p) != "backend"], ids=name)
-def test_only_the_backend_checks_the_kind_of_device(path):
+def test_only_the_backend_checks_the_kind_of_device():
     """Other code asks for capabilities. A `kind` of something else, e.g. of a reservoir (`spec.kind`), is allowed."""
-    lines = [line for line in path.read_text().splitlines() if DEVICE_ASKED.search(line)]
-    assert not [line for line in lines if not re.search(r"(spec|self|entry|e|rows)\.kind", line)]
+    for path in (*PACKAGE, *SCRIPTS):
+        if path in SCRIPTS or subpackage(path) != "backend":
+            lines = [line for line in path.read_text().splitlines() if DEVICE_ASKED.search(line)]
+            asking = [line for line in lines if not re.search(r"(spec|self|entry|e|rows)\.kind", line)]
+            assert not asking, name(path)
 
 
-@pytest.mark.parametrize(
-    "line, asks",
-    [
-        ('if backend.kind == "xla":', True),
-        ('if x.device.type != "cpu":', True),
-        ("if spec.kind == 2:", True),
-        ('if backend.kind in ("cpu", "cuda"):', True),
-        ("if backend.static_shapes:", False),
-    ],
-)
-def test_the_pattern_recognises_checks_of_the_device(line, asks):
-    assert bool(DEVICE_ASKED.search(line)) is asks
+def test_checks_of_the_device_are_recognised():
+    for line in ('if backend.kind == "xla":', 'if x.device.type != "cpu":', 'if backend.kind in ("cpu", "cuda"):'):
+        assert DEVICE_ASKED.search(line), line
+    assert not DEVICE_ASKED.search("if backend.static_shapes:")
 
 
-@pytest.mark.parametrize("path", PACKAGE, ids=name)
-def test_package_imports_no_script_and_no_test(path):
-    assert not {module.split(".")[0] for module in imported(path)} & {"scripts", "tests", "benchmarks", "conftest"}
+def test_training_scripts_import_qat_lora_before_torch():
+    for path in sorted((ROOT / "scripts").glob("*train*.py")):
+        nodes = [node for node in tree(path).body if isinstance(node, ast.Import | ast.ImportFrom)]
+        names = [node.names[0].name if isinstance(node, ast.Import) else node.module for node in nodes]
+        roots = [module.split(".")[0] for module in names]
+        assert "torch" not in roots or roots.index("qat_lora") < roots.index("torch"), name(path)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "scripts").glob("*train*.py")), ids=name)
-def test_training_scripts_import_qat_lora_before_torch(path):
-    names = [
-        alias.name if isinstance(node, ast.Import) else node.module
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for alias in node.names
-    ]
-    roots = [module.split(".")[0] for module in names]
-    assert "torch" not in roots or roots.index("qat_lora") < roots.index("torch")
-
-
-@pytest.mark.parametrize("path", SCRIPTS, ids=name)
-def test_script_imports_no_script(path):
-    others = {script.stem for script in SCRIPTS} | {"scripts"}
-    assert not {module.split(".")[0] for module in imported(path)} & others
-
-
-@pytest.mark.parametrize("path", [*PACKAGE, *SCRIPTS], ids=name)
-def test_only_three_files_import_torch_xla(path):
+def test_only_three_files_import_torch_xla():
     """The first two do so at their top, because they are imported only once the device is chosen."""
-    uses = {module for module in imported(path) if module.split(".")[0] == "torch_xla"}
-    assert bool(uses) == (path in XLA)
+    using = {p for p in (*PACKAGE, *SCRIPTS) if "torch_xla" in {module.split(".")[0] for module in imported(p)}}
+    assert set(map(name, using)) == XLA
 
 
 def edits_sys_path(node: ast.AST) -> bool:
@@ -134,21 +118,14 @@ def edits_sys_path(node: ast.AST) -> bool:
     return any(ast.unparse(target).split("[")[0] == "sys.path" for target in targets)
 
 
-@pytest.mark.parametrize(
-    "code, edits",
-    [
-        ("sys.path.insert(0, 'x')", True), ("sys.path += ['x']", True), ("sys.path[:0] = ['x']", True),
-        ("sys.path = []", True), ("print(sys.path)", False), ("x = [p for p in sys.path]", False),
-    ],
-)  # fmt: skip
-def test_edits_of_sys_path_are_recognised(code, edits):
-    assert any(map(edits_sys_path, ast.walk(ast.parse(code)))) is edits
-
-
-@pytest.mark.parametrize("path", EVERYTHING, ids=name)
-def test_no_file_edits_sys_path(path):
-    lines = [node.lineno for node in ast.walk(ast.parse(path.read_text())) if edits_sys_path(node)]
-    assert not lines, f"{name(path)} edits sys.path in lines {lines}"
+def test_no_file_edits_sys_path():
+    for code in ("sys.path.insert(0, 'x')", "sys.path += ['x']", "sys.path[:0] = ['x']", "sys.path = []"):
+        assert any(map(edits_sys_path, ast.walk(ast.parse(code)))), code
+    for code in ("print(sys.path)", "x = [p for p in sys.path]"):
+        assert not any(map(edits_sys_path, ast.walk(ast.parse(code)))), code
+    files = [path for path in EVERYTHING if "sys.path" in path.read_text()]
+    found = [f"{name(p)}:{node.lineno}" for p in files for node in ast.walk(tree(p)) if edits_sys_path(node)]
+    assert not found
 
 
 # -- sizes -----------------------------------------------------------------------------------------------------------
@@ -159,6 +136,6 @@ def test_core_files_and_functions_stay_short():
     assert statistics.median(lines.values()) <= 150
     assert {path.name: count for path, count in lines.items() if count > 400} == {}
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)]
+    nodes = [node for path in files for node in ast.walk(tree(path)) if isinstance(node, kinds)]
     lengths = sorted(node.end_lineno - node.lineno + 1 for node in nodes)
     assert lengths[int(0.95 * len(lengths))] <= 40
