@@ -248,7 +248,7 @@ def test_scores_equal_values_computed_by_hand():
 
 
 def test_the_generators_own_answers_get_full_scores():
-    rows = checked_rows(list(generate(224, 5)))
+    rows = checked_rows(list(generate(112, 5)))
     rates = score([read(response(row)) for row in rows], rows, LIST)
     wanted = {"format": 1, "accuracy": 1, "citation_precision": 1, "citation_recall": 1, "invented": 0}
     assert {name: found["rate"] for name, found in rates.items()} == wanted

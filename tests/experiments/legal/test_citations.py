@@ -194,8 +194,8 @@ def odd(rng: random.Random) -> str:
 
 @pytest.mark.parametrize("form", [None, "NFC", "NFD", "NFKC", "NFKD"])
 def test_a_dataset_of_odd_citations_gets_full_scores_against_its_own_list(form):
-    rng = random.Random(0)
-    for _ in range(60):
+    rng = random.Random(str(form))
+    for _ in range(25):
         assert rated([ROW | {"case_citation": odd(rng)} for _ in range(6)], form) == [1, 1, 0]
 
 
@@ -240,8 +240,8 @@ def test_many_places_of_one_title_take_linear_time():
 
 
 def test_reading_time_does_not_grow_with_the_list():
-    names = [f"P{number:x} v D{number:x} [1990] {number} QB 1" for number in range(5000)]
-    said = read("".join(f"See {name}, and no other. " for name in names[:40]))
+    names = [f"P{number:x} v D{number:x} [1990] {number} QB 1" for number in range(1000)]
+    said = read("".join(f"See {name}, and no other. " for name in names[:40] * 5))
     short, long = Authorities(names[:40]), Authorities(names)
     assert short.cited(said) == long.cited(said) == (set(names[:40]), set())
     assert linear(partial(short.cited, said), partial(long.cited, said))

@@ -1,16 +1,18 @@
 """The legal generator: its answers follow from its own law, and it cites nothing outside its list."""
 
 import re
-from calendar import month_name
 from collections import Counter
-from datetime import date
+from datetime import date, datetime
+from types import SimpleNamespace
 
 import pytest
 
+from qat_lora.data.text import read_rows
 from qat_lora.errors import UserError
 from qat_lora.experiments.legal.periods import later
 from qat_lora.experiments.legal.rules import AUTHORITIES, FIRST_DAY, LARGEST_COUNT, RULES, TYPES, generate
 from qat_lora.experiments.legal.sections import figure
+from qat_lora.run.command_line import parse
 
 COLUMNS = [
     "id",
@@ -23,110 +25,94 @@ COLUMNS = [
     "jurisdiction",
     "sample_type",
 ]
-ROWS = list(generate(1120, 0))
+VALUE = r"£?\d[\d,]*(?:\.\d+)?%?"
 
 
-def test_rows_have_the_columns_and_depend_only_on_the_seed():
-    assert all(list(row) == COLUMNS and all(row.values()) for row in ROWS)
-    assert list(generate(50, 0)) == ROWS[:50] and next(generate(1, 1)) != ROWS[0]
-    assert len({row["question"] for row in ROWS}) == len({row["id"] for row in ROWS}) == len(ROWS)
-
-
-def test_sample_types_and_authorities_are_balanced():
-    assert Counter(row["sample_type"] for row in ROWS) == dict.fromkeys(TYPES, 280)
-    assert Counter(row["case_citation"] for row in ROWS) == dict.fromkeys(AUTHORITIES, 1120 // len(AUTHORITIES))
-    assert len(AUTHORITIES) == len(set(AUTHORITIES)) == len(RULES)
-
-
-def test_the_last_step_leads_to_the_answer():
-    for row in ROWS:
-        wanted = figure(row["answer"])
-        assert wanted and row["reasoning"].startswith("Step 1: ")
-        if row["case_citation"] != "Employment Rights Act 1996, s 86":  # its last step is about the maximum
-            assert wanted == figure(row["reasoning"].splitlines()[-1].rsplit("is ", 1)[-1].rsplit("= ", 1)[-1])
-
-
-@pytest.mark.parametrize(
-    "authority, told, said",
-    [
-        ("Limitation Act 1980, s 5", "on 29 February 2020", "28 February 2026"),
-        ("Equality Act 2010, s 123", "on 29 July 2021", "28 October 2021"),
-        ("Equality Act 2010, s 123", "on 31 August 2021", "30 November 2021"),
-        ("Equality Act 2010, s 123", "on 30 November 2019", "29 February 2020"),
-        ("Equality Act 2010, s 123", "on 1 March 2021", "31 May 2021"),
-        ("UK GDPR, art 12(3)", "on 31 January 2021", "28 February 2021"),
-        ("Housing Act 2004, s 213", "on 8 December 2019", "6 January 2020"),
-        ("Consumer Rights Act 2015, s 22", "on 31 January 2021", "2 March 2021"),
-        ("Consumer Rights Act 2015, s 22", "on 26 December 2020", "25 January 2021"),
-    ],
-)
-def test_periods_end_on_the_dates_counted_by_hand(authority, told, said):
-    """The dates that a lawyer would count."""
-    rule = next(rule for rule in RULES if rule.authority == authority)
-
-    class Chosen:
-        """A generator that draws the wanted date."""
-
-        def randrange(self, most):
-            day, month, year = told.removeprefix("on ").split()
-            return (date(int(year), list(month_name).index(month), int(day)) - FIRST_DAY).days
-
-        def choice(self, items):
-            return items[0]
-
-    facts = rule.draw(Chosen())
-    assert told.removeprefix("on ") in facts.told and facts.value == said
-
-
-def test_sums_follow_from_the_figures_of_the_question():
-    for row in ROWS:
-        sums = [
-            float(part.replace(",", "").rstrip("."))
-            for part in (word.removeprefix("£") for word in row["question"].split() if word.startswith("£"))
-        ]
-        value = figure(row["answer"])
-        if row["case_citation"].endswith("s 5A"):
-            assert value == f"£{40 if sums[0] < 1000 else 70 if sums[0] < 10_000 else 100}.00"
-        if row["case_citation"] == "Housing Act 2004, s 214":
-            assert float(value[1:]) == 3 * sums[0]
-        if row["case_citation"].startswith("Froom"):
-            assert float(value[1:]) == sums[0] * (0.75 if "altogether" in row["question"] else 0.85)
+@pytest.fixture(scope="module")
+def rows():
+    return list(generate(1120, 0))
 
 
 def number(text: str) -> float:
     return float(text.strip("£%").replace(",", ""))
 
 
-def test_the_arithmetic_of_every_step_is_right():
+def test_rows_have_the_columns_and_depend_only_on_the_seed(rows):
+    assert all(list(row) == COLUMNS and all(row.values()) for row in rows)
+    assert list(generate(50, 0)) == rows[:50] and next(generate(1, 1)) != rows[0]
+    assert len({row["question"] for row in rows}) == len({row["id"] for row in rows}) == len(rows)
+
+
+def test_sample_types_and_authorities_are_balanced(rows):
+    assert Counter(row["sample_type"] for row in rows) == dict.fromkeys(TYPES, 280)
+    assert Counter(row["case_citation"] for row in rows) == dict.fromkeys(AUTHORITIES, 1120 // len(AUTHORITIES))
+    assert len(set(AUTHORITIES)) == len(RULES)
+
+
+def test_the_last_step_leads_to_the_answer(rows):
+    for row in rows:
+        wanted = figure(row["answer"])
+        assert wanted and row["reasoning"].startswith("Step 1: ")
+        if row["case_citation"] != "Employment Rights Act 1996, s 86":  # its last step is about the maximum
+            assert wanted == figure(re.split("is |= ", row["reasoning"].splitlines()[-1])[-1])
+
+
+@pytest.mark.parametrize(
+    "authority, told, said",
+    [
+        ("Limitation Act 1980, s 5", "29 February 2020", "28 February 2026"),
+        ("Equality Act 2010, s 123", "29 July 2021", "28 October 2021"),
+        ("Equality Act 2010, s 123", "31 August 2021", "30 November 2021"),
+        ("Equality Act 2010, s 123", "30 November 2019", "29 February 2020"),
+        ("Equality Act 2010, s 123", "1 March 2021", "31 May 2021"),
+        ("UK GDPR, art 12(3)", "31 January 2021", "28 February 2021"),
+        ("Housing Act 2004, s 213", "8 December 2019", "6 January 2020"),
+        ("Consumer Rights Act 2015, s 22", "31 January 2021", "2 March 2021"),
+        ("Consumer Rights Act 2015, s 22", "26 December 2020", "25 January 2021"),
+    ],
+)
+def test_periods_end_on_the_dates_that_a_lawyer_would_count(authority, told, said):
+    rule = next(rule for rule in RULES if rule.authority == authority)
+
+    drawn = (datetime.strptime(told, "%d %B %Y").date() - FIRST_DAY).days
+    facts = rule.draw(SimpleNamespace(randrange=lambda most: drawn, choice=lambda items: items[0]))
+    assert told in facts.told and facts.value == said
+
+
+def test_sums_follow_from_the_figures_of_the_question(rows):
+    for row in rows:
+        sums, value = re.findall(r"£(\d[\d,]*(?:\.\d+)?)", row["question"]), figure(row["answer"])
+        first = number(sums[0]) if sums else None
+        if row["case_citation"].endswith("s 5A"):
+            assert value == f"£{40 if first < 1000 else 70 if first < 10_000 else 100}.00"
+        if row["case_citation"] == "Housing Act 2004, s 214":
+            assert number(value) == 3 * first
+        if row["case_citation"].startswith("Froom"):
+            assert number(value) == first * (0.75 if "altogether" in row["question"] else 0.85)
+
+
+def test_the_arithmetic_of_every_step_is_right(rows):
     """Checks equations, percentages of a sum, and sums less a percentage."""
-    sums = {"+": 0, "−": 0, "×": 0}
-    value = r"£?\d[\d,]*(?:\.\d+)?%?"
-    shares = 0
-    for row in ROWS:
-        for left, sign, right, result in re.findall(rf"({value}) ([+−×]) ({value}) = ({value})", row["reasoning"]):
-            one, other = number(left), number(right)
-            other /= 100 if right.endswith("%") else 1
+    seen = Counter()
+    for steps in (row["reasoning"] for row in rows):
+        for left, sign, right, result in re.findall(rf"({VALUE}) ([+−×]) ({VALUE}) = ({VALUE})", steps):
+            one, other = number(left), number(right) / (100 if right.endswith("%") else 1)
             found = {"+": one + other, "−": one - other, "×": one * other}[sign]
-            assert number(result) == pytest.approx(found, abs=0.006), row["reasoning"]
-            sums[sign] += 1
-        if whole := re.search(rf"% of ({value})", row["reasoning"]):
-            for share, result in re.findall(
-                rf"({value})(?: of {value})? is ({value})", row["reasoning"].split("less")[0]
-            ):
-                if share.endswith("%"):
-                    assert number(result) == pytest.approx(number(share) * number(whole[1]) / 100, abs=0.006)
-                    shares += 1
-        for whole, cut, rest in re.findall(rf"({value}) less ({value}) is ({value})", row["reasoning"]):
+            assert number(result) == pytest.approx(found, abs=0.006), steps
+            seen[sign] += 1
+        whole = re.search(rf"% of ({VALUE})", steps)
+        for share, result in re.findall(rf"({VALUE})(?: of {VALUE})? is ({VALUE})", steps.split("less")[0]):
+            if whole and share.endswith("%"):
+                assert number(result) == pytest.approx(number(share) * number(whole[1]) / 100, abs=0.006)
+                seen["%"] += 1
+        for whole, cut, rest in re.findall(rf"({VALUE}) less ({VALUE}) is ({VALUE})", steps):
             assert number(rest) == number(whole) - number(cut)
-    assert min(*sums.values(), shares) > 100
+    assert min(seen[sign] for sign in "+−×%") > 100
 
 
-def test_length_of_service_fits_the_ages():
-    served = [
-        int(re.search(r"after (\d+) complete years", row["question"])[1])
-        for row in ROWS
-        if "between the ages of 22 and 40" in row["question"]
-    ]
+def test_length_of_service_fits_the_ages(rows):
+    asked = [row["question"] for row in rows if "between the ages of 22 and 40" in row["question"]]
+    served = [int(re.search(r"after (\d+) complete years", question)[1]) for question in asked]
     assert served and max(served) <= 19
 
 
@@ -145,33 +131,24 @@ def test_the_scarcest_question_sets_the_largest_count():
     """The client's question on the deposit penalty has fewer variants than any other type and rule."""
     rows = list(generate(LARGEST_COUNT, 1))
     assert len({row["question"] for row in rows}) == LARGEST_COUNT
-    scarce = [
-        row
-        for row in rows
-        if (row["sample_type"], row["case_citation"]) == ("client_interaction", "Housing Act 2004, s 214")
-    ]
-    assert len(scarce) == 2 * len(range(400, 3000, 25)), "all are used, so no further row is possible"
-    assert LARGEST_COUNT % (len(TYPES) * len(RULES)) == len(TYPES) * (len(RULES) - 1) + TYPES.index(
-        "client_interaction"
-    )
+    scarcest = ("client_interaction", "Housing Act 2004, s 214")
+    used = sum((row["sample_type"], row["case_citation"]) == scarcest for row in rows)
+    assert used == 2 * len(range(400, 3000, 25)), "all are used, so no further row is possible"
+    assert LARGEST_COUNT % (len(TYPES) * len(RULES)) == len(TYPES) * (len(RULES) - 1) + TYPES.index(scarcest[0])
 
 
 # -- the script ------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def make(load_script, tmp_path, monkeypatch):
-    from qat_lora.run.command_line import parse
-
     monkeypatch.chdir(tmp_path)
     script = load_script("make_legal_dataset")
     return lambda *words: script.main(parse(script.Config, "make_legal_dataset", list(words)))
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_written_rows_read_back_unchanged(make, suffix, capsys):
-    from qat_lora.data.text import read_rows
-
+def test_written_rows_read_back_unchanged(make, rows, suffix, capsys):
     make("count=40", f"output=law.{suffix}")
-    assert list(read_rows(f"law.{suffix}")) == ROWS[:40]
+    assert list(read_rows(f"law.{suffix}")) == rows[:40]
     assert "40 rows in law." in capsys.readouterr().out
 
 
