@@ -1,10 +1,18 @@
-"""How much memory this machine has, and a check that refuses what cannot fit before the system kills the process."""
+"""What this machine has: memory, with a check that refuses what cannot fit before the system kills the process, and a
+folder for what is made once."""
 
+import os
 from pathlib import Path
 
 from qat_lora.errors import UserError
 
 PLENTY = 1e30  # bytes; the largest need that a message shows
+
+
+def cache_folder() -> Path:
+    """The user's folder for files that can be made again at any time; it may not exist yet."""
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (named if named.is_absolute() else Path(os.path.expanduser("~/.cache"))) / "qat_lora"
 
 
 def host_memory(root: Path = Path("/")) -> float:

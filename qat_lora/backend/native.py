@@ -1,14 +1,16 @@
 """Kernels that fuse chains of operations into one pass over memory: native.c on the CPU, Triton on a GPU. Both are
 compiled on first use.
 
-Compiling native.c takes a second; torch.compile, which would fuse the same chains, takes ten to start. A function
-returns None or False if there is no C compiler or it does not support the tensors, and its caller then uses torch's
-operations. Quantised weights and their gradients equal torch's bit for bit, except that with torch 2.9 a GPU's kernels
-take subnormal numbers for 0; gradients of scales on a GPU and everything else are equal up to rounding.
+Compiling native.c takes a second, once per machine; torch.compile, which would fuse the same chains, takes ten to
+start. A function returns None or False if there is no C compiler or it does not support the tensors, and its caller
+then uses torch's operations. Quantised weights and their gradients equal torch's bit for bit, except that with torch
+2.9 a GPU's kernels take subnormal numbers for 0; gradients of scales on a GPU and everything else are equal up to
+rounding.
 """
 
 import ctypes
 import functools
+import hashlib
 import os
 import platform
 import shlex
@@ -16,13 +18,16 @@ import subprocess
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from ctypes import Structure, c_float, c_long, c_void_p
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from qat_lora.backend import machine
 from qat_lora.backend.tiles import tiles
 from qat_lora.errors import first_line
 
@@ -67,18 +72,54 @@ class _Levels(Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels; None if they cannot be compiled with OpenMP for this machine's vector instructions."""
-    with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder) / "native.so"
-        compiler = shlex.split(os.environ.get("CC", "cc"))
-        command = [*compiler, *FLAGS, "-shared", "-fPIC", "-o", str(made), str(SOURCE), "-lm"]
-        try:
-            subprocess.run(command, check=True, capture_output=True, timeout=60)
-            kernels = ctypes.CDLL(str(made))
-        except (OSError, subprocess.SubprocessError):
-            return None
-    kernels.move_moments.restype = kernels.add_rows.restype = c_long
+    """The compiled kernels; None if they cannot be compiled with OpenMP for this machine's vector instructions.
+
+    They are kept in the user's cache folder under a name that depends on source, flags, compiler, CPU and content.
+    """
+    compiler = [*shlex.split(os.environ.get("CC", "cc")), *FLAGS]
+    try:
+        # -### only prints the commands to run, with the compiler's version and what -march=native means on this CPU
+        plan = _output([*compiler, "-S", "-o", "native.s", "-###", SOURCE.name])
+    except (OSError, subprocess.SubprocessError):
+        return None
+    folder, name = machine.cache_folder(), f"native-{_digest(SOURCE.read_bytes() + plan)}"
+    for get in (_kept, _compiled, partial(_compiled, aside=None)):
+        with suppress(OSError, subprocess.SubprocessError):  # nothing kept; no room or no right to write
+            kernels = get(folder, name, compiler=compiler)
+            kernels.move_moments.restype = kernels.add_rows.restype = c_long
+            return kernels
+    return None
+
+
+def _kept(folder: Path, name: str, compiler: list[str]) -> ctypes.CDLL:
+    """The kernels compiled earlier. Raises OSError if there are none or the file is damaged: loading it could crash."""
+    for path in folder.glob(f"{name}-*.so"):
+        if path.stem == f"{name}-{_digest(path.read_bytes())}":
+            return ctypes.CDLL(str(path))
+    raise FileNotFoundError(name)
+
+
+def _compiled(folder: Path, name: str, compiler: list[str], aside: str | None = "here") -> ctypes.CDLL:
+    """Compile the kernels in `folder`, or (aside=None) where the system keeps temporary files, load them, and keep them
+    in `folder` if possible. Several processes may do so at once: each renames a file of its own."""
+    if aside:
+        folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=aside and folder) as own:
+        made = Path(own) / "native.so"
+        _output([*compiler, "-shared", "-fPIC", "-o", str(made), SOURCE.name, "-lm"])
+        kernels, content = ctypes.CDLL(str(made)), made.read_bytes()
+        with suppress(OSError):
+            made.rename(folder / f"{name}-{_digest(content)}.so")
     return kernels
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]
+
+
+def _output(command: list[str]) -> bytes:
+    """What a compiler's command prints on standard error. Raises SubprocessError if it fails."""
+    return subprocess.run(command, cwd=SOURCE.parent, check=True, capture_output=True, timeout=60).stderr
 
 
 def try_gpu_kernels() -> ModuleType:

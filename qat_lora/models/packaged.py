@@ -5,13 +5,13 @@ import functools
 import hashlib
 import importlib
 import importlib.util
-import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from qat_lora.backend.machine import cache_folder
 from qat_lora.errors import UserError
 from qat_lora.run.files import sha256, write_atomically, writing
 
@@ -53,7 +53,7 @@ def _joined_file(package: str) -> Path | None:
         name, wanted, parts = module.MODEL_NAME, module.EXPECTED_SHA256, module.chunk_paths()
     except ImportError:  # the parts may be separate packages
         return None
-    places = [folder / name for folder in (Path(module.__file__).parent, _user_cache())]
+    places = [folder / name for folder in (Path(module.__file__).parent, cache_folder())]
     for place in places:
         if _sha256(place) == wanted:
             return place
@@ -66,11 +66,6 @@ def _joined_file(package: str) -> Path | None:
         except UserError as error:
             fault = error
     raise UserError(f"{fault}; or set XDG_CACHE_HOME to another folder") from fault
-
-
-def _user_cache() -> Path:
-    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (named if named.is_absolute() else Path(os.path.expanduser("~/.cache"))) / "qat_lora"
 
 
 def _join(parts: list[Path], place: Path, wanted: str) -> None:
