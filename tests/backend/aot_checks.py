@@ -1,6 +1,6 @@
-"""Records the graphs of every experiment at tiny size, for test_aot.py: in a process of its own, as torch_xla needs.
+"""Records the graphs of experiments at tiny size, for test_aot*.py: in a process of its own, as torch_xla needs.
 
-python aot_checks.py MODEL OUT fp32|bf16    # MODEL: a folder with a tiny model
+python aot_checks.py MODEL OUT fp32|bf16 NAME…    # MODEL: a folder with a tiny model; NAME: of RUNS or FAULTS
 """
 
 import os
@@ -38,6 +38,16 @@ RUNS = {  # name: script, its options, chips
 }
 
 
+def recorded(name: str) -> dict:
+    """The graphs of each phase of an experiment."""
+    script, words, chips = RUNS[name]
+    module = load_script(script)
+    if hasattr(module, "ROWS"):  # answers per batch of a validation: 80 of them compile several times longer
+        module.ROWS = 2
+    options = read_options(module, [*words, "--precision", PRECISION], chips if chips > 1 else None)
+    return record(module.rehearse, options, chips).graphs
+
+
 def planted(name: str) -> dict | str:
     """A graph with a fault, or what the recording says about it; "linear" has none."""
     backend = RecordingBackend(PRECISION)
@@ -47,34 +57,37 @@ def planted(name: str) -> dict | str:
     rows = backend.to_device({"x": torch.ones(64, 256)})["x"]
     try:
         with backend.phase(name):
-            if name == "float64":
-                kept = model.weight.double().sum()
-            elif name == "callback":
-                shape = [[256, 256]], [torch.float32]
-                kept = torch_xla._XLAC._xla_custom_call([model.weight], "host_callback", *shape, False, "", 0, {})
-            elif name == "too large":
-                flat = model.weight.detach().flatten()
-                kept = (flat[:, None] * flat[None, :]).exp()  # 16 GiB
-            elif name == "read":
-                kept = model.weight.sum().item()
-            else:
-                model(rows).square().sum().backward()
-                optimizer.step()
-                kept = model.weight.grad.zero_()
+            kept = FAULTS[name](model.weight, model, rows, optimizer)
     except UserError as error:
         return str(error)
     del kept
     return backend.graphs
 
 
+def callback(weight, *_):
+    shape = [[256, 256]], [torch.float32]
+    return torch_xla._XLAC._xla_custom_call([weight], "host_callback", *shape, False, "", 0, {})
+
+
+def too_large(weight, *_):
+    flat = weight.detach().flatten()
+    return (flat[:, None] * flat[None, :]).exp()  # 16 GiB
+
+
+def linear(weight, model, rows, optimizer):
+    model(rows).square().sum().backward()
+    optimizer.step()
+    return weight.grad.zero_()
+
+
+FAULTS = {
+    "linear": linear,
+    "float64": lambda weight, *_: weight.double().sum(),
+    "callback": callback,
+    "too large": too_large,
+    "read": lambda weight, *_: weight.sum().item(),
+}
+
+
 if __name__ == "__main__":
-    found = {}
-    for name, (script, words, chips) in RUNS.items():
-        module = load_script(script)
-        if hasattr(module, "ROWS"):  # answers per batch of a validation: 80 of them compile several times longer
-            module.ROWS = 2
-        options = read_options(module, [*words, "--precision", PRECISION], chips if chips > 1 else None)
-        found[name, PRECISION] = record(module.rehearse, options, chips).graphs
-    for name in ("linear", "float64", "callback", "too large", "read"):
-        found["planted", name] = planted(name)
-    OUT.write_bytes(pickle.dumps(found))
+    OUT.write_bytes(pickle.dumps({name: (recorded if name in RUNS else planted)(name) for name in sys.argv[4:]}))

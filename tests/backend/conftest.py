@@ -2,18 +2,52 @@
 
 import json
 import os
+import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 from xla_results import QUICK
 
 HERE = Path(__file__).parent
 
 
+@pytest.fixture(scope="session")
+def one_layer_dir(sharp_model_dir, tmp_path_factory):
+    """The model of `sharp_model_dir` with its first layer alone: XLA compiles twice as long for two."""
+    from qat_lora.models.loading import load_model
+
+    folder = tmp_path_factory.mktemp("xla") / "model"
+    shutil.copytree(sharp_model_dir, folder)
+    model = load_model(str(sharp_model_dir))
+    del model.model.layers[1:]
+    model.config.num_hidden_layers = 1
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def record(tiny_model_dir, tmp_path_factory):
+    """record(precision, name, …): what aot_checks.py records under these names. The model has one layer of two heads:
+    compiling takes as long as a graph is large."""
+    folder = tmp_path_factory.mktemp("recorded")
+    few = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    LlamaForCausalLM(LlamaConfig.from_pretrained(tiny_model_dir, **few)).save_pretrained(folder / "model")
+
+    def run(precision: str, *names: str) -> dict:
+        command = [sys.executable, HERE / "aot_checks.py", folder / "model", folder / precision, precision, *names]
+        done = subprocess.run(command, env=os.environ | {"USE_TORCH_XLA": "0"}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return pickle.loads((folder / precision).read_bytes())
+
+    return run
+
+
 @pytest.fixture(scope="module")
-def on_xla(sharp_model_dir, tmp_path_factory):
+def on_xla(one_layer_dir, tmp_path_factory):
     """on_xla(check, …): {check: its result}, from one process on torch_xla's CPU device; "folder": what it wrote.
 
     A check is a function of an xla_*.py in this folder, such as "xla_qat.qat".
@@ -21,7 +55,7 @@ def on_xla(sharp_model_dir, tmp_path_factory):
 
     def run(*checks: str) -> dict:
         folder = tmp_path_factory.mktemp("xla")
-        command = [sys.executable, "-c", "import xla_process; xla_process.main()", sharp_model_dir, folder, *checks]
+        command = [sys.executable, "-c", "import xla_process; xla_process.main()", one_layer_dir, folder, *checks]
         path = os.pathsep.join(filter(None, [str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH")]))
         environment = os.environ | {"PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICK, "PYTHONPATH": path}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)

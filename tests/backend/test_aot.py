@@ -1,19 +1,15 @@
-"""The TPU's own compiler on the graphs of every experiment, without a TPU: they compile, and cost what they should.
+"""The TPU's own compiler, without a TPU: graphs compile, and cost what they should. test_aot_deep.py compiles those of
+every experiment.
 
 Recording needs torch_xla's CPU device and so a process of its own (aot_checks.py); compiling needs libtpu.
 """
 
-import os
-import pickle
 import re
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
+from patience import PATIENCE
 
 from qat_lora.backend import aot
 from qat_lora.backend.aot import CHIPS, LIBTPU, Compiled, Compiler, NotCompiled, refusal
@@ -24,121 +20,89 @@ pytestmark = [
     pytest.mark.tpu,
     pytest.mark.skipif(aot.libtpu_version() is None, reason="libtpu and jax come with requirements-dev.txt"),
 ]
-CHECKS = Path(__file__).with_name("aot_checks.py")
 
 
 @pytest.fixture(scope="module")
-def recorded(tiny_model_dir, tmp_path_factory) -> dict:
-    """{(experiment, precision): {phase: graphs}}, and the planted faults. The model has one layer of two heads:
-    compiling takes as long as a graph is large."""
-    folder, found = tmp_path_factory.mktemp("recorded"), {}
-    few = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-    config = LlamaConfig.from_pretrained(tiny_model_dir, **few)
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
-
-    def run(precision: str) -> dict:
-        out = folder / precision
-        words = [sys.executable, CHECKS, folder / "model", out, precision]
-        done = subprocess.run(words, env=os.environ | {"USE_TORCH_XLA": "0"}, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-2000:]
-        return pickle.loads(out.read_bytes())
-
-    with ThreadPoolExecutor(2) as pool:
-        for part in pool.map(run, ("fp32", "bf16")):
-            found |= part
-    return found
+def recorded(record) -> dict:
+    return record("fp32", "recovery", "linear", "float64", "callback", "too large", "read")
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("kept") / "compiled.jsonl"
+def linear(recorded):
+    """The graph of an update of a linear layer."""
+    return recorded["linear"]["linear"][0]
 
 
-@pytest.mark.parametrize("chip", ["v5e", "v6e"])
-def test_every_graph_of_every_experiment_compiles(recorded, kept, chip):
-    graphs = {
-        graph.hash: (f"{name} {precision}, {phase}", graph)
-        for (name, precision), phases in recorded.items()
-        if name != "planted"
-        for phase, graphs in phases.items()
-        for graph in graphs
-    }
-    assert {graph.chips for _, graph in graphs.values()} == {1, 4, 8}
-    largest_first = sorted(graphs.items(), key=lambda item: -len(item[1][1].code))
-    for chips, topology, jobs in ((4, "2x2", 2), (8, "2x4", 1)):
-        here = {key: both for key, both in largest_first if both[1].chips in (1, chips)}
-        with Compiler(chip, topology, jobs, kept) as compiler:
-            results = compiler.compile([graph for _, graph in here.values()])
-        assert not [f"{where}: {r}" for (where, _), r in zip(here.values(), results) if isinstance(r, NotCompiled)]
-        for (where, graph), found in zip(here.values(), results):
-            assert found.collectives == ({} if graph.chips == 1 else {"all-reduce": 1}), where
+@pytest.fixture(scope="module", autouse=True)
+def bare_environment():
+    """Where the environment does not forbid it, libtpu asks a metadata server for minutes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(aot, "OPENING", PATIENCE)
+        for name in aot.ENVIRONMENT:
+            patch.delenv(name, raising=False)
+        yield
 
 
-def test_a_later_update_compiles_nothing_new(recorded):
-    for (name, precision), phases in recorded.items():
-        for phase, graphs in phases.items() if name != "planted" else ():
-            if phase.endswith(": update"):
-                before = {graph.hash for graph in phases[phase.replace("update", "first update")]}
-                assert {graph.hash for graph in graphs} <= before, f"{name} {precision} {phase}"
+@pytest.fixture(scope="module")
+def v5e(tmp_path_factory):
+    with Compiler("v5e", kept=tmp_path_factory.mktemp("kept") / "compiled.jsonl") as compiler:
+        yield compiler
+
+
+def test_every_graph_of_an_experiment_compiles_and_a_later_update_has_none_of_its_own(recorded, v5e):
+    phases = recorded["recovery"]
+    assert not [found for graphs in phases.values() for found in v5e.compile(graphs) if isinstance(found, NotCompiled)]
+    first, later = ({graph.hash for graph in phases[f"recovery: {name}"]} for name in ("first update", "update"))
+    assert later <= first
 
 
 def test_what_a_step_updates_is_donated(recorded):
     """Weights, gradients and both moments: nothing that outlives the step is stored twice."""
-    last = recorded["recovery", "fp32"]["recovery: update"][-1]
+    last = recorded["recovery"]["recovery: update"][-1]
     adapters = 2 * 6  # A and B, for all layers but k_proj
     assert len(last.donated) >= 4 * adapters
 
 
-def test_figures_equal_those_computed_by_hand_and_are_the_same_again(recorded, tmp_path):
-    (graph,) = recorded["planted", "linear"]["linear"]
+def test_figures_equal_those_computed_by_hand_are_the_same_again_and_are_kept(linear, tmp_path, monkeypatch):
     found = []
     for number in range(2):
         with Compiler("v6e", kept=tmp_path / str(number)) as compiler:
-            found += compiler.compile([graph])
+            found += compiler.compile([linear])
     one, two = ({k: v for k, v in vars(r).items() if k != "seconds"} for r in found)
     assert one == two
     weights, rows = 256 * 256 * 4, 64 * 256 * 4
     assert abs(one["arguments"] - (2 * weights + rows)) < 2**14 and abs(one["aliased"] - 2 * weights) < 2**14
     assert abs(one["flops"] / (2 * 2 * 64 * 256 * 256) - 1) < 0.1  # the product, and the gradient of the weight
 
+    file = tmp_path / "0"
+    noise = '3\n[]\n{}\nnull\n{"key": "k", "peak": 1}\n{"key": "k", "error": 2}\n'
+    file.write_text(noise + file.read_text() + '{"key": "cut sho')  # an interrupted write
+    monkeypatch.setattr(aot, "_Child", lambda *_: pytest.fail("compiled again"))
+    with Compiler("v6e", kept=file) as compiler:
+        assert compiler.compile([linear]) == found[:1] and compiler.is_known(linear)
+
 
 @pytest.mark.parametrize("name, said", [("float64", "float64"), ("callback", "host_callback")])
-def test_a_planted_fault_is_refused(recorded, kept, name, said):
-    with Compiler("v5e", kept=kept) as compiler:
-        results = compiler.compile(recorded["planted", name][name])
+def test_a_planted_fault_is_refused(recorded, v5e, name, said):
+    results = v5e.compile(recorded[name][name])
     assert any(isinstance(r, NotCompiled) and said in str(r) and "\n" not in str(r) for r in results)
 
 
-def test_a_graph_that_does_not_fit_says_by_how_much(recorded, kept):
-    with Compiler("v5e", kept=kept) as compiler:
-        (refused,) = compiler.compile(recorded["planted", "too large"]["too large"])
+def test_a_graph_that_does_not_fit_says_by_how_much(recorded, v5e):
+    (refused,) = v5e.compile(recorded["too large"]["too large"])
     assert isinstance(refused, NotCompiled) and refused.need > refused.limit > 15 * 2**30
     said = r"it needs (\d+\.\d+) GB of HBM, (\d+\.\d+) GB more than the 16.91 GB that a program can use"
     need, more = map(float, re.fullmatch(said, str(refused)).groups())
     assert need == pytest.approx(16.91 + more, abs=0.011)
 
 
-def test_tensors_that_a_graph_does_not_use_take_memory_too(recorded, kept):
-    (graph,) = recorded["planted", "linear"]["linear"]
-    with Compiler("v5e", kept=kept) as compiler:
-        fits, refused = compiler.compile([graph, replace(graph, beside=16 * 2**30)])
+def test_tensors_that_a_graph_does_not_use_take_memory_too(linear, v5e):
+    fits, refused = v5e.compile([linear, replace(linear, beside=16 * 2**30)])
     assert isinstance(fits, Compiled) and refused.need == fits.peak + 16 * 2**30
 
 
 def test_a_host_read_in_a_step_is_named(recorded):
-    assert re.match(r"aot_checks.py:\d+ reads a value of the device on the host \(item", recorded["planted", "read"])
-
-
-def test_results_are_kept(recorded, tmp_path, monkeypatch):
-    (graph,) = recorded["planted", "linear"]["linear"]
-    file = tmp_path / "compiled.jsonl"
-    with Compiler("v6e", kept=file) as compiler:
-        (first,) = compiler.compile([graph])
-    noise = '3\n[]\n{}\nnull\n{"key": "k", "peak": 1}\n{"key": "k", "error": 2}\n'
-    file.write_text(noise + file.read_text() + '{"key": "cut sho')  # an interrupted write
-    monkeypatch.setattr(aot, "_Child", lambda *_: pytest.fail("compiled again"))
-    with Compiler("v6e", kept=file) as compiler:
-        assert compiler.compile([graph]) == [first] and compiler.is_known(graph)
+    assert re.match(r"aot_checks.py:\d+ reads a value of the device on the host \(item", recorded["read"])
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------
@@ -153,32 +117,19 @@ def test_a_chip_that_this_libtpu_does_not_know_is_named(tmp_path):
         Compiler("tpu7x", kept=tmp_path / "k")
 
 
-def test_a_compiler_that_dies_is_reported(recorded, tmp_path):
-    (graph,) = recorded["planted", "linear"]["linear"]
-    with Compiler("v6e", kept=tmp_path / "k") as compiler:
-        child = aot._Child("v6e", "1x1", LIBTPU)
-        child.open()
-        child.process.kill()
-        with pytest.raises(UserError, match="ended with exit code -9"):
-            child.compile(graph)
-        assert isinstance(compiler.compile([graph])[0], Compiled)
+def test_a_compiler_that_dies_is_reported_and_never_asks_a_metadata_server(linear):
+    child = aot._Child("v6e", "1x1", LIBTPU)
+    given = Path(f"/proc/{child.process.pid}/environ").read_bytes().decode().split("\0")
+    assert {f"{name}={value}" for name, value in aot.ENVIRONMENT.items()} <= set(given)
+    child.process.kill()
+    with pytest.raises(UserError, match="ended with exit code -9"):
+        child.compile(linear)
 
 
-def test_a_libtpu_that_does_not_answer_times_out(recorded, tmp_path, monkeypatch):
-    (graph,) = recorded["planted", "linear"]["linear"]
+def test_a_libtpu_that_does_not_answer_times_out(linear, tmp_path, monkeypatch):
     monkeypatch.setattr(aot, "OPENING", 0.01)
     with Compiler("v6e", kept=tmp_path / "k") as compiler, pytest.raises(UserError, match="did not open within"):
-        compiler.compile([graph])
-
-
-def test_a_metadata_server_is_never_asked(recorded, tmp_path, monkeypatch):
-    """Where the environment names none, libtpu would ask for minutes."""
-    (graph,) = recorded["planted", "linear"]["linear"]
-    for name in aot.ENVIRONMENT:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(aot, "OPENING", 60)
-    with Compiler("v6e", kept=tmp_path / "k") as compiler:
-        assert isinstance(compiler.compile([graph])[0], Compiled)
+        compiler.compile([linear])
 
 
 def test_the_pin_of_libtpu_is_that_of_torch_xla():

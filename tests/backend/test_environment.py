@@ -12,7 +12,6 @@ from qat_lora.errors import UserError
 
 ONE_HOST = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 HOSTS = ONE_HOST | {"MASTER_ADDR": "192.0.2.7"}
-NEITHER = "unset RANK and WORLD_SIZE to start without torchrun"
 
 
 @pytest.fixture
@@ -29,9 +28,7 @@ def place(monkeypatch):
     return read
 
 
-@pytest.mark.parametrize(
-    "values", [{}, {"MASTER_ADDR": "a"}, {"MASTER_PORT": "29500"}, {"MASTER_ADDR": "a", "MASTER_PORT": "29500"}]
-)
+@pytest.mark.parametrize("values", [{}, {"MASTER_ADDR": "a", "MASTER_PORT": "29500"}])
 def test_an_address_and_a_port_alone_do_not_mean_a_launcher(place, values):
     assert place(values) is None
 
@@ -42,55 +39,47 @@ def test_a_bad_port_is_refused_without_a_launcher(place):
 
 
 @pytest.mark.parametrize(
-    "values, rank, world_size, local_rank, local_world_size",
+    "values, wanted",  # rank, world_size, local_rank, local_world_size
     [
-        (ONE_HOST, 1, 2, 1, 2),
-        (ONE_HOST | {"MASTER_ADDR": "localhost", "RANK": " 0 "}, 0, 2, 0, 2),
-        (ONE_HOST | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, 1, 2, 0, 1),
-        (HOSTS, 1, 2, 0, 1),
-        (HOSTS | {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, 5, 8, 1, 4),
-        (HOSTS | {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 3, 4, 1, 2),
-        (HOSTS | {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}, 3, 8, 3, 4),
-        (HOSTS | {"RANK": "0", "WORLD_SIZE": "1"}, 0, 1, 0, 1),
+        (ONE_HOST, (1, 2, 1, 2)),
+        (ONE_HOST | {"MASTER_ADDR": "localhost", "RANK": " 0 "}, (0, 2, 0, 2)),
+        (ONE_HOST | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, (1, 2, 0, 1)),
+        (HOSTS, (1, 2, 0, 1)),
+        (HOSTS | {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, (5, 8, 1, 4)),
+        (HOSTS | {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, (3, 4, 1, 2)),
+        (HOSTS | {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}, (3, 8, 3, 4)),
+        (HOSTS | {"RANK": "0", "WORLD_SIZE": "1"}, (0, 1, 0, 1)),
     ],
 )
-def test_a_place_is_read_and_missing_values_are_derived(place, values, rank, world_size, local_rank, local_world_size):
+def test_a_place_is_read_and_missing_values_are_derived(place, values, wanted):
     read = place(values)
-    assert (read.rank, read.world_size, read.local_rank) == (rank, world_size, local_rank)
-    assert read.local_world_size == local_world_size and read.one_host == (local_world_size == world_size)
+    assert (read.rank, read.world_size, read.local_rank, read.local_world_size) == wanted
+    assert read.one_host == (read.local_world_size == read.world_size)
 
 
 @pytest.mark.parametrize(
-    "values, there, missing, way_out",
+    "values, missing, unset",
     [
-        ({"RANK": "0"}, "RANK=0", "WORLD_SIZE, MASTER_ADDR, MASTER_PORT", "unset RANK to start without torchrun"),
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2", "RANK, MASTER_ADDR, MASTER_PORT", "unset WORLD_SIZE to start"),
-        (
-            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "RANK=0, WORLD_SIZE=2, MASTER_PORT=1", "MASTER_ADDR",
-            NEITHER,
-        ),
-        ({"LOCAL_RANK": "0"}, "LOCAL_RANK=0", ", ".join(REQUIRED), "unset LOCAL_RANK to start without torchrun"),
-        ({"LOCAL_RANK": "x"}, "LOCAL_RANK=x", ", ".join(REQUIRED), "unset LOCAL_RANK to start without torchrun"),
-        (
-            {"LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "a"}, "MASTER_ADDR=a, LOCAL_WORLD_SIZE=8",
-            "RANK, WORLD_SIZE, MASTER_PORT", "unset LOCAL_WORLD_SIZE to start",
-        ),
+        ({"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT", "RANK"),
+        ({"WORLD_SIZE": "2"}, "RANK, MASTER_ADDR, MASTER_PORT", "WORLD_SIZE"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "MASTER_ADDR", "RANK and WORLD_SIZE"),
+        ({"LOCAL_RANK": "x"}, ", ".join(REQUIRED), "LOCAL_RANK"),
+        ({"MASTER_ADDR": "a", "LOCAL_WORLD_SIZE": "8"}, "RANK, WORLD_SIZE, MASTER_PORT", "LOCAL_WORLD_SIZE"),
     ],
-)  # fmt: skip
-def test_an_incomplete_place_names_the_missing_variables(place, values, there, missing, way_out):
+)
+def test_an_incomplete_place_names_the_missing_variables(place, values, missing, unset):
     with pytest.raises(UserError) as error:
         place(values)
-    assert str(error.value).startswith(
-        f"the environment has {there} but no {missing}; start with torchrun, which sets all of them, or {way_out}"
-    )
+    there = ", ".join(f"{name}={value}" for name, value in values.items())
+    fix = f"start with torchrun, which sets all of them, or unset {unset} to start without torchrun"
+    assert str(error.value).startswith(f"the environment has {there} but no {missing}; {fix}")
 
 
 @pytest.mark.parametrize(
     "name, value, what",
     [
-        *[(name, "x", "is not a whole number") for name in LAUNCH if name != "MASTER_ADDR"],
+        *[(name, value, "is not a whole number") for name in LAUNCH if name != "MASTER_ADDR" for value in ("x", "-1")],
         *[(name, "", "is empty") for name in LAUNCH],
-        *[(name, "-1", "is not a whole number") for name in LAUNCH if name != "MASTER_ADDR"],
         ("RANK", "2", "is not below WORLD_SIZE=2"),
         ("RANK", "1.0", "is not a whole number"),
         ("RANK", "9" * 5000, "is not a whole number"),
@@ -105,19 +94,15 @@ def test_an_incomplete_place_names_the_missing_variables(place, values, there, m
     ],
 )
 def test_a_bad_value_is_named_with_its_fix(place, monkeypatch, name, value, what):
-    if name == "MASTER_ADDR" and value == "127.0.0.1:29500":  # a real resolver may be slow, or know every name
+    def unknown(*_, **__):  # a real resolver may be slow, or know every name
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
-        def unknown(*_, **__):
-            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-
+    if value == "127.0.0.1:29500":
         monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(UserError) as error:
         place(ONE_HOST | {name: value})
-    assert str(error.value).startswith(f"{name}={value} {what}")
-    unset = (
-        NEITHER if name in ONE_HOST and "MASTER" not in name else f"unset RANK, WORLD_SIZE and {name} to start without"
-    )
-    assert unset in str(error.value)
+    unset = "RANK and WORLD_SIZE" if name in ("RANK", "WORLD_SIZE") else f"RANK, WORLD_SIZE and {name}"
+    assert str(error.value).startswith(f"{name}={value} {what}") and f"unset {unset} to start" in str(error.value)
 
 
 def test_the_agents_store_and_its_job_are_read(place):
@@ -194,9 +179,7 @@ def test_a_process_that_would_train_alone_on_a_slice_is_refused(monkeypatch):
     monkeypatch.setattr(detect, "tpu_chips", lambda: ["v6e"] * 4)
     assert is_slice_host("xla", 0) and is_slice_host("xla", 4) and not is_slice_host("cpu", None)
     for part in (None, 1, 2):
-        with pytest.raises(
-            UserError, match=r"^TPU_WORKER_HOSTNAMES=a,b means a slice of at least 2 hosts, but this process"
-        ):
+        with pytest.raises(UserError, match=r"^TPU_WORKER_HOSTNAMES=a,b means a slice of at least 2 hosts, but this"):
             is_slice_host("xla", part)
     monkeypatch.setattr(detect, "tpu_chips", lambda: [])
     with pytest.raises(UserError, match=r"would train alone; unset TPU_WORKER_HOSTNAMES$"):

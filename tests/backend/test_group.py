@@ -6,9 +6,11 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
+from patience import PATIENCE
 
 from qat_lora.backend import link as link_module
 from qat_lora.backend import relay as relay_module
@@ -18,7 +20,8 @@ from qat_lora.backend.relay import Kind, Relay, Timeouts, as_json, frame
 from qat_lora.backend.rendezvous import join, serve
 from qat_lora.errors import UserError
 
-HASTY = Timeouts(host=3, join=2)  # a worker is lost after 1.65 s
+HOST = socket.gethostname()
+CALM, HASTY = Timeouts(PATIENCE, PATIENCE), Timeouts(host=3, join=PATIENCE)  # HASTY: a worker is lost after 1.65 s
 made: list[Link] = []
 
 
@@ -31,11 +34,10 @@ def links_end_with_the_test():
         link.reporting = True
 
 
-def enter(relay: Relay, rank: int, count: int, timeouts: Timeouts = HASTY, **claims) -> Group:
+def enter(relay: Relay, rank: int, count: int, timeouts: Timeouts = CALM, **claims) -> Group:
     """The group of one worker that joins a relay in this process; claims: fields to change in its `Member`."""
-    link = Link(
-        socket.create_connection(("127.0.0.1", relay.port)), replace(this_member(rank), **claims), count, timeouts
-    )
+    connection = socket.create_connection(("127.0.0.1", relay.port))
+    link = Link(connection, replace(this_member(rank), **claims), count, timeouts)
     made.append(link)
     link.enter()
     return Group(rank, count, link)
@@ -48,13 +50,13 @@ def together(monkeypatch):
         monkeypatch.setattr(module, "BEAT", 0.1)
     monkeypatch.setattr(os, "_exit", lambda code: pytest.fail(f"the process was ended with {code}"))
 
-    def run(function, count: int = 3, timeouts: Timeouts = HASTY, **claims) -> list:
+    def run(function, count: int = 2, timeouts: Timeouts = CALM, claims=lambda rank: {}) -> list:
         relay = serve(0, True, count, timeouts, tensors=False)
         results = [None] * count
 
         def work(rank: int) -> None:
             try:
-                group = enter(relay, rank, count, timeouts, **claims)
+                group = enter(relay, rank, count, timeouts, **claims(rank))
                 group.relay = relay if rank == 0 else None
                 results[rank] = function(group)
                 group.link.reporting = True  # a worker that has done its part is not stuck
@@ -65,7 +67,7 @@ def together(monkeypatch):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(PATIENCE)
         assert not any(thread.is_alive() for thread in threads)
         assert relay.ending or not relay.values, "values are dropped once they are answered"
         return results
@@ -73,11 +75,18 @@ def together(monkeypatch):
     return run
 
 
+def heard(group: Group) -> AnotherFailed:
+    """The error that ends this worker's wait for the others."""
+    with pytest.raises(AnotherFailed) as error:
+        group.gather(None)
+    return error.value
+
+
 def test_gather_returns_all_values_in_rank_order(together):
     def calls(group):
         return [group.gather((group.rank, turn)) for turn in range(20)]
 
-    assert together(calls) == [[[(rank, turn) for rank in range(3)] for turn in range(20)]] * 3
+    assert together(calls, 3) == [[[(rank, turn) for rank in range(3)] for turn in range(20)]] * 3
 
 
 def test_large_values_of_different_sizes_arrive_whole(together):
@@ -88,7 +97,7 @@ def test_large_values_of_different_sizes_arrive_whole(together):
         return [[len(part) for part in parts] for parts in large], large[0] == large[1], group.gather(None)
 
     wanted = [3_000_000, 6_000_000, 9_000_000]
-    assert together(calls) == [([wanted, wanted], True, [None] * 3)] * 3
+    assert together(calls, 3) == [([wanted, wanted], True, [None] * 3)] * 3
 
 
 def test_a_single_worker_needs_no_others():
@@ -106,32 +115,31 @@ def test_on_main_gives_worker_0s_result_to_all_workers(together):
     def work(group):
         return group.on_main(lambda: calls.append(group.rank) or "found")
 
-    assert together(work) == ["found"] * 3 and calls == [0]
+    assert together(work, 3) == ["found"] * 3 and calls == [0]
 
 
 def test_an_error_of_worker_0_is_raised_by_all_and_the_others_name_its_origin(together):
     def fail(error):
         raise error
 
-    first, *others = together(lambda group: group.on_main(lambda: fail(UserError("no such cache; build it"))))
+    first, *others = together(lambda group: group.on_main(lambda: fail(UserError("no such cache; build it"))), 3)
     assert type(first) is UserError and str(first) == "no such cache; build it"
-    line = f"worker 0 on {socket.gethostname()} failed: {first}"
+    line = f"worker 0 on {HOST} failed: {first}"
     assert [(type(error), str(error)) for error in others] == [(AnotherFailed, line)] * 2
     ends = together(lambda group: group.on_main(lambda: fail(SystemExit(0))))
-    assert [type(error) for error in ends] == [SystemExit] * 3
+    assert [type(error) for error in ends] == [SystemExit] * 2
 
 
 def test_main_first_runs_worker_0_first(together):
     entered = []
 
     def work(group):
-        time.sleep(0.05 * (2 - group.rank))
         with group.main_first():
             entered.append(group.rank)
-            time.sleep(0.1)
+            time.sleep(0.1 * (group.rank == 0))
             entered.append(group.rank)
 
-    together(work)
+    together(work, 3)
     assert entered[:2] == [0, 0] and sorted(entered) == [0, 0, 1, 1, 2, 2]
 
 
@@ -140,17 +148,14 @@ def test_different_values_are_refused_naming_both_values_and_hosts(together):
         rate = 1e-3 if group.rank == 2 else 8e-4
         group.agree({"seed": (0, "0"), "learning_rate": (rate, f"{rate:g}")}, "give every worker the same command")
 
-    errors, host = together(work), socket.gethostname()
+    errors, said = together(work, 3), f"learning_rate is 0.0008 for worker 0 on {HOST}, 0.001 for worker 2 on {HOST}"
     assert {type(e) for e in errors} == {UserError}
-    assert {str(e) for e in errors} == {
-        f"the workers differ: learning_rate is 0.0008 for worker 0 on {host}, 0.001 for worker 2 on {host}; give every "
-        "worker the same command"
-    }
+    assert {str(e) for e in errors} == {f"the workers differ: {said}; give every worker the same command"}
 
 
 # -- failures --------------------------------------------------------------------------------------------------------
 def test_one_terminal_shows_only_the_first_failure(together):
-    lines = together(lambda group: group.fail(OSError("disk")))
+    lines = together(lambda group: group.fail(OSError("disk")), 3)
     assert sorted(lines, key=str) == ["", None, None]
 
 
@@ -159,26 +164,17 @@ def test_each_terminal_shows_the_failure_once(together):
 
     def work(group):
         group.link.members = [replace(m, terminal="ab"[m.rank == 2]) for m in group.link.members]
-        if group.rank == 0:
-            return group.fail(UserError("no such cache"))
-        with pytest.raises(AnotherFailed, match=f"^worker 0 on {socket.gethostname()} failed: no such cache$") as error:
-            group.gather(None)
-        return group.fail(error.value)
+        return group.fail(heard(group) if group.rank else UserError("no such cache"))
 
-    assert together(work) == ["", None, f"worker 0 on {socket.gethostname()} failed: no such cache"]
+    assert together(work, 3) == ["", None, f"worker 0 on {HOST} failed: no such cache"]
 
 
 def test_a_worker_that_disconnects_without_a_goodbye_has_died(together):
     def work(group):
-        if group.rank == 1:
-            group.link.disconnect()
-            return None
-        with pytest.raises(AnotherFailed) as error:
-            group.gather(None)
-        return group.fail(error.value)
+        return group.link.disconnect() if group.rank == 1 else group.fail(heard(group))
 
-    first, _, third = together(work)
-    assert first.startswith(f"worker 1 on {socket.gethostname()} (process {os.getpid()}) died (killed? out of memory?)")
+    first, _, third = together(work, 3)
+    assert first.startswith(f"worker 1 on {HOST} (process {os.getpid()}) died (killed? out of memory?)")
     assert third is None, "they share a terminal"
 
 
@@ -192,27 +188,23 @@ def test_a_silent_worker_is_lost_and_a_busy_one_is_not(together):
             group.link.reporting = True  # otherwise its thread would end this process
             time.sleep(4)
             return None
-        with pytest.raises(AnotherFailed) as error:
-            group.gather(None)
-        return str(error.value)
+        return str(heard(group))
 
-    lost, _ = together(work, 2)
-    assert lost.startswith(f"no heartbeat from worker 1 on {socket.gethostname()} for 1.65 s; check that the host")
+    lost, _ = together(work, timeouts=HASTY)
+    assert lost.startswith(f"no heartbeat from worker 1 on {HOST} for 1.65 s; check that the host")
 
 
 def test_a_silent_relay_is_noticed(together):
     both_are_in = threading.Barrier(2)
 
     def work(group):
-        both_are_in.wait(30)
+        both_are_in.wait(PATIENCE)
         if group.relay:
             group.relay._send = lambda *_: None  # it receives but sends nothing
-        with pytest.raises(AnotherFailed) as error:
-            group.gather(None)
-        return str(error.value)
+        return str(heard(group))
 
-    lost = f"no heartbeat from worker 0 on {socket.gethostname()} for 1.65 s"
-    assert all(line.startswith(lost) for line in together(work, 2))
+    lost = f"no heartbeat from worker 0 on {HOST} for 1.65 s"
+    assert all(line.startswith(lost) for line in together(work, timeouts=HASTY))
 
 
 def test_values_in_flight_arrive_before_the_job_ends(together):
@@ -220,14 +212,11 @@ def test_values_in_flight_arrive_before_the_job_ends(together):
         found = group.gather(group.rank)
         if group.rank:
             group.fail(OSError())
-            return found
-        with pytest.raises(AnotherFailed):
-            group.gather(None)
-        with pytest.raises(AnotherFailed):
-            group.gather(None)
+        else:
+            assert heard(group) and heard(group)
         return found
 
-    assert together(work, 2) == [[0, 1], [0, 1]]
+    assert together(work) == [[0, 1], [0, 1]]
 
 
 def test_a_broken_connection_is_a_lost_worker_and_the_relay_names_it(together):
@@ -240,7 +229,7 @@ def test_a_broken_connection_is_a_lost_worker_and_the_relay_names_it(together):
         group.link.members = [replace(m, terminal=str(m.rank)) for m in group.link.members]
         return group.fail(error.value)
 
-    assert together(work, 2) == ["", f"worker 0 on {socket.gethostname()} failed: no memory"]
+    assert together(work) == ["", f"worker 0 on {HOST} failed: no memory"]
 
 
 def test_no_worker_leaves_before_all_have_finished(together):
@@ -250,9 +239,9 @@ def test_no_worker_leaves_before_all_have_finished(together):
         time.sleep((0, 2.5, 0.2)[group.rank])  # one writes for longer than a worker may be silent
         done.append(group.rank)
         group.close()
-        return list(done)
+        return {*done}
 
-    assert together(work) == [[0, 2, 1]] * 3
+    assert together(work, 3, HASTY) == [{0, 1, 2}] * 3
 
 
 def test_a_finished_worker_hears_that_another_died(together):
@@ -267,8 +256,8 @@ def test_a_finished_worker_hears_that_another_died(together):
             group.close()
         return str(error.value)
 
-    _, heard = together(work, 2)
-    assert heard.startswith(f"worker 0 on {socket.gethostname()} (process {os.getpid()}) died")
+    _, said = together(work)
+    assert said.startswith(f"worker 0 on {HOST} (process {os.getpid()}) died")
 
 
 def test_a_failure_of_the_last_worker_reaches_the_one_that_waits(together):
@@ -280,7 +269,7 @@ def test_a_failure_of_the_last_worker_reaches_the_one_that_waits(together):
             group.close()
         return group.fail(error.value)
 
-    assert together(work, 2) == [None, ""], "their terminal shows it once"
+    assert together(work) == [None, ""], "their terminal shows it once"
 
 
 # -- joining ---------------------------------------------------------------------------------------------------------
@@ -291,7 +280,7 @@ def test_missing_workers_are_named_while_waiting_and_at_the_end(monkeypatch, cap
     with pytest.raises(UserError) as error:
         enter(relay, 0, 3)
     assert str(error.value).startswith(
-        f"workers 1, 2 of 3 did not arrive at here:29500 within 1 s (arrived: worker 0 on {socket.gethostname()}); "
+        f"workers 1, 2 of 3 did not arrive at here:29500 within 1 s (arrived: worker 0 on {HOST}); "
         "start every RANK from 0 to 2 with the same MASTER_ADDR and MASTER_PORT"
     )
     assert capfd.readouterr().err == "waiting for workers 1, 2 of 3 at here:29500\n"
@@ -305,22 +294,15 @@ def test_missing_workers_are_named_while_waiting_and_at_the_end(monkeypatch, cap
     ],
 )
 def test_a_worker_that_contradicts_the_others_is_refused_and_they_stop(rank, count, said):
-    relay = serve(0, True, 2, Timeouts(join=9), "here", tensors=False)
-    first: list = []
-
-    def come() -> None:
-        with pytest.raises(UserError) as error:
-            enter(relay, 0, 2)
-        first.append(str(error.value))
-
-    thread = threading.Thread(target=come)
-    thread.start()
-    while 0 not in relay.members:
-        time.sleep(0.01)
-    with pytest.raises(Refused, match=said):
-        enter(relay, rank, count)
-    thread.join()
-    assert f"does not belong to this job: {said}" in first[0]
+    relay = serve(0, True, 2, CALM, "here", tensors=False)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(enter, relay, 0, 2)
+        while 0 not in relay.members:
+            time.sleep(0.01)
+        with pytest.raises(Refused, match=said):
+            enter(relay, rank, count)
+        with pytest.raises(UserError, match=f"does not belong to this job: {said}"):
+            first.result()
 
 
 def test_a_stray_worker_does_not_end_a_complete_job(together):
@@ -330,7 +312,7 @@ def test_a_stray_worker_does_not_end_a_complete_job(together):
                 enter(group.relay, 1, 2)
         return group.gather(group.rank)
 
-    assert together(work, 2) == [[0, 1]] * 2
+    assert together(work) == [[0, 1]] * 2
 
 
 def test_connections_that_are_not_workers_are_closed(together):
@@ -346,7 +328,7 @@ def test_connections_that_are_not_workers_are_closed(together):
                     assert stranger.recv(10) == b""
         return group.gather(group.rank)
 
-    assert together(work, 2) == [[0, 1]] * 2
+    assert together(work) == [[0, 1]] * 2
 
 
 def test_the_number_of_unidentified_connections_is_limited(together):
@@ -354,44 +336,38 @@ def test_the_number_of_unidentified_connections_is_limited(together):
         strangers = []
         if group.relay:
             strangers = [socket.create_connection(("127.0.0.1", group.relay.port)) for _ in range(100)]
-            time.sleep(0.5)
+            for stranger in strangers[2 + relay_module.STRANGERS :]:
+                assert stranger.recv(1) == b"", "closed"
             assert group.relay.strangers == 2 + relay_module.STRANGERS
         found = group.gather(group.rank)
         for stranger in strangers:
             stranger.close()
         return found
 
-    assert together(work, 2) == [[0, 1]] * 2
+    assert together(work) == [[0, 1]] * 2
 
 
 def test_a_worker_waits_for_a_relay_that_is_not_there_yet_or_is_ending():
     """After an immediate restart the previous job's relay may still be there."""
-    old = serve(0, True, 1, HASTY, tensors=False)
+    old = serve(0, True, 1, CALM, tensors=False)
     enter(old, 0, 1).link.leave()
     old.end("enough")
     new: list = []
-    threading.Timer(0.5, lambda: new.append(serve(0, True, 1, HASTY, tensors=False))).start()
-    link = join(lambda: ("127.0.0.1", new[0].port if new else old.port), 0, 1, HASTY, "here")
+    threading.Timer(0.5, lambda: new.append(serve(0, True, 1, CALM, tensors=False))).start()
+    link = join(lambda: ("127.0.0.1", new[0].port if new else old.port), 0, 1, CALM, "here")
     made.append(link)
     assert link.nonce == new[0].nonce
 
 
 def test_hosts_with_the_same_name_are_told_apart_by_their_addresses(together):
-    names = together(lambda group: [group.name(rank) for rank in range(2)], 2)
-    assert names[0] == [f"worker {rank} on {socket.gethostname()}" for rank in range(2)]
-    relay = serve(0, True, 2, HASTY, tensors=False)
-    groups: list = [None, None]
+    names = together(lambda group: [group.name(rank) for rank in range(2)])
+    assert names[0] == [f"worker {rank} on {HOST}" for rank in range(2)]
 
-    def come(rank: int) -> None:
-        groups[rank] = enter(relay, rank, 2, host="localhost", machine=f"machine {rank}")
+    def places(group):
+        return group.name(1), group.neighbours, group.leads
 
-    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert groups[0].name(1) == "worker 1 on localhost (127.0.0.1)"
-    assert groups[1].neighbours == [1] and groups[1].leads
+    found = together(places, claims=lambda rank: {"host": "localhost", "machine": f"machine {rank}"})
+    assert found == [("worker 1 on localhost (127.0.0.1)", [rank], True) for rank in range(2)]
 
 
 # -- the watching thread ---------------------------------------------------------------------------------------------

@@ -64,14 +64,15 @@ def test_place_keeps_ties_that_moving_breaks(tiny_model_dir):
 
 
 # -- one update ------------------------------------------------------------------------------------------------------
-def one(value, **options):
-    p = nn.Parameter(torch.tensor(value))
-    return p, torch.optim.SGD([p], lr=1.0, **options)
+def one(*gradient):
+    """A parameter at 0 with this gradient, and its optimiser, whose step subtracts the gradient."""
+    p = nn.Parameter(torch.zeros(len(gradient)))
+    p.grad = torch.tensor(gradient)
+    return p, torch.optim.SGD([p], lr=1.0)
 
 
 def test_update_returns_the_norm_before_clipping_and_clears_gradients(backend):
-    p, optimizer = one([0.0, 0.0])
-    p.grad = torch.tensor([3.0, 4.0])
+    p, optimizer = one(3.0, 4.0)
     assert backend.update(optimizer, clip=1.0).item() == pytest.approx(5.0)
     assert p.tolist() == pytest.approx([-0.6, -0.8], rel=1e-5)
     assert p.grad is None
@@ -79,30 +80,15 @@ def test_update_returns_the_norm_before_clipping_and_clears_gradients(backend):
 
 @pytest.mark.parametrize("clip", [0.0, 5.0, 100.0])
 def test_clip_leaves_small_gradients_alone(backend, clip):
-    p, optimizer = one([0.0, 0.0])
-    p.grad = torch.tensor([3.0, 4.0])
+    p, optimizer = one(3.0, 4.0)
     backend.update(optimizer, clip)
     assert p.tolist() == pytest.approx([-3.0, -4.0], rel=1e-5)
 
 
 def test_clip_is_over_all_groups(backend):
-    a, b = (nn.Parameter(torch.zeros(1)) for _ in range(2))
-    optimizer = torch.optim.SGD([{"params": [a]}, {"params": [b], "lr": 10.0}], lr=1.0)
-    a.grad, b.grad = torch.tensor([3.0]), torch.tensor([4.0])
-    backend.update(optimizer, clip=1.0)
+    (a, _), (b, _) = one(3.0), one(4.0)
+    backend.update(torch.optim.SGD([{"params": [a]}, {"params": [b], "lr": 10.0}], lr=1.0), clip=1.0)
     assert (a.item(), b.item()) == pytest.approx((-0.6, -8.0), rel=1e-5)
-
-
-def test_clip_equals_torchs_own(backend):
-    torch.manual_seed(0)
-    ours, theirs = ([nn.Parameter(torch.zeros(n, 3)) for n in (2, 5)] for _ in range(2))
-    for p, q in zip(ours, theirs):
-        p.grad = torch.randn_like(p)
-        q.grad = p.grad.clone()
-    norm = backend.update(torch.optim.SGD(ours, lr=1.0), clip=0.5)
-    assert norm.item() == pytest.approx(nn.utils.clip_grad_norm_(theirs, 0.5).item())
-    torch.optim.SGD(theirs, lr=1.0).step()
-    assert all(torch.allclose(p, q) for p, q in zip(ours, theirs))
 
 
 class Rank(TorchBackend):
@@ -119,19 +105,15 @@ class Rank(TorchBackend):
 
 def test_clip_comes_after_reduce():
     """Two workers with skewed gradients step as one worker would with their mean; clipping first would not."""
-    skewed = torch.tensor([100.0, 0.0]), torch.tensor([0.0, 1.0])
-    steps = []
+    skewed, steps = ((100.0, 0.0), (0.0, 1.0)), []
     for mine, other in (skewed, skewed[::-1]):
-        p, optimizer = one([0.0, 0.0])
-        p.grad = mine.clone()
-        Rank([other]).update(optimizer, clip=1.0)
+        p, optimizer = one(*mine)
+        Rank([torch.tensor(other)]).update(optimizer, clip=1.0)
         steps.append(p.detach())
-    p, optimizer = one([0.0, 0.0])
-    p.grad = (skewed[0] + skewed[1]) / 2
+    p, optimizer = one(50.0, 0.5)
     TorchBackend("cpu", "fp32").update(optimizer, clip=1.0)
     assert torch.equal(steps[0], steps[1]) and torch.allclose(steps[0], p)
-    clipped_first = (skewed[0] / 100 + skewed[1]) / 2
-    assert not torch.allclose(-steps[0], clipped_first, atol=0.1)
+    assert not torch.allclose(-p, torch.tensor([0.5, 0.5]), atol=0.1), "as if each were clipped first"
 
 
 class Text(torch.utils.data.Dataset):
@@ -163,12 +145,10 @@ def test_accumulation_equals_one_large_batch(backend, tiny_model_dir, size, accu
         plan = Plan(4, batch_size, accumulation, 0.5, 0, 1.0, seed=5)
         stream = backend.prefetch(batches(Text(), batch_size, accumulation, plan.seed))
         figures = [update(model, stream, text_loss, optimizer, plan, backend) for _ in range(plan.steps)]
-        return model, figures
+        return model, [line[name].item() for line in figures for name in ("loss", "grad_norm")]
 
     (model, figures), (large, its) = train(size, accumulation), train(4, 1)
-    for mine, other in zip(figures, its):
-        for name in ("loss", "grad_norm"):
-            assert mine[name].item() == pytest.approx(other[name].item(), rel=1e-5)
+    assert figures == pytest.approx(its, rel=1e-5)
     assert all(torch.allclose(p, q, atol=1e-6) for p, q in zip(model.parameters(), large.parameters()))
 
 
@@ -193,9 +173,7 @@ def test_rng_state_round_trip_through_a_file(backend, tmp_path):
     wanted = draw()
     backend.seed(99)
     backend.set_rng_state(torch.load(tmp_path / "rng.pt", weights_only=True))
-    got = draw()
-    names = ("torch", "python", "python gauss")
-    assert [name for name, a, b in zip(names, got, wanted) if a != b] == []
+    assert draw() == wanted
 
 
 # -- prefetch, fetch -------------------------------------------------------------------------------------------------
@@ -210,18 +188,14 @@ def test_prefetch_keeps_the_order_and_ends(backend):
     assert [batch["n"].item() for batch in backend.prefetch(numbers(20))] == list(range(20))
 
 
-def test_prefetch_reads_a_few_ahead_and_stops_with_its_reader(backend):
-    before, seen = threading.active_count(), []
+def test_prefetch_reads_a_few_ahead(backend):
+    seen = []
     stream = backend.prefetch(numbers(10**6, seen), depth=2)
     assert next(stream)["n"].item() == 0
     time.sleep(0.05)
     assert len(seen) <= 4
     stream.close()
-    for _ in range(50):
-        time.sleep(0.02)
-        if threading.active_count() <= before:
-            break
-    assert threading.active_count() <= before and len(seen) <= 5
+    assert len(seen) <= 5
 
 
 def busy():
@@ -274,13 +248,12 @@ def test_an_exception_in_the_source_is_raised_at_its_position(backend):
 
 def test_fetch_gives_host_floats(backend):
     values = [torch.tensor(1.5), torch.tensor([2.5], dtype=torch.bfloat16), torch.tensor(3, requires_grad=False)]
-    assert backend.fetch(*values) == [1.5, 2.5, 3.0]
-    assert all(type(value) is float for value in backend.fetch(*values))
+    found = backend.fetch(*values)
+    assert found == [1.5, 2.5, 3.0] and all(type(value) is float for value in found)
 
 
 def test_to_host_copies_nested_state(backend):
-    state = {"a": [torch.ones(1, requires_grad=True), 2], "b": (None, "x")}
-    copied = backend.to_host(state)
+    copied = backend.to_host({"a": [torch.ones(1, requires_grad=True), 2], "b": (None, "x")})
     assert copied["b"] == [None, "x"] and copied["a"][1] == 2
     assert not copied["a"][0].requires_grad
 
